@@ -1,0 +1,212 @@
+"""Train the built-in base from nothing, on pictures drawn on the way.
+
+    python scripts/builtin_base/train.py --work /tmp/base --out lora_trainer/builtin/base
+
+First the autoencoder, then, on latents encoded once, the U-Net and the text
+encoder together.  About 80 minutes on two cores with bf16 matrix units.  Progress
+is kept in WORK: a second call goes on after the last finished stage.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import math
+import random
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import torch
+from diffusers import AutoencoderKL, StableDiffusionPipeline
+from PIL import Image
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from builtin_base import architecture
+from builtin_base.drawing import TEMPLATES, draw, draw_anything, random_scene
+
+SIZES = ((128, 128), (128, 128), (128, 128), (160, 96), (96, 160))  # width, height
+EMPTY_CAPTIONS = 0.1
+MIN_SNR_GAMMA = 5.0
+EMA_DECAY = 0.999
+
+
+def as_tensor(pictures: list[Image.Image]) -> torch.Tensor:
+    """RGB pictures of one size -> [B, 3, H, W] in [-1, 1]."""
+    stacked = torch.from_numpy(np.stack([np.asarray(picture) for picture in pictures]))
+    return stacked.permute(0, 3, 1, 2).float().div_(127.5).sub_(1.0)
+
+
+def cosine_rate(step: int, steps: int, warmup: int = 100) -> float:
+    """Share of the peak rate at a step: linear warm-up, then half a cosine to 1 %."""
+    if step < warmup:
+        return (step + 1) / warmup
+    return 0.01 + 0.99 * 0.5 * (1.0 + math.cos(math.pi * (step - warmup) / max(1, steps - warmup)))
+
+
+def log(stage: str, step: int, steps: int, loss: float, started: float) -> None:
+    seconds = time.monotonic() - started
+    print(f"{stage} {step:5d}/{steps} loss {loss:.4f} {seconds:6.0f} s", flush=True)
+
+
+def psnr(vae: AutoencoderKL, seed: int, count: int = 128) -> float:
+    """Mean peak signal-to-noise ratio in dB on `count` pictures that were never trained on."""
+    rng = random.Random(seed)
+    with torch.no_grad():
+        pixels = as_tensor([draw(random_scene(rng)) for _ in range(count)])
+        decoded = torch.cat([vae.decode(vae.encode(part).latent_dist.mode()).sample for part in pixels.split(16)])
+    error = (decoded.clamp(-1, 1) - pixels).square().flatten(1).mean(1)
+    return float((10.0 * torch.log10(4.0 / error)).mean())
+
+
+def train_vae(steps: int, seed: int, batch: int = 16) -> AutoencoderKL:
+    """L1 + MSE + 1e-6 KL; sets `scaling_factor` so that latents have unit spread."""
+    torch.manual_seed(seed)
+    rng = random.Random(seed)
+    vae = architecture.make_vae()
+    optimizer = torch.optim.AdamW(vae.parameters(), lr=1.5e-3, weight_decay=0.0, fused=True)
+    started = time.monotonic()
+    for step in range(steps):
+        width, height = rng.choice(SIZES)
+        pixels = as_tensor(
+            [
+                draw(random_scene(rng), width, height) if rng.random() < 0.6 else draw_anything(rng, width, height)
+                for _ in range(batch)
+            ]
+        )
+        for group in optimizer.param_groups:
+            group["lr"] = 1.5e-3 * cosine_rate(step, steps)
+        with torch.autocast("cpu", torch.bfloat16):
+            posterior = vae.encode(pixels).latent_dist
+            decoded = vae.decode(posterior.sample()).sample.float()
+        kl = 0.5 * (posterior.mean.float().square() + posterior.var.float() - 1.0 - posterior.logvar.float())
+        error = decoded - pixels
+        loss = error.abs().mean() + error.square().mean() + 1e-6 * kl.sum() / batch
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(vae.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        if step % 50 == 0:
+            log("vae", step, steps, loss.item(), started)
+    vae.eval().requires_grad_(False)
+    with torch.no_grad():
+        latents = vae.encode(as_tensor([draw(random_scene(rng)) for _ in range(256)])).latent_dist.sample()
+    vae.register_to_config(scaling_factor=round(1.0 / float(latents.std()), 5))
+    print(f"vae: {psnr(vae, seed + 1):.2f} dB on unseen pictures, scaling factor {vae.config.scaling_factor}")
+    return vae
+
+
+def encode_pictures(vae: AutoencoderKL, count: int, seed: int) -> dict[tuple[int, int], tuple[torch.Tensor, list]]:
+    """Posterior means and spreads [N, 8, h, w] and scenes of `count` pictures, by size."""
+    rng = random.Random(seed)
+    found: dict[tuple[int, int], tuple[torch.Tensor, list]] = {}
+    for size in dict.fromkeys(SIZES):
+        scenes = [random_scene(rng) for _ in range(count * SIZES.count(size) // len(SIZES))]
+        parts = []
+        for start in range(0, len(scenes), 32):
+            pixels = as_tensor([draw(scene, *size) for scene in scenes[start : start + 32]])
+            with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+                posterior = vae.encode(pixels).latent_dist
+            parts.append(torch.cat([posterior.mean, posterior.std], dim=1).half())
+        found[size] = (torch.cat(parts), scenes)
+    return found
+
+
+def batches(pictures: dict, tokens: dict[str, list[int]], rng: random.Random, size: int) -> Iterator[tuple]:
+    """Endless (moments [B, 8, h, w], input ids [B, 77])."""
+    while True:
+        moments, scenes = pictures[rng.choice(SIZES)]
+        chosen = [rng.randrange(len(scenes)) for _ in range(size)]
+        captions = [
+            "" if rng.random() < EMPTY_CAPTIONS else scenes[i].caption(rng.choice(TEMPLATES)) for i in chosen
+        ]
+        yield moments[chosen].float(), torch.tensor([tokens[caption] for caption in captions])
+
+
+def train_unet(vae: AutoencoderKL, work: Path, steps: int, seed: int, batch: int, pictures: int) -> StableDiffusionPipeline:
+    """Epsilon prediction with min-SNR weights (arXiv:2303.09556, eq. 5) and an averaged copy."""
+    torch.manual_seed(seed)
+    rng = random.Random(seed)
+    tokenizer = architecture.make_tokenizer(work / "tokenizer")
+    parts = torch.nn.ModuleDict(
+        {"unet": architecture.make_unet(), "text": architecture.make_text_encoder(tokenizer).train()}
+    )
+    average = copy.deepcopy(parts).requires_grad_(False)
+    scheduler = architecture.make_scheduler()
+    alphas = scheduler.alphas_cumprod
+    started = time.monotonic()
+    data = encode_pictures(vae, pictures, seed + 2)
+    print(f"encoded {pictures} pictures in {time.monotonic() - started:.0f} s", flush=True)
+    captions = {"", *(s.caption(t) for _, scenes in data.values() for s in scenes for t in TEMPLATES)}
+    tokens = {c: tokenizer(c, padding="max_length", max_length=77, truncation=True).input_ids for c in captions}
+    source = batches(data, tokens, rng, batch)
+    optimizer = torch.optim.AdamW(parts.parameters(), lr=1e-3, weight_decay=0.01, fused=True)
+    started = time.monotonic()
+    running = 0.0
+    for step in range(steps):
+        moments, ids = next(source)
+        mean, spread = moments.chunk(2, dim=1)
+        latents = (mean + spread * torch.randn_like(mean)) * vae.config.scaling_factor
+        noise = torch.randn_like(latents)
+        t = torch.randint(0, 1000, (batch,))
+        snr = alphas[t] / (1.0 - alphas[t])
+        weight = snr.clamp(max=MIN_SNR_GAMMA) / snr
+        for group in optimizer.param_groups:
+            group["lr"] = 1e-3 * cosine_rate(step, steps)
+        with torch.autocast("cpu", torch.bfloat16):
+            context = parts["text"](ids)[0]
+            predicted = parts["unet"](scheduler.add_noise(latents, noise, t), t, context).sample
+        loss = ((predicted.float() - noise).square().mean((1, 2, 3)) * weight).mean()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(parts.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        decay = min(EMA_DECAY, (step + 1) / (step + 10))
+        torch._foreach_lerp_(list(average.parameters()), list(parts.parameters()), 1.0 - decay)
+        running = 0.98 * running + 0.02 * loss.item() if step else loss.item()
+        if step % 100 == 0:
+            log("unet", step, steps, running, started)
+        if (step + 1) % 1000 == 0 or step + 1 == steps:
+            pipeline = assemble(vae, average, tokenizer)
+            pipeline.save_pretrained(work / "pipeline", safe_serialization=True)
+    return pipeline
+
+
+def assemble(vae: AutoencoderKL, parts: torch.nn.ModuleDict, tokenizer) -> StableDiffusionPipeline:
+    """A copy of the parts as a pipeline in half precision."""
+    return StableDiffusionPipeline(
+        vae=copy.deepcopy(vae).half(),
+        unet=copy.deepcopy(parts["unet"]).half(),
+        text_encoder=copy.deepcopy(parts["text"]).eval().half(),
+        tokenizer=tokenizer,
+        scheduler=architecture.make_scheduler(),
+        safety_checker=None,
+        feature_extractor=None,
+        requires_safety_checker=False,
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--work", type=Path, required=True, help="folder for intermediate results")
+    parser.add_argument("--out", type=Path, help="write the finished base here")
+    parser.add_argument("--vae-steps", type=int, default=1800)
+    parser.add_argument("--unet-steps", type=int, default=7000)
+    parser.add_argument("--batch", type=int, default=32)
+    parser.add_argument("--pictures", type=int, default=24_000)
+    parser.add_argument("--seed", type=int, default=0)
+    args = parser.parse_args()
+    vae_folder = args.work / "vae"
+    if not vae_folder.exists():
+        train_vae(args.vae_steps, args.seed).save_pretrained(vae_folder)
+    vae = AutoencoderKL.from_pretrained(vae_folder).eval().requires_grad_(False)
+    pipeline = train_unet(vae, args.work, args.unet_steps, args.seed, args.batch, args.pictures)
+    if args.out:
+        pipeline.save_pretrained(args.out, safe_serialization=True)
+
+
+if __name__ == "__main__":
+    main()
