@@ -1,0 +1,158 @@
+"""Every setting: its name, type, limits, default and meaning.
+
+The config is frozen and refuses unknown keys. Descriptions are what `--help` and the
+documentation show.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+FamilyName = Literal["sd15"]
+Precision = Literal["bf16", "fp16", "fp32"]
+OptimizerName = Literal["adamw", "adamw8bit"]
+ScheduleName = Literal["constant", "linear", "cosine"]
+AttentionName = Literal["auto", "sdpa", "xformers", "math"]
+
+Share = Annotated[float, Field(ge=0.0, le=1.0)]
+Count = Annotated[int, Field(ge=1)]
+CountOrZero = Annotated[int, Field(ge=0)]
+Positive = Annotated[float, Field(gt=0.0, allow_inf_nan=False)]
+NotNegative = Annotated[float, Field(ge=0.0, allow_inf_nan=False)]
+
+
+class Section(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class ModelSection(Section):
+    path: str | None = Field(None, description="diffusers folder; empty means the built-in base")
+    family: FamilyName | None = Field(None, description="model family; detected from the files when empty")
+
+
+class DataSection(Section):
+    sources: tuple[str, ...] = Field((), description="folders or files; empty means the built-in data set")
+    resolution: Annotated[int, Field(ge=32, le=4096)] | None = Field(
+        None, description="side in pixels of a square of the trained area; empty means the model's own"
+    )
+    resolution_ceiling: Count | None = Field(None, description="highest resolution that the tier allows")
+    allow_missing_captions: bool = Field(False, description="train pictures without a caption on the empty one")
+    allow_upscale: bool = Field(False, description="accept pictures far smaller than they are trained at")
+    max_aspect: Annotated[float, Field(ge=1.0, le=8.0)] = Field(2.0, description="longest side over shortest of a bucket")
+    caption_dropout: Share = Field(0.0, description="share of samples trained with the empty caption")
+    held_out: Annotated[float, Field(ge=0.0, le=0.5)] = Field(0.1, description="share of pictures kept for validation")
+
+
+class CacheSection(Section):
+    folder: str | None = Field(None, description="where caches live; empty means the user's cache folder")
+    batch: Count = Field(4, description="pictures encoded at once")
+
+
+class LoraSection(Section):
+    rank: Annotated[int, Field(ge=1, le=4096)] = Field(16, description="rank of each update")
+    alpha: Positive | None = Field(None, description="scale is alpha / rank; empty means alpha = rank")
+    dropout: Annotated[float, Field(ge=0.0, lt=1.0)] = Field(0.0, description="dropout inside the LoRA")
+    targets: str | tuple[str, ...] = Field(
+        "attention", description="`attention`, `attention+ff`, or patterns of module names such as `*.attn2.to_k`"
+    )
+
+
+class BatchSection(Section):
+    effective: Count = Field(1, description="samples in one optimizer step, over all processes")
+    max_micro: Count | None = Field(None, description="most samples in one forward pass; empty means what fits")
+
+
+class MemorySection(Section):
+    limit_gib: Positive | None = Field(None, description="GPU memory that the run may use")
+    checkpointing: Literal["none", "all", "auto"] | CountOrZero = Field(
+        "auto", description="gradient checkpointing: `none`, `all`, a number of blocks, or `auto`"
+    )
+    base_precision: Precision = Field("bf16", description="precision of the frozen base and of the forward pass")
+    attention: AttentionName = Field("auto", description="attention implementation; `auto` probes and explains")
+
+
+class OptimSection(Section):
+    name: OptimizerName = Field("adamw", description="optimizer")
+    learning_rate: Annotated[float, Field(gt=0.0, le=10.0)] = Field(1e-4, description="peak learning rate")
+    beta1: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.9
+    beta2: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.999
+    weight_decay: NotNegative = Field(0.01, description="decoupled weight decay")
+    clip_norm: NotNegative = Field(1.0, description="largest norm of the gradient; 0 means no clipping")
+
+
+class ScheduleSection(Section):
+    name: ScheduleName = Field("constant", description="learning rate over the steps")
+    warmup_steps: CountOrZero | None = Field(None, description="linear warm-up; empty means 3 % of the steps")
+
+
+class NoiseSection(Section):
+    offset: Share = Field(0.0, description="noise offset: strength of a constant added per channel")
+    multires_iterations: Annotated[int, Field(ge=0, le=16)] = Field(0, description="multi-resolution noise: coarser levels added")
+    multires_discount: Share = Field(0.3, description="weight of each coarser level")
+
+
+class LossSection(Section):
+    min_snr_gamma: Positive | None = Field(None, description="min-SNR weighting (arXiv:2303.09556); 5 is usual")
+
+
+class TrainSection(Section):
+    max_steps: Count | None = Field(None, description="optimizer steps")
+    max_epochs: Count | None = Field(None, description="passes over the data")
+    exposures: Count = Field(100, description="times each picture is seen when neither steps nor epochs are given")
+    max_hours: Positive | None = Field(None, description="stop after this time, with everything saved")
+    seed: int = Field(42, description="the run's seed")
+
+
+class CheckpointSection(Section):
+    every_steps: Count = Field(500, description="steps between checkpoints")
+    keep_last: Count = Field(2, description="checkpoints kept besides the best")
+
+
+class ValidateSection(Section):
+    every_steps: CountOrZero = Field(100, description="steps between held-out losses; 0 means only at the end")
+
+
+class SampleSection(Section):
+    every_steps: CountOrZero = Field(500, description="steps between pictures; 0 means none while training")
+    prompts: tuple[str, ...] = Field((), description="prompts; empty means captions of the data")
+    count: Count = Field(2, description="pictures when prompts come from the data")
+    steps: Count = Field(25, description="sampler steps")
+    guidance: NotNegative = Field(7.5, description="classifier-free guidance scale")
+
+
+class GatesSection(Section):
+    dataset: Share = Field(0.8, description="score below which a data set is refused by `produce`")
+    lora: Share = Field(0.9, description="score below which a LoRA is refused by `produce`")
+
+
+class RunSection(Section):
+    output: str = Field("runs", description="folder that holds runs")
+    name: str | None = Field(None, description="name of the run and of its files; made from the data when empty")
+    offline: bool = Field(False, description="make no network request at all")
+
+
+class Config(Section):
+    """All settings of a run. Field names are the config's key names: `optim.learning_rate`.
+
+    Dump with `by_alias=True`.
+    """
+
+    model: ModelSection = ModelSection()
+    data: DataSection = DataSection()
+    cache: CacheSection = CacheSection()
+    lora: LoraSection = LoraSection()
+    batch: BatchSection = BatchSection()
+    memory: MemorySection = MemorySection()
+    optim: OptimSection = OptimSection()
+    schedule: ScheduleSection = ScheduleSection()
+    noise: NoiseSection = NoiseSection()
+    loss: LossSection = LossSection()
+    train: TrainSection = TrainSection()
+    checkpoint: CheckpointSection = CheckpointSection()
+    # `validate` is a method of pydantic's base class, so only the key has that name.
+    validation: ValidateSection = Field(ValidateSection(), alias="validate")
+    sample: SampleSection = SampleSection()
+    gates: GatesSection = GatesSection()
+    run: RunSection = RunSection()

@@ -1,0 +1,67 @@
+"""What can go wrong for a user, and the exit code that each kind carries."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from difflib import get_close_matches
+
+DONE = 0
+WRONG_USAGE = 2
+DATASET_REFUSED = 3
+LORA_REFUSED = 4
+TRAINING_FAILED = 5
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One thing that is wrong and what to do about it."""
+
+    message: str
+    fix: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.message} {self.fix}".strip()
+
+
+class UserError(Exception):
+    """Something the user can mend. Shown without a traceback, all problems at once."""
+
+    exit_code = WRONG_USAGE
+
+    def __init__(self, problems: Problem | str | Iterable[Problem]) -> None:
+        if isinstance(problems, str):
+            problems = Problem(problems)
+        self.problems = (problems,) if isinstance(problems, Problem) else tuple(problems)
+        super().__init__("\n".join(str(problem) for problem in self.problems))
+
+
+class UsageError(UserError):
+    """A flag, config value or input file that cannot be used."""
+
+
+class DatasetRefused(UserError):
+    """The data cannot be trained on, or scores below the gate."""
+
+    exit_code = DATASET_REFUSED
+
+
+class LoraRefused(UserError):
+    """The LoRA scores below the gate; it stays on disk, marked."""
+
+    exit_code = LORA_REFUSED
+
+
+class TrainingFailed(UserError):
+    """Training could not go on; the message names what was saved."""
+
+    exit_code = TRAINING_FAILED
+
+
+def nearest(word: str, known: Iterable[str]) -> str:
+    """`Did you mean …?` for a misspelt word, or the known words when nothing is near."""
+    known = sorted(known)
+    near = get_close_matches(word, known, n=3, cutoff=0.6)
+    if near:
+        return f"Did you mean {' or '.join(near)}?"
+    return f"Known: {', '.join(known)}."

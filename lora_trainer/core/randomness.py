@@ -1,0 +1,31 @@
+"""Randomness as a function of position, not of history.
+
+Every random decision about a sample is drawn from a key made of what it is for and
+where it stands: no generator state is kept, so a resumed run, a split batch and a
+second process draw the same numbers.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from typing import TypeVar
+
+Item = TypeVar("Item")
+
+
+def position_key(seed: int, purpose: str, *position: int | str) -> int:
+    """A 128-bit key for one decision, e.g. `position_key(42, "noise", step, sample_id, 0)`."""
+    text = "\x1f".join([str(seed), purpose, *(str(part) for part in position)])
+    return int.from_bytes(hashlib.blake2b(text.encode("utf-8"), digest_size=16).digest(), "big")
+
+
+def position_uniform(seed: int, purpose: str, *position: int | str) -> float:
+    """A number in [0, 1) for one decision."""
+    return (position_key(seed, purpose, *position) >> 75) / float(1 << 53)
+
+
+def position_shuffle(items: Sequence[Item], seed: int, purpose: str, *position: int | str) -> list[Item]:
+    """The items in an order that depends on the position only."""
+    keyed = [(position_key(seed, purpose, *position, index), index) for index in range(len(items))]
+    return [items[index] for _, index in sorted(keyed)]

@@ -1,0 +1,40 @@
+"""Samples and the manifest: what a data set holds, read without decoding a picture."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One picture with its caption.
+
+    `width` and `height` are as the picture is seen, after EXIF rotation.
+    `content` is the hex sha256 of the picture file's bytes.
+    """
+
+    path: Path
+    caption: str
+    width: int
+    height: int
+    content: str
+    repeats: int = 1
+
+    @property
+    def id(self) -> str:
+        """Names the sample in random draws: its content, not its place or name."""
+        return self.content[:32]
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """All samples of a run, in a stable order, with what was noticed while reading."""
+
+    samples: tuple[Sample, ...]
+    notes: tuple[str, ...] = ()
+
+    @property
+    def data_hash(self) -> str:
+        """Changes when a picture, a caption or a repeat count changes."""
+        raise NotImplementedError
