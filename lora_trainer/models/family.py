@@ -17,7 +17,7 @@ if TYPE_CHECKING:  # facts are read without torch
 
     from lora_trainer.diffusion.process import Process
 
-Conditioning = "Mapping[str, Tensor]"  # e.g. {"embeds": [B, 77, 768]}
+PREDICTIONS = ("epsilon", "v_prediction")
 
 
 @dataclass(frozen=True)
@@ -57,6 +57,7 @@ class Family:
 
     name: str
     describe: Callable[[Path], ModelFacts]
+    encoder_keys: Callable[[Path, torch.dtype], tuple[str, str]]
     load_encoders: Callable[[Path, torch.dtype, torch.device], Encoders]
     load_denoiser: Callable[[Path, torch.dtype, torch.device], nn.Module]
     make_process: Callable[[Path], Process]

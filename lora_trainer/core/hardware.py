@@ -1,0 +1,53 @@
+"""What this machine has, asked of the system; torch only when it is loaded already or asked for."""
+
+from __future__ import annotations
+
+import os
+import platform
+from importlib import metadata
+
+PACKAGES = ("torch", "diffusers", "transformers", "peft", "accelerate", "safetensors", "bitsandbytes", "xformers")
+
+
+def cuda_memory_gib() -> float | None:
+    """Memory of the first CUDA card in GiB, or None without one. Imports torch."""
+    import torch
+
+    if not torch.cuda.is_available():
+        return None
+    return float(torch.cuda.get_device_properties(0).total_memory) / 2**30
+
+
+def cpu_supports_bf16() -> bool:
+    """Whether the processor multiplies bf16 in hardware (Linux and x86 only; elsewhere False)."""
+    try:
+        with open("/proc/cpuinfo", encoding="utf-8") as file:
+            flags = next((line for line in file if line.startswith("flags")), "")
+    except OSError:
+        return False
+    return "amx_bf16" in flags or "avx512_bf16" in flags
+
+
+def package_versions() -> dict[str, str]:
+    """Versions of what a result depends on."""
+    found = {"python": platform.python_version()}
+    for name in ("lora-trainer", *PACKAGES):
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def describe_machine() -> dict[str, str | int | float | None]:
+    """System, processor count and card, for the run's record. Imports torch."""
+    import torch
+
+    card = torch.cuda.get_device_name(0) if torch.cuda.is_available() else None
+    return {
+        "system": f"{platform.system()} {platform.release()}",
+        "machine": platform.machine(),
+        "cpus": os.cpu_count(),
+        "gpu": card,
+        "gpu_gib": cuda_memory_gib(),
+    }

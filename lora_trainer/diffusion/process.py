@@ -1,0 +1,59 @@
+"""The noising process: how latents become noisy and what the model must predict."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+Prediction = Literal["epsilon", "v_prediction"]
+
+
+@dataclass(frozen=True)
+class Process:
+    """Variance-preserving diffusion (DDPM, arXiv:2006.11239, eq. 4).
+
+    `alphas_cumprod` [T] is the share of signal energy left at each timestep.
+    """
+
+    alphas_cumprod: Tensor
+    prediction: Prediction
+
+    @property
+    def timesteps(self) -> int:
+        return len(self.alphas_cumprod)
+
+    def _scales(self, t: Tensor, like: Tensor) -> tuple[Tensor, Tensor]:
+        """Signal and noise scales at t [B], shaped [B, 1, 1, 1] on the device of `like`."""
+        alpha = self.alphas_cumprod.to(like.device, torch.float32)[t].view(-1, 1, 1, 1)
+        return alpha.sqrt().to(like.dtype), (1.0 - alpha).sqrt().to(like.dtype)
+
+    def add_noise(self, latents: Tensor, noise: Tensor, t: Tensor) -> Tensor:
+        """Latents [B, C, h, w] with noise of the same shape mixed in at t [B]."""
+        signal, spread = self._scales(t, latents)
+        return signal * latents + spread * noise
+
+    def target(self, latents: Tensor, noise: Tensor, t: Tensor) -> Tensor:
+        """What the model must predict [B, C, h, w]: the noise, or the velocity (arXiv:2202.00512, app. D)."""
+        if self.prediction == "epsilon":
+            return noise
+        signal, spread = self._scales(t, latents)
+        return signal * noise - spread * latents
+
+    def snr(self, t: Tensor) -> Tensor:
+        """Signal-to-noise ratio [B] at t [B]."""
+        alpha = self.alphas_cumprod.to(t.device, torch.float32)[t]
+        return alpha / (1.0 - alpha)
+
+
+def scaled_linear_alphas(steps: int, beta_start: float, beta_end: float) -> Tensor:
+    """Stable Diffusion's schedule: betas linear in their square roots. [steps], float32."""
+    betas = torch.linspace(beta_start**0.5, beta_end**0.5, steps, dtype=torch.float32).square()
+    return torch.cumprod(1.0 - betas, dim=0)
+
+
+def linear_alphas(steps: int, beta_start: float, beta_end: float) -> Tensor:
+    """DDPM's schedule: betas linear. [steps], float32."""
+    return torch.cumprod(1.0 - torch.linspace(beta_start, beta_end, steps, dtype=torch.float32), dim=0)

@@ -1,0 +1,72 @@
+"""The LoRA inside the denoiser: chosen modules, injected by peft, and read back by name."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from fnmatch import fnmatchcase
+
+import torch
+from peft import LoraConfig, inject_adapter_in_model
+from torch import Tensor, nn
+
+from lora_trainer.core.errors import Problem, UsageError, nearest
+from lora_trainer.models.family import Family
+
+ADAPTER = "default"
+
+
+def target_modules(denoiser: nn.Module, family: Family, targets: str | tuple[str, ...]) -> list[str]:
+    """Names of the modules that a `lora.targets` value means. Raises UsageError when a pattern finds none.
+
+    A value is `attention`, `attention+ff`, or patterns (`*.attn2.to_k`) of linear and
+    convolution modules.
+    """
+    adaptable = [name for name, module in denoiser.named_modules() if isinstance(module, nn.Linear | nn.Conv2d)]
+    if isinstance(targets, str) and targets in family.lora_targets:
+        endings = tuple(f".{ending}" for ending in family.lora_targets[targets])
+        return [name for name in adaptable if name.endswith(endings) and ".attentions." in name]
+    patterns = (targets,) if isinstance(targets, str) else targets
+    problems = [
+        Problem(
+            f"lora.targets: {pattern!r} matches none of {len(adaptable)} modules.",
+            f"Give {', '.join(family.lora_targets)}, or a pattern such as '*.attn2.to_k'. {nearest(pattern, family.lora_targets)}",
+        )
+        for pattern in patterns
+        if not any(fnmatchcase(name, pattern) for name in adaptable)
+    ]
+    if problems:
+        raise UsageError(problems)
+    return [name for name in adaptable if any(fnmatchcase(name, pattern) for pattern in patterns)]
+
+
+def inject_lora(
+    denoiser: nn.Module, modules: list[str], *, rank: int, alpha: float, dropout: float, seed: int
+) -> dict[str, nn.Parameter]:
+    """Put a LoRA on the modules, in place; return its trainable parameters by name.
+
+    Down projections start as peft does (Kaiming uniform) from `seed`, up projections at 0.
+    """
+    config = LoraConfig(r=rank, lora_alpha=alpha, lora_dropout=dropout, target_modules=modules)  # type: ignore[arg-type]
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        inject_adapter_in_model(config, denoiser, adapter_name=ADAPTER)
+    return {name: parameter for name, parameter in denoiser.named_parameters() if parameter.requires_grad}
+
+
+def lora_pairs(parameters: Mapping[str, Tensor]) -> dict[str, tuple[Tensor, Tensor]]:
+    """Module name -> (down [r, in], up [out, r]) from peft's parameter names."""
+    down_ending, up_ending = f".lora_A.{ADAPTER}.weight", f".lora_B.{ADAPTER}.weight"
+    return {
+        name.removesuffix(down_ending): (tensor, parameters[name.removesuffix(down_ending) + up_ending])
+        for name, tensor in parameters.items()
+        if name.endswith(down_ending)
+    }
+
+
+def set_lora_enabled(denoiser: nn.Module, enabled: bool) -> None:
+    """Switch the LoRA on or off, to compare with the untouched base."""
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    for module in denoiser.modules():
+        if isinstance(module, BaseTunerLayer):
+            module.enable_adapters(enabled)

@@ -1,0 +1,167 @@
+"""Stable Diffusion 1.x: one CLIP text encoder, a U-Net on 4-channel latents."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+from lora_trainer.core.errors import Problem, UsageError
+from lora_trainer.models.family import PREDICTIONS, Encoders, Family, ModelFacts
+from lora_trainer.models.folder import check_components, fingerprint, read_config, variant_of
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor, nn
+
+    from lora_trainer.diffusion.process import Process
+
+SD2_TEXT_WIDTH = 1024
+
+
+def describe(folder: Path) -> ModelFacts:
+    """Facts from the config files. Raises UsageError when a part is missing, damaged or of another kind."""
+    unet = read_config(folder, "unet/config.json")
+    vae = read_config(folder, "vae/config.json")
+    scheduler = read_config(folder, "scheduler/scheduler_config.json")
+    tokenizer = read_config(folder, "tokenizer/tokenizer_config.json")
+    check_components(folder, ("unet", "vae", "text_encoder"))
+    if unet.get("cross_attention_dim") == SD2_TEXT_WIDTH:
+        raise UsageError(Problem(f"{folder} is a Stable Diffusion 2.x model.", "Only SD1.x can be trained yet."))
+    if unet.get("in_channels") != vae.get("latent_channels", 4):
+        raise UsageError(
+            Problem(f"{folder} is an inpainting or depth model ({unet.get('in_channels')} input channels).", "Use the base.")
+        )
+    prediction = scheduler.get("prediction_type", "epsilon")
+    if prediction not in PREDICTIONS:
+        raise UsageError(Problem(f"{folder} predicts {prediction!r}.", f"Supported: {', '.join(PREDICTIONS)}."))
+    downscale = 2 ** (len(vae["block_out_channels"]) - 1)
+    return ModelFacts(
+        path=folder,
+        family="sd15",
+        resolution=int(unet["sample_size"]) * downscale,
+        latent_channels=int(unet["in_channels"]),
+        downscale=downscale,
+        pixel_step=downscale * 2 ** (len(unet["block_out_channels"]) - 1),
+        prediction=prediction,
+        caption_tokens=int(tokenizer.get("model_max_length", 77)),
+    )
+
+
+def encoder_keys(folder: Path, dtype: torch.dtype) -> tuple[str, str]:
+    """Names of the image and the text encoder's weights, without loading them."""
+    return f"{fingerprint(folder, 'vae')}-{dtype}", f"{fingerprint(folder, 'text_encoder', 'tokenizer')}-{dtype}"
+
+
+def load_encoders(folder: Path, dtype: torch.dtype, device: torch.device) -> Encoders:
+    """The autoencoder and the text encoder, frozen, on the device."""
+    import torch
+    from diffusers import AutoencoderKL
+    from transformers import CLIPTextModel, CLIPTokenizer
+
+    vae = AutoencoderKL.from_pretrained(
+        folder / "vae",
+        torch_dtype=dtype,
+        variant=variant_of(folder / "vae"),
+        use_safetensors=True,
+        local_files_only=True,
+    )
+    vae.to(device).eval().requires_grad_(False)
+    text_encoder = CLIPTextModel.from_pretrained(
+        folder / "text_encoder",
+        dtype=dtype,
+        variant=variant_of(folder / "text_encoder"),
+        use_safetensors=True,
+        local_files_only=True,
+    )
+    text_encoder.to(device).eval().requires_grad_(False)
+    tokenizer = CLIPTokenizer.from_pretrained(folder / "tokenizer", local_files_only=True)
+    scale = float(vae.config.scaling_factor)
+
+    @torch.no_grad()
+    def encode_image(pixels: Tensor) -> tuple[Tensor, Tensor]:
+        posterior = vae.encode(pixels.to(device, dtype)).latent_dist
+        return posterior.mean.float() * scale, posterior.std.float() * scale
+
+    @torch.no_grad()
+    def encode_text(captions: Sequence[str]) -> dict[str, Tensor]:
+        ids = tokenizer(
+            list(captions),
+            padding="max_length",
+            max_length=tokenizer.model_max_length,
+            truncation=True,
+            return_tensors="pt",
+        ).input_ids
+        return {"embeds": text_encoder(ids.to(device))[0]}
+
+    image_key, text_key = encoder_keys(folder, dtype)
+    return Encoders(encode_image, encode_text, image_key, text_key)
+
+
+def load_denoiser(folder: Path, dtype: torch.dtype, device: torch.device) -> nn.Module:
+    """The U-Net, frozen, on the device."""
+    from diffusers import UNet2DConditionModel
+
+    unet = UNet2DConditionModel.from_pretrained(
+        folder / "unet",
+        torch_dtype=dtype,
+        variant=variant_of(folder / "unet"),
+        use_safetensors=True,
+        local_files_only=True,
+    )
+    return cast("nn.Module", unet.to(device).requires_grad_(False))
+
+
+def make_process(folder: Path) -> Process:
+    """The noise schedule that the model was trained with."""
+    from lora_trainer.diffusion.process import Process, linear_alphas, scaled_linear_alphas
+
+    config = read_config(folder, "scheduler/scheduler_config.json")
+    steps = int(config.get("num_train_timesteps", 1000))
+    start, end = float(config.get("beta_start", 0.00085)), float(config.get("beta_end", 0.012))
+    schedules = {"scaled_linear": scaled_linear_alphas, "linear": linear_alphas}
+    name = config.get("beta_schedule", "scaled_linear")
+    if name not in schedules:
+        raise UsageError(Problem(f"{folder} has the noise schedule {name!r}.", f"Supported: {', '.join(schedules)}."))
+    return Process(schedules[name](steps, start, end), config.get("prediction_type", "epsilon"))
+
+
+def predict(denoiser: nn.Module, noisy: Tensor, t: Tensor, cond: Mapping[str, Tensor], sizes: Tensor) -> Tensor:
+    """The U-Net's prediction [B, 4, h, w] for noisy latents at t [B] under cond["embeds"] [B, L, D]."""
+    return cast("Tensor", denoiser(noisy, t, cond["embeds"], return_dict=False)[0])
+
+
+def make_pipeline(folder: Path, dtype: torch.dtype, device: torch.device) -> Any:
+    """diffusers' pipeline of the untouched base, for drawing pictures."""
+    from diffusers import DDIMScheduler, StableDiffusionPipeline
+
+    pipeline = StableDiffusionPipeline.from_pretrained(
+        folder,
+        torch_dtype=dtype,
+        variant=variant_of(folder / "unet"),
+        use_safetensors=True,
+        local_files_only=True,
+        safety_checker=None,
+        requires_safety_checker=False,
+    )
+    pipeline.scheduler = DDIMScheduler.from_config(pipeline.scheduler.config)
+    pipeline.set_progress_bar_config(disable=True)
+    return pipeline.to(device)
+
+
+ATTENTION = ("to_q", "to_k", "to_v", "to_out.0")
+FEED_FORWARD = ("ff.net.0.proj", "ff.net.2")
+
+FAMILY = Family(
+    name="sd15",
+    describe=describe,
+    encoder_keys=encoder_keys,
+    load_encoders=load_encoders,
+    load_denoiser=load_denoiser,
+    make_process=make_process,
+    predict=predict,
+    make_pipeline=make_pipeline,
+    lora_targets={"attention": ATTENTION, "attention+ff": (*ATTENTION, *FEED_FORWARD)},
+    denoiser_prefix="unet",
+    kohya_prefix="lora_unet",
+)
