@@ -1,0 +1,39 @@
+# Every target makes its own environment first, in .venv, and only when something changed.
+PYTHON := .venv/bin/python
+.DEFAULT_GOAL := help
+.PHONY: help setup setup-gpu demo test check format faults
+
+help:
+	@echo "make setup      make .venv and install the package with what it needs"
+	@echo "make setup-gpu  the same, and xformers for NVIDIA cards"
+	@echo "make demo       train the built-in example: checks, training, validation, pictures"
+	@echo "make test       run the tests"
+	@echo "make check      lint, format, types, imports"
+	@echo "make faults     run the long fault suite"
+
+setup:
+	@scripts/setup_environment.sh
+
+# Its package asks for another torch, which would replace the tested one: hence --no-deps.
+setup-gpu: setup
+	@$(PYTHON) -m pip install --quiet --no-deps -c constraints.txt xformers
+
+demo: setup
+	@.venv/bin/lora-trainer demo
+
+test: setup
+	@$(PYTHON) -m pytest -q -n logical --maxprocesses 8 --dist worksteal
+
+check: setup
+	@$(PYTHON) -m ruff check .
+	@$(PYTHON) -m ruff format --check .
+	@$(PYTHON) -m mypy
+	@.venv/bin/lint-imports
+
+format: setup
+	@$(PYTHON) -m ruff check --fix .
+	@$(PYTHON) -m ruff format .
+
+faults: setup
+	@echo "The fault suite: tests marked slow, in tests/"
+	@$(PYTHON) -m pytest -q -m slow || { code=$$?; test $$code -eq 5 || exit $$code; }
