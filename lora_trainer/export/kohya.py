@@ -1,0 +1,35 @@
+"""kohya's form, which ComfyUI, A1111, Forge and sd-scripts load: lora_down, lora_up and alpha by module."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from lora_trainer.export.keys import (
+    KOHYA_ALPHA,
+    KOHYA_DOWN,
+    KOHYA_PREFIXES,
+    KOHYA_UP,
+    ambiguous_names,
+    kohya_name,
+)
+from lora_trainer.export.weights import LoraWeights
+
+
+def kohya_tensors(weights: LoraWeights, prefixes: Mapping[str, str] = KOHYA_PREFIXES) -> dict[str, Tensor]:
+    """The file's tensors: down `[r, in]`, up `[out, r]`, alpha a 0-dim float32.
+
+    Raises ValueError for modules whose kohya name would not lead back to them.
+    """
+    lost = ambiguous_names(weights.modules, prefixes)
+    if lost:
+        raise ValueError(f"no unambiguous kohya name for {', '.join(lost[:3])}: add its parts to keys.COMPOUND")
+    tensors: dict[str, Tensor] = {}
+    for module, pair in weights.modules.items():
+        name = kohya_name(module, prefixes)
+        tensors[name + KOHYA_DOWN] = pair.down
+        tensors[name + KOHYA_UP] = pair.up
+        tensors[name + KOHYA_ALPHA] = torch.tensor(pair.alpha, dtype=torch.float32)
+    return tensors

@@ -1,0 +1,148 @@
+"""The header of a LoRA file: what other programs and people read. All values are strings.
+
+Deterministic: the same facts give the same header; dates come from the caller.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+
+from safetensors.torch import save
+from torch import Tensor
+
+# The base's name in `ss_base_model_version` and in `modelspec.architecture`, by model family.
+BASES: Mapping[str, tuple[str, str]] = {"sd15": ("sd_v1", "stable-diffusion-v1/lora")}
+
+LEGACY_FROM, LEGACY_BYTES = 0x100000, 0x10000
+
+
+@dataclass(frozen=True)
+class TrainingFacts:
+    """What a run knows of itself when it writes its LoRA.
+
+    `started` and `finished` are seconds since 1970. `dataset_dirs` and `tag_frequency` hold
+    folder names and captions; leave them empty to keep these private.
+    """
+
+    family: str
+    name: str
+    base_name: str  # the model's folder or file name
+    rank: int
+    alpha: float
+    targets: str  # lora.targets as text
+    resolution: tuple[int, int]  # width, height in pixels
+    steps: int
+    epochs: int
+    samples: int
+    batch: int  # effective batch
+    learning_rate: float
+    optimizer: str
+    schedule: str
+    seed: int
+    started: float
+    finished: float
+    version: str  # lora_trainer's
+    prediction: str = "epsilon"
+    warmup_steps: int = 0
+    mixed_precision: str = "no"
+    checkpointing: bool = False
+    min_snr_gamma: float | None = None
+    noise_offset: float | None = None
+    multires_iterations: int | None = None
+    multires_discount: float | None = None
+    caption_dropout: float = 0.0
+    dropout: float = 0.0
+    held_out: int = 0
+    trigger_phrase: str = ""
+    comment: str = ""
+    buckets: Mapping[tuple[int, int], int] = field(default_factory=dict)  # (width, height) -> samples
+    dataset_dirs: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
+    tag_frequency: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
+    kohya_prefixes: Mapping[str, str] = field(default_factory=dict)  # besides `KOHYA_PREFIXES`
+
+
+def header(facts: TrainingFacts) -> dict[str, str]:
+    """The header without hashes. Raises KeyError for a family that `BASES` lacks."""
+    base_version, architecture = BASES[facts.family]
+    width, height = facts.resolution
+    network_args = {"algo": "lora", "targets": facts.targets, "alpha_folded": True}
+    values: dict[str, object] = {
+        "ss_v2": facts.family.startswith("sd2"),
+        "ss_base_model_version": base_version,
+        "ss_network_module": "networks.lora",
+        "ss_network_dim": facts.rank,
+        "ss_network_alpha": facts.alpha,
+        "ss_network_args": json.dumps(network_args, sort_keys=True),
+        "ss_network_dropout": facts.dropout or None,
+        "ss_output_name": facts.name,
+        "ss_sd_model_name": facts.base_name,
+        "ss_clip_skip": None,
+        "ss_training_started_at": facts.started,
+        "ss_training_finished_at": facts.finished,
+        "ss_resolution": f"({width}, {height})",
+        "ss_bucket_info": json.dumps(_bucket_info(facts.buckets)),
+        "ss_enable_bucket": bool(facts.buckets),
+        "ss_dataset_dirs": json.dumps(facts.dataset_dirs, sort_keys=True),
+        "ss_tag_frequency": json.dumps(facts.tag_frequency, sort_keys=True),
+        "ss_num_train_images": facts.samples,
+        "ss_num_reg_images": 0,
+        "ss_total_batch_size": facts.batch,
+        "ss_steps": facts.steps,
+        "ss_max_train_steps": facts.steps,
+        "ss_epoch": facts.epochs,
+        "ss_num_epochs": facts.epochs,
+        "ss_learning_rate": facts.learning_rate,
+        "ss_unet_lr": facts.learning_rate,
+        "ss_text_encoder_lr": None,
+        "ss_optimizer": facts.optimizer,
+        "ss_lr_scheduler": facts.schedule,
+        "ss_lr_warmup_steps": facts.warmup_steps,
+        "ss_mixed_precision": facts.mixed_precision,
+        "ss_gradient_checkpointing": facts.checkpointing,
+        "ss_min_snr_gamma": facts.min_snr_gamma,
+        "ss_noise_offset": facts.noise_offset,
+        "ss_multires_noise_iterations": facts.multires_iterations,
+        "ss_multires_noise_discount": facts.multires_discount,
+        "ss_caption_dropout_rate": facts.caption_dropout,
+        "ss_seed": facts.seed,
+        "ss_training_comment": facts.comment or None,
+        "modelspec.sai_model_spec": "1.0.1",
+        "modelspec.architecture": architecture,
+        "modelspec.implementation": "diffusers",
+        "modelspec.title": facts.name,
+        "modelspec.resolution": f"{width}x{height}",
+        "modelspec.date": datetime.fromtimestamp(int(facts.finished), UTC).replace(tzinfo=None).isoformat(),
+        "modelspec.prediction_type": "v" if facts.prediction == "v_prediction" else "epsilon",
+        "lora_trainer.version": facts.version,
+        "lora_trainer.alpha": facts.alpha,
+        "lora_trainer.held_out": facts.held_out,
+    }
+    if facts.trigger_phrase:
+        values["modelspec.trigger_phrase"] = facts.trigger_phrase
+    # kohya writes Python's own text of each value, and its readers look for "None", "True" and "False".
+    return {key: str(value) for key, value in values.items()}
+
+
+def _bucket_info(buckets: Mapping[tuple[int, int], int]) -> dict[str, object]:
+    rows = {
+        str(index): {"resolution": list(size), "count": count}
+        for index, (size, count) in enumerate(sorted(buckets.items()))
+    }
+    return {"buckets": rows} if rows else {}
+
+
+def with_hashes(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> dict[str, str]:
+    """The header with kohya's two hashes of the tensors as they will be written (after the last cast)."""
+    training = {key: value for key, value in metadata.items() if key.startswith("ss_")}
+    content = save(dict(tensors), training)
+    after_header = 8 + int.from_bytes(content[:8], "little")
+    legacy = hashlib.sha256(content[LEGACY_FROM : LEGACY_FROM + LEGACY_BYTES]).hexdigest()[:8]
+    return {
+        **metadata,
+        "sshs_model_hash": hashlib.sha256(content[after_header:]).hexdigest(),
+        "sshs_legacy_hash": legacy,
+    }

@@ -1,0 +1,153 @@
+"""The weights of a LoRA, independent of how a file names them."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from lora_trainer.core.errors import Problem, TrainingFailed, nearest
+
+# Under this the fp16 rounding of the largest entry is coarser than fp16's own precision.
+SMALLEST_FOR_FP16 = 2.0**-13
+
+
+@dataclass(frozen=True)
+class LoraPair:
+    """The update of one module: delta = up @ down * alpha / rank.
+
+    `down` is `[r, in]`, or `[r, in, k, k]` for a convolution; `up` is `[out, r]`, or `[out, r, 1, 1]`.
+    """
+
+    down: Tensor
+    up: Tensor
+    alpha: float
+
+    @property
+    def rank(self) -> int:
+        return self.down.shape[0]
+
+    @property
+    def scale(self) -> float:
+        return self.alpha / self.rank
+
+    @property
+    def finite(self) -> bool:
+        return bool(self.down.isfinite().all() and self.up.isfinite().all()) and math.isfinite(self.alpha)
+
+    def delta(self) -> Tensor:
+        """The change of the module's weight in fp32: `[out, in]`, or `[out, in, k, k]`."""
+        down = self.down.float()
+        change = self.up.float().flatten(1) @ down.flatten(1) * self.scale
+        return change.reshape(self.up.shape[0], *down.shape[1:])
+
+
+@dataclass(frozen=True)
+class LoraWeights:
+    """All updates by module name (component first: `unet.mid_block…`), with the file's header if read from one."""
+
+    modules: Mapping[str, LoraPair]
+    metadata: Mapping[str, str] = field(default_factory=dict)
+
+    def not_finite(self) -> list[str]:
+        """Names of modules that hold NaN or infinity."""
+        return [name for name, pair in self.modules.items() if not pair.finite]
+
+
+def weights_from_peft(
+    state: Mapping[str, Tensor], component: str, alpha: float | Mapping[str, float] | None = None
+) -> LoraWeights:
+    """The weights in a peft state dict of one component of the pipeline (`unet`, `text_encoder`).
+
+    `alpha` is one number, or one per module name without the component; None means alpha = rank.
+    Reads the keys of `get_peft_model_state_dict` and of a model's own `state_dict`, in which the
+    adapter's name stands before `weight`. Raises ValueError for half a pair.
+    """
+    pattern = re.compile(r"(?:base_model\.model\.)?(?P<module>.+)\.lora_(?P<half>[AB])(?:\.[^.]+)?\.weight")
+    halves: dict[str, dict[str, Tensor]] = {}
+    for key, tensor in state.items():
+        if match := pattern.fullmatch(key):
+            halves.setdefault(match["module"], {})[match["half"]] = tensor
+    modules = {}
+    for module, pair in halves.items():
+        if set(pair) != {"A", "B"}:
+            raise ValueError(f"{module} has only lora_{'/'.join(pair)}")
+        own = alpha.get(module) if isinstance(alpha, Mapping) else alpha
+        name = f"{component}.{_with_text_model(component, module)}"
+        modules[name] = LoraPair(pair["A"], pair["B"], float(pair["A"].shape[0] if own is None else own))
+    return LoraWeights(modules)
+
+
+def _with_text_model(component: str, module: str) -> str:
+    # transformers >= 5.6 dropped `text_model` from CLIPTextModel; files keep it, or other clients ignore the keys.
+    if component.startswith("text_encoder") and not module.startswith("text_model."):
+        return f"text_model.{module}"
+    return module
+
+
+def folded(weights: LoraWeights, dtype: torch.dtype = torch.float16) -> LoraWeights:
+    """The same updates with alpha = rank, cast once to `dtype`, contiguous, on the CPU.
+
+    alpha / rank goes into `up` in fp32, so clients that never read alpha see the right scale.
+    Raises TrainingFailed when a value is not finite, before or after the cast.
+    """
+    bad = weights.not_finite()
+    if bad:
+        first = f"{len(bad)} of {len(weights.modules)} LoRA modules hold NaN or infinity (first: {bad[0]})."
+        raise TrainingFailed(Problem(first, "Lower optim.learning_rate and train again."))
+    result = LoraWeights({name: _folded_pair(pair, dtype) for name, pair in weights.modules.items()}, weights.metadata)
+    bad = result.not_finite()
+    if bad:
+        first = f"{len(bad)} LoRA modules are too large for {str(dtype).removeprefix('torch.')} (first: {bad[0]})."
+        raise TrainingFailed(Problem(first, "The training has run away: lower optim.learning_rate."))
+    return result
+
+
+def _folded_pair(pair: LoraPair, dtype: torch.dtype) -> LoraPair:
+    down, up = pair.down.detach().float().cpu(), pair.up.detach().float().cpu()
+    if pair.scale != 1.0:
+        up = up * pair.scale
+    largest = float(up.abs().max()) if up.numel() else 0.0
+    if 0.0 < largest < SMALLEST_FOR_FP16:
+        # A power of two moved from down to up changes no product and keeps up out of fp16's subnormals.
+        shift = 2.0 ** round((math.log2(float(down.abs().max()) or 1.0) - math.log2(largest)) / 2)
+        if shift > 1.0:
+            up, down = up * shift, down / shift
+    return LoraPair(down.to(dtype).contiguous(), up.to(dtype).contiguous(), float(pair.rank))
+
+
+def check_keys(weights: LoraWeights, module_shapes: Mapping[str, tuple[int, ...]]) -> list[Problem]:
+    """What of a LoRA does not fit a model: `module_shapes` maps module names to weight shapes `(out, in, …)`."""
+    problems = []
+    for name, pair in weights.modules.items():
+        shape = module_shapes.get(name)
+        if shape is None:
+            near = nearest(name, module_shapes) if len(module_shapes) < 20 else ""
+            fix = f"Was it trained on another kind of model? {near}".strip()
+            problems.append(Problem(f"{name} is no module of the model.", fix))
+            continue
+        ours = (pair.up.shape[0], *pair.down.shape[1:])
+        if ours != tuple(shape):
+            problems.append(
+                Problem(
+                    f"{name} is {list(ours)} in the LoRA and {list(shape)} in the model.", "Use its own base model."
+                )
+            )
+    return problems
+
+
+def shapes_of(components: Mapping[str, torch.nn.Module]) -> dict[str, tuple[int, ...]]:
+    """Weight shapes by module name of all linear layers and convolutions, for `check_keys`.
+
+    `components` maps component names to models: `{"unet": unet}`.
+    """
+    shapes: dict[str, tuple[int, ...]] = {}
+    for component, model in components.items():
+        for module_name, module in model.named_modules():
+            if isinstance(module, torch.nn.Linear | torch.nn.Conv2d):
+                shapes[f"{component}.{_with_text_model(component, module_name)}"] = tuple(module.weight.shape)
+    return shapes

@@ -1,0 +1,46 @@
+"""Module names, diffusers keys and kohya keys lead to each other."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lora_trainer.export.keys import ambiguous_names, kohya_name, module_of_kohya
+
+BLOCK = st.sampled_from(["down_blocks", "up_blocks"])
+INDEX = st.integers(0, 12).map(str)
+LEAF = st.sampled_from(
+    ["attn1.to_q", "attn1.to_k", "attn2.to_v", "attn2.to_out.0", "ff.net.0.proj", "ff.net.2", "attn.add_q_proj"]
+)
+PATHS = st.one_of(
+    st.builds("unet.{}.{}.attentions.{}.transformer_blocks.{}.{}".format, BLOCK, INDEX, INDEX, INDEX, LEAF),
+    st.builds("unet.mid_block.attentions.{}.transformer_blocks.{}.{}".format, INDEX, INDEX, LEAF),
+    st.builds("unet.{}.{}.attentions.{}.proj_out".format, BLOCK, INDEX, INDEX),
+    st.builds("unet.{}.{}.resnets.{}.conv_shortcut".format, BLOCK, INDEX, INDEX),
+    st.builds("unet.{}.{}.resnets.{}.time_emb_proj".format, BLOCK, INDEX, INDEX),
+    st.builds("text_encoder.text_model.encoder.layers.{}.self_attn.out_proj".format, INDEX),
+    st.builds("text_encoder.text_model.encoder.layers.{}.mlp.fc1".format, INDEX),
+)
+
+
+@given(PATHS)
+def test_round_trip(module: str) -> None:
+    assert module_of_kohya(kohya_name(module)) == module
+    assert not ambiguous_names([module])
+
+
+def test_the_name_that_other_programs_expect() -> None:
+    module = "unet.down_blocks.0.attentions.0.transformer_blocks.0.attn1.to_q"
+    assert kohya_name(module) == "lora_unet_down_blocks_0_attentions_0_transformer_blocks_0_attn1_to_q"
+    text = "text_encoder.text_model.encoder.layers.0.self_attn.q_proj"
+    assert kohya_name(text) == "lora_te_text_model_encoder_layers_0_self_attn_q_proj"
+
+
+def test_prefixes_that_begin_alike_are_told_apart() -> None:
+    prefixes = {"text_encoder": "lora_te", "text_encoder_2": "lora_te2"}
+    assert module_of_kohya("lora_te2_text_model_final", prefixes) == "text_encoder_2.text_model.final"
+    assert module_of_kohya("lora_other_x", prefixes) is None
+
+
+def test_a_name_that_would_not_come_back_is_found() -> None:
+    assert ambiguous_names(["unet.some_new.layer"]) == ["unet.some_new.layer"]
