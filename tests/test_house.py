@@ -1,0 +1,101 @@
+"""The shape of the code: sizes, imports, files that must parse."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+import yaml
+
+MOST_FILE_LINES = 400
+MOST_FUNCTION_LINES = 60
+# The one page that everybody reads.
+LONGER = {"lora_trainer/training/run.py:train": 110}
+TORCH_FREE = (
+    "lora_trainer.builtin",
+    "lora_trainer.cli.main",
+    "lora_trainer.config",
+    "lora_trainer.core",
+    "lora_trainer.data.buckets",
+    "lora_trainer.data.check",
+    "lora_trainer.data.images",
+    "lora_trainer.data.manifest",
+    "lora_trainer.models.family",
+)
+
+
+def python_files(checkout: Path) -> list[Path]:
+    return [
+        path for folder in ("lora_trainer", "scripts", "tests") for path in sorted((checkout / folder).rglob("*.py"))
+    ]
+
+
+def test_files_are_short(checkout: Path) -> None:
+    files = python_files(checkout)
+    assert len(files) > 20
+    lengths = {str(path.relative_to(checkout)): len(path.read_text("utf-8").splitlines()) for path in files}
+    assert {name: lines for name, lines in lengths.items() if lines > MOST_FILE_LINES} == {}
+
+
+def test_functions_are_short(checkout: Path) -> None:
+    found: dict[str, int] = {}
+    for path in python_files(checkout):
+        for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                name = f"{path.relative_to(checkout).as_posix()}:{node.name}"
+                found[name] = max(found.get(name, 0), node.end_lineno - node.lineno + 1)  # type: ignore[operator]
+    assert len(found) > 100
+    assert {name: n for name, n in found.items() if n > LONGER.get(name, MOST_FUNCTION_LINES)} == {}
+
+
+@pytest.mark.parametrize("heavy", ["torch", "diffusers", "transformers"])
+def test_cheap_imports_leave_torch_unloaded(heavy: str, torch_free_modules: set[str]) -> None:
+    assert heavy not in torch_free_modules
+
+
+@pytest.fixture(scope="module")
+def torch_free_modules() -> set[str]:
+    """The modules that a process holds after importing everything that must be cheap."""
+    lines = [f"import {name}" for name in TORCH_FREE]
+    program = "\n".join([*lines, "import sys", "print(*sys.modules)"])
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return set(done.stdout.split())
+
+
+def test_presets_are_toml_with_a_description(checkout: Path) -> None:
+    files = sorted((checkout / "presets").rglob("*.toml"))
+    # Six tiers, three goals, and a preset for each family beside the built-in base's.
+    assert len([path for path in files if path.parent.name in ("tiers", "goals")]) == 9
+    for path in files:
+        assert tomllib.loads(path.read_text("utf-8")), path
+
+
+def test_launch_configs_are_ones_that_accelerate_reads(checkout: Path) -> None:
+    from accelerate.commands.config.config_args import load_config_from_file
+
+    files = sorted((checkout / "accelerate_configs").glob("*.yaml"))
+    assert [path.stem for path in files] == ["cpu", "cpu_2", "multi_gpu", "single_gpu"]
+    for path in files:
+        config = load_config_from_file(str(path))
+        expected = yaml.safe_load(path.read_text("utf-8"))
+        assert config.num_processes == expected["num_processes"]
+        assert config.mixed_precision == "no", "precision belongs to the trainer's config"
+
+
+def test_constraints_pin_every_dependency_exactly(checkout: Path) -> None:
+    lines = (checkout / "constraints.txt").read_text("utf-8").splitlines()
+    pins = [line for line in lines if line and not line.startswith("#")]
+    assert all(line.count("==") == 1 and "/" not in line and "+" not in line for line in pins)
+    names = {line.split("==")[0].lower().replace("_", "-") for line in pins}
+    project = tomllib.loads((checkout / "pyproject.toml").read_text("utf-8"))["project"]
+    wanted = [
+        *project["dependencies"],
+        *(need for needs in project["optional-dependencies"].values() for need in needs),
+    ]
+    needed = {need.split(">")[0].split(";")[0].strip().lower() for need in wanted}
+    assert needed - names == set()
