@@ -1,0 +1,65 @@
+"""The trained weights: fp32 masters for the optimizer, copies in the forward pass's precision.
+
+Small updates vanish when they are added to bf16 weights, and fp32 adapters on a bf16 base
+cost a cast and a saved input in every layer. So both are kept: the layers hold copies in
+the base's precision, the optimizer holds fp32 masters, and gradients and weights cross
+between them once a micro batch and once a step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """`copies` sit in the denoiser; `masters` are fp32. In an fp32 run they are the same objects."""
+
+    copies: dict[str, nn.Parameter]
+    masters: dict[str, nn.Parameter]
+
+    @property
+    def shared(self) -> bool:
+        return all(self.copies[name] is self.masters[name] for name in self.copies)
+
+    def collect_gradients(self) -> None:
+        """Add the copies' gradients to the masters' and clear them."""
+        if self.shared:
+            return
+        for name, copy in self.copies.items():
+            if copy.grad is None:
+                continue
+            master = self.masters[name]
+            gradient = copy.grad.float()
+            master.grad = gradient if master.grad is None else master.grad.add_(gradient)
+            copy.grad = None
+
+    def publish(self) -> None:
+        """Copy the masters' values into the layers."""
+        if not self.shared:
+            with torch.no_grad():
+                torch._foreach_copy_(list(self.copies.values()), list(self.masters.values()))
+
+    def load(self, values: Mapping[str, Tensor]) -> None:
+        """Set the masters, and so the layers, to saved values of the same names."""
+        with torch.no_grad():
+            for name, master in self.masters.items():
+                master.copy_(values[name])
+        self.publish()
+
+
+def make_adapter(parameters: dict[str, nn.Parameter], dtype: torch.dtype) -> Adapter:
+    """Masters and copies from freshly injected fp32 parameters.
+
+    The parameters stay where they are in the denoiser; their storage changes to `dtype`.
+    """
+    if dtype == torch.float32:
+        return Adapter(parameters, parameters)
+    masters = {name: nn.Parameter(parameter.detach().clone()) for name, parameter in parameters.items()}
+    for parameter in parameters.values():
+        parameter.data = parameter.data.to(dtype)
+    return Adapter(parameters, masters)

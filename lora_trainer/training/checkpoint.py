@@ -1,0 +1,179 @@
+"""Checkpoints: everything that resuming needs, in safetensors and JSON, whole or absent.
+
+A checkpoint is written into a hidden folder, flushed, read back and only then renamed,
+so that a folder named `step-…` is always complete.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from lora_trainer.core.errors import Problem, TrainingFailed, UsageError
+from lora_trainer.core.io import flush_file, flush_folder, read_json
+from lora_trainer.training.state import TrainState
+
+VERSION = 1
+ADAPTER, OPTIMIZER, RANDOM, STATE = "adapter.safetensors", "optimizer.safetensors", "random.safetensors", "state.json"
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """What a resumed run starts from. `optimizer` is a torch state dict, `random` generator states."""
+
+    state: TrainState
+    adapter: dict[str, Tensor]
+    optimizer: dict[str, Any]
+    random: dict[str, Tensor]
+    scaler: dict[str, Any] | None
+    settings: dict[str, Any]
+
+
+def flatten(value: Any, prefix: str = "") -> tuple[dict[str, Tensor], Any]:
+    """Split nested dicts and lists into their tensors, by path, and the rest, as JSON can hold it.
+
+    Keys that are numbers are remembered as such: an optimizer's state is keyed by them.
+    """
+    if isinstance(value, Tensor):
+        return {prefix: value.detach().cpu().contiguous().clone()}, {"tensor": prefix}
+    if isinstance(value, Mapping):
+        tensors: dict[str, Tensor] = {}
+        rows = []
+        for key, item in value.items():
+            found, rest = flatten(item, f"{prefix}/{key}")
+            tensors |= found
+            rows.append([key, rest])
+        return tensors, {"dict": rows}
+    if isinstance(value, list | tuple):
+        parts = [flatten(item, f"{prefix}/{index}") for index, item in enumerate(value)]
+        kind = "list" if isinstance(value, list) else "tuple"
+        return {name: tensor for found, _ in parts for name, tensor in found.items()}, {kind: [rest for _, rest in parts]}
+    return {}, {"value": value}
+
+
+def restore(rest: Any, tensors: Mapping[str, Tensor]) -> Any:
+    """The inverse of `flatten`."""
+    ((kind, content),) = rest.items()
+    if kind == "tensor":
+        return tensors[content]
+    if kind == "dict":
+        return {key: restore(item, tensors) for key, item in content}
+    if kind == "list":
+        return [restore(item, tensors) for item in content]
+    if kind == "tuple":
+        return tuple(restore(item, tensors) for item in content)
+    return content
+
+
+def save_checkpoint(folder: Path, checkpoint: Checkpoint) -> Path:
+    """Write `folder/step-000123`, read it back, and return it. Raises TrainingFailed when the disk refuses."""
+    target = folder / step_name(checkpoint.state.step)
+    hidden = folder / f".{target.name}.part"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        shutil.rmtree(hidden, ignore_errors=True)
+        hidden.mkdir()
+        write_parts(hidden, checkpoint)
+        for path in hidden.iterdir():
+            flush_file(path)
+        flush_folder(hidden)
+        read_checkpoint(hidden)
+        shutil.rmtree(target, ignore_errors=True)
+        os.replace(hidden, target)
+        flush_folder(folder)
+    except (OSError, SafetensorError, UsageError) as error:
+        shutil.rmtree(hidden, ignore_errors=True)
+        raise TrainingFailed(
+            Problem(f"The checkpoint of step {checkpoint.state.step} could not be written ({error}).", kept(folder))
+        ) from error
+    return target
+
+
+def kept(folder: Path) -> str:
+    """What is safe on the disk, for an error message."""
+    newest = newest_valid(folder)
+    return f"{newest[0]} is safe: free some room and add --resume." if newest else "Nothing had been saved yet."
+
+
+def write_parts(folder: Path, checkpoint: Checkpoint) -> None:
+    tensors, rest = flatten(checkpoint.optimizer)
+    save_file({name: tensor.contiguous() for name, tensor in checkpoint.adapter.items()}, folder / ADAPTER)
+    save_file(tensors, folder / OPTIMIZER)
+    save_file(checkpoint.random, folder / RANDOM)
+    document = {
+        "version": VERSION,
+        "state": checkpoint.state.to_json(),
+        "optimizer": rest,
+        "scaler": checkpoint.scaler,
+        "settings": checkpoint.settings,
+    }
+    (folder / STATE).write_text(json.dumps(document), encoding="utf-8")
+
+
+def read_checkpoint(folder: Path) -> Checkpoint:
+    """Read a checkpoint. Raises UsageError when it is damaged, incomplete or of another version."""
+    try:
+        document = read_json(folder / STATE)
+        if document["version"] != VERSION:
+            raise UsageError(Problem(f"{folder} is a checkpoint of version {document['version']}; this is {VERSION}."))
+        adapter, optimizer, random = (load_file(folder / name) for name in (ADAPTER, OPTIMIZER, RANDOM))
+        return Checkpoint(
+            state=TrainState.from_json(document["state"]),
+            adapter=adapter,
+            optimizer=restore(document["optimizer"], optimizer),
+            random=random,
+            scaler=document["scaler"],
+            settings=document["settings"],
+        )
+    except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
+        raise UsageError(Problem(f"{folder} is damaged ({error}).", "Delete it; an older one is used.")) from error
+
+
+def step_name(step: int) -> str:
+    return f"step-{step:06d}"
+
+
+def list_checkpoints(folder: Path) -> list[Path]:
+    """Finished checkpoints, newest first."""
+    found = [path for path in folder.glob("step-*") if path.name.removeprefix("step-").isdigit()]
+    return sorted(found, key=lambda path: int(path.name.removeprefix("step-")), reverse=True)
+
+
+def newest_valid(folder: Path) -> tuple[Path, Checkpoint] | None:
+    """The newest checkpoint that reads back whole; damaged ones are passed over."""
+    for path in list_checkpoints(folder):
+        try:
+            return path, read_checkpoint(path)
+        except UsageError:
+            continue
+    return None
+
+
+def prune(folder: Path, keep_last: int) -> None:
+    """Delete all but the newest `keep_last` checkpoints."""
+    for path in list_checkpoints(folder)[keep_last:]:
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def random_states(device: torch.device) -> dict[str, Tensor]:
+    """Generator states that dropout inside the LoRA draws from."""
+    states = {"cpu": torch.get_rng_state()}
+    if device.type == "cuda":
+        states["cuda"] = torch.cuda.get_rng_state(device)
+    return states
+
+
+def restore_random(states: Mapping[str, Tensor], device: torch.device) -> None:
+    torch.set_rng_state(states["cpu"])
+    if device.type == "cuda" and "cuda" in states:
+        torch.cuda.set_rng_state(states["cuda"], device)

@@ -1,0 +1,62 @@
+"""From a batch of cached samples to what the model is asked: every draw of a step, by position.
+
+Runs on the CPU, in the thread that reads ahead, so that the device never waits for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from lora_trainer.config.schema import NoiseSection
+from lora_trainer.core.randomness import position_uniform
+from lora_trainer.data.loader import Batch
+from lora_trainer.diffusion.noise import position_noise, training_noise
+from lora_trainer.diffusion.process import Process
+from lora_trainer.diffusion.timesteps import uniform_timesteps
+
+
+@dataclass(frozen=True)
+class Micro:
+    """One micro batch, ready for the forward pass. B samples of one bucket."""
+
+    latents: Tensor  # [B, C, h, w], scaled
+    noise: Tensor  # [B, C, h, w]
+    t: Tensor  # [B]
+    cond: Mapping[str, Tensor]
+    sizes: Tensor  # [B, 6]
+
+    def to(self, device: torch.device, dtype: torch.dtype) -> Micro:
+        """The same on the device; conditioning and sizes in the model's precision, the rest in fp32."""
+        blocking = device.type != "cuda"
+        return Micro(
+            self.latents.to(device, non_blocking=not blocking),
+            self.noise.to(device, non_blocking=not blocking),
+            self.t.to(device, non_blocking=not blocking),
+            {name: value.to(device, dtype, non_blocking=not blocking) for name, value in self.cond.items()},
+            self.sizes.to(device, dtype, non_blocking=not blocking),
+        )
+
+
+def make_micro(batch: Batch, step: int, seed: int, noise: NoiseSection, process: Process) -> Micro:
+    """Draw posterior sample, noise and timestep of each sample from where it stands in the run."""
+    shape = tuple(batch.mean.shape[1:])
+    places = [(step, sample, occurrence) for sample, occurrence in batch.places]
+    posterior = torch.stack([position_noise(shape, seed, "posterior", *place) for place in places])
+    drawn = [
+        training_noise(
+            shape,
+            seed,
+            *place,
+            offset=noise.offset,
+            multires_iterations=noise.multires_iterations,
+            multires_discount=noise.multires_discount,
+        )
+        for place in places
+    ]
+    t = uniform_timesteps([position_uniform(seed, "t", *place) for place in places], process.timesteps)
+    latents = batch.mean.float() + batch.spread.float() * posterior
+    return Micro(latents, torch.stack(drawn), t, batch.cond, batch.sizes)

@@ -1,0 +1,206 @@
+"""The loop: step, log, validate, checkpoint, sample, until the promised steps are done."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lora_trainer.config.schema import Config
+from lora_trainer.core.errors import Problem, TrainingFailed
+from lora_trainer.data.loader import prefetch
+from lora_trainer.monitor.memory import peak_memory_gib
+from lora_trainer.monitor.progress import StepLine
+from lora_trainer.monitor.trackers import Trackers
+from lora_trainer.optim.schedules import rate_share, warmup_length
+from lora_trainer.training.checkpoint import (
+    Checkpoint,
+    kept,
+    prune,
+    random_states,
+    restore_random,
+    save_checkpoint,
+)
+from lora_trainer.training.interrupt import Interrupt, listening
+from lora_trainer.training.micro import Micro
+from lora_trainer.training.processes import Processes
+from lora_trainer.training.state import TrainState
+from lora_trainer.training.step import Learner, StepResult, train_step
+
+FLUSH_EVERY = 50  # steps whose numbers may wait on a GPU before anybody looks at them
+READ_AHEAD = 4  # steps
+
+
+@dataclass(frozen=True)
+class Job:
+    """All that the loop needs. `micros(step)` gives this process's micro batches of a step."""
+
+    config: Config
+    folder: Path
+    learner: Learner
+    processes: Processes
+    total_steps: int
+    steps_per_epoch: int
+    samples_in: Callable[[int], int]  # step -> samples over all processes
+    micros: Callable[[int], list[Micro]]
+    validate: Callable[[], float] | None
+    sample: Callable[[TrainState], None] | None
+    settings: dict[str, Any]  # kept in each checkpoint
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.folder / "checkpoints"
+
+
+@dataclass(frozen=True)
+class Pending:
+    """A finished step whose numbers may still be on the device."""
+
+    step: int
+    rate: float
+    samples: int
+    result: StepResult
+    seconds: float
+
+
+def train(job: Job, start: Checkpoint | None, trackers: Trackers | None, line: StepLine) -> tuple[TrainState, Interrupt]:
+    """Train until the promised steps are done, a signal comes, or `train.max_hours` is over.
+
+    Returns the last state, which is saved, and the signal if one came. `trackers` is None
+    in all processes but the main one. Raises TrainingFailed when the loss is not finite or
+    a checkpoint cannot be written.
+    """
+    state = resume(job, start) if start else TrainState()
+    config, pending = job.config, list[Pending]()
+    began, before = time.monotonic(), state.seconds
+    if state.step == 0:
+        state = validate(job, state, trackers)
+    with listening() as interrupt, line, closing(prefetch(read_steps(job, state.step), READ_AHEAD)) as source:
+        for micros in source:
+            started = time.perf_counter()
+            rate, samples = rate_of(job, state.step), job.samples_in(state.step)
+            result = train_step(job.learner, micros, samples, rate)
+            state = replace(state, step=state.step + 1, seconds=before + time.monotonic() - began)
+            pending.append(Pending(state.step, rate, samples, result, time.perf_counter() - started))
+
+            last = state.step == job.total_steps or bool(interrupt) or out_of_time(config, state)
+            saving = last or state.step % config.checkpoint.every_steps == 0
+            validating = due(config.validation.every_steps, state.step) or state.step == job.total_steps
+            if saving or validating or len(pending) >= flush_every(job):
+                state = flush(job, state, pending, trackers, line)
+            if validating:
+                state = validate(job, state, trackers)
+            if saving:
+                save(job, state)
+            if due(config.sample.every_steps, state.step) and not last and job.sample:
+                job.sample(state)
+            if last:
+                break
+    return state, interrupt
+
+
+def read_steps(job: Job, first: int) -> Iterator[list[Micro]]:
+    """The micro batches of each step still to come; made ahead, in another thread."""
+    for step in range(first, job.total_steps):
+        yield job.micros(step)
+
+
+def rate_of(job: Job, step: int) -> float:
+    schedule = job.config.schedule
+    warmup = warmup_length(schedule.warmup_steps, job.total_steps)
+    return job.config.optim.learning_rate * rate_share(schedule.name, step, job.total_steps, warmup)
+
+
+def due(every: int, step: int) -> bool:
+    return every > 0 and step % every == 0
+
+
+def out_of_time(config: Config, state: TrainState) -> bool:
+    return config.train.max_hours is not None and state.seconds >= config.train.max_hours * 3600.0
+
+
+def flush_every(job: Job) -> int:
+    return FLUSH_EVERY if job.learner.device.type == "cuda" else 1
+
+
+def flush(
+    job: Job, state: TrainState, pending: list[Pending], trackers: Trackers | None, line: StepLine
+) -> TrainState:
+    """Look at the numbers of finished steps: write them, show the newest, stop at a loss that is not finite."""
+    rows = []
+    for each in pending:
+        loss, norm = float(each.result.loss), float(each.result.grad_norm)
+        rows.append(
+            {
+                "step": each.step,
+                "epoch": (each.step - 1) // job.steps_per_epoch,
+                "loss": loss,
+                "lr": each.rate,
+                "grad_norm": norm,
+                "seconds": each.seconds,
+                "samples": each.samples,
+                "samples_per_second": each.samples / each.seconds,
+            }
+        )
+        if not math.isfinite(loss) or not (math.isfinite(norm) or each.result.skipped):
+            raise TrainingFailed(
+                Problem(
+                    f"The loss or its gradient is not finite at step {each.step} (loss {loss}, gradient {norm}).",
+                    f"{kept(job.checkpoints)} Lower optim.learning_rate, or use memory.base_precision=bf16.",
+                )
+            )
+        average = loss if state.loss_average is None else 0.98 * state.loss_average + 0.02 * loss
+        state = replace(state, loss_average=average, skipped=state.skipped + int(each.result.skipped))
+    if trackers:
+        trackers.steps(rows)
+        seconds = sum(each.seconds for each in pending) / len(pending)
+        line.show(state.step, state.loss_average or 0.0, pending[-1].rate, seconds, peak_memory_gib(job.learner.device))
+    pending.clear()
+    return state
+
+
+def validate(job: Job, state: TrainState, trackers: Trackers | None) -> TrainState:
+    """Measure the held-out loss, where there is one, and remember the best."""
+    if job.validate is None:
+        return state
+    loss = job.validate()
+    if trackers:
+        trackers.validation({"step": state.step, "loss": loss})
+    if state.best_validation is None or loss < state.best_validation:
+        return replace(state, best_validation=loss, best_step=state.step)
+    return state
+
+
+def save(job: Job, state: TrainState) -> None:
+    """Write a checkpoint (main process only; all hold the same weights) and drop the oldest."""
+    if job.processes.is_main:
+        scaler = job.learner.scaler
+        checkpoint = Checkpoint(
+            state=state,
+            adapter={name: master.detach().cpu() for name, master in job.learner.adapter.masters.items()},
+            optimizer=job.learner.optimizer.state_dict(),
+            random=random_states(job.learner.device),
+            scaler=scaler.state_dict() if scaler else None,
+            settings=job.settings,
+        )
+        save_checkpoint(job.checkpoints, checkpoint)
+        prune(job.checkpoints, job.config.checkpoint.keep_last)
+    job.processes.wait()
+
+
+def resume(job: Job, start: Checkpoint) -> TrainState:
+    """Put weights, optimizer, scaler and generators back to where a checkpoint was taken."""
+    learner = job.learner
+    learner.adapter.load(start.adapter)
+    with torch.no_grad():
+        learner.optimizer.load_state_dict(start.optimizer)
+    if learner.scaler and start.scaler:
+        learner.scaler.load_state_dict(start.scaler)
+    restore_random(start.random, learner.device)
+    return start.state

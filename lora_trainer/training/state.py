@@ -1,0 +1,25 @@
+"""Where a run stands: all that the loop must know to go on, as one small value."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class TrainState:
+    """`step` counts finished optimizer steps; `seconds` is time spent in the loop, over all resumptions."""
+
+    step: int = 0
+    loss_average: float | None = None  # exponential, weight 0.02 for the newest step
+    best_validation: float | None = None
+    best_step: int | None = None
+    skipped: int = 0  # steps that the fp16 scaler left out because of an overflow
+    seconds: float = 0.0
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @staticmethod
+    def from_json(value: dict[str, Any]) -> TrainState:
+        return TrainState(**value)
