@@ -65,6 +65,6 @@ def alphas(metadata: Mapping[str, str], ranks: Mapping[str, int]) -> dict[str, f
     for module, rank in ranks.items():
         component, _, rest = module.partition(".")
         pattern = document.get(f"{component}.alpha_pattern") or {}
-        default = document.get(f"{component}.lora_alpha", rank)
-        found[module] = float(pattern[rest] if rest in pattern else default)
+        default: Any = document.get(f"{component}.lora_alpha", rank)
+        found[module] = float(pattern.get(rest, default))
     return found

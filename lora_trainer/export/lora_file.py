@@ -115,6 +115,9 @@ def _open(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
     if pickled or path.suffix.lower() in {".pt", ".ckpt", ".pth", ".bin"}:
         fix = "Pickle can run code when it is read, so it never is: get the file as .safetensors."
         raise _refused(path, "is a pickle file.", fix)
+    if path.suffix.lower() != ".safetensors":
+        # diffusers would try to read such a file as a pickle, whatever it holds.
+        raise _refused(path, "does not end in .safetensors.", "Name a .safetensors file.")
     try:
         with safe_open(path, framework="pt") as opened:
             metadata = dict(opened.metadata() or {})

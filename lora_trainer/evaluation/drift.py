@@ -1,0 +1,83 @@
+"""How far a LoRA moves the model on prompts that have nothing to do with it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from lora_trainer.diffusion.noise import position_noise
+from lora_trainer.diffusion.process import Process
+from lora_trainer.diffusion.timesteps import stratified_timesteps
+from lora_trainer.evaluation.held_out import Predict
+
+NEUTRAL_PROMPTS = (
+    "",
+    "a red circle on a blue background",
+    "a green square on a white background",
+    "a photo of a house",
+    "a photo of a tree in a field",
+    "a portrait of a woman",
+    "a bowl of fruit on a table",
+    "a car on a road",
+)
+
+
+@dataclass(frozen=True)
+class Visit:
+    """A place on the base's own way to a picture: latents [B, C, h, w] of B prompts at timestep t, and its prediction."""
+
+    t: int
+    latents: Tensor
+    prediction: Tensor
+
+
+@torch.no_grad()
+def base_visits(
+    predict: Predict,
+    process: Process,
+    cond: Mapping[str, Tensor],
+    sizes: Tensor,
+    shape: tuple[int, ...],
+    *,
+    steps: int = 10,
+) -> list[Visit]:
+    """Where the base goes when it draws B prompts from fixed noise, by DDIM (arXiv:2010.02502, eq. 12, eta 0).
+
+    `cond` and `sizes` hold B rows; `shape` is [C, h, w]. Latents that the model itself makes
+    ask a fairer question than noise on nothing.
+    """
+    device, dtype = sizes.device, next(iter(cond.values())).dtype
+    count = len(sizes)
+    latents = torch.stack([position_noise(shape, 0, "drift", index) for index in range(count)]).to(device)
+    alphas = process.alphas_cumprod.to(device, torch.float32)
+    points = stratified_timesteps(steps, process.timesteps)[::-1]
+    visits = []
+    for index, t in enumerate(points):
+        prediction = predict(latents.to(dtype), torch.full((count,), t, device=device), cond, sizes).float()
+        visits.append(Visit(t, latents, prediction))
+        signal, spread = alphas[t].sqrt(), (1 - alphas[t]).sqrt()
+        if process.prediction == "epsilon":
+            noise, clean = prediction, (latents - spread * prediction) / signal
+        else:
+            noise, clean = signal * prediction + spread * latents, signal * latents - spread * prediction
+        after = alphas[points[index + 1]] if index + 1 < len(points) else torch.ones((), device=device)
+        latents = after.sqrt() * clean + (1 - after).sqrt() * noise
+    return visits
+
+
+@torch.no_grad()
+def drift(predict: Predict, visits: list[Visit], cond: Mapping[str, Tensor], sizes: Tensor) -> float:
+    """Mean of ||with - without|| / ||without|| of the prediction over the visits and prompts.
+
+    NaN when a prediction is not finite.
+    """
+    dtype = next(iter(cond.values())).dtype
+    changes = []
+    for visit in visits:
+        t = torch.full((len(sizes),), visit.t, device=sizes.device)
+        changed = predict(visit.latents.to(dtype), t, cond, sizes).float() - visit.prediction
+        changes.append(changed.flatten(1).norm(dim=1) / visit.prediction.flatten(1).norm(dim=1).clamp_min(1e-12))
+    return float(torch.stack(changes).mean())

@@ -1,0 +1,108 @@
+"""Held-out loss at fixed noise: what a model has learned, without the luck of the draw."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lora_trainer.diffusion.noise import position_noise
+from lora_trainer.diffusion.process import Process
+from lora_trainer.diffusion.timesteps import stratified_timesteps
+
+# (noisy [B, C, h, w], t [B], conditioning, sizes [B, 6]) -> prediction [B, C, h, w]
+Predict = Callable[[Tensor, Tensor, Mapping[str, Tensor], Tensor], Tensor]
+
+BOOTSTRAP_DRAWS = 2000
+FEWEST_TO_RESAMPLE = 4  # with fewer samples an interval over samples means nothing
+
+
+@dataclass(frozen=True)
+class EncodedSample:
+    """One picture and its caption as the denoiser sees them.
+
+    `latents` [C, h, w] is the posterior's mean; `cond` holds the text encoder's tensors
+    without the batch dimension; `sizes` [6] is original height and width, crop top and
+    left, height and width, as SDXL wants them.
+    """
+
+    id: str
+    latents: Tensor
+    cond: Mapping[str, Tensor]
+    sizes: Tensor
+
+
+@torch.no_grad()
+def held_out_losses(
+    predict: Predict,
+    samples: Sequence[EncodedSample],
+    process: Process,
+    *,
+    seed: int,
+    timesteps: int = 8,
+    micro: int = 8,
+    device: torch.device | str = "cpu",
+    dtype: torch.dtype = torch.float32,
+) -> Tensor:
+    """Plain mean squared errors [N, T] in fp32 on the CPU: N samples at T stratified timesteps.
+
+    The noise depends on (seed, sample, timestep's index) only, so two models, or one model at
+    two steps of its training, are compared on the same questions.
+    """
+    points = stratified_timesteps(timesteps, process.timesteps)
+    losses = torch.zeros(len(samples), timesteps)
+    for row, sample in enumerate(samples):
+        for start in range(0, timesteps, micro):
+            t = torch.tensor(points[start : start + micro], dtype=torch.long, device=device)
+            count = len(t)
+            noise = torch.stack(
+                [
+                    position_noise(tuple(sample.latents.shape), seed, "validation", sample.id, start + i)
+                    for i in range(count)
+                ]
+            ).to(device)
+            latents = sample.latents.float().to(device).expand_as(noise)
+            cond = {name: value.to(device, dtype).expand(count, *value.shape) for name, value in sample.cond.items()}
+            sizes = sample.sizes.to(device).expand(count, -1)
+            noisy = process.add_noise(latents, noise, t)
+            error = predict(noisy.to(dtype), t, cond, sizes).float() - process.target(latents, noise, t)
+            losses[row, start : start + count] = error.square().flatten(1).mean(1).cpu()
+    return losses
+
+
+@dataclass(frozen=True)
+class Improvement:
+    """How much lower the loss is with the LoRA: shares of the base's mean loss, with a 95 % interval."""
+
+    base: float
+    lora: float
+    mean: float
+    low: float
+    high: float
+    certainty: float  # share of bootstrap draws in which the LoRA is better
+    over_samples: bool  # False: too few samples, so the interval covers noise and timesteps only
+
+
+def improvement(base: Tensor, lora: Tensor, *, seed: int = 0) -> Improvement:
+    """Paired comparison of two `held_out_losses` [N, T] by bootstrap (Efron 1979), deterministic.
+
+    Resamples samples; with fewer than four of them, the N x T cells.
+    """
+    over_samples = len(base) >= FEWEST_TO_RESAMPLE
+    units_base, units_lora = (base.mean(1), lora.mean(1)) if over_samples else (base.flatten(), lora.flatten())
+    b, d = units_base.double().numpy(), (units_base - units_lora).double().numpy()
+    picks = np.random.default_rng(seed).integers(0, len(b), size=(BOOTSTRAP_DRAWS, len(b)))
+    drawn = d[picks].mean(1) / np.maximum(b[picks].mean(1), 1e-12)
+    low, high = np.quantile(drawn, [0.025, 0.975])
+    return Improvement(
+        base=float(b.mean()),
+        lora=float(units_lora.double().mean()),
+        mean=float(d.mean() / max(b.mean(), 1e-12)),
+        low=float(low),
+        high=float(high),
+        certainty=float((drawn > 0).mean()),
+        over_samples=over_samples,
+    )

@@ -1,0 +1,102 @@
+"""Held-out loss asks the same questions each time; the comparison knows what it can know."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import pytest
+import torch
+from torch import Tensor
+
+from lora_trainer.diffusion.process import Process, scaled_linear_alphas
+from lora_trainer.evaluation.drift import base_visits, drift
+from lora_trainer.evaluation.held_out import EncodedSample, held_out_losses, improvement
+
+PROCESS = Process(scaled_linear_alphas(1000, 0.00085, 0.012), "epsilon")
+
+
+def samples(count: int) -> list[EncodedSample]:
+    return [
+        EncodedSample(
+            str(i), torch.full((4, 4 + i % 2, 6), float(i)), {"embeds": torch.full((3, 2), float(i))}, torch.zeros(6)
+        )
+        for i in range(count)
+    ]
+
+
+def zero(noisy: Tensor, t: Tensor, cond: Mapping[str, Tensor], sizes: Tensor) -> Tensor:
+    assert noisy.shape[0] == len(t) == len(cond["embeds"]) == len(sizes)
+    return torch.zeros_like(noisy)
+
+
+def test_predicting_nothing_costs_the_noise_and_micro_batches_change_nothing() -> None:
+    losses = held_out_losses(zero, samples(3), PROCESS, seed=1, timesteps=8, micro=8)
+    assert losses.shape == (3, 8)
+    assert losses.mean() == pytest.approx(1.0, abs=0.1)
+    assert torch.equal(losses, held_out_losses(zero, samples(3), PROCESS, seed=1, timesteps=8, micro=3))
+    assert not torch.equal(losses, held_out_losses(zero, samples(3), PROCESS, seed=2, timesteps=8))
+
+
+def test_a_samples_loss_does_not_depend_on_its_company() -> None:
+    together = held_out_losses(zero, samples(3), PROCESS, seed=1)
+    assert torch.equal(held_out_losses(zero, samples(3)[2:], PROCESS, seed=1)[0], together[2])
+
+
+def test_knowing_the_sample_gives_zero_loss() -> None:
+    def oracle(noisy: Tensor, t: Tensor, cond: Mapping[str, Tensor], sizes: Tensor) -> Tensor:
+        alpha = PROCESS.alphas_cumprod[t].view(-1, 1, 1, 1)
+        clean = cond["embeds"][:, 0, 0].view(-1, 1, 1, 1)
+        return (noisy - alpha.sqrt() * clean) / (1 - alpha).sqrt()
+
+    assert held_out_losses(oracle, samples(3), PROCESS, seed=1).max() < 1e-5
+
+
+def test_improvement_is_a_paired_comparison() -> None:
+    generator = torch.Generator().manual_seed(0)
+    base = torch.rand(12, 8, generator=generator) + 0.1
+    better = improvement(base, base * 0.98)
+    assert better.mean == pytest.approx(0.02, abs=1e-6)
+    assert better.low > 0.019  # although the losses themselves differ tenfold
+    assert better.certainty == 1.0
+    assert better.over_samples
+    worse = improvement(base, base * 1.02)
+    assert worse.high < 0
+    assert worse.certainty == 0.0
+    luck = improvement(base, base + 0.1 * torch.randn(12, 8, generator=generator))
+    assert luck.low < 0 < luck.high
+
+
+def test_few_samples_are_said_to_be_few() -> None:
+    base = torch.rand(2, 32, generator=torch.Generator().manual_seed(0)) + 0.1
+    few = improvement(base, base * 0.9)
+    assert not few.over_samples
+    assert few.low > 0
+
+
+@pytest.mark.parametrize("prediction", ["epsilon", "v_prediction"])
+def test_drift_is_the_relative_change_of_the_prediction(prediction: str) -> None:
+    process = Process(PROCESS.alphas_cumprod, prediction)  # type: ignore[arg-type]
+    cond, sizes = {"embeds": torch.zeros(3, 5, 2)}, torch.zeros(3, 6)
+
+    def base(noisy: Tensor, t: Tensor, cond: Mapping[str, Tensor], sizes: Tensor) -> Tensor:
+        return 0.5 * noisy
+
+    visits = base_visits(base, process, cond, sizes, (4, 4, 4), steps=5)
+    assert [visit.t for visit in visits] == [900, 700, 500, 300, 100]
+    assert all(visit.latents.isfinite().all() for visit in visits)
+    assert drift(base, visits, cond, sizes) == 0.0
+    assert drift(lambda *given: 1.1 * base(*given), visits, cond, sizes) == pytest.approx(0.1, abs=1e-5)
+
+
+def test_the_way_to_a_known_picture_ends_there() -> None:
+    """With a perfect predictor for one picture, DDIM arrives at it."""
+    picture = torch.linspace(-1, 1, 4 * 4 * 4).view(1, 4, 4, 4)
+
+    def oracle(noisy: Tensor, t: Tensor, cond: Mapping[str, Tensor], sizes: Tensor) -> Tensor:
+        alpha = PROCESS.alphas_cumprod[t].view(-1, 1, 1, 1)
+        return (noisy - alpha.sqrt() * picture) / (1 - alpha).sqrt()
+
+    last = base_visits(oracle, PROCESS, {"embeds": torch.zeros(2, 1, 1)}, torch.zeros(2, 6), (4, 4, 4), steps=20)[-1]
+    alpha = PROCESS.alphas_cumprod[last.t]
+    clean = (last.latents - (1 - alpha).sqrt() * last.prediction) / alpha.sqrt()
+    assert torch.allclose(clean, picture.expand(2, -1, -1, -1), atol=1e-4)
