@@ -1,0 +1,256 @@
+"""Say which shape, colour and background a picture shows, and how good the built-in base is.
+
+    python scripts/builtin_base/judge.py [--base lora_trainer/builtin/base] [--sheet FILE.png]
+
+The judge looks at pixels only and is itself judged first: on drawn pictures, on drawn
+pictures that went through the autoencoder, and on captions that belong to others.
+Then the base draws 64 prompts that were fixed before it was trained, seeds 0 to 63.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import sys
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from PIL import Image, ImageDraw
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from builtin_base.drawing import COLOURS, SHAPES, TEMPLATES, Scene, draw, random_scene
+
+Pixels = NDArray[np.float32]
+
+MASK_SIDE = 48
+# Of a normalised mask, the root of the mean squared distance from its centre, in half sides.
+MASK_SPREAD = 0.42
+TURNS = range(-16, 17, 4)  # degrees
+LEAST_OVERLAP = 0.78
+# A colour further than this from every named one (RGB, 8-bit units) is none of them.
+MOST_COLOUR_DISTANCE = 70.0
+LEAST_CONTRAST = 40.0
+PROMPTS = 64
+STEPS = 30
+GUIDANCE = 5.0
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What a picture shows; `none` where it shows nothing that has a name."""
+
+    shape: str
+    colour: str
+    background: str
+    overlap: float  # intersection over union with the best template
+
+    def right(self, scene: Scene) -> tuple[bool, bool, bool]:
+        """Whether shape, colour and background are the scene's."""
+        return self.shape == scene.shape, self.colour == scene.colour, self.background == scene.background
+
+
+def judge(picture: Image.Image) -> Verdict:
+    """The verdict on a picture of one shape on a plain background."""
+    pixels = np.asarray(picture.convert("RGB"), dtype=np.float32)
+    backdrop = background_of(pixels)
+    background = colour_name(np.median(backdrop, axis=(0, 1)))
+    mask, colour = foreground_of(pixels, backdrop)
+    if mask is None:
+        return Verdict("none", "none", background, 0.0)
+    shape, overlap = shape_of(mask)
+    return Verdict(shape if overlap >= LEAST_OVERLAP else "none", colour_name(colour), background, overlap)
+
+
+def colour_name(colour: Pixels) -> str:
+    """The nearest named colour to an RGB value [3]."""
+    distance, name = min((float(np.linalg.norm(colour - np.array(rgb))), name) for name, rgb in COLOURS.items())
+    return name if distance <= MOST_COLOUR_DISTANCE else "none"
+
+
+def background_of(pixels: Pixels, rim: int = 5) -> Pixels:
+    """The background [H, 1, 3] behind the shape: a straight line through the rows' rim colours.
+
+    Rows whose rim differs from the picture's rim are left out: there the shape reaches the edge.
+    """
+    height = pixels.shape[0]
+    sides = np.concatenate([pixels[:, :rim], pixels[:, -rim:]], axis=1)  # [H, 2 rim, 3]
+    rows = np.median(sides, axis=1)
+    rim_colour = np.median(np.concatenate([sides.reshape(-1, 3), pixels[:rim].reshape(-1, 3)]), axis=0)
+    plain = np.linalg.norm(rows - rim_colour, axis=1) < LEAST_CONTRAST
+    if plain.sum() < height // 4:
+        return np.broadcast_to(rim_colour, (height, 1, 3)).astype(np.float32)
+    y = np.arange(height, dtype=np.float32)
+    slope, start = np.polyfit(y[plain], rows[plain], 1)
+    return (y[:, None] * slope + start)[:, None].astype(np.float32)
+
+
+def foreground_of(pixels: Pixels, backdrop: Pixels) -> tuple[Pixels | None, Pixels]:
+    """The shape's coverage [H, W] in [0, 1] and its colour [3]; no mask where nothing stands out."""
+    difference = pixels - backdrop
+    distance = np.linalg.norm(difference, axis=2)
+    contrast = float(np.quantile(distance, 0.97))
+    if contrast < LEAST_CONTRAST:
+        return None, np.zeros(3, np.float32)
+    inside = distance > 0.8 * contrast
+    colour = np.median(pixels[inside], axis=0)
+    direction = np.median(difference[inside], axis=0)
+    along = (difference @ direction) / float(direction @ direction)
+    # What lies off the line between the two colours is a third colour, not coverage.
+    off = np.linalg.norm(difference - along[..., None] * direction, axis=2)
+    return np.clip(along, 0.0, 1.0) * (off < 0.6 * contrast), colour
+
+
+def normalised(mask: Pixels) -> Pixels:
+    """The mask moved to its centre and scaled to a common spread, [MASK_SIDE, MASK_SIDE]."""
+    # A blurred edge counts half; faint stains far away would pull the centre.
+    mask = np.clip((mask - 0.25) * 2.0, 0.0, 1.0)
+    total = mask.sum()
+    if total < 1.0:
+        return np.zeros((MASK_SIDE, MASK_SIDE), np.float32)
+    y, x = np.indices(mask.shape, dtype=np.float32)
+    cy, cx = float((mask * y).sum() / total), float((mask * x).sum() / total)
+    spread = float(np.sqrt((mask * ((y - cy) ** 2 + (x - cx) ** 2)).sum() / total))
+    half = spread / MASK_SPREAD
+    box = (cx - half + 0.5, cy - half + 0.5, cx + half + 0.5, cy + half + 0.5)
+    picture = Image.fromarray((mask * 255).astype(np.uint8))
+    side = (MASK_SIDE, MASK_SIDE)
+    coefficients = ((box[2] - box[0]) / MASK_SIDE, 0.0, box[0], 0.0, (box[3] - box[1]) / MASK_SIDE, box[1])
+    moved = picture.transform(side, Image.Transform.AFFINE, coefficients, Image.Resampling.BILINEAR)
+    return np.asarray(moved, dtype=np.float32) / 255.0
+
+
+@cache
+def templates() -> tuple[tuple[str, ...], Pixels]:
+    """Names [N] and normalised masks [N, side, side] of every shape at every turn."""
+    names, masks = [], []
+    for shape in SHAPES:
+        for turn in TURNS if shape not in ("circle", "ring") else (0,):
+            drawn = draw(Scene(shape, "white", "black", 0.0, 0.0, 0.3, turn, 0.0, (0,) * 6))
+            grey = np.asarray(drawn.convert("L"), dtype=np.float32)
+            names.append(shape)
+            masks.append(normalised((grey - grey.min()) / (grey.max() - grey.min())))
+    return tuple(names), np.stack(masks)
+
+
+def shape_of(mask: Pixels) -> tuple[str, float]:
+    """The shape whose template overlaps the mask [H, W] most, and that overlap (IoU of coverages)."""
+    names, masks = templates()
+    own = normalised(mask)
+    overlaps = np.minimum(masks, own).sum(axis=(1, 2)) / np.maximum(masks, own).sum(axis=(1, 2))
+    best = int(overlaps.argmax())
+    return names[best], float(overlaps[best])
+
+
+def shares(verdicts: list[Verdict], scenes: list[Scene]) -> dict[str, float]:
+    """Shares of right shapes, colours and backgrounds, and of pictures that are wholly right."""
+    right = np.array([verdict.right(scene) for verdict, scene in zip(verdicts, scenes, strict=True)])
+    found = dict(zip(("shape", "colour", "background"), right.mean(axis=0).tolist(), strict=True))
+    return {**found, "wholly right": float(right.all(axis=1).mean())}
+
+
+def fixed_prompts(count: int = PROMPTS) -> tuple[list[str], list[Scene]]:
+    """The prompts that the base is judged on and the scenes they describe; never chosen by result."""
+    rng = random.Random(20_000)
+    scenes = [random_scene(rng) for _ in range(count)]
+    return [scene.caption(TEMPLATES[i % len(TEMPLATES)]) for i, scene in enumerate(scenes)], scenes
+
+
+def sample(base: Path, prompts: list[str], batch: int = 16) -> list[Image.Image]:
+    """Pictures for the prompts, seeds 0, 1, 2 …, by DDIM in float32."""
+    import torch
+    from diffusers import StableDiffusionPipeline
+
+    pipeline = StableDiffusionPipeline.from_pretrained(base, torch_dtype=torch.float32, local_files_only=True)
+    pipeline.set_progress_bar_config(disable=True)
+    pictures: list[Image.Image] = []
+    for start in range(0, len(prompts), batch):
+        part = prompts[start : start + batch]
+        generators = [torch.Generator().manual_seed(start + i) for i in range(len(part))]
+        drawn = pipeline(part, num_inference_steps=STEPS, guidance_scale=GUIDANCE, generator=generators)
+        pictures += drawn.images
+    return pictures
+
+
+def decode_drawn(vae: Any, drawn: list[Image.Image], batch: int = 32) -> list[Image.Image]:
+    """The pictures after a trip through the autoencoder."""
+    import torch
+    from builtin_base.train import as_tensor
+
+    decoded: list[Image.Image] = []
+    for start in range(0, len(drawn), batch):
+        with torch.no_grad():
+            latents = vae.encode(as_tensor(drawn[start : start + batch])).latent_dist.mode()
+            pixels = vae.decode(latents).sample.clamp(-1, 1).add(1).mul(127.5).round().byte()
+        decoded += [Image.fromarray(picture.permute(1, 2, 0).numpy()) for picture in pixels]
+    return decoded
+
+
+def contact_sheet(pictures: list[Image.Image], verdicts: list[Verdict], scenes: list[Scene]) -> Image.Image:
+    """All pictures with what was asked for and, where it differs, what was seen."""
+    side, foot, columns = 128, 30, 8
+    rows = -(-len(pictures) // columns)
+    sheet = Image.new("RGB", (columns * (side + 4), rows * (side + foot)), "white")
+    pen = ImageDraw.Draw(sheet)
+    for i, (picture, verdict, scene) in enumerate(zip(pictures, verdicts, scenes, strict=True)):
+        x, y = i % columns * (side + 4), i // columns * (side + foot)
+        sheet.paste(picture.resize((side, side)), (x, y))
+        pen.text((x + 2, y + side), f"{scene.colour} {scene.shape}, {scene.background}", fill="black", font_size=9)
+        if not all(verdict.right(scene)):
+            seen = f"seen: {verdict.colour} {verdict.shape}, {verdict.background}"
+            pen.text((x + 2, y + side + 12), seen, fill="red", font_size=9)
+    return sheet
+
+
+def report(title: str, found: dict[str, float]) -> None:
+    print(f"{title:52s} " + "  ".join(f"{name} {100 * share:5.1f} %" for name, share in found.items()), flush=True)
+
+
+def report_judge(count: int, vae: Any | None) -> None:
+    """Print how often the judge is right, on pictures with known content."""
+    rng = random.Random(30_000)
+    scenes = [random_scene(rng) for _ in range(count)]
+    drawn = [draw(scene) for scene in scenes]
+    verdicts = [judge(picture) for picture in drawn]
+    report(f"judge on {count} drawn pictures", shares(verdicts, scenes))
+    shuffled = rng.sample(scenes, count)
+    report("judge on their captions, shuffled", shares(verdicts, shuffled))
+    if vae is not None:
+        decoded = [judge(picture) for picture in decode_drawn(vae, drawn)]
+        report("judge on the same through the autoencoder", shares(decoded, scenes))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--base", type=Path, default=Path("lora_trainer/builtin/base"))
+    parser.add_argument("--vae", type=Path, help="an autoencoder's folder alone, before there is a whole base")
+    parser.add_argument("--drawn", type=int, default=1000, help="pictures that the judge is judged on")
+    parser.add_argument("--sheet", type=Path, help="write the 64 pictures with their verdicts here")
+    args = parser.parse_args()
+    folder = args.vae or args.base / "vae"
+    vae = None
+    if folder.is_dir():
+        from builtin_base.train import psnr
+        from diffusers import AutoencoderKL
+
+        vae = AutoencoderKL.from_pretrained(folder, local_files_only=True).float().eval()
+    report_judge(args.drawn, vae)
+    if vae is not None:
+        print(f"{'autoencoder on 128 unseen pictures':52s} {psnr(vae, seed=40_000):.2f} dB PSNR", flush=True)
+    if not (args.base / "unet").is_dir():
+        print(f"no base in {args.base}: nothing was sampled")
+        return
+    prompts, scenes = fixed_prompts()
+    pictures = sample(args.base, prompts)
+    verdicts = [judge(picture) for picture in pictures]
+    report(f"base on {len(prompts)} fixed prompts, {STEPS} steps", shares(verdicts, scenes))
+    if args.sheet:
+        contact_sheet(pictures, verdicts, scenes).save(args.sheet)
+
+
+if __name__ == "__main__":
+    main()
