@@ -40,7 +40,9 @@ class DataSection(Section):
     resolution_ceiling: Count | None = Field(None, description="highest resolution that the tier allows")
     allow_missing_captions: bool = Field(False, description="train pictures without a caption on the empty one")
     allow_upscale: bool = Field(False, description="accept pictures far smaller than they are trained at")
-    max_aspect: Annotated[float, Field(ge=1.0, le=8.0)] = Field(2.0, description="longest side over shortest of a bucket")
+    max_aspect: Annotated[float, Field(ge=1.0, le=8.0)] = Field(
+        2.0, description="longest side over shortest of a bucket"
+    )
     caption_dropout: Share = Field(0.0, description="share of samples trained with the empty caption")
     held_out: Annotated[float, Field(ge=0.0, le=0.5)] = Field(0.1, description="share of pictures kept for validation")
 
@@ -89,7 +91,9 @@ class ScheduleSection(Section):
 
 class NoiseSection(Section):
     offset: Share = Field(0.0, description="noise offset: strength of a constant added per channel")
-    multires_iterations: Annotated[int, Field(ge=0, le=16)] = Field(0, description="multi-resolution noise: coarser levels added")
+    multires_iterations: Annotated[int, Field(ge=0, le=16)] = Field(
+        0, description="multi-resolution noise: coarser levels added"
+    )
     multires_discount: Share = Field(0.3, description="weight of each coarser level")
 
 

@@ -1,0 +1,141 @@
+"""Presets: plain TOML files of settings, in three kinds.
+
+Tiers are limits (what the card can hold), goals are wishes (what the run should be good
+at), families are what a model family needs. A setting is never in both tiers and goals,
+so the order of the names changes nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from lora_trainer.config.layers import Layer
+from lora_trainer.config.toml import read_toml
+from lora_trainer.core.errors import Problem, nearest
+
+AUTO = "auto"
+TIERS, GOALS, FAMILIES = "tiers", "goals", "families"
+
+# A card reports less than its name says: a 16 GB T4 14.56 GiB, a 24 GB A10 21.98 GiB. An 11 GB
+# card (10.91 GiB) must not pass for 12 GB.
+_REPORTED_SHARE = 0.91
+
+
+@dataclass(frozen=True)
+class Preset:
+    """One file: `kind` is its folder, `description` its first line, a comment."""
+
+    name: str
+    kind: str
+    description: str
+    values: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """The layers of the presets asked for, what to tell the user, and what was wrong."""
+
+    layers: tuple[Layer, ...] = ()
+    notes: tuple[str, ...] = ()
+    problems: tuple[Problem, ...] = ()
+
+
+def preset_folder() -> Path:
+    """Where the preset files are: inside an installed package, beside the package in a checkout."""
+    package = Path(__file__).resolve().parent.parent
+    inside = package / "presets_data"
+    return inside if inside.is_dir() else package.parent / "presets"
+
+
+@cache
+def presets() -> dict[str, Preset]:
+    """Every preset, families included, by name: tiers by size, then goals, then families."""
+    found = [_read(path) for path in sorted(preset_folder().rglob("*.toml"))]
+    kinds = [TIERS, GOALS, FAMILIES]
+    found.sort(key=lambda preset: (kinds.index(preset.kind), tier_gb(preset.name) or 0))
+    return {preset.name: preset for preset in found}
+
+
+def _read(path: Path) -> Preset:
+    first_line = path.read_text(encoding="utf-8").partition("\n")[0]
+    return Preset(path.stem, path.parent.name, first_line.lstrip("# ").strip(), read_toml(path))
+
+
+def selectable() -> list[str]:
+    """The names that --preset takes, without `auto`."""
+    return [name for name, preset in presets().items() if preset.kind != FAMILIES]
+
+
+def tier_gb(name: str) -> int | None:
+    """12 for `12gb`."""
+    number = name.removesuffix("gb")
+    return int(number) if name.endswith("gb") and number.isdigit() else None
+
+
+def family_layers(family: str, *, builtin: bool) -> list[Layer]:
+    """What the family needs, and over it what the built-in miniature needs.
+
+    A later family without one of the presets' options (min-SNR on flow matching) drops
+    that option from preset layers here, and names it; from the user it is an error.
+    """
+    names = [family, "builtin"] if builtin else [family]
+    known = presets()
+    return [Layer(f"family preset {name}", known[name].values) for name in names if name in known]
+
+
+def preset_layers(asked: Sequence[str], memory_gib: float | None = None) -> Chosen:
+    """Layers for names as given to --preset, each of which may hold several with commas.
+
+    `memory_gib` is what the largest CUDA card reports, None without one; only `auto` asks.
+    """
+    names = [name.strip() for part in asked for name in part.split(",") if name.strip()]
+    names = list(dict.fromkeys(names))
+    problems = [
+        Problem(f"There is no preset named {name}.", nearest(name, [*selectable(), AUTO]))
+        for name in names
+        if name != AUTO and name not in selectable()
+    ]
+    known = [name for name in names if name == AUTO or name in selectable()]
+    for kind, word in ((TIERS, "tier"), (GOALS, "goal")):
+        same = [name for name in known if (TIERS if name == AUTO else presets()[name].kind) == kind]
+        if len(same) > 1:
+            message = f"--preset names {len(same)} {word}s: {' and '.join(same)}."
+            problems.append(Problem(message, f"Keep one; a {word} can be combined with a {_OTHER[word]}."))
+    layers, notes = [], []
+    for name in known:
+        if name == AUTO:
+            layer, note = auto_layer(memory_gib)
+            layers.append(layer)
+            notes.append(note)
+        else:
+            layers.append(Layer(f"preset {name}", presets()[name].values))
+    return Chosen(tuple(layers), tuple(notes), tuple(problems))
+
+
+_OTHER = {"tier": "goal", "goal": "tier"}
+
+
+def auto_layer(memory_gib: float | None) -> tuple[Layer, str]:
+    """The tier of the card found, and one sentence about the choice."""
+    tiers = sorted(size for name in selectable() if (size := tier_gb(name)) is not None)
+    if memory_gib is None:
+        note = "preset auto: no GPU found, so no tier's limit applies; using 12gb without its memory limit"
+        return Layer("preset auto (12gb)", _without_limit("12gb")), note
+    found = f"preset auto: the card reports {memory_gib:.1f} GiB"
+    if memory_gib > tiers[-1]:
+        name = f"{tiers[-1]}gb"
+        return Layer(f"preset auto ({name})", _without_limit(name)), f"{found}; using {name} without its memory limit"
+    fitting = [size for size in tiers if memory_gib >= _REPORTED_SHARE * size]
+    name = f"{fitting[-1] if fitting else tiers[0]}gb"
+    smaller = "" if fitting else ", the smallest tier, though the card is smaller still"
+    return Layer(f"preset auto ({name})", presets()[name].values), f"{found}; using {name}{smaller}"
+
+
+def _without_limit(name: str) -> Mapping[str, Any]:
+    values = presets()[name].values
+    memory = {key: value for key, value in values["memory"].items() if key != "limit_gib"}
+    return {**values, "memory": memory}

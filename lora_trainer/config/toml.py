@@ -1,0 +1,111 @@
+"""Settings as text: TOML files, `section.key=value` assignments, and a config written out."""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import tomli_w
+from pydantic import ValidationError
+
+from lora_trainer.config.schema import Config, Section
+from lora_trainer.core.errors import Problem, UsageError
+
+EMPTY = "none"
+"""How a setting is emptied in TOML, which has no word for it: `loss.min_snr_gamma = "none"`."""
+
+
+def read_toml(path: Path) -> dict[str, Any]:
+    """A TOML file as nested dicts.
+
+    Raises UsageError when the file is missing, is not UTF-8 or is malformed (with its line).
+    """
+    try:
+        return tomllib.loads(path.read_bytes().decode("utf-8-sig"))
+    except FileNotFoundError:
+        raise UsageError(Problem(f"{path} does not exist.", "Check the path given with --config.")) from None
+    except OSError as error:
+        raise UsageError(Problem(f"{path} cannot be read: {error.strerror}.", "Name a TOML file.")) from None
+    except UnicodeDecodeError as error:
+        raise UsageError(Problem(f"{path} is not UTF-8 text (byte {error.start}).", "Save it as UTF-8.")) from None
+    except tomllib.TOMLDecodeError as error:
+        hint = 'Text stands in double quotes, lists in brackets: sources = ["./pictures"]. A Windows path needs single '
+        raise UsageError(
+            Problem(f"{path} is not valid TOML: {error}.", hint + "quotes: path = 'C:\\models'.")
+        ) from None
+
+
+def parse_assignment(text: str) -> tuple[str, str, Any] | Problem:
+    """`optim.learning_rate=1e-3` as (section, key, value).
+
+    The value is read as TOML and a bare word as text, so neither `lora.targets=attention`
+    nor a path needs quotes. An empty value means "none".
+    """
+    name, equals, raw = text.partition("=")
+    section, dot, key = name.strip().partition(".")
+    if not (equals and dot and section and key):
+        return Problem(
+            f"--set {text} is not of the form section.key=value.", "For example: --set optim.learning_rate=1e-4"
+        )
+    value = parse_value(raw)
+    if isinstance(value, Problem):
+        return Problem(f"--set {text}: {value.message}", value.fix)
+    return section, key, value
+
+
+def parse_value(raw: str) -> Any:
+    """One value as TOML; what is no TOML is text, unless it opens a list or a quote that it does not close."""
+    raw = raw.strip()
+    if not raw:
+        return EMPTY
+    try:
+        parsed = tomllib.loads(f"value = {raw}")
+    except tomllib.TOMLDecodeError:
+        if raw[0] in "[{\"'":
+            return Problem(
+                f"{raw} is not a TOML value.", 'A list is written \'["a", "b"]\', with the shell\'s quotes around it.'
+            )
+        return raw
+    return parsed["value"] if set(parsed) == {"value"} else raw
+
+
+def to_toml(config: Config) -> str:
+    """Every setting as TOML; a run with `--config` of it alone has the same settings.
+
+    An empty setting is written as "none", so that no preset below the file fills it; an
+    empty path or name, which presets never fill, is left out.
+    """
+    document: dict[str, dict[str, Any]] = {}
+    for section, values in config.model_dump(by_alias=True, mode="json").items():
+        kept = document.setdefault(section, {})
+        section_type = section_types()[section]
+        for key, value in values.items():
+            if value is not None:
+                kept[key] = value
+            elif can_be_emptied(section_type, key):
+                kept[key] = EMPTY
+    return tomli_w.dumps({section: values for section, values in document.items() if values})
+
+
+def section_types() -> Mapping[str, type[Section]]:
+    """Each section's name and model, in the order of the schema."""
+    found: dict[str, type[Section]] = {}
+    for name, field in Config.model_fields.items():
+        assert isinstance(field.annotation, type)
+        assert issubclass(field.annotation, Section)
+        found[field.alias or name] = field.annotation
+    return found
+
+
+def can_be_emptied(section_type: type[Section], key: str) -> bool:
+    """Whether "none" empties the key: it has no default, and "none" is no value of its own."""
+    field = section_type.model_fields.get(key)
+    if field is None or field.default is not None:
+        return False
+    try:
+        section_type.model_validate({key: EMPTY}, strict=True)
+    except ValidationError:
+        return True
+    return False
