@@ -62,18 +62,18 @@ def psnr(vae: AutoencoderKL, seed: int, count: int = 128) -> float:
     return float((10.0 * torch.log10(4.0 / error)).mean())
 
 
-def train_vae(steps: int, seed: int, batch: int = 16) -> AutoencoderKL:
-    """L1 + MSE + 1e-6 KL; sets `scaling_factor` so that latents have unit spread."""
+def train_vae(vae: AutoencoderKL, steps: int, seed: int, scenes: float, batch: int = 16) -> AutoencoderKL:
+    """L1 + MSE + 1e-6 KL on a share of `scenes`, the rest anything; sets `scaling_factor` for unit spread."""
     torch.manual_seed(seed)
     rng = random.Random(seed)
-    vae = architecture.make_vae()
+    vae.train().requires_grad_(True)
     optimizer = torch.optim.AdamW(vae.parameters(), lr=1.5e-3, weight_decay=0.0, fused=True)
     started = time.monotonic()
     for step in range(steps):
         width, height = rng.choice(SIZES)
         pixels = as_tensor(
             [
-                draw(random_scene(rng), width, height) if rng.random() < 0.6 else draw_anything(rng, width, height)
+                draw(random_scene(rng), width, height) if rng.random() < scenes else draw_anything(rng, width, height)
                 for _ in range(batch)
             ]
         )
@@ -193,16 +193,19 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--work", type=Path, required=True, help="folder for intermediate results")
     parser.add_argument("--out", type=Path, help="write the finished base here")
-    parser.add_argument("--vae-steps", type=int, default=1800)
-    parser.add_argument("--unet-steps", type=int, default=7000)
+    parser.add_argument("--vae-steps", type=int, nargs=2, default=(1800, 1100), help="of any picture, then of scenes")
+    parser.add_argument("--unet-steps", type=int, default=5000)
     parser.add_argument("--batch", type=int, default=32)
-    parser.add_argument("--pictures", type=int, default=24_000)
+    parser.add_argument("--pictures", type=int, default=16_000)
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
-    vae_folder = args.work / "vae"
-    if not vae_folder.exists():
-        train_vae(args.vae_steps, args.seed).save_pretrained(vae_folder)
-    vae = AutoencoderKL.from_pretrained(vae_folder).eval().requires_grad_(False)
+    vae = architecture.make_vae()
+    for phase, (steps, scenes) in enumerate(zip(args.vae_steps, (0.6, 0.85), strict=True)):
+        folder = args.work / f"vae-{phase}"
+        if not folder.exists():
+            train_vae(vae, steps, args.seed + 10 * phase, scenes).save_pretrained(folder)
+        vae = AutoencoderKL.from_pretrained(folder)
+    vae.eval().requires_grad_(False)
     pipeline = train_unet(vae, args.work, args.unet_steps, args.seed, args.batch, args.pictures)
     if args.out:
         pipeline.save_pretrained(args.out, safe_serialization=True)
