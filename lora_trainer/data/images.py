@@ -1,0 +1,180 @@
+"""Pictures of every kind, turned into 8-bit RGB pixels as they are seen.
+
+EXIF rotation is applied, transparency is laid on white, 16-bit values are scaled (not
+clipped), animations give their first frame, ICC profiles are ignored.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+from PIL import Image, UnidentifiedImageError, features
+
+if TYPE_CHECKING:
+    from lora_trainer.data.buckets import Fit
+
+ENDINGS_OF_FORMAT: dict[str, tuple[str, ...]] = {
+    "PNG": (".png",),
+    "JPEG": (".jpg", ".jpeg"),
+    "MPO": (".jpg", ".jpeg"),  # what many phones write: a JPEG with a second picture behind it
+    "WEBP": (".webp",),
+    "BMP": (".bmp",),
+    "TIFF": (".tif", ".tiff"),
+    "GIF": (".gif",),
+}
+if features.check("avif"):
+    ENDINGS_OF_FORMAT["AVIF"] = (".avif",)
+
+READERS = tuple(name for name in ENDINGS_OF_FORMAT if name != "MPO")  # opened as a JPEG first
+PICTURE_ENDINGS = tuple(sorted({ending for endings in ENDINGS_OF_FORMAT.values() for ending in endings}))
+
+ORIENTATION_TAG = 0x0112
+TURNS: dict[int, Image.Transpose] = {
+    2: Image.Transpose.FLIP_LEFT_RIGHT,
+    3: Image.Transpose.ROTATE_180,
+    4: Image.Transpose.FLIP_TOP_BOTTOM,
+    5: Image.Transpose.TRANSPOSE,
+    6: Image.Transpose.ROTATE_270,
+    7: Image.Transpose.TRANSVERSE,
+    8: Image.Transpose.ROTATE_90,
+}
+SIDEWAYS = (5, 6, 7, 8)
+
+# Pillow refuses from twice its own warning limit on; the same number, named.
+MOST_PIXELS = 178_956_970
+
+
+class BrokenPictureError(Exception):
+    """A picture that cannot be read. `code` is the finding's code."""
+
+    def __init__(self, code: str, message: str, fix: str) -> None:
+        super().__init__(message)
+        self.code = code
+        self.message = message
+        self.fix = fix
+
+
+@dataclass(frozen=True)
+class Header:
+    """What a picture's file says before its pixels are decoded. Sizes as seen, in pixels."""
+
+    width: int
+    height: int
+    format: str  # Pillow's name: "PNG", "JPEG", …
+    frames: int  # more than 1 means animated or several pages
+
+
+@contextlib.contextmanager
+def quiet_pillow() -> Iterator[None]:
+    """Pillow warns of odd metadata and of large pictures; both are judged here instead."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
+@contextlib.contextmanager
+def opened(path: Path) -> Iterator[Image.Image]:
+    """An open picture; whatever a damaged file makes Pillow raise becomes `BrokenPictureError`."""
+    try:
+        with quiet_pillow(), Image.open(path, formats=READERS) as picture:
+            if picture.width * picture.height > MOST_PIXELS:
+                raise Image.DecompressionBombError
+            yield picture
+    except BrokenPictureError:
+        raise
+    except Image.DecompressionBombError as error:
+        message = f"is larger than {MOST_PIXELS:,} pixels, which no training needs and which can exhaust memory."
+        raise BrokenPictureError("too_large", message, "Scale it down or remove it.") from error
+    except UnidentifiedImageError as error:
+        size = path.stat().st_size if path.exists() else 0
+        message = "is empty (0 bytes)." if size == 0 else "is not a picture in a known format."
+        raise BrokenPictureError("unreadable", message, "Replace or remove it.") from error
+    # Damaged files reach Pillow's parsers in every state: no narrower list is complete.
+    except Exception as error:
+        message = f"cannot be read ({_reason(error)})."
+        raise BrokenPictureError("unreadable", message, "Replace or remove it.") from error
+
+
+def _reason(error: Exception) -> str:
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror.lower()
+    return str(error).split("\n")[0] or type(error).__name__
+
+
+def header_of(path: Path) -> Header:
+    """Size after EXIF rotation, format and frames, without decoding the pixels.
+
+    Raises BrokenPictureError.
+    """
+    with opened(path) as picture:
+        width, height = picture.size
+        # Pillow turns TIFF files itself while loading, and says so in their size already.
+        if picture.format != "TIFF" and orientation_of(picture) in SIDEWAYS:
+            width, height = height, width
+        frames = 1 if picture.format == "MPO" else int(getattr(picture, "n_frames", 1))
+        return Header(width, height, picture.format or "", frames)
+
+
+def read_header(path: Path) -> tuple[int, int]:
+    """(width, height) as the picture is seen. Raises BrokenPictureError."""
+    header = header_of(path)
+    return header.width, header.height
+
+
+def orientation_of(picture: Image.Image) -> int:
+    """The EXIF orientation, 1 when there is none or it cannot be read."""
+    try:
+        return int(picture.getexif().get(ORIENTATION_TAG, 1))
+    except Exception:  # noqa: BLE001 - damaged metadata must not cost a good picture
+        return 1
+
+
+def load_rgb(path: Path) -> Image.Image:
+    """The whole picture as 8-bit RGB, as it is seen. Raises BrokenPictureError."""
+    with opened(path) as picture:
+        turn = None if picture.format == "TIFF" else TURNS.get(orientation_of(picture))
+        picture.load()
+        flat = to_rgb(picture)
+        return flat.transpose(turn) if turn is not None else flat
+
+
+def to_rgb(picture: Image.Image) -> Image.Image:
+    """Any Pillow mode as RGB, transparency laid on white."""
+    if picture.mode.startswith("I") or picture.mode == "F":
+        return Image.fromarray(scale_deep(np.asarray(picture))).convert("RGB")
+    if picture.has_transparency_data:
+        seen = picture.convert("RGBA")
+        white = Image.new("RGBA", seen.size, (255, 255, 255, 255))
+        return Image.alpha_composite(white, seen).convert("RGB")
+    return picture.convert("RGB")
+
+
+def scale_deep(values: NDArray[np.generic]) -> NDArray[np.uint8]:
+    """Grey values [H, W] of 16 or 32 bits or floats, scaled to 8 bits.
+
+    Files do not say which range their 32-bit values use; the smallest usual range that
+    holds the largest value is taken.
+    """
+    deep = np.nan_to_num(values.astype(np.float64), nan=0.0, posinf=0.0, neginf=0.0)
+    peak = float(deep.max(initial=0.0))
+    ranges = (1.0, 255.0, 65535.0, 2.0**32 - 1) if values.dtype.kind == "f" else (65535.0, 2.0**32 - 1)
+    top = next((limit for limit in ranges if peak <= limit), max(peak, 1.0))
+    return np.rint(np.clip(deep / top, 0.0, 1.0) * 255.0).astype(np.uint8)
+
+
+def load_pixels(path: Path, fit: Fit) -> NDArray[np.uint8]:
+    """Pixels [H, W, 3] of the bucket: resized (Lanczos) to cover it, then cropped.
+
+    Raises BrokenPictureError.
+    """
+    picture = load_rgb(path)
+    resized = picture.resize((fit.resized_width, fit.resized_height), Image.Resampling.LANCZOS)
+    box = (fit.left, fit.top, fit.left + fit.bucket.width, fit.top + fit.bucket.height)
+    return np.array(resized.crop(box), dtype=np.uint8)

@@ -1,0 +1,47 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lora_trainer.data.manifest import Sample
+from lora_trainer.data.split import split_held_out
+
+contents = st.lists(st.text("0123456789abcdef", min_size=8, max_size=8), max_size=200)
+
+
+def samples_of(names: list[str]) -> list[Sample]:
+    return [Sample(Path(f"{n}.png"), f"caption {n}", 8, 8, content) for n, content in enumerate(names)]
+
+
+@given(contents, st.floats(0.0, 0.5))
+def test_every_sample_is_on_one_side(names: list[str], share: float) -> None:
+    samples = samples_of(names)
+    train, held_out = split_held_out(samples, share)
+    assert sorted([*train, *held_out], key=str) == sorted(samples, key=str)
+    assert not {s.content for s in train} & {s.content for s in held_out}
+    pictures = len({s.content for s in held_out})
+    assert pictures == 0 if len(set(names)) < 8 or share == 0 else 1 <= pictures <= 16
+
+
+@given(contents.filter(lambda names: len(set(names)) >= 8), st.randoms())
+def test_order_and_names_do_not_matter(names: list[str], random: object) -> None:
+    shuffled = list(names)
+    random.shuffle(shuffled)  # type: ignore[attr-defined]
+    first = {s.content for s in split_held_out(samples_of(names), 0.1)[1]}
+    assert first == {s.content for s in split_held_out(samples_of(shuffled), 0.1)[1]}
+
+
+@given(st.integers(8, 300))
+def test_one_more_picture_moves_at_most_one_and_itself(count: int) -> None:
+    names = [f"{n:064x}" for n in range(count)]
+    before = {s.content for s in split_held_out(samples_of(names), 0.1)[1]}
+    after = {s.content for s in split_held_out(samples_of([*names, "f" * 64]), 0.1)[1]}
+    assert len(before - after) <= 1
+    assert len(after - before) <= 1
+
+
+def test_usual_sizes() -> None:
+    held = {n: len(split_held_out(samples_of([str(k) for k in range(n)]), 0.1)[1]) for n in (7, 8, 20, 40, 1000)}
+    assert held == {7: 0, 8: 1, 20: 2, 40: 4, 1000: 16}
