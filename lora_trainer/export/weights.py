@@ -140,14 +140,16 @@ def check_keys(weights: LoraWeights, module_shapes: Mapping[str, tuple[int, ...]
     return problems
 
 
-def shapes_of(components: Mapping[str, torch.nn.Module]) -> dict[str, tuple[int, ...]]:
-    """Weight shapes by module name of all linear layers and convolutions, for `check_keys`.
+def adaptable_modules(components: Mapping[str, torch.nn.Module]) -> dict[str, torch.nn.Linear | torch.nn.Conv2d]:
+    """All linear layers and convolutions by the names that LoRA files use: `{"unet": unet}` -> `unet.conv_in`, …"""
+    return {
+        f"{component}.{_with_text_model(component, name)}": module
+        for component, model in components.items()
+        for name, module in model.named_modules()
+        if isinstance(module, torch.nn.Linear | torch.nn.Conv2d)
+    }
 
-    `components` maps component names to models: `{"unet": unet}`.
-    """
-    shapes: dict[str, tuple[int, ...]] = {}
-    for component, model in components.items():
-        for module_name, module in model.named_modules():
-            if isinstance(module, torch.nn.Linear | torch.nn.Conv2d):
-                shapes[f"{component}.{_with_text_model(component, module_name)}"] = tuple(module.weight.shape)
-    return shapes
+
+def shapes_of(components: Mapping[str, torch.nn.Module]) -> dict[str, tuple[int, ...]]:
+    """Weight shapes by module name of all linear layers and convolutions, for `check_keys`."""
+    return {name: tuple(module.weight.shape) for name, module in adaptable_modules(components).items()}

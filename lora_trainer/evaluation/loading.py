@@ -1,0 +1,86 @@
+"""A LoRA file put on a fresh copy of its base, as a user's program would do it."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from lora_trainer.models.family import Family
+
+COMPLAINTS = ("unexpected keys", "missing keys", "were ignored", "unsuccessful", "not found")
+
+
+@contextlib.contextmanager
+def heard() -> Iterator[list[str]]:
+    """Collects what diffusers and peft say, so that nothing is lost and nothing is printed."""
+    said: list[str] = []
+
+    class Listener(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            said.append(record.getMessage())
+
+    listener = Listener(logging.WARNING)
+    loggers = [logging.getLogger(name) for name in ("diffusers", "peft", "transformers")]
+    before = [(logger.handlers[:], logger.propagate) for logger in loggers]
+    for logger in loggers:
+        logger.handlers, logger.propagate = [listener], False
+    try:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            yield said
+        said.extend(str(warning.message) for warning in caught)
+    finally:
+        for logger, (handlers, propagate) in zip(loggers, before, strict=True):
+            logger.handlers, logger.propagate = handlers, propagate
+
+
+def load_onto(pipeline: Any, lora: Path) -> list[str]:
+    """Load a LoRA into a pipeline; return what the libraries complained of (ignored or missing keys)."""
+    with heard() as said:
+        pipeline.load_lora_weights(
+            str(lora.parent.resolve()), weight_name=lora.name, use_safetensors=True, local_files_only=True
+        )
+    return [line for line in said if any(complaint in line for complaint in COMPLAINTS)]
+
+
+def components_of(pipeline: Any, family: Family) -> dict[str, nn.Module]:
+    """The parts of a pipeline that a LoRA may change: the denoiser and the text encoders."""
+    names = (family.denoiser_prefix, "text_encoder", "text_encoder_2")
+    return {name: part for name in names if isinstance(part := getattr(pipeline, name, None), nn.Module)}
+
+
+def adapted_modules(pipeline: Any, family: Family) -> int:
+    """How many modules of the pipeline carry a LoRA."""
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    parts = components_of(pipeline, family).values()
+    return sum(isinstance(module, BaseTunerLayer) for part in parts for module in part.modules())
+
+
+@contextlib.contextmanager
+def without_lora(pipeline: Any) -> Iterator[None]:
+    """The untouched base inside the block."""
+    pipeline.disable_lora()
+    try:
+        yield
+    finally:
+        pipeline.enable_lora()
+
+
+def fresh_pipeline(family: Family, base: Path, dtype: torch.dtype, device: torch.device) -> Any:
+    """The base's pipeline, loaded without chatter."""
+    from diffusers.utils import logging as diffusers_logging
+    from transformers.utils import logging as transformers_logging
+
+    # Bars for files that load in a second only tear the caller's own progress line.
+    diffusers_logging.disable_progress_bar()
+    transformers_logging.disable_progress_bar()
+    with heard():
+        return family.make_pipeline(base, dtype, device)

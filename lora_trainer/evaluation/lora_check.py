@@ -1,0 +1,276 @@
+"""The LoRA gate: judges the exported file, on a fresh copy of its base.
+
+Score = integrity x learning^0.5 x preservation^0.3 x health^0.2.
+
+- **integrity** is 1 or 0: every value finite, every pair complete, every key a module of the
+  base with its shape, loaded by a fresh diffusers pipeline without an ignored key, and the
+  prediction changed by more than `LEAST_CHANGE`. A LoRA that was never trained stops here.
+- **learning** compares held-out loss with and without the LoRA at the same noise. It is
+  size x certainty: size rises from 0 (no improvement) to 1 at `ENOUGH_IMPROVEMENT` of the
+  base's loss; certainty from 0 (a coin's throw) to 1 when the 95 % interval lies above 0.
+  Most of a denoising loss cannot be learned away, so certainty matters more than size.
+- **preservation** is drift on neutral prompts, relative to the base's prediction: 1 up to
+  `DRIFT_FREE`, falling evenly in its logarithm to 0 at `DRIFT_RUINED`.
+- **health** is 1 while the largest ||delta W|| / ||W|| stays under `NORM_FREE`, falling evenly
+  in its logarithm to 0 at `NORM_RUINED`, times the share of modules that learned anything.
+
+A part of 0 makes the score 0.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lora_trainer.core.errors import Problem
+from lora_trainer.evaluation.drift import NEUTRAL_PROMPTS, base_visits, drift
+from lora_trainer.evaluation.health import Health, examine
+from lora_trainer.evaluation.held_out import EncodedSample, Improvement, held_out_losses, improvement
+from lora_trainer.evaluation.loading import adapted_modules, components_of, fresh_pipeline, load_onto, without_lora
+from lora_trainer.evaluation.report import Finding, LoraReport
+from lora_trainer.export.lora_file import read_lora
+from lora_trainer.export.weights import adaptable_modules, check_keys
+from lora_trainer.models.family import Family
+
+GATE = 0.9
+WEIGHTS: Mapping[str, float] = {"learning": 0.5, "preservation": 0.3, "health": 0.2}
+
+# The thresholds, in one place. The reason stands beside each.
+LEAST_CHANGE = 1e-4  # fp16 rounding of the weights alone moves a prediction by about this much
+ENOUGH_IMPROVEMENT = 0.005  # LoRAs that people keep improve held-out loss by 1 to 5 %
+DRIFT_FREE, DRIFT_RUINED = 0.30, 3.0
+NORM_FREE, NORM_RUINED = 0.5, 10.0
+WORST_SHOWN = 5  # keys listed in one finding
+
+SEED = 20_240_229  # the gate's own, so that a LoRA's score does not depend on the run's seed
+CELLS = 128  # samples x timesteps: few samples are asked about more timesteps
+
+
+def check_lora(
+    lora: Path,
+    base: Path,
+    family: Family,
+    samples: Sequence[EncodedSample],
+    *,
+    held_out: bool = True,
+    prompts: Sequence[str] = NEUTRAL_PROMPTS,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | None = None,
+    gate: float = GATE,
+    progress: Callable[[str], None] = lambda message: None,
+) -> LoraReport:
+    """Judge a LoRA file on a base model's folder.
+
+    `samples` were not trained on, unless `held_out` is False, which is said in a finding.
+    Raises UsageError when the file is no LoRA that can be read at all.
+    """
+    device = device or torch.device("cpu")
+    weights = read_lora(lora)
+    findings: list[Finding] = []
+    if not_finite := weights.not_finite():
+        findings.append(_not_finite(not_finite, len(weights.modules)))
+        return _report({"integrity": 0.0}, findings, {}, gate)
+
+    progress("loading the LoRA on a fresh copy of the base")
+    pipeline = fresh_pipeline(family, base, dtype, device)
+    denoiser = getattr(pipeline, family.denoiser_prefix)
+    modules = adaptable_modules(components_of(pipeline, family))
+    findings += _key_findings(
+        check_keys(weights, {name: tuple(module.weight.shape) for name, module in modules.items()})
+    )
+    norms = {name: float(modules[name].weight.detach().float().norm()) for name in weights.modules if name in modules}
+    if not findings:
+        findings += _loading_findings(pipeline, family, lora, len(weights.modules))
+    if findings:
+        return _report({"integrity": 0.0}, findings, {}, gate)
+
+    predict = partial(family.predict, denoiser)
+    progress("measuring drift on unrelated prompts")
+    drifted = _measure_drift(pipeline, predict, base, family, prompts, dtype, device)
+    progress("measuring held-out loss with and without the LoRA")
+    learned = _measure_learning(pipeline, predict, base, family, samples, dtype, device)
+    health = examine(weights.modules, norms)
+    return judge(drifted, learned, health, held_out=held_out, gate=gate, samples=len(samples))
+
+
+def judge(
+    drifted: float, learned: Improvement | None, health: Health, *, held_out: bool, gate: float, samples: int
+) -> LoraReport:
+    """The report from what was measured. `learned` is None when there was no sample to ask about."""
+    numbers: dict[str, Any] = {"drift": drifted, "health": asdict(health), "samples": samples, "held_out": held_out}
+    findings: list[Finding] = []
+    if learned is not None:
+        numbers["learning"] = asdict(learned)
+    if not math.isfinite(drifted) or (learned is not None and not math.isfinite(learned.mean)):
+        message = "The model's predictions hold NaN or infinity with the LoRA."
+        findings.append(Finding("prediction_not_finite", "error", message, "Train again with a lower learning rate."))
+        return _report({"integrity": 0.0}, findings, numbers, gate)
+    if drifted < LEAST_CHANGE and (learned is None or abs(learned.mean) < LEAST_CHANGE):
+        message = (
+            f"The LoRA changes nothing: predictions move by {drifted:.1e} of their size (least: {LEAST_CHANGE:.0e})."
+        )
+        findings.append(Finding("changes_nothing", "error", message, "It was not trained, or only for a few steps."))
+        return _report({"integrity": 0.0}, findings, numbers, gate)
+    parts = {
+        "integrity": 1.0,
+        "learning": learning_score(learned) if learned is not None else 0.0,
+        "preservation": falling(drifted, DRIFT_FREE, DRIFT_RUINED),
+        "health": health_score(health),
+    }
+    findings += _learning_findings(learned, held_out, samples)
+    findings += _preservation_findings(drifted) + _health_findings(health)
+    return _report(parts, findings, numbers, gate)
+
+
+def learning_score(found: Improvement) -> float:
+    """Size times certainty, each in [0, 1]; 0 when the LoRA is not better."""
+    size = min(1.0, max(0.0, found.mean) / ENOUGH_IMPROVEMENT)
+    certainty = min(1.0, max(0.0, (found.certainty - 0.5) / 0.475))
+    return size * certainty
+
+
+def health_score(found: Health) -> float:
+    """1 for updates that are small beside the weights in modules that all learned something."""
+    return falling(found.largest, NORM_FREE, NORM_RUINED) * (1.0 - found.dead / found.modules)
+
+
+def falling(value: float, free: float, ruined: float) -> float:
+    """1 up to `free`, 0 from `ruined` on, straight in the logarithm between."""
+    if value <= free:
+        return 1.0
+    return max(0.0, 1.0 - math.log(value / free) / math.log(ruined / free))
+
+
+def _report(parts: Mapping[str, float], findings: list[Finding], numbers: Mapping[str, Any], gate: float) -> LoraReport:
+    complete = {"integrity": 0.0, **dict.fromkeys(WEIGHTS, 0.0), **parts}
+    score = complete["integrity"] * math.prod(complete[name] ** weight for name, weight in WEIGHTS.items())
+    return LoraReport(round(score, 4), gate, complete, tuple(findings), numbers)
+
+
+def _measure_drift(
+    pipeline: Any,
+    predict: Any,
+    base: Path,
+    family: Family,
+    prompts: Sequence[str],
+    dtype: torch.dtype,
+    device: torch.device,
+) -> float:
+    facts = family.describe(base)
+    text = family.load_encoders(base, dtype, device).encode_text(prompts)
+    cond = {name: tensor.to(device, dtype) for name, tensor in text.items()}
+    side = facts.resolution // facts.downscale
+    sizes = torch.tensor(
+        [[facts.resolution, facts.resolution, 0, 0, facts.resolution, facts.resolution]] * len(prompts)
+    )
+    sizes = sizes.to(device)
+    with without_lora(pipeline):
+        visits = base_visits(predict, family.make_process(base), cond, sizes, (facts.latent_channels, side, side))
+    return drift(predict, visits, cond, sizes)
+
+
+def _measure_learning(
+    pipeline: Any,
+    predict: Any,
+    base: Path,
+    family: Family,
+    samples: Sequence[EncodedSample],
+    dtype: torch.dtype,
+    device: torch.device,
+) -> Improvement | None:
+    if not samples:
+        return None
+    timesteps = max(8, min(64, CELLS // len(samples)))
+    losses = partial(
+        held_out_losses,
+        predict,
+        samples,
+        family.make_process(base),
+        seed=SEED,
+        timesteps=timesteps,
+        device=device,
+        dtype=dtype,
+    )
+    with without_lora(pipeline):
+        before = losses()
+    return improvement(before, losses())
+
+
+def _loading_findings(pipeline: Any, family: Family, lora: Path, expected: int) -> list[Finding]:
+    complaints = load_onto(pipeline, lora)
+    adapted = adapted_modules(pipeline, family)
+    if not complaints and adapted == expected:
+        return []
+    said = f" diffusers says: {complaints[0][:200]}" if complaints else ""
+    message = f"A fresh pipeline took {adapted} of {expected} modules.{said}"
+    return [Finding("not_loaded_whole", "error", message, "Export the LoRA again.")]
+
+
+def _key_findings(problems: list[Problem]) -> list[Finding]:
+    shown = [Finding("key_does_not_fit", "error", problem.message, problem.fix) for problem in problems[:WORST_SHOWN]]
+    if len(problems) > WORST_SHOWN:
+        message = f"{len(problems) - WORST_SHOWN} more keys do not fit this base."
+        shown.append(Finding("key_does_not_fit", "error", message, "Validate it on the base that it was trained on."))
+    return shown
+
+
+def _not_finite(names: list[str], total: int) -> Finding:
+    message = f"{len(names)} of {total} modules hold NaN or infinity (first: {names[0]})."
+    return Finding("not_finite", "error", message, "Train again with a lower learning rate.")
+
+
+def _learning_findings(found: Improvement | None, held_out: bool, samples: int) -> list[Finding]:
+    if found is None:
+        fix = "Give pictures with captions of the subject: --data."
+        return [Finding("no_samples", "error", "Learning could not be measured: no pictures were given.", fix)]
+    findings = []
+    interval = f"{found.mean:.1%}, 95 % interval {found.low:.1%} to {found.high:.1%}"
+    if found.mean <= 0:
+        message = f"Held-out loss is not lower with the LoRA ({interval})."
+        findings.append(Finding("learned_nothing", "error", message, "Train longer, or at another learning rate."))
+    elif found.low <= 0:
+        message = f"The improvement of held-out loss may be luck ({interval})."
+        findings.append(Finding("learning_uncertain", "warning", message, "Train longer, or hold out more pictures."))
+    elif found.mean < ENOUGH_IMPROVEMENT:
+        message = f"Held-out loss improved by little ({interval}; enough is {ENOUGH_IMPROVEMENT:.1%})."
+        findings.append(Finding("learned_little", "warning", message, "Train longer, or at a higher learning rate."))
+    if not held_out:
+        message = f"No picture was held out: learning was measured on {samples} pictures that may have been trained on."
+        findings.append(Finding("not_held_out", "note", message, "Give at least 8 pictures, or --data with others."))
+    elif not found.over_samples:
+        message = f"Only {samples} pictures were held out: the interval covers noise, not the choice of pictures."
+        findings.append(Finding("few_held_out", "note", message, "Hold out at least 4 pictures."))
+    return findings
+
+
+def _preservation_findings(drifted: float) -> list[Finding]:
+    if drifted <= DRIFT_FREE:
+        return []
+    message = f"Unrelated prompts change by {drifted:.0%} of the base's prediction (good: up to {DRIFT_FREE:.0%})."
+    return [
+        Finding(
+            "drift", "warning", message, "Train fewer steps, at a lower rate or rank, or with more varied captions."
+        )
+    ]
+
+
+def _health_findings(found: Health) -> list[Finding]:
+    findings = []
+    if found.largest > NORM_FREE:
+        message = f"{found.largest_module} changes by {found.largest:.2f} of its size (good: up to {NORM_FREE})."
+        findings.append(Finding("large_update", "warning", message, "Lower the learning rate."))
+    if found.dead:
+        message = f"{found.dead} of {found.modules} modules learned nothing."
+        findings.append(
+            Finding("dead_modules", "warning", message, "Train them longer, or leave them out of lora.targets.")
+        )
+    if found.rank_used < 0.1:
+        message = f"The updates use {found.rank_used:.0%} of their rank."
+        findings.append(Finding("rank_unused", "note", message, "A smaller lora.rank would do."))
+    return findings

@@ -1,0 +1,120 @@
+"""Pictures from the saved file, with and without it, same seeds."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from PIL import Image
+
+from lora_trainer.core.io import sha256_file, write_json
+from lora_trainer.evaluation.loading import fresh_pipeline, load_onto, without_lora
+from lora_trainer.evaluation.sheet import Row, contact_sheet, save_picture
+from lora_trainer.models.family import Family
+
+DRAWN_AT_ONCE = 8
+
+
+@dataclass(frozen=True)
+class Drawing:
+    """How pictures are drawn: sampler steps, guidance scale, width and height in pixels."""
+
+    steps: int = 25
+    guidance: float = 7.5
+    size: tuple[int, int] = (512, 512)
+
+
+@torch.no_grad()
+def draw(
+    pipeline: Any, prompts: Sequence[str], seeds: Sequence[int], drawing: Drawing, *, at_once: int = DRAWN_AT_ONCE
+) -> list[Image.Image]:
+    """One picture for each prompt and its seed, in batches.
+
+    Each picture has its own generator on the CPU: neither the batch nor the device changes its noise.
+    """
+    pictures: list[Image.Image] = []
+    width, height = drawing.size
+    for start in range(0, len(prompts), at_once):
+        generators = [torch.Generator("cpu").manual_seed(seed) for seed in seeds[start : start + at_once]]
+        drawn = pipeline(
+            prompt=list(prompts[start : start + at_once]),
+            generator=generators,
+            num_inference_steps=drawing.steps,
+            guidance_scale=drawing.guidance,
+            width=width,
+            height=height,
+        )
+        pictures.extend(drawn.images)
+    return pictures
+
+
+def compare(
+    family: Family,
+    base: Path,
+    lora: Path,
+    prompts: Sequence[str],
+    seeds: Sequence[int],
+    drawing: Drawing,
+    *,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | None = None,
+) -> tuple[list[Image.Image], list[Image.Image], dict[str, Any]]:
+    """Pictures without and with the LoRA file on a fresh base, and the recipe that draws them again."""
+    pipeline = fresh_pipeline(family, base, dtype, device or torch.device("cpu"))
+    load_onto(pipeline, lora)
+    with without_lora(pipeline):
+        without = draw(pipeline, prompts, seeds, drawing)
+    return without, draw(pipeline, prompts, seeds, drawing), recipe(pipeline, base, lora, prompts, seeds, drawing)
+
+
+def recipe(
+    pipeline: Any, base: Path, lora: Path, prompts: Sequence[str], seeds: Sequence[int], drawing: Drawing
+) -> dict[str, Any]:
+    """Everything that is needed to draw the same pictures elsewhere."""
+    import diffusers
+    import transformers
+
+    return {
+        "model": str(base.resolve()),
+        "lora": lora.name,
+        "lora_sha256": sha256_file(lora),
+        "pictures": [{"prompt": prompt, "seed": seed} for prompt, seed in zip(prompts, seeds, strict=True)],
+        "steps": drawing.steps,
+        "guidance": drawing.guidance,
+        "size": list(drawing.size),
+        "scheduler": type(pipeline.scheduler).__name__,
+        "dtype": str(pipeline.dtype).removeprefix("torch."),
+        "versions": {
+            "torch": torch.__version__,
+            "diffusers": diffusers.__version__,
+            "transformers": transformers.__version__,
+        },
+    }
+
+
+def save_comparison(
+    folder: Path,
+    without: Sequence[Image.Image],
+    with_lora: Sequence[Image.Image],
+    recipe_used: dict[str, Any],
+    *,
+    name: str = "before_after",
+) -> Path:
+    """Write `NAME.png` (left without, right with, prompt below), every picture by itself, and `NAME.json`.
+
+    Returns the sheet's path.
+    """
+    rows = [
+        Row(f"{asked['prompt'] or '(empty prompt)'}  ·  seed {asked['seed']}", (before, after))
+        for asked, before, after in zip(recipe_used["pictures"], without, with_lora, strict=True)
+    ]
+    for index, (before, after) in enumerate(zip(without, with_lora, strict=True)):
+        save_picture(folder / f"{name}_{index:02d}_without.png", before)
+        save_picture(folder / f"{name}_{index:02d}_with.png", after)
+    sheet = folder / f"{name}.png"
+    save_picture(sheet, contact_sheet(("without the LoRA", "with the LoRA"), rows))
+    write_json(folder / f"{name}.json", recipe_used)
+    return sheet

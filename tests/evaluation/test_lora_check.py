@@ -1,0 +1,187 @@
+"""The gate on real files and a tiny base: what is broken, untrained or harmful does not pass."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from PIL import Image
+from safetensors.torch import load_file, save_file
+
+from lora_trainer.core.errors import UsageError
+from lora_trainer.core.io import read_json
+from lora_trainer.evaluation.health import Health
+from lora_trainer.evaluation.held_out import EncodedSample, Improvement, held_out_losses
+from lora_trainer.evaluation.lora_check import check_lora, falling, judge
+from lora_trainer.evaluation.report import LoraReport
+from lora_trainer.evaluation.sample import Drawing, compare, save_comparison
+from lora_trainer.export.lora_file import read_lora, write_lora
+from lora_trainer.export.weights import LoraPair, LoraWeights, weights_from_peft
+from lora_trainer.models import FAMILIES
+from lora_trainer.models.lora import inject_lora, target_modules
+from tests.export.tiny import facts, random_lora, tiny_pipeline
+
+FAMILY = FAMILIES["sd15"]
+CPU = torch.device("cpu")
+PROMPTS = ("", "a red circle")
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("base")
+    tiny_pipeline(folder / "tokenizer").save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def samples() -> list[EncodedSample]:
+    generator = torch.Generator().manual_seed(3)
+    common, text = torch.randn(4, 8, 8, generator=generator), torch.randn(77, 32, generator=generator)
+    latents = [0.8 * common + 0.2 * torch.randn(4, 8, 8, generator=generator) for _ in range(6)]
+    return [EncodedSample(f"s{i}", value, {"embeds": text}, torch.zeros(6)) for i, value in enumerate(latents)]
+
+
+@pytest.fixture(scope="module")
+def trained(base: Path, samples: list[EncodedSample], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A LoRA trained for a few steps on four of the six samples."""
+    unet = FAMILY.load_denoiser(base, torch.float32, CPU)
+    parameters = inject_lora(unet, target_modules(unet, FAMILY, "attention"), rank=4, alpha=8.0, dropout=0.0, seed=0)
+    process = FAMILY.make_process(base)
+    optimizer = torch.optim.AdamW(parameters.values(), lr=1e-3)
+    latents = torch.stack([sample.latents for sample in samples[:4]])
+    text = samples[0].cond["embeds"].expand(4, -1, -1)
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(20):
+        noise, t = torch.randn(4, 4, 8, 8, generator=generator), torch.randint(0, 1000, (4,), generator=generator)
+        prediction = unet(process.add_noise(latents, noise, t), t, text, return_dict=False)[0]
+        (prediction - noise).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    weights = weights_from_peft(unet.state_dict(), FAMILY.denoiser_prefix, 8.0)
+    return write_lora(tmp_path_factory.mktemp("lora"), "trained", weights, facts())[0]
+
+
+def check(lora: Path, base: Path, samples: list[EncodedSample], **options: object) -> LoraReport:
+    return check_lora(lora, base, FAMILY, samples, prompts=PROMPTS, **options)  # type: ignore[arg-type]
+
+
+def codes(report: LoraReport) -> set[str]:
+    return {finding.code for finding in report.findings}
+
+
+def test_a_trained_lora_has_learned(trained: Path, base: Path, samples: list[EncodedSample]) -> None:
+    report = check(trained, base, samples[4:])
+    assert report.parts["integrity"] == 1.0
+    assert report.parts["learning"] == 1.0
+    assert report.score > 0.3
+    assert "few_held_out" in codes(report)
+    assert json.loads(json.dumps(report.to_json(), allow_nan=False))["parts"]["learning"] == 1.0
+    again = check(trained.with_name("trained.diffusers.safetensors"), base, samples[4:])
+    assert again.score == report.score
+
+
+def test_the_gate_measures_what_the_file_does(trained: Path, base: Path, samples: list[EncodedSample]) -> None:
+    """The losses in the report are those of the untouched base and of the base with the file's updates added."""
+    report = check(trained, base, samples)
+    unet = FAMILY.load_denoiser(base, torch.float32, CPU)
+    process = FAMILY.make_process(base)
+
+    def loss() -> float:
+        losses = held_out_losses(
+            lambda *given: FAMILY.predict(unet, *given), samples, process, seed=20_240_229, timesteps=21
+        )
+        return float(losses.mean())
+
+    learning = report.numbers["learning"]
+    assert learning["base"] == pytest.approx(loss(), rel=1e-5)
+    for name, pair in read_lora(trained).modules.items():
+        unet.get_submodule(name.removeprefix("unet.")).weight.data += pair.delta()
+    assert learning["lora"] == pytest.approx(loss(), rel=1e-4)
+
+
+def test_without_held_out_pictures_the_report_says_so(trained: Path, base: Path, samples: list[EncodedSample]) -> None:
+    assert "not_held_out" in codes(check(trained, base, samples, held_out=False))
+    report = check(trained, base, [])
+    assert "no_samples" in codes(report)
+    assert report.score <= 0.3
+
+
+def test_untrained(base: Path, samples: list[EncodedSample], tmp_path: Path) -> None:
+    weights = random_lora(FAMILY.load_denoiser(base, torch.float32, CPU))
+    untrained = LoraWeights({n: LoraPair(p.down, torch.zeros_like(p.up), 2.0) for n, p in weights.modules.items()})
+    report = check(write_lora(tmp_path, "new", untrained, facts())[0], base, samples)
+    assert report.score <= 0.3
+    assert not report.passed
+    assert "changes_nothing" in codes(report)
+
+
+def test_ruined(base: Path, samples: list[EncodedSample], tmp_path: Path) -> None:
+    weights = random_lora(FAMILY.load_denoiser(base, torch.float32, CPU), size=3.0)
+    report = check(write_lora(tmp_path, "wild", weights, facts())[0], base, samples)
+    assert report.score <= 0.3
+    assert {"drift", "large_update"} <= codes(report)
+
+
+def test_nan_scores_nothing(trained: Path, base: Path, samples: list[EncodedSample], tmp_path: Path) -> None:
+    tensors = load_file(trained)
+    key = next(key for key in tensors if "lora_up" in key)
+    tensors[key][0, 0] = float("nan")
+    save_file(tensors, tmp_path / "nan.safetensors")
+    report = check(tmp_path / "nan.safetensors", base, samples)
+    assert report.score == 0.0
+    assert codes(report) == {"not_finite"}
+
+
+def test_keys_of_another_base(base: Path, samples: list[EncodedSample], tmp_path: Path) -> None:
+    pair = LoraPair(torch.ones(2, 9), torch.ones(9, 2), 2.0)
+    weights = LoraWeights({f"unet.down_blocks.{i}.attentions.7.proj_in": pair for i in range(8)})
+    report = check(write_lora(tmp_path, "other", weights, facts())[0], base, samples)
+    assert report.score == 0.0
+    assert codes(report) == {"key_does_not_fit"}
+    assert len(report.findings) == 6
+
+
+def test_a_file_that_is_no_lora_is_wrong_usage(base: Path, tmp_path: Path) -> None:
+    with pytest.raises(UsageError):
+        check(tmp_path / "absent.safetensors", base, [])
+
+
+HEALTHY = Health(mean=0.05, largest=0.1, largest_module="unet.x", rank_used=0.6, dead=0, modules=10)
+LEARNED = Improvement(base=0.2, lora=0.19, mean=0.05, low=0.03, high=0.07, certainty=1.0, over_samples=True)
+
+
+def score(drifted: float, learned: Improvement, health: Health = HEALTHY) -> float:
+    return judge(drifted, learned, health, held_out=True, gate=0.9, samples=8).score
+
+
+def test_each_part_counts() -> None:
+    unsure = Improvement(0.2, 0.199, 0.005, -0.003, 0.013, 0.8, True)
+    worse = Improvement(0.2, 0.21, -0.05, -0.07, -0.03, 0.0, True)
+    assert score(0.05, LEARNED) == 1.0
+    assert 0.3 < score(0.05, unsure) < 0.9
+    assert score(0.05, worse) == 0.0
+    assert score(1.5, LEARNED) < 0.9
+    assert score(5.0, LEARNED) == 0.0
+    assert score(0.05, LEARNED, Health(1.0, 2.0, "unet.x", 0.6, 5, 10)) < 0.9
+    assert score(float("nan"), LEARNED) == 0.0
+
+
+def test_falling_is_even_in_the_logarithm() -> None:
+    assert [falling(value, 1.0, 100.0) for value in (0.5, 1.0, 10.0, 100.0, 1e6)] == pytest.approx([1, 1, 0.5, 0, 0])
+
+
+def test_before_and_after(trained: Path, base: Path, tmp_path: Path) -> None:
+    prompts, seeds = ["a red circle", "a blue square on a white background"], [1, 2]
+    drawing = Drawing(steps=2, guidance=3.0, size=(64, 64))
+    without, with_lora, used = compare(FAMILY, base, trained, prompts, seeds, drawing)
+    sheet = save_comparison(tmp_path, without, with_lora, used)
+    assert without[0].tobytes() != with_lora[0].tobytes()
+    assert read_json(tmp_path / "before_after.json")["pictures"][1] == {"prompt": prompts[1], "seed": 2}
+    with Image.open(sheet) as picture:
+        assert picture.width >= 2 * 256
+        assert picture.height >= 2 * 256
+    alone, _, _ = compare(FAMILY, base, trained, prompts[1:], seeds[1:], drawing)
+    difference = torch.tensor(list(alone[0].tobytes())).int() - torch.tensor(list(without[1].tobytes())).int()
+    assert difference.abs().max() <= 2  # alone or in a batch, the same picture up to rounding
