@@ -1,0 +1,192 @@
+"""The arguments that every run takes, and the way from them to a resolved config."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+from lora_trainer.config.layers import Layer, Resolved, resolve, setting_names
+from lora_trainer.config.presets import AUTO, family_layers, preset_layers, selectable
+from lora_trainer.config.toml import parse_assignment, parse_value, read_toml
+from lora_trainer.core.errors import Problem, UsageError, nearest
+
+# Flag, the setting that it sets, the word for its value, help. Text is kept as it is.
+SETTING_FLAGS = (
+    ("--model", "model.path", "DIR", "diffusers folder of the base model; the built-in miniature base without it"),
+    ("--output", "run.output", "DIR", "folder that holds runs (default: runs)"),
+    ("--name", "run.name", "NAME", "name of the run and of its files; made from the data without it"),
+    ("--seed", "train.seed", "N", "the run's seed (default: 42)"),
+    ("--max-steps", "train.max_steps", "N", "optimizer steps"),
+    ("--max-hours", "train.max_hours", "H", "stop after this time, with everything saved"),
+)
+_TEXT_SETTINGS = ("model.path", "run.output", "run.name")
+
+EXAMPLES = """examples:
+  lora-trainer train --preset 12gb --data ./pictures --name cat
+  lora-trainer train --preset 12gb,quality --model ./my-sd15 --data ./pictures --dry-run
+  lora-trainer train --config runs/cat/config.toml --resume
+  lora-trainer train --data ./pictures --set lora.rank=8 --set optim.learning_rate=2e-4 --explain
+
+Settings come in layers, later wins: defaults, family preset, presets, --config, flags.
+"""
+
+
+class Parser(argparse.ArgumentParser):
+    """argparse that reports a mistake as UsageError, so that it is shown like every other."""
+
+    def error(self, message: str) -> NoReturn:
+        usage = " ".join(self.prog.split()[1:])
+        raise UsageError(Problem(message[0].upper() + message[1:] + ".", f"See: lora-trainer {usage} --help".strip()))
+
+
+def add_settings_arguments(parser: argparse.ArgumentParser) -> None:
+    """--preset, --config, --set: what a command needs to build a config."""
+    group = parser.add_argument_group("settings")
+    group.add_argument(
+        "--preset",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help=f"repeatable or with commas: {', '.join(selectable())}, or {AUTO} (the tier of the card found)",
+    )
+    group.add_argument("--config", metavar="FILE", help="TOML file of settings, such as a run's config.toml")
+    group.add_argument(
+        "--set", action="append", default=[], metavar="SECTION.KEY=VALUE", help="any setting (repeatable)"
+    )
+
+
+def add_run_arguments(parser: argparse.ArgumentParser) -> None:
+    """Everything that train, produce, demo and cache share."""
+    group = parser.add_argument_group("the run")
+    for flag, setting, metavar, text in SETTING_FLAGS:
+        group.add_argument(flag, dest=setting, metavar=metavar, help=text)
+    group.add_argument(
+        "--data",
+        action="append",
+        dest="data.sources",
+        metavar="DIR",
+        help="pictures with captions (repeatable); the built-in data set without it",
+    )
+    group.add_argument("--offline", action="store_true", help="make no network request at all")
+    add_settings_arguments(parser)
+    other = parser.add_argument_group("other")
+    other.add_argument("--resume", action="store_true", help="continue from the newest valid checkpoint of the run")
+    other.add_argument(
+        "--dry-run", action="store_true", help="show samples, buckets, steps and captions; train nothing"
+    )
+    other.add_argument("--explain", action="store_true", help="show each setting and where it came from; train nothing")
+    other.add_argument("--yes", action="store_true", help="never ask")
+
+
+def add_debug_argument(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
+
+
+def unknown_arguments(parser: argparse.ArgumentParser, unknown: Sequence[str]) -> list[Problem]:
+    """A problem for each argument that the parser did not take; an unknown flag's value is not one more."""
+    flags = [flag for action in parser._actions for flag in action.option_strings if flag.startswith("--")]
+    problems: list[Problem] = []
+    previous_is_flag = False
+    for word in unknown:
+        is_flag = word.startswith("--") or (word.startswith("-") and not word[1:2].isdigit())
+        if is_flag:
+            flag = word.partition("=")[0]
+            problems.append(Problem(f"Unknown flag {flag}.", _instead_of(flag, flags)))
+        elif not previous_is_flag:
+            problems.append(Problem(f"Unexpected argument {word}.", "A path with spaces needs quotes."))
+        previous_is_flag = is_flag and "=" not in word
+    return problems
+
+
+def _instead_of(flag: str, flags: Sequence[str]) -> str:
+    """The near flags, or the setting that the flag is named after: `--rank` is `--set lora.rank=…`."""
+    word = flag.lstrip("-").replace("-", "_").lower()
+    settings = [name for name in setting_names() if "--set" in flags and name.partition(".")[2] == word]
+    near = nearest(flag, flags)
+    if settings and not near.startswith("Did"):
+        return f"Use {' or '.join(f'--set {name}=VALUE' for name in settings)}."
+    return near
+
+
+def resolved_from(
+    arguments: argparse.Namespace, unknown: Sequence[Problem] = (), *, presets_if_none: Sequence[str] = ()
+) -> Resolved:
+    """Family preset, presets, --config and flags as one config; notes go to stderr.
+
+    Raises UsageError with all problems of all of them, and `unknown` first.
+    """
+    problems = list(unknown)
+    asked = arguments.preset or presets_if_none
+    chosen = preset_layers(asked, _card_memory_gib() if _asks_auto(asked) else None)
+    problems.extend(chosen.problems)
+    user = [*_file_layer(arguments.config, problems), *_flag_layers(arguments, problems)]
+    model = [layer.values["model"] for layer in user if isinstance(layer.values.get("model"), dict)]
+    named = {key: value for values in model for key, value in values.items()}
+    # Only one family exists, so none is detected here; the run checks the model's files.
+    family = family_layers(str(named.get("family", "sd15")), builtin=not named.get("path"))
+    resolved = resolve([*family, *chosen.layers, *user], problems)
+    for note in chosen.notes:
+        say(note)
+    if resolved.config.run.offline:
+        for name in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"):
+            os.environ[name] = "1"
+    return resolved
+
+
+def _asks_auto(asked: Sequence[str]) -> bool:
+    return any(name.strip() == AUTO for part in asked for name in part.split(","))
+
+
+def _card_memory_gib() -> float | None:
+    from lora_trainer.core.hardware import cuda_memory_gib
+
+    return cuda_memory_gib()
+
+
+def _file_layer(path: str | None, problems: list[Problem]) -> list[Layer]:
+    if path is None:
+        return []
+    try:
+        return [Layer(path, read_toml(Path(path)))]
+    except UsageError as error:
+        problems.extend(error.problems)
+        return []
+
+
+def _flag_layers(arguments: argparse.Namespace, problems: list[Problem]) -> list[Layer]:
+    """A layer for each flag, so that each value's origin names its flag; --set last."""
+    layers: list[Layer] = []
+    given = vars(arguments)
+    for flag, setting, _, _ in SETTING_FLAGS:
+        text = given.get(setting)
+        if text is not None:
+            section, key = setting.split(".")
+            value: Any = text if setting in _TEXT_SETTINGS else parse_value(text)
+            layers.append(Layer(flag, {section: {key: value}}))
+    if given.get("data.sources"):
+        layers.append(Layer("--data", {"data": {"sources": given["data.sources"]}}))
+    if given.get("offline"):
+        layers.append(Layer("--offline", {"run": {"offline": True}}))
+    for text in arguments.set:
+        parsed = parse_assignment(text)
+        if isinstance(parsed, Problem):
+            problems.append(parsed)
+        else:
+            section, key, value = parsed
+            layers.append(Layer("--set", {section: {key: value}}))
+    return layers
+
+
+def is_main_process() -> bool:
+    """Whether this process speaks for all of a launch."""
+    return os.environ.get("RANK", "0") == "0"
+
+
+def say(text: str) -> None:
+    """One line for the user on stderr, from the main process only."""
+    if is_main_process():
+        print(text, file=sys.stderr)

@@ -1,0 +1,261 @@
+"""The command `lora-trainer`: one function per command, and what errors look like.
+
+Commands import what they need when they run, so `--help`, `check` and `presets` stay
+free of torch.
+"""
+
+from __future__ import annotations
+
+import argparse
+import errno
+import io
+import os
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from lora_trainer import __version__
+from lora_trainer.cli.arguments import (
+    EXAMPLES,
+    Parser,
+    add_debug_argument,
+    add_run_arguments,
+    add_settings_arguments,
+    is_main_process,
+    resolved_from,
+    say,
+    unknown_arguments,
+)
+from lora_trainer.config.layers import Resolved
+from lora_trainer.core.errors import TRAINING_FAILED, WRONG_USAGE, Problem, UsageError, UserError, nearest
+
+BUG = 1
+INTERRUPTED = 130
+BROKEN_PIPE = 141
+
+
+@dataclass(frozen=True)
+class Command:
+    """`run` gets the parsed arguments and the problems of those that are unknown; it returns the exit code."""
+
+    summary: str
+    add_arguments: Callable[[argparse.ArgumentParser], None]
+    run: Callable[[argparse.Namespace, list[Problem]], int]
+    examples: str = ""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command and return its exit code; errors of the user are printed without a traceback."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")  # a file name that the console cannot show must not end a run
+    try:
+        return _dispatch(arguments)
+    except BrokenPipeError:
+        # The reader is gone (`… | head`): nothing may be written at exit either.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return BROKEN_PIPE
+    except KeyboardInterrupt:
+        say("stopped")
+        return INTERRUPTED
+    except Exception as error:  # noqa: BLE001  the last place where an error can be put into words
+        return _report(error, debug="--debug" in arguments)
+
+
+def _dispatch(arguments: list[str]) -> int:
+    overview = _overview()
+    if not arguments:
+        overview.print_help(sys.stderr)
+        return WRONG_USAGE
+    name, rest = arguments[0], arguments[1:]
+    command = COMMANDS.get(name)
+    if command is None:
+        if name in ("-h", "--help", "--version"):
+            return _parse_to_exit(overview, arguments)
+        kind = "flag" if name.startswith("-") else "command"
+        raise UsageError(Problem(f"Unknown {kind} {name}.", nearest(name, COMMANDS)))
+    parser = Parser(
+        prog=f"lora-trainer {name}",
+        description=command.summary,
+        epilog=command.examples,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    command.add_arguments(parser)
+    add_debug_argument(parser)
+    if "-h" in rest or "--help" in rest:
+        return _parse_to_exit(parser, ["--help"])
+    parsed, unknown = parser.parse_known_args(rest)
+    return command.run(parsed, unknown_arguments(parser, unknown))
+
+
+def _parse_to_exit(parser: argparse.ArgumentParser, arguments: list[str]) -> int:
+    """Let argparse print its help or version, and return in place of leaving the process."""
+    try:
+        parser.parse_args(arguments)
+    except SystemExit as leaving:
+        return int(leaving.code or 0)
+    return 0
+
+
+def _overview() -> Parser:
+    width = max(map(len, COMMANDS)) + 2
+    lines = [f"  {name:<{width}}{command.summary}" for name, command in COMMANDS.items()]
+    parser = Parser(
+        prog="lora-trainer",
+        usage="lora-trainer COMMAND [ARGUMENTS]",
+        description="Train LoRAs for diffusion models, with proof that they learned.\n\ncommands:\n" + "\n".join(lines),
+        epilog="lora-trainer COMMAND --help shows a command's arguments and examples.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--version", action="version", version=f"lora-trainer {__version__}")
+    return parser
+
+
+def _report(error: Exception, *, debug: bool) -> int:
+    """Print what went wrong and what to do; the exit code."""
+    if debug:
+        traceback.print_exception(error)
+    if isinstance(error, UserError):
+        if is_main_process():
+            _print_problems(error.problems)
+        return error.exit_code
+    if isinstance(error, OSError) and error.errno == errno.ENOSPC:
+        _print_problems([Problem("The disk is full.", "Free some space, then go on with --resume.")])
+        return TRAINING_FAILED
+    if isinstance(error, OSError) and error.filename is not None:
+        _print_problems([Problem(f"{error.filename}: {error.strerror}.", "Check the path and its permissions.")])
+        return WRONG_USAGE
+    again = "" if debug else " Run it again with --debug to see where, and report that."
+    print(f"error: this is a bug, not your doing: {type(error).__name__}: {error}.{again}", file=sys.stderr)
+    return BUG
+
+
+def _print_problems(problems: Sequence[Problem]) -> None:
+    if len(problems) > 1:
+        print(f"error: {len(problems)} problems", file=sys.stderr)
+    for number, problem in enumerate(problems, start=1):
+        lead = "error: " if len(problems) == 1 else f"  {number}. "
+        print(f"{lead}{problem.message}", file=sys.stderr)
+        if problem.fix:
+            print(f"{' ' * len(lead)}{problem.fix}", file=sys.stderr)
+
+
+# Commands
+
+
+def _train(arguments: argparse.Namespace, unknown: list[Problem]) -> int:
+    return _run(arguments, resolved_from(arguments, unknown), enforce_gates=False)
+
+
+def _produce(arguments: argparse.Namespace, unknown: list[Problem]) -> int:
+    return _run(arguments, resolved_from(arguments, unknown), enforce_gates=True)
+
+
+def _demo(arguments: argparse.Namespace, unknown: list[Problem]) -> int:
+    """The built-in example in a folder of its own: `demo`, then `demo-2`, …"""
+    if vars(arguments)["run.name"] is None and not arguments.resume:
+        output = Path(vars(arguments)["run.output"] or "runs")
+        numbered = ["demo", *(f"demo-{number}" for number in range(2, 10_000))]
+        vars(arguments)["run.name"] = next(name for name in numbered if not (output / name).exists())
+    return _run(arguments, resolved_from(arguments, unknown, presets_if_none=["12gb"]), enforce_gates=True)
+
+
+def _run(arguments: argparse.Namespace, resolved: Resolved, *, enforce_gates: bool) -> int:
+    if arguments.explain:
+        if is_main_process():
+            from lora_trainer.cli.presets import explain
+
+            explain(resolved)
+        if not arguments.dry_run:
+            return 0
+    from lora_trainer.production.run import train
+
+    return train(resolved, resume=arguments.resume, dry_run=arguments.dry_run, enforce_gates=enforce_gates)
+
+
+def _add_check_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("data", nargs="*", metavar="DATA", help="folders or files; the built-in data set without any")
+    parser.add_argument("--json", action="store_true", help="one JSON document on stdout")
+    add_settings_arguments(parser)
+
+
+def _check(arguments: argparse.Namespace, unknown: list[Problem]) -> int:
+    if arguments.data:
+        vars(arguments)["data.sources"] = arguments.data
+    resolved = resolved_from(arguments, unknown)
+    from lora_trainer.cli.check import check_command
+
+    return check_command(resolved.config.data.sources, resolved.config, arguments.json)
+
+
+def _add_validate_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("lora", metavar="LORA", help="the LoRA file, in either format")
+    parser.add_argument("--model", dest="model.path", metavar="DIR", help="the base model; the built-in one without it")
+    parser.add_argument("--data", dest="held_out", metavar="DIR", help="pictures that the LoRA was not trained on")
+    parser.add_argument("--json", action="store_true", help="one JSON document on stdout")
+    add_settings_arguments(parser)
+
+
+def _validate(arguments: argparse.Namespace, unknown: list[Problem]) -> int:
+    resolved = resolved_from(arguments, unknown)
+    from lora_trainer.cli.validate import validate_command
+
+    return validate_command(
+        arguments.lora, resolved.config.model.path, arguments.held_out, arguments.json, resolved.config
+    )
+
+
+def _add_presets_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("action", nargs="?", metavar="show", help="show the merged settings of the presets named")
+    parser.add_argument("names", nargs="*", metavar="NAME", help="such as 12gb quality")
+
+
+def _presets(arguments: argparse.Namespace, unknown: list[Problem]) -> int:
+    from lora_trainer.cli.presets import list_presets, show_presets
+
+    if arguments.action not in (None, "show"):
+        unknown.append(Problem(f"Unknown argument {arguments.action}.", f"Use: presets show {arguments.action}"))
+    elif arguments.action == "show" and not arguments.names:
+        unknown.append(Problem("presets show needs a name.", "For example: lora-trainer presets show 12gb quality"))
+    if unknown:
+        raise UsageError(unknown)
+    return show_presets(arguments.names) if arguments.action else list_presets()
+
+
+COMMANDS = {
+    "train": Command("train one LoRA and score it", add_run_arguments, _train, EXAMPLES),
+    "produce": Command(
+        "check, train and validate, and refuse what scores too low",
+        add_run_arguments,
+        _produce,
+        EXAMPLES.replace(" train ", " produce "),
+    ),
+    "demo": Command(
+        "produce the built-in example, in minutes, without a GPU",
+        add_run_arguments,
+        _demo,
+        "example:\n  lora-trainer demo\n",
+    ),
+    "check": Command(
+        "score a data set and name what is wrong with its files",
+        _add_check_arguments,
+        _check,
+        "examples:\n  lora-trainer check ./pictures\n  lora-trainer check ./pictures --json\n",
+    ),
+    "validate": Command(
+        "score a LoRA file: is it whole, has it learned, what did it break",
+        _add_validate_arguments,
+        _validate,
+        "example:\n  lora-trainer validate runs/cat/cat.safetensors --model ./my-sd15 --data ./held-out\n",
+    ),
+    "presets": Command(
+        "list the presets, or show what some of them set",
+        _add_presets_arguments,
+        _presets,
+        "examples:\n  lora-trainer presets\n  lora-trainer presets show 12gb quality\n",
+    ),
+}

@@ -1,0 +1,89 @@
+"""`presets`, `presets show NAME…` and `--explain`: settings as tables."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from lora_trainer.config.layers import DEFAULT, Layer, Resolved, flattened, resolve, shown
+from lora_trainer.config.presets import AUTO, FAMILIES, GOALS, TIERS, preset_layers, presets
+from lora_trainer.config.schema import Config
+from lora_trainer.core.errors import Problem, UsageError, nearest
+
+_KINDS = {
+    TIERS: "tiers: what the card can hold (pick one)",
+    GOALS: "goals: what the run should be good at (pick one, with or without a tier)",
+    FAMILIES: "families: applied by themselves, below the others",
+}
+
+
+def list_presets() -> int:
+    """Every preset with its one line."""
+    console = Console(highlight=False)
+    for kind, title in _KINDS.items():
+        console.print(Text(title, style="bold"))
+        for preset in presets().values():
+            if preset.kind == kind:
+                console.print(Text(f"  {preset.name:<10}{preset.description}"), soft_wrap=True)
+        if kind == TIERS:
+            console.print(Text(f"  {AUTO:<10}The tier of the card that is found."), soft_wrap=True)
+    console.print("Use: lora-trainer train --preset 12gb --preset quality", soft_wrap=True)
+    return 0
+
+
+def show_presets(names: Sequence[str], memory_gib: float | None = None) -> int:
+    """The merged settings of the presets named, each with the preset that set it.
+
+    Raises UsageError for unknown names, two tiers or two goals.
+    """
+    asked = [name for part in names for name in part.split(",") if name.strip()]
+    families = [name for name in asked if name in presets() and presets()[name].kind == FAMILIES]
+    chosen = preset_layers([name for name in asked if name not in families], memory_gib)
+    if chosen.problems:
+        raise UsageError([_with_families(problem, asked) for problem in chosen.problems])
+    layers = [Layer(f"family preset {name}", presets()[name].values) for name in families]
+    resolved = resolve([*layers, *chosen.layers])
+    for note in chosen.notes:
+        Console(stderr=True, highlight=False).print(note, soft_wrap=True)
+    _print_table(resolved, only_set=True)
+    return 0
+
+
+def _with_families(problem: Problem, asked: Sequence[str]) -> Problem:
+    """An unknown name may be a misspelt family, which can be shown though not chosen."""
+    for name in asked:
+        if problem.message == f"There is no preset named {name.strip()}.":
+            return Problem(problem.message, nearest(name.strip(), [*presets(), AUTO]))
+    return problem
+
+
+def explain(resolved: Resolved) -> None:
+    """Every setting, its value and where it came from; what differs from the default stands out."""
+    _print_table(resolved, only_set=False)
+
+
+def _print_table(resolved: Resolved, *, only_set: bool) -> None:
+    defaults: Mapping[str, object] = flattened(Config())
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for title in ("setting", "value", "from"):
+        table.add_column(title, overflow="fold")
+    section = ""
+    for name, value in flattened(resolved.config).items():
+        origin = resolved.origin[name]
+        if only_set and origin == DEFAULT:
+            continue
+        if section and section != name.partition(".")[0]:
+            table.add_section()
+        section = name.partition(".")[0]
+        changed = value != defaults[name]
+        mark = "* " if changed else "  "
+        style = "bold green" if changed else ("" if origin != DEFAULT else "dim")
+        table.add_row(Text(mark + name, style=style), Text(shown(value), style=style), Text(origin, style=style))
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        console = Console(highlight=False, width=200)  # a pipe has no width; wrapped rows cannot be searched
+    console.print(table)
+    console.print("* differs from the default")
