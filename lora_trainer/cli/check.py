@@ -1,0 +1,96 @@
+"""`lora-trainer check`: the dataset gate, for people or as JSON."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from lora_trainer.config.schema import Config
+from lora_trainer.core.errors import DATASET_REFUSED, DONE
+from lora_trainer.core.io import finite
+from lora_trainer.data.buckets import bucket_step
+from lora_trainer.data.check import DataReport, check_dataset
+from lora_trainer.data.manifest import Finding, read_manifest
+from lora_trainer.data.split import split_held_out
+from lora_trainer.data.steps import Lengths, StepArithmetic, step_arithmetic
+from lora_trainer.models.family import ModelFacts
+
+# What is assumed when no model says otherwise: Stable Diffusion 1.5.
+USUAL_RESOLUTION = 512
+USUAL_PIXEL_STEP = 8
+USUAL_CAPTION_TOKENS = 77
+
+COLOURS = {"error": "red", "warning": "yellow", "note": "cyan"}
+SEVERITIES = ("error", "warning", "note")
+
+
+def report_on(sources: Sequence[Path], config: Config, facts: ModelFacts | None = None) -> DataReport:
+    """Read and judge the data as this config would train it. Raises UsageError for bad sources."""
+    manifest, findings = read_manifest(sources, allow_missing_captions=config.data.allow_missing_captions)
+    resolution = config.data.resolution or (facts.resolution if facts else USUAL_RESOLUTION)
+    if config.data.resolution_ceiling is not None:
+        resolution = min(resolution, config.data.resolution_ceiling)
+    return check_dataset(
+        manifest,
+        findings,
+        resolution=resolution,
+        step=bucket_step(resolution, facts.pixel_step if facts else USUAL_PIXEL_STEP),
+        max_aspect=config.data.max_aspect,
+        allow_upscale=config.data.allow_upscale,
+        caption_limit=facts.caption_tokens if facts else USUAL_CAPTION_TOKENS,
+        gate=config.gates.dataset,
+    )
+
+
+def check_command(sources: Sequence[Path], config: Config, as_json: bool, facts: ModelFacts | None = None) -> int:
+    """Print the report; 0 when the data passes the gate, 3 when it does not."""
+    report = report_on(sources, config, facts)
+    train, held_out = split_held_out(report.samples, config.data.held_out)
+    lengths = Lengths(config.train.max_steps, config.train.max_epochs, config.train.exposures)
+    steps = step_arithmetic(train, config.batch.effective, lengths, max_micro=config.batch.max_micro)
+    if as_json:
+        document = report.to_json(steps.to_json() | {"held_out": len(held_out)})
+        sys.stdout.write(json.dumps(finite(document), indent=2, ensure_ascii=False) + "\n")
+    else:
+        show_report(report, steps, len(held_out), Console())
+    return DONE if report.passed else DATASET_REFUSED
+
+
+def show_report(report: DataReport, steps: StepArithmetic, held_out: int, console: Console) -> None:
+    """Findings grouped by code, the score with its parts, and what would be trained."""
+    if report.findings:
+        console.print(_findings_table(report.findings))
+    for note in report.notes:
+        console.print(f"note: {note}", markup=False)
+    for line in report.plan.lines:
+        console.print(line, markup=False)
+    console.print(f"{steps.line}; {held_out} held out", markup=False)
+    parts = ", ".join(f"{name} {value:.3f}" for name, value in report.parts.items())
+    verdict = "passes" if report.passed else "refused"
+    console.print(f"score {report.score:.3f} (gate {report.gate:.2f}): {verdict}", markup=False, highlight=False)
+    console.print(f"parts: {parts}", markup=False, highlight=False)
+    for problem in report.refusals:
+        console.print(str(problem), style="red", markup=False)
+
+
+def _findings_table(findings: Sequence[Finding]) -> Table:
+    groups: dict[tuple[int, str], list[Finding]] = {}
+    for finding in findings:
+        groups.setdefault((SEVERITIES.index(finding.severity), finding.code), []).append(finding)
+    table = Table("severity", "finding", "files", "first", "fix")
+    for (rank, code), group in sorted(groups.items()):
+        path, message = group[0].path, group[0].message
+        first = f"{path.name} {message}" if path is not None else message
+        severity = f"[{COLOURS[SEVERITIES[rank]]}]{SEVERITIES[rank]}[/]"
+        table.add_row(severity, code, str(len(group)), _plain(first), _plain(group[0].fix))
+    return table
+
+
+def _plain(text: str) -> str:
+    """Names may hold brackets, which rich would take for markup."""
+    return text.replace("[", r"\[")

@@ -1,0 +1,171 @@
+"""Steps as positions: which samples stand in which step, as pure functions of (seed, step).
+
+A step is a list of samples fixed before it is split into micro batches or over
+processes, so neither changes what is learned. An epoch is every sample as often as its
+repeats say; its last step may be short, and nothing is dropped or carried over.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections import Counter
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+
+from lora_trainer.core.randomness import position_shuffle
+from lora_trainer.data.manifest import Sample
+
+
+@dataclass(frozen=True)
+class Ref:
+    """One sample's place in a step.
+
+    `index` is the sample's index in the list that the plan was made of. `occurrence`
+    counts earlier places of the same content in the same step, so that a picture which
+    stands twice gets different noise. Random draws use (step, id, occurrence).
+    """
+
+    index: int
+    id: str
+    occurrence: int
+
+
+@dataclass(frozen=True)
+class StepPlan:
+    """The order of all steps. Steps and epochs count from 0."""
+
+    ids: tuple[str, ...]
+    repeats: tuple[int, ...]
+    effective: int
+    seed: int
+
+    @cached_property
+    def expanded(self) -> tuple[int, ...]:
+        """Indices of the samples, each as often as it is repeated."""
+        return tuple(index for index, count in enumerate(self.repeats) for _ in range(count))
+
+    @property
+    def steps_per_epoch(self) -> int:
+        return math.ceil(len(self.expanded) / self.effective)
+
+    def epoch_of(self, step: int) -> int:
+        return step // self.steps_per_epoch
+
+    def refs(self, step: int) -> tuple[Ref, ...]:
+        """The samples of one step, in order; at least one, at most `effective`."""
+        epoch, place = divmod(step, self.steps_per_epoch)
+        order = _order(len(self.expanded), self.seed, epoch)
+        seen: Counter[str] = Counter()
+        refs = []
+        for position in order[place * self.effective : (place + 1) * self.effective]:
+            index = self.expanded[position]
+            refs.append(Ref(index, self.ids[index], seen[self.ids[index]]))
+            seen[self.ids[index]] += 1
+        return tuple(refs)
+
+
+@lru_cache(maxsize=4)
+def _order(count: int, seed: int, epoch: int) -> tuple[int, ...]:
+    return tuple(position_shuffle(range(count), seed, "order", epoch))
+
+
+def plan_steps(samples: Sequence[Sample], effective: int, seed: int) -> StepPlan:
+    """The plan over these samples. Raises ValueError when there is none."""
+    if not samples:
+        raise ValueError("no samples to plan steps over")
+    return StepPlan(tuple(s.id for s in samples), tuple(s.repeats for s in samples), effective, seed)
+
+
+def share(refs: Sequence[Ref], rank: int, world: int) -> tuple[Ref, ...]:
+    """What one of `world` processes takes of a step; empty when the step has fewer samples."""
+    return tuple(refs[rank::world])
+
+
+def split_micros(
+    refs: Sequence[Ref], bucket_of: Callable[[int], Hashable], max_micro: int
+) -> tuple[tuple[Ref, ...], ...]:
+    """Micro batches: each inside one bucket, at most `max_micro` samples, every ref once.
+
+    `bucket_of` maps a sample's index to its bucket. Sizes within a bucket differ by at
+    most one, so that no micro batch is needlessly small.
+    """
+    groups: dict[Hashable, list[Ref]] = {}
+    for ref in refs:
+        groups.setdefault(bucket_of(ref.index), []).append(ref)
+    micros: list[tuple[Ref, ...]] = []
+    for group in groups.values():
+        parts = math.ceil(len(group) / max_micro)
+        bounds = [part * len(group) // parts for part in range(parts + 1)]
+        micros.extend(tuple(group[start:end]) for start, end in itertools.pairwise(bounds))
+    return tuple(micros)
+
+
+@dataclass(frozen=True)
+class Lengths:
+    """What decides how long a run is: the first that is set among steps and epochs, the lesser of both,
+    else `exposures`, the times that each picture is seen."""
+
+    max_steps: int | None = None
+    max_epochs: int | None = None
+    exposures: int = 100
+
+
+@dataclass(frozen=True)
+class StepArithmetic:
+    """How many steps come of how many pictures."""
+
+    images: int
+    passes: int  # samples of one epoch: images times their repeats
+    effective: int
+    batch: int  # largest micro batch of one process
+    accumulation: int  # micro batches of one process in a step, where all are of one bucket
+    processes: int
+    steps_per_epoch: int
+    epochs: int
+    total: int
+
+    def to_json(self) -> dict[str, float]:
+        repeats = self.passes / self.images if self.images else 0
+        return {
+            "images": self.images,
+            "repeats": int(repeats) if repeats == int(repeats) else round(repeats, 3),
+            "batch": self.batch,
+            "accumulation": self.accumulation,
+            "processes": self.processes,
+            "epochs": self.epochs,
+            "total": self.total,
+            "effective": self.effective,
+            "steps_per_epoch": self.steps_per_epoch,
+        }
+
+    @property
+    def line(self) -> str:
+        """For people: `18 images x 10 repeats = 180 a pass / 4 a step = 45 steps x 3 epochs = 135 steps`."""
+        repeats = self.to_json()["repeats"]
+        text = (
+            f"{self.images} images × {repeats} repeats = {self.passes} a pass, / {self.effective} a step"
+            f" = {self.steps_per_epoch} steps, × {self.epochs} epochs"
+        )
+        whole = self.steps_per_epoch * self.epochs
+        return f"{text} = {whole} steps" + (f", stopped at {self.total}" if self.total != whole else "")
+
+
+def step_arithmetic(
+    samples: Sequence[Sample], effective: int, lengths: Lengths, *, max_micro: int | None = None, processes: int = 1
+) -> StepArithmetic:
+    """Count the steps of a run over the samples that are trained on (held-out ones not among them)."""
+    passes = sum(sample.repeats for sample in samples)
+    per_epoch = math.ceil(passes / effective)
+    share_of_process = math.ceil(effective / processes)
+    accumulation = math.ceil(share_of_process / (max_micro or share_of_process))
+    batch = math.ceil(share_of_process / accumulation)
+    if lengths.max_steps is None and lengths.max_epochs is None:
+        epochs = math.ceil(lengths.exposures * len(samples) / passes) if passes else 0
+        total = epochs * per_epoch
+    else:
+        by_epochs = per_epoch * lengths.max_epochs if lengths.max_epochs is not None else None
+        total = min(count for count in (lengths.max_steps, by_epochs) if count is not None) if passes else 0
+        epochs = math.ceil(total / per_epoch) if passes else 0
+    return StepArithmetic(len(samples), passes, effective, batch, accumulation, processes, per_epoch, epochs, total)

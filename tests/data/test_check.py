@@ -1,0 +1,179 @@
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+
+import pytest
+from PIL import Image
+
+from lora_trainer.cli.check import check_command
+from lora_trainer.config.schema import Config
+from lora_trainer.data.check import DataReport, check_dataset, estimate_tokens
+from lora_trainer.data.manifest import read_manifest
+from tests.data.conftest import Draw, noise_picture
+
+
+def check(
+    folder: Path, *, allow_missing: bool = False, allow_upscale: bool = False, limit: int | None = 77
+) -> DataReport:
+    manifest, findings = read_manifest([folder], allow_missing_captions=allow_missing)
+    return check_dataset(
+        manifest, findings, resolution=128, step=16, max_aspect=2.0, allow_upscale=allow_upscale, caption_limit=limit
+    )
+
+
+def codes(report: DataReport) -> set[tuple[str, str]]:
+    return {(finding.code, finding.severity) for finding in report.findings}
+
+
+def cut_short(path: Path) -> None:
+    """The header stays whole, the pixels do not."""
+    path.write_bytes(path.read_bytes()[:2000])
+
+
+def test_a_clean_set_passes(good_folder: Path) -> None:
+    report = check(good_folder)
+    assert report.score == 1.0
+    assert report.passed
+    assert report.findings == ()
+    assert len(report.samples) == 20
+
+
+def test_half_broken_is_refused(good_folder: Path) -> None:
+    for path in sorted(good_folder.glob("*.png"))[::2]:
+        cut_short(path)
+    report = check(good_folder)
+    assert report.score == pytest.approx(0.5)
+    assert not report.passed
+    assert str(report.refusals[0]).startswith("10 of 20 files cannot be read (first: 00.png")
+    assert len(report.samples) == 10
+
+
+def test_half_without_captions_is_refused_unless_allowed(good_folder: Path) -> None:
+    for path in sorted(good_folder.glob("*.txt"))[::2]:
+        path.unlink()
+    report = check(good_folder)
+    assert report.score == pytest.approx(0.5)
+    assert "10 of 20 files have no caption" in str(report.refusals[0])
+    assert "data.allow_missing_captions=true" in report.refusals[0].fix
+    assert check(good_folder, allow_missing=True).passed
+
+
+def test_nothing_usable_scores_zero(tmp_path: Path) -> None:
+    (tmp_path / "a.png").write_bytes(b"nonsense")
+    report = check(tmp_path)
+    assert report.score == 0.0
+    assert report.samples == ()
+    assert len(report.refusals) == 2
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_breaking_one_more_file_never_raises_the_score(good_folder: Path, draw: Draw, seed: int) -> None:
+    draw(good_folder / "small.png", 100, 100, seed=100)
+    draw(good_folder / "wide.png", 700, 128, seed=101)
+    for copy in ("copy1.png", "copy2.png"):
+        draw(good_folder / copy, 128, 128, seed=3)
+    (good_folder / "05.txt").unlink()
+    Image.new("RGB", (128, 128)).save(good_folder / "black.png")
+    waiting = sorted(good_folder.glob("*.png"))
+    random.Random(seed).shuffle(waiting)
+    before = check(good_folder).score
+    for path in waiting:
+        cut_short(path) if len(path.name) % 2 else path.write_bytes(b"")
+        if path.name == "black.png":
+            path.write_bytes(b"")
+        after = check(good_folder).score
+        assert after <= before
+        before = after
+    assert before == 0.0
+
+
+def test_small_pictures(good_folder: Path, draw: Draw) -> None:
+    draw(good_folder / "slightly.png", 100, 100, seed=30)
+    draw(good_folder / "far.png", 60, 60, seed=31)
+    report = check(good_folder)
+    assert {("upscaled", "warning"), ("too_small", "error")} == codes(report)
+    (problem,) = report.refusals
+    assert "1 of 22 files" in problem.message
+    assert "60×60" in problem.message
+    assert "data.allow_upscale=true" in problem.fix
+    allowed = check(good_folder, allow_upscale=True)
+    assert codes(allowed) == {("upscaled", "warning")}
+    assert allowed.passed
+
+
+def test_duplicates_uniform_animated_misnamed_cropped(good_folder: Path, draw: Draw) -> None:
+    draw(good_folder / "copy.png", 128, 128, seed=4)
+    Image.new("RGB", (128, 128), "navy").save(good_folder / "plain.png")
+    frames = [noise_picture(128, 128, seed) for seed in (50, 51)]
+    frames[0].save(good_folder / "moving.gif", save_all=True, append_images=frames[1:])
+    noise_picture(128, 128, 52).save(good_folder / "really.jpg", format="PNG")
+    noise_picture(900, 128, 53).save(good_folder / "panorama.png")
+    for name in ("plain", "moving", "really", "panorama"):
+        (good_folder / f"{name}.txt").write_text(name, encoding="utf-8")
+    report = check(good_folder)
+    assert codes(report) == {
+        ("duplicate", "warning"),
+        ("uniform", "warning"),
+        ("animated", "note"),
+        ("wrong_ending", "note"),
+        ("cropped", "warning"),
+    }
+    assert report.passed
+    assert report.score == pytest.approx((22 + 3 * 0.85) / 25)
+    assert report.score <= min(report.parts.values())
+
+
+def test_captions_too_long_and_all_the_same(tmp_path: Path, draw: Draw) -> None:
+    for seed in range(6):
+        draw(tmp_path / f"{seed}.png", 128, 128, seed=seed, caption="a word " * 60)
+    report = check(tmp_path)
+    assert codes(report) == {("long_caption", "note"), ("same_caption", "note")}
+    assert report.score == 1.0
+
+
+def test_few_pictures_cost_score(tmp_path: Path, draw: Draw) -> None:
+    for seed in range(2):
+        draw(tmp_path / f"{seed}.png", 128, 128, seed=seed, caption=str(seed))
+    report = check(tmp_path)
+    assert codes(report) == {("few_pictures", "warning")}
+    assert report.score == pytest.approx(0.7)
+    assert report.refusals == ()
+
+
+@pytest.mark.parametrize(
+    ("caption", "least", "most"), [("a cat", 4, 4), ("", 2, 2), ("photosynthesis", 3, 6), ("猫と犬", 4, 6)]
+)
+def test_token_estimate(caption: str, least: int, most: int) -> None:
+    assert least <= estimate_tokens(caption) <= most
+
+
+CONFIG = Config.model_validate({"data": {"resolution": 128}, "batch": {"effective": 4}, "train": {"max_epochs": 3}})
+
+
+def test_the_command_prints_one_json_document(good_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    cut_short(good_folder / "03.png")
+    code = check_command([good_folder], CONFIG, as_json=True)
+    document = json.loads(capsys.readouterr().out)
+    assert code == 3
+    assert document["passed"] is False
+    assert document["score"] == pytest.approx(0.95)
+    assert document["samples"] == 19
+    broken = [row for row in document["files"] if row["findings"]]
+    assert [Path(row["path"]).name for row in broken] == ["03.png"]
+    assert broken[0]["findings"][0].keys() == {"code", "severity", "message", "fix"}
+    steps = document["steps"]
+    assert steps["images"] + steps["held_out"] == 19
+    assert steps["total"] == 3 * -(-steps["images"] * steps["repeats"] // 4)
+    assert set(document["parts"]) >= {"readable", "captions", "sizes", "distinct", "count"}
+
+
+def test_the_command_for_people(good_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert check_command([good_folder], CONFIG, as_json=False) == 0
+    assert "score 1.000" in capsys.readouterr().out
+    Image.new("RGB", (20, 20)).save(good_folder / "odd [red].png")
+    assert check_command([good_folder], CONFIG, as_json=False) == 3
+    out = " ".join(capsys.readouterr().out.split())
+    assert "refused" in out
+    assert "have no caption (first: odd [red].png" in out

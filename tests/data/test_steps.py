@@ -1,0 +1,108 @@
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lora_trainer.data.manifest import Sample
+from lora_trainer.data.steps import Lengths, StepPlan, plan_steps, share, split_micros, step_arithmetic
+
+
+def samples_of(repeats: list[int], contents: int | None = None) -> list[Sample]:
+    return [
+        Sample(Path(f"{n}.png"), "", 64, 64, f"{n % (contents or len(repeats)):064x}"[::-1], count)
+        for n, count in enumerate(repeats)
+    ]
+
+
+repeat_counts = st.lists(st.integers(1, 5), min_size=1, max_size=12)
+plans = st.builds(
+    lambda repeats, effective, seed: plan_steps(samples_of(repeats, 5), effective, seed),
+    repeat_counts,
+    st.integers(1, 9),
+    st.integers(0, 2**40),
+)
+
+
+@given(plans, st.integers(0, 3))
+def test_an_epoch_holds_every_sample_as_often_as_it_is_repeated(plan: StepPlan, epoch: int) -> None:
+    start = epoch * plan.steps_per_epoch
+    steps = [plan.refs(step) for step in range(start, start + plan.steps_per_epoch)]
+    assert Counter(ref.index for refs in steps for ref in refs) == dict(enumerate(plan.repeats))
+    assert all(len(refs) == plan.effective for refs in steps[:-1])
+    assert len(steps[-1]) >= 1
+    assert {plan.epoch_of(step) for step in range(start, start + plan.steps_per_epoch)} == {epoch}
+
+
+@given(plans, st.integers(0, 30))
+def test_resuming_anywhere_gives_the_same_tail(plan: StepPlan, start: int) -> None:
+    uninterrupted = [plan.refs(step) for step in range(start + 5)]
+    fresh = StepPlan(plan.ids, plan.repeats, plan.effective, plan.seed)
+    assert [fresh.refs(step) for step in range(start, start + 5)] == uninterrupted[start:]
+
+
+@given(plans, st.integers(0, 20))
+def test_no_two_places_of_a_step_draw_alike(plan: StepPlan, step: int) -> None:
+    refs = plan.refs(step)
+    assert len({(ref.id, ref.occurrence) for ref in refs}) == len(refs)
+
+
+@given(plans, st.integers(0, 20), st.integers(1, 5))
+def test_shares_of_processes_are_the_step(plan: StepPlan, step: int, world: int) -> None:
+    refs = plan.refs(step)
+    shares = [share(refs, rank, world) for rank in range(world)]
+    assert sorted((ref for part in shares for ref in part), key=refs.index) == list(refs)
+    assert max(map(len, shares)) - min(map(len, shares)) <= 1
+
+
+@given(plans, st.integers(0, 20), st.integers(1, 6), st.integers(1, 4))
+def test_micros_stay_in_one_bucket_and_lose_nothing(plan: StepPlan, step: int, most: int, buckets: int) -> None:
+    refs = plan.refs(step)
+    micros = split_micros(refs, lambda index: index % buckets, most)
+    assert sorted((ref for micro in micros for ref in micro), key=refs.index) == list(refs)
+    for micro in micros:
+        assert 1 <= len(micro) <= most
+        assert len({ref.index % buckets for ref in micro}) == 1
+    assert micros == split_micros(refs, lambda index: index % buckets, most)
+
+
+def test_epochs_and_seeds_have_orders_of_their_own() -> None:
+    plan = plan_steps(samples_of([1] * 20), 20, 1)
+    orders = [tuple(ref.index for ref in plan.refs(step)) for step in range(3)]
+    other = plan_steps(samples_of([1] * 20), 20, 2)
+    assert len({*orders, tuple(ref.index for ref in other.refs(0))}) == 4
+
+
+def test_no_samples_is_an_error() -> None:
+    with pytest.raises(ValueError, match="no samples"):
+        plan_steps([], 1, 0)
+
+
+@given(repeat_counts, st.integers(1, 9), st.integers(1, 4))
+def test_epochs_make_steps(repeats: list[int], effective: int, epochs: int) -> None:
+    samples = samples_of(repeats)
+    counted = step_arithmetic(samples, effective, Lengths(max_epochs=epochs))
+    assert counted.total == epochs * plan_steps(samples, effective, 0).steps_per_epoch
+
+
+@pytest.mark.parametrize(
+    ("lengths", "total", "epochs"),
+    [
+        (Lengths(), 500, 10),
+        (Lengths(max_steps=120), 120, 3),
+        (Lengths(max_steps=120, max_epochs=2), 100, 2),
+        (Lengths(max_epochs=3, exposures=7), 150, 3),
+    ],
+)
+def test_lengths(lengths: Lengths, total: int, epochs: int) -> None:
+    counted = step_arithmetic(samples_of([10] * 20), 4, lengths)
+    assert (counted.total, counted.epochs, counted.steps_per_epoch) == (total, epochs, 50)
+
+
+def test_accumulation_is_derived() -> None:
+    counted = step_arithmetic(samples_of([1] * 20), 12, Lengths(), max_micro=4, processes=2)
+    assert (counted.batch, counted.accumulation, counted.processes) == (3, 2, 2)
+    assert "20 images × 1 repeats = 20 a pass, / 12 a step = 2 steps" in counted.line
