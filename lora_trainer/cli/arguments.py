@@ -103,13 +103,12 @@ def unknown_arguments(parser: argparse.ArgumentParser, unknown: Sequence[str]) -
 
 
 def _instead_of(flag: str, flags: Sequence[str]) -> str:
-    """The near flags, or the setting that the flag is named after: `--rank` is `--set lora.rank=…`."""
+    """The setting that the flag is named after (`--rank` is `--set lora.rank=…`), or the near flags."""
     word = flag.lstrip("-").replace("-", "_").lower()
     settings = [name for name in setting_names() if "--set" in flags and name.partition(".")[2] == word]
-    near = nearest(flag, flags)
-    if settings and not near.startswith("Did"):
+    if settings and f"--{word.replace('_', '-')}" not in flags:
         return f"Use {' or '.join(f'--set {name}=VALUE' for name in settings)}."
-    return near
+    return nearest(flag, flags)
 
 
 def resolved_from(
@@ -151,7 +150,7 @@ def _file_layer(path: str | None, problems: list[Problem]) -> list[Layer]:
     if path is None:
         return []
     try:
-        return [Layer(path, read_toml(Path(path)))]
+        return [Layer(f"--config {path}", read_toml(Path(path)))]
     except UsageError as error:
         problems.extend(error.problems)
         return []

@@ -33,7 +33,7 @@ from lora_trainer.core.errors import TRAINING_FAILED, WRONG_USAGE, Problem, Usag
 
 BUG = 1
 INTERRUPTED = 130
-BROKEN_PIPE = 141
+BROKEN_PIPE = 1  # as rich has it
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")  # a file name that the console cannot show must not end a run
     try:
-        return _dispatch(arguments)
+        code = _dispatch(arguments)
+        sys.stdout.flush()  # here, where a reader that is gone is no error
+        return code
     except BrokenPipeError:
         # The reader is gone (`… | head`): nothing may be written at exit either.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

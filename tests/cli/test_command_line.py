@@ -1,0 +1,201 @@
+"""The command line from outside: what is printed, the exit codes, and what is not imported."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from lora_trainer.cli import main as cli
+from lora_trainer.cli.main import COMMANDS, Command, main
+from lora_trainer.core.errors import DatasetRefused
+
+
+def run(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[int, str, str]:
+    code = main(argv)
+    captured = capsys.readouterr()
+    assert "Traceback" not in captured.err
+    return code, captured.out, captured.err
+
+
+def row(output: str, setting: str) -> list[str]:
+    """A row of --explain's table without its mark."""
+    (line,) = [line for line in output.splitlines() if f" {setting} " in line]
+    return [part.strip() for part in line.lstrip("* ").split(maxsplit=2)]
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_command_has_help(capsys: pytest.CaptureFixture[str], name: str) -> None:
+    code, out, _ = run(capsys, name, "--help")
+    assert code == 0
+    assert COMMANDS[name].summary in out
+    assert "lora-trainer" in out.split("example")[-1]
+
+
+def test_the_overview_lists_every_command(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = run(capsys, "--help")
+    assert code == 0
+    assert all(f"  {name} " in out and command.summary in out for name, command in COMMANDS.items())
+    code, out, err = run(capsys)
+    assert (code, out) == (2, "")
+    assert "commands:" in err
+
+
+def test_explain_shows_each_value_and_its_origin(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    file = tmp_path / "mine.toml"
+    file.write_text("[lora]\nrank = 9\n[optim]\nbeta1 = 0.5\n", encoding="utf-8")
+    code, out, err = run(
+        capsys, "train", "--preset", "12gb", "--preset=quality", "--config", str(file), "--data", "a", "--data", "b c",
+        "--set", "optim.beta1=0.6", "--max-steps", "7", "--model", "some model", "--offline", "--explain",
+    )  # fmt: skip
+    assert (code, err) == (0, "")
+    assert row(out, "lora.rank") == ["lora.rank", "9", f"--config {file}"]
+    assert row(out, "optim.beta1") == ["optim.beta1", "0.6", "--set"]
+    assert row(out, "memory.limit_gib")[2] == "preset 12gb"
+    assert row(out, "noise.multires_iterations")[2] == "preset quality"
+    assert row(out, "train.max_steps")[2] == "--max-steps"
+    assert row(out, "train.seed")[2] == "default"
+    assert '["a", "b c"]' in out
+    assert "family preset builtin" not in out  # a model is named
+
+
+def test_the_builtin_base_brings_its_own_settings(capsys: pytest.CaptureFixture[str]) -> None:
+    _, out, _ = run(capsys, "train", "--explain")
+    assert row(out, "optim.learning_rate")[2] == "family preset builtin"
+    _, out, _ = run(capsys, "train", "--preset", "balanced", "--explain")
+    assert row(out, "optim.learning_rate")[2] == "preset balanced"
+
+
+def test_all_problems_are_told_at_once(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    file = tmp_path / "mine.toml"
+    file.write_text("[lora]\nrnk = 9\n", encoding="utf-8")
+    code, out, err = run(
+        capsys, "train", "--reume", "--rank", "8", "--preset", "12bg", "--config", str(file), "--max-steps", "0",
+        "--set", "optim.learning_rate=20", "--set", "nonsense", "stray",
+    )  # fmt: skip
+    assert (code, out) == (2, "")
+    assert err.startswith("error: 8 problems\n")
+    for expected in (
+        "Unknown flag --reume.\n     Did you mean --resume",
+        "Unknown flag --rank.\n     Use --set lora.rank=VALUE.",
+        "Unexpected argument stray.",
+        "There is no preset named 12bg.\n     Did you mean 12gb",
+        "mine.toml) is not a setting.\n     Did you mean rank?",
+        "train.max_steps = 0 (from --max-steps): must be at least 1.",
+        "optim.learning_rate = 20 (from --set): must be at most 10.",
+        "--set nonsense is not of the form section.key=value.",
+    ):
+        assert expected in err
+
+
+@pytest.mark.parametrize(
+    ("argv", "expected"),
+    [
+        (["trian"], "Unknown command trian.\n       Did you mean train?"),
+        (["--preset", "12gb"], "Unknown flag --preset."),
+        (["train", "--preset"], "Argument --preset: expected one argument."),
+        (["train", "--config", "no-such.toml"], "no-such.toml does not exist."),
+        (["train", "--max-epochs", "3"], "--set train.max_epochs=VALUE"),
+        (["train", "--max_steps", "3"], "Did you mean --max-steps"),
+        (["check", "--sett", "lora.rank=3"], "Did you mean --set"),
+        (["validate"], "The following arguments are required: LORA."),
+        (["presets", "12gb"], "Use: presets show 12gb"),
+        (["presets", "show"], "presets show needs a name."),
+        (["presets", "show", "sd16"], "Did you mean sd15?"),
+        (["presets", "show", "6gb", "8gb"], "names 2 tiers"),
+    ],
+)
+def test_wrong_usage(capsys: pytest.CaptureFixture[str], argv: list[str], expected: str) -> None:
+    code, out, err = run(capsys, *argv)
+    assert (code, out) == (2, "")
+    assert err.startswith("error: ")
+    assert expected in err
+
+
+def test_presets_are_listed_and_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = run(capsys, "presets")
+    assert code == 0
+    assert all(f"  {name} " in out for name in ("6gb", "24gb", "auto", "quality", "sd15"))
+    code, out, _ = run(capsys, "presets", "show", "12gb", "quality")
+    assert code == 0
+    assert row(out, "lora.rank")[2] == "preset 12gb"
+    assert row(out, "optim.learning_rate")[2] == "preset quality"
+    assert "run.output" not in out
+
+
+def fails(monkeypatch: pytest.MonkeyPatch, error: BaseException) -> None:
+    def broken(_arguments: object, _unknown: object) -> int:
+        raise error
+
+    monkeypatch.setitem(cli.COMMANDS, "presets", Command("", lambda parser: None, broken))
+
+
+def test_other_processes_of_a_launch_are_silent(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RANK", "1")
+    assert run(capsys, "train", "--reume") == (2, "", "")
+    assert run(capsys, "train", "--explain") == (0, "", "")
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "expected"),
+    [
+        (DatasetRefused("too few"), 3, "error: too few\n"),
+        (KeyboardInterrupt(), 130, "stopped\n"),
+        (ZeroDivisionError("oops"), 1, "Run it again with --debug"),
+        (PermissionError(13, "Permission denied", "/a/b"), 2, "/a/b: Permission denied."),
+        (OSError(28, "No space left on device"), 5, "The disk is full."),
+    ],
+)
+def test_exit_codes(
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    error: BaseException,
+    code: int,
+    expected: str,
+) -> None:
+    fails(monkeypatch, error)
+    got, _, err = run(capsys, "presets")
+    assert got == code
+    assert expected in err
+
+
+def test_debug_shows_the_traceback(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    fails(monkeypatch, ZeroDivisionError("oops"))
+    assert main(["presets", "--debug"]) == 1
+    assert "Traceback" in capsys.readouterr().err
+
+
+CHEAP = """
+import sys
+from lora_trainer.cli.main import main
+for argv in (["--help"], ["train", "--help"], ["presets"], ["train", "--preset", "12gb", "--explain"]):
+    assert main(argv) == 0, argv
+heavy = {"torch", "diffusers", "transformers", "accelerate", "peft"} & set(sys.modules)
+assert not heavy, heavy
+"""
+
+
+def test_cheap_commands_load_no_torch() -> None:
+    done = subprocess.run([sys.executable, "-c", CHEAP], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_module_is_the_command() -> None:
+    done = subprocess.run([sys.executable, "-m", "lora_trainer", "trian"], capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert done.stdout == ""
+    assert done.stderr == "error: Unknown command trian.\n       Did you mean train?\n"
+
+
+def test_a_closed_pipe_is_no_error() -> None:
+    command = [sys.executable, "-m", "lora_trainer", "presets"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        process.stdout.close()  # as `| head` does, and before anything is printed
+        assert process.stderr.read() == ""
+    assert process.returncode == 1

@@ -1,0 +1,111 @@
+"""Layers become one config: later wins, origins are kept, all problems are told at once."""
+
+from __future__ import annotations
+
+import pytest
+
+from lora_trainer.config.layers import Layer, flattened, resolve, setting_names
+from lora_trainer.config.schema import Config
+from lora_trainer.core.errors import Problem, UsageError
+
+
+def problems_of(*layers: Layer) -> str:
+    with pytest.raises(UsageError) as caught:
+        resolve(layers)
+    return str(caught.value)
+
+
+def test_no_layers_give_the_defaults() -> None:
+    resolved = resolve([])
+    assert resolved.config == Config()
+    assert set(resolved.origin.values()) == {"default"}
+    assert list(resolved.origin) == setting_names() == list(flattened(Config()))
+    assert "validate.every_steps" in resolved.origin  # the key, not the field's name
+
+
+def test_the_later_layer_wins_and_is_named() -> None:
+    file = Layer("a.toml", {"lora": {"rank": 8, "alpha": 4}, "validate": {"every_steps": 7}})
+    resolved = resolve([Layer("preset 12gb", {"lora": {"rank": 64}}), file, Layer("--set", {"lora": {"alpha": 2}})])
+    assert (resolved.config.lora.rank, resolved.config.lora.alpha) == (8, 2.0)
+    assert resolved.config.validation.every_steps == 7
+    assert resolved.origin["lora.rank"] == "a.toml"
+    assert resolved.origin["lora.alpha"] == "--set"
+    assert resolved.origin["lora.dropout"] == "default"
+
+
+def test_every_problem_of_every_layer_is_told_at_once() -> None:
+    text = problems_of(
+        Layer("a.toml", {"optim": {"learning_rte": 1e-3}, "sampel": {"steps": 1}}),
+        Layer("--set", {"optim": {"learning_rate": 20}, "lora": {"rank": 1.5}}),
+    )
+    assert "optim.learning_rte (from a.toml) is not a setting. Did you mean learning_rate?" in text
+    assert "sampel (from a.toml) is not a section. Did you mean sample?" in text
+    assert "optim.learning_rate = 20 (from --set): must be at most 10." in text
+    assert "lora.rank = 1.5 (from --set): must be a whole number." in text
+    assert len(text.splitlines()) == 4
+
+
+def test_a_wrong_value_is_told_although_a_later_layer_overrides_it() -> None:
+    assert "lora.rank = 0 (from a.toml): must be at least 1." in problems_of(
+        Layer("a.toml", {"lora": {"rank": 0}}), Layer("--set", {"lora": {"rank": 4}})
+    )
+
+
+@pytest.mark.parametrize(
+    ("section", "key", "value", "expected"),
+    [
+        ("lora", "rank", "16", 'lora.rank = "16" (from f): must be a whole number.'),
+        ("lora", "rank", True, "lora.rank = true (from f): must be a whole number."),
+        ("lora", "dropout", 1.0, "lora.dropout = 1.0 (from f): must be less than 1."),
+        ("lora", "targets", 3, 'must be text or a list such as ["a", "b"].'),
+        ("optim", "learning_rate", 0, "must be more than 0."),
+        ("optim", "weight_decay", float("nan"), "must be"),
+        ("optim", "name", "adam8bit", "Did you mean adamw8bit"),
+        ("memory", "checkpointing", "al", "must be one of none, all or auto or a whole number. Did you mean all?"),
+        ("memory", "checkpointing", -1, "must be one of none, all or auto or at least 0."),
+        ("data", "allow_upscale", "yes", "must be true or false."),
+        ("data", "sources", ["a", 1], "must be a list of text."),
+        ("run", "output", "none", ""),
+    ],
+)
+def test_wrong_values_are_told_in_plain_words(section: str, key: str, value: object, expected: str) -> None:
+    layer = Layer("f", {section: {key: value}})
+    if not expected:
+        assert flattened(resolve([layer]).config)[f"{section}.{key}"] == value
+    else:
+        assert expected in problems_of(layer)
+
+
+def test_a_setting_without_its_section_is_shown_its_home() -> None:
+    assert "Did you mean optim.learning_rate?" in problems_of(Layer("f", {"learning_rate": 1e-3}))
+    assert "lora is a section" in problems_of(Layer("f", {"lora": 3})).replace(" (from f)", "")
+    assert "Did you mean lora.rank?" in problems_of(Layer("f", {"optim": {"rank": 3}}))
+
+
+def test_steps_and_epochs_contradict() -> None:
+    text = problems_of(Layer("a.toml", {"train": {"max_epochs": 3}}), Layer("--max-steps", {"train": {"max_steps": 9}}))
+    assert "train.max_steps = 9 (from --max-steps)" in text
+    assert "train.max_epochs = 3 (from a.toml)" in text
+
+
+def test_none_empties_a_setting_that_can_be_empty() -> None:
+    below = Layer("preset balanced", {"loss": {"min_snr_gamma": 5.0}, "train": {"max_epochs": 2}})
+    above = Layer("--set", {"loss": {"min_snr_gamma": "none"}, "train": {"max_epochs": "none", "max_steps": 3}})
+    resolved = resolve([below, above])
+    assert resolved.config.loss.min_snr_gamma is None
+    assert resolved.config.train.max_steps == 3
+    assert resolved.origin["loss.min_snr_gamma"] == "--set"
+    assert resolve([Layer("f", {"memory": {"checkpointing": "none"}})]).config.memory.checkpointing == "none"
+    assert resolve([Layer("f", {"run": {"name": "none"}})]).config.run.name == "none"
+    assert "must be a whole number" in problems_of(Layer("f", {"lora": {"rank": "none"}}))
+
+
+def test_problems_found_before_come_first() -> None:
+    with pytest.raises(UsageError) as caught:
+        resolve([Layer("f", {"lora": {"rank": 0}})], [Problem("Unknown flag --lr.")])
+    assert [problem.message[:12] for problem in caught.value.problems] == ["Unknown flag", "lora.rank = "]
+
+
+def test_the_config_cannot_be_changed() -> None:
+    with pytest.raises(ValueError, match="frozen"):
+        resolve([]).config.lora.rank = 3  # type: ignore[misc]

@@ -1,0 +1,145 @@
+"""Presets: every combination resolves, order changes nothing, and two of a kind are refused."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import pytest
+
+from lora_trainer.config.layers import flattened, resolve
+from lora_trainer.config.presets import (
+    FAMILIES,
+    GOALS,
+    TIERS,
+    auto_layer,
+    family_layers,
+    preset_folder,
+    preset_layers,
+    presets,
+    selectable,
+)
+from lora_trainer.config.schema import Config, FamilyName
+
+TIER_NAMES = ["6gb", "8gb", "10gb", "12gb", "16gb", "24gb"]
+GOAL_NAMES = ["balanced", "quality", "speed"]
+
+
+def keys(name: str) -> set[str]:
+    return {f"{section}.{key}" for section, values in presets()[name].values.items() for key in values}
+
+
+def test_every_file_is_a_preset_of_its_folder() -> None:
+    assert len(list(preset_folder().rglob("*.toml"))) == len(presets())
+    by_kind = {kind: [name for name, preset in presets().items() if preset.kind == kind] for kind in (TIERS, GOALS)}
+    assert by_kind == {TIERS: TIER_NAMES, GOALS: GOAL_NAMES}
+    families = {name for name, preset in presets().items() if preset.kind == FAMILIES}
+    assert families == {*FamilyName.__args__, "builtin"}  # type: ignore[attr-defined]
+    assert all(preset.description.endswith(".") for preset in presets().values())
+
+
+def test_every_combination_resolves_and_order_changes_nothing() -> None:
+    for builtin in (True, False):
+        family = family_layers("sd15", builtin=builtin)
+        alone = [[name] for name in selectable()]
+        pairs = list(product(TIER_NAMES, GOAL_NAMES))
+        assert (len(alone), len(pairs)) == (9, 18)
+        for names in alone:
+            resolve([*family, *preset_layers(names).layers])
+        for tier, goal in pairs:
+            one = resolve([*family, *preset_layers([tier, goal]).layers])
+            other = resolve([*family, *preset_layers([f"{goal},{tier}"]).layers])
+            assert one == other
+
+
+def test_no_setting_is_both_a_limit_and_a_wish() -> None:
+    limits = set().union(*map(keys, TIER_NAMES))
+    wishes = set().union(*map(keys, GOAL_NAMES))
+    assert not limits & wishes
+    for names, expected in ((TIER_NAMES, limits), (GOAL_NAMES, wishes)):
+        assert all(keys(name) == expected for name in names), "a preset leaves to chance what its siblings set"
+
+
+def changed(*names: str) -> dict[str, object]:
+    config = flattened(resolve(preset_layers(names).layers).config)
+    default = flattened(Config())
+    return {name: value for name, value in config.items() if value != default[name]}
+
+
+def test_golden_6gb_speed() -> None:
+    assert changed("6gb", "speed") == {
+        "data.resolution_ceiling": 768,
+        "lora.rank": 32,
+        "memory.limit_gib": 6.0,
+        "memory.attention": "xformers",
+        "train.exposures": 60,
+    }
+
+
+def test_golden_16gb_balanced() -> None:
+    assert changed("balanced", "16gb") == {
+        "data.resolution_ceiling": 1024,
+        "lora.rank": 128,
+        "batch.effective": 4,
+        "memory.limit_gib": 16.0,
+        "memory.attention": "sdpa",
+        "optim.name": "adamw8bit",
+        "loss.min_snr_gamma": 5.0,
+    }
+
+
+def test_the_builtin_base_learns_faster_than_its_family() -> None:
+    rates = [resolve(family_layers("sd15", builtin=builtin)).config.optim.learning_rate for builtin in (True, False)]
+    assert rates[0] > rates[1]
+
+
+@pytest.mark.parametrize(
+    ("names", "message", "fix"),
+    [
+        (["12bg"], "There is no preset named 12bg.", "Did you mean 12gb"),
+        (["qualty,12gb"], "There is no preset named qualty.", "Did you mean quality?"),
+        (["6gb", "8gb"], "--preset names 2 tiers: 6gb and 8gb.", "Keep one"),
+        (["auto", "8gb"], "--preset names 2 tiers: auto and 8gb.", "Keep one"),
+        (["speed,quality"], "--preset names 2 goals: speed and quality.", "Keep one"),
+        (["sd15"], "There is no preset named sd15.", "Known: "),
+    ],
+)
+def test_names_that_cannot_be_used(names: list[str], message: str, fix: str) -> None:
+    (problem,) = preset_layers(names).problems
+    assert problem.message == message
+    assert fix in problem.fix
+
+
+def test_a_name_given_twice_counts_once() -> None:
+    assert preset_layers(["12gb", "12gb, speed,"]) == preset_layers(["12gb,speed"])
+
+
+@pytest.mark.parametrize(
+    ("gib", "tier"),
+    [
+        (3.9, "6gb"),
+        (5.8, "6gb"),
+        (7.6, "8gb"),
+        (9.7, "10gb"),
+        (10.91, "10gb"),  # 11 GB
+        (11.76, "12gb"),
+        (14.58, "16gb"),  # T4
+        (15.7, "16gb"),
+        (19.6, "16gb"),
+        (21.98, "24gb"),  # A10
+        (23.6, "24gb"),
+    ],
+)
+def test_auto_takes_the_nominal_tier_of_the_card(gib: float, tier: str) -> None:
+    layer, note = auto_layer(gib)
+    assert layer.values == presets()[tier].values
+    assert tier in layer.name
+    assert tier in note
+
+
+@pytest.mark.parametrize(("gib", "tier"), [(31.4, "24gb"), (79.1, "24gb"), (None, "12gb")])
+def test_auto_without_a_tier_of_its_own_sets_no_limit(gib: float | None, tier: str) -> None:
+    layer, note = auto_layer(gib)
+    config = resolve([layer]).config
+    assert config.memory.limit_gib is None
+    assert config.lora.rank == presets()[tier].values["lora"]["rank"]
+    assert "without its memory limit" in note

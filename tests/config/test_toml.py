@@ -1,0 +1,99 @@
+"""TOML in and out: what a user wrote wrong is said, what a run wrote repeats it."""
+
+from __future__ import annotations
+
+import tomllib
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lora_trainer.config.layers import Layer, resolve
+from lora_trainer.config.presets import preset_layers
+from lora_trainer.config.toml import parse_assignment, read_toml, to_toml
+from lora_trainer.core.errors import Problem, UsageError
+
+words = st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=12)
+settings = st.fixed_dictionaries(
+    {},
+    optional={
+        "model": st.fixed_dictionaries({}, optional={"path": words}),
+        "data": st.fixed_dictionaries(
+            {},
+            optional={
+                "sources": st.lists(words, max_size=3),
+                "resolution": st.integers(32, 4096),
+                "caption_dropout": st.floats(0, 1),
+            },
+        ),
+        "lora": st.fixed_dictionaries(
+            {"targets": st.one_of(words, st.lists(words, max_size=2)), "alpha": st.floats(1e-6, 1e6)}
+        ),
+        "memory": st.fixed_dictionaries(
+            {"checkpointing": st.one_of(st.sampled_from(["none", "all"]), st.integers(0, 99))}
+        ),
+        "optim": st.fixed_dictionaries({"learning_rate": st.floats(1e-30, 10)}),
+        "loss": st.fixed_dictionaries({"min_snr_gamma": st.just("none")}),
+        "run": st.fixed_dictionaries({"name": words, "offline": st.booleans()}),
+    },
+)
+
+
+@given(settings)
+def test_a_written_config_repeats_the_run_whatever_lies_below_it(values: dict[str, object]) -> None:
+    config = resolve([Layer("file", values)]).config
+    below = preset_layers(["12gb,balanced"]).layers
+    assert resolve([*below, Layer("config.toml", tomllib.loads(to_toml(config)))]).config == config
+
+
+def test_malformed_toml_names_the_file_and_the_line(tmp_path: Path) -> None:
+    path = tmp_path / "settings.toml"
+    path.write_text("[lora]\nrank = = 3\n", encoding="utf-8")
+    with pytest.raises(UsageError, match=r"settings\.toml is not valid TOML.*line 2"):
+        read_toml(path)
+
+
+def test_files_that_cannot_be_read(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="does not exist"):
+        read_toml(tmp_path / "absent.toml")
+    with pytest.raises(UsageError, match="cannot be read"):
+        read_toml(tmp_path)
+    binary = tmp_path / "binary.toml"
+    binary.write_bytes(b"[lora]\xff")
+    with pytest.raises(UsageError, match="not UTF-8"):
+        read_toml(binary)
+
+
+def test_a_byte_order_mark_is_no_part_of_the_settings(tmp_path: Path) -> None:
+    path = tmp_path / "notepad.toml"
+    path.write_bytes(b"\xef\xbb\xbf[lora]\r\nrank = 3\r\n")
+    assert read_toml(path) == {"lora": {"rank": 3}}
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("lora.rank=8", 8),
+        ("optim.learning_rate=1e-4", 1e-4),
+        ("lora.targets=attention+ff", "attention+ff"),
+        ('lora.targets=["*.to_k", "*.to_q"]', ["*.to_k", "*.to_q"]),
+        ("data.allow_upscale=true", True),
+        ("model.path=C:\\models\\sd15", "C:\\models\\sd15"),
+        ("run.name='a = b'", "a = b"),
+        ("loss.min_snr_gamma=", "none"),
+        ("run.name=a # b", "a # b"),
+    ],
+)
+def test_assignments(text: str, value: object) -> None:
+    parsed = parse_assignment(text)
+    assert not isinstance(parsed, Problem)
+    assert parsed[2] == value
+
+
+@pytest.mark.parametrize("text", ["lora.rank", "rank=3", "=3", "lora.=3", "sample.prompts=[a, b", 'run.name="x', ""])
+def test_malformed_assignments_are_shown_how(text: str) -> None:
+    problem = parse_assignment(text)
+    assert isinstance(problem, Problem)
+    assert text in problem.message
+    assert problem.fix
