@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 
 from lora_trainer.config.layers import Layer, Resolved, resolve, setting_names
 from lora_trainer.config.presets import AUTO, family_layers, preset_layers, selectable
-from lora_trainer.config.toml import parse_assignment, parse_value, read_toml
+from lora_trainer.config.toml import EMPTY, parse_assignment, parse_value, read_toml
 from lora_trainer.core.errors import Problem, UsageError, nearest
 
 # Flag, the setting that it sets, the word for its value, help. Text is kept as it is.
@@ -123,10 +123,7 @@ def resolved_from(
     chosen = preset_layers(asked, _card_memory_gib() if _asks_auto(asked) else None)
     problems.extend(chosen.problems)
     user = [*_file_layer(arguments.config, problems), *_flag_layers(arguments, problems)]
-    model = [layer.values["model"] for layer in user if isinstance(layer.values.get("model"), dict)]
-    named = {key: value for values in model for key, value in values.items()}
-    # Only one family exists, so none is detected here; the run checks the model's files.
-    family = family_layers(str(named.get("family", "sd15")), builtin=not named.get("path"))
+    family = _family_layers(user, problems)
     resolved = resolve([*family, *chosen.layers, *user], problems)
     for note in chosen.notes:
         say(note)
@@ -134,6 +131,23 @@ def resolved_from(
         for name in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"):
             os.environ[name] = "1"
     return resolved
+
+
+def _family_layers(user: Sequence[Layer], problems: list[Problem]) -> list[Layer]:
+    """The family's presets, for the model that the user's layers name, or for the built-in base."""
+    sections = [layer.values["model"] for layer in user if isinstance(layer.values.get("model"), dict)]
+    model = {key: value for values in sections for key, value in values.items()}
+    path, family = model.get("path"), model.get("family", EMPTY)
+    if not isinstance(path, str):
+        return family_layers("sd15", builtin=True)
+    if family == EMPTY:
+        from lora_trainer.models.folder import detect_family
+
+        try:
+            family = detect_family(Path(path))
+        except UsageError as error:
+            problems.extend(error.problems)
+    return family_layers(str(family), builtin=False)
 
 
 def _asks_auto(asked: Sequence[str]) -> bool:

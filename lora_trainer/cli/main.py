@@ -181,17 +181,24 @@ def _run(arguments: argparse.Namespace, resolved: Resolved, *, enforce_gates: bo
 
 def _add_check_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("data", nargs="*", metavar="DATA", help="folders or files; the built-in data set without any")
+    parser.add_argument("--model", dest="model.path", metavar="DIR", help="judge for this model; SD 1.5 without it")
     parser.add_argument("--json", action="store_true", help="one JSON document on stdout")
     add_settings_arguments(parser)
 
 
 def _check(arguments: argparse.Namespace, unknown: list[Problem]) -> int:
-    if arguments.data:
-        vars(arguments)["data.sources"] = arguments.data
-    resolved = resolved_from(arguments, unknown)
+    vars(arguments)["data.sources"] = arguments.data
+    config = resolved_from(arguments, unknown).config
+    from lora_trainer.builtin import DATA_FOLDER
     from lora_trainer.cli.check import check_command
+    from lora_trainer.production.inputs import data_sources, read_model
 
-    return check_command(resolved.config.data.sources, resolved.config, arguments.json)
+    sources = data_sources(config)
+    builtin = all(source.resolve() == DATA_FOLDER for source in sources)  # its pictures are made for the built-in base
+    facts = read_model(config)[1] if config.model.path or builtin else None
+    if facts is None:
+        say("judged for Stable Diffusion 1.5 (512 px); name another model with --model")
+    return check_command(sources, config, arguments.json, facts)
 
 
 def _add_validate_arguments(parser: argparse.ArgumentParser) -> None:

@@ -46,9 +46,12 @@ def test_the_overview_lists_every_command(capsys: pytest.CaptureFixture[str]) ->
 def test_explain_shows_each_value_and_its_origin(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     file = tmp_path / "mine.toml"
     file.write_text("[lora]\nrank = 9\n[optim]\nbeta1 = 0.5\n", encoding="utf-8")
+    model = tmp_path / "my model"
+    model.mkdir()
+    (model / "model_index.json").write_text('{"_class_name": "StableDiffusionPipeline"}', encoding="utf-8")
     code, out, err = run(
         capsys, "train", "--preset", "12gb", "--preset=quality", "--config", str(file), "--data", "a", "--data", "b c",
-        "--set", "optim.beta1=0.6", "--max-steps", "7", "--model", "some model", "--offline", "--explain",
+        "--set", "optim.beta1=0.6", "--max-steps", "7", "--model", str(model), "--offline", "--explain",
     )  # fmt: skip
     assert (code, err) == (0, "")
     assert row(out, "lora.rank") == ["lora.rank", "9", f"--config {file}"]
@@ -57,6 +60,7 @@ def test_explain_shows_each_value_and_its_origin(capsys: pytest.CaptureFixture[s
     assert row(out, "noise.multires_iterations")[2] == "preset quality"
     assert row(out, "train.max_steps")[2] == "--max-steps"
     assert row(out, "train.seed")[2] == "default"
+    assert row(out, "sample.guidance")[2] == "family preset sd15"
     assert '["a", "b c"]' in out
     assert "family preset builtin" not in out  # a model is named
 
@@ -73,15 +77,16 @@ def test_all_problems_are_told_at_once(capsys: pytest.CaptureFixture[str], tmp_p
     file.write_text("[lora]\nrnk = 9\n", encoding="utf-8")
     code, out, err = run(
         capsys, "train", "--reume", "--rank", "8", "--preset", "12bg", "--config", str(file), "--max-steps", "0",
-        "--set", "optim.learning_rate=20", "--set", "nonsense", "stray",
+        "--set", "optim.learning_rate=20", "--set", "nonsense", "stray", "--model", "no-such-model",
     )  # fmt: skip
     assert (code, out) == (2, "")
-    assert err.startswith("error: 8 problems\n")
+    assert err.startswith("error: 9 problems\n")
     for expected in (
         "Unknown flag --reume.\n     Did you mean --resume",
         "Unknown flag --rank.\n     Use --set lora.rank=VALUE.",
         "Unexpected argument stray.",
         "There is no preset named 12bg.\n     Did you mean 12gb",
+        "There is no model at no-such-model.",
         "mine.toml) is not a setting.\n     Did you mean rank?",
         "train.max_steps = 0 (from --max-steps): must be at least 1.",
         "optim.learning_rate = 20 (from --set): must be at most 10.",
