@@ -1,0 +1,98 @@
+"""Model and data of a run, read and judged before anything heavy is loaded. No torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from lora_trainer.builtin import BASE_FOLDER, DATA_FOLDER
+from lora_trainer.config.schema import Config
+from lora_trainer.data.buckets import BucketPlan, assign_buckets
+from lora_trainer.data.check import DataReport, check_dataset
+from lora_trainer.data.manifest import Manifest, Sample, read_manifest
+from lora_trainer.data.split import split_held_out
+from lora_trainer.data.steps import Lengths, StepArithmetic, step_arithmetic
+from lora_trainer.models import FAMILIES
+from lora_trainer.models.family import Family, ModelFacts
+from lora_trainer.models.folder import detect_family
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """What a run is made of. `train_plan` and `held_out_plan` stand in the order of their samples."""
+
+    family: Family
+    facts: ModelFacts
+    resolution: int
+    manifest: Manifest
+    report: DataReport
+    train: tuple[Sample, ...]
+    held_out: tuple[Sample, ...]
+    train_plan: BucketPlan
+    held_out_plan: BucketPlan
+
+
+def model_folder(config: Config) -> Path:
+    """The model's folder; the built-in base when none is named."""
+    return BASE_FOLDER if config.model.path is None else Path(config.model.path)
+
+
+def data_sources(config: Config) -> list[Path]:
+    """The data's folders; the built-in set when none is named."""
+    return [Path(source) for source in config.data.sources] or [DATA_FOLDER]
+
+
+def read_model(config: Config) -> tuple[Family, ModelFacts]:
+    """The model's family and facts. Raises UsageError for a model that cannot be trained."""
+    folder = model_folder(config)
+    family = FAMILIES[config.model.family or detect_family(folder)]
+    return family, family.describe(folder)
+
+
+def trained_resolution(config: Config, facts: ModelFacts) -> int:
+    """As set; else the model's own, under the tier's ceiling."""
+    if config.data.resolution is not None:
+        return config.data.resolution
+    ceiling = config.data.resolution_ceiling
+    return facts.resolution if ceiling is None else min(facts.resolution, ceiling)
+
+
+def read_inputs(config: Config) -> Inputs:
+    """Read model facts and data, decode every picture, judge the set and split it.
+
+    Raises UsageError for a model or folder that cannot be read. What is wrong with single
+    pictures stands in `report`, which the caller holds against the gate.
+    """
+    family, facts = read_model(config)
+    manifest, findings = read_manifest(
+        data_sources(config), allow_missing_captions=config.data.allow_missing_captions
+    )
+    resolution = trained_resolution(config, facts)
+    report = check_dataset(
+        manifest,
+        findings,
+        resolution=resolution,
+        step=facts.pixel_step,
+        max_aspect=config.data.max_aspect,
+        allow_upscale=config.data.allow_upscale,
+        caption_limit=facts.caption_tokens,
+        gate=config.gates.dataset,
+    )
+    train, held_out = split_held_out(report.samples, config.data.held_out)
+    return Inputs(
+        family=family,
+        facts=facts,
+        resolution=resolution,
+        manifest=manifest,
+        report=report,
+        train=train,
+        held_out=held_out,
+        train_plan=assign_buckets(train, resolution, facts.pixel_step, config.data.max_aspect),
+        held_out_plan=assign_buckets(held_out, resolution, facts.pixel_step, config.data.max_aspect),
+    )
+
+
+def arithmetic(config: Config, train: tuple[Sample, ...], max_micro: int, processes: int) -> StepArithmetic:
+    """How many steps come of how many pictures."""
+    lengths = Lengths(config.train.max_steps, config.train.max_epochs, config.train.exposures)
+    return step_arithmetic(train, config.batch.effective, lengths, max_micro=max_micro, processes=processes)

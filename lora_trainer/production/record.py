@@ -1,0 +1,58 @@
+"""`run.json`: what a run was, how it went and what came of it. Files are named relative to the run's folder."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from lora_trainer.core.io import read_json, write_json
+
+FILE = "run.json"
+Status = Literal["running", "done", "refused", "failed", "stopped"]
+
+
+@dataclass(frozen=True)
+class Record:
+    """The document. `seconds` has cache, train, validate and total."""
+
+    name: str
+    status: Status = "running"
+    exit_code: int | None = None
+    reason: str | None = None
+    steps: int = 0
+    config: dict[str, Any] = field(default_factory=dict)
+    origins: dict[str, str] = field(default_factory=dict)
+    scores: dict[str, float | None] = field(default_factory=lambda: {"dataset": None, "lora": None})
+    files: dict[str, str | None] = field(default_factory=lambda: {"kohya": None, "diffusers": None, "report": None})
+    seconds: dict[str, float] = field(default_factory=dict)
+    versions: dict[str, str] = field(default_factory=dict)
+    hardware: dict[str, Any] = field(default_factory=dict)
+    data_hash: str = ""
+    model: dict[str, str] = field(default_factory=dict)
+    arithmetic: dict[str, float] = field(default_factory=dict)
+    choices: tuple[str, ...] = ()
+    dataset: dict[str, Any] = field(default_factory=dict)
+    lora: dict[str, Any] = field(default_factory=dict)
+    training: dict[str, Any] = field(default_factory=dict)
+
+    def with_seconds(self, **seconds: float) -> Record:
+        """The same with durations added to what earlier sessions of the run took."""
+        added = {name: round(self.seconds.get(name, 0.0) + value, 3) for name, value in seconds.items()}
+        return replace(self, seconds={**self.seconds, **added})
+
+
+def write_record(folder: Path, record: Record) -> None:
+    write_json(folder / FILE, asdict(record))
+
+
+def read_record(folder: Path) -> dict[str, Any] | None:
+    """The record of a run folder, or None where there is no run."""
+    path = folder / FILE
+    if not path.is_file():
+        return None
+    try:
+        document: dict[str, Any] = read_json(path)
+    except ValueError:
+        return {"status": "failed", "steps": 0}
+    return document

@@ -1,0 +1,126 @@
+"""After training: write the LoRA in both forms, judge the file, draw before and after."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import torch
+
+from lora_trainer import __version__
+from lora_trainer.config.schema import Config
+from lora_trainer.core.errors import TrainingFailed
+from lora_trainer.data.steps import StepArithmetic
+from lora_trainer.evaluation.held_out import EncodedSample
+from lora_trainer.evaluation.lora_check import check_lora
+from lora_trainer.evaluation.report import LoraReport
+from lora_trainer.evaluation.sample import Drawing, compare, save_comparison
+from lora_trainer.export.lora_file import read_lora, write_lora
+from lora_trainer.export.metadata import TrainingFacts
+from lora_trainer.export.weights import LoraWeights, check_keys, weights_from_peft
+from lora_trainer.production.inputs import Inputs
+from lora_trainer.training.adapter import Adapter
+from lora_trainer.training.state import TrainState
+
+BEFORE_AFTER = "before_after"
+
+
+def lora_weights(config: Config, inputs: Inputs, adapter: Adapter) -> LoraWeights:
+    """The masters by module name, with the alpha that they were trained at."""
+    alpha = config.lora.alpha or float(config.lora.rank)
+    return weights_from_peft(adapter.masters, inputs.family.denoiser_prefix, alpha)
+
+
+def training_facts(
+    config: Config, inputs: Inputs, name: str, state: TrainState, steps: StepArithmetic, began: float
+) -> TrainingFacts:
+    """What the file's header says of the run."""
+    targets = config.lora.targets
+    return TrainingFacts(
+        family=inputs.family.name,
+        name=name,
+        base_name=inputs.facts.path.name,
+        rank=config.lora.rank,
+        alpha=config.lora.alpha or float(config.lora.rank),
+        targets=targets if isinstance(targets, str) else ", ".join(targets),
+        resolution=(inputs.resolution, inputs.resolution),
+        steps=state.step,
+        epochs=-(-state.step // steps.steps_per_epoch),
+        samples=len(inputs.train),
+        batch=config.batch.effective,
+        learning_rate=config.optim.learning_rate,
+        optimizer=config.optim.name,
+        schedule=config.schedule.name,
+        seed=config.train.seed,
+        started=began,
+        finished=time.time(),
+        version=__version__,
+        prediction=inputs.facts.prediction,
+        min_snr_gamma=config.loss.min_snr_gamma,
+        noise_offset=config.noise.offset or None,
+        multires_iterations=config.noise.multires_iterations or None,
+        multires_discount=config.noise.multires_discount if config.noise.multires_iterations else None,
+        caption_dropout=config.data.caption_dropout,
+        dropout=config.lora.dropout,
+        held_out=len(inputs.held_out),
+        buckets={(bucket.width, bucket.height): count for bucket, count in inputs.train_plan.counts.items()},
+    )
+
+
+def export_lora(
+    folder: Path, name: str, weights: LoraWeights, facts: TrainingFacts, shapes: Mapping[str, tuple[int, ...]]
+) -> tuple[Path, Path]:
+    """Write both files, read them back and hold every key against the model's `shapes`; kohya's path first.
+
+    Raises TrainingFailed when a value is not finite or a key does not fit.
+    """
+    paths = write_lora(folder, name, weights, facts)
+    problems = [problem for path in paths for problem in check_keys(read_lora(path), shapes)]
+    if problems:
+        raise TrainingFailed(problems)
+    return paths
+
+
+def judge_lora(
+    lora: Path, config: Config, inputs: Inputs, samples: Sequence[EncodedSample], device: torch.device, dtype: torch.dtype
+) -> LoraReport:
+    """The LoRA gate's report on the exported file; on training samples where none are held out."""
+    return check_lora(
+        lora,
+        inputs.facts.path,
+        inputs.family,
+        samples,
+        held_out=bool(inputs.held_out),
+        dtype=dtype,
+        device=device,
+        gate=config.gates.lora,
+    )
+
+
+def draw_comparison(
+    lora: Path,
+    folder: Path,
+    config: Config,
+    inputs: Inputs,
+    device: torch.device,
+    dtype: torch.dtype,
+    *,
+    name: str = BEFORE_AFTER,
+) -> Path:
+    """Pictures of the run's prompts without and with the file, same seeds, into `folder`; the sheet's path."""
+    prompts = sample_prompts(config, inputs)
+    drawing = Drawing(config.sample.steps, config.sample.guidance, (inputs.resolution, inputs.resolution))
+    seeds = [config.train.seed + index for index in range(len(prompts))]
+    without, with_lora, recipe = compare(
+        inputs.family, inputs.facts.path, lora, prompts, seeds, drawing, dtype=dtype, device=device
+    )
+    return save_comparison(folder, without, with_lora, recipe, name=name)
+
+
+def sample_prompts(config: Config, inputs: Inputs) -> list[str]:
+    """The prompts asked for; else different captions of the data, held-out ones first."""
+    if config.sample.prompts:
+        return list(config.sample.prompts)
+    captions = dict.fromkeys(sample.caption for sample in (*inputs.held_out, *inputs.train))
+    return list(captions)[: config.sample.count]

@@ -1,0 +1,125 @@
+"""The arithmetic of noise, schedules and losses, against the formulas themselves."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lora_trainer.core.randomness import position_key, position_shuffle, position_uniform
+from lora_trainer.diffusion.loss import min_snr_weight, squared_error
+from lora_trainer.diffusion.noise import generator, multires_noise, position_noise, training_noise
+from lora_trainer.diffusion.process import Process, linear_alphas, scaled_linear_alphas
+from lora_trainer.diffusion.timesteps import stratified_timesteps, uniform_timesteps
+
+ALPHAS = scaled_linear_alphas(1000, 0.00085, 0.012)
+PLAIN = {"offset": 0.0, "multires_iterations": 0, "multires_discount": 0.3}
+
+
+def test_schedules_equal_diffusers():
+    from diffusers import DDPMScheduler
+
+    for name, ours in (("scaled_linear", scaled_linear_alphas), ("linear", linear_alphas)):
+        theirs = DDPMScheduler(1000, 0.00085, 0.012, beta_schedule=name)
+        assert torch.allclose(ours(1000, 0.00085, 0.012), theirs.alphas_cumprod, rtol=1e-6)
+
+
+@pytest.mark.parametrize("prediction", ["epsilon", "v_prediction"])
+def test_noising_and_targets_equal_diffusers(prediction):
+    from diffusers import DDPMScheduler
+
+    theirs = DDPMScheduler(1000, 0.00085, 0.012, beta_schedule="scaled_linear", prediction_type=prediction)
+    process = Process(ALPHAS, prediction)
+    latents, noise, t = torch.randn(3, 4, 6, 5), torch.randn(3, 4, 6, 5), torch.tensor([0, 500, 999])
+    assert torch.allclose(process.add_noise(latents, noise, t), theirs.add_noise(latents, noise, t), atol=1e-6)
+    expected = noise if prediction == "epsilon" else theirs.get_velocity(latents, noise, t)
+    assert torch.allclose(process.target(latents, noise, t), expected, atol=1e-6)
+
+
+@given(st.integers(0, 999), st.floats(0.1, 20.0))
+def test_min_snr_weight_is_the_papers_formula(t, gamma):
+    snr = float(ALPHAS[t] / (1 - ALPHAS[t]))
+    epsilon = float(min_snr_weight(Process(ALPHAS, "epsilon"), torch.tensor([t]), gamma))
+    velocity = float(min_snr_weight(Process(ALPHAS, "v_prediction"), torch.tensor([t]), gamma))
+    assert epsilon == pytest.approx(min(snr, gamma) / snr, rel=1e-4)
+    assert velocity == pytest.approx(min(snr, gamma) / (snr + 1), rel=1e-4)
+
+
+def test_min_snr_with_velocity_is_defined_without_any_signal():
+    process = Process(torch.tensor([0.5, 0.0]), "v_prediction")
+    assert float(min_snr_weight(process, torch.tensor([1]), 5.0)) == 0.0
+
+
+def test_loss_is_one_number_per_sample():
+    predicted, target = torch.zeros(2, 4, 3, 3), torch.zeros(2, 4, 3, 3)
+    target[1] = 2.0
+    assert squared_error(predicted, target).tolist() == [0.0, 4.0]
+
+
+def test_noise_depends_on_every_part_of_the_position():
+    shape = (4, 8, 8)
+    base = position_noise(shape, 42, "noise", 3, "abc", 0)
+    assert torch.equal(base, position_noise(shape, 42, "noise", 3, "abc", 0))
+    for other in ((43, "noise", 3, "abc", 0), (42, "posterior", 3, "abc", 0), (42, "noise", 4, "abc", 0)):
+        assert not torch.equal(base, position_noise(shape, *other))
+    assert not torch.equal(base, position_noise(shape, 42, "noise", 3, "abd", 0))
+    assert not torch.equal(base, position_noise(shape, 42, "noise", 3, "abc", 1))
+
+
+def test_noise_uses_the_upper_half_of_its_key():
+    """torch's own generator would give the same numbers for keys that differ above 32 bits."""
+    keys = {position_key(1, "noise", step) for step in range(200)}
+    assert len({key >> 64 for key in keys}) == 200
+    drawn = {float(position_noise((1,), 1, "noise", step)) for step in range(200)}
+    assert len(drawn) == 200
+
+
+def test_plain_noise_is_standard_normal():
+    noise = training_noise((4, 64, 64), 42, 0, "abc", 0, **PLAIN)
+    assert abs(float(noise.mean())) < 0.03
+    assert float(noise.std()) == pytest.approx(1.0, abs=0.03)
+
+
+@pytest.mark.parametrize("size", [(16, 16), (1, 1), (3, 40)])
+def test_multires_noise_keeps_unit_spread_and_is_smoother(size):
+    plain = position_noise((4, *size), 1, "noise", 0)
+    coarse = multires_noise(plain, generator(1, "multires", 0), 8, 0.8)
+    assert coarse.shape == plain.shape
+    assert float(coarse.std()) == pytest.approx(1.0, abs=1e-4)
+    if min(size) > 4:
+        neighbours = (coarse[:, :, 1:] - coarse[:, :, :-1]).std()
+        assert neighbours < (plain[:, :, 1:] - plain[:, :, :-1]).std()
+
+
+def test_offset_moves_whole_channels():
+    options = {**PLAIN, "offset": 0.5}
+    moved = training_noise((4, 8, 8), 42, 0, "abc", 0, **options)
+    difference = moved - training_noise((4, 8, 8), 42, 0, "abc", 0, **PLAIN)
+    assert float(difference.std(dim=(1, 2)).max()) < 1e-6
+    assert len(set(difference[:, 0, 0].tolist())) == 4
+
+
+@given(st.floats(0.0, 1.0, exclude_max=True), st.integers(1, 2000))
+def test_timesteps_stay_in_range(draw, count):
+    assert 0 <= int(uniform_timesteps([draw], count)) < count
+
+
+@given(st.integers(1, 64), st.integers(64, 1000))
+def test_stratified_timesteps_cover_the_schedule(count, timesteps):
+    points = stratified_timesteps(count, timesteps)
+    assert points == sorted(set(points))
+    assert 0 <= points[0] <= timesteps / count
+    assert timesteps - timesteps / count - 1 <= points[-1] < timesteps
+
+
+@given(st.lists(st.integers(), max_size=40), st.integers(), st.integers(0, 9))
+def test_shuffle_is_a_permutation_fixed_by_its_position(items, seed, epoch):
+    shuffled = position_shuffle(items, seed, "order", epoch)
+    assert sorted(shuffled) == sorted(items)
+    assert shuffled == position_shuffle(items, seed, "order", epoch)
+
+
+@given(st.integers(), st.text())
+def test_uniform_is_in_the_unit_interval(seed, purpose):
+    assert 0.0 <= position_uniform(seed, purpose) < 1.0
