@@ -14,7 +14,7 @@ Score = integrity x learning^0.5 x preservation^0.3 x health^0.2.
 - **health** is 1 while the largest ||delta W|| / ||W|| stays under `NORM_FREE`, falling evenly
   in its logarithm to 0 at `NORM_RUINED`, times the share of modules that learned anything.
 
-A part of 0 makes the score 0.
+A part of 0 makes the score 0. Learning that could not be measured counts `UNMEASURED_LEARNING`.
 """
 
 from __future__ import annotations
@@ -46,6 +46,7 @@ LEAST_CHANGE = 1e-4  # fp16 rounding of the weights alone moves a prediction by 
 ENOUGH_IMPROVEMENT = 0.005  # LoRAs that people keep improve held-out loss by 1 to 5 %
 DRIFT_FREE, DRIFT_RUINED = 0.30, 3.0
 NORM_FREE, NORM_RUINED = 0.5, 10.0
+UNMEASURED_LEARNING = 0.5  # no evidence is no proof of failure, but the score stays under 0.71
 WORST_SHOWN = 5  # keys listed in one finding
 
 SEED = 20_240_229  # the gate's own, so that a LoRA's score does not depend on the run's seed
@@ -119,7 +120,7 @@ def judge(
         return _report({"integrity": 0.0}, findings, numbers, gate)
     parts = {
         "integrity": 1.0,
-        "learning": learning_score(learned) if learned is not None else 0.0,
+        "learning": learning_score(learned) if learned is not None else UNMEASURED_LEARNING,
         "preservation": falling(drifted, DRIFT_FREE, DRIFT_RUINED),
         "health": health_score(health),
     }
@@ -228,7 +229,7 @@ def _not_finite(names: list[str], total: int) -> Finding:
 def _learning_findings(found: Improvement | None, held_out: bool, samples: int) -> list[Finding]:
     if found is None:
         fix = "Give pictures with captions of the subject: --data."
-        return [Finding("no_samples", "error", "Learning could not be measured: no pictures were given.", fix)]
+        return [Finding("no_samples", "warning", "Learning could not be measured: no pictures were given.", fix)]
     findings = []
     interval = f"{found.mean:.1%}, 95 % interval {found.low:.1%} to {found.high:.1%}"
     if found.mean <= 0:

@@ -10,12 +10,16 @@ from typing import Any
 import torch
 from PIL import Image
 
+from lora_trainer.core.errors import UsageError
 from lora_trainer.core.io import sha256_file, write_json
-from lora_trainer.evaluation.loading import fresh_pipeline, load_onto, without_lora
+from lora_trainer.evaluation.loading import components_of, fresh_pipeline, load_onto, without_lora
 from lora_trainer.evaluation.sheet import Row, contact_sheet, save_picture
+from lora_trainer.export.lora_file import read_lora
+from lora_trainer.export.weights import check_keys, shapes_of
 from lora_trainer.models.family import Family
 
 DRAWN_AT_ONCE = 8
+PROBLEMS_SHOWN = 5
 
 
 @dataclass(frozen=True)
@@ -62,8 +66,14 @@ def compare(
     dtype: torch.dtype = torch.float32,
     device: torch.device | None = None,
 ) -> tuple[list[Image.Image], list[Image.Image], dict[str, Any]]:
-    """Pictures without and with the LoRA file on a fresh base, and the recipe that draws them again."""
+    """Pictures without and with the LoRA file on a fresh base, and the recipe that draws them again.
+
+    Raises UsageError when the file cannot be read or does not fit the base.
+    """
+    weights = read_lora(lora)
     pipeline = fresh_pipeline(family, base, dtype, device or torch.device("cpu"))
+    if problems := check_keys(weights, shapes_of(components_of(pipeline, family))):
+        raise UsageError(problems[:PROBLEMS_SHOWN])
     load_onto(pipeline, lora)
     with without_lora(pipeline):
         without = draw(pipeline, prompts, seeds, drawing)

@@ -1,0 +1,177 @@
+"""`validate LORA`: the LoRA gate on a file."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from lora_trainer.builtin import BASE_FOLDER
+from lora_trainer.config.schema import Config
+from lora_trainer.core.errors import DONE, LORA_REFUSED, Problem, UsageError
+from lora_trainer.core.io import read_json
+from lora_trainer.data.buckets import BucketPlan, assign_buckets
+from lora_trainer.data.images import BrokenPictureError
+from lora_trainer.data.manifest import Sample, read_manifest
+from lora_trainer.evaluation.report import LoraReport
+from lora_trainer.production.inputs import model_folder, read_inputs, read_model, trained_resolution
+
+MEANINGS = {
+    "integrity": "whole, finite, loads, changes pictures",
+    "learning": "held-out loss against the base, same noise",
+    "preservation": "little drift on unrelated prompts",
+    "health": "sizes of the updates, modules that learned",
+}
+
+
+@dataclass(frozen=True)
+class Questions:
+    """The pictures that learning is measured on, where each goes, and where they come from."""
+
+    samples: tuple[Sample, ...]
+    plan: BucketPlan
+    held_out: bool
+    origin: str
+
+
+NO_QUESTIONS = BucketPlan((), {})
+
+
+def validate_command(
+    lora: str | Path, model: str | Path | None, data: str | Path | None, as_json: bool, config: Config
+) -> int:
+    """Judge a LoRA file; print the report. 0 when it passes `gates.lora`, 4 when it does not.
+
+    Without `data`, the pictures that its run held out are taken from the `run.json` beside the
+    file; without that, and on the built-in base, those of the built-in data set.
+    Raises UsageError for a file, model or folder that cannot be read.
+    """
+    path = Path(lora)
+    run = _run_of(path)
+    if model is not None:
+        config = _with_model(config, model)
+    elif run is not None and run.model.path is not None:
+        config = _with_model(config, run.model.path)
+    _say(f"base model: {model_folder(config)}")
+    if not path.is_file():
+        raise UsageError(Problem(f"There is no LoRA file {path}.", "Check the path."))
+    questions = _given_questions(config, Path(data)) if data is not None else _run_questions(config, run)
+    _say(questions.origin)
+    report = _judge(path, config, questions)
+    if as_json:
+        print(json.dumps(report.to_json(), indent=2, ensure_ascii=False, allow_nan=False))
+    else:
+        print_report(path, report)
+    return DONE if report.passed else LORA_REFUSED
+
+
+def _judge(path: Path, config: Config, questions: Questions) -> LoraReport:
+    import torch
+
+    from lora_trainer.evaluation.encode import encode_samples
+    from lora_trainer.evaluation.lora_check import check_lora
+
+    family, facts = read_model(config)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        encoders = family.load_encoders(facts.path, torch.float32, device)
+        samples = encode_samples(questions.samples, questions.plan, encoders)
+    except BrokenPictureError as broken:
+        raise UsageError(Problem(f"A picture {broken.message}", broken.fix)) from broken
+    return check_lora(
+        path,
+        facts.path,
+        family,
+        samples,
+        held_out=questions.held_out,
+        device=device,
+        gate=config.gates.lora,
+        progress=_say,
+    )
+
+
+def _given_questions(config: Config, data: Path) -> Questions:
+    _, facts = read_model(config)
+    manifest, findings = read_manifest([data], allow_missing_captions=True)
+    _say(*(f"left out: {finding.path} {finding.message}" for finding in findings if finding.severity == "error"))
+    resolution = trained_resolution(config, facts)
+    plan = assign_buckets(manifest.samples, resolution, facts.pixel_step, config.data.max_aspect)
+    return Questions(
+        manifest.samples, plan, True, f"learning is measured on {len(manifest.samples)} pictures of {data}"
+    )
+
+
+def _run_questions(config: Config, run: Config | None) -> Questions:
+    """What the run held out; on the built-in base without a run, what the built-in set holds out."""
+    if run is None and model_folder(config) != BASE_FOLDER:
+        origin = "no --data and no run.json beside the file: learning cannot be measured"
+        return Questions((), NO_QUESTIONS, True, origin)
+    trained_with = config if run is None else run.model_copy(update={"model": config.model})
+    try:
+        inputs = read_inputs(trained_with)
+    except UsageError as error:
+        return Questions((), NO_QUESTIONS, True, f"learning cannot be measured: {error}")
+    origin = "the built-in data set" if run is None else "the run's data"
+    if inputs.held_out:
+        told = f"learning is measured on {len(inputs.held_out)} held-out pictures of {origin}"
+        return Questions(inputs.held_out, inputs.held_out_plan, True, told)
+    return Questions(
+        inputs.train, inputs.train_plan, False, f"nothing was held out: learning is measured on {origin} itself"
+    )
+
+
+def _run_of(lora: Path) -> Config | None:
+    """The config of the run that a file lies in."""
+    record = lora.parent / "run.json"
+    if not record.is_file():
+        return None
+    try:
+        document = read_json(record)
+        return Config.model_validate(document["config"])
+    except (OSError, ValueError, KeyError, TypeError):
+        _say(f"{record} cannot be read and is passed over")
+        return None
+
+
+def _with_model(config: Config, model: str | Path) -> Config:
+    return config.model_copy(update={"model": config.model.model_copy(update={"path": str(model)})})
+
+
+def print_report(path: Path, report: LoraReport) -> None:
+    """The report for people, on stdout."""
+    console = Console(highlight=False)
+    table = Table(box=None, show_header=False, pad_edge=False)
+    for name, value in report.parts.items():
+        table.add_row(Text(f"  {name}"), f"{value:.2f}", Text(MEANINGS.get(name, ""), style="dim"))
+    verdict = "passed" if report.passed else "refused"
+    console.print(Text(f"{path.name}: score {report.score:.2f}, {verdict} (gate {report.gate:.2f})", style="bold"))
+    console.print(table)
+    for line in _numbers(report.numbers):
+        console.print(Text(f"  {line}"), soft_wrap=True)
+    for finding in report.findings:
+        console.print(Text(f"  {finding.severity}: {finding.message} {finding.fix}".rstrip()), soft_wrap=True)
+
+
+def _numbers(numbers: Any) -> list[str]:
+    lines = []
+    if learned := numbers.get("learning"):
+        lines.append(
+            f"held-out loss {learned['base']:.4f} -> {learned['lora']:.4f}: {learned['mean']:.1%} lower "
+            f"(95 % interval {learned['low']:.1%} to {learned['high']:.1%})"
+        )
+    if "drift" in numbers:
+        lines.append(f"drift on unrelated prompts {numbers['drift']:.1%}")
+    if health := numbers.get("health"):
+        lines.append(f"largest update {health['largest']:.3f} of its weight, rank used {health['rank_used']:.0%}")
+    return lines
+
+
+def _say(*lines: str) -> None:
+    for line in lines:
+        print(line, file=sys.stderr)

@@ -1,0 +1,36 @@
+"""Pictures and captions brought to the form in which the denoiser is asked about them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from lora_trainer.data.buckets import BucketPlan
+from lora_trainer.data.images import load_pixels
+from lora_trainer.data.manifest import Sample
+from lora_trainer.evaluation.held_out import EncodedSample
+from lora_trainer.models.family import Encoders
+
+
+def encode_samples(samples: Sequence[Sample], plan: BucketPlan, encoders: Encoders) -> list[EncodedSample]:
+    """Each sample's latents (the posterior's mean) and conditioning, fp32 on the CPU, without any cache.
+
+    `plan` places the samples in their order. Raises BrokenPictureError.
+    """
+    encoded = []
+    for sample, fit in zip(samples, plan.fits, strict=True):
+        pixels = torch.from_numpy(load_pixels(sample.path, fit)).permute(2, 0, 1).float() / 127.5 - 1.0
+        mean, _ = encoders.encode_image(pixels[None])
+        text = encoders.encode_text([sample.caption])
+        bucket = fit.bucket
+        sizes = [sample.height, sample.width, fit.top, fit.left, bucket.height, bucket.width]
+        encoded.append(
+            EncodedSample(
+                id=sample.id,
+                latents=mean[0].float().cpu(),
+                cond={name: tensor[0].float().cpu() for name, tensor in text.items()},
+                sizes=torch.tensor(sizes, dtype=torch.float32),
+            )
+        )
+    return encoded

@@ -1,0 +1,103 @@
+"""`validate` and `sample` as a user meets them, on a tiny base."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from PIL import Image
+
+from lora_trainer.cli.sample import sample_command
+from lora_trainer.cli.validate import validate_command
+from lora_trainer.config.schema import Config
+from lora_trainer.core.errors import UsageError
+from lora_trainer.core.io import write_json
+from lora_trainer.export.lora_file import write_lora
+from lora_trainer.export.weights import LoraPair, LoraWeights
+from lora_trainer.models import FAMILIES
+from tests.export.tiny import facts, random_lora, tiny_pipeline
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("base")
+    tiny_pipeline(folder / "tokenizer").save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def lora(base: Path, tmp_path: Path) -> Path:
+    unet = FAMILIES["sd15"].load_denoiser(base, torch.float32, torch.device("cpu"))
+    return write_lora(tmp_path / "run", "cat", random_lora(unet, size=0.05), facts())[0]
+
+
+@pytest.fixture
+def pictures(tmp_path: Path) -> Path:
+    folder = tmp_path / "pictures"
+    folder.mkdir()
+    for index in range(9):
+        Image.new("RGB", (64, 64), (index * 20, 90, 30)).save(folder / f"{index}.png")
+        (folder / f"{index}.txt").write_text("a red circle", encoding="utf-8")
+    return folder
+
+
+def test_json_is_one_document_on_stdout(
+    lora: Path, base: Path, pictures: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code = validate_command(str(lora), str(base), str(pictures), True, Config())
+    said = capsys.readouterr()
+    document = json.loads(said.out)
+    assert document["numbers"]["samples"] == 9
+    assert set(document["parts"]) == {"integrity", "learning", "preservation", "health"}
+    assert document["passed"] is (document["score"] >= 0.9)
+    assert code == (0 if document["passed"] else 4)
+    assert "9 pictures" in said.err
+
+
+def test_the_runs_own_held_out_pictures_are_found(
+    lora: Path, base: Path, pictures: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = Config.model_validate({"model": {"path": str(base)}, "data": {"sources": [str(pictures)]}})
+    write_json(lora.parent / "run.json", {"config": run.model_dump(mode="json", by_alias=True)})
+    code = validate_command(lora, None, None, False, Config())
+    said = capsys.readouterr()
+    assert "1 held-out pictures of the run's data" in said.err
+    assert code == 4
+    assert "refused" in said.out
+    assert "held-out loss" in said.out
+
+
+def test_without_pictures_learning_is_not_claimed(lora: Path, base: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert validate_command(lora, base, None, True, Config()) == 4
+    document = json.loads(capsys.readouterr().out)
+    assert [finding["code"] for finding in document["findings"]].count("no_samples") == 1
+
+
+def test_wrong_paths_are_wrong_usage(lora: Path, base: Path, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="no LoRA file"):
+        validate_command(tmp_path / "absent.safetensors", base, None, True, Config())
+    with pytest.raises(UsageError, match="no model"):
+        validate_command(lora, tmp_path / "absent", None, True, Config())
+    with pytest.raises(UsageError, match="no folder"):
+        validate_command(lora, base, tmp_path / "absent", True, Config())
+    foreign = LoraWeights({"unet.mid_block.nowhere": LoraPair(torch.ones(2, 9), torch.ones(9, 2), 2.0)})
+    other = write_lora(tmp_path, "other", foreign, facts())[0]
+    with pytest.raises(UsageError, match="no module of the model"):
+        sample_command(other, base, ["a red circle"], Config())
+    with pytest.raises(UsageError, match="No prompt"):
+        sample_command(lora, base, [], Config())
+
+
+def test_sample_writes_a_sheet(lora: Path, base: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = Config.model_validate({"sample": {"steps": 2}})
+    assert sample_command(lora, base, ["a red circle"], config, seed=5) == 0
+    sheet = Path(capsys.readouterr().out.strip())
+    assert sheet == lora.parent / "samples" / "cat_before_after.png"
+    assert {path.name for path in sheet.parent.iterdir()} == {
+        "cat_before_after.png",
+        "cat_before_after.json",
+        "cat_before_after_00_with.png",
+        "cat_before_after_00_without.png",
+    }
