@@ -218,6 +218,31 @@ def _validate(arguments: argparse.Namespace, unknown: list[Problem]) -> int:
     )
 
 
+def _add_sample_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("lora", metavar="LORA", help="the LoRA file, in either format")
+    parser.add_argument("--model", dest="model.path", metavar="DIR", help="the base model; the built-in one without it")
+    parser.add_argument("--prompt", action="append", default=[], metavar="TEXT", help="what to draw (repeatable)")
+    parser.add_argument(
+        "--output", dest="folder", metavar="DIR", help="folder for the pictures (default: beside the file)"
+    )
+    parser.add_argument("--seed", dest="first_seed", type=int, default=0, metavar="N", help="the first picture's seed")
+    add_settings_arguments(parser)
+
+
+def _sample(arguments: argparse.Namespace, unknown: list[Problem]) -> int:
+    config = resolved_from(arguments, unknown).config
+    from lora_trainer.cli.sample import sample_command
+
+    return sample_command(
+        arguments.lora,
+        config.model.path,
+        arguments.prompt,
+        config,
+        output=arguments.folder,
+        seed=arguments.first_seed,
+    )
+
+
 def _add_presets_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("action", nargs="?", metavar="show", help="show the merged settings of the presets named")
     parser.add_argument("names", nargs="*", metavar="NAME", help="such as 12gb quality")
@@ -260,6 +285,12 @@ COMMANDS = {
         _add_validate_arguments,
         _validate,
         "example:\n  lora-trainer validate runs/cat/cat.safetensors --model ./my-sd15 --data ./held-out\n",
+    ),
+    "sample": Command(
+        "draw with and without a LoRA, same seeds",
+        _add_sample_arguments,
+        _sample,
+        'example:\n  lora-trainer sample runs/cat/cat.safetensors --model ./my-sd15 --prompt "a photo of my cat"\n',
     ),
     "presets": Command(
         "list the presets, or show what some of them set",

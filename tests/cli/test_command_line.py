@@ -5,11 +5,13 @@ from __future__ import annotations
 import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
 from lora_trainer.cli import main as cli
 from lora_trainer.cli.main import COMMANDS, Command, main
+from lora_trainer.config.layers import Resolved
 from lora_trainer.core.errors import DatasetRefused
 
 
@@ -106,6 +108,7 @@ def test_all_problems_are_told_at_once(capsys: pytest.CaptureFixture[str], tmp_p
         (["train", "--max_steps", "3"], "Did you mean --max-steps"),
         (["check", "--sett", "lora.rank=3"], "Did you mean --set"),
         (["validate"], "The following arguments are required: LORA."),
+        (["sample", "a.safetensors", "--seed", "x"], "invalid int value: 'x'"),
         (["presets", "12gb"], "Use: presets show 12gb"),
         (["presets", "show"], "presets show needs a name."),
         (["presets", "show", "sd16"], "Did you mean sd15?"),
@@ -128,6 +131,25 @@ def test_presets_are_listed_and_shown(capsys: pytest.CaptureFixture[str]) -> Non
     assert row(out, "lora.rank")[2] == "preset 12gb"
     assert row(out, "optim.learning_rate")[2] == "preset quality"
     assert "run.output" not in out
+
+
+def test_what_was_asked_reaches_the_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    asked: list[tuple[str | None, bool, bool, bool]] = []
+
+    def train(resolved: Resolved, *, resume: bool, dry_run: bool, enforce_gates: bool) -> int:
+        asked.append((resolved.config.run.name, resume, dry_run, enforce_gates))
+        return 4
+
+    module = ModuleType("lora_trainer.production.run")
+    module.train = train  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "lora_trainer.production.run", module)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs" / "demo").mkdir(parents=True)
+    (tmp_path / "runs" / "demo-2").mkdir()
+    assert main(["train", "--resume", "--name", "cat"]) == 4
+    assert main(["produce", "--dry-run"]) == 4
+    assert main(["demo"]) == 4
+    assert asked == [("cat", True, False, False), (None, False, True, True), ("demo-3", False, False, True)]
 
 
 def fails(monkeypatch: pytest.MonkeyPatch, error: BaseException) -> None:
