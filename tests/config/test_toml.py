@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from hypothesis import given
+from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
 from lora_trainer.config.layers import Layer, resolve
@@ -40,6 +41,7 @@ settings = st.fixed_dictionaries(
 )
 
 
+@hypothesis_settings(deadline=None)
 @given(settings)
 def test_a_written_config_repeats_the_run_whatever_lies_below_it(values: dict[str, object]) -> None:
     config = resolve([Layer("file", values)]).config
