@@ -1,0 +1,14 @@
+"""What travels inside the package, so that everything runs without a download.
+
+`BASE_FOLDER`: a miniature Stable Diffusion 1.5 in diffusers' layout, trained by
+`scripts/builtin_base/train.py`. `DATA_FOLDER`: 24 pictures with captions of a subject
+that it cannot draw, made by `scripts/builtin_base/draw_datasets.py`. Both were drawn
+by programs of this project and stand under its licence, Apache-2.0.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+BASE_FOLDER = Path(__file__).parent / "base"
+DATA_FOLDER = Path(__file__).parent / "zobo"

@@ -179,6 +179,7 @@ def sample(base: Path, prompts: list[str], batch: int = 16) -> list[Image.Image]
 def decode_drawn(vae: Any, drawn: list[Image.Image], batch: int = 32) -> list[Image.Image]:
     """The pictures after a trip through the autoencoder."""
     import torch
+
     from builtin_base.train import as_tensor
 
     decoded: list[Image.Image] = []
@@ -234,8 +235,9 @@ def main() -> None:
     folder = args.vae or args.base / "vae"
     vae = None
     if folder.is_dir():
-        from builtin_base.train import psnr
         from diffusers import AutoencoderKL
+
+        from builtin_base.train import psnr
 
         vae = AutoencoderKL.from_pretrained(folder, local_files_only=True).float().eval()
     report_judge(args.drawn, vae)

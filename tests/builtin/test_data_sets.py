@@ -1,0 +1,46 @@
+"""The two data sets of new subjects: complete, varied, small, and drawn by the script."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+
+import pytest
+from PIL import Image
+
+from builtin_base.draw_datasets import draw_subject
+from builtin_base.judge import judge
+from lora_trainer.builtin import DATA_FOLDER
+
+FUNGO = Path(__file__).resolve().parents[1] / "data_sets" / "fungo"
+BOTH = pytest.mark.parametrize(("name", "folder"), [("zobo", DATA_FOLDER), ("fungo", FUNGO)], ids=["zobo", "fungo"])
+
+
+def opened(path: Path) -> Image.Image:
+    with Image.open(path) as picture:
+        return picture.convert("RGB")
+
+
+@BOTH
+def test_pictures_and_captions(name: str, folder: Path) -> None:
+    pictures = sorted(folder.glob("*.webp"))
+    assert len(pictures) == 24
+    captions = [picture.with_suffix(".txt").read_text(encoding="utf-8").strip() for picture in pictures]
+    assert all(name in caption.split() or caption.startswith(f"{name},") for caption in captions)
+    sizes = [opened(picture).size for picture in pictures]
+    assert len(set(sizes)) == 4
+    assert all(192 <= side <= 320 for size in sizes for side in size)
+    assert len({hashlib.sha256(picture.read_bytes()).digest() for picture in pictures}) == 24
+    assert sum(file.stat().st_size for file in folder.iterdir()) < 300_000
+
+
+@BOTH
+def test_subject_is_none_of_the_shapes_the_base_knows(name: str, folder: Path) -> None:
+    seen = [judge(opened(picture)).shape for picture in sorted(folder.glob("*.webp"))]
+    assert seen.count("none") >= 20
+
+
+def test_script_draws_these_captions() -> None:
+    for number in (0, 7):
+        caption = (DATA_FOLDER / f"zobo_{number + 1:02d}.txt").read_text(encoding="utf-8").strip()
+        assert draw_subject("zobo", number)[1] == caption

@@ -1,0 +1,37 @@
+"""The built-in tokenizer: the base's words stay apart, and any caption can be read."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from transformers import CLIPTokenizer
+
+from builtin_base.architecture import WORDS, make_tokenizer
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> CLIPTokenizer:
+    return make_tokenizer(tmp_path_factory.mktemp("tokenizer"))
+
+
+def test_words_of_the_base_are_few_tokens_and_differ(tokenizer: CLIPTokenizer) -> None:
+    read = {word: tuple(tokenizer(word).input_ids[1:-1]) for word in WORDS}
+    assert len(set(read.values())) == len(WORDS)
+    # Merges that words share cost a word its single token at most now and then.
+    assert sum(len(ids) == 1 for ids in read.values()) >= len(WORDS) - 2
+    assert all(tokenizer.decode(ids).replace(" ", "") == word for word, ids in read.items())
+
+
+@given(text=st.text(alphabet=st.characters(min_codepoint=33, max_codepoint=126), min_size=1, max_size=40))
+def test_any_printable_caption_is_read_without_unknowns(tokenizer: CLIPTokenizer, text: str) -> None:
+    ids = tokenizer(text).input_ids[1:-1]
+    assert ids
+    assert tokenizer.decode(ids).replace(" ", "") == text.lower().replace(" ", "")
+
+
+@given(text=st.text(max_size=200))
+def test_any_text_gives_77_tokens(tokenizer: CLIPTokenizer, text: str) -> None:
+    ids = tokenizer(text, padding="max_length", max_length=77, truncation=True).input_ids
+    assert len(ids) == 77
+    assert all(0 <= i < len(tokenizer) for i in ids)
