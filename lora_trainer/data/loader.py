@@ -1,0 +1,125 @@
+"""From places in a step to tensors: cached latents and texts of a micro batch, read ahead."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from lora_trainer.core.randomness import position_uniform
+from lora_trainer.data.buckets import Fit
+from lora_trainer.data.entries import Store
+from lora_trainer.data.manifest import Sample
+from lora_trainer.data.steps import Ref
+
+Item = TypeVar("Item")
+
+
+@dataclass(frozen=True)
+class CachedData:
+    """Samples with where their tensors lie. The four sequences stand in one order."""
+
+    samples: Sequence[Sample]
+    fits: Sequence[Fit]
+    latent_keys: Sequence[str]
+    text_keys: Sequence[str]
+    empty_key: str  # the empty caption's, for caption dropout
+    latents: Store
+    texts: Store
+
+
+@dataclass(frozen=True)
+class Batch:
+    """B samples of one bucket as they were cached, before anything random but the captions' dropout."""
+
+    refs: tuple[Ref, ...]
+    mean: Tensor  # [B, C, h, w], scaled latents
+    spread: Tensor  # [B, C, h, w]
+    cond: Mapping[str, Tensor]  # each with B first
+    sizes: Tensor  # [B, 6] float32: original height, width, crop top, left, target height, width; pixels
+
+    @property
+    def places(self) -> tuple[tuple[str, int], ...]:
+        """(sample id, occurrence) of each sample, which with the step name its random draws."""
+        return tuple((ref.id, ref.occurrence) for ref in self.refs)
+
+
+def read_micro(data: CachedData, refs: Sequence[Ref], step: int, seed: int, caption_dropout: float = 0.0) -> Batch:
+    """Read one micro batch, all of one bucket. Raises TrainingFailed when an entry is gone or damaged."""
+    latents = [data.latents.read(data.latent_keys[ref.index]) for ref in refs]
+    texts = [
+        data.texts.read(
+            data.empty_key if drops_caption(ref, step, seed, caption_dropout) else data.text_keys[ref.index]
+        )
+        for ref in refs
+    ]
+    return Batch(
+        refs=tuple(refs),
+        mean=torch.stack([entry["mean"] for entry in latents]),
+        spread=torch.stack([entry["spread"] for entry in latents]),
+        cond={name: torch.stack([entry[name] for entry in texts]) for name in texts[0]},
+        sizes=torch.tensor([size_row(data.samples[ref.index], data.fits[ref.index]) for ref in refs]),
+    )
+
+
+def drops_caption(ref: Ref, step: int, seed: int, share: float) -> bool:
+    """Whether a sample is trained on the empty caption in this step."""
+    return share > 0.0 and position_uniform(seed, "caption_dropout", step, ref.id, ref.occurrence) < share
+
+
+def size_row(sample: Sample, fit: Fit) -> tuple[float, ...]:
+    """What SDXL is told of a picture's size (arXiv:2307.01952, 2.2): six numbers, in pixels."""
+    row = (sample.height, sample.width, fit.top, fit.left, fit.bucket.height, fit.bucket.width)
+    return tuple(float(value) for value in row)
+
+
+@dataclass(frozen=True)
+class _Failure:
+    error: BaseException
+
+
+_END = object()
+
+
+def prefetch(source: Iterator[Item], depth: int = 2) -> Generator[Item, None, None]:
+    """The same items, made up to `depth` ahead in a thread of their own.
+
+    What the source raises is raised here, in its place. Closing the generator stops the
+    thread, at the latest when the item that is being made is ready.
+    """
+    ready: queue.Queue[object] = queue.Queue(maxsize=max(1, depth))
+    stopped = threading.Event()
+
+    def offer(item: object) -> bool:
+        while not stopped.is_set():
+            try:
+                ready.put(item, timeout=0.1)
+            except queue.Full:
+                continue
+            return True
+        return False
+
+    def work() -> None:
+        try:
+            for item in source:
+                if not offer(item):
+                    return
+            offer(_END)
+        except BaseException as error:  # noqa: BLE001 - whatever it is belongs to the consumer
+            offer(_Failure(error))
+
+    thread = threading.Thread(target=work, name="prefetch", daemon=True)
+    thread.start()
+    try:
+        while (item := ready.get()) is not _END:
+            if isinstance(item, _Failure):
+                raise item.error
+            yield item  # type: ignore[misc]
+    finally:
+        stopped.set()
+        thread.join()

@@ -1,0 +1,289 @@
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from lora_trainer.core.errors import DatasetRefused, TrainingFailed
+from lora_trainer.data.buckets import assign_buckets
+from lora_trainer.data.cache import CachePlan, Filled, fill_latents, fill_texts, plan_latents, plan_texts, text_key
+from lora_trainer.data.entries import (
+    DamagedEntryError,
+    Store,
+    cache_clean,
+    cache_status,
+    entry_path,
+    read_entry,
+    write_entry,
+)
+from lora_trainer.data.manifest import read_manifest
+from tests.data.conftest import Draw
+
+HALF = torch.float16
+
+
+def encode_image(pixels: Tensor) -> tuple[Tensor, Tensor]:
+    """[B, 3, H, W] -> two [B, 4, H / 8, W / 8]: block means."""
+    assert pixels.ndim == 4
+    assert pixels.abs().max() <= 1
+    mean = torch.nn.functional.avg_pool2d(pixels, 8)
+    mean = torch.cat([mean, mean[:, :1]], dim=1)
+    return mean, torch.full_like(mean, 0.1)
+
+
+def encode_text(captions: Sequence[str]) -> dict[str, Tensor]:
+    return {"embeds": torch.stack([torch.full((5, 3), float(len(caption))) for caption in captions])}
+
+
+def plan_of(
+    data: Path, cache: Path, *, resolution: int = 64, encoder: str = "vae", dtype: torch.dtype = HALF
+) -> CachePlan:
+    manifest, _ = read_manifest([data])
+    fits = assign_buckets(manifest.samples, resolution, 16, 2.0).fits
+    return plan_latents(manifest.samples, fits, cache, encoder, dtype)
+
+
+def fill(data: Path, cache: Path, **settings: object) -> Filled:
+    return fill_latents(plan_of(data, cache, **settings), encode_image, batch=2)  # type: ignore[arg-type]
+
+
+def texts_of(data: Path, cache: Path, encoder: str = "clip") -> CachePlan[str]:
+    manifest, _ = read_manifest([data])
+    return plan_texts(manifest.samples, ["a prompt"], cache, encoder, HALF)
+
+
+@pytest.fixture
+def data(tmp_path: Path, draw: Draw) -> Path:
+    folder = tmp_path / "data"
+    for seed, (width, height) in enumerate([(64, 64), (96, 64), (64, 64), (70, 140), (64, 64)]):
+        draw(folder / f"{seed}.png", width, height, seed=seed, caption=f"{'x' * seed} thing")
+    return folder
+
+
+@pytest.fixture
+def cache(tmp_path: Path) -> Path:
+    return tmp_path / "cache"
+
+
+def test_latents_are_built_once_and_read_back(data: Path, cache: Path) -> None:
+    before = sorted(data.rglob("*"))
+    assert fill(data, cache) == Filled("latents", 0, 5, {"new": 5})
+    assert fill(data, cache) == Filled("latents", 5, 0, {})
+    plan = plan_of(data, cache)
+    store = Store(cache, "latents")
+    for (_, fit), key in zip(plan.items, plan.keys, strict=True):
+        entry = store.read(key)
+        assert entry["mean"].shape == entry["spread"].shape == (4, fit.bucket.height // 8, fit.bucket.width // 8)
+        assert entry["mean"].dtype == HALF
+        assert store.read(key)["mean"] is entry["mean"]
+    assert sorted(data.rglob("*")) == before
+
+
+def test_planning_writes_nothing_and_a_full_cache_needs_no_encoder(data: Path, cache: Path) -> None:
+    assert plan_of(data, cache).filled.rebuilt == 5
+    assert not cache.exists()
+    fill(data, cache)
+
+    def never(pixels: Tensor) -> tuple[Tensor, Tensor]:
+        raise AssertionError
+
+    assert fill_latents(plan_of(data, cache), never, batch=2).rebuilt == 0
+
+
+def test_the_reason_is_said(data: Path, cache: Path, draw: Draw) -> None:
+    fill(data, cache)
+    draw(data / "0.png", seed=70)
+    draw(data / "2.png", seed=71)
+    draw(data / "new.png", seed=72)
+    assert fill(data, cache).line == "6 latents: 3 reused, 3 rebuilt (2 pictures changed, 1 new)"
+    assert fill(data, cache, resolution=48).reasons == {"size changed": 6}
+    assert fill(data, cache, resolution=48, encoder="other").reasons == {"encoder changed": 6}
+    assert fill(data, cache, resolution=48, encoder="other", dtype=torch.float32).reasons == {"precision changed": 6}
+    assert fill(data, cache).rebuilt == 0
+
+
+def test_names_and_places_do_not_matter(data: Path, cache: Path) -> None:
+    fill(data, cache)
+    (data / "0.png").rename(data / "renamed.png")
+    (data / "0.txt").rename(data / "renamed.txt")
+    moved = data.rename(data.with_name("moved"))
+    assert fill(moved, cache).rebuilt == 0
+
+
+def test_copies_share_an_entry(data: Path, cache: Path, draw: Draw) -> None:
+    draw(data / "copy.png", seed=0)
+    assert fill(data, cache) == Filled("latents", 0, 5, {"new": 5})
+
+
+@pytest.mark.parametrize("damage", ["empty", "cut", "flipped", "text", "nan", "shape", "names"])
+def test_damaged_entries_are_rebuilt(data: Path, cache: Path, damage: str) -> None:
+    fill(data, cache)
+    plan = plan_of(data, cache)
+    path = entry_path(cache, "latents", plan.keys[0])
+    whole = path.read_bytes()
+    good = read_entry(path)
+    if damage in ("nan", "shape", "names"):
+        wrong = {
+            "nan": torch.full((4, 8, 8), float("nan")),
+            "shape": torch.zeros(4, 8, 9),
+            "names": torch.zeros(4, 8, 8),
+        }
+        mean = wrong[damage].to(HALF)
+        write_entry(path, {"mean" if damage != "names" else "other": mean, "spread": mean})
+    else:
+        flipped = whole[:-3] + bytes([whole[-3] ^ 1]) + whole[-2:]
+        path.write_bytes({"empty": b"", "cut": whole[:-10], "flipped": flipped, "text": b"nonsense" * 10}[damage])
+    assert fill(data, cache) == Filled("latents", 4, 1, {"damaged": 1})
+    assert torch.equal(read_entry(path)["mean"], good["mean"])
+
+
+def test_a_removed_entry_is_rebuilt(data: Path, cache: Path) -> None:
+    fill(data, cache)
+    entry_path(cache, "latents", plan_of(data, cache).keys[1]).unlink()
+    assert fill(data, cache).reasons == {"removed": 1}
+
+
+def test_a_damaged_index_only_costs_the_explanation(data: Path, cache: Path) -> None:
+    fill(data, cache)
+    for path in (cache / "index").iterdir():
+        path.write_text("[broken", encoding="utf-8")
+    assert fill(data, cache).rebuilt == 0
+
+
+def test_an_interrupted_fill_keeps_what_it_built(data: Path, cache: Path) -> None:
+    calls = 0
+
+    def stops(pixels: Tensor) -> tuple[Tensor, Tensor]:
+        nonlocal calls
+        calls += 1
+        if calls > 1:
+            raise KeyboardInterrupt
+        return encode_image(pixels)
+
+    with pytest.raises(KeyboardInterrupt):
+        fill_latents(plan_of(data, cache), stops, batch=2)
+    assert fill(data, cache).rebuilt == 3
+
+
+def test_two_runs_may_fill_at_once(data: Path, cache: Path) -> None:
+    plans = [plan_of(data, cache) for _ in range(3)]
+    threads = [threading.Thread(target=fill_latents, args=(plan, encode_image, 1)) for plan in plans]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert fill(data, cache).rebuilt == 0
+    assert not list(cache.rglob("*.part"))
+
+
+def test_a_picture_that_changes_meanwhile_is_refused(data: Path, cache: Path, draw: Draw) -> None:
+    plan = plan_of(data, cache)
+    draw(data / "0.png", seed=99)
+    with pytest.raises(DatasetRefused, match=r"0\.png changed"):
+        fill_latents(plan, encode_image, batch=2)
+    (data / "0.png").write_bytes(b"")
+    with pytest.raises(DatasetRefused, match=r"0\.png is empty"):
+        fill_latents(plan, encode_image, batch=2)
+
+
+def test_values_that_are_not_finite_stop_the_run(data: Path, cache: Path) -> None:
+    with pytest.raises(TrainingFailed, match=r"not finite for 0\.png.*memory\.base_precision"):
+        fill_latents(plan_of(data, cache), lambda pixels: (encode_image(pixels)[0] / 0, pixels), batch=5)
+    assert cache_status(cache).bytes == 0
+
+
+@pytest.mark.skipif(os.name == "nt" or os.geteuid() == 0, reason="needs a folder that refuses")
+def test_a_disk_that_refuses(tmp_path: Path) -> None:
+    tmp_path.chmod(0o500)
+    with pytest.raises(TrainingFailed, match=r"cache\.folder"):
+        write_entry(tmp_path / "cache" / "latents" / "ab" / "x.safetensors", {"mean": torch.zeros(1)})
+
+
+def test_a_cache_folder_that_is_a_file(tmp_path: Path) -> None:
+    (tmp_path / "cache").write_bytes(b"")
+    with pytest.raises(TrainingFailed, match=r"cache\.folder"):
+        write_entry(tmp_path / "cache" / "latents" / "ab" / "x.safetensors", {"mean": torch.zeros(1)})
+
+
+def test_texts_with_the_empty_one_always(data: Path, cache: Path) -> None:
+    filled = fill_texts(texts_of(data, cache), encode_text, batch=4)
+    assert filled == Filled("texts", 0, 7, {"new": 7})
+    assert fill_texts(texts_of(data, cache), encode_text, batch=4).rebuilt == 0
+    store = Store(cache, "texts")
+    for caption in ("", "a prompt", "xx thing"):
+        entry = store.read(text_key(caption, "clip", HALF))
+        assert entry["embeds"].shape == (5, 3)
+        assert float(entry["embeds"][0, 0]) == len(caption)
+    (data / "3.txt").write_text("changed", encoding="utf-8")
+    assert (
+        fill_texts(texts_of(data, cache), encode_text, batch=4).line
+        == "7 texts: 6 reused, 1 rebuilt (1 caption changed)"
+    )
+    assert fill_texts(texts_of(data, cache, "clip2"), encode_text, batch=4).reasons == {"encoder changed": 7}
+
+
+def test_progress_counts_to_the_end(data: Path, cache: Path) -> None:
+    seen: list[tuple[int, int]] = []
+    fill_latents(plan_of(data, cache), encode_image, 2, lambda done, total: seen.append((done, total)))
+    assert seen[-1] == (5, 5)
+    assert seen == sorted(seen)
+
+
+def test_a_store_keeps_within_its_bytes(data: Path, cache: Path) -> None:
+    fill(data, cache)
+    keys = plan_of(data, cache).keys
+    small = Store(cache, "latents", retained=2 * 2 * 4 * 8 * 8)
+    first = small.read(keys[0])
+    assert small.read(keys[0]) is first
+    for key in keys[1:]:
+        small.read(key)
+    assert small.read(keys[0]) is not first
+
+
+def test_an_entry_lost_during_a_run_is_explained(cache: Path) -> None:
+    with pytest.raises(TrainingFailed, match="--resume"):
+        Store(cache, "latents").read("ab" * 32)
+
+
+def test_entries_do_not_carry_their_batch(data: Path, cache: Path) -> None:
+    fill(data, cache)
+    sizes = [path.stat().st_size for path in cache.glob("latents/*/*")]
+    assert max(sizes) < 2 * 4 * 8 * 12 * 2 + 600
+
+
+def test_status_and_cleaning(data: Path, cache: Path) -> None:
+    assert cache_status(cache).bytes == 0
+    fill(data, cache)
+    fill_texts(texts_of(data, cache), encode_text, batch=4)
+    status = cache_status(cache)
+    assert status.counts == {"latents": 5, "texts": 7}
+    oldest = entry_path(cache, "latents", plan_of(data, cache).keys[2])
+    os.utime(oldest, (1, 1))
+    left_over = oldest.parent / ".x.safetensors.abc.part"
+    left_over.write_bytes(b"123")
+    os.utime(left_over, (1, 1))
+    assert cache_clean(cache, status.bytes - 1).removed == 2
+    assert not oldest.exists()
+    assert not left_over.exists()
+    assert cache_clean(cache, 0).left_bytes == 0
+    assert cache_status(cache).counts == {"latents": 0, "texts": 0}
+
+
+def test_reused_entries_count_as_used(data: Path, cache: Path) -> None:
+    fill(data, cache)
+    path = entry_path(cache, "latents", plan_of(data, cache).keys[0])
+    os.utime(path, (1, 1))
+    fill(data, cache)
+    assert path.stat().st_mtime > 1
+
+
+def test_a_damaged_entry_is_named_as_such(tmp_path: Path) -> None:
+    path = tmp_path / "x.safetensors"
+    path.write_bytes(b"\x00" * 7)
+    with pytest.raises(DamagedEntryError):
+        read_entry(path)

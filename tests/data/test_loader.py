@@ -1,0 +1,130 @@
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lora_trainer.data.buckets import assign_buckets
+from lora_trainer.data.entries import Store, entry_path, write_entry
+from lora_trainer.data.loader import CachedData, drops_caption, prefetch, read_micro
+from lora_trainer.data.manifest import Sample
+from lora_trainer.data.steps import Ref, plan_steps, split_micros
+
+COUNT = 6
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> CachedData:
+    """Six samples, every second one wide; each tensor holds the sample's number, the empty text -1."""
+    samples = [
+        Sample(Path(f"{n}.png"), f"caption {n}", 200 if n % 2 else 100, 100, f"{n:064d}"[::-1]) for n in range(COUNT)
+    ]
+    fits = assign_buckets(samples, 64, 16, 2.0).fits
+    for number, fit in enumerate(fits):
+        shape = (4, fit.bucket.height // 8, fit.bucket.width // 8)
+        entry = {"mean": torch.full(shape, float(number)), "spread": torch.full(shape, 0.5)}
+        write_entry(entry_path(tmp_path, "latents", f"a{number}"), entry)
+    for number in (-1, *range(COUNT)):
+        entry = {"embeds": torch.full((5, 3), float(number)), "pooled": torch.full((2,), float(number))}
+        write_entry(entry_path(tmp_path, "texts", f"b{number}"), entry)
+    return CachedData(
+        samples,
+        fits,
+        [f"a{number}" for number in range(COUNT)],
+        [f"b{number}" for number in range(COUNT)],
+        "b-1",
+        Store(tmp_path, "latents"),
+        Store(tmp_path, "texts"),
+    )
+
+
+def ref(data: CachedData, index: int, occurrence: int = 0) -> Ref:
+    return Ref(index, data.samples[index].id, occurrence)
+
+
+def test_a_batch_holds_its_samples(data: CachedData) -> None:
+    refs = (ref(data, 1), ref(data, 5), ref(data, 1, 1))
+    batch = read_micro(data, refs, step=3, seed=1)
+    bucket = data.fits[1].bucket
+    assert batch.mean.shape == batch.spread.shape == (3, 4, bucket.height // 8, bucket.width // 8)
+    assert batch.mean[:, 0, 0, 0].tolist() == [1.0, 5.0, 1.0]
+    assert batch.cond["embeds"][:, 0, 0].tolist() == [1.0, 5.0, 1.0]
+    assert batch.cond["embeds"].shape == (3, 5, 3)
+    assert batch.cond["pooled"].shape == (3, 2)
+    assert batch.places == ((data.samples[1].id, 0), (data.samples[5].id, 0), (data.samples[1].id, 1))
+    fit = data.fits[1]
+    assert batch.sizes.dtype == torch.float32
+    assert batch.sizes[0].tolist() == [100, 200, fit.top, fit.left, fit.bucket.height, fit.bucket.width]
+
+
+def test_every_step_can_be_read(data: CachedData) -> None:
+    plan = plan_steps(data.samples, 4, 0)
+    for step in range(4):
+        refs = plan.refs(step)
+        micros = split_micros(refs, lambda index: data.fits[index].bucket, 2)
+        read = [number for micro in micros for number in read_micro(data, micro, step, 0).mean[:, 0, 0, 0].tolist()]
+        assert sorted(read) == sorted(float(each.index) for each in refs)
+
+
+def test_caption_dropout_gives_the_empty_text(data: CachedData) -> None:
+    refs = (ref(data, 0), ref(data, 2))
+    assert read_micro(data, refs, 0, 0, caption_dropout=1.0).cond["embeds"].unique().tolist() == [-1.0]
+    assert read_micro(data, refs, 0, 0, caption_dropout=0.0).cond["embeds"][:, 0, 0].tolist() == [0.0, 2.0]
+
+
+@given(st.integers(0, 2**32), st.floats(0.05, 0.95))
+def test_dropout_depends_on_the_place_only_and_keeps_its_share(seed: int, share: float) -> None:
+    places = [Ref(0, "id", occurrence) for occurrence in range(2000)]
+    dropped = [drops_caption(place, 7, seed, share) for place in places]
+    assert dropped == [drops_caption(place, 7, seed, share) for place in places]
+    assert abs(sum(dropped) / len(dropped) - share) < 0.07
+
+
+def test_splitting_does_not_change_what_is_read(data: CachedData) -> None:
+    refs = (ref(data, 0), ref(data, 2), ref(data, 4))
+    whole = read_micro(data, refs, 5, 9, caption_dropout=0.5)
+    parts = [read_micro(data, (each,), 5, 9, caption_dropout=0.5) for each in refs]
+    assert torch.equal(whole.mean, torch.cat([part.mean for part in parts]))
+    assert torch.equal(whole.cond["embeds"], torch.cat([part.cond["embeds"] for part in parts]))
+
+
+def test_prefetch_gives_the_same_items() -> None:
+    assert list(prefetch(iter(range(50)), depth=3)) == list(range(50))
+    assert list(prefetch(iter([None, None]))) == [None, None]
+
+
+def test_prefetch_passes_an_error_on_in_its_place() -> None:
+    def source() -> Iterator[int]:
+        yield 1
+        raise ValueError("broken")
+
+    read = prefetch(source())
+    assert next(read) == 1
+    with pytest.raises(ValueError, match="broken"):
+        next(read)
+
+
+def test_prefetch_reads_no_further_than_its_depth_and_stops() -> None:
+    made: list[int] = []
+    enough = threading.Event()
+
+    def source() -> Iterator[int]:
+        for number in range(1000):
+            made.append(number)
+            if number == 3:
+                enough.set()
+            yield number
+
+    before = threading.active_count()
+    with closing(prefetch(source(), depth=2)) as read:
+        assert next(read) == 0
+        assert enough.wait(10)
+        assert len(made) <= 5
+    assert threading.active_count() == before
+    assert len(made) <= 5
