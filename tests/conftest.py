@@ -6,11 +6,16 @@ import os
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 
 # Before any test imports torch: tests run side by side, and two threads each would fight for the cores.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
+
+# A slow machine is no failure, and the same tests run everywhere.
+settings.register_profile("house", deadline=None, derandomize=True)
+settings.load_profile("house")
 
 CHECKOUT = Path(__file__).resolve().parents[1]
 
