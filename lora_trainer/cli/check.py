@@ -13,7 +13,6 @@ from rich.table import Table
 from lora_trainer.config.schema import Config
 from lora_trainer.core.errors import DATASET_REFUSED, DONE
 from lora_trainer.core.io import finite
-from lora_trainer.data.buckets import bucket_step
 from lora_trainer.data.check import DataReport, check_dataset
 from lora_trainer.data.manifest import Finding, read_manifest
 from lora_trainer.data.split import split_held_out
@@ -22,7 +21,7 @@ from lora_trainer.models.family import ModelFacts
 
 # What is assumed when no model says otherwise: Stable Diffusion 1.5.
 USUAL_RESOLUTION = 512
-USUAL_PIXEL_STEP = 8
+USUAL_PIXEL_STEP = 64
 USUAL_CAPTION_TOKENS = 77
 
 COLOURS = {"error": "red", "warning": "yellow", "note": "cyan"}
@@ -32,14 +31,14 @@ SEVERITIES = ("error", "warning", "note")
 def report_on(sources: Sequence[Path], config: Config, facts: ModelFacts | None = None) -> DataReport:
     """Read and judge the data as this config would train it. Raises UsageError for bad sources."""
     manifest, findings = read_manifest(sources, allow_missing_captions=config.data.allow_missing_captions)
-    resolution = config.data.resolution or (facts.resolution if facts else USUAL_RESOLUTION)
-    if config.data.resolution_ceiling is not None:
-        resolution = min(resolution, config.data.resolution_ceiling)
+    own = facts.resolution if facts else USUAL_RESOLUTION
+    ceiling = config.data.resolution_ceiling
+    resolution = config.data.resolution or (own if ceiling is None else min(own, ceiling))
     return check_dataset(
         manifest,
         findings,
         resolution=resolution,
-        step=bucket_step(resolution, facts.pixel_step if facts else USUAL_PIXEL_STEP),
+        step=facts.pixel_step if facts else USUAL_PIXEL_STEP,
         max_aspect=config.data.max_aspect,
         allow_upscale=config.data.allow_upscale,
         caption_limit=facts.caption_tokens if facts else USUAL_CAPTION_TOKENS,

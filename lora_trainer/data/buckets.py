@@ -63,12 +63,6 @@ class BucketPlan:
         return (f"{len(self.counts)} {word}: {named}",)
 
 
-def bucket_step(resolution: int, pixel_step: int) -> int:
-    """A step that gives a handful of buckets: an eighth of the side, at most 64, a multiple of `pixel_step`."""
-    wanted = min(64, resolution // 8)
-    return max(pixel_step, wanted // pixel_step * pixel_step)
-
-
 def make_buckets(resolution: int, step: int, max_aspect: float) -> tuple[Bucket, ...]:
     """All buckets, sorted: for each long side the largest short side that the area allows.
 

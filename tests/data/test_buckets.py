@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lora_trainer.core.errors import UsageError
-from lora_trainer.data.buckets import Bucket, assign_buckets, bucket_step, fit_to, make_buckets, nearest_bucket
+from lora_trainer.data.buckets import Bucket, assign_buckets, fit_to, make_buckets, nearest_bucket
 from lora_trainer.data.manifest import Sample
 
 sides = st.integers(1, 8000)
@@ -68,10 +68,3 @@ def test_the_description_names_counts() -> None:
 def test_a_resolution_below_the_step_is_refused() -> None:
     with pytest.raises(UsageError, match=r"data\.resolution is 32.*64"):
         make_buckets(32, 64, 2.0)
-
-
-@pytest.mark.parametrize(
-    ("resolution", "pixel_step", "wanted"), [(512, 8, 64), (128, 8, 16), (1024, 16, 64), (64, 8, 8)]
-)
-def test_the_step_of_buckets(resolution: int, pixel_step: int, wanted: int) -> None:
-    assert bucket_step(resolution, pixel_step) == wanted

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 import os
 import threading
 from collections.abc import Sequence
@@ -9,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from lora_trainer.cli.cache import clean_command, status_command
 from lora_trainer.core.errors import DatasetRefused, TrainingFailed
 from lora_trainer.data.buckets import assign_buckets
 from lora_trainer.data.cache import CachePlan, Filled, fill_latents, fill_texts, plan_latents, plan_texts, text_key
@@ -197,13 +199,6 @@ def test_values_that_are_not_finite_stop_the_run(data: Path, cache: Path) -> Non
     assert cache_status(cache).bytes == 0
 
 
-@pytest.mark.skipif(os.name == "nt" or os.geteuid() == 0, reason="needs a folder that refuses")
-def test_a_disk_that_refuses(tmp_path: Path) -> None:
-    tmp_path.chmod(0o500)
-    with pytest.raises(TrainingFailed, match=r"cache\.folder"):
-        write_entry(tmp_path / "cache" / "latents" / "ab" / "x.safetensors", {"mean": torch.zeros(1)})
-
-
 def test_a_cache_folder_that_is_a_file(tmp_path: Path) -> None:
     (tmp_path / "cache").write_bytes(b"")
     with pytest.raises(TrainingFailed, match=r"cache\.folder"):
@@ -287,3 +282,13 @@ def test_a_damaged_entry_is_named_as_such(tmp_path: Path) -> None:
     path.write_bytes(b"\x00" * 7)
     with pytest.raises(DamagedEntryError):
         read_entry(path)
+
+
+def test_the_commands(data: Path, cache: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    fill(data, cache)
+    assert status_command(cache) == 0
+    assert "5 latents, 0 texts" in capsys.readouterr().out
+    assert status_command(cache, as_json=True) == 0
+    assert json.loads(capsys.readouterr().out)["counts"] == {"latents": 5, "texts": 0}
+    assert clean_command(cache, 0.0) == 0
+    assert "5 files removed" in capsys.readouterr().out

@@ -1,0 +1,32 @@
+"""`lora-trainer cache status` and `cache clean`: what the caches hold, and pruning them."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+from lora_trainer.core.errors import DONE
+from lora_trainer.core.io import user_cache_folder
+
+
+def status_command(folder: Path | None, as_json: bool = False) -> int:
+    """Say how many entries and bytes a cache folder holds; the user's own when none is named."""
+    from lora_trainer.data.entries import cache_status
+
+    status = cache_status(folder or user_cache_folder())
+    if as_json:
+        document = {"folder": str(status.folder), "counts": status.counts, "bytes": status.bytes}
+        sys.stdout.write(json.dumps(document, indent=2, ensure_ascii=False) + "\n")
+    else:
+        sys.stdout.write(status.line + "\n")
+    return DONE
+
+
+def clean_command(folder: Path | None, limit_gb: float | None = None) -> int:
+    """Remove the least recently used entries above the limit, 50 GB when none is named."""
+    from lora_trainer.data.entries import DEFAULT_LIMIT, cache_clean
+
+    limit = DEFAULT_LIMIT if limit_gb is None else int(limit_gb * 10**9)
+    sys.stdout.write(cache_clean(folder or user_cache_folder(), limit).line + "\n")
+    return DONE
