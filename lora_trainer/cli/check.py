@@ -65,16 +65,18 @@ def show_report(report: DataReport, steps: StepArithmetic, held_out: int, consol
     if report.findings:
         console.print(_findings_table(report.findings))
     for note in report.notes:
-        console.print(f"note: {note}", markup=False)
+        console.print(f"note: {note}", markup=False, soft_wrap=True)
     for line in report.plan.lines:
-        console.print(line, markup=False)
-    console.print(f"{steps.line}; {held_out} held out", markup=False)
+        console.print(line, markup=False, soft_wrap=True)
+    console.print(f"{steps.line}; {held_out} held out", markup=False, soft_wrap=True)
     parts = ", ".join(f"{name} {value:.3f}" for name, value in report.parts.items())
     verdict = "passes" if report.passed else "refused"
-    console.print(f"score {report.score:.3f} (gate {report.gate:.2f}): {verdict}", markup=False, highlight=False)
-    console.print(f"parts: {parts}", markup=False, highlight=False)
+    console.print(
+        f"score {report.score:.3f} (gate {report.gate:.2f}): {verdict}", markup=False, highlight=False, soft_wrap=True
+    )
+    console.print(f"parts: {parts}", markup=False, highlight=False, soft_wrap=True)
     for problem in report.refusals:
-        console.print(str(problem), style="red", markup=False)
+        console.print(str(problem), style="red", markup=False, soft_wrap=True)
 
 
 def _findings_table(findings: Sequence[Finding]) -> Table:

@@ -170,11 +170,18 @@ def scale_deep(values: NDArray[np.generic]) -> NDArray[np.uint8]:
 
 
 def load_pixels(path: Path, fit: Fit) -> NDArray[np.uint8]:
-    """Pixels [H, W, 3] of the bucket: resized (Lanczos) to cover it, then cropped.
+    """Pixels [H, W, 3] of the bucket: resized (Lanczos) to cover it, cropped as the fit says.
 
     Raises BrokenPictureError.
     """
     picture = load_rgb(path)
-    resized = picture.resize((fit.resized_width, fit.resized_height), Image.Resampling.LANCZOS)
-    box = (fit.left, fit.top, fit.left + fit.bucket.width, fit.top + fit.bucket.height)
-    return np.array(resized.crop(box), dtype=np.uint8)
+    # Only what the crop keeps is resized: a sliver of a picture would fill the memory otherwise.
+    across, down = picture.width / fit.resized_width, picture.height / fit.resized_height
+    box = (
+        fit.left * across,
+        fit.top * down,
+        min((fit.left + fit.bucket.width) * across, picture.width),
+        min((fit.top + fit.bucket.height) * down, picture.height),
+    )
+    size = (fit.bucket.width, fit.bucket.height)
+    return np.array(picture.resize(size, Image.Resampling.LANCZOS, box=box), dtype=np.uint8)

@@ -99,7 +99,7 @@ def read_manifest(
     Raises UsageError, all problems at once, for a source that is missing, given twice or
     holds no picture.
     """
-    places = [Path(os.path.abspath(source)) for source in sources]
+    places = [Path(os.path.abspath(Path(source).expanduser())) for source in sources]
     problems = _overlaps(places)
     reading = _Reading(allow_missing_captions)
     for place in places:
@@ -174,7 +174,8 @@ def _files_below(root: Path, reading: _Reading) -> list[Path]:
             continue
         shown = [entry for entry in entries if not entry.name.startswith(".")]
         waiting.extend(entry for entry in shown if entry.is_dir())
-        found.extend(entry for entry in shown if not entry.is_dir())
+        # A link that leads nowhere stays in, to be named as unreadable; devices and pipes do not.
+        found.extend(entry for entry in shown if entry.is_file() or (entry.is_symlink() and not entry.is_dir()))
     return sorted(found, key=lambda path: path.relative_to(root).as_posix())
 
 

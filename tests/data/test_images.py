@@ -142,3 +142,23 @@ def test_pixels_cover_the_bucket_from_the_centre(tmp_path: Path) -> None:
     assert pixels.shape == (32, 32, 3)
     assert pixels.dtype == np.uint8
     assert (pixels == 255).all()
+
+
+def test_a_sliver_does_not_fill_the_memory(tmp_path: Path) -> None:
+    path = tmp_path / "sliver.png"
+    Image.new("RGB", (1, 20_000), (9, 9, 9)).save(path)
+    pixels = load_pixels(path, fit_to(1, 20_000, Bucket(512, 512)))
+    assert pixels.shape == (512, 512, 3)
+    assert (pixels == 9).all()
+
+
+@pytest.mark.parametrize("size", [(100, 70), (63, 64), (300, 64)])
+def test_the_crop_is_where_the_fit_says(tmp_path: Path, size: tuple[int, int]) -> None:
+    ramp = np.linspace(0, 255, size[0])[None, :, None].repeat(size[1], 0).repeat(3, 2)
+    path = tmp_path / "ramp.png"
+    Image.fromarray(ramp.astype(np.uint8)).save(path)
+    fit = fit_to(*size, Bucket(64, 64))
+    whole = load_rgb(path).resize((fit.resized_width, fit.resized_height), Image.Resampling.LANCZOS)
+    wanted = np.asarray(whole.crop((fit.left, fit.top, fit.left + 64, fit.top + 64)), dtype=int)
+    inner = np.s_[:, 3:-3]
+    assert np.abs(load_pixels(path, fit).astype(int)[inner] - wanted[inner]).max() <= 3

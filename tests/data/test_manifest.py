@@ -199,3 +199,13 @@ def test_nothing_is_written_beside_the_data(tmp_path: Path, draw: Draw) -> None:
     before = sorted(tmp_path.rglob("*"))
     read_manifest([tmp_path])
     assert sorted(tmp_path.rglob("*")) == before
+
+
+@pytest.mark.skipif(os.name == "nt", reason="links need rights on Windows")
+def test_a_link_that_leads_nowhere_is_named_and_a_pipe_is_not_opened(tmp_path: Path, draw: Draw) -> None:
+    draw(tmp_path / "a.png")
+    (tmp_path / "gone.png").symlink_to(tmp_path / "nowhere.png")
+    os.mkfifo(tmp_path / "pipe.png")
+    manifest, findings = read_manifest([tmp_path])
+    assert len(manifest.samples) == 1
+    assert [(f.path.name if f.path else "", f.code) for f in findings] == [("gone.png", "unreadable")]
