@@ -13,6 +13,7 @@ from lora_trainer.config.layers import Layer, Resolved, resolve, setting_names
 from lora_trainer.config.presets import AUTO, family_layers, preset_layers, selectable
 from lora_trainer.config.toml import EMPTY, parse_assignment, parse_value, read_toml
 from lora_trainer.core.errors import Problem, UsageError, nearest
+from lora_trainer.core.launch import is_main_process
 
 # Flag, the setting that it sets, the word for its value, help. Text is kept as it is.
 SETTING_FLAGS = (
@@ -192,11 +193,6 @@ def _flag_layers(arguments: argparse.Namespace, problems: list[Problem]) -> list
             section, key, value = parsed
             layers.append(Layer("--set", {section: {key: value}}))
     return layers
-
-
-def is_main_process() -> bool:
-    """Whether this process speaks for all of a launch."""
-    return os.environ.get("RANK", "0") == "0"
 
 
 def say(text: str) -> None:

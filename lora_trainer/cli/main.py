@@ -23,13 +23,13 @@ from lora_trainer.cli.arguments import (
     add_debug_argument,
     add_run_arguments,
     add_settings_arguments,
-    is_main_process,
     resolved_from,
     say,
     unknown_arguments,
 )
 from lora_trainer.config.layers import Resolved
 from lora_trainer.core.errors import TRAINING_FAILED, WRONG_USAGE, Problem, UsageError, UserError, nearest
+from lora_trainer.core.launch import is_main_process
 
 BUG = 1
 INTERRUPTED = 130

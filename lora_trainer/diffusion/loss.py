@@ -9,8 +9,9 @@ from lora_trainer.diffusion.process import Process
 
 
 def squared_error(predicted: Tensor, target: Tensor) -> Tensor:
-    """Mean squared error of each sample: [B, C, h, w] twice -> [B], in float32."""
-    return (predicted.float() - target.float()).square().flatten(1).mean(1)
+    """Mean squared error of each sample: [B, C, h, w] twice -> [B], in float32 or better."""
+    precise = torch.promote_types(predicted.dtype, torch.float32)
+    return (predicted.to(precise) - target.to(precise)).square().flatten(1).mean(1)
 
 
 def min_snr_weight(process: Process, t: Tensor, gamma: float) -> Tensor:

@@ -44,8 +44,8 @@ class Choices:
 def choose(resolved: Resolved, device: torch.device, world: int) -> Choices:
     """Decide for a device. Never refuses: what a card cannot do falls back and says so."""
     config = resolved.config
-    asked_by_user = not resolved.origin["memory.base_precision"].startswith(("default", "preset", "family"))
-    precision = choose_precision(config.memory.base_precision, device, asked_by_user)
+    asked = asked_by_user(resolved, "memory.base_precision")
+    precision = choose_precision(config.memory.base_precision, device, asked=asked)
     dtype = DTYPES[precision.value]
     micro, reason = choose_micro(config, world)
     # Encoders run once and their output is kept: precision matters more than speed there.
@@ -53,16 +53,21 @@ def choose(resolved: Resolved, device: torch.device, world: int) -> Choices:
     return Choices(device, dtype, encoder_dtype, precision, micro, reason)
 
 
-def choose_precision(wanted: str, device: torch.device, asked_by_user: bool) -> Choice:
+def asked_by_user(resolved: Resolved, name: str) -> bool:
+    """Whether a setting comes from the user's file or flags rather than from defaults and presets."""
+    return not resolved.origin[name].startswith(("default", "preset", "family preset"))
+
+
+def choose_precision(wanted: str, device: torch.device, *, asked: bool) -> Choice:
     """The wanted precision where the device is good at it."""
     if device.type == "cpu":
-        if wanted == "fp32" or asked_by_user:
+        if wanted == "fp32" or asked:
             return Choice(wanted, "asked for")
         units = "has" if cpu_supports_bf16() else "has no"
         return Choice("fp32", f"{wanted} is for GPUs; on a processor (which {units} bf16 units) fp32 is the safe choice")
     if wanted == "bf16" and not torch.cuda.is_bf16_supported(including_emulation=False):
         return Choice("fp16", "this card has no bf16 units; with a loss scaler")
-    return Choice(wanted, "asked for" if asked_by_user else "the preset's")
+    return Choice(wanted, "asked for" if asked else "the preset's")
 
 
 def choose_micro(config: Config, world: int) -> tuple[int, str]:

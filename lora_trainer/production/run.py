@@ -4,30 +4,32 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 
 from lora_trainer.config.layers import Resolved
 from lora_trainer.config.schema import Config
-from lora_trainer.config.toml import to_toml
 from lora_trainer.core.errors import (
     DONE,
     LORA_REFUSED,
     DatasetRefused,
     LoraRefused,
     Problem,
-    TrainingFailed,
     UsageError,
     UserError,
 )
 from lora_trainer.core.hardware import package_versions
-from lora_trainer.core.io import write_text
+from lora_trainer.core.launch import is_main_process
+from lora_trainer.monitor.progress import duration
 from lora_trainer.production.inputs import Inputs, data_sources, read_inputs
 from lora_trainer.production.record import Record, read_record, write_record
+
+if TYPE_CHECKING:  # torch is loaded after the data has been judged
+    from lora_trainer.evaluation.report import LoraReport
 
 UNFINISHED = ("running", "stopped", "failed")
 
@@ -39,7 +41,7 @@ def train(resolved: Resolved, *, resume: bool, dry_run: bool, enforce_gates: boo
     without, only data that cannot be trained on. Raises UserError for everything a user
     can mend; what was trained until then is saved and recorded.
     """
-    console = Console(quiet=int(os.environ.get("RANK", "0")) != 0, highlight=False)
+    console = Console(quiet=not is_main_process(), highlight=False)
     config = resolved.config
     announce(config, console)
     folder = run_folder(config)
@@ -61,61 +63,59 @@ def run_recorded(
     resolved: Resolved, inputs: Inputs, folder: Path, console: Console, *, resume: bool, enforce_gates: bool
 ) -> int:
     """Run the session and leave a true `run.json`, however it ends."""
-    from lora_trainer.production.session import Outcome, run_session
+    from lora_trainer.production.session import run_session
 
-    record = Record(
+    began = time.monotonic()
+    record = first_record(resolved, inputs, folder)
+    write = partial(write_record, folder) if is_main_process() else discard
+    write(record)
+    try:
+        outcome = run_session(resolved, inputs, folder, record, console, resume=resume)
+    except BaseException as error:
+        code = error.exit_code if isinstance(error, UserError) else 1
+        reason = str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
+        record = replace(record, status="failed", exit_code=code, reason=reason)
+        write(record.with_seconds(total=time.monotonic() - began))
+        raise
+    record = outcome.record.with_seconds(total=time.monotonic() - began)
+    if outcome.signal_exit is not None:
+        write(replace(record, status="stopped", exit_code=outcome.signal_exit, reason="stopped by a signal"))
+        console.print(f"stopped at step {record.steps}; everything is saved. Go on with --resume.")
+        return outcome.signal_exit
+    report = outcome.lora
+    if report is None:  # not the main process
+        return DONE
+    refused = enforce_gates and not report.passed
+    record = replace(record, status="refused" if refused else "done", exit_code=LORA_REFUSED if refused else DONE)
+    write(record)
+    show_end(record, report, folder, outcome.comparison, console)
+    if refused:
+        raise LoraRefused(
+            Problem(
+                f"The LoRA scores {report.score:.2f}, under the gate of {report.gate:.2f}; it stays in {folder}, marked.",
+                "The findings above say what to change.",
+            )
+        )
+    return DONE
+
+
+def discard(record: Record) -> None:
+    """What the other processes of a run do with its record."""
+
+
+def first_record(resolved: Resolved, inputs: Inputs, folder: Path) -> Record:
+    """What is known before training; durations of earlier sessions of the run are kept."""
+    return Record(
         name=folder.name,
         config=resolved.config.model_dump(mode="json", by_alias=True),
         origins=dict(resolved.origin),
         scores={"dataset": round(inputs.report.score, 4), "lora": None},
+        seconds=(read_record(folder) or {}).get("seconds", {}),
         versions=package_versions(),
         data_hash=inputs.manifest.data_hash,
         model={"family": inputs.family.name, "path": str(inputs.facts.path.resolve())},
         dataset={"parts": inputs.report.parts, "samples": len(inputs.report.samples)},
     )
-    if (earlier := read_record(folder)) is not None:
-        record = replace(record, seconds=earlier.get("seconds", {}))
-    began = time.monotonic()
-    with main_process_only():
-        folder.mkdir(parents=True, exist_ok=True)
-        write_text(folder / "config.toml", to_toml(resolved.config))
-        write_record(folder, record)
-
-    def finish(outcome: Record) -> None:
-        with main_process_only():
-            write_record(folder, outcome.with_seconds(total=time.monotonic() - began))
-
-    try:
-        outcome: Outcome = run_session(resolved, inputs, folder, record, console, resume=resume)
-    except UserError as error:
-        finish(replace(record, status="failed", exit_code=error.exit_code, reason=str(error)))
-        raise
-    except BaseException as error:
-        finish(replace(record, status="failed", exit_code=1, reason=f"{type(error).__name__}: {error}"))
-        raise
-    record = outcome.record
-    if outcome.signal_exit is not None:
-        finish(replace(record, status="stopped", exit_code=outcome.signal_exit, reason="stopped by a signal"))
-        console.print(f"stopped at step {record.steps}; saved. Go on with --resume.")
-        return outcome.signal_exit
-    refused = enforce_gates and outcome.lora is not None and not outcome.lora.passed
-    status, code = ("refused", LORA_REFUSED) if refused else ("done", DONE)
-    finish(replace(record, status=status, exit_code=code))
-    show_end(outcome, folder, console, seconds=time.monotonic() - began)
-    if refused and outcome.lora is not None:
-        raise LoraRefused(
-            [
-                Problem(f"The LoRA scores {outcome.lora.score:.2f}, under the gate of {outcome.lora.gate:.2f}."),
-                *(Problem(finding.message, finding.fix) for finding in outcome.lora.findings),
-            ]
-        )
-    return code
-
-
-@contextmanager
-def main_process_only() -> Iterator[None]:
-    """Files of the run are written by the first process; the others skip the block's writes."""
-    yield
 
 
 def announce(config: Config, console: Console) -> None:
@@ -184,8 +184,20 @@ def refuse_data(inputs: Inputs, *, enforce_gates: bool) -> None:
         )
 
 
-def show_end(outcome: object, folder: Path, console: Console, *, seconds: float) -> None:
-    raise NotImplementedError
-
-
-__all__ = ["TrainingFailed", "train"]
+def show_end(record: Record, report: LoraReport, folder: Path, comparison: Path | None, console: Console) -> None:
+    """Both scores with what was found, and where everything is."""
+    console.print()
+    console.rule(f"{record.name}: {record.steps} steps in {duration(record.seconds['total'])}", style="dim")
+    parts = ", ".join(f"{name} {value:.2f}" for name, value in report.parts.items())
+    console.print(f"data set score  {record.scores['dataset']:.2f}")
+    console.print(f"LoRA score      {report.score:.2f}  ({parts})")
+    for finding in report.findings:
+        console.print(f"  {finding.severity}: {finding.message} {finding.fix}".rstrip())
+    where = {
+        "for ComfyUI, Forge, A1111": folder / f"{record.name}.safetensors",
+        "for diffusers": folder / f"{record.name}.diffusers.safetensors",
+        "before / after": comparison,
+        "the run's record": folder / "run.json",
+    }
+    for what, path in where.items():
+        console.print(f"{what:<26}{path}", soft_wrap=True)

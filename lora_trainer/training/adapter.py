@@ -26,6 +26,11 @@ class Adapter:
     def shared(self) -> bool:
         return all(self.copies[name] is self.masters[name] for name in self.copies)
 
+    @property
+    def size(self) -> int:
+        """Number of trained parameters."""
+        return sum(master.numel() for master in self.masters.values())
+
     def collect_gradients(self) -> None:
         """Add the copies' gradients to the masters' and clear them."""
         if self.shared:
@@ -53,13 +58,14 @@ class Adapter:
 
 
 def make_adapter(parameters: dict[str, nn.Parameter], dtype: torch.dtype) -> Adapter:
-    """Masters and copies from freshly injected fp32 parameters.
+    """Masters and copies from freshly injected parameters.
 
-    The parameters stay where they are in the denoiser; their storage changes to `dtype`.
+    The parameters stay where they are in the denoiser and take `dtype`, if they have not
+    the base's precision already.
     """
     if dtype == torch.float32:
         return Adapter(parameters, parameters)
-    masters = {name: nn.Parameter(parameter.detach().clone()) for name, parameter in parameters.items()}
+    masters = {name: nn.Parameter(parameter.detach().to(torch.float32, copy=True)) for name, parameter in parameters.items()}
     for parameter in parameters.values():
         parameter.data = parameter.data.to(dtype)
     return Adapter(parameters, masters)

@@ -81,16 +81,12 @@ def build_learner(
         clip_norm=config.optim.clip_norm,
         min_snr_gamma=config.loss.min_snr_gamma,
     )
-    trained = sum(master.numel() for master in adapter.masters.values())
-    return Built(
-        learner,
-        shapes,
-        (
-            f"LoRA rank {lora.rank} on {len(names)} modules: {trained:,} trained parameters",
-            f"attention {attention.name}: {attention.reason}",
-            f"gradient checkpointing {checkpointed} of {blocks} blocks: {reason}",
-        ),
+    notes = (
+        f"LoRA rank {lora.rank} on {len(names)} modules: {adapter.size:,} trained parameters",
+        f"attention {attention.name}: {attention.reason}",
+        f"gradient checkpointing {checkpointed} of {blocks} blocks: {reason}",
     )
+    return Built(learner, shapes, notes)
 
 
 def attention_order(config: Config, asked: bool) -> tuple[str, ...]:

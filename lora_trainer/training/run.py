@@ -79,6 +79,8 @@ def train(job: Job, start: Checkpoint | None, trackers: Trackers | None, line: S
     state = resume(job, start) if start else TrainState()
     config, pending = job.config, list[Pending]()
     began, before = time.monotonic(), state.seconds
+    if state.step >= job.total_steps:
+        return state, Interrupt()
     if state.step == 0:
         state = validate(job, state, trackers)
     with listening() as interrupt, line, closing(prefetch(read_steps(job, state.step), READ_AHEAD)) as source:

@@ -1,0 +1,10 @@
+"""Which of several processes this is, known before torch is loaded."""
+
+from __future__ import annotations
+
+import os
+
+
+def is_main_process() -> bool:
+    """Whether this process speaks and writes for all of them."""
+    return int(os.environ.get("RANK", "0") or 0) == 0

@@ -1,0 +1,42 @@
+"""`--dry-run`: what a run would do, without training and without writing a file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from rich.console import Console
+
+from lora_trainer.config.layers import DEFAULT, Resolved, flattened, shown
+from lora_trainer.production.caching import cache_folder, plan_caches
+from lora_trainer.production.choices import choose
+from lora_trainer.production.inputs import Inputs, arithmetic
+from lora_trainer.training.processes import join_processes
+
+CAPTIONS_SHOWN = 3
+
+
+def show_plan(resolved: Resolved, inputs: Inputs, folder: Path, console: Console) -> None:
+    """Samples, buckets, the arithmetic of the steps, three captions, the caches, and every setting's origin."""
+    config = resolved.config
+    processes = join_processes()
+    choices = choose(resolved, processes.device, processes.world)
+    steps = arithmetic(config, inputs.train, choices.micro, processes.world)
+    held_out = f", {len(inputs.held_out)} held out for validation" if inputs.held_out else ", none held out"
+    console.print(f"model: {inputs.facts.path} ({inputs.family.name}, {inputs.resolution} px)")
+    console.print(f"samples: {len(inputs.train)} trained{held_out}")
+    for line in inputs.train_plan.lines:
+        console.print(f"  {line}")
+    console.print(f"steps: {steps.line}")
+    console.print("captions as they are trained:")
+    for sample in inputs.train[:CAPTIONS_SHOWN]:
+        console.print(f"  {sample.path.name}: {sample.caption!r}")
+    console.print(f"caches in {cache_folder(config)}:")
+    for line in plan_caches(config, inputs, choices).lines:
+        console.print(f"  {line.replace('rebuilt', 'to build')}")
+    for line in choices.lines:
+        console.print(line)
+    console.print(f"would write to {folder}")
+    console.print("settings that are not defaults:")
+    for name, value in flattened(config).items():
+        if resolved.origin[name] != DEFAULT:
+            console.print(f"  {name} = {shown(value)}  ({resolved.origin[name]})")

@@ -1,0 +1,162 @@
+"""One optimizer step: splitting it, clipping it, overflowing in it, its precision."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from tests.export.tiny import tiny_pipeline
+from lora_trainer.config.schema import OptimSection
+from lora_trainer.diffusion.process import Process, scaled_linear_alphas
+from lora_trainer.models import FAMILIES
+from lora_trainer.models.lora import inject_lora, target_modules
+from lora_trainer.optim.optimizers import OPTIMIZERS
+from lora_trainer.training.adapter import Adapter, make_adapter
+from lora_trainer.training.micro import Micro
+from lora_trainer.training.step import Learner, backward, clip, train_step
+
+
+@pytest.fixture
+def unet(tmp_path: Path) -> nn.Module:
+    return tiny_pipeline(tmp_path).unet.requires_grad_(False)
+
+
+def make_learner(unet: nn.Module, dtype: torch.dtype = torch.float32, **changes) -> Learner:
+    family = FAMILIES["sd15"]
+    names = target_modules(unet, family, "attention")
+    unet.to(dtype)
+    parameters = inject_lora(unet, names, rank=4, alpha=4.0, dropout=0.0, seed=1)
+    if dtype == torch.float64:
+        for parameter in parameters.values():
+            parameter.data = parameter.data.double()
+        adapter = Adapter(parameters, parameters)
+    else:
+        adapter = make_adapter(parameters, dtype)
+    name = changes.pop("optimizer", "adamw")
+    learner = Learner(
+        denoiser=unet,
+        predict=family.predict,
+        process=Process(scaled_linear_alphas(1000, 0.00085, 0.012), "epsilon"),
+        adapter=adapter,
+        optimizer=OPTIMIZERS[name](list(adapter.masters.values()), OptimSection()),
+        scaler=None,
+        reduce=None,
+        device=torch.device("cpu"),
+        dtype=dtype,
+        clip_norm=0.0,
+        min_snr_gamma=5.0,
+    )
+    return dataclasses.replace(learner, **changes)
+
+
+def random_micro(count: int, dtype: torch.dtype = torch.float32) -> Micro:
+    generator = torch.Generator().manual_seed(3)
+
+    def drawn(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator).to(dtype)
+
+    t = torch.randint(0, 1000, (count,), generator=generator)
+    return Micro(drawn(count, 4, 8, 8), drawn(count, 4, 8, 8), t, {"embeds": drawn(count, 77, 32)}, drawn(count, 6))
+
+
+def part(micro: Micro, start: int, end: int) -> Micro:
+    cond = {name: value[start:end] for name, value in micro.cond.items()}
+    return Micro(micro.latents[start:end], micro.noise[start:end], micro.t[start:end], cond, micro.sizes[start:end])
+
+
+def gradients(learner: Learner, micros: list[Micro], samples: int) -> list[torch.Tensor]:
+    for micro in micros:
+        backward(learner, micro, samples)
+    found = [master.grad.clone() for master in learner.masters]
+    learner.optimizer.zero_grad()
+    return found
+
+
+@pytest.mark.parametrize("bounds", [(0, 2, 4), (0, 1, 4), (0, 1, 2, 3, 4)])
+def test_splitting_a_step_changes_rounding_only(unet, bounds):
+    learner = make_learner(unet, torch.float64)
+    for parameter in learner.masters:  # up projections start at zero and would hide most gradients
+        parameter.data += 0.01
+    micro = random_micro(4, torch.float64)
+    whole = gradients(learner, [micro], 4)
+    split = gradients(learner, [part(micro, a, b) for a, b in zip(bounds, bounds[1:], strict=False)], 4)
+    norm = torch.cat([g.flatten() for g in whole]).norm()
+    difference = torch.cat([(a - b).flatten() for a, b in zip(whole, split, strict=True)]).norm()
+    assert norm > 0
+    assert difference / norm < 1e-9
+
+
+def test_two_processes_sum_to_one(unet):
+    """Each process has its share of the samples; summed gradients equal the whole step's."""
+    learner = make_learner(unet, torch.float64)
+    micro = random_micro(3, torch.float64)
+    whole = gradients(learner, [micro], 3)
+    shares = [gradients(learner, [part(micro, a, b)], 3) for a, b in ((0, 2), (2, 3))]
+    for expected, *parts in zip(whole, *shares, strict=True):
+        assert torch.allclose(expected, sum(parts), rtol=1e-9, atol=1e-15)
+
+
+def test_a_process_without_samples_still_takes_part(unet):
+    seen = []
+
+    def reduce(tensor: torch.Tensor) -> torch.Tensor:
+        seen.append(tensor.clone())
+        return tensor
+
+    learner = make_learner(unet, reduce=reduce)
+    result = train_step(learner, [], samples=1, rate=1e-3)
+    assert len(seen) == 1
+    assert float(seen[0].abs().sum()) == 0.0
+    assert float(result.loss) == 0.0
+
+
+def test_training_lowers_the_loss(unet):
+    learner = make_learner(unet)
+    micro = random_micro(4)
+    losses = [float(train_step(learner, [micro], 4, 1e-2).loss) for _ in range(12)]
+    assert losses[-1] < 0.9 * losses[0]
+
+
+def test_clipping_clips_and_reports_the_norm_before():
+    parameter = nn.Parameter(torch.zeros(4))
+    parameter.grad = torch.full((4,), 3.0)
+    assert float(clip([parameter], 1.0)) == pytest.approx(6.0)
+    assert float(parameter.grad.norm()) == pytest.approx(1.0, abs=1e-4)
+    parameter.grad = torch.full((4,), 0.1)
+    clip([parameter], 1.0)
+    assert float(parameter.grad.norm()) == pytest.approx(0.2)
+    parameter.grad = torch.full((4,), 3.0)
+    clip([parameter], 0.0)
+    assert float(parameter.grad.norm()) == pytest.approx(6.0)
+
+
+def test_bf16_keeps_fp32_masters_that_small_updates_reach(unet):
+    learner = make_learner(unet, torch.bfloat16)
+    before = [master.clone() for master in learner.masters]
+    train_step(learner, [random_micro(2).to(learner.device, torch.bfloat16)], 2, 1e-5)
+    masters, copies = learner.adapter.masters, learner.adapter.copies
+    assert all(master.dtype == torch.float32 for master in masters.values())
+    assert all(copy.dtype == torch.bfloat16 for copy in copies.values())
+    assert any(not torch.equal(master, old) for master, old in zip(learner.masters, before, strict=True))
+    assert all(torch.equal(copies[name], masters[name].bfloat16()) for name in masters)
+
+
+def test_fp16_overflow_is_skipped_and_the_scale_falls(unet):
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**30, growth_interval=1000)
+    learner = make_learner(unet, torch.float16, scaler=scaler)
+    before = [master.clone() for master in learner.masters]
+    result = train_step(learner, [random_micro(2)], 2, 1e-2)
+    assert result.skipped
+    assert scaler.get_scale() == 2.0**29
+    assert all(torch.equal(master, old) for master, old in zip(learner.masters, before, strict=True))
+    calm = make_learner_scaled(learner, 2.0**4)
+    assert not train_step(calm, [random_micro(2)], 2, 1e-2).skipped
+    assert any(not torch.equal(master, old) for master, old in zip(calm.masters, before, strict=True))
+
+
+def make_learner_scaled(learner: Learner, scale: float) -> Learner:
+    return dataclasses.replace(learner, scaler=torch.amp.GradScaler("cpu", init_scale=scale))
