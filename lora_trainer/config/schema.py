@@ -78,8 +78,8 @@ class MemorySection(Section):
 class OptimSection(Section):
     name: OptimizerName = Field("adamw", description="optimizer")
     learning_rate: Annotated[float, Field(gt=0.0, le=10.0)] = Field(1e-4, description="peak learning rate")
-    beta1: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.9
-    beta2: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.999
+    beta1: Annotated[float, Field(ge=0.0, lt=1.0)] = Field(0.9, description="decay of the mean of the gradients")
+    beta2: Annotated[float, Field(ge=0.0, lt=1.0)] = Field(0.999, description="decay of the mean of their squares")
     weight_decay: NotNegative = Field(0.01, description="decoupled weight decay")
     clip_norm: NotNegative = Field(1.0, description="largest norm of the gradient; 0 means no clipping")
 
@@ -111,7 +111,7 @@ class TrainSection(Section):
 
 class CheckpointSection(Section):
     every_steps: Count = Field(500, description="steps between checkpoints")
-    keep_last: Count = Field(2, description="checkpoints kept besides the best")
+    keep_last: Count = Field(2, description="newest checkpoints kept")
 
 
 class ValidateSection(Section):

@@ -1,0 +1,85 @@
+"""Write `docs/config.md`, the table of every setting, from the config's schema.
+
+    python scripts/write_config_docs.py
+
+A test holds the file equal to what this writes.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from lora_trainer.config.layers import shown
+from lora_trainer.config.schema import Config
+from lora_trainer.core.io import write_text
+
+PAGE = Path(__file__).resolve().parents[1] / "docs" / "config.md"
+
+INTRODUCTION = """# Every setting
+
+Written by `scripts/write_config_docs.py` from `lora_trainer/config/schema.py`; edit that file, not this one.
+
+Settings come in layers, and a later one wins: the defaults below, the model family's preset, `--preset`, `--config`,
+flags and `--set`. An unknown key, a value out of range or a wrong type is refused (exit code 2), all of them at once.
+A `--config` file is TOML:
+
+```toml
+[lora]
+rank = 32
+
+[loss]
+min_snr_gamma = "none"
+```
+
+The same for one run is `--set lora.rank=32`. TOML has no word for an empty value, so `"none"` empties a setting whose
+type says "empty". `--explain` shows every setting, its value and the layer that set it.
+"""
+
+WORDS = {"integer": "integer", "number": "number", "string": "text", "boolean": "true or false", "null": "empty"}
+LIMITS = {
+    "minimum": "at least {}",
+    "exclusiveMinimum": "above {}",
+    "maximum": "at most {}",
+    "exclusiveMaximum": "below {}",
+}
+
+
+def config_page() -> str:
+    """The whole page."""
+    schema = Config.model_json_schema(by_alias=True)
+    parts = [INTRODUCTION]
+    for section, field in Config.model_fields.items():
+        name = field.alias or section
+        kind = schema["$defs"][field.annotation.__name__]  # type: ignore[union-attr]
+        rows = [_row(name, key, entry) for key, entry in kind["properties"].items()]
+        parts.append("\n".join([f"## {name}\n", "| key | default | type | meaning |", "|---|---|---|---|", *rows, ""]))
+    return "\n".join(parts)
+
+
+def _row(section: str, key: str, entry: dict[str, Any]) -> str:
+    cells = (f"`{section}.{key}`", f"`{shown(entry['default'])}`", type_in_words(entry), entry["description"])
+    return f"| {' | '.join(cells)} |"
+
+
+def type_in_words(entry: dict[str, Any]) -> str:
+    """A JSON schema's type with its limits, as a reader wants it."""
+    if "anyOf" in entry:
+        return ", or ".join(type_in_words(choice) for choice in entry["anyOf"])
+    if "enum" in entry:
+        return ", ".join(f"`{value}`" for value in entry["enum"])
+    if "const" in entry:
+        return f"`{entry['const']}`"
+    if entry["type"] == "array":
+        return f"list of {type_in_words(entry['items'])}"
+    limits = [text.format(_plain(entry[name])) for name, text in LIMITS.items() if name in entry]
+    return " ".join([WORDS[entry["type"]], " and ".join(limits)]).strip()
+
+
+def _plain(limit: float) -> str:
+    """`1` for 1.0: a limit is read by people."""
+    return str(int(limit)) if float(limit).is_integer() else str(limit)
+
+
+if __name__ == "__main__":
+    write_text(PAGE, config_page())
