@@ -18,8 +18,12 @@ setup:
 setup-gpu: setup
 	@$(PYTHON) -m pip install --quiet --no-deps -c constraints.txt xformers
 
+# The real path, as on a card of 12 GB; each demo has a folder of its own.
 demo: setup
-	@.venv/bin/lora-trainer demo
+	@name=demo; number=1; \
+	while [ -e "runs/$$name" ]; do number=$$((number + 1)); name=demo-$$number; done; \
+	.venv/bin/accelerate launch --num_processes 1 --num_machines 1 --mixed_precision no --dynamo_backend no \
+		scripts/train_lora.py --preset 12gb --output runs --name "$$name"
 
 test: setup
 	@$(PYTHON) -m pytest -q -n logical --maxprocesses 8 --dist worksteal

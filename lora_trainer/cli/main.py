@@ -30,6 +30,7 @@ from lora_trainer.cli.arguments import (
 from lora_trainer.config.layers import Resolved
 from lora_trainer.core.errors import TRAINING_FAILED, WRONG_USAGE, Problem, UsageError, UserError, nearest
 from lora_trainer.core.launch import is_main_process
+from lora_trainer.core.quiet import quieten_libraries
 
 BUG = 1
 INTERRUPTED = 130
@@ -52,6 +53,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")  # a file name that the console cannot show must not end a run
+    quieten_libraries()
     try:
         code = _dispatch(arguments)
         sys.stdout.flush()  # here, where a reader that is gone is no error
@@ -201,6 +203,32 @@ def _check(arguments: argparse.Namespace, unknown: list[Problem]) -> int:
     return check_command(sources, config, arguments.json, facts)
 
 
+def _add_cache_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("action", nargs="?", metavar="status|clean", help="describe or prune; without it, fill")
+    parser.add_argument(
+        "folder", nargs="?", metavar="DIR", type=Path, help="the cache folder; the user's own without it"
+    )
+    parser.add_argument("--limit-gb", type=float, metavar="GB", help="clean: keep at most this much (50)")
+    parser.add_argument("--json", action="store_true", help="status: one JSON document on stdout")
+    add_run_arguments(parser)
+
+
+def _cache(arguments: argparse.Namespace, unknown: list[Problem]) -> int:
+    resolved = resolved_from(arguments, unknown)
+    folder = arguments.folder or (Path(resolved.config.cache.folder) if resolved.config.cache.folder else None)
+    if arguments.action is None:
+        from lora_trainer.production.run import fill
+
+        return fill(resolved)
+    from lora_trainer.cli.cache import clean_command, status_command
+
+    if arguments.action == "status":
+        return status_command(folder, arguments.json)
+    if arguments.action == "clean":
+        return clean_command(folder, arguments.limit_gb)
+    raise UsageError(Problem(f"Unknown action {arguments.action}.", nearest(arguments.action, ["status", "clean"])))
+
+
 def _add_validate_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("lora", metavar="LORA", help="the LoRA file, in either format")
     parser.add_argument("--model", dest="model.path", metavar="DIR", help="the base model; the built-in one without it")
@@ -279,6 +307,13 @@ COMMANDS = {
         _add_check_arguments,
         _check,
         "examples:\n  lora-trainer check ./pictures\n  lora-trainer check ./pictures --json\n",
+    ),
+    "cache": Command(
+        "fill the caches of a run, describe them, or prune them",
+        _add_cache_arguments,
+        _cache,
+        "examples:\n  lora-trainer cache --data ./pictures --model ./my-sd15\n"
+        "  lora-trainer cache status\n  lora-trainer cache clean --limit-gb 20\n",
     ),
     "validate": Command(
         "score a LoRA file: is it whole, has it learned, what did it break",

@@ -46,7 +46,9 @@ def read_tensor_header(path: Path) -> dict[str, Any]:
 def check_length(path: Path, header: dict[str, Any], data: int) -> None:
     """Raise UsageError unless the tensors fill exactly the `data` bytes after the header."""
     try:
-        end = max((int(entry["data_offsets"][1]) for name, entry in header.items() if name != "__metadata__"), default=0)
+        end = max(
+            (int(entry["data_offsets"][1]) for name, entry in header.items() if name != "__metadata__"), default=0
+        )
     except (TypeError, KeyError, IndexError, ValueError) as error:
         raise refusal(path, "is not a safetensors file: a tensor has no place", "Copy or download it again.") from error
     if end != data:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from lora_trainer.core.errors import Problem, UsageError
@@ -37,8 +36,9 @@ def _xformers(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
 
 
 def _math(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    scores = query @ key.transpose(-1, -2) * query.shape[-1] ** -0.5
-    return scores.softmax(dim=-1) @ value
+    scores: Tensor = query @ key.transpose(-1, -2) * query.shape[-1] ** -0.5
+    mixed: Tensor = scores.softmax(dim=-1) @ value
+    return mixed
 
 
 PROBES: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {"xformers": _xformers, "sdpa": _sdpa, "math": _math}
@@ -49,55 +49,43 @@ def probe(name: str, dtype: torch.dtype, device: torch.device, head_size: int) -
     tensors = [torch.randn(1, 2, 64, head_size, dtype=dtype, device=device, requires_grad=True) for _ in range(3)]
     try:
         PROBES[name](*tensors).sum().backward()
-    except (ImportError, NotImplementedError, RuntimeError, ValueError, OSError, AttributeError) as error:
-        return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+    except ImportError:
+        return f"{name} is not installed"
+    except (NotImplementedError, RuntimeError, ValueError, OSError, AttributeError):
+        return f"{name} does not run on {device.type} in {str(dtype).removeprefix('torch.')}"
     if not all(tensor.grad is not None and torch.isfinite(tensor.grad).all() for tensor in tensors):
-        return "its gradients are not finite"
+        return f"{name} gives gradients that are not finite"
     return None
 
 
 def choose_attention(
     wanted: str, order: tuple[str, ...], dtype: torch.dtype, device: torch.device, head_size: int
 ) -> AttentionChoice:
-    """The first of `order` that works when `wanted` is `auto`, else `wanted`, with the reason.
+    """`wanted` where it works, else the first of `order` that does, with the reason.
 
-    Raises UsageError when the one asked for does not work here.
+    Raises UsageError when `wanted` does not work and `order` is empty, or nothing works.
     """
+    reasons: list[str] = []
     if wanted != "auto":
         failure = probe(wanted, dtype, device, head_size)
         if failure is None:
-            return AttentionChoice(wanted, "asked for")
+            return AttentionChoice(wanted, "works forward and backward")
         if not order:
-            raise UsageError(
-                Problem(f"memory.attention={wanted} does not work here: {failure}.", "Set memory.attention=auto.")
-            )
-        order = tuple(name for name in order if name != wanted)
-        return _first_working(order, dtype, device, head_size, [f"{wanted} does not run on {device.type}"])
-    return _first_working(order, dtype, device, head_size, [])
-
-
-def _first_working(
-    order: tuple[str, ...], dtype: torch.dtype, device: torch.device, head_size: int, reasons: list[str]
-) -> AttentionChoice:
+            raise UsageError(Problem(f"memory.attention={wanted}: {failure}.", "Set memory.attention=auto."))
+        reasons.append(failure)
     for name in order:
+        if name == wanted:
+            continue
         failure = probe(name, dtype, device, head_size)
         if failure is None:
             return AttentionChoice(name, "; ".join([*reasons, f"{name} works forward and backward"]))
-        reasons.append(f"{name} does not run on {device.type}")
-    return AttentionChoice("math", "; ".join(reasons))
+        reasons.append(failure)
+    raise UsageError(Problem(f"No attention works here: {'; '.join(reasons)}.", "Check the installation of torch."))
 
 
-def install_attention(denoiser: nn.Module, name: str) -> None:
+def install_attention(denoiser: Any, name: str) -> None:
     """Make a diffusers model use the chosen implementation."""
     from diffusers.models.attention_processor import AttnProcessor, AttnProcessor2_0, XFormersAttnProcessor
 
     processors = {"sdpa": AttnProcessor2_0, "xformers": XFormersAttnProcessor, "math": AttnProcessor}
     denoiser.set_attn_processor(processors[name]())
-
-
-def silence_xformers() -> None:
-    """Keep diffusers' own import of xformers from printing its build report."""
-    import logging
-
-    logging.getLogger("xformers").setLevel(logging.ERROR)
-    os.environ.setdefault("XFORMERS_MORE_DETAILS", "0")

@@ -46,7 +46,7 @@ def inject_lora(
 
     Down projections start as peft does (Kaiming uniform) from `seed`, up projections at 0.
     """
-    config = LoraConfig(r=rank, lora_alpha=alpha, lora_dropout=dropout, target_modules=modules)  # type: ignore[arg-type]
+    config = LoraConfig(r=rank, lora_alpha=alpha, lora_dropout=dropout, target_modules=modules)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         inject_adapter_in_model(config, denoiser, adapter_name=ADAPTER)

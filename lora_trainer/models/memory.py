@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 from torch import nn
 
@@ -35,7 +35,7 @@ def blocks_to_checkpoint(
     return 0, f"rule of thumb for {card_gib:.1f} GiB"
 
 
-def checkpoint_blocks(denoiser: nn.Module, count: int) -> None:
+def checkpoint_blocks(denoiser: Any, count: int) -> None:
     """Recompute the activations of the first `count` blocks in the backward pass."""
     if count and hasattr(denoiser, "enable_gradient_checkpointing"):
         denoiser.enable_gradient_checkpointing()

@@ -30,7 +30,9 @@ def describe(folder: Path) -> ModelFacts:
         raise UsageError(Problem(f"{folder} is a Stable Diffusion 2.x model.", "Only SD1.x can be trained yet."))
     if unet.get("in_channels") != vae.get("latent_channels", 4):
         raise UsageError(
-            Problem(f"{folder} is an inpainting or depth model ({unet.get('in_channels')} input channels).", "Use the base.")
+            Problem(
+                f"{folder} is an inpainting or depth model ({unet.get('in_channels')} input channels).", "Use the base."
+            )
         )
     prediction = scheduler.get("prediction_type", "epsilon")
     if prediction not in PREDICTIONS:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from types import TracebackType
-from typing import Protocol
+from typing import Protocol, Self
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -14,7 +14,7 @@ SUMMARY_EVERY = 10
 class StepLine(Protocol):
     """Told of each step."""
 
-    def __enter__(self) -> StepLine: ...
+    def __enter__(self) -> Self: ...
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None: ...
@@ -41,7 +41,7 @@ class LiveLine:
         )
         self._task = self._progress.add_task("training", total=total, completed=done, figures="")
 
-    def __enter__(self) -> StepLine:
+    def __enter__(self) -> Self:
         self._progress.start()
         return self
 
@@ -60,7 +60,7 @@ class LogLine:
     def __init__(self, console: Console, total: int) -> None:
         self._console, self._total = console, total
 
-    def __enter__(self) -> StepLine:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(

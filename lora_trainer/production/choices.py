@@ -64,7 +64,9 @@ def choose_precision(wanted: str, device: torch.device, *, asked: bool) -> Choic
         if wanted == "fp32" or asked:
             return Choice(wanted, "asked for")
         units = "has" if cpu_supports_bf16() else "has no"
-        return Choice("fp32", f"{wanted} is for GPUs; on a processor (which {units} bf16 units) fp32 is the safe choice")
+        return Choice(
+            "fp32", f"{wanted} is for GPUs; on a processor (which {units} bf16 units) fp32 is the safe choice"
+        )
     if wanted == "bf16" and not torch.cuda.is_bf16_supported(including_emulation=False):
         return Choice("fp16", "this card has no bf16 units; with a loss scaler")
     return Choice(wanted, "asked for" if asked else "the preset's")

@@ -64,9 +64,7 @@ def read_inputs(config: Config) -> Inputs:
     pictures stands in `report`, which the caller holds against the gate.
     """
     family, facts = read_model(config)
-    manifest, findings = read_manifest(
-        data_sources(config), allow_missing_captions=config.data.allow_missing_captions
-    )
+    manifest, findings = read_manifest(data_sources(config), allow_missing_captions=config.data.allow_missing_captions)
     resolution = trained_resolution(config, facts)
     report = check_dataset(
         manifest,

@@ -83,7 +83,12 @@ def export_lora(
 
 
 def judge_lora(
-    lora: Path, config: Config, inputs: Inputs, samples: Sequence[EncodedSample], device: torch.device, dtype: torch.dtype
+    lora: Path,
+    config: Config,
+    inputs: Inputs,
+    samples: Sequence[EncodedSample],
+    device: torch.device,
+    dtype: torch.dtype,
 ) -> LoraReport:
     """The LoRA gate's report on the exported file; on training samples where none are held out."""
     return check_lora(

@@ -41,7 +41,7 @@ def train(resolved: Resolved, *, resume: bool, dry_run: bool, enforce_gates: boo
     without, only data that cannot be trained on. Raises UserError for everything a user
     can mend; what was trained until then is saved and recorded.
     """
-    console = Console(quiet=not is_main_process(), highlight=False)
+    console = Console(quiet=not is_main_process(), highlight=False, soft_wrap=True)
     config = resolved.config
     announce(config, console)
     folder = run_folder(config)
@@ -57,6 +57,19 @@ def train(resolved: Resolved, *, resume: bool, dry_run: bool, enforce_gates: boo
         show_plan(resolved, inputs, folder, console)
         return DONE
     return run_recorded(resolved, inputs, folder, console, resume=resume, enforce_gates=enforce_gates)
+
+
+def fill(resolved: Resolved) -> int:
+    """Fill the caches that a run of these settings needs, and train nothing. Raises UserError."""
+    console = Console(highlight=False, soft_wrap=True)
+    announce(resolved.config, console)
+    inputs = read_inputs(resolved.config)
+    show_report(inputs, console)
+    refuse_data(inputs, enforce_gates=False)
+    from lora_trainer.production.session import fill_only
+
+    fill_only(resolved, inputs, console)
+    return DONE
 
 
 def run_recorded(

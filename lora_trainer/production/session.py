@@ -8,7 +8,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
 from rich.console import Console
 
 from lora_trainer.config.layers import Resolved
@@ -23,7 +22,7 @@ from lora_trainer.evaluation.held_out import held_out_losses
 from lora_trainer.evaluation.report import LoraReport
 from lora_trainer.monitor.progress import step_line
 from lora_trainer.monitor.trackers import Trackers
-from lora_trainer.production.caching import cached_data, fill_caches, plan_caches, validation_samples
+from lora_trainer.production.caching import CachePlans, cached_data, fill_caches, plan_caches, validation_samples
 from lora_trainer.production.choices import Choices, asked_by_user, card_gib, choose
 from lora_trainer.production.inputs import Inputs, arithmetic
 from lora_trainer.production.record import Record
@@ -92,12 +91,7 @@ def run_session(
         console.print(line)
 
     began = time.monotonic()
-    plans = plan_caches(session.config, inputs, choices)
-    for line in plans.lines:
-        console.print(f"cache: {line}")
-    if processes.is_main:
-        fill_caches(session.config, inputs, choices, plans, partial(show_filling, console))
-    processes.wait()
+    plans = fill_and_say(session.config, inputs, choices, processes, console)
     record = record.with_seconds(cache=time.monotonic() - began)
 
     held_out = validation_samples(inputs, plans)
@@ -117,6 +111,25 @@ def run_session(
     if signal_exit is not None or not processes.is_main:
         return Outcome(record, None, None, signal_exit)
     return release(session, built, record, state, held_out)
+
+
+def fill_only(resolved: Resolved, inputs: Inputs, console: Console) -> None:
+    """The caching part of a session by itself."""
+    processes = join_processes()
+    fill_and_say(resolved.config, inputs, choose(resolved, processes.device, processes.world), processes, console)
+
+
+def fill_and_say(
+    config: Config, inputs: Inputs, choices: Choices, processes: Processes, console: Console
+) -> CachePlans:
+    """Fill what is missing, in the main process while the others wait."""
+    plans = plan_caches(config, inputs, choices)
+    for line in plans.lines:
+        console.print(f"cache: {line}")
+    if processes.is_main:
+        fill_caches(config, inputs, choices, plans, partial(show_filling, console))
+    processes.wait()
+    return plans
 
 
 def repeatable(session: Session) -> Config:

@@ -65,7 +65,9 @@ def make_adapter(parameters: dict[str, nn.Parameter], dtype: torch.dtype) -> Ada
     """
     if dtype == torch.float32:
         return Adapter(parameters, parameters)
-    masters = {name: nn.Parameter(parameter.detach().to(torch.float32, copy=True)) for name, parameter in parameters.items()}
+    masters = {
+        name: nn.Parameter(parameter.detach().to(torch.float32, copy=True)) for name, parameter in parameters.items()
+    }
     for parameter in parameters.values():
         parameter.data = parameter.data.to(dtype)
     return Adapter(parameters, masters)

@@ -57,7 +57,9 @@ def flatten(value: Any, prefix: str = "") -> tuple[dict[str, Tensor], Any]:
     if isinstance(value, list | tuple):
         parts = [flatten(item, f"{prefix}/{index}") for index, item in enumerate(value)]
         kind = "list" if isinstance(value, list) else "tuple"
-        return {name: tensor for found, _ in parts for name, tensor in found.items()}, {kind: [rest for _, rest in parts]}
+        return {name: tensor for found, _ in parts for name, tensor in found.items()}, {
+            kind: [rest for _, rest in parts]
+        }
     return {}, {"value": value}
 
 

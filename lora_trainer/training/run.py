@@ -69,7 +69,9 @@ class Pending:
     seconds: float
 
 
-def train(job: Job, start: Checkpoint | None, trackers: Trackers | None, line: StepLine) -> tuple[TrainState, Interrupt]:
+def train(
+    job: Job, start: Checkpoint | None, trackers: Trackers | None, line: StepLine
+) -> tuple[TrainState, Interrupt]:
     """Train until the promised steps are done, a signal comes, or `train.max_hours` is over.
 
     Returns the last state, which is saved, and the signal if one came. `trackers` is None
@@ -131,9 +133,7 @@ def flush_every(job: Job) -> int:
     return FLUSH_EVERY if job.learner.device.type == "cuda" else 1
 
 
-def flush(
-    job: Job, state: TrainState, pending: list[Pending], trackers: Trackers | None, line: StepLine
-) -> TrainState:
+def flush(job: Job, state: TrainState, pending: list[Pending], trackers: Trackers | None, line: StepLine) -> TrainState:
     """Look at the numbers of finished steps: write them, show the newest, stop at a loss that is not finite."""
     rows = []
     for each in pending:

@@ -37,7 +37,9 @@ def trained_optimizer(name: str, steps: int = 3) -> tuple[torch.optim.Optimizer,
 
 def checkpoint_of(optimizer: torch.optim.Optimizer, step: int = 3) -> Checkpoint:
     state = TrainState(step=step, loss_average=0.1 + 0.2, seconds=1.5)
-    return Checkpoint(state, {"a": torch.randn(3)}, optimizer.state_dict(), {"cpu": torch.get_rng_state()}, None, {"x": 1})
+    return Checkpoint(
+        state, {"a": torch.randn(3)}, optimizer.state_dict(), {"cpu": torch.get_rng_state()}, None, {"x": 1}
+    )
 
 
 def types_of(optimizer: torch.optim.Optimizer) -> set[torch.dtype]:

@@ -1,0 +1,170 @@
+"""The family seam on a tiny model: facts, LoRA targets, attention, checkpointing."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from lora_trainer.core.errors import UsageError
+from lora_trainer.models import FAMILIES, attention
+from lora_trainer.models.attention import choose_attention, install_attention
+from lora_trainer.models.folder import detect_family
+from lora_trainer.models.lora import inject_lora, lora_pairs, set_lora_enabled, target_modules
+from lora_trainer.models.memory import blocks_to_checkpoint, checkpoint_blocks, checkpointable_blocks
+from tests.export.tiny import tiny_pipeline
+
+CPU = torch.device("cpu")
+SD15 = FAMILIES["sd15"]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("model")
+    tiny_pipeline(folder / "tokens").save_pretrained(folder / "sd", safe_serialization=True)
+    return folder / "sd"
+
+
+def copied(model: Path, target: Path) -> Path:
+    import shutil
+
+    return Path(shutil.copytree(model, target / "copy"))
+
+
+def edit(path: Path, **values: object) -> None:
+    path.write_text(json.dumps({**json.loads(path.read_text()), **values}))
+
+
+def test_facts_come_from_the_configs(model):
+    facts = SD15.describe(model)
+    assert (facts.resolution, facts.downscale, facts.pixel_step, facts.latent_channels) == (64, 8, 16, 4)
+    assert facts.prediction == "epsilon"
+    assert facts.caption_tokens == 77
+
+
+def test_encoders_give_scaled_latents_and_text(model):
+    encoders = SD15.load_encoders(model, torch.float32, CPU)
+    mean, spread = encoders.encode_image(torch.zeros(2, 3, 64, 48))
+    assert mean.shape == spread.shape == (2, 4, 8, 6)
+    text = encoders.encode_text(["a cat", ""])
+    assert text["embeds"].shape == (2, 77, 32)
+    assert not torch.equal(text["embeds"][0], text["embeds"][1])
+    assert (encoders.image_key, encoders.text_key) == SD15.encoder_keys(model, torch.float32)
+
+
+def test_encoder_keys_follow_weights_and_precision(model, tmp_path):
+    other = copied(model, tmp_path)
+    assert SD15.encoder_keys(model, torch.float32) == SD15.encoder_keys(other, torch.float32)
+    assert SD15.encoder_keys(model, torch.float32) != SD15.encoder_keys(model, torch.float16)
+    weights = other / "vae" / "diffusion_pytorch_model.safetensors"
+    data = bytearray(weights.read_bytes())
+    data[-1] ^= 1
+    weights.write_bytes(data)
+    image, text = SD15.encoder_keys(other, torch.float32)
+    assert image != SD15.encoder_keys(model, torch.float32)[0]
+    assert text == SD15.encoder_keys(model, torch.float32)[1]
+
+
+def test_unsupported_models_are_refused_with_the_reason(model, tmp_path):
+    other = copied(model, tmp_path)
+    edit(other / "model_index.json", _class_name="StableDiffusionXLPipeline")
+    with pytest.raises(UsageError, match="StableDiffusionXLPipeline"):
+        detect_family(other)
+    edit(other / "unet" / "config.json", cross_attention_dim=1024)
+    with pytest.raises(UsageError, match=r"2\.x"):
+        SD15.describe(other)
+    edit(other / "unet" / "config.json", cross_attention_dim=32, in_channels=9)
+    with pytest.raises(UsageError, match="inpainting"):
+        SD15.describe(other)
+
+
+def test_all_damaged_weights_are_named_at_once(model, tmp_path):
+    other = copied(model, tmp_path)
+    for component in ("unet", "vae"):
+        path = other / component / "diffusion_pytorch_model.safetensors"
+        path.write_bytes(path.read_bytes()[:-100])
+    (other / "text_encoder" / "model.safetensors").rename(other / "text_encoder" / "pytorch_model.bin")
+    with pytest.raises(UsageError) as caught:
+        SD15.describe(other)
+    assert len(caught.value.problems) == 3
+    assert "promises" in str(caught.value)
+    assert "pickle" in str(caught.value)
+
+
+def test_targets_are_named_sets_or_patterns(model):
+    unet = SD15.load_denoiser(model, torch.float32, CPU)
+    attention_only = target_modules(unet, SD15, "attention")
+    with_ff = target_modules(unet, SD15, "attention+ff")
+    assert attention_only
+    assert all(".attn" in name for name in attention_only)
+    assert set(attention_only) < set(with_ff)
+    assert target_modules(unet, SD15, ("*.attn2.to_k",)) == [n for n in attention_only if n.endswith("attn2.to_k")]
+    with pytest.raises(UsageError, match="matches none"):
+        target_modules(unet, SD15, ("*.attn3.*", "nothing"))
+
+
+def test_injection_is_repeatable_silent_and_can_be_switched_off(model):
+    unets = [SD15.load_denoiser(model, torch.float32, CPU).eval() for _ in range(2)]
+    inputs = (torch.randn(1, 4, 8, 8), torch.tensor([10]), {"embeds": torch.randn(1, 77, 32)}, torch.zeros(1, 6))
+    with torch.no_grad():
+        before = SD15.predict(unets[0], *inputs)
+    drawn = torch.get_rng_state()
+    found = [
+        inject_lora(unet, target_modules(unet, SD15, "attention"), rank=4, alpha=8.0, dropout=0.0, seed=5)
+        for unet in unets
+    ]
+    assert torch.equal(drawn, torch.get_rng_state())
+    assert all(torch.equal(found[0][name], found[1][name]) for name in found[0])
+    pairs = lora_pairs(found[0])
+    assert all(down.shape[0] == up.shape[1] == 4 for down, up in pairs.values())
+    with torch.no_grad():
+        assert torch.equal(SD15.predict(unets[0], *inputs), before)
+        for _, up in lora_pairs(found[0]).values():
+            up += 0.1
+        assert not torch.equal(SD15.predict(unets[0], *inputs), before)
+        set_lora_enabled(unets[0], False)
+        assert torch.equal(SD15.predict(unets[0], *inputs), before)
+
+
+def test_attention_falls_back_with_a_reason_and_refuses_when_insisted_on(monkeypatch):
+    def broken(*_: object) -> None:
+        raise NotImplementedError("no operator")
+
+    monkeypatch.setitem(attention.PROBES, "xformers", broken)
+    choice = choose_attention("xformers", ("xformers", "sdpa", "math"), torch.float32, CPU, 16)
+    assert choice.name == "sdpa"
+    assert "xformers does not run on cpu" in choice.reason
+    with pytest.raises(UsageError, match=r"memory\.attention=xformers"):
+        choose_attention("xformers", (), torch.float32, CPU, 16)
+
+
+def test_attention_with_wrong_gradients_is_not_chosen(monkeypatch):
+    monkeypatch.setitem(attention.PROBES, "sdpa", lambda q, k, v: q * float("nan"))
+    assert choose_attention("auto", ("sdpa", "math"), torch.float32, CPU, 16).name == "math"
+
+
+def test_every_installed_attention_gives_the_same(model):
+    unet = SD15.load_denoiser(model, torch.float32, CPU).eval()
+    inputs = (torch.randn(1, 4, 8, 8), torch.tensor([10]), {"embeds": torch.randn(1, 77, 32)}, torch.zeros(1, 6))
+    found = []
+    for name in ("sdpa", "math"):
+        install_attention(unet, name)
+        with torch.no_grad():
+            found.append(SD15.predict(unet, *inputs))
+    assert torch.allclose(found[0], found[1], atol=1e-5)
+
+
+def test_checkpointing_counts_blocks_and_leaves_the_prediction(model):
+    unet = SD15.load_denoiser(model, torch.float32, CPU).train()
+    blocks = checkpointable_blocks(unet)
+    for count in (0, 2, len(blocks)):
+        checkpoint_blocks(unet, count)
+        assert sum(bool(block.gradient_checkpointing) for block in blocks) == count
+    assert blocks_to_checkpoint("none", 7, 6.0)[0] == 0
+    assert blocks_to_checkpoint("all", 7, None)[0] == 7
+    assert blocks_to_checkpoint(99, 7, None)[0] == 7
+    assert blocks_to_checkpoint("auto", 7, 8.0)[0] == 7
+    assert blocks_to_checkpoint("auto", 7, 24.0)[0] == 0
+    assert blocks_to_checkpoint("auto", 7, None)[0] == 0

@@ -1,0 +1,42 @@
+"""Every name that the config allows has its function, and the other way round."""
+
+from __future__ import annotations
+
+from typing import get_args
+
+import pytest
+
+from lora_trainer.config import schema
+from lora_trainer.export.metadata import BASES
+from lora_trainer.models import FAMILIES
+from lora_trainer.models.attention import PROBES
+from lora_trainer.models.folder import FAMILY_OF_PIPELINE
+from lora_trainer.optim.optimizers import OPTIMIZERS
+from lora_trainer.optim.schedules import SHAPES
+from lora_trainer.production.choices import DTYPES
+
+
+@pytest.mark.parametrize(
+    ("names", "functions"),
+    [
+        (schema.FamilyName, FAMILIES),
+        (schema.FamilyName, BASES),
+        (schema.OptimizerName, OPTIMIZERS),
+        (schema.ScheduleName, SHAPES),
+        (schema.Precision, DTYPES),
+    ],
+)
+def test_each_literal_equals_its_dict(names, functions):
+    assert set(get_args(names)) == set(functions)
+
+
+def test_attention_names_are_auto_or_probed():
+    assert set(get_args(schema.AttentionName)) == {"auto", *PROBES}
+
+
+def test_every_detected_pipeline_has_a_family():
+    assert set(FAMILY_OF_PIPELINE.values()) <= set(FAMILIES)
+
+
+def test_families_name_themselves():
+    assert all(name == family.name for name, family in FAMILIES.items())
