@@ -1,0 +1,38 @@
+"""One tiny model, one data set and one finished run for all recipes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.recipes.recipe import Bench, draw_pictures, save_tiny_model
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny_model(tmp_path_factory.mktemp("tiny"))
+
+
+@pytest.fixture(scope="session")
+def pictures(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return draw_pictures(tmp_path_factory.mktemp("data") / "pictures")
+
+
+@pytest.fixture(scope="session")
+def shared_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("shared_cache")
+
+
+@pytest.fixture
+def bench(tiny_model: Path, pictures: Path, shared_cache: Path, tmp_path: Path) -> Bench:
+    """The shared model, data and caches; runs in a folder of the test's own."""
+    return Bench(tiny_model, pictures, tmp_path / "runs", shared_cache)
+
+
+@pytest.fixture(scope="session")
+def finished(tiny_model: Path, pictures: Path, shared_cache: Path, tmp_path_factory: pytest.TempPathFactory) -> Bench:
+    """A finished run named `first`, to look at only."""
+    made = Bench(tiny_model, pictures, tmp_path_factory.mktemp("finished"), shared_cache)
+    assert made.run("first", checkpoint__every_steps=3, validate__every_steps=3) == 0
+    return made

@@ -1,0 +1,119 @@
+"""A tiny random SD1.5 model, a small data set, and the command run in this process."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from PIL import Image, ImageDraw
+from safetensors import safe_open
+
+from lora_trainer.cli.main import main
+from tests.export.tiny import tiny_pipeline
+
+COLOURS = ("red", "green", "blue", "orange", "purple", "teal", "brown", "navy", "olive", "maroon")
+QUICK = {
+    "lora.rank": "4",
+    "batch.effective": "2",
+    "memory.base_precision": "fp32",
+    "optim.learning_rate": "1e-2",
+    "validate.every_steps": "0",
+    "sample.steps": "2",
+    "sample.count": "1",
+    "sample.every_steps": "0",
+}
+
+
+def save_tiny_model(folder: Path) -> Path:
+    """The tiny pipeline as a diffusers folder."""
+    pipeline = tiny_pipeline(folder / "made")
+    pipeline.save_pretrained(folder / "model", safe_serialization=True)
+    return folder / "model"
+
+
+def draw_pictures(folder: Path, count: int = 10) -> Path:
+    """Captioned pictures of two shapes, so that there are two buckets at 64 px."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for index in range(count):
+        width, height = ((96, 96), (120, 72))[index % 2]
+        picture = Image.new("RGB", (width, height), COLOURS[index % len(COLOURS)])
+        pen = ImageDraw.Draw(picture)
+        pen.ellipse((10 + index, 12, 50 + index, 52 + index), fill="white", outline="black")
+        pen.line((0, height, width, index * 5), fill="yellow", width=3)
+        picture.save(folder / f"picture_{index}.png")
+        caption = f"a ring on a {COLOURS[index % len(COLOURS)]} background, picture {index}"
+        (folder / f"picture_{index}.txt").write_text(caption, encoding="utf-8")
+    return folder
+
+
+@dataclass(frozen=True)
+class Bench:
+    """Where a test's model, data, runs and caches are."""
+
+    model: Path
+    data: Path
+    output: Path
+    cache: Path
+
+    def arguments(self, name: str, *extra: str, command: str = "train", steps: int = 6, **settings: object) -> list[str]:
+        """The command's arguments. Settings are named with two underscores: `lora__rank=8`; None leaves one out."""
+        given = QUICK | {"cache.folder": str(self.cache)}
+        given |= {key.replace("__", "."): str(value) for key, value in settings.items()}
+        chosen = [part for key, value in given.items() if value != "None" for part in ("--set", f"{key}={value}")]
+        places = ["--model", str(self.model), "--data", str(self.data), "--output", str(self.output), "--name", name]
+        return [command, *places, "--max-steps", str(steps), *chosen, *extra]
+
+    def run(self, name: str, *extra: str, command: str = "train", steps: int = 6, **settings: object) -> int:
+        return main(self.arguments(name, *extra, command=command, steps=steps, **settings))
+
+    def folder(self, name: str) -> Path:
+        return self.output / name
+
+
+def record(folder: Path) -> dict[str, Any]:
+    document: dict[str, Any] = json.loads((folder / "run.json").read_text(encoding="utf-8"))
+    return document
+
+
+def rows(folder: Path, name: str = "metrics.jsonl") -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / name).read_text(encoding="utf-8").splitlines()]
+
+
+def losses(folder: Path) -> list[float]:
+    return [row["loss"] for row in rows(folder)]
+
+
+def tensor_bytes(path: Path) -> dict[str, bytes]:
+    with safe_open(path, framework="numpy") as file:
+        return {name: file.get_tensor(name).tobytes() for name in file.keys()}  # noqa: SIM118  safe_open is no dict
+
+
+def exported(folder: Path) -> dict[str, dict[str, bytes]]:
+    """The tensors of both exported files, by file."""
+    name = folder.name
+    return {
+        "kohya": tensor_bytes(folder / f"{name}.safetensors"),
+        "diffusers": tensor_bytes(folder / f"{name}.diffusers.safetensors"),
+    }
+
+
+def contents(folder: Path) -> dict[str, str]:
+    """Every file below a folder with its hash."""
+    return {
+        str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest()
+        for path in sorted(folder.rglob("*"))
+        if path.is_file()
+    }
+
+
+@contextmanager
+def patched(target: object, name: str, value: object) -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(target, name, value)
+        yield

@@ -1,0 +1,166 @@
+"""Six steps are three, a stop, and three more: bit for bit."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from lora_trainer.monitor.trackers import Trackers
+from tests.recipes.recipe import Bench, exported, losses, patched, record, rows
+
+KINDS: dict[str, dict[str, object]] = {
+    "fp32": {},
+    # A rank that brings the down projections to the size from which state is kept in 8 bits.
+    "adamw8bit": {"optim__name": "adamw8bit", "lora__rank": 128},
+    "dropout": {"lora__dropout": 0.1},
+    "noise": {
+        "data__caption_dropout": 0.5,
+        "noise__multires_iterations": 3,
+        "noise__offset": 0.1,
+        "loss__min_snr_gamma": 5,
+    },
+    "fp16": {"memory__base_precision": "fp16"},
+    "bf16": {"memory__base_precision": "bf16"},
+    "split": {"batch__effective": 3, "batch__max_micro": 1},
+}
+
+
+class PowerCut(BaseException):
+    """Ends a run where no handler of errors is meant to save anything."""
+
+
+def at_step(step: int, act: Callable[[], None]) -> Callable[[Trackers, list[dict[str, Any]]], None]:
+    """`Trackers.steps` that acts once the numbers of a step are about to be written."""
+    written = Trackers.steps
+
+    def steps(trackers: Trackers, found: list[dict[str, Any]]) -> None:
+        if any(row["step"] == step for row in found):
+            act()
+        written(trackers, found)
+
+    return steps
+
+
+def stop(number: int) -> Callable[[Trackers, list[dict[str, Any]]], None]:
+    return at_step(3, lambda: os.kill(os.getpid(), number))
+
+
+def assert_same_run(bench: Bench, one: str, other: str) -> None:
+    """The same losses and tensors; `one` and `other` are names, which do not count."""
+    assert losses(bench.folder(one)) == losses(bench.folder(other))
+    assert exported(bench.folder(one)) == exported(bench.folder(other))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_stopped_run_goes_on_exactly(kind, bench):
+    settings = KINDS[kind]
+    assert bench.run("straight", **settings) == 0
+    with patched(Trackers, "steps", stop(signal.SIGTERM)):
+        assert bench.run("broken", **settings) == 143
+    stopped = record(bench.folder("broken"))
+    assert (stopped["status"], stopped["exit_code"], stopped["steps"]) == ("stopped", 143, 3)
+    assert bench.run("broken", "--resume", **settings) == 0
+    assert [row["step"] for row in rows(bench.folder("broken"))] == [1, 2, 3, 4, 5, 6]
+    assert record(bench.folder("broken"))["status"] == "done"
+    assert_same_run(bench, "straight", "broken")
+
+
+def test_control_c_saves_and_ends_with_130(finished, bench, capsys):
+    with patched(Trackers, "steps", stop(signal.SIGINT)):
+        assert bench.run("first") == 130
+    assert record(bench.folder("first"))["status"] == "stopped"
+    assert "--resume" in capsys.readouterr().out
+    assert bench.run("first", "--resume") == 0
+    assert "step-000003" in capsys.readouterr().out
+    assert exported(bench.folder("first")) == exported(finished.folder("first"))
+
+
+def test_a_run_that_died_goes_on_from_its_last_checkpoint(finished, bench):
+    def die() -> None:
+        raise PowerCut
+
+    with patched(Trackers, "steps", at_step(5, die)), pytest.raises(PowerCut):
+        bench.run("first", checkpoint__every_steps=3)
+    assert [row["step"] for row in rows(bench.folder("first"))] == [1, 2, 3, 4]
+    assert bench.run("first", "--resume", checkpoint__every_steps=3) == 0
+    assert [row["step"] for row in rows(bench.folder("first"))] == [1, 2, 3, 4, 5, 6]
+    assert losses(bench.folder("first")) == losses(finished.folder("first"))
+    assert exported(bench.folder("first")) == exported(finished.folder("first"))
+
+
+def test_a_damaged_checkpoint_is_passed_over(finished, bench, capsys):
+    with patched(Trackers, "steps", at_step(5, lambda: os.kill(os.getpid(), signal.SIGTERM))):
+        assert bench.run("first", checkpoint__every_steps=3) == 143
+    newest = bench.folder("first") / "checkpoints" / "step-000005" / "optimizer.safetensors"
+    newest.write_bytes(newest.read_bytes()[:100])
+    assert bench.run("first", "--resume", checkpoint__every_steps=3) == 0
+    assert "step-000003" in capsys.readouterr().out
+    assert exported(bench.folder("first")) == exported(finished.folder("first"))
+
+
+def test_a_finished_run_has_nothing_to_resume(finished, capsys):
+    before = record(finished.folder("first"))
+    assert finished.run("first", "--resume") == 0
+    assert "finished" in capsys.readouterr().out
+    assert record(finished.folder("first")) == before
+
+
+def test_a_folder_in_use_is_refused(finished, capsys):
+    assert finished.run("first") == 2
+    said = capsys.readouterr().err
+    assert "holds a run" in said
+    assert "--resume" in said
+
+
+def test_resume_without_a_run_starts_at_the_beginning(bench, capsys):
+    assert bench.run("new", "--resume", steps=1) == 0
+    assert "starting at step 0" in capsys.readouterr().out
+    assert record(bench.folder("new"))["steps"] == 1
+
+
+def test_settings_that_the_weights_hang_on_must_not_change(bench, capsys):
+    with patched(Trackers, "steps", stop(signal.SIGTERM)):
+        bench.run("changed")
+    before = record(bench.folder("changed"))
+    assert bench.run("changed", "--resume", lora__rank=8, train__seed=7) == 2
+    said = capsys.readouterr().err
+    assert "lora.rank was 4 and is now 8" in said
+    assert "train.seed was 42 and is now 7" in said
+    assert "Traceback" not in said
+    assert record(bench.folder("changed")) == before, "a resume that was refused changes nothing"
+
+
+def test_a_moved_run_goes_on(finished, bench):
+    with patched(Trackers, "steps", stop(signal.SIGTERM)):
+        bench.run("first")
+    moved = Bench(bench.model, bench.data, bench.output.parent / "elsewhere", bench.cache)
+    moved.output.mkdir()
+    bench.folder("first").rename(moved.folder("first"))
+    assert moved.run("first", "--resume") == 0
+    assert exported(moved.folder("first")) == exported(finished.folder("first"))
+
+
+def test_its_own_config_repeats_a_run(finished, tmp_path):
+    from lora_trainer.cli.main import main
+
+    config = finished.folder("first") / "config.toml"
+    assert main(["train", "--config", str(config), "--output", str(tmp_path), "--name", "again"]) == 0
+    assert losses(tmp_path / "again") == losses(finished.folder("first"))
+    assert exported(tmp_path / "again") == exported(finished.folder("first"))
+
+
+def test_config_repeats_a_run_with_dropout(bench):
+    """Masks are drawn from the seed too, whatever was computed in the process before."""
+    import torch
+
+    from lora_trainer.cli.main import main
+
+    assert bench.run("once", steps=3, lora__dropout=0.3) == 0
+    torch.rand(7)
+    config = str(bench.folder("once") / "config.toml")
+    assert main(["train", "--config", config, "--name", "again"]) == 0
+    assert_same_run(bench, "once", "again")
