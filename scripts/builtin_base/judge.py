@@ -207,22 +207,33 @@ def contact_sheet(pictures: list[Image.Image], verdicts: list[Verdict], scenes: 
     return sheet
 
 
-def report(title: str, found: dict[str, float]) -> None:
-    print(f"{title:52s} " + "  ".join(f"{name} {100 * share:5.1f} %" for name, share in found.items()), flush=True)
-
-
-def report_judge(count: int, vae: Any | None) -> None:
-    """Print how often the judge is right, on pictures with known content."""
+def judge_the_judge(count: int, vae: Any | None) -> dict[str, dict[str, float]]:
+    """How often the judge is right on pictures with known content, by what they are."""
     rng = random.Random(30_000)
     scenes = [random_scene(rng) for _ in range(count)]
     drawn = [draw(scene) for scene in scenes]
     verdicts = [judge(picture) for picture in drawn]
-    report(f"judge on {count} drawn pictures", shares(verdicts, scenes))
-    shuffled = rng.sample(scenes, count)
-    report("judge on their captions, shuffled", shares(verdicts, shuffled))
+    found = {f"the judge on {count} drawn pictures": shares(verdicts, scenes)}
+    found["the judge on their captions, shuffled"] = shares(verdicts, rng.sample(scenes, count))
     if vae is not None:
         decoded = [judge(picture) for picture in decode_drawn(vae, drawn)]
-        report("judge on the same through the autoencoder", shares(decoded, scenes))
+        found["the judge on the same through the autoencoder"] = shares(decoded, scenes)
+    return found
+
+
+def show(figures: dict[str, dict[str, float]]) -> None:
+    for title, found in figures.items():
+        print(f"{title:48s} " + "  ".join(f"{name} {100 * share:5.1f} %" for name, share in found.items()), flush=True)
+
+
+def judge_base(base: Path, count: int, sheet: Path | None) -> dict[str, dict[str, float]]:
+    """The shares on the fixed prompts; writes the contact sheet when asked to."""
+    prompts, scenes = fixed_prompts(count)
+    pictures = sample(base, prompts)
+    verdicts = [judge(picture) for picture in pictures]
+    if sheet:
+        contact_sheet(pictures, verdicts, scenes).save(sheet)
+    return {f"the base on {len(prompts)} fixed prompts": shares(verdicts, scenes)}
 
 
 def main() -> None:
@@ -230,28 +241,32 @@ def main() -> None:
     parser.add_argument("--base", type=Path, default=Path("lora_trainer/builtin/base"))
     parser.add_argument("--vae", type=Path, help="an autoencoder's folder alone, before there is a whole base")
     parser.add_argument("--drawn", type=int, default=1000, help="pictures that the judge is judged on")
-    parser.add_argument("--sheet", type=Path, help="write the 64 pictures with their verdicts here")
+    parser.add_argument("--prompts", type=int, default=PROMPTS, help="how many of the fixed prompts, from the first")
+    parser.add_argument("--sheet", type=Path, help="write the sampled pictures with their verdicts here")
+    parser.add_argument("--card", action="store_true", help="write the model card with these figures into the base")
     args = parser.parse_args()
     folder = args.vae or args.base / "vae"
-    vae = None
+    vae, decibels = None, float("nan")
     if folder.is_dir():
         from diffusers import AutoencoderKL
 
         from builtin_base.train import psnr
 
         vae = AutoencoderKL.from_pretrained(folder, local_files_only=True).float().eval()
-    report_judge(args.drawn, vae)
-    if vae is not None:
-        print(f"{'autoencoder on 128 unseen pictures':52s} {psnr(vae, seed=40_000):.2f} dB PSNR", flush=True)
+        decibels = psnr(vae, seed=40_000)
+        print(f"{'the autoencoder on 128 unseen pictures':48s} {decibels:.2f} dB PSNR", flush=True)
+    figures = judge_the_judge(args.drawn, vae)
+    show(figures)
     if not (args.base / "unet").is_dir():
         print(f"no base in {args.base}: nothing was sampled")
         return
-    prompts, scenes = fixed_prompts()
-    pictures = sample(args.base, prompts)
-    verdicts = [judge(picture) for picture in pictures]
-    report(f"base on {len(prompts)} fixed prompts, {STEPS} steps", shares(verdicts, scenes))
-    if args.sheet:
-        contact_sheet(pictures, verdicts, scenes).save(args.sheet)
+    sampled = judge_base(args.base, args.prompts, args.sheet)
+    show(sampled)
+    if args.card:
+        from builtin_base.card import card
+
+        text = card(args.base, {**sampled, **figures}, decibels, args.prompts, STEPS, GUIDANCE)
+        (args.base / "README.md").write_text(text, encoding="utf-8")
 
 
 if __name__ == "__main__":
