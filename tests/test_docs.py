@@ -1,0 +1,188 @@
+"""What the documents promise: commands that exist, constants that are the code's, links that lead somewhere."""
+
+from __future__ import annotations
+
+import importlib
+import re
+import shlex
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from lora_trainer.cli.arguments import Parser, add_debug_argument, unknown_arguments
+from lora_trainer.cli.main import COMMANDS
+from lora_trainer.config.layers import setting_names
+from lora_trainer.config.presets import preset_layers, presets
+from lora_trainer.config.toml import parse_assignment
+from lora_trainer.core.errors import Problem, UsageError
+from write_config_docs import config_page
+
+CHECKOUT = Path(__file__).resolve().parents[1]
+DOCUMENTS = sorted([*CHECKOUT.glob("*.md"), *(CHECKOUT / "docs").rglob("*.md")])
+NAMES = [path.relative_to(CHECKOUT).as_posix() for path in DOCUMENTS]
+
+PROGRAM = re.compile(r"(?:\S*/)?(?:lora-trainer|python -m lora_trainer)(?= )")
+LAUNCH = "accelerate launch"
+SITES = ("arxiv.org", "keepachangelog.com", "pre-commit.com", "semver.org")
+# Traces of the machine that something was written on: absolute paths and addresses.
+MACHINE = re.compile(r"(?<![\w.~<>/:])/\w+/\w+|\b[A-Z]:\\\w+|localhost|\b\d{1,3}(?:\.\d{1,3}){3}\b")
+
+
+def code_of(text: str) -> Iterator[str]:
+    """Each line of fenced blocks and each inline code span."""
+    for index, part in enumerate(re.split(r"^```.*$", text, flags=re.MULTILINE)):
+        if index % 2:
+            yield from part.replace("\\\n", " ").splitlines()
+        else:
+            yield from re.findall(r"`([^`\n]+)`", part)
+
+
+def documented(start: str) -> list[str]:
+    found = [line.strip() for path in DOCUMENTS for line in code_of(path.read_text("utf-8"))]
+    return sorted({line for line in found if line.startswith(start)})
+
+
+def commands() -> list[str]:
+    """Arguments of every `lora-trainer …` in the documents."""
+    found = {line[match.end() :].strip() for line in documented("") if (match := PROGRAM.match(line))}
+    return sorted(found)
+
+
+def launches() -> list[str]:
+    return [line.removeprefix(LAUNCH).strip() for line in documented(LAUNCH + " ")]
+
+
+def check_command_line(words: list[str]) -> None:
+    """The command exists, its arguments parse, its presets and settings exist."""
+    assert words[0] in COMMANDS, f"no command {words[0]}"
+    if len(words) == 1:  # a command spoken of, not a line to copy
+        return
+    parser = Parser(prog=words[0], allow_abbrev=False)
+    COMMANDS[words[0]].add_arguments(parser)
+    add_debug_argument(parser)
+    parsed, unknown = parser.parse_known_args(words[1:])
+    assert unknown_arguments(parser, unknown) == []
+    assert preset_layers(getattr(parsed, "preset", [])).problems == ()
+    for text in getattr(parsed, "set", []):
+        assignment = parse_assignment(text)
+        assert not isinstance(assignment, Problem), assignment
+        assert f"{assignment[0]}.{assignment[1]}" in setting_names()
+
+
+def test_there_are_documents_with_commands() -> None:
+    assert {"README.md", "CHANGELOG.md", "CONTRIBUTING.md", "docs/scores.md"} <= set(NAMES)
+    assert len(commands()) >= 8
+    assert len(launches()) >= 2
+    assert len(documented("make ")) >= 5
+
+
+@pytest.mark.parametrize("line", commands())
+def test_a_documented_command_parses(line: str) -> None:
+    check_command_line(shlex.split(line))
+
+
+@pytest.mark.parametrize("line", launches())
+def test_a_documented_launch_parses(line: str) -> None:
+    words = shlex.split(line)
+    if words[0] == "--config_file":
+        assert (CHECKOUT / words[1]).is_file()
+        words = words[2:]
+    assert words[0] == "scripts/train_lora.py"
+    assert (CHECKOUT / words[0]).is_file()
+    check_command_line(["train", *words[1:]])
+
+
+@pytest.mark.parametrize("line", ["trian", "train --presets 12gb", "train --preset 13gb", "train --set lora.rang=1"])
+def test_the_check_of_a_command_line_can_fail(line: str) -> None:
+    with pytest.raises((AssertionError, UsageError)):
+        check_command_line(shlex.split(line))
+
+
+@pytest.mark.parametrize("line", documented("make "))
+def test_a_documented_make_target_exists(line: str) -> None:
+    targets = re.findall(r"^([a-z-]+):", (CHECKOUT / "Makefile").read_text("utf-8"), flags=re.MULTILINE)
+    assert set(line.split()[1:]) <= set(targets)
+
+
+def test_the_readme_lists_every_command() -> None:
+    readme = (CHECKOUT / "README.md").read_text("utf-8")
+    assert [name for name in COMMANDS if f"| `lora-trainer {name}" not in readme] == []
+
+
+def test_the_preset_tables_are_what_the_presets_set() -> None:
+    readme = (CHECKOUT / "README.md").read_text("utf-8")
+    told = dict[str, str]()
+    for names, rest in re.findall(r"^\| ((?:`\w+`(?:, )?)+) \| (.*) \|$", readme, flags=re.MULTILINE):
+        told |= dict.fromkeys(re.findall(r"\w+", names), rest)
+    for name, preset in presets().items():
+        values = preset.values
+        if preset.kind == "tiers":
+            samples, rank, attention = told[name].split(" | ")
+            assert (int(samples), int(rank)) == (values["batch"]["effective"], values["lora"]["rank"])
+            assert attention.startswith("xformers") == (values["memory"]["attention"] == "xformers")
+        elif preset.kind == "goals":
+            optimizer, rate, schedule, extras, exposures = told[name].split(" | ")
+            assert ("8-bit" in optimizer) == (values["optim"]["name"] == "adamw8bit")
+            assert float(rate) == values["optim"]["learning_rate"]
+            assert schedule == values["schedule"]["name"]
+            assert ("min-SNR 5" in extras) == (values["loss"]["min_snr_gamma"] == 5.0)
+            assert ("multi-resolution" in extras) == (values["noise"]["multires_iterations"] > 0)
+            assert int(exposures) == values["train"]["exposures"]
+
+
+CONSTANTS = re.findall(
+    r"^\| `([A-Z_]+)(?:\.(\w+))?` \| `([\w/]+)\.py` \| ([\d.e-]+) \|$",
+    (CHECKOUT / "docs" / "scores.md").read_text("utf-8"),
+    flags=re.MULTILINE,
+)
+
+
+@pytest.mark.parametrize(("name", "key", "module", "told"), CONSTANTS)
+def test_a_documented_constant_is_the_codes(name: str, key: str, module: str, told: str) -> None:
+    value = getattr(importlib.import_module(f"lora_trainer.{module.replace('/', '.')}"), name)
+    assert float(told) == (value[key] if key else value)
+
+
+def test_every_constant_that_the_scores_name_has_its_row() -> None:
+    text = (CHECKOUT / "docs" / "scores.md").read_text("utf-8")
+    blocks = " ".join(re.findall(r"^```\n(.*?)^```", text, flags=re.MULTILINE | re.DOTALL))
+    named = set(re.findall(r"\b[A-Z]+_[A-Z_]+\b", blocks)) | set(re.findall(r"`([A-Z_]{4,})`", text))
+    assert len(CONSTANTS) > 15
+    assert named - {name for name, *_ in CONSTANTS} - {"SEED"} == set()
+
+
+def test_the_table_of_settings_is_up_to_date() -> None:
+    page = config_page()
+    assert all(f"| `{name}` |" in page for name in setting_names())
+    current = (CHECKOUT / "docs" / "config.md").read_text("utf-8")
+    assert current == page, "run: python scripts/write_config_docs.py"
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_links_lead_somewhere(name: str) -> None:
+    path = CHECKOUT / name
+    for target in re.findall(r"\]\(([^)\s]+)\)", path.read_text("utf-8")):
+        if not target.startswith("https://"):
+            assert (path.parent / target.partition("#")[0]).exists(), target
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_files_that_the_documents_name_exist(name: str) -> None:
+    text = (CHECKOUT / name).read_text("utf-8")
+    roots = (CHECKOUT, CHECKOUT / "lora_trainer")
+    for target, symbol in re.findall(r"`((?:\w+/)+\w+\.(?:py|toml|md|yaml|sh))(?::(\w+))?`", text):
+        found = [root / target for root in roots if (root / target).is_file()]
+        if re.search(r"[A-Z]{3}", target):  # a name that the reader is to choose
+            continue
+        assert found, target
+        assert symbol in found[0].read_text("utf-8"), f"{target}:{symbol}"
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_no_trace_of_a_machine(name: str) -> None:
+    text = (CHECKOUT / name).read_text("utf-8")
+    assert MACHINE.findall(text) == []
+    assert MACHINE.findall(text + " see /srv/models/sd15") == ["/srv/models"]
+    hosts = {host.removeprefix("www.") for host in re.findall(r"https?://([^/\s)]+)", text)}
+    assert hosts <= set(SITES)
