@@ -15,8 +15,8 @@ FAMILY_OF_PIPELINE = {"StableDiffusionPipeline": "sd15"}
 EXPECTED = "Expected a diffusers folder: model_index.json beside unet/, vae/, text_encoder/, tokenizer/, scheduler/."
 
 
-def read_config(folder: Path, name: str) -> dict[str, Any]:
-    """A component's JSON config. Raises UsageError when it is absent or damaged."""
+def read_config(folder: Path, name: str, needs: tuple[str, ...] = ()) -> dict[str, Any]:
+    """A component's JSON config. Raises UsageError when it is absent, damaged or lacks what it `needs`."""
     path = folder / name
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
@@ -26,6 +26,8 @@ def read_config(folder: Path, name: str) -> dict[str, Any]:
         raise UsageError(Problem(f"{path} cannot be read ({error}).", "Copy or download the model again.")) from error
     if not isinstance(value, dict):
         raise UsageError(Problem(f"{path} is not a JSON object.", "Copy or download the model again."))
+    if lacking := [key for key in needs if key not in value]:
+        raise UsageError(Problem(f"{path} lacks {', '.join(lacking)}.", "Copy or download the model again."))
     return value
 
 

@@ -21,8 +21,8 @@ SD2_TEXT_WIDTH = 1024
 
 def describe(folder: Path) -> ModelFacts:
     """Facts from the config files. Raises UsageError when a part is missing, damaged or of another kind."""
-    unet = read_config(folder, "unet/config.json")
-    vae = read_config(folder, "vae/config.json")
+    unet = read_config(folder, "unet/config.json", ("in_channels", "sample_size", "block_out_channels"))
+    vae = read_config(folder, "vae/config.json", ("block_out_channels",))
     scheduler = read_config(folder, "scheduler/scheduler_config.json")
     tokenizer = read_config(folder, "tokenizer/tokenizer_config.json")
     check_components(folder, ("unet", "vae", "text_encoder"))

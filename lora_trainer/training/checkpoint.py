@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -24,17 +23,16 @@ from lora_trainer.core.io import flush_file, flush_folder, read_json
 from lora_trainer.training.state import TrainState
 
 VERSION = 1
-ADAPTER, OPTIMIZER, RANDOM, STATE = "adapter.safetensors", "optimizer.safetensors", "random.safetensors", "state.json"
+ADAPTER, OPTIMIZER, STATE = "adapter.safetensors", "optimizer.safetensors", "state.json"
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """What a resumed run starts from. `optimizer` is a torch state dict, `random` generator states."""
+    """What a resumed run starts from. `optimizer` is a torch state dict."""
 
     state: TrainState
     adapter: dict[str, Tensor]
     optimizer: dict[str, Any]
-    random: dict[str, Tensor]
     scaler: dict[str, Any] | None
     settings: dict[str, Any]
 
@@ -96,7 +94,10 @@ def save_checkpoint(folder: Path, checkpoint: Checkpoint) -> Path:
     except (OSError, SafetensorError, UsageError) as error:
         shutil.rmtree(hidden, ignore_errors=True)
         raise TrainingFailed(
-            Problem(f"The checkpoint of step {checkpoint.state.step} could not be written ({error}).", kept(folder))
+            Problem(
+                f"The checkpoint of step {checkpoint.state.step} could not be written ({error}).",
+                f"{kept(folder)} Free some room.",
+            )
         ) from error
     return target
 
@@ -104,14 +105,13 @@ def save_checkpoint(folder: Path, checkpoint: Checkpoint) -> Path:
 def kept(folder: Path) -> str:
     """What is safe on the disk, for an error message."""
     newest = newest_valid(folder)
-    return f"{newest[0]} is safe: free some room and add --resume." if newest else "Nothing had been saved yet."
+    return f"{newest[0]} is safe: --resume goes on from there." if newest else "Nothing had been saved yet."
 
 
 def write_parts(folder: Path, checkpoint: Checkpoint) -> None:
     tensors, rest = flatten(checkpoint.optimizer)
     save_file({name: tensor.contiguous() for name, tensor in checkpoint.adapter.items()}, folder / ADAPTER)
     save_file(tensors, folder / OPTIMIZER)
-    save_file(checkpoint.random, folder / RANDOM)
     document = {
         "version": VERSION,
         "state": checkpoint.state.to_json(),
@@ -128,12 +128,11 @@ def read_checkpoint(folder: Path) -> Checkpoint:
         document = read_json(folder / STATE)
         if document["version"] != VERSION:
             raise UsageError(Problem(f"{folder} is a checkpoint of version {document['version']}; this is {VERSION}."))
-        adapter, optimizer, random = (load_file(folder / name) for name in (ADAPTER, OPTIMIZER, RANDOM))
+        adapter, optimizer = (load_file(folder / name) for name in (ADAPTER, OPTIMIZER))
         return Checkpoint(
             state=TrainState.from_json(document["state"]),
             adapter=adapter,
             optimizer=restore(document["optimizer"], optimizer),
-            random=random,
             scaler=document["scaler"],
             settings=document["settings"],
         )
@@ -145,10 +144,15 @@ def step_name(step: int) -> str:
     return f"step-{step:06d}"
 
 
+def step_of(checkpoint: Path) -> int:
+    """The step that a checkpoint's folder is named after."""
+    return int(checkpoint.name.removeprefix("step-"))
+
+
 def list_checkpoints(folder: Path) -> list[Path]:
     """Finished checkpoints, newest first."""
     found = [path for path in folder.glob("step-*") if path.name.removeprefix("step-").isdigit()]
-    return sorted(found, key=lambda path: int(path.name.removeprefix("step-")), reverse=True)
+    return sorted(found, key=step_of, reverse=True)
 
 
 def newest_valid(folder: Path) -> tuple[Path, Checkpoint] | None:
@@ -165,17 +169,3 @@ def prune(folder: Path, keep_last: int) -> None:
     """Delete all but the newest `keep_last` checkpoints."""
     for path in list_checkpoints(folder)[keep_last:]:
         shutil.rmtree(path, ignore_errors=True)
-
-
-def random_states(device: torch.device) -> dict[str, Tensor]:
-    """Generator states that dropout inside the LoRA draws from."""
-    states = {"cpu": torch.get_rng_state()}
-    if device.type == "cuda":
-        states["cuda"] = torch.cuda.get_rng_state(device)
-    return states
-
-
-def restore_random(states: Mapping[str, Tensor], device: torch.device) -> None:
-    torch.set_rng_state(states["cpu"])
-    if device.type == "cuda" and "cuda" in states:
-        torch.cuda.set_rng_state(states["cuda"], device)

@@ -45,3 +45,20 @@ def listening() -> Iterator[Interrupt]:
     finally:
         for each, handler in before.items():
             signal.signal(each, handler)
+
+
+@contextmanager
+def leaving_on_sigterm() -> Iterator[None]:
+    """Inside the block SIGTERM leaves as an error does, so that what is half done is tidied up on the way out."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def leave(number: int, frame: FrameType | None) -> None:
+        raise SystemExit(128 + number)
+
+    before = signal.signal(signal.SIGTERM, leave)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)

@@ -14,6 +14,7 @@ import torch
 
 from lora_trainer.config.schema import Config
 from lora_trainer.core.errors import Problem, TrainingFailed
+from lora_trainer.core.randomness import position_key
 from lora_trainer.data.loader import prefetch
 from lora_trainer.monitor.memory import peak_memory_gib
 from lora_trainer.monitor.progress import StepLine
@@ -23,11 +24,9 @@ from lora_trainer.training.checkpoint import (
     Checkpoint,
     kept,
     prune,
-    random_states,
-    restore_random,
     save_checkpoint,
 )
-from lora_trainer.training.interrupt import Interrupt, listening
+from lora_trainer.training.interrupt import SIGNALS, Interrupt, listening
 from lora_trainer.training.micro import Micro
 from lora_trainer.training.processes import Processes
 from lora_trainer.training.state import TrainState
@@ -35,6 +34,7 @@ from lora_trainer.training.step import Learner, StepResult, train_step
 
 FLUSH_EVERY = 50  # steps whose numbers may wait on a GPU before anybody looks at them
 READ_AHEAD = 4  # steps
+AGREE_EVERY = 5  # steps between asking all processes whether one was told to stop
 
 
 @dataclass(frozen=True)
@@ -75,8 +75,8 @@ def train(
     """Train until the promised steps are done, a signal comes, or `train.max_hours` is over.
 
     Returns the last state, which is saved, and the signal if one came. `trackers` is None
-    in all processes but the main one. Raises TrainingFailed when the loss is not finite or
-    a checkpoint cannot be written.
+    in all processes but the main one. Raises TrainingFailed when the loss is not finite,
+    memory runs out or a checkpoint cannot be written.
     """
     state = resume(job, start) if start else TrainState()
     config, pending = job.config, list[Pending]()
@@ -89,11 +89,14 @@ def train(
         for micros in source:
             started = time.perf_counter()
             rate, samples = rate_of(job, state.step), job.samples_in(state.step)
-            result = train_step(job.learner, micros, samples, rate)
+            try:
+                result = one_step(job, state.step, micros, samples, rate)
+            except torch.OutOfMemoryError as error:
+                raise out_of_memory(job, flush(job, state, pending, trackers, line), error) from error
             state = replace(state, step=state.step + 1, seconds=before + time.monotonic() - began)
             pending.append(Pending(state.step, rate, samples, result, time.perf_counter() - started))
 
-            last = state.step == job.total_steps or bool(interrupt) or out_of_time(config, state)
+            last = state.step == job.total_steps or told_to_stop(job, state, interrupt)
             saving = last or state.step % config.checkpoint.every_steps == 0
             validating = due(config.validation.every_steps, state.step) or state.step == job.total_steps
             if saving or validating or len(pending) >= flush_every(job):
@@ -113,6 +116,37 @@ def read_steps(job: Job, first: int) -> Iterator[list[Micro]]:
     """The micro batches of each step still to come; made ahead, in another thread."""
     for step in range(first, job.total_steps):
         yield job.micros(step)
+
+
+def one_step(job: Job, step: int, micros: list[Micro], samples: int, rate: float) -> StepResult:
+    if job.config.lora.dropout:
+        # From the step's place, as every other draw: no generator state to keep, and each process has masks of its own.
+        torch.manual_seed(position_key(job.config.train.seed, "dropout", step, job.processes.rank) % 2**32)
+    return train_step(job.learner, micros, samples, rate)
+
+
+def out_of_memory(job: Job, state: TrainState, error: Exception) -> TrainingFailed:
+    """Save what was trained, where no other process has to be waited for, and say what to lower."""
+    if job.processes.world == 1 and state.step > 0:
+        save(job, state)
+    reason = str(error).splitlines()[0]
+    fix = "Set batch.max_micro lower, memory.checkpointing=all or data.resolution lower."
+    return TrainingFailed(
+        Problem(f"Out of memory at step {state.step + 1} ({reason})", f"{kept(job.checkpoints)} {fix}")
+    )
+
+
+def told_to_stop(job: Job, state: TrainState, interrupt: Interrupt) -> bool:
+    """Whether a signal came or the time is over, in any process: all must leave the loop at the same step."""
+    late = out_of_time(job.config, state)
+    if job.processes.reduce is not None:
+        if state.step % AGREE_EVERY:
+            return False
+        mine = [float(interrupt.signal == each) for each in SIGNALS]
+        told = job.processes.reduce(torch.tensor([*mine, float(late)], device=job.learner.device)).tolist()
+        interrupt.signal = next((each for each, count in zip(SIGNALS, told, strict=False) if count), None)
+        late = told[-1] > 0.0
+    return bool(interrupt) or late
 
 
 def rate_of(job: Job, step: int) -> float:
@@ -135,36 +169,41 @@ def flush_every(job: Job) -> int:
 
 def flush(job: Job, state: TrainState, pending: list[Pending], trackers: Trackers | None, line: StepLine) -> TrainState:
     """Look at the numbers of finished steps: write them, show the newest, stop at a loss that is not finite."""
-    rows = []
+    rows, failure = [], None
     for each in pending:
         loss, norm = float(each.result.loss), float(each.result.grad_norm)
-        rows.append(
-            {
-                "step": each.step,
-                "epoch": (each.step - 1) // job.steps_per_epoch,
-                "loss": loss,
-                "lr": each.rate,
-                "grad_norm": norm,
-                "seconds": each.seconds,
-                "samples": each.samples,
-                "samples_per_second": each.samples / each.seconds,
-            }
-        )
         if not math.isfinite(loss) or not (math.isfinite(norm) or each.result.skipped):
-            raise TrainingFailed(
-                Problem(
-                    f"The loss or its gradient is not finite at step {each.step} (loss {loss}, gradient {norm}).",
-                    f"{kept(job.checkpoints)} Lower optim.learning_rate, or use memory.base_precision=bf16.",
-                )
+            failure = Problem(
+                f"The loss or its gradient is not finite at step {each.step} (loss {loss}, gradient {norm}).",
+                f"{kept(job.checkpoints)} Lower optim.learning_rate, or use memory.base_precision=bf16.",
             )
+            break
+        rows.append(row_of(job, each, loss, norm))
         average = loss if state.loss_average is None else 0.98 * state.loss_average + 0.02 * loss
         state = replace(state, loss_average=average, skipped=state.skipped + int(each.result.skipped))
     if trackers:
         trackers.steps(rows)
+    if failure is not None:
+        raise TrainingFailed(failure)
+    if trackers and pending:
         seconds = sum(each.seconds for each in pending) / len(pending)
         line.show(state.step, state.loss_average or 0.0, pending[-1].rate, seconds, peak_memory_gib(job.learner.device))
     pending.clear()
     return state
+
+
+def row_of(job: Job, each: Pending, loss: float, norm: float) -> dict[str, Any]:
+    """A step's object in metrics.jsonl."""
+    return {
+        "step": each.step,
+        "epoch": (each.step - 1) // job.steps_per_epoch,
+        "loss": loss,
+        "lr": each.rate,
+        "grad_norm": norm,
+        "seconds": each.seconds,
+        "samples": each.samples,
+        "samples_per_second": each.samples / each.seconds,
+    }
 
 
 def validate(job: Job, state: TrainState, trackers: Trackers | None) -> TrainState:
@@ -187,7 +226,6 @@ def save(job: Job, state: TrainState) -> None:
             state=state,
             adapter={name: master.detach().cpu() for name, master in job.learner.adapter.masters.items()},
             optimizer=job.learner.optimizer.state_dict(),
-            random=random_states(job.learner.device),
             scaler=scaler.state_dict() if scaler else None,
             settings=job.settings,
         )
@@ -197,12 +235,11 @@ def save(job: Job, state: TrainState) -> None:
 
 
 def resume(job: Job, start: Checkpoint) -> TrainState:
-    """Put weights, optimizer, scaler and generators back to where a checkpoint was taken."""
+    """Put weights, optimizer and scaler back to where a checkpoint was taken."""
     learner = job.learner
     learner.adapter.load(start.adapter)
     with torch.no_grad():
         learner.optimizer.load_state_dict(start.optimizer)
     if learner.scaler and start.scaler:
         learner.scaler.load_state_dict(start.scaler)
-    restore_random(start.random, learner.device)
     return start.state

@@ -61,7 +61,9 @@ class Bench:
     output: Path
     cache: Path
 
-    def arguments(self, name: str, *extra: str, command: str = "train", steps: int = 6, **settings: object) -> list[str]:
+    def arguments(
+        self, name: str, *extra: str, command: str = "train", steps: int = 6, **settings: object
+    ) -> list[str]:
         """The command's arguments. Settings are named with two underscores: `lora__rank=8`; None leaves one out."""
         given = QUICK | {"cache.folder": str(self.cache)}
         given |= {key.replace("__", "."): str(value) for key, value in settings.items()}

@@ -34,7 +34,7 @@ class PowerCut(BaseException):
 
 
 def at_step(step: int, act: Callable[[], None]) -> Callable[[Trackers, list[dict[str, Any]]], None]:
-    """`Trackers.steps` that acts once the numbers of a step are about to be written."""
+    """`Trackers.steps` that acts when the numbers of a step are about to be written."""
     written = Trackers.steps
 
     def steps(trackers: Trackers, found: list[dict[str, Any]]) -> None:
@@ -46,7 +46,8 @@ def at_step(step: int, act: Callable[[], None]) -> Callable[[Trackers, list[dict
 
 
 def stop(number: int) -> Callable[[Trackers, list[dict[str, Any]]], None]:
-    return at_step(3, lambda: os.kill(os.getpid(), number))
+    """A signal that comes between the second step and the third, which is still done."""
+    return at_step(2, lambda: os.kill(os.getpid(), number))
 
 
 def assert_same_run(bench: Bench, one: str, other: str) -> None:
@@ -93,7 +94,7 @@ def test_a_run_that_died_goes_on_from_its_last_checkpoint(finished, bench):
 
 
 def test_a_damaged_checkpoint_is_passed_over(finished, bench, capsys):
-    with patched(Trackers, "steps", at_step(5, lambda: os.kill(os.getpid(), signal.SIGTERM))):
+    with patched(Trackers, "steps", at_step(4, lambda: os.kill(os.getpid(), signal.SIGTERM))):
         assert bench.run("first", checkpoint__every_steps=3) == 143
     newest = bench.folder("first") / "checkpoints" / "step-000005" / "optimizer.safetensors"
     newest.write_bytes(newest.read_bytes()[:100])

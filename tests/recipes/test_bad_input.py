@@ -1,0 +1,220 @@
+"""Bad input through the command: the exit code, all problems at once, and never a traceback."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from lora_trainer.cli.main import main
+from lora_trainer.training import step as step_module
+from tests.recipes.recipe import Bench, draw_pictures, patched, record, rows
+
+
+def with_data(bench: Bench, data: Path) -> Bench:
+    return Bench(bench.model, data, bench.output, bench.cache)
+
+
+def with_model(bench: Bench, model: Path) -> Bench:
+    return Bench(model, bench.data, bench.output, bench.cache)
+
+
+def said_plainly(capsys: pytest.CaptureFixture[str]) -> str:
+    said = capsys.readouterr()
+    assert "Traceback" not in said.err + said.out
+    assert "bug" not in said.err
+    return said.err
+
+
+def test_a_folder_without_pictures(bench, tmp_path, capsys):
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    assert with_data(bench, empty).run("none") in (2, 3)
+    assert "empty" in said_plainly(capsys)
+    assert not bench.folder("none").exists()
+
+
+def test_a_folder_that_is_not_there(bench, tmp_path, capsys):
+    assert with_data(bench, tmp_path / "absent").run("none") == 2
+    assert "absent" in said_plainly(capsys)
+
+
+@pytest.mark.parametrize("command", ["train", "produce"])
+def test_pictures_without_captions(command, bench, tmp_path, capsys):
+    data = draw_pictures(tmp_path / "bare")
+    for caption in sorted(data.glob("*.txt"))[:4]:
+        caption.unlink()
+    assert with_data(bench, data).run("bare", command=command) == 3
+    said = said_plainly(capsys)
+    assert "4 of 10 files have no caption" in said
+    assert "allow_missing_captions" in said
+    assert not bench.folder("bare").exists()
+
+
+def test_half_the_files_broken(bench, tmp_path, capsys):
+    data = draw_pictures(tmp_path / "broken")
+    for picture in sorted(data.glob("*.png"))[:5]:
+        picture.write_bytes(picture.read_bytes()[:200])
+    assert with_data(bench, data).run("broken", command="produce") == 3
+    assert "5 of 10 files cannot be read" in said_plainly(capsys)
+    assert not bench.folder("broken").exists()
+
+
+def without_weights(model: Path) -> None:
+    (model / "unet" / "diffusion_pytorch_model.safetensors").unlink()
+
+
+def as_pickle(model: Path) -> None:
+    weights = model / "unet" / "diffusion_pytorch_model.safetensors"
+    weights.rename(weights.with_suffix(".bin"))
+
+
+def truncated(model: Path) -> None:
+    for weights in (model / "unet" / "diffusion_pytorch_model.safetensors", model / "vae"):
+        found = weights if weights.is_file() else next(weights.glob("*.safetensors"))
+        found.write_bytes(found.read_bytes()[:-1000])
+
+
+def as_sdxl(model: Path) -> None:
+    index = model / "model_index.json"
+    document = json.loads(index.read_text(encoding="utf-8"))
+    index.write_text(json.dumps(document | {"_class_name": "StableDiffusionXLPipeline"}), encoding="utf-8")
+
+
+def without_index(model: Path) -> None:
+    (model / "model_index.json").unlink()
+
+
+def garbled(model: Path) -> None:
+    (model / "unet" / "config.json").write_text("{", encoding="utf-8")
+
+
+def half_a_config(model: Path) -> None:
+    (model / "unet" / "config.json").write_text("{}", encoding="utf-8")
+
+
+DAMAGES: list[tuple[Callable[[Path], None], tuple[str, ...]]] = [
+    (without_weights, ("unet", "holds no weights")),
+    (as_pickle, ("unet", "pickle")),
+    (truncated, ("unet", "vae")),
+    (as_sdxl, ("StableDiffusionXLPipeline", "Supported")),
+    (without_index, ("model_index.json", "missing")),
+    (garbled, ("unet", "config.json")),
+    (half_a_config, ("config.json lacks in_channels",)),
+]
+
+
+@pytest.mark.parametrize(("damage", "words"), DAMAGES, ids=[damage.__name__ for damage, _ in DAMAGES])
+def test_a_damaged_model(damage, words, bench, tmp_path, capsys):
+    model = tmp_path / "model"
+    shutil.copytree(bench.model, model)
+    damage(model)
+    assert with_model(bench, model).run("damaged") == 2
+    said = said_plainly(capsys)
+    assert all(word in said for word in words), said
+    assert not bench.folder("damaged").exists()
+
+
+def test_no_model_at_all(bench, tmp_path, capsys):
+    assert with_model(bench, tmp_path / "nowhere").run("lost") == 2
+    assert "nowhere" in said_plainly(capsys)
+
+
+def test_an_output_that_is_a_file(bench, tmp_path, capsys):
+    (tmp_path / "runs").write_text("in the way", encoding="utf-8")
+    assert bench.run("blocked") == 2
+    assert "cannot be written to" in said_plainly(capsys)
+
+
+def test_a_folder_that_is_no_run(bench, capsys):
+    bench.folder("mine").mkdir(parents=True)
+    (bench.folder("mine") / "letter.txt").write_text("dear", encoding="utf-8")
+    assert bench.run("mine") == 2
+    assert "is no run" in said_plainly(capsys)
+    assert [path.name for path in bench.folder("mine").iterdir()] == ["letter.txt"]
+
+
+def test_all_mistakes_are_told_at_once(bench, capsys):
+    extra = ["--preset", "12gbb", "--rank", "8", "--set", "lora.rankk=3", "--set", "optim.learning_rate=quick"]
+    assert main([*bench.arguments("wrong"), *extra]) == 2
+    said = said_plainly(capsys)
+    for word in ("12gbb", "12gb", "--rank", "lora.rank", "rankk", "optim.learning_rate", "quick"):
+        assert word in said, said
+    assert not bench.folder("wrong").exists()
+
+
+def test_a_pattern_that_matches_nothing(bench, capsys):
+    assert bench.run("pattern", lora__targets="*.no_such_layer") == 2
+    assert "'*.no_such_layer' matches none" in said_plainly(capsys)
+    assert not bench.folder("pattern").exists(), "corrected, the same command must run"
+
+
+def test_a_resolution_below_the_models_step(bench, capsys):
+    """The tiny model's step is 16 pixels, the least resolution of the schema 32: no bucket has room at 48 x 16."""
+    assert bench.run("small", data__resolution=31) == 2
+    assert "data.resolution" in said_plainly(capsys)
+
+
+def nan_at(step: int) -> Callable[..., torch.Tensor]:
+    """A `squared_error` that is not a number in one step."""
+    true, calls = step_module.squared_error, [0]
+
+    def squared_error(predicted: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        calls[0] += 1
+        return true(predicted, target) * (float("nan") if calls[0] == step else 1.0)
+
+    return squared_error
+
+
+def test_a_loss_that_is_not_finite_ends_the_run_and_names_what_is_safe(bench, capsys):
+    # Steps of one micro batch, so that the fourth call is the fourth step.
+    with patched(step_module, "squared_error", nan_at(4)):
+        assert bench.run("nan", batch__effective=1, checkpoint__every_steps=2) == 5
+    said = said_plainly(capsys)
+    assert "not finite at step 4" in said
+    assert "step-000002 is safe" in said
+    assert "optim.learning_rate" in said
+    folder = bench.folder("nan")
+    document = record(folder)
+    assert (document["status"], document["exit_code"], document["steps"]) == ("failed", 5, 2)
+    assert "step 4" in document["reason"]
+    assert [row["step"] for row in rows(folder)] == [1, 2, 3]
+    assert [path.name for path in (folder / "checkpoints").iterdir()] == ["step-000002"]
+    assert not list(folder.glob("*.safetensors"))
+    assert bench.run("nan", "--resume", batch__effective=1, checkpoint__every_steps=2) == 0
+    assert record(folder)["status"] == "done"
+
+
+def test_out_of_memory_ends_the_run_and_names_what_is_safe(bench, capsys):
+    def full(*arguments: object) -> torch.Tensor:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+
+    with patched(step_module, "squared_error", full):
+        assert bench.run("full") == 5
+    said = said_plainly(capsys)
+    assert "memory" in said
+    assert "batch.max_micro" in said
+    assert record(bench.folder("full"))["status"] == "failed"
+
+
+def test_a_rate_beyond_reason_trains_or_fails_plainly(bench, capsys):
+    assert bench.run("wild", optim__learning_rate=10) in (0, 5)
+    said_plainly(capsys)
+    assert record(bench.folder("wild"))["status"] in ("done", "failed")
+
+
+def test_brackets_in_names_and_captions_are_no_markup(bench, tmp_path, capsys):
+    data = draw_pictures(tmp_path / "set [red]")
+    for picture in sorted(data.glob("*.png")):
+        picture.rename(picture.with_name(f"[bold]{picture.name}"))
+    for caption in sorted(data.glob("*.txt")):
+        caption.rename(caption.with_name(f"[bold]{caption.name}"))
+        caption.with_name(f"[bold]{caption.name}").write_text(f"[/] a [red] ring :cat: {caption.stem}", "utf-8")
+    assert with_data(bench, data).run("markup", "--dry-run") == 0
+    shown = capsys.readouterr().out
+    assert "[bold]picture_" in shown
+    assert "[/] a [red] ring :cat:" in shown
