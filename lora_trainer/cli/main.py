@@ -217,9 +217,9 @@ def _cache(arguments: argparse.Namespace, unknown: list[Problem]) -> int:
     resolved = resolved_from(arguments, unknown)
     folder = arguments.folder or (Path(resolved.config.cache.folder) if resolved.config.cache.folder else None)
     if arguments.action is None:
-        from lora_trainer.production.run import fill
+        from lora_trainer.production.run import cache
 
-        return fill(resolved)
+        return cache(resolved)
     from lora_trainer.cli.cache import clean_command, status_command
 
     if arguments.action == "status":
@@ -269,6 +269,22 @@ def _sample(arguments: argparse.Namespace, unknown: list[Problem]) -> int:
         output=arguments.folder,
         seed=arguments.first_seed,
     )
+
+
+def _add_bench_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("what", choices=["step"], help="step: one optimizer step, beside the least that it could be")
+    parser.add_argument("--steps", type=int, default=30, metavar="N", help="timed steps of each row (30)")
+    parser.add_argument("--json", action="store_true", help="one JSON document on stdout")
+    add_run_arguments(parser)
+
+
+def _bench(arguments: argparse.Namespace, unknown: list[Problem]) -> int:
+    if arguments.steps < 2:
+        unknown.append(Problem(f"--steps {arguments.steps} is too few.", "At least 2 are needed for a median."))
+    resolved = resolved_from(arguments, unknown)
+    from lora_trainer.cli.bench import bench_command
+
+    return bench_command(resolved, arguments.steps, arguments.json)
 
 
 def _add_presets_arguments(parser: argparse.ArgumentParser) -> None:
@@ -326,6 +342,12 @@ COMMANDS = {
         _add_sample_arguments,
         _sample,
         'example:\n  lora-trainer sample runs/cat/cat.safetensors --model ./my-sd15 --prompt "a photo of my cat"\n',
+    ),
+    "bench": Command(
+        "measure the trainer's step beside the least that it could be",
+        _add_bench_arguments,
+        _bench,
+        "example:\n  lora-trainer bench step --preset 12gb --json\n",
     ),
     "presets": Command(
         "list the presets, or show what some of them set",

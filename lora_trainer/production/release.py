@@ -19,8 +19,11 @@ from lora_trainer.evaluation.sample import Drawing, compare, save_comparison
 from lora_trainer.export.lora_file import read_lora, write_lora
 from lora_trainer.export.metadata import TrainingFacts
 from lora_trainer.export.weights import LoraWeights, check_keys, weights_from_peft
+from lora_trainer.production.choices import Choices
 from lora_trainer.production.inputs import Inputs
 from lora_trainer.training.adapter import Adapter
+from lora_trainer.training.build import Built
+from lora_trainer.training.checkpoint import step_name
 from lora_trainer.training.state import TrainState
 
 BEFORE_AFTER = "before_after"
@@ -129,3 +132,21 @@ def sample_prompts(config: Config, inputs: Inputs) -> list[str]:
         return list(config.sample.prompts)
     captions = dict.fromkeys(sample.caption for sample in (*inputs.held_out, *inputs.train))
     return list(captions)[: config.sample.count]
+
+
+def draw_while_training(
+    folder: Path,
+    config: Config,
+    inputs: Inputs,
+    steps: StepArithmetic,
+    choices: Choices,
+    built: Built,
+    state: TrainState,
+) -> None:
+    """Save the LoRA as it is now, then draw from that file: what a user's program would show."""
+    samples, name = folder / "samples", step_name(state.step)
+    facts = training_facts(config, inputs, name, state, steps, time.time() - state.seconds)
+    weights = lora_weights(config, inputs, built.learner.adapter)
+    kohya, diffusers = export_lora(samples, name, weights, facts, built.shapes)
+    diffusers.unlink()
+    draw_comparison(kohya, samples, config, inputs, choices.device, choices.dtype, name=name)

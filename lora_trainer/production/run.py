@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import time
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
@@ -16,6 +17,7 @@ from lora_trainer.config.schema import Config
 from lora_trainer.core.errors import (
     DONE,
     LORA_REFUSED,
+    TRAINING_FAILED,
     DatasetRefused,
     LoraRefused,
     Problem,
@@ -23,15 +25,19 @@ from lora_trainer.core.errors import (
     UserError,
 )
 from lora_trainer.core.hardware import package_versions
+from lora_trainer.core.io import write_json
 from lora_trainer.core.launch import is_main_process
 from lora_trainer.monitor.progress import duration
 from lora_trainer.production.inputs import Inputs, data_sources, read_inputs
+from lora_trainer.production.record import FILE as RECORD
 from lora_trainer.production.record import Record, read_record, write_record
+from lora_trainer.training.interrupt import leaving_on_sigterm
 
 if TYPE_CHECKING:  # torch is loaded after the data has been judged
     from lora_trainer.evaluation.report import LoraReport
 
 UNFINISHED = ("running", "stopped", "failed")
+BUG, INTERRUPTED = 1, 130
 
 
 def train(resolved: Resolved, *, resume: bool, dry_run: bool, enforce_gates: bool) -> int:
@@ -41,7 +47,7 @@ def train(resolved: Resolved, *, resume: bool, dry_run: bool, enforce_gates: boo
     without, only data that cannot be trained on. Raises UserError for everything a user
     can mend; what was trained until then is saved and recorded.
     """
-    console = Console(quiet=not is_main_process(), highlight=False, soft_wrap=True)
+    console = plain_console(quiet=not is_main_process())
     config = resolved.config
     announce(config, console)
     folder = run_folder(config)
@@ -59,16 +65,16 @@ def train(resolved: Resolved, *, resume: bool, dry_run: bool, enforce_gates: boo
     return run_recorded(resolved, inputs, folder, console, resume=resume, enforce_gates=enforce_gates)
 
 
-def fill(resolved: Resolved) -> int:
+def cache(resolved: Resolved) -> int:
     """Fill the caches that a run of these settings needs, and train nothing. Raises UserError."""
-    console = Console(highlight=False, soft_wrap=True)
+    console = plain_console()
     announce(resolved.config, console)
     inputs = read_inputs(resolved.config)
     show_report(inputs, console)
     refuse_data(inputs, enforce_gates=False)
-    from lora_trainer.production.session import fill_only
+    from lora_trainer.production.session import fill, open_session
 
-    fill_only(resolved, inputs, console)
+    fill(open_session(resolved, inputs, run_folder(resolved.config), console))
     return DONE
 
 
@@ -76,18 +82,26 @@ def run_recorded(
     resolved: Resolved, inputs: Inputs, folder: Path, console: Console, *, resume: bool, enforce_gates: bool
 ) -> int:
     """Run the session and leave a true `run.json`, however it ends."""
-    from lora_trainer.production.session import run_session
+    from lora_trainer.production.flow import run_session
+    from lora_trainer.training.checkpoint import list_checkpoints, step_of
+    from lora_trainer.training.processes import join_processes
 
     began = time.monotonic()
+    join_processes().wait()  # all must have found the folder free before one of them claims it
+    previous, before = read_record(folder), list_checkpoints(folder / "checkpoints")
     record = first_record(resolved, inputs, folder)
     write = partial(write_record, folder) if is_main_process() else discard
     write(record)
     try:
-        outcome = run_session(resolved, inputs, folder, record, console, resume=resume)
+        with leaving_on_sigterm():
+            outcome = run_session(resolved, inputs, folder, record, console, resume=resume)
     except BaseException as error:
-        code = error.exit_code if isinstance(error, UserError) else 1
-        reason = str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
-        record = replace(record, status="failed", exit_code=code, reason=reason)
+        trained = list_checkpoints(folder / "checkpoints")
+        if isinstance(error, UsageError) and trained == before:
+            if is_main_process():
+                leave_as_found(folder, previous)
+            raise
+        record = ended_by(error, replace(record, steps=step_of(trained[0]) if trained else 0))
         write(record.with_seconds(total=time.monotonic() - began))
         raise
     record = outcome.record.with_seconds(total=time.monotonic() - began)
@@ -112,6 +126,30 @@ def run_recorded(
     return DONE
 
 
+def ended_by(error: BaseException, record: Record) -> Record:
+    """The record of a run that an error or a signal outside the loop ended, with the command's exit code."""
+    if isinstance(error, KeyboardInterrupt | SystemExit):
+        code = error.code if isinstance(error, SystemExit) and isinstance(error.code, int) else INTERRUPTED
+        return replace(record, status="stopped", exit_code=code, reason="stopped by a signal")
+    code, reason = BUG, f"{type(error).__name__}: {error}"
+    if isinstance(error, UserError):
+        code, reason = error.exit_code, str(error)
+    elif isinstance(error, OSError) and error.errno == errno.ENOSPC:
+        code, reason = TRAINING_FAILED, "The disk is full."
+    return replace(record, status="failed", exit_code=code, reason=reason)
+
+
+def leave_as_found(folder: Path, previous: dict[str, Any] | None) -> None:
+    """After a wrong setting that showed before anything was trained: mended, the same command must run."""
+    if previous is not None:
+        write_json(folder / RECORD, previous)
+        return
+    for name in (RECORD, "config.toml"):
+        (folder / name).unlink(missing_ok=True)
+    if not any(folder.iterdir()):
+        folder.rmdir()
+
+
 def discard(record: Record) -> None:
     """What the other processes of a run do with its record."""
 
@@ -129,6 +167,11 @@ def first_record(resolved: Resolved, inputs: Inputs, folder: Path) -> Record:
         model={"family": inputs.family.name, "path": str(inputs.facts.path.resolve())},
         dataset={"parts": inputs.report.parts, "samples": len(inputs.report.samples)},
     )
+
+
+def plain_console(*, quiet: bool = False) -> Console:
+    """Prints text as it is: captions and file names may hold what rich takes for markup."""
+    return Console(quiet=quiet, highlight=False, markup=False, emoji=False, soft_wrap=True)
 
 
 def announce(config: Config, console: Console) -> None:

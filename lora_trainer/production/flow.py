@@ -1,0 +1,133 @@
+"""From a prepared session to a judged LoRA: resume, train, export, validate, draw."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from lora_trainer.config.layers import Resolved
+from lora_trainer.config.schema import Config
+from lora_trainer.config.toml import to_toml
+from lora_trainer.core.errors import Problem, UsageError
+from lora_trainer.core.hardware import describe_machine
+from lora_trainer.core.io import write_text
+from lora_trainer.evaluation.report import LoraReport
+from lora_trainer.monitor.progress import step_line
+from lora_trainer.monitor.trackers import Trackers
+from lora_trainer.production.inputs import Inputs
+from lora_trainer.production.record import Record
+from lora_trainer.production.release import draw_comparison, export_lora, judge_lora, lora_weights, training_facts
+from lora_trainer.production.session import Prepared, Session, fixed_settings, open_session, prepare
+from lora_trainer.training.checkpoint import Checkpoint, newest_valid
+from lora_trainer.training.run import Job, train
+from lora_trainer.training.state import TrainState
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a session ended. `signal_exit` is 128 + the signal's number when one stopped it."""
+
+    record: Record
+    lora: LoraReport | None
+    comparison: Path | None
+    signal_exit: int | None = None
+
+
+def run_session(
+    resolved: Resolved, inputs: Inputs, folder: Path, record: Record, console: Console, *, resume: bool
+) -> Outcome:
+    """Train and release one LoRA in `folder`. Raises UserError."""
+    session = open_session(resolved, inputs, folder, console)
+    start = find_start(folder, fixed_settings(session), console) if resume else None
+    if session.processes.is_main:
+        write_text(folder / "config.toml", to_toml(repeatable(session)))
+    prepared = prepare(session)
+    state, signal_exit = run_training(session, prepared.job, start)
+    trained = state.seconds - (start.state.seconds if start else 0.0)
+    record = replace(
+        record.with_seconds(cache=prepared.cache_seconds, train=trained),
+        steps=state.step,
+        hardware={
+            **describe_machine(),
+            "device": str(session.choices.device),
+            "processes": session.processes.world,
+        },
+        arithmetic=session.steps.to_json(),
+        choices=(*session.choices.lines, *prepared.built.notes),
+        training=asdict(state),
+    )
+    if signal_exit is not None or not session.processes.is_main:
+        return Outcome(record, None, None, signal_exit)
+    return release(prepared, record, state)
+
+
+def repeatable(session: Session) -> Config:
+    """The config that repeats this run from any folder: absolute paths, what the hardware decided, the run's name."""
+    config = session.config
+    model = config.model.model_copy(update={"path": config.model.path and str(Path(config.model.path).resolve())})
+    sources = tuple(str(Path(source).resolve()) for source in config.data.sources)
+    data = config.data.model_copy(update={"sources": sources})
+    memory = config.memory.model_copy(update={"base_precision": session.choices.precision.value})
+    return config.model_copy(update={"model": model, "data": data, "memory": memory})
+
+
+def run_training(session: Session, job: Job, start: Checkpoint | None) -> tuple[TrainState, int | None]:
+    """Run the loop with its trackers and progress line."""
+    console, total = session.console, session.steps.total
+    done = start.state.step if start else 0
+    if done >= total:
+        console.print(f"all {total} steps are trained already")
+    trackers = Trackers(session.folder, resume_step=done if start else None) if session.processes.is_main else None
+    try:
+        state, interrupt = train(job, start, trackers, step_line(console, total, done))
+    finally:
+        if trackers:
+            trackers.close()
+    return state, interrupt.exit_code if interrupt else None
+
+
+def release(prepared: Prepared, record: Record, state: TrainState) -> Outcome:
+    """Export, judge and draw; the record with scores and files."""
+    session, built = prepared.session, prepared.built
+    config, console, folder, choices = session.config, session.console, session.folder, session.choices
+    began, name = time.monotonic(), session.folder.name
+    facts = training_facts(config, session.inputs, name, state, session.steps, time.time() - state.seconds)
+    weights = lora_weights(config, session.inputs, built.learner.adapter)
+    kohya, diffusers = export_lora(folder, name, weights, facts, built.shapes)
+    console.print(f"exported {kohya.name} and {diffusers.name}; every key fits the model")
+    console.print("validating the LoRA from its file")
+    report = judge_lora(kohya, config, session.inputs, prepared.held_out, choices.device, choices.dtype)
+    comparison = draw_comparison(kohya, folder / "samples", config, session.inputs, choices.device, choices.dtype)
+    record = replace(
+        record.with_seconds(validate=time.monotonic() - began),
+        scores={**record.scores, "lora": round(report.score, 4)},
+        files={**record.files, "kohya": kohya.name, "diffusers": diffusers.name},
+        lora=report.to_json(),
+    )
+    return Outcome(record, report, comparison)
+
+
+def find_start(folder: Path, settings: dict[str, Any], console: Console) -> Checkpoint | None:
+    """The newest checkpoint that can be gone on from; None, said, when there is none.
+
+    Raises UsageError when settings changed that its weights or its order of samples hang on.
+    """
+    found = newest_valid(folder / "checkpoints")
+    if found is None:
+        console.print("--resume: no checkpoint yet, starting at step 0")
+        return None
+    path, checkpoint = found
+    changed = {name: old for name, old in checkpoint.settings.items() if settings.get(name) != old}
+    if changed:
+        raise UsageError(
+            [
+                Problem(f"{name} was {old!r} and is now {settings.get(name)!r}.", "Set it back, or start a new --name.")
+                for name, old in changed.items()
+            ]
+        )
+    console.print(f"resuming from {path.name} of {folder}")
+    return checkpoint
