@@ -62,12 +62,21 @@ def psnr(vae: AutoencoderKL, seed: int, count: int = 128) -> float:
     return float((10.0 * torch.log10(4.0 / error)).mean())
 
 
-def train_vae(vae: AutoencoderKL, steps: int, seed: int, scenes: float, batch: int = 16) -> AutoencoderKL:
-    """L1 + MSE + 1e-6 KL on a share of `scenes`, the rest anything; sets `scaling_factor` for unit spread."""
+def train_vae(
+    vae: AutoencoderKL, steps: int, seed: int, scenes: float, *, decoder_only: bool = False, batch: int = 16
+) -> AutoencoderKL:
+    """L1 + MSE + 1e-6 KL on a share of `scenes`, the rest anything; sets `scaling_factor` for unit spread.
+
+    `decoder_only` leaves the latents as they are, so that a U-Net trained on them stays good.
+    """
     torch.manual_seed(seed)
     rng = random.Random(seed)
     vae.train().requires_grad_(True)
-    optimizer = torch.optim.AdamW(vae.parameters(), lr=1.5e-3, weight_decay=0.0, fused=True)
+    if decoder_only:
+        vae.encoder.requires_grad_(False)
+        vae.quant_conv.requires_grad_(False)
+    trained = [parameter for parameter in vae.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=1.5e-3, weight_decay=0.0, fused=True)
     started = time.monotonic()
     for step in range(steps):
         width, height = rng.choice(SIZES)
@@ -86,15 +95,16 @@ def train_vae(vae: AutoencoderKL, steps: int, seed: int, scenes: float, batch: i
         error = decoded - pixels
         loss = error.abs().mean() + error.square().mean() + 1e-6 * kl.sum() / batch
         loss.backward()
-        torch.nn.utils.clip_grad_norm_(vae.parameters(), 1.0)
+        torch.nn.utils.clip_grad_norm_(trained, 1.0)
         optimizer.step()
         optimizer.zero_grad()
         if step % 50 == 0:
             log("vae", step, steps, loss.item(), started)
     vae.eval().requires_grad_(False)
-    with torch.no_grad():
-        latents = vae.encode(as_tensor([draw(random_scene(rng)) for _ in range(256)])).latent_dist.sample()
-    vae.register_to_config(scaling_factor=round(1.0 / float(latents.std()), 5))
+    if not decoder_only:
+        with torch.no_grad():
+            latents = vae.encode(as_tensor([draw(random_scene(rng)) for _ in range(256)])).latent_dist.sample()
+        vae.register_to_config(scaling_factor=round(1.0 / float(latents.std()), 5))
     print(f"vae: {psnr(vae, seed + 1):.2f} dB on unseen pictures, scaling factor {vae.config.scaling_factor}")
     return vae
 
@@ -120,13 +130,13 @@ def batches(pictures: dict, tokens: dict[str, list[int]], rng: random.Random, si
     while True:
         moments, scenes = pictures[rng.choice(SIZES)]
         chosen = [rng.randrange(len(scenes)) for _ in range(size)]
-        captions = [
-            "" if rng.random() < EMPTY_CAPTIONS else scenes[i].caption(rng.choice(TEMPLATES)) for i in chosen
-        ]
+        captions = ["" if rng.random() < EMPTY_CAPTIONS else scenes[i].caption(rng.choice(TEMPLATES)) for i in chosen]
         yield moments[chosen].float(), torch.tensor([tokens[caption] for caption in captions])
 
 
-def train_unet(vae: AutoencoderKL, work: Path, steps: int, seed: int, batch: int, pictures: int) -> StableDiffusionPipeline:
+def train_unet(
+    vae: AutoencoderKL, work: Path, steps: int, seed: int, batch: int, pictures: int
+) -> StableDiffusionPipeline:
     """Epsilon prediction with min-SNR weights (arXiv:2303.09556, eq. 5) and an averaged copy."""
     torch.manual_seed(seed)
     rng = random.Random(seed)
@@ -193,17 +203,19 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--work", type=Path, required=True, help="folder for intermediate results")
     parser.add_argument("--out", type=Path, help="write the finished base here")
-    parser.add_argument("--vae-steps", type=int, nargs=2, default=(1800, 1100), help="of any picture, then of scenes")
+    parser.add_argument("--vae-steps", type=int, nargs=3, default=(1800, 1100, 700), help="the last: decoder only")
     parser.add_argument("--unet-steps", type=int, default=5000)
     parser.add_argument("--batch", type=int, default=32)
     parser.add_argument("--pictures", type=int, default=16_000)
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
+    torch.manual_seed(args.seed)
     vae = architecture.make_vae()
-    for phase, (steps, scenes) in enumerate(zip(args.vae_steps, (0.6, 0.85), strict=True)):
+    for phase, (steps, scenes) in enumerate(zip(args.vae_steps, (0.6, 0.85, 0.85), strict=True)):
         folder = args.work / f"vae-{phase}"
         if not folder.exists():
-            train_vae(vae, steps, args.seed + 10 * phase, scenes).save_pretrained(folder)
+            last = phase == len(args.vae_steps) - 1
+            train_vae(vae, steps, args.seed + 10 * phase, scenes, decoder_only=last).save_pretrained(folder)
         vae = AutoencoderKL.from_pretrained(folder)
     vae.eval().requires_grad_(False)
     pipeline = train_unet(vae, args.work, args.unet_steps, args.seed, args.batch, args.pictures)
