@@ -205,7 +205,7 @@ def claim(folder: Path, *, resume: bool, console: Console) -> int | None:
         )
     if record is not None and record.get("status") not in UNFINISHED:
         console.print(f"{folder} is finished (status {record['status']}, step {record['steps']}): nothing to do.")
-        return int(record.get("exit_code") or DONE)
+        return DONE
     if record is None and folder.exists() and any(folder.iterdir()):
         raise UsageError(Problem(f"{folder} exists and is no run.", "Choose another --name or --output."))
     existing = next(parent for parent in (folder, *folder.absolute().parents) if parent.exists())
