@@ -18,7 +18,8 @@ from lora_trainer.core.errors import DONE, LORA_REFUSED, Problem, UsageError
 from lora_trainer.core.io import read_json
 from lora_trainer.data.buckets import BucketPlan, assign_buckets
 from lora_trainer.data.images import BrokenPictureError
-from lora_trainer.data.manifest import Sample, read_manifest
+from lora_trainer.data.manifest import read_manifest
+from lora_trainer.data.sample import Sample
 from lora_trainer.evaluation.report import LoraReport
 from lora_trainer.production.inputs import model_folder, read_inputs, read_model, trained_resolution
 

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from lora_trainer.core.errors import Problem, UsageError
-from lora_trainer.data.manifest import Sample
+from lora_trainer.data.sample import Sample
 
 
 @dataclass(frozen=True, order=True)

@@ -24,7 +24,7 @@ from lora_trainer.core.io import read_json, sha256_file, write_json
 from lora_trainer.data.buckets import Bucket, Fit
 from lora_trainer.data.entries import DamagedEntryError, entry_path, read_entry, touch, write_entry
 from lora_trainer.data.images import BrokenPictureError, load_pixels
-from lora_trainer.data.manifest import Sample
+from lora_trainer.data.sample import Sample
 
 # Part of every key: raise it when pictures are brought to their bucket in another way.
 TRANSFORM = "lanczos-cover-centre-1"

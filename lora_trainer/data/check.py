@@ -31,7 +31,7 @@ from PIL import Image
 from lora_trainer.core.errors import Problem
 from lora_trainer.data.buckets import BucketPlan, Fit, assign_buckets
 from lora_trainer.data.images import ENDINGS_OF_FORMAT, BrokenPictureError, header_of, load_rgb, quiet_pillow
-from lora_trainer.data.manifest import Finding, Manifest, Sample
+from lora_trainer.data.sample import Finding, Manifest, Sample
 
 FACTORS = {"error": 0.0, "warning": 0.85, "note": 1.0}
 ENOUGH_PICTURES = 5

@@ -14,7 +14,7 @@ from torch import Tensor
 from lora_trainer.core.randomness import position_uniform
 from lora_trainer.data.buckets import Fit
 from lora_trainer.data.entries import Store
-from lora_trainer.data.manifest import Sample
+from lora_trainer.data.sample import Sample
 from lora_trainer.data.steps import Ref
 
 Item = TypeVar("Item")

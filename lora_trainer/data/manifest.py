@@ -1,4 +1,4 @@
-"""Samples and the manifest: what a data set holds, read without decoding a picture.
+"""Reading a data set: sources -> manifest, without decoding a picture.
 
 Sources may be plain folders (nested), kohya's `10_name` folders, Hugging Face image
 folders (`metadata.jsonl`) and single pictures. Captions come from, first found wins:
@@ -8,7 +8,6 @@ folder. One bad file never stops the reading: it becomes a finding.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import re
@@ -17,68 +16,17 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
 
 from lora_trainer.core.errors import Problem, UsageError
 from lora_trainer.core.io import sha256_file
 from lora_trainer.data.images import PICTURE_ENDINGS, BrokenPictureError, read_header
+from lora_trainer.data.sample import Finding, Manifest, Sample, Severity
 
 CAPTION_ENDINGS = (".txt", ".caption")
 METADATA_NAME = "metadata.jsonl"
 FOREIGN_PICTURES = (".heic", ".heif", ".jxl", ".psd", ".svg", ".raw", ".cr2", ".nef", ".dng")
 KOHYA_FOLDER = re.compile(r"(\d+)_(.*)")
 MOST_REPEATS = 1000  # a larger number is a year or an id: `2024_holiday`
-
-Severity = Literal["error", "warning", "note"]
-
-
-@dataclass(frozen=True)
-class Sample:
-    """One picture with its caption.
-
-    `width` and `height` are as the picture is seen, after EXIF rotation.
-    `content` is the hex sha256 of the picture file's bytes.
-    """
-
-    path: Path
-    caption: str
-    width: int
-    height: int
-    content: str
-    repeats: int = 1
-
-    @property
-    def id(self) -> str:
-        """Names the sample in random draws: its content, not its place or name."""
-        return self.content[:32]
-
-
-@dataclass(frozen=True)
-class Finding:
-    """One thing that was noticed about one file. `path` is None for the data set as a whole.
-
-    An error makes the data unfit to train on, a warning costs score, a note costs nothing.
-    """
-
-    path: Path | None
-    code: str
-    severity: Severity
-    message: str
-    fix: str = ""
-
-
-@dataclass(frozen=True)
-class Manifest:
-    """All samples of a run, in a stable order, with what was noticed while reading."""
-
-    samples: tuple[Sample, ...]
-    notes: tuple[str, ...] = ()
-
-    @property
-    def data_hash(self) -> str:
-        """Changes when a picture, a caption or a repeat count changes; names and places do not count."""
-        rows = sorted((sample.content, sample.caption, sample.repeats) for sample in self.samples)
-        return hashlib.sha256(json.dumps(rows, ensure_ascii=True).encode("ascii")).hexdigest()
 
 
 @dataclass

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 
-from lora_trainer.data.manifest import Sample
+from lora_trainer.data.sample import Sample
 
 FEWEST_PICTURES = 8  # below this, none can be spared
 MOST_HELD_OUT = 16  # more would cost time at every validation and tell little

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
 from lora_trainer.core.randomness import position_shuffle
-from lora_trainer.data.manifest import Sample
+from lora_trainer.data.sample import Sample
 
 
 @dataclass(frozen=True)

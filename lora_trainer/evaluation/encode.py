@@ -8,7 +8,7 @@ import torch
 
 from lora_trainer.data.buckets import BucketPlan
 from lora_trainer.data.images import load_pixels
-from lora_trainer.data.manifest import Sample
+from lora_trainer.data.sample import Sample
 from lora_trainer.evaluation.held_out import EncodedSample
 from lora_trainer.models.family import Encoders
 

@@ -15,7 +15,7 @@ from lora_trainer.data.buckets import Fit
 from lora_trainer.data.cache import CachePlan, fill_latents, fill_texts, plan_latents, plan_texts
 from lora_trainer.data.entries import Store
 from lora_trainer.data.loader import CachedData, size_row
-from lora_trainer.data.manifest import Sample
+from lora_trainer.data.sample import Sample
 from lora_trainer.evaluation.held_out import EncodedSample
 from lora_trainer.production.choices import Choices
 from lora_trainer.production.inputs import Inputs

@@ -43,9 +43,9 @@ def run_session(
     """Train and release one LoRA in `folder`. Raises UserError."""
     session = open_session(resolved, inputs, folder, console)
     start = find_start(folder, fixed_settings(session), console) if resume else None
-    if session.processes.is_main:
-        write_text(folder / "config.toml", to_toml(repeatable(session)))
     prepared = prepare(session)
+    if session.processes.is_main:
+        write_text(folder / "config.toml", to_toml(repeatable(session, prepared.built.attention)))
     state, signal_exit = run_training(session, prepared.job, start)
     trained = state.seconds - (start.state.seconds if start else 0.0)
     record = replace(
@@ -65,13 +65,15 @@ def run_session(
     return release(prepared, record, state)
 
 
-def repeatable(session: Session) -> Config:
+def repeatable(session: Session, attention: str) -> Config:
     """The config that repeats this run from any folder: absolute paths, what the hardware decided, the run's name."""
     config = session.config
     model = config.model.model_copy(update={"path": config.model.path and str(Path(config.model.path).resolve())})
     sources = tuple(str(Path(source).resolve()) for source in config.data.sources)
     data = config.data.model_copy(update={"sources": sources})
-    memory = config.memory.model_copy(update={"base_precision": session.choices.precision.value})
+    # As it was decided: in a file these count as asked for, and what was asked for never falls back.
+    decided = {"base_precision": session.choices.precision.value, "attention": attention}
+    memory = config.memory.model_copy(update=decided)
     return config.model_copy(update={"model": model, "data": data, "memory": memory})
 
 

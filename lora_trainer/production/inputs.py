@@ -9,7 +9,8 @@ from lora_trainer.builtin import BASE_FOLDER, DATA_FOLDER
 from lora_trainer.config.schema import Config
 from lora_trainer.data.buckets import BucketPlan, assign_buckets
 from lora_trainer.data.check import DataReport, check_dataset
-from lora_trainer.data.manifest import Manifest, Sample, read_manifest
+from lora_trainer.data.manifest import read_manifest
+from lora_trainer.data.sample import Manifest, Sample
 from lora_trainer.data.split import split_held_out
 from lora_trainer.data.steps import Lengths, StepArithmetic, step_arithmetic
 from lora_trainer.models import FAMILIES

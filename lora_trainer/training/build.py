@@ -22,10 +22,11 @@ from lora_trainer.training.step import Learner
 
 @dataclass(frozen=True)
 class Built:
-    """The learner, the weight shapes of the untouched denoiser by name, and what was decided, as sentences."""
+    """The learner, the weight shapes of the untouched denoiser by name, and what was decided, also as sentences."""
 
     learner: Learner
     shapes: dict[str, tuple[int, ...]]
+    attention: str
     notes: tuple[str, ...]
 
 
@@ -86,7 +87,7 @@ def build_learner(
         f"attention {attention.name}: {attention.reason}",
         f"gradient checkpointing {checkpointed} of {blocks} blocks: {reason}",
     )
-    return Built(learner, shapes, notes)
+    return Built(learner, shapes, attention.name, notes)
 
 
 def attention_order(config: Config, asked: bool) -> tuple[str, ...]:

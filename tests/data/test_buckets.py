@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from lora_trainer.core.errors import UsageError
 from lora_trainer.data.buckets import Bucket, assign_buckets, fit_to, make_buckets, nearest_bucket
-from lora_trainer.data.manifest import Sample
+from lora_trainer.data.sample import Sample
 
 sides = st.integers(1, 8000)
 settings_of_buckets = st.tuples(st.integers(64, 1536), st.sampled_from([8, 16, 32, 64]), st.floats(1.0, 8.0))

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from lora_trainer.data.buckets import assign_buckets
 from lora_trainer.data.entries import Store, entry_path, write_entry
 from lora_trainer.data.loader import CachedData, drops_caption, prefetch, read_micro
-from lora_trainer.data.manifest import Sample
+from lora_trainer.data.sample import Sample
 from lora_trainer.data.steps import Ref, plan_steps, split_micros
 
 COUNT = 6

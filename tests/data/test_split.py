@@ -5,7 +5,7 @@ from pathlib import Path
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lora_trainer.data.manifest import Sample
+from lora_trainer.data.sample import Sample
 from lora_trainer.data.split import split_held_out
 
 contents = st.lists(st.text("0123456789abcdef", min_size=8, max_size=8), max_size=200)

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lora_trainer.data.manifest import Sample
+from lora_trainer.data.sample import Sample
 from lora_trainer.data.steps import Lengths, StepPlan, plan_steps, share, split_micros, step_arithmetic
 
 

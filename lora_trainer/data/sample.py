@@ -1,0 +1,60 @@
+"""The values that data travels as: a sample, a finding, a manifest."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+Severity = Literal["error", "warning", "note"]
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One picture with its caption.
+
+    `width` and `height` are as the picture is seen, after EXIF rotation.
+    `content` is the hex sha256 of the picture file's bytes.
+    """
+
+    path: Path
+    caption: str
+    width: int
+    height: int
+    content: str
+    repeats: int = 1
+
+    @property
+    def id(self) -> str:
+        """Names the sample in random draws: its content, not its place or name."""
+        return self.content[:32]
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing that was noticed about one file. `path` is None for the data set as a whole.
+
+    An error makes the data unfit to train on, a warning costs score, a note costs nothing.
+    """
+
+    path: Path | None
+    code: str
+    severity: Severity
+    message: str
+    fix: str = ""
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """All samples of a run, in a stable order, with what was noticed while reading."""
+
+    samples: tuple[Sample, ...]
+    notes: tuple[str, ...] = ()
+
+    @property
+    def data_hash(self) -> str:
+        """Changes when a picture, a caption or a repeat count changes; names and places do not count."""
+        rows = sorted((sample.content, sample.caption, sample.repeats) for sample in self.samples)
+        return hashlib.sha256(json.dumps(rows, ensure_ascii=True).encode("ascii")).hexdigest()
