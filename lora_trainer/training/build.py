@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
 
 from lora_trainer.config.schema import Config
 from lora_trainer.core.randomness import position_key
+from lora_trainer.diffusion.process import Process
 from lora_trainer.export.weights import shapes_of
 from lora_trainer.models.attention import choose_attention, install_attention
 from lora_trainer.models.family import Family, ModelFacts
@@ -72,7 +73,7 @@ def build_learner(
     learner = Learner(
         denoiser=denoiser,
         predict=family.predict,
-        process=family.make_process(facts.path),
+        process=on_device(family.make_process(facts.path), device),
         adapter=adapter,
         optimizer=optimizer,
         scaler=scaler,
@@ -88,6 +89,11 @@ def build_learner(
         f"gradient checkpointing {checkpointed} of {blocks} blocks: {reason}",
     )
     return Built(learner, shapes, attention.name, notes)
+
+
+def on_device(process: Process, device: torch.device) -> Process:
+    """The schedule beside the model, so that no step copies it there."""
+    return replace(process, alphas_cumprod=process.alphas_cumprod.to(device))
 
 
 def attention_order(config: Config, asked: bool) -> tuple[str, ...]:
