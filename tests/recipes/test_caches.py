@@ -1,0 +1,75 @@
+"""What a second run finds in the caches, and what a dry run shows and leaves alone."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from PIL import Image
+
+from lora_trainer.models import FAMILIES
+from lora_trainer.models.family import Encoders
+from tests.recipes.recipe import Bench, contents, draw_pictures
+
+
+@pytest.fixture
+def own(bench: Bench, tmp_path: Path) -> Bench:
+    """Pictures that may be changed, and caches that are empty."""
+    return Bench(bench.model, draw_pictures(tmp_path / "own"), bench.output, tmp_path / "caches")
+
+
+def test_a_second_run_loads_no_encoder_to_train(own, capsys, monkeypatch):
+    family, loads = FAMILIES["sd15"], []
+
+    def load_encoders(*arguments: Any) -> Encoders:
+        loads.append(arguments)
+        return family.load_encoders(*arguments)
+
+    monkeypatch.setitem(FAMILIES, "sd15", replace(family, load_encoders=load_encoders))
+    assert own.run("first", steps=1) == 0
+    assert "10 latents: 0 reused, 10 rebuilt (10 new)" in capsys.readouterr().out
+    first = len(loads)
+    assert own.run("second", steps=1) == 0
+    shown = capsys.readouterr().out
+    assert "10 latents: 10 reused, 0 rebuilt" in shown
+    assert "11 texts: 11 reused, 0 rebuilt" in shown
+    # Judging the file asks prompts of its own, in both runs.
+    assert len(loads) - first == first - 1
+
+
+def test_only_what_changed_is_built_again(own, capsys):
+    assert own.run("first", steps=1) == 0
+    (own.data / "picture_3.txt").write_text("a ring that moved", encoding="utf-8")
+    capsys.readouterr()
+    assert own.run("caption", steps=1) == 0
+    shown = capsys.readouterr().out
+    assert "10 latents: 10 reused, 0 rebuilt" in shown
+    assert "11 texts: 10 reused, 1 rebuilt (1 caption changed)" in shown
+
+    picture = Image.open(own.data / "picture_3.png").rotate(180)
+    picture.save(own.data / "picture_3.png")
+    assert own.run("picture", steps=1) == 0
+    shown = capsys.readouterr().out
+    assert "10 latents: 9 reused, 1 rebuilt (1 picture changed)" in shown
+    assert "11 texts: 11 reused, 0 rebuilt" in shown
+
+
+def test_a_dry_run_shows_the_plan_and_writes_nothing(own, tmp_path, capsys):
+    before = contents(tmp_path)
+    assert own.run("plan", "--dry-run", "--preset", "quality", steps=6) == 0
+    assert contents(tmp_path) == before
+    assert not own.output.exists()
+    assert not own.cache.exists()
+    shown = capsys.readouterr().out
+    assert "9 trained, 1 held out" in shown
+    assert "2 buckets: 64x64 (5), 80x48 (4)" in shown
+    assert "9 images × 1 repeats = 9 a pass, / 2 a step = 5 steps" in shown
+    assert "stopped at 6" in shown
+    assert shown.count("a ring on a") == 3
+    assert "10 latents: 0 reused, 10 to build" in shown
+    assert "11 texts: 0 reused, 11 to build" in shown
+    assert "lora.rank = 4  (--set)" in shown
+    assert "train.max_steps = 6  (--max-steps)" in shown
+    assert "noise.multires_iterations = 8  (preset quality" in shown

@@ -1,0 +1,131 @@
+"""Settings that change how a run computes, and what they must not change."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import pytest
+
+from lora_trainer.cli.main import main
+from lora_trainer.production import session as session_module
+from lora_trainer.training import run as run_module
+from lora_trainer.training.micro import Micro
+from tests.recipes.recipe import Bench, exported, losses, patched, record
+
+
+@pytest.mark.parametrize(("micro", "calls"), [(4, (1, 2)), (2, (2, 3)), (1, (4, 4))])
+def test_micro_batches_change_neither_samples_nor_noise(micro, calls, bench):
+    """Four samples of two buckets make one or two micro batches of four, two or three of two, four of one."""
+    seen: list[list[Micro]] = []
+    true = run_module.train_step
+
+    def train_step(learner, micros, samples, rate):
+        seen.append(list(micros))
+        return true(learner, seen[-1], samples, rate)
+
+    def asked(size: int) -> dict[float, bytes]:
+        """What each sample of the first step was asked, by its first value of noise."""
+        seen.clear()
+        with patched(run_module, "train_step", train_step):
+            assert bench.run(f"micro-{size}", steps=1, batch__effective=4, batch__max_micro=size) == 0
+        return {
+            float(micro.noise[row].flatten()[0]): b"".join(
+                part[row].numpy().tobytes() for part in (micro.latents, micro.noise, micro.t, micro.cond["embeds"])
+            )
+            for micro in seen[0]
+            for row in range(len(micro.t))
+        }
+
+    whole = asked(9)
+    assert len(whole) == 4
+    assert asked(micro) == whole
+    assert calls[0] <= len(seen[0]) <= calls[1]
+    (loss,), (expected,) = losses(bench.folder(f"micro-{micro}")), losses(bench.folder("micro-9"))
+    assert loss == pytest.approx(expected, rel=1e-5)
+
+
+def test_gradient_checkpointing_changes_nothing(bench):
+    for setting in ("none", "all", 2):
+        assert bench.run(f"blocks-{setting}", steps=2, memory__checkpointing=setting) == 0
+    for setting in ("all", 2):
+        assert losses(bench.folder(f"blocks-{setting}")) == pytest.approx(losses(bench.folder("blocks-none")), rel=1e-5)
+
+
+def test_a_model_that_predicts_v(bench, tmp_path):
+    model = tmp_path / "v"
+    shutil.copytree(bench.model, model)
+    scheduler = model / "scheduler" / "scheduler_config.json"
+    document = json.loads(scheduler.read_text(encoding="utf-8"))
+    scheduler.write_text(json.dumps(document | {"prediction_type": "v_prediction"}), encoding="utf-8")
+    assert bench.run("epsilon", steps=1) == 0
+    assert Bench(model, bench.data, bench.output, bench.cache).run("v", steps=1, loss__min_snr_gamma=5) == 0
+    assert losses(bench.folder("v")) != losses(bench.folder("epsilon"))
+    assert record(bench.folder("v"))["status"] == "done"
+
+
+@pytest.mark.parametrize(
+    ("targets", "present", "absent"),
+    [
+        ("attention", "attn1_to_q", "ff_net"),
+        ("attention+ff", "ff_net_0_proj", "conv"),
+        ('["*.attn2.to_k", "*.conv1"]', "resnets_0_conv1", "attn1"),
+    ],
+)
+def test_targets_decide_what_is_trained(targets, present, absent, bench):
+    assert bench.run("targets", steps=1, lora__targets=targets) == 0
+    names = exported(bench.folder("targets"))["kohya"]
+    assert any(present in name for name in names)
+    assert not any(absent in name for name in names)
+
+
+def test_pictures_while_training_do_not_change_the_run(finished, bench):
+    assert bench.run("first", sample__every_steps=2) == 0
+    drawn = {path.name for path in (bench.folder("first") / "samples").iterdir()}
+    assert {"step-000002.png", "step-000004.png", "before_after.png"} <= drawn
+    assert exported(bench.folder("first")) == exported(finished.folder("first"))
+
+
+def test_the_config_of_a_run_with_presets_repeats_it(bench):
+    """The tier prefers an attention that this machine may lack: what was used is what the file names."""
+    assert bench.run("tier", "--preset", "12gb,quality", steps=1, memory__base_precision=None) == 0
+    config = str(bench.folder("tier") / "config.toml")
+    assert main(["train", "--config", config, "--name", "again"]) == 0
+    assert exported(bench.folder("again")) == exported(bench.folder("tier"))
+
+
+def test_an_untrained_lora_is_refused_and_kept(bench, capsys):
+    assert bench.run("idle", command="produce", steps=1, optim__learning_rate=1e-12) == 4
+    said = capsys.readouterr()
+    assert "under the gate" in said.err
+    assert "Traceback" not in said.err
+    document = record(bench.folder("idle"))
+    assert (document["status"], document["exit_code"]) == ("refused", 4)
+    assert document["scores"]["lora"] <= 0.3
+    assert (bench.folder("idle") / "idle.safetensors").is_file()
+    assert bench.run("idle-too", steps=1, optim__learning_rate=1e-12) == 0, "train scores, produce refuses"
+
+
+def test_old_checkpoints_go(bench):
+    assert bench.run("pruned", checkpoint__every_steps=1, checkpoint__keep_last=2) == 0
+    kept = sorted(path.name for path in (bench.folder("pruned") / "checkpoints").iterdir())
+    assert kept == ["step-000005", "step-000006"]
+
+
+def test_time_that_is_over_ends_the_run_whole(bench, capsys):
+    assert bench.run("hours", "--max-hours", "1e-9", steps=50) == 0
+    document = record(bench.folder("hours"))
+    assert document["status"] == "done"
+    assert 1 <= document["steps"] < 50
+    assert (bench.folder("hours") / "hours.safetensors").is_file()
+
+
+def test_control_c_before_training_is_no_failure(bench, capsys):
+    def interrupted(*arguments: object) -> None:
+        raise KeyboardInterrupt
+
+    with patched(session_module, "fill_caches", interrupted):
+        assert bench.run("early") == 130
+    document = record(bench.folder("early"))
+    assert (document["status"], document["exit_code"], document["steps"]) == ("stopped", 130, 0)
+    assert bench.run("early", "--resume", steps=1) == 0
