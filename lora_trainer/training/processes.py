@@ -28,7 +28,8 @@ class Processes:
 
 def join_processes() -> Processes:
     """Join the group that `accelerate launch` made, or stand alone."""
-    state = PartialState()
+    # Without being asked for the CPU, accelerate leaves each of several processes on it to itself.
+    state = PartialState(cpu=not torch.accelerator.is_available())
     together = state.num_processes > 1
     return Processes(
         rank=state.process_index,

@@ -1,0 +1,63 @@
+"""Two processes are one: the same samples, the same weights, one record."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from tests.recipes.recipe import Bench, record, rows
+
+
+def launch(checkout: Path, arguments: list[str]) -> subprocess.CompletedProcess[str]:
+    """`accelerate launch` of the command's arguments on two processes of the processor."""
+    command = [sys.executable, "-m", "accelerate.commands.accelerate_cli", "launch"]
+    config = ["--config_file", str(checkout / "accelerate_configs" / "cpu_2.yaml")]
+    script = str(checkout / "scripts" / "train_lora.py")
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(checkout)}
+    return subprocess.run(
+        [*command, *config, script, *arguments[1:]],
+        capture_output=True,
+        text=True,
+        encoding="utf-8",
+        env=environment,
+        cwd=checkout,
+        timeout=500,
+        check=False,
+    )
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the launcher's CPU path is tested on Linux")
+def test_two_processes_train_what_one_trains(bench: Bench, checkout: Path):
+    settings: dict[str, object] = {"batch__effective": 3, "validate__every_steps": 3, "checkpoint__every_steps": 3}
+    ended = launch(checkout, bench.arguments("two", **settings))
+    assert ended.returncode == 0, ended.stderr[-3000:]
+    assert ended.stdout.count("validating the LoRA") == 1, "only one process speaks"
+    assert bench.run("one", **settings) == 0
+
+    two, one = bench.folder("two"), bench.folder("one")
+    assert record(two)["hardware"]["processes"] == 2
+    assert [row["step"] for row in rows(two)] == [1, 2, 3, 4, 5, 6]
+    assert [row["samples"] for row in rows(two)] == [row["samples"] for row in rows(one)]
+    for name in ("metrics.jsonl", "validation.jsonl"):
+        mine, theirs = ([row["loss"] for row in rows(folder, name)] for folder in (two, one))
+        assert mine == pytest.approx(theirs, rel=1e-3)
+    first, second = rows(two)[0]["loss"], rows(one)[0]["loss"]
+    assert first == pytest.approx(second, rel=1e-5)
+    mine, theirs = load_file(two / "two.safetensors"), load_file(one / "one.safetensors")
+    assert mine.keys() == theirs.keys()
+    for name, values in mine.items():
+        np.testing.assert_allclose(values, theirs[name], atol=1e-3, err_msg=name)
+
+
+@pytest.mark.slow
+def test_processes_stop_at_the_same_step(bench: Bench, checkout: Path):
+    """Each has a clock of its own: were they not to agree, one would wait for the other for ever."""
+    ended = launch(checkout, bench.arguments("late", "--max-hours", "1e-9", steps=50))
+    assert ended.returncode == 0, ended.stderr[-3000:]
+    assert record(bench.folder("late"))["steps"] == 5
