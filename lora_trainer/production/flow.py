@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from rich.console import Console
 
 from lora_trainer.config.layers import Resolved
@@ -21,10 +22,11 @@ from lora_trainer.monitor.trackers import Trackers
 from lora_trainer.production.inputs import Inputs
 from lora_trainer.production.record import Record
 from lora_trainer.production.release import draw_comparison, export_lora, judge_lora, lora_weights, training_facts
-from lora_trainer.production.session import Prepared, Session, fixed_settings, open_session, prepare
+from lora_trainer.production.session import Prepared, Session, open_session, prepare
 from lora_trainer.training.checkpoint import Checkpoint, newest_valid
 from lora_trainer.training.run import Job, train
 from lora_trainer.training.state import TrainState
+from lora_trainer.training.step import Learner
 
 
 @dataclass(frozen=True)
@@ -42,7 +44,7 @@ def run_session(
 ) -> Outcome:
     """Train and release one LoRA in `folder`. Raises UserError."""
     session = open_session(resolved, inputs, folder, console)
-    start = find_start(folder, fixed_settings(session), console) if resume else None
+    start = find_start(folder, session.fixed, console) if resume else None
     prepared = prepare(session)
     if session.processes.is_main:
         write_text(folder / "config.toml", to_toml(repeatable(session, prepared.built.attention)))
@@ -56,6 +58,7 @@ def run_session(
             "device": str(session.choices.device),
             "processes": session.processes.world,
         },
+        model={**record.model, "sha256": session.fixed["model"]},
         arithmetic=session.steps.to_json(),
         choices=(*session.choices.lines, *prepared.built.notes),
         training=asdict(state),
@@ -101,6 +104,7 @@ def release(prepared: Prepared, record: Record, state: TrainState) -> Outcome:
     weights = lora_weights(config, session.inputs, built.learner.adapter)
     kohya, diffusers = export_lora(folder, name, weights, facts, built.shapes)
     console.print(f"exported {kohya.name} and {diffusers.name}; every key fits the model")
+    free_learner(built.learner)
     console.print("validating the LoRA from its file")
     report = judge_lora(kohya, config, session.inputs, prepared.held_out, choices.device, choices.dtype)
     comparison = draw_comparison(kohya, folder / "samples", config, session.inputs, choices.device, choices.dtype)
@@ -111,6 +115,14 @@ def release(prepared: Prepared, record: Record, state: TrainState) -> Outcome:
         lora=report.to_json(),
     )
     return Outcome(record, report, comparison)
+
+
+def free_learner(learner: Learner) -> None:
+    """Take the trained denoiser off the card: judging and drawing load a fresh one."""
+    learner.denoiser.to("cpu")
+    learner.optimizer.state.clear()
+    if learner.device.type == "cuda":
+        torch.cuda.empty_cache()
 
 
 def find_start(folder: Path, settings: dict[str, Any], console: Console) -> Checkpoint | None:

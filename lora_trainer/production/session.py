@@ -12,9 +12,11 @@ from rich.console import Console
 
 from lora_trainer.config.layers import Resolved
 from lora_trainer.config.schema import Config
+from lora_trainer.core.io import sha256_file
 from lora_trainer.data.loader import CachedData, read_micro
 from lora_trainer.data.steps import StepArithmetic, plan_steps, share, split_micros
 from lora_trainer.evaluation.held_out import EncodedSample, held_out_losses
+from lora_trainer.models.folder import weights_file
 from lora_trainer.production.caching import CachePlans, cached_data, fill_caches, plan_caches, validation_samples
 from lora_trainer.production.choices import Choices, asked_by_user, card_gib, choose
 from lora_trainer.production.inputs import Inputs, arithmetic
@@ -50,6 +52,7 @@ class Session:
     processes: Processes
     choices: Choices
     steps: StepArithmetic
+    fixed: dict[str, Any]  # what must not change in a resumed run
 
     @property
     def config(self) -> Config:
@@ -72,7 +75,8 @@ def open_session(resolved: Resolved, inputs: Inputs, folder: Path, console: Cons
     processes = join_processes()
     choices = choose(resolved, processes.device, processes.world)
     steps = arithmetic(resolved.config, inputs.train, choices.micro, processes.world)
-    return Session(resolved, inputs, folder, console, processes, choices, steps)
+    fixed = fixed_settings(resolved.config, inputs, choices)
+    return Session(resolved, inputs, folder, console, processes, choices, steps, fixed)
 
 
 def prepare(session: Session) -> Prepared:
@@ -165,12 +169,13 @@ def make_job(session: Session, built: Built, data: CachedData, held_out: list[En
         micros=micros,
         validate=validate if session.inputs.held_out else None,
         sample=sample,
-        settings=fixed_settings(session),
+        settings=session.fixed,
     )
 
 
-def fixed_settings(session: Session) -> dict[str, Any]:
+def fixed_settings(config: Config, inputs: Inputs, choices: Choices) -> dict[str, Any]:
     """What a checkpoint is only good for: settings, data and model."""
-    dumped = session.config.model_dump(mode="json", by_alias=True)
+    dumped = config.model_dump(mode="json", by_alias=True)
     values = {name: dumped[name.split(".")[0]][name.split(".")[1]] for name in FIXED_ON_RESUME}
-    return {**values, "data": session.inputs.manifest.data_hash, "precision": session.choices.precision.value}
+    model = sha256_file(weights_file(inputs.facts.path / inputs.family.denoiser_prefix))
+    return {**values, "model": model, "data": inputs.manifest.data_hash, "precision": choices.precision.value}

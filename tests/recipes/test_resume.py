@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from lora_trainer.cli.main import main
 from lora_trainer.monitor.trackers import Trackers
 from tests.recipes.recipe import Bench, exported, losses, patched, record, rows
 
@@ -165,3 +168,17 @@ def test_config_repeats_a_run_with_dropout(bench):
     config = str(bench.folder("once") / "config.toml")
     assert main(["train", "--config", config, "--name", "again"]) == 0
     assert_same_run(bench, "once", "again")
+
+
+def test_another_base_model_is_refused_on_resume(bench, tmp_path, capsys):
+    assert bench.run("swapped", steps=2, checkpoint__every_steps=1) == 0
+    other = Path(shutil.copytree(bench.model, tmp_path / "other"))
+    weights = other / "unet" / "diffusion_pytorch_model.safetensors"
+    data = bytearray(weights.read_bytes())
+    data[-3] ^= 1
+    weights.write_bytes(data)
+    (bench.folder("swapped") / "run.json").write_text('{"status": "stopped", "steps": 2}')
+    arguments = bench.arguments("swapped", "--resume", steps=2)
+    arguments[arguments.index("--model") + 1] = str(other)
+    assert main(arguments) == 2
+    assert "model was" in capsys.readouterr().err
