@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -14,16 +15,28 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor, nn
 
-    from lora_trainer.diffusion.process import Process
+    from lora_trainer.diffusion.process import Prediction, Process
 
 SD2_TEXT_WIDTH = 1024
+NOISE_SCHEDULES = ("scaled_linear", "linear")
+
+
+@dataclass(frozen=True)
+class NoiseSchedule:
+    """What a scheduler's config says of the noise; training and drawing read the same."""
+
+    name: str
+    steps: int
+    beta_start: float
+    beta_end: float
+    prediction: Prediction
 
 
 def describe(folder: Path) -> ModelFacts:
     """Facts from the config files. Raises UsageError when a part is missing, damaged or of another kind."""
     unet = read_config(folder, "unet/config.json", ("in_channels", "sample_size", "block_out_channels"))
     vae = read_config(folder, "vae/config.json", ("block_out_channels",))
-    scheduler = read_config(folder, "scheduler/scheduler_config.json")
+    schedule = _noise_schedule(folder)
     tokenizer = read_config(folder, "tokenizer/tokenizer_config.json")
     check_components(folder, ("unet", "vae", "text_encoder"))
     if unet.get("cross_attention_dim") == SD2_TEXT_WIDTH:
@@ -34,9 +47,6 @@ def describe(folder: Path) -> ModelFacts:
                 f"{folder} is an inpainting or depth model ({unet.get('in_channels')} input channels).", "Use the base."
             )
         )
-    prediction = scheduler.get("prediction_type", "epsilon")
-    if prediction not in PREDICTIONS:
-        raise UsageError(Problem(f"{folder} predicts {prediction!r}.", f"Supported: {', '.join(PREDICTIONS)}."))
     downscale = 2 ** (len(vae["block_out_channels"]) - 1)
     return ModelFacts(
         path=folder,
@@ -45,7 +55,7 @@ def describe(folder: Path) -> ModelFacts:
         latent_channels=int(unet["in_channels"]),
         downscale=downscale,
         pixel_step=downscale * 2 ** (len(unet["block_out_channels"]) - 1),
-        prediction=prediction,
+        prediction=schedule.prediction,
         caption_tokens=int(tokenizer.get("model_max_length", 77)),
     )
 
@@ -114,18 +124,50 @@ def load_denoiser(folder: Path, dtype: torch.dtype, device: torch.device) -> nn.
     return cast("nn.Module", unet.to(device).requires_grad_(False))
 
 
+def _noise_schedule(folder: Path) -> NoiseSchedule:
+    """The noise schedule that the model was trained with. Raises UsageError for one that cannot be followed."""
+    config = read_config(folder, "scheduler/scheduler_config.json")
+    where = folder / "scheduler" / "scheduler_config.json"
+    problems: list[Problem] = []
+    name, prediction = config.get("beta_schedule", "scaled_linear"), config.get("prediction_type", "epsilon")
+    if name not in NOISE_SCHEDULES:
+        problems.append(Problem(f"{where}: noise schedule {name!r}.", f"Supported: {', '.join(NOISE_SCHEDULES)}."))
+    if prediction not in PREDICTIONS:
+        problems.append(
+            Problem(f"{where}: the model predicts {prediction!r}.", f"Supported: {', '.join(PREDICTIONS)}.")
+        )
+    if config.get("rescale_betas_zero_snr"):
+        problems.append(
+            Problem(
+                f"{where}: rescale_betas_zero_snr is true; noise without any signal left cannot be trained yet.",
+                "Use a model with rescale_betas_zero_snr false.",
+            )
+        )
+    if config.get("trained_betas") is not None:
+        problems.append(
+            Problem(
+                f"{where}: trained_betas gives a noise schedule of its own, which cannot be followed yet.",
+                "Use a model whose schedule is given by beta_start, beta_end and beta_schedule.",
+            )
+        )
+    if problems:
+        raise UsageError(problems)
+    return NoiseSchedule(
+        name=name,
+        steps=int(config.get("num_train_timesteps", 1000)),
+        beta_start=float(config.get("beta_start", 0.00085)),
+        beta_end=float(config.get("beta_end", 0.012)),
+        prediction=prediction,
+    )
+
+
 def make_process(folder: Path) -> Process:
-    """The noise schedule that the model was trained with."""
+    """The noise schedule that the model was trained with. Raises UsageError for one that cannot be followed."""
     from lora_trainer.diffusion.process import Process, linear_alphas, scaled_linear_alphas
 
-    config = read_config(folder, "scheduler/scheduler_config.json")
-    steps = int(config.get("num_train_timesteps", 1000))
-    start, end = float(config.get("beta_start", 0.00085)), float(config.get("beta_end", 0.012))
-    schedules = {"scaled_linear": scaled_linear_alphas, "linear": linear_alphas}
-    name = config.get("beta_schedule", "scaled_linear")
-    if name not in schedules:
-        raise UsageError(Problem(f"{folder} has the noise schedule {name!r}.", f"Supported: {', '.join(schedules)}."))
-    return Process(schedules[name](steps, start, end), config.get("prediction_type", "epsilon"))
+    schedule = _noise_schedule(folder)
+    alphas = {"scaled_linear": scaled_linear_alphas, "linear": linear_alphas}[schedule.name]
+    return Process(alphas(schedule.steps, schedule.beta_start, schedule.beta_end), schedule.prediction)
 
 
 def predict(denoiser: nn.Module, noisy: Tensor, t: Tensor, cond: Mapping[str, Tensor], sizes: Tensor) -> Tensor:

@@ -80,6 +80,24 @@ def test_unsupported_models_are_refused_with_the_reason(model, tmp_path):
         SD15.describe(other)
 
 
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("rescale_betas_zero_snr", True),
+        ("trained_betas", [0.1, 0.2]),
+        ("beta_schedule", "squaredcos_cap_v2"),
+        ("prediction_type", "sample"),
+    ],
+)
+def test_noise_schedules_that_cannot_be_followed_are_refused_by_name(model, tmp_path, key, value):
+    other = copied(model, tmp_path)
+    edit(other / "scheduler" / "scheduler_config.json", **{key: value})
+    named = value if isinstance(value, str) else key
+    for read in (SD15.describe, SD15.make_process):
+        with pytest.raises(UsageError, match=named):
+            read(other)
+
+
 def test_all_damaged_weights_are_named_at_once(model, tmp_path):
     other = copied(model, tmp_path)
     for component in ("unet", "vae"):
