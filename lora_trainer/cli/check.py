@@ -12,10 +12,10 @@ from rich.table import Table
 
 from lora_trainer.config.schema import Config
 from lora_trainer.core.errors import DATASET_REFUSED, DONE
+from lora_trainer.core.findings import Finding
 from lora_trainer.core.io import finite
 from lora_trainer.data.check import DataReport, check_dataset
 from lora_trainer.data.manifest import read_manifest
-from lora_trainer.data.sample import Finding
 from lora_trainer.data.split import split_held_out
 from lora_trainer.data.steps import Lengths, StepArithmetic, step_arithmetic
 from lora_trainer.models.family import ModelFacts

@@ -29,9 +29,10 @@ import numpy as np
 from PIL import Image
 
 from lora_trainer.core.errors import Problem
+from lora_trainer.core.findings import Finding
 from lora_trainer.data.buckets import BucketPlan, Fit, assign_buckets
 from lora_trainer.data.images import ENDINGS_OF_FORMAT, BrokenPictureError, header_of, load_rgb, quiet_pillow
-from lora_trainer.data.sample import Finding, Manifest, Sample
+from lora_trainer.data.sample import Manifest, Sample
 
 FACTORS = {"error": 0.0, "warning": 0.85, "note": 1.0}
 ENOUGH_PICTURES = 5
@@ -113,10 +114,10 @@ class DataReport:
             "samples": len(self.samples),
             "parts": {name: round(value, 6) for name, value in self.parts.items()},
             "files": [
-                {"path": str(path), "findings": [_finding_json(finding) for finding in found]}
+                {"path": str(path), "findings": [finding.to_json() for finding in found]}
                 for path, found in self.files.items()
             ],
-            "findings": [_finding_json(finding) for finding in self.general],
+            "findings": [finding.to_json() for finding in self.general],
             "refusals": [{"message": problem.message, "fix": problem.fix} for problem in self.refusals],
             "buckets": {str(bucket): count for bucket, count in sorted(self.plan.counts.items())},
             "notes": list(self.notes),
@@ -133,10 +134,6 @@ MANY = {
     "bad_metadata": "list captions wrongly",
     "too_small": "are far smaller than they would be trained at",
 }
-
-
-def _finding_json(finding: Finding) -> dict[str, str]:
-    return {"code": finding.code, "severity": finding.severity, "message": finding.message, "fix": finding.fix}
 
 
 def check_dataset(
@@ -232,7 +229,7 @@ def _look(sample: Sample) -> Seen:
         header = header_of(sample.path)
         picture = load_rgb(sample.path)
     except BrokenPictureError as broken:
-        return Seen(Finding(sample.path, broken.code, "error", broken.message, broken.fix))
+        return Seen(Finding(broken.code, "error", broken.message, broken.fix, path=sample.path))
     small = picture.convert("L").resize((64, 64), Image.Resampling.BOX)
     return Seen(None, header.format, header.frames, float(np.asarray(small, dtype=np.float32).std()))
 
@@ -256,12 +253,14 @@ def _captions(looked: Looked) -> list[Finding]:
             tokens = estimate_tokens(sample.caption)
             if tokens > looked.caption_limit:
                 message = f"has a caption of about {tokens} tokens; the model reads {looked.caption_limit}."
-                found.append(Finding(sample.path, "long_caption", "note", message, "Shorten it; what matters first."))
+                found.append(
+                    Finding("long_caption", "note", message, "Shorten it; what matters first.", path=sample.path)
+                )
     captions = {sample.caption for sample in looked.samples}
     if len(looked.samples) > 1 and len(captions) == 1 and captions != {""}:
         message = f"All {len(looked.samples)} pictures have the same caption."
         fix = "Fine for one subject; varied captions keep surroundings apart from it."
-        found.append(Finding(None, "same_caption", "note", message, fix))
+        found.append(Finding("same_caption", "note", message, fix))
     return found
 
 
@@ -287,11 +286,11 @@ def _sizes(looked: Looked) -> list[Finding]:
             if severe:
                 fix = "Remove such pictures, set data.resolution lower, or set data.allow_upscale=true."
             code = "too_small" if severe else "upscaled"
-            found.append(Finding(sample.path, code, "error" if severe else "warning", message, fix))
+            found.append(Finding(code, "error" if severe else "warning", message, fix, path=sample.path))
         if fit.kept < CROP_LIMIT:
             message = f"is {size}; the crop to {fit.bucket} keeps {fit.kept:.0%} of it."
             fix = "Crop it by hand, or set data.max_aspect higher."
-            found.append(Finding(sample.path, "cropped", "warning", message, fix))
+            found.append(Finding("cropped", "warning", message, fix, path=sample.path))
     return found
 
 
@@ -303,7 +302,7 @@ def _distinct(looked: Looked) -> list[Finding]:
         if original is not sample:
             message = f"is the same file as {original.path.name}."
             fix = "Remove one; to weigh pictures use folders such as 10_name."
-            found.append(Finding(sample.path, "duplicate", "warning", message, fix))
+            found.append(Finding("duplicate", "warning", message, fix, path=sample.path))
     return found
 
 
@@ -312,7 +311,7 @@ def _contents(looked: Looked) -> list[Finding]:
     for sample, seen in zip(looked.samples, looked.seen, strict=True):
         if seen.broken is None and seen.spread < UNIFORM_SPREAD:
             message = f"is nearly one colour (spread {seen.spread:.1f} of 255)."
-            found.append(Finding(sample.path, "uniform", "warning", message, "Remove it unless it is meant."))
+            found.append(Finding("uniform", "warning", message, "Remove it unless it is meant.", path=sample.path))
     return found
 
 
@@ -323,10 +322,10 @@ def _formats(looked: Looked) -> list[Finding]:
             continue
         if seen.frames > 1:
             message = f"has {seen.frames} frames; only the first is used."
-            found.append(Finding(sample.path, "animated", "note", message, "Save the frame that is meant."))
+            found.append(Finding("animated", "note", message, "Save the frame that is meant.", path=sample.path))
         if sample.path.suffix.lower() not in ENDINGS_OF_FORMAT.get(seen.format, ()):
             message = f"is a {seen.format} file, whatever its ending says."
-            found.append(Finding(sample.path, "wrong_ending", "note", message, "Rename it."))
+            found.append(Finding("wrong_ending", "note", message, "Rename it.", path=sample.path))
     return found
 
 
@@ -334,7 +333,7 @@ def _count(looked: Looked) -> list[Finding]:
     distinct = len({sample.content for sample in looked.samples})
     if 0 < distinct < ENOUGH_PICTURES:
         message = f"There are {distinct} distinct pictures; {ENOUGH_PICTURES} are the least that train well."
-        return [Finding(None, "few_pictures", "warning", message, "Add pictures.")]
+        return [Finding("few_pictures", "warning", message, "Add pictures.")]
     return []
 
 

@@ -18,9 +18,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from lora_trainer.core.errors import Problem, UsageError
+from lora_trainer.core.findings import Finding, Severity
 from lora_trainer.core.io import sha256_file
 from lora_trainer.data.images import PICTURE_ENDINGS, BrokenPictureError, read_header
-from lora_trainer.data.sample import Finding, Manifest, Sample, Severity
+from lora_trainer.data.sample import Manifest, Sample
 
 CAPTION_ENDINGS = (".txt", ".caption")
 METADATA_NAME = "metadata.jsonl"
@@ -118,7 +119,9 @@ def _files_below(root: Path, reading: _Reading) -> list[Path]:
             entries = sorted(folder.iterdir(), key=lambda entry: entry.name)
         except OSError as error:
             message = f"cannot be opened ({(error.strerror or str(error)).lower()})."
-            reading.findings.append(Finding(folder, "unreadable", "error", message, "Make it readable or remove it."))
+            reading.findings.append(
+                Finding("unreadable", "error", message, "Make it readable or remove it.", path=folder)
+            )
             continue
         shown = [entry for entry in entries if not entry.name.startswith(".")]
         waiting.extend(entry for entry in shown if entry.is_dir())
@@ -155,7 +158,7 @@ def _read_metadata(path: Path, pictures: Sequence[Path], reading: _Reading) -> d
         lines = path.read_text(encoding="utf-8-sig").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         fix = "Save it as UTF-8."
-        reading.findings.append(Finding(path, "bad_metadata", "error", f"cannot be read ({error}).", fix))
+        reading.findings.append(Finding("bad_metadata", "error", f"cannot be read ({error}).", fix, path=path))
         return {}
     known = {_key(picture) for picture in pictures}
     captions: dict[str, str] = {}
@@ -180,10 +183,12 @@ def _read_metadata(path: Path, pictures: Sequence[Path], reading: _Reading) -> d
             captions[key] = text
     if bad:
         message = f"{len(bad)} of {len(lines)} lines are not JSON with file_name and text (first: line {bad[0]})."
-        reading.findings.append(Finding(path, "bad_metadata", "error", message, "Mend or remove these lines."))
+        reading.findings.append(Finding("bad_metadata", "error", message, "Mend or remove these lines.", path=path))
     if absent:
         message = f"names {len(absent)} pictures that are not there (first: {absent[0]})."
-        reading.findings.append(Finding(path, "absent_picture", "warning", message, "Add them or remove the lines."))
+        reading.findings.append(
+            Finding("absent_picture", "warning", message, "Add them or remove the lines.", path=path)
+        )
     return captions
 
 
@@ -203,7 +208,7 @@ def _read_picture(path: Path, captions: dict[str, str], kohya: tuple[int, str] |
         width, height = read_header(path)
         content = sha256_file(path)
     except BrokenPictureError as broken:
-        reading.findings.append(Finding(path, broken.code, "error", broken.message, broken.fix))
+        reading.findings.append(Finding(broken.code, "error", broken.message, broken.fix, path=path))
         return
     caption = _caption_of(path, captions, kohya, reading)
     reading.samples.append(Sample(path, caption, width, height, content, repeats))
@@ -213,14 +218,14 @@ def _caption_of(path: Path, captions: dict[str, str], kohya: tuple[int, str] | N
     beside = [file for ending in CAPTION_ENDINGS if (file := _beside(path, ending)) is not None]
     if len(beside) > 1:
         message = f"has two captions; {beside[0].name} is used and {beside[1].name} is not."
-        reading.findings.append(Finding(path, "two_captions", "note", message, "Remove one of them."))
+        reading.findings.append(Finding("two_captions", "note", message, "Remove one of them.", path=path))
     text = captions.get(_key(path), kohya[1] if kohya else None)
     if beside:
         try:
             text = _decode(beside[0].read_bytes())
         except (OSError, UnicodeDecodeError) as error:
             message = f"has a caption file that is not UTF-8 text ({beside[0].name}: {error})."
-            reading.findings.append(Finding(path, "unreadable_caption", "error", message, "Save it as UTF-8."))
+            reading.findings.append(Finding("unreadable_caption", "error", message, "Save it as UTF-8.", path=path))
             return ""
     caption = " ".join((text or "").split())
     if not caption:
@@ -229,7 +234,7 @@ def _caption_of(path: Path, captions: dict[str, str], kohya: tuple[int, str] | N
         )
         severity: Severity = "note" if reading.allow_missing_captions else "error"
         fix = f"Write one into {path.stem}.txt or set data.allow_missing_captions=true."
-        reading.findings.append(Finding(path, code, severity, message, fix))
+        reading.findings.append(Finding(code, severity, message, fix, path=path))
     return caption
 
 
@@ -254,7 +259,11 @@ def _note_unused(files: Sequence[Path], pictures: Sequence[Path], reading: _Read
         ending = path.suffix.lower()
         if ending in FOREIGN_PICTURES:
             message = f"is not read: {ending} is not among {' '.join(PICTURE_ENDINGS)}."
-            reading.findings.append(Finding(path, "foreign_format", "warning", message, "Convert it to PNG or JPEG."))
+            reading.findings.append(
+                Finding("foreign_format", "warning", message, "Convert it to PNG or JPEG.", path=path)
+            )
         elif ending in CAPTION_ENDINGS and path.with_suffix("") not in stems:
             message = "is a caption without a picture."
-            reading.findings.append(Finding(path, "orphan_caption", "note", message, "Add the picture or remove it."))
+            reading.findings.append(
+                Finding("orphan_caption", "note", message, "Add the picture or remove it.", path=path)
+            )

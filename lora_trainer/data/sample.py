@@ -1,4 +1,4 @@
-"""The values that data travels as: a sample, a finding, a manifest."""
+"""The values that data travels as: a sample and a manifest."""
 
 from __future__ import annotations
 
@@ -6,9 +6,6 @@ import hashlib
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
-
-Severity = Literal["error", "warning", "note"]
 
 
 @dataclass(frozen=True)
@@ -30,20 +27,6 @@ class Sample:
     def id(self) -> str:
         """Names the sample in random draws: its content, not its place or name."""
         return self.content[:32]
-
-
-@dataclass(frozen=True)
-class Finding:
-    """One thing that was noticed about one file. `path` is None for the data set as a whole.
-
-    An error makes the data unfit to train on, a warning costs score, a note costs nothing.
-    """
-
-    path: Path | None
-    code: str
-    severity: Severity
-    message: str
-    fix: str = ""
 
 
 @dataclass(frozen=True)

@@ -29,11 +29,12 @@ from typing import Any
 import torch
 
 from lora_trainer.core.errors import Problem
+from lora_trainer.core.findings import Finding
 from lora_trainer.evaluation.drift import NEUTRAL_PROMPTS, base_visits, drift
 from lora_trainer.evaluation.health import Health, examine
 from lora_trainer.evaluation.held_out import EncodedSample, Improvement, held_out_losses, improvement
 from lora_trainer.evaluation.loading import adapted_modules, components_of, fresh_pipeline, load_onto, without_lora
-from lora_trainer.evaluation.report import Finding, LoraReport
+from lora_trainer.evaluation.report import LoraReport
 from lora_trainer.export.lora_file import read_lora
 from lora_trainer.export.weights import adaptable_modules, check_keys
 from lora_trainer.models.family import Family

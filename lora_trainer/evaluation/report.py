@@ -4,21 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
+from lora_trainer.core.findings import Finding
 from lora_trainer.core.io import finite
-
-Severity = Literal["error", "warning", "note"]
-
-
-@dataclass(frozen=True)
-class Finding:
-    """One thing noticed: a stable code for scripts, a message for people, and what to do."""
-
-    code: str
-    severity: Severity
-    message: str
-    fix: str = ""
 
 
 @dataclass(frozen=True)
@@ -43,7 +32,7 @@ class LoraReport:
                 "passed": self.passed,
                 "gate": self.gate,
                 "parts": dict(self.parts),
-                "findings": [vars(finding) for finding in self.findings],
+                "findings": [finding.to_json() for finding in self.findings],
                 "numbers": dict(self.numbers),
             }
         )

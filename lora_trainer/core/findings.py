@@ -1,0 +1,28 @@
+"""One thing that a gate noticed, about data or about a LoRA."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+Severity = Literal["error", "warning", "note"]
+
+
+@dataclass(frozen=True)
+class Finding:
+    """A stable code for scripts, a message for people, and what to do.
+
+    An error makes the thing unfit, a warning costs score, a note costs nothing. `path` is
+    the file that the finding is about, None when it is about the whole.
+    """
+
+    code: str
+    severity: Severity
+    message: str
+    fix: str = ""
+    path: Path | None = None
+
+    def to_json(self) -> dict[str, str]:
+        """Without the path: documents list findings below their file."""
+        return {"code": self.code, "severity": self.severity, "message": self.message, "fix": self.fix}
