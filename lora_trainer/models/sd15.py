@@ -188,7 +188,18 @@ def make_pipeline(folder: Path, dtype: torch.dtype, device: torch.device) -> Any
         safety_checker=None,
         requires_safety_checker=False,
     )
-    pipeline.scheduler = DDIMScheduler.from_config(pipeline.scheduler.config)
+    schedule = _noise_schedule(folder)
+    # Not from the source's config: Euler, PNDM and others lack keys whose DDIM defaults wash pictures out.
+    pipeline.scheduler = DDIMScheduler(
+        num_train_timesteps=schedule.steps,
+        beta_start=schedule.beta_start,
+        beta_end=schedule.beta_end,
+        beta_schedule=schedule.name,
+        prediction_type=schedule.prediction,
+        clip_sample=False,
+        set_alpha_to_one=False,
+        steps_offset=1,
+    )
     pipeline.set_progress_bar_config(disable=True)
     return pipeline.to(device)
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from lora_trainer.core.errors import UsageError
+from lora_trainer.evaluation.loading import heard
 from lora_trainer.models import FAMILIES, attention
 from lora_trainer.models.attention import choose_attention, install_attention
 from lora_trainer.models.folder import detect_family
@@ -96,6 +97,26 @@ def test_noise_schedules_that_cannot_be_followed_are_refused_by_name(model, tmp_
     for read in (SD15.describe, SD15.make_process):
         with pytest.raises(UsageError, match=named):
             read(other)
+
+
+@pytest.mark.parametrize("source", ["EulerDiscreteScheduler", "PNDMScheduler", "UniPCMultistepScheduler"])
+def test_pictures_are_drawn_on_the_trained_schedule_whatever_the_scheduler(model, tmp_path, source):
+    import diffusers
+
+    other = copied(model, tmp_path)
+    scheduler = getattr(diffusers, source)(
+        beta_start=0.001, beta_end=0.01, beta_schedule="linear", prediction_type="v_prediction"
+    )
+    scheduler.save_pretrained(other / "scheduler")
+    edit(other / "model_index.json", scheduler=["diffusers", source])
+    with heard() as said:
+        drawn = SD15.make_pipeline(other, torch.float32, CPU).scheduler
+    assert [line for line in said if "scheduler" in line.lower()] == []
+    config = drawn.config
+    assert (config.clip_sample, config.set_alpha_to_one, config.steps_offset) == (False, False, 1)
+    process = SD15.make_process(other)
+    assert config.prediction_type == process.prediction == "v_prediction"
+    assert torch.allclose(drawn.alphas_cumprod, process.alphas_cumprod)
 
 
 def test_all_damaged_weights_are_named_at_once(model, tmp_path):
