@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from lora_trainer.diffusion.process import Prediction, Process
 
 SD2_TEXT_WIDTH = 1024
+CLIP_TOKENS = 77
 NOISE_SCHEDULES = ("scaled_linear", "linear")
 
 
@@ -37,7 +38,7 @@ def describe(folder: Path) -> ModelFacts:
     unet = read_config(folder, "unet/config.json", ("in_channels", "sample_size", "block_out_channels"))
     vae = read_config(folder, "vae/config.json", ("block_out_channels",))
     schedule = _noise_schedule(folder)
-    tokenizer = read_config(folder, "tokenizer/tokenizer_config.json")
+    caption_tokens = _caption_tokens(folder)
     check_components(folder, ("unet", "vae", "text_encoder"))
     if unet.get("cross_attention_dim") == SD2_TEXT_WIDTH:
         raise UsageError(Problem(f"{folder} is a Stable Diffusion 2.x model.", "Only SD1.x can be trained yet."))
@@ -56,8 +57,17 @@ def describe(folder: Path) -> ModelFacts:
         downscale=downscale,
         pixel_step=downscale * 2 ** (len(unet["block_out_channels"]) - 1),
         prediction=schedule.prediction,
-        caption_tokens=int(tokenizer.get("model_max_length", 77)),
+        caption_tokens=caption_tokens,
     )
+
+
+def _caption_tokens(folder: Path) -> int:
+    """The longest caption in tokens, start and end among them: what tokenizer and text encoder both take."""
+    tokenizer = read_config(folder, "tokenizer/tokenizer_config.json")
+    text_encoder = read_config(folder, "text_encoder/config.json")
+    # A tokenizer without a limit of its own says nothing, or 1e30.
+    limits = (tokenizer.get("model_max_length"), text_encoder.get("max_position_embeddings"))
+    return min(CLIP_TOKENS if limit is None else int(limit) for limit in limits)
 
 
 def encoder_keys(folder: Path, dtype: torch.dtype) -> tuple[str, str]:
@@ -68,26 +78,10 @@ def encoder_keys(folder: Path, dtype: torch.dtype) -> tuple[str, str]:
 def load_encoders(folder: Path, dtype: torch.dtype, device: torch.device) -> Encoders:
     """The autoencoder and the text encoder, frozen, on the device."""
     import torch
-    from diffusers import AutoencoderKL
-    from transformers import CLIPTextModel, CLIPTokenizer
 
-    vae = AutoencoderKL.from_pretrained(
-        folder / "vae",
-        torch_dtype=dtype,
-        variant=variant_of(folder / "vae"),
-        use_safetensors=True,
-        local_files_only=True,
-    )
-    vae.to(device).eval().requires_grad_(False)
-    text_encoder = CLIPTextModel.from_pretrained(
-        folder / "text_encoder",
-        dtype=dtype,
-        variant=variant_of(folder / "text_encoder"),
-        use_safetensors=True,
-        local_files_only=True,
-    )
-    text_encoder.to(device).eval().requires_grad_(False)
-    tokenizer = CLIPTokenizer.from_pretrained(folder / "tokenizer", local_files_only=True)
+    vae = _load_vae(folder, dtype, device)
+    text_encoder = _load_text_encoder(folder, dtype, device)
+    tokenizer = _load_tokenizer(folder)
     scale = float(vae.config.scaling_factor)
 
     @torch.no_grad()
@@ -112,16 +106,41 @@ def load_encoders(folder: Path, dtype: torch.dtype, device: torch.device) -> Enc
 
 def load_denoiser(folder: Path, dtype: torch.dtype, device: torch.device) -> nn.Module:
     """The U-Net, frozen, on the device."""
+    return cast("nn.Module", _load_unet(folder, dtype, device))
+
+
+def _load_vae(folder: Path, dtype: torch.dtype, device: torch.device) -> Any:
+    from diffusers import AutoencoderKL
+
+    return _load_frozen(AutoencoderKL, folder / "vae", dtype, device)
+
+
+def _load_text_encoder(folder: Path, dtype: torch.dtype, device: torch.device) -> Any:
+    from transformers import CLIPTextModel
+
+    return _load_frozen(CLIPTextModel, folder / "text_encoder", dtype, device)
+
+
+def _load_unet(folder: Path, dtype: torch.dtype, device: torch.device) -> Any:
     from diffusers import UNet2DConditionModel
 
-    unet = UNet2DConditionModel.from_pretrained(
-        folder / "unet",
-        torch_dtype=dtype,
-        variant=variant_of(folder / "unet"),
-        use_safetensors=True,
-        local_files_only=True,
+    return _load_frozen(UNet2DConditionModel, folder / "unet", dtype, device)
+
+
+def _load_frozen(kind: Any, folder: Path, dtype: torch.dtype, device: torch.device) -> Any:
+    """One part, in eval mode; each has its own variant, since a folder may hold one only as fp16."""
+    model = kind.from_pretrained(
+        folder, dtype=dtype, variant=variant_of(folder), use_safetensors=True, local_files_only=True
     )
-    return cast("nn.Module", unet.to(device).requires_grad_(False))
+    return model.to(device).eval().requires_grad_(False)
+
+
+def _load_tokenizer(folder: Path) -> Any:
+    from transformers import CLIPTokenizer
+
+    tokenizer = CLIPTokenizer.from_pretrained(folder / "tokenizer", local_files_only=True)
+    tokenizer.model_max_length = _caption_tokens(folder)
+    return tokenizer
 
 
 def _noise_schedule(folder: Path) -> NoiseSchedule:
@@ -179,18 +198,9 @@ def make_pipeline(folder: Path, dtype: torch.dtype, device: torch.device) -> Any
     """diffusers' pipeline of the untouched base, for drawing pictures."""
     from diffusers import DDIMScheduler, StableDiffusionPipeline
 
-    pipeline = StableDiffusionPipeline.from_pretrained(
-        folder,
-        torch_dtype=dtype,
-        variant=variant_of(folder / "unet"),
-        use_safetensors=True,
-        local_files_only=True,
-        safety_checker=None,
-        requires_safety_checker=False,
-    )
     schedule = _noise_schedule(folder)
     # Not from the source's config: Euler, PNDM and others lack keys whose DDIM defaults wash pictures out.
-    pipeline.scheduler = DDIMScheduler(
+    scheduler = DDIMScheduler(
         num_train_timesteps=schedule.steps,
         beta_start=schedule.beta_start,
         beta_end=schedule.beta_end,
@@ -200,8 +210,18 @@ def make_pipeline(folder: Path, dtype: torch.dtype, device: torch.device) -> Any
         set_alpha_to_one=False,
         steps_offset=1,
     )
+    pipeline = StableDiffusionPipeline(
+        vae=_load_vae(folder, dtype, device),
+        text_encoder=_load_text_encoder(folder, dtype, device),
+        tokenizer=_load_tokenizer(folder),
+        unet=_load_unet(folder, dtype, device),
+        scheduler=scheduler,
+        safety_checker=None,
+        feature_extractor=None,
+        requires_safety_checker=False,
+    )
     pipeline.set_progress_bar_config(disable=True)
-    return pipeline.to(device)
+    return pipeline
 
 
 ATTENTION = ("to_q", "to_k", "to_v", "to_out.0")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import warnings
 from pathlib import Path
 
 import pytest
@@ -117,6 +118,40 @@ def test_pictures_are_drawn_on_the_trained_schedule_whatever_the_scheduler(model
     process = SD15.make_process(other)
     assert config.prediction_type == process.prediction == "v_prediction"
     assert torch.allclose(drawn.alphas_cumprod, process.alphas_cumprod)
+
+
+@pytest.mark.parametrize("limit", [None, int(1e30), 500])
+def test_a_tokenizer_without_a_limit_takes_the_text_encoders(model, tmp_path, limit):
+    other = copied(model, tmp_path)
+    path = other / "tokenizer" / "tokenizer_config.json"
+    edit(path, model_max_length=limit)
+    if limit is None:
+        path.write_text(json.dumps({k: v for k, v in json.loads(path.read_text()).items() if k != "model_max_length"}))
+    assert SD15.describe(other).caption_tokens == 77
+    encoders = SD15.load_encoders(other, torch.float32, CPU)
+    assert encoders.encode_text(["cat " * 200])["embeds"].shape == (1, 77, 32)
+    pipeline = SD15.make_pipeline(other, torch.float32, CPU)
+    assert pipeline.tokenizer.model_max_length == 77
+    assert pipeline.encode_prompt("cat " * 200, CPU, 1, False)[0].shape == (1, 77, 32)
+
+
+def test_parts_of_a_pipeline_may_differ_in_variant_and_the_safety_checker_may_be_absent(model, tmp_path):
+    other = copied(model, tmp_path)
+    (other / "text_encoder" / "model.safetensors").rename(other / "text_encoder" / "model.fp16.safetensors")
+    edit(
+        other / "model_index.json",
+        feature_extractor=["transformers", "CLIPImageProcessor"],
+        safety_checker=["stable_diffusion", "StableDiffusionSafetyChecker"],
+    )
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        pipelines = [SD15.make_pipeline(folder, torch.float32, CPU) for folder in (model, other)]
+    assert not [str(warning.message) for warning in caught if "dtype" in str(warning.message)]
+    drawn = [
+        pipeline("a cat", num_inference_steps=2, generator=torch.manual_seed(0), output_type="np").images
+        for pipeline in pipelines
+    ]
+    assert (drawn[0] == drawn[1]).all()
 
 
 def test_all_damaged_weights_are_named_at_once(model, tmp_path):
