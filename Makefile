@@ -22,7 +22,7 @@ setup-gpu: setup
 demo: setup
 	@name=demo; number=1; \
 	while [ -e "runs/$$name" ]; do number=$$((number + 1)); name=demo-$$number; done; \
-	.venv/bin/accelerate launch --num_processes 1 --num_machines 1 --mixed_precision no --dynamo_backend no \
+	.venv/bin/accelerate launch --quiet --num_processes 1 --num_machines 1 --mixed_precision no --dynamo_backend no \
 		scripts/train_lora.py --preset 12gb --output runs --name "$$name"
 
 test: setup

@@ -127,6 +127,10 @@ def _report(error: Exception, *, debug: bool) -> int:
         if is_main_process():
             _print_problems(error.problems)
         return error.exit_code
+    if type(error).__name__ == "OutOfMemoryError":  # torch's, which may not be loaded
+        fix = "Set batch.max_micro or data.resolution lower, memory.checkpointing=all or cache.batch=1; add --resume."
+        _print_problems([Problem(f"Out of memory: {str(error).splitlines()[0]}", fix)])
+        return TRAINING_FAILED
     if isinstance(error, OSError) and error.errno == errno.ENOSPC:
         _print_problems([Problem("The disk is full.", "Free some space, then go on with --resume.")])
         return TRAINING_FAILED

@@ -63,7 +63,7 @@ class LoraSection(Section):
 
 class BatchSection(Section):
     effective: Count = Field(1, description="samples in one optimizer step, over all processes")
-    max_micro: Count | None = Field(None, description="most samples in one forward pass; empty means what fits")
+    max_micro: Count | None = Field(None, description="most samples in one forward pass; empty means at most 4")
 
 
 class MemorySection(Section):
@@ -106,7 +106,7 @@ class TrainSection(Section):
     max_epochs: Count | None = Field(None, description="passes over the data")
     exposures: Count = Field(100, description="times each picture is seen when neither steps nor epochs are given")
     max_hours: Positive | None = Field(None, description="stop after this time, with everything saved")
-    seed: int = Field(42, description="the run's seed")
+    seed: Annotated[int, Field(ge=0, lt=2**63)] = Field(42, description="the run's seed")
 
 
 class CheckpointSection(Section):

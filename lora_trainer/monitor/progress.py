@@ -23,7 +23,7 @@ class StepLine(Protocol):
 
 def step_line(console: Console, total: int, done: int) -> StepLine:
     """A live line in a terminal, plain lines elsewhere."""
-    return LiveLine(console, total, done) if console.is_terminal else LogLine(console, total)
+    return LiveLine(console, total, done) if console.is_terminal else LogLine(console, total, done)
 
 
 class LiveLine:
@@ -57,8 +57,8 @@ class LiveLine:
 class LogLine:
     """A summary every ten steps, for logs that are files."""
 
-    def __init__(self, console: Console, total: int) -> None:
-        self._console, self._total = console, total
+    def __init__(self, console: Console, total: int, done: int) -> None:
+        self._console, self._total, self._said = console, total, done
 
     def __enter__(self) -> Self:
         return self
@@ -69,7 +69,8 @@ class LogLine:
         pass
 
     def show(self, step: int, loss: float, rate: float, seconds: float, memory_gib: float) -> None:
-        if step % SUMMARY_EVERY == 0 or step == self._total:
+        if step // SUMMARY_EVERY > self._said // SUMMARY_EVERY or step == self._total:
+            self._said = step
             left = duration((self._total - step) * seconds)
             self._console.print(
                 f"step {step}/{self._total}  {figures(loss, rate, seconds, memory_gib)}  left {left}", highlight=False

@@ -38,16 +38,19 @@ def forget_after(path: Path, step: int) -> None:
 
 
 class Trackers:
-    """The open files of one run: `metrics.jsonl`, `validation.jsonl` and TensorBoard's folder."""
+    """The open files of one run: `metrics.jsonl`, `validation.jsonl` and TensorBoard's folder.
 
-    def __init__(self, folder: Path, *, resume_step: int | None) -> None:
+    What an earlier session wrote of steps after `resume_step` is forgotten: it is written again.
+    -1 forgets all of it.
+    """
+
+    def __init__(self, folder: Path, *, resume_step: int) -> None:
         from torch.utils.tensorboard.writer import SummaryWriter
 
         self._metrics, self._validation = folder / "metrics.jsonl", folder / "validation.jsonl"
-        if resume_step is not None:
-            forget_after(self._metrics, resume_step)
-            forget_after(self._validation, resume_step)
-        self._board = SummaryWriter(str(folder / "logs"), purge_step=None if resume_step is None else resume_step + 1)
+        for path in (self._metrics, self._validation):
+            forget_after(path, resume_step)
+        self._board = SummaryWriter(str(folder / "logs"), purge_step=resume_step + 1)
 
     def steps(self, rows: list[dict[str, Any]]) -> None:
         """Write finished optimizer steps."""

@@ -16,6 +16,7 @@ from lora_trainer.data.cache import CachePlan, fill_latents, fill_texts, plan_la
 from lora_trainer.data.entries import Store
 from lora_trainer.data.loader import CachedData, size_row
 from lora_trainer.data.sample import Sample
+from lora_trainer.data.split import MOST_HELD_OUT
 from lora_trainer.evaluation.held_out import EncodedSample
 from lora_trainer.production.choices import Choices
 from lora_trainer.production.inputs import Inputs
@@ -85,21 +86,20 @@ def cached_data(inputs: Inputs, plans: CachePlans) -> CachedData:
 
 
 def validation_samples(inputs: Inputs, plans: CachePlans) -> list[EncodedSample]:
-    """The held-out samples as the denoiser is asked about them; the trained ones where none are held out."""
+    """The held-out samples as the denoiser is asked about them; some trained ones where none are held out."""
     data = cached_data(inputs, plans)
+    samples = (*inputs.train, *inputs.held_out)
+    fits = (*inputs.train_plan.fits, *inputs.held_out_plan.fits)
     count = len(inputs.train)
-    if inputs.held_out:
-        samples, fits = inputs.held_out, inputs.held_out_plan.fits
-        latent_keys, text_keys = plans.latents.keys[count:], plans.texts.keys[count : count + len(samples)]
-    else:
-        samples, fits = inputs.train, inputs.train_plan.fits
-        latent_keys, text_keys = plans.latents.keys, plans.texts.keys[:count]
+    asked = list(range(count, len(samples)))
+    if not asked:
+        asked = sorted(range(count), key=lambda index: samples[index].content)[:MOST_HELD_OUT]
     return [
         EncodedSample(
-            id=sample.id,
-            latents=data.latents.read(latent_key)["mean"],
-            cond=data.texts.read(text_key),
-            sizes=torch.tensor(size_row(sample, fit), dtype=torch.float32),
+            id=samples[index].id,
+            latents=data.latents.read(plans.latents.keys[index])["mean"],
+            cond=data.texts.read(plans.texts.keys[index]),
+            sizes=torch.tensor(size_row(samples[index], fits[index]), dtype=torch.float32),
         )
-        for sample, fit, latent_key, text_key in zip(samples, fits, latent_keys, text_keys, strict=True)
+        for index in asked
     ]

@@ -12,6 +12,8 @@ from lora_trainer.core.hardware import cpu_supports_bf16, cuda_memory_gib
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 LARGEST_GUESSED_MICRO = 4
+ENCODER_DTYPE = torch.float32  # encoders run once and their output is kept: exactness matters more than speed
+LARGEST_SHARE = 0.9  # of the card, so that the driver and other programs never make it spill
 
 
 @dataclass(frozen=True)
@@ -48,9 +50,7 @@ def choose(resolved: Resolved, device: torch.device, world: int) -> Choices:
     precision = choose_precision(config.memory.base_precision, device, asked=asked)
     dtype = DTYPES[precision.value]
     micro, reason = choose_micro(config, world)
-    # Encoders run once and their output is kept: precision matters more than speed there.
-    encoder_dtype = torch.float32 if device.type == "cpu" or precision.value == "fp32" else dtype
-    return Choices(device, dtype, encoder_dtype, precision, micro, reason)
+    return Choices(device, dtype, ENCODER_DTYPE, precision, micro, reason)
 
 
 def asked_by_user(resolved: Resolved, name: str) -> bool:
@@ -80,6 +80,14 @@ def choose_micro(config: Config, world: int) -> tuple[int, str]:
     if per_process <= LARGEST_GUESSED_MICRO:
         return per_process, "the whole step at once"
     return LARGEST_GUESSED_MICRO, "rule of thumb; set batch.max_micro to change it"
+
+
+def cap_memory(config: Config, device: torch.device) -> None:
+    """Hold the process under the tier's limit and under 90 % of the card, so that nothing spills to system memory."""
+    card = cuda_memory_gib()
+    if device.type == "cuda" and card is not None:
+        limit = config.memory.limit_gib or card
+        torch.cuda.set_per_process_memory_fraction(min(LARGEST_SHARE, limit / card), device)
 
 
 def card_gib(config: Config) -> float | None:

@@ -19,10 +19,10 @@ from lora_trainer.core.io import write_text
 from lora_trainer.evaluation.report import LoraReport
 from lora_trainer.monitor.progress import step_line
 from lora_trainer.monitor.trackers import Trackers
-from lora_trainer.production.inputs import Inputs
+from lora_trainer.production.inputs import Inputs, with_absolute_paths
 from lora_trainer.production.record import Record
 from lora_trainer.production.release import draw_comparison, export_lora, judge_lora, lora_weights, training_facts
-from lora_trainer.production.session import Prepared, Session, open_session, prepare
+from lora_trainer.production.session import Prepared, Session, fixed_settings, open_session, prepare
 from lora_trainer.training.checkpoint import Checkpoint, newest_valid
 from lora_trainer.training.run import Job, train
 from lora_trainer.training.state import TrainState
@@ -44,8 +44,9 @@ def run_session(
 ) -> Outcome:
     """Train and release one LoRA in `folder`. Raises UserError."""
     session = open_session(resolved, inputs, folder, console)
-    start = find_start(folder, session.fixed, console) if resume else None
-    prepared = prepare(session)
+    settings = fixed_settings(session.config, inputs, session.choices)
+    start = find_start(folder, settings, console) if resume else None
+    prepared = prepare(session, settings)
     if session.processes.is_main:
         write_text(folder / "config.toml", to_toml(repeatable(session, prepared.built.attention)))
     state, signal_exit = run_training(session, prepared.job, start)
@@ -58,7 +59,7 @@ def run_session(
             "device": str(session.choices.device),
             "processes": session.processes.world,
         },
-        model={**record.model, "sha256": session.fixed["model"]},
+        model={**record.model, "sha256": settings["model"]},
         arithmetic=session.steps.to_json(),
         choices=(*session.choices.lines, *prepared.built.notes),
         training=asdict(state),
@@ -69,15 +70,13 @@ def run_session(
 
 
 def repeatable(session: Session, attention: str) -> Config:
-    """The config that repeats this run from any folder: absolute paths, what the hardware decided, the run's name."""
-    config = session.config
-    model = config.model.model_copy(update={"path": config.model.path and str(Path(config.model.path).resolve())})
-    sources = tuple(str(Path(source).resolve()) for source in config.data.sources)
-    data = config.data.model_copy(update={"sources": sources})
-    # As it was decided: in a file these count as asked for, and what was asked for never falls back.
+    """The config that repeats this run from any folder: absolute paths, and what the hardware decided.
+
+    In a file these count as asked for, and what was asked for never falls back.
+    """
     decided = {"base_precision": session.choices.precision.value, "attention": attention}
-    memory = config.memory.model_copy(update=decided)
-    return config.model_copy(update={"model": model, "data": data, "memory": memory})
+    config = with_absolute_paths(session.config)
+    return config.model_copy(update={"memory": config.memory.model_copy(update=decided)})
 
 
 def run_training(session: Session, job: Job, start: Checkpoint | None) -> tuple[TrainState, int | None]:
@@ -86,7 +85,7 @@ def run_training(session: Session, job: Job, start: Checkpoint | None) -> tuple[
     done = start.state.step if start else 0
     if done >= total:
         console.print(f"all {total} steps are trained already")
-    trackers = Trackers(session.folder, resume_step=done if start else None) if session.processes.is_main else None
+    trackers = Trackers(session.folder, resume_step=done if start else -1) if session.processes.is_main else None
     try:
         state, interrupt = train(job, start, trackers, step_line(console, total, done))
     finally:
@@ -100,21 +99,29 @@ def release(prepared: Prepared, record: Record, state: TrainState) -> Outcome:
     session, built = prepared.session, prepared.built
     config, console, folder, choices = session.config, session.console, session.folder, session.choices
     began, name = time.monotonic(), session.folder.name
-    facts = training_facts(config, session.inputs, name, state, session.steps, time.time() - state.seconds)
+    facts = training_facts(config, session.inputs, name, state, session.steps, session.choices, record.started)
     weights = lora_weights(config, session.inputs, built.learner.adapter)
     kohya, diffusers = export_lora(folder, name, weights, facts, built.shapes)
     console.print(f"exported {kohya.name} and {diffusers.name}; every key fits the model")
     free_learner(built.learner)
     console.print("validating the LoRA from its file")
     report = judge_lora(kohya, config, session.inputs, prepared.held_out, choices.device, choices.dtype)
-    comparison = draw_comparison(kohya, folder / "samples", config, session.inputs, choices.device, choices.dtype)
     record = replace(
-        record.with_seconds(validate=time.monotonic() - began),
+        record,
         scores={**record.scores, "lora": round(report.score, 4)},
         files={**record.files, "kohya": kohya.name, "diffusers": diffusers.name},
         lora=report.to_json(),
     )
-    return Outcome(record, report, comparison)
+    comparison = None
+    try:
+        comparison = draw_comparison(kohya, folder / "samples", config, session.inputs, choices.device, choices.dtype)
+    except (
+        RuntimeError,
+        ValueError,
+        OSError,
+    ) as error:  # the LoRA is whole and judged: pictures are not worth its loss
+        console.print(f"the before/after pictures could not be drawn: {str(error).splitlines()[0]}")
+    return Outcome(record.with_seconds(validate=time.monotonic() - began), report, comparison)
 
 
 def free_learner(learner: Learner) -> None:

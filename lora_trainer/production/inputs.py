@@ -43,6 +43,19 @@ def data_sources(config: Config) -> list[Path]:
     return [Path(source) for source in config.data.sources] or [DATA_FOLDER]
 
 
+def with_absolute_paths(config: Config) -> Config:
+    """The same config, good from any folder."""
+    path = config.model.path and str(Path(config.model.path).resolve())
+    sources = tuple(str(Path(source).resolve()) for source in config.data.sources)
+    return config.model_copy(
+        update={
+            "model": config.model.model_copy(update={"path": path}),
+            "data": config.data.model_copy(update={"sources": sources}),
+            "run": config.run.model_copy(update={"output": str(Path(config.run.output).resolve())}),
+        }
+    )
+
+
 def read_model(config: Config) -> tuple[Family, ModelFacts]:
     """The model's family and facts. Raises UsageError for a model that cannot be trained."""
     folder = model_folder(config)

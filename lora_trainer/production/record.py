@@ -19,6 +19,7 @@ class Record:
     name: str
     status: Status = "running"
     exit_code: int | None = None
+    started: float = 0.0  # seconds since 1970, of the first session
     reason: str | None = None
     steps: int = 0
     config: dict[str, Any] = field(default_factory=dict)

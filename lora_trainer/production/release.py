@@ -19,6 +19,7 @@ from lora_trainer.evaluation.sample import Drawing, compare, save_comparison
 from lora_trainer.export.lora_file import read_lora, write_lora
 from lora_trainer.export.metadata import TrainingFacts
 from lora_trainer.export.weights import LoraWeights, check_keys, weights_from_peft
+from lora_trainer.optim.schedules import warmup_length
 from lora_trainer.production.choices import Choices
 from lora_trainer.production.inputs import Inputs
 from lora_trainer.training.adapter import Adapter
@@ -36,7 +37,13 @@ def lora_weights(config: Config, inputs: Inputs, adapter: Adapter) -> LoraWeight
 
 
 def training_facts(
-    config: Config, inputs: Inputs, name: str, state: TrainState, steps: StepArithmetic, began: float
+    config: Config,
+    inputs: Inputs,
+    name: str,
+    state: TrainState,
+    steps: StepArithmetic,
+    choices: Choices,
+    started: float,
 ) -> TrainingFacts:
     """What the file's header says of the run."""
     targets = config.lora.targets
@@ -56,10 +63,12 @@ def training_facts(
         optimizer=config.optim.name,
         schedule=config.schedule.name,
         seed=config.train.seed,
-        started=began,
+        started=started,
         finished=time.time(),
         version=__version__,
         prediction=inputs.facts.prediction,
+        warmup_steps=warmup_length(config.schedule.warmup_steps, steps.total),
+        mixed_precision="no" if choices.precision.value == "fp32" else choices.precision.value,
         min_snr_gamma=config.loss.min_snr_gamma,
         noise_offset=config.noise.offset or None,
         multires_iterations=config.noise.multires_iterations or None,
@@ -118,7 +127,8 @@ def draw_comparison(
 ) -> Path:
     """Pictures of the run's prompts without and with the file, same seeds, into `folder`; the sheet's path."""
     prompts = sample_prompts(config, inputs)
-    drawing = Drawing(config.sample.steps, config.sample.guidance, (inputs.resolution, inputs.resolution))
+    side = inputs.resolution // inputs.facts.pixel_step * inputs.facts.pixel_step
+    drawing = Drawing(config.sample.steps, config.sample.guidance, (side, side))
     seeds = [config.train.seed + index for index in range(len(prompts))]
     without, with_lora, recipe = compare(
         inputs.family, inputs.facts.path, lora, prompts, seeds, drawing, dtype=dtype, device=device
@@ -145,7 +155,7 @@ def draw_while_training(
 ) -> None:
     """Save the LoRA as it is now, then draw from that file: what a user's program would show."""
     samples, name = folder / "samples", step_name(state.step)
-    facts = training_facts(config, inputs, name, state, steps, time.time() - state.seconds)
+    facts = training_facts(config, inputs, name, state, steps, choices, time.time() - state.seconds)
     weights = lora_weights(config, inputs, built.learner.adapter)
     kohya, diffusers = export_lora(samples, name, weights, facts, built.shapes)
     diffusers.unlink()

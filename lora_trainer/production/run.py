@@ -28,7 +28,7 @@ from lora_trainer.core.hardware import package_versions
 from lora_trainer.core.io import write_json
 from lora_trainer.core.launch import is_main_process
 from lora_trainer.monitor.progress import duration
-from lora_trainer.production.inputs import Inputs, data_sources, read_inputs
+from lora_trainer.production.inputs import Inputs, data_sources, read_inputs, with_absolute_paths
 from lora_trainer.production.record import FILE as RECORD
 from lora_trainer.production.record import Record, read_record, write_record
 from lora_trainer.training.interrupt import leaving_on_sigterm
@@ -134,6 +134,8 @@ def ended_by(error: BaseException, record: Record) -> Record:
     code, reason = BUG, f"{type(error).__name__}: {error}"
     if isinstance(error, UserError):
         code, reason = error.exit_code, str(error)
+    elif type(error).__name__ == "OutOfMemoryError":  # torch's, which this file does not load
+        code, reason = TRAINING_FAILED, "Out of memory."
     elif isinstance(error, OSError) and error.errno == errno.ENOSPC:
         code, reason = TRAINING_FAILED, "The disk is full."
     return replace(record, status="failed", exit_code=code, reason=reason)
@@ -156,12 +158,14 @@ def discard(record: Record) -> None:
 
 def first_record(resolved: Resolved, inputs: Inputs, folder: Path) -> Record:
     """What is known before training; durations of earlier sessions of the run are kept."""
+    earlier = read_record(folder) or {}
     return Record(
         name=folder.name,
-        config=resolved.config.model_dump(mode="json", by_alias=True),
+        started=earlier.get("started") or time.time(),
+        config=with_absolute_paths(resolved.config).model_dump(mode="json", by_alias=True),
         origins=dict(resolved.origin),
         scores={"dataset": round(inputs.report.score, 4), "lora": None},
-        seconds=(read_record(folder) or {}).get("seconds", {}),
+        seconds=earlier.get("seconds", {}),
         versions=package_versions(),
         data_hash=inputs.manifest.data_hash,
         model={"family": inputs.family.name, "path": str(inputs.facts.path.resolve())},
@@ -205,7 +209,7 @@ def claim(folder: Path, *, resume: bool, console: Console) -> int | None:
         )
     if record is not None and record.get("status") not in UNFINISHED:
         console.print(f"{folder} is finished (status {record['status']}, step {record['steps']}): nothing to do.")
-        return DONE
+        return int(record.get("exit_code") or DONE)  # that of the gate, where one refused the LoRA
     if record is None and folder.exists() and any(folder.iterdir()):
         raise UsageError(Problem(f"{folder} exists and is no run.", "Choose another --name or --output."))
     existing = next(parent for parent in (folder, *folder.absolute().parents) if parent.exists())

@@ -12,13 +12,14 @@ from rich.console import Console
 
 from lora_trainer.config.layers import Resolved
 from lora_trainer.config.schema import Config
+from lora_trainer.core.errors import UserError
 from lora_trainer.core.io import sha256_file
 from lora_trainer.data.loader import CachedData, read_micro
 from lora_trainer.data.steps import StepArithmetic, plan_steps, share, split_micros
 from lora_trainer.evaluation.held_out import EncodedSample, held_out_losses
 from lora_trainer.models.folder import weights_file
 from lora_trainer.production.caching import CachePlans, cached_data, fill_caches, plan_caches, validation_samples
-from lora_trainer.production.choices import Choices, asked_by_user, card_gib, choose
+from lora_trainer.production.choices import Choices, asked_by_user, cap_memory, card_gib, choose
 from lora_trainer.production.inputs import Inputs, arithmetic
 from lora_trainer.production.release import draw_while_training
 from lora_trainer.training.build import Built, build_learner
@@ -52,7 +53,6 @@ class Session:
     processes: Processes
     choices: Choices
     steps: StepArithmetic
-    fixed: dict[str, Any]  # what must not change in a resumed run
 
     @property
     def config(self) -> Config:
@@ -75,12 +75,12 @@ def open_session(resolved: Resolved, inputs: Inputs, folder: Path, console: Cons
     processes = join_processes()
     choices = choose(resolved, processes.device, processes.world)
     steps = arithmetic(resolved.config, inputs.train, choices.micro, processes.world)
-    fixed = fixed_settings(resolved.config, inputs, choices)
-    return Session(resolved, inputs, folder, console, processes, choices, steps, fixed)
+    cap_memory(resolved.config, processes.device)
+    return Session(resolved, inputs, folder, console, processes, choices, steps)
 
 
-def prepare(session: Session) -> Prepared:
-    """Fill the caches, then build the learner. Raises UserError."""
+def prepare(session: Session, settings: dict[str, Any]) -> Prepared:
+    """Fill the caches, then build the learner; `settings` go into each checkpoint. Raises UserError."""
     inputs, console = session.inputs, session.console
     for line in (*inputs.train_plan.lines, session.steps.line, *session.choices.lines):
         console.print(line)
@@ -91,9 +91,8 @@ def prepare(session: Session) -> Prepared:
     built = build(session)
     for note in built.notes:
         console.print(note)
-    return Prepared(
-        session, built, make_job(session, built, cached_data(inputs, plans), held_out), held_out, cache_seconds
-    )
+    job = make_job(session, built, cached_data(inputs, plans), held_out, settings)
+    return Prepared(session, built, job, held_out, cache_seconds)
 
 
 def fill(session: Session) -> CachePlans:
@@ -127,7 +126,9 @@ def build(session: Session) -> Built:
     )
 
 
-def make_job(session: Session, built: Built, data: CachedData, held_out: list[EncodedSample]) -> Job:
+def make_job(
+    session: Session, built: Built, data: CachedData, held_out: list[EncodedSample], settings: dict[str, Any]
+) -> Job:
     """The loop's job: how to get the micro batches of a step, validate and sample."""
     config, learner = session.config, built.learner
     plan = plan_steps(session.inputs.train, config.batch.effective, config.train.seed)
@@ -155,7 +156,7 @@ def make_job(session: Session, built: Built, data: CachedData, held_out: list[En
 
     def sample(state: TrainState) -> None:
         if session.processes.is_main:
-            draw_while_training(session.folder, config, session.inputs, session.steps, session.choices, built, state)
+            try_to_draw(session, built, state)
         session.processes.wait()
 
     return Job(
@@ -169,8 +170,18 @@ def make_job(session: Session, built: Built, data: CachedData, held_out: list[En
         micros=micros,
         validate=validate if session.inputs.held_out else None,
         sample=sample,
-        settings=session.fixed,
+        settings=settings,
     )
+
+
+def try_to_draw(session: Session, built: Built, state: TrainState) -> None:
+    """Pictures while training. Out of memory or a full disk there must not end the training: it is said, no more."""
+    try:
+        draw_while_training(
+            session.folder, session.config, session.inputs, session.steps, session.choices, built, state
+        )
+    except (RuntimeError, ValueError, OSError, UserError) as error:
+        session.console.print(f"no pictures at step {state.step}: {str(error).splitlines()[0]}")
 
 
 def fixed_settings(config: Config, inputs: Inputs, choices: Choices) -> dict[str, Any]:

@@ -6,13 +6,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from lora_trainer.config.schema import Config
 from lora_trainer.core.randomness import position_key
 from lora_trainer.diffusion.process import Process
 from lora_trainer.export.weights import shapes_of
-from lora_trainer.models.attention import choose_attention, install_attention
+from lora_trainer.models.attention import choose_attention, head_sizes, install_attention
 from lora_trainer.models.family import Family, ModelFacts
 from lora_trainer.models.lora import inject_lora, target_modules
 from lora_trainer.models.memory import blocks_to_checkpoint, checkpoint_blocks, checkpointable_blocks
@@ -51,7 +51,7 @@ def build_learner(
     shapes = shapes_of({family.denoiser_prefix: denoiser})
     names = target_modules(denoiser, family, config.lora.targets)
     attention = choose_attention(
-        config.memory.attention, attention_order(config, attention_asked), dtype, device, head_size(denoiser, names)
+        config.memory.attention, attention_order(config, attention_asked), dtype, device, head_sizes(denoiser)
     )
     install_attention(denoiser, attention.name)
     lora = config.lora
@@ -103,15 +103,3 @@ def attention_order(config: Config, asked: bool) -> tuple[str, ...]:
     if config.memory.attention == "xformers":
         return ("xformers", "sdpa", "math")
     return ("sdpa", "xformers", "math")
-
-
-def head_size(denoiser: nn.Module, names: list[str]) -> int:
-    """Width of one attention head, from the first attention layer that the LoRA touches."""
-    for name in names:
-        parent = denoiser.get_submodule(name.rsplit(".", 1)[0])
-        heads = getattr(parent, "heads", None)
-        if isinstance(heads, int):
-            query = getattr(parent, "to_q", None)
-            if isinstance(query, nn.Linear):
-                return query.out_features // heads
-    return 64

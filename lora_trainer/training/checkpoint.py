@@ -78,18 +78,21 @@ def restore(rest: Any, tensors: Mapping[str, Tensor]) -> Any:
 def save_checkpoint(folder: Path, checkpoint: Checkpoint) -> Path:
     """Write `folder/step-000123`, read it back, and return it. Raises TrainingFailed when the disk refuses."""
     target = folder / step_name(checkpoint.state.step)
-    hidden = folder / f".{target.name}.part"
+    hidden, aside = folder / f".{target.name}.part", folder / f".{target.name}.old"
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        shutil.rmtree(hidden, ignore_errors=True)
+        for leftover in (hidden, aside):
+            shutil.rmtree(leftover, ignore_errors=True)
         hidden.mkdir()
         write_parts(hidden, checkpoint)
         for path in hidden.iterdir():
             flush_file(path)
         flush_folder(hidden)
         read_checkpoint(hidden)
-        shutil.rmtree(target, ignore_errors=True)
+        if target.exists():  # the same step, trained again: aside first, so that one of the two is always there
+            os.replace(target, aside)
         os.replace(hidden, target)
+        shutil.rmtree(aside, ignore_errors=True)
         flush_folder(folder)
     except (OSError, SafetensorError, UsageError) as error:
         shutil.rmtree(hidden, ignore_errors=True)
@@ -165,7 +168,12 @@ def newest_valid(folder: Path) -> tuple[Path, Checkpoint] | None:
     return None
 
 
-def prune(folder: Path, keep_last: int) -> None:
-    """Delete all but the newest `keep_last` checkpoints."""
-    for path in list_checkpoints(folder)[keep_last:]:
+def prune(folder: Path, keep_last: int, newest: int) -> None:
+    """Delete all but the last `keep_last` checkpoints up to step `newest`, which was just written.
+
+    Later ones go too: a run that has come back to this step could not read them.
+    """
+    later = [path for path in list_checkpoints(folder) if step_of(path) > newest]
+    earlier = [path for path in list_checkpoints(folder) if step_of(path) <= newest]
+    for path in (*later, *earlier[keep_last:]):
         shutil.rmtree(path, ignore_errors=True)

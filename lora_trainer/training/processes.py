@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from datetime import timedelta
 
 import torch
 from accelerate import PartialState
@@ -29,7 +30,8 @@ class Processes:
 def join_processes() -> Processes:
     """Join the group that `accelerate launch` made, or stand alone."""
     # Without being asked for the CPU, accelerate leaves each of several processes on it to itself.
-    state = PartialState(cpu=not torch.accelerator.is_available())
+    # Others wait while the main one fills caches: a first run over a large set takes hours.
+    state = PartialState(cpu=not torch.accelerator.is_available(), timeout=timedelta(hours=12))
     together = state.num_processes > 1
     return Processes(
         rank=state.process_index,

@@ -32,7 +32,8 @@ from lora_trainer.training.processes import Processes
 from lora_trainer.training.state import TrainState
 from lora_trainer.training.step import Learner, StepResult, train_step
 
-FLUSH_EVERY = 50  # steps whose numbers may wait on a GPU before anybody looks at them
+MOST_SKIPS = 50  # steps in a row that fp16 may leave out before the run is called failed
+FLUSH_EVERY = 10  # steps whose numbers may wait on a GPU before anybody looks at them
 READ_AHEAD = 4  # steps
 AGREE_EVERY = 5  # steps between asking all processes whether one was told to stop
 
@@ -60,13 +61,13 @@ class Job:
 
 @dataclass(frozen=True)
 class Pending:
-    """A finished step whose numbers may still be on the device."""
+    """A finished step whose numbers may still be on the device. `started` is on the clock of `time.perf_counter`."""
 
     step: int
     rate: float
     samples: int
     result: StepResult
-    seconds: float
+    started: float
 
 
 def train(
@@ -94,7 +95,7 @@ def train(
             except torch.OutOfMemoryError as error:
                 raise out_of_memory(job, flush(job, state, pending, trackers, line), error) from error
             state = replace(state, step=state.step + 1, seconds=before + time.monotonic() - began)
-            pending.append(Pending(state.step, rate, samples, result, time.perf_counter() - started))
+            pending.append(Pending(state.step, rate, samples, result, started))
 
             last = state.step == job.total_steps or told_to_stop(job, state, interrupt)
             saving = last or state.step % config.checkpoint.every_steps == 0
@@ -144,8 +145,10 @@ def told_to_stop(job: Job, state: TrainState, interrupt: Interrupt) -> bool:
             return False
         mine = [float(interrupt.signal == each) for each in SIGNALS]
         told = job.processes.reduce(torch.tensor([*mine, float(late)], device=job.learner.device)).tolist()
-        interrupt.signal = next((each for each, count in zip(SIGNALS, told, strict=False) if count), None)
-        late = told[-1] > 0.0
+        agreed = next((each for each, count in zip(SIGNALS, told, strict=False) if count), None)
+        if agreed is not None:  # a signal that came meanwhile stays for the next vote: no process leaves alone
+            interrupt.signal = agreed
+        return agreed is not None or told[-1] > 0.0
     return bool(interrupt) or late
 
 
@@ -169,30 +172,42 @@ def flush_every(job: Job) -> int:
 
 def flush(job: Job, state: TrainState, pending: list[Pending], trackers: Trackers | None, line: StepLine) -> TrainState:
     """Look at the numbers of finished steps: write them, show the newest, stop at a loss that is not finite."""
-    rows, failure = [], None
-    for each in pending:
-        loss, norm = float(each.result.loss), float(each.result.grad_norm)
+    rows, failure = list[dict[str, Any]](), None
+    numbers = [(float(each.result.loss), float(each.result.grad_norm)) for each in pending]  # waits for the device
+    seconds = (time.perf_counter() - pending[0].started) / len(pending) if pending else 0.0
+    for each, (loss, norm) in zip(pending, numbers, strict=True):
         if not math.isfinite(loss) or not (math.isfinite(norm) or each.result.skipped):
             failure = Problem(
                 f"The loss or its gradient is not finite at step {each.step} (loss {loss}, gradient {norm}).",
                 f"{kept(job.checkpoints)} Lower optim.learning_rate, or use memory.base_precision=bf16.",
             )
             break
-        rows.append(row_of(job, each, loss, norm))
+        rows.append(row_of(job, each, loss, norm, seconds))
         average = loss if state.loss_average is None else 0.98 * state.loss_average + 0.02 * loss
-        state = replace(state, loss_average=average, skipped=state.skipped + int(each.result.skipped))
+        skipped = int(each.result.skipped)
+        state = replace(
+            state,
+            loss_average=average,
+            skipped=state.skipped + skipped,
+            skipped_in_a_row=skipped * (state.skipped_in_a_row + 1),
+        )
+        if state.skipped_in_a_row >= MOST_SKIPS:
+            failure = Problem(
+                f"fp16 overflowed in {MOST_SKIPS} steps in a row, up to step {each.step}: nothing is learned.",
+                f"{kept(job.checkpoints)} Use memory.base_precision=bf16 or fp32.",
+            )
+            break
     if trackers:
         trackers.steps(rows)
     if failure is not None:
         raise TrainingFailed(failure)
     if trackers and pending:
-        seconds = sum(each.seconds for each in pending) / len(pending)
         line.show(state.step, state.loss_average or 0.0, pending[-1].rate, seconds, peak_memory_gib(job.learner.device))
     pending.clear()
     return state
 
 
-def row_of(job: Job, each: Pending, loss: float, norm: float) -> dict[str, Any]:
+def row_of(job: Job, each: Pending, loss: float, norm: float, seconds: float) -> dict[str, Any]:
     """A step's object in metrics.jsonl."""
     return {
         "step": each.step,
@@ -200,9 +215,9 @@ def row_of(job: Job, each: Pending, loss: float, norm: float) -> dict[str, Any]:
         "loss": loss,
         "lr": each.rate,
         "grad_norm": norm,
-        "seconds": each.seconds,
+        "seconds": seconds,
         "samples": each.samples,
-        "samples_per_second": each.samples / each.seconds,
+        "samples_per_second": each.samples / seconds,
     }
 
 
@@ -230,7 +245,7 @@ def save(job: Job, state: TrainState) -> None:
             settings=job.settings,
         )
         save_checkpoint(job.checkpoints, checkpoint)
-        prune(job.checkpoints, job.config.checkpoint.keep_last)
+        prune(job.checkpoints, job.config.checkpoint.keep_last, state.step)
     job.processes.wait()
 
 

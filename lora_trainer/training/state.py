@@ -15,6 +15,7 @@ class TrainState:
     best_validation: float | None = None
     best_step: int | None = None
     skipped: int = 0  # steps that the fp16 scaler left out because of an overflow
+    skipped_in_a_row: int = 0
     seconds: float = 0.0
 
     def to_json(self) -> dict[str, Any]:

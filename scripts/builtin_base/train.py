@@ -16,6 +16,7 @@ import random
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -32,6 +33,18 @@ SIZES = ((128, 128), (128, 128), (128, 128), (160, 96), (96, 160))  # width, hei
 EMPTY_CAPTIONS = 0.1
 MIN_SNR_GAMMA = 5.0
 EMA_DECAY = 0.999
+
+
+@dataclass(frozen=True)
+class Phase:
+    """A stretch of the autoencoder's training: its steps and the share of scenes among its pictures."""
+
+    steps: int
+    scenes: float
+    decoder_only: bool = False
+
+
+VAE_PHASES = (Phase(1800, 0.6), Phase(1100, 0.85), Phase(600, 0.85, True), Phase(700, 0.95, True))
 
 
 def as_tensor(pictures: list[Image.Image]) -> torch.Tensor:
@@ -135,9 +148,12 @@ def batches(pictures: dict, tokens: dict[str, list[int]], rng: random.Random, si
 
 
 def train_unet(
-    vae: AutoencoderKL, work: Path, steps: int, seed: int, batch: int, pictures: int
+    vae: AutoencoderKL, work: Path, steps: int, stop: int, seed: int, batch: int, pictures: int
 ) -> StableDiffusionPipeline:
-    """Epsilon prediction with min-SNR weights (arXiv:2303.09556, eq. 5) and an averaged copy."""
+    """Epsilon prediction with min-SNR weights (arXiv:2303.09556, eq. 5) and an averaged copy.
+
+    The rate falls over `steps`; training ends at `stop`.
+    """
     torch.manual_seed(seed)
     rng = random.Random(seed)
     tokenizer = architecture.make_tokenizer(work / "tokenizer")
@@ -156,7 +172,7 @@ def train_unet(
     optimizer = torch.optim.AdamW(parts.parameters(), lr=1e-3, weight_decay=0.01, fused=True)
     started = time.monotonic()
     running = 0.0
-    for step in range(steps):
+    for step in range(stop):
         moments, ids = next(source)
         mean, spread = moments.chunk(2, dim=1)
         latents = (mean + spread * torch.randn_like(mean)) * vae.config.scaling_factor
@@ -179,7 +195,7 @@ def train_unet(
         running = 0.98 * running + 0.02 * loss.item() if step else loss.item()
         if step % 100 == 0:
             log("unet", step, steps, running, started)
-        if (step + 1) % 1000 == 0 or step + 1 == steps:
+        if (step + 1) % 1000 == 0 or step + 1 == stop:
             pipeline = assemble(vae, average, tokenizer)
             pipeline.save_pretrained(work / "pipeline", safe_serialization=True)
     return pipeline
@@ -203,22 +219,22 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--work", type=Path, required=True, help="folder for intermediate results")
     parser.add_argument("--out", type=Path, help="write the finished base here")
-    parser.add_argument("--vae-steps", type=int, nargs=3, default=(1800, 1100, 700), help="the last: decoder only")
-    parser.add_argument("--unet-steps", type=int, default=5000)
+    parser.add_argument("--unet-steps", type=int, default=5000, help="length of the learning rate's cosine")
+    parser.add_argument("--unet-stop", type=int, default=4000, help="stop here: the averaged weights are good by then")
     parser.add_argument("--batch", type=int, default=32)
     parser.add_argument("--pictures", type=int, default=16_000)
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     torch.manual_seed(args.seed)
     vae = architecture.make_vae()
-    for phase, (steps, scenes) in enumerate(zip(args.vae_steps, (0.6, 0.85, 0.85), strict=True)):
-        folder = args.work / f"vae-{phase}"
+    for number, phase in enumerate(VAE_PHASES):
+        folder = args.work / f"vae-{number}"
         if not folder.exists():
-            last = phase == len(args.vae_steps) - 1
-            train_vae(vae, steps, args.seed + 10 * phase, scenes, decoder_only=last).save_pretrained(folder)
+            seed = args.seed + 10 * number
+            train_vae(vae, phase.steps, seed, phase.scenes, decoder_only=phase.decoder_only).save_pretrained(folder)
         vae = AutoencoderKL.from_pretrained(folder)
     vae.eval().requires_grad_(False)
-    pipeline = train_unet(vae, args.work, args.unet_steps, args.seed, args.batch, args.pictures)
+    pipeline = train_unet(vae, args.work, args.unet_steps, args.unet_stop, args.seed, args.batch, args.pictures)
     if args.out:
         pipeline.save_pretrained(args.out, safe_serialization=True)
 

@@ -111,8 +111,17 @@ def test_pruning_keeps_the_newest(tmp_path):
     optimizer, _ = trained_optimizer("adamw")
     for step in (1, 2, 10):
         save_checkpoint(tmp_path, checkpoint_of(optimizer, step))
-    prune(tmp_path, 2)
+    prune(tmp_path, 2, newest=10)
     assert [path.name for path in list_checkpoints(tmp_path)] == ["step-000010", "step-000002"]
+
+
+def test_pruning_never_deletes_what_was_just_written(tmp_path):
+    """Damaged checkpoints of later steps would otherwise count as the newest ones."""
+    optimizer, _ = trained_optimizer("adamw")
+    for step in (50, 100, 500, 1000):
+        save_checkpoint(tmp_path, checkpoint_of(optimizer, step))
+    prune(tmp_path, 1, newest=100)
+    assert [path.name for path in list_checkpoints(tmp_path)] == ["step-000100"]
 
 
 def test_a_disk_that_refuses_leaves_the_old_one_and_says_so(tmp_path, monkeypatch):
