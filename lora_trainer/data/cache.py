@@ -84,17 +84,8 @@ class Filled:
         return f"{text} ({', '.join(named)})"
 
 
-def latent_key(content: str, fit: Fit, encoder_key: str, dtype: torch.dtype) -> str:
-    """Name of a latents' entry: 64 hex digits."""
-    return _key({"content": content, "size": _fit_text(fit), "encoder": encoder_key, "dtype": str(dtype)})
-
-
-def text_key(caption: str, encoder_key: str, dtype: torch.dtype) -> str:
-    """Name of a caption's entry: 64 hex digits."""
-    return _key({"caption": caption, "encoder": encoder_key, "dtype": str(dtype)})
-
-
 def _key(record: Record) -> str:
+    """Name of an entry: 64 hex digits."""
     return hashlib.sha256(json.dumps(record, sort_keys=True).encode("utf-8")).hexdigest()
 
 

@@ -50,9 +50,6 @@ class StepPlan:
     def steps_per_epoch(self) -> int:
         return math.ceil(len(self.expanded) / self.effective)
 
-    def epoch_of(self, step: int) -> int:
-        return step // self.steps_per_epoch
-
     def refs(self, step: int) -> tuple[Ref, ...]:
         """The samples of one step, in order; at least one, at most `effective`."""
         epoch, place = divmod(step, self.steps_per_epoch)

@@ -47,7 +47,7 @@ def write_lora(
     """
     ready = folded(weights, dtype)
     description = header(facts)
-    kohya = kohya_form.kohya_tensors(ready, {**KOHYA_PREFIXES, **facts.kohya_prefixes})
+    kohya = kohya_form.kohya_tensors(ready)
     diffusers = diffusers_form.diffusers_tensors(ready)
     adapter = {diffusers_form.ADAPTER_METADATA_KEY: diffusers_form.adapter_metadata(ready)}
     kohya_path, diffusers_path = folder / f"{name}.safetensors", folder / f"{name}.diffusers.safetensors"

@@ -57,12 +57,9 @@ class TrainingFacts:
     caption_dropout: float = 0.0
     dropout: float = 0.0
     held_out: int = 0
-    trigger_phrase: str = ""
-    comment: str = ""
     buckets: Mapping[tuple[int, int], int] = field(default_factory=dict)  # (width, height) -> samples
     dataset_dirs: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
     tag_frequency: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
-    kohya_prefixes: Mapping[str, str] = field(default_factory=dict)  # besides `KOHYA_PREFIXES`
 
 
 def header(facts: TrainingFacts) -> dict[str, str]:
@@ -109,7 +106,7 @@ def header(facts: TrainingFacts) -> dict[str, str]:
         "ss_multires_noise_discount": facts.multires_discount,
         "ss_caption_dropout_rate": facts.caption_dropout,
         "ss_seed": facts.seed,
-        "ss_training_comment": facts.comment or None,
+        "ss_training_comment": None,
         "modelspec.sai_model_spec": "1.0.1",
         "modelspec.architecture": architecture,
         "modelspec.implementation": "diffusers",
@@ -121,8 +118,6 @@ def header(facts: TrainingFacts) -> dict[str, str]:
         "lora_trainer.alpha": facts.alpha,
         "lora_trainer.held_out": facts.held_out,
     }
-    if facts.trigger_phrase:
-        values["modelspec.trigger_phrase"] = facts.trigger_phrase
     # kohya writes Python's own text of each value, and its readers look for "None", "True" and "False".
     return {key: str(value) for key, value in values.items()}
 

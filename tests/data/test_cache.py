@@ -13,7 +13,7 @@ from torch import Tensor
 from lora_trainer.cli.cache import clean_command, status_command
 from lora_trainer.core.errors import DatasetRefused, TrainingFailed
 from lora_trainer.data.buckets import assign_buckets
-from lora_trainer.data.cache import CachePlan, Filled, fill_latents, fill_texts, plan_latents, plan_texts, text_key
+from lora_trainer.data.cache import CachePlan, Filled, fill_latents, fill_texts, plan_latents, plan_texts
 from lora_trainer.data.entries import (
     DamagedEntryError,
     Store,
@@ -209,9 +209,10 @@ def test_texts_with_the_empty_one_always(data: Path, cache: Path) -> None:
     filled = fill_texts(texts_of(data, cache), encode_text, batch=4)
     assert filled == Filled("texts", 0, 7, {"new": 7})
     assert fill_texts(texts_of(data, cache), encode_text, batch=4).rebuilt == 0
-    store = Store(cache, "texts")
+    store, plan = Store(cache, "texts"), texts_of(data, cache)
+    keys = dict(zip(plan.items, plan.keys, strict=True))
     for caption in ("", "a prompt", "xx thing"):
-        entry = store.read(text_key(caption, "clip", HALF))
+        entry = store.read(keys[caption])
         assert entry["embeds"].shape == (5, 3)
         assert float(entry["embeds"][0, 0]) == len(caption)
     (data / "3.txt").write_text("changed", encoding="utf-8")

@@ -161,7 +161,7 @@ def test_values_that_are_not_finite_are_not_written(tmp_path: Path) -> None:
 def test_header_golden(tmp_path: Path) -> None:
     pair = LoraPair(torch.ones(4, 8), torch.ones(8, 4), 2.0)
     weights = LoraWeights({"unet.mid_block.attentions.0.proj_in": pair})
-    kohya_path, diffusers_path = write_lora(tmp_path, "cat", weights, facts(trigger_phrase="zork"))
+    kohya_path, diffusers_path = write_lora(tmp_path, "cat", weights, facts())
     with safe_open(kohya_path, framework="pt") as opened:
         header = opened.metadata()
     golden = Path(__file__).with_name("header.json")
