@@ -11,7 +11,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from lora_trainer.core.errors import Problem, UsageError
+from lora_trainer.core.errors import Problem, TrainingFailed, UsageError
 from lora_trainer.core.io import atomic_path
 from lora_trainer.export import diffusers as diffusers_form
 from lora_trainer.export import kohya as kohya_form
@@ -25,7 +25,7 @@ from lora_trainer.export.keys import (
     module_of_kohya,
 )
 from lora_trainer.export.metadata import TrainingFacts, header, with_hashes
-from lora_trainer.export.weights import LoraPair, LoraWeights, folded
+from lora_trainer.export.weights import LoraPair, LoraWeights, check_keys, folded
 
 SHOWN = 3  # names listed in one message
 OTHER_METHODS = {
@@ -38,14 +38,24 @@ OTHER_METHODS = {
 
 
 def write_lora(
-    folder: Path, name: str, weights: LoraWeights, facts: TrainingFacts, *, dtype: torch.dtype = torch.float16
+    folder: Path,
+    name: str,
+    weights: LoraWeights,
+    facts: TrainingFacts,
+    *,
+    dtype: torch.dtype = torch.float16,
+    shapes: Mapping[str, tuple[int, ...]] | None = None,
 ) -> tuple[Path, Path]:
     """Write `NAME.safetensors` (kohya) and `NAME.diffusers.safetensors`; return both paths.
 
     Both hold the same tensors: alpha / rank folded into up, alpha = rank. Each is verified
-    before it takes its name. Raises TrainingFailed when a value is not finite.
+    before it takes its name. `shapes` are the model's weight shapes by module name, as `shapes_of`
+    gives them. Raises TrainingFailed, and writes nothing, when a value is not finite or a module
+    does not fit `shapes`.
     """
     ready = folded(weights, dtype)
+    if shapes is not None and (problems := check_keys(ready, shapes)):
+        raise TrainingFailed(problems)
     description = header(facts)
     kohya = kohya_form.kohya_tensors(ready)
     diffusers = diffusers_form.diffusers_tensors(ready)

@@ -10,15 +10,14 @@ import torch
 
 from lora_trainer import __version__
 from lora_trainer.config.schema import Config
-from lora_trainer.core.errors import TrainingFailed
 from lora_trainer.data.steps import StepArithmetic
 from lora_trainer.evaluation.held_out import EncodedSample
 from lora_trainer.evaluation.lora_check import check_lora
 from lora_trainer.evaluation.report import LoraReport
 from lora_trainer.evaluation.sample import Drawing, compare, save_comparison
-from lora_trainer.export.lora_file import read_lora, write_lora
+from lora_trainer.export.lora_file import write_lora
 from lora_trainer.export.metadata import TrainingFacts
-from lora_trainer.export.weights import LoraWeights, check_keys, weights_from_peft
+from lora_trainer.export.weights import LoraWeights, weights_from_peft
 from lora_trainer.optim.schedules import warmup_length
 from lora_trainer.production.choices import Choices
 from lora_trainer.production.inputs import Inputs
@@ -83,15 +82,11 @@ def training_facts(
 def export_lora(
     folder: Path, name: str, weights: LoraWeights, facts: TrainingFacts, shapes: Mapping[str, tuple[int, ...]]
 ) -> tuple[Path, Path]:
-    """Write both files, read them back and hold every key against the model's `shapes`; kohya's path first.
+    """Write both files, every key held against the model's `shapes` before they take their names; kohya's path first.
 
-    Raises TrainingFailed when a value is not finite or a key does not fit.
+    Raises TrainingFailed, and leaves no file, when a value is not finite or a key does not fit.
     """
-    paths = write_lora(folder, name, weights, facts)
-    problems = [problem for path in paths for problem in check_keys(read_lora(path), shapes)]
-    if problems:
-        raise TrainingFailed(problems)
-    return paths
+    return write_lora(folder, name, weights, facts, shapes=shapes)
 
 
 def judge_lora(

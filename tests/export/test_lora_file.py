@@ -188,6 +188,17 @@ def test_check_keys_names_what_does_not_fit(pipeline: StableDiffusionPipeline) -
     assert "unet.nowhere.to_q" in messages[1]
 
 
+def test_what_does_not_fit_the_model_is_not_written(pipeline: StableDiffusionPipeline, tmp_path: Path) -> None:
+    shapes = shapes_of({"unet": pipeline.unet})
+    stray = LoraWeights({"unet.mid_block.nowhere": LoraPair(torch.ones(2, 3), torch.ones(4, 2), 2.0)})
+    with pytest.raises(TrainingFailed, match=r"unet\.mid_block\.nowhere"):
+        write_lora(tmp_path, "cat", stray, facts(), shapes=shapes)
+    assert not list(tmp_path.iterdir())
+    assert all(
+        path.is_file() for path in write_lora(tmp_path, "cat", random_lora(pipeline.unet), facts(), shapes=shapes)
+    )
+
+
 NAME = "lora_unet_mid_block_attentions_0_proj_in"
 GOOD = {f"{NAME}.lora_down.weight": (4, 8), f"{NAME}.lora_up.weight": (8, 4), f"{NAME}.alpha": ()}
 DIFFUSERS = "unet.mid_block.attentions.0.proj_in"
