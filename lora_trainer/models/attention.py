@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 
 from lora_trainer.core.errors import Problem, UsageError
@@ -30,9 +30,10 @@ def _sdpa(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
 def _xformers(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     import xformers.ops
 
-    # xformers wants [B, L, heads, D] where torch has [B, heads, L, D].
-    parts = (part.transpose(1, 2) for part in (query, key, value))
-    return xformers.ops.memory_efficient_attention(*parts).transpose(1, 2)  # type: ignore[no-any-return]
+    # As diffusers' XFormersAttnProcessor calls it: heads in the batch, [B * heads, L, D].
+    parts = (part.flatten(0, 1).contiguous() for part in (query, key, value))
+    mixed = xformers.ops.memory_efficient_attention(*parts, attn_bias=None, op=None, scale=query.shape[-1] ** -0.5)
+    return cast("Tensor", mixed.unflatten(0, query.shape[:2]))
 
 
 def _math(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
@@ -44,30 +45,44 @@ def _math(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
 PROBES: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {"xformers": _xformers, "sdpa": _sdpa, "math": _math}
 
 
-def probe(name: str, dtype: torch.dtype, device: torch.device, head_size: int) -> str | None:
-    """Run one implementation forward and backward; None when it works, else what stopped it."""
+def head_sizes(denoiser: nn.Module) -> tuple[int, ...]:
+    """Every width of an attention head in a diffusers model, ascending; the installed attention meets them all."""
+    found: set[int] = set()
+    for module in denoiser.modules():
+        heads, query = getattr(module, "heads", None), getattr(module, "to_q", None)
+        if isinstance(heads, int) and isinstance(query, nn.Linear):
+            found.add(query.out_features // heads)
+    return tuple(sorted(found))
+
+
+def probe(name: str, dtype: torch.dtype, device: torch.device, sizes: tuple[int, ...]) -> str | None:
+    """Run one implementation forward and backward at every head size; None when it works, else what stopped it."""
+    return next((failure for size in sizes if (failure := _probe_one(name, dtype, device, size))), None)
+
+
+def _probe_one(name: str, dtype: torch.dtype, device: torch.device, head_size: int) -> str | None:
     tensors = [torch.randn(1, 2, 64, head_size, dtype=dtype, device=device, requires_grad=True) for _ in range(3)]
     try:
         PROBES[name](*tensors).sum().backward()
     except ImportError:
         return f"{name} is not installed"
     except (NotImplementedError, RuntimeError, ValueError, OSError, AttributeError):
-        return f"{name} does not run on {device.type} in {str(dtype).removeprefix('torch.')}"
+        return f"{name} does not run on {device.type} in {str(dtype).removeprefix('torch.')} at head size {head_size}"
     if not all(tensor.grad is not None and torch.isfinite(tensor.grad).all() for tensor in tensors):
-        return f"{name} gives gradients that are not finite"
+        return f"{name} gives gradients that are not finite at head size {head_size}"
     return None
 
 
 def choose_attention(
-    wanted: str, order: tuple[str, ...], dtype: torch.dtype, device: torch.device, head_size: int
+    wanted: str, order: tuple[str, ...], dtype: torch.dtype, device: torch.device, sizes: tuple[int, ...]
 ) -> AttentionChoice:
-    """`wanted` where it works, else the first of `order` that does, with the reason.
+    """`wanted` where it works at all head `sizes`, else the first of `order` that does, with the reason.
 
     Raises UsageError when `wanted` does not work and `order` is empty, or nothing works.
     """
     reasons: list[str] = []
     if wanted != "auto":
-        failure = probe(wanted, dtype, device, head_size)
+        failure = probe(wanted, dtype, device, sizes)
         if failure is None:
             return AttentionChoice(wanted, "works forward and backward")
         if not order:
@@ -76,7 +91,7 @@ def choose_attention(
     for name in order:
         if name == wanted:
             continue
-        failure = probe(name, dtype, device, head_size)
+        failure = probe(name, dtype, device, sizes)
         if failure is None:
             return AttentionChoice(name, "; ".join([*reasons, f"{name} works forward and backward"]))
         reasons.append(failure)
