@@ -65,4 +65,3 @@ class Family:
     make_pipeline: Callable[[Path, torch.dtype, torch.device], Any]
     lora_targets: Mapping[str, tuple[str, ...]]
     denoiser_prefix: str  # "unet" or "transformer": the component's name in diffusers files
-    kohya_prefix: str  # "lora_unet"

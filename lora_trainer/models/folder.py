@@ -31,8 +31,21 @@ def read_config(folder: Path, name: str, needs: tuple[str, ...] = ()) -> dict[st
     return value
 
 
+def _reads_as_hub_id(folder: Path) -> bool:
+    """`owner/name`, where no folder `owner` is here that could make it a mistyped path."""
+    parts = folder.parts
+    return len(parts) == 2 and parts[0] not in (folder.anchor, "..", "~") and not Path(parts[0]).exists()
+
+
 def detect_family(folder: Path) -> str:
     """The family of a model folder, by its pipeline class. Raises UsageError for what cannot be trained."""
+    if not folder.exists() and _reads_as_hub_id(folder):
+        raise UsageError(
+            Problem(
+                f"{folder.as_posix()} is not a local folder; models are not downloaded from a hub yet.",
+                "Download the model in diffusers' layout and give its local folder as --model.",
+            )
+        )
     if not folder.exists():
         raise UsageError(Problem(f"There is no model at {folder}.", "Check --model."))
     if folder.is_file():

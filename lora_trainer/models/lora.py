@@ -1,13 +1,12 @@
-"""The LoRA inside the denoiser: chosen modules, injected by peft, and read back by name."""
+"""The LoRA inside the denoiser: chosen modules, injected by peft, their parameters by name."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from fnmatch import fnmatchcase
 
 import torch
 from peft import LoraConfig, inject_adapter_in_model
-from torch import Tensor, nn
+from torch import nn
 
 from lora_trainer.core.errors import Problem, UsageError, nearest
 from lora_trainer.models.family import Family
@@ -51,22 +50,3 @@ def inject_lora(
         torch.manual_seed(seed)
         inject_adapter_in_model(config, denoiser, adapter_name=ADAPTER)
     return {name: parameter for name, parameter in denoiser.named_parameters() if parameter.requires_grad}
-
-
-def lora_pairs(parameters: Mapping[str, Tensor]) -> dict[str, tuple[Tensor, Tensor]]:
-    """Module name -> (down [r, in], up [out, r]) from peft's parameter names."""
-    down_ending, up_ending = f".lora_A.{ADAPTER}.weight", f".lora_B.{ADAPTER}.weight"
-    return {
-        name.removesuffix(down_ending): (tensor, parameters[name.removesuffix(down_ending) + up_ending])
-        for name, tensor in parameters.items()
-        if name.endswith(down_ending)
-    }
-
-
-def set_lora_enabled(denoiser: nn.Module, enabled: bool) -> None:
-    """Switch the LoRA on or off, to compare with the untouched base."""
-    from peft.tuners.tuners_utils import BaseTunerLayer
-
-    for module in denoiser.modules():
-        if isinstance(module, BaseTunerLayer):
-            module.enable_adapters(enabled)

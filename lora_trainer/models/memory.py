@@ -1,4 +1,4 @@
-"""Gradient checkpointing by block, and the sizes of what a run keeps in memory."""
+"""Gradient checkpointing by block."""
 
 from __future__ import annotations
 
@@ -41,7 +41,3 @@ def checkpoint_blocks(denoiser: Any, count: int) -> None:
         denoiser.enable_gradient_checkpointing()
     for index, block in enumerate(checkpointable_blocks(denoiser)):
         block.gradient_checkpointing = index < count  # type: ignore[assignment]
-
-
-def parameter_bytes(module: nn.Module) -> int:
-    return sum(parameter.numel() * parameter.element_size() for parameter in module.parameters())

@@ -238,5 +238,4 @@ FAMILY = Family(
     make_pipeline=make_pipeline,
     lora_targets={"attention": ATTENTION, "attention+ff": (*ATTENTION, *FEED_FORWARD)},
     denoiser_prefix="unet",
-    kohya_prefix="lora_unet",
 )
