@@ -17,42 +17,46 @@ from lora_trainer.core.io import finite
 from lora_trainer.data.check import DataReport, check_dataset
 from lora_trainer.data.manifest import read_manifest
 from lora_trainer.data.split import split_held_out
-from lora_trainer.data.steps import Lengths, StepArithmetic, step_arithmetic
+from lora_trainer.data.steps import StepArithmetic
 from lora_trainer.models.family import ModelFacts
+from lora_trainer.production.inputs import arithmetic, trained_resolution
 
 # What is assumed when no model says otherwise: Stable Diffusion 1.5.
-USUAL_RESOLUTION = 512
-USUAL_PIXEL_STEP = 64
-USUAL_CAPTION_TOKENS = 77
+USUAL = ModelFacts(
+    path=Path(),
+    family="sd15",
+    resolution=512,
+    latent_channels=4,
+    downscale=8,
+    pixel_step=64,
+    prediction="epsilon",
+    caption_tokens=77,
+)
 
 COLOURS = {"error": "red", "warning": "yellow", "note": "cyan"}
 SEVERITIES = ("error", "warning", "note")
 
 
-def report_on(sources: Sequence[Path], config: Config, facts: ModelFacts | None = None) -> DataReport:
+def report_on(sources: Sequence[Path], config: Config, facts: ModelFacts) -> DataReport:
     """Read and judge the data as this config would train it. Raises UsageError for bad sources."""
     manifest, findings = read_manifest(sources, allow_missing_captions=config.data.allow_missing_captions)
-    own = facts.resolution if facts else USUAL_RESOLUTION
-    ceiling = config.data.resolution_ceiling
-    resolution = config.data.resolution or (own if ceiling is None else min(own, ceiling))
     return check_dataset(
         manifest,
         findings,
-        resolution=resolution,
-        step=facts.pixel_step if facts else USUAL_PIXEL_STEP,
+        resolution=trained_resolution(config, facts),
+        step=facts.pixel_step,
         max_aspect=config.data.max_aspect,
         allow_upscale=config.data.allow_upscale,
-        caption_limit=facts.caption_tokens if facts else USUAL_CAPTION_TOKENS,
+        caption_limit=facts.caption_tokens,
         gate=config.gates.dataset,
     )
 
 
 def check_command(sources: Sequence[Path], config: Config, as_json: bool, facts: ModelFacts | None = None) -> int:
-    """Print the report; 0 when the data passes the gate, 3 when it does not."""
-    report = report_on(sources, config, facts)
+    """Print the report, for `USUAL` without `facts`; 0 when the data passes the gate, 3 when it does not."""
+    report = report_on(sources, config, facts or USUAL)
     train, held_out = split_held_out(report.samples, config.data.held_out)
-    lengths = Lengths(config.train.max_steps, config.train.max_epochs, config.train.exposures)
-    steps = step_arithmetic(train, config.batch.effective, lengths, max_micro=config.batch.max_micro)
+    steps = arithmetic(config, train, config.batch.max_micro or config.batch.effective, processes=1)
     if as_json:
         document = report.to_json(steps.to_json() | {"held_out": len(held_out)})
         sys.stdout.write(json.dumps(finite(document), indent=2, ensure_ascii=False) + "\n")

@@ -169,6 +169,17 @@ def test_the_command_prints_one_json_document(good_folder: Path, capsys: pytest.
     assert set(document["parts"]) >= {"readable", "captions", "sizes", "distinct", "count"}
 
 
+def test_the_command_judges_at_the_trained_resolution(good_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Without a model as Stable Diffusion 1.5 would be trained, under the tier's ceiling."""
+    buckets = []
+    for ceiling in (None, 256):
+        config = Config.model_validate({"data": {"resolution_ceiling": ceiling}, "batch": {"effective": 4}})
+        check_command([good_folder], config, as_json=True)
+        buckets.append(json.loads(capsys.readouterr().out)["buckets"])
+    assert "512x512" in buckets[0]
+    assert "256x256" in buckets[1]
+
+
 def test_the_command_for_people(good_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert check_command([good_folder], CONFIG, as_json=False) == 0
     assert "score 1.000" in capsys.readouterr().out
