@@ -19,11 +19,11 @@ from typing import Generic, TypeVar
 import torch
 from torch import Tensor
 
-from lora_trainer.core.errors import DatasetRefused, Problem, TrainingFailed
-from lora_trainer.core.io import read_json, sha256_file, write_json
+from lora_trainer.core.errors import Problem, TrainingFailed
+from lora_trainer.core.io import read_json, write_json
 from lora_trainer.data.buckets import Bucket, Fit
 from lora_trainer.data.entries import DamagedEntryError, entry_path, read_entry, touch, write_entry
-from lora_trainer.data.images import BrokenPictureError, load_pixels
+from lora_trainer.data.pixels import read_pixels
 from lora_trainer.data.sample import Sample
 
 # Part of every key: raise it when pictures are brought to their bucket in another way.
@@ -233,7 +233,7 @@ def fill_latents(
     for group in groups.values():
         for start in range(0, len(group), batch):
             chunk = group[start : start + batch]
-            pixels = torch.stack([_pixels(*plan.items[index]) for index in chunk])
+            pixels = torch.stack([read_pixels(*plan.items[index]) for index in chunk])
             mean, spread = encode_image(pixels)
             for place, index in enumerate(chunk):
                 tensors = {"mean": mean[place].to(plan.dtype), "spread": spread[place].to(plan.dtype)}
@@ -242,20 +242,6 @@ def fill_latents(
             if progress is not None:
                 progress(done, len(plan.missing))
     return _finish(plan)
-
-
-def _pixels(sample: Sample, fit: Fit) -> Tensor:
-    """Pixels [3, H, W] in [-1, 1] of a sample."""
-    try:
-        pixels = load_pixels(sample.path, fit)
-        # Otherwise the new picture's latents would stand under the old one's key.
-        if sha256_file(sample.path) != sample.content:
-            raise DatasetRefused(Problem(f"{sample.path} changed while it was read.", "Run again."))
-    except BrokenPictureError as broken:
-        raise DatasetRefused(Problem(f"{sample.path} {broken.message}", broken.fix)) from broken
-    except OSError as error:
-        raise DatasetRefused(Problem(f"{sample.path} cannot be read any more ({error}).", "Run again.")) from error
-    return torch.from_numpy(pixels).permute(2, 0, 1).float() / 127.5 - 1.0
 
 
 def fill_texts(

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 import torch
 
 from lora_trainer.data.buckets import BucketPlan
-from lora_trainer.data.images import load_pixels
+from lora_trainer.data.loader import size_row
+from lora_trainer.data.pixels import read_pixels
 from lora_trainer.data.sample import Sample
 from lora_trainer.evaluation.held_out import EncodedSample
 from lora_trainer.models.family import Encoders
@@ -16,21 +17,19 @@ from lora_trainer.models.family import Encoders
 def encode_samples(samples: Sequence[Sample], plan: BucketPlan, encoders: Encoders) -> list[EncodedSample]:
     """Each sample's latents (the posterior's mean) and conditioning, fp32 on the CPU, without any cache.
 
-    `plan` places the samples in their order. Raises BrokenPictureError.
+    `plan` places the samples in their order. Raises DatasetRefused
+    for a picture that cannot be read.
     """
     encoded = []
     for sample, fit in zip(samples, plan.fits, strict=True):
-        pixels = torch.from_numpy(load_pixels(sample.path, fit)).permute(2, 0, 1).float() / 127.5 - 1.0
-        mean, _ = encoders.encode_image(pixels[None])
+        mean, _ = encoders.encode_image(read_pixels(sample, fit)[None])
         text = encoders.encode_text([sample.caption])
-        bucket = fit.bucket
-        sizes = [sample.height, sample.width, fit.top, fit.left, bucket.height, bucket.width]
         encoded.append(
             EncodedSample(
                 id=sample.id,
                 latents=mean[0].float().cpu(),
                 cond={name: tensor[0].float().cpu() for name, tensor in text.items()},
-                sizes=torch.tensor(sizes, dtype=torch.float32),
+                sizes=torch.tensor(size_row(sample, fit)),
             )
         )
     return encoded

@@ -1,0 +1,29 @@
+"""Pictures as the encoder wants them."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from lora_trainer.core.errors import DatasetRefused, Problem
+from lora_trainer.core.io import sha256_file
+from lora_trainer.data.buckets import Fit
+from lora_trainer.data.images import BrokenPictureError, load_pixels
+from lora_trainer.data.sample import Sample
+
+
+def read_pixels(sample: Sample, fit: Fit) -> Tensor:
+    """Pixels [3, H, W] of the sample's bucket, float32 in [-1, 1].
+
+    Raises DatasetRefused, naming the file, when it cannot be read or has changed since it was listed.
+    """
+    try:
+        pixels = load_pixels(sample.path, fit)
+        # Otherwise the new picture's latents would stand under the old one's key.
+        if sha256_file(sample.path) != sample.content:
+            raise DatasetRefused(Problem(f"{sample.path} changed while it was read.", "Run again."))
+    except BrokenPictureError as broken:
+        raise DatasetRefused(Problem(f"{sample.path} {broken.message}", broken.fix)) from broken
+    except OSError as error:
+        raise DatasetRefused(Problem(f"{sample.path} cannot be read any more ({error}).", "Run again.")) from error
+    return torch.from_numpy(pixels).permute(2, 0, 1).float() / 127.5 - 1.0
