@@ -43,7 +43,7 @@ def held_out_losses(
     *,
     seed: int,
     timesteps: int = 8,
-    micro: int = 8,
+    micro: int = 4,
     device: torch.device | str = "cpu",
     dtype: torch.dtype = torch.float32,
 ) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import logging
 import warnings
 from collections.abc import Iterator
@@ -72,6 +73,13 @@ def without_lora(pipeline: Any) -> Iterator[None]:
         yield
     finally:
         pipeline.enable_lora()
+
+
+def free_memory(device: torch.device) -> None:
+    """Give back what nothing refers to any more; pipelines hold themselves in circles."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
 
 
 def fresh_pipeline(family: Family, base: Path, dtype: torch.dtype, device: torch.device) -> Any:

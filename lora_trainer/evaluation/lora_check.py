@@ -27,13 +27,21 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from lora_trainer.core.errors import Problem
 from lora_trainer.core.findings import Finding
 from lora_trainer.evaluation.drift import NEUTRAL_PROMPTS, base_visits, drift
 from lora_trainer.evaluation.health import Health, examine
 from lora_trainer.evaluation.held_out import EncodedSample, Improvement, held_out_losses, improvement
-from lora_trainer.evaluation.loading import adapted_modules, components_of, fresh_pipeline, load_onto, without_lora
+from lora_trainer.evaluation.loading import (
+    adapted_modules,
+    components_of,
+    free_memory,
+    fresh_pipeline,
+    load_onto,
+    without_lora,
+)
 from lora_trainer.evaluation.report import LoraReport
 from lora_trainer.export.lora_file import read_lora
 from lora_trainer.export.weights import adaptable_modules, check_keys
@@ -79,6 +87,7 @@ def check_lora(
         findings.append(_not_finite(not_finite, len(weights.modules)))
         return _report({"integrity": 0.0}, findings, {}, gate)
 
+    neutral = _encoded_prompts(base, family, prompts, dtype, device)
     progress("loading the LoRA on a fresh copy of the base")
     pipeline = fresh_pipeline(family, base, dtype, device)
     denoiser = getattr(pipeline, family.denoiser_prefix)
@@ -94,10 +103,12 @@ def check_lora(
 
     predict = partial(family.predict, denoiser)
     progress("measuring drift on unrelated prompts")
-    drifted = _measure_drift(pipeline, predict, base, family, prompts, dtype, device)
+    drifted = _measure_drift(pipeline, predict, base, family, neutral, device)
     progress("measuring held-out loss with and without the LoRA")
     learned = _measure_learning(pipeline, predict, base, family, samples, dtype, device)
     health = examine(weights.modules, norms)
+    del pipeline, denoiser, modules, predict
+    free_memory(device)
     return judge(drifted, learned, health, held_out=held_out, gate=gate, samples=len(samples))
 
 
@@ -155,22 +166,21 @@ def _report(parts: Mapping[str, float], findings: list[Finding], numbers: Mappin
     return LoraReport(round(score, 4), gate, complete, tuple(findings), numbers)
 
 
+def _encoded_prompts(
+    base: Path, family: Family, prompts: Sequence[str], dtype: torch.dtype, device: torch.device
+) -> dict[str, Tensor]:
+    """Conditioning of the prompts. The encoders are gone before the pipeline, which has its own, comes."""
+    text = family.load_encoders(base, dtype, device).encode_text(prompts)
+    free_memory(device)
+    return {name: tensor.to(device, dtype) for name, tensor in text.items()}
+
+
 def _measure_drift(
-    pipeline: Any,
-    predict: Any,
-    base: Path,
-    family: Family,
-    prompts: Sequence[str],
-    dtype: torch.dtype,
-    device: torch.device,
+    pipeline: Any, predict: Any, base: Path, family: Family, cond: Mapping[str, Tensor], device: torch.device
 ) -> float:
     facts = family.describe(base)
-    text = family.load_encoders(base, dtype, device).encode_text(prompts)
-    cond = {name: tensor.to(device, dtype) for name, tensor in text.items()}
-    side = facts.resolution // facts.downscale
-    sizes = torch.tensor(
-        [[facts.resolution, facts.resolution, 0, 0, facts.resolution, facts.resolution]] * len(prompts)
-    )
+    side, count = facts.resolution // facts.downscale, len(next(iter(cond.values())))
+    sizes = torch.tensor([[facts.resolution, facts.resolution, 0, 0, facts.resolution, facts.resolution]] * count)
     sizes = sizes.to(device)
     with without_lora(pipeline):
         visits = base_visits(predict, family.make_process(base), cond, sizes, (facts.latent_channels, side, side))

@@ -12,13 +12,13 @@ from PIL import Image
 
 from lora_trainer.core.errors import UsageError
 from lora_trainer.core.io import sha256_file, write_json
-from lora_trainer.evaluation.loading import components_of, fresh_pipeline, load_onto, without_lora
+from lora_trainer.evaluation.loading import components_of, free_memory, fresh_pipeline, load_onto, without_lora
 from lora_trainer.evaluation.sheet import Row, contact_sheet, save_picture
 from lora_trainer.export.lora_file import read_lora
 from lora_trainer.export.weights import check_keys, shapes_of
 from lora_trainer.models.family import Family
 
-DRAWN_AT_ONCE = 8
+DRAWN_AT_ONCE = 8  # on a processor; on a card one, since the decoder's memory grows with each
 PROBLEMS_SHOWN = 5
 
 
@@ -68,16 +68,26 @@ def compare(
 ) -> tuple[list[Image.Image], list[Image.Image], dict[str, Any]]:
     """Pictures without and with the LoRA file on a fresh base, and the recipe that draws them again.
 
-    Raises UsageError when the file cannot be read or does not fit the base.
+    The pipeline is gone when this returns. Raises UsageError when the file cannot be read or
+    does not fit the base.
     """
+    device = device or torch.device("cpu")
     weights = read_lora(lora)
-    pipeline = fresh_pipeline(family, base, dtype, device or torch.device("cpu"))
+    pipeline = fresh_pipeline(family, base, dtype, device)
     if problems := check_keys(weights, shapes_of(components_of(pipeline, family))):
         raise UsageError(problems[:PROBLEMS_SHOWN])
     load_onto(pipeline, lora)
+    at_once = DRAWN_AT_ONCE
+    if device.type == "cuda":
+        at_once = 1
+        pipeline.vae.enable_slicing()
     with without_lora(pipeline):
-        without = draw(pipeline, prompts, seeds, drawing)
-    return without, draw(pipeline, prompts, seeds, drawing), recipe(pipeline, base, lora, prompts, seeds, drawing)
+        without = draw(pipeline, prompts, seeds, drawing, at_once=at_once)
+    with_lora = draw(pipeline, prompts, seeds, drawing, at_once=at_once)
+    used = recipe(pipeline, base, lora, prompts, seeds, drawing)
+    del pipeline
+    free_memory(device)
+    return without, with_lora, used
 
 
 def recipe(

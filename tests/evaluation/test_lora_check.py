@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import weakref
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from diffusers import DiffusionPipeline
 from PIL import Image
 from safetensors.torch import load_file, save_file
 
@@ -20,6 +23,7 @@ from lora_trainer.evaluation.sample import Drawing, compare, save_comparison
 from lora_trainer.export.lora_file import read_lora, write_lora
 from lora_trainer.export.weights import LoraPair, LoraWeights, weights_from_peft
 from lora_trainer.models import FAMILIES
+from lora_trainer.models.family import Encoders
 from lora_trainer.models.lora import inject_lora, target_modules
 from tests.export.tiny import facts, random_lora, tiny_pipeline
 
@@ -170,6 +174,41 @@ def test_each_part_counts() -> None:
 
 def test_falling_is_even_in_the_logarithm() -> None:
     assert [falling(value, 1.0, 100.0) for value in (0.5, 1.0, 10.0, 100.0, 1e6)] == pytest.approx([1, 1, 0.5, 0, 0])
+
+
+def test_the_gates_encoders_are_gone_before_the_pipeline_comes(trained: Path, base: Path) -> None:
+    held: list[weakref.ref[Encoders]] = []
+
+    def load_encoders(folder: Path, dtype: torch.dtype, device: torch.device) -> Encoders:
+        encoders = FAMILY.load_encoders(folder, dtype, device)
+        held.append(weakref.ref(encoders))
+        return encoders
+
+    def make_pipeline(folder: Path, dtype: torch.dtype, device: torch.device) -> object:
+        assert [encoders() for encoders in held] == [None]
+        return FAMILY.make_pipeline(folder, dtype, device)
+
+    family = replace(FAMILY, load_encoders=load_encoders, make_pipeline=make_pipeline)
+    assert check_lora(trained, base, family, [], prompts=PROMPTS).parts["integrity"] == 1.0
+
+
+@pytest.mark.parametrize(("device", "at_once"), [("cpu", 2), ("cuda", 1)])
+def test_a_card_draws_one_picture_at_a_time(device: str, at_once: int, trained: Path, base: Path) -> None:
+    """The pipeline itself stays on the processor here."""
+    drawn: list[int] = []
+    made: list[weakref.ref[DiffusionPipeline]] = []
+
+    def make_pipeline(folder: Path, dtype: torch.dtype, device: torch.device) -> DiffusionPipeline:
+        pipeline = FAMILY.make_pipeline(folder, dtype, CPU)
+        pipeline.unet.register_forward_pre_hook(lambda _, given: drawn.append(len(given[0])))
+        made.append(weakref.ref(pipeline))
+        return pipeline
+
+    family, drawing = replace(FAMILY, make_pipeline=make_pipeline), Drawing(steps=2, guidance=3.0, size=(64, 64))
+    without, _, _ = compare(family, base, trained, PROMPTS, [1, 2], drawing, device=torch.device(device))
+    assert len(without) == 2
+    assert set(drawn) == {2 * at_once}  # guidance asks twice
+    assert made[0]() is None
 
 
 def test_before_and_after(trained: Path, base: Path, tmp_path: Path) -> None:
