@@ -35,6 +35,7 @@ def sample_command(
 
     from lora_trainer.evaluation.sample import Drawing, compare, save_comparison
     from lora_trainer.export.lora_file import read_lora
+    from lora_trainer.production.choices import DTYPES, choose_precision
 
     weights = read_lora(path)
     if weights.not_finite():
@@ -43,7 +44,10 @@ def sample_command(
     drawing = Drawing(config.sample.steps, config.sample.guidance, (facts.resolution, facts.resolution))
     seeds = [seed + index for index in range(len(prompts))]
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    without, with_lora, used = compare(family, facts.path, path, list(prompts), seeds, drawing, device=device)
+    dtype = DTYPES[choose_precision(config.memory.base_precision, device, asked=False).value]
+    without, with_lora, used = compare(
+        family, facts.path, path, list(prompts), seeds, drawing, dtype=dtype, device=device
+    )
     folder = Path(output) if output is not None else path.parent / "samples"
     sheet = save_comparison(folder, without, with_lora, used, name=f"{path.stem}_before_after")
     print(sheet)

@@ -14,10 +14,9 @@ from rich.text import Text
 
 from lora_trainer.builtin import BASE_FOLDER
 from lora_trainer.config.schema import Config
-from lora_trainer.core.errors import DONE, LORA_REFUSED, Problem, UsageError
+from lora_trainer.core.errors import DONE, LORA_REFUSED, DatasetRefused, Problem, UsageError
 from lora_trainer.core.io import read_json
 from lora_trainer.data.buckets import BucketPlan, assign_buckets
-from lora_trainer.data.images import BrokenPictureError
 from lora_trainer.data.manifest import read_manifest
 from lora_trainer.data.sample import Sample
 from lora_trainer.evaluation.report import LoraReport
@@ -29,6 +28,14 @@ MEANINGS = {
     "preservation": "little drift on unrelated prompts",
     "health": "sizes of the updates, modules that learned",
 }
+
+
+@dataclass(frozen=True)
+class Run:
+    """What `run.json` says of the run that a file comes from."""
+
+    config: Config
+    data_hash: str
 
 
 @dataclass(frozen=True)
@@ -50,15 +57,16 @@ def validate_command(
     """Judge a LoRA file; print the report. 0 when it passes `gates.lora`, 4 when it does not.
 
     Without `data`, the pictures that its run held out are taken from the `run.json` beside the
-    file; without that, and on the built-in base, those of the built-in data set.
+    file, and count as held out while the data is what it was; without that, and on the built-in
+    base, those of the built-in data set.
     Raises UsageError for a file, model or folder that cannot be read.
     """
     path = Path(lora)
     run = _run_of(path)
     if model is not None:
         config = _with_model(config, model)
-    elif run is not None and run.model.path is not None:
-        config = _with_model(config, run.model.path)
+    elif run is not None and run.config.model.path is not None:
+        config = _with_model(config, run.config.model.path)
     _say(f"base model: {model_folder(config)}")
     if not path.is_file():
         raise UsageError(Problem(f"There is no LoRA file {path}.", "Check the path."))
@@ -76,21 +84,26 @@ def _judge(path: Path, config: Config, questions: Questions) -> LoraReport:
     import torch
 
     from lora_trainer.evaluation.encode import encode_samples
+    from lora_trainer.evaluation.loading import free_memory
     from lora_trainer.evaluation.lora_check import check_lora
+    from lora_trainer.production.choices import DTYPES, ENCODER_DTYPE, choose_precision
 
     family, facts = read_model(config)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
-        encoders = family.load_encoders(facts.path, torch.float32, device)
+        encoders = family.load_encoders(facts.path, ENCODER_DTYPE, device)  # as the run's caches were filled
         samples = encode_samples(questions.samples, questions.plan, encoders)
-    except BrokenPictureError as broken:
-        raise UsageError(Problem(f"A picture {broken.message}", broken.fix)) from broken
+    except DatasetRefused as refused:
+        raise UsageError(refused.problems) from refused
+    del encoders
+    free_memory(device)
     return check_lora(
         path,
         facts.path,
         family,
         samples,
         held_out=questions.held_out,
+        dtype=DTYPES[choose_precision(config.memory.base_precision, device, asked=False).value],
         device=device,
         gate=config.gates.lora,
         progress=_say,
@@ -108,17 +121,23 @@ def _given_questions(config: Config, data: Path) -> Questions:
     )
 
 
-def _run_questions(config: Config, run: Config | None) -> Questions:
+def _run_questions(config: Config, run: Run | None) -> Questions:
     """What the run held out; on the built-in base without a run, what the built-in set holds out."""
     if run is None and model_folder(config) != BASE_FOLDER:
         origin = "no --data and no run.json beside the file: learning cannot be measured"
         return Questions((), NO_QUESTIONS, True, origin)
-    trained_with = config if run is None else run.model_copy(update={"model": config.model})
+    trained_with = config if run is None else run.config.model_copy(update={"model": config.model})
     try:
         inputs = read_inputs(trained_with)
     except UsageError as error:
         return Questions((), NO_QUESTIONS, True, f"learning cannot be measured: {error}")
     origin = "the built-in data set" if run is None else "the run's data"
+    if run is not None and inputs.manifest.data_hash != run.data_hash:
+        samples, plan = inputs.held_out, inputs.held_out_plan
+        if not samples:
+            samples, plan = inputs.train, inputs.train_plan
+        told = f"the run's data has changed since: its {len(samples)} pictures may have been trained on"
+        return Questions(samples, plan, False, f"{told}; name others with --data")
     if inputs.held_out:
         told = f"learning is measured on {len(inputs.held_out)} held-out pictures of {origin}"
         return Questions(inputs.held_out, inputs.held_out_plan, True, told)
@@ -127,14 +146,14 @@ def _run_questions(config: Config, run: Config | None) -> Questions:
     )
 
 
-def _run_of(lora: Path) -> Config | None:
-    """The config of the run that a file lies in."""
+def _run_of(lora: Path) -> Run | None:
+    """The run that a file lies in."""
     record = lora.parent / "run.json"
     if not record.is_file():
         return None
     try:
         document = read_json(record)
-        return Config.model_validate(document["config"])
+        return Run(Config.model_validate(document["config"]), str(document.get("data_hash", "")))
     except (OSError, ValueError, KeyError, TypeError):
         _say(f"{record} cannot be read and is passed over")
         return None

@@ -14,6 +14,7 @@ from lora_trainer.cli.validate import validate_command
 from lora_trainer.config.schema import Config
 from lora_trainer.core.errors import UsageError
 from lora_trainer.core.io import write_json
+from lora_trainer.data.manifest import read_manifest
 from lora_trainer.export.lora_file import write_lora
 from lora_trainer.export.weights import LoraPair, LoraWeights
 from lora_trainer.models import FAMILIES
@@ -60,13 +61,38 @@ def test_the_runs_own_held_out_pictures_are_found(
     lora: Path, base: Path, pictures: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = Config.model_validate({"model": {"path": str(base)}, "data": {"sources": [str(pictures)]}})
-    write_json(lora.parent / "run.json", {"config": run.model_dump(mode="json", by_alias=True)})
+    data_hash = read_manifest([pictures])[0].data_hash
+    document = {"config": run.model_dump(mode="json", by_alias=True), "data_hash": data_hash}
+    write_json(lora.parent / "run.json", document)
     code = validate_command(lora, None, None, False, Config())
     said = capsys.readouterr()
     assert "1 held-out pictures of the run's data" in said.err
     assert code == 4
     assert "refused" in said.out
     assert "held-out loss" in said.out
+
+
+def test_pictures_of_changed_data_do_not_count_as_held_out(
+    lora: Path, base: Path, pictures: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = Config.model_validate({"model": {"path": str(base)}, "data": {"sources": [str(pictures)]}})
+    data_hash = read_manifest([pictures])[0].data_hash
+    document = {"config": run.model_dump(mode="json", by_alias=True), "data_hash": data_hash}
+    write_json(lora.parent / "run.json", document)
+    (pictures / "3.txt").write_text("another caption", encoding="utf-8")
+    validate_command(lora, None, None, True, Config())
+    said = capsys.readouterr()
+    assert "the run's data has changed" in said.err
+    assert json.loads(said.out)["numbers"]["held_out"] is False
+    validate_command(lora, None, pictures, True, Config())
+    assert json.loads(capsys.readouterr().out)["numbers"]["held_out"] is True
+
+
+def test_a_picture_that_cannot_be_read_is_named(lora: Path, base: Path, pictures: Path) -> None:
+    whole = (pictures / "4.png").read_bytes()
+    (pictures / "4.png").write_bytes(whole[: len(whole) * 2 // 3])
+    with pytest.raises(UsageError, match=r"4\.png"):
+        validate_command(lora, base, pictures, True, Config())
 
 
 def test_without_pictures_learning_is_not_claimed(lora: Path, base: Path, capsys: pytest.CaptureFixture[str]) -> None:
