@@ -50,7 +50,7 @@ from lora_trainer.models.family import Family
 GATE = 0.9
 WEIGHTS: Mapping[str, float] = {"learning": 0.5, "preservation": 0.3, "health": 0.2}
 
-# The thresholds, in one place. The reason stands beside each.
+# The thresholds, in one place, set on the built-in base only. The reason stands beside each.
 LEAST_CHANGE = 1e-4  # fp16 rounding of the weights alone moves a prediction by about this much
 ENOUGH_IMPROVEMENT = 0.005  # LoRAs that people keep improve held-out loss by 1 to 5 %
 DRIFT_FREE, DRIFT_RUINED = 0.30, 3.0
