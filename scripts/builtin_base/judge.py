@@ -165,7 +165,7 @@ def sample(base: Path, prompts: list[str], batch: int = 16) -> list[Image.Image]
     import torch
     from diffusers import StableDiffusionPipeline
 
-    pipeline = StableDiffusionPipeline.from_pretrained(base, torch_dtype=torch.float32, local_files_only=True)
+    pipeline = StableDiffusionPipeline.from_pretrained(base, dtype=torch.float32, local_files_only=True)
     pipeline.set_progress_bar_config(disable=True)
     pictures: list[Image.Image] = []
     for start in range(0, len(prompts), batch):

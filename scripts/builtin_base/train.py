@@ -3,7 +3,7 @@
     python scripts/builtin_base/train.py --work /tmp/base --out lora_trainer/builtin/base
 
 First the autoencoder, then, on latents encoded once, the U-Net and the text
-encoder together.  About 80 minutes on two cores with bf16 matrix units.  Progress
+encoder together.  About 90 minutes on two cores with bf16 matrix units.  Progress
 is kept in WORK: a second call goes on after the last finished stage.
 """
 
