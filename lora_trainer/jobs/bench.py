@@ -48,7 +48,7 @@ def bench_step(resolved: Resolved, steps: int = STEPS) -> list[Row]:
     """Time `bare` and `ours` on a run's own model, data and settings. Raises UserError."""
     inputs = read_inputs(resolved.config)
     with tempfile.TemporaryDirectory() as folder:
-        prepared = prepare(open_session(resolved, inputs, Path(folder), Console(stderr=True, soft_wrap=True)))
+        prepared = prepare(open_session(resolved, inputs, Path(folder), Console(stderr=True, soft_wrap=True)), {})
         with closing(prefetch(endless(prepared.job.micros), 4)) as source:
             ways = {
                 "bare": bare_step(prepared),
