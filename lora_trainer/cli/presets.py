@@ -84,6 +84,6 @@ def _print_table(resolved: Resolved, *, only_set: bool) -> None:
         table.add_row(Text(mark + name, style=style), Text(shown(value), style=style), Text(origin, style=style))
     console = Console(highlight=False)
     if not console.is_terminal:
-        console = Console(highlight=False, width=200)  # a pipe has no width; wrapped rows cannot be searched
+        console = Console(highlight=False, width=1000)  # a pipe has no width; wrapped rows cannot be searched
     console.print(table)
     console.print("* differs from the default")
