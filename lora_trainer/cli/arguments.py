@@ -113,9 +113,15 @@ def _instead_of(flag: str, flags: Sequence[str]) -> str:
 
 
 def resolved_from(
-    arguments: argparse.Namespace, unknown: Sequence[Problem] = (), *, presets_if_none: Sequence[str] = ()
+    arguments: argparse.Namespace,
+    unknown: Sequence[Problem] = (),
+    *,
+    presets_if_none: Sequence[str] = (),
+    builtin_if_none: bool = True,
 ) -> Resolved:
     """Family preset, presets, --config and flags as one config; notes go to stderr.
+
+    Without a model the built-in base's preset applies, unless `builtin_if_none` is false.
 
     Raises UsageError with all problems of all of them, and `unknown` first.
     """
@@ -124,7 +130,7 @@ def resolved_from(
     chosen = preset_layers(asked, _card_memory_gib() if _asks_auto(asked) else None)
     problems.extend(chosen.problems)
     user = [*_file_layer(arguments.config, problems), *_flag_layers(arguments, problems)]
-    family = _family_layers(user, problems)
+    family = _family_layers(user, problems, builtin_if_none=builtin_if_none)
     resolved = resolve([*family, *chosen.layers, *user], problems)
     for note in chosen.notes:
         say(note)
@@ -134,13 +140,13 @@ def resolved_from(
     return resolved
 
 
-def _family_layers(user: Sequence[Layer], problems: list[Problem]) -> list[Layer]:
+def _family_layers(user: Sequence[Layer], problems: list[Problem], *, builtin_if_none: bool) -> list[Layer]:
     """The family's presets, for the model that the user's layers name, or for the built-in base."""
     sections = [layer.values["model"] for layer in user if isinstance(layer.values.get("model"), dict)]
     model = {key: value for values in sections for key, value in values.items()}
     path, family = model.get("path"), model.get("family", EMPTY)
     if not isinstance(path, str):
-        return family_layers("sd15", builtin=True)
+        return family_layers("sd15", builtin=builtin_if_none)
     if family == EMPTY:
         from lora_trainer.models.folder import detect_family
 

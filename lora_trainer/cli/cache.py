@@ -6,7 +6,7 @@ import json
 import sys
 from pathlib import Path
 
-from lora_trainer.core.errors import DONE
+from lora_trainer.core.errors import DONE, Problem, UsageError
 from lora_trainer.core.io import user_cache_folder
 
 
@@ -27,6 +27,8 @@ def clean_command(folder: Path | None, limit_gb: float | None = None) -> int:
     """Remove the least recently used entries above the limit, 50 GB when none is named."""
     from lora_trainer.data.entries import DEFAULT_LIMIT, cache_clean
 
+    if limit_gb is not None and limit_gb < 0:
+        raise UsageError(Problem(f"--limit-gb {limit_gb:g} is negative.", "0 removes everything, 50 is the default."))
     limit = DEFAULT_LIMIT if limit_gb is None else int(limit_gb * 10**9)
     sys.stdout.write(cache_clean(folder or user_cache_folder(), limit).line + "\n")
     return DONE

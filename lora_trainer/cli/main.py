@@ -194,13 +194,14 @@ def _add_check_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _check(arguments: argparse.Namespace, unknown: list[Problem]) -> int:
     vars(arguments)["data.sources"] = arguments.data
-    config = resolved_from(arguments, unknown).config
     from lora_trainer.builtin import DATA_FOLDER
     from lora_trainer.cli.check import check_command
     from lora_trainer.production.inputs import data_sources, read_model
 
+    # The built-in pictures are made for the built-in base; people's own are judged for SD1.5 unless they name a model.
+    builtin = all(Path(source).resolve() == DATA_FOLDER for source in arguments.data)
+    config = resolved_from(arguments, unknown, builtin_if_none=builtin).config
     sources = data_sources(config)
-    builtin = all(source.resolve() == DATA_FOLDER for source in sources)  # its pictures are made for the built-in base
     facts = read_model(config)[1] if config.model.path or builtin else None
     if facts is None:
         say("judged for Stable Diffusion 1.5 (512 px); name another model with --model")

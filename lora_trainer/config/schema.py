@@ -133,7 +133,9 @@ class GatesSection(Section):
 
 class RunSection(Section):
     output: str = Field("runs", description="folder that holds runs")
-    name: str | None = Field(None, description="name of the run and of its files; made from the data when empty")
+    name: Annotated[str, Field(min_length=1)] | None = Field(
+        None, description="name of the run and of its files; made from the data when empty"
+    )
     offline: bool = Field(False, description="make no network request at all")
 
 

@@ -23,7 +23,7 @@ from lora_trainer.production.inputs import Inputs, with_absolute_paths
 from lora_trainer.production.record import Record
 from lora_trainer.production.release import draw_comparison, export_lora, judge_lora, lora_weights, training_facts
 from lora_trainer.production.session import Prepared, Session, fixed_settings, open_session, prepare
-from lora_trainer.training.checkpoint import Checkpoint, newest_valid
+from lora_trainer.training.checkpoint import Checkpoint, list_checkpoints, newest_valid
 from lora_trainer.training.run import Job, train
 from lora_trainer.training.state import TrainState
 from lora_trainer.training.step import Learner
@@ -137,9 +137,14 @@ def find_start(folder: Path, settings: dict[str, Any], console: Console) -> Chec
 
     Raises UsageError when settings changed that its weights or its order of samples hang on.
     """
+    written = list_checkpoints(folder / "checkpoints")
     found = newest_valid(folder / "checkpoints")
+    damaged = written[: written.index(found[0])] if found else written
+    for path in damaged:
+        console.print(f"--resume: {path.name} is damaged and passed over")
     if found is None:
-        console.print("--resume: no checkpoint yet, starting at step 0")
+        reason = "no checkpoint can be read" if damaged else "no checkpoint yet"
+        console.print(f"--resume: {reason}, starting at step 0")
         return None
     path, checkpoint = found
     changed = {name: old for name, old in checkpoint.settings.items() if settings.get(name) != old}

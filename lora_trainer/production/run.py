@@ -51,7 +51,7 @@ def train(resolved: Resolved, *, resume: bool, dry_run: bool, enforce_gates: boo
     config = resolved.config
     announce(config, console)
     folder = run_folder(config)
-    finished = None if dry_run else claim(folder, resume=resume, console=console)
+    finished = None if dry_run else claim(folder, config, resume=resume, console=console)
     if finished is not None:
         return finished
     inputs = read_inputs(config)
@@ -194,7 +194,7 @@ def run_folder(config: Config) -> Path:
     return Path(config.run.output) / name
 
 
-def claim(folder: Path, *, resume: bool, console: Console) -> int | None:
+def claim(folder: Path, config: Config, *, resume: bool, console: Console) -> int | None:
     """Refuse a folder in use; an exit code when there is nothing left to do.
 
     Raises UsageError when the folder holds a run and `--resume` was not given, or cannot be written.
@@ -204,7 +204,9 @@ def claim(folder: Path, *, resume: bool, console: Console) -> int | None:
         raise UsageError(
             Problem(
                 f"{folder} holds a run already (status {record.get('status')}, step {record.get('steps', 0)}).",
-                "Add --resume to go on with it, or choose another --name.",
+                "Add --resume to go on with it, or choose another --name."
+                if record.get("status") in UNFINISHED
+                else "It is finished: choose another --name.",
             )
         )
     if record is not None and record.get("status") not in UNFINISHED:
@@ -212,6 +214,13 @@ def claim(folder: Path, *, resume: bool, console: Console) -> int | None:
         return int(record.get("exit_code") or DONE)  # that of the gate, where one refused the LoRA
     if record is None and folder.exists() and any(folder.iterdir()):
         raise UsageError(Problem(f"{folder} exists and is no run.", "Choose another --name or --output."))
+    for source in data_sources(config):
+        if source.is_dir() and folder.resolve().is_relative_to(source.resolve()):
+            raise UsageError(
+                Problem(
+                    f"{folder} lies in the data set {source}; nothing is written there.", "Choose another --output."
+                )
+            )
     existing = next(parent for parent in (folder, *folder.absolute().parents) if parent.exists())
     if not existing.is_dir() or not os.access(existing, os.W_OK):
         raise UsageError(Problem(f"{existing} cannot be written to.", "Choose another --output."))

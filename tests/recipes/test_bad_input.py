@@ -218,3 +218,26 @@ def test_brackets_in_names_and_captions_are_no_markup(bench, tmp_path, capsys):
     shown = capsys.readouterr().out
     assert "[bold]picture_" in shown
     assert "[/] a [red] ring :cat:" in shown
+
+
+def test_output_inside_the_data_is_refused(bench, capsys):
+    arguments = bench.arguments("inside")
+    arguments[arguments.index("--output") + 1] = str(bench.data / "runs")
+    assert main(arguments) == 2
+    assert "lies in the data set" in capsys.readouterr().err
+    assert not (bench.data / "runs").exists()
+
+
+def test_a_finished_run_is_not_offered_to_be_resumed(finished, capsys):
+    assert finished.run("first") == 2
+    assert "It is finished" in capsys.readouterr().err
+
+
+def test_a_negative_cache_limit_is_refused(capsys):
+    assert main(["cache", "clean", "--limit-gb", "-1"]) == 2
+    assert "negative" in capsys.readouterr().err
+
+
+def test_an_empty_name_is_refused(bench, capsys):
+    assert bench.run("") == 2
+    assert "run.name" in capsys.readouterr().err
