@@ -113,11 +113,24 @@ def test_a_finished_run_has_nothing_to_resume(finished, capsys):
     assert record(finished.folder("first")) == before
 
 
-def test_a_folder_in_use_is_refused(finished, capsys):
-    assert finished.run("first") == 2
+def test_a_folder_in_use_is_refused(bench, capsys):
+    bench.folder("stopped").mkdir(parents=True)
+    (bench.folder("stopped") / "run.json").write_text('{"status": "stopped", "steps": 3}', encoding="utf-8")
+    assert bench.run("stopped") == 2
     said = capsys.readouterr().err
     assert "holds a run" in said
     assert "--resume" in said
+
+
+def test_damaged_checkpoints_are_named_on_resume(bench, capsys):
+    assert bench.run("hurt", steps=2, checkpoint__every_steps=1) == 0
+    for path in (bench.folder("hurt") / "checkpoints").glob("*/adapter.safetensors"):
+        path.write_bytes(path.read_bytes()[:50])
+    (bench.folder("hurt") / "run.json").write_text('{"status": "stopped", "steps": 2}', encoding="utf-8")
+    assert bench.run("hurt", "--resume", steps=2) == 0
+    said = capsys.readouterr().out
+    assert "step-000002 is damaged" in said
+    assert "no checkpoint can be read, starting at step 0" in said
 
 
 def test_resume_without_a_run_starts_at_the_beginning(bench, capsys):
