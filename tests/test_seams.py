@@ -7,7 +7,6 @@ from typing import get_args
 import pytest
 
 from lora_trainer.config import schema
-from lora_trainer.export.metadata import BASES
 from lora_trainer.models import FAMILIES
 from lora_trainer.models.attention import PROBES
 from lora_trainer.models.folder import FAMILY_OF_PIPELINE
@@ -20,7 +19,6 @@ from lora_trainer.production.choices import DTYPES
     ("names", "functions"),
     [
         (schema.FamilyName, FAMILIES),
-        (schema.FamilyName, BASES),
         (schema.OptimizerName, OPTIMIZERS),
         (schema.ScheduleName, SHAPES),
         (schema.Precision, DTYPES),

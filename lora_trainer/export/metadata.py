@@ -14,9 +14,6 @@ from datetime import UTC, datetime
 from safetensors.torch import save
 from torch import Tensor
 
-# The base's name in `ss_base_model_version` and in `modelspec.architecture`, by model family.
-BASES: Mapping[str, tuple[str, str]] = {"sd15": ("sd_v1", "stable-diffusion-v1/lora")}
-
 LEGACY_FROM, LEGACY_BYTES = 0x100000, 0x10000
 
 
@@ -28,8 +25,9 @@ class TrainingFacts:
     folder names and captions; leave them empty to keep these private.
     """
 
-    family: str
     name: str
+    base_version: str  # `sd_v1`, `sdxl_base_v1-0`, …: programs choose by it which models a LoRA is shown for
+    architecture: str  # modelspec's name: `stable-diffusion-v1/lora`, …
     base_name: str  # the model's folder or file name
     rank: int
     alpha: float
@@ -63,13 +61,12 @@ class TrainingFacts:
 
 
 def header(facts: TrainingFacts) -> dict[str, str]:
-    """The header without hashes. Raises KeyError for a family that `BASES` lacks."""
-    base_version, architecture = BASES[facts.family]
+    """The header without hashes."""
     width, height = facts.resolution
     network_args = {"algo": "lora", "targets": facts.targets, "alpha_folded": True}
     values: dict[str, object] = {
-        "ss_v2": facts.family.startswith("sd2"),
-        "ss_base_model_version": base_version,
+        "ss_v2": facts.base_version.startswith("sd_v2"),
+        "ss_base_model_version": facts.base_version,
         "ss_network_module": "networks.lora",
         "ss_network_dim": facts.rank,
         "ss_network_alpha": facts.alpha,
@@ -108,7 +105,7 @@ def header(facts: TrainingFacts) -> dict[str, str]:
         "ss_seed": facts.seed,
         "ss_training_comment": None,
         "modelspec.sai_model_spec": "1.0.1",
-        "modelspec.architecture": architecture,
+        "modelspec.architecture": facts.architecture,
         "modelspec.implementation": "diffusers",
         "modelspec.title": facts.name,
         "modelspec.resolution": f"{width}x{height}",

@@ -6,8 +6,10 @@ position ids, time ids, latent scale and shift stay in the family's own file.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -35,6 +37,22 @@ class ModelFacts:
 
 
 @dataclass(frozen=True)
+class Architecture:
+    """What memory and time hang on, without weights: facts and the denoiser's config."""
+
+    facts: ModelFacts
+    denoiser: Mapping[str, Any]
+
+
+def public_architecture(family: str) -> Architecture:
+    """The published model of a family, for planning and measuring where there is no folder."""
+    text = (files("lora_trainer.models") / "architectures" / f"{family}.json").read_text(encoding="utf-8")
+    document = json.loads(text)
+    facts = ModelFacts(path=Path(family), family=family, **document["facts"])
+    return Architecture(facts, document["denoiser"])
+
+
+@dataclass(frozen=True)
 class Encoders:
     """The frozen encoders, as two functions and the names of their weights.
 
@@ -53,6 +71,10 @@ class Family:
     """A model family as a bundle of callables.
 
     `lora_targets` maps `attention` and `attention+ff` to name endings for peft.
+    `make_denoiser` builds from a config on torch's current default device (`meta` costs
+    nothing), with random weights. `cond_shapes` gives, for a denoiser's config, the shapes
+    of what `encode_text` returns for one caption. `base_names` are what LoRA files call the
+    base: `ss_base_model_version` and `modelspec.architecture`.
     """
 
     name: str
@@ -65,3 +87,6 @@ class Family:
     make_pipeline: Callable[[Path, torch.dtype, torch.device], Any]
     lora_targets: Mapping[str, tuple[str, ...]]
     denoiser_prefix: str  # "unet" or "transformer": the component's name in diffusers files
+    make_denoiser: Callable[[Mapping[str, Any]], nn.Module]
+    cond_shapes: Callable[[Mapping[str, Any]], Mapping[str, tuple[int, ...]]]
+    base_names: Callable[[ModelFacts], tuple[str, str]]

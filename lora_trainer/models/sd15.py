@@ -224,6 +224,21 @@ def make_pipeline(folder: Path, dtype: torch.dtype, device: torch.device) -> Any
     return pipeline
 
 
+def make_denoiser(config: Mapping[str, Any]) -> nn.Module:
+    """A U-Net with random weights, on torch's current default device."""
+    from diffusers import UNet2DConditionModel
+
+    return cast("nn.Module", UNet2DConditionModel.from_config(dict(config)))
+
+
+def cond_shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+    return {"embeds": (CLIP_TOKENS, int(config["cross_attention_dim"]))}
+
+
+def base_names(facts: ModelFacts) -> tuple[str, str]:
+    return "sd_v1", "stable-diffusion-v1/lora"
+
+
 ATTENTION = ("to_q", "to_k", "to_v", "to_out.0")
 FEED_FORWARD = ("ff.net.0.proj", "ff.net.2")
 
@@ -238,4 +253,7 @@ FAMILY = Family(
     make_pipeline=make_pipeline,
     lora_targets={"attention": ATTENTION, "attention+ff": (*ATTENTION, *FEED_FORWARD)},
     denoiser_prefix="unet",
+    make_denoiser=make_denoiser,
+    cond_shapes=cond_shapes,
+    base_names=base_names,
 )

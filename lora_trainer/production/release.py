@@ -46,9 +46,11 @@ def training_facts(
 ) -> TrainingFacts:
     """What the file's header says of the run."""
     targets = config.lora.targets
+    base_version, architecture = inputs.family.base_names(inputs.facts)
     return TrainingFacts(
-        family=inputs.family.name,
         name=name,
+        base_version=base_version,
+        architecture=architecture,
         base_name=inputs.facts.path.name,
         rank=config.lora.rank,
         alpha=config.lora.alpha or float(config.lora.rank),

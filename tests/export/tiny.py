@@ -78,7 +78,8 @@ def random_lora(
 
 def facts(**changes: object) -> TrainingFacts:
     values: dict[str, object] = {
-        "family": "sd15",
+        "base_version": "sd_v1",
+        "architecture": "stable-diffusion-v1/lora",
         "name": "cat",
         "base_name": "my-sd15",
         "rank": 4,

@@ -15,6 +15,7 @@ from lora_trainer.core.errors import UsageError
 from lora_trainer.evaluation.loading import heard
 from lora_trainer.models import FAMILIES, attention
 from lora_trainer.models.attention import choose_attention, head_sizes, install_attention
+from lora_trainer.models.family import public_architecture
 from lora_trainer.models.folder import detect_family
 from lora_trainer.models.lora import inject_lora, target_modules
 from lora_trainer.models.memory import blocks_to_checkpoint, checkpoint_blocks, checkpointable_blocks
@@ -22,6 +23,7 @@ from tests.export.tiny import tiny_pipeline
 
 CPU = torch.device("cpu")
 SD15 = FAMILIES["sd15"]
+PARAMETERS = {"sd15": 860, "sd2": 866, "sdxl": 2567}  # millions, as published
 
 
 @pytest.fixture(scope="module")
@@ -292,3 +294,12 @@ def test_checkpointing_counts_blocks_and_leaves_the_prediction(model):
     assert blocks_to_checkpoint("auto", 7, 8.0)[0] == 7
     assert blocks_to_checkpoint("auto", 7, 24.0)[0] == 0
     assert blocks_to_checkpoint("auto", 7, None)[0] == 0
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_the_public_architecture_builds_without_weights(name):
+    published = public_architecture(name)
+    with torch.device("meta"):
+        denoiser = FAMILIES[name].make_denoiser(published.denoiser)
+    assert round(sum(parameter.numel() for parameter in denoiser.parameters()) / 1e6) == PARAMETERS[name]
+    assert published.facts.family == name
