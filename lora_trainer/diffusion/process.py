@@ -57,3 +57,14 @@ def scaled_linear_alphas(steps: int, beta_start: float, beta_end: float) -> Tens
 def linear_alphas(steps: int, beta_start: float, beta_end: float) -> Tensor:
     """DDPM's schedule: betas linear. [steps], float32."""
     return torch.cumprod(1.0 - torch.linspace(beta_start, beta_end, steps, dtype=torch.float32), dim=0)
+
+
+def zero_terminal_alphas(alphas_cumprod: Tensor) -> Tensor:
+    """The schedule shifted and stretched so that its last timestep holds no signal at all (arXiv:2305.08891, alg. 1).
+
+    [T] -> [T]; the first value stays. Only a model that predicts velocity can be asked at
+    signal 0: there the noise is the whole input, and predicting it teaches nothing.
+    """
+    signal = alphas_cumprod.sqrt()
+    first, last = signal[0], signal[-1]
+    return ((signal - last) * (first / (first - last))).square()

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from lora_trainer.core.randomness import position_key, position_shuffle, position_uniform
 from lora_trainer.diffusion.loss import min_snr_weight, squared_error
 from lora_trainer.diffusion.noise import generator, multires_noise, position_noise, training_noise
-from lora_trainer.diffusion.process import Process, linear_alphas, scaled_linear_alphas
+from lora_trainer.diffusion.process import Process, linear_alphas, scaled_linear_alphas, zero_terminal_alphas
 from lora_trainer.diffusion.timesteps import stratified_timesteps, uniform_timesteps
 
 ALPHAS = scaled_linear_alphas(1000, 0.00085, 0.012)
@@ -23,6 +23,18 @@ def test_schedules_equal_diffusers():
     for name, ours in (("scaled_linear", scaled_linear_alphas), ("linear", linear_alphas)):
         theirs = DDPMScheduler(1000, 0.00085, 0.012, beta_schedule=name)
         assert torch.allclose(ours(1000, 0.00085, 0.012), theirs.alphas_cumprod, rtol=1e-6)
+
+
+def test_zero_terminal_schedule_equals_diffusers_and_ends_without_signal():
+    from diffusers import DDIMScheduler
+
+    theirs = DDIMScheduler(1000, 0.00085, 0.012, beta_schedule="scaled_linear", rescale_betas_zero_snr=True)
+    ours = zero_terminal_alphas(ALPHAS)
+    assert torch.allclose(ours, theirs.alphas_cumprod, atol=1e-6)
+    assert ours[-1] == 0.0
+    assert ours[0] == pytest.approx(float(ALPHAS[0]), rel=1e-6)
+    process = Process(ours, "v_prediction")
+    assert process.snr(torch.tensor([999])) == 0.0
 
 
 @pytest.mark.parametrize("prediction", ["epsilon", "v_prediction"])
