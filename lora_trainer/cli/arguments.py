@@ -9,11 +9,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from lora_trainer.config.layers import Layer, Resolved, resolve, setting_names
-from lora_trainer.config.presets import AUTO, family_layers, preset_layers, selectable
-from lora_trainer.config.toml import EMPTY, parse_assignment, parse_value, read_toml
+from lora_trainer.config.layers import Layer, Resolved, setting_names
+from lora_trainer.config.presets import AUTO, preset_layers, selectable
+from lora_trainer.config.toml import parse_assignment, parse_value, read_toml
 from lora_trainer.core.errors import Problem, UsageError, nearest
 from lora_trainer.core.launch import is_main_process
+from lora_trainer.production.settings import settle
 
 # Flag, the setting that it sets, the word for its value, help. Text is kept as it is.
 SETTING_FLAGS = (
@@ -126,35 +127,24 @@ def resolved_from(
     Raises UsageError with all problems of all of them, and `unknown` first.
     """
     problems = list(unknown)
-    asked = arguments.preset or presets_if_none
-    chosen = preset_layers(asked, _card_memory_gib() if _asks_auto(asked) else None)
-    problems.extend(chosen.problems)
-    user = [*_file_layer(arguments.config, problems), *_flag_layers(arguments, problems)]
-    family = _family_layers(user, problems, builtin_if_none=builtin_if_none)
-    resolved = resolve([*family, *chosen.layers, *user], problems)
-    for note in chosen.notes:
-        say(note)
+    presets, user = layers_from(arguments, problems, presets_if_none=presets_if_none)
+    resolved = settle(presets, user, problems, builtin_if_none=builtin_if_none)
     if resolved.config.run.offline:
         for name in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"):
             os.environ[name] = "1"
     return resolved
 
 
-def _family_layers(user: Sequence[Layer], problems: list[Problem], *, builtin_if_none: bool) -> list[Layer]:
-    """The family's presets, for the model that the user's layers name, or for the built-in base."""
-    sections = [layer.values["model"] for layer in user if isinstance(layer.values.get("model"), dict)]
-    model = {key: value for values in sections for key, value in values.items()}
-    path, family = model.get("path"), model.get("family", EMPTY)
-    if not isinstance(path, str):
-        return family_layers("sd15", builtin=builtin_if_none)
-    if family == EMPTY:
-        from lora_trainer.models.folder import detect_family
-
-        try:
-            family = detect_family(Path(path))
-        except UsageError as error:
-            problems.extend(error.problems)
-    return family_layers(str(family), builtin=False)
+def layers_from(
+    arguments: argparse.Namespace, problems: list[Problem], *, presets_if_none: Sequence[str] = ()
+) -> tuple[list[Layer], list[Layer]]:
+    """Layers of the presets asked for, and of --config and the flags; what is wrong is added to `problems`."""
+    asked = arguments.preset or presets_if_none
+    chosen = preset_layers(asked, _card_memory_gib() if _asks_auto(asked) else None)
+    problems.extend(chosen.problems)
+    for note in chosen.notes:
+        say(note)
+    return list(chosen.layers), [*_file_layer(arguments.config, problems), *_flag_layers(arguments, problems)]
 
 
 def _asks_auto(asked: Sequence[str]) -> bool:

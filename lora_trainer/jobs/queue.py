@@ -1,0 +1,246 @@
+"""The durable queue of a batch: one SQLite file in the output folder.
+
+Every function opens the file for itself, so that any thread and any process may call it. A
+job is claimed inside a write transaction: two processes on one queue never take the same
+one. A claim says which process holds it, so that the claim of a process that died is given
+back, and its run goes on from its checkpoint.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import sqlite3
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import psutil
+
+from lora_trainer.core.errors import Problem, UsageError
+
+FILE = "batch.sqlite"
+BUSY_SECONDS = 30.0
+SILENT_SECONDS = 120.0  # without a sign of life a process of another machine counts as dead
+VERSION = 1
+
+Status = Literal["waiting", "running", "done", "refused", "failed", "stopped"]
+
+# `holder` is NULL unless the job is running. `scores` is JSON.
+_TABLES = """
+CREATE TABLE IF NOT EXISTS batch (key TEXT PRIMARY KEY, value TEXT NOT NULL);
+CREATE TABLE IF NOT EXISTS jobs (
+    name TEXT PRIMARY KEY,
+    position INTEGER NOT NULL,
+    data TEXT NOT NULL,
+    status TEXT NOT NULL DEFAULT 'waiting',
+    attempts INTEGER NOT NULL DEFAULT 0,
+    exit_code INTEGER,
+    reason TEXT,
+    scores TEXT NOT NULL DEFAULT '{"dataset": null, "lora": null}',
+    seconds REAL NOT NULL DEFAULT 0,
+    holder TEXT,
+    claimed REAL,
+    alive REAL,
+    phase TEXT,
+    step INTEGER,
+    total INTEGER,
+    loss REAL,
+    held_out REAL
+);
+"""
+_COLUMNS = (
+    "name, data, status, attempts, exit_code, reason, scores, seconds, claimed, phase, step, total, loss, held_out"
+)
+
+
+@dataclass(frozen=True)
+class QueuedJob:
+    """One dataset folder of a batch and how far it is. `seconds` is over all finished attempts."""
+
+    name: str
+    data: Path
+    status: Status = "waiting"
+    attempts: int = 0
+    exit_code: int | None = None
+    reason: str | None = None
+    scores: Mapping[str, float | None] = field(default_factory=lambda: {"dataset": None, "lora": None})
+    seconds: float = 0.0
+    claimed: float | None = None  # seconds since 1970, while it runs
+    phase: str | None = None
+    step: int | None = None
+    total: int | None = None
+    loss: float | None = None
+    held_out: float | None = None
+
+
+def open_queue(path: Path) -> None:
+    """Make the file and its tables. Raises UsageError for a file that is no queue of this version."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        with _connected(path) as connection:
+            connection.execute("PRAGMA journal_mode=WAL")
+            connection.executescript(_TABLES)
+            known = connection.execute("SELECT value FROM batch WHERE key = 'version'").fetchone()
+            if known is None:
+                connection.execute("INSERT INTO batch VALUES ('version', ?)", (str(VERSION),))
+    except sqlite3.DatabaseError as error:
+        message = f"{path} cannot be used as the queue of a batch ({error})."
+        raise UsageError(Problem(message, "Move it away, or choose another --output.")) from error
+    if known is not None and known[0] != str(VERSION):
+        raise UsageError(Problem(f"{path} is of version {known[0]}, not {VERSION}.", "Choose another --output."))
+
+
+def write_note(path: Path, key: str, value: Any) -> None:
+    """Keep a JSON value with the batch, such as its settings."""
+    with _writing(path) as connection:
+        connection.execute("INSERT OR REPLACE INTO batch VALUES (?, ?)", (key, json.dumps(value)))
+
+
+def read_note(path: Path, key: str) -> Any:
+    """A value kept by `write_note`, or None."""
+    with _connected(path) as connection:
+        found = connection.execute("SELECT value FROM batch WHERE key = ?", (key,)).fetchone()
+    return None if found is None else json.loads(found[0])
+
+
+def enlist(path: Path, folders: Mapping[str, Path]) -> None:
+    """Make the queue hold these jobs (name to dataset folder) in this order.
+
+    Jobs that stand there keep what happened to them; of those that are not named any more
+    only the ones that came to an end are kept.
+    """
+    with _writing(path) as connection:
+        for position, (name, data) in enumerate(folders.items()):
+            connection.execute(
+                "INSERT INTO jobs (name, position, data) VALUES (?, ?, ?) "
+                "ON CONFLICT (name) DO UPDATE SET position = excluded.position, data = excluded.data",
+                (name, position, str(data)),
+            )
+        gone = {row[0] for row in connection.execute("SELECT name FROM jobs WHERE status = 'waiting'")} - set(folders)
+        connection.executemany("DELETE FROM jobs WHERE name = ?", [(name,) for name in gone])
+
+
+def put_back(path: Path, statuses: Sequence[Status]) -> None:
+    """Let jobs that ended in one of these ways wait again."""
+    marks = ", ".join("?" * len(statuses))
+    with _writing(path) as connection:
+        connection.execute(f"UPDATE jobs SET status = 'waiting' WHERE status IN ({marks})", tuple(statuses))
+
+
+def claim(path: Path, holder: str | None = None) -> QueuedJob | None:
+    """Take the first waiting job for this process, or None when none waits. Claims of dead processes are given back."""
+    holder = holder or this_process()
+    with _writing(path) as connection:
+        _give_back_lost(connection)
+        found = connection.execute(
+            "SELECT name FROM jobs WHERE status = 'waiting' ORDER BY position LIMIT 1"
+        ).fetchone()
+        if found is None:
+            return None
+        now = time.time()
+        connection.execute(
+            "UPDATE jobs SET status = 'running', attempts = attempts + 1, holder = ?, claimed = ?, alive = ?, "
+            "exit_code = NULL, reason = NULL, phase = NULL, loss = NULL, held_out = NULL WHERE name = ?",
+            (holder, now, now, found[0]),
+        )
+        return _job(connection.execute(f"SELECT {_COLUMNS} FROM jobs WHERE name = ?", found).fetchone())
+
+
+def give_back_lost(path: Path) -> None:
+    """Let the jobs of processes that died wait again."""
+    with _writing(path) as connection:
+        _give_back_lost(connection)
+
+
+def finish(
+    path: Path, name: str, status: Status, *, exit_code: int, reason: str | None, scores: Mapping[str, float | None]
+) -> None:
+    """Record how a claimed job ended."""
+    with _writing(path) as connection:
+        connection.execute(
+            "UPDATE jobs SET status = ?, exit_code = ?, reason = ?, scores = ?, "
+            "seconds = seconds + max(0, ? - claimed), holder = NULL, claimed = NULL, phase = NULL WHERE name = ?",
+            (status, exit_code, reason, json.dumps(dict(scores)), time.time(), name),
+        )
+
+
+def report_progress(
+    path: Path, name: str, *, phase: str, step: int, total: int, loss: float | None, held_out: float | None
+) -> None:
+    """Say how far a running job is."""
+    with _writing(path) as connection:
+        connection.execute(
+            "UPDATE jobs SET phase = ?, step = ?, total = ?, loss = ?, held_out = ?, alive = ? WHERE name = ?",
+            (phase, step, total, loss, held_out, time.time(), name),
+        )
+
+
+def sign_of_life(path: Path, name: str) -> None:
+    """Tell other machines that the process that holds a job is alive."""
+    with _writing(path) as connection:
+        connection.execute("UPDATE jobs SET alive = ? WHERE name = ?", (time.time(), name))
+
+
+def read_jobs(path: Path) -> list[QueuedJob]:
+    """All jobs in their order."""
+    with _connected(path) as connection:
+        return [_job(row) for row in connection.execute(f"SELECT {_COLUMNS} FROM jobs ORDER BY position, name")]
+
+
+def this_process() -> str:
+    """A name that no other process bears: a number is used again, a number with its start is not."""
+    return json.dumps([socket.gethostname(), os.getpid(), round(psutil.Process().create_time(), 2)])
+
+
+def _is_dead(holder: str, alive: float) -> bool:
+    host, number, started = json.loads(holder)
+    if host != socket.gethostname():
+        return time.time() - alive > SILENT_SECONDS
+    try:
+        process = psutil.Process(number)
+        return abs(process.create_time() - started) > 1.0 or process.status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
+
+
+def _give_back_lost(connection: sqlite3.Connection) -> None:
+    running = connection.execute("SELECT name, holder, alive FROM jobs WHERE status = 'running'").fetchall()
+    for name, holder, alive in running:
+        if _is_dead(holder, alive):
+            connection.execute(
+                "UPDATE jobs SET status = 'waiting', holder = NULL, seconds = seconds + max(0, alive - claimed), "
+                "claimed = NULL WHERE name = ?",
+                (name,),
+            )
+
+
+def _job(row: Sequence[Any]) -> QueuedJob:
+    name, data, status, attempts, exit_code, reason, scores, *rest = row
+    return QueuedJob(name, Path(data), status, attempts, exit_code, reason, json.loads(scores), *rest)
+
+
+@contextmanager
+def _connected(path: Path) -> Iterator[sqlite3.Connection]:
+    connection = sqlite3.connect(path, timeout=BUSY_SECONDS, isolation_level=None)
+    try:
+        yield connection
+    finally:
+        connection.close()
+
+
+@contextmanager
+def _writing(path: Path) -> Iterator[sqlite3.Connection]:
+    """One write transaction; nobody else writes meanwhile."""
+    with _connected(path) as connection:
+        connection.execute("BEGIN IMMEDIATE")
+        try:
+            yield connection
+        except BaseException:
+            connection.execute("ROLLBACK")
+            raise
+        connection.execute("COMMIT")

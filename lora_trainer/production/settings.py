@@ -1,0 +1,40 @@
+"""From what was asked to one config: the model that is named decides which family's presets stand below. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from lora_trainer.config.layers import Layer, Resolved, resolve
+from lora_trainer.config.presets import family_layers
+from lora_trainer.config.toml import EMPTY
+from lora_trainer.core.errors import Problem, UsageError
+from lora_trainer.models.folder import detect_family
+
+
+def settle(
+    presets: Sequence[Layer], user: Sequence[Layer], problems: Iterable[Problem] = (), *, builtin_if_none: bool = True
+) -> Resolved:
+    """Family preset, presets and the user's layers (files, flags) as one config; later wins.
+
+    Without a model the built-in base's preset applies, unless `builtin_if_none` is false.
+    Raises UsageError with `problems` first and everything that is wrong in any layer.
+    """
+    found = list(problems)
+    family = _family_layers(user, found, builtin_if_none=builtin_if_none)
+    return resolve([*family, *presets, *user], found)
+
+
+def _family_layers(user: Sequence[Layer], problems: list[Problem], *, builtin_if_none: bool) -> list[Layer]:
+    """The family's presets, for the model that the user's layers name, or for the built-in base."""
+    sections = [layer.values["model"] for layer in user if isinstance(layer.values.get("model"), dict)]
+    model = {key: value for values in sections for key, value in values.items()}
+    path, family = model.get("path"), model.get("family", EMPTY)
+    if not isinstance(path, str):
+        return family_layers("sd15", builtin=builtin_if_none)
+    if family == EMPTY:
+        try:
+            family = detect_family(Path(path))
+        except UsageError as error:
+            problems.extend(error.problems)
+    return family_layers(str(family), builtin=False)
