@@ -28,7 +28,7 @@ from lora_trainer.cli.arguments import (
     unknown_arguments,
 )
 from lora_trainer.config.layers import Resolved
-from lora_trainer.core.errors import TRAINING_FAILED, WRONG_USAGE, Problem, UsageError, UserError, nearest
+from lora_trainer.core.errors import DONE, TRAINING_FAILED, WRONG_USAGE, Problem, UsageError, UserError, nearest
 from lora_trainer.core.launch import is_main_process
 from lora_trainer.core.quiet import quieten_libraries
 
@@ -182,7 +182,8 @@ def _run(arguments: argparse.Namespace, resolved: Resolved, *, enforce_gates: bo
             return 0
     from lora_trainer.production.run import train
 
-    return train(resolved, resume=arguments.resume, dry_run=arguments.dry_run, enforce_gates=enforce_gates)
+    ended = train(resolved, resume=arguments.resume, dry_run=arguments.dry_run, enforce_gates=enforce_gates)
+    return ended.exit_code
 
 
 def _add_check_arguments(parser: argparse.ArgumentParser) -> None:
@@ -224,7 +225,8 @@ def _cache(arguments: argparse.Namespace, unknown: list[Problem]) -> int:
     if arguments.action is None:
         from lora_trainer.production.run import cache
 
-        return cache(resolved)
+        cache(resolved)
+        return DONE
     from lora_trainer.cli.cache import clean_command, status_command
 
     if arguments.action == "status":

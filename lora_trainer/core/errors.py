@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 from difflib import get_close_matches
+from typing import Any
 
 DONE = 0
 WRONG_USAGE = 2
@@ -40,13 +41,21 @@ class UsageError(UserError):
     """A flag, config value or input file that cannot be used."""
 
 
-class DatasetRefused(UserError):
+class Refused(UserError):
+    """A gate's no. `report` is what the gate found: a DataReport or a LoraReport, or None."""
+
+    def __init__(self, problems: Problem | str | Iterable[Problem], report: Any = None) -> None:
+        super().__init__(problems)
+        self.report = report
+
+
+class DatasetRefused(Refused):
     """The data cannot be trained on, or scores below the gate."""
 
     exit_code = DATASET_REFUSED
 
 
-class LoraRefused(UserError):
+class LoraRefused(Refused):
     """The LoRA scores below the gate; it stays on disk, marked."""
 
     exit_code = LORA_REFUSED

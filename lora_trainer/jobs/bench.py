@@ -25,6 +25,7 @@ from lora_trainer.config.layers import Resolved
 from lora_trainer.data.loader import prefetch
 from lora_trainer.monitor.trackers import append_lines
 from lora_trainer.production.inputs import read_inputs
+from lora_trainer.production.order import Order
 from lora_trainer.production.session import Prepared, open_session, prepare
 from lora_trainer.training.micro import Micro
 from lora_trainer.training.step import train_step
@@ -48,7 +49,8 @@ def bench_step(resolved: Resolved, steps: int = STEPS) -> list[Row]:
     """Time `bare` and `ours` on a run's own model, data and settings. Raises UserError."""
     inputs = read_inputs(resolved.config)
     with tempfile.TemporaryDirectory() as folder:
-        prepared = prepare(open_session(resolved, inputs, Path(folder), Console(stderr=True, soft_wrap=True)), {})
+        order = Order(resolved, Path(folder), Console(stderr=True, soft_wrap=True))
+        prepared = prepare(open_session(order, inputs), {})
         with closing(prefetch(endless(prepared.job.micros), 4)) as source:
             ways = {
                 "bare": bare_step(prepared),

@@ -2,84 +2,93 @@
 
 from __future__ import annotations
 
-from types import TracebackType
-from typing import Protocol, Self
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Literal
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
+from rich.progress import Progress as Bar
 
 SUMMARY_EVERY = 10
+Phase = Literal["checking", "caching", "training", "validating", "drawing"]
 
 
-class StepLine(Protocol):
-    """Told of each step."""
+@dataclass(frozen=True)
+class Progress:
+    """How far a run is. `loss` is smoothed, `held_out` the newest and `best` the lowest held-out loss."""
 
-    def __enter__(self) -> Self: ...
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None: ...
-    def show(self, step: int, loss: float, rate: float, seconds: float, memory_gib: float) -> None: ...
+    phase: Phase
+    step: int = 0
+    total: int = 0
+    loss: float | None = None
+    held_out: float | None = None
+    best: float | None = None
+    rate: float = 0.0  # learning rate of the newest step
+    seconds: float = 0.0  # a step
+    memory_gib: float = 0.0
 
 
-def step_line(console: Console, total: int, done: int) -> StepLine:
-    """A live line in a terminal, plain lines elsewhere."""
-    return LiveLine(console, total, done) if console.is_terminal else LogLine(console, total, done)
+Watch = Callable[[Progress], None]
 
 
-class LiveLine:
+def unwatched(progress: Progress) -> None:
+    """The watcher of a run that nobody watches but in its console."""
+
+
+@contextmanager
+def step_line(console: Console, total: int, done: int, watch: Watch = unwatched) -> Iterator[Watch]:
+    """What is told of each step: a live line in a terminal, plain lines elsewhere, and the watcher."""
+    with (live_line if console.is_terminal else log_line)(console, total, done) as show:
+
+        def tell(progress: Progress) -> None:
+            show(progress)
+            watch(progress)
+
+        yield tell
+
+
+@contextmanager
+def live_line(console: Console, total: int, done: int) -> Iterator[Watch]:
     """Bar, step, loss, rate, speed, memory and time left on one line."""
-
-    def __init__(self, console: Console, total: int, done: int) -> None:
-        self._progress = Progress(
-            TextColumn("training"),
-            BarColumn(bar_width=24),
-            MofNCompleteColumn(),
-            TextColumn("{task.fields[figures]}"),
-            TextColumn("left"),
-            TimeRemainingColumn(),
-            console=console,
-        )
-        self._task = self._progress.add_task("training", total=total, completed=done, figures="")
-
-    def __enter__(self) -> Self:
-        self._progress.start()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._progress.stop()
-
-    def show(self, step: int, loss: float, rate: float, seconds: float, memory_gib: float) -> None:
-        self._progress.update(self._task, completed=step, figures=figures(loss, rate, seconds, memory_gib))
+    columns = (
+        TextColumn("training"),
+        BarColumn(bar_width=24),
+        MofNCompleteColumn(),
+        TextColumn("{task.fields[figures]}"),
+        TextColumn("left"),
+        TimeRemainingColumn(),
+    )
+    with Bar(*columns, console=console) as bar:
+        task = bar.add_task("training", total=total, completed=done, figures="")
+        yield lambda progress: bar.update(task, completed=progress.step, figures=figures(progress))
 
 
-class LogLine:
+@contextmanager
+def log_line(console: Console, total: int, done: int) -> Iterator[Watch]:
     """A summary every ten steps, for logs that are files."""
+    said = done
 
-    def __init__(self, console: Console, total: int, done: int) -> None:
-        self._console, self._total, self._said = console, total, done
+    def show(progress: Progress) -> None:
+        nonlocal said
+        step = progress.step
+        if step // SUMMARY_EVERY > said // SUMMARY_EVERY or step == total:
+            said = step
+            left = duration((total - step) * progress.seconds)
+            console.print(f"step {step}/{total}  {figures(progress)}  left {left}", highlight=False)
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        pass
-
-    def show(self, step: int, loss: float, rate: float, seconds: float, memory_gib: float) -> None:
-        if step // SUMMARY_EVERY > self._said // SUMMARY_EVERY or step == self._total:
-            self._said = step
-            left = duration((self._total - step) * seconds)
-            self._console.print(
-                f"step {step}/{self._total}  {figures(loss, rate, seconds, memory_gib)}  left {left}", highlight=False
-            )
+    yield show
 
 
-def figures(loss: float, rate: float, seconds: float, memory_gib: float) -> str:
+def figures(progress: Progress) -> str:
+    """The step's numbers as one line; the held-out loss where there is one."""
+    seconds = progress.seconds
     speed = f"{seconds:.2f} s/step" if seconds >= 1.0 else f"{1.0 / max(seconds, 1e-9):.1f} steps/s"
-    return f"loss {loss:.4f}  rate {rate:.2e}  {speed}  {memory_gib:.1f} GiB"
+    held_out = "" if progress.held_out is None else f"  held-out {progress.held_out:.4f}"
+    return (
+        f"loss {progress.loss or 0.0:.4f}{held_out}  rate {progress.rate:.2e}  {speed}  {progress.memory_gib:.1f} GiB"
+    )
 
 
 def duration(seconds: float) -> str:

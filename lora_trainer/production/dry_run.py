@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
-from rich.console import Console
-
-from lora_trainer.config.layers import DEFAULT, Resolved, flattened, shown
+from lora_trainer.config.layers import DEFAULT, flattened, shown
 from lora_trainer.production.caching import cache_folder, plan_caches
 from lora_trainer.production.choices import choose
 from lora_trainer.production.inputs import Inputs, arithmetic
+from lora_trainer.production.order import Order
 from lora_trainer.training.processes import join_processes
 
 CAPTIONS_SHOWN = 3
 
 
-def show_plan(resolved: Resolved, inputs: Inputs, folder: Path, console: Console) -> None:
+def show_plan(order: Order, inputs: Inputs) -> None:
     """Samples, buckets, the arithmetic of the steps, three captions, the caches, and every setting's origin."""
-    config = resolved.config
+    resolved, config, console = order.resolved, order.config, order.console
     processes = join_processes()
     choices = choose(resolved, processes.device, processes.world)
     steps = arithmetic(config, inputs.train, choices.micro, processes.world)
@@ -35,7 +32,7 @@ def show_plan(resolved: Resolved, inputs: Inputs, folder: Path, console: Console
         console.print(f"  {line.replace('rebuilt', 'to build')}")
     for line in choices.lines:
         console.print(line)
-    console.print(f"would write to {folder}")
+    console.print(f"would write to {order.folder}")
     console.print("settings that are not defaults:")
     for name, value in flattened(config).items():
         if resolved.origin[name] != DEFAULT:

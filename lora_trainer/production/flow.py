@@ -4,22 +4,23 @@ from __future__ import annotations
 
 import time
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from rich.console import Console
 
-from lora_trainer.config.layers import Resolved
 from lora_trainer.config.schema import Config
 from lora_trainer.config.toml import to_toml
 from lora_trainer.core.errors import Problem, UsageError
 from lora_trainer.core.hardware import describe_machine
 from lora_trainer.core.io import write_text
 from lora_trainer.evaluation.report import LoraReport
-from lora_trainer.monitor.progress import step_line
+from lora_trainer.monitor.progress import Phase, Progress, step_line
 from lora_trainer.monitor.trackers import Trackers
 from lora_trainer.production.inputs import Inputs, with_absolute_paths
+from lora_trainer.production.order import Order
 from lora_trainer.production.record import Record
 from lora_trainer.production.release import draw_comparison, export_lora, judge_lora, lora_weights, training_facts
 from lora_trainer.production.session import Prepared, Session, fixed_settings, open_session, prepare
@@ -39,16 +40,14 @@ class Outcome:
     signal_exit: int | None = None
 
 
-def run_session(
-    resolved: Resolved, inputs: Inputs, folder: Path, record: Record, console: Console, *, resume: bool
-) -> Outcome:
-    """Train and release one LoRA in `folder`. Raises UserError."""
-    session = open_session(resolved, inputs, folder, console)
+def run_session(order: Order, inputs: Inputs, record: Record) -> Outcome:
+    """Train and release one LoRA in the order's folder. Raises UserError."""
+    session = open_session(order, inputs)
     settings = fixed_settings(session.config, inputs, session.choices)
-    start = find_start(folder, settings, console) if resume else None
+    start = find_start(order.folder, settings, order.console) if order.resume else None
     prepared = prepare(session, settings)
     if session.processes.is_main:
-        write_text(folder / "config.toml", to_toml(repeatable(session, prepared.built.attention)))
+        write_text(order.folder / "config.toml", to_toml(repeatable(session, prepared.built.attention)))
     state, signal_exit = run_training(session, prepared.job, start)
     trained = state.seconds - (start.state.seconds if start else 0.0)
     record = replace(
@@ -87,7 +86,7 @@ def run_training(session: Session, job: Job, start: Checkpoint | None) -> tuple[
         console.print(f"all {total} steps are trained already")
     trackers = Trackers(session.folder, resume_step=done if start else -1) if session.processes.is_main else None
     try:
-        state, interrupt = train(job, start, trackers, step_line(console, total, done))
+        state, interrupt = train(job, start, trackers, step_line(console, total, done, session.order.watch))
     finally:
         if trackers:
             trackers.close()
@@ -98,6 +97,7 @@ def release(prepared: Prepared, record: Record, state: TrainState) -> Outcome:
     """Export, judge and draw; the record with scores and files."""
     session, built = prepared.session, prepared.built
     config, console, folder, choices = session.config, session.console, session.folder, session.choices
+    watch = partial(reached, session, state)
     began, name = time.monotonic(), session.folder.name
     facts = training_facts(config, session.inputs, name, state, session.steps, session.choices, record.started)
     weights = lora_weights(config, session.inputs, built.learner.adapter)
@@ -105,6 +105,7 @@ def release(prepared: Prepared, record: Record, state: TrainState) -> Outcome:
     console.print(f"exported {kohya.name} and {diffusers.name}; every key fits the model")
     free_learner(built.learner)
     console.print("validating the LoRA from its file")
+    watch("validating")
     report = judge_lora(kohya, config, session.inputs, prepared.held_out, choices.device, choices.dtype)
     record = replace(
         record,
@@ -113,6 +114,7 @@ def release(prepared: Prepared, record: Record, state: TrainState) -> Outcome:
         lora=report.to_json(),
     )
     comparison = None
+    watch("drawing")
     try:
         comparison = draw_comparison(kohya, folder / "samples", config, session.inputs, choices.device, choices.dtype)
     except (
@@ -122,6 +124,20 @@ def release(prepared: Prepared, record: Record, state: TrainState) -> Outcome:
     ) as error:  # the LoRA is whole and judged: pictures are not worth its loss
         console.print(f"the before/after pictures could not be drawn: {str(error).splitlines()[0]}")
     return Outcome(record.with_seconds(validate=time.monotonic() - began), report, comparison)
+
+
+def reached(session: Session, state: TrainState, phase: Phase) -> None:
+    """Tell the watcher that training is over and what comes now."""
+    session.order.watch(
+        Progress(
+            phase,
+            state.step,
+            session.steps.total,
+            loss=state.loss_average,
+            held_out=state.validation,
+            best=state.best_validation,
+        )
+    )
 
 
 def free_learner(learner: Learner) -> None:

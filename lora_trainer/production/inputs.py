@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -56,10 +57,10 @@ def with_absolute_paths(config: Config) -> Config:
     )
 
 
-def read_model(config: Config) -> tuple[Family, ModelFacts]:
+def read_model(config: Config, families: Mapping[str, Family] = FAMILIES) -> tuple[Family, ModelFacts]:
     """The model's family and facts. Raises UsageError for a model that cannot be trained."""
     folder = model_folder(config)
-    family = FAMILIES[config.model.family or detect_family(folder)]
+    family = families[config.model.family or detect_family(folder)]
     return family, family.describe(folder)
 
 
@@ -71,13 +72,13 @@ def trained_resolution(config: Config, facts: ModelFacts) -> int:
     return facts.resolution if ceiling is None else min(facts.resolution, ceiling)
 
 
-def read_inputs(config: Config) -> Inputs:
+def read_inputs(config: Config, families: Mapping[str, Family] = FAMILIES) -> Inputs:
     """Read model facts and data, decode every picture, judge the set and split it.
 
     Raises UsageError for a model or folder that cannot be read. What is wrong with single
     pictures stands in `report`, which the caller holds against the gate.
     """
-    family, facts = read_model(config)
+    family, facts = read_model(config, families)
     manifest, findings = read_manifest(data_sources(config), allow_missing_captions=config.data.allow_missing_captions)
     resolution = trained_resolution(config, facts)
     report = check_dataset(

@@ -10,7 +10,6 @@ from typing import Any
 
 from rich.console import Console
 
-from lora_trainer.config.layers import Resolved
 from lora_trainer.config.schema import Config
 from lora_trainer.core.errors import UserError
 from lora_trainer.core.io import sha256_file
@@ -18,9 +17,11 @@ from lora_trainer.data.loader import CachedData, read_micro
 from lora_trainer.data.steps import StepArithmetic, plan_steps, share, split_micros
 from lora_trainer.evaluation.held_out import EncodedSample, held_out_losses
 from lora_trainer.models.folder import weights_file
+from lora_trainer.monitor.progress import Progress
 from lora_trainer.production.caching import CachePlans, cached_data, fill_caches, plan_caches, validation_samples
 from lora_trainer.production.choices import Choices, asked_by_user, cap_memory, card_gib, choose
 from lora_trainer.production.inputs import Inputs, arithmetic
+from lora_trainer.production.order import Order
 from lora_trainer.production.release import draw_while_training
 from lora_trainer.training.build import Built, build_learner
 from lora_trainer.training.micro import Micro, make_micro
@@ -46,17 +47,23 @@ FIXED_ON_RESUME = (
 class Session:
     """What the steps of a session share."""
 
-    resolved: Resolved
+    order: Order
     inputs: Inputs
-    folder: Path
-    console: Console
     processes: Processes
     choices: Choices
     steps: StepArithmetic
 
     @property
     def config(self) -> Config:
-        return self.resolved.config
+        return self.order.config
+
+    @property
+    def folder(self) -> Path:
+        return self.order.folder
+
+    @property
+    def console(self) -> Console:
+        return self.order.console
 
 
 @dataclass(frozen=True)
@@ -70,13 +77,13 @@ class Prepared:
     cache_seconds: float
 
 
-def open_session(resolved: Resolved, inputs: Inputs, folder: Path, console: Console) -> Session:
+def open_session(order: Order, inputs: Inputs) -> Session:
     """Join the processes and choose for the hardware; nothing heavy yet."""
     processes = join_processes()
-    choices = choose(resolved, processes.device, processes.world)
-    steps = arithmetic(resolved.config, inputs.train, choices.micro, processes.world)
-    cap_memory(resolved.config, processes.device)
-    return Session(resolved, inputs, folder, console, processes, choices, steps)
+    choices = choose(order.resolved, processes.device, processes.world)
+    steps = arithmetic(order.config, inputs.train, choices.micro, processes.world)
+    cap_memory(order.config, processes.device)
+    return Session(order, inputs, processes, choices, steps)
 
 
 def prepare(session: Session, settings: dict[str, Any]) -> Prepared:
@@ -85,6 +92,7 @@ def prepare(session: Session, settings: dict[str, Any]) -> Prepared:
     for line in (*inputs.train_plan.lines, session.steps.line, *session.choices.lines):
         console.print(line)
     began = time.monotonic()
+    session.order.watch(Progress("caching", total=session.steps.total))
     plans = fill(session)
     cache_seconds = time.monotonic() - began
     held_out = validation_samples(inputs, plans)
@@ -122,7 +130,7 @@ def build(session: Session) -> Built:
         device=session.choices.device,
         reduce=session.processes.reduce,
         card_gib=card_gib(session.config),
-        attention_asked=asked_by_user(session.resolved, "memory.attention"),
+        attention_asked=asked_by_user(session.order.resolved, "memory.attention"),
     )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator
-from contextlib import closing
+from contextlib import AbstractContextManager, closing
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ from lora_trainer.core.errors import Problem, TrainingFailed
 from lora_trainer.core.randomness import position_key
 from lora_trainer.data.loader import prefetch
 from lora_trainer.monitor.memory import peak_memory_gib
-from lora_trainer.monitor.progress import StepLine
+from lora_trainer.monitor.progress import Progress, Watch
 from lora_trainer.monitor.trackers import Trackers
 from lora_trainer.optim.schedules import rate_share, warmup_length
 from lora_trainer.training.checkpoint import (
@@ -71,7 +71,7 @@ class Pending:
 
 
 def train(
-    job: Job, start: Checkpoint | None, trackers: Trackers | None, line: StepLine
+    job: Job, start: Checkpoint | None, trackers: Trackers | None, line: AbstractContextManager[Watch]
 ) -> tuple[TrainState, Interrupt]:
     """Train until the promised steps are done, a signal comes, or `train.max_hours` is over.
 
@@ -86,14 +86,14 @@ def train(
         return state, Interrupt()
     if state.step == 0:
         state = validate(job, state, trackers)
-    with listening() as interrupt, line, closing(prefetch(read_steps(job, state.step), READ_AHEAD)) as source:
+    with listening() as interrupt, line as show, closing(prefetch(read_steps(job, state.step), READ_AHEAD)) as source:
         for micros in source:
             started = time.perf_counter()
             rate, samples = rate_of(job, state.step), job.samples_in(state.step)
             try:
                 result = one_step(job, state.step, micros, samples, rate)
             except torch.OutOfMemoryError as error:
-                raise out_of_memory(job, flush(job, state, pending, trackers, line), error) from error
+                raise out_of_memory(job, flush(job, state, pending, trackers, show), error) from error
             state = replace(state, step=state.step + 1, seconds=before + time.monotonic() - began)
             pending.append(Pending(state.step, rate, samples, result, started))
 
@@ -101,7 +101,7 @@ def train(
             saving = last or state.step % config.checkpoint.every_steps == 0
             validating = due(config.validation.every_steps, state.step) or state.step == job.total_steps
             if saving or validating or len(pending) >= flush_every(job):
-                state = flush(job, state, pending, trackers, line)
+                state = flush(job, state, pending, trackers, show)
             if validating:
                 state = validate(job, state, trackers)
             if saving:
@@ -170,7 +170,7 @@ def flush_every(job: Job) -> int:
     return FLUSH_EVERY if job.learner.device.type == "cuda" else 1
 
 
-def flush(job: Job, state: TrainState, pending: list[Pending], trackers: Trackers | None, line: StepLine) -> TrainState:
+def flush(job: Job, state: TrainState, pending: list[Pending], trackers: Trackers | None, show: Watch) -> TrainState:
     """Look at the numbers of finished steps: write them, show the newest, stop at a loss that is not finite."""
     rows, failure = list[dict[str, Any]](), None
     numbers = [(float(each.result.loss), float(each.result.grad_norm)) for each in pending]  # waits for the device
@@ -202,9 +202,24 @@ def flush(job: Job, state: TrainState, pending: list[Pending], trackers: Tracker
     if failure is not None:
         raise TrainingFailed(failure)
     if trackers and pending:
-        line.show(state.step, state.loss_average or 0.0, pending[-1].rate, seconds, peak_memory_gib(job.learner.device))
+        show(progress_of(job, state, pending[-1].rate, seconds))
     pending.clear()
     return state
+
+
+def progress_of(job: Job, state: TrainState, rate: float, seconds: float) -> Progress:
+    """What a person sees of the newest step."""
+    return Progress(
+        phase="training",
+        step=state.step,
+        total=job.total_steps,
+        loss=state.loss_average,
+        held_out=state.validation,
+        best=state.best_validation,
+        rate=rate,
+        seconds=seconds,
+        memory_gib=peak_memory_gib(job.learner.device),
+    )
 
 
 def row_of(job: Job, each: Pending, loss: float, norm: float, seconds: float) -> dict[str, Any]:
@@ -228,6 +243,7 @@ def validate(job: Job, state: TrainState, trackers: Trackers | None) -> TrainSta
     loss = job.validate()
     if trackers:
         trackers.validation({"step": state.step, "loss": loss})
+    state = replace(state, validation=loss)
     if state.best_validation is None or loss < state.best_validation:
         return replace(state, best_validation=loss, best_step=state.step)
     return state

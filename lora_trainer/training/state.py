@@ -12,6 +12,7 @@ class TrainState:
 
     step: int = 0
     loss_average: float | None = None  # exponential, weight 0.02 for the newest step
+    validation: float | None = None  # newest held-out loss
     best_validation: float | None = None
     best_step: int | None = None
     skipped: int = 0  # steps that the fp16 scaler left out because of an overflow

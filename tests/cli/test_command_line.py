@@ -5,7 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import pytest
 
@@ -136,9 +136,9 @@ def test_presets_are_listed_and_shown(capsys: pytest.CaptureFixture[str]) -> Non
 def test_what_was_asked_reaches_the_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     asked: list[tuple[str | None, bool, bool, bool]] = []
 
-    def train(resolved: Resolved, *, resume: bool, dry_run: bool, enforce_gates: bool) -> int:
+    def train(resolved: Resolved, *, resume: bool, dry_run: bool, enforce_gates: bool) -> SimpleNamespace:
         asked.append((resolved.config.run.name, resume, dry_run, enforce_gates))
-        return 4
+        return SimpleNamespace(exit_code=4)
 
     module = ModuleType("lora_trainer.production.run")
     module.train = train  # type: ignore[attr-defined]

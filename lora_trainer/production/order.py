@@ -1,0 +1,51 @@
+"""One run as it was ordered: what all its parts are given."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from rich.console import Console
+
+from lora_trainer.config.layers import Resolved
+from lora_trainer.config.schema import Config
+from lora_trainer.core.errors import Problem, UsageError
+from lora_trainer.models import FAMILIES
+from lora_trainer.models.family import Family
+from lora_trainer.monitor.progress import Watch, unwatched
+from lora_trainer.production.inputs import data_sources
+
+
+@dataclass(frozen=True)
+class Order:
+    """`console` takes the lines that people read, `watch` is told how far the run is.
+
+    With `enforce_gates` a data set or a LoRA that scores below its gate is refused; without,
+    only data that cannot be trained on.
+    """
+
+    resolved: Resolved
+    folder: Path
+    console: Console
+    watch: Watch = unwatched
+    families: Mapping[str, Family] = field(default_factory=lambda: FAMILIES)
+    resume: bool = False
+    enforce_gates: bool = False
+
+    @property
+    def config(self) -> Config:
+        return self.resolved.config
+
+
+def run_folder(config: Config) -> Path:
+    """OUTPUT/NAME; the name comes from the data's folder when it is not given."""
+    name = config.run.name or data_sources(config)[0].resolve().stem
+    if Path(name).name != name:
+        raise UsageError(Problem(f"--name {name!r} is a path.", "Give a plain name, and the folder with --output."))
+    return Path(config.run.output) / name
+
+
+def plain_console(*, quiet: bool = False) -> Console:
+    """Prints text as it is: captions and file names may hold what rich takes for markup."""
+    return Console(quiet=quiet, highlight=False, markup=False, emoji=False, soft_wrap=True)
