@@ -203,7 +203,7 @@ def _is_dead(holder: str, alive: float) -> bool:
         return time.time() - alive > SILENT_SECONDS
     try:
         process = psutil.Process(number)
-        return abs(process.create_time() - started) > 1.0 or process.status() == psutil.STATUS_ZOMBIE
+        return bool(abs(process.create_time() - started) > 1.0 or process.status() == psutil.STATUS_ZOMBIE)
     except psutil.NoSuchProcess:
         return True
 
