@@ -1,0 +1,262 @@
+"""Curves as values: where lines, ticks and marks stand. The template draws them.
+
+Places are per mille of the plot's width from the left and of its height from the top, so that a
+plot may have any size on the page while its labels stay readable.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+MOST_POINTS = 600  # of a line: more cannot be seen, and only make the page heavy
+MOST_TICKS = 5
+Point = tuple[float, float]  # step, value
+
+
+@dataclass(frozen=True)
+class Line:
+    """One curve to draw; `style` names its look (`raw`, `main`, `other`, `a` to `f`)."""
+
+    name: str
+    points: Sequence[Point]
+    style: str = "main"
+
+
+@dataclass(frozen=True)
+class Mark:
+    """A point with a name, such as the best held-out loss."""
+
+    name: str
+    point: Point
+
+
+@dataclass(frozen=True)
+class Tick:
+    """A label and its place in per mille."""
+
+    label: str
+    place: float
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """A line's path for SVG, the single points that no line reaches, and the numbers for a read-out."""
+
+    name: str
+    style: str
+    path: str
+    dots: tuple[Point, ...]
+    points: tuple[Point, ...]
+
+
+@dataclass(frozen=True)
+class Placed:
+    """A mark with its place in per mille."""
+
+    name: str
+    left: float
+    top: float
+
+
+@dataclass(frozen=True)
+class Chart:
+    """All that the template needs to draw one plot."""
+
+    key: str
+    title: str
+    unit: str
+    summary: str
+    lines: tuple[Drawn, ...]
+    marks: tuple[Placed, ...]
+    x_ticks: tuple[Tick, ...]
+    y_ticks: tuple[Tick, ...]
+    first: float
+    last: float
+
+    @property
+    def readout(self) -> list[dict[str, object]]:
+        """The numbers under the pointer, for the page's script."""
+        return [{"name": line.name, "points": line.points} for line in self.lines]
+
+
+def make_chart(
+    key: str,
+    title: str,
+    lines: Sequence[Line],
+    *,
+    unit: str = "",
+    marks: Sequence[Mark] = (),
+    log: bool = False,
+    from_zero: bool = False,
+) -> Chart | None:
+    """Lay out the lines over steps; None when there is nothing to draw. Values that are not finite leave gaps.
+
+    `log` leaves out values that are not above 0.
+    """
+    kept = [Line(line.name, drawable(line.points, log=log), line.style) for line in lines]
+    seen = [(step, value) for line in kept for step, value in line.points if math.isfinite(value)]
+    if not seen:
+        return None
+    first, last = min(step for step, _ in seen), max(step for step, _ in seen)
+    values = [value for _, value in seen]
+    low, high = value_range(min(values), max(values), log=log, from_zero=from_zero)
+    across = Axis(first, last if last > first else first + 1, log=False)
+    up = Axis(low, high, log=log)
+    thin = [(line, thinned(line.points)) for line in kept]
+    return Chart(
+        key=key,
+        title=title,
+        unit=unit,
+        summary=summary_of(kept),
+        lines=tuple(draw(line, points, across, up) for line, points in thin if points),
+        marks=tuple(
+            Placed(mark.name, across.place(mark.point[0]), 1000 - up.place(mark.point[1]))
+            for mark in marks
+            if first <= mark.point[0] <= last and low <= mark.point[1] <= high
+        ),
+        x_ticks=tuple(Tick(f"{tick:,.0f}", across.place(tick)) for tick in step_ticks(first, last)),
+        y_ticks=tuple(Tick(short(tick), 1000 - up.place(tick)) for tick in up.ticks()),
+        first=first,
+        last=last,
+    )
+
+
+@dataclass(frozen=True)
+class Axis:
+    """From a value to its place, linear or logarithmic."""
+
+    low: float
+    high: float
+    log: bool
+
+    def place(self, value: float) -> float:
+        low, high, at = (math.log(each) if self.log else each for each in (self.low, self.high, value))
+        return round(1000 * (at - low) / (high - low), 1)
+
+    def ticks(self) -> list[float]:
+        if self.log:
+            return log_ticks(self.low, self.high)
+        return linear_ticks(self.low, self.high)
+
+
+def drawable(points: Sequence[Point], *, log: bool) -> list[Point]:
+    """The points, with NaN for values that have no place."""
+    return [(step, value if math.isfinite(value) and (value > 0 or not log) else math.nan) for step, value in points]
+
+
+def value_range(low: float, high: float, *, log: bool, from_zero: bool) -> tuple[float, float]:
+    """A little more than what is shown, never empty."""
+    if log:
+        return low / 1.15, high * 1.15
+    if from_zero:
+        low = min(0.0, low)
+    room = 0.06 * (high - low) or abs(high) * 0.5 or 1.0
+    return (low if from_zero and low == 0 else low - room), high + room
+
+
+def linear_ticks(low: float, high: float) -> list[float]:
+    """Round numbers (1, 2, 2.5 or 5 times a power of ten) inside the range."""
+    rough = (high - low) / MOST_TICKS
+    size = 10.0 ** math.floor(math.log10(rough))
+    step = next(size * factor for factor in (1, 2, 2.5, 5, 10) if size * factor >= rough * 0.999)
+    count = math.floor(high / step + 1e-9)
+    return [index * step for index in range(math.ceil(low / step - 1e-9), count + 1)]
+
+
+def log_ticks(low: float, high: float) -> list[float]:
+    """Powers of ten, with 2 and 5 between them where there is room; even steps where hardly any would be."""
+    powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
+    for factors in ((1, 2, 5), (1, 3), (1,)):
+        found = [each for power in powers for factor in factors if low <= (each := factor * 10.0**power) <= high]
+        if 2 <= len(found) <= MOST_TICKS + 2:
+            return found
+    return found[:: -(-len(found) // MOST_TICKS)] if found else linear_ticks(low, high)
+
+
+def step_ticks(first: float, last: float) -> list[float]:
+    """Whole steps only."""
+    if last - first < 1:
+        return [first]
+    return sorted({float(round(tick)) for tick in linear_ticks(first, last) if first <= round(tick) <= last})
+
+
+def thinned(points: Sequence[Point]) -> tuple[Point, ...]:
+    """At most MOST_POINTS, keeping the lowest and the highest of each stretch, so that no spike is lost."""
+    if len(points) <= MOST_POINTS:
+        return tuple(points)
+    width = -(-len(points) * 2 // MOST_POINTS)
+    kept: list[Point] = [points[0]]
+    for start in range(1, len(points) - 1, width):
+        stretch = points[start : min(start + width, len(points) - 1)]
+        finite = [point for point in stretch if math.isfinite(point[1])]
+        ends = {min(finite, key=value_of), max(finite, key=value_of)} if finite else {stretch[0]}
+        kept.extend(sorted(ends))
+    return (*kept, points[-1])
+
+
+def value_of(point: Point) -> float:
+    return point[1]
+
+
+def draw(line: Line, points: Sequence[Point], across: Axis, up: Axis) -> Drawn:
+    """SVG path data: a new stretch after each gap."""
+    parts: list[str] = []
+    dots: list[Point] = []
+    stretch: list[Point] = []
+    for step, value in (*points, (math.nan, math.nan)):
+        if math.isfinite(value):
+            stretch.append((across.place(step), round(1000 - up.place(value), 1)))
+            continue
+        if len(stretch) == 1:
+            dots.append(stretch[0])
+        elif stretch:
+            parts.append("M" + "L".join(f"{x:g} {y:g}" for x, y in stretch))
+        stretch = []
+    finite = tuple((step, float(f"{value:.4g}")) for step, value in points if math.isfinite(value))
+    return Drawn(line.name, line.style, "".join(parts), tuple(dots), finite)
+
+
+def smoothed(points: Sequence[Point]) -> list[Point]:
+    """Exponential mean over about a twentieth of the curve, without the pull of its first value (Adam's correction)."""
+    window = max(1.0, len(points) / 20)
+    keep = 1 - 2 / (window + 1)
+    total, weight = 0.0, 0.0
+    result = []
+    for step, value in points:
+        if math.isfinite(value):
+            total, weight = keep * total + value, keep * weight + 1
+        result.append((step, total / weight if weight else math.nan))
+    return result
+
+
+def summary_of(lines: Sequence[Line]) -> str:
+    """What a reader who cannot see the plot is told."""
+    told = []
+    for line in lines:
+        finite = [point for point in line.points if math.isfinite(point[1])]
+        if finite:
+            lowest, highest = min(finite, key=value_of), max(finite, key=value_of)
+            told.append(
+                f"{line.name}: from {short(finite[0][1])} at step {finite[0][0]:g}"
+                f" to {short(finite[-1][1])} at step {finite[-1][0]:g},"
+                f" lowest {short(lowest[1])} at step {lowest[0]:g}, highest {short(highest[1])} at step {highest[0]:g}"
+            )
+    return ". ".join(told) + "."
+
+
+def short(value: float | None) -> str:
+    """A number as people read it, at most four digits: 0.0714, 1.5e-3, 2,400."""
+    if value is None or not math.isfinite(value):
+        return "not finite"
+    size = abs(value)
+    if value and (size < 1e-3 or size >= 1e6):
+        mantissa, _, exponent = f"{value:.3g}".partition("e")
+        if not exponent:
+            mantissa, _, exponent = f"{value:.2e}".partition("e")
+            mantissa = mantissa.rstrip("0").rstrip(".") if "." in mantissa else mantissa
+        return f"{mantissa}e{int(exponent)}"
+    if size >= 1000:
+        return f"{value:,.0f}"
+    return f"{value:.3g}" if size < 1 else f"{value:.4g}"

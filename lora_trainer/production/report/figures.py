@@ -1,0 +1,126 @@
+"""The numbers and curves that the page shows of a run."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import median
+
+from lora_trainer.monitor.progress import duration
+from lora_trainer.production.report.chart import Chart, Line, Mark, Point, make_chart, short, smoothed
+from lora_trainer.production.report.read import RunReport, number
+from lora_trainer.production.report.verdict import released_step
+
+STYLES = "abcdef"  # looks of the lines of a comparison: colour and dashes
+
+
+@dataclass(frozen=True)
+class Figure:
+    """A number with what it is and a word beside it."""
+
+    name: str
+    value: str
+    beside: str = ""
+
+
+@dataclass(frozen=True)
+class Charts:
+    """All plots of a run; None where nothing was measured."""
+
+    loss: Chart | None
+    loss_log: Chart | None
+    held_out: Chart | None
+    rate: Chart | None
+    norm: Chart | None
+    speed: Chart | None
+    memory: Chart | None
+
+
+def figures_of(run: RunReport) -> list[Figure]:
+    """The key figures, those that are known."""
+    steps = Figure("steps", f"{run.seen_steps:,}", f"of {run.planned:,}" if run.planned else "")
+    figures = [steps]
+    if (total := number(run.part("seconds").get("total"))) is not None:
+        trained = number(run.part("seconds").get("train"))
+        figures.append(Figure("time", duration(total), f"{duration(trained)} training" if trained else ""))
+    if loss := finite(smoothed(run.series["loss"])):
+        figures.append(Figure("training loss", short(loss[-1][1]), "smoothed, at the end"))
+    if best := run.best_held_out:
+        figures.append(Figure("best held-out loss", short(best[1]), fallen(run.held_out, best)))
+    if speed := finite(run.series["samples_per_second"]):
+        figures.append(Figure("speed", short(median(value for _, value in speed)), "samples a second, median"))
+    if peak := peak_memory(run):
+        figures.append(Figure("peak memory", f"{short(peak)} GiB", memory_kind(run)))
+    return figures
+
+
+def fallen(held_out: Sequence[Point], best: Point) -> str:
+    """`−77 % since step 0, at step 120`."""
+    first = finite(held_out)[0]
+    if first[0] == best[0] or first[1] <= 0:
+        return f"at step {best[0]:,.0f}"
+    return f"{100 * (best[1] / first[1] - 1):+.0f} % since step {first[0]:,.0f}, at step {best[0]:,.0f}".replace(
+        "-", "−"
+    )
+
+
+def peak_memory(run: RunReport) -> float | None:
+    """In GiB: as recorded, else the highest of the steps."""
+    recorded = number(run.part("memory").get("peak_gib"))
+    return recorded or max((value for _, value in finite(run.series["memory_gib"])), default=None)
+
+
+def memory_kind(run: RunReport) -> str:
+    return "on the card" if str(run.part("hardware").get("device", "")).startswith("cuda") else "of the process"
+
+
+def finite(points: Sequence[Point]) -> list[Point]:
+    return [point for point in points if math.isfinite(point[1])]
+
+
+def charts_of(run: RunReport) -> Charts:
+    """Lay out every plot of a run."""
+    loss = [Line("each step", run.series["loss"], "raw"), Line("smoothed", smoothed(run.series["loss"]), "main")]
+    norm = [
+        Line("each step", run.series["grad_norm"], "raw"),
+        Line("smoothed", smoothed(run.series["grad_norm"]), "main"),
+    ]
+    speed = run.series["samples_per_second"]
+    return Charts(
+        loss=make_chart("loss", "Training loss", loss, from_zero=True),
+        loss_log=make_chart("loss-log", "Training loss, logarithmic", loss, log=True),
+        held_out=make_chart(
+            "held-out", "Held-out loss", [Line("held-out loss", run.held_out, "other")], marks=held_out_marks(run)
+        ),
+        rate=make_chart("rate", "Learning rate", [Line("learning rate", run.series["lr"])], from_zero=True),
+        norm=make_chart("norm", "Gradient norm", norm, from_zero=True),
+        speed=make_chart(
+            "speed",
+            "Speed",
+            [Line("each step", speed, "raw"), Line("smoothed", smoothed(speed), "main")],
+            unit="samples a second",
+            from_zero=True,
+        ),
+        memory=make_chart("memory", "Memory", [Line("memory", run.series["memory_gib"])], unit="GiB", from_zero=True),
+    )
+
+
+def held_out_marks(run: RunReport) -> list[Mark]:
+    """The best held-out loss, and the step whose weights became the LoRA."""
+    best, released = run.best_held_out, released_step(run)
+    if best is None:
+        return []
+    at_release = [point for point in finite(run.held_out) if point[0] == released]
+    if at_release and at_release[0][0] == best[0]:
+        return [Mark(f"best, and the LoRA: step {best[0]:,.0f}", best)]
+    marks = [Mark(f"best: step {best[0]:,.0f}", best)]
+    return [*marks, *(Mark(f"the LoRA: step {point[0]:,.0f}", point) for point in at_release)]
+
+
+def comparison_charts(runs: Sequence[RunReport]) -> list[Chart]:
+    """Held-out and smoothed training loss of several runs over each other."""
+    held_out = [Line(run.name, run.held_out, STYLES[index % len(STYLES)]) for index, run in enumerate(runs)]
+    loss = [Line(run.name, smoothed(run.series["loss"]), STYLES[index % len(STYLES)]) for index, run in enumerate(runs)]
+    made = (make_chart("held-out", "Held-out loss", held_out), make_chart("loss", "Training loss, smoothed", loss))
+    return [chart for chart in made if chart is not None]

@@ -1,0 +1,95 @@
+"""How a run ended, in words: what came of it, what is safe, how to go on."""
+
+from __future__ import annotations
+
+import shlex
+from dataclasses import dataclass
+from typing import Literal
+
+from lora_trainer.production.report.read import RunReport, mapping, text
+
+Tone = Literal["good", "fair", "bad", "open"]
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """`label` is a word, `headline` a line, `told` sentences. `command` goes on with the run; None when it is over."""
+
+    tone: Tone
+    label: str
+    headline: str
+    told: tuple[str, ...]
+    command: str | None = None
+
+
+def verdict_of(run: RunReport) -> Verdict:
+    """The verdict on every ending of a run, also on one that never said how it ended."""
+    if run.status == "done":
+        return done(run)
+    if run.status == "refused":
+        return Verdict(
+            "bad", "refused", "The LoRA is refused", (*under_gate(run), "Its files stay in the folder, marked.")
+        )
+    safe, command = (*what_is_safe(run),), resume_command(run)
+    of = f" of {run.planned}" if run.planned else ""
+    if run.status == "stopped":
+        return Verdict("open", "stopped", f"Stopped at step {run.steps}{of}", safe, command)
+    if run.status == "failed":
+        where = f" after step {run.seen_steps}{of}" if run.seen_steps else " before the first step"
+        reason = text(run.record.get("reason"))
+        return Verdict("bad", "failed", f"Failed{where}", (*([reason] if reason else []), *safe), command)
+    if run.status == "running":
+        told = "The run is still going, or it was killed before it could say how it ended."
+        return Verdict("open", "not ended", f"At step {run.seen_steps}{of}", (told, *safe), command)
+    return Verdict("open", run.status, "How this run ended is not known", safe, command)
+
+
+def done(run: RunReport) -> Verdict:
+    """A finished run: `train` enforces no gate, so its LoRA may lie under one."""
+    short = run.planned is not None and run.steps < run.planned
+    early = (f"train.max_hours ended the training after {run.steps} of {run.planned} steps.",) if short else ()
+    if run.lora.value is None:
+        return Verdict("fair", "done", "Trained, not judged", early)
+    if run.lora.passed and run.dataset.passed:
+        return Verdict("good", "done", "Ready to use", ("Data set and LoRA pass their gates.", *early))
+    return Verdict("fair", "done", "Done, but under a gate", (*under_gate(run), *early))
+
+
+def under_gate(run: RunReport) -> tuple[str, ...]:
+    """A sentence for each score that is under its gate."""
+    return tuple(
+        f"The {what} scores {score.value:.2f}, under the gate of {score.gate:.2f}."
+        for what, score in (("data set", run.dataset), ("LoRA", run.lora))
+        if score.value is not None and score.gate is not None and not score.passed
+    )
+
+
+def what_is_safe(run: RunReport) -> list[str]:
+    """What of an unfinished run can be used."""
+    told = []
+    if run.checkpoints:
+        others = f" ({len(run.checkpoints)} checkpoints in all)" if len(run.checkpoints) > 1 else ""
+        told.append(f"checkpoints/{run.checkpoints[0]} is safe{others}.")
+    else:
+        told.append("No checkpoint was written: --resume starts at step 0.")
+    kohya = run.folder / f"{run.name}.safetensors"
+    if kohya.is_file():
+        told.append(f"{kohya.name} is whole, but was not judged.")
+    return told
+
+
+def resume_command(run: RunReport) -> str:
+    """The command that goes on with the run from where its folder lies now."""
+    place, command = run.folder.resolve(), "produce" if run.record.get("gates_enforced") else "train"
+    config = place / "config.toml"
+    if config.is_file():
+        words = ["lora-trainer", command, "--config", str(config), "--output", str(place.parent), "--name", place.name]
+        return shlex.join([*words, "--resume"])
+    return "Run the same command again, with --resume."
+
+
+def released_step(run: RunReport) -> int | None:
+    """The step whose weights were exported; None when none were."""
+    if not mapping(run.record.get("files")).get("kohya"):
+        return None
+    return run.steps
