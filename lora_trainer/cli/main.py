@@ -278,6 +278,24 @@ def _sample(arguments: argparse.Namespace, unknown: list[Problem]) -> int:
     )
 
 
+def _add_report_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("runs", nargs="+", metavar="RUN", help="folder of a run; several are compared")
+    parser.add_argument(
+        "--output",
+        dest="page",
+        metavar="FILE",
+        help="the page to write (default: report.html in the run's folder; comparison.html here for several)",
+    )
+
+
+def _report_again(arguments: argparse.Namespace, unknown: list[Problem]) -> int:
+    if unknown:
+        raise UsageError(unknown)
+    from lora_trainer.cli.report import report_command
+
+    return report_command(arguments.runs, arguments.page)
+
+
 def _add_bench_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("what", choices=["step"], help="step: one optimizer step, beside the least that it could be")
     parser.add_argument("--steps", type=int, default=30, metavar="N", help="timed steps of each row (30)")
@@ -349,6 +367,12 @@ COMMANDS = {
         _add_sample_arguments,
         _sample,
         'example:\n  lora-trainer sample runs/cat/cat.safetensors --model ./my-sd15 --prompt "a photo of my cat"\n',
+    ),
+    "report": Command(
+        "write a run's HTML report again, or compare several runs",
+        _add_report_arguments,
+        _report_again,
+        "examples:\n  lora-trainer report runs/cat\n  lora-trainer report runs/cat runs/cat-2 --output cats.html\n",
     ),
     "bench": Command(
         "measure the trainer's step beside the least that it could be",

@@ -256,7 +256,8 @@ def _learning_findings(found: Improvement | None, held_out: bool, samples: int) 
         message = f"No picture was held out: learning was measured on {samples} pictures that may have been trained on."
         findings.append(Finding("not_held_out", "note", message, "Give at least 8 pictures, or --data with others."))
     elif not found.over_samples:
-        message = f"Only {samples} pictures were held out: the interval covers noise, not the choice of pictures."
+        pictures = "picture was" if samples == 1 else "pictures were"
+        message = f"Only {samples} {pictures} held out: the interval covers noise, not the choice of pictures."
         findings.append(Finding("few_held_out", "note", message, "Hold out at least 4 pictures."))
     return findings
 

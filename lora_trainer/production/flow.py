@@ -17,11 +17,12 @@ from lora_trainer.core.errors import Problem, UsageError
 from lora_trainer.core.hardware import describe_machine
 from lora_trainer.core.io import write_text
 from lora_trainer.evaluation.report import LoraReport
+from lora_trainer.monitor.memory import highest_memory_gib
 from lora_trainer.monitor.progress import Phase, Progress, step_line
 from lora_trainer.monitor.trackers import Trackers
 from lora_trainer.production.inputs import Inputs, with_absolute_paths
 from lora_trainer.production.order import Order
-from lora_trainer.production.record import Record
+from lora_trainer.production.record import Record, write_record
 from lora_trainer.production.release import draw_comparison, export_lora, judge_lora, lora_weights, training_facts
 from lora_trainer.production.session import Prepared, Session, fixed_settings, open_session, prepare
 from lora_trainer.training.checkpoint import Checkpoint, list_checkpoints, newest_valid
@@ -48,24 +49,33 @@ def run_session(order: Order, inputs: Inputs, record: Record) -> Outcome:
     prepared = prepare(session, settings)
     if session.processes.is_main:
         write_text(order.folder / "config.toml", to_toml(repeatable(session, prepared.built.attention)))
+    record = with_preparation(record, prepared, settings)
+    if session.processes.is_main:  # a run that fails from here on says what it ran on
+        write_record(order.folder, record)
     state, signal_exit = run_training(session, prepared.job, start)
     trained = state.seconds - (start.state.seconds if start else 0.0)
     record = replace(
-        record.with_seconds(cache=prepared.cache_seconds, train=trained),
+        record.with_seconds(train=trained),
         steps=state.step,
-        hardware={
-            **describe_machine(),
-            "device": str(session.choices.device),
-            "processes": session.processes.world,
-        },
-        model={**record.model, "sha256": settings["model"]},
-        arithmetic=session.steps.to_json(),
-        choices=(*session.choices.lines, *prepared.built.notes),
         training=asdict(state),
+        memory={"peak_gib": round(highest_memory_gib(session.choices.device), 3)},
     )
     if signal_exit is not None or not session.processes.is_main:
         return Outcome(record, None, None, signal_exit)
     return release(prepared, record, state)
+
+
+def with_preparation(record: Record, prepared: Prepared, settings: dict[str, Any]) -> Record:
+    """The record with what is known before the first step."""
+    session = prepared.session
+    device, world = str(session.choices.device), session.processes.world
+    return replace(
+        record.with_seconds(cache=prepared.cache_seconds),
+        hardware={**describe_machine(), "device": device, "processes": world},
+        model={**record.model, "sha256": settings["model"]},
+        arithmetic=session.steps.to_json(),
+        choices=(*session.choices.lines, *prepared.built.notes),
+    )
 
 
 def repeatable(session: Session, attention: str) -> Config:
@@ -117,6 +127,7 @@ def release(prepared: Prepared, record: Record, state: TrainState) -> Outcome:
     watch("drawing")
     try:
         comparison = draw_comparison(kohya, folder / "samples", config, session.inputs, choices.device, choices.dtype)
+        record = replace(record, files={**record.files, "before_after": comparison.relative_to(folder).as_posix()})
     except (
         RuntimeError,
         ValueError,

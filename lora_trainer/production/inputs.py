@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from lora_trainer.builtin import BASE_FOLDER, DATA_FOLDER
 from lora_trainer.config.schema import Config
@@ -103,6 +105,23 @@ def read_inputs(config: Config, families: Mapping[str, Family] = FAMILIES) -> In
         train_plan=assign_buckets(train, resolution, facts.pixel_step, config.data.max_aspect),
         held_out_plan=assign_buckets(held_out, resolution, facts.pixel_step, config.data.max_aspect),
     )
+
+
+def dataset_facts(inputs: Inputs) -> dict[str, Any]:
+    """What a run's record keeps of its data: score's parts, counts, buckets, and every finding with its file."""
+    buckets = Counter(inputs.train_plan.counts) + Counter(inputs.held_out_plan.counts)
+    return {
+        "parts": inputs.report.parts,
+        "samples": len(inputs.report.samples),
+        "held_out": len(inputs.held_out),
+        "resolution": inputs.resolution,
+        "buckets": {str(bucket): count for bucket, count in sorted(buckets.items())},
+        "findings": [
+            {**finding.to_json(), "path": str(finding.path.resolve()) if finding.path else None}
+            for finding in inputs.report.findings
+        ],
+        "notes": list(inputs.report.notes),
+    }
 
 
 def arithmetic(config: Config, train: tuple[Sample, ...], max_micro: int, processes: int) -> StepArithmetic:

@@ -49,7 +49,9 @@ def show_end(record: Record, report: LoraReport, folder: Path, comparison: Path 
         "for ComfyUI, Forge, A1111": folder / f"{record.name}.safetensors",
         "for diffusers": folder / f"{record.name}.diffusers.safetensors",
         "before / after": comparison,
+        "the run's report": folder / "report.html" if record.files.get("report") else None,
         "the run's record": folder / "run.json",
     }
     for what, path in where.items():
-        console.print(f"{what:<26}{path}", soft_wrap=True)
+        if path is not None:
+            console.print(f"{what:<26}{path}", soft_wrap=True)

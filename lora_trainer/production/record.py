@@ -14,13 +14,15 @@ Status = Literal["running", "done", "refused", "failed", "stopped"]
 
 @dataclass(frozen=True)
 class Record:
-    """The document. `seconds` has cache, train, validate and total."""
+    """The document. `seconds` has cache, train, validate and total; `samples` names the recipes of drawn pictures."""
 
     name: str
     status: Status = "running"
     exit_code: int | None = None
     started: float = 0.0  # seconds since 1970, of the first session
     reason: str | None = None
+    sessions: int = 1  # 2 after one --resume
+    gates_enforced: bool = False
     steps: int = 0
     config: dict[str, Any] = field(default_factory=dict)
     origins: dict[str, str] = field(default_factory=dict)
@@ -36,6 +38,8 @@ class Record:
     dataset: dict[str, Any] = field(default_factory=dict)
     lora: dict[str, Any] = field(default_factory=dict)
     training: dict[str, Any] = field(default_factory=dict)
+    memory: dict[str, float] = field(default_factory=dict)
+    samples: tuple[str, ...] = ()
 
     def with_seconds(self, **seconds: float) -> Record:
         """The same with durations added to what earlier sessions of the run took."""
@@ -45,6 +49,14 @@ class Record:
 
 def write_record(folder: Path, record: Record) -> None:
     write_json(folder / FILE, asdict(record))
+
+
+def latest(folder: Path, record: Record) -> Record:
+    """The record as the session last wrote it; `record` where that cannot be read."""
+    try:
+        return Record(**(read_record(folder) or {}))
+    except TypeError:
+        return record
 
 
 def read_record(folder: Path) -> dict[str, Any] | None:

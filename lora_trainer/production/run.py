@@ -28,10 +28,10 @@ from lora_trainer.models import FAMILIES
 from lora_trainer.models.family import Family
 from lora_trainer.monitor.progress import Progress, Watch, unwatched
 from lora_trainer.production.folder import claim, leave_as_found
-from lora_trainer.production.inputs import Inputs, read_inputs, with_absolute_paths
+from lora_trainer.production.inputs import Inputs, dataset_facts, read_inputs, with_absolute_paths
 from lora_trainer.production.messages import announce, show_end, show_report
 from lora_trainer.production.order import Order, plain_console, run_folder
-from lora_trainer.production.record import Record, read_record, write_record
+from lora_trainer.production.record import Record, latest, read_record, write_record
 from lora_trainer.training.interrupt import leaving_on_sigterm
 
 if TYPE_CHECKING:  # torch is loaded after the data has been judged
@@ -132,8 +132,8 @@ def run_recorded(order: Order, inputs: Inputs) -> RunResult:
             if is_main_process():
                 leave_as_found(order.folder, previous)
             raise
-        record = ended_by(error, replace(record, steps=step_of(trained[0]) if trained else 0))
-        keep(order.folder, record.with_seconds(total=time.monotonic() - began))
+        record = replace(latest(order.folder, record), steps=step_of(trained[0]) if trained else 0)
+        finish(order, ended_by(error, record).with_seconds(total=time.monotonic() - began))
         raise
     return conclude(order, outcome, time.monotonic() - began)
 
@@ -144,15 +144,14 @@ def conclude(order: Order, outcome: Outcome, seconds: float) -> RunResult:
     record = outcome.record.with_seconds(total=seconds)
     if outcome.signal_exit is not None:
         record = replace(record, status="stopped", exit_code=outcome.signal_exit, reason="stopped by a signal")
-        keep(folder, record)
+        record = finish(order, record)
         order.console.print(f"stopped at step {record.steps}; everything is saved. Go on with --resume.")
         return RunResult(folder, asdict(record), outcome.signal_exit)
     if report is None:  # not the main process
         return RunResult(folder, asdict(record), DONE)
     refused = order.enforce_gates and not report.passed
     code = LORA_REFUSED if refused else DONE
-    record = replace(record, status="refused" if refused else "done", exit_code=code)
-    keep(folder, record)
+    record = finish(order, replace(record, status="refused" if refused else "done", exit_code=code))
     show_end(record, report, folder, outcome.comparison, order.console)
     if refused:
         raise LoraRefused(
@@ -169,6 +168,28 @@ def keep(folder: Path, record: Record) -> None:
     """Write the record, from the main process only."""
     if is_main_process():
         write_record(folder, record)
+
+
+def finish(order: Order, record: Record) -> Record:
+    """Write the last record and the page made from it, from the main process only; what was written.
+
+    A run is never lost to its page: that none could be made is said.
+    """
+    if not is_main_process():
+        return record
+    from lora_trainer.production.report import FILE, write_report
+
+    drawn = sorted((order.folder / "samples").glob("*.json"))
+    samples = tuple(path.relative_to(order.folder).as_posix() for path in drawn)
+    record = replace(record, files={**record.files, "report": FILE}, samples=samples)
+    write_record(order.folder, record)
+    try:
+        write_report(order.folder)
+    except Exception as error:  # noqa: BLE001  what is wrong with a page must not end a run otherwise than it ended
+        order.console.print(f"{FILE} could not be written: {type(error).__name__}: {error}")
+        record = replace(record, files={**record.files, "report": None})
+        write_record(order.folder, record)
+    return record
 
 
 def ended_by(error: BaseException, record: Record) -> Record:
@@ -194,10 +215,12 @@ def first_record(order: Order, inputs: Inputs) -> Record:
         started=earlier.get("started") or time.time(),
         config=with_absolute_paths(order.config).model_dump(mode="json", by_alias=True),
         origins=dict(order.resolved.origin),
+        sessions=int(earlier.get("sessions") or 1) + 1 if earlier else 1,
+        gates_enforced=order.enforce_gates,
         scores={"dataset": round(inputs.report.score, 4), "lora": None},
         seconds=earlier.get("seconds", {}),
         versions=package_versions(),
         data_hash=inputs.manifest.data_hash,
         model={"family": inputs.family.name, "path": str(inputs.facts.path.resolve())},
-        dataset={"parts": inputs.report.parts, "samples": len(inputs.report.samples)},
+        dataset=dataset_facts(inputs),
     )

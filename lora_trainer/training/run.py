@@ -233,6 +233,7 @@ def row_of(job: Job, each: Pending, loss: float, norm: float, seconds: float) ->
         "seconds": seconds,
         "samples": each.samples,
         "samples_per_second": each.samples / seconds,
+        "memory_gib": round(peak_memory_gib(job.learner.device), 4),
     }
 
 

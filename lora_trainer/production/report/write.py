@@ -27,12 +27,12 @@ TEMPLATES = Path(__file__).parent / "page"
 SETTLED = ("config.toml", "run.json", "metrics.jsonl", "validation.jsonl")
 
 
-def write_report(folder: Path) -> Path:
-    """Write `report.html` into a run's folder and return its path.
+def write_report(folder: Path, page: Path | None = None) -> Path:
+    """Write a run's page, by default `report.html` in its folder, and return its path.
 
     Raises UsageError when the folder holds no run, OSError when the page cannot be written.
     """
-    page = folder / FILE
+    page = page or folder / FILE
     write_text(page, render_run(read_run(folder)))
     return page
 

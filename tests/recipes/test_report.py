@@ -1,0 +1,235 @@
+"""`report.html`, made by the real command for every ending of a run."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+
+from lora_trainer.cli.main import main
+from lora_trainer.production import run as run_module
+from lora_trainer.training import step as step_module
+from tests.recipes.recipe import Bench, draw_pictures, patched, record
+from tests.recipes.test_bad_input import nan_at
+
+VOID = {"meta", "img", "input", "br", "link", "hr"}
+HOSTILE = '<script>alert("x")</script> & <img src=x onerror=alert(1)> {{ 7 * 7 }} a ring'
+
+
+class Page(HTMLParser):
+    """A page as a reader gets it: its text, and every element with its attributes. Unclosed elements are an error."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        self.elements: list[tuple[str, dict[str, str | None]]] = []
+        self.words: list[str] = []
+        self._open: list[str] = []
+        self.feed(path.read_text(encoding="utf-8"))
+        self.close()
+        assert self._open == []
+        self.text = " ".join(" ".join(self.words).split())
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.elements.append((tag, dict(attrs)))
+        if tag not in VOID:
+            self._open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.elements.append((tag, dict(attrs)))
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self._open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        if self._open and self._open[-1] not in ("script", "style"):
+            self.words.append(data)
+
+    def of(self, tag: str) -> list[dict[str, str | None]]:
+        return [attributes for name, attributes in self.elements if name == tag]
+
+    @property
+    def charts(self) -> set[str]:
+        return {str(each["id"]).removeprefix("chart-") for each in self.of("figure") if each.get("id")}
+
+
+def page_of(folder: Path) -> Page:
+    page = Page(folder / "report.html")
+    for tag, attributes in page.elements:
+        for name in ("src", "href", "action", "data", "poster", "srcset"):
+            assert (attributes.get(name) or "data:").startswith("data:"), (tag, attributes)
+        assert not [name for name in attributes if name.startswith("on")], (tag, attributes)
+    assert len(page.of("script")) == 1
+    policy = next(each["content"] for each in page.of("meta") if "http-equiv" in each)
+    assert policy is not None
+    assert policy.startswith("default-src 'none'; img-src data:;")
+    assert "script-src 'sha256-" in policy
+    assert (folder / "report.html").stat().st_size < 3_000_000
+    return page
+
+
+def test_a_finished_run_has_its_page(finished: Bench) -> None:
+    folder = finished.folder("first")
+    page, document = page_of(folder), record(folder)
+    assert document["files"]["report"] == "report.html"
+    assert document["files"]["before_after"] == "samples/before_after.png"
+    assert document["samples"] == ["samples/before_after.json"]
+    assert document["memory"]["peak_gib"] > 0
+    for gate in ("dataset", "lora"):
+        assert f"{document['scores'][gate]:.2f}" in page.text
+    assert all(f"{part} {value:.2f}" in page.text for part, value in document["lora"]["parts"].items())
+    assert page.charts == {"loss", "loss-log", "held-out", "rate", "norm", "speed", "memory"}
+    assert len(page.of("img")) == 2
+    for name, origin in document["origins"].items():
+        section, key = name.split(".")
+        row = page.text[page.text.index(f"{name} ") :]
+        assert origin in row[: 400 + len(str(document["config"][section][key]))], name
+    assert document["versions"]["torch"] in page.text
+    assert all(choice in page.text for choice in document["choices"])
+
+
+def test_the_page_is_the_same_in_a_moved_folder(finished: Bench, tmp_path: Path, capsys) -> None:
+    moved = tmp_path / "elsewhere" / "first"
+    shutil.copytree(finished.folder("first"), moved)
+    before = (moved / "report.html").read_bytes()
+    (moved / "report.html").unlink()
+    assert main(["report", str(moved)]) == 0
+    assert capsys.readouterr().out.strip() == str(moved / "report.html")
+    assert (moved / "report.html").read_bytes() == before
+
+
+def test_what_is_missing_is_said(finished: Bench, tmp_path: Path) -> None:
+    bare = tmp_path / "first"
+    bare.mkdir()
+    document = record(finished.folder("first"))
+    del document["dataset"]["findings"]
+    (bare / "run.json").write_text(json.dumps(document), encoding="utf-8")
+    assert main(["report", str(bare)]) == 0
+    page = page_of(bare)
+    assert "No pictures were drawn" in page.text
+    assert "No step was finished" in page.text
+    assert "did not record them" in page.text
+    assert page.charts == set()
+
+
+@pytest.mark.parametrize("content", ["{}", "[]", '{"config": 3, "scores": [], "lora": "x", "steps": null}', "{"])
+def test_a_damaged_record_still_makes_a_page_or_is_refused(content: str, tmp_path: Path, capsys) -> None:
+    (tmp_path / "run.json").write_text(content, encoding="utf-8")
+    code = main(["report", str(tmp_path)])
+    assert code in (0, 2)
+    assert "Traceback" not in capsys.readouterr().err
+    assert (tmp_path / "report.html").is_file() == (code == 0)
+
+
+def test_numbers_that_are_not_finite_leave_gaps(finished: Bench, tmp_path: Path) -> None:
+    folder = tmp_path / "first"
+    shutil.copytree(finished.folder("first"), folder)
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text("utf-8").splitlines()]
+    rows[2] |= {"loss": float("nan"), "grad_norm": float("inf"), "samples_per_second": None}
+    lines = [*map(json.dumps, rows), '{"step": 7, "lo']
+    (folder / "metrics.jsonl").write_text("\n".join(lines), encoding="utf-8")
+    assert main(["report", str(folder)]) == 0
+    page = page_of(folder)
+    assert "loss" in page.charts
+    for line in page.of("path"):
+        assert not re.search("nan|inf", str(line["d"]))
+    for plot in page.of("div"):
+        if points := plot.get("data-lines"):
+            json.loads(points, parse_constant=pytest.fail)
+
+
+def test_hostile_captions_and_names_are_text(bench: Bench, tmp_path: Path) -> None:
+    data = draw_pictures(tmp_path / "hostile")
+    for caption in data.glob("*.txt"):
+        caption.write_text(f"{HOSTILE} {caption.stem}", encoding="utf-8")
+    named = data / "<b>bold&.png"
+    shutil.copy(data / "picture_0.png", named)
+    named.with_suffix(".txt").write_text(HOSTILE, encoding="utf-8")
+    hostile = Bench(bench.model, data, bench.output, bench.cache)
+    assert hostile.run("hostile", sample__every_steps=2, steps=4) == 0
+    page = page_of(bench.folder("hostile"))
+    assert HOSTILE in page.text
+    assert "<b>bold&.png" in page.text
+    assert "through time" in page.text.lower()
+    assert {each.get("name") for each in page.of("input")} == {"scale"}
+
+
+def test_a_failed_run_says_where_and_what_is_safe(bench: Bench) -> None:
+    with patched(step_module, "squared_error", nan_at(4)):
+        assert bench.run("nan", batch__effective=1, checkpoint__every_steps=2) == 5
+    folder = bench.folder("nan")
+    page, document = page_of(folder), record(folder)
+    assert "Failed after step 3 of 6" in page.text
+    assert "not finite at step 4" in page.text
+    assert "checkpoints/step-000002 is safe" in page.text
+    assert "--resume" in page.text
+    assert document["hardware"]["device"] == "cpu"
+    assert document["choices"]
+    assert "Not judged" in page.text
+    assert "No pictures were drawn" in page.text
+    assert bench.run("nan", "--resume", batch__effective=1, checkpoint__every_steps=2) == 0
+    page = page_of(folder)
+    assert "Failed" not in page.text
+    assert "2 sessions" in page.text
+    assert record(folder)["sessions"] == 2
+
+
+def test_a_stopped_run_offers_the_command_that_goes_on(bench: Bench, capsys) -> None:
+    with patched(run_module, "leaving_on_sigterm", interrupting):
+        bench.run("stopped", checkpoint__every_steps=2)
+    page = page_of(bench.folder("stopped"))
+    assert "Stopped at step 0" in page.text
+    assert "No checkpoint was written" in page.text
+
+
+def interrupting() -> None:
+    raise KeyboardInterrupt
+
+
+def test_a_refused_lora_says_so(bench: Bench) -> None:
+    assert bench.run("poor", command="produce", optim__learning_rate="1e-12") == 4
+    page = page_of(bench.folder("poor"))
+    assert "The LoRA is refused" in page.text
+    assert "under the gate of 0.90" in page.text
+
+
+def test_a_page_that_cannot_be_written_costs_nothing(bench: Bench, capsys) -> None:
+    bench.folder("blocked").mkdir(parents=True)
+    from lora_trainer.production import report
+
+    def full(folder: Path) -> Path:
+        raise OSError(28, "No space left on device")
+
+    with patched(report, "write_report", full):
+        bench.folder("blocked").rmdir()
+        assert bench.run("blocked", steps=2) == 0
+    assert "report.html could not be written" in capsys.readouterr().out
+    assert record(bench.folder("blocked"))["files"]["report"] is None
+
+
+def test_runs_are_compared(finished: Bench, tmp_path: Path, capsys) -> None:
+    other = tmp_path / "second"
+    shutil.copytree(finished.folder("first"), other)
+    document = record(other)
+    document |= {
+        "name": "<i>second",
+        "config": document["config"] | {"lora": document["config"]["lora"] | {"rank": 77}},
+    }
+    (other / "run.json").write_text(json.dumps(document), encoding="utf-8")
+    page = tmp_path / "both" / "report.html"
+    assert main(["report", str(finished.folder("first")), str(other), "--output", str(page)]) == 0
+    seen = page_of(page.parent)
+    assert "lora.rank 4 77" in seen.text
+    assert "<i>second" in seen.text
+    assert seen.charts == {"held-out", "loss"}
+    assert "optim.learning_rate" not in seen.text
+
+
+def test_folders_without_a_run_are_all_named(tmp_path: Path, capsys) -> None:
+    assert main(["report", str(tmp_path / "a"), str(tmp_path / "b")]) == 2
+    said = capsys.readouterr().err
+    assert str(tmp_path / "a") in said
+    assert str(tmp_path / "b") in said
