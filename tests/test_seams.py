@@ -7,6 +7,7 @@ from typing import get_args
 import pytest
 
 from lora_trainer.config import schema
+from lora_trainer.diffusion.loss import ERRORS
 from lora_trainer.models import FAMILIES
 from lora_trainer.models.attention import PROBES
 from lora_trainer.models.folder import FAMILY_OF_PIPELINE
@@ -21,6 +22,7 @@ from lora_trainer.production.choices import DTYPES
         (schema.FamilyName, FAMILIES),
         (schema.OptimizerName, OPTIMIZERS),
         (schema.ScheduleName, SHAPES),
+        (schema.LossName, ERRORS),
         (schema.Precision, DTYPES),
     ],
 )

@@ -8,9 +8,10 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from lora_trainer.config.layers import DEFAULT, Layer, Resolved, flattened, resolve, shown
+from lora_trainer.config.layers import DEFAULT, Layer, Resolved, flattened, resolve
 from lora_trainer.config.presets import AUTO, FAMILIES, GOALS, TIERS, preset_layers, presets
 from lora_trainer.config.schema import Config
+from lora_trainer.config.toml import shown
 from lora_trainer.core.errors import Problem, UsageError, nearest
 
 _KINDS = {

@@ -13,8 +13,9 @@ from typing import Any
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
+from lora_trainer.config.contradictions import Settings, contradictions, give_way, note_on, steps_and_epochs
 from lora_trainer.config.schema import Config, Section
-from lora_trainer.config.toml import EMPTY, can_be_emptied, section_types
+from lora_trainer.config.toml import EMPTY, can_be_emptied, section_types, shown
 from lora_trainer.core.errors import Problem, UsageError, nearest
 
 DEFAULT = "default"
@@ -49,6 +50,7 @@ class Resolved:
 
     config: Config
     origin: Mapping[str, str]
+    notes: tuple[str, ...] = ()  # what gave way to something that the user asked for
 
 
 def resolve(layers: Sequence[Layer], problems: Iterable[Problem] = ()) -> Resolved:
@@ -64,10 +66,14 @@ def resolve(layers: Sequence[Layer], problems: Iterable[Problem] = ()) -> Resolv
         for section, key, value in _checked(layer, found):
             merged[section][key] = value
             origin[f"{section}.{key}"] = layer.name
-    found.extend(_contradictions(merged, origin))
+    settings = Settings(merged, origin)
+    yielding, clashing = give_way(settings, contradictions(settings))
+    found.extend([*steps_and_epochs(settings), *clashing])
     if found:
         raise UsageError(found)
-    return Resolved(Config.model_validate(merged), origin)
+    notes = tuple(note_on(settings, each) for each in yielding)
+    origin.update({each.name: f"{DEFAULT} (a contradiction)" for each in yielding})
+    return Resolved(Config.model_validate(settings.without(yielding)), origin, notes)
 
 
 def setting_names() -> list[str]:
@@ -172,28 +178,3 @@ def _nearest_setting(section: str, key: str) -> str:
         return near
     homes = [name for name in setting_names() if name.partition(".")[2] == key]
     return f"Did you mean {' or '.join(homes)}?" if homes else f"{near[:-1]} in [{section}]."
-
-
-def _contradictions(merged: Mapping[str, Mapping[str, Any]], origin: Mapping[str, str]) -> list[Problem]:
-    train = merged["train"]
-    steps, epochs = train.get("max_steps"), train.get("max_epochs")
-    if steps is None or epochs is None:
-        return []
-    by_steps, by_epochs = origin["train.max_steps"], origin["train.max_epochs"]
-    message = (
-        f"train.max_steps = {steps} (from {by_steps}) and train.max_epochs = {epochs} (from {by_epochs}) "
-        "contradict each other."
-    )
-    fix = "Remove one of them, or empty it: --set train.max_epochs=none (or --set train.max_steps=none)."
-    return [Problem(message, fix)]
-
-
-def shown(value: Any) -> str:
-    """A value as a user would write it."""
-    if value is None:
-        return EMPTY
-    if isinstance(value, bool):
-        return str(value).lower()
-    if isinstance(value, list | tuple):
-        return f"[{', '.join(shown(item) for item in value)}]"
-    return f'"{value}"' if isinstance(value, str) else str(value)

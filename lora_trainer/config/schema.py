@@ -12,8 +12,9 @@ from pydantic import BaseModel, ConfigDict, Field
 
 FamilyName = Literal["sd15"]
 Precision = Literal["bf16", "fp16", "fp32"]
-OptimizerName = Literal["adamw", "adamw8bit"]
-ScheduleName = Literal["constant", "linear", "cosine"]
+OptimizerName = Literal["adamw", "adamw8bit", "paged_adamw8bit", "adafactor", "lion", "prodigy", "schedule_free"]
+ScheduleName = Literal["constant", "linear", "cosine", "restarts", "polynomial", "one_cycle"]
+LossName = Literal["squared", "huber"]
 AttentionName = Literal["auto", "sdpa", "xformers", "math"]
 
 Share = Annotated[float, Field(ge=0.0, le=1.0)]
@@ -55,6 +56,9 @@ class CacheSection(Section):
 class LoraSection(Section):
     rank: Annotated[int, Field(ge=1, le=4096)] = Field(16, description="rank of each update")
     alpha: Positive | None = Field(None, description="scale is alpha / rank; empty means alpha = rank")
+    rank_stabilised: bool = Field(
+        False, description="scale by alpha / sqrt(rank), so that larger ranks learn as fast (arXiv:2312.03732)"
+    )
     dropout: Annotated[float, Field(ge=0.0, lt=1.0)] = Field(0.0, description="dropout inside the LoRA")
     targets: str | tuple[str, ...] = Field(
         "attention", description="`attention`, `attention+ff`, or patterns of module names such as `*.attn2.to_k`"
@@ -76,17 +80,30 @@ class MemorySection(Section):
 
 
 class OptimSection(Section):
-    name: OptimizerName = Field("adamw", description="optimizer")
-    learning_rate: Annotated[float, Field(gt=0.0, le=10.0)] = Field(1e-4, description="peak learning rate")
+    name: OptimizerName = Field(
+        "adamw", description="optimizer; `lion` wants a third to a tenth of AdamW's rate, `prodigy` finds its own"
+    )
+    learning_rate: Annotated[float, Field(gt=0.0, le=10.0)] = Field(
+        1e-4, description="peak learning rate; for `prodigy` a factor on the rate that it finds, 1.0 unless set"
+    )
     beta1: Annotated[float, Field(ge=0.0, lt=1.0)] = Field(0.9, description="decay of the mean of the gradients")
     beta2: Annotated[float, Field(ge=0.0, lt=1.0)] = Field(0.999, description="decay of the mean of their squares")
-    weight_decay: NotNegative = Field(0.01, description="decoupled weight decay")
+    weight_decay: NotNegative = Field(
+        0.01, description="decoupled weight decay; none on biases, norms, DoRA magnitudes and trained tokens"
+    )
     clip_norm: NotNegative = Field(1.0, description="largest norm of the gradient; 0 means no clipping")
+    clip_value: Positive | None = Field(
+        None, description="largest value of a gradient's entry, in place of `clip_norm`; 0.5 is usual"
+    )
 
 
 class ScheduleSection(Section):
     name: ScheduleName = Field("constant", description="learning rate over the steps")
-    warmup_steps: CountOrZero | None = Field(None, description="linear warm-up; empty means 3 % of the steps")
+    warmup_steps: CountOrZero | None = Field(
+        None, description="steps of warm-up; empty means 3 % of the steps, 10 % for `one_cycle`"
+    )
+    cycles: Count = Field(3, description="waves of `restarts`")
+    power: Positive = Field(2.0, description="exponent of `polynomial`; 1 is `linear`")
 
 
 class NoiseSection(Section):
@@ -95,9 +112,17 @@ class NoiseSection(Section):
         0, description="multi-resolution noise: coarser levels added"
     )
     multires_discount: Share = Field(0.3, description="weight of each coarser level")
+    input_perturbation: Share = Field(
+        0.0, description="strength of more noise in the input that the target lacks (arXiv:2301.11706); 0.1 is usual"
+    )
+    zero_terminal_snr: bool = Field(
+        False, description="last timestep without any signal (arXiv:2305.08891); for models that predict velocity"
+    )
 
 
 class LossSection(Section):
+    kind: LossName = Field("squared", description="error of a sample; `huber` is ruled less by large errors")
+    huber_delta: Positive = Field(0.1, description="error from which `huber` grows by its size, not its square")
     min_snr_gamma: Positive | None = Field(None, description="min-SNR weighting (arXiv:2303.09556); 5 is usual")
 
 
@@ -105,6 +130,9 @@ class TrainSection(Section):
     max_steps: Count | None = Field(None, description="optimizer steps")
     max_epochs: Count | None = Field(None, description="passes over the data")
     exposures: Count = Field(100, description="times each picture is seen when neither steps nor epochs are given")
+    ema_decay: Annotated[float, Field(gt=0.0, lt=1.0)] | None = Field(
+        None, description="average of the trained weights, which is what is validated and exported; 0.999 is usual"
+    )
     max_hours: Positive | None = Field(None, description="stop after this time, with everything saved")
     seed: Annotated[int, Field(ge=0, lt=2**63)] = Field(42, description="the run's seed")
 

@@ -109,3 +109,14 @@ def can_be_emptied(section_type: type[Section], key: str) -> bool:
     except ValidationError:
         return True
     return False
+
+
+def shown(value: Any) -> str:
+    """A value as a user would write it."""
+    if value is None:
+        return EMPTY
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(shown(item) for item in value)}]"
+    return f'"{value}"' if isinstance(value, str) else str(value)

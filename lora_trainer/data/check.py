@@ -132,6 +132,7 @@ MANY = {
     "empty_caption": "have an empty caption",
     "unreadable_caption": "have a caption that is not text",
     "bad_metadata": "list captions wrongly",
+    "bad_weight": "have a weight that no loss can be multiplied by",
     "too_small": "are far smaller than they would be trained at",
 }
 
@@ -242,7 +243,7 @@ def _readable(looked: Looked) -> list[Finding]:
 
 CAPTION_CODES = {
     "missing_caption", "empty_caption", "unreadable_caption", "two_captions", "orphan_caption",
-    "bad_metadata", "absent_picture",
+    "bad_metadata", "bad_weight", "absent_picture",
 }  # fmt: skip
 
 

@@ -42,6 +42,7 @@ class Batch:
     spread: Tensor  # [B, C, h, w]
     cond: Mapping[str, Tensor]  # each with B first
     sizes: Tensor  # [B, 6] float32: original height, width, crop top, left, target height, width; pixels
+    weights: Tensor  # [B] float32
 
     @property
     def places(self) -> tuple[tuple[str, int], ...]:
@@ -64,6 +65,7 @@ def read_micro(data: CachedData, refs: Sequence[Ref], step: int, seed: int, capt
         spread=torch.stack([entry["spread"] for entry in latents]),
         cond={name: torch.stack([entry[name] for entry in texts]) for name in texts[0]},
         sizes=torch.tensor([size_row(data.samples[ref.index], data.fits[ref.index]) for ref in refs]),
+        weights=torch.tensor([data.samples[ref.index].weight for ref in refs]),
     )
 
 

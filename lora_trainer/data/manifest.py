@@ -9,6 +9,7 @@ folder. One bad file never stops the reading: it becomes a finding.
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import unicodedata
@@ -57,7 +58,7 @@ def read_manifest(
         elif place.is_dir():
             problems.extend(_read_folder(place, reading))
         elif place.suffix.lower() in PICTURE_ENDINGS:
-            _read_picture(place, {}, None, reading)
+            _read_picture(place, _Row(), None, reading)
         else:
             fix = f"Give a folder, or a picture that ends in {' '.join(PICTURE_ENDINGS)}."
             problems.append(Problem(f"{place} is neither a folder nor a picture.", fix))
@@ -89,17 +90,17 @@ def _read_folder(root: Path, reading: _Reading) -> list[Problem]:
     pictures = [path for path in files if path.suffix.lower() in PICTURE_ENDINGS]
     if not pictures:
         return [_no_pictures(root, files)]
-    captions: dict[str, str] = {}
+    rows: dict[str, _Row] = {}
     for path in files:
         if path.name == METADATA_NAME:
-            captions.update(_read_metadata(path, pictures, reading))
+            rows.update(_read_metadata(path, pictures, reading))
     kohya = {folder: _kohya_of(folder, root, reading) for folder in sorted({path.parent for path in pictures})}
     plain = [folder for folder, named in kohya.items() if named is None]
     if len(plain) not in (0, len(kohya)):
         shown = ", ".join(folder.relative_to(root).as_posix() for folder in plain[:3])
         reading.notes.append(f"{root}: folders without a repeat count are taken once ({shown}).")
     for path in pictures:
-        _read_picture(path, captions, kohya[path.parent], reading)
+        _read_picture(path, rows.get(_key(path), _Row()), kohya[path.parent], reading)
     _note_unused(files, pictures, reading)
     return []
 
@@ -152,8 +153,16 @@ def _kohya_of(folder: Path, root: Path, reading: _Reading) -> tuple[int, str] | 
     return None
 
 
-def _read_metadata(path: Path, pictures: Sequence[Path], reading: _Reading) -> dict[str, str]:
-    """Captions of a Hugging Face image folder by the picture's key; further fields are ignored."""
+@dataclass(frozen=True)
+class _Row:
+    """What metadata.jsonl says of a picture."""
+
+    text: str | None = None
+    weight: object = 1.0
+
+
+def _read_metadata(path: Path, pictures: Sequence[Path], reading: _Reading) -> dict[str, _Row]:
+    """Captions and weights of a Hugging Face image folder by the picture's key; further fields are ignored."""
     try:
         lines = path.read_text(encoding="utf-8-sig").splitlines()
     except (OSError, UnicodeDecodeError) as error:
@@ -161,7 +170,7 @@ def _read_metadata(path: Path, pictures: Sequence[Path], reading: _Reading) -> d
         reading.findings.append(Finding("bad_metadata", "error", f"cannot be read ({error}).", fix, path=path))
         return {}
     known = {_key(picture) for picture in pictures}
-    captions: dict[str, str] = {}
+    rows: dict[str, _Row] = {}
     bad: list[int] = []
     absent: list[str] = []
     for number, line in enumerate(lines, start=1):
@@ -179,8 +188,8 @@ def _read_metadata(path: Path, pictures: Sequence[Path], reading: _Reading) -> d
         key = _key(Path(os.path.normpath(path.parent / name.replace("\\", "/"))))
         if key not in known:
             absent.append(name)
-        elif text is not None:
-            captions[key] = text
+        else:
+            rows[key] = _Row(text, row.get("weight", 1.0))
     if bad:
         message = f"{len(bad)} of {len(lines)} lines are not JSON with file_name and text (first: line {bad[0]})."
         reading.findings.append(Finding("bad_metadata", "error", message, "Mend or remove these lines.", path=path))
@@ -189,7 +198,7 @@ def _read_metadata(path: Path, pictures: Sequence[Path], reading: _Reading) -> d
         reading.findings.append(
             Finding("absent_picture", "warning", message, "Add them or remove the lines.", path=path)
         )
-    return captions
+    return rows
 
 
 def _key(path: Path) -> str:
@@ -197,7 +206,7 @@ def _key(path: Path) -> str:
     return unicodedata.normalize("NFC", path.as_posix())
 
 
-def _read_picture(path: Path, captions: dict[str, str], kohya: tuple[int, str] | None, reading: _Reading) -> None:
+def _read_picture(path: Path, row: _Row, kohya: tuple[int, str] | None, reading: _Reading) -> None:
     repeats = kohya[0] if kohya else 1
     if repeats == 0:
         note = f"{path.parent}: 0 repeats, left out."
@@ -210,16 +219,27 @@ def _read_picture(path: Path, captions: dict[str, str], kohya: tuple[int, str] |
     except BrokenPictureError as broken:
         reading.findings.append(Finding(broken.code, "error", broken.message, broken.fix, path=path))
         return
-    caption = _caption_of(path, captions, kohya, reading)
-    reading.samples.append(Sample(path, caption, width, height, content, repeats))
+    caption = _caption_of(path, row.text, kohya, reading)
+    weight = _weight_of(path, row.weight, reading)
+    reading.samples.append(Sample(path, caption, width, height, content, repeats, weight))
 
 
-def _caption_of(path: Path, captions: dict[str, str], kohya: tuple[int, str] | None, reading: _Reading) -> str:
+def _weight_of(path: Path, weight: object, reading: _Reading) -> float:
+    """The weight that metadata.jsonl gives; a finding, and 1, for one that no loss can be multiplied by."""
+    if isinstance(weight, int | float) and not isinstance(weight, bool) and math.isfinite(weight) and weight >= 0.0:
+        return float(weight)
+    message = f"has the weight {weight!r} in {METADATA_NAME}."
+    fix = "Write a number of at least 0; 1 is usual."
+    reading.findings.append(Finding("bad_weight", "error", message, fix, path=path))
+    return 1.0
+
+
+def _caption_of(path: Path, written: str | None, kohya: tuple[int, str] | None, reading: _Reading) -> str:
     beside = [file for ending in CAPTION_ENDINGS if (file := _beside(path, ending)) is not None]
     if len(beside) > 1:
         message = f"has two captions; {beside[0].name} is used and {beside[1].name} is not."
         reading.findings.append(Finding("two_captions", "note", message, "Remove one of them.", path=path))
-    text = captions.get(_key(path), kohya[1] if kohya else None)
+    text = written if written is not None else (kohya[1] if kohya else None)
     if beside:
         try:
             text = _decode(beside[0].read_bytes())

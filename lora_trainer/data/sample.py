@@ -13,7 +13,7 @@ class Sample:
     """One picture with its caption.
 
     `width` and `height` are as the picture is seen, after EXIF rotation.
-    `content` is the hex sha256 of the picture file's bytes.
+    `content` is the hex sha256 of the picture file's bytes. `weight` multiplies the sample's loss.
     """
 
     path: Path
@@ -22,6 +22,7 @@ class Sample:
     height: int
     content: str
     repeats: int = 1
+    weight: float = 1.0
 
     @property
     def id(self) -> str:
@@ -38,6 +39,6 @@ class Manifest:
 
     @property
     def data_hash(self) -> str:
-        """Changes when a picture, a caption or a repeat count changes; names and places do not count."""
-        rows = sorted((sample.content, sample.caption, sample.repeats) for sample in self.samples)
+        """Changes when a picture, a caption, a repeat count or a weight changes; names and places do not count."""
+        rows = sorted((sample.content, sample.caption, sample.repeats, sample.weight) for sample in self.samples)
         return hashlib.sha256(json.dumps(rows, ensure_ascii=True).encode("ascii")).hexdigest()

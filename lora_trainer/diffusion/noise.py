@@ -42,6 +42,14 @@ def training_noise(
     return noise
 
 
+def perturbed(noise: Tensor, more: Tensor, strength: float) -> Tensor:
+    """Noise [B, C, h, w] to mix into the latents, with `more` of the same shape added to it (arXiv:2301.11706, alg. 2).
+
+    The target stays made of the unperturbed noise: the model meets inputs as wrong as its own predictions make them.
+    """
+    return noise + strength * more
+
+
 def multires_noise(noise: Tensor, source: np.random.Generator, iterations: int, discount: float) -> Tensor:
     """Coarser and coarser noise added to [C, h, w], then scaled back to unit spread.
 

@@ -39,13 +39,22 @@ def target_modules(denoiser: nn.Module, family: Family, targets: str | tuple[str
 
 
 def inject_lora(
-    denoiser: nn.Module, modules: list[str], *, rank: int, alpha: float, dropout: float, seed: int
+    denoiser: nn.Module,
+    modules: list[str],
+    *,
+    rank: int,
+    alpha: float,
+    dropout: float,
+    seed: int,
+    rank_stabilised: bool = False,
 ) -> dict[str, nn.Parameter]:
     """Put a LoRA on the modules, in place; return its trainable parameters by name.
 
-    Down projections start as peft does (Kaiming uniform) from `seed`, up projections at 0.
+    The update is scaled by alpha / rank, or by alpha / sqrt(rank) (arXiv:2312.03732). Down projections start as peft does (Kaiming uniform) from `seed`, up projections at 0.
     """
-    config = LoraConfig(r=rank, lora_alpha=alpha, lora_dropout=dropout, target_modules=modules)
+    config = LoraConfig(
+        r=rank, lora_alpha=alpha, lora_dropout=dropout, target_modules=modules, use_rslora=rank_stabilised
+    )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         inject_adapter_in_model(config, denoiser, adapter_name=ADAPTER)

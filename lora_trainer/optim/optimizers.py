@@ -1,52 +1,127 @@
-"""Optimizers by name, over fp32 parameters."""
+"""Optimizers by name, over fp32 parameters in two groups: with weight decay and without.
+
+The rate comes from outside, set before each step, and is the same in all groups.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import importlib
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from lora_trainer.config.schema import OptimSection
 from lora_trainer.core.errors import Problem, UsageError
 
-Build = Callable[[Sequence[nn.Parameter], OptimSection], torch.optim.Optimizer]
+Groups = list[dict[str, Any]]
+Build = Callable[[Groups, OptimSection], torch.optim.Optimizer]
+
+# As peft names them: DoRA's magnitudes (a convolution's have four dimensions) and trained tokens.
+UNDECAYED = ("lora_magnitude_vector", "trainable_tokens", "token_embedding")
 
 
-def adamw(parameters: Sequence[nn.Parameter], config: OptimSection) -> torch.optim.Optimizer:
-    """torch's AdamW, in its fused form: one kernel for all parameters."""
-    return torch.optim.AdamW(
-        parameters,
-        lr=config.learning_rate,
-        betas=(config.beta1, config.beta2),
-        weight_decay=config.weight_decay,
-        fused=True,
+def decays(name: str, parameter: Tensor) -> bool:
+    """Whether weight decay applies: to matrices and kernels, not to biases, norms, DoRA magnitudes and tokens."""
+    return parameter.ndim > 1 and not any(word in name for word in UNDECAYED)
+
+
+def make_optimizer(parameters: Mapping[str, nn.Parameter], config: OptimSection) -> torch.optim.Optimizer:
+    """The optimizer that `optim.name` means. Raises UsageError when its library does not load."""
+    decayed = [parameter for name, parameter in parameters.items() if decays(name, parameter)]
+    others = [parameter for name, parameter in parameters.items() if not decays(name, parameter)]
+    groups = [(decayed, config.weight_decay), (others, 0.0)]
+    return OPTIMIZERS[config.name](
+        [{"params": params, "weight_decay": decay} for params, decay in groups if params], config
     )
 
 
-def adamw8bit(parameters: Sequence[nn.Parameter], config: OptimSection) -> torch.optim.Optimizer:
-    """bitsandbytes' AdamW with 8-bit state (arXiv:2110.02861); tensors below 4,096 elements keep fp32 state.
+def adamw(groups: Groups, config: OptimSection) -> torch.optim.Optimizer:
+    """torch's AdamW (arXiv:1711.05101), in its fused form: one kernel for all parameters."""
+    return torch.optim.AdamW(groups, lr=config.learning_rate, betas=(config.beta1, config.beta2), fused=True)
 
-    Raises UsageError when bitsandbytes is not installed or does not load.
+
+def adamw8bit(groups: Groups, config: OptimSection, *, paged: bool = False) -> torch.optim.Optimizer:
+    """bitsandbytes' AdamW with 8-bit state (arXiv:2110.02861); tensors below 4,096 elements keep fp32 state."""
+    kind = from_library("bitsandbytes.optim", "AdamW8bit", config.name)
+    return kind(groups, lr=config.learning_rate, betas=(config.beta1, config.beta2), is_paged=paged)
+
+
+def paged_adamw8bit(groups: Groups, config: OptimSection) -> torch.optim.Optimizer:
+    """The same with state that moves to system memory when the card is full; on a processor there is nothing to page."""
+    return adamw8bit(groups, config, paged=all(each.is_cuda for group in groups for each in group["params"]))
+
+
+def adafactor(groups: Groups, config: OptimSection) -> torch.optim.Optimizer:
+    """Adafactor (arXiv:1804.04235) without momentum: squares of gradients kept as rows and columns.
+
+    The rate is used as it is. transformers' form is taken because torch's always scales it by
+    the size of the weights, which is nothing for up projections that start at 0.
     """
+    kind = from_library("transformers.optimization", "Adafactor", config.name)
+    return kind(groups, lr=config.learning_rate, scale_parameter=False, relative_step=False)
+
+
+def lion(groups: Groups, config: OptimSection) -> torch.optim.Optimizer:
+    """Lion (arXiv:2302.06675): the sign of a momentum. Wants a third to a tenth of AdamW's rate."""
+    kind = from_library("pytorch_optimizer", "Lion", config.name)
+    return kind(groups, lr=config.learning_rate, betas=(config.beta1, config.beta2))
+
+
+def prodigy(groups: Groups, config: OptimSection) -> torch.optim.Optimizer:
+    """Prodigy (arXiv:2306.06101): finds the rate itself; ours is a factor on it, 1.0 as a rule."""
+    kind = from_library("pytorch_optimizer", "Prodigy", config.name)
+    betas = (config.beta1, config.beta2)
+    return kind(groups, lr=config.learning_rate, betas=betas, bias_correction=True, safeguard_warmup=True)
+
+
+def schedule_free(groups: Groups, config: OptimSection) -> torch.optim.Optimizer:
+    """Schedule-free AdamW (arXiv:2405.15682): trains at one point, and is used at an average of all (`averaged`)."""
+    kind = from_library("pytorch_optimizer", "ScheduleFreeAdamW", config.name)
+    return kind(groups, lr=config.learning_rate, betas=(config.beta1, config.beta2))
+
+
+OPTIMIZERS: dict[str, Build] = {
+    "adamw": adamw,
+    "adamw8bit": adamw8bit,
+    "paged_adamw8bit": paged_adamw8bit,
+    "adafactor": adafactor,
+    "lion": lion,
+    "prodigy": prodigy,
+    "schedule_free": schedule_free,
+}
+
+
+def from_library(module: str, name: str, wanted: str) -> Callable[..., torch.optim.Optimizer]:
+    """A class of a library that only some optimizers need. Raises UsageError when it does not load."""
+    library = module.partition(".")[0]
     try:
-        from bitsandbytes.optim import AdamW8bit
-    except (ImportError, RuntimeError, OSError) as error:
+        kind: Callable[..., torch.optim.Optimizer] = getattr(importlib.import_module(module), name)
+    except (ImportError, RuntimeError, OSError, AttributeError) as error:
         raise UsageError(
             Problem(
-                f"optim.name=adamw8bit needs bitsandbytes, which does not load ({error}).",
-                "Install bitsandbytes, or set optim.name=adamw.",
+                f"optim.name={wanted} needs {library}, which does not load ({error}).",
+                f"Run: pip install {library}. Or set optim.name=adamw.",
             )
         ) from error
-    optimizer: torch.optim.Optimizer = AdamW8bit(
-        parameters, lr=config.learning_rate, betas=(config.beta1, config.beta2), weight_decay=config.weight_decay
-    )
-    return optimizer
-
-
-OPTIMIZERS: dict[str, Build] = {"adamw": adamw, "adamw8bit": adamw8bit}
+    return kind
 
 
 def set_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
     for group in optimizer.param_groups:
         group["lr"] = rate
+
+
+@torch.no_grad()
+def averaged(optimizer: torch.optim.Optimizer, parameter: nn.Parameter) -> Tensor:
+    """What a schedule-free optimizer's parameter is used at, outside of training; the parameter stays as it is.
+
+    x = (y - (1 - beta1) z) / beta1 (arXiv:2405.15682, eq. 8). The library's own `eval()` and `train()` do
+    this in place and back, and rounding would then hang on how often a run is looked at.
+    """
+    state = optimizer.state.get(parameter, {})
+    if "z" not in state:
+        return parameter.detach()
+    (beta1,) = {group["betas"][0] for group in optimizer.param_groups}
+    return parameter.detach().lerp(state["z"], 1.0 - 1.0 / beta1)

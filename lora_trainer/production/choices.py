@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
+from lora_trainer.config.contradictions import from_user
 from lora_trainer.config.layers import Resolved
 from lora_trainer.config.schema import Config
 from lora_trainer.core.hardware import cpu_supports_bf16, cuda_memory_gib
@@ -55,7 +56,7 @@ def choose(resolved: Resolved, device: torch.device, world: int) -> Choices:
 
 def asked_by_user(resolved: Resolved, name: str) -> bool:
     """Whether a setting comes from the user's file or flags rather than from defaults and presets."""
-    return not resolved.origin[name].startswith(("default", "preset", "family preset"))
+    return from_user(resolved.origin[name])
 
 
 def choose_precision(wanted: str, device: torch.device, *, asked: bool) -> Choice:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from lora_trainer.config.layers import DEFAULT, flattened, shown
+from lora_trainer.config.layers import DEFAULT, flattened
+from lora_trainer.config.toml import shown
 from lora_trainer.production.caching import cache_folder, plan_caches
 from lora_trainer.production.choices import choose
 from lora_trainer.production.inputs import Inputs, arithmetic

@@ -74,7 +74,7 @@ def with_preparation(record: Record, prepared: Prepared, settings: dict[str, Any
         hardware={**describe_machine(), "device": device, "processes": world},
         model={**record.model, "sha256": settings["model"]},
         arithmetic=session.steps.to_json(),
-        choices=(*session.choices.lines, *prepared.built.notes),
+        choices=(*session.order.resolved.notes, *session.choices.lines, *prepared.built.notes),
     )
 
 
@@ -110,7 +110,7 @@ def release(prepared: Prepared, record: Record, state: TrainState) -> Outcome:
     watch = partial(reached, session, state)
     began, name = time.monotonic(), session.folder.name
     facts = training_facts(config, session.inputs, name, state, session.steps, session.choices, record.started)
-    weights = lora_weights(config, session.inputs, built.learner.adapter)
+    weights = lora_weights(config, session.inputs, built.learner)
     kohya, diffusers = export_lora(folder, name, weights, facts, built.shapes)
     console.print(f"exported {kohya.name} and {diffusers.name}; every key fits the model")
     free_learner(built.learner)

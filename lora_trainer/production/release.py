@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -21,18 +22,20 @@ from lora_trainer.export.weights import LoraWeights, weights_from_peft
 from lora_trainer.optim.schedules import warmup_length
 from lora_trainer.production.choices import Choices
 from lora_trainer.production.inputs import Inputs
-from lora_trainer.training.adapter import Adapter
 from lora_trainer.training.build import Built
 from lora_trainer.training.checkpoint import step_name
 from lora_trainer.training.state import TrainState
+from lora_trainer.training.step import Learner
 
 BEFORE_AFTER = "before_after"
 
 
-def lora_weights(config: Config, inputs: Inputs, adapter: Adapter) -> LoraWeights:
-    """The masters by module name, with the alpha that they were trained at."""
+def lora_weights(config: Config, inputs: Inputs, learner: Learner) -> LoraWeights:
+    """The weights that are shown, by module name, with the alpha that gives them the scale of the training."""
     alpha = config.lora.alpha or float(config.lora.rank)
-    return weights_from_peft(adapter.masters, inputs.family.denoiser_prefix, alpha)
+    if config.lora.rank_stabilised:
+        alpha *= math.sqrt(config.lora.rank)
+    return weights_from_peft(learner.shown(), inputs.family.denoiser_prefix, alpha)
 
 
 def training_facts(
@@ -68,7 +71,7 @@ def training_facts(
         finished=time.time(),
         version=__version__,
         prediction=inputs.facts.prediction,
-        warmup_steps=warmup_length(config.schedule.warmup_steps, steps.total),
+        warmup_steps=warmup_length(config.schedule, steps.total),
         mixed_precision="no" if choices.precision.value == "fp32" else choices.precision.value,
         min_snr_gamma=config.loss.min_snr_gamma,
         noise_offset=config.noise.offset or None,
@@ -153,7 +156,7 @@ def draw_while_training(
     """Save the LoRA as it is now, then draw from that file: what a user's program would show."""
     samples, name = folder / "samples", step_name(state.step)
     facts = training_facts(config, inputs, name, state, steps, choices, time.time() - state.seconds)
-    weights = lora_weights(config, inputs, built.learner.adapter)
+    weights = lora_weights(config, inputs, built.learner)
     kohya, diffusers = export_lora(samples, name, weights, facts, built.shapes)
     diffusers.unlink()
     draw_comparison(kohya, samples, config, inputs, choices.device, choices.dtype, name=name)

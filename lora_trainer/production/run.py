@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 
 from lora_trainer.config.layers import Resolved
+from lora_trainer.config.options import suited
 from lora_trainer.core.errors import (
     DONE,
     LORA_REFUSED,
@@ -28,7 +29,7 @@ from lora_trainer.models import FAMILIES
 from lora_trainer.models.family import Family
 from lora_trainer.monitor.progress import Progress, Watch, unwatched
 from lora_trainer.production.folder import claim, leave_as_found
-from lora_trainer.production.inputs import Inputs, dataset_facts, read_inputs, with_absolute_paths
+from lora_trainer.production.inputs import Inputs, dataset_facts, read_inputs, read_model, with_absolute_paths
 from lora_trainer.production.messages import announce, show_end, show_report
 from lora_trainer.production.order import Order, plain_console, run_folder
 from lora_trainer.production.record import Record, latest, read_record, write_record
@@ -74,6 +75,7 @@ def train(
     if finished is not None:
         return RunResult(folder, finished, int(finished.get("exit_code") or DONE))
     watch(Progress("checking"))
+    order = for_its_model(order)
     inputs = read_inputs(order.config, families)
     show_report(inputs, console)
     refuse_data(inputs, enforce_gates=enforce_gates)
@@ -89,12 +91,22 @@ def cache(resolved: Resolved) -> None:
     """Fill the caches that a run of these settings needs, and train nothing. Raises UserError."""
     order = Order(resolved, run_folder(resolved.config), plain_console())
     announce(order.config, order.console)
+    order = for_its_model(order)
     inputs = read_inputs(order.config)
     show_report(inputs, order.console)
     refuse_data(inputs, enforce_gates=False)
     from lora_trainer.production.session import fill, open_session
 
     fill(open_session(order, inputs))
+
+
+def for_its_model(order: Order) -> Order:
+    """The order without the options that presets want and its model lacks, which are said. Raises UserError."""
+    _, facts = read_model(order.config, order.families)
+    resolved = suited(order.resolved, facts.prediction)
+    for note in resolved.notes[len(order.resolved.notes) :]:
+        order.console.print(note)
+    return replace(order, resolved=resolved)
 
 
 def refuse_data(inputs: Inputs, *, enforce_gates: bool) -> None:

@@ -35,7 +35,9 @@ FIXED_ON_RESUME = (
     "lora.rank",
     "lora.alpha",
     "lora.targets",
+    "lora.rank_stabilised",
     "optim.name",
+    "train.ema_decay",
     "train.seed",
     "batch.effective",
     "data.resolution",
@@ -150,15 +152,16 @@ def make_job(
 
     def validate() -> float:
         learner.denoiser.eval()
-        losses = held_out_losses(
-            partial(learner.predict, learner.denoiser),
-            held_out,
-            learner.process,
-            seed=config.train.seed,
-            timesteps=VALIDATION_TIMESTEPS,
-            device=learner.device,
-            dtype=learner.dtype,
-        )
+        with learner.adapter.holding(learner.shown()):
+            losses = held_out_losses(
+                partial(learner.predict, learner.denoiser),
+                held_out,
+                learner.process,
+                seed=config.train.seed,
+                timesteps=VALIDATION_TIMESTEPS,
+                device=learner.device,
+                dtype=learner.dtype,
+            )
         learner.denoiser.train()
         return float(losses.mean())
 

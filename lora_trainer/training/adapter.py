@@ -8,7 +8,8 @@ between them once a micro batch and once a step.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -46,8 +47,27 @@ class Adapter:
     def publish(self) -> None:
         """Copy the masters' values into the layers."""
         if not self.shared:
-            with torch.no_grad():
-                torch._foreach_copy_(list(self.copies.values()), list(self.masters.values()))
+            self.put(self.masters)
+
+    def put(self, values: Mapping[str, Tensor]) -> None:
+        """Copy values of the same names into the layers."""
+        with torch.no_grad():
+            torch._foreach_copy_(list(self.copies.values()), [values[name] for name in self.copies])
+
+    @contextmanager
+    def holding(self, values: Mapping[str, Tensor]) -> Iterator[None]:
+        """While open, the layers hold `values`; afterwards layers and masters are as before, bit for bit."""
+        if values is self.masters:
+            yield
+            return
+        masters: Mapping[str, Tensor] = self.masters
+        if self.shared:
+            masters = {name: master.detach().clone() for name, master in self.masters.items()}
+        self.put(values)
+        try:
+            yield
+        finally:
+            self.put(masters)
 
     def load(self, values: Mapping[str, Tensor]) -> None:
         """Set the masters, and so the layers, to saved values of the same names."""

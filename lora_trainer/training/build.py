@@ -6,18 +6,21 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lora_trainer.config.schema import Config
 from lora_trainer.core.randomness import position_key
-from lora_trainer.diffusion.process import Process
+from lora_trainer.diffusion.loss import make_loss
+from lora_trainer.diffusion.process import Process, zero_terminal_alphas
 from lora_trainer.export.weights import shapes_of
 from lora_trainer.models.attention import choose_attention, head_sizes, install_attention
 from lora_trainer.models.family import Family, ModelFacts
 from lora_trainer.models.lora import inject_lora, target_modules
 from lora_trainer.models.memory import blocks_to_checkpoint, checkpoint_blocks, checkpointable_blocks
-from lora_trainer.optim.optimizers import OPTIMIZERS
+from lora_trainer.optim.clipping import make_clip
+from lora_trainer.optim.optimizers import make_optimizer
 from lora_trainer.training.adapter import make_adapter
+from lora_trainer.training.average import make_average, shown_weights
 from lora_trainer.training.step import Learner
 
 
@@ -54,46 +57,58 @@ def build_learner(
         config.memory.attention, attention_order(config, attention_asked), dtype, device, head_sizes(denoiser)
     )
     install_attention(denoiser, attention.name)
-    lora = config.lora
-    parameters = inject_lora(
-        denoiser,
-        names,
-        rank=lora.rank,
-        alpha=lora.alpha or float(lora.rank),
-        dropout=lora.dropout,
-        seed=position_key(config.train.seed, "lora_init") % 2**32,
-    )
+    parameters = put_lora_on(denoiser, names, config)
     denoiser.to(device).train()
     blocks = len(checkpointable_blocks(denoiser))
     checkpointed, reason = blocks_to_checkpoint(config.memory.checkpointing, blocks, card_gib)
     checkpoint_blocks(denoiser, checkpointed)
     adapter = make_adapter(parameters, dtype)
-    optimizer = OPTIMIZERS[config.optim.name](list(adapter.masters.values()), config.optim)
+    optimizer = make_optimizer(adapter.masters, config.optim)
+    average = make_average(config, adapter)
+    process = trained_process(family.make_process(facts.path), config, device)
     scaler = torch.amp.GradScaler(device.type) if dtype == torch.float16 else None
     learner = Learner(
         denoiser=denoiser,
         predict=family.predict,
-        process=on_device(family.make_process(facts.path), device),
+        process=process,
+        loss=make_loss(config.loss, process),
         adapter=adapter,
+        average=average,
+        shown=shown_weights(optimizer, adapter, average, config.optim.name),
         optimizer=optimizer,
         scaler=scaler,
         reduce=reduce,
         device=device,
         dtype=dtype,
-        clip_norm=config.optim.clip_norm,
-        min_snr_gamma=config.loss.min_snr_gamma,
+        clip=make_clip(config.optim),
     )
     notes = (
-        f"LoRA rank {lora.rank} on {len(names)} modules: {adapter.size:,} trained parameters",
+        f"LoRA rank {config.lora.rank} on {len(names)} modules: {adapter.size:,} trained parameters",
         f"attention {attention.name}: {attention.reason}",
         f"gradient checkpointing {checkpointed} of {blocks} blocks: {reason}",
     )
     return Built(learner, shapes, attention.name, notes)
 
 
-def on_device(process: Process, device: torch.device) -> Process:
-    """The schedule beside the model, so that no step copies it there."""
-    return replace(process, alphas_cumprod=process.alphas_cumprod.to(device))
+def put_lora_on(denoiser: nn.Module, names: list[str], config: Config) -> dict[str, nn.Parameter]:
+    lora = config.lora
+    return inject_lora(
+        denoiser,
+        names,
+        rank=lora.rank,
+        alpha=lora.alpha or float(lora.rank),
+        dropout=lora.dropout,
+        seed=position_key(config.train.seed, "lora_init") % 2**32,
+        rank_stabilised=lora.rank_stabilised,
+    )
+
+
+def trained_process(process: Process, config: Config, device: torch.device) -> Process:
+    """The model's process as the settings change it, beside the model, so that no step copies it there."""
+    alphas = process.alphas_cumprod
+    if config.noise.zero_terminal_snr:
+        alphas = zero_terminal_alphas(alphas)
+    return replace(process, alphas_cumprod=alphas.to(device))
 
 
 def attention_order(config: Config, asked: bool) -> tuple[str, ...]:

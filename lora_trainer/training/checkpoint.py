@@ -7,6 +7,7 @@ so that a folder named `step-…` is always complete.
 from __future__ import annotations
 
 import json
+import math
 import os
 import shutil
 from collections.abc import Mapping
@@ -22,8 +23,9 @@ from lora_trainer.core.errors import Problem, TrainingFailed, UsageError
 from lora_trainer.core.io import flush_file, flush_folder, read_json
 from lora_trainer.training.state import TrainState
 
-VERSION = 1
+VERSION = 2
 ADAPTER, OPTIMIZER, STATE = "adapter.safetensors", "optimizer.safetensors", "state.json"
+AVERAGE = "average.safetensors"
 
 
 @dataclass(frozen=True)
@@ -35,6 +37,7 @@ class Checkpoint:
     optimizer: dict[str, Any]
     scaler: dict[str, Any] | None
     settings: dict[str, Any]
+    average: dict[str, Tensor] | None = None  # of the adapter, where the run keeps one
 
 
 def flatten(value: Any, prefix: str = "") -> tuple[dict[str, Tensor], Any]:
@@ -58,6 +61,8 @@ def flatten(value: Any, prefix: str = "") -> tuple[dict[str, Tensor], Any]:
         return {name: tensor for found, _ in parts for name, tensor in found.items()}, {
             kind: [rest for _, rest in parts]
         }
+    if isinstance(value, float) and not math.isfinite(value):  # JSON has no word for these
+        return {}, {"float": str(value)}
     return {}, {"value": value}
 
 
@@ -72,6 +77,8 @@ def restore(rest: Any, tensors: Mapping[str, Tensor]) -> Any:
         return [restore(item, tensors) for item in content]
     if kind == "tuple":
         return tuple(restore(item, tensors) for item in content)
+    if kind == "float":
+        return float(content)
     return content
 
 
@@ -115,12 +122,15 @@ def write_parts(folder: Path, checkpoint: Checkpoint) -> None:
     tensors, rest = flatten(checkpoint.optimizer)
     save_file({name: tensor.contiguous() for name, tensor in checkpoint.adapter.items()}, folder / ADAPTER)
     save_file(tensors, folder / OPTIMIZER)
+    if checkpoint.average is not None:
+        save_file({name: tensor.contiguous() for name, tensor in checkpoint.average.items()}, folder / AVERAGE)
     document = {
         "version": VERSION,
         "state": checkpoint.state.to_json(),
         "optimizer": rest,
         "scaler": checkpoint.scaler,
         "settings": checkpoint.settings,
+        "average": checkpoint.average is not None,
     }
     (folder / STATE).write_text(json.dumps(document), encoding="utf-8")
 
@@ -138,6 +148,7 @@ def read_checkpoint(folder: Path) -> Checkpoint:
             optimizer=restore(document["optimizer"], optimizer),
             scaler=document["scaler"],
             settings=document["settings"],
+            average=load_file(folder / AVERAGE) if document["average"] else None,
         )
     except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
         raise UsageError(Problem(f"{folder} is damaged ({error}).", "Delete it; an older one is used.")) from error

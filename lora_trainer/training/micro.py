@@ -14,7 +14,7 @@ from torch import Tensor
 from lora_trainer.config.schema import NoiseSection
 from lora_trainer.core.randomness import position_uniform
 from lora_trainer.data.loader import Batch
-from lora_trainer.diffusion.noise import position_noise, training_noise
+from lora_trainer.diffusion.noise import perturbed, position_noise, training_noise
 from lora_trainer.diffusion.process import Process
 from lora_trainer.diffusion.timesteps import uniform_timesteps
 
@@ -24,20 +24,25 @@ class Micro:
     """One micro batch, ready for the forward pass. B samples of one bucket."""
 
     latents: Tensor  # [B, C, h, w], scaled
-    noise: Tensor  # [B, C, h, w]
+    noise: Tensor  # [B, C, h, w], what the target is made of
+    added: Tensor  # [B, C, h, w], what makes the latents noisy: the same, but for input perturbation
     t: Tensor  # [B]
     cond: Mapping[str, Tensor]
     sizes: Tensor  # [B, 6]
+    weights: Tensor  # [B], what each sample's loss is multiplied by
 
     def to(self, device: torch.device, dtype: torch.dtype) -> Micro:
         """The same on the device; conditioning and sizes in the model's precision, the rest in fp32."""
         blocking = device.type != "cuda"
+        noise = self.noise.to(device, non_blocking=not blocking)
         return Micro(
             self.latents.to(device, non_blocking=not blocking),
-            self.noise.to(device, non_blocking=not blocking),
+            noise,
+            noise if self.added is self.noise else self.added.to(device, non_blocking=not blocking),
             self.t.to(device, non_blocking=not blocking),
             {name: value.to(device, dtype, non_blocking=not blocking) for name, value in self.cond.items()},
             self.sizes.to(device, dtype, non_blocking=not blocking),
+            self.weights.to(device, non_blocking=not blocking),
         )
 
 
@@ -59,4 +64,8 @@ def make_micro(batch: Batch, step: int, seed: int, noise: NoiseSection, process:
     ]
     t = uniform_timesteps([position_uniform(seed, "t", *place) for place in places], process.timesteps)
     latents = batch.mean.float() + batch.spread.float() * posterior
-    return Micro(latents, torch.stack(drawn), t, batch.cond, batch.sizes)
+    drawn_noise = added = torch.stack(drawn)
+    if noise.input_perturbation:
+        more = torch.stack([position_noise(shape, seed, "perturbation", *place) for place in places])
+        added = perturbed(drawn_noise, more, noise.input_perturbation)
+    return Micro(latents, drawn_noise, added, t, batch.cond, batch.sizes, batch.weights)

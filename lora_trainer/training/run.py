@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, closing
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from lora_trainer.config.schema import Config
 from lora_trainer.core.errors import Problem, TrainingFailed
@@ -19,7 +20,7 @@ from lora_trainer.data.loader import prefetch
 from lora_trainer.monitor.memory import peak_memory_gib
 from lora_trainer.monitor.progress import Progress, Watch
 from lora_trainer.monitor.trackers import Trackers
-from lora_trainer.optim.schedules import rate_share, warmup_length
+from lora_trainer.optim.schedules import rate_share
 from lora_trainer.training.checkpoint import (
     Checkpoint,
     kept,
@@ -123,7 +124,10 @@ def one_step(job: Job, step: int, micros: list[Micro], samples: int, rate: float
     if job.config.lora.dropout:
         # From the step's place, as every other draw: no generator state to keep, and each process has masks of its own.
         torch.manual_seed(position_key(job.config.train.seed, "dropout", step, job.processes.rank) % 2**32)
-    return train_step(job.learner, micros, samples, rate)
+    result = train_step(job.learner, micros, samples, rate)
+    if job.learner.average is not None:
+        job.learner.average.follow(job.learner.adapter.masters, step)
+    return result
 
 
 def out_of_memory(job: Job, state: TrainState, error: Exception) -> TrainingFailed:
@@ -153,9 +157,7 @@ def told_to_stop(job: Job, state: TrainState, interrupt: Interrupt) -> bool:
 
 
 def rate_of(job: Job, step: int) -> float:
-    schedule = job.config.schedule
-    warmup = warmup_length(schedule.warmup_steps, job.total_steps)
-    return job.config.optim.learning_rate * rate_share(schedule.name, step, job.total_steps, warmup)
+    return job.config.optim.learning_rate * rate_share(job.config.schedule, step, job.total_steps)
 
 
 def due(every: int, step: int) -> bool:
@@ -253,10 +255,11 @@ def validate(job: Job, state: TrainState, trackers: Trackers | None) -> TrainSta
 def save(job: Job, state: TrainState) -> None:
     """Write a checkpoint (main process only; all hold the same weights) and drop the oldest."""
     if job.processes.is_main:
-        scaler = job.learner.scaler
+        scaler, average = job.learner.scaler, job.learner.average
         checkpoint = Checkpoint(
             state=state,
-            adapter={name: master.detach().cpu() for name, master in job.learner.adapter.masters.items()},
+            adapter=on_cpu(job.learner.adapter.masters),
+            average=on_cpu(average.values) if average else None,
             optimizer=job.learner.optimizer.state_dict(),
             scaler=scaler.state_dict() if scaler else None,
             settings=job.settings,
@@ -266,10 +269,16 @@ def save(job: Job, state: TrainState) -> None:
     job.processes.wait()
 
 
+def on_cpu(values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name: value.detach().cpu() for name, value in values.items()}
+
+
 def resume(job: Job, start: Checkpoint) -> TrainState:
-    """Put weights, optimizer and scaler back to where a checkpoint was taken."""
+    """Put weights, their average, optimizer and scaler back to where a checkpoint was taken."""
     learner = job.learner
     learner.adapter.load(start.adapter)
+    if learner.average and start.average:
+        learner.average.load(start.average)
     with torch.no_grad():
         learner.optimizer.load_state_dict(start.optimizer)
     if learner.scaler and start.scaler:

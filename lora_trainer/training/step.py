@@ -8,10 +8,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from lora_trainer.diffusion.loss import sample_weights, squared_error
+from lora_trainer.diffusion.loss import Loss
 from lora_trainer.diffusion.process import Process
+from lora_trainer.optim.clipping import Clip
 from lora_trainer.optim.optimizers import set_rate
 from lora_trainer.training.adapter import Adapter
+from lora_trainer.training.average import Average, Shown
 from lora_trainer.training.micro import Micro
 
 Predict = Callable[[nn.Module, Tensor, Tensor, Mapping[str, Tensor], Tensor], Tensor]
@@ -19,19 +21,25 @@ Predict = Callable[[nn.Module, Tensor, Tensor, Mapping[str, Tensor], Tensor], Te
 
 @dataclass(frozen=True)
 class Learner:
-    """What a step works on. `reduce` sums a tensor over all processes; None in a run of one."""
+    """What a step works on. `reduce` sums a tensor over all processes; None in a run of one.
+
+    `shown` gives the weights that are validated, drawn with and exported: with an average, or
+    a schedule-free optimizer, they are not the adapter's.
+    """
 
     denoiser: nn.Module
     predict: Predict
     process: Process
+    loss: Loss
     adapter: Adapter
+    average: Average | None
+    shown: Shown
     optimizer: torch.optim.Optimizer
     scaler: torch.amp.GradScaler | None
     reduce: Callable[[Tensor], Tensor] | None
     device: torch.device
     dtype: torch.dtype
-    clip_norm: float
-    min_snr_gamma: float | None
+    clip: Clip
 
     @property
     def masters(self) -> list[nn.Parameter]:
@@ -67,11 +75,10 @@ def train_step(learner: Learner, micros: Iterable[Micro], samples: int, rate: fl
 def backward(learner: Learner, micro: Micro, samples: int) -> Tensor:
     """Forward and backward of one micro batch; its part of the step's loss, detached."""
     process = learner.process
-    noisy = process.add_noise(micro.latents, micro.noise, micro.t).to(learner.dtype)
+    noisy = process.add_noise(micro.latents, micro.added, micro.t).to(learner.dtype)
     predicted = learner.predict(learner.denoiser, noisy, micro.t, micro.cond, micro.sizes)
     target = process.target(micro.latents, micro.noise, micro.t)
-    losses = squared_error(predicted, target) * sample_weights(process, micro.t, learner.min_snr_gamma)
-    loss = losses.sum() / samples
+    loss = (learner.loss(predicted, target, micro.t) * micro.weights).sum() / samples
     (loss if learner.scaler is None else learner.scaler.scale(loss)).backward()
     learner.adapter.collect_gradients()
     return loss.detach()
@@ -94,7 +101,7 @@ def update(learner: Learner) -> tuple[Tensor, bool]:
     scaler, optimizer = learner.scaler, learner.optimizer
     if scaler is not None:
         scaler.unscale_(optimizer)
-    norm = clip(learner.masters, learner.clip_norm)
+    norm = learner.clip(learner.masters)
     skipped = False
     if scaler is None:
         optimizer.step()
@@ -106,12 +113,3 @@ def update(learner: Learner) -> tuple[Tensor, bool]:
     optimizer.zero_grad(set_to_none=True)
     learner.adapter.publish()
     return norm, skipped
-
-
-def clip(parameters: list[nn.Parameter], largest: float) -> Tensor:
-    """Scale all gradients so that their joint norm is at most `largest` (0: leave them); the norm before."""
-    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-    norm = torch.nn.utils.get_total_norm(gradients)
-    if largest:
-        torch.nn.utils.clip_grads_with_norm_(parameters, largest, norm)
-    return norm

@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 import os
 import unicodedata
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -92,6 +93,25 @@ def test_an_image_folder_with_metadata(tmp_path: Path, draw: Draw) -> None:
         ("absent_picture", "warning"),
     }
     assert "line 5" in next(finding.message for finding in findings if finding.code == "bad_metadata")
+
+
+def test_weights_of_metadata(tmp_path: Path, draw: Draw) -> None:
+    given = {"a": 2, "b": 0.5, "c": 0, "d": -1, "e": float("nan"), "f": float("inf"), "g": "2", "h": True, "i": None}
+    for name in given:
+        draw(tmp_path / f"{name}.png", seed=ord(name), caption=f"the letter {name}")
+    rows = [
+        json.dumps({"file_name": f"{name}.png"} | ({"weight": weight} if name != "i" else {}))
+        for name, weight in given.items()
+    ]
+    (tmp_path / "metadata.jsonl").write_text("\n".join(rows), encoding="utf-8")
+    manifest, findings = read_manifest([tmp_path])
+    weights = {sample.path.stem: sample.weight for sample in manifest.samples}
+    assert weights == {"a": 2.0, "b": 0.5, "c": 0.0} | dict.fromkeys("defghi", 1.0)
+    assert [(finding.code, finding.severity, finding.path.stem) for finding in findings if finding.path] == [
+        ("bad_weight", "error", name) for name in "defgh"
+    ]
+    unweighted = replace(manifest, samples=tuple(replace(sample, weight=1.0) for sample in manifest.samples))
+    assert manifest.data_hash != unweighted.data_hash
 
 
 def test_a_single_picture(tmp_path: Path, draw: Draw) -> None:

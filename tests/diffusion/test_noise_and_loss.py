@@ -7,8 +7,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from lora_trainer.config.schema import LossSection
 from lora_trainer.core.randomness import position_key, position_shuffle, position_uniform
-from lora_trainer.diffusion.loss import min_snr_weight, squared_error
+from lora_trainer.diffusion.loss import huber_error, make_loss, min_snr_weight, squared_error
 from lora_trainer.diffusion.noise import generator, multires_noise, position_noise, training_noise
 from lora_trainer.diffusion.process import Process, linear_alphas, scaled_linear_alphas, zero_terminal_alphas
 from lora_trainer.diffusion.timesteps import stratified_timesteps, uniform_timesteps
@@ -67,6 +68,52 @@ def test_loss_is_one_number_per_sample():
     predicted, target = torch.zeros(2, 4, 3, 3), torch.zeros(2, 4, 3, 3)
     target[1] = 2.0
     assert squared_error(predicted, target).tolist() == [0.0, 4.0]
+
+
+DIFFERENCES = st.lists(st.floats(-50.0, 50.0, width=32), min_size=4, max_size=4)
+
+
+@given(DIFFERENCES, st.floats(0.01, 10.0))
+def test_huber_lies_between_its_two_ends(values, delta):
+    """Never above the square nor above 2 delta times the size, and near the smaller of both where they part."""
+    d = torch.tensor(values, dtype=torch.float64).view(1, 1, 2, 2)
+    huber = huber_error(d, torch.zeros_like(d), delta=delta)
+    assert huber.shape == (1,)
+    assert float(huber) <= float(d.square().mean()) * (1 + 1e-9)
+    assert float(huber) <= 2 * delta * float(d.abs().mean()) * (1 + 1e-9)
+    formula = (2 * delta * ((d.square() + delta**2).sqrt() - delta)).mean()
+    assert float(huber) == pytest.approx(float(formula), rel=1e-6, abs=1e-12)
+
+
+@pytest.mark.parametrize(("size", "expected"), [(1e-4, 1e-8), (1e4, 2e3)])
+def test_huber_is_square_when_small_and_straight_when_large(size, expected):
+    """In float32, where the plain formula would give 0 for the small one."""
+    predicted = torch.full((1, 4, 2, 2), size)
+    assert float(huber_error(predicted, torch.zeros_like(predicted), delta=0.1)) == pytest.approx(expected, rel=1e-4)
+
+
+def test_losses_are_what_the_settings_ask_for():
+    process = Process(ALPHAS, "epsilon")
+    predicted, target, t = torch.randn(3, 4, 5, 5), torch.randn(3, 4, 5, 5), torch.tensor([10, 500, 900])
+
+    def loss(**settings: object) -> torch.Tensor:
+        return make_loss(LossSection.model_validate(settings), process)(predicted, target, t)
+
+    assert torch.equal(loss(), squared_error(predicted, target))
+    weight = min_snr_weight(process, t, 5.0)
+    assert torch.equal(loss(min_snr_gamma=5.0), squared_error(predicted, target) * weight)
+    huber = huber_error(predicted, target, delta=0.3)
+    assert torch.equal(loss(kind="huber", huber_delta=0.3, min_snr_gamma=5.0), huber * weight)
+
+
+def test_zero_terminal_snr_trains_without_a_nan():
+    """The last timestep holds no signal: velocity's loss and weight are finite there, its target is -latents."""
+    process = Process(zero_terminal_alphas(ALPHAS), "v_prediction")
+    t, latents, noise = torch.tensor([999, 0]), torch.randn(2, 4, 3, 3), torch.randn(2, 4, 3, 3)
+    assert torch.equal(process.add_noise(latents, noise, t)[0], noise[0])
+    target = process.target(latents, noise, t)
+    assert torch.equal(target[0], -latents[0])
+    assert make_loss(LossSection(min_snr_gamma=5.0), process)(torch.zeros_like(target), target, t).isfinite().all()
 
 
 def test_noise_depends_on_every_part_of_the_position():

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from lora_trainer.cli.main import main
-from lora_trainer.training import step as step_module
+from lora_trainer.diffusion import loss as loss_module
 from tests.recipes.recipe import Bench, draw_pictures, patched, record, rows
 
 
@@ -160,8 +160,8 @@ def test_a_resolution_below_the_models_step(bench, capsys):
 
 
 def nan_at(step: int) -> Callable[..., torch.Tensor]:
-    """A `squared_error` that is not a number in one step."""
-    true, calls = step_module.squared_error, [0]
+    """A squared error that is not a number in one step."""
+    true, calls = loss_module.squared_error, [0]
 
     def squared_error(predicted: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
         calls[0] += 1
@@ -172,7 +172,7 @@ def nan_at(step: int) -> Callable[..., torch.Tensor]:
 
 def test_a_loss_that_is_not_finite_ends_the_run_and_names_what_is_safe(bench, capsys):
     # Steps of one micro batch, so that the fourth call is the fourth step.
-    with patched(step_module, "squared_error", nan_at(4)):
+    with patched(loss_module, "squared_error", nan_at(4)):
         assert bench.run("nan", batch__effective=1, checkpoint__every_steps=2) == 5
     said = said_plainly(capsys)
     assert "not finite at step 4" in said
@@ -193,7 +193,7 @@ def test_out_of_memory_ends_the_run_and_names_what_is_safe(bench, capsys):
     def full(*arguments: object) -> torch.Tensor:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
 
-    with patched(step_module, "squared_error", full):
+    with patched(loss_module, "squared_error", full):
         assert bench.run("full") == 5
     said = said_plainly(capsys)
     assert "memory" in said

@@ -19,15 +19,24 @@ KINDS: dict[str, dict[str, object]] = {
     "fp32": {},
     # A rank that brings the down projections to the size from which state is kept in 8 bits.
     "adamw8bit": {"optim__name": "adamw8bit", "lora__rank": 128},
+    "paged_adamw8bit": {"optim__name": "paged_adamw8bit", "lora__rank": 128},
+    "adafactor": {"optim__name": "adafactor", "schedule__name": "restarts"},
+    "lion": {"optim__name": "lion", "schedule__name": "one_cycle", "optim__clip_value": 0.5},
+    "prodigy": {"optim__name": "prodigy", "optim__learning_rate": 1.0, "schedule__name": "polynomial"},
+    # Looked at every step: showing the average must not touch what is trained.
+    "schedule_free": {"optim__name": "schedule_free", "validate__every_steps": 1},
+    "ema": {"train__ema_decay": 0.9, "validate__every_steps": 1},
     "dropout": {"lora__dropout": 0.1},
     "noise": {
         "data__caption_dropout": 0.5,
         "noise__multires_iterations": 3,
         "noise__offset": 0.1,
+        "noise__input_perturbation": 0.1,
+        "loss__kind": "huber",
         "loss__min_snr_gamma": 5,
     },
     "fp16": {"memory__base_precision": "fp16"},
-    "bf16": {"memory__base_precision": "bf16"},
+    "bf16": {"memory__base_precision": "bf16", "train__ema_decay": 0.9, "validate__every_steps": 1},
     "split": {"batch__effective": 3, "batch__max_micro": 1},
 }
 

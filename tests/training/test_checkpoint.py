@@ -10,7 +10,7 @@ from torch import nn
 
 from lora_trainer.config.schema import OptimSection
 from lora_trainer.core.errors import TrainingFailed, UsageError
-from lora_trainer.optim.optimizers import OPTIMIZERS
+from lora_trainer.optim.optimizers import OPTIMIZERS, make_optimizer
 from lora_trainer.training.checkpoint import (
     Checkpoint,
     flatten,
@@ -26,8 +26,9 @@ from lora_trainer.training.state import TrainState
 
 def trained_optimizer(name: str, steps: int = 3) -> tuple[torch.optim.Optimizer, list[nn.Parameter]]:
     torch.manual_seed(0)
-    parameters = [nn.Parameter(torch.randn(128, 64)), nn.Parameter(torch.randn(8, 8))]
-    optimizer = OPTIMIZERS[name](parameters, OptimSection(learning_rate=1e-2))
+    parameters = [nn.Parameter(torch.randn(128, 64)), nn.Parameter(torch.randn(8, 8)), nn.Parameter(torch.randn(8))]
+    named = {str(index): parameter for index, parameter in enumerate(parameters)}
+    optimizer = make_optimizer(named, OptimSection(name=name, learning_rate=1e-2))
     for _ in range(steps):
         for parameter in parameters:
             parameter.grad = parameter.detach().clone()
@@ -66,17 +67,21 @@ def test_optimizer_goes_on_exactly_where_it_stopped(name, tmp_path):
     assert all(torch.equal(a, b) for a, b in zip(parameters, others, strict=True))
 
 
-def test_8bit_state_is_8bit_before_and_after(tmp_path):
-    optimizer, _ = trained_optimizer("adamw8bit")
+@pytest.mark.parametrize("name", ["adamw8bit", "paged_adamw8bit"])
+def test_8bit_state_is_8bit_before_and_after(name, tmp_path):
+    optimizer, _ = trained_optimizer(name)
     assert torch.uint8 in types_of(optimizer)
     path = save_checkpoint(tmp_path, checkpoint_of(optimizer))
-    fresh, _ = trained_optimizer("adamw8bit", steps=1)
+    fresh, _ = trained_optimizer(name, steps=1)
     fresh.load_state_dict(read_checkpoint(path).optimizer)
     assert torch.uint8 in types_of(fresh)
 
 
 def test_flatten_keeps_every_kind_of_value():
-    value = {0: {"a": torch.ones(2), "b": [1, 2.5, None, (True, "x")]}, "nested": {"c": {"d": torch.zeros(1)}}}
+    value = {
+        0: {"a": torch.ones(2), "b": [1, 2.5, None, (True, "x"), float("inf")]},
+        "nested": {"c": {"d": torch.zeros(1)}},
+    }
     tensors, rest = flatten(value)
     back = restore(rest, tensors)
     assert torch.equal(back[0]["a"], value[0]["a"])
@@ -102,7 +107,7 @@ def test_a_newer_version_is_refused_with_the_reason(tmp_path):
     optimizer, _ = trained_optimizer("adamw")
     path = save_checkpoint(tmp_path, checkpoint_of(optimizer))
     text = (path / "state.json").read_text()
-    (path / "state.json").write_text(text.replace('"version": 1', '"version": 99'))
+    (path / "state.json").write_text(text.replace('"version": 2', '"version": 99'))
     with pytest.raises(UsageError, match="version 99"):
         read_checkpoint(path)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 
@@ -10,15 +11,19 @@ import pytest
 import torch
 from torch import nn
 
-from lora_trainer.config.schema import OptimSection
+from lora_trainer.config.schema import LossSection, OptimSection
+from lora_trainer.diffusion.loss import make_loss
 from lora_trainer.diffusion.process import Process, scaled_linear_alphas
 from lora_trainer.models import FAMILIES
 from lora_trainer.models.lora import inject_lora, target_modules
-from lora_trainer.optim.optimizers import OPTIMIZERS
+from lora_trainer.optim.clipping import clip_by_norm, clip_by_value
+from lora_trainer.optim.optimizers import make_optimizer
 from lora_trainer.training.adapter import Adapter, make_adapter
 from lora_trainer.training.micro import Micro
-from lora_trainer.training.step import Learner, backward, clip, train_step
+from lora_trainer.training.step import Learner, backward, train_step
 from tests.export.tiny import tiny_pipeline
+
+PROCESS = Process(scaled_linear_alphas(1000, 0.00085, 0.012), "epsilon")
 
 
 @pytest.fixture
@@ -41,15 +46,17 @@ def make_learner(unet: nn.Module, dtype: torch.dtype = torch.float32, **changes)
     learner = Learner(
         denoiser=unet,
         predict=family.predict,
-        process=Process(scaled_linear_alphas(1000, 0.00085, 0.012), "epsilon"),
+        process=PROCESS,
+        loss=make_loss(LossSection(min_snr_gamma=5.0), PROCESS),
         adapter=adapter,
-        optimizer=OPTIMIZERS[name](list(adapter.masters.values()), OptimSection()),
+        average=None,
+        shown=lambda: adapter.masters,
+        optimizer=make_optimizer(adapter.masters, OptimSection(name=name)),
         scaler=None,
         reduce=None,
         device=torch.device("cpu"),
         dtype=dtype,
-        clip_norm=0.0,
-        min_snr_gamma=5.0,
+        clip=partial(clip_by_norm, largest=0.0),
     )
     return dataclasses.replace(learner, **changes)
 
@@ -61,12 +68,16 @@ def random_micro(count: int, dtype: torch.dtype = torch.float32) -> Micro:
         return torch.randn(*shape, generator=generator).to(dtype)
 
     t = torch.randint(0, 1000, (count,), generator=generator)
-    return Micro(drawn(count, 4, 8, 8), drawn(count, 4, 8, 8), t, {"embeds": drawn(count, 77, 32)}, drawn(count, 6))
+    latents, noise, embeds = drawn(count, 4, 8, 8), drawn(count, 4, 8, 8), drawn(count, 77, 32)
+    return Micro(latents, noise, noise, t, {"embeds": embeds}, drawn(count, 6), torch.ones(count, dtype=dtype))
 
 
 def part(micro: Micro, start: int, end: int) -> Micro:
     cond = {name: value[start:end] for name, value in micro.cond.items()}
-    return Micro(micro.latents[start:end], micro.noise[start:end], micro.t[start:end], cond, micro.sizes[start:end])
+    parts = {
+        field.name: getattr(micro, field.name)[start:end] for field in dataclasses.fields(micro) if field.name != "cond"
+    }
+    return Micro(**parts, cond=cond)
 
 
 def gradients(learner: Learner, micros: list[Micro], samples: int) -> list[torch.Tensor]:
@@ -115,6 +126,18 @@ def test_a_process_without_samples_still_takes_part(unet):
     assert float(result.loss) == 0.0
 
 
+def test_a_weight_multiplies_its_samples_part(unet):
+    learner = make_learner(unet, torch.float64)
+    for parameter in learner.masters:
+        parameter.data += 0.01
+    micro = random_micro(2, torch.float64)
+    first, second = (gradients(learner, [part(micro, row, row + 1)], 2) for row in (0, 1))
+    weighted = dataclasses.replace(micro, weights=torch.tensor([3.0, 0.0], dtype=torch.float64))
+    for one, other, expected in zip(first, second, gradients(learner, [weighted], 2), strict=True):
+        assert float(other.abs().sum()) > 0.0
+        assert torch.allclose(3.0 * one, expected, rtol=1e-9, atol=1e-15)
+
+
 def test_training_lowers_the_loss(unet):
     learner = make_learner(unet)
     micro = random_micro(4)
@@ -125,14 +148,17 @@ def test_training_lowers_the_loss(unet):
 def test_clipping_clips_and_reports_the_norm_before():
     parameter = nn.Parameter(torch.zeros(4))
     parameter.grad = torch.full((4,), 3.0)
-    assert float(clip([parameter], 1.0)) == pytest.approx(6.0)
+    assert float(clip_by_norm([parameter], 1.0)) == pytest.approx(6.0)
     assert float(parameter.grad.norm()) == pytest.approx(1.0, abs=1e-4)
     parameter.grad = torch.full((4,), 0.1)
-    clip([parameter], 1.0)
+    clip_by_norm([parameter], 1.0)
     assert float(parameter.grad.norm()) == pytest.approx(0.2)
     parameter.grad = torch.full((4,), 3.0)
-    clip([parameter], 0.0)
+    clip_by_norm([parameter], 0.0)
     assert float(parameter.grad.norm()) == pytest.approx(6.0)
+    parameter.grad = torch.tensor([3.0, -4.0, 0.1, 0.0])
+    assert float(clip_by_value([parameter], 0.5)) == pytest.approx(5.001, abs=1e-3)
+    assert parameter.grad.tolist() == pytest.approx([0.5, -0.5, 0.1, 0.0])
 
 
 def test_bf16_keeps_fp32_masters_that_small_updates_reach(unet):

@@ -1,0 +1,122 @@
+"""Settings that do not go together.
+
+What the user asked for stands: two such settings are a problem. What comes from a preset or a
+default gives way, and that is said.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from lora_trainer.config.toml import section_types, shown
+from lora_trainer.core.errors import Problem
+
+SMALLEST_FACTOR = 0.01  # under this a rate is meant for AdamW, not as a factor on Prodigy's own
+SUGGESTED_FACTOR = 1.0
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Merged values by section, and the layer that each was set by."""
+
+    values: Mapping[str, Mapping[str, Any]]
+    origin: Mapping[str, str]
+
+    def __getitem__(self, name: str) -> Any:
+        section, key = name.split(".")
+        return self.values[section].get(key, self.default(name))
+
+    def default(self, name: str) -> Any:
+        section, key = name.split(".")
+        return section_types()[section].model_fields[key].default
+
+    def without(self, yielding: Iterable[Yields]) -> dict[str, dict[str, Any]]:
+        """The values after some gave way."""
+        values = {section: dict(each) for section, each in self.values.items()}
+        for clash in yielding:
+            section, key = clash.name.split(".")
+            values[section][key] = clash.value
+        return values
+
+    def told(self, name: str) -> str:
+        """`schedule.name = "cosine" (from preset quality)`."""
+        return f"{name} = {shown(self[name])} (from {self.origin[name]})"
+
+
+@dataclass(frozen=True)
+class Yields:
+    """A setting that takes `value` because of another one, the reason, and what a user who set it must do."""
+
+    name: str
+    value: Any
+    reason: str
+    fix: str
+
+
+def from_user(origin: str) -> bool:
+    """Whether a setting comes from the user's file or flags rather than from a default or a preset."""
+    return not origin.startswith(("default", "preset", "family preset"))
+
+
+def contradictions(settings: Settings) -> list[Yields]:
+    """All that does not go together, whoever set it."""
+    return [clash for rule in RULES for clash in rule(settings)]
+
+
+def give_way(settings: Settings, clashes: Sequence[Yields]) -> tuple[list[Yields], list[Problem]]:
+    """What gives way, and a problem for each clash that the user asked for."""
+    asked = [clash for clash in clashes if from_user(settings.origin[clash.name])]
+    problems = [Problem(f"{settings.told(clash.name)}: {clash.reason}.", clash.fix) for clash in asked]
+    return [clash for clash in clashes if clash not in asked], problems
+
+
+def note_on(settings: Settings, clash: Yields) -> str:
+    """What is said of a setting that gave way."""
+    return f"{settings.told(clash.name)} gives way to {shown(clash.value)}: {clash.reason}"
+
+
+def prodigy_rate(settings: Settings) -> list[Yields]:
+    rate, name = settings["optim.learning_rate"], "optim.learning_rate"
+    # A preset's rate is meant for AdamW whatever its size.
+    meant_for_adamw = rate < SMALLEST_FACTOR or not from_user(settings.origin[name])
+    if settings["optim.name"] != "prodigy" or not meant_for_adamw or rate == SUGGESTED_FACTOR:
+        return []
+    reason = "Prodigy finds the rate itself, and this is a factor on it"
+    return [Yields(name, SUGGESTED_FACTOR, reason, "Set optim.learning_rate=1.0, or remove it.")]
+
+
+def schedule_free(settings: Settings) -> list[Yields]:
+    if settings["optim.name"] != "schedule_free":
+        return []
+    found = []
+    if settings["schedule.name"] != "constant":
+        reason = "optim.name=schedule_free averages weights in place of a schedule"
+        found.append(Yields("schedule.name", "constant", reason, "Set schedule.name=constant, or another optim.name."))
+    if settings["train.ema_decay"] is not None:
+        reason = "optim.name=schedule_free keeps an average of the weights already"
+        found.append(Yields("train.ema_decay", None, reason, "Set train.ema_decay=none, or another optim.name."))
+    if settings["optim.beta1"] == 0.0:
+        reason = "optim.name=schedule_free divides by beta1"
+        found.append(Yields("optim.beta1", 0.9, reason, "Set optim.beta1 above 0."))
+    return found
+
+
+def clipping(settings: Settings) -> list[Yields]:
+    if settings["optim.clip_value"] is None or settings["optim.clip_norm"] == 0.0:
+        return []
+    reason = "gradients are clipped by value (optim.clip_value) or by norm, not both"
+    return [Yields("optim.clip_norm", 0.0, reason, "Set optim.clip_norm=0, or remove optim.clip_value.")]
+
+
+RULES: tuple[Callable[[Settings], list[Yields]], ...] = (prodigy_rate, schedule_free, clipping)
+
+
+def steps_and_epochs(settings: Settings) -> list[Problem]:
+    """Two lengths: whoever set them, nobody can say which was meant."""
+    if settings["train.max_steps"] is None or settings["train.max_epochs"] is None:
+        return []
+    message = f"{settings.told('train.max_steps')} and {settings.told('train.max_epochs')} contradict each other."
+    fix = "Remove one of them, or empty it: --set train.max_epochs=none (or --set train.max_steps=none)."
+    return [Problem(message, fix)]

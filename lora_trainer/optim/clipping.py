@@ -1,0 +1,40 @@
+"""Gradients held within bounds before the update."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from lora_trainer.config.schema import OptimSection
+
+# Changes gradients in place; returns their joint norm [] from before.
+Clip = Callable[[Sequence[nn.Parameter]], Tensor]
+
+
+def make_clip(config: OptimSection) -> Clip:
+    """By value where `optim.clip_value` is set, else by norm."""
+    if config.clip_value is not None:
+        return partial(clip_by_value, largest=config.clip_value)
+    return partial(clip_by_norm, largest=config.clip_norm)
+
+
+def clip_by_norm(parameters: Sequence[nn.Parameter], largest: float) -> Tensor:
+    """Scale all gradients so that their joint norm is at most `largest` (0: leave them)."""
+    norm = gradient_norm(parameters)
+    if largest:
+        torch.nn.utils.clip_grads_with_norm_(parameters, largest, norm)
+    return norm
+
+
+def clip_by_value(parameters: Sequence[nn.Parameter], largest: float) -> Tensor:
+    """Hold each entry of each gradient within ± `largest`."""
+    norm = gradient_norm(parameters)
+    torch.nn.utils.clip_grad_value_(parameters, largest)
+    return norm
+
+
+def gradient_norm(parameters: Sequence[nn.Parameter]) -> Tensor:
+    return torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])

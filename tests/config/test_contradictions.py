@@ -1,0 +1,104 @@
+"""Settings that do not go together: the user's are a problem, a preset's give way and are named."""
+
+from __future__ import annotations
+
+import pytest
+
+from lora_trainer.config.layers import Layer, Resolved, flattened, resolve
+from lora_trainer.config.options import suited
+from lora_trainer.core.errors import UsageError
+
+QUALITY = Layer("preset quality", {"schedule": {"name": "cosine"}, "optim": {"learning_rate": 1e-4}})
+
+
+def user(**settings: object) -> Layer:
+    """A layer of `section__key=value`."""
+    values: dict[str, dict[str, object]] = {}
+    for name, value in settings.items():
+        section, key = name.split("__")
+        values.setdefault(section, {})[key] = value
+    return Layer("--set", values)
+
+
+CLASHES = [
+    ({"optim__name": "prodigy"}, {"optim__learning_rate": 1e-4}, 1.0),
+    ({"optim__name": "schedule_free"}, {"schedule__name": "cosine"}, "constant"),
+    ({"optim__name": "schedule_free"}, {"train__ema_decay": 0.99}, None),
+    ({"optim__name": "schedule_free"}, {"optim__beta1": 0.0}, 0.9),
+    ({"optim__clip_value": 0.5}, {"optim__clip_norm": 2.0}, 0.0),
+]
+
+
+def name_of(settings: dict[str, object]) -> str:
+    return next(iter(settings)).replace("__", ".")
+
+
+@pytest.mark.parametrize(("asked", "other", "value"), CLASHES)
+def test_what_the_user_set_is_refused(asked, other, value):
+    with pytest.raises(UsageError) as caught:
+        resolve([user(**asked), user(**other)])
+    (problem,) = caught.value.problems
+    assert problem.message.startswith(f"{name_of(other)} = ")
+    assert "(from --set): " in problem.message
+    assert problem.fix
+
+
+@pytest.mark.parametrize(("asked", "other", "value"), CLASHES)
+def test_what_a_preset_set_gives_way_and_is_named(asked, other, value):
+    resolved = resolve([Layer("preset some", user(**other).values), user(**asked)])
+    assert flattened(resolved.config)[name_of(other)] == value
+    assert resolved.origin[name_of(other)].startswith("default")
+    (note,) = resolved.notes
+    assert note.startswith(f"{name_of(other)} = ")
+    assert "(from preset some) gives way to " in note
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"optim__name": "prodigy", "optim__learning_rate": 0.5},
+        {"optim__clip_value": 0.5, "optim__clip_norm": 0.0},
+        {"optim__name": "schedule_free", "schedule__name": "constant"},
+        {"train__ema_decay": 0.999, "schedule__name": "cosine"},
+    ],
+)
+def test_what_goes_together_is_left_alone(settings):
+    resolved = resolve([user(**settings)])
+    values = flattened(resolved.config)
+    assert {name: values[name.replace("__", ".")] for name in settings} == settings
+    assert resolved.notes == ()
+
+
+def test_prodigy_never_takes_a_rate_meant_for_adamw():
+    """Not the default's, and not that of the built-in base's preset, which is large enough to pass for a factor."""
+    for layers in ([], [QUALITY], [Layer("family preset builtin", {"optim": {"learning_rate": 0.02}})]):
+        assert resolve([*layers, user(optim__name="prodigy")]).config.optim.learning_rate == 1.0
+
+
+def test_a_resolved_config_resolves_to_itself():
+    first = resolve([QUALITY, user(optim__name="schedule_free", optim__clip_value=0.5)])
+    file = Layer("--config run.toml", first.config.model_dump(by_alias=True))
+    again = resolve([file])
+    assert again.config == first.config
+    assert again.notes == ()
+
+
+def with_min_snr(layer: str) -> Resolved:
+    return resolve([Layer(layer, {"loss": {"min_snr_gamma": 5.0}})])
+
+
+def test_a_presets_option_that_the_model_lacks_is_dropped_and_named():
+    resolved = suited(with_min_snr("preset balanced"), "flow")
+    assert resolved.config.loss.min_snr_gamma is None
+    assert resolved.origin["loss.min_snr_gamma"].startswith("default")
+    assert "loss.min_snr_gamma = 5.0 (from preset balanced) gives way" in resolved.notes[0]
+    assert suited(with_min_snr("preset balanced"), "epsilon") == with_min_snr("preset balanced")
+
+
+def test_a_users_option_that_the_model_lacks_is_refused():
+    with pytest.raises(UsageError, match=r"min_snr_gamma = 5.0 \(from --set\): the model predicts flow"):
+        suited(with_min_snr("--set"), "flow")
+    zero = resolve([user(noise__zero_terminal_snr=True)])
+    with pytest.raises(UsageError, match=r"zero_terminal_snr = true .*predicts velocity"):
+        suited(zero, "epsilon")
+    assert suited(zero, "v_prediction") == zero

@@ -1,0 +1,105 @@
+"""Optimizers: what decays, whether each learns, and what is said when a library is absent."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+import torch
+from torch import nn
+
+from lora_trainer.config.schema import OptimSection
+from lora_trainer.core.errors import UsageError
+from lora_trainer.optim.optimizers import OPTIMIZERS, averaged, make_optimizer, set_rate
+
+# A rate under which each gets near the minimum below in a few hundred steps.
+RATES = dict.fromkeys(OPTIMIZERS, 0.01) | {"prodigy": 1.0, "schedule_free": 3e-2}
+LORA_A, LORA_B = "blocks.0.to_q.lora_A.default.weight", "blocks.0.to_q.lora_B.default.weight"
+
+
+def pair(out: int = 12, rank: int = 4, wide: int = 10) -> dict[str, nn.Parameter]:
+    """A LoRA as training starts it: the up projection at 0."""
+    torch.manual_seed(0)
+    return {LORA_A: nn.Parameter(torch.randn(rank, wide) * 0.3), LORA_B: nn.Parameter(torch.zeros(out, rank))}
+
+
+@pytest.mark.parametrize("name", sorted(OPTIMIZERS))
+def test_each_optimizer_fits_a_low_rank_change(name):
+    """Also one that starts at 0, where an optimizer that scales its rate by the weights stands still."""
+    parameters = pair()
+    target = torch.randn(12, 4) @ torch.randn(4, 10) * 0.3
+    optimizer = make_optimizer(parameters, OptimSection(name=name, learning_rate=RATES[name], weight_decay=0.0))
+
+    def error(up: torch.Tensor, down: torch.Tensor) -> torch.Tensor:
+        return (up @ down - target).square().mean()
+
+    first = float(error(parameters[LORA_B], parameters[LORA_A]).detach())
+    for step in range(300):
+        set_rate(optimizer, RATES[name] * (1.0 - step / 300 if name != "schedule_free" else 1.0))
+        error(parameters[LORA_B], parameters[LORA_A]).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    used = [averaged(optimizer, each) if name == "schedule_free" else each.detach() for each in parameters.values()]
+    assert float(error(used[1], used[0])) < 0.1 * first
+
+
+def test_decay_is_for_matrices_and_kernels_alone():
+    shapes = {
+        LORA_A: (4, 10),
+        "conv.lora_A.default.weight": (4, 10, 3, 3),
+        "to_q.lora_B.default.bias": (12,),
+        "norm.weight": (12,),
+        "to_q.lora_magnitude_vector.default.weight": (12,),
+        "conv.lora_magnitude_vector.default.weight": (1, 12, 1, 1),
+        "text_model.embeddings.token_embedding.trainable_tokens_delta.default": (2, 768),
+    }
+    parameters = {name: nn.Parameter(torch.ones(shape)) for name, shape in shapes.items()}
+    optimizer = make_optimizer(parameters, OptimSection(weight_decay=0.02, learning_rate=0.5))
+    assert [(len(group["params"]), group["weight_decay"]) for group in optimizer.param_groups] == [(2, 0.02), (5, 0.0)]
+    for parameter in parameters.values():
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    assert {name: float(parameter.detach().mean()) for name, parameter in parameters.items()} == pytest.approx(
+        dict.fromkeys(list(shapes)[:2], 0.99) | dict.fromkeys(list(shapes)[2:], 1.0)
+    )
+
+
+@pytest.mark.parametrize("name", sorted(set(OPTIMIZERS) - {"adamw"}))
+def test_every_optimizer_decays_as_told(name):
+    """A decay of 0.1 at a rate of 0.5 takes 5 % from a weight without a gradient; Prodigy's own rate is tiny yet."""
+    parameters = {"a": nn.Parameter(torch.ones(80, 80))}
+    optimizer = make_optimizer(parameters, OptimSection(name=name, weight_decay=0.1, learning_rate=0.5))
+    parameters["a"].grad = torch.zeros(80, 80)
+    optimizer.step()
+    left = float(parameters["a"].detach().mean())
+    if name == "prodigy":
+        assert optimizer.param_groups[0]["weight_decay"] == 0.1
+    elif name == "schedule_free":
+        assert 0.9 < left < 1.0
+    else:
+        assert left == pytest.approx(0.95, abs=1e-4)
+
+
+def test_the_schedule_free_average_is_the_librarys_own():
+    parameters = pair()
+    optimizer = make_optimizer(parameters, OptimSection(name="schedule_free", learning_rate=0.1))
+    for step in range(5):
+        for parameter in parameters.values():
+            parameter.grad = torch.full_like(parameter, float(step - 1))
+        optimizer.step()
+    before = {name: parameter.detach().clone() for name, parameter in parameters.items()}
+    ours = {name: averaged(optimizer, parameter) for name, parameter in parameters.items()}
+    assert all(torch.equal(parameters[name], before[name]) for name in before)
+    optimizer.eval()
+    assert all(torch.equal(parameters[name], ours[name]) for name in before)
+    assert not torch.equal(before[LORA_B], ours[LORA_B])
+
+
+@pytest.mark.parametrize(("name", "library"), [("adamw8bit", "bitsandbytes"), ("lion", "pytorch_optimizer")])
+def test_an_absent_library_is_named_with_its_installation(name, library, monkeypatch):
+    for module in [module for module in sys.modules if module.partition(".")[0] == library]:
+        monkeypatch.delitem(sys.modules, module)
+    monkeypatch.setitem(sys.modules, library, None)
+    with pytest.raises(UsageError, match=f"needs {library}.*pip install {library}") as caught:
+        make_optimizer(pair(), OptimSection(name=name))
+    assert f"optim.name={name}" in str(caught.value)
