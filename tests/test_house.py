@@ -80,7 +80,7 @@ def test_launch_configs_are_ones_that_accelerate_reads(checkout: Path) -> None:
     from accelerate.commands.config.config_args import load_config_from_file
 
     files = sorted((checkout / "accelerate_configs").glob("*.yaml"))
-    assert [path.stem for path in files] == ["cpu", "cpu_2", "multi_gpu", "single_gpu"]
+    assert [path.stem for path in files] == ["cpu", "cpu_2", "multi_gpu", "multi_node", "single_gpu"]
     for path in files:
         config = load_config_from_file(str(path))
         expected = yaml.safe_load(path.read_text("utf-8"))
