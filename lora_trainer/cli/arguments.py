@@ -128,6 +128,13 @@ def resolved_from(
     """
     problems = list(unknown)
     presets, user = layers_from(arguments, problems, presets_if_none=presets_if_none)
+    return settled(presets, user, problems, builtin_if_none=builtin_if_none)
+
+
+def settled(
+    presets: Sequence[Layer], user: Sequence[Layer], problems: Sequence[Problem], *, builtin_if_none: bool = True
+) -> Resolved:
+    """One config of all layers. From here on no library asks the network when that was the wish. Raises UsageError."""
     resolved = settle(presets, user, problems, builtin_if_none=builtin_if_none)
     for note in resolved.notes:
         say(note)

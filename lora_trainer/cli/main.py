@@ -27,6 +27,8 @@ from lora_trainer.cli.arguments import (
     say,
     unknown_arguments,
 )
+from lora_trainer.cli.batch import EXAMPLES as BATCH_EXAMPLES
+from lora_trainer.cli.batch import add_batch_arguments, batch_command
 from lora_trainer.config.layers import Resolved
 from lora_trainer.core.errors import DONE, TRAINING_FAILED, WRONG_USAGE, Problem, UsageError, UserError, nearest
 from lora_trainer.core.launch import is_main_process
@@ -336,6 +338,9 @@ COMMANDS = {
         add_run_arguments,
         _produce,
         EXAMPLES.replace(" train ", " produce "),
+    ),
+    "batch": Command(
+        "produce one LoRA for each folder of pictures under ROOT", add_batch_arguments, batch_command, BATCH_EXAMPLES
     ),
     "demo": Command(
         "produce the built-in example, in minutes, without a GPU",

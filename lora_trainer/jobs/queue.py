@@ -13,7 +13,7 @@ import os
 import socket
 import sqlite3
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,11 +21,12 @@ from typing import Any, Literal
 
 import psutil
 
-from lora_trainer.core.errors import Problem, UsageError
+from lora_trainer.core.errors import TRAINING_FAILED, Problem, UsageError
 
 FILE = "batch.sqlite"
 BUSY_SECONDS = 30.0
 SILENT_SECONDS = 120.0  # without a sign of life a process of another machine counts as dead
+MOST_DEATHS = 3  # processes that one job may take with it
 VERSION = 1
 
 Status = Literal["waiting", "running", "done", "refused", "failed", "stopped"]
@@ -39,6 +40,7 @@ CREATE TABLE IF NOT EXISTS jobs (
     data TEXT NOT NULL,
     status TEXT NOT NULL DEFAULT 'waiting',
     attempts INTEGER NOT NULL DEFAULT 0,
+    deaths INTEGER NOT NULL DEFAULT 0,
     exit_code INTEGER,
     reason TEXT,
     scores TEXT NOT NULL DEFAULT '{"dataset": null, "lora": null}',
@@ -125,11 +127,13 @@ def enlist(path: Path, folders: Mapping[str, Path]) -> None:
         connection.executemany("DELETE FROM jobs WHERE name = ?", [(name,) for name in gone])
 
 
-def put_back(path: Path, statuses: Sequence[Status]) -> None:
-    """Let jobs that ended in one of these ways wait again."""
-    marks = ", ".join("?" * len(statuses))
+def put_back(path: Path, names: Iterable[str]) -> None:
+    """Let jobs that ended wait again."""
     with _writing(path) as connection:
-        connection.execute(f"UPDATE jobs SET status = 'waiting' WHERE status IN ({marks})", tuple(statuses))
+        connection.executemany(
+            "UPDATE jobs SET status = 'waiting', deaths = 0 WHERE name = ? AND status != 'running'",
+            [(name,) for name in names],
+        )
 
 
 def claim(path: Path, holder: str | None = None) -> QueuedJob | None:
@@ -189,7 +193,13 @@ def sign_of_life(path: Path, name: str) -> None:
 def read_jobs(path: Path) -> list[QueuedJob]:
     """All jobs in their order."""
     with _connected(path) as connection:
-        return [_job(row) for row in connection.execute(f"SELECT {_COLUMNS} FROM jobs ORDER BY position, name")]
+        return _all_jobs(connection)
+
+
+def while_locked(path: Path, act: Callable[[list[QueuedJob]], None]) -> None:
+    """Call `act` with all jobs while no process can change them."""
+    with _writing(path) as connection:
+        act(_all_jobs(connection))
 
 
 def this_process() -> str:
@@ -209,14 +219,22 @@ def _is_dead(holder: str, alive: float) -> bool:
 
 
 def _give_back_lost(connection: sqlite3.Connection) -> None:
-    running = connection.execute("SELECT name, holder, alive FROM jobs WHERE status = 'running'").fetchall()
-    for name, holder, alive in running:
-        if _is_dead(holder, alive):
-            connection.execute(
-                "UPDATE jobs SET status = 'waiting', holder = NULL, seconds = seconds + max(0, alive - claimed), "
-                "claimed = NULL WHERE name = ?",
-                (name,),
-            )
+    running = connection.execute("SELECT name, holder, alive, deaths FROM jobs WHERE status = 'running'").fetchall()
+    for name, holder, alive, deaths in running:
+        if not _is_dead(holder, alive):
+            continue
+        status, code, reason = "waiting", None, None
+        if deaths + 1 >= MOST_DEATHS:
+            status, code, reason = "failed", TRAINING_FAILED, f"Its process died {deaths + 1} times without a word."
+        connection.execute(
+            "UPDATE jobs SET status = ?, exit_code = ?, reason = ?, deaths = deaths + 1, holder = NULL, "
+            "seconds = seconds + max(0, alive - claimed), claimed = NULL, phase = NULL WHERE name = ?",
+            (status, code, reason, name),
+        )
+
+
+def _all_jobs(connection: sqlite3.Connection) -> list[QueuedJob]:
+    return [_job(row) for row in connection.execute(f"SELECT {_COLUMNS} FROM jobs ORDER BY position, name")]
 
 
 def _job(row: Sequence[Any]) -> QueuedJob:

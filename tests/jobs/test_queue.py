@@ -96,6 +96,19 @@ def test_a_number_that_another_process_has_now_is_dead(tmp_path):
     assert statuses(path) == {"one": "waiting"}
 
 
+def test_a_job_that_takes_every_process_with_it_fails(tmp_path):
+    path = made(tmp_path, "one")
+    host, number, started = json.loads(queue.this_process())
+    for _ in range(queue.MOST_DEATHS):
+        assert queue.claim(path, json.dumps([host, number, started - 1000])) is not None
+    assert queue.claim(path) is None
+    (job,) = queue.read_jobs(path)
+    assert (job.status, job.exit_code, job.attempts) == ("failed", 5, 3)
+    assert "died 3 times" in (job.reason or "")
+    queue.put_back(path, ["one"])
+    assert queue.claim(path) is not None
+
+
 def test_another_machine_is_dead_when_it_is_silent(tmp_path, monkeypatch):
     path = made(tmp_path, "one")
     assert queue.claim(path, json.dumps(["elsewhere", 1, 1.0])) is not None
@@ -115,7 +128,7 @@ def test_enlisting_again_keeps_what_happened(tmp_path):
     found = queue.read_jobs(path)
     assert [job.name for job in found] == ["c", "new", "a"], "b waited and is not named any more"
     assert (found[2].status, found[2].exit_code, found[2].data) == ("refused", 3, tmp_path / "moved")
-    queue.put_back(path, ("refused", "failed"))
+    queue.put_back(path, ["a"])
     assert set(statuses(path).values()) == {"waiting"}
 
 

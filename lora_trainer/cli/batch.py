@@ -1,0 +1,58 @@
+"""`batch ROOT`: one LoRA for each dataset folder."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from lora_trainer.cli.arguments import add_run_arguments, layers_from, settled
+from lora_trainer.core.errors import Problem
+
+EXAMPLES = """examples:
+  lora-trainer batch ./customers --preset 12gb --model ./my-sd15 --output night
+  lora-trainer batch ./customers --preset 12gb --model ./my-sd15 --output night --resume
+
+A folder's own lora.toml has the last word for that folder, over the flags too.
+"""
+NOT_HERE = {
+    "data.sources": Problem("--data is not for a batch.", "The folders under ROOT are the data sets."),
+    "run.name": Problem(
+        "--name is not for a batch.", "Runs are named after their folders, or by [run] name in lora.toml."
+    ),
+}
+
+
+def add_batch_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "root", nargs="?", metavar="ROOT", help="folder that holds one folder of pictures for each LoRA"
+    )
+    group = parser.add_argument_group("the batch")
+    group.add_argument(
+        "--jobs", type=int, default=1, metavar="N", help="jobs at once, each with a copy of the base (1)"
+    )
+    group.add_argument("--executor", default="local", metavar="local|ray|slurm", help="where the jobs run (local)")
+    add_run_arguments(parser)
+
+
+def batch_command(arguments: argparse.Namespace, unknown: list[Problem]) -> int:
+    """Run the batch; the largest exit code of its jobs. Raises UsageError for what concerns all of them."""
+    problems = list(unknown)
+    given = vars(arguments)
+    problems.extend(problem for name, problem in NOT_HERE.items() if given[name])
+    if arguments.root is None:
+        problems.append(Problem("batch needs ROOT.", "For example: lora-trainer batch ./customers --preset 12gb"))
+    presets, user = layers_from(arguments, problems)
+    resolved = settled(presets, user, problems)
+    if arguments.explain:
+        from lora_trainer.cli.presets import explain
+
+        explain(resolved)
+        if not arguments.dry_run:
+            return 0
+    from lora_trainer.jobs.batch import BatchOrder, run_batch, show_batch
+    from lora_trainer.jobs.folders import Shared
+    from lora_trainer.production.order import plain_console
+
+    shared = Shared(tuple(presets), tuple(user), arguments.resume)
+    order = BatchOrder(Path(arguments.root), shared, resolved, arguments.jobs, arguments.executor)
+    return (show_batch if arguments.dry_run else run_batch)(order, plain_console())

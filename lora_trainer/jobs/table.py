@@ -1,0 +1,133 @@
+"""A batch as people watch it: a live table in a terminal, a line for each change elsewhere."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from rich.console import Console
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from lora_trainer.jobs.queue import QueuedJob, read_jobs
+from lora_trainer.monitor.progress import duration
+
+LOOK_EVERY_SECONDS = 0.5
+STYLES = {"done": "green", "refused": "yellow", "failed": "red", "stopped": "yellow", "running": "bold cyan"}
+ORDER = ("done", "refused", "failed", "stopped", "running", "waiting")
+WORDS = {"dataset": "data", "lora": "LoRA"}
+Show = Callable[[Sequence[QueuedJob]], None]
+COLUMNS = ("dataset", "status", "step", "loss", "held-out", "data", "LoRA", "time", "what is wrong")
+
+
+@contextmanager
+def watching(queue: Path, console: Console) -> Iterator[None]:
+    """Show the jobs while the block runs, from a thread that reads the queue."""
+    with live_table() if console.is_terminal else new_lines(queue, console) as show, _looking(queue, show):
+        yield
+
+
+@contextmanager
+def live_table() -> Iterator[Show]:
+    """A table that stays on the screen when the block is over."""
+    with Live(console=Console(highlight=False), auto_refresh=False) as live:
+        yield lambda jobs: live.update(table(jobs), refresh=True)
+
+
+@contextmanager
+def new_lines(queue: Path, console: Console) -> Iterator[Show]:
+    """A line for each job whose state is another than when it was last told."""
+    told = {job.name: line(job) for job in read_jobs(queue)}
+
+    def tell(jobs: Sequence[QueuedJob]) -> None:
+        for job in jobs:
+            news = line(job)
+            if told.get(job.name) != news:
+                told[job.name] = news
+                console.print(news)
+
+    yield tell
+
+
+@contextmanager
+def _looking(queue: Path, show: Show) -> Iterator[None]:
+    over = threading.Event()
+
+    def look() -> None:
+        while not over.wait(LOOK_EVERY_SECONDS):
+            show(read_jobs(queue))
+
+    thread = threading.Thread(target=look, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
+        show(read_jobs(queue))
+
+
+def table(jobs: Sequence[QueuedJob]) -> Table:
+    """One row a job. Names may hold what rich takes for markup, so every cell is a Text."""
+    found = Table(box=None, pad_edge=False, header_style="bold", caption=counts(jobs), caption_justify="left")
+    for title in COLUMNS:
+        right = title in ("step", "loss", "held-out", "data", "LoRA", "time")
+        wrapped = title in ("dataset", "what is wrong")
+        found.add_column(title, justify="right" if right else "left", no_wrap=not wrapped, overflow="fold")
+    for job in jobs:
+        style = STYLES.get(job.status, "dim")
+        status = f"{job.status}: {job.phase}" if job.status == "running" and job.phase else job.status
+        cells = (
+            job.name,
+            status,
+            f"{job.step}/{job.total}" if job.total else "",
+            _number(job.loss, 4),
+            _number(job.held_out, 4),
+            _number(job.scores.get("dataset"), 2),
+            _number(job.scores.get("lora"), 2),
+            duration(spent(job)) if spent(job) else "",
+            short(job.reason),
+        )
+        found.add_row(*(Text(cell, style=style if at < 2 else "") for at, cell in enumerate(cells)))
+    return found
+
+
+def line(job: QueuedJob) -> str:
+    """A job's state as one line: its start, each quarter of its steps, what comes after them, its end."""
+    if job.status == "running":
+        if job.phase in (None, "checking", "caching"):
+            return f"{job.name}: started"
+        if job.phase != "training" or not job.total:
+            return f"{job.name}: {job.phase}"
+        return f"{job.name}: training, {25 * (4 * (job.step or 0) // job.total)} % of {job.total} steps"
+    scores = [f"{WORDS[what]} {value:.2f}" for what, value in job.scores.items() if value is not None]
+    parts = [f"{job.name}: {job.status}", *scores, *([duration(spent(job))] if spent(job) else [])]
+    return ", ".join(parts) + (f": {short(job.reason)}" if job.reason else "")
+
+
+def counts(jobs: Sequence[QueuedJob]) -> str:
+    """`4 done, 1 refused, 1 failed`."""
+    found = Counter[str](job.status for job in jobs)
+    return ", ".join(f"{found[status]} {status}" for status in ORDER if found[status])
+
+
+def spent(job: QueuedJob) -> float:
+    """Seconds over all attempts, the one under way included."""
+    return job.seconds + (max(0.0, time.time() - job.claimed) if job.claimed else 0.0)
+
+
+def short(reason: str | None) -> str:
+    """The first line of a reason; how many problems follow."""
+    if not reason:
+        return ""
+    first, *others = reason.splitlines()
+    return f"{first} (and {len(others)} more)" if others else first
+
+
+def _number(value: float | None, digits: int) -> str:
+    return "" if value is None else f"{value:.{digits}f}"

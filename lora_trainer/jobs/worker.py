@@ -1,0 +1,172 @@
+"""One process at work on a batch's queue: claim a job, run it as `produce` does, record its end."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import threading
+import time
+import traceback
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any, TextIO, cast
+
+from rich.console import Console
+
+from lora_trainer.core.errors import DATASET_REFUSED, DONE, LORA_REFUSED, DatasetRefused, UserError
+from lora_trainer.jobs import queue
+from lora_trainer.jobs.folders import Shared, job_settings, shared_from_json
+from lora_trainer.jobs.summary import write_summary
+from lora_trainer.models.family import Family
+from lora_trainer.monitor.progress import Progress, Watch
+from lora_trainer.production.record import FILE as RECORD
+from lora_trainer.production.record import Record, read_record
+from lora_trainer.production.run import ended_by, train
+
+SIGNALLED = 128
+SHARED = "shared"  # the queue's note with what all jobs have in common
+LOG = Path("logs") / "console.txt"
+SAY_EVERY_SECONDS = 1.0
+BEAT_SECONDS = 20.0
+NO_SCORES: Mapping[str, float | None] = {"dataset": None, "lora": None}
+
+
+@dataclass(frozen=True)
+class Ending:
+    """How one attempt at a job ended."""
+
+    exit_code: int
+    reason: str | None
+    scores: Mapping[str, float | None]
+
+    @property
+    def status(self) -> queue.Status:
+        if self.exit_code >= SIGNALLED:
+            return "stopped"
+        if self.exit_code == DONE:
+            return "done"
+        return "refused" if self.exit_code in (DATASET_REFUSED, LORA_REFUSED) else "failed"
+
+
+def work(path: Path, families: Mapping[str, Family]) -> int | None:
+    """Run waiting jobs one after the other until none is left; the exit code of a signal that stopped this."""
+    shared = shared_from_json(queue.read_note(path, SHARED))
+    while (job := queue.claim(path)) is not None:
+        with beating(path, job.name):
+            ending = attempt(path, shared, job, families)
+        queue.finish(
+            path, job.name, ending.status, exit_code=ending.exit_code, reason=ending.reason, scores=ending.scores
+        )
+        write_summary(path)
+        if ending.status == "stopped":
+            return ending.exit_code
+    return None
+
+
+def attempt(path: Path, shared: Shared, job: queue.QueuedJob, families: Mapping[str, Family]) -> Ending:
+    """Train one folder under both gates. Nothing that goes wrong with it leaves this function."""
+    folder = path.parent / job.name
+    with RunLog(folder) as log:
+        console = Console(file=cast("IO[str]", log), highlight=False, markup=False, emoji=False, soft_wrap=True)
+        try:
+            resolved = job_settings(shared, job.name, job.data)
+            result = train(
+                resolved,
+                resume=shared.resume or job.attempts > 1,
+                enforce_gates=True,
+                families=families,
+                console=console,
+                watch=telling(path, job.name),
+            )
+            return ending_of(result.exit_code, result.record)
+        except (Exception, KeyboardInterrupt, SystemExit) as error:  # noqa: BLE001  the other jobs must go on
+            ended = ended_by(error, Record(job.name))
+            log.write(f"error: {error}\n" if isinstance(error, UserError) else traceback.format_exc())
+            scores = (read_record(folder) or {}).get("scores") or dict(NO_SCORES)
+            if isinstance(error, DatasetRefused) and error.report is not None:
+                scores = {"dataset": round(error.report.score, 4), "lora": None}
+            return Ending(ended.exit_code or 0, ended.reason, scores)
+
+
+def ending_of(code: int, record: Mapping[str, Any]) -> Ending:
+    """The end of a run that returned: done, stopped by a signal, or judged by an earlier attempt."""
+    reason = record.get("reason")
+    if code == LORA_REFUSED and not reason:
+        reason = "The LoRA scores under its gate."
+    return Ending(code, reason, record.get("scores") or dict(NO_SCORES))
+
+
+def telling(path: Path, name: str) -> Watch:
+    """A watcher that tells the queue how far the job is: at each new phase, and about once a second."""
+    last: tuple[str, float] = ("", 0.0)
+
+    def watch(progress: Progress) -> None:
+        nonlocal last
+        now = time.monotonic()
+        if progress.phase != last[0] or now - last[1] >= SAY_EVERY_SECONDS or progress.step == progress.total:
+            last = (progress.phase, now)
+            queue.report_progress(
+                path,
+                name,
+                phase=progress.phase,
+                step=progress.step,
+                total=progress.total,
+                loss=progress.loss,
+                held_out=progress.held_out,
+            )
+
+    return watch
+
+
+@contextlib.contextmanager
+def beating(path: Path, name: str) -> Iterator[None]:
+    """Signs of life while a job runs, from a thread: encoding and drawing are silent for long."""
+    over = threading.Event()
+
+    def beat() -> None:
+        while not over.wait(BEAT_SECONDS):
+            queue.sign_of_life(path, name)
+
+    thread = threading.Thread(target=beat, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
+
+
+class RunLog(io.TextIOBase):
+    """What a run says, in its own folder, from the moment when that folder holds a run.
+
+    Until then it is kept in memory: a folder with files that is no run would be refused, and a
+    refused data set leaves no folder.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder, self._waiting = folder, list[str]()
+        self._file: TextIO | None = None
+
+    def write(self, text: str, /) -> int:
+        if self._file is None and (self._folder / RECORD).is_file():
+            path = self._folder / LOG
+            path.parent.mkdir(exist_ok=True)
+            self._file = open(path, "a", encoding="utf-8")  # noqa: SIM115  closed by close()
+            self._file.writelines(self._waiting)
+        if self._file is None:
+            self._waiting.append(text)
+        else:
+            self._file.write(text)
+            self._file.flush()
+        return len(text)
+
+    def close(self) -> None:
+        if self._file is not None and not self._file.closed:
+            self._file.close()
+            if not (self._folder / RECORD).is_file():  # taken back by a wrong setting: leave nothing of it
+                (self._folder / LOG).unlink()
+                for folder in (self._folder / LOG.parent, self._folder):
+                    with contextlib.suppress(OSError):
+                        folder.rmdir()
+        super().close()

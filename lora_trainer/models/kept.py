@@ -1,0 +1,83 @@
+"""Bases kept in memory from job to job, and handed out so that no job can change them.
+
+What is kept stays in system memory and is never used itself. A caller gets a twin: modules of
+its own over the same weights, which the processor shares and a card copies. So a LoRA that is
+put on a twin, a precision or an attention that is chosen for it, are gone with it.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+from torch import nn
+
+from lora_trainer.models.family import Family
+
+MEMORY_FULL = 70.0  # percent in use from which another base takes the place of those that are kept
+CPU = torch.device("cpu")
+
+Bases = dict[tuple[str, Path, torch.dtype], Any]  # family, folder, precision -> pipeline on the processor
+
+
+def keep_loaded(families: Mapping[str, Family]) -> dict[str, Family]:
+    """The same families, reading each base from the disk once for each precision.
+
+    The bases live as long as the families that are returned. Encoders for the caches are read
+    each time: they are wanted only when something is missing, in a precision of their own.
+    """
+    bases: Bases = {}
+    return {
+        name: replace(
+            family,
+            load_denoiser=partial(_denoiser, family, bases),
+            make_pipeline=partial(_pipeline, family, bases),
+        )
+        for name, family in families.items()
+    }
+
+
+def _denoiser(family: Family, bases: Bases, folder: Path, dtype: torch.dtype, device: torch.device) -> nn.Module:
+    kept = getattr(_base(family, bases, folder, dtype), family.denoiser_prefix)
+    module: nn.Module = twin(kept)
+    return module.to(device)
+
+
+def _pipeline(family: Family, bases: Bases, folder: Path, dtype: torch.dtype, device: torch.device) -> Any:
+    pipeline = twin(_base(family, bases, folder, dtype))
+    return pipeline if device == CPU else pipeline.to(device)
+
+
+def _base(family: Family, bases: Bases, folder: Path, dtype: torch.dtype) -> Any:
+    key = (family.name, folder.resolve(), dtype)
+    if key not in bases:
+        if psutil.virtual_memory().percent > MEMORY_FULL:
+            bases.clear()
+        bases[key] = family.make_pipeline(folder, dtype, CPU)
+    return bases[key]
+
+
+def twin(kept: Any) -> Any:
+    """A copy of a module or pipeline whose parameters and buffers are new names for the same memory.
+
+    Moving or casting the copy leaves the original as it is; only writing into a weight in
+    place would not, and frozen bases are never written into.
+    """
+    modules = [kept] if isinstance(kept, nn.Module) else [part for part in kept.components.values() if _is_module(part)]
+    same: dict[int, Any] = {}
+    for module in modules:
+        for parameter in module.parameters():
+            same[id(parameter)] = nn.Parameter(parameter.detach(), requires_grad=parameter.requires_grad)
+        for buffer in module.buffers():
+            same[id(buffer)] = buffer.detach()
+    return copy.deepcopy(kept, same)
+
+
+def _is_module(part: Any) -> bool:
+    return isinstance(part, nn.Module)

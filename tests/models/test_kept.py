@@ -1,0 +1,112 @@
+"""A kept base is read once, and nothing that is done to what it hands out reaches it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from lora_trainer.models import FAMILIES, kept
+from lora_trainer.models.attention import install_attention
+from lora_trainer.models.kept import keep_loaded
+from lora_trainer.models.lora import inject_lora, target_modules
+from lora_trainer.models.memory import checkpoint_blocks
+from tests.export.tiny import tiny_pipeline
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("kept")
+    tiny_pipeline(folder / "made").save_pretrained(folder / "model", safe_serialization=True)
+    return folder / "model"
+
+
+def counted(reads: list[str]) -> Any:
+    """The family, saying what it reads from the disk."""
+    family = FAMILIES["sd15"]
+
+    def load_denoiser(*arguments: Any) -> Any:
+        reads.append("denoiser")
+        return family.load_denoiser(*arguments)
+
+    def make_pipeline(*arguments: Any) -> Any:
+        reads.append("pipeline")
+        return family.make_pipeline(*arguments)
+
+    return keep_loaded({"sd15": replace(family, load_denoiser=load_denoiser, make_pipeline=make_pipeline)})["sd15"]
+
+
+def weights(module: torch.nn.Module) -> dict[str, torch.Tensor]:
+    return {name: tensor.clone() for name, tensor in module.state_dict().items()}
+
+
+def assert_same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> None:
+    assert one.keys() == other.keys()
+    assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+def test_what_a_job_does_to_a_base_is_gone_with_it(model):
+    reads: list[str] = []
+    family = counted(reads)
+    untouched = weights(FAMILIES["sd15"].load_denoiser(model, torch.float32, CPU))
+    for _ in range(2):
+        denoiser = family.load_denoiser(model, torch.float32, CPU)
+        assert_same(weights(denoiser), untouched)
+        assert not any(parameter.requires_grad for parameter in denoiser.parameters())
+        assert not denoiser.training
+        assert not any(getattr(module, "gradient_checkpointing", False) for module in denoiser.modules())
+        assert denoiser.conv_in.weight.dtype == torch.float32
+        # All that a run does to it.
+        names = target_modules(denoiser, family, "attention")
+        parameters = inject_lora(denoiser, names, rank=2, alpha=1.0, dropout=0.1, seed=0)
+        install_attention(denoiser, "math")
+        checkpoint_blocks(denoiser, 3)
+        denoiser.train()
+        with torch.no_grad():
+            for parameter in parameters.values():
+                parameter.add_(1.0)
+        denoiser.half()
+    pipeline = family.make_pipeline(model, torch.float32, CPU)
+    assert_same(weights(pipeline.unet), untouched)
+    assert reads == ["pipeline"], "the disk is read once for both"
+
+
+def test_twins_share_their_weights(model):
+    family = counted([])
+    first, second = (family.load_denoiser(model, torch.float32, CPU) for _ in range(2))
+    pairs = list(zip(first.parameters(), second.parameters(), strict=True))
+    assert pairs
+    assert all(one is not other and one.data_ptr() == other.data_ptr() for one, other in pairs)
+
+
+def test_a_pipeline_of_a_kept_base_draws_what_a_fresh_one_draws(model):
+    family = counted([])
+
+    def drawn(pipeline: Any) -> Any:
+        generator = torch.Generator().manual_seed(3)
+        return pipeline("a ring", num_inference_steps=2, generator=generator, height=64, width=64, output_type="np")
+
+    fresh = drawn(FAMILIES["sd15"].make_pipeline(model, torch.float32, CPU)).images
+    for _ in range(2):
+        pipeline = family.make_pipeline(model, torch.float32, CPU)
+        assert (drawn(pipeline).images == fresh).all()
+        pipeline.vae.enable_slicing()
+        pipeline.unet.set_default_attn_processor()
+
+
+def test_another_precision_is_another_base_and_a_full_memory_keeps_one(model, monkeypatch):
+    reads: list[str] = []
+    family = counted(reads)
+    assert family.load_denoiser(model, torch.bfloat16, CPU).conv_in.weight.dtype == torch.bfloat16
+    family.load_denoiser(model, torch.float32, CPU)
+    family.load_denoiser(model, torch.bfloat16, CPU)
+    assert reads == ["pipeline", "pipeline"]
+    monkeypatch.setattr(kept, "MEMORY_FULL", -1.0)
+    family.load_denoiser(model, torch.float16, CPU)
+    family.load_denoiser(model, torch.bfloat16, CPU)
+    assert len(reads) == 4

@@ -1,0 +1,320 @@
+"""A batch through the command: every folder gets its LoRA or its reason, and nothing is done twice."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lora_trainer.cli.main import main
+from lora_trainer.jobs import queue
+from lora_trainer.models import FAMILIES
+from lora_trainer.monitor.trackers import Trackers
+from lora_trainer.training import run as run_module
+from tests.recipes.recipe import QUICK, contents, draw_pictures, exported, patched, record, rows
+
+STEPS = 3
+
+
+class PowerCut(BaseException):
+    """Ends everything where no handler of errors is meant to save anything."""
+
+
+@dataclass(frozen=True)
+class Night:
+    """A ROOT, where its runs go, and the command."""
+
+    root: Path
+    output: Path
+    model: Path
+    cache: Path
+
+    def arguments(self, *extra: str, **settings: object) -> list[str]:
+        given = QUICK | {"cache.folder": str(self.cache), "checkpoint.every_steps": "1", "gates.lora": "0"}
+        given |= {key.replace("__", "."): str(value) for key, value in settings.items()}
+        chosen = [part for key, value in given.items() for part in ("--set", f"{key}={value}")]
+        places = ["--model", str(self.model), "--output", str(self.output)]
+        return ["batch", str(self.root), *places, "--max-steps", str(STEPS), *chosen, *extra]
+
+    def run(self, *extra: str, **settings: object) -> int:
+        return main(self.arguments(*extra, **settings))
+
+    def document(self) -> dict[str, Any]:
+        found: dict[str, Any] = json.loads((self.output / "batch.json").read_text(encoding="utf-8"))
+        return found
+
+    def jobs(self, key: str) -> dict[str, Any]:
+        return {job["name"]: job[key] for job in self.document()["jobs"]}
+
+    def log(self, name: str) -> str:
+        return (self.output / name / "logs" / "console.txt").read_text(encoding="utf-8")
+
+
+def make_root(root: Path, pictures: Path, *names: str) -> Path:
+    for name in names:
+        shutil.copytree(pictures, root / name)
+    return root
+
+
+@pytest.fixture
+def night(tmp_path: Path, pictures: Path, tiny_model: Path, shared_cache: Path) -> Night:
+    """Three good folders with the same pictures."""
+    root = make_root(tmp_path / "root", pictures, "ash", "birch", "cedar")
+    return Night(root, tmp_path / "night", tiny_model, shared_cache)
+
+
+@dataclass(frozen=True)
+class Seen:
+    """A night that is over: its code, what was read from the disk, and ROOT before it."""
+
+    night: Night
+    code: int
+    reads: list[str]
+    before: dict[str, str]
+
+
+@pytest.fixture(scope="module")
+def over(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path, pictures: Path) -> Seen:
+    """Six folders, two of them bad, in caches of their own."""
+    place = tmp_path_factory.mktemp("over")
+    root = make_root(place / "root", pictures, "ash", "birch", "cedar [x]", "elm", "fir")
+    (root / "elm" / "lora.toml").write_text("[lora]\nrank = 8\n", encoding="utf-8")
+    (root / "fir" / "lora.toml").write_text("[lora]\nrang = 8\nalpha = -1\n", encoding="utf-8")
+    for caption in sorted(draw_pictures(root / "dull").glob("*.txt"))[:5]:
+        caption.unlink()
+    night = Night(root, place / "night", tiny_model, place / "caches")
+    reads: list[str] = []
+    family = FAMILIES["sd15"]
+
+    def counting(what: str, load: Callable[..., Any]) -> Callable[..., Any]:
+        def counted(*arguments: Any) -> Any:
+            reads.append(what)
+            return load(*arguments)
+
+        return counted
+
+    seen = replace(
+        family,
+        load_denoiser=counting("denoiser", family.load_denoiser),
+        make_pipeline=counting("pipeline", family.make_pipeline),
+    )
+    before = contents(root)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(FAMILIES, "sd15", seen)
+        code = night.run()
+    return Seen(night, code, reads, before)
+
+
+def test_good_folders_are_trained_and_bad_ones_have_their_reason(over):
+    document, night = over.night.document(), over.night
+    assert over.code == document["exit_code"] == 3, "the largest of 0, 2 and 3"
+    assert {key: document[key] for key in ("done", "refused", "failed", "waiting")} == {
+        "done": 4,
+        "refused": 1,
+        "failed": 1,
+        "waiting": 0,
+    }
+    status = {"ash": "done", "birch": "done", "cedar [x]": "done", "dull": "refused", "elm": "done", "fir": "failed"}
+    assert night.jobs("status") == status
+    assert list(night.jobs("status")) == sorted(status)
+    assert night.jobs("exit_code") == dict.fromkeys(status, 0) | {"dull": 3, "fir": 2}
+    assert "5 of 10 files have no caption" in night.jobs("reason")["dull"]
+    assert "lora.rang (from lora.toml)" in night.jobs("reason")["fir"]
+    assert "lora.alpha = -1 (from lora.toml)" in night.jobs("reason")["fir"]
+    assert night.jobs("scores")["dull"]["dataset"] < 0.8
+    for name in ("ash", "birch", "cedar [x]", "elm"):
+        folder = Path(night.jobs("output")[name])
+        assert (folder / f"{name}.safetensors").is_file()
+        assert record(folder)["scores"] == night.jobs("scores")[name]
+        assert night.jobs("seconds")[name] > 0
+        assert night.jobs("reason")[name] is None
+    assert not (night.output / "dull").exists()
+    assert not (night.output / "fir").exists()
+
+
+def test_nothing_is_written_beside_the_pictures(over):
+    assert contents(over.night.root) == over.before
+
+
+def test_a_folders_own_file_has_the_last_word(over):
+    elm, ash = record(over.night.output / "elm"), record(over.night.output / "ash")
+    assert (elm["config"]["lora"]["rank"], elm["origins"]["lora.rank"]) == (8, "lora.toml")
+    assert (ash["config"]["lora"]["rank"], ash["origins"]["lora.rank"]) == (4, "--set")
+
+
+def test_the_base_is_read_once_and_caches_are_shared(over):
+    assert over.reads == ["pipeline"]
+    assert "10 latents: 0 reused, 10 rebuilt" in over.night.log("ash")
+    assert "10 latents: 10 reused, 0 rebuilt" in over.night.log("elm")
+
+
+def test_a_job_trains_what_a_run_by_itself_trains(over, tmp_path):
+    night = over.night
+    alone = night.arguments("--data", str(night.root / "elm"), "--name", "elm", lora__rank=8)
+    alone[alone.index("--output") + 1] = str(tmp_path)
+    assert main(["produce", *alone[2:]]) == 0
+    assert exported(tmp_path / "elm") == exported(night.output / "elm")
+
+
+def test_a_second_night_does_nothing_until_a_folder_is_mended(over, tmp_path, capsys):
+    # Neither may touch the night that other tests look at.
+    shutil.copytree(over.night.output, tmp_path / "night")
+    shutil.copytree(over.night.root, tmp_path / "root")
+    night = replace(over.night, root=tmp_path / "root", output=tmp_path / "night")
+    assert night.run() == 2
+    assert "holds a batch already" in capsys.readouterr().err
+    assert night.run("--resume") == 2, "a batch of another ROOT, which is still there"
+    assert "holds a batch of" in capsys.readouterr().err
+    queue.write_note(night.output / queue.FILE, "root", str(night.root))
+    (night.root / "fir" / "lora.toml").unlink()
+    before = contents(night.output / "ash")
+    assert night.run("--resume") == 3
+    assert contents(night.output / "ash") == before
+    assert night.jobs("attempts") == {"ash": 1, "birch": 1, "cedar [x]": 1, "dull": 2, "elm": 1, "fir": 2}
+    assert night.jobs("status")["fir"] == "done"
+
+
+def in_run(name: str, step: int, act: Callable[[], None]) -> Callable[[Trackers, list[dict[str, Any]]], None]:
+    """`Trackers.steps` that acts when a step of one run is about to be written."""
+    written = Trackers.steps
+
+    def steps(trackers: Trackers, found: list[dict[str, Any]]) -> None:
+        if trackers._metrics.parent.name == name and any(row["step"] == step for row in found):
+            act()
+        written(trackers, found)
+
+    return steps
+
+
+@pytest.fixture
+def steps_trained(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Grows by one with every step that is trained."""
+    trained: list[int] = []
+    true = run_module.train_step
+
+    def train_step(*arguments: Any) -> Any:
+        trained.append(1)
+        return true(*arguments)
+
+    monkeypatch.setattr(run_module, "train_step", train_step)
+    return trained
+
+
+def test_a_batch_that_died_trains_nothing_twice(night, steps_trained, monkeypatch):
+    def die() -> None:
+        raise PowerCut
+
+    host, number, started = json.loads(queue.this_process())
+    dead = json.dumps([host, number, started - 1000])
+    cut, unheld = patched(Trackers, "steps", in_run("birch", 3, die)), patched(queue, "this_process", lambda: dead)
+    with cut, unheld, pytest.raises(PowerCut):
+        night.run()
+    first = contents(night.output / "ash")
+    assert night.jobs("status") == {"ash": "done", "birch": "running", "cedar": "waiting"}
+    assert night.run("--resume") == 0
+    assert night.jobs("attempts") == {"ash": 1, "birch": 2, "cedar": 1}
+    assert contents(night.output / "ash") == first
+    assert "resuming from step-000002" in night.log("birch")
+    # The step that was under way when the power went is the only one that is trained again.
+    assert len(steps_trained) == 3 * STEPS + 1
+    assert exported(night.output / "birch")["kohya"] == exported(night.output / "ash")["kohya"]
+    assert [row["step"] for row in rows(night.output / "birch")] == [1, 2, 3]
+
+
+def test_a_batch_that_is_told_to_stop_goes_on_later(night, steps_trained, capsys):
+    with patched(Trackers, "steps", in_run("ash", 1, lambda: os.kill(os.getpid(), signal.SIGTERM))):
+        assert night.run() == 143
+    assert "Go on with --resume" in capsys.readouterr().out
+    assert night.jobs("status") == {"ash": "stopped", "birch": "waiting", "cedar": "waiting"}
+    assert night.document()["exit_code"] == 143
+    shutil.rmtree(night.root / "birch")
+    shutil.rmtree(night.root / "cedar")
+    assert night.run("--resume") == 0
+    assert night.jobs("status") == {"ash": "done"}
+    assert len(steps_trained) == STEPS
+
+
+def test_a_bug_in_one_job_is_its_own(night, capsys, monkeypatch):
+    from lora_trainer.jobs import worker
+
+    true = worker.train
+
+    def train(resolved: Any, **arguments: Any) -> Any:
+        if resolved.config.run.name != "cedar":
+            raise RuntimeError("broken on purpose")
+        return true(resolved, **arguments)
+
+    monkeypatch.setattr(worker, "train", train)
+    assert night.run() == 1
+    assert night.jobs("status") == {"ash": "failed", "birch": "failed", "cedar": "done"}
+    assert night.jobs("reason")["ash"] == "RuntimeError: broken on purpose"
+
+
+def wrong_root(night: Night, tmp_path: Path) -> dict[str, tuple[list[str], str]]:
+    """Batches that are refused as a whole: the arguments and what is said."""
+    empty, mixed, same = tmp_path / "empty", tmp_path / "mixed", tmp_path / "same"
+    empty.mkdir()
+    draw_pictures(mixed, 2)
+    for name in ("a", "b"):
+        draw_pictures(same / name, 1)
+        (same / name / "lora.toml").write_text('[run]\nname = "Twin"\n', encoding="utf-8")
+    output = ["--output", str(night.output)]
+    return {
+        "no ROOT": ([], "batch needs ROOT"),
+        "an absent one": ([str(tmp_path / "absent")], "does not exist"),
+        "a file": ([str(mixed / "picture_0.png")], "is a file"),
+        "no folders": ([str(empty)], "holds no folder"),
+        "pictures": ([str(mixed)], "lora-trainer train --data"),
+        "one name twice": ([str(same)], "a and b would both become the run Twin"),
+        "output inside": ([str(night.root), "--output", str(night.root / "out")], "nothing is written there"),
+        "cache inside": (
+            [str(night.root), *output, "--set", f"cache.folder={night.root / 'cache'}"],
+            "nothing is written there",
+        ),
+        "data": ([str(night.root), *output, "--data", "x"], "--data is not for a batch"),
+        "a name": ([str(night.root), *output, "--name", "x"], "--name is not for a batch"),
+        "no jobs": ([str(night.root), *output, "--jobs", "0"], "--jobs 0 is too few"),
+        "slurm": ([str(night.root), *output, "--executor", "slurm"], "slurm cannot be used yet"),
+        "another executor": ([str(night.root), *output, "--executor", "cloud"], "no executor cloud"),
+        "an unknown key": ([str(night.root), *output, "--set", "lora.rang=1"], "lora.rang (from --set)"),
+        "no model": ([str(night.root), *output, "--model", str(empty)], "model_index.json is missing"),
+    }
+
+
+def test_what_is_wrong_with_all_of_it_is_refused_before_anything(night, tmp_path, capsys):
+    before = contents(tmp_path)
+    for what, (arguments, told) in wrong_root(night, tmp_path).items():
+        before = before | contents(tmp_path)
+        assert main(["batch", *arguments]) == 2, what
+        said = capsys.readouterr().err
+        assert told in said, what
+        assert "Traceback" not in said
+        assert contents(tmp_path).keys() == before.keys(), what
+    assert main(["batch", str(tmp_path / "absent"), "--executor", "ray", "--jobs", "0"]) == 2
+    assert "3 problems" in capsys.readouterr().err
+
+
+def test_a_dry_run_shows_every_folder_and_writes_nothing(night, tmp_path, capsys):
+    (night.root / "cedar" / "lora.toml").write_text("[data]\nsources = ['x']\n[run]\noutput = 'y'\n", encoding="utf-8")
+    before = contents(tmp_path)
+    assert night.run("--dry-run") == 2
+    shown = capsys.readouterr().out
+    assert shown.count("9 trained, 1 held out") == 2
+    assert "data.sources (from lora.toml) cannot be set by a folder" in shown
+    assert "run.output (from lora.toml) cannot be set by a folder" in shown
+    assert contents(tmp_path) == before
+
+
+@pytest.mark.slow
+def test_two_workers_share_the_night(night):
+    assert night.run("--jobs", "2") == 0
+    assert set(night.jobs("status").values()) == {"done"}
+    assert set(night.jobs("attempts").values()) == {1}
+    assert exported(night.output / "birch")["kohya"] == exported(night.output / "ash")["kohya"]
