@@ -301,6 +301,9 @@ def _report_again(arguments: argparse.Namespace, unknown: list[Problem]) -> int:
 def _add_bench_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("what", choices=["step"], help="step: one optimizer step, beside the least that it could be")
     parser.add_argument("--steps", type=int, default=30, metavar="N", help="timed steps of each row (30)")
+    parser.add_argument(
+        "--tiny", action="store_true", help="a family alone (--set model.family=sdxl): a fifth of its width"
+    )
     parser.add_argument("--json", action="store_true", help="one JSON document on stdout")
     add_run_arguments(parser)
 
@@ -311,7 +314,7 @@ def _bench(arguments: argparse.Namespace, unknown: list[Problem]) -> int:
     resolved = resolved_from(arguments, unknown)
     from lora_trainer.cli.bench import bench_command
 
-    return bench_command(resolved, arguments.steps, arguments.json)
+    return bench_command(resolved, arguments.steps, arguments.json, tiny=arguments.tiny)
 
 
 def _add_presets_arguments(parser: argparse.ArgumentParser) -> None:

@@ -1,9 +1,13 @@
-"""Measurements side by side: each row's steps alternate in one process, so a machine's moods meet both.
+"""Measurements side by side: each row's steps alternate in one process, so a machine's moods meet all of them.
 
-`bare` is the least that training can be: the same injected model, a resident batch with
-fixed noise, mean squared error, the same fused optimizer; no data, clipping or logging.
+All rows take the same steps of the same data on the same denoiser.
+
+`bare` is the least that training can be: resident batches with fixed noise, mean squared
+error, the same fused optimizer; no data, clipping or logging.
 `ours` is the trainer's own step: batches read from the cache ahead of time, noise by
 position, weights, clipping, numbers written.
+`usual` is the step as the field's scripts do it (`jobs/usual.py`), encoding in every step
+where there are encoders; `usual_cached` is the same with everything encoded beforehand.
 """
 
 from __future__ import annotations
@@ -12,30 +16,34 @@ import platform
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import torch
-from rich.console import Console
 from torch.nn.functional import mse_loss
 
 from lora_trainer.config.layers import Resolved
 from lora_trainer.data.loader import prefetch
+from lora_trainer.jobs.subject import Subject, subject_of
+from lora_trainer.jobs.usual import USUAL, add_usual_adapter, use_adapter, usual_step
+from lora_trainer.models.lora import ADAPTER
 from lora_trainer.monitor.trackers import append_lines
-from lora_trainer.production.inputs import read_inputs
-from lora_trainer.production.order import Order
-from lora_trainer.production.session import Prepared, open_session, prepare
 from lora_trainer.training.micro import Micro
 from lora_trainer.training.step import train_step
 
 WARM_UP, STEPS = 5, 30
+Way = Callable[[int], None]  # does the step of that number
 
 
 @dataclass(frozen=True)
 class Row:
-    """One way of doing the step, in seconds; `ratio` is its median over that of `bare`."""
+    """One way of doing the step, in seconds. `ratio` is over `bare`: the median of the ratios step by step.
+
+    `peak_gib` is what torch held on the card at most, taken before the other rows are set up; None where
+    that is not so or there is no card.
+    """
 
     name: str
     model: str
@@ -43,34 +51,58 @@ class Row:
     seconds_p10: float
     seconds_p90: float
     ratio: float
+    encodes: bool = False
+    peak_gib: float | None = None
 
 
-def bench_step(resolved: Resolved, steps: int = STEPS) -> list[Row]:
-    """Time `bare` and `ours` on a run's own model, data and settings. Raises UserError."""
-    inputs = read_inputs(resolved.config)
+@dataclass(frozen=True)
+class BenchReport:
+    """Rows, and a note for each that could not be measured."""
+
+    rows: list[Row]
+    notes: list[str]
+
+
+def bench_step(resolved: Resolved, steps: int = STEPS, *, tiny: bool = False) -> BenchReport:
+    """Time the ways of doing a step. Raises UserError."""
     with tempfile.TemporaryDirectory() as folder:
-        order = Order(resolved, Path(folder), Console(stderr=True, soft_wrap=True))
-        prepared = prepare(open_session(order, inputs), {})
-        with closing(prefetch(endless(prepared.job.micros), 4)) as source:
-            ways = {
-                "bare": bare_step(prepared),
-                "ours": own_step(prepared, source, Path(folder) / "metrics.jsonl"),
-            }
-            seconds = timed_in_turn(ways, steps, prepared.job.learner.device)
-    base = statistics.median(seconds["bare"])
-    return [row(name, inputs.facts.path.name, times, base) for name, times in seconds.items()]
+        subject = subject_of(resolved, Path(folder), tiny=tiny)
+        numbers = range(WARM_UP + steps)
+        with closing(prefetch((subject.micros(number) for number in (*range(WARM_UP), *numbers)), 4)) as source:
+            ours = own_step(subject, source, Path(folder) / "metrics.jsonl")
+            peak = peak_of(ours, subject.learner.device)
+            resident = [subject.micros(number) for number in numbers]
+            bare = bare_step(subject, resident)
+            parameters = add_usual_adapter(subject.learner.denoiser)
+            usual = usual_step(subject, parameters, resident, None)
+            ready = timed_in_turn(subject, {"bare": bare, "ours": ours, "usual_cached": usual}, steps)
+        rows = [row_of(name, subject.name, times, ready["bare"]) for name, times in ready.items()]
+        rows[1] = replace(rows[1], peak_gib=peak)
+        if subject.load_encode is None:
+            note = "usual does not encode here: an architecture alone has no encoders"
+            return BenchReport([*rows[:2], replace(rows[2], name=USUAL)], [note])
+        # The encoders come last: what needs them must not take memory from the rows above.
+        try:
+            usual = usual_step(subject, parameters, resident, subject.load_encode())
+            encoding = timed_in_turn(subject, {"bare": bare, USUAL: usual}, steps)
+        except torch.OutOfMemoryError as error:
+            return BenchReport(rows, [f"usual: out of memory with its encoders ({str(error).splitlines()[0]})"])
+    last = replace(row_of(USUAL, subject.name, encoding[USUAL], encoding["bare"]), encodes=True)
+    return BenchReport([*rows[:2], last, rows[2]], [])
 
 
-def timed_in_turn(ways: dict[str, Callable[[], None]], steps: int, device: torch.device) -> dict[str, list[float]]:
+def timed_in_turn(subject: Subject, ways: Mapping[str, Way], steps: int) -> dict[str, list[float]]:
     """Seconds of each way's steps, alternating, after a warm-up."""
+    learner = subject.learner
     seconds: dict[str, list[float]] = {name: [] for name in ways}
-    for index in range(WARM_UP + steps):
+    for number in range(WARM_UP + steps):
         for name, step in ways.items():
-            synchronize(device)
+            use_adapter(learner.denoiser, USUAL if name.startswith(USUAL) else ADAPTER)
+            synchronize(learner.device)
             started = time.perf_counter()
-            step()
-            synchronize(device)
-            if index >= WARM_UP:
+            step(number)
+            synchronize(learner.device)
+            if number >= WARM_UP:
                 seconds[name].append(time.perf_counter() - started)
     return seconds
 
@@ -80,23 +112,25 @@ def synchronize(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def endless(micros: Callable[[int], list[Micro]]) -> Iterator[list[Micro]]:
-    step = 0
-    while True:
-        yield micros(step)
-        step += 1
+def peak_of(step: Way, device: torch.device) -> float | None:
+    """The most that torch held on the card in the warm-up's steps, in GiB; None without a card."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+    for number in range(WARM_UP):
+        step(number)
+    return torch.cuda.max_memory_allocated(device) / 2**30 if device.type == "cuda" else None
 
 
-def bare_step(prepared: Prepared) -> Callable[[], None]:
-    """Forward, backward and update on one resident step."""
-    learner = prepared.job.learner
-    micros = [micro.to(learner.device, learner.dtype) for micro in prepared.job.micros(0)]
-    copies = list(learner.adapter.copies.values())
-    optimizer = torch.optim.AdamW(copies, lr=1e-8, fused=True)
-    noisy = [learner.process.add_noise(m.latents, m.noise, m.t).to(learner.dtype) for m in micros]
+def bare_step(subject: Subject, resident: list[list[Micro]]) -> Way:
+    """Forward, backward and update on batches that lie ready."""
+    learner = subject.learner
+    ready = [[micro.to(learner.device, learner.dtype) for micro in micros] for micros in resident]
+    noisy = [[learner.process.add_noise(m.latents, m.noise, m.t).to(learner.dtype) for m in micros] for micros in ready]
+    optimizer = torch.optim.AdamW(list(learner.adapter.copies.values()), lr=1e-8, fused=True)
 
-    def step() -> None:
-        for micro, each in zip(micros, noisy, strict=True):
+    def step(number: int) -> None:
+        micros = ready[number]
+        for micro, each in zip(micros, noisy[number], strict=True):
             predicted = learner.predict(learner.denoiser, each, micro.t, micro.cond, micro.sizes)
             (mse_loss(predicted.float(), micro.noise) / len(micros)).backward()
         optimizer.step()
@@ -105,21 +139,22 @@ def bare_step(prepared: Prepared) -> Callable[[], None]:
     return step
 
 
-def own_step(prepared: Prepared, source: Iterator[list[Micro]], metrics: Path) -> Callable[[], None]:
+def own_step(subject: Subject, source: Iterator[list[Micro]], metrics: Path) -> Way:
     """The trainer's step, with its data and its row of numbers."""
-    samples = prepared.job.samples_in(0)
 
-    def step() -> None:
-        result = train_step(prepared.job.learner, next(source), samples, 1e-8)
+    def step(number: int) -> None:
+        micros = next(source)
+        samples = sum(len(micro.latents) for micro in micros)
+        result = train_step(subject.learner, micros, samples, 1e-8)
         append_lines(metrics, [{"loss": float(result.loss), "grad_norm": float(result.grad_norm)}])
 
     return step
 
 
-def row(name: str, model: str, seconds: list[float], base: float) -> Row:
+def row_of(name: str, model: str, seconds: list[float], base: list[float]) -> Row:
     tenths = statistics.quantiles(seconds, n=10)
-    median = statistics.median(seconds)
-    return Row(name, model, median, tenths[0], tenths[-1], median / base)
+    ratio = statistics.median(own / least for own, least in zip(seconds, base, strict=True))
+    return Row(name, model, statistics.median(seconds), tenths[0], tenths[-1], ratio)
 
 
 def device_name() -> str:
@@ -129,6 +164,6 @@ def device_name() -> str:
     return f"{platform.machine()} CPU, {torch.get_num_threads()} threads"
 
 
-def to_json(rows: list[Row], device: str, versions: dict[str, str]) -> dict[str, object]:
+def to_json(report: BenchReport, device: str, versions: dict[str, str]) -> dict[str, object]:
     """The document of `bench --json`."""
-    return {"device": device, "versions": versions, "rows": [asdict(each) for each in rows]}
+    return {"device": device, "versions": versions, **asdict(report)}

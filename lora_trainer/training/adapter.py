@@ -36,13 +36,23 @@ class Adapter:
         """Add the copies' gradients to the masters' and clear them."""
         if self.shared:
             return
+        # A few kernels for hundreds of small tensors, and no fp32 copy of what is only added.
+        new: tuple[list[Tensor], list[Tensor]] = ([], [])
+        known: tuple[list[Tensor], list[Tensor]] = ([], [])
         for name, copy in self.copies.items():
-            if copy.grad is None:
+            master, gradient = self.masters[name], copy.grad
+            if gradient is None:
                 continue
-            master = self.masters[name]
-            gradient = copy.grad.float()
-            master.grad = gradient if master.grad is None else master.grad.add_(gradient)
+            into, given = known if master.grad is not None else new
+            if master.grad is None:
+                master.grad = torch.empty_like(master)
+            into.append(master.grad)
+            given.append(gradient)
             copy.grad = None
+        if new[0]:
+            torch._foreach_copy_(*new)
+        if known[0]:
+            torch._foreach_add_(*known)
 
     def publish(self) -> None:
         """Copy the masters' values into the layers."""

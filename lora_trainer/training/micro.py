@@ -31,6 +31,21 @@ class Micro:
     sizes: Tensor  # [B, 6]
     weights: Tensor  # [B], what each sample's loss is multiplied by
 
+    def staged(self, device: torch.device, dtype: torch.dtype) -> Micro:
+        """Ready for `to`: for a GPU in page-locked memory, from which it copies while the processor goes on.
+
+        Conditioning and sizes take the model's precision here: a cast on the way would make the copy wait.
+        """
+        if device.type != "cuda":
+            return self
+        return Micro(
+            self.latents.pin_memory(),
+            self.noise.pin_memory(),
+            self.t.pin_memory(),
+            {name: value.to(dtype).pin_memory() for name, value in self.cond.items()},
+            self.sizes.to(dtype).pin_memory(),
+        )
+
     def to(self, device: torch.device, dtype: torch.dtype) -> Micro:
         """The same on the device; conditioning and sizes in the model's precision, the rest in fp32."""
         blocking = device.type != "cuda"

@@ -1,0 +1,168 @@
+"""What a measurement is taken of: a run's own model and data, or a public architecture with random weights."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from torch import Tensor, nn
+
+from lora_trainer.config.layers import Resolved
+from lora_trainer.core.errors import Problem, UsageError
+from lora_trainer.core.randomness import position_key
+from lora_trainer.data.images import load_pixels
+from lora_trainer.data.loader import Batch
+from lora_trainer.data.steps import Ref, plan_steps, split_micros
+from lora_trainer.diffusion.process import Process, scaled_linear_alphas
+from lora_trainer.models import FAMILIES
+from lora_trainer.models.family import Architecture, Family, public_architecture
+from lora_trainer.production.choices import asked_by_user, cap_memory, card_gib, choose
+from lora_trainer.production.inputs import read_inputs, trained_resolution
+from lora_trainer.production.order import Order
+from lora_trainer.production.session import Prepared, open_session, prepare
+from lora_trainer.training.build import build_learner
+from lora_trainer.training.micro import Micro, make_micro
+from lora_trainer.training.processes import join_processes
+from lora_trainer.training.step import Learner
+
+Encoded = tuple[Tensor, Mapping[str, Tensor]]  # latents [B, C, h, w] and conditioning
+Encode = Callable[[int], list[Encoded]]  # reads and encodes the pictures and captions of a step
+THINNER = 5  # a fifth of the width is about a twenty-fifth of the weights, with heads of the same size
+
+
+@dataclass(frozen=True)
+class Subject:
+    """`load_encode` loads the encoders; None where there are none."""
+
+    name: str
+    learner: Learner
+    micros: Callable[[int], list[Micro]]
+    load_encode: Callable[[], Encode] | None
+    precision: str
+
+
+def subject_of(resolved: Resolved, folder: Path, *, tiny: bool = False) -> Subject:
+    """The public architecture when only a family is named, else the run's own model. Raises UserError."""
+    config = resolved.config
+    if config.model.family is not None and config.model.path is None:
+        return public_subject(resolved, FAMILIES[config.model.family], tiny=tiny)
+    if tiny:
+        fix = "Name a family alone: --set model.family=sdxl --tiny"
+        raise UsageError(Problem("--tiny makes a public architecture thinner, and a model was named.", fix))
+    order = Order(resolved, folder, Console(stderr=True, soft_wrap=True))
+    prepared = prepare(open_session(order, read_inputs(config)), {})
+    name = prepared.session.inputs.facts.path.name
+    precision = prepared.session.choices.precision.value
+    job = prepared.job
+    return Subject(name, job.learner, job.micros, partial(load_encode, prepared), precision)
+
+
+def load_encode(prepared: Prepared) -> Encode:
+    """The run's encoders as one function, to encode in every step as a script without caches does."""
+    session = prepared.session
+    inputs, choices = session.inputs, session.choices
+    encoders = inputs.family.load_encoders(inputs.facts.path, choices.dtype, choices.device)
+    samples, fits = inputs.train, inputs.train_plan.fits
+    plan = plan_steps(samples, session.config.batch.effective, session.config.train.seed)
+
+    def encode_group(group: Sequence[Ref]) -> Encoded:
+        read = [torch.from_numpy(load_pixels(samples[ref.index].path, fits[ref.index])) for ref in group]
+        mean, spread = encoders.encode_image(torch.stack(read).permute(0, 3, 1, 2).float() / 127.5 - 1.0)
+        return mean + spread * torch.randn_like(spread), encoders.encode_text([samples[r.index].caption for r in group])
+
+    def encode(step: int) -> list[Encoded]:
+        groups = split_micros(plan.refs(step), lambda index: fits[index].bucket, choices.micro)
+        return [encode_group(group) for group in groups]
+
+    return encode
+
+
+def public_subject(resolved: Resolved, family: Family, *, tiny: bool) -> Subject:
+    """A family's published denoiser with random weights and random inputs: no model, no data, no encoders."""
+    config, architecture = resolved.config, public_architecture(family.name)
+    if tiny:
+        architecture = thinned(architecture)
+    processes = join_processes()
+    choices = choose(resolved, processes.device, 1)
+    cap_memory(config, processes.device)
+    built = build_learner(
+        config,
+        with_random_weights(family, architecture),
+        architecture.facts,
+        dtype=choices.dtype,
+        device=choices.device,
+        reduce=None,
+        card_gib=card_gib(config),
+        attention_asked=asked_by_user(resolved, "memory.attention"),
+    )
+    learner = built.learner
+    sides = [trained_resolution(config, architecture.facts)] * 2
+    shapes = family.cond_shapes(architecture.denoiser)
+
+    def micros(step: int) -> list[Micro]:
+        refs = [Ref(index, f"random-{index}", 0) for index in range(config.batch.effective)]
+        groups = [refs[first : first + choices.micro] for first in range(0, len(refs), choices.micro)]
+        batches = [random_batch(group, architecture, shapes, sides, choices.dtype) for group in groups]
+        made = [make_micro(batch, step, config.train.seed, config.noise, learner.process) for batch in batches]
+        return [micro.staged(learner.device, learner.dtype) for micro in made]
+
+    name = f"{family.name} {'at a fifth of its width ' if tiny else ''}{sides[0]} px, random weights"
+    return Subject(name, learner, micros, None, choices.precision.value)
+
+
+def with_random_weights(family: Family, architecture: Architecture) -> Family:
+    """The family, its denoiser and noise schedule taken from the architecture in place of a folder."""
+
+    def load_denoiser(folder: Path, dtype: torch.dtype, device: torch.device) -> nn.Module:
+        # Made in its precision where it stays: fp32 weights first would need twice the room.
+        before = torch.get_default_dtype()
+        torch.set_default_dtype(dtype)
+        try:
+            with device:
+                return family.make_denoiser(architecture.denoiser).eval().requires_grad_(False)
+        finally:
+            torch.set_default_dtype(before)
+
+    def make_process(folder: Path) -> Process:
+        return Process(scaled_linear_alphas(1000, 0.00085, 0.012), architecture.facts.prediction)  # type: ignore[arg-type]
+
+    return replace(family, load_denoiser=load_denoiser, make_process=make_process)
+
+
+def random_batch(
+    refs: Sequence[Ref],
+    architecture: Architecture,
+    shapes: Mapping[str, tuple[int, ...]],
+    sides: Sequence[int],
+    dtype: torch.dtype,
+) -> Batch:
+    """A batch as the cache would give it; the same for the same samples."""
+    facts = architecture.facts
+    generator = torch.Generator().manual_seed(position_key(0, "bench", refs[0].id) % 2**32)
+    shape = (len(refs), facts.latent_channels, *(side // facts.downscale for side in sides))
+    row = [float(value) for value in (*sides, 0, 0, *sides)]
+    return Batch(
+        refs=tuple(refs),
+        mean=torch.randn(shape, generator=generator),
+        spread=torch.full(shape, 0.1),
+        cond={name: torch.randn((len(refs), *each), generator=generator).to(dtype) for name, each in shapes.items()},
+        sizes=torch.tensor([row] * len(refs)),
+    )
+
+
+def thinned(architecture: Architecture) -> Architecture:
+    """The same blocks at a fifth of the width, for machines without a GPU."""
+
+    def thin(value: Any) -> Any:
+        return [thin(each) for each in value] if isinstance(value, list) else value // THINNER
+
+    config = dict(architecture.denoiser)
+    config["block_out_channels"] = thin(config["block_out_channels"])
+    if isinstance(config.get("attention_head_dim"), list):  # which holds numbers of heads
+        config["attention_head_dim"] = thin(config["attention_head_dim"])
+    return replace(architecture, denoiser=config)

@@ -1,0 +1,52 @@
+"""`bench step` through the command: the rows that the contract names, of a run's model and of an architecture alone."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from lora_trainer.cli.main import main
+from lora_trainer.jobs import subject
+from tests.recipes.recipe import Bench, draw_pictures, patched, save_tiny_model
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Bench:
+    folder = tmp_path_factory.mktemp("bench")
+    return Bench(save_tiny_model(folder), draw_pictures(folder / "data", 4), folder / "runs", folder / "cache")
+
+
+def measured(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> dict[str, dict[str, object]]:
+    assert main([*arguments, "--json", "--steps", "2"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert document["device"]
+    assert document["versions"]["torch"]
+    return {row["name"]: row for row in document["rows"]}
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_every_way_of_a_step_is_measured_beside_the_bare_one(place, precision, capsys):
+    arguments = place.arguments("x", command="bench", memory__base_precision=precision)
+    rows = measured([arguments[0], "step", *arguments[1:]], capsys)
+    assert list(rows) == ["bare", "ours", "usual", "usual_cached"]
+    assert rows["bare"]["ratio"] == 1.0
+    assert [row["encodes"] for row in rows.values()] == [False, False, True, False]
+    for row in rows.values():
+        assert row["model"] == place.model.name
+        assert 0 < row["seconds_p10"] <= row["seconds_median"] <= row["seconds_p90"]
+        assert row["peak_gib"] is None  # no card here
+    assert not place.folder("x").exists()
+
+
+def test_a_family_alone_is_its_public_architecture(capsys):
+    settings = ["model.family=sd15", "data.resolution=64", "lora.rank=4"]
+    with patched(subject, "THINNER", 10):
+        rows = measured(["bench", "step", "--tiny", *(p for s in settings for p in ("--set", s))], capsys)
+    assert list(rows) == ["bare", "ours", "usual"]
+    assert not rows["usual"]["encodes"]  # an architecture alone has no encoders
+
+
+def test_tiny_needs_a_family_alone(place, capsys):
+    assert main(["bench", "step", "--tiny", "--model", str(place.model), "--data", str(place.data)]) == 2
+    assert "--set model.family=sdxl --tiny" in capsys.readouterr().err
