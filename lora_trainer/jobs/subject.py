@@ -152,6 +152,7 @@ def random_batch(
         spread=torch.full(shape, 0.1),
         cond={name: torch.randn((len(refs), *each), generator=generator).to(dtype) for name, each in shapes.items()},
         sizes=torch.tensor([row] * len(refs)),
+        weights=torch.ones(len(refs)),
     )
 
 

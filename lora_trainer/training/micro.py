@@ -5,7 +5,7 @@ Runs on the CPU, in the thread that reads ahead, so that the device never waits 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -38,26 +38,27 @@ class Micro:
         """
         if device.type != "cuda":
             return self
-        return Micro(
-            self.latents.pin_memory(),
-            self.noise.pin_memory(),
-            self.t.pin_memory(),
-            {name: value.to(dtype).pin_memory() for name, value in self.cond.items()},
-            self.sizes.to(dtype).pin_memory(),
-        )
+        return self._each(lambda value: value.pin_memory(), lambda value: value.to(dtype).pin_memory())
 
     def to(self, device: torch.device, dtype: torch.dtype) -> Micro:
         """The same on the device; conditioning and sizes in the model's precision, the rest in fp32."""
-        blocking = device.type != "cuda"
-        noise = self.noise.to(device, non_blocking=not blocking)
+        ahead = device.type == "cuda"
+        return self._each(
+            lambda value: value.to(device, non_blocking=ahead),
+            lambda value: value.to(device, dtype, non_blocking=ahead),
+        )
+
+    def _each(self, change: Callable[[Tensor], Tensor], change_asked: Callable[[Tensor], Tensor]) -> Micro:
+        """Every tensor changed; what the model is asked besides latents, by `change_asked`."""
+        noise = change(self.noise)
         return Micro(
-            self.latents.to(device, non_blocking=not blocking),
+            change(self.latents),
             noise,
-            noise if self.added is self.noise else self.added.to(device, non_blocking=not blocking),
-            self.t.to(device, non_blocking=not blocking),
-            {name: value.to(device, dtype, non_blocking=not blocking) for name, value in self.cond.items()},
-            self.sizes.to(device, dtype, non_blocking=not blocking),
-            self.weights.to(device, non_blocking=not blocking),
+            noise if self.added is self.noise else change(self.added),
+            change(self.t),
+            {name: change_asked(value) for name, value in self.cond.items()},
+            change_asked(self.sizes),
+            change(self.weights),
         )
 
 
