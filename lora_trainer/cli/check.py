@@ -21,18 +21,6 @@ from lora_trainer.data.steps import StepArithmetic
 from lora_trainer.models.family import ModelFacts
 from lora_trainer.production.inputs import arithmetic, trained_resolution
 
-# What is assumed when no model says otherwise: Stable Diffusion 1.5.
-USUAL = ModelFacts(
-    path=Path(),
-    family="sd15",
-    resolution=512,
-    latent_channels=4,
-    downscale=8,
-    pixel_step=64,
-    prediction="epsilon",
-    caption_tokens=77,
-)
-
 COLOURS = {"error": "red", "warning": "yellow", "note": "cyan"}
 SEVERITIES = ("error", "warning", "note")
 
@@ -52,9 +40,9 @@ def report_on(sources: Sequence[Path], config: Config, facts: ModelFacts) -> Dat
     )
 
 
-def check_command(sources: Sequence[Path], config: Config, as_json: bool, facts: ModelFacts | None = None) -> int:
-    """Print the report, for `USUAL` without `facts`; 0 when the data passes the gate, 3 when it does not."""
-    report = report_on(sources, config, facts or USUAL)
+def check_command(sources: Sequence[Path], config: Config, as_json: bool, facts: ModelFacts) -> int:
+    """Print the report; 0 when the data passes the gate, 3 when it does not."""
+    report = report_on(sources, config, facts)
     train, held_out = split_held_out(report.samples, config.data.held_out)
     steps = arithmetic(config, train, config.batch.max_micro or config.batch.effective, processes=1)
     if as_json:

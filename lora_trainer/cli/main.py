@@ -190,7 +190,7 @@ def _run(arguments: argparse.Namespace, resolved: Resolved, *, enforce_gates: bo
 
 def _add_check_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("data", nargs="*", metavar="DATA", help="folders or files; the built-in data set without any")
-    parser.add_argument("--model", dest="model.path", metavar="DIR", help="judge for this model; SD 1.5 without it")
+    parser.add_argument("--model", dest="model.path", metavar="DIR", help="judge for this model; SD1.5 without it")
     parser.add_argument("--json", action="store_true", help="one JSON document on stdout")
     add_settings_arguments(parser)
 
@@ -199,15 +199,19 @@ def _check(arguments: argparse.Namespace, unknown: list[Problem]) -> int:
     vars(arguments)["data.sources"] = arguments.data
     from lora_trainer.builtin import DATA_FOLDER
     from lora_trainer.cli.check import check_command
+    from lora_trainer.models.family import USUAL_FAMILY, public_architecture
     from lora_trainer.production.inputs import data_sources, read_model
 
-    # The built-in pictures are made for the built-in base; people's own are judged for SD1.5 unless they name a model.
+    # The built-in pictures are made for the built-in base; people's own are judged for a usual model
+    # unless they name theirs.
     builtin = all(Path(source).resolve() == DATA_FOLDER for source in arguments.data)
     config = resolved_from(arguments, unknown, builtin_if_none=builtin).config
     sources = data_sources(config)
-    facts = read_model(config)[1] if config.model.path or builtin else None
-    if facts is None:
-        say("judged for Stable Diffusion 1.5 (512 px); name another model with --model")
+    if config.model.path or (builtin and config.model.family is None):
+        facts = read_model(config)[1]
+    else:
+        facts = public_architecture(config.model.family or USUAL_FAMILY).facts
+        say(f"judged for {facts.family} ({facts.resolution} px); name another model with --model")
     return check_command(sources, config, arguments.json, facts)
 
 

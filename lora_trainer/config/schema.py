@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-FamilyName = Literal["sd15"]
+FamilyName = Literal["sd15", "sd2", "sdxl"]
 Precision = Literal["bf16", "fp16", "fp32"]
 OptimizerName = Literal["adamw", "adamw8bit", "paged_adamw8bit", "adafactor", "lion", "prodigy", "schedule_free"]
 ScheduleName = Literal["constant", "linear", "cosine", "restarts", "polynomial", "one_cycle"]

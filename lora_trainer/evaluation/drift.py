@@ -60,7 +60,7 @@ def base_visits(
         visits.append(Visit(t, latents, prediction))
         signal, spread = alphas[t].sqrt(), (1 - alphas[t]).sqrt()
         if process.prediction == "epsilon":
-            noise, clean = prediction, (latents - spread * prediction) / signal
+            noise, clean = prediction, (latents - spread * prediction) / signal.clamp_min(1e-4)
         else:
             noise, clean = signal * prediction + spread * latents, signal * latents - spread * prediction
         after = alphas[points[index + 1]] if index + 1 < len(points) else torch.ones((), device=device)

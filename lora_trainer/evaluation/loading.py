@@ -6,13 +6,15 @@ import contextlib
 import gc
 import logging
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
+from lora_trainer.core.errors import Problem
+from lora_trainer.export.weights import LoraWeights, check_keys
 from lora_trainer.models.family import Family
 
 COMPLAINTS = ("unexpected keys", "missing keys", "were ignored", "unsuccessful", "not found")
@@ -75,6 +77,16 @@ def without_lora(pipeline: Any) -> Iterator[None]:
         pipeline.enable_lora()
 
 
+def misfits(weights: LoraWeights, shapes: Mapping[str, tuple[int, ...]], family: Family, base: Path) -> list[Problem]:
+    """What of a LoRA does not fit a base, module by module; before that, what base its header says it is for."""
+    problems = check_keys(weights, shapes)
+    made_for, own = weights.metadata.get("ss_base_model_version", ""), family.base_names(family.describe(base))[0]
+    if problems and made_for not in ("", own):
+        message = f"The LoRA was trained on another kind of model: {made_for}; {base.name} is {own}."
+        problems.insert(0, Problem(message, "Name a model of its kind with --model."))
+    return problems
+
+
 def free_memory(device: torch.device) -> None:
     """Give back what nothing refers to any more; pipelines hold themselves in circles."""
     gc.collect()
@@ -84,11 +96,5 @@ def free_memory(device: torch.device) -> None:
 
 def fresh_pipeline(family: Family, base: Path, dtype: torch.dtype, device: torch.device) -> Any:
     """The base's pipeline, loaded without chatter."""
-    from diffusers.utils import logging as diffusers_logging
-    from transformers.utils import logging as transformers_logging
-
-    # Bars for files that load in a second only tear the caller's own progress line.
-    diffusers_logging.disable_progress_bar()
-    transformers_logging.disable_progress_bar()
     with heard():
         return family.make_pipeline(base, dtype, device)

@@ -40,11 +40,12 @@ from lora_trainer.evaluation.loading import (
     free_memory,
     fresh_pipeline,
     load_onto,
+    misfits,
     without_lora,
 )
 from lora_trainer.evaluation.report import LoraReport
 from lora_trainer.export.lora_file import read_lora
-from lora_trainer.export.weights import adaptable_modules, check_keys
+from lora_trainer.export.weights import adaptable_modules
 from lora_trainer.models.family import Family
 
 GATE = 0.9
@@ -92,9 +93,8 @@ def check_lora(
     pipeline = fresh_pipeline(family, base, dtype, device)
     denoiser = getattr(pipeline, family.denoiser_prefix)
     modules = adaptable_modules(components_of(pipeline, family))
-    findings += _key_findings(
-        check_keys(weights, {name: tuple(module.weight.shape) for name, module in modules.items()})
-    )
+    shapes = {name: tuple(module.weight.shape) for name, module in modules.items()}
+    findings += _key_findings(misfits(weights, shapes, family, base))
     norms = {name: float(modules[name].weight.detach().float().norm()) for name in weights.modules if name in modules}
     if not findings:
         findings += _loading_findings(pipeline, family, lora, len(weights.modules))
@@ -180,8 +180,8 @@ def _measure_drift(
 ) -> float:
     facts = family.describe(base)
     side, count = facts.resolution // facts.downscale, len(next(iter(cond.values())))
-    sizes = torch.tensor([[facts.resolution, facts.resolution, 0, 0, facts.resolution, facts.resolution]] * count)
-    sizes = sizes.to(device)
+    row = [float(number) for number in (facts.resolution, facts.resolution, 0, 0, facts.resolution, facts.resolution)]
+    sizes = torch.tensor([row] * count, device=device)
     with without_lora(pipeline):
         visits = base_visits(predict, family.make_process(base), cond, sizes, (facts.latent_channels, side, side))
     return drift(predict, visits, cond, sizes)

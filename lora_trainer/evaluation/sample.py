@@ -12,10 +12,10 @@ from PIL import Image
 
 from lora_trainer.core.errors import UsageError
 from lora_trainer.core.io import sha256_file, write_json
-from lora_trainer.evaluation.loading import components_of, free_memory, fresh_pipeline, load_onto, without_lora
+from lora_trainer.evaluation.loading import components_of, free_memory, fresh_pipeline, load_onto, misfits, without_lora
 from lora_trainer.evaluation.sheet import Row, contact_sheet, save_picture
 from lora_trainer.export.lora_file import read_lora
-from lora_trainer.export.weights import check_keys, shapes_of
+from lora_trainer.export.weights import shapes_of
 from lora_trainer.models.family import Family
 
 DRAWN_AT_ONCE = 8  # on a processor; on a card one, since the decoder's memory grows with each
@@ -74,7 +74,7 @@ def compare(
     device = device or torch.device("cpu")
     weights = read_lora(lora)
     pipeline = fresh_pipeline(family, base, dtype, device)
-    if problems := check_keys(weights, shapes_of(components_of(pipeline, family))):
+    if problems := misfits(weights, shapes_of(components_of(pipeline, family)), family, base):
         raise UsageError(problems[:PROBLEMS_SHOWN])
     load_onto(pipeline, lora)
     at_once = DRAWN_AT_ONCE
@@ -84,7 +84,7 @@ def compare(
     with without_lora(pipeline):
         without = draw(pipeline, prompts, seeds, drawing, at_once=at_once)
     with_lora = draw(pipeline, prompts, seeds, drawing, at_once=at_once)
-    used = recipe(pipeline, base, lora, prompts, seeds, drawing)
+    used = recipe(pipeline, base, lora, prompts, seeds, drawing) | {"dtype": str(dtype).removeprefix("torch.")}
     del pipeline
     free_memory(device)
     return without, with_lora, used
@@ -106,7 +106,6 @@ def recipe(
         "guidance": drawing.guidance,
         "size": list(drawing.size),
         "scheduler": type(pipeline.scheduler).__name__,
-        "dtype": str(pipeline.dtype).removeprefix("torch."),
         "versions": {
             "torch": torch.__version__,
             "diffusers": diffusers.__version__,

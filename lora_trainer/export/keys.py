@@ -10,8 +10,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-# Components of a pipeline and the prefix of each in kohya's files (SD1.5 and SD2).
+# Components of a pipeline with one text encoder and the prefix of each in kohya's files.
 KOHYA_PREFIXES: Mapping[str, str] = {"unet": "lora_unet", "text_encoder": "lora_te"}
+# Every prefix that is read. Where there are two text encoders, kohya numbers both.
+COMPONENT_OF_PREFIX: Mapping[str, str] = {
+    "lora_unet": "unet",
+    "lora_te": "text_encoder",
+    "lora_te1": "text_encoder",
+    "lora_te2": "text_encoder_2",
+}
 
 DIFFUSERS_DOWN, DIFFUSERS_UP = ".lora_A.weight", ".lora_B.weight"
 KOHYA_DOWN, KOHYA_UP, KOHYA_ALPHA = ".lora_down.weight", ".lora_up.weight", ".alpha"
@@ -35,10 +42,9 @@ def kohya_name(module: str, prefixes: Mapping[str, str] = KOHYA_PREFIXES) -> str
     return f"{prefixes[component]}_{rest.replace('.', '_')}"
 
 
-def module_of_kohya(name: str, prefixes: Mapping[str, str] = KOHYA_PREFIXES) -> str | None:
+def module_of_kohya(name: str) -> str | None:
     """The module that a kohya name stands for; None when no component has its prefix."""
-    # The longest prefix first: `lora_te` is also the beginning of `lora_te1`.
-    for component, prefix in sorted(prefixes.items(), key=lambda item: -len(item[1])):
+    for prefix, component in COMPONENT_OF_PREFIX.items():
         if name.startswith(prefix + "_"):
             return f"{component}.{_dotted(name.removeprefix(prefix + '_'))}"
     return None
@@ -61,4 +67,4 @@ def _dotted(underscored: str) -> str:
 
 def ambiguous_names(modules: Iterable[str], prefixes: Mapping[str, str] = KOHYA_PREFIXES) -> list[str]:
     """Modules whose kohya name does not lead back to them: these must not be written in kohya's form."""
-    return [module for module in modules if module_of_kohya(kohya_name(module, prefixes), prefixes) != module]
+    return [module for module in modules if module_of_kohya(kohya_name(module, prefixes)) != module]

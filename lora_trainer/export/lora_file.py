@@ -16,6 +16,7 @@ from lora_trainer.core.io import atomic_path
 from lora_trainer.export import diffusers as diffusers_form
 from lora_trainer.export import kohya as kohya_form
 from lora_trainer.export.keys import (
+    COMPONENT_OF_PREFIX,
     DIFFUSERS_DOWN,
     DIFFUSERS_UP,
     KOHYA_ALPHA,
@@ -45,19 +46,20 @@ def write_lora(
     *,
     dtype: torch.dtype = torch.float16,
     shapes: Mapping[str, tuple[int, ...]] | None = None,
+    prefixes: Mapping[str, str] = KOHYA_PREFIXES,
 ) -> tuple[Path, Path]:
     """Write `NAME.safetensors` (kohya) and `NAME.diffusers.safetensors`; return both paths.
 
     Both hold the same tensors: alpha / rank folded into up, alpha = rank. Each is verified
     before it takes its name. `shapes` are the model's weight shapes by module name, as `shapes_of`
-    gives them. Raises TrainingFailed, and writes nothing, when a value is not finite or a module
+    gives them; `prefixes` begin the kohya keys of each component. Raises TrainingFailed, and writes nothing, when a value is not finite or a module
     does not fit `shapes`.
     """
     ready = folded(weights, dtype)
     if shapes is not None and (problems := check_keys(ready, shapes)):
         raise TrainingFailed(problems)
     description = header(facts)
-    kohya = kohya_form.kohya_tensors(ready)
+    kohya = kohya_form.kohya_tensors(ready, prefixes)
     diffusers = diffusers_form.diffusers_tensors(ready)
     adapter = {diffusers_form.ADAPTER_METADATA_KEY: diffusers_form.adapter_metadata(ready)}
     kohya_path, diffusers_path = folder / f"{name}.safetensors", folder / f"{name}.diffusers.safetensors"
@@ -78,7 +80,7 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[s
             raise OSError(f"{path.name} reads back differently from what was written")
 
 
-def read_lora(path: Path, prefixes: Mapping[str, str] = KOHYA_PREFIXES) -> LoraWeights:
+def read_lora(path: Path) -> LoraWeights:
     """Read a LoRA in kohya's or diffusers' form, detected from its keys.
 
     NaN is read as it stands (`LoraWeights.not_finite` names it). Raises UsageError, with all
@@ -100,7 +102,7 @@ def read_lora(path: Path, prefixes: Mapping[str, str] = KOHYA_PREFIXES) -> LoraW
     if unknown:
         problems.append(_problem(path, f"holds {len(unknown)} unknown keys ({_some(unknown)}).", "Export it again."))
     if kohya:
-        halves, alphas = _kohya_halves(path, {key: tensors[key] for key in kohya}, prefixes, problems)
+        halves, alphas = _kohya_halves(path, {key: tensors[key] for key in kohya}, problems)
     else:
         halves = _diffusers_halves(tensors)
         alphas = {}
@@ -146,14 +148,14 @@ def _refuse_other_methods(path: Path, tensors: Mapping[str, Tensor]) -> None:
 
 
 def _kohya_halves(
-    path: Path, tensors: Mapping[str, Tensor], prefixes: Mapping[str, str], problems: list[Problem]
+    path: Path, tensors: Mapping[str, Tensor], problems: list[Problem]
 ) -> tuple[dict[str, dict[str, Tensor]], dict[str, float]]:
     halves: dict[str, dict[str, Tensor]] = {}
     alphas: dict[str, float] = {}
     foreign: list[str] = []
     for key, tensor in tensors.items():
         name, _, part = key.partition(".")
-        module = module_of_kohya(name, prefixes)
+        module = module_of_kohya(name)
         if module is None:
             foreign.append(key)
         elif "." + part == KOHYA_ALPHA:
@@ -161,7 +163,7 @@ def _kohya_halves(
         elif "." + part in {KOHYA_DOWN, KOHYA_UP}:
             halves.setdefault(module, {})["down" if "." + part == KOHYA_DOWN else "up"] = tensor
     if foreign:
-        fix = f"Known beginnings: {', '.join(sorted(prefixes.values()))}. Was it made for another kind of model?"
+        fix = f"Known beginnings: {', '.join(COMPONENT_OF_PREFIX)}. Was it made for another kind of model?"
         problems.append(_problem(path, f"holds {len(foreign)} keys of unknown parts ({_some(foreign)}).", fix))
     lonely = sorted(set(alphas) - set(halves))
     if lonely:

@@ -26,7 +26,7 @@ class TrainingFacts:
     """
 
     name: str
-    base_version: str  # `sd_v1`, `sdxl_base_v1-0`, …: programs choose by it which models a LoRA is shown for
+    base_version: str  # `sd_v1`, …: programs choose by it which models a LoRA is shown for
     architecture: str  # modelspec's name: `stable-diffusion-v1/lora`, …
     base_name: str  # the model's folder or file name
     rank: int

@@ -19,6 +19,7 @@ if TYPE_CHECKING:  # facts are read without torch
 
     from lora_trainer.diffusion.process import Process
 
+USUAL_FAMILY = "sd15"  # the built-in base's, and what is assumed where no model is named
 PREDICTIONS = ("epsilon", "v_prediction")
 
 
@@ -87,6 +88,7 @@ class Family:
     make_pipeline: Callable[[Path, torch.dtype, torch.device], Any]
     lora_targets: Mapping[str, tuple[str, ...]]
     denoiser_prefix: str  # "unet" or "transformer": the component's name in diffusers files
+    kohya_prefixes: Mapping[str, str]  # component -> beginning of its keys in kohya's files
     make_denoiser: Callable[[Mapping[str, Any]], nn.Module]
     cond_shapes: Callable[[Mapping[str, Any]], Mapping[str, tuple[int, ...]]]
     base_names: Callable[[ModelFacts], tuple[str, str]]

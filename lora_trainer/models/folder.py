@@ -11,7 +11,8 @@ from lora_trainer.core.errors import Problem, UsageError
 from lora_trainer.core.io import sha256_file
 from lora_trainer.core.tensorfile import read_tensor_header
 
-FAMILY_OF_PIPELINE = {"StableDiffusionPipeline": "sd15"}
+FAMILY_OF_PIPELINE = {"StableDiffusionPipeline": "sd15", "StableDiffusionXLPipeline": "sdxl"}
+SD2_TEXT_WIDTH = 1024  # 1.x and 2.x share a pipeline; their text encoders do not
 EXPECTED = "Expected a diffusers folder: model_index.json beside unet/, vae/, text_encoder/, tokenizer/, scheduler/."
 
 
@@ -38,7 +39,7 @@ def _reads_as_hub_id(folder: Path) -> bool:
 
 
 def detect_family(folder: Path) -> str:
-    """The family of a model folder, by its pipeline class. Raises UsageError for what cannot be trained."""
+    """The family of a model folder, by its pipeline class and text width. Raises UsageError for what cannot be trained."""
     if not folder.exists() and _reads_as_hub_id(folder):
         raise UsageError(
             Problem(
@@ -56,7 +57,10 @@ def detect_family(folder: Path) -> str:
     if pipeline not in FAMILY_OF_PIPELINE:
         known = ", ".join(FAMILY_OF_PIPELINE)
         raise UsageError(Problem(f"{folder} holds a {pipeline or 'nameless'} model.", f"Supported: {known}."))
-    return FAMILY_OF_PIPELINE[pipeline]
+    family = FAMILY_OF_PIPELINE[pipeline]
+    if family == "sd15" and read_config(folder, "unet/config.json").get("cross_attention_dim") == SD2_TEXT_WIDTH:
+        return "sd2"
+    return family
 
 
 def weights_file(folder: Path) -> Path:

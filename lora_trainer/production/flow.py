@@ -111,7 +111,7 @@ def release(prepared: Prepared, record: Record, state: TrainState) -> Outcome:
     began, name = time.monotonic(), session.folder.name
     facts = training_facts(config, session.inputs, name, state, session.steps, session.choices, record.started)
     weights = lora_weights(config, session.inputs, built.learner)
-    kohya, diffusers = export_lora(folder, name, weights, facts, built.shapes)
+    kohya, diffusers = export_lora(folder, name, weights, facts, built.shapes, session.inputs.family.kohya_prefixes)
     console.print(f"exported {kohya.name} and {diffusers.name}; every key fits the model")
     free_learner(built.learner)
     console.print("validating the LoRA from its file")

@@ -85,13 +85,18 @@ def training_facts(
 
 
 def export_lora(
-    folder: Path, name: str, weights: LoraWeights, facts: TrainingFacts, shapes: Mapping[str, tuple[int, ...]]
+    folder: Path,
+    name: str,
+    weights: LoraWeights,
+    facts: TrainingFacts,
+    shapes: Mapping[str, tuple[int, ...]],
+    prefixes: Mapping[str, str],
 ) -> tuple[Path, Path]:
     """Write both files, every key held against the model's `shapes` before they take their names; kohya's path first.
 
     Raises TrainingFailed, and leaves no file, when a value is not finite or a key does not fit.
     """
-    return write_lora(folder, name, weights, facts, shapes=shapes)
+    return write_lora(folder, name, weights, facts, shapes=shapes, prefixes=prefixes)
 
 
 def judge_lora(
@@ -157,6 +162,6 @@ def draw_while_training(
     samples, name = folder / "samples", step_name(state.step)
     facts = training_facts(config, inputs, name, state, steps, choices, time.time() - state.seconds)
     weights = lora_weights(config, inputs, built.learner)
-    kohya, diffusers = export_lora(samples, name, weights, facts, built.shapes)
+    kohya, diffusers = export_lora(samples, name, weights, facts, built.shapes, inputs.family.kohya_prefixes)
     diffusers.unlink()
     draw_comparison(kohya, samples, config, inputs, choices.device, choices.dtype, name=name)

@@ -9,6 +9,7 @@ from lora_trainer.config.layers import Layer, Resolved, resolve
 from lora_trainer.config.presets import family_layers
 from lora_trainer.config.toml import EMPTY
 from lora_trainer.core.errors import Problem, UsageError
+from lora_trainer.models.family import USUAL_FAMILY
 from lora_trainer.models.folder import detect_family
 
 
@@ -31,7 +32,8 @@ def _family_layers(user: Sequence[Layer], problems: list[Problem], *, builtin_if
     model = {key: value for values in sections for key, value in values.items()}
     path, family = model.get("path"), model.get("family", EMPTY)
     if not isinstance(path, str):
-        return family_layers("sd15", builtin=builtin_if_none)
+        usual = family in (EMPTY, USUAL_FAMILY)
+        return family_layers(USUAL_FAMILY if usual else str(family), builtin=builtin_if_none and usual)
     if family == EMPTY:
         try:
             family = detect_family(Path(path))

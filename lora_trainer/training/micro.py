@@ -34,30 +34,30 @@ class Micro:
     def staged(self, device: torch.device, dtype: torch.dtype) -> Micro:
         """Ready for `to`: for a GPU in page-locked memory, from which it copies while the processor goes on.
 
-        Conditioning and sizes take the model's precision here: a cast on the way would make the copy wait.
+        Conditioning takes the model's precision here: a cast on the way would make the copy wait.
         """
         if device.type != "cuda":
             return self
         return self._each(lambda value: value.pin_memory(), lambda value: value.to(dtype).pin_memory())
 
     def to(self, device: torch.device, dtype: torch.dtype) -> Micro:
-        """The same on the device; conditioning and sizes in the model's precision, the rest in fp32."""
+        """The same on the device; conditioning in the model's precision, the rest, sizes among it, in fp32."""
         ahead = device.type == "cuda"
         return self._each(
             lambda value: value.to(device, non_blocking=ahead),
             lambda value: value.to(device, dtype, non_blocking=ahead),
         )
 
-    def _each(self, change: Callable[[Tensor], Tensor], change_asked: Callable[[Tensor], Tensor]) -> Micro:
-        """Every tensor changed; what the model is asked besides latents, by `change_asked`."""
+    def _each(self, change: Callable[[Tensor], Tensor], change_cond: Callable[[Tensor], Tensor]) -> Micro:
+        """Every tensor changed; the conditioning by `change_cond`."""
         noise = change(self.noise)
         return Micro(
             change(self.latents),
             noise,
             noise if self.added is self.noise else change(self.added),
             change(self.t),
-            {name: change_asked(value) for name, value in self.cond.items()},
-            change_asked(self.sizes),
+            {name: change_cond(value) for name, value in self.cond.items()},
+            change(self.sizes),
             change(self.weights),
         )
 

@@ -51,6 +51,8 @@ def test_explain_shows_each_value_and_its_origin(capsys: pytest.CaptureFixture[s
     model = tmp_path / "my model"
     model.mkdir()
     (model / "model_index.json").write_text('{"_class_name": "StableDiffusionPipeline"}', encoding="utf-8")
+    (model / "unet").mkdir()
+    (model / "unet" / "config.json").write_text('{"cross_attention_dim": 768}', encoding="utf-8")
     code, out, err = run(
         capsys, "train", "--preset", "12gb", "--preset=quality", "--config", str(file), "--data", "a", "--data", "b c",
         "--set", "optim.beta1=0.6", "--max-steps", "7", "--model", str(model), "--offline", "--explain",

@@ -11,6 +11,7 @@ from lora_trainer.cli.check import check_command
 from lora_trainer.config.schema import Config
 from lora_trainer.data.check import DataReport, check_dataset, estimate_tokens
 from lora_trainer.data.manifest import read_manifest
+from lora_trainer.models.family import public_architecture
 from tests.data.conftest import Draw, noise_picture
 
 
@@ -149,12 +150,13 @@ def test_token_estimate(caption: str, least: int, most: int) -> None:
     assert least <= estimate_tokens(caption) <= most
 
 
+USUAL = public_architecture("sd15").facts
 CONFIG = Config.model_validate({"data": {"resolution": 128}, "batch": {"effective": 4}, "train": {"max_epochs": 3}})
 
 
 def test_the_command_prints_one_json_document(good_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     cut_short(good_folder / "03.png")
-    code = check_command([good_folder], CONFIG, as_json=True)
+    code = check_command([good_folder], CONFIG, as_json=True, facts=USUAL)
     document = json.loads(capsys.readouterr().out)
     assert code == 3
     assert document["passed"] is False
@@ -170,21 +172,21 @@ def test_the_command_prints_one_json_document(good_folder: Path, capsys: pytest.
 
 
 def test_the_command_judges_at_the_trained_resolution(good_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Without a model as Stable Diffusion 1.5 would be trained, under the tier's ceiling."""
+    """The model's own, under the tier's ceiling."""
     buckets = []
     for ceiling in (None, 256):
         config = Config.model_validate({"data": {"resolution_ceiling": ceiling}, "batch": {"effective": 4}})
-        check_command([good_folder], config, as_json=True)
+        check_command([good_folder], config, as_json=True, facts=USUAL)
         buckets.append(json.loads(capsys.readouterr().out)["buckets"])
     assert "512x512" in buckets[0]
     assert "256x256" in buckets[1]
 
 
 def test_the_command_for_people(good_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert check_command([good_folder], CONFIG, as_json=False) == 0
+    assert check_command([good_folder], CONFIG, as_json=False, facts=USUAL) == 0
     assert "score 1.000" in capsys.readouterr().out
     Image.new("RGB", (20, 20)).save(good_folder / "odd [red].png")
-    assert check_command([good_folder], CONFIG, as_json=False) == 3
+    assert check_command([good_folder], CONFIG, as_json=False, facts=USUAL) == 3
     out = " ".join(capsys.readouterr().out.split())
     assert "refused" in out
     assert "have no caption (first: odd [red].png" in out

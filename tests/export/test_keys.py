@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from lora_trainer.export.keys import ambiguous_names, kohya_name, module_of_kohya
+from lora_trainer.models import FAMILIES
 
 BLOCK = st.sampled_from(["down_blocks", "up_blocks"])
 INDEX = st.integers(0, 12).map(str)
@@ -23,10 +25,12 @@ PATHS = st.one_of(
 )
 
 
+@pytest.mark.parametrize("family", FAMILIES)
 @given(PATHS)
-def test_round_trip(module: str) -> None:
-    assert module_of_kohya(kohya_name(module)) == module
-    assert not ambiguous_names([module])
+def test_round_trip(family: str, module: str) -> None:
+    prefixes = FAMILIES[family].kohya_prefixes
+    assert module_of_kohya(kohya_name(module, prefixes)) == module
+    assert not ambiguous_names([module], prefixes)
 
 
 def test_the_name_that_other_programs_expect() -> None:
@@ -37,9 +41,11 @@ def test_the_name_that_other_programs_expect() -> None:
 
 
 def test_prefixes_that_begin_alike_are_told_apart() -> None:
-    prefixes = {"text_encoder": "lora_te", "text_encoder_2": "lora_te2"}
-    assert module_of_kohya("lora_te2_text_model_final", prefixes) == "text_encoder_2.text_model.final"
-    assert module_of_kohya("lora_other_x", prefixes) is None
+    """One text encoder is `lora_te`; of two, kohya numbers both."""
+    assert module_of_kohya("lora_te_text_model_final") == "text_encoder.text_model.final"
+    assert module_of_kohya("lora_te1_text_model_final") == "text_encoder.text_model.final"
+    assert module_of_kohya("lora_te2_text_model_final") == "text_encoder_2.text_model.final"
+    assert module_of_kohya("lora_other_x") is None
 
 
 def test_a_name_that_would_not_come_back_is_found() -> None:

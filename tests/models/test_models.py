@@ -75,12 +75,16 @@ def test_encoder_keys_follow_weights_and_precision(model, tmp_path):
 
 def test_unsupported_models_are_refused_with_the_reason(model, tmp_path):
     other = copied(model, tmp_path)
-    edit(other / "model_index.json", _class_name="StableDiffusionXLPipeline")
-    with pytest.raises(UsageError, match="StableDiffusionXLPipeline"):
+    edit(other / "model_index.json", _class_name="PixArtAlphaPipeline")
+    with pytest.raises(UsageError, match="PixArtAlphaPipeline"):
         detect_family(other)
     edit(other / "unet" / "config.json", cross_attention_dim=1024)
     with pytest.raises(UsageError, match=r"2\.x"):
         SD15.describe(other)
+    with pytest.raises(UsageError, match=r"no Stable Diffusion 2\.x"):
+        FAMILIES["sd2"].describe(model)
+    with pytest.raises(UsageError, match="text_encoder_2"):
+        FAMILIES["sdxl"].describe(model)
     edit(other / "unet" / "config.json", cross_attention_dim=32, in_channels=9)
     with pytest.raises(UsageError, match="inpainting"):
         SD15.describe(other)
@@ -93,6 +97,7 @@ def test_unsupported_models_are_refused_with_the_reason(model, tmp_path):
         ("trained_betas", [0.1, 0.2]),
         ("beta_schedule", "squaredcos_cap_v2"),
         ("prediction_type", "sample"),
+        ("_class_name", "EDMEulerScheduler"),
     ],
 )
 def test_noise_schedules_that_cannot_be_followed_are_refused_by_name(model, tmp_path, key, value):

@@ -1,4 +1,4 @@
-"""A tiny random SD1.5 model, a small data set, and the command run in this process."""
+"""A tiny random model, a small data set, and the command run in this process."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ QUICK = {
 }
 
 
-def save_tiny_model(folder: Path) -> Path:
-    """The tiny pipeline as a diffusers folder."""
-    pipeline = tiny_pipeline(folder / "made")
+def save_tiny_model(folder: Path, family: str = "sd15") -> Path:
+    """A tiny pipeline of a family as a diffusers folder."""
+    pipeline = tiny_pipeline(folder / "made", family)
     pipeline.save_pretrained(folder / "model", safe_serialization=True)
     return folder / "model"
 

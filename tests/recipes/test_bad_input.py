@@ -79,10 +79,10 @@ def truncated(model: Path) -> None:
         found.write_bytes(found.read_bytes()[:-1000])
 
 
-def as_sdxl(model: Path) -> None:
+def as_another_kind(model: Path) -> None:
     index = model / "model_index.json"
     document = json.loads(index.read_text(encoding="utf-8"))
-    index.write_text(json.dumps(document | {"_class_name": "StableDiffusionXLPipeline"}), encoding="utf-8")
+    index.write_text(json.dumps(document | {"_class_name": "PixArtAlphaPipeline"}), encoding="utf-8")
 
 
 def without_index(model: Path) -> None:
@@ -101,7 +101,7 @@ DAMAGES: list[tuple[Callable[[Path], None], tuple[str, ...]]] = [
     (without_weights, ("unet", "holds no weights")),
     (as_pickle, ("unet", "pickle")),
     (truncated, ("unet", "vae")),
-    (as_sdxl, ("StableDiffusionXLPipeline", "Supported")),
+    (as_another_kind, ("PixArtAlphaPipeline", "Supported")),
     (without_index, ("model_index.json", "missing")),
     (garbled, ("unet", "config.json")),
     (half_a_config, ("config.json lacks in_channels",)),

@@ -1,0 +1,35 @@
+"""Stable Diffusion 2.x: as 1.x, with OpenCLIP's wider text encoder; the 768-pixel models predict velocity."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+from lora_trainer.core.errors import Problem, UsageError
+from lora_trainer.models import sd15
+from lora_trainer.models.family import ModelFacts
+from lora_trainer.models.folder import SD2_TEXT_WIDTH, read_config
+from lora_trainer.models.unet import unet_facts
+
+
+def describe(folder: Path) -> ModelFacts:
+    """Facts from the config files. Raises UsageError when a part is missing, damaged or of another kind."""
+    facts = unet_facts(folder, "sd2")
+    width = read_config(folder, "unet/config.json").get("cross_attention_dim")
+    if width != SD2_TEXT_WIDTH:
+        raise UsageError(
+            Problem(
+                f"{folder} is no Stable Diffusion 2.x model: its text is {width} wide, not {SD2_TEXT_WIDTH}.",
+                "Leave model.family empty.",
+            )
+        )
+    return facts
+
+
+def base_names(facts: ModelFacts) -> tuple[str, str]:
+    if facts.prediction == "v_prediction":
+        return "sd_v2_768_v", "stable-diffusion-v2-768-v/lora"
+    return "sd_v2", "stable-diffusion-v2-512/lora"
+
+
+FAMILY = replace(sd15.FAMILY, name="sd2", describe=describe, base_names=base_names)

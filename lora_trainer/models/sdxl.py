@@ -1,0 +1,159 @@
+"""Stable Diffusion XL: two CLIP text encoders, a U-Net that is told of sizes and crop (arXiv:2307.01952)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+from lora_trainer.core.errors import Problem, UsageError
+from lora_trainer.models.family import Encoders, Family, ModelFacts
+from lora_trainer.models.folder import fingerprint, read_config
+from lora_trainer.models.noise_schedule import make_process, make_scheduler
+from lora_trainer.models.unet import (
+    CLIP_TOKENS,
+    LORA_TARGETS,
+    image_encoder,
+    load_frozen,
+    load_tokenizer,
+    load_unet,
+    load_vae,
+    make_denoiser,
+    token_ids,
+    unet_facts,
+)
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor, nn
+
+TEXT_ENCODERS = ("text_encoder", "text_encoder_2")
+SIZE_NUMBERS = 6  # original height, width, crop top, left, target height, width
+
+
+def describe(folder: Path) -> ModelFacts:
+    """Facts from the config files. Raises UsageError when a part is missing, damaged or of another kind."""
+    facts = unet_facts(folder, "sdxl", TEXT_ENCODERS)
+    kind = read_config(folder, "unet/config.json").get("addition_embed_type")
+    if kind != "text_time":
+        raise UsageError(
+            Problem(f"{folder}: the U-Net takes no pooled text and sizes ({kind}).", "Use a base model of SDXL 1.0.")
+        )
+    return facts
+
+
+def vae_dtype(folder: Path, dtype: torch.dtype) -> torch.dtype:
+    """fp32 in place of fp16 for an autoencoder whose activations overflow fp16, which its config says."""
+    import torch
+
+    overflows = read_config(folder, "vae/config.json").get("force_upcast", True)
+    return torch.float32 if dtype == torch.float16 and overflows else dtype
+
+
+def encoder_keys(folder: Path, dtype: torch.dtype) -> tuple[str, str]:
+    """Names of the image and the text encoders' weights, without loading them."""
+    texts = fingerprint(folder, "text_encoder", "tokenizer", "text_encoder_2", "tokenizer_2")
+    return f"{fingerprint(folder, 'vae')}-{vae_dtype(folder, dtype)}", f"{texts}-{dtype}"
+
+
+def load_encoders(folder: Path, dtype: torch.dtype, device: torch.device) -> Encoders:
+    """Autoencoder and text encoders, frozen, on the device; each is loaded when it is first asked."""
+    import torch
+
+    @cache
+    def encode_pixels() -> Any:
+        vae = load_vae(folder, vae_dtype(folder, dtype), device)
+        vae.enable_slicing()  # a picture at a time: at 1024 px each takes gigabytes
+        return image_encoder(vae, device)
+
+    @cache
+    def text_parts() -> tuple[tuple[Any, Any], ...]:
+        encoders = load_text_encoders(folder, dtype, device)
+        return tuple((load_tokenizer(folder, name), part) for name, part in encoders.items())
+
+    def encode_image(pixels: Tensor) -> tuple[Tensor, Tensor]:
+        return cast("tuple[Tensor, Tensor]", encode_pixels()(pixels))
+
+    @torch.no_grad()
+    def encode_text(captions: Sequence[str]) -> dict[str, Tensor]:
+        """Both encoders' last state but one, side by side, and the second one's projected summary."""
+        told = [
+            encoder(token_ids(tokenizer, captions).to(device), output_hidden_states=True)
+            for tokenizer, encoder in text_parts()
+        ]
+        return {
+            "embeds": torch.cat([each.hidden_states[-2] for each in told], dim=-1),
+            "pooled": told[-1].text_embeds,
+        }
+
+    image_key, text_key = encoder_keys(folder, dtype)
+    return Encoders(encode_image, encode_text, image_key, text_key)
+
+
+def load_text_encoders(folder: Path, dtype: torch.dtype, device: torch.device) -> dict[str, Any]:
+    from transformers import CLIPTextModel, CLIPTextModelWithProjection
+
+    kinds = dict(zip(TEXT_ENCODERS, (CLIPTextModel, CLIPTextModelWithProjection), strict=True))
+    return {name: load_frozen(kind, folder / name, dtype, device) for name, kind in kinds.items()}
+
+
+def predict(denoiser: nn.Module, noisy: Tensor, t: Tensor, cond: Mapping[str, Tensor], sizes: Tensor) -> Tensor:
+    """The U-Net's prediction [B, 4, h, w] at t [B] under cond["embeds"] [B, L, D], cond["pooled"] [B, P].
+
+    `sizes` [B, 6] are the model's time ids; they stay in fp32, since bf16 would turn 1023 into 1024.
+    """
+    added = {"text_embeds": cond["pooled"], "time_ids": sizes}
+    return cast("Tensor", denoiser(noisy, t, cond["embeds"], added_cond_kwargs=added, return_dict=False)[0])
+
+
+def make_pipeline(folder: Path, dtype: torch.dtype, device: torch.device) -> Any:
+    """diffusers' pipeline of the untouched base, for drawing pictures."""
+    from diffusers import StableDiffusionXLPipeline
+
+    index = read_config(folder, "model_index.json")
+    vae = load_vae(folder, vae_dtype(folder, dtype), device)
+    # The pipeline hands latents on in the U-Net's precision.
+    first = vae.decoder if vae.post_quant_conv is None else vae.post_quant_conv
+    first.register_forward_pre_hook(lambda _, latents: (latents[0].to(vae.dtype), *latents[1:]))
+    pipeline = StableDiffusionXLPipeline(
+        vae=vae,
+        **load_text_encoders(folder, dtype, device),
+        tokenizer=load_tokenizer(folder, "text_encoder"),
+        tokenizer_2=load_tokenizer(folder, "text_encoder_2"),
+        unet=load_unet(folder, dtype, device),
+        scheduler=make_scheduler(folder),
+        force_zeros_for_empty_prompt=bool(index.get("force_zeros_for_empty_prompt", True)),
+        add_watermarker=False,
+    )
+    pipeline.set_progress_bar_config(disable=True)
+    return pipeline
+
+
+def cond_shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+    sizes = SIZE_NUMBERS * int(config["addition_time_embed_dim"])
+    pooled = int(config["projection_class_embeddings_input_dim"]) - sizes
+    return {"embeds": (CLIP_TOKENS, int(config["cross_attention_dim"])), "pooled": (pooled,)}
+
+
+def base_names(facts: ModelFacts) -> tuple[str, str]:
+    """The same for models that predict velocity: programs know these by `modelspec.prediction_type`."""
+    return "sdxl_base_v1-0", "stable-diffusion-xl-v1-base/lora"
+
+
+FAMILY = Family(
+    name="sdxl",
+    describe=describe,
+    encoder_keys=encoder_keys,
+    load_encoders=load_encoders,
+    load_denoiser=load_unet,
+    make_process=make_process,
+    predict=predict,
+    make_pipeline=make_pipeline,
+    lora_targets=LORA_TARGETS,
+    denoiser_prefix="unet",
+    kohya_prefixes={"unet": "lora_unet", "text_encoder": "lora_te1", "text_encoder_2": "lora_te2"},
+    make_denoiser=make_denoiser,
+    cond_shapes=cond_shapes,
+    base_names=base_names,
+)

@@ -1,0 +1,136 @@
+"""What the families with a U-Net share: facts from the configs, frozen parts, the autoencoder, the LoRA's targets."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+from lora_trainer.core.errors import Problem, UsageError
+from lora_trainer.models.family import ModelFacts
+from lora_trainer.models.folder import check_components, read_config, variant_of
+from lora_trainer.models.noise_schedule import read_noise_schedule
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor, nn
+
+CLIP_TOKENS = 77
+ATTENTION = ("to_q", "to_k", "to_v", "to_out.0")
+FEED_FORWARD = ("ff.net.0.proj", "ff.net.2")
+LORA_TARGETS = {"attention": ATTENTION, "attention+ff": (*ATTENTION, *FEED_FORWARD)}
+
+
+def unet_facts(folder: Path, family: str, text_encoders: Sequence[str] = ("text_encoder",)) -> ModelFacts:
+    """Facts from the config files. Raises UsageError when a part is missing, damaged or of another kind."""
+    unet = read_config(folder, "unet/config.json", ("in_channels", "sample_size", "block_out_channels"))
+    vae = read_config(folder, "vae/config.json", ("block_out_channels",))
+    schedule = read_noise_schedule(folder)
+    tokens = min(caption_tokens(folder, name) for name in text_encoders)
+    check_components(folder, ("unet", "vae", *text_encoders))
+    if unet["in_channels"] != vae.get("latent_channels", 4):
+        raise UsageError(
+            Problem(
+                f"{folder} is an inpainting or depth model ({unet['in_channels']} input channels).", "Use the base."
+            )
+        )
+    if vae.get("latents_mean") is not None:
+        raise UsageError(
+            Problem(
+                f"{folder}/vae/config.json: latents_mean shifts each channel, which cannot be followed.",
+                "Use a model whose autoencoder has a scaling_factor only.",
+            )
+        )
+    downscale = 2 ** (len(vae["block_out_channels"]) - 1)
+    return ModelFacts(
+        path=folder,
+        family=family,
+        resolution=int(unet["sample_size"]) * downscale,
+        latent_channels=int(unet["in_channels"]),
+        downscale=downscale,
+        pixel_step=downscale * 2 ** (len(unet["block_out_channels"]) - 1),
+        prediction=schedule.prediction,
+        caption_tokens=tokens,
+    )
+
+
+def tokenizer_of(text_encoder: str) -> str:
+    """`tokenizer_2` for `text_encoder_2`."""
+    return text_encoder.replace("text_encoder", "tokenizer")
+
+
+def caption_tokens(folder: Path, text_encoder: str) -> int:
+    """The longest caption in tokens, start and end among them: what tokenizer and text encoder both take."""
+    tokenizer = read_config(folder, f"{tokenizer_of(text_encoder)}/tokenizer_config.json")
+    encoder = read_config(folder, f"{text_encoder}/config.json")
+    # A tokenizer without a limit of its own says nothing, or 1e30.
+    limits = (tokenizer.get("model_max_length"), encoder.get("max_position_embeddings"))
+    return min(CLIP_TOKENS if limit is None else int(limit) for limit in limits)
+
+
+def load_frozen(kind: Any, folder: Path, dtype: torch.dtype, device: torch.device) -> Any:
+    """One part, in eval mode; each has its own variant, since a folder may hold one only as fp16."""
+    from diffusers.utils import logging as diffusers_logging
+    from transformers.utils import logging as transformers_logging
+
+    # Bars for files that load in a second only tear the caller's own progress line.
+    diffusers_logging.disable_progress_bar()
+    transformers_logging.disable_progress_bar()
+    model = kind.from_pretrained(
+        folder, dtype=dtype, variant=variant_of(folder), use_safetensors=True, local_files_only=True
+    )
+    return model.to(device).eval().requires_grad_(False)
+
+
+def load_unet(folder: Path, dtype: torch.dtype, device: torch.device) -> nn.Module:
+    """The U-Net, frozen, on the device."""
+    from diffusers import UNet2DConditionModel
+
+    return cast("nn.Module", load_frozen(UNet2DConditionModel, folder / "unet", dtype, device))
+
+
+def load_vae(folder: Path, dtype: torch.dtype, device: torch.device) -> Any:
+    from diffusers import AutoencoderKL
+
+    return load_frozen(AutoencoderKL, folder / "vae", dtype, device)
+
+
+def load_tokenizer(folder: Path, text_encoder: str) -> Any:
+    from transformers import CLIPTokenizer
+
+    tokenizer = CLIPTokenizer.from_pretrained(folder / tokenizer_of(text_encoder), local_files_only=True)
+    tokenizer.model_max_length = caption_tokens(folder, text_encoder)
+    return tokenizer
+
+
+def token_ids(tokenizer: Any, captions: Sequence[str]) -> Tensor:
+    """Captions padded or cut to the tokenizer's length: [B, L]."""
+    tokens = tokenizer(
+        list(captions),
+        padding="max_length",
+        max_length=tokenizer.model_max_length,
+        truncation=True,
+        return_tensors="pt",
+    )
+    return cast("Tensor", tokens.input_ids)
+
+
+def image_encoder(vae: Any, device: torch.device) -> Callable[[Tensor], tuple[Tensor, Tensor]]:
+    """Pixels [B, 3, H, W] in [-1, 1] -> mean and spread [B, C, h, w] of the scaled latents' posterior, fp32."""
+    import torch
+
+    scale = float(vae.config.scaling_factor)
+
+    @torch.no_grad()
+    def encode_image(pixels: Tensor) -> tuple[Tensor, Tensor]:
+        posterior = vae.encode(pixels.to(device, vae.dtype)).latent_dist
+        return posterior.mean.float() * scale, posterior.std.float() * scale
+
+    return encode_image
+
+
+def make_denoiser(config: Mapping[str, Any]) -> nn.Module:
+    """A U-Net with random weights, on torch's current default device."""
+    from diffusers import UNet2DConditionModel
+
+    return cast("nn.Module", UNet2DConditionModel.from_config(dict(config)))

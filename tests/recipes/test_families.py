@@ -1,0 +1,115 @@
+"""Every family through the same commands: it learns, resumes exactly, and its file loads where people load it."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+
+from lora_trainer.cli.main import main
+from lora_trainer.evaluation.loading import adapted_modules, heard, without_lora
+from lora_trainer.export.lora_file import read_lora
+from lora_trainer.models import FAMILIES
+from lora_trainer.models.folder import detect_family
+from tests.recipes.recipe import Bench, draw_pictures, exported, losses, record, rows, save_tiny_model
+
+CPU = torch.device("cpu")
+LEARNING = {"lora__alpha": 8, "checkpoint__every_steps": 3, "data__caption_dropout": 0.3}  # rank 4
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def trained(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Bench:
+    """A family's tiny model, and a finished run named `cat` of twelve steps on it."""
+    folder = tmp_path_factory.mktemp(request.param)
+    made = Bench(
+        save_tiny_model(folder, request.param), draw_pictures(folder / "data"), folder / "runs", folder / "cache"
+    )
+    assert detect_family(made.model) == request.param
+    assert made.run("cat", steps=12, validate__every_steps=12, **LEARNING) == 0
+    return made
+
+
+def family_of(bench: Bench) -> str:
+    return detect_family(bench.model)
+
+
+def test_loss_falls(trained):
+    first, last = rows(trained.folder("cat"), "validation.jsonl")
+    assert last["loss"] < first["loss"]
+    assert record(trained.folder("cat"))["status"] == "done"
+
+
+def test_a_stopped_run_goes_on_exactly(trained):
+    """Six of the twelve steps, from a checkpoint after three."""
+    straight = shutil.copytree(trained.folder("cat"), trained.output / "resumed")
+    for path in (straight / "checkpoints").iterdir():
+        if path.name != "step-000009":
+            shutil.rmtree(path)
+    (straight / "run.json").write_text('{"status": "stopped", "steps": 9}', encoding="utf-8")
+    before = exported(trained.folder("cat"))
+    for path in straight.glob("*.safetensors"):
+        path.unlink()
+    settings = {"validate__every_steps": 12, **LEARNING}
+    assert trained.run("resumed", "--resume", steps=12, **settings) == 0
+    assert losses(straight)[9:] == losses(trained.folder("cat"))[9:]
+    assert exported(straight) == before
+
+
+@pytest.mark.parametrize("ending", [".safetensors", ".diffusers.safetensors"])
+def test_the_file_loads_whole_in_a_fresh_pipeline_and_leaves_the_base_as_it_was(trained, ending):
+    name = family_of(trained)
+    lora = trained.folder("cat") / f"cat{ending}"
+    pipeline = FAMILIES[name].make_pipeline(trained.model, torch.float32, CPU)
+    base = {key: value.clone() for key, value in pipeline.unet.state_dict().items()}
+
+    def picture() -> torch.Tensor:
+        drawn = pipeline("a ring", num_inference_steps=2, generator=torch.manual_seed(1), output_type="pt")
+        return drawn.images[0]
+
+    before = picture()
+    with heard() as said:
+        pipeline.load_lora_weights(lora.parent, weight_name=lora.name, local_files_only=True)
+    assert said == []
+    assert adapted_modules(pipeline, FAMILIES[name]) == len(read_lora(lora).modules) > 0
+    assert not torch.equal(picture(), before)
+    with without_lora(pipeline):
+        assert torch.equal(picture(), before)
+    pipeline.unload_lora_weights()
+    after = pipeline.unet.state_dict()
+    assert base.keys() == after.keys()
+    assert all(torch.equal(base[key], after[key]) for key in base)
+
+
+def test_the_header_names_the_base_as_other_programs_know_it(trained):
+    expected = {
+        "sd15": ("sd_v1", "False", "stable-diffusion-v1/lora", "epsilon"),
+        "sd2": ("sd_v2_768_v", "True", "stable-diffusion-v2-768-v/lora", "v"),
+        "sdxl": ("sdxl_base_v1-0", "False", "stable-diffusion-xl-v1-base/lora", "epsilon"),
+    }
+    keys = ("ss_base_model_version", "ss_v2", "modelspec.architecture", "modelspec.prediction_type")
+    with safe_open(trained.folder("cat") / "cat.safetensors", framework="numpy") as file:
+        header = file.metadata()
+    assert tuple(header[key] for key in keys) == expected[family_of(trained)]
+    assert (header["ss_network_dim"], header["ss_network_alpha"]) == ("4", "8.0")
+
+
+def test_validate_judges_it_and_refuses_it_on_another_family(trained, tiny_model, tmp_path, capsys):
+    lora = str(trained.folder("cat") / "cat.safetensors")
+    capsys.readouterr()
+    assert main(["validate", lora, "--model", str(trained.model), "--json"]) in (0, 4)
+    report = json.loads(capsys.readouterr().out)
+    assert report["parts"]["integrity"] == 1.0
+    assert report["parts"]["learning"] > 0.0
+    if family_of(trained) == "sd15":
+        other: Path = save_tiny_model(tmp_path, "sdxl")
+    else:
+        other = tiny_model
+    assert main(["validate", lora, "--model", str(other)]) == 4
+    said = " ".join(capsys.readouterr().out.split())
+    assert "trained on another kind of model" in said
+    assert main(["sample", lora, "--model", str(other), "--prompt", "a ring"]) == 2
+    assert "trained on another kind of model" in capsys.readouterr().err
