@@ -61,8 +61,8 @@ def tokenizer_of(text_encoder: str) -> str:
 
 def caption_tokens(folder: Path, text_encoder: str) -> int:
     """The longest caption in tokens, start and end among them: what tokenizer and text encoder both take."""
-    tokenizer = read_config(folder, f"{tokenizer_of(text_encoder)}/tokenizer_config.json")
     encoder = read_config(folder, f"{text_encoder}/config.json")
+    tokenizer = read_config(folder, f"{tokenizer_of(text_encoder)}/tokenizer_config.json")
     # A tokenizer without a limit of its own says nothing, or 1e30.
     limits = (tokenizer.get("model_max_length"), encoder.get("max_position_embeddings"))
     return min(CLIP_TOKENS if limit is None else int(limit) for limit in limits)
