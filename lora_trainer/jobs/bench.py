@@ -152,7 +152,7 @@ def own_step(subject: Subject, source: Iterator[list[Micro]], metrics: Path) -> 
 
 
 def row_of(name: str, model: str, seconds: list[float], base: list[float]) -> Row:
-    tenths = statistics.quantiles(seconds, n=10)
+    tenths = statistics.quantiles(seconds, n=10, method="inclusive")  # the other may pass the shortest
     ratio = statistics.median(own / least for own, least in zip(seconds, base, strict=True))
     return Row(name, model, statistics.median(seconds), tenths[0], tenths[-1], ratio)
 
