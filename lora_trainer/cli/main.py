@@ -202,8 +202,7 @@ def _check(arguments: argparse.Namespace, unknown: list[Problem]) -> int:
     from lora_trainer.models.family import USUAL_FAMILY, public_architecture
     from lora_trainer.production.inputs import data_sources, read_model
 
-    # The built-in pictures are made for the built-in base; people's own are judged for a usual model
-    # unless they name theirs.
+    # The built-in pictures are made for the built-in base; people's own are judged for a usual model, or the one named.
     builtin = all(Path(source).resolve() == DATA_FOLDER for source in arguments.data)
     config = resolved_from(arguments, unknown, builtin_if_none=builtin).config
     sources = data_sources(config)
