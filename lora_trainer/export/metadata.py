@@ -49,11 +49,16 @@ class TrainingFacts:
     mixed_precision: str = "no"
     checkpointing: bool = False
     min_snr_gamma: float | None = None
+    huber_delta: float | None = None
     noise_offset: float | None = None
     multires_iterations: int | None = None
     multires_discount: float | None = None
+    input_perturbation: float | None = None
+    zero_terminal_snr: bool = False
     caption_dropout: float = 0.0
     dropout: float = 0.0
+    rank_stabilised: bool = False
+    ema_decay: float | None = None
     held_out: int = 0
     buckets: Mapping[tuple[int, int], int] = field(default_factory=dict)  # (width, height) -> samples
     dataset_dirs: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
@@ -64,6 +69,8 @@ def header(facts: TrainingFacts) -> dict[str, str]:
     """The header without hashes."""
     width, height = facts.resolution
     network_args = {"algo": "lora", "targets": facts.targets, "alpha_folded": True}
+    if facts.rank_stabilised:
+        network_args["rank_stabilised"] = True
     values: dict[str, object] = {
         "ss_v2": facts.base_version.startswith("sd_v2"),
         "ss_base_model_version": facts.base_version,
@@ -97,11 +104,7 @@ def header(facts: TrainingFacts) -> dict[str, str]:
         "ss_lr_warmup_steps": facts.warmup_steps,
         "ss_mixed_precision": facts.mixed_precision,
         "ss_gradient_checkpointing": facts.checkpointing,
-        "ss_min_snr_gamma": facts.min_snr_gamma,
-        "ss_noise_offset": facts.noise_offset,
-        "ss_multires_noise_iterations": facts.multires_iterations,
-        "ss_multires_noise_discount": facts.multires_discount,
-        "ss_caption_dropout_rate": facts.caption_dropout,
+        **_loss_and_noise(facts),
         "ss_seed": facts.seed,
         "ss_training_comment": None,
         "modelspec.sai_model_spec": "1.0.1",
@@ -113,10 +116,25 @@ def header(facts: TrainingFacts) -> dict[str, str]:
         "modelspec.prediction_type": "v" if facts.prediction == "v_prediction" else "epsilon",
         "lora_trainer.version": facts.version,
         "lora_trainer.alpha": facts.alpha,
+        "lora_trainer.ema_decay": facts.ema_decay,
         "lora_trainer.held_out": facts.held_out,
     }
     # kohya writes Python's own text of each value, and its readers look for "None", "True" and "False".
     return {key: str(value) for key, value in values.items()}
+
+
+def _loss_and_noise(facts: TrainingFacts) -> dict[str, object]:
+    return {
+        "ss_min_snr_gamma": facts.min_snr_gamma,
+        "ss_loss_type": "l2" if facts.huber_delta is None else "huber",
+        "ss_huber_c": facts.huber_delta,
+        "ss_noise_offset": facts.noise_offset,
+        "ss_ip_noise_gamma": facts.input_perturbation,
+        "ss_zero_terminal_snr": facts.zero_terminal_snr,
+        "ss_multires_noise_iterations": facts.multires_iterations,
+        "ss_multires_noise_discount": facts.multires_discount,
+        "ss_caption_dropout_rate": facts.caption_dropout,
+    }
 
 
 def _bucket_info(buckets: Mapping[tuple[int, int], int]) -> dict[str, object]:

@@ -1,0 +1,156 @@
+"""Options of noise, loss, optimizer and weights through the command: what they change, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from lora_trainer.config.schema import Config
+from lora_trainer.export.lora_file import read_lora, write_lora
+from lora_trainer.models import FAMILIES
+from lora_trainer.models.lora import inject_lora, target_modules
+from lora_trainer.production import flow
+from lora_trainer.production.release import lora_weights
+from tests.export.tiny import facts, tiny_pipeline
+from tests.recipes.recipe import Bench, exported, losses, patched, record, rows
+
+
+def v_model(bench: Bench, folder: Path) -> Bench:
+    """The same bench with a model that predicts velocity."""
+    shutil.copytree(bench.model, folder)
+    scheduler = folder / "scheduler" / "scheduler_config.json"
+    document = json.loads(scheduler.read_text(encoding="utf-8"))
+    scheduler.write_text(json.dumps(document | {"prediction_type": "v_prediction"}), encoding="utf-8")
+    return replace(bench, model=folder)
+
+
+def test_zero_terminal_snr_needs_a_model_that_predicts_velocity(bench, tmp_path, capsys):
+    assert bench.run("epsilon", noise__zero_terminal_snr="true") == 2
+    said = capsys.readouterr().err
+    assert "noise.zero_terminal_snr = true (from --set): the model predicts epsilon" in said
+    assert "Traceback" not in said
+    assert not bench.folder("epsilon").exists()
+    velocity = v_model(bench, tmp_path / "v")
+    settings = {"noise__zero_terminal_snr": "true", "loss__min_snr_gamma": 5, "steps": 2}
+    assert velocity.run("velocity", **settings) == 0
+    assert velocity.run("usual", loss__min_snr_gamma=5, steps=2) == 0
+    assert all(math.isfinite(loss) for loss in losses(bench.folder("velocity")))
+    assert losses(bench.folder("velocity")) != losses(bench.folder("usual"))
+
+
+def test_weights_of_pictures_multiply_their_loss(bench, tmp_path):
+    assert bench.run("plain", steps=1) == 0
+    data = Path(shutil.copytree(bench.data, tmp_path / "weighted"))
+    lines = [json.dumps({"file_name": path.name, "weight": 2.5}) for path in sorted(data.glob("*.png"))]
+    (data / "metadata.jsonl").write_text("\n".join(lines), encoding="utf-8")
+    assert replace(bench, data=data).run("weighted", steps=1) == 0
+    (plain,), (weighted,) = losses(bench.folder("plain")), losses(bench.folder("weighted"))
+    assert weighted == pytest.approx(2.5 * plain, rel=1e-6)
+    assert record(bench.folder("weighted"))["data_hash"] != record(bench.folder("plain"))["data_hash"]
+
+
+@pytest.mark.parametrize(
+    "settings", [{"noise__input_perturbation": 0.2}, {"loss__kind": "huber", "loss__huber_delta": 0.05}]
+)
+def test_options_of_noise_and_loss_change_the_first_loss(settings, finished, bench):
+    assert bench.run("option", steps=1, **settings) == 0
+    assert losses(bench.folder("option"))[0] != losses(finished.folder("first"))[0]
+
+
+def test_the_average_is_what_is_exported_and_validated_and_training_is_the_same(finished, bench):
+    assert bench.run("first", train__ema_decay=0.5, checkpoint__every_steps=3, validate__every_steps=3) == 0
+    assert losses(bench.folder("first")) == losses(finished.folder("first"))
+    assert exported(bench.folder("first")) != exported(finished.folder("first"))
+    validations = [rows(each.folder("first"), "validation.jsonl") for each in (bench, finished)]
+    assert [row["step"] for row in validations[0]] == [row["step"] for row in validations[1]]
+    assert validations[0][0]["loss"] == validations[1][0]["loss"], "nothing is trained at step 0"
+    assert validations[0][-1]["loss"] != validations[1][-1]["loss"]
+    kept = load_file(bench.folder("first") / "checkpoints" / "step-000006" / "average.safetensors")
+    assert_exported(bench.folder("first"), kept)
+
+
+def test_a_schedule_free_run_exports_its_average(bench):
+    """The library's own average, asked for after ours was taken."""
+    seen: dict[str, torch.Tensor] = {}
+    true = flow.lora_weights
+
+    def looking(config, inputs, learner):
+        weights = true(config, inputs, learner)
+        trained = {name: master.detach().clone() for name, master in learner.adapter.masters.items()}
+        learner.optimizer.eval()
+        seen.update({name: master.detach().clone() for name, master in learner.adapter.masters.items()})
+        assert any(not torch.equal(seen[name], trained[name]) for name in seen)
+        return weights
+
+    with patched(flow, "lora_weights", looking):
+        assert bench.run("free", optim__name="schedule_free") == 0
+    assert_exported(bench.folder("free"), seen)
+
+
+def assert_exported(folder: Path, expected: dict[str, torch.Tensor]) -> None:
+    """The file's updates are those of these adapter weights, to the precision of fp16."""
+    written = read_lora(folder / f"{folder.name}.safetensors").modules
+    assert len(written) * 2 == len(expected)
+    for name, pair in written.items():
+        module = name.removeprefix("unet.")
+        down, up = (expected[f"{module}.lora_{half}.default.weight"] for half in "AB")
+        assert torch.allclose(pair.delta(), up @ down, atol=2e-3 * float((up @ down).abs().max()))
+
+
+def test_prodigy_takes_a_factor_and_refuses_a_rate(bench, capsys):
+    assert bench.run("rate", optim__name="prodigy", optim__learning_rate=1e-4) == 2
+    assert "Prodigy finds the rate itself" in capsys.readouterr().err
+    assert bench.run("factor", steps=2, optim__name="prodigy", optim__learning_rate=None) == 0
+    assert "optim.learning_rate = 0.0001 (from default) gives way to 1.0" in capsys.readouterr().err
+    assert [row["lr"] for row in rows(bench.folder("factor"))] == [1.0, 1.0]
+    assert any("gives way" in line for line in record(bench.folder("factor"))["choices"])
+
+
+def test_clipping_by_value_replaces_clipping_by_norm(bench, capsys):
+    assert bench.run("both", optim__clip_value=0.5, optim__clip_norm=2.0) == 2
+    assert "by value (optim.clip_value) or by norm, not both" in capsys.readouterr().err
+    assert bench.run("value", steps=2, optim__clip_value=1e-12) == 0
+    assert record(bench.folder("value"))["config"]["optim"]["clip_norm"] == 0.0
+    assert bench.run("norm", steps=2) == 0
+    assert losses(bench.folder("value"))[0] == losses(bench.folder("norm"))[0]
+    assert exported(bench.folder("value")) != exported(bench.folder("norm"))
+
+
+@pytest.mark.parametrize("stabilised", [True, False])
+@pytest.mark.parametrize("rank", [4, 6])
+def test_the_file_changes_each_layer_as_the_network_in_memory_does(stabilised, rank, tmp_path):
+    """Linear layers and convolutions, alpha unlike the rank: the scale is alpha / rank or alpha / sqrt(rank)."""
+    family, unet = FAMILIES["sd15"], tiny_pipeline(tmp_path).unet.requires_grad_(False)
+    names = target_modules(unet, family, ("*.to_q", "*.ff.net.*", "*.resnets.*.conv?", "*.conv_shortcut"))
+    made = inject_lora(unet, names, rank=rank, alpha=2.7, dropout=0.0, seed=1, rank_stabilised=stabilised)
+    with torch.no_grad():
+        for parameter in made.values():
+            parameter.normal_()
+    config = Config.model_validate({"lora": {"rank": rank, "alpha": 2.7, "rank_stabilised": stabilised}})
+    weights = lora_weights(config, SimpleNamespace(family=family), SimpleNamespace(shown=lambda: made))
+    told = facts(rank=rank, alpha=2.7, rank_stabilised=stabilised)
+    for path in write_lora(tmp_path, "cat", weights, told, dtype=torch.float32):
+        written = read_lora(path)
+        assert len(written.modules) == len(names)
+        assert json.loads(written.metadata["ss_network_args"]).get("rank_stabilised", False) is stabilised
+        assert float(written.metadata["ss_network_alpha"]) == 2.7
+        for name, pair in written.modules.items():
+            expected = unet.get_submodule(name.removeprefix("unet.")).get_delta_weight("default").detach()
+            assert torch.allclose(pair.delta(), expected, rtol=1e-6, atol=1e-6 * float(expected.abs().max()))
+
+
+def test_a_rank_stabilised_run_says_so_and_must_stay_so(bench, capsys):
+    assert bench.run("stable", steps=2, checkpoint__every_steps=1, lora__rank_stabilised="true", lora__alpha=2) == 0
+    header = read_lora(bench.folder("stable") / "stable.safetensors").metadata
+    assert json.loads(header["ss_network_args"])["rank_stabilised"] is True
+    (bench.folder("stable") / "run.json").write_text('{"status": "stopped", "steps": 2}', encoding="utf-8")
+    assert bench.run("stable", "--resume", steps=2, lora__alpha=2) == 2
+    assert "lora.rank_stabilised was True and is now False" in capsys.readouterr().err
