@@ -14,6 +14,7 @@ from lora_trainer.models.folder import FAMILY_OF_PIPELINE
 from lora_trainer.optim.optimizers import OPTIMIZERS
 from lora_trainer.optim.schedules import SHAPES
 from lora_trainer.production.choices import DTYPES
+from lora_trainer.production.release import RELEASED_STEP
 
 
 @pytest.mark.parametrize(
@@ -24,6 +25,7 @@ from lora_trainer.production.choices import DTYPES
         (schema.ScheduleName, SHAPES),
         (schema.LossName, ERRORS),
         (schema.Precision, DTYPES),
+        (schema.ReleaseName, RELEASED_STEP),
     ],
 )
 def test_each_literal_equals_its_dict(names, functions):

@@ -15,6 +15,7 @@ Precision = Literal["bf16", "fp16", "fp32"]
 OptimizerName = Literal["adamw", "adamw8bit", "paged_adamw8bit", "adafactor", "lion", "prodigy", "schedule_free"]
 ScheduleName = Literal["constant", "linear", "cosine", "restarts", "polynomial", "one_cycle"]
 LossName = Literal["squared", "huber"]
+ReleaseName = Literal["best", "last"]
 AttentionName = Literal["auto", "sdpa", "xformers", "math"]
 
 Share = Annotated[float, Field(ge=0.0, le=1.0)]
@@ -140,6 +141,9 @@ class TrainSection(Section):
 class CheckpointSection(Section):
     every_steps: Count = Field(500, description="steps between checkpoints")
     keep_last: Count = Field(2, description="newest checkpoints kept")
+    release: ReleaseName = Field(
+        "best", description="weights that are exported: of the lowest held-out loss, or the last"
+    )
 
 
 class ValidateSection(Section):

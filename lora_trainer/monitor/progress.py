@@ -53,7 +53,7 @@ def step_line(console: Console, total: int, done: int, watch: Watch = unwatched)
 def live_line(console: Console, total: int, done: int) -> Iterator[Watch]:
     """Bar, step, loss, rate, speed, memory and time left on one line."""
     columns = (
-        TextColumn("training"),
+        TextColumn("{task.description}"),
         BarColumn(bar_width=24),
         MofNCompleteColumn(),
         TextColumn("{task.fields[figures]}"),
@@ -62,7 +62,13 @@ def live_line(console: Console, total: int, done: int) -> Iterator[Watch]:
     )
     with Bar(*columns, console=console) as bar:
         task = bar.add_task("training", total=total, completed=done, figures="")
-        yield lambda progress: bar.update(task, completed=progress.step, figures=figures(progress))
+
+        def show(progress: Progress) -> None:
+            bar.update(task, completed=progress.step, description=progress.phase)
+            if progress.phase == "training":
+                bar.update(task, figures=figures(progress))
+
+        yield show
 
 
 @contextmanager
@@ -73,7 +79,7 @@ def log_line(console: Console, total: int, done: int) -> Iterator[Watch]:
     def show(progress: Progress) -> None:
         nonlocal said
         step = progress.step
-        if step // SUMMARY_EVERY > said // SUMMARY_EVERY or step == total:
+        if progress.phase == "training" and (step // SUMMARY_EVERY > said // SUMMARY_EVERY or step == total):
             said = step
             left = duration((total - step) * progress.seconds)
             console.print(f"step {step}/{total}  {figures(progress)}  left {left}", highlight=False)

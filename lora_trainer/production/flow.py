@@ -23,7 +23,14 @@ from lora_trainer.monitor.trackers import Trackers
 from lora_trainer.production.inputs import Inputs, with_absolute_paths
 from lora_trainer.production.order import Order
 from lora_trainer.production.record import Record, write_record
-from lora_trainer.production.release import draw_comparison, export_lora, judge_lora, lora_weights, training_facts
+from lora_trainer.production.release import (
+    choose_released,
+    draw_comparison,
+    export_lora,
+    judge_lora,
+    lora_weights,
+    training_facts,
+)
 from lora_trainer.production.session import Prepared, Session, fixed_settings, open_session, prepare
 from lora_trainer.training.checkpoint import Checkpoint, list_checkpoints, newest_valid
 from lora_trainer.training.run import Job, train
@@ -85,7 +92,12 @@ def repeatable(session: Session, attention: str) -> Config:
     """
     decided = {"base_precision": session.choices.precision.value, "attention": attention}
     config = with_absolute_paths(session.config)
-    return config.model_copy(update={"memory": config.memory.model_copy(update=decided)})
+    return config.model_copy(
+        update={
+            "memory": config.memory.model_copy(update=decided),
+            "run": config.run.model_copy(update={"name": session.folder.name}),
+        }
+    )
 
 
 def run_training(session: Session, job: Job, start: Checkpoint | None) -> tuple[TrainState, int | None]:
@@ -109,8 +121,10 @@ def release(prepared: Prepared, record: Record, state: TrainState) -> Outcome:
     config, console, folder, choices = session.config, session.console, session.folder, session.choices
     watch = partial(reached, session, state)
     began, name = time.monotonic(), session.folder.name
-    facts = training_facts(config, session.inputs, name, state, session.steps, session.choices, record.started)
-    weights = lora_weights(config, session.inputs, built.learner)
+    released = choose_released(config, prepared.job.checkpoints, state, built.learner)
+    console.print(f"releasing step {released.step}: {released.reason}")
+    facts = training_facts(config, session.inputs, name, released.step, session.steps, session.choices, record.started)
+    weights = lora_weights(config, session.inputs, released.weights)
     kohya, diffusers = export_lora(folder, name, weights, facts, built.shapes, session.inputs.family.kohya_prefixes)
     console.print(f"exported {kohya.name} and {diffusers.name}; every key fits the model")
     free_learner(built.learner)
@@ -122,6 +136,7 @@ def release(prepared: Prepared, record: Record, state: TrainState) -> Outcome:
         scores={**record.scores, "lora": round(report.score, 4)},
         files={**record.files, "kohya": kohya.name, "diffusers": diffusers.name},
         lora=report.to_json(),
+        released=released.to_json(),
     )
     comparison = None
     watch("drawing")

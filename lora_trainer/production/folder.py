@@ -2,39 +2,40 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from filelock import FileLock, Timeout
+
 from lora_trainer.core.errors import Problem, UsageError
 from lora_trainer.core.io import write_json
+from lora_trainer.core.launch import is_main_process
 from lora_trainer.production.inputs import data_sources
 from lora_trainer.production.order import Order
 from lora_trainer.production.record import FILE as RECORD
 from lora_trainer.production.record import read_record
 
 UNFINISHED = ("running", "stopped", "failed")
+LOCK = ".lock"
+# With one of these changed, a finished run may have steps left.
+LENGTHS = ("max_steps", "max_epochs", "exposures", "max_hours")
 
 
 def claim(order: Order) -> dict[str, Any] | None:
-    """Refuse a folder in use; the record of a finished run, which leaves nothing to do.
+    """The record of the run that the folder holds, where `--resume` may go on with it.
 
-    Raises UsageError when the folder holds a run and `--resume` was not given, or cannot be written.
+    Raises UsageError when another process writes there, when the folder holds a run and
+    `--resume` was not given, when it holds something else, or cannot be written.
     """
     folder, record = order.folder, read_record(order.folder)
-    if record is not None and not order.resume:
-        raise UsageError(
-            Problem(
-                f"{folder} holds a run already (status {record.get('status')}, step {record.get('steps', 0)}).",
-                "Add --resume to go on with it, or choose another --name."
-                if record.get("status") in UNFINISHED
-                else "It is finished: choose another --name.",
-            )
-        )
-    if record is not None and record.get("status") not in UNFINISHED:
-        order.console.print(f"{folder} is finished (status {record['status']}, step {record['steps']}): nothing to do.")
-        return record
-    if record is None and folder.exists() and any(folder.iterdir()):
+    if (folder / LOCK).is_file() and is_main_process():
+        with locked(folder):
+            pass  # the system frees the lock of a process that was killed
+    refuse_used(order, record)
+    if record is None and folder.exists() and (not folder.is_dir() or set(os.listdir(folder)) - {LOCK}):
         raise UsageError(Problem(f"{folder} exists and is no run.", "Choose another --name or --output."))
     for source in data_sources(order.config):
         if source.is_dir() and folder.resolve().is_relative_to(source.resolve()):
@@ -46,7 +47,58 @@ def claim(order: Order) -> dict[str, Any] | None:
     existing = next(parent for parent in (folder, *folder.absolute().parents) if parent.exists())
     if not existing.is_dir() or not os.access(existing, os.W_OK):
         raise UsageError(Problem(f"{existing} cannot be written to.", "Choose another --output."))
-    return None
+    return record
+
+
+def refuse_used(order: Order, record: dict[str, Any] | None) -> None:
+    """Raise UsageError when the folder holds a run and `--resume` was not given."""
+    if record is not None and not order.resume:
+        raise UsageError(
+            Problem(
+                f"{order.folder} holds a run already (status {record.get('status')}, step {record.get('steps', 0)}).",
+                "It is finished: choose another --name, or add --resume and more steps."
+                if is_finished(record)
+                else "Add --resume to go on with it, or choose another --name.",
+            )
+        )
+
+
+def is_finished(record: dict[str, Any] | None) -> bool:
+    return record is not None and record.get("status") not in UNFINISHED
+
+
+def asks_for_more(order: Order, record: dict[str, Any]) -> bool:
+    """Whether a finished run is resumed with another length, so that steps may be left."""
+    before, now = record.get("config", {}).get("train", {}), order.config.train.model_dump(mode="json")
+    return any(before.get(key) != now[key] for key in LENGTHS)
+
+
+@contextlib.contextmanager
+def held(order: Order) -> Iterator[None]:
+    """The folder made and held by the main process, and still as free as `claim` found it. Raises UsageError."""
+    if not is_main_process():
+        yield
+        return
+    order.folder.mkdir(parents=True, exist_ok=True)
+    with locked(order.folder):
+        refuse_used(order, read_record(order.folder))
+        yield
+
+
+@contextlib.contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """Hold the folder against other processes. Raises UsageError when one of them holds it."""
+    lock = FileLock(folder / LOCK, timeout=0)
+    try:
+        lock.acquire()
+    except Timeout as error:
+        raise UsageError(
+            Problem(f"A run is being trained in {folder} by another process.", "Wait for it, or choose another --name.")
+        ) from error
+    try:
+        yield
+    finally:
+        lock.release()
 
 
 def leave_as_found(folder: Path, previous: dict[str, Any] | None) -> None:
@@ -56,5 +108,6 @@ def leave_as_found(folder: Path, previous: dict[str, Any] | None) -> None:
         return
     for name in (RECORD, "config.toml"):
         (folder / name).unlink(missing_ok=True)
-    if not any(folder.iterdir()):
+    if set(os.listdir(folder)) <= {LOCK}:
+        (folder / LOCK).unlink(missing_ok=True)
         folder.rmdir()

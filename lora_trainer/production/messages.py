@@ -45,6 +45,7 @@ def show_end(record: Record, report: LoraReport, folder: Path, comparison: Path 
     console.print(f"LoRA score      {report.score:.2f}  ({parts})")
     for finding in report.findings:
         console.print(f"  {finding.severity}: {finding.message} {finding.fix}".rstrip())
+    console.print(f"released        step {record.released['step']}: {record.released['reason']}")
     where = {
         "for ComfyUI, Forge, A1111": folder / f"{record.name}.safetensors",
         "for diffusers": folder / f"{record.name}.diffusers.safetensors",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -37,6 +38,7 @@ class Record:
     choices: tuple[str, ...] = ()
     dataset: dict[str, Any] = field(default_factory=dict)
     lora: dict[str, Any] = field(default_factory=dict)
+    released: dict[str, Any] = field(default_factory=dict)  # step, held_out, reason
     training: dict[str, Any] = field(default_factory=dict)
     memory: dict[str, float] = field(default_factory=dict)
     samples: tuple[str, ...] = ()
@@ -45,6 +47,18 @@ class Record:
         """The same with durations added to what earlier sessions of the run took."""
         added = {name: round(self.seconds.get(name, 0.0) + value, 3) for name, value in seconds.items()}
         return replace(self, seconds={**self.seconds, **added})
+
+
+def changes(earlier: Mapping[str, Any], now: Record) -> tuple[str, ...]:
+    """What a resumed run does otherwise than before: `optim.learning_rate 0.0001 → 0.0002`."""
+    before = earlier.get("config", {})
+    return tuple(
+        f"changed: {section}.{key} {before[section][key]} → {value}"
+        for section, values in now.config.items()
+        if section != "run"
+        for key, value in values.items()
+        if key in before.get(section, {}) and before[section][key] != value
+    )
 
 
 def write_record(folder: Path, record: Record) -> None:

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from lora_trainer import __version__
 from lora_trainer.config.schema import Config
@@ -22,6 +25,7 @@ from lora_trainer.export.weights import LoraWeights, weights_from_peft
 from lora_trainer.optim.schedules import warmup_length
 from lora_trainer.production.choices import Choices
 from lora_trainer.production.inputs import Inputs
+from lora_trainer.training.best import read_best
 from lora_trainer.training.build import Built
 from lora_trainer.training.checkpoint import step_name
 from lora_trainer.training.state import TrainState
@@ -30,24 +34,63 @@ from lora_trainer.training.step import Learner
 BEFORE_AFTER = "before_after"
 
 
-def lora_weights(config: Config, inputs: Inputs, learner: Learner) -> LoraWeights:
-    """The weights that are shown, by module name, with the alpha that gives them the scale of the training."""
+@dataclass(frozen=True)
+class Released:
+    """The weights that are exported: of which step, its held-out loss, and why that step."""
+
+    step: int
+    held_out: float | None
+    weights: Mapping[str, Tensor]
+    reason: str
+
+    def to_json(self) -> dict[str, Any]:
+        return {"step": self.step, "held_out": self.held_out, "reason": self.reason}
+
+
+def choose_released(config: Config, checkpoints: Path, state: TrainState, learner: Learner) -> Released:
+    """The weights of the best step where something was held out and they are asked for; else the last."""
+    step = RELEASED_STEP[config.checkpoint.release](state)
+    last = f"the last, step {state.step}"
+    if state.validation is not None:
+        last += f", has held-out loss {state.validation:.4f}"
+    if step != state.step and (weights := read_best(checkpoints, step)) is not None:
+        reason = f"held-out loss was lowest at step {step}: {state.best_validation:.4f}; {last}"
+        return Released(step, state.best_validation, weights, reason)
+    if step != state.step:
+        reason = f"the weights of step {step}, the best, cannot be read; {last}"
+    elif config.checkpoint.release == "last":
+        reason = f"checkpoint.release asks for {last}"
+    elif state.best_step is None:
+        reason = f"nothing was held out; {last}"
+    else:
+        reason = f"held-out loss was lowest at the end: {state.validation:.4f}"
+    return Released(state.step, state.validation, learner.shown(), reason)
+
+
+RELEASED_STEP: dict[str, Callable[[TrainState], int]] = {
+    "best": lambda state: state.step if state.best_step is None else state.best_step,
+    "last": lambda state: state.step,
+}
+
+
+def lora_weights(config: Config, inputs: Inputs, trained: Mapping[str, Tensor]) -> LoraWeights:
+    """The weights by module name, with the alpha that gives them the scale of the training."""
     alpha = config.lora.alpha or float(config.lora.rank)
     if config.lora.rank_stabilised:
         alpha *= math.sqrt(config.lora.rank)
-    return weights_from_peft(learner.shown(), inputs.family.denoiser_prefix, alpha)
+    return weights_from_peft(trained, inputs.family.denoiser_prefix, alpha)
 
 
 def training_facts(
     config: Config,
     inputs: Inputs,
     name: str,
-    state: TrainState,
+    trained: int,
     steps: StepArithmetic,
     choices: Choices,
     started: float,
 ) -> TrainingFacts:
-    """What the file's header says of the run."""
+    """What the file's header says of the run; `trained` is the step that the weights are of."""
     targets = config.lora.targets
     base_version, architecture = inputs.family.base_names(inputs.facts)
     return TrainingFacts(
@@ -59,8 +102,8 @@ def training_facts(
         alpha=config.lora.alpha or float(config.lora.rank),
         targets=targets if isinstance(targets, str) else ", ".join(targets),
         resolution=(inputs.resolution, inputs.resolution),
-        steps=state.step,
-        epochs=-(-state.step // steps.steps_per_epoch),
+        steps=trained,
+        epochs=-(-trained // steps.steps_per_epoch),
         samples=len(inputs.train),
         batch=config.batch.effective,
         learning_rate=config.optim.learning_rate,
@@ -165,8 +208,8 @@ def draw_while_training(
 ) -> None:
     """Save the LoRA as it is now, then draw from that file: what a user's program would show."""
     samples, name = folder / "samples", step_name(state.step)
-    facts = training_facts(config, inputs, name, state, steps, choices, time.time() - state.seconds)
-    weights = lora_weights(config, inputs, built.learner)
+    facts = training_facts(config, inputs, name, state.step, steps, choices, time.time() - state.seconds)
+    weights = lora_weights(config, inputs, built.learner.shown())
     kohya, diffusers = export_lora(samples, name, weights, facts, built.shapes, inputs.family.kohya_prefixes)
     diffusers.unlink()
     draw_comparison(kohya, samples, config, inputs, choices.device, choices.dtype, name=name)

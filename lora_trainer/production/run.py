@@ -24,18 +24,27 @@ from lora_trainer.core.errors import (
     UserError,
 )
 from lora_trainer.core.hardware import package_versions
+from lora_trainer.core.io import write_text
 from lora_trainer.core.launch import is_main_process
 from lora_trainer.models import FAMILIES
 from lora_trainer.models.family import Family
 from lora_trainer.monitor.progress import Progress, Watch, unwatched
-from lora_trainer.production.folder import claim, leave_as_found
-from lora_trainer.production.inputs import Inputs, dataset_facts, read_inputs, read_model, with_absolute_paths
+from lora_trainer.production.folder import asks_for_more, claim, held, is_finished, leave_as_found
+from lora_trainer.production.inputs import (
+    Inputs,
+    arithmetic,
+    dataset_facts,
+    read_inputs,
+    read_model,
+    with_absolute_paths,
+)
 from lora_trainer.production.messages import announce, show_end, show_report
 from lora_trainer.production.order import Order, plain_console, run_folder
-from lora_trainer.production.record import Record, latest, read_record, write_record
+from lora_trainer.production.record import Record, changes, latest, read_record, write_record
 from lora_trainer.training.interrupt import leaving_on_sigterm
 
 if TYPE_CHECKING:  # torch is loaded after the data has been judged
+    from lora_trainer.evaluation.report import LoraReport
     from lora_trainer.production.flow import Outcome
 
 BUG, INTERRUPTED = 1, 130
@@ -71,9 +80,9 @@ def train(
     announce(resolved.config, console)
     folder = run_folder(resolved.config)
     order = Order(resolved, folder, console, watch, families, resume, enforce_gates)
-    finished = None if dry_run else claim(order)
-    if finished is not None:
-        return RunResult(folder, finished, int(finished.get("exit_code") or DONE))
+    found = None if dry_run else claim(order)
+    if found is not None and is_finished(found) and not asks_for_more(order, found):
+        return nothing_to_do(order, found)
     watch(Progress("checking"))
     order = for_its_model(order)
     inputs = read_inputs(order.config, families)
@@ -84,7 +93,22 @@ def train(
 
         show_plan(order, inputs)
         return RunResult(folder, {}, DONE)
+    if found is not None and is_finished(found) and total_steps(order, inputs) <= found.get("steps", 0):
+        return nothing_to_do(order, found)
     return run_recorded(order, inputs)
+
+
+def nothing_to_do(order: Order, record: Mapping[str, Any]) -> RunResult:
+    """A finished run was resumed; the exit code is that of the gate, where one refused its LoRA."""
+    status, steps = record["status"], record["steps"]
+    order.console.print(
+        f"{order.folder} is finished (status {status}, step {steps}): nothing to do. More steps go on from there."
+    )
+    return RunResult(order.folder, record, int(record.get("exit_code") or DONE))
+
+
+def total_steps(order: Order, inputs: Inputs) -> int:
+    return arithmetic(order.config, inputs.train, order.config.batch.effective, processes=1).total
 
 
 def cache(resolved: Resolved) -> None:
@@ -130,24 +154,27 @@ def run_recorded(order: Order, inputs: Inputs) -> RunResult:
     from lora_trainer.training.checkpoint import list_checkpoints, step_of
     from lora_trainer.training.processes import join_processes
 
-    began = time.monotonic()
+    began, folder = time.monotonic(), order.folder
     join_processes().wait()  # all must have found the folder free before one of them claims it
-    previous, before = read_record(order.folder), list_checkpoints(order.folder / "checkpoints")
-    record = first_record(order, inputs)
-    keep(order.folder, record)
-    try:
-        with leaving_on_sigterm():
-            outcome = run_session(order, inputs, record)
-    except BaseException as error:
-        trained = list_checkpoints(order.folder / "checkpoints")
-        if isinstance(error, UsageError) and trained == before:
-            if is_main_process():
-                leave_as_found(order.folder, previous)
+    with held(order):
+        previous, before = read_record(folder), list_checkpoints(folder / "checkpoints")
+        record = first_record(order, inputs, previous or {})
+        for line in changes(previous or {}, record):
+            order.console.print(line)
+        keep(folder, record)
+        try:
+            with leaving_on_sigterm():
+                outcome = run_session(order, inputs, record)
+        except BaseException as error:
+            trained = list_checkpoints(folder / "checkpoints")
+            if isinstance(error, UsageError) and trained == before:
+                if is_main_process():
+                    leave_as_found(folder, previous)
+                raise
+            record = replace(latest(folder, record), steps=step_of(trained[0]) if trained else 0)
+            finish(order, ended_by(error, record).with_seconds(total=time.monotonic() - began))
             raise
-        record = replace(latest(order.folder, record), steps=step_of(trained[0]) if trained else 0)
-        finish(order, ended_by(error, record).with_seconds(total=time.monotonic() - began))
-        raise
-    return conclude(order, outcome, time.monotonic() - began)
+        return conclude(order, outcome, time.monotonic() - began)
 
 
 def conclude(order: Order, outcome: Outcome, seconds: float) -> RunResult:
@@ -162,6 +189,7 @@ def conclude(order: Order, outcome: Outcome, seconds: float) -> RunResult:
     if report is None:  # not the main process
         return RunResult(folder, asdict(record), DONE)
     refused = order.enforce_gates and not report.passed
+    mark_refused(folder, report if refused else None)
     code = LORA_REFUSED if refused else DONE
     record = finish(order, replace(record, status="refused" if refused else "done", exit_code=code))
     show_end(record, report, folder, outcome.comparison, order.console)
@@ -174,6 +202,17 @@ def conclude(order: Order, outcome: Outcome, seconds: float) -> RunResult:
             report,
         )
     return RunResult(folder, asdict(record), code)
+
+
+def mark_refused(folder: Path, report: LoraReport | None) -> None:
+    """Leave a note beside a refused file, for whoever finds it; None takes an earlier note away."""
+    note = folder / f"{folder.name}.refused.txt"
+    if report is None:
+        note.unlink(missing_ok=True)
+        return
+    lines = [f"{folder.name}.safetensors was refused: score {report.score:.2f}, under the gate of {report.gate:.2f}."]
+    lines += [f"{finding.severity}: {finding.message} {finding.fix}".rstrip() for finding in report.findings]
+    write_text(note, "\n".join(lines) + "\n")
 
 
 def keep(folder: Path, record: Record) -> None:
@@ -219,9 +258,8 @@ def ended_by(error: BaseException, record: Record) -> Record:
     return replace(record, status="failed", exit_code=code, reason=reason)
 
 
-def first_record(order: Order, inputs: Inputs) -> Record:
+def first_record(order: Order, inputs: Inputs, earlier: Mapping[str, Any]) -> Record:
     """What is known before training; durations of earlier sessions of the run are kept."""
-    earlier = read_record(order.folder) or {}
     return Record(
         name=order.folder.name,
         started=earlier.get("started") or time.time(),

@@ -183,6 +183,7 @@ def make_job(
         validate=validate if session.inputs.held_out else None,
         sample=sample,
         settings=settings,
+        say=session.console.print,
     )
 
 

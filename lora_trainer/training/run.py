@@ -18,9 +18,10 @@ from lora_trainer.core.errors import Problem, TrainingFailed
 from lora_trainer.core.randomness import position_key
 from lora_trainer.data.loader import prefetch
 from lora_trainer.monitor.memory import peak_memory_gib
-from lora_trainer.monitor.progress import Progress, Watch
+from lora_trainer.monitor.progress import Phase, Progress, Watch
 from lora_trainer.monitor.trackers import Trackers
 from lora_trainer.optim.schedules import rate_share
+from lora_trainer.training.best import prune_best, save_best
 from lora_trainer.training.checkpoint import (
     Checkpoint,
     kept,
@@ -54,6 +55,7 @@ class Job:
     validate: Callable[[], float] | None
     sample: Callable[[TrainState], None] | None
     settings: dict[str, Any]  # kept in each checkpoint
+    say: Callable[[str], None]  # a line for people
 
     @property
     def checkpoints(self) -> Path:
@@ -85,9 +87,9 @@ def train(
     began, before = time.monotonic(), state.seconds
     if state.step >= job.total_steps:
         return state, Interrupt()
-    if state.step == 0:
-        state = validate(job, state, trackers)
     with listening() as interrupt, line as show, closing(prefetch(read_steps(job, state.step), READ_AHEAD)) as source:
+        if state.step == 0:
+            state = validate(job, state, trackers, show)
         for micros in source:
             started = time.perf_counter()
             rate, samples = rate_of(job, state.step), job.samples_in(state.step)
@@ -100,11 +102,11 @@ def train(
 
             last = state.step == job.total_steps or told_to_stop(job, state, interrupt)
             saving = last or state.step % config.checkpoint.every_steps == 0
-            validating = due(config.validation.every_steps, state.step) or state.step == job.total_steps
+            validating = due(config.validation.every_steps, state.step) or (last and not interrupt)
             if saving or validating or len(pending) >= flush_every(job):
                 state = flush(job, state, pending, trackers, show)
             if validating:
-                state = validate(job, state, trackers)
+                state = validate(job, state, trackers, show)
             if saving:
                 save(job, state)
             if due(config.sample.every_steps, state.step) and not last and job.sample:
@@ -209,10 +211,10 @@ def flush(job: Job, state: TrainState, pending: list[Pending], trackers: Tracker
     return state
 
 
-def progress_of(job: Job, state: TrainState, rate: float, seconds: float) -> Progress:
+def progress_of(job: Job, state: TrainState, rate: float, seconds: float, phase: Phase = "training") -> Progress:
     """What a person sees of the newest step."""
     return Progress(
-        phase="training",
+        phase=phase,
         step=state.step,
         total=job.total_steps,
         loss=state.loss_average,
@@ -239,17 +241,35 @@ def row_of(job: Job, each: Pending, loss: float, norm: float, seconds: float) ->
     }
 
 
-def validate(job: Job, state: TrainState, trackers: Trackers | None) -> TrainState:
-    """Measure the held-out loss, where there is one, and remember the best."""
+def validate(job: Job, state: TrainState, trackers: Trackers | None, show: Watch) -> TrainState:
+    """Measure the held-out loss, where something is held out; keep the weights of the lowest."""
     if job.validate is None:
         return state
+    if trackers:
+        show(progress_of(job, state, rate_of(job, state.step), 0.0, "validating"))
     loss = job.validate()
+    before, state = state, replace(state, validation=loss)
+    # The untrained LoRA is what the others are held against, and no candidate.
+    best = state.step > 0 and (before.best_validation is None or loss < before.best_validation)
+    if best:
+        state = replace(state, best_validation=loss, best_step=state.step)
     if trackers:
         trackers.validation({"step": state.step, "loss": loss})
-    state = replace(state, validation=loss)
-    if state.best_validation is None or loss < state.best_validation:
-        return replace(state, best_validation=loss, best_step=state.step)
+        job.say(validation_line(before, state))
+        if best:
+            save_best(job.checkpoints, state.step, job.learner.shown())
     return state
+
+
+def validation_line(before: TrainState, now: TrainState) -> str:
+    """What a measurement showed, beside the lowest until then."""
+    line = f"step {now.step}: held-out loss {now.validation:.4f}"
+    if now.step == 0:
+        return f"{line}, of the base alone"
+    if now.best_step == now.step:
+        was = "" if before.best_step is None else f" (was {before.best_validation:.4f} at step {before.best_step})"
+        return f"{line}, the lowest so far{was}"
+    return f"{line} (lowest {now.best_validation:.4f} at step {now.best_step})"
 
 
 def save(job: Job, state: TrainState) -> None:
@@ -266,6 +286,7 @@ def save(job: Job, state: TrainState) -> None:
         )
         save_checkpoint(job.checkpoints, checkpoint)
         prune(job.checkpoints, job.config.checkpoint.keep_last, state.step)
+        prune_best(job.checkpoints, state.best_step)
     job.processes.wait()
 
 

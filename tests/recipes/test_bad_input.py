@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -12,6 +15,8 @@ import torch
 
 from lora_trainer.cli.main import main
 from lora_trainer.diffusion import loss as loss_module
+from lora_trainer.production import run as run_module
+from lora_trainer.production.folder import LOCK
 from tests.recipes.recipe import Bench, draw_pictures, patched, record, rows
 
 
@@ -226,6 +231,48 @@ def test_output_inside_the_data_is_refused(bench, capsys):
     assert main(arguments) == 2
     assert "lies in the data set" in capsys.readouterr().err
     assert not (bench.data / "runs").exists()
+
+
+def test_a_folder_that_another_process_trains_in(bench, capsys):
+    """Held by a process that is alive it is refused, with --resume too; after its end it is free, however it ended."""
+    folder = bench.folder("held")
+    folder.mkdir(parents=True)
+    program = "import sys; from filelock import FileLock; lock = FileLock(sys.argv[1]); lock.acquire(); print(1, flush=True); input()"
+    command = [sys.executable, "-c", program, str(folder / LOCK)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as holder:
+        assert holder.stdout is not None
+        holder.stdout.readline()
+        for extra in ((), ("--resume",)):
+            assert bench.run("held", *extra) == 2
+            assert "by another process" in said_plainly(capsys)
+        holder.kill()
+    assert bench.run("held", steps=1) == 0
+    assert record(folder)["status"] == "done"
+
+
+def test_two_that_start_at_once(bench, capsys):
+    """The second found the folder free, and is refused where it would begin to write."""
+    true, started = run_module.read_inputs, []
+
+    def read_inputs(*arguments):
+        inputs = true(*arguments)
+        if not started:
+            started.append(True)
+            assert bench.run("twice", steps=1) == 0
+        return inputs
+
+    with patched(run_module, "read_inputs", read_inputs):
+        assert bench.run("twice", steps=2) == 2
+    assert "holds a run already" in said_plainly(capsys)
+    assert record(bench.folder("twice"))["steps"] == 1
+
+
+@pytest.mark.skipif(getattr(os, "geteuid", lambda: 0)() == 0, reason="root may write everywhere")
+def test_an_output_that_may_not_be_written_to(bench, capsys):
+    bench.output.mkdir()
+    bench.output.chmod(0o500)
+    assert bench.run("locked") == 2
+    assert "cannot be written to" in said_plainly(capsys)
 
 
 def test_a_finished_run_is_not_offered_to_be_resumed(finished, capsys):

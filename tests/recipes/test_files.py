@@ -18,7 +18,8 @@ def test_a_run_writes_the_files_of_the_contract(finished):
         assert (folder / name).is_file(), name
     assert (folder / "samples" / "before_after.png").is_file()
     assert any((folder / "logs").iterdir())
-    assert sorted(path.name for path in (folder / "checkpoints").iterdir()) == ["step-000003", "step-000006"]
+    kept = {f"{kind}-00000{step}" for kind in ("step", "best") for step in (3, 6)}
+    assert {path.stem for path in (folder / "checkpoints").iterdir()} == kept
     assert not [path for path in folder.rglob("*") if path.name.endswith((".part", ".bin", ".pt", ".pkl"))]
 
 

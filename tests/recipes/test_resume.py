@@ -122,6 +122,27 @@ def test_a_finished_run_has_nothing_to_resume(finished, capsys):
     assert record(finished.folder("first")) == before
 
 
+def test_a_finished_run_goes_on_to_more_steps(finished, bench, capsys):
+    assert bench.run("first", steps=3, checkpoint__every_steps=3) == 0
+    assert bench.run("first", "--resume", steps=2, checkpoint__every_steps=3) == 0
+    assert "nothing to do" in capsys.readouterr().out
+    assert bench.run("first", "--resume", steps=6, checkpoint__every_steps=3) == 0
+    assert "changed: train.max_steps 3 → 6" in capsys.readouterr().out
+    assert record(bench.folder("first"))["steps"] == 6
+    assert losses(bench.folder("first")) == losses(finished.folder("first"))
+    assert exported(bench.folder("first")) == exported(finished.folder("first"))
+
+
+def test_a_runs_own_config_resumes_it(finished, bench, capsys):
+    with patched(Trackers, "steps", stop(signal.SIGTERM)):
+        assert bench.run("first") == 143
+    config = str(bench.folder("first") / "config.toml")
+    assert main(["train", "--config", config]) == 2
+    assert "Add --resume" in capsys.readouterr().err
+    assert main(["train", "--config", config, "--resume"]) == 0
+    assert exported(bench.folder("first")) == exported(finished.folder("first"))
+
+
 def test_a_folder_in_use_is_refused(bench, capsys):
     bench.folder("stopped").mkdir(parents=True)
     (bench.folder("stopped") / "run.json").write_text('{"status": "stopped", "steps": 3}', encoding="utf-8")

@@ -103,12 +103,13 @@ def test_an_untrained_lora_is_refused_and_kept(bench, capsys):
     assert (document["status"], document["exit_code"]) == ("refused", 4)
     assert document["scores"]["lora"] <= 0.3
     assert (bench.folder("idle") / "idle.safetensors").is_file()
+    assert "changes nothing" in (bench.folder("idle") / "idle.refused.txt").read_text("utf-8")
     assert bench.run("idle-too", steps=1, optim__learning_rate=1e-12) == 0, "train scores, produce refuses"
 
 
 def test_old_checkpoints_go(bench):
     assert bench.run("pruned", checkpoint__every_steps=1, checkpoint__keep_last=2) == 0
-    kept = sorted(path.name for path in (bench.folder("pruned") / "checkpoints").iterdir())
+    kept = sorted(path.name for path in (bench.folder("pruned") / "checkpoints").glob("step-*"))
     assert kept == ["step-000005", "step-000006"]
 
 

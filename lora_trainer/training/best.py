@@ -1,0 +1,63 @@
+"""The weights of the lowest held-out loss: one file beside the checkpoints, named after its step.
+
+A checkpoint's state says which step was best until then. So every file that a kept
+checkpoint names stays, and a run that goes on from an older one finds its best again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from lora_trainer.core.errors import Problem, TrainingFailed
+from lora_trainer.core.io import atomic_path, read_json
+from lora_trainer.training.checkpoint import STATE, kept, list_checkpoints
+
+
+def best_path(folder: Path, step: int) -> Path:
+    """`folder/best-000400.safetensors`."""
+    return folder / f"best-{step:06d}.safetensors"
+
+
+def save_best(folder: Path, step: int, weights: Mapping[str, Tensor]) -> None:
+    """Write the weights of a step. Raises TrainingFailed when the disk refuses."""
+    tensors = {name: value.detach().cpu().contiguous() for name, value in weights.items()}
+    try:
+        with atomic_path(best_path(folder, step)) as temporary:
+            save_file(tensors, temporary)
+    except (OSError, SafetensorError) as error:
+        raise TrainingFailed(
+            Problem(
+                f"The best weights of step {step} could not be written ({error}).", f"{kept(folder)} Free some room."
+            )
+        ) from error
+
+
+def read_best(folder: Path, step: int) -> dict[str, Tensor] | None:
+    """The weights of a step that was the best; None when their file is absent or damaged."""
+    try:
+        return load_file(best_path(folder, step))
+    except (OSError, SafetensorError):
+        return None
+
+
+def prune_best(folder: Path, now: int | None) -> None:
+    """Delete all but the best of `now` and those that a checkpoint names."""
+    named = {now, *(best_step_of(path) for path in list_checkpoints(folder))}
+    wanted = {best_path(folder, step) for step in named if step is not None}
+    for path in folder.glob("best-*.safetensors"):
+        if path not in wanted:
+            path.unlink(missing_ok=True)
+
+
+def best_step_of(checkpoint: Path) -> int | None:
+    """What a checkpoint's state names as the best step; None for a damaged one."""
+    try:
+        step = read_json(checkpoint / STATE)["state"]["best_step"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    return step if isinstance(step, int) else None

@@ -1,0 +1,111 @@
+"""The weights of the lowest held-out loss are kept, survive a stop, and are what is exported."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+
+import pytest
+from safetensors import safe_open
+
+from lora_trainer.monitor.trackers import Trackers
+from tests.recipes.recipe import Bench, exported, patched, record, rows, tensor_bytes
+from tests.recipes.test_resume import at_step, stop
+
+# A rate so high that the tiny model is best at its third step.
+HASTY: dict[str, object] = {
+    "optim__learning_rate": 0.5,
+    "validate__every_steps": 1,
+    "checkpoint__every_steps": 2,
+    "checkpoint__keep_last": 1,
+}
+
+
+@pytest.fixture(scope="module")
+def hasty(tiny_model: Path, pictures: Path, shared_cache: Path, tmp_path_factory: pytest.TempPathFactory) -> Bench:
+    made = Bench(tiny_model, pictures, tmp_path_factory.mktemp("hasty"), shared_cache)
+    assert made.run("run", **HASTY) == 0
+    return made
+
+
+def best_files(folder: Path) -> list[str]:
+    return sorted(path.name for path in (folder / "checkpoints").glob("best-*"))
+
+
+def test_the_best_step_is_released_and_recorded(hasty: Bench) -> None:
+    folder = hasty.folder("run")
+    losses = {row["step"]: row["loss"] for row in rows(folder, "validation.jsonl")}
+    best = min(range(1, 7), key=losses.__getitem__)
+    assert best not in (0, 6), "else this shows nothing"
+    released = record(folder)["released"]
+    assert (released["step"], released["held_out"]) == (best, losses[best])
+    assert f"{losses[best]:.4f}" in released["reason"]
+    assert f"{losses[6]:.4f}" in released["reason"]
+    assert best_files(folder) == [f"best-{best:06d}.safetensors"]
+    with safe_open(folder / "run.safetensors", framework="numpy") as file:
+        assert file.metadata()["ss_steps"] == str(best)
+    trained = sum(map(len, tensor_bytes(folder / "checkpoints" / best_files(folder)[0]).values()))
+    assert trained == sum(map(len, tensor_bytes(folder / "checkpoints/step-000006/adapter.safetensors").values()))
+
+
+def test_the_last_step_is_released_when_asked_for(hasty: Bench, bench: Bench) -> None:
+    assert bench.run("run", **HASTY, checkpoint__release="last") == 0
+    assert record(bench.folder("run"))["released"]["step"] == 6
+    assert exported(bench.folder("run")) != exported(hasty.folder("run"))
+
+
+@pytest.mark.parametrize("died", [False, True])
+def test_a_stopped_run_releases_the_same_best(died: bool, hasty: Bench, bench: Bench) -> None:
+    """Stopped after the best step, or killed there: then the step is trained again from a checkpoint before it."""
+
+    class PowerCut(BaseException):
+        pass
+
+    def cut() -> None:
+        raise PowerCut
+
+    if died:
+        with patched(Trackers, "steps", at_step(4, cut)), pytest.raises(PowerCut):
+            bench.run("run", **HASTY)
+    else:
+        with patched(Trackers, "steps", stop(signal.SIGTERM)):
+            assert bench.run("run", **HASTY) == 143
+    assert bench.run("run", "--resume", **HASTY) == 0
+    assert rows(bench.folder("run"), "validation.jsonl") == rows(hasty.folder("run"), "validation.jsonl")
+    assert record(bench.folder("run"))["released"] == record(hasty.folder("run"))["released"]
+    assert exported(bench.folder("run")) == exported(hasty.folder("run"))
+    (best,) = best_files(hasty.folder("run"))
+    assert best_files(bench.folder("run")) == [best]
+    ours, theirs = (tensor_bytes(each.folder("run") / "checkpoints" / best) for each in (bench, hasty))
+    assert ours == theirs
+
+
+def test_best_weights_that_are_damaged_are_named_and_the_last_are_released(bench: Bench) -> None:
+    def spoil() -> None:
+        path = next((bench.folder("run") / "checkpoints").glob("best-*"))
+        path.write_bytes(path.read_bytes()[:60])
+
+    with patched(Trackers, "steps", at_step(6, spoil)):
+        assert bench.run("run", **HASTY) == 0
+    released = record(bench.folder("run"))["released"]
+    assert released["step"] == 6
+    assert "cannot be read" in released["reason"]
+
+
+def test_nothing_held_out_releases_the_last(bench: Bench) -> None:
+    assert bench.run("run", **HASTY | {"data__held_out": 0.0}, steps=2) == 0
+    released = record(bench.folder("run"))["released"]
+    assert (released["step"], released["held_out"]) == (2, None)
+    assert "nothing was held out" in released["reason"]
+    assert best_files(bench.folder("run")) == []
+
+
+def test_what_validation_shows_is_said(bench: Bench, capsys: pytest.CaptureFixture[str]) -> None:
+    assert bench.run("run", **HASTY, steps=4) == 0
+    said = capsys.readouterr().out
+    assert "step 0: held-out loss" in said
+    assert "of the base alone" in said
+    assert "the lowest so far (was" in said
+    assert "step 4: held-out loss" in said
+    assert "at step 3)" in said
+    assert "releasing step 3" in said
