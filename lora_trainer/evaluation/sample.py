@@ -24,11 +24,15 @@ PROBLEMS_SHOWN = 5
 
 @dataclass(frozen=True)
 class Drawing:
-    """How pictures are drawn: sampler steps, guidance scale, width and height in pixels."""
+    """How pictures are drawn: sampler steps, guidance scale, width and height in pixels.
+
+    `zero_terminal_snr`: on the schedule that `noise.zero_terminal_snr` trained on.
+    """
 
     steps: int = 25
     guidance: float = 7.5
     size: tuple[int, int] = (512, 512)
+    zero_terminal_snr: bool = False
 
 
 @torch.no_grad()
@@ -77,6 +81,10 @@ def compare(
     if problems := misfits(weights, shapes_of(components_of(pipeline, family)), family, base):
         raise UsageError(problems[:PROBLEMS_SHOWN])
     load_onto(pipeline, lora)
+    if drawing.zero_terminal_snr:
+        # Drawing must begin at the very last timestep then (arXiv:2305.08891, 3.3).
+        changes = {"rescale_betas_zero_snr": True, "timestep_spacing": "trailing"}
+        pipeline.scheduler = type(pipeline.scheduler).from_config(pipeline.scheduler.config, **changes)
     at_once = DRAWN_AT_ONCE
     if device.type == "cuda":
         at_once = 1
@@ -105,6 +113,7 @@ def recipe(
         "steps": drawing.steps,
         "guidance": drawing.guidance,
         "size": list(drawing.size),
+        "zero_terminal_snr": drawing.zero_terminal_snr,
         "scheduler": type(pipeline.scheduler).__name__,
         "versions": {
             "torch": torch.__version__,

@@ -181,7 +181,7 @@ def draw_comparison(
     """Pictures of the run's prompts without and with the file, same seeds, into `folder`; the sheet's path."""
     prompts = sample_prompts(config, inputs)
     side = inputs.resolution // inputs.facts.pixel_step * inputs.facts.pixel_step
-    drawing = Drawing(config.sample.steps, config.sample.guidance, (side, side))
+    drawing = Drawing(config.sample.steps, config.sample.guidance, (side, side), config.noise.zero_terminal_snr)
     seeds = [config.train.seed + index for index in range(len(prompts))]
     without, with_lora, recipe = compare(
         inputs.family, inputs.facts.path, lora, prompts, seeds, drawing, dtype=dtype, device=device

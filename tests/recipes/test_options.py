@@ -44,6 +44,10 @@ def test_zero_terminal_snr_needs_a_model_that_predicts_velocity(bench, tmp_path,
     assert velocity.run("usual", loss__min_snr_gamma=5, steps=2) == 0
     assert all(math.isfinite(loss) for loss in losses(bench.folder("velocity")))
     assert losses(bench.folder("velocity")) != losses(bench.folder("usual"))
+    drawn = [
+        (bench.folder(name) / "samples" / "before_after_00_without.png").read_bytes() for name in ("velocity", "usual")
+    ]
+    assert drawn[0] != drawn[1], "drawn on the schedule that was trained on"
 
 
 def test_weights_of_pictures_multiply_their_loss(bench, tmp_path):
