@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
 from typing import get_args
 
 import pytest
@@ -42,3 +44,16 @@ def test_every_detected_pipeline_has_a_family():
 
 def test_families_name_themselves():
     assert all(name == family.name for name, family in FAMILIES.items())
+
+
+# Where a family may be named: the list that settings are checked against.
+NAMES_FAMILIES = {"lora_trainer/config/schema.py"}
+
+
+def test_no_code_outside_models_names_a_family(checkout: Path) -> None:
+    """In examples `./my-sd15` is a folder's name, and `model.family=sdxl` is what a user types."""
+    name = re.compile(rf"(?<!my-)(?<!model\.family=)\b({'|'.join(FAMILIES)})\b")
+    files = sorted((checkout / "lora_trainer").rglob("*.py"))
+    assert len(files) > 50
+    found = {path.relative_to(checkout).as_posix() for path in files if name.search(path.read_text(encoding="utf-8"))}
+    assert {path for path in found if not path.startswith("lora_trainer/models/")} == NAMES_FAMILIES

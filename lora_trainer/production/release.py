@@ -93,6 +93,7 @@ def training_facts(
     """What the file's header says of the run; `trained` is the step that the weights are of."""
     targets = config.lora.targets
     base_version, architecture = inputs.family.base_names(inputs.facts)
+    alphas = inputs.family.make_process(inputs.facts.path).alphas_cumprod
     return TrainingFacts(
         name=name,
         base_version=base_version,
@@ -122,7 +123,7 @@ def training_facts(
         multires_iterations=config.noise.multires_iterations or None,
         multires_discount=config.noise.multires_discount if config.noise.multires_iterations else None,
         input_perturbation=config.noise.input_perturbation or None,
-        zero_terminal_snr=config.noise.zero_terminal_snr,
+        zero_terminal_snr=config.noise.zero_terminal_snr or bool(alphas[-1] == 0),
         caption_dropout=config.data.caption_dropout,
         dropout=config.lora.dropout,
         rank_stabilised=config.lora.rank_stabilised,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 
 import pytest
@@ -104,3 +105,20 @@ def test_it_is_refused_on_another_family(trained, tiny_model, tmp_path, capsys):
         assert main([*command, "--model", str(other)]) == code
         said = capsys.readouterr()
         assert "trained on another kind of model" in " ".join((said.out + said.err).split())
+
+
+def test_a_model_that_predicts_velocity_down_to_no_signal(tmp_path):
+    """As the velocity models of SDXL are published."""
+    model = save_tiny_model(tmp_path, "sdxl")
+    scheduler = model / "scheduler" / "scheduler_config.json"
+    changes = {"prediction_type": "v_prediction", "rescale_betas_zero_snr": True, "timestep_spacing": "trailing"}
+    scheduler.write_text(json.dumps(json.loads(scheduler.read_text("utf-8")) | changes), encoding="utf-8")
+    made = Bench(model, draw_pictures(tmp_path / "data"), tmp_path / "runs", tmp_path / "cache")
+    assert made.run("v", steps=8, validate__every_steps=8, loss__min_snr_gamma=5) == 0
+    first, last = rows(made.folder("v"), "validation.jsonl")
+    assert last["loss"] < first["loss"]
+    assert record(made.folder("v"))["lora"]["parts"]["integrity"] == 1.0
+    with safe_open(made.folder("v") / "v.safetensors", framework="numpy") as file:
+        header = file.metadata()
+    keys = ("ss_base_model_version", "modelspec.prediction_type", "ss_zero_terminal_snr")
+    assert tuple(header[key] for key in keys) == ("sdxl_base_v1-0", "v", "True")
