@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from rich.console import Console
+from rich.console import Console, OverflowMethod
 from rich.live import Live
 from rich.table import Table
 from rich.text import Text
@@ -22,6 +22,7 @@ STYLES = {"done": "green", "refused": "yellow", "failed": "red", "stopped": "yel
 ORDER = ("done", "refused", "failed", "stopped", "running", "waiting")
 WORDS = {"dataset": "data", "lora": "LoRA"}
 Show = Callable[[Sequence[QueuedJob]], None]
+AROUND_ROWS = 4  # lines of the screen for the head, the counts and the cursor
 COLUMNS = ("dataset", "status", "step", "loss", "held-out", "data", "LoRA", "time", "what is wrong")
 
 
@@ -34,9 +35,23 @@ def watching(queue: Path, console: Console) -> Iterator[None]:
 
 @contextmanager
 def live_table() -> Iterator[Show]:
-    """A table that stays on the screen when the block is over."""
-    with Live(console=Console(highlight=False), auto_refresh=False) as live:
-        yield lambda jobs: live.update(table(jobs), refresh=True)
+    """A table that fits the screen, and stays there whole when the block is over."""
+    console, newest = Console(highlight=False), list[QueuedJob]()
+    with Live(console=console, auto_refresh=False) as live:
+
+        def show(jobs: Sequence[QueuedJob]) -> None:
+            newest[:] = jobs
+            live.update(table(fitting(jobs, console.height - AROUND_ROWS), jobs, one_line=True), refresh=True)
+
+        yield show
+        live.update(table(newest, newest))
+
+
+def fitting(jobs: Sequence[QueuedJob], rows: int) -> list[QueuedJob]:
+    """At most `rows` jobs, in their order: those that run first, then those that ended badly, waiting ones last."""
+    ranks = {"running": 0, "failed": 1, "refused": 1, "stopped": 1, "done": 2, "waiting": 3}
+    chosen = sorted(range(len(jobs)), key=lambda index: ranks[jobs[index].status])[: max(1, rows)]
+    return [jobs[index] for index in sorted(chosen)]
 
 
 @contextmanager
@@ -72,14 +87,16 @@ def _looking(queue: Path, show: Show) -> Iterator[None]:
         show(read_jobs(queue))
 
 
-def table(jobs: Sequence[QueuedJob]) -> Table:
-    """One row a job. Names may hold what rich takes for markup, so every cell is a Text."""
-    found = Table(box=None, pad_edge=False, header_style="bold", caption=counts(jobs), caption_justify="left")
+def table(shown: Sequence[QueuedJob], jobs: Sequence[QueuedJob], *, one_line: bool = False) -> Table:
+    """One row for each job shown, and the counts of all. Names may hold rich's markup, so every cell is a Text."""
+    hidden = f" ({len(jobs) - len(shown)} not shown)" if len(shown) < len(jobs) else ""
+    found = Table(box=None, pad_edge=False, header_style="bold", caption=counts(jobs) + hidden, caption_justify="left")
     for title in COLUMNS:
         right = title in ("step", "loss", "held-out", "data", "LoRA", "time")
-        wrapped = title in ("dataset", "what is wrong")
-        found.add_column(title, justify="right" if right else "left", no_wrap=not wrapped, overflow="fold")
-    for job in jobs:
+        narrow = one_line or title not in ("dataset", "what is wrong")
+        overflow: OverflowMethod = "ellipsis" if one_line else "fold"
+        found.add_column(title, justify="right" if right else "left", no_wrap=narrow, overflow=overflow)
+    for job in shown:
         style = STYLES.get(job.status, "dim")
         status = f"{job.status}: {job.phase}" if job.status == "running" and job.phase else job.status
         cells = (

@@ -310,11 +310,3 @@ def test_a_dry_run_shows_every_folder_and_writes_nothing(night, tmp_path, capsys
     assert "data.sources (from lora.toml) cannot be set by a folder" in shown
     assert "run.output (from lora.toml) cannot be set by a folder" in shown
     assert contents(tmp_path) == before
-
-
-@pytest.mark.slow
-def test_two_workers_share_the_night(night):
-    assert night.run("--jobs", "2") == 0
-    assert set(night.jobs("status").values()) == {"done"}
-    assert set(night.jobs("attempts").values()) == {1}
-    assert exported(night.output / "birch")["kohya"] == exported(night.output / "ash")["kohya"]

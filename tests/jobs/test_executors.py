@@ -1,0 +1,38 @@
+"""Which part of the machine each of several workers gets, and which executors there are."""
+
+from __future__ import annotations
+
+import pytest
+
+from lora_trainer.core.errors import UsageError
+from lora_trainer.jobs import executors
+
+
+@pytest.mark.parametrize(
+    ("named", "count", "cards"),
+    [(None, 0, []), (None, 3, ["0", "1", "2"]), ("2,5", 2, ["2", "5"]), ("GPU-a, GPU-b", 2, ["GPU-a", "GPU-b"])],
+)
+def test_cards_are_named_as_the_user_named_them(named, count, cards, monkeypatch):
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if named is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", named)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: count)
+    assert executors.visible_cards() == cards
+
+
+def test_workers_take_the_cards_in_turn_and_share_the_processor(monkeypatch):
+    monkeypatch.setattr(executors, "visible_cards", lambda: ["4", "7"])
+    monkeypatch.setattr("os.cpu_count", lambda: 8)
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    seen = [executors.worker_environment(index, 3) for index in range(3)]
+    assert [each["CUDA_VISIBLE_DEVICES"] for each in seen] == ["4", "7", "4"]
+    assert {each["OMP_NUM_THREADS"] for each in seen} == {"2"}
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    assert "OMP_NUM_THREADS" not in executors.worker_environment(0, 3), "the user's own word stands"
+
+
+def test_executors_that_cannot_be_used_are_refused_by_name():
+    assert executors.executor("local") is executors.run_local
+    for name in executors.PLANNED:
+        with pytest.raises(UsageError, match=f"{name} cannot be used yet"):
+            executors.executor(name)

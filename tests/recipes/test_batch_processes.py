@@ -1,0 +1,99 @@
+"""Batches of real processes that are killed, stopped and set side by side."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from lora_trainer.jobs import queue
+from tests.recipes.recipe import exported, rows
+from tests.recipes.test_batch import Night, make_root
+
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(os.name != "posix", reason="POSIX signals")]
+STEPS = 40
+
+
+@pytest.fixture
+def night(tmp_path: Path, pictures: Path, tiny_model: Path, shared_cache: Path) -> Night:
+    root = make_root(tmp_path / "root", pictures, "ash", "birch", "cedar")
+    return Night(root, tmp_path / "night", tiny_model, shared_cache)
+
+
+def start(night: Night, checkout: Path, *extra: str) -> subprocess.Popen[str]:
+    arguments = night.arguments("--max-steps", str(STEPS), *extra)
+    environment = os.environ | {"PYTHONPATH": str(checkout)}
+    return subprocess.Popen(
+        [sys.executable, "-m", "lora_trainer", *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        encoding="utf-8",
+        env=environment,
+        start_new_session=True,
+    )
+
+
+def until(condition: Callable[[], bool]) -> None:
+    for _ in range(1500):
+        if condition():
+            return
+        time.sleep(0.1)
+    raise AssertionError("it did not come to that")
+
+
+def has_steps(night: Night, name: str, count: int) -> bool:
+    path = night.output / name / "metrics.jsonl"
+    return path.exists() and len(path.read_text(encoding="utf-8").splitlines()) >= count
+
+
+def finish(night: Night, checkout: Path, *extra: str) -> None:
+    process = start(night, checkout, "--resume", *extra)
+    said, _ = process.communicate(timeout=400)
+    assert process.returncode == 0, said
+    for name in ("ash", "birch", "cedar"):
+        assert [row["step"] for row in rows(night.output / name)] == list(range(1, STEPS + 1))
+    kohya = [exported(night.output / name)["kohya"] for name in ("ash", "birch", "cedar")]
+    assert kohya[0] == kohya[1] == kohya[2], "the pictures are the same"
+
+
+def test_killed_in_the_third_job(night: Night, checkout: Path) -> None:
+    process = start(night, checkout)
+    until(lambda: has_steps(night, "cedar", 10))
+    process.kill()
+    process.communicate()
+    before = (night.output / "ash" / "ash.safetensors").stat().st_mtime_ns
+    finish(night, checkout)
+    assert night.jobs("attempts") == {"ash": 1, "birch": 1, "cedar": 2}
+    assert (night.output / "ash" / "ash.safetensors").stat().st_mtime_ns == before
+    assert "resuming from step-" in night.log("cedar")
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_two_workers_are_told_to_stop(number: signal.Signals, code: int, night: Night, checkout: Path) -> None:
+    process = start(night, checkout, "--jobs", "2")
+    until(lambda: has_steps(night, "ash", 3) and has_steps(night, "birch", 3))
+    process.send_signal(number)
+    said, _ = process.communicate(timeout=200)
+    assert process.returncode == code, said
+    assert "Go on with --resume" in said
+    assert night.jobs("status") == {"ash": "stopped", "birch": "stopped", "cedar": "waiting"}
+    finish(night, checkout, "--jobs", "2")
+    assert night.jobs("attempts") == {"ash": 2, "birch": 2, "cedar": 1}
+
+
+def test_workers_do_not_outlive_a_batch_that_was_killed(night: Night, checkout: Path) -> None:
+    process = start(night, checkout, "--jobs", "2")
+    until(lambda: has_steps(night, "ash", 3))
+    process.kill()
+    process.communicate(timeout=200)  # ends when the workers have closed what they inherited
+    path = night.output / queue.FILE
+    until(lambda: all(job.status != "running" for job in queue.read_jobs(path)))
+    assert {job.status for job in queue.read_jobs(path)} <= {"stopped", "waiting", "done"}
+    finish(night, checkout)
