@@ -19,16 +19,18 @@ from tests.export.tiny import tiny_pipeline
 CPU = torch.device("cpu")
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+@pytest.fixture(scope="module", params=FAMILIES)
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny model of each family, in a folder that bears its name."""
     folder = tmp_path_factory.mktemp("kept")
-    tiny_pipeline(folder / "made").save_pretrained(folder / "model", safe_serialization=True)
-    return folder / "model"
+    tiny_pipeline(folder / "made", request.param).save_pretrained(folder / request.param, safe_serialization=True)
+    return folder / request.param
 
 
-def counted(reads: list[str]) -> Any:
-    """The family, saying what it reads from the disk."""
-    family = FAMILIES["sd15"]
+def counted(model: Path, reads: list[str]) -> Any:
+    """The family of a model, saying what it reads from the disk."""
+    name = model.name
+    family = FAMILIES[name]
 
     def load_denoiser(*arguments: Any) -> Any:
         reads.append("denoiser")
@@ -38,7 +40,7 @@ def counted(reads: list[str]) -> Any:
         reads.append("pipeline")
         return family.make_pipeline(*arguments)
 
-    return keep_loaded({"sd15": replace(family, load_denoiser=load_denoiser, make_pipeline=make_pipeline)})["sd15"]
+    return keep_loaded({name: replace(family, load_denoiser=load_denoiser, make_pipeline=make_pipeline)})[name]
 
 
 def weights(module: torch.nn.Module) -> dict[str, torch.Tensor]:
@@ -52,8 +54,8 @@ def assert_same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) ->
 
 def test_what_a_job_does_to_a_base_is_gone_with_it(model):
     reads: list[str] = []
-    family = counted(reads)
-    untouched = weights(FAMILIES["sd15"].load_denoiser(model, torch.float32, CPU))
+    family = counted(model, reads)
+    untouched = weights(FAMILIES[model.name].load_denoiser(model, torch.float32, CPU))
     for _ in range(2):
         denoiser = family.load_denoiser(model, torch.float32, CPU)
         assert_same(weights(denoiser), untouched)
@@ -77,7 +79,7 @@ def test_what_a_job_does_to_a_base_is_gone_with_it(model):
 
 
 def test_twins_share_their_weights(model):
-    family = counted([])
+    family = counted(model, [])
     first, second = (family.load_denoiser(model, torch.float32, CPU) for _ in range(2))
     pairs = list(zip(first.parameters(), second.parameters(), strict=True))
     assert pairs
@@ -85,13 +87,13 @@ def test_twins_share_their_weights(model):
 
 
 def test_a_pipeline_of_a_kept_base_draws_what_a_fresh_one_draws(model):
-    family = counted([])
+    family = counted(model, [])
 
     def drawn(pipeline: Any) -> Any:
         generator = torch.Generator().manual_seed(3)
         return pipeline("a ring", num_inference_steps=2, generator=generator, height=64, width=64, output_type="np")
 
-    fresh = drawn(FAMILIES["sd15"].make_pipeline(model, torch.float32, CPU)).images
+    fresh = drawn(FAMILIES[model.name].make_pipeline(model, torch.float32, CPU)).images
     for _ in range(2):
         pipeline = family.make_pipeline(model, torch.float32, CPU)
         assert (drawn(pipeline).images == fresh).all()
@@ -101,7 +103,7 @@ def test_a_pipeline_of_a_kept_base_draws_what_a_fresh_one_draws(model):
 
 def test_another_precision_is_another_base_and_a_full_memory_keeps_one(model, monkeypatch):
     reads: list[str] = []
-    family = counted(reads)
+    family = counted(model, reads)
     assert family.load_denoiser(model, torch.bfloat16, CPU).conv_in.weight.dtype == torch.bfloat16
     family.load_denoiser(model, torch.float32, CPU)
     family.load_denoiser(model, torch.bfloat16, CPU)

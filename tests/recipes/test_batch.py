@@ -18,7 +18,7 @@ from lora_trainer.jobs import queue
 from lora_trainer.models import FAMILIES
 from lora_trainer.monitor.trackers import Trackers
 from lora_trainer.training import run as run_module
-from tests.recipes.recipe import QUICK, contents, draw_pictures, exported, patched, record, rows
+from tests.recipes.recipe import QUICK, contents, draw_pictures, exported, patched, record, rows, save_tiny_model
 
 STEPS = 3
 
@@ -86,6 +86,9 @@ def over(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path, pictures: P
     place = tmp_path_factory.mktemp("over")
     root = make_root(place / "root", pictures, "ash", "birch", "cedar [x]", "elm", "fir")
     (root / "elm" / "lora.toml").write_text("[lora]\nrank = 8\n", encoding="utf-8")
+    other = save_tiny_model(place / "models", "sdxl")
+    path = os.path.relpath(other, root / "cedar [x]").replace("\\", "/")
+    (root / "cedar [x]" / "lora.toml").write_text(f"[model]\npath = '{path}'\n", encoding="utf-8")
     (root / "fir" / "lora.toml").write_text("[lora]\nrang = 8\nalpha = -1\n", encoding="utf-8")
     for caption in sorted(draw_pictures(root / "dull").glob("*.txt"))[:5]:
         caption.unlink()
@@ -147,6 +150,10 @@ def test_a_folders_own_file_has_the_last_word(over):
     elm, ash = record(over.night.output / "elm"), record(over.night.output / "ash")
     assert (elm["config"]["lora"]["rank"], elm["origins"]["lora.rank"]) == (8, "lora.toml")
     assert (ash["config"]["lora"]["rank"], ash["origins"]["lora.rank"]) == (4, "--set")
+    cedar = record(over.night.output / "cedar [x]")
+    assert (ash["model"]["family"], cedar["model"]["family"]) == ("sd15", "sdxl")
+    assert (cedar["origins"]["model.path"], cedar["origins"]["sample.steps"]) == ("lora.toml", "--set")
+    assert "family preset sdxl" in cedar["origins"].values(), "another model brings its family's settings"
 
 
 def test_the_base_is_read_once_and_caches_are_shared(over):
