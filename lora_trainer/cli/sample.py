@@ -22,7 +22,8 @@ def sample_command(
 ) -> int:
     """Draw each prompt without and with the LoRA; write the pictures, a sheet and the recipe.
 
-    Pictures go to `output`, by default the folder `samples` beside the file. Seeds count up
+    Pictures go to `output`, by default the folder `samples` beside the file, and never over
+    earlier ones. Seeds count up
     from `seed`. Raises UsageError for a file or model that cannot be read.
     """
     path = Path(lora)
@@ -49,6 +50,12 @@ def sample_command(
         family, facts.path, path, list(prompts), seeds, drawing, dtype=dtype, device=device
     )
     folder = Path(output) if output is not None else path.parent / "samples"
-    sheet = save_comparison(folder, without, with_lora, used, name=f"{path.stem}_before_after")
+    sheet = save_comparison(folder, without, with_lora, used, name=free_name(folder, f"{path.stem}_before_after"))
     print(sheet)
     return DONE
+
+
+def free_name(folder: Path, name: str) -> str:
+    """The name, numbered (`name-2`) where earlier pictures have it."""
+    names = (name, *(f"{name}-{number}" for number in range(2, 10_000)))
+    return next(each for each in names if not (folder / f"{each}.json").exists())

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,7 @@ import torch
 from PIL import Image
 
 from lora_trainer.core.errors import UsageError
-from lora_trainer.core.io import sha256_file, write_json
+from lora_trainer.core.io import read_json, sha256_file, write_json
 from lora_trainer.evaluation.loading import components_of, free_memory, fresh_pipeline, load_onto, misfits, without_lora
 from lora_trainer.evaluation.sheet import Row, contact_sheet, save_picture
 from lora_trainer.export.lora_file import read_lora
@@ -69,10 +69,12 @@ def compare(
     *,
     dtype: torch.dtype = torch.float32,
     device: torch.device | None = None,
+    earlier: Path | None = None,
 ) -> tuple[list[Image.Image], list[Image.Image], dict[str, Any]]:
     """Pictures without and with the LoRA file on a fresh base, and the recipe that draws them again.
 
-    The pipeline is gone when this returns. Raises UsageError when the file cannot be read or
+    Where a comparison in the folder `earlier` has the same recipe but for its LoRA, its pictures
+    of the untouched base are taken in place of drawing them once more. The pipeline is gone when this returns. Raises UsageError when the file cannot be read or
     does not fit the base.
     """
     device = device or torch.device("cpu")
@@ -89,13 +91,31 @@ def compare(
     if device.type == "cuda":
         at_once = 1
         pipeline.vae.enable_slicing()
-    with without_lora(pipeline):
-        without = draw(pipeline, prompts, seeds, drawing, at_once=at_once)
-    with_lora = draw(pipeline, prompts, seeds, drawing, at_once=at_once)
     used = recipe(pipeline, base, lora, prompts, seeds, drawing) | {"dtype": str(dtype).removeprefix("torch.")}
+    without = drawn_without(earlier, used) if earlier else None
+    if without is None:
+        with without_lora(pipeline):
+            without = draw(pipeline, prompts, seeds, drawing, at_once=at_once)
+    with_lora = draw(pipeline, prompts, seeds, drawing, at_once=at_once)
     del pipeline
     free_memory(device)
     return without, with_lora, used
+
+
+def drawn_without(folder: Path, wanted: Mapping[str, Any]) -> list[Image.Image] | None:
+    """Pictures of the untouched base that `save_comparison` kept for the same recipe; None when there are none."""
+    for path in sorted(folder.glob("*.json")):
+        try:
+            kept = {name: value for name, value in read_json(path).items() if not name.startswith("lora")}
+            if kept != {name: value for name, value in wanted.items() if not name.startswith("lora")}:
+                continue
+            return [
+                Image.open(folder / f"{path.stem}_{index:02d}_without.png").convert("RGB")
+                for index in range(len(wanted["pictures"]))
+            ]
+        except (OSError, ValueError, AttributeError):
+            continue
+    return None
 
 
 def recipe(

@@ -185,7 +185,7 @@ def draw_comparison(
     drawing = Drawing(config.sample.steps, config.sample.guidance, (side, side), config.noise.zero_terminal_snr)
     seeds = [config.train.seed + index for index in range(len(prompts))]
     without, with_lora, recipe = compare(
-        inputs.family, inputs.facts.path, lora, prompts, seeds, drawing, dtype=dtype, device=device
+        inputs.family, inputs.facts.path, lora, prompts, seeds, drawing, dtype=dtype, device=device, earlier=folder
     )
     return save_comparison(folder, without, with_lora, recipe, name=name)
 

@@ -127,3 +127,9 @@ def test_sample_writes_a_sheet(lora: Path, base: Path, capsys: pytest.CaptureFix
         "cat_before_after_00_with.png",
         "cat_before_after_00_without.png",
     }
+    before = sheet.read_bytes()
+    assert sample_command(lora, base, ["a blue square"], config, seed=5) == 0
+    again = Path(capsys.readouterr().out.strip())
+    assert again == sheet.with_name("cat_before_after-2.png")
+    assert again.is_file()
+    assert sheet.read_bytes() == before

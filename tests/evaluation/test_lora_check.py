@@ -221,6 +221,10 @@ def test_before_and_after(trained: Path, base: Path, tmp_path: Path) -> None:
     with Image.open(sheet) as picture:
         assert picture.width >= 2 * 256
         assert picture.height >= 2 * 256
-    alone, _, _ = compare(FAMILY, base, trained, prompts[1:], seeds[1:], drawing)
+    kept = Image.new("RGB", (64, 64), "red")
+    kept.save(tmp_path / "before_after_01_without.png")
+    again, _, _ = compare(FAMILY, base, trained, prompts, seeds, drawing, earlier=tmp_path)
+    assert [picture.tobytes() for picture in again] == [without[0].tobytes(), kept.tobytes()]
+    alone, _, _ = compare(FAMILY, base, trained, prompts[1:], seeds[1:], drawing, earlier=tmp_path)
     difference = torch.tensor(list(alone[0].tobytes())).int() - torch.tensor(list(without[1].tobytes())).int()
     assert difference.abs().max() <= 2  # alone or in a batch, the same picture up to rounding

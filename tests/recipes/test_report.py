@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 import shutil
+import signal
 from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
 
 from lora_trainer.cli.main import main
-from lora_trainer.production import run as run_module
+from lora_trainer.monitor.trackers import Trackers
 from lora_trainer.training import step as step_module
 from tests.recipes.recipe import Bench, draw_pictures, patched, record
 from tests.recipes.test_bad_input import nan_at
+from tests.recipes.test_resume import stop
 
 VOID = {"meta", "img", "input", "br", "link", "hr"}
 HOSTILE = '<script>alert("x")</script> & <img src=x onerror=alert(1)> {{ 7 * 7 }} a ring'
@@ -177,16 +180,30 @@ def test_a_failed_run_says_where_and_what_is_safe(bench: Bench) -> None:
     assert record(folder)["sessions"] == 2
 
 
-def test_a_stopped_run_offers_the_command_that_goes_on(bench: Bench, capsys) -> None:
-    with patched(run_module, "leaving_on_sigterm", interrupting):
-        bench.run("stopped", checkpoint__every_steps=2)
-    page = page_of(bench.folder("stopped"))
-    assert "Stopped at step 0" in page.text
-    assert "No checkpoint was written" in page.text
+def test_the_command_of_a_stopped_run_goes_on_with_it(bench: Bench) -> None:
+    with patched(Trackers, "steps", stop(signal.SIGTERM)):
+        assert bench.run("halted", sample__every_steps=2) == 143
+    page = page_of(bench.folder("halted"))
+    assert "Stopped at step 3 of 6" in page.text
+    assert "checkpoints/step-000003 is safe" in page.text
+    assert "Drawn while training" in page.text
+    command = re.search("lora-trainer (train .* --resume)", page.text)
+    assert command is not None
+    assert main(shlex.split(command[1])) == 0
+    assert record(bench.folder("halted"))["status"] == "done"
+    page = page_of(bench.folder("halted"))
+    assert "--resume" not in page.text
+    assert page.text.count("end, step 6") == 1
 
 
-def interrupting() -> None:
-    raise KeyboardInterrupt
+def test_a_run_that_was_killed_does_not_claim_an_end(finished: Bench, tmp_path: Path) -> None:
+    folder = tmp_path / "first"
+    shutil.copytree(finished.folder("first"), folder)
+    (folder / "run.json").write_text(json.dumps(record(folder) | {"status": "running"}), encoding="utf-8")
+    assert main(["report", str(folder)]) == 0
+    page = page_of(folder)
+    assert "killed before it could say" in page.text
+    assert "checkpoints/step-000006 is safe" in page.text
 
 
 def test_a_refused_lora_says_so(bench: Bench) -> None:

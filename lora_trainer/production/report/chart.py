@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 MOST_POINTS = 600  # of a line: more cannot be seen, and only make the page heavy
 MOST_TICKS = 5
@@ -117,7 +118,9 @@ def make_chart(
             if first <= mark.point[0] <= last and low <= mark.point[1] <= high
         ),
         x_ticks=tuple(Tick(f"{tick:,.0f}", across.place(tick)) for tick in step_ticks(first, last)),
-        y_ticks=tuple(Tick(short(tick), 1000 - up.place(tick)) for tick in up.ticks()),
+        y_ticks=tuple(
+            Tick(label, 1000 - up.place(tick)) for tick, label in zip(up.ticks(), tick_labels(up.ticks()), strict=True)
+        ),
         first=first,
         last=last,
     )
@@ -173,6 +176,28 @@ def log_ticks(low: float, high: float) -> list[float]:
         if 2 <= len(found) <= MOST_TICKS + 2:
             return found
     return found[:: -(-len(found) // MOST_TICKS)] if found else linear_ticks(low, high)
+
+
+def tick_labels(ticks: Sequence[float]) -> list[str]:
+    """As few digits as tell the ticks apart truly, the same for all."""
+    close = 1e-3 * min((abs(after - before) for before, after in pairwise(ticks)), default=1.0)
+    for digits in range(1, 12):
+        labels = [f"{tick:.{digits}g}" for tick in ticks]
+        if all(abs(float(label) - tick) <= close for label, tick in zip(labels, ticks, strict=True)):
+            break
+    if any("e-" in label for label in labels):  # one notation for all
+        labels = [f"{float(label):.{digits - 1}e}" if float(label) else "0" for label in labels]
+    return [plain(label) for label in labels]
+
+
+def plain(label: str) -> str:
+    """`1e-05` as 1e-5 and `1.2e+04` as 12,000."""
+    mantissa, _, exponent = label.partition("e")
+    if not exponent:
+        return label
+    if 0 < int(exponent) < 7:
+        return f"{float(label):,.0f}"
+    return f"{float(mantissa):g}e{int(exponent)}"
 
 
 def step_ticks(first: float, last: float) -> list[float]:
@@ -247,16 +272,7 @@ def summary_of(lines: Sequence[Line]) -> str:
 
 
 def short(value: float | None) -> str:
-    """A number as people read it, at most four digits: 0.0714, 1.5e-3, 2,400."""
+    """A number as people read it, three digits of it: 0.0714, 1.5e-5, 2,400."""
     if value is None or not math.isfinite(value):
         return "not finite"
-    size = abs(value)
-    if value and (size < 1e-3 or size >= 1e6):
-        mantissa, _, exponent = f"{value:.3g}".partition("e")
-        if not exponent:
-            mantissa, _, exponent = f"{value:.2e}".partition("e")
-            mantissa = mantissa.rstrip("0").rstrip(".") if "." in mantissa else mantissa
-        return f"{mantissa}e{int(exponent)}"
-    if size >= 1000:
-        return f"{value:,.0f}"
-    return f"{value:.3g}" if size < 1 else f"{value:.4g}"
+    return f"{value:,.0f}" if 1000 <= abs(value) < 1e7 else plain(f"{value:.3g}")

@@ -9,7 +9,7 @@ from statistics import median
 
 from lora_trainer.monitor.progress import duration
 from lora_trainer.production.report.chart import Chart, Line, Mark, Point, make_chart, short, smoothed
-from lora_trainer.production.report.read import RunReport, number
+from lora_trainer.production.report.read import RunReport, mapping, number
 from lora_trainer.production.report.verdict import released_step
 
 STYLES = "abcdef"  # looks of the lines of a comparison: colour and dashes
@@ -118,9 +118,38 @@ def held_out_marks(run: RunReport) -> list[Mark]:
     return [*marks, *(Mark(f"the LoRA: step {point[0]:,.0f}", point) for point in at_release)]
 
 
+def lora_numbers(run: RunReport) -> list[str]:
+    """What stands behind the parts of the LoRA's score, in sentences."""
+    numbers = mapping(run.part("lora").get("numbers"))
+    learning, health = mapping(numbers.get("learning")), mapping(numbers.get("health"))
+    told = []
+    base, lora, low, high = (number(learning.get(name)) for name in ("base", "lora", "low", "high"))
+    if base is not None and lora is not None:
+        pictures = "held-out pictures" if numbers.get("held_out") else "pictures"
+        interval = f" (lower by {low:.0%} to {high:.0%}, 95 % interval)" if low is not None and high is not None else ""
+        told.append(f"Loss on {pictures}: {short(base)} without, {short(lora)} with{interval}.")
+    if (drift := number(numbers.get("drift"))) is not None:
+        told.append(f"Unrelated prompts change by {short(drift)} of their prediction.")
+    if (largest := number(health.get("largest"))) is not None:
+        told.append(f"The largest change of a module's weights is {short(largest)} of them.")
+    return told
+
+
+def names_of(runs: Sequence[RunReport]) -> list[str]:
+    """A name for each run that tells it from the others: its own, else with the folder that it lies in."""
+    names = [run.name for run in runs]
+    places = [run.folder.resolve() for run in runs]
+    unique = len(set(names)) == len(names)
+    return names if unique else [f"{place.parent.name}/{place.name}" for place in places]
+
+
 def comparison_charts(runs: Sequence[RunReport]) -> list[Chart]:
     """Held-out and smoothed training loss of several runs over each other."""
-    held_out = [Line(run.name, run.held_out, STYLES[index % len(STYLES)]) for index, run in enumerate(runs)]
-    loss = [Line(run.name, smoothed(run.series["loss"]), STYLES[index % len(STYLES)]) for index, run in enumerate(runs)]
+    named = [
+        (name, run, STYLES[index % len(STYLES)])
+        for index, (name, run) in enumerate(zip(names_of(runs), runs, strict=True))
+    ]
+    held_out = [Line(name, run.held_out, style) for name, run, style in named]
+    loss = [Line(name, smoothed(run.series["loss"]), style) for name, run, style in named]
     made = (make_chart("held-out", "Held-out loss", held_out), make_chart("loss", "Training loss, smoothed", loss))
     return [chart for chart in made if chart is not None]

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lora_trainer.production.report.read import Picture, RunReport
+from lora_trainer.production.report.verdict import released_step
 
 MOST_PAIRS = 12
 MOST_STRIPS = 8
@@ -86,7 +87,7 @@ def strips_of(run: RunReport) -> list[Strip]:
 
 
 def when(run: RunReport, picture: Picture) -> str:
-    return f"step {picture.step:,}" if picture.step is not None else f"end, step {run.steps:,}"
+    return f"step {picture.step:,}" if picture.step is not None else f"end, step {released_step(run) or run.steps:,}"
 
 
 def chosen(frames: list[Frame]) -> list[Frame]:

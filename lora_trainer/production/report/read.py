@@ -137,7 +137,7 @@ def read_run(folder: Path) -> RunReport:
         lora_findings=grouped(lora.get("findings")),
         series={name: column(rows, name) for name in ("loss", "lr", "grad_norm", "samples_per_second", "memory_gib")},
         held_out=column(validation, "loss"),
-        pictures=tuple(pictures_in(folder / "samples")),
+        pictures=tuple(pictures_in(folder / "samples", ended=bool(mapping(record.get("files")).get(BEFORE_AFTER)))),
         settings=settings_of(record),
         checkpoints=checkpoints_in(folder / "checkpoints"),
     )
@@ -201,13 +201,16 @@ def grouped(findings: Any) -> tuple[Group, ...]:
     )
 
 
-def pictures_in(folder: Path) -> Iterable[Picture]:
-    """All pictures of the run's own recipes: those drawn while training by step, then those of the end."""
+def pictures_in(folder: Path, *, ended: bool) -> Iterable[Picture]:
+    """All pictures of the run's own recipes: those drawn while training by step, then those of the end.
+
+    Without `ended` the latter are left out: they are of an earlier end, before the run went on.
+    """
     by_step = [
         (int(match[1]), path) for path in folder.glob("step-*.json") if (match := STEP_RECIPE.fullmatch(path.name))
     ]
     last = folder / f"{BEFORE_AFTER}.json"
-    for step, path in [*sorted(by_step), *([(None, last)] if last.is_file() else [])]:
+    for step, path in [*sorted(by_step), *([(None, last)] if ended and last.is_file() else [])]:
         try:
             recipe = mapping(read_json(path))
         except (OSError, ValueError):

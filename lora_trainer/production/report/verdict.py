@@ -6,7 +6,7 @@ import shlex
 from dataclasses import dataclass
 from typing import Literal
 
-from lora_trainer.production.report.read import RunReport, mapping, text
+from lora_trainer.production.report.read import RunReport, text, whole
 
 Tone = Literal["good", "fair", "bad", "open"]
 
@@ -37,7 +37,8 @@ def verdict_of(run: RunReport) -> Verdict:
     if run.status == "failed":
         where = f" after step {run.seen_steps}{of}" if run.seen_steps else " before the first step"
         reason = text(run.record.get("reason"))
-        return Verdict("bad", "failed", f"Failed{where}", (*([reason] if reason else []), *safe), command)
+        sentences = [reason, *(sentence for sentence in safe if sentence.partition(" ")[0] not in reason)]
+        return Verdict("bad", "failed", f"Failed{where}", tuple(filter(None, sentences)), command)
     if run.status == "running":
         told = "The run is still going, or it was killed before it could say how it ended."
         return Verdict("open", "not ended", f"At step {run.seen_steps}{of}", (told, *safe), command)
@@ -48,6 +49,7 @@ def done(run: RunReport) -> Verdict:
     """A finished run: `train` enforces no gate, so its LoRA may lie under one."""
     short = run.planned is not None and run.steps < run.planned
     early = (f"train.max_hours ended the training after {run.steps} of {run.planned} steps.",) if short else ()
+    early = (*released(run), *early)
     if run.lora.value is None:
         return Verdict("fair", "done", "Trained, not judged", early)
     if run.lora.passed and run.dataset.passed:
@@ -74,7 +76,7 @@ def what_is_safe(run: RunReport) -> list[str]:
         told.append("No checkpoint was written: --resume starts at step 0.")
     kohya = run.folder / f"{run.name}.safetensors"
     if kohya.is_file():
-        told.append(f"{kohya.name} is whole, but was not judged.")
+        told.append(f"{kohya.name} is whole, but this session did not judge it.")
     return told
 
 
@@ -88,8 +90,14 @@ def resume_command(run: RunReport) -> str:
     return "Run the same command again, with --resume."
 
 
+def released(run: RunReport) -> tuple[str, ...]:
+    """Which step's weights became the LoRA, where the record says why."""
+    reason, step = text(run.part("released").get("reason")), released_step(run)
+    return (f"The LoRA has the weights of step {step}: {reason.rstrip('.')}.",) if reason and step else ()
+
+
 def released_step(run: RunReport) -> int | None:
     """The step whose weights were exported; None when none were."""
-    if not mapping(run.record.get("files")).get("kohya"):
+    if not run.part("files").get("kohya"):
         return None
-    return run.steps
+    return whole(run.part("released").get("step")) or run.steps

@@ -16,7 +16,7 @@ from lora_trainer import __version__
 from lora_trainer.core.io import write_text
 from lora_trainer.monitor.progress import duration
 from lora_trainer.production.report.chart import short
-from lora_trainer.production.report.figures import charts_of, comparison_charts, figures_of
+from lora_trainer.production.report.figures import charts_of, comparison_charts, figures_of, lora_numbers, names_of
 from lora_trainer.production.report.gallery import gallery_of
 from lora_trainer.production.report.pictures import embedded
 from lora_trainer.production.report.read import RunReport, mapping, number, read_run, sequence, text, whole
@@ -53,6 +53,7 @@ def render_run(run: RunReport) -> str:
         run=run,
         verdict=verdict_of(run),
         meta=meta_of(run),
+        numbers=lora_numbers(run),
         figures=figures_of(run),
         charts=charts_of(run),
         gallery=gallery,
@@ -71,12 +72,18 @@ def render_comparison(runs: Sequence[RunReport]) -> str:
     """Several runs on one page: scores, settings that differ, curves over each other."""
     values = [{setting.name: setting.value for setting in run.settings} for run in runs]
     names = dict.fromkeys(name for each in values for name in each if name not in ("run.name", "run.output"))
-    figures = [{figure.name: f"{figure.value} {figure.beside}" for figure in figures_of(run)} for run in runs]
+    figures = [
+        {
+            figure.name: f"{figure.value} ({figure.beside})" if figure.beside else figure.value
+            for figure in figures_of(run)
+        }
+        for run in runs
+    ]
     known = dict.fromkeys(name for each in figures for name in each)
     return render(
         "comparison.html",
-        title="Runs compared: " + ", ".join(run.name for run in runs),
-        runs=[(run, verdict_of(run)) for run in runs],
+        title="Runs compared: " + ", ".join(names_of(runs)),
+        runs=list(zip(names_of(runs), runs, map(verdict_of, runs), strict=True)),
         figure_rows=[(name, [each.get(name, "–") for each in figures]) for name in known],
         differing=[
             (name, [each.get(name, "–") for each in values])
