@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from lora_trainer.cli.main import main
+from lora_trainer.diffusion import loss as loss_module
 from lora_trainer.monitor.trackers import Trackers
-from lora_trainer.training import step as step_module
 from tests.recipes.recipe import Bench, draw_pictures, patched, record
 from tests.recipes.test_bad_input import nan_at
 from tests.recipes.test_resume import stop
@@ -161,7 +161,7 @@ def test_hostile_captions_and_names_are_text(bench: Bench, tmp_path: Path) -> No
 
 
 def test_a_failed_run_says_where_and_what_is_safe(bench: Bench) -> None:
-    with patched(step_module, "squared_error", nan_at(4)):
+    with patched(loss_module, "squared_error", nan_at(4)):
         assert bench.run("nan", batch__effective=1, checkpoint__every_steps=2) == 5
     folder = bench.folder("nan")
     page, document = page_of(folder), record(folder)
