@@ -74,8 +74,8 @@ def compare(
     """Pictures without and with the LoRA file on a fresh base, and the recipe that draws them again.
 
     Where a comparison in the folder `earlier` has the same recipe but for its LoRA, its pictures
-    of the untouched base are taken in place of drawing them once more. The pipeline is gone when this returns. Raises UsageError when the file cannot be read or
-    does not fit the base.
+    of the untouched base are taken in place of drawing them once more. The pipeline is gone when
+    this returns. Raises UsageError when the file cannot be read or does not fit the base.
     """
     device = device or torch.device("cpu")
     weights = read_lora(lora)
