@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import hashlib
 import json
 import re
 import shlex
@@ -69,7 +71,9 @@ def page_of(folder: Path) -> Page:
     policy = next(each["content"] for each in page.of("meta") if "http-equiv" in each)
     assert policy is not None
     assert policy.startswith("default-src 'none'; img-src data:;")
-    assert "script-src 'sha256-" in policy
+    script = re.findall("<script>(.*?)</script>", (folder / "report.html").read_text("utf-8"), flags=re.DOTALL)
+    digest = base64.b64encode(hashlib.sha256(script[0].encode()).digest()).decode()
+    assert f"script-src 'sha256-{digest}'" in policy, "the page's own script, and no other, may run"
     assert (folder / "report.html").stat().st_size < 3_000_000
     return page
 
@@ -125,6 +129,20 @@ def test_a_damaged_record_still_makes_a_page_or_is_refused(content: str, tmp_pat
     assert code in (0, 2)
     assert "Traceback" not in capsys.readouterr().err
     assert (tmp_path / "report.html").is_file() == (code == 0)
+
+
+def test_the_released_step_is_marked_beside_the_best(finished: Bench, tmp_path: Path) -> None:
+    folder = tmp_path / "first"
+    shutil.copytree(finished.folder("first"), folder)
+    released = {"step": 3, "held_out": 0.4, "reason": "held-out loss was lowest at step 3: 0.4000"}
+    (folder / "run.json").write_text(json.dumps(record(folder) | {"released": released}), encoding="utf-8")
+    losses = [{"step": 0, "loss": 0.9}, {"step": 3, "loss": 0.4}, {"step": 6, "loss": 0.5}]
+    (folder / "validation.jsonl").write_text("\n".join(map(json.dumps, losses)), encoding="utf-8")
+    assert main(["report", str(folder)]) == 0
+    page = page_of(folder)
+    assert "weights of step 3: held-out loss was lowest" in page.text
+    assert "best, and the LoRA: step 3" in page.text
+    assert "−56 % since step 0, at step 3" in page.text
 
 
 def test_numbers_that_are_not_finite_leave_gaps(finished: Bench, tmp_path: Path) -> None:
