@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,7 +13,7 @@ from lora_trainer.config.presets import AUTO, preset_layers, selectable
 from lora_trainer.config.toml import parse_assignment, parse_value, read_toml
 from lora_trainer.core.errors import Problem, UsageError, nearest
 from lora_trainer.core.launch import is_main_process
-from lora_trainer.production.settings import settle
+from lora_trainer.production.settings import go_offline, settle
 
 # Flag, the setting that it sets, the word for its value, help. Text is kept as it is.
 SETTING_FLAGS = (
@@ -138,9 +137,7 @@ def settled(
     resolved = settle(presets, user, problems, builtin_if_none=builtin_if_none)
     for note in resolved.notes:
         say(note)
-    if resolved.config.run.offline:
-        for name in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"):
-            os.environ[name] = "1"
+    go_offline(resolved.config)
     return resolved
 
 

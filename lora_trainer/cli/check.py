@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
@@ -14,35 +13,19 @@ from lora_trainer.config.schema import Config
 from lora_trainer.core.errors import DATASET_REFUSED, DONE
 from lora_trainer.core.findings import Finding
 from lora_trainer.core.io import finite
-from lora_trainer.data.check import DataReport, check_dataset
-from lora_trainer.data.manifest import read_manifest
+from lora_trainer.data.check import DataReport
 from lora_trainer.data.split import split_held_out
 from lora_trainer.data.steps import StepArithmetic
 from lora_trainer.models.family import ModelFacts
-from lora_trainer.production.inputs import arithmetic, trained_resolution
+from lora_trainer.production.inputs import arithmetic, read_data
 
 COLOURS = {"error": "red", "warning": "yellow", "note": "cyan"}
 SEVERITIES = ("error", "warning", "note")
 
 
-def report_on(sources: Sequence[Path], config: Config, facts: ModelFacts) -> DataReport:
-    """Read and judge the data as this config would train it. Raises UsageError for bad sources."""
-    manifest, findings = read_manifest(sources, allow_missing_captions=config.data.allow_missing_captions)
-    return check_dataset(
-        manifest,
-        findings,
-        resolution=trained_resolution(config, facts),
-        step=facts.pixel_step,
-        max_aspect=config.data.max_aspect,
-        allow_upscale=config.data.allow_upscale,
-        caption_limit=facts.caption_tokens,
-        gate=config.gates.dataset,
-    )
-
-
-def check_command(sources: Sequence[Path], config: Config, as_json: bool, facts: ModelFacts) -> int:
+def check_command(config: Config, as_json: bool, facts: ModelFacts) -> int:
     """Print the report; 0 when the data passes the gate, 3 when it does not."""
-    report = report_on(sources, config, facts)
+    report = read_data(config, facts)[1]
     train, held_out = split_held_out(report.samples, config.data.held_out)
     steps = arithmetic(config, train, config.batch.max_micro or config.batch.effective, processes=1)
     if as_json:

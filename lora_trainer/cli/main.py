@@ -200,18 +200,17 @@ def _check(arguments: argparse.Namespace, unknown: list[Problem]) -> int:
     from lora_trainer.builtin import DATA_FOLDER
     from lora_trainer.cli.check import check_command
     from lora_trainer.models.family import USUAL_FAMILY, public_architecture
-    from lora_trainer.production.inputs import data_sources, read_model
+    from lora_trainer.production.inputs import read_model
 
     # The built-in pictures are made for the built-in base; people's own are judged for a usual model, or the one named.
     builtin = all(Path(source).resolve() == DATA_FOLDER for source in arguments.data)
     config = resolved_from(arguments, unknown, builtin_if_none=builtin).config
-    sources = data_sources(config)
     if config.model.path or (builtin and config.model.family is None):
         facts = read_model(config)[1]
     else:
         facts = public_architecture(config.model.family or USUAL_FAMILY).facts
         say(f"judged for {facts.family} ({facts.resolution} px); name another model with --model")
-    return check_command(sources, config, arguments.json, facts)
+    return check_command(config, arguments.json, facts)
 
 
 def _add_cache_arguments(parser: argparse.ArgumentParser) -> None:

@@ -74,6 +74,22 @@ def trained_resolution(config: Config, facts: ModelFacts) -> int:
     return facts.resolution if ceiling is None else min(facts.resolution, ceiling)
 
 
+def read_data(config: Config, facts: ModelFacts) -> tuple[Manifest, DataReport]:
+    """Read and judge the data as this config would train it on that model. Raises UsageError for bad sources."""
+    manifest, findings = read_manifest(data_sources(config), allow_missing_captions=config.data.allow_missing_captions)
+    report = check_dataset(
+        manifest,
+        findings,
+        resolution=trained_resolution(config, facts),
+        step=facts.pixel_step,
+        max_aspect=config.data.max_aspect,
+        allow_upscale=config.data.allow_upscale,
+        caption_limit=facts.caption_tokens,
+        gate=config.gates.dataset,
+    )
+    return manifest, report
+
+
 def read_inputs(config: Config, families: Mapping[str, Family] = FAMILIES) -> Inputs:
     """Read model facts and data, decode every picture, judge the set and split it.
 
@@ -81,18 +97,8 @@ def read_inputs(config: Config, families: Mapping[str, Family] = FAMILIES) -> In
     pictures stands in `report`, which the caller holds against the gate.
     """
     family, facts = read_model(config, families)
-    manifest, findings = read_manifest(data_sources(config), allow_missing_captions=config.data.allow_missing_captions)
+    manifest, report = read_data(config, facts)
     resolution = trained_resolution(config, facts)
-    report = check_dataset(
-        manifest,
-        findings,
-        resolution=resolution,
-        step=facts.pixel_step,
-        max_aspect=config.data.max_aspect,
-        allow_upscale=config.data.allow_upscale,
-        caption_limit=facts.caption_tokens,
-        gate=config.gates.dataset,
-    )
     train, held_out = split_held_out(report.samples, config.data.held_out)
     return Inputs(
         family=family,

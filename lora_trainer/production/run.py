@@ -58,6 +58,18 @@ class RunResult:
     record: Mapping[str, Any]
     exit_code: int
 
+    @property
+    def scores(self) -> dict[str, float | None]:
+        """`dataset` and `lora`, in [0, 1]."""
+        return dict(self.record.get("scores", {}))
+
+    @property
+    def files(self) -> dict[str, Path]:
+        """What was written: `kohya`, `diffusers`, `report`."""
+        return {
+            name: self.folder / file for name, file in self.record.get("files", {}).items() if isinstance(file, str)
+        }
+
 
 def train(
     resolved: Resolved,

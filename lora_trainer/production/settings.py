@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from lora_trainer.config.layers import Layer, Resolved, resolve
 from lora_trainer.config.presets import family_layers
+from lora_trainer.config.schema import Config
 from lora_trainer.config.toml import EMPTY
 from lora_trainer.core.errors import Problem, UsageError
 from lora_trainer.models.family import USUAL_FAMILY
@@ -24,6 +26,13 @@ def settle(
     found = list(problems)
     family = _family_layers(user, found, builtin_if_none=builtin_if_none)
     return resolve([*family, *presets, *user], found)
+
+
+def go_offline(config: Config) -> None:
+    """From here on no library asks the network, when that is the wish."""
+    if config.run.offline:
+        for name in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"):
+            os.environ[name] = "1"
 
 
 def _family_layers(user: Sequence[Layer], problems: list[Problem], *, builtin_if_none: bool) -> list[Layer]:

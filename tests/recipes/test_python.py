@@ -1,0 +1,113 @@
+"""A production run from Python, as the documents show it, and what it refuses."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from lora_trainer.core.errors import DatasetRefused, LoraRefused, UsageError
+from lora_trainer.monitor.progress import Progress
+from lora_trainer.production import ProductionTrainer
+from tests.recipes.recipe import QUICK, Bench, draw_pictures, exported, record
+
+
+def settings_of(bench: Bench, **more: object) -> dict[str, object]:
+    """The recipes' quick settings as Python values."""
+    values = {name: text if name == "memory.base_precision" else float(text) for name, text in QUICK.items()}
+    whole = {name: int(value) if isinstance(value, float) and value >= 1 else value for name, value in values.items()}
+    whole |= {"validate.every_steps": 0, "sample.every_steps": 0, "cache.folder": bench.cache, "train.max_steps": 6}
+    return whole | {key.replace("__", "."): value for key, value in more.items()}
+
+
+def trainer_of(bench: Bench, name: str, **more: object) -> ProductionTrainer:
+    return ProductionTrainer(
+        bench.model, bench.data, settings=settings_of(bench, **more), output=bench.output, name=name, quiet=True
+    )
+
+
+def test_the_documented_example_runs(bench, tmp_path, monkeypatch, checkout, capsys):
+    (block,) = re.findall(r"^```python\n(.*?)^```", (checkout / "docs/python.md").read_text("utf-8"), re.M | re.S)
+    (tmp_path / "my-sd15").symlink_to(bench.model)
+    (tmp_path / "pictures").symlink_to(bench.data)
+    monkeypatch.chdir(tmp_path)
+    exec(compile(block.replace("800", "6"), "docs/python.md", "exec"), {})
+    shown = capsys.readouterr().out
+    assert "lora.rank 16 from settings" in shown
+    assert "optim.learning_rate" in shown
+    assert "training 6/6 loss" in shown
+    assert "validating 6/6" in shown
+    assert "precision fp32" in shown
+    document = record(tmp_path / "runs" / "cat")
+    assert document["status"] in ("done", "refused")
+    assert document["config"]["lora"]["rank"] == 16
+    assert ("cat.safetensors" in shown) or ("under the gate" in shown)
+
+
+def test_it_trains_what_the_command_trains(finished, bench):
+    seen: list[Progress] = []
+    settings = settings_of(bench, checkpoint__every_steps=3, validate__every_steps=3)
+    trainer = ProductionTrainer(
+        bench.model, bench.data, settings=settings, output=bench.output, name="first", quiet=True, progress=seen.append
+    )
+    result = trainer.train()
+    assert (result.exit_code, result.folder) == (0, bench.folder("first"))
+    assert exported(result.folder) == exported(finished.folder("first"))
+    assert result.scores == record(result.folder)["scores"]
+    assert result.files["kohya"].is_file()
+    assert result.files["report"].is_file()
+    phases = list(dict.fromkeys(each.phase for each in seen))
+    assert phases == ["checking", "caching", "validating", "training", "drawing"]
+    assert [each.step for each in seen if each.phase == "training"] == [1, 2, 3, 4, 5, 6]
+    assert seen[-1].held_out is not None
+    assert trainer.train(resume=True).exit_code == 0, "finished: nothing to do"
+
+
+def test_quiet_says_nothing(bench, capsys):
+    assert trainer_of(bench, "quiet", train__max_steps=1).train().exit_code == 0
+    assert capsys.readouterr().out == ""
+
+
+def test_refusals_carry_what_the_gate_found(bench, tmp_path):
+    data = draw_pictures(tmp_path / "bare")
+    for caption in sorted(data.glob("*.txt"))[:4]:
+        caption.unlink()
+    bare = trainer_of(Bench(bench.model, data, bench.output, bench.cache), "bare")
+    assert not bare.check().passed
+    with pytest.raises(DatasetRefused, match="4 of 10 files have no caption") as refused:
+        bare.produce()
+    assert refused.value.report.score == bare.check().score
+    idle = trainer_of(bench, "idle", optim__learning_rate=1e-12, train__max_steps=1)
+    with pytest.raises(LoraRefused, match="under the gate") as refused:
+        idle.produce()
+    assert refused.value.report.parts["integrity"] == 0.0
+    assert record(idle.folder)["status"] == "refused"
+
+
+def test_all_mistakes_are_told_at_once(bench):
+    wrong = {"lora.rank": 0, "lora": {"rank": 4, "rang": 4}, "train": {"max_steps": "ten"}, "learning_rate": 1e-4}
+    with pytest.raises(UsageError) as refused:
+        ProductionTrainer(bench.model, bench.data, presets="12gbb", settings=wrong)
+    said = str(refused.value)
+    for word in ("12gbb", "lora.rank twice", "lora.rang", "train.max_steps", "optim.learning_rate"):
+        assert word in said
+
+
+def test_nested_settings_and_a_file_are_layers(bench, tmp_path):
+    file = tmp_path / "mine.toml"
+    file.write_text("[lora]\nrank = 8\nalpha = 4.0\n", encoding="utf-8")
+    trainer = ProductionTrainer(bench.model, [bench.data], config=file, settings={"lora": {"rank": 2}}, quiet=True)
+    told = {setting.name: (setting.value, setting.origin) for setting in trainer.explain()}
+    assert told["lora.rank"] == (2, "settings")
+    assert told["lora.alpha"] == (4.0, f"config {file}")
+    assert told["data.sources"] == ((str(bench.data),), "data")
+    assert told["optim.beta1"][1] == "default"
+
+
+def test_importing_it_loads_no_torch(checkout: Path):
+    program = "import sys; from lora_trainer.production import ProductionTrainer; print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, cwd=checkout)
+    assert done.stdout.strip() == "False"
