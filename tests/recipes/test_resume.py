@@ -21,11 +21,16 @@ KINDS: dict[str, dict[str, object]] = {
     "adamw8bit": {"optim__name": "adamw8bit", "lora__rank": 128},
     "paged_adamw8bit": {"optim__name": "paged_adamw8bit", "lora__rank": 128},
     "adafactor": {"optim__name": "adafactor", "schedule__name": "restarts"},
-    "lion": {"optim__name": "lion", "schedule__name": "one_cycle", "optim__clip_value": 0.5},
     "prodigy": {"optim__name": "prodigy", "optim__learning_rate": 1.0, "schedule__name": "polynomial"},
     # Looked at every step: showing the average must not touch what is trained.
     "schedule_free": {"optim__name": "schedule_free", "validate__every_steps": 1},
-    "ema": {"train__ema_decay": 0.9, "validate__every_steps": 1},
+    "lion and average": {
+        "optim__name": "lion",
+        "optim__clip_value": 0.5,
+        "schedule__name": "one_cycle",
+        "train__ema_decay": 0.9,
+        "validate__every_steps": 1,
+    },
     "dropout": {"lora__dropout": 0.1},
     "noise": {
         "data__caption_dropout": 0.5,
