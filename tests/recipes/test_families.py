@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import shutil
+import signal
 
 import pytest
 import torch
@@ -14,7 +14,9 @@ from lora_trainer.evaluation.loading import adapted_modules, load_onto, without_
 from lora_trainer.export.lora_file import read_lora
 from lora_trainer.models import FAMILIES
 from lora_trainer.models.folder import detect_family
-from tests.recipes.recipe import Bench, draw_pictures, exported, losses, record, rows, save_tiny_model
+from lora_trainer.monitor.trackers import Trackers
+from tests.recipes.recipe import Bench, draw_pictures, exported, losses, patched, record, rows, save_tiny_model
+from tests.recipes.test_resume import stop
 
 CPU = torch.device("cpu")
 LEARNING = {"lora__alpha": 8, "checkpoint__every_steps": 3, "data__caption_dropout": 0.3}  # rank 4
@@ -46,19 +48,13 @@ def test_loss_falls(trained):
 
 
 def test_a_stopped_run_goes_on_exactly(trained):
-    """Six of the twelve steps, from a checkpoint after three."""
-    straight = shutil.copytree(trained.folder("cat"), trained.output / "resumed")
-    for path in (straight / "checkpoints").iterdir():
-        if path.name != "step-000009":
-            shutil.rmtree(path)
-    (straight / "run.json").write_text('{"status": "stopped", "steps": 9}', encoding="utf-8")
-    before = exported(trained.folder("cat"))
-    for path in straight.glob("*.safetensors"):
-        path.unlink()
     settings = {"validate__every_steps": 12, **LEARNING}
-    assert trained.run("resumed", "--resume", steps=12, **settings) == 0
-    assert losses(straight)[9:] == losses(trained.folder("cat"))[9:]
-    assert exported(straight) == before
+    with patched(Trackers, "steps", stop(signal.SIGTERM)):
+        assert trained.run("broken", steps=12, **settings) == 143
+    assert record(trained.folder("broken"))["steps"] == 3
+    assert trained.run("broken", "--resume", steps=12, **settings) == 0
+    assert losses(trained.folder("broken")) == losses(trained.folder("cat"))
+    assert exported(trained.folder("broken")) == exported(trained.folder("cat"))
 
 
 @pytest.mark.parametrize("ending", [".safetensors", ".diffusers.safetensors"])
