@@ -30,13 +30,16 @@ from lora_trainer.training.run import Job
 from lora_trainer.training.state import TrainState
 
 VALIDATION_TIMESTEPS = 8
-# What a checkpoint's weights, order of samples and noise hang on: these must not change in a resumed run.
+# What a checkpoint's weights, optimizer state, samples and noise hang on: these must not change in a resumed run.
 FIXED_ON_RESUME = (
     "lora.rank",
     "lora.alpha",
     "lora.targets",
     "lora.rank_stabilised",
     "optim.name",
+    "optim.beta1",
+    "optim.beta2",
+    "optim.weight_decay",
     "train.ema_decay",
     "train.seed",
     "batch.effective",

@@ -59,6 +59,11 @@ def test_no_setting_is_both_a_limit_and_a_wish() -> None:
         assert all(keys(name) == expected for name in names), "a preset leaves to chance what its siblings set"
 
 
+def test_no_preset_chooses_prodigy_whose_rate_is_a_factor() -> None:
+    names = {preset.values.get("optim", {}).get("name") for preset in presets().values()}
+    assert names == {None, "adamw", "adamw8bit"}
+
+
 def changed(*names: str) -> dict[str, object]:
     config = flattened(resolve(preset_layers(names).layers).config)
     default = flattened(Config())

@@ -178,10 +178,11 @@ def test_settings_that_the_weights_hang_on_must_not_change(bench, capsys):
     with patched(Trackers, "steps", stop(signal.SIGTERM)):
         bench.run("changed")
     before = record(bench.folder("changed"))
-    assert bench.run("changed", "--resume", lora__rank=8, train__seed=7) == 2
+    assert bench.run("changed", "--resume", lora__rank=8, train__seed=7, optim__weight_decay=0.5) == 2
     said = capsys.readouterr().err
     assert "lora.rank was 4 and is now 8" in said
     assert "train.seed was 42 and is now 7" in said
+    assert "optim.weight_decay was 0.01 and is now 0.5" in said
     assert "Traceback" not in said
     assert record(bench.folder("changed")) == before, "a resume that was refused changes nothing"
 
