@@ -33,7 +33,7 @@ from lora_trainer.core.errors import Problem
 from lora_trainer.core.findings import Finding
 from lora_trainer.evaluation.drift import NEUTRAL_PROMPTS, base_visits, drift
 from lora_trainer.evaluation.health import Health, examine
-from lora_trainer.evaluation.held_out import EncodedSample, Improvement, held_out_losses, improvement
+from lora_trainer.evaluation.held_out import EncodedSample, Improvement, Predict, held_out_losses, improvement
 from lora_trainer.evaluation.loading import (
     adapted_modules,
     components_of,
@@ -60,6 +60,7 @@ UNMEASURED_LEARNING = 0.5  # no evidence is no proof of failure, but the score s
 WORST_SHOWN = 5  # keys listed in one finding
 
 SEED = 20_240_229  # the gate's own, so that a LoRA's score does not depend on the run's seed
+PROMPTS_AT_ONCE = 2
 CELLS = 128  # samples x timesteps: few samples are asked about more timesteps
 
 
@@ -90,11 +91,13 @@ def check_lora(
 
     neutral = _encoded_prompts(base, family, prompts, dtype, device)
     progress("loading the LoRA on a fresh copy of the base")
-    pipeline = fresh_pipeline(family, base, dtype, device)
+    # Only the denoiser is asked anything: the rest of the pipeline need not fit on the card beside it.
+    pipeline = fresh_pipeline(family, base, dtype, torch.device("cpu"))
     denoiser = getattr(pipeline, family.denoiser_prefix)
     modules = adaptable_modules(components_of(pipeline, family))
     shapes = {name: tuple(module.weight.shape) for name, module in modules.items()}
     findings += _key_findings(misfits(weights, shapes, family, base))
+    denoiser.to(device)
     norms = {name: float(modules[name].weight.detach().float().norm()) for name in weights.modules if name in modules}
     if not findings:
         findings += _loading_findings(pipeline, family, lora, len(weights.modules))
@@ -182,9 +185,21 @@ def _measure_drift(
     side, count = facts.resolution // facts.downscale, len(next(iter(cond.values())))
     row = [float(number) for number in (facts.resolution, facts.resolution, 0, 0, facts.resolution, facts.resolution)]
     sizes = torch.tensor([row] * count, device=device)
+    asked = partial(in_parts, predict)
     with without_lora(pipeline):
-        visits = base_visits(predict, family.make_process(base), cond, sizes, (facts.latent_channels, side, side))
-    return drift(predict, visits, cond, sizes)
+        visits = base_visits(asked, family.make_process(base), cond, sizes, (facts.latent_channels, side, side))
+    return drift(asked, visits, cond, sizes)
+
+
+def in_parts(predict: Predict, noisy: Tensor, t: Tensor, cond: Mapping[str, Tensor], sizes: Tensor) -> Tensor:
+    """The same prediction [B, C, h, w], a few rows at a time: at a model's own size eight are gigabytes."""
+    parts = [slice(start, start + PROMPTS_AT_ONCE) for start in range(0, len(t), PROMPTS_AT_ONCE)]
+    return torch.cat(
+        [
+            predict(noisy[part], t[part], {name: value[part] for name, value in cond.items()}, sizes[part])
+            for part in parts
+        ]
+    )
 
 
 def _measure_learning(

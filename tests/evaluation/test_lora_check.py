@@ -17,7 +17,7 @@ from lora_trainer.core.errors import UsageError
 from lora_trainer.core.io import read_json
 from lora_trainer.evaluation.health import Health
 from lora_trainer.evaluation.held_out import EncodedSample, Improvement, held_out_losses
-from lora_trainer.evaluation.lora_check import check_lora, falling, judge
+from lora_trainer.evaluation.lora_check import check_lora, falling, in_parts, judge
 from lora_trainer.evaluation.report import LoraReport
 from lora_trainer.evaluation.sample import Drawing, compare, save_comparison
 from lora_trainer.export.lora_file import read_lora, write_lora
@@ -170,6 +170,18 @@ def test_each_part_counts() -> None:
     assert score(5.0, LEARNED) == 0.0
     assert score(0.05, LEARNED, Health(1.0, 2.0, "unet.x", 0.6, 5, 10)) < 0.9
     assert score(float("nan"), LEARNED) == 0.0
+
+
+def test_rows_asked_in_parts_are_asked_the_same() -> None:
+    asked: list[int] = []
+
+    def predict(noisy: torch.Tensor, t: torch.Tensor, cond: object, sizes: torch.Tensor) -> torch.Tensor:
+        asked.append(len(noisy))
+        return noisy * t.view(-1, 1) + cond["x"] + sizes  # type: ignore[index]
+
+    noisy, t, cond, sizes = torch.randn(5, 3), torch.arange(5), {"x": torch.randn(5, 3)}, torch.randn(5, 3)
+    assert torch.equal(in_parts(predict, noisy, t, cond, sizes), predict(noisy, t, cond, sizes))
+    assert asked == [2, 2, 1, 5]
 
 
 def test_falling_is_even_in_the_logarithm() -> None:
