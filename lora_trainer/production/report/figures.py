@@ -126,13 +126,21 @@ def lora_numbers(run: RunReport) -> list[str]:
     base, lora, low, high = (number(learning.get(name)) for name in ("base", "lora", "low", "high"))
     if base is not None and lora is not None:
         pictures = "held-out pictures" if numbers.get("held_out") else "pictures"
-        interval = f" (lower by {low:.0%} to {high:.0%}, 95 % interval)" if low is not None and high is not None else ""
+        interval = (
+            f" (lower by {percent(low)} to {percent(high)}, 95 % interval)"
+            if low is not None and high is not None
+            else ""
+        )
         told.append(f"Loss on {pictures}: {short(base)} without, {short(lora)} with{interval}.")
     if (drift := number(numbers.get("drift"))) is not None:
-        told.append(f"Unrelated prompts change by {short(drift)} of their prediction.")
+        told.append(f"Predictions for unrelated prompts change by {percent(drift)}.")
     if (largest := number(health.get("largest"))) is not None:
-        told.append(f"The largest change of a module's weights is {short(largest)} of them.")
+        told.append(f"The most that a module's weights change is {percent(largest)}.")
     return told
+
+
+def percent(share: float) -> str:
+    return f"{short(100 * share)} %".replace("-", "−")
 
 
 def names_of(runs: Sequence[RunReport]) -> list[str]:
