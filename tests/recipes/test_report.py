@@ -229,6 +229,7 @@ def test_a_refused_lora_says_so(bench: Bench) -> None:
     page = page_of(bench.folder("poor"))
     assert "The LoRA is refused" in page.text
     assert "under the gate of 0.90" in page.text
+    assert "The LoRA has the weights of step 6" in page.text
 
 
 def test_a_page_that_cannot_be_written_costs_nothing(bench: Bench, capsys) -> None:

@@ -28,7 +28,10 @@ def verdict_of(run: RunReport) -> Verdict:
         return done(run)
     if run.status == "refused":
         return Verdict(
-            "bad", "refused", "The LoRA is refused", (*under_gate(run), "Its files stay in the folder, marked.")
+            "bad",
+            "refused",
+            "The LoRA is refused",
+            (*under_gate(run), "Its files stay in the folder, marked.", *released(run)),
         )
     safe, command = (*what_is_safe(run),), resume_command(run)
     of = f" of {run.planned}" if run.planned else ""
