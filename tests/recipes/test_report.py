@@ -143,6 +143,12 @@ def test_the_released_step_is_marked_beside_the_best(finished: Bench, tmp_path: 
     assert "weights of step 3: held-out loss was lowest" in page.text
     assert "best, and the LoRA: step 3" in page.text
     assert "−56 % since step 0, at step 3" in page.text
+    worse = [{"step": 0, "loss": 0.2}, {"step": 3, "loss": 0.4}]
+    (folder / "validation.jsonl").write_text("\n".join(map(json.dumps, worse)), encoding="utf-8")
+    assert main(["report", str(folder)]) == 0
+    page = page_of(folder)
+    assert "it never got lower" in page.text
+    assert "best: step 0 the LoRA: step 3" in page.text
 
 
 def test_numbers_that_are_not_finite_leave_gaps(finished: Bench, tmp_path: Path) -> None:

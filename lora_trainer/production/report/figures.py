@@ -58,6 +58,8 @@ def figures_of(run: RunReport) -> list[Figure]:
 def fallen(held_out: Sequence[Point], best: Point) -> str:
     """`−77 % since step 0, at step 120`."""
     first = finite(held_out)[0]
+    if best[0] == 0 and len(held_out) > 1:
+        return "before training: it never got lower"
     if first[0] == best[0] or first[1] <= 0:
         return f"at step {best[0]:,.0f}"
     return f"{100 * (best[1] / first[1] - 1):+.0f} % since step {first[0]:,.0f}, at step {best[0]:,.0f}".replace(
@@ -127,7 +129,7 @@ def lora_numbers(run: RunReport) -> list[str]:
     if base is not None and lora is not None:
         pictures = "held-out pictures" if numbers.get("held_out") else "pictures"
         interval = (
-            f" (lower by {percent(low)} to {percent(high)}, 95 % interval)"
+            f" (change {percent(-high)} to {percent(-low)}, 95 % interval)"
             if low is not None and high is not None
             else ""
         )
@@ -140,6 +142,7 @@ def lora_numbers(run: RunReport) -> list[str]:
 
 
 def percent(share: float) -> str:
+    """With a sign where it falls: `−77.1 %`."""
     return f"{short(100 * share)} %".replace("-", "−")
 
 
