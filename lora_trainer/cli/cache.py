@@ -14,13 +14,20 @@ def status_command(folder: Path | None, as_json: bool = False) -> int:
     """Say how many entries and bytes a cache folder holds; the user's own when none is named."""
     from lora_trainer.data.entries import cache_status
 
-    status = cache_status(folder or user_cache_folder())
+    status = cache_status(named(folder))
     if as_json:
         document = {"folder": str(status.folder), "counts": status.counts, "bytes": status.bytes}
         sys.stdout.write(json.dumps(document, indent=2, ensure_ascii=False) + "\n")
     else:
         sys.stdout.write(status.line + "\n")
     return DONE
+
+
+def named(folder: Path | None) -> Path:
+    """The folder, or the user's own, which may not be there yet. Raises UsageError for one that is not there."""
+    if folder is not None and not folder.is_dir():
+        raise UsageError(Problem(f"There is no folder {folder}.", "Leave it out for the user's own cache."))
+    return folder or user_cache_folder()
 
 
 def clean_command(folder: Path | None, limit_gb: float | None = None) -> int:
@@ -30,5 +37,5 @@ def clean_command(folder: Path | None, limit_gb: float | None = None) -> int:
     if limit_gb is not None and limit_gb < 0:
         raise UsageError(Problem(f"--limit-gb {limit_gb:g} is negative.", "0 removes everything, 50 is the default."))
     limit = DEFAULT_LIMIT if limit_gb is None else int(limit_gb * 10**9)
-    sys.stdout.write(cache_clean(folder or user_cache_folder(), limit).line + "\n")
+    sys.stdout.write(cache_clean(named(folder), limit).line + "\n")
     return DONE

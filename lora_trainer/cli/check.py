@@ -7,7 +7,8 @@ import sys
 from collections.abc import Sequence
 
 from rich.console import Console
-from rich.table import Table
+from rich.padding import Padding
+from rich.text import Text
 
 from lora_trainer.config.schema import Config
 from lora_trainer.core.errors import DATASET_REFUSED, DONE
@@ -20,6 +21,7 @@ from lora_trainer.models.family import ModelFacts
 from lora_trainer.production.inputs import arithmetic, read_data
 
 COLOURS = {"error": "red", "warning": "yellow", "note": "cyan"}
+MOST_NAMES = 40  # files listed under one finding
 SEVERITIES = ("error", "warning", "note")
 
 
@@ -32,14 +34,18 @@ def check_command(config: Config, as_json: bool, facts: ModelFacts) -> int:
         document = report.to_json(steps.to_json() | {"held_out": len(held_out)})
         sys.stdout.write(json.dumps(finite(document), indent=2, ensure_ascii=False) + "\n")
     else:
-        show_report(report, steps, len(held_out), Console())
+        show_report(report, steps, len(held_out), wide(Console(highlight=False)))
     return DONE if report.passed else DATASET_REFUSED
+
+
+def wide(console: Console) -> Console:
+    """A pipe has no width; wrapped lines cannot be searched."""
+    return console if console.is_terminal else Console(highlight=False, width=1000)
 
 
 def show_report(report: DataReport, steps: StepArithmetic, held_out: int, console: Console) -> None:
     """Findings grouped by code, the score with its parts, and what would be trained."""
-    if report.findings:
-        console.print(_findings_table(report.findings))
+    show_findings(report, console)
     for note in report.notes:
         console.print(f"note: {note}", markup=False, soft_wrap=True)
     for line in report.plan.lines:
@@ -51,23 +57,29 @@ def show_report(report: DataReport, steps: StepArithmetic, held_out: int, consol
         f"score {report.score:.3f} (gate {report.gate:.2f}): {verdict}", markup=False, highlight=False, soft_wrap=True
     )
     console.print(f"parts: {parts}", markup=False, highlight=False, soft_wrap=True)
-    for problem in report.refusals:
-        console.print(str(problem), style="red", markup=False, soft_wrap=True)
 
 
-def _findings_table(findings: Sequence[Finding]) -> Table:
+def show_findings(report: DataReport, console: Console) -> None:
+    """Each kind of finding with its files, worst first; a narrow terminal wraps the lines and cuts none off."""
     groups: dict[tuple[int, str], list[Finding]] = {}
-    for finding in findings:
+    for finding in report.findings:
         groups.setdefault((SEVERITIES.index(finding.severity), finding.code), []).append(finding)
-    table = Table("severity", "finding", "files", "first", "fix")
     for (rank, code), group in sorted(groups.items()):
-        path, message = group[0].path, group[0].message
-        first = f"{path.name} {message}" if path is not None else message
-        severity = f"[{COLOURS[SEVERITIES[rank]]}]{SEVERITIES[rank]}[/]"
-        table.add_row(severity, code, str(len(group)), _plain(first), _plain(group[0].fix))
-    return table
+        first, severity = group[0], SEVERITIES[rank]
+        message = f"{report.name_of(first.path)} {first.message}" if first.path else first.message
+        if severity == "error":
+            message = report.refusal(code, group).message
+        elif len(group) > 1:
+            message = f"{len(group)} files: {code.replace('_', ' ')} (first: {message.rstrip('.')})."
+        console.print(Text(severity, style=COLOURS[severity]).append(f"  {message}", style="default"))
+        names = [report.name_of(finding.path) for finding in group if finding.path]
+        for line in (f"in {some(names)}" if len(names) > 1 else "", first.fix):
+            if line:
+                console.print(Padding(Text(line), (0, 0, 0, 4)))
+    if not report.samples:
+        console.print(Text(str(report.refusals[-1]), style=COLOURS["error"]))
 
 
-def _plain(text: str) -> str:
-    """Names may hold brackets, which rich would take for markup."""
-    return text.replace("[", r"\[")
+def some(names: Sequence[str]) -> str:
+    more = f" and {len(names) - MOST_NAMES} more (--json lists all)" if len(names) > MOST_NAMES else ""
+    return ", ".join(names[:MOST_NAMES]) + more

@@ -16,6 +16,7 @@ from lora_trainer.builtin import BASE_FOLDER
 from lora_trainer.config.schema import Config
 from lora_trainer.core.errors import DONE, LORA_REFUSED, DatasetRefused, Problem, UsageError
 from lora_trainer.core.io import read_json
+from lora_trainer.core.tensorfile import read_tensor_header
 from lora_trainer.data.buckets import BucketPlan, assign_buckets
 from lora_trainer.data.manifest import read_manifest
 from lora_trainer.data.sample import Sample
@@ -62,14 +63,15 @@ def validate_command(
     Raises UsageError for a file, model or folder that cannot be read.
     """
     path = Path(lora)
+    if not path.is_file():
+        raise UsageError(Problem(f"There is no LoRA file {path}.", "Check the path."))
+    read_tensor_header(path)  # what is no LoRA is refused before a model is looked for
     run = _run_of(path)
     if model is not None:
         config = _with_model(config, model)
     elif run is not None and run.config.model.path is not None:
         config = _with_model(config, run.config.model.path)
     _say(f"base model: {model_folder(config)}")
-    if not path.is_file():
-        raise UsageError(Problem(f"There is no LoRA file {path}.", "Check the path."))
     questions = _given_questions(config, Path(data)) if data is not None else _run_questions(config, run)
     _say(questions.origin)
     report = _judge(path, config, questions)
@@ -86,9 +88,11 @@ def _judge(path: Path, config: Config, questions: Questions) -> LoraReport:
     from lora_trainer.evaluation.encode import encode_samples
     from lora_trainer.evaluation.loading import free_memory
     from lora_trainer.evaluation.lora_check import check_lora
+    from lora_trainer.export.lora_file import read_lora
     from lora_trainer.production.choices import DTYPES, ENCODER_DTYPE, choose_precision
 
     family, facts = read_model(config)
+    read_lora(path)  # before anything heavy is loaded
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
         encoders = family.load_encoders(facts.path, ENCODER_DTYPE, device)  # as the run's caches were filled

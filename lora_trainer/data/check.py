@@ -82,6 +82,13 @@ class DataReport:
     def findings(self) -> tuple[Finding, ...]:
         return (*self.general, *(finding for found in self.files.values() for finding in found))
 
+    def name_of(self, path: Path) -> str:
+        """A file's path below the folder that holds all that were read, so that equal names can be told apart."""
+        try:
+            return path.relative_to(os.path.commonpath([each.parent for each in self.files])).as_posix()
+        except ValueError:  # several drives, or no file
+            return str(path)
+
     @property
     def refusals(self) -> tuple[Problem, ...]:
         """Why this cannot be trained on; empty when it can. One problem for each kind of error."""
@@ -89,7 +96,7 @@ class DataReport:
         for finding in self.findings:
             if finding.severity == "error":
                 grouped.setdefault(finding.code, []).append(finding)
-        problems = [self._refusal(code, group) for code, group in grouped.items()]
+        problems = [self.refusal(code, group) for code, group in grouped.items()]
         if not self.samples:
             problems.append(Problem("No picture of the data can be used.", "Mend or replace the pictures."))
         return tuple(problems)
@@ -98,11 +105,12 @@ class DataReport:
     def passed(self) -> bool:
         return self.score >= self.gate and not self.refusals
 
-    def _refusal(self, code: str, group: Sequence[Finding]) -> Problem:
+    def refusal(self, code: str, group: Sequence[Finding]) -> Problem:
+        """One kind of error as a problem: how many files have it, and the first."""
         if group[0].path is None:
             return Problem(group[0].message, group[0].fix)
         text = MANY.get(code, "have an error: " + code.replace("_", " "))
-        first = f"(first: {group[0].path.name} {group[0].message.rstrip('.')})"
+        first = f"(first: {self.name_of(group[0].path)} {group[0].message.rstrip('.')})"
         return Problem(f"{len(group)} of {self.counted} files {text} {first}.", group[0].fix)
 
     def to_json(self, steps: dict[str, Any]) -> dict[str, Any]:
@@ -295,13 +303,21 @@ def _sizes(looked: Looked) -> list[Finding]:
     return found
 
 
+def beside(other: Path, path: Path) -> str:
+    """How a file is named from where another lies: its name alone in the same folder."""
+    try:
+        return Path(os.path.relpath(other, path.parent)).as_posix()
+    except ValueError:  # on another drive
+        return str(other)
+
+
 def _distinct(looked: Looked) -> list[Finding]:
     first: dict[str, Sample] = {}
     found = []
     for sample in looked.samples:
         original = first.setdefault(sample.content, sample)
         if original is not sample:
-            message = f"is the same file as {original.path.name}."
+            message = f"is the same file as {beside(original.path, sample.path)}."
             fix = "Remove one; to weigh pictures use folders such as 10_name."
             found.append(Finding("duplicate", "warning", message, fix, path=sample.path))
     return found

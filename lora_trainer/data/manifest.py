@@ -254,6 +254,8 @@ def _caption_of(path: Path, written: str | None, kohya: tuple[int, str] | None, 
         )
         severity: Severity = "note" if reading.allow_missing_captions else "error"
         fix = f"Write one into {path.stem}.txt or set data.allow_missing_captions=true."
+        if reading.allow_missing_captions:
+            fix = f"It is trained on the empty caption, as data.allow_missing_captions asks; or write {path.stem}.txt."
         reading.findings.append(Finding(code, severity, message, fix, path=path))
     return caption
 

@@ -7,8 +7,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+from lora_trainer.core.digests import remembered_sha256
 from lora_trainer.core.errors import Problem, UsageError
-from lora_trainer.core.io import sha256_file
 from lora_trainer.core.tensorfile import read_tensor_header
 
 FAMILY_OF_PIPELINE = {"StableDiffusionPipeline": "sd15", "StableDiffusionXLPipeline": "sdxl"}
@@ -50,6 +50,7 @@ def detect_family(folder: Path) -> str:
     if not folder.exists():
         raise UsageError(Problem(f"There is no model at {folder}.", "Check --model."))
     if folder.is_file():
+        read_tensor_header(folder)  # a pickle or a damaged file is named as such
         raise UsageError(
             Problem(f"{folder} is a file; single checkpoints cannot be read yet.", "Convert it to a diffusers folder.")
         )
@@ -99,5 +100,5 @@ def fingerprint(folder: Path, *components: str) -> str:
     for component in components:
         for path in sorted((folder / component).iterdir()):
             if path.is_file():
-                digest.update(f"{component}/{path.name}:{sha256_file(path)}\n".encode())
+                digest.update(f"{component}/{path.name}:{remembered_sha256(path)}\n".encode())
     return digest.hexdigest()[:32]

@@ -32,7 +32,7 @@ from lora_trainer.production.release import (
     training_facts,
 )
 from lora_trainer.production.session import Prepared, Session, fixed_settings, open_session, prepare
-from lora_trainer.training.checkpoint import Checkpoint, list_checkpoints, newest_valid
+from lora_trainer.training.checkpoint import Checkpoint, newest_valid
 from lora_trainer.training.run import Job, train
 from lora_trainer.training.state import TrainState
 from lora_trainer.training.step import Learner
@@ -179,9 +179,7 @@ def find_start(folder: Path, settings: dict[str, Any], console: Console) -> Chec
 
     Raises UsageError when settings changed that its weights or its order of samples hang on.
     """
-    written = list_checkpoints(folder / "checkpoints")
-    found = newest_valid(folder / "checkpoints")
-    damaged = written[: written.index(found[0])] if found else written
+    found, damaged = newest_valid(folder / "checkpoints")
     for path in damaged:
         console.print(f"--resume: {path.name} is damaged and passed over")
     if found is None:

@@ -16,6 +16,9 @@ if TYPE_CHECKING:
     from lora_trainer.evaluation.report import LoraReport
 
 
+MOST_FINDINGS = 8
+
+
 def announce(config: Config, console: Console) -> None:
     """Say first what stands in for a model or data that was not given."""
     if config.model.path is None:
@@ -28,12 +31,16 @@ def show_report(inputs: Inputs, console: Console) -> None:
     """The data set's score and what was found, worst first."""
     report = inputs.report
     console.print(f"data set: {len(report.samples)} samples, score {report.score:.2f} (gate {report.gate:.2f})")
-    ranks = {"error": 0, "warning": 1, "note": 2}
-    for finding in sorted(report.findings, key=lambda each: ranks[each.severity])[:8]:
-        where = f"{finding.path.name}: " if finding.path else ""
+    ranks = {"warning": 0, "note": 1}
+    # Errors end the run: they are told there, each kind once.
+    found = sorted(
+        (each for each in report.findings if each.severity != "error"), key=lambda each: ranks[each.severity]
+    )
+    for finding in found[:MOST_FINDINGS]:
+        where = f"{report.name_of(finding.path)}: " if finding.path else ""
         console.print(f"  {finding.severity}: {where}{finding.message} {finding.fix}".rstrip())
-    if len(report.findings) > 8:
-        console.print(f"  … and {len(report.findings) - 8} more: lora-trainer check shows all")
+    if len(found) > MOST_FINDINGS:
+        console.print(f"  … and {len(found) - MOST_FINDINGS} more: lora-trainer check shows all")
 
 
 def show_end(record: Record, report: LoraReport, folder: Path, comparison: Path | None, console: Console) -> None:

@@ -99,11 +99,12 @@ def train(
     order = for_its_model(order)
     inputs = read_inputs(order.config, families)
     show_report(inputs, console)
-    refuse_data(inputs, enforce_gates=enforce_gates)
-    if dry_run:
+    if dry_run and inputs.train:  # a refused data set's plan is worth seeing too
         from lora_trainer.production.dry_run import show_plan
 
         show_plan(order, inputs)
+    refuse_data(inputs, enforce_gates=enforce_gates)
+    if dry_run:
         return RunResult(folder, {}, DONE)
     if found is not None and is_finished(found) and total_steps(order, inputs) <= found.get("steps", 0):
         return nothing_to_do(order, found)

@@ -11,8 +11,8 @@ from typing import Any
 from rich.console import Console
 
 from lora_trainer.config.schema import Config
+from lora_trainer.core.digests import remembered_sha256
 from lora_trainer.core.errors import UserError
-from lora_trainer.core.io import sha256_file
 from lora_trainer.data.loader import CachedData, read_micro
 from lora_trainer.data.steps import StepArithmetic, plan_steps, share, split_micros
 from lora_trainer.evaluation.held_out import EncodedSample, held_out_losses
@@ -204,5 +204,5 @@ def fixed_settings(config: Config, inputs: Inputs, choices: Choices) -> dict[str
     """What a checkpoint is only good for: settings, data and model."""
     dumped = config.model_dump(mode="json", by_alias=True)
     values = {name: dumped[name.split(".")[0]][name.split(".")[1]] for name in FIXED_ON_RESUME}
-    model = sha256_file(weights_file(inputs.facts.path / inputs.family.denoiser_prefix))
+    model = remembered_sha256(weights_file(inputs.facts.path / inputs.family.denoiser_prefix))
     return {**values, "model": model, "data": inputs.manifest.data_hash, "precision": choices.precision.value}

@@ -114,7 +114,7 @@ def save_checkpoint(folder: Path, checkpoint: Checkpoint) -> Path:
 
 def kept(folder: Path) -> str:
     """What is safe on the disk, for an error message."""
-    newest = newest_valid(folder)
+    newest, _ = newest_valid(folder)
     return f"{newest[0]} is safe: --resume goes on from there." if newest else "Nothing had been saved yet."
 
 
@@ -169,14 +169,15 @@ def list_checkpoints(folder: Path) -> list[Path]:
     return sorted(found, key=step_of, reverse=True)
 
 
-def newest_valid(folder: Path) -> tuple[Path, Checkpoint] | None:
-    """The newest checkpoint that reads back whole; damaged ones are passed over."""
+def newest_valid(folder: Path) -> tuple[tuple[Path, Checkpoint] | None, list[Path]]:
+    """The newest checkpoint that reads back whole, and the damaged ones that were passed over for it."""
+    damaged: list[Path] = []
     for path in list_checkpoints(folder):
         try:
-            return path, read_checkpoint(path)
+            return (path, read_checkpoint(path)), damaged
         except UsageError:
-            continue
-    return None
+            damaged.append(path)
+    return None, damaged
 
 
 def prune(folder: Path, keep_last: int, newest: int) -> None:

@@ -154,9 +154,14 @@ USUAL = public_architecture("sd15").facts
 CONFIG = Config.model_validate({"data": {"resolution": 128}, "batch": {"effective": 4}, "train": {"max_epochs": 3}})
 
 
+def over(folder: Path, config: Config) -> Config:
+    """The same settings for the folder's pictures."""
+    return config.model_copy(update={"data": config.data.model_copy(update={"sources": (str(folder),)})})
+
+
 def test_the_command_prints_one_json_document(good_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     cut_short(good_folder / "03.png")
-    code = check_command([good_folder], CONFIG, as_json=True, facts=USUAL)
+    code = check_command(over(good_folder, CONFIG), as_json=True, facts=USUAL)
     document = json.loads(capsys.readouterr().out)
     assert code == 3
     assert document["passed"] is False
@@ -176,17 +181,17 @@ def test_the_command_judges_at_the_trained_resolution(good_folder: Path, capsys:
     buckets = []
     for ceiling in (None, 256):
         config = Config.model_validate({"data": {"resolution_ceiling": ceiling}, "batch": {"effective": 4}})
-        check_command([good_folder], config, as_json=True, facts=USUAL)
+        check_command(over(good_folder, config), as_json=True, facts=USUAL)
         buckets.append(json.loads(capsys.readouterr().out)["buckets"])
     assert "512x512" in buckets[0]
     assert "256x256" in buckets[1]
 
 
 def test_the_command_for_people(good_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert check_command([good_folder], CONFIG, as_json=False, facts=USUAL) == 0
+    assert check_command(over(good_folder, CONFIG), as_json=False, facts=USUAL) == 0
     assert "score 1.000" in capsys.readouterr().out
     Image.new("RGB", (20, 20)).save(good_folder / "odd [red].png")
-    assert check_command([good_folder], CONFIG, as_json=False, facts=USUAL) == 3
+    assert check_command(over(good_folder, CONFIG), as_json=False, facts=USUAL) == 3
     out = " ".join(capsys.readouterr().out.split())
     assert "refused" in out
     assert "have no caption (first: odd [red].png" in out

@@ -129,6 +129,107 @@ def test_no_model_at_all(bench, tmp_path, capsys):
     assert "nowhere" in said_plainly(capsys)
 
 
+PICKLE = b"\x80\x02}q\x00."
+
+
+@pytest.mark.parametrize("ending", ["ckpt", "bin", "pt"])
+def test_a_pickle_is_never_opened(ending, bench, tmp_path, capsys):
+    pickle = tmp_path / f"model.{ending}"
+    pickle.write_bytes(PICKLE)
+    model = ["--model", str(bench.model)]
+    for arguments in (
+        with_model(bench, pickle).arguments("pickled"),
+        ["validate", str(pickle), *model],
+        ["sample", str(pickle), *model, "--prompt", "a ring"],
+    ):
+        assert main(arguments) == 2
+        said = said_plainly(capsys)
+        assert "is a pickle" in said
+        assert "can run code" in said
+    assert not bench.folder("pickled").exists()
+
+
+def test_a_truncated_lora_is_refused_before_its_model_is_read(finished, tmp_path, capsys):
+    whole = finished.folder("first") / "first.safetensors"
+    half = tmp_path / "half.safetensors"
+    half.write_bytes(whole.read_bytes()[:-100])
+    assert main(["validate", str(half), "--model", str(finished.model)]) == 2
+    said = said_plainly(capsys)
+    assert "half.safetensors holds" in said
+    assert "base model" not in said
+
+
+def test_a_single_file_that_is_damaged(bench, tmp_path, capsys):
+    checkpoint = tmp_path / "model.safetensors"
+    checkpoint.write_bytes(b"not one")
+    assert with_model(bench, checkpoint).run("single") == 2
+    assert "is empty or was cut off" in said_plainly(capsys)
+
+
+def test_what_is_wrong_with_data_is_said_once(bench, tmp_path, capsys):
+    data = draw_pictures(tmp_path / "bare")
+    for caption in sorted(data.glob("*.txt"))[:4]:
+        caption.unlink()
+    assert with_data(bench, data).run("bare") == 3
+    said = capsys.readouterr()
+    assert (said.out + said.err).count("no caption") == 2, "one count and its first example"
+
+
+def test_a_dry_run_of_refused_data_shows_its_plan(bench, tmp_path, capsys):
+    data = draw_pictures(tmp_path / "bare")
+    (data / "picture_0.txt").unlink()
+    assert with_data(bench, data).run("bare", "--dry-run") == 3
+    said = capsys.readouterr()
+    assert "settings that are not defaults" in said.out
+    assert "1 of 10 files have no caption" in said.err
+
+
+def test_a_caption_that_may_be_missing(bench, tmp_path, capsys):
+    data = draw_pictures(tmp_path / "bare")
+    (data / "picture_0.txt").unlink()
+    assert with_data(bench, data).run("bare", "--dry-run", data__allow_missing_captions="true") == 0
+    said = capsys.readouterr().out
+    assert "note: picture_0.png: has no caption. It is trained on the empty caption" in said
+    assert "allow_missing_captions=true" not in said
+
+
+def test_equal_names_in_two_folders_are_told_apart(bench, tmp_path, capsys):
+    for name in ("cats", "dogs"):
+        draw_pictures(tmp_path / "both" / name)
+    assert with_data(bench, tmp_path / "both").run("both", "--dry-run") == 0
+    assert "warning: dogs/picture_0.png: is the same file as ../cats/picture_0.png." in capsys.readouterr().out
+
+
+def test_a_cache_folder_that_is_not_there(tmp_path, capsys):
+    for action in ("status", "clean"):
+        assert main(["cache", action, str(tmp_path / "nope")]) == 2
+        assert "There is no folder" in said_plainly(capsys)
+
+
+def test_steps_and_epochs_together(bench, capsys):
+    assert bench.run("both", train__max_epochs=2) == 2
+    said = said_plainly(capsys)
+    assert "train.max_steps" in said
+    assert "train.max_epochs" in said
+
+
+@pytest.mark.parametrize(
+    ("extra", "words"),
+    [
+        (("--preset", "12gbb"), ("12gbb", "12gb")),
+        (("--stepps", "3"), ("--stepps",)),
+        (("--set", "lora.rnk=3"), ("lora.rnk", "rank")),
+        (("--set", "optim.name=adamx"), ("optim.name", "adamw")),
+        (("--set", "lora.rank=-1"), ("lora.rank", "at least 1")),
+        (("--seed", "many"), ("train.seed", "whole number")),
+    ],
+)
+def test_a_word_that_is_wrong(extra, words, bench, capsys):
+    assert bench.run("wrong", *extra) == 2
+    said = said_plainly(capsys)
+    assert all(word in said for word in words), said
+
+
 def test_an_output_that_is_a_file(bench, tmp_path, capsys):
     (tmp_path / "runs").write_text("in the way", encoding="utf-8")
     assert bench.run("blocked") == 2

@@ -98,9 +98,10 @@ def test_newest_valid_passes_over_damage(file, tmp_path):
     (newer / file).write_bytes(data[: len(data) // 2])
     with pytest.raises(UsageError, match="damaged"):
         read_checkpoint(newer)
-    found = newest_valid(tmp_path)
+    found, damaged = newest_valid(tmp_path)
     assert found is not None
     assert found[0] == older
+    assert damaged == [newer]
 
 
 def test_a_newer_version_is_refused_with_the_reason(tmp_path):

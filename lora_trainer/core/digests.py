@@ -1,0 +1,32 @@
+"""Hashes of large files, remembered: a model's weights are read in full once, not at each start."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import time
+from pathlib import Path
+
+from lora_trainer.core.io import read_json, sha256_file, user_cache_folder, write_json
+
+LEAST_REMEMBERED = 2**20  # bytes; smaller files are hashed faster than looked up
+STILL_WARM = 2.0  # seconds; a file written so lately may change again within its clock's step
+
+
+def remembered_sha256(path: Path) -> str:
+    """Hex digest of a file's bytes; from the user's cache folder while path, size, times and inode are the same."""
+    found = path.stat()
+    if found.st_size < LEAST_REMEMBERED:
+        return sha256_file(path)
+    known = [os.path.abspath(path), found.st_size, found.st_mtime_ns, found.st_ctime_ns, found.st_ino]
+    note = user_cache_folder() / "digests" / f"{hashlib.sha256(str(known[0]).encode()).hexdigest()[:32]}.json"
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+        document = read_json(note)
+        if document["file"] == known:
+            return str(document["sha256"])
+    digest = sha256_file(path)
+    if time.time() - max(found.st_mtime, found.st_ctime) > STILL_WARM:
+        with contextlib.suppress(OSError):  # a cache folder that cannot be written to costs time, no more
+            write_json(note, {"file": known, "sha256": digest})
+    return digest
