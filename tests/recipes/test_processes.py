@@ -34,7 +34,12 @@ def launch(checkout: Path, arguments: list[str]) -> subprocess.CompletedProcess[
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the launcher's CPU path is tested on Linux")
 def test_two_processes_train_what_one_trains(bench: Bench, checkout: Path):
-    settings: dict[str, object] = {"batch__effective": 3, "validate__every_steps": 3, "checkpoint__every_steps": 3}
+    settings: dict[str, object] = {
+        "batch__effective": 3,
+        "validate__every_steps": 3,
+        "checkpoint__every_steps": 3,
+        "train__ema_decay": 0.9,
+    }
     ended = launch(checkout, bench.arguments("two", **settings))
     assert ended.returncode == 0, ended.stderr[-3000:]
     assert ended.stdout.count("validating the LoRA") == 1, "only one process speaks"
