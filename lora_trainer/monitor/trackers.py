@@ -9,6 +9,8 @@ from typing import Any
 
 from lora_trainer.core.io import finite, write_text
 
+METRICS, VALIDATION = "metrics.jsonl", "validation.jsonl"
+
 
 def append_lines(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
     """Add one JSON object per line."""
@@ -47,7 +49,7 @@ class Trackers:
     def __init__(self, folder: Path, *, resume_step: int) -> None:
         from torch.utils.tensorboard.writer import SummaryWriter
 
-        self._metrics, self._validation = folder / "metrics.jsonl", folder / "validation.jsonl"
+        self._metrics, self._validation = folder / METRICS, folder / VALIDATION
         for path in (self._metrics, self._validation):
             forget_after(path, resume_step)
         self._board = SummaryWriter(str(folder / "logs"), purge_step=resume_step + 1)

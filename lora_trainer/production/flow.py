@@ -19,7 +19,8 @@ from lora_trainer.core.io import write_text
 from lora_trainer.evaluation.report import LoraReport
 from lora_trainer.monitor.memory import highest_memory_gib
 from lora_trainer.monitor.progress import Phase, Progress, step_line
-from lora_trainer.monitor.trackers import Trackers
+from lora_trainer.monitor.trackers import VALIDATION, Trackers, read_lines
+from lora_trainer.production.curve import still_falling
 from lora_trainer.production.inputs import Inputs, with_absolute_paths
 from lora_trainer.production.order import Order
 from lora_trainer.production.record import Record, write_record
@@ -131,6 +132,8 @@ def release(prepared: Prepared, record: Record, state: TrainState) -> Outcome:
     console.print("validating the LoRA from its file")
     watch("validating")
     report = judge_lora(kohya, config, session.inputs, prepared.held_out, choices.device, choices.dtype)
+    if note := still_falling(read_lines(folder / VALIDATION), state.step):
+        report = replace(report, findings=(*report.findings, note))
     record = replace(
         record,
         scores={**record.scores, "lora": round(report.score, 4)},

@@ -1,0 +1,30 @@
+"""What the held-out losses of a run say beside its LoRA's score."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from lora_trainer.core.findings import Finding
+
+STILL = 0.2  # share of the whole fall that the last third of an ended training may bring
+
+
+def still_falling(rows: Sequence[Mapping[str, Any]], steps: int) -> Finding | None:
+    """A note when much of the fall of the held-out loss came in the last third of the steps.
+
+    `rows` are those of `validation.jsonl`. Nothing is said without a measurement between the
+    beginning and that third. The gate cannot know how far a loss could fall; its slope at the
+    end tells of too few steps where the score does not.
+    """
+    start, end = (next((row["loss"] for row in rows if row["step"] == step), None) for step in (0, steps))
+    before = [row["loss"] for row in rows if 0 < row["step"] <= steps * 2 / 3]
+    if start is None or end is None or not before or end >= start:
+        return None
+    share = (before[-1] - end) / (start - end)
+    if share <= STILL:
+        return None
+    message = (
+        f"Held-out loss was still falling at the end: {share:.0%} of its fall came in the last third of the steps."
+    )
+    return Finding("still_falling", "note", message, "More steps would teach more: --resume with a higher --max-steps.")
