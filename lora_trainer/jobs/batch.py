@@ -19,6 +19,7 @@ from lora_trainer.jobs.table import counts, watching
 from lora_trainer.jobs.worker import SHARED
 from lora_trainer.production.caching import cache_folder
 from lora_trainer.production.inputs import read_model
+from lora_trainer.production.record import read_record
 from lora_trainer.production.run import INTERRUPTED, train
 from lora_trainer.training.interrupt import leaving_on_sigterm
 
@@ -131,20 +132,20 @@ def refuse_used_output(order: BatchOrder) -> None:
 
 
 def enlist(order: BatchOrder, folders: Mapping[str, Path], path: Path) -> None:
-    """Write the queue. What failed, was stopped or was refused as data waits again: no LoRA came of it."""
+    """Write the queue; jobs that are to run again wait again."""
     queue.open_queue(path)
     queue.write_note(path, ROOT, str(order.root.resolve()))
     queue.write_note(path, SHARED, order.shared.to_json())
     queue.enlist(path, folders)
     queue.give_back_lost(path)
-    queue.put_back(
-        path,
-        [
-            job.name
-            for job in queue.read_jobs(path)
-            if job.name in folders and (job.status in ("failed", "stopped") or job.exit_code == DATASET_REFUSED)
-        ],
-    )
+    queue.put_back(path, [job.name for job in queue.read_jobs(path) if job.name in folders and is_open(job, path)])
+
+
+def is_open(job: queue.QueuedJob, path: Path) -> bool:
+    """Whether a job that ended is to run again: no LoRA came of it, or its run is not there any more."""
+    if job.status in ("done", "refused") and job.exit_code != DATASET_REFUSED:
+        return read_record(path.parent / job.name) is None
+    return job.status in ("failed", "stopped", "refused")
 
 
 def show_wrong_settings(shared: Shared, folders: Mapping[str, Path], console: Console) -> None:

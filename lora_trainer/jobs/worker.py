@@ -20,6 +20,7 @@ from lora_trainer.jobs.folders import Shared, job_settings, shared_from_json
 from lora_trainer.jobs.summary import write_summary
 from lora_trainer.models.family import Family
 from lora_trainer.monitor.progress import Progress, Watch
+from lora_trainer.production.folder import leave_as_found
 from lora_trainer.production.record import FILE as RECORD
 from lora_trainer.production.record import Record, read_record
 from lora_trainer.production.run import ended_by, train
@@ -166,7 +167,7 @@ class RunLog(io.TextIOBase):
             self._file.close()
             if not (self._folder / RECORD).is_file():  # taken back by a wrong setting: leave nothing of it
                 (self._folder / LOG).unlink()
-                for folder in (self._folder / LOG.parent, self._folder):
-                    with contextlib.suppress(OSError):
-                        folder.rmdir()
+                with contextlib.suppress(OSError):
+                    (self._folder / LOG.parent).rmdir()
+                leave_as_found(self._folder, None)
         super().close()

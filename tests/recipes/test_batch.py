@@ -248,20 +248,31 @@ def test_a_batch_that_is_told_to_stop_goes_on_later(night, steps_trained, capsys
     assert len(steps_trained) == STEPS
 
 
-def test_a_bug_in_one_job_is_its_own(night, capsys, monkeypatch):
+def test_what_goes_wrong_in_one_job_is_its_own(night):
     from lora_trainer.jobs import worker
 
     true = worker.train
 
     def train(resolved: Any, **arguments: Any) -> Any:
-        if resolved.config.run.name != "cedar":
+        if resolved.config.run.name == "ash":
             raise RuntimeError("broken on purpose")
         return true(resolved, **arguments)
 
-    monkeypatch.setattr(worker, "train", train)
-    assert night.run() == 1
+    # Shows when the model is loaded: the run's folder is there already.
+    (night.root / "birch" / "lora.toml").write_text('[lora]\ntargets = "nothing.*"\n', encoding="utf-8")
+    with patched(worker, "train", train):
+        assert night.run() == 2
     assert night.jobs("status") == {"ash": "failed", "birch": "failed", "cedar": "done"}
+    assert night.jobs("exit_code") == {"ash": 1, "birch": 2, "cedar": 0}
     assert night.jobs("reason")["ash"] == "RuntimeError: broken on purpose"
+    assert "matches none of" in night.jobs("reason")["birch"]
+    assert not (night.output / "birch").exists()
+    (night.root / "birch" / "lora.toml").unlink()
+    shutil.rmtree(night.root / "ash")
+    shutil.rmtree(night.output / "cedar")
+    assert night.run("--resume") == 1, "what became of ash is still told"
+    assert night.jobs("status") == {"ash": "failed", "birch": "done", "cedar": "done"}
+    assert night.jobs("attempts") == {"ash": 1, "birch": 2, "cedar": 2}, "a run that was deleted is made again"
 
 
 def wrong_root(night: Night, tmp_path: Path) -> dict[str, tuple[list[str], str]]:

@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
 import pytest
+import yaml
 from safetensors.numpy import load_file
 
 from tests.recipes.recipe import Bench, record, rows
 
 
-def launch(checkout: Path, arguments: list[str]) -> subprocess.CompletedProcess[str]:
-    """`accelerate launch` of the command's arguments on two processes of the processor."""
+def launch(
+    checkout: Path, arguments: list[str], config_file: str = "accelerate_configs/cpu_2.yaml", *flags: str
+) -> subprocess.CompletedProcess[str]:
+    """`accelerate launch` of the command's arguments, on two processes of the processor unless a file says other."""
     command = [sys.executable, "-m", "accelerate.commands.accelerate_cli", "launch"]
-    config = ["--config_file", str(checkout / "accelerate_configs" / "cpu_2.yaml")]
+    config = ["--config_file", str(checkout / config_file), *flags]
     script = str(checkout / "scripts" / "train_lora.py")
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(checkout)}
     return subprocess.run(
@@ -66,3 +71,24 @@ def test_processes_stop_at_the_same_step(bench: Bench, checkout: Path):
     ended = launch(checkout, bench.arguments("late", "--max-hours", "1e-9", steps=50))
     assert ended.returncode == 0, ended.stderr[-3000:]
     assert record(bench.folder("late"))["steps"] == 5
+
+
+@pytest.mark.slow
+def test_two_machines_are_two_launches(bench: Bench, checkout: Path, tmp_path: Path):
+    """The launch file for several machines, with what is to be filled in, and the processor in place of cards."""
+    with socket.socket() as free:
+        free.bind(("", 0))
+        port = free.getsockname()[1]
+    config = yaml.safe_load((checkout / "accelerate_configs" / "multi_node.yaml").read_text("utf-8"))
+    filled = {"main_process_ip": "127.0.0.1", "main_process_port": port, "num_processes": 2}
+    path = tmp_path / "machines.yaml"
+    path.write_text(yaml.safe_dump(config | filled | {"gpu_ids": "-1", "use_cpu": True}), encoding="utf-8")
+    with ThreadPoolExecutor() as both:
+        machines = [
+            both.submit(launch, checkout, bench.arguments("two", steps=4), str(path), "--machine_rank", str(rank))
+            for rank in (0, 1)
+        ]
+        ended = [machine.result() for machine in machines]
+    assert [each.returncode for each in ended] == [0, 0], ended[0].stderr[-3000:]
+    assert record(bench.folder("two"))["hardware"]["processes"] == 2
+    assert "validating the LoRA" not in ended[1].stdout, "only one process speaks"
