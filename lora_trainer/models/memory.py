@@ -2,37 +2,29 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any
 
 from torch import nn
 
-SMALLEST_CARD_WITHOUT_GIB = 16.0
+FLAG = "gradient_checkpointing"
 
 
 def checkpointable_blocks(denoiser: nn.Module) -> list[nn.Module]:
-    """The blocks that can recompute their activations, in the order they run."""
-    return [module for module in denoiser.modules() if hasattr(module, "gradient_checkpointing")]
+    """The blocks that can recompute their activations, the ones that free most memory for their work first.
 
-
-def blocks_to_checkpoint(
-    setting: Literal["none", "all", "auto"] | int, blocks: int, card_gib: float | None
-) -> tuple[int, str]:
-    """How many blocks to checkpoint, and why.
-
-    `auto` is a rule of thumb until memory is predicted from the model itself: all blocks
-    on cards under 16 GiB, none elsewhere.
+    A layer keeps as many numbers as it has outputs for each token and is recomputed with as many products as it has
+    weights. Blocks of equal worth stay in the order in which they run: the earlier, the more memory is free again
+    when they are recomputed.
     """
-    if setting == "none":
-        return 0, "asked for"
-    if setting == "all":
-        return blocks, "asked for"
-    if isinstance(setting, int):
-        return min(setting, blocks), "asked for"
-    if card_gib is None:
-        return 0, "no GPU: memory is not short"
-    if card_gib < SMALLEST_CARD_WITHOUT_GIB - 1.0:
-        return blocks, f"rule of thumb for {card_gib:.1f} GiB"
-    return 0, f"rule of thumb for {card_gib:.1f} GiB"
+    blocks = {name: module for name, module in denoiser.named_modules() if hasattr(module, FLAG)}
+    outputs, weights = dict.fromkeys(blocks, 0), dict.fromkeys(blocks, 1)
+    for name, module in denoiser.named_modules():
+        if isinstance(module, nn.Linear | nn.Conv2d) and ".lora_" not in name:
+            owner = max((block for block in blocks if name.startswith(f"{block}.")), key=len, default=None)
+            if owner is not None:
+                outputs[owner] += module.weight.shape[0]
+                weights[owner] += module.weight.numel()
+    return [blocks[name] for name in sorted(blocks, key=lambda name: -outputs[name] / weights[name])]
 
 
 def checkpoint_blocks(denoiser: Any, count: int) -> None:
@@ -40,4 +32,4 @@ def checkpoint_blocks(denoiser: Any, count: int) -> None:
     if count and hasattr(denoiser, "enable_gradient_checkpointing"):
         denoiser.enable_gradient_checkpointing()
     for index, block in enumerate(checkpointable_blocks(denoiser)):
-        block.gradient_checkpointing = index < count  # type: ignore[assignment]
+        setattr(block, FLAG, index < count)

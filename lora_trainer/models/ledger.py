@@ -1,0 +1,139 @@
+"""Stored ledgers: what a step of a published model holds at its peak, for any size of it, in microseconds. No torch.
+
+Every tensor of a step has a size that is a product of some of rank, samples and area. So at each moment of a step the
+memory held is a sum of a few such products, and the peak is the largest over the moments. A ledger keeps, for each
+number of checkpointed blocks, the moments that can be the largest. `scripts/write_ledgers.py` fits them to traces
+(`training/trace.py`); tests hold what they predict against traces at other sizes.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from importlib.resources import files
+from typing import Any
+
+from lora_trainer.models.family import Architecture
+
+UNIMPORTANT = ("sample_size",)  # of a denoiser's config
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """What a step's memory hangs on. `area` is that of one sample's latents, h x w."""
+
+    rank: int
+    micro: int
+    area: int
+    checkpointed: int
+
+    @property
+    def terms(self) -> tuple[int, ...]:
+        """What the coefficients of a moment are multiplied with."""
+        samples, pixels = self.micro, self.micro * self.area
+        return (1, self.rank, samples, pixels, pixels * self.rank)
+
+    @property
+    def flop_terms(self) -> tuple[int, ...]:
+        return (*self.terms[2:], self.micro * self.area**2)
+
+
+@dataclass(frozen=True)
+class Footprint:
+    """Bytes at the peak of one micro batch's forward and backward pass, and its operations.
+
+    `gradients` are those of the adapter's copies that exist at that moment; `activations` is all the rest.
+    """
+
+    weights: int
+    copies: int
+    gradients: int
+    activations: int
+    flops: int
+
+
+@dataclass(frozen=True)
+class Ledger:
+    """One published model with one choice of LoRA targets and one storage of its weights.
+
+    `layers` holds (in, out, count) of the adapted layers; `moments[k]` and `flops[k]` are for k checkpointed blocks.
+    """
+
+    weights: int
+    layers: tuple[tuple[int, int, int], ...]
+    moments: tuple[tuple[tuple[float, ...], ...], ...]
+    flops: tuple[tuple[float, ...], ...]
+
+    @property
+    def blocks(self) -> int:
+        return len(self.moments) - 1
+
+    def shapes(self, rank: int) -> list[tuple[int, ...]]:
+        """The LoRA's tensors: [rank, in] and [out, rank] for each layer."""
+        return [
+            shape for inside, outside, count in self.layers for shape in ((rank, inside), (outside, rank)) * count
+        ]
+
+    def footprint(self, sizes: Sizes) -> Footprint:
+        """The prediction, for bf16 and fp16 computation."""
+        terms = sizes.terms
+        at_peak = max(self.moments[sizes.checkpointed], key=lambda moment: _dot(moment, terms))
+        gradients = at_peak[1] * sizes.rank
+        copies = 2 * sizes.rank * sum((inside + outside) * count for inside, outside, count in self.layers)
+        return Footprint(
+            weights=self.weights,
+            copies=copies,
+            gradients=round(gradients),
+            activations=round(_dot(at_peak, terms) - gradients),
+            flops=round(_dot(self.flops[sizes.checkpointed], sizes.flop_terms)),
+        )
+
+
+def _dot(coefficients: Sequence[float], terms: Sequence[int]) -> float:
+    return sum(coefficient * term for coefficient, term in zip(coefficients, terms, strict=True))
+
+
+@cache
+def _document(family: str) -> Mapping[str, Any] | None:
+    path = files("lora_trainer.models") / "ledgers" / f"{family}.json"
+    if not path.is_file():
+        return None
+    document: Mapping[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    return document
+
+
+@cache
+def stored_ledger(family: str, targets: str, *, fp8: bool) -> Ledger | None:
+    """The ledger of a family's published model; None where none was written."""
+    document = _document(family)
+    found = None if document is None else document["targets"].get(targets)
+    if found is None:
+        return None
+    stored = found["fp8" if fp8 else "half"]
+    return Ledger(
+        weights=stored["weights"],
+        layers=tuple(tuple(layer) for layer in found["layers"]),
+        moments=tuple(tuple(tuple(moment) for moment in step) for step in stored["moments"]),
+        flops=tuple(tuple(step) for step in stored["flops"]),
+    )
+
+
+def is_published(architecture: Architecture) -> bool:
+    """Whether the denoiser is built as its family's published one, for which a ledger is stored.
+
+    A key that one of the two configs lacks has its default there: None and False are taken for that.
+    """
+    document = _document(architecture.facts.family)
+    if document is None:
+        return False
+    given = {key: value for key, value in architecture.denoiser.items() if not key.startswith("_")}
+    published: Mapping[str, Any] = document["config"]
+    lacking = set(document["told"]) - set(given)
+    different = [
+        key
+        for key, value in given.items()
+        if key not in UNIMPORTANT and json.loads(json.dumps(value)) != published.get(key, value or None)
+    ]
+    return not lacking and not different

@@ -1,0 +1,215 @@
+"""What one forward and backward pass holds in memory and computes, traced on tensors without data.
+
+The trainer's own backward pass runs on the meta device. Each tensor's storage is counted from the operator that makes
+it until Python frees it, rounded up to 512 bytes as CUDA's allocator does; attention goes to the flash operator, as on
+a card. Nothing is loaded, and no GPU is needed.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.library import Library
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry
+
+from lora_trainer.diffusion.process import Process
+from lora_trainer.models.family import Architecture, Family
+from lora_trainer.models.fp8 import store_in_fp8
+from lora_trainer.models.lora import inject_lora, target_modules
+from lora_trainer.models.memory import checkpoint_blocks, checkpointable_blocks
+from lora_trainer.training.adapter import Adapter, make_adapter
+from lora_trainer.training.micro import Micro
+from lora_trainer.training.step import Learner, backward
+
+META = torch.device("meta")
+ROUNDING = 512
+TIMESTEPS = 1000
+ATTENTION = torch.ops.aten._scaled_dot_product_flash_attention
+ATTENTION_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_backward
+
+
+@dataclass(frozen=True)
+class Trace:
+    """Bytes and operations of one micro batch's forward and backward pass.
+
+    `live` is what stands beside weights and copies after each operator. Operations of attention of the latents on
+    themselves, which grow with the square of their area, are counted apart.
+    """
+
+    weights: int
+    copies: int
+    live: tuple[int, ...]
+    flops: int
+    square_flops: int
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A denoiser on the meta device with its LoRA, ready to be traced. Shapes are those of the trained tensors."""
+
+    denoiser: nn.Module
+    family: Family
+    architecture: Architecture
+    adapter: Adapter
+    dtype: torch.dtype
+
+    @property
+    def blocks(self) -> int:
+        return len(checkpointable_blocks(self.denoiser))
+
+    @property
+    def shapes(self) -> list[tuple[int, ...]]:
+        return [tuple(copy.shape) for copy in self.adapter.copies.values()]
+
+
+def make_subject(
+    family: Family,
+    architecture: Architecture,
+    *,
+    rank: int,
+    targets: str | tuple[str, ...],
+    dtype: torch.dtype,
+    fp8: bool = False,
+) -> Subject:
+    """Build the denoiser without weights and put the LoRA on it. Raises UsageError for targets that match nothing."""
+    _route_attention()
+    with META:
+        denoiser = family.make_denoiser(architecture.denoiser).requires_grad_(False)
+        nn.Module.to(denoiser, dtype)  # not diffusers' own, which warns
+        names = target_modules(denoiser, family, targets)
+        parameters = inject_lora(denoiser, names, rank=rank, alpha=float(rank), dropout=0.0, seed=0)
+        if fp8:
+            store_in_fp8(denoiser)
+        adapter = make_adapter(parameters, dtype)
+    return Subject(denoiser.train(), family, architecture, adapter, dtype)
+
+
+def trace(subject: Subject, *, micro: int, height: int, width: int, checkpointed: int) -> Trace:
+    """Trace one micro batch of latents [micro, C, height, width] with so many blocks checkpointed."""
+    checkpoint_blocks(subject.denoiser, checkpointed)
+    copies = list(subject.adapter.copies.values())
+    account = Account(square=height * width)
+    frozen = (*subject.denoiser.parameters(), *subject.denoiser.buffers())
+    mine = {id(copy) for copy in copies}
+    for tensor in frozen:
+        if id(tensor) not in mine:
+            account.follow(tensor)
+    weights = account.live
+    for copy in copies:
+        account.follow(copy)
+    resident = account.live
+    with META:
+        learner = _learner(subject)
+        batch = _micro_batch(subject, micro, height, width)
+        with account:
+            backward(learner, batch.to(META, subject.dtype), micro)
+    for copy in copies:
+        copy.grad = None
+    live = tuple(size - resident for size in account.line)
+    return Trace(weights, resident - weights, live, account.flops, account.square_flops)
+
+
+class Account(TorchDispatchMode):
+    """Follows every storage that appears while it is entered, and counts operations."""
+
+    def __init__(self, square: int) -> None:
+        super().__init__()
+        self.square = square
+        self.live = self.flops = self.square_flops = 0
+        self.line: list[int] = []
+        self.followed: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+
+    def follow(self, tensor: Tensor) -> None:
+        """Count the tensor's storage from now until it is freed."""
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key in self.followed:
+            return
+        size = -(-storage.nbytes() // ROUNDING) * ROUNDING
+
+        def forget(_: object) -> None:
+            self.live -= size
+            del self.followed[key]
+
+        self.followed[key] = weakref.ref(storage, forget)
+        self.live += size
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, arguments: tuple[Any, ...] = (), named: Mapping[str, Any] | None = None
+    ) -> Any:
+        result = function(*arguments, **(named or {}))
+        packet = function._overloadpacket
+        count = flop_registry.get(packet)
+        if count is not None:
+            operations = count(*arguments, **(named or {}), out_val=result)
+            if packet in (ATTENTION, ATTENTION_BACKWARD) and self._is_square(packet, arguments):
+                self.square_flops += operations
+            else:
+                self.flops += operations
+        for leaf in (result,) if isinstance(result, Tensor) else tree_leaves(result):
+            if isinstance(leaf, Tensor):
+                self.follow(leaf)
+        self.line.append(self.live)
+        return result
+
+    @staticmethod
+    def _is_square(packet: object, arguments: tuple[Any, ...]) -> bool:
+        query, key = arguments[:2] if packet is ATTENTION else arguments[1:3]
+        return bool(query.shape[-2] == key.shape[-2])
+
+
+def _learner(subject: Subject) -> Learner:
+    """What the backward pass asks of a learner; gradients stay where autograd leaves them."""
+    prediction = subject.architecture.facts.prediction
+    masters = subject.adapter.masters
+    return Learner(
+        denoiser=subject.denoiser,
+        predict=subject.family.predict,
+        process=Process(torch.empty(TIMESTEPS), cast("Any", prediction)),
+        adapter=Adapter({}, masters),
+        optimizer=torch.optim.SGD(list(masters.values())),
+        scaler=None,
+        reduce=None,
+        device=META,
+        dtype=subject.dtype,
+        clip_norm=1.0,
+        min_snr_gamma=5.0,
+    )
+
+
+def _micro_batch(subject: Subject, micro: int, height: int, width: int) -> Micro:
+    shape = (micro, subject.architecture.facts.latent_channels, height, width)
+    cond = {
+        name: torch.empty(micro, *rest) for name, rest in subject.family.cond_shapes(subject.architecture.denoiser).items()
+    }
+    return Micro(torch.empty(shape), torch.empty(shape), torch.empty(micro, dtype=torch.long), cond, torch.empty(micro, 6))
+
+
+@cache
+def _route_attention() -> Library:
+    """On the meta device attention is flash attention; torch's own choice there keeps every score."""
+
+    def flash(
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        *,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> Tensor:
+        return cast("Tensor", ATTENTION(query, key, value, dropout_p, is_causal, scale=scale)[0])
+
+    library = Library("aten", "IMPL")  # noqa: TOR901
+    library.impl("scaled_dot_product_attention", flash, "AutogradMeta")
+    return library
