@@ -5,14 +5,15 @@
 It takes minutes for each family and needs neither weights nor a GPU. Run it again when the trainer's step, the way of
 checkpointing, diffusers or peft change what is kept in memory: tests that trace say so.
 
-For each number of checkpointed blocks the step is traced at five sizes. Its operators come in the same order each
-time, so each moment gives five equations for the coefficients of `Sizes.terms`. Of all moments those are kept that
-are the largest somewhere in the range of `RANGE`.
+For each number of checkpointed blocks the step is traced once, at sizes that share no factor with any width of a
+model. So a tensor's bytes say by their factors what they are a product of. Of all moments those are kept that are the
+largest somewhere in the range of `RANGE`.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import sys
 from itertools import product
 from pathlib import Path
@@ -26,63 +27,53 @@ from lora_trainer.core.quiet import quieten_libraries
 from lora_trainer.models import FAMILIES
 from lora_trainer.models.family import public_architecture
 from lora_trainer.models.ledger import Sizes
-from lora_trainer.training.trace import Subject, Trace, make_subject, trace
+from lora_trainer.training.trace import Subject, make_subject, trace
 
 FOLDER = Path(__file__).resolve().parents[1] / "lora_trainer" / "models" / "ledgers"
 TARGETS = ("attention", "attention+ff")
-# Rank, micro batch, height and width of latents. Not one sample: some copies are views then.
-POINTS = ((16, 2, 64, 64), (64, 2, 64, 64), (16, 3, 64, 64), (16, 2, 64, 128), (64, 2, 64, 128))
+RANK, MICRO, SIDES = 23, 19, (13, 17)
+# Sides of latents are halved several times, so they are multiples of 8; the area's factors are those of SIDES.
+HEIGHT, WIDTH = (8 * side for side in SIDES)
+AREA = SIDES[0] * SIDES[1]
+# (rank, micro, area) by the power in which each stands in a size, as `Sizes.terms` orders them.
+KINDS = {(0, 0, 0): 0, (1, 0, 0): 1, (0, 1, 0): 2, (1, 1, 0): 3, (0, 1, 1): 4, (1, 1, 1): 5, (0, 1, 2): 6}
 RANGE = tuple(product((1, 4, 16, 64, 128, 256), (1, 2, 4, 8, 16), (32**2, 64**2, 96**2, 128**2, 192**2)))
 
 
-def fitted(subjects: dict[int, Subject], checkpointed: int) -> tuple[list[list[int]], list[int]]:
-    """The moments that can be the peak, and the operations, with so many blocks checkpointed."""
-    traces = [
-        trace(subjects[rank], micro=micro, height=height, width=width, checkpointed=checkpointed)
-        for rank, micro, height, width in POINTS
-    ]
-    sizes = [Sizes(rank, micro, height * width, checkpointed) for rank, micro, height, width in POINTS]
-    if len({len(each.live) for each in traces}) > 1:
-        raise SystemExit("The traces do not have the same operators: the sizes cannot be compared.")
-    moments = numpy.linalg.solve(
-        numpy.array([size.terms for size in sizes], dtype=float), numpy.array([each.live for each in traces], dtype=float)
-    ).T
-    return largest_somewhere(moments), flop_coefficients(sizes, traces)
+def kind(size: int) -> int:
+    """Which of `Sizes.terms` a number of bytes or operations is a multiple of. Raises KeyError for a size of no kind."""
+    area = 2 if size % AREA**2 == 0 else int(size % AREA == 0)
+    return KINDS[int(size % RANK == 0), int(size % MICRO == 0), area] if size else 0
 
 
-def flop_coefficients(sizes: list[Sizes], traces: list[Trace]) -> list[int]:
-    """Coefficients of `Sizes.flop_terms`."""
-    linear = numpy.linalg.lstsq(
-        numpy.array([size.flop_terms[:-1] for size in sizes], dtype=float),
-        numpy.array([each.flops for each in traces], dtype=float),
-        rcond=None,
-    )[0]
-    square = traces[0].square_flops / sizes[0].flop_terms[-1]
-    return [round(value) for value in (*linear, square)]
+def step(subject: Subject, checkpointed: int) -> tuple[list[list[int]], list[int], int]:
+    """The moments that can be the peak, the operations, and the weights' bytes, with so many blocks checkpointed."""
+    traced = trace(
+        subject, micro=MICRO, height=HEIGHT, width=WIDTH, checkpointed=checkpointed, kind=kind, kinds=len(KINDS)
+    )
+    terms = numpy.array(Sizes(RANK, MICRO, HEIGHT * WIDTH, 0).terms)
+    moments = numpy.array(traced.live) / terms
+    flops = [round(count / term) for count, term in zip(traced.flops, terms.tolist(), strict=True)]
+    return largest_somewhere(moments), flops, traced.weights
 
 
 def largest_somewhere(moments: numpy.ndarray) -> list[list[int]]:
     """The moments that hold most at one point of RANGE at least, in bytes."""
     points = numpy.array([Sizes(*point, 0).terms for point in RANGE], dtype=float)
     kept = sorted(set((moments @ points.T).argmax(axis=0).tolist()))
-    return [[round(float(value), 3) for value in moments[index]] for index in kept]
+    return [[math.ceil(value) for value in moments[index].tolist()] for index in kept]
 
 
 def half_or_fp8(family: str, targets: str, *, fp8: bool) -> tuple[dict[str, Any], list[list[int]]]:
     """A ledger as JSON values, and the adapted layers."""
     architecture = public_architecture(family)
-    subjects = {
-        rank: make_subject(FAMILIES[family], architecture, rank=rank, targets=targets, dtype=torch.bfloat16, fp8=fp8)
-        for rank in {point[0] for point in POINTS}
-    }
-    first = subjects[POINTS[0][0]]
+    subject = make_subject(FAMILIES[family], architecture, rank=RANK, targets=targets, dtype=torch.bfloat16, fp8=fp8)
     steps = []
-    for checkpointed in range(first.blocks + 1):
-        steps.append(fitted(subjects, checkpointed))
-        print(f"{family} {targets} {'fp8' if fp8 else 'half'}: {checkpointed} of {first.blocks} blocks", flush=True)
-    weights = trace(first, micro=1, height=64, width=64, checkpointed=0).weights
-    ledger = {"weights": weights, "moments": [step[0] for step in steps], "flops": [step[1] for step in steps]}
-    return ledger, layers_of(first.shapes)
+    for checkpointed in range(subject.blocks + 1):
+        steps.append(step(subject, checkpointed))
+        print(f"{family} {targets} {'fp8' if fp8 else 'half'}: {checkpointed} of {subject.blocks} blocks", flush=True)
+    ledger = {"weights": steps[0][2], "moments": [each[0] for each in steps], "flops": [each[1] for each in steps]}
+    return ledger, layers_of(subject.shapes)
 
 
 def layers_of(shapes: list[tuple[int, ...]]) -> list[list[int]]:

@@ -2,7 +2,7 @@
 
 Every tensor of a step has a size that is a product of some of rank, samples and area. So at each moment of a step the
 memory held is a sum of a few such products, and the peak is the largest over the moments. A ledger keeps, for each
-number of checkpointed blocks, the moments that can be the largest. `scripts/write_ledgers.py` fits them to traces
+number of checkpointed blocks, the moments that can be the largest. `scripts/write_ledgers.py` reads them off traces
 (`training/trace.py`); tests hold what they predict against traces at other sizes.
 """
 
@@ -31,13 +31,9 @@ class Sizes:
 
     @property
     def terms(self) -> tuple[int, ...]:
-        """What the coefficients of a moment are multiplied with."""
+        """What the coefficients of a moment are multiplied with, and those of a step's operations."""
         samples, pixels = self.micro, self.micro * self.area
-        return (1, self.rank, samples, pixels, pixels * self.rank)
-
-    @property
-    def flop_terms(self) -> tuple[int, ...]:
-        return (*self.terms[2:], self.micro * self.area**2)
+        return (1, self.rank, samples, samples * self.rank, pixels, pixels * self.rank, pixels * self.area)
 
 
 @dataclass(frozen=True)
@@ -63,8 +59,8 @@ class Ledger:
 
     weights: int
     layers: tuple[tuple[int, int, int], ...]
-    moments: tuple[tuple[tuple[float, ...], ...], ...]
-    flops: tuple[tuple[float, ...], ...]
+    moments: tuple[tuple[tuple[int, ...], ...], ...]
+    flops: tuple[tuple[int, ...], ...]
 
     @property
     def blocks(self) -> int:
@@ -85,13 +81,13 @@ class Ledger:
         return Footprint(
             weights=self.weights,
             copies=copies,
-            gradients=round(gradients),
-            activations=round(_dot(at_peak, terms) - gradients),
-            flops=round(_dot(self.flops[sizes.checkpointed], sizes.flop_terms)),
+            gradients=gradients,
+            activations=_dot(at_peak, terms) - gradients,
+            flops=_dot(self.flops[sizes.checkpointed], terms),
         )
 
 
-def _dot(coefficients: Sequence[float], terms: Sequence[int]) -> float:
+def _dot(coefficients: Sequence[int], terms: Sequence[int]) -> int:
     return sum(coefficient * term for coefficient, term in zip(coefficients, terms, strict=True))
 
 

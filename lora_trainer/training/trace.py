@@ -8,9 +8,10 @@ a card. Nothing is loaded, and no GPU is needed.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache
+from operator import sub
 from typing import Any, cast
 
 import torch
@@ -33,22 +34,25 @@ META = torch.device("meta")
 ROUNDING = 512
 TIMESTEPS = 1000
 ATTENTION = torch.ops.aten._scaled_dot_product_flash_attention
-ATTENTION_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_backward
 
 
 @dataclass(frozen=True)
 class Trace:
     """Bytes and operations of one micro batch's forward and backward pass.
 
-    `live` is what stands beside weights and copies after each operator. Operations of attention of the latents on
-    themselves, which grow with the square of their area, are counted apart.
+    `live` is what stands beside weights and copies after each operator. Bytes and operations are kept apart by the
+    kind of their size, as `kind` names it.
     """
 
     weights: int
     copies: int
-    live: tuple[int, ...]
-    flops: int
-    square_flops: int
+    live: tuple[tuple[int, ...], ...]
+    flops: tuple[int, ...]
+
+    @property
+    def peak(self) -> int:
+        """The most that stands at once beside weights and copies."""
+        return max(map(sum, self.live))
 
 
 @dataclass(frozen=True)
@@ -92,20 +96,32 @@ def make_subject(
     return Subject(denoiser.train(), family, architecture, adapter, dtype)
 
 
-def trace(subject: Subject, *, micro: int, height: int, width: int, checkpointed: int) -> Trace:
-    """Trace one micro batch of latents [micro, C, height, width] with so many blocks checkpointed."""
+def trace(
+    subject: Subject,
+    *,
+    micro: int,
+    height: int,
+    width: int,
+    checkpointed: int,
+    kind: Callable[[int], int] = lambda size: 0,
+    kinds: int = 1,
+) -> Trace:
+    """Trace one micro batch of latents [micro, C, height, width] with so many blocks checkpointed.
+
+    `kind` sorts bytes and counts of operations into `kinds` sorts.
+    """
     checkpoint_blocks(subject.denoiser, checkpointed)
     copies = list(subject.adapter.copies.values())
-    account = Account(square=height * width)
+    account = Account(kind, kinds)
     frozen = (*subject.denoiser.parameters(), *subject.denoiser.buffers())
     mine = {id(copy) for copy in copies}
     for tensor in frozen:
         if id(tensor) not in mine:
             account.follow(tensor)
-    weights = account.live
+    weights = sum(account.live)
     for copy in copies:
         account.follow(copy)
-    resident = account.live
+    resident = list(account.live)
     with META:
         learner = _learner(subject)
         batch = _micro_batch(subject, micro, height, width)
@@ -113,18 +129,18 @@ def trace(subject: Subject, *, micro: int, height: int, width: int, checkpointed
             backward(learner, batch.to(META, subject.dtype), micro)
     for copy in copies:
         copy.grad = None
-    live = tuple(size - resident for size in account.line)
-    return Trace(weights, resident - weights, live, account.flops, account.square_flops)
+    live = tuple(tuple(map(sub, moment, resident)) for moment in account.line)
+    return Trace(weights, sum(resident) - weights, live, tuple(account.flops))
 
 
 class Account(TorchDispatchMode):
     """Follows every storage that appears while it is entered, and counts operations."""
 
-    def __init__(self, square: int) -> None:
+    def __init__(self, kind: Callable[[int], int], kinds: int) -> None:
         super().__init__()
-        self.square = square
-        self.live = self.flops = self.square_flops = 0
-        self.line: list[int] = []
+        self.kind = kind
+        self.live, self.flops = [0] * kinds, [0] * kinds
+        self.line: list[tuple[int, ...]] = []
         self.followed: dict[int, weakref.ref[torch.UntypedStorage]] = {}
 
     def follow(self, tensor: Tensor) -> None:
@@ -133,37 +149,28 @@ class Account(TorchDispatchMode):
         key = storage._cdata
         if key in self.followed:
             return
-        size = -(-storage.nbytes() // ROUNDING) * ROUNDING
+        kind, size = self.kind(storage.nbytes()), -(-storage.nbytes() // ROUNDING) * ROUNDING
 
         def forget(_: object) -> None:
-            self.live -= size
+            self.live[kind] -= size
             del self.followed[key]
 
         self.followed[key] = weakref.ref(storage, forget)
-        self.live += size
+        self.live[kind] += size
 
     def __torch_dispatch__(
         self, function: Any, types: Any, arguments: tuple[Any, ...] = (), named: Mapping[str, Any] | None = None
     ) -> Any:
         result = function(*arguments, **(named or {}))
-        packet = function._overloadpacket
-        count = flop_registry.get(packet)
+        count = flop_registry.get(function._overloadpacket)
         if count is not None:
             operations = count(*arguments, **(named or {}), out_val=result)
-            if packet in (ATTENTION, ATTENTION_BACKWARD) and self._is_square(packet, arguments):
-                self.square_flops += operations
-            else:
-                self.flops += operations
+            self.flops[self.kind(operations)] += operations
         for leaf in (result,) if isinstance(result, Tensor) else tree_leaves(result):
             if isinstance(leaf, Tensor):
                 self.follow(leaf)
-        self.line.append(self.live)
+        self.line.append(tuple(self.live))
         return result
-
-    @staticmethod
-    def _is_square(packet: object, arguments: tuple[Any, ...]) -> bool:
-        query, key = arguments[:2] if packet is ATTENTION else arguments[1:3]
-        return bool(query.shape[-2] == key.shape[-2])
 
 
 def _learner(subject: Subject) -> Learner:
