@@ -21,11 +21,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
-from lora_trainer.diffusion.process import Process
+from lora_trainer.config.schema import LossSection, OptimSection
+from lora_trainer.diffusion.loss import make_loss
+from lora_trainer.diffusion.process import Prediction, Process
 from lora_trainer.models.family import Architecture, Family
 from lora_trainer.models.fp8 import store_in_fp8
 from lora_trainer.models.lora import inject_lora, target_modules
 from lora_trainer.models.memory import checkpoint_blocks, checkpointable_blocks
+from lora_trainer.optim.clipping import make_clip
 from lora_trainer.training.adapter import Adapter, make_adapter
 from lora_trainer.training.micro import Micro
 from lora_trainer.training.step import Learner, backward
@@ -175,29 +178,38 @@ class Account(TorchDispatchMode):
 
 def _learner(subject: Subject) -> Learner:
     """What the backward pass asks of a learner; gradients stay where autograd leaves them."""
-    prediction = subject.architecture.facts.prediction
+    process = Process(torch.empty(TIMESTEPS), cast("Prediction", subject.architecture.facts.prediction))
     masters = subject.adapter.masters
     return Learner(
         denoiser=subject.denoiser,
         predict=subject.family.predict,
-        process=Process(torch.empty(TIMESTEPS), cast("Any", prediction)),
+        process=process,
+        loss=make_loss(LossSection(), process),
         adapter=Adapter({}, masters),
+        average=None,
+        shown=lambda: {},
         optimizer=torch.optim.SGD(list(masters.values())),
         scaler=None,
         reduce=None,
         device=META,
         dtype=subject.dtype,
-        clip_norm=1.0,
-        min_snr_gamma=5.0,
+        clip=make_clip(OptimSection()),
     )
 
 
 def _micro_batch(subject: Subject, micro: int, height: int, width: int) -> Micro:
-    shape = (micro, subject.architecture.facts.latent_channels, height, width)
-    cond = {
-        name: torch.empty(micro, *rest) for name, rest in subject.family.cond_shapes(subject.architecture.denoiser).items()
-    }
-    return Micro(torch.empty(shape), torch.empty(shape), torch.empty(micro, dtype=torch.long), cond, torch.empty(micro, 6))
+    latents = torch.empty(micro, subject.architecture.facts.latent_channels, height, width)
+    noise = torch.empty_like(latents)
+    shapes = subject.family.cond_shapes(subject.architecture.denoiser)
+    return Micro(
+        latents=latents,
+        noise=noise,
+        added=noise,
+        t=torch.empty(micro, dtype=torch.long),
+        cond={name: torch.empty(micro, *rest) for name, rest in shapes.items()},
+        sizes=torch.empty(micro, 6),
+        weights=torch.empty(micro),
+    )
 
 
 @cache

@@ -1,0 +1,40 @@
+"""The arithmetic of optimizer state against the state of the optimizers themselves."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from lora_trainer.config.schema import OptimSection
+from lora_trainer.optim.optimizers import OPTIMIZERS, make_optimizer
+from lora_trainer.optim.state_size import STATE_BYTES, optimizer_state_bytes
+
+SHAPES = [(16, 640), (640, 16), (4, 320), (8, 16, 3, 3), (640,)]
+OF_ALL_8_BIT_TENSORS = 2 * 256 * 4  # two tables of code values, which all tensors share
+
+
+@pytest.mark.parametrize("name", sorted(OPTIMIZERS))
+def test_state_is_as_large_as_predicted(name: str) -> None:
+    parameters = {f"layer.{index}": nn.Parameter(torch.ones(shape)) for index, shape in enumerate(SHAPES)}
+    optimizer = make_optimizer(parameters, OptimSection(name=name))  # type: ignore[arg-type]
+    for parameter in parameters.values():
+        parameter.grad = torch.full_like(parameter, 0.1)
+    optimizer.step()
+    held: dict[int, int] = {}
+    for parameter in parameters.values():
+        gather(optimizer.state[parameter], held)
+    assert sum(held.values()) == pytest.approx(optimizer_state_bytes(name, SHAPES), rel=0.01, abs=OF_ALL_8_BIT_TENSORS + 64)
+
+
+def gather(state: object, held: dict[int, int]) -> None:
+    """Bytes of every tensor in a state of nested dicts, each storage once."""
+    if isinstance(state, torch.Tensor):
+        held[state.untyped_storage().data_ptr()] = state.untyped_storage().nbytes()
+    elif isinstance(state, dict):
+        for value in state.values():
+            gather(value, held)
+
+
+def test_every_optimizer_has_its_arithmetic() -> None:
+    assert set(STATE_BYTES) == set(OPTIMIZERS)
