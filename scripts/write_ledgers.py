@@ -19,7 +19,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-import numpy
+import numpy as np
 import torch
 
 from lora_trainer.core.io import write_text
@@ -51,15 +51,15 @@ def step(subject: Subject, checkpointed: int) -> tuple[list[list[int]], list[int
     traced = trace(
         subject, micro=MICRO, height=HEIGHT, width=WIDTH, checkpointed=checkpointed, kind=kind, kinds=len(KINDS)
     )
-    terms = numpy.array(Sizes(RANK, MICRO, HEIGHT * WIDTH, 0).terms)
-    moments = numpy.array(traced.live) / terms
+    terms = np.array(Sizes(RANK, MICRO, HEIGHT * WIDTH, 0).terms)
+    moments = np.array(traced.live) / terms
     flops = [round(count / term) for count, term in zip(traced.flops, terms.tolist(), strict=True)]
     return largest_somewhere(moments), flops, traced.weights
 
 
-def largest_somewhere(moments: numpy.ndarray) -> list[list[int]]:
+def largest_somewhere(moments: np.ndarray) -> list[list[int]]:
     """The moments that hold most at one point of RANGE at least, in bytes."""
-    points = numpy.array([Sizes(*point, 0).terms for point in RANGE], dtype=float)
+    points = np.array([Sizes(*point, 0).terms for point in RANGE], dtype=float)
     kept = sorted(set((moments @ points.T).argmax(axis=0).tolist()))
     return [[math.ceil(value) for value in moments[index].tolist()] for index in kept]
 

@@ -9,7 +9,7 @@ number of checkpointed blocks, the moments that can be the largest. `scripts/wri
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
@@ -51,6 +51,19 @@ class Footprint:
 
 
 @dataclass(frozen=True)
+class Gauge:
+    """How much memory the steps of one model take, with one choice of LoRA targets.
+
+    `shapes` gives the LoRA's tensors for a rank, `footprint` the peak for sizes and a precision of the base.
+    """
+
+    source: str
+    blocks: int
+    shapes: Callable[[int], Sequence[tuple[int, ...]]]
+    footprint: Callable[[Sizes, str], Footprint]
+
+
+@dataclass(frozen=True)
 class Ledger:
     """One published model with one choice of LoRA targets and one storage of its weights.
 
@@ -68,9 +81,7 @@ class Ledger:
 
     def shapes(self, rank: int) -> list[tuple[int, ...]]:
         """The LoRA's tensors: [rank, in] and [out, rank] for each layer."""
-        return [
-            shape for inside, outside, count in self.layers for shape in ((rank, inside), (outside, rank)) * count
-        ]
+        return [shape for inside, outside, count in self.layers for shape in ((rank, inside), (outside, rank)) * count]
 
     def footprint(self, sizes: Sizes) -> Footprint:
         """The prediction, for bf16 and fp16 computation."""
@@ -133,3 +144,25 @@ def is_published(architecture: Architecture) -> bool:
         if key not in UNIMPORTANT and json.loads(json.dumps(value)) != published.get(key, value or None)
     ]
     return not lacking and not different
+
+
+def stored_gauge(architecture: Architecture, targets: str | tuple[str, ...]) -> Gauge | None:
+    """The gauge of a published model, from its ledgers; None for another model or other targets."""
+    if not isinstance(targets, str) or not is_published(architecture):
+        return None
+    family = architecture.facts.family
+    half, fp8 = stored_ledger(family, targets, fp8=False), stored_ledger(family, targets, fp8=True)
+    if half is None or fp8 is None:
+        return None
+
+    def footprint(sizes: Sizes, precision: str) -> Footprint:
+        if precision == "fp32":
+            return in_fp32(half.footprint(sizes))
+        return (fp8 if precision == "fp8" else half).footprint(sizes)
+
+    return Gauge(f"ledger of the published {family}", half.blocks, half.shapes, footprint)
+
+
+def in_fp32(half: Footprint) -> Footprint:
+    """The same step in fp32: every tensor is twice as large, and the adapter's copies are its masters."""
+    return Footprint(2 * half.weights, 2 * half.copies, 2 * half.gradients, 2 * half.activations, half.flops)

@@ -187,7 +187,7 @@ def _learner(subject: Subject) -> Learner:
         loss=make_loss(LossSection(), process),
         adapter=Adapter({}, masters),
         average=None,
-        shown=lambda: {},
+        shown=dict,
         optimizer=torch.optim.SGD(list(masters.values())),
         scaler=None,
         reduce=None,
@@ -229,6 +229,6 @@ def _route_attention() -> Library:
     ) -> Tensor:
         return cast("Tensor", ATTENTION(query, key, value, dropout_p, is_causal, scale=scale)[0])
 
-    library = Library("aten", "IMPL")  # noqa: TOR901
+    library = Library("aten", "IMPL")
     library.impl("scaled_dot_product_attention", flash, "AutogradMeta")
     return library

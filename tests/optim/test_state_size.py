@@ -24,7 +24,9 @@ def test_state_is_as_large_as_predicted(name: str) -> None:
     held: dict[int, int] = {}
     for parameter in parameters.values():
         gather(optimizer.state[parameter], held)
-    assert sum(held.values()) == pytest.approx(optimizer_state_bytes(name, SHAPES), rel=0.01, abs=OF_ALL_8_BIT_TENSORS + 64)
+    assert sum(held.values()) == pytest.approx(
+        optimizer_state_bytes(name, SHAPES), rel=0.01, abs=OF_ALL_8_BIT_TENSORS + 64
+    )
 
 
 def gather(state: object, held: dict[int, int]) -> None:

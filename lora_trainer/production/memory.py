@@ -1,0 +1,234 @@
+"""Which micro batch, checkpointing and precision of the base fit a card. No torch.
+
+In this order: the largest micro batch that fits as it is; if not even one sample does, as few checkpointed blocks as
+are needed; then weights stored in 8 bits. Every way trains the same; each further one costs more operations.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from lora_trainer.core.errors import Problem, UsageError
+from lora_trainer.models.ledger import Gauge, Sizes
+from lora_trainer.optim.state_size import optimizer_state_bytes
+
+GIB = 2**30
+# Nothing of this was measured on a card yet: docs/memory.md.
+CONTEXT_GIB = 0.7  # the CUDA context, libraries and workspaces
+FRAGMENTATION = 0.05  # of what comes and goes in a step
+LARGEST_SHARE = 0.9  # of the card, so that the driver and other programs never make it spill
+SMALLER_RANKS = (64, 32, 16, 8, 4)
+STEP_DOWN = 64  # pixels
+
+
+@dataclass(frozen=True)
+class Demand:
+    """What settings and model ask of a card. `samples` are those of a step in one process.
+
+    `precisions` are the ones to try, best first.
+    """
+
+    gauge: Gauge
+    rank: int
+    resolution: int
+    downscale: int
+    pixel_step: int
+    samples: int
+    max_micro: int | None
+    checkpointing: Literal["none", "all", "auto"] | int
+    precisions: tuple[str, ...]
+    optimizer: str
+    averaged: bool
+    limit_gib: float | None
+
+    @property
+    def area(self) -> int:
+        """Of one sample's latents; buckets are never larger."""
+        return (max(self.resolution // self.pixel_step, 1) * self.pixel_step // self.downscale) ** 2
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What stands on the card at the peak of a step, in GiB, and the operations of a step, in TFLOP."""
+
+    weights: float
+    adapter: float
+    optimizer: float
+    activations: float
+    overhead: float
+    tflop: float
+
+    @property
+    def peak(self) -> float:
+        return self.weights + self.adapter + self.optimizer + self.activations + self.overhead
+
+
+@dataclass(frozen=True)
+class Fit:
+    """A way to train: what was chosen, why, and what it takes."""
+
+    micro: int
+    accumulation: int
+    checkpointed: int
+    blocks: int
+    precision: str
+    parts: Parts
+    fits: bool
+    reasons: tuple[str, str, str]  # of micro batch, checkpointing and precision
+
+
+def parts_of(demand: Demand, micro: int, checkpointed: int, precision: str) -> Parts:
+    """The peak of a step, be it in a backward pass or in the update."""
+    sizes = Sizes(demand.rank, micro, demand.area, checkpointed)
+    found = demand.gauge.footprint(sizes, precision)
+    shapes = demand.gauge.shapes(demand.rank)
+    masters = 4 * sum(map(math.prod, shapes))
+    own = found.copies if precision == "fp32" else found.copies + masters
+    state = optimizer_state_bytes(demand.optimizer, shapes) + (masters if demand.averaged else 0)
+    earlier = masters if accumulation_of(demand, micro) > 1 else 0  # gradients of the micro batches before
+    adapter, activations = own + earlier + found.gradients, found.activations
+    if own + masters > adapter + activations:  # the update: all gradients in fp32, no activations
+        adapter, activations = own + masters, 0
+    overhead = CONTEXT_GIB * GIB + FRAGMENTATION * (adapter + state + activations)
+    flops = found.flops * demand.samples / micro
+    in_gib = (size / GIB for size in (found.weights, adapter, state, activations, overhead))
+    return Parts(*in_gib, tflop=flops / 1e12)
+
+
+def accumulation_of(demand: Demand, micro: int) -> int:
+    return math.ceil(demand.samples / micro)
+
+
+def fits(demand: Demand, parts: Parts) -> bool:
+    return demand.limit_gib is None or parts.peak <= LARGEST_SHARE * demand.limit_gib
+
+
+def choose_fit(demand: Demand) -> Fit:
+    """The way to train that costs least and fits; where none does, the one that needs least, with `fits` false."""
+    tried = smallest = None
+    for tried in ways(demand):
+        if tried.fits:
+            return tried
+        if smallest is None or tried.parts.peak < smallest.parts.peak:
+            smallest = tried
+    assert smallest is not None
+    return smallest
+
+
+def ways(demand: Demand) -> Iterator[Fit]:
+    """Ways to train, the cheapest first; of each precision the last one needs least memory."""
+    most = min(demand.samples, demand.max_micro or demand.samples)
+    for precision in demand.precisions:
+        yield from _micro_batches(demand, most, precision)
+        if demand.checkpointing == "auto":
+            yield _few_blocks(demand, precision)
+
+
+def _micro_batches(demand: Demand, most: int, precision: str) -> Iterator[Fit]:
+    """Micro batches from the largest down, checkpointed as asked. Sizes that need as many passes are left out."""
+    blocks = demand.gauge.blocks
+    asked = {"none": 0, "auto": 0, "all": blocks}
+    setting = demand.checkpointing
+    checkpointed = min(setting, blocks) if isinstance(setting, int) else asked[setting]
+    why = "asked for" if setting != "auto" else "not needed"
+    passes = 0
+    for largest in range(most, 0, -1):
+        if math.ceil(demand.samples / largest) == passes:
+            continue
+        passes = math.ceil(demand.samples / largest)
+        micro = math.ceil(demand.samples / passes)
+        if micro > most:
+            micro = largest
+        yield _way(demand, micro, checkpointed, precision, why)
+
+
+def _few_blocks(demand: Demand, precision: str) -> Fit:
+    """One sample at a time with as few checkpointed blocks as fit; all of them where none fits."""
+    blocks = range(1, demand.gauge.blocks + 1)
+    found = bisect_left(blocks, True, key=lambda count: fits(demand, parts_of(demand, 1, count, precision)))
+    count = blocks[min(found, len(blocks) - 1)] if blocks else 0
+    return _way(demand, 1, count, precision, "as few as fit, for one sample does not fit without")
+
+
+def _way(demand: Demand, micro: int, checkpointed: int, precision: str, why: str) -> Fit:
+    parts = parts_of(demand, micro, checkpointed, precision)
+    first = demand.precisions[0]
+    if demand.limit_gib is None:
+        whole = "no card's limit applies"
+    else:
+        whole = f"the largest that fits {demand.limit_gib:g} GiB"
+    if micro == demand.samples:
+        whole = "the whole step at once"
+    elif micro == demand.max_micro:
+        whole = "batch.max_micro"
+    because = "asked for" if len(demand.precisions) == 1 else "as set"
+    return Fit(
+        micro=micro,
+        accumulation=accumulation_of(demand, micro),
+        checkpointed=checkpointed,
+        blocks=demand.gauge.blocks,
+        precision=precision,
+        parts=parts,
+        fits=fits(demand, parts),
+        reasons=(
+            whole,
+            why,
+            because if precision == first else f"{first} does not fit even with all blocks checkpointed",
+        ),
+    )
+
+
+def refuse_what_does_not_fit(demand: Demand, fit: Fit) -> None:
+    """Raise UsageError with both numbers and the settings that would fit."""
+    if not fit.fits:
+        raise UsageError(Problem(shortage(demand, fit), " ".join(what_would_fit(demand))))
+
+
+def shortage(demand: Demand, fit: Fit) -> str:
+    """The two numbers."""
+    limit = demand.limit_gib or math.inf
+    return (
+        f"Training needs {fit.parts.peak:.1f} GiB at its peak, with {fit.precision} weights and "
+        f"{fit.checkpointed} of {fit.blocks} blocks checkpointed; a card of {limit:g} GiB has {LARGEST_SHARE * limit:.1f} to use."
+    )
+
+
+def what_would_fit(demand: Demand) -> list[str]:
+    """Sentences that name settings with which the demand fits, mildest first; what card would do, where none does."""
+    found = []
+    for assignment, changed in milder(demand):
+        if choose_fit(changed).fits:
+            found.append(f"memory suffices with --set {assignment}.")
+            if len(found) == 2:
+                break
+    needed = choose_fit(replace(demand, precisions=tuple(dict.fromkeys((*demand.precisions, "fp8"))))).parts.peak
+    card = math.ceil(needed / LARGEST_SHARE)
+    return [sentence[0].upper() + sentence[1:] for sentence in found] or [f"It would fit a card of {card} GiB."]
+
+
+def milder(demand: Demand) -> Iterator[tuple[str, Demand]]:
+    """Single changes and then some together, as (settings, demand), mildest first."""
+    free = replace(demand, checkpointing="auto")
+    if demand.checkpointing != "auto":
+        yield "memory.checkpointing=auto", free
+    small = replace(free, precisions=("fp8",))
+    if demand.precisions != ("fp8",):
+        yield "memory.base_precision=fp8", replace(demand, precisions=("fp8",))
+        if demand.checkpointing != "auto":
+            yield "memory.base_precision=fp8 --set memory.checkpointing=auto", small
+    if (demand.max_micro or 0) > 1:
+        yield "batch.max_micro=1", replace(demand, max_micro=1)
+    if demand.optimizer not in ("adamw8bit", "paged_adamw8bit", "adafactor"):
+        yield "optim.name=adamw8bit", replace(demand, optimizer="adamw8bit")
+    for rank in SMALLER_RANKS:
+        if rank < demand.rank:
+            yield f"lora.rank={rank}", replace(demand, rank=rank)
+    for side in range(demand.resolution - STEP_DOWN, demand.pixel_step * 4 - 1, -STEP_DOWN):
+        yield f"data.resolution={side}", replace(demand, resolution=side)
+    for side in range(demand.resolution - STEP_DOWN, demand.pixel_step * 4 - 1, -STEP_DOWN):
+        both = replace(small, resolution=side, rank=min(demand.rank, SMALLER_RANKS[-2]))
+        yield f"memory.base_precision=fp8 --set lora.rank={both.rank} --set data.resolution={side}", both

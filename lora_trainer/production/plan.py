@@ -1,0 +1,195 @@
+"""What a run will take, before anything is loaded: memory, disk, steps, least time. No torch for published models."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from lora_trainer.config.contradictions import from_user
+from lora_trainer.config.layers import Resolved
+from lora_trainer.config.schema import Config
+from lora_trainer.core.io import user_cache_folder
+from lora_trainer.data.manifest import read_manifest
+from lora_trainer.data.sample import Sample
+from lora_trainer.data.split import split_held_out
+from lora_trainer.models import FAMILIES
+from lora_trainer.models.family import Architecture, Family, public_architecture
+from lora_trainer.models.folder import read_config
+from lora_trainer.models.ledger import Gauge, stored_gauge
+from lora_trainer.optim.state_size import optimizer_state_bytes
+from lora_trainer.production.inputs import arithmetic, data_sources, model_folder, read_model, trained_resolution
+from lora_trainer.production.memory import GIB, Demand, Fit, choose_fit, parts_of, what_would_fit
+from lora_trainer.training.gauge import traced_gauge
+
+# Dense bf16 with fp32 accumulation, TFLOP/s: measured for the H100, from data sheets for the others.
+CARD_TFLOPS = {"H100": 790.0, "RTX 4090": 165.0, "RTX 3060": 25.5}
+CACHED_BYTES = 4  # of each number in the caches: fp32
+LORA_BYTES, LORA_FILES = 2, 2
+WORTH_FREEING_GIB = 0.1
+
+
+@dataclass(frozen=True)
+class Plan:
+    """`demand` is what was asked, `fit` what was chosen; `steps` is None without data or a number of steps."""
+
+    family: str
+    model: str
+    demand: Demand
+    fit: Fit
+    steps: int | None
+    disk_gib: float
+    advice: tuple[str, ...]
+
+    def to_json(self) -> dict[str, Any]:
+        """The document of `plan --json`."""
+        fit, parts, demand = self.fit, self.fit.parts, self.demand
+        sizes = {name: getattr(parts, name) for name in ("weights", "adapter", "optimizer", "activations", "overhead")}
+        return {
+            "family": self.family,
+            "model": self.model,
+            "resolution": demand.resolution,
+            "rank": demand.rank,
+            "fits": fit.fits,
+            "limit_gib": demand.limit_gib,
+            "peak_gib": round(sum(round(size, 4) for size in sizes.values()), 4),
+            **{f"{name}_gib": round(size, 4) for name, size in sizes.items()},
+            "margin_gib": None if demand.limit_gib is None else round(demand.limit_gib - parts.peak, 4),
+            "micro_batch": fit.micro,
+            "accumulation": fit.accumulation,
+            "checkpointing": fit.checkpointed,
+            "blocks": fit.blocks,
+            "weight_precision": fit.precision,
+            "reasons": dict(zip(("micro_batch", "checkpointing", "weight_precision"), fit.reasons, strict=True)),
+            "train_tflop_per_step": round(parts.tflop, 4),
+            "seconds_per_step_at_least": {card: round(parts.tflop / rate, 5) for card, rate in CARD_TFLOPS.items()},
+            "steps": self.steps,
+            "disk_gib": round(self.disk_gib, 4),
+            "predicted_from": demand.gauge.source,
+            "advice": list(self.advice),
+        }
+
+
+def make_plan(resolved: Resolved, families: Mapping[str, Family] = FAMILIES, card_gib: float | None = None) -> Plan:
+    """Plan a run on a card of `card_gib`, or of `memory.limit_gib` where that is less; without both nothing limits it.
+
+    Raises UsageError for a model or data that cannot be read.
+    """
+    config = resolved.config
+    family, architecture = architecture_of(config, families)
+    limits = [limit for limit in (config.memory.limit_gib, card_gib) if limit is not None]
+    demand = make_demand(resolved, family, architecture, min(limits, default=None))
+    fit = choose_fit(demand)
+    samples = planned_samples(config)
+    return Plan(
+        family=family.name,
+        model=architecture.facts.path.name,
+        demand=demand,
+        fit=fit,
+        steps=planned_steps(config, samples, fit),
+        disk_gib=disk_gib(config, family, architecture, demand, samples),
+        advice=tuple(advice(demand, fit, architecture)),
+    )
+
+
+def architecture_of(config: Config, families: Mapping[str, Family]) -> tuple[Family, Architecture]:
+    """The family's published model when only a family is named, else the folder's own or the built-in base's."""
+    if config.model.path is None and config.model.family is not None:
+        return families[config.model.family], public_architecture(config.model.family)
+    family, facts = read_model(config, families)
+    denoiser = read_config(model_folder(config), f"{family.denoiser_prefix}/config.json")
+    return family, Architecture(facts, denoiser)
+
+
+def make_demand(
+    resolved: Resolved,
+    family: Family,
+    architecture: Architecture,
+    limit_gib: float | None,
+    *,
+    world: int = 1,
+    precision: str | None = None,
+) -> Demand:
+    """The settings as a demand on a card. `precision` stands for `memory.base_precision` where the card changes it."""
+    config, facts = resolved.config, architecture.facts
+    first = precision or config.memory.base_precision
+    asked = from_user(resolved.origin["memory.base_precision"]) or limit_gib is None or first == "fp32"
+    return Demand(
+        gauge=gauge_of(family, architecture, config),
+        rank=config.lora.rank,
+        resolution=trained_resolution(config, facts),
+        downscale=facts.downscale,
+        pixel_step=facts.pixel_step,
+        samples=math.ceil(config.batch.effective / world),
+        max_micro=config.batch.max_micro,
+        checkpointing=config.memory.checkpointing,
+        precisions=(first,) if asked or first == "fp8" else (first, "fp8"),
+        optimizer=config.optim.name,
+        averaged=config.train.ema_decay is not None,
+        limit_gib=limit_gib,
+    )
+
+
+def gauge_of(family: Family, architecture: Architecture, config: Config) -> Gauge:
+    """From the stored ledger of a published model, else by tracing."""
+    targets = config.lora.targets
+    return stored_gauge(architecture, targets) or traced_gauge(family, architecture, targets, user_cache_folder())
+
+
+def planned_samples(config: Config) -> tuple[Sample, ...]:
+    """The samples that would be trained on, without decoding a picture; none when no data is named."""
+    if not config.data.sources:
+        return ()
+    manifest, _ = read_manifest(data_sources(config), allow_missing_captions=True)
+    return split_held_out(manifest.samples, config.data.held_out)[0]
+
+
+def planned_steps(config: Config, samples: tuple[Sample, ...], fit: Fit) -> int | None:
+    if samples:
+        return arithmetic(config, samples, fit.micro, 1).total
+    return config.train.max_steps
+
+
+def disk_gib(
+    config: Config, family: Family, architecture: Architecture, demand: Demand, samples: tuple[Sample, ...]
+) -> float:
+    """Caches, checkpoints (one more than are kept, while it is written) and both LoRA files."""
+    latents = 2 * architecture.facts.latent_channels * demand.area
+    texts = sum(math.prod(shape) for shape in family.cond_shapes(architecture.denoiser).values())
+    cached = CACHED_BYTES * (len(samples) * latents + len({sample.caption for sample in samples}) * texts)
+    shapes = demand.gauge.shapes(demand.rank)
+    trained = sum(map(math.prod, shapes))
+    checkpoint = 4 * trained * (2 if demand.averaged else 1) + optimizer_state_bytes(demand.optimizer, shapes)
+    return (cached + (config.checkpoint.keep_last + 1) * checkpoint + LORA_FILES * LORA_BYTES * trained) / GIB
+
+
+def advice(demand: Demand, fit: Fit, architecture: Architecture) -> list[str]:
+    """What would fit, where nothing does; else what would be gained, and by what."""
+    if not fit.fits:
+        return what_would_fit(demand)
+    found = []
+    if fit.checkpointed:
+        without = parts_of(demand, fit.micro, 0, fit.precision)
+        more = fit.parts.tflop / without.tflop - 1
+        found.append(
+            f"Checkpointing costs {more:.0%} more operations; without it the peak would be {without.peak:.1f} GiB."
+        )
+    if fit.precision != demand.precisions[0]:
+        wide = parts_of(demand, fit.micro, fit.blocks, demand.precisions[0])
+        found.append(f"{demand.precisions[0]} weights need {wide.peak:.1f} GiB with all blocks checkpointed.")
+    light = replace(demand, optimizer="adamw8bit")
+    freed = fit.parts.peak - parts_of(light, fit.micro, fit.checkpointed, fit.precision).peak
+    if freed > WORTH_FREEING_GIB:
+        found.append(f"optim.name=adamw8bit would free {freed:.1f} GiB.")
+    native = architecture.facts.resolution
+    if demand.limit_gib is not None and demand.resolution < native:
+        whole = choose_fit(replace(demand, resolution=native))
+        verdict = (
+            f"fits too, at {whole.parts.peak:.1f} GiB with {whole.precision} weights and {whole.checkpointed} of "
+            f"{whole.blocks} blocks checkpointed: --set data.resolution={native}"
+            if whole.fits
+            else f"does not fit: it needs {whole.parts.peak:.1f} GiB"
+        )
+        found.append(f"The model's own {native} px {verdict}.")
+    return found

@@ -1,0 +1,84 @@
+"""The memory of a model without a stored ledger: traced when first asked for, and remembered in the cache folder.
+
+Torch is loaded only when something is not known yet.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from contextlib import suppress
+from dataclasses import asdict
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from lora_trainer import __version__
+from lora_trainer.core.io import read_json, write_json
+from lora_trainer.models.family import Architecture, Family
+from lora_trainer.models.ledger import Footprint, Gauge, Sizes
+
+if TYPE_CHECKING:
+    from lora_trainer.training.trace import Subject
+
+
+def traced_gauge(family: Family, architecture: Architecture, targets: str | tuple[str, ...], folder: Path) -> Gauge:
+    """A gauge that traces on the meta device and remembers what it found below `folder`.
+
+    Raises UsageError for targets that match nothing.
+    """
+    path = folder / "plans" / f"{_key(family, architecture, targets)}.json"
+    known = _read(path)
+
+    def remembered(name: str, make: Any) -> Any:
+        if name not in known:
+            known[name] = make()
+            with suppress(OSError):  # a plan that cannot be remembered is made again
+                write_json(path, known)
+        return known[name]
+
+    @cache
+    def subject(rank: int, precision: str) -> Subject:
+        import torch
+
+        from lora_trainer.training.trace import make_subject
+
+        dtype = torch.float32 if precision == "fp32" else torch.bfloat16
+        return make_subject(family, architecture, rank=rank, targets=targets, dtype=dtype, fp8=precision == "fp8")
+
+    def shapes(rank: int) -> list[tuple[int, ...]]:
+        found = remembered(f"shapes {rank}", lambda: [list(shape) for shape in subject(rank, "bf16").shapes])
+        return [tuple(shape) for shape in found]
+
+    def footprint(sizes: Sizes, precision: str) -> Footprint:
+        def measure() -> dict[str, int]:
+            return asdict(traced_footprint(subject(sizes.rank, precision), sizes))
+
+        kept = "bf16" if precision == "fp16" else precision
+        return Footprint(**remembered(f"{kept} {sizes}", measure))
+
+    blocks = remembered("blocks", lambda: subject(1, "bf16").blocks)
+    return Gauge("traced on this model", blocks, shapes, footprint)
+
+
+def traced_footprint(subject: Subject, sizes: Sizes) -> Footprint:
+    """The peak by one trace; gradients that exist at the peak count as activations."""
+    from lora_trainer.training.trace import trace
+
+    side = math.isqrt(sizes.area)
+    found = trace(subject, micro=sizes.micro, height=side, width=side, checkpointed=sizes.checkpointed)
+    return Footprint(found.weights, found.copies, 0, found.peak, sum(found.flops))
+
+
+def _key(family: Family, architecture: Architecture, targets: str | tuple[str, ...]) -> str:
+    parts = [__version__, family.name, dict(architecture.denoiser), targets]
+    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode("utf-8")).hexdigest()[:32]
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        found = read_json(path)
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
