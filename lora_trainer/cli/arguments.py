@@ -157,6 +157,11 @@ def _asks_auto(asked: Sequence[str]) -> bool:
     return any(name.strip() == AUTO for part in asked for name in part.split(","))
 
 
+def card_if_auto(arguments: argparse.Namespace) -> float | None:
+    """The card's memory, when `--preset auto` asks for the card that is there."""
+    return _card_memory_gib() if _asks_auto(arguments.preset) else None
+
+
 def _card_memory_gib() -> float | None:
     from lora_trainer.core.hardware import cuda_memory_gib
 

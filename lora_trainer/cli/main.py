@@ -23,6 +23,7 @@ from lora_trainer.cli.arguments import (
     add_debug_argument,
     add_run_arguments,
     add_settings_arguments,
+    card_if_auto,
     resolved_from,
     say,
     unknown_arguments,
@@ -240,6 +241,23 @@ def _cache(arguments: argparse.Namespace, unknown: list[Problem]) -> int:
     raise UsageError(Problem(f"Unknown action {arguments.action}.", nearest(arguments.action, ["status", "clean"])))
 
 
+def _add_plan_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--json", action="store_true", help="one JSON document on stdout")
+    parser.add_argument("--all", action="store_true", help="every tier, goal and family as a Markdown table")
+    add_run_arguments(parser)
+
+
+def _plan(arguments: argparse.Namespace, unknown: list[Problem]) -> int:
+    resolved = resolved_from(arguments, unknown)
+    if resolved.config.model.path is None and resolved.config.model.family is not None:  # not of the built-in base
+        resolved = resolved_from(arguments, unknown, builtin_if_none=False)
+    from lora_trainer.cli.plan import all_command, plan_command
+
+    if arguments.all:
+        return all_command()
+    return plan_command(resolved, card_if_auto(arguments), as_json=arguments.json)
+
+
 def _add_validate_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("lora", metavar="LORA", help="the LoRA file, in either format")
     parser.add_argument("--model", dest="model.path", metavar="DIR", help="the base model; the built-in one without it")
@@ -365,6 +383,13 @@ COMMANDS = {
         _cache,
         "examples:\n  lora-trainer cache --data ./pictures --model ./my-sd15\n"
         "  lora-trainer cache status\n  lora-trainer cache clean --limit-gb 20\n",
+    ),
+    "plan": Command(
+        "predict memory, disk, steps and least time, without a GPU and without weights",
+        _add_plan_arguments,
+        _plan,
+        "examples:\n  lora-trainer plan --preset 12gb,quality --set model.family=sdxl\n"
+        "  lora-trainer plan --preset 8gb --model ./my-sd15 --data ./pictures --json\n",
     ),
     "validate": Command(
         "score a LoRA file: is it whole, has it learned, what did it break",

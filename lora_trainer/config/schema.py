@@ -11,7 +11,7 @@ from typing import Annotated, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 FamilyName = Literal["sd15", "sd2", "sdxl"]
-Precision = Literal["bf16", "fp16", "fp32"]
+Precision = Literal["bf16", "fp16", "fp32", "fp8"]
 OptimizerName = Literal["adamw", "adamw8bit", "paged_adamw8bit", "adafactor", "lion", "prodigy", "schedule_free"]
 ScheduleName = Literal["constant", "linear", "cosine", "restarts", "polynomial", "one_cycle"]
 LossName = Literal["squared", "huber"]
@@ -68,15 +68,22 @@ class LoraSection(Section):
 
 class BatchSection(Section):
     effective: Count = Field(1, description="samples in one optimizer step, over all processes")
-    max_micro: Count | None = Field(None, description="most samples in one forward pass; empty means at most 4")
+    max_micro: Count | None = Field(
+        None,
+        description="most samples in one forward pass; empty means as many as fit the card, on a processor at most 4",
+    )
 
 
 class MemorySection(Section):
-    limit_gib: Positive | None = Field(None, description="GPU memory that the run may use")
+    limit_gib: Positive | None = Field(None, description="memory of the card, GPU memory that the run must fit")
     checkpointing: Literal["none", "all", "auto"] | CountOrZero = Field(
-        "auto", description="gradient checkpointing: `none`, `all`, a number of blocks, or `auto`"
+        "auto",
+        description="gradient checkpointing: `none`, `all`, a number of blocks, or `auto`, as few as fit the card",
     )
-    base_precision: Precision = Field("bf16", description="precision of the frozen base and of the forward pass")
+    base_precision: Precision = Field(
+        "bf16",
+        description="precision of the frozen base and of the forward pass; `fp8` stores in 8 bits, computes in bf16",
+    )
     attention: AttentionName = Field("auto", description="attention implementation; `auto` probes and explains")
 
 

@@ -21,7 +21,7 @@ from lora_trainer.data.steps import Ref, plan_steps, split_micros
 from lora_trainer.diffusion.process import Process, scaled_linear_alphas
 from lora_trainer.models import FAMILIES
 from lora_trainer.models.family import Architecture, Family, public_architecture
-from lora_trainer.production.choices import asked_by_user, cap_memory, card_gib, choose
+from lora_trainer.production.choices import asked_by_user, cap_memory, choose
 from lora_trainer.production.inputs import read_inputs, trained_resolution
 from lora_trainer.production.order import Order
 from lora_trainer.production.session import Prepared, open_session, prepare
@@ -88,16 +88,17 @@ def public_subject(resolved: Resolved, family: Family, *, tiny: bool) -> Subject
     if tiny:
         architecture = thinned(architecture)
     processes = join_processes()
-    choices = choose(resolved, processes.device, 1)
+    choices = choose(resolved, family, architecture, processes.device, 1)
     cap_memory(config, processes.device)
     built = build_learner(
         config,
         with_random_weights(family, architecture),
         architecture.facts,
         dtype=choices.dtype,
+        fp8=choices.fp8,
         device=choices.device,
         reduce=None,
-        card_gib=card_gib(config),
+        checkpointing=choices.checkpointing,
         attention_asked=asked_by_user(resolved, "memory.attention"),
     )
     learner = built.learner

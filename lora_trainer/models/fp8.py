@@ -7,11 +7,12 @@ keeps the 8-bit weight, and it is widened a second time in the backward pass.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.nn.grad import conv2d_input
 
 STORAGE = torch.float8_e4m3fn
 LARGEST = torch.finfo(STORAGE).max
@@ -42,7 +43,7 @@ class _Convolution(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None, layer: nn.Conv2d) -> Tensor:
         ctx.save_for_backward(weight, scale)
         ctx.shape, ctx.layer = x.shape, layer
-        return layer._conv_forward(x, _wide(weight, scale, x.dtype), bias)
+        return cast("Tensor", layer._conv_forward(x, _wide(weight, scale, x.dtype), bias))
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
@@ -50,9 +51,7 @@ class _Convolution(torch.autograd.Function):
         weight, scale = ctx.saved_tensors
         layer: nn.Conv2d = ctx.layer
         wide = _wide(weight, scale, gradient.dtype)
-        back = torch.nn.grad.conv2d_input(
-            ctx.shape, wide, gradient, layer.stride, layer.padding, layer.dilation, layer.groups
-        )
+        back = conv2d_input(ctx.shape, wide, gradient, layer.stride, layer.padding, layer.dilation, layer.groups)
         return back, None, None, None, None
 
 
@@ -60,7 +59,7 @@ class Linear8(nn.Linear):
     """A frozen linear layer whose weight is stored in 8 bits."""
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002  torch's own name
-        result: Tensor = _Linear.apply(input, self.weight, self.get_buffer(SCALE), self.bias)
+        result: Tensor = _Linear.apply(input, self.weight, self.get_buffer(SCALE), self.bias)  # type: ignore[no-untyped-call]
         return result
 
 
@@ -68,7 +67,7 @@ class Conv2d8(nn.Conv2d):
     """A frozen convolution whose weight is stored in 8 bits."""
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002  torch's own name
-        result: Tensor = _Convolution.apply(input, self.weight, self.get_buffer(SCALE), self.bias, self)
+        result: Tensor = _Convolution.apply(input, self.weight, self.get_buffer(SCALE), self.bias, self)  # type: ignore[no-untyped-call]
         return result
 
 

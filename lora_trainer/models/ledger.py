@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
-from typing import Any
+from typing import Any, Literal
 
 from lora_trainer.models.family import Architecture
 
@@ -144,6 +144,13 @@ def is_published(architecture: Architecture) -> bool:
         if key not in UNIMPORTANT and json.loads(json.dumps(value)) != published.get(key, value or None)
     ]
     return not lacking and not different
+
+
+def count_of(setting: Literal["none", "all", "auto"] | int, blocks: int) -> int:
+    """How many of the blocks a setting means; `auto`, where nothing was planned, means none."""
+    if isinstance(setting, int):
+        return min(setting, blocks)
+    return blocks if setting == "all" else 0
 
 
 def stored_gauge(architecture: Architecture, targets: str | tuple[str, ...]) -> Gauge | None:

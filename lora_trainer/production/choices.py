@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 
@@ -10,11 +11,15 @@ from lora_trainer.config.contradictions import from_user
 from lora_trainer.config.layers import Resolved
 from lora_trainer.config.schema import Config
 from lora_trainer.core.hardware import cpu_supports_bf16, cuda_memory_gib
+from lora_trainer.models.family import Architecture, Family
+from lora_trainer.production.memory import LARGEST_SHARE, Demand, choose_fit, refuse_what_does_not_fit
+from lora_trainer.production.plan import make_demand
 
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-LARGEST_GUESSED_MICRO = 4
+# What is computed in; weights in fp8 are widened for it.
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp8": torch.bfloat16}
+LARGEST_MICRO_ON_A_PROCESSOR = 4  # more gains nothing there
 ENCODER_DTYPE = torch.float32  # encoders run once and their output is kept: exactness matters more than speed
-LARGEST_SHARE = 0.9  # of the card, so that the driver and other programs never make it spill
+OUTSIDE_GIB = 0.6  # of a card, that CUDA takes outside of torch's allocator
 
 
 @dataclass(frozen=True)
@@ -35,23 +40,52 @@ class Choices:
     precision: Choice
     micro: int
     micro_reason: str
+    checkpointing: Literal["none", "all", "auto"] | int
+    checkpointing_reason: str
+    predicted: str | None = None  # the peak, on a card
+
+    @property
+    def fp8(self) -> bool:
+        """Whether frozen weights are stored in 8 bits."""
+        return self.precision.value == "fp8"
 
     @property
     def lines(self) -> tuple[str, ...]:
         return (
+            *([self.predicted] if self.predicted else []),
             f"precision {self.precision.value}: {self.precision.reason}",
             f"micro batch {self.micro}: {self.micro_reason}",
         )
 
 
-def choose(resolved: Resolved, device: torch.device, world: int) -> Choices:
-    """Decide for a device. Never refuses: what a card cannot do falls back and says so."""
+def choose(resolved: Resolved, family: Family, architecture: Architecture, device: torch.device, world: int) -> Choices:
+    """Decide for a device: on a card what the plan says, on a processor what was asked.
+
+    Raises UsageError, with settings that would fit, when nothing that was left open makes the run fit the card.
+    """
     config = resolved.config
     asked = asked_by_user(resolved, "memory.base_precision")
     precision = choose_precision(config.memory.base_precision, device, asked=asked)
-    dtype = DTYPES[precision.value]
-    micro, reason = choose_micro(config, world)
-    return Choices(device, dtype, ENCODER_DTYPE, precision, micro, reason)
+    if device.type != "cuda":
+        micro, reason = choose_micro(config, world)
+        checkpointing = "none" if config.memory.checkpointing == "auto" else config.memory.checkpointing
+        why = "asked for" if checkpointing == config.memory.checkpointing else "no GPU: memory is not short"
+        return Choices(device, DTYPES[precision.value], ENCODER_DTYPE, precision, micro, reason, checkpointing, why)
+    demand = make_demand(resolved, family, architecture, card_gib(config), world=world, precision=precision.value)
+    return planned_choices(demand, precision, device)
+
+
+def planned_choices(demand: Demand, precision: Choice, device: torch.device) -> Choices:
+    """The choices of the plan for a card. Raises UsageError when nothing fits."""
+    fit = choose_fit(demand)
+    refuse_what_does_not_fit(demand, fit)
+    dtype = DTYPES["fp16" if demand.precisions[0] == "fp16" else fit.precision]
+    if fit.precision != precision.value:
+        precision = Choice(fit.precision, fit.reasons[2])
+    predicted = f"predicted peak {fit.parts.peak:.1f} GiB" + (f" of {demand.limit_gib:.1f}" if demand.limit_gib else "")
+    return Choices(
+        device, dtype, ENCODER_DTYPE, precision, fit.micro, fit.reasons[0], fit.checkpointed, fit.reasons[1], predicted
+    )
 
 
 def asked_by_user(resolved: Resolved, name: str) -> bool:
@@ -68,19 +102,19 @@ def choose_precision(wanted: str, device: torch.device, *, asked: bool) -> Choic
         return Choice(
             "fp32", f"{wanted} is for GPUs; on a processor (which {units} bf16 units) fp32 is the safe choice"
         )
-    if wanted == "bf16" and not torch.cuda.is_bf16_supported(including_emulation=False):
+    if wanted in ("bf16", "fp8") and not torch.cuda.is_bf16_supported(including_emulation=False):
         return Choice("fp16", "this card has no bf16 units; with a loss scaler")
     return Choice(wanted, "asked for" if asked else "the preset's")
 
 
 def choose_micro(config: Config, world: int) -> tuple[int, str]:
-    """Samples per forward pass. A rule of thumb until memory is predicted from the model itself."""
+    """Samples per forward pass on a processor."""
     per_process = -(-config.batch.effective // world)
     if config.batch.max_micro is not None:
         return min(config.batch.max_micro, per_process), "batch.max_micro"
-    if per_process <= LARGEST_GUESSED_MICRO:
+    if per_process <= LARGEST_MICRO_ON_A_PROCESSOR:
         return per_process, "the whole step at once"
-    return LARGEST_GUESSED_MICRO, "rule of thumb; set batch.max_micro to change it"
+    return LARGEST_MICRO_ON_A_PROCESSOR, "more gains nothing on a processor; batch.max_micro changes it"
 
 
 def cap_memory(config: Config, device: torch.device) -> None:
@@ -88,7 +122,8 @@ def cap_memory(config: Config, device: torch.device) -> None:
     card = cuda_memory_gib()
     if device.type == "cuda" and card is not None:
         limit = config.memory.limit_gib or card
-        torch.cuda.set_per_process_memory_fraction(min(LARGEST_SHARE, limit / card), device)
+        share = min(LARGEST_SHARE, max(limit - OUTSIDE_GIB, 0.0) / card)
+        torch.cuda.set_per_process_memory_fraction(share, device)
 
 
 def card_gib(config: Config) -> float | None:

@@ -6,7 +6,7 @@ from lora_trainer.config.layers import DEFAULT, flattened
 from lora_trainer.config.toml import shown
 from lora_trainer.production.caching import cache_folder, plan_caches
 from lora_trainer.production.choices import choose
-from lora_trainer.production.inputs import Inputs, arithmetic
+from lora_trainer.production.inputs import Inputs, arithmetic, own_architecture
 from lora_trainer.production.order import Order
 from lora_trainer.training.processes import join_processes
 
@@ -17,7 +17,7 @@ def show_plan(order: Order, inputs: Inputs) -> None:
     """Samples, buckets, the arithmetic of the steps, three captions, the caches, and every setting's origin."""
     resolved, config, console = order.resolved, order.config, order.console
     processes = join_processes()
-    choices = choose(resolved, processes.device, processes.world)
+    choices = choose(resolved, inputs.family, own_architecture(inputs), processes.device, processes.world)
     steps = arithmetic(config, inputs.train, choices.micro, processes.world)
     held_out = f", {len(inputs.held_out)} held out for validation" if inputs.held_out else ", none held out"
     console.print(f"model: {inputs.facts.path} ({inputs.family.name}, {inputs.resolution} px)")

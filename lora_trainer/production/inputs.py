@@ -17,8 +17,8 @@ from lora_trainer.data.sample import Manifest, Sample
 from lora_trainer.data.split import split_held_out
 from lora_trainer.data.steps import Lengths, StepArithmetic, step_arithmetic
 from lora_trainer.models import FAMILIES
-from lora_trainer.models.family import Family, ModelFacts
-from lora_trainer.models.folder import detect_family
+from lora_trainer.models.family import Architecture, Family, ModelFacts
+from lora_trainer.models.folder import detect_family, read_config
 
 
 @dataclass(frozen=True)
@@ -64,6 +64,16 @@ def read_model(config: Config, families: Mapping[str, Family] = FAMILIES) -> tup
     folder = model_folder(config)
     family = families[config.model.family or detect_family(folder)]
     return family, family.describe(folder)
+
+
+def own_architecture(inputs: Inputs) -> Architecture:
+    """The architecture of a run's model, from its folder."""
+    return read_architecture(inputs.family, inputs.facts)
+
+
+def read_architecture(family: Family, facts: ModelFacts) -> Architecture:
+    """The architecture of the model in `facts.path`. Raises UsageError when its config cannot be read."""
+    return Architecture(facts, read_config(facts.path, f"{family.denoiser_prefix}/config.json"))
 
 
 def trained_resolution(config: Config, facts: ModelFacts) -> int:

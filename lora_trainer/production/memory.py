@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from lora_trainer.core.errors import Problem, UsageError
-from lora_trainer.models.ledger import Gauge, Sizes
+from lora_trainer.models.ledger import Gauge, Sizes, count_of
 from lora_trainer.optim.state_size import optimizer_state_bytes
 
 GIB = 2**30
@@ -95,8 +95,14 @@ def parts_of(demand: Demand, micro: int, checkpointed: int, precision: str) -> P
         adapter, activations = own + masters, 0
     overhead = CONTEXT_GIB * GIB + FRAGMENTATION * (adapter + state + activations)
     flops = found.flops * demand.samples / micro
-    in_gib = (size / GIB for size in (found.weights, adapter, state, activations, overhead))
-    return Parts(*in_gib, tflop=flops / 1e12)
+    return Parts(
+        weights=found.weights / GIB,
+        adapter=adapter / GIB,
+        optimizer=state / GIB,
+        activations=activations / GIB,
+        overhead=overhead / GIB,
+        tflop=flops / 1e12,
+    )
 
 
 def accumulation_of(demand: Demand, micro: int) -> int:
@@ -130,11 +136,8 @@ def ways(demand: Demand) -> Iterator[Fit]:
 
 def _micro_batches(demand: Demand, most: int, precision: str) -> Iterator[Fit]:
     """Micro batches from the largest down, checkpointed as asked. Sizes that need as many passes are left out."""
-    blocks = demand.gauge.blocks
-    asked = {"none": 0, "auto": 0, "all": blocks}
-    setting = demand.checkpointing
-    checkpointed = min(setting, blocks) if isinstance(setting, int) else asked[setting]
-    why = "asked for" if setting != "auto" else "not needed"
+    checkpointed = count_of(demand.checkpointing, demand.gauge.blocks)
+    why = "asked for" if demand.checkpointing != "auto" else "not needed"
     passes = 0
     for largest in range(most, 0, -1):
         if math.ceil(demand.samples / largest) == passes:

@@ -16,10 +16,9 @@ from lora_trainer.data.sample import Sample
 from lora_trainer.data.split import split_held_out
 from lora_trainer.models import FAMILIES
 from lora_trainer.models.family import Architecture, Family, public_architecture
-from lora_trainer.models.folder import read_config
 from lora_trainer.models.ledger import Gauge, stored_gauge
 from lora_trainer.optim.state_size import optimizer_state_bytes
-from lora_trainer.production.inputs import arithmetic, data_sources, model_folder, read_model, trained_resolution
+from lora_trainer.production.inputs import arithmetic, data_sources, read_architecture, read_model, trained_resolution
 from lora_trainer.production.memory import GIB, Demand, Fit, choose_fit, parts_of, what_would_fit
 from lora_trainer.training.gauge import traced_gauge
 
@@ -98,8 +97,7 @@ def architecture_of(config: Config, families: Mapping[str, Family]) -> tuple[Fam
     if config.model.path is None and config.model.family is not None:
         return families[config.model.family], public_architecture(config.model.family)
     family, facts = read_model(config, families)
-    denoiser = read_config(model_folder(config), f"{family.denoiser_prefix}/config.json")
-    return family, Architecture(facts, denoiser)
+    return family, read_architecture(family, facts)
 
 
 def make_demand(

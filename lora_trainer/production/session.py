@@ -19,8 +19,8 @@ from lora_trainer.evaluation.held_out import EncodedSample, held_out_losses
 from lora_trainer.models.folder import weights_file
 from lora_trainer.monitor.progress import Progress
 from lora_trainer.production.caching import CachePlans, cached_data, fill_caches, plan_caches, validation_samples
-from lora_trainer.production.choices import Choices, asked_by_user, cap_memory, card_gib, choose
-from lora_trainer.production.inputs import Inputs, arithmetic
+from lora_trainer.production.choices import Choices, asked_by_user, cap_memory, choose
+from lora_trainer.production.inputs import Inputs, arithmetic, own_architecture
 from lora_trainer.production.order import Order
 from lora_trainer.production.release import draw_while_training
 from lora_trainer.training.build import Built, build_learner
@@ -85,7 +85,7 @@ class Prepared:
 def open_session(order: Order, inputs: Inputs) -> Session:
     """Join the processes and choose for the hardware; nothing heavy yet."""
     processes = join_processes()
-    choices = choose(order.resolved, processes.device, processes.world)
+    choices = choose(order.resolved, inputs.family, own_architecture(inputs), processes.device, processes.world)
     steps = arithmetic(order.config, inputs.train, choices.micro, processes.world)
     cap_memory(order.config, processes.device)
     return Session(order, inputs, processes, choices, steps)
@@ -132,9 +132,10 @@ def build(session: Session) -> Built:
         session.inputs.family,
         session.inputs.facts,
         dtype=session.choices.dtype,
+        fp8=session.choices.fp8,
         device=session.choices.device,
         reduce=session.processes.reduce,
-        card_gib=card_gib(session.config),
+        checkpointing=session.choices.checkpointing,
         attention_asked=asked_by_user(session.order.resolved, "memory.attention"),
     )
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -15,8 +16,10 @@ from lora_trainer.diffusion.process import Process, zero_terminal_alphas
 from lora_trainer.export.weights import shapes_of
 from lora_trainer.models.attention import choose_attention, head_sizes, install_attention
 from lora_trainer.models.family import Family, ModelFacts
+from lora_trainer.models.fp8 import store_in_fp8
+from lora_trainer.models.ledger import count_of
 from lora_trainer.models.lora import inject_lora, target_modules
-from lora_trainer.models.memory import blocks_to_checkpoint, checkpoint_blocks, checkpointable_blocks
+from lora_trainer.models.memory import checkpoint_blocks, checkpointable_blocks
 from lora_trainer.optim.clipping import make_clip
 from lora_trainer.optim.optimizers import make_optimizer
 from lora_trainer.training.adapter import make_adapter
@@ -40,17 +43,19 @@ def build_learner(
     facts: ModelFacts,
     *,
     dtype: torch.dtype,
+    fp8: bool,
     device: torch.device,
     reduce: Callable[[Tensor], Tensor] | None,
-    card_gib: float | None,
+    checkpointing: Literal["none", "all", "auto"] | int,
     attention_asked: bool,
 ) -> Built:
     """Load the denoiser frozen, put the LoRA on it and make its optimizer.
 
+    With `fp8` the frozen weights are stored in 8 bits before they reach the device.
     Raises UsageError for targets that match nothing, an attention that was asked for and
     does not work, or an optimizer that is not installed.
     """
-    denoiser = family.load_denoiser(facts.path, dtype, device)
+    denoiser = family.load_denoiser(facts.path, dtype, torch.device("cpu") if fp8 else device)
     shapes = shapes_of({family.denoiser_prefix: denoiser})
     names = target_modules(denoiser, family, config.lora.targets)
     attention = choose_attention(
@@ -58,9 +63,11 @@ def build_learner(
     )
     install_attention(denoiser, attention.name)
     parameters = put_lora_on(denoiser, names, config)
+    if fp8:
+        store_in_fp8(denoiser)
     denoiser.to(device).train()
     blocks = len(checkpointable_blocks(denoiser))
-    checkpointed, reason = blocks_to_checkpoint(config.memory.checkpointing, blocks, card_gib)
+    checkpointed = count_of(checkpointing, blocks)
     checkpoint_blocks(denoiser, checkpointed)
     adapter = make_adapter(parameters, dtype)
     optimizer = make_optimizer(adapter.masters, config.optim)
@@ -85,7 +92,7 @@ def build_learner(
     notes = (
         f"LoRA rank {config.lora.rank} on {len(names)} modules: {adapter.size:,} trained parameters",
         f"attention {attention.name}: {attention.reason}",
-        f"gradient checkpointing {checkpointed} of {blocks} blocks: {reason}",
+        f"gradient checkpointing {checkpointed} of {blocks} blocks",
     )
     return Built(learner, shapes, attention.name, notes)
 

@@ -140,7 +140,7 @@ class Account(TorchDispatchMode):
     """Follows every storage that appears while it is entered, and counts operations."""
 
     def __init__(self, kind: Callable[[int], int], kinds: int) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.kind = kind
         self.live, self.flops = [0] * kinds, [0] * kinds
         self.line: list[tuple[int, ...]] = []

@@ -17,8 +17,9 @@ from lora_trainer.models import FAMILIES, attention
 from lora_trainer.models.attention import choose_attention, head_sizes, install_attention
 from lora_trainer.models.family import public_architecture
 from lora_trainer.models.folder import detect_family
+from lora_trainer.models.ledger import count_of
 from lora_trainer.models.lora import inject_lora, target_modules
-from lora_trainer.models.memory import blocks_to_checkpoint, checkpoint_blocks, checkpointable_blocks
+from lora_trainer.models.memory import checkpoint_blocks, checkpointable_blocks
 from tests.export.tiny import tiny_pipeline
 
 CPU = torch.device("cpu")
@@ -293,12 +294,7 @@ def test_checkpointing_counts_blocks_and_leaves_the_prediction(model):
     for count in (0, 2, len(blocks)):
         checkpoint_blocks(unet, count)
         assert sum(bool(block.gradient_checkpointing) for block in blocks) == count
-    assert blocks_to_checkpoint("none", 7, 6.0)[0] == 0
-    assert blocks_to_checkpoint("all", 7, None)[0] == 7
-    assert blocks_to_checkpoint(99, 7, None)[0] == 7
-    assert blocks_to_checkpoint("auto", 7, 8.0)[0] == 7
-    assert blocks_to_checkpoint("auto", 7, 24.0)[0] == 0
-    assert blocks_to_checkpoint("auto", 7, None)[0] == 0
+    assert [count_of(setting, 7) for setting in ("none", "auto", "all", 3, 99)] == [0, 0, 7, 3, 7]
 
 
 @pytest.mark.parametrize("name", FAMILIES)
