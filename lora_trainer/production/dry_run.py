@@ -5,16 +5,18 @@ from __future__ import annotations
 from lora_trainer.config.layers import DEFAULT, flattened
 from lora_trainer.config.toml import shown
 from lora_trainer.production.caching import cache_folder, plan_caches
-from lora_trainer.production.choices import choose
+from lora_trainer.production.choices import card_gib, choose
 from lora_trainer.production.inputs import Inputs, arithmetic, own_architecture
 from lora_trainer.production.order import Order
+from lora_trainer.production.plan import make_plan
+from lora_trainer.production.plan_view import show_plan as show_memory
 from lora_trainer.training.processes import join_processes
 
 CAPTIONS_SHOWN = 3
 
 
 def show_plan(order: Order, inputs: Inputs) -> None:
-    """Samples, buckets, the arithmetic of the steps, three captions, the caches, and every setting's origin."""
+    """Samples, buckets, the arithmetic of the steps, three captions, the caches, the plan for memory, and every setting's origin."""
     resolved, config, console = order.resolved, order.config, order.console
     processes = join_processes()
     choices = choose(resolved, inputs.family, own_architecture(inputs), processes.device, processes.world)
@@ -33,6 +35,8 @@ def show_plan(order: Order, inputs: Inputs) -> None:
         console.print(f"  {line.replace('rebuilt', 'to build')}")
     for line in choices.lines:
         console.print(line)
+    console.print("memory, on a card:")
+    show_memory(make_plan(resolved, order.families, card_gib(config)), console)
     console.print(f"would write to {order.folder}")
     console.print("settings that are not defaults:")
     for name, value in flattened(config).items():

@@ -1,0 +1,92 @@
+"""The plan of a model of one's own, fp8 weights in a real run, and choices for a card without a card."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import replace
+
+import pytest
+import torch
+
+from lora_trainer.config.layers import Layer
+from lora_trainer.config.presets import preset_layers
+from lora_trainer.core.errors import UsageError
+from lora_trainer.models import FAMILIES
+from lora_trainer.models.family import public_architecture
+from lora_trainer.production.choices import Choice, planned_choices
+from lora_trainer.production.plan import architecture_of, make_demand
+from lora_trainer.production.settings import settle
+from tests.recipes.recipe import Bench, exported, losses, record
+
+CARD = torch.device("cuda")
+
+
+def test_a_model_of_ones_own_is_traced_once_and_remembered(bench: Bench, capsys, monkeypatch):
+    arguments = bench.arguments("planned", "--json", command="plan", memory__base_precision=None)
+    from lora_trainer.cli.main import main
+
+    assert main(arguments) == 0
+    first = json.loads(capsys.readouterr().out)
+    assert first["predicted_from"] == "traced on this model"
+    assert (first["steps"], first["resolution"]) == (6, 64)
+    assert first["peak_gib"] > first["activations_gib"] > 0.0
+
+    def refuse(*_: object, **__: object) -> None:
+        raise AssertionError("traced again")
+
+    monkeypatch.setattr("lora_trainer.training.trace.make_subject", refuse)
+    assert main(arguments) == 0
+    assert json.loads(capsys.readouterr().out) == first
+
+
+def test_a_dry_run_shows_the_memory(bench: Bench, capsys):
+    assert bench.run("dry", "--dry-run") == 0
+    shown = capsys.readouterr().out
+    assert all(part in shown for part in ("weights", "activations", "overhead", "micro batch"))
+
+
+def test_fp8_weights_train_resume_exactly_and_are_judged_on_the_base(bench: Bench):
+    settings = {"memory__base_precision": "fp8", "checkpoint__every_steps": 2, "memory__checkpointing": "all"}
+    assert bench.run("narrow", steps=4, **settings) == 0
+    straight = bench.folder("narrow")
+    document = record(straight)
+    assert "precision fp8: asked for" in document["choices"]
+    assert document["lora"]["parts"]["integrity"] == 1.0
+    before, numbers = exported(straight), losses(straight)
+    resumed = shutil.copytree(straight, bench.output / "narrow-again")
+    shutil.rmtree(resumed / "checkpoints" / "step-000004")
+    (resumed / "run.json").write_text('{"status": "stopped", "steps": 2}', encoding="utf-8")
+    assert bench.run("narrow-again", "--resume", steps=4, **settings) == 0
+    assert losses(resumed)[2:] == numbers[2:]
+    assert exported(resumed) == before
+
+
+def demand_on_a_card(limit: float, **memory: object):
+    values = {"model": {"family": "sdxl"}, "memory": {"limit_gib": limit, **memory}}
+    resolved = settle(preset_layers(["8gb"]).layers, [Layer("--set", values)], builtin_if_none=False)
+    family, architecture = architecture_of(resolved.config, FAMILIES)
+    assert architecture == public_architecture("sdxl")
+    return make_demand(resolved, family, architecture, limit, precision="bf16")
+
+
+@pytest.mark.parametrize(
+    ("limit", "precision", "dtype"), [(24.0, "bf16", torch.bfloat16), (5.0, "fp8", torch.bfloat16)]
+)
+def test_a_card_decides_precision_and_checkpointing(limit, precision, dtype):
+    found = planned_choices(demand_on_a_card(limit), Choice("bf16", "the preset's"), CARD)
+    assert (found.precision.value, found.dtype, found.fp8) == (precision, dtype, precision == "fp8")
+    assert f"of {limit:.1f}" in found.lines[0]
+    assert (found.checkpointing == 0) == (limit == 24.0)
+
+
+def test_a_card_without_bf16_computes_in_fp16_over_fp8_weights():
+    demand = demand_on_a_card(5.0)
+    half = Choice("fp16", "this card has no bf16 units; with a loss scaler")
+    found = planned_choices(replace(demand, precisions=("fp16", "fp8")), half, CARD)
+    assert (found.precision.value, found.dtype, found.fp8) == ("fp8", torch.float16, True)
+
+
+def test_a_card_refuses_what_was_set_and_does_not_fit():
+    with pytest.raises(UsageError, match=r"memory\.checkpointing=auto"):
+        planned_choices(demand_on_a_card(6.0, checkpointing="none"), Choice("bf16", "the preset's"), CARD)
