@@ -1,4 +1,4 @@
-"""The command `lora-trainer`: one function per command, and what errors look like.
+"""The command `lora-trainer`: one function per command.
 
 Commands import what they need when they run, so `--help`, `check` and `presets` stay
 free of torch.
@@ -7,11 +7,9 @@ free of torch.
 from __future__ import annotations
 
 import argparse
-import errno
 import io
 import os
 import sys
-import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,19 +21,20 @@ from lora_trainer.cli.arguments import (
     add_debug_argument,
     add_run_arguments,
     add_settings_arguments,
-    card_if_auto,
     resolved_from,
     say,
     unknown_arguments,
 )
 from lora_trainer.cli.batch import EXAMPLES as BATCH_EXAMPLES
 from lora_trainer.cli.batch import add_batch_arguments, batch_command
+from lora_trainer.cli.errors import report_error
+from lora_trainer.cli.plan import EXAMPLES as PLAN_EXAMPLES
+from lora_trainer.cli.plan import add_plan_arguments, plan_command
 from lora_trainer.config.layers import Resolved
-from lora_trainer.core.errors import DONE, TRAINING_FAILED, WRONG_USAGE, Problem, UsageError, UserError, nearest
+from lora_trainer.core.errors import DONE, WRONG_USAGE, Problem, UsageError, nearest
 from lora_trainer.core.launch import is_main_process
 from lora_trainer.core.quiet import quieten_libraries
 
-BUG = 1
 INTERRUPTED = 130
 BROKEN_PIPE = 1  # as rich has it
 
@@ -69,7 +68,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         say("stopped")
         return INTERRUPTED
     except Exception as error:  # noqa: BLE001  the last place where an error can be put into words
-        return _report(error, debug="--debug" in arguments)
+        return report_error(error, debug="--debug" in arguments)
 
 
 def _dispatch(arguments: list[str]) -> int:
@@ -120,39 +119,6 @@ def _overview() -> Parser:
     )
     parser.add_argument("--version", action="version", version=f"lora-trainer {__version__}")
     return parser
-
-
-def _report(error: Exception, *, debug: bool) -> int:
-    """Print what went wrong and what to do; the exit code."""
-    if debug:
-        traceback.print_exception(error)
-    if isinstance(error, UserError):
-        if is_main_process():
-            _print_problems(error.problems)
-        return error.exit_code
-    if type(error).__name__ == "OutOfMemoryError":  # torch's, which may not be loaded
-        fix = "Set batch.max_micro or data.resolution lower, memory.checkpointing=all or cache.batch=1; add --resume."
-        _print_problems([Problem(f"Out of memory: {str(error).splitlines()[0]}", fix)])
-        return TRAINING_FAILED
-    if isinstance(error, OSError) and error.errno == errno.ENOSPC:
-        _print_problems([Problem("The disk is full.", "Free some space, then go on with --resume.")])
-        return TRAINING_FAILED
-    if isinstance(error, OSError) and error.filename is not None:
-        _print_problems([Problem(f"{error.filename}: {error.strerror}.", "Check the path and its permissions.")])
-        return WRONG_USAGE
-    again = "" if debug else " Run it again with --debug to see where, and report that."
-    print(f"error: this is a bug, not your doing: {type(error).__name__}: {error}.{again}", file=sys.stderr)
-    return BUG
-
-
-def _print_problems(problems: Sequence[Problem]) -> None:
-    if len(problems) > 1:
-        print(f"error: {len(problems)} problems", file=sys.stderr)
-    for number, problem in enumerate(problems, start=1):
-        lead = "error: " if len(problems) == 1 else f"  {number}. "
-        print(f"{lead}{problem.message}", file=sys.stderr)
-        if problem.fix:
-            print(f"{' ' * len(lead)}{problem.fix}", file=sys.stderr)
 
 
 # Commands
@@ -239,23 +205,6 @@ def _cache(arguments: argparse.Namespace, unknown: list[Problem]) -> int:
     if arguments.action == "clean":
         return clean_command(folder, arguments.limit_gb)
     raise UsageError(Problem(f"Unknown action {arguments.action}.", nearest(arguments.action, ["status", "clean"])))
-
-
-def _add_plan_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--json", action="store_true", help="one JSON document on stdout")
-    parser.add_argument("--all", action="store_true", help="every tier, goal and family as a Markdown table")
-    add_run_arguments(parser)
-
-
-def _plan(arguments: argparse.Namespace, unknown: list[Problem]) -> int:
-    resolved = resolved_from(arguments, unknown)
-    if resolved.config.model.path is None and resolved.config.model.family is not None:  # not of the built-in base
-        resolved = resolved_from(arguments, unknown, builtin_if_none=False)
-    from lora_trainer.cli.plan import all_command, plan_command
-
-    if arguments.all:
-        return all_command()
-    return plan_command(resolved, card_if_auto(arguments), as_json=arguments.json)
 
 
 def _add_validate_arguments(parser: argparse.ArgumentParser) -> None:
@@ -386,10 +335,9 @@ COMMANDS = {
     ),
     "plan": Command(
         "predict memory, disk, steps and least time, without a GPU and without weights",
-        _add_plan_arguments,
-        _plan,
-        "examples:\n  lora-trainer plan --preset 12gb,quality --set model.family=sdxl\n"
-        "  lora-trainer plan --preset 8gb --model ./my-sd15 --data ./pictures --json\n",
+        add_plan_arguments,
+        plan_command,
+        PLAN_EXAMPLES,
     ),
     "validate": Command(
         "score a LoRA file: is it whole, has it learned, what did it break",

@@ -2,32 +2,48 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import sys
 
-from rich.console import Console
+from lora_trainer.cli.arguments import add_run_arguments, card_if_auto, resolved_from, say
+from lora_trainer.core.errors import DONE, WRONG_USAGE, Problem
 
-from lora_trainer.cli.arguments import say
-from lora_trainer.config.layers import Resolved
-from lora_trainer.core.errors import DONE, WRONG_USAGE
-from lora_trainer.production.plan import make_plan
-from lora_trainer.production.plan_table import plans_page
-from lora_trainer.production.plan_view import show_plan
+EXAMPLES = """examples:
+  lora-trainer plan --preset 12gb,quality --set model.family=sdxl
+  lora-trainer plan --preset 8gb --model ./my-sd15 --data ./pictures --json
+"""
 
 
-def plan_command(resolved: Resolved, card_gib: float | None, *, as_json: bool) -> int:
+def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
+    """What a run takes, and how to show it."""
+    parser.add_argument("--json", action="store_true", help="one JSON document on stdout")
+    parser.add_argument("--all", action="store_true", help="every tier, goal and family as a Markdown page")
+    add_run_arguments(parser)
+
+
+def plan_command(arguments: argparse.Namespace, unknown: list[Problem]) -> int:
     """Print the plan; exit code 2 when nothing fits, with what would fit among the advice."""
-    if resolved.config.model.path is None and resolved.config.model.family is None:
+    resolved = resolved_from(arguments, unknown)
+    model = resolved.config.model
+    if arguments.all:
+        from lora_trainer.production.plan_table import plans_page
+
+        sys.stdout.write(plans_page())
+        return DONE
+    if model.path is None and model.family is None:
         say("No --model: planning for the built-in base. --set model.family=NAME plans for a family's published model.")
-    plan = make_plan(resolved, card_gib=card_gib)
-    if as_json:
+    elif model.path is None:  # a published model has none of the built-in base's settings
+        resolved = resolved_from(arguments, builtin_if_none=False)
+    from lora_trainer.production.plan import make_plan
+
+    plan = make_plan(resolved, card_gib=card_if_auto(arguments))
+    if arguments.json:
         sys.stdout.write(json.dumps(plan.to_json(), indent=2) + "\n")
     else:
+        from rich.console import Console
+
+        from lora_trainer.production.plan_view import show_plan
+
         show_plan(plan, Console(highlight=False))
     return DONE if plan.fit.fits else WRONG_USAGE
-
-
-def all_command() -> int:
-    """The plan of every tier, goal and family as Markdown."""
-    sys.stdout.write(plans_page())
-    return DONE

@@ -1,0 +1,46 @@
+"""What errors look like: what happened and what to do, without a traceback for anything a user caused."""
+
+from __future__ import annotations
+
+import errno
+import sys
+import traceback
+from collections.abc import Sequence
+
+from lora_trainer.core.errors import TRAINING_FAILED, WRONG_USAGE, Problem, UserError
+from lora_trainer.core.launch import is_main_process
+
+BUG = 1
+
+
+def report_error(error: Exception, *, debug: bool) -> int:
+    """Print what went wrong and what to do; the exit code."""
+    if debug:
+        traceback.print_exception(error)
+    if isinstance(error, UserError):
+        if is_main_process():
+            _print_problems(error.problems)
+        return error.exit_code
+    if type(error).__name__ == "OutOfMemoryError":  # torch's, which may not be loaded
+        fix = "Set batch.max_micro or data.resolution lower, memory.checkpointing=all or cache.batch=1; add --resume."
+        _print_problems([Problem(f"Out of memory: {str(error).splitlines()[0]}", fix)])
+        return TRAINING_FAILED
+    if isinstance(error, OSError) and error.errno == errno.ENOSPC:
+        _print_problems([Problem("The disk is full.", "Free some space, then go on with --resume.")])
+        return TRAINING_FAILED
+    if isinstance(error, OSError) and error.filename is not None:
+        _print_problems([Problem(f"{error.filename}: {error.strerror}.", "Check the path and its permissions.")])
+        return WRONG_USAGE
+    again = "" if debug else " Run it again with --debug to see where, and report that."
+    print(f"error: this is a bug, not your doing: {type(error).__name__}: {error}.{again}", file=sys.stderr)
+    return BUG
+
+
+def _print_problems(problems: Sequence[Problem]) -> None:
+    if len(problems) > 1:
+        print(f"error: {len(problems)} problems", file=sys.stderr)
+    for number, problem in enumerate(problems, start=1):
+        lead = "error: " if len(problems) == 1 else f"  {number}. "
+        print(f"{lead}{problem.message}", file=sys.stderr)
+        if problem.fix:
+            print(f"{' ' * len(lead)}{problem.fix}", file=sys.stderr)
