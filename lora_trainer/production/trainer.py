@@ -19,7 +19,7 @@ from lora_trainer.core.hardware import cuda_memory_gib
 from lora_trainer.core.quiet import quieten_libraries
 from lora_trainer.data.check import DataReport
 from lora_trainer.monitor.progress import Watch, unwatched
-from lora_trainer.production.inputs import read_data, read_model
+from lora_trainer.production.inputs import read_architecture, read_data, read_model
 from lora_trainer.production.order import plain_console, run_folder
 from lora_trainer.production.run import RunResult, train
 from lora_trainer.production.settings import go_offline, settle
@@ -106,7 +106,9 @@ class ProductionTrainer:
         from lora_trainer.training.processes import join_processes
 
         processes = join_processes()
-        return choose(self._resolved, processes.device, processes.world).lines
+        family, facts = read_model(self.config)
+        architecture = read_architecture(family, facts)
+        return choose(self._resolved, family, architecture, processes.device, processes.world).lines
 
     def produce(self, *, resume: bool = False) -> RunResult:
         """The whole run with both gates.
