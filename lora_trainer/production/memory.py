@@ -10,6 +10,7 @@ import math
 from bisect import bisect_left
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from itertools import islice
 from typing import Literal
 
 from lora_trainer.core.errors import Problem, UsageError
@@ -153,8 +154,9 @@ def _few_blocks(demand: Demand, precision: str) -> Fit:
     """One sample at a time with as few checkpointed blocks as fit; all of them where none fits."""
     blocks = range(1, demand.gauge.blocks + 1)
     found = bisect_left(blocks, True, key=lambda count: fits(demand, parts_of(demand, 1, count, precision)))
-    count = blocks[min(found, len(blocks) - 1)] if blocks else 0
-    return _way(demand, 1, count, precision, "as few as fit, for one sample does not fit without")
+    if found == len(blocks):
+        return _way(demand, 1, demand.gauge.blocks, precision, "even all of them are too few")
+    return _way(demand, 1, blocks[found], precision, "as few as fit; one sample does not fit without")
 
 
 def _way(demand: Demand, micro: int, checkpointed: int, precision: str, why: str) -> Fit:
@@ -202,15 +204,13 @@ def shortage(demand: Demand, fit: Fit) -> str:
 
 def what_would_fit(demand: Demand) -> list[str]:
     """Sentences that name settings with which the demand fits, mildest first; what card would do, where none does."""
-    found = []
-    for assignment, changed in milder(demand):
-        if choose_fit(changed).fits:
-            found.append(f"memory suffices with --set {assignment}.")
-            if len(found) == 2:
-                break
+    fitting = (assignment for assignment, changed in milder(demand) if choose_fit(changed).fits)
+    found = list(islice(fitting, 1))
+    # A second way only where it is a single setting too.
+    found += [assignment for assignment in islice(fitting, 1) if found and " " not in found[0] + assignment]
     needed = choose_fit(replace(demand, precisions=tuple(dict.fromkeys((*demand.precisions, "fp8"))))).parts.peak
     card = math.ceil(needed / LARGEST_SHARE)
-    return [sentence[0].upper() + sentence[1:] for sentence in found] or [f"It would fit a card of {card} GiB."]
+    return [f"It would fit with --set {assignment}." for assignment in found] or [f"It would fit a card of {card} GiB."]
 
 
 def milder(demand: Demand) -> Iterator[tuple[str, Demand]]:

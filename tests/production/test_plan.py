@@ -1,0 +1,201 @@
+"""Plans: every preset is kept, what the user set is kept too, and a refusal names what would fit."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lora_trainer.cli.main import main
+from lora_trainer.config.layers import Layer
+from lora_trainer.config.presets import preset_layers
+from lora_trainer.config.toml import parse_assignment
+from lora_trainer.core.errors import UsageError
+from lora_trainer.models import FAMILIES
+from lora_trainer.production.memory import (
+    LARGEST_SHARE,
+    Demand,
+    choose_fit,
+    parts_of,
+    refuse_what_does_not_fit,
+    ways,
+)
+from lora_trainer.production.plan import Plan, make_plan
+from lora_trainer.production.plan_table import every_plan, plans_page
+from lora_trainer.production.settings import settle
+
+PARTS = ("weights_gib", "adapter_gib", "optimizer_gib", "activations_gib", "overhead_gib")
+ALL_COMBINATIONS = 6 * 3 * len(FAMILIES)
+
+
+def plan_for(*presets: str, family: str = "sdxl", **settings: object) -> Plan:
+    """A plan on a family's published model; settings are named with two underscores."""
+    values: dict[str, dict[str, object]] = {"model": {"family": family}}
+    for name, value in settings.items():
+        section, key = name.split("__")
+        values.setdefault(section, {})[key] = value
+    return make_plan(settle(preset_layers(presets).layers, [Layer("--set", values)], builtin_if_none=False))
+
+
+def test_every_preset_fits_every_family() -> None:
+    found = list(every_plan())
+    assert len(found) == ALL_COMBINATIONS
+    for family, tier, goal, plan in found:
+        limit = float(tier.removesuffix("gb"))
+        assert plan.demand.limit_gib == limit, (family, tier, goal)
+        assert plan.fit.fits, (family, tier, goal)
+        assert plan.fit.parts.peak <= LARGEST_SHARE * limit
+        assert plan.fit.micro * plan.fit.accumulation >= plan.demand.samples
+        assert (plan.demand.limit_gib - plan.fit.parts.peak) > 0
+
+
+def test_the_page_of_plans_is_up_to_date(checkout: Path) -> None:
+    current = (checkout / "docs" / "plans.md").read_text("utf-8")
+    assert current == plans_page(), "run: lora-trainer plan --all > docs/plans.md"
+
+
+def test_small_cards_get_less() -> None:
+    plans = [plan_for(tier, "speed", data__resolution=1024) for tier in ("6gb", "8gb", "12gb", "24gb")]
+    assert [plan.fit.fits for plan in plans] == [True] * 4
+    assert plans[0].fit.precision == "fp8"
+    assert [plan.fit.precision for plan in plans[1:]] == ["bf16"] * 3
+    assert plans[1].fit.checkpointed > 0 == plans[3].fit.checkpointed
+    assert plans[3].fit.micro >= plans[2].fit.micro
+
+
+def test_as_few_blocks_as_fit() -> None:
+    plan = plan_for("8gb", data__resolution=1024)
+    fit, demand = plan.fit, plan.demand
+    assert 0 < fit.checkpointed < fit.blocks
+    fewer = parts_of(demand, fit.micro, fit.checkpointed - 1, fit.precision)
+    assert fewer.peak > LARGEST_SHARE * 8.0 >= fit.parts.peak
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({"memory__checkpointing": "none"}, {"checkpointed": 0}),
+        ({"memory__checkpointing": "all"}, {"checkpointed": 18}),
+        ({"memory__checkpointing": 5}, {"checkpointed": 5}),
+        ({"batch__max_micro": 2}, {"micro": 2, "accumulation": 2}),
+        ({"memory__base_precision": "fp8"}, {"precision": "fp8"}),
+        ({"memory__base_precision": "fp32"}, {"precision": "fp32"}),
+    ],
+)
+def test_what_the_user_set_stands(settings: dict[str, object], expected: dict[str, object]) -> None:
+    fit = plan_for(family="sdxl", batch__effective=4, memory__limit_gib=80.0, **settings).fit
+    assert {name: getattr(fit, name) for name in expected} == expected
+    assert fit.fits
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"memory__checkpointing": "none"},
+        {"memory__base_precision": "bf16"},
+        {"memory__base_precision": "bf16", "memory__checkpointing": 0},
+        {"lora__rank": 4096},
+        {"data__resolution": 4096},
+        {"optim__name": "prodigy", "lora__rank": 512},
+    ],
+)
+def test_a_refusal_names_what_would_fit(settings: dict[str, object]) -> None:
+    plan = plan_for("6gb", **settings)
+    assert not plan.fit.fits
+    with pytest.raises(UsageError) as refused:
+        refuse_what_does_not_fit(plan.demand, plan.fit)
+    problem = refused.value.problems[0]
+    assert f"{plan.fit.parts.peak:.1f} GiB" in problem.message
+    assert "5.4" in problem.message, "what a card of 6 GiB has to use"
+    sentence = problem.fix.split(". ")[0].rstrip(".")
+    named = re.findall(r"--set (\S+)", sentence)
+    assert named, problem.fix
+    changed = dict(settings)
+    for text in named:
+        section, key, value = parse_assignment(text)  # type: ignore[misc]
+        changed[f"{section}__{key}"] = value
+    assert plan_for("6gb", **changed).fit.fits, problem.fix
+
+
+def test_a_card_that_is_too_small_for_anything_is_told_its_size() -> None:
+    plan = plan_for(memory__limit_gib=1.5, data__resolution=256)
+    assert not plan.fit.fits
+    assert re.search(r"card of \d+ GiB", plan.advice[0])
+
+
+@given(samples=st.integers(1, 40), limit=st.floats(5.0, 200.0), most=st.none() | st.integers(1, 50))
+def test_any_step_is_covered_and_within_its_limits(samples: int, limit: float, most: int | None) -> None:
+    demand = replace(SD15, samples=samples, limit_gib=limit, max_micro=most)
+    fit = choose_fit(demand)
+    assert 1 <= fit.micro <= min(samples, most or samples)
+    assert (fit.accumulation - 1) * fit.micro < samples <= fit.accumulation * fit.micro
+    assert fit.fits == (fit.parts.peak <= LARGEST_SHARE * limit)
+    assert fit.fits
+    earlier = next(way for way in ways(demand) if way.fits)
+    assert earlier == fit
+
+
+SD15: Demand = plan_for(family="sd15", memory__limit_gib=80.0).demand
+
+
+def test_parts_grow_with_what_they_hang_on() -> None:
+    base = parts_of(SD15, 1, 0, "bf16")
+    assert parts_of(replace(SD15, rank=64), 1, 0, "bf16").adapter > 3 * base.adapter
+    assert parts_of(replace(SD15, optimizer="prodigy"), 1, 0, "bf16").optimizer == pytest.approx(2 * base.optimizer)
+    averaged = parts_of(replace(SD15, averaged=True), 1, 0, "bf16")
+    assert averaged.optimizer == pytest.approx(1.5 * base.optimizer)
+    split = parts_of(replace(SD15, samples=4), 1, 0, "bf16")
+    assert split.adapter > base.adapter, "gradients of the micro batches before"
+    assert split.tflop == pytest.approx(4 * base.tflop)
+    assert parts_of(SD15, 4, 0, "bf16").activations == pytest.approx(4 * base.activations, rel=0.02)
+    assert parts_of(SD15, 1, 0, "fp32").weights == pytest.approx(2 * base.weights)
+
+
+def run_json(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, dict[str, object]]:
+    code = main(["plan", *arguments, "--json"])
+    return code, json.loads(capsys.readouterr().out)
+
+
+def test_json_has_the_fields_that_scripts_read(capsys: pytest.CaptureFixture[str]) -> None:
+    code, found = run_json(capsys, "--preset", "12gb,quality", "--set", "model.family=sdxl", "--max-steps", "300")
+    assert code == 0
+    assert found["peak_gib"] == pytest.approx(sum(found[part] for part in PARTS), abs=1e-3)  # type: ignore[misc]
+    expected = {"family": "sdxl", "resolution": 1024, "fits": True, "limit_gib": 12.0, "steps": 300}
+    assert {name: found[name] for name in expected} == expected
+    names = {"micro_batch", "accumulation", "checkpointing", "weight_precision", "train_tflop_per_step", "disk_gib"}
+    assert {*names, "advice"} <= set(found)
+    assert found["margin_gib"] > 1.2  # type: ignore[operator]
+
+
+def test_what_does_not_fit_ends_with_2_and_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ("--preset", "6gb", "--set", "model.family=sdxl", "--set", "memory.checkpointing=none")
+    code, found = run_json(capsys, *arguments)
+    assert (code, found["fits"], found["steps"]) == (2, False, None)
+    assert "--set" in str(found["advice"])
+    assert main(["plan", *arguments]) == 2
+    shown = capsys.readouterr().out
+    assert "does not fit" in shown
+    assert all(part in shown for part in ("weights", "adapter", "optimizer", "activations", "overhead", "margin"))
+
+
+def test_no_limit_without_a_tier(capsys: pytest.CaptureFixture[str]) -> None:
+    code, found = run_json(capsys, "--set", "model.family=sd15", "--set", "batch.effective=6")
+    assert (code, found["limit_gib"], found["fits"], found["micro_batch"]) == (0, None, True, 6)
+
+
+def test_a_published_model_is_planned_without_torch() -> None:
+    program = (
+        "import sys; from lora_trainer.cli.main import main;"
+        "code = main(['plan', '--preset', '8gb', '--set', 'model.family=sdxl', '--json']);"
+        "print(code, {'torch', 'diffusers'} & set(sys.modules), file=sys.stderr)"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stderr.strip() == "0 set()"
+    assert json.loads(done.stdout)["fits"]
