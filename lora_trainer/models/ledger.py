@@ -54,11 +54,13 @@ class Footprint:
 class Gauge:
     """How much memory the steps of one model take, with one choice of LoRA targets.
 
-    `shapes` gives the LoRA's tensors for a rank, `footprint` the peak for sizes and a precision of the base.
+    `shapes` gives the LoRA's tensors for a rank, `footprint` the peak for sizes and a precision of the base. `stride`
+    is by how many blocks to try more checkpointing: asking costs nothing of a ledger and seconds of a trace.
     """
 
     source: str
     blocks: int
+    stride: int
     shapes: Callable[[int], Sequence[tuple[int, ...]]]
     footprint: Callable[[Sizes, str], Footprint]
 
@@ -167,7 +169,7 @@ def stored_gauge(architecture: Architecture, targets: str | tuple[str, ...]) -> 
             return in_fp32(half.footprint(sizes))
         return (fp8 if precision == "fp8" else half).footprint(sizes)
 
-    return Gauge(f"ledger of the published {family}", half.blocks, half.shapes, footprint)
+    return Gauge(f"ledger of the published {family}", half.blocks, 1, half.shapes, footprint)
 
 
 def in_fp32(half: Footprint) -> Footprint:

@@ -152,10 +152,11 @@ def _micro_batches(demand: Demand, most: int, precision: str) -> Iterator[Fit]:
 
 def _few_blocks(demand: Demand, precision: str) -> Fit:
     """One sample at a time with as few checkpointed blocks as fit; all of them where none fits."""
-    blocks = range(1, demand.gauge.blocks + 1)
+    most, stride = demand.gauge.blocks, demand.gauge.stride
+    blocks = range(most - (most - 1) // stride * stride, most + 1, stride)  # the last is all of them
     found = bisect_left(blocks, True, key=lambda count: fits(demand, parts_of(demand, 1, count, precision)))
     if found == len(blocks):
-        return _way(demand, 1, demand.gauge.blocks, precision, "even all of them are too few")
+        return _way(demand, 1, most, precision, "even all of them are too few")
     return _way(demand, 1, blocks[found], precision, "as few as fit; one sample does not fit without")
 
 

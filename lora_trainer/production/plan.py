@@ -131,8 +131,9 @@ def make_demand(
 
 def gauge_of(family: Family, architecture: Architecture, config: Config) -> Gauge:
     """From the stored ledger of a published model, else by tracing."""
-    targets = config.lora.targets
-    return stored_gauge(architecture, targets) or traced_gauge(family, architecture, targets, user_cache_folder())
+    targets, rank = config.lora.targets, config.lora.rank
+    stored = stored_gauge(architecture, targets)
+    return stored or traced_gauge(family, architecture, targets, user_cache_folder(), rank)
 
 
 def planned_samples(config: Config) -> tuple[Sample, ...]:

@@ -22,9 +22,13 @@ from lora_trainer.models.ledger import Footprint, Gauge, Sizes
 if TYPE_CHECKING:
     from lora_trainer.training.trace import Subject
 
+STEPS_OF_CHECKPOINTING = 6  # that are tried
 
-def traced_gauge(family: Family, architecture: Architecture, targets: str | tuple[str, ...], folder: Path) -> Gauge:
-    """A gauge that traces on the meta device and remembers what it found below `folder`.
+
+def traced_gauge(
+    family: Family, architecture: Architecture, targets: str | tuple[str, ...], folder: Path, rank: int
+) -> Gauge:
+    """A gauge that traces on the meta device and remembers what it found below `folder`; `rank` is asked for first.
 
     Raises UsageError for targets that match nothing.
     """
@@ -58,8 +62,8 @@ def traced_gauge(family: Family, architecture: Architecture, targets: str | tupl
         kept = "bf16" if precision == "fp16" else precision
         return Footprint(**remembered(f"{kept} {sizes}", measure))
 
-    blocks = remembered("blocks", lambda: subject(1, "bf16").blocks)
-    return Gauge("traced on this model", blocks, shapes, footprint)
+    blocks = remembered("blocks", lambda: subject(rank, "bf16").blocks)
+    return Gauge("traced on this model", blocks, max(1, blocks // STEPS_OF_CHECKPOINTING), shapes, footprint)
 
 
 def traced_footprint(subject: Subject, sizes: Sizes) -> Footprint:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from operator import sub
 from typing import Any, cast
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.library import Library
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.flop_counter import flop_registry
 
 from lora_trainer.config.schema import LossSection, OptimSection
@@ -60,13 +60,17 @@ class Trace:
 
 @dataclass(frozen=True)
 class Subject:
-    """A denoiser on the meta device with its LoRA, ready to be traced. Shapes are those of the trained tensors."""
+    """A denoiser on the meta device with its LoRA, ready to be traced. Shapes are those of the trained tensors.
+
+    `made` remembers what operators gave, for the next trace.
+    """
 
     denoiser: nn.Module
     family: Family
     architecture: Architecture
     adapter: Adapter
     dtype: torch.dtype
+    made: dict[Any, Any] = field(default_factory=dict)
 
     @property
     def blocks(self) -> int:
@@ -115,7 +119,7 @@ def trace(
     """
     checkpoint_blocks(subject.denoiser, checkpointed)
     copies = list(subject.adapter.copies.values())
-    account = Account(kind, kinds)
+    account = Account(kind, kinds, subject.made)
     frozen = (*subject.denoiser.parameters(), *subject.denoiser.buffers())
     mine = {id(copy) for copy in copies}
     for tensor in frozen:
@@ -139,12 +143,13 @@ def trace(
 class Account(TorchDispatchMode):
     """Follows every storage that appears while it is entered, and counts operations."""
 
-    def __init__(self, kind: Callable[[int], int], kinds: int) -> None:
+    def __init__(self, kind: Callable[[int], int], kinds: int, made: dict[Any, Any]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.kind = kind
         self.live, self.flops = [0] * kinds, [0] * kinds
         self.line: list[tuple[int, ...]] = []
         self.followed: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+        self.made = made
 
     def follow(self, tensor: Tensor) -> None:
         """Count the tensor's storage from now until it is freed."""
@@ -164,7 +169,7 @@ class Account(TorchDispatchMode):
     def __torch_dispatch__(
         self, function: Any, types: Any, arguments: tuple[Any, ...] = (), named: Mapping[str, Any] | None = None
     ) -> Any:
-        result = function(*arguments, **(named or {}))
+        result = self._result(function, arguments, named or {})
         count = flop_registry.get(function._overloadpacket)
         if count is not None:
             operations = count(*arguments, **(named or {}), out_val=result)
@@ -174,6 +179,39 @@ class Account(TorchDispatchMode):
                 self.follow(leaf)
         self.line.append(tuple(self.live))
         return result
+
+    def _result(self, function: Any, arguments: tuple[Any, ...], named: Mapping[str, Any]) -> Any:
+        """What the operator gives. Blocks repeat, so what is new memory is made again from its shape, which is quicker."""
+        key = (function, _described(arguments), _described(tuple(named.items())))
+        if key in self.made:
+            return tree_map_only(_Made, _Made.again, self.made[key])
+        result = function(*arguments, **named)
+        given = {leaf.untyped_storage()._cdata for leaf in tree_leaves((arguments, named)) if isinstance(leaf, Tensor)}
+        leaves = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
+        if all(leaf.is_meta and leaf.untyped_storage()._cdata not in given for leaf in leaves):
+            self.made[key] = tree_map_only(Tensor, lambda leaf: _Made(leaf.shape, leaf.stride(), leaf.dtype), result)
+        return result
+
+
+@dataclass(frozen=True)
+class _Made:
+    """A tensor of an operator's result, to be made again."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+
+    def again(self) -> Tensor:
+        return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=META)
+
+
+def _described(value: Any) -> Any:
+    """What a result's shape hangs on, to be compared."""
+    if isinstance(value, Tensor):
+        return (value.shape, value.stride(), value.dtype)
+    if isinstance(value, list | tuple):
+        return tuple(map(_described, value))
+    return (type(value), value)
 
 
 def _learner(subject: Subject) -> Learner:
