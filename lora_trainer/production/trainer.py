@@ -21,6 +21,7 @@ from lora_trainer.data.check import DataReport
 from lora_trainer.monitor.progress import Watch, unwatched
 from lora_trainer.production.inputs import read_architecture, read_data, read_model
 from lora_trainer.production.order import plain_console, run_folder
+from lora_trainer.production.plan import Plan, make_plan
 from lora_trainer.production.run import RunResult, train
 from lora_trainer.production.settings import go_offline, settle
 
@@ -99,6 +100,10 @@ class ProductionTrainer:
         """The dataset gate's report, also for data that it refuses. Raises UsageError for unreadable folders."""
         _, facts = read_model(self.config)
         return read_data(self.config, facts)[1]
+
+    def plan(self) -> Plan:
+        """Memory part by part, steps, disk and least time, without a GPU; `to_json()` is what `plan --json` prints."""
+        return make_plan(self._resolved)
 
     def choices(self) -> tuple[str, ...]:
         """What this machine makes of the settings, each with its reason: precision, micro batch."""
