@@ -6,6 +6,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from lora_trainer.cli.arguments import say
 from lora_trainer.config.schema import Config
 from lora_trainer.core.errors import DONE, Problem, UsageError
 from lora_trainer.production.inputs import model_folder, read_model
@@ -34,9 +35,10 @@ def sample_command(
     family, facts = read_model(config)
     import torch
 
-    from lora_trainer.evaluation.sample import Drawing, compare, save_comparison
+    from lora_trainer.evaluation.placing import with_less
+    from lora_trainer.evaluation.sample import Compared, Drawing, compare, save_comparison
     from lora_trainer.export.lora_file import read_lora
-    from lora_trainer.production.choices import DTYPES, choose_precision
+    from lora_trainer.production.choices import DTYPES, choose_precision, usable_bytes
 
     weights = read_lora(path)
     if weights.not_finite():
@@ -46,9 +48,22 @@ def sample_command(
     seeds = [seed + index for index in range(len(prompts))]
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     dtype = DTYPES[choose_precision(config.memory.base_precision, device, asked=False).value]
-    without, with_lora, used = compare(
-        family, facts.path, path, list(prompts), seeds, drawing, dtype=dtype, device=device
-    )
+
+    def drawn(usable: int | None) -> Compared:
+        return compare(
+            family,
+            facts.path,
+            path,
+            list(prompts),
+            seeds,
+            drawing,
+            dtype=dtype,
+            device=device,
+            usable=usable,
+            say=say,
+        )
+
+    without, with_lora, used = with_less(drawn, usable_bytes(config, device), device, say)
     folder = Path(output) if output is not None else path.parent / "samples"
     sheet = save_comparison(folder, without, with_lora, used, name=free_name(folder, f"{path.stem}_before_after"))
     print(sheet)

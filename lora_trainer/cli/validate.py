@@ -86,32 +86,39 @@ def _judge(path: Path, config: Config, questions: Questions) -> LoraReport:
     import torch
 
     from lora_trainer.evaluation.encode import encode_samples
-    from lora_trainer.evaluation.loading import free_memory
     from lora_trainer.evaluation.lora_check import check_lora
+    from lora_trainer.evaluation.placing import with_less
     from lora_trainer.export.lora_file import read_lora
-    from lora_trainer.production.choices import DTYPES, ENCODER_DTYPE, choose_precision
+    from lora_trainer.models.family import Encoders
+    from lora_trainer.production.choices import DTYPES, ENCODER_DTYPE, choose_precision, usable_bytes
 
     family, facts = read_model(config)
     read_lora(path)  # before anything heavy is loaded
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+    def encoders() -> Encoders:  # each is loaded when it is first asked, as the run's caches were filled
+        return family.load_encoders(facts.path, ENCODER_DTYPE, device)
+
     try:
-        encoders = family.load_encoders(facts.path, ENCODER_DTYPE, device)  # as the run's caches were filled
-        samples = encode_samples(questions.samples, questions.plan, encoders)
+        samples = encode_samples(questions.samples, questions.plan, encoders, device)
     except DatasetRefused as refused:
         raise UsageError(refused.problems) from refused
-    del encoders
-    free_memory(device)
-    return check_lora(
-        path,
-        facts.path,
-        family,
-        samples,
-        held_out=questions.held_out,
-        dtype=DTYPES[choose_precision(config.memory.base_precision, device, asked=False).value],
-        device=device,
-        gate=config.gates.lora,
-        progress=_say,
-    )
+
+    def judged(usable: int | None) -> LoraReport:
+        return check_lora(
+            path,
+            facts.path,
+            family,
+            samples,
+            held_out=questions.held_out,
+            dtype=DTYPES[choose_precision(config.memory.base_precision, device, asked=False).value],
+            device=device,
+            usable=usable,
+            gate=config.gates.lora,
+            progress=_say,
+        )
+
+    return with_less(judged, usable_bytes(config, device), device, _say)
 
 
 def _given_questions(config: Config, data: Path) -> Questions:

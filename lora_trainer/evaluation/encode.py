@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -11,25 +11,37 @@ from lora_trainer.data.loader import size_row
 from lora_trainer.data.pixels import read_pixels
 from lora_trainer.data.sample import Sample
 from lora_trainer.evaluation.held_out import EncodedSample
+from lora_trainer.evaluation.loading import free_memory
 from lora_trainer.models.family import Encoders
 
 
-def encode_samples(samples: Sequence[Sample], plan: BucketPlan, encoders: Encoders) -> list[EncodedSample]:
+def encode_samples(
+    samples: Sequence[Sample], plan: BucketPlan, encoders: Callable[[], Encoders], device: torch.device
+) -> list[EncodedSample]:
     """Each sample's latents (the posterior's mean) and conditioning, fp32 on the CPU, without any cache.
 
-    `plan` places the samples in their order. Raises DatasetRefused
-    for a picture that cannot be read.
+    `plan` places the samples in their order. `encoders` loads them to `device`: once for the pictures, once for the
+    captions, so that the two kinds are never there together. Raises DatasetRefused for a picture that cannot be read.
     """
-    encoded = []
-    for sample, fit in zip(samples, plan.fits, strict=True):
-        mean, _ = encoders.encode_image(read_pixels(sample, fit)[None])
-        text = encoders.encode_text([sample.caption])
-        encoded.append(
-            EncodedSample(
-                id=sample.id,
-                latents=mean[0].float().cpu(),
-                cond={name: tensor[0].float().cpu() for name, tensor in text.items()},
-                sizes=torch.tensor(size_row(sample, fit)),
-            )
+    encode_image = encoders().encode_image
+    latents = [
+        encode_image(read_pixels(sample, fit)[None])[0][0].float().cpu()
+        for sample, fit in zip(samples, plan.fits, strict=True)
+    ]
+    del encode_image
+    free_memory(device)
+    encode_text = encoders().encode_text
+    texts = [
+        {name: tensor[0].float().cpu() for name, tensor in encode_text([sample.caption]).items()} for sample in samples
+    ]
+    del encode_text
+    free_memory(device)
+    return [
+        EncodedSample(
+            id=sample.id,
+            latents=mean,
+            cond=text,
+            sizes=torch.tensor(size_row(sample, fit)),
         )
-    return encoded
+        for sample, fit, mean, text in zip(samples, plan.fits, latents, texts, strict=True)
+    ]

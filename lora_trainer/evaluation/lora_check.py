@@ -43,10 +43,12 @@ from lora_trainer.evaluation.loading import (
     misfits,
     without_lora,
 )
+from lora_trainer.evaluation.placing import bring_denoiser
 from lora_trainer.evaluation.report import LoraReport
 from lora_trainer.export.lora_file import read_lora
 from lora_trainer.export.weights import adaptable_modules
 from lora_trainer.models.family import Family
+from lora_trainer.models.phases import PREDICTED_AT_ONCE
 
 GATE = 0.9
 WEIGHTS: Mapping[str, float] = {"learning": 0.5, "preservation": 0.3, "health": 0.2}
@@ -60,7 +62,6 @@ UNMEASURED_LEARNING = 0.5  # no evidence is no proof of failure, but the score s
 WORST_SHOWN = 5  # keys listed in one finding
 
 SEED = 20_240_229  # the gate's own, so that a LoRA's score does not depend on the run's seed
-PROMPTS_AT_ONCE = 2
 CELLS = 128  # samples x timesteps: few samples are asked about more timesteps
 
 
@@ -74,12 +75,14 @@ def check_lora(
     prompts: Sequence[str] = NEUTRAL_PROMPTS,
     dtype: torch.dtype = torch.float32,
     device: torch.device | None = None,
+    usable: int | None = None,
     gate: float = GATE,
     progress: Callable[[str], None] = lambda message: None,
 ) -> LoraReport:
     """Judge a LoRA file on a base model's folder.
 
     `samples` were not trained on, unless `held_out` is False, which is said in a finding.
+    `usable` is what of the device's memory may be filled, in bytes; None means no limit.
     Raises UsageError when the file is no LoRA that can be read at all.
     """
     device = device or torch.device("cpu")
@@ -89,7 +92,7 @@ def check_lora(
         findings.append(_not_finite(not_finite, len(weights.modules)))
         return _report({"integrity": 0.0}, findings, {}, gate)
 
-    neutral = _encoded_prompts(base, family, prompts, dtype, device)
+    neutral = _encoded_prompts(base, family, prompts, dtype, device if usable != 0 else torch.device("cpu"), device)
     progress("loading the LoRA on a fresh copy of the base")
     # Only the denoiser is asked anything: the rest of the pipeline need not fit on the card beside it.
     pipeline = fresh_pipeline(family, base, dtype, torch.device("cpu"))
@@ -97,14 +100,22 @@ def check_lora(
     modules = adaptable_modules(components_of(pipeline, family))
     shapes = {name: tuple(module.weight.shape) for name, module in modules.items()}
     findings += _key_findings(misfits(weights, shapes, family, base))
-    denoiser.to(device)
-    norms = {name: float(modules[name].weight.detach().float().norm()) for name in weights.modules if name in modules}
+    norms = {
+        name: float(modules[name].weight.detach().to(device).float().norm())
+        for name in weights.modules
+        if name in modules
+    }
     if not findings:
         findings += _loading_findings(pipeline, family, lora, len(weights.modules))
     if findings:
         return _report({"integrity": 0.0}, findings, {}, gate)
 
-    predict = partial(family.predict, denoiser)
+    facts = family.describe(base)
+    places = max([(facts.resolution // facts.downscale) ** 2, *(sample.latents[0].numel() for sample in samples)])
+    placed = bring_denoiser(denoiser, family, device, usable, places)
+    if placed.resident is not None:
+        progress(f"judging with {placed.words}")
+    predict = partial(in_parts, partial(family.predict, denoiser))
     progress("measuring drift on unrelated prompts")
     drifted = _measure_drift(pipeline, predict, base, family, neutral, device)
     progress("measuring held-out loss with and without the LoRA")
@@ -170,10 +181,10 @@ def _report(parts: Mapping[str, float], findings: list[Finding], numbers: Mappin
 
 
 def _encoded_prompts(
-    base: Path, family: Family, prompts: Sequence[str], dtype: torch.dtype, device: torch.device
+    base: Path, family: Family, prompts: Sequence[str], dtype: torch.dtype, encoding: torch.device, device: torch.device
 ) -> dict[str, Tensor]:
-    """Conditioning of the prompts. The encoders are gone before the pipeline, which has its own, comes."""
-    text = family.load_encoders(base, dtype, device).encode_text(prompts)
+    """Conditioning of the prompts on `device`. The encoders are gone before the pipeline, which has its own, comes."""
+    text = family.load_encoders(base, dtype, encoding).encode_text(prompts)
     free_memory(device)
     return {name: tensor.to(device, dtype) for name, tensor in text.items()}
 
@@ -185,15 +196,14 @@ def _measure_drift(
     side, count = facts.resolution // facts.downscale, len(next(iter(cond.values())))
     row = [float(number) for number in (facts.resolution, facts.resolution, 0, 0, facts.resolution, facts.resolution)]
     sizes = torch.tensor([row] * count, device=device)
-    asked = partial(in_parts, predict)
     with without_lora(pipeline):
-        visits = base_visits(asked, family.make_process(base), cond, sizes, (facts.latent_channels, side, side))
-    return drift(asked, visits, cond, sizes)
+        visits = base_visits(predict, family.make_process(base), cond, sizes, (facts.latent_channels, side, side))
+    return drift(predict, visits, cond, sizes)
 
 
 def in_parts(predict: Predict, noisy: Tensor, t: Tensor, cond: Mapping[str, Tensor], sizes: Tensor) -> Tensor:
     """The same prediction [B, C, h, w], a few rows at a time: at a model's own size eight are gigabytes."""
-    parts = [slice(start, start + PROMPTS_AT_ONCE) for start in range(0, len(t), PROMPTS_AT_ONCE)]
+    parts = [slice(start, start + PREDICTED_AT_ONCE) for start in range(0, len(t), PREDICTED_AT_ONCE)]
     return torch.cat(
         [
             predict(noisy[part], t[part], {name: value[part] for name, value in cond.items()}, sizes[part])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,7 @@ from PIL import Image
 from lora_trainer.core.errors import UsageError
 from lora_trainer.core.io import read_json, sha256_file, write_json
 from lora_trainer.evaluation.loading import components_of, free_memory, fresh_pipeline, load_onto, misfits, without_lora
+from lora_trainer.evaluation.placing import bring_pipeline
 from lora_trainer.evaluation.sheet import Row, contact_sheet, save_picture
 from lora_trainer.export.lora_file import read_lora
 from lora_trainer.export.weights import shapes_of
@@ -20,6 +21,7 @@ from lora_trainer.models.family import Family
 
 DRAWN_AT_ONCE = 8  # on a processor; on a card one, since the decoder's memory grows with each
 PROBLEMS_SHOWN = 5
+Compared = tuple[list[Image.Image], list[Image.Image], dict[str, Any]]  # without, with, recipe
 
 
 @dataclass(frozen=True)
@@ -69,17 +71,20 @@ def compare(
     *,
     dtype: torch.dtype = torch.float32,
     device: torch.device | None = None,
+    usable: int | None = None,
     earlier: Path | None = None,
-) -> tuple[list[Image.Image], list[Image.Image], dict[str, Any]]:
+    say: Callable[[str], None] = lambda message: None,
+) -> Compared:
     """Pictures without and with the LoRA file on a fresh base, and the recipe that draws them again.
 
     Where a comparison in the folder `earlier` has the same recipe but for its LoRA, its pictures
     of the untouched base are taken in place of drawing them once more. The pipeline is gone when
-    this returns. Raises UsageError when the file cannot be read or does not fit the base.
+    this returns. `usable` is what of the device's memory may be filled, in bytes; None means no
+    limit. Raises UsageError when the file cannot be read or does not fit the base.
     """
     device = device or torch.device("cpu")
     weights = read_lora(lora)
-    pipeline = fresh_pipeline(family, base, dtype, device)
+    pipeline = fresh_pipeline(family, base, dtype, torch.device("cpu"))
     if problems := misfits(weights, shapes_of(components_of(pipeline, family)), family, base):
         raise UsageError(problems[:PROBLEMS_SHOWN])
     load_onto(pipeline, lora)
@@ -87,11 +92,12 @@ def compare(
         # Drawing must begin at the very last timestep then (arXiv:2305.08891, 3.3).
         changes = {"rescale_betas_zero_snr": True, "timestep_spacing": "trailing"}
         pipeline.scheduler = type(pipeline.scheduler).from_config(pipeline.scheduler.config, **changes)
-    at_once = DRAWN_AT_ONCE
-    if device.type == "cuda":
-        at_once = 1
-        pipeline.vae.enable_slicing()
-    used = recipe(pipeline, base, lora, prompts, seeds, drawing) | {"dtype": str(dtype).removeprefix("torch.")}
+    placed = bring_pipeline(pipeline, family, device, usable, drawing.size)
+    if placed.in_turn:
+        say(f"drawing with {placed.words}")
+    at_once = 1 if device.type == "cuda" else DRAWN_AT_ONCE
+    used = recipe(pipeline, base, lora, prompts, seeds, drawing)
+    used |= {"dtype": str(dtype).removeprefix("torch."), "tiled": placed.tiled}
     without = drawn_without(earlier, used) if earlier else None
     if without is None:
         with without_lora(pipeline):

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from lora_trainer.config.schema import Config
+from lora_trainer.core.errors import Problem, TrainingFailed
 from lora_trainer.core.io import user_cache_folder
 from lora_trainer.data.buckets import Fit
 from lora_trainer.data.cache import CachePlan, fill_latents, fill_texts, plan_latents, plan_texts
@@ -18,11 +20,14 @@ from lora_trainer.data.loader import CachedData, size_row
 from lora_trainer.data.sample import Sample
 from lora_trainer.data.split import MOST_HELD_OUT
 from lora_trainer.evaluation.held_out import EncodedSample
-from lora_trainer.production.choices import Choices
+from lora_trainer.evaluation.loading import free_memory
+from lora_trainer.models.family import Encoders
+from lora_trainer.models.phases import CAPTIONS_AT_ONCE, phase_costs, pictures_at_once
+from lora_trainer.production.choices import Choices, usable_bytes
 from lora_trainer.production.inputs import Inputs
 
 LATENT_DTYPE = torch.float32  # mean and spread of 4 x 64 x 64 are 128 KiB a picture: cheap, and exact
-CAPTIONS_AT_ONCE = 32
+EncodeImage = Callable[[Tensor], tuple[Tensor, Tensor]]
 Progress = Callable[[str, int, int], None]  # (what, done, to build)
 
 
@@ -56,19 +61,55 @@ def plan_caches(config: Config, inputs: Inputs, choices: Choices) -> CachePlans:
 
 
 def fill_caches(config: Config, inputs: Inputs, choices: Choices, plans: CachePlans, progress: Progress) -> None:
-    """Build what is missing. The encoders leave memory before this returns."""
-    if plans.latents.missing or plans.texts.missing:
-        encoders = inputs.family.load_encoders(inputs.facts.path, choices.encoder_dtype, choices.device)
-        fill_latents(
-            plans.latents, encoders.encode_image, config.cache.batch, lambda done, all_: progress("latents", done, all_)
-        )
-        fill_texts(
-            plans.texts, encoders.encode_text, CAPTIONS_AT_ONCE, lambda done, all_: progress("captions", done, all_)
-        )
-        del encoders
-        gc.collect()
-        if choices.device.type == "cuda":
-            torch.cuda.empty_cache()
+    """Build what is missing, pictures first. Each kind's encoders leave memory before the next comes.
+
+    Raises TrainingFailed when not even one picture or caption fits in memory.
+    """
+
+    if not plans.latents.missing and not plans.texts.missing:
+        return
+    device = choices.device
+
+    def encoders() -> Encoders:  # each is loaded when it is first asked
+        return inputs.family.load_encoders(inputs.facts.path, choices.encoder_dtype, device)
+
+    together = pictures_together(config, inputs, choices)
+    encode_image = in_halves(encoders().encode_image, device)
+    fill_latents(plans.latents, encode_image, together, lambda done, all_: progress("latents", done, all_))
+    del encode_image
+    free_memory(device)
+    encode_text = encoders().encode_text
+    fill_texts(plans.texts, encode_text, CAPTIONS_AT_ONCE, lambda done, all_: progress("captions", done, all_))
+    del encode_text
+    free_memory(device)
+
+
+def pictures_together(config: Config, inputs: Inputs, choices: Choices) -> int:
+    """`cache.batch`, or fewer where the card is too small for that many."""
+    buckets = (*inputs.train_plan.counts, *inputs.held_out_plan.counts)
+    pixels = max(bucket.width * bucket.height for bucket in buckets)
+    usable = usable_bytes(config, choices.device)
+    return pictures_at_once(
+        config.cache.batch, pixels, choices.encoder_dtype.itemsize, phase_costs(inputs.family.name), usable
+    )
+
+
+def in_halves(encode: EncodeImage, device: torch.device) -> EncodeImage:
+    """The same function, asked about half as many pictures at once for as long as memory runs out."""
+
+    def encode_halves(pixels: Tensor) -> tuple[Tensor, Tensor]:
+        with suppress(torch.OutOfMemoryError):  # its frames hold what must be freed
+            return encode(pixels)
+        free_memory(device)
+        if len(pixels) == 1:
+            side = f"{pixels.shape[-1]}x{pixels.shape[-2]}"
+            raise TrainingFailed(
+                Problem(f"Out of memory while encoding one picture of {side} px.", "Set data.resolution lower.")
+            )
+        parts = [encode_halves(part) for part in pixels.chunk(2)]
+        return torch.cat([mean for mean, _ in parts]), torch.cat([spread for _, spread in parts])
+
+    return encode_halves
 
 
 def cached_data(inputs: Inputs, plans: CachePlans) -> CachedData:

@@ -12,7 +12,7 @@ from lora_trainer.config.layers import Resolved
 from lora_trainer.config.schema import Config
 from lora_trainer.core.hardware import cpu_supports_bf16, cuda_memory_gib
 from lora_trainer.models.family import Architecture, Family
-from lora_trainer.production.memory import LARGEST_SHARE, Demand, choose_fit, refuse_what_does_not_fit
+from lora_trainer.production.memory import GIB, LARGEST_SHARE, Demand, choose_fit, refuse_what_does_not_fit, usable_gib
 from lora_trainer.production.plan import make_demand
 
 # What is computed in; weights in fp8 are widened for it.
@@ -131,3 +131,11 @@ def card_gib(config: Config) -> float | None:
     card = cuda_memory_gib()
     limit = config.memory.limit_gib
     return card if card is None or limit is None else min(card, limit)
+
+
+def usable_bytes(config: Config, device: torch.device) -> int | None:
+    """What of the card the next phase may fill, beside what stands there now; None where nothing limits it."""
+    limit = card_gib(config)
+    if device.type != "cuda" or limit is None:
+        return None
+    return max(0, int(usable_gib(limit) * GIB) - torch.cuda.memory_allocated(device))

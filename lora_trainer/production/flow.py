@@ -129,22 +129,23 @@ def release(prepared: Prepared, record: Record, state: TrainState) -> Outcome:
     kohya, diffusers = export_lora(folder, name, weights, facts, built.shapes, session.inputs.family.kohya_prefixes)
     console.print(f"exported {kohya.name} and {diffusers.name}; every key fits the model")
     free_learner(built.learner)
-    console.print("validating the LoRA from its file")
-    watch("validating")
-    report = judge_lora(kohya, config, session.inputs, prepared.held_out, choices.device, choices.dtype)
-    if note := still_falling(read_lines(folder / VALIDATION), state.step):
-        report = replace(report, findings=(*report.findings, note))
     record = replace(
         record,
-        scores={**record.scores, "lora": round(report.score, 4)},
         files={**record.files, "kohya": kohya.name, "diffusers": diffusers.name},
-        lora=report.to_json(),
         released=released.to_json(),
     )
+    write_record(folder, record)  # it names the files whatever becomes of the gate
+    console.print("validating the LoRA from its file")
+    watch("validating")
+    say, device, dtype = console.print, choices.device, choices.dtype
+    report = judge_lora(kohya, config, session.inputs, prepared.held_out, device, dtype, say)
+    if note := still_falling(read_lines(folder / VALIDATION), state.step):
+        report = replace(report, findings=(*report.findings, note))
+    record = replace(record, scores={**record.scores, "lora": round(report.score, 4)}, lora=report.to_json())
     comparison = None
     watch("drawing")
     try:
-        comparison = draw_comparison(kohya, folder / "samples", config, session.inputs, choices.device, choices.dtype)
+        comparison = draw_comparison(kohya, folder / "samples", config, session.inputs, device, dtype, say)
         record = replace(record, files={**record.files, "before_after": comparison.relative_to(folder).as_posix()})
     except (
         RuntimeError,

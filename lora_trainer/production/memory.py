@@ -114,6 +114,11 @@ def fits(demand: Demand, parts: Parts) -> bool:
     return demand.limit_gib is None or parts.peak <= LARGEST_SHARE * demand.limit_gib
 
 
+def usable_gib(limit_gib: float) -> float:
+    """What of a card torch's allocator may fill."""
+    return LARGEST_SHARE * limit_gib - CONTEXT_GIB
+
+
 def choose_fit(demand: Demand) -> Fit:
     """The way to train that costs least and fits; where none does, the one that needs least, with `fits` false."""
     tried = smallest = None

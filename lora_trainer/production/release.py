@@ -4,26 +4,30 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lora_trainer import __version__
 from lora_trainer.config.schema import Config
+from lora_trainer.core.errors import Problem, TrainingFailed
 from lora_trainer.data.steps import StepArithmetic
 from lora_trainer.evaluation.held_out import EncodedSample
+from lora_trainer.evaluation.loading import free_memory
 from lora_trainer.evaluation.lora_check import check_lora
+from lora_trainer.evaluation.placing import with_less
 from lora_trainer.evaluation.report import LoraReport
-from lora_trainer.evaluation.sample import Drawing, compare, save_comparison
+from lora_trainer.evaluation.sample import Compared, Drawing, compare, save_comparison
 from lora_trainer.export.lora_file import write_lora
 from lora_trainer.export.metadata import TrainingFacts
 from lora_trainer.export.weights import LoraWeights, weights_from_peft
 from lora_trainer.optim.schedules import warmup_length
-from lora_trainer.production.choices import Choices
+from lora_trainer.production.choices import Choices, usable_bytes
 from lora_trainer.production.inputs import Inputs
 from lora_trainer.training.best import read_best
 from lora_trainer.training.build import Built
@@ -32,6 +36,7 @@ from lora_trainer.training.state import TrainState
 from lora_trainer.training.step import Learner
 
 BEFORE_AFTER = "before_after"
+ROOM_TO_DRAW = 2.0  # of the denoiser's size: a whole pipeline and its pictures take less
 
 
 @dataclass(frozen=True)
@@ -155,18 +160,32 @@ def judge_lora(
     samples: Sequence[EncodedSample],
     device: torch.device,
     dtype: torch.dtype,
+    say: Callable[[str], None],
 ) -> LoraReport:
-    """The LoRA gate's report on the exported file; on training samples where none are held out."""
-    return check_lora(
-        lora,
-        inputs.facts.path,
-        inputs.family,
-        samples,
-        held_out=bool(inputs.held_out),
-        dtype=dtype,
-        device=device,
-        gate=config.gates.lora,
-    )
+    """The LoRA gate's report on the exported file; on training samples where none are held out.
+
+    Raises TrainingFailed, which says how to judge it later, when the card is too small for that even layer by layer.
+    """
+
+    def judge(usable: int | None) -> LoraReport:
+        return check_lora(
+            lora,
+            inputs.facts.path,
+            inputs.family,
+            samples,
+            held_out=bool(inputs.held_out),
+            dtype=dtype,
+            device=device,
+            usable=usable,
+            gate=config.gates.lora,
+        )
+
+    try:
+        return with_less(judge, usable_bytes(config, device), device, say)
+    except torch.OutOfMemoryError as error:
+        message = f"{lora.name} is trained and saved but not judged: memory ran out with nothing left to reduce."
+        fix = f"When more memory is free: lora-trainer validate {lora}, or the same command with --resume."
+        raise TrainingFailed(Problem(message, fix)) from error
 
 
 def draw_comparison(
@@ -176,6 +195,7 @@ def draw_comparison(
     inputs: Inputs,
     device: torch.device,
     dtype: torch.dtype,
+    say: Callable[[str], None],
     *,
     name: str = BEFORE_AFTER,
 ) -> Path:
@@ -184,9 +204,23 @@ def draw_comparison(
     side = inputs.resolution // inputs.facts.pixel_step * inputs.facts.pixel_step
     drawing = Drawing(config.sample.steps, config.sample.guidance, (side, side), config.noise.zero_terminal_snr)
     seeds = [config.train.seed + index for index in range(len(prompts))]
-    without, with_lora, recipe = compare(
-        inputs.family, inputs.facts.path, lora, prompts, seeds, drawing, dtype=dtype, device=device, earlier=folder
-    )
+
+    def drawn(usable: int | None) -> Compared:
+        return compare(
+            inputs.family,
+            inputs.facts.path,
+            lora,
+            prompts,
+            seeds,
+            drawing,
+            dtype=dtype,
+            device=device,
+            usable=usable,
+            earlier=folder,
+            say=say,
+        )
+
+    without, with_lora, recipe = with_less(drawn, usable_bytes(config, device), device, say)
     return save_comparison(folder, without, with_lora, recipe, name=name)
 
 
@@ -206,6 +240,7 @@ def draw_while_training(
     choices: Choices,
     built: Built,
     state: TrainState,
+    say: Callable[[str], None],
 ) -> None:
     """Save the LoRA as it is now, then draw from that file: what a user's program would show."""
     samples, name = folder / "samples", step_name(state.step)
@@ -213,4 +248,23 @@ def draw_while_training(
     weights = lora_weights(config, inputs, built.learner.shown())
     kohya, diffusers = export_lora(samples, name, weights, facts, built.shapes, inputs.family.kohya_prefixes)
     diffusers.unlink()
-    draw_comparison(kohya, samples, config, inputs, choices.device, choices.dtype, name=name)
+    with making_room(built.learner.denoiser, config, choices):
+        draw_comparison(kohya, samples, config, inputs, choices.device, choices.dtype, say, name=name)
+
+
+@contextmanager
+def making_room(denoiser: nn.Module, config: Config, choices: Choices) -> Iterator[None]:
+    """The trained denoiser waits in system memory inside the block where another one would not fit beside it."""
+    device = choices.device
+    usable = usable_bytes(config, device)
+    another = choices.dtype.itemsize * sum(tensor.numel() for tensor in denoiser.parameters())
+    if usable is None or usable > ROOM_TO_DRAW * another:
+        yield
+        return
+    denoiser.to("cpu")
+    free_memory(device)
+    try:
+        yield
+    finally:
+        free_memory(device)
+        denoiser.to(device)

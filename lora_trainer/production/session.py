@@ -30,6 +30,7 @@ from lora_trainer.training.run import Job
 from lora_trainer.training.state import TrainState
 
 VALIDATION_TIMESTEPS = 8
+MOST_ASKED_AT_ONCE = 4
 # What a checkpoint's weights, optimizer state, samples and noise hang on: these must not change in a resumed run.
 FIXED_ON_RESUME = (
     "lora.rank",
@@ -165,6 +166,7 @@ def make_job(
                 seed=config.train.seed,
                 timesteps=VALIDATION_TIMESTEPS,
                 device=learner.device,
+                micro=min(MOST_ASKED_AT_ONCE, session.choices.micro),  # what training fits, looking on fits
                 dtype=learner.dtype,
             )
         learner.denoiser.train()
@@ -195,7 +197,14 @@ def try_to_draw(session: Session, built: Built, state: TrainState) -> None:
     """Pictures while training. Out of memory or a full disk there must not end the training: it is said, no more."""
     try:
         draw_while_training(
-            session.folder, session.config, session.inputs, session.steps, session.choices, built, state
+            session.folder,
+            session.config,
+            session.inputs,
+            session.steps,
+            session.choices,
+            built,
+            state,
+            session.console.print,
         )
     except (RuntimeError, ValueError, OSError, UserError) as error:
         session.console.print(f"no pictures at step {state.step}: {str(error).splitlines()[0]}")

@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from lora_trainer.core.errors import UsageError
 from lora_trainer.core.io import read_json
+from lora_trainer.evaluation import sample
 from lora_trainer.evaluation.health import Health
 from lora_trainer.evaluation.held_out import EncodedSample, Improvement, held_out_losses
 from lora_trainer.evaluation.lora_check import check_lora, falling, in_parts, judge
@@ -25,6 +26,7 @@ from lora_trainer.export.weights import LoraPair, LoraWeights, weights_from_peft
 from lora_trainer.models import FAMILIES
 from lora_trainer.models.family import Encoders
 from lora_trainer.models.lora import inject_lora, target_modules
+from lora_trainer.models.phases import Placement
 from tests.export.tiny import facts, random_lora, tiny_pipeline
 
 FAMILY = FAMILIES["sd15"]
@@ -205,8 +207,11 @@ def test_the_gates_encoders_are_gone_before_the_pipeline_comes(trained: Path, ba
 
 
 @pytest.mark.parametrize(("device", "at_once"), [("cpu", 2), ("cuda", 1)])
-def test_a_card_draws_one_picture_at_a_time(device: str, at_once: int, trained: Path, base: Path) -> None:
+def test_a_card_draws_one_picture_at_a_time(
+    device: str, at_once: int, trained: Path, base: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The pipeline itself stays on the processor here."""
+    monkeypatch.setattr(sample, "bring_pipeline", lambda *_: Placement(None, False, False, 0))
     drawn: list[int] = []
     made: list[weakref.ref[DiffusionPipeline]] = []
 

@@ -1,0 +1,108 @@
+"""Parts of a pipeline brought to a card in a way that fits it; what comes out is the same, to rounding."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+
+from lora_trainer.evaluation.loading import free_memory
+from lora_trainer.models.family import Family
+from lora_trainer.models.phases import TILE, Placement, phase_costs, place_drawing, place_gate
+
+Result = TypeVar("Result")
+
+
+def bytes_of(*parts: nn.Module) -> int:
+    """Of all their weights."""
+    return sum(tensor.numel() * tensor.element_size() for part in parts for tensor in part.parameters())
+
+
+def bring_denoiser(
+    denoiser: nn.Module, family: Family, device: torch.device, usable: int | None, places: int
+) -> Placement:
+    """Bring the denoiser, with its LoRA, to the device: as much of it as fits `usable` bytes beside its predictions.
+
+    `places` are those of the largest latents that it is asked about, h x w. None as `usable` means no limit.
+    """
+    itemsize = next(denoiser.parameters()).element_size()
+    placed = place_gate(bytes_of(denoiser), places, itemsize, phase_costs(family.name), usable)
+    keep(denoiser, device, placed.resident)
+    return placed
+
+
+def bring_pipeline(
+    pipeline: Any, family: Family, device: torch.device, usable: int | None, size: tuple[int, int]
+) -> Placement:
+    """Bring the pipeline, with its LoRA, to the device so that drawing one picture of `size` fits `usable` bytes."""
+    denoiser: nn.Module = getattr(pipeline, family.denoiser_prefix)
+    others = [part for part in pipeline.components.values() if isinstance(part, nn.Module) and part is not denoiser]
+    pixels = size[0] * size[1]
+    placed = place_drawing(
+        denoiser=bytes_of(denoiser),
+        encoders=bytes_of(*others),
+        places=pixels // pipeline.vae_scale_factor**2,
+        pixels=pixels,
+        itemsize=next(denoiser.parameters()).element_size(),
+        decoder_itemsize=next(pipeline.vae.parameters()).element_size(),
+        costs=phase_costs(family.name),
+        usable=usable,
+    )
+    if placed.tiled:
+        tile(pipeline.vae)
+    if not placed.in_turn:
+        pipeline.to(device)
+        return placed
+    from accelerate import cpu_offload
+
+    for part in others:
+        cpu_offload(part, device, offload_buffers=True)
+    keep(denoiser, device, placed.resident)
+    return placed
+
+
+def keep(module: nn.Module, device: torch.device, resident: int | None) -> None:
+    """Bring layers to the device until `resident` bytes are there; the rest comes while it is used. None: all stays."""
+    if resident is None:
+        module.to(device)
+        return
+    from accelerate import cpu_offload
+
+    for layer in module.modules():
+        own = bytes_of(layer)
+        leaf = next(layer.children(), None) is None
+        if leaf and own > resident:
+            cpu_offload(layer, device, offload_buffers=True)
+        else:
+            layer._apply(lambda tensor: tensor.to(device), recurse=False)
+            resident -= own if leaf else 0
+
+
+def tile(vae: Any) -> None:
+    """Decode pictures in overlapping parts. That changes them a little, so it is the last resort."""
+    vae.enable_tiling()
+    vae.tile_sample_min_size = TILE
+    vae.tile_latent_min_size = TILE // 2 ** (len(vae.config.block_out_channels) - 1)
+
+
+def with_less(
+    attempt: Callable[[int | None], Result],
+    usable: int | None,
+    device: torch.device,
+    say: Callable[[str], None],
+) -> Result:
+    """`attempt(usable)`; where the card runs out of memory all the same, with half of that, and with none.
+
+    Raises torch.OutOfMemoryError when nothing is left to reduce.
+    """
+    rooms = (usable, 0) if usable is None else (usable, usable // 2, 0)
+    for tried, room in enumerate(rooms):
+        if tried:
+            say("out of memory: once more with less on the card")
+        with contextlib.suppress(torch.OutOfMemoryError):  # its frames hold what must be freed
+            return attempt(room)
+        free_memory(device)
+    raise torch.OutOfMemoryError("Out of memory with nothing left to reduce.")

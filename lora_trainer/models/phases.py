@@ -1,0 +1,128 @@
+"""What the phases of a run besides its training steps take on a card: encoding, the LoRA gate, drawing. No torch.
+
+All of them run without gradients, so their memory is weights and a number of values for each pixel, place of the
+latents or caption. These numbers were traced on the published models (`architectures/NAME.json`, `phases`), and are
+taken for every model of the family. Where a phase does not fit as it is, parts take turns on the card and layers of
+the denoiser visit it one by one: the numbers that come out stay the same, and only time is lost.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from functools import cache
+from importlib.resources import files
+
+FRAGMENTATION = 1.05  # of what comes and goes
+PREDICTED_AT_ONCE = 2  # rows of a prediction: with and without the prompt, or two of the gate's questions
+CAPTIONS_AT_ONCE = 32
+TILE = 512  # pixels, side of a picture's part that is decoded by itself
+
+
+@dataclass(frozen=True)
+class PhaseCosts:
+    """Counts of values. The first three are parameters: of each text encoder, the autoencoder, the largest layer.
+
+    `encode` and `decode` are held for each pixel at the peak, `predict` for each place of one sample's latents,
+    `caption` for each caption.
+    """
+
+    text_encoders: tuple[int, ...]
+    autoencoder: int
+    layer: int
+    encode: int
+    decode: int
+    predict: int
+    caption: int
+
+
+@cache
+def phase_costs(family: str) -> PhaseCosts:
+    """The published model's."""
+    text = (files("lora_trainer.models") / "architectures" / f"{family}.json").read_text(encoding="utf-8")
+    costs = json.loads(text)["phases"]
+    return PhaseCosts(**{**costs, "text_encoders": tuple(costs["text_encoders"])})
+
+
+@dataclass(frozen=True)
+class Placement:
+    """How a phase uses the card.
+
+    `resident` bytes of the denoiser stay there and the rest visits layer by layer; None means all of it.
+    `in_turn`: text encoders and autoencoder visit too. `tiled`: pictures are decoded in parts. `peak` in bytes.
+    """
+
+    resident: int | None
+    in_turn: bool
+    tiled: bool
+    peak: int
+
+    @property
+    def words(self) -> str:
+        """`encoders layer by layer, 3.9 GiB of the denoiser on the card and the rest layer by layer`."""
+        said = ["encoders layer by layer"] if self.in_turn else []
+        if self.resident is not None:
+            said.append(f"{self.resident / 2**30:.1f} GiB of the denoiser on the card and the rest layer by layer")
+        if self.tiled:
+            said.append(f"pictures decoded in parts of {TILE} px")
+        return ", ".join(said) or "everything on the card"
+
+
+def place_gate(denoiser: int, places: int, itemsize: int, costs: PhaseCosts, usable: int | None) -> Placement:
+    """For predictions on latents of so many `places`; `denoiser` and `usable` in bytes, None without a limit."""
+    active = prediction_bytes(places, itemsize, costs)
+    if usable is None or denoiser + active <= usable:
+        return Placement(None, False, False, denoiser + active)
+    resident, peak = _kept(denoiser, active + costs.layer * itemsize, usable)
+    return Placement(resident, False, False, peak)
+
+
+def place_drawing(
+    denoiser: int,
+    encoders: int,
+    places: int,
+    pixels: int,
+    itemsize: int,
+    decoder_itemsize: int,
+    costs: PhaseCosts,
+    usable: int | None,
+) -> Placement:
+    """For one picture at a time of so many `pixels`. `encoders` are the bytes of text encoders and autoencoder."""
+    predicting, layer = prediction_bytes(places, itemsize, costs), costs.layer * itemsize
+    decoding = int(FRAGMENTATION * costs.decode * pixels * decoder_itemsize)
+    whole = denoiser + encoders + max(predicting, decoding)
+    if usable is None or whole <= usable:
+        return Placement(None, False, False, whole)
+    tiled = decoding + layer > usable
+    if tiled:
+        decoding = decoding * min(pixels, TILE * TILE) // pixels
+    resident, peak = _kept(denoiser, max(predicting, decoding) + layer, usable)
+    return Placement(resident, True, tiled, peak)
+
+
+def _kept(denoiser: int, active: int, usable: int) -> tuple[int | None, int]:
+    """How much of the denoiser stays on the card beside what is active, None for all of it; and the peak."""
+    if denoiser + active <= usable:
+        return None, denoiser + active
+    resident = max(0, usable - active)
+    return resident, resident + active
+
+
+def prediction_bytes(places: int, itemsize: int, costs: PhaseCosts) -> int:
+    """Held beside the weights while the denoiser is asked."""
+    return int(FRAGMENTATION * PREDICTED_AT_ONCE * costs.predict * places * itemsize)
+
+
+def pictures_at_once(wanted: int, pixels: int, itemsize: int, costs: PhaseCosts, usable: int | None) -> int:
+    """How many pictures of so many `pixels` are encoded together: as many as were asked for and fit, at least one."""
+    if usable is None:
+        return wanted
+    each = int(FRAGMENTATION * costs.encode * pixels * itemsize)
+    return max(1, min(wanted, (usable - costs.autoencoder * itemsize) // each))
+
+
+def caching_bytes(pictures: int, pixels: int, itemsize: int, costs: PhaseCosts) -> int:
+    """The peak of filling the caches: pictures first, then captions, each with their own encoders alone."""
+    images = costs.autoencoder + int(FRAGMENTATION * pictures * costs.encode * pixels)
+    captions = sum(costs.text_encoders) + int(FRAGMENTATION * CAPTIONS_AT_ONCE * costs.caption)
+    return itemsize * max(images, captions)

@@ -1,0 +1,176 @@
+"""Whatever stays on the card, the gate's numbers and the pictures are the same; and what is chosen fits."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from lora_trainer.diffusion.timesteps import stratified_timesteps
+from lora_trainer.evaluation import drift, lora_check, placing
+from lora_trainer.evaluation.held_out import EncodedSample
+from lora_trainer.evaluation.lora_check import check_lora
+from lora_trainer.evaluation.placing import bytes_of, keep, with_less
+from lora_trainer.evaluation.sample import Drawing, compare
+from lora_trainer.export.lora_file import write_lora
+from lora_trainer.models import FAMILIES
+from lora_trainer.models.phases import (
+    Placement,
+    caching_bytes,
+    phase_costs,
+    pictures_at_once,
+    place_drawing,
+    place_gate,
+    prediction_bytes,
+)
+from tests.export.tiny import facts, random_lora, tiny_pipeline
+
+CPU = torch.device("cpu")
+GIB = 2**30
+SDXL_DENOISER = 2_567_463_684 * 2  # bytes in bf16
+
+
+@pytest.fixture(scope="module", params=["sd15", "sdxl"])
+def subject(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path, Path]:
+    """A family, a base of it and a LoRA for that."""
+    folder = tmp_path_factory.mktemp(request.param)
+    tiny_pipeline(folder / "tokenizer", request.param).save_pretrained(folder / "base")
+    denoiser = FAMILIES[request.param].load_denoiser(folder / "base", torch.float32, CPU)
+    lora, _ = write_lora(folder, "lora", random_lora(denoiser), facts())
+    return request.param, folder / "base", lora
+
+
+def half(base: Path, family: str) -> int:
+    """Bytes for which half of the denoiser stays, where a visiting layer needs no room."""
+    denoiser = FAMILIES[family].load_denoiser(base, torch.float32, CPU)
+    return prediction_bytes(8 * 8, 4, phase_costs(family)) + bytes_of(denoiser) // 2
+
+
+def test_the_gate_says_the_same_wherever_the_denoiser_is(
+    subject: tuple[str, Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name, base, lora = subject
+    monkeypatch.setattr(placing, "phase_costs", lambda family: replace(phase_costs(family), layer=0))
+    monkeypatch.setattr(lora_check, "CELLS", 8)
+    monkeypatch.setattr(drift, "stratified_timesteps", lambda steps, of: stratified_timesteps(2, of))
+    family = FAMILIES[name]
+    shapes = family.cond_shapes(family.load_denoiser(base, torch.float32, CPU).config)  # type: ignore[arg-type]
+    generator = torch.Generator().manual_seed(1)
+    samples = [
+        EncodedSample(
+            f"s{index}",
+            torch.randn(4, 8, 8, generator=generator),
+            {key: torch.randn(*shape, generator=generator) for key, shape in shapes.items()},
+            torch.tensor([64.0, 64, 0, 0, 64, 64]),
+        )
+        for index in range(2)
+    ]
+    said: list[str] = []
+
+    def numbers(usable: int | None) -> dict[str, object]:
+        report = check_lora(lora, base, family, samples, prompts=("", "a ring"), usable=usable, progress=said.append)
+        return dict(report.numbers)
+
+    whole = numbers(None)
+    assert not any("layer by layer" in line for line in said)
+    assert numbers(half(base, name)) == whole
+    assert any("of the denoiser on the card and the rest layer by layer" in line for line in said)
+    if name == "sdxl":
+        assert numbers(0) == whole
+
+
+def test_pictures_are_the_same_wherever_the_parts_are(subject: tuple[str, Path, Path]) -> None:
+    name, base, lora = subject
+    said: list[str] = []
+
+    def drawn(usable: int | None) -> list[np.ndarray]:
+        without, with_lora, _ = compare(
+            FAMILIES[name], base, lora, ["a ring"], [1], Drawing(2, 3.0, (64, 64)), usable=usable, say=said.append
+        )
+        return [np.asarray(picture, dtype=int) for picture in (*without, *with_lora)]
+
+    whole, streamed = drawn(None), drawn(0)
+    assert "encoders layer by layer" in said[0]
+    assert np.abs(whole[0] - whole[1]).max() > 0
+    for one, other in zip(whole, streamed, strict=True):
+        assert np.abs(one - other).max() <= 1
+
+
+def test_layers_stay_until_the_room_is_full() -> None:
+    """What does not stay is nowhere between two uses, and comes out the same."""
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8)).requires_grad_(False)
+    x = torch.randn(2, 8)
+    expected = module(x)
+    each = bytes_of(module[0])
+    keep(module, CPU, 2 * each)
+    assert [layer.weight.device.type for layer in module] == ["cpu", "cpu", "meta"]
+    assert torch.equal(module(x), expected)
+    assert module[2].weight.device.type == "meta"
+
+
+def test_out_of_memory_is_tried_again_with_less() -> None:
+    asked: list[int | None] = []
+    said: list[str] = []
+
+    def attempt(usable: int | None) -> str:
+        asked.append(usable)
+        if usable is None or usable > 0:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        return "done"
+
+    assert with_less(attempt, 100, CPU, said.append) == "done"
+    assert asked == [100, 50, 0]
+    assert len(said) == 2
+    asked.clear()
+    with pytest.raises(torch.OutOfMemoryError, match="nothing left"):
+        with_less(lambda usable: attempt(1), None, CPU, said.append)
+    assert asked == [1, 1]
+
+
+@given(
+    family=st.sampled_from(sorted(FAMILIES)),
+    denoiser=st.integers(GIB, 12 * GIB),
+    side=st.sampled_from([512, 768, 1024, 1536]),
+    usable=st.integers(GIB, 24 * GIB),
+)
+def test_what_is_chosen_fits(family: str, denoiser: int, side: int, usable: int) -> None:
+    """Unless nothing of the denoiser is left to take off the card; and nothing is moved without need."""
+    costs, places = phase_costs(family), (side // 8) ** 2
+
+    def check(placed: Placement, whole: int) -> None:
+        assert placed.peak <= usable or placed.resident == 0
+        assert (placed.peak == whole and placed.resident is None) == (whole <= usable)
+        assert placed.resident is None or placed.resident < denoiser
+
+    check(place_gate(denoiser, places, 2, costs, usable), place_gate(denoiser, places, 2, costs, None).peak)
+    drawing = [place_drawing(denoiser, GIB, places, side * side, 2, 2, costs, limit) for limit in (usable, None)]
+    assert drawing[0].in_turn == (drawing[1].peak > usable)
+    assert drawing[0].peak <= usable or drawing[0].resident == 0
+    pictures = pictures_at_once(8, side * side, 4, costs, usable)
+    assert 1 <= pictures <= 8
+    assert pictures == 1 or caching_bytes(pictures, side * side, 4, costs) <= max(
+        usable, 4 * (sum(costs.text_encoders) + 34 * costs.caption)
+    )
+
+
+@pytest.mark.parametrize(("side", "kept_gib"), [(768, 3.5), (1024, 2.9)])
+def test_sdxl_is_judged_and_drawn_on_the_smallest_card(side: int, kept_gib: float) -> None:
+    """6 GiB, of which 4.7 can be used: the published sizes, in bf16. Most of the denoiser stays, nothing is tiled."""
+    costs, usable = phase_costs("sdxl"), int(4.7 * GIB)
+    encoders = 2 * (sum(costs.text_encoders) + costs.autoencoder)
+    drawing = place_drawing(SDXL_DENOISER, encoders, (side // 8) ** 2, side * side, 2, 2, costs, usable)
+    assert drawing.in_turn
+    assert not drawing.tiled
+    assert drawing.resident is not None
+    assert kept_gib * GIB < drawing.resident < SDXL_DENOISER
+    gate = place_gate(SDXL_DENOISER, 128 * 128, 2, costs, usable)
+    assert gate.resident is not None
+    assert gate.resident > 4.0 * GIB
+    assert caching_bytes(1, side * side, 4, costs) <= usable

@@ -1,0 +1,101 @@
+"""Memory that runs out after the training, or while caches are filled, costs time and nothing else."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from lora_trainer.cli.main import main
+from lora_trainer.evaluation.lora_check import check_lora
+from lora_trainer.evaluation.sample import compare
+from lora_trainer.models import FAMILIES
+from lora_trainer.production import release
+from tests.recipes.recipe import Bench, contents, exported, record
+
+SHORT = "CUDA out of memory. Tried to allocate 2.00 GiB."
+
+
+def short_of_memory(work: Callable[..., Any], least: int | None) -> Callable[..., Any]:
+    """The same work, which runs out of memory unless no more than `least` bytes may stay on the card."""
+
+    def work_or_fail(*given: Any, **named: Any) -> Any:
+        if least is None or named["usable"] is None or named["usable"] > least:
+            raise torch.OutOfMemoryError(SHORT)
+        return work(*given, **named)
+
+    return work_or_fail
+
+
+def test_gate_and_pictures_are_made_with_less(bench, finished, monkeypatch, capsys):
+    monkeypatch.setattr(release, "check_lora", short_of_memory(check_lora, 0))
+    monkeypatch.setattr(release, "compare", short_of_memory(compare, 0))
+    assert bench.run("first", checkpoint__every_steps=3, validate__every_steps=3) == 0
+    said = capsys.readouterr().out
+    assert said.count("out of memory: once more with less on the card") == 2
+    assert "drawing with encoders layer by layer" in said
+    assert record(bench.folder("first"))["lora"] == record(finished.folder("first"))["lora"]
+    assert (bench.folder("first") / "samples" / "before_after.png").is_file()
+
+
+def test_a_lora_that_cannot_be_judged_is_kept_and_can_be_judged_later(bench, finished, monkeypatch, capsys):
+    with monkeypatch.context() as patch:
+        patch.setattr(release, "check_lora", short_of_memory(check_lora, None))
+        assert bench.run("first", checkpoint__every_steps=3, validate__every_steps=3) == 5
+    folder = bench.folder("first")
+    assert exported(folder) == exported(finished.folder("first"))
+    document = record(folder)
+    assert (document["status"], document["exit_code"], document["steps"]) == ("failed", 5, 6)
+    assert document["files"]["kohya"] == "first.safetensors"
+    assert document["scores"]["lora"] is None
+    assert "not judged" in document["reason"]
+    assert f"lora-trainer validate {folder / 'first.safetensors'}" in document["reason"]
+    capsys.readouterr()
+    main(["validate", str(folder / "first.safetensors"), "--json"])
+    assert json.loads(capsys.readouterr().out)["score"] == record(finished.folder("first"))["lora"]["score"]
+    assert bench.run("first", "--resume", checkpoint__every_steps=3, validate__every_steps=3) == 0
+    assert record(folder)["scores"] == record(finished.folder("first"))["scores"]
+
+
+def test_pictures_while_training_change_nothing_of_it(bench, finished, monkeypatch):
+    """The trained denoiser makes room for the one that draws."""
+    monkeypatch.setattr(release, "usable_bytes", lambda *_: 0)
+    moved = []
+    monkeypatch.setattr(release, "free_memory", moved.append)
+    settings: dict[str, object] = {"checkpoint__every_steps": 3, "validate__every_steps": 3}
+    assert bench.run("first", **settings, sample__every_steps=2) == 0
+    assert len(moved) == 4
+    assert exported(bench.folder("first")) == exported(finished.folder("first"))
+
+
+def test_pictures_are_encoded_fewer_at_once(tiny_model, pictures, tmp_path, monkeypatch, capsys):
+    """The same caches to rounding; a picture that does not fit even alone ends the run with what to change."""
+    family, asked = FAMILIES["sd15"], []
+
+    def with_room_for(most: int) -> None:
+        def load_encoders(*given: Any) -> Any:
+            encoders = family.load_encoders(*given)
+
+            def encode_image(pixels: torch.Tensor) -> Any:
+                asked.append(len(pixels))
+                if len(pixels) > most:
+                    raise torch.OutOfMemoryError(SHORT)
+                return encoders.encode_image(pixels)
+
+            return replace(encoders, encode_image=encode_image)
+
+        monkeypatch.setitem(FAMILIES, "sd15", replace(family, load_encoders=load_encoders))
+
+    with_room_for(0)
+    place = Bench(tiny_model, pictures, tmp_path / "runs", tmp_path / "none")
+    assert main(["cache", *place.arguments("first")[1:]]) == 5
+    assert "Out of memory while encoding one picture of" in capsys.readouterr().err
+    asked.clear()
+    with_room_for(1)
+    place = replace(place, cache=tmp_path / "few")
+    assert main(["cache", *place.arguments("first")[1:]]) == 0
+    assert len(contents(place.cache)) > 0
+    assert asked[:3] == [4, 2, 1]
