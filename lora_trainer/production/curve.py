@@ -18,7 +18,7 @@ def still_falling(rows: Sequence[Mapping[str, Any]], steps: int) -> Finding | No
     end tells of too few steps where the score does not.
     """
     start, end = (next((row["loss"] for row in rows if row["step"] == step), None) for step in (0, steps))
-    before = [row["loss"] for row in rows if 0 < row["step"] <= steps * 2 / 3]
+    before = [row["loss"] for row in rows if 0 < row["step"] <= steps * 2 / 3 and row["loss"] is not None]
     if start is None or end is None or not before or end >= start:
         return None
     share = (before[-1] - end) / (start - end)

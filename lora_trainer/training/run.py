@@ -86,7 +86,10 @@ def train(
     config, pending = job.config, list[Pending]()
     began, before = time.monotonic(), state.seconds
     if state.step >= job.total_steps:
-        return state, Interrupt()
+        if state.validated_step == state.step:
+            return state, Interrupt()
+        with line as show:  # a signal came in the last step: it was saved, and nobody looked at it
+            return validate(job, state, trackers, show), Interrupt()
     with listening() as interrupt, line as show, closing(prefetch(read_steps(job, state.step), READ_AHEAD)) as source:
         if state.step == 0:
             state = validate(job, state, trackers, show)
@@ -248,9 +251,10 @@ def validate(job: Job, state: TrainState, trackers: Trackers | None, show: Watch
     if trackers:
         show(progress_of(job, state, rate_of(job, state.step), 0.0, "validating"))
     loss = job.validate()
-    before, state = state, replace(state, validation=loss)
-    # The untrained LoRA is what the others are held against, and no candidate.
-    best = state.step > 0 and (before.best_validation is None or loss < before.best_validation)
+    before, state = state, replace(state, validation=loss, validated_step=state.step)
+    # The untrained LoRA is what the others are held against, and no candidate; nothing is lower than NaN.
+    lower = before.best_validation is None or loss < before.best_validation
+    best = state.step > 0 and math.isfinite(loss) and lower
     if best:
         state = replace(state, best_validation=loss, best_step=state.step)
     if trackers:
@@ -269,6 +273,8 @@ def validation_line(before: TrainState, now: TrainState) -> str:
     if now.best_step == now.step:
         was = "" if before.best_step is None else f" (was {before.best_validation:.4f} at step {before.best_step})"
         return f"{line}, the lowest so far{was}"
+    if now.best_step is None:
+        return line
     return f"{line} (lowest {now.best_validation:.4f} at step {now.best_step})"
 
 

@@ -13,6 +13,7 @@ class TrainState:
     step: int = 0
     loss_average: float | None = None  # exponential, weight 0.02 for the newest step
     validation: float | None = None  # newest held-out loss
+    validated_step: int | None = None  # the step that it was measured at
     best_validation: float | None = None
     best_step: int | None = None
     skipped: int = 0  # steps that the fp16 scaler left out because of an overflow

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import os
 import signal
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 from safetensors import safe_open
 
 from lora_trainer.monitor.trackers import Trackers
+from lora_trainer.production import session
 from tests.recipes.recipe import Bench, exported, patched, record, rows, tensor_bytes
 from tests.recipes.test_resume import at_step, stop
 
@@ -109,3 +113,35 @@ def test_what_validation_shows_is_said(bench: Bench, capsys: pytest.CaptureFixtu
     assert "step 4: held-out loss" in said
     assert "at step 3)" in said
     assert "releasing step 3" in said
+
+
+def test_a_signal_in_the_last_step_leaves_nothing_unmeasured(hasty: Bench, bench: Bench) -> None:
+    settings = HASTY | {"validate__every_steps": 5}
+    with patched(Trackers, "steps", at_step(5, lambda: os.kill(os.getpid(), signal.SIGTERM))):
+        assert bench.run("run", **settings) == 143
+    folder = bench.folder("run")
+    assert record(folder)["steps"] == 6
+    assert [row["step"] for row in rows(folder, "validation.jsonl")] == [0, 5]
+    assert bench.run("run", "--resume", **settings) == 0
+    measured = [row for row in rows(hasty.folder("run"), "validation.jsonl") if row["step"] in (0, 5, 6)]
+    assert rows(folder, "validation.jsonl") == measured
+    assert measured[2]["loss"] < measured[1]["loss"], "else this shows nothing"
+    assert record(folder)["released"]["step"] == 6
+    assert record(folder)["released"]["held_out"] == measured[2]["loss"]
+
+
+def test_a_held_out_loss_that_is_no_number_is_never_the_best(bench: Bench, capsys: pytest.CaptureFixture[str]) -> None:
+    measured: Callable[..., torch.Tensor] = session.held_out_losses
+    calls: list[int] = []
+
+    def spoilt(*arguments: object, **named: object) -> torch.Tensor:
+        calls.append(len(calls))
+        losses = measured(*arguments, **named)
+        return losses * float("nan") if calls[-1] == 1 else losses
+
+    with patched(session, "held_out_losses", spoilt):
+        assert bench.run("run", **HASTY, steps=3) == 0
+    measured_at = {row["step"]: row["loss"] for row in rows(bench.folder("run"), "validation.jsonl")}
+    assert measured_at[1] is None
+    assert record(bench.folder("run"))["released"]["step"] == min((2, 3), key=measured_at.__getitem__)
+    assert "step 1: held-out loss nan\n" in capsys.readouterr().out

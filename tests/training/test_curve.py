@@ -31,3 +31,10 @@ def test_a_loss_that_still_falls_is_noted_with_its_share() -> None:
 )
 def test_other_curves_say_nothing(losses: tuple[float, ...], steps: int) -> None:
     assert still_falling(curve(*losses), steps) is None
+
+
+def test_a_measurement_that_is_no_number_is_passed_over() -> None:
+    rows = [*curve(1.0, 0.9), {"step": 20, "loss": None}, {"step": 30, "loss": 0.7}]
+    found = still_falling(rows, 30)
+    assert found is not None
+    assert "67% of its fall" in found.message
