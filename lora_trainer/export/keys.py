@@ -32,6 +32,10 @@ COMPOUND = frozenset(
 )
 _LONGEST = max(name.count("_") for name in COMPOUND) + 1
 
+# diffusers does not know SDXL's size embedding by its own name in kohya's form, only by the first SDXL code's.
+SPECIAL: Mapping[str, str] = {"add_embedding.linear_1": "label_emb_0_0", "add_embedding.linear_2": "label_emb_0_2"}
+_SPECIAL_BACK = {kohya: module for module, kohya in SPECIAL.items()}
+
 
 def kohya_name(module: str, prefixes: Mapping[str, str] = KOHYA_PREFIXES) -> str:
     """`unet.mid_block.attentions.0.proj_in` -> `lora_unet_mid_block_attentions_0_proj_in`.
@@ -39,14 +43,15 @@ def kohya_name(module: str, prefixes: Mapping[str, str] = KOHYA_PREFIXES) -> str
     Raises KeyError when the module's component has no kohya prefix.
     """
     component, _, rest = module.partition(".")
-    return f"{prefixes[component]}_{rest.replace('.', '_')}"
+    return f"{prefixes[component]}_{SPECIAL.get(rest) or rest.replace('.', '_')}"
 
 
 def module_of_kohya(name: str) -> str | None:
     """The module that a kohya name stands for; None when no component has its prefix."""
     for prefix, component in COMPONENT_OF_PREFIX.items():
         if name.startswith(prefix + "_"):
-            return f"{component}.{_dotted(name.removeprefix(prefix + '_'))}"
+            rest = name.removeprefix(prefix + "_")
+            return f"{component}.{_SPECIAL_BACK.get(rest) or _dotted(rest)}"
     return None
 
 

@@ -40,6 +40,14 @@ def test_the_name_that_other_programs_expect() -> None:
     assert kohya_name(text) == "lora_te_text_model_encoder_layers_0_self_attn_q_proj"
 
 
+def test_the_size_embedding_has_the_name_that_every_program_knows() -> None:
+    for layer, name in (("linear_1", "label_emb_0_0"), ("linear_2", "label_emb_0_2")):
+        module = f"unet.add_embedding.{layer}"
+        assert kohya_name(module) == f"lora_unet_{name}"
+        assert module_of_kohya(f"lora_unet_{name}") == module
+        assert module_of_kohya(f"lora_unet_add_embedding_{layer}") == module  # as others may write it
+
+
 def test_prefixes_that_begin_alike_are_told_apart() -> None:
     """One text encoder is `lora_te`; of two, kohya numbers both."""
     assert module_of_kohya("lora_te_text_model_final") == "text_encoder.text_model.final"

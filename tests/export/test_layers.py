@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from lora_trainer.export.lora_file import write_lora
 from lora_trainer.export.weights import weights_from_peft
 from lora_trainer.models import FAMILIES
-from tests.export.tiny import facts, tiny_unet
+from tests.export.tiny import facts, random_lora, tiny_pipeline, tiny_unet
 from tests.recipes.recipe import Bench, draw_pictures, save_tiny_model
 
 RANK, ALPHA = 4, 2.6
@@ -112,6 +112,21 @@ def test_both_files_hold_the_change_of_every_layer(family, dtype, tolerance, tmp
     assert_same_changes(expected, kohya, diffusers, tolerance)
     assert f"{KOHYA}.alpha" in load_file(kohya)
     assert f"{DIFFUSERS}.lora_A.weight" in load_file(diffusers)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_diffusers_takes_every_module_that_can_be_trained(family, tmp_path):
+    """Both forms, with a LoRA on each linear layer and convolution of the U-Net."""
+    pipeline = tiny_pipeline(tmp_path / "made", family)
+    weights = random_lora(pipeline.unet, endings=("",), size=0.02)
+    paths = write_lora(tmp_path, "cat", weights, facts(), prefixes=FAMILIES[family].kohya_prefixes)
+    for path in paths:
+        pipeline.load_lora_weights(tmp_path, weight_name=path.name)
+        changes = {f"unet.{name}": change for name, change in changes_of(pipeline.unet).items()}
+        assert changes.keys() == weights.modules.keys()
+        for name, pair in weights.modules.items():
+            assert torch.allclose(changes[name], pair.delta(), rtol=0.0, atol=1e-4), name
+        pipeline.unload_lora_weights()
 
 
 def test_a_run_writes_what_it_trained(tmp_path):
