@@ -9,9 +9,15 @@ the denoiser visit it one by one: the numbers that come out stay the same, and o
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, replace
 from functools import cache
 from importlib.resources import files
+from pathlib import Path
+
+from lora_trainer.core.tensorfile import read_tensor_header
+from lora_trainer.models.family import ModelFacts
+from lora_trainer.models.folder import weights_file
 
 FRAGMENTATION = 1.05  # of what comes and goes
 PREDICTED_AT_ONCE = 2  # rows of a prediction: with and without the prompt, or two of the gate's questions
@@ -42,6 +48,27 @@ def phase_costs(family: str) -> PhaseCosts:
     text = (files("lora_trainer.models") / "architectures" / f"{family}.json").read_text(encoding="utf-8")
     costs = json.loads(text)["phases"]
     return PhaseCosts(**{**costs, "text_encoders": tuple(costs["text_encoders"])})
+
+
+def costs_of(facts: ModelFacts) -> PhaseCosts:
+    """The same, with the sizes of a folder's own encoders. Raises UsageError for weights that cannot be read."""
+    published = phase_costs(facts.family)
+    if not facts.path.is_dir():
+        return published
+    text_encoders = sorted(path for path in facts.path.glob("text_encoder*") if path.is_dir())
+    own = {path.name: _sizes(path) for path in (*text_encoders, facts.path / "vae")}
+    return replace(
+        published,
+        text_encoders=tuple(sum(own[path.name]) for path in text_encoders),
+        autoencoder=sum(own["vae"]),
+        layer=max(size for sizes in own.values() for size in sizes),
+    )
+
+
+def _sizes(component: Path) -> list[int]:
+    """Values of each weight, from the header of its file."""
+    header = read_tensor_header(weights_file(component))
+    return [math.prod(entry["shape"]) for name, entry in header.items() if name != "__metadata__"]
 
 
 @dataclass(frozen=True)

@@ -20,6 +20,7 @@ from lora_trainer.models.ledger import Gauge, stored_gauge
 from lora_trainer.optim.state_size import optimizer_state_bytes
 from lora_trainer.production.inputs import arithmetic, data_sources, read_architecture, read_model, trained_resolution
 from lora_trainer.production.memory import GIB, Demand, Fit, choose_fit, parts_of, what_would_fit
+from lora_trainer.production.plan_phases import PhasePlan, plan_phases
 from lora_trainer.training.gauge import traced_gauge
 
 # Dense bf16 with fp32 accumulation, TFLOP/s: measured for the H100, from data sheets for the others.
@@ -39,6 +40,7 @@ class Plan:
     fit: Fit
     steps: int | None
     disk_gib: float
+    phases: Mapping[str, PhasePlan]
     advice: tuple[str, ...]
 
     def to_json(self) -> dict[str, Any]:
@@ -65,6 +67,7 @@ class Plan:
             "seconds_per_step_at_least": {card: round(parts.tflop / rate, 5) for card, rate in CARD_TFLOPS.items()},
             "steps": self.steps,
             "disk_gib": round(self.disk_gib, 4),
+            "phases": {name: phase.to_json() for name, phase in self.phases.items()},
             "predicted_from": demand.gauge.source,
             "advice": list(self.advice),
         }
@@ -88,6 +91,7 @@ def make_plan(resolved: Resolved, families: Mapping[str, Family] = FAMILIES, car
         fit=fit,
         steps=planned_steps(config, samples, fit),
         disk_gib=disk_gib(config, family, architecture, demand, samples),
+        phases=plan_phases(demand, fit, architecture.facts, config.cache.batch),
         advice=tuple(advice(demand, fit, architecture)),
     )
 

@@ -66,5 +66,6 @@ def lines(plan: Plan) -> list[str]:
         f"gradient checkpointing {fit.checkpointed} of {fit.blocks} blocks: {fit.reasons[1]}",
         f"weights {fit.precision}: {fit.reasons[2]}",
         f"steps: {steps}; {fit.parts.tflop:.1f} TFLOP each, so at least {seconds}",
+        *(f"{name}: {phase.peak_gib:.2f} GiB, {phase.placement}" for name, phase in plan.phases.items()),
         f"disk: {plan.disk_gib:.2f} GiB for caches, checkpoints and the LoRA",
     ]

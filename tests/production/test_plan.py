@@ -199,3 +199,16 @@ def test_a_published_model_is_planned_without_torch() -> None:
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert done.stderr.strip() == "0 set()"
     assert json.loads(done.stdout)["fits"]
+
+
+def test_every_phase_fits_the_tier_that_it_is_planned_for(capsys: pytest.CaptureFixture[str]) -> None:
+    for tier, side in (("6gb", 768), ("8gb", 768), ("24gb", 1024)):
+        assert main(["plan", "--preset", tier, "--set", "model.family=sdxl", "--json"]) == 0
+        plan = json.loads(capsys.readouterr().out)
+        assert list(plan["phases"]) == ["cache", "train", "validate", "draw"]
+        assert plan["phases"]["train"]["peak_gib"] == pytest.approx(plan["peak_gib"], abs=1e-3)
+        assert all(0 < phase["peak_gib"] <= 0.9 * plan["limit_gib"] for phase in plan["phases"].values()), tier
+        assert plan["resolution"] == side
+        small = "layer by layer" in plan["phases"]["validate"]["placement"]
+        assert small == (tier == "6gb")
+    assert plan["phases"]["draw"]["placement"] == "everything on the card"

@@ -1,0 +1,57 @@
+"""What a run takes on a card in each of its phases, and how each is fitted to it. No torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from lora_trainer.models.family import ModelFacts
+from lora_trainer.models.ledger import Sizes
+from lora_trainer.models.phases import caching_bytes, costs_of, pictures_at_once, place_drawing, place_gate
+from lora_trainer.production.memory import CONTEXT_GIB, GIB, Demand, Fit, usable_gib
+
+ENCODED_IN = 4  # bytes of a value: fp32
+
+
+@dataclass(frozen=True)
+class PhasePlan:
+    """The most that stands on the card in a phase, in GiB, and how that came to be."""
+
+    peak_gib: float
+    placement: str
+
+    def to_json(self) -> dict[str, Any]:
+        return {"peak_gib": round(self.peak_gib, 4), "placement": self.placement}
+
+
+def plan_phases(demand: Demand, fit: Fit, facts: ModelFacts, pictures: int) -> dict[str, PhasePlan]:
+    """`cache`, `train`, `validate` and `draw`; `pictures` are to be encoded at once where that fits."""
+    costs = costs_of(facts)
+    usable = None if demand.limit_gib is None else int(usable_gib(demand.limit_gib) * GIB)
+    pixels = demand.area * demand.downscale**2
+    together = pictures_at_once(pictures, pixels, ENCODED_IN, costs, usable)
+    itemsize, denoiser = 4 if fit.precision == "fp32" else 2, denoiser_bytes(demand, fit)
+    places = max(demand.area, (facts.resolution // facts.downscale) ** 2)
+    gate = place_gate(denoiser, places, itemsize, costs, usable)
+    encoders = itemsize * (sum(costs.text_encoders) + costs.autoencoder)
+    drawing = place_drawing(denoiser, encoders, demand.area, pixels, itemsize, itemsize, costs, usable)
+    trained = f"micro batch {fit.micro}, {fit.checkpointed} of {fit.blocks} blocks checkpointed, {fit.precision}"
+    return {
+        "cache": _phase(caching_bytes(together, pixels, ENCODED_IN, costs), f"{together} pictures at once"),
+        "train": PhasePlan(fit.parts.peak, trained),
+        "validate": _phase(gate.peak, gate.words),
+        "draw": _phase(drawing.peak, drawing.words),
+    }
+
+
+def denoiser_bytes(demand: Demand, fit: Fit) -> int:
+    """Of the denoiser that judges and draws, with its LoRA: the base is never in 8 bits there."""
+    if fit.precision == "fp8":
+        found = demand.gauge.footprint(Sizes(demand.rank, 1, demand.area, demand.gauge.blocks), "bf16")
+    else:
+        found = demand.gauge.footprint(Sizes(demand.rank, fit.micro, demand.area, fit.checkpointed), fit.precision)
+    return found.weights + found.copies
+
+
+def _phase(live: int, placement: str) -> PhasePlan:
+    return PhasePlan(live / GIB + CONTEXT_GIB, placement)
