@@ -141,6 +141,15 @@ def settled(
     return resolved
 
 
+def explained(arguments: argparse.Namespace, resolved: Resolved) -> bool:
+    """Show what `--explain` asks for; whether that was all that was asked for."""
+    if arguments.explain and is_main_process():
+        from lora_trainer.cli.presets import explain
+
+        explain(resolved)
+    return bool(arguments.explain and not arguments.dry_run)
+
+
 def layers_from(
     arguments: argparse.Namespace, problems: list[Problem], *, presets_if_none: Sequence[str] = ()
 ) -> tuple[list[Layer], list[Layer]]:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from lora_trainer.cli.arguments import add_run_arguments, layers_from, settled
-from lora_trainer.core.errors import Problem
+from lora_trainer.cli.arguments import add_run_arguments, explained, layers_from, settled
+from lora_trainer.core.errors import DONE, Problem
 
 EXAMPLES = """examples:
   lora-trainer batch ./customers --preset 12gb --model ./my-sd15 --output night
@@ -43,12 +43,8 @@ def batch_command(arguments: argparse.Namespace, unknown: list[Problem]) -> int:
         problems.append(Problem("batch needs ROOT.", "For example: lora-trainer batch ./customers --preset 12gb"))
     presets, user = layers_from(arguments, problems)
     resolved = settled(presets, user, problems)
-    if arguments.explain:
-        from lora_trainer.cli.presets import explain
-
-        explain(resolved)
-        if not arguments.dry_run:
-            return 0
+    if explained(arguments, resolved):
+        return DONE
     from lora_trainer.jobs.batch import BatchOrder, run_batch, show_batch
     from lora_trainer.jobs.folders import Shared
     from lora_trainer.production.order import plain_console

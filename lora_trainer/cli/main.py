@@ -21,6 +21,7 @@ from lora_trainer.cli.arguments import (
     add_debug_argument,
     add_run_arguments,
     add_settings_arguments,
+    explained,
     resolved_from,
     say,
     unknown_arguments,
@@ -32,7 +33,6 @@ from lora_trainer.cli.plan import EXAMPLES as PLAN_EXAMPLES
 from lora_trainer.cli.plan import add_plan_arguments, plan_command
 from lora_trainer.config.layers import Resolved
 from lora_trainer.core.errors import DONE, WRONG_USAGE, Problem, UsageError, nearest
-from lora_trainer.core.launch import is_main_process
 from lora_trainer.core.quiet import quieten_libraries
 
 INTERRUPTED = 130
@@ -142,13 +142,8 @@ def _demo(arguments: argparse.Namespace, unknown: list[Problem]) -> int:
 
 
 def _run(arguments: argparse.Namespace, resolved: Resolved, *, enforce_gates: bool) -> int:
-    if arguments.explain:
-        if is_main_process():
-            from lora_trainer.cli.presets import explain
-
-            explain(resolved)
-        if not arguments.dry_run:
-            return 0
+    if explained(arguments, resolved):
+        return DONE
     from lora_trainer.production.run import train
 
     ended = train(resolved, resume=arguments.resume, dry_run=arguments.dry_run, enforce_gates=enforce_gates)
@@ -194,8 +189,12 @@ def _cache(arguments: argparse.Namespace, unknown: list[Problem]) -> int:
     resolved = resolved_from(arguments, unknown)
     folder = arguments.folder or (Path(resolved.config.cache.folder) if resolved.config.cache.folder else None)
     if arguments.action is None:
-        from lora_trainer.production.run import cache
+        if explained(arguments, resolved):
+            return DONE
+        from lora_trainer.production.run import cache, train
 
+        if arguments.dry_run:
+            return train(resolved, dry_run=True).exit_code
         cache(resolved)
         return DONE
     from lora_trainer.cli.cache import clean_command, status_command
@@ -281,6 +280,8 @@ def _bench(arguments: argparse.Namespace, unknown: list[Problem]) -> int:
     if arguments.steps < 2:
         unknown.append(Problem(f"--steps {arguments.steps} is too few.", "At least 2 are needed for a median."))
     resolved = resolved_from(arguments, unknown)
+    if explained(arguments, resolved):
+        return DONE
     from lora_trainer.cli.bench import bench_command
 
     return bench_command(resolved, arguments.steps, arguments.json, tiny=arguments.tiny)

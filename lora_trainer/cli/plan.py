@@ -6,7 +6,7 @@ import argparse
 import json
 import sys
 
-from lora_trainer.cli.arguments import add_run_arguments, card_if_auto, resolved_from, say
+from lora_trainer.cli.arguments import add_run_arguments, card_if_auto, explained, resolved_from, say
 from lora_trainer.core.errors import DONE, WRONG_USAGE, Problem
 
 EXAMPLES = """examples:
@@ -35,6 +35,8 @@ def plan_command(arguments: argparse.Namespace, unknown: list[Problem]) -> int:
         say("No --model: planning for the built-in base. --set model.family=NAME plans for a family's published model.")
     elif model.path is None:  # a published model has none of the built-in base's settings
         resolved = resolved_from(arguments, builtin_if_none=False)
+    if explained(arguments, resolved):
+        return DONE
     from lora_trainer.production.plan import make_plan
 
     plan = make_plan(resolved, card_gib=card_if_auto(arguments))

@@ -38,7 +38,7 @@ def sample_command(
     from lora_trainer.evaluation.placing import with_less
     from lora_trainer.evaluation.sample import Compared, Drawing, compare, save_comparison
     from lora_trainer.export.lora_file import read_lora
-    from lora_trainer.production.choices import DTYPES, choose_precision, usable_bytes
+    from lora_trainer.production.choices import choose_precision, computed_in, usable_bytes
 
     weights = read_lora(path)
     if weights.not_finite():
@@ -47,7 +47,7 @@ def sample_command(
     drawing = Drawing(config.sample.steps, config.sample.guidance, (facts.resolution, facts.resolution))
     seeds = [seed + index for index in range(len(prompts))]
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    dtype = DTYPES[choose_precision(config.memory.base_precision, device, asked=False).value]
+    dtype = computed_in(choose_precision(config.memory.base_precision, device, asked=False).value, device)
 
     def drawn(usable: int | None) -> Compared:
         return compare(

@@ -90,7 +90,7 @@ def _judge(path: Path, config: Config, questions: Questions) -> LoraReport:
     from lora_trainer.evaluation.placing import with_less
     from lora_trainer.export.lora_file import read_lora
     from lora_trainer.models.family import Encoders
-    from lora_trainer.production.choices import DTYPES, ENCODER_DTYPE, choose_precision, usable_bytes
+    from lora_trainer.production.choices import ENCODER_DTYPE, choose_precision, computed_in, usable_bytes
 
     family, facts = read_model(config)
     read_lora(path)  # before anything heavy is loaded
@@ -111,7 +111,7 @@ def _judge(path: Path, config: Config, questions: Questions) -> LoraReport:
             family,
             samples,
             held_out=questions.held_out,
-            dtype=DTYPES[choose_precision(config.memory.base_precision, device, asked=False).value],
+            dtype=computed_in(choose_precision(config.memory.base_precision, device, asked=False).value, device),
             device=device,
             usable=usable,
             gate=config.gates.lora,

@@ -82,7 +82,7 @@ class MemorySection(Section):
     )
     base_precision: Precision = Field(
         "bf16",
-        description="precision of the frozen base and of the forward pass; `fp8` stores in 8 bits, computes in bf16",
+        description="precision of the frozen base and of the forward pass; `fp8` stores in 8 bits, computes in bf16 or fp16",
     )
     attention: AttentionName = Field("auto", description="attention implementation; `auto` probes and explains")
 

@@ -15,7 +15,7 @@ from lora_trainer.models.family import Architecture, Family
 from lora_trainer.production.memory import GIB, LARGEST_SHARE, Demand, choose_fit, refuse_what_does_not_fit, usable_gib
 from lora_trainer.production.plan import make_demand
 
-# What is computed in; weights in fp8 are widened for it.
+# What is computed in, where a card has bf16 units; weights in fp8 are widened for it.
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp8": torch.bfloat16}
 LARGEST_MICRO_ON_A_PROCESSOR = 4  # more gains nothing there
 ENCODER_DTYPE = torch.float32  # encoders run once and their output is kept: exactness matters more than speed
@@ -79,7 +79,7 @@ def planned_choices(demand: Demand, precision: Choice, device: torch.device) -> 
     """The choices of the plan for a card. Raises UsageError when nothing fits."""
     fit = choose_fit(demand)
     refuse_what_does_not_fit(demand, fit)
-    dtype = DTYPES["fp16" if demand.precisions[0] == "fp16" else fit.precision]
+    dtype = computed_in(fit.precision, device)
     if fit.precision != precision.value:
         precision = Choice(fit.precision, fit.reasons[2])
     predicted = f"predicted peak {fit.parts.peak:.1f} GiB" + (f" of {demand.limit_gib:.1f}" if demand.limit_gib else "")
@@ -102,9 +102,20 @@ def choose_precision(wanted: str, device: torch.device, *, asked: bool) -> Choic
         return Choice(
             "fp32", f"{wanted} is for GPUs; on a processor (which {units} bf16 units) fp32 is the safe choice"
         )
-    if wanted in ("bf16", "fp8") and not torch.cuda.is_bf16_supported(including_emulation=False):
+    if wanted == "bf16" and not has_bf16(device):
         return Choice("fp16", "this card has no bf16 units; with a loss scaler")
     return Choice(wanted, "asked for" if asked else "the preset's")
+
+
+def computed_in(precision: str, device: torch.device) -> torch.dtype:
+    """The forward pass's precision: fp16, with a loss scaler, in place of bf16 on a card without bf16 units."""
+    dtype = DTYPES[precision]
+    return torch.float16 if dtype == torch.bfloat16 and not has_bf16(device) else dtype
+
+
+def has_bf16(device: torch.device) -> bool:
+    """Whether bf16 can be computed in: everywhere but on older cards."""
+    return device.type != "cuda" or torch.cuda.is_bf16_supported(including_emulation=False)
 
 
 def choose_micro(config: Config, world: int) -> tuple[int, str]:

@@ -109,5 +109,6 @@ def leave_as_found(folder: Path, previous: dict[str, Any] | None) -> None:
     for name in (RECORD, "config.toml"):
         (folder / name).unlink(missing_ok=True)
     if set(os.listdir(folder)) <= {LOCK}:
-        (folder / LOCK).unlink(missing_ok=True)
-        folder.rmdir()
+        with contextlib.suppress(PermissionError):  # on Windows a lock that is held cannot be taken away
+            (folder / LOCK).unlink(missing_ok=True)
+            folder.rmdir()

@@ -10,12 +10,13 @@ from typing import Any, Literal
 from lora_trainer.core.io import read_json, write_json
 
 FILE = "run.json"
+PHASES = ("cache", "train", "validate", "total")
 Status = Literal["running", "done", "refused", "failed", "stopped"]
 
 
 @dataclass(frozen=True)
 class Record:
-    """The document. `seconds` has cache, train, validate and total; `samples` names the recipes of drawn pictures."""
+    """The document. `seconds` has `PHASES`, over all sessions; `samples` names the recipes of drawn pictures."""
 
     name: str
     status: Status = "running"
@@ -29,7 +30,7 @@ class Record:
     origins: dict[str, str] = field(default_factory=dict)
     scores: dict[str, float | None] = field(default_factory=lambda: {"dataset": None, "lora": None})
     files: dict[str, str | None] = field(default_factory=lambda: {"kohya": None, "diffusers": None, "report": None})
-    seconds: dict[str, float] = field(default_factory=dict)
+    seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))
     versions: dict[str, str] = field(default_factory=dict)
     hardware: dict[str, Any] = field(default_factory=dict)
     data_hash: str = ""

@@ -121,7 +121,7 @@ def training_facts(
         version=__version__,
         prediction=inputs.facts.prediction,
         warmup_steps=warmup_length(config.schedule, steps.total),
-        mixed_precision="no" if choices.precision.value == "fp32" else choices.precision.value,
+        mixed_precision={torch.float32: "no", torch.bfloat16: "bf16", torch.float16: "fp16"}[choices.dtype],
         min_snr_gamma=config.loss.min_snr_gamma,
         huber_delta=config.loss.huber_delta if config.loss.kind == "huber" else None,
         noise_offset=config.noise.offset or None,

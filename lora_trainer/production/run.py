@@ -40,7 +40,7 @@ from lora_trainer.production.inputs import (
 )
 from lora_trainer.production.messages import announce, show_end, show_report
 from lora_trainer.production.order import Order, plain_console, run_folder
-from lora_trainer.production.record import Record, changes, latest, read_record, write_record
+from lora_trainer.production.record import PHASES, Record, changes, latest, read_record, write_record
 from lora_trainer.training.interrupt import leaving_on_sigterm
 
 if TYPE_CHECKING:  # torch is loaded after the data has been judged
@@ -281,7 +281,7 @@ def first_record(order: Order, inputs: Inputs, earlier: Mapping[str, Any]) -> Re
         sessions=int(earlier.get("sessions") or 1) + 1 if earlier else 1,
         gates_enforced=order.enforce_gates,
         scores={"dataset": round(inputs.report.score, 4), "lora": None},
-        seconds=earlier.get("seconds", {}),
+        seconds={**dict.fromkeys(PHASES, 0.0), **earlier.get("seconds", {})},
         versions=package_versions(),
         data_hash=inputs.manifest.data_hash,
         model={"family": inputs.family.name, "path": str(inputs.facts.path.resolve())},

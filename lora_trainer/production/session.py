@@ -41,6 +41,7 @@ FIXED_ON_RESUME = (
     "optim.beta1",
     "optim.beta2",
     "optim.weight_decay",
+    "noise.zero_terminal_snr",  # held-out losses of two schedules cannot be compared
     "train.ema_decay",
     "train.seed",
     "batch.effective",

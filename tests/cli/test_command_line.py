@@ -69,6 +69,16 @@ def test_explain_shows_each_value_and_its_origin(capsys: pytest.CaptureFixture[s
     assert "family preset builtin" not in out  # a model is named
 
 
+@pytest.mark.parametrize("command", [["produce"], ["demo"], ["plan"], ["cache"], ["bench", "step"], ["batch", "x"]])
+def test_every_command_that_takes_explain_explains_and_does_no_more(
+    command: list[str], capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    code, out, _ = run(capsys, *command, "--set", "lora.rank=3", "--output", str(tmp_path), "--explain")
+    assert (code, row(out, "lora.rank")) == (0, ["lora.rank", "3", "--set"])
+    assert "differs from the default" in out.splitlines()[-1]
+    assert not list(tmp_path.iterdir())
+
+
 def test_the_builtin_base_brings_its_own_settings(capsys: pytest.CaptureFixture[str]) -> None:
     _, out, _ = run(capsys, "train", "--explain")
     assert row(out, "optim.learning_rate")[2] == "family preset builtin"

@@ -41,7 +41,7 @@ def figures_of(run: RunReport) -> list[Figure]:
     """The key figures, those that are known."""
     steps = Figure("steps", f"{run.seen_steps:,}", f"of {run.planned:,}" if run.planned else "")
     figures = [steps]
-    if (total := number(run.part("seconds").get("total"))) is not None:
+    if total := number(run.part("seconds").get("total")):
         trained = number(run.part("seconds").get("train"))
         figures.append(Figure("time", duration(total), f"{duration(trained)} training" if trained else ""))
     if loss := finite(smoothed(run.series["loss"])):
