@@ -56,6 +56,12 @@ def test_only_what_changed_is_built_again(own, capsys):
     assert "11 texts: 11 reused, 0 rebuilt" in shown
 
 
+def test_a_dry_run_of_cache_fills_nothing(own, capsys):
+    assert own.run("first", "--dry-run", command="cache") == 0
+    assert "10 latents: 0 reused, 10 to build" in capsys.readouterr().out
+    assert not own.cache.exists()
+
+
 def test_a_dry_run_shows_the_plan_and_writes_nothing(own, tmp_path, capsys):
     before = contents(tmp_path)
     assert own.run("plan", "--dry-run", "--preset", "quality", steps=6) == 0
