@@ -69,20 +69,18 @@ def test_the_gate_says_the_same_wherever_the_denoiser_is(
             {key: torch.randn(*shape, generator=generator) for key, shape in shapes.items()},
             torch.tensor([64.0, 64, 0, 0, 64, 64]),
         )
-        for index in range(2)
+        for index in range(1)
     ]
     said: list[str] = []
 
     def numbers(usable: int | None) -> dict[str, object]:
-        report = check_lora(lora, base, family, samples, prompts=("", "a ring"), usable=usable, progress=said.append)
+        report = check_lora(lora, base, family, samples, prompts=("a ring",), usable=usable, progress=said.append)
         return dict(report.numbers)
 
     whole = numbers(None)
     assert not any("layer by layer" in line for line in said)
-    assert numbers(half(base, name)) == whole
+    assert numbers(half(base, name) if name == "sd15" else 0) == whole
     assert any("of the denoiser on the card and the rest layer by layer" in line for line in said)
-    if name == "sdxl":
-        assert numbers(0) == whole
 
 
 def test_pictures_are_the_same_wherever_the_parts_are(subject: tuple[str, Path, Path]) -> None:
@@ -115,7 +113,8 @@ def test_layers_stay_until_the_room_is_full() -> None:
     assert module[2].weight.device.type == "meta"
 
 
-def test_out_of_memory_is_tried_again_with_less() -> None:
+def test_out_of_memory_is_tried_again_with_less(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(placing, "free_memory", lambda device: None)  # seconds, in a process with much in it
     asked: list[int | None] = []
     said: list[str] = []
 
