@@ -38,20 +38,28 @@ def score_of(lora: Path, capsys: pytest.CaptureFixture[str]) -> dict:
     ("subject", "seed"),
     [
         ("zobo", 42),
-        pytest.param("zobo", 7, marks=pytest.mark.slow),
-        pytest.param("zobo", 1234, marks=pytest.mark.slow),
-        pytest.param("fungo", 42, marks=pytest.mark.slow),
-        pytest.param("fungo", 7, marks=pytest.mark.slow),
-        pytest.param("fungo", 1234, marks=pytest.mark.slow),
+        ("zobo", 7),
+        ("zobo", 1234),
+        ("fungo", 42),
+        ("fungo", 7),
+        ("fungo", 1234),
     ],
 )
+@pytest.mark.slow
 def test_the_default_run_passes_both_gates(subject, seed, tmp_path):
     record = train(tmp_path, subject, seed)
     assert record["scores"]["dataset"] >= 0.8
     assert record["scores"]["lora"] >= 0.9, record["lora"]
 
 
-@pytest.mark.parametrize("subject", SUBJECTS)
+def test_a_short_run_passes_both_gates(tmp_path):
+    """An eighth of the steps; what the whole run scores is seen in the fault suite and by `make demo`."""
+    record = train(tmp_path, "zobo", 42, "--max-steps", "100")
+    assert record["scores"]["dataset"] >= 0.8
+    assert record["scores"]["lora"] >= 0.9, record["lora"]
+
+
+@pytest.mark.parametrize("subject", ["zobo", pytest.param("fungo", marks=pytest.mark.slow)])
 def test_an_untrained_lora_fails(subject, tmp_path):
     record = train(tmp_path, subject, 42, "--max-steps", "2", "--set", "optim.learning_rate=1e-12")
     assert record["scores"]["lora"] <= 0.3

@@ -84,18 +84,18 @@ def test_the_average_is_what_is_exported_and_validated_and_training_is_the_same(
 def test_a_schedule_free_run_exports_its_average(bench):
     """The library's own average, asked for after ours was taken."""
     seen: dict[str, torch.Tensor] = {}
-    true = flow.lora_weights
+    true = flow.choose_released
 
-    def looking(config, inputs, learner):
-        weights = true(config, inputs, learner)
+    def looking(config, checkpoints, state, learner):
+        released = true(config, checkpoints, state, learner)
         trained = {name: master.detach().clone() for name, master in learner.adapter.masters.items()}
         learner.optimizer.eval()
         seen.update({name: master.detach().clone() for name, master in learner.adapter.masters.items()})
         assert any(not torch.equal(seen[name], trained[name]) for name in seen)
-        return weights
+        return released
 
-    with patched(flow, "lora_weights", looking):
-        assert bench.run("free", optim__name="schedule_free") == 0
+    with patched(flow, "choose_released", looking):
+        assert bench.run("free", optim__name="schedule_free", checkpoint__release="last") == 0
     assert_exported(bench.folder("free"), seen)
 
 
@@ -139,7 +139,7 @@ def test_the_file_changes_each_layer_as_the_network_in_memory_does(stabilised, r
         for parameter in made.values():
             parameter.normal_()
     config = Config.model_validate({"lora": {"rank": rank, "alpha": 2.7, "rank_stabilised": stabilised}})
-    weights = lora_weights(config, SimpleNamespace(family=family), SimpleNamespace(shown=lambda: made))
+    weights = lora_weights(config, SimpleNamespace(family=family), made)
     told = facts(rank=rank, alpha=2.7, rank_stabilised=stabilised)
     for path in write_lora(tmp_path, "cat", weights, told, dtype=torch.float32):
         written = read_lora(path)
