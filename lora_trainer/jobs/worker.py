@@ -83,11 +83,20 @@ def attempt(path: Path, shared: Shared, job: queue.QueuedJob, families: Mapping[
             return ending_of(result.exit_code, result.record)
         except (Exception, KeyboardInterrupt, SystemExit) as error:  # noqa: BLE001  the other jobs must go on
             ended = ended_by(error, Record(job.name))
-            log.write(f"error: {error}\n" if isinstance(error, UserError) else traceback.format_exc())
+            log.write(last_words(error))
             scores = (read_record(folder) or {}).get("scores") or dict(NO_SCORES)
             if isinstance(error, DatasetRefused) and error.report is not None:
                 scores = {"dataset": round(error.report.score, 4), "lora": None}
             return Ending(ended.exit_code or 0, ended.reason, scores)
+
+
+def last_words(error: BaseException) -> str:
+    """What a job's log says of the error that ended it; a traceback for nothing but bugs."""
+    if isinstance(error, UserError):
+        return f"error: {error}\n"
+    if isinstance(error, KeyboardInterrupt | SystemExit):
+        return "stopped by a signal; lora-trainer batch … --resume goes on\n"
+    return traceback.format_exc()
 
 
 def ending_of(code: int, record: Mapping[str, Any]) -> Ending:

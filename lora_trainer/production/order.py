@@ -41,8 +41,10 @@ class Order:
 def run_folder(config: Config) -> Path:
     """OUTPUT/NAME; the name comes from the data's folder when it is not given."""
     name = config.run.name or data_sources(config)[0].resolve().stem
-    if Path(name).name != name:
-        raise UsageError(Problem(f"--name {name!r} is a path.", "Give a plain name, and the folder with --output."))
+    if name in (".", "..") or "/" in name or "\\" in name or not name.isprintable():
+        raise UsageError(
+            Problem(f"--name {name!r} is no name of a folder.", "Give a plain name, and the folder with --output.")
+        )
     return Path(config.run.output) / name
 
 

@@ -386,6 +386,13 @@ def test_a_negative_cache_limit_is_refused(capsys):
     assert "negative" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("name", ["..", ".", "a/b", "a\\b", "two\nlines"])
+def test_a_name_that_leads_elsewhere_is_refused(name, bench, capsys):
+    assert bench.run(name) == 2
+    assert "is no name of a folder" in said_plainly(capsys)
+    assert not bench.output.exists()
+
+
 def test_an_empty_name_is_refused(bench, capsys):
     assert bench.run("") == 2
     assert "run.name" in capsys.readouterr().err
