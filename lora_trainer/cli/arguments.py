@@ -60,27 +60,32 @@ def add_settings_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def add_run_arguments(parser: argparse.ArgumentParser) -> None:
-    """Everything that train, produce, demo and cache share."""
+def add_run_arguments(parser: argparse.ArgumentParser, hidden: Sequence[str] = ()) -> None:
+    """Everything that train, produce, demo and cache share; `hidden` flags are of no use here and not in the help."""
+
+    def meant(flag: str, text: str) -> str:
+        return argparse.SUPPRESS if flag in hidden else text
+
     group = parser.add_argument_group("the run")
     for flag, setting, metavar, text in SETTING_FLAGS:
-        group.add_argument(flag, dest=setting, metavar=metavar, help=text)
+        group.add_argument(flag, dest=setting, metavar=metavar, help=meant(flag, text))
     group.add_argument(
         "--data",
         action="append",
         dest="data.sources",
         metavar="DIR",
-        help="pictures with captions (repeatable); the built-in data set without it",
+        help=meant("--data", "pictures with captions (repeatable); the built-in data set without it"),
     )
     group.add_argument("--offline", action="store_true", help="make no network request at all")
     add_settings_arguments(parser)
     other = parser.add_argument_group("other")
-    other.add_argument("--resume", action="store_true", help="continue from the newest valid checkpoint of the run")
-    other.add_argument(
-        "--dry-run", action="store_true", help="show samples, buckets, steps and captions; train nothing"
-    )
+    for flag, text in (
+        ("--resume", "continue from the newest valid checkpoint of the run"),
+        ("--dry-run", "show samples, buckets, steps and captions; train nothing"),
+    ):
+        other.add_argument(flag, action="store_true", help=meant(flag, text))
     other.add_argument("--explain", action="store_true", help="show each setting and where it came from; train nothing")
-    other.add_argument("--yes", action="store_true", help="never ask")
+    other.add_argument("--yes", action="store_true", help=meant("--yes", "never ask"))
 
 
 def add_debug_argument(parser: argparse.ArgumentParser) -> None:

@@ -31,7 +31,7 @@ def add_batch_arguments(parser: argparse.ArgumentParser) -> None:
         "--jobs", type=int, default=1, metavar="N", help="jobs at once, each with a copy of the base (1)"
     )
     group.add_argument("--executor", default="local", metavar="local|ray|slurm", help="where the jobs run (local)")
-    add_run_arguments(parser)
+    add_run_arguments(parser, hidden=("--data", "--name"))  # they are refused below
 
 
 def batch_command(arguments: argparse.Namespace, unknown: list[Problem]) -> int:

@@ -19,6 +19,7 @@ from lora_trainer.data.split import split_held_out
 from lora_trainer.data.steps import StepArithmetic
 from lora_trainer.models.family import ModelFacts
 from lora_trainer.production.inputs import arithmetic, read_data
+from lora_trainer.production.printed import show
 
 COLOURS = {"error": "red", "warning": "yellow", "note": "cyan"}
 MOST_NAMES = 40  # files listed under one finding
@@ -34,29 +35,22 @@ def check_command(config: Config, as_json: bool, facts: ModelFacts) -> int:
         document = report.to_json(steps.to_json() | {"held_out": len(held_out)})
         sys.stdout.write(json.dumps(finite(document), indent=2, ensure_ascii=False) + "\n")
     else:
-        show_report(report, steps, len(held_out), wide(Console(highlight=False)))
+        show_report(report, steps, len(held_out), Console(highlight=False))
     return DONE if report.passed else DATASET_REFUSED
-
-
-def wide(console: Console) -> Console:
-    """A pipe has no width; wrapped lines cannot be searched."""
-    return console if console.is_terminal else Console(highlight=False, width=1000)
 
 
 def show_report(report: DataReport, steps: StepArithmetic, held_out: int, console: Console) -> None:
     """Findings grouped by code, the score with its parts, and what would be trained."""
     show_findings(report, console)
     for note in report.notes:
-        console.print(f"note: {note}", markup=False, soft_wrap=True)
+        show(console, Text(f"note: {note}"))
     for line in report.plan.lines:
-        console.print(line, markup=False, soft_wrap=True)
-    console.print(f"{steps.line}; {held_out} held out", markup=False, soft_wrap=True)
+        show(console, Text(line))
+    show(console, Text(f"{steps.line}; {held_out} held out"))
     parts = ", ".join(f"{name} {value:.3f}" for name, value in report.parts.items())
     verdict = "passes" if report.passed else "refused"
-    console.print(
-        f"score {report.score:.3f} (gate {report.gate:.2f}): {verdict}", markup=False, highlight=False, soft_wrap=True
-    )
-    console.print(f"parts: {parts}", markup=False, highlight=False, soft_wrap=True)
+    show(console, Text(f"score {report.score:.3f} (gate {report.gate:.2f}): {verdict}"))
+    show(console, Text(f"parts: {parts}"))
 
 
 def show_findings(report: DataReport, console: Console) -> None:
@@ -71,13 +65,13 @@ def show_findings(report: DataReport, console: Console) -> None:
             message = report.refusal(code, group).message
         elif len(group) > 1:
             message = f"{len(group)} files: {code.replace('_', ' ')} (first: {message.rstrip('.')})."
-        console.print(Text(severity, style=COLOURS[severity]).append(f"  {message}", style="default"))
+        show(console, Text(severity, style=COLOURS[severity]).append(f"  {message}", style="default"))
         names = [report.name_of(finding.path) for finding in group if finding.path]
         for line in (f"in {some(names)}" if len(names) > 1 else "", first.fix):
             if line:
-                console.print(Padding(Text(line), (0, 0, 0, 4)))
+                show(console, Padding(Text(line), (0, 0, 0, 4)))
     if not report.samples:
-        console.print(Text(str(report.refusals[-1]), style=COLOURS["error"]))
+        show(console, Text(str(report.refusals[-1]), style=COLOURS["error"]))
 
 
 def some(names: Sequence[str]) -> str:

@@ -6,8 +6,9 @@ import argparse
 import json
 import sys
 
-from lora_trainer.cli.arguments import add_run_arguments, card_if_auto, explained, resolved_from, say
+from lora_trainer.cli.arguments import add_run_arguments, card_if_auto, explained, layers_from, say, settled
 from lora_trainer.core.errors import DONE, WRONG_USAGE, Problem
+from lora_trainer.production.settings import settle
 
 EXAMPLES = """examples:
   lora-trainer plan --preset 12gb,quality --set model.family=sdxl
@@ -19,13 +20,14 @@ def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
     """What a run takes, and how to show it."""
     parser.add_argument("--json", action="store_true", help="one JSON document on stdout")
     parser.add_argument("--all", action="store_true", help="every tier, goal and family as a Markdown page")
-    add_run_arguments(parser)
+    add_run_arguments(parser, hidden=("--resume", "--dry-run", "--yes"))
 
 
 def plan_command(arguments: argparse.Namespace, unknown: list[Problem]) -> int:
     """Print the plan; exit code 2 when nothing fits, with what would fit among the advice."""
-    resolved = resolved_from(arguments, unknown)
-    model = resolved.config.model
+    problems = list(unknown)
+    presets, user = layers_from(arguments, problems)
+    model = settle(presets, user, problems).config.model
     if arguments.all:
         from lora_trainer.production.plan_table import plans_page
 
@@ -33,8 +35,8 @@ def plan_command(arguments: argparse.Namespace, unknown: list[Problem]) -> int:
         return DONE
     if model.path is None and model.family is None:
         say("No --model: planning for the built-in base. --set model.family=NAME plans for a family's published model.")
-    elif model.path is None:  # a published model has none of the built-in base's settings
-        resolved = resolved_from(arguments, builtin_if_none=False)
+    # A published model has none of the built-in base's settings.
+    resolved = settled(presets, user, [], builtin_if_none=model.family is None)
     if explained(arguments, resolved):
         return DONE
     from lora_trainer.production.plan import make_plan

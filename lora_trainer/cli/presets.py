@@ -13,6 +13,7 @@ from lora_trainer.config.presets import AUTO, FAMILIES, GOALS, TIERS, preset_lay
 from lora_trainer.config.schema import Config
 from lora_trainer.config.toml import shown
 from lora_trainer.core.errors import Problem, UsageError, nearest
+from lora_trainer.production.printed import show
 
 _KINDS = {
     TIERS: "tiers: what the card can hold (pick one)",
@@ -28,9 +29,9 @@ def list_presets() -> int:
         console.print(Text(title, style="bold"))
         for preset in presets().values():
             if preset.kind == kind:
-                console.print(Text(f"  {preset.name:<10}{preset.description}"), soft_wrap=True)
+                show(console, Text(f"  {preset.name:<10}{preset.description}"))
         if kind == TIERS:
-            console.print(Text(f"  {AUTO:<10}The tier of the card that is found."), soft_wrap=True)
+            show(console, Text(f"  {AUTO:<10}The tier of the card that is found."))
     console.print("Use: lora-trainer train --preset 12gb --preset quality", soft_wrap=True)
     return 0
 
@@ -84,7 +85,5 @@ def _print_table(resolved: Resolved, *, only_set: bool) -> None:
         style = "bold green" if changed else ("" if origin != DEFAULT else "dim")
         table.add_row(Text(mark + name, style=style), Text(shown(value), style=style), Text(origin, style=style))
     console = Console(highlight=False)
-    if not console.is_terminal:
-        console = Console(highlight=False, width=1000)  # a pipe has no width; wrapped rows cannot be searched
-    console.print(table)
+    show(console, table)
     console.print("* differs from the default")

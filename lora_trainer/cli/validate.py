@@ -63,6 +63,9 @@ def validate_command(
     Raises UsageError for a file, model or folder that cannot be read.
     """
     path = Path(lora)
+    if path.is_dir():
+        inside = ", ".join(sorted(file.name for file in path.glob("*.safetensors"))) or "none"
+        raise UsageError(Problem(f"{path} is a folder, not a LoRA file.", f"LoRA files in it: {inside}."))
     if not path.is_file():
         raise UsageError(Problem(f"There is no LoRA file {path}.", "Check the path."))
     read_tensor_header(path)  # what is no LoRA is refused before a model is looked for

@@ -26,6 +26,7 @@ _WORDS = {
     "float_type": "a number",
     "bool_type": "true or false",
     "string_type": "text",
+    "string_too_short": "not empty",
     "tuple_type": 'a list such as ["a", "b"]',
     "finite_number": "a finite number",
     "greater_than_equal": "at least {ge}",

@@ -171,7 +171,7 @@ class GatesSection(Section):
 
 
 class RunSection(Section):
-    output: str = Field("runs", description="folder that holds runs")
+    output: Annotated[str, Field(min_length=1)] = Field("runs", description="folder that holds runs")
     name: Annotated[str, Field(min_length=1)] | None = Field(
         None, description="name of the run and of its files; made from the data when empty"
     )

@@ -111,6 +111,8 @@ class DataReport:
             return Problem(group[0].message, group[0].fix)
         text = MANY.get(code, "have an error: " + code.replace("_", " "))
         first = f"(first: {self.name_of(group[0].path)} {group[0].message.rstrip('.')})"
+        if len(group) == 1:
+            text = text.replace("have ", "has ", 1).replace("are ", "is ", 1).replace("list ", "lists ", 1)
         return Problem(f"{len(group)} of {self.counted} files {text} {first}.", group[0].fix)
 
     def to_json(self, steps: dict[str, Any]) -> dict[str, Any]:

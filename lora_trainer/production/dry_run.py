@@ -27,7 +27,8 @@ def show_plan(order: Order, inputs: Inputs) -> None:
     for line in inputs.train_plan.lines:
         console.print(f"  {line}")
     console.print(f"steps: {steps.line}")
-    console.print("captions as they are trained:")
+    dropped = config.data.caption_dropout
+    console.print(f"captions as they are trained{f', {dropped:.0%} of the time without' if dropped else ''}:")
     for sample in inputs.train[:CAPTIONS_SHOWN]:
         console.print(f"  {sample.path.name}: {sample.caption!r}")
     console.print(f"caches in {cache_folder(config)}:")
@@ -36,9 +37,9 @@ def show_plan(order: Order, inputs: Inputs) -> None:
     for line in choices.lines:
         console.print(line)
     console.print("memory, on a card:")
-    show_memory(make_plan(resolved, order.families, card_gib(config)), console)
+    show_memory(make_plan(resolved, order.families, card_gib(config), inputs.train), console)
     console.print(f"would write to {order.folder}")
-    console.print("settings that are not defaults:")
+    console.print("settings that a preset, file or flag set:")
     for name, value in flattened(config).items():
         if resolved.origin[name] != DEFAULT:
             console.print(f"  {name} = {shown(value)}  ({resolved.origin[name]})")

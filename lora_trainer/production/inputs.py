@@ -10,6 +10,7 @@ from typing import Any
 
 from lora_trainer.builtin import BASE_FOLDER, DATA_FOLDER
 from lora_trainer.config.schema import Config
+from lora_trainer.core.errors import Problem, UsageError
 from lora_trainer.data.buckets import BucketPlan, assign_buckets
 from lora_trainer.data.check import DataReport, check_dataset
 from lora_trainer.data.manifest import read_manifest
@@ -17,7 +18,7 @@ from lora_trainer.data.sample import Manifest, Sample
 from lora_trainer.data.split import split_held_out
 from lora_trainer.data.steps import Lengths, StepArithmetic, step_arithmetic
 from lora_trainer.models import FAMILIES
-from lora_trainer.models.family import Architecture, Family, ModelFacts
+from lora_trainer.models.family import USUAL_FAMILY, Architecture, Family, ModelFacts
 from lora_trainer.models.folder import detect_family, read_config
 
 
@@ -61,6 +62,9 @@ def with_absolute_paths(config: Config) -> Config:
 
 def read_model(config: Config, families: Mapping[str, Family] = FAMILIES) -> tuple[Family, ModelFacts]:
     """The model's family and facts. Raises UsageError for a model that cannot be trained."""
+    if config.model.path is None and config.model.family not in (None, USUAL_FAMILY):
+        message = f"model.family={config.model.family} needs --model: the built-in base is {USUAL_FAMILY}."
+        raise UsageError(Problem(message, "Name the model's folder with --model."))
     folder = model_folder(config)
     family = families[config.model.family or detect_family(folder)]
     return family, family.describe(folder)

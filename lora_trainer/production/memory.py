@@ -176,7 +176,6 @@ def _way(demand: Demand, micro: int, checkpointed: int, precision: str, why: str
         whole = "the whole step at once"
     elif micro == demand.max_micro:
         whole = "batch.max_micro"
-    because = "asked for" if len(demand.precisions) == 1 else "as set"
     return Fit(
         micro=micro,
         accumulation=accumulation_of(demand, micro),
@@ -188,9 +187,17 @@ def _way(demand: Demand, micro: int, checkpointed: int, precision: str, why: str
         reasons=(
             whole,
             why,
-            because if precision == first else f"{first} does not fit even with all blocks checkpointed",
+            "as set" if precision == first else _why_not(demand, first),
         ),
     )
+
+
+def _why_not(demand: Demand, precision: str) -> str:
+    """Why that precision was passed over."""
+    if demand.checkpointing == "auto":
+        return f"{precision} does not fit even with all blocks checkpointed"
+    count = count_of(demand.checkpointing, demand.gauge.blocks)
+    return f"{precision} does not fit with {count} blocks checkpointed, as asked for"
 
 
 def refuse_what_does_not_fit(demand: Demand, fit: Fit) -> None:
@@ -210,13 +217,21 @@ def shortage(demand: Demand, fit: Fit) -> str:
 
 def what_would_fit(demand: Demand) -> list[str]:
     """Sentences that name settings with which the demand fits, mildest first; what card would do, where none does."""
-    fitting = (assignment for assignment, changed in milder(demand) if choose_fit(changed).fits)
+    ways_out = milder(demand)
+    fitting = (assignment for assignment, changed in ways_out if choose_fit(changed).fits)
     found = list(islice(fitting, 1))
-    # A second way only where it is a single setting too.
-    found += [assignment for assignment in islice(fitting, 1) if found and " " not in found[0] + assignment]
+    if found and " " not in found[0]:  # a second way only where it is a single setting too, and another one
+        name = found[0].partition("=")[0]
+        others = (way for way, changed in ways_out if _is_other(way, name) and choose_fit(changed).fits)
+        found += islice(others, 1)
     needed = choose_fit(replace(demand, precisions=tuple(dict.fromkeys((*demand.precisions, "fp8"))))).parts.peak
     card = math.ceil(needed / LARGEST_SHARE)
     return [f"It would fit with --set {assignment}." for assignment in found] or [f"It would fit a card of {card} GiB."]
+
+
+def _is_other(assignment: str, name: str) -> bool:
+    """Whether it is a single setting, and not that one."""
+    return " " not in assignment and assignment.partition("=")[0] != name
 
 
 def milder(demand: Demand) -> Iterator[tuple[str, Demand]]:

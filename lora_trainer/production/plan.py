@@ -73,9 +73,15 @@ class Plan:
         }
 
 
-def make_plan(resolved: Resolved, families: Mapping[str, Family] = FAMILIES, card_gib: float | None = None) -> Plan:
+def make_plan(
+    resolved: Resolved,
+    families: Mapping[str, Family] = FAMILIES,
+    card_gib: float | None = None,
+    samples: tuple[Sample, ...] | None = None,
+) -> Plan:
     """Plan a run on a card of `card_gib`, or of `memory.limit_gib` where that is less; without both nothing limits it.
 
+    `samples` are those that are trained, where they are known; else they are counted without decoding a picture.
     Raises UsageError for a model or data that cannot be read.
     """
     config = resolved.config
@@ -83,7 +89,7 @@ def make_plan(resolved: Resolved, families: Mapping[str, Family] = FAMILIES, car
     limits = [limit for limit in (config.memory.limit_gib, card_gib) if limit is not None]
     demand = make_demand(resolved, family, architecture, min(limits, default=None))
     fit = choose_fit(demand)
-    samples = planned_samples(config)
+    samples = planned_samples(config) if samples is None else samples
     return Plan(
         family=family.name,
         model=architecture.facts.path.name,

@@ -8,24 +8,25 @@ from rich.text import Text
 
 from lora_trainer.production.memory import LARGEST_SHARE, shortage
 from lora_trainer.production.plan import CARD_TFLOPS, Plan
+from lora_trainer.production.printed import show
 
 WIDTH = 40  # characters of a bar that fills the card
 COLOURS = {"weights": "blue", "adapter": "cyan", "optimizer": "magenta", "activations": "green", "overhead": "yellow"}
-LEAST_SHOWN = 0.5  # characters
+FULL, EIGHTHS = "█", ("", "▏", "▎", "▍", "▌", "▋", "▊", "▉")
 
 
 def show_plan(plan: Plan, console: Console) -> None:
     """All of it."""
     demand, fit = plan.demand, plan.fit
     title = f"{plan.family} ({plan.model}), {demand.resolution} px, LoRA rank {demand.rank}, {demand.optimizer}"
-    console.print(Text(title, style="bold"), soft_wrap=True)
-    console.print(bars(plan))
+    show(console, Text(title, style="bold"))
+    show(console, bars(plan))
     for line in lines(plan):
-        console.print(Text(line), soft_wrap=True)
+        show(console, Text(line))
     for sentence in plan.advice:
-        console.print(Text(f"- {sentence}"), soft_wrap=True)
+        show(console, Text(f"- {sentence}"))
     if not fit.fits:
-        console.print(Text("does not fit: " + shortage(demand, fit), style="bold red"), soft_wrap=True)
+        show(console, Text("does not fit: " + shortage(demand, fit), style="bold red"))
 
 
 def bars(plan: Plan) -> Table:
@@ -47,25 +48,52 @@ def bars(plan: Plan) -> Table:
     return table
 
 
-def _bar(start: float, size: float, scale: float, colour: str, block: str = "█") -> Text:
-    """At least half a character of a part that is there at all."""
-    first = round(start * scale)
-    width = max(round((start + size) * scale) - first, 1 if size * scale > LEAST_SHOWN else 0)
-    return Text(" " * first + (block * width or ("▏" if size > 0 else "")), style=colour)
+def _bar(start: float, size: float, scale: float, colour: str, block: str = FULL) -> Text:
+    """As long as the part is large, in eighths of a character; at least one of a part that is there at all."""
+    first = int(start * scale)
+    whole, eighths = divmod(max(round(size * scale * 8), 1), 8) if size > 0 else (0, 0)
+    return Text(" " * first + block * whole + (EIGHTHS[eighths] if block == FULL else ""), style=colour)
 
 
 def lines(plan: Plan) -> list[str]:
     """What was chosen with its reasons, steps, least time, disk."""
     demand, fit = plan.demand, plan.fit
     card = "no limit" if demand.limit_gib is None else f"{demand.limit_gib:g} GiB, {LARGEST_SHARE:.0%} of it to use"
-    seconds = ", ".join(f"{card} {fit.parts.tflop / rate:.3g} s" for card, rate in CARD_TFLOPS.items())
     steps = "unknown without data" if plan.steps is None else f"{plan.steps:,}"
+    least = [f"steps: {steps}; {operations(fit.parts.tflop)} each, so each takes at least {_times(fit.parts.tflop)}"]
+    if plan.steps is not None:
+        least.append(f"all {steps} steps take at least {_times(fit.parts.tflop * plan.steps)}")
     return [
         f"card: {card}; predicted from: {demand.gauge.source}",
         f"micro batch {fit.micro} x {fit.accumulation}: {fit.reasons[0]}",
         f"gradient checkpointing {fit.checkpointed} of {fit.blocks} blocks: {fit.reasons[1]}",
         f"weights {fit.precision}: {fit.reasons[2]}",
-        f"steps: {steps}; {fit.parts.tflop:.1f} TFLOP each, so at least {seconds}",
+        *least,
         *(f"{name}: {phase.peak_gib:.2f} GiB, {phase.placement}" for name, phase in plan.phases.items()),
         f"disk: {plan.disk_gib:.2f} GiB for caches, checkpoints and the LoRA",
     ]
+
+
+def _times(tflop: float) -> str:
+    """How long each card needs for so many operations, at the least."""
+    return ", ".join(f"{duration(tflop / rate)} ({card})" for card, rate in CARD_TFLOPS.items())
+
+
+def operations(tflop: float) -> str:
+    """`7.6 TFLOP`, `12 GFLOP`, `340 MFLOP`: in a unit that leaves at least one digit before the point."""
+    for unit, size in (("TFLOP", 1.0), ("GFLOP", 1e-3)):
+        if tflop >= size:
+            return f"{_short(tflop / size)} {unit}"
+    return f"{_short(tflop / 1e-6)} MFLOP"
+
+
+def duration(seconds: float) -> str:
+    """`2.1 h`, `4.0 min`, `35 s`, `9.7 ms`, `8.6 µs`."""
+    for unit, size in (("h", 3600.0), ("min", 60.0), ("s", 1.0), ("ms", 1e-3)):
+        if seconds >= size:
+            return f"{_short(seconds / size)} {unit}"
+    return f"{_short(seconds / 1e-6)} µs"
+
+
+def _short(number: float) -> str:
+    return f"{number:.1f}" if number < 10 else f"{number:,.0f}"

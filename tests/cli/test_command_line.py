@@ -238,3 +238,31 @@ def test_a_closed_pipe_is_no_error() -> None:
         process.stdout.close()  # as `| head` does, and before anything is printed
         assert process.stderr.read() == ""
     assert process.returncode == 1
+
+
+def test_flags_of_no_use_are_not_in_the_help(capsys: pytest.CaptureFixture[str]) -> None:
+    for command, absent in (("plan", ("--resume", "--dry-run", "--yes")), ("batch", ("--data", "--name"))):
+        assert main([command, "--help"]) == 0
+        said = capsys.readouterr().out
+        assert "--preset" in said
+        assert not [flag for flag in absent if f"{flag} " in said]
+
+
+def test_an_empty_name_and_output_are_refused_in_words(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "--name", "", "--output", ""]) == 2
+    said = capsys.readouterr().err
+    assert said.count("must be not empty") == 2
+    assert "String" not in said
+
+
+def test_a_family_without_its_model_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", "--set", "model.family=sdxl", "--max-steps", "1"]) == 2
+    assert "needs --model" in capsys.readouterr().err
+
+
+def test_a_folder_is_no_lora_file(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    (tmp_path / "cat.safetensors").write_bytes(b"")
+    assert main(["validate", str(tmp_path)]) == 2
+    said = capsys.readouterr().err
+    assert "is a folder" in said
+    assert "cat.safetensors" in said

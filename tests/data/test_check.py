@@ -194,4 +194,4 @@ def test_the_command_for_people(good_folder: Path, capsys: pytest.CaptureFixture
     assert check_command(over(good_folder, CONFIG), as_json=False, facts=USUAL) == 3
     out = " ".join(capsys.readouterr().out.split())
     assert "refused" in out
-    assert "have no caption (first: odd [red].png" in out
+    assert "has no caption (first: odd [red].png" in out

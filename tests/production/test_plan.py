@@ -29,6 +29,7 @@ from lora_trainer.production.memory import (
 )
 from lora_trainer.production.plan import Plan, make_plan
 from lora_trainer.production.plan_table import every_plan, plans_page
+from lora_trainer.production.plan_view import duration
 from lora_trainer.production.settings import settle
 
 PARTS = ("weights_gib", "adapter_gib", "optimizer_gib", "activations_gib", "overhead_gib")
@@ -212,3 +213,19 @@ def test_every_phase_fits_the_tier_that_it_is_planned_for(capsys: pytest.Capture
         small = "layer by layer" in plan["phases"]["validate"]["placement"]
         assert small == (tier == "6gb")
     assert plan["phases"]["draw"]["placement"] == "everything on the card"
+
+
+def test_a_plan_in_a_pipe_says_what_was_asked(capsys: pytest.CaptureFixture[str]) -> None:
+    asked = ("--preset", "8gb", "--set", "model.family=sdxl", "--set", "memory.checkpointing=none", "--max-steps", "9")
+    assert main(["plan", *asked]) == 0
+    said = capsys.readouterr().out
+    assert "bf16 does not fit with 0 blocks checkpointed, as asked for" in said
+    assert "all 9 steps take at least" in said
+    assert not [line for line in said.splitlines() if line != line.rstrip()]
+
+
+@pytest.mark.parametrize(
+    ("seconds", "said"), [(8.6e-6, "8.6 µs"), (0.0464, "46 ms"), (3.5, "3.5 s"), (114, "1.9 min"), (7200, "2.0 h")]
+)
+def test_times_are_said_in_fitting_units(seconds: float, said: str) -> None:
+    assert duration(seconds) == said

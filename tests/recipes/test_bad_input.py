@@ -181,7 +181,7 @@ def test_a_dry_run_of_refused_data_shows_its_plan(bench, tmp_path, capsys):
     assert with_data(bench, data).run("bare", "--dry-run") == 3
     said = capsys.readouterr()
     assert "settings that are not defaults" in said.out
-    assert "1 of 10 files have no caption" in said.err
+    assert "1 of 10 files has no caption" in said.err
 
 
 def test_a_caption_that_may_be_missing(bench, tmp_path, capsys):
