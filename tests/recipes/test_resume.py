@@ -73,7 +73,13 @@ def assert_same_run(bench: Bench, one: str, other: str) -> None:
     assert exported(bench.folder(one)) == exported(bench.folder(other))
 
 
-@pytest.mark.parametrize("kind", KINDS)
+# The others take as long again: they run in the fault suite.
+IN_EVERY_SUITE = ("fp32", "bf16", "fp16", "adamw8bit", "schedule_free", "lion and average")
+
+
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=() if kind in IN_EVERY_SUITE else pytest.mark.slow) for kind in KINDS]
+)
 def test_a_stopped_run_goes_on_exactly(kind, bench):
     settings = KINDS[kind]
     assert bench.run("straight", **settings) == 0
