@@ -180,7 +180,7 @@ def test_a_dry_run_of_refused_data_shows_its_plan(bench, tmp_path, capsys):
     (data / "picture_0.txt").unlink()
     assert with_data(bench, data).run("bare", "--dry-run") == 3
     said = capsys.readouterr()
-    assert "settings that are not defaults" in said.out
+    assert "settings that a preset, file or flag set" in said.out
     assert "1 of 10 files has no caption" in said.err
 
 
