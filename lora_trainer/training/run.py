@@ -99,7 +99,8 @@ def train(
             try:
                 result = one_step(job, state.step, micros, samples, rate)
             except torch.OutOfMemoryError as error:
-                raise out_of_memory(job, flush(job, state, pending, trackers, show), error) from error
+                state = flush(job, state, pending, trackers, show)
+                raise out_of_memory(job, state, error, f"at step {state.step + 1}") from error
             state = replace(state, step=state.step + 1, seconds=before + time.monotonic() - began)
             pending.append(Pending(state.step, rate, samples, result, started))
 
@@ -135,15 +136,13 @@ def one_step(job: Job, step: int, micros: list[Micro], samples: int, rate: float
     return result
 
 
-def out_of_memory(job: Job, state: TrainState, error: Exception) -> TrainingFailed:
+def out_of_memory(job: Job, state: TrainState, error: Exception, when: str) -> TrainingFailed:
     """Save what was trained, where no other process has to be waited for, and say what to lower."""
     if job.processes.world == 1 and state.step > 0:
         save(job, state)
     reason = str(error).splitlines()[0]
     fix = "Set batch.max_micro lower, memory.checkpointing=all or data.resolution lower."
-    return TrainingFailed(
-        Problem(f"Out of memory at step {state.step + 1} ({reason})", f"{kept(job.checkpoints)} {fix}")
-    )
+    return TrainingFailed(Problem(f"Out of memory {when} ({reason})", f"{kept(job.checkpoints)} {fix}"))
 
 
 def told_to_stop(job: Job, state: TrainState, interrupt: Interrupt) -> bool:
@@ -250,7 +249,10 @@ def validate(job: Job, state: TrainState, trackers: Trackers | None, show: Watch
         return state
     if trackers:
         show(progress_of(job, state, rate_of(job, state.step), 0.0, "validating"))
-    loss = job.validate()
+    try:
+        loss = job.validate()
+    except torch.OutOfMemoryError as error:
+        raise out_of_memory(job, state, error, f"while validating step {state.step}") from error
     before, state = state, replace(state, validation=loss, validated_step=state.step)
     # The untrained LoRA is what the others are held against, and no candidate; nothing is lower than NaN.
     lower = before.best_validation is None or loss < before.best_validation

@@ -13,8 +13,8 @@ from lora_trainer.evaluation import lora_check
 from lora_trainer.evaluation.lora_check import check_lora
 from lora_trainer.evaluation.sample import compare
 from lora_trainer.models import FAMILIES
-from lora_trainer.production import release
-from tests.recipes.recipe import Bench, contents, exported, record
+from lora_trainer.production import release, session
+from tests.recipes.recipe import Bench, contents, exported, losses, record
 
 SHORT = "CUDA out of memory. Tried to allocate 2.00 GiB."
 
@@ -48,6 +48,24 @@ def test_gate_and_pictures_are_made_with_less(bench, finished, monkeypatch, caps
     assert said.count("out of memory: once more with less on the card") == 3
     assert record(bench.folder("first"))["lora"] == record(finished.folder("first"))["lora"]
     assert (bench.folder("first") / "samples" / "before_after.png").is_file()
+
+
+def test_memory_that_runs_out_while_validating_loses_no_step(bench, finished, monkeypatch, capsys):
+    true, calls = session.held_out_losses, [0]
+
+    def second_fails(*given: Any, **named: Any) -> Any:
+        calls[0] += 1
+        return never() if calls[0] == 2 else true(*given, **named)
+
+    settings = {"checkpoint__every_steps": 3, "validate__every_steps": 3}
+    with monkeypatch.context() as patch:
+        patch.setattr(session, "held_out_losses", second_fails)
+        assert bench.run("first", **settings) == 5
+    said = capsys.readouterr().err
+    assert "Out of memory while validating step 3" in said
+    assert "step-000003 is safe" in said
+    assert bench.run("first", "--resume", **settings) == 0
+    assert losses(bench.folder("first")) == losses(finished.folder("first"))
 
 
 def test_a_lora_that_cannot_be_judged_is_kept_and_can_be_judged_later(bench, monkeypatch):
