@@ -36,6 +36,21 @@ The same for one run is `--set lora.rank=32`. TOML has no word for an empty valu
 type says "empty". `--explain` shows every setting, its value and the layer that set it.
 """
 
+TABLES = {"SourceSection": "[below](#one-source-of-data)", "CaptionsSection": "[captions](#captions)"}
+SOURCES = """### One source of data
+
+`--data FOLDER` names a source and nothing more. In a file a source can say how it differs from the rest:
+
+```toml
+[[data.sources]]
+path = "pictures/cat"
+repeats = 10
+
+[[data.sources]]
+path = "pictures/other_cats"
+regularisation = true
+```
+"""
 WORDS = {"integer": "integer", "number": "number", "string": "text", "boolean": "true or false", "null": "empty"}
 LIMITS = {
     "minimum": "at least {}",
@@ -54,11 +69,17 @@ def config_page() -> str:
         kind = schema["$defs"][field.annotation.__name__]  # type: ignore[union-attr]
         rows = [_row(name, key, entry) for key, entry in kind["properties"].items()]
         parts.append("\n".join([f"## {name}\n", "| key | default | type | meaning |", "|---|---|---|---|", *rows, ""]))
+        if section == "data":
+            source = [
+                _row("source", key, entry) for key, entry in schema["$defs"]["SourceSection"]["properties"].items()
+            ]
+            parts.append("\n".join([SOURCES, "| key | default | type | meaning |", "|---|---|---|---|", *source, ""]))
     return "\n".join(parts)
 
 
 def _row(section: str, key: str, entry: dict[str, Any]) -> str:
-    cells = (f"`{section}.{key}`", f"`{shown(entry['default'])}`", type_in_words(entry), entry["description"])
+    default = f"`{shown(entry['default'])}`" if "default" in entry else "–"
+    cells = (f"`{section}.{key}`", default, type_in_words(entry), entry["description"])
     return f"| {' | '.join(cells)} |"
 
 
@@ -70,6 +91,8 @@ def type_in_words(entry: dict[str, Any]) -> str:
         return ", ".join(f"`{value}`" for value in entry["enum"])
     if "const" in entry:
         return f"`{entry['const']}`"
+    if "$ref" in entry:
+        return f"a table, see {TABLES[entry['$ref'].rpartition('/')[2]]}"
     if entry["type"] == "array":
         return f"list of {type_in_words(entry['items'])}"
     limits = [text.format(_plain(entry[name])) for name, text in LIMITS.items() if name in entry]

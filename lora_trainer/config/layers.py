@@ -34,6 +34,8 @@ _WORDS = {
     "less_than_equal": "at most {le}",
     "less_than": "less than {lt}",
     "literal_error": "one of {expected}",
+    "model_type": "paths or tables",
+    "model_attributes_type": "paths or tables",
 }
 
 

@@ -83,10 +83,17 @@ def to_toml(config: Config) -> str:
         section_type = section_types()[section]
         for key, value in values.items():
             if value is not None:
-                kept[key] = value
+                kept[key] = without_empty(value)
             elif can_be_emptied(section_type, key):
                 kept[key] = EMPTY
     return tomli_w.dumps({section: values for section, values in document.items() if values})
+
+
+def without_empty(value: Any) -> Any:
+    """Nested tables without the keys that nothing was said of."""
+    if isinstance(value, dict):
+        return {key: without_empty(item) for key, item in value.items() if item is not None}
+    return [without_empty(item) for item in value] if isinstance(value, list) else value
 
 
 def section_types() -> Mapping[str, type[Section]]:
@@ -119,4 +126,13 @@ def shown(value: Any) -> str:
         return str(value).lower()
     if isinstance(value, list | tuple):
         return f"[{', '.join(shown(item) for item in value)}]"
+    if isinstance(value, Mapping):  # a source of which nothing but its path is said is written as that
+        said = {key: item for key, item in value.items() if item is not None}
+        if (
+            set(said) <= {"path", "weight", "regularisation"}
+            and not value.get("regularisation")
+            and value["weight"] == 1.0
+        ):
+            return shown(value["path"])
+        return f"{{{', '.join(f'{key} = {shown(item)}' for key, item in said.items())}}}"
     return f'"{value}"' if isinstance(value, str) else str(value)

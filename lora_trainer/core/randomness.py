@@ -29,3 +29,11 @@ def position_shuffle(items: Sequence[Item], seed: int, purpose: str, *position: 
     """The items in an order that depends on the position only."""
     keyed = [(position_key(seed, purpose, *position, index), index) for index in range(len(items))]
     return [items[index] for _, index in sorted(keyed)]
+
+
+def position_turn(count: int, visit: int, seed: int, purpose: str, *position: int | str) -> int:
+    """Which of `count` versions is taken on a visit: each in turn, from a start that the position draws.
+
+    So all of them are used equally often, but for one.
+    """
+    return (position_key(seed, purpose, *position) + visit) % count

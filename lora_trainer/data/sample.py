@@ -9,11 +9,36 @@ from pathlib import Path
 
 
 @dataclass(frozen=True)
+class Span:
+    """Bytes inside of a larger file, such as a member of a tar: `size` bytes from `offset` of `file`."""
+
+    file: Path
+    offset: int
+    size: int
+
+
+@dataclass(frozen=True)
+class Mask:
+    """Where a sample's loss counts: a grey picture, or the picture's own transparency where `path` is None.
+
+    `content` is the hex sha256 of the mask file's bytes, empty for the picture's own.
+    """
+
+    path: Path | None
+    content: str = ""
+    span: Span | None = None
+
+
+@dataclass(frozen=True)
 class Sample:
     """One picture with its caption.
 
-    `width` and `height` are as the picture is seen, after EXIF rotation.
-    `content` is the hex sha256 of the picture file's bytes. `weight` multiplies the sample's loss.
+    `path` names the picture; its bytes are that file's, or, inside of a larger file, those of
+    `span`. `caption` is as it was written. `width` and `height` are as the picture is seen,
+    after EXIF rotation. `content` is the hex sha256 of the picture file's bytes. `repeats` is
+    how often an epoch shows it, 0.5 means every other epoch. `weight` multiplies its loss.
+    `source` counts the data's sources from 0. Regularisation samples keep the model's own idea
+    of a class: they are never held out.
     """
 
     path: Path
@@ -21,8 +46,12 @@ class Sample:
     width: int
     height: int
     content: str
-    repeats: int = 1
+    repeats: float = 1
     weight: float = 1.0
+    source: int = 0
+    regularisation: bool = False
+    span: Span | None = None
+    mask: Mask | None = None
 
     @property
     def id(self) -> str:
@@ -39,6 +68,16 @@ class Manifest:
 
     @property
     def data_hash(self) -> str:
-        """Changes when a picture, a caption, a repeat count or a weight changes; names and places do not count."""
-        rows = sorted((sample.content, sample.caption, sample.repeats, sample.weight) for sample in self.samples)
+        """Changes when a picture, a caption, a mask, a repeat count or a weight changes; names and places do not count."""
+        rows = sorted(
+            (
+                sample.content,
+                sample.caption,
+                float(sample.repeats),
+                sample.weight,
+                sample.regularisation,
+                "" if sample.mask is None else sample.mask.content or "alpha",
+            )
+            for sample in self.samples
+        )
         return hashlib.sha256(json.dumps(rows, ensure_ascii=True).encode("ascii")).hexdigest()

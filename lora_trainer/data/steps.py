@@ -24,12 +24,52 @@ class Ref:
 
     `index` is the sample's index in the list that the plan was made of. `occurrence`
     counts earlier places of the same content in the same step, so that a picture which
-    stands twice gets different noise. Random draws use (step, id, occurrence).
+    stands twice gets different noise. Random draws use (step, id, occurrence). `visit`
+    counts how often the run saw this sample before: what is taken in turn goes by it.
     """
 
     index: int
     id: str
     occurrence: int
+    visit: int = 0
+
+
+@dataclass(frozen=True)
+class Group:
+    """Samples that are seen equally often: `seen` places of an epoch go round through them.
+
+    With `seen` a multiple of their number each epoch has every one of them equally often;
+    otherwise an epoch goes on where the last one ended, and none is ever left out.
+    """
+
+    indices: tuple[int, ...]
+    seen: int
+
+    def place(self, epoch: int, number: int) -> tuple[int, int]:
+        """(index, visit) of one of the `seen` places of an epoch."""
+        visit, place = divmod(epoch * self.seen + number, len(self.indices))
+        return self.indices[place], visit
+
+
+def make_groups(samples: Sequence[Sample], seed: int) -> tuple[Group, ...]:
+    """How often an epoch sees whom: by the samples' repeats; regularisation samples as often as all others."""
+    trained: dict[tuple[int, float], list[int]] = {}
+    kept: list[int] = []
+    for index, sample in enumerate(samples):
+        if sample.regularisation:
+            kept.append(index)
+        else:
+            trained.setdefault((sample.source, float(sample.repeats)), []).append(index)
+    groups = [_group(indices, max(1, round(repeats * len(indices))), seed) for (_, repeats), indices in trained.items()]
+    if kept:
+        groups.append(_group(kept, sum(group.seen for group in groups) or len(kept), seed))
+    return tuple(groups)
+
+
+def _group(indices: Sequence[int], seen: int, seed: int) -> Group:
+    if seen % len(indices):  # whose turn comes first must not hang on names
+        indices = position_shuffle(indices, seed, "turns", len(indices))
+    return Group(tuple(indices), seen)
 
 
 @dataclass(frozen=True)
@@ -37,28 +77,29 @@ class StepPlan:
     """The order of all steps. Steps and epochs count from 0."""
 
     ids: tuple[str, ...]
-    repeats: tuple[int, ...]
+    groups: tuple[Group, ...]
     effective: int
     seed: int
 
     @cached_property
-    def expanded(self) -> tuple[int, ...]:
-        """Indices of the samples, each as often as it is repeated."""
-        return tuple(index for index, count in enumerate(self.repeats) for _ in range(count))
+    def places(self) -> tuple[tuple[Group, int], ...]:
+        """The places of an epoch before they are shuffled: group, and number in the group."""
+        return tuple((group, number) for group in self.groups for number in range(group.seen))
 
     @property
     def steps_per_epoch(self) -> int:
-        return math.ceil(len(self.expanded) / self.effective)
+        return math.ceil(len(self.places) / self.effective)
 
     def refs(self, step: int) -> tuple[Ref, ...]:
         """The samples of one step, in order; at least one, at most `effective`."""
         epoch, place = divmod(step, self.steps_per_epoch)
-        order = _order(len(self.expanded), self.seed, epoch)
+        order = _order(len(self.places), self.seed, epoch)
         seen: Counter[str] = Counter()
         refs = []
         for position in order[place * self.effective : (place + 1) * self.effective]:
-            index = self.expanded[position]
-            refs.append(Ref(index, self.ids[index], seen[self.ids[index]]))
+            group, number = self.places[position]
+            index, visit = group.place(epoch, number)
+            refs.append(Ref(index, self.ids[index], seen[self.ids[index]], visit))
             seen[self.ids[index]] += 1
         return tuple(refs)
 
@@ -72,7 +113,7 @@ def plan_steps(samples: Sequence[Sample], effective: int, seed: int) -> StepPlan
     """The plan over these samples. Raises ValueError when there is none."""
     if not samples:
         raise ValueError("no samples to plan steps over")
-    return StepPlan(tuple(s.id for s in samples), tuple(s.repeats for s in samples), effective, seed)
+    return StepPlan(tuple(s.id for s in samples), make_groups(samples, seed), effective, seed)
 
 
 def share(refs: Sequence[Ref], rank: int, world: int) -> tuple[Ref, ...]:
@@ -114,7 +155,7 @@ class StepArithmetic:
     """How many steps come of how many pictures."""
 
     images: int
-    passes: int  # samples of one epoch: images times their repeats
+    passes: int  # samples of one epoch: images times their repeats, and regularisation
     effective: int
     batch: int  # largest micro batch of one process
     accumulation: int  # micro batches of one process in a step, where all are of one bucket
@@ -153,7 +194,7 @@ def step_arithmetic(
     samples: Sequence[Sample], effective: int, lengths: Lengths, *, max_micro: int | None = None, processes: int = 1
 ) -> StepArithmetic:
     """Count the steps of a run over the samples that are trained on (held-out ones not among them)."""
-    passes = sum(sample.repeats for sample in samples)
+    passes = sum(group.seen for group in make_groups(samples, seed=0))
     per_epoch = math.ceil(passes / effective)
     share_of_process = math.ceil(effective / processes)
     accumulation = math.ceil(share_of_process / (max_micro or share_of_process))

@@ -27,7 +27,7 @@ def show_plan(order: Order, inputs: Inputs) -> None:
     for line in inputs.train_plan.lines:
         console.print(f"  {line}")
     console.print(f"steps: {steps.line}")
-    dropped = config.data.caption_dropout
+    dropped = config.captions.dropout
     console.print(f"captions as they are trained{f', {dropped:.0%} of the time without' if dropped else ''}:")
     for sample in inputs.train[:CAPTIONS_SHOWN]:
         console.print(f"  {sample.path.name}: {sample.caption!r}")

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from lora_trainer.builtin import BASE_FOLDER, DATA_FOLDER
-from lora_trainer.config.schema import Config
+from lora_trainer.config.schema import Config, SourceSection
 from lora_trainer.core.errors import Problem, UsageError
 from lora_trainer.data.buckets import BucketPlan, assign_buckets
 from lora_trainer.data.check import DataReport, check_dataset
@@ -44,13 +44,13 @@ def model_folder(config: Config) -> Path:
 
 def data_sources(config: Config) -> list[Path]:
     """The data's folders; the built-in set when none is named."""
-    return [Path(source) for source in config.data.sources] or [DATA_FOLDER]
+    return [Path(source.path) for source in config.data.sources] or [DATA_FOLDER]
 
 
 def with_absolute_paths(config: Config) -> Config:
     """The same config, good from any folder."""
     path = config.model.path and str(Path(config.model.path).resolve())
-    sources = tuple(str(Path(source).resolve()) for source in config.data.sources)
+    sources = tuple(source.model_copy(update=_absolute(source)) for source in config.data.sources)
     return config.model_copy(
         update={
             "model": config.model.model_copy(update={"path": path}),
@@ -58,6 +58,14 @@ def with_absolute_paths(config: Config) -> Config:
             "run": config.run.model_copy(update={"output": str(Path(config.run.output).resolve())}),
         }
     )
+
+
+def _absolute(source: SourceSection) -> dict[str, str]:
+    """The paths of a source that are set, from the root of the disk."""
+    found = {"path": source.path, "captions_file": source.captions_file}
+    if source.masks != "alpha":
+        found["masks"] = source.masks
+    return {name: str(Path(path).resolve()) for name, path in found.items() if path is not None}
 
 
 def read_model(config: Config, families: Mapping[str, Family] = FAMILIES) -> tuple[Family, ModelFacts]:

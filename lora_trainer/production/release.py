@@ -129,7 +129,7 @@ def training_facts(
         multires_discount=config.noise.multires_discount if config.noise.multires_iterations else None,
         input_perturbation=config.noise.input_perturbation or None,
         zero_terminal_snr=config.noise.zero_terminal_snr or bool(alphas[-1] == 0),
-        caption_dropout=config.data.caption_dropout,
+        caption_dropout=config.captions.dropout,
         dropout=config.lora.dropout,
         rank_stabilised=config.lora.rank_stabilised,
         ema_decay=config.train.ema_decay,

@@ -153,7 +153,7 @@ def make_job(
     def micros(step: int) -> list[Micro]:
         mine = share(plan.refs(step), session.processes.rank, session.processes.world)
         groups = split_micros(mine, lambda index: fits[index].bucket, session.choices.micro)
-        batches = [read_micro(data, group, step, config.train.seed, config.data.caption_dropout) for group in groups]
+        batches = [read_micro(data, group, step, config.train.seed, config.captions.dropout) for group in groups]
         made = [make_micro(batch, step, config.train.seed, config.noise, learner.process) for batch in batches]
         return [micro.staged(learner.device, learner.dtype) for micro in made]
 

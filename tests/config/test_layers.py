@@ -64,7 +64,7 @@ def test_a_wrong_value_is_told_although_a_later_layer_overrides_it() -> None:
         ("memory", "checkpointing", "al", "must be one of none, all or auto or a whole number. Did you mean all?"),
         ("memory", "checkpointing", -1, "must be one of none, all or auto or at least 0."),
         ("data", "allow_upscale", "yes", "must be true or false."),
-        ("data", "sources", ["a", 1], "must be a list of text."),
+        ("data", "sources", ["a", 1], "must be a list of paths or tables."),
         ("run", "output", "none", ""),
     ],
 )

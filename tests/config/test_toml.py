@@ -25,7 +25,7 @@ settings = st.fixed_dictionaries(
             optional={
                 "sources": st.lists(words, max_size=3),
                 "resolution": st.integers(32, 4096),
-                "caption_dropout": st.floats(0, 1),
+                "held_out": st.floats(0, 0.5),
             },
         ),
         "lora": st.fixed_dictionaries(

@@ -8,7 +8,7 @@ import pytest
 from PIL import Image
 
 from lora_trainer.cli.check import check_command
-from lora_trainer.config.schema import Config
+from lora_trainer.config.schema import Config, SourceSection
 from lora_trainer.data.check import DataReport, check_dataset, estimate_tokens
 from lora_trainer.data.manifest import read_manifest
 from lora_trainer.models.family import public_architecture
@@ -156,7 +156,9 @@ CONFIG = Config.model_validate({"data": {"resolution": 128}, "batch": {"effectiv
 
 def over(folder: Path, config: Config) -> Config:
     """The same settings for the folder's pictures."""
-    return config.model_copy(update={"data": config.data.model_copy(update={"sources": (str(folder),)})})
+    return config.model_copy(
+        update={"data": config.data.model_copy(update={"sources": (SourceSection(path=str(folder)),)})}
+    )
 
 
 def test_the_command_prints_one_json_document(good_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -31,7 +31,9 @@ plans = st.builds(
 def test_an_epoch_holds_every_sample_as_often_as_it_is_repeated(plan: StepPlan, epoch: int) -> None:
     start = epoch * plan.steps_per_epoch
     steps = [plan.refs(step) for step in range(start, start + plan.steps_per_epoch)]
-    assert Counter(ref.index for refs in steps for ref in refs) == dict(enumerate(plan.repeats))
+    assert Counter(ref.index for refs in steps for ref in refs) == {
+        index: group.seen // len(group.indices) for group in plan.groups for index in group.indices
+    }
     assert all(len(refs) == plan.effective for refs in steps[:-1])
     assert len(steps[-1]) >= 1
 
@@ -39,7 +41,7 @@ def test_an_epoch_holds_every_sample_as_often_as_it_is_repeated(plan: StepPlan, 
 @given(plans, st.integers(0, 30))
 def test_resuming_anywhere_gives_the_same_tail(plan: StepPlan, start: int) -> None:
     uninterrupted = [plan.refs(step) for step in range(start + 5)]
-    fresh = StepPlan(plan.ids, plan.repeats, plan.effective, plan.seed)
+    fresh = StepPlan(plan.ids, plan.groups, plan.effective, plan.seed)
     assert [fresh.refs(step) for step in range(start, start + 5)] == uninterrupted[start:]
 
 

@@ -19,7 +19,7 @@ from tests.recipes.recipe import Bench, draw_pictures, exported, losses, patched
 from tests.recipes.test_resume import stop
 
 CPU = torch.device("cpu")
-LEARNING = {"lora__alpha": 8, "checkpoint__every_steps": 3, "data__caption_dropout": 0.3}  # rank 4
+LEARNING = {"lora__alpha": 8, "checkpoint__every_steps": 3, "captions__dropout": 0.3}  # rank 4
 
 
 @pytest.fixture(scope="module", params=FAMILIES)

@@ -33,7 +33,7 @@ KINDS: dict[str, dict[str, object]] = {
     },
     "dropout": {"lora__dropout": 0.1},
     "noise": {
-        "data__caption_dropout": 0.5,
+        "captions__dropout": 0.5,
         "noise__multires_iterations": 3,
         "noise__offset": 0.1,
         "noise__input_perturbation": 0.1,
