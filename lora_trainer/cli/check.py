@@ -29,7 +29,7 @@ SEVERITIES = ("error", "warning", "note")
 def check_command(config: Config, as_json: bool, facts: ModelFacts) -> int:
     """Print the report; 0 when the data passes the gate, 3 when it does not."""
     report = read_data(config, facts)[1]
-    train, held_out = split_held_out(report.samples, config.data.held_out)
+    train, held_out = split_held_out(report.samples, config.data.held_out, config.data.held_out_seed)
     steps = arithmetic(config, train, config.batch.max_micro or config.batch.effective, processes=1)
     if as_json:
         document = report.to_json(steps.to_json() | {"held_out": len(held_out)})

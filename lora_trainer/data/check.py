@@ -237,8 +237,8 @@ def look_at(samples: Sequence[Sample]) -> tuple[Seen, ...]:
 
 def _look(sample: Sample) -> Seen:
     try:
-        header = header_of(sample.path)
-        picture = load_rgb(sample.path)
+        header = header_of(sample.path, sample.span)
+        picture = load_rgb(sample.path, sample.span)
     except BrokenPictureError as broken:
         return Seen(Finding(broken.code, "error", broken.message, broken.fix, path=sample.path))
     small = picture.convert("L").resize((64, 64), Image.Resampling.BOX)

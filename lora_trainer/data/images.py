@@ -17,6 +17,9 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image, UnidentifiedImageError, features
 
+from lora_trainer.data.sample import Span
+from lora_trainer.data.spans import open_bytes
+
 if TYPE_CHECKING:
     from lora_trainer.data.buckets import Fit
 
@@ -80,10 +83,11 @@ def quiet_pillow() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def opened(path: Path) -> Iterator[Image.Image]:
-    """An open picture; whatever a damaged file makes Pillow raise becomes `BrokenPictureError`."""
+def opened(path: Path, span: Span | None = None) -> Iterator[Image.Image]:
+    """An open picture, inside of a larger file where `span` says; whatever a damaged one makes Pillow raise becomes
+    `BrokenPictureError`."""
     try:
-        with quiet_pillow(), Image.open(path, formats=READERS) as picture:
+        with quiet_pillow(), open_bytes(path, span) as file, Image.open(file, formats=READERS) as picture:
             if picture.width * picture.height > MOST_PIXELS:
                 raise Image.DecompressionBombError
             yield picture
@@ -93,7 +97,7 @@ def opened(path: Path) -> Iterator[Image.Image]:
         message = f"is larger than {MOST_PIXELS:,} pixels, which no training needs and which can exhaust memory."
         raise BrokenPictureError("too_large", message, "Scale it down or remove it.") from error
     except UnidentifiedImageError as error:
-        size = path.stat().st_size if path.exists() else 0
+        size = span.size if span is not None else path.stat().st_size if path.exists() else 0
         message = "is empty (0 bytes)." if size == 0 else "is not a picture in a known format."
         raise BrokenPictureError("unreadable", message, "Replace or remove it.") from error
     # Damaged files reach Pillow's parsers in every state: no narrower list is complete.
@@ -108,12 +112,12 @@ def _reason(error: Exception) -> str:
     return str(error).split("\n")[0] or type(error).__name__
 
 
-def header_of(path: Path) -> Header:
+def header_of(path: Path, span: Span | None = None) -> Header:
     """Size after EXIF rotation, format and frames, without decoding the pixels.
 
     Raises BrokenPictureError.
     """
-    with opened(path) as picture:
+    with opened(path, span) as picture:
         width, height = picture.size
         # Pillow turns TIFF files itself while loading, and says so in their size already.
         if picture.format != "TIFF" and orientation_of(picture) in SIDEWAYS:
@@ -122,9 +126,9 @@ def header_of(path: Path) -> Header:
         return Header(width, height, picture.format or "", frames)
 
 
-def read_header(path: Path) -> tuple[int, int]:
+def read_header(path: Path, span: Span | None = None) -> tuple[int, int]:
     """(width, height) as the picture is seen. Raises BrokenPictureError."""
-    header = header_of(path)
+    header = header_of(path, span)
     return header.width, header.height
 
 
@@ -136,9 +140,9 @@ def orientation_of(picture: Image.Image) -> int:
         return 1
 
 
-def load_rgb(path: Path) -> Image.Image:
+def load_rgb(path: Path, span: Span | None = None) -> Image.Image:
     """The whole picture as 8-bit RGB, as it is seen. Raises BrokenPictureError."""
-    with opened(path) as picture:
+    with opened(path, span) as picture:
         turn = None if picture.format == "TIFF" else TURNS.get(orientation_of(picture))
         picture.load()
         flat = to_rgb(picture)
@@ -169,12 +173,12 @@ def scale_deep(values: NDArray[np.generic]) -> NDArray[np.uint8]:
     return np.rint(np.clip(deep / top, 0.0, 1.0) * 255.0).astype(np.uint8)
 
 
-def load_pixels(path: Path, fit: Fit) -> NDArray[np.uint8]:
+def load_pixels(path: Path, fit: Fit, span: Span | None = None) -> NDArray[np.uint8]:
     """Pixels [H, W, 3] of the bucket: resized (Lanczos) to cover it, cropped as the fit says.
 
     Raises BrokenPictureError.
     """
-    picture = load_rgb(path)
+    picture = load_rgb(path, span)
     # Only what the crop keeps is resized: a sliver of a picture would fill the memory otherwise.
     across, down = picture.width / fit.resized_width, picture.height / fit.resized_height
     box = (

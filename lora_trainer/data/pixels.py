@@ -6,10 +6,10 @@ import torch
 from torch import Tensor
 
 from lora_trainer.core.errors import DatasetRefused, Problem
-from lora_trainer.core.io import sha256_file
 from lora_trainer.data.buckets import Fit
 from lora_trainer.data.images import BrokenPictureError, load_pixels
 from lora_trainer.data.sample import Sample
+from lora_trainer.data.spans import content_of
 
 
 def read_pixels(sample: Sample, fit: Fit) -> Tensor:
@@ -18,9 +18,9 @@ def read_pixels(sample: Sample, fit: Fit) -> Tensor:
     Raises DatasetRefused, naming the file, when it cannot be read or has changed since it was listed.
     """
     try:
-        pixels = load_pixels(sample.path, fit)
+        pixels = load_pixels(sample.path, fit, sample.span)
         # Otherwise the new picture's latents would stand under the old one's key.
-        if sha256_file(sample.path) != sample.content:
+        if content_of(sample.path, sample.span) != sample.content:
             raise DatasetRefused(Problem(f"{sample.path} changed while it was read.", "Run again."))
     except BrokenPictureError as broken:
         raise DatasetRefused(Problem(f"{sample.path} {broken.message}", broken.fix)) from broken

@@ -121,7 +121,7 @@ def read_inputs(config: Config, families: Mapping[str, Family] = FAMILIES) -> In
     family, facts = read_model(config, families)
     manifest, report = read_data(config, facts)
     resolution = trained_resolution(config, facts)
-    train, held_out = split_held_out(report.samples, config.data.held_out)
+    train, held_out = split_held_out(report.samples, config.data.held_out, config.data.held_out_seed)
     return Inputs(
         family=family,
         facts=facts,

@@ -151,7 +151,7 @@ def planned_samples(config: Config) -> tuple[Sample, ...]:
     if not config.data.sources:
         return ()
     manifest, _ = read_manifest(data_sources(config), allow_missing_captions=True)
-    return split_held_out(manifest.samples, config.data.held_out)[0]
+    return split_held_out(manifest.samples, config.data.held_out, config.data.held_out_seed)[0]
 
 
 def planned_steps(config: Config, samples: tuple[Sample, ...], fit: Fit) -> int | None:

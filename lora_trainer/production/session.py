@@ -47,6 +47,7 @@ FIXED_ON_RESUME = (
     "batch.effective",
     "data.resolution",
     "data.held_out",
+    "data.held_out_seed",
 )
 
 

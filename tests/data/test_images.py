@@ -8,6 +8,9 @@ from PIL import Image
 
 from lora_trainer.data.buckets import Bucket, fit_to
 from lora_trainer.data.images import BrokenPictureError, header_of, load_pixels, load_rgb, read_header
+from lora_trainer.data.sample import Span
+from lora_trainer.data.spans import content_of
+from tests.data.conftest import noise_picture
 
 # Left half dark, right half bright, upper edge wider than high: every turn shows.
 LANDSCAPE = np.zeros((20, 40, 3), dtype=np.uint8)
@@ -162,3 +165,17 @@ def test_the_crop_is_where_the_fit_says(tmp_path: Path, size: tuple[int, int]) -
     wanted = np.asarray(whole.crop((fit.left, fit.top, fit.left + 64, fit.top + 64)), dtype=int)
     inner = np.s_[:, 3:-3]
     assert np.abs(load_pixels(path, fit).astype(int)[inner] - wanted[inner]).max() <= 3
+
+
+def test_a_picture_inside_of_a_larger_file(tmp_path: Path) -> None:
+    path = tmp_path / "a.png"
+    noise_picture(40, 30, seed=3).save(path)
+    data = path.read_bytes()
+    (tmp_path / "all.bin").write_bytes(b"before" * 7 + data + b"behind" * 9)
+    span = Span(tmp_path / "all.bin", 42, len(data))
+    named = tmp_path / "all.bin" / "a.png"
+    assert read_header(named, span) == (40, 30)
+    assert load_rgb(named, span).tobytes() == load_rgb(path).tobytes()
+    assert content_of(named, span) == content_of(path, None)
+    with pytest.raises(BrokenPictureError):
+        load_rgb(named, Span(tmp_path / "all.bin", 42, len(data) - 500))

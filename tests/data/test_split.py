@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 from hypothesis import given
@@ -45,3 +46,13 @@ def test_one_more_picture_moves_at_most_one_and_itself(count: int) -> None:
 def test_usual_sizes() -> None:
     held = {n: len(split_held_out(samples_of([str(k) for k in range(n)]), 0.1)[1]) for n in (7, 8, 20, 40, 1000)}
     assert held == {7: 0, 8: 1, 20: 2, 40: 4, 1000: 16}
+
+
+def test_another_seed_keeps_other_pictures_and_regularisation_none() -> None:
+    samples = samples_of([str(k) for k in range(100)])
+    first, second = ({s.content for s in split_held_out(samples, 0.1, seed)[1]} for seed in (0, 1))
+    assert first != second
+    kept = [replace(sample, regularisation=sample.content in first) for sample in samples]
+    train, held_out = split_held_out(kept, 0.1)
+    assert not any(sample.regularisation for sample in held_out)
+    assert {s.content for s in train if s.regularisation} == first
