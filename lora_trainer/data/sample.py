@@ -34,8 +34,9 @@ class Sample:
     """One picture with its caption.
 
     `path` names the picture; its bytes are that file's, or, inside of a larger file, those of
-    `span`. `caption` is as it was written. `width` and `height` are as the picture is seen,
-    after EXIF rotation. `content` is the hex sha256 of the picture file's bytes. `repeats` is
+    `span`. `caption` is as it was written, or, once captions are settled, the canonical text with
+    `variants` beside it: what is trained, in turn; `weighted` says that their brackets are weights.
+    `width` and `height` are as the picture is seen, after EXIF rotation. `content` is the hex sha256 of the picture file's bytes. `repeats` is
     how often an epoch shows it, 0.5 means every other epoch. `weight` multiplies its loss.
     `source` counts the data's sources from 0. Regularisation samples keep the model's own idea
     of a class: they are never held out.
@@ -52,6 +53,13 @@ class Sample:
     regularisation: bool = False
     span: Span | None = None
     mask: Mask | None = None
+    variants: tuple[str, ...] = ()
+    weighted: bool = False
+
+    @property
+    def texts(self) -> tuple[str, ...]:
+        """What is trained, in turn."""
+        return self.variants or (self.caption,)
 
     @property
     def id(self) -> str:
