@@ -25,13 +25,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-from PIL import Image
-
 from lora_trainer.core.errors import Problem
 from lora_trainer.core.findings import Finding
 from lora_trainer.data.buckets import BucketPlan, Fit, assign_buckets
-from lora_trainer.data.images import ENDINGS_OF_FORMAT, BrokenPictureError, header_of, load_rgb, quiet_pillow
+from lora_trainer.data.images import ENDINGS_OF_FORMAT, BrokenPictureError, opened, quiet_pillow
+from lora_trainer.data.measures import Seen, measure, seen_broken
 from lora_trainer.data.sample import Manifest, Sample
 
 FACTORS = {"error": 0.0, "warning": 0.85, "note": 1.0}
@@ -39,16 +37,6 @@ ENOUGH_PICTURES = 5
 UPSCALE_LIMIT = 2.0  # enlarged further, a picture teaches its own blur
 CROP_LIMIT = 0.5  # less of the picture than this is left by the crop
 UNIFORM_SPREAD = 2.0  # standard deviation of grey values, 0 to 255
-
-
-@dataclass(frozen=True)
-class Seen:
-    """What a full decode of one picture showed."""
-
-    broken: Finding | None
-    format: str = ""
-    frames: int = 1
-    spread: float = 255.0  # standard deviation of the grey values
 
 
 @dataclass(frozen=True)
@@ -237,18 +225,21 @@ def look_at(samples: Sequence[Sample]) -> tuple[Seen, ...]:
 
 def _look(sample: Sample) -> Seen:
     try:
-        header = header_of(sample.path, sample.span)
-        picture = load_rgb(sample.path, sample.span)
-    except BrokenPictureError as broken:
-        return Seen(Finding(broken.code, "error", broken.message, broken.fix, path=sample.path))
-    small = picture.convert("L").resize((64, 64), Image.Resampling.BOX)
-    return Seen(None, header.format, header.frames, float(np.asarray(small, dtype=np.float32).std()))
+        with opened(sample.path, sample.span) as picture:
+            return measure(picture)
+    except BrokenPictureError as error:
+        return seen_broken(error)
 
 
 def _readable(looked: Looked) -> list[Finding]:
     read = [finding for finding in looked.read_findings if finding.code in ("unreadable", "too_large")]
     foreign = [finding for finding in looked.read_findings if finding.code == "foreign_format"]
-    return [*read, *foreign, *(seen.broken for seen in looked.seen if seen.broken is not None)]
+    broken = []
+    for sample, seen in zip(looked.samples, looked.seen, strict=True):
+        if seen.broken is not None:
+            code, message, fix = seen.broken
+            broken.append(Finding(code, "error", message, fix, path=sample.path))
+    return [*read, *foreign, *broken]
 
 
 CAPTION_CODES = {

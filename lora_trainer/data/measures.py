@@ -1,0 +1,258 @@
+"""What a full decode of one picture shows. Pure functions of its pixels and of its file's header.
+
+Nothing here knows the resolution that is trained, so that results can be kept by content
+for ever: lengths are in the picture's own pixels, and the gate relates them to the bucket.
+Change MEASURES with whatever changes a value here.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+from dataclasses import asdict, dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+from PIL import Image
+
+from lora_trainer.data.images import TURNS, BrokenPictureError, orientation_of, to_rgb
+
+MEASURES = 1  # kept results of another number are measured again
+
+Grey = NDArray[np.int16]
+LINES = 96  # rows and columns that edges are measured along
+FEWEST_EDGES = 24  # fewer say nothing about the whole picture
+EDGE_SHARE = 0.1  # the sharpest tenth: a portrait's background may be soft
+PATCH = 512  # side in pixels of the part that blocks are looked for in
+BLOCK_STEP = 40  # levels: larger steps are the picture's own edges
+SMALL_SIDE = 512  # longest side in pixels of the copy that borders are looked for in
+BORDER_TOLERANCE = 14  # of 255, between pixels of one band
+THUMB_SIDE = 8
+STANDARD_LUMA = 3688  # sum of the JPEG standard's luminance table (Annex K)
+
+
+@dataclass(frozen=True)
+class Borders:
+    """Bands of one colour on opposite sides, as shares of the picture's width and height as seen."""
+
+    left: float = 0.0
+    top: float = 0.0
+    right: float = 0.0
+    bottom: float = 0.0
+
+    def __bool__(self) -> bool:
+        return any((self.left, self.top, self.right, self.bottom))
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What a full decode of one picture showed; `broken` is (code, message, fix) where it failed."""
+
+    broken: tuple[str, str, str] | None = None
+    format: str = ""
+    frames: int = 1
+    transparent: float = 0.0  # share of the pixels that are not opaque
+    spread: float = 255.0  # largest standard deviation of a channel, 0 to 255
+    edge: float = 0.0  # width in pixels of its sharpest edges; 0 when it has too few to tell
+    quality: int = 100  # JPEG quality that its tables stand for, 1 to 100; 100 for other formats
+    blocks: float = 0.0  # grey levels that the mean step on a grid of 8 pixels exceeds that beside it
+    borders: Borders = Borders()
+    hash: int = 0  # 64 bits of its low frequencies (pHash)
+    mirror_hash: int = 0  # the same of its mirror image
+    thumb: bytes = b""  # 8×8 RGB
+
+    def to_json(self) -> str:
+        """One line to be kept; `seen_from_json` reads it again."""
+        return json.dumps(asdict(self) | {"thumb": base64.b64encode(self.thumb).decode("ascii")})
+
+
+def seen_from_json(text: str) -> Seen:
+    """Raises ValueError, KeyError or TypeError for anything that `Seen.to_json` did not write."""
+    row = json.loads(text)
+    broken = tuple(row.pop("broken") or ())
+    borders, thumb = Borders(**row.pop("borders")), base64.b64decode(row.pop("thumb"))
+    return Seen(broken=(broken[0], broken[1], broken[2]) if broken else None, borders=borders, thumb=thumb, **row)
+
+
+def seen_broken(error: BrokenPictureError) -> Seen:
+    """What is kept of a picture that could not be decoded."""
+    return Seen(broken=(error.code, error.message, error.fix))
+
+
+def measure(picture: Image.Image) -> Seen:
+    """Decode an opened picture in full and measure it; values are of the picture as it is seen (EXIF).
+
+    Raises whatever Pillow raises for a damaged file: call it inside of `images.opened`.
+    """
+    kind = picture.format or ""
+    turn = None if kind == "TIFF" else TURNS.get(orientation_of(picture))
+    frames = 1 if kind == "MPO" else int(getattr(picture, "n_frames", 1))
+    quality = jpeg_quality(picture)
+    picture.load()
+    transparent = transparent_share(picture)
+    flat = to_rgb(picture)
+    grey = flat.convert("L")
+    lines = np.asarray(grey)
+    shrink = max(1, -(-max(flat.size) // SMALL_SIDE))
+    small = flat.reduce(shrink)
+    small = small.transpose(turn) if turn is not None else small
+    plain = small.convert("L").resize((32, 32), Image.Resampling.BOX)
+    hashes = perceptual_hashes(np.asarray(plain, dtype=np.float64))
+    samples = np.asarray(small.resize((64, 64), Image.Resampling.BOX), dtype=np.float64)
+    return Seen(
+        format=kind,
+        frames=frames,
+        transparent=round(transparent, 4),
+        spread=round(float(samples.std(axis=(0, 1)).max()), 3),
+        edge=round(edge_width(lines), 3),
+        quality=quality,
+        blocks=round(block_steps(lines), 3),
+        borders=find_borders(np.asarray(small, dtype=np.int16)),
+        hash=hashes[0],
+        mirror_hash=hashes[1],
+        thumb=small.resize((THUMB_SIDE, THUMB_SIDE), Image.Resampling.BOX).tobytes(),
+    )
+
+
+def transparent_share(picture: Image.Image) -> float:
+    """Share of the pixels that are not fully opaque."""
+    if not picture.has_transparency_data:
+        return 0.0
+    alpha = picture if picture.mode.endswith("A") else picture.convert("RGBA")
+    counts = alpha.getchannel("A").histogram()
+    return 1.0 - counts[255] / max(1, sum(counts))
+
+
+def jpeg_quality(picture: Image.Image) -> int:
+    """The IJG quality whose luminance table has the same sum, 1 to 100; 100 for what is no JPEG."""
+    tables = getattr(picture, "quantization", None)
+    if not tables or 0 not in tables:
+        return 100
+    scale = 100.0 * sum(tables[0]) / STANDARD_LUMA
+    return int(np.clip(round(5000.0 / scale if scale > 100.0 else (200.0 - scale) / 2.0), 1, 100))
+
+
+def edge_width(grey: NDArray[np.uint8]) -> float:
+    """Width in pixels of the sharpest tenth of the strong edges of a grey picture [H, W].
+
+    Along rows and columns each monotone run of values is an edge: its width is its rise over
+    its steepest step, so a clean step has 1 and one blurred by a Gaussian 2.5 σ. Flat areas
+    hold no edge and do not count, and slow gradients do not hide sharp lines. 0 when there
+    are fewer than FEWEST_EDGES.
+    """
+    height, width = grey.shape
+    down, across = max(1, height // LINES), max(1, width // LINES)
+    low, high = np.percentile(grey[::down, ::across], (2, 98))
+    least = max(24.0, 0.3 * (float(high) - float(low)))
+    found = [
+        _edges(grey[down // 2 :: down], least),
+        _edges(np.ascontiguousarray(grey[:, across // 2 :: across].T), least),
+    ]
+    widths = np.concatenate(found)
+    return float(np.quantile(widths, EDGE_SHARE)) if len(widths) >= FEWEST_EDGES else 0.0
+
+
+def _edges(lines: NDArray[np.uint8], least: float) -> NDArray[np.float64]:
+    """Widths of the monotone runs of each line [N, L] that rise or fall by `least` at least."""
+    if lines.shape[1] < 2:
+        return np.zeros(0)
+    steps = np.diff(lines.astype(np.int16), axis=1)
+    steps = np.pad(steps, ((0, 0), (0, 1)))  # a step of 0 between two lines
+    ends = np.zeros(steps.shape, dtype=bool)
+    ends[:, 0] = True
+    signs = np.sign(steps).ravel()
+    moving = np.flatnonzero(signs | ends.ravel())
+    turned = np.flatnonzero((signs[moving][1:] != signs[moving][:-1]) | ends.ravel()[moving][1:]) + 1
+    starts = moving[np.concatenate(([0], turned))]
+    flat = np.abs(steps.ravel())
+    rises = np.add.reduceat(flat, starts, dtype=np.int64)
+    steepest = np.maximum.reduceat(flat, starts)
+    strong = rises >= least
+    return np.asarray(rises[strong] / steepest[strong], dtype=np.float64)
+
+
+def block_steps(grey: NDArray[np.uint8]) -> float:
+    """How many grey levels the mean step on one grid of 8 pixels exceeds that beside it, in the weaker direction.
+
+    About 0 without JPEG's blocks, wherever the grid begins; 1 and more looks bad. Enlarged
+    pixel art, whose tiles are flat inside, counts 0.
+    """
+    top, left = (grey.shape[0] - PATCH) // 2, (grey.shape[1] - PATCH) // 2
+    patch = grey[max(0, top) : max(0, top) + PATCH, max(0, left) : max(0, left) + PATCH].astype(np.int16)
+    if min(patch.shape) < 64:
+        return 0.0
+    return max(0.0, min(_grid_steps(patch), _grid_steps(patch.T)))
+
+
+def _grid_steps(patch: Grey) -> float:
+    steps = np.abs(np.diff(patch, axis=1))
+    columns = np.minimum(steps, BLOCK_STEP).mean(axis=0)
+    means = np.array([columns[phase::8].mean() for phase in range(8)])
+    grid = int(means.argmax())
+    flat = (steps == 0).mean(axis=0)
+    if np.median([flat[phase::8].mean() for phase in range(8) if phase != grid]) > 0.97:
+        return 0.0
+    return float(means[grid] - np.median(np.delete(means, grid)))
+
+
+def find_borders(small: Grey) -> Borders:
+    """Letterboxes and frames of a small picture [H, W, 3]: bands of one colour, straight, on opposite sides.
+
+    A plain background is none: the picture must begin along the whole band at once.
+    """
+    turned = (small, small[::-1], small.transpose(1, 0, 2), small[:, ::-1].transpose(1, 0, 2))
+    top, bottom, left, right = (_band(each) for each in turned)
+    height, width = small.shape[:2]
+    if top + bottom >= height or left + right >= width:
+        return Borders()
+    rows = _begins(small[:, left : width - right], top, bottom)
+    columns = _begins(small.transpose(1, 0, 2)[:, top : height - bottom], left, right)
+    shares = (left / width, top / height, right / width, bottom / height)
+    kept = [share if there else 0.0 for share, there in zip(shares, (columns, rows, columns, rows), strict=True)]
+    return Borders(*(round(share, 4) for share in kept))
+
+
+def _band(small: Grey) -> int:
+    """How many rows from the top have one colour, the first row's."""
+    colour = np.median(small[0], axis=0)
+    for number, row in enumerate(small):  # mostly the first row ends it
+        if (np.abs(row - colour) > BORDER_TOLERANCE).any(axis=1).mean() > 0.015:
+            return number
+    return len(small)
+
+
+def _begins(small: Grey, first: int, last: int) -> bool:
+    """Whether both bands of rows are there, of one colour, and end in a straight line."""
+    height = small.shape[0]
+    if min(first, last) < max(2, 0.012 * height) or first + last + 8 > height:
+        return False
+    colours = np.median(small[0], axis=0), np.median(small[-1], axis=0)
+    if np.abs(colours[0] - colours[1]).max() > 2 * BORDER_TOLERANCE:
+        return False
+    inner = small[first + 1], small[height - last - 2]  # the first row may be half of each
+    return all(
+        float((np.abs(row - colour).max(axis=1) > BORDER_TOLERANCE).mean()) >= 0.7
+        for row, colour in zip(inner, colours, strict=True)
+    )
+
+
+def _cosines() -> NDArray[np.float64]:
+    places = (np.arange(32) + 0.5) * np.pi / 32
+    return np.cos(np.arange(8)[:, None] * places[None, :])
+
+
+def perceptual_hashes(grey: NDArray[np.float64]) -> tuple[int, int]:
+    """64-bit pHash of a grey picture [32, 32], and that of its mirror image.
+
+    The signs of the 8×8 lowest frequencies of the cosine transform against their median
+    without the mean; mirroring turns the odd ones along the width.
+    """
+    cosines = _cosines()
+    waves = cosines @ grey @ cosines.T
+    waves[0, 0] = 0.0
+    mirrored = waves * np.where(np.arange(8) % 2, -1.0, 1.0)[None, :]
+    return _bits(waves), _bits(mirrored)
+
+
+def _bits(waves: NDArray[np.float64]) -> int:
+    return int.from_bytes(np.packbits(waves.ravel() > np.median(waves)).tobytes(), "big")

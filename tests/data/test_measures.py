@@ -1,0 +1,139 @@
+"""Measures against pictures of our own making: what is wrong shows, what is good does not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+from PIL import Image, ImageDraw, ImageFilter
+
+from lora_trainer.data.measures import Seen, measure, seen_from_json
+from tests.data.drawings import drawing, photo, saved
+
+Make = Callable[[int, int, int], Image.Image]
+both = pytest.mark.parametrize("make", [photo, drawing])
+blurred = ImageFilter.GaussianBlur
+
+
+@both
+@pytest.mark.parametrize("seed", range(3))
+def test_a_good_picture_shows_nothing(make: Make, seed: int) -> None:
+    seen = measure(saved(make(320, 256, seed)))
+    assert seen.broken is None
+    assert seen.edge < 1.6
+    assert seen.blocks < 0.6
+    assert not seen.borders
+    assert seen.spread > 20
+    assert (seen.format, seen.frames, seen.quality, seen.transparent) == ("PNG", 1, 100, 0.0)
+
+
+@both
+def test_edges_widen_with_blur(make: Make) -> None:
+    widths = [measure(saved(make(320, 256, 1).filter(blurred(radius)))).edge for radius in (0, 1, 2, 4)]
+    assert widths == sorted(widths)
+    assert widths[1] < 3.5
+    assert widths[2] > 3.5
+    assert widths[3] > 7
+
+
+def test_a_sharp_subject_before_a_soft_background_is_sharp() -> None:
+    picture = photo(320, 256, 2).filter(blurred(6))
+    ImageDraw.Draw(picture).ellipse((100, 60, 220, 200), fill="black", outline="white", width=3)
+    assert measure(saved(picture)).edge < 2
+
+
+def test_a_picture_without_edges_is_not_judged() -> None:
+    assert measure(saved(Image.new("RGB", (200, 200), "navy"))).edge == 0.0
+    assert measure(saved(Image.new("RGB", (200, 1), "navy"))).edge == 0.0
+
+
+@pytest.mark.parametrize("quality", [10, 20, 75, 95])
+def test_jpeg_quality_and_blocks(quality: int) -> None:
+    seen = measure(saved(photo(320, 256, 3), "JPEG", quality=quality))
+    assert abs(seen.quality - quality) <= 6
+    assert (seen.blocks > 2.0) == (quality <= 20)
+
+
+def test_blocks_stay_visible_in_a_png_cut_out_of_a_jpeg_and_pixel_art_has_none() -> None:
+    worn = saved(photo(320, 256, 3), "JPEG", quality=10).convert("RGB").crop((3, 5, 320, 256))
+    assert measure(saved(worn)).blocks > 2.0
+    tiles = photo(40, 32, 3).resize((320, 256), Image.Resampling.NEAREST)
+    assert measure(saved(tiles)).blocks < 0.6
+
+
+@both
+def test_letterbox_pillars_and_frame(make: Make) -> None:
+    inner = make(260, 180, 4)
+    boxes = {
+        (260, 240, 0, 30): ("top", "bottom"),
+        (320, 180, 30, 0): ("left", "right"),
+        (300, 220, 20, 20): ("left", "top", "right", "bottom"),
+    }
+    for (width, height, left, top), named in boxes.items():
+        for colour in ("black", "white"):
+            picture = Image.new("RGB", (width, height), colour)
+            picture.paste(inner, (left, top))
+            borders = measure(saved(picture)).borders
+            assert tuple(side for side in ("left", "top", "right", "bottom") if getattr(borders, side)) == named
+            assert borders.top == pytest.approx(top / height, abs=0.01)
+            assert borders.left == pytest.approx(left / width, abs=0.01)
+
+
+def test_a_subject_on_a_plain_background_has_no_border() -> None:
+    picture = Image.new("RGB", (256, 256), "white")
+    ImageDraw.Draw(picture).polygon([(128, 20), (20, 220), (230, 220)], fill="blue")
+    assert not measure(saved(picture)).borders
+    assert not measure(saved(Image.new("RGB", (256, 256), "white"))).borders
+
+
+@both
+def test_hashes_survive_saving_and_tell_pictures_apart(make: Make) -> None:
+    def apart(one: int, other: int) -> int:
+        return (one ^ other).bit_count()
+
+    picture = make(320, 256, 5)
+    seen = measure(saved(picture))
+    for copy in (
+        saved(picture, "JPEG", quality=40),
+        saved(picture.resize((160, 128))),
+        saved(picture.filter(blurred(2))),
+    ):
+        assert apart(seen.hash, measure(copy).hash) <= 6
+    mirrored = measure(saved(picture.transpose(Image.Transpose.FLIP_LEFT_RIGHT)))
+    assert apart(seen.mirror_hash, mirrored.hash) <= 2
+    assert apart(seen.hash, measure(saved(make(320, 256, 6))).hash) > 10
+
+
+def test_values_are_of_the_picture_as_it_is_seen() -> None:
+    picture = drawing(320, 200, 7)
+    boxed = Image.new("RGB", (320, 260), "black")
+    boxed.paste(picture, (0, 30))
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    turned = measure(saved(boxed.transpose(Image.Transpose.ROTATE_90), "PNG", exif=exif))
+    plain = measure(saved(boxed))
+    assert turned.borders == plain.borders
+    assert (turned.hash ^ plain.hash).bit_count() <= 2
+
+
+def test_animation_transparency_and_deep_pictures() -> None:
+    frames = [drawing(64, 64, seed) for seed in (1, 2)]
+    moving = measure(saved(frames[0], "GIF", save_all=True, append_images=frames[1:]))
+    assert (moving.format, moving.frames) == ("GIF", 2)
+    clear = drawing(64, 64, 1).convert("RGBA")
+    clear.paste((0, 0, 0, 0), (0, 0, 64, 16))
+    assert measure(saved(clear)).transparent == pytest.approx(0.25)
+    assert measure(saved(frames[0].convert("P", palette=Image.Palette.ADAPTIVE))).transparent == 0.0
+    assert measure(saved(frames[0].convert("L").convert("I;16"))).broken is None
+
+
+@pytest.mark.parametrize("size", [(1, 1), (1, 300), (7, 3), (64, 64)])
+def test_any_size_is_measured(size: tuple[int, int]) -> None:
+    assert measure(saved(Image.new("RGB", size, "red"))).spread == 0.0
+
+
+def test_what_was_seen_survives_being_kept() -> None:
+    seen = measure(saved(photo(64, 48, 8), "JPEG"))
+    assert seen_from_json(seen.to_json()) == seen
+    broken = Seen(broken=("unreadable", "is empty (0 bytes).", "Replace it."))
+    assert seen_from_json(broken.to_json()) == broken
