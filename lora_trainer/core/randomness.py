@@ -16,8 +16,12 @@ Item = TypeVar("Item")
 
 def position_key(seed: int, purpose: str, *position: int | str) -> int:
     """A 128-bit key for one decision, e.g. `position_key(42, "noise", step, sample_id, 0)`."""
-    text = "\x1f".join([str(seed), purpose, *(str(part) for part in position)])
+    text = _text(seed, purpose, *position)
     return int.from_bytes(hashlib.blake2b(text.encode("utf-8"), digest_size=16).digest(), "big")
+
+
+def _text(seed: int, purpose: str, *position: int | str) -> str:
+    return "\x1f".join([str(seed), purpose, *(str(part) for part in position)])
 
 
 def position_uniform(seed: int, purpose: str, *position: int | str) -> float:
@@ -29,6 +33,20 @@ def position_shuffle(items: Sequence[Item], seed: int, purpose: str, *position: 
     """The items in an order that depends on the position only."""
     keyed = [(position_key(seed, purpose, *position, index), index) for index in range(len(items))]
     return [items[index] for _, index in sorted(keyed)]
+
+
+def position_keys(count: int, seed: int, purpose: str, *position: int | str) -> bytes:
+    """The first 8 bytes of `position_key(seed, purpose, *position, index)` of each index below `count`.
+
+    Sorted by them, a million items are in the order of `position_shuffle`, in a third of the time.
+    """
+    start = hashlib.blake2b(_text(seed, purpose, *position, "").encode("utf-8"), digest_size=16)
+    keys = bytearray()
+    for index in range(count):
+        each = start.copy()
+        each.update(b"%d" % index)
+        keys += each.digest()[:8]
+    return bytes(keys)
 
 
 def position_turn(count: int, visit: int, seed: int, purpose: str, *position: int | str) -> int:

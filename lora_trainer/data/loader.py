@@ -5,6 +5,7 @@ from __future__ import annotations
 import queue
 import threading
 from collections.abc import Generator, Iterator, Mapping, Sequence
+from contextlib import closing, nullcontext
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -22,7 +23,10 @@ Item = TypeVar("Item")
 
 @dataclass(frozen=True)
 class CachedData:
-    """Samples with where their tensors lie. The four sequences stand in one order."""
+    """Samples with where their tensors lie. The four sequences stand in one order.
+
+    `prior_weight` is a factor on the loss of regularisation samples.
+    """
 
     samples: Sequence[Sample]
     fits: Sequence[Fit]
@@ -31,6 +35,12 @@ class CachedData:
     empty_key: str  # the empty caption's, for caption dropout
     latents: Store
     texts: Store
+    prior_weight: float = 1.0
+
+    def weight_of(self, index: int) -> float:
+        """What a sample's loss is multiplied by."""
+        sample = self.samples[index]
+        return sample.weight * self.prior_weight if sample.regularisation else sample.weight
 
 
 @dataclass(frozen=True)
@@ -65,7 +75,7 @@ def read_micro(data: CachedData, refs: Sequence[Ref], step: int, seed: int, capt
         spread=torch.stack([entry["spread"] for entry in latents]),
         cond={name: torch.stack([entry[name] for entry in texts]) for name in texts[0]},
         sizes=torch.tensor([size_row(data.samples[ref.index], data.fits[ref.index]) for ref in refs]),
-        weights=torch.tensor([data.samples[ref.index].weight for ref in refs]),
+        weights=torch.tensor([data.weight_of(ref.index) for ref in refs]),
     )
 
 
@@ -91,8 +101,8 @@ _END = object()
 def prefetch(source: Iterator[Item], depth: int = 2) -> Generator[Item, None, None]:
     """The same items, made up to `depth` ahead in a thread of their own.
 
-    What the source raises is raised here, in its place. Closing the generator stops the
-    thread, at the latest when the item that is being made is ready.
+    What the source raises is raised here, in its place, once. Closing the generator stops the
+    thread, at the latest when the item that is being made is ready, and closes the source in it.
     """
     ready: queue.Queue[object] = queue.Queue(maxsize=max(1, depth))
     stopped = threading.Event()
@@ -108,17 +118,25 @@ def prefetch(source: Iterator[Item], depth: int = 2) -> Generator[Item, None, No
 
     def work() -> None:
         try:
-            for item in source:
-                if not offer(item):
-                    return
+            with closing(source) if isinstance(source, Generator) else nullcontext():
+                for item in source:
+                    if not offer(item):
+                        return
             offer(_END)
         except BaseException as error:  # noqa: BLE001 - whatever it is belongs to the consumer
             offer(_Failure(error))
 
+    def take() -> object:
+        while True:  # on Windows only a wait that ends can be interrupted
+            try:
+                return ready.get(timeout=1.0)
+            except queue.Empty:
+                continue
+
     thread = threading.Thread(target=work, name="prefetch", daemon=True)
     thread.start()
     try:
-        while (item := ready.get()) is not _END:
+        while (item := take()) is not _END:
             if isinstance(item, _Failure):
                 raise item.error
             yield item  # type: ignore[misc]

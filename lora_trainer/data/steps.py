@@ -7,6 +7,7 @@ repeats say; its last step may be short, and nothing is dropped or carried over.
 
 from __future__ import annotations
 
+import bisect
 import itertools
 import math
 from collections import Counter
@@ -14,7 +15,10 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
-from lora_trainer.core.randomness import position_shuffle
+import numpy as np
+from numpy.typing import NDArray
+
+from lora_trainer.core.randomness import position_keys
 from lora_trainer.data.sample import Sample
 
 
@@ -68,52 +72,63 @@ def make_groups(samples: Sequence[Sample], seed: int) -> tuple[Group, ...]:
 
 def _group(indices: Sequence[int], seen: int, seed: int) -> Group:
     if seen % len(indices):  # whose turn comes first must not hang on names
-        indices = position_shuffle(indices, seed, "turns", len(indices))
+        indices = [indices[place] for place in _shuffled(len(indices), seed, "turns", len(indices))]
     return Group(tuple(indices), seen)
 
 
 @dataclass(frozen=True)
 class StepPlan:
-    """The order of all steps. Steps and epochs count from 0."""
+    """The order of all steps. Steps and epochs count from 0. Asking for a step costs its samples alone."""
 
-    ids: tuple[str, ...]
+    samples: Sequence[Sample]
     groups: tuple[Group, ...]
     effective: int
     seed: int
 
     @cached_property
-    def places(self) -> tuple[tuple[Group, int], ...]:
-        """The places of an epoch before they are shuffled: group, and number in the group."""
-        return tuple((group, number) for group in self.groups for number in range(group.seen))
+    def bounds(self) -> tuple[int, ...]:
+        """Where the places of each group begin in an epoch before it is shuffled, and where the last ones end."""
+        return tuple(itertools.accumulate((group.seen for group in self.groups), initial=0))
 
     @property
     def steps_per_epoch(self) -> int:
-        return math.ceil(len(self.places) / self.effective)
+        return math.ceil(self.bounds[-1] / self.effective)
+
+    def size(self, step: int) -> int:
+        """How many samples a step holds; at least one, at most `effective`."""
+        return min(self.effective, self.bounds[-1] - step % self.steps_per_epoch * self.effective)
 
     def refs(self, step: int) -> tuple[Ref, ...]:
-        """The samples of one step, in order; at least one, at most `effective`."""
+        """The samples of one step, in order."""
         epoch, place = divmod(step, self.steps_per_epoch)
-        order = _order(len(self.places), self.seed, epoch)
+        order = _order(self.bounds[-1], self.seed, epoch)
         seen: Counter[str] = Counter()
         refs = []
-        for position in order[place * self.effective : (place + 1) * self.effective]:
-            group, number = self.places[position]
-            index, visit = group.place(epoch, number)
-            refs.append(Ref(index, self.ids[index], seen[self.ids[index]], visit))
-            seen[self.ids[index]] += 1
+        for position in order[place * self.effective : (place + 1) * self.effective].tolist():
+            number = bisect.bisect_right(self.bounds, position) - 1
+            index, visit = self.groups[number].place(epoch, position - self.bounds[number])
+            name = self.samples[index].id
+            refs.append(Ref(index, name, seen[name], visit))
+            seen[name] += 1
         return tuple(refs)
 
 
-@lru_cache(maxsize=4)
-def _order(count: int, seed: int, epoch: int) -> tuple[int, ...]:
-    return tuple(position_shuffle(range(count), seed, "order", epoch))
+@lru_cache(maxsize=3)
+def _order(count: int, seed: int, epoch: int) -> NDArray[np.uint32]:
+    return _shuffled(count, seed, "order", epoch)
+
+
+def _shuffled(count: int, seed: int, purpose: str, *position: int | str) -> NDArray[np.uint32]:
+    """The numbers below `count` as `position_shuffle` orders them, in 4 bytes each."""
+    keys = np.frombuffer(position_keys(count, seed, purpose, *position), dtype=">u8")
+    return np.argsort(keys.astype(np.uint64), kind="stable").astype(np.uint32)
 
 
 def plan_steps(samples: Sequence[Sample], effective: int, seed: int) -> StepPlan:
     """The plan over these samples. Raises ValueError when there is none."""
     if not samples:
         raise ValueError("no samples to plan steps over")
-    return StepPlan(tuple(s.id for s in samples), make_groups(samples, seed), effective, seed)
+    return StepPlan(samples, make_groups(samples, seed), effective, seed)
 
 
 def share(refs: Sequence[Ref], rank: int, world: int) -> tuple[Ref, ...]:

@@ -112,7 +112,7 @@ def in_halves(encode: EncodeImage, device: torch.device) -> EncodeImage:
     return encode_halves
 
 
-def cached_data(inputs: Inputs, plans: CachePlans) -> CachedData:
+def cached_data(config: Config, inputs: Inputs, plans: CachePlans) -> CachedData:
     """The trained samples with where their tensors lie."""
     count = len(inputs.train)
     return CachedData(
@@ -123,12 +123,13 @@ def cached_data(inputs: Inputs, plans: CachePlans) -> CachedData:
         empty_key=plans.texts.keys[-1],
         latents=Store(plans.latents.folder, "latents"),
         texts=Store(plans.texts.folder, "texts"),
+        prior_weight=config.loss.prior_weight,
     )
 
 
-def validation_samples(inputs: Inputs, plans: CachePlans) -> list[EncodedSample]:
+def validation_samples(config: Config, inputs: Inputs, plans: CachePlans) -> list[EncodedSample]:
     """The held-out samples as the denoiser is asked about them; some trained ones where none are held out."""
-    data = cached_data(inputs, plans)
+    data = cached_data(config, inputs, plans)
     samples = (*inputs.train, *inputs.held_out)
     fits = (*inputs.train_plan.fits, *inputs.held_out_plan.fits)
     count = len(inputs.train)

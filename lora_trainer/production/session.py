@@ -103,11 +103,11 @@ def prepare(session: Session, settings: dict[str, Any]) -> Prepared:
     session.order.watch(Progress("caching", total=session.steps.total))
     plans = fill(session)
     cache_seconds = time.monotonic() - began
-    held_out = validation_samples(inputs, plans)
+    held_out = validation_samples(session.config, inputs, plans)
     built = build(session)
     for note in built.notes:
         console.print(note)
-    job = make_job(session, built, cached_data(inputs, plans), held_out, settings)
+    job = make_job(session, built, cached_data(session.config, inputs, plans), held_out, settings)
     return Prepared(session, built, job, held_out, cache_seconds)
 
 
@@ -186,7 +186,7 @@ def make_job(
         processes=session.processes,
         total_steps=session.steps.total,
         steps_per_epoch=session.steps.steps_per_epoch,
-        samples_in=lambda step: len(plan.refs(step)),
+        samples_in=plan.size,
         micros=micros,
         validate=validate if session.inputs.held_out else None,
         sample=sample,

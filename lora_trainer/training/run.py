@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from lora_trainer.config.schema import Config
-from lora_trainer.core.errors import Problem, TrainingFailed
+from lora_trainer.core.errors import Problem, TrainingFailed, UserError
 from lora_trainer.core.randomness import position_key
 from lora_trainer.data.loader import prefetch
 from lora_trainer.monitor.memory import peak_memory_gib
@@ -64,13 +64,17 @@ class Job:
 
 @dataclass(frozen=True)
 class Pending:
-    """A finished step whose numbers may still be on the device. `started` is on the clock of `time.perf_counter`."""
+    """A finished step whose numbers may still be on the device.
+
+    `started` is on the clock of `time.perf_counter`; `waited` seconds went by until its data was there.
+    """
 
     step: int
     rate: float
     samples: int
     result: StepResult
     started: float
+    waited: float
 
 
 def train(
@@ -93,16 +97,18 @@ def train(
     with listening() as interrupt, line as show, closing(prefetch(read_steps(job, state.step), READ_AHEAD)) as source:
         if state.step == 0:
             state = validate(job, state, trackers, show)
-        for micros in source:
+        while True:
             started = time.perf_counter()
             rate, samples = rate_of(job, state.step), job.samples_in(state.step)
             try:
+                micros = next(source)
+                waited = time.perf_counter() - started
                 result = one_step(job, state.step, micros, samples, rate)
-            except torch.OutOfMemoryError as error:
+            except (torch.OutOfMemoryError, UserError) as error:
                 state = flush(job, state, pending, trackers, show)
-                raise out_of_memory(job, state, error, f"at step {state.step + 1}") from error
+                raise ended_early(job, state, error) from error
             state = replace(state, step=state.step + 1, seconds=before + time.monotonic() - began)
-            pending.append(Pending(state.step, rate, samples, result, started))
+            pending.append(Pending(state.step, rate, samples, result, started, waited))
 
             last = state.step == job.total_steps or told_to_stop(job, state, interrupt)
             saving = last or state.step % config.checkpoint.every_steps == 0
@@ -136,10 +142,24 @@ def one_step(job: Job, step: int, micros: list[Micro], samples: int, rate: float
     return result
 
 
-def out_of_memory(job: Job, state: TrainState, error: Exception, when: str) -> TrainingFailed:
-    """Save what was trained, where no other process has to be waited for, and say what to lower."""
+def ended_early(job: Job, state: TrainState, error: torch.OutOfMemoryError | UserError) -> TrainingFailed:
+    """For a step that ran out of memory, or whose data cannot be read any more: what was trained is saved first."""
+    if isinstance(error, torch.OutOfMemoryError):
+        return out_of_memory(job, state, error, f"at step {state.step + 1}")
+    save_alone(job, state)
+    first, *others = error.problems
+    return TrainingFailed([Problem(first.message, f"{kept(job.checkpoints)} {first.fix}"), *others])
+
+
+def save_alone(job: Job, state: TrainState) -> None:
+    """Save what was trained, where no other process has to be waited for."""
     if job.processes.world == 1 and state.step > 0:
         save(job, state)
+
+
+def out_of_memory(job: Job, state: TrainState, error: Exception, when: str) -> TrainingFailed:
+    """Save what was trained and say what to lower."""
+    save_alone(job, state)
     reason = str(error).splitlines()[0]
     fix = "Set batch.max_micro lower, memory.checkpointing=all or data.resolution lower."
     return TrainingFailed(Problem(f"Out of memory {when} ({reason})", f"{kept(job.checkpoints)} {fix}"))
@@ -237,6 +257,7 @@ def row_of(job: Job, each: Pending, loss: float, norm: float, seconds: float) ->
         "lr": each.rate,
         "grad_norm": norm,
         "seconds": seconds,
+        "data_seconds": each.waited,
         "samples": each.samples,
         "samples_per_second": each.samples / seconds,
         "memory_gib": round(peak_memory_gib(job.learner.device), 4),

@@ -3,6 +3,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -108,6 +109,28 @@ def test_prefetch_passes_an_error_on_in_its_place() -> None:
     assert next(read) == 1
     with pytest.raises(ValueError, match="broken"):
         next(read)
+
+
+def test_prefetch_closes_its_source_in_the_thread_that_read_it() -> None:
+    threads: list[threading.Thread] = []
+
+    def source() -> Iterator[int]:
+        try:
+            yield from range(1000)
+        finally:
+            threads.append(threading.current_thread())
+
+    with closing(prefetch(source())) as read:
+        assert next(read) == 0
+    assert [thread.name for thread in threads] == ["prefetch"]
+    assert not threads[0].is_alive()
+
+
+def test_regularisation_has_a_weight_of_its_own(data: CachedData) -> None:
+    samples = [replace(sample, weight=2.0, regularisation=n % 2 == 0) for n, sample in enumerate(data.samples)]
+    refs = (ref(data, 0), ref(data, 2))
+    assert read_micro(replace(data, samples=samples, prior_weight=0.25), refs, 0, 0).weights.tolist() == [0.5, 0.5]
+    assert read_micro(replace(data, samples=samples), (ref(data, 1),), 0, 0).weights.tolist() == [2.0]
 
 
 def test_prefetch_reads_no_further_than_its_depth_and_stops() -> None:

@@ -41,8 +41,52 @@ def test_an_epoch_holds_every_sample_as_often_as_it_is_repeated(plan: StepPlan, 
 @given(plans, st.integers(0, 30))
 def test_resuming_anywhere_gives_the_same_tail(plan: StepPlan, start: int) -> None:
     uninterrupted = [plan.refs(step) for step in range(start + 5)]
-    fresh = StepPlan(plan.ids, plan.groups, plan.effective, plan.seed)
+    fresh = StepPlan(plan.samples, plan.groups, plan.effective, plan.seed)
     assert [fresh.refs(step) for step in range(start, start + 5)] == uninterrupted[start:]
+
+
+mixed_samples = st.lists(
+    st.builds(
+        lambda content, repeats, source, kept: Sample(
+            Path("a.png"), "", 64, 64, f"{content:064x}"[::-1], repeats, source=source, regularisation=kept
+        ),
+        st.integers(0, 6),
+        st.sampled_from([0.3, 0.5, 1, 1.5, 2, 3]),
+        st.integers(0, 2),
+        st.booleans(),
+    ),
+    min_size=1,
+    max_size=12,
+)
+
+
+@given(mixed_samples, st.integers(1, 7), st.integers(0, 2**40), st.integers(0, 40), st.integers(1, 4))
+def test_any_number_of_processes_resumes_anywhere_with_the_same_samples(samples, effective, seed, start, most):
+    """Repeats, fractions of them, regularisation, copies and buckets: each step's samples and visits are the same."""
+    whole = [Counter(plan_steps(samples, effective, seed).refs(step)) for step in range(start + 4)]
+    for world in (1, 2, 3):
+        resumed = [plan_steps(samples, effective, seed) for _ in range(world)]
+        for step in range(start, start + 4):
+            shares = [share(plan.refs(step), rank, world) for rank, plan in enumerate(resumed)]
+            micros = [split_micros(refs, lambda index: samples[index].source, most) for refs in shares]
+            assert Counter(ref for of_rank in micros for micro in of_rank for ref in micro) == whole[step]
+            assert resumed[0].size(step) == whole[step].total()
+
+
+@given(mixed_samples, st.integers(1, 7), st.integers(0, 2**40))
+def test_visits_count_up_and_no_sample_of_a_source_is_ahead_of_another_by_two(samples, effective, seed):
+    plan = plan_steps(samples, effective, seed)
+    steps = 5 * plan.steps_per_epoch
+    seen: dict[int, list[int]] = {index: [] for index in range(len(samples))}
+    for step in range(steps):
+        for ref in plan.refs(step):
+            seen[ref.index].append(ref.visit)
+    for group in plan.groups:
+        counts = [len(seen[index]) for index in group.indices]
+        assert max(counts) - min(counts) <= 1
+        assert sum(counts) == 5 * group.seen
+    for visits in seen.values():  # within an epoch in any order
+        assert sorted(visits) == list(range(len(visits)))
 
 
 @given(plans, st.integers(0, 20))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -9,9 +11,13 @@ from typing import Any
 import pytest
 from PIL import Image
 
+from lora_trainer.core.errors import Problem, TrainingFailed
+from lora_trainer.data.loader import Batch, CachedData
+from lora_trainer.data.steps import Ref
 from lora_trainer.models import FAMILIES
 from lora_trainer.models.family import Encoders
-from tests.recipes.recipe import Bench, contents, draw_pictures
+from lora_trainer.production import session
+from tests.recipes.recipe import Bench, contents, draw_pictures, exported, patched, rows
 
 
 @pytest.fixture
@@ -79,3 +85,25 @@ def test_a_dry_run_shows_the_plan_and_writes_nothing(own, tmp_path, capsys):
     assert "lora.rank = 4  (--set)" in shown
     assert "train.max_steps = 6  (--max-steps)" in shown
     assert "noise.multires_iterations = 8  (preset quality" in shown
+
+
+def test_data_that_cannot_be_read_any_more_loses_no_step(bench, finished, monkeypatch, capsys):
+    """The entry's file and the fix are said once, what was trained is saved, and --resume goes on."""
+    settings = {"checkpoint__every_steps": 3, "validate__every_steps": 3}
+    true = session.read_micro
+
+    def gone(data: CachedData, refs: Sequence[Ref], step: int, *rest: Any) -> Batch:
+        if step == 4:
+            raise TrainingFailed(Problem("picture_1.png is gone.", "Bring it back."))
+        return true(data, refs, step, *rest)
+
+    before = threading.active_count()
+    with patched(session, "read_micro", gone):
+        assert bench.run("first", **settings) == 5
+    assert threading.active_count() == before
+    said = capsys.readouterr()
+    assert (said.out + said.err).count("picture_1.png is gone.") == 1
+    assert "step-000004 is safe: --resume goes on from there. Bring it back." in said.out + said.err
+    assert bench.run("first", "--resume", **settings) == 0
+    assert exported(bench.folder("first")) == exported(finished.folder("first"))
+    assert all(0 <= row["data_seconds"] < row["seconds"] for row in rows(bench.folder("first")))

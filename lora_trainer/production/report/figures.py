@@ -50,6 +50,8 @@ def figures_of(run: RunReport) -> list[Figure]:
         figures.append(Figure("best held-out loss", short(best[1]), fallen(run.held_out, best)))
     if speed := finite(run.series["samples_per_second"]):
         figures.append(Figure("speed", short(median(value for _, value in speed)), "samples a second, median"))
+    if (share := waiting_share(run)) is not None:
+        figures.append(Figure("waiting for data", f"{short(100 * share)} %", "of the time in steps"))
     if peak := peak_memory(run):
         figures.append(Figure("peak memory", f"{short(peak)} GiB", memory_kind(run)))
     return figures
@@ -65,6 +67,14 @@ def fallen(held_out: Sequence[Point], best: Point) -> str:
     return f"{100 * (best[1] / first[1] - 1):+.0f} % since step {first[0]:,.0f}, at step {best[0]:,.0f}".replace(
         "-", "−"
     )
+
+
+def waiting_share(run: RunReport) -> float | None:
+    """Of the steps' time, how much they waited for their data."""
+    waited = dict(finite(run.series["data_seconds"]))
+    seconds = [(waited[step], taken) for step, taken in finite(run.series["seconds"]) if step in waited]
+    total = sum(taken for _, taken in seconds)
+    return sum(wait for wait, _ in seconds) / total if total > 0 else None
 
 
 def peak_memory(run: RunReport) -> float | None:

@@ -18,6 +18,7 @@ from lora_trainer.production.report.chart import Point
 
 STEP_RECIPE = re.compile(r"step-(\d+)\.json")
 BEFORE_AFTER = "before_after"
+SERIES = ("loss", "lr", "grad_norm", "seconds", "data_seconds", "samples_per_second", "memory_gib")
 RANKS = {"error": 0, "warning": 1, "note": 2}
 
 
@@ -135,7 +136,7 @@ def read_run(folder: Path) -> RunReport:
         lora=Score(number(scores.get("lora")), number(lora.get("gate", gates.get("lora"))), parts_of(lora)),
         data_findings=grouped(data.get("findings")),
         lora_findings=grouped(lora.get("findings")),
-        series={name: column(rows, name) for name in ("loss", "lr", "grad_norm", "samples_per_second", "memory_gib")},
+        series={name: column(rows, name) for name in SERIES},
         held_out=column(validation, "loss"),
         pictures=tuple(pictures_in(folder / "samples", ended=bool(mapping(record.get("files")).get(BEFORE_AFTER)))),
         settings=settings_of(record),
