@@ -17,11 +17,11 @@ from lora_trainer.config.schema import Config
 from lora_trainer.core.errors import DONE, LORA_REFUSED, DatasetRefused, Problem, UsageError
 from lora_trainer.core.io import read_json
 from lora_trainer.core.tensorfile import read_tensor_header
-from lora_trainer.data.buckets import BucketPlan, assign_buckets
 from lora_trainer.data.manifest import read_manifest
 from lora_trainer.data.sample import Sample
+from lora_trainer.data.views import BucketPlan, plan_plain
 from lora_trainer.evaluation.report import LoraReport
-from lora_trainer.production.inputs import model_folder, read_inputs, read_model, trained_resolution
+from lora_trainer.production.inputs import model_folder, read_inputs, read_model, trained_framings
 
 MEANINGS = {
     "integrity": "whole, finite, loads, changes pictures",
@@ -49,7 +49,7 @@ class Questions:
     origin: str
 
 
-NO_QUESTIONS = BucketPlan((), {})
+NO_QUESTIONS = BucketPlan(())
 
 
 def validate_command(
@@ -128,8 +128,7 @@ def _given_questions(config: Config, data: Path) -> Questions:
     _, facts = read_model(config)
     manifest, findings = read_manifest([data], allow_missing_captions=True)
     _say(*(f"left out: {finding.path} {finding.message}" for finding in findings if finding.severity == "error"))
-    resolution = trained_resolution(config, facts)
-    plan = assign_buckets(manifest.samples, resolution, facts.pixel_step, config.data.max_aspect)
+    plan = plan_plain(manifest.samples, trained_framings(config, facts)[:1])
     return Questions(
         manifest.samples, plan, True, f"learning is measured on {len(manifest.samples)} pictures of {data}"
     )

@@ -8,15 +8,14 @@ in one tensor. Every bucket's area is at most resolution², its sides are multip
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 from lora_trainer.core.errors import Problem, UsageError
-from lora_trainer.data.sample import Sample
 
 
-@dataclass(frozen=True, order=True)
+@dataclass(frozen=True, order=True, slots=True)
 class Bucket:
     """A size in pixels."""
 
@@ -27,7 +26,7 @@ class Bucket:
         return f"{self.width}x{self.height}"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Fit:
     """How a picture is brought to its bucket: resize to cover, then cut out from (left, top)."""
 
@@ -47,26 +46,13 @@ class Fit:
         return self.bucket.width * self.bucket.height / (self.resized_width * self.resized_height)
 
 
-@dataclass(frozen=True)
-class BucketPlan:
-    """Where every sample goes. `fits` stands in the order of the samples."""
-
-    fits: tuple[Fit, ...]
-    counts: dict[Bucket, int]
-
-    @property
-    def lines(self) -> tuple[str, ...]:
-        """For people: `3 buckets: 128x128 (14), 96x160 (6), 160x96 (1)`."""
-        word = "bucket" if len(self.counts) == 1 else "buckets"
-        ranked = sorted(self.counts.items(), key=lambda entry: (-entry[1], entry[0]))
-        named = ", ".join(f"{bucket} ({count})" for bucket, count in ranked)
-        return (f"{len(self.counts)} {word}: {named}",)
-
-
-def make_buckets(resolution: int, step: int, max_aspect: float) -> tuple[Bucket, ...]:
+@lru_cache(maxsize=256)
+def make_buckets(
+    resolution: int, step: int, max_aspect: float, shortest: int | None = None, longest: int | None = None
+) -> tuple[Bucket, ...]:
     """All buckets, sorted: for each long side the largest short side that the area allows.
 
-    Raises UsageError when not even one step fits into the resolution.
+    `shortest` and `longest` bound their sides. Raises UsageError when not even one step fits into the resolution.
     """
     if resolution < step:
         message = f"data.resolution is {resolution}, smaller than the model's step of {step} pixels."
@@ -77,13 +63,28 @@ def make_buckets(resolution: int, step: int, max_aspect: float) -> tuple[Bucket,
     long = square
     while True:
         short = area // long // step * step
-        if short < step or long / short > max_aspect:
+        if short < max(step, shortest or 0) or long / short > max_aspect or long > (longest or long):
             break
         # The square and its neighbour can share a short side when the resolution is no multiple of the step.
         if short <= long:
             found |= {Bucket(long, short), Bucket(short, long)}
         long += step
     return tuple(sorted(found))
+
+
+def own_bucket(
+    width: int, height: int, resolution: int, step: int, max_aspect: float, longest: int | None = None
+) -> Bucket:
+    """The bucket of a picture's own size, for one that no bucket of the resolution can hold without enlarging it.
+
+    Its sides are the picture's rounded down to the step (at least one step), no longer than `max_aspect` times
+    the other or `longest`; a picture of more area than the resolution's is reduced to that first.
+    """
+    scale = min(1.0, resolution / math.sqrt(width * height))
+    across, down = (max(step, math.floor(side * scale) // step * step) for side in (width, height))
+    most = math.floor(min(across, down) * max_aspect / step) * step
+    most = min(most, longest // step * step) if longest is not None else most
+    return Bucket(min(across, most), min(down, most))
 
 
 def nearest_bucket(width: int, height: int, buckets: Sequence[Bucket]) -> Bucket:
@@ -97,20 +98,14 @@ def nearest_bucket(width: int, height: int, buckets: Sequence[Bucket]) -> Bucket
     return min(buckets, key=distance)
 
 
-def fit_to(width: int, height: int, bucket: Bucket) -> Fit:
-    """The smallest resize with the same aspect that covers the bucket, and the centre crop."""
+def fit_to(width: int, height: int, bucket: Bucket, place: tuple[float, float] = (0.5, 0.5)) -> Fit:
+    """The smallest resize with the same aspect that covers the bucket, and the crop.
+
+    `place` says where in its room the crop lies, across and down: (0, 0) is the top left, (1, 1) the bottom right.
+    """
     scale = max(bucket.width / width, bucket.height / height)
     resized_width = max(bucket.width, round(width * scale))
     resized_height = max(bucket.height, round(height * scale))
-    left = (resized_width - bucket.width) // 2
-    top = (resized_height - bucket.height) // 2
+    left = math.floor((resized_width - bucket.width) * place[0])
+    top = math.floor((resized_height - bucket.height) * place[1])
     return Fit(resized_width, resized_height, left, top, bucket)
-
-
-def assign_buckets(samples: Sequence[Sample], resolution: int, step: int, max_aspect: float) -> BucketPlan:
-    """Place every sample in exactly one bucket. Raises UsageError as `make_buckets`."""
-    buckets = make_buckets(resolution, step, max_aspect)
-    fits = tuple(
-        fit_to(sample.width, sample.height, nearest_bucket(sample.width, sample.height, buckets)) for sample in samples
-    )
-    return BucketPlan(fits, dict(Counter(fit.bucket for fit in fits)))

@@ -21,13 +21,15 @@ from torch import Tensor
 
 from lora_trainer.core.errors import Problem, TrainingFailed
 from lora_trainer.core.io import read_json, write_json
-from lora_trainer.data.buckets import Bucket, Fit
+from lora_trainer.data.buckets import Bucket
 from lora_trainer.data.entries import DamagedEntryError, entry_path, read_entry, touch, write_entry
 from lora_trainer.data.pixels import read_pixels
 from lora_trainer.data.sample import Sample
+from lora_trainer.data.views import View
 
 # Part of every key: raise it when pictures are brought to their bucket in another way.
 TRANSFORM = "lanczos-cover-centre-1"
+RECOLOURED = "recoloured-1"  # likewise, of recoloured views
 
 # In the order in which they are looked for: the first that differs is the reason.
 REASONS = {
@@ -89,25 +91,41 @@ def _key(record: Record) -> str:
     return hashlib.sha256(json.dumps(record, sort_keys=True).encode("utf-8")).hexdigest()
 
 
-def _fit_text(fit: Fit) -> str:
-    return f"{fit.resized_width}x{fit.resized_height}+{fit.left}+{fit.top} {fit.bucket} {TRANSFORM}"
+def _view_text(view: View) -> str:
+    """What a view does to a picture; what it leaves alone is not named, so that such keys stay when ways are added."""
+    fit = view.fit
+    text = f"{fit.resized_width}x{fit.resized_height}+{fit.left}+{fit.top} {fit.bucket} {TRANSFORM}"
+    if view.flip:
+        text += " mirrored"
+    return f"{text} {RECOLOURED} {view.colour}" if view.colour else text
 
 
 def plan_latents(
-    samples: Sequence[Sample], fits: Sequence[Fit], folder: Path, encoder_key: str, dtype: torch.dtype
-) -> CachePlan[tuple[Sample, Fit]]:
-    """Which latents are cached. `fits` stands in the order of `samples`. Writes nothing."""
-    items = tuple(zip(samples, fits, strict=True))
+    shown: Sequence[tuple[Sample, View]], folder: Path, encoder_key: str, dtype: torch.dtype
+) -> CachePlan[tuple[Sample, View]]:
+    """Which latents of so many (sample, view) are cached. Writes nothing."""
+    items = tuple(shown)
     records = [
-        {"content": sample.content, "size": _fit_text(fit), "encoder": encoder_key, "dtype": str(dtype)}
-        for sample, fit in items
+        {"content": sample.content, "size": _view_text(view), "encoder": encoder_key, "dtype": str(dtype)}
+        for sample, view in items
     ]
 
     def sound(tensors: Mapping[str, Tensor], index: int) -> bool:
-        mean, spread, bucket = tensors.get("mean"), tensors.get("spread"), items[index][1].bucket
+        mean, spread, bucket = tensors.get("mean"), tensors.get("spread"), items[index][1].fit.bucket
         return mean is not None and spread is not None and mean.dtype == dtype and _fits(mean, spread, bucket)
 
-    return _plan("latents", folder, dtype, items, records, [str(sample.path) for sample in samples], sound)
+    return _plan("latents", folder, dtype, items, records, _named(items), sound)
+
+
+def _named(items: Sequence[tuple[Sample, View]]) -> list[str]:
+    """The path of each, with a number from a picture's second view on: what is remembered goes by it."""
+    seen: Counter[str] = Counter()
+    names = []
+    for sample, _ in items:
+        path = str(sample.path)
+        names.append(f"{path}#{seen[path]}" if seen[path] else path)
+        seen[path] += 1
+    return names
 
 
 def plan_texts(
@@ -215,7 +233,7 @@ def _remember(plan: CachePlan[Item]) -> None:
 
 
 def fill_latents(
-    plan: CachePlan[tuple[Sample, Fit]],
+    plan: CachePlan[tuple[Sample, View]],
     encode_image: Callable[[Tensor], tuple[Tensor, Tensor]],
     batch: int,
     progress: Progress | None = None,
@@ -228,7 +246,7 @@ def fill_latents(
     """
     groups: dict[Bucket, list[int]] = {}
     for index in plan.missing:
-        groups.setdefault(plan.items[index][1].bucket, []).append(index)
+        groups.setdefault(plan.items[index][1].fit.bucket, []).append(index)
     done = 0
     for group in groups.values():
         for start in range(0, len(group), batch):

@@ -27,10 +27,11 @@ from typing import Any
 
 from lora_trainer.core.errors import Problem
 from lora_trainer.core.findings import Finding
-from lora_trainer.data.buckets import BucketPlan, Fit, assign_buckets
+from lora_trainer.data.buckets import Fit
 from lora_trainer.data.images import ENDINGS_OF_FORMAT, BrokenPictureError, opened, quiet_pillow
 from lora_trainer.data.measures import Seen, measure, seen_broken
 from lora_trainer.data.sample import Manifest, Sample
+from lora_trainer.data.views import BucketPlan, Framing, plan_views
 
 FACTORS = {"error": 0.0, "warning": 0.85, "note": 1.0}
 ENOUGH_PICTURES = 5
@@ -47,7 +48,6 @@ class Looked:
     fits: tuple[Fit, ...]
     seen: tuple[Seen, ...]
     read_findings: tuple[Finding, ...]
-    resolution: int
     allow_upscale: bool
     caption_limit: int | None
 
@@ -139,19 +139,17 @@ def check_dataset(
     manifest: Manifest,
     read_findings: Sequence[Finding],
     *,
-    resolution: int,
-    step: int,
-    max_aspect: float,
+    framings: Sequence[Framing],
     allow_upscale: bool = False,
     caption_limit: int | None = None,
     gate: float = 0.8,
 ) -> DataReport:
-    """Decode every picture and judge the set. `resolution` and `step` in pixels, `caption_limit`
-    in tokens with start and end. Raises UsageError when the resolution is below the step.
+    """Decode every picture and judge the set. `framings` says of each source how it is
+    trained, `caption_limit` is in tokens with start and end.
     """
-    plan = assign_buckets(manifest.samples, resolution, step, max_aspect)
+    plan = plan_views(manifest.samples, framings)
     seen = look_at(manifest.samples)
-    looked = Looked(manifest.samples, plan.fits, seen, tuple(read_findings), resolution, allow_upscale, caption_limit)
+    looked = Looked(manifest.samples, plan.fits, seen, tuple(read_findings), allow_upscale, caption_limit)
     found = {name: check(looked) for name, check in CHECKS.items()}
     everything = [finding for group in found.values() for finding in group]
     files = _by_file(manifest.samples, everything)
@@ -282,7 +280,7 @@ def _sizes(looked: Looked) -> list[Finding]:
         factor = fit.scale_from(sample.width, sample.height)
         size = f"{sample.width}×{sample.height}"
         if factor > 1.0:
-            message = f"is {size}, smaller than {fit.bucket} for {looked.resolution} px; enlarged {factor:.2f} times."
+            message = f"is {size}, smaller than {fit.bucket}; enlarged {factor:.2f} times."
             fix = "Replace it by a larger one, remove it, or set data.resolution lower."
             severe = factor > UPSCALE_LIMIT and not looked.allow_upscale
             if severe:

@@ -178,7 +178,11 @@ def load_pixels(path: Path, fit: Fit, span: Span | None = None) -> NDArray[np.ui
 
     Raises BrokenPictureError.
     """
-    picture = load_rgb(path, span)
+    return np.array(cut_out(load_rgb(path, span), fit), dtype=np.uint8)
+
+
+def cut_out(picture: Image.Image, fit: Fit) -> Image.Image:
+    """The picture resized (Lanczos) to cover its bucket, cropped as the fit says."""
     # Only what the crop keeps is resized: a sliver of a picture would fill the memory otherwise.
     across, down = picture.width / fit.resized_width, picture.height / fit.resized_height
     box = (
@@ -188,4 +192,4 @@ def load_pixels(path: Path, fit: Fit, span: Span | None = None) -> NDArray[np.ui
         min((fit.top + fit.bucket.height) * down, picture.height),
     )
     size = (fit.bucket.width, fit.bucket.height)
-    return np.array(picture.resize(size, Image.Resampling.LANCZOS, box=box), dtype=np.uint8)
+    return picture.resize(size, Image.Resampling.LANCZOS, box=box)

@@ -13,10 +13,11 @@ import torch
 from torch import Tensor
 
 from lora_trainer.core.randomness import position_uniform
-from lora_trainer.data.buckets import Fit
+from lora_trainer.data.buckets import Bucket
 from lora_trainer.data.entries import Store
 from lora_trainer.data.sample import Sample
 from lora_trainer.data.steps import Ref
+from lora_trainer.data.views import View, turn_of
 
 Item = TypeVar("Item")
 
@@ -25,12 +26,13 @@ Item = TypeVar("Item")
 class CachedData:
     """Samples with where their tensors lie. The four sequences stand in one order.
 
-    `prior_weight` is a factor on the loss of regularisation samples.
+    `latent_keys` has a key for each of a sample's `views`. `prior_weight` is a factor on the
+    loss of regularisation samples.
     """
 
     samples: Sequence[Sample]
-    fits: Sequence[Fit]
-    latent_keys: Sequence[str]
+    views: Sequence[Sequence[View]]
+    latent_keys: Sequence[Sequence[str]]
     text_keys: Sequence[str]
     empty_key: str  # the empty caption's, for caption dropout
     latents: Store
@@ -41,6 +43,14 @@ class CachedData:
         """What a sample's loss is multiplied by."""
         sample = self.samples[index]
         return sample.weight * self.prior_weight if sample.regularisation else sample.weight
+
+    def turn(self, ref: Ref, seed: int) -> int:
+        """Which of its sample's views a place of a step uses."""
+        return turn_of(ref, len(self.views[ref.index]), seed)
+
+    def bucket(self, ref: Ref, seed: int) -> Bucket:
+        """The bucket of that view: a micro batch stays inside one."""
+        return self.views[ref.index][self.turn(ref, seed)].fit.bucket
 
 
 @dataclass(frozen=True)
@@ -62,7 +72,8 @@ class Batch:
 
 def read_micro(data: CachedData, refs: Sequence[Ref], step: int, seed: int, caption_dropout: float = 0.0) -> Batch:
     """Read one micro batch, all of one bucket. Raises TrainingFailed when an entry is gone or damaged."""
-    latents = [data.latents.read(data.latent_keys[ref.index]) for ref in refs]
+    turns = [data.turn(ref, seed) for ref in refs]
+    latents = [data.latents.read(data.latent_keys[ref.index][turn]) for ref, turn in zip(refs, turns, strict=True)]
     texts = [
         data.texts.read(
             data.empty_key if drops_caption(ref, step, seed, caption_dropout) else data.text_keys[ref.index]
@@ -74,7 +85,12 @@ def read_micro(data: CachedData, refs: Sequence[Ref], step: int, seed: int, capt
         mean=torch.stack([entry["mean"] for entry in latents]),
         spread=torch.stack([entry["spread"] for entry in latents]),
         cond={name: torch.stack([entry[name] for entry in texts]) for name in texts[0]},
-        sizes=torch.tensor([size_row(data.samples[ref.index], data.fits[ref.index]) for ref in refs]),
+        sizes=torch.tensor(
+            [
+                size_row(data.samples[ref.index], data.views[ref.index][turn])
+                for ref, turn in zip(refs, turns, strict=True)
+            ]
+        ),
         weights=torch.tensor([data.weight_of(ref.index) for ref in refs]),
     )
 
@@ -84,9 +100,10 @@ def drops_caption(ref: Ref, step: int, seed: int, share: float) -> bool:
     return share > 0.0 and position_uniform(seed, "caption_dropout", step, ref.id, ref.occurrence) < share
 
 
-def size_row(sample: Sample, fit: Fit) -> tuple[float, ...]:
+def size_row(sample: Sample, view: View) -> tuple[float, ...]:
     """What SDXL is told of a picture's size (arXiv:2307.01952, 2.2): six numbers, in pixels."""
-    row = (sample.height, sample.width, fit.top, fit.left, fit.bucket.height, fit.bucket.width)
+    bucket = view.fit.bucket
+    row = (sample.height, sample.width, *view.crop, bucket.height, bucket.width)
     return tuple(float(value) for value in row)
 
 

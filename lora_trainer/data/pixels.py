@@ -6,19 +6,20 @@ import torch
 from torch import Tensor
 
 from lora_trainer.core.errors import DatasetRefused, Problem
-from lora_trainer.data.buckets import Fit
-from lora_trainer.data.images import BrokenPictureError, load_pixels
+from lora_trainer.data.images import BrokenPictureError, load_rgb
+from lora_trainer.data.render import render
 from lora_trainer.data.sample import Sample
 from lora_trainer.data.spans import content_of
+from lora_trainer.data.views import View
 
 
-def read_pixels(sample: Sample, fit: Fit) -> Tensor:
-    """Pixels [3, H, W] of the sample's bucket, float32 in [-1, 1].
+def read_pixels(sample: Sample, view: View) -> Tensor:
+    """Pixels [3, H, W] of a view, float32 in [-1, 1].
 
     Raises DatasetRefused, naming the file, when it cannot be read or has changed since it was listed.
     """
     try:
-        pixels = load_pixels(sample.path, fit, sample.span)
+        pixels = render(load_rgb(sample.path, sample.span), view, sample.content)
         # Otherwise the new picture's latents would stand under the old one's key.
         if content_of(sample.path, sample.span) != sample.content:
             raise DatasetRefused(Problem(f"{sample.path} changed while it was read.", "Run again."))

@@ -137,16 +137,16 @@ def share(refs: Sequence[Ref], rank: int, world: int) -> tuple[Ref, ...]:
 
 
 def split_micros(
-    refs: Sequence[Ref], bucket_of: Callable[[int], Hashable], max_micro: int
+    refs: Sequence[Ref], bucket_of: Callable[[Ref], Hashable], max_micro: int
 ) -> tuple[tuple[Ref, ...], ...]:
     """Micro batches: each inside one bucket, at most `max_micro` samples, every ref once.
 
-    `bucket_of` maps a sample's index to its bucket. Sizes within a bucket differ by at
+    `bucket_of` maps a place to the bucket of the view that it uses. Sizes within a bucket differ by at
     most one, so that no micro batch is needlessly small.
     """
     groups: dict[Hashable, list[Ref]] = {}
     for ref in refs:
-        groups.setdefault(bucket_of(ref.index), []).append(ref)
+        groups.setdefault(bucket_of(ref), []).append(ref)
     micros: list[tuple[Ref, ...]] = []
     for group in groups.values():
         parts = math.ceil(len(group) / max_micro)

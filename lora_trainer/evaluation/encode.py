@@ -6,10 +6,10 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from lora_trainer.data.buckets import BucketPlan
 from lora_trainer.data.loader import size_row
 from lora_trainer.data.pixels import read_pixels
 from lora_trainer.data.sample import Sample
+from lora_trainer.data.views import BucketPlan
 from lora_trainer.evaluation.held_out import EncodedSample
 from lora_trainer.evaluation.loading import free_memory
 from lora_trainer.models.family import Encoders
@@ -20,13 +20,13 @@ def encode_samples(
 ) -> list[EncodedSample]:
     """Each sample's latents (the posterior's mean) and conditioning, fp32 on the CPU, without any cache.
 
-    `plan` places the samples in their order. `encoders` loads them to `device`: once for the pictures, once for the
+    `plan` places the samples in their order; the plain view of each is taken. `encoders` loads them to `device`: once for the pictures, once for the
     captions, so that the two kinds are never there together. Raises DatasetRefused for a picture that cannot be read.
     """
     encode_image = encoders().encode_image
     latents = [
-        encode_image(read_pixels(sample, fit)[None])[0][0].float().cpu()
-        for sample, fit in zip(samples, plan.fits, strict=True)
+        encode_image(read_pixels(sample, views[0])[None])[0][0].float().cpu()
+        for sample, views in zip(samples, plan.views, strict=True)
     ]
     del encode_image
     free_memory(device)
@@ -41,7 +41,7 @@ def encode_samples(
             id=sample.id,
             latents=mean,
             cond=text,
-            sizes=torch.tensor(size_row(sample, fit)),
+            sizes=torch.tensor(size_row(sample, views[0])),
         )
-        for sample, fit, mean, text in zip(samples, plan.fits, latents, texts, strict=True)
+        for sample, views, mean, text in zip(samples, plan.views, latents, texts, strict=True)
     ]

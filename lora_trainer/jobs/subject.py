@@ -67,7 +67,7 @@ def load_encode(prepared: Prepared) -> Encode:
     session = prepared.session
     inputs, choices = session.inputs, session.choices
     encoders = inputs.family.load_encoders(inputs.facts.path, choices.dtype, choices.device)
-    samples, fits = inputs.train, inputs.train_plan.fits
+    samples, fits = inputs.train, inputs.train_plan.fits  # the plain views
     plan = plan_steps(samples, session.config.batch.effective, session.config.train.seed)
 
     def encode_group(group: Sequence[Ref]) -> Encoded:
@@ -76,7 +76,7 @@ def load_encode(prepared: Prepared) -> Encode:
         return mean + spread * torch.randn_like(spread), encoders.encode_text([samples[r.index].caption for r in group])
 
     def encode(step: int) -> list[Encoded]:
-        groups = split_micros(plan.refs(step), lambda index: fits[index].bucket, choices.micro)
+        groups = split_micros(plan.refs(step), lambda ref: fits[ref.index].bucket, choices.micro)
         return [encode_group(group) for group in groups]
 
     return encode

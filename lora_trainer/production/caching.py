@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 
 import torch
@@ -13,12 +14,12 @@ from torch import Tensor
 from lora_trainer.config.schema import Config
 from lora_trainer.core.errors import Problem, TrainingFailed
 from lora_trainer.core.io import user_cache_folder
-from lora_trainer.data.buckets import Fit
 from lora_trainer.data.cache import CachePlan, fill_latents, fill_texts, plan_latents, plan_texts
 from lora_trainer.data.entries import Store
 from lora_trainer.data.loader import CachedData, size_row
 from lora_trainer.data.sample import Sample
 from lora_trainer.data.split import MOST_HELD_OUT
+from lora_trainer.data.views import View
 from lora_trainer.evaluation.held_out import EncodedSample
 from lora_trainer.evaluation.loading import free_memory
 from lora_trainer.models.family import Encoders
@@ -35,7 +36,7 @@ Progress = Callable[[str, int, int], None]  # (what, done, to build)
 class CachePlans:
     """What stands in both caches and what must be built: trained samples first, then held-out ones."""
 
-    latents: CachePlan[tuple[Sample, Fit]]
+    latents: CachePlan[tuple[Sample, View]]
     texts: CachePlan[str]
 
     @property
@@ -53,9 +54,10 @@ def plan_caches(config: Config, inputs: Inputs, choices: Choices) -> CachePlans:
     folder, dtype = cache_folder(config), choices.encoder_dtype
     image_key, text_key = inputs.family.encoder_keys(inputs.facts.path, dtype)
     samples = (*inputs.train, *inputs.held_out)
-    fits = (*inputs.train_plan.fits, *inputs.held_out_plan.fits)
+    views = (*inputs.train_plan.views, *inputs.held_out_plan.views)
+    shown = [(sample, view) for sample, ways in zip(samples, views, strict=True) for view in ways]
     return CachePlans(
-        latents=plan_latents(samples, fits, folder, image_key, LATENT_DTYPE),
+        latents=plan_latents(shown, folder, image_key, LATENT_DTYPE),
         texts=plan_texts(samples, (), folder, text_key, dtype),
     )
 
@@ -117,8 +119,8 @@ def cached_data(config: Config, inputs: Inputs, plans: CachePlans) -> CachedData
     count = len(inputs.train)
     return CachedData(
         samples=inputs.train,
-        fits=inputs.train_plan.fits,
-        latent_keys=plans.latents.keys[:count],
+        views=inputs.train_plan.views,
+        latent_keys=latent_keys(inputs, plans)[:count],
         text_keys=plans.texts.keys[:count],
         empty_key=plans.texts.keys[-1],
         latents=Store(plans.latents.folder, "latents"),
@@ -127,11 +129,17 @@ def cached_data(config: Config, inputs: Inputs, plans: CachePlans) -> CachedData
     )
 
 
+def latent_keys(inputs: Inputs, plans: CachePlans) -> list[tuple[str, ...]]:
+    """The keys of every sample's views: trained samples first, then held-out ones."""
+    keys = iter(plans.latents.keys)
+    return [tuple(islice(keys, len(views))) for views in (*inputs.train_plan.views, *inputs.held_out_plan.views)]
+
+
 def validation_samples(config: Config, inputs: Inputs, plans: CachePlans) -> list[EncodedSample]:
     """The held-out samples as the denoiser is asked about them; some trained ones where none are held out."""
     data = cached_data(config, inputs, plans)
     samples = (*inputs.train, *inputs.held_out)
-    fits = (*inputs.train_plan.fits, *inputs.held_out_plan.fits)
+    views, keys = (*inputs.train_plan.views, *inputs.held_out_plan.views), latent_keys(inputs, plans)
     count = len(inputs.train)
     asked = list(range(count, len(samples)))
     if not asked:
@@ -139,9 +147,9 @@ def validation_samples(config: Config, inputs: Inputs, plans: CachePlans) -> lis
     return [
         EncodedSample(
             id=samples[index].id,
-            latents=data.latents.read(plans.latents.keys[index])["mean"],
+            latents=data.latents.read(keys[index][0])["mean"],
             cond=data.texts.read(plans.texts.keys[index]),
-            sizes=torch.tensor(size_row(samples[index], fits[index]), dtype=torch.float32),
+            sizes=torch.tensor(size_row(samples[index], views[index][0]), dtype=torch.float32),
         )
         for index in asked
     ]

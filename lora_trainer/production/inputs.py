@@ -4,19 +4,19 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from lora_trainer.builtin import BASE_FOLDER, DATA_FOLDER
 from lora_trainer.config.schema import Config, SourceSection
 from lora_trainer.core.errors import Problem, UsageError
-from lora_trainer.data.buckets import BucketPlan, assign_buckets
 from lora_trainer.data.check import DataReport, check_dataset
 from lora_trainer.data.manifest import read_manifest
 from lora_trainer.data.sample import Manifest, Sample
 from lora_trainer.data.split import split_held_out
 from lora_trainer.data.steps import Lengths, StepArithmetic, step_arithmetic
+from lora_trainer.data.views import BucketPlan, Framing, framings_of, notes_on, plan_plain, plan_views
 from lora_trainer.models import FAMILIES
 from lora_trainer.models.family import USUAL_FAMILY, Architecture, Family, ModelFacts
 from lora_trainer.models.folder import detect_family, read_config
@@ -24,7 +24,10 @@ from lora_trainer.models.folder import detect_family, read_config
 
 @dataclass(frozen=True)
 class Inputs:
-    """What a run is made of. `train_plan` and `held_out_plan` stand in the order of their samples."""
+    """What a run is made of. `train_plan` and `held_out_plan` stand in the order of their samples.
+
+    `resolution` is the largest that is trained.
+    """
 
     family: Family
     facts: ModelFacts
@@ -88,23 +91,30 @@ def read_architecture(family: Family, facts: ModelFacts) -> Architecture:
     return Architecture(facts, read_config(facts.path, f"{family.denoiser_prefix}/config.json"))
 
 
-def trained_resolution(config: Config, facts: ModelFacts) -> int:
-    """As set; else the model's own, under the tier's ceiling."""
-    if config.data.resolution is not None:
-        return config.data.resolution
+def trained_framings(config: Config, facts: ModelFacts) -> tuple[Framing, ...]:
+    """How each source's pictures are shown; the model's own resolution, under the tier's ceiling, where none is set.
+
+    Raises UsageError, all problems at once, for sides that no bucket can have.
+    """
     ceiling = config.data.resolution_ceiling
-    return facts.resolution if ceiling is None else min(facts.resolution, ceiling)
+    own = facts.resolution if ceiling is None else min(facts.resolution, ceiling)
+    return framings_of(config.data, own, facts.pixel_step)
+
+
+def trained_resolution(config: Config, facts: ModelFacts) -> int:
+    """The largest that any source is trained at. Raises UsageError as `trained_framings`."""
+    return max(framing.resolutions[0] for framing in trained_framings(config, facts))
 
 
 def read_data(config: Config, facts: ModelFacts) -> tuple[Manifest, DataReport]:
     """Read and judge the data as this config would train it on that model. Raises UsageError for bad sources."""
+    framings = trained_framings(config, facts)
     manifest, findings = read_manifest(data_sources(config), allow_missing_captions=config.data.allow_missing_captions)
+    manifest = replace(manifest, notes=(*manifest.notes, *notes_on(framings)))
     report = check_dataset(
         manifest,
         findings,
-        resolution=trained_resolution(config, facts),
-        step=facts.pixel_step,
-        max_aspect=config.data.max_aspect,
+        framings=framings,
         allow_upscale=config.data.allow_upscale,
         caption_limit=facts.caption_tokens,
         gate=config.gates.dataset,
@@ -120,18 +130,18 @@ def read_inputs(config: Config, families: Mapping[str, Family] = FAMILIES) -> In
     """
     family, facts = read_model(config, families)
     manifest, report = read_data(config, facts)
-    resolution = trained_resolution(config, facts)
+    framings = trained_framings(config, facts)
     train, held_out = split_held_out(report.samples, config.data.held_out, config.data.held_out_seed)
     return Inputs(
         family=family,
         facts=facts,
-        resolution=resolution,
+        resolution=trained_resolution(config, facts),
         manifest=manifest,
         report=report,
         train=train,
         held_out=held_out,
-        train_plan=assign_buckets(train, resolution, facts.pixel_step, config.data.max_aspect),
-        held_out_plan=assign_buckets(held_out, resolution, facts.pixel_step, config.data.max_aspect),
+        train_plan=plan_views(train, framings),
+        held_out_plan=plan_plain(held_out, framings),
     )
 
 

@@ -149,11 +149,10 @@ def make_job(
     """The loop's job: how to get the micro batches of a step, validate and sample."""
     config, learner = session.config, built.learner
     plan = plan_steps(session.inputs.train, config.batch.effective, config.train.seed)
-    fits = session.inputs.train_plan.fits
 
     def micros(step: int) -> list[Micro]:
         mine = share(plan.refs(step), session.processes.rank, session.processes.world)
-        groups = split_micros(mine, lambda index: fits[index].bucket, session.choices.micro)
+        groups = split_micros(mine, lambda ref: data.bucket(ref, config.train.seed), session.choices.micro)
         batches = [read_micro(data, group, step, config.train.seed, config.captions.dropout) for group in groups]
         made = [make_micro(batch, step, config.train.seed, config.noise, learner.process) for batch in batches]
         return [micro.staged(learner.device, learner.dtype) for micro in made]

@@ -8,8 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lora_trainer.core.errors import UsageError
-from lora_trainer.data.buckets import Bucket, assign_buckets, fit_to, make_buckets, nearest_bucket
+from lora_trainer.data.buckets import Bucket, fit_to, make_buckets, nearest_bucket
 from lora_trainer.data.sample import Sample
+from lora_trainer.data.views import Framing, plan_views
 
 sides = st.integers(1, 8000)
 settings_of_buckets = st.tuples(st.integers(64, 1536), st.sampled_from([8, 16, 32, 64]), st.floats(1.0, 8.0))
@@ -52,7 +53,7 @@ def test_a_fit_covers_its_bucket_and_no_more_than_needed(width: int, height: int
 @given(st.lists(st.tuples(sides, sides), max_size=40), settings_of_buckets)
 def test_every_sample_is_placed_once(sizes: list[tuple[int, int]], chosen: tuple[int, int, float]) -> None:
     samples = [Sample(Path(f"{n}.png"), "", width, height, str(n)) for n, (width, height) in enumerate(sizes)]
-    plan = assign_buckets(samples, *chosen)
+    plan = plan_views(samples, [Framing((chosen[0],), *chosen[1:])])
     assert len(plan.fits) == sum(plan.counts.values()) == len(samples)
 
 
@@ -62,7 +63,7 @@ def test_the_description_names_counts() -> None:
         Sample(Path("b"), "", 50, 50, "b"),
         Sample(Path("c"), "", 10, 20, "c"),
     ]
-    assert assign_buckets(samples, 128, 16, 2.0).lines == ("2 buckets: 128x128 (2), 96x160 (1)",)
+    assert plan_views(samples, [Framing((128,), 16)]).lines == ("2 buckets: 128x128 (2), 96x160 (1)",)
 
 
 def test_a_resolution_below_the_step_is_refused() -> None:

@@ -12,7 +12,6 @@ from torch import Tensor
 
 from lora_trainer.cli.cache import clean_command, status_command
 from lora_trainer.core.errors import DatasetRefused, TrainingFailed
-from lora_trainer.data.buckets import assign_buckets
 from lora_trainer.data.cache import CachePlan, Filled, fill_latents, fill_texts, plan_latents, plan_texts
 from lora_trainer.data.entries import (
     DamagedEntryError,
@@ -24,6 +23,7 @@ from lora_trainer.data.entries import (
     write_entry,
 )
 from lora_trainer.data.manifest import read_manifest
+from lora_trainer.data.views import Framing, plan_plain
 from tests.data.conftest import Draw
 
 HALF = torch.float16
@@ -46,8 +46,9 @@ def plan_of(
     data: Path, cache: Path, *, resolution: int = 64, encoder: str = "vae", dtype: torch.dtype = HALF
 ) -> CachePlan:
     manifest, _ = read_manifest([data])
-    fits = assign_buckets(manifest.samples, resolution, 16, 2.0).fits
-    return plan_latents(manifest.samples, fits, cache, encoder, dtype)
+    plan = plan_plain(manifest.samples, [Framing((resolution,), 16)])
+    shown = [(sample, views[0]) for sample, views in zip(manifest.samples, plan.views, strict=True)]
+    return plan_latents(shown, cache, encoder, dtype)
 
 
 def fill(data: Path, cache: Path, **settings: object) -> Filled:

@@ -11,6 +11,7 @@ from lora_trainer.cli.check import check_command
 from lora_trainer.config.schema import Config, SourceSection
 from lora_trainer.data.check import DataReport, check_dataset, estimate_tokens
 from lora_trainer.data.manifest import read_manifest
+from lora_trainer.data.views import Framing
 from lora_trainer.models.family import public_architecture
 from tests.data.conftest import Draw, noise_picture
 
@@ -20,7 +21,7 @@ def check(
 ) -> DataReport:
     manifest, findings = read_manifest([folder], allow_missing_captions=allow_missing)
     return check_dataset(
-        manifest, findings, resolution=128, step=16, max_aspect=2.0, allow_upscale=allow_upscale, caption_limit=limit
+        manifest, findings, framings=[Framing((128,), 16)], allow_upscale=allow_upscale, caption_limit=limit
     )
 
 

@@ -11,11 +11,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lora_trainer.data.buckets import assign_buckets
 from lora_trainer.data.entries import Store, entry_path, write_entry
 from lora_trainer.data.loader import CachedData, drops_caption, prefetch, read_micro
 from lora_trainer.data.sample import Sample
 from lora_trainer.data.steps import Ref, plan_steps, split_micros
+from lora_trainer.data.views import Framing, plan_views
 
 COUNT = 6
 
@@ -26,8 +26,8 @@ def data(tmp_path: Path) -> CachedData:
     samples = [
         Sample(Path(f"{n}.png"), f"caption {n}", 200 if n % 2 else 100, 100, f"{n:064d}"[::-1]) for n in range(COUNT)
     ]
-    fits = assign_buckets(samples, 64, 16, 2.0).fits
-    for number, fit in enumerate(fits):
+    plan = plan_views(samples, [Framing((64,), 16)])
+    for number, fit in enumerate(plan.fits):
         shape = (4, fit.bucket.height // 8, fit.bucket.width // 8)
         entry = {"mean": torch.full(shape, float(number)), "spread": torch.full(shape, 0.5)}
         write_entry(entry_path(tmp_path, "latents", f"a{number}"), entry)
@@ -36,8 +36,8 @@ def data(tmp_path: Path) -> CachedData:
         write_entry(entry_path(tmp_path, "texts", f"b{number}"), entry)
     return CachedData(
         samples,
-        fits,
-        [f"a{number}" for number in range(COUNT)],
+        plan.views,
+        [(f"a{number}",) for number in range(COUNT)],
         [f"b{number}" for number in range(COUNT)],
         "b-1",
         Store(tmp_path, "latents"),
@@ -52,14 +52,14 @@ def ref(data: CachedData, index: int, occurrence: int = 0) -> Ref:
 def test_a_batch_holds_its_samples(data: CachedData) -> None:
     refs = (ref(data, 1), ref(data, 5), ref(data, 1, 1))
     batch = read_micro(data, refs, step=3, seed=1)
-    bucket = data.fits[1].bucket
+    bucket = data.views[1][0].fit.bucket
     assert batch.mean.shape == batch.spread.shape == (3, 4, bucket.height // 8, bucket.width // 8)
     assert batch.mean[:, 0, 0, 0].tolist() == [1.0, 5.0, 1.0]
     assert batch.cond["embeds"][:, 0, 0].tolist() == [1.0, 5.0, 1.0]
     assert batch.cond["embeds"].shape == (3, 5, 3)
     assert batch.cond["pooled"].shape == (3, 2)
     assert batch.places == ((data.samples[1].id, 0), (data.samples[5].id, 0), (data.samples[1].id, 1))
-    fit = data.fits[1]
+    fit = data.views[1][0].fit
     assert batch.sizes.dtype == torch.float32
     assert batch.sizes[0].tolist() == [100, 200, fit.top, fit.left, fit.bucket.height, fit.bucket.width]
 
@@ -68,7 +68,7 @@ def test_every_step_can_be_read(data: CachedData) -> None:
     plan = plan_steps(data.samples, 4, 0)
     for step in range(4):
         refs = plan.refs(step)
-        micros = split_micros(refs, lambda index: data.fits[index].bucket, 2)
+        micros = split_micros(refs, lambda ref: data.bucket(ref, 0), 2)
         read = [number for micro in micros for number in read_micro(data, micro, step, 0).mean[:, 0, 0, 0].tolist()]
         assert sorted(read) == sorted(float(each.index) for each in refs)
 

@@ -106,12 +106,12 @@ def test_shares_of_processes_are_the_step(plan: StepPlan, step: int, world: int)
 @given(plans, st.integers(0, 20), st.integers(1, 6), st.integers(1, 4))
 def test_micros_stay_in_one_bucket_and_lose_nothing(plan: StepPlan, step: int, most: int, buckets: int) -> None:
     refs = plan.refs(step)
-    micros = split_micros(refs, lambda index: index % buckets, most)
+    micros = split_micros(refs, lambda ref: ref.index % buckets, most)
     assert sorted((ref for micro in micros for ref in micro), key=refs.index) == list(refs)
     for micro in micros:
         assert 1 <= len(micro) <= most
         assert len({ref.index % buckets for ref in micro}) == 1
-    assert micros == split_micros(refs, lambda index: index % buckets, most)
+    assert micros == split_micros(refs, lambda ref: ref.index % buckets, most)
 
 
 def test_epochs_and_seeds_have_orders_of_their_own() -> None:

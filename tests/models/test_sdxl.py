@@ -12,9 +12,9 @@ import torch
 from diffusers import DiffusionPipeline
 
 from lora_trainer.core.errors import UsageError
-from lora_trainer.data.buckets import assign_buckets
 from lora_trainer.data.loader import size_row
 from lora_trainer.data.sample import Sample
+from lora_trainer.data.views import Framing, views_of
 from lora_trainer.evaluation.drift import base_visits, drift
 from lora_trainer.models import FAMILIES
 from lora_trainer.training.micro import Micro
@@ -63,7 +63,8 @@ def test_a_dropped_caption_is_the_empty_one_encoded_not_zeros(model):
 def test_sizes_are_what_diffusers_tells_the_model(model):
     """A picture of 3:1 in a bucket of at most 2:1 loses its left and right."""
     sample = Sample(Path("wide.png"), "", width=300, height=100, content="0" * 64)
-    (fit,) = assign_buckets([sample], 64, 16, 2.0).fits
+    view = views_of(sample, Framing((64,), 16))[0]
+    fit = view.fit
     assert fit.left > 0
     pipeline = DiffusionPipeline.from_pretrained(model, local_files_only=True)
     theirs = pipeline._get_add_time_ids(
@@ -73,7 +74,7 @@ def test_sizes_are_what_diffusers_tells_the_model(model):
         dtype=torch.float32,
         text_encoder_projection_dim=16,
     )
-    assert torch.equal(torch.tensor([size_row(sample, fit)]), theirs)
+    assert torch.equal(torch.tensor([size_row(sample, view)]), theirs)
 
 
 def test_the_denoiser_is_asked_as_diffusers_asks_it(model):

@@ -1,0 +1,38 @@
+"""A picture as one of its views shows it: cut out, mirrored, its colours a little changed. No torch."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+from PIL import Image, ImageEnhance
+
+from lora_trainer.core.randomness import position_uniform
+from lora_trainer.data.images import cut_out
+from lora_trainer.data.views import View
+
+# Largest change to either side: of brightness, contrast and saturation as a factor, of hue as a share of the circle.
+BRIGHTNESS, CONTRAST, SATURATION, HUE = 0.1, 0.1, 0.15, 0.015
+
+
+def render(picture: Image.Image, view: View, content: str) -> NDArray[np.uint8]:
+    """Pixels [H, W, 3] of a view of an RGB picture, whose file's sha256 `content` chooses its colours."""
+    shown = cut_out(picture, view.fit)
+    if view.colour:
+        shown = recoloured(shown, content, view.colour)
+    pixels = np.array(shown, dtype=np.uint8)
+    return np.ascontiguousarray(pixels[:, ::-1]) if view.flip else pixels
+
+
+def recoloured(picture: Image.Image, content: str, number: int) -> Image.Image:
+    """An RGB picture with its brightness, contrast, saturation and hue changed; which changes, `number` says."""
+
+    def drawn(what: str, most: float) -> float:
+        return most * (2.0 * position_uniform(0, "colour", content, number, what) - 1.0)
+
+    picture = ImageEnhance.Brightness(picture).enhance(1.0 + drawn("brightness", BRIGHTNESS))
+    picture = ImageEnhance.Contrast(picture).enhance(1.0 + drawn("contrast", CONTRAST))
+    picture = ImageEnhance.Color(picture).enhance(1.0 + drawn("saturation", SATURATION))
+    hue, saturation, value = picture.convert("HSV").split()
+    turn = round(256 * drawn("hue", HUE))
+    turned = Image.fromarray(np.asarray(hue) + np.uint8(turn % 256))
+    return Image.merge("HSV", (turned, saturation, value)).convert("RGB")

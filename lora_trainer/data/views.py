@@ -1,0 +1,237 @@
+"""Views: the ways in which a picture is shown to the model. No torch, no picture is opened.
+
+A view is a bucket with the part that is cut out for it, mirrored or not, its colours
+changed or not. Which views a picture has depends on its size, its content and the
+settings, never on the run's seed, so that runs with other seeds share the caches. Which
+of them a place of a step uses is drawn by position: each in turn.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+
+from lora_trainer.config.schema import DataSection, SourceSection
+from lora_trainer.core.errors import Problem, UsageError
+from lora_trainer.core.randomness import position_turn, position_uniform
+from lora_trainer.data.buckets import Bucket, Fit, fit_to, make_buckets, nearest_bucket, own_bucket
+from lora_trainer.data.sample import Sample
+from lora_trainer.data.steps import Ref
+
+# Up to so many combinations of crop, flip and colour all are cached; of more, only so many that each occurs.
+MOST_COMBINED = 8
+CENTRE = (0.5, 0.5)
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """One way to show a picture: what is cut out, then mirrored, then recoloured. Colour 0 is as it is."""
+
+    fit: Fit
+    flip: bool = False
+    colour: int = 0
+
+    @property
+    def crop(self) -> tuple[int, int]:
+        """(top, left) of the cut in the resized picture, in pixels, counted in the mirrored picture where it is."""
+        left = self.fit.left
+        if self.flip:
+            left = self.fit.resized_width - self.fit.bucket.width - left
+        return self.fit.top, left
+
+
+@dataclass(frozen=True)
+class Framing:
+    """What the settings say of a source's pictures. Lengths in pixels; `resolutions` stand largest first.
+
+    `crops` counts the places that are cut out, `colours` the changed versions beside the picture's own.
+    """
+
+    resolutions: tuple[int, ...]
+    step: int
+    max_aspect: float = 2.0
+    shortest: int | None = None
+    longest: int | None = None
+    allow_upscale: bool = False
+    no_upscale: bool = False
+    crops: int = 1
+    flip: bool = False
+    colours: int = 0
+
+    def buckets(self, resolution: int) -> tuple[Bucket, ...]:
+        return make_buckets(resolution, self.step, self.max_aspect, self.shortest, self.longest)
+
+
+def framing_of(data: DataSection, own: int, pixel_step: int, source: SourceSection | None = None) -> Framing:
+    """The settings of one source. `own` is the resolution where none is set, `pixel_step` the model's.
+
+    Raises UsageError, all problems at once, for sides that no bucket can have.
+    """
+    said = source or SourceSection(path="any")
+    resolutions = said.resolutions or data.resolutions or (data.resolution or own,)
+    crop = said.crop or data.crop
+    framing = Framing(
+        resolutions=tuple(sorted(set(resolutions), reverse=True)),
+        step=data.bucket_step or pixel_step,
+        max_aspect=data.max_aspect,
+        shortest=data.bucket_min,
+        longest=data.bucket_max,
+        allow_upscale=data.allow_upscale,
+        no_upscale=data.no_upscale,
+        crops=data.crop_variants if crop == "random" else 1,
+        flip=data.flip if said.flip is None else said.flip,
+        colours=data.colour_variants if said.colour_variants is None else said.colour_variants,
+    )
+    if problems := _wrong(framing, pixel_step):
+        raise UsageError(problems)
+    return framing
+
+
+def framings_of(data: DataSection, own: int, pixel_step: int) -> tuple[Framing, ...]:
+    """The settings of every source in their order, which `Sample.source` counts. Raises as `framing_of`."""
+    problems: dict[Problem, None] = {}
+    framings = []
+    for source in data.sources or (None,):
+        try:
+            framings.append(framing_of(data, own, pixel_step, source))
+        except UsageError as error:
+            problems.update(dict.fromkeys(error.problems))
+    if problems:
+        raise UsageError(problems)
+    return tuple(framings)
+
+
+def _wrong(framing: Framing, pixel_step: int) -> list[Problem]:
+    problems = []
+    step = framing.step
+    if step % pixel_step:
+        above = -(-step // pixel_step) * pixel_step
+        message = f"data.bucket_step is {step}, no multiple of the model's step of {pixel_step} pixels."
+        problems.append(Problem(message, f"Set it to {above}, or leave it empty."))
+    for resolution in framing.resolutions:
+        square = resolution // step * step
+        if square == 0:
+            name = "data.bucket_step" if step > pixel_step else "the model's step"
+            message = f"data.resolution is {resolution}, smaller than {name} of {step} pixels."
+            problems.append(Problem(message, f"Set it to {step} or more."))
+            continue
+        if framing.shortest is not None and framing.shortest > square:
+            message = f"data.bucket_min is {framing.shortest}, more than the {square} px of a square at {resolution}."
+            problems.append(Problem(message, f"Set it to {square} or less."))
+        if framing.longest is not None and framing.longest < square:
+            message = f"data.bucket_max is {framing.longest}, less than the {square} px of a square at {resolution}."
+            problems.append(Problem(message, f"Set it to {square} or more, or data.resolution lower."))
+    return problems
+
+
+def notes_on(framings: Sequence[Framing]) -> tuple[str, ...]:
+    """What is trained in place of a resolution that is no multiple of the step."""
+    odd = {
+        (resolution, framing.step)
+        for framing in framings
+        for resolution in framing.resolutions
+        if resolution % framing.step
+    }
+    return tuple(
+        f"data.resolution {resolution} is no multiple of {step}: squares are trained at {resolution // step * step} px"
+        for resolution, step in sorted(odd)
+    )
+
+
+def views_of(sample: Sample, framing: Framing) -> tuple[View, ...]:
+    """All views of a sample; the first is the plain one: the largest resolution, centre, neither mirrored nor recoloured.
+
+    Neighbours differ in resolution first. All combinations of crop, flip and colour are there up to
+    MOST_COMBINED for a resolution; of more, as many that every crop is seen both ways and every colour occurs.
+    Two views may be the same where the picture leaves a crop no room.
+    """
+    plain = plain_fits(sample.width, sample.height, framing)
+    places = [place_of(sample.content, number) for number in range(framing.crops)]
+    views = []
+    for crop, flip, colour in _combined(framing.crops, framing.flip, framing.colours):
+        for fit in plain:
+            placed = fit if crop == 0 else fit_to(sample.width, sample.height, fit.bucket, places[crop])
+            views.append(View(placed, flip, colour))
+    return tuple(views)
+
+
+@lru_cache(maxsize=64)
+def _combined(crops: int, flip: bool, colours: int) -> tuple[tuple[int, bool, int], ...]:
+    """(crop, flip, colour) of each version of one resolution; the plain one first."""
+    flips, kinds = 1 + flip, 1 + colours
+    ways = crops * flips
+    count = min(ways * kinds, ways * -(-max(MOST_COMBINED, kinds) // ways))
+    found = []
+    for number in range(count):
+        way = number % ways
+        # Shifted by one each time that both would begin anew, so that pairs do not come again before all were there.
+        colour = (number + number // math.lcm(ways, kinds)) % kinds
+        found.append((way // flips, bool(way % flips), colour))
+    return tuple(found)
+
+
+def place_of(content: str, number: int) -> tuple[float, float]:
+    """Where the cut lies in the room that it has, across and down, each in [0, 1]. Number 0 is the centre."""
+    if number == 0:
+        return CENTRE
+    return (position_uniform(0, "crop", content, number, "x"), position_uniform(0, "crop", content, number, "y"))
+
+
+@lru_cache(maxsize=65536)
+def plain_fits(width: int, height: int, framing: Framing) -> tuple[Fit, ...]:
+    """The centre crop at each resolution that a picture of this size suits, largest first; at least one."""
+    fits = []
+    for resolution in framing.resolutions:
+        fit = fit_to(width, height, nearest_bucket(width, height, framing.buckets(resolution)))
+        if framing.allow_upscale or fit.scale_from(width, height) <= 1.0:
+            fits.append(fit)
+    if fits:
+        return tuple(fits)
+    if framing.no_upscale:
+        bucket = own_bucket(width, height, framing.resolutions[-1], framing.step, framing.max_aspect, framing.longest)
+        return (fit_to(width, height, bucket),)
+    return (fit_to(width, height, nearest_bucket(width, height, framing.buckets(framing.resolutions[-1]))),)
+
+
+@dataclass(frozen=True)
+class BucketPlan:
+    """Where every sample goes: `views` stands in the order of the samples, the plain view of each first."""
+
+    views: tuple[tuple[View, ...], ...]
+
+    @cached_property
+    def fits(self) -> tuple[Fit, ...]:
+        """The plain view's fit of each sample."""
+        return tuple(views[0].fit for views in self.views)
+
+    @cached_property
+    def counts(self) -> dict[Bucket, int]:
+        """Samples of each bucket; one that is trained at several resolutions counts in each."""
+        return dict(Counter(bucket for views in self.views for bucket in {view.fit.bucket for view in views}))
+
+    @property
+    def lines(self) -> tuple[str, ...]:
+        """For people: `3 buckets: 128x128 (14), 96x160 (6), 160x96 (1)`."""
+        word = "bucket" if len(self.counts) == 1 else "buckets"
+        ranked = sorted(self.counts.items(), key=lambda entry: (-entry[1], entry[0]))
+        named = ", ".join(f"{bucket} ({count})" for bucket, count in ranked)
+        return (f"{len(self.counts)} {word}: {named}",)
+
+
+def plan_views(samples: Sequence[Sample], framings: Sequence[Framing]) -> BucketPlan:
+    """Every sample with all of its views, as its source's framing says."""
+    return BucketPlan(tuple(views_of(sample, framings[sample.source]) for sample in samples))
+
+
+def plan_plain(samples: Sequence[Sample], framings: Sequence[Framing]) -> BucketPlan:
+    """Every sample with its plain view alone: what is judged, and what held-out pictures are asked at."""
+    fits = (plain_fits(sample.width, sample.height, framings[sample.source])[0] for sample in samples)
+    return BucketPlan(tuple((View(fit),) for fit in fits))
+
+
+def turn_of(ref: Ref, count: int, seed: int) -> int:
+    """Which of a sample's `count` views a place of a step uses: each in turn, so all are used equally often."""
+    return position_turn(count, ref.visit, seed, "view", ref.id)
