@@ -79,9 +79,11 @@ def test_latents_are_built_once_and_read_back(data: Path, cache: Path) -> None:
     assert fill(data, cache) == Filled("latents", 5, 0, {})
     plan = plan_of(data, cache)
     store = Store(cache, "latents")
-    for (_, fit), key in zip(plan.items, plan.keys, strict=True):
+    for (_, view), key in zip(plan.items, plan.keys, strict=True):
         entry = store.read(key)
-        assert entry["mean"].shape == entry["spread"].shape == (4, fit.bucket.height // 8, fit.bucket.width // 8)
+        assert (
+            entry["mean"].shape == entry["spread"].shape == (4, view.fit.bucket.height // 8, view.fit.bucket.width // 8)
+        )
         assert entry["mean"].dtype == HALF
         assert store.read(key)["mean"] is entry["mean"]
     assert sorted(data.rglob("*")) == before
