@@ -68,7 +68,7 @@ def test_any_number_of_processes_resumes_anywhere_with_the_same_samples(samples,
         resumed = [plan_steps(samples, effective, seed) for _ in range(world)]
         for step in range(start, start + 4):
             shares = [share(plan.refs(step), rank, world) for rank, plan in enumerate(resumed)]
-            micros = [split_micros(refs, lambda index: samples[index].source, most) for refs in shares]
+            micros = [split_micros(refs, lambda ref: samples[ref.index].source, most) for refs in shares]
             assert Counter(ref for of_rank in micros for micro in of_rank for ref in micro) == whole[step]
             assert resumed[0].size(step) == whole[step].total()
 
