@@ -26,6 +26,8 @@ TORCH_FREE = (
     "lora_trainer.data.manifest",
     "lora_trainer.data.measures",
     "lora_trainer.data.sample",
+    "lora_trainer.data.scan",
+    "lora_trainer.data.worker",
     "lora_trainer.models.family",
 )
 

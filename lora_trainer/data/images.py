@@ -11,7 +11,7 @@ import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, BinaryIO
 
 import numpy as np
 from numpy.typing import NDArray
@@ -83,11 +83,15 @@ def quiet_pillow() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def opened(path: Path, span: Span | None = None) -> Iterator[Image.Image]:
-    """An open picture, inside of a larger file where `span` says; whatever a damaged one makes Pillow raise becomes
-    `BrokenPictureError`."""
+def opened(place: Path | BinaryIO, span: Span | None = None) -> Iterator[Image.Image]:
+    """An open picture, from its file, inside of a larger file where `span` says, or from bytes at hand;
+    whatever a damaged one makes Pillow raise becomes `BrokenPictureError`."""
     try:
-        with quiet_pillow(), open_bytes(path, span) as file, Image.open(file, formats=READERS) as picture:
+        with quiet_pillow(), contextlib.ExitStack() as stack:
+            file = stack.enter_context(open_bytes(place, span)) if isinstance(place, Path) else place
+            empty = not file.read(1)
+            file.seek(0)
+            picture = stack.enter_context(Image.open(file, formats=READERS))
             if picture.width * picture.height > MOST_PIXELS:
                 raise Image.DecompressionBombError
             yield picture
@@ -97,13 +101,16 @@ def opened(path: Path, span: Span | None = None) -> Iterator[Image.Image]:
         message = f"is larger than {MOST_PIXELS:,} pixels, which no training needs and which can exhaust memory."
         raise BrokenPictureError("too_large", message, "Scale it down or remove it.") from error
     except UnidentifiedImageError as error:
-        size = span.size if span is not None else path.stat().st_size if path.exists() else 0
-        message = "is empty (0 bytes)." if size == 0 else "is not a picture in a known format."
+        message = "is empty (0 bytes)." if empty else "is not a picture in a known format."
         raise BrokenPictureError("unreadable", message, "Replace or remove it.") from error
     # Damaged files reach Pillow's parsers in every state: no narrower list is complete.
     except Exception as error:
-        message = f"cannot be read ({_reason(error)})."
-        raise BrokenPictureError("unreadable", message, "Replace or remove it.") from error
+        raise unreadable(error) from error
+
+
+def unreadable(error: Exception) -> BrokenPictureError:
+    """What a damaged or locked file made a reader raise, as a finding."""
+    return BrokenPictureError("unreadable", f"cannot be read ({_reason(error)}).", "Replace or remove it.")
 
 
 def _reason(error: Exception) -> str:
@@ -112,12 +119,12 @@ def _reason(error: Exception) -> str:
     return str(error).split("\n")[0] or type(error).__name__
 
 
-def header_of(path: Path, span: Span | None = None) -> Header:
+def header_of(place: Path | BinaryIO, span: Span | None = None) -> Header:
     """Size after EXIF rotation, format and frames, without decoding the pixels.
 
     Raises BrokenPictureError.
     """
-    with opened(path, span) as picture:
+    with opened(place, span) as picture:
         width, height = picture.size
         # Pillow turns TIFF files itself while loading, and says so in their size already.
         if picture.format != "TIFF" and orientation_of(picture) in SIDEWAYS:

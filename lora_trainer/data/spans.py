@@ -1,9 +1,11 @@
-"""Pictures inside of larger files, read in place."""
+"""The bytes of pictures: whole files, or parts of larger files, read in place. Only regular files are opened."""
 
 from __future__ import annotations
 
 import hashlib
 import io
+import os
+import stat
 from pathlib import Path
 
 from lora_trainer.data.sample import Span
@@ -46,9 +48,31 @@ class _Window(io.RawIOBase):
 def open_bytes(path: Path, span: Span | None) -> io.BufferedReader:
     """A sample's bytes, to read: those of its file, or of its span of a larger one. Raises OSError."""
     if span is None:
-        return open(path, "rb")
-    file = open(span.file, "rb", buffering=0)  # noqa: SIM115 - the window closes it
-    return io.BufferedReader(_Window(file, span))
+        return io.BufferedReader(open_regular(path))
+    return io.BufferedReader(_Window(open_regular(span.file), span))
+
+
+def open_regular(path: Path) -> io.FileIO:
+    """A file to read, after a look at what it is: a pipe would make the reader wait for ever, and opening
+    a device can do anything. Raises OSError."""
+    _must_be_regular(os.stat(path))
+    flags = (getattr(os, name, 0) for name in ("O_BINARY", "O_NONBLOCK", "O_NOCTTY", "O_CLOEXEC", "O_NOINHERIT"))
+    file = io.FileIO(os.open(path, os.O_RDONLY | sum(flags)), "rb")
+    try:
+        _must_be_regular(os.fstat(file.fileno()))  # it may have been exchanged in between
+    except OSError:
+        file.close()
+        raise
+    return file
+
+
+KINDS = {stat.S_IFIFO: "a pipe", stat.S_IFSOCK: "a socket", stat.S_IFDIR: "a folder"}
+
+
+def _must_be_regular(found: os.stat_result) -> None:
+    if not stat.S_ISREG(found.st_mode):
+        kind = KINDS.get(stat.S_IFMT(found.st_mode), "a device")
+        raise OSError(None, f"it is {kind}, not a file")
 
 
 def content_of(path: Path, span: Span | None) -> str:

@@ -1,0 +1,164 @@
+"""The headers of many pictures, read side by side and remembered: 100,000 in seconds.
+
+For each picture its size as it is seen, its format, its frames and the hash of its bytes,
+all from one reading of the file. What was read stands in the user's cache folder and is
+taken from there while the file's entry says the same.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import os
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from lora_trainer.data.images import BrokenPictureError, header_of, unreadable
+from lora_trainer.data.remembered import Kept, Place, Remembered, Stamp, remembered, stamp_of
+from lora_trainer.data.sample import Span
+from lora_trainer.data.spans import content_of, open_regular
+from lora_trainer.data.workers import Progress, Task, Ticker, answers
+
+READ_WHOLE = 2**24  # bytes; a larger file is read twice, for its header and for its hash
+MOST_BYTES = 2**32  # more than any picture that can be trained on has
+STILL_WARM = 2.0  # seconds; a file written so lately may change again within its clock's step
+KEEP_AT_ONCE = 4000  # headers written together
+HEADER_SECONDS = 30.0
+BYTES_A_SECOND = 2**22  # the slowest disk that is waited for
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What one reading of a picture's bytes says. Sizes as seen, in pixels; `content` is the bytes' hex sha256."""
+
+    width: int
+    height: int
+    format: str  # Pillow's name: "PNG", "JPEG", …
+    frames: int
+    content: str
+    bytes: int
+
+
+def read_headers(
+    places: Sequence[tuple[Path, Span | None]], progress: Progress | None = None
+) -> list[Facts | BrokenPictureError]:
+    """The facts of every picture in order, or why there are none. A span names a part of a larger file."""
+    found: list[Facts | BrokenPictureError | None] = [None] * len(places)
+    ticker = Ticker(progress, len(places))
+    keys = [_key(path, span) for path, span in places]
+    with remembered() as store:
+        known = store.headers(keys)
+        stamps: dict[bytes, Stamp | None] = {}
+        for number, key in enumerate(keys):
+            if (kept := known.get(key)) is not None and kept.stamp == _stamp(key.path, stamps):
+                size = kept.stamp.size if key.length < 0 else key.length
+                found[number] = Facts(kept.width, kept.height, kept.format, kept.frames, kept.content, size)
+        left = [number for number, facts in enumerate(found) if facts is None]
+        ticker.step(len(places) - len(left))
+        _read(left, keys, found, store, ticker)
+    return [facts if facts is not None else lost("crashed") for facts in found]
+
+
+def _read(
+    left: Sequence[int],
+    keys: Sequence[Place],
+    found: list[Facts | BrokenPictureError | None],
+    store: Remembered,
+    ticker: Ticker,
+) -> None:
+    """Read what is not remembered into `found`, and remember it."""
+    fresh: dict[Place, Kept] = {}
+    tasks = [Task([os.fsdecode(keys[number].path), *keys[number][1:]], seconds=HEADER_SECONDS) for number in left]
+    for number, answer in answers("facts", tasks):
+        place = left[number]
+        found[place] = facts = facts_from(answer)
+        if isinstance(facts, Facts) and answer["stamp"] is not None:
+            values = (facts.content, facts.width, facts.height, facts.format, facts.frames)
+            fresh[keys[place]] = Kept(Stamp(*answer["stamp"]), *values)
+        if len(fresh) >= KEEP_AT_ONCE:
+            store.keep_headers(fresh)
+            fresh.clear()
+        ticker.step()
+    store.keep_headers(fresh)
+
+
+def _key(path: Path, span: Span | None) -> Place:
+    if span is None:
+        return Place(os.fsencode(os.path.abspath(path)), 0, -1)
+    return Place(os.fsencode(os.path.abspath(span.file)), span.offset, span.size)
+
+
+def _stamp(path: bytes, stamps: dict[bytes, Stamp | None]) -> Stamp | None:
+    if path not in stamps:
+        try:
+            stamps[path] = stamp_of(os.stat(path))
+        except OSError:
+            stamps[path] = None
+    return stamps[path]
+
+
+def facts_from(answer: Any) -> Facts | BrokenPictureError:
+    """A worker's answer."""
+    if isinstance(answer, str):
+        return lost(answer)
+    if "broken" in answer:
+        return BrokenPictureError(*answer["broken"])
+    return Facts(*answer["facts"])
+
+
+def lost(how: str) -> BrokenPictureError:
+    """A picture that ended its worker process, or kept it busy for too long."""
+    what = "takes too long to be read" if how == "hung" else "crashes its decoder"
+    return BrokenPictureError("unreadable", f"{what}.", "Replace or remove it.")
+
+
+def read_facts(what: tuple[str, int, int]) -> dict[str, Any]:
+    """The worker's job: the facts of one place, with the stamp under which they may be kept."""
+    name, start, length = what
+    path = Path(name)
+    span = None if length < 0 else Span(path, start, length)
+    try:
+        facts, stamp = _facts_of(path, span)
+    except BrokenPictureError as broken:
+        return {"broken": [broken.code, broken.message, broken.fix]}
+    # Whoever writes within the clock's step leaves no trace in the times.
+    warm = time.time() - stamp.mtime / 1e9 < STILL_WARM
+    values = [facts.width, facts.height, facts.format, facts.frames, facts.content, facts.bytes]
+    return {"facts": values, "stamp": None if warm else list(stamp)}
+
+
+def _facts_of(path: Path, span: Span | None) -> tuple[Facts, Stamp]:
+    """Raises BrokenPictureError."""
+    for _ in range(3):
+        try:
+            with open_regular(path) as file:
+                before = stamp_of(os.fstat(file.fileno()))
+                facts = facts_in(file, path, span)
+                if before == stamp_of(os.fstat(file.fileno())):
+                    return facts, before
+        except OSError as error:
+            raise unreadable(error) from error
+    raise BrokenPictureError("unreadable", "changes while it is read.", "Wait until it is written, and run again.")
+
+
+def facts_in(file: io.FileIO, path: Path, span: Span | None) -> Facts:
+    """The facts of one picture in an open file. Raises BrokenPictureError and OSError."""
+    size = os.fstat(file.fileno()).st_size if span is None else span.size
+    if size > MOST_BYTES:
+        message = f"is a file of {size:,} bytes; the most is {MOST_BYTES:,}."
+        raise BrokenPictureError("too_large", message, "Scale it down or remove it.")
+    if size <= READ_WHOLE:
+        file.seek(0 if span is None else span.offset)
+        data = file.read(size)
+        if span is not None and len(data) < size:
+            message = f"ends after {len(data):,} of {size:,} bytes."
+            raise BrokenPictureError("unreadable", message, f"Replace {span.file.name}.")
+        header = header_of(io.BytesIO(data))
+        content = hashlib.sha256(data).hexdigest()
+    else:
+        header = header_of(path, span)
+        content = content_of(path, span)
+    return Facts(header.width, header.height, header.format, header.frames, content, size)
