@@ -10,8 +10,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from lora_trainer.config.layers import shown
 from lora_trainer.config.schema import Config
+from lora_trainer.config.toml import shown
 from lora_trainer.core.io import write_text
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "config.md"

@@ -12,9 +12,8 @@ import pytest
 
 from lora_trainer.cli.arguments import Parser, add_debug_argument, unknown_arguments
 from lora_trainer.cli.main import COMMANDS
-from lora_trainer.config.layers import setting_names
 from lora_trainer.config.presets import preset_layers, presets
-from lora_trainer.config.toml import parse_assignment
+from lora_trainer.config.toml import parse_assignment, setting_names
 from lora_trainer.core.errors import Problem, UsageError
 from write_config_docs import config_page
 

@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from lora_trainer.config.layers import Layer, Resolved, setting_names
+from lora_trainer.config.layers import Layer, Resolved
 from lora_trainer.config.presets import AUTO, preset_layers, selectable
-from lora_trainer.config.toml import parse_assignment, parse_value, read_toml
+from lora_trainer.config.toml import parse_assignment, parse_value, read_toml, setting_names
 from lora_trainer.core.errors import Problem, UsageError, nearest
 from lora_trainer.core.launch import is_main_process
 from lora_trainer.production.settings import go_offline, settle
@@ -73,8 +73,11 @@ def add_run_arguments(parser: argparse.ArgumentParser, hidden: Sequence[str] = (
         "--data",
         action="append",
         dest="data.sources",
-        metavar="DIR",
-        help=meant("--data", "pictures with captions (repeatable); the built-in data set without it"),
+        metavar="PATH",
+        help=meant(
+            "--data",
+            "a folder of pictures with captions, or a kohya dataset TOML (repeatable); the built-in data set without it",
+        ),
     )
     group.add_argument("--offline", action="store_true", help="make no network request at all")
     add_settings_arguments(parser)

@@ -83,7 +83,10 @@ def _print_table(resolved: Resolved, *, only_set: bool) -> None:
         changed = value != defaults[name]
         mark = "* " if changed else "  "
         style = "bold green" if changed else ("" if origin != DEFAULT else "dim")
-        table.add_row(Text(mark + name, style=style), Text(shown(value), style=style), Text(origin, style=style))
+        lines = shown(value)
+        if name == "data.sources" and "{" in lines:  # tables: one on a line
+            lines = "\n".join(map(shown, value))
+        table.add_row(Text(mark + name, style=style), Text(lines, style=style), Text(origin, style=style))
     console = Console(highlight=False)
     show(console, table)
     console.print("* differs from the default")

@@ -10,7 +10,7 @@ from typing import Any
 import tomli_w
 from pydantic import ValidationError
 
-from lora_trainer.config.schema import Config, Section
+from lora_trainer.config.schema import CaptionsSection, Config, Section, SourceSection
 from lora_trainer.core.errors import Problem, UsageError
 
 EMPTY = "none"
@@ -106,6 +106,11 @@ def section_types() -> Mapping[str, type[Section]]:
     return found
 
 
+def setting_names() -> list[str]:
+    """Every `section.key`, in the order of the schema."""
+    return [f"{section}.{key}" for section, kind in section_types().items() for key in kind.model_fields]
+
+
 def can_be_emptied(section_type: type[Section], key: str) -> bool:
     """Whether "none" empties the key: it has no default, and "none" is no value of its own."""
     field = section_type.model_fields.get(key)
@@ -126,13 +131,11 @@ def shown(value: Any) -> str:
         return str(value).lower()
     if isinstance(value, list | tuple):
         return f"[{', '.join(shown(item) for item in value)}]"
-    if isinstance(value, Mapping):  # a source of which nothing but its path is said is written as that
-        said = {key: item for key, item in value.items() if item is not None}
-        if (
-            set(said) <= {"path", "weight", "regularisation"}
-            and not value.get("regularisation")
-            and value["weight"] == 1.0
-        ):
-            return shown(value["path"])
+    if isinstance(value, Mapping):  # a source, or its captions; one of which only the path is said is its path
+        kind = SourceSection if "path" in value else CaptionsSection
+        usual = {key: field.default for key, field in kind.model_fields.items()}
+        said = {key: item for key, item in value.items() if key not in usual or item != usual[key]}
+        if set(said) == {"path"}:
+            return shown(said["path"])
         return f"{{{', '.join(f'{key} = {shown(item)}' for key, item in said.items())}}}"
     return f'"{value}"' if isinstance(value, str) else str(value)

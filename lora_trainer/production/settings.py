@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
+from lora_trainer.config.imports.data_files import with_data_files
 from lora_trainer.config.layers import Layer, Resolved, resolve
 from lora_trainer.config.presets import family_layers
 from lora_trainer.config.schema import Config
@@ -24,8 +26,11 @@ def settle(
     Raises UsageError with `problems` first and everything that is wrong in any layer.
     """
     found = list(problems)
+    notes: list[str] = []
+    user = with_data_files(user, found, notes)
     family = _family_layers(user, found, builtin_if_none=builtin_if_none)
-    return resolve([*family, *presets, *user], found)
+    resolved = resolve([*family, *presets, *user], found)
+    return replace(resolved, notes=(*notes, *resolved.notes))
 
 
 def go_offline(config: Config) -> None:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from lora_trainer.config.layers import Layer, flattened, resolve, setting_names
+from lora_trainer.config.layers import Layer, flattened, resolve
 from lora_trainer.config.schema import Config
+from lora_trainer.config.toml import setting_names
 from lora_trainer.core.errors import Problem, UsageError
 
 
@@ -109,3 +110,34 @@ def test_problems_found_before_come_first() -> None:
 def test_the_config_cannot_be_changed() -> None:
     with pytest.raises(ValueError, match="frozen"):
         resolve([]).config.lora.rank = 3  # type: ignore[misc]
+
+
+@pytest.mark.parametrize(
+    ("source", "expected"),
+    [
+        (
+            {"path": "a", "repeat": 3},
+            "data.sources, table 2 (a): repeat (from f) is not a setting. Did you mean repeats",
+        ),
+        ({"repeats": 3}, 'data.sources, table 2: path is missing (from f). For example: path = "pictures".'),
+        ({"path": "a", "repeats": 0}, "data.sources, table 2 (a): repeats = 0 (from f): must be more than 0."),
+        ({"path": "a", "crop": "center"}, 'crop = "center" (from f): must be one of centre or random. Did you mean'),
+        (
+            {"path": "a", "captions": {"shufle": True}},
+            "captions.shufle (from f) is not a setting. Did you mean shuffle?",
+        ),
+        ({"path": "a", "captions": {"dropout": 2}}, "table 2 (a): captions.dropout = 2 (from f): must be at most 1."),
+        ({"path": "a", "captions": 3}, "captions = 3 (from f): must be a table, such as {shuffle = true}."),
+        ({"path": "a", "resolutions": ["x"]}, 'resolutions = ["x"] (from f): must be a list of a whole number.'),
+    ],
+)
+def test_what_is_wrong_in_a_source_names_its_table(source: dict[str, object], expected: str) -> None:
+    assert expected in problems_of(Layer("f", {"data": {"sources": ["pictures", source]}}))
+
+
+def test_lists_inside_of_a_source_are_read() -> None:
+    source = {"path": "a", "resolutions": [512, 768], "captions": {"shuffle": True}}
+    (read,) = resolve([Layer("f", {"data": {"sources": [source]}})]).config.data.sources
+    assert read.resolutions == (512, 768)
+    assert read.captions is not None
+    assert read.captions.shuffle

@@ -16,6 +16,15 @@ from lora_trainer.config.toml import parse_assignment, read_toml, to_toml
 from lora_trainer.core.errors import Problem, UsageError
 
 words = st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=12)
+sources = st.fixed_dictionaries(
+    {"path": words},
+    optional={
+        "repeats": st.floats(1e-3, 1e3),
+        "regularisation": st.booleans(),
+        "resolutions": st.lists(st.integers(32, 4096), max_size=2),
+        "captions": st.fixed_dictionaries({}, optional={"shuffle": st.booleans(), "trigger": words, "prefix": words}),
+    },
+)
 settings = st.fixed_dictionaries(
     {},
     optional={
@@ -23,7 +32,7 @@ settings = st.fixed_dictionaries(
         "data": st.fixed_dictionaries(
             {},
             optional={
-                "sources": st.lists(words, max_size=3),
+                "sources": st.lists(st.one_of(words, sources), max_size=3),
                 "resolution": st.integers(32, 4096),
                 "held_out": st.floats(0, 0.5),
             },

@@ -1,0 +1,128 @@
+"""What is wrong with values, in plain words: the setting, its value, what it must be, the nearest name."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from pydantic import ValidationError
+from pydantic_core import ErrorDetails
+
+from lora_trainer.config.schema import CaptionsSection, Section, SourceSection
+from lora_trainer.config.toml import section_types, setting_names, shown
+from lora_trainer.core.errors import Problem, nearest
+
+_WORDS = {
+    "int_type": "a whole number",
+    "int_from_float": "a whole number",
+    "float_type": "a number",
+    "bool_type": "true or false",
+    "string_type": "text",
+    "string_too_short": "not empty",
+    "tuple_type": 'a list such as ["a", "b"]',
+    "finite_number": "a finite number",
+    "greater_than_equal": "at least {ge}",
+    "greater_than": "more than {gt}",
+    "less_than_equal": "at most {le}",
+    "less_than": "less than {lt}",
+    "literal_error": "one of {expected}",
+    "model_type": "paths or tables",
+    "model_attributes_type": "paths or tables",
+}
+_TABLES: Mapping[str, type[Section]] = {"sources": SourceSection, "captions": CaptionsSection}
+
+
+def wrong_keys(layer: str, section: str, kind: type[Section], values: Mapping[str, Any]) -> dict[str, list[Problem]]:
+    """Problems of each key of a section that is unknown or has a wrong value."""
+    try:
+        # Strict: "16" is not 16, 16.5 is not 16 and true is not 1.
+        kind.model_validate(values, strict=True)
+    except ValidationError as error:
+        by_place: dict[tuple[int | str, ...], list[ErrorDetails]] = {}
+        for detail in error.errors():
+            by_place.setdefault(_place(detail["loc"]), []).append(detail)
+    else:
+        return {}
+    found: dict[str, list[Problem]] = {}
+    for place, details in by_place.items():
+        key = str(place[0])
+        if len(place) > 1:
+            problem = _wrong_in_table(layer, section, values[key], place, details)
+        elif key in kind.model_fields:
+            problem = _wrong_value(layer, f"{section}.{key}", kind, key, values[key], details)
+        else:
+            problem = Problem(f"{section}.{key} (from {layer}) is not a setting.", _nearest_setting(section, key))
+        found.setdefault(key, []).append(problem)
+    return found
+
+
+def _place(loc: tuple[int | str, ...]) -> tuple[int | str, ...]:
+    """The key that an error is about: of the section, or (key, number of the table, key, …) inside of a table."""
+    inside = len(loc) > 2 and isinstance(loc[1], int) and isinstance(loc[2], str)
+    if not inside:
+        return loc[:1]
+    below = len(loc) > 3 and isinstance(loc[3], str) and loc[2] in _TABLES
+    return loc[:4] if below else loc[:3]
+
+
+def _wrong_in_table(
+    layer: str, section: str, tables: Any, place: tuple[int | str, ...], details: Sequence[ErrorDetails]
+) -> Problem:
+    """`data.sources, table 2 (pictures/cat): repeat (from a.toml) is not a setting. Did you mean repeats?`"""
+    number, keys = int(place[1]), [str(key) for key in place[2:]]
+    table = tables[number]
+    path = f" ({table['path']})" if isinstance(table.get("path"), str) else ""
+    where = f"{section}.{place[0]}, table {number + 1}{path}: "
+    kind = _TABLES[str(place[0])]
+    for key in keys[:-1]:
+        kind, table = _TABLES[key], table[key]
+    name, key = ".".join(keys), keys[-1]
+    if details[0]["type"] == "missing":
+        return Problem(f"{where}{name} is missing (from {layer}).", f'For example: {name} = "pictures".')
+    if key not in kind.model_fields:
+        return Problem(f"{where}{name} (from {layer}) is not a setting.", nearest(key, kind.model_fields))
+    problem = _wrong_value(layer, name, kind, key, table[key], details)
+    return Problem(where + problem.message, problem.fix)
+
+
+def _wrong_value(
+    layer: str, name: str, kind: type[Section], key: str, value: Any, details: Sequence[ErrorDetails]
+) -> Problem:
+    """`optim.learning_rate = 20 (from --set): must be at most 10.`"""
+    wanted: list[str] = []
+    for detail in details:
+        context = {name: _limit(item) for name, item in detail.get("ctx", {}).items()}
+        words = _WORDS[detail["type"]].format(**context) if detail["type"] in _WORDS else detail["msg"]
+        if detail["loc"][-1] in _TABLES and detail["type"].startswith("model_"):
+            words = "a table, such as {shuffle = true}"
+        if len(detail["loc"]) > 1 and isinstance(detail["loc"][-1], int):
+            words = f"a list of {words}"
+        if words not in wanted:
+            wanted.append(words)
+    message = f"{name} = {shown(value)} (from {layer}): must be {' or '.join(wanted)}."
+    field = kind.model_fields[key]
+    choices = [word for detail in details if detail["type"] == "literal_error" for word in _choices(detail)]
+    if isinstance(value, str) and choices and (near := nearest(value, choices)).startswith("Did"):
+        return Problem(message, near)
+    meaning = f"{field.description}; " if field.description else ""
+    default = "none" if field.is_required() else shown(field.default)
+    return Problem(message, f"({meaning}default {default})")
+
+
+def _limit(bound: Any) -> str:
+    """A bound or a list of choices, without pydantic's quotes and `.0`."""
+    return f"{bound:g}" if isinstance(bound, float) else str(bound).replace("'", "")
+
+
+def _choices(detail: ErrorDetails) -> list[str]:
+    expected = str(detail["ctx"]["expected"])
+    return [word.strip(" '") for word in expected.replace(" or ", ",").split(",")]
+
+
+def _nearest_setting(section: str, key: str) -> str:
+    """Near names of the section first, then the same key of another section."""
+    near = nearest(key, section_types()[section].model_fields)
+    if near.startswith("Did"):
+        return near
+    homes = [name for name in setting_names() if name.partition(".")[2] == key]
+    return f"Did you mean {' or '.join(homes)}?" if homes else f"{near[:-1]} in [{section}]."

@@ -1,0 +1,81 @@
+"""`--data FILE.toml`: a kohya dataset TOML in place of folders, wherever sources are named."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from lora_trainer.config.imports.documents import read_document
+from lora_trainer.config.imports.kohya_dataset import RULES, dataset_reading, is_kohya_dataset
+from lora_trainer.config.imports.reading import SOURCES
+from lora_trainer.config.layers import Layer
+from lora_trainer.config.toml import shown
+from lora_trainer.core.errors import Problem, UsageError, nearest
+
+ENDING = ".toml"
+
+
+def with_data_files(layers: Sequence[Layer], problems: list[Problem], notes: list[str]) -> list[Layer]:
+    """The layers with every dataset TOML among their sources replaced by what stands in it.
+
+    What such a file says beside its sources (resolution, batch size, captions …) becomes a layer just
+    below the one that names it. What is wrong is added to `problems`, what means something else here to `notes`.
+    """
+    found: list[Layer] = []
+    for layer in layers:
+        data = layer.values.get("data")
+        given = data.get("sources") if isinstance(data, Mapping) else None
+        if not isinstance(given, list | tuple) or not any(_file_of(source) for source in given):
+            found.append(layer)
+            continue
+        sources: list[Any] = []
+        for source in given:
+            path = _file_of(source)
+            if path is None:
+                sources.append(source)
+                continue
+            try:
+                settings = data_file_settings(path, notes)
+            except UsageError as error:
+                problems.extend(error.problems)
+                continue
+            more = {key: value for key, value in source.items() if key != "path"} if isinstance(source, Mapping) else {}
+            sources.extend({**each, **more} for each in settings.pop(SOURCES))
+            found.append(Layer(str(path), nested(settings)))
+        assert isinstance(data, Mapping)
+        found.append(Layer(layer.name, {**layer.values, "data": {**data, "sources": sources}}))
+    return found
+
+
+def data_file_settings(path: Path, notes: list[str]) -> dict[str, Any]:
+    """Settings by `section.key` of a kohya dataset TOML, `data.sources` among them. Raises UsageError."""
+    document = read_document(path)
+    if not is_kohya_dataset(document):
+        message = f"{path} is no kohya dataset TOML: it has no [[datasets]]."
+        raise UsageError(Problem(message, f"Settings of this program are given with --config {path}."))
+    reading = dataset_reading(path, document, defaults=False)
+    for line in reading.lines:
+        if line.verdict == "unknown":
+            fix = nearest(line.key.rpartition(".")[2], RULES)
+            reading.problems.append(Problem(f"{path}: {line.key} is no key of a dataset TOML.", fix))
+        elif line.verdict == "changed":
+            notes.append(f"{path}: {line.key} = {shown(line.value)}: {line.why}")
+    if reading.problems:
+        raise UsageError(reading.problems)
+    return reading.settings
+
+
+def nested(settings: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """`section.key` to a table for each section."""
+    values: dict[str, dict[str, Any]] = {}
+    for name, value in settings.items():
+        section, key = name.split(".")
+        values.setdefault(section, {})[key] = value
+    return values
+
+
+def _file_of(source: Any) -> Path | None:
+    """The dataset TOML that a source is, if it is one."""
+    path = source.get("path") if isinstance(source, Mapping) else source
+    return Path(path) if isinstance(path, str) and path.lower().endswith(ENDING) else None

@@ -1,0 +1,145 @@
+"""Other programs' files, parsed by what stands in them and never trusted.
+
+Only plain values come out: no tags of YAML, no objects, no pickles. A file of more than a few
+megabytes, or one that grows beyond reason when its aliases are followed, is refused unread.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import stat
+import tomllib
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from lora_trainer.core.errors import Problem, UsageError
+
+MOST_BYTES = 4_000_000
+MOST_VALUES = 100_000  # after following aliases; a config has hundreds
+
+
+def read_document(path: Path) -> Any:
+    """A TOML, JSON or YAML file, or the flags of a shell command, as plain values.
+
+    Raises UsageError with one problem for a file that is missing, no file, too large, no text, damaged or
+    hostile. The file's ending decides only whose complaint is shown.
+    """
+    text = _text(path)
+    if not text.strip():
+        raise UsageError(Problem(f"{path} is empty.", "Name a config of another trainer."))
+    complaints: dict[str, str] = {}
+    for kind, parse in _PARSERS.items():
+        try:
+            value = parse(text)
+        except UsageError as error:
+            raise UsageError(Problem(f"{path}: {error.problems[0].message}", error.problems[0].fix)) from None
+        except RecursionError:
+            complaints[kind] = "it is nested too deeply"
+        except (ValueError, yaml.YAMLError) as error:
+            complaints[kind] = " ".join(str(error).split())[:200]
+        else:
+            if isinstance(value, dict | list) and value:
+                return value
+    kind = _ENDINGS.get(path.suffix.lower(), "JSON" if text.lstrip()[0] == "{" else "TOML" if "=" in text else "YAML")
+    message = f"{path} is not valid {kind}: {complaints.get(kind, 'it holds no settings')}."
+    raise UsageError(Problem(message, "Correct or copy the file again; TOML, JSON, YAML and shell commands are read."))
+
+
+def _text(path: Path) -> str:
+    try:
+        status = path.stat()
+        if not stat.S_ISREG(status.st_mode):
+            raise UsageError(Problem(f"{path} is not a file.", "Name the config's file."))
+        if status.st_size > MOST_BYTES:
+            message = f"{path} has {status.st_size:,} bytes; a config has at most {MOST_BYTES:,}."
+            raise UsageError(Problem(message, "Name the config, not the data or the weights."))
+        data = path.read_bytes()
+    except FileNotFoundError:
+        raise UsageError(Problem(f"{path} does not exist.", "Check the path.")) from None
+    except OSError as error:
+        raise UsageError(Problem(f"{path} cannot be read: {error.strerror}.", "Check its permissions.")) from None
+    try:
+        text = data.decode("utf-16" if data[:2] in (b"\xff\xfe", b"\xfe\xff") else "utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise UsageError(Problem(f"{path} is not text (byte {error.start}).", "Save it as UTF-8.")) from None
+    if "\0" in text:
+        raise UsageError(Problem(f"{path} is not text.", "Name the config, not the weights."))
+    return text
+
+
+def _flags(text: str) -> dict[str, Any]:
+    """The longest command's `--flag value` pairs; a flag without a value is true, one with several a list."""
+    lines = text.replace("\\\r\n", " ").replace("\\\n", " ").replace("^\n", " ").splitlines()
+    commands = [line for line in lines if re.search(r"\s--[a-z]", line) and not line.lstrip().startswith("#")]
+    if not commands:
+        raise ValueError("there is no command with flags in it")
+    found: dict[str, Any] = {}
+    given = _variables(lines)
+    words = shlex.split(max(commands, key=lambda line: line.count(" --")), comments=True)
+    flag = ""
+    for word in words:
+        if re.match(r"--[a-zA-Z]", word):
+            flag, equals, value = word[2:].partition("=")
+            found[flag] = _filled(value, given) if equals else True
+        elif flag:
+            value = _filled(word, given)
+            found[flag] = value if found[flag] is True else [*_as_list(found[flag]), value]
+    script = next((word for word in words if word.endswith(".py")), None)
+    return {"": script, **found} if script else found
+
+
+def _variables(lines: list[str]) -> dict[str, str]:
+    """`export NAME="value"` of a script."""
+    found = re.findall(r"^\s*(?:export\s+|set\s+)?(\w+)=(.*)$", "\n".join(lines), re.MULTILINE)
+    return {name: " ".join(shlex.split(value)) for name, value in found if "`" not in value and "$(" not in value}
+
+
+def _filled(word: str, given: Mapping[str, str]) -> str:
+    return re.sub(r"\$\{?(\w+)\}?", lambda match: given.get(match[1], match[0]), word)
+
+
+def _as_list(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else [value]
+
+
+def _yaml(text: str) -> Any:
+    """Plain YAML. Raises UsageError for a bomb of aliases and for a tag that would make an object."""
+    loader = yaml.SafeLoader(text)
+    try:
+        node = loader.get_single_node()
+        if node is None:
+            return None
+        if _values(node, {}, set()) > MOST_VALUES:
+            message = f"it grows to more than {MOST_VALUES:,} values when its aliases are followed."
+            raise UsageError(Problem(message, "Write the values out."))
+        return loader.construct_document(node)
+    except yaml.constructor.ConstructorError as error:
+        problem = " ".join(str(error.problem or error).split())
+        raise UsageError(Problem(f"{problem}.", "Only plain values are read; remove the tag.")) from None
+    finally:
+        loader.dispose()
+
+
+def _values(node: Any, known: dict[int, int], above: set[int]) -> int:
+    """How many values a node stands for with all its aliases followed; one that holds itself has no end."""
+    if id(node) in above:
+        return MOST_VALUES + 1
+    if id(node) not in known:
+        children = node.value if isinstance(node.value, list) else []
+        flat = [each for child in children for each in (child if isinstance(child, tuple) else (child,))]
+        known[id(node)] = 1 + sum(_values(each, known, above | {id(node)}) for each in flat)
+    return known[id(node)]
+
+
+_PARSERS: Mapping[str, Callable[[str], Any]] = {
+    "JSON": json.loads,
+    "TOML": tomllib.loads,
+    "YAML": _yaml,  # before flags, which may stand in a prompt
+    "a shell command": _flags,
+}
+_ENDINGS = {".json": "JSON", ".toml": "TOML", ".yaml": "YAML", ".yml": "YAML", ".sh": "a shell command"}

@@ -1,0 +1,287 @@
+"""kohya's dataset TOML: `[general]`, `[[datasets]]` and their `[[datasets.subsets]]`.
+
+A subset's key beats its data set's, which beats `[general]`, which beats the same option of a
+config file that names the TOML. Read with `--data FILE.toml` and by `import`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from lora_trainer.config.imports.reading import SOURCES, Around, Line, Reading, Rule, Took, is_empty
+from lora_trainer.config.imports.rules import (
+    by,
+    is_on,
+    lacking,
+    nothing,
+    number,
+    path_to,
+    same,
+    side,
+    text,
+    truth,
+    whole,
+)
+from lora_trainer.config.toml import shown
+from lora_trainer.core.errors import Problem
+
+TOOL = "kohya"
+MOST_ASPECT = 8.0
+COLOURS = 4
+NEW_EACH_TIME = "drawn anew each time there; so many versions of each picture are cached here"
+
+
+def _alpha(value: Any, around: Around) -> Took:
+    return Took({"source.masks": "alpha"}) if truth(value) else Took({}, "off", "ignored")
+
+
+def _crop(value: Any, around: Around) -> Took:
+    return Took({"source.crop": "random"}) if truth(value) else Took({"source.crop": "centre"}, verdict="mapped")
+
+
+def _colours(value: Any, around: Around) -> Took:
+    return Took({"source.colour_variants": COLOURS}) if truth(value) else Took({}, "off", "ignored")
+
+
+def _buckets(value: Any, around: Around) -> Took:
+    """Without buckets every picture is cropped to one shape; with them, shapes lie between the two sides."""
+    if not truth(value):
+        return Took({"data.max_aspect": 1.0}, "without buckets every picture is cropped to the one shape")
+    shortest, longest = around["min_bucket_reso"], around["max_bucket_reso"]
+    if shortest is None or longest is None or min(number(shortest), number(longest)) <= 0:
+        return Took({}, "shapes lie within data.max_aspect")
+    ratio = number(longest) / number(shortest)
+    return Took({"data.max_aspect": round(min(max(ratio, 1.0), MOST_ASPECT), 3)}, "max_bucket_reso ÷ min_bucket_reso")
+
+
+def _of_buckets(ours: str) -> Rule:
+    def read(value: Any, around: Around) -> Took:
+        if around["enable_bucket"] is not None and not is_on(around["enable_bucket"]):
+            return Took({}, "means nothing without enable_bucket", "ignored")
+        return Took({ours: whole(value)}) if whole(value) > 0 else Took({}, "off", "ignored")
+
+    return by(read, ours)
+
+
+SUBSET_RULES: Mapping[str, Rule] = {
+    "image_dir": path_to("source.path"),
+    "metadata_file": path_to("source.captions_file"),
+    "class_tokens": same("source.caption", text),
+    "num_repeats": same("source.repeats", whole),
+    "is_reg": same("source.regularisation", truth),
+    "caption_extension": same("captions.extension", text),
+    "shuffle_caption": same("captions.shuffle", truth),
+    "keep_tokens": same("captions.keep_tokens", whole),
+    "keep_tokens_separator": same("captions.keep_separator", text),
+    "secondary_separator": lacking("tags are split at one separator only"),
+    "caption_separator": same("captions.separator", text),
+    "caption_prefix": same("captions.prefix", text),
+    "caption_suffix": same("captions.suffix", text),
+    "enable_wildcard": same("captions.wildcards", truth),
+    "caption_dropout_rate": same("captions.dropout", number),
+    "caption_dropout_every_n_epochs": same("captions.dropout_every_epochs", whole),
+    "caption_tag_dropout_rate": same("captions.tag_dropout", number),
+    "flip_aug": same("source.flip", truth),
+    "color_aug": by(_colours, "source.colour_variants", NEW_EACH_TIME, changes=True),
+    "random_crop": by(_crop, "source.crop", NEW_EACH_TIME, changes=True),
+    "face_crop_aug_range": lacking("crops are not placed at faces"),
+    "alpha_mask": by(_alpha, "source.masks"),
+    "conditioning_data_dir": Rule(
+        "changed",
+        ("source.masks",),
+        "read as masks of the loss, never as ControlNet's pictures",
+        path_to("source.masks").read,
+    ),
+    "token_warmup_min": lacking("captions have all their tags from the start", off=(1,)),
+    "token_warmup_step": lacking("captions have all their tags from the start"),
+    "resize_interpolation": lacking("pictures are always resized in the same way here"),
+    "custom_attributes": nothing("notes for other scripts"),
+    "cache_info": nothing("what was read of a picture is always kept"),
+}
+DATASET_RULES: Mapping[str, Rule] = {
+    "resolution": same("data.resolution", side),
+    "batch_size": same("batch.effective", whole),
+    "enable_bucket": by(_buckets, "data.max_aspect"),
+    "min_bucket_reso": _of_buckets("data.bucket_min"),
+    "max_bucket_reso": _of_buckets("data.bucket_max"),
+    "bucket_reso_steps": _of_buckets("data.bucket_step"),
+    "bucket_no_upscale": same("data.no_upscale", truth),
+    "validation_split": same("data.held_out", number),
+    "validation_seed": same("data.held_out_seed", whole),
+    "network_multiplier": lacking("the LoRA's strength is 1 in training", off=(1, 1.0)),
+}
+RULES: Mapping[str, Rule] = {**DATASET_RULES, **SUBSET_RULES}
+# What kohya's scripts take for keys that are set nowhere, and ours would not.
+DEFAULTS: Mapping[str, Any] = {
+    "num_repeats": 1,
+    "caption_extension": ".caption",
+    "batch_size": 1,
+    "enable_bucket": False,
+    "min_bucket_reso": 256,
+    "max_bucket_reso": 1024,
+    "bucket_reso_steps": 64,
+    "validation_split": 0.0,
+}
+VIEWS = ("flip", "colour_variants", "crop")  # said once in [data] where all sources agree
+
+
+@dataclass(frozen=True)
+class Subset:
+    """One subset with all that holds for it, and the number of its data set."""
+
+    dataset: int
+    keys: Mapping[str, Any]
+
+
+def is_kohya_dataset(document: Any) -> bool:
+    """Whether a parsed file is a data set's TOML."""
+    return isinstance(document, Mapping) and isinstance(document.get("datasets"), list) and "model" not in document
+
+
+def dataset_reading(
+    path: Path, document: Mapping[str, Any], beneath: Mapping[str, Any] | None = None, *, defaults: bool = True
+) -> Reading:
+    """What a parsed dataset TOML says. `beneath` are options of the config that names it, by the names used here.
+
+    Without `defaults`, keys that are set nowhere are left to this program, except that repeats are 1: the
+    folder's name means nothing there. What is wrong stands in the reading's `problems`.
+    """
+    reading = Reading(TOOL, path)
+    general, datasets = _levels(reading, document)
+    filled = {**(DEFAULTS if defaults else {"num_repeats": 1}), **(beneath or {})}
+    subsets = _subsets(reading, general, datasets, filled)
+    if not subsets:
+        if not reading.problems:
+            reading.problems.append(Problem(f"{path} names no pictures.", "Give [[datasets.subsets]] an image_dir."))
+        return reading
+    written = {line.key.rpartition(".")[2] for line in reading.lines}
+    unset = [key for key in DEFAULTS if defaults and key not in written and key not in (beneath or {})]
+    for key in unset:
+        reading.take(key, DEFAULTS[key], RULES[key], Around(subsets[0].keys, path.parent), default=True)
+    together, lines = _together([_settings(reading, subset) for subset in subsets], subsets)
+    reading.lines.extend(lines)
+    reading.settings = together
+    reading.origin = dict.fromkeys(together, path.name)
+    for key in unset:
+        reading.origin.update({name: f"kohya's default ({key})" for name in RULES[key].ours if name in together})
+    return reading
+
+
+def _levels(reading: Reading, document: Mapping[str, Any]) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """[general] and the data sets, each with its subsets as a list of tables."""
+    path, general, datasets = reading.path, document.get("general", {}), document.get("datasets", [])
+    if wrong := [key for key in document if key not in ("general", "datasets")]:
+        message = f"{path}: {', '.join(wrong)} is no part of a dataset TOML."
+        reading.problems.append(Problem(message, "Keys stand in [general], [[datasets]] or [[datasets.subsets]]."))
+    if not isinstance(general, dict) or not all(isinstance(data, dict) for data in datasets):
+        reading.problems.append(Problem(f"{path}: [general] and [[datasets]] are tables.", "Write them as tables."))
+        return {}, []
+    kept: list[dict[str, Any]] = []
+    for index, data in enumerate(datasets):
+        subsets = data.get("subsets", [])
+        if not isinstance(subsets, list) or not all(isinstance(each, dict) for each in subsets):
+            message = f"{path}: datasets[{index}].subsets is no list of tables."
+            reading.problems.append(Problem(message, "Write [[datasets.subsets]] above each of them."))
+            subsets = []
+        kept.append({**data, "subsets": subsets})
+    return general, kept
+
+
+def _subsets(
+    reading: Reading, general: Mapping[str, Any], datasets: list[dict[str, Any]], filled: Mapping[str, Any]
+) -> list[Subset]:
+    """Every subset with its keys; a line for each key that is written, where it is written."""
+    found: list[Subset] = []
+    _lines(
+        reading,
+        "general",
+        general,
+        {**filled, **general},
+        [data | each for data in datasets for each in data["subsets"]],
+    )
+    for index, data in enumerate(datasets):
+        own = {key: value for key, value in data.items() if key != "subsets"}
+        _lines(reading, f"datasets[{index}]", own, {**filled, **general, **own}, data["subsets"])
+        for place, subset in enumerate(data["subsets"]):
+            where, keys = f"datasets[{index}].subsets[{place}]", {**filled, **general, **own, **subset}
+            _lines(reading, where, subset, keys, [])
+            if is_empty(keys.get("image_dir")) and is_empty(keys.get("metadata_file")):
+                message = f"{reading.path}: {where} has no image_dir."
+                reading.problems.append(Problem(message, "Name the folder of its pictures."))
+            else:
+                found.append(Subset(index, keys))
+    return found
+
+
+def _lines(
+    reading: Reading, place: str, level: Mapping[str, Any], keys: Mapping[str, Any], below: list[dict[str, Any]]
+) -> None:
+    """A line for each key of one level; what everything below says again counts for nothing."""
+    around = Around(keys, reading.path.parent)
+    for key, value in level.items():
+        name = f"{place}.{key}"
+        if below and all(key in each for each in below):
+            reading.lines.append(Line(name, value, "ignored", {}, "set again by everything below it"))
+        elif key in RULES:
+            reading.take(name, value, RULES[key], around)
+        else:
+            reading.lines.append(Line(name, value, "unknown", {}, "kohya may know it; this program does not"))
+
+
+def _settings(reading: Reading, subset: Subset) -> dict[str, Any]:
+    """What all keys of a subset set; what cannot be read was said where it is written."""
+    around = Around(subset.keys, reading.path.parent)
+    found: dict[str, Any] = {}
+    for key, rule in RULES.items():
+        value = subset.keys.get(key)
+        if not is_empty(value):
+            with contextlib.suppress(ValueError):
+                found.update(rule.read(value, around).settings)
+    if "source.path" not in found:  # metadata that names its pictures itself
+        found["source.path"] = str(Path(found["source.captions_file"]).parent)
+    return found
+
+
+def _together(found: list[dict[str, Any]], subsets: list[Subset]) -> tuple[dict[str, Any], list[Line]]:
+    """One config of all subsets: what they share is said once, the rest stands in their sources."""
+    shared: dict[str, Any] = {}
+    lines: list[Line] = []
+    for name in dict.fromkeys(name for each in found for name in each if name.startswith(("data.", "batch."))):
+        values = [each.get(name) for each in found]
+        shared[name] = values[0]
+        if name == "data.resolution":
+            shared[name] = max(value for value in values if value is not None)
+        elif any(value != values[0] for value in values):
+            place = next(n for n, value in enumerate(values) if value != values[0])
+            why = f"one for all data sets here: {shown(values[0])}, of the first"
+            key = next(key for key, rule in RULES.items() if name in rule.ours)
+            where = f"datasets[{subsets[place].dataset}].{key}"
+            lines.append(Line(where, subsets[place].keys.get(key), "changed", {name: values[0]}, why))
+    captions = [_part(each, "captions.") for each in found]
+    same_captions = all(each == captions[0] for each in captions)
+    if same_captions:
+        shared.update({f"captions.{key}": value for key, value in captions[0].items()})
+    views = {key: {shown(each.get(f"source.{key}")) for each in found} for key in VIEWS}
+    shared.update(
+        {f"data.{k}": found[0][f"source.{k}"] for k in VIEWS if len(views[k]) == 1 and f"source.{k}" in found[0]}
+    )
+    sides = {each.get("data.resolution") for each in found}
+    shared[SOURCES] = []
+    for each, text_changes in zip(found, captions, strict=True):
+        source = {
+            key: value for key, value in _part(each, "source.").items() if key not in VIEWS or len(views[key]) > 1
+        }
+        if len(sides) > 1 and "data.resolution" in each:
+            source["resolutions"] = [each["data.resolution"]]
+        if not same_captions:
+            source["captions"] = text_changes
+        shared[SOURCES].append(source)
+    return shared, lines
+
+
+def _part(settings: Mapping[str, Any], start: str) -> dict[str, Any]:
+    return {name.removeprefix(start): value for name, value in settings.items() if name.startswith(start)}

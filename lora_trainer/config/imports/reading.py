@@ -1,0 +1,148 @@
+"""What an importer collects: each key of the original with what became of it, and our settings.
+
+`mapped` keys mean the same here. `changed` keys change what is trained, or how, in some way that
+is said. `ignored` keys change nothing about what is learned. `unknown` keys are in none of our tables.
+`default` lines are keys that the original leaves out and its program fills in otherwise than ours.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path, PureWindowsPath
+from typing import Any, Literal
+
+from lora_trainer.config.toml import shown
+from lora_trainer.core.errors import Problem
+
+Verdict = Literal["mapped", "changed", "ignored", "unknown", "default"]
+SOURCES = "data.sources"
+
+
+@dataclass(frozen=True)
+class Line:
+    """One key of the original, its value, and what became of it."""
+
+    key: str
+    value: Any
+    verdict: Verdict
+    settings: Mapping[str, Any]
+    why: str = ""
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "key": self.key,
+            "value": self.value,
+            "verdict": self.verdict,
+            "settings": dict(self.settings),
+            "why": self.why,
+        }
+
+
+@dataclass(frozen=True)
+class Took:
+    """What one value means to us: settings by `section.key`, and how the meaning differs.
+
+    `verdict` is None where it is what the rule says.
+    """
+
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    why: str = ""
+    verdict: Verdict | None = None
+
+
+@dataclass(frozen=True)
+class Around:
+    """What a rule sees beside its value: all keys with the defaults filled in, and the original's folder."""
+
+    keys: Mapping[str, Any]
+    folder: Path
+
+    def __getitem__(self, key: str) -> Any:
+        value = self.keys.get(key)
+        return None if is_empty(value) else value
+
+
+@dataclass(frozen=True)
+class Rule:
+    """How a key is read. `verdict`, `ours` and `why` are what the documentation says of it.
+
+    `read` raises ValueError with the kind of value that it wants ("a whole number").
+    """
+
+    verdict: Verdict
+    ours: tuple[str, ...]
+    why: str
+    read: Callable[[Any, Around], Took]
+
+
+@dataclass
+class Reading:
+    """An import in the making. `origin` says for each setting what it was set by."""
+
+    tool: str
+    path: Path
+    lines: list[Line] = field(default_factory=list)
+    settings: dict[str, Any] = field(default_factory=dict)
+    origin: dict[str, str] = field(default_factory=dict)
+    problems: list[Problem] = field(default_factory=list)
+
+    def take(self, key: str, value: Any, rule: Rule, around: Around, *, default: bool = False) -> None:
+        """Read one key by its rule; a value of the wrong kind becomes a problem."""
+        if is_empty(value):
+            self.lines.append(Line(key, value, "ignored", {}, "not set"))
+            return
+        try:
+            took = rule.read(value, around)
+        except ValueError as error:
+            message = f"{self.path}: {key} = {shown(value)} is not {error}."
+            self.problems.append(Problem(message, "Correct it in that file, or remove it."))
+            return
+        verdict = took.verdict or rule.verdict
+        why = took.why or ("" if verdict == "mapped" else rule.why)
+        if default:
+            why = f"{self.tool}'s default{f': {why}' if why else ''}"
+            verdict = "default"
+        self.put(Line(key, value, verdict, took.settings, why))
+
+    def put(self, line: Line) -> None:
+        """Keep a line and its settings; sources add up, any other setting set again is set anew."""
+        self.lines.append(line)
+        for name, value in line.settings.items():
+            self.settings[name] = [*self.settings.get(name, []), *value] if name == SOURCES else value
+            self.origin[name] = f"{self.tool}'s default ({line.key})" if line.verdict == "default" else line.key
+
+    def take_all(self, keys: Mapping[str, Any], rules: Mapping[str, Rule], defaults: Mapping[str, Any]) -> None:
+        """Every key in the order of the rules, then defaults of keys that are not set, then the unknown."""
+        filled = {**defaults, **{key: value for key, value in keys.items() if not is_empty(value)}}
+        around = Around(filled, self.path.parent)
+        for key, rule in rules.items():
+            if key in keys and not is_empty(keys[key]):
+                self.take(key, keys[key], rule, around)
+            elif key in defaults:
+                self.take(key, defaults[key], rule, around, default=True)
+            elif key in keys:
+                self.lines.append(Line(key, keys[key], "ignored", {}, "not set"))
+        for key, value in keys.items():
+            if key not in rules:
+                self.put(Line(key, value, "unknown", {}, f"{self.tool} may know it; this program does not"))
+
+
+def is_empty(value: Any) -> bool:
+    """What these files write for a key that is not set."""
+    return value is None or (isinstance(value, str) and value.strip() in ("", "None"))
+
+
+def located(folder: Path, written: str) -> str:
+    """A path of the original from the root of the disk.
+
+    Relative ones are looked for from the file's folder and the two above it, since programs are
+    started from the root of their checkout; what is nowhere is taken to be meant from the file's folder.
+    """
+    path = Path(written).expanduser()
+    if path.is_absolute() or PureWindowsPath(written).is_absolute():
+        return str(path)
+    for base in (folder, *folder.resolve().parents[:2]):
+        if (base / path).exists():
+            return str((base / path).resolve())
+    return str((folder / path).resolve())

@@ -1,0 +1,133 @@
+"""The ways in which a key is read, and the kinds of values. Each kind raises ValueError naming what it wants."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from lora_trainer.config.imports.reading import Around, Rule, Took, located
+
+Kind = Callable[[Any], Any]
+OFF: tuple[Any, ...] = (False, 0, 0.0, "0", "false", "none", [], {})
+
+
+def whole(value: Any) -> int:
+    found = number(value)
+    if not found.is_integer():
+        raise ValueError("a whole number")
+    return int(found)
+
+
+def number(value: Any) -> float:
+    """Also from text, which some of these files write for numbers."""
+    try:
+        found = float(value) if not isinstance(value, bool) else math.nan
+    except (TypeError, ValueError):
+        raise ValueError("a number") from None
+    if not math.isfinite(found):
+        raise ValueError("a number")
+    return found
+
+
+def truth(value: Any) -> bool:
+    words = {"true": True, "false": False, "1": True, "0": False, "yes": True, "no": False}
+    found = words.get(str(value).strip().lower())
+    if found is None:
+        raise ValueError("true or false")
+    return found
+
+
+def text(value: Any) -> str:
+    if not isinstance(value, str):
+        raise ValueError("text")
+    return value
+
+
+def texts(value: Any) -> list[str]:
+    if isinstance(value, str):
+        return [value]
+    if isinstance(value, list) and all(isinstance(item, str) for item in value):
+        return list(value)
+    raise ValueError("a list of text")
+
+
+def side(value: Any) -> int:
+    """The side of a square of the same area: 512, "512", "512,768", "512x768", [512, 768]."""
+    parts = re.split(r"[,x×]", value) if isinstance(value, str) else value if isinstance(value, list) else [value]
+    sides = [whole(part) for part in parts]
+    if len(sides) not in (1, 2) or min(sides) < 1:
+        raise ValueError("one or two sides in pixels")
+    return round(math.sqrt(sides[0] * sides[-1]))
+
+
+def same(ours: str, kind: Kind) -> Rule:
+    """The same thing under another name."""
+    return Rule("mapped", (ours,), "", lambda value, around: Took({ours: kind(value)}))
+
+
+def changed(ours: str, kind: Kind, why: str) -> Rule:
+    """Almost the same thing; `why` says how it differs."""
+    return Rule("changed", (ours,), why, lambda value, around: Took({ours: kind(value)}))
+
+
+def unless_off(ours: str, kind: Kind, why: str = "") -> Rule:
+    """Where 0 or false means that nothing of the kind is done; `why` says how it differs where it is done."""
+
+    def read(value: Any, around: Around) -> Took:
+        return Took({ours: kind(value)}) if is_on(value) else Took({}, "off", "ignored")
+
+    return Rule("changed" if why else "mapped", (ours,), why, read)
+
+
+def lacking(why: str, off: tuple[Any, ...] = ()) -> Rule:
+    """Something that changes what is learned and that we do not have; switched off it is no loss."""
+
+    def read(value: Any, around: Around) -> Took:
+        if not is_on(value) or value in off or str(value) in map(str, off):
+            return Took({}, "off, or what is done here", "ignored")
+        return Took({})
+
+    return Rule("changed", (), why, read)
+
+
+def nothing(why: str) -> Rule:
+    """Something that changes nothing about what is learned."""
+    return Rule("ignored", (), why, lambda value, around: Took({}))
+
+
+def part_of(key: str, ours: str = "") -> Rule:
+    """A key that is read together with another one."""
+    why = f"read together with {key}"
+    return Rule("mapped", (ours,) if ours else (), why, lambda value, around: Took({}, why))
+
+
+def by(read: Callable[[Any, Around], Took], ours: str, why: str = "", *, changes: bool = False) -> Rule:
+    """A key with a reading of its own."""
+    return Rule("changed" if changes else "mapped", tuple(ours.split()), why, read)
+
+
+def path_to(ours: str) -> Rule:
+    """A path, resolved against the file's folder."""
+    return Rule("mapped", (ours,), "", lambda value, around: Took({ours: located(around.folder, text(value))}))
+
+
+def is_on(value: Any) -> bool:
+    return (value.strip().lower() if isinstance(value, str) else value) not in OFF
+
+
+def count(around: Around, key: str, otherwise: int = 1) -> int:
+    """A whole number of another key, or what it is without it; what is no number is that key's own problem."""
+    try:
+        return max(1, whole(around[key]))
+    except ValueError:
+        return otherwise
+
+
+def lookup(words: Mapping[str, Any], value: Any, what: str) -> Any:
+    """The entry of a word, in any case."""
+    found = {word.lower(): entry for word, entry in words.items()}.get(str(value).strip().lower())
+    if found is None:
+        raise ValueError(f"{what} among {', '.join(words)}")
+    return found

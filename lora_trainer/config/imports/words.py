@@ -1,0 +1,121 @@
+"""Names that all these programs share: optimizers, schedules, precisions, model paths."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from pathlib import Path, PureWindowsPath
+from typing import Any
+
+from lora_trainer.config.imports.reading import Around, Rule, Took, located
+from lora_trainer.config.imports.rules import by, lookup, text
+
+# Name without case and punctuation -> (ours, how it differs).
+OPTIMIZERS: Mapping[str, tuple[str, str]] = {
+    "adamw": ("adamw", ""),
+    "adamwbf16": ("adamw", "its states are kept in fp32 here, not bf16"),
+    "adamw8bit": ("adamw8bit", ""),
+    "adam8bit": ("adamw8bit", "Adam without decoupled weight decay; AdamW here"),
+    "adam": ("adamw", "Adam without decoupled weight decay; AdamW here"),
+    "pagedadamw8bit": ("paged_adamw8bit", ""),
+    "pagedadamw": ("paged_adamw8bit", "states in 8 bits here, not 32"),
+    "pagedadamw32bit": ("paged_adamw8bit", "states in 8 bits here, not 32"),
+    "lion": ("lion", ""),
+    "optimilion": ("lion", ""),
+    "lion8bit": ("lion", "states in fp32 here, not 8 bits"),
+    "pagedlion8bit": ("lion", "states in fp32 here, not 8 bits"),
+    "adafactor": ("adafactor", ""),
+    "prodigy": ("prodigy", ""),
+    "prodigyopt": ("prodigy", ""),
+    "prodigy8bit": ("prodigy", "states in fp32 here, not 8 bits"),
+    "adamwschedulefree": ("schedule_free", ""),
+    "adamwschedulefreekahan": ("schedule_free", ""),
+    "schedulefreeadamw": ("schedule_free", ""),
+    "prodigyplusschedulefree": ("prodigy", "without its schedule-free averaging"),
+    "prodigyschedulefree": ("prodigy", "without its schedule-free averaging"),
+}
+FINDS_ITS_OWN_RATE = ("dadapt", "dowg", "prodigy")
+# What these optimizers start from where nothing is said, and ours does not.
+OWN_DEFAULTS: Mapping[str, Mapping[str, float]] = {
+    "lion": {"optim.beta2": 0.99, "optim.weight_decay": 0.0},
+    "prodigy": {"optim.weight_decay": 0.0},
+    "adafactor": {"optim.weight_decay": 0.0},
+    "schedule_free": {"optim.weight_decay": 0.0},
+}
+SCHEDULES: Mapping[str, tuple[str, str]] = {
+    "constant": ("constant", ""),
+    "constant_with_warmup": ("constant", ""),
+    "linear": ("linear", ""),
+    "cosine": ("cosine", ""),
+    "cosine_with_restarts": ("restarts", ""),
+    "cosine_with_hard_restarts": ("restarts", ""),
+    "polynomial": ("polynomial", ""),
+    "onecycle": ("one_cycle", ""),
+    "one_cycle": ("one_cycle", ""),
+    "adafactor": ("constant", "Adafactor's own rate is not followed"),
+    "cosine_with_min_lr": ("cosine", "it ends at 0 here"),
+    "sine": ("cosine", "a wave there, one descent here"),
+    "rex": ("cosine", "the nearest shape"),
+    "inverse_sqrt": ("cosine", "the nearest shape"),
+    "warmup_stable_decay": ("constant", "without its descent at the end"),
+    "piecewise_constant": ("constant", "without its steps"),
+    "step": ("constant", "without its steps"),
+}
+PRECISIONS = {
+    "no": "fp32",
+    "float": "fp32",
+    "float32": "fp32",
+    "fp32": "fp32",
+    "float_32": "fp32",
+    "tfloat_32": "fp32",
+    "fp16": "fp16",
+    "float16": "fp16",
+    "float_16": "fp16",
+    "bf16": "bf16",
+    "bfloat16": "bf16",
+    "bfloat_16": "bf16",
+}
+NOT_LORA = "a plain LoRA is trained in its place"
+NO_TEXT_ENCODER = "text encoders are not trained here: only the denoiser's LoRA is learned"
+ALL_OF_ATTENTION = ("*.attentions.*",)  # every linear layer and 1x1 convolution of the transformer blocks
+ALL_WITH_CONVOLUTIONS = ("*.attentions.*", "*.resnets.*", "*samplers.*")
+
+
+def optimizer(value: Any, around: Around) -> Took:
+    """Ours, with the settings that the original's name stands for."""
+    name = re.sub(r"[^a-z0-9]", "", text(value).rpartition(".")[2].lower())
+    ours, why = OPTIMIZERS.get(name, ("", ""))
+    if not ours:
+        ours = "prodigy" if name.startswith(FINDS_ITS_OWN_RATE) else "adamw"
+        why = f"there is no such optimizer here; {ours} takes its place, and the rate may have to change"
+    return Took({"optim.name": ours, **OWN_DEFAULTS.get(ours, {})}, why, "changed" if why else "mapped")
+
+
+def schedule(value: Any, around: Around) -> Took:
+    name = text(value).strip().lower()
+    ours, why = SCHEDULES.get(name, ("constant", "there is no such schedule here; the rate stays"))
+    return Took({"schedule.name": ours}, why, "changed" if why else "mapped")
+
+
+def precision(value: Any, around: Around) -> Took:
+    return Took({"memory.base_precision": lookup(PRECISIONS, value, "a precision")})
+
+
+def model_path(value: Any, around: Around) -> Took:
+    """The base model: a folder here, or what must be made one."""
+    written = text(value)
+    found = located(around.folder, written)
+    if Path(found).is_dir():
+        return Took({"model.path": found})
+    if Path(written).suffix.lower() in (".safetensors", ".ckpt", ".pt"):
+        why = "a single checkpoint; if it is refused, convert it to a diffusers folder and name that"
+        return Took({"model.path": found}, why, "changed")
+    if re.fullmatch(r"[\w.-]+/[\w.-]+", written) and not PureWindowsPath(written).is_absolute():
+        return Took({"model.path": written}, "a model of a hub; if it is refused, name its local folder", "changed")
+    return Took({"model.path": found}, "there is no such folder here: name the model's folder", "changed")
+
+
+OPTIMIZER = by(optimizer, "optim.name optim.weight_decay optim.beta2", "others than ours are replaced")
+SCHEDULE = by(schedule, "schedule.name", "others than ours are replaced")
+PRECISION: Rule = by(precision, "memory.base_precision")
+MODEL = by(model_path, "model.path", "single checkpoints and models of a hub may have to be named as folders")
