@@ -1,0 +1,113 @@
+"""How often each picture, caption and bucket was trained. No torch.
+
+It follows from the plan and the number of steps alone: nothing is counted while training
+and nothing is kept in a checkpoint, so it is right after any stop and any resume.
+"""
+
+from __future__ import annotations
+
+import csv
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from lora_trainer.core.io import atomic_path
+from lora_trainer.data.sample import Sample
+from lora_trainer.data.steps import Ref, StepPlan
+
+FILE = "ledger.csv"
+BucketOf = Callable[[Ref], object]
+TextOf = Callable[[Ref, int], str | None]  # of a sample in a step; None where its caption was dropped
+
+
+@dataclass(frozen=True)
+class Ledger:
+    """What `steps` steps trained. `times` stands in the order of the samples.
+
+    `captions` counts texts as the model was given them, `dropped` the samples that were trained
+    on the empty caption in place of their own.
+    """
+
+    steps: int
+    samples: Sequence[Sample]
+    times: tuple[int, ...]
+    captions: Mapping[str, int]
+    buckets: Mapping[str, int]
+    dropped: int
+
+    @property
+    def line(self) -> str:
+        """`every picture 12-13 times, regularisation 3 times; captions dropped 10.2 %`."""
+        told = []
+        for name, kept in (("every picture", False), ("every regularisation picture", True)):
+            times = [count for count, sample in zip(self.times, self.samples, strict=True) if _is(sample, kept)]
+            if times:
+                told.append(f"{name} {_range(times)} {'time' if max(times) == 1 else 'times'}")
+        if never := self.times.count(0):
+            told.append(f"{never} of {len(self.times)} never")
+        share = self.dropped / max(sum(self.times), 1)
+        return ", ".join(told) + (f"; captions dropped {share:.1%}".replace("%", " %") if self.dropped else "")
+
+    def to_json(self) -> dict[str, Any]:
+        """The summary that stands in the run's record; the whole is in the file."""
+        total = sum(self.times)
+        return {
+            "steps": self.steps,
+            "samples": total,
+            "pictures": {
+                "count": len(self.times),
+                "least": min(self.times),
+                "most": max(self.times),
+                "never": self.times.count(0),
+            },
+            "captions": {
+                "texts": len(self.captions),
+                "dropped": self.dropped,
+                "dropped_share": round(self.dropped / total, 4) if total else 0.0,
+            },
+            "buckets": dict(self.buckets),
+            "line": self.line,
+        }
+
+
+def _is(sample: Sample, kept: bool) -> bool:
+    return sample.regularisation == kept
+
+
+def _range(times: Sequence[int]) -> str:
+    least, most = min(times), max(times)
+    return str(least) if least == most else f"{least}–{most}"
+
+
+def count_trained(plan: StepPlan, steps: int, bucket_of: BucketOf, text_of: TextOf) -> Ledger:
+    """Walk the first `steps` steps. `bucket_of` and `text_of` are what the loader reads by."""
+    times = [0] * len(plan.samples)
+    captions: Counter[str] = Counter()
+    buckets: Counter[str] = Counter()
+    dropped = 0
+    for step in range(steps):
+        for ref in plan.refs(step):
+            text = text_of(ref, step)
+            times[ref.index] += 1
+            captions[text or ""] += 1
+            buckets[str(bucket_of(ref))] += 1
+            dropped += text is None
+    ranked = sorted(buckets.items(), key=lambda entry: (-entry[1], entry[0]))
+    return Ledger(steps, plan.samples, tuple(times), captions, dict(ranked), dropped)
+
+
+def write_ledger(folder: Path, ledger: Ledger) -> str:
+    """Write the whole as a table of kind, times and name; its file's name. Raises OSError."""
+    with (
+        atomic_path(folder / FILE) as path,
+        open(path, "w", encoding="utf-8", errors="backslashreplace", newline="") as file,
+    ):
+        table = csv.writer(file, lineterminator="\n")
+        table.writerow(("kind", "times", "name"))
+        for sample, count in zip(ledger.samples, ledger.times, strict=True):
+            table.writerow(("regularisation" if sample.regularisation else "picture", count, sample.path))
+        table.writerows(("caption", count, text) for text, count in sorted(ledger.captions.items()))
+        table.writerows(("bucket", count, bucket) for bucket, count in ledger.buckets.items())
+    return FILE

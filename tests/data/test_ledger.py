@@ -1,0 +1,60 @@
+from __future__ import annotations
+
+import csv
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lora_trainer.core.randomness import position_turn, position_uniform
+from lora_trainer.data.ledger import Ledger, count_trained, write_ledger
+from lora_trainer.data.sample import Sample
+from lora_trainer.data.steps import Ref, StepPlan, plan_steps
+
+SAMPLES = [
+    Sample(Path("data") / f"{n}.png", f"caption {n}", 64, 64, f"{n:064x}"[::-1], (1, 2, 0.5)[n % 3], source=n % 3)
+    for n in range(9)
+]
+KEPT = [replace(SAMPLES[n], path=Path(f"kept_{n}.png"), regularisation=True, source=3) for n in range(4)]
+
+
+def ledger_of(plan: StepPlan, steps: int, share: float = 0.3) -> Ledger:
+    def text_of(ref: Ref, step: int) -> str | None:
+        if position_uniform(plan.seed, "drop", step, ref.id, ref.occurrence) < share:
+            return None
+        return plan.samples[ref.index].caption
+
+    return count_trained(plan, steps, lambda ref: position_turn(2, ref.visit, plan.seed, "view", ref.id), text_of)
+
+
+@given(st.integers(1, 7), st.integers(0, 2**40), st.integers(0, 60), st.integers(0, 30), st.booleans())
+def test_a_run_that_was_stopped_and_went_on_is_counted_as_one(effective, seed, steps, more, regularised):
+    plan = plan_steps([*SAMPLES, *(KEPT if regularised else [])], effective, seed)
+    ledger = ledger_of(plan, steps)
+    trained = Counter(ref.index for step in range(steps) for ref in plan.refs(step))
+    assert list(ledger.times) == [trained[index] for index in range(len(plan.samples))]
+    assert sum(ledger.buckets.values()) == sum(ledger.captions.values()) == trained.total()
+    assert ledger.captions.get("", 0) == ledger.dropped
+    later = ledger_of(plan, steps + more)
+    assert all(now >= before for now, before in zip(later.times, ledger.times, strict=True))
+    assert sum(later.times) - sum(ledger.times) == sum(plan.size(step) for step in range(steps, steps + more))
+
+
+def test_the_line_and_the_file_say_what_was_trained(tmp_path: Path):
+    plan = plan_steps([*SAMPLES[0:4:3], *KEPT, replace(SAMPLES[6], caption='a "b",\nc')], 2, 0)
+    steps = 3 * plan.steps_per_epoch
+    ledger = ledger_of(plan, steps, 0.0)
+    # Three pictures an epoch, and as many places for the four that are kept.
+    assert ledger.line == "every picture 3 times, every regularisation picture 2–3 times"
+    dropped = ledger_of(plan, steps, 1.0)
+    assert dropped.line.endswith("; captions dropped 100.0 %")
+    assert dropped.to_json()["captions"] == {"texts": 1, "dropped": 18, "dropped_share": 1.0}
+    assert ledger_of(plan, 1).to_json()["pictures"] == {"count": 7, "least": 0, "most": 1, "never": 5}
+    assert "5 of 7 never" in ledger_of(plan, 1).line
+    with open(tmp_path / write_ledger(tmp_path, ledger), encoding="utf-8", newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert {row["name"]: int(row["times"]) for row in rows if row["kind"] == "caption"} == ledger.captions
+    assert [int(row["times"]) for row in rows if row["kind"] in ("picture", "regularisation")] == list(ledger.times)
+    assert {row["name"]: int(row["times"]) for row in rows if row["kind"] == "bucket"} == ledger.buckets
