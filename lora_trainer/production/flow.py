@@ -16,6 +16,8 @@ from lora_trainer.config.toml import to_toml
 from lora_trainer.core.errors import Problem, UsageError
 from lora_trainer.core.hardware import describe_machine
 from lora_trainer.core.io import write_text
+from lora_trainer.data.ledger import FILE as LEDGER
+from lora_trainer.data.ledger import write_ledger
 from lora_trainer.evaluation.report import LoraReport
 from lora_trainer.monitor.memory import highest_memory_gib
 from lora_trainer.monitor.progress import Phase, Progress, step_line
@@ -68,6 +70,8 @@ def run_session(order: Order, inputs: Inputs, record: Record) -> Outcome:
         training=asdict(state),
         memory={"peak_gib": round(highest_memory_gib(session.choices.device), 3)},
     )
+    if session.processes.is_main:
+        record = with_ledger(record, prepared, state)
     if signal_exit is not None or not session.processes.is_main:
         return Outcome(record, None, None, signal_exit)
     return release(prepared, record, state)
@@ -84,6 +88,26 @@ def with_preparation(record: Record, prepared: Prepared, settings: dict[str, Any
         arithmetic=session.steps.to_json(),
         choices=(*session.order.resolved.notes, *session.choices.lines, *prepared.built.notes),
     )
+
+
+def with_ledger(record: Record, prepared: Prepared, state: TrainState) -> Record:
+    """The record with what was trained how often, which is said and written beside it.
+
+    A disk that is full costs the table alone: the weights are saved already.
+    """
+    session = prepared.session
+    if not state.step:
+        return record
+    ledger = prepared.feed.ledger(state.step)
+    told = ledger.line + (f"; fp16 skipped {state.skipped} of {state.step} steps" if state.skipped else "")
+    session.console.print(f"trained: {told}")
+    summary = ledger.to_json() | {"skipped_steps": state.skipped, "line": told}
+    try:
+        file: str | None = write_ledger(session.folder, ledger)
+    except OSError as error:
+        session.console.print(f"{LEDGER} could not be written: {error}")
+        file = None
+    return replace(record, ledger=summary, files={**record.files, "ledger": file})
 
 
 def repeatable(session: Session, attention: str) -> Config:

@@ -41,6 +41,7 @@ class Record:
     lora: dict[str, Any] = field(default_factory=dict)
     released: dict[str, Any] = field(default_factory=dict)  # step, held_out, reason
     training: dict[str, Any] = field(default_factory=dict)
+    ledger: dict[str, Any] = field(default_factory=dict)  # what was trained how often, in short
     memory: dict[str, float] = field(default_factory=dict)
     samples: tuple[str, ...] = ()
 

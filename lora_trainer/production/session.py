@@ -13,18 +13,17 @@ from rich.console import Console
 from lora_trainer.config.schema import Config
 from lora_trainer.core.digests import remembered_sha256
 from lora_trainer.core.errors import UserError
-from lora_trainer.data.loader import CachedData, read_micro
-from lora_trainer.data.steps import StepArithmetic, plan_steps, share, split_micros
+from lora_trainer.data.steps import StepArithmetic
 from lora_trainer.evaluation.held_out import EncodedSample, held_out_losses
 from lora_trainer.models.folder import weights_file
 from lora_trainer.monitor.progress import Progress
 from lora_trainer.production.caching import CachePlans, cached_data, fill_caches, plan_caches, validation_samples
 from lora_trainer.production.choices import Choices, asked_by_user, cap_memory, choose
+from lora_trainer.production.feed import Feed, make_feed
 from lora_trainer.production.inputs import Inputs, arithmetic, own_architecture
 from lora_trainer.production.order import Order
 from lora_trainer.production.release import draw_while_training
 from lora_trainer.training.build import Built, build_learner
-from lora_trainer.training.micro import Micro, make_micro
 from lora_trainer.training.processes import Processes, join_processes
 from lora_trainer.training.run import Job
 from lora_trainer.training.state import TrainState
@@ -80,6 +79,7 @@ class Prepared:
 
     session: Session
     built: Built
+    feed: Feed
     job: Job
     held_out: list[EncodedSample]
     cache_seconds: float
@@ -107,8 +107,10 @@ def prepare(session: Session, settings: dict[str, Any]) -> Prepared:
     built = build(session)
     for note in built.notes:
         console.print(note)
-    job = make_job(session, built, cached_data(session.config, inputs, plans), held_out, settings)
-    return Prepared(session, built, job, held_out, cache_seconds)
+    data = cached_data(session.config, inputs, plans)
+    feed = make_feed(session.config, data, built.learner, session.processes, session.choices.micro)
+    job = make_job(session, built, feed, held_out, settings)
+    return Prepared(session, built, feed, job, held_out, cache_seconds)
 
 
 def fill(session: Session) -> CachePlans:
@@ -144,18 +146,10 @@ def build(session: Session) -> Built:
 
 
 def make_job(
-    session: Session, built: Built, data: CachedData, held_out: list[EncodedSample], settings: dict[str, Any]
+    session: Session, built: Built, feed: Feed, held_out: list[EncodedSample], settings: dict[str, Any]
 ) -> Job:
     """The loop's job: how to get the micro batches of a step, validate and sample."""
     config, learner = session.config, built.learner
-    plan = plan_steps(session.inputs.train, config.batch.effective, config.train.seed)
-
-    def micros(step: int) -> list[Micro]:
-        mine = share(plan.refs(step), session.processes.rank, session.processes.world)
-        groups = split_micros(mine, lambda ref: data.bucket(ref, config.train.seed), session.choices.micro)
-        batches = [read_micro(data, group, step, config.train.seed, config.captions.dropout) for group in groups]
-        made = [make_micro(batch, step, config.train.seed, config.noise, learner.process) for batch in batches]
-        return [micro.staged(learner.device, learner.dtype) for micro in made]
 
     def validate() -> float:
         learner.denoiser.eval()
@@ -185,8 +179,8 @@ def make_job(
         processes=session.processes,
         total_steps=session.steps.total,
         steps_per_epoch=session.steps.steps_per_epoch,
-        samples_in=plan.size,
-        micros=micros,
+        samples_in=feed.plan.size,
+        micros=feed.micros,
         validate=validate if session.inputs.held_out else None,
         sample=sample,
         settings=settings,

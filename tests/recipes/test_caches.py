@@ -16,7 +16,7 @@ from lora_trainer.data.loader import Batch, CachedData
 from lora_trainer.data.steps import Ref
 from lora_trainer.models import FAMILIES
 from lora_trainer.models.family import Encoders
-from lora_trainer.production import session
+from lora_trainer.production import feed
 from tests.recipes.recipe import Bench, contents, draw_pictures, exported, patched, rows
 
 
@@ -90,7 +90,7 @@ def test_a_dry_run_shows_the_plan_and_writes_nothing(own, tmp_path, capsys):
 def test_data_that_cannot_be_read_any_more_loses_no_step(bench, finished, monkeypatch, capsys):
     """The entry's file and the fix are said once, what was trained is saved, and --resume goes on."""
     settings = {"checkpoint__every_steps": 3, "validate__every_steps": 3}
-    true = session.read_micro
+    true = feed.read_micro
 
     def gone(data: CachedData, refs: Sequence[Ref], step: int, *rest: Any) -> Batch:
         if step == 4:
@@ -98,7 +98,7 @@ def test_data_that_cannot_be_read_any_more_loses_no_step(bench, finished, monkey
         return true(data, refs, step, *rest)
 
     before = threading.active_count()
-    with patched(session, "read_micro", gone):
+    with patched(feed, "read_micro", gone):
         assert bench.run("first", **settings) == 5
     assert threading.active_count() == before
     said = capsys.readouterr()

@@ -237,3 +237,21 @@ def test_another_base_model_is_refused_on_resume(bench, tmp_path, capsys):
     arguments[arguments.index("--model") + 1] = str(other)
     assert main(arguments) == 2
     assert "model was" in capsys.readouterr().err
+
+
+def test_the_ledger_is_the_same_after_a_stop_in_the_middle_of_an_epoch(bench, finished, capsys):
+    settings = {"checkpoint__every_steps": 3, "validate__every_steps": 3}
+    with patched(Trackers, "steps", stop(signal.SIGTERM)):
+        assert bench.run("first", **settings) == 143
+    assert record(bench.folder("first"))["ledger"]["samples"] == 2 * record(bench.folder("first"))["steps"]
+    assert bench.run("first", "--resume", **settings) == 0
+    whole, resumed = (record(place.folder("first")) for place in (finished, bench))
+    # Five steps an epoch for nine pictures, the last of one picture, and one step more.
+    assert whole["ledger"]["pictures"] == {"count": 9, "least": 1, "most": 2, "never": 0}
+    assert whole["ledger"]["line"] == "every picture 1–2 times"
+    assert "trained: every picture 1–2 times" in capsys.readouterr().out
+    assert resumed["ledger"] == whole["ledger"]
+    tables = [(place.folder("first") / "ledger.csv").read_text("utf-8") for place in (finished, bench)]
+    assert tables[0] == tables[1]
+    assert resumed["files"]["ledger"] == "ledger.csv"
+    assert "Trained: every picture 1–2 times." in (bench.folder("first") / "report.html").read_text("utf-8")

@@ -59,6 +59,7 @@ def render_run(run: RunReport) -> str:
         gallery=gallery,
         images=embedded(gallery.paths),
         dataset=dataset_line(run),
+        trained=text(run.part("ledger").get("line")),
         held_out=whole(run.part("dataset").get("held_out")),
         buckets=buckets,
         most=max((count for _, count in buckets), default=1),
