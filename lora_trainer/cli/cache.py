@@ -12,14 +12,13 @@ from lora_trainer.core.io import user_cache_folder
 
 def status_command(folder: Path | None, as_json: bool = False) -> int:
     """Say how many entries and bytes a cache folder holds; the user's own when none is named."""
-    from lora_trainer.data.entries import cache_status
+    from lora_trainer.data.upkeep import cache_status
 
     status = cache_status(named(folder))
     if as_json:
-        document = {"folder": str(status.folder), "counts": status.counts, "bytes": status.bytes}
-        sys.stdout.write(json.dumps(document, indent=2, ensure_ascii=False) + "\n")
+        sys.stdout.write(json.dumps(status.to_json(), indent=2, ensure_ascii=False) + "\n")
     else:
-        sys.stdout.write(status.line + "\n")
+        sys.stdout.write("\n".join(status.lines) + "\n")
     return DONE
 
 
@@ -30,12 +29,12 @@ def named(folder: Path | None) -> Path:
     return folder or user_cache_folder()
 
 
-def clean_command(folder: Path | None, limit_gb: float | None = None) -> int:
-    """Remove the least recently used entries above the limit, 50 GB when none is named."""
-    from lora_trainer.data.entries import DEFAULT_LIMIT, cache_clean
+def clean_command(folder: Path | None, limit_gb: float | None = None, *, verify: bool = False) -> int:
+    """Put a cache in order, and remove the least recently used above the limit, 50 GB when none is named."""
+    from lora_trainer.data.upkeep import DEFAULT_LIMIT, cache_clean
 
     if limit_gb is not None and limit_gb < 0:
         raise UsageError(Problem(f"--limit-gb {limit_gb:g} is negative.", "0 removes everything, 50 is the default."))
     limit = DEFAULT_LIMIT if limit_gb is None else int(limit_gb * 10**9)
-    sys.stdout.write(cache_clean(named(folder), limit).line + "\n")
+    sys.stdout.write("\n".join(cache_clean(named(folder), limit, verify=verify).lines) + "\n")
     return DONE

@@ -9,22 +9,21 @@ never on names or places.
 from __future__ import annotations
 
 import hashlib
-import json
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
 
-from lora_trainer.core.errors import Problem, TrainingFailed
-from lora_trainer.core.io import read_json, write_json
 from lora_trainer.data.buckets import Bucket
-from lora_trainer.data.entries import DamagedEntryError, entry_path, read_entry, touch, write_entry
+from lora_trainer.data.explained import changed, recall, remember
+from lora_trainer.data.filling import Progress, Work, build_missing, usual_workers
 from lora_trainer.data.pixels import read_pixels
 from lora_trainer.data.sample import Sample
+from lora_trainer.data.store import Shelf
 from lora_trainer.data.views import View
 
 # Part of every key: raise it when pictures are brought to their bucket in another way.
@@ -41,9 +40,12 @@ REASONS = {
 }
 PLURALS = dict(REASONS.values())
 
+# Entries of fewer bytes than this are read and checked when they are planned, which takes a quarter of a second.
+# Of more, damage shows when a row is first read; `cache clean --verify` looks for it.
+CHECKED_AT_START = 2**28
+
 Item = TypeVar("Item")
 Record = dict[str, str]  # what an entry depends on, by the names of REASONS
-Progress = Callable[[int, int], None]  # (entries done, entries to build)
 
 
 @dataclass(frozen=True)
@@ -57,7 +59,7 @@ class CachePlan(Generic[Item]):
     keys: tuple[str, ...]
     missing: tuple[int, ...]  # indices of items to build, each key once
     reasons: tuple[str, ...]  # in the order of `missing`
-    records: dict[str, Record]  # by source path, remembered when filled
+    describe: Callable[[int], tuple[str, Record]]  # what an item is called between runs, and what its entry depends on
 
     @property
     def filled(self) -> Filled:
@@ -88,7 +90,8 @@ class Filled:
 
 def _key(record: Record) -> str:
     """Name of an entry: 64 hex digits."""
-    return hashlib.sha256(json.dumps(record, sort_keys=True).encode("utf-8")).hexdigest()
+    named = "".join(f"{name}={len(value)}:{value};" for name, value in sorted(record.items()))
+    return hashlib.sha256(named.encode("utf-8", "surrogatepass")).hexdigest()
 
 
 def _view_text(view: View) -> str:
@@ -103,18 +106,16 @@ def _view_text(view: View) -> str:
 def plan_latents(
     shown: Sequence[tuple[Sample, View]], folder: Path, encoder_key: str, dtype: torch.dtype
 ) -> CachePlan[tuple[Sample, View]]:
-    """Which latents of so many (sample, view) are cached. Writes nothing."""
+    """Which latents of so many (sample, view) are cached. Writes nothing but marks of damage."""
     items = tuple(shown)
-    records = [
-        {"content": sample.content, "size": _view_text(view), "encoder": encoder_key, "dtype": str(dtype)}
-        for sample, view in items
-    ]
+    names = _named(items)
 
-    def sound(tensors: Mapping[str, Tensor], index: int) -> bool:
-        mean, spread, bucket = tensors.get("mean"), tensors.get("spread"), items[index][1].fit.bucket
-        return mean is not None and spread is not None and mean.dtype == dtype and _fits(mean, spread, bucket)
+    def describe(index: int) -> tuple[str, Record]:
+        sample, view = items[index]
+        record = {"content": sample.content, "size": _view_text(view), "encoder": encoder_key, "dtype": str(dtype)}
+        return names[index], record
 
-    return _plan("latents", folder, dtype, items, records, _named(items), sound)
+    return _plan("latents", folder, dtype, items, describe)
 
 
 def _named(items: Sequence[tuple[Sample, View]]) -> list[str]:
@@ -131,23 +132,14 @@ def _named(items: Sequence[tuple[Sample, View]]) -> list[str]:
 def plan_texts(
     samples: Sequence[Sample], extra: Sequence[str], folder: Path, encoder_key: str, dtype: torch.dtype
 ) -> CachePlan[str]:
-    """Which captions are cached: those of the samples, then `extra` ones, then the empty one. Writes nothing."""
+    """Which captions are cached: those of the samples, then `extra` ones, then the empty one. Writes as above."""
     captions = (*(sample.caption for sample in samples), *extra, "")
-    records = [{"caption": caption, "encoder": encoder_key, "dtype": str(dtype)} for caption in captions]
-    sources = [str(sample.path) for sample in samples] + [f"caption:{caption}" for caption in (*extra, "")]
 
-    def sound(tensors: Mapping[str, Tensor], index: int) -> bool:
-        del index
-        return all(not tensor.is_floating_point() or tensor.dtype == dtype for tensor in tensors.values())
+    def describe(index: int) -> tuple[str, Record]:
+        record = {"caption": captions[index], "encoder": encoder_key, "dtype": str(dtype)}
+        return str(samples[index].path) if index < len(samples) else f"caption:{captions[index]}", record
 
-    return _plan("texts", folder, dtype, captions, records, sources, sound)
-
-
-def _fits(mean: Tensor, spread: Tensor, bucket: Bucket) -> bool:
-    """Latents [C, h, w] of the bucket's shape, and a spread for each value."""
-    return (
-        mean.ndim == 3 and mean.shape == spread.shape and mean.shape[1] * bucket.width == mean.shape[2] * bucket.height
-    )
+    return _plan("texts", folder, dtype, captions, describe)
 
 
 def _plan(
@@ -155,81 +147,35 @@ def _plan(
     folder: Path,
     dtype: torch.dtype,
     items: tuple[Item, ...],
-    records: Sequence[Record],
-    sources: Sequence[str],
-    sound: Callable[[Mapping[str, Tensor], int], bool],
+    describe: Callable[[int], tuple[str, Record]],
 ) -> CachePlan[Item]:
-    keys = tuple(_key(record) for record in records)
-    remembered = _remembered(folder, kind, sources)
-    missing: list[int] = []
-    reasons: list[str] = []
-    for index in {key: index for index, key in reversed(list(enumerate(keys)))}.values():
-        try:
-            if sound(read_entry(entry_path(folder, kind, keys[index])), index):
-                continue
-            reason = "damaged"
-        except DamagedEntryError:
-            reason = "damaged"
-        except FileNotFoundError:
-            reason = _why(remembered.get(sources[index]), records[index])
-        missing.append(index)
-        reasons.append(reason)
-    order = sorted(range(len(missing)), key=missing.__getitem__)
-    return CachePlan(
-        kind,
-        folder,
-        dtype,
-        items,
-        keys,
-        tuple(missing[place] for place in order),
-        tuple(reasons[place] for place in order),
-        dict(zip(sources, records, strict=True)),
-    )
+    keys = tuple(_key(describe(index)[1]) for index in range(len(items)))
+    first = {key: index for index, key in reversed(list(enumerate(keys)))}
+    shelf = Shelf(folder, kind, first)
+    check_few(shelf, first)
+    missing = sorted(index for key, index in first.items() if key not in shelf)
+    before = recall(folder, kind, [describe(index)[0] for index in missing])
+
+    def why(index: int) -> str:
+        source, record = describe(index)
+        if keys[index] in shelf.spoilt:
+            return "damaged"
+        if source not in before:
+            return "new"
+        names = changed(before[source], record)
+        lost = "damaged" if shelf.damaged else "removed"  # a shard whose header is damaged does not say what it held
+        return next((phrases[0] for name, phrases in REASONS.items() if name in names), lost)
+
+    return CachePlan(kind, folder, dtype, items, keys, tuple(missing), tuple(map(why, missing)), describe)
 
 
-def _why(before: Record | None, now: Record) -> str:
-    if before is None:
-        return "new"
-    changed = (phrases[0] for name, phrases in REASONS.items() if before.get(name) != now.get(name))
-    return next(changed, "removed")
-
-
-def _index_path(folder: Path, kind: str, source_folder: str) -> Path:
-    named = hashlib.sha256(source_folder.encode("utf-8", "surrogatepass")).hexdigest()[:24]
-    return folder / "index" / f"{kind}-{named}.json"
-
-
-def _source_folder(source: str) -> str:
-    return "captions" if source.startswith("caption:") else str(Path(source).parent)
-
-
-def _read_index(path: Path) -> dict[str, Record]:
-    """What is remembered of one folder. The index only explains, so a damaged one counts as none."""
-    try:
-        value = read_json(path)
-    except (OSError, ValueError):
-        return {}
-    if not isinstance(value, dict):
-        return {}
-    return {name: record for name, record in value.items() if isinstance(record, dict)}
-
-
-def _remembered(folder: Path, kind: str, sources: Sequence[str]) -> dict[str, Record]:
-    found: dict[str, Record] = {}
-    for source_folder in {_source_folder(source) for source in sources}:
-        found.update(_read_index(_index_path(folder, kind, source_folder)))
-    return found
-
-
-def _remember(plan: CachePlan[Item]) -> None:
-    folders: dict[str, dict[str, Record]] = {}
-    for source, record in plan.records.items():
-        folders.setdefault(_source_folder(source), {})[source] = record
-    for source_folder, records in folders.items():
-        path = _index_path(plan.folder, plan.kind, source_folder)
-        before = _read_index(path)
-        if before | records != before:
-            write_json(path, before | records)
+def check_few(shelf: Shelf, keys: Sequence[str] | Mapping[str, int]) -> None:
+    """Read and check the entries where that is quick; damaged ones are missing from then on."""
+    if sum(shard.bytes for shard in shelf.used()) > CHECKED_AT_START:
+        return
+    for key in keys:
+        if key in shelf:
+            shelf.check(key)
 
 
 def fill_latents(
@@ -237,29 +183,37 @@ def fill_latents(
     encode_image: Callable[[Tensor], tuple[Tensor, Tensor]],
     batch: int,
     progress: Progress | None = None,
+    *,
+    workers: int | None = None,
+    start: float = 0.0,
 ) -> Filled:
-    """Build the missing latents, `batch` pictures of one bucket at a time.
+    """Build the missing latents, `batch` pictures of one bucket at a time, decoded ahead by `workers` threads.
 
+    Others may fill the same cache meanwhile: nothing is built twice, and this returns when
+    all is there. `start` is the share of the way at which this process begins.
     `encode_image` takes pixels [B, 3, H, W] in [-1, 1] (float32, CPU) and gives mean and
     spread, each [B, C, h, w]. Raises DatasetRefused for a picture that cannot be read or
-    has changed since it was listed, TrainingFailed for latents that are not finite.
+    has changed since it was listed, TrainingFailed for latents that are not finite and for
+    a disk that refuses.
     """
-    groups: dict[Bucket, list[int]] = {}
-    for index in plan.missing:
-        groups.setdefault(plan.items[index][1].fit.bucket, []).append(index)
-    done = 0
-    for group in groups.values():
-        for start in range(0, len(group), batch):
-            chunk = group[start : start + batch]
-            pixels = torch.stack([read_pixels(*plan.items[index]) for index in chunk])
-            mean, spread = encode_image(pixels)
-            for place, index in enumerate(chunk):
-                tensors = {"mean": mean[place].to(plan.dtype), "spread": spread[place].to(plan.dtype)}
-                _keep(plan, index, tensors, plan.items[index][0].path.name)
-            done += len(chunk)
-            if progress is not None:
-                progress(done, len(plan.missing))
-    return _finish(plan)
+
+    def bucket(index: int) -> Bucket:
+        return plan.items[index][1].fit.bucket
+
+    def prepare(index: int) -> Tensor:
+        return read_pixels(*plan.items[index])
+
+    def encode(places: list[int], pixels: list[Tensor]) -> dict[str, Tensor]:
+        del places
+        mean, spread = encode_image(torch.stack(pixels))
+        return {"mean": mean.to(plan.dtype), "spread": spread.to(plan.dtype)}
+
+    def name(index: int) -> str:
+        return plan.items[index][0].path.name
+
+    many = usual_workers() if workers is None else max(1, workers)
+    work = Work(plan.folder, plan.kind, plan.keys, bucket, prepare, encode, name, batch, many, start)
+    return _fill(plan, work, progress)
 
 
 def fill_texts(
@@ -267,35 +221,35 @@ def fill_texts(
     encode_text: Callable[[Sequence[str]], Mapping[str, Tensor]],
     batch: int,
     progress: Progress | None = None,
+    *,
+    start: float = 0.0,
 ) -> Filled:
-    """Build the missing captions. `encode_text` takes B captions and gives tensors with B first.
+    """Build the missing captions, together with others as above. `encode_text` takes B captions and gives tensors with B first.
 
-    Raises TrainingFailed for values that are not finite.
+    Raises TrainingFailed for values that are not finite and for a disk that refuses.
     """
-    for start in range(0, len(plan.missing), batch):
-        chunk = plan.missing[start : start + batch]
-        encoded = encode_text([plan.items[index] for index in chunk])
-        for place, index in enumerate(chunk):
-            tensors = {
-                name: tensor[place].to(plan.dtype) if tensor.is_floating_point() else tensor[place]
-                for name, tensor in encoded.items()
-            }
-            _keep(plan, index, tensors, repr(plan.items[index]))
-        if progress is not None:
-            progress(start + len(chunk), len(plan.missing))
-    return _finish(plan)
+
+    def encode(places: list[int], captions: list[str]) -> dict[str, Tensor]:
+        del places
+        encoded = encode_text(captions)
+        return {
+            name: tensor.to(plan.dtype) if tensor.is_floating_point() else tensor for name, tensor in encoded.items()
+        }
+
+    def name(index: int) -> str:
+        return repr(plan.items[index])
+
+    work = Work(
+        plan.folder, plan.kind, plan.keys, lambda _: None, plan.items.__getitem__, encode, name, batch, 1, start
+    )
+    return _fill(plan, work, progress)
 
 
-def _keep(plan: CachePlan[Item], index: int, tensors: Mapping[str, Tensor], name: str) -> None:
-    if not all(bool(torch.isfinite(tensor).all()) for tensor in tensors.values()):
-        message = f"The encoder gave values that are not finite for {name}."
-        raise TrainingFailed(Problem(message, "Set memory.base_precision=fp32, or bf16 in place of fp16."))
-    write_entry(entry_path(plan.folder, plan.kind, plan.keys[index]), tensors)
-
-
-def _finish(plan: CachePlan[Item]) -> Filled:
-    built = {plan.keys[index] for index in plan.missing}
-    for key in set(plan.keys) - built:
-        touch(entry_path(plan.folder, plan.kind, key))
-    _remember(plan)
+def _fill(plan: CachePlan[Item], work: Work[Any], progress: Progress | None) -> Filled:
+    build_missing(work, progress)
+    described = (plan.describe(index) for index in range(len(plan.items)))
+    digest = hashlib.sha256("".join(plan.keys).encode("ascii"))
+    for index in range(len(plan.items)):
+        digest.update(plan.describe(index)[0].encode("utf-8", "surrogatepass") + b"\0")
+    remember(plan.folder, plan.kind, digest.digest(), described)
     return plan.filled

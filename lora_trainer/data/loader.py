@@ -14,9 +14,9 @@ from torch import Tensor
 
 from lora_trainer.core.randomness import position_uniform
 from lora_trainer.data.buckets import Bucket
-from lora_trainer.data.entries import Store
 from lora_trainer.data.sample import Sample
 from lora_trainer.data.steps import Ref
+from lora_trainer.data.store import Store
 from lora_trainer.data.views import View, turn_of
 
 Item = TypeVar("Item")

@@ -15,10 +15,10 @@ from lora_trainer.config.schema import Config
 from lora_trainer.core.errors import Problem, TrainingFailed
 from lora_trainer.core.io import user_cache_folder
 from lora_trainer.data.cache import CachePlan, fill_latents, fill_texts, plan_latents, plan_texts
-from lora_trainer.data.entries import Store
 from lora_trainer.data.loader import CachedData, size_row
 from lora_trainer.data.sample import Sample
 from lora_trainer.data.split import MOST_HELD_OUT
+from lora_trainer.data.store import Store
 from lora_trainer.data.views import View
 from lora_trainer.evaluation.held_out import EncodedSample
 from lora_trainer.evaluation.loading import free_memory
@@ -123,8 +123,8 @@ def cached_data(config: Config, inputs: Inputs, plans: CachePlans) -> CachedData
         latent_keys=latent_keys(inputs, plans)[:count],
         text_keys=plans.texts.keys[:count],
         empty_key=plans.texts.keys[-1],
-        latents=Store(plans.latents.folder, "latents"),
-        texts=Store(plans.texts.folder, "texts"),
+        latents=Store(plans.latents.folder, "latents", plans.latents.keys),
+        texts=Store(plans.texts.folder, "texts", plans.texts.keys),
         prior_weight=config.loss.prior_weight,
     )
 

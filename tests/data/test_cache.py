@@ -13,16 +13,10 @@ from torch import Tensor
 from lora_trainer.cli.cache import clean_command, status_command
 from lora_trainer.core.errors import DatasetRefused, TrainingFailed
 from lora_trainer.data.cache import CachePlan, Filled, fill_latents, fill_texts, plan_latents, plan_texts
-from lora_trainer.data.entries import (
-    DamagedEntryError,
-    Store,
-    cache_clean,
-    cache_status,
-    entry_path,
-    read_entry,
-    write_entry,
-)
 from lora_trainer.data.manifest import read_manifest
+from lora_trainer.data.shards import Shard
+from lora_trainer.data.store import Shelf, Store
+from lora_trainer.data.upkeep import cache_clean, cache_status
 from lora_trainer.data.views import Framing, plan_plain
 from tests.data.conftest import Draw
 
@@ -85,7 +79,6 @@ def test_latents_are_built_once_and_read_back(data: Path, cache: Path) -> None:
             entry["mean"].shape == entry["spread"].shape == (4, view.fit.bucket.height // 8, view.fit.bucket.width // 8)
         )
         assert entry["mean"].dtype == HALF
-        assert store.read(key)["mean"] is entry["mean"]
     assert sorted(data.rglob("*")) == before
 
 
@@ -125,39 +118,62 @@ def test_copies_share_an_entry(data: Path, cache: Path, draw: Draw) -> None:
     assert fill(data, cache) == Filled("latents", 0, 5, {"new": 5})
 
 
-@pytest.mark.parametrize("damage", ["empty", "cut", "flipped", "text", "nan", "shape", "names"])
-def test_damaged_entries_are_rebuilt(data: Path, cache: Path, damage: str) -> None:
+def shards_of(cache: Path, kind: str = "latents") -> list[Path]:
+    return sorted((cache / kind).glob("*.safetensors"))
+
+
+def holding(cache: Path, key: str) -> tuple[Path, int]:
+    """The shard and row of an entry."""
+    place = Shelf(cache, "latents").place(key)
+    assert place is not None
+    return place[0].path, place[1]
+
+
+@pytest.mark.parametrize("damage", ["empty", "cut", "text", "header"])
+def test_a_shard_that_cannot_be_read_loses_its_rows_only(data: Path, cache: Path, damage: str) -> None:
     fill(data, cache)
     plan = plan_of(data, cache)
-    path = entry_path(cache, "latents", plan.keys[0])
-    whole = path.read_bytes()
-    good = read_entry(path)
-    if damage in ("nan", "shape", "names"):
-        wrong = {
-            "nan": torch.full((4, 8, 8), float("nan")),
-            "shape": torch.zeros(4, 8, 9),
-            "names": torch.zeros(4, 8, 8),
-        }
-        mean = wrong[damage].to(HALF)
-        write_entry(path, {"mean" if damage != "names" else "other": mean, "spread": mean})
-    else:
-        flipped = whole[:-3] + bytes([whole[-3] ^ 1]) + whole[-2:]
-        path.write_bytes({"empty": b"", "cut": whole[:-10], "flipped": flipped, "text": b"nonsense" * 10}[damage])
-    assert fill(data, cache) == Filled("latents", 4, 1, {"damaged": 1})
-    assert torch.equal(read_entry(path)["mean"], good["mean"])
+    path, _ = holding(cache, plan.keys[0])
+    lost, whole = Shard(path).count, path.read_bytes()
+    path.write_bytes(
+        {"empty": b"", "cut": whole[:-10], "text": b"nonsense" * 10, "header": whole[:20] + b"?" + whole[21:]}[damage]
+    )
+    assert fill(data, cache) == Filled("latents", 5 - lost, lost, {"damaged": lost})
+    assert fill(data, cache).rebuilt == 0
+    assert cache_clean(cache).removed == 1
+    assert not path.exists()
+    assert fill(data, cache).rebuilt == 0
 
 
-def test_a_removed_entry_is_rebuilt(data: Path, cache: Path) -> None:
+def test_a_damaged_row_is_rebuilt_alone(data: Path, cache: Path) -> None:
     fill(data, cache)
-    entry_path(cache, "latents", plan_of(data, cache).keys[1]).unlink()
-    assert fill(data, cache).reasons == {"removed": 1}
+    plan = plan_of(data, cache)
+    good = {name: tensor.clone() for name, tensor in Store(cache, "latents").read(plan.keys[0]).items()}
+    path, _ = holding(cache, plan.keys[0])
+    assert Shard(path).count == 3
+    whole = path.read_bytes()
+    place = whole.index(good["mean"].numpy().tobytes())
+    path.write_bytes(whole[: place + 7] + bytes([whole[place + 7] ^ 1]) + whole[place + 8 :])
+    assert fill(data, cache) == Filled("latents", 4, 1, {"damaged": 1})
+    assert fill(data, cache).rebuilt == 0
+    assert torch.equal(Store(cache, "latents").read(plan.keys[0])["mean"], good["mean"])
+    assert not list(cache.rglob("*.damaged-*"))
+    assert cache_status(cache).counts["latents"] == 5
+
+
+def test_a_removed_shard_is_rebuilt(data: Path, cache: Path) -> None:
+    fill(data, cache)
+    path, _ = holding(cache, plan_of(data, cache).keys[1])
+    lost = Shard(path).count
+    path.unlink()
+    assert fill(data, cache).reasons == {"removed": lost}
 
 
 def test_a_damaged_index_only_costs_the_explanation(data: Path, cache: Path) -> None:
     fill(data, cache)
-    for path in (cache / "index").iterdir():
-        path.write_text("[broken", encoding="utf-8")
+    (cache / "index.sqlite").write_text("[broken", encoding="utf-8")
     assert fill(data, cache).rebuilt == 0
+    assert fill(data, cache, resolution=48).reasons == {"size changed": 5}
 
 
 def test_an_interrupted_fill_keeps_what_it_built(data: Path, cache: Path) -> None:
@@ -202,10 +218,10 @@ def test_values_that_are_not_finite_stop_the_run(data: Path, cache: Path) -> Non
     assert cache_status(cache).bytes == 0
 
 
-def test_a_cache_folder_that_is_a_file(tmp_path: Path) -> None:
+def test_a_cache_folder_that_is_a_file(data: Path, tmp_path: Path) -> None:
     (tmp_path / "cache").write_bytes(b"")
     with pytest.raises(TrainingFailed, match=r"cache\.folder"):
-        write_entry(tmp_path / "cache" / "latents" / "ab" / "x.safetensors", {"mean": torch.zeros(1)})
+        fill(data, tmp_path / "cache")
 
 
 def test_texts_with_the_empty_one_always(data: Path, cache: Path) -> None:
@@ -233,26 +249,18 @@ def test_progress_counts_to_the_end(data: Path, cache: Path) -> None:
     assert seen == sorted(seen)
 
 
-def test_a_store_keeps_within_its_bytes(data: Path, cache: Path) -> None:
-    fill(data, cache)
-    keys = plan_of(data, cache).keys
-    small = Store(cache, "latents", retained=2 * 2 * 4 * 8 * 8)
-    first = small.read(keys[0])
-    assert small.read(keys[0]) is first
-    for key in keys[1:]:
-        small.read(key)
-    assert small.read(keys[0]) is not first
-
-
 def test_an_entry_lost_during_a_run_is_explained(cache: Path) -> None:
     with pytest.raises(TrainingFailed, match="--resume"):
         Store(cache, "latents").read("ab" * 32)
 
 
-def test_entries_do_not_carry_their_batch(data: Path, cache: Path) -> None:
-    fill(data, cache)
-    sizes = [path.stat().st_size for path in cache.glob("latents/*/*")]
-    assert max(sizes) < 2 * 4 * 8 * 12 * 2 + 600
+def test_a_filled_cache_is_few_files(data: Path, cache: Path) -> None:
+    fill_latents(plan_of(data, cache), encode_image, batch=1)
+    assert [Shard(path).count for path in shards_of(cache)].count(1) == 2  # three buckets
+    assert len(shards_of(cache)) == 3
+    plan = plan_of(data, cache)
+    entry = Store(cache, "latents").read(plan.keys[0])
+    assert torch.equal(entry["spread"], torch.full((4, 8, 8), 0.1, dtype=HALF))
 
 
 def test_status_and_cleaning(data: Path, cache: Path) -> None:
@@ -261,31 +269,29 @@ def test_status_and_cleaning(data: Path, cache: Path) -> None:
     fill_texts(texts_of(data, cache), encode_text, batch=4)
     status = cache_status(cache)
     assert status.counts == {"latents": 5, "texts": 7}
-    oldest = entry_path(cache, "latents", plan_of(data, cache).keys[2])
+    assert status.bytes == sum(path.stat().st_size for kind in ("latents", "texts") for path in shards_of(cache, kind))
+    oldest = shards_of(cache)[1]
     os.utime(oldest, (1, 1))
     left_over = oldest.parent / ".x.safetensors.abc.part"
     left_over.write_bytes(b"123")
     os.utime(left_over, (1, 1))
-    assert cache_clean(cache, status.bytes - 1).removed == 2
+    former = cache / "latents" / "ab" / ("ab" * 32 + ".safetensors")
+    former.parent.mkdir()
+    former.write_bytes(b"one file for each entry")
+    assert cache_clean(cache, status.bytes - 1).removed == 3
     assert not oldest.exists()
     assert not left_over.exists()
+    assert not former.parent.exists()
     assert cache_clean(cache, 0).left_bytes == 0
     assert cache_status(cache).counts == {"latents": 0, "texts": 0}
 
 
 def test_reused_entries_count_as_used(data: Path, cache: Path) -> None:
     fill(data, cache)
-    path = entry_path(cache, "latents", plan_of(data, cache).keys[0])
+    path = shards_of(cache)[0]
     os.utime(path, (1, 1))
     fill(data, cache)
     assert path.stat().st_mtime > 1
-
-
-def test_a_damaged_entry_is_named_as_such(tmp_path: Path) -> None:
-    path = tmp_path / "x.safetensors"
-    path.write_bytes(b"\x00" * 7)
-    with pytest.raises(DamagedEntryError):
-        read_entry(path)
 
 
 def test_the_commands(data: Path, cache: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -295,4 +301,4 @@ def test_the_commands(data: Path, cache: Path, capsys: pytest.CaptureFixture[str
     assert status_command(cache, as_json=True) == 0
     assert json.loads(capsys.readouterr().out)["counts"] == {"latents": 5, "texts": 0}
     assert clean_command(cache, 0.0) == 0
-    assert "5 files removed" in capsys.readouterr().out
+    assert "3 files removed" in capsys.readouterr().out

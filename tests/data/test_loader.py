@@ -11,10 +11,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lora_trainer.data.entries import Store, entry_path, write_entry
 from lora_trainer.data.loader import CachedData, drops_caption, prefetch, read_micro
 from lora_trainer.data.sample import Sample
 from lora_trainer.data.steps import Ref, plan_steps, split_micros
+from lora_trainer.data.store import Store, write_entries
 from lora_trainer.data.views import Framing, plan_views
 
 COUNT = 6
@@ -29,17 +29,17 @@ def data(tmp_path: Path) -> CachedData:
     plan = plan_views(samples, [Framing((64,), 16)])
     for number, fit in enumerate(plan.fits):
         shape = (4, fit.bucket.height // 8, fit.bucket.width // 8)
-        entry = {"mean": torch.full(shape, float(number)), "spread": torch.full(shape, 0.5)}
-        write_entry(entry_path(tmp_path, "latents", f"a{number}"), entry)
+        entry = {"mean": torch.full((1, *shape), float(number)), "spread": torch.full((1, *shape), 0.5)}
+        write_entries(tmp_path, "latents", [f"{number:064x}"], entry)
     for number in (-1, *range(COUNT)):
-        entry = {"embeds": torch.full((5, 3), float(number)), "pooled": torch.full((2,), float(number))}
-        write_entry(entry_path(tmp_path, "texts", f"b{number}"), entry)
+        entry = {"embeds": torch.full((1, 5, 3), float(number)), "pooled": torch.full((1, 2), float(number))}
+        write_entries(tmp_path, "texts", [f"{number + 1:064x}"], entry)
     return CachedData(
         samples,
         plan.views,
-        [(f"a{number}",) for number in range(COUNT)],
-        [f"b{number}" for number in range(COUNT)],
-        "b-1",
+        [(f"{number:064x}",) for number in range(COUNT)],
+        [f"{number + 1:064x}" for number in range(COUNT)],
+        f"{0:064x}",
         Store(tmp_path, "latents"),
         Store(tmp_path, "texts"),
     )

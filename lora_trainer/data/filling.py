@@ -1,0 +1,217 @@
+"""Building what is missing, by as many processes and runs as like to, each entry once.
+
+A key is claimed before it is built, and looked for again after it was claimed, so that
+nothing is built that somebody published meanwhile. What others have claimed is left for
+later and waited for; if its owner dies, its claim is free and it is built here. Each batch
+is durable when it is encoded, so a kill loses the batches in hand and nothing else.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Generic, TypeVar
+
+import torch
+from torch import Tensor
+
+from lora_trainer.core.errors import Problem, TrainingFailed
+from lora_trainer.data.claims import Claims, in_use, upkeep
+from lora_trainer.data.packing import SMALL, pack
+from lora_trainer.data.shards import Layout, layout_of
+from lora_trainer.data.store import Shelf, write_entries
+
+POLL = 0.05  # seconds between looking whether others are done
+MOST_WORKERS = 8
+
+Prepared = TypeVar("Prepared")
+Progress = Callable[[int, int], None]  # (entries done, entries to build)
+
+
+@dataclass(frozen=True)
+class Work(Generic[Prepared]):
+    """What is built and how. Entries are named by their place in `keys`.
+
+    `group` tells which of them may be encoded together. `prepare` is called in `workers`
+    threads, ahead of `encode`, which gives tensors with B first.
+    """
+
+    folder: Path
+    kind: str
+    keys: Sequence[str]
+    group: Callable[[int], object]
+    prepare: Callable[[int], Prepared]
+    encode: Callable[[list[int], list[Prepared]], Mapping[str, Tensor]]
+    name: Callable[[int], str]  # for messages
+    batch: int
+    workers: int = 1
+    start: float = 0.0  # share of the way at which this process begins, so that several seldom meet
+
+
+def usual_workers() -> int:
+    """One for each processor that this process may use, at most eight."""
+    count = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return min(MOST_WORKERS, count or 1)
+
+
+def build_missing(work: Work[Prepared], progress: Progress | None = None) -> int:
+    """Build what is missing until all of it is there, whoever builds it; how many were built here.
+
+    Raises TrainingFailed when the disk refuses or an encoder gives values that are not finite.
+    """
+    shelf = mark_used(work)
+    first = {key: place for place, key in reversed(list(enumerate(work.keys)))}
+    places = sorted(place for key, place in first.items() if key not in shelf)
+    if not places:
+        return 0
+    del shelf
+    with in_use(work.folder), _claims(work.folder) as claims:
+        filling = _Filling(work, claims, places)
+        try:
+            filling.run(progress)
+        finally:
+            filling.pool.shutdown(wait=True, cancel_futures=True)
+        pack(work.folder, work.kind, [shard.path for shard in Shelf(work.folder, work.kind, work.keys).used()])
+        return filling.built
+
+
+def mark_used(work: Work[Prepared]) -> Shelf:
+    """Mark the shards of a run as used now, so that nobody removes them; what of them is there."""
+    if not (work.folder / work.kind).is_dir():
+        return Shelf(work.folder, work.kind, work.keys)
+    with contextlib.ExitStack() as turn:
+        with contextlib.suppress(OSError):  # a cache that may not be written to
+            turn.enter_context(upkeep(work.folder))
+        shelf = Shelf(work.folder, work.kind, work.keys)
+        for shard in shelf.used():
+            with contextlib.suppress(OSError):
+                os.utime(shard.path)
+    return shelf
+
+
+def _claims(folder: Path) -> Claims:
+    try:
+        return Claims(folder)
+    except OSError as error:
+        raise refused(folder, error) from error
+
+
+def refused(folder: Path, error: OSError) -> TrainingFailed:
+    """The disk's no."""
+    message = f"The cache {folder} cannot be written ({(error.strerror or str(error)).lower()})."
+    return TrainingFailed(Problem(message, "Free space there, or set cache.folder to another disk."))
+
+
+class _Filling(Generic[Prepared]):
+    """One process at work."""
+
+    def __init__(self, work: Work[Prepared], claims: Claims, places: Sequence[int]) -> None:
+        self.work = work
+        self.claims = claims
+        self.total = len(places)
+        self.built = self.done = 0
+        self.pool = ThreadPoolExecutor(work.workers, thread_name_prefix="decode")
+        self.shelf = Shelf(work.folder, work.kind, [work.keys[place] for place in places])
+        self.pending = _turned(_grouped(places, work.group), work.start)
+        self.later: list[int] = []
+        self.own: dict[Layout, list[Path]] = defaultdict(list)
+        self.own_bytes: dict[Layout, int] = defaultdict(int)
+
+    def run(self, progress: Progress | None) -> None:
+        depth = 1 + -(-self.work.workers // self.work.batch)
+        ahead: deque[tuple[list[int], list[Future[Prepared]]]] = deque()
+        reported = -1
+        while True:
+            while len(ahead) < depth and (places := self.next_places()):
+                ahead.append((places, [self.pool.submit(self.work.prepare, place) for place in places]))
+            if ahead:
+                places, futures = ahead.popleft()
+                self.publish(places, self.work.encode(places, [future.result() for future in futures]))
+            elif self.later:
+                time.sleep(POLL)
+                self.shelf.refresh()
+                self.pending, self.later = _grouped(self.later, self.work.group), []
+            if progress is not None and self.done != reported:
+                reported = self.done
+                progress(self.done, self.total)
+            if not ahead and not self.pending and not self.later:
+                return
+
+    def next_places(self) -> list[int]:
+        """The next batch, claimed; empty when nothing is left that nobody else builds."""
+        keys = self.work.keys
+        while self.pending:
+            group = self.pending[0]
+            mine: list[int] = []
+            while group and len(mine) < self.work.batch:
+                place = group.popleft()
+                if keys[place] in self.shelf:
+                    self.done += 1
+                elif self.claims.take(keys[place]):
+                    mine.append(place)
+                else:
+                    self.later.append(place)
+            if not group:
+                self.pending.popleft()
+            if mine:
+                self.shelf.refresh()  # somebody may have published it just before this claim
+            for place in [place for place in mine if keys[place] in self.shelf]:
+                self.claims.free(keys[place])
+                mine.remove(place)
+                self.done += 1
+            if mine:
+                return mine
+        return []
+
+    def publish(self, places: list[int], tensors: Mapping[str, Tensor]) -> None:
+        """Make a batch durable, then free its claims."""
+        work = self.work
+        for row, place in enumerate(places):
+            if not all(bool(torch.isfinite(tensor[row]).all()) for tensor in tensors.values()):
+                message = f"The encoder gave values that are not finite for {work.name(place)}."
+                raise TrainingFailed(Problem(message, "Set memory.base_precision=fp32, or bf16 in place of fp16."))
+        layout, keys = layout_of(tensors), [work.keys[place] for place in places]
+        try:
+            path = write_entries(work.folder, work.kind, keys, tensors)
+        except OSError as error:
+            raise refused(work.folder, error) from error
+        for key in keys:
+            self.claims.free(key)
+        self.built += len(places)
+        self.done += len(places)
+        self.own[layout].append(path)
+        self.own_bytes[layout] += path.stat().st_size
+        if self.own_bytes[layout] >= SMALL:
+            pack(work.folder, work.kind, self.own.pop(layout))
+            del self.own_bytes[layout]
+
+
+def _grouped(places: Sequence[int], group: Callable[[int], object]) -> deque[deque[int]]:
+    groups: dict[object, deque[int]] = defaultdict(deque)
+    for place in places:
+        groups[group(place)].append(place)
+    return deque(groups.values())
+
+
+def _turned(groups: deque[deque[int]], start: float) -> deque[deque[int]]:
+    """The same entries, beginning at a share of the way."""
+    skip = int(sum(map(len, groups)) * start)
+    before: list[deque[int]] = []
+    after: list[deque[int]] = []
+    for group in groups:
+        cut = min(skip, len(group))
+        skip -= cut
+        before.append(deque(_first(group, cut)))
+        after.append(group)
+    return deque(group for group in (*after, *before) if group)
+
+
+def _first(group: deque[int], count: int) -> Iterator[int]:
+    for _ in range(count):
+        yield group.popleft()

@@ -1,0 +1,242 @@
+"""A cache folder described and kept in order: its size, what killed runs left, and what is damaged."""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+import time
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from lora_trainer.data.claims import oldest_user, upkeep
+from lora_trainer.data.packing import pack, remove, rewrite
+from lora_trainer.data.store import KINDS, MARK, Shelf
+
+DEFAULT_LIMIT = 50 * 10**9  # bytes on disk
+ABANDONED_AFTER = 3600.0  # seconds until a half-written file may go although somebody is at work
+CLOCK_STEP = 2.0  # seconds by which times on a disk may be coarse
+
+
+@dataclass(frozen=True)
+class KindStatus:
+    """Entries of one kind. `last_used` in seconds since 1970, None where there are none."""
+
+    entries: int
+    bytes: int
+    shards: int
+    damaged: int  # shards whose header is damaged
+    last_used: float | None
+
+
+@dataclass(frozen=True)
+class CacheStatus:
+    """What a cache folder holds. `former` counts the files of the layout with one file for each entry."""
+
+    folder: Path
+    kinds: dict[str, KindStatus]
+    former: int
+    in_use: bool
+
+    @property
+    def bytes(self) -> int:
+        return sum(kind.bytes for kind in self.kinds.values())
+
+    @property
+    def counts(self) -> dict[str, int]:
+        return {name: kind.entries for name, kind in self.kinds.items()}
+
+    @property
+    def lines(self) -> list[str]:
+        held = ", ".join(f"{count} {kind}" for kind, count in self.counts.items())
+        lines = [f"{self.folder}: {held}, {self.bytes / 1e6:.1f} MB"]
+        for name, kind in self.kinds.items():
+            if kind.last_used is not None:
+                used = time.strftime("%Y-%m-%d %H:%M", time.localtime(kind.last_used))
+                lines.append(f"  {name}: {kind.bytes / 1e6:.1f} MB in {_files(kind.shards)}, last used {used}")
+            if kind.damaged:
+                lines.append(f"  {name}: {_files(kind.damaged)} cannot be read; `cache clean` removes them")
+        if self.former:
+            lines.append(
+                f"  {_files(self.former)} of a former version, which nothing reads; `cache clean` removes them"
+            )
+        if self.in_use:
+            lines.append("  in use by a run now")
+        return lines
+
+    def to_json(self) -> dict[str, object]:
+        kinds = {name: vars(kind) for name, kind in self.kinds.items()}
+        return {
+            "folder": str(self.folder),
+            "counts": self.counts,
+            "bytes": self.bytes,
+            "kinds": kinds,
+            "former": self.former,
+            "in_use": self.in_use,
+        }
+
+
+def _files(count: int) -> str:
+    return f"{count} file{'' if count == 1 else 's'}"
+
+
+def cache_status(folder: Path) -> CacheStatus:
+    """Count what is there, from the shards' headers; a folder that does not exist is empty."""
+    kinds = {}
+    for kind in KINDS:
+        shelf = Shelf(folder, kind)
+        shards = shelf.shards()
+        used = max((shard.used for shard in shards), default=None)
+        total = sum(shard.bytes for shard in shards)
+        kinds[kind] = KindStatus(len(shelf), total, len(shards), len(shelf.damaged), used)
+    return CacheStatus(folder, kinds, len(list(_former(folder))), oldest_user(folder) is not None)
+
+
+@dataclass(frozen=True)
+class Cleaned:
+    """What was removed and left. `needed` is what living runs use, where that alone is above the limit."""
+
+    removed: int
+    removed_bytes: int
+    left_bytes: int
+    limit: int
+    damaged: int = 0  # entries that were found damaged
+    needed: int | None = None
+
+    @property
+    def lines(self) -> list[str]:
+        removed = f"{_files(self.removed)} removed ({self.removed_bytes / 1e6:.1f} MB)"
+        lines = [f"{removed}, {self.left_bytes / 1e6:.1f} MB left"]
+        if self.damaged:
+            lines.append(f"{self.damaged} damaged entries removed; the next run builds them anew")
+        if self.needed is not None:
+            lines.append(
+                f"{self.needed / 1e9:.2f} GB are in use, above the limit of {self.limit / 1e9:.2f} GB: they are kept"
+            )
+        return lines
+
+
+def cache_clean(folder: Path, limit: int = DEFAULT_LIMIT, *, verify: bool = False) -> Cleaned:
+    """Put a cache in order.
+
+    Removes what killed runs left, shards that cannot be read, files of the former layout,
+    with `verify` each entry whose checksum differs, then the least recently used shards
+    above `limit` bytes. What a living run uses stays. Packs small shards.
+    """
+    if not folder.is_dir():
+        return Cleaned(0, 0, 0, limit)
+    removed, damaged = 0, 0
+    before = _bytes_in(folder)
+    leavings = [*_abandoned(folder), *_former(folder)]
+    with upkeep(folder):
+        for kind in KINDS:
+            leavings += [folder / kind / name for name in Shelf(folder, kind).damaged]
+            leavings += _stray_marks(folder / kind)
+        removed += sum(_unlinked(path) for path in leavings)
+        for kind in KINDS:
+            damaged += _without_damage(folder, kind, verify=verify)
+    for emptied in (*(path for kind in KINDS for path in (folder / kind).glob("??")), folder / "index"):
+        with contextlib.suppress(OSError):
+            emptied.rmdir()
+    for kind in KINDS:
+        pack(folder, kind, [shard.path for shard in Shelf(folder, kind).shards()])
+    kept = keep_limit(folder, limit)
+    after = _bytes_in(folder)
+    return Cleaned(removed + kept.removed, before - after, kept.left_bytes, limit, damaged, kept.needed)
+
+
+def keep_limit(folder: Path, limit: int) -> Cleaned:
+    """Remove the least recently used shards above `limit` bytes, but none that a living run uses."""
+    removed = removed_bytes = 0
+    with upkeep(folder):
+        since = oldest_user(folder)
+        shards = sorted(_shards(folder), key=lambda entry: entry[2])
+        left = sum(size for _, size, _ in shards)
+        used = sum(size for _, size, last in shards if since is not None and last >= since - CLOCK_STEP)
+        for path, _, last in shards:
+            if left <= limit or (since is not None and last >= since - CLOCK_STEP):
+                break
+            if size := remove(path):
+                removed, removed_bytes, left = removed + 1, removed_bytes + size, left - size
+    return Cleaned(removed, removed_bytes, left, limit, needed=used if used > limit else None)
+
+
+def free_bytes(folder: Path) -> int:
+    """What the disk of a folder has left; the folder need not be there yet."""
+    place = folder.absolute()
+    while not place.exists() and place != place.parent:
+        place = place.parent
+    return shutil.disk_usage(place).free
+
+
+def _shards(folder: Path) -> Iterator[tuple[Path, int, float]]:
+    """(path, bytes, time of last use) of each shard; those that vanish meanwhile are passed over."""
+    for kind in KINDS:
+        for path in (folder / kind).glob("*.safetensors"):
+            with contextlib.suppress(FileNotFoundError):
+                facts = path.stat()
+                yield path, facts.st_size, facts.st_mtime
+
+
+def _without_damage(folder: Path, kind: str, *, verify: bool) -> int:
+    """Write shards with damaged rows anew without them; how many rows. Known ones only, unless all are read."""
+    found = 0
+    for shard in Shelf(folder, kind).shards():
+        marks = list(shard.path.parent.glob(shard.path.stem + MARK + "*"))
+        if not marks and not verify:
+            continue
+        with contextlib.suppress(OSError):
+            lost = shard.count - len(shard.sound_rows())
+            if lost:
+                found += lost
+                path, layout = shard.path, shard.layout
+                del shard
+                rewrite(folder / kind, layout, [path])
+            else:
+                sum(_unlinked(mark) for mark in marks)  # it was a disk's mood
+    return found
+
+
+def _stray_marks(folder: Path) -> list[Path]:
+    return [
+        mark
+        for mark in folder.glob("*" + MARK + "*")
+        if not (folder / (mark.name.split(MARK)[0] + ".safetensors")).exists()
+    ]
+
+
+def _former(folder: Path) -> Iterator[Path]:
+    """Files of the layout that had one file for each entry."""
+    for kind in KINDS:
+        yield from (folder / kind).glob("??/*.safetensors")
+    yield from (folder / "index").glob("*.json")
+
+
+def _abandoned(folder: Path) -> list[Path]:
+    """Half-written files: all when nobody is at work, else those that are old."""
+    idle = oldest_user(folder) is None
+    found = []
+    for part in [part for place in (*KINDS, "index") for part in (folder / place).rglob(".*.part")]:
+        with contextlib.suppress(FileNotFoundError):
+            if time.time() - part.stat().st_mtime > (CLOCK_STEP if idle else ABANDONED_AFTER):
+                found.append(part)
+    return found
+
+
+def _unlinked(path: Path) -> int:
+    try:
+        path.unlink()
+    except OSError:
+        return 0
+    return 1
+
+
+def _bytes_in(folder: Path) -> int:
+    """Bytes of what this keeps in order: a cache folder may hold other things too."""
+    places: Iterable[Path] = (path for place in (*KINDS, "index") for path in (folder / place).rglob("*"))
+    total = 0
+    for path in places:
+        with contextlib.suppress(OSError):
+            if path.is_file():
+                total += path.stat().st_size
+    return total
