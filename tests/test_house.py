@@ -24,6 +24,7 @@ TORCH_FREE = (
     "lora_trainer.data.check",
     "lora_trainer.data.images",
     "lora_trainer.data.manifest",
+    "lora_trainer.data.look",
     "lora_trainer.data.measures",
     "lora_trainer.data.sample",
     "lora_trainer.data.scan",

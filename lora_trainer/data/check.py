@@ -20,7 +20,6 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,8 +27,9 @@ from typing import Any
 from lora_trainer.core.errors import Problem
 from lora_trainer.core.findings import Finding
 from lora_trainer.data.buckets import Fit
-from lora_trainer.data.images import ENDINGS_OF_FORMAT, BrokenPictureError, opened, quiet_pillow
-from lora_trainer.data.measures import Seen, measure, seen_broken
+from lora_trainer.data.images import ENDINGS_OF_FORMAT
+from lora_trainer.data.look import look_at
+from lora_trainer.data.measures import Seen
 from lora_trainer.data.sample import Manifest, Sample
 from lora_trainer.data.views import BucketPlan, Framing, plan_views
 
@@ -212,21 +212,6 @@ def _score(
         for path, factor in _factors(group, paths).items():
             worth[path] *= factor
     return _enough(samples, files) * sum(worth.values()) / len(paths)
-
-
-def look_at(samples: Sequence[Sample]) -> tuple[Seen, ...]:
-    """Decode every picture in full. Pillow lets go of the interpreter while decoding, so threads help."""
-    workers = min(4, os.cpu_count() or 1)
-    with quiet_pillow(), ThreadPoolExecutor(workers) as pool:
-        return tuple(pool.map(_look, samples))
-
-
-def _look(sample: Sample) -> Seen:
-    try:
-        with opened(sample.path, sample.span) as picture:
-            return measure(picture)
-    except BrokenPictureError as error:
-        return seen_broken(error)
 
 
 def _readable(looked: Looked) -> list[Finding]:

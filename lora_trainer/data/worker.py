@@ -13,11 +13,12 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
+from lora_trainer.data.look import read_seen
 from lora_trainer.data.scan import read_facts
 
 IDLE_SECONDS = 20.0  # then it ends by itself
 
-JOBS: dict[str, Callable[[Any], Any]] = {"facts": read_facts}
+JOBS: dict[str, Callable[[Any], Any]] = {"facts": read_facts, "seen": read_seen}
 
 
 def main() -> None:
@@ -42,7 +43,7 @@ def main() -> None:
     while line := requests.readline():
         with busy:
             job, what = json.loads(line)
-            found = [JOBS[job](each) for each in what]
+            found = [JOBS[job](each) for each in what]  # none of "hello"
             replies.write(json.dumps(found).encode("ascii") + b"\n")
             replies.flush()
             last = time.monotonic()

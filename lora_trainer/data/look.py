@@ -1,0 +1,98 @@
+"""Every picture decoded in full, by worker processes on all processors, and measured.
+
+The memory is flat: few large pictures or many small ones are in hand at once. What was
+measured is kept by content, so no picture is decoded for this twice, wherever it lies.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from lora_trainer.data.images import BrokenPictureError, opened, unreadable
+from lora_trainer.data.measures import MEASURES, Seen, measure, seen_broken, seen_from_json
+from lora_trainer.data.remembered import Remembered, remembered
+from lora_trainer.data.sample import Sample, Span
+from lora_trainer.data.scan import READ_WHOLE, lost
+from lora_trainer.data.spans import content_of, open_bytes
+from lora_trainer.data.workers import Progress, Task, Ticker, answers
+
+SECONDS = 60.0  # after which a decoder hangs, and one more for every PIXELS_A_SECOND
+PIXELS_A_SECOND = 1_000_000
+AT_ONCE = 2000  # measures read or written together
+
+
+def look_at(samples: Sequence[Sample], progress: Progress | None = None) -> tuple[Seen, ...]:
+    """What a full decode of each sample's picture shows, in order; broken ones say why."""
+    first: dict[str, Sample] = {}
+    for sample in samples:
+        first.setdefault(sample.content, sample)
+    ticker = Ticker(progress, len(first))
+    with remembered() as store:
+        seen = _known(list(first), store, ticker)
+        left = [sample for content, sample in first.items() if content not in seen]
+        fresh: dict[str, str] = {}
+        for sample, answer in _decoded(left):
+            seen[sample.content] = found = seen_from_json(answer)
+            if found.broken is None:
+                fresh[sample.content] = answer
+            if len(fresh) >= AT_ONCE:
+                store.keep_measures(fresh, MEASURES)
+                fresh.clear()
+            ticker.step()
+        store.keep_measures(fresh, MEASURES)
+    return tuple(seen[sample.content] for sample in samples)
+
+
+def _known(contents: Sequence[str], store: Remembered, ticker: Ticker) -> dict[str, Seen]:
+    """What earlier runs have seen; a row that cannot be read counts as none."""
+    known: dict[str, Seen] = {}
+    for start in range(0, len(contents), AT_ONCE):
+        for content, text in store.measures(contents[start : start + AT_ONCE], MEASURES).items():
+            try:
+                known[content] = seen_from_json(text)
+            except (ValueError, KeyError, TypeError, AttributeError):
+                continue
+            ticker.step()
+    return known
+
+
+def _decoded(samples: Sequence[Sample]) -> Iterator[tuple[Sample, str]]:
+    tasks = []
+    for sample in samples:
+        start, length = (0, -1) if sample.span is None else (sample.span.offset, sample.span.size)
+        path = os.path.abspath(sample.path if sample.span is None else sample.span.file)
+        pixels = sample.width * sample.height
+        tasks.append(Task([path, start, length, sample.content], pixels, SECONDS + pixels / PIXELS_A_SECOND))
+    for number, answer in answers("seen", tasks):
+        lone = answer in ("crashed", "hung")
+        yield samples[number], seen_broken(lost(answer)).to_json() if lone else answer
+
+
+def read_seen(what: tuple[str, int, int, str]) -> str:
+    """The worker's job: one picture measured, as JSON."""
+    name, start, length, content = what
+    path = Path(name)
+    try:
+        return _measured(path, None if length < 0 else Span(path, start, length), content).to_json()
+    except BrokenPictureError as broken:
+        return seen_broken(broken).to_json()
+
+
+def _measured(path: Path, span: Span | None, content: str) -> Seen:
+    """Raises BrokenPictureError, also when the bytes are not those that were listed."""
+    try:
+        with open_bytes(path, span) as file:
+            size = os.fstat(file.fileno()).st_size if span is None else span.size
+            data = file.read(size) if size <= READ_WHOLE else b""
+        found = hashlib.sha256(data).hexdigest() if size <= READ_WHOLE else content_of(path, span)
+    except OSError as error:
+        raise unreadable(error) from error
+    if found != content:
+        # Measures are kept by content: those of other bytes must not stand under it.
+        raise BrokenPictureError("unreadable", "changed while it was read.", "Run again.")
+    with opened(io.BytesIO(data)) if size <= READ_WHOLE else opened(path, span) as picture:
+        return measure(picture)

@@ -1,0 +1,109 @@
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from lora_trainer.data import look, workers
+from lora_trainer.data.images import opened
+from lora_trainer.data.look import look_at
+from lora_trainer.data.measures import Seen, measure
+from lora_trainer.data.sample import Sample
+from lora_trainer.data.scan import Facts, read_headers
+from lora_trainer.data.workers import Task, answers
+
+
+def sample(path: Path, seed: int, size: tuple[int, int] = (32, 24)) -> Sample:
+    noise = np.random.default_rng(seed).integers(0, 256, (size[1], size[0], 3), dtype=np.uint8)
+    Image.fromarray(noise).save(path)
+    (facts,) = read_headers([(path, None)])
+    assert isinstance(facts, Facts)
+    return Sample(path, "", facts.width, facts.height, facts.content)
+
+
+def test_pictures_are_measured_in_order_and_once_for_each_content(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    samples = [sample(tmp_path / f"{number}.png", number // 2) for number in range(6)]
+    told: list[tuple[int, int]] = []
+    seen = look_at(samples, lambda done, total: told.append((done, total)))
+    assert told[-1] == (3, 3)
+    for each, found in zip(samples, seen, strict=True):
+        with opened(each.path) as picture:
+            assert found == measure(picture)
+    monkeypatch.setattr(look, "answers", lambda job, tasks: iter(()) if not tasks else pytest.fail("decoded again"))
+    for each in samples:
+        each.path.unlink()  # measures are kept by content
+    assert look_at(samples) == seen
+
+
+def test_other_measures_are_taken_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    one = sample(tmp_path / "1.png", 1)
+    first = look_at([one])
+    asked: list[int] = []
+
+    def counted(job: str, tasks: list[Task]) -> Iterator[tuple[int, object]]:
+        asked.append(len(tasks))
+        return answers(job, tasks)
+
+    monkeypatch.setattr(look, "answers", counted)
+    monkeypatch.setattr(look, "MEASURES", look.MEASURES + 1)
+    assert look_at([one]) == first
+    assert asked == [1]
+
+
+def test_a_picture_exchanged_after_it_was_listed_is_said(tmp_path: Path) -> None:
+    one = sample(tmp_path / "1.png", 1)
+    sample(tmp_path / "1.png", 2)
+    (seen,) = look_at([one])
+    assert seen.broken is not None
+    assert "changed" in seen.broken[1]
+
+
+@pytest.mark.parametrize(("how", "word"), [("crash", "crashes"), ("hang", "too long")])
+def test_a_decoder_that_dies_or_hangs_costs_its_picture_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str, word: str
+) -> None:
+    """The worker of one picture is killed each time it is asked for; the others are measured."""
+    samples = [sample(tmp_path / f"{number}.png", number) for number in range(5)]
+    true = workers.Worker.ask
+
+    def ask(worker: workers.Worker, job: str, what: list[list[str]], seconds: float) -> object:
+        if any(str(each[0]).endswith("3.png") for each in what):
+            stop = signal.SIGKILL if how == "crash" else signal.SIGSTOP
+            os.kill(worker._process.pid, stop)
+            seconds = 0.2 if how == "hang" else seconds
+        return true(worker, job, what, seconds)
+
+    monkeypatch.setattr(workers.Worker, "ask", ask)
+    seen = look_at(samples)
+    broken = [number for number, each in enumerate(seen) if each.broken]
+    assert broken == [3]
+    assert word in str(seen[3].broken)
+    monkeypatch.setattr(workers.Worker, "ask", true)
+    assert all(each.broken is None for each in look_at(samples)), "what a crash said is not kept"
+
+
+def test_without_processes_the_work_is_done_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    one = sample(tmp_path / "1.png", 1)
+
+    def none() -> None:
+        raise OSError("no processes")
+
+    monkeypatch.setattr(workers, "_borrow", none)
+    (seen,) = look_at([one])
+    assert isinstance(seen, Seen)
+    assert seen.broken is None
+
+
+def test_large_pictures_are_not_in_hand_together() -> None:
+    room = workers._Room(100)
+    with room.holding(500):  # one alone always has room
+        assert room._used == 500
+    groups = list(workers._groups([Task(0, pixels) for pixels in (workers.PIXELS_AT_ONCE, 1, 1, 9**9, 2)], 2))
+    assert groups == [[0], [1, 2], [3], [4]]
