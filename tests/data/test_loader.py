@@ -173,7 +173,7 @@ def test_regularisation_has_a_weight_of_its_own(data: CachedData) -> None:
     samples = [replace(sample, weight=2.0, regularisation=n % 2 == 0) for n, sample in enumerate(data.samples)]
     refs = (ref(data, 0), ref(data, 2))
     assert read_micro(replace(data, samples=samples, prior_weight=0.25), refs, 0, 0, 0).weights.tolist() == [0.5, 0.5]
-    assert read_micro(replace(data, samples=samples), (ref(data, 1),), 0, 0).weights.tolist() == [2.0]
+    assert read_micro(replace(data, samples=samples), (ref(data, 1),), 0, 0, 0).weights.tolist() == [2.0]
 
 
 def test_prefetch_reads_no_further_than_its_depth_and_stops() -> None:
