@@ -29,6 +29,8 @@ TORCH_FREE = (
     "lora_trainer.data.sample",
     "lora_trainer.data.scan",
     "lora_trainer.data.worker",
+    "lora_trainer.data.sources.read",
+    "lora_trainer.data.spans",
     "lora_trainer.models.family",
 )
 

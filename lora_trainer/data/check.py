@@ -131,6 +131,9 @@ MANY = {
     "unreadable_caption": "have a caption that is not text",
     "bad_metadata": "list captions wrongly",
     "bad_weight": "have a weight that no loss can be multiplied by",
+    "damaged_tar": "are damaged",
+    "mask_differs": "have a mask of another shape",
+    "unreadable_mask": "have a mask that cannot be read",
     "too_small": "are far smaller than they would be trained at",
 }
 
@@ -195,7 +198,8 @@ def _parts(found: dict[str, list[Finding]], paths: Sequence[Path]) -> dict[str, 
 
 
 def _enough(samples: Sequence[Sample], files: dict[Path, tuple[Finding, ...]]) -> float:
-    usable = len({sample.content for sample in samples if not _has_error(files[sample.path])})
+    learned = [sample for sample in samples if not sample.regularisation]
+    usable = len({sample.content for sample in learned if not _has_error(files[sample.path])})
     return 0.0 if usable == 0 else min(1.0, 0.5 + 0.1 * usable)
 
 
@@ -214,8 +218,19 @@ def _score(
     return _enough(samples, files) * sum(worth.values()) / len(paths)
 
 
+READING_CODES = {
+    "unreadable",
+    "too_large",
+    "damaged_tar",
+    "two_pictures",
+    "missing_mask",
+    "mask_differs",
+    "unreadable_mask",
+}
+
+
 def _readable(looked: Looked) -> list[Finding]:
-    read = [finding for finding in looked.read_findings if finding.code in ("unreadable", "too_large")]
+    read = [finding for finding in looked.read_findings if finding.code in READING_CODES]
     foreign = [finding for finding in looked.read_findings if finding.code == "foreign_format"]
     broken = []
     for sample, seen in zip(looked.samples, looked.seen, strict=True):
@@ -241,7 +256,7 @@ def _captions(looked: Looked) -> list[Finding]:
                 found.append(
                     Finding("long_caption", "note", message, "Shorten it; what matters first.", path=sample.path)
                 )
-    captions = {sample.caption for sample in looked.samples}
+    captions = {sample.caption for sample in looked.samples if not sample.regularisation}
     if len(looked.samples) > 1 and len(captions) == 1 and captions != {""}:
         message = f"All {len(looked.samples)} pictures have the same caption."
         fix = "Fine for one subject; varied captions keep surroundings apart from it."
@@ -292,7 +307,8 @@ def _distinct(looked: Looked) -> list[Finding]:
     found = []
     for sample in looked.samples:
         original = first.setdefault(sample.content, sample)
-        if original is not sample:
+        # The same picture in two sources is one that is trained twice on purpose.
+        if original is not sample and (original.path, original.span) != (sample.path, sample.span):
             message = f"is the same file as {beside(original.path, sample.path)}."
             fix = "Remove one; to weigh pictures use folders such as 10_name."
             found.append(Finding("duplicate", "warning", message, fix, path=sample.path))
@@ -323,7 +339,7 @@ def _formats(looked: Looked) -> list[Finding]:
 
 
 def _count(looked: Looked) -> list[Finding]:
-    distinct = len({sample.content for sample in looked.samples})
+    distinct = len({sample.content for sample in looked.samples if not sample.regularisation})
     if 0 < distinct < ENOUGH_PICTURES:
         message = f"There are {distinct} distinct pictures; {ENOUGH_PICTURES} are the least that train well."
         return [Finding("few_pictures", "warning", message, "Add pictures.")]

@@ -169,8 +169,9 @@ class Lengths:
 class StepArithmetic:
     """How many steps come of how many pictures."""
 
-    images: int
+    images: int  # regularisation not among them
     passes: int  # samples of one epoch: images times their repeats, and regularisation
+    regularisation: int  # how many of the passes are regularisation
     effective: int
     batch: int  # largest micro batch of one process
     accumulation: int  # micro batches of one process in a step, where all are of one bucket
@@ -180,9 +181,10 @@ class StepArithmetic:
     total: int
 
     def to_json(self) -> dict[str, float]:
-        repeats = self.passes / self.images if self.images else 0
+        repeats = (self.passes - self.regularisation) / self.images if self.images else 0
         return {
             "images": self.images,
+            "regularisation": self.regularisation,
             "repeats": int(repeats) if repeats == int(repeats) else round(repeats, 3),
             "batch": self.batch,
             "accumulation": self.accumulation,
@@ -197,8 +199,9 @@ class StepArithmetic:
     def line(self) -> str:
         """For people: `18 images x 10 repeats = 180 a pass / 4 a step = 45 steps x 3 epochs = 135 steps`."""
         repeats = self.to_json()["repeats"]
+        prior = f" + {self.regularisation} regularisation" if self.regularisation else ""
         text = (
-            f"{self.images} images × {repeats} repeats = {self.passes} a pass, / {self.effective} a step"
+            f"{self.images} images × {repeats} repeats{prior} = {self.passes} a pass, / {self.effective} a step"
             f" = {self.steps_per_epoch} steps, × {self.epochs} epochs"
         )
         whole = self.steps_per_epoch * self.epochs
@@ -210,15 +213,19 @@ def step_arithmetic(
 ) -> StepArithmetic:
     """Count the steps of a run over the samples that are trained on (held-out ones not among them)."""
     passes = sum(group.seen for group in make_groups(samples, seed=0))
+    trained = [sample for sample in samples if not sample.regularisation]
+    prior = passes - sum(group.seen for group in make_groups(trained, seed=0))
     per_epoch = math.ceil(passes / effective)
     share_of_process = math.ceil(effective / processes)
     accumulation = math.ceil(share_of_process / (max_micro or share_of_process))
     batch = math.ceil(share_of_process / accumulation)
     if lengths.max_steps is None and lengths.max_epochs is None:
-        epochs = math.ceil(lengths.exposures * len(samples) / passes) if passes else 0
+        epochs = math.ceil(lengths.exposures * len(trained) / (passes - prior or 1)) if passes else 0
         total = epochs * per_epoch
     else:
         by_epochs = per_epoch * lengths.max_epochs if lengths.max_epochs is not None else None
         total = min(count for count in (lengths.max_steps, by_epochs) if count is not None) if passes else 0
         epochs = math.ceil(total / per_epoch) if passes else 0
-    return StepArithmetic(len(samples), passes, effective, batch, accumulation, processes, per_epoch, epochs, total)
+    return StepArithmetic(
+        len(trained), passes, prior, effective, batch, accumulation, processes, per_epoch, epochs, total
+    )

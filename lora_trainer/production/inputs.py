@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from lora_trainer.builtin import BASE_FOLDER, DATA_FOLDER
-from lora_trainer.config.schema import CaptionsSection, Config, SourceSection
+from lora_trainer.config.schema import Config, SourceSection
 from lora_trainer.core.errors import Problem, UsageError
-from lora_trainer.data.captions import canonical, settled
+from lora_trainer.core.findings import Finding
 from lora_trainer.data.check import DataReport, check_dataset
 from lora_trainer.data.manifest import read_manifest
 from lora_trainer.data.sample import Manifest, Sample
@@ -27,8 +27,7 @@ from lora_trainer.models.folder import detect_family, read_config
 class Inputs:
     """What a run is made of. `train_plan` and `held_out_plan` stand in the order of their samples.
 
-    `resolution` is the largest that is trained. Captions of `manifest` and `report` are as they were
-    written, those of `train` and `held_out` canonical, with what is trained beside them in `train`.
+    `resolution` is the largest that is trained.
     """
 
     family: Family
@@ -47,14 +46,15 @@ def model_folder(config: Config) -> Path:
     return BASE_FOLDER if config.model.path is None else Path(config.model.path)
 
 
-def data_sources(config: Config) -> list[Path]:
-    """The data's folders; the built-in set when none is named."""
-    return [Path(source.path) for source in config.data.sources] or [DATA_FOLDER]
+def data_sources(config: Config) -> list[SourceSection]:
+    """The data's folders and files; the built-in set when none is named."""
+    return list(config.data.sources) or [SourceSection(path=str(DATA_FOLDER))]
 
 
-def caption_rules(config: Config) -> tuple[CaptionsSection, ...]:
-    """How captions are changed, for each of the data's sources."""
-    return tuple(source.captions or config.captions for source in config.data.sources) or (config.captions,)
+def list_data(config: Config, *, allow_missing_captions: bool | None = None) -> tuple[Manifest, tuple[Finding, ...]]:
+    """What the sources hold, and what is wrong with it. Raises UsageError for bad sources."""
+    allowed = config.data.allow_missing_captions if allow_missing_captions is None else allow_missing_captions
+    return read_manifest(data_sources(config), allow_missing_captions=allowed, captions=config.captions)
 
 
 def with_absolute_paths(config: Config) -> Config:
@@ -116,7 +116,7 @@ def trained_resolution(config: Config, facts: ModelFacts) -> int:
 def read_data(config: Config, facts: ModelFacts) -> tuple[Manifest, DataReport]:
     """Read and judge the data as this config would train it on that model. Raises UsageError for bad sources."""
     framings = trained_framings(config, facts)
-    manifest, findings = read_manifest(data_sources(config), allow_missing_captions=config.data.allow_missing_captions)
+    manifest, findings = list_data(config)
     manifest = replace(manifest, notes=(*manifest.notes, *notes_on(framings)))
     report = check_dataset(
         manifest,
@@ -137,7 +137,7 @@ def read_inputs(config: Config, families: Mapping[str, Family] = FAMILIES) -> In
     """
     family, facts = read_model(config, families)
     manifest, report = read_data(config, facts)
-    framings, rules = trained_framings(config, facts), caption_rules(config)
+    framings = trained_framings(config, facts)
     train, held_out = split_held_out(report.samples, config.data.held_out, config.data.held_out_seed)
     return Inputs(
         family=family,
@@ -145,8 +145,8 @@ def read_inputs(config: Config, families: Mapping[str, Family] = FAMILIES) -> In
         resolution=trained_resolution(config, facts),
         manifest=manifest,
         report=report,
-        train=settled(train, rules),
-        held_out=tuple(map(canonical, settled(held_out, rules))),
+        train=train,
+        held_out=held_out,
         train_plan=plan_views(train, framings),
         held_out_plan=plan_plain(held_out, framings),
     )

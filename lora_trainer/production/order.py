@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -40,12 +41,18 @@ class Order:
 
 def run_folder(config: Config) -> Path:
     """OUTPUT/NAME; the name comes from the data's folder when it is not given."""
-    name = config.run.name or data_sources(config)[0].resolve().stem
+    name = config.run.name or _name_of(data_sources(config)[0].path)
     if name in (".", "..") or "/" in name or "\\" in name or not name.isprintable():
         raise UsageError(
             Problem(f"--name {name!r} is no name of a folder.", "Give a plain name, and the folder with --output.")
         )
     return Path(config.run.output) / name
+
+
+def _name_of(source: str) -> str:
+    """A run's name from its data: `cats-{000..009}.tar` makes `cats`."""
+    stem = Path(source).resolve().stem
+    return re.sub(r"[-_. ]*\{[^{}]*\}", "", stem) or stem
 
 
 def plain_console(*, quiet: bool = False) -> Console:

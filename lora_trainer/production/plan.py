@@ -11,22 +11,13 @@ from lora_trainer.config.contradictions import from_user
 from lora_trainer.config.layers import Resolved
 from lora_trainer.config.schema import Config
 from lora_trainer.core.io import user_cache_folder
-from lora_trainer.data.captions import settled
-from lora_trainer.data.manifest import read_manifest
 from lora_trainer.data.sample import Sample
 from lora_trainer.data.split import split_held_out
 from lora_trainer.models import FAMILIES
 from lora_trainer.models.family import Architecture, Family, public_architecture
 from lora_trainer.models.ledger import Gauge, stored_gauge
 from lora_trainer.optim.state_size import optimizer_state_bytes
-from lora_trainer.production.inputs import (
-    arithmetic,
-    caption_rules,
-    data_sources,
-    read_architecture,
-    read_model,
-    trained_resolution,
-)
+from lora_trainer.production.inputs import arithmetic, list_data, read_architecture, read_model, trained_resolution
 from lora_trainer.production.memory import GIB, Demand, Fit, choose_fit, parts_of, what_would_fit
 from lora_trainer.production.plan_phases import PhasePlan, plan_phases
 from lora_trainer.training.gauge import traced_gauge
@@ -158,9 +149,8 @@ def planned_samples(config: Config) -> tuple[Sample, ...]:
     """The samples that would be trained on, without decoding a picture; none when no data is named."""
     if not config.data.sources:
         return ()
-    manifest, _ = read_manifest(data_sources(config), allow_missing_captions=True)
-    train, _ = split_held_out(manifest.samples, config.data.held_out, config.data.held_out_seed)
-    return settled(train, caption_rules(config))
+    manifest, _ = list_data(config, allow_missing_captions=True)
+    return split_held_out(manifest.samples, config.data.held_out, config.data.held_out_seed)[0]
 
 
 def planned_steps(config: Config, samples: tuple[Sample, ...], fit: Fit) -> int | None:
@@ -175,9 +165,7 @@ def disk_gib(
     """Caches, checkpoints (one more than are kept, while it is written) and both LoRA files."""
     latents = 2 * architecture.facts.latent_channels * demand.area
     texts = sum(math.prod(shape) for shape in family.cond_shapes(architecture.denoiser).values())
-    cached = CACHED_BYTES * (
-        len(samples) * latents + len({text for sample in samples for text in sample.texts}) * texts
-    )
+    cached = CACHED_BYTES * (len(samples) * latents + len({sample.caption for sample in samples}) * texts)
     shapes = demand.gauge.shapes(demand.rank)
     trained = sum(map(math.prod, shapes))
     checkpoint = 4 * trained * (2 if demand.averaged else 1) + optimizer_state_bytes(demand.optimizer, shapes)

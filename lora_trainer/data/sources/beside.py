@@ -1,0 +1,46 @@
+"""Captions in text files beside their pictures."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Container
+from pathlib import Path
+
+from lora_trainer.data.sources.found import Asked, Reading
+from lora_trainer.data.sources.texts import MOST_CAPTION_BYTES, TextError, read_text
+
+CAPTION_ENDINGS = (".txt", ".caption")
+
+
+def caption_endings(asked: Asked) -> tuple[str, ...]:
+    return CAPTION_ENDINGS if asked.ending is None else (asked.ending,)
+
+
+def caption_beside(picture: Path, names: Container[str], asked: Asked, reading: Reading) -> tuple[str | None, str]:
+    """(caption, what stands there in place of it). `names` are the files of the picture's folder.
+
+    The caption of `cat.png` is `cat.txt`, `cat.TXT` or `cat.png.txt`.
+    """
+    beside = _names_beside(picture.name, names, caption_endings(asked))
+    if len(beside) > 1:
+        message = f"has two captions; {beside[0]} is used and {beside[1]} is not."
+        reading.find("two_captions", "note", message, "Remove one of them.", picture)
+    if not beside:
+        others = () if asked.ending is None else _names_beside(picture.name, names, CAPTION_ENDINGS)
+        return None, others[0] if others else ""
+    try:
+        return read_text(os.path.join(picture.parent, beside[0]), MOST_CAPTION_BYTES), ""
+    except TextError as error:
+        message = f"has a caption file that {error} ({beside[0]})."
+        reading.find("unreadable_caption", "error", message, "Save it as a short UTF-8 text.", picture)
+        reading.told.add(picture)
+        return None, ""
+
+
+def _names_beside(name: str, names: Container[str], endings: tuple[str, ...]) -> list[str]:
+    stem = os.path.splitext(name)[0]
+    found = []
+    for ending in endings:
+        candidates = (stem + ending, stem + ending.upper(), name + ending)
+        found.extend([candidate for candidate in candidates if candidate in names][:1])
+    return found

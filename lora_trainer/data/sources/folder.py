@@ -1,0 +1,140 @@
+"""Plain folders, kohya's `10_name` folders and Hugging Face image folders: pictures below one folder."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections import Counter
+from collections.abc import Mapping
+from pathlib import Path
+
+from lora_trainer.data.images import PICTURE_ENDINGS
+from lora_trainer.data.sources.beside import caption_beside, caption_endings
+from lora_trainer.data.sources.found import Asked, Found, Reading
+from lora_trainer.data.sources.listing import Listing
+from lora_trainer.data.sources.metadata import METADATA_NAMES, key_of, read_metadata
+from lora_trainer.data.sources.rows import Row
+
+FOREIGN_PICTURES = (".heic", ".heif", ".jxl", ".psd", ".svg", ".raw", ".cr2", ".nef", ".dng")
+KOHYA_FOLDER = re.compile(r"(\d+)_(.*)")
+MOST_REPEATS = 1000  # a larger number is a year or an id: `2024_holiday`
+MASK_LABEL = "-masklabel"  # what OneTrainer puts behind a picture's name for its mask
+
+
+def ending_of(name: str) -> str:
+    return os.path.splitext(name)[1].lower()
+
+
+def is_picture(name: str) -> bool:
+    return ending_of(name) in PICTURE_ENDINGS
+
+
+def read_folder(listing: Listing, asked: Asked, reading: Reading) -> list[Found]:
+    """All pictures of a listing in the order of their paths, with captions, repeats and weights."""
+    root = listing.root
+    pictures = _pictures_of(listing, asked, reading)
+    rows = _rows_of(listing, pictures, reading)
+    folders = {folder: _kohya_of(root, folder, reading) for folder in sorted({folder for folder, _ in pictures})}
+    plain = [folder or "." for folder, named in folders.items() if named is None]
+    if len(plain) not in (0, len(folders)) and asked.section.repeats is None:
+        reading.note(f"{root}: folders without a repeat count are taken once ({', '.join(plain[:3])}).")
+    names = {folder: frozenset(listed) for folder, listed in listing.names.items()}
+    found = []
+    for folder, name in pictures:
+        kohya = folders[folder]
+        repeats = asked.repeats(kohya[0] if kohya else 1)
+        if repeats == 0:
+            reading.note(f"{(root / folder)}: 0 repeats, left out.")
+            continue
+        path = listing.path(folder, name)
+        row = rows.get(key_of(str(path)), Row(name)) if rows else Row(name)
+        caption, instead = caption_beside(path, names[folder], asked, reading)
+        if caption is None:
+            caption = row.text
+        if caption is None and asked.section.caption is None and kohya:
+            caption = kohya[1]
+        found.append(Found(path, caption, repeats, row.weight, instead=instead))
+    _find_unused(listing, asked, reading)
+    return found
+
+
+def _pictures_of(listing: Listing, asked: Asked, reading: Reading) -> list[tuple[str, str]]:
+    """(folder, name) of each picture by its whole path; masks beside pictures are none."""
+    found: list[tuple[str, str, str]] = []
+    labels: list[str] = []
+    for folder, names in listing.names.items():
+        pictures = [name for name in names if is_picture(name)]
+        masks = {name for name in pictures if os.path.splitext(name)[0].endswith(MASK_LABEL)}
+        if masks:
+            stems = {os.path.splitext(name)[0] for name in pictures}
+            masks = {name for name in masks if os.path.splitext(name)[0].removesuffix(MASK_LABEL) in stems}
+        labels.extend(sorted(masks))
+        found.extend((f"{folder}/{name}" if folder else name, folder, name) for name in pictures if name not in masks)
+    if labels and asked.section.masks is None:
+        reading.note(
+            f"{listing.root}: {len(labels)} masks beside pictures are left out (first: {labels[0]});"
+            f" masks = the folder's own path uses them."
+        )
+    return [(folder, name) for _, folder, name in sorted(found)]
+
+
+def _rows_of(listing: Listing, pictures: list[tuple[str, str]], reading: Reading) -> Mapping[str, Row]:
+    """What the image folders' tables say, by the picture's key."""
+    tables = [
+        listing.path(folder, name)
+        for folder, names in sorted(listing.names.items())
+        for name in METADATA_NAMES
+        if name in names
+    ]
+    if not tables:
+        return {}
+    keys = {key_of(str(listing.path(folder, name))) for folder, name in pictures}
+    rows: dict[str, Row] = {}
+    for table in tables:
+        rows.update(read_metadata(table, keys, reading))
+    return rows
+
+
+def _kohya_of(root: Path, folder: str, reading: Reading) -> tuple[int, str] | None:
+    """(repeats, caption) of the nearest folder named `10_name`, the source itself included."""
+    inner = folder.split("/") if folder else []
+    for depth in range(len(inner), -1, -1):
+        name = inner[depth - 1] if depth else root.name
+        if match := KOHYA_FOLDER.fullmatch(name):
+            repeats, caption = int(match[1]), match[2].strip()
+            if repeats <= MOST_REPEATS:
+                return repeats, caption
+            place = root.joinpath(*inner[:depth])
+            reading.note(f"{place}: {match[1]} is taken as part of the name, not as repeats (most: {MOST_REPEATS}).")
+    return None
+
+
+def no_pictures(listing: Listing, reading: Reading) -> None:
+    """A problem that says what was found in place of pictures."""
+    endings = Counter(ending_of(name) or "no ending" for names in listing.names.values() for name in names)
+    listed = ", ".join(f"{count} {ending}" for ending, count in endings.most_common(5))
+    looked = f"{' '.join(PICTURE_ENDINGS)} .tar .parquet"
+    message = f"{listing.root} holds no picture; looked for {looked} and found {listed or 'no file'}."
+    reading.problem(message, "Name the folder that holds the pictures.")
+
+
+def _find_unused(listing: Listing, asked: Asked, reading: Reading) -> None:
+    endings = {*caption_endings(asked)}
+    for folder, names in listing.names.items():
+        stems: set[str] | None = None
+        for name in names:
+            ending = ending_of(name)
+            if ending in FOREIGN_PICTURES:
+                message = f"is not read: {ending} is not among {' '.join(PICTURE_ENDINGS)}."
+                reading.find(
+                    "foreign_format", "warning", message, "Convert it to PNG or JPEG.", listing.path(folder, name)
+                )
+            elif ending in endings:
+                if stems is None:
+                    pictures = [each for each in names if is_picture(each)]
+                    stems = {os.path.splitext(each)[0] for each in pictures} | set(pictures)
+                if os.path.splitext(name)[0] not in stems:
+                    message = "is a caption without a picture."
+                    reading.find(
+                        "orphan_caption", "note", message, "Add the picture or remove it.", listing.path(folder, name)
+                    )

@@ -1,0 +1,69 @@
+"""What is known of a picture before it is opened, and what gathers while sources are read."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from lora_trainer.config.schema import CaptionsSection, SourceSection
+from lora_trainer.core.errors import Problem
+from lora_trainer.core.findings import Finding, Severity
+from lora_trainer.data.sample import Mask, Span
+
+
+@dataclass(frozen=True)
+class Found:
+    """One picture that a source holds. `caption` is None where nobody wrote one.
+
+    `instead` says what stood there in place of a caption that was looked for. `mask` has no
+    content yet.
+    """
+
+    path: Path
+    caption: str | None = None
+    repeats: float = 1
+    weight: object = 1.0
+    span: Span | None = None
+    mask: Mask | None = None
+    instead: str = ""
+
+
+@dataclass(frozen=True)
+class Asked:
+    """One source as it was asked for: its number, its table and the captions' settings that rule it."""
+
+    number: int
+    section: SourceSection
+    captions: CaptionsSection
+
+    @property
+    def ending(self) -> str | None:
+        """The ending of caption files with its dot, in small letters; None means whatever is there."""
+        ending = (self.captions.extension or "").strip().lower()
+        return f".{ending.lstrip('.')}" if ending.strip(".") else None
+
+    def repeats(self, named: float = 1) -> float:
+        """As asked; else what the folder's name says."""
+        return named if self.section.repeats is None else self.section.repeats
+
+
+@dataclass
+class Reading:
+    """What gathers while sources are read: problems end it, findings and notes do not."""
+
+    allow_missing_captions: bool = False
+    problems: list[Problem] = field(default_factory=list)
+    findings: list[Finding] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    told: set[Path] = field(default_factory=set)  # pictures whose caption has an error already
+
+    def find(self, code: str, severity: Severity, message: str, fix: str, path: Path) -> None:
+        self.findings.append(Finding(code, severity, message, fix, path=path))
+
+    def note(self, text: str) -> None:
+        """Once, however often it is said."""
+        if text not in self.notes:
+            self.notes.append(text)
+
+    def problem(self, message: str, fix: str) -> None:
+        self.problems.append(Problem(message, fix))

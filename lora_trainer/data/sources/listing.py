@@ -1,0 +1,78 @@
+"""What lies below a folder, from one pass over its entries."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from lora_trainer.data.sources.found import Reading
+
+
+@dataclass(frozen=True)
+class Listing:
+    """The files below a folder, by the path of their folder from the root (with `/`, empty for the root).
+
+    Hidden ones, pipes, sockets and devices are left out. Names are in order, whatever the file system's is.
+    """
+
+    root: Path
+    names: dict[str, tuple[str, ...]]
+
+    def path(self, folder: str, name: str) -> Path:
+        return self.root / folder / name
+
+
+def list_folder(root: Path, reading: Reading, without: Path | None = None) -> Listing:
+    """Linked folders are followed once, so links in circles end; `without` is a folder that is left out."""
+    names: dict[str, tuple[str, ...]] = {}
+    seen: set[tuple[int, int]] = set()
+    left_out = _identity(str(without)) if without is not None else None
+    waiting = [""]
+    while waiting:
+        folder = waiting.pop()
+        place = os.path.join(root, folder) if folder else str(root)
+        identity = _identity(place)
+        if identity is None or identity in seen or (folder and identity == left_out):
+            continue
+        seen.add(identity)
+        files, folders = [], []
+        try:
+            with os.scandir(place) as entries:
+                for entry in entries:
+                    if entry.name.startswith("."):
+                        continue
+                    kind = _kind(entry)
+                    if kind == "folder":
+                        folders.append(entry.name)
+                    elif kind == "file":
+                        files.append(entry.name)
+        except OSError as error:
+            reason = (error.strerror or str(error)).lower()
+            reading.find(
+                "unreadable", "error", f"cannot be opened ({reason}).", "Make it readable or remove it.", Path(place)
+            )
+            continue
+        if files:
+            names[folder] = tuple(sorted(files))
+        # Popped from the end: in order of name, so that of two ways to a folder the first is taken.
+        waiting.extend(f"{folder}/{name}" if folder else name for name in sorted(folders, reverse=True))
+    return Listing(root, names)
+
+
+def _kind(entry: os.DirEntry[str]) -> str:
+    """A link that leads nowhere counts as a file, to be named as unreadable."""
+    try:
+        if entry.is_dir():
+            return "folder"
+        return "file" if entry.is_file() or (entry.is_symlink() and not os.path.exists(entry.path)) else ""
+    except OSError:  # a link in a circle
+        return "file"
+
+
+def _identity(place: str) -> tuple[int, int] | None:
+    try:
+        found = os.stat(place)
+    except OSError:
+        return None
+    return found.st_dev, found.st_ino

@@ -1,0 +1,103 @@
+"""Where a picture's loss counts: its own transparency, or a grey picture of the same name."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from lora_trainer.data.images import BrokenPictureError, opened
+from lora_trainer.data.sample import Mask, Sample, Span
+from lora_trainer.data.sources.folder import MASK_LABEL, is_picture
+from lora_trainer.data.sources.found import Asked, Found, Reading
+from lora_trainer.data.sources.listing import list_folder
+
+ALPHA = "alpha"
+ASPECT_TOLERANCE = 0.02  # beyond what rounding a smaller mask's sides explains
+
+
+def masks_folder(asked: Asked) -> Path | None:
+    """The folder of grey pictures, where one is asked for."""
+    masks = asked.section.masks
+    return None if masks is None or masks == ALPHA else Path(os.path.abspath(Path(masks).expanduser()))
+
+
+def with_masks(found: Sequence[Found], root: Path, asked: Asked, reading: Reading) -> list[Found]:
+    """Each picture with where its mask lies; its content is read with the headers."""
+    if asked.section.masks is None:
+        return list(found)
+    if asked.section.masks == ALPHA:
+        return [replace(each, mask=Mask(None)) for each in found]
+    folder = masks_folder(asked)
+    if folder is None or not folder.is_dir():
+        message = f"There is no folder of masks {folder}."
+        reading.problem(message, "Check data.sources.masks: a folder of grey pictures, or `alpha`.")
+        return list(found)
+    listing = list_folder(folder, Reading())
+    masks: dict[str, Path] = {}
+    for inner, names in listing.names.items():
+        for name in filter(is_picture, names):
+            masks[f"{inner}/{os.path.splitext(name)[0]}" if inner else os.path.splitext(name)[0]] = listing.path(
+                inner, name
+            )
+    paired = [_paired(each, root, masks) for each in found]
+    if found and not any(each.mask for each in paired):
+        reading.problem(
+            f"{folder} holds no mask of any of {len(found)} pictures.",
+            f"A mask has its picture's name: {found[0].path.stem}.png or {found[0].path.stem}{MASK_LABEL}.png.",
+        )
+    for each in paired:
+        if each.mask is None:
+            _missing(each.path, f"has no mask in {folder.name}", reading)
+    return paired
+
+
+def _paired(found: Found, root: Path, masks: dict[str, Path]) -> Found:
+    """By its path below the source, else by its name alone; never itself."""
+    stem = os.path.splitext(found.path.name)[0]
+    try:
+        inner = os.path.splitext(found.path.relative_to(root).as_posix())[0]
+    except ValueError:
+        inner = stem
+    for name in (inner + MASK_LABEL, inner, stem + MASK_LABEL, stem):
+        path = masks.get(name)
+        if path is not None and path != found.path:
+            return replace(found, mask=Mask(path))
+    return found
+
+
+def _missing(path: Path, what: str, reading: Reading) -> None:
+    message = f"{what}; all of it is trained on."
+    reading.find("missing_mask", "warning", message, "Add one, or move the picture to a source without masks.", path)
+
+
+def has_transparency(path: Path, span: Span | None) -> bool:
+    """Whether a picture says that it has transparency. Raises BrokenPictureError."""
+    with opened(path, span) as picture:
+        return bool(picture.has_transparency_data)
+
+
+def judged_mask(sample: Sample, size: tuple[int, int], reading: Reading) -> Sample:
+    """The sample with its mask file, whose `size` (width, height) must be of the picture's shape."""
+    width, height = size
+    stretch = width * sample.height / (height * sample.width)
+    if abs(stretch - 1.0) > ASPECT_TOLERANCE + 1.0 / min(width, height) and sample.mask is not None:
+        name = sample.mask.path.name if sample.mask.path else "its mask"
+        message = f"is {sample.width}×{sample.height}, its mask {name} {width}×{height}: another shape."
+        reading.find(
+            "mask_differs", "error", message, "Make the mask of the picture's shape; any size will do.", sample.path
+        )
+        return replace(sample, mask=None)
+    return sample
+
+
+def judged_alpha(sample: Sample, reading: Reading) -> Sample:
+    """The sample with its own transparency as a mask, where it has any."""
+    try:
+        if has_transparency(sample.path, sample.span):
+            return sample
+    except BrokenPictureError:
+        return sample  # the header was read: the full decode says what is wrong
+    _missing(sample.path, "has no transparency to be its mask", reading)
+    return replace(sample, mask=None)

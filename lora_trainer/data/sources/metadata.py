@@ -1,0 +1,108 @@
+"""Which picture a row of a table means."""
+
+from __future__ import annotations
+
+import os
+import unicodedata
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from lora_trainer.data.sources.found import Asked, Found, Reading
+from lora_trainer.data.sources.rows import READERS, Row, Table, read_table
+from lora_trainer.data.sources.texts import TextError
+
+METADATA_NAMES = ("metadata.jsonl", "metadata.csv", "metadata.parquet")
+
+
+def key_of(path: str) -> str:
+    """Compares names however the file system composes accents and whichever way slashes lean."""
+    path = os.path.normpath(path.replace("\\", "/")).replace("\\", "/")
+    return path if path.isascii() else unicodedata.normalize("NFC", path)
+
+
+def read_metadata(path: Path, pictures: Iterable[str], reading: Reading) -> dict[str, Row]:
+    """The rows of an image folder's table by the picture's key; `pictures` are the keys of those that are there."""
+    table = table_or_finding(path, reading)
+    if table is None:
+        return {}
+    known = set(pictures)
+    rows = {key_of(os.path.join(path.parent, row.name.replace("\\", "/"))): row for row in table.rows}
+    absent = [row.name for key, row in rows.items() if key not in known]
+    if absent:
+        message = f"names {len(absent)} pictures that are not there (first: {absent[0]})."
+        reading.find("absent_picture", "warning", message, "Add them or remove the lines.", path)
+    return {key: row for key, row in rows.items() if key in known}
+
+
+def table_or_finding(path: Path, reading: Reading) -> Table | None:
+    """A table with its bad lines as one finding; None when it cannot be read at all."""
+    try:
+        table = read_table(path)
+    except TextError as error:
+        reading.find("bad_metadata", "error", f"{error}.", "Save it again, as UTF-8 text or Parquet.", path)
+        return None
+    if table.bad:
+        message = (
+            f"{len(table.bad)} of {table.total} lines are not a file name with its text (first: line {table.bad[0]})."
+        )
+        reading.find("bad_metadata", "error", message, "Mend or remove these lines.", path)
+    return table
+
+
+def with_captions_file(found: Sequence[Found], root: Path, asked: Asked, reading: Reading) -> list[Found]:
+    """The captions of `captions_file` over all others. Names are looked for below the source and beside the table,
+    with and without their ending, then by the name alone where only one picture has it."""
+    path = Path(os.path.abspath(Path(asked.section.captions_file or "").expanduser()))
+    if not path.is_file() or path.suffix.lower() not in READERS:
+        message = f"There is no table of captions {path}."
+        reading.problem(message, f"Check data.sources.captions_file; it ends in {' '.join(READERS)}.")
+        return list(found)
+    table = table_or_finding(path, reading)
+    if table is None:
+        return list(found)
+    places = _places(found)
+    base = root if root.is_dir() else root.parent
+    rows: dict[int, Row] = {}
+    absent = []
+    for row in table.rows:
+        place = _place_of(row.name, (str(root), str(base), str(path.parent)), places)
+        if place is None:
+            absent.append(row.name)
+        else:
+            rows[place] = row
+    if absent:
+        message = f"names {len(absent)} pictures that are not among the data (first: {absent[0]})."
+        reading.find("absent_picture", "warning", message, "Add them or remove the lines.", path)
+    if len(rows) < len(found):
+        reading.note(f"{path}: has captions of {len(rows)} of {len(found)} pictures; the others keep their own.")
+    return [_told(each, rows.get(place)) for place, each in enumerate(found)]
+
+
+def _told(found: Found, row: Row | None) -> Found:
+    if row is None:
+        return found
+    return replace(found, caption=found.caption if row.text is None else row.text, weight=row.weight)
+
+
+def _places(found: Sequence[Found]) -> Mapping[str, int]:
+    """Where each picture stands, by its path, its path without ending, and its name where that is the only one."""
+    places: dict[str, int] = {}
+    names: dict[str, int] = {}
+    for place, each in enumerate(found):
+        key = key_of(str(each.path))
+        places[key] = place
+        places.setdefault(os.path.splitext(key)[0], place)
+        for name in (os.path.basename(key), os.path.splitext(os.path.basename(key))[0]):
+            names[name] = -1 if names.get(name, place) != place else place
+    return {name: place for name, place in names.items() if place >= 0} | places
+
+
+def _place_of(name: str, folders: Sequence[str], places: Mapping[str, int]) -> int | None:
+    slashed = name.replace("\\", "/")
+    keys = [key_of(os.path.join(folder, slashed)) for folder in folders] + [os.path.basename(key_of(slashed))]
+    for key in keys:
+        for candidate in (key, os.path.splitext(key)[0]):
+            if candidate in places:
+                return places[candidate]
+    return None

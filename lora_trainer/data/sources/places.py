@@ -1,0 +1,92 @@
+"""From what was given as data to the folders and files that it means."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+from lora_trainer.data.sources.found import Asked, Reading
+
+BRACES = re.compile(r"\{([^{}]*)\}")
+RANGE = re.compile(r"(\d{1,12})\.\.(\d{1,12})")
+MOST_SHARDS = 100_000
+
+
+def places_of(asked: Asked, reading: Reading) -> tuple[Path, ...]:
+    """The places of one source: `data-{000..009}.tar` is ten. Problems for those that are not there."""
+    text = asked.section.path
+    places = [place_from(word) for word in _expanded(text, reading)]
+    missing = [place for place in places if not place.exists()]
+    if len(missing) == 1 or (missing and len(missing) == len(places)):
+        reading.problem(f"There is no folder or file {missing[0]}.", "Check the path given as data.")
+    elif missing:
+        message = f"{len(missing)} of {len(places)} files of {text} are not there (first: {missing[0]})."
+        reading.problem(message, "Check the range.")
+    return () if missing else tuple(places)
+
+
+def place_from(text: str | Path) -> Path:
+    """From the root of the disk, links left as they are."""
+    return Path(os.path.abspath(Path(text).expanduser()))
+
+
+def _expanded(text: str, reading: Reading) -> list[str]:
+    """Every name that a pattern with braces means: `{000..009}` or `{train,extra}`. A file of that very name wins."""
+    if os.path.lexists(os.path.expanduser(text)):
+        return [text]
+    choices = [_choices(inner) for inner in BRACES.findall(text)]
+    count = 1
+    for choice in choices:
+        count *= len(choice)
+    if not choices or count > MOST_SHARDS:
+        if count > MOST_SHARDS:
+            reading.problem(f"{text} means {count} files; {MOST_SHARDS} are the most.", "Check the range.")
+            return []
+        return [text]
+    between = BRACES.split(text)[::2]
+    return ["".join(_zipped(between, chosen)) for chosen in itertools.product(*choices)]
+
+
+def _zipped(between: Sequence[str], chosen: Sequence[str]) -> list[str]:
+    return [part for pair in itertools.zip_longest(between, chosen, fillvalue="") for part in pair]
+
+
+def _choices(inner: str) -> Sequence[str]:
+    match = RANGE.fullmatch(inner)
+    if match is None:
+        return inner.split(",")
+    first, last = int(match[1]), int(match[2])
+    step = 1 if first <= last else -1
+    # One more than the most is enough to say that it is too many.
+    numbers = range(first, last + step, step)[: MOST_SHARDS + 1]
+    return [str(number).zfill(len(match[1])) for number in numbers]
+
+
+# Sources that differ in one of these make other samples of the same pictures.
+DIFFERING = ("resolutions", "flip", "colour_variants", "crop", "caption", "captions_file", "masks", "captions")
+
+
+def find_overlaps(given: Sequence[tuple[Asked, Sequence[Path]]], reading: Reading) -> None:
+    """Pictures must not come in twice unseen: repeats say that openly."""
+    fix = "Name it once; to weigh pictures use repeats, or folders such as 10_name."
+    seen: dict[Path, list[tuple[Asked, Path]]] = {}
+    for asked, places in given:
+        for place in places:
+            before = seen.setdefault(place.resolve(), [])
+            if any(_alike(asked, earlier) for earlier, _ in before):
+                reading.problem(f"{place} is given as data twice.", fix)
+            before.append((asked, place))
+    for real, those in seen.items():
+        if len(those) > 1:
+            reading.note(f"{those[0][1]}: {len(those)} sources with settings of their own train each of its pictures.")
+        for outer in real.parents:
+            if outer in seen:
+                message = f"Of the data {seen[outer][0][1]} and {those[0][1]} one contains the other."
+                reading.problem(message, fix)
+
+
+def _alike(one: Asked, other: Asked) -> bool:
+    return all(getattr(one.section, name) == getattr(other.section, name) for name in DIFFERING)

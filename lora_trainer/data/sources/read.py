@@ -1,0 +1,138 @@
+"""One source of any format: its places, and what pictures they hold."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from lora_trainer.data.images import PICTURE_ENDINGS
+from lora_trainer.data.sources.beside import caption_beside
+from lora_trainer.data.sources.folder import ending_of, is_picture, no_pictures, read_folder
+from lora_trainer.data.sources.found import Asked, Found, Reading
+from lora_trainer.data.sources.listing import Listing, list_folder
+from lora_trainer.data.sources.masks import masks_folder, with_masks
+from lora_trainer.data.sources.metadata import METADATA_NAMES, with_captions_file
+from lora_trainer.data.sources.table import read_table_source
+from lora_trainer.data.sources.tar import COMPRESSED_ENDINGS, read_tar
+
+SHARDS = (".tar", ".parquet")
+
+
+def read_source(places: Sequence[Path], asked: Asked, reading: Reading) -> list[Found]:
+    """The pictures of one source, with captions of its `captions_file` and its masks."""
+    before = len(reading.problems)
+    found = [each for place in places for each in _read_place(place, asked, reading)]
+    if not found:
+        if places and len(reading.problems) == before:
+            reading.problem(f"{asked.section.path} holds no picture that can be used.", _last_reason(reading))
+        return []
+    root = places[0] if len(places) == 1 else Path(os.path.commonpath([place.parent for place in places]))
+    if asked.section.captions_file is not None:
+        found = with_captions_file(found, root, asked, reading)
+    return with_masks(found, root, asked, reading)
+
+
+def _last_reason(reading: Reading) -> str:
+    """Of what was found, or noted, the last: it was about the place that holds nothing."""
+    if reading.findings:
+        last = reading.findings[-1]
+        return f"{last.path} {last.message} {last.fix}"
+    return reading.notes[-1] if reading.notes else "Name one that does."
+
+
+def _read_place(place: Path, asked: Asked, reading: Reading) -> list[Found]:
+    if place.is_dir():
+        return _read_folder(place, asked, reading)
+    if place.name.lower().endswith(COMPRESSED_ENDINGS):
+        fix = "Unpack it, and name the plain tar or the folder: pictures are read in place."
+        reading.problem(f"{place} is a compressed tar.", fix)
+        return []
+    if is_picture(place.name):
+        caption, instead = caption_beside(place, _Names(place.parent), asked, reading)
+        return [Found(place, caption, asked.repeats(), instead=instead)]
+    reader = FILES.get(ending_of(place.name))
+    if reader is not None:
+        return reader(place, asked, reading)
+    endings = " ".join((*PICTURE_ENDINGS, *FILES))
+    reading.problem(
+        f"{place} is neither a folder nor a file of pictures.", f"Give a folder, or a file that ends in {endings}."
+    )
+    return []
+
+
+class _Names:
+    """The files of a folder that is not listed, asked one by one."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def __contains__(self, name: object) -> bool:
+        return (self._folder / str(name)).is_file()
+
+
+def _read_folder(place: Path, asked: Asked, reading: Reading) -> list[Found]:
+    """The pictures of a folder, then those in the tars and Parquet files below it."""
+    masks = masks_folder(asked)
+    listing = list_folder(place, reading, without=masks if masks != place else None)
+    found = read_folder(listing, asked, reading)
+    for path in _shards_of(listing):
+        if path.suffix.lower() == ".tar" or _holds_pictures(path):
+            found.extend(FILES[path.suffix.lower()](path, asked, reading))
+    held = any(is_picture(name) or ending_of(name) == ".tar" for names in listing.names.values() for name in names)
+    if not found and not held:
+        no_pictures(listing, reading)
+    return found
+
+
+def _shards_of(listing: Listing) -> list[Path]:
+    names = [
+        (f"{folder}/{name}", folder, name)
+        for folder, listed in listing.names.items()
+        for name in listed
+        if ending_of(name) in SHARDS and name not in METADATA_NAMES
+    ]
+    return [listing.path(folder, name) for _, folder, name in sorted(names)]
+
+
+def _holds_pictures(path: Path) -> bool:
+    """Whether a Parquet file has pictures; one that cannot be read may have had."""
+    from pyarrow import ArrowException
+
+    from lora_trainer.data.sources.parquet import picture_column
+
+    try:
+        return picture_column(path) is not None
+    except (OSError, ValueError, ArrowException):
+        return True
+
+
+def _read_parquet(path: Path, asked: Asked, reading: Reading) -> list[Found]:
+    """Pictures in the file itself, or a table that names them."""
+    from pyarrow import ArrowException
+
+    from lora_trainer.data.sources.parquet import picture_column, read_parquet
+
+    try:
+        column = picture_column(path)
+        if column is None:
+            return read_table_source(path, asked, reading)
+        return read_parquet(path, column, asked, reading)
+    except (OSError, ValueError, ArrowException) as error:
+        message = f"cannot be read as Parquet ({str(error).splitlines()[0] if str(error) else 'no reason given'})."
+        reading.find("unreadable", "error", message, "Make or download it again.", path)
+        return []
+
+
+def _read_dataset_toml(path: Path, asked: Asked, reading: Reading) -> list[Found]:
+    del asked
+    reading.problem(f"{path} is a list of sources, not a source.", "Give it alone, with --data or lora-trainer import.")
+    return []
+
+
+FILES: dict[str, Callable[[Path, Asked, Reading], list[Found]]] = {
+    ".tar": read_tar,
+    ".parquet": _read_parquet,
+    **dict.fromkeys((".jsonl", ".json", ".csv", ".tsv"), read_table_source),
+    ".toml": _read_dataset_toml,
+}

@@ -1,0 +1,183 @@
+"""Tables of captions: JSONL, JSON, CSV, Parquet and plain lines, as rows of (file name, caption, weight)."""
+
+from __future__ import annotations
+
+import contextlib
+import csv
+import io
+import json
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from lora_trainer.data.sources.texts import MOST_TABLE_BYTES, TextError, read_text
+
+NAME_COLUMNS = ("file_name", "filename", "file", "image", "image_path", "path")
+TEXT_COLUMNS = ("text", "caption", "prompt", "tags")
+
+
+@dataclass(frozen=True)
+class Row:
+    """What a table says of one picture. `weight` is as it was written, of whatever type."""
+
+    name: str
+    text: str | None = None
+    weight: object = 1.0
+
+
+@dataclass(frozen=True)
+class Table:
+    """The rows of one file. `bad` holds what could not be read, counted from 1, of `total` lines or rows."""
+
+    rows: tuple[Row, ...]
+    bad: tuple[int, ...]
+    total: int
+
+
+def read_table(path: Path) -> Table:
+    """A table of captions, by the file's ending. Raises TextError."""
+    return READERS[path.suffix.lower()](path)
+
+
+def row_of(value: object) -> Row | None:
+    """A row of named columns; None when it names no file or its caption is no text."""
+    if not isinstance(value, Mapping):
+        return None
+    name = next((value[key] for key in NAME_COLUMNS if isinstance(value.get(key), str) and value[key]), None)
+    text, weight = text_of(value), value.get("weight", 1.0)
+    if name is None or not isinstance(text, str | None):
+        return None
+    return Row(name, text, 1.0 if weight is None or weight == "" else weight)
+
+
+def text_of(value: Mapping[str, Any]) -> object:
+    """The caption of a row: the first column of the usual names that holds one."""
+    return next((value[key] for key in TEXT_COLUMNS if value.get(key) is not None), None)
+
+
+def _table(values: Iterator[object] | list[object]) -> Table:
+    rows, bad, total = [], [], 0
+    for total, value in enumerate(values, start=1):
+        row = value if isinstance(value, Row) else row_of(value)
+        if row is None:
+            bad.append(total)
+        else:
+            rows.append(row)
+    return Table(tuple(rows), tuple(bad), total)
+
+
+def _lines(path: Path) -> list[str]:
+    """Split at line ends only: captions may hold what else Unicode calls a line's end."""
+    return read_text(path, MOST_TABLE_BYTES).rstrip("\r\n").split("\n")
+
+
+def read_jsonl(path: Path) -> Table:
+    rows, bad, total = [], [], 0
+    for total, line in enumerate(_lines(path), start=1):
+        if not line.strip():
+            continue
+        try:
+            row = row_of(json.loads(line))
+        except (ValueError, RecursionError):
+            row = None
+        if row is None:
+            bad.append(total)
+        else:
+            rows.append(row)
+    return Table(tuple(rows), tuple(bad), total)
+
+
+def read_json(path: Path) -> Table:
+    """A list of rows, or an object that gives each picture's name its caption, or kohya's `caption` and `tags`."""
+    try:
+        document = json.loads(read_text(path, MOST_TABLE_BYTES))
+    except (ValueError, RecursionError) as error:
+        raise TextError(f"is not JSON ({str(error).split(chr(10))[0]})") from error
+    if isinstance(document, list):
+        return _table(document)
+    if not isinstance(document, dict):
+        raise TextError("is JSON, but neither a list of rows nor an object of captions by name")
+    return _table([_named(name, value) for name, value in document.items()])
+
+
+def _named(name: str, value: object) -> Row | None:
+    if isinstance(value, str):
+        return Row(name, value)
+    if not isinstance(value, Mapping):
+        return None
+    caption, tags = value.get("caption"), value.get("tags")
+    if isinstance(tags, list):
+        tags = ", ".join(str(tag) for tag in tags)
+    parts = [part for part in (caption, tags) if part]
+    if not all(isinstance(part, str) for part in parts):
+        return None
+    text = ", ".join(parts) if parts else value.get("text", value.get("prompt"))
+    return row_of({"file_name": name, "text": text, "weight": value.get("weight", 1.0)})
+
+
+def read_csv(path: Path) -> Table:
+    """Columns by their names in the first line; commas, semicolons or tabs, whichever that line has most of."""
+    text = read_text(path, MOST_TABLE_BYTES)
+    first = text.split("\n", 1)[0]
+    delimiter = max(",;\t", key=first.count)
+    reader = csv.DictReader(io.StringIO(text, newline=""), delimiter=delimiter)
+    if not set(NAME_COLUMNS) & set(reader.fieldnames or ()):
+        raise TextError(f"has no column file_name in its first line ({first.strip()[:80]})")
+    try:
+        return _table(_numbers(row) for row in reader)
+    except csv.Error as error:
+        raise TextError(f"is not CSV ({error})") from error
+
+
+def _numbers(row: dict[str, Any]) -> dict[str, Any]:
+    """The weight of a CSV row as a number, where it is one."""
+    weight = row.get("weight")
+    if isinstance(weight, str) and weight:
+        with contextlib.suppress(ValueError):
+            row["weight"] = float(weight)
+    return row
+
+
+def read_parquet(path: Path) -> Table:
+    """The columns that are wanted, of all rows."""
+    from pyarrow import ArrowException
+    from pyarrow.parquet import ParquetFile
+
+    try:
+        with ParquetFile(path) as file:
+            columns = [field.name for field in file.schema_arrow if _is_wanted(field.name, str(field.type))]
+            if not set(columns) & set(NAME_COLUMNS):
+                raise TextError(f"has no column file_name (its columns: {', '.join(file.schema_arrow.names)[:80]})")
+            return _table(row for batch in file.iter_batches(columns=columns) for row in batch.to_pylist())
+    except (OSError, ValueError, ArrowException) as error:
+        raise TextError(f"is not Parquet that can be read ({str(error).split(chr(10))[0]})") from error
+
+
+def _is_wanted(name: str, kind: str) -> bool:
+    """Whether a Parquet column is one of ours; embedded pictures are read elsewhere."""
+    return name == "weight" or (name in (*NAME_COLUMNS, *TEXT_COLUMNS) and "string" in kind and "struct" not in kind)
+
+
+def read_lines(path: Path) -> Table:
+    """One picture a line: its name, a tab or `|`, its caption."""
+    rows, bad, total = [], [], 0
+    for total, line in enumerate(_lines(path), start=1):
+        if not line.strip():
+            continue
+        name, separator, text = line.partition("\t") if "\t" in line else line.partition("|")
+        if separator and name.strip():
+            rows.append(Row(name.strip(), text.strip()))
+        else:
+            bad.append(total)
+    return Table(tuple(rows), tuple(bad), total)
+
+
+READERS: dict[str, Callable[[Path], Table]] = {
+    ".jsonl": read_jsonl,
+    ".json": read_json,
+    ".csv": read_csv,
+    ".tsv": read_csv,
+    ".parquet": read_parquet,
+    ".txt": read_lines,
+}

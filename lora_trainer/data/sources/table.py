@@ -1,0 +1,45 @@
+"""A table given as data: the pictures that its rows name, from where it lies."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from lora_trainer.data.sources.beside import caption_beside
+from lora_trainer.data.sources.found import Asked, Found, Reading
+from lora_trainer.data.sources.metadata import table_or_finding
+
+
+def read_table_source(path: Path, asked: Asked, reading: Reading) -> list[Found]:
+    """Its rows in order. A row without a caption may have one beside its picture."""
+    table = table_or_finding(path, reading)
+    if table is None:
+        reading.problem(f"{path} cannot be read as a table of pictures.", "Columns: file_name and text, as UTF-8.")
+        return []
+    names: dict[str, frozenset[str]] = {}
+    found, elsewhere = [], []
+    for row in table.rows:
+        if "://" in row.name:
+            elsewhere.append(row.name)
+            continue
+        picture = Path(os.path.normpath(os.path.join(path.parent, row.name.replace("\\", "/"))))
+        folder = str(picture.parent)
+        if folder not in names:
+            names[folder] = _names_of(folder)
+        caption, instead = row.text, ""
+        if caption is None:
+            caption, instead = caption_beside(picture, names[folder], asked, reading)
+        found.append(Found(picture, caption, asked.repeats(), row.weight, instead=instead))
+    if elsewhere:
+        message = f"{path} names {len(elsewhere)} pictures by their address (first: {elsewhere[0]})."
+        reading.problem(message, "Fetch them first: nothing is downloaded here.")
+    elif not found:
+        reading.problem(f"{path} names no picture.", "Columns: file_name and text.")
+    return found
+
+
+def _names_of(folder: str) -> frozenset[str]:
+    try:
+        return frozenset(os.listdir(folder))
+    except OSError:
+        return frozenset()

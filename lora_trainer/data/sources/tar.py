@@ -1,0 +1,178 @@
+"""WebDataset tars: pictures and captions as members of one key, read in place and never unpacked."""
+
+from __future__ import annotations
+
+import json
+import posixpath
+import tarfile
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from lora_trainer.data.sample import Span
+from lora_trainer.data.sources.beside import CAPTION_ENDINGS, caption_endings
+from lora_trainer.data.sources.folder import is_picture
+from lora_trainer.data.sources.found import Asked, Found, Reading
+from lora_trainer.data.sources.rows import text_of
+from lora_trainer.data.sources.texts import MOST_CAPTION_BYTES, TextError, decode
+
+COMPRESSED = {b"\x1f\x8b": "gzip", b"BZh": "bzip2", b"\xfd7zXZ": "xz", b"\x28\xb5\x2f\xfd": "zstd"}
+COMPRESSED_ENDINGS = (".tgz", ".tbz2", ".txz", ".tar.gz", ".tar.bz2", ".tar.xz", ".tar.zst")
+BLOCK = tarfile.BLOCKSIZE
+
+
+@dataclass
+class _Group:
+    """The members whose names differ in their ending only."""
+
+    pictures: list[tuple[str, Span]] = field(default_factory=list)
+    texts: dict[str, Span] = field(default_factory=dict)  # by ending
+
+
+def read_tar(path: Path, asked: Asked, reading: Reading) -> list[Found]:
+    """The pictures of one tar in the order of its members. What stands before damage is used."""
+    fix = "Unpack it (gunzip, or tar -xf) and name the plain tar or the folder: pictures are read in place."
+    try:
+        with open(path, "rb") as file:
+            start = file.read(8)
+            kind = next((name for magic, name in COMPRESSED.items() if start.startswith(magic)), None)
+            if kind is not None:
+                reading.problem(f"{path} is compressed ({kind}).", fix)
+                return []
+            groups: dict[str, _Group] = {}
+            for name, span in _members(path, file, reading):
+                _sort_in(groups, name, span)
+            found: list[Found] = []
+            for stem, group in groups.items():
+                if group.pictures:
+                    found.extend(_found_of(path, stem, groups, file, asked, reading))
+    except OSError as error:
+        reading.problem(f"{path} cannot be read ({(error.strerror or str(error)).lower()}).", "Make it readable.")
+        return []
+    return found
+
+
+def _members(path: Path, file: BinaryIO, reading: Reading) -> Iterator[tuple[str, Span]]:
+    """(cleaned name, span) of each regular member; one finding where the tar is damaged."""
+    size = path.stat().st_size
+    links = 0
+    reason = ""
+    end = 0
+    try:
+        with tarfile.open(fileobj=file, mode="r:", errorlevel=0) as tar:
+            while (member := tar.next()) is not None:
+                tar.members = []  # type: ignore[attr-defined] # a million of them need not stay
+                end = tar.offset
+                if member.isdir():
+                    continue
+                if not member.isreg() or member.issparse():
+                    links += 1
+                    continue
+                if member.offset_data + member.size > size:
+                    reason = f"ends inside of {member.name!r}"
+                    break
+                name = _clean(member.name)
+                if name:
+                    yield name, Span(path, member.offset_data, member.size)
+            end = max(end, tar.offset)
+    except (tarfile.TarError, EOFError, ValueError, OverflowError, RecursionError) as error:
+        reason = str(error) or "unexpected end"
+    if not reason and not _ends_well(path, end, size):
+        reason = f"no header of a member at byte {end}"
+    if reason:
+        message = f"is damaged ({reason.split(chr(10))[0]}); what stands before that is used."
+        reading.find("damaged_tar", "error", message, "Make or download it again.", path)
+    if links:
+        reading.note(f"{path}: {links} links and other members that are no plain files are left out.")
+
+
+def _ends_well(path: Path, end: int, size: int) -> bool:
+    """Whether the archive ends where reading stopped: at the file's end, or at a block of zeros."""
+    if size == 0:
+        return False
+    with open(path, "rb") as file:
+        file.seek(end)
+        block = file.read(BLOCK)
+    return not any(block)
+
+
+def _clean(name: str) -> str:
+    """A member's name as a path below the tar, whatever it was: nothing is ever written by it."""
+    parts = [part for part in name.replace("\\", "/").split("/") if part not in ("", ".", "..")]
+    return "/".join(parts) if parts and not parts[-1].startswith(".") else ""
+
+
+def _sort_in(groups: dict[str, _Group], name: str, span: Span) -> None:
+    stem, ending = posixpath.splitext(name)
+    group = groups.setdefault(stem, _Group())
+    if is_picture(name):
+        group.pictures.append((name, span))
+    elif ending:
+        group.texts.setdefault(ending.lower(), span)
+
+
+def _found_of(
+    path: Path, stem: str, groups: dict[str, _Group], file: BinaryIO, asked: Asked, reading: Reading
+) -> list[Found]:
+    """The sample of a group. WebDataset's key ends at the first dot: `1.mask.png` is no sample beside `1.jpg`,
+    unless it has a text of its own."""
+    group = groups[stem]
+    folder, last = posixpath.split(stem)
+    key = groups.get(posixpath.join(folder, last.partition(".")[0]), group)
+    if key is not group and key.pictures and not group.texts:
+        reading.note(
+            f"{path}: pictures such as {group.pictures[0][0]} belong to another of their key and are left out."
+        )
+        return []
+    name, span = group.pictures[0]
+    picture = path / name
+    if len(group.pictures) > 1:
+        message = f"shares its key with {len(group.pictures) - 1} more pictures of {path.name}; only it is used."
+        reading.find("two_pictures", "warning", message, "Give each picture a key of its own.", picture)
+    texts = key.texts | group.texts
+    caption, instead = _text_beside(picture, texts, file, asked, reading)
+    weight: object = 1.0
+    if ".json" in texts:
+        described = _described(picture, texts[".json"], file, reading)
+        text, weight = text_of(described), described.get("weight", 1.0)
+        if caption is None and isinstance(text, str):
+            caption = text
+    return [Found(picture, caption, asked.repeats(), weight, span, instead=instead)]
+
+
+def _text_beside(
+    picture: Path, texts: dict[str, Span], file: BinaryIO, asked: Asked, reading: Reading
+) -> tuple[str | None, str]:
+    """(caption, what stands there in place of it)."""
+    ending = next((ending for ending in caption_endings(asked) if ending in texts), None)
+    if ending is None:
+        other = next((ending for ending in CAPTION_ENDINGS if ending in texts), "")
+        return None, f"{picture.stem}{other}" if other else ""
+    try:
+        return decode(_read(file, texts[ending])), ""
+    except TextError as error:
+        message = f"has a caption that {error} ({picture.stem}{ending})."
+        reading.find("unreadable_caption", "error", message, "Save it as a short UTF-8 text.", picture)
+        reading.told.add(picture)
+        return None, ""
+
+
+def _described(picture: Path, span: Span, file: BinaryIO, reading: Reading) -> dict[str, Any]:
+    """The JSON beside a picture; a finding and nothing when it is none."""
+    try:
+        value = json.loads(_read(file, span))
+    except (TextError, ValueError, RecursionError):
+        value = None
+    if isinstance(value, dict):
+        return value
+    message = f"has a {picture.stem}.json that is no JSON object of at most {MOST_CAPTION_BYTES >> 20} MiB."
+    reading.find("bad_metadata", "error", message, "Mend or remove it.", picture)
+    return {}
+
+
+def _read(file: BinaryIO, span: Span) -> bytes:
+    if span.size > MOST_CAPTION_BYTES:
+        raise TextError(f"is larger than {MOST_CAPTION_BYTES >> 20} MiB")
+    file.seek(span.offset)
+    return file.read(span.size)
