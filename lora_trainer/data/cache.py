@@ -9,6 +9,8 @@ never on names or places.
 from __future__ import annotations
 
 import hashlib
+import itertools
+import json
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -25,6 +27,7 @@ from lora_trainer.data.pixels import read_pixels
 from lora_trainer.data.sample import Sample
 from lora_trainer.data.store import Shelf
 from lora_trainer.data.views import View
+from lora_trainer.data.weighted_words import Pieces, spoken
 
 # Part of every key: raise it when pictures are brought to their bucket in another way.
 TRANSFORM = "lanczos-cover-centre-1"
@@ -34,6 +37,7 @@ RECOLOURED = "recoloured-1"  # likewise, of recoloured views
 REASONS = {
     "content": ("picture changed", "pictures changed"),
     "caption": ("caption changed", "captions changed"),
+    "weights": ("weighted words changed", "weighted words changed"),
     "size": ("size changed", "sizes changed"),
     "encoder": ("encoder changed", "encoder changed"),
     "dtype": ("precision changed", "precision changed"),
@@ -45,6 +49,7 @@ PLURALS = dict(REASONS.values())
 CHECKED_AT_START = 2**28
 
 Item = TypeVar("Item")
+Caption = str | Pieces  # pieces where words weigh more or less than others
 Record = dict[str, str]  # what an entry depends on, by the names of REASONS
 
 
@@ -131,15 +136,36 @@ def _named(items: Sequence[tuple[Sample, View]]) -> list[str]:
 
 def plan_texts(
     samples: Sequence[Sample], extra: Sequence[str], folder: Path, encoder_key: str, dtype: torch.dtype
-) -> CachePlan[str]:
-    """Which captions are cached: those of the samples, then `extra` ones, then the empty one. Writes as above."""
-    captions = (*(sample.caption for sample in samples), *extra, "")
+) -> CachePlan[Caption]:
+    """Which captions are cached: all that the samples are trained on, then `extra` ones, then the empty one.
+
+    `text_keys` sorts the keys by sample. Writes as above.
+    """
+    captions: list[Caption] = []
+    names: list[str] = []
+    for sample in samples:
+        captions += [spoken(text) for text in sample.texts] if sample.weighted else sample.texts
+        path = str(sample.path)
+        names += [f"{path}#{number}" if number else path for number in range(len(sample.texts))]
+    captions += (*extra, "")
+    names += [f"caption:{caption}" for caption in (*extra, "")]
 
     def describe(index: int) -> tuple[str, Record]:
-        record = {"caption": captions[index], "encoder": encoder_key, "dtype": str(dtype)}
-        return str(samples[index].path) if index < len(samples) else f"caption:{captions[index]}", record
+        return names[index], _caption_record(captions[index]) | {"encoder": encoder_key, "dtype": str(dtype)}
 
-    return _plan("texts", folder, dtype, captions, describe)
+    return _plan("texts", folder, dtype, tuple(captions), describe)
+
+
+def text_keys(plan: CachePlan[Caption], samples: Sequence[Sample]) -> tuple[tuple[str, ...], ...]:
+    """For each of the samples that the plan was made of, the keys of its texts in their order."""
+    ends = tuple(itertools.accumulate((len(sample.texts) for sample in samples), initial=0))
+    return tuple(plan.keys[first:end] for first, end in itertools.pairwise(ends))
+
+
+def _caption_record(caption: Caption) -> Record:
+    if isinstance(caption, str):
+        return {"caption": caption}
+    return {"caption": "".join(part for part, _ in caption), "weights": json.dumps(caption)}
 
 
 def _plan(
@@ -217,8 +243,8 @@ def fill_latents(
 
 
 def fill_texts(
-    plan: CachePlan[str],
-    encode_text: Callable[[Sequence[str]], Mapping[str, Tensor]],
+    plan: CachePlan[Caption],
+    encode_text: Callable[[Sequence[Caption]], Mapping[str, Tensor]],
     batch: int,
     progress: Progress | None = None,
     *,
@@ -229,7 +255,7 @@ def fill_texts(
     Raises TrainingFailed for values that are not finite and for a disk that refuses.
     """
 
-    def encode(places: list[int], captions: list[str]) -> dict[str, Tensor]:
+    def encode(places: list[int], captions: list[Caption]) -> dict[str, Tensor]:
         del places
         encoded = encode_text(captions)
         return {

@@ -208,6 +208,11 @@ def settled(samples: Sequence[Sample], rules: Sequence[CaptionsSection]) -> tupl
     return tuple(found)
 
 
+def canonical(sample: Sample) -> Sample:
+    """A settled sample as it is measured and never trained: with its canonical caption alone."""
+    return replace(sample, variants=(), weighted=False)
+
+
 def rules_of(sample: Sample, rules: Sequence[CaptionsSection]) -> CaptionsSection:
     """What holds for a sample's caption."""
     found = rules[sample.source]

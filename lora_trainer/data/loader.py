@@ -12,8 +12,9 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from lora_trainer.core.randomness import position_uniform
+from lora_trainer.config.schema import CaptionsSection
 from lora_trainer.data.buckets import Bucket
+from lora_trainer.data.captions import drops_caption, variant_taken
 from lora_trainer.data.sample import Sample
 from lora_trainer.data.steps import Ref
 from lora_trainer.data.store import Store
@@ -33,11 +34,12 @@ class CachedData:
     samples: Sequence[Sample]
     views: Sequence[Sequence[View]]
     latent_keys: Sequence[Sequence[str]]
-    text_keys: Sequence[str]
+    text_keys: Sequence[tuple[str, ...]]  # one for each of a sample's texts
     empty_key: str  # the empty caption's, for caption dropout
     latents: Store
     texts: Store
     prior_weight: float = 1.0
+    captions: Sequence[CaptionsSection] = (CaptionsSection(),)  # by the samples' source
 
     def weight_of(self, index: int) -> float:
         """What a sample's loss is multiplied by."""
@@ -52,10 +54,21 @@ class CachedData:
         """The bucket of that view: a micro batch stays inside one."""
         return self.views[ref.index][self.turn(ref, seed)].fit.bucket
 
+    def text(self, ref: Ref, step: int, epoch: int, seed: int) -> int | None:
+        """Which of its sample's texts a place of a step is trained on; None for the empty caption."""
+        sample = self.samples[ref.index]
+        if drops_caption(self.captions[sample.source], seed, step, epoch, (ref.id, ref.occurrence)):
+            return None
+        return variant_taken(sample, ref.visit, seed, len(self.views[ref.index]))
+
+    def text_key(self, ref: Ref, step: int, epoch: int, seed: int) -> str:
+        number = self.text(ref, step, epoch, seed)
+        return self.empty_key if number is None else self.text_keys[ref.index][number]
+
 
 @dataclass(frozen=True)
 class Batch:
-    """B samples of one bucket as they were cached, before anything random but the captions' dropout."""
+    """B samples of one bucket as they were cached, before anything random but which text is taken."""
 
     refs: tuple[Ref, ...]
     mean: Tensor  # [B, C, h, w], scaled latents
@@ -70,16 +83,11 @@ class Batch:
         return tuple((ref.id, ref.occurrence) for ref in self.refs)
 
 
-def read_micro(data: CachedData, refs: Sequence[Ref], step: int, seed: int, caption_dropout: float = 0.0) -> Batch:
+def read_micro(data: CachedData, refs: Sequence[Ref], step: int, epoch: int, seed: int) -> Batch:
     """Read one micro batch, all of one bucket. Raises TrainingFailed when an entry is gone or damaged."""
     turns = [data.turn(ref, seed) for ref in refs]
     latents = [data.latents.read(data.latent_keys[ref.index][turn]) for ref, turn in zip(refs, turns, strict=True)]
-    texts = [
-        data.texts.read(
-            data.empty_key if drops_caption(ref, step, seed, caption_dropout) else data.text_keys[ref.index]
-        )
-        for ref in refs
-    ]
+    texts = [data.texts.read(data.text_key(ref, step, epoch, seed)) for ref in refs]
     return Batch(
         refs=tuple(refs),
         mean=torch.stack([entry["mean"] for entry in latents]),
@@ -93,11 +101,6 @@ def read_micro(data: CachedData, refs: Sequence[Ref], step: int, seed: int, capt
         ),
         weights=torch.tensor([data.weight_of(ref.index) for ref in refs]),
     )
-
-
-def drops_caption(ref: Ref, step: int, seed: int, share: float) -> bool:
-    """Whether a sample is trained on the empty caption in this step."""
-    return share > 0.0 and position_uniform(seed, "caption_dropout", step, ref.id, ref.occurrence) < share
 
 
 def size_row(sample: Sample, view: View) -> tuple[float, ...]:

@@ -20,6 +20,7 @@ if TYPE_CHECKING:  # facts are read without torch
     from lora_trainer.diffusion.process import Process
 
 USUAL_FAMILY = "sd15"  # the built-in base's, and what is assumed where no model is named
+Caption = str | tuple[tuple[str, float], ...]  # text, or pieces of it with the weight of each
 PREDICTIONS = ("epsilon", "v_prediction")
 
 
@@ -58,11 +59,12 @@ class Encoders:
     """The frozen encoders, as two functions and the names of their weights.
 
     `encode_image`: pixels [B, 3, H, W] in [-1, 1] -> (mean, spread), each [B, C, h, w],
-    of the scaled latents' posterior. `encode_text`: B captions -> tensors with B first.
+    of the scaled latents' posterior. `encode_text`: B captions, as text or as pieces with
+    weights -> tensors with B first.
     """
 
     encode_image: Callable[[Tensor], tuple[Tensor, Tensor]]
-    encode_text: Callable[[Sequence[str]], dict[str, Tensor]]
+    encode_text: Callable[[Sequence[Caption]], dict[str, Tensor]]
     image_key: str  # changes when the autoencoder's weights, config or precision change
     text_key: str  # likewise for text encoders and tokenizers
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from lora_trainer.core.errors import Problem, UsageError
 from lora_trainer.export.keys import KOHYA_PREFIXES
-from lora_trainer.models.family import Encoders, Family, ModelFacts
+from lora_trainer.models.family import Caption, Encoders, Family, ModelFacts
 from lora_trainer.models.folder import SD2_TEXT_WIDTH, fingerprint, read_config
 from lora_trainer.models.noise_schedule import make_process, make_scheduler
 from lora_trainer.models.unet import (
@@ -21,9 +21,9 @@ from lora_trainer.models.unet import (
     load_unet,
     load_vae,
     make_denoiser,
-    token_ids,
     unet_facts,
 )
+from lora_trainer.models.weighting import read_tokens
 
 if TYPE_CHECKING:
     import torch
@@ -59,9 +59,10 @@ def load_encoders(folder: Path, dtype: torch.dtype, device: torch.device) -> Enc
         return cast("tuple[Tensor, Tensor]", encode_pixels()(pixels))
 
     @torch.no_grad()
-    def encode_text(captions: Sequence[str]) -> dict[str, Tensor]:
+    def encode_text(captions: Sequence[Caption]) -> dict[str, Tensor]:
         tokenizer, text_encoder = text_parts()
-        return {"embeds": text_encoder(token_ids(tokenizer, captions).to(device))[0]}
+        tokens = read_tokens(tokenizer, captions, device)
+        return {"embeds": tokens.weigh(text_encoder(tokens.ids)[0])}
 
     image_key, text_key = encoder_keys(folder, dtype)
     return Encoders(encode_image, encode_text, image_key, text_key)

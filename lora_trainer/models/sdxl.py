@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from lora_trainer.core.errors import Problem, UsageError
-from lora_trainer.models.family import Encoders, Family, ModelFacts
+from lora_trainer.models.family import Caption, Encoders, Family, ModelFacts
 from lora_trainer.models.folder import fingerprint, read_config
 from lora_trainer.models.noise_schedule import make_process, make_scheduler
 from lora_trainer.models.unet import (
@@ -20,9 +20,9 @@ from lora_trainer.models.unet import (
     load_unet,
     load_vae,
     make_denoiser,
-    token_ids,
     unet_facts,
 )
+from lora_trainer.models.weighting import read_tokens
 
 if TYPE_CHECKING:
     import torch
@@ -76,15 +76,13 @@ def load_encoders(folder: Path, dtype: torch.dtype, device: torch.device) -> Enc
         return cast("tuple[Tensor, Tensor]", encode_pixels()(pixels))
 
     @torch.no_grad()
-    def encode_text(captions: Sequence[str]) -> dict[str, Tensor]:
+    def encode_text(captions: Sequence[Caption]) -> dict[str, Tensor]:
         """Both encoders' last state but one, side by side, and the second one's projected summary."""
-        told = [
-            encoder(token_ids(tokenizer, captions).to(device), output_hidden_states=True)
-            for tokenizer, encoder in text_parts()
-        ]
+        read = [(read_tokens(tokenizer, captions, device), encoder) for tokenizer, encoder in text_parts()]
+        told = [(tokens, encoder(tokens.ids, output_hidden_states=True)) for tokens, encoder in read]
         return {
-            "embeds": torch.cat([each.hidden_states[-2] for each in told], dim=-1),
-            "pooled": told[-1].text_embeds,
+            "embeds": torch.cat([tokens.weigh(each.hidden_states[-2]) for tokens, each in told], dim=-1),
+            "pooled": told[-1][1].text_embeds,
         }
 
     image_key, text_key = encoder_keys(folder, dtype)

@@ -103,18 +103,6 @@ def load_tokenizer(folder: Path, text_encoder: str) -> Any:
     return tokenizer
 
 
-def token_ids(tokenizer: Any, captions: Sequence[str]) -> Tensor:
-    """Captions padded or cut to the tokenizer's length: [B, L]."""
-    tokens = tokenizer(
-        list(captions),
-        padding="max_length",
-        max_length=tokenizer.model_max_length,
-        truncation=True,
-        return_tensors="pt",
-    )
-    return cast("Tensor", tokens.input_ids)
-
-
 def image_encoder(vae: Any, device: torch.device) -> Callable[[Tensor], tuple[Tensor, Tensor]]:
     """Pixels [B, 3, H, W] in [-1, 1] -> mean and spread [B, C, h, w] of the scaled latents' posterior, fp32."""
     import torch

@@ -14,7 +14,8 @@ from torch import Tensor
 from lora_trainer.config.schema import Config
 from lora_trainer.core.errors import Problem, TrainingFailed
 from lora_trainer.core.io import user_cache_folder
-from lora_trainer.data.cache import CachePlan, fill_latents, fill_texts, plan_latents, plan_texts
+from lora_trainer.data.cache import CachePlan, Caption, fill_latents, fill_texts, plan_latents, plan_texts, text_keys
+from lora_trainer.data.captions import canonical
 from lora_trainer.data.loader import CachedData, size_row
 from lora_trainer.data.sample import Sample
 from lora_trainer.data.split import MOST_HELD_OUT
@@ -25,7 +26,7 @@ from lora_trainer.evaluation.loading import free_memory
 from lora_trainer.models.family import Encoders
 from lora_trainer.models.phases import CAPTIONS_AT_ONCE, phase_costs, pictures_at_once
 from lora_trainer.production.choices import Choices, usable_bytes
-from lora_trainer.production.inputs import Inputs
+from lora_trainer.production.inputs import Inputs, caption_rules
 
 LATENT_DTYPE = torch.float32  # mean and spread of 4 x 64 x 64 are 128 KiB a picture: cheap, and exact
 EncodeImage = Callable[[Tensor], tuple[Tensor, Tensor]]
@@ -34,10 +35,10 @@ Progress = Callable[[str, int, int], None]  # (what, done, to build)
 
 @dataclass(frozen=True)
 class CachePlans:
-    """What stands in both caches and what must be built: trained samples first, then held-out ones."""
+    """What stands in both caches and what must be built: trained samples first, then those that are measured."""
 
     latents: CachePlan[tuple[Sample, View]]
-    texts: CachePlan[str]
+    texts: CachePlan[Caption]
 
     @property
     def lines(self) -> tuple[str, str]:
@@ -58,8 +59,23 @@ def plan_caches(config: Config, inputs: Inputs, choices: Choices) -> CachePlans:
     shown = [(sample, view) for sample, ways in zip(samples, views, strict=True) for view in ways]
     return CachePlans(
         latents=plan_latents(shown, folder, image_key, LATENT_DTYPE),
-        texts=plan_texts(samples, (), folder, text_key, dtype),
+        texts=plan_texts(told_samples(inputs), (), folder, text_key, dtype),
     )
+
+
+def measured(inputs: Inputs) -> list[int]:
+    """Which of the trained and held-out samples losses are measured on: the held-out ones, else some trained ones."""
+    count = len(inputs.train)
+    return (
+        list(range(count, count + len(inputs.held_out)))
+        or sorted(range(count), key=lambda index: inputs.train[index].content)[:MOST_HELD_OUT]
+    )
+
+
+def told_samples(inputs: Inputs) -> tuple[Sample, ...]:
+    """The trained samples with all that they are trained on, then the measured ones with their canonical captions."""
+    samples = (*inputs.train, *inputs.held_out)
+    return (*inputs.train, *(canonical(samples[index]) for index in measured(inputs)))
 
 
 def fill_caches(config: Config, inputs: Inputs, choices: Choices, plans: CachePlans, progress: Progress) -> None:
@@ -121,11 +137,12 @@ def cached_data(config: Config, inputs: Inputs, plans: CachePlans) -> CachedData
         samples=inputs.train,
         views=inputs.train_plan.views,
         latent_keys=latent_keys(inputs, plans)[:count],
-        text_keys=plans.texts.keys[:count],
+        text_keys=text_keys(plans.texts, inputs.train),
         empty_key=plans.texts.keys[-1],
         latents=Store(plans.latents.folder, "latents", plans.latents.keys),
         texts=Store(plans.texts.folder, "texts", plans.texts.keys),
         prior_weight=config.loss.prior_weight,
+        captions=caption_rules(config),
     )
 
 
@@ -140,16 +157,13 @@ def validation_samples(config: Config, inputs: Inputs, plans: CachePlans) -> lis
     data = cached_data(config, inputs, plans)
     samples = (*inputs.train, *inputs.held_out)
     views, keys = (*inputs.train_plan.views, *inputs.held_out_plan.views), latent_keys(inputs, plans)
-    count = len(inputs.train)
-    asked = list(range(count, len(samples)))
-    if not asked:
-        asked = sorted(range(count), key=lambda index: samples[index].content)[:MOST_HELD_OUT]
+    told = text_keys(plans.texts, told_samples(inputs))[len(inputs.train) :]
     return [
         EncodedSample(
             id=samples[index].id,
             latents=data.latents.read(keys[index][0])["mean"],
-            cond=data.texts.read(plans.texts.keys[index]),
+            cond=data.texts.read(text),
             sizes=torch.tensor(size_row(samples[index], views[index][0]), dtype=torch.float32),
         )
-        for index in asked
+        for index, (text,) in zip(measured(inputs), told, strict=True)
     ]

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from lora_trainer.config.schema import Config
 from lora_trainer.data.ledger import Ledger, count_trained
-from lora_trainer.data.loader import CachedData, drops_caption, read_micro
+from lora_trainer.data.loader import CachedData, read_micro
 from lora_trainer.data.steps import Ref, StepPlan, plan_steps, share, split_micros
 from lora_trainer.training.micro import Micro, make_micro
 from lora_trainer.training.processes import Processes
@@ -31,14 +31,14 @@ def make_feed(config: Config, data: CachedData, learner: Learner, processes: Pro
     def micros(step: int) -> list[Micro]:
         mine = share(plan.refs(step), processes.rank, processes.world)
         groups = split_micros(mine, lambda ref: data.bucket(ref, seed), micro)
-        batches = [read_micro(data, group, step, seed, config.captions.dropout) for group in groups]
+        epoch = step // plan.steps_per_epoch
+        batches = [read_micro(data, group, step, epoch, seed) for group in groups]
         made = [make_micro(batch, step, seed, config.noise, learner.process) for batch in batches]
         return [each.staged(learner.device, learner.dtype) for each in made]
 
     def text_of(ref: Ref, step: int) -> str | None:
-        if drops_caption(ref, step, seed, config.captions.dropout):
-            return None
-        return data.samples[ref.index].caption
+        number = data.text(ref, step, step // plan.steps_per_epoch, seed)
+        return None if number is None else data.samples[ref.index].texts[number]
 
     def ledger(steps: int) -> Ledger:
         return count_trained(plan, steps, lambda ref: data.bucket(ref, seed), text_of)

@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from lora_trainer.builtin import BASE_FOLDER, DATA_FOLDER
-from lora_trainer.config.schema import Config, SourceSection
+from lora_trainer.config.schema import CaptionsSection, Config, SourceSection
 from lora_trainer.core.errors import Problem, UsageError
 from lora_trainer.core.findings import Finding
+from lora_trainer.data.captions import canonical, settled
 from lora_trainer.data.check import DataReport, check_dataset
 from lora_trainer.data.manifest import read_manifest
 from lora_trainer.data.sample import Manifest, Sample
@@ -27,7 +28,8 @@ from lora_trainer.models.folder import detect_family, read_config
 class Inputs:
     """What a run is made of. `train_plan` and `held_out_plan` stand in the order of their samples.
 
-    `resolution` is the largest that is trained.
+    `resolution` is the largest that is trained. Captions of `manifest` and `report` are as they were
+    written, those of `train` and `held_out` canonical, with what is trained beside them in `train`.
     """
 
     family: Family
@@ -55,6 +57,11 @@ def list_data(config: Config, *, allow_missing_captions: bool | None = None) -> 
     """What the sources hold, and what is wrong with it. Raises UsageError for bad sources."""
     allowed = config.data.allow_missing_captions if allow_missing_captions is None else allow_missing_captions
     return read_manifest(data_sources(config), allow_missing_captions=allowed, captions=config.captions)
+
+
+def caption_rules(config: Config) -> tuple[CaptionsSection, ...]:
+    """How captions are changed, for each of the data's sources."""
+    return tuple(source.captions or config.captions for source in config.data.sources) or (config.captions,)
 
 
 def with_absolute_paths(config: Config) -> Config:
@@ -137,7 +144,7 @@ def read_inputs(config: Config, families: Mapping[str, Family] = FAMILIES) -> In
     """
     family, facts = read_model(config, families)
     manifest, report = read_data(config, facts)
-    framings = trained_framings(config, facts)
+    framings, rules = trained_framings(config, facts), caption_rules(config)
     train, held_out = split_held_out(report.samples, config.data.held_out, config.data.held_out_seed)
     return Inputs(
         family=family,
@@ -145,8 +152,8 @@ def read_inputs(config: Config, families: Mapping[str, Family] = FAMILIES) -> In
         resolution=trained_resolution(config, facts),
         manifest=manifest,
         report=report,
-        train=train,
-        held_out=held_out,
+        train=settled(train, rules),
+        held_out=tuple(map(canonical, settled(held_out, rules))),
         train_plan=plan_views(train, framings),
         held_out_plan=plan_plain(held_out, framings),
     )

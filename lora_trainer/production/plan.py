@@ -11,13 +11,21 @@ from lora_trainer.config.contradictions import from_user
 from lora_trainer.config.layers import Resolved
 from lora_trainer.config.schema import Config
 from lora_trainer.core.io import user_cache_folder
+from lora_trainer.data.captions import settled
 from lora_trainer.data.sample import Sample
 from lora_trainer.data.split import split_held_out
 from lora_trainer.models import FAMILIES
 from lora_trainer.models.family import Architecture, Family, public_architecture
 from lora_trainer.models.ledger import Gauge, stored_gauge
 from lora_trainer.optim.state_size import optimizer_state_bytes
-from lora_trainer.production.inputs import arithmetic, list_data, read_architecture, read_model, trained_resolution
+from lora_trainer.production.inputs import (
+    arithmetic,
+    caption_rules,
+    list_data,
+    read_architecture,
+    read_model,
+    trained_resolution,
+)
 from lora_trainer.production.memory import GIB, Demand, Fit, choose_fit, parts_of, what_would_fit
 from lora_trainer.production.plan_phases import PhasePlan, plan_phases
 from lora_trainer.training.gauge import traced_gauge
@@ -150,7 +158,8 @@ def planned_samples(config: Config) -> tuple[Sample, ...]:
     if not config.data.sources:
         return ()
     manifest, _ = list_data(config, allow_missing_captions=True)
-    return split_held_out(manifest.samples, config.data.held_out, config.data.held_out_seed)[0]
+    train, _ = split_held_out(manifest.samples, config.data.held_out, config.data.held_out_seed)
+    return settled(train, caption_rules(config))
 
 
 def planned_steps(config: Config, samples: tuple[Sample, ...], fit: Fit) -> int | None:
@@ -165,7 +174,9 @@ def disk_gib(
     """Caches, checkpoints (one more than are kept, while it is written) and both LoRA files."""
     latents = 2 * architecture.facts.latent_channels * demand.area
     texts = sum(math.prod(shape) for shape in family.cond_shapes(architecture.denoiser).values())
-    cached = CACHED_BYTES * (len(samples) * latents + len({sample.caption for sample in samples}) * texts)
+    cached = CACHED_BYTES * (
+        len(samples) * latents + len({text for sample in samples for text in sample.texts}) * texts
+    )
     shapes = demand.gauge.shapes(demand.rank)
     trained = sum(map(math.prod, shapes))
     checkpoint = 4 * trained * (2 if demand.averaged else 1) + optimizer_state_bytes(demand.optimizer, shapes)

@@ -8,12 +8,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lora_trainer.data.loader import CachedData, drops_caption, prefetch, read_micro
+from lora_trainer.config.schema import CaptionsSection
+from lora_trainer.data.captions import drops_caption, settled
+from lora_trainer.data.loader import CachedData, prefetch, read_micro
 from lora_trainer.data.sample import Sample
-from lora_trainer.data.steps import Ref, plan_steps, split_micros
+from lora_trainer.data.steps import Ref, plan_steps, share, split_micros
 from lora_trainer.data.store import Store, write_entries
 from lora_trainer.data.views import Framing, plan_views
 
@@ -38,11 +40,16 @@ def data(tmp_path: Path) -> CachedData:
         samples,
         plan.views,
         [(f"{number:064x}",) for number in range(COUNT)],
-        [f"{number + 1:064x}" for number in range(COUNT)],
+        [(f"{number + 1:064x}",) for number in range(COUNT)],
         f"{0:064x}",
         Store(tmp_path, "latents"),
         Store(tmp_path, "texts"),
     )
+
+
+def told(data: CachedData, **options: object) -> CachedData:
+    """The same data with settings of its captions."""
+    return replace(data, captions=(CaptionsSection.model_validate(options),))
 
 
 def ref(data: CachedData, index: int, occurrence: int = 0) -> Ref:
@@ -51,7 +58,7 @@ def ref(data: CachedData, index: int, occurrence: int = 0) -> Ref:
 
 def test_a_batch_holds_its_samples(data: CachedData) -> None:
     refs = (ref(data, 1), ref(data, 5), ref(data, 1, 1))
-    batch = read_micro(data, refs, step=3, seed=1)
+    batch = read_micro(data, refs, step=3, epoch=0, seed=1)
     bucket = data.views[1][0].fit.bucket
     assert batch.mean.shape == batch.spread.shape == (3, 4, bucket.height // 8, bucket.width // 8)
     assert batch.mean[:, 0, 0, 0].tolist() == [1.0, 5.0, 1.0]
@@ -69,28 +76,64 @@ def test_every_step_can_be_read(data: CachedData) -> None:
     for step in range(4):
         refs = plan.refs(step)
         micros = split_micros(refs, lambda ref: data.bucket(ref, 0), 2)
-        read = [number for micro in micros for number in read_micro(data, micro, step, 0).mean[:, 0, 0, 0].tolist()]
+        read = [number for micro in micros for number in read_micro(data, micro, step, 0, 0).mean[:, 0, 0, 0].tolist()]
         assert sorted(read) == sorted(float(each.index) for each in refs)
 
 
 def test_caption_dropout_gives_the_empty_text(data: CachedData) -> None:
     refs = (ref(data, 0), ref(data, 2))
-    assert read_micro(data, refs, 0, 0, caption_dropout=1.0).cond["embeds"].unique().tolist() == [-1.0]
-    assert read_micro(data, refs, 0, 0, caption_dropout=0.0).cond["embeds"][:, 0, 0].tolist() == [0.0, 2.0]
+    assert read_micro(told(data, dropout=1.0), refs, 0, 0, 0).cond["embeds"].unique().tolist() == [-1.0]
+    assert read_micro(told(data, dropout=0.0), refs, 0, 0, 0).cond["embeds"][:, 0, 0].tolist() == [0.0, 2.0]
 
 
 @given(st.integers(0, 2**32), st.floats(0.05, 0.95))
 def test_dropout_depends_on_the_place_only_and_keeps_its_share(seed: int, share: float) -> None:
-    places = [Ref(0, "id", occurrence) for occurrence in range(2000)]
-    dropped = [drops_caption(place, 7, seed, share) for place in places]
-    assert dropped == [drops_caption(place, 7, seed, share) for place in places]
+    rules, places = CaptionsSection(dropout=share), [("id", occurrence) for occurrence in range(2000)]
+    dropped = [drops_caption(rules, seed, 7, 0, place) for place in places]
+    assert dropped == [drops_caption(rules, seed, 7, 0, place) for place in places]
     assert abs(sum(dropped) / len(dropped) - share) < 0.07
+
+
+def test_a_sample_takes_its_texts_in_turn_and_none_in_an_epoch_without(data: CachedData) -> None:
+    sample = replace(data.samples[0], variants=("a", "b", "c"))
+    keys = [tuple(f"{number + 1:064x}" for number in (0, 2, 4)), *data.text_keys[1:]]
+    several = told(replace(data, samples=[sample, *data.samples[1:]], text_keys=keys), dropout_every_epochs=4)
+
+    def embedded(visit: int, epoch: int) -> float:
+        place = Ref(0, sample.id, 0, visit)
+        return float(read_micro(several, [place], 11, epoch, 3).cond["embeds"][0, 0, 0])
+
+    taken = [embedded(visit, 0) for visit in range(6)]
+    assert set(taken[:3]) == {0.0, 2.0, 4.0}
+    assert [embedded(1, epoch) for epoch in range(4)] == [taken[1]] * 3 + [-1.0]
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.integers(0, 2**30), st.integers(1, 5), st.integers(1, 3), st.integers(0, 30))
+def test_texts_are_the_same_whoever_reads_them_and_wherever_one_goes_on(
+    seed: int, effective: int, world: int, start: int
+) -> None:
+    rules = (CaptionsSection(shuffle=True, tag_dropout=0.25, dropout=0.2, dropout_every_epochs=3),)
+    written = [Sample(Path(f"{n}.png"), f"a, b, c {n}", 9, 9, f"{n:064d}"[::-1], repeats=1 + n % 2) for n in range(5)]
+    samples = settled(written, rules)
+    keys = [tuple(f"{n}:{text}" for text in sample.texts) for n, sample in enumerate(samples)]
+    data = CachedData(samples, [((),)] * 5, [], keys, "", None, None, captions=rules)  # type: ignore[arg-type]
+
+    def texts(step: int, processes: int) -> list[str]:
+        plan = plan_steps(samples, effective, seed)
+        shared = [share(plan.refs(step), rank, processes) for rank in range(processes)]
+        refs = sorted((ref for each in shared for ref in each), key=lambda ref: (ref.id, ref.occurrence))
+        return [data.text_key(ref, step, step // plan.steps_per_epoch, seed) for ref in refs]
+
+    alone = [texts(step, 1) for step in range(start + 6)]
+    assert alone[start:] == [texts(step, world) for step in range(start, start + 6)]
 
 
 def test_splitting_does_not_change_what_is_read(data: CachedData) -> None:
     refs = (ref(data, 0), ref(data, 2), ref(data, 4))
-    whole = read_micro(data, refs, 5, 9, caption_dropout=0.5)
-    parts = [read_micro(data, (each,), 5, 9, caption_dropout=0.5) for each in refs]
+    data = told(data, dropout=0.5)
+    whole = read_micro(data, refs, 5, 0, 9)
+    parts = [read_micro(data, (each,), 5, 0, 9) for each in refs]
     assert torch.equal(whole.mean, torch.cat([part.mean for part in parts]))
     assert torch.equal(whole.cond["embeds"], torch.cat([part.cond["embeds"] for part in parts]))
 
@@ -129,8 +172,8 @@ def test_prefetch_closes_its_source_in_the_thread_that_read_it() -> None:
 def test_regularisation_has_a_weight_of_its_own(data: CachedData) -> None:
     samples = [replace(sample, weight=2.0, regularisation=n % 2 == 0) for n, sample in enumerate(data.samples)]
     refs = (ref(data, 0), ref(data, 2))
-    assert read_micro(replace(data, samples=samples, prior_weight=0.25), refs, 0, 0).weights.tolist() == [0.5, 0.5]
-    assert read_micro(replace(data, samples=samples), (ref(data, 1),), 0, 0).weights.tolist() == [2.0]
+    assert read_micro(replace(data, samples=samples, prior_weight=0.25), refs, 0, 0, 0).weights.tolist() == [0.5, 0.5]
+    assert read_micro(replace(data, samples=samples), (ref(data, 1),), 0, 0, 0).weights.tolist() == [2.0]
 
 
 def test_prefetch_reads_no_further_than_its_depth_and_stops() -> None:
