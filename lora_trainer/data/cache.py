@@ -19,11 +19,12 @@ from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
+from torch.nn.functional import adaptive_avg_pool2d
 
 from lora_trainer.data.buckets import Bucket
 from lora_trainer.data.explained import changed, recall, remember
 from lora_trainer.data.filling import Progress, Work, build_missing, usual_workers
-from lora_trainer.data.pixels import read_pixels
+from lora_trainer.data.pixels import read_mask, read_pixels
 from lora_trainer.data.sample import Sample
 from lora_trainer.data.store import Shelf
 from lora_trainer.data.views import View
@@ -31,7 +32,7 @@ from lora_trainer.data.weighted_words import Pieces, spoken
 
 # Part of every key: raise it when pictures are brought to their bucket in another way.
 TRANSFORM = "lanczos-cover-centre-1"
-RECOLOURED = "recoloured-1"  # likewise, of recoloured views
+RECOLOURED, MASKED = "recoloured-1", "area-1"  # likewise, of recoloured views and of masks
 
 # In the order in which they are looked for: the first that differs is the reason.
 REASONS = {
@@ -39,6 +40,7 @@ REASONS = {
     "caption": ("caption changed", "captions changed"),
     "weights": ("weighted words changed", "weighted words changed"),
     "size": ("size changed", "sizes changed"),
+    "mask": ("mask changed", "masks changed"),
     "encoder": ("encoder changed", "encoder changed"),
     "dtype": ("precision changed", "precision changed"),
 }
@@ -118,9 +120,16 @@ def plan_latents(
     def describe(index: int) -> tuple[str, Record]:
         sample, view = items[index]
         record = {"content": sample.content, "size": _view_text(view), "encoder": encoder_key, "dtype": str(dtype)}
-        return names[index], record
+        return names[index], record | _mask_record(sample)
 
     return _plan("latents", folder, dtype, items, describe)
+
+
+def _mask_record(sample: Sample) -> Record:
+    """Nothing for a sample without a mask, so that its key is what it was before there were masks."""
+    if sample.mask is None:
+        return {}
+    return {"mask": f"{sample.mask.content or 'alpha'} {MASKED}"}
 
 
 def _named(items: Sequence[tuple[Sample, View]]) -> list[str]:
@@ -223,22 +232,27 @@ def fill_latents(
     a disk that refuses.
     """
 
-    def bucket(index: int) -> Bucket:
-        return plan.items[index][1].fit.bucket
+    def group(index: int) -> tuple[Bucket, bool]:
+        sample, view = plan.items[index]
+        return view.fit.bucket, sample.mask is not None
 
-    def prepare(index: int) -> Tensor:
-        return read_pixels(*plan.items[index])
+    def prepare(index: int) -> tuple[Tensor, Tensor | None]:
+        return read_pixels(*plan.items[index]), read_mask(*plan.items[index])
 
-    def encode(places: list[int], pixels: list[Tensor]) -> dict[str, Tensor]:
+    def encode(places: list[int], prepared: list[tuple[Tensor, Tensor | None]]) -> dict[str, Tensor]:
         del places
-        mean, spread = encode_image(torch.stack(pixels))
-        return {"mean": mean.to(plan.dtype), "spread": spread.to(plan.dtype)}
+        mean, spread = encode_image(torch.stack([pixels for pixels, _ in prepared]))
+        found = {"mean": mean.to(plan.dtype), "spread": spread.to(plan.dtype)}
+        if masks := [mask for _, mask in prepared if mask is not None]:
+            # Each place of the latents takes the mean of what it covers.
+            found["mask"] = adaptive_avg_pool2d(torch.stack(masks), mean.shape[-2:]).to(plan.dtype)
+        return found
 
     def name(index: int) -> str:
         return plan.items[index][0].path.name
 
     many = usual_workers() if workers is None else max(1, workers)
-    work = Work(plan.folder, plan.kind, plan.keys, bucket, prepare, encode, name, batch, many, start)
+    work = Work(plan.folder, plan.kind, plan.keys, group, prepare, encode, name, batch, many, start)
     return _fill(plan, work, progress)
 
 

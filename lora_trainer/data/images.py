@@ -49,6 +49,7 @@ TURNS: dict[int, Image.Transpose] = {
     8: Image.Transpose.ROTATE_90,
 }
 SIDEWAYS = (5, 6, 7, 8)
+QUARTERS = tuple(TURNS[orientation] for orientation in SIDEWAYS)
 
 # Pillow refuses from twice its own warning limit on; the same number, named.
 MOST_PIXELS = 178_956_970
@@ -156,6 +157,17 @@ def load_rgb(path: Path, span: Span | None = None) -> Image.Image:
         return flat.transpose(turn) if turn is not None else flat
 
 
+def load_alpha(path: Path, span: Span | None = None) -> Image.Image:
+    """The picture's opacity as grey, as it is seen: white where it covers. Raises BrokenPictureError."""
+    with opened(path, span) as picture:
+        turn = None if picture.format == "TIFF" else TURNS.get(orientation_of(picture))
+        picture.load()
+        if not picture.has_transparency_data:
+            return Image.new("L", picture.size if turn not in QUARTERS else picture.size[::-1], 255)
+        alpha = picture.convert("RGBA").getchannel("A")
+        return alpha.transpose(turn) if turn is not None else alpha
+
+
 def to_rgb(picture: Image.Image) -> Image.Image:
     """Any Pillow mode as RGB, transparency laid on white."""
     if picture.mode.startswith("I") or picture.mode == "F":
@@ -188,8 +200,8 @@ def load_pixels(path: Path, fit: Fit, span: Span | None = None) -> NDArray[np.ui
     return np.array(cut_out(load_rgb(path, span), fit), dtype=np.uint8)
 
 
-def cut_out(picture: Image.Image, fit: Fit) -> Image.Image:
-    """The picture resized (Lanczos) to cover its bucket, cropped as the fit says."""
+def cut_out(picture: Image.Image, fit: Fit, resampling: Image.Resampling = Image.Resampling.LANCZOS) -> Image.Image:
+    """The picture resized to cover its bucket, cropped as the fit says; of any size with the fit's aspect."""
     # Only what the crop keeps is resized: a sliver of a picture would fill the memory otherwise.
     across, down = picture.width / fit.resized_width, picture.height / fit.resized_height
     box = (
@@ -199,4 +211,4 @@ def cut_out(picture: Image.Image, fit: Fit) -> Image.Image:
         min((fit.top + fit.bucket.height) * down, picture.height),
     )
     size = (fit.bucket.width, fit.bucket.height)
-    return picture.resize(size, Image.Resampling.LANCZOS, box=box)
+    return picture.resize(size, resampling, box=box)

@@ -76,6 +76,7 @@ class Batch:
     cond: Mapping[str, Tensor]  # each with B first
     sizes: Tensor  # [B, 6] float32: original height, width, crop top, left, target height, width; pixels
     weights: Tensor  # [B] float32
+    mask: Tensor | None = None  # [B, 1, h, w] in [0, 1], 1 for samples without one; None where none has one
 
     @property
     def places(self) -> tuple[tuple[str, int], ...]:
@@ -100,6 +101,7 @@ def read_micro(data: CachedData, refs: Sequence[Ref], step: int, epoch: int, see
             ]
         ),
         weights=torch.tensor([data.weight_of(ref.index) for ref in refs]),
+        mask=masks_of(latents),
     )
 
 
@@ -108,6 +110,13 @@ def size_row(sample: Sample, view: View) -> tuple[float, ...]:
     bucket = view.fit.bucket
     row = (sample.height, sample.width, *view.crop, bucket.height, bucket.width)
     return tuple(float(value) for value in row)
+
+
+def masks_of(latents: Sequence[Mapping[str, Tensor]]) -> Tensor | None:
+    """The masks [B, 1, h, w] of B entries, all ones for one without; None when none has one."""
+    if not any("mask" in entry for entry in latents):
+        return None
+    return torch.stack([entry.get("mask", torch.ones_like(entry["mean"][:1])) for entry in latents]).float()
 
 
 @dataclass(frozen=True)

@@ -1,16 +1,22 @@
-"""Pictures as the encoder wants them."""
+"""Pictures and masks as the encoder wants them."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 from lora_trainer.core.errors import DatasetRefused, Problem
-from lora_trainer.data.images import BrokenPictureError, load_rgb
-from lora_trainer.data.render import render
-from lora_trainer.data.sample import Sample
+from lora_trainer.data.images import BrokenPictureError, load_alpha, load_rgb
+from lora_trainer.data.render import render, render_mask
+from lora_trainer.data.sample import Sample, Span
 from lora_trainer.data.spans import content_of
 from lora_trainer.data.views import View
+
+Read = TypeVar("Read")
 
 
 def read_pixels(sample: Sample, view: View) -> Tensor:
@@ -18,13 +24,37 @@ def read_pixels(sample: Sample, view: View) -> Tensor:
 
     Raises DatasetRefused, naming the file, when it cannot be read or has changed since it was listed.
     """
-    try:
-        pixels = render(load_rgb(sample.path, sample.span), view, sample.content)
-        # Otherwise the new picture's latents would stand under the old one's key.
-        if content_of(sample.path, sample.span) != sample.content:
-            raise DatasetRefused(Problem(f"{sample.path} changed while it was read.", "Run again."))
-    except BrokenPictureError as broken:
-        raise DatasetRefused(Problem(f"{sample.path} {broken.message}", broken.fix)) from broken
-    except OSError as error:
-        raise DatasetRefused(Problem(f"{sample.path} cannot be read any more ({error}).", "Run again.")) from error
+    pixels = _unchanged(
+        lambda: render(load_rgb(sample.path, sample.span), view, sample.content),
+        sample.path,
+        sample.span,
+        sample.content,
+    )
     return torch.from_numpy(pixels).permute(2, 0, 1).float() / 127.5 - 1.0
+
+
+def read_mask(sample: Sample, view: View) -> Tensor | None:
+    """A sample's mask [1, H, W] in a view, float32 in [0, 1]; None for one without. Raises as `read_pixels`."""
+    if sample.mask is None:
+        return None
+    path, span, content = sample.mask.path, sample.mask.span, sample.mask.content
+    if path is None:
+        path, span, content = sample.path, sample.span, sample.content
+        pixels = _unchanged(lambda: render_mask(load_alpha(path, span), view), path, span, content)
+    else:
+        pixels = _unchanged(lambda: render_mask(load_rgb(path, span).convert("L"), view), path, span, content)
+    return torch.from_numpy(pixels).float()[None] / 255.0
+
+
+def _unchanged(read: Callable[[], Read], path: Path, span: Span | None, content: str) -> Read:
+    """What is read of a file that must still be what was listed."""
+    try:
+        found = read()
+        # Otherwise the new picture's latents would stand under the old one's key.
+        if content_of(path, span) != content:
+            raise DatasetRefused(Problem(f"{path} changed while it was read.", "Run again."))
+    except BrokenPictureError as broken:
+        raise DatasetRefused(Problem(f"{path} {broken.message}", broken.fix)) from broken
+    except OSError as error:
+        raise DatasetRefused(Problem(f"{path} cannot be read any more ({error}).", "Run again.")) from error
+    return found

@@ -23,6 +23,12 @@ def render(picture: Image.Image, view: View, content: str) -> NDArray[np.uint8]:
     return np.ascontiguousarray(pixels[:, ::-1]) if view.flip else pixels
 
 
+def render_mask(mask: Image.Image, view: View) -> NDArray[np.uint8]:
+    """The same part of a grey mask, [H, W]. Bilinear: Lanczos would let black shine through beside an edge."""
+    pixels = np.array(cut_out(mask, view.fit, Image.Resampling.BILINEAR), dtype=np.uint8)
+    return np.ascontiguousarray(pixels[:, ::-1]) if view.flip else pixels
+
+
 def recoloured(picture: Image.Image, content: str, number: int) -> Image.Image:
     """An RGB picture with its brightness, contrast, saturation and hue changed; which changes, `number` says."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -11,26 +12,49 @@ from torch import Tensor
 from lora_trainer.config.schema import LossSection
 from lora_trainer.diffusion.process import Process
 
-# (predicted [B, C, h, w], target [B, C, h, w], t [B]) -> [B]
-Loss = Callable[[Tensor, Tensor, Tensor], Tensor]
-Error = Callable[[Tensor, Tensor], Tensor]
+SMALLEST_MEAN = 1e-12  # of a mask: one that is black everywhere must give 0, not 0 / 0
+
+
+class Loss(Protocol):
+    """(predicted [B, C, h, w], target [B, C, h, w], t [B], mask [B, 1, h, w] or None) -> [B]."""
+
+    def __call__(self, predicted: Tensor, target: Tensor, t: Tensor, mask: Tensor | None = None) -> Tensor: ...
+
+
+# The same without t; a third tensor [B, 1, h, w] weighs the places.
+Error = Callable[..., Tensor]
 
 
 def make_loss(config: LossSection, process: Process) -> Loss:
-    """The training loss that the settings ask for."""
+    """The training loss that the settings ask for. A mask in [0, 1] says where it counts, 0 as `unmasked_weight`."""
     error = ERRORS[config.kind](config)
-    if config.min_snr_gamma is None:
-        return lambda predicted, target, t: error(predicted, target)
-    weight = partial(min_snr_weight, process, gamma=config.min_snr_gamma)
-    return lambda predicted, target, t: error(predicted, target) * weight(t)
+    gamma = config.min_snr_gamma
+
+    def loss(predicted: Tensor, target: Tensor, t: Tensor, mask: Tensor | None = None) -> Tensor:
+        places = () if mask is None else (mask.clamp(min=config.unmasked_weight),)
+        found = error(predicted, target, *places)
+        return found if gamma is None else found * min_snr_weight(process, t, gamma)
+
+    return loss
 
 
-def squared_error(predicted: Tensor, target: Tensor) -> Tensor:
+def mean_of_sample(error: Tensor, weights: Tensor | None) -> Tensor:
+    """[B, C, h, w] -> [B]: the mean of each sample, its places weighed by [B, 1, h, w].
+
+    Divided by the weights' sum, so that a small mask does not make a small loss. With equal weights it is
+    the plain mean to the last bit; where all are 0 it is 0.
+    """
+    if weights is not None:
+        error = error * (weights / weights.mean((1, 2, 3), keepdim=True).clamp(min=SMALLEST_MEAN))
+    return error.flatten(1).mean(1)
+
+
+def squared_error(predicted: Tensor, target: Tensor, weights: Tensor | None = None) -> Tensor:
     """Mean squared error of each sample: [B, C, h, w] twice -> [B], in float32 or better."""
-    return difference(predicted, target).square().flatten(1).mean(1)
+    return mean_of_sample(difference(predicted, target).square(), weights)
 
 
-def huber_error(predicted: Tensor, target: Tensor, *, delta: float) -> Tensor:
+def huber_error(predicted: Tensor, target: Tensor, weights: Tensor | None = None, *, delta: float) -> Tensor:
     """Mean pseudo-Huber error of each sample: [B, C, h, w] twice -> [B] (arXiv:2403.16728, eq. 5).
 
     2 delta (sqrt(d² + delta²) - delta): d² where d is far below delta, 2 delta |d| far above, so
@@ -38,7 +62,7 @@ def huber_error(predicted: Tensor, target: Tensor, *, delta: float) -> Tensor:
     """
     # Multiplied out: sqrt(d² + delta²) - delta would cancel to nothing for small d.
     square = difference(predicted, target).square()
-    return (2.0 * delta * square / ((square + delta**2).sqrt() + delta)).flatten(1).mean(1)
+    return mean_of_sample(2.0 * delta * square / ((square + delta**2).sqrt() + delta), weights)
 
 
 def difference(predicted: Tensor, target: Tensor) -> Tensor:

@@ -30,6 +30,7 @@ class Micro:
     cond: Mapping[str, Tensor]
     sizes: Tensor  # [B, 6]
     weights: Tensor  # [B], what each sample's loss is multiplied by
+    mask: Tensor | None = None  # [B, 1, h, w], where the loss counts: 1 fully, 0 not at all; None everywhere
 
     def staged(self, device: torch.device, dtype: torch.dtype) -> Micro:
         """Ready for `to`: for a GPU in page-locked memory, from which it copies while the processor goes on.
@@ -59,6 +60,7 @@ class Micro:
             {name: change_cond(value) for name, value in self.cond.items()},
             change(self.sizes),
             change(self.weights),
+            None if self.mask is None else change(self.mask),
         )
 
 
@@ -84,4 +86,4 @@ def make_micro(batch: Batch, step: int, seed: int, noise: NoiseSection, process:
     if noise.input_perturbation:
         more = torch.stack([position_noise(shape, seed, "perturbation", *place) for place in places])
         added = perturbed(drawn_noise, more, noise.input_perturbation)
-    return Micro(latents, drawn_noise, added, t, batch.cond, batch.sizes, batch.weights)
+    return Micro(latents, drawn_noise, added, t, batch.cond, batch.sizes, batch.weights, batch.mask)

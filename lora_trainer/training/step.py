@@ -78,7 +78,7 @@ def backward(learner: Learner, micro: Micro, samples: int) -> Tensor:
     noisy = process.add_noise(micro.latents, micro.added, micro.t).to(learner.dtype)
     predicted = learner.predict(learner.denoiser, noisy, micro.t, micro.cond, micro.sizes)
     target = process.target(micro.latents, micro.noise, micro.t)
-    loss = (learner.loss(predicted, target, micro.t) * micro.weights).sum() / samples
+    loss = (learner.loss(predicted, target, micro.t, micro.mask) * micro.weights).sum() / samples
     (loss if learner.scaler is None else learner.scaler.scale(loss)).backward()
     learner.adapter.collect_gradients()
     return loss.detach()

@@ -106,6 +106,35 @@ def test_losses_are_what_the_settings_ask_for():
     assert torch.equal(loss(kind="huber", huber_delta=0.3, min_snr_gamma=5.0), huber * weight)
 
 
+@pytest.mark.parametrize(
+    "settings", [{}, {"kind": "huber"}, {"min_snr_gamma": 5.0}, {"kind": "huber", "min_snr_gamma": 1.0}]
+)
+def test_a_mask_says_where_the_loss_counts(settings):
+    """Of a white mask nothing changes to the last bit; a black half is as if it were not there; a black one gives 0."""
+    process, t = Process(ALPHAS, "epsilon"), torch.tensor([10, 500, 900])
+    predicted, target = torch.randn(3, 4, 6, 5, requires_grad=True), torch.randn(3, 4, 6, 5)
+    loss = make_loss(LossSection.model_validate(settings), process)
+    plain = loss(predicted, target, t)
+    mask = torch.ones(3, 1, 6, 5)
+    assert torch.equal(loss(predicted, target, t, mask), plain)
+    mask[1, :, 3:] = 0.0
+    mask[2] = 0.0
+    masked = loss(predicted, target, t, mask)
+    assert torch.equal(masked[0], plain[0])
+    assert torch.allclose(masked[1], loss(predicted[1:2, :, :3], target[1:2, :, :3], t[1:2])[0], rtol=1e-5)
+    assert masked[2].item() == 0.0
+    (gradient,) = torch.autograd.grad(masked.sum(), predicted)
+    assert gradient.isfinite().all()
+    assert ((gradient != 0.0) == (mask > 0.0)).all()
+
+
+def test_where_a_mask_is_black_the_unmasked_weight_counts():
+    loss = make_loss(LossSection(unmasked_weight=0.25), Process(ALPHAS, "epsilon"))
+    predicted, mask = torch.tensor([1.0, 3.0]).view(1, 1, 1, 2), torch.tensor([1.0, 0.0]).view(1, 1, 1, 2)
+    found = loss(predicted, torch.zeros_like(predicted), torch.tensor([0]), mask)
+    assert float(found) == pytest.approx((1.0 * 1.0 + 0.25 * 9.0) / 1.25)
+
+
 def test_zero_terminal_snr_trains_without_a_nan():
     """The last timestep holds no signal: velocity's loss and weight are finite there, its target is -latents."""
     process = Process(zero_terminal_alphas(ALPHAS), "v_prediction")

@@ -1,0 +1,222 @@
+"""Which views a picture has, how they are cut out, and how often each is used."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from PIL import Image
+
+from lora_trainer.config.schema import DataSection, SourceSection
+from lora_trainer.core.errors import UsageError
+from lora_trainer.data.images import load_alpha, load_rgb
+from lora_trainer.data.render import recoloured, render, render_mask
+from lora_trainer.data.sample import Sample
+from lora_trainer.data.steps import plan_steps
+from lora_trainer.data.views import Framing, View, framings_of, notes_on, plan_plain, plan_views, turn_of, views_of
+from tests.data.conftest import noise_picture
+
+STEP = 32
+sides = st.integers(1, 3000)
+
+
+def sample_of(width: int, height: int, name: str = "a") -> Sample:
+    return Sample(Path(f"{name}.png"), "", width, height, f"{ord(name[0]):064x}"[::-1])
+
+
+samples = st.builds(sample_of, sides, sides, st.sampled_from("abc"))
+framings = st.builds(
+    Framing,
+    resolutions=st.lists(st.integers(64, 1024), min_size=1, max_size=3, unique=True).map(
+        lambda found: tuple(sorted(found, reverse=True))
+    ),
+    step=st.just(STEP),
+    max_aspect=st.floats(1.0, 4.0),
+    allow_upscale=st.booleans(),
+    no_upscale=st.booleans(),
+    crops=st.integers(1, 5),
+    flip=st.booleans(),
+    colours=st.integers(0, 4),
+)
+
+
+@given(samples, framings)
+def test_every_view_lies_in_a_bucket_of_multiples_inside_of_the_picture(sample: Sample, framing: Framing) -> None:
+    views = views_of(sample, framing)
+    assert views
+    for view in views:
+        fit = view.fit
+        assert fit.bucket.width % STEP == fit.bucket.height % STEP == 0
+        assert STEP**2 <= fit.bucket.width * fit.bucket.height <= framing.resolutions[0] ** 2
+        assert max(fit.bucket.width, fit.bucket.height) <= framing.max_aspect * min(fit.bucket.width, fit.bucket.height)
+        assert 0 <= fit.left <= fit.resized_width - fit.bucket.width
+        assert 0 <= fit.top <= fit.resized_height - fit.bucket.height
+
+
+@given(samples, framings)
+def test_the_first_view_is_the_plain_one_and_held_out_pictures_have_no_other(sample: Sample, framing: Framing) -> None:
+    first = views_of(sample, framing)[0]
+    assert (first.flip, first.colour) == (False, 0)
+    assert first.fit.left == (first.fit.resized_width - first.fit.bucket.width) // 2
+    assert first.fit.top == (first.fit.resized_height - first.fit.bucket.height) // 2
+    assert plan_plain([sample], [framing]).views == ((first,),)
+
+
+@given(st.integers(STEP, 3000), st.integers(STEP, 3000), framings)
+def test_no_upscale_enlarges_nothing(width: int, height: int, framing: Framing) -> None:
+    framing = Framing(framing.resolutions, STEP, framing.max_aspect, no_upscale=True, crops=framing.crops)
+    for view in views_of(sample_of(width, height), framing):
+        assert view.fit.scale_from(width, height) <= 1.0
+        assert view.fit.resized_width <= width
+        assert view.fit.resized_height <= height
+
+
+@given(samples, framings)
+def test_resolutions_that_would_enlarge_a_picture_are_left_out_while_one_does_not(
+    sample: Sample, framing: Framing
+) -> None:
+    factors = [view.fit.scale_from(sample.width, sample.height) for view in views_of(sample, framing)]
+    if framing.allow_upscale:
+        distinct = {view.fit for view in views_of(sample, Framing(framing.resolutions, STEP, allow_upscale=True))}
+        assert len(distinct) <= len(framing.resolutions)
+    else:
+        assert max(factors) <= 1.0 or len({round(factor, 6) for factor in factors}) == 1
+
+
+@pytest.mark.parametrize(
+    ("size", "settings", "expected"),
+    [
+        ((2000, 2000), {}, ["1024x1024", "768x768", "512x512"]),
+        ((800, 800), {}, ["768x768", "512x512"]),
+        ((300, 300), {}, ["512x512"]),
+        ((300, 300), {"allow_upscale": True}, ["1024x1024", "768x768", "512x512"]),
+        ((300, 300), {"no_upscale": True}, ["256x256"]),
+        ((900, 200), {"no_upscale": True}, ["384x192"]),
+        ((40, 300), {"no_upscale": True}, ["64x128"]),  # smaller than a step: an error of the gate
+    ],
+)
+def test_each_picture_is_trained_at_the_resolutions_that_it_suits(size, settings, expected) -> None:
+    views = views_of(sample_of(*size), Framing((1024, 768, 512), 64, **settings))
+    assert [str(view.fit.bucket) for view in views] == expected
+
+
+@given(st.integers(1, 6), st.booleans(), st.integers(0, 6))
+def test_versions_show_each_crop_both_ways_and_every_colour(crops: int, flip: bool, colours: int) -> None:
+    """On a picture that leaves each crop room, so that no two are the same."""
+    framing = Framing((256,), 64, crops=crops, flip=flip, colours=colours)
+    views = views_of(sample_of(1001, 300), framing)
+    assert len(set(views)) == len(views)
+    assert len(views) < max(8, 1 + colours) + crops * (1 + flip)
+    shares = [Counter((view.fit.left, view.flip) for view in views), Counter(view.flip for view in views)]
+    assert all(max(share.values()) == min(share.values()) for share in shares)
+    assert len(shares[0]) == crops * (1 + flip)
+    by_colour = Counter(view.colour for view in views)
+    assert set(by_colour) == set(range(1 + colours))
+    assert max(by_colour.values()) - min(by_colour.values()) <= max(1, len(views) // 8)
+
+
+@given(
+    st.integers(1, 9), st.integers(1, 30), st.integers(0, 2**40), st.lists(st.integers(1, 3), min_size=1, max_size=5)
+)
+def test_a_run_uses_all_views_equally_often(count: int, steps: int, seed: int, repeats: list[int]) -> None:
+    shown = [Sample(Path(str(n)), "", 64, 64, f"{n:064x}"[::-1], times) for n, times in enumerate(repeats)]
+    plan = plan_steps(shown, 3, seed)
+    used: dict[int, Counter[int]] = {index: Counter(range(count)) for index in range(len(shown))}
+    for ref in (
+        ref for epoch in range(steps) for step in range(plan.steps_per_epoch) for ref in whole(plan, epoch, step)
+    ):
+        used[ref.index][turn_of(ref, count, seed)] += 1
+    assert all(max(turns.values()) - min(turns.values()) <= 1 for turns in used.values())
+
+
+def whole(plan, epoch: int, step: int):
+    return plan.refs(epoch * plan.steps_per_epoch + step)
+
+
+@given(st.integers(64, 300), st.integers(64, 300), st.integers(0, 9), st.integers(0, 3))
+def test_mirroring_twice_is_the_identity(width: int, height: int, place: int, colour: int) -> None:
+    picture = noise_picture(width, height, 1)
+    fit = views_of(sample_of(width, height), Framing((64,), STEP, crops=10))[place].fit
+    mirrored = render(picture, View(fit, True, colour), "content")
+    assert (mirrored[:, ::-1] == render(picture, View(fit, False, colour), "content")).all()
+    assert View(fit).crop == (fit.top, fit.left)
+    assert View(fit, flip=True).crop == (fit.top, fit.resized_width - fit.bucket.width - fit.left)
+
+
+def test_the_crop_that_is_told_is_where_the_mirrored_picture_was_cut() -> None:
+    picture = noise_picture(300, 100, 2)
+    (_, view) = views_of(sample_of(300, 100), Framing((64,), 16, flip=True))
+    mirrored = picture.transpose(Image.Transpose.FLIP_LEFT_RIGHT)
+    fit, (top, left) = view.fit, view.crop
+    resized = mirrored.resize((fit.resized_width, fit.resized_height), Image.Resampling.LANCZOS)
+    cut = resized.crop((left, top, left + fit.bucket.width, top + fit.bucket.height))
+    assert np.abs(np.asarray(cut, dtype=int) - render(picture, view, "content")).max() <= 1
+
+
+def test_colours_change_mildly_each_in_its_own_way() -> None:
+    picture = Image.new("RGB", (8, 8), (180, 120, 60))
+    versions = [np.asarray(recoloured(picture, "content", number), dtype=int)[0, 0] for number in range(1, 9)]
+    assert len({tuple(version) for version in versions}) > 4
+    assert all(0 < np.abs(version - (180, 120, 60)).max() < 60 for version in versions)
+    again = np.asarray(recoloured(picture, "content", 1), dtype=int)[0, 0]
+    assert (again == versions[0]).all()
+
+
+def test_a_mask_is_cut_as_its_picture_is_whatever_its_own_size() -> None:
+    """A white square of a black picture, and the same square in a mask of half the size."""
+    pixels = np.zeros((240, 480, 3), dtype=np.uint8)
+    pixels[40:120, 300:420] = 255
+    mask = Image.fromarray(pixels[::2, ::2, 0])
+    for view in views_of(sample_of(480, 240), Framing((128,), 16, max_aspect=1.5, crops=3, flip=True)):
+        shown = render(Image.fromarray(pixels), view, "content")[:, :, 0].astype(int)
+        assert np.abs(shown - render_mask(mask, view)).mean() < 6
+
+
+def test_transparency_is_a_mask_and_the_picture_lies_on_white(tmp_path: Path) -> None:
+    pixels = np.full((60, 80, 4), (200, 10, 10, 255), dtype=np.uint8)
+    pixels[:, :40, 3] = 0
+    Image.fromarray(pixels).save(tmp_path / "clear.png")
+    Image.fromarray(pixels[:, :, :3]).save(tmp_path / "whole.png")
+    alpha = np.asarray(load_alpha(tmp_path / "clear.png"))
+    assert (alpha[:, :40] == 0).all()
+    assert (alpha[:, 40:] == 255).all()
+    assert np.asarray(load_rgb(tmp_path / "clear.png"))[0, 0].tolist() == [255, 255, 255]
+    assert (np.asarray(load_alpha(tmp_path / "whole.png")) == 255).all()
+
+
+def test_settings_that_no_bucket_can_keep_are_told_at_once() -> None:
+    data = DataSection(bucket_step=48, bucket_min=600, resolutions=(512, 64))
+    with pytest.raises(UsageError) as refused:
+        framings_of(data, 512, 64)
+    told = str(refused.value)
+    assert "data.bucket_step is 48, no multiple of the model's step of 64 pixels. Set it to 64" in told
+    assert "data.bucket_min is 600, more than the 480 px of a square at 512" in told
+    with pytest.raises(UsageError, match=r"data\.bucket_max is 256, less than the 512 px of a square"):
+        framings_of(DataSection(bucket_max=256), 512, 64)
+
+
+def test_a_resolution_between_two_steps_is_told() -> None:
+    (note,) = notes_on(framings_of(DataSection(resolution=500), 512, 64))
+    assert note == "data.resolution 500 is no multiple of 64: squares are trained at 448 px"
+    assert notes_on(framings_of(DataSection(), 512, 64)) == ()
+
+
+def test_a_source_has_its_own_say() -> None:
+    own = SourceSection(path="b", resolutions=(256,), flip=True, colour_variants=2, crop="random")
+    data = DataSection(sources=(SourceSection(path="a"), own), resolutions=(512, 768), crop_variants=3)
+    first, second = framings_of(data, 512, 64)
+    assert (first.resolutions, first.crops, first.flip, first.colours) == ((768, 512), 1, False, 0)
+    assert (second.resolutions, second.crops, second.flip, second.colours) == ((256,), 3, True, 2)
+    shown = [sample_of(900, 900), Sample(Path("b"), "", 900, 900, "b" * 64, source=1)]
+    plan = plan_views(shown, (first, second))
+    assert [str(bucket) for bucket in sorted(plan.counts)] == ["256x256", "512x512", "768x768"]
+
+
+def test_sides_of_buckets_are_bounded() -> None:
+    framing = Framing((512,), 64, max_aspect=8.0, shortest=256, longest=1024)
+    assert min(min(bucket.width, bucket.height) for bucket in framing.buckets(512)) == 256
+    assert max(max(bucket.width, bucket.height) for bucket in framing.buckets(512)) == 1024
