@@ -119,17 +119,15 @@ def plan_latents(
 
     def describe(index: int) -> tuple[str, Record]:
         sample, view = items[index]
-        record = {"content": sample.content, "size": _view_text(view), "encoder": encoder_key, "dtype": str(dtype)}
-        return names[index], record | _mask_record(sample)
+        return names[index], {
+            "content": sample.content,
+            "size": _view_text(view),
+            "mask": "none" if sample.mask is None else f"{sample.mask.content or 'alpha'} {MASKED}",
+            "encoder": encoder_key,
+            "dtype": str(dtype),
+        }
 
     return _plan("latents", folder, dtype, items, describe)
-
-
-def _mask_record(sample: Sample) -> Record:
-    """Nothing for a sample without a mask, so that its key is what it was before there were masks."""
-    if sample.mask is None:
-        return {}
-    return {"mask": f"{sample.mask.content or 'alpha'} {MASKED}"}
 
 
 def _named(items: Sequence[tuple[Sample, View]]) -> list[str]:
@@ -245,7 +243,7 @@ def fill_latents(
         found = {"mean": mean.to(plan.dtype), "spread": spread.to(plan.dtype)}
         if masks := [mask for _, mask in prepared if mask is not None]:
             # Each place of the latents takes the mean of what it covers.
-            found["mask"] = adaptive_avg_pool2d(torch.stack(masks), mean.shape[-2:]).to(plan.dtype)
+            found["mask"] = adaptive_avg_pool2d(torch.stack(masks), (mean.shape[-2], mean.shape[-1])).to(plan.dtype)
         return found
 
     def name(index: int) -> str:

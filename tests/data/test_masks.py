@@ -1,0 +1,55 @@
+"""Masks beside the latents that they weigh."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import torch
+from PIL import Image
+
+from lora_trainer.data.cache import CachePlan, fill_latents, plan_latents
+from lora_trainer.data.loader import masks_of
+from lora_trainer.data.manifest import read_manifest
+from lora_trainer.data.sample import Mask
+from lora_trainer.data.spans import content_of
+from lora_trainer.data.store import Store
+from lora_trainer.data.views import Framing, views_of
+from tests.data.conftest import Draw
+from tests.data.test_cache import encode_image, fill
+
+
+def test_a_mask_is_cached_in_every_view_of_its_picture(tmp_path: Path, draw: Draw) -> None:
+    """Reduced to the latents' places; a picture without one keeps the key and the entry that it had."""
+    folder, cache = tmp_path / "data", tmp_path / "cache"
+    for number in range(3):
+        draw(folder / f"{number}.png", seed=number)
+    fill(folder, cache)
+    half = np.zeros((32, 32), dtype=np.uint8)
+    half[:, 16:] = half[:4, :4] = 255
+    Image.fromarray(half).save(tmp_path / "mask.png")
+    first, *others = read_manifest([folder])[0].samples
+
+    def plan() -> CachePlan:
+        mask = Mask(tmp_path / "mask.png", content_of(tmp_path / "mask.png", None))
+        samples = [replace(first, mask=mask), *others]
+        shown = [(sample, view) for sample in samples for view in views_of(sample, Framing((64,), 16, flip=True))]
+        return plan_latents(shown, cache, "vae", torch.float16)
+
+    assert fill_latents(plan(), encode_image, batch=4).reasons == {"mask changed": 1, "new": 3}
+    store = Store(cache, "latents", plan().keys)
+    entries = [store.read(key) for key in plan().keys]
+    expected = torch.zeros(8, 8)
+    expected[:, 4:] = expected[0, 0] = 1.0
+    assert (entries[0]["mask"][0] - expected).abs().max() < 0.2
+    assert torch.equal(entries[1]["mask"], entries[0]["mask"].flip(2))
+    assert torch.equal(entries[1]["mean"], entries[0]["mean"].flip(2))
+    assert not any("mask" in entry for entry in entries[2:])
+    stacked = masks_of(entries[1:3])
+    assert stacked is not None
+    assert stacked.shape == (2, 1, 8, 8)
+    assert (stacked[1] == 1.0).all()
+    assert masks_of(entries[2:]) is None
+    Image.fromarray(255 - half).save(tmp_path / "mask.png")
+    assert fill_latents(plan(), encode_image, batch=4).reasons == {"mask changed": 2}
