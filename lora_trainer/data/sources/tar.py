@@ -40,6 +40,7 @@ def read_tar(path: Path, asked: Asked, reading: Reading) -> list[Found]:
             if kind is not None:
                 reading.problem(f"{path} is compressed ({kind}).", fix)
                 return []
+            file.seek(0)
             groups: dict[str, _Group] = {}
             for name, span in _members(path, file, reading):
                 _sort_in(groups, name, span)

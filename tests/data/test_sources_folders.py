@@ -1,0 +1,213 @@
+"""Folders and tables with what a source may say of them."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lora_trainer.config.schema import CaptionsSection, SourceSection
+from lora_trainer.core.errors import UsageError
+from lora_trainer.core.findings import Finding
+from lora_trainer.data.manifest import read_manifest
+from lora_trainer.data.sample import Manifest
+from lora_trainer.data.steps import Lengths, make_groups, step_arithmetic
+from tests.data.conftest import Draw
+
+
+def source(path: Path, **settings: Any) -> SourceSection:
+    return SourceSection(path=str(path), **settings)
+
+
+def captions_of(manifest: Manifest) -> dict[str, str]:
+    return {sample.path.name: sample.caption for sample in manifest.samples}
+
+
+def codes(findings: tuple[Finding, ...]) -> list[tuple[str, str]]:
+    return [(finding.code, finding.severity) for finding in findings]
+
+
+def test_what_a_source_says_of_its_pictures(tmp_path: Path, draw: Draw) -> None:
+    draw(tmp_path / "10_cat" / "a.png", seed=1, caption=None)
+    draw(tmp_path / "10_cat" / "b.png", seed=2, caption="its own")
+    draw(tmp_path / "dogs" / "5_dog" / "c.png", seed=3, caption=None)
+    manifest, findings = read_manifest(
+        [
+            source(tmp_path / "10_cat", repeats=0.5, weight=2.0, caption="a tom"),
+            source(tmp_path / "dogs", regularisation=True),
+        ]
+    )
+    assert findings == ()
+    read = [(s.path.name, s.caption, s.repeats, s.weight, s.source, s.regularisation) for s in manifest.samples]
+    assert read == [
+        ("a.png", "a tom", 0.5, 2.0, 0, False),
+        ("b.png", "its own", 0.5, 2.0, 0, False),
+        ("c.png", "dog", 5, 1.0, 1, True),
+    ]
+
+
+def test_regularisation_is_seen_as_often_as_the_rest_and_all_of_it_in_time(tmp_path: Path, draw: Draw) -> None:
+    for number in range(2):
+        draw(tmp_path / "2_sks dog" / f"{number}.png", seed=number, caption=None)
+    for number in range(10):
+        draw(tmp_path / "class" / f"{number}.png", seed=10 + number, caption=None)
+    asked = [source(tmp_path / "2_sks dog"), source(tmp_path / "class", regularisation=True, caption="a dog")]
+    samples = read_manifest(asked)[0].samples
+    prior = [group for group in make_groups(samples, seed=1) if samples[group.indices[0]].regularisation]
+    assert [group.seen for group in prior] == [4]
+    seen = {prior[0].place(epoch, number)[0] for epoch in range(3) for number in range(4)}
+    assert len(seen) == 10
+    steps = step_arithmetic(samples, 1, Lengths(max_epochs=3))
+    assert (steps.images, steps.passes, steps.regularisation, steps.total) == (2, 8, 4, 24)
+    assert "2 images × 2 repeats + 4 regularisation = 8 a pass" in steps.line
+    with pytest.raises(UsageError, match="All data is regularisation"):
+        read_manifest(asked[1:])
+
+
+def test_the_ending_of_captions(tmp_path: Path, draw: Draw) -> None:
+    draw(tmp_path / "a.png", seed=1, caption="text")
+    draw(tmp_path / "b.png", seed=2, caption="text")
+    (tmp_path / "a.tags").write_text("tags", encoding="utf-8")
+    manifest, findings = read_manifest([tmp_path], captions=CaptionsSection(extension="tags"))
+    assert captions_of(manifest) == {"a.png": "tags", "b.png": ""}
+    assert codes(findings) == [("missing_caption", "error")]
+    assert "b.txt" in findings[0].message
+    assert "b.tags" in findings[0].message
+    own = source(tmp_path, captions=CaptionsSection(extension=".txt"))
+    assert captions_of(read_manifest([own], captions=CaptionsSection(extension="tags"))[0])["a.png"] == "text"
+
+
+def test_lines_stay_apart_only_where_one_is_chosen(tmp_path: Path, draw: Draw) -> None:
+    draw(tmp_path / "a.png", caption="one  cat\n\n two cats \n")
+    assert captions_of(read_manifest([tmp_path])[0]) == {"a.png": "one cat two cats"}
+    chosen = read_manifest([tmp_path], captions=CaptionsSection(wildcards=True))[0]
+    assert captions_of(chosen) == {"a.png": "one cat\ntwo cats"}
+
+
+TABLES = {
+    "all.jsonl": '{"file_name": "a.png", "text": "first, cat"}\n{"file_name": "in/b.png", "caption": "second"}\n',
+    "all.csv": 'file_name,prompt\na.png,"first, cat"\nin/b.png,second\n',
+    "all.tsv": "image\tcaption\na.png\tfirst, cat\nin/b.png\tsecond\n",
+    "rows.json": '[{"file_name": "a.png", "text": "first, cat"}, {"file_name": "in/b.png", "text": "second"}]',
+    "kohya.json": '{"/elsewhere/a": {"caption": "first", "tags": "cat"}, "in/b": {"tags": ["second"]}}',
+    "plain.json": '{"a.png": "first, cat", "in\\\\b.png": "second"}',
+    "tabs.txt": "a.png\tfirst, cat\nin/b.png\tsecond\n",
+    "bars.txt": "a.png|first, cat\nb.png | second\n",
+}
+
+
+@pytest.mark.parametrize("name", TABLES)
+def test_captions_in_one_file(tmp_path: Path, draw: Draw, name: str) -> None:
+    draw(tmp_path / "set" / "a.png", seed=1, caption="of its own")
+    draw(tmp_path / "set" / "in" / "b.png", seed=2, caption=None)
+    draw(tmp_path / "set" / "in" / "c.png", seed=3, caption="kept")
+    (tmp_path / name).write_text(TABLES[name], encoding="utf-8")
+    manifest, findings = read_manifest([source(tmp_path / "set", captions_file=str(tmp_path / name))])
+    assert captions_of(manifest) == {"a.png": "first, cat", "b.png": "second", "c.png": "kept"}
+    assert findings == ()
+    assert any("2 of 3" in note for note in manifest.notes)
+
+
+def test_a_table_given_as_data(tmp_path: Path, draw: Draw) -> None:
+    for seed, name in enumerate(["a.png", "in/b.png", "c.png"]):
+        draw(tmp_path / name, seed=seed, caption="beside")
+    rows = [{"file_name": "in/b.png", "text": "second", "weight": 3}, {"file_name": "a.png"}, {"file_name": "no.png"}]
+    (tmp_path / "some.jsonl").write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
+    manifest, findings = read_manifest([tmp_path / "some.jsonl"])
+    assert [(s.path.name, s.caption, s.weight) for s in manifest.samples] == [
+        ("b.png", "second", 3.0),
+        ("a.png", "beside", 1.0),
+    ]
+    assert codes(findings)[-1] == ("unreadable", "error")
+    (tmp_path / "web.csv").write_text("file_name,text\nhttps://x.example/a.png,far\n", encoding="utf-8")
+    with pytest.raises(UsageError, match="by their address"):
+        read_manifest([tmp_path / "web.csv"])
+
+
+def test_metadata_csv_in_splits(tmp_path: Path, draw: Draw) -> None:
+    for seed, name in enumerate(["train/a.png", "test/a.png"]):
+        draw(tmp_path / name, seed=seed, caption=None)
+        text = f"file_name,caption,weight\na.png,{name},{seed + 0.5}\n"
+        (tmp_path / name).with_name("metadata.csv").write_text(text, encoding="utf-8")
+    samples = read_manifest([tmp_path])[0].samples
+    assert [(s.caption, s.weight) for s in samples] == [("test/a.png", 1.5), ("train/a.png", 0.5)]
+
+
+@pytest.mark.parametrize("text", ["[" * 200_000, '{"a": ', "null", '[{"text": "no name"}]'])
+def test_a_table_that_is_none_is_one_finding(tmp_path: Path, draw: Draw, text: str) -> None:
+    draw(tmp_path / "a.png")
+    (tmp_path / "metadata.jsonl").write_text(text, encoding="utf-8")
+    (tmp_path / "table.json").write_text(text, encoding="utf-8")
+    _, findings = read_manifest([source(tmp_path, captions_file=str(tmp_path / "table.json"))])
+    assert codes(findings) == [("bad_metadata", "error")] * 2
+
+
+def test_a_caption_file_too_large_or_no_file_is_a_finding(tmp_path: Path, draw: Draw) -> None:
+    draw(tmp_path / "a.png", seed=1, caption=None)
+    draw(tmp_path / "b.png", seed=2, caption=None)
+    with open(tmp_path / "a.txt", "wb") as file:
+        file.truncate(1 << 30)
+    if hasattr(os, "mkfifo"):
+        os.mkfifo(tmp_path / "b.txt")  # never listed, so never opened
+    _, findings = read_manifest([tmp_path])
+    assert sorted(codes(findings)) == [("missing_caption", "error"), ("unreadable_caption", "error")]
+
+
+def test_the_same_folder_twice_only_with_other_settings(tmp_path: Path, draw: Draw) -> None:
+    draw(tmp_path / "a.png")
+    with pytest.raises(UsageError, match="twice"):
+        read_manifest([source(tmp_path, repeats=2), source(tmp_path, weight=3)])
+    manifest, findings = read_manifest([source(tmp_path, resolutions=(512,)), source(tmp_path, resolutions=(768,))])
+    assert [(sample.path.name, sample.source) for sample in manifest.samples] == [("a.png", 0), ("a.png", 1)]
+    assert findings == ()
+    assert any("2 sources" in note for note in manifest.notes)
+
+
+def test_order_does_not_hang_on_the_file_system(tmp_path: Path, draw: Draw, monkeypatch: pytest.MonkeyPatch) -> None:
+    for seed, name in enumerate(["b/x.png", "a.png", "a/z.png", "c.png"]):
+        draw(tmp_path / name, seed=seed)
+    before = read_manifest([tmp_path])[0]
+    scandir = os.scandir
+
+    class Reversed:
+        def __init__(self, path: str) -> None:
+            with scandir(path) as entries:
+                self.entries = list(entries)[::-1]
+
+        def __enter__(self) -> list[os.DirEntry[str]]:
+            return self.entries
+
+        def __exit__(self, *error: object) -> None:
+            return None
+
+    monkeypatch.setattr(os, "scandir", Reversed)
+    assert read_manifest([tmp_path])[0].samples == before.samples
+
+
+@pytest.mark.skipif(sys.platform in ("win32", "darwin"), reason="names are Unicode there")
+def test_a_name_that_is_not_utf_8(tmp_path: Path, draw: Draw) -> None:
+    folder = Path(os.fsdecode(os.fsencode(tmp_path) + b"/3_caf\xe9"))
+    draw(folder / "a.png", caption=None)
+    manifest, findings = read_manifest([tmp_path])
+    (sample,) = manifest.samples
+    assert sample.path.is_file()
+    assert sample.caption.encode("utf-8").decode("utf-8").startswith("caf")
+    assert findings == ()
+    assert len(manifest.data_hash) == 64
+
+
+def test_everything_wrong_is_said_at_once(tmp_path: Path, draw: Draw) -> None:
+    draw(tmp_path / "good" / "a.png")
+    (tmp_path / "empty").mkdir()
+    asked = [
+        source(tmp_path / "good", masks=str(tmp_path / "nowhere"), captions_file=str(tmp_path / "none.csv")),
+        source(tmp_path / "empty"),
+        source(tmp_path / "gone-{00..03}.tar"),
+    ]
+    with pytest.raises(UsageError) as caught:
+        read_manifest(asked)
+    assert len(caught.value.problems) == 4

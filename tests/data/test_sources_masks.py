@@ -1,0 +1,77 @@
+"""Masks that sources list."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+
+import pytest
+from PIL import Image
+
+from lora_trainer.config.schema import SourceSection
+from lora_trainer.core.errors import UsageError
+from lora_trainer.data.manifest import read_manifest
+from lora_trainer.data.sample import Mask
+from tests.data.conftest import Draw
+
+
+def grey(path: Path, width: int, height: int) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    Image.new("L", (width, height), 200).save(path)
+    return path
+
+
+def test_a_folder_of_masks(tmp_path: Path, draw: Draw) -> None:
+    for seed, name in enumerate(["a.png", "in/b.jpg", "c.png", "d.png", "e.png"]):
+        draw(tmp_path / "set" / name, 60, 40, seed=seed)
+    grey(tmp_path / "masks" / "a.png", 60, 40)
+    grey(tmp_path / "masks" / "in" / "b.png", 31, 20)  # half the size, a side rounded up
+    grey(tmp_path / "masks" / "c.png", 40, 60)
+    (tmp_path / "masks" / "d.png").write_bytes(b"no picture")
+    manifest, findings = read_manifest([SourceSection(path=str(tmp_path / "set"), masks=str(tmp_path / "masks"))])
+    masks = {sample.path.stem: sample.mask for sample in manifest.samples}
+    content = hashlib.sha256((tmp_path / "masks" / "a.png").read_bytes()).hexdigest()
+    assert masks["a"] == Mask(tmp_path / "masks" / "a.png", content)
+    assert masks["b"] is not None
+    assert masks["c"] is masks["d"] is masks["e"] is None
+    assert sorted((finding.path.stem, finding.code, finding.severity) for finding in findings if finding.path) == [
+        ("c", "mask_differs", "error"),
+        ("d", "unreadable_mask", "error"),
+        ("e", "missing_mask", "warning"),
+    ]
+    before = manifest.data_hash
+    grey(tmp_path / "masks" / "a.png", 30, 20)
+    asked = [SourceSection(path=str(tmp_path / "set"), masks=str(tmp_path / "masks"))]
+    assert read_manifest(asked)[0].data_hash != before
+
+
+def test_masks_beside_the_pictures_and_inside_of_the_folder(tmp_path: Path, draw: Draw) -> None:
+    draw(tmp_path / "a.png", 60, 40, seed=1)
+    grey(tmp_path / "a-masklabel.png", 60, 40)
+    manifest, _ = read_manifest([SourceSection(path=str(tmp_path), masks=str(tmp_path))])
+    assert [(s.path.name, s.mask and s.mask.path) for s in manifest.samples] == [
+        ("a.png", tmp_path / "a-masklabel.png")
+    ]
+    unmasked, findings = read_manifest([tmp_path])
+    assert [(sample.path.name, sample.mask) for sample in unmasked.samples] == [("a.png", None)]
+    assert any("1 masks" in note for note in unmasked.notes)
+    assert findings == ()
+    (tmp_path / "a-masklabel.png").rename(grey(tmp_path / "masks" / "a.png", 60, 40))
+    inside, _ = read_manifest([SourceSection(path=str(tmp_path), masks=str(tmp_path / "masks"))])
+    assert [sample.path.name for sample in inside.samples] == ["a.png"]
+    with pytest.raises(UsageError, match="holds no mask"):
+        read_manifest([SourceSection(path=str(tmp_path), masks=str(grey(tmp_path / "m" / "x.png", 4, 4).parent))])
+
+
+def test_transparency_as_the_mask(tmp_path: Path, draw: Draw) -> None:
+    draw(tmp_path / "plain.png", seed=1)
+    draw(tmp_path / "clear.png", seed=2)
+    picture = Image.open(tmp_path / "clear.png")
+    picture.putalpha(128)
+    picture.save(tmp_path / "clear.png")
+    manifest, findings = read_manifest([SourceSection(path=str(tmp_path), masks="alpha")])
+    assert {sample.path.name: sample.mask for sample in manifest.samples} == {
+        "clear.png": Mask(None),
+        "plain.png": None,
+    }
+    assert [(finding.code, finding.path) for finding in findings] == [("missing_mask", tmp_path / "plain.png")]

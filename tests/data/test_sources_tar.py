@@ -1,0 +1,184 @@
+"""WebDataset tars, read in place."""
+
+from __future__ import annotations
+
+import contextlib
+import gzip
+import io
+import json
+import tarfile
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lora_trainer.config.schema import CaptionsSection, SourceSection
+from lora_trainer.core.errors import UsageError
+from lora_trainer.data.images import BrokenPictureError, load_rgb
+from lora_trainer.data.manifest import read_manifest
+from lora_trainer.data.sources.found import Asked, Reading
+from lora_trainer.data.sources.tar import read_tar
+from tests.data.conftest import Draw, noise_picture
+
+
+def picture(seed: int, kind: str = "PNG") -> bytes:
+    out = io.BytesIO()
+    noise_picture(24, 16, seed).save(out, kind)
+    return out.getvalue()
+
+
+def write_tar(path: Path, members: dict[str, bytes], style: int = tarfile.USTAR_FORMAT) -> Path:
+    with tarfile.open(path, "w", format=style) as tar:
+        for name, data in members.items():
+            member = tarfile.TarInfo(name)
+            member.size = len(data)
+            tar.addfile(member, io.BytesIO(data))
+    return path
+
+
+def one_shard(path: Path, first: int = 0) -> Path:
+    text = json.dumps({"caption": "from json", "weight": 2, "width": 24}).encode()
+    members = {f"{first:05}.png": picture(first), f"{first:05}.txt": b"a cat\n", f"{first:05}.cls": b"3"}
+    members |= {f"{first + 1:05}.jpg": picture(first + 1, "JPEG"), f"{first + 1:05}.json": text}
+    return write_tar(path, members)
+
+
+def test_members_of_one_key_are_a_sample(tmp_path: Path) -> None:
+    path = one_shard(tmp_path / "data.tar")
+    before = path.read_bytes()
+    manifest, findings = read_manifest([path])
+    assert findings == ()
+    first, second = manifest.samples
+    assert (first.path, first.caption, first.weight) == (path / "00000.png", "a cat", 1.0)
+    assert (second.path, second.caption, second.weight) == (path / "00001.jpg", "from json", 2.0)
+    assert load_rgb(first.path, first.span).tobytes() == noise_picture(24, 16, 0).tobytes()
+    assert path.read_bytes() == before
+    assert sorted(tmp_path.iterdir()) == [path]
+
+
+def test_shards_by_range_by_folder_and_side_by_side_with_pictures(tmp_path: Path, draw: Draw) -> None:
+    for number in range(3):
+        one_shard(tmp_path / f"data-{number:03}.tar", 2 * number)
+    ranged, _ = read_manifest([tmp_path / "data-{000..002}.tar"])
+    whole, _ = read_manifest([tmp_path])
+    assert ranged.samples == whole.samples
+    assert [sample.path.parent.name for sample in whole.samples][::2] == [f"data-{n:03}.tar" for n in range(3)]
+    some, _ = read_manifest([tmp_path / "data-{002,000}.tar"])
+    assert [sample.path.parent.name for sample in some.samples][::2] == ["data-002.tar", "data-000.tar"]
+    draw(tmp_path / "z.png", seed=99)
+    assert len(read_manifest([tmp_path])[0].samples) == 7
+    with pytest.raises(UsageError, match="2 of 5 files"):
+        read_manifest([tmp_path / "data-{000..004}.tar"])
+    with pytest.raises(UsageError, match="twice"):
+        read_manifest([tmp_path / "data-{000..001}.tar", tmp_path / "data-001.tar"])
+    with pytest.raises(UsageError, match="are the most"):
+        read_manifest([tmp_path / "data-{000..999999}.tar"])
+
+
+def test_compressed_tars_are_refused_with_the_fix(tmp_path: Path) -> None:
+    plain = one_shard(tmp_path / "plain.tar")
+    for name in ("a.tar.gz", "b.tar"):
+        (tmp_path / name).write_bytes(gzip.compress(plain.read_bytes()))
+    with pytest.raises(UsageError) as caught:
+        read_manifest([tmp_path / "a.tar.gz", tmp_path / "b.tar"])
+    assert len(caught.value.problems) == 2
+    assert all("compressed" in problem.message and "npack" in problem.fix for problem in caught.value.problems)
+
+
+@pytest.mark.parametrize("damage", ["cut in a picture", "cut in a header", "overwritten header", "overwritten picture"])
+def test_what_stands_before_damage_is_used(tmp_path: Path, damage: str) -> None:
+    path = write_tar(tmp_path / "data.tar", {f"{n}.png": picture(n) for n in range(3)})
+    data = bytearray(path.read_bytes())
+    with tarfile.open(path) as tar:
+        last = tar.getmembers()[2]
+    if damage == "cut in a picture":
+        del data[last.offset_data + 100 :]
+    elif damage == "cut in a header":
+        del data[last.offset + 200 :]
+    elif damage == "overwritten header":
+        data[last.offset : last.offset + 512] = b"\xaa" * 512
+    else:
+        data[last.offset_data : last.offset_data + 64] = b"\xaa" * 64
+    path.write_bytes(data)
+    manifest, findings = read_manifest([path], allow_missing_captions=True)
+    errors = [(finding.code, finding.path) for finding in findings if finding.severity == "error"]
+    assert [sample.path.name for sample in manifest.samples] == ["0.png", "1.png"]
+    assert errors == [("unreadable", path / "2.png") if damage == "overwritten picture" else ("damaged_tar", path)]
+
+
+@pytest.mark.parametrize("content", [b"", b"no tar at all" * 100, b"\0" * 1024])
+def test_a_file_that_is_no_tar_is_refused(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "x.tar").write_bytes(content)
+    with pytest.raises(UsageError) as caught:
+        read_manifest([tmp_path / "x.tar"])
+    assert len(caught.value.problems) == 1
+
+
+def test_hostile_members_are_only_names(tmp_path: Path) -> None:
+    path = tmp_path / "in" / "bad.tar"
+    path.parent.mkdir()
+    names = ["../../escaped.png", "/etc/absolute.png", "a/./b/../line\nbreak.png", "\udce9.png", "x" * 300 + ".png"]
+    with tarfile.open(path, "w", format=tarfile.PAX_FORMAT, errors="surrogateescape") as tar:
+        for seed, name in enumerate(names):
+            member = tarfile.TarInfo(name)
+            member.size = len(data := picture(seed))
+            tar.addfile(member, io.BytesIO(data))
+        for kind, name in ((tarfile.SYMTYPE, "link.png"), (tarfile.FIFOTYPE, "pipe.png"), (tarfile.CHRTYPE, "dev.png")):
+            member = tarfile.TarInfo(name)
+            member.type, member.linkname = kind, "/etc/passwd"
+            tar.addfile(member)
+    manifest, findings = read_manifest([path], allow_missing_captions=True)
+    assert len(manifest.samples) == 5
+    assert all(path in sample.path.parents and ".." not in sample.path.parts for sample in manifest.samples)
+    assert {finding.severity for finding in findings} == {"note"}
+    assert any("3 links" in note for note in manifest.notes)
+    assert sorted(tmp_path.rglob("*")) == [path.parent, path]
+
+
+def test_keys_with_dots_and_pictures_that_belong_to_another(tmp_path: Path) -> None:
+    members = {"1.jpg": picture(1, "JPEG"), "1.mask.png": picture(2), "1.txt": b"one"}
+    members |= {"my.photo.a.png": picture(3), "my.photo.a.txt": b"a", "my.photo.b.png": picture(4), "my.txt": b"all"}
+    members |= {"two.png": picture(5), "two.webp": picture(6, "WEBP"), "two.caption": b"two"}
+    manifest, findings = read_manifest([write_tar(tmp_path / "x.tar", members)])
+    assert {sample.path.name: sample.caption for sample in manifest.samples} == {
+        "1.jpg": "one", "my.photo.a.png": "a", "my.photo.b.png": "all", "two.png": "two",
+    }  # fmt: skip
+    assert [finding.code for finding in findings] == ["two_pictures"]
+    tags = read_manifest(
+        [tmp_path / "x.tar"], captions=CaptionsSection(extension="caption"), allow_missing_captions=True
+    )
+    assert [sample.caption for sample in tags[0].samples] == ["", "", "", "two"]
+
+
+def test_texts_of_a_tar_that_cannot_be_used(tmp_path: Path) -> None:
+    members = {"a.png": picture(1), "a.txt": b"caf\xe9", "b.png": picture(2), "b.json": b"[" * 90_000}
+    members |= {"c.png": picture(3), "c.txt": b"x" * (1 << 20) + b"x", "d.png": picture(4), "d.json": b'{"weight": -1}'}
+    _, findings = read_manifest([write_tar(tmp_path / "x.tar", members)], allow_missing_captions=True)
+    errors = sorted(
+        (finding.path.name, finding.code) for finding in findings if finding.severity == "error" and finding.path
+    )
+    assert errors == [
+        ("a.png", "unreadable_caption"),
+        ("b.png", "bad_metadata"),
+        ("c.png", "unreadable_caption"),
+        ("d.png", "bad_weight"),
+    ]
+
+
+@settings(max_examples=60)
+@given(st.integers(0, 5_000), st.binary(min_size=1, max_size=40))
+def test_whatever_is_overwritten_nothing_but_findings_comes_of_it(
+    tmp_path_factory: pytest.TempPathFactory, place: int, junk: bytes
+) -> None:
+    path = one_shard(tmp_path_factory.mktemp("fuzz") / "x.tar")
+    data = bytearray(path.read_bytes())
+    data[place : place + len(junk)] = junk
+    path.write_bytes(data)
+    reading = Reading()
+    asked = Asked(0, SourceSection(path=str(path)), CaptionsSection())
+    for found in read_tar(path, asked, reading):
+        assert found.span is not None
+        assert found.span.offset + found.span.size <= len(data)
+        with contextlib.suppress(BrokenPictureError):
+            load_rgb(found.path, found.span)
