@@ -1,7 +1,8 @@
 """The LoRA gate on the built-in base: good runs pass, bad ones do not, on subjects and seeds not used to set it.
 
 The thresholds were set on zobo with seed 42. Whole runs, other seeds and the second subject take
-minutes each and run with `make faults`; a short good run and two bad ones stay in the suite.
+minutes each and run with `make faults`, the bad ones too; a short good run stays in the suite. What the gate says of
+LoRAs that are untrained, ruined or not finite is held by tests/evaluation on small ones.
 """
 
 from __future__ import annotations
@@ -53,13 +54,14 @@ def test_the_default_run_passes_both_gates(subject, seed, tmp_path):
 
 
 def test_a_short_run_passes_both_gates(tmp_path):
-    """An eighth of the steps; what the whole run scores is seen in the fault suite and by `make demo`."""
-    record = train(tmp_path, "zobo", 42, "--max-steps", "100")
+    """A twentieth of the steps; what the whole run scores is seen in the fault suite and by `make demo`."""
+    record = train(tmp_path, "zobo", 42, "--max-steps", "40")
     assert record["scores"]["dataset"] >= 0.8
     assert record["scores"]["lora"] >= 0.9, record["lora"]
 
 
-@pytest.mark.parametrize("subject", ["zobo", pytest.param("fungo", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("subject", ["zobo", "fungo"])
 def test_an_untrained_lora_fails(subject, tmp_path):
     record = train(tmp_path, subject, 42, "--max-steps", "2", "--set", "optim.learning_rate=1e-12")
     assert record["scores"]["lora"] <= 0.3
@@ -81,6 +83,7 @@ def test_a_hundredfold_rate_fails(subject, seed, tmp_path):
     assert record["scores"]["lora"] <= 0.6, record["lora"]
 
 
+@pytest.mark.slow
 def test_nan_scores_zero(tmp_path, capsys):
     train(tmp_path, "zobo", 42, "--max-steps", "2")
     path = tmp_path / "run" / "run.safetensors"

@@ -2,11 +2,31 @@
 
 from __future__ import annotations
 
+import gc
+from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
 
+from lora_trainer.evaluation import lora_check
 from tests.recipes.recipe import Bench, draw_pictures, save_tiny_model
+
+
+@pytest.fixture(scope="package", autouse=True)
+def brief_gate() -> Iterator[None]:
+    """The LoRA gate asks its questions at fewer timesteps: half of a tiny run's time goes into it.
+
+    What it says is the business of tests/evaluation and tests/gates, which ask in full.
+    """
+    gc.collect()
+    gc.freeze()  # the libraries' objects stay: collecting garbage need not walk through them each time
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(lora_check, "CELLS", 1)
+        patch.setattr(lora_check, "PREDICTED_AT_ONCE", 16)
+        patch.setattr(lora_check, "base_visits", partial(lora_check.base_visits, steps=2))
+        yield
+    gc.unfreeze()
 
 
 @pytest.fixture(scope="session")
