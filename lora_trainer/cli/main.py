@@ -181,6 +181,7 @@ def _add_cache_arguments(parser: argparse.ArgumentParser) -> None:
         "folder", nargs="?", metavar="DIR", type=Path, help="the cache folder; the user's own without it"
     )
     parser.add_argument("--limit-gb", type=float, metavar="GB", help="clean: keep at most this much (50)")
+    parser.add_argument("--verify", action="store_true", help="clean: read everything and check every checksum")
     parser.add_argument("--json", action="store_true", help="status: one JSON document on stdout")
     add_run_arguments(parser)
 
@@ -202,7 +203,7 @@ def _cache(arguments: argparse.Namespace, unknown: list[Problem]) -> int:
     if arguments.action == "status":
         return status_command(folder, arguments.json)
     if arguments.action == "clean":
-        return clean_command(folder, arguments.limit_gb)
+        return clean_command(folder, arguments.limit_gb, verify=arguments.verify)
     raise UsageError(Problem(f"Unknown action {arguments.action}.", nearest(arguments.action, ["status", "clean"])))
 
 

@@ -195,11 +195,16 @@ def _plan(
             return "damaged"
         if source not in before:
             return "new"
-        names = changed(before[source], record)
+        names = changed(before[source], _whole(record))
         lost = "damaged" if shelf.damaged else "removed"  # a shard whose header is damaged does not say what it held
         return next((phrases[0] for name, phrases in REASONS.items() if name in names), lost)
 
     return CachePlan(kind, folder, dtype, items, keys, tuple(missing), tuple(map(why, missing)), describe)
+
+
+def _whole(record: Record) -> Record:
+    """With all names, since not every entry depends on everything."""
+    return {name: record.get(name, "") for name in REASONS}
 
 
 def check_few(shelf: Shelf, keys: Sequence[str] | Mapping[str, int]) -> None:
@@ -285,7 +290,7 @@ def fill_texts(
 
 def _fill(plan: CachePlan[Item], work: Work[Any], progress: Progress | None) -> Filled:
     build_missing(work, progress)
-    described = (plan.describe(index) for index in range(len(plan.items)))
+    described = ((source, _whole(record)) for source, record in map(plan.describe, range(len(plan.items))))
     digest = hashlib.sha256("".join(plan.keys).encode("ascii"))
     for index in range(len(plan.items)):
         digest.update(plan.describe(index)[0].encode("utf-8", "surrogatepass") + b"\0")

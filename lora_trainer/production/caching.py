@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -12,21 +13,24 @@ import torch
 from torch import Tensor
 
 from lora_trainer.config.schema import Config
-from lora_trainer.core.errors import Problem, TrainingFailed
+from lora_trainer.core.errors import Problem, TrainingFailed, UsageError
 from lora_trainer.core.io import user_cache_folder
 from lora_trainer.data.cache import CachePlan, Caption, fill_latents, fill_texts, plan_latents, plan_texts, text_keys
 from lora_trainer.data.captions import canonical
 from lora_trainer.data.loader import CachedData, size_row
+from lora_trainer.data.packing import LARGE
 from lora_trainer.data.sample import Sample
+from lora_trainer.data.shards import ROW_HEAD
 from lora_trainer.data.split import MOST_HELD_OUT
 from lora_trainer.data.store import Store
+from lora_trainer.data.upkeep import free_bytes
 from lora_trainer.data.views import View
 from lora_trainer.evaluation.held_out import EncodedSample
 from lora_trainer.evaluation.loading import free_memory
 from lora_trainer.models.family import Encoders
 from lora_trainer.models.phases import CAPTIONS_AT_ONCE, phase_costs, pictures_at_once
 from lora_trainer.production.choices import Choices, usable_bytes
-from lora_trainer.production.inputs import Inputs, caption_rules
+from lora_trainer.production.inputs import Inputs, caption_rules, own_architecture
 
 LATENT_DTYPE = torch.float32  # mean and spread of 4 x 64 x 64 are 128 KiB a picture: cheap, and exact
 EncodeImage = Callable[[Tensor], tuple[Tensor, Tensor]]
@@ -78,28 +82,71 @@ def told_samples(inputs: Inputs) -> tuple[Sample, ...]:
     return (*inputs.train, *(canonical(samples[index]) for index in measured(inputs)))
 
 
-def fill_caches(config: Config, inputs: Inputs, choices: Choices, plans: CachePlans, progress: Progress) -> None:
-    """Build what is missing, pictures first. Each kind's encoders leave memory before the next comes.
+def fill_caches(
+    config: Config, inputs: Inputs, choices: Choices, plans: CachePlans, progress: Progress, start: float = 0.0
+) -> None:
+    """Build what is missing, pictures first. Each kind's encoders are loaded when they are needed, and leave memory.
 
-    Raises TrainingFailed when not even one picture or caption fits in memory.
+    Any number of processes may do this at once, each beginning at another `start`, a share of the way: nothing is
+    built twice, and each returns when all is there. Raises UsageError for a disk with too little room,
+    TrainingFailed when not even one picture or caption fits in memory.
     """
-
-    if not plans.latents.missing and not plans.texts.missing:
-        return
+    refuse_full_disk(inputs, choices, plans)
     device = choices.device
+    loaded: list[Encoders] = []
 
-    def encoders() -> Encoders:  # each is loaded when it is first asked
-        return inputs.family.load_encoders(inputs.facts.path, choices.encoder_dtype, device)
+    def encoders() -> Encoders:
+        if not loaded:
+            loaded.append(inputs.family.load_encoders(inputs.facts.path, choices.encoder_dtype, device))
+        return loaded[0]
 
-    together = pictures_together(config, inputs, choices)
-    encode_image = in_halves(encoders().encode_image, device)
-    fill_latents(plans.latents, encode_image, together, lambda done, all_: progress("latents", done, all_))
-    del encode_image
+    fill_latents(
+        plans.latents,
+        in_halves(lambda pixels: encoders().encode_image(pixels), device),
+        pictures_together(config, inputs, choices),
+        lambda done, all_: progress("latents", done, all_),
+        workers=config.cache.workers,
+        start=start,
+    )
+    loaded.clear()
     free_memory(device)
-    encode_text = encoders().encode_text
-    fill_texts(plans.texts, encode_text, CAPTIONS_AT_ONCE, lambda done, all_: progress("captions", done, all_))
-    del encode_text
+    fill_texts(
+        plans.texts,
+        lambda captions: encoders().encode_text(captions),
+        CAPTIONS_AT_ONCE,
+        lambda done, all_: progress("captions", done, all_),
+        start=start,
+    )
+    loaded.clear()
     free_memory(device)
+
+
+def bytes_to_build(inputs: Inputs, choices: Choices, plans: CachePlans) -> int:
+    """What the missing entries will take on the disk."""
+    facts = inputs.facts
+    latents = 0
+    for sample, view in (plans.latents.items[index] for index in plans.latents.missing):
+        places = view.fit.bucket.width * view.fit.bucket.height // facts.downscale**2
+        latents += places * (2 * facts.latent_channels + (sample.mask is not None)) * LATENT_DTYPE.itemsize
+    shapes = inputs.family.cond_shapes(own_architecture(inputs).denoiser).values()
+    text = sum(math.prod(shape) for shape in shapes) * choices.encoder_dtype.itemsize
+    missing = len(plans.latents.missing) + len(plans.texts.missing)
+    return latents + text * len(plans.texts.missing) + ROW_HEAD * missing
+
+
+def refuse_full_disk(inputs: Inputs, choices: Choices, plans: CachePlans) -> None:
+    """Raise UsageError when what must be built does not fit on the disk, before anything is built."""
+    needed, free = bytes_to_build(inputs, choices, plans), free_bytes(plans.latents.folder)
+    room = needed + min(needed, LARGE)  # packing writes a large shard before it removes the small ones
+    if room > free:
+        message = (
+            f"Filling the caches needs {_size(room)}, and the disk of {plans.latents.folder} has {_size(free)} free."
+        )
+        raise UsageError(Problem(message, "Free space there, or set cache.folder to another disk."))
+
+
+def _size(count: int) -> str:
+    return f"{count / 1e9:.2f} GB" if count >= 10**9 else f"{count / 1e6:.1f} MB"
 
 
 def pictures_together(config: Config, inputs: Inputs, choices: Choices) -> int:
@@ -113,21 +160,28 @@ def pictures_together(config: Config, inputs: Inputs, choices: Choices) -> int:
 
 
 def in_halves(encode: EncodeImage, device: torch.device) -> EncodeImage:
-    """The same function, asked about half as many pictures at once for as long as memory runs out."""
+    """The same function, asked about half as many pictures at once for as long as memory runs out.
 
-    def encode_halves(pixels: Tensor) -> tuple[Tensor, Tensor]:
-        with suppress(torch.OutOfMemoryError):  # its frames hold what must be freed
-            return encode(pixels)
-        free_memory(device)
+    What was too large once is not tried again.
+    """
+    too_large = math.inf  # values in the smallest batch that failed
+
+    def encode_some(pixels: Tensor) -> tuple[Tensor, Tensor]:
+        nonlocal too_large
+        if len(pixels) == 1 or pixels.numel() < too_large:
+            with suppress(torch.OutOfMemoryError):  # its frames hold what must be freed
+                return encode(pixels)
+            free_memory(device)
+            too_large = min(too_large, pixels.numel())
         if len(pixels) == 1:
             side = f"{pixels.shape[-1]}x{pixels.shape[-2]}"
             raise TrainingFailed(
                 Problem(f"Out of memory while encoding one picture of {side} px.", "Set data.resolution lower.")
             )
-        parts = [encode_halves(part) for part in pixels.chunk(2)]
+        parts = [encode_some(part) for part in pixels.chunk(2)]
         return torch.cat([mean for mean, _ in parts]), torch.cat([spread for _, spread in parts])
 
-    return encode_halves
+    return encode_some
 
 
 def cached_data(config: Config, inputs: Inputs, plans: CachePlans) -> CachedData:

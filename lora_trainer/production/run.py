@@ -132,9 +132,12 @@ def cache(resolved: Resolved) -> None:
     inputs = read_inputs(order.config)
     show_report(inputs, order.console)
     refuse_data(inputs, enforce_gates=False)
+    from lora_trainer.data.claims import in_use
+    from lora_trainer.production.caching import cache_folder
     from lora_trainer.production.session import fill, open_session
 
-    fill(open_session(order, inputs))
+    with in_use(cache_folder(order.config)):
+        fill(open_session(order, inputs))
 
 
 def for_its_model(order: Order) -> Order:
@@ -163,6 +166,8 @@ def refuse_data(inputs: Inputs, *, enforce_gates: bool) -> None:
 
 def run_recorded(order: Order, inputs: Inputs) -> RunResult:
     """Run the session and leave a true `run.json`, however it ends."""
+    from lora_trainer.data.claims import in_use
+    from lora_trainer.production.caching import cache_folder
     from lora_trainer.production.flow import run_session
     from lora_trainer.training.checkpoint import list_checkpoints, step_of
     from lora_trainer.training.processes import join_processes
@@ -176,7 +181,7 @@ def run_recorded(order: Order, inputs: Inputs) -> RunResult:
             order.console.print(line)
         keep(folder, record)
         try:
-            with leaving_on_sigterm():
+            with leaving_on_sigterm(), in_use(cache_folder(order.config)):
                 outcome = run_session(order, inputs, record)
         except BaseException as error:
             trained = list_checkpoints(folder / "checkpoints")

@@ -14,6 +14,7 @@ from lora_trainer.config.schema import Config
 from lora_trainer.core.digests import remembered_sha256
 from lora_trainer.core.errors import UserError
 from lora_trainer.data.steps import StepArithmetic
+from lora_trainer.data.upkeep import keep_limit
 from lora_trainer.evaluation.held_out import EncodedSample, held_out_losses
 from lora_trainer.models.folder import weights_file
 from lora_trainer.monitor.progress import Progress
@@ -114,14 +115,17 @@ def prepare(session: Session, settings: dict[str, Any]) -> Prepared:
 
 
 def fill(session: Session) -> CachePlans:
-    """Fill what is missing of the caches, in the main process while the others wait."""
-    console = session.console
+    """Fill what is missing of the caches, together with the other processes; nobody waits in a collective."""
+    console, processes = session.console, session.processes
     plans = plan_caches(session.config, session.inputs, session.choices)
     for line in plans.lines:
         console.print(f"cache: {line}")
-    if session.processes.is_main:
-        fill_caches(session.config, session.inputs, session.choices, plans, partial(show_filling, console))
-    session.processes.wait()
+    start = processes.rank / processes.world
+    fill_caches(session.config, session.inputs, session.choices, plans, partial(show_filling, console), start)
+    if processes.is_main:
+        kept = keep_limit(plans.latents.folder, int(session.config.cache.limit_gb * 10**9))
+        for line in kept.lines if kept.removed or kept.needed else ():
+            console.print(f"cache: {line}")
     return plans
 
 

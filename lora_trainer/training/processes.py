@@ -30,7 +30,7 @@ class Processes:
 def join_processes() -> Processes:
     """Join the group that `accelerate launch` made, or stand alone."""
     # Without being asked for the CPU, accelerate leaves each of several processes on it to itself.
-    # Others wait while the main one fills caches: a first run over a large set takes hours.
+    # Others wait while the main one draws pictures, which takes long without a card.
     state = PartialState(cpu=not torch.accelerator.is_available(), timeout=timedelta(hours=12))
     together = state.num_processes > 1
     return Processes(
