@@ -110,7 +110,48 @@ def clipping(settings: Settings) -> list[Yields]:
     return [Yields("optim.clip_norm", 0.0, reason, "Set optim.clip_norm=0, or remove optim.clip_value.")]
 
 
-RULES: tuple[Callable[[Settings], list[Yields]], ...] = (prodigy_rate, schedule_free, clipping)
+def captions(settings: Settings) -> list[Yields]:
+    found = []
+    if settings["captions.dropout"] == 1.0:
+        reason = "every caption would be empty, and nothing of them learned"
+        found.append(Yields("captions.dropout", 0.0, reason, "Set captions.dropout to 0.1 or so."))
+    if settings["captions.dropout_every_epochs"] == 1:
+        reason = "every caption of every epoch would be empty, and nothing of them learned"
+        found.append(
+            Yields("captions.dropout_every_epochs", 0, reason, "Set captions.dropout_every_epochs to 2 or more.")
+        )
+    kept = settings["captions.keep_tokens"] or settings["captions.keep_separator"]
+    if settings["captions.tag_dropout"] == 1.0 and not kept:
+        reason = "every tag would be left out of every caption"
+        found.append(Yields("captions.tag_dropout", 0.0, reason, "Set it lower, or captions.keep_tokens to 1 or more."))
+    if settings["captions.keep_separator"] == settings["captions.separator"]:
+        reason = "the end of the kept tags cannot be told from the end of a tag (captions.separator)"
+        found.append(
+            Yields("captions.keep_separator", None, reason, "Set captions.keep_separator to text such as |||.")
+        )
+    varying = [name for name in ("shuffle", "wildcards", "tag_dropout") if settings[f"captions.{name}"]]
+    if varying and settings["captions.variants"] == 1:
+        reason = f"captions.{varying[0]} makes several texts of a caption, and one would be trained for ever"
+        found.append(Yields("captions.variants", 8, reason, "Set captions.variants to 8 or so."))
+    return found
+
+
+RULES: tuple[Callable[[Settings], list[Yields]], ...] = (prodigy_rate, schedule_free, clipping, captions)
+
+
+def captions_of_sources(settings: Settings) -> list[Problem]:
+    """What does not go together in the captions of single sources, which only a user can have set."""
+    found = []
+    for number, source in enumerate(settings["data.sources"]):
+        own = source.get("captions") if isinstance(source, Mapping) else getattr(source, "captions", None)
+        if own is None:
+            continue
+        values = dict(own) if isinstance(own, Mapping) else own.model_dump()
+        named = {f"captions.{key}": f"data.sources[{number}]" for key in section_types()["captions"].model_fields}
+        for clash in captions(Settings({"captions": values}, named)):
+            told = f"data.sources[{number}].{clash.name} = {shown(values.get(clash.name.partition('.')[2]))}"
+            found.append(Problem(f"{told}: {clash.reason}.", clash.fix))
+    return found
 
 
 def steps_and_epochs(settings: Settings) -> list[Problem]:

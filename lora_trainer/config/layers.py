@@ -11,7 +11,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from lora_trainer.config.complaints import wrong_keys
-from lora_trainer.config.contradictions import Settings, contradictions, give_way, note_on, steps_and_epochs
+from lora_trainer.config.contradictions import (
+    Settings,
+    captions_of_sources,
+    contradictions,
+    give_way,
+    note_on,
+    steps_and_epochs,
+)
 from lora_trainer.config.schema import Config, Section
 from lora_trainer.config.toml import EMPTY, can_be_emptied, section_types, setting_names
 from lora_trainer.core.errors import Problem, UsageError, nearest
@@ -51,7 +58,7 @@ def resolve(layers: Sequence[Layer], problems: Iterable[Problem] = ()) -> Resolv
             origin[f"{section}.{key}"] = layer.name
     settings = Settings(merged, origin)
     yielding, clashing = give_way(settings, contradictions(settings))
-    found.extend([*steps_and_epochs(settings), *clashing])
+    found.extend([*steps_and_epochs(settings), *captions_of_sources(settings), *clashing])
     if found:
         raise UsageError(found)
     notes = tuple(note_on(settings, each) for each in yielding)

@@ -28,6 +28,9 @@ from lora_trainer.data.wildcards import Pick, filled
 
 TRIGGER = "[trigger]"
 OPENING, CLOSING = "([", ")]"
+# Decided when a text is read, so neither is in a cache's key nor must stay the same in a resumed run.
+READ_TIME = ("dropout", "dropout_every_epochs")
+CHANGE_TEXTS = tuple(name for name in CaptionsSection.model_fields if name not in (*READ_TIME, "extension"))
 
 
 @dataclass(frozen=True)
@@ -36,19 +39,16 @@ class Texts:
 
     `canonical` has the first of all choices, its tags in their order, none left out, no
     weights: pictures are drawn with it and held-out losses measured. `variants` are what is
-    trained, in turn; one where nothing varies. `triggered` is false where the trigger had to
-    be put in front.
+    trained, in turn; one where nothing varies.
     """
 
     canonical: str
     variants: tuple[str, ...]
-    triggered: bool = True
 
 
 def make_texts(written: str, rules: CaptionsSection) -> Texts:
     """The texts of one caption."""
-    first = _filled(written, rules, lambda count, place: 0)
-    canonical = _whole(first, rules)
+    canonical = _whole(_filled(written, rules, lambda count, place: 0), rules)
     variants = [canonical]
     if rules.wildcards or rules.shuffle or rules.tag_dropout:
         name = hashlib.sha256(written.encode("utf-8", "surrogatepass")).hexdigest()[:32]
@@ -57,7 +57,7 @@ def make_texts(written: str, rules: CaptionsSection) -> Texts:
         variants = variants[:1]
     if rules.weighted_words:
         canonical = plain(canonical)
-    return Texts(canonical, tuple(variants), has_trigger(first, rules.trigger))
+    return Texts(canonical, tuple(variants))
 
 
 def has_trigger(text: str, trigger: str | None) -> bool:
@@ -211,6 +211,12 @@ def settled(samples: Sequence[Sample], rules: Sequence[CaptionsSection]) -> tupl
 def canonical(sample: Sample) -> Sample:
     """A settled sample as it is measured and never trained: with its canonical caption alone."""
     return replace(sample, variants=(), weighted=False)
+
+
+def lacks_trigger(sample: Sample, rules: Sequence[CaptionsSection]) -> bool:
+    """Whether the trigger must be put in front of a written caption: it stands nowhere in it."""
+    own = rules_of(sample, rules)
+    return bool(own.trigger) and not has_trigger(_filled(sample.caption, own, lambda count, place: 0), own.trigger)
 
 
 def rules_of(sample: Sample, rules: Sequence[CaptionsSection]) -> CaptionsSection:

@@ -7,12 +7,11 @@ from lora_trainer.config.toml import shown
 from lora_trainer.production.caching import cache_folder, plan_caches
 from lora_trainer.production.choices import card_gib, choose
 from lora_trainer.production.inputs import Inputs, arithmetic, own_architecture
+from lora_trainer.production.messages import show_captions
 from lora_trainer.production.order import Order
 from lora_trainer.production.plan import make_plan
 from lora_trainer.production.plan_view import show_plan as show_memory
 from lora_trainer.training.processes import join_processes
-
-CAPTIONS_SHOWN = 3
 
 
 def show_plan(order: Order, inputs: Inputs) -> None:
@@ -27,10 +26,7 @@ def show_plan(order: Order, inputs: Inputs) -> None:
     for line in inputs.train_plan.lines:
         console.print(f"  {line}")
     console.print(f"steps: {steps.line}")
-    dropped = config.captions.dropout
-    console.print(f"captions as they are trained{f', {dropped:.0%} of the time without' if dropped else ''}:")
-    for sample in inputs.train[:CAPTIONS_SHOWN]:
-        console.print(f"  {sample.path.name}: {sample.caption!r}")
+    show_captions(config, inputs, console, choices.encoder_dtype.itemsize)
     console.print(f"caches in {cache_folder(config)}:")
     for line in plan_caches(config, inputs, choices).lines:
         console.print(f"  {line.replace('rebuilt', 'to build')}")

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rich.console import Console
 
-from lora_trainer.config.schema import Config
+from lora_trainer.config.schema import CaptionsSection, Config
+from lora_trainer.data.captions import lacks_trigger
 from lora_trainer.monitor.progress import duration
-from lora_trainer.production.inputs import Inputs
+from lora_trainer.production.inputs import Inputs, caption_rules, own_architecture
 from lora_trainer.production.record import Record
 
 if TYPE_CHECKING:
@@ -17,6 +20,7 @@ if TYPE_CHECKING:
 
 
 MOST_FINDINGS = 8
+CAPTIONS_SHOWN = 3
 
 
 def announce(config: Config, console: Console) -> None:
@@ -41,6 +45,55 @@ def show_report(inputs: Inputs, console: Console) -> None:
         console.print(f"  {finding.severity}: {where}{finding.message} {finding.fix}".rstrip())
     if len(found) > MOST_FINDINGS:
         console.print(f"  … and {len(found) - MOST_FINDINGS} more: lora-trainer check shows all")
+
+
+def show_captions(config: Config, inputs: Inputs, console: Console, itemsize: int) -> None:
+    """Three captions as they are trained, what their variants take on disk, and what the settings do not do.
+
+    `itemsize` is the bytes of a number in the cache of texts.
+    """
+    rules = caption_rules(config)
+    shares = sorted({own.dropout for own in rules if own.dropout})
+    dropped = f", {' or '.join(f'{share:.0%}' for share in shares)} of the time without" if shares else ""
+    console.print(f"captions as they are trained{dropped}:")
+    for sample in inputs.train[:CAPTIONS_SHOWN]:
+        versions = f"  ({len(sample.texts)} variants)" if len(sample.texts) > 1 else ""
+        console.print(f"  {sample.path.name}: {sample.caption!r}{versions}", markup=False, soft_wrap=True)
+    for line in (*variants_told(config, inputs, itemsize), *trigger_told(rules, inputs), *idle_told(rules)):
+        console.print(line, markup=False)
+
+
+def variants_told(config: Config, inputs: Inputs, itemsize: int) -> list[str]:
+    """`8 variants of 120 captions: 960 texts, 212 MB`; a note where that is most of what the cache may hold."""
+    varied = {sample.caption: sample.texts for sample in inputs.train if len(sample.texts) > 1}
+    if not varied:
+        return []
+    shapes = inputs.family.cond_shapes(own_architecture(inputs).denoiser)
+    count = len({text for texts in varied.values() for text in texts})
+    size = count * itemsize * sum(math.prod(shape) for shape in shapes.values()) / 1e9
+    most, limit = max(map(len, varied.values())), config.cache.limit_gb
+    told = f"{size:.1f} GB" if size >= 1 else f"{1000 * size:.0f} MB"
+    lines = [f"{most} variants of {len(varied)} {'caption' if len(varied) == 1 else 'captions'}: {count} texts, {told}"]
+    if size > limit / 2:
+        lines.append(f"note: that is most of cache.limit_gb={limit:g}. Set captions.variants lower.")
+    return lines
+
+
+def trigger_told(rules: Sequence[CaptionsSection], inputs: Inputs) -> list[str]:
+    """In how many captions the trigger has to be put in front."""
+    lacking = [sample for sample in inputs.report.samples if lacks_trigger(sample, rules)]
+    if not lacking:
+        return []
+    first = inputs.report.name_of(lacking[0].path)
+    return [f"note: the trigger is put in front of {len(lacking)} captions that lack it (first: {first})"]
+
+
+def idle_told(rules: Sequence[CaptionsSection]) -> list[str]:
+    """Settings that do nothing as the others stand."""
+    still = [own for own in rules if not (own.shuffle or own.tag_dropout)]
+    if any(own.keep_tokens for own in still):
+        return ["note: captions.keep_tokens does nothing without captions.shuffle or captions.tag_dropout"]
+    return []
 
 
 def show_end(record: Record, report: LoraReport, folder: Path, comparison: Path | None, console: Console) -> None:

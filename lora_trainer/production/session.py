@@ -13,6 +13,7 @@ from rich.console import Console
 from lora_trainer.config.schema import Config
 from lora_trainer.core.digests import remembered_sha256
 from lora_trainer.core.errors import UserError
+from lora_trainer.data.captions import CHANGE_TEXTS
 from lora_trainer.data.steps import StepArithmetic
 from lora_trainer.data.upkeep import keep_limit
 from lora_trainer.evaluation.held_out import EncodedSample, held_out_losses
@@ -22,6 +23,7 @@ from lora_trainer.production.caching import CachePlans, cached_data, fill_caches
 from lora_trainer.production.choices import Choices, asked_by_user, cap_memory, choose
 from lora_trainer.production.feed import Feed, make_feed
 from lora_trainer.production.inputs import Inputs, arithmetic, own_architecture
+from lora_trainer.production.messages import show_captions
 from lora_trainer.production.order import Order
 from lora_trainer.production.release import draw_while_training
 from lora_trainer.training.build import Built, build_learner
@@ -48,6 +50,7 @@ FIXED_ON_RESUME = (
     "data.resolution",
     "data.held_out",
     "data.held_out_seed",
+    *(f"captions.{name}" for name in CHANGE_TEXTS),
 )
 
 
@@ -100,6 +103,7 @@ def prepare(session: Session, settings: dict[str, Any]) -> Prepared:
     inputs, console = session.inputs, session.console
     for line in (*inputs.train_plan.lines, session.steps.line, *session.choices.lines):
         console.print(line)
+    show_captions(session.config, inputs, console, session.choices.encoder_dtype.itemsize)
     began = time.monotonic()
     session.order.watch(Progress("caching", total=session.steps.total))
     plans = fill(session)
@@ -213,5 +217,9 @@ def fixed_settings(config: Config, inputs: Inputs, choices: Choices) -> dict[str
     """What a checkpoint is only good for: settings, data and model."""
     dumped = config.model_dump(mode="json", by_alias=True)
     values = {name: dumped[name.split(".")[0]][name.split(".")[1]] for name in FIXED_ON_RESUME}
+    own = {number: source["captions"] for number, source in enumerate(dumped["data"]["sources"]) if source["captions"]}
+    values |= {"data.sources with captions of their own": list(own)}
+    for number, rules in own.items():
+        values |= {f"data.sources[{number}].captions.{name}": rules[name] for name in CHANGE_TEXTS}
     model = remembered_sha256(weights_file(inputs.facts.path / inputs.family.denoiser_prefix))
     return {**values, "model": model, "data": inputs.manifest.data_hash, "precision": choices.precision.value}

@@ -26,6 +26,11 @@ CLASHES = [
     ({"optim__name": "schedule_free"}, {"train__ema_decay": 0.99}, None),
     ({"optim__name": "schedule_free"}, {"optim__beta1": 0.0}, 0.9),
     ({"optim__clip_value": 0.5}, {"optim__clip_norm": 2.0}, 0.0),
+    ({}, {"captions__dropout": 1.0}, 0.0),
+    ({}, {"captions__dropout_every_epochs": 1}, 0),
+    ({}, {"captions__tag_dropout": 1.0}, 0.0),
+    ({"captions__separator": ";"}, {"captions__keep_separator": ";"}, None),
+    ({"captions__shuffle": True}, {"captions__variants": 1}, 8),
 ]
 
 
@@ -60,6 +65,8 @@ def test_what_a_preset_set_gives_way_and_is_named(asked, other, value):
         {"optim__clip_value": 0.5, "optim__clip_norm": 0.0},
         {"optim__name": "schedule_free", "schedule__name": "constant"},
         {"train__ema_decay": 0.999, "schedule__name": "cosine"},
+        {"captions__tag_dropout": 1.0, "captions__keep_tokens": 1},
+        {"captions__variants": 1},
     ],
 )
 def test_what_goes_together_is_left_alone(settings):
@@ -67,6 +74,16 @@ def test_what_goes_together_is_left_alone(settings):
     values = flattened(resolved.config)
     assert {name: values[name.replace("__", ".")] for name in settings} == settings
     assert resolved.notes == ()
+
+
+def test_captions_of_a_source_are_held_to_the_same():
+    source = {"path": "a", "captions": {"dropout": 1.0, "shuffle": True, "variants": 1}}
+    with pytest.raises(UsageError) as caught:
+        resolve([user(data__sources=["b", source])])
+    first, second = (problem.message for problem in caught.value.problems)
+    assert first.startswith("data.sources[1].captions.dropout = 1.0: every caption would be empty")
+    assert second.startswith("data.sources[1].captions.variants = 1: captions.shuffle makes several texts")
+    assert resolve([user(data__sources=["b", {**source, "captions": {"shuffle": True}}])]).notes == ()
 
 
 def test_prodigy_never_takes_a_rate_meant_for_adamw():

@@ -73,8 +73,7 @@ def test_where_the_trigger_goes() -> None:
     settings = rules(trigger="sks")
     assert make_texts("a [trigger] cat", settings).canonical == "a sks cat"
     assert make_texts("a sks cat", settings).canonical == "a sks cat"
-    missing = make_texts("a sksx cat", settings)
-    assert (missing.canonical, missing.triggered) == ("sks, a sksx cat", False)
+    assert make_texts("a sksx cat", settings).canonical == "sks, a sksx cat"
     assert make_texts("", settings).canonical == "sks"
     kept = make_texts("one, two, three", rules(trigger="sks", shuffle=True, keep_tokens=1)).variants
     assert all(tags_of(variant)[:2] == ["sks", "one"] for variant in kept)
