@@ -32,6 +32,7 @@ from lora_trainer.data.look import look_at
 from lora_trainer.data.measures import Seen
 from lora_trainer.data.sample import Manifest, Sample
 from lora_trainer.data.views import BucketPlan, Framing, plan_views
+from lora_trainer.data.workers import Progress
 
 FACTORS = {"error": 0.0, "warning": 0.85, "note": 1.0}
 ENOUGH_PICTURES = 5
@@ -146,12 +147,13 @@ def check_dataset(
     allow_upscale: bool = False,
     caption_limit: int | None = None,
     gate: float = 0.8,
+    progress: Progress | None = None,
 ) -> DataReport:
     """Decode every picture and judge the set. `framings` says of each source how it is
     trained, `caption_limit` is in tokens with start and end.
     """
     plan = plan_views(manifest.samples, framings)
-    seen = look_at(manifest.samples)
+    seen = look_at(manifest.samples, progress)
     looked = Looked(manifest.samples, plan.fits, seen, tuple(read_findings), allow_upscale, caption_limit)
     found = {name: check(looked) for name, check in CHECKS.items()}
     everything = [finding for group in found.values() for finding in group]

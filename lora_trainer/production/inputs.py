@@ -22,6 +22,7 @@ from lora_trainer.data.views import BucketPlan, Framing, framings_of, notes_on, 
 from lora_trainer.models import FAMILIES
 from lora_trainer.models.family import USUAL_FAMILY, Architecture, Family, ModelFacts
 from lora_trainer.models.folder import detect_family, read_config
+from lora_trainer.production.counting import counting
 
 
 @dataclass(frozen=True)
@@ -56,7 +57,10 @@ def data_sources(config: Config) -> list[SourceSection]:
 def list_data(config: Config, *, allow_missing_captions: bool | None = None) -> tuple[Manifest, tuple[Finding, ...]]:
     """What the sources hold, and what is wrong with it. Raises UsageError for bad sources."""
     allowed = config.data.allow_missing_captions if allow_missing_captions is None else allow_missing_captions
-    return read_manifest(data_sources(config), allow_missing_captions=allowed, captions=config.captions)
+    with counting() as count:
+        watch = count("headers read")
+        sources = data_sources(config)
+        return read_manifest(sources, allow_missing_captions=allowed, captions=config.captions, progress=watch)
 
 
 def caption_rules(config: Config) -> tuple[CaptionsSection, ...]:
@@ -125,14 +129,16 @@ def read_data(config: Config, facts: ModelFacts) -> tuple[Manifest, DataReport]:
     framings = trained_framings(config, facts)
     manifest, findings = list_data(config)
     manifest = replace(manifest, notes=(*manifest.notes, *notes_on(framings)))
-    report = check_dataset(
-        manifest,
-        findings,
-        framings=framings,
-        allow_upscale=config.data.allow_upscale,
-        caption_limit=facts.caption_tokens,
-        gate=config.gates.dataset,
-    )
+    with counting() as count:
+        report = check_dataset(
+            manifest,
+            findings,
+            framings=framings,
+            allow_upscale=config.data.allow_upscale,
+            caption_limit=facts.caption_tokens,
+            gate=config.gates.dataset,
+            progress=count("pictures decoded"),
+        )
     return manifest, report
 
 

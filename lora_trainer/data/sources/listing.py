@@ -6,6 +6,7 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
+from lora_trainer.data.images import PICTURE_ENDINGS
 from lora_trainer.data.sources.found import Reading
 
 
@@ -13,7 +14,8 @@ from lora_trainer.data.sources.found import Reading
 class Listing:
     """The files below a folder, by the path of their folder from the root (with `/`, empty for the root).
 
-    Hidden ones, pipes, sockets and devices are left out. Names are in order, whatever the file system's is.
+    Hidden ones are left out, and so are pipes, sockets and devices, unless they are named like pictures: then reading
+    them says what they are. Names are in order, whatever the file system's is.
     """
 
     root: Path
@@ -65,7 +67,9 @@ def _kind(entry: os.DirEntry[str]) -> str:
     try:
         if entry.is_dir():
             return "folder"
-        return "file" if entry.is_file() or (entry.is_symlink() and not os.path.exists(entry.path)) else ""
+        named = os.path.splitext(entry.name)[1].lower() in PICTURE_ENDINGS
+        lost = entry.is_symlink() and not os.path.exists(entry.path)
+        return "file" if entry.is_file() or named or lost else ""
     except OSError:  # a link in a circle
         return "file"
 

@@ -1,0 +1,72 @@
+"""How far reading and decoding the data is, on stderr: a bar in a terminal, a line now and then in a log."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
+from rich.progress import Progress as Bar
+
+from lora_trainer.core.launch import is_main_process
+from lora_trainer.data.workers import Progress
+
+QUIET_SECONDS = 1.5  # what takes less is not worth a word
+LINE_SECONDS = 10.0
+
+Counter = Callable[[str], Progress]  # names what is counted
+
+
+@contextmanager
+def counting(console: Console | None = None) -> Iterator[Counter]:
+    """Gives a watcher for each thing that is counted; the bar leaves nothing behind."""
+    console = console or Console(stderr=True, highlight=False)
+    if not is_main_process():
+        yield _silent
+    elif console.is_terminal:
+        with _bar(console) as counter:
+            yield counter
+    else:
+        yield lambda name: _lines(name, console)
+
+
+def _silent(name: str) -> Progress:
+    del name
+    return lambda done, total: None
+
+
+@contextmanager
+def _bar(console: Console) -> Iterator[Counter]:
+    columns = (TextColumn("{task.description}"), BarColumn(bar_width=24), MofNCompleteColumn(), TimeRemainingColumn())
+    bar = Bar(*columns, console=console, transient=True, redirect_stdout=False, redirect_stderr=False)
+    begun = time.monotonic()
+
+    def counter(name: str) -> Progress:
+        task = bar.add_task(name, total=None)
+
+        def show(done: int, total: int) -> None:
+            bar.update(task, completed=done, total=total)
+            if not bar.live.is_started and done < total and time.monotonic() - begun > QUIET_SECONDS:
+                bar.start()
+
+        return show
+
+    try:
+        yield counter
+    finally:
+        bar.stop()
+
+
+def _lines(name: str, console: Console) -> Progress:
+    begun = said = time.monotonic()
+
+    def show(done: int, total: int) -> None:
+        nonlocal said
+        now = time.monotonic()
+        if now - said >= LINE_SECONDS or (done == total and now - begun >= LINE_SECONDS):
+            said = now
+            console.print(f"{name} {done}/{total}", highlight=False)
+
+    return show
