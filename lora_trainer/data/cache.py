@@ -19,12 +19,11 @@ from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
-from torch.nn.functional import adaptive_avg_pool2d
 
 from lora_trainer.data.buckets import Bucket
 from lora_trainer.data.explained import changed, recall, remember
 from lora_trainer.data.filling import Progress, Work, build_missing, usual_workers
-from lora_trainer.data.pixels import read_mask, read_pixels
+from lora_trainer.data.pixels import Shown, encode_shown, read_shown
 from lora_trainer.data.sample import Sample
 from lora_trainer.data.store import Shelf
 from lora_trainer.data.views import View
@@ -239,17 +238,12 @@ def fill_latents(
         sample, view = plan.items[index]
         return view.fit.bucket, sample.mask is not None
 
-    def prepare(index: int) -> tuple[Tensor, Tensor | None]:
-        return read_pixels(*plan.items[index]), read_mask(*plan.items[index])
+    def prepare(index: int) -> Shown:
+        return read_shown(*plan.items[index])
 
-    def encode(places: list[int], prepared: list[tuple[Tensor, Tensor | None]]) -> dict[str, Tensor]:
+    def encode(places: list[int], prepared: list[Shown]) -> dict[str, Tensor]:
         del places
-        mean, spread = encode_image(torch.stack([pixels for pixels, _ in prepared]))
-        found = {"mean": mean.to(plan.dtype), "spread": spread.to(plan.dtype)}
-        if masks := [mask for _, mask in prepared if mask is not None]:
-            # Each place of the latents takes the mean of what it covers.
-            found["mask"] = adaptive_avg_pool2d(torch.stack(masks), (mean.shape[-2], mean.shape[-1])).to(plan.dtype)
-        return found
+        return encode_shown(prepared, encode_image, plan.dtype)
 
     def name(index: int) -> str:
         return plan.items[index][0].path.name

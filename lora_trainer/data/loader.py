@@ -15,6 +15,7 @@ from torch import Tensor
 from lora_trainer.config.schema import CaptionsSection
 from lora_trainer.data.buckets import Bucket
 from lora_trainer.data.captions import drops_caption, variant_taken
+from lora_trainer.data.fresh import Fresh
 from lora_trainer.data.sample import Sample
 from lora_trainer.data.steps import Ref
 from lora_trainer.data.store import Store
@@ -28,7 +29,7 @@ class CachedData:
     """Samples with where their tensors lie. The four sequences stand in one order.
 
     `latent_keys` has a key for each of a sample's `views`. `prior_weight` is a factor on the
-    loss of regularisation samples.
+    loss of regularisation samples. `fresh` makes latents in place of `latents`, and keys, where it is set.
     """
 
     samples: Sequence[Sample]
@@ -40,11 +41,18 @@ class CachedData:
     texts: Store
     prior_weight: float = 1.0
     captions: Sequence[CaptionsSection] = (CaptionsSection(),)  # by the samples' source
+    fresh: Fresh | None = None
 
     def weight_of(self, index: int) -> float:
         """What a sample's loss is multiplied by."""
         sample = self.samples[index]
         return sample.weight * self.prior_weight if sample.regularisation else sample.weight
+
+    def read_latents(self, ref: Ref, turn: int) -> Mapping[str, Tensor]:
+        """The tensors of the view that a place uses."""
+        if self.fresh is not None:
+            return self.fresh.read(ref)
+        return self.latents.read(self.latent_keys[ref.index][turn])
 
     def turn(self, ref: Ref, seed: int) -> int:
         """Which of its sample's views a place of a step uses."""
@@ -87,7 +95,7 @@ class Batch:
 def read_micro(data: CachedData, refs: Sequence[Ref], step: int, epoch: int, seed: int) -> Batch:
     """Read one micro batch, all of one bucket. Raises TrainingFailed when an entry is gone or damaged."""
     turns = [data.turn(ref, seed) for ref in refs]
-    latents = [data.latents.read(data.latent_keys[ref.index][turn]) for ref, turn in zip(refs, turns, strict=True)]
+    latents = [data.read_latents(ref, turn) for ref, turn in zip(refs, turns, strict=True)]
     texts = [data.texts.read(data.text_key(ref, step, epoch, seed)) for ref in refs]
     return Batch(
         refs=tuple(refs),

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TypeVar
 
 import torch
 from torch import Tensor
+from torch.nn.functional import adaptive_avg_pool2d
 
 from lora_trainer.core.errors import DatasetRefused, Problem
 from lora_trainer.data.images import BrokenPictureError, load_alpha, load_rgb
@@ -17,6 +18,8 @@ from lora_trainer.data.spans import content_of
 from lora_trainer.data.views import View
 
 Read = TypeVar("Read")
+Shown = tuple[Tensor, Tensor | None]  # pixels [3, H, W] and mask [1, H, W] of a view
+EncodeImage = Callable[[Tensor], tuple[Tensor, Tensor]]
 
 
 def read_pixels(sample: Sample, view: View) -> Tensor:
@@ -44,6 +47,24 @@ def read_mask(sample: Sample, view: View) -> Tensor | None:
     else:
         pixels = _unchanged(lambda: render_mask(load_rgb(path, span).convert("L"), view), path, span, content)
     return torch.from_numpy(pixels).float()[None] / 255.0
+
+
+def read_shown(sample: Sample, view: View) -> Shown:
+    """Both of a view. Raises as `read_pixels`."""
+    return read_pixels(sample, view), read_mask(sample, view)
+
+
+def encode_shown(shown: Sequence[Shown], encode_image: EncodeImage, dtype: torch.dtype) -> dict[str, Tensor]:
+    """Views of one bucket, all with a mask or all without, as entries of a cache: each tensor [B, …].
+
+    `encode_image` takes pixels [B, 3, H, W] and gives mean and spread, each [B, C, h, w].
+    """
+    mean, spread = encode_image(torch.stack([pixels for pixels, _ in shown]))
+    found = {"mean": mean.to(dtype), "spread": spread.to(dtype)}
+    if masks := [mask for _, mask in shown if mask is not None]:
+        # Each place of the latents takes the mean of what it covers.
+        found["mask"] = adaptive_avg_pool2d(torch.stack(masks), (mean.shape[-2], mean.shape[-1])).to(dtype)
+    return found
 
 
 def _unchanged(read: Callable[[], Read], path: Path, span: Span | None, content: str) -> Read:

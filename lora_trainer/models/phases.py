@@ -148,6 +148,11 @@ def pictures_at_once(wanted: int, pixels: int, itemsize: int, costs: PhaseCosts,
     return max(1, min(wanted, (usable - costs.autoencoder * itemsize) // each))
 
 
+def encoding_bytes(costs: PhaseCosts, itemsize: int = 4) -> tuple[int, int]:
+    """(of the autoencoder, held for each pixel of a picture while it encodes); in fp32."""
+    return costs.autoencoder * itemsize, math.ceil(FRAGMENTATION * costs.encode * itemsize)
+
+
 def caching_bytes(pictures: int, pixels: int, itemsize: int, costs: PhaseCosts) -> int:
     """The peak of filling the caches: pictures first, then captions, each with their own encoders alone."""
     images = costs.autoencoder + int(FRAGMENTATION * pictures * costs.encode * pixels)

@@ -60,7 +60,10 @@ def plan_caches(config: Config, inputs: Inputs, choices: Choices) -> CachePlans:
     image_key, text_key = inputs.family.encoder_keys(inputs.facts.path, dtype)
     samples = (*inputs.train, *inputs.held_out)
     views = (*inputs.train_plan.views, *inputs.held_out_plan.views)
-    shown = [(sample, view) for sample, ways in zip(samples, views, strict=True) for view in ways]
+    if config.cache.latents:
+        shown = [(sample, view) for sample, ways in zip(samples, views, strict=True) for view in ways]
+    else:
+        shown = [(samples[index], views[index][0]) for index in measured(inputs)]
     return CachePlans(
         latents=plan_latents(shown, folder, image_key, LATENT_DTYPE),
         texts=plan_texts(told_samples(inputs), (), folder, text_key, dtype),
@@ -190,7 +193,7 @@ def cached_data(config: Config, inputs: Inputs, plans: CachePlans) -> CachedData
     return CachedData(
         samples=inputs.train,
         views=inputs.train_plan.views,
-        latent_keys=latent_keys(inputs, plans)[:count],
+        latent_keys=latent_keys(inputs, plans)[:count] if config.cache.latents else (),
         text_keys=text_keys(plans.texts, inputs.train),
         empty_key=plans.texts.keys[-1],
         latents=Store(plans.latents.folder, "latents", plans.latents.keys),
@@ -207,17 +210,22 @@ def latent_keys(inputs: Inputs, plans: CachePlans) -> list[tuple[str, ...]]:
 
 
 def validation_samples(config: Config, inputs: Inputs, plans: CachePlans) -> list[EncodedSample]:
-    """The held-out samples as the denoiser is asked about them; some trained ones where none are held out."""
-    data = cached_data(config, inputs, plans)
+    """The measured samples as the denoiser is asked about them: in their plain views, with their canonical captions."""
+    data, asked = cached_data(config, inputs, plans), measured(inputs)
     samples = (*inputs.train, *inputs.held_out)
-    views, keys = (*inputs.train_plan.views, *inputs.held_out_plan.views), latent_keys(inputs, plans)
+    views = (*inputs.train_plan.views, *inputs.held_out_plan.views)
+    if config.cache.latents:
+        every = latent_keys(inputs, plans)
+        keys = [every[index][0] for index in asked]
+    else:
+        keys = list(plans.latents.keys)
     told = text_keys(plans.texts, told_samples(inputs))[len(inputs.train) :]
     return [
         EncodedSample(
             id=samples[index].id,
-            latents=data.latents.read(keys[index][0])["mean"],
+            latents=data.latents.read(key)["mean"],
             cond=data.texts.read(text),
             sizes=torch.tensor(size_row(samples[index], views[index][0]), dtype=torch.float32),
         )
-        for index, (text,) in zip(measured(inputs), told, strict=True)
+        for index, key, (text,) in zip(asked, keys, told, strict=True)
     ]

@@ -5,36 +5,62 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import torch
+from torch import Tensor
+
 from lora_trainer.config.schema import Config
+from lora_trainer.data.filling import usual_workers
+from lora_trainer.data.fresh import Fresh
 from lora_trainer.data.ledger import Ledger, count_trained
 from lora_trainer.data.loader import CachedData, read_micro
+from lora_trainer.data.pixels import EncodeImage
+from lora_trainer.data.sample import Sample
 from lora_trainer.data.steps import Ref, StepPlan, plan_steps, share, split_micros
-from lora_trainer.training.micro import Micro, make_micro
+from lora_trainer.data.views import View, turn_of
+from lora_trainer.production.caching import LATENT_DTYPE, in_halves
+from lora_trainer.production.choices import Choices
+from lora_trainer.production.inputs import Inputs
+from lora_trainer.training.micro import Micro, copied_ahead, make_micro
 from lora_trainer.training.processes import Processes
 from lora_trainer.training.step import Learner
+
+DECODED_AHEAD = 2  # steps
 
 
 @dataclass(frozen=True)
 class Feed:
-    """`micros(step)` gives this process's micro batches of a step, `ledger(steps)` what so many steps trained."""
+    """`micros(step)` gives this process's micro batches of a step, `ledger(steps)` what so many steps trained.
+
+    `close` ends threads and frees the autoencoder, where there are any; no micro batch can be made afterwards.
+    """
 
     plan: StepPlan
     micros: Callable[[int], list[Micro]]
     ledger: Callable[[int], Ledger]
+    close: Callable[[], None]
 
 
-def make_feed(config: Config, data: CachedData, learner: Learner, processes: Processes, micro: int) -> Feed:
-    """The feed of one process; `micro` is the largest micro batch. Both functions depend on nothing but the step."""
+def make_feed(config: Config, data: CachedData, learner: Learner, processes: Processes, micro: int, total: int) -> Feed:
+    """The feed of one process over `total` steps; `micro` is the largest micro batch.
+
+    What comes out depends on nothing but the step: any may be asked for first.
+    """
     seed = config.train.seed
     plan = plan_steps(data.samples, config.batch.effective, seed)
+    copied = copied_ahead(learner.device, learner.dtype)
+
+    def groups_of(step: int) -> tuple[tuple[Ref, ...], ...]:
+        mine = share(plan.refs(step), processes.rank, processes.world)
+        return split_micros(mine, lambda ref: data.bucket(ref, seed), micro)
 
     def micros(step: int) -> list[Micro]:
-        mine = share(plan.refs(step), processes.rank, processes.world)
-        groups = split_micros(mine, lambda ref: data.bucket(ref, seed), micro)
+        groups = groups_of(step)
+        if data.fresh is not None:
+            later = (groups_of(near) for near in range(step + 1, min(step + 1 + DECODED_AHEAD, total)))
+            data.fresh.expect(ref for each in (groups, *later) for group in each for ref in group)
         epoch = step // plan.steps_per_epoch
         batches = [read_micro(data, group, step, epoch, seed) for group in groups]
-        made = [make_micro(batch, step, seed, config.noise, learner.process) for batch in batches]
-        return [each.staged(learner.device, learner.dtype) for each in made]
+        return copied([make_micro(batch, step, seed, config.noise, learner.process) for batch in batches])
 
     def text_of(ref: Ref, step: int) -> str | None:
         number = data.text(ref, step, step // plan.steps_per_epoch, seed)
@@ -43,4 +69,40 @@ def make_feed(config: Config, data: CachedData, learner: Learner, processes: Pro
     def ledger(steps: int) -> Ledger:
         return count_trained(plan, steps, lambda ref: data.bucket(ref, seed), text_of)
 
-    return Feed(plan, micros, ledger)
+    def close() -> None:
+        if data.fresh is not None:
+            data.fresh.close()
+
+    return Feed(plan, micros, ledger, close)
+
+
+def fresh_latents(config: Config, inputs: Inputs, choices: Choices, world: int) -> Fresh:
+    """For a run without cached latents: pictures are decoded by threads and encoded while the step before is trained.
+
+    On a card the encoder works on a stream of its own, so that no step waits for it. It stays in memory until the
+    fresh latents are closed.
+    """
+    seed, plan, device = config.train.seed, inputs.train_plan, choices.device
+
+    def shown(ref: Ref) -> tuple[Sample, View]:
+        views = plan.views[ref.index]
+        return inputs.train[ref.index], views[turn_of(ref, len(views), seed)]
+
+    encoders = inputs.family.load_encoders(inputs.facts.path, choices.encoder_dtype, device)
+    encode = in_halves(encoders.encode_image, device)
+    workers = max(1, usual_workers() // world) if config.cache.workers is None else config.cache.workers
+    return Fresh(shown, beside_training(encode, device), workers, LATENT_DTYPE)
+
+
+def beside_training(encode: EncodeImage, device: torch.device) -> EncodeImage:
+    """The same encoding, on a card in a stream of its own; its results on the processor."""
+    if device.type != "cuda":
+        return encode
+    stream = torch.cuda.Stream(device)
+
+    def encode_beside(pixels: Tensor) -> tuple[Tensor, Tensor]:
+        with torch.cuda.device(device), torch.cuda.stream(stream):
+            mean, spread = encode(pixels.pin_memory())
+            return mean.cpu(), spread.cpu()  # waits for this stream alone
+
+    return encode_beside

@@ -62,7 +62,10 @@ def run_session(order: Order, inputs: Inputs, record: Record) -> Outcome:
     record = with_preparation(record, prepared, settings)
     if session.processes.is_main:  # a run that fails from here on says what it ran on
         write_record(order.folder, record)
-    state, signal_exit = run_training(session, prepared.job, start)
+    try:
+        state, signal_exit = run_training(session, prepared.job, start)
+    finally:
+        prepared.feed.close()
     trained = state.seconds - (start.state.seconds if start else 0.0)
     record = replace(
         record.with_seconds(train=trained),

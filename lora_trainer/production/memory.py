@@ -30,7 +30,8 @@ STEP_DOWN = 64  # pixels
 class Demand:
     """What settings and model ask of a card. `samples` are those of a step in one process.
 
-    `precisions` are the ones to try, best first.
+    `precisions` are the ones to try, best first. `encoder` is for pictures that are encoded while training, one by
+    one: bytes of the autoencoder, and bytes that it holds for each pixel.
     """
 
     gauge: Gauge
@@ -45,6 +46,7 @@ class Demand:
     optimizer: str
     averaged: bool
     limit_gib: float | None
+    encoder: tuple[int, int] = (0, 0)
 
     @property
     def area(self) -> int:
@@ -94,10 +96,12 @@ def parts_of(demand: Demand, micro: int, checkpointed: int, precision: str) -> P
     adapter, activations = own + earlier + found.gradients, found.activations
     if own + masters > adapter + activations:  # the update: all gradients in fp32, no activations
         adapter, activations = own + masters, 0
+    autoencoder, encoding = demand.encoder[0], demand.encoder[1] * demand.area * demand.downscale**2
+    activations += encoding  # it goes on beside the step
     overhead = CONTEXT_GIB * GIB + FRAGMENTATION * (adapter + state + activations)
     flops = found.flops * demand.samples / micro
     return Parts(
-        weights=found.weights / GIB,
+        weights=(found.weights + autoencoder) / GIB,
         adapter=adapter / GIB,
         optimizer=state / GIB,
         activations=activations / GIB,

@@ -17,6 +17,7 @@ from lora_trainer.data.split import split_held_out
 from lora_trainer.models import FAMILIES
 from lora_trainer.models.family import Architecture, Family, public_architecture
 from lora_trainer.models.ledger import Gauge, stored_gauge
+from lora_trainer.models.phases import costs_of, encoding_bytes
 from lora_trainer.optim.state_size import optimizer_state_bytes
 from lora_trainer.production.inputs import (
     arithmetic,
@@ -143,6 +144,7 @@ def make_demand(
         optimizer=config.optim.name,
         averaged=config.train.ema_decay is not None,
         limit_gib=limit_gib,
+        encoder=(0, 0) if config.cache.latents else encoding_bytes(costs_of(facts)),
     )
 
 
@@ -172,7 +174,7 @@ def disk_gib(
     config: Config, family: Family, architecture: Architecture, demand: Demand, samples: tuple[Sample, ...]
 ) -> float:
     """Caches, checkpoints (one more than are kept, while it is written) and both LoRA files."""
-    latents = 2 * architecture.facts.latent_channels * demand.area
+    latents = 2 * architecture.facts.latent_channels * demand.area if config.cache.latents else 0
     texts = sum(math.prod(shape) for shape in family.cond_shapes(architecture.denoiser).values())
     cached = CACHED_BYTES * (
         len(samples) * latents + len({text for sample in samples for text in sample.texts}) * texts

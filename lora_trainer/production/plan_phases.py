@@ -36,6 +36,8 @@ def plan_phases(demand: Demand, fit: Fit, facts: ModelFacts, pictures: int) -> d
     encoders = itemsize * (sum(costs.text_encoders) + costs.autoencoder)
     drawing = place_drawing(denoiser, encoders, demand.area, pixels, itemsize, itemsize, costs, usable)
     trained = f"micro batch {fit.micro}, {fit.checkpointed} of {fit.blocks} blocks checkpointed, {fit.precision}"
+    if any(demand.encoder):
+        trained += ", with the autoencoder beside"
     return {
         "cache": _phase(caching_bytes(together, pixels, ENCODED_IN, costs), f"{together} pictures at once"),
         "train": PhasePlan(fit.parts.peak, trained),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ from lora_trainer.models.folder import weights_file
 from lora_trainer.monitor.progress import Progress
 from lora_trainer.production.caching import CachePlans, cached_data, fill_caches, plan_caches, validation_samples
 from lora_trainer.production.choices import Choices, asked_by_user, cap_memory, choose
-from lora_trainer.production.feed import Feed, make_feed
+from lora_trainer.production.feed import Feed, fresh_latents, make_feed
 from lora_trainer.production.inputs import Inputs, arithmetic, own_architecture
 from lora_trainer.production.messages import show_captions
 from lora_trainer.production.order import Order
@@ -113,7 +113,11 @@ def prepare(session: Session, settings: dict[str, Any]) -> Prepared:
     for note in built.notes:
         console.print(note)
     data = cached_data(session.config, inputs, plans)
-    feed = make_feed(session.config, data, built.learner, session.processes, session.choices.micro)
+    if not session.config.cache.latents:
+        console.print("latents are encoded while training (cache.latents=false); the autoencoder stays loaded")
+        fresh = fresh_latents(session.config, inputs, session.choices, session.processes.world)
+        data = replace(data, fresh=fresh)
+    feed = make_feed(session.config, data, built.learner, session.processes, session.choices.micro, session.steps.total)
     job = make_job(session, built, feed, held_out, settings)
     return Prepared(session, built, feed, job, held_out, cache_seconds)
 

@@ -6,7 +6,7 @@ Runs on the CPU, in the thread that reads ahead, so that the device never waits 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -17,6 +17,8 @@ from lora_trainer.data.loader import Batch
 from lora_trainer.diffusion.noise import perturbed, position_noise, training_noise
 from lora_trainer.diffusion.process import Process
 from lora_trainer.diffusion.timesteps import uniform_timesteps
+
+COPIED_AHEAD = 2**23  # bytes of a step; several steps are ahead
 
 
 @dataclass(frozen=True)
@@ -31,6 +33,13 @@ class Micro:
     sizes: Tensor  # [B, 6]
     weights: Tensor  # [B], what each sample's loss is multiplied by
     mask: Tensor | None = None  # [B, 1, h, w], where the loss counts: 1 fully, 0 not at all; None everywhere
+    copied: torch.cuda.Event | None = None  # on a card: what the stream that uses it must wait for
+
+    @property
+    def bytes(self) -> int:
+        """Of all its tensors."""
+        held = (self.latents, self.noise, self.added, self.t, *self.cond.values(), self.sizes, self.weights, self.mask)
+        return sum(value.nbytes for value in held if value is not None)
 
     def staged(self, device: torch.device, dtype: torch.dtype) -> Micro:
         """Ready for `to`: for a GPU in page-locked memory, from which it copies while the processor goes on.
@@ -43,11 +52,25 @@ class Micro:
 
     def to(self, device: torch.device, dtype: torch.dtype) -> Micro:
         """The same on the device; conditioning in the model's precision, the rest, sizes among it, in fp32."""
+        if self.copied is not None:
+            return self._taken(device)
         ahead = device.type == "cuda"
         return self._each(
             lambda value: value.to(device, non_blocking=ahead),
             lambda value: value.to(device, dtype, non_blocking=ahead),
         )
+
+    def _taken(self, device: torch.device) -> Micro:
+        """Copied ahead: the stream that works now waits for the copy, and its memory is not used anew until then."""
+        assert self.copied is not None
+        stream = torch.cuda.current_stream(device)
+        stream.wait_event(self.copied)
+
+        def used(value: Tensor) -> Tensor:
+            value.record_stream(stream)
+            return value
+
+        return self._each(used, used)
 
     def _each(self, change: Callable[[Tensor], Tensor], change_cond: Callable[[Tensor], Tensor]) -> Micro:
         """Every tensor changed; the conditioning by `change_cond`."""
@@ -62,6 +85,27 @@ class Micro:
             change(self.weights),
             None if self.mask is None else change(self.mask),
         )
+
+
+def copied_ahead(device: torch.device, dtype: torch.dtype) -> Callable[[list[Micro]], list[Micro]]:
+    """What brings the micro batches of a step to the device ahead of time, from the thread that reads ahead.
+
+    On a card they are copied in a stream of their own, so that no step waits for a copy; those of a step that holds
+    more than `COPIED_AHEAD` wait in page-locked memory. On a processor they stay as they are.
+    """
+    if device.type != "cuda":
+        return lambda micros: micros
+    stream = torch.cuda.Stream(device)
+
+    def copy(micros: list[Micro]) -> list[Micro]:
+        with torch.cuda.device(device), torch.cuda.stream(stream):  # a new thread would lock memory for the first card
+            staged = [micro.staged(device, dtype) for micro in micros]
+            if sum(micro.bytes for micro in staged) > COPIED_AHEAD:
+                return staged
+            moved = [micro.to(device, dtype) for micro in staged]
+            return [replace(micro, copied=stream.record_event()) for micro in moved]
+
+    return copy
 
 
 def make_micro(batch: Batch, step: int, seed: int, noise: NoiseSection, process: Process) -> Micro:

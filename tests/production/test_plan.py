@@ -164,6 +164,16 @@ def run_json(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, 
     return code, json.loads(capsys.readouterr().out)
 
 
+def test_an_autoencoder_that_stays_is_counted() -> None:
+    """Without cached latents: 84 M parameters in fp32, and what one picture takes while it is encoded."""
+    cached, fresh = plan_for(), plan_for(cache__latents=False)
+    assert fresh.fit.parts.weights - cached.fit.parts.weights == pytest.approx(0.31, abs=0.05)
+    assert fresh.fit.parts.activations > cached.fit.parts.activations
+    assert fresh.phases["train"].peak_gib == fresh.fit.parts.peak
+    assert "autoencoder" in fresh.phases["train"].placement
+    assert not any(cached.demand.encoder)
+
+
 def test_json_has_the_fields_that_scripts_read(capsys: pytest.CaptureFixture[str]) -> None:
     code, found = run_json(capsys, "--preset", "12gb,quality", "--set", "model.family=sdxl", "--max-steps", "300")
     assert code == 0

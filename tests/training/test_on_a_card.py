@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+from contextlib import closing
 
 import pytest
 import torch
 from accelerate import PartialState
 
 from lora_trainer.cli.main import main
+from lora_trainer.data.loader import prefetch
 from lora_trainer.models.attention import choose_attention
+from lora_trainer.training.micro import Micro, copied_ahead
 from tests.recipes.recipe import Bench, draw_pictures, losses, patched, save_tiny_model
 
 pytestmark = pytest.mark.gpu
@@ -42,3 +45,44 @@ def test_the_step_stays_under_the_tier_that_it_is_given(capsys):
 def test_a_fast_attention_passes_its_probe(dtype):
     chosen = choose_attention("auto", ("xformers", "sdpa", "math"), dtype, torch.device("cuda"), (40, 64, 80))
     assert chosen.name in {"xformers", "sdpa"}, chosen.reason
+
+
+def test_copies_made_ahead_are_whole_whatever_the_step_is_doing():
+    """Read ahead in a thread, copied in a stream of their own, used while the device is busy, memory used anew."""
+    device = torch.device("cuda", torch.cuda.current_device())
+    busy = torch.randn(2048, 2048, device=device)
+
+    def micro(number: int) -> Micro:
+        values = torch.full((2, 4, 64, 64), float(number))
+        cond = {"embeds": torch.full((2, 77, 768), float(number))}
+        return Micro(values, values, values, torch.zeros(2), cond, torch.zeros(2, 6), torch.ones(2), values[:, :1])
+
+    copied = copied_ahead(device, torch.bfloat16)
+    sums = []
+    with closing(prefetch((copied([micro(number)]) for number in range(50)), 4)) as source:
+        for micros in source:
+            for _ in range(5):
+                busy = busy @ busy / 2048**0.5
+            moved = micros[0].to(device, torch.bfloat16)
+            assert moved.latents.device == device
+            assert moved.cond["embeds"].dtype == torch.bfloat16
+            sums.append((moved.latents.mean(), moved.noise.mean(), moved.cond["embeds"].float().mean()))
+            del micros, moved
+    assert [tuple(map(float, each)) for each in sums] == [(float(number),) * 3 for number in range(50)]
+
+
+def test_a_step_that_holds_much_stays_in_locked_memory():
+    device = torch.device("cuda", torch.cuda.current_device())
+    values = torch.zeros(2, 16, 256, 256)
+    large = Micro(values, values, values, torch.zeros(2), {}, torch.zeros(2, 6), torch.ones(2))
+    (staged,) = copied_ahead(device, torch.bfloat16)([large])
+    assert staged.latents.device.type == "cpu"
+    assert staged.latents.is_pinned()
+    assert staged.to(device, torch.bfloat16).latents.device == device
+
+
+def test_encoding_while_training_is_encoding_before(place):
+    """Without cached latents the autoencoder works beside the step, in a stream of its own."""
+    assert place.run("cached", data__resolution=64) == 0
+    assert place.run("fresh", data__resolution=64, cache__latents="false") == 0
+    assert losses(place.folder("fresh")) == pytest.approx(losses(place.folder("cached")), rel=1e-3)

@@ -1,0 +1,80 @@
+"""cache.latents=false: pictures are read and encoded while training, and nothing else changes."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from lora_trainer.monitor.trackers import Trackers
+from tests.recipes.recipe import Bench, draw_pictures, exported, losses, patched, record
+from tests.recipes.test_resume import at_step, stop
+
+SETTINGS: dict[str, object] = {
+    "checkpoint__every_steps": 3,
+    "validate__every_steps": 3,
+    "batch__effective": 3,
+    "data__flip": "true",
+}
+
+
+@pytest.fixture
+def own(bench: Bench, tmp_path: Path) -> Bench:
+    """Pictures that may be changed, and caches that are empty."""
+    return Bench(bench.model, draw_pictures(tmp_path / "own"), bench.output, tmp_path / "caches")
+
+
+def test_the_same_lora_comes_out_whole_resumed_and_split(own: Bench, capsys: pytest.CaptureFixture[str]):
+    before = threading.active_count()
+    assert own.run("cached", **SETTINGS) == 0
+    cached = [load_file(own.folder("cached") / "cached.safetensors"), losses(own.folder("cached"))]
+    place = Bench(own.model, own.data, own.output, own.output.parent / "other_caches")
+    capsys.readouterr()
+    assert place.run("fresh", cache__latents="false", **SETTINGS) == 0
+    said = capsys.readouterr().out
+    assert "1 latents: 0 reused, 1 rebuilt (1 new)" in said, "the held-out picture alone is cached"
+    assert "the autoencoder stays loaded" in said
+    assert threading.active_count() == before, "no thread is left behind"
+
+    fresh = load_file(own.folder("fresh") / "fresh.safetensors")
+    assert losses(own.folder("fresh")) == pytest.approx(cached[1], rel=1e-4)
+    for name, values in cached[0].items():
+        np.testing.assert_allclose(fresh[name], values, atol=1e-4, err_msg=name)
+    assert record(own.folder("fresh"))["ledger"] == record(own.folder("cached"))["ledger"]
+
+    whole = exported(own.folder("fresh"))
+    resumed = Bench(own.model, own.data, own.output / "resumed", place.cache)
+    settings = SETTINGS | {"cache__latents": "false", "cache__workers": 0}
+    with patched(Trackers, "steps", stop(signal.SIGTERM)):
+        assert resumed.run("fresh", **settings) == 143
+    assert resumed.run("fresh", "--resume", **settings) == 0
+    assert exported(resumed.folder("fresh")) == whole
+
+
+def test_a_picture_that_changes_ends_the_run_with_its_name_and_what_was_trained(own: Bench, capsys):
+    (own.cache.parent / "later").mkdir()
+    settings = {"cache__latents": "false", "batch__effective": 1, "cache__workers": 2, "checkpoint__every_steps": 50}
+
+    def change() -> None:
+        for picture in own.data.glob("*.png"):
+            picture.rename(own.cache.parent / "later" / picture.name)
+
+    before = threading.active_count()
+    with patched(Trackers, "steps", at_step(2, change)):
+        assert own.run("gone", steps=40, **settings) == 5
+    assert threading.active_count() == before
+    said = capsys.readouterr()
+    lines = [line for line in (said.out + said.err).splitlines() if "cannot be read" in line]
+    assert len(lines) == 1
+    assert str(own.data / "picture_") in lines[0]
+    steps = record(own.folder("gone"))["steps"]
+    assert 2 <= steps < 40
+    assert f"step-{steps:06d} is safe" in said.out + said.err
+
+    for picture in (own.cache.parent / "later").iterdir():
+        picture.rename(own.data / picture.name)
+    assert own.run("gone", "--resume", steps=steps + 2, **settings) == 0
