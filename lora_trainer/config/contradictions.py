@@ -110,6 +110,17 @@ def clipping(settings: Settings) -> list[Yields]:
     return [Yields("optim.clip_norm", 0.0, reason, "Set optim.clip_norm=0, or remove optim.clip_value.")]
 
 
+def sizes(settings: Settings) -> list[Yields]:
+    found = []
+    if settings["data.resolutions"] and settings["data.resolution"] is not None:
+        reason = "data.resolutions says what is trained"
+        found.append(Yields("data.resolution", None, reason, "Remove one of them."))
+    if settings["data.no_upscale"] and settings["data.allow_upscale"]:
+        reason = "with data.no_upscale nothing is enlarged"
+        found.append(Yields("data.allow_upscale", False, reason, "Remove one of them."))
+    return found
+
+
 def captions(settings: Settings) -> list[Yields]:
     found = []
     if settings["captions.dropout"] == 1.0:
@@ -136,7 +147,7 @@ def captions(settings: Settings) -> list[Yields]:
     return found
 
 
-RULES: tuple[Callable[[Settings], list[Yields]], ...] = (prodigy_rate, schedule_free, clipping, captions)
+RULES: tuple[Callable[[Settings], list[Yields]], ...] = (prodigy_rate, schedule_free, clipping, sizes, captions)
 
 
 def captions_of_sources(settings: Settings) -> list[Problem]:

@@ -47,6 +47,7 @@ class Looked:
 
     samples: tuple[Sample, ...]
     fits: tuple[Fit, ...]
+    framings: tuple[Framing, ...]  # of each source
     seen: tuple[Seen, ...]
     read_findings: tuple[Finding, ...]
     allow_upscale: bool
@@ -154,7 +155,9 @@ def check_dataset(
     """
     plan = plan_views(manifest.samples, framings)
     seen = look_at(manifest.samples, progress)
-    looked = Looked(manifest.samples, plan.fits, seen, tuple(read_findings), allow_upscale, caption_limit)
+    looked = Looked(
+        manifest.samples, plan.fits, tuple(framings), seen, tuple(read_findings), allow_upscale, caption_limit
+    )
     found = {name: check(looked) for name, check in CHECKS.items()}
     everything = [finding for group in found.values() for finding in group]
     files = _by_file(manifest.samples, everything)
@@ -281,7 +284,14 @@ def _sizes(looked: Looked) -> list[Finding]:
     for sample, fit in zip(looked.samples, looked.fits, strict=True):
         factor = fit.scale_from(sample.width, sample.height)
         size = f"{sample.width}×{sample.height}"
-        if factor > 1.0:
+        framing = looked.framings[sample.source]
+        if framing.no_upscale and min(sample.width, sample.height) < framing.step:
+            message = (
+                f"is {size}; a bucket's sides are at least {framing.step} px, and data.no_upscale enlarges nothing."
+            )
+            fix = "Remove such pictures, or set data.no_upscale=false."
+            found.append(Finding("too_small", "error", message, fix, path=sample.path))
+        elif factor > 1.0:
             message = f"is {size}, smaller than {fit.bucket}; enlarged {factor:.2f} times."
             fix = "Replace it by a larger one, remove it, or set data.resolution lower."
             severe = factor > UPSCALE_LIMIT and not looked.allow_upscale

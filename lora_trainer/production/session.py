@@ -33,6 +33,21 @@ from lora_trainer.training.state import TrainState
 
 VALIDATION_TIMESTEPS = 8
 MOST_ASKED_AT_ONCE = 4
+# What says which part of a picture is trained, at which size and how changed.
+SHOWN_BY = (
+    "resolution",
+    "resolutions",
+    "allow_upscale",
+    "no_upscale",
+    "max_aspect",
+    "bucket_step",
+    "bucket_min",
+    "bucket_max",
+    "crop",
+    "crop_variants",
+    "flip",
+    "colour_variants",
+)
 # What a checkpoint's weights, optimizer state, samples and noise hang on: these must not change in a resumed run.
 FIXED_ON_RESUME = (
     "lora.rank",
@@ -47,7 +62,7 @@ FIXED_ON_RESUME = (
     "train.ema_decay",
     "train.seed",
     "batch.effective",
-    "data.resolution",
+    *(f"data.{name}" for name in SHOWN_BY),
     "data.held_out",
     "data.held_out_seed",
     *(f"captions.{name}" for name in CHANGE_TEXTS),
@@ -217,6 +232,12 @@ def try_to_draw(session: Session, built: Built, state: TrainState) -> None:
         session.console.print(f"no pictures at step {state.step}: {str(error).splitlines()[0]}")
 
 
+def shown_by_source(config: Config) -> list[dict[str, Any]]:
+    """What sources say of their pictures in place of `[data]`; empty where none does."""
+    said = [source.model_dump(mode="json", include=set(SHOWN_BY), exclude_none=True) for source in config.data.sources]
+    return said if any(said) else []
+
+
 def fixed_settings(config: Config, inputs: Inputs, choices: Choices) -> dict[str, Any]:
     """What a checkpoint is only good for: settings, data and model."""
     dumped = config.model_dump(mode="json", by_alias=True)
@@ -226,4 +247,11 @@ def fixed_settings(config: Config, inputs: Inputs, choices: Choices) -> dict[str
     for number, rules in own.items():
         values |= {f"data.sources[{number}].captions.{name}": rules[name] for name in CHANGE_TEXTS}
     model = remembered_sha256(weights_file(inputs.facts.path / inputs.family.denoiser_prefix))
-    return {**values, "model": model, "data": inputs.manifest.data_hash, "precision": choices.precision.value}
+    return {
+        **values,
+        "data.sources": shown_by_source(config),
+        "trained resolution": inputs.resolution,  # also where it is the model's own under a tier's ceiling
+        "model": model,
+        "data": inputs.manifest.data_hash,
+        "precision": choices.precision.value,
+    }

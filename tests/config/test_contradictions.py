@@ -31,6 +31,8 @@ CLASHES = [
     ({}, {"captions__tag_dropout": 1.0}, 0.0),
     ({"captions__separator": ";"}, {"captions__keep_separator": ";"}, None),
     ({"captions__shuffle": True}, {"captions__variants": 1}, 8),
+    ({"data__resolutions": (512, 768)}, {"data__resolution": 512}, None),
+    ({"data__no_upscale": True}, {"data__allow_upscale": True}, False),
 ]
 
 
