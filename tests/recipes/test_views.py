@@ -1,0 +1,87 @@
+"""Several resolutions, crops, mirrored and recoloured pictures and masks in one run, through the command."""
+
+from __future__ import annotations
+
+import json
+import signal
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from lora_trainer.cli.main import main
+from lora_trainer.monitor.trackers import Trackers
+from tests.recipes.recipe import Bench, draw_pictures, exported, losses, patched
+from tests.recipes.test_resume import stop
+
+
+@pytest.fixture(scope="module")
+def varied(tiny_model: Path, shared_cache: Path, tmp_path_factory: pytest.TempPathFactory) -> Bench:
+    """Two sources: one masked, at two resolutions and in all ways, one as it is."""
+    made = tmp_path_factory.mktemp("varied")
+    draw_pictures(made / "masked", 4)
+    for number in range(4):
+        path = made / "masked" / f"picture_{number}.png"
+        with Image.open(path) as picture:
+            pixels = np.asarray(picture.convert("RGBA")).copy()
+        pixels[:, : pixels.shape[1] // 2, 3] = 0
+        Image.fromarray(pixels).save(path)
+    draw_pictures(made / "plain", 10)
+    for number in range(4):
+        (made / "plain" / f"picture_{number}.png").unlink()
+        (made / "plain" / f"picture_{number}.txt").unlink()
+    settings = f"""
+[data]
+resolutions = [64]
+crop_variants = 2
+
+[[data.sources]]
+path = {json.dumps(str(made / "masked"))}
+masks = "alpha"
+resolutions = [48, 80]
+crop = "random"
+flip = true
+colour_variants = 1
+
+[[data.sources]]
+path = {json.dumps(str(made / "plain"))}
+"""
+    (made / "varied.toml").write_text(settings, encoding="utf-8")
+    return Bench(tiny_model, made / "varied.toml", made / "runs", shared_cache)
+
+
+def run(bench: Bench, name: str, *extra: str, **settings: object) -> int:
+    arguments = bench.arguments(name, *extra, batch__effective=4, **settings)
+    arguments[arguments.index("--data")] = "--config"
+    return main(arguments)
+
+
+@pytest.fixture(scope="module")
+def straight(varied: Bench) -> Path:
+    assert run(varied, "straight") == 0
+    return varied.folder("straight")
+
+
+def begun(bench: Bench, name: str, **settings: object) -> list[float]:
+    """The losses of a run that is stopped after three steps."""
+    with patched(Trackers, "steps", stop(signal.SIGTERM)):
+        assert run(bench, name, **settings) == 143
+    return losses(bench.folder(name))
+
+
+def test_a_stopped_run_of_many_views_goes_on_exactly(varied, straight, capsys):
+    begun(varied, "broken")
+    assert "80x80" in capsys.readouterr().out
+    assert run(varied, "broken", "--resume", data__max_aspect=1.5) == 2
+    assert "data.max_aspect was 2.0 and is now 1.5" in capsys.readouterr().err
+    assert run(varied, "broken", "--resume") == 0
+    assert losses(straight) == losses(varied.folder("broken"))
+    assert exported(straight) == exported(varied.folder("broken"))
+
+
+def test_micro_batches_of_many_views_learn_as_the_whole_step_and_masks_count(varied, straight):
+    """Each stays in one bucket and has its own masks."""
+    whole = losses(straight)[:3]
+    assert begun(varied, "split", batch__max_micro=1) == pytest.approx(whole, rel=1e-3)
+    assert begun(varied, "unmasked", loss__unmasked_weight=1)[0] != pytest.approx(whole[0], rel=1e-3)
