@@ -54,7 +54,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="replace")  # a file name that the console cannot show must not end a run
+            # A name that the console cannot show must not end a run; inside of JSON the escape is JSON's own.
+            stream.reconfigure(errors="backslashreplace")
     quieten_libraries()
     try:
         code = _dispatch(arguments)

@@ -53,9 +53,9 @@ def flush_folder(path: Path) -> None:
 
 
 def write_text(target: Path, text: str) -> None:
-    """Write UTF-8 text atomically."""
+    """Write UTF-8 text atomically; what a name that is not UTF-8 holds is escaped as `\\udce9`, as in JSON."""
     with atomic_path(target) as temporary:
-        temporary.write_text(text, encoding="utf-8")
+        temporary.write_text(text, encoding="utf-8", errors="backslashreplace")
 
 
 def write_json(target: Path, value: Any) -> None:

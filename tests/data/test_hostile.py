@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
+import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from lora_trainer.core.findings import Finding
+from lora_trainer.core.io import write_json
+from lora_trainer.data import images, scan
 from lora_trainer.data.check import DataReport, check_dataset
 from lora_trainer.data.manifest import read_manifest
+from lora_trainer.data.scan import read_facts
 from lora_trainer.data.views import Framing
-from tests.data.hostile import HOSTILE, ODD, state_of
+from tests.data.hostile import HOSTILE, ODD, noise, state_of
 
 pytestmark = pytest.mark.skipif(os.name == "nt", reason="pipes, sockets and links are made")
 
@@ -56,8 +62,92 @@ def _counts(finding: Finding) -> bool:
     return finding.severity == "error" or finding.code == "animated"
 
 
-def test_names_survive_as_json(zoo: Path) -> None:
+def test_names_survive_as_json_on_stdout_and_in_files(
+    zoo: Path, tmp_path: Path, capfdbinary: pytest.CaptureFixture[bytes]
+) -> None:
     document = checked(zoo).to_json({})
-    text = json.dumps(document)
-    paths = [entry["path"] for entry in json.loads(text)["files"]]
-    assert {os.fsencode(zoo / name) for name in (*HOSTILE, *ODD)} <= {os.fsencode(path) for path in paths}
+    sys.stdout.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
+    sys.stdout.write(json.dumps(document, ensure_ascii=False))
+    sys.stdout.flush()
+    write_json(tmp_path / "report.json", document)
+    for data in (capfdbinary.readouterr().out, (tmp_path / "report.json").read_bytes()):
+        paths = [entry["path"] for entry in json.loads(data.decode("utf-8"))["files"]]
+        assert {os.fsencode(zoo / name) for name in (*HOSTILE, *ODD)} <= {os.fsencode(path) for path in paths}
+
+
+def good(folder: Path, count: int = 2) -> None:
+    folder.mkdir(exist_ok=True)
+    for number in range(count):
+        noise(number).save(folder / f"{number}.png")
+        (folder / f"{number}.txt").write_text(f"noise {number}")
+
+
+def errors(folder: Path) -> list[tuple[str, str]]:
+    report = checked(folder)
+    return [
+        (path.name, each.code) for path, found in report.files.items() for each in found if each.severity == "error"
+    ]
+
+
+def huge(path: Path) -> None:
+    path.unlink()
+    with open(path, "wb") as file:
+        file.truncate(2**30)
+
+
+def pipe(path: Path) -> None:
+    path.unlink()
+    os.mkfifo(path)
+
+
+@pytest.mark.parametrize("make", [huge, pipe, lambda path: path.write_bytes(b"\xff\xfe\xfa")])
+def test_a_caption_that_is_no_text_is_one_finding(tmp_path: Path, make: Callable[[Path], object]) -> None:
+    good(tmp_path)
+    make(tmp_path / "1.txt")
+    ((name, code),) = errors(tmp_path)
+    assert name == "1.png"
+    assert code in ("unreadable_caption", "missing_caption")
+
+
+@pytest.mark.parametrize("name", ["metadata.jsonl", "metadata.csv"])
+def test_a_table_that_is_nested_or_garbled_is_one_finding(tmp_path: Path, name: str) -> None:
+    good(tmp_path)
+    deep = "[" * 100_000 + "]" * 100_000
+    (tmp_path / name).write_text(f'{deep}\n{{"file_name": {deep}, "text": "x"}}\n', "utf-8")
+    assert [code for _, code in errors(tmp_path)] == ["bad_metadata"]
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root reads everything")
+def test_a_file_that_may_not_be_read(tmp_path: Path) -> None:
+    good(tmp_path)
+    (tmp_path / "1.png").chmod(0)
+    assert errors(tmp_path) == [("1.png", "unreadable")]
+
+
+def test_a_file_that_may_not_be_read_by_what_the_system_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    good(tmp_path)
+    true = os.open
+
+    def refused(path: Path, *rest: int) -> int:
+        if str(path).endswith("1.png"):
+            raise PermissionError(13, "Permission denied", str(path))
+        return true(path, *rest)
+
+    monkeypatch.setattr(os, "open", refused)
+    broken = read_facts((str(tmp_path / "1.png"), 0, -1))["broken"]
+    assert broken[:2] == ["unreadable", "cannot be read (permission denied)."]
+    assert "facts" in read_facts((str(tmp_path / "0.png"), 0, -1))
+
+
+def test_a_picture_that_changes_while_it_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    good(tmp_path)
+    path = tmp_path / "1.png"
+    true, seed = scan.header_of, iter(range(100))
+
+    def header_of(data: io.BytesIO) -> images.Header:
+        noise(next(seed), (32, 32)).save(path)
+        return true(data)
+
+    monkeypatch.setattr(scan, "header_of", header_of)
+    broken = read_facts((str(path), 0, -1))["broken"]
+    assert "changes while it is read" in broken[1]

@@ -222,10 +222,11 @@ def test_nothing_is_written_beside_the_data(tmp_path: Path, draw: Draw) -> None:
 
 
 @pytest.mark.skipif(os.name == "nt", reason="links need rights on Windows")
-def test_a_link_that_leads_nowhere_is_named_and_a_pipe_is_not_opened(tmp_path: Path, draw: Draw) -> None:
+def test_a_link_that_leads_nowhere_and_a_pipe_are_named(tmp_path: Path, draw: Draw) -> None:
     draw(tmp_path / "a.png")
     (tmp_path / "gone.png").symlink_to(tmp_path / "nowhere.png")
     os.mkfifo(tmp_path / "pipe.png")
     manifest, findings = read_manifest([tmp_path])
     assert len(manifest.samples) == 1
-    assert [(f.path.name if f.path else "", f.code) for f in findings] == [("gone.png", "unreadable")]
+    found = [(f.path.name if f.path else "", f.code) for f in findings]
+    assert found == [("gone.png", "unreadable"), ("pipe.png", "unreadable")]

@@ -122,9 +122,9 @@ def read_csv(path: Path) -> Table:
     first = text.split("\n", 1)[0]
     delimiter = max(",;\t", key=first.count)
     reader = csv.DictReader(io.StringIO(text, newline=""), delimiter=delimiter)
-    if not set(NAME_COLUMNS) & set(reader.fieldnames or ()):
-        raise TextError(f"has no column file_name in its first line ({first.strip()[:80]})")
     try:
+        if not set(NAME_COLUMNS) & set(reader.fieldnames or ()):
+            raise TextError(f"has no column file_name in its first line ({first.strip()[:80]})")
         return _table(_numbers(row) for row in reader)
     except csv.Error as error:
         raise TextError(f"is not CSV ({error})") from error
