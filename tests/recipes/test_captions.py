@@ -1,0 +1,67 @@
+"""Captions that vary, trained from caches: exact when resumed, shown before training, rebuilt only where they changed."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.recipes.recipe import Bench, draw_pictures, exported, losses, record
+
+VARIED = {
+    "captions__shuffle": "true",
+    "captions__tag_dropout": 0.25,
+    "captions__dropout": 0.2,
+    "captions__dropout_every_epochs": 3,
+    "captions__trigger": "zobo",
+    "captions__variants": 4,
+    "captions__weighted_words": "true",
+    "checkpoint__every_steps": 3,
+    "gates__lora": 0.0,
+}
+
+
+@pytest.fixture
+def own(bench: Bench, tmp_path) -> Bench:
+    """Pictures with tags, which may be changed, and caches that are empty."""
+    data = draw_pictures(tmp_path / "own", count=6)
+    for index, path in enumerate(sorted(data.glob("*.txt"))):
+        path.write_text(f"a (ring:1.3), a field, {'one, two' if index else 'zobo, three'}", encoding="utf-8")
+    return Bench(bench.model, data, bench.output, tmp_path / "caches")
+
+
+def texts_of(bench: Bench, capsys, **settings: object) -> str:
+    """The line of the cache of texts, as a dry run shows it."""
+    assert bench.run("asked", "--dry-run", command="cache", **(VARIED | settings)) == 0
+    return next(
+        line.strip() for line in capsys.readouterr().out.splitlines() if " texts: " in line and "reused" in line
+    )
+
+
+def test_six_steps_are_three_and_three_with_captions_that_vary(own, capsys):
+    assert own.run("whole", **VARIED) == 0
+    shown = capsys.readouterr().out
+    assert "captions as they are trained, 20% of the time without:" in shown
+    assert "  picture_0.png: 'a ring, a field, zobo, three'  (4 variants)" in shown
+    assert "note: the trigger is put in front of 5 captions that lack it (first: picture_1.png)" in shown
+    assert "4 variants of 2 captions: " in shown
+    assert own.run("halves", steps=3, **VARIED) == 0
+    assert own.run("halves", "--resume", **VARIED) == 0
+    assert losses(own.folder("halves")) == losses(own.folder("whole"))
+    assert exported(own.folder("halves")) == exported(own.folder("whole"))
+    whole = record(own.folder("whole"))["ledger"]
+    assert whole == record(own.folder("halves"))["ledger"]
+    assert whole["captions"]["dropped"] > 0
+    ledger = (own.folder("whole") / "ledger.csv").read_text(encoding="utf-8")
+    assert all("zobo" in line for line in ledger.splitlines() if line.startswith("caption,") and "ring" in line)
+    capsys.readouterr()
+
+    first = texts_of(own, capsys)
+    assert ", 0 to build" in first
+    later = {"captions__dropout": 0.5, "captions__dropout_every_epochs": 0, "train__seed": 7}
+    assert texts_of(own, capsys, **later) == first
+    (own.data / "picture_0.txt").write_text("a ring, zobo alone, there", encoding="utf-8")
+    changed = texts_of(own, capsys)
+    built = int(changed.partition(" reused, ")[2].split()[0])
+    assert 1 <= built <= 5  # its variants, and its canonical text where it is held out
+    assert texts_of(own, capsys, captions__shuffle="false", captions__tag_dropout=0) != changed
+    assert own.run("halves", "--resume", steps=7, **(VARIED | {"captions__variants": 5})) == 2
+    assert "captions.variants was 4 and is now 5" in capsys.readouterr().err
