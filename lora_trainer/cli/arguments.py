@@ -76,7 +76,8 @@ def add_run_arguments(parser: argparse.ArgumentParser, hidden: Sequence[str] = (
         metavar="PATH",
         help=meant(
             "--data",
-            "a folder of pictures with captions, or a kohya dataset TOML (repeatable); the built-in data set without it",
+            "pictures with captions (repeatable): a folder, a picture, .tar, .parquet, a table .jsonl .json .csv .tsv, "
+            "or a kohya dataset .toml; the built-in data set without it",
         ),
     )
     group.add_argument("--offline", action="store_true", help="make no network request at all")

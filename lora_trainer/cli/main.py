@@ -168,6 +168,8 @@ def _check(arguments: argparse.Namespace, unknown: list[Problem]) -> int:
     # The built-in pictures are made for the built-in base; people's own are judged for a usual model, or the one named.
     builtin = all(Path(source).resolve() == DATA_FOLDER for source in arguments.data)
     config = resolved_from(arguments, unknown, builtin_if_none=builtin).config
+    if builtin and not arguments.data and config.data.sources:  # people's own, named in the file of settings
+        builtin, config = False, resolved_from(arguments, builtin_if_none=False).config
     if config.model.path or (builtin and config.model.family is None):
         facts = read_model(config)[1]
     else:

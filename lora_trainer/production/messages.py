@@ -11,6 +11,7 @@ from rich.console import Console
 
 from lora_trainer.config.schema import CaptionsSection, Config
 from lora_trainer.data.captions import lacks_trigger
+from lora_trainer.data.sample import Sample
 from lora_trainer.monitor.progress import duration
 from lora_trainer.production.inputs import Inputs, caption_rules, own_architecture
 from lora_trainer.production.record import Record
@@ -45,6 +46,16 @@ def show_report(inputs: Inputs, console: Console) -> None:
         console.print(f"  {finding.severity}: {where}{finding.message} {finding.fix}".rstrip())
     if len(found) > MOST_FINDINGS:
         console.print(f"  … and {len(found) - MOST_FINDINGS} more: lora-trainer check shows all")
+    for note in report.notes[:MOST_FINDINGS]:
+        console.print(f"  note: {note}")
+
+
+def of_each_source(samples: Sequence[Sample], most: int) -> list[Sample]:
+    """At most `most` samples in their order: the first of each source, then those that follow."""
+    first = {sample.source: place for place, sample in reversed(list(enumerate(samples)))}
+    places = sorted(first.values())[:most]
+    places += [place for place in range(min(most, len(samples))) if place not in places]
+    return [samples[place] for place in sorted(places[:most])]
 
 
 def show_captions(config: Config, inputs: Inputs, console: Console, itemsize: int) -> None:
@@ -56,7 +67,7 @@ def show_captions(config: Config, inputs: Inputs, console: Console, itemsize: in
     shares = sorted({own.dropout for own in rules if own.dropout})
     dropped = f", {' or '.join(f'{share:.0%}' for share in shares)} of the time without" if shares else ""
     console.print(f"captions as they are trained{dropped}:")
-    for sample in inputs.train[:CAPTIONS_SHOWN]:
+    for sample in of_each_source(inputs.train, CAPTIONS_SHOWN):
         versions = f"  ({len(sample.texts)} variants)" if len(sample.texts) > 1 else ""
         console.print(f"  {sample.path.name}: {sample.caption!r}{versions}", markup=False, soft_wrap=True)
     for line in (*variants_told(config, inputs, itemsize), *trigger_told(rules, inputs), *idle_told(rules)):

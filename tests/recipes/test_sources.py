@@ -1,0 +1,74 @@
+"""One run over sources of every kind, together."""
+
+from __future__ import annotations
+
+import io
+import json
+import tarfile
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from PIL import Image
+
+from lora_trainer.cli.main import main
+from tests.recipes.recipe import Bench, draw_pictures, exported, record
+
+
+def lay_out(root: Path) -> Path:
+    """A config whose sources are a kohya folder, a tar, a Parquet file, regularisation and pictures with transparency."""
+    made = draw_pictures(root / "made", 14)
+    drawn = [(path, path.with_suffix(".txt").read_text("utf-8")) for path in sorted(made.glob("*.png"))]
+    (root / "2_sks ring").mkdir()
+    for path, _ in drawn[:3]:
+        path.rename(root / "2_sks ring" / path.name)
+    with tarfile.open(root / "shard-0.tar", "w") as tar:
+        for path, caption in drawn[3:6]:
+            tar.add(path, path.name)
+            text = tarfile.TarInfo(path.with_suffix(".json").name)
+            text.size = len(data := json.dumps({"caption": caption, "weight": 0.5}).encode())
+            tar.addfile(text, io.BytesIO(data))
+    rows = {"image": [path.read_bytes() for path, _ in drawn[6:9]], "text": [text for _, text in drawn[6:9]]}
+    pq.write_table(pa.table(rows), root / "more.parquet")
+    for name, some in (("class", drawn[9:12]), ("clear", drawn[12:14])):
+        (root / name).mkdir()
+        for path, caption in some:
+            picture = Image.open(path)
+            if name == "clear":
+                picture.putalpha(Image.linear_gradient("L").resize(picture.size))
+            picture.save(root / name / path.name)
+            (root / name / path.with_suffix(".txt").name).write_text(caption, encoding="utf-8")
+    config = root / "config.toml"
+    tables = [
+        'path = "2_sks ring"', 'path = "shard-{0..0}.tar"\nrepeats = 1.5', 'path = "more.parquet"\nweight = 0.8',
+        'path = "class"\nregularisation = true', 'path = "clear"\nmasks = "alpha"',
+    ]  # fmt: skip
+    config.write_text("".join(f"[[data.sources]]\n{table}\n" for table in tables), encoding="utf-8")
+    return config
+
+
+def test_a_run_over_mixed_sources_and_again_from_its_record(
+    bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = lay_out(tmp_path / "data")
+    monkeypatch.chdir(config.parent)
+    before = {path: path.stat().st_mtime_ns for path in config.parent.rglob("*")}
+
+    def train(name: str, *extra: str, steps: int = 4) -> int:
+        arguments = bench.arguments(name, *extra, steps=steps, checkpoint__every_steps=2)
+        place = arguments.index("--data")
+        del arguments[place : place + 2]
+        return main(arguments)
+
+    assert train("mixed", "--config", str(config)) == 0
+    assert "regularisation" in capsys.readouterr().out
+    written = record(bench.folder("mixed"))
+    assert (written["status"], written["dataset"]["samples"]) == ("done", 14)
+    assert {path: path.stat().st_mtime_ns for path in config.parent.rglob("*")} == before
+    monkeypatch.chdir(tmp_path)  # what a run writes down holds from anywhere
+    again = str(bench.folder("mixed") / "config.toml")
+    assert train("again", "--config", again, steps=2) == 0
+    assert train("again", "--config", again, "--resume") == 0
+    kept = [list(exported(bench.folder(name)).values()) for name in ("mixed", "again")]
+    assert kept[0] == kept[1]
