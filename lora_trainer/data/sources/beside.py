@@ -41,6 +41,8 @@ def _names_beside(name: str, names: Container[str], endings: tuple[str, ...]) ->
     stem = os.path.splitext(name)[0]
     found = []
     for ending in endings:
-        candidates = (stem + ending, stem + ending.upper(), name + ending)
-        found.extend([candidate for candidate in candidates if candidate in names][:1])
+        for candidate in (stem + ending, stem + ending.upper(), name + ending):
+            if candidate in names:
+                found.append(candidate)
+                break
     return found

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 from collections import Counter
 from collections.abc import Mapping
@@ -21,8 +20,16 @@ MOST_REPEATS = 1000  # a larger number is a year or an id: `2024_holiday`
 MASK_LABEL = "-masklabel"  # what OneTrainer puts behind a picture's name for its mask
 
 
+def stem_of(name: str) -> str:
+    """A bare name without its ending; quicker than `os.path.splitext`, which counts at 100,000."""
+    dot = name.rfind(".")
+    return name[:dot] if dot > 0 else name
+
+
 def ending_of(name: str) -> str:
-    return os.path.splitext(name)[1].lower()
+    """A bare name's ending with its dot, in small letters."""
+    dot = name.rfind(".")
+    return name[dot:].lower() if dot > 0 else ""
 
 
 def is_picture(name: str) -> bool:
@@ -64,10 +71,10 @@ def _pictures_of(listing: Listing, asked: Asked, reading: Reading) -> list[tuple
     labels: list[str] = []
     for folder, names in listing.names.items():
         pictures = [name for name in names if is_picture(name)]
-        masks = {name for name in pictures if os.path.splitext(name)[0].endswith(MASK_LABEL)}
+        masks = {name for name in pictures if MASK_LABEL in name and stem_of(name).endswith(MASK_LABEL)}
         if masks:
-            stems = {os.path.splitext(name)[0] for name in pictures}
-            masks = {name for name in masks if os.path.splitext(name)[0].removesuffix(MASK_LABEL) in stems}
+            stems = set(map(stem_of, pictures))
+            masks = {name for name in masks if stem_of(name).removesuffix(MASK_LABEL) in stems}
         labels.extend(sorted(masks))
         found.extend((f"{folder}/{name}" if folder else name, folder, name) for name in pictures if name not in masks)
     if labels and asked.section.masks is None:
@@ -132,8 +139,8 @@ def _find_unused(listing: Listing, asked: Asked, reading: Reading) -> None:
             elif ending in endings:
                 if stems is None:
                     pictures = [each for each in names if is_picture(each)]
-                    stems = {os.path.splitext(each)[0] for each in pictures} | set(pictures)
-                if os.path.splitext(name)[0] not in stems:
+                    stems = set(map(stem_of, pictures)) | set(pictures)
+                if stem_of(name) not in stems:
                     message = "is a caption without a picture."
                     reading.find(
                         "orphan_caption", "note", message, "Add the picture or remove it.", listing.path(folder, name)
