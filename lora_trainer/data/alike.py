@@ -1,0 +1,145 @@
+"""Which pictures are nearly the same: re-encoded, resized, slightly cut, or mirrored.
+
+Two pictures are alike when their 64-bit hashes differ in few bits and their 8×8 thumbs
+agree. Of two hashes that differ in at most 7 bits, one of four bands of 16 bits differs
+in at most one: only pictures that share such a band are compared, so that the time grows
+with the number of pictures and not with its square (multi-index hashing, Norouzi 2012,
+arXiv:1307.2982).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lora_trainer.data.measures import THUMB_SIDE, Seen
+
+MOST_BITS = 6  # of 64
+LEAST_AGREEMENT = 0.985  # correlation of two thumbs over pixels and colours
+LEAST_SPREAD = 2.0  # a picture of one colour is like every other
+MOST_COMPARED = 32  # pictures of one band: thousands of frames of one scene are not compared with one another
+BAND = 16  # bits
+CHUNK = 4096  # pictures looked up at once
+
+Places = NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class Alike:
+    """`groups` of places of pictures that are nearly the same, and `mirrored` pairs that are so after a flip."""
+
+    groups: tuple[tuple[int, ...], ...]
+    mirrored: tuple[tuple[int, int], ...]
+
+
+def find_alike(seen: Sequence[Seen]) -> Alike:
+    """Compare all pictures by their hashes. Each place stands in at most one group; all are in order."""
+    usable = [place for place, each in enumerate(seen) if each.broken is None and each.spread >= LEAST_SPREAD]
+    if len(usable) < 2:
+        return Alike((), ())
+    hashes = np.array([seen[place].hash for place in usable], dtype=np.uint64)
+    mirrors = np.array([seen[place].mirror_hash for place in usable], dtype=np.uint64)
+    thumbs = np.frombuffer(b"".join(seen[place].thumb for place in usable), dtype=np.uint8)
+    thumbs = thumbs.reshape(len(usable), THUMB_SIDE, THUMB_SIDE, 3)
+    leaders = _connected(hashes, thumbs)
+    flipped = _flipped(hashes, mirrors, thumbs, leaders)
+    names = np.array(usable, dtype=np.int64)
+    mirrored = sorted((int(names[one]), int(names[other])) for one, other in flipped)
+    return Alike(_groups(leaders, names), tuple(mirrored))
+
+
+def _connected(hashes: NDArray[np.uint64], thumbs: NDArray[np.uint8]) -> Places:
+    """[N] of each picture the first one that it is connected with by pictures that are alike."""
+    leaders = np.arange(len(hashes), dtype=np.int64)
+    for first, second in _candidates(hashes, hashes):
+        # What is connected already need not be compared: that keeps thousands of frames of one scene quick.
+        wanted = (first < second) & (leaders[first] != leaders[second])
+        first, second = _alike(first[wanted], second[wanted], hashes, hashes, thumbs, thumbs)
+        while (leaders[first] != leaders[second]).any():
+            lowest = np.minimum(leaders[first], leaders[second])
+            for ends in (leaders[first], leaders[second], first, second):
+                np.minimum.at(leaders, ends, lowest)
+            leaders = leaders[leaders]
+    while (leaders != leaders[leaders]).any():
+        leaders = leaders[leaders]
+    return leaders
+
+
+def _flipped(
+    hashes: NDArray[np.uint64], mirrors: NDArray[np.uint64], thumbs: NDArray[np.uint8], leaders: Places
+) -> set[tuple[int, int]]:
+    """Pairs of leaders, the smaller first, whose groups hold mirror images of each other."""
+    found: set[tuple[int, int]] = set()
+    known = np.zeros(0, dtype=np.int64)
+    for first, second in _candidates(hashes, mirrors):
+        pairs = np.minimum(leaders[first], leaders[second]) * len(hashes) + np.maximum(leaders[first], leaders[second])
+        wanted = (leaders[first] != leaders[second]) & ~np.isin(pairs, known)
+        first, second = _alike(first[wanted], second[wanted], hashes, mirrors, thumbs, thumbs[:, :, ::-1])
+        for one, other in zip(leaders[first].tolist(), leaders[second].tolist(), strict=True):
+            found.add((min(one, other), max(one, other)))
+        if len(first):
+            known = np.array([one * len(hashes) + other for one, other in found], dtype=np.int64)
+    return found
+
+
+def _alike(
+    first: Places,
+    second: Places,
+    hashes: NDArray[np.uint64],
+    others: NDArray[np.uint64],
+    thumbs: NDArray[np.uint8],
+    other_thumbs: NDArray[np.uint8],
+) -> tuple[Places, Places]:
+    """Those of the pairs (of `hashes`, of `others`) that are alike, each once."""
+    near = np.bitwise_count(hashes[first] ^ others[second]) <= MOST_BITS
+    pairs = np.unique(first[near] * len(hashes) + second[near])
+    first, second = pairs // len(hashes), pairs % len(hashes)
+    agree = _agreement(thumbs[first], other_thumbs[second]) >= LEAST_AGREEMENT
+    return first[agree], second[agree]
+
+
+def _candidates(hashes: NDArray[np.uint64], asked: NDArray[np.uint64]) -> Iterator[tuple[Places, Places]]:
+    """Places (of `hashes`, of `asked`) whose hashes share a band up to one bit, in chunks."""
+    masks = np.array([0, *(1 << bit for bit in range(BAND))], dtype=np.uint64) << np.uint64(64 - BAND)
+    for shift in range(0, 64, BAND):
+        turned = _turned(hashes, shift)
+        order = np.argsort(turned, kind="stable")
+        ranked = turned[order]
+        edges = np.searchsorted(ranked >> np.uint64(64 - BAND), np.arange((1 << BAND) + 1, dtype=np.uint64))
+        for begin in range(0, len(asked), CHUNK):
+            chunk = _turned(asked[begin : begin + CHUNK], shift)
+            for mask in masks:
+                keys = chunk ^ mask
+                bands = (keys >> np.uint64(64 - BAND)).astype(np.int64)
+                starts, lengths = edges[bands], edges[bands + 1] - edges[bands]
+                full = lengths > MOST_COMPARED  # of a full band only the neighbours in order
+                middle = np.searchsorted(ranked, keys[full]) - MOST_COMPARED // 2
+                starts[full] = np.clip(middle, starts[full], starts[full] + lengths[full] - MOST_COMPARED)
+                lengths[full] = MOST_COMPARED
+                inside = np.arange(int(lengths.sum())) - np.repeat(np.cumsum(lengths) - lengths, lengths)
+                yield order[np.repeat(starts, lengths) + inside], np.repeat(begin + np.arange(len(keys)), lengths)
+
+
+def _turned(hashes: NDArray[np.uint64], shift: int) -> NDArray[np.uint64]:
+    """The hashes turned round so that the band at `shift` stands at the top."""
+    left = np.uint64((64 - BAND - shift) % 64)
+    return (hashes << left) | (hashes >> np.uint64((64 - int(left)) % 64)) if left else hashes
+
+
+def _agreement(one: NDArray[np.uint8], other: NDArray[np.uint8]) -> NDArray[np.float64]:
+    """Correlation [P] of thumbs [P, 8, 8, 3]: brightness and contrast may differ, colours may not."""
+    left, right = (each.reshape(len(each), 3 * THUMB_SIDE**2).astype(np.float32) for each in (one, other))
+    left -= left.mean(axis=1, keepdims=True)
+    right -= right.mean(axis=1, keepdims=True)
+    scale = np.sqrt((left * left).sum(axis=1) * (right * right).sum(axis=1))
+    return np.asarray((left * right).sum(axis=1) / np.maximum(scale, 1e-9))
+
+
+def _groups(leaders: Places, names: Places) -> tuple[tuple[int, ...], ...]:
+    members: dict[int, list[int]] = {}
+    for place in np.flatnonzero(np.bincount(leaders, minlength=len(leaders))[leaders] > 1).tolist():
+        members.setdefault(int(leaders[place]), []).append(int(names[place]))
+    return tuple(tuple(group) for group in members.values())
