@@ -20,6 +20,7 @@ TORCH_FREE = (
     "lora_trainer.cli.main",
     "lora_trainer.config",
     "lora_trainer.core",
+    "lora_trainer.data.alike",
     "lora_trainer.data.buckets",
     "lora_trainer.data.check",
     "lora_trainer.data.images",

@@ -15,10 +15,9 @@ from lora_trainer.core.errors import DATASET_REFUSED, DONE
 from lora_trainer.core.findings import Finding
 from lora_trainer.core.io import finite
 from lora_trainer.data.check import DataReport
-from lora_trainer.data.split import split_held_out
 from lora_trainer.data.steps import StepArithmetic
 from lora_trainer.models.family import ModelFacts
-from lora_trainer.production.inputs import arithmetic, read_data
+from lora_trainer.production.inputs import arithmetic, held_out_split, read_data
 from lora_trainer.production.printed import show
 
 COLOURS = {"error": "red", "warning": "yellow", "note": "cyan"}
@@ -29,7 +28,7 @@ SEVERITIES = ("error", "warning", "note")
 def check_command(config: Config, as_json: bool, facts: ModelFacts) -> int:
     """Print the report; 0 when the data passes the gate, 3 when it does not."""
     report = read_data(config, facts)[1]
-    train, held_out = split_held_out(report.samples, config.data.held_out, config.data.held_out_seed)
+    train, held_out = held_out_split(config, report)
     steps = arithmetic(config, train, config.batch.max_micro or config.batch.effective, processes=1)
     if as_json:
         document = report.to_json(steps.to_json() | {"held_out": len(held_out)})

@@ -19,36 +19,44 @@ from lora_trainer.data.measures import THUMB_SIDE, Seen
 
 MOST_BITS = 6  # of 64
 LEAST_AGREEMENT = 0.985  # correlation of two thumbs over pixels and colours
+MIRROR_AGREEMENT = 0.997  # a subject that is the same on both sides is no mirror image of itself elsewhere
 LEAST_SPREAD = 2.0  # a picture of one colour is like every other
 MOST_COMPARED = 32  # pictures of one band: thousands of frames of one scene are not compared with one another
 BAND = 16  # bits
 CHUNK = 4096  # pictures looked up at once
+MOST_PAIRED = 512  # pictures of one group that are all compared with one another
 
 Places = NDArray[np.int64]
 
 
 @dataclass(frozen=True)
 class Alike:
-    """`groups` of places of pictures that are nearly the same, and `mirrored` pairs that are so after a flip."""
+    """`groups` of places of pictures that are nearly the same, and `mirrored` pairs that are so after a flip.
 
-    groups: tuple[tuple[int, ...], ...]
-    mirrored: tuple[tuple[int, int], ...]
+    `pairs` counts how many pairs of pictures that are alike can be taken from the groups,
+    each picture once, the first that fits.
+    """
+
+    groups: tuple[tuple[int, ...], ...] = ()
+    mirrored: tuple[tuple[int, int], ...] = ()
+    pairs: int = 0
 
 
 def find_alike(seen: Sequence[Seen]) -> Alike:
     """Compare all pictures by their hashes. Each place stands in at most one group; all are in order."""
     usable = [place for place, each in enumerate(seen) if each.broken is None and each.spread >= LEAST_SPREAD]
     if len(usable) < 2:
-        return Alike((), ())
+        return Alike()
     hashes = np.array([seen[place].hash for place in usable], dtype=np.uint64)
     mirrors = np.array([seen[place].mirror_hash for place in usable], dtype=np.uint64)
     thumbs = np.frombuffer(b"".join(seen[place].thumb for place in usable), dtype=np.uint8)
     thumbs = thumbs.reshape(len(usable), THUMB_SIDE, THUMB_SIDE, 3)
     leaders = _connected(hashes, thumbs)
     flipped = _flipped(hashes, mirrors, thumbs, leaders)
-    names = np.array(usable, dtype=np.int64)
-    mirrored = sorted((int(names[one]), int(names[other])) for one, other in flipped)
-    return Alike(_groups(leaders, names), tuple(mirrored))
+    groups = _groups(leaders)
+    pairs = sum(_paired(np.array(group), hashes, thumbs) for group in groups)
+    named = tuple(tuple(usable[place] for place in group) for group in groups)
+    return Alike(named, tuple(sorted((usable[one], usable[other]) for one, other in flipped)), pairs)
 
 
 def _connected(hashes: NDArray[np.uint64], thumbs: NDArray[np.uint8]) -> Places:
@@ -77,7 +85,9 @@ def _flipped(
     for first, second in _candidates(hashes, mirrors):
         pairs = np.minimum(leaders[first], leaders[second]) * len(hashes) + np.maximum(leaders[first], leaders[second])
         wanted = (leaders[first] != leaders[second]) & ~np.isin(pairs, known)
-        first, second = _alike(first[wanted], second[wanted], hashes, mirrors, thumbs, thumbs[:, :, ::-1])
+        first, second = _alike(
+            first[wanted], second[wanted], hashes, mirrors, thumbs, thumbs[:, :, ::-1], MIRROR_AGREEMENT
+        )
         for one, other in zip(leaders[first].tolist(), leaders[second].tolist(), strict=True):
             found.add((min(one, other), max(one, other)))
         if len(first):
@@ -92,12 +102,13 @@ def _alike(
     others: NDArray[np.uint64],
     thumbs: NDArray[np.uint8],
     other_thumbs: NDArray[np.uint8],
+    least: float = LEAST_AGREEMENT,
 ) -> tuple[Places, Places]:
     """Those of the pairs (of `hashes`, of `others`) that are alike, each once."""
     near = np.bitwise_count(hashes[first] ^ others[second]) <= MOST_BITS
     pairs = np.unique(first[near] * len(hashes) + second[near])
     first, second = pairs // len(hashes), pairs % len(hashes)
-    agree = _agreement(thumbs[first], other_thumbs[second]) >= LEAST_AGREEMENT
+    agree = _agreement(thumbs[first], other_thumbs[second]) >= least
     return first[agree], second[agree]
 
 
@@ -138,8 +149,21 @@ def _agreement(one: NDArray[np.uint8], other: NDArray[np.uint8]) -> NDArray[np.f
     return np.asarray((left * right).sum(axis=1) / np.maximum(scale, 1e-9))
 
 
-def _groups(leaders: Places, names: Places) -> tuple[tuple[int, ...], ...]:
+def _groups(leaders: Places) -> tuple[tuple[int, ...], ...]:
     members: dict[int, list[int]] = {}
     for place in np.flatnonzero(np.bincount(leaders, minlength=len(leaders))[leaders] > 1).tolist():
-        members.setdefault(int(leaders[place]), []).append(int(names[place]))
+        members.setdefault(int(leaders[place]), []).append(place)
     return tuple(tuple(group) for group in members.values())
+
+
+def _paired(group: Places, hashes: NDArray[np.uint64], thumbs: NDArray[np.uint8]) -> int:
+    """How many pairs a group gives; of a group too large to compare all with all, half its number."""
+    if len(group) > MOST_PAIRED:
+        return len(group) // 2
+    pairs = 0
+    while len(group) > 1:
+        first, others = group[:1], group[1:]
+        alike = _alike(np.repeat(first, len(others)), others, hashes, hashes, thumbs, thumbs)[1]
+        pairs += len(alike) > 0
+        group = others[others != alike[0]] if len(alike) else others
+    return pairs

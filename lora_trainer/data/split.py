@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from lora_trainer.data.sample import Sample
 
@@ -12,21 +12,31 @@ MOST_HELD_OUT = 16  # more would cost time at every validation and tell little
 
 
 def split_held_out(
-    samples: Sequence[Sample], share: float, seed: int = 0
+    samples: Sequence[Sample], share: float, seed: int = 0, kin: Mapping[str, str] | None = None
 ) -> tuple[tuple[Sample, ...], tuple[Sample, ...]]:
     """(train, held_out), each in the order given.
 
     Chosen by a hash of the content and the seed: the split of a data set does not depend on names or
     order, a new picture moves at most as many as the count changes and one more, and
-    copies of one picture stay on one side. Regularisation pictures are all trained on.
+    copies of one picture stay on one side. So do pictures that look the same: `kin` leads from a
+    content to the one that stands for all that look like it. Regularisation pictures are all trained on.
     """
-    contents = sorted(
-        {sample.content for sample in samples if not sample.regularisation}, key=lambda content: _rank(content, seed)
-    )
-    if len(contents) < FEWEST_PICTURES or share <= 0.0:
+    leaders = kin or {}
+    groups: dict[str, set[str]] = {}
+    for sample in samples:
+        if not sample.regularisation:
+            groups.setdefault(leaders.get(sample.content, sample.content), set()).add(sample.content)
+    contents = sum(map(len, groups.values()))
+    if contents < FEWEST_PICTURES or share <= 0.0:
         return tuple(samples), ()
-    count = min(MOST_HELD_OUT, max(1, round(share * len(contents))))
-    chosen = frozenset(contents[:count])
+    left = min(MOST_HELD_OUT, max(1, round(share * contents)))
+    chosen: set[str] = set()
+    for group in sorted(groups.values(), key=lambda group: _rank(min(group), seed)):
+        if len(group) <= left:  # a larger group is trained on
+            chosen |= group
+            left -= len(group)
+        if left == 0:
+            break
     held = [not sample.regularisation and sample.content in chosen for sample in samples]
     train = tuple(sample for sample, out in zip(samples, held, strict=True) if not out)
     held_out = tuple(sample for sample, out in zip(samples, held, strict=True) if out)

@@ -13,7 +13,7 @@ from lora_trainer.config.schema import CaptionsSection, Config, SourceSection
 from lora_trainer.core.errors import Problem, UsageError
 from lora_trainer.core.findings import Finding
 from lora_trainer.data.captions import canonical, settled
-from lora_trainer.data.check import DataReport, check_dataset
+from lora_trainer.data.check import DataReport, check_dataset, check_plan
 from lora_trainer.data.manifest import read_manifest
 from lora_trainer.data.sample import Manifest, Sample
 from lora_trainer.data.split import split_held_out
@@ -136,10 +136,28 @@ def read_data(config: Config, facts: ModelFacts) -> tuple[Manifest, DataReport]:
             framings=framings,
             allow_upscale=config.data.allow_upscale,
             caption_limit=facts.caption_tokens,
+            rules=caption_rules(config),
             gate=config.gates.dataset,
             progress=count("pictures decoded"),
         )
-    return manifest, report
+    return manifest, replace(report, general=(*report.general, *_plan_findings(config, report)))
+
+
+def held_out_split(config: Config, report: DataReport) -> tuple[tuple[Sample, ...], tuple[Sample, ...]]:
+    """(train, held_out); pictures that look the same stay on one side."""
+    return split_held_out(report.samples, config.data.held_out, config.data.held_out_seed, report.kin)
+
+
+def _plan_findings(config: Config, report: DataReport) -> list[Finding]:
+    """Whether the steps and the rank suit so many pictures."""
+    train = held_out_split(config, report)[0]
+    learned = {sample.content for sample in train if not sample.regularisation}
+    if not learned:
+        return []
+    steps = arithmetic(config, train, config.batch.max_micro or config.batch.effective, processes=1)
+    share = sum(not sample.regularisation for sample in train) / len(train)
+    exposures = steps.total * config.batch.effective * share / len(learned)
+    return check_plan(len(learned), exposures, config.lora.rank)
 
 
 def read_inputs(config: Config, families: Mapping[str, Family] = FAMILIES) -> Inputs:
@@ -151,7 +169,7 @@ def read_inputs(config: Config, families: Mapping[str, Family] = FAMILIES) -> In
     family, facts = read_model(config, families)
     manifest, report = read_data(config, facts)
     framings, rules = trained_framings(config, facts), caption_rules(config)
-    train, held_out = split_held_out(report.samples, config.data.held_out, config.data.held_out_seed)
+    train, held_out = held_out_split(config, report)
     return Inputs(
         family=family,
         facts=facts,

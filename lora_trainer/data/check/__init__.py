@@ -1,0 +1,21 @@
+"""The dataset gate: what is wrong with a data set, and one score in [0, 1].
+
+    score = enough × variety × mean over files of (product of the file's findings)
+
+The files are the samples, and whatever should have been one and is not. An error counts
+0, a warning 0.85, a note 1, each check at most once per file: a set with half its files
+broken scores at most 0.5. `enough` is 1 from five distinct usable pictures on and
+0.5 + 0.1 n below (0 without any). `variety` is 1 − 0.2 × pairs / files, where pictures
+that look the same are paired off. docs/scores.md has the proof that breaking one more
+file never raises the score.
+
+To add a check: one function `(Looked) -> list[Finding]` and one entry in CHECKS.
+"""
+
+from lora_trainer.data.check.captions import estimate_tokens
+from lora_trainer.data.check.checks import CHECKS, check_dataset
+from lora_trainer.data.check.looked import Looked
+from lora_trainer.data.check.report import BucketRow, DataReport
+from lora_trainer.data.check.whole_set import check_plan
+
+__all__ = ["CHECKS", "BucketRow", "DataReport", "Looked", "check_dataset", "check_plan", "estimate_tokens"]

@@ -1,0 +1,115 @@
+"""Checks of captions, one by one and as a whole."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Sequence
+
+from lora_trainer.core.findings import Finding
+from lora_trainer.data.captions import TRIGGER, has_trigger
+from lora_trainer.data.check.looked import Looked
+from lora_trainer.data.sample import Sample
+
+CAPTION_CODES = frozenset(
+    {
+        "missing_caption", "empty_caption", "unreadable_caption", "two_captions", "orphan_caption",
+        "bad_metadata", "bad_weight", "absent_picture",
+    }
+)  # fmt: skip
+FEWEST_CAPTIONS = 5  # fewer show no habit
+OFTEN = 0.5  # share of the captions
+SHORT, LONG = 2, 12  # words
+
+
+def check_captions(looked: Looked) -> list[Finding]:
+    """What the listing said of captions, what the model would not read of them, and what they have in common."""
+    found = [finding for finding in looked.read_findings if finding.code in CAPTION_CODES]
+    for sample in looked.samples:
+        found += _of_one(sample, looked)
+    return found + _of_all([sample for sample in looked.samples if not sample.regularisation], looked)
+
+
+def _of_one(sample: Sample, looked: Looked) -> list[Finding]:
+    found = []
+    if looked.caption_limit is not None and len(sample.caption) > looked.caption_limit:
+        # A token has one letter at least: only longer captions need counting.
+        tokens = estimate_tokens(sample.caption)
+        if tokens > looked.caption_limit:
+            message = f"has a caption of about {tokens} tokens; the model reads {looked.caption_limit}."
+            found.append(Finding("long_caption", "note", message, "Shorten it; what matters first.", path=sample.path))
+    if not sample.caption.isascii() and (shown := garbled(sample.caption)):
+        message = f"has a caption with letters that were read in a wrong encoding ({shown})."
+        found.append(Finding("garbled_caption", "warning", message, "Write it again as UTF-8.", path=sample.path))
+    return found
+
+
+def garbled(caption: str) -> str:
+    """The first piece of a text that was UTF-8 and was read as something else, or lost letters; empty when all is well."""
+    if "\ufffd" in caption:
+        place = caption.index("\ufffd")
+        return caption[max(0, place - 8) : place + 8]
+    for word in re.findall(r"\S*[\x80-\uffff]\S*", caption):
+        try:
+            mended = word.encode("cp1252").decode("utf-8")
+        except UnicodeError:
+            continue
+        if len(mended) < len(word):
+            return f"{word} for {mended}"
+    return ""
+
+
+def _of_all(samples: Sequence[Sample], looked: Looked) -> list[Finding]:
+    captions = Counter(sample.caption for sample in samples)
+    found = _triggers(samples, looked)
+    if len(samples) > 1 and len(captions) == 1 and "" not in captions:
+        message = f"All {len(samples)} pictures have the same caption."
+        fix = "Fine for one subject; varied captions keep surroundings apart from it."
+        return [*found, Finding("same_caption", "note", message, fix)]
+    if len(samples) < FEWEST_CAPTIONS:
+        return found
+    caption, times = captions.most_common(1)[0]
+    if times > OFTEN * len(samples) and caption:
+        message = f"{times} of {len(samples)} pictures have the same caption ({_cut(caption)})."
+        fix = "Write what each shows; what is not said is learned as part of the subject."
+        found.append(Finding("repeated_caption", "note", message, fix))
+    words = [len(sample.caption.split()) for sample in samples if sample.caption]
+    short, long = (sum(count <= SHORT for count in words), sum(count >= LONG for count in words))
+    if min(short, long) > 0.1 * len(samples):
+        message = f"{short} captions have {SHORT} words at most, and {long} have {LONG} or more."
+        fix = "Describe all pictures in about the same detail."
+        found.append(Finding("uneven_captions", "note", message, fix))
+    return found
+
+
+def _triggers(samples: Sequence[Sample], looked: Looked) -> list[Finding]:
+    """The trigger that is missing is put in front; that is said once."""
+    lacking = []
+    for sample in samples:
+        rules = looked.rules[sample.source] if sample.source < len(looked.rules) else None
+        if rules is None or not rules.trigger or TRIGGER in sample.caption:
+            continue
+        if not has_trigger(f"{rules.prefix} {sample.caption} {rules.suffix}", rules.trigger):
+            lacking.append((sample, rules.trigger))
+    if not lacking:
+        return []
+    sample, trigger = lacking[0]
+    message = (
+        f"{len(lacking)} of {len(samples)} captions lack the trigger {trigger!r} (first: {_cut(sample.caption)}); "
+        "it is put in front."
+    )
+    return [Finding("missing_trigger", "note", message, f"Write {TRIGGER} where it belongs.")]
+
+
+def _cut(text: str) -> str:
+    return repr(text if len(text) <= 60 else text[:59] + "…")
+
+
+def estimate_tokens(caption: str) -> int:
+    """About how many tokens a CLIP tokenizer makes of a caption, with start and end.
+
+    Words of up to eight letters are mostly one token, longer ones one more for each five
+    letters; letters outside Latin are about one each.
+    """
+    words = re.findall(r"\w+|[^\w\s]", caption)
+    return 2 + sum(1 + max(0, len(word) - 4) // 5 if word.isascii() else len(word) for word in words)

@@ -1,0 +1,130 @@
+"""The list of checks, and the judgement that comes of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from lora_trainer.config.schema import CaptionsSection
+from lora_trainer.core.findings import Finding
+from lora_trainer.data.alike import Alike, find_alike
+from lora_trainer.data.buckets import Bucket
+from lora_trainer.data.check.captions import check_captions
+from lora_trainer.data.check.looked import Check, Looked
+from lora_trainer.data.check.pictures import (
+    check_borders,
+    check_compression,
+    check_contents,
+    check_distinct,
+    check_formats,
+    check_readable,
+    check_sharpness,
+    check_sizes,
+)
+from lora_trainer.data.check.report import BucketRow, DataReport
+from lora_trainer.data.check.score import by_file, has_error, score_of
+from lora_trainer.data.check.whole_set import check_count, check_variety, likeness_of
+from lora_trainer.data.look import look_at
+from lora_trainer.data.measures import Seen
+from lora_trainer.data.sample import Manifest, Sample
+from lora_trainer.data.views import BucketPlan, Framing, plan_views
+from lora_trainer.data.workers import Progress
+
+CHECKS: dict[str, Check] = {
+    "readable": check_readable,
+    "captions": check_captions,
+    "sizes": check_sizes,
+    "distinct": check_distinct,
+    "contents": check_contents,
+    "sharpness": check_sharpness,
+    "compression": check_compression,
+    "borders": check_borders,
+    "formats": check_formats,
+    "variety": check_variety,
+    "count": check_count,
+}
+
+
+def check_dataset(
+    manifest: Manifest,
+    read_findings: Sequence[Finding],
+    *,
+    framings: Sequence[Framing],
+    allow_upscale: bool = False,
+    caption_limit: int | None = None,
+    rules: Sequence[CaptionsSection] = (),
+    gate: float = 0.8,
+    progress: Progress | None = None,
+) -> DataReport:
+    """Decode every picture and judge the set. `framings` says of each source how it is
+    trained and `rules` how its captions are changed; `caption_limit` is in tokens with start and end.
+    """
+    samples = manifest.samples
+    plan = plan_views(samples, framings)
+    seen = look_at(samples, progress)
+    alike = alike_of(samples, seen)
+    looked = Looked(
+        samples,
+        plan.fits,
+        tuple(framings),
+        seen,
+        tuple(read_findings),
+        alike,
+        allow_upscale,
+        caption_limit,
+        tuple(rules),
+    )
+    found = {name: check(looked) for name, check in CHECKS.items()}
+    everything = [finding for group in found.values() for finding in group]
+    files = by_file(samples, everything)
+    places = frozenset(sample.path for sample in samples)
+    paths = [path for path, found_here in files.items() if path in places or has_error(found_here)]
+    score, parts = score_of(found, paths, samples, files, alike.pairs)
+    return DataReport(
+        score=score,
+        gate=gate,
+        parts=parts,
+        samples=tuple(sample for sample in samples if not has_error(files[sample.path])),
+        plan=plan,
+        counted=len(paths),
+        files=files,
+        general=tuple(finding for finding in everything if finding.path is None),
+        notes=manifest.notes,
+        groups=groups_of(samples, alike),
+        kin={samples[place].content: samples[group[0]].content for group in alike.groups for place in group[1:]},
+        likeness=likeness_of(looked),
+        rows=bucket_rows(samples, plan),
+    )
+
+
+def alike_of(samples: Sequence[Sample], seen: Sequence[Seen]) -> Alike:
+    """Which samples look the same; copies of one file are asked about once, by the first's place."""
+    first: dict[str, int] = {}
+    for place, sample in enumerate(samples):
+        first.setdefault(sample.content, place)
+    places = list(first.values())
+    found = find_alike([seen[place] for place in places])
+    return Alike(
+        tuple(tuple(places[each] for each in group) for group in found.groups),
+        tuple((places[one], places[other]) for one, other in found.mirrored),
+        found.pairs,
+    )
+
+
+def groups_of(samples: Sequence[Sample], alike: Alike) -> tuple[tuple[Path, ...], ...]:
+    """Files that look the same: exact copies, near ones, and copies of those."""
+    leader = {samples[place].content: samples[group[0]].content for group in alike.groups for place in group}
+    groups: dict[str, dict[Path, None]] = {}
+    for sample in samples:
+        groups.setdefault(leader.get(sample.content, sample.content), {})[sample.path] = None
+    return tuple(tuple(group) for group in groups.values() if len(group) > 1)
+
+
+def bucket_rows(samples: Sequence[Sample], plan: BucketPlan) -> tuple[BucketRow, ...]:
+    """Each bucket with its samples and what they are resized by, the fullest first."""
+    factors: dict[Bucket, list[float]] = {}
+    for sample, views in zip(samples, plan.views, strict=True):
+        for bucket in {view.fit.bucket for view in views}:
+            factors.setdefault(bucket, []).append(max(bucket.width / sample.width, bucket.height / sample.height))
+    rows = [BucketRow(bucket, len(found), min(found), max(found)) for bucket, found in factors.items()]
+    return tuple(sorted(rows, key=lambda row: (-row.samples, row.bucket)))

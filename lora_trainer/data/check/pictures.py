@@ -1,0 +1,160 @@
+"""Checks of single pictures. What was measured in the picture's pixels is related to what its bucket keeps of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from lora_trainer.core.findings import Finding
+from lora_trainer.data.buckets import Fit
+from lora_trainer.data.check.looked import Looked, beside
+from lora_trainer.data.images import ENDINGS_OF_FORMAT
+from lora_trainer.data.measures import Seen
+from lora_trainer.data.sample import Sample
+
+UPSCALE_LIMIT = 2.0  # enlarged further, a picture teaches its own blur
+CROP_LIMIT = 0.5  # less of the picture than this is left by the crop
+UNIFORM_SPREAD = 2.0  # largest standard deviation of a channel, 0 to 255
+BLUR_EDGE = 4.5  # pixels of the bucket that the sharpest edges take; a Gaussian of 1.8 pixels
+LEAST_QUALITY = 30  # of JPEG, 1 to 100
+BLOCK_STEPS = 2.0  # grey levels by which the mean step on JPEG's grid is larger than beside it
+BLOCK_SCALE = 0.5  # reduced further, blocks of 8 pixels are not seen any more
+BORDER_AREA = 0.03  # share of the picture
+FRAME_SIDE = 0.15  # a frame broader than this share of the side may be the background of something square
+TRANSPARENT_AREA = 0.01
+
+READING_CODES = frozenset(
+    {"unreadable", "too_large", "damaged_tar", "two_pictures", "missing_mask", "mask_differs", "unreadable_mask"}
+)
+
+
+def shown(looked: Looked) -> Iterator[tuple[Sample, Fit, Seen]]:
+    """The samples whose pictures were decoded."""
+    for sample, fit, seen in zip(looked.samples, looked.fits, looked.seen, strict=True):
+        if seen.broken is None:
+            yield sample, fit, seen
+
+
+def check_readable(looked: Looked) -> list[Finding]:
+    """What could not be read, from the listing or by the full decode."""
+    found = [finding for finding in looked.read_findings if finding.code in READING_CODES]
+    found += [finding for finding in looked.read_findings if finding.code == "foreign_format"]
+    for sample, seen in zip(looked.samples, looked.seen, strict=True):
+        if seen.broken is not None:
+            code, message, fix = seen.broken
+            found.append(Finding(code, "error", message, fix, path=sample.path))
+    return found
+
+
+def check_sizes(looked: Looked) -> list[Finding]:
+    """What the bucket asks of the picture: enlarged, or cut down to little."""
+    found = []
+    for sample, fit in zip(looked.samples, looked.fits, strict=True):
+        factor = fit.scale_from(sample.width, sample.height)
+        size = f"{sample.width}×{sample.height}"
+        framing = looked.framings[sample.source]
+        if framing.no_upscale and min(sample.width, sample.height) < framing.step:
+            message = (
+                f"is {size}; a bucket's sides are at least {framing.step} px, and data.no_upscale enlarges nothing."
+            )
+            fix = "Remove such pictures, or set data.no_upscale=false."
+            found.append(Finding("too_small", "error", message, fix, path=sample.path))
+        elif factor > 1.0:
+            message = f"is {size}, smaller than {fit.bucket}; enlarged {factor:.2f} times."
+            fix = "Replace it by a larger one, remove it, or set data.resolution lower."
+            severe = factor > UPSCALE_LIMIT and not looked.allow_upscale
+            if severe:
+                fix = "Remove such pictures, set data.resolution lower, or set data.allow_upscale=true."
+            code = "too_small" if severe else "upscaled"
+            found.append(Finding(code, "error" if severe else "warning", message, fix, path=sample.path))
+        if fit.kept < CROP_LIMIT:
+            message = f"is {size}; the crop to {fit.bucket} keeps {fit.kept:.0%} of it."
+            fix = "Crop it by hand, or set data.max_aspect higher."
+            found.append(Finding("cropped", "warning", message, fix, path=sample.path))
+    return found
+
+
+def check_distinct(looked: Looked) -> list[Finding]:
+    """The same bytes in two files."""
+    first: dict[str, Sample] = {}
+    found = []
+    for sample in looked.samples:
+        original = first.setdefault(sample.content, sample)
+        # The same picture in two sources is one that is trained twice on purpose.
+        if original is not sample and (original.path, original.span) != (sample.path, sample.span):
+            message = f"is the same file as {beside(original.path, sample.path)}."
+            fix = "Remove one; to weigh pictures use folders such as 10_name."
+            found.append(Finding("duplicate", "warning", message, fix, path=sample.path))
+    return found
+
+
+def check_contents(looked: Looked) -> list[Finding]:
+    """Pictures that show nothing, and pictures with holes."""
+    found = []
+    for sample, _, seen in shown(looked):
+        if seen.spread < UNIFORM_SPREAD:
+            message = f"is nearly one colour (spread {seen.spread:.1f} of 255)."
+            found.append(Finding("uniform", "warning", message, "Remove it unless it is meant.", path=sample.path))
+        if seen.transparent > TRANSPARENT_AREA and sample.mask is None:
+            message = f"is transparent on {seen.transparent:.0%} of its area, which is laid on white."
+            fix = 'Lay it on the background that is meant, or learn the rest alone with masks = "alpha".'
+            found.append(Finding("transparent", "note", message, fix, path=sample.path))
+    return found
+
+
+def check_sharpness(looked: Looked) -> list[Finding]:
+    """Pictures whose sharpest edges are soft even at the size that is trained."""
+    found = []
+    for sample, fit, seen in shown(looked):
+        edge = seen.edge * min(1.0, fit.scale_from(sample.width, sample.height))
+        if edge > BLUR_EDGE:
+            message = f"is blurred: its sharpest edges are {edge:.1f} pixels wide at {fit.bucket}."
+            fix = "Replace it by a sharp one, remove it, or train at a lower resolution."
+            found.append(Finding("blurred", "warning", message, fix, path=sample.path))
+    return found
+
+
+def check_compression(looked: Looked) -> list[Finding]:
+    """JPEG's blocks, where so little is reduced that they are learned."""
+    found = []
+    for sample, fit, seen in shown(looked):
+        if fit.scale_from(sample.width, sample.height) <= BLOCK_SCALE:
+            continue
+        message = ""
+        if seen.quality < LEAST_QUALITY:
+            message = f"is compressed too far (JPEG quality {seen.quality})."
+        elif seen.blocks > BLOCK_STEPS:
+            message = f"shows the blocks of a compression too far (steps of {seen.blocks:.1f} levels between them)."
+        if message:
+            fix = "Replace it by a better copy; saving it again does not mend it."
+            found.append(Finding("over_compressed", "warning", message, fix, path=sample.path))
+    return found
+
+
+def check_borders(looked: Looked) -> list[Finding]:
+    """Letterboxes and frames, which would be learned as part of the subject."""
+    found = []
+    for sample, _, seen in shown(looked):
+        borders = seen.borders
+        sides = {"left": borders.left, "top": borders.top, "right": borders.right, "bottom": borders.bottom}
+        left = (1.0 - borders.left - borders.right) * (1.0 - borders.top - borders.bottom)
+        if 1.0 - left < BORDER_AREA:
+            continue
+        named = ", ".join(f"{name} {share:.0%}" for name, share in sides.items() if share)
+        broad = all(sides.values()) and max(sides.values()) > FRAME_SIDE
+        message = f"has a border of one colour ({named})."
+        fix = "Leave it if it belongs to the picture, else cut it off." if broad else "Cut it off."
+        found.append(Finding("border", "note" if broad else "warning", message, fix, path=sample.path))
+    return found
+
+
+def check_formats(looked: Looked) -> list[Finding]:
+    """Animations, and endings that are not the format's."""
+    found = []
+    for sample, _, seen in shown(looked):
+        if seen.frames > 1:
+            message = f"has {seen.frames} frames; only the first is used."
+            found.append(Finding("animated", "note", message, "Save the frame that is meant.", path=sample.path))
+        if seen.format and sample.path.suffix.lower() not in ENDINGS_OF_FORMAT.get(seen.format, ()):
+            message = f"is a {seen.format} file, whatever its ending says."
+            found.append(Finding("wrong_ending", "note", message, "Rename it.", path=sample.path))
+    return found

@@ -1,0 +1,128 @@
+"""The gate's verdict on a data set."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from lora_trainer.core.errors import Problem
+from lora_trainer.core.findings import Finding
+from lora_trainer.data.buckets import Bucket
+from lora_trainer.data.sample import Sample
+from lora_trainer.data.views import BucketPlan
+
+
+@dataclass(frozen=True)
+class BucketRow:
+    """A bucket, its samples, and by which factors the least and most changed of them is resized; above 1 enlarged."""
+
+    bucket: Bucket
+    samples: int
+    least: float
+    most: float
+
+    def to_json(self) -> dict[str, Any]:
+        factors = {"least": round(self.least, 4), "most": round(self.most, 4)}
+        return {"bucket": str(self.bucket), "samples": self.samples, "resized": factors}
+
+
+@dataclass(frozen=True)
+class DataReport:
+    """The verdict. `files` holds every file that was read, clean ones with no findings."""
+
+    score: float
+    gate: float
+    parts: dict[str, float]
+    samples: tuple[Sample, ...]  # those without an error
+    plan: BucketPlan  # of all samples of the manifest, in its order
+    counted: int  # files that the score is a mean over
+    files: dict[Path, tuple[Finding, ...]]
+    general: tuple[Finding, ...]  # findings about the set as a whole
+    notes: tuple[str, ...]
+    groups: tuple[tuple[Path, ...], ...] = ()  # pictures that look the same
+    kin: dict[str, str] = field(default_factory=dict)  # content -> that of the first picture that looks the same
+    likeness: float = 0.0  # mean correlation of two of its pictures, -1 to 1
+    rows: tuple[BucketRow, ...] = ()
+
+    @property
+    def findings(self) -> tuple[Finding, ...]:
+        return (*self.general, *(finding for found in self.files.values() for finding in found))
+
+    def name_of(self, path: Path) -> str:
+        """A file's path below the folder that holds all that were read, so that equal names can be told apart."""
+        try:
+            return path.relative_to(self.root).as_posix()
+        except ValueError:  # several drives, or no file
+            return str(path)
+
+    @cached_property
+    def root(self) -> str:
+        """The folder that holds all files. Raises ValueError where there is none."""
+        return os.path.commonpath({each.parent for each in self.files})
+
+    @property
+    def refusals(self) -> tuple[Problem, ...]:
+        """Why this cannot be trained on; empty when it can. One problem for each kind of error."""
+        grouped: dict[str, list[Finding]] = {}
+        for finding in self.findings:
+            if finding.severity == "error":
+                grouped.setdefault(finding.code, []).append(finding)
+        problems = [self.refusal(code, group) for code, group in grouped.items()]
+        if not self.samples:
+            problems.append(Problem("No picture of the data can be used.", "Mend or replace the pictures."))
+        return tuple(problems)
+
+    @property
+    def passed(self) -> bool:
+        return self.score >= self.gate and not self.refusals
+
+    def refusal(self, code: str, group: Sequence[Finding]) -> Problem:
+        """One kind of error as a problem: how many files have it, and the first."""
+        if group[0].path is None:
+            return Problem(group[0].message, group[0].fix)
+        text = MANY.get(code, "have an error: " + code.replace("_", " "))
+        first = f"(first: {self.name_of(group[0].path)} {group[0].message.rstrip('.')})"
+        if len(group) == 1:
+            text = text.replace("have ", "has ", 1).replace("are ", "is ", 1).replace("list ", "lists ", 1)
+        return Problem(f"{len(group)} of {self.counted} files {text} {first}.", group[0].fix)
+
+    def to_json(self, steps: dict[str, Any]) -> dict[str, Any]:
+        """The document of `check --json`; `steps` is the step arithmetic."""
+        return {
+            "score": round(self.score, 6),
+            "passed": self.passed,
+            "gate": self.gate,
+            "samples": len(self.samples),
+            "parts": {name: round(value, 6) for name, value in self.parts.items()},
+            "files": [
+                {"path": str(path), "findings": [finding.to_json() for finding in found]}
+                for path, found in self.files.items()
+            ],
+            "findings": [finding.to_json() for finding in self.general],
+            "refusals": [{"message": problem.message, "fix": problem.fix} for problem in self.refusals],
+            "buckets": {str(bucket): count for bucket, count in sorted(self.plan.counts.items())},
+            "bucket_table": [row.to_json() for row in self.rows],
+            "look_the_same": [[str(path) for path in group] for group in self.groups],
+            "likeness": round(self.likeness, 4),
+            "notes": list(self.notes),
+            "steps": steps,
+        }
+
+
+MANY = {
+    "unreadable": "cannot be read",
+    "too_large": "are too large",
+    "missing_caption": "have no caption",
+    "empty_caption": "have an empty caption",
+    "unreadable_caption": "have a caption that is not text",
+    "bad_metadata": "list captions wrongly",
+    "bad_weight": "have a weight that no loss can be multiplied by",
+    "damaged_tar": "are damaged",
+    "mask_differs": "have a mask of another shape",
+    "unreadable_mask": "have a mask that cannot be read",
+    "too_small": "are far smaller than they would be trained at",
+}

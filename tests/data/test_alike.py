@@ -1,0 +1,81 @@
+"""Pictures that look the same: found among many, each group once, and nothing else."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from PIL import Image
+
+from lora_trainer.data import alike
+from lora_trainer.data.alike import Alike, find_alike
+from lora_trainer.data.measures import Seen, measure
+from tests.data.drawings import drawing, photo, saved
+
+
+def seen_of(hashes: list[int], seed: int = 0) -> list[Seen]:
+    """Pictures with these hashes that all have one thumb."""
+    thumb = np.random.default_rng(seed).integers(0, 256, 192, dtype=np.uint8).tobytes()
+    return [Seen(hash=each, mirror_hash=~each & (2**64 - 1), thumb=thumb, spread=50.0) for each in hashes]
+
+
+@pytest.mark.parametrize("make", [photo, drawing])
+def test_copies_are_found_and_other_pictures_are_not(make: object) -> None:
+    pictures = [make(160, 128, seed) for seed in range(6)]  # type: ignore[operator]
+    copies = [
+        saved(pictures[1], "JPEG", quality=40),
+        saved(pictures[3].resize((80, 64))),
+        saved(pictures[1], "WEBP", quality=50),
+        saved(pictures[4].transpose(Image.Transpose.FLIP_LEFT_RIGHT)),
+    ]
+    found = find_alike([measure(saved(each)) for each in pictures] + [measure(each) for each in copies])
+    assert found.groups == ((1, 6, 8), (3, 7))
+    assert found.mirrored == ((4, 9),)
+    assert found.pairs == 2
+
+
+def test_neither_broken_nor_plain_pictures_look_the_same() -> None:
+    plain = [measure(saved(Image.new("RGB", (64, 64), colour))) for colour in ("red", "red", "blue")]
+    broken = [Seen(broken=("unreadable", "is empty.", "Replace it."))] * 2
+    assert find_alike([*plain, *broken]) == Alike()
+    assert find_alike([]) == Alike()
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    st.lists(st.integers(0, 2**64 - 1), min_size=1, max_size=12),
+    st.lists(st.tuples(st.integers(0, 11), st.sets(st.integers(0, 63), max_size=alike.MOST_BITS)), max_size=12),
+)
+def test_every_pair_within_the_bits_is_in_one_group(first: list[int], changed: list[tuple[int, set[int]]]) -> None:
+    """Against comparing all with all."""
+    hashes = first + [first[place % len(first)] ^ sum(1 << bit for bit in bits) for place, bits in changed]
+    groups = find_alike(seen_of(hashes)).groups
+    named = {place: number for number, group in enumerate(groups) for place in group}
+    for one in range(len(hashes)):
+        near = [
+            other
+            for other in range(len(hashes))
+            if other != one and (hashes[one] ^ hashes[other]).bit_count() <= alike.MOST_BITS
+        ]
+        assert (one in named) == bool(near)
+        assert all(named[other] == named[one] for other in near)
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.lists(st.integers(0, 2**14 - 1), min_size=2, max_size=14), st.data())
+def test_without_one_picture_there_is_one_pair_less_at_most(hashes: list[int], data: st.DataObject) -> None:
+    """What the score's proof rests on. The bits are spread, so that chains and stars come up."""
+    spread = [sum((each >> bit & 1) * (7 << (4 * bit)) for bit in range(14)) for each in hashes]
+    gone = data.draw(st.integers(0, len(spread) - 1))
+    before = find_alike(seen_of(spread)).pairs
+    after = find_alike(seen_of(spread[:gone] + spread[gone + 1 :])).pairs
+    assert before - 1 <= after <= before
+
+
+def test_thousands_of_frames_of_one_scene_are_one_group() -> None:
+    draw = np.random.default_rng(0)
+    hashes = [0x0F0F_1234_5678_F0F0 ^ (1 << int(one)) ^ (1 << int(two)) for one, two in draw.integers(0, 64, (1500, 2))]
+    found = find_alike(seen_of(hashes))
+    assert [len(group) for group in found.groups] == [1500]
+    assert found.pairs == 750
