@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -123,6 +123,10 @@ class Shelf:
 
     def __contains__(self, key: str) -> bool:
         return self._places.get(key, ABSENT) != ABSENT
+
+    def __iter__(self) -> Iterator[str]:
+        """The keys that are there."""
+        return (key for key, place in self._places.items() if place != ABSENT)
 
     def __len__(self) -> int:
         """How many distinct entries are there."""

@@ -49,11 +49,11 @@ class CacheStatus:
     @property
     def lines(self) -> list[str]:
         held = ", ".join(f"{count} {kind}" for kind, count in self.counts.items())
-        lines = [f"{self.folder}: {held}, {self.bytes / 1e6:.1f} MB"]
+        lines = [f"{self.folder}: {held}, {size_words(self.bytes)}"]
         for name, kind in self.kinds.items():
             if kind.last_used is not None:
                 used = time.strftime("%Y-%m-%d %H:%M", time.localtime(kind.last_used))
-                lines.append(f"  {name}: {kind.bytes / 1e6:.1f} MB in {_files(kind.shards)}, last used {used}")
+                lines.append(f"  {name}: {size_words(kind.bytes)} in {_files(kind.shards)}, last used {used}")
             if kind.damaged:
                 lines.append(f"  {name}: {_files(kind.damaged)} cannot be read; `cache clean` removes them")
         if self.former:
@@ -74,6 +74,11 @@ class CacheStatus:
             "former": self.former,
             "in_use": self.in_use,
         }
+
+
+def size_words(count: int) -> str:
+    """`12.40 GB`, `3.1 MB`."""
+    return f"{count / 1e9:.2f} GB" if count >= 10**9 else f"{count / 1e6:.1f} MB"
 
 
 def _files(count: int) -> str:
@@ -105,13 +110,13 @@ class Cleaned:
 
     @property
     def lines(self) -> list[str]:
-        removed = f"{_files(self.removed)} removed ({self.removed_bytes / 1e6:.1f} MB)"
-        lines = [f"{removed}, {self.left_bytes / 1e6:.1f} MB left"]
+        removed = f"{_files(self.removed)} removed ({size_words(self.removed_bytes)})"
+        lines = [f"{removed}, {size_words(self.left_bytes)} left"]
         if self.damaged:
             lines.append(f"{self.damaged} damaged entries removed; the next run builds them anew")
         if self.needed is not None:
             lines.append(
-                f"{self.needed / 1e9:.2f} GB are in use, above the limit of {self.limit / 1e9:.2f} GB: they are kept"
+                f"{size_words(self.needed)} are in use, above the limit of {size_words(self.limit)}: they are kept"
             )
         return lines
 

@@ -23,7 +23,7 @@ from lora_trainer.data.sample import Sample
 from lora_trainer.data.shards import ROW_HEAD
 from lora_trainer.data.split import MOST_HELD_OUT
 from lora_trainer.data.store import Store
-from lora_trainer.data.upkeep import free_bytes
+from lora_trainer.data.upkeep import free_bytes, size_words
 from lora_trainer.data.views import View
 from lora_trainer.evaluation.held_out import EncodedSample
 from lora_trainer.evaluation.loading import free_memory
@@ -142,14 +142,8 @@ def refuse_full_disk(inputs: Inputs, choices: Choices, plans: CachePlans) -> Non
     needed, free = bytes_to_build(inputs, choices, plans), free_bytes(plans.latents.folder)
     room = needed + min(needed, LARGE)  # packing writes a large shard before it removes the small ones
     if room > free:
-        message = (
-            f"Filling the caches needs {_size(room)}, and the disk of {plans.latents.folder} has {_size(free)} free."
-        )
+        message = f"Filling the caches needs {size_words(room)}, and the disk of {plans.latents.folder} has {size_words(free)} free."
         raise UsageError(Problem(message, "Free space there, or set cache.folder to another disk."))
-
-
-def _size(count: int) -> str:
-    return f"{count / 1e9:.2f} GB" if count >= 10**9 else f"{count / 1e6:.1f} MB"
 
 
 def pictures_together(config: Config, inputs: Inputs, choices: Choices) -> int:

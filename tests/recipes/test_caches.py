@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Sequence
 from dataclasses import replace
@@ -9,14 +10,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from PIL import Image
 
 from lora_trainer.core.errors import Problem, TrainingFailed
 from lora_trainer.data.loader import Batch, CachedData
 from lora_trainer.data.steps import Ref
+from lora_trainer.data.store import write_entries
 from lora_trainer.models import FAMILIES
 from lora_trainer.models.family import Encoders
-from lora_trainer.production import feed
+from lora_trainer.production import caching, feed
 from tests.recipes.recipe import Bench, contents, draw_pictures, exported, patched, rows
 
 
@@ -107,3 +110,23 @@ def test_data_that_cannot_be_read_any_more_loses_no_step(bench, finished, monkey
     assert bench.run("first", "--resume", **settings) == 0
     assert exported(bench.folder("first")) == exported(finished.folder("first"))
     assert all(0 <= row["data_seconds"] < row["seconds"] for row in rows(bench.folder("first")))
+
+
+def test_a_disk_without_room_is_refused_before_anything_is_built(own, capsys, monkeypatch):
+    monkeypatch.setattr(caching, "free_bytes", lambda _: 1000)
+    assert own.run("first", command="cache") == 2
+    said = capsys.readouterr().err
+    assert "Filling the caches needs" in said
+    assert "0.0 MB free" in said
+    assert "cache.folder" in said
+    assert not list(own.cache.rglob("*.safetensors"))
+
+
+def test_a_cache_above_its_limit_keeps_what_the_run_needs(own, capsys):
+    former = write_entries(own.cache, "texts", ["ab" * 32], {"embeds": torch.zeros(1, 10_000)})
+    os.utime(former, (1000, 1000))
+    assert own.run("first", command="cache", cache__limit_gb=0.0001) == 0
+    assert "are in use, above the limit of 0.1 MB: they are kept" in capsys.readouterr().out
+    assert not former.exists()
+    assert own.run("first", "--dry-run", command="cache") == 0
+    assert "10 latents: 10 reused, 0 to build" in capsys.readouterr().out
