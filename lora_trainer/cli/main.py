@@ -29,6 +29,8 @@ from lora_trainer.cli.arguments import (
 from lora_trainer.cli.batch import EXAMPLES as BATCH_EXAMPLES
 from lora_trainer.cli.batch import add_batch_arguments, batch_command
 from lora_trainer.cli.errors import report_error
+from lora_trainer.cli.imports import EXAMPLES as IMPORT_EXAMPLES
+from lora_trainer.cli.imports import add_import_arguments, import_command
 from lora_trainer.cli.plan import EXAMPLES as PLAN_EXAMPLES
 from lora_trainer.cli.plan import add_plan_arguments, plan_command
 from lora_trainer.config.layers import Resolved
@@ -367,6 +369,12 @@ COMMANDS = {
         _add_bench_arguments,
         _bench,
         "example:\n  lora-trainer bench step --preset 12gb --json\n",
+    ),
+    "import": Command(
+        "turn another trainer's config into one of this program, key by key",
+        add_import_arguments,
+        import_command,
+        IMPORT_EXAMPLES,
     ),
     "presets": Command(
         "list the presets, or show what some of them set",

@@ -85,16 +85,18 @@ def _checked(layer: Layer, found: list[Problem]) -> list[tuple[str, str, Any]]:
             fix = f"Write [{section}] on a line of its own and its settings below it."
             found.append(Problem(f"{section} (from {layer.name}) is a section, not a setting.", fix))
             continue
-        values = {key: _plain(kind, key, value) for key, value in given.items()}
+        values = plain_values(kind, given)
         wrong = wrong_keys(layer.name, section, kind, values)
         found.extend(problem for problems in wrong.values() for problem in problems)
         valid.extend((section, key, value) for key, value in values.items() if key not in wrong)
     return valid
 
 
-def _plain(kind: type[Section], key: str, value: Any) -> Any:
-    """TOML's lists as tuples, and its "none" as None where the setting can be empty."""
-    return None if value == EMPTY and can_be_emptied(kind, key) else _tuples(value)
+def plain_values(kind: type[Section], given: Mapping[str, Any]) -> dict[str, Any]:
+    """A section's values with TOML's lists as tuples, and its "none" as None where the setting can be empty."""
+    return {
+        key: None if value == EMPTY and can_be_emptied(kind, key) else _tuples(value) for key, value in given.items()
+    }
 
 
 def _tuples(value: Any) -> Any:

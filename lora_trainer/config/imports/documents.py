@@ -19,6 +19,7 @@ import yaml
 
 from lora_trainer.core.errors import Problem, UsageError
 
+SCRIPT = "(script)"  # the key under which a command's script stands
 MOST_BYTES = 4_000_000
 MOST_VALUES = 100_000  # after following aliases; a config has hundreds
 
@@ -78,19 +79,28 @@ def _flags(text: str) -> dict[str, Any]:
     commands = [line for line in lines if re.search(r"\s--[a-z]", line) and not line.lstrip().startswith("#")]
     if not commands:
         raise ValueError("there is no command with flags in it")
-    found: dict[str, Any] = {}
     given = _variables(lines)
     words = shlex.split(max(commands, key=lambda line: line.count(" --")), comments=True)
+    script = next((place for place, word in enumerate(words) if word.endswith(".py")), 0)
+    # Before the script stand the launcher's own flags; of these only the precision says something of the run.
+    launcher = {key: value for key, value in _given(words[:script], given).items() if key == "mixed_precision"}
+    found = {**launcher, **_given(words[script:], given)}
+    return {SCRIPT: words[script], **found} if words[script].endswith(".py") else found
+
+
+def _given(words: list[str], variables: Mapping[str, str]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
     flag = ""
     for word in words:
         if re.match(r"--[a-zA-Z]", word):
             flag, equals, value = word[2:].partition("=")
-            found[flag] = _filled(value, given) if equals else True
+            found[flag] = _filled(value, variables) if equals else True
+            if equals:
+                flag = ""
         elif flag:
-            value = _filled(word, given)
+            value = _filled(word, variables)
             found[flag] = value if found[flag] is True else [*_as_list(found[flag]), value]
-    script = next((word for word in words if word.endswith(".py")), None)
-    return {"": script, **found} if script else found
+    return found
 
 
 def _variables(lines: list[str]) -> dict[str, str]:

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lora_trainer.config.imports.reading import SOURCES, Around, Line, Reading, Rule, Took, is_empty
+from lora_trainer.config.imports.merge import RESOLUTIONS, together
+from lora_trainer.config.imports.reading import Around, Line, Reading, Rule, Took, is_empty
 from lora_trainer.config.imports.rules import (
     by,
     is_on,
@@ -126,7 +127,6 @@ DEFAULTS: Mapping[str, Any] = {
     "bucket_reso_steps": 64,
     "validation_split": 0.0,
 }
-VIEWS = ("flip", "colour_variants", "crop")  # said once in [data] where all sources agree
 
 
 @dataclass(frozen=True)
@@ -162,12 +162,16 @@ def dataset_reading(
     unset = [key for key in DEFAULTS if defaults and key not in written and key not in (beneath or {})]
     for key in unset:
         reading.take(key, DEFAULTS[key], RULES[key], Around(subsets[0].keys, path.parent), default=True)
-    together, lines = _together([_settings(reading, subset) for subset in subsets], subsets)
-    reading.lines.extend(lines)
-    reading.settings = together
-    reading.origin = dict.fromkeys(together, path.name)
+    settings, differs = together([_settings(reading, subset) for subset in subsets])
+    for place, name in differs:
+        key = next(key for key, rule in RULES.items() if name in rule.ours)
+        why = f"one for all data sets here: {shown(settings[name])}"
+        where = f"datasets[{subsets[place].dataset}].{key}"
+        reading.lines.append(Line(where, subsets[place].keys.get(key), "changed", {name: settings[name]}, why))
+    reading.settings = settings
+    reading.origin = dict.fromkeys(settings, path.name)
     for key in unset:
-        reading.origin.update({name: f"kohya's default ({key})" for name in RULES[key].ours if name in together})
+        reading.origin.update({name: f"kohya's default ({key})" for name in RULES[key].ours if name in settings})
     return reading
 
 
@@ -243,45 +247,6 @@ def _settings(reading: Reading, subset: Subset) -> dict[str, Any]:
                 found.update(rule.read(value, around).settings)
     if "source.path" not in found:  # metadata that names its pictures itself
         found["source.path"] = str(Path(found["source.captions_file"]).parent)
+    if "data.resolution" in found:
+        found[RESOLUTIONS] = [found.pop("data.resolution")]
     return found
-
-
-def _together(found: list[dict[str, Any]], subsets: list[Subset]) -> tuple[dict[str, Any], list[Line]]:
-    """One config of all subsets: what they share is said once, the rest stands in their sources."""
-    shared: dict[str, Any] = {}
-    lines: list[Line] = []
-    for name in dict.fromkeys(name for each in found for name in each if name.startswith(("data.", "batch."))):
-        values = [each.get(name) for each in found]
-        shared[name] = values[0]
-        if name == "data.resolution":
-            shared[name] = max(value for value in values if value is not None)
-        elif any(value != values[0] for value in values):
-            place = next(n for n, value in enumerate(values) if value != values[0])
-            why = f"one for all data sets here: {shown(values[0])}, of the first"
-            key = next(key for key, rule in RULES.items() if name in rule.ours)
-            where = f"datasets[{subsets[place].dataset}].{key}"
-            lines.append(Line(where, subsets[place].keys.get(key), "changed", {name: values[0]}, why))
-    captions = [_part(each, "captions.") for each in found]
-    same_captions = all(each == captions[0] for each in captions)
-    if same_captions:
-        shared.update({f"captions.{key}": value for key, value in captions[0].items()})
-    views = {key: {shown(each.get(f"source.{key}")) for each in found} for key in VIEWS}
-    shared.update(
-        {f"data.{k}": found[0][f"source.{k}"] for k in VIEWS if len(views[k]) == 1 and f"source.{k}" in found[0]}
-    )
-    sides = {each.get("data.resolution") for each in found}
-    shared[SOURCES] = []
-    for each, text_changes in zip(found, captions, strict=True):
-        source = {
-            key: value for key, value in _part(each, "source.").items() if key not in VIEWS or len(views[key]) > 1
-        }
-        if len(sides) > 1 and "data.resolution" in each:
-            source["resolutions"] = [each["data.resolution"]]
-        if not same_captions:
-            source["captions"] = text_changes
-        shared[SOURCES].append(source)
-    return shared, lines
-
-
-def _part(settings: Mapping[str, Any], start: str) -> dict[str, Any]:
-    return {name.removeprefix(start): value for name, value in settings.items() if name.startswith(start)}

@@ -7,14 +7,16 @@ is said. `ignored` keys change nothing about what is learned. `unknown` keys are
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path, PureWindowsPath
 from typing import Any, Literal
 
 from lora_trainer.config.toml import shown
 from lora_trainer.core.errors import Problem
 
+SECRET = re.compile(r"(huggingface|hf|hub|access|api|auth)_?(token|key)|secret|password", re.IGNORECASE)
 Verdict = Literal["mapped", "changed", "ignored", "unknown", "default"]
 SOURCES = "data.sources"
 
@@ -87,6 +89,11 @@ class Reading:
     origin: dict[str, str] = field(default_factory=dict)
     problems: list[Problem] = field(default_factory=list)
 
+    @property
+    def owner(self) -> str:
+        """`kohya's`, `diffusers'`."""
+        return self.tool + ("'" if self.tool.endswith("s") else "'s")
+
     def take(self, key: str, value: Any, rule: Rule, around: Around, *, default: bool = False) -> None:
         """Read one key by its rule; a value of the wrong kind becomes a problem."""
         if is_empty(value):
@@ -101,31 +108,52 @@ class Reading:
         verdict = took.verdict or rule.verdict
         why = took.why or ("" if verdict == "mapped" else rule.why)
         if default:
-            why = f"{self.tool}'s default{f': {why}' if why else ''}"
-            verdict = "default"
+            if not took.settings and verdict == "ignored":
+                return
+            why = f"{self.owner} default{f': {why}' if why else ''}"
+            verdict = "default" if took.settings else verdict  # one that is not followed is a change
         self.put(Line(key, value, verdict, took.settings, why))
 
     def put(self, line: Line) -> None:
         """Keep a line and its settings; sources add up, any other setting set again is set anew."""
+        if SECRET.search(line.key) and not is_empty(line.value):
+            line = replace(line, value="(hidden)")
         self.lines.append(line)
         for name, value in line.settings.items():
             self.settings[name] = [*self.settings.get(name, []), *value] if name == SOURCES else value
-            self.origin[name] = f"{self.tool}'s default ({line.key})" if line.verdict == "default" else line.key
+            self.origin[name] = (
+                f"{self.owner} default ({line.key.strip('()')})" if line.verdict == "default" else line.key
+            )
 
-    def take_all(self, keys: Mapping[str, Any], rules: Mapping[str, Rule], defaults: Mapping[str, Any]) -> None:
-        """Every key in the order of the rules, then defaults of keys that are not set, then the unknown."""
+    def take_all(
+        self,
+        keys: Mapping[str, Any],
+        rules: Mapping[str, Rule],
+        defaults: Mapping[str, Any],
+        names: Mapping[str, str] | None = None,
+        around: Around | None = None,
+    ) -> None:
+        """Every key in the order of the rules, the defaults of those that are not set, then the unknown.
+
+        `names` gives keys a second name, by which rules may look at them; `around` is what they see, if given.
+        """
         filled = {**defaults, **{key: value for key, value in keys.items() if not is_empty(value)}}
-        around = Around(filled, self.path.parent)
+        filled.update({name: filled[key] for key, name in (names or {}).items() if key in filled})
+        around = around or Around(filled, self.path.parent)
         for key, rule in rules.items():
-            if key in keys and not is_empty(keys[key]):
+            if key in keys:
                 self.take(key, keys[key], rule, around)
-            elif key in defaults:
+            if is_empty(keys.get(key)) and key in defaults:
                 self.take(key, defaults[key], rule, around, default=True)
-            elif key in keys:
-                self.lines.append(Line(key, keys[key], "ignored", {}, "not set"))
         for key, value in keys.items():
             if key not in rules:
                 self.put(Line(key, value, "unknown", {}, f"{self.tool} may know it; this program does not"))
+
+
+def pairs(written: Any) -> dict[str, str]:
+    """`weight_decay=0.1 betas=0.9,0.99`, as text or as a list, as a table."""
+    words = written.split() if isinstance(written, str) else written if isinstance(written, list) else []
+    return {key: value for key, equals, value in (str(word).partition("=") for word in words) if equals}
 
 
 def is_empty(value: Any) -> bool:

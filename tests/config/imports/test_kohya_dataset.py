@@ -16,7 +16,7 @@ from lora_trainer.config.schema import SourceSection
 from lora_trainer.core.errors import UsageError
 from lora_trainer.production.settings import settle
 
-FILE = Path(__file__).with_name("kohya_dataset.toml")
+FILE = Path(__file__).with_name("files") / "kohya_dataset.toml"
 
 
 def written(folder: Path, text: str) -> Path:

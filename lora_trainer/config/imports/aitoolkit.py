@@ -1,0 +1,56 @@
+"""ai-toolkit's YAML: a job with one process, whose parts are network, save, datasets, train, model and sample."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from lora_trainer.config.imports.aitoolkit_keys import DATASET_DEFAULTS, DATASET_RULES, DEFAULTS, RULES
+from lora_trainer.config.imports.merge import add_together, flattened, nothing_held_out, read_tables
+from lora_trainer.config.imports.reading import Line, Reading
+from lora_trainer.core.errors import Problem
+
+TOOL = "ai-toolkit"
+PROCESSES = ("sd_trainer", "diffusion_trainer", "ui_trainer")
+
+
+def is_aitoolkit(document: Any) -> bool:
+    """Whether a parsed YAML is a training job."""
+    config = document.get("config") if isinstance(document, Mapping) else None
+    return isinstance(config, Mapping) and isinstance(config.get("process"), list)
+
+
+def read(path: Path, document: Mapping[str, Any]) -> Reading:
+    """What a job says. Keys are named by their place below the process: `train.lr`, `datasets[0].folder_path`."""
+    reading = Reading(TOOL, path)
+    config = document["config"]
+    processes = [each for each in config["process"] if isinstance(each, Mapping)]
+    if not processes:
+        reading.problems.append(Problem(f"{path}: config.process holds no process.", "Give it one."))
+        return reading
+    process = dict(processes[0])
+    for each in processes[1:]:
+        reading.lines.append(Line("config.process", each.get("type"), "changed", {}, "only the first process is read"))
+    datasets = process.pop("datasets", None)
+    keys = {key: value for key, value in document.items() if key not in ("config", "meta")}
+    keys.update({f"config.{key}": value for key, value in config.items() if key != "process"})
+    keys.update({f"meta.{key}": value for key, value in dict(document.get("meta") or {}).items()})
+    keys.update(flattened(process))
+    reading.take_all(_named(keys, str(config.get("name", ""))), RULES, DEFAULTS)
+    nothing_held_out(reading)
+    tables = [each for each in datasets if isinstance(each, Mapping)] if isinstance(datasets, list) else []
+    if not tables:
+        return reading
+    found = read_tables(reading, "datasets", tables, DATASET_RULES, DATASET_DEFAULTS)
+    add_together(reading, "datasets", [each for each in found if "source.path" in each])
+    return reading
+
+
+def _named(keys: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """`[name]` stands for the job's name."""
+    return {
+        key: re.sub(r"\[name\]", lambda match: name, value) if isinstance(value, str) else value
+        for key, value in keys.items()
+    }

@@ -1,0 +1,145 @@
+"""The way in: a file of another trainer becomes a config of this one that passes its own schema."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import tomli_w
+
+from lora_trainer.config.complaints import wrong_keys
+from lora_trainer.config.contradictions import Settings, contradictions
+from lora_trainer.config.imports import (
+    aitoolkit,
+    diffusers_flags,
+    kohya,
+    kohya_dataset,
+    kohya_gui,
+    onetrainer,
+    simpletuner,
+)
+from lora_trainer.config.imports.data_files import nested
+from lora_trainer.config.imports.documents import read_document
+from lora_trainer.config.imports.reading import SOURCES, Line, Reading
+from lora_trainer.config.layers import Layer, plain_values, resolve
+from lora_trainer.config.schema import Config
+from lora_trainer.config.toml import section_types, setting_names, shown, without_empty
+from lora_trainer.core.errors import Problem, UsageError
+
+
+@dataclass(frozen=True)
+class Format:
+    """A kind of file: how it is told by what stands in it, and how it is read."""
+
+    name: str
+    is_it: Callable[[Any], bool]
+    read: Callable[[Path, Any], Reading]
+
+
+# In the order in which they are asked: the surest marks first.
+FORMATS = (
+    Format("kohya dataset TOML", kohya_dataset.is_kohya_dataset, kohya_dataset.dataset_reading),
+    Format("ai-toolkit", aitoolkit.is_aitoolkit, aitoolkit.read),
+    Format("SimpleTuner", simpletuner.is_simpletuner, simpletuner.read),
+    Format("SimpleTuner data", simpletuner.is_backends, simpletuner.read_backends),
+    Format("OneTrainer", onetrainer.is_onetrainer, onetrainer.read),
+    Format("OneTrainer concepts", onetrainer.is_concepts, onetrainer.read_concepts),
+    Format("kohya GUI", kohya_gui.is_kohya_gui, kohya_gui.read),
+    Format("diffusers flags", diffusers_flags.is_flags, diffusers_flags.read),
+    Format("kohya config", kohya.is_kohya, kohya.read),
+)
+
+
+@dataclass(frozen=True)
+class Imported:
+    """A config made of another trainer's file, and what became of each of its keys."""
+
+    format: str
+    path: Path
+    lines: tuple[Line, ...]
+    settings: Mapping[str, Any]
+    origin: Mapping[str, str]
+    config: Config
+
+
+def import_file(path: Path) -> Imported:
+    """Read a config of another trainer, told by what stands in it.
+
+    Raises UsageError for a file that is damaged or of no known kind, and for values that cannot be read.
+    """
+    document = read_document(path)
+    for kind in FORMATS:
+        if kind.is_it(document):
+            reading = kind.read(path, document)
+            if reading.problems:
+                raise UsageError(reading.problems)
+            config = _fitted(reading)
+            return Imported(kind.name, path, tuple(reading.lines), reading.settings, reading.origin, config)
+    if isinstance(document, Mapping) and sum(key in section_types() for key in document) > len(document) / 2:
+        message = f"{path} is a config of this program already."
+        raise UsageError(Problem(message, f"Use it as it is: lora-trainer train --config {path}"))
+    known = ", ".join(kind.name for kind in FORMATS)
+    raise UsageError(Problem(f"{path} is no config that can be imported.", f"Known: {known}."))
+
+
+def _fitted(reading: Reading) -> Config:
+    """Leave out what our schema refuses and settle what contradicts itself; each is a line of its own."""
+    of_all = nested(reading.settings).get("captions", {})
+    for source in reading.settings.get(SOURCES, ()):
+        if "captions" in source:  # they stand in place of all of [captions]
+            source["captions"] = {**of_all, **source["captions"]}
+    for section, values in nested(reading.settings).items():
+        kind = section_types()[section]
+        for key, problems in wrong_keys(str(reading.path), section, kind, plain_values(kind, values)).items():
+            name = f"{section}.{key}"
+            if name == SOURCES:
+                raise UsageError(problems)
+            value = reading.settings.pop(name)
+            why = "; ".join(problem.message for problem in problems)
+            reading.lines.append(Line(reading.origin.pop(name), value, "changed", {}, f"left out: {why}"))
+    for _ in range(len(reading.settings)):
+        values = {
+            section: plain_values(kind, nested(reading.settings).get(section, {}))
+            for section, kind in section_types().items()
+        }
+        clashes = contradictions(Settings(values, {**dict.fromkeys(setting_names(), "default"), **reading.origin}))
+        if not clashes:
+            break
+        for clash in clashes:
+            key = reading.origin.get(clash.name, clash.name)
+            old = reading.settings.pop(clash.name, None)
+            if clash.value is not None:
+                reading.settings[clash.name] = clash.value
+            reading.origin[clash.name] = clash.reason
+            reading.lines.append(Line(key, old, "changed", {clash.name: clash.value}, clash.reason))
+    return resolve([Layer(str(reading.path), nested(reading.settings))]).config
+
+
+def as_toml(imported: Imported) -> str:
+    """The config as TOML, each setting with the key that it comes from."""
+    lines = [f"# Imported from {imported.path.name} ({imported.format}).", ""]
+    ordered = {name: imported.settings[name] for name in setting_names() if name in imported.settings}
+    for section, values in nested(ordered).items():
+        plain = {key: value for key, value in values.items() if f"{section}.{key}" != SOURCES}
+        if plain:
+            lines.append(f"[{section}]")
+        for key, value in plain.items():
+            text = tomli_w.dumps({key: value}).rstrip()
+            origin = " ".join(imported.origin[f"{section}.{key}"].split())
+            lines.extend([f"# {origin}", text] if "\n" in text else [f"{text}  # {origin}"])
+        if plain:
+            lines.append("")
+    for source in imported.settings.get(SOURCES, ()):
+        kept = without_empty(source)
+        captions = kept.pop("captions", None)
+        lines.extend(["[[data.sources]]", tomli_w.dumps(kept)])
+        if captions is not None:
+            lines.extend(["[data.sources.captions]", tomli_w.dumps(captions)])
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def settings_shown(line: Line) -> str:
+    """`lora.rank = 16`, or several of these."""
+    return ", ".join(f"{name} = {shown(value)}" for name, value in line.settings.items())

@@ -1,0 +1,189 @@
+"""kohya's `--config_file` TOML: the names of its sections mean nothing, its keys are the script's options."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from lora_trainer.config.imports.documents import read_document
+from lora_trainer.config.imports.kohya_dataset import (
+    DATASET_RULES,
+    SUBSET_RULES,
+    TOOL,
+    dataset_reading,
+    is_kohya_dataset,
+)
+from lora_trainer.config.imports.kohya_keys import RULES as TRAINING_RULES
+from lora_trainer.config.imports.reading import SOURCES, Around, Reading, Rule, Took, is_empty, located, pairs
+from lora_trainer.config.imports.rules import by, count, is_on, part_of, text
+from lora_trainer.core.errors import Problem, UsageError
+
+TABLES = ("network_args", "optimizer_args")  # lists of `key=value`
+# What an option of the script is called in a dataset TOML.
+NAMES = {"train_batch_size": "batch_size", "dataset_repeats": "num_repeats", "caption_extention": "caption_extension"}
+
+
+def _train_source(value: Any, around: Around) -> Took:
+    if around["dataset_config"] is not None:
+        return Took({}, "dataset_config names the data", "ignored")
+    source: dict[str, Any] = {"path": located(around.folder, text(value))}
+    if around["in_json"] is not None:
+        source["captions_file"] = located(around.folder, text(around["in_json"]))
+        source["repeats"] = count(around, "dataset_repeats")
+    if is_on(around["alpha_mask"] or False):
+        source["masks"] = "alpha"
+    elif around["conditioning_data_dir"] is not None:
+        source["masks"] = located(around.folder, text(around["conditioning_data_dir"]))
+    return Took({SOURCES: [source]})
+
+
+def _regularisation(value: Any, around: Around) -> Took:
+    if around["dataset_config"] is not None:
+        return Took({}, "dataset_config names the data", "ignored")
+    return Took({SOURCES: [{"path": located(around.folder, text(value)), "regularisation": True}]})
+
+
+def _batch(value: Any, around: Around) -> Took:
+    """Samples of one optimizer step: over accumulation and all processes."""
+    factors = [count(around, key) for key in ("train_batch_size", "gradient_accumulation_steps")]
+    processes = count(around, "num_processes") * count(around, "num_machines")
+    product = factors[0] * factors[1] * processes
+    shown = " × ".join(str(each) for each in (*factors, *([processes] if processes > 1 else [])))
+    return Took({"batch.effective": product}, "" if product == factors[0] else f"{shown} samples in a step")
+
+
+def of_all_data(rule: Rule) -> Rule:
+    """A rule of one source, said of all data."""
+
+    def read(value: Any, around: Around) -> Took:
+        took = rule.read(value, around)
+        return replace(took, settings={_of_all(name): item for name, item in took.settings.items()})
+
+    return replace(rule, ours=tuple(map(_of_all, rule.ours)), read=read)
+
+
+def _of_all(name: str) -> str:
+    return name.replace("source.", "data.")
+
+
+def _held_out(value: Any, around: Around) -> Took:
+    took = DATASET_RULES["validation_split"].read(value, around)
+    return replace(took, settings={**took.settings, "checkpoint.release": "last"})
+
+
+_SHARED = {
+    key: of_all_data(rule)
+    for key, rule in {**DATASET_RULES, **SUBSET_RULES}.items()
+    if not {
+        "source.path",
+        "source.caption",
+        "source.repeats",
+        "source.regularisation",
+        "source.masks",
+        "batch.effective",
+    }
+    & {*rule.ours}
+    and key not in ("metadata_file", "custom_attributes", "network_multiplier", "validation_split")
+}
+DATA_RULES: Mapping[str, Rule] = {
+    "dataset_config": by(lambda value, around: Took({}), SOURCES),
+    "train_data_dir": by(_train_source, SOURCES),
+    "reg_data_dir": by(_regularisation, SOURCES),
+    "in_json": part_of("train_data_dir", SOURCES),
+    "dataset_repeats": part_of("train_data_dir", SOURCES),
+    "alpha_mask": part_of("train_data_dir", SOURCES),
+    "conditioning_data_dir": part_of("train_data_dir", SOURCES),
+    "masked_loss": part_of("conditioning_data_dir", SOURCES),
+    "train_batch_size": by(_batch, "batch.effective"),
+    "gradient_accumulation_steps": part_of("train_batch_size", "batch.effective"),
+    "validation_split": by(_held_out, "data.held_out checkpoint.release"),
+    **_SHARED,
+    "caption_extention": _SHARED["caption_extension"],
+}
+RULES: Mapping[str, Rule] = {**DATA_RULES, **TRAINING_RULES}
+DEFAULTS: Mapping[str, Any] = {
+    "train_batch_size": 1,
+    "validation_split": 0.0,
+    "enable_bucket": False,
+    "min_bucket_reso": 256,
+    "max_bucket_reso": 1024,
+    "bucket_reso_steps": 64,
+    "caption_extension": ".caption",
+    "max_train_steps": 1600,
+    "network_module": "networks.lora",
+    "network_dim": 4,
+    "network_alpha": 1,
+    "network_train_unet_only": False,
+    "optimizer_type": "AdamW",
+    "learning_rate": 2e-6,
+    "lr_scheduler": "constant",
+    "lr_warmup_steps": 0,
+    "lr_scheduler_num_cycles": 1,
+    "lr_scheduler_power": 1,
+    "mixed_precision": "no",
+    "sample_every_n_steps": 0,
+}
+
+
+def is_kohya(document: Any) -> bool:
+    """Whether a parsed TOML is a script's config."""
+    if not isinstance(document, Mapping):
+        return False
+    keys = flat(document)
+    return sum(key in RULES for key in keys) >= max(2, len(keys) / 2) and "datasets" not in document
+
+
+def flat(document: Mapping[str, Any]) -> dict[str, Any]:
+    """Keys of all sections, and those of `network_args` and `optimizer_args` as `network_args.conv_dim`."""
+    keys: dict[str, Any] = {}
+    for name, value in document.items():
+        keys.update(value if isinstance(value, Mapping) else {name: value})
+    for table in TABLES:
+        if table in keys and (inside := pairs(keys[table])):
+            del keys[table]
+            keys.update({f"{table}.{key}": value for key, value in inside.items()})
+    return keys
+
+
+def read(path: Path, document: Mapping[str, Any]) -> Reading:
+    """What a script's config says, with the dataset TOML that it may name."""
+    keys = flat(document)
+    reading = Reading(TOOL, path)
+    defaults = dict(DEFAULTS)
+    if not is_empty(keys.get("caption_extention")):
+        defaults.pop("caption_extension")
+    if not is_empty(keys.get("dataset_config")):
+        for key in set(DATA_RULES) & set(defaults):
+            del defaults[key]
+    reading.take_all(keys, RULES, defaults)
+    add_dataset(reading, keys)
+    return reading
+
+
+def add_dataset(reading: Reading, keys: Mapping[str, Any]) -> None:
+    """What the dataset TOML says that the config names; the config's own options lie beneath."""
+    named = keys.get("dataset_config")
+    if is_empty(named) or not isinstance(named, str):
+        return
+    path = Path(located(reading.path.parent, named))
+    try:
+        document = read_document(path)
+        if not is_kohya_dataset(document):
+            raise UsageError(Problem(f"{path}, named by dataset_config, has no [[datasets]].", "Name a dataset TOML."))
+    except UsageError as error:
+        reading.problems.extend(error.problems)
+        return
+    beneath = {NAMES.get(key, key): value for key, value in keys.items() if not is_empty(value)}
+    known = {key: value for key, value in beneath.items() if key in {**DATASET_RULES, **SUBSET_RULES}}
+    data = dataset_reading(path, document, known)
+    reading.problems.extend(data.problems)
+    reading.lines.extend(data.lines)
+    accumulation = count(Around(keys, path.parent), "gradient_accumulation_steps")
+    data.settings["batch.effective"] = data.settings.get("batch.effective", 1) * accumulation
+    for name, value in data.settings.items():
+        reading.settings[name] = value
+        reading.origin[name] = data.origin.get(name, path.name)
+    if "data.held_out" in data.settings:
+        reading.settings["checkpoint.release"], reading.origin["checkpoint.release"] = "last", "kohya exports the last"

@@ -1,0 +1,359 @@
+"""The options of kohya's `train_network.py` and `sdxl_train_network.py` but those about data."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from lora_trainer.config.imports.reading import Around, Rule, Took, located
+from lora_trainer.config.imports.rules import (
+    by,
+    count,
+    is_on,
+    lacking,
+    lookup,
+    nothing,
+    number,
+    path_to,
+    same,
+    text,
+    truth,
+    unless_off,
+    whole,
+)
+from lora_trainer.config.imports.words import (
+    ALL_OF_ATTENTION,
+    ALL_WITH_CONVOLUTIONS,
+    MODEL,
+    NO_TEXT_ENCODER,
+    NOT_LORA,
+    OPTIMIZER,
+    PRECISION,
+    SCHEDULE,
+)
+from lora_trainer.core.errors import UsageError
+
+LOGS = "this program keeps its own logs"
+UPLOADS = "nothing is uploaded"
+SPEED = "a matter of memory or speed: it changes nothing that is learned"
+READ_FROM_MODEL = "read from the model's files"
+IN_STEPS = "counted in steps here"
+OTHER_FAMILY = "of model families that are not trained here"
+CACHED = "latents and texts are always cached, and rebuilt when anything changed"
+PLAIN_MODULES = ("networks.lora", "networks.lora_fa")
+LORA_ALGORITHMS = ("lora", "locon")
+
+
+def _steps(value: Any, around: Around) -> Took:
+    if around["max_train_epochs"] is not None and is_on(around["max_train_epochs"]):
+        return Took({}, "max_train_epochs rules", "ignored")
+    return Took({"train.max_steps": whole(value)}) if is_on(value) else Took({}, "not set", "ignored")
+
+
+def _rate(value: Any, around: Around) -> Took:
+    if around["unet_lr"] is not None and is_on(around["unet_lr"]):
+        return Took({}, "unet_lr rules for the denoiser", "ignored")
+    return Took({"optim.learning_rate": number(value)})
+
+
+def _unet_rate(value: Any, around: Around) -> Took:
+    return Took({"optim.learning_rate": number(value)}) if is_on(value) else Took({}, "not set", "ignored")
+
+
+def _text_rate(value: Any, around: Around) -> Took:
+    rates = value if isinstance(value, list) else [value]
+    if is_on(around["network_train_unet_only"] or False) or not any(map(is_on, rates)):
+        return Took({}, "text encoders are not trained, as here", "ignored")
+    return Took({})
+
+
+def _unet_only(value: Any, around: Around) -> Took:
+    return Took({}, "as here", "ignored") if truth(value) else Took({})
+
+
+def warmup(value: Any, around: Around) -> Took:
+    """Steps, or a share of them; kohya's `constant` has no warm-up whatever is asked."""
+    if str(around["lr_scheduler"]).lower() == "constant":
+        return Took({"schedule.warmup_steps": 0}, "its constant schedule has no warm-up" if is_on(value) else "")
+    steps = number(value)
+    if steps == 0 or steps >= 1:
+        return Took({"schedule.warmup_steps": int(steps)})
+    return share_of_steps(steps, around)
+
+
+def share_of_steps(share: float, around: Around) -> Took:
+    """A warm-up over a share of the steps, where they are known before the data are read."""
+    if around["max_train_epochs"] is not None and is_on(around["max_train_epochs"]):
+        return Took({}, "a share of steps that only the data tell; 3 % of them here", "changed")
+    steps = round(share * count(around, "max_train_steps"))
+    return Took({"schedule.warmup_steps": steps}, f"{share:.0%} of {count(around, 'max_train_steps')} steps")
+
+
+def _only_with(key: str, word: str, ours: str, kind: Any) -> Rule:
+    """A key that means something only where another key says a word."""
+
+    def read(value: Any, around: Around) -> Took:
+        if word not in str(around[key]).lower():
+            return Took({}, f"means nothing without {key} = {word}", "ignored")
+        return Took({ours: kind(value)})
+
+    return by(read, ours)
+
+
+def targets(value: Any, around: Around) -> Took:
+    """All layers of the transformer blocks; with conv_dim the convolutions too."""
+    module, algorithm = text(value).lower(), str(around["network_args.algo"] or "lora").lower()
+    convolutions = is_on(around["network_args.conv_dim"] or 0) or module.startswith("lycoris")
+    layers = ALL_WITH_CONVOLUTIONS if convolutions else ALL_OF_ATTENTION
+    plain = module in PLAIN_MODULES or (module == "lycoris.kohya" and algorithm in LORA_ALGORITHMS)
+    return Took({"lora.targets": list(layers)}, "" if plain else NOT_LORA, "mapped" if plain else "changed")
+
+
+def _as(key: str, ours: str, why: str) -> Rule:
+    """A value of the convolutions, for which the one of all layers stands."""
+
+    def read(value: Any, around: Around) -> Took:
+        if str(around[key]) == str(value) or not is_on(value):
+            return Took({}, f"as {key}", "mapped")
+        return Took({})
+
+    return by(read, ours, why, changes=True)
+
+
+def _betas(value: Any, around: Around) -> Took:
+    parts = str(value).strip("()[] ").split(",")
+    if len(parts) < 2:
+        raise ValueError("two numbers, such as 0.9,0.99")
+    return Took({"optim.beta1": number(parts[0]), "optim.beta2": number(parts[1])})
+
+
+def _algorithm(value: Any, around: Around) -> Took:
+    return Took({}, "a plain LoRA, as here", "ignored") if str(value).lower() in LORA_ALGORITHMS else Took({})
+
+
+def _checkpointing(value: Any, around: Around) -> Took:
+    if not truth(value):
+        return Took({}, "as few blocks as fit the card (memory.checkpointing=auto)", "ignored")
+    return Took({"memory.checkpointing": "all"})
+
+
+def _fp8(value: Any, around: Around) -> Took:
+    return Took({"memory.base_precision": "fp8"}) if truth(value) else Took({}, "off", "ignored")
+
+
+def _kept(every: str) -> Rule:
+    """Checkpoints kept: the last n steps or epochs over the distance between two."""
+
+    def read(value: Any, around: Around) -> Took:
+        if not is_on(value):
+            return Took({}, "off", "ignored")
+        return Took({"checkpoint.keep_last": max(1, whole(value) // count(around, every))})
+
+    return by(read, "checkpoint.keep_last", changes=True, why=f"so many checkpoints as {every} puts into it")
+
+
+def _loss(value: Any, around: Around) -> Took:
+    kinds = {"l2": "squared", "mse": "squared", "huber": "huber", "smooth_l1": "huber", "l1": "huber"}
+    kind = lookup(kinds, value, "a loss")
+    why = {"l1": "the nearest loss", "smooth_l1": "pseudo-Huber", "huber": "pseudo-Huber"}.get(str(value).lower(), "")
+    return Took({"loss.kind": kind}, why, "changed" if why else "mapped")
+
+
+def _huber_schedule(value: Any, around: Around) -> Took:
+    if str(around["loss_type"] or "l2").lower() not in ("huber", "smooth_l1") or str(value) == "constant":
+        return Took({}, "means nothing here", "ignored")
+    return Took({})
+
+
+def prompts(value: Any, around: Around) -> Took:
+    """A file with a prompt on each line, its options behind `--`; or the lines themselves."""
+    lines = [text(value)] if "\n" not in text(value) else text(value).splitlines()
+    path = Path(located(around.folder, text(value)))
+    if len(lines) == 1 and path.suffix.lower() in (".txt", ".toml", ".json"):
+        if path.suffix.lower() != ".txt":
+            return Took(
+                {}, "prompts are read from text files only; pictures are drawn of the data's captions", "changed"
+            )
+        try:
+            if not path.is_file() or path.stat().st_size > 1_000_000:
+                return Took({}, f"there is no such text file: {path}", "changed")
+            lines = path.read_text(encoding="utf-8-sig").splitlines()
+        except (OSError, UnicodeDecodeError, UsageError):
+            return Took({}, f"{path} cannot be read", "changed")
+    found = [line.split(" --")[0].strip() for line in lines if line.strip() and not line.lstrip().startswith("#")]
+    options = any(" --" in line for line in lines)
+    if not found:
+        return Took({}, "no prompts in it", "ignored")
+    why = "sizes, seeds and negative prompts behind -- are left out" if options else ""
+    return Took({"sample.prompts": found}, why, "changed" if options else "mapped")
+
+
+RULES: Mapping[str, Rule] = {
+    "pretrained_model_name_or_path": MODEL,
+    "output_dir": path_to("run.output"),
+    "output_name": same("run.name", text),
+    "max_train_steps": by(_steps, "train.max_steps"),
+    "max_train_epochs": unless_off("train.max_epochs", whole),
+    "seed": unless_off("train.seed", whole),
+    "network_module": by(targets, "lora.targets", f"where it is no plain LoRA, {NOT_LORA}"),
+    "network_dim": same("lora.rank", whole),
+    "network_alpha": same("lora.alpha", number),
+    "network_dropout": unless_off("lora.dropout", number),
+    "network_args.conv_dim": _as("network_dim", "lora.targets", "all layers have the rank of network_dim"),
+    "network_args.conv_alpha": _as("network_alpha", "lora.alpha", "all layers have the alpha of network_alpha"),
+    "network_args.algo": by(_algorithm, "", NOT_LORA, changes=True),
+    "network_args.preset": lacking("lora.targets says which layers learn", off=("full",)),
+    "network_args.dropout": unless_off("lora.dropout", number),
+    "network_train_unet_only": by(_unet_only, "", NO_TEXT_ENCODER, changes=True),
+    "optimizer_type": OPTIMIZER,
+    "optimizer_args.weight_decay": same("optim.weight_decay", number),
+    "optimizer_args.betas": by(_betas, "optim.beta1 optim.beta2"),
+    "optimizer_args.decouple": lacking("weight decay is always decoupled", off=("True", "true")),
+    "learning_rate": by(_rate, "optim.learning_rate"),
+    "unet_lr": by(_unet_rate, "optim.learning_rate"),
+    "text_encoder_lr": by(_text_rate, "", NO_TEXT_ENCODER, changes=True),
+    "lr_scheduler": SCHEDULE,
+    "lr_warmup_steps": by(warmup, "schedule.warmup_steps"),
+    "lr_scheduler_num_cycles": _only_with("lr_scheduler", "restarts", "schedule.cycles", whole),
+    "lr_scheduler_power": _only_with("lr_scheduler", "polynomial", "schedule.power", number),
+    "max_grad_norm": same("optim.clip_norm", number),
+    "mixed_precision": PRECISION,
+    "fp8_base": by(_fp8, "memory.base_precision"),
+    "gradient_checkpointing": by(_checkpointing, "memory.checkpointing"),
+    "vae_batch_size": unless_off("cache.batch", whole),
+    "save_every_n_steps": unless_off("checkpoint.every_steps", whole),
+    "save_last_n_steps": _kept("save_every_n_steps"),
+    "save_last_n_epochs": _kept("save_every_n_epochs"),
+    "validate_every_n_steps": unless_off("validate.every_steps", whole),
+    "sample_every_n_steps": same("sample.every_steps", whole),
+    "sample_prompts": by(prompts, "sample.prompts", "options behind -- are left out"),
+    "min_snr_gamma": unless_off("loss.min_snr_gamma", number),
+    "noise_offset": unless_off("noise.offset", number),
+    "multires_noise_iterations": unless_off("noise.multires_iterations", whole),
+    "multires_noise_discount": unless_off("noise.multires_discount", number),
+    "ip_noise_gamma": unless_off("noise.input_perturbation", number),
+    "zero_terminal_snr": same("noise.zero_terminal_snr", truth),
+    "loss_type": by(_loss, "loss.kind", "others than the squared error are pseudo-Huber here"),
+    "huber_c": _only_with("loss_type", "huber", "loss.huber_delta", number),
+    "huber_schedule": by(_huber_schedule, "", "the same at every timestep here", changes=True),
+    "huber_scale": lacking("errors are not scaled before they are weighed", off=(1, 1.0)),
+    "prior_loss_weight": same("loss.prior_weight", number),
+    "weighted_captions": same("captions.weighted_words", truth),
+    "clip_skip": lacking("the text encoder's usual layer is used", off=(1,)),
+    "max_token_length": lacking("captions end at 77 tokens", off=(75, 77)),
+    "noise_offset_random_strength": lacking("the offset has the same strength always"),
+    "ip_noise_gamma_random_strength": lacking("the perturbation has the same strength always"),
+    "adaptive_noise_scale": lacking("the offset does not follow the latents' mean"),
+    "perlin_noise": lacking("there is no such noise here"),
+    "debiased_estimation_loss": lacking("there is no such weighting here"),
+    "scale_v_pred_loss_like_noise_pred": lacking("there is no such weighting here"),
+    "v_pred_like_loss": lacking("there is no such weighting here"),
+    "min_timestep": lacking("all timesteps are trained"),
+    "max_timestep": lacking("all timesteps are trained", off=(1000,)),
+    "scale_weight_norms": lacking("norms of the LoRA are not limited"),
+    "network_weights": lacking("training does not start from a LoRA"),
+    "dim_from_weights": lacking("training does not start from a LoRA"),
+    "base_weights": lacking("no LoRA is merged into the base before"),
+    "base_weights_multiplier": lacking("no LoRA is merged into the base before"),
+    "resume": lacking("states of other programs cannot be resumed"),
+    "initial_epoch": lacking("training starts at its first step"),
+    "initial_step": lacking("training starts at its first step"),
+    "skip_until_initial_step": lacking("training starts at its first step"),
+    "vae": lacking("the model's own autoencoder is used"),
+    "full_fp16": lacking("what is trained is kept in fp32"),
+    "full_bf16": lacking("what is trained is kept in fp32"),
+    "network_train_text_encoder_only": lacking("only the denoiser learns here, which is what this leaves out"),
+    "lr_scheduler_type": lacking("schedules of one's own are not loaded"),
+    "lr_scheduler_args": lacking("the schedule is schedule.name alone"),
+    "lr_decay_steps": lacking("the descent follows schedule.name"),
+    "lr_scheduler_min_lr_ratio": lacking("schedules end at 0"),
+    "lr_scheduler_timescale": lacking("there is no such schedule here"),
+    "dataset_class": lacking("code of other programs is not loaded"),
+    **{
+        f"network_args.{key}": lacking(why)
+        for key, why in {
+            "loraplus_lr_ratio": "both halves of the LoRA learn at one rate",
+            "loraplus_unet_lr_ratio": "both halves of the LoRA learn at one rate",
+            "loraplus_text_encoder_lr_ratio": NO_TEXT_ENCODER,
+            "block_dims": "all layers have one rank",
+            "block_alphas": "all layers have one scale",
+            "conv_block_dims": "all layers have one rank",
+            "conv_block_alphas": "all layers have one scale",
+            "down_lr_weight": "all layers learn at one rate",
+            "mid_lr_weight": "all layers learn at one rate",
+            "up_lr_weight": "all layers learn at one rate",
+            "block_lr_zero_threshold": "all layers learn at one rate",
+            "rank_dropout": "only lora.dropout is dropped",
+            "module_dropout": "only lora.dropout is dropped",
+            "use_tucker": NOT_LORA,
+            "use_scalar": NOT_LORA,
+            "dora_wd": NOT_LORA,
+            "factor": NOT_LORA,
+            "train_norm": "norms do not learn",
+        }.items()
+    },
+    **{
+        f"optimizer_args.{key}": lacking(why)
+        for key, why in {
+            "d_coef": "the rate is optim.learning_rate times what the optimizer finds",
+            "d0": "its usual start is taken",
+            "growth_rate": "its growth is not limited",
+            "use_bias_correction": "without it",
+            "safeguard_warmup": "without it",
+            "relative_step": "the rate follows schedule.name",
+            "scale_parameter": "the rate follows schedule.name",
+            "warmup_init": "the rate follows schedule.name",
+            "eps": "its usual epsilon is taken",
+        }.items()
+    },
+    **{key: nothing(CACHED) for key in ["cache_latents", "cache_latents_to_disk", "cache_text_encoder_outputs"]},
+    **{key: nothing(CACHED) for key in ["cache_text_encoder_outputs_to_disk", "skip_cache_check"]},
+    **{key: nothing(READ_FROM_MODEL) for key in ["v2", "v_parameterization", "sdxl", "no_token_padding"]},
+    **{key: nothing(IN_STEPS) for key in ["save_every_n_epochs", "save_n_epoch_ratio", "validate_every_n_epochs"]},
+    "sample_every_n_epochs": nothing(IN_STEPS),
+    "training_comment": nothing("a note"),
+    **{
+        key: nothing("checkpoints hold everything that resuming needs")
+        for key in "save_state save_state_on_train_end save_last_n_steps_state save_last_n_epochs_state".split()
+    },
+    **{
+        key: nothing("both formats are written, as safetensors")
+        for key in "save_model_as save_precision no_metadata use_safetensors".split()
+    },
+    **{
+        key: nothing(SPEED)
+        for key in (
+            "xformers sdpa mem_eff_attn torch_compile dynamo_backend lowram highvram lowvram blocks_to_swap "
+            "no_half_vae max_data_loader_n_workers persistent_data_loader_workers ddp_timeout "
+            "ddp_gradient_as_bucket_view ddp_static_graph cpu_offload_checkpointing disable_mmap_load_safetensors "
+            "fp8_base_unet fused_backward_pass text_encoder_batch_size deepspeed zero_stage offload_optimizer_device"
+        ).split()
+    },
+    **{
+        key: nothing(LOGS)
+        for key in (
+            "logging_dir log_with log_prefix log_tracker_name log_tracker_config log_config wandb_api_key "
+            "wandb_run_name console_log_level console_log_file console_log_simple output_config config_file "
+            "debug_dataset tokenizer_cache_dir sample_sampler sample_at_first max_validation_steps show_timesteps"
+        ).split()
+    },
+    **{
+        key: nothing(UPLOADS)
+        for key in (
+            "huggingface_repo_id huggingface_repo_type huggingface_path_in_repo huggingface_token "
+            "huggingface_repo_visibility save_state_to_huggingface resume_from_huggingface async_upload"
+        ).split()
+    },
+    **{
+        f"metadata_{key}": nothing("the file's header holds this run's own facts")
+        for key in "author description license tags title".split()
+    },
+    **{
+        key: lacking(OTHER_FAMILY)
+        for key in (
+            "ae clip_l clip_g t5xxl t5xxl_max_token_length discrete_flow_shift model_prediction_type timestep_sampling "
+            "guidance_scale apply_t5_attn_mask split_mode sigmoid_scale weighting_scheme logit_mean logit_std mode_scale"
+        ).split()
+    },
+}

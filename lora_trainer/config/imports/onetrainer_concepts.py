@@ -1,0 +1,129 @@
+"""The keys of OneTrainer's concepts: a folder of pictures, how they are changed, and their captions."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from lora_trainer.config.imports.kohya_dataset import COLOURS, NEW_EACH_TIME
+from lora_trainer.config.imports.kohya_keys import CACHED
+from lora_trainer.config.imports.merge import RESOLUTIONS
+from lora_trainer.config.imports.onetrainer_keys import UNUSED, named, only_with
+from lora_trainer.config.imports.reading import Around, Rule, Took, located
+from lora_trainer.config.imports.rules import (
+    by,
+    is_on,
+    lacking,
+    nothing,
+    number,
+    part_of,
+    same,
+    side,
+    text,
+    truth,
+    whole,
+)
+
+
+def _override(value: Any, around: Around) -> Took:
+    if not is_on(around["image.enable_resolution_override"] or False):
+        return Took({}, "not enabled", "ignored")
+    return Took({RESOLUTIONS: [side(part.strip()) for part in str(value).split(",") if part.strip()]})
+
+
+def _path(value: Any, around: Around) -> Took:
+    found = located(around.folder, text(value))
+    masks = {"source.masks": found} if is_on(around["config.masked_training"] or False) else {}
+    return Took({"source.path": found, **masks}, "with masks beside the pictures" if masks else "")
+
+
+def _balancing(value: Any, around: Around) -> Took:
+    if str(around["balancing_strategy"] or "REPEATS").upper() != "REPEATS":
+        return Took({"source.repeats": 1}, f"{value} pictures in an epoch there; each once here", "changed")
+    return Took({"source.repeats": number(value)})
+
+
+def _type(value: Any, around: Around) -> Took:
+    if text(value).upper() == "PRIOR_PREDICTION":
+        why = "trained on the pictures themselves here, not on what the base predicts"
+        return Took({"source.regularisation": True}, why, "changed")
+    return Took({}, "trained", "ignored")
+
+
+def _prompt_source(value: Any, around: Around) -> Took:
+    word = text(value).lower()
+    if word == "sample":
+        return Took({"captions.extension": ".txt"})
+    if word == "filename":
+        return Took({}, "captions are read from text files beside the pictures", "changed")
+    written = around["text.prompt_path"]
+    path = Path(located(around.folder, str(written or "")))
+    lines: list[str] = []
+    if written and path.is_file() and path.stat().st_size < 1_000_000:
+        lines = path.read_text(encoding="utf-8-sig", errors="replace").strip().splitlines()
+    if not lines:
+        return Took({}, f"its prompts are not there: {path}", "changed")
+    why = "the first of its lines, where a picture has no caption of its own"
+    return Took({"source.caption": lines[0].strip()}, why, "changed")
+
+
+def _crop(value: Any, around: Around) -> Took:
+    return Took({"source.crop": "random"}) if truth(value) else Took({"source.crop": "centre"}, verdict="mapped")
+
+
+def _colours(value: Any, around: Around) -> Took:
+    return Took({"source.colour_variants": COLOURS}) if truth(value) else Took({}, "off", "ignored")
+
+
+COLOUR = by(_colours, "source.colour_variants", NEW_EACH_TIME, changes=True)
+CONCEPT_RULES: Mapping[str, Rule] = {
+    "name": nothing("a name"),
+    "path": by(_path, "source.path source.masks"),
+    "enabled": nothing("enabled"),
+    "type": by(_type, "source.regularisation"),
+    "include_subdirectories": Rule(
+        "changed",
+        (),
+        "folders below are read too",
+        lambda value, around: Took({}, "as here", "ignored") if truth(value) else Took({}),
+    ),
+    "balancing": by(_balancing, "source.repeats"),
+    "balancing_strategy": part_of("balancing", "source.repeats"),
+    "loss_weight": same("source.weight", number),
+    "image.enable_crop_jitter": by(_crop, "source.crop", NEW_EACH_TIME, changes=True),
+    "image.enable_random_flip": same("source.flip", truth),
+    "image.enable_random_brightness": COLOUR,
+    "image.enable_random_contrast": COLOUR,
+    "image.enable_random_saturation": COLOUR,
+    "image.enable_random_hue": COLOUR,
+    "image.enable_resolution_override": part_of("image.resolution_override", "source.resolutions"),
+    "image.resolution_override": by(_override, "source.resolutions"),
+    "text.prompt_source": by(_prompt_source, "captions.extension source.caption"),
+    "text.prompt_path": part_of("text.prompt_source", "source.caption"),
+    "text.enable_tag_shuffling": same("captions.shuffle", truth),
+    "text.tag_delimiter": same("captions.separator", text),
+    "text.keep_tags_count": same("captions.keep_tokens", whole),
+    "text.tag_dropout_enable": part_of("text.tag_dropout_probability", "captions.tag_dropout"),
+    "text.tag_dropout_probability": only_with("text.tag_dropout_enable", "captions.tag_dropout", number),
+    "text.tag_dropout_mode": lacking("each tag is dropped by itself", off=("RANDOM",)),
+    **named("image.", "enable_fixed_flip enable_random_rotate enable_fixed_rotate enable_fixed_brightness", UNUSED),
+    **named("image.", "enable_fixed_contrast enable_fixed_saturation enable_fixed_hue", UNUSED),
+    **named("image.", "enable_random_circular_mask_shrink enable_random_mask_rotate_crop", UNUSED),
+    **named("image.", "random_rotate_max_angle random_brightness_max_strength", nothing("strengths are fixed here")),
+    **named(
+        "image.", "random_contrast_max_strength random_saturation_max_strength", nothing("strengths are fixed here")
+    ),
+    "image.random_hue_max_strength": nothing("strengths are fixed here"),
+    **named("text.", "caps_randomize_enable", lacking("capitals stay as they are")),
+    **named("text.", "tag_dropout_special_tags_mode tag_dropout_special_tags", UNUSED),
+    **named("text.", "tag_dropout_special_tags_regex caps_randomize_mode", nothing("means nothing by itself")),
+    **named("text.", "caps_randomize_probability caps_randomize_lowercase", nothing("means nothing by itself")),
+    **named("", "seed image_variations text_variations concept_stats", nothing(CACHED)),
+}
+CONCEPT_DEFAULTS: Mapping[str, Any] = {
+    "balancing": 1.0,
+    "image.enable_crop_jitter": True,
+    "text.prompt_source": "sample",
+    "text.keep_tags_count": 1,
+}

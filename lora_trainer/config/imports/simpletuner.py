@@ -1,0 +1,101 @@
+"""SimpleTuner's `config.json` and `multidatabackend.json`."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from lora_trainer.config.imports.documents import read_document
+from lora_trainer.config.imports.merge import add_together, flattened, nothing_held_out, read_tables
+from lora_trainer.config.imports.reading import Line, Reading, is_empty, located
+from lora_trainer.config.imports.simpletuner_keys import BACKEND_DEFAULTS, BACKEND_RULES, DEFAULTS, RULES
+from lora_trainer.core.errors import Problem, UsageError
+
+TOOL = "SimpleTuner"
+MARKS = ("data_backend_config", "model_family", "model_type", "lora_type", "base_model_precision", "model_flavour")
+KINDS_OF_PICTURES = ("image", "conditioning")
+
+
+def is_simpletuner(document: Any) -> bool:
+    """Whether a parsed JSON is a config of SimpleTuner."""
+    return isinstance(document, Mapping) and sum(key in without_dashes(document) for key in MARKS) >= 2
+
+
+def is_backends(document: Any) -> bool:
+    """Whether a parsed JSON is a list of its data sets."""
+    tables = isinstance(document, list) and all(isinstance(each, Mapping) for each in document)
+    return tables and any("instance_data_dir" in each or "dataset_type" in each for each in document)
+
+
+def without_dashes(document: Mapping[str, Any]) -> dict[str, Any]:
+    """`--learning_rate` and `learning_rate` are the same key."""
+    return {re.sub(r"^--", "", str(key)): value for key, value in document.items()}
+
+
+def read(path: Path, document: Mapping[str, Any]) -> Reading:
+    """What a config says, with the data sets of the file that it names."""
+    reading = Reading(TOOL, path)
+    keys = without_dashes(document)
+    defaults = dict(DEFAULTS)
+    if not is_empty(keys.get("max_train_steps")) and str(keys["max_train_steps"]) != "0":
+        defaults.pop("num_train_epochs", None)
+    reading.take_all(keys, RULES, defaults)
+    nothing_held_out(reading)
+    named = keys.get("data_backend_config")
+    if isinstance(named, str) and named:
+        backends = Path(located(path.parent, named))
+        try:
+            listed = read_document(backends)
+            if not is_backends(listed):
+                raise UsageError(Problem(f"{backends} lists no data sets.", "Name the file with data_backend_config."))
+        except UsageError as error:
+            reading.problems.extend(error.problems)
+        else:
+            add_backends(reading, listed, keys, Path(backends).parent)
+    return reading
+
+
+def read_backends(path: Path, document: Sequence[Mapping[str, Any]]) -> Reading:
+    """What a list of data sets says by itself."""
+    reading = Reading(TOOL, path)
+    add_backends(reading, document, {}, path.parent)
+    return reading
+
+
+def add_backends(reading: Reading, listed: Sequence[Any], keys: Mapping[str, Any], folder: Path) -> None:
+    """Each data set of pictures becomes a source; masks are joined to the pictures that they are of."""
+    tables: list[dict[str, Any]] = []
+    masks: dict[str, Any] = {}
+    for index, each in enumerate(listed):
+        table = {str(key): value for key, value in each.items()} if isinstance(each, Mapping) else {}
+        name = f"backends[{index}]"
+        kind, store = str(table.get("dataset_type", "image")), str(table.get("type", "local"))
+        if table.get("disabled") or table.get("disable"):
+            reading.lines.append(Line(name, table.get("id"), "ignored", {}, "disabled"))
+        elif kind.endswith("_embeds"):
+            reading.lines.append(Line(name, table.get("id"), "ignored", {}, "caches are this program's own"))
+        elif kind not in KINDS_OF_PICTURES or store not in ("local", "parquet", "csv"):
+            why = f"left out: {kind} from {store} is not read; name a local folder of pictures with --data"
+            reading.lines.append(Line(name, table.get("id"), "changed", {}, why))
+        elif kind == "conditioning":
+            masks[str(table.get("id"))] = table
+            why = "masks of the data sets that name it" if table.get("conditioning_type") == "mask" else "not read"
+            verdict = "mapped" if table.get("conditioning_type") == "mask" else "changed"
+            reading.lines.append(Line(name, table.get("id"), verdict, {}, why))  # type: ignore[arg-type]
+        else:
+            tables.append(table)
+    for table in tables:
+        mask = masks.get(str(table.get("conditioning_data")), {})
+        if mask.get("conditioning_type") == "mask":
+            table["conditioning_data"] = mask.get("instance_data_dir")
+    also = {f"config.{key}": value for key, value in keys.items()}
+    below = Reading(reading.tool, folder / "multidatabackend.json")
+    found = read_tables(
+        below, "backends", [flattened(table) for table in tables], BACKEND_RULES, BACKEND_DEFAULTS, also
+    )
+    reading.lines.extend(below.lines)
+    reading.problems.extend(below.problems)
+    if found := [each for each in found if "source.path" in each]:
+        add_together(reading, "backends", found)

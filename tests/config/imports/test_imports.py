@@ -1,0 +1,214 @@
+"""Configs of other trainers: each key accounted for, and the result a config of ours that trains as theirs."""
+
+from __future__ import annotations
+
+import json
+import re
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from lora_trainer.builtin import BASE_FOLDER
+from lora_trainer.cli.main import main
+from lora_trainer.config.imports import aitoolkit_keys, diffusers_flags, kohya, kohya_dataset, kohya_gui
+from lora_trainer.config.imports.imported import Imported, as_toml, import_file
+from lora_trainer.config.layers import Layer, resolve
+from lora_trainer.core.errors import UsageError
+from write_import_docs import import_page
+
+FILES = Path(__file__).with_name("files")
+KINDS = {
+    "kohya_config.toml": "kohya config",
+    "kohya_dataset.toml": "kohya dataset TOML",
+    "kohya_gui.json": "kohya GUI",
+    "aitoolkit.yaml": "ai-toolkit",
+    "simpletuner.json": "SimpleTuner",
+    "multidatabackend.json": "SimpleTuner data",
+    "onetrainer.json": "OneTrainer",
+    "concepts.json": "OneTrainer concepts",
+    "diffusers.sh": "diffusers flags",
+}
+
+
+def keys_of(imported: Imported) -> str:
+    """What became of each key, a line for each; a golden beside the file."""
+    lines = []
+    for line in imported.lines:
+        becomes = json.dumps(line.settings, ensure_ascii=False).replace(str(FILES), "FILES")
+        lines.append(f"{line.verdict:<8} {line.key}  {becomes}" + (f"  {line.why}" if line.why else ""))
+    return "\n".join(lines).replace(str(FILES), "FILES") + "\n"
+
+
+def imported_text(folder: Path, name: str, text: str) -> Imported:
+    path = folder / name
+    path.write_text(text, encoding="utf-8")
+    return import_file(path)
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_every_key_of_a_realistic_file(name: str) -> None:
+    imported = import_file(FILES / name)
+    assert imported.format == KINDS[name]
+    assert keys_of(imported) == (FILES / f"{name}.keys").read_text("utf-8")
+    # What is written passes our schema and says the same.
+    assert resolve([Layer(name, tomllib.loads(as_toml(imported)))]).config == imported.config
+
+
+def test_every_key_that_people_bring_is_known() -> None:
+    said = (
+        "pretrained_model_name_or_path train_data_dir reg_data_dir dataset_config output_dir output_name resolution "
+        "train_batch_size max_train_epochs max_train_steps gradient_accumulation_steps learning_rate unet_lr "
+        "text_encoder_lr network_module network_dim network_alpha network_dropout network_weights "
+        "network_train_unet_only optimizer_type lr_scheduler lr_warmup_steps lr_scheduler_num_cycles max_grad_norm "
+        "mixed_precision save_precision save_every_n_epochs save_every_n_steps save_last_n_epochs save_last_n_steps "
+        "save_model_as save_state resume seed gradient_checkpointing cache_latents cache_latents_to_disk "
+        "cache_text_encoder_outputs cache_text_encoder_outputs_to_disk enable_bucket min_bucket_reso max_bucket_reso "
+        "bucket_reso_steps bucket_no_upscale caption_extension shuffle_caption keep_tokens caption_dropout_rate "
+        "caption_tag_dropout_rate xformers sdpa clip_skip max_token_length min_snr_gamma noise_offset "
+        "multires_noise_iterations multires_noise_discount ip_noise_gamma loss_type huber_c huber_schedule "
+        "prior_loss_weight no_half_vae fp8_base blocks_to_swap sample_every_n_epochs sample_every_n_steps "
+        "sample_prompts sample_sampler max_data_loader_n_workers persistent_data_loader_workers "
+        "network_args.conv_dim network_args.conv_alpha network_args.loraplus_lr_ratio network_args.block_dims"
+    ).split()
+    assert set(said) - set(kohya.RULES) == set()
+    of_data = (
+        "resolution batch_size enable_bucket min_bucket_reso max_bucket_reso bucket_reso_steps bucket_no_upscale "
+        "validation_split validation_seed image_dir class_tokens num_repeats is_reg metadata_file caption_extension "
+        "shuffle_caption keep_tokens keep_tokens_separator caption_prefix caption_suffix caption_separator "
+        "enable_wildcard caption_dropout_rate caption_dropout_every_n_epochs caption_tag_dropout_rate flip_aug "
+        "color_aug random_crop alpha_mask conditioning_data_dir"
+    ).split()
+    assert set(of_data) - set(kohya_dataset.RULES) == set()
+    assert {"optimizer", "max_resolution", "epoch", "lr_warmup", "LoRA_type"} - set(kohya_gui.MORE_RULES) == set()
+    flags = "instance_data_dir instance_prompt class_data_dir class_prompt num_class_images with_prior_preservation "
+    more = "repeats rank lora_alpha resume_from_checkpoint checkpoints_total_limit snr_gamma"
+    assert set((flags + more).split()) - set(diffusers_flags.RULES) == set()
+    sections = {
+        "network": "type linear linear_alpha conv conv_alpha",
+        "save": "dtype save_every max_step_saves_to_keep",
+        "train": "batch_size steps gradient_accumulation_steps optimizer lr dtype timestep_type",
+        "model": "name_or_path arch quantize",
+    }
+    names = {f"{section}.{key}" for section, keys in sections.items() for key in keys.split()}
+    assert names - set(aitoolkit_keys.RULES) == set()
+
+
+def test_kohya_trains_as_its_own_defaults_say(tmp_path: Path) -> None:
+    text = 'pretrained_model_name_or_path = "m"\ntrain_data_dir = "p"\nresolution = 512\n'
+    config = imported_text(tmp_path, "k.toml", text).config
+    assert config.train.max_steps == 1600
+    assert config.optim.learning_rate == 2e-6
+    assert (config.lora.rank, config.lora.alpha) == (4, 1.0)
+    assert (config.schedule.name, config.schedule.warmup_steps) == ("constant", 0)
+    assert config.memory.base_precision == "fp32"
+    assert config.captions.extension == ".caption"
+    assert config.data.max_aspect == 1.0  # no buckets: all pictures are cropped to one shape
+    assert (config.data.held_out, config.checkpoint.release) == (0.0, "last")
+
+
+def test_the_gui_counts_warmup_in_percent_and_epochs_where_no_steps_are(tmp_path: Path) -> None:
+    marks = {"LoRA_type": "Standard", "noise_offset_type": "Original", "lr_scheduler": "cosine", "lr_warmup": 10}
+    steps = imported_text(tmp_path, "a.json", json.dumps({**marks, "max_train_steps": 800, "epoch": 3})).config
+    assert (steps.train.max_steps, steps.train.max_epochs, steps.schedule.warmup_steps) == (800, None, 80)
+    epochs = imported_text(tmp_path, "b.json", json.dumps({**marks, "max_train_steps": 0, "epoch": 3})).config
+    assert (epochs.train.max_steps, epochs.train.max_epochs, epochs.schedule.warmup_steps) == (None, 3, None)
+
+
+def test_times_that_a_picture_is_seen(tmp_path: Path) -> None:
+    backends = [
+        {"id": "a", "instance_data_dir": "a", "repeats": 0},
+        {"id": "b", "instance_data_dir": "b", "repeats": 9},
+    ]
+    simple = imported_text(tmp_path, "s.json", json.dumps(backends)).config
+    assert [source.repeats for source in simple.data.sources] == [1, 10]
+    text = '[[datasets]]\n[[datasets.subsets]]\nimage_dir = "a"\nnum_repeats = 1\n'
+    assert imported_text(tmp_path, "k.toml", text).config.data.sources[0].repeats == 1
+
+
+def test_captions_of_one_source_keep_what_is_said_of_all() -> None:
+    config = import_file(FILES / "aitoolkit.yaml").config
+    assert [source.captions and source.captions.trigger for source in config.data.sources] == ["sks", "sks"]
+
+
+def test_a_value_that_is_out_of_range_here_is_left_out_and_said(tmp_path: Path) -> None:
+    text = 'pretrained_model_name_or_path = "m"\ntrain_data_dir = "p"\nnetwork_dim = 99999\ncaption_dropout_rate = 3\n'
+    imported = imported_text(tmp_path, "k.toml", text)
+    assert imported.config.lora.rank == 16
+    said = [line.why for line in imported.lines if line.why.startswith("left out")]
+    assert any("lora.rank = 99999" in why and "at most 4096" in why for why in said)
+    assert any("captions.dropout" in why for why in said)
+
+
+def test_a_contradiction_gives_way_and_is_said(tmp_path: Path) -> None:
+    text = 'train_data_dir = "p"\noptimizer_type = "AdamWScheduleFree"\nlr_scheduler = "cosine"\nnetwork_dim = 8\n'
+    imported = imported_text(tmp_path, "k.toml", text)
+    assert (imported.config.optim.name, imported.config.schedule.name) == ("schedule_free", "constant")
+    assert any(line.key == "lr_scheduler" and "averages weights" in line.why for line in imported.lines)
+
+
+def test_wrong_kinds_of_values_are_told_together(tmp_path: Path) -> None:
+    text = 'train_data_dir = "p"\nnetwork_dim = "many"\nlearning_rate = true\nmixed_precision = "fp12"\n'
+    with pytest.raises(UsageError) as caught:
+        imported_text(tmp_path, "k.toml", text)
+    said = str(caught.value)
+    assert 'network_dim = "many" is not a number' in said
+    assert "learning_rate = true is not a number" in said
+    assert 'mixed_precision = "fp12" is not a precision' in said
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("[lora]\nrank = 8\n", "a config of this program already"),
+        ('title = "x"\n', "no config that can be imported"),
+        ('{"a": [', "is not valid JSON"),
+        ("a: !!python/name:os.system x", "Only plain values"),
+        ('dataset_config = "gone.toml"\nnetwork_dim = 8\noutput_dir = "o"\n', "gone.toml does not exist"),
+    ],
+)
+def test_what_cannot_be_imported_is_one_message_and_exit_2(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str, said: str
+) -> None:
+    path = tmp_path / "x"
+    path.write_text(text, encoding="utf-8")
+    assert main(["import", str(path)]) == 2
+    out, err = capsys.readouterr()
+    assert said in err
+    assert "Traceback" not in err
+    assert out == ""
+
+
+def test_secrets_are_not_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    for name in KINDS:
+        assert main(["import", str(FILES / name), "--json"]) == 0
+        out, err = capsys.readouterr()
+        assert "hf_abcdef" not in out + err
+        assert "0123456789abcdef" not in out + err
+
+
+def test_the_command_writes_a_new_file_and_never_over_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    output = tmp_path / "cat.toml"
+    assert main(["import", str(FILES / "kohya_config.toml"), "--output", str(output)]) == 0
+    table = capsys.readouterr().out
+    places = [table.index(title) for title in ("not known", "changed in meaning", "ignored (", "the same here")]
+    assert places == sorted(places)
+    assert f"lora-trainer train --config {output}" in table
+    written = output.read_bytes()
+    assert main(["import", str(FILES / "aitoolkit.yaml"), "--output", str(output)]) == 2
+    assert "exists already" in capsys.readouterr().err
+    assert output.read_bytes() == written
+    assert main(["train", "--config", str(output), "--model", str(BASE_FOLDER), "--explain"]) == 0
+    assert re.search(r"lora\.rank +32", capsys.readouterr().out)
+
+
+def test_json_is_one_document(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["import", str(FILES / "simpletuner.json"), "--json"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert document["format"] == "SimpleTuner"
+    assert len(document["keys"]) == sum(document["counts"].values())
+    assert tomllib.loads(document["toml"])["lora"]["rank"] == document["settings"]["lora.rank"] == 32
+
+
+def test_the_page_of_all_keys_is_what_the_code_says(checkout: Path) -> None:
+    assert (checkout / "docs" / "import.md").read_text("utf-8") == import_page()
