@@ -29,7 +29,8 @@ def caption_beside(picture: Path, names: Container[str], asked: Asked, reading: 
         others = () if asked.ending is None else _names_beside(picture.name, names, CAPTION_ENDINGS)
         return None, others[0] if others else ""
     try:
-        return read_text(os.path.join(picture.parent, beside[0]), MOST_CAPTION_BYTES), ""
+        # Not by joining paths, which takes as long as reading the caption.
+        return read_text(str(picture)[: -len(picture.name)] + beside[0], MOST_CAPTION_BYTES), ""
     except TextError as error:
         message = f"has a caption file that {error} ({beside[0]})."
         reading.find("unreadable_caption", "error", message, "Save it as a short UTF-8 text.", picture)
@@ -39,7 +40,7 @@ def caption_beside(picture: Path, names: Container[str], asked: Asked, reading: 
 
 def _names_beside(name: str, names: Container[str], endings: tuple[str, ...]) -> list[str]:
     stem = os.path.splitext(name)[0]
-    found = []
+    found: list[str] = []
     for ending in endings:
         for candidate in (stem + ending, stem + ending.upper(), name + ending):
             if candidate in names:

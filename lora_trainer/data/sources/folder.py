@@ -46,14 +46,15 @@ def read_folder(listing: Listing, asked: Asked, reading: Reading) -> list[Found]
     if len(plain) not in (0, len(folders)) and asked.section.repeats is None:
         reading.note(f"{root}: folders without a repeat count are taken once ({', '.join(plain[:3])}).")
     names = {folder: frozenset(listed) for folder, listed in listing.names.items()}
+    bases = {folder: root / folder for folder in names}
     found = []
     for folder, name in pictures:
         kohya = folders[folder]
         repeats = asked.repeats(kohya[0] if kohya else 1)
         if repeats == 0:
-            reading.note(f"{(root / folder)}: 0 repeats, left out.")
+            reading.note(f"{bases[folder]}: 0 repeats, left out.")
             continue
-        path = listing.path(folder, name)
+        path = bases[folder] / name
         row = rows.get(key_of(str(path)), Row(name)) if rows else Row(name)
         caption, instead = caption_beside(path, names[folder], asked, reading)
         if caption is None:

@@ -65,11 +65,13 @@ def list_folder(root: Path, reading: Reading, without: Path | None = None) -> Li
 def _kind(entry: os.DirEntry[str]) -> str:
     """A link that leads nowhere counts as a file, to be named as unreadable."""
     try:
+        if entry.is_file():
+            return "file"
         if entry.is_dir():
             return "folder"
         named = os.path.splitext(entry.name)[1].lower() in PICTURE_ENDINGS
         lost = entry.is_symlink() and not os.path.exists(entry.path)
-        return "file" if entry.is_file() or named or lost else ""
+        return "file" if named or lost else ""
     except OSError:  # a link in a circle
         return "file"
 

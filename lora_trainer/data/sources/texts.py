@@ -25,8 +25,8 @@ def read_bounded(path: str | Path, most: int) -> bytes:
                 raise TextError("is not a regular file")
             if found.st_size > most:
                 raise TextError(f"is larger than {most >> 20} MiB")
-            parts, left = [], most + 1
-            while left > 0 and (part := os.read(descriptor, min(left, 1 << 20))):
+            parts, left = [], found.st_size
+            while left > 0 and (part := os.read(descriptor, left)):
                 parts.append(part)
                 left -= len(part)
         finally:
