@@ -79,10 +79,10 @@ def together(found: Sequence[Mapping[str, Any]]) -> tuple[dict[str, Any], list[t
     shared.update({f"data.{key}": found[0][f"source.{key}"] for key in common if f"source.{key}" in found[0]})
     sides = [tuple(each.get(RESOLUTIONS, ())) for each in found]
     one_size = len(set(sides)) == 1
-    if any(sides):
-        shared["data.resolution"] = max(side for each in sides for side in each)
     if one_size and len(sides[0]) > 1:
         shared["data.resolutions"] = list(sides[0])
+    elif any(sides):
+        shared["data.resolution"] = max(side for each in sides for side in each)
     leave = {*common, *(["resolutions"] if one_size else [])}
     shared[SOURCES] = []
     for each, own_captions in zip(found, captions, strict=True):

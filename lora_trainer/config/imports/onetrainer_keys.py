@@ -54,7 +54,7 @@ def _resolution(value: Any, around: Around) -> Took:
     """`512`, `512x768`, or several with commas between them, trained together."""
     sides = [side(part.strip()) for part in str(value).split(",") if part.strip()]
     if len(sides) > 1:
-        return Took({"data.resolutions": sides, "data.resolution": max(sides)})
+        return Took({"data.resolutions": sides})
     return Took({"data.resolution": sides[0]}, "the area of that size" if "x" in str(value) else "")
 
 
