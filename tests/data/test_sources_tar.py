@@ -6,6 +6,7 @@ import contextlib
 import gzip
 import io
 import json
+import os
 import tarfile
 from pathlib import Path
 
@@ -102,7 +103,7 @@ def test_what_stands_before_damage_is_used(tmp_path: Path, damage: str) -> None:
         data[last.offset_data : last.offset_data + 64] = b"\xaa" * 64
     path.write_bytes(data)
     manifest, findings = read_manifest([path], allow_missing_captions=True)
-    errors = [(finding.code, finding.path) for finding in findings if finding.severity == "error"]
+    errors = [(finding.code, finding.path) for finding in findings if finding.severity != "note"]
     assert [sample.path.name for sample in manifest.samples] == ["0.png", "1.png"]
     assert errors == [("unreadable", path / "2.png") if damage == "overwritten picture" else ("damaged_tar", path)]
 
@@ -164,6 +165,34 @@ def test_texts_of_a_tar_that_cannot_be_used(tmp_path: Path) -> None:
         ("c.png", "unreadable_caption"),
         ("d.png", "bad_weight"),
     ]
+
+
+@pytest.mark.parametrize("kind", [tarfile.REGTYPE, tarfile.XHDTYPE, tarfile.GNUTYPE_LONGNAME])
+@pytest.mark.parametrize(
+    "size", [b"\xff" * 12, b"\xff" * 11 + b"\x00", b"\x80" + b"\x00" * 5 + b"\xff" * 6, b"77777777777\0"]
+)
+def test_sizes_that_no_member_has_end_the_reading(tmp_path: Path, kind: bytes, size: bytes) -> None:
+    path = write_tar(tmp_path / "x.tar", {"a.png": picture(1), "b.png": picture(2)})
+    data = bytearray(path.read_bytes())
+    with tarfile.open(path) as tar:
+        place = tar.getmembers()[1].offset
+    header = data[place : place + 512]
+    header[124:136], header[156:157], header[148:156] = size, kind, b" " * 8
+    header[148:156] = f"{sum(header):06o}\0 ".encode()
+    data[place : place + 512] = header
+    path.write_bytes(data)
+    manifest, findings = read_manifest([path], allow_missing_captions=True)
+    assert [sample.path.name for sample in manifest.samples] == ["a.png"]
+    assert [finding.code for finding in findings if finding.severity != "note"] == ["damaged_tar"]
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="has no pipes")
+def test_a_pipe_named_as_a_source_is_not_opened(tmp_path: Path) -> None:
+    for name in ("x.tar", "x.png", "x.parquet", "x.csv"):
+        os.mkfifo(tmp_path / name)
+    with pytest.raises(UsageError) as caught:
+        read_manifest([tmp_path / name for name in ("x.tar", "x.png", "x.parquet", "x.csv")])
+    assert len(caught.value.problems) == 4
 
 
 @settings(max_examples=60)

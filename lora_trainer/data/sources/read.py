@@ -44,6 +44,9 @@ def _last_reason(reading: Reading) -> str:
 def _read_place(place: Path, asked: Asked, reading: Reading) -> list[Found]:
     if place.is_dir():
         return _read_folder(place, asked, reading)
+    if not place.is_file():
+        reading.problem(f"{place} is a pipe or a device.", "Give a folder or a file.")
+        return []
     if place.name.lower().endswith(COMPRESSED_ENDINGS):
         fix = "Unpack it, and name the plain tar or the folder: pictures are read in place."
         reading.problem(f"{place} is a compressed tar.", fix)

@@ -16,10 +16,12 @@ from lora_trainer.data.sources.folder import is_picture
 from lora_trainer.data.sources.found import Asked, Found, Reading
 from lora_trainer.data.sources.rows import text_of
 from lora_trainer.data.sources.texts import MOST_CAPTION_BYTES, TextError, decode
+from lora_trainer.data.spans import open_bytes
 
 COMPRESSED = {b"\x1f\x8b": "gzip", b"BZh": "bzip2", b"\xfd7zXZ": "xz", b"\x28\xb5\x2f\xfd": "zstd"}
 COMPRESSED_ENDINGS = (".tgz", ".tbz2", ".txz", ".tar.gz", ".tar.bz2", ".tar.xz", ".tar.zst")
 BLOCK = tarfile.BLOCKSIZE
+MOST_HEADER_BYTES = 1 << 24
 
 
 @dataclass
@@ -34,7 +36,7 @@ def read_tar(path: Path, asked: Asked, reading: Reading) -> list[Found]:
     """The pictures of one tar in the order of its members. What stands before damage is used."""
     fix = "Unpack it (gunzip, or tar -xf) and name the plain tar or the folder: pictures are read in place."
     try:
-        with open(path, "rb") as file:
+        with open_bytes(path, None) as file:
             start = file.read(8)
             kind = next((name for magic, name in COMPRESSED.items() if start.startswith(magic)), None)
             if kind is not None:
@@ -42,7 +44,7 @@ def read_tar(path: Path, asked: Asked, reading: Reading) -> list[Found]:
                 return []
             file.seek(0)
             groups: dict[str, _Group] = {}
-            for name, span in _members(path, file, reading):
+            for name, span in _members(path, _Heads(file), reading):
                 _sort_in(groups, name, span)
             found: list[Found] = []
             for stem, group in groups.items():
@@ -54,16 +56,30 @@ def read_tar(path: Path, asked: Asked, reading: Reading) -> list[Found]:
     return found
 
 
-def _members(path: Path, file: BinaryIO, reading: Reading) -> Iterator[tuple[str, Span]]:
+class _Heads:
+    """A tar's file for reading headers alone: one that says it is larger than any real one is not read into memory."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self.seek, self.tell, self._file = file.seek, file.tell, file
+
+    def read(self, size: int) -> bytes:
+        if not 0 <= size <= MOST_HEADER_BYTES:
+            raise tarfile.ReadError(f"a header of {size:,} bytes")
+        return self._file.read(size)
+
+
+def _members(path: Path, file: _Heads, reading: Reading) -> Iterator[tuple[str, Span]]:
     """(cleaned name, span) of each regular member; one finding where the tar is damaged."""
     size = path.stat().st_size
-    links = 0
+    links = count = end = 0
     reason = ""
-    end = 0
     try:
-        with tarfile.open(fileobj=file, mode="r:", errorlevel=0) as tar:
+        with tarfile.open(fileobj=file, mode="r:", errorlevel=0) as tar:  # type: ignore[call-overload]
             while (member := tar.next()) is not None:
-                tar.members = []  # type: ignore[attr-defined] # a million of them need not stay
+                tar.members = []  # a million of them need not stay
+                if member.size < 0 or tar.offset <= end:  # it would be read for ever
+                    reason = f"a size of {member.size} bytes"
+                    break
                 end = tar.offset
                 if member.isdir():
                     continue
@@ -75,6 +91,7 @@ def _members(path: Path, file: BinaryIO, reading: Reading) -> Iterator[tuple[str
                     break
                 name = _clean(member.name)
                 if name:
+                    count += 1
                     yield name, Span(path, member.offset_data, member.size)
             end = max(end, tar.offset)
     except (tarfile.TarError, EOFError, ValueError, OverflowError, RecursionError) as error:
@@ -82,8 +99,8 @@ def _members(path: Path, file: BinaryIO, reading: Reading) -> Iterator[tuple[str
     if not reason and not _ends_well(path, end, size):
         reason = f"no header of a member at byte {end}"
     if reason:
-        message = f"is damaged ({reason.split(chr(10))[0]}); what stands before that is used."
-        reading.find("damaged_tar", "error", message, "Make or download it again.", path)
+        message = f"is damaged ({reason.splitlines()[0]}); only the {count} members before that are used."
+        reading.find("damaged_tar", "warning", message, "Make or download it again.", path)
     if links:
         reading.note(f"{path}: {links} links and other members that are no plain files are left out.")
 
