@@ -213,6 +213,11 @@ class BucketPlan:
         return dict(Counter(bucket for views in self.views for bucket in {view.fit.bucket for view in views}))
 
     @property
+    def most(self) -> int:
+        """Views of the sample that has most of them, those that come out alike counted once."""
+        return max((len(set(views)) for views in self.views), default=0)
+
+    @property
     def lines(self) -> tuple[str, ...]:
         """For people: `3 buckets: 128x128 (14), 96x160 (6), 160x96 (1)`."""
         word = "bucket" if len(self.counts) == 1 else "buckets"

@@ -7,7 +7,7 @@ from lora_trainer.config.toml import shown
 from lora_trainer.production.caching import cache_folder, plan_caches
 from lora_trainer.production.choices import card_gib, choose
 from lora_trainer.production.inputs import Inputs, arithmetic, own_architecture
-from lora_trainer.production.messages import show_captions
+from lora_trainer.production.messages import show_captions, show_views
 from lora_trainer.production.order import Order
 from lora_trainer.production.plan import make_plan
 from lora_trainer.production.plan_view import show_plan as show_memory
@@ -23,8 +23,7 @@ def show_plan(order: Order, inputs: Inputs) -> None:
     held_out = f", {len(inputs.held_out)} held out for validation" if inputs.held_out else ", none held out"
     console.print(f"model: {inputs.facts.path} ({inputs.family.name}, {inputs.resolution} px)")
     console.print(f"samples: {len(inputs.train)} trained{held_out}")
-    for line in inputs.train_plan.lines:
-        console.print(f"  {line}")
+    show_views(config, inputs, console)
     console.print(f"steps: {steps.line}")
     show_captions(config, inputs, console, choices.encoder_dtype.itemsize)
     console.print(f"caches in {cache_folder(config)}:")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,8 @@ from lora_trainer.models import FAMILIES
 from lora_trainer.models.family import USUAL_FAMILY, Architecture, Family, ModelFacts
 from lora_trainer.models.folder import detect_family, read_config
 from lora_trainer.production.counting import counting
+
+LATENT_BYTES = 4  # of each number of the cached latents: fp32
 
 
 @dataclass(frozen=True)
@@ -198,6 +200,20 @@ def dataset_facts(inputs: Inputs) -> dict[str, Any]:
         ],
         "notes": list(inputs.report.notes),
     }
+
+
+def latent_bytes(samples: Sequence[Sample], plan: BucketPlan, facts: ModelFacts) -> int:
+    """What the latents of all views take on disk, with their masks, each once. `plan` stands in the samples' order."""
+    distinct = {
+        (sample.content, sample.mask, view): (view.fit.bucket, sample.mask is not None)
+        for sample, views in zip(samples, plan.views, strict=True)
+        for view in views
+    }
+    values = (
+        bucket.width * bucket.height // facts.downscale**2 * (2 * facts.latent_channels + masked)
+        for bucket, masked in distinct.values()
+    )
+    return LATENT_BYTES * sum(values)
 
 
 def arithmetic(config: Config, train: tuple[Sample, ...], max_micro: int, processes: int) -> StepArithmetic:

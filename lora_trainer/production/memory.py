@@ -47,11 +47,16 @@ class Demand:
     averaged: bool
     limit_gib: float | None
     encoder: tuple[int, int] = (0, 0)
+    several: bool = False  # resolutions are given as a list
 
     @property
     def area(self) -> int:
         """Of one sample's latents; buckets are never larger."""
-        return (max(self.resolution // self.pixel_step, 1) * self.pixel_step // self.downscale) ** 2
+        return max(self.resolution, self.pixel_step) ** 2 // self.downscale**2
+
+    def at(self, side: int) -> str:
+        """The setting that trains at a resolution."""
+        return f"data.resolutions=[{side}]" if self.several else f"data.resolution={side}"
 
 
 @dataclass(frozen=True)
@@ -256,7 +261,7 @@ def milder(demand: Demand) -> Iterator[tuple[str, Demand]]:
         if rank < demand.rank:
             yield f"lora.rank={rank}", replace(demand, rank=rank)
     for side in range(demand.resolution - STEP_DOWN, demand.pixel_step * 4 - 1, -STEP_DOWN):
-        yield f"data.resolution={side}", replace(demand, resolution=side)
+        yield demand.at(side), replace(demand, resolution=side)
     for side in range(demand.resolution - STEP_DOWN, demand.pixel_step * 4 - 1, -STEP_DOWN):
         both = replace(small, resolution=side, rank=min(demand.rank, SMALLER_RANKS[-2]))
-        yield f"memory.base_precision=fp8 --set lora.rank={both.rank} --set data.resolution={side}", both
+        yield f"memory.base_precision=fp8 --set lora.rank={both.rank} --set {demand.at(side)}", both

@@ -13,7 +13,7 @@ from lora_trainer.config.schema import CaptionsSection, Config
 from lora_trainer.data.captions import lacks_trigger
 from lora_trainer.data.sample import Sample
 from lora_trainer.monitor.progress import duration
-from lora_trainer.production.inputs import Inputs, caption_rules, own_architecture
+from lora_trainer.production.inputs import Inputs, caption_rules, latent_bytes, own_architecture
 from lora_trainer.production.record import Record
 
 if TYPE_CHECKING:
@@ -56,6 +56,23 @@ def of_each_source(samples: Sequence[Sample], most: int) -> list[Sample]:
     places = sorted(first.values())[:most]
     places += [place for place in range(min(most, len(samples))) if place not in places]
     return [samples[place] for place in sorted(places[:most])]
+
+
+def show_views(config: Config, inputs: Inputs, console: Console) -> None:
+    """The buckets, and where pictures have several views what these take on disk."""
+    plan = inputs.train_plan
+    for line in plan.lines:
+        console.print(line)
+    if plan.most == 1:
+        return
+    size, limit = latent_bytes(inputs.train, plan, inputs.facts) / 1e9, config.cache.limit_gb
+    told = f"{size:.1f} GB" if size >= 1 else f"{1000 * size:.0f} MB"
+    held = f"{told} of latents on disk" if config.cache.latents else "encoded while training"
+    console.print(f"up to {plan.most} views of each picture, used in turn: {held}")
+    if config.cache.latents and size > limit / 2:
+        console.print(
+            f"note: that is most of cache.limit_gb={limit:g}. Set data.crop_variants or colour_variants lower."
+        )
 
 
 def show_captions(config: Config, inputs: Inputs, console: Console, itemsize: int) -> None:

@@ -14,6 +14,7 @@ from lora_trainer.core.io import user_cache_folder
 from lora_trainer.data.captions import settled
 from lora_trainer.data.sample import Sample
 from lora_trainer.data.split import split_held_out
+from lora_trainer.data.views import plan_views
 from lora_trainer.models import FAMILIES
 from lora_trainer.models.family import Architecture, Family, public_architecture
 from lora_trainer.models.ledger import Gauge, stored_gauge
@@ -22,9 +23,11 @@ from lora_trainer.optim.state_size import optimizer_state_bytes
 from lora_trainer.production.inputs import (
     arithmetic,
     caption_rules,
+    latent_bytes,
     list_data,
     read_architecture,
     read_model,
+    trained_framings,
     trained_resolution,
 )
 from lora_trainer.production.memory import GIB, Demand, Fit, choose_fit, parts_of, what_would_fit
@@ -33,7 +36,7 @@ from lora_trainer.training.gauge import traced_gauge
 
 # Dense bf16 with fp32 accumulation, TFLOP/s: measured for the H100, from data sheets for the others.
 CARD_TFLOPS = {"H100": 790.0, "RTX 4090": 165.0, "RTX 3060": 25.5}
-CACHED_BYTES = 4  # of each number in the caches: fp32
+CACHED_BYTES = 4  # of each number in the cache of texts: fp32
 LORA_BYTES, LORA_FILES = 2, 2
 WORTH_FREEING_GIB = 0.1
 
@@ -135,6 +138,7 @@ def make_demand(
         gauge=gauge_of(family, architecture, config),
         rank=config.lora.rank,
         resolution=trained_resolution(config, facts),
+        several=bool(config.data.resolutions),
         downscale=facts.downscale,
         pixel_step=facts.pixel_step,
         samples=math.ceil(config.batch.effective / world),
@@ -174,11 +178,10 @@ def disk_gib(
     config: Config, family: Family, architecture: Architecture, demand: Demand, samples: tuple[Sample, ...]
 ) -> float:
     """Caches, checkpoints (one more than are kept, while it is written) and both LoRA files."""
-    latents = 2 * architecture.facts.latent_channels * demand.area if config.cache.latents else 0
+    views = plan_views(samples, trained_framings(config, architecture.facts))
+    latents = latent_bytes(samples, views, architecture.facts) if config.cache.latents else 0
     texts = sum(math.prod(shape) for shape in family.cond_shapes(architecture.denoiser).values())
-    cached = CACHED_BYTES * (
-        len(samples) * latents + len({text for sample in samples for text in sample.texts}) * texts
-    )
+    cached = latents + CACHED_BYTES * texts * len({text for sample in samples for text in sample.texts})
     shapes = demand.gauge.shapes(demand.rank)
     trained = sum(map(math.prod, shapes))
     checkpoint = 4 * trained * (2 if demand.averaged else 1) + optimizer_state_bytes(demand.optimizer, shapes)
@@ -208,7 +211,7 @@ def advice(demand: Demand, fit: Fit, architecture: Architecture) -> list[str]:
         whole = choose_fit(replace(demand, resolution=native))
         verdict = (
             f"fits too, at {whole.parts.peak:.1f} GiB with {whole.precision} weights and {whole.checkpointed} of "
-            f"{whole.blocks} blocks checkpointed: --set data.resolution={native}"
+            f"{whole.blocks} blocks checkpointed: --set {demand.at(native)}"
             if whole.fits
             else f"does not fit: it needs {whole.parts.peak:.1f} GiB"
         )

@@ -23,7 +23,7 @@ from lora_trainer.production.caching import CachePlans, cached_data, fill_caches
 from lora_trainer.production.choices import Choices, asked_by_user, cap_memory, choose
 from lora_trainer.production.feed import Feed, fresh_latents, make_feed
 from lora_trainer.production.inputs import Inputs, arithmetic, own_architecture
-from lora_trainer.production.messages import show_captions
+from lora_trainer.production.messages import show_captions, show_views
 from lora_trainer.production.order import Order
 from lora_trainer.production.release import draw_while_training
 from lora_trainer.training.build import Built, build_learner
@@ -116,7 +116,8 @@ def open_session(order: Order, inputs: Inputs) -> Session:
 def prepare(session: Session, settings: dict[str, Any]) -> Prepared:
     """Fill the caches, then build the learner; `settings` go into each checkpoint. Raises UserError."""
     inputs, console = session.inputs, session.console
-    for line in (*inputs.train_plan.lines, session.steps.line, *session.choices.lines):
+    show_views(session.config, inputs, console)
+    for line in (session.steps.line, *session.choices.lines):
         console.print(line)
     show_captions(session.config, inputs, console, session.choices.encoder_dtype.itemsize)
     began = time.monotonic()

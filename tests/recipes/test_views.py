@@ -72,7 +72,9 @@ def begun(bench: Bench, name: str, **settings: object) -> list[float]:
 
 def test_a_stopped_run_of_many_views_goes_on_exactly(varied, straight, capsys):
     begun(varied, "broken")
-    assert "80x80" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "80x80" in said
+    assert "up to 16 views of each picture, used in turn: " in said
     assert run(varied, "broken", "--resume", data__max_aspect=1.5) == 2
     assert "data.max_aspect was 2.0 and is now 1.5" in capsys.readouterr().err
     assert run(varied, "broken", "--resume") == 0
