@@ -11,6 +11,7 @@ from pathlib import Path
 
 from lora_trainer.data.claims import oldest_user, upkeep
 from lora_trainer.data.packing import pack, remove, rewrite
+from lora_trainer.data.sources.parquet import UNPACKED
 from lora_trainer.data.store import KINDS, MARK, Shelf
 
 DEFAULT_LIMIT = 50 * 10**9  # bytes on disk
@@ -37,6 +38,7 @@ class CacheStatus:
     kinds: dict[str, KindStatus]
     former: int
     in_use: bool
+    unpacked: int = 0  # bytes of pictures out of Parquet files
 
     @property
     def bytes(self) -> int:
@@ -60,6 +62,8 @@ class CacheStatus:
             lines.append(
                 f"  {_files(self.former)} of a former version, which nothing reads; `cache clean` removes them"
             )
+        if self.unpacked:
+            lines.append(f"  {size_words(self.unpacked)} of pictures out of Parquet files; `cache clean` removes them")
         if self.in_use:
             lines.append("  in use by a run now")
         return lines
@@ -73,6 +77,7 @@ class CacheStatus:
             "kinds": kinds,
             "former": self.former,
             "in_use": self.in_use,
+            "unpacked_bytes": self.unpacked,
         }
 
 
@@ -94,7 +99,8 @@ def cache_status(folder: Path) -> CacheStatus:
         used = max((shard.used for shard in shards), default=None)
         total = sum(shard.bytes for shard in shards)
         kinds[kind] = KindStatus(len(shelf), total, len(shards), len(shelf.damaged), used)
-    return CacheStatus(folder, kinds, len(list(_former(folder))), oldest_user(folder) is not None)
+    unpacked = sum(path.stat().st_size for path in _unpacked(folder))
+    return CacheStatus(folder, kinds, len(list(_former(folder))), oldest_user(folder) is not None, unpacked)
 
 
 @dataclass(frozen=True)
@@ -133,6 +139,8 @@ def cache_clean(folder: Path, limit: int = DEFAULT_LIMIT, *, verify: bool = Fals
     removed, damaged = 0, 0
     before = _bytes_in(folder)
     leavings = [*_abandoned(folder), *_former(folder)]
+    if oldest_user(folder) is None:
+        leavings += _unpacked(folder)
     with upkeep(folder):
         for kind in KINDS:
             leavings += [folder / kind / name for name in Shelf(folder, kind).damaged]
@@ -217,6 +225,11 @@ def _former(folder: Path) -> Iterator[Path]:
     yield from (folder / "index").glob("*.json")
 
 
+def _unpacked(folder: Path) -> list[Path]:
+    """Pictures out of Parquet files, laid out to be read in place; a run that needs them lays them out again."""
+    return [path for path in (folder / UNPACKED).glob("*") if path.is_file()]
+
+
 def _abandoned(folder: Path) -> list[Path]:
     """Half-written files: all when nobody is at work, else those that are old."""
     idle = oldest_user(folder) is None
@@ -238,7 +251,7 @@ def _unlinked(path: Path) -> int:
 
 def _bytes_in(folder: Path) -> int:
     """Bytes of what this keeps in order: a cache folder may hold other things too."""
-    places: Iterable[Path] = (path for place in (*KINDS, "index") for path in (folder / place).rglob("*"))
+    places: Iterable[Path] = (path for place in (*KINDS, "index", UNPACKED) for path in (folder / place).rglob("*"))
     total = 0
     for path in places:
         with contextlib.suppress(OSError):

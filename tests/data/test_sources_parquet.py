@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pyarrow as pa
@@ -92,3 +93,20 @@ def test_rows_without_a_picture_and_files_that_are_none(tmp_path: Path, draw: Dr
     write(tmp_path / "figures.parquet", {"year": [1, 2], "loss": [0.1, 0.2]})
     assert read_manifest([tmp_path])[1] == ()
     json.dumps([finding.to_json() for finding in findings])
+
+
+def test_what_is_laid_out_is_in_the_cache_status_and_leaves_with_clean(
+    tmp_path: Path, own_cache_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from lora_trainer.data.upkeep import cache_clean, cache_status
+
+    path = write(tmp_path / "x.parquet", {"image": [png(1), png(2)], "text": ["a", "b"]})
+    before = read_manifest([path])[0].samples
+    assert cache_status(own_cache_folder).unpacked >= len(png(1)) + len(png(2))
+    cache_clean(own_cache_folder)
+    assert cache_status(own_cache_folder).unpacked == 0
+    assert read_manifest([path])[0].samples == before
+    cache_clean(own_cache_folder)
+    monkeypatch.setattr("shutil.disk_usage", lambda place: SimpleNamespace(free=100))
+    with pytest.raises(UsageError, match=r"0\.0 GB free"):
+        read_manifest([path])

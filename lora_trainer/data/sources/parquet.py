@@ -7,6 +7,7 @@ are laid side by side, once, in the user's cache folder, and read in place there
 from __future__ import annotations
 
 import hashlib
+import shutil
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from lora_trainer.data.sources.rows import TEXT_COLUMNS, text_of
 PICTURE_COLUMNS = ("image", "jpg", "jpeg", "png", "webp", "image_bytes", "bytes", "content")
 ROWS_AT_ONCE = 32
 LAYOUT = "1"  # part of the name of what is unpacked
+UNPACKED = "unpacked"  # the folder for it in the user's cache folder; `cache clean` empties it
 
 
 @dataclass(frozen=True)
@@ -39,10 +41,14 @@ def picture_column(path: Path) -> str | None:
 
 def read_parquet(path: Path, column: str, asked: Asked, reading: Reading) -> list[Found]:
     """The pictures of one file in the order of its rows. Raises what pyarrow raises."""
-    folder = user_cache_folder() / "unpacked"
+    folder = user_cache_folder() / UNPACKED
     stat = path.stat()
     identity = f"{LAYOUT} {path.resolve()} {stat.st_size} {stat.st_mtime_ns} {column}"
     blob = folder / f"{hashlib.sha256(identity.encode('utf-8', 'surrogatepass')).hexdigest()[:32]}.pictures"
+    lacking = _room_lacking(path, column, blob)
+    if lacking:
+        reading.problem(f"{path} {lacking}", "Free some, or name a folder on another disk with LORA_TRAINER_CACHE.")
+        return []
     pictures = _unpacked(path, column, blob)
     rows = _texts(path)
     found = []
@@ -58,6 +64,21 @@ def read_parquet(path: Path, column: str, asked: Asked, reading: Reading) -> lis
         found.append(Found(path / picture.name, caption, asked.repeats(), 1.0 if weight is None else weight, span))
     reading.note(f"{path}: {len(found)} pictures, {blob.stat().st_size / 1e6:.0f} MB, are laid out in {folder}.")
     return found
+
+
+def _room_lacking(path: Path, column: str, blob: Path) -> str:
+    """Both numbers where the pictures do not fit the disk; empty where they do or stand there already."""
+    from pyarrow.parquet import ParquetFile
+
+    if blob.exists():
+        return ""
+    with ParquetFile(path) as file:
+        groups = [file.metadata.row_group(number) for number in range(file.num_row_groups)]
+    chunks = [group.column(number) for group in groups for number in range(group.num_columns)]
+    size = sum(chunk.total_uncompressed_size for chunk in chunks if chunk.path_in_schema.split(".")[0] == column)
+    blob.parent.mkdir(parents=True, exist_ok=True)
+    free = shutil.disk_usage(blob.parent).free
+    return "" if size < free else f"holds {size / 1e9:.1f} GB of pictures; {blob.parent} has {free / 1e9:.1f} GB free."
 
 
 def _unpacked(path: Path, column: str, blob: Path) -> list[_Picture | None]:
