@@ -1,9 +1,10 @@
-"""`lora-trainer bench step`: how much the trainer's step costs over the least that it could."""
+"""`lora-trainer bench`: how much the trainer's step, and reading its caches, cost over the least that they could."""
 
 from __future__ import annotations
 
 import json
 import sys
+from dataclasses import asdict
 
 from rich.console import Console
 from rich.table import Table
@@ -13,11 +14,11 @@ from lora_trainer.core.errors import DONE
 from lora_trainer.core.hardware import package_versions
 
 
-def bench_command(resolved: Resolved, steps: int, as_json: bool, *, tiny: bool = False) -> int:
+def bench_command(resolved: Resolved, steps: int | None, as_json: bool, *, tiny: bool = False) -> int:
     """Measure and print; with `as_json` stdout holds one JSON document."""
-    from lora_trainer.jobs.bench import bench_step, device_name, to_json
+    from lora_trainer.jobs.bench import STEPS, bench_step, device_name, to_json
 
-    report = bench_step(resolved, steps, tiny=tiny)
+    report = bench_step(resolved, steps or STEPS, tiny=tiny)
     if as_json:
         sys.stdout.write(json.dumps(to_json(report, device_name(), package_versions()), indent=2) + "\n")
         return DONE
@@ -28,4 +29,24 @@ def bench_command(resolved: Resolved, steps: int, as_json: bool, *, tiny: bool =
     Console().print(table)
     for note in report.notes:
         print(note)
+    return DONE
+
+
+def bench_cache_command(rounds: int | None, as_json: bool) -> int:
+    """Measure reading cached latents and print; with `as_json` stdout holds one JSON document."""
+    from lora_trainer.jobs.bench import device_name
+    from lora_trainer.jobs.bench_cache import ROUNDS, bench_cache
+
+    rows = bench_cache(rounds or ROUNDS)
+    if as_json:
+        document = {"device": device_name(), "versions": package_versions(), "rows": [asdict(row) for row in rows]}
+        sys.stdout.write(json.dumps(document, indent=2) + "\n")
+        return DONE
+    columns = ("latents from", "a second", "a CPU second", "ratio")
+    table = Table(*columns, title=f"entries of {rows[0].model}, mean and spread, on {device_name()}")
+    for row in rows:
+        table.add_row(
+            row.name, f"{row.entries_per_second:,.0f}", f"{row.entries_per_cpu_second:,.0f}", f"{row.ratio:.2f}"
+        )
+    Console().print(table)
     return DONE

@@ -273,8 +273,12 @@ def _report_again(arguments: argparse.Namespace, unknown: list[Problem]) -> int:
 
 
 def _add_bench_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("what", choices=["step"], help="step: one optimizer step, beside the least that it could be")
-    parser.add_argument("--steps", type=int, default=30, metavar="N", help="timed steps of each row (30)")
+    parser.add_argument(
+        "what",
+        choices=["step", "cache"],
+        help="step: one optimizer step, beside the least that it could be; cache: reading cached latents",
+    )
+    parser.add_argument("--steps", type=int, metavar="N", help="timed steps (30) or rounds of reading (9) of each row")
     parser.add_argument(
         "--tiny", action="store_true", help="a family alone (--set model.family=sdxl): a fifth of its width"
     )
@@ -283,13 +287,15 @@ def _add_bench_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _bench(arguments: argparse.Namespace, unknown: list[Problem]) -> int:
-    if arguments.steps < 2:
+    if arguments.steps is not None and arguments.steps < 2:
         unknown.append(Problem(f"--steps {arguments.steps} is too few.", "At least 2 are needed for a median."))
     resolved = resolved_from(arguments, unknown)
     if explained(arguments, resolved):
         return DONE
-    from lora_trainer.cli.bench import bench_command
+    from lora_trainer.cli.bench import bench_cache_command, bench_command
 
+    if arguments.what == "cache":
+        return bench_cache_command(arguments.steps, arguments.json)
     return bench_command(resolved, arguments.steps, arguments.json, tiny=arguments.tiny)
 
 
@@ -365,10 +371,10 @@ COMMANDS = {
         "examples:\n  lora-trainer report runs/cat\n  lora-trainer report runs/cat runs/cat-2 --output cats.html\n",
     ),
     "bench": Command(
-        "measure the trainer's step beside the least that it could be",
+        "measure the trainer's step, or reading caches, beside the least that it could be",
         _add_bench_arguments,
         _bench,
-        "example:\n  lora-trainer bench step --preset 12gb --json\n",
+        "examples:\n  lora-trainer bench step --preset 12gb --json\n  lora-trainer bench cache\n",
     ),
     "import": Command(
         "turn another trainer's config into one of this program, key by key",
