@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import math
+import re
 from pathlib import Path
 
 import pytest
@@ -69,3 +70,12 @@ def test_the_description_names_counts() -> None:
 def test_a_resolution_below_the_step_is_refused() -> None:
     with pytest.raises(UsageError, match=r"data\.resolution is 32.*64"):
         make_buckets(32, 64, 2.0)
+
+
+def test_the_documented_buckets_are_made() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "buckets.md").read_text(encoding="utf-8")
+    rows = dict(re.findall(r"^\| (\d+) \| ((?:\d+x\d+(?:, )?)+) \|$", page, re.MULTILINE))
+    assert set(rows) == {"512", "768", "1024"}
+    for resolution, buckets in rows.items():
+        made = make_buckets(int(resolution), 64, 2.0)
+        assert buckets.split(", ") == [str(bucket) for bucket in made if bucket.width >= bucket.height]
