@@ -56,6 +56,11 @@ class TrainingFacts:
     input_perturbation: float | None = None
     zero_terminal_snr: bool = False
     caption_dropout: float = 0.0
+    caption_dropout_every_epochs: int = 0
+    caption_tag_dropout: float = 0.0
+    shuffle_captions: bool = False
+    keep_tokens: int = 0
+    trigger: str | None = None
     dropout: float = 0.0
     rank_stabilised: bool = False
     ema_decay: float | None = None
@@ -119,6 +124,8 @@ def header(facts: TrainingFacts) -> dict[str, str]:
         "lora_trainer.ema_decay": facts.ema_decay,
         "lora_trainer.held_out": facts.held_out,
     }
+    if facts.trigger:
+        values["modelspec.trigger_phrase"] = facts.trigger
     # kohya writes Python's own text of each value, and its readers look for "None", "True" and "False".
     return {key: str(value) for key, value in values.items()}
 
@@ -134,6 +141,10 @@ def _loss_and_noise(facts: TrainingFacts) -> dict[str, object]:
         "ss_multires_noise_iterations": facts.multires_iterations,
         "ss_multires_noise_discount": facts.multires_discount,
         "ss_caption_dropout_rate": facts.caption_dropout,
+        "ss_caption_dropout_every_n_epochs": facts.caption_dropout_every_epochs,
+        "ss_caption_tag_dropout_rate": facts.caption_tag_dropout,
+        "ss_shuffle_caption": facts.shuffle_captions,
+        "ss_keep_tokens": facts.keep_tokens,
     }
 
 

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from lora_trainer import __version__
 from lora_trainer.config.schema import Config
 from lora_trainer.core.errors import Problem, TrainingFailed
+from lora_trainer.data.captions import TRIGGER
 from lora_trainer.data.steps import StepArithmetic
 from lora_trainer.evaluation.held_out import EncodedSample
 from lora_trainer.evaluation.loading import free_memory
@@ -130,6 +131,11 @@ def training_facts(
         input_perturbation=config.noise.input_perturbation or None,
         zero_terminal_snr=config.noise.zero_terminal_snr or bool(alphas[-1] == 0),
         caption_dropout=config.captions.dropout,
+        caption_dropout_every_epochs=config.captions.dropout_every_epochs,
+        caption_tag_dropout=config.captions.tag_dropout,
+        shuffle_captions=config.captions.shuffle,
+        keep_tokens=config.captions.keep_tokens,
+        trigger=config.captions.trigger,
         dropout=config.lora.dropout,
         rank_stabilised=config.lora.rank_stabilised,
         ema_decay=config.train.ema_decay,
@@ -225,11 +231,13 @@ def draw_comparison(
 
 
 def sample_prompts(config: Config, inputs: Inputs) -> list[str]:
-    """The prompts asked for; else different captions of the data, held-out ones first."""
+    """The prompts asked for, `[trigger]` filled in; else different captions of the data, held-out ones first."""
     if config.sample.prompts:
-        return list(config.sample.prompts)
-    captions = dict.fromkeys(sample.caption for sample in (*inputs.held_out, *inputs.train))
-    return list(captions)[: config.sample.count]
+        word = config.captions.trigger
+        return [prompt.replace(TRIGGER, word) if word else prompt for prompt in config.sample.prompts]
+    samples = (*inputs.held_out, *inputs.train)
+    learned = [sample for sample in samples if not sample.regularisation] or samples
+    return list(dict.fromkeys(sample.caption for sample in learned))[: config.sample.count]
 
 
 def draw_while_training(

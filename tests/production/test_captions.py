@@ -1,0 +1,82 @@
+"""Captions of a run: each source by its own rules, what is told of them, and which prompts they become."""
+
+from __future__ import annotations
+
+import pytest
+from rich.console import Console
+
+from lora_trainer.config.layers import Layer, resolve
+from lora_trainer.config.schema import Config
+from lora_trainer.production.inputs import Inputs, read_inputs
+from lora_trainer.production.messages import show_captions
+from lora_trainer.production.plan import planned_samples
+from lora_trainer.production.release import sample_prompts
+from tests.recipes.recipe import draw_pictures
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory: pytest.TempPathFactory) -> Config:
+    """A source by the run's rules, one by its own, and one of regularisation pictures."""
+    root = tmp_path_factory.mktemp("sources")
+    for name, written in {"plain": "ring, red, big", "own": "(ring:1.4), {red|blue}", "class": "a ring"}.items():
+        folder = draw_pictures(root / name, count=6)
+        for index, text in enumerate(sorted(folder.glob("*.txt"))):
+            text.write_text(f"{written}, number {index}", encoding="utf-8")
+            picture = text.with_suffix(".png")
+            picture.write_bytes(picture.read_bytes() + name.encode())  # other content in each folder
+    own = {"wildcards": True, "weighted_words": True, "variants": 4, "keep_tokens": 1}
+    sources = [
+        str(root / "plain"),
+        {"path": str(root / "own"), "captions": own},
+        {"path": str(root / "class"), "regularisation": True},
+    ]
+    values = {
+        "data": {"sources": sources, "resolution": 64, "allow_upscale": True},
+        "captions": {"trigger": "zobo", "shuffle": True, "dropout": 0.1},
+        "sample": {"prompts": ["[trigger] at sea"]},
+    }
+    return resolve([Layer("a test", values)]).config
+
+
+@pytest.fixture(scope="module")
+def inputs(config: Config) -> Inputs:
+    return read_inputs(config)
+
+
+def test_each_source_has_its_own_rules(inputs: Inputs) -> None:
+    plain, own, kept = ([sample for sample in inputs.train if sample.source == source] for source in range(3))
+    assert all(sample.caption.startswith("zobo, ring, red, big") for sample in plain)
+    assert all(len(sample.texts) == 8 and all("zobo" in text for text in sample.texts) for sample in plain)
+    assert all(sample.caption.startswith("ring, red, number") for sample in own)
+    assert all(sample.weighted and len(sample.texts) == 4 for sample in own)
+    assert all(text.startswith(("(ring:1.4), red", "(ring:1.4), blue")) for sample in own for text in sample.texts)
+    assert kept
+    assert all(sample.caption.startswith("a ring") and "zobo" not in "".join(sample.texts) for sample in kept)
+    assert all(sample.texts == (sample.caption,) for sample in inputs.held_out)
+    assert {sample.caption for sample in inputs.manifest.samples} >= {"ring, red, big, number 0"}  # as written
+
+
+def test_what_is_told_of_them(config: Config, inputs: Inputs) -> None:
+    console = Console(width=200)
+    with console.capture() as captured:
+        show_captions(config, inputs, console, 4)
+    told = captured.get()
+    assert "captions as they are trained, 10% of the time without:" in told
+    assert "picture_0.png: 'zobo, ring, red, big, number 0'  (8 variants)" in told
+    varied = [sample for sample in inputs.train if len(sample.texts) > 1]
+    count = len({text for sample in varied for text in sample.texts})
+    size = count * 4 * 77 * 64 / 1e6  # the built-in base's text encoder is 64 wide
+    assert f"8 variants of {len(varied)} captions: {count} texts, {size:.0f} MB" in told
+    assert "captions.keep_tokens does nothing without" in told
+
+
+def test_a_plan_counts_the_same_texts(config: Config, inputs: Inputs) -> None:
+    assert {sample.texts for sample in planned_samples(config)} == {sample.texts for sample in inputs.train}
+
+
+def test_prompts_have_the_trigger_filled_in(config: Config, inputs: Inputs) -> None:
+    assert sample_prompts(config, inputs) == ["zobo at sea"]
+    unasked = config.model_copy(update={"sample": config.sample.model_copy(update={"prompts": (), "count": 99})})
+    assert set(sample_prompts(unasked, inputs)) == {
+        sample.caption for sample in (*inputs.train, *inputs.held_out) if not sample.regularisation
+    }
