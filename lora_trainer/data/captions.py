@@ -16,9 +16,10 @@ from __future__ import annotations
 import hashlib
 import math
 import re
+import struct
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 
 from lora_trainer.config.schema import CaptionsSection
 from lora_trainer.core.randomness import position_turn, position_uniform
@@ -51,8 +52,7 @@ def make_texts(written: str, rules: CaptionsSection) -> Texts:
     canonical = _whole(_filled(written, rules, lambda count, place: 0), rules)
     variants = [canonical]
     if rules.wildcards or rules.shuffle or rules.tag_dropout:
-        name = hashlib.sha256(written.encode("utf-8", "surrogatepass")).hexdigest()[:32]
-        variants = [_variant(written, name, rules, number) for number in range(rules.variants)]
+        variants = _variants(written, rules)
     if len(set(variants)) == 1:
         variants = variants[:1]
     if rules.weighted_words:
@@ -98,9 +98,10 @@ class _Tags:
     free: list[str]
     back: list[str]
 
-    def text(self, rules: CaptionsSection) -> str:
-        separator = rules.separator
-        return (separator if separator[-1].isspace() else f"{separator} ").join([*self.front, *self.free, *self.back])
+    def text(self, rules: CaptionsSection, free: Sequence[str] | None = None) -> str:
+        """Joined, with other tags in place of the free ones."""
+        separator = rules.separator if rules.separator[-1].isspace() else f"{rules.separator} "
+        return separator.join([*self.front, *(self.free if free is None else free), *self.back])
 
 
 def _tags(text: str, rules: CaptionsSection) -> _Tags:
@@ -144,51 +145,65 @@ def _whole(text: str, rules: CaptionsSection) -> str:
     return _Tags([rules.trigger], [text] if text else [], []).text(rules)
 
 
-def _variant(written: str, name: str, rules: CaptionsSection, number: int) -> str:
-    """One of the texts that are trained. `name` stands for the caption in what is drawn."""
-
-    def pick(count: int, place: int) -> int:
-        turn, spot = divmod(number, count)  # all are taken once before one is taken again
-        return _order(count, name, "wildcard", place, turn)[spot]
-
-    text = _filled(written, rules, pick)
-    if not (rules.shuffle or rules.tag_dropout):
-        return _whole(text, rules)
-    tags = _tags(text, rules)
-    free = tags.free
-    if rules.shuffle:
-        free = [free[index] for index in _order(len(free), name, "shuffle", number)]
-    if rules.tag_dropout:
-        free = [
-            tag
-            for tag in free
-            if number not in _missing_from(tag, name, rules.variants, rules.tag_dropout)
-            or (rules.trigger and has_trigger(tag, rules.trigger))
-        ]
-    return replace(tags, free=free).text(rules)
+def _variants(written: str, rules: CaptionsSection) -> list[str]:
+    """All texts that are trained; what is drawn hangs on the caption and the number of the text."""
+    name = hashlib.sha256(written.encode("utf-8", "surrogatepass")).hexdigest()[:32]
+    splits = rules.shuffle or rules.tag_dropout
+    found: list[str] = []
+    tags: _Tags | None = None
+    for number in range(rules.variants):
+        if rules.wildcards or tags is None:
+            text = _filled(written, rules, partial(_picked, name, number))
+            if not splits:
+                found.append(_whole(text, rules))
+                continue
+            tags = _tags(text, rules)
+        found.append(tags.text(rules, _free(tags.free, name, rules, number)))
+    return found
 
 
-@lru_cache(maxsize=4096)
-def _missing_from(tag: str, name: str, variants: int, share: float) -> frozenset[int]:
-    """The variants that leave a tag out: exactly its share of them, on average where that is no whole number."""
-    count = math.floor(variants * share + _key(8, name, "tag_share", tag) / 2**64)
-    return frozenset(_order(variants, name, "tag_dropout", tag)[:count])
+def _picked(name: str, number: int, count: int, place: int) -> int:
+    """Which of so many choices a text takes: all are taken once before one is taken again."""
+    turn, spot = divmod(number, count)
+    return _orders(count, turn + 1, name, "wildcard", place)[turn][spot]
 
 
-def _order(count: int, *position: int | str) -> list[int]:
-    """The numbers below `count` in an order that the position draws: one hash, as captions are many and short."""
-    key = _key(16 + 2 * count, *position)
-    order = list(range(count))
-    for last in range(count - 1, 0, -1):
-        key, other = divmod(key, last + 1)
-        order[last], order[other] = order[other], order[last]
-    return order
+def _free(tags: Sequence[str], name: str, rules: CaptionsSection, number: int) -> list[str]:
+    """The free tags of one of the texts, shuffled and dropped."""
+    count = len(tags)
+    order: Sequence[int] = range(count)
+    if rules.shuffle and count:
+        order = _orders(count, rules.variants, name, "shuffle")[number]
+    if not rules.tag_dropout:
+        return [tags[place] for place in order]
+    missing, trigger = _missing(count, name, rules.variants, rules.tag_dropout), rules.trigger
+    return [
+        tags[place]
+        for place in order
+        if number not in missing[place] or (trigger and has_trigger(tags[place], trigger))
+    ]
 
 
-def _key(size: int, *position: int | str) -> int:
-    """A number of so many bytes."""
+@lru_cache(maxsize=64)
+def _missing(count: int, name: str, variants: int, share: float) -> list[list[int]]:
+    """The variants that leave out each of so many tags: its share of them, on average where that is no whole number."""
+    orders = _orders(variants, count, name, "tag_dropout")
+    shares = _words(count, name, "tag_share")
+    return [order[: int(variants * share + word / 2**32)] for order, word in zip(orders, shares, strict=True)]
+
+
+@lru_cache(maxsize=64)
+def _orders(count: int, rounds: int, *position: int | str) -> list[list[int]]:
+    """The numbers below `count` in so many orders that the position draws; more rounds leave the first ones as they are."""
+    words = _words(count * rounds, *position)
+    numbers = range(count)
+    return [sorted(numbers, key=words[first : first + count].__getitem__) for first in range(0, len(words), count or 1)]
+
+
+def _words(count: int, *position: int | str) -> tuple[int, ...]:
+    """Numbers below 2^32 that the position draws: one hash for all, as captions are many."""
     text = "\x1f".join(map(str, position)).encode("utf-8", "surrogatepass")
-    return int.from_bytes(hashlib.shake_128(text).digest(size), "big")
+    return struct.unpack(f">{count}I", hashlib.shake_128(text).digest(4 * count))
 
 
 def settled(samples: Sequence[Sample], rules: Sequence[CaptionsSection]) -> tuple[Sample, ...]:
