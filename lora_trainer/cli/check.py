@@ -5,16 +5,17 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 from rich.console import Console
 from rich.padding import Padding
 from rich.text import Text
 
 from lora_trainer.config.schema import Config
-from lora_trainer.core.errors import DATASET_REFUSED, DONE
-from lora_trainer.core.findings import Finding
+from lora_trainer.core.errors import DATASET_REFUSED, DONE, Problem, UsageError
 from lora_trainer.core.io import finite
 from lora_trainer.data.check import DataReport
+from lora_trainer.data.sample import Sample
 from lora_trainer.data.steps import StepArithmetic
 from lora_trainer.models.family import ModelFacts
 from lora_trainer.production.inputs import arithmetic, held_out_split, read_data
@@ -22,12 +23,11 @@ from lora_trainer.production.printed import show
 
 COLOURS = {"error": "red", "warning": "yellow", "note": "cyan"}
 MOST_NAMES = 40  # files listed under one finding
-SEVERITIES = ("error", "warning", "note")
 
 
-def check_command(config: Config, as_json: bool, facts: ModelFacts) -> int:
-    """Print the report; 0 when the data passes the gate, 3 when it does not."""
-    report = read_data(config, facts)[1]
+def check_command(config: Config, as_json: bool, facts: ModelFacts, page: Path | None = None) -> int:
+    """Print the report, and write its page where one is asked for; 0 when the data passes the gate, 3 when it does not."""
+    manifest, report = read_data(config, facts)
     train, held_out = held_out_split(config, report)
     steps = arithmetic(config, train, config.batch.max_micro or config.batch.effective, processes=1)
     if as_json:
@@ -35,7 +35,23 @@ def check_command(config: Config, as_json: bool, facts: ModelFacts) -> int:
         sys.stdout.write(json.dumps(finite(document), indent=2, ensure_ascii=False) + "\n")
     else:
         show_report(report, steps, len(held_out), Console(highlight=False))
+    if page is not None:
+        _write_page(report, manifest.samples, steps, len(held_out), page)
     return DONE if report.passed else DATASET_REFUSED
+
+
+def _write_page(
+    report: DataReport, samples: Sequence[Sample], steps: StepArithmetic, held_out: int, page: Path
+) -> None:
+    """Raises UsageError when it cannot be written."""
+    from lora_trainer.production.report.dataset import write_dataset
+
+    try:
+        write_dataset(report, samples, steps, held_out, page)
+    except OSError as error:
+        message = f"{page} cannot be written ({(error.strerror or str(error)).lower()})."
+        raise UsageError(Problem(message, "Name another file with --html.")) from error
+    print(f"page: {page}", file=sys.stderr)
 
 
 def show_report(report: DataReport, steps: StepArithmetic, held_out: int, console: Console) -> None:
@@ -54,17 +70,17 @@ def show_report(report: DataReport, steps: StepArithmetic, held_out: int, consol
 
 def show_findings(report: DataReport, console: Console) -> None:
     """Each kind of finding with its files, worst first; a narrow terminal wraps the lines and cuts none off."""
-    groups: dict[tuple[int, str], list[Finding]] = {}
-    for finding in report.findings:
-        groups.setdefault((SEVERITIES.index(finding.severity), finding.code), []).append(finding)
-    for (rank, code), group in sorted(groups.items()):
-        first, severity = group[0], SEVERITIES[rank]
-        message = f"{report.name_of(first.path)} {first.message}" if first.path else first.message
-        if severity == "error":
-            message = report.refusal(code, group).message
-        elif len(group) > 1:
-            message = f"{len(group)} files: {code.replace('_', ' ')} (first: {message.rstrip('.')})."
-        show(console, Text(severity, style=COLOURS[severity]).append(f"  {message}", style="default"))
+    for code, group in report.grouped:
+        first = group[0]
+        if first.path is None:
+            message = first.message
+        elif len(group) == 1 and first.severity != "error":
+            message = f"{report.name_of(first.path)} {first.message}"
+        else:
+            message = (
+                f"{report.heading(code, group)} (first: {report.name_of(first.path)} {first.message.rstrip('.')})."
+            )
+        show(console, Text(first.severity, style=COLOURS[first.severity]).append(f"  {message}", style="default"))
         names = [report.name_of(finding.path) for finding in group if finding.path]
         for line in (f"in {some(names)}" if len(names) > 1 else "", first.fix):
             if line:

@@ -84,11 +84,42 @@ class DataReport:
         """One kind of error as a problem: how many files have it, and the first."""
         if group[0].path is None:
             return Problem(group[0].message, group[0].fix)
-        text = MANY.get(code, "have an error: " + code.replace("_", " "))
         first = f"(first: {self.name_of(group[0].path)} {group[0].message.rstrip('.')})"
+        return Problem(f"{self.heading(code, group)} {first}.", group[0].fix)
+
+    def heading(self, code: str, group: Sequence[Finding]) -> str:
+        """How many files have one kind of finding: `3 of 20 files are blurred`."""
+        if code == "near_duplicate":
+            about = {finding.path for finding in group}
+            found = [len(each) for each in self.groups if about.intersection(each)]
+            one = "look the same" if len(found) == 1 else f"look the same, in {len(found)} groups"
+            return f"{sum(found)} of {self.counted} files {one}"
+        text = MANY.get(code, "have a finding: " + code.replace("_", " "))
         if len(group) == 1:
-            text = text.replace("have ", "has ", 1).replace("are ", "is ", 1).replace("list ", "lists ", 1)
-        return Problem(f"{len(group)} of {self.counted} files {text} {first}.", group[0].fix)
+            for many, one in (
+                ("have ", "has "),
+                ("are ", "is "),
+                ("list ", "lists "),
+                ("look ", "looks "),
+                ("name ", "names "),
+            ):
+                if text.startswith(many):
+                    text = one + text.removeprefix(many)
+                    break
+            text = text.replace("captions without", "a caption without").replace(
+                "copies of others", "a copy of another"
+            )
+            text = text.replace("mirror images of others", "the mirror image of another")
+        return f"{len(group)} of {max(self.counted, len(group))} files {text}"
+
+    @property
+    def grouped(self) -> list[tuple[str, tuple[Finding, ...]]]:
+        """(code, findings) of each kind and severity, worst first, then the most frequent."""
+        groups: dict[tuple[str, str], list[Finding]] = {}
+        for finding in self.findings:
+            groups.setdefault((finding.severity, finding.code), []).append(finding)
+        ranked = sorted(groups.items(), key=lambda each: (SEVERITIES.index(each[0][0]), -len(each[1]), each[0][1]))
+        return [(code, tuple(found)) for (_, code), found in ranked]
 
     def to_json(self, steps: dict[str, Any]) -> dict[str, Any]:
         """The document of `check --json`; `steps` is the step arithmetic."""
@@ -125,4 +156,23 @@ MANY = {
     "mask_differs": "have a mask of another shape",
     "unreadable_mask": "have a mask that cannot be read",
     "too_small": "are far smaller than they would be trained at",
+    "foreign_format": "are in a format that is not read",
+    "missing_mask": "have no mask",
+    "two_captions": "have two captions",
+    "orphan_caption": "are captions without a picture",
+    "absent_picture": "name pictures that are not there",
+    "garbled_caption": "have a caption with garbled letters",
+    "long_caption": "have a caption longer than the model reads",
+    "upscaled": "are smaller than they are trained at",
+    "cropped": "are cut down to less than half",
+    "duplicate": "are copies of others",
+    "mirrored": "are mirror images of others",
+    "uniform": "are nearly one colour",
+    "transparent": "are transparent in part",
+    "blurred": "are blurred",
+    "over_compressed": "are compressed too far",
+    "border": "have a border of one colour",
+    "animated": "have several frames",
+    "wrong_ending": "have the ending of another format",
 }
+SEVERITIES = ("error", "warning", "note")

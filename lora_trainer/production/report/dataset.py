@@ -1,0 +1,165 @@
+"""The page of a data set: what `check --html` writes. Thumbnails of what is wrong, worst first."""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from lora_trainer.core.findings import Finding
+from lora_trainer.core.io import write_text
+from lora_trainer.data.check import DataReport
+from lora_trainer.data.images import BrokenPictureError, load_rgb
+from lora_trainer.data.sample import Sample, Span
+from lora_trainer.data.steps import StepArithmetic
+from lora_trainer.production.report.figures import Figure
+from lora_trainer.production.report.pictures import webp
+from lora_trainer.production.report.read import Score
+from lora_trainer.production.report.write import render
+
+MOST_EACH = 24  # pictures shown of one kind of finding
+MOST_GROUPS = 12  # of pictures that look the same
+MOST_IN_GROUP = 6
+MOST_PICTURES = 240  # on the page
+SAME = ("near_duplicate", "duplicate")
+THUMB = (224, 70)  # longest side in pixels, WebP quality: about 6 kB
+
+
+@dataclass(frozen=True)
+class Shown:
+    """One file below a finding; `path` where a picture of it may be shown."""
+
+    name: str
+    message: str
+    path: Path
+
+
+@dataclass(frozen=True)
+class Section:
+    """One kind of finding. Pictures that look the same stand in `rows`, others are one row."""
+
+    severity: str
+    title: str
+    fix: str
+    rows: tuple[tuple[Shown, ...], ...] = ()
+    more: int = 0
+
+
+def write_dataset(
+    report: DataReport, samples: Sequence[Sample], steps: StepArithmetic, held_out: int, page: Path
+) -> Path:
+    """Write the page and return its path; `samples` are all that were judged. Raises OSError."""
+    write_text(page, render_dataset(report, samples, steps, held_out))
+    return page
+
+
+def render_dataset(report: DataReport, samples: Sequence[Sample], steps: StepArithmetic, held_out: int) -> str:
+    """The whole page."""
+    sections = sections_of(report)
+    wanted = (shown.path for section in sections for row in section.rows for shown in row)
+    spans = {sample.path: sample.span for sample in samples}
+    return render(
+        "dataset.html",
+        title="Data set report",
+        name=name_of(report),
+        tone="good" if report.passed else "bad",
+        label="passes" if report.passed else "refused",
+        headline=headline(report),
+        told=[problem.message for problem in report.refusals],
+        score=Score(report.score, report.gate, tuple(report.parts.items())),
+        sections=sections,
+        images=thumbs(wanted, spans),
+        figures=figures_of(report, steps, held_out),
+        rows=report.rows,
+        most=max((row.samples for row in report.rows), default=1),
+        steps=f"{steps.line}; {held_out} held out",
+        notes=report.notes,
+    )
+
+
+def name_of(report: DataReport) -> str:
+    try:
+        return Path(report.root).name or "data"
+    except ValueError:  # several drives, or no file
+        return "data"
+
+
+def headline(report: DataReport) -> str:
+    """What is wrong, in one sentence."""
+    counts = dict.fromkeys(("error", "warning", "note"), 0)
+    for finding in report.findings:
+        counts[finding.severity] += 1
+    named = [f"{count} {word}{'s' if count != 1 else ''}" for word, count in counts.items() if count]
+    return f"{', '.join(named)}." if named else "Nothing was found."
+
+
+def figures_of(report: DataReport, steps: StepArithmetic, held_out: int) -> list[Figure]:
+    """The numbers under the verdict."""
+    same = sum(len(group) - 1 for group in report.groups)
+    return [
+        Figure("Pictures", str(len(report.samples)), f"of {report.counted} files"),
+        Figure("Held out", str(held_out), "for validation"),
+        Figure("Steps", f"{steps.total:,}", f"{steps.epochs:,} epochs"),
+        Figure("Look the same", str(same), f"as others, in {len(report.groups)} groups"),
+        Figure("Likeness", f"{report.likeness:.2f}", "of two pictures, 1 is the same"),
+    ]
+
+
+def sections_of(report: DataReport) -> list[Section]:
+    """One section for each kind of finding, worst first; copies are shown with what they are copies of."""
+    sections = []
+    for code, found in report.grouped:
+        first = found[0]
+        if first.path is None:
+            title = " ".join(finding.message for finding in found)
+            sections.append(Section(first.severity, title, first.fix))
+            continue
+        title = f"{report.heading(code, found)}."
+        if code in SAME:
+            rows = same_rows(report, found)
+            more = len(groups_with(report, found)) - MOST_GROUPS
+        else:
+            rows, more = [shown_of(report, found)], len(found) - MOST_EACH
+        sections.append(Section(first.severity, title, first.fix, tuple(rows), max(0, more)))
+    return sections
+
+
+def shown_of(report: DataReport, found: Sequence[Finding]) -> tuple[Shown, ...]:
+    return tuple(
+        Shown(report.name_of(finding.path), finding.message, finding.path)
+        for finding in found[:MOST_EACH]
+        if finding.path is not None
+    )
+
+
+def groups_with(report: DataReport, found: Sequence[Finding]) -> list[tuple[Path, ...]]:
+    """The groups of files that look the same in which one of the findings lies."""
+    about = {finding.path for finding in found}
+    return [group for group in report.groups if about.intersection(group)]
+
+
+def same_rows(report: DataReport, found: Sequence[Finding]) -> list[tuple[Shown, ...]]:
+    """A row for each group, its pictures side by side."""
+    rows = []
+    for group in groups_with(report, found)[:MOST_GROUPS]:
+        more = len(group) - MOST_IN_GROUP
+        row = [Shown(report.name_of(path), "", path) for path in group[:MOST_IN_GROUP]]
+        if more > 0:
+            row[-1] = Shown(row[-1].name, f"and {more} more", row[-1].path)
+        rows.append(tuple(row))
+    return rows
+
+
+def thumbs(wanted: Iterable[Path], spans: Mapping[Path, Span | None]) -> dict[Path, str]:
+    """Data URIs of the first MOST_PICTURES that can be read; one is decoded at a time."""
+    found: dict[Path, str] = {}
+    for path in list(dict.fromkeys(wanted))[:MOST_PICTURES]:
+        if path not in spans:
+            continue
+        try:
+            data = webp(load_rgb(path, spans[path]), *THUMB)
+        except (BrokenPictureError, OSError, MemoryError):
+            continue
+        found[path] = "data:image/webp;base64," + base64.b64encode(data).decode("ascii")
+    return found

@@ -1,0 +1,179 @@
+"""Data sets of our own making, good and bad, with their scores and findings: the table in docs/scores.md.
+
+python scripts/gate_examples.py             print the table
+python scripts/gate_examples.py --keep DIR  write the sets there, to look at
+"""
+
+from __future__ import annotations
+
+import argparse
+import io
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+from PIL import Image, ImageDraw, ImageFilter
+
+from lora_trainer.data.check import DataReport, check_dataset
+from lora_trainer.data.manifest import read_manifest
+from lora_trainer.data.views import Framing
+
+SIDE, COUNT = 512, 20
+Make = Callable[[int, int, int], Image.Image]
+
+
+def colour(draw: np.random.Generator) -> tuple[int, int, int]:
+    red, green, blue = (int(value) for value in draw.integers(0, 256, 3))
+    return red, green, blue
+
+
+def photo(width: int, height: int, seed: int) -> Image.Image:
+    """Noise whose power falls with frequency as in photographs, and a dozen sharp things before it."""
+    draw = np.random.default_rng(seed)
+    frequency = np.hypot(np.fft.fftfreq(height)[:, None], np.fft.fftfreq(width)[None, :])
+    frequency[0, 0] = np.inf
+    waves = np.fft.fft2(draw.standard_normal((3, height, width))) / frequency**1.6
+    planes = np.real(np.fft.ifft2(waves)).transpose(1, 2, 0)
+    planes = planes / planes.std()
+    mixed = 0.9 * planes.mean(axis=2, keepdims=True) + 0.5 * planes
+    picture = Image.fromarray(np.clip(128 + 50 * mixed, 0, 255).astype(np.uint8))
+    pen = ImageDraw.Draw(picture)
+    for _ in range(12):
+        left, top = int(draw.integers(0, width)), int(draw.integers(0, height))
+        across, down = draw.integers(width // 16, width // 4, 2)
+        pen.ellipse((left, top, left + int(across), top + int(down)), fill=colour(draw))
+    return picture
+
+
+def drawing(width: int, height: int, seed: int) -> Image.Image:
+    """Flat areas with outlines, softened a little by scaling, as much of drawn art is."""
+    draw = np.random.default_rng(seed)
+    picture = Image.new("RGB", (2 * width, 2 * height), colour(draw))
+    pen = ImageDraw.Draw(picture)
+    for _ in range(7):
+        x, y = int(draw.integers(0, 2 * width)), int(draw.integers(0, 2 * height))
+        radius = int(draw.integers(width // 4, width))
+        pen.ellipse((x - radius, y - radius, x + radius, y + radius), colour(draw), (20, 20, 20), 6)
+    return picture.resize((width, height), Image.Resampling.LANCZOS)
+
+
+def good(folder: Path, make: Make = photo, count: int = COUNT) -> list[Path]:
+    """Pictures of several shapes, each with its own caption."""
+    folder.mkdir(parents=True)
+    paths = []
+    for number in range(count):
+        width, height = ((SIDE, SIDE), (640, SIDE), (SIDE, 640))[number % 3]
+        path = folder / f"{number:02}.png"
+        make(width, height, number).save(path, compress_level=1)
+        path.with_suffix(".txt").write_text(f"a thing, number {number}", encoding="utf-8")
+        paths.append(path)
+    return paths
+
+
+def changed(paths: list[Path], change: Callable[[Image.Image], Image.Image]) -> None:
+    """Every other picture in place of itself."""
+    for path in paths[::2]:
+        change(Image.open(path).convert("RGB")).save(path, compress_level=1)
+
+
+def worn(picture: Image.Image) -> Image.Image:
+    file = io.BytesIO()
+    picture.save(file, "JPEG", quality=10)
+    return Image.open(file).convert("RGB")
+
+
+def boxed(picture: Image.Image) -> Image.Image:
+    whole = Image.new("RGB", (picture.width, picture.height + 120), "black")
+    whole.paste(picture, (0, 60))
+    return whole
+
+
+def enlarged(picture: Image.Image) -> Image.Image:
+    small = picture.resize((picture.width // 5, picture.height // 5))
+    return small.resize(picture.size, Image.Resampling.BICUBIC)
+
+
+def cut_short(paths: list[Path]) -> None:
+    for path in paths[::2]:
+        path.write_bytes(path.read_bytes()[:5000])
+
+
+def without_captions(paths: list[Path]) -> None:
+    for path in paths[::2]:
+        path.with_suffix(".txt").unlink()
+
+
+def copied(paths: list[Path]) -> None:
+    for path in paths[::2]:
+        path.write_bytes(paths[1].read_bytes())
+
+
+def saved_again(paths: list[Path]) -> None:
+    for number, path in enumerate(paths[::2]):
+        picture = Image.open(paths[1]).convert("RGB")
+        picture.resize((SIDE + 8 * number, SIDE + 6 * number)).save(path)
+
+
+def garbled(paths: list[Path]) -> None:
+    for path in paths[::2]:
+        path.with_suffix(".txt").write_text("a cafÃ© in MÃ¼nchen", encoding="utf-8")
+
+
+def misnamed(paths: list[Path]) -> None:
+    for path in paths[::2]:
+        path.rename(path.with_suffix(".jpg"))
+
+
+SETS: dict[str, Callable[[Path], object]] = {
+    "good photographs": lambda folder: good(folder),
+    "good drawings with flat areas": lambda folder: good(folder, drawing),
+    "good, a little soft (Gaussian of 1 pixel)": lambda folder: changed(good(folder, drawing), lambda each: each.filter(ImageFilter.GaussianBlur(1))),
+    "four good ones": lambda folder: good(folder, count=4),
+    "half of the files cut short": lambda folder: cut_short(good(folder)),
+    "half without a caption": lambda folder: without_captions(good(folder)),
+    "half enlarged more than twice": lambda folder: changed(good(folder), lambda each: each.resize((200, 200))),
+    "half enlarged 1.3 times": lambda folder: changed(good(folder), lambda each: each.resize((400, 400))),
+    "half blurred (Gaussian of 3 pixels)": lambda folder: changed(good(folder), lambda each: each.filter(ImageFilter.GaussianBlur(3))),
+    "half enlarged before, 5 times": lambda folder: changed(good(folder), enlarged),
+    "half saved as JPEG 10 before": lambda folder: changed(good(folder), worn),
+    "half with black bars": lambda folder: changed(good(folder), boxed),
+    "half of one colour": lambda folder: changed(good(folder), lambda each: Image.new("RGB", each.size, "navy")),
+    "half copies of one": lambda folder: copied(good(folder)),
+    "half one picture in other sizes": lambda folder: saved_again(good(folder)),
+    "half with garbled captions": lambda folder: garbled(good(folder)),
+    "half with a wrong ending": lambda folder: misnamed(good(folder)),
+}  # fmt: skip
+
+
+def judged(folder: Path) -> DataReport:
+    """As `check` judges it for a model of 512 pixels with a step of 64."""
+    manifest, found = read_manifest([folder])
+    return check_dataset(manifest, found, framings=[Framing((SIDE,), 64)], caption_limit=77)
+
+
+def row(name: str, report: DataReport) -> str:
+    """The set's line of the table."""
+    counts = Counter((finding.severity, finding.code) for finding in report.findings)
+    told = [f"{count} {severity}{'s' * (count > 1)} `{code}`" for (severity, code), count in sorted(counts.items())]
+    verdict = "passes" if report.passed else "refused"
+    return f"| {name} | {report.score:.3f} | {verdict} | {', '.join(told) or 'none'} |"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--keep", type=Path, metavar="DIR", help="an empty folder for the sets")
+    kept = parser.parse_args().keep
+    print(f"| set of {COUNT} | score | verdict | findings |\n|---|---|---|---|")
+    with tempfile.TemporaryDirectory() as scratch:
+        for name, make in SETS.items():
+            folder = (kept or Path(scratch)) / name.replace(" ", "_").replace(",", "").replace("(", "").replace(")", "")
+            make(folder)
+            print(row(name, judged(folder)), flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
