@@ -8,6 +8,7 @@ in one tensor. Every bucket's area is at most resolution², its sides are multip
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -87,15 +88,32 @@ def own_bucket(
     return Bucket(min(across, most), min(down, most))
 
 
-def nearest_bucket(width: int, height: int, buckets: Sequence[Bucket]) -> Bucket:
-    """The bucket with the nearest aspect in log space; of equals, the one with the larger area."""
+@dataclass(frozen=True, eq=False)
+class Ranked:
+    """Aspects in log space, rising, and the bucket of each; of equals, the one with the larger area."""
+
+    aspects: tuple[float, ...]
+    buckets: tuple[Bucket, ...]
+
+
+def rank_buckets(buckets: Sequence[Bucket]) -> Ranked:
+    best: dict[float, Bucket] = {}
+    for bucket in sorted(buckets, key=lambda bucket: (bucket.width * bucket.height, -bucket.width)):
+        best[round(math.log(bucket.width / bucket.height), 9)] = bucket
+    aspects = tuple(sorted(best))
+    return Ranked(aspects, tuple(best[aspect] for aspect in aspects))
+
+
+def nearest_bucket(width: int, height: int, ranked: Ranked) -> Bucket:
+    """The bucket with the nearest aspect in log space; of two as near, the one with the larger area."""
     aspect = math.log(width / height)
+    place = bisect_left(ranked.aspects, aspect)
 
-    def distance(bucket: Bucket) -> tuple[float, int, int]:
-        gap = abs(math.log(bucket.width / bucket.height) - aspect)
-        return (round(gap, 9), -bucket.width * bucket.height, bucket.width)
+    def distance(index: int) -> tuple[float, int, int]:
+        bucket = ranked.buckets[index]
+        return (round(abs(ranked.aspects[index] - aspect), 9), -bucket.width * bucket.height, bucket.width)
 
-    return min(buckets, key=distance)
+    return ranked.buckets[min(range(max(0, place - 1), min(len(ranked.aspects), place + 1)), key=distance)]
 
 
 def fit_to(width: int, height: int, bucket: Bucket, place: tuple[float, float] = (0.5, 0.5)) -> Fit:

@@ -17,7 +17,16 @@ from functools import cached_property, lru_cache
 from lora_trainer.config.schema import DataSection, SourceSection
 from lora_trainer.core.errors import Problem, UsageError
 from lora_trainer.core.randomness import position_turn, position_uniform
-from lora_trainer.data.buckets import Bucket, Fit, fit_to, make_buckets, nearest_bucket, own_bucket
+from lora_trainer.data.buckets import (
+    Bucket,
+    Fit,
+    Ranked,
+    fit_to,
+    make_buckets,
+    nearest_bucket,
+    own_bucket,
+    rank_buckets,
+)
 from lora_trainer.data.sample import Sample
 from lora_trainer.data.steps import Ref
 
@@ -63,6 +72,11 @@ class Framing:
 
     def buckets(self, resolution: int) -> tuple[Bucket, ...]:
         return make_buckets(resolution, self.step, self.max_aspect, self.shortest, self.longest)
+
+    @cached_property
+    def ranked(self) -> dict[int, Ranked]:
+        """The buckets of each resolution, to find the nearest in."""
+        return {resolution: rank_buckets(self.buckets(resolution)) for resolution in self.resolutions}
 
 
 def framing_of(data: DataSection, own: int, pixel_step: int, source: SourceSection | None = None) -> Framing:
@@ -149,13 +163,12 @@ def views_of(sample: Sample, framing: Framing) -> tuple[View, ...]:
     Two views may be the same where the picture leaves a crop no room.
     """
     plain = plain_fits(sample.width, sample.height, framing)
-    places = [place_of(sample.content, number) for number in range(framing.crops)]
-    views = []
-    for crop, flip, colour in _combined(framing.crops, framing.flip, framing.colours):
-        for fit in plain:
-            placed = fit if crop == 0 else fit_to(sample.width, sample.height, fit.bucket, places[crop])
-            views.append(View(placed, flip, colour))
-    return tuple(views)
+    cuts = [plain]
+    for number in range(1, framing.crops):
+        place = place_of(sample.content, number)
+        cuts.append(tuple(fit_to(sample.width, sample.height, fit.bucket, place) for fit in plain))
+    combined = _combined(framing.crops, framing.flip, framing.colours)
+    return tuple(View(fit, flip, colour) for crop, flip, colour in combined for fit in cuts[crop])
 
 
 @lru_cache(maxsize=64)
@@ -180,12 +193,12 @@ def place_of(content: str, number: int) -> tuple[float, float]:
     return (position_uniform(0, "crop", content, number, "x"), position_uniform(0, "crop", content, number, "y"))
 
 
-@lru_cache(maxsize=65536)
+@lru_cache(maxsize=2**18)
 def plain_fits(width: int, height: int, framing: Framing) -> tuple[Fit, ...]:
     """The centre crop at each resolution that a picture of this size suits, largest first; at least one."""
     fits = []
     for resolution in framing.resolutions:
-        fit = fit_to(width, height, nearest_bucket(width, height, framing.buckets(resolution)))
+        fit = fit_to(width, height, nearest_bucket(width, height, framing.ranked[resolution]))
         if framing.allow_upscale or fit.scale_from(width, height) <= 1.0:
             fits.append(fit)
     if fits:
@@ -193,7 +206,7 @@ def plain_fits(width: int, height: int, framing: Framing) -> tuple[Fit, ...]:
     if framing.no_upscale:
         bucket = own_bucket(width, height, framing.resolutions[-1], framing.step, framing.max_aspect, framing.longest)
         return (fit_to(width, height, bucket),)
-    return (fit_to(width, height, nearest_bucket(width, height, framing.buckets(framing.resolutions[-1]))),)
+    return (fit_to(width, height, nearest_bucket(width, height, framing.ranked[framing.resolutions[-1]])),)
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lora_trainer.core.errors import UsageError
-from lora_trainer.data.buckets import Bucket, fit_to, make_buckets, nearest_bucket
+from lora_trainer.data.buckets import Bucket, fit_to, make_buckets, nearest_bucket, rank_buckets
 from lora_trainer.data.sample import Sample
 from lora_trainer.data.views import Framing, plan_views
 
@@ -38,7 +38,7 @@ def test_a_picture_goes_to_the_nearest_aspect(width: int, height: int, chosen: t
     def gap(bucket: Bucket) -> float:
         return abs(math.log(bucket.width / bucket.height) - math.log(width / height))
 
-    assert gap(nearest_bucket(width, height, buckets)) <= min(map(gap, buckets)) + 1e-8
+    assert gap(nearest_bucket(width, height, rank_buckets(buckets))) <= min(map(gap, buckets)) + 1e-8
 
 
 @given(sides, sides, st.integers(1, 64), st.integers(1, 64))
