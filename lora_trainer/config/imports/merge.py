@@ -81,7 +81,7 @@ def together(found: Sequence[Mapping[str, Any]]) -> tuple[dict[str, Any], list[t
     one_size = len(set(sides)) == 1
     if one_size and len(sides[0]) > 1:
         shared["data.resolutions"] = list(sides[0])
-    elif any(sides):
+    elif all(sides):
         shared["data.resolution"] = max(side for each in sides for side in each)
     leave = {*common, *(["resolutions"] if one_size else [])}
     shared[SOURCES] = []
