@@ -28,6 +28,8 @@ from lora_trainer.cli.arguments import (
 )
 from lora_trainer.cli.batch import EXAMPLES as BATCH_EXAMPLES
 from lora_trainer.cli.batch import add_batch_arguments, batch_command
+from lora_trainer.cli.caption import EXAMPLES as CAPTION_EXAMPLES
+from lora_trainer.cli.caption import add_caption_arguments, caption_command
 from lora_trainer.cli.errors import report_error
 from lora_trainer.cli.imports import EXAMPLES as IMPORT_EXAMPLES
 from lora_trainer.cli.imports import add_import_arguments, import_command
@@ -376,6 +378,12 @@ COMMANDS = {
         _add_bench_arguments,
         _bench,
         "examples:\n  lora-trainer bench step --preset 12gb --json\n  lora-trainer bench cache\n",
+    ),
+    "caption": Command(
+        "write captions or tags of pictures that have none, by a local model",
+        add_caption_arguments,
+        caption_command,
+        CAPTION_EXAMPLES,
     ),
     "import": Command(
         "turn another trainer's config into one of this program, key by key",

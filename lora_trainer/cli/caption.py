@@ -1,0 +1,89 @@
+"""`lora-trainer caption`: captions or tags for pictures that have none, by a model on this machine."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import Progress
+
+from lora_trainer.cli.arguments import say
+from lora_trainer.core.errors import DONE, Problem, UsageError
+
+EXAMPLES = """examples:
+  lora-trainer caption ./pictures --model ./blip-large --output ./captions
+  lora-trainer caption ./pictures --model ./tagger --threshold 0.5 --beside
+
+Captions that are there are never touched. A run that was stopped goes on where it was.
+"""
+SHOWN = 10  # files of one kind that are named
+
+
+def add_caption_arguments(parser: argparse.ArgumentParser) -> None:
+    """The pictures, the model, and where its texts go."""
+    parser.add_argument("data", nargs="+", metavar="DATA", help="folders of pictures")
+    parser.add_argument(
+        "--model",
+        required=True,
+        metavar="DIR",
+        help="a local folder: a captioner such as BLIP or GIT, or an image classifier with many labels",
+    )
+    parser.add_argument("--output", metavar="DIR", help="write the captions here, in folders as the pictures are")
+    parser.add_argument("--beside", action="store_true", help="write each caption beside its picture")
+    parser.add_argument("--batch", type=int, default=8, metavar="N", help="pictures at once (8)")
+    parser.add_argument(
+        "--threshold", type=float, default=0.35, metavar="X", help="tags: least probability of a label (0.35)"
+    )
+    parser.add_argument("--max-tokens", type=int, default=60, metavar="N", help="captions: longest text (60)")
+
+
+def caption_command(arguments: argparse.Namespace, unknown: list[Problem]) -> int:
+    """Caption what has no caption. Raises UsageError for wrong arguments, data or model."""
+    problems = list(unknown)
+    if bool(arguments.output) == arguments.beside:
+        fix = "--output DIR writes into a folder of its own, --beside into the data."
+        problems.append(Problem("Say where captions go: --output or --beside, one of them.", fix))
+    if arguments.batch < 1 or arguments.max_tokens < 1 or not 0.0 < arguments.threshold < 1.0:
+        fix = "--batch and --max-tokens are at least 1, --threshold lies between 0 and 1."
+        problems.append(Problem("--batch, --max-tokens or --threshold is out of range.", fix))
+    if problems:
+        raise UsageError(problems)
+    import torch
+
+    from lora_trainer.models.captioner import load_captioner
+    from lora_trainer.production.captioning import caption_pictures, find_wanted
+
+    folders = [Path(folder) for folder in arguments.data]
+    wanted, existing = find_wanted(folders, Path(arguments.output) if arguments.output else None)
+    say(f"{len(wanted) + existing} pictures: {existing} have a caption, {len(wanted)} have none")
+    if not wanted:
+        return DONE
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    captioner = load_captioner(
+        Path(arguments.model), device, threshold=arguments.threshold, most_tokens=arguments.max_tokens
+    )
+    say(f"{arguments.model} writes {captioner.kind} on {device.type}")
+    with Progress(console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty()) as bar:
+        task = bar.add_task("captioning", total=len(wanted))
+        done = caption_pictures(
+            wanted,
+            captioner.describe,
+            batch=arguments.batch,
+            existing=existing,
+            watch=lambda part, whole: bar.update(task, completed=part, total=whole),
+        )
+    for title, lines in (
+        ("nothing to say", [str(path) for path in done.silent]),
+        ("cannot be used", [f"{path} {why}" for path, why in done.broken]),
+    ):
+        for line in lines[:SHOWN]:
+            say(f"{title}: {line}")
+        if len(lines) > SHOWN:
+            say(f"{title}: {len(lines) - SHOWN} more")
+    print(
+        f"{done.written} captions written, {done.existing} were there, {len(done.silent)} without words, "
+        f"{len(done.broken)} pictures that cannot be read"
+    )
+    return DONE

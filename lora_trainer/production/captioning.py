@@ -1,0 +1,140 @@
+"""Captions for pictures that have none, written where asked and never over one that is there."""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from PIL import Image
+
+from lora_trainer.config.schema import CaptionsSection, SourceSection
+from lora_trainer.core.errors import Problem, UsageError
+from lora_trainer.core.io import write_text
+from lora_trainer.data.images import BrokenPictureError, load_rgb
+from lora_trainer.data.sources.found import Asked, Found, Reading
+from lora_trainer.data.sources.read import read_source
+
+Watch = Callable[[int, int], None]  # (done, of)
+
+
+@dataclass(frozen=True)
+class Captioned:
+    """What became of the pictures."""
+
+    written: int = 0
+    existing: int = 0  # had a caption, or theirs was written before
+    silent: tuple[Path, ...] = ()  # the model had nothing to say
+    broken: tuple[tuple[Path, str], ...] = ()
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """A picture and the file that its caption goes into."""
+
+    picture: Path
+    target: Path
+
+
+def find_wanted(folders: Sequence[Path], output: Path | None) -> tuple[list[Wanted], int]:
+    """Pictures without a caption, and how many have one; captions go into `output`, or beside without it.
+
+    Names of kohya folders are no captions. Raises UsageError for data that is no folder, and for an
+    `output` inside of the data, which is for `--beside` alone to write into.
+    """
+    problems = [
+        Problem(f"{folder} is not a folder.", "Captions are written for folders of pictures; unpack it first.")
+        for folder in folders
+        if not folder.is_dir()
+    ]
+    for folder in folders if output is not None else ():
+        if output is not None and output.resolve().is_relative_to(folder.resolve()):
+            fix = "Name a folder outside of it, or write beside the pictures with --beside."
+            problems.append(Problem(f"{output} lies inside of the data {folder}.", fix))
+    if problems:
+        raise UsageError(problems)
+    wanted: list[Wanted] = []
+    existing = 0
+    for number, folder in enumerate(folders):
+        found = _pictures(folder, number)
+        stems = Counter(each.path.with_suffix("") for each in found)
+        place = None if output is None else output / folder.resolve().name if len(folders) > 1 else output
+        for each in found:
+            # `cat.png` and `cat.jpg` would share `cat.txt`.
+            path = each.path
+            name = path.with_suffix(".txt") if stems[path.with_suffix("")] == 1 else path.with_name(path.name + ".txt")
+            target = name if place is None else place / name.relative_to(folder)
+            if each.caption is not None or target.exists():
+                existing += 1
+            else:
+                wanted.append(Wanted(path, target))
+    return wanted, existing
+
+
+def _pictures(folder: Path, number: int) -> list[Found]:
+    """Pictures below a folder; `caption` is None where nobody wrote one."""
+    reading = Reading(allow_missing_captions=True)
+    # With a caption of its own, a source does not fall back on the names of kohya folders.
+    section = SourceSection(path=str(folder), caption="")
+    found = read_source([folder], Asked(number, section, CaptionsSection()), reading)
+    if reading.problems:
+        raise UsageError(reading.problems)
+    return [each for each in found if each.span is None]
+
+
+def caption_pictures(
+    wanted: Sequence[Wanted],
+    describe: Callable[[Sequence[Image.Image]], list[str]],
+    *,
+    batch: int,
+    existing: int = 0,
+    watch: Watch | None = None,
+) -> Captioned:
+    """Describe pictures and write each text atomically as soon as it is known, so that a stopped run goes on.
+
+    What cannot be read is left out and named. A batch that does not fit the memory is halved.
+    """
+    written, done = 0, 0
+    silent: list[Path] = []
+    broken: list[tuple[Path, str]] = []
+    for part in _batches(wanted, batch):
+        pictures: list[tuple[Wanted, Image.Image]] = []
+        for each in part:
+            try:
+                pictures.append((each, load_rgb(each.picture)))
+            except BrokenPictureError as error:
+                broken.append((each.picture, error.message))
+        texts = _described([picture for _, picture in pictures], describe)
+        for (each, _), text in zip(pictures, texts, strict=True):
+            if not text:
+                silent.append(each.picture)
+            elif each.target.exists():  # another run was quicker
+                existing += 1
+            else:
+                write_text(each.target, text + "\n")
+                written += 1
+        done += len(part)
+        if watch is not None:
+            watch(done, len(wanted))
+    return Captioned(written, existing, tuple(silent), tuple(broken))
+
+
+def _batches(wanted: Iterable[Wanted], size: int) -> Iterator[list[Wanted]]:
+    waiting = iter(wanted)
+    while part := list(itertools.islice(waiting, size)):
+        yield part
+
+
+def _described(pictures: list[Image.Image], describe: Callable[[Sequence[Image.Image]], list[str]]) -> list[str]:
+    if not pictures:
+        return []
+    try:
+        return describe(pictures)
+    except torch.OutOfMemoryError:
+        if len(pictures) == 1:
+            raise
+    half = len(pictures) // 2
+    return [*_described(pictures[:half], describe), *_described(pictures[half:], describe)]

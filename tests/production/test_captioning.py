@@ -1,0 +1,199 @@
+"""Captions by a model: written where asked, never over one that is there, by local weights alone."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import torch
+from PIL import Image
+from transformers import (
+    BertTokenizer,
+    BlipConfig,
+    BlipForConditionalGeneration,
+    BlipImageProcessorPil,
+    ViTConfig,
+    ViTForImageClassification,
+    ViTImageProcessorPil,
+)
+
+from lora_trainer.cli.main import main
+from lora_trainer.core.errors import UsageError
+from lora_trainer.models.captioner import load_captioner
+from lora_trainer.production.captioning import Wanted, caption_pictures, find_wanted
+
+WORDS = "[PAD] [UNK] [CLS] [SEP] [MASK] [DEC] a cat dog on the sofa".split()
+SIDE = {"height": 32, "width": 32}
+SMALL = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def writer(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny BLIP with random weights."""
+    folder = tmp_path_factory.mktemp("blip")
+    text = {"vocab_size": len(WORDS), "encoder_hidden_size": 16, "max_position_embeddings": 32, "pad_token_id": 0}
+    config = BlipConfig(
+        text_config={**SMALL, **text, "bos_token_id": 5, "eos_token_id": 3, "sep_token_id": 3},
+        vision_config={**SMALL, "image_size": 32, "patch_size": 16},
+        projection_dim=8,
+    )
+    torch.manual_seed(1)
+    model = BlipForConditionalGeneration(config)
+    # A model that always has a word to say: random ones may end at once.
+    torch.nn.init.constant_(model.text_decoder.cls.predictions.bias, 0.0)
+    model.text_decoder.cls.predictions.bias.data[WORDS.index("cat")] = 50.0
+    model.save_pretrained(folder)
+    BertTokenizer(vocab={word: number for number, word in enumerate(WORDS)}, bos_token="[DEC]").save_pretrained(folder)
+    BlipImageProcessorPil(size=SIDE).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def tagger(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny classifier that is sure of two labels of four."""
+    folder = tmp_path_factory.mktemp("vit")
+    labels = dict(enumerate(["safe", "red_hair", "blue sky", "tree"]))
+    config = ViTConfig(
+        **SMALL,
+        image_size=32,
+        patch_size=16,
+        id2label=labels,
+        label2id={name: number for number, name in labels.items()},
+        problem_type="multi_label_classification",
+    )
+    model = ViTForImageClassification(config)
+    torch.nn.init.zeros_(model.classifier.weight)
+    model.classifier.bias.data = torch.tensor([3.0, 1.0, 2.0, -3.0])
+    model.save_pretrained(folder)
+    ViTImageProcessorPil(size=SIDE).save_pretrained(folder)
+    return folder
+
+
+def draw(*paths: Path) -> None:
+    for path in paths:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        Image.new("RGB", (40, 30), "red").save(path)
+
+
+def test_a_captioner_writes_a_text_for_each_picture(writer: Path) -> None:
+    captioner = load_captioner(writer, CPU, most_tokens=4)
+    assert captioner.kind == "captions"
+    assert captioner.describe([Image.new("RGB", (50, 20)), Image.new("RGB", (20, 50))]) == ["cat cat cat cat"] * 2
+
+
+def test_a_tagger_gives_its_surest_labels_first(tagger: Path, tmp_path: Path) -> None:
+    picture = [Image.new("RGB", (40, 40))]
+    assert load_captioner(tagger, CPU).describe(picture) == ["safe, blue sky, red hair"]
+    assert load_captioner(tagger, CPU, threshold=0.8).describe(picture) == ["safe, blue sky"]
+    assert load_captioner(tagger, CPU, threshold=0.99).describe(picture) == [""]
+    # A list of tags beside the model rules names; ratings are no tags.
+    named = tmp_path / "named"
+    shutil.copytree(tagger, named)
+    (named / "selected_tags.csv").write_text(
+        "tag_id,name,category,count\n1,general,9,1\n2,long_hair,0,1\n3,^_^,0,1\n4,tree,0,1\n", encoding="utf-8"
+    )
+    assert load_captioner(named, CPU).describe(picture) == ["^_^, long hair"]
+
+
+def test_written_where_asked_and_never_over_a_caption(
+    tagger: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data, output = tmp_path / "data", tmp_path / "captions"
+    draw(data / "a.png", data / "deep" / "b.png", data / "deep" / "b.jpg", data / "10_cat" / "c.png", data / "d.png")
+    (data / "a.txt").write_text("mine", encoding="utf-8")
+    (data / "d.caption").write_text("", encoding="utf-8")
+    (data / "e.png").write_bytes(b"no picture")
+    before = {path: path.read_bytes() for path in data.rglob("*") if path.is_file()}
+    assert main(["caption", str(data), "--model", str(tagger), "--output", str(output)]) == 0
+    assert (
+        "3 captions written, 2 were there, 0 without words, 1 pictures that cannot be read" in capsys.readouterr().out
+    )
+    written = sorted(path.relative_to(output).as_posix() for path in output.rglob("*") if path.is_file())
+    assert written == ["10_cat/c.txt", "deep/b.jpg.txt", "deep/b.png.txt"]
+    assert (output / "10_cat" / "c.txt").read_text("utf-8") == "safe, blue sky, red hair\n"
+    assert {path: path.read_bytes() for path in data.rglob("*") if path.is_file()} == before
+    # Again: all is there, and a text that was corrected stays.
+    (output / "10_cat" / "c.txt").write_text("corrected", encoding="utf-8")
+    assert main(["caption", str(data), "--model", str(tagger), "--output", str(output)]) == 0
+    assert "0 captions written, 5 were there" in capsys.readouterr().out
+    assert (output / "10_cat" / "c.txt").read_text("utf-8") == "corrected"
+    # Beside, only when asked.
+    assert main(["caption", str(data), "--model", str(tagger), "--beside"]) == 0
+    assert (data / "a.txt").read_text("utf-8") == "mine"
+    assert (data / "10_cat" / "c.txt").read_text("utf-8") == "safe, blue sky, red hair\n"
+    assert not (data / "d.txt").exists()
+
+
+def test_captions_of_an_image_folder_count_as_captions(tmp_path: Path) -> None:
+    draw(tmp_path / "a.png", tmp_path / "b.png")
+    (tmp_path / "metadata.jsonl").write_text('{"file_name": "a.png", "text": "mine"}\n', encoding="utf-8")
+    wanted, existing = find_wanted([tmp_path], None)
+    assert (wanted, existing) == ([Wanted(tmp_path / "b.png", tmp_path / "b.txt")], 1)
+
+
+def test_a_batch_that_does_not_fit_is_halved_and_a_stopped_run_goes_on(tmp_path: Path) -> None:
+    draw(*(tmp_path / f"{number}.png" for number in range(5)))
+    sizes: list[int] = []
+
+    def describe(pictures: Sequence[Image.Image]) -> list[str]:
+        if len(pictures) > 2:
+            raise torch.OutOfMemoryError
+        sizes.append(len(pictures))
+        if len(sizes) == 2:
+            raise KeyboardInterrupt
+        return ["a"] * len(pictures)
+
+    wanted, existing = find_wanted([tmp_path], None)
+    with pytest.raises(KeyboardInterrupt):
+        caption_pictures(wanted, describe, batch=2, existing=existing)
+    assert len(list(tmp_path.glob("*.txt"))) == 2
+    wanted, existing = find_wanted([tmp_path], None)
+    assert (len(wanted), existing) == (3, 2)
+    done = caption_pictures(wanted, describe, batch=3, existing=existing)
+    assert (done.written, done.existing) == (3, 2)
+    assert max(sizes) == 2
+
+
+def test_a_folder_that_holds_no_captioner_is_one_message(tagger: Path, writer: Path, tmp_path: Path) -> None:
+    def said(folder: Path) -> str:
+        with pytest.raises(UsageError) as caught:
+            load_captioner(folder, CPU)
+        assert len(caught.value.problems) == 1
+        return str(caught.value)
+
+    assert "no model folder" in said(tmp_path / "none")
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    assert "config.json is missing" in said(empty)
+    pickled = tmp_path / "pickled"
+    shutil.copytree(tagger, pickled)
+    (pickled / "model.safetensors").rename(pickled / "pytorch_model.bin")
+    assert "holds no .safetensors" in said(pickled)
+    other = tmp_path / "other"
+    shutil.copytree(tagger, other)
+    (other / "config.json").write_text('{"model_type": "bert", "architectures": ["BertModel"]}', encoding="utf-8")
+    assert "describes no pictures" in said(other)
+    cut = tmp_path / "cut"
+    shutil.copytree(writer, cut)
+    (cut / "model.safetensors").write_bytes((cut / "model.safetensors").read_bytes()[:-40])
+    assert "model.safetensors" in said(cut)
+    lacking = tmp_path / "lacking"
+    shutil.copytree(writer, lacking)
+    shutil.copy(tagger / "model.safetensors", lacking / "model.safetensors")
+    assert "lacks" in said(lacking)
+
+
+def test_wrong_arguments_are_told_before_anything_is_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    draw(tmp_path / "data" / "a.png")
+    data = str(tmp_path / "data")
+    assert main(["caption", data, "--model", "none"]) == 2
+    assert "Say where captions go" in capsys.readouterr().err
+    assert main(["caption", data, "--model", "none", "--output", f"{data}/captions"]) == 2
+    assert "lies inside of the data" in capsys.readouterr().err
+    assert main(["caption", f"{data}/a.png", "--model", "none", "--beside", "--batch", "0"]) == 2
+    assert "out of range" in capsys.readouterr().err
+    assert main(["caption", f"{data}/a.png", "--model", "none", "--beside"]) == 2
+    assert "is not a folder" in capsys.readouterr().err
