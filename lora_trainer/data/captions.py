@@ -49,15 +49,27 @@ class Texts:
 
 def make_texts(written: str, rules: CaptionsSection) -> Texts:
     """The texts of one caption."""
-    canonical = _whole(_filled(written, rules, lambda count, place: 0), rules)
-    variants = [canonical]
+    whole = _first(written, rules)
+    variants = [whole]
     if rules.wildcards or rules.shuffle or rules.tag_dropout:
         variants = _variants(written, rules)
     if len(set(variants)) == 1:
         variants = variants[:1]
-    if rules.weighted_words:
-        canonical = plain(canonical)
-    return Texts(canonical, tuple(variants))
+    return Texts(plain(whole) if rules.weighted_words else whole, tuple(variants))
+
+
+def canonical_text(sample: Sample, rules: Sequence[CaptionsSection]) -> str:
+    """A written caption as it is counted and measured; as it is where no rules are known."""
+    if sample.source >= len(rules):
+        return sample.caption
+    own = rules_of(sample, rules)
+    whole = _first(sample.caption, own)
+    return plain(whole) if own.weighted_words else whole
+
+
+def _first(written: str, rules: CaptionsSection) -> str:
+    """The first of all choices, with nothing shuffled or left out."""
+    return _whole(_filled(written, rules, lambda count, place: 0), rules)
 
 
 def has_trigger(text: str, trigger: str | None) -> bool:
@@ -230,6 +242,8 @@ def canonical(sample: Sample) -> Sample:
 
 def lacks_trigger(sample: Sample, rules: Sequence[CaptionsSection]) -> bool:
     """Whether the trigger must be put in front of a written caption: it stands nowhere in it."""
+    if sample.source >= len(rules):
+        return False
     own = rules_of(sample, rules)
     return bool(own.trigger) and not has_trigger(_filled(sample.caption, own, lambda count, place: 0), own.trigger)
 

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 
 from lora_trainer.config.schema import CaptionsSection, Config
-from lora_trainer.data.captions import lacks_trigger
 from lora_trainer.data.sample import Sample
 from lora_trainer.monitor.progress import duration
 from lora_trainer.production.inputs import Inputs, caption_rules, latent_bytes, own_architecture
@@ -87,7 +86,7 @@ def show_captions(config: Config, inputs: Inputs, console: Console, itemsize: in
     for sample in of_each_source(inputs.train, CAPTIONS_SHOWN):
         versions = f"  ({len(sample.texts)} variants)" if len(sample.texts) > 1 else ""
         console.print(f"  {sample.path.name}: {sample.caption!r}{versions}", markup=False, soft_wrap=True)
-    for line in (*variants_told(config, inputs, itemsize), *trigger_told(rules, inputs), *idle_told(rules)):
+    for line in (*variants_told(config, inputs, itemsize), *idle_told(rules)):
         console.print(line, markup=False)
 
 
@@ -105,15 +104,6 @@ def variants_told(config: Config, inputs: Inputs, itemsize: int) -> list[str]:
     if size > limit / 2:
         lines.append(f"note: that is most of cache.limit_gb={limit:g}. Set captions.variants lower.")
     return lines
-
-
-def trigger_told(rules: Sequence[CaptionsSection], inputs: Inputs) -> list[str]:
-    """In how many captions the trigger has to be put in front."""
-    lacking = [sample for sample in inputs.report.samples if lacks_trigger(sample, rules)]
-    if not lacking:
-        return []
-    first = inputs.report.name_of(lacking[0].path)
-    return [f"note: the trigger is put in front of {len(lacking)} captions that lack it (first: {first})"]
 
 
 def idle_told(rules: Sequence[CaptionsSection]) -> list[str]:

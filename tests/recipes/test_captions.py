@@ -41,7 +41,7 @@ def test_six_steps_are_three_and_three_with_captions_that_vary(own, capsys):
     shown = capsys.readouterr().out
     assert "captions as they are trained, 20% of the time without:" in shown
     assert "  picture_0.png: 'a ring, a field, zobo, three'  (4 variants)" in shown
-    assert "note: the trigger is put in front of 5 captions that lack it (first: picture_1.png)" in shown
+    assert "note: 5 of 6 captions lack the trigger 'zobo'" in shown
     assert "4 variants of 2 captions: " in shown
     assert own.run("halves", steps=3, **VARIED) == 0
     assert own.run("halves", "--resume", **VARIED) == 0

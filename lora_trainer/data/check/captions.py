@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 from lora_trainer.core.findings import Finding
-from lora_trainer.data.captions import TRIGGER, has_trigger
+from lora_trainer.data.captions import TRIGGER, canonical_text, lacks_trigger
 from lora_trainer.data.check.looked import Looked
 from lora_trainer.data.sample import Sample
 
@@ -32,9 +32,10 @@ def check_captions(looked: Looked) -> list[Finding]:
 
 def _of_one(sample: Sample, looked: Looked) -> list[Finding]:
     found = []
-    if looked.caption_limit is not None and len(sample.caption) > looked.caption_limit:
+    trained = canonical_text(sample, looked.rules)
+    if looked.caption_limit is not None and len(trained) > looked.caption_limit:
         # A token has one letter at least: only longer captions need counting.
-        tokens = estimate_tokens(sample.caption)
+        tokens = estimate_tokens(trained)
         if tokens > looked.caption_limit:
             message = f"has a caption of about {tokens} tokens; the model reads {looked.caption_limit}."
             found.append(Finding("long_caption", "note", message, "Shorten it; what matters first.", path=sample.path))
@@ -84,19 +85,12 @@ def _of_all(samples: Sequence[Sample], looked: Looked) -> list[Finding]:
 
 def _triggers(samples: Sequence[Sample], looked: Looked) -> list[Finding]:
     """The trigger that is missing is put in front; that is said once."""
-    lacking = []
-    for sample in samples:
-        rules = looked.rules[sample.source] if sample.source < len(looked.rules) else None
-        if rules is None or not rules.trigger or TRIGGER in sample.caption:
-            continue
-        if not has_trigger(f"{rules.prefix} {sample.caption} {rules.suffix}", rules.trigger):
-            lacking.append((sample, rules.trigger))
+    lacking = [sample for sample in samples if lacks_trigger(sample, looked.rules)]
     if not lacking:
         return []
-    sample, trigger = lacking[0]
+    trigger, first = looked.rules[lacking[0].source].trigger, _cut(lacking[0].caption)
     message = (
-        f"{len(lacking)} of {len(samples)} captions lack the trigger {trigger!r} (first: {_cut(sample.caption)}); "
-        "it is put in front."
+        f"{len(lacking)} of {len(samples)} captions lack the trigger {trigger!r} (first: {first}); it is put in front."
     )
     return [Finding("missing_trigger", "note", message, f"Write {TRIGGER} where it belongs.")]
 
