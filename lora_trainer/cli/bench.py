@@ -1,4 +1,4 @@
-"""`lora-trainer bench`: how much the trainer's step, and reading its caches, cost over the least that they could."""
+"""`lora-trainer bench`: what the trainer's step, its data and reading its caches cost over the least that they could."""
 
 from __future__ import annotations
 
@@ -14,15 +14,16 @@ from lora_trainer.core.errors import DONE
 from lora_trainer.core.hardware import package_versions
 
 
-def bench_command(resolved: Resolved, steps: int | None, as_json: bool, *, tiny: bool = False) -> int:
+def bench_command(what: str, resolved: Resolved, steps: int | None, as_json: bool, *, tiny: bool = False) -> int:
     """Measure and print; with `as_json` stdout holds one JSON document."""
     from lora_trainer.jobs.bench import STEPS, bench_step, device_name, to_json
+    from lora_trainer.jobs.bench_loader import bench_loader
 
-    report = bench_step(resolved, steps or STEPS, tiny=tiny)
+    report = {"step": bench_step, "loader": bench_loader}[what](resolved, steps or STEPS, tiny=tiny)
     if as_json:
         sys.stdout.write(json.dumps(to_json(report, device_name(), package_versions()), indent=2) + "\n")
         return DONE
-    table = Table("step", "median ms", "p10", "p90", "ratio", title=f"{report.rows[0].model} on {device_name()}")
+    table = Table(what, "median ms", "p10", "p90", "ratio", title=f"{report.rows[0].model} on {device_name()}")
     for row in report.rows:
         figures = (1000 * seconds for seconds in (row.seconds_median, row.seconds_p10, row.seconds_p90))
         table.add_row(row.name, *(f"{value:.1f}" for value in figures), f"{row.ratio:.3f}")

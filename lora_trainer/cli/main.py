@@ -278,8 +278,9 @@ def _report_again(arguments: argparse.Namespace, unknown: list[Problem]) -> int:
 def _add_bench_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "what",
-        choices=["step", "cache"],
-        help="step: one optimizer step, beside the least that it could be; cache: reading cached latents",
+        choices=["step", "cache", "loader"],
+        help="step: one optimizer step, beside the least that it could be; cache: reading cached latents; "
+        "loader: what its data costs a step",
     )
     parser.add_argument("--steps", type=int, metavar="N", help="timed steps (30) or rounds of reading (9) of each row")
     parser.add_argument(
@@ -299,7 +300,7 @@ def _bench(arguments: argparse.Namespace, unknown: list[Problem]) -> int:
 
     if arguments.what == "cache":
         return bench_cache_command(arguments.steps, arguments.json)
-    return bench_command(resolved, arguments.steps, arguments.json, tiny=arguments.tiny)
+    return bench_command(arguments.what, resolved, arguments.steps, arguments.json, tiny=arguments.tiny)
 
 
 def _add_presets_arguments(parser: argparse.ArgumentParser) -> None:
@@ -374,10 +375,11 @@ COMMANDS = {
         "examples:\n  lora-trainer report runs/cat\n  lora-trainer report runs/cat runs/cat-2 --output cats.html\n",
     ),
     "bench": Command(
-        "measure the trainer's step, or reading caches, beside the least that it could be",
+        "measure the trainer's step, its data, or reading caches, beside the least that they could be",
         _add_bench_arguments,
         _bench,
-        "examples:\n  lora-trainer bench step --preset 12gb --json\n  lora-trainer bench cache\n",
+        "examples:\n  lora-trainer bench step --preset 12gb --json\n  lora-trainer bench cache\n"
+        "  lora-trainer bench loader --json\n",
     ),
     "caption": Command(
         "write captions or tags of pictures that have none, by a local model",

@@ -28,7 +28,7 @@ class Fresh:
 
     def __init__(self, place: Place, encode: EncodeImage, workers: int, dtype: torch.dtype = torch.float32) -> None:
         """`place` says what a place of a step shows; with no workers pictures are decoded when they are asked for."""
-        self._place = place
+        self.place = place
         self._encode: EncodeImage | None = encode
         self._dtype = dtype
         self._pool = ThreadPoolExecutor(workers, thread_name_prefix="pictures") if workers else None
@@ -57,7 +57,7 @@ class Fresh:
         self._begin()
         entry = {name: tensor[0].cpu() for name, tensor in encode_shown([shown], self._encode, self._dtype).items()}
         if not all(bool(torch.isfinite(tensor).all()) for tensor in entry.values()):
-            message = f"The encoder gave values that are not finite for {self._place(ref)[0].path}."
+            message = f"The encoder gave values that are not finite for {self.place(ref)[0].path}."
             raise TrainingFailed(Problem(message, "Look at the picture, or remove it."))
         return entry
 
@@ -75,4 +75,4 @@ class Fresh:
             self._begun[ref] = self._pool.submit(self._decode, ref)
 
     def _decode(self, ref: Ref) -> Shown:
-        return read_shown(*self._place(ref))
+        return read_shown(*self.place(ref))

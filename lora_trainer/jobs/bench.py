@@ -53,6 +53,7 @@ class Row:
     ratio: float
     encodes: bool = False
     peak_gib: float | None = None
+    per_second: float | None = None  # micro batches, where they are what is timed
 
 
 @dataclass(frozen=True)

@@ -21,11 +21,11 @@ from lora_trainer.data.steps import Ref, plan_steps, split_micros
 from lora_trainer.diffusion.process import Process, scaled_linear_alphas
 from lora_trainer.models import FAMILIES
 from lora_trainer.models.family import Architecture, Family, public_architecture
-from lora_trainer.production.choices import asked_by_user, cap_memory, choose
+from lora_trainer.production.choices import Choices, asked_by_user, cap_memory, choose
 from lora_trainer.production.inputs import read_inputs, trained_resolution
 from lora_trainer.production.order import Order
 from lora_trainer.production.session import Prepared, open_session, prepare
-from lora_trainer.training.build import build_learner
+from lora_trainer.training.build import Built, build_learner
 from lora_trainer.training.micro import Micro, make_micro
 from lora_trainer.training.processes import join_processes
 from lora_trainer.training.step import Learner
@@ -33,6 +33,11 @@ from lora_trainer.training.step import Learner
 Encoded = tuple[Tensor, Mapping[str, Tensor]]  # latents [B, C, h, w] and conditioning
 Encode = Callable[[int], list[Encoded]]  # reads and encodes the pictures and captions of a step
 THINNER = 5  # a fifth of the width is about a twenty-fifth of the weights, with heads of the same size
+
+TINY_NEEDS_A_FAMILY = Problem(
+    "--tiny makes a public architecture thinner, and a model was named.",
+    "Name a family alone: --set model.family=sdxl --tiny",
+)
 
 
 @dataclass(frozen=True)
@@ -52,8 +57,7 @@ def subject_of(resolved: Resolved, folder: Path, *, tiny: bool = False) -> Subje
     if config.model.family is not None and config.model.path is None:
         return public_subject(resolved, FAMILIES[config.model.family], tiny=tiny)
     if tiny:
-        fix = "Name a family alone: --set model.family=sdxl --tiny"
-        raise UsageError(Problem("--tiny makes a public architecture thinner, and a model was named.", fix))
+        raise UsageError(TINY_NEEDS_A_FAMILY)
     order = Order(resolved, folder, Console(stderr=True, soft_wrap=True))
     prepared = prepare(open_session(order, read_inputs(config)), {})
     name = prepared.session.inputs.facts.path.name
@@ -82,8 +86,8 @@ def load_encode(prepared: Prepared) -> Encode:
     return encode
 
 
-def public_subject(resolved: Resolved, family: Family, *, tiny: bool) -> Subject:
-    """A family's published denoiser with random weights and random inputs: no model, no data, no encoders."""
+def public_built(resolved: Resolved, family: Family, *, tiny: bool) -> tuple[str, Built, Architecture, Choices]:
+    """A family's published denoiser with random weights: what it is called, itself, its form, the hardware's choices."""
     config, architecture = resolved.config, public_architecture(family.name)
     if tiny:
         architecture = thinned(architecture)
@@ -101,7 +105,15 @@ def public_subject(resolved: Resolved, family: Family, *, tiny: bool) -> Subject
         checkpointing=choices.checkpointing,
         attention_asked=asked_by_user(resolved, "memory.attention"),
     )
-    learner = built.learner
+    side = trained_resolution(config, architecture.facts)
+    name = f"{family.name} {'at a fifth of its width ' if tiny else ''}{side} px, random weights"
+    return name, built, architecture, choices
+
+
+def public_subject(resolved: Resolved, family: Family, *, tiny: bool) -> Subject:
+    """A family's published denoiser with random weights and random inputs: no model, no data, no encoders."""
+    name, built, architecture, choices = public_built(resolved, family, tiny=tiny)
+    config, learner = resolved.config, built.learner
     sides = [trained_resolution(config, architecture.facts)] * 2
     shapes = family.cond_shapes(architecture.denoiser)
 
@@ -112,7 +124,6 @@ def public_subject(resolved: Resolved, family: Family, *, tiny: bool) -> Subject
         made = [make_micro(batch, step, config.train.seed, config.noise, learner.process) for batch in batches]
         return [micro.staged(learner.device, learner.dtype) for micro in made]
 
-    name = f"{family.name} {'at a fifth of its width ' if tiny else ''}{sides[0]} px, random weights"
     return Subject(name, learner, micros, None, choices.precision.value)
 
 

@@ -35,6 +35,7 @@ class Feed:
     """
 
     plan: StepPlan
+    data: CachedData
     micros: Callable[[int], list[Micro]]
     ledger: Callable[[int], Ledger]
     close: Callable[[], None]
@@ -73,7 +74,7 @@ def make_feed(config: Config, data: CachedData, learner: Learner, processes: Pro
         if data.fresh is not None:
             data.fresh.close()
 
-    return Feed(plan, micros, ledger, close)
+    return Feed(plan, data, micros, ledger, close)
 
 
 def fresh_latents(config: Config, inputs: Inputs, choices: Choices, world: int) -> Fresh:

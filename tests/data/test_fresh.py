@@ -18,7 +18,7 @@ from lora_trainer.data.sample import Sample
 from lora_trainer.data.steps import Ref
 from lora_trainer.data.views import View
 
-VIEW = View(Fit(Bucket(8, 8), 8, 8, 0, 0))
+VIEW = View(Fit(8, 8, 0, 0, Bucket(8, 8)))
 REFS = [Ref(index, f"{index}", 0) for index in range(12)]
 
 

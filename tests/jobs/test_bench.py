@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 
 import pytest
 
@@ -45,6 +46,27 @@ def test_a_family_alone_is_its_public_architecture(capsys):
         rows = measured(["bench", "step", "--tiny", *(p for s in settings for p in ("--set", s))], capsys)
     assert list(rows) == ["bare", "ours", "usual"]
     assert not rows["usual"]["encodes"]  # an architecture alone has no encoders
+
+
+def test_the_loader_is_measured_beside_steps_without_it(place, capsys):
+    arguments = place.arguments("x", command="bench", memory__base_precision="fp32")
+    before = threading.active_count()
+    rows = measured([arguments[0], "loader", *arguments[1:]], capsys)
+    assert threading.active_count() == before
+    assert list(rows) == [
+        *("resident", "cached", "uncached", "cached_wait", "cached_alone", "uncached_wait", "uncached_alone"),
+        "decoded_alone",
+    ]
+    assert rows["resident"]["ratio"] == 1.0
+    assert 0 <= rows["cached_wait"]["ratio"] < 1
+    assert all((row["per_second"] or 0) > 0 for name, row in rows.items() if name.endswith("_alone"))
+
+
+def test_an_architecture_alone_is_fed_from_random_entries(capsys):
+    settings = ["model.family=sd15", "data.resolution=64", "lora.rank=4"]
+    with patched(subject, "THINNER", 10):
+        rows = measured(["bench", "loader", "--tiny", *(p for s in settings for p in ("--set", s))], capsys)
+    assert list(rows) == ["resident", "cached", "cached_wait", "cached_alone"]
 
 
 def test_tiny_needs_a_family_alone(place, capsys):
