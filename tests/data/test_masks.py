@@ -1,4 +1,4 @@
-"""Masks beside the latents that they weigh."""
+"""Masks beside the latents that they weigh, and what the gate says of masks and of sizes."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ import numpy as np
 import torch
 from PIL import Image
 
+from lora_trainer.config.schema import SourceSection
 from lora_trainer.data.cache import CachePlan, fill_latents, plan_latents
+from lora_trainer.data.check import check_dataset
 from lora_trainer.data.loader import masks_of
 from lora_trainer.data.manifest import read_manifest
 from lora_trainer.data.sample import Mask
@@ -53,3 +55,42 @@ def test_a_mask_is_cached_in_every_view_of_its_picture(tmp_path: Path, draw: Dra
     assert masks_of(entries[2:]) is None
     Image.fromarray(255 - half).save(tmp_path / "mask.png")
     assert fill_latents(plan(), encode_image, batch=4).reasons == {"mask changed": 2}
+
+
+def test_masks_that_let_nothing_through_or_cannot_be_decoded_are_found(tmp_path: Path, draw: Draw) -> None:
+    folder, masks = tmp_path / "data", tmp_path / "masks"
+    masks.mkdir()
+    speck = np.zeros((300, 300), dtype=np.uint8)
+    speck[10:40, 20:50] = 255
+    for number, pixels in enumerate((speck, 0 * speck, np.random.default_rng(0).integers(0, 256, (300, 300)))):
+        draw(folder / f"{number}.png", 300, 300, seed=number)
+        Image.fromarray(pixels.astype(np.uint8)).save(masks / f"{number}.png")
+    cut_short = masks / "2.png"
+    cut_short.write_bytes(cut_short.read_bytes()[:2000])
+    clear = np.zeros((300, 300, 4), dtype=np.uint8)
+    Image.fromarray(clear).save(draw(tmp_path / "clear" / "3.png"))
+    asked = [
+        SourceSection(path=str(folder), masks=str(masks)),
+        SourceSection(path=str(folder.parent / "clear"), masks="alpha"),
+    ]
+    manifest, findings = read_manifest(asked)
+    report = check_dataset(manifest, findings, framings=[Framing((256,), 64)] * 2)
+    of_masks = {
+        (each.path.name, each.code, each.severity) for each in report.findings if each.path and "mask" in each.code
+    }
+    assert of_masks == {
+        ("1.png", "black_mask", "warning"),
+        ("2.png", "unreadable_mask", "error"),
+        ("3.png", "black_mask", "warning"),
+    }
+
+
+def test_no_upscale_refuses_only_what_is_smaller_than_a_step(tmp_path: Path, draw: Draw) -> None:
+    for number, width in enumerate((15, 16, 100)):
+        draw(tmp_path / f"{number}.png", width, 60, seed=number)
+    manifest, findings = read_manifest([tmp_path])
+    report = check_dataset(manifest, findings, framings=[Framing((128,), 16, no_upscale=True)])
+    (found,) = (finding for finding in report.findings if finding.code in ("too_small", "upscaled"))
+    assert (found.path, found.severity) == (tmp_path / "0.png", "error")
+    assert "15×60; a bucket's sides are at least 16 px" in found.message
+    assert [str(bucket) for bucket in sorted(report.plan.counts)] == ["16x32", "96x48"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from lora_trainer.config.schema import CaptionsSection
@@ -73,6 +74,7 @@ def check_dataset(
         allow_upscale,
         caption_limit,
         tuple(rules),
+        look_at_masks(samples),
     )
     found = {name: check(looked) for name, check in CHECKS.items()}
     everything = [finding for group in found.values() for finding in group]
@@ -95,6 +97,18 @@ def check_dataset(
         likeness=likeness_of(looked),
         rows=bucket_rows(samples, plan),
     )
+
+
+def look_at_masks(samples: Sequence[Sample]) -> dict[str, Seen]:
+    """What mask files show, by their content."""
+    files = {
+        sample.mask.content: replace(
+            sample, path=sample.mask.path, content=sample.mask.content, span=sample.mask.span, mask=None
+        )
+        for sample in samples
+        if sample.mask is not None and sample.mask.path is not None
+    }
+    return dict(zip(files, look_at(list(files.values())), strict=True))
 
 
 def alike_of(samples: Sequence[Sample], seen: Sequence[Seen]) -> Alike:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from lora_trainer.config.schema import CaptionsSection
@@ -32,6 +32,7 @@ class Looked:
     allow_upscale: bool
     caption_limit: int | None
     rules: tuple[CaptionsSection, ...] = ()
+    masks: Mapping[str, Seen] = field(default_factory=dict)  # what mask files show, by their content
 
 
 Check = Callable[[Looked], list[Finding]]

@@ -21,6 +21,7 @@ BLOCK_SCALE = 0.5  # reduced further, blocks of 8 pixels are not seen any more
 BORDER_AREA = 0.03  # share of the picture
 FRAME_SIDE = 0.15  # a frame broader than this share of the side may be the background of something square
 TRANSPARENT_AREA = 0.01
+BLACK, BLACK_SPREAD = 2, 0.5  # grey levels, 0 to 255
 
 READING_CODES = frozenset(
     {"unreadable", "too_large", "damaged_tar", "two_pictures", "missing_mask", "mask_differs", "unreadable_mask"}
@@ -88,7 +89,7 @@ def check_distinct(looked: Looked) -> list[Finding]:
 
 
 def check_contents(looked: Looked) -> list[Finding]:
-    """Pictures that show nothing, and pictures with holes."""
+    """Pictures that show nothing, pictures with holes, and masks that let nothing through."""
     found = []
     for sample, _, seen in shown(looked):
         if seen.spread < UNIFORM_SPREAD:
@@ -98,6 +99,25 @@ def check_contents(looked: Looked) -> list[Finding]:
             message = f"is transparent on {seen.transparent:.0%} of its area, which is laid on white."
             fix = 'Lay it on the background that is meant, or learn the rest alone with masks = "alpha".'
             found.append(Finding("transparent", "note", message, fix, path=sample.path))
+    return [*found, *_of_masks(looked)]
+
+
+def _of_masks(looked: Looked) -> list[Finding]:
+    """Masks that cannot be decoded, and masks that leave nothing to learn."""
+    found = []
+    for sample, _, seen in shown(looked):
+        if sample.mask is None:
+            continue
+        mask = looked.masks.get(sample.mask.content)
+        if mask is not None and mask.broken is not None:
+            message, fix = f"has a mask that {mask.broken[1]}", mask.broken[2]
+            found.append(Finding("unreadable_mask", "error", message, fix, path=sample.path))
+            continue
+        clear = seen.transparent == 1.0 and seen.spread < UNIFORM_SPREAD
+        if clear if mask is None else mask.spread < BLACK_SPREAD and max(mask.thumb, default=0) <= BLACK:
+            message = "has a mask that is black everywhere: nothing of it is learned."
+            fix = "Paint white what is to be learned, or remove the picture."
+            found.append(Finding("black_mask", "warning", message, fix, path=sample.path))
     return found
 
 

@@ -158,6 +158,7 @@ MANY = {
     "too_small": "are far smaller than they would be trained at",
     "foreign_format": "are in a format that is not read",
     "missing_mask": "have no mask",
+    "black_mask": "have a mask that is black everywhere",
     "two_captions": "have two captions",
     "orphan_caption": "are captions without a picture",
     "absent_picture": "name pictures that are not there",
