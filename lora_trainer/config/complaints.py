@@ -18,6 +18,7 @@ _WORDS = {
     "float_type": "a number",
     "bool_type": "true or false",
     "string_type": "text",
+    "string_unicode": "a name in UTF-8: rename the folder or file",
     "string_too_short": "not empty",
     "tuple_type": 'a list such as ["a", "b"]',
     "finite_number": "a finite number",
@@ -71,6 +72,8 @@ def _wrong_in_table(
     """`data.sources, table 2 (pictures/cat): repeat (from a.toml) is not a setting. Did you mean repeats?`"""
     number, keys = int(place[1]), [str(key) for key in place[2:]]
     table = tables[number]
+    if isinstance(table, str):  # a bare path
+        table = {"path": table}
     path = f" ({table['path']})" if isinstance(table.get("path"), str) else ""
     where = f"{section}.{place[0]}, table {number + 1}{path}: "
     kind = _TABLES[str(place[0])]

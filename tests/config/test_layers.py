@@ -141,3 +141,9 @@ def test_lists_inside_of_a_source_are_read() -> None:
     assert read.resolutions == (512, 768)
     assert read.captions is not None
     assert read.captions.shuffle
+
+
+def test_a_path_that_is_not_utf_8_is_named() -> None:
+    told = problems_of(Layer("--data", {"data": {"sources": ["good", "caf\udce9"]}}))
+    assert "table 2" in told
+    assert "UTF-8" in told
