@@ -1,6 +1,6 @@
 """What was cached for which source, so that rebuilding can be explained.
 
-    FOLDER/index.sqlite      a row of hashes for each source: about 60 bytes
+    FOLDER/index.sqlite      a row of hashes for each source: about 90 bytes
 
 It only explains: a missing, damaged or locked index counts as an empty one.
 """

@@ -1,0 +1,104 @@
+"""What a cache of many pictures costs: files, disk, memory, start-up. Entries are made up; nothing is encoded.
+
+    python scripts/measure_caches.py --entries 100000 --side 16 --folder scratch
+
+`--side` is the latents' side: 64 is a picture of 512 px at 128 KiB an entry. Times are CPU seconds, memory is what the
+process holds beside files (Linux).
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import hashlib
+import random
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from lora_trainer.data.cache import CachePlan, plan_latents
+from lora_trainer.data.filling import Work, build_missing
+from lora_trainer.data.sample import Sample
+from lora_trainer.data.store import Store
+from lora_trainer.data.upkeep import cache_status
+from lora_trainer.data.views import Framing, View, plan_plain
+
+SIZES = ((1200, 1000), (1000, 1200), (1024, 1024), (1600, 1000), (900, 1600))
+READS = 20_000
+
+
+def held() -> float:
+    """Memory of this process beside mapped files, in MB."""
+    gc.collect()
+    lines = Path("/proc/self/smaps_rollup").read_text(encoding="ascii").splitlines()
+    return next(int(line.split()[1]) / 1024 for line in lines if line.startswith("Anonymous"))
+
+
+def told(what: str, work: Callable[[], object]) -> object:
+    """Do something and print what it took."""
+    before, began, used = held(), time.perf_counter(), time.process_time()
+    found = work()
+    seconds, cpu = time.perf_counter() - began, time.process_time() - used
+    print(f"{what}: {cpu:.2f} CPU s, {seconds:.2f} s, {held() - before:+.0f} MB", flush=True)
+    return found
+
+
+def shown(count: int, side: int) -> list[tuple[Sample, View]]:
+    samples = [
+        Sample(
+            Path(f"set/{number:07d}.jpg"),
+            f"a caption of the usual length, number {number}",
+            *SIZES[number % len(SIZES)],
+            hashlib.sha256(str(number).encode()).hexdigest(),
+        )
+        for number in range(count)
+    ]
+    plan = plan_plain(samples, [Framing((8 * side,), 64)])
+    return [(sample, views[0]) for sample, views in zip(samples, plan.views, strict=True)]
+
+
+def fill(plan: CachePlan[tuple[Sample, View]], batch: int = 16) -> int:
+    def encode(places: list[int], prepared: list[int]) -> dict[str, Tensor]:
+        bucket = plan.items[places[0]][1].fit.bucket
+        latents = torch.full((len(prepared), 4, bucket.height // 8, bucket.width // 8), 0.5)
+        return {"mean": latents, "spread": latents}
+
+    def bucket(place: int) -> object:
+        return plan.items[place][1].fit.bucket
+
+    return build_missing(Work(plan.folder, "latents", plan.keys, bucket, int, encode, str, batch))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--entries", type=int, default=100_000)
+    parser.add_argument("--side", type=int, default=16)
+    parser.add_argument("--folder", type=Path, required=True)
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    before = held()
+    items = shown(arguments.entries, arguments.side)
+    print(f"samples and views themselves: {held() - before:+.0f} MB")
+
+    def plan() -> CachePlan[tuple[Sample, View]]:
+        return plan_latents(items, arguments.folder, "encoder", torch.float32)
+
+    first = plan()
+    if first.missing:
+        told(f"filling {len(first.missing)} in batches of 16", lambda: fill(first))
+    again = told("planning with all there", plan)
+    assert isinstance(again, CachePlan)
+    assert not again.missing
+    store = Store(arguments.folder, "latents", again.keys)
+    told("the first entry", lambda: store.read(again.keys[-1]))
+    draw = random.Random(0)
+    drawn = [draw.randrange(len(again.keys)) for _ in range(READS)]
+    told(f"{READS} entries at random", lambda: [store.read(again.keys[place]) for place in drawn] and None)
+    print("\n".join(cache_status(arguments.folder).lines))
+
+
+if __name__ == "__main__":
+    main()
