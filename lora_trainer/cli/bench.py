@@ -2,20 +2,54 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import sys
 from dataclasses import asdict
 
-from rich.console import Console
-from rich.table import Table
-
+from lora_trainer.cli.arguments import add_run_arguments, explained, resolved_from
 from lora_trainer.config.layers import Resolved
-from lora_trainer.core.errors import DONE
+from lora_trainer.core.errors import DONE, Problem
 from lora_trainer.core.hardware import package_versions
 
+EXAMPLES = (
+    "examples:\n  lora-trainer bench step --preset 12gb --json\n  lora-trainer bench cache\n"
+    "  lora-trainer bench loader --json\n"
+)
 
-def bench_command(what: str, resolved: Resolved, steps: int | None, as_json: bool, *, tiny: bool = False) -> int:
+
+def add_bench_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "what",
+        choices=["step", "cache", "loader"],
+        help="step: one optimizer step, beside the least that it could be; cache: reading cached latents; "
+        "loader: what its data costs a step",
+    )
+    parser.add_argument("--steps", type=int, metavar="N", help="timed steps (30) or rounds of reading (9) of each row")
+    parser.add_argument(
+        "--tiny", action="store_true", help="a family alone (--set model.family=sdxl): a fifth of its width"
+    )
+    parser.add_argument("--json", action="store_true", help="one JSON document on stdout")
+    add_run_arguments(parser)
+
+
+def bench_command(arguments: argparse.Namespace, unknown: list[Problem]) -> int:
+    """Measure what was asked for. Raises UserError."""
+    if arguments.steps is not None and arguments.steps < 2:
+        unknown.append(Problem(f"--steps {arguments.steps} is too few.", "At least 2 are needed for a median."))
+    resolved = resolved_from(arguments, unknown)
+    if explained(arguments, resolved):
+        return DONE
+    if arguments.what == "cache":
+        return measure_cache(arguments.steps, arguments.json)
+    return measure_steps(arguments.what, resolved, arguments.steps, arguments.json, tiny=arguments.tiny)
+
+
+def measure_steps(what: str, resolved: Resolved, steps: int | None, as_json: bool, *, tiny: bool = False) -> int:
     """Measure and print; with `as_json` stdout holds one JSON document."""
+    from rich.console import Console
+    from rich.table import Table
+
     from lora_trainer.jobs.bench import STEPS, bench_step, device_name, to_json
     from lora_trainer.jobs.bench_loader import bench_loader
 
@@ -33,8 +67,11 @@ def bench_command(what: str, resolved: Resolved, steps: int | None, as_json: boo
     return DONE
 
 
-def bench_cache_command(rounds: int | None, as_json: bool) -> int:
+def measure_cache(rounds: int | None, as_json: bool) -> int:
     """Measure reading cached latents and print; with `as_json` stdout holds one JSON document."""
+    from rich.console import Console
+    from rich.table import Table
+
     from lora_trainer.jobs.bench import device_name
     from lora_trainer.jobs.bench_cache import ROUNDS, bench_cache
 

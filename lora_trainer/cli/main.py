@@ -28,6 +28,8 @@ from lora_trainer.cli.arguments import (
 )
 from lora_trainer.cli.batch import EXAMPLES as BATCH_EXAMPLES
 from lora_trainer.cli.batch import add_batch_arguments, batch_command
+from lora_trainer.cli.bench import EXAMPLES as BENCH_EXAMPLES
+from lora_trainer.cli.bench import add_bench_arguments, bench_command
 from lora_trainer.cli.caption import EXAMPLES as CAPTION_EXAMPLES
 from lora_trainer.cli.caption import add_caption_arguments, caption_command
 from lora_trainer.cli.errors import report_error
@@ -275,34 +277,6 @@ def _report_again(arguments: argparse.Namespace, unknown: list[Problem]) -> int:
     return report_command(arguments.runs, arguments.page)
 
 
-def _add_bench_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "what",
-        choices=["step", "cache", "loader"],
-        help="step: one optimizer step, beside the least that it could be; cache: reading cached latents; "
-        "loader: what its data costs a step",
-    )
-    parser.add_argument("--steps", type=int, metavar="N", help="timed steps (30) or rounds of reading (9) of each row")
-    parser.add_argument(
-        "--tiny", action="store_true", help="a family alone (--set model.family=sdxl): a fifth of its width"
-    )
-    parser.add_argument("--json", action="store_true", help="one JSON document on stdout")
-    add_run_arguments(parser)
-
-
-def _bench(arguments: argparse.Namespace, unknown: list[Problem]) -> int:
-    if arguments.steps is not None and arguments.steps < 2:
-        unknown.append(Problem(f"--steps {arguments.steps} is too few.", "At least 2 are needed for a median."))
-    resolved = resolved_from(arguments, unknown)
-    if explained(arguments, resolved):
-        return DONE
-    from lora_trainer.cli.bench import bench_cache_command, bench_command
-
-    if arguments.what == "cache":
-        return bench_cache_command(arguments.steps, arguments.json)
-    return bench_command(arguments.what, resolved, arguments.steps, arguments.json, tiny=arguments.tiny)
-
-
 def _add_presets_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("action", nargs="?", metavar="show", help="show the merged settings of the presets named")
     parser.add_argument("names", nargs="*", metavar="NAME", help="such as 12gb quality")
@@ -376,10 +350,9 @@ COMMANDS = {
     ),
     "bench": Command(
         "measure the trainer's step, its data, or reading caches, beside the least that they could be",
-        _add_bench_arguments,
-        _bench,
-        "examples:\n  lora-trainer bench step --preset 12gb --json\n  lora-trainer bench cache\n"
-        "  lora-trainer bench loader --json\n",
+        add_bench_arguments,
+        bench_command,
+        BENCH_EXAMPLES,
     ),
     "caption": Command(
         "write captions or tags of pictures that have none, by a local model",
