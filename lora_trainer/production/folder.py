@@ -37,7 +37,7 @@ def claim(order: Order) -> dict[str, Any] | None:
     refuse_used(order, record)
     if record is None and folder.exists() and (not folder.is_dir() or set(os.listdir(folder)) - {LOCK}):
         raise UsageError(Problem(f"{folder} exists and is no run.", "Choose another --name or --output."))
-    for source in (Path(each.path) for each in data_sources(order.config)):
+    for source in (Path(each.path).expanduser() for each in data_sources(order.config)):
         if source.is_dir() and folder.resolve().is_relative_to(source.resolve()):
             raise UsageError(
                 Problem(

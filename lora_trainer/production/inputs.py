@@ -88,7 +88,7 @@ def _absolute(source: SourceSection) -> dict[str, str]:
     found = {"path": source.path, "captions_file": source.captions_file}
     if source.masks != "alpha":
         found["masks"] = source.masks
-    return {name: str(Path(path).resolve()) for name, path in found.items() if path is not None}
+    return {name: str(Path(path).expanduser().resolve()) for name, path in found.items() if path is not None}
 
 
 def read_model(config: Config, families: Mapping[str, Family] = FAMILIES) -> tuple[Family, ModelFacts]:
