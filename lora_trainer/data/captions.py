@@ -248,6 +248,18 @@ def lacks_trigger(sample: Sample, rules: Sequence[CaptionsSection]) -> bool:
     return bool(own.trigger) and not has_trigger(_filled(sample.caption, own, lambda count, place: 0), own.trigger)
 
 
+def most_choices(sample: Sample, rules: Sequence[CaptionsSection]) -> int:
+    """The most choices that a written caption has in one place; 1 without wildcards."""
+    counts = [1]
+
+    def first(count: int, place: int) -> int:
+        counts.append(count)
+        return 0
+
+    _filled(sample.caption, rules_of(sample, rules), first)
+    return max(counts)
+
+
 def rules_of(sample: Sample, rules: Sequence[CaptionsSection]) -> CaptionsSection:
     """What holds for a sample's caption."""
     found = rules[sample.source]

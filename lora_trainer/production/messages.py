@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 
 from lora_trainer.config.schema import CaptionsSection, Config
+from lora_trainer.data.captions import most_choices
 from lora_trainer.data.sample import Sample
 from lora_trainer.monitor.progress import duration
 from lora_trainer.production.inputs import Inputs, caption_rules, latent_bytes, own_architecture
@@ -86,7 +87,7 @@ def show_captions(config: Config, inputs: Inputs, console: Console, itemsize: in
     for sample in of_each_source(inputs.train, CAPTIONS_SHOWN):
         versions = f"  ({len(sample.texts)} variants)" if len(sample.texts) > 1 else ""
         console.print(f"  {sample.path.name}: {sample.caption!r}{versions}", markup=False, soft_wrap=True)
-    for line in (*variants_told(config, inputs, itemsize), *idle_told(rules)):
+    for line in (*variants_told(config, inputs, itemsize), *idle_told(rules, inputs)):
         console.print(line, markup=False)
 
 
@@ -106,12 +107,20 @@ def variants_told(config: Config, inputs: Inputs, itemsize: int) -> list[str]:
     return lines
 
 
-def idle_told(rules: Sequence[CaptionsSection]) -> list[str]:
-    """Settings that do nothing as the others stand."""
-    still = [own for own in rules if not (own.shuffle or own.tag_dropout)]
-    if any(own.keep_tokens for own in still):
-        return ["note: captions.keep_tokens does nothing without captions.shuffle or captions.tag_dropout"]
-    return []
+def idle_told(rules: Sequence[CaptionsSection], inputs: Inputs) -> list[str]:
+    """What does nothing as the settings stand."""
+    told = []
+    if any(own.keep_tokens and not (own.shuffle or own.tag_dropout) for own in rules):
+        told.append("note: captions.keep_tokens does nothing without captions.shuffle or captions.tag_dropout")
+    for sample in inputs.report.samples if any(own.wildcards for own in rules) else ():
+        choices, variants = most_choices(sample, rules), rules[sample.source].variants
+        if choices > variants:
+            where = inputs.report.name_of(sample.path)
+            told.append(
+                f"note: captions.variants={variants} is fewer than the {choices} choices of {where}: set it higher"
+            )
+            break
+    return told
 
 
 def show_end(record: Record, report: LoraReport, folder: Path, comparison: Path | None, console: Console) -> None:

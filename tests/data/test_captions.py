@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lora_trainer.config.schema import CaptionsSection
-from lora_trainer.data.captions import drops_caption, has_trigger, make_texts, settled, variant_taken
+from lora_trainer.data.captions import drops_caption, has_trigger, make_texts, most_choices, settled, variant_taken
 from lora_trainer.data.sample import Sample
 from lora_trainer.data.weighted_words import plain, read_pieces, spoken
 from lora_trainer.data.wildcards import filled
@@ -138,6 +138,15 @@ def test_any_text_can_be_filled(text: str) -> None:
     assert len(result) <= len(text)
     if not set(text) & set("{}\\"):
         assert result == text
+
+
+def test_choices_are_counted() -> None:
+    def most(written: str, **settings: object) -> int:
+        return most_choices(Sample(Path("a.png"), written, 8, 8, "0" * 64), (rules(**settings),))
+
+    assert most("a {b|c|d} {e|f}", wildcards=True) == 3
+    assert most("a\nb", wildcards=True) == 2
+    assert most("a {b|c}") == most("a", wildcards=True) == 1
 
 
 def test_one_of_several_lines() -> None:

@@ -24,7 +24,7 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> Config:
             text.write_text(f"{written}, number {index}", encoding="utf-8")
             picture = text.with_suffix(".png")
             picture.write_bytes(picture.read_bytes() + name.encode())  # other content in each folder
-    own = {"wildcards": True, "weighted_words": True, "variants": 4, "keep_tokens": 1}
+    own = {"wildcards": True, "weighted_words": True, "variants": 4, "keep_tokens": 1, "suffix": "{1|2|3|4|5}"}
     sources = [
         str(root / "plain"),
         {"path": str(root / "own"), "captions": own},
@@ -68,6 +68,7 @@ def test_what_is_told_of_them(config: Config, inputs: Inputs) -> None:
     size = count * 4 * 77 * 64 / 1e6  # the built-in base's text encoder is 64 wide
     assert f"8 variants of {len(varied)} captions: {count} texts, {size:.0f} MB" in told
     assert "captions.keep_tokens does nothing without" in told
+    assert "captions.variants=4 is fewer than the 5 choices of own/picture_0.png" in told
 
 
 def test_a_plan_counts_the_same_texts(config: Config, inputs: Inputs) -> None:
