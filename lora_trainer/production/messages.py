@@ -66,7 +66,7 @@ def show_views(config: Config, inputs: Inputs, console: Console) -> None:
     if plan.most == 1:
         return
     size, limit = latent_bytes(inputs.train, plan, inputs.facts) / 1e9, config.cache.limit_gb
-    told = f"{size:.1f} GB" if size >= 1 else f"{1000 * size:.0f} MB"
+    told = f"{size:.1f} GB" if size >= 1 else f"{1000 * size:.{0 if size >= 0.01 else 1}f} MB"
     held = f"{told} of latents on disk" if config.cache.latents else "encoded while training"
     console.print(f"up to {plan.most} views of each picture, used in turn: {held}")
     if config.cache.latents and size > limit / 2:

@@ -66,7 +66,7 @@ def test_what_is_told_of_them(config: Config, inputs: Inputs) -> None:
     varied = [sample for sample in inputs.train if len(sample.texts) > 1]
     count = len({text for sample in varied for text in sample.texts})
     size = count * 4 * 77 * 64 / 1e6  # the built-in base's text encoder is 64 wide
-    assert f"8 variants of {len(varied)} captions: {count} texts, {size:.0f} MB" in told
+    assert f"8 variants of {len(varied)} captions: {count} texts, {size:.1f} MB" in told
     assert "captions.keep_tokens does nothing without" in told
     assert "captions.variants=4 is fewer than the 5 choices of own/picture_0.png" in told
 
