@@ -66,13 +66,18 @@ def show_views(config: Config, inputs: Inputs, console: Console) -> None:
     if plan.most == 1:
         return
     size, limit = latent_bytes(inputs.train, plan, inputs.facts) / 1e9, config.cache.limit_gb
-    told = f"{size:.1f} GB" if size >= 1 else f"{1000 * size:.{0 if size >= 0.01 else 1}f} MB"
+    told = in_gigabytes(size)
     held = f"{told} of latents on disk" if config.cache.latents else "encoded while training"
     console.print(f"up to {plan.most} views of each picture, used in turn: {held}")
     if config.cache.latents and size > limit / 2:
         console.print(
             f"note: that is most of cache.limit_gb={limit:g}. Set data.crop_variants or colour_variants lower."
         )
+
+
+def in_gigabytes(size: float) -> str:
+    """`1.5 GB`, `212 MB`, `1.5 MB`."""
+    return f"{size:.1f} GB" if size >= 1 else f"{1000 * size:.{0 if size >= 0.01 else 1}f} MB"
 
 
 def show_captions(config: Config, inputs: Inputs, console: Console, itemsize: int) -> None:
@@ -100,7 +105,7 @@ def variants_told(config: Config, inputs: Inputs, itemsize: int) -> list[str]:
     count = len({text for texts in varied.values() for text in texts})
     size = count * itemsize * sum(math.prod(shape) for shape in shapes.values()) / 1e9
     most, limit = max(map(len, varied.values())), config.cache.limit_gb
-    told = f"{size:.1f} GB" if size >= 1 else f"{1000 * size:.0f} MB"
+    told = in_gigabytes(size)
     lines = [f"{most} variants of {len(varied)} {'caption' if len(varied) == 1 else 'captions'}: {count} texts, {told}"]
     if size > limit / 2:
         lines.append(f"note: that is most of cache.limit_gb={limit:g}. Set captions.variants lower.")
