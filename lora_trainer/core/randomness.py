@@ -8,10 +8,6 @@ second process draw the same numbers.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
-from typing import TypeVar
-
-Item = TypeVar("Item")
 
 
 def position_key(seed: int, purpose: str, *position: int | str) -> int:
@@ -29,16 +25,10 @@ def position_uniform(seed: int, purpose: str, *position: int | str) -> float:
     return (position_key(seed, purpose, *position) >> 75) / float(1 << 53)
 
 
-def position_shuffle(items: Sequence[Item], seed: int, purpose: str, *position: int | str) -> list[Item]:
-    """The items in an order that depends on the position only."""
-    keyed = [(position_key(seed, purpose, *position, index), index) for index in range(len(items))]
-    return [items[index] for _, index in sorted(keyed)]
-
-
 def position_keys(count: int, seed: int, purpose: str, *position: int | str) -> bytes:
     """The first 8 bytes of `position_key(seed, purpose, *position, index)` of each index below `count`.
 
-    Sorted by them, a million items are in the order of `position_shuffle`, in a third of the time.
+    Sorted by them, items are in an order that depends on the position only; a million in less than a second.
     """
     start = hashlib.blake2b(_text(seed, purpose, *position, "").encode("utf-8"), digest_size=16)
     keys = bytearray()

@@ -52,7 +52,7 @@ class CachedData:
         """The tensors of the view that a place uses."""
         if self.fresh is not None:
             return self.fresh.read(ref)
-        return self.latents.read(self.latent_keys[ref.index][turn])
+        return self.latents.read(self.latent_keys[ref.index][turn], str(self.samples[ref.index].path))
 
     def turn(self, ref: Ref, seed: int) -> int:
         """Which of its sample's views a place of a step uses."""
@@ -96,7 +96,7 @@ def read_micro(data: CachedData, refs: Sequence[Ref], step: int, epoch: int, see
     """Read one micro batch, all of one bucket. Raises TrainingFailed when an entry is gone or damaged."""
     turns = [data.turn(ref, seed) for ref in refs]
     latents = [data.read_latents(ref, turn) for ref, turn in zip(refs, turns, strict=True)]
-    texts = [data.texts.read(data.text_key(ref, step, epoch, seed)) for ref in refs]
+    texts = [data.texts.read(data.text_key(ref, step, epoch, seed), str(data.samples[ref.index].path)) for ref in refs]
     return Batch(
         refs=tuple(refs),
         mean=torch.stack([entry["mean"] for entry in latents]),

@@ -119,7 +119,7 @@ def _order(count: int, seed: int, epoch: int) -> NDArray[np.uint32]:
 
 
 def _shuffled(count: int, seed: int, purpose: str, *position: int | str) -> NDArray[np.uint32]:
-    """The numbers below `count` as `position_shuffle` orders them, in 4 bytes each."""
+    """The numbers below `count` in an order that depends on the position only, in 4 bytes each."""
     keys = np.frombuffer(position_keys(count, seed, purpose, *position), dtype=">u8")
     return np.argsort(keys.astype(np.uint64), kind="stable").astype(np.uint32)
 

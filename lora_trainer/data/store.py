@@ -207,15 +207,20 @@ class Store:
         self._shelf: Shelf | None = None
         self._lock = threading.Lock()
 
-    def read(self, key: str) -> dict[str, Tensor]:
-        """Tensors of an entry; not to be changed. Raises TrainingFailed when it is gone or damaged."""
+    def read(self, key: str, owner: str = "") -> dict[str, Tensor]:
+        """Tensors of an entry; not to be changed.
+
+        Raises TrainingFailed, naming the entry's `owner` where one is told, when it is gone or damaged.
+        """
         with self._lock:
             if self._shelf is None:
                 self._shelf, self._keys = Shelf(self._folder, self._kind, self._keys), None
             try:
                 return self._shelf.read(key)
             except KeyError as error:
-                message = f"An entry of the cache {self._folder} was removed or damaged during the run ({key[:12]})."
+                message = (
+                    f"An entry of the cache {self._folder} was removed or damaged during the run ({owner or key[:12]})."
+                )
                 raise TrainingFailed(Problem(message, "Run again with --resume: it is built anew.")) from error
 
     def read_many(self, keys: Sequence[str]) -> dict[str, Tensor]:

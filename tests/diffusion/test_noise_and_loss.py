@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lora_trainer.config.schema import LossSection
-from lora_trainer.core.randomness import position_key, position_keys, position_shuffle, position_uniform
+from lora_trainer.core.randomness import position_key, position_keys, position_uniform
 from lora_trainer.diffusion.loss import huber_error, make_loss, min_snr_weight, squared_error
 from lora_trainer.diffusion.noise import generator, multires_noise, position_noise, training_noise
 from lora_trainer.diffusion.process import Process, linear_alphas, scaled_linear_alphas, zero_terminal_alphas
@@ -199,13 +199,6 @@ def test_stratified_timesteps_cover_the_schedule(count, timesteps):
     assert points == sorted(set(points))
     assert 0 <= points[0] <= timesteps / count
     assert timesteps - timesteps / count - 1 <= points[-1] < timesteps
-
-
-@given(st.lists(st.integers(), max_size=40), st.integers(), st.integers(0, 9))
-def test_shuffle_is_a_permutation_fixed_by_its_position(items, seed, epoch):
-    shuffled = position_shuffle(items, seed, "order", epoch)
-    assert sorted(shuffled) == sorted(items)
-    assert shuffled == position_shuffle(items, seed, "order", epoch)
 
 
 @given(st.integers(0, 40), st.integers(), st.text(max_size=9), st.integers(0, 9))

@@ -92,3 +92,15 @@ def test_two_machines_are_two_launches(bench: Bench, checkout: Path, tmp_path: P
     assert [each.returncode for each in ended] == [0, 0], ended[0].stderr[-3000:]
     assert record(bench.folder("two"))["hardware"]["processes"] == 2
     assert "validating the LoRA" not in ended[1].stdout, "only one process speaks"
+
+
+@pytest.mark.slow
+def test_two_processes_encode_what_one_encodes(bench: Bench, checkout: Path):
+    """Without cached latents each process decodes and encodes its own share of a step."""
+    settings: dict[str, object] = {"batch__effective": 3, "cache__latents": "false", "data__flip": "true"}
+    ended = launch(checkout, bench.arguments("two", **settings))
+    assert ended.returncode == 0, ended.stderr[-3000:]
+    assert bench.run("one", **settings) == 0
+    two, one = bench.folder("two"), bench.folder("one")
+    assert [row["loss"] for row in rows(two)] == pytest.approx([row["loss"] for row in rows(one)], rel=1e-3)
+    assert record(two)["ledger"] == record(one)["ledger"]
