@@ -25,13 +25,15 @@ COLOURS = {"error": "red", "warning": "yellow", "note": "cyan"}
 MOST_NAMES = 40  # files listed under one finding
 
 
-def check_command(config: Config, as_json: bool, facts: ModelFacts, page: Path | None = None) -> int:
+def check_command(
+    config: Config, as_json: bool, facts: ModelFacts, page: Path | None = None, *, decode: bool = True
+) -> int:
     """Print the report, and write its page where one is asked for; 0 when the data passes the gate, 3 when it does not."""
-    manifest, report = read_data(config, facts)
+    manifest, report = read_data(config, facts, decode=decode)
     train, held_out = held_out_split(config, report)
     steps = arithmetic(config, train, config.batch.max_micro or config.batch.effective, processes=1)
     if as_json:
-        document = report.to_json(steps.to_json() | {"held_out": len(held_out)})
+        document = report.to_json(steps.to_json() | {"held_out": len(held_out)}) | {"decoded": decode}
         sys.stdout.write(json.dumps(finite(document), indent=2, ensure_ascii=False) + "\n")
     else:
         show_report(report, steps, len(held_out), Console(highlight=False))

@@ -162,6 +162,7 @@ def _add_check_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", dest="model.path", metavar="DIR", help="judge for this model; SD1.5 without it")
     parser.add_argument("--json", action="store_true", help="one JSON document on stdout")
     parser.add_argument("--html", metavar="FILE", type=Path, help="write one page with pictures of what is wrong")
+    parser.add_argument("--headers", action="store_true", help="a quick look: headers and captions, nothing is decoded")
     add_settings_arguments(parser)
 
 
@@ -182,7 +183,7 @@ def _check(arguments: argparse.Namespace, unknown: list[Problem]) -> int:
     else:
         facts = public_architecture(config.model.family or USUAL_FAMILY).facts
         say(f"judged for {facts.family} ({facts.resolution} px); name another model with --model")
-    return check_command(config, arguments.json, facts, arguments.html)
+    return check_command(config, arguments.json, facts, arguments.html, decode=not arguments.headers)
 
 
 def _add_cache_arguments(parser: argparse.ArgumentParser) -> None:

@@ -9,6 +9,14 @@ from typing import Literal
 Severity = Literal["error", "warning", "note"]
 
 
+def printable(name: str) -> str:
+    """A file's name on one line: line ends and what would command a terminal are escaped, and so are bytes of no letter."""
+    if name.isprintable():
+        return name
+    kept = (each if each.isprintable() else each.encode("unicode_escape").decode("ascii") for each in name)
+    return "".join(kept)
+
+
 @dataclass(frozen=True)
 class Finding:
     """A stable code for scripts, a message for people, and what to do.

@@ -126,8 +126,11 @@ def trained_resolution(config: Config, facts: ModelFacts) -> int:
     return max(framing.resolutions[0] for framing in trained_framings(config, facts))
 
 
-def read_data(config: Config, facts: ModelFacts) -> tuple[Manifest, DataReport]:
-    """Read and judge the data as this config would train it on that model. Raises UsageError for bad sources."""
+def read_data(config: Config, facts: ModelFacts, *, decode: bool = True) -> tuple[Manifest, DataReport]:
+    """Read and judge the data as this config would train it on that model; without `decode` from headers alone.
+
+    Raises UsageError for bad sources.
+    """
     framings = trained_framings(config, facts)
     manifest, findings = list_data(config)
     manifest = replace(manifest, notes=(*manifest.notes, *notes_on(framings)))
@@ -140,6 +143,7 @@ def read_data(config: Config, facts: ModelFacts) -> tuple[Manifest, DataReport]:
             caption_limit=facts.caption_tokens,
             rules=caption_rules(config),
             gate=config.gates.dataset,
+            decode=decode,
             progress=count("pictures decoded"),
         )
     return manifest, replace(report, general=(*report.general, *_plan_findings(config, report)))

@@ -14,7 +14,7 @@ import pytest
 from lora_trainer.core.findings import Finding
 from lora_trainer.core.io import write_json
 from lora_trainer.data import images, scan
-from lora_trainer.data.check import DataReport, check_dataset
+from lora_trainer.data.check import DataReport, check_dataset, checks
 from lora_trainer.data.manifest import read_manifest
 from lora_trainer.data.scan import read_facts
 from lora_trainer.data.views import Framing
@@ -55,6 +55,27 @@ def test_each_hostile_file_is_one_finding_and_each_odd_one_is_used(zoo: Path) ->
     assert {name: found[name] for name in ODD} == {name: [] for name in ODD}
     assert {sample.path.name for sample in report.samples} == {*ODD, "many.gif"}
     assert state_of(zoo) == before
+
+
+def test_from_headers_alone_nothing_is_decoded(zoo: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checks, "look_at", lambda *_: pytest.fail("decoded"))
+    manifest, findings = read_manifest([zoo])
+    report = check_dataset(manifest, findings, framings=(Framing((64,), 8),), decode=False)
+    assert {path.name for path, found in report.files.items() if not found} == {
+        *ODD,
+        "cut.png",
+        "cut.jpg",
+        "no_pixels.tif",
+    }
+    assert any("headers" in note for note in report.notes)
+
+
+def test_names_are_shown_on_one_line(zoo: Path) -> None:
+    report = checked(zoo)
+    names = [report.name_of(path) for path in report.files]
+    assert all(name.isprintable() for name in names)
+    assert r"two\nlines \x1b[31mred.png" in names
+    assert r"caf\udce9 \udcff.png" in names
 
 
 def _counts(finding: Finding) -> bool:

@@ -31,6 +31,8 @@ from lora_trainer.data.sample import Manifest, Sample
 from lora_trainer.data.views import BucketPlan, Framing, plan_views
 from lora_trainer.data.workers import Progress
 
+HEADERS_ONLY = "only headers and captions were judged; check without --headers decodes the pictures, too."
+
 CHECKS: dict[str, Check] = {
     "readable": check_readable,
     "captions": check_captions,
@@ -55,15 +57,17 @@ def check_dataset(
     caption_limit: int | None = None,
     rules: Sequence[CaptionsSection] = (),
     gate: float = 0.8,
+    decode: bool = True,
     progress: Progress | None = None,
 ) -> DataReport:
     """Decode every picture and judge the set. `framings` says of each source how it is
     trained and `rules` how its captions are changed; `caption_limit` is in tokens with start and end.
+    Without `decode` only what headers and captions say is judged, and a note says so.
     """
     samples = manifest.samples
     plan = plan_views(samples, framings)
-    seen = look_at(samples, progress)
-    alike = alike_of(samples, seen)
+    seen = look_at(samples, progress) if decode else (Seen(),) * len(samples)
+    alike = alike_of(samples, seen) if decode else Alike((), (), 0)
     looked = Looked(
         samples,
         plan.fits,
@@ -91,7 +95,7 @@ def check_dataset(
         counted=len(paths),
         files=files,
         general=tuple(finding for finding in everything if finding.path is None),
-        notes=manifest.notes,
+        notes=manifest.notes if decode else (*manifest.notes, HEADERS_ONLY),
         groups=groups_of(samples, alike),
         kin={samples[place].content: samples[group[0]].content for group in alike.groups for place in group[1:]},
         likeness=likeness_of(looked),

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from lora_trainer.config.schema import CaptionsSection
-from lora_trainer.core.findings import Finding
+from lora_trainer.core.findings import Finding, printable
 from lora_trainer.data.alike import Alike
 from lora_trainer.data.buckets import Fit
 from lora_trainer.data.measures import Seen
@@ -41,6 +41,6 @@ Check = Callable[[Looked], list[Finding]]
 def beside(other: Path, path: Path) -> str:
     """How a file is named from where another lies: its name alone in the same folder."""
     try:
-        return Path(os.path.relpath(other, path.parent)).as_posix()
+        return printable(Path(os.path.relpath(other, path.parent)).as_posix())
     except ValueError:  # on another drive
-        return str(other)
+        return printable(str(other))

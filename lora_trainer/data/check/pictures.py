@@ -49,7 +49,7 @@ def check_readable(looked: Looked) -> list[Finding]:
 def check_sizes(looked: Looked) -> list[Finding]:
     """What the bucket asks of the picture: enlarged, or cut down to little."""
     found = []
-    for sample, fit in zip(looked.samples, looked.fits, strict=True):
+    for sample, fit, _ in shown(looked):
         factor = fit.scale_from(sample.width, sample.height)
         size = f"{sample.width}×{sample.height}"
         framing = looked.framings[sample.source]

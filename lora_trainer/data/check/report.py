@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from lora_trainer.core.errors import Problem
-from lora_trainer.core.findings import Finding
+from lora_trainer.core.findings import Finding, printable
 from lora_trainer.data.buckets import Bucket
 from lora_trainer.data.sample import Sample
 from lora_trainer.data.views import BucketPlan
@@ -55,9 +55,9 @@ class DataReport:
     def name_of(self, path: Path) -> str:
         """A file's path below the folder that holds all that were read, so that equal names can be told apart."""
         try:
-            return path.relative_to(self.root).as_posix()
+            return printable(path.relative_to(self.root).as_posix())
         except ValueError:  # several drives, or no file
-            return str(path)
+            return printable(str(path))
 
     @cached_property
     def root(self) -> str:
