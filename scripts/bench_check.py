@@ -1,0 +1,144 @@
+"""What reading and decoding many pictures costs, beside the plain library doing the same.
+
+    python scripts/bench_check.py --pictures 100000
+
+Draws that many JPEGs of 96 to 256 pixels with captions into a folder of their own (or takes
+`--data DIR`), then prints wall and processor time of each way, its ratio to the plain one,
+and the load of the machine. Caches go to a temporary folder: the first reading is a cold one
+for us, the files themselves are in the system's memory for all ways.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import io
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import psutil
+from PIL import Image, ImageDraw
+
+from lora_trainer.data import workers
+from lora_trainer.data.images import PICTURE_ENDINGS
+from lora_trainer.data.look import look_at
+from lora_trainer.data.manifest import read_manifest
+from lora_trainer.data.sample import Sample
+
+FOLDER = 5000  # pictures in one folder
+
+
+def draw(root: Path, count: int, first: int = 0) -> None:
+    """Noise with shapes, as JPEG of about 10 KB, and a caption beside each."""
+    random = np.random.default_rng(first)
+    for number in range(first, first + count):
+        width, height = (int(side) for side in random.integers(96, 257, 2))
+        coarse = random.normal(128.0, 40.0, (8, 8, 3)).clip(0, 255).astype(np.uint8)
+        smooth = np.asarray(Image.fromarray(coarse).resize((width, height), Image.Resampling.BICUBIC), dtype=np.float32)
+        noisy = smooth + random.normal(0.0, 12.0, smooth.shape).astype(np.float32)
+        picture = Image.fromarray(noisy.clip(0, 255).astype(np.uint8))
+        pen = ImageDraw.Draw(picture)
+        for _ in range(4):
+            left, top, red, green = (int(value) for value in random.integers(0, 90, 4))
+            pen.ellipse((left, top, left + 40, top + 30), fill=(red * 2, green * 2, number % 256))
+        folder = root / f"{number // FOLDER:03d}"
+        folder.mkdir(parents=True, exist_ok=True)
+        picture.save(folder / f"{number:07d}.jpg", quality=88)
+        (folder / f"{number:07d}.txt").write_text(f"picture {number} of shapes over noise", "utf-8")
+
+
+def drawn(root: Path, count: int) -> None:
+    """All pictures, drawn by all processors."""
+    share = -(-count // workers.processors())
+    with ThreadPoolExecutor(workers.processors()) as pool:
+        list(pool.map(lambda first: draw(root, min(share, count - first), first), range(0, count, share)))
+
+
+def seconds() -> float:
+    """Processor seconds of this process and of those that it started and that have ended."""
+    workers._close_all()
+    spent = psutil.Process().cpu_times()
+    return float(spent.user + spent.system + spent.children_user + spent.children_system)
+
+
+def timed(name: str, do: Callable[[], object], plain: tuple[float, float] | None = None) -> tuple[float, float]:
+    """Run it, print a row and return (wall, processor) seconds."""
+    busy, begun = seconds(), time.perf_counter()
+    do()
+    wall, spent = time.perf_counter() - begun, seconds() - busy
+    ratios = "" if plain is None else f"{wall / plain[0]:8.2f} {spent / plain[1]:8.2f}"
+    load = os.getloadavg()[0] if hasattr(os, "getloadavg") else float("nan")
+    print(f"{name:34} {wall:9.1f} {spent:9.1f} {ratios:17} {load:6.1f}", flush=True)
+    return wall, spent
+
+
+def plain_header(path: Path) -> tuple[int, int]:
+    """What the usual script does for one picture: its size, its hash and its caption."""
+    data = path.read_bytes()
+    hashlib.sha256(data).hexdigest()
+    caption = path.with_suffix(".txt")
+    if caption.is_file():
+        caption.read_text("utf-8")
+    with Image.open(io.BytesIO(data)) as picture:
+        picture.getexif()
+        return picture.size
+
+
+def plain_decode(path: Path) -> None:
+    with Image.open(path) as picture:
+        picture.load()
+
+
+def on_all_processors(do: Callable[[Path], object], paths: Sequence[Path]) -> None:
+    """Pillow lets go of the interpreter while it decodes."""
+    with ThreadPoolExecutor(workers.processors()) as pool:
+        for _ in pool.map(do, paths, chunksize=64):
+            pass
+
+
+def measure(root: Path, most_decoded: int) -> None:
+    paths = sorted(path for path in root.rglob("*") if path.suffix.lower() in PICTURE_ENDINGS)
+    size = sum(path.stat().st_size for path in paths) / max(1, len(paths)) / 1024
+    print(f"{len(paths):,} pictures of {size:.1f} KiB on average; {workers.processors()} processors")
+    print(f"{'':34} {'wall s':>9} {'CPU s':>9} {'wall':>8} {'CPU':>8} {'load':>6}")
+    samples: list[Sample] = []
+
+    def list_all() -> None:
+        samples[:] = read_manifest([root], allow_missing_captions=True)[0].samples
+
+    plain = timed("plain: size, hash, caption", lambda: [plain_header(path) for path in paths])
+    timed("ours: all headers and captions", list_all, plain)
+    timed("ours: again", list_all, plain)
+    picked = samples[:most_decoded]
+    print(f"{len(picked):,} of them decoded in full")
+    plain = timed("plain: Image.load in threads", lambda: on_all_processors(plain_decode, [s.path for s in picked]))
+    timed("ours: decoded and measured", lambda: look_at(picked), plain)
+    timed("ours: again", lambda: look_at(picked), plain)
+    peak = psutil.Process().memory_info().rss / 2**20
+    print(f"memory of this process: {peak:.0f} MiB")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--pictures", type=int, default=100_000)
+    parser.add_argument("--decode", type=int, default=10_000, help="how many of them are decoded in full")
+    parser.add_argument("--data", type=Path, help="pictures of your own in place of drawn ones")
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory(prefix="bench_check_") as scratch:
+        os.environ["LORA_TRAINER_CACHE"] = str(Path(scratch) / "cache")
+        root = arguments.data or Path(scratch) / "pictures"
+        if arguments.data is None:
+            drawn(root, arguments.pictures)
+            time.sleep(2.5)  # a file written just now is not remembered
+        measure(root, arguments.decode)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
