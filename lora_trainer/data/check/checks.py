@@ -78,7 +78,7 @@ def check_dataset(
         allow_upscale,
         caption_limit,
         tuple(rules),
-        look_at_masks(samples),
+        look_at_masks(samples) if decode else {},
     )
     found = {name: check(looked) for name, check in CHECKS.items()}
     everything = [finding for group in found.values() for finding in group]
