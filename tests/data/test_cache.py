@@ -4,6 +4,7 @@ import json
 import os
 import threading
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,8 +13,9 @@ from torch import Tensor
 
 from lora_trainer.cli.cache import clean_command, status_command
 from lora_trainer.core.errors import DatasetRefused, TrainingFailed
-from lora_trainer.data.cache import CachePlan, Filled, fill_latents, fill_texts, plan_latents, plan_texts
+from lora_trainer.data.cache import CachePlan, Filled, fill_latents, fill_texts, plan_latents, plan_texts, text_keys
 from lora_trainer.data.manifest import read_manifest
+from lora_trainer.data.sample import Sample
 from lora_trainer.data.shards import Shard
 from lora_trainer.data.store import Shelf, Store
 from lora_trainer.data.upkeep import cache_clean, cache_status
@@ -302,3 +304,19 @@ def test_the_commands(data: Path, cache: Path, capsys: pytest.CaptureFixture[str
     assert json.loads(capsys.readouterr().out)["counts"] == {"latents": 5, "texts": 0}
     assert clean_command(cache, 0.0) == 0
     assert "3 files removed" in capsys.readouterr().out
+
+
+def test_texts_are_shared_by_what_the_encoder_is_asked(cache: Path) -> None:
+    """Weights that are read make another entry; the same text, however it came about, makes none."""
+
+    def keys(*texts: str, weighted: bool = False) -> tuple[str, ...]:
+        sample = Sample(Path("a.png"), "first", 8, 8, "0" * 64, variants=texts, weighted=weighted)
+        plan = plan_texts([sample, replace(sample, variants=())], [], cache, "clip", HALF)
+        assert text_keys(plan, [sample, replace(sample, variants=())])[1] == (plan.keys[-2],)
+        return text_keys(plan, [sample, replace(sample, variants=())])[0]
+
+    literal, plain = keys("(cat:1.3)", "cat")
+    assert keys("(cat:1.3)", weighted=True) not in ((literal,), (plain,))
+    assert keys("(cat:1.3)", weighted=True) != keys("(cat:1.2)", weighted=True)
+    assert keys("cat", "(cat:1.0)", weighted=True) == (plain, plain)
+    assert keys(r"\(cat:1.3\)", weighted=True) == (literal,)
