@@ -112,6 +112,13 @@ def test_captions_in_one_file(tmp_path: Path, draw: Draw, name: str) -> None:
     assert any("2 of 3" in note for note in manifest.notes)
 
 
+def test_a_captions_file_of_other_pictures_is_a_mistake(tmp_path: Path, draw: Draw) -> None:
+    draw(tmp_path / "set" / "a.png")
+    (tmp_path / "all.csv").write_text("file_name,text\nzebra.png,striped\n", encoding="utf-8")
+    with pytest.raises(UsageError, match=r"names zebra\.png, the data has a\.png"):
+        read_manifest([source(tmp_path / "set", captions_file=str(tmp_path / "all.csv"))])
+
+
 def test_a_table_given_as_data(tmp_path: Path, draw: Draw) -> None:
     for seed, name in enumerate(["a.png", "in/b.png", "c.png"]):
         draw(tmp_path / name, seed=seed, caption="beside")

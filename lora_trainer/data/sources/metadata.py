@@ -71,6 +71,11 @@ def with_captions_file(found: Sequence[Found], root: Path, asked: Asked, reading
             absent.append(row.name)
         else:
             rows[place] = row
+    if absent and not rows:
+        message = f"{path} has no caption of any of {len(found)} pictures"
+        names = f"it names {absent[0]}, the data has {found[0].path.name}"
+        reading.problem(f"{message}: {names}.", "Check data.sources.captions_file.")
+        return list(found)
     if absent:
         message = f"names {len(absent)} pictures that are not among the data (first: {absent[0]})."
         reading.find("absent_picture", "warning", message, "Add them or remove the lines.", path)
