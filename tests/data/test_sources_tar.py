@@ -146,6 +146,7 @@ def test_keys_with_dots_and_pictures_that_belong_to_another(tmp_path: Path) -> N
         "1.jpg": "one", "my.photo.a.png": "a", "my.photo.b.png": "all", "two.png": "two",
     }  # fmt: skip
     assert [finding.code for finding in findings] == ["two_pictures"]
+    assert [note for note in manifest.notes if "1 pictures beside another of their key" in note]
     tags = read_manifest(
         [tmp_path / "x.tar"], captions=CaptionsSection(extension="caption"), allow_missing_captions=True
     )

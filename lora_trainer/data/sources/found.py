@@ -54,7 +54,7 @@ class Reading:
     allow_missing_captions: bool = False
     problems: list[Problem] = field(default_factory=list)
     findings: list[Finding] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)
+    notes: dict[str, None] = field(default_factory=dict)  # in the order in which they were first said
     told: set[Path] = field(default_factory=set)  # pictures whose caption has an error already
 
     def find(self, code: str, severity: Severity, message: str, fix: str, path: Path) -> None:
@@ -62,8 +62,7 @@ class Reading:
 
     def note(self, text: str) -> None:
         """Once, however often it is said."""
-        if text not in self.notes:
-            self.notes.append(text)
+        self.notes[text] = None
 
     def problem(self, message: str, fix: str) -> None:
         self.problems.append(Problem(message, fix))

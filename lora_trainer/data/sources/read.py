@@ -38,7 +38,7 @@ def _last_reason(reading: Reading) -> str:
     if reading.findings:
         last = reading.findings[-1]
         return f"{last.path} {last.message} {last.fix}"
-    return reading.notes[-1] if reading.notes else "Name one that does."
+    return list(reading.notes)[-1] if reading.notes else "Name one that does."
 
 
 def _read_place(place: Path, asked: Asked, reading: Reading) -> list[Found]:

@@ -46,10 +46,18 @@ def read_tar(path: Path, asked: Asked, reading: Reading) -> list[Found]:
             groups: dict[str, _Group] = {}
             for name, span in _members(path, _Heads(file), reading):
                 _sort_in(groups, name, span)
-            found: list[Found] = []
-            for stem, group in groups.items():
-                if group.pictures:
-                    found.extend(_found_of(path, stem, groups, file, asked, reading))
+            mains = {stem: _key_of(stem, groups) for stem, group in groups.items() if group.pictures}
+            others = [stem for stem, key in mains.items() if key is None]
+            if others:
+                first = groups[others[0]].pictures[0][0]
+                reading.note(
+                    f"{path}: {len(others)} pictures beside another of their key are left out (first: {first})."
+                )
+            found = [
+                _found_of(path, groups[stem], key, file, asked, reading)
+                for stem, key in mains.items()
+                if key is not None
+            ]
     except OSError as error:
         reading.problem(f"{path} cannot be read ({(error.strerror or str(error)).lower()}).", "Make it readable.")
         return []
@@ -130,19 +138,16 @@ def _sort_in(groups: dict[str, _Group], name: str, span: Span) -> None:
         group.texts.setdefault(ending.lower(), span)
 
 
-def _found_of(
-    path: Path, stem: str, groups: dict[str, _Group], file: BinaryIO, asked: Asked, reading: Reading
-) -> list[Found]:
-    """The sample of a group. WebDataset's key ends at the first dot: `1.mask.png` is no sample beside `1.jpg`,
-    unless it has a text of its own."""
-    group = groups[stem]
+def _key_of(stem: str, groups: dict[str, _Group]) -> _Group | None:
+    """The group of a picture's key, which in WebDataset ends at the first dot; None for a picture that only stands
+    beside another of its key, as `1.mask.png` beside `1.jpg` does unless it has a text of its own."""
     folder, last = posixpath.split(stem)
-    key = groups.get(posixpath.join(folder, last.partition(".")[0]), group)
-    if key is not group and key.pictures and not group.texts:
-        reading.note(
-            f"{path}: pictures such as {group.pictures[0][0]} belong to another of their key and are left out."
-        )
-        return []
+    key = groups.get(posixpath.join(folder, last.partition(".")[0]), groups[stem])
+    return None if key is not groups[stem] and key.pictures and not groups[stem].texts else key
+
+
+def _found_of(path: Path, group: _Group, key: _Group, file: BinaryIO, asked: Asked, reading: Reading) -> Found:
+    """The sample of a group, with the texts of its key where it has none of its own."""
     name, span = group.pictures[0]
     picture = path / name
     if len(group.pictures) > 1:
@@ -156,7 +161,7 @@ def _found_of(
         text, weight = text_of(described), described.get("weight", 1.0)
         if caption is None and isinstance(text, str):
             caption = text
-    return [Found(picture, caption, asked.repeats(), weight, span, instead=instead)]
+    return Found(picture, caption, asked.repeats(), weight, span, instead=instead)
 
 
 def _text_beside(
