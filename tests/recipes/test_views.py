@@ -82,8 +82,9 @@ def test_a_stopped_run_of_many_views_goes_on_exactly(varied, straight, capsys):
     assert exported(straight) == exported(varied.folder("broken"))
 
 
-def test_micro_batches_of_many_views_learn_as_the_whole_step_and_masks_count(varied, straight):
+def test_split_or_uncached_many_views_learn_alike_and_masks_count(varied, straight):
     """Each stays in one bucket and has its own masks."""
     whole = losses(straight)[:3]
     assert begun(varied, "split", batch__max_micro=1) == pytest.approx(whole, rel=1e-3)
+    assert begun(varied, "uncached", cache__latents="false") == pytest.approx(whole, rel=1e-3)
     assert begun(varied, "unmasked", loss__unmasked_weight=1)[0] != pytest.approx(whole[0], rel=1e-3)
