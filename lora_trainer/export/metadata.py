@@ -60,6 +60,12 @@ class TrainingFacts:
     caption_tag_dropout: float = 0.0
     shuffle_captions: bool = False
     keep_tokens: int = 0
+    flip: bool = False
+    random_crop: bool = False
+    recoloured: bool = False
+    no_upscale: bool = False
+    bucket_sides: tuple[int | None, int | None] = (None, None)  # shortest and longest, in pixels
+    regularisation: int = 0  # samples that keep the model's own idea of a class, not among `samples`
     trigger: str | None = None
     dropout: float = 0.0
     rank_stabilised: bool = False
@@ -90,12 +96,11 @@ def header(facts: TrainingFacts) -> dict[str, str]:
         "ss_training_started_at": facts.started,
         "ss_training_finished_at": facts.finished,
         "ss_resolution": f"({width}, {height})",
-        "ss_bucket_info": json.dumps(_bucket_info(facts.buckets)),
-        "ss_enable_bucket": bool(facts.buckets),
+        **_pictures(facts),
         "ss_dataset_dirs": json.dumps(facts.dataset_dirs, sort_keys=True),
         "ss_tag_frequency": json.dumps(facts.tag_frequency, sort_keys=True),
         "ss_num_train_images": facts.samples,
-        "ss_num_reg_images": 0,
+        "ss_num_reg_images": facts.regularisation,
         "ss_total_batch_size": facts.batch,
         "ss_steps": facts.steps,
         "ss_max_train_steps": facts.steps,
@@ -128,6 +133,19 @@ def header(facts: TrainingFacts) -> dict[str, str]:
         values["modelspec.trigger_phrase"] = facts.trigger
     # kohya writes Python's own text of each value, and its readers look for "None", "True" and "False".
     return {key: str(value) for key, value in values.items()}
+
+
+def _pictures(facts: TrainingFacts) -> dict[str, object]:
+    return {
+        "ss_bucket_info": json.dumps(_bucket_info(facts.buckets)),
+        "ss_enable_bucket": bool(facts.buckets),
+        "ss_bucket_no_upscale": facts.no_upscale,
+        "ss_min_bucket_reso": facts.bucket_sides[0],
+        "ss_max_bucket_reso": facts.bucket_sides[1],
+        "ss_flip_aug": facts.flip,
+        "ss_random_crop": facts.random_crop,
+        "ss_color_aug": facts.recoloured,
+    }
 
 
 def _loss_and_noise(facts: TrainingFacts) -> dict[str, object]:

@@ -29,7 +29,7 @@ from lora_trainer.export.metadata import TrainingFacts
 from lora_trainer.export.weights import LoraWeights, weights_from_peft
 from lora_trainer.optim.schedules import warmup_length
 from lora_trainer.production.choices import Choices, usable_bytes
-from lora_trainer.production.inputs import Inputs
+from lora_trainer.production.inputs import Inputs, trained_framings
 from lora_trainer.training.best import read_best
 from lora_trainer.training.build import Built
 from lora_trainer.training.checkpoint import step_name
@@ -111,7 +111,6 @@ def training_facts(
         resolution=(inputs.resolution, inputs.resolution),
         steps=trained,
         epochs=-(-trained // steps.steps_per_epoch),
-        samples=len(inputs.train),
         batch=config.batch.effective,
         learning_rate=config.optim.learning_rate,
         optimizer=config.optim.name,
@@ -139,9 +138,25 @@ def training_facts(
         dropout=config.lora.dropout,
         rank_stabilised=config.lora.rank_stabilised,
         ema_decay=config.train.ema_decay,
-        held_out=len(inputs.held_out),
-        buckets={(bucket.width, bucket.height): count for bucket, count in inputs.train_plan.counts.items()},
+        **pictures_shown(config, inputs),
     )
+
+
+def pictures_shown(config: Config, inputs: Inputs) -> dict[str, Any]:
+    """What the file's header says of how the pictures were shown, and of how many there were."""
+    framings = trained_framings(config, inputs.facts)
+    kept = sum(sample.regularisation for sample in inputs.train)
+    return {
+        "samples": len(inputs.train) - kept,
+        "regularisation": kept,
+        "held_out": len(inputs.held_out),
+        "buckets": {(bucket.width, bucket.height): count for bucket, count in inputs.train_plan.counts.items()},
+        "bucket_sides": (config.data.bucket_min, config.data.bucket_max),
+        "no_upscale": config.data.no_upscale,
+        "flip": any(framing.flip for framing in framings),
+        "random_crop": any(framing.crops > 1 for framing in framings),
+        "recoloured": any(framing.colours for framing in framings),
+    }
 
 
 def export_lora(

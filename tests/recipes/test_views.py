@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from PIL import Image
+from safetensors import safe_open
 
 from lora_trainer.cli.main import main
 from lora_trainer.monitor.trackers import Trackers
@@ -80,6 +81,9 @@ def test_a_stopped_run_of_many_views_goes_on_exactly(varied, straight, capsys):
     assert run(varied, "broken", "--resume") == 0
     assert losses(straight) == losses(varied.folder("broken"))
     assert exported(straight) == exported(varied.folder("broken"))
+    with safe_open(straight / "straight.safetensors", framework="pt") as opened:
+        told = opened.metadata()
+    assert {told[f"ss_{name}"] for name in ("flip_aug", "random_crop", "color_aug")} == {"True"}
 
 
 def test_split_or_uncached_many_views_learn_alike_and_masks_count(varied, straight):
