@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.padding import Padding
@@ -15,10 +17,10 @@ from lora_trainer.config.schema import Config
 from lora_trainer.core.errors import DATASET_REFUSED, DONE, Problem, UsageError
 from lora_trainer.core.io import finite
 from lora_trainer.data.check import DataReport
-from lora_trainer.data.sample import Sample
+from lora_trainer.data.sample import Manifest, Sample
 from lora_trainer.data.steps import StepArithmetic
 from lora_trainer.models.family import ModelFacts
-from lora_trainer.production.inputs import arithmetic, held_out_split, read_data
+from lora_trainer.production.inputs import arithmetic, data_sources, held_out_split, read_data, trained_framings
 from lora_trainer.production.printed import show
 
 COLOURS = {"error": "red", "warning": "yellow", "note": "cyan"}
@@ -26,20 +28,62 @@ MOST_NAMES = 40  # files listed under one finding
 
 
 def check_command(
-    config: Config, as_json: bool, facts: ModelFacts, page: Path | None = None, *, decode: bool = True
+    config: Config,
+    as_json: bool,
+    facts: ModelFacts,
+    page: Path | None = None,
+    fix: Path | None = None,
+    *,
+    decode: bool = True,
 ) -> int:
-    """Print the report, and write its page where one is asked for; 0 when the data passes the gate, 3 when it does not."""
+    """Print the report, and write its page and a cleaned copy where they are asked for; 0 when the data passes
+    the gate, 3 when it does not."""
+    if fix is not None and not decode:
+        raise UsageError(
+            Problem("--fix needs to see the pictures, and --headers opens none.", "Leave one of them out.")
+        )
     manifest, report = read_data(config, facts, decode=decode)
     train, held_out = held_out_split(config, report)
     steps = arithmetic(config, train, config.batch.max_micro or config.batch.effective, processes=1)
+    document: dict[str, Any] = {}
     if as_json:
         document = report.to_json(steps.to_json() | {"held_out": len(held_out)}) | {"decoded": decode}
-        sys.stdout.write(json.dumps(finite(document), indent=2, ensure_ascii=False) + "\n")
     else:
         show_report(report, steps, len(held_out), Console(highlight=False))
+    if fix is not None:
+        document["fixed"] = _fix(config, facts, manifest, report, fix, quiet=as_json)
     if page is not None:
         _write_page(report, manifest.samples, steps, len(held_out), page)
+    if as_json:
+        sys.stdout.write(json.dumps(finite(document), indent=2, ensure_ascii=False) + "\n")
     return DONE if report.passed else DATASET_REFUSED
+
+
+def _fix(
+    config: Config, facts: ModelFacts, manifest: Manifest, report: DataReport, target: Path, *, quiet: bool
+) -> dict[str, Any]:
+    """Write the cleaned copy, judge it, and say what was done to each file."""
+    from lora_trainer.data.check.fix import write_fixed
+
+    sources = data_sources(config)
+    places = [Path(os.path.abspath(source.path)) for source in sources]
+    copy = write_fixed(report, manifest, places, trained_framings(config, facts), target)
+    moved = tuple(
+        source.model_copy(update={"path": str(root), "captions_file": None})
+        for source, root in zip(sources, copy.roots, strict=True)
+    )
+    data = config.data.model_copy(update={"sources": moved})
+    after = read_data(config.model_copy(update={"data": data}), facts)[1]
+    if not quiet:
+        console = Console(highlight=False)
+        for each in copy.files:
+            if each.done:
+                show(console, Text(f"{report.name_of(each.path)}: {'; '.join(each.done)}"))
+        kept = sum(each.copy is not None for each in copy.files)
+        show(console, Text(f"copy: {kept} of {len(copy.files)} files in {copy.folder}; fixed.json lists them"))
+        show(console, Text(f"score {report.score:.3f}, of the copy {after.score:.3f}"))
+    files = [{"path": str(each.path), "copy": each.copy, "done": list(each.done)} for each in copy.files]
+    return {"folder": str(copy.folder), "score": round(after.score, 6), "passed": after.passed, "files": files}
 
 
 def _write_page(

@@ -32,6 +32,8 @@ from lora_trainer.cli.bench import EXAMPLES as BENCH_EXAMPLES
 from lora_trainer.cli.bench import add_bench_arguments, bench_command
 from lora_trainer.cli.caption import EXAMPLES as CAPTION_EXAMPLES
 from lora_trainer.cli.caption import add_caption_arguments, caption_command
+from lora_trainer.cli.check_arguments import EXAMPLES as CHECK_EXAMPLES
+from lora_trainer.cli.check_arguments import add_check_arguments, check
 from lora_trainer.cli.errors import report_error
 from lora_trainer.cli.imports import EXAMPLES as IMPORT_EXAMPLES
 from lora_trainer.cli.imports import add_import_arguments, import_command
@@ -155,35 +157,6 @@ def _run(arguments: argparse.Namespace, resolved: Resolved, *, enforce_gates: bo
 
     ended = train(resolved, resume=arguments.resume, dry_run=arguments.dry_run, enforce_gates=enforce_gates)
     return ended.exit_code
-
-
-def _add_check_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("data", nargs="*", metavar="DATA", help="folders or files; the built-in data set without any")
-    parser.add_argument("--model", dest="model.path", metavar="DIR", help="judge for this model; SD1.5 without it")
-    parser.add_argument("--json", action="store_true", help="one JSON document on stdout")
-    parser.add_argument("--html", metavar="FILE", type=Path, help="write one page with pictures of what is wrong")
-    parser.add_argument("--headers", action="store_true", help="a quick look: headers and captions, nothing is decoded")
-    add_settings_arguments(parser)
-
-
-def _check(arguments: argparse.Namespace, unknown: list[Problem]) -> int:
-    vars(arguments)["data.sources"] = arguments.data
-    from lora_trainer.builtin import DATA_FOLDER
-    from lora_trainer.cli.check import check_command
-    from lora_trainer.models.family import USUAL_FAMILY, public_architecture
-    from lora_trainer.production.inputs import read_model
-
-    # The built-in pictures are made for the built-in base; people's own are judged for a usual model, or the one named.
-    builtin = all(Path(source).resolve() == DATA_FOLDER for source in arguments.data)
-    config = resolved_from(arguments, unknown, builtin_if_none=builtin).config
-    if builtin and not arguments.data and config.data.sources:  # people's own, named in the file of settings
-        builtin, config = False, resolved_from(arguments, builtin_if_none=False).config
-    if config.model.path or (builtin and config.model.family is None):
-        facts = read_model(config)[1]
-    else:
-        facts = public_architecture(config.model.family or USUAL_FAMILY).facts
-        say(f"judged for {facts.family} ({facts.resolution} px); name another model with --model")
-    return check_command(config, arguments.json, facts, arguments.html, decode=not arguments.headers)
 
 
 def _add_cache_arguments(parser: argparse.ArgumentParser) -> None:
@@ -314,9 +287,9 @@ COMMANDS = {
     ),
     "check": Command(
         "score a data set and name what is wrong with its files",
-        _add_check_arguments,
-        _check,
-        "examples:\n  lora-trainer check ./pictures\n  lora-trainer check ./pictures --json\n",
+        add_check_arguments,
+        check,
+        CHECK_EXAMPLES,
     ),
     "cache": Command(
         "fill the caches of a run, describe them, or prune them",

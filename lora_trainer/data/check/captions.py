@@ -17,6 +17,7 @@ CAPTION_CODES = frozenset(
         "bad_metadata", "bad_weight", "absent_picture",
     }
 )  # fmt: skip
+NOT_ASCII = re.compile(r"\S*[\x80-\uffff]\S*")
 FEWEST_CAPTIONS = 5  # fewer show no habit
 OFTEN = 0.5  # share of the captions
 SHORT, LONG = 2, 12  # words
@@ -50,14 +51,23 @@ def garbled(caption: str) -> str:
     if "\ufffd" in caption:
         place = caption.index("\ufffd")
         return caption[max(0, place - 8) : place + 8]
-    for word in re.findall(r"\S*[\x80-\uffff]\S*", caption):
-        try:
-            mended = word.encode("cp1252").decode("utf-8")
-        except UnicodeError:
-            continue
-        if len(mended) < len(word):
+    for word in NOT_ASCII.findall(caption):
+        if (mended := _mended_word(word)) != word:
             return f"{word} for {mended}"
     return ""
+
+
+def mended(caption: str) -> str:
+    """The text with every word put right that was UTF-8 and was read as Windows-1252; lost letters stay lost."""
+    return NOT_ASCII.sub(lambda match: _mended_word(match[0]), caption)
+
+
+def _mended_word(word: str) -> str:
+    try:
+        right = word.encode("cp1252").decode("utf-8")
+    except UnicodeError:
+        return word
+    return right if len(right) < len(word) else word
 
 
 def _of_all(samples: Sequence[Sample], looked: Looked) -> list[Finding]:

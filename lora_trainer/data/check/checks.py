@@ -100,6 +100,7 @@ def check_dataset(
         kin={samples[place].content: samples[group[0]].content for group in alike.groups for place in group[1:]},
         likeness=likeness_of(looked),
         rows=bucket_rows(samples, plan),
+        borders={sample.path: each.borders for sample, each in zip(samples, seen, strict=True) if each.borders},
     )
 
 

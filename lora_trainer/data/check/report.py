@@ -12,6 +12,7 @@ from typing import Any
 from lora_trainer.core.errors import Problem
 from lora_trainer.core.findings import Finding, printable
 from lora_trainer.data.buckets import Bucket
+from lora_trainer.data.measures import Borders
 from lora_trainer.data.sample import Sample
 from lora_trainer.data.views import BucketPlan
 
@@ -47,6 +48,7 @@ class DataReport:
     kin: dict[str, str] = field(default_factory=dict)  # content -> that of the first picture that looks the same
     likeness: float = 0.0  # mean correlation of two of its pictures, -1 to 1
     rows: tuple[BucketRow, ...] = ()
+    borders: dict[Path, Borders] = field(default_factory=dict)  # of pictures that have any
 
     @property
     def findings(self) -> tuple[Finding, ...]:

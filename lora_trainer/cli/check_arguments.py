@@ -1,0 +1,46 @@
+"""Arguments of `lora-trainer check`, and which model the data is judged for."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from lora_trainer.cli.arguments import add_settings_arguments, resolved_from, say
+from lora_trainer.core.errors import Problem
+
+EXAMPLES = (
+    "examples:\n  lora-trainer check ./pictures\n  lora-trainer check ./pictures --html page.html\n"
+    "  lora-trainer check ./pictures --fix ./cleaned\n"
+)
+
+
+def add_check_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("data", nargs="*", metavar="DATA", help="folders or files; the built-in data set without any")
+    parser.add_argument("--model", dest="model.path", metavar="DIR", help="judge for this model; SD1.5 without it")
+    parser.add_argument("--json", action="store_true", help="one JSON document on stdout")
+    parser.add_argument("--html", metavar="FILE", type=Path, help="write one page with pictures of what is wrong")
+    parser.add_argument("--headers", action="store_true", help="a quick look: headers and captions, nothing is decoded")
+    parser.add_argument("--fix", metavar="DIR", type=Path, help="write a cleaned copy; the data itself stays as it is")
+    add_settings_arguments(parser)
+
+
+def check(arguments: argparse.Namespace, unknown: list[Problem]) -> int:
+    """Judge the data for the model that is named, else for a usual one."""
+    vars(arguments)["data.sources"] = arguments.data
+    from lora_trainer.builtin import DATA_FOLDER
+    from lora_trainer.cli.check import check_command
+    from lora_trainer.models.family import USUAL_FAMILY, public_architecture
+    from lora_trainer.production.inputs import read_model
+
+    # The built-in pictures are made for the built-in base; people's own are judged for a usual model, or the one named.
+    builtin = all(Path(source).resolve() == DATA_FOLDER for source in arguments.data)
+    config = resolved_from(arguments, unknown, builtin_if_none=builtin).config
+    if builtin and not arguments.data and config.data.sources:  # people's own, named in the file of settings
+        builtin, config = False, resolved_from(arguments, builtin_if_none=False).config
+    if config.model.path or (builtin and config.model.family is None):
+        facts = read_model(config)[1]
+    else:
+        facts = public_architecture(config.model.family or USUAL_FAMILY).facts
+        say(f"judged for {facts.family} ({facts.resolution} px); name another model with --model")
+    decode = not arguments.headers
+    return check_command(config, arguments.json, facts, arguments.html, arguments.fix, decode=decode)

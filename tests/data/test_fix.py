@@ -1,0 +1,198 @@
+"""`check --fix`: the copy is better, says what was done, and the original stays as it was."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+import tarfile
+from pathlib import Path
+
+import pytest
+from PIL import Image
+
+from lora_trainer.config.schema import SourceSection
+from lora_trainer.core.errors import UsageError
+from lora_trainer.data.check import DataReport, check_dataset
+from lora_trainer.data.check.fix import FixedCopy, write_fixed
+from lora_trainer.data.manifest import read_manifest
+from lora_trainer.data.sample import Manifest
+from lora_trainer.data.views import Framing
+from tests.data.drawings import drawing, photo
+
+FRAMING = Framing((128,), 16)
+
+
+def judged(*folders: Path) -> tuple[Manifest, DataReport]:
+    manifest, found = read_manifest([SourceSection(path=str(folder)) for folder in folders])
+    framings = [FRAMING] * len(folders)
+    return manifest, check_dataset(manifest, found, framings=framings, caption_limit=77)
+
+
+def fixed(target: Path, *folders: Path) -> FixedCopy:
+    manifest, report = judged(*folders)
+    return write_fixed(report, manifest, folders, [FRAMING] * len(folders), target)
+
+
+def state(folder: Path) -> dict[str, tuple[str, int]]:
+    return {
+        str(path): (hashlib.sha256(path.read_bytes()).hexdigest(), path.stat().st_mtime_ns)
+        for path in sorted(folder.rglob("*"))
+        if path.is_file()
+    }
+
+
+def done_of(copy: FixedCopy) -> dict[str, tuple[str | None, str]]:
+    return {each.path.name: (each.copy, "; ".join(each.done)) for each in copy.files}
+
+
+@pytest.fixture
+def good(tmp_path: Path) -> Path:
+    folder = tmp_path / "good"
+    for number in range(8):
+        place = folder / f"{number}.png"
+        place.parent.mkdir(exist_ok=True)
+        (photo if number % 2 else drawing)(160, 128, number).save(place)
+        place.with_suffix(".txt").write_text(f"thing {number}\n", encoding="utf-8")
+    return folder
+
+
+@pytest.fixture
+def bad(good: Path) -> Path:
+    """The good set with one of every kind of fault."""
+    (good / "broken.png").write_bytes(b"\x89PNG\r\n\x1a\n")
+    drawing(160, 128, 20).save(good / "lonely.png")
+    shutil.copy(good / "1.png", good / "copy.png")
+    photo(160, 128, 3).resize((200, 160)).save(good / "larger.png")
+    drawing(160, 128, 21).save(good / "misnamed.png", "JPEG")
+    frames = [drawing(160, 128, seed) for seed in (22, 23)]
+    frames[0].save(good / "moving.gif", save_all=True, append_images=frames[1:])
+    boxed = Image.new("RGB", (320, 300), "black")
+    boxed.paste(photo(320, 240, 24), (0, 30))
+    boxed.save(good / "boxed.jpg", quality=95)
+    for name in ("copy", "larger", "misnamed", "moving", "boxed"):
+        (good / f"{name}.txt").write_text(f"a thing  called\n {name} ", encoding="utf-8")
+    drawing(160, 128, 25).save(good / "latin.png")
+    (good / "latin.txt").write_bytes("ein Käfer".encode("cp1252"))
+    drawing(160, 128, 26).save(good / "moji.png")
+    (good / "moji.txt").write_text("ein KÃ¤fer", encoding="utf-8")
+    (good / "orphan.txt").write_text("nobody", encoding="utf-8")
+    return good
+
+
+def test_a_good_set_is_copied_byte_for_byte(good: Path, tmp_path: Path) -> None:
+    copy = fixed(tmp_path / "copy", good)
+    assert all(each.done == () for each in copy.files)
+    for path in good.iterdir():
+        assert (tmp_path / "copy" / path.name).read_bytes() == path.read_bytes()
+    assert judged(tmp_path / "copy")[1].score == 1.0
+
+
+def test_every_fault_is_mended_or_left_out(bad: Path, tmp_path: Path) -> None:
+    before, report = state(bad), judged(bad)[1]
+    copy = fixed(tmp_path / "copy", bad)
+    assert state(bad) == before
+    done = done_of(copy)
+    assert done["broken.png"][0] is None
+    assert done["lonely.png"] == (None, "left out: has no caption.")
+    assert done["copy.png"] == (None, "left out: looks the same as 1.png.")
+    assert done["3.png"] == (None, "left out: looks the same as larger.png.")
+    assert done["orphan.txt"][0] is None
+    assert done["misnamed.png"] == ("misnamed.jpg", "renamed to misnamed.jpg; caption cleaned")
+    assert done["moving.gif"][0] == "moving.png"
+    assert done["boxed.jpg"] == ("boxed.png", "border cut off: 320×238 left; caption cleaned")
+    folder = tmp_path / "copy"
+    assert (folder / "misnamed.jpg").read_bytes() == (bad / "misnamed.png").read_bytes()
+    assert (folder / "misnamed.txt").read_text("utf-8") == "a thing called misnamed\n"
+    assert (folder / "latin.txt").read_text("utf-8") == "ein Käfer\n"
+    assert (folder / "moji.txt").read_text("utf-8") == "ein Käfer\n"
+    after = judged(folder)[1]
+    assert after.findings == ()
+    assert after.score == 1.0 > report.score
+    record = json.loads((folder / "fixed.json").read_text("utf-8"))
+    assert {Path(row["path"]).name: row["copy"] for row in record["files"]} == {
+        name: place for name, (place, _) in done.items()
+    }
+
+
+def test_folders_with_repeats_and_metadata_survive(good: Path, tmp_path: Path) -> None:
+    data = tmp_path / "data"
+    shutil.copytree(good, data / "10_sks dog", ignore=shutil.ignore_patterns("[4-7].*", "3.txt"))
+    (data / "plain").mkdir()
+    rows = []
+    for number in (4, 5, 6):
+        shutil.copy(good / f"{number}.png", data / "plain")
+        rows.append({"file_name": f"{number}.png", "text": f"of metadata {number}", "weight": number / 4, "other": 1})
+    (data / "plain" / "metadata.jsonl").write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
+    fixed(tmp_path / "copy", data)
+
+    def told(folder: Path) -> list[tuple[str, str, float, float, str]]:
+        return [
+            (str(each.path.relative_to(folder)), each.caption, each.repeats, each.weight, each.content)
+            for each in judged(folder)[0].samples
+        ]
+
+    assert told(tmp_path / "copy") == told(data)
+    assert not (tmp_path / "copy" / "10_sks dog" / "3.txt").exists()
+
+
+def test_several_sources_and_tars(good: Path, tmp_path: Path) -> None:
+    with tarfile.open(tmp_path / "more.tar", "w") as tar:
+        for number in range(10, 16):
+            drawing(160, 128, number).save(tmp_path / f"{number}.png")
+            (tmp_path / f"{number}.txt").write_text(f"of the tar {number}", encoding="utf-8")
+            tar.add(tmp_path / f"{number}.png", f"in/{number}.png")
+            tar.add(tmp_path / f"{number}.txt", f"in/{number}.txt")
+    copy = fixed(tmp_path / "copy", good, tmp_path / "more.tar")
+    assert copy.roots == (tmp_path / "copy" / "good", tmp_path / "copy" / "more")
+    before = judged(good, tmp_path / "more.tar")[0]
+    after = judged(*copy.roots)[0]
+    assert [(each.content, each.caption) for each in after.samples] == [
+        (each.content, each.caption) for each in before.samples
+    ]
+
+
+def test_five_different_pictures_are_kept(good: Path, tmp_path: Path) -> None:
+    """Fewer would score less than the copies cost."""
+    for number in range(5, 8):
+        photo(160, 128, 1).resize((160 + 8 * number, 128 + 6 * number)).save(good / f"{number}.png")
+    for number in (3, 4):
+        (good / f"{number}.png").unlink()
+        (good / f"{number}.txt").unlink()
+    fixed(tmp_path / "copy", good)
+    assert len(judged(tmp_path / "copy")[0].samples) == 5
+    assert judged(tmp_path / "copy")[1].score >= judged(good)[1].score
+
+
+def test_a_place_that_is_not_empty_or_lies_in_the_data_is_refused(good: Path, tmp_path: Path) -> None:
+    before = state(tmp_path)
+    for place in (good / "copy", good, tmp_path, good.parent / "good" / ".." / "good" / "deep"):
+        with pytest.raises(UsageError, match="in the data or around it"):
+            fixed(place, good)
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "file").touch()
+    with pytest.raises(UsageError, match="not an empty folder"):
+        fixed(tmp_path / "full", good)
+    (tmp_path / "full" / "file").unlink()
+    assert state(tmp_path) == before
+    fixed(tmp_path / "full", good)
+    assert len(judged(tmp_path / "full")[0].samples) == 8
+
+
+def test_nothing_is_left_behind_when_the_disk_is_full(
+    good: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(shutil, "copyfileobj", full)
+    with pytest.raises(UsageError, match="no space left on device"):
+        fixed(tmp_path / "copy", good)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["good"]
+
+
+def test_nothing_left_is_said(tmp_path: Path) -> None:
+    (tmp_path / "data").mkdir()
+    drawing(160, 128, 1).save(tmp_path / "data" / "lonely.png")
+    with pytest.raises(UsageError, match="No picture of the data would be left"):
+        fixed(tmp_path / "copy", tmp_path / "data")
