@@ -43,6 +43,16 @@ def test_a_shuffled_caption_keeps_its_tags_and_the_first_stay_first(tags: list[s
         assert tags_of(variant)[:keep] == tags[:keep]
 
 
+@given(st.text("ab, {}|\n(:1)", max_size=30), st.integers(1, 12))
+def test_the_canonical_text_hangs_on_no_chance_and_more_variants_leave_the_first(written: str, count: int) -> None:
+    still = make_texts(written, rules(wildcards=True, variants=2)).canonical
+    few = make_texts(written, rules(wildcards=True, shuffle=True, variants=count))
+    more = make_texts(written, rules(wildcards=True, shuffle=True, variants=count + 4))
+    dropped = make_texts(written, rules(wildcards=True, shuffle=True, tag_dropout=0.5, variants=count))
+    assert few.canonical == more.canonical == dropped.canonical == still
+    assert few.variants == more.variants[: len(few.variants)]
+
+
 def test_many_variants_reach_every_order() -> None:
     texts = make_texts("a, b, c", rules(shuffle=True, variants=128))
     assert len(set(texts.variants)) == 6

@@ -44,6 +44,8 @@ def test_two_processes_train_what_one_trains(bench: Bench, checkout: Path):
         "validate__every_steps": 3,
         "checkpoint__every_steps": 3,
         "train__ema_decay": 0.9,
+        "captions__shuffle": "true",
+        "captions__dropout": 0.3,
     }
     ended = launch(checkout, bench.arguments("two", **settings))
     assert ended.returncode == 0, ended.stderr[-3000:]
