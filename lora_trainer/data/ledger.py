@@ -41,12 +41,16 @@ class Ledger:
     def line(self) -> str:
         """`every picture 12-13 times, regularisation 3 times; captions dropped 10.2 %`."""
         told = []
-        for name, kept in (("every picture", False), ("every regularisation picture", True)):
-            times = [count for count, sample in zip(self.times, self.samples, strict=True) if _is(sample, kept)]
+        for name, kept in (("picture", False), ("regularisation picture", True)):
+            times = [
+                count
+                for count, sample in zip(self.times, self.samples, strict=True)
+                if sample.regularisation == kept and count
+            ]
             if times:
-                told.append(f"{name} {_range(times)} {'time' if max(times) == 1 else 'times'}")
+                told.append(f"every {name} {_range(times)} {'time' if max(times) == 1 else 'times'}")
         if never := self.times.count(0):
-            told.append(f"{never} of {len(self.times)} never")
+            told.append(f"but {never} of {len(self.times)} never")
         share = self.dropped / max(sum(self.times), 1)
         return ", ".join(told) + (f"; captions dropped {share:.1%}".replace("%", " %") if self.dropped else "")
 
@@ -70,10 +74,6 @@ class Ledger:
             "buckets": dict(self.buckets),
             "line": self.line,
         }
-
-
-def _is(sample: Sample, kept: bool) -> bool:
-    return sample.regularisation == kept
 
 
 def _range(times: Sequence[int]) -> str:
