@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import tarfile
 from pathlib import Path
 
 import pytest
@@ -75,3 +76,17 @@ def test_transparency_as_the_mask(tmp_path: Path, draw: Draw) -> None:
         "plain.png": None,
     }
     assert [(finding.code, finding.path) for finding in findings] == [("missing_mask", tmp_path / "plain.png")]
+
+
+def test_masks_of_pictures_in_a_tar(tmp_path: Path, draw: Draw) -> None:
+    with tarfile.open(tmp_path / "x.tar", "w") as tar:
+        tar.add(draw(tmp_path / "made" / "a.png", 60, 40, seed=1), "in/a.png")
+        tar.add(draw(tmp_path / "made" / "b.png", 60, 40, seed=2), "in/b.png")
+    grey(tmp_path / "masks" / "in" / "a.png", 60, 40)
+    grey(tmp_path / "masks" / "b-masklabel.png", 30, 20)
+    asked = SourceSection(path=str(tmp_path / "x.tar"), masks=str(tmp_path / "masks"), caption="a thing")
+    samples = read_manifest([asked])[0].samples
+    assert [sample.mask and sample.mask.path and sample.mask.path.name for sample in samples] == [
+        "a.png",
+        "b-masklabel.png",
+    ]
