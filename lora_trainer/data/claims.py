@@ -31,7 +31,7 @@ _own_users: set[str] = set()
 
 
 def try_lock(descriptor: int, offset: int) -> bool:
-    """Lock one byte, which need not exist; False when another process holds it."""
+    """Lock one byte, which need not exist; False when another process holds it. Raises OSError where there are no locks."""
     try:
         if sys.platform == "win32":
             import msvcrt
@@ -43,8 +43,18 @@ def try_lock(descriptor: int, offset: int) -> bool:
 
             fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, offset)
     except OSError as error:
-        return error.errno not in (errno.EACCES, errno.EAGAIN, errno.EDEADLK)
+        if error.errno not in (errno.EACCES, errno.EAGAIN, errno.EDEADLK):
+            raise
+        return False
     return True
+
+
+def granted(descriptor: int, offset: int) -> bool:
+    """The same, but true where there are no locks."""
+    try:
+        return try_lock(descriptor, offset)
+    except OSError:
+        return True
 
 
 def unlock(descriptor: int, offset: int) -> None:
@@ -107,7 +117,7 @@ class Claims:
 
     def _take(self, offset: int) -> bool:
         with self._file.mutex:
-            if offset in self._file.held or not try_lock(self._file.descriptor, offset):
+            if offset in self._file.held or not granted(self._file.descriptor, offset):
                 return False
             self._file.held.add(offset)
             self._mine.add(offset)
@@ -145,7 +155,7 @@ def in_use(folder: Path) -> Iterator[None]:
         return
     name = os.path.realpath(path)
     _own_users.add(name)
-    try_lock(descriptor, 0)
+    granted(descriptor, 0)
     try:
         yield
     finally:
@@ -178,6 +188,6 @@ def _alive_since(path: Path) -> float | None:
         path.unlink()
     except FileNotFoundError:
         return None
-    except OSError:  # not ours to open: it may well be alive
+    except OSError:  # not ours to open, or no locks: it may well be alive
         return since
     return None

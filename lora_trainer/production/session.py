@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -145,7 +146,7 @@ def fill(session: Session) -> CachePlans:
     for line in plans.lines:
         console.print(f"cache: {line}")
     start = processes.rank / processes.world
-    fill_caches(session.config, session.inputs, session.choices, plans, partial(show_filling, console), start)
+    fill_caches(session.config, session.inputs, session.choices, plans, filling_lines(console), start)
     if processes.is_main:
         kept = keep_limit(plans.latents.folder, int(session.config.cache.limit_gb * 10**9))
         for line in kept.lines if kept.removed or kept.needed else ():
@@ -153,10 +154,16 @@ def fill(session: Session) -> CachePlans:
     return plans
 
 
-def show_filling(console: Console, what: str, done: int, total: int) -> None:
-    """A line at the end of each cache, and every hundred entries on the way."""
-    if done == total or done % 100 == 0:
-        console.print(f"  {what}: {done}/{total}")
+def filling_lines(console: Console) -> Callable[[str, int, int], None]:
+    """A line at the end of each cache, and for every hundred entries on the way, whoever built them."""
+    shown: dict[str, int] = {}
+
+    def show(what: str, done: int, total: int) -> None:
+        if done == total or done // 100 > shown.get(what, 0):
+            shown[what] = done // 100
+            console.print(f"  {what}: {done}/{total}")
+
+    return show
 
 
 def build(session: Session) -> Built:
