@@ -53,7 +53,8 @@ def make_buckets(
 ) -> tuple[Bucket, ...]:
     """All buckets, sorted: for each long side the largest short side that the area allows.
 
-    `shortest` and `longest` bound their sides. Raises UsageError when not even one step fits into the resolution.
+    `shortest` and `longest` bound their sides. At the longest all short sides are there, so that long pictures are
+    not cut to squarer ones. Raises UsageError when not even one step fits into the resolution.
     """
     if resolution < step:
         message = f"data.resolution is {resolution}, smaller than the model's step of {step} pixels."
@@ -61,15 +62,17 @@ def make_buckets(
     area = resolution * resolution
     square = resolution // step * step
     found = {Bucket(square, square)}
-    long = square
-    while True:
-        short = area // long // step * step
-        if short < max(step, shortest or 0) or long / short > max_aspect or long > (longest or long):
-            break
+    long = short = square
+    most = None if longest is None else longest // step * step
+    while short >= max(step, shortest or 0) and long / short <= max_aspect:
         # The square and its neighbour can share a short side when the resolution is no multiple of the step.
         if short <= long:
             found |= {Bucket(long, short), Bucket(short, long)}
-        long += step
+        if long == most:
+            short -= step
+        else:
+            long += step
+            short = area // long // step * step
     return tuple(sorted(found))
 
 

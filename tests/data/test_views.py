@@ -36,6 +36,8 @@ framings = st.builds(
     ),
     step=st.just(STEP),
     max_aspect=st.floats(1.0, 4.0),
+    shortest=st.sampled_from([None, 64]),
+    longest=st.sampled_from([None, 1024, 1200]),
     allow_upscale=st.booleans(),
     no_upscale=st.booleans(),
     crops=st.integers(1, 5),
@@ -53,6 +55,8 @@ def test_every_view_lies_in_a_bucket_of_multiples_inside_of_the_picture(sample: 
         assert fit.bucket.width % STEP == fit.bucket.height % STEP == 0
         assert STEP**2 <= fit.bucket.width * fit.bucket.height <= framing.resolutions[0] ** 2
         assert max(fit.bucket.width, fit.bucket.height) <= framing.max_aspect * min(fit.bucket.width, fit.bucket.height)
+        assert max(fit.bucket.width, fit.bucket.height) <= (framing.longest or 10**6)
+        assert min(fit.bucket.width, fit.bucket.height) >= (0 if framing.no_upscale else framing.shortest or 0)
         assert 0 <= fit.left <= fit.resized_width - fit.bucket.width
         assert 0 <= fit.top <= fit.resized_height - fit.bucket.height
 
@@ -220,3 +224,15 @@ def test_sides_of_buckets_are_bounded() -> None:
     framing = Framing((512,), 64, max_aspect=8.0, shortest=256, longest=1024)
     assert min(min(bucket.width, bucket.height) for bucket in framing.buckets(512)) == 256
     assert max(max(bucket.width, bucket.height) for bucket in framing.buckets(512)) == 1024
+    bounded = [str(bucket) for bucket in Framing((512,), 64, longest=512).buckets(512)]
+    assert bounded == [
+        "256x512",
+        "320x512",
+        "384x512",
+        "448x512",
+        "512x256",
+        "512x320",
+        "512x384",
+        "512x448",
+        "512x512",
+    ]
