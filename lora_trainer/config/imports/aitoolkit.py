@@ -36,7 +36,8 @@ def read(path: Path, document: Mapping[str, Any]) -> Reading:
     datasets = process.pop("datasets", None)
     keys = {key: value for key, value in document.items() if key not in ("config", "meta")}
     keys.update({f"config.{key}": value for key, value in config.items() if key != "process"})
-    keys.update({f"meta.{key}": value for key, value in dict(document.get("meta") or {}).items()})
+    meta = document.get("meta")
+    keys.update({f"meta.{key}": value for key, value in meta.items()} if isinstance(meta, Mapping) else {})
     keys.update(flattened(process))
     reading.take_all(_named(keys, str(config.get("name", ""))), RULES, DEFAULTS)
     nothing_held_out(reading)
@@ -44,7 +45,8 @@ def read(path: Path, document: Mapping[str, Any]) -> Reading:
     if not tables:
         return reading
     found = read_tables(reading, "datasets", tables, DATASET_RULES, DATASET_DEFAULTS)
-    add_together(reading, "datasets", [each for each in found if "source.path" in each])
+    if found := [each for each in found if "source.path" in each]:
+        add_together(reading, "datasets", found)
     return reading
 
 

@@ -14,6 +14,7 @@ from lora_trainer.config.imports.kohya_keys import (
     READ_FROM_MODEL,
     SPEED,
     UPLOADS,
+    betas,
 )
 from lora_trainer.config.imports.merge import RESOLUTIONS
 from lora_trainer.config.imports.reading import Around, Rule, Took
@@ -127,7 +128,8 @@ def _prompts(value: Any, around: Around) -> Took:
 
 
 def _samples(value: Any, around: Around) -> Took:
-    found = [each["prompt"] for each in value if isinstance(each, Mapping) and isinstance(each.get("prompt"), str)]
+    listed = value if isinstance(value, list) else []
+    found = [each["prompt"] for each in listed if isinstance(each, Mapping) and isinstance(each.get("prompt"), str)]
     return Took({"sample.prompts": found}) if found else Took({}, "not set", "ignored")
 
 
@@ -239,10 +241,7 @@ RULES: Mapping[str, Rule] = {
     "train.gradient_accumulation_steps": part_of("train.batch_size", "batch.effective"),
     "train.optimizer": OPTIMIZER,
     "train.optimizer_params.weight_decay": same("optim.weight_decay", number),
-    "train.optimizer_params.betas": by(
-        lambda value, around: Took({"optim.beta1": number(value[0]), "optim.beta2": number(value[1])}),
-        "optim.beta1 optim.beta2",
-    ),
+    "train.optimizer_params.betas": by(betas, "optim.beta1 optim.beta2"),
     "train.optimizer_params": nothing("not set"),
     "train.lr": by(_rate, "optim.learning_rate"),
     "train.unet_lr": same("optim.learning_rate", number),

@@ -72,16 +72,20 @@ def import_file(path: Path) -> Imported:
     document = read_document(path)
     for kind in FORMATS:
         if kind.is_it(document):
-            reading = kind.read(path, document)
-            if reading.problems:
-                raise UsageError(reading.problems)
-            config = _fitted(reading)
-            return Imported(kind.name, path, tuple(reading.lines), reading.settings, reading.origin, config)
+            return finished(kind.name, path, kind.read(path, document))
     if isinstance(document, Mapping) and sum(key in section_types() for key in document) > len(document) / 2:
         message = f"{path} is a config of this program already."
         raise UsageError(Problem(message, f"Use it as it is: lora-trainer train --config {path}"))
     known = ", ".join(kind.name for kind in FORMATS)
     raise UsageError(Problem(f"{path} is no config that can be imported.", f"Known: {known}."))
+
+
+def finished(name: str, path: Path, reading: Reading) -> Imported:
+    """A reading as a config that passes our schema. Raises UsageError with all of its problems."""
+    if reading.problems:
+        raise UsageError(reading.problems)
+    config = _fitted(reading)
+    return Imported(name, path, tuple(reading.lines), reading.settings, reading.origin, config)
 
 
 def _fitted(reading: Reading) -> Config:

@@ -17,7 +17,7 @@ from lora_trainer.config.imports.kohya_dataset import (
 )
 from lora_trainer.config.imports.kohya_keys import RULES as TRAINING_RULES
 from lora_trainer.config.imports.reading import SOURCES, Around, Reading, Rule, Took, is_empty, located, pairs
-from lora_trainer.config.imports.rules import by, count, is_on, part_of, text
+from lora_trainer.config.imports.rules import by, count, is_on, other_file, part_of, text
 from lora_trainer.core.errors import Problem, UsageError
 
 TABLES = ("network_args", "optimizer_args")  # lists of `key=value`
@@ -88,7 +88,7 @@ _SHARED = {
     and key not in ("metadata_file", "custom_attributes", "network_multiplier", "validation_split")
 }
 DATA_RULES: Mapping[str, Rule] = {
-    "dataset_config": by(lambda value, around: Took({}), SOURCES),
+    "dataset_config": other_file(SOURCES),
     "train_data_dir": by(_train_source, SOURCES),
     "reg_data_dir": by(_regularisation, SOURCES),
     "in_json": part_of("train_data_dir", SOURCES),
@@ -165,7 +165,7 @@ def read(path: Path, document: Mapping[str, Any]) -> Reading:
 def add_dataset(reading: Reading, keys: Mapping[str, Any]) -> None:
     """What the dataset TOML says that the config names; the config's own options lie beneath."""
     named = keys.get("dataset_config")
-    if is_empty(named) or not isinstance(named, str):
+    if is_empty(named) or not isinstance(named, str) or reading.problems:
         return
     path = Path(located(reading.path.parent, named))
     try:

@@ -59,6 +59,16 @@ def _buckets(value: Any, around: Around) -> Took:
     return Took({"data.max_aspect": round(min(max(ratio, 1.0), MOST_ASPECT), 3)}, "max_bucket_reso ÷ min_bucket_reso")
 
 
+def _resolution(value: Any, around: Around) -> Took:
+    """The area counts; a shape that is no square is only the usual one of its buckets."""
+    found = side(value)
+    sides = {part.strip() for part in value.split(",")} if isinstance(value, str) else value
+    square = not isinstance(sides, list | set) or len(set(sides)) == 1
+    return Took(
+        {"data.resolution": found}, "" if square else "a square of the same area", "mapped" if square else "changed"
+    )
+
+
 def _of_buckets(ours: str) -> Rule:
     def read(value: Any, around: Around) -> Took:
         if around["enable_bucket"] is not None and not is_on(around["enable_bucket"]):
@@ -104,7 +114,7 @@ SUBSET_RULES: Mapping[str, Rule] = {
     "cache_info": nothing("what was read of a picture is always kept"),
 }
 DATASET_RULES: Mapping[str, Rule] = {
-    "resolution": same("data.resolution", side),
+    "resolution": by(_resolution, "data.resolution"),
     "batch_size": same("batch.effective", whole),
     "enable_bucket": by(_buckets, "data.max_aspect"),
     "min_bucket_reso": _of_buckets("data.bucket_min"),
@@ -245,8 +255,8 @@ def _settings(reading: Reading, subset: Subset) -> dict[str, Any]:
         if not is_empty(value):
             with contextlib.suppress(ValueError):
                 found.update(rule.read(value, around).settings)
-    if "source.path" not in found:  # metadata that names its pictures itself
-        found["source.path"] = str(Path(found["source.captions_file"]).parent)
+    if "source.path" not in found:  # metadata that names its pictures itself, or what is a problem already
+        found["source.path"] = str(Path(found.get("source.captions_file", "")).parent)
     if "data.resolution" in found:
         found[RESOLUTIONS] = [found.pop("data.resolution")]
     return found

@@ -110,6 +110,10 @@ def targets(value: Any, around: Around) -> Took:
     return Took({"lora.targets": list(layers)}, "" if plain else NOT_LORA, "mapped" if plain else "changed")
 
 
+def _alpha(value: Any, around: Around) -> Took:
+    return Took({"lora.alpha": number(value)}) if is_on(value) else Took({}, "0 means as network_dim, as here")
+
+
 def _as(key: str, ours: str, why: str) -> Rule:
     """A value of the convolutions, for which the one of all layers stands."""
 
@@ -121,8 +125,9 @@ def _as(key: str, ours: str, why: str) -> Rule:
     return by(read, ours, why, changes=True)
 
 
-def _betas(value: Any, around: Around) -> Took:
-    parts = str(value).strip("()[] ").split(",")
+def betas(value: Any, around: Around) -> Took:
+    """`(0.9, 0.99)` as text, or a list of two numbers."""
+    parts = value if isinstance(value, list) else str(value).strip("()[] ").split(",")
     if len(parts) < 2:
         raise ValueError("two numbers, such as 0.9,0.99")
     return Took({"optim.beta1": number(parts[0]), "optim.beta2": number(parts[1])})
@@ -198,7 +203,7 @@ RULES: Mapping[str, Rule] = {
     "seed": unless_off("train.seed", whole),
     "network_module": by(targets, "lora.targets", f"where it is no plain LoRA, {NOT_LORA}"),
     "network_dim": same("lora.rank", whole),
-    "network_alpha": same("lora.alpha", number),
+    "network_alpha": by(_alpha, "lora.alpha"),
     "network_dropout": unless_off("lora.dropout", number),
     "network_args.conv_dim": _as("network_dim", "lora.targets", "all layers have the rank of network_dim"),
     "network_args.conv_alpha": _as("network_alpha", "lora.alpha", "all layers have the alpha of network_alpha"),
@@ -208,7 +213,7 @@ RULES: Mapping[str, Rule] = {
     "network_train_unet_only": by(_unet_only, "", NO_TEXT_ENCODER, changes=True),
     "optimizer_type": OPTIMIZER,
     "optimizer_args.weight_decay": same("optim.weight_decay", number),
-    "optimizer_args.betas": by(_betas, "optim.beta1 optim.beta2"),
+    "optimizer_args.betas": by(betas, "optim.beta1 optim.beta2"),
     "optimizer_args.decouple": lacking("weight decay is always decoupled", off=("True", "true")),
     "learning_rate": by(_rate, "optim.learning_rate"),
     "unet_lr": by(_unet_rate, "optim.learning_rate"),

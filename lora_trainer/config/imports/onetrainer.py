@@ -40,9 +40,9 @@ def read(path: Path, document: Mapping[str, Any]) -> Reading:
     reading.take_all(keys, RULES, DEFAULTS)
     nothing_held_out(reading)
     concepts = document.get("concepts")
-    if not isinstance(concepts, list):
+    if not isinstance(concepts, list) and not reading.problems:
         concepts = _concepts_of_file(reading, keys)
-    add_concepts(reading, concepts, keys)
+    add_concepts(reading, concepts or [], keys)
     return reading
 
 

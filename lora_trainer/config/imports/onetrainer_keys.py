@@ -15,6 +15,7 @@ from lora_trainer.config.imports.rules import (
     lacking,
     nothing,
     number,
+    other_file,
     part_of,
     same,
     side,
@@ -155,7 +156,7 @@ def _checkpointing(value: Any, around: Around) -> Took:
 def _samples(value: Any, around: Around) -> Took:
     found = [
         each["prompt"]
-        for each in value
+        for each in (value if isinstance(value, list) else [])
         if isinstance(each, Mapping) and isinstance(each.get("prompt"), str) and each.get("enabled", True)
     ]
     return Took({"sample.prompts": found}) if found else Took({}, "not set", "ignored")
@@ -201,7 +202,7 @@ RULES: Mapping[str, Rule] = {
     "model_type": by(_model_type, "", OTHER_FAMILY),
     "base_model_name": MODEL,
     "output_model_destination": by(_destination, "run.output run.name"),
-    "concept_file_name": by(lambda value, around: Took({}), SOURCES),
+    "concept_file_name": other_file(SOURCES),
     "resolution": by(_resolution, "data.resolution data.resolutions"),
     "aspect_ratio_bucketing": by(_buckets, "data.max_aspect"),
     "epochs": same("train.max_epochs", whole),

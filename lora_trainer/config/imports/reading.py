@@ -7,6 +7,7 @@ is said. `ignored` keys change nothing about what is learned. `unknown` keys are
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -146,7 +147,9 @@ class Reading:
             if is_empty(keys.get(key)) and key in defaults:
                 self.take(key, defaults[key], rule, around, default=True)
         for key, value in keys.items():
-            if key not in rules:
+            if key not in rules and value == {}:
+                self.lines.append(Line(key, value, "ignored", {}, "not set"))
+            elif key not in rules:
                 self.put(Line(key, value, "unknown", {}, f"{self.tool} may know it; this program does not"))
 
 
@@ -167,10 +170,15 @@ def located(folder: Path, written: str) -> str:
     Relative ones are looked for from the file's folder and the two above it, since programs are
     started from the root of their checkout; what is nowhere is taken to be meant from the file's folder.
     """
-    path = Path(written).expanduser()
+    if "\0" in written:
+        raise ValueError("a path")
+    path = Path(written)
+    with contextlib.suppress(RuntimeError):  # a home folder that is not known
+        path = path.expanduser()
     if path.is_absolute() or PureWindowsPath(written).is_absolute():
         return str(path)
     for base in (folder, *folder.resolve().parents[:2]):
-        if (base / path).exists():
-            return str((base / path).resolve())
+        with contextlib.suppress(OSError):  # a name that is too long for the disk is nowhere
+            if (base / path).exists():
+                return str((base / path).resolve())
     return str((folder / path).resolve())

@@ -113,6 +113,11 @@ def path_to(ours: str) -> Rule:
     return Rule("mapped", (ours,), "", lambda value, around: Took({ours: located(around.folder, text(value))}))
 
 
+def other_file(ours: str) -> Rule:
+    """A key that names a file of its own, which is read with this one."""
+    return Rule("mapped", (ours,), "", lambda value, around: Took({}, located(around.folder, text(value))))
+
+
 def is_on(value: Any) -> bool:
     return (value.strip().lower() if isinstance(value, str) else value) not in OFF
 

@@ -44,7 +44,7 @@ def read(path: Path, document: Mapping[str, Any]) -> Reading:
     reading.take_all(keys, RULES, defaults)
     nothing_held_out(reading)
     named = keys.get("data_backend_config")
-    if isinstance(named, str) and named:
+    if isinstance(named, str) and named and not reading.problems:
         backends = Path(located(path.parent, named))
         try:
             listed = read_document(backends)

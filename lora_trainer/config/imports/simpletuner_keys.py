@@ -17,6 +17,7 @@ from lora_trainer.config.imports.rules import (
     lookup,
     nothing,
     number,
+    other_file,
     part_of,
     path_to,
     same,
@@ -124,6 +125,8 @@ def _place(around: Around) -> dict[str, Any]:
 def _resolution(value: Any, around: Around) -> Took:
     kind = str(around["resolution_type"] or around["config.resolution_type"] or "pixel_area").lower()
     found = number(value)
+    if found <= 0:
+        raise ValueError("more than 0")
     if kind == "area" or found < 32:
         return Took({RESOLUTIONS: [round(found**0.5 * MEGAPIXEL)]}, f"an area of {found:g} megapixels")
     why = "the shorter side there, the side of a square of the same area here" if kind == "pixel" else ""
@@ -175,7 +178,7 @@ RULES: Mapping[str, Rule] = {
     "lora_type": by(_kind, "lora.targets", f"where it is not standard, {NOT_LORA}"),
     "output_dir": path_to("run.output"),
     "tracker_run_name": same("run.name", text),
-    "data_backend_config": by(lambda value, around: Took({}), SOURCES),
+    "data_backend_config": other_file(SOURCES),
     "max_train_steps": by(_steps, "train.max_steps"),
     "num_train_epochs": by(_epochs, "train.max_epochs"),
     "train_batch_size": by(_batch, "batch.effective"),

@@ -5,14 +5,31 @@ from __future__ import annotations
 import json
 import re
 import tomllib
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from lora_trainer.builtin import BASE_FOLDER
 from lora_trainer.cli.main import main
-from lora_trainer.config.imports import aitoolkit_keys, diffusers_flags, kohya, kohya_dataset, kohya_gui
-from lora_trainer.config.imports.imported import Imported, as_toml, import_file
+from lora_trainer.config.imports import (
+    aitoolkit,
+    aitoolkit_keys,
+    diffusers_flags,
+    kohya,
+    kohya_dataset,
+    kohya_gui,
+    onetrainer,
+    onetrainer_concepts,
+    onetrainer_keys,
+    simpletuner,
+    simpletuner_keys,
+)
+from lora_trainer.config.imports.imported import Imported, as_toml, finished, import_file
+from lora_trainer.config.imports.reading import Reading, Rule
 from lora_trainer.config.layers import Layer, resolve
 from lora_trainer.core.errors import UsageError
 from write_import_docs import import_page
@@ -92,6 +109,8 @@ def test_every_key_that_people_bring_is_known() -> None:
     }
     names = {f"{section}.{key}" for section, keys in sections.items() for key in keys.split()}
     assert names - set(aitoolkit_keys.RULES) == set()
+    of_datasets = "folder_path caption_ext caption_dropout_rate shuffle_tokens resolution num_repeats mask_path"
+    assert set(of_datasets.split()) - set(aitoolkit_keys.DATASET_RULES) == set()
 
 
 def test_kohya_trains_as_its_own_defaults_say(tmp_path: Path) -> None:
@@ -212,3 +231,57 @@ def test_json_is_one_document(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_the_page_of_all_keys_is_what_the_code_says(checkout: Path) -> None:
     assert (checkout / "docs" / "import.md").read_text("utf-8") == import_page()
+
+
+NUMBERS = [0, 1, -1, 3, 0.5, 1e9, float("inf"), 10**30, -5.5, True, False, None]
+TEXTS = ["", "1", "0.1", "abc", "true", "512,512", "1,2,3", "a\0b", "x.txt", "AdamWScheduleFree", "huber"]
+ODD = st.sampled_from([*NUMBERS, *TEXTS, [], ["a"], [1, 2], ["a=1", "b"], {}, {"a": 1}, [{}]])
+
+
+def some(rules: Mapping[str, Rule]) -> st.SearchStrategy[dict[str, object]]:
+    return st.dictionaries(st.sampled_from(sorted(rules)), ODD, max_size=6)
+
+
+def deep(keys: Mapping[str, object]) -> dict[str, Any]:
+    """`a.b = 1` as nested tables."""
+    found: dict[str, Any] = {}
+    for name, value in keys.items():
+        place = found
+        *above, key = name.split(".")
+        for part in above:
+            place[part] = place[part] if isinstance(place.get(part), dict) else {}
+            place = place[part]
+        place[key] = value
+    return found
+
+
+@settings(max_examples=60)
+@given(st.data())
+def test_whatever_stands_in_a_file_is_read_or_refused_in_words(data: st.DataObject) -> None:
+    source = {"path": "p", "folder_path": "p", "image_dir": "p", "instance_data_dir": "p"}
+    subset = {**data.draw(some(kohya_dataset.RULES)), "image_dir": "p"}
+    concept = {**deep(data.draw(some(onetrainer_concepts.CONCEPT_RULES))), "path": "p"}
+    backend = {**deep(data.draw(some(simpletuner_keys.BACKEND_RULES))), "instance_data_dir": "p"}
+    process = {
+        key: value for key, value in data.draw(some(aitoolkit_keys.RULES)).items() if key[:4] not in ("conf", "meta")
+    }
+    folder = {**data.draw(some(aitoolkit_keys.DATASET_RULES)), "folder_path": "p"}
+    documents: dict[Callable[[Path, Any], Reading], Any] = {
+        kohya.read: data.draw(some(kohya.RULES)),
+        kohya_gui.read: data.draw(some(kohya_gui.MORE_RULES)),
+        kohya_dataset.dataset_reading: {"datasets": [{**data.draw(some(kohya_dataset.RULES)), "subsets": [subset]}]},
+        aitoolkit.read: {
+            "config": {"process": [{**deep(process), "datasets": [folder, source]}]},
+            "meta": data.draw(ODD),
+        },
+        simpletuner.read: data.draw(some(simpletuner_keys.RULES)),
+        simpletuner.read_backends: [backend, source],
+        onetrainer.read: {**deep(data.draw(some(onetrainer_keys.RULES))), "concepts": [concept, source]},
+        diffusers_flags.read: data.draw(some(diffusers_flags.RULES)),
+    }
+    for read, document in documents.items():
+        try:
+            imported = finished("any", FILES / "any", read(FILES / "any", document))
+        except UsageError:
+            continue  # in words; any other error is a failure
+        assert resolve([Layer("any", tomllib.loads(as_toml(imported)))]).config == imported.config
