@@ -6,9 +6,6 @@ import argparse
 import sys
 from pathlib import Path
 
-from rich.console import Console
-from rich.progress import Progress
-
 from lora_trainer.cli.arguments import say
 from lora_trainer.core.errors import DONE, Problem, UsageError
 
@@ -51,6 +48,8 @@ def caption_command(arguments: argparse.Namespace, unknown: list[Problem]) -> in
     if problems:
         raise UsageError(problems)
     import torch
+    from rich.console import Console
+    from rich.progress import Progress
 
     from lora_trainer.models.captioner import load_captioner
     from lora_trainer.production.captioning import caption_pictures, find_wanted

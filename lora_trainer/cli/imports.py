@@ -6,17 +6,17 @@ import argparse
 import json
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from rich.console import Console
-from rich.table import Table
-from rich.text import Text
-
-from lora_trainer.config.imports.imported import FORMATS, Imported, as_toml, import_file, settings_shown
-from lora_trainer.config.imports.reading import Line
 from lora_trainer.config.toml import shown
 from lora_trainer.core.errors import DONE, Problem, UsageError
 from lora_trainer.core.io import finite, write_text
-from lora_trainer.production.printed import show
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from lora_trainer.config.imports.imported import Imported
+    from lora_trainer.config.imports.reading import Line
 
 EXAMPLES = """examples:
   lora-trainer import kohya.toml --output cat.toml
@@ -37,6 +37,8 @@ LONGEST = 60  # characters of a value in the table
 
 def add_import_arguments(parser: argparse.ArgumentParser) -> None:
     """The file and where its config goes."""
+    from lora_trainer.config.imports.imported import FORMATS
+
     kinds = ", ".join(kind.name for kind in FORMATS)
     parser.add_argument("file", metavar="FILE", help=f"a config of another trainer, told by its content: {kinds}")
     parser.add_argument("--output", metavar="FILE", help="the TOML file to write, a new one; stdout without it")
@@ -47,6 +49,12 @@ def import_command(arguments: argparse.Namespace, unknown: list[Problem]) -> int
     """Write the config and say what became of each key. Raises UsageError; an existing file is never overwritten."""
     if unknown:
         raise UsageError(unknown)
+    from rich.console import Console
+    from rich.text import Text
+
+    from lora_trainer.config.imports.imported import as_toml, import_file
+    from lora_trainer.production.printed import show
+
     output = Path(arguments.output) if arguments.output else None
     if output is not None and output.exists():
         raise UsageError(Problem(f"{output} exists already.", "Name a new file with --output."))
@@ -87,6 +95,12 @@ def _lines(imported: Imported, verdict: str) -> list[Line]:
 
 
 def _print_table(console: Console, imported: Imported) -> None:
+    from rich.table import Table
+    from rich.text import Text
+
+    from lora_trainer.config.imports.imported import settings_shown
+    from lora_trainer.production.printed import show
+
     show(console, Text(f"{imported.path}: {imported.format}, {len(imported.lines)} keys"))
     for verdict, title in TITLES.items():
         lines = _lines(imported, verdict)

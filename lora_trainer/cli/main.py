@@ -257,15 +257,9 @@ def _add_presets_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _presets(arguments: argparse.Namespace, unknown: list[Problem]) -> int:
-    from lora_trainer.cli.presets import list_presets, show_presets
+    from lora_trainer.cli.presets import presets_command
 
-    if arguments.action not in (None, "show"):
-        unknown.append(Problem(f"Unknown argument {arguments.action}.", f"Use: presets show {arguments.action}"))
-    elif arguments.action == "show" and not arguments.names:
-        unknown.append(Problem("presets show needs a name.", "For example: lora-trainer presets show 12gb quality"))
-    if unknown:
-        raise UsageError(unknown)
-    return show_presets(arguments.names) if arguments.action else list_presets()
+    return presets_command(arguments, unknown)
 
 
 COMMANDS = {

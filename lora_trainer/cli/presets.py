@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Mapping, Sequence
 
 from rich.console import Console
@@ -20,6 +21,17 @@ _KINDS = {
     GOALS: "goals: what the run should be good at (pick one, with or without a tier)",
     FAMILIES: "families: applied by themselves, below the others",
 }
+
+
+def presets_command(arguments: argparse.Namespace, unknown: list[Problem]) -> int:
+    """List the presets, or show what some of them set. Raises UsageError."""
+    if arguments.action not in (None, "show"):
+        unknown.append(Problem(f"Unknown argument {arguments.action}.", f"Use: presets show {arguments.action}"))
+    elif arguments.action == "show" and not arguments.names:
+        unknown.append(Problem("presets show needs a name.", "For example: lora-trainer presets show 12gb quality"))
+    if unknown:
+        raise UsageError(unknown)
+    return show_presets(arguments.names) if arguments.action else list_presets()
 
 
 def list_presets() -> int:

@@ -94,6 +94,7 @@ def _fitted(reading: Reading) -> Config:
     for source in reading.settings.get(SOURCES, ()):
         if "captions" in source:  # they stand in place of all of [captions]
             source["captions"] = {**of_all, **source["captions"]}
+    _no_bucket_above_the_square(reading)
     for section, values in nested(reading.settings).items():
         kind = section_types()[section]
         for key, problems in wrong_keys(str(reading.path), section, kind, plain_values(kind, values)).items():
@@ -119,6 +120,18 @@ def _fitted(reading: Reading) -> Config:
             reading.origin[clash.name] = clash.reason
             reading.lines.append(Line(key, old, "changed", {clash.name: clash.value}, clash.reason))
     return resolve([Layer(str(reading.path), nested(reading.settings))]).config
+
+
+def _no_bucket_above_the_square(reading: Reading) -> None:
+    """A shortest side above the trained one, as defaults give it to small sizes, would leave no bucket."""
+    least = reading.settings.get("data.bucket_min")
+    sides = [reading.settings.get("data.resolution"), *reading.settings.get("data.resolutions", [])]
+    sides.extend(side for source in reading.settings.get(SOURCES, []) for side in source.get("resolutions", []))
+    smallest = min((side for side in sides if isinstance(side, int)), default=None)
+    if isinstance(least, int) and smallest is not None and least > smallest:
+        reading.settings["data.bucket_min"] = smallest
+        why = f"no more than the {smallest} px that are trained"
+        reading.lines.append(Line("data.bucket_min", least, "changed", {"data.bucket_min": smallest}, why))
 
 
 def as_toml(imported: Imported) -> str:

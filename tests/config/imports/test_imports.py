@@ -166,6 +166,13 @@ def test_a_contradiction_gives_way_and_is_said(tmp_path: Path) -> None:
     assert any(line.key == "lr_scheduler" and "averages weights" in line.why for line in imported.lines)
 
 
+def test_no_bucket_is_shorter_than_what_is_trained(tmp_path: Path) -> None:
+    text = 'train_data_dir = "p"\nnetwork_dim = 8\nresolution = 128\nenable_bucket = true\n'
+    imported = imported_text(tmp_path, "k.toml", text)
+    assert imported.config.data.bucket_min == 128  # kohya's default of 256 would leave no bucket
+    assert any("no more than the 128 px" in line.why for line in imported.lines)
+
+
 def test_wrong_kinds_of_values_are_told_together(tmp_path: Path) -> None:
     text = 'train_data_dir = "p"\nnetwork_dim = "many"\nlearning_rate = true\nmixed_precision = "fp12"\n'
     with pytest.raises(UsageError) as caught:
