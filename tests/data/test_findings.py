@@ -1,0 +1,256 @@
+"""Each finding of the gate on a data set made for it; none of them on a good one."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from PIL import Image, ImageFilter
+
+from lora_trainer.config.schema import CaptionsSection, SourceSection
+from lora_trainer.core.findings import Finding, Severity
+from lora_trainer.data.check import DataReport, check_dataset, check_plan
+from lora_trainer.data.check.captions import garbled, mended
+from lora_trainer.data.check.score import by_file, score_of
+from lora_trainer.data.manifest import read_manifest
+from lora_trainer.data.sample import Sample
+from lora_trainer.data.split import split_held_out
+from lora_trainer.data.views import Framing
+from tests.data.drawings import drawing, photo
+
+SIDE = 128
+
+
+def judged(*sources: SourceSection, resolution: int = SIDE, rules: CaptionsSection | None = None) -> DataReport:
+    manifest, found = read_manifest(list(sources))
+    rule = rules or CaptionsSection()
+    framings, several = [Framing((resolution,), 16)] * len(sources), [rule] * len(sources)
+    return check_dataset(manifest, found, framings=framings, caption_limit=77, rules=several)
+
+
+def save(folder: Path, name: str, picture: Image.Image, caption: str | None = None) -> Path:
+    folder.mkdir(exist_ok=True, parents=True)
+    picture.save(folder / f"{name}.png")
+    (folder / f"{name}.txt").write_text(caption or f"a thing, called {name}", encoding="utf-8")
+    return folder / f"{name}.png"
+
+
+@pytest.fixture
+def good(tmp_path: Path) -> Path:
+    for number in range(10):
+        save(tmp_path / "good", f"{number}", (photo, drawing)[number % 2](160, SIDE, number))
+    return tmp_path / "good"
+
+
+def codes(report: DataReport) -> set[tuple[str, str]]:
+    return {(finding.code, finding.severity) for finding in report.findings}
+
+
+def of(folder: Path, **settings: object) -> SourceSection:
+    return SourceSection.model_validate({"path": str(folder), **settings})
+
+
+def test_photographs_and_drawings_are_good(good: Path) -> None:
+    report = judged(of(good))
+    assert report.findings == ()
+    assert report.score == 1.0
+    assert set(report.parts.values()) == {1.0}
+
+
+def worn(picture: Image.Image) -> Image.Image:
+    file = io.BytesIO()
+    picture.save(file, "JPEG", quality=10)
+    return Image.open(file).convert("RGB")
+
+
+def boxed(picture: Image.Image) -> Image.Image:
+    whole = Image.new("RGB", (picture.width, picture.height + 40), "white")
+    whole.paste(picture, (0, 20))
+    return whole
+
+
+@pytest.mark.parametrize(
+    ("change", "code", "part"),
+    [
+        (lambda each: each.filter(ImageFilter.GaussianBlur(3)), "blurred", "sharpness"),
+        (worn, "over_compressed", "compression"),
+        (boxed, "border", "borders"),
+        (lambda each: Image.new("RGB", each.size, "red"), "uniform", "contents"),
+    ],
+)
+def test_a_bad_picture_is_one_warning(good: Path, change: object, code: str, part: str) -> None:
+    picture = photo(160, SIDE, 0)
+    save(good, "0", change(picture))  # type: ignore[operator]
+    report = judged(of(good))
+    assert codes(report) == {(code, "warning")}
+    assert report.score == pytest.approx(0.985)
+    assert {name for name, value in report.parts.items() if value < 1.0} == {part}
+    assert report.passed
+
+
+def test_what_is_reduced_far_enough_is_sharp_and_has_no_blocks(tmp_path: Path) -> None:
+    for number in range(3):
+        save(tmp_path, f"soft{number}", photo(640, 512, number).filter(ImageFilter.GaussianBlur(3)))
+        save(tmp_path, f"worn{number}", worn(photo(640, 512, 20 + number)))
+    assert codes(judged(of(tmp_path))) == set()
+    assert codes(judged(of(tmp_path), resolution=512)) == {("blurred", "warning"), ("over_compressed", "warning")}
+
+
+def test_a_jpeg_of_low_quality_is_known_by_its_tables(good: Path) -> None:
+    drawing(160, SIDE, 1).save(good / "low.jpg", quality=15)
+    (good / "low.txt").write_text("low", encoding="utf-8")
+    report = judged(of(good))
+    (finding,) = [each for each in report.findings if each.code == "over_compressed"]
+    assert "JPEG quality" in finding.message
+
+
+def test_a_broad_frame_may_be_a_background_and_holes_are_told(good: Path) -> None:
+    framed = Image.new("RGB", (256, 256), "white")
+    framed.paste(photo(136, 136, 30), (60, 60))
+    save(good, "framed", framed)
+    clear = photo(160, SIDE, 31).convert("RGBA")
+    clear.paste((0, 0, 0, 0), (0, 0, 80, 60))
+    save(good, "clear", clear)
+    report = judged(of(good))
+    assert codes(report) == {("border", "note"), ("transparent", "note")}
+    assert report.score == 1.0
+
+
+def test_pictures_that_look_the_same_are_named_once_and_paired_off(good: Path) -> None:
+    for number in range(3):
+        save(good, f"again{number}", photo(160, SIDE, 4).resize((168 + 8 * number, 134 + 6 * number)))
+    save(good, "mirrored", photo(160, SIDE, 6).transpose(Image.Transpose.FLIP_LEFT_RIGHT))
+    report = judged(of(good))
+    assert codes(report) == {("near_duplicate", "warning"), ("mirrored", "note")}
+    (finding,) = [each for each in report.findings if each.severity == "warning"]
+    assert finding.path == good / "4.png"
+    assert finding.message == "looks the same as again0.png, again1.png, again2.png."
+    assert report.score == pytest.approx(1 - 0.2 * 2 / 14)
+    assert report.parts["variety"] == report.score
+    assert [len(group) for group in report.groups] == [4]
+    assert report.heading("near_duplicate", [finding]) == "4 of 14 files look the same"
+
+
+def test_pictures_that_look_the_same_stay_on_one_side_of_the_split(good: Path) -> None:
+    for number in range(4):
+        save(good, f"again{number}", photo(160, SIDE, number * 2).resize((168, 134)))
+    report = judged(of(good))
+
+    def torn(kin: dict[str, str]) -> int:
+        """In how many of the splits twins stand on both sides."""
+        splits = [split_held_out(report.samples, 0.3, seed, kin) for seed in range(12)]
+        families = [[{report.kin.get(each.content, each.content) for each in side} for side in pair] for pair in splits]
+        assert all(len(held_out) == 4 for _, held_out in splits)
+        return sum(bool(train & held_out) for train, held_out in families)
+
+    assert torn(report.kin) == 0
+    assert torn({}) > 6
+
+
+def test_sets_of_one_thing_have_little_variety(tmp_path: Path) -> None:
+    for number in range(10):
+        picture = drawing(160, SIDE, 3)
+        picture.paste(Image.new("RGB", (40, 40), (25 * number, 250 - 25 * number, 128)), (10 * number, 8 * number))
+        save(tmp_path, f"{number}", picture)
+    assert ("little_variety", "note") in codes(judged(of(tmp_path)))
+
+
+def test_captions_as_a_whole(good: Path) -> None:
+    for number in range(6):
+        (good / f"{number}.txt").write_text("a photo of sks", encoding="utf-8")
+    assert codes(judged(of(good))) == {("repeated_caption", "note")}
+    for number in range(10):
+        text = f"sks {number}" if number < 5 else "a long text about many things that can be seen here " + str(number)
+        (good / f"{number}.txt").write_text(text, encoding="utf-8")
+    assert codes(judged(of(good))) == {("uneven_captions", "note")}
+    report = judged(of(good), rules=CaptionsSection(trigger="sks"))
+    assert codes(report) == {("uneven_captions", "note"), ("missing_trigger", "note")}
+    assert "5 of 10 captions lack the trigger 'sks'" in " ".join(each.message for each in report.general)
+    assert ("missing_trigger", "note") not in codes(
+        judged(of(good), rules=CaptionsSection(trigger="sks", suffix="sks"))
+    )
+    (good / "0.txt").write_text("a cafÃ© sks", encoding="utf-8")
+    assert ("garbled_caption", "warning") in codes(judged(of(good)))
+
+
+@pytest.mark.parametrize(
+    ("read", "meant"), [("KÃ¤se", "Käse"), ("donâ€™t", "don’t"), ("a çÃ©", "a çÃ©"), ("naïve café", "naïve café")]
+)
+def test_letters_read_in_a_wrong_encoding(read: str, meant: str) -> None:
+    assert mended(read) == meant
+    assert bool(garbled(read)) == (read != meant)
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.text(max_size=40))
+def test_text_that_is_right_is_left_alone(text: str) -> None:
+    """Anything that is mended was UTF-8 read as Windows-1252, word by word."""
+    for before, after in zip(text.split(), mended(text).split(), strict=True):
+        assert before == after or after.encode("utf-8").decode("cp1252") == before
+
+
+def test_regularisation_is_not_what_is_learned(good: Path, tmp_path: Path) -> None:
+    for number in range(2):
+        save(tmp_path / "class", f"{number}", drawing(160, SIDE, 50 + number), "a thing")
+    report = judged(of(good), of(tmp_path / "class", regularisation=True))
+    assert codes(report) == {("few_regularisation", "note")}
+    for number in range(3, 10):
+        (good / f"{number}.png").unlink()
+        (good / f"{number}.txt").unlink()
+    report = judged(of(good), of(tmp_path / "class", regularisation=True))
+    assert ("few_pictures", "warning") in codes(report)
+    assert report.parts["count"] == pytest.approx(0.8)
+
+
+def test_steps_and_rank_against_the_pictures() -> None:
+    assert check_plan(20, 100.0, 16) == []
+    assert [each.code for each in check_plan(20, 900.0, 16)] == ["many_exposures"]
+    assert [each.code for each in check_plan(20, 2.0, 16)] == ["few_exposures"]
+    assert [each.code for each in check_plan(20, 100.0, 128)] == ["large_rank"]
+    assert check_plan(200, 100.0, 128) == []
+
+
+def sample_of(number: int) -> Sample:
+    return Sample(Path(f"{number:02}.png"), "a thing", 128, 128, f"{number:064}")
+
+
+CHECKS = ("captions", "sizes", "distinct", "contents", "sharpness", "compression", "borders", "formats")
+severities: st.SearchStrategy[Severity | None] = st.sampled_from([None, None, "note", "warning", "error"])
+
+
+@settings(deadline=None)
+@given(
+    st.lists(st.lists(severities, min_size=len(CHECKS), max_size=len(CHECKS)), min_size=1, max_size=12),
+    st.data(),
+)
+def test_the_score_is_bounded_and_falls_when_one_more_file_breaks(
+    told: Sequence[Sequence[Severity | None]], data: st.DataObject
+) -> None:
+    """Whatever else was found; the worst case beside it is another file that loses a warning, or a pair that goes."""
+    samples = [sample_of(number) for number in range(len(told))]
+    pairs = data.draw(st.integers(0, len(samples) // 2))
+
+    def score(broken: int | None, pairs: int) -> float:
+        found: dict[str, list[Finding]] = {"readable": []}
+        for place, name in enumerate(CHECKS):
+            found[name] = [
+                Finding(name, severity, "is odd.", path=sample.path)
+                for sample, row in zip(samples, told, strict=True)
+                if (severity := row[place]) and sample is not (None if broken is None else samples[broken])
+            ]
+        if broken is not None:
+            found["readable"].append(Finding("unreadable", "error", "cannot be read.", path=samples[broken].path))
+        files = by_file(samples, [each for group in found.values() for each in group])
+        value, parts = score_of(found, list(files), samples, files, pairs)
+        assert 0.0 <= value <= min(parts.values()) + 1e-12
+        return value
+
+    place = data.draw(st.integers(0, len(samples) - 1))
+    before = score(None, pairs)
+    assert score(place, pairs) <= before + 1e-12
+    if pairs and "error" not in told[place]:
+        assert score(place, pairs - 1) <= before + 1e-12
