@@ -46,7 +46,7 @@ def test_config_toml_is_the_resolved_config(finished):
     text = (finished.folder("first") / "config.toml").read_text(encoding="utf-8")
     values = tomllib.loads(text)
     assert values["lora"]["rank"] == 4
-    assert values["data"]["sources"] == [str(finished.data.resolve())]
+    assert [source["path"] for source in values["data"]["sources"]] == [str(finished.data.resolve())]
     assert set(values) <= {field.alias or name for name, field in Config.model_fields.items()}
 
 
