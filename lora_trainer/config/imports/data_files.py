@@ -60,7 +60,8 @@ def data_file_settings(path: Path, notes: list[str]) -> dict[str, Any]:
             fix = nearest(line.key.rpartition(".")[2], RULES)
             reading.problems.append(Problem(f"{path}: {line.key} is no key of a dataset TOML.", fix))
         elif line.verdict == "changed":
-            notes.append(f"{path}: {line.key} = {shown(line.value)}: {line.why}")
+            value = "" if line.value is None else f" = {shown(line.value)}"
+            notes.append(f"{path}: {line.key}{value}: {line.why}")
     if reading.problems:
         raise UsageError(reading.problems)
     return reading.settings

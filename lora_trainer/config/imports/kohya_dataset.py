@@ -175,7 +175,8 @@ def dataset_reading(
     settings, differs = together([_settings(reading, subset) for subset in subsets])
     for place, name in differs:
         key = next(key for key, rule in RULES.items() if name in rule.ours)
-        why = f"one for all data sets here: {shown(settings[name])}"
+        lead = "not set there; " if is_empty(subsets[place].keys.get(key)) else ""
+        why = f"{lead}one for all data sets here: {shown(settings[name])}"
         where = f"datasets[{subsets[place].dataset}].{key}"
         reading.lines.append(Line(where, subsets[place].keys.get(key), "changed", {name: settings[name]}, why))
     reading.settings = settings
