@@ -23,7 +23,7 @@ def show_plan(order: Order, inputs: Inputs) -> None:
     held_out = f", {len(inputs.held_out)} held out for validation" if inputs.held_out else ", none held out"
     console.print(f"model: {inputs.facts.path} ({inputs.family.name}, {inputs.resolution} px)")
     console.print(f"samples: {len(inputs.train)} trained{held_out}")
-    show_views(config, inputs, console)
+    show_views(config, inputs, steps, console)
     console.print(f"steps: {steps.line}")
     show_captions(config, inputs, console, choices.encoder_dtype.itemsize)
     console.print(f"caches in {cache_folder(config)}:")

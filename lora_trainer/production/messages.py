@@ -12,6 +12,7 @@ from rich.console import Console
 from lora_trainer.config.schema import CaptionsSection, Config
 from lora_trainer.data.captions import most_choices
 from lora_trainer.data.sample import Sample
+from lora_trainer.data.steps import StepArithmetic
 from lora_trainer.monitor.progress import duration
 from lora_trainer.production.inputs import Inputs, caption_rules, latent_bytes, own_architecture
 from lora_trainer.production.record import Record
@@ -58,8 +59,8 @@ def of_each_source(samples: Sequence[Sample], most: int) -> list[Sample]:
     return [samples[place] for place in sorted(places[:most])]
 
 
-def show_views(config: Config, inputs: Inputs, console: Console) -> None:
-    """The buckets, and where pictures have several views what these take on disk."""
+def show_views(config: Config, inputs: Inputs, steps: StepArithmetic, console: Console) -> None:
+    """The buckets, and where pictures have several views what these take on disk and how many are used."""
     plan = inputs.train_plan
     for line in plan.lines:
         console.print(line)
@@ -73,6 +74,9 @@ def show_views(config: Config, inputs: Inputs, console: Console) -> None:
         console.print(
             f"note: that is most of cache.limit_gb={limit:g}. Set data.crop_variants or colour_variants lower."
         )
+    seen = steps.total * steps.effective / max(1, steps.images)
+    if seen < plan.most:
+        console.print(f"note: {steps.total} steps show a picture about {seen:.1f} times, so not all of its views")
 
 
 def in_gigabytes(size: float) -> str:

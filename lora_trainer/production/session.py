@@ -117,7 +117,7 @@ def open_session(order: Order, inputs: Inputs) -> Session:
 def prepare(session: Session, settings: dict[str, Any]) -> Prepared:
     """Fill the caches, then build the learner; `settings` go into each checkpoint. Raises UserError."""
     inputs, console = session.inputs, session.console
-    show_views(session.config, inputs, console)
+    show_views(session.config, inputs, session.steps, console)
     for line in (session.steps.line, *session.choices.lines):
         console.print(line)
     show_captions(session.config, inputs, console, session.choices.encoder_dtype.itemsize)
