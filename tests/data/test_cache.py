@@ -163,6 +163,26 @@ def test_a_damaged_row_is_rebuilt_alone(data: Path, cache: Path) -> None:
     assert cache_status(cache).counts["latents"] == 5
 
 
+def test_damage_in_a_large_cache_shows_when_it_is_read_and_is_rebuilt_then(
+    data: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("lora_trainer.data.cache.CHECKED_AT_START", 0)
+    fill(data, cache)
+    plan = plan_of(data, cache)
+    path, row = holding(cache, plan.keys[2])
+    whole = bytearray(path.read_bytes())
+    place = whole.index(Shard(path).row(row)["mean"].numpy().tobytes())
+    whole[place] ^= 1
+    path.write_bytes(whole)
+    assert fill(data, cache).rebuilt == 0
+    store = Store(cache, "latents", plan.keys)
+    store.read(plan.keys[0])
+    with pytest.raises(TrainingFailed, match="--resume"):
+        store.read(plan.keys[2])
+    assert fill(data, cache) == Filled("latents", 4, 1, {"damaged": 1})
+    assert store.read(plan.keys[2])["mean"].dtype == HALF
+
+
 def test_a_removed_shard_is_rebuilt(data: Path, cache: Path) -> None:
     fill(data, cache)
     path, _ = holding(cache, plan_of(data, cache).keys[1])
