@@ -104,6 +104,7 @@ def _borrow() -> Worker:
             worker = _idle.pop()
             if worker.alive:
                 return worker
+            worker.close()  # it had nothing to do for long and ended
     return Worker()
 
 
@@ -111,6 +112,8 @@ def _give_back(worker: Worker) -> None:
     if worker.alive:
         with _lock:
             _idle.append(worker)
+    else:
+        worker.close()
 
 
 @atexit.register
