@@ -11,6 +11,7 @@ from typing import Any
 
 from rich.console import Console
 from rich.padding import Padding
+from rich.table import Table
 from rich.text import Text
 
 from lora_trainer.config.schema import Config
@@ -24,7 +25,7 @@ from lora_trainer.production.inputs import arithmetic, data_sources, held_out_sp
 from lora_trainer.production.printed import show
 
 COLOURS = {"error": "red", "warning": "yellow", "note": "cyan"}
-MOST_NAMES = 40  # files listed under one finding
+MOST_NAMES = 12  # files listed under one finding
 
 
 def check_command(
@@ -107,8 +108,14 @@ def show_report(report: DataReport, steps: StepArithmetic, held_out: int, consol
         show(console, Text(f"note: {note}"))
     for line in report.plan.lines:
         show(console, Text(line))
+    if report.rows:
+        least, most = min(row.least for row in report.rows), max(row.most for row in report.rows)
+        words = [f"reduced to {least:.2f} at most"] if least < 1.0 else []
+        words += [f"enlarged {most:.2f} times at most"] if most > 1.0 else []
+        show(console, Text(f"resized to buckets: {', '.join(words) or 'none'}"))
     show(console, Text(f"{steps.line}; {held_out} held out"))
-    parts = ", ".join(f"{name} {value:.3f}" for name, value in report.parts.items())
+    lower = [f"{name} {value:.3f}" for name, value in report.parts.items() if value < 1.0]
+    parts = f"{', '.join(lower)}; all others 1" if lower else "all 1"
     verdict = "passes" if report.passed else "refused"
     show(console, Text(f"score {report.score:.3f} (gate {report.gate:.2f}): {verdict}"))
     show(console, Text(f"parts: {parts}"))
@@ -126,11 +133,15 @@ def show_findings(report: DataReport, console: Console) -> None:
             message = (
                 f"{report.heading(code, group)} (first: {report.name_of(first.path)} {first.message.rstrip('.')})."
             )
-        show(console, Text(first.severity, style=COLOURS[first.severity]).append(f"  {message}", style="default"))
+        told = Table.grid(padding=(0, 2, 0, 0))
+        told.add_column(min_width=7)
+        told.add_column()
+        told.add_row(Text(first.severity, style=COLOURS[first.severity]), Text(message))
+        show(console, told)
         names = [report.name_of(finding.path) for finding in group if finding.path]
         for line in (f"in {some(names)}" if len(names) > 1 else "", first.fix):
             if line:
-                show(console, Padding(Text(line), (0, 0, 0, 4)))
+                show(console, Padding(Text(line), (0, 0, 0, 9)))
     if not report.samples:
         show(console, Text(str(report.refusals[-1]), style=COLOURS["error"]))
 
