@@ -90,9 +90,10 @@ def test_a_finished_run_has_its_page(finished: Bench) -> None:
     assert all(f"{part} {value:.2f}" in page.text for part, value in document["lora"]["parts"].items())
     assert page.charts == {"loss", "loss-log", "held-out", "rate", "norm", "speed", "memory"}
     assert len(page.of("img")) == 2
+    settings = page.text[page.text.index("Settings") :]  # findings name settings too
     for name, origin in document["origins"].items():
         section, key = name.split(".")
-        row = page.text[page.text.index(f"{name} ") :]
+        row = settings[settings.index(f"{name} ") :]
         assert origin in row[: 400 + len(str(document["config"][section][key]))], name
     assert document["versions"]["torch"] in page.text
     assert all(choice in page.text for choice in document["choices"])
