@@ -86,12 +86,15 @@ class Worker:
         return self.owner == os.getpid() and self._process.poll() is None
 
     def close(self) -> None:
-        self._process.kill()
+        mine = self.owner == os.getpid()  # a forked copy lets go of the pipes and leaves the process to its owner
+        if mine:
+            self._process.kill()
         for pipe in (self._process.stdin, self._process.stdout):
             if pipe is not None:
                 with contextlib.suppress(OSError):
                     pipe.close()
-        self._process.wait()
+        if mine:
+            self._process.wait()
 
 
 _idle: list[Worker] = []
