@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -102,8 +103,18 @@ def test_without_processes_the_work_is_done_here(tmp_path: Path, monkeypatch: py
 
 
 def test_large_pictures_are_not_in_hand_together() -> None:
-    room = workers._Room(100)
+    room, order = workers._Room(100), []
+
+    def second() -> None:
+        with room.holding(1):
+            order.append("second")
+
+    waiting = threading.Thread(target=second)
     with room.holding(500):  # one alone always has room
-        assert room._used == 500
+        waiting.start()
+        waiting.join(0.1)
+        order.append("first")
+    waiting.join(10.0)
+    assert order == ["first", "second"]
     groups = list(workers._groups([Task(0, pixels) for pixels in (workers.PIXELS_AT_ONCE, 1, 1, 9**9, 2)], 2))
     assert groups == [[0], [1, 2], [3], [4]]
