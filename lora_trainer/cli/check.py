@@ -124,15 +124,7 @@ def show_report(report: DataReport, steps: StepArithmetic, held_out: int, consol
 def show_findings(report: DataReport, console: Console) -> None:
     """Each kind of finding with its files, worst first; a narrow terminal wraps the lines and cuts none off."""
     for code, group in report.grouped:
-        first = group[0]
-        if first.path is None:
-            message = first.message
-        elif len(group) == 1 and first.severity != "error":
-            message = f"{report.name_of(first.path)} {first.message}"
-        else:
-            message = (
-                f"{report.heading(code, group)} (first: {report.name_of(first.path)} {first.message.rstrip('.')})."
-            )
+        first, message = group[0], report.told(code, group)
         told = Table.grid(padding=(0, 2, 0, 0))
         told.add_column(min_width=7)
         told.add_column()

@@ -37,16 +37,12 @@ def show_report(inputs: Inputs, console: Console) -> None:
     """The data set's score and what was found, worst first."""
     report = inputs.report
     console.print(f"data set: {len(report.samples)} samples, score {report.score:.2f} (gate {report.gate:.2f})")
-    ranks = {"warning": 0, "note": 1}
     # Errors end the run: they are told there, each kind once.
-    found = sorted(
-        (each for each in report.findings if each.severity != "error"), key=lambda each: ranks[each.severity]
-    )
-    for finding in found[:MOST_FINDINGS]:
-        where = f"{report.name_of(finding.path)}: " if finding.path else ""
-        console.print(f"  {finding.severity}: {where}{finding.message} {finding.fix}".rstrip())
+    found = [(code, group) for code, group in report.grouped if group[0].severity != "error"]
+    for code, group in found[:MOST_FINDINGS]:
+        console.print(f"  {group[0].severity}: {report.told(code, group)} {group[0].fix}".rstrip())
     if len(found) > MOST_FINDINGS:
-        console.print(f"  … and {len(found) - MOST_FINDINGS} more: lora-trainer check shows all")
+        console.print(f"  … and {len(found) - MOST_FINDINGS} more kinds: lora-trainer check shows all")
     for note in report.notes[:MOST_FINDINGS]:
         console.print(f"  note: {note}")
 

@@ -84,10 +84,7 @@ class DataReport:
 
     def refusal(self, code: str, group: Sequence[Finding]) -> Problem:
         """One kind of error as a problem: how many files have it, and the first."""
-        if group[0].path is None:
-            return Problem(group[0].message, group[0].fix)
-        first = f"(first: {self.name_of(group[0].path)} {group[0].message.rstrip('.')})"
-        return Problem(f"{self.heading(code, group)} {first}.", group[0].fix)
+        return Problem(self.told(code, group), group[0].fix)
 
     def heading(self, code: str, group: Sequence[Finding]) -> str:
         """How many files have one kind of finding: `3 of 20 files are blurred`."""
@@ -113,6 +110,15 @@ class DataReport:
             )
             text = text.replace("mirror images of others", "the mirror image of another")
         return f"{len(group)} of {max(self.counted, len(group))} files {text}"
+
+    def told(self, code: str, group: Sequence[Finding]) -> str:
+        """One kind of finding as a sentence: the finding itself where there is one, else how many files and the first."""
+        first = group[0]
+        if first.path is None:
+            return first.message
+        if len(group) == 1 and first.severity != "error":
+            return f"{self.name_of(first.path)} {first.message}"
+        return f"{self.heading(code, group)} (first: {self.name_of(first.path)} {first.message.rstrip('.')})."
 
     @property
     def grouped(self) -> list[tuple[str, tuple[Finding, ...]]]:

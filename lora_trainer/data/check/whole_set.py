@@ -79,10 +79,14 @@ def check_plan(pictures: int, exposures: float, rank: int) -> list[Finding]:
     """Whether steps and rank suit so many distinct pictures; `exposures` is how often each is trained on average."""
     found = []
     if pictures and exposures > MOST_EXPOSURES:
-        message = f"Each of {pictures} pictures is trained {exposures:,.0f} times; {MOST_EXPOSURES} learn it by heart."
+        message = (
+            f"Each of {pictures} pictures is trained {exposures:,.0f} times; over {MOST_EXPOSURES} learn it by heart."
+        )
         found.append(Finding("many_exposures", "note", message, "Set train.max_steps lower, or add pictures."))
     if pictures and exposures < FEWEST_EXPOSURES:
-        message = f"Each of {pictures} pictures is trained {exposures:.1f} times; {FEWEST_EXPOSURES} teach little."
+        message = (
+            f"Each of {pictures} pictures is trained {exposures:.1f} times; under {FEWEST_EXPOSURES} teach little."
+        )
         found.append(Finding("few_exposures", "note", message, "Set train.max_steps higher."))
     if rank > max(RANK_FOR_ALL, RANK_EACH * pictures) and pictures:
         message = f"lora.rank is {rank} for {pictures} pictures: room to learn each by heart."
