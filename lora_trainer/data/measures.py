@@ -17,15 +17,15 @@ from PIL import Image
 
 from lora_trainer.data.images import TURNS, BrokenPictureError, orientation_of, to_rgb
 
-MEASURES = 1  # kept results of another number are measured again
+MEASURES = 2  # kept results of another number are measured again
 
 Grey = NDArray[np.int16]
-LINES = 96  # rows and columns that edges are measured along
+LINES = 48  # rows and columns that edges are measured along
 FEWEST_EDGES = 24  # fewer say nothing about the whole picture
 EDGE_SHARE = 0.1  # the sharpest tenth: a portrait's background may be soft
-PATCH = 512  # side in pixels of the part that blocks are looked for in
+PATCH = 256  # side in pixels of the part that blocks are looked for in
 BLOCK_STEP = 40  # levels: larger steps are the picture's own edges
-SMALL_SIDE = 512  # longest side in pixels of the copy that borders are looked for in
+SMALL_SIDE = 384  # longest side in pixels of the copy that borders are looked for in
 BORDER_TOLERANCE = 14  # of 255, between pixels of one band
 THUMB_SIDE = 8
 STANDARD_LUMA = 3688  # sum of the JPEG standard's luminance table (Annex K)
@@ -90,9 +90,7 @@ def measure(picture: Image.Image) -> Seen:
     quality = jpeg_quality(picture)
     picture.load()
     transparent = transparent_share(picture)
-    flat = to_rgb(picture)
-    grey = flat.convert("L")
-    lines = np.asarray(grey)
+    flat = picture if picture.mode == "RGB" and not picture.has_transparency_data else to_rgb(picture)
     shrink = max(1, -(-max(flat.size) // SMALL_SIDE))
     small = flat.reduce(shrink)
     small = small.transpose(turn) if turn is not None else small
@@ -104,9 +102,9 @@ def measure(picture: Image.Image) -> Seen:
         frames=frames,
         transparent=round(transparent, 4),
         spread=round(float(samples.std(axis=(0, 1)).max()), 3),
-        edge=round(edge_width(lines), 3),
+        edge=round(edge_width(some_lines(flat)), 3),
         quality=quality,
-        blocks=round(block_steps(lines), 3),
+        blocks=round(block_steps(middle(flat)), 3),
         borders=find_borders(np.asarray(small, dtype=np.int16)),
         hash=hashes[0],
         mirror_hash=hashes[1],
@@ -132,23 +130,32 @@ def jpeg_quality(picture: Image.Image) -> int:
     return int(np.clip(round(5000.0 / scale if scale > 100.0 else (200.0 - scale) / 2.0), 1, 100))
 
 
-def edge_width(grey: NDArray[np.uint8]) -> float:
-    """Width in pixels of the sharpest tenth of the strong edges of a grey picture [H, W].
+def some_lines(flat: Image.Image) -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
+    """About LINES evenly spread rows [N, W] and columns [M, H] of a picture in grey."""
+    width, height = flat.size
+    rows = flat.resize((width, min(LINES, height)), Image.Resampling.NEAREST).convert("L")
+    columns = flat.resize((min(LINES, width), height), Image.Resampling.NEAREST).convert("L")
+    return np.asarray(rows), np.ascontiguousarray(np.asarray(columns).T)
 
-    Along rows and columns each monotone run of values is an edge: its width is its rise over
-    its steepest step, so a clean step has 1 and one blurred by a Gaussian 2.5 σ. Flat areas
-    hold no edge and do not count, and slow gradients do not hide sharp lines. 0 when there
-    are fewer than FEWEST_EDGES.
+
+def middle(flat: Image.Image) -> NDArray[np.uint8]:
+    """The part of a picture [H, W] in grey that blocks are looked for in."""
+    left, top = max(0, (flat.width - PATCH) // 2), max(0, (flat.height - PATCH) // 2)
+    box = (left, top, min(flat.width, left + PATCH), min(flat.height, top + PATCH))
+    return np.asarray(flat.crop(box).convert("L"))
+
+
+def edge_width(lines: tuple[NDArray[np.uint8], NDArray[np.uint8]]) -> float:
+    """Width in pixels of the sharpest tenth of the strong edges along `some_lines` of a picture.
+
+    Each monotone run of values is an edge: its width is its rise over its steepest step, so
+    a clean step has 1 and one blurred by a Gaussian 2.5 σ. Flat areas hold no edge and do
+    not count, and slow gradients do not hide sharp lines. 0 when there are fewer than
+    FEWEST_EDGES.
     """
-    height, width = grey.shape
-    down, across = max(1, height // LINES), max(1, width // LINES)
-    low, high = np.percentile(grey[::down, ::across], (2, 98))
+    low, high = np.percentile(lines[0][:, :: max(1, lines[0].shape[1] // LINES)], (2, 98))
     least = max(24.0, 0.3 * (float(high) - float(low)))
-    found = [
-        _edges(grey[down // 2 :: down], least),
-        _edges(np.ascontiguousarray(grey[:, across // 2 :: across].T), least),
-    ]
-    widths = np.concatenate(found)
+    widths = np.concatenate([_edges(each, least) for each in lines])
     return float(np.quantile(widths, EDGE_SHARE)) if len(widths) >= FEWEST_EDGES else 0.0
 
 
@@ -156,29 +163,34 @@ def _edges(lines: NDArray[np.uint8], least: float) -> NDArray[np.float64]:
     """Widths of the monotone runs of each line [N, L] that rise or fall by `least` at least."""
     if lines.shape[1] < 2:
         return np.zeros(0)
-    steps = np.diff(lines.astype(np.int16), axis=1)
-    steps = np.pad(steps, ((0, 0), (0, 1)))  # a step of 0 between two lines
-    ends = np.zeros(steps.shape, dtype=bool)
-    ends[:, 0] = True
-    signs = np.sign(steps).ravel()
-    moving = np.flatnonzero(signs | ends.ravel())
-    turned = np.flatnonzero((signs[moving][1:] != signs[moving][:-1]) | ends.ravel()[moving][1:]) + 1
+    values = lines.astype(np.int16)
+    steps = np.diff(values, axis=1, append=values[:, -1:])  # a step of 0 between two lines
+    flat, heights = steps.ravel(), values.ravel()
+    first = np.zeros(steps.shape, dtype=bool)
+    first[:, 0] = True
+    moving = np.flatnonzero((flat != 0) | first.ravel())
+    signs = np.sign(flat[moving])
+    turned = np.flatnonzero((signs[1:] != signs[:-1]) | first.ravel()[moving][1:]) + 1
     starts = moving[np.concatenate(([0], turned))]
-    flat = np.abs(steps.ravel())
-    rises = np.add.reduceat(flat, starts, dtype=np.int64)
-    steepest = np.maximum.reduceat(flat, starts)
-    strong = rises >= least
-    return np.asarray(rises[strong] / steepest[strong], dtype=np.float64)
+    ends = np.append(starts[1:], len(flat) - 1)
+    # The value after a line's last step of 0 is the line's own last one.
+    ends = np.where(first.ravel()[ends], ends - 1, ends)
+    rises = np.abs(heights[ends] - heights[starts])
+    strong = np.flatnonzero(rises >= least)
+    if not len(strong):
+        return np.zeros(0)
+    bounds = np.stack([starts[strong], ends[strong]], axis=1).ravel()
+    steepest = np.maximum.reduceat(np.abs(flat), bounds)[::2]
+    return np.asarray(rises[strong] / np.maximum(steepest, 1), dtype=np.float64)
 
 
-def block_steps(grey: NDArray[np.uint8]) -> float:
+def block_steps(part: NDArray[np.uint8]) -> float:
     """How many grey levels the mean step on one grid of 8 pixels exceeds that beside it, in the weaker direction.
 
     About 0 without JPEG's blocks, wherever the grid begins; 1 and more looks bad. Enlarged
     pixel art, whose tiles are flat inside, counts 0.
     """
-    top, left = (grey.shape[0] - PATCH) // 2, (grey.shape[1] - PATCH) // 2
-    patch = grey[max(0, top) : max(0, top) + PATCH, max(0, left) : max(0, left) + PATCH].astype(np.int16)
+    patch = part.astype(np.int16)
     if min(patch.shape) < 64:
         return 0.0
     return max(0.0, min(_grid_steps(patch), _grid_steps(patch.T)))
@@ -186,13 +198,14 @@ def block_steps(grey: NDArray[np.uint8]) -> float:
 
 def _grid_steps(patch: Grey) -> float:
     steps = np.abs(np.diff(patch, axis=1))
-    columns = np.minimum(steps, BLOCK_STEP).mean(axis=0)
-    means = np.array([columns[phase::8].mean() for phase in range(8)])
+    steps = steps[:, : steps.shape[1] // 8 * 8]
+    means = np.minimum(steps, BLOCK_STEP).mean(axis=0).reshape(-1, 8).mean(axis=0)  # by phase of the grid
     grid = int(means.argmax())
-    flat = (steps == 0).mean(axis=0)
-    if np.median([flat[phase::8].mean() for phase in range(8) if phase != grid]) > 0.97:
+    excess = float(means[grid] - np.median(np.delete(means, grid)))
+    if excess <= 0.0:
         return 0.0
-    return float(means[grid] - np.median(np.delete(means, grid)))
+    still = (steps == 0).mean(axis=0).reshape(-1, 8).mean(axis=0)
+    return 0.0 if np.median(np.delete(still, grid)) > 0.97 else excess
 
 
 def find_borders(small: Grey) -> Borders:
