@@ -25,10 +25,10 @@ import numpy as np
 import psutil
 from PIL import Image, ImageDraw
 
-from lora_trainer.data import workers
-from lora_trainer.data.images import PICTURE_ENDINGS
-from lora_trainer.data.look import look_at
 from lora_trainer.data.manifest import read_manifest
+from lora_trainer.data.pictures import workers
+from lora_trainer.data.pictures.images import PICTURE_ENDINGS
+from lora_trainer.data.pictures.look import look_at
 from lora_trainer.data.sample import Sample
 
 FOLDER = 5000  # pictures in one folder

@@ -19,11 +19,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from lora_trainer.data.cache import CachePlan, plan_latents
-from lora_trainer.data.filling import Work, build_missing
+from lora_trainer.data.caches.cache import CachePlan, plan_latents
+from lora_trainer.data.caches.filling import Work, build_missing
+from lora_trainer.data.caches.store import Store
+from lora_trainer.data.caches.upkeep import cache_status
 from lora_trainer.data.sample import Sample
-from lora_trainer.data.store import Store
-from lora_trainer.data.upkeep import cache_status
 from lora_trainer.data.views import Framing, View, plan_plain
 
 SIZES = ((1200, 1000), (1000, 1200), (1024, 1024), (1600, 1000), (900, 1600))

@@ -12,7 +12,7 @@ from lora_trainer.core.io import user_cache_folder
 
 def status_command(folder: Path | None, as_json: bool = False) -> int:
     """Say how many entries and bytes a cache folder holds; the user's own when none is named."""
-    from lora_trainer.data.upkeep import cache_status
+    from lora_trainer.data.caches.upkeep import cache_status
 
     status = cache_status(named(folder))
     if as_json:
@@ -31,7 +31,7 @@ def named(folder: Path | None) -> Path:
 
 def clean_command(folder: Path | None, limit_gb: float | None = None, *, verify: bool = False) -> int:
     """Put a cache in order, and remove the least recently used above the limit, 50 GB when none is named."""
-    from lora_trainer.data.upkeep import DEFAULT_LIMIT, cache_clean
+    from lora_trainer.data.caches.upkeep import DEFAULT_LIMIT, cache_clean
 
     if limit_gb is not None and limit_gb < 0:
         raise UsageError(Problem(f"--limit-gb {limit_gb:g} is negative.", "0 removes everything, 50 is the default."))

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from lora_trainer.data.measures import THUMB_SIDE, Seen
+from lora_trainer.data.pictures.measures import THUMB_SIDE, Seen
 
 MOST_BITS = 6  # of 64
 LEAST_AGREEMENT = 0.985  # correlation of two thumbs over pixels and colours

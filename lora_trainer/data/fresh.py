@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from lora_trainer.core.errors import Problem, TrainingFailed
-from lora_trainer.data.pixels import EncodeImage, Shown, encode_shown, read_shown
+from lora_trainer.data.pictures.pixels import EncodeImage, Shown, encode_shown, read_shown
 from lora_trainer.data.sample import Sample
 from lora_trainer.data.steps import Ref
 from lora_trainer.data.views import View

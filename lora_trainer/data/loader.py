@@ -14,11 +14,11 @@ from torch import Tensor
 
 from lora_trainer.config.schema import CaptionsSection
 from lora_trainer.data.buckets import Bucket
+from lora_trainer.data.caches.store import Store
 from lora_trainer.data.captions import drops_caption, variant_taken
 from lora_trainer.data.fresh import Fresh
 from lora_trainer.data.sample import Sample
 from lora_trainer.data.steps import Ref
-from lora_trainer.data.store import Store
 from lora_trainer.data.views import View, turn_of
 
 Item = TypeVar("Item")

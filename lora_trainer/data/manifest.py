@@ -19,15 +19,15 @@ from pathlib import Path
 from lora_trainer.config.schema import CaptionsSection, SourceSection
 from lora_trainer.core.errors import UsageError
 from lora_trainer.core.findings import Finding, Severity
-from lora_trainer.data.images import BrokenPictureError
+from lora_trainer.data.pictures.images import BrokenPictureError
+from lora_trainer.data.pictures.scan import Facts, read_headers
+from lora_trainer.data.pictures.workers import Progress
 from lora_trainer.data.sample import Manifest, Mask, Sample, Span
-from lora_trainer.data.scan import Facts, read_headers
 from lora_trainer.data.sources.found import Asked, Found, Reading
 from lora_trainer.data.sources.masks import judged_alpha, judged_mask
 from lora_trainer.data.sources.places import find_overlaps, places_of
 from lora_trainer.data.sources.read import read_source
 from lora_trainer.data.sources.texts import tidy
-from lora_trainer.data.workers import Progress
 
 Place = tuple[Path, Span | None]
 

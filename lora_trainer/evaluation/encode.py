@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from lora_trainer.data.loader import size_row
-from lora_trainer.data.pixels import read_pixels
+from lora_trainer.data.pictures.pixels import read_pixels
 from lora_trainer.data.sample import Sample
 from lora_trainer.data.views import BucketPlan
 from lora_trainer.evaluation.held_out import EncodedSample

@@ -27,7 +27,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from lora_trainer.data.store import Store, write_entries
+from lora_trainer.data.caches.store import Store, write_entries
 
 ENTRIES, ROUNDS, TOGETHER = 512, 9, 4
 SHAPE = (4, 64, 64)

@@ -26,10 +26,10 @@ from lora_trainer.config.layers import Resolved
 from lora_trainer.config.schema import Config
 from lora_trainer.core.errors import UsageError
 from lora_trainer.data.buckets import Bucket, Fit
+from lora_trainer.data.caches.store import Store, write_entries
 from lora_trainer.data.fresh import Fresh
 from lora_trainer.data.loader import CachedData, prefetch
 from lora_trainer.data.sample import Sample
-from lora_trainer.data.store import Store, write_entries
 from lora_trainer.data.views import View
 from lora_trainer.jobs.bench import WARM_UP, BenchReport, Row, row_of, synchronize
 from lora_trainer.jobs.subject import TINY_NEEDS_A_FAMILY, public_built

@@ -10,7 +10,7 @@ from typing import Any
 from lora_trainer.config.layers import Layer, Resolved
 from lora_trainer.config.toml import EMPTY, read_toml
 from lora_trainer.core.errors import Problem, UsageError
-from lora_trainer.data.images import PICTURE_ENDINGS
+from lora_trainer.data.pictures.images import PICTURE_ENDINGS
 from lora_trainer.production.settings import settle
 
 SETTINGS_FILE = "lora.toml"

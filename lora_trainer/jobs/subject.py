@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from lora_trainer.config.layers import Resolved
 from lora_trainer.core.errors import Problem, UsageError
 from lora_trainer.core.randomness import position_key
-from lora_trainer.data.images import load_pixels
 from lora_trainer.data.loader import Batch
+from lora_trainer.data.pictures.images import load_pixels
 from lora_trainer.data.steps import Ref, plan_steps, split_micros
 from lora_trainer.diffusion.process import Process, scaled_linear_alphas
 from lora_trainer.models import FAMILIES

@@ -15,15 +15,23 @@ from torch import Tensor
 from lora_trainer.config.schema import Config
 from lora_trainer.core.errors import Problem, TrainingFailed, UsageError
 from lora_trainer.core.io import user_cache_folder
-from lora_trainer.data.cache import CachePlan, Caption, fill_latents, fill_texts, plan_latents, plan_texts, text_keys
+from lora_trainer.data.caches.cache import (
+    CachePlan,
+    Caption,
+    fill_latents,
+    fill_texts,
+    plan_latents,
+    plan_texts,
+    text_keys,
+)
+from lora_trainer.data.caches.packing import LARGE
+from lora_trainer.data.caches.shards import ROW_HEAD
+from lora_trainer.data.caches.store import Store
+from lora_trainer.data.caches.upkeep import free_bytes, size_words
 from lora_trainer.data.captions import canonical
 from lora_trainer.data.loader import CachedData, size_row
-from lora_trainer.data.packing import LARGE
 from lora_trainer.data.sample import Sample
-from lora_trainer.data.shards import ROW_HEAD
 from lora_trainer.data.split import MOST_HELD_OUT
-from lora_trainer.data.store import Store
-from lora_trainer.data.upkeep import free_bytes, size_words
 from lora_trainer.data.views import View
 from lora_trainer.evaluation.held_out import EncodedSample
 from lora_trainer.evaluation.loading import free_memory

@@ -14,7 +14,7 @@ from PIL import Image
 from lora_trainer.config.schema import CaptionsSection, SourceSection
 from lora_trainer.core.errors import Problem, UsageError
 from lora_trainer.core.io import write_text
-from lora_trainer.data.images import BrokenPictureError, load_rgb
+from lora_trainer.data.pictures.images import BrokenPictureError, load_rgb
 from lora_trainer.data.sources.found import Asked, Found, Reading
 from lora_trainer.data.sources.read import read_source
 

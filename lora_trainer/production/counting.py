@@ -11,7 +11,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemaini
 from rich.progress import Progress as Bar
 
 from lora_trainer.core.launch import is_main_process
-from lora_trainer.data.workers import Progress
+from lora_trainer.data.pictures.workers import Progress
 
 QUIET_SECONDS = 1.5  # what takes less is not worth a word
 LINE_SECONDS = 10.0

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from lora_trainer.config.schema import Config
-from lora_trainer.data.filling import usual_workers
+from lora_trainer.data.caches.filling import usual_workers
 from lora_trainer.data.fresh import Fresh
 from lora_trainer.data.ledger import Ledger, count_trained
 from lora_trainer.data.loader import CachedData, read_micro
-from lora_trainer.data.pixels import EncodeImage
+from lora_trainer.data.pictures.pixels import EncodeImage
 from lora_trainer.data.sample import Sample
 from lora_trainer.data.steps import Ref, StepPlan, plan_steps, share, split_micros
 from lora_trainer.data.views import View, turn_of

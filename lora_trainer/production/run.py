@@ -132,7 +132,7 @@ def cache(resolved: Resolved) -> None:
     inputs = read_inputs(order.config)
     show_report(inputs, order.console)
     refuse_data(inputs, enforce_gates=False)
-    from lora_trainer.data.claims import in_use
+    from lora_trainer.data.caches.claims import in_use
     from lora_trainer.production.caching import cache_folder
     from lora_trainer.production.session import fill, open_session
 
@@ -166,7 +166,7 @@ def refuse_data(inputs: Inputs, *, enforce_gates: bool) -> None:
 
 def run_recorded(order: Order, inputs: Inputs) -> RunResult:
     """Run the session and leave a true `run.json`, however it ends."""
-    from lora_trainer.data.claims import in_use
+    from lora_trainer.data.caches.claims import in_use
     from lora_trainer.production.caching import cache_folder
     from lora_trainer.production.flow import run_session
     from lora_trainer.training.checkpoint import list_checkpoints, step_of

@@ -14,9 +14,9 @@ from rich.console import Console
 from lora_trainer.config.schema import Config
 from lora_trainer.core.digests import remembered_sha256
 from lora_trainer.core.errors import UserError
+from lora_trainer.data.caches.upkeep import keep_limit
 from lora_trainer.data.captions import CHANGE_TEXTS
 from lora_trainer.data.steps import StepArithmetic
-from lora_trainer.data.upkeep import keep_limit
 from lora_trainer.evaluation.held_out import EncodedSample, held_out_losses
 from lora_trainer.models.folder import weights_file
 from lora_trainer.monitor.progress import Progress

@@ -10,7 +10,7 @@ from PIL import Image
 
 from lora_trainer.data import alike
 from lora_trainer.data.alike import Alike, find_alike
-from lora_trainer.data.measures import Seen, measure
+from lora_trainer.data.pictures.measures import Seen, measure
 from tests.data.drawings import drawing, photo, saved
 
 

@@ -13,12 +13,20 @@ from torch import Tensor
 
 from lora_trainer.cli.cache import clean_command, status_command
 from lora_trainer.core.errors import DatasetRefused, TrainingFailed
-from lora_trainer.data.cache import CachePlan, Filled, fill_latents, fill_texts, plan_latents, plan_texts, text_keys
+from lora_trainer.data.caches.cache import (
+    CachePlan,
+    Filled,
+    fill_latents,
+    fill_texts,
+    plan_latents,
+    plan_texts,
+    text_keys,
+)
+from lora_trainer.data.caches.shards import Shard
+from lora_trainer.data.caches.store import Shelf, Store
+from lora_trainer.data.caches.upkeep import cache_clean, cache_status
 from lora_trainer.data.manifest import read_manifest
 from lora_trainer.data.sample import Sample
-from lora_trainer.data.shards import Shard
-from lora_trainer.data.store import Shelf, Store
-from lora_trainer.data.upkeep import cache_clean, cache_status
 from lora_trainer.data.views import Framing, plan_plain
 from tests.data.conftest import Draw
 
@@ -166,7 +174,7 @@ def test_a_damaged_row_is_rebuilt_alone(data: Path, cache: Path) -> None:
 def test_damage_in_a_large_cache_shows_when_it_is_read_and_is_rebuilt_then(
     data: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("lora_trainer.data.cache.CHECKED_AT_START", 0)
+    monkeypatch.setattr("lora_trainer.data.caches.cache.CHECKED_AT_START", 0)
     fill(data, cache)
     plan = plan_of(data, cache)
     path, row = holding(cache, plan.keys[2])

@@ -21,13 +21,13 @@ import torch
 from torch import Tensor
 
 from lora_trainer.core.errors import TrainingFailed
-from lora_trainer.data import filling, packing
-from lora_trainer.data.claims import Claims, in_use, oldest_user
-from lora_trainer.data.filling import Work, build_missing
-from lora_trainer.data.packing import pack
-from lora_trainer.data.shards import Shard
-from lora_trainer.data.store import Shelf, Store, write_entries
-from lora_trainer.data.upkeep import cache_clean, cache_status, keep_limit
+from lora_trainer.data.caches import filling, packing
+from lora_trainer.data.caches.claims import Claims, in_use, oldest_user
+from lora_trainer.data.caches.filling import Work, build_missing
+from lora_trainer.data.caches.packing import pack
+from lora_trainer.data.caches.shards import Shard
+from lora_trainer.data.caches.store import Shelf, Store, write_entries
+from lora_trainer.data.caches.upkeep import cache_clean, cache_status, keep_limit
 
 forked = pytest.mark.skipif(sys.platform != "linux", reason="tests fork, which is safe with torch on Linux only")
 

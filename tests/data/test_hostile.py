@@ -13,10 +13,10 @@ import pytest
 
 from lora_trainer.core.findings import Finding
 from lora_trainer.core.io import write_json
-from lora_trainer.data import images, scan
 from lora_trainer.data.check import DataReport, check_dataset, checks
 from lora_trainer.data.manifest import read_manifest
-from lora_trainer.data.scan import read_facts
+from lora_trainer.data.pictures import images, scan
+from lora_trainer.data.pictures.scan import read_facts
 from lora_trainer.data.views import Framing
 from tests.data.hostile import HOSTILE, ODD, noise, state_of
 

@@ -7,9 +7,9 @@ import pytest
 from PIL import Image
 
 from lora_trainer.data.buckets import Bucket, fit_to
-from lora_trainer.data.images import BrokenPictureError, header_of, load_pixels, load_rgb, read_header
+from lora_trainer.data.pictures.images import BrokenPictureError, header_of, load_pixels, load_rgb, read_header
+from lora_trainer.data.pictures.spans import content_of
 from lora_trainer.data.sample import Span
-from lora_trainer.data.spans import content_of
 from tests.data.conftest import noise_picture
 
 # Left half dark, right half bright, upper edge wider than high: every turn shows.

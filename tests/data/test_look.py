@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from lora_trainer.data import look, workers
-from lora_trainer.data.images import opened
-from lora_trainer.data.look import look_at
-from lora_trainer.data.measures import Seen, measure
+from lora_trainer.data.pictures import look, workers
+from lora_trainer.data.pictures.images import opened
+from lora_trainer.data.pictures.look import look_at
+from lora_trainer.data.pictures.measures import Seen, measure
+from lora_trainer.data.pictures.scan import Facts, read_headers
+from lora_trainer.data.pictures.workers import Task, answers
 from lora_trainer.data.sample import Sample
-from lora_trainer.data.scan import Facts, read_headers
-from lora_trainer.data.workers import Task, answers
 
 
 def sample(path: Path, seed: int, size: tuple[int, int] = (32, 24)) -> Sample:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 from PIL import Image, ImageDraw, ImageFilter
 
-from lora_trainer.data.measures import Seen, measure, seen_from_json
+from lora_trainer.data.pictures.measures import Seen, measure, seen_from_json
 from tests.data.drawings import drawing, photo, saved
 
 Make = Callable[[int, int, int], Image.Image]

@@ -14,10 +14,19 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from lora_trainer.core.errors import TrainingFailed
-from lora_trainer.data.packing import pack, rewrite
-from lora_trainer.data.shards import CODES, ROW_HEAD, DamagedError, Shard, layout_of, row_bytes, rows_of, write_shard
-from lora_trainer.data.store import Shelf, Store, write_entries
-from lora_trainer.data.upkeep import cache_clean
+from lora_trainer.data.caches.packing import pack, rewrite
+from lora_trainer.data.caches.shards import (
+    CODES,
+    ROW_HEAD,
+    DamagedError,
+    Shard,
+    layout_of,
+    row_bytes,
+    rows_of,
+    write_shard,
+)
+from lora_trainer.data.caches.store import Shelf, Store, write_entries
+from lora_trainer.data.caches.upkeep import cache_clean
 
 Entries = tuple[list[str], dict[str, Tensor]]
 

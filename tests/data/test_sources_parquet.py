@@ -14,8 +14,8 @@ import pytest
 
 from lora_trainer.config.schema import SourceSection
 from lora_trainer.core.errors import UsageError
-from lora_trainer.data.images import load_rgb
 from lora_trainer.data.manifest import read_manifest
+from lora_trainer.data.pictures.images import load_rgb
 from tests.data.conftest import Draw, noise_picture
 
 
@@ -98,7 +98,7 @@ def test_rows_without_a_picture_and_files_that_are_none(tmp_path: Path, draw: Dr
 def test_what_is_laid_out_is_in_the_cache_status_and_leaves_with_clean(
     tmp_path: Path, own_cache_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from lora_trainer.data.upkeep import cache_clean, cache_status
+    from lora_trainer.data.caches.upkeep import cache_clean, cache_status
 
     path = write(tmp_path / "x.parquet", {"image": [png(1), png(2)], "text": ["a", "b"]})
     before = read_manifest([path])[0].samples

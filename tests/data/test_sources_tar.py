@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 
 from lora_trainer.config.schema import CaptionsSection, SourceSection
 from lora_trainer.core.errors import UsageError
-from lora_trainer.data.images import BrokenPictureError, load_rgb
 from lora_trainer.data.manifest import read_manifest
+from lora_trainer.data.pictures.images import BrokenPictureError, load_rgb
 from lora_trainer.data.sources.found import Asked, Reading
 from lora_trainer.data.sources.tar import read_tar
 from tests.data.conftest import Draw, noise_picture

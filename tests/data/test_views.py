@@ -13,8 +13,8 @@ from PIL import Image
 
 from lora_trainer.config.schema import DataSection, SourceSection
 from lora_trainer.core.errors import UsageError
-from lora_trainer.data.images import load_alpha, load_rgb
-from lora_trainer.data.render import recoloured, render, render_mask
+from lora_trainer.data.pictures.images import load_alpha, load_rgb
+from lora_trainer.data.pictures.render import recoloured, render, render_mask
 from lora_trainer.data.sample import Sample
 from lora_trainer.data.steps import plan_steps
 from lora_trainer.data.views import Framing, View, framings_of, notes_on, plan_plain, plan_views, turn_of, views_of

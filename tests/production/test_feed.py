@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 
 from lora_trainer.config.schema import CaptionsSection, Config
 from lora_trainer.core.errors import TrainingFailed
+from lora_trainer.data.caches.store import Store, write_entries
 from lora_trainer.data.loader import CachedData
 from lora_trainer.data.sample import Sample
-from lora_trainer.data.store import Store, write_entries
 from lora_trainer.data.views import Framing, plan_views
 from lora_trainer.diffusion.process import Process, scaled_linear_alphas
 from lora_trainer.production.feed import Feed, make_feed

@@ -14,9 +14,9 @@ import torch
 from PIL import Image
 
 from lora_trainer.core.errors import Problem, TrainingFailed
+from lora_trainer.data.caches.store import write_entries
 from lora_trainer.data.loader import Batch, CachedData
 from lora_trainer.data.steps import Ref
-from lora_trainer.data.store import write_entries
 from lora_trainer.models import FAMILIES
 from lora_trainer.models.family import Encoders
 from lora_trainer.production import caching, feed

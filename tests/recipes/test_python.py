@@ -104,7 +104,8 @@ def test_nested_settings_and_a_file_are_layers(bench, tmp_path):
     told = {setting.name: (setting.value, setting.origin) for setting in trainer.explain()}
     assert told["lora.rank"] == (2, "settings")
     assert told["lora.alpha"] == (4.0, f"config {file}")
-    assert told["data.sources"] == ((str(bench.data),), "data")
+    (source,), origin = told["data.sources"]
+    assert (source["path"], origin) == (str(bench.data), "data")
     assert told["optim.beta1"][1] == "default"
 
 

@@ -25,11 +25,11 @@ from lora_trainer.data.check.pictures import (
 from lora_trainer.data.check.report import BucketRow, DataReport
 from lora_trainer.data.check.score import by_file, has_error, score_of
 from lora_trainer.data.check.whole_set import check_count, check_variety, likeness_of
-from lora_trainer.data.look import look_at
-from lora_trainer.data.measures import Seen
+from lora_trainer.data.pictures.look import look_at
+from lora_trainer.data.pictures.measures import Seen
+from lora_trainer.data.pictures.workers import Progress
 from lora_trainer.data.sample import Manifest, Sample
 from lora_trainer.data.views import BucketPlan, Framing, plan_views
-from lora_trainer.data.workers import Progress
 
 HEADERS_ONLY = "only headers and captions were judged; check without --headers decodes the pictures, too."
 

@@ -24,7 +24,7 @@ from lora_trainer.core.io import write_json
 from lora_trainer.data.check.captions import mended
 from lora_trainer.data.check.report import DataReport
 from lora_trainer.data.check.score import ENOUGH_PICTURES
-from lora_trainer.data.images import (
+from lora_trainer.data.pictures.images import (
     ENDINGS_OF_FORMAT,
     TURNS,
     BrokenPictureError,
@@ -33,12 +33,12 @@ from lora_trainer.data.images import (
     orientation_of,
     to_rgb,
 )
-from lora_trainer.data.measures import SMALL_SIDE, Borders
+from lora_trainer.data.pictures.measures import SMALL_SIDE, Borders
+from lora_trainer.data.pictures.spans import open_bytes
 from lora_trainer.data.sample import Manifest, Sample
 from lora_trainer.data.sources.beside import CAPTION_ENDINGS
 from lora_trainer.data.sources.folder import KOHYA_FOLDER
 from lora_trainer.data.sources.texts import MOST_CAPTION_BYTES, TextError, read_bounded
-from lora_trainer.data.spans import open_bytes
 from lora_trainer.data.views import Framing, plain_fits
 
 RECORD = "fixed.json"

@@ -11,7 +11,7 @@ from lora_trainer.config.schema import CaptionsSection
 from lora_trainer.core.findings import Finding, printable
 from lora_trainer.data.alike import Alike
 from lora_trainer.data.buckets import Fit
-from lora_trainer.data.measures import Seen
+from lora_trainer.data.pictures.measures import Seen
 from lora_trainer.data.sample import Sample
 from lora_trainer.data.views import Framing
 

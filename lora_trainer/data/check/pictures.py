@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from lora_trainer.core.findings import Finding
 from lora_trainer.data.buckets import Fit
 from lora_trainer.data.check.looked import Looked, beside
-from lora_trainer.data.images import ENDINGS_OF_FORMAT
-from lora_trainer.data.measures import Seen
+from lora_trainer.data.pictures.images import ENDINGS_OF_FORMAT
+from lora_trainer.data.pictures.measures import Seen
 from lora_trainer.data.sample import Sample
 
 UPSCALE_LIMIT = 2.0  # enlarged further, a picture teaches its own blur

@@ -12,7 +12,7 @@ from typing import Any
 from lora_trainer.core.errors import Problem
 from lora_trainer.core.findings import Finding, printable
 from lora_trainer.data.buckets import Bucket
-from lora_trainer.data.measures import Borders
+from lora_trainer.data.pictures.measures import Borders
 from lora_trainer.data.sample import Sample
 from lora_trainer.data.views import BucketPlan
 

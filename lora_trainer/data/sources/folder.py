@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 
-from lora_trainer.data.images import PICTURE_ENDINGS
+from lora_trainer.data.pictures.images import PICTURE_ENDINGS
 from lora_trainer.data.sources.beside import caption_beside, caption_endings
 from lora_trainer.data.sources.found import Asked, Found, Reading
 from lora_trainer.data.sources.listing import Listing

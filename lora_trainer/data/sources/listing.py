@@ -6,7 +6,7 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from lora_trainer.data.images import PICTURE_ENDINGS
+from lora_trainer.data.pictures.images import PICTURE_ENDINGS
 from lora_trainer.data.sources.found import Reading
 
 

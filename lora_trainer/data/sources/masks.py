@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from lora_trainer.data.images import BrokenPictureError, opened
+from lora_trainer.data.pictures.images import BrokenPictureError, opened
 from lora_trainer.data.sample import Mask, Sample, Span
 from lora_trainer.data.sources.folder import MASK_LABEL, is_picture
 from lora_trainer.data.sources.found import Asked, Found, Reading

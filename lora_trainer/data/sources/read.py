@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from lora_trainer.data.images import PICTURE_ENDINGS
+from lora_trainer.data.pictures.images import PICTURE_ENDINGS
 from lora_trainer.data.sources.beside import caption_beside
 from lora_trainer.data.sources.folder import ending_of, is_picture, no_pictures, read_folder
 from lora_trainer.data.sources.found import Asked, Found, Reading

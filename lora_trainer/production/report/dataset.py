@@ -10,7 +10,7 @@ from pathlib import Path
 from lora_trainer.core.findings import Finding
 from lora_trainer.core.io import write_text
 from lora_trainer.data.check import DataReport
-from lora_trainer.data.images import BrokenPictureError, load_rgb
+from lora_trainer.data.pictures.images import BrokenPictureError, load_rgb
 from lora_trainer.data.sample import Sample, Span
 from lora_trainer.data.steps import StepArithmetic
 from lora_trainer.production.report.figures import Figure

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from PIL import Image
 
-from lora_trainer.data.images import BrokenPictureError, load_rgb
+from lora_trainer.data.pictures.images import BrokenPictureError, load_rgb
 
 BUDGET = 2_000_000  # bytes of all pictures of a page, before base64 makes a third more of them
 LADDER = ((512, 85), (384, 82), (256, 80), (192, 75), (128, 60), (64, 50))  # longest side in pixels, quality

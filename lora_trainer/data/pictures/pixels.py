@@ -11,10 +11,10 @@ from torch import Tensor
 from torch.nn.functional import adaptive_avg_pool2d
 
 from lora_trainer.core.errors import DatasetRefused, Problem
-from lora_trainer.data.images import BrokenPictureError, load_alpha, load_rgb
-from lora_trainer.data.render import render, render_mask
+from lora_trainer.data.pictures.images import BrokenPictureError, load_alpha, load_rgb
+from lora_trainer.data.pictures.render import render, render_mask
+from lora_trainer.data.pictures.spans import content_of
 from lora_trainer.data.sample import Sample, Span
-from lora_trainer.data.spans import content_of
 from lora_trainer.data.views import View
 
 Read = TypeVar("Read")

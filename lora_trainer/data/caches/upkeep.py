@@ -9,10 +9,10 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from lora_trainer.data.claims import oldest_user, upkeep
-from lora_trainer.data.packing import pack, remove, rewrite
+from lora_trainer.data.caches.claims import oldest_user, upkeep
+from lora_trainer.data.caches.packing import pack, remove, rewrite
+from lora_trainer.data.caches.store import KINDS, MARK, Shelf
 from lora_trainer.data.sources.parquet import UNPACKED
-from lora_trainer.data.store import KINDS, MARK, Shelf
 
 DEFAULT_LIMIT = 50 * 10**9  # bytes on disk
 ABANDONED_AFTER = 3600.0  # seconds until a half-written file may go although somebody is at work

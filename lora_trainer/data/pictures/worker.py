@@ -13,8 +13,8 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
-from lora_trainer.data.look import read_seen
-from lora_trainer.data.scan import read_facts
+from lora_trainer.data.pictures.look import read_seen
+from lora_trainer.data.pictures.scan import read_facts
 
 IDLE_SECONDS = 20.0  # then it ends by itself
 

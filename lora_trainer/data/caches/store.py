@@ -1,6 +1,6 @@
 """Where the entries of one kind lie, and reading them.
 
-    FOLDER/latents/NAME.safetensors         shards (see data/shards.py)
+    FOLDER/latents/NAME.safetensors         shards (see data/caches/shards.py)
     FOLDER/latents/NAME.damaged-12          row 12 of that shard was found damaged, and counts as missing
 
 Other processes add, pack and remove shards meanwhile: what was there and is gone is
@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from lora_trainer.core.errors import Problem, TrainingFailed
-from lora_trainer.data.shards import ENDING, DamagedError, Shard, layout_of, rows_of, write_shard
+from lora_trainer.data.caches.shards import ENDING, DamagedError, Shard, layout_of, rows_of, write_shard
 
 KINDS = ("latents", "texts")
 MARK = ".damaged-"

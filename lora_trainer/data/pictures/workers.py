@@ -1,6 +1,6 @@
 """Processes that open other people's files, so that a file that crashes or hangs its decoder costs only itself.
 
-A worker is this Python running `lora_trainer.data.worker`, spoken to in lines of JSON: no
+A worker is this Python running `lora_trainer.data.pictures.worker`, spoken to in lines of JSON: no
 fork, no pickle, no second run of the caller's main module, and no torch. Workers stay for
 the next question for a short while and then end by themselves.
 """
@@ -41,7 +41,7 @@ class Worker:
     """One process. `ask` is for one thread at a time."""
 
     def __init__(self) -> None:
-        program = "from lora_trainer.data.worker import main; main()"
+        program = "from lora_trainer.data.pictures.worker import main; main()"
         paths = os.pathsep.join(path or os.getcwd() for path in sys.path)
         environment = os.environ | {"PYTHONPATH": paths, "PYTHONUTF8": "1", "OMP_NUM_THREADS": "1"}
         self.owner = os.getpid()
@@ -242,7 +242,7 @@ class _Hand:
         try:
             self._worker = self._worker or _borrow()
         except OSError:
-            from lora_trainer.data.worker import JOBS
+            from lora_trainer.data.pictures.worker import JOBS
 
             return [JOBS[self._job](each) for each in what]
         found = self._worker.ask(self._job, what, max(task.seconds for task in group) + 0.1 * len(group))

@@ -13,9 +13,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 from lora_trainer.core.io import flush_folder
-from lora_trainer.data.claims import upkeep
-from lora_trainer.data.shards import ENDING, KEY_BYTES, DamagedError, Layout, Rows, Shard, write_shard
-from lora_trainer.data.store import MARK
+from lora_trainer.data.caches.claims import upkeep
+from lora_trainer.data.caches.shards import ENDING, KEY_BYTES, DamagedError, Layout, Rows, Shard, write_shard
+from lora_trainer.data.caches.store import MARK
 
 SMALL = 64 * 2**20  # bytes; shards below this are packed together
 LARGE = 2 * SMALL  # bytes; a packed shard is filled up to here

@@ -21,11 +21,11 @@ import torch
 from torch import Tensor
 
 from lora_trainer.data.buckets import Bucket
-from lora_trainer.data.explained import changed, recall, remember
-from lora_trainer.data.filling import Progress, Work, build_missing, usual_workers
-from lora_trainer.data.pixels import Shown, encode_shown, read_shown
+from lora_trainer.data.caches.explained import changed, recall, remember
+from lora_trainer.data.caches.filling import Progress, Work, build_missing, usual_workers
+from lora_trainer.data.caches.store import Shelf
+from lora_trainer.data.pictures.pixels import Shown, encode_shown, read_shown
 from lora_trainer.data.sample import Sample
-from lora_trainer.data.store import Shelf
 from lora_trainer.data.views import View
 from lora_trainer.data.weighted_words import Pieces, spoken
 

@@ -22,10 +22,10 @@ import torch
 from torch import Tensor
 
 from lora_trainer.core.errors import Problem, TrainingFailed
-from lora_trainer.data.claims import Claims, in_use, upkeep
-from lora_trainer.data.packing import SMALL, pack
-from lora_trainer.data.shards import Layout, layout_of
-from lora_trainer.data.store import Shelf, write_entries
+from lora_trainer.data.caches.claims import Claims, in_use, upkeep
+from lora_trainer.data.caches.packing import SMALL, pack
+from lora_trainer.data.caches.shards import Layout, layout_of
+from lora_trainer.data.caches.store import Shelf, write_entries
 
 POLL = 0.05  # seconds between looking whether others are done
 MOST_WORKERS = 8

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
-from lora_trainer.data.images import TURNS, BrokenPictureError, orientation_of, to_rgb
+from lora_trainer.data.pictures.images import TURNS, BrokenPictureError, orientation_of, to_rgb
 
 MEASURES = 2  # kept results of another number are measured again
 

@@ -12,13 +12,13 @@ import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from lora_trainer.data.images import BrokenPictureError, opened, unreadable
-from lora_trainer.data.measures import MEASURES, Seen, measure, seen_broken, seen_from_json
-from lora_trainer.data.remembered import Remembered, remembered
+from lora_trainer.data.pictures.images import BrokenPictureError, opened, unreadable
+from lora_trainer.data.pictures.measures import MEASURES, Seen, measure, seen_broken, seen_from_json
+from lora_trainer.data.pictures.remembered import Remembered, remembered
+from lora_trainer.data.pictures.scan import READ_WHOLE, lost
+from lora_trainer.data.pictures.spans import content_of, open_bytes
+from lora_trainer.data.pictures.workers import Progress, Task, Ticker, answers
 from lora_trainer.data.sample import Sample, Span
-from lora_trainer.data.scan import READ_WHOLE, lost
-from lora_trainer.data.spans import content_of, open_bytes
-from lora_trainer.data.workers import Progress, Task, Ticker, answers
 
 SECONDS = 60.0  # after which a decoder hangs, and one more for every PIXELS_A_SECOND
 PIXELS_A_SECOND = 1_000_000

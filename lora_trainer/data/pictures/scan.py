@@ -16,11 +16,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lora_trainer.data.images import BrokenPictureError, header_of, unreadable
-from lora_trainer.data.remembered import Kept, Place, Remembered, Stamp, remembered, stamp_of
+from lora_trainer.data.pictures.images import BrokenPictureError, header_of, unreadable
+from lora_trainer.data.pictures.remembered import Kept, Place, Remembered, Stamp, remembered, stamp_of
+from lora_trainer.data.pictures.spans import content_of, open_regular
+from lora_trainer.data.pictures.workers import Progress, Task, Ticker, answers
 from lora_trainer.data.sample import Span
-from lora_trainer.data.spans import content_of, open_regular
-from lora_trainer.data.workers import Progress, Task, Ticker, answers
 
 READ_WHOLE = 2**24  # bytes; a larger file is read twice, for its header and for its hash
 MOST_BYTES = 2**32  # more than any picture that can be trained on has

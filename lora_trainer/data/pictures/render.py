@@ -7,7 +7,7 @@ from numpy.typing import NDArray
 from PIL import Image, ImageEnhance
 
 from lora_trainer.core.randomness import position_uniform
-from lora_trainer.data.images import cut_out
+from lora_trainer.data.pictures.images import cut_out
 from lora_trainer.data.views import View
 
 # Largest change to either side: of brightness, contrast and saturation as a factor, of hue as a share of the circle.

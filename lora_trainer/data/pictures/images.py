@@ -17,8 +17,8 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image, UnidentifiedImageError, features
 
+from lora_trainer.data.pictures.spans import open_bytes
 from lora_trainer.data.sample import Span
-from lora_trainer.data.spans import open_bytes
 
 if TYPE_CHECKING:
     from lora_trainer.data.buckets import Fit

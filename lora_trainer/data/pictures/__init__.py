@@ -1,0 +1,1 @@
+"""Picture files: opened safely, read in parallel, measured, turned into pixels."""
