@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 from collections.abc import Sequence
@@ -16,7 +15,7 @@ from rich.text import Text
 
 from lora_trainer.config.schema import Config
 from lora_trainer.core.errors import DATASET_REFUSED, DONE, Problem, UsageError
-from lora_trainer.core.io import finite
+from lora_trainer.core.io import json_document
 from lora_trainer.data.check import DataReport
 from lora_trainer.data.sample import Manifest, Sample
 from lora_trainer.data.steps import StepArithmetic
@@ -56,7 +55,7 @@ def check_command(
     if page is not None:
         _write_page(report, manifest.samples, steps, len(held_out), page)
     if as_json:
-        sys.stdout.write(json.dumps(finite(document), indent=2, ensure_ascii=False) + "\n")
+        sys.stdout.write(json_document(document))
     return DONE if report.passed else DATASET_REFUSED
 
 
