@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 from lora_trainer.cli.arguments import say
@@ -42,9 +43,11 @@ def caption_command(arguments: argparse.Namespace, unknown: list[Problem]) -> in
     if bool(arguments.output) == arguments.beside:
         fix = "--output DIR writes into a folder of its own, --beside into the data."
         problems.append(Problem("Say where captions go: --output or --beside, one of them.", fix))
-    if arguments.batch < 1 or arguments.max_tokens < 1 or not 0.0 < arguments.threshold < 1.0:
-        fix = "--batch and --max-tokens are at least 1, --threshold lies between 0 and 1."
-        problems.append(Problem("--batch, --max-tokens or --threshold is out of range.", fix))
+    for flag, count in (("--batch", arguments.batch), ("--max-tokens", arguments.max_tokens)):
+        if count < 1:
+            problems.append(Problem(f"{flag} {count} is out of range.", "It is at least 1."))
+    if not 0.0 < arguments.threshold < 1.0:
+        problems.append(Problem(f"--threshold {arguments.threshold:g} is out of range.", "It lies between 0 and 1."))
     if problems:
         raise UsageError(problems)
     import torch
@@ -55,8 +58,11 @@ def caption_command(arguments: argparse.Namespace, unknown: list[Problem]) -> in
     from lora_trainer.production.captioning import caption_pictures, find_wanted
 
     folders = [Path(folder) for folder in arguments.data]
-    wanted, existing = find_wanted(folders, Path(arguments.output) if arguments.output else None)
+    wanted, existing, unusable = find_wanted(folders, Path(arguments.output) if arguments.output else None)
     say(f"{len(wanted) + existing} pictures: {existing} have a caption, {len(wanted)} have none")
+    if unusable:
+        _name("left as it is", [f"{path} {why}" for path, why in unusable])
+        say("  training refuses these: mend the caption, or remove it to have one written")
     if not wanted:
         return DONE
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -73,16 +79,17 @@ def caption_command(arguments: argparse.Namespace, unknown: list[Problem]) -> in
             existing=existing,
             watch=lambda part, whole: bar.update(task, completed=part, total=whole),
         )
-    for title, lines in (
-        ("nothing to say", [str(path) for path in done.silent]),
-        ("cannot be used", [f"{path} {why}" for path, why in done.broken]),
-    ):
-        for line in lines[:SHOWN]:
-            say(f"{title}: {line}")
-        if len(lines) > SHOWN:
-            say(f"{title}: {len(lines) - SHOWN} more")
+    _name("nothing to say", [str(path) for path in done.silent])
+    _name("cannot be used", [f"{path} {why}" for path, why in done.broken])
     print(
         f"{done.written} captions written, {done.existing} were there, {len(done.silent)} without words, "
-        f"{len(done.broken)} pictures that cannot be read"
+        f"{len(done.broken)} pictures that cannot be used"
     )
     return DONE
+
+
+def _name(title: str, lines: Sequence[str]) -> None:
+    for line in lines[:SHOWN]:
+        say(f"{title}: {line}")
+    if len(lines) > SHOWN:
+        say(f"{title}: {len(lines) - SHOWN} more")

@@ -11,12 +11,14 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+SHOWN_OF_NAME = 32  # characters of a target's name in its temporary one, which no file system may find too long
+
 
 @contextlib.contextmanager
 def atomic_path(target: Path) -> Iterator[Path]:
     """A temporary path beside `target` that becomes `target` when the block succeeds."""
     target.parent.mkdir(parents=True, exist_ok=True)
-    descriptor, name = tempfile.mkstemp(prefix=f".{target.name}.", suffix=".part", dir=target.parent)
+    descriptor, name = tempfile.mkstemp(prefix=f".{target.name[:SHOWN_OF_NAME]}.", suffix=".part", dir=target.parent)
     os.close(descriptor)
     temporary = Path(name)
     try:

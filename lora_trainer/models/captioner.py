@@ -24,7 +24,10 @@ if TYPE_CHECKING:
 TAGS = "selected_tags.csv"  # names of a tagger's labels, as the well-known taggers bring them
 RATING = "9"  # the category of labels that rate a picture in place of describing it
 NAMELESS = re.compile(r"LABEL_\d+")
-EXPECTED = "Expected a folder with config.json, *.safetensors and the files of its image processor (and tokenizer)."
+EXPECTED = (
+    "Expected a transformers folder (BLIP, GIT or an image classifier): config.json, *.safetensors and the files of its "
+    "image processor (and tokenizer)."
+)
 
 
 @dataclass(frozen=True)
@@ -42,7 +45,7 @@ def load_captioner(folder: Path, device: torch.device, *, threshold: float = 0.3
     """
     if not folder.is_dir():
         raise UsageError(Problem(f"There is no model folder at {folder}.", EXPECTED))
-    config = read_config(folder, "config.json")
+    config = read_config(folder, "config.json", expected=EXPECTED)
     weights = sorted(folder.glob("*.safetensors"))
     if not weights:
         raise UsageError(Problem(f"{folder} holds no .safetensors file.", "Pickles (.bin, .pt) are never loaded."))

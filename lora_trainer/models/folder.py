@@ -16,13 +16,13 @@ SD2_TEXT_WIDTH = 1024  # 1.x and 2.x share a pipeline; their text encoders do no
 EXPECTED = "Expected a diffusers folder: model_index.json beside unet/, vae/, text_encoder/, tokenizer/, scheduler/."
 
 
-def read_config(folder: Path, name: str, needs: tuple[str, ...] = ()) -> dict[str, Any]:
-    """A component's JSON config. Raises UsageError when it is absent, damaged or lacks what it `needs`."""
+def read_config(folder: Path, name: str, needs: tuple[str, ...] = (), expected: str = EXPECTED) -> dict[str, Any]:
+    """A component's JSON config. Raises UsageError when it is absent (`expected` is the fix), damaged or lacks its `needs`."""
     path = folder / name
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise UsageError(Problem(f"{path} is missing.", EXPECTED)) from None
+        raise UsageError(Problem(f"{path} is missing.", expected)) from None
     except (OSError, ValueError) as error:
         raise UsageError(Problem(f"{path} cannot be read ({error}).", "Copy or download the model again.")) from error
     if not isinstance(value, dict):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import itertools
+import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -39,8 +41,10 @@ class Wanted:
     target: Path
 
 
-def find_wanted(folders: Sequence[Path], output: Path | None) -> tuple[list[Wanted], int]:
-    """Pictures without a caption, and how many have one; captions go into `output`, or beside without it.
+def find_wanted(folders: Sequence[Path], output: Path | None) -> tuple[list[Wanted], int, list[tuple[Path, str]]]:
+    """Pictures without a caption, how many have one, and which of these is empty or cannot be read.
+
+    Captions go into `output`, or beside without it; none is ever written over or in place of one that is there.
 
     Names of kohya folders are no captions. Raises UsageError for data that is no folder, and for an
     `output` inside of the data, which is for `--beside` alone to write into.
@@ -57,9 +61,10 @@ def find_wanted(folders: Sequence[Path], output: Path | None) -> tuple[list[Want
     if problems:
         raise UsageError(problems)
     wanted: list[Wanted] = []
+    unusable: list[tuple[Path, str]] = []
     existing = 0
     for number, folder in enumerate(folders):
-        found = _pictures(folder, number)
+        found, unreadable = _pictures(folder, number)
         stems = Counter(each.path.with_suffix("") for each in found)
         place = None if output is None else output / folder.resolve().name if len(folders) > 1 else output
         for each in found:
@@ -67,22 +72,30 @@ def find_wanted(folders: Sequence[Path], output: Path | None) -> tuple[list[Want
             path = each.path
             name = path.with_suffix(".txt") if stems[path.with_suffix("")] == 1 else path.with_name(path.name + ".txt")
             target = name if place is None else place / name.relative_to(folder)
-            if each.caption is not None or target.exists():
+            if path in unreadable:
+                unusable.append((path, unreadable[path]))
+            elif each.caption is not None and not each.caption.strip():
+                unusable.append((path, "has an empty caption."))
+            if each.caption is not None or path in unreadable or os.path.exists(target):
                 existing += 1
             else:
                 wanted.append(Wanted(path, target))
-    return wanted, existing
+    return wanted, existing, unusable
 
 
-def _pictures(folder: Path, number: int) -> list[Found]:
-    """Pictures below a folder; `caption` is None where nobody wrote one."""
+def _pictures(folder: Path, number: int) -> tuple[list[Found], dict[Path, str]]:
+    """Pictures below a folder, and what is wrong with captions that cannot be read.
+
+    `caption` is None where nobody wrote one, or where it cannot be read.
+    """
     reading = Reading(allow_missing_captions=True)
     # With a caption of its own, a source does not fall back on the names of kohya folders.
     section = SourceSection(path=str(folder), caption="")
     found = read_source([folder], Asked(number, section, CaptionsSection()), reading)
     if reading.problems:
         raise UsageError(reading.problems)
-    return [each for each in found if each.span is None]
+    unreadable = {each.path: each.message for each in reading.findings if each.path in reading.told}
+    return [each for each in found if each.span is None], unreadable
 
 
 def caption_pictures(
@@ -111,15 +124,27 @@ def caption_pictures(
         for (each, _), text in zip(pictures, texts, strict=True):
             if not text:
                 silent.append(each.picture)
-            elif each.target.exists():  # another run was quicker
+            elif os.path.exists(each.target):  # another run was quicker
                 existing += 1
-            else:
-                write_text(each.target, text + "\n")
+            elif _wrote(each.target, text):
                 written += 1
+            else:
+                broken.append((each.picture, f"has a name too long for its caption ({each.target.name})"))
         done += len(part)
         if watch is not None:
             watch(done, len(wanted))
     return Captioned(written, existing, tuple(silent), tuple(broken))
+
+
+def _wrote(target: Path, text: str) -> bool:
+    """False where the name is too long for the disk; any other reason is raised."""
+    try:
+        write_text(target, text + "\n")
+    except OSError as error:
+        if error.errno != errno.ENAMETOOLONG:
+            raise
+        return False
+    return True
 
 
 def _batches(wanted: Iterable[Wanted], size: int) -> Iterator[list[Wanted]]:

@@ -109,7 +109,7 @@ def test_written_where_asked_and_never_over_a_caption(
     before = {path: path.read_bytes() for path in data.rglob("*") if path.is_file()}
     assert main(["caption", str(data), "--model", str(tagger), "--output", str(output)]) == 0
     assert (
-        "3 captions written, 2 were there, 0 without words, 1 pictures that cannot be read" in capsys.readouterr().out
+        "3 captions written, 2 were there, 0 without words, 1 pictures that cannot be used" in capsys.readouterr().out
     )
     written = sorted(path.relative_to(output).as_posix() for path in output.rglob("*") if path.is_file())
     assert written == ["10_cat/c.txt", "deep/b.jpg.txt", "deep/b.png.txt"]
@@ -127,10 +127,37 @@ def test_written_where_asked_and_never_over_a_caption(
     assert not (data / "d.txt").exists()
 
 
+def test_a_caption_that_check_refuses_is_left_as_it_is_and_named(
+    tagger: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data, output = tmp_path / "data", tmp_path / "captions"
+    draw(data / "a.png", data / "b.png", data / "c.png")
+    (data / "a.txt").write_bytes("caf\u00e9".encode("latin-1"))
+    (data / "b.txt").write_bytes(b" \n")
+    for place in (["--output", str(output)], ["--beside"]):
+        assert main(["caption", str(data), "--model", str(tagger), *place]) == 0
+        out, said = capsys.readouterr()
+        assert "1 captions written, 2 were there" in out
+        assert "a.png has a caption file that" in said
+        assert "b.png has an empty caption" in said
+    assert (data / "a.txt").read_bytes() == b"caf\xe9"
+    assert [path.name for path in output.iterdir()] == ["c.txt"]
+
+
+def test_a_name_that_is_too_long_is_left_out_and_the_next_goes_on(tmp_path: Path) -> None:
+    long, longer = "a" * 244, "b" * 250
+    draw(tmp_path / f"{long}.png", tmp_path / f"{longer}.png", tmp_path / f"{longer}.jpg", tmp_path / "c.png")
+    wanted, existing, _ = find_wanted([tmp_path], None)
+    done = caption_pictures(wanted, lambda pictures: ["a"] * len(pictures), batch=1, existing=existing)
+    assert [path.name for path, _ in done.broken] == [f"{longer}.jpg", f"{longer}.png"]
+    assert "too long" in done.broken[0][1]
+    assert sorted(path.name for path in tmp_path.glob("*.txt")) == [f"{long}.txt", "c.txt"]
+
+
 def test_captions_of_an_image_folder_count_as_captions(tmp_path: Path) -> None:
     draw(tmp_path / "a.png", tmp_path / "b.png")
     (tmp_path / "metadata.jsonl").write_text('{"file_name": "a.png", "text": "mine"}\n', encoding="utf-8")
-    wanted, existing = find_wanted([tmp_path], None)
+    wanted, existing, _ = find_wanted([tmp_path], None)
     assert (wanted, existing) == ([Wanted(tmp_path / "b.png", tmp_path / "b.txt")], 1)
 
 
@@ -146,11 +173,11 @@ def test_a_batch_that_does_not_fit_is_halved_and_a_stopped_run_goes_on(tmp_path:
             raise KeyboardInterrupt
         return ["a"] * len(pictures)
 
-    wanted, existing = find_wanted([tmp_path], None)
+    wanted, existing, _ = find_wanted([tmp_path], None)
     with pytest.raises(KeyboardInterrupt):
         caption_pictures(wanted, describe, batch=2, existing=existing)
     assert len(list(tmp_path.glob("*.txt"))) == 2
-    wanted, existing = find_wanted([tmp_path], None)
+    wanted, existing, _ = find_wanted([tmp_path], None)
     assert (len(wanted), existing) == (3, 2)
     done = caption_pictures(wanted, describe, batch=3, existing=existing)
     assert (done.written, done.existing) == (3, 2)
@@ -168,6 +195,7 @@ def test_a_folder_that_holds_no_captioner_is_one_message(tagger: Path, writer: P
     empty = tmp_path / "empty"
     empty.mkdir()
     assert "config.json is missing" in said(empty)
+    assert "transformers folder" in said(empty)
     pickled = tmp_path / "pickled"
     shutil.copytree(tagger, pickled)
     (pickled / "model.safetensors").rename(pickled / "pytorch_model.bin")
@@ -193,7 +221,10 @@ def test_wrong_arguments_are_told_before_anything_is_read(tmp_path: Path, capsys
     assert "Say where captions go" in capsys.readouterr().err
     assert main(["caption", data, "--model", "none", "--output", f"{data}/captions"]) == 2
     assert "lies inside of the data" in capsys.readouterr().err
-    assert main(["caption", f"{data}/a.png", "--model", "none", "--beside", "--batch", "0"]) == 2
-    assert "out of range" in capsys.readouterr().err
+    assert main(["caption", f"{data}/a.png", "--model", "none", "--beside", "--batch", "0", "--threshold", "3"]) == 2
+    said = capsys.readouterr().err
+    assert "--batch 0 is out of range" in said
+    assert "--threshold 3 is out of range" in said
+    assert "--max-tokens" not in said
     assert main(["caption", f"{data}/a.png", "--model", "none", "--beside"]) == 2
     assert "is not a folder" in capsys.readouterr().err
