@@ -103,7 +103,7 @@ def _dispatch(arguments: list[str]) -> int:
     add_debug_argument(parser)
     if "-h" in rest or "--help" in rest:
         return _parse_to_exit(parser, ["--help"])
-    parsed, unknown = parser.parse_known_args(rest)
+    parsed, unknown = parser.parse_known_intermixed_args(rest)
     return command.run(parsed, unknown_arguments(parser, unknown))
 
 

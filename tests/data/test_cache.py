@@ -302,7 +302,7 @@ def test_status_and_cleaning(data: Path, cache: Path) -> None:
     assert status.bytes == sum(path.stat().st_size for kind in ("latents", "texts") for path in shards_of(cache, kind))
     oldest = shards_of(cache)[1]
     os.utime(oldest, (1, 1))
-    left_over = oldest.parent / ".x.safetensors.abc.part"
+    left_over = oldest.parent / f".{oldest.name}.abc.part"
     left_over.write_bytes(b"123")
     os.utime(left_over, (1, 1))
     former = cache / "latents" / "ab" / ("ab" * 32 + ".safetensors")

@@ -20,6 +20,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Self
 
+from lora_trainer.data.caches.ours import NOTE, named
+
 UPKEEP = 0  # the byte that is locked while shards are packed or removed
 FIRST_KEY = 16
 POLL = 0.02  # seconds
@@ -166,12 +168,17 @@ def in_use(folder: Path) -> Iterator[None]:
 
 
 def oldest_user(folder: Path) -> float | None:
-    """When the oldest run that still lives began to use a cache, as a file's time; None when none does.
-
-    What dead runs left here is removed.
-    """
-    began = [_alive_since(path) for path in sorted((folder / "users").glob("*"))]
+    """When the oldest run that still lives began to use a cache, as a file's time; None when none does."""
+    began = [_alive_since(path) for path in named(folder / "users", NOTE)]
     return min((time_ for time_ in began if time_ is not None), default=None)
+
+
+def forget_dead(folder: Path) -> None:
+    """Remove the notes of runs that live no more."""
+    for path in named(folder / "users", NOTE):
+        with contextlib.suppress(OSError):
+            if path.stat().st_size == 0 and _alive_since(path) is None:
+                path.unlink()
 
 
 def _alive_since(path: Path) -> float | None:
@@ -185,7 +192,6 @@ def _alive_since(path: Path) -> float | None:
                 return since
         finally:
             os.close(descriptor)
-        path.unlink()
     except FileNotFoundError:
         return None
     except OSError:  # not ours to open, or no locks: it may well be alive

@@ -52,6 +52,10 @@ class DamagedError(Exception):
     """A shard, or a row of one, that is there and cannot be used."""
 
 
+class ForeignError(DamagedError):
+    """A safetensors file that was not written here."""
+
+
 @dataclass(frozen=True)
 class Rows:
     """Entries on their way into a shard, as bytes: each tensor [n, bytes of a row] uint8."""
@@ -112,7 +116,7 @@ class Shard:
             length = int.from_bytes(file.read(8), "little")
             if not 0 < length <= LARGEST_HEADER:
                 raise DamagedError("its header has no length")
-            self.layout, self.count = _read_header(file.read(length))
+            self.layout, self.count = read_header(file.read(length))
             sums = file.read(8 * self.count)
             self.keys = file.read(KEY_BYTES * self.count)
         self._body = 8 + length
@@ -185,6 +189,20 @@ class Shard:
         self._raw, self._columns = raw, columns
 
 
+def is_foreign(path: Path) -> bool:
+    """Whether a file is sound safetensors, but no shard. Raises OSError."""
+    try:
+        with open(path, "rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            if 0 < length <= LARGEST_HEADER:
+                read_header(file.read(length))
+    except ForeignError:
+        return True
+    except DamagedError:
+        return False
+    return False
+
+
 def _checksum(keys: bytes, columns: Mapping[str, Tensor], row: int) -> int:
     value = zlib.crc32(keys[row * KEY_BYTES : (row + 1) * KEY_BYTES])
     for name in sorted(columns):
@@ -220,10 +238,12 @@ def _header_check(entries: Mapping[str, Any]) -> str:
     return f"{zlib.crc32(json.dumps(entries, sort_keys=True).encode('ascii')):08x}"
 
 
-def _read_header(text: bytes) -> tuple[Layout, int]:
+def read_header(text: bytes) -> tuple[Layout, int]:
     """Layout and count. Raises DamagedError."""
     try:
         entries = json.loads(text)
+        if not {*OWN} <= entries.keys():
+            raise ForeignError("its header names no keys and checksums")
         check = entries.pop("__metadata__")["check"]
         if check != _header_check(entries):
             raise DamagedError("its header's checksum differs")

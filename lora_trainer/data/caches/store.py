@@ -19,7 +19,8 @@ import torch
 from torch import Tensor
 
 from lora_trainer.core.errors import Problem, TrainingFailed
-from lora_trainer.data.caches.shards import ENDING, DamagedError, Shard, layout_of, rows_of, write_shard
+from lora_trainer.data.caches.ours import DAMAGE, SHARD, mark
+from lora_trainer.data.caches.shards import ENDING, DamagedError, ForeignError, Shard, layout_of, rows_of, write_shard
 
 KINDS = ("latents", "texts")
 MARK = ".damaged-"
@@ -51,9 +52,9 @@ class Shelf:
         lost: set[str] = set()
         for name in self._numbers.keys() - names:
             lost |= self._drop(name)
-        for mark in sorted(names):
-            if MARK in mark:
-                lost |= self._heed(mark)
+        for note in sorted(names):
+            if MARK in note:
+                lost |= self._heed(note)
         self.damaged &= names
         if lost:
             self._find_again(lost)
@@ -67,7 +68,7 @@ class Shelf:
 
     def _look(self) -> set[str]:
         try:
-            return {name for name in os.listdir(self.folder) if name.endswith(ENDING) or MARK in name}
+            return {name for name in os.listdir(self.folder) if SHARD.fullmatch(name) or DAMAGE.fullmatch(name)}
         except OSError:
             return set()
 
@@ -77,6 +78,8 @@ class Shelf:
             shard = Shard(self.folder / name)
         except FileNotFoundError:
             return False
+        except ForeignError:
+            return True
         except DamagedError:
             self.damaged.add(name)
             return True
@@ -97,9 +100,9 @@ class Shelf:
         self._places.update(dict.fromkeys(lost, ABSENT))
         return lost
 
-    def _heed(self, mark: str) -> set[str]:
+    def _heed(self, note: str) -> set[str]:
         """Take a row that was found damaged for missing; its key, if it was to be read from there."""
-        name, _, row = mark.rpartition(MARK)
+        name, _, row = note.rpartition(MARK)
         number = self._numbers.get(name + ENDING)
         if number is None or not row.isdecimal() or int(row) >= self._shards[number].count:
             return set()
@@ -191,6 +194,7 @@ def mark_damaged(path: Path, row: int) -> None:
 
 def write_entries(folder: Path, kind: str, keys: Sequence[str], tensors: Mapping[str, Tensor]) -> Path:
     """Make entries durable as one small shard. `tensors` are stacked [n, …] in the order of `keys`. Raises OSError."""
+    mark(folder)
     return write_shard(folder / kind, layout_of(tensors), [rows_of(keys, tensors)])
 
 

@@ -9,8 +9,22 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from lora_trainer.data.caches.claims import oldest_user, upkeep
+from lora_trainer.core.errors import Problem, UsageError
+from lora_trainer.core.io import user_cache_folder
+from lora_trainer.data.caches.claims import forget_dead, oldest_user, upkeep
+from lora_trainer.data.caches.ours import (
+    DAMAGE,
+    FORMER,
+    FORMER_FOLDER,
+    FORMER_INDEX,
+    PART,
+    PICTURES,
+    SHARD,
+    is_cache,
+    named,
+)
 from lora_trainer.data.caches.packing import pack, remove, rewrite
+from lora_trainer.data.caches.shards import is_foreign
 from lora_trainer.data.caches.store import KINDS, MARK, Shelf
 from lora_trainer.data.sources.parquet import UNPACKED
 
@@ -132,10 +146,16 @@ def cache_clean(folder: Path, limit: int = DEFAULT_LIMIT, *, verify: bool = Fals
 
     Removes what killed runs left, shards that cannot be read, files of the former layout,
     with `verify` each entry whose checksum differs, then the least recently used shards
-    above `limit` bytes. What a living run uses stays. Packs small shards.
+    above `limit` bytes. What a living run uses stays. Packs small shards. Files that this
+    program did not make stay too. Raises UsageError for a folder that is no cache.
     """
     if not folder.is_dir():
         return Cleaned(0, 0, 0, limit)
+    if not is_cache(folder):
+        if folder == user_cache_folder():
+            return Cleaned(0, 0, 0, limit)
+        fix = "Name one that was filled by lora-trainer, or none for the user's own; nothing was removed."
+        raise UsageError(Problem(f"{folder} is no cache of lora-trainer.", fix))
     removed, damaged = 0, 0
     before = _bytes_in(folder)
     leavings = [*_abandoned(folder), *_former(folder)]
@@ -148,7 +168,7 @@ def cache_clean(folder: Path, limit: int = DEFAULT_LIMIT, *, verify: bool = Fals
         removed += sum(_unlinked(path) for path in leavings)
         for kind in KINDS:
             damaged += _without_damage(folder, kind, verify=verify)
-    for emptied in (*(path for kind in KINDS for path in (folder / kind).glob("??")), folder / "index"):
+    for emptied in (*(path for kind in KINDS for path in _former_folders(folder / kind)), folder / "index"):
         with contextlib.suppress(OSError):
             emptied.rmdir()
     for kind in KINDS:
@@ -162,6 +182,7 @@ def keep_limit(folder: Path, limit: int) -> Cleaned:
     """Remove the least recently used shards above `limit` bytes, but none that a living run uses."""
     removed = removed_bytes = 0
     with upkeep(folder):
+        forget_dead(folder)
         since = oldest_user(folder)
         shards = sorted(_shards(folder), key=lambda entry: entry[2])
         left = sum(size for _, size, _ in shards)
@@ -185,8 +206,10 @@ def free_bytes(folder: Path) -> int:
 def _shards(folder: Path) -> Iterator[tuple[Path, int, float]]:
     """(path, bytes, time of last use) of each shard; those that vanish meanwhile are passed over."""
     for kind in KINDS:
-        for path in (folder / kind).glob("*.safetensors"):
-            with contextlib.suppress(FileNotFoundError):
+        for path in named(folder / kind, SHARD):
+            with contextlib.suppress(OSError):
+                if is_foreign(path):
+                    continue
                 facts = path.stat()
                 yield path, facts.st_size, facts.st_mtime
 
@@ -212,29 +235,32 @@ def _without_damage(folder: Path, kind: str, *, verify: bool) -> int:
 
 def _stray_marks(folder: Path) -> list[Path]:
     return [
-        mark
-        for mark in folder.glob("*" + MARK + "*")
-        if not (folder / (mark.name.split(MARK)[0] + ".safetensors")).exists()
+        mark for mark in named(folder, DAMAGE) if not (folder / (mark.name.split(MARK)[0] + ".safetensors")).exists()
     ]
 
 
 def _former(folder: Path) -> Iterator[Path]:
     """Files of the layout that had one file for each entry."""
     for kind in KINDS:
-        yield from (folder / kind).glob("??/*.safetensors")
-    yield from (folder / "index").glob("*.json")
+        for place in _former_folders(folder / kind):
+            yield from named(place, FORMER)
+    yield from named(folder / "index", FORMER_INDEX)
+
+
+def _former_folders(folder: Path) -> list[Path]:
+    return [path for path in folder.glob("??") if FORMER_FOLDER.fullmatch(path.name) and path.is_dir()]
 
 
 def _unpacked(folder: Path) -> list[Path]:
     """Pictures out of Parquet files, laid out to be read in place; a run that needs them lays them out again."""
-    return [path for path in (folder / UNPACKED).glob("*") if path.is_file()]
+    return named(folder / UNPACKED, PICTURES)
 
 
 def _abandoned(folder: Path) -> list[Path]:
     """Half-written files: all when nobody is at work, else those that are old."""
     idle = oldest_user(folder) is None
     found = []
-    for part in [part for place in (*KINDS, "index") for part in (folder / place).rglob(".*.part")]:
+    for part in [part for place in (*KINDS, UNPACKED) for part in named(folder / place, PART)]:
         with contextlib.suppress(FileNotFoundError):
             if time.time() - part.stat().st_mtime > (CLOCK_STEP if idle else ABANDONED_AFTER):
                 found.append(part)
