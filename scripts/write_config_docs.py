@@ -33,7 +33,8 @@ min_snr_gamma = "none"
 ```
 
 The same for one run is `--set lora.rank=32`. TOML has no word for an empty value, so `"none"` empties a setting whose
-type says "empty". `--explain` shows every setting, its value and the layer that set it.
+type says "empty"; a folder of that name is written `./none`. `--explain` shows every setting, its value and the layer
+that set it.
 """
 
 TABLES = {"SourceSection": "[below](#one-source-of-data)", "CaptionsSection": "[captions](#captions)"}

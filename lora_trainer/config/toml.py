@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import tomli_w
-from pydantic import ValidationError
 
 from lora_trainer.config.schema import CaptionsSection, Config, Section, SourceSection
 from lora_trainer.core.errors import Problem, UsageError
@@ -74,8 +73,7 @@ def parse_value(raw: str) -> Any:
 def to_toml(config: Config) -> str:
     """Every setting as TOML; a run with `--config` of it alone has the same settings.
 
-    An empty setting is written as "none", so that no preset below the file fills it; an
-    empty path or name, which presets never fill, is left out.
+    An empty setting is written as "none", so that nothing below the file fills it.
     """
     document: dict[str, dict[str, Any]] = {}
     for section, values in config.model_dump(by_alias=True, mode="json").items():
@@ -112,15 +110,9 @@ def setting_names() -> list[str]:
 
 
 def can_be_emptied(section_type: type[Section], key: str) -> bool:
-    """Whether "none" empties the key: it has no default, and "none" is no value of its own."""
+    """Whether "none" empties the key; a path of that name is written `./none`."""
     field = section_type.model_fields.get(key)
-    if field is None or field.default is not None:
-        return False
-    try:
-        section_type.model_validate({key: EMPTY}, strict=True)
-    except ValidationError:
-        return True
-    return False
+    return field is not None and field.default is None
 
 
 def shown(value: Any) -> str:

@@ -38,17 +38,20 @@ def _reads_as_hub_id(folder: Path) -> bool:
     return len(parts) == 2 and parts[0] not in (folder.anchor, "..", "~") and not Path(parts[0]).exists()
 
 
-def detect_family(folder: Path) -> str:
-    """The family of a model folder, by its pipeline class and text width. Raises UsageError for what cannot be trained."""
+def detect_family(folder: Path, origin: str = "--model") -> str:
+    """The family of a model folder, by its pipeline class and text width.
+
+    Raises UsageError for what cannot be trained; `origin` is what the folder was named by.
+    """
     if not folder.exists() and _reads_as_hub_id(folder):
         raise UsageError(
             Problem(
                 f"{folder.as_posix()} is not a local folder; models are not downloaded from a hub yet.",
-                "Download the model in diffusers' layout and give its local folder as --model.",
+                f"Download the model in diffusers' layout and give its local folder as {origin}.",
             )
         )
     if not folder.exists():
-        raise UsageError(Problem(f"There is no model at {folder}.", "Check --model."))
+        raise UsageError(Problem(f"There is no model at {folder}.", f"Check {origin}."))
     if folder.is_file():
         read_tensor_header(folder)  # a pickle or a damaged file is named as such
         raise UsageError(

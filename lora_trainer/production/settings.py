@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from lora_trainer.config.imports.data_files import with_data_files
 from lora_trainer.config.layers import Layer, Resolved, resolve
@@ -42,15 +43,20 @@ def go_offline(config: Config) -> None:
 
 def _family_layers(user: Sequence[Layer], problems: list[Problem], *, builtin_if_none: bool) -> list[Layer]:
     """The family's presets, for the model that the user's layers name, or for the built-in base."""
-    sections = [layer.values["model"] for layer in user if isinstance(layer.values.get("model"), dict)]
-    model = {key: value for values in sections for key, value in values.items()}
+    model = {key: value for layer in user for key, value in _section(layer, "model").items()}
     path, family = model.get("path"), model.get("family", EMPTY)
-    if not isinstance(path, str):
+    if not isinstance(path, str) or path == EMPTY:
         usual = family in (EMPTY, USUAL_FAMILY)
         return family_layers(USUAL_FAMILY if usual else str(family), builtin=builtin_if_none and usual)
     if family == EMPTY:
         try:
-            family = detect_family(Path(path))
+            named = next(layer.name for layer in reversed(user) if "path" in _section(layer, "model"))
+            family = detect_family(Path(path), named if named == "--model" else f"model.path (from {named})")
         except UsageError as error:
             problems.extend(error.problems)
     return family_layers(str(family), builtin=False)
+
+
+def _section(layer: Layer, name: str) -> Mapping[str, Any]:
+    values = layer.values.get(name)
+    return values if isinstance(values, dict) else {}

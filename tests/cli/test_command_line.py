@@ -86,6 +86,19 @@ def test_the_builtin_base_brings_its_own_settings(capsys: pytest.CaptureFixture[
     assert row(out, "optim.learning_rate")[2] == "preset balanced"
 
 
+def test_a_model_that_is_missing_is_told_with_where_it_was_named(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    file = tmp_path / "mine.toml"
+    file.write_text('[model]\npath = "gone"\n', encoding="utf-8")
+    named = ("train", "--config", str(file), "--explain")
+    assert "Check --model." in run(capsys, *named, "--model", "lost")[2]
+    assert f"Check model.path (from --config {file})." in run(capsys, *named)[2]
+    assert "Check model.path (from --set)." in run(capsys, *named, "--set", "model.path=lost")[2]
+    code, out, _ = run(capsys, *named, "--set", "model.path=none")
+    assert (code, row(out, "model.path")[1]) == (0, "none")
+
+
 def test_all_problems_are_told_at_once(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     file = tmp_path / "mine.toml"
     file.write_text("[lora]\nrnk = 9\n", encoding="utf-8")

@@ -97,7 +97,8 @@ def test_none_empties_a_setting_that_can_be_empty() -> None:
     assert resolved.config.train.max_steps == 3
     assert resolved.origin["loss.min_snr_gamma"] == "--set"
     assert resolve([Layer("f", {"memory": {"checkpointing": "none"}})]).config.memory.checkpointing == "none"
-    assert resolve([Layer("f", {"run": {"name": "none"}})]).config.run.name == "none"
+    assert resolve([Layer("f", {"model": {"path": "none"}})]).config.model.path is None
+    assert resolve([Layer("f", {"model": {"path": "./none"}})]).config.model.path == "./none"
     assert "must be a whole number" in problems_of(Layer("f", {"lora": {"rank": "none"}}))
 
 
