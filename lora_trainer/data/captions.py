@@ -231,7 +231,9 @@ def settled(samples: Sequence[Sample], rules: Sequence[CaptionsSection]) -> tupl
             known[key] = make_texts(sample.caption, rules_of(sample, rules))
         texts = known[key]
         weighted = rules[sample.source].weighted_words
-        found.append(replace(sample, caption=texts.canonical, variants=texts.variants, weighted=weighted))
+        found.append(
+            replace(sample, caption=texts.canonical, variants=texts.variants, weighted=weighted, written=sample.caption)
+        )
     return tuple(found)
 
 

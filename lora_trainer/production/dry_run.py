@@ -1,4 +1,4 @@
-"""`--dry-run`: what a run would do, without training and without writing a file."""
+"""`--dry-run`: what a run would do, without training; nothing is written but what is remembered of files in the user's cache folder."""
 
 from __future__ import annotations
 

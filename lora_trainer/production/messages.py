@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 MOST_FINDINGS = 8
-CAPTIONS_SHOWN = 3
+CAPTIONS_SHOWN, TEXTS_SHOWN = 3, 2
 
 
 def announce(config: Config, console: Console) -> None:
@@ -75,38 +75,53 @@ def show_views(config: Config, inputs: Inputs, steps: StepArithmetic, console: C
         console.print(f"note: {steps.total} steps show a picture about {seen:.1f} times, so not all of its views")
 
 
+def count_of(count: int, what: str) -> str:
+    """`1 text`, `8 texts`."""
+    return f"{count} {what}{'' if count == 1 else 's'}"
+
+
 def in_gigabytes(size: float) -> str:
     """`1.5 GB`, `212 MB`, `1.5 MB`."""
     return f"{size:.1f} GB" if size >= 1 else f"{1000 * size:.{0 if size >= 0.01 else 1}f} MB"
 
 
 def show_captions(config: Config, inputs: Inputs, console: Console, itemsize: int) -> None:
-    """Three captions as they are trained, what their variants take on disk, and what the settings do not do.
+    """Of three pictures the canonical text and what is trained, what variants take on disk, and what settings do not do.
 
     `itemsize` is the bytes of a number in the cache of texts.
     """
     rules = caption_rules(config)
     shares = sorted({own.dropout for own in rules if own.dropout})
-    dropped = f", {' or '.join(f'{share:.0%}' for share in shares)} of the time without" if shares else ""
-    console.print(f"captions as they are trained{dropped}:")
+    dropped = f", {' or '.join(f'{share:.0%}' for share in shares)} of the time the empty one" if shares else ""
+    console.print(f"captions, for example{dropped}:")
     for sample in of_each_source(inputs.train, CAPTIONS_SHOWN):
-        versions = f"  ({len(sample.texts)} variants)" if len(sample.texts) > 1 else ""
-        console.print(f"  {sample.path.name}: {sample.caption!r}{versions}", markup=False, soft_wrap=True)
+        for line in caption_told(sample):
+            console.print(f"  {line}", markup=False, soft_wrap=True)
     for line in (*variants_told(config, inputs, itemsize), *idle_told(rules, inputs)):
         console.print(line, markup=False)
 
 
+def caption_told(sample: Sample) -> list[str]:
+    """The text that a picture is trained on; where it is not the canonical one, that and the first texts trained."""
+    name, texts = sample.path.name, list(dict.fromkeys(sample.texts))
+    if texts == [sample.caption]:
+        return [f"{name}: trained on {sample.caption!r}"]
+    lines = [f"{name}: canonical {sample.caption!r}, trained on {count_of(len(texts), 'text')}:"]
+    lines += [f"  {text!r}" for text in texts[:TEXTS_SHOWN]]
+    return lines + ([f"  … and {len(texts) - TEXTS_SHOWN} more"] if len(texts) > TEXTS_SHOWN else [])
+
+
 def variants_told(config: Config, inputs: Inputs, itemsize: int) -> list[str]:
-    """`8 variants of 120 captions: 960 texts, 212 MB`; a note where that is most of what the cache may hold."""
+    """`up to 8 texts for each of 120 captions: 960 texts, 212 MB`; a note where that is most of what the cache may hold."""
     varied = {sample.caption: sample.texts for sample in inputs.train if len(sample.texts) > 1}
     if not varied:
         return []
     shapes = inputs.family.cond_shapes(own_architecture(inputs).denoiser)
     count = len({text for texts in varied.values() for text in texts})
     size = count * itemsize * sum(math.prod(shape) for shape in shapes.values()) / 1e9
-    most, limit = max(map(len, varied.values())), config.cache.limit_gb
+    most, limit = max(len(set(texts)) for texts in varied.values()), config.cache.limit_gb
     told = in_gigabytes(size)
-    lines = [f"{most} variants of {len(varied)} {'caption' if len(varied) == 1 else 'captions'}: {count} texts, {told}"]
+    lines = [f"up to {most} texts for each of {count_of(len(varied), 'caption')}: {count_of(count, 'text')}, {told}"]
     if size > limit / 2:
         lines.append(f"note: that is most of cache.limit_gb={limit:g}. Set captions.variants lower.")
     return lines

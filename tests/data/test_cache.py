@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from lora_trainer.cli.cache import clean_command, status_command
+from lora_trainer.config.schema import CaptionsSection
 from lora_trainer.core.errors import DatasetRefused, TrainingFailed
 from lora_trainer.data.caches.cache import (
     CachePlan,
@@ -25,8 +26,9 @@ from lora_trainer.data.caches.cache import (
 from lora_trainer.data.caches.shards import Shard
 from lora_trainer.data.caches.store import Shelf, Store
 from lora_trainer.data.caches.upkeep import cache_clean, cache_status
+from lora_trainer.data.captions import canonical, settled
 from lora_trainer.data.manifest import read_manifest
-from lora_trainer.data.sample import Sample
+from lora_trainer.data.sample import Mask, Sample
 from lora_trainer.data.views import Framing, plan_plain
 from tests.data.conftest import Draw
 
@@ -115,6 +117,33 @@ def test_the_reason_is_said(data: Path, cache: Path, draw: Draw) -> None:
     assert fill(data, cache).rebuilt == 0
 
 
+def test_what_was_there_once_and_was_cleaned_away_is_not_said_to_have_changed(data: Path, cache: Path) -> None:
+    fill(data, cache)
+    shown = [(replace(sample, mask=Mask(None)), view) for sample, view in plan_of(data, cache).items]
+    masked = plan_latents(shown, cache, "vae", HALF)
+    assert fill_latents(masked, encode_image, batch=2).reasons == {"mask changed": 5}
+    fill(data, cache)  # known already, so nothing is kept of it again
+    cache_clean(cache, limit=0)
+    assert fill(data, cache).reasons == {"not in the cache any more": 5}
+
+
+def test_options_of_captions_are_not_captions(data: Path, cache: Path) -> None:
+    def settled_texts(**options: object) -> dict[str, int]:
+        samples = settled(read_manifest([data])[0].samples, [CaptionsSection(**options)])
+        measured = tuple(map(canonical, samples[:2]))
+        plan = plan_texts((*samples, *measured), (), cache, "clip", HALF)
+        return fill_texts(plan, encode_text, batch=4).reasons
+
+    (data / "0.txt").write_text("a, b, c, d, e", encoding="utf-8")
+    assert settled_texts() == {"new": 6}
+    assert settled_texts(shuffle=True, variants=4) == {"caption options changed": 4}
+    assert settled_texts(shuffle=True, variants=5) == {"caption options changed": 1}
+    (data / "0.txt").write_text("a, b, c, d, f", encoding="utf-8")
+    assert settled_texts(shuffle=True, variants=5) == {"caption changed": 6}  # with the canonical one
+    cache_clean(cache, limit=0)
+    assert set(settled_texts(shuffle=True, variants=5)) == {"not in the cache any more"}
+
+
 def test_names_and_places_do_not_matter(data: Path, cache: Path) -> None:
     fill(data, cache)
     (data / "0.png").rename(data / "renamed.png")
@@ -196,7 +225,7 @@ def test_a_removed_shard_is_rebuilt(data: Path, cache: Path) -> None:
     path, _ = holding(cache, plan_of(data, cache).keys[1])
     lost = Shard(path).count
     path.unlink()
-    assert fill(data, cache).reasons == {"removed": lost}
+    assert fill(data, cache).reasons == {"not in the cache any more": lost}
 
 
 def test_a_damaged_index_only_costs_the_explanation(data: Path, cache: Path) -> None:

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from pathlib import Path
+
 import pytest
 from rich.console import Console
 
 from lora_trainer.config.layers import Layer, resolve
-from lora_trainer.config.schema import Config
+from lora_trainer.config.schema import CaptionsSection, Config
+from lora_trainer.data.captions import settled
+from lora_trainer.data.sample import Sample
 from lora_trainer.production.inputs import Inputs, read_inputs
-from lora_trainer.production.messages import show_captions
+from lora_trainer.production.messages import caption_told, show_captions
 from lora_trainer.production.plan import planned_samples
 from lora_trainer.production.release import sample_prompts
 from tests.recipes.recipe import draw_pictures
@@ -61,14 +66,31 @@ def test_what_is_told_of_them(config: Config, inputs: Inputs) -> None:
     with console.capture() as captured:
         show_captions(config, inputs, console, 4)
     told = captured.get()
-    assert "captions as they are trained, 10% of the time without:" in told
-    assert "picture_0.png: 'zobo, ring, red, big, number 0'  (8 variants)" in told
+    assert "captions, for example, 10% of the time the empty one:" in told
+    first = inputs.train[0]
+    texts = list(dict.fromkeys(first.texts))
+    assert f"picture_0.png: canonical 'zobo, ring, red, big, number 0', trained on {len(texts)} texts:" in told
+    assert all(f"    {text!r}" in told for text in texts[:2])
+    assert f"    … and {len(texts) - 2} more" in told
     varied = [sample for sample in inputs.train if len(sample.texts) > 1]
     count = len({text for sample in varied for text in sample.texts})
     size = count * 4 * 77 * 64 / 1e6  # the built-in base's text encoder is 64 wide
-    assert f"8 variants of {len(varied)} captions: {count} texts, {size:.1f} MB" in told
+    assert f"texts for each of {len(varied)} captions: {count} texts, {size:.1f} MB" in told
     assert "captions.keep_tokens does nothing without" in told
     assert "captions.variants=4 is fewer than the 5 choices of own/picture_0.png" in told
+
+
+def test_what_is_shown_of_a_caption_is_what_is_trained() -> None:
+    plain = Sample(Path("a.png"), "a cat", 8, 8, "0")
+    assert caption_told(plain) == ["a.png: trained on 'a cat'"]
+    rules = CaptionsSection(wildcards=True, weighted_words=True, shuffle=True, keep_tokens=9, variants=8)
+    (sample,) = settled([replace(plain, caption="a (cat:1.2), {red|blue}")], [rules])
+    head, *texts = caption_told(sample)
+    assert head == "a.png: canonical 'a cat, red', trained on 2 texts:"
+    assert sorted(texts) == ["  'a (cat:1.2), blue'", "  'a (cat:1.2), red'"]
+    rules = CaptionsSection(trigger="sks", shuffle=True, keep_tokens=1, tag_dropout=1.0)
+    (sample,) = settled([replace(plain, caption="cat, red, big")], [rules])
+    assert caption_told(sample) == ["a.png: canonical 'sks, cat, red, big', trained on 1 text:", "  'sks, cat'"]
 
 
 def test_a_plan_counts_the_same_texts(config: Config, inputs: Inputs) -> None:

@@ -39,10 +39,10 @@ def texts_of(bench: Bench, capsys, **settings: object) -> str:
 def test_six_steps_are_three_and_three_with_captions_that_vary(own, capsys):
     assert own.run("whole", **VARIED) == 0
     shown = capsys.readouterr().out
-    assert "captions as they are trained, 20% of the time without:" in shown
-    assert "  picture_0.png: 'a ring, a field, zobo, three'  (4 variants)" in shown
+    assert "captions, for example, 20% of the time the empty one:" in shown
+    assert "  picture_0.png: canonical 'a ring, a field, zobo, three', trained on 4 texts:" in shown
     assert "note: 5 of 6 captions lack the trigger 'zobo'" in shown
-    assert "4 variants of 2 captions: " in shown
+    assert "up to 4 texts for each of 2 captions: " in shown
     assert own.run("halves", steps=3, **VARIED) == 0
     assert own.run("halves", "--resume", **VARIED) == 0
     assert losses(own.folder("halves")) == losses(own.folder("whole"))

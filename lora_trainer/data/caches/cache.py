@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
+import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -36,7 +37,8 @@ RECOLOURED, MASKED = "recoloured-1", "area-1"  # likewise, of recoloured views a
 # In the order in which they are looked for: the first that differs is the reason.
 REASONS = {
     "content": ("picture changed", "pictures changed"),
-    "caption": ("caption changed", "captions changed"),
+    "written": ("caption changed", "captions changed"),
+    "caption": ("caption options changed", "caption options changed"),
     "weights": ("weighted words changed", "weighted words changed"),
     "size": ("size changed", "sizes changed"),
     "mask": ("mask changed", "masks changed"),
@@ -51,7 +53,9 @@ CHECKED_AT_START = 2**28
 
 Item = TypeVar("Item")
 Caption = str | Pieces  # pieces where words weigh more or less than others
-Record = dict[str, str]  # what an entry depends on, by the names of REASONS
+Record = dict[str, str]  # what an entry depends on, by the names of REASONS; all but these are in its key
+ONLY_EXPLAINS = ("written",)  # the caption as it stands in the data set, which its texts are made of
+LOST = "not in the cache any more"
 
 
 @dataclass(frozen=True)
@@ -96,7 +100,9 @@ class Filled:
 
 def _key(record: Record) -> str:
     """Name of an entry: 64 hex digits."""
-    named = "".join(f"{name}={len(value)}:{value};" for name, value in sorted(record.items()))
+    named = "".join(
+        f"{name}={len(value)}:{value};" for name, value in sorted(record.items()) if name not in ONLY_EXPLAINS
+    )
     return hashlib.sha256(named.encode("utf-8", "surrogatepass")).hexdigest()
 
 
@@ -135,9 +141,18 @@ def _named(items: Sequence[tuple[Sample, View]]) -> list[str]:
     names = []
     for sample, _ in items:
         path = str(sample.path)
-        names.append(f"{path}#{seen[path]}" if seen[path] else path)
+        names.append(_numbered(path, seen[path]))
         seen[path] += 1
     return names
+
+
+def _numbered(path: str, number: int) -> str:
+    return f"{path}#{number}" if number else path
+
+
+def _first_of(kind: str, name: str) -> str:
+    """What a sample's first text is called, for its others: more texts of a known caption come of other options."""
+    return re.sub(r"#\d+$", "", name) if kind == "texts" else name
 
 
 def plan_texts(
@@ -149,15 +164,21 @@ def plan_texts(
     """
     captions: list[Caption] = []
     names: list[str] = []
+    written: list[str] = []
+    seen: Counter[str] = Counter()  # of a sample that is also measured the canonical text comes after its variants
     for sample in samples:
         captions += [spoken(text) for text in sample.texts] if sample.weighted else sample.texts
-        path = str(sample.path)
-        names += [f"{path}#{number}" if number else path for number in range(len(sample.texts))]
+        path, count = str(sample.path), len(sample.texts)
+        names += [_numbered(path, number) for number in range(seen[path], seen[path] + count)]
+        written += [sample.caption if sample.written is None else sample.written] * count
+        seen[path] += count
     captions += (*extra, "")
     names += [f"caption:{caption}" for caption in (*extra, "")]
+    written += (*extra, "")
 
     def describe(index: int) -> tuple[str, Record]:
-        return names[index], _caption_record(captions[index]) | {"encoder": encoder_key, "dtype": str(dtype)}
+        told = {"written": written[index], "encoder": encoder_key, "dtype": str(dtype)}
+        return names[index], _caption_record(captions[index]) | told
 
     return _plan("texts", folder, dtype, tuple(captions), describe)
 
@@ -186,16 +207,18 @@ def _plan(
     shelf = Shelf(folder, kind, first)
     check_few(shelf, first)
     missing = sorted(index for key, index in first.items() if key not in shelf)
-    before = recall(folder, kind, [describe(index)[0] for index in missing])
+    named = dict.fromkeys(describe(index)[0] for index in missing)
+    before = recall(folder, kind, list(named | dict.fromkeys(_first_of(kind, name) for name in named)))
 
     def why(index: int) -> str:
         source, record = describe(index)
         if keys[index] in shelf.spoilt:
             return "damaged"
-        if source not in before:
+        known = before.get(source) or before.get(_first_of(kind, source))
+        if not known:
             return "new"
-        names = changed(before[source], _whole(record))
-        lost = "damaged" if shelf.damaged else "removed"  # a shard whose header is damaged does not say what it held
+        names = changed(known, _whole(record))
+        lost = "damaged" if shelf.damaged else LOST  # a shard whose header is damaged does not say what it held
         return next((phrases[0] for name, phrases in REASONS.items() if name in names), lost)
 
     return CachePlan(kind, folder, dtype, items, keys, tuple(missing), tuple(map(why, missing)), describe)
