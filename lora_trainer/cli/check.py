@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -66,8 +65,7 @@ def _fix(
     from lora_trainer.data.check.fix import write_fixed
 
     sources = data_sources(config)
-    places = [Path(os.path.abspath(source.path)) for source in sources]
-    copy = write_fixed(report, manifest, places, trained_framings(config, facts), target)
+    copy = write_fixed(report, manifest, sources, trained_framings(config, facts), target, config.captions)
     moved = tuple(
         source.model_copy(update={"path": str(root), "captions_file": None})
         for source, root in zip(sources, copy.roots, strict=True)

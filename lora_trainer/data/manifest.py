@@ -67,7 +67,7 @@ def _read_manifest(
     progress: Progress | None,
 ) -> tuple[Manifest, tuple[Finding, ...]]:
     reading = Reading(allow_missing_captions)
-    asked = [_asked(number, source, captions or CaptionsSection()) for number, source in enumerate(sources)]
+    asked = [asked_for(number, source, captions or CaptionsSection()) for number, source in enumerate(sources)]
     given = [(each, places_of(each, reading)) for each in asked]
     find_overlaps(given, reading)
     if not asked:
@@ -81,7 +81,8 @@ def _read_manifest(
     return Manifest(samples, tuple(reading.notes)), tuple(reading.findings)
 
 
-def _asked(number: int, source: SourceSection | Path, captions: CaptionsSection) -> Asked:
+def asked_for(number: int, source: SourceSection | Path, captions: CaptionsSection) -> Asked:
+    """A source with the captions' settings that rule it: its own, else those of all."""
     section = SourceSection.model_construct(path=str(source)) if isinstance(source, Path) else source
     return Asked(number, section, section.captions or captions)
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from lora_trainer.config.schema import SourceSection
+from lora_trainer.config.schema import CaptionsSection, SourceSection
 from lora_trainer.core.errors import UsageError
 from lora_trainer.data.check import DataReport, check_dataset
 from lora_trainer.data.check.fix import FixedCopy, write_fixed
@@ -23,15 +23,29 @@ from tests.data.drawings import drawing, photo
 FRAMING = Framing((128,), 16)
 
 
-def judged(*folders: Path) -> tuple[Manifest, DataReport]:
-    manifest, found = read_manifest([SourceSection(path=str(folder)) for folder in folders])
-    framings = [FRAMING] * len(folders)
-    return manifest, check_dataset(manifest, found, framings=framings, caption_limit=77)
+def section(source: Path | SourceSection) -> SourceSection:
+    return source if isinstance(source, SourceSection) else SourceSection(path=str(source))
 
 
-def fixed(target: Path, *folders: Path) -> FixedCopy:
-    manifest, report = judged(*folders)
-    return write_fixed(report, manifest, folders, [FRAMING] * len(folders), target)
+def judged(*sources: Path | SourceSection) -> tuple[Manifest, DataReport]:
+    manifest, found = read_manifest([section(source) for source in sources])
+    return manifest, check_dataset(manifest, found, framings=[FRAMING] * len(sources), caption_limit=77)
+
+
+def fixed(target: Path, *sources: Path | SourceSection) -> FixedCopy:
+    manifest, report = judged(*sources)
+    return write_fixed(report, manifest, [section(each) for each in sources], [FRAMING] * len(sources), target)
+
+
+def moved(copy: FixedCopy, *sources: Path | SourceSection) -> list[SourceSection]:
+    """The sources as `check` judges the copy."""
+    changes = [{"path": str(root), "captions_file": None} for root in copy.roots]
+    return [section(source).model_copy(update=change) for source, change in zip(sources, changes, strict=True)]
+
+
+def rows_of(*sources: Path | SourceSection) -> list[tuple[str, str, float, float]]:
+    """What is trained."""
+    return [(each.content, each.caption, each.repeats, each.weight) for each in judged(*sources)[0].samples]
 
 
 def state(folder: Path) -> dict[str, tuple[str, int]]:
@@ -98,14 +112,14 @@ def test_every_fault_is_mended_or_left_out(bad: Path, tmp_path: Path) -> None:
     assert done["copy.png"] == (None, "left out: looks the same as 1.png.")
     assert done["3.png"] == (None, "left out: looks the same as larger.png.")
     assert done["orphan.txt"][0] is None
-    assert done["misnamed.png"] == ("misnamed.jpg", "renamed to misnamed.jpg; caption cleaned")
+    assert done["misnamed.png"] == ("misnamed.jpg", "renamed to misnamed.jpg")
     assert done["moving.gif"][0] == "moving.png"
-    assert done["boxed.jpg"] == ("boxed.png", "border cut off: 320×238 left; caption cleaned")
+    assert done["boxed.jpg"] == ("boxed.png", "border cut off: 320×238 left")
     folder = tmp_path / "copy"
     assert (folder / "misnamed.jpg").read_bytes() == (bad / "misnamed.png").read_bytes()
-    assert (folder / "misnamed.txt").read_text("utf-8") == "a thing called misnamed\n"
-    assert (folder / "latin.txt").read_text("utf-8") == "ein Käfer\n"
-    assert (folder / "moji.txt").read_text("utf-8") == "ein Käfer\n"
+    assert (folder / "misnamed.txt").read_bytes() == (bad / "misnamed.txt").read_bytes()
+    assert (folder / "latin.txt").read_text("utf-8") == "ein Käfer"
+    assert (folder / "moji.txt").read_text("utf-8") == "ein Käfer"
     after = judged(folder)[1]
     assert after.findings == ()
     assert after.score == 1.0 > report.score
@@ -150,6 +164,87 @@ def test_several_sources_and_tars(good: Path, tmp_path: Path) -> None:
     assert [(each.content, each.caption) for each in after.samples] == [
         (each.content, each.caption) for each in before.samples
     ]
+
+
+def test_captions_of_the_ending_that_is_asked_for_and_all_their_lines(good: Path, tmp_path: Path) -> None:
+    for number in range(8):
+        text = f"first {number}\r\nsecond  {number}\n" + ("un cafÃ©\n" if number == 1 else "")
+        (good / f"{number}.caption").write_bytes(text.encode("utf-8"))
+    captions = CaptionsSection(extension=".caption", wildcards=True)
+    source = SourceSection(path=str(good), captions=captions)
+    copy = fixed(tmp_path / "copy", source)
+    assert {each.name for each in good.glob("*.caption")} == {each.name for each in copy.folder.glob("*.caption")}
+    assert (copy.folder / "0.caption").read_bytes() == b"first 0\r\nsecond  0\n"
+    assert not list(copy.folder.glob("*.txt"))
+    after = judged(*moved(copy, source))
+    assert after[1].score == 1.0
+    assert [each.caption for each in after[0].samples][:2] == ["first 0\nsecond 0", "first 1\nsecond 1\nun café"]
+
+
+def test_alternatives_survive_where_nobody_says_that_they_are_some(good: Path, tmp_path: Path) -> None:
+    (good / "0.txt").write_text("one\nother\n", encoding="utf-8")
+    (good / "1.txt").write_bytes("un café\nl'été\n".encode("cp1252"))
+    fixed(tmp_path / "copy", good)
+    assert (tmp_path / "copy" / "0.txt").read_text("utf-8") == "one\nother\n"
+    assert (tmp_path / "copy" / "1.txt").read_text("utf-8") == "un café\nl'été\n"
+
+
+def test_a_rows_own_weight_is_carried(good: Path, tmp_path: Path) -> None:
+    rows = [{"file_name": f"{number}.png", "weight": 0.5 if number else 1} for number in range(8)]
+    (good / "metadata.jsonl").write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
+    source = SourceSection(path=str(good), weight=0.25)
+    copy = fixed(tmp_path / "copy", source)
+    assert [each[3] for each in rows_of(source)] == [0.25] + [0.125] * 7
+    assert rows_of(*moved(copy, source)) == rows_of(source)
+
+
+@pytest.mark.parametrize("ending", [".jsonl", ".csv"])
+def test_the_rows_of_a_table_stay_rows(good: Path, tmp_path: Path, ending: str) -> None:
+    """Several rows for one picture are several samples; those without a text have one beside the picture."""
+    shutil.copy(good / "1.png", good / "copy.png")
+    lines = [(f"good/{name}.png", text) for name in (*range(8), "copy") for text in (f"of {name}", f"a {name}")]
+    lines.append(("good/2.png", ""))
+    table = tmp_path / f"rows{ending}"
+    if ending == ".csv":
+        table.write_text("file_name,text\n" + "".join(f"{name},{text or 'thing 2'}\n" for name, text in lines))
+    else:
+        rows = [{"file_name": name} | ({"text": text, "weight": 0.5} if text else {}) for name, text in lines]
+        table.write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
+    before = rows_of(table)
+    assert len(before) == 19
+    copy = fixed(tmp_path / "copy", table)
+    assert copy.roots == (tmp_path / "copy" / "metadata.jsonl",)
+    assert done_of(copy)["copy.png"] == (None, "left out: looks the same as 1.png.")
+    assert rows_of(*copy.roots) == before[:16] + before[18:]
+    assert judged(*copy.roots)[1].score == 1.0
+
+
+def test_two_sources_of_one_folder_with_other_captions_lie_apart(good: Path, tmp_path: Path) -> None:
+    rows = [{"file_name": f"{number}.png", "text": f"other {number}"} for number in range(8)]
+    (tmp_path / "other.jsonl").write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
+    again = SourceSection(path=str(good), captions_file=str(tmp_path / "other.jsonl"))
+    copy = fixed(tmp_path / "copy", good, again)
+    assert copy.roots == (tmp_path / "copy" / "good", tmp_path / "copy" / "2" / "good")
+    assert rows_of(*moved(copy, good, again)) == rows_of(good, again)
+
+
+def test_a_range_of_tars_is_one_source(good: Path, tmp_path: Path) -> None:
+    for shard in range(2):
+        with tarfile.open(tmp_path / f"part-{shard}.tar", "w") as tar:
+            for number in range(4 * shard, 4 * shard + 4):
+                for ending in (".png", ".txt"):
+                    tar.add(good / f"{number}{ending}", f"{number}{ending}")
+    tars = tmp_path / "part-{0..1}.tar"
+    copy = fixed(tmp_path / "copy", tars)
+    assert rows_of(*copy.roots) == rows_of(tars)
+
+
+def test_the_copy_may_not_hold_pictures_that_a_table_names(good: Path, tmp_path: Path) -> None:
+    table = tmp_path / "tables" / "rows.jsonl"
+    table.parent.mkdir()
+    table.write_text("".join(json.dumps({"file_name": f"../good/{n}.png", "text": "a"}) + "\n" for n in range(8)))
+    with pytest.raises(UsageError, match="holds pictures of the data"):
+        fixed(good, table)
 
 
 def test_five_different_pictures_are_kept(good: Path, tmp_path: Path) -> None:

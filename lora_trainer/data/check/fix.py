@@ -2,44 +2,42 @@
 
 Only what a finding says is changed: what cannot be trained on and what is there twice is
 left out, endings are put right, animations become their first frame, borders are cut off,
-captions become clean UTF-8. All other pictures are copied byte for byte. Folders keep
+captions in other letters become UTF-8. All else is copied byte for byte. Folders keep
 their names, and with them their repeats.
 """
 
 from __future__ import annotations
 
-import io
 import json
-import math
 import os
 import shutil
 import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
+from lora_trainer.config.schema import CaptionsSection, SourceSection
 from lora_trainer.core.errors import Problem, UsageError
 from lora_trainer.core.findings import Finding
 from lora_trainer.core.io import write_json
 from lora_trainer.data.check.captions import mended
+from lora_trainer.data.check.mending import (
+    CaptionFile,
+    beside,
+    caption_file,
+    in_old_letters,
+    mended_picture,
+    right_ending,
+)
 from lora_trainer.data.check.report import DataReport
 from lora_trainer.data.check.score import ENOUGH_PICTURES
-from lora_trainer.data.pictures.images import (
-    ENDINGS_OF_FORMAT,
-    TURNS,
-    BrokenPictureError,
-    header_of,
-    opened,
-    orientation_of,
-    to_rgb,
-)
-from lora_trainer.data.pictures.measures import SMALL_SIDE, Borders
+from lora_trainer.data.manifest import asked_for
 from lora_trainer.data.pictures.spans import open_bytes
 from lora_trainer.data.sample import Manifest, Sample
-from lora_trainer.data.sources.beside import CAPTION_ENDINGS
 from lora_trainer.data.sources.folder import KOHYA_FOLDER
-from lora_trainer.data.sources.texts import MOST_CAPTION_BYTES, TextError, read_bounded
-from lora_trainer.data.views import Framing, plain_fits
+from lora_trainer.data.sources.found import Asked, Reading
+from lora_trainer.data.sources.places import place_from, places_of
+from lora_trainer.data.views import Framing
 
 RECORD = "fixed.json"
 METADATA = "metadata.jsonl"
@@ -63,70 +61,118 @@ class FixedCopy:
     files: tuple[Fixed, ...]
 
 
+@dataclass(frozen=True)
+class _Lot:
+    """One source: names are kept below `base`, and it lies at `root` of the copy. A table names pictures elsewhere."""
+
+    asked: Asked
+    base: Path
+    root: str
+    table: bool
+
+    @property
+    def copy(self) -> str:
+        """What is given as data to train the copy."""
+        return f"{self.root}/{METADATA}" if self.table else self.root
+
+
 def write_fixed(
-    report: DataReport, manifest: Manifest, sources: Sequence[Path], framings: Sequence[Framing], target: Path
+    report: DataReport,
+    manifest: Manifest,
+    sources: Sequence[SourceSection],
+    framings: Sequence[Framing],
+    target: Path,
+    captions: CaptionsSection | None = None,
 ) -> FixedCopy:
-    """Write the copy; it is there whole or not at all.
+    """Write the copy; it is there whole or not at all. `captions` rules the sources that do not say, as in `read_manifest`.
 
     Raises UsageError for a folder that is not empty or lies in the data or around it, where nothing
     would be left, and where it cannot be written.
     """
     target = Path(os.path.abspath(target))
-    _check_place(target, sources)
-    left_out = what_to_leave_out(report, manifest)
+    asked = [asked_for(number, source, captions or CaptionsSection()) for number, source in enumerate(sources)]
+    places = [places_of(each, Reading()) for each in asked]
+    pictures = {sample.path for sample in manifest.samples if sample.span is None}
+    _check_place(target, [place for several in places for place in several], pictures)
+    left_out = what_to_leave_out(report, manifest, asked)
     if all(sample.path in left_out for sample in manifest.samples):
         raise UsageError(Problem("No picture of the data would be left.", "Mend or replace the pictures."))
-    roots = _roots(sources)
+    lots = _lots(asked, places, manifest)
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=f".{target.name}.", suffix=".part", dir=target.parent) as scratch:
             whole = Path(scratch) / "copy"
-            files = _Writer(report, sources, roots, framings, whole).write(manifest.samples, left_out)
+            files = _Writer(report, lots, framings, whole).write(manifest.samples, left_out)
             files += [Fixed(path, None, ("left out: not a sample",)) for path in _others(report, manifest, left_out)]
-            _write_record(whole, sources, roots, files)
+            _write_record(whole, lots, files)
             if target.exists():
                 target.rmdir()
             os.replace(whole, target)
     except OSError as error:
         message = f"The copy cannot be written to {target} ({(error.strerror or str(error)).lower()})."
         raise UsageError(Problem(message, "Free some space or name another folder with --fix.")) from error
-    return FixedCopy(target, tuple(target / root for root in roots), tuple(files))
+    return FixedCopy(target, tuple(target / lot.copy for lot in lots), tuple(files))
 
 
-def _check_place(target: Path, sources: Sequence[Path]) -> None:
+def _check_place(target: Path, places: Sequence[Path], pictures: set[Path]) -> None:
     real = target.resolve()
-    for source in sources:
-        there = source.resolve()
+    for place in places:
+        there = place.resolve()
         if real.is_relative_to(there) or there.is_relative_to(real):
-            message = f"{target} lies in the data or around it ({source})."
+            message = f"{target} lies in the data or around it ({place})."
             raise UsageError(Problem(message, "Name a folder elsewhere with --fix."))
+    if any(picture.is_relative_to(real) for picture in pictures):  # those of a table lie anywhere
+        message = f"{target} holds pictures of the data."
+        raise UsageError(Problem(message, "Name a folder elsewhere with --fix."))
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise UsageError(Problem(f"{target} is not an empty folder.", "Name a new one with --fix."))
 
 
-def _roots(sources: Sequence[Path]) -> list[str]:
-    """Where each source lies in the copy. One folder is the copy itself, unless its name says its repeats."""
-    if len(set(sources)) == 1 and not KOHYA_FOLDER.fullmatch(sources[0].name):
-        return ["."] * len(sources)
-    named: dict[Path, str] = {}
-    for source in sources:
-        name = source.name if source.is_dir() else source.stem
-        while source not in named and name in named.values():
-            name += "_"
-        named.setdefault(source, name)
-    return [named[source] for source in sources]
+def _lots(asked: Sequence[Asked], places: Sequence[Sequence[Path]], manifest: Manifest) -> list[_Lot]:
+    """Where each source lies in the copy. One folder is the copy itself, unless its name says its repeats; sources of
+    the same pictures with other captions lie apart."""
+    keys = [(each.section.path, each.section.captions_file, each.section.caption, each.captions) for each in asked]
+    first = [keys.index(key) for key in keys]
+    elsewhere = _tables(places, manifest)
+    lots: list[_Lot] = []
+    names: set[str] = set()
+    for number, several in enumerate(places):
+        base = several[0] if len(several) == 1 else Path(os.path.commonpath([place.parent for place in several]))
+        name = several[0].name if several[0].is_dir() else several[0].stem
+        root, count = name, 2
+        while root.casefold() in names and first[number] == number:
+            root, count = f"{count}/{name}", count + 1
+        if len(set(first)) == 1 and not KOHYA_FOLDER.fullmatch(name):
+            root = "."
+        if first[number] != number:
+            root = lots[first[number]].root
+        names.add(root.casefold())
+        lots.append(_Lot(asked[number], base, root, number in elsewhere))
+    return lots
 
 
-def what_to_leave_out(report: DataReport, manifest: Manifest) -> dict[Path, str]:
+def _tables(places: Sequence[Sequence[Path]], manifest: Manifest) -> set[int]:
+    """The sources that are files and whose pictures lie outside of them."""
+    files = {number: several[0] for number, several in enumerate(places) if len(several) == 1 and several[0].is_file()}
+    return {
+        sample.source
+        for sample in manifest.samples
+        if sample.source in files and sample.span is None and sample.path != files[sample.source]
+    }
+
+
+def what_to_leave_out(report: DataReport, manifest: Manifest, asked: Sequence[Asked]) -> dict[Path, str]:
     """Files that are not copied, with the reason: what cannot be trained on, and all but the best that look the same."""
     reasons: dict[Path, str] = {}
+    samples = {sample.path: sample for sample in manifest.samples}
     for path, found in report.files.items():
         errors = [each for each in found if each.severity == "error" and each.code != "unreadable_caption"]
         if errors:
             reasons[path] = errors[0].message
-        elif any(each.code == "unreadable_caption" for each in found) and not caption_in_old_letters(path):
-            reasons[path] = "its caption cannot be read."
-    samples = {sample.path: sample for sample in manifest.samples}
+        elif any(each.code == "unreadable_caption" for each in found):
+            place = beside(path, asked[samples[path].source]) if path in samples else None
+            if place is None or not in_old_letters(place).strip():
+                reasons[path] = "its caption cannot be read."
     left = {sample.content for sample in manifest.samples if sample.path not in reasons and not sample.regularisation}
     for group in report.groups:
         usable = [samples[path] for path in group if path in samples and path not in reasons]
@@ -157,37 +203,36 @@ def _others(report: DataReport, manifest: Manifest, left_out: Mapping[Path, str]
 class _Writer:
     """Copies the samples into a new folder."""
 
-    def __init__(
-        self,
-        report: DataReport,
-        sources: Sequence[Path],
-        roots: Sequence[str],
-        framings: Sequence[Framing],
-        target: Path,
-    ) -> None:
-        self.report, self.sources, self.roots, self.framings, self.target = report, sources, roots, framings, target
+    def __init__(self, report: DataReport, lots: Sequence[_Lot], framings: Sequence[Framing], target: Path) -> None:
+        self.report, self.lots, self.framings, self.target = report, lots, framings, target
         self.taken: set[str] = set()
         self.rows: dict[str, list[str]] = {}
 
     def write(self, samples: Sequence[Sample], left_out: Mapping[Path, str]) -> list[Fixed]:
-        files: dict[Path, Fixed] = {}
+        files: dict[tuple[str, Path], Fixed] = {}
         for sample in samples:
-            if sample.path in files:  # the same picture in another source
-                continue
+            key = self.lots[sample.source].root, sample.path
             if sample.path in left_out:
-                files[sample.path] = Fixed(sample.path, None, (f"left out: {left_out[sample.path]}",))
-            else:
-                files[sample.path] = self._sample(sample)
+                files[key] = Fixed(sample.path, None, (f"left out: {left_out[sample.path]}",))
+            elif key not in files:
+                files[key] = self._sample(sample)
+            elif self.lots[sample.source].table:  # another caption of the same picture
+                done = self._caption(sample, files[key].copy or "", self._codes(sample))
+                files[key] = replace(files[key], done=tuple(dict.fromkeys((*files[key].done, *done))))
         for root, rows in self.rows.items():
             (self.target / root).mkdir(parents=True, exist_ok=True)
             (self.target / root / METADATA).write_text("".join(rows), encoding="utf-8")
         return list(files.values())
 
+    def _codes(self, sample: Sample) -> set[str]:
+        """What was found of it and is mended."""
+        notes = ("animated", "wrong_ending")
+        return {each.code for each in self.report.files[sample.path] if each.severity != "note" or each.code in notes}
+
     def _sample(self, sample: Sample) -> Fixed:
-        codes = {each.code for each in self.report.files.get(sample.path, ()) if each.severity != "note"}
-        codes |= {each.code for each in self.report.files[sample.path] if each.code in ("animated", "wrong_ending")}
+        codes = self._codes(sample)
         data, done = mended_picture(sample, codes, self.report.borders.get(sample.path), self.framings[sample.source])
-        name = self._name(sample, ".png" if data is not None else _right_ending(sample, codes))
+        name = self._name(sample, ".png" if data is not None else right_ending(sample, codes))
         if data is None and Path(name).suffix != sample.path.suffix:
             done.append(f"renamed to {Path(name).name}")
         place = self.target / name
@@ -203,10 +248,14 @@ class _Writer:
 
     def _name(self, sample: Sample, ending: str) -> str:
         """Its place below the new folder, as below its source; another number where it is taken."""
-        source, root = self.sources[sample.source], self.roots[sample.source]
-        below = os.path.relpath(sample.path, source) if sample.path != source else sample.path.name
+        lot = self.lots[sample.source]
+        outer = lot.base.parent if lot.table else lot.base
+        try:
+            below = os.path.relpath(sample.path, outer) if sample.path != lot.base else sample.path.name
+        except ValueError:  # on another drive
+            below = sample.path.name
         parts = [part for part in Path(below).parts if part not in ("..", os.sep)]
-        stem = Path(root, *parts).with_suffix("").as_posix()
+        stem = Path(lot.root, *parts).with_suffix("").as_posix()
         name, number = stem + ending, 2
         while name.casefold() in self.taken:
             name, number = f"{stem}-{number}{ending}", number + 1
@@ -214,27 +263,27 @@ class _Writer:
         return name
 
     def _caption(self, sample: Sample, name: str, codes: set[str]) -> list[str]:
-        """Beside the picture where it stood there, else in metadata.jsonl; nowhere where the folder's name says it."""
-        done = []
-        text = sample.caption
-        if "unreadable_caption" in codes:
-            text = caption_in_old_letters(sample.path)
-            done.append("caption written as UTF-8")
-        if mended(text) != text:
-            text = mended(text)
-            done.append("garbled letters of the caption put right")
-        stood = beside(sample.path)
+        """In a file beside the picture where it came from one, else in metadata.jsonl; nowhere where the folder's name
+        says it. The rows of a table stay rows."""
+        lot = self.lots[sample.source]
+        text, done = sample.caption, []
+        file = caption_file(sample, lot.asked, codes)
         plain = name.encode("utf-8", "ignore").decode("utf-8") == name
-        if stood is not None or not plain:
-            ending = ".txt" if stood is None else stood.suffix.lower()
-            (self.target / name).with_suffix(ending).write_text(text + "\n", encoding="utf-8")
-            if stood is not None and not done and _bytes_of(stood).strip() != text.encode("utf-8"):
-                done.append("caption cleaned")
-        if (stood is None and plain and text and text != _kohya_caption(name)) or sample.weight != 1.0:
-            root = self.roots[sample.source]
-            row = {"file_name": Path(name).relative_to(root).as_posix(), "text": text}
-            row |= {"weight": sample.weight} if sample.weight != 1.0 else {}  # type: ignore[dict-item]
-            self.rows.setdefault(root, []).append(json.dumps(row, ensure_ascii=False) + "\n")
+        if file is None and "garbled_caption" in codes and mended(text) != text:
+            text, done = mended(text), ["garbled letters of the caption put right"]
+        if file is None and not plain:
+            file = CaptionFile(lot.asked.ending or ".txt", text.encode("utf-8"), tuple(done))
+        if file is not None:
+            (self.target / name).with_suffix(file.ending).write_bytes(file.data)
+            done = list(file.done)
+        row: dict[str, object] = {"file_name": Path(name).relative_to(lot.root).as_posix()}
+        if file is None and text and (lot.table or text != _kohya_caption(name)):
+            row["text"] = text
+        weight = own_weight(sample, lot.asked)
+        if weight != 1.0:
+            row["weight"] = weight
+        if len(row) > 1 or lot.table:
+            self.rows.setdefault(lot.root, []).append(json.dumps(row, ensure_ascii=False) + "\n")
         return done
 
     def _mask(self, sample: Sample, name: str) -> list[str]:
@@ -248,91 +297,6 @@ class _Writer:
         return []
 
 
-def mended_picture(
-    sample: Sample, codes: set[str], borders: Borders | None, framing: Framing
-) -> tuple[bytes | None, list[str]]:
-    """(the picture as PNG, what was done to it), None where its bytes are good as they are."""
-    animated = "animated" in codes
-    cut = "border" in codes and borders is not None and sample.mask is None
-    if not animated and not cut:
-        return None, []
-    try:
-        with opened(sample.path, sample.span) as picture:
-            turn = None if picture.format == "TIFF" else TURNS.get(orientation_of(picture))
-            picture.load()
-            flat = picture.convert("RGBA") if picture.has_transparency_data else to_rgb(picture)
-    except BrokenPictureError as error:
-        raise OSError(None, f"{sample.path} {error.message}") from error
-    flat = flat.transpose(turn) if turn is not None else flat
-    done = ["first frame taken"] if animated else []
-    if cut and borders is not None:
-        box = _inside(flat.size, borders)
-        if _still_large(box, sample, framing):
-            flat = flat.crop(box)
-            done.append(f"border cut off: {flat.width}×{flat.height} left")
-        elif not animated:
-            return None, ["border left: the rest would be too small"]
-    file = io.BytesIO()
-    flat.save(file, "PNG")
-    return file.getvalue(), done
-
-
-def _inside(size: tuple[int, int], borders: Borders) -> tuple[int, int, int, int]:
-    """The box inside of the borders; they were measured in a smaller copy, so a line of it more is cut off."""
-    width, height = size
-    line = max(1, -(-max(size) // SMALL_SIDE))
-    left, right = (math.ceil(share * width) + line if share else 0 for share in (borders.left, borders.right))
-    top, bottom = (math.ceil(share * height) + line if share else 0 for share in (borders.top, borders.bottom))
-    return left, top, width - right, height - bottom
-
-
-def _still_large(box: tuple[int, int, int, int], sample: Sample, framing: Framing) -> bool:
-    """Whether what is left need not be enlarged, or no more than the whole."""
-
-    def factor(width: int, height: int) -> float:
-        return plain_fits(width, height, framing)[0].scale_from(width, height)
-
-    width, height = box[2] - box[0], box[3] - box[1]
-    return min(width, height) > 0 and factor(width, height) <= max(1.0, factor(sample.width, sample.height))
-
-
-def _right_ending(sample: Sample, codes: set[str]) -> str:
-    if "wrong_ending" not in codes:
-        return sample.path.suffix
-    try:
-        return ENDINGS_OF_FORMAT[header_of(sample.path, sample.span).format][0]
-    except (BrokenPictureError, KeyError):
-        return sample.path.suffix
-
-
-def beside(picture: Path) -> Path | None:
-    """The caption file beside a picture, where there is one."""
-    for ending in CAPTION_ENDINGS:
-        for place in (picture.with_suffix(ending), picture.with_suffix(ending.upper()), Path(f"{picture}{ending}")):
-            if place.is_file():
-                return place
-    return None
-
-
-def _bytes_of(path: Path) -> bytes:
-    try:
-        return read_bounded(path, MOST_CAPTION_BYTES)
-    except TextError:
-        return b""
-
-
-def caption_in_old_letters(picture: Path) -> str:
-    """The caption beside a picture read as Windows-1252, for one that is no UTF-8; empty where it is no such text."""
-    place = beside(picture)
-    data = _bytes_of(place) if place is not None else b""
-    if b"\0" in data:
-        return ""
-    try:
-        return " ".join(data.decode("cp1252").split())
-    except UnicodeDecodeError:
-        return ""
-
-
 def _kohya_caption(name: str) -> str | None:
     for part in reversed(Path(name).parent.parts):
         if match := KOHYA_FOLDER.fullmatch(part):
@@ -340,7 +304,13 @@ def _kohya_caption(name: str) -> str | None:
     return None
 
 
-def _write_record(folder: Path, sources: Sequence[Path], roots: Sequence[str], files: Sequence[Fixed]) -> None:
-    named = dict(zip(map(str, sources), roots, strict=True))
+def own_weight(sample: Sample, asked: Asked) -> float:
+    """What a table says of it: without its source's weight, which is not written into the copy."""
+    shared = asked.section.weight
+    return float(f"{sample.weight / shared:.12g}") if shared else 1.0
+
+
+def _write_record(folder: Path, lots: Sequence[_Lot], files: Sequence[Fixed]) -> None:
+    named = {str(place_from(lot.asked.section.path)): lot.copy for lot in lots}
     rows = [{"path": str(each.path), "copy": each.copy, "done": list(each.done)} for each in files]
     write_json(folder / RECORD, {"sources": named, "files": rows})

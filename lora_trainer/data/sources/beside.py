@@ -21,12 +21,12 @@ def caption_beside(picture: Path, names: Container[str], asked: Asked, reading: 
 
     The caption of `cat.png` is `cat.txt`, `cat.TXT` or `cat.png.txt`.
     """
-    beside = _names_beside(picture.name, names, caption_endings(asked))
+    beside = names_beside(picture.name, names, caption_endings(asked))
     if len(beside) > 1:
         message = f"has two captions; {beside[0]} is used and {beside[1]} is not."
         reading.find("two_captions", "note", message, "Remove one of them.", picture)
     if not beside:
-        others = () if asked.ending is None else _names_beside(picture.name, names, CAPTION_ENDINGS)
+        others = () if asked.ending is None else names_beside(picture.name, names, CAPTION_ENDINGS)
         return None, others[0] if others else ""
     try:
         # Not by joining paths, which takes as long as reading the caption.
@@ -38,7 +38,7 @@ def caption_beside(picture: Path, names: Container[str], asked: Asked, reading: 
         return None, ""
 
 
-def _names_beside(name: str, names: Container[str], endings: tuple[str, ...]) -> list[str]:
+def names_beside(name: str, names: Container[str], endings: tuple[str, ...]) -> list[str]:
     stem = os.path.splitext(name)[0]
     found: list[str] = []
     for ending in endings:

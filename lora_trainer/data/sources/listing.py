@@ -25,6 +25,16 @@ class Listing:
         return self.root / folder / name
 
 
+class FolderNames:
+    """The files of a folder that is not listed, asked one by one."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def __contains__(self, name: object) -> bool:
+        return (self._folder / str(name)).is_file()
+
+
 def list_folder(root: Path, reading: Reading, without: Path | None = None) -> Listing:
     """Linked folders are followed once, so links in circles end; `without` is a folder that is left out."""
     names: dict[str, tuple[str, ...]] = {}

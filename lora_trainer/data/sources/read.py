@@ -10,7 +10,7 @@ from lora_trainer.data.pictures.images import PICTURE_ENDINGS
 from lora_trainer.data.sources.beside import caption_beside
 from lora_trainer.data.sources.folder import ending_of, is_picture, no_pictures, read_folder
 from lora_trainer.data.sources.found import Asked, Found, Reading
-from lora_trainer.data.sources.listing import Listing, list_folder
+from lora_trainer.data.sources.listing import FolderNames, Listing, list_folder
 from lora_trainer.data.sources.masks import masks_folder, with_masks
 from lora_trainer.data.sources.metadata import METADATA_NAMES, with_captions_file
 from lora_trainer.data.sources.table import read_table_source
@@ -52,7 +52,7 @@ def _read_place(place: Path, asked: Asked, reading: Reading) -> list[Found]:
         reading.problem(f"{place} is a compressed tar.", fix)
         return []
     if is_picture(place.name):
-        caption, instead = caption_beside(place, _Names(place.parent), asked, reading)
+        caption, instead = caption_beside(place, FolderNames(place.parent), asked, reading)
         return [Found(place, caption, asked.repeats(), instead=instead)]
     reader = FILES.get(ending_of(place.name))
     if reader is not None:
@@ -62,16 +62,6 @@ def _read_place(place: Path, asked: Asked, reading: Reading) -> list[Found]:
         f"{place} is neither a folder nor a file of pictures.", f"Give a folder, or a file that ends in {endings}."
     )
     return []
-
-
-class _Names:
-    """The files of a folder that is not listed, asked one by one."""
-
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-
-    def __contains__(self, name: object) -> bool:
-        return (self._folder / str(name)).is_file()
 
 
 def _read_folder(place: Path, asked: Asked, reading: Reading) -> list[Found]:

@@ -1,0 +1,128 @@
+"""How one picture or one caption is mended for the cleaned copy."""
+
+from __future__ import annotations
+
+import io
+import math
+from dataclasses import dataclass
+from pathlib import Path
+
+from lora_trainer.data.check.captions import mended
+from lora_trainer.data.pictures.images import (
+    ENDINGS_OF_FORMAT,
+    TURNS,
+    BrokenPictureError,
+    header_of,
+    opened,
+    orientation_of,
+    to_rgb,
+)
+from lora_trainer.data.pictures.measures import SMALL_SIDE, Borders
+from lora_trainer.data.sample import Sample
+from lora_trainer.data.sources.beside import caption_endings, names_beside
+from lora_trainer.data.sources.found import Asked
+from lora_trainer.data.sources.listing import FolderNames
+from lora_trainer.data.sources.texts import MOST_CAPTION_BYTES, TextError, decode, read_bounded, tidy
+from lora_trainer.data.views import Framing, plain_fits
+
+
+def mended_picture(
+    sample: Sample, codes: set[str], borders: Borders | None, framing: Framing
+) -> tuple[bytes | None, list[str]]:
+    """(the picture as PNG, what was done to it), None where its bytes are good as they are."""
+    animated = "animated" in codes
+    cut = "border" in codes and borders is not None and sample.mask is None
+    if not animated and not cut:
+        return None, []
+    try:
+        with opened(sample.path, sample.span) as picture:
+            turn = None if picture.format == "TIFF" else TURNS.get(orientation_of(picture))
+            picture.load()
+            flat = picture.convert("RGBA") if picture.has_transparency_data else to_rgb(picture)
+    except BrokenPictureError as error:
+        raise OSError(None, f"{sample.path} {error.message}") from error
+    flat = flat.transpose(turn) if turn is not None else flat
+    done = ["first frame taken"] if animated else []
+    if cut and borders is not None:
+        box = _inside(flat.size, borders)
+        if _still_large(box, sample, framing):
+            flat = flat.crop(box)
+            done.append(f"border cut off: {flat.width}×{flat.height} left")
+        elif not animated:
+            return None, ["border left: the rest would be too small"]
+    file = io.BytesIO()
+    flat.save(file, "PNG")
+    return file.getvalue(), done
+
+
+def _inside(size: tuple[int, int], borders: Borders) -> tuple[int, int, int, int]:
+    """The box inside of the borders; they were measured in a smaller copy, so a line of it more is cut off."""
+    width, height = size
+    line = max(1, -(-max(size) // SMALL_SIDE))
+    left, right = (math.ceil(share * width) + line if share else 0 for share in (borders.left, borders.right))
+    top, bottom = (math.ceil(share * height) + line if share else 0 for share in (borders.top, borders.bottom))
+    return left, top, width - right, height - bottom
+
+
+def _still_large(box: tuple[int, int, int, int], sample: Sample, framing: Framing) -> bool:
+    """Whether what is left need not be enlarged, or no more than the whole."""
+
+    def factor(width: int, height: int) -> float:
+        return plain_fits(width, height, framing)[0].scale_from(width, height)
+
+    width, height = box[2] - box[0], box[3] - box[1]
+    return min(width, height) > 0 and factor(width, height) <= max(1.0, factor(sample.width, sample.height))
+
+
+def right_ending(sample: Sample, codes: set[str]) -> str:
+    if "wrong_ending" not in codes:
+        return sample.path.suffix
+    try:
+        return ENDINGS_OF_FORMAT[header_of(sample.path, sample.span).format][0]
+    except (BrokenPictureError, KeyError):
+        return sample.path.suffix
+
+
+@dataclass(frozen=True)
+class CaptionFile:
+    """What the copy has beside a picture: `data` are the file's bytes, its own unless `done` says what was mended."""
+
+    ending: str
+    data: bytes
+    done: tuple[str, ...]
+
+
+def caption_file(sample: Sample, asked: Asked, codes: set[str]) -> CaptionFile | None:
+    """The text that a sample's caption was read from, mended where `codes` say so; None where it came from elsewhere."""
+    place = beside(sample.path, asked)
+    if place is None:
+        return None
+    ending = place.suffix.lower()
+    if "unreadable_caption" in codes:
+        text = in_old_letters(place)
+        return CaptionFile(ending, text.encode("utf-8"), ("caption written as UTF-8",)) if text.strip() else None
+    try:
+        data = read_bounded(place, MOST_CAPTION_BYTES)
+        text = decode(data)
+    except TextError:
+        return None
+    if tidy(text, keep_lines=asked.captions.wildcards) != sample.caption:  # a table had the last word
+        return None
+    if "garbled_caption" in codes and mended(text) != text:
+        return CaptionFile(ending, mended(text).encode("utf-8"), ("garbled letters of the caption put right",))
+    return CaptionFile(ending, data, ())
+
+
+def beside(picture: Path, asked: Asked) -> Path | None:
+    """The caption file beside a picture that its source reads, where there is one."""
+    names = names_beside(picture.name, FolderNames(picture.parent), caption_endings(asked))
+    return picture.with_name(names[0]) if names else None
+
+
+def in_old_letters(place: Path) -> str:
+    """A text file that is no UTF-8, read as Windows-1252; empty where it is no such text."""
+    try:
+        data = read_bounded(place, MOST_CAPTION_BYTES)
+        return "" if b"\0" in data else data.decode("cp1252")
+    except (TextError, UnicodeDecodeError):
+        return ""
