@@ -17,7 +17,7 @@ from PIL import Image
 
 from lora_trainer.data.pictures.images import TURNS, BrokenPictureError, orientation_of, to_rgb
 
-MEASURES = 2  # kept results of another number are measured again
+MEASURES = 3  # kept results of another number are measured again
 
 Grey = NDArray[np.int16]
 LINES = 48  # rows and columns that edges are measured along
@@ -25,6 +25,9 @@ FEWEST_EDGES = 24  # fewer say nothing about the whole picture
 EDGE_SHARE = 0.1  # the sharpest tenth: a portrait's background may be soft
 PATCH = 256  # side in pixels of the part that blocks are looked for in
 BLOCK_STEP = 40  # levels: larger steps are the picture's own edges
+SLIGHT_BLOCKS = 1.0  # levels: less is no matter, and not asked whether it comes of tiles
+ROUGH = 0.25  # of the steps inside of blocks: JPEG leaves none so rough, dithering does
+ALONE, EVEN, EVEN_SHARE, NOT_LEVEL = 0.5, 0.35, 0.4, 0.45  # what JPEG's blocks have and tiles have not
 SMALL_SIDE = 384  # longest side in pixels of the copy that borders are looked for in
 BORDER_TOLERANCE = 14  # of 255, between pixels of one band
 THUMB_SIDE = 8
@@ -187,25 +190,49 @@ def _edges(lines: NDArray[np.uint8], least: float) -> NDArray[np.float64]:
 def block_steps(part: NDArray[np.uint8]) -> float:
     """How many grey levels the mean step on one grid of 8 pixels exceeds that beside it, in the weaker direction.
 
-    About 0 without JPEG's blocks, wherever the grid begins; 1 and more looks bad. Enlarged
-    pixel art, whose tiles are flat inside, counts 0.
+    About 0 without JPEG's blocks, wherever the grid begins; 1 and more looks bad. Tiled pictures have steps on a grid,
+    too, and count 0: see `_grid_steps`.
     """
-    patch = part.astype(np.int16)
-    if min(patch.shape) < 64:
+    if min(part.shape) < 64:
         return 0.0
-    return max(0.0, min(_grid_steps(patch), _grid_steps(patch.T)))
+    patch = part.astype(np.int16)
+    across = _grid_steps(patch)
+    return min(across, _grid_steps(patch.T)) if across else 0.0
 
 
 def _grid_steps(patch: Grey) -> float:
-    steps = np.abs(np.diff(patch, axis=1))
-    steps = steps[:, : steps.shape[1] // 8 * 8]
-    means = np.minimum(steps, BLOCK_STEP).mean(axis=0).reshape(-1, 8).mean(axis=0)  # by phase of the grid
-    grid = int(means.argmax())
-    excess = float(means[grid] - np.median(np.delete(means, grid)))
-    if excess <= 0.0:
+    """Across the columns. JPEG's blocks are told from drawn tiles by three things that tiles lack.
+
+    One of the 8 phases stands out alone (tiles of 4, 10, 12 or 20 pixels raise several), most lines of the grid have
+    steps (of tiles of 16 pixels or more at most half do), and the blocks are not level: what happens inside of them,
+    from side to side, is of the size of the steps between them (tiles of 8 pixels are flat, whatever noise is on them).
+    """
+    steps = patch[:, 1:] - patch[:, :-1]
+    lines = steps.shape[1] // 8
+    steps = np.minimum(np.abs(steps[:, : 8 * lines]), BLOCK_STEP)
+    columns = steps.sum(axis=0, dtype=np.int32).reshape(lines, 8) / len(steps)  # by line of the grid and phase
+    means = columns.mean(axis=0)
+    order = means.argsort()
+    grid, beside = int(order[7]), float(means[order[3]])
+    excess = float(means[grid]) - beside
+    if excess < SLIGHT_BLOCKS:
+        return max(0.0, excess)
+    if excess < ROUGH * beside:
         return 0.0
-    still = (steps == 0).mean(axis=0).reshape(-1, 8).mean(axis=0)
-    return 0.0 if np.median(np.delete(still, grid)) > 0.97 else excess
+    alone = means[grid] - means[order[6]] > ALONE * excess
+    low = np.sort(columns[:, grid])[int(EVEN_SHARE * (lines - 1))] - beside
+    return excess if alone and low > EVEN * excess and _inside_blocks(patch, grid) > NOT_LEVEL else 0.0
+
+
+def _inside_blocks(patch: Grey, grid: int) -> float:
+    """Mean change from side to side of a block over the mean step to the next one; both of 8 rows, so that noise is little."""
+    rows = patch.shape[0] // 8 * 8
+    firsts, lasts = patch[:rows, grid + 1 :: 8], patch[:rows, grid::8]
+    count = min(firsts.shape[1], lasts.shape[1] - 1)
+    between = np.abs((firsts[:, :count] - lasts[:, :count]).reshape(-1, 8, count).mean(axis=1))
+    inside = np.abs((lasts[:, 1 : count + 1] - firsts[:, :count]).reshape(-1, 8, count).mean(axis=1))
+    own = between < BLOCK_STEP  # larger ones are the picture's own edges
+    return float(np.minimum(inside[own], BLOCK_STEP).sum() / max(1e-6, between[own].sum()))
 
 
 def find_borders(small: Grey) -> Borders:
