@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import numpy as np
 import pytest
 from PIL import Image, ImageDraw, ImageFilter
 
-from lora_trainer.data.pictures.measures import Seen, measure, seen_from_json
+from lora_trainer.data.pictures.measures import Seen, block_steps, measure, middle, seen_from_json
 from tests.data.drawings import drawing, photo, saved
 
 Make = Callable[[int, int, int], Image.Image]
@@ -59,6 +60,63 @@ def test_blocks_stay_visible_in_a_png_cut_out_of_a_jpeg_and_pixel_art_has_none()
     assert measure(saved(worn)).blocks > 2.0
     tiles = photo(40, 32, 3).resize((320, 256), Image.Resampling.NEAREST)
     assert measure(saved(tiles)).blocks < 0.6
+
+
+def enlarged(side: int, seed: int) -> Image.Image:
+    """Pixel art: each pixel a tile of that side."""
+    small = photo(-(-320 // side), -(-256 // side), seed)
+    return small.resize((small.width * side, small.height * side), Image.Resampling.NEAREST).crop((0, 0, 320, 256))
+
+
+def noisy(picture: Image.Image, levels: int) -> Image.Image:
+    values = np.asarray(picture, dtype=np.int16)
+    noise = np.random.default_rng(levels).integers(-levels, levels + 1, values.shape)
+    return Image.fromarray((values + noise).clip(0, 255).astype(np.uint8))
+
+
+def dithered(picture: Image.Image) -> Image.Image:
+    return picture.convert("P", palette=Image.Palette.WEB, dither=Image.Dither.FLOYDSTEINBERG).convert("RGB")
+
+
+def tiles_of_noise(side: int) -> Image.Image:
+    """A map of six tiles, as games draw them."""
+    draw = np.random.default_rng(side)
+    tiles = [noisy(Image.new("RGB", (side, side), tuple(draw.integers(40, 220, 3).tolist())), 30) for _ in range(6)]
+    whole = Image.new("RGB", (320, 256))
+    for left in range(0, 320, side):
+        for top in range(0, 256, side):
+            whole.paste(tiles[int(draw.integers(6))], (left, top))
+    return whole
+
+
+@pytest.mark.parametrize("side", [4, 5, 6, 7, 8, 9, 10, 12, 16, 20, 24, 32, 40])
+def test_tiled_pictures_have_no_blocks(side: int) -> None:
+    tiles = enlarged(side, 3)
+    off = tiles.crop((3, 2, 320, 256))
+    good = {
+        "plain": tiles,
+        "noise of 1": noisy(tiles, 1),
+        "noise of 3": noisy(tiles, 3),
+        "noise of 8": noisy(tiles, 8),
+        "palette": tiles.quantize(16).convert("RGB"),
+        "dithered": dithered(tiles),
+        "JPEG 95": saved(tiles, "JPEG", quality=95).convert("RGB"),
+        "JPEG 95 beside the grid": saved(off, "JPEG", quality=95).convert("RGB"),
+        "JPEG 85 beside the grid": saved(off, "JPEG", quality=85).convert("RGB"),
+        "softened": tiles.filter(blurred(0.6)),
+        "map": tiles_of_noise(side),
+    }
+    found = {name: measured for name, picture in good.items() if (measured := block_steps(middle(picture))) >= 1.0}
+    assert found == {}
+
+
+@pytest.mark.parametrize("quality", [5, 10, 15, 20])
+def test_blocks_are_found_wherever_the_grid_begins_and_after_saving_again(quality: int) -> None:
+    for seed in range(3):
+        worn = saved(photo(320, 256, seed), "JPEG", quality=quality).convert("RGB").crop((3, 5, 320, 256))
+        assert block_steps(middle(worn)) > 2.0
+        if quality <= 15:
+            assert block_steps(middle(saved(worn, "JPEG", quality=90).convert("RGB"))) > 2.0
 
 
 @both

@@ -143,7 +143,7 @@ def check_compression(looked: Looked) -> list[Finding]:
         if seen.quality < LEAST_QUALITY:
             message = f"is compressed too far (JPEG quality {seen.quality})."
         elif seen.blocks > BLOCK_STEPS:
-            message = f"shows the blocks of a compression too far (steps of {seen.blocks:.1f} levels between them)."
+            message = f"shows blocks of 8 pixels (steps of {seen.blocks:.1f} levels), as too strong JPEG compression leaves them."
         if message:
             fix = "Replace it by a better copy; saving it again does not mend it."
             found.append(Finding("over_compressed", "warning", message, fix, path=sample.path))

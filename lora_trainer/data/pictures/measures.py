@@ -8,6 +8,7 @@ Change MEASURES with whatever changes a value here.
 from __future__ import annotations
 
 import base64
+import functools
 import json
 from dataclasses import asdict, dataclass
 
@@ -99,12 +100,13 @@ def measure(picture: Image.Image) -> Seen:
     small = small.transpose(turn) if turn is not None else small
     plain = small.convert("L").resize((32, 32), Image.Resampling.BOX)
     hashes = perceptual_hashes(np.asarray(plain, dtype=np.float64))
-    samples = np.asarray(small.resize((64, 64), Image.Resampling.BOX), dtype=np.float64)
+    samples = np.asarray(small.resize((64, 64), Image.Resampling.BOX)).reshape(-1, 3).astype(np.float64)
+    spreads = (samples * samples).mean(axis=0) - samples.mean(axis=0) ** 2
     return Seen(
         format=kind,
         frames=frames,
         transparent=round(transparent, 4),
-        spread=round(float(samples.std(axis=(0, 1)).max()), 3),
+        spread=round(float(np.sqrt(max(0.0, spreads.max()))), 3),
         edge=round(edge_width(some_lines(flat)), 3),
         quality=quality,
         blocks=round(block_steps(middle(flat)), 3),
@@ -156,10 +158,11 @@ def edge_width(lines: tuple[NDArray[np.uint8], NDArray[np.uint8]]) -> float:
     not count, and slow gradients do not hide sharp lines. 0 when there are fewer than
     FEWEST_EDGES.
     """
-    low, high = np.percentile(lines[0][:, :: max(1, lines[0].shape[1] // LINES)], (2, 98))
+    levels = np.sort(lines[0][:, :: max(1, lines[0].shape[1] // LINES)], axis=None)
+    low, high = levels[len(levels) // 50], levels[-1 - len(levels) // 50]
     least = max(24.0, 0.3 * (float(high) - float(low)))
     widths = np.concatenate([_edges(each, least) for each in lines])
-    return float(np.quantile(widths, EDGE_SHARE)) if len(widths) >= FEWEST_EDGES else 0.0
+    return float(np.sort(widths)[int(EDGE_SHARE * len(widths))]) if len(widths) >= FEWEST_EDGES else 0.0
 
 
 def _edges(lines: NDArray[np.uint8], least: float) -> NDArray[np.float64]:
@@ -254,11 +257,16 @@ def find_borders(small: Grey) -> Borders:
 
 def _band(small: Grey) -> int:
     """How many rows from the top have one colour, the first row's."""
-    colour = np.median(small[0], axis=0)
+    colour = _middle(small[0])
     for number, row in enumerate(small):  # mostly the first row ends it
         if (np.abs(row - colour) > BORDER_TOLERANCE).any(axis=1).mean() > 0.015:
             return number
     return len(small)
+
+
+def _middle(row: Grey) -> Grey:
+    """The middle value of each channel of a row [W, 3]; one sort costs a quarter of `numpy.median`."""
+    return np.asarray(np.sort(row, axis=0)[len(row) // 2])
 
 
 def _begins(small: Grey, first: int, last: int) -> bool:
@@ -266,7 +274,7 @@ def _begins(small: Grey, first: int, last: int) -> bool:
     height = small.shape[0]
     if min(first, last) < max(2, 0.012 * height) or first + last + 8 > height:
         return False
-    colours = np.median(small[0], axis=0), np.median(small[-1], axis=0)
+    colours = _middle(small[0]), _middle(small[-1])
     if np.abs(colours[0] - colours[1]).max() > 2 * BORDER_TOLERANCE:
         return False
     inner = small[first + 1], small[height - last - 2]  # the first row may be half of each
@@ -276,6 +284,7 @@ def _begins(small: Grey, first: int, last: int) -> bool:
     )
 
 
+@functools.cache
 def _cosines() -> NDArray[np.float64]:
     places = (np.arange(32) + 0.5) * np.pi / 32
     return np.cos(np.arange(8)[:, None] * places[None, :])
@@ -295,4 +304,4 @@ def perceptual_hashes(grey: NDArray[np.float64]) -> tuple[int, int]:
 
 
 def _bits(waves: NDArray[np.float64]) -> int:
-    return int.from_bytes(np.packbits(waves.ravel() > np.median(waves)).tobytes(), "big")
+    return int.from_bytes(np.packbits(waves.ravel() > np.sort(waves, axis=None)[31:33].mean()).tobytes(), "big")
