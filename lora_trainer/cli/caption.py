@@ -14,7 +14,8 @@ EXAMPLES = """examples:
   lora-trainer caption ./pictures --model ./blip-large --output ./captions
   lora-trainer caption ./pictures --model ./tagger --threshold 0.5 --beside
 
-Captions that are there are never touched. A run that was stopped goes on where it was.
+Pictures with a caption in .txt, .caption or metadata.jsonl, .csv or .parquet are left out; captions with other
+endings are not seen. No file is written over. A run that was stopped goes on where it was.
 """
 SHOWN = 10  # files of one kind that are named
 

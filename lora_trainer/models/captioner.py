@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 TAGS = "selected_tags.csv"  # names of a tagger's labels, as the well-known taggers bring them
 RATING = "9"  # the category of labels that rate a picture in place of describing it
 NAMELESS = re.compile(r"LABEL_\d+")
+LOCAL: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}  # without the latter it asks
 EXPECTED = (
     "Expected a transformers folder (BLIP, GIT or an image classifier): config.json, *.safetensors and the files of its "
     "image processor (and tokenizer)."
@@ -59,14 +60,17 @@ def load_captioner(folder: Path, device: torch.device, *, threshold: float = 0.3
     except UsageError:
         raise
     except Exception as error:  # transformers raises every kind for a folder that is not what it expects
-        reason = " ".join(str(error).split())[:200]
         named = architectures[0] if architectures else "a model without a name"
+        if "trust_remote_code" in str(error):
+            message = f"{folder} ({named}) works only with Python code of its own, which is never run."
+            raise UsageError(Problem(message, "Name a model that transformers knows by itself.")) from error
+        reason = " ".join(str(error).split())[:200]
         raise UsageError(Problem(f"{folder} ({named}) cannot be loaded: {reason}.", EXPECTED)) from error
 
 
 def _load(kind: Any, folder: Path, device: torch.device) -> Any:
     """A model with all of its weights. Raises UsageError when the files lack some."""
-    model, found = kind.from_pretrained(folder, local_files_only=True, use_safetensors=True, output_loading_info=True)
+    model, found = kind.from_pretrained(folder, use_safetensors=True, output_loading_info=True, **LOCAL)
     if found["missing_keys"]:
         first, count = sorted(found["missing_keys"])[0], len(found["missing_keys"])
         raise UsageError(Problem(f"{folder} lacks {count} of its weights (first: {first}).", "Copy it again."))
@@ -85,8 +89,8 @@ def _writer(folder: Path, config: dict[str, Any], device: torch.device, most_tok
     if (folder / "chat_template.jinja").exists() or (folder / "chat_template.json").exists():
         message = f"{folder} holds a {kind} model that answers in a conversation."
         raise UsageError(Problem(message, "Name one that describes a picture by itself, such as BLIP or GIT."))
-    processor = AutoImageProcessor.from_pretrained(folder, local_files_only=True, backend="pil")
-    tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    processor = AutoImageProcessor.from_pretrained(folder, backend="pil", **LOCAL)
+    tokenizer = AutoTokenizer.from_pretrained(folder, **LOCAL)
     model = _load(AutoModelForImageTextToText, folder, device)
 
     def describe(pictures: Sequence[Image.Image]) -> list[str]:
@@ -102,7 +106,7 @@ def _tagger(folder: Path, device: torch.device, threshold: float) -> Captioner:
     import torch
     from transformers import AutoImageProcessor, AutoModelForImageClassification
 
-    processor = AutoImageProcessor.from_pretrained(folder, local_files_only=True, backend="pil")
+    processor = AutoImageProcessor.from_pretrained(folder, backend="pil", **LOCAL)
     model = _load(AutoModelForImageClassification, folder, device)
     labels = _labels(folder, model.config.id2label)
     together = model.config.problem_type == "multi_label_classification" or (folder / TAGS).exists()

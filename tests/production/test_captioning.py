@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
@@ -161,6 +162,17 @@ def test_captions_of_an_image_folder_count_as_captions(tmp_path: Path) -> None:
     assert (wanted, existing) == ([Wanted(tmp_path / "b.png", tmp_path / "b.txt")], 1)
 
 
+def test_captions_that_are_not_looked_for_are_never_written_over(tmp_path: Path) -> None:
+    draw(tmp_path / "a.png", tmp_path / "b.png")
+    (tmp_path / "a.tags").write_text("mine", encoding="utf-8")  # an ending that only captions.extension tells
+    (tmp_path / "captions.jsonl").write_text('{"file_name": "b.png", "text": "mine"}\n', encoding="utf-8")
+    before = {path: path.read_bytes() for path in tmp_path.iterdir()}
+    wanted, existing, _ = find_wanted([tmp_path], None)
+    assert ([each.target.name for each in wanted], existing) == (["a.txt", "b.txt"], 0)
+    caption_pictures(wanted, lambda pictures: ["new"] * len(pictures), batch=2)
+    assert {path: path.read_bytes() for path in before} == before
+
+
 def test_a_batch_that_does_not_fit_is_halved_and_a_stopped_run_goes_on(tmp_path: Path) -> None:
     draw(*(tmp_path / f"{number}.png" for number in range(5)))
     sizes: list[int] = []
@@ -212,6 +224,43 @@ def test_a_folder_that_holds_no_captioner_is_one_message(tagger: Path, writer: P
     shutil.copytree(writer, lacking)
     shutil.copy(tagger / "model.safetensors", lacking / "model.safetensors")
     assert "lacks" in said(lacking)
+
+
+@pytest.mark.parametrize(
+    ("name", "auto_map", "more"),
+    [
+        ("config.json", {"AutoConfig": "own.Own", "AutoModelForImageClassification": "own.Own"}, {"model_type": "own"}),
+        ("preprocessor_config.json", {"AutoImageProcessor": "own.Own"}, {"image_processor_type": "Own"}),
+    ],
+)
+def test_code_of_a_model_is_neither_run_nor_asked_about(
+    name: str,
+    auto_map: dict[str, str],
+    more: dict[str, str],
+    tagger: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    model = tmp_path / "model"
+    shutil.copytree(tagger, model)
+    for path in model.glob("*processor*.json"):  # one file, by the name that is asked for first
+        path.rename(model / "preprocessor_config.json")
+    described = json.loads((model / name).read_text("utf-8"))
+    (model / name).write_text(json.dumps({**described, **more, "auto_map": auto_map}), encoding="utf-8")
+    ran = tmp_path / "ran"
+    (model / "own.py").write_text(f"open({str(ran)!r}, 'w')\nclass Own: pass\n", encoding="utf-8")
+    asked: list[str] = []
+    monkeypatch.setattr("builtins.input", lambda question="": asked.append(question) or "yes")
+    draw(tmp_path / "data" / "a.png")
+    assert main(["caption", str(tmp_path / "data"), "--model", str(model), "--beside"]) == 2
+    said = capsys.readouterr().err
+    assert said.count("code of its own, which is never run") == 1
+    assert "Traceback" not in said
+    assert "bug" not in said
+    assert asked == []
+    assert not ran.exists()
+    assert not (tmp_path / "data" / "a.txt").exists()
 
 
 def test_wrong_arguments_are_told_before_anything_is_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

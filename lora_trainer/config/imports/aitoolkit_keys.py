@@ -37,11 +37,14 @@ from lora_trainer.config.imports.rules import (
     whole,
 )
 from lora_trainer.config.imports.words import (
+    CHECKPOINTING,
     MODEL,
     NO_TEXT_ENCODER,
     NOT_LORA,
     OPTIMIZER,
     PRECISION,
+    average_with,
+    batch_of,
     schedule,
 )
 
@@ -52,13 +55,15 @@ VIDEO = "of films and sound"
 FAMILIES = ("sd1", "sd15", "sd2", "sdxl", "sd")
 
 
-def _rank(value: Any, around: Around) -> Took:
-    if around["network.rank"] is not None and value is around["network.linear"]:
+def _linear(value: Any, around: Around) -> Took:
+    if around["network.rank"] is not None:
         return Took({}, "network.rank rules", "ignored")
     return Took({"lora.rank": whole(value)})
 
 
 def _alpha(value: Any, around: Around) -> Took:
+    if around["network.linear_alpha"] is not None:
+        return Took({}, "network.linear_alpha rules", "ignored")
     return Took({"lora.alpha": number(value)})
 
 
@@ -66,11 +71,6 @@ def _kind(value: Any, around: Around) -> Took:
     layers = ["*"] if around["network.conv"] is not None else list(ALL_LINEAR)
     plain = text(value).lower() in ("lora", "locon")
     return Took({"lora.targets": layers}, "" if plain else NOT_LORA, "mapped" if plain else "changed")
-
-
-def _batch(value: Any, around: Around) -> Took:
-    accumulated = count(around, "train.gradient_accumulation") * count(around, "train.gradient_accumulation_steps")
-    return Took({"batch.effective": whole(value) * accumulated})
 
 
 def _steps(value: Any, around: Around) -> Took:
@@ -102,21 +102,8 @@ def _loss(value: Any, around: Around) -> Took:
     return Took({"loss.kind": kind}, "" if exact else "the nearest loss", "mapped" if exact else "changed")
 
 
-def _average(value: Any, around: Around) -> Took:
-    if not truth(value):
-        return Took({}, "off", "ignored")
-    decay = around["train.ema_config.ema_decay"]
-    return Took({"train.ema_decay": 0.999 if decay is None else number(decay)})
-
-
 def _quantized(value: Any, around: Around) -> Took:
     return Took({"memory.base_precision": "fp8"}) if truth(value) else Took({}, "off", "ignored")
-
-
-def _checkpointing(value: Any, around: Around) -> Took:
-    if not truth(value):
-        return Took({}, "as few blocks as fit the card (memory.checkpointing=auto)", "ignored")
-    return Took({"memory.checkpointing": "all"})
 
 
 def _no_pictures(value: Any, around: Around) -> Took:
@@ -199,10 +186,10 @@ RULES: Mapping[str, Rule] = {
     "performance_log_every": nothing(LOGS),
     "sqlite_db_path": nothing(LOGS),
     "network.type": by(_kind, "lora.targets", NOT_LORA),
-    "network.rank": by(_rank, "lora.rank"),
-    "network.linear": by(_rank, "lora.rank"),
+    "network.rank": same("lora.rank", whole),
+    "network.linear": by(_linear, "lora.rank"),
     "network.alpha": by(_alpha, "lora.alpha"),
-    "network.linear_alpha": by(_alpha, "lora.alpha"),
+    "network.linear_alpha": same("lora.alpha", number),
     "network.conv": lacking("the convolutions learn too, with the rank of network.linear"),
     "network.conv_alpha": lacking("all layers have the scale of network.linear_alpha"),
     "network.dropout": unless_off("lora.dropout", number),
@@ -236,7 +223,7 @@ RULES: Mapping[str, Rule] = {
         nothing(SPEED),
     ),
     "train.steps": by(_steps, "train.max_steps"),
-    "train.batch_size": by(_batch, "batch.effective"),
+    "train.batch_size": batch_of("train.gradient_accumulation", "train.gradient_accumulation_steps"),
     "train.gradient_accumulation": part_of("train.batch_size", "batch.effective"),
     "train.gradient_accumulation_steps": part_of("train.batch_size", "batch.effective"),
     "train.optimizer": OPTIMIZER,
@@ -251,14 +238,14 @@ RULES: Mapping[str, Rule] = {
     "train.lr_scheduler_params": nothing("not set"),
     "train.dtype": PRECISION,
     "model.quantize": by(_quantized, "memory.base_precision", "weights are kept in fp8 here", changes=True),
-    "train.gradient_checkpointing": by(_checkpointing, "memory.checkpointing"),
+    "train.gradient_checkpointing": CHECKPOINTING,
     "train.max_grad_norm": same("optim.clip_norm", number),
     "train.min_snr_gamma": unless_off("loss.min_snr_gamma", number),
     "train.snr_gamma": unless_off("loss.min_snr_gamma", number),
     "train.noise_offset": unless_off("noise.offset", number),
     "train.loss_type": by(_loss, "loss.kind", "others than ours are replaced"),
     "train.reg_weight": same("loss.prior_weight", number),
-    "train.ema_config.use_ema": by(_average, "train.ema_decay"),
+    "train.ema_config.use_ema": average_with("train.ema_config.ema_decay", 0.999),
     "train.ema_config.ema_decay": part_of("train.ema_config.use_ema", "train.ema_decay"),
     **_all("train.ema_config.", "use_feedback param_multiplier", UNUSED),
     "train.train_text_encoder": lacking(NO_TEXT_ENCODER),
@@ -298,7 +285,7 @@ RULES: Mapping[str, Rule] = {
 DEFAULTS: Mapping[str, Any] = {
     "network.type": "lora",
     "network.linear": 4,
-    "network.linear_alpha": 1.0,
+    "network.alpha": 1.0,
     "train.steps": 1000,
     "train.batch_size": 1,
     "train.optimizer": "adamw",

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from lora_trainer.config.imports.documents import read_document
-from lora_trainer.config.imports.kohya_dataset import RULES, dataset_reading, is_kohya_dataset
+from lora_trainer.config.imports.kohya_dataset import LEFT_OUT, RULES, dataset_reading, is_kohya_dataset
 from lora_trainer.config.imports.reading import SOURCES
 from lora_trainer.config.layers import Layer
 from lora_trainer.config.toml import shown
@@ -59,7 +59,7 @@ def data_file_settings(path: Path, notes: list[str]) -> dict[str, Any]:
         if line.verdict == "unknown":
             fix = nearest(line.key.rpartition(".")[2], RULES)
             reading.problems.append(Problem(f"{path}: {line.key} is no key of a dataset TOML.", fix))
-        elif line.verdict == "changed":
+        elif line.verdict == "changed" or line.why == LEFT_OUT:
             value = "" if line.value is None else f" = {shown(line.value)}"
             notes.append(f"{path}: {line.key}{value}: {line.why}")
     if reading.problems:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from lora_trainer.config.imports.documents import SCRIPT
+from lora_trainer.config.imports.kohya_dataset import NEW_EACH_TIME
 from lora_trainer.config.imports.kohya_keys import CACHED, LOGS, READ_FROM_MODEL, SPEED, UPLOADS
 from lora_trainer.config.imports.merge import nothing_held_out
 from lora_trainer.config.imports.reading import SOURCES, Around, Reading, Rule, Took, located
@@ -26,7 +27,15 @@ from lora_trainer.config.imports.rules import (
     unless_off,
     whole,
 )
-from lora_trainer.config.imports.words import MODEL, NO_TEXT_ENCODER, OPTIMIZER, PRECISION, SCHEDULE
+from lora_trainer.config.imports.words import (
+    CHECKPOINTING,
+    MODEL,
+    NO_TEXT_ENCODER,
+    OPTIMIZER,
+    PRECISION,
+    SCHEDULE,
+    batch_of,
+)
 
 TOOL = "diffusers"
 MARKS = ("instance_data_dir", "instance_prompt", "train_data_dir", "dataset_name", "rank", "validation_prompt")
@@ -48,10 +57,6 @@ def _class_pictures(value: Any, around: Around) -> Took:
     return Took({SOURCES: [source]})
 
 
-def _batch(value: Any, around: Around) -> Took:
-    return Took({"batch.effective": whole(value) * count(around, "gradient_accumulation_steps")})
-
-
 def _epochs(value: Any, around: Around) -> Took:
     if around["max_train_steps"] is not None:
         return Took({}, "max_train_steps rules", "ignored")
@@ -68,10 +73,6 @@ def _small_states(value: Any, around: Around) -> Took:
     return Took({"optim.name": "adamw8bit"}) if truth(value) else Took({}, "off", "ignored")
 
 
-def _checkpointing(value: Any, around: Around) -> Took:
-    return Took({"memory.checkpointing": "all"}) if truth(value) else Took({}, "off", "ignored")
-
-
 def _only_with(key: str, word: str, ours: str, kind: Any) -> Rule:
     def read(value: Any, around: Around) -> Took:
         if word not in str(around[key]):
@@ -81,8 +82,8 @@ def _only_with(key: str, word: str, ours: str, kind: Any) -> Rule:
     return by(read, ours)
 
 
-def _random_crop(value: Any, around: Around) -> Took:
-    return Took({"data.crop": "centre"}) if truth(value) else Took({}, "off", "ignored")
+def _crop(value: Any, around: Around) -> Took:
+    return Took({"data.crop": "centre"}, verdict="mapped") if truth(value) else Took({"data.crop": "random"})
 
 
 ONLY_MISSING = Rule(
@@ -107,11 +108,11 @@ RULES: Mapping[str, Rule] = {
     "caption_column": nothing("the column is found by its name"),
     "max_train_samples": lacking("all pictures are trained"),
     "resolution": same("data.resolution", side),
-    "center_crop": by(_random_crop, "data.crop"),
+    "center_crop": by(_crop, "data.crop", NEW_EACH_TIME, changes=True),
     "random_flip": same("data.flip", truth),
     "max_train_steps": same("train.max_steps", whole),
     "num_train_epochs": by(_epochs, "train.max_epochs"),
-    "train_batch_size": by(_batch, "batch.effective"),
+    "train_batch_size": batch_of("gradient_accumulation_steps"),
     "gradient_accumulation_steps": part_of("train_batch_size", "batch.effective"),
     "seed": same("train.seed", whole),
     "rank": same("lora.rank", whole),
@@ -132,7 +133,7 @@ RULES: Mapping[str, Rule] = {
     "lr_power": _only_with("lr_scheduler", "polynomial", "schedule.power", number),
     "scale_lr": lacking("the rate is not scaled by the batch"),
     "mixed_precision": PRECISION,
-    "gradient_checkpointing": by(_checkpointing, "memory.checkpointing"),
+    "gradient_checkpointing": CHECKPOINTING,
     "snr_gamma": unless_off("loss.min_snr_gamma", number),
     "noise_offset": unless_off("noise.offset", number),
     "checkpointing_steps": unless_off("checkpoint.every_steps", whole),
@@ -163,6 +164,7 @@ RULES: Mapping[str, Rule] = {
     SCRIPT: nothing("it says which defaults hold"),
 }
 OF_ALL: Mapping[str, Any] = {
+    "center_crop": False,
     "train_batch_size": 4,
     "num_train_epochs": 1,
     "rank": 4,

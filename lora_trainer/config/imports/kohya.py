@@ -9,6 +9,7 @@ from typing import Any
 
 from lora_trainer.config.imports.documents import read_document
 from lora_trainer.config.imports.kohya_dataset import (
+    AREA_OF_MASK,
     DATASET_RULES,
     SUBSET_RULES,
     TOOL,
@@ -17,7 +18,7 @@ from lora_trainer.config.imports.kohya_dataset import (
 )
 from lora_trainer.config.imports.kohya_keys import RULES as TRAINING_RULES
 from lora_trainer.config.imports.reading import SOURCES, Around, Reading, Rule, Took, is_empty, located, pairs
-from lora_trainer.config.imports.rules import by, count, is_on, other_file, part_of, text
+from lora_trainer.config.imports.rules import by, count, is_on, other_file, part_of, text, truth
 from lora_trainer.core.errors import Problem, UsageError
 
 TABLES = ("network_args", "optimizer_args")  # lists of `key=value`
@@ -32,10 +33,10 @@ def _train_source(value: Any, around: Around) -> Took:
     if around["in_json"] is not None:
         source["captions_file"] = located(around.folder, text(around["in_json"]))
         source["repeats"] = count(around, "dataset_repeats")
-    if is_on(around["alpha_mask"] or False):
-        source["masks"] = "alpha"
-    elif around["conditioning_data_dir"] is not None:
+    if is_on(around["masked_loss"] or False) and around["conditioning_data_dir"] is not None:
         source["masks"] = located(around.folder, text(around["conditioning_data_dir"]))
+    elif is_on(around["alpha_mask"] or False):
+        source["masks"] = "alpha"
     return Took({SOURCES: [source]})
 
 
@@ -52,6 +53,26 @@ def _batch(value: Any, around: Around) -> Took:
     product = factors[0] * factors[1] * processes
     shown = " × ".join(str(each) for each in (*factors, *([processes] if processes > 1 else [])))
     return Took({"batch.effective": product}, "" if product == factors[0] else f"{shown} samples in a step")
+
+
+def _alpha(value: Any, around: Around) -> Took:
+    return Took({}) if truth(value) else Took({}, "off", "ignored")
+
+
+def _conditioning(value: Any, around: Around) -> Took:
+    if around["dataset_config"] is not None:
+        return Took({}, "dataset_config names the data", "ignored")
+    if not is_on(around["masked_loss"] or False):
+        return Took({}, "means nothing without masked_loss", "ignored")
+    return Took({})
+
+
+def _masked_loss(value: Any, around: Around) -> Took:
+    if not truth(value):
+        return Took({}, "off", "ignored")
+    if around["conditioning_data_dir"] is None and around["dataset_config"] is None:
+        return Took({}, "means nothing without conditioning_data_dir", "ignored")
+    return Took({})
 
 
 def of_all_data(rule: Rule) -> Rule:
@@ -93,9 +114,11 @@ DATA_RULES: Mapping[str, Rule] = {
     "reg_data_dir": by(_regularisation, SOURCES),
     "in_json": part_of("train_data_dir", SOURCES),
     "dataset_repeats": part_of("train_data_dir", SOURCES),
-    "alpha_mask": part_of("train_data_dir", SOURCES),
-    "conditioning_data_dir": part_of("train_data_dir", SOURCES),
-    "masked_loss": part_of("conditioning_data_dir", SOURCES),
+    "alpha_mask": by(_alpha, SOURCES, AREA_OF_MASK, changes=True),
+    "conditioning_data_dir": by(
+        _conditioning, SOURCES, f"its scripts read it only from a dataset TOML; {AREA_OF_MASK}", changes=True
+    ),
+    "masked_loss": by(_masked_loss, SOURCES, AREA_OF_MASK, changes=True),
     "train_batch_size": by(_batch, "batch.effective"),
     "gradient_accumulation_steps": part_of("train_batch_size", "batch.effective"),
     "validation_split": by(_held_out, "data.held_out checkpoint.release"),
@@ -177,6 +200,8 @@ def add_dataset(reading: Reading, keys: Mapping[str, Any]) -> None:
         return
     beneath = {NAMES.get(key, key): value for key, value in keys.items() if not is_empty(value)}
     known = {key: value for key, value in beneath.items() if key in {**DATASET_RULES, **SUBSET_RULES}}
+    known.pop("conditioning_data_dir", None)  # each subset says it
+    known["masked_loss"] = is_on(keys.get("masked_loss") or False)
     data = dataset_reading(path, document, known)
     reading.problems.extend(data.problems)
     reading.lines.extend(data.lines)

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from lora_trainer.config.imports.merge import RESOLUTIONS, together
-from lora_trainer.config.imports.reading import Around, Line, Reading, Rule, Took, is_empty
+from lora_trainer.config.imports.reading import Around, Line, Reading, Rule, Took, is_empty, located
 from lora_trainer.config.imports.rules import (
     by,
     is_on,
@@ -33,11 +33,20 @@ from lora_trainer.core.errors import Problem
 TOOL = "kohya"
 MOST_ASPECT = 8.0
 COLOURS = 4
+AREA_OF_MASK = "here the loss is divided by the mask's area, there not: pictures with small masks count for more"
+LEFT_OUT = "num_repeats is less than 1: left out, as kohya does"
 NEW_EACH_TIME = "drawn anew each time there; so many versions of each picture are cached here"
 
 
 def _alpha(value: Any, around: Around) -> Took:
     return Took({"source.masks": "alpha"}) if truth(value) else Took({}, "off", "ignored")
+
+
+def _conditioning(value: Any, around: Around) -> Took:
+    """A dataset TOML by itself does not say whether its pictures are masks; the config that names it does."""
+    if not is_on(around.keys.get("masked_loss", True)):
+        return Took({}, "means nothing without masked_loss", "ignored")
+    return Took({"source.masks": located(around.folder, text(value))})
 
 
 def _crop(value: Any, around: Around) -> Took:
@@ -100,12 +109,12 @@ SUBSET_RULES: Mapping[str, Rule] = {
     "color_aug": by(_colours, "source.colour_variants", NEW_EACH_TIME, changes=True),
     "random_crop": by(_crop, "source.crop", NEW_EACH_TIME, changes=True),
     "face_crop_aug_range": lacking("crops are not placed at faces"),
-    "alpha_mask": by(_alpha, "source.masks"),
-    "conditioning_data_dir": Rule(
-        "changed",
-        ("source.masks",),
-        "read as masks of the loss, never as ControlNet's pictures",
-        path_to("source.masks").read,
+    "alpha_mask": by(_alpha, "source.masks", AREA_OF_MASK, changes=True),
+    "conditioning_data_dir": by(
+        _conditioning,
+        "source.masks",
+        f"masks of the loss, never ControlNet's pictures; {AREA_OF_MASK}",
+        changes=True,
     ),
     "token_warmup_min": lacking("captions have all their tags from the start", off=(1,)),
     "token_warmup_step": lacking("captions have all their tags from the start"),
@@ -166,7 +175,9 @@ def dataset_reading(
     subsets = _subsets(reading, general, datasets, filled)
     if not subsets:
         if not reading.problems:
-            reading.problems.append(Problem(f"{path} names no pictures.", "Give [[datasets.subsets]] an image_dir."))
+            reading.problems.append(
+                Problem(f"{path} names no pictures.", "Give [[datasets.subsets]] an image_dir, seen once or more.")
+            )
         return reading
     written = {line.key.rpartition(".")[2] for line in reading.lines}
     unset = [key for key in DEFAULTS if defaults and key not in written and key not in (beneath or {})]
@@ -223,6 +234,9 @@ def _subsets(
         _lines(reading, f"datasets[{index}]", own, {**filled, **general, **own}, data["subsets"])
         for place, subset in enumerate(data["subsets"]):
             where, keys = f"datasets[{index}].subsets[{place}]", {**filled, **general, **own, **subset}
+            if _left_out(keys):
+                reading.lines.append(Line(where, keys.get("image_dir"), "ignored", {}, LEFT_OUT))
+                continue
             _lines(reading, where, subset, keys, [])
             if is_empty(keys.get("image_dir")) and is_empty(keys.get("metadata_file")):
                 message = f"{reading.path}: {where} has no image_dir."
@@ -230,6 +244,13 @@ def _subsets(
             else:
                 found.append(Subset(index, keys))
     return found
+
+
+def _left_out(keys: Mapping[str, Any]) -> bool:
+    """Whether kohya passes over a subset; what is no number is that key's own problem."""
+    with contextlib.suppress(ValueError):
+        return not is_empty(keys.get("num_repeats")) and whole(keys["num_repeats"]) < 1
+    return False
 
 
 def _lines(

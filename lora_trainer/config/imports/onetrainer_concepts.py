@@ -9,7 +9,7 @@ from typing import Any
 from lora_trainer.config.imports.kohya_dataset import COLOURS, NEW_EACH_TIME
 from lora_trainer.config.imports.kohya_keys import CACHED
 from lora_trainer.config.imports.merge import RESOLUTIONS
-from lora_trainer.config.imports.onetrainer_keys import UNUSED, named, only_with
+from lora_trainer.config.imports.onetrainer_keys import UNUSED, named
 from lora_trainer.config.imports.reading import Around, Rule, Took, located
 from lora_trainer.config.imports.rules import (
     by,
@@ -76,6 +76,31 @@ def _colours(value: Any, around: Around) -> Took:
     return Took({"source.colour_variants": COLOURS}) if truth(value) else Took({}, "off", "ignored")
 
 
+def _tag_dropout(value: Any, around: Around) -> Took:
+    """FULL drops all tags behind the kept ones at once: with none kept, the whole caption."""
+    if not is_on(around["text.tag_dropout_enable"] or False):
+        return Took({}, "means nothing without text.tag_dropout_enable", "ignored")
+    mode, share = str(around["text.tag_dropout_mode"]).upper(), number(value)
+    if mode == "RANDOM":
+        return Took({"captions.tag_dropout": share})
+    if mode != "FULL":
+        why = "tags near the end are dropped more often there, all alike here"
+        return Took({"captions.tag_dropout": share}, why, "changed")
+    if is_on(around["text.keep_tags_count"]):
+        why = "all tags but the kept ones at once there, each by itself here"
+        return Took({"captions.tag_dropout": share}, why, "changed")
+    of_all = around["config.text_encoder.dropout_probability"]
+    if is_on(of_all or 0):  # of either
+        share = 1.0 - (1.0 - share) * (1.0 - number(of_all))
+    return Took({"captions.dropout": share}, "the whole caption: no tag is kept")
+
+
+def _mode(value: Any, around: Around) -> Took:
+    if not is_on(around["text.tag_dropout_enable"] or False):
+        return Took({}, "means nothing without text.tag_dropout_enable", "ignored")
+    return Took({}, "read together with text.tag_dropout_probability")
+
+
 COLOUR = by(_colours, "source.colour_variants", NEW_EACH_TIME, changes=True)
 CONCEPT_RULES: Mapping[str, Rule] = {
     "name": nothing("a name"),
@@ -105,8 +130,8 @@ CONCEPT_RULES: Mapping[str, Rule] = {
     "text.tag_delimiter": same("captions.separator", text),
     "text.keep_tags_count": same("captions.keep_tokens", whole),
     "text.tag_dropout_enable": part_of("text.tag_dropout_probability", "captions.tag_dropout"),
-    "text.tag_dropout_probability": only_with("text.tag_dropout_enable", "captions.tag_dropout", number),
-    "text.tag_dropout_mode": lacking("each tag is dropped by itself", off=("RANDOM",)),
+    "text.tag_dropout_probability": by(_tag_dropout, "captions.tag_dropout captions.dropout"),
+    "text.tag_dropout_mode": by(_mode, "captions.tag_dropout captions.dropout"),
     **named("image.", "enable_fixed_flip enable_random_rotate enable_fixed_rotate enable_fixed_brightness", UNUSED),
     **named("image.", "enable_fixed_contrast enable_fixed_saturation enable_fixed_hue", UNUSED),
     **named("image.", "enable_random_circular_mask_shrink enable_random_mask_rotate_crop", UNUSED),
@@ -126,4 +151,5 @@ CONCEPT_DEFAULTS: Mapping[str, Any] = {
     "image.enable_crop_jitter": True,
     "text.prompt_source": "sample",
     "text.keep_tags_count": 1,
+    "text.tag_dropout_mode": "FULL",
 }

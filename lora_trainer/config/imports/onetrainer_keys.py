@@ -6,11 +6,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from lora_trainer.config.imports.kohya_dataset import AREA_OF_MASK
 from lora_trainer.config.imports.kohya_keys import CACHED, LOGS, OTHER_FAMILY, READ_FROM_MODEL, SPEED
 from lora_trainer.config.imports.reading import SOURCES, Around, Rule, Took, located
 from lora_trainer.config.imports.rules import (
     by,
-    count,
     is_on,
     lacking,
     nothing,
@@ -31,6 +31,9 @@ from lora_trainer.config.imports.words import (
     NOT_LORA,
     OPTIMIZER,
     SCHEDULE,
+    average_with,
+    batch_of,
+    checkpointing,
     precision,
 )
 
@@ -59,10 +62,6 @@ def _resolution(value: Any, around: Around) -> Took:
     return Took({"data.resolution": sides[0]}, "the area of that size" if "x" in str(value) else "")
 
 
-def _batch(value: Any, around: Around) -> Took:
-    return Took({"batch.effective": whole(value) * count(around, "gradient_accumulation_steps")})
-
-
 def _rate(value: Any, around: Around) -> Took:
     if around["unet.learning_rate"] is not None:
         return Took({}, "unet.learning_rate rules", "ignored")
@@ -80,13 +79,6 @@ def _cycles(value: Any, around: Around) -> Took:
     if "RESTARTS" not in str(around["learning_rate_scheduler"]).upper():
         return Took({}, "of schedules with restarts", "ignored")
     return Took({"schedule.cycles": max(1, round(number(value)))})
-
-
-def _average(value: Any, around: Around) -> Took:
-    if text(value).upper() == "OFF":
-        return Took({}, "off", "ignored")
-    decay = around["ema_decay"]
-    return Took({"train.ema_decay": 0.999 if decay is None else number(decay)})
 
 
 def _dtype(value: Any, around: Around) -> Took:
@@ -148,9 +140,13 @@ def _every(ours: str, unit: str) -> Rule:
 
 
 def _checkpointing(value: Any, around: Around) -> Took:
-    if str(value).upper() in ("OFF", "FALSE"):
-        return Took({}, "as few blocks as fit the card (memory.checkpointing=auto)", "ignored")
-    return Took({"memory.checkpointing": "all"})
+    return checkpointing(str(value).upper() not in ("OFF", "FALSE"), around)
+
+
+def _normalized(value: Any, around: Around) -> Took:
+    if not is_on(around["masked_training"] or False):
+        return Took({}, "means nothing without masked_training", "ignored")
+    return Took({}, "as here", "ignored") if truth(value) else Took({})
 
 
 def _samples(value: Any, around: Around) -> Took:
@@ -206,7 +202,7 @@ RULES: Mapping[str, Rule] = {
     "resolution": by(_resolution, "data.resolution data.resolutions"),
     "aspect_ratio_bucketing": by(_buckets, "data.max_aspect"),
     "epochs": same("train.max_epochs", whole),
-    "batch_size": by(_batch, "batch.effective"),
+    "batch_size": batch_of("gradient_accumulation_steps"),
     "gradient_accumulation_steps": part_of("batch_size", "batch.effective"),
     "seed": same("train.seed", whole),
     "optimizer.optimizer": OPTIMIZER,
@@ -225,7 +221,7 @@ RULES: Mapping[str, Rule] = {
     "unet.weight_dtype": by(_weights, "memory.base_precision"),
     "gradient_checkpointing": by(_checkpointing, "memory.checkpointing"),
     "unet.gradient_checkpointing": by(_checkpointing, "memory.checkpointing"),
-    "ema": by(_average, "train.ema_decay"),
+    "ema": average_with("ema_decay", 0.999, lambda value: text(value).upper() != "OFF"),
     "ema_decay": part_of("ema", "train.ema_decay"),
     "ema_update_step_interval": lacking("the average follows each step", off=(1,)),
     "peft_type": by(_kind, "", NOT_LORA, changes=True),
@@ -258,7 +254,7 @@ RULES: Mapping[str, Rule] = {
     "masked_training": part_of("concepts[].path", "source.masks"),
     "unmasked_weight": only_with("masked_training", "loss.unmasked_weight", number),
     "unmasked_probability": lacking("masks always count"),
-    "normalize_masked_area_loss": lacking("the loss is not divided by the mask's area"),
+    "normalize_masked_area_loss": by(_normalized, "", AREA_OF_MASK, changes=True),
     "masked_prior_preservation_weight": lacking("there is no such loss here"),
     "text_encoder.train": by(_trained, "", NO_TEXT_ENCODER, changes=True),
     "text_encoder_2.train": by(_trained, "", NO_TEXT_ENCODER, changes=True),
@@ -339,4 +335,5 @@ DEFAULTS: Mapping[str, Any] = {
     "layer_filter_preset": "full",
     "text_encoder.train": True,
     "unmasked_weight": 0.1,
+    "normalize_masked_area_loss": False,
 }

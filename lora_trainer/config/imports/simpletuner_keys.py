@@ -11,7 +11,6 @@ from lora_trainer.config.imports.merge import RESOLUTIONS
 from lora_trainer.config.imports.reading import SOURCES, Around, Rule, Took, located
 from lora_trainer.config.imports.rules import (
     by,
-    count,
     is_on,
     lacking,
     lookup,
@@ -26,7 +25,17 @@ from lora_trainer.config.imports.rules import (
     unless_off,
     whole,
 )
-from lora_trainer.config.imports.words import MODEL, NO_TEXT_ENCODER, NOT_LORA, OPTIMIZER, PRECISION, SCHEDULE
+from lora_trainer.config.imports.words import (
+    CHECKPOINTING,
+    MODEL,
+    NO_TEXT_ENCODER,
+    NOT_LORA,
+    OPTIMIZER,
+    PRECISION,
+    SCHEDULE,
+    average_with,
+    batch_of,
+)
 
 MEGAPIXEL = 1024  # the side of the square that it means by an area of 1.0
 DRAWING = "pictures while training are drawn in this program's own way"
@@ -48,11 +57,6 @@ def _epochs(value: Any, around: Around) -> Took:
     return Took({"train.max_epochs": whole(value)}) if is_on(value) else Took({}, "off", "ignored")
 
 
-def _batch(value: Any, around: Around) -> Took:
-    parts = count(around, "gradient_accumulation_steps") * count(around, "num_processes")
-    return Took({"batch.effective": whole(value) * parts})
-
-
 def _clipping(value: Any, around: Around) -> Took:
     """Its default clips each entry of the gradient, not the norm."""
     limit = number(value)
@@ -61,13 +65,6 @@ def _clipping(value: Any, around: Around) -> Took:
     return Took(
         {"optim.clip_value": limit, "optim.clip_norm": 0.0}, "entries of the gradient are clipped, not its norm"
     )
-
-
-def _average(value: Any, around: Around) -> Took:
-    if not truth(value):
-        return Took({}, "off", "ignored")
-    decay = around["ema_decay"]
-    return Took({"train.ema_decay": 0.995 if decay is None else number(decay)})
 
 
 def _offset(value: Any, around: Around) -> Took:
@@ -98,12 +95,6 @@ def _huber(value: Any, around: Around) -> Took:
     if str(around["loss_type"] or "l2") == "l2":
         return Took({}, "means nothing without loss_type = huber", "ignored")
     return Took({"loss.huber_delta": number(value)})
-
-
-def _checkpointing(value: Any, around: Around) -> Took:
-    if not truth(value):
-        return Took({}, "as few blocks as fit the card (memory.checkpointing=auto)", "ignored")
-    return Took({"memory.checkpointing": "all"})
 
 
 def _prompt(value: Any, around: Around) -> Took:
@@ -181,7 +172,7 @@ RULES: Mapping[str, Rule] = {
     "data_backend_config": other_file(SOURCES),
     "max_train_steps": by(_steps, "train.max_steps"),
     "num_train_epochs": by(_epochs, "train.max_epochs"),
-    "train_batch_size": by(_batch, "batch.effective"),
+    "train_batch_size": batch_of("gradient_accumulation_steps", "num_processes"),
     "gradient_accumulation_steps": part_of("train_batch_size", "batch.effective"),
     "num_processes": part_of("train_batch_size", "batch.effective"),
     "seed": same("train.seed", whole),
@@ -203,8 +194,8 @@ RULES: Mapping[str, Rule] = {
     "lr_power": same("schedule.power", number),
     "mixed_precision": PRECISION,
     "base_model_precision": by(_precision_of_base, "memory.base_precision", "kept in fp8 here", changes=True),
-    "gradient_checkpointing": by(_checkpointing, "memory.checkpointing"),
-    "use_ema": by(_average, "train.ema_decay"),
+    "gradient_checkpointing": CHECKPOINTING,
+    "use_ema": average_with("ema_decay", 0.995),
     "ema_decay": part_of("use_ema", "train.ema_decay"),
     "snr_gamma": unless_off("loss.min_snr_gamma", number),
     "loss_type": by(_loss, "loss.kind", "huber is pseudo-Huber here"),

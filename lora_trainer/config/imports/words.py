@@ -1,14 +1,15 @@
-"""Names that all these programs share: optimizers, schedules, precisions, model paths."""
+"""What all these programs share: optimizers, schedules, precisions, model paths, batches, averages."""
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path, PureWindowsPath
 from typing import Any
 
 from lora_trainer.config.imports.reading import Around, Rule, Took, located
-from lora_trainer.config.imports.rules import by, lookup, text
+from lora_trainer.config.imports.rules import by, count, lookup, number, text, truth, whole
 
 # Name without case and punctuation -> (ours, how it differs).
 OPTIMIZERS: Mapping[str, tuple[str, str]] = {
@@ -115,6 +116,34 @@ def model_path(value: Any, around: Around) -> Took:
     return Took({"model.path": found}, "there is no such folder here: name the model's folder", "changed")
 
 
+def checkpointing(value: Any, around: Around) -> Took:
+    if not truth(value):
+        return Took({}, "as few blocks as fit the card (memory.checkpointing=auto)", "ignored")
+    return Took({"memory.checkpointing": "all"})
+
+
+def batch_of(*factors: str) -> Rule:
+    """Samples of one optimizer step: the value times the numbers of other keys."""
+
+    def read(value: Any, around: Around) -> Took:
+        return Took({"batch.effective": whole(value) * math.prod(count(around, key) for key in factors)})
+
+    return by(read, "batch.effective")
+
+
+def average_with(key: str, otherwise: float, on: Callable[[Any], bool] = truth) -> Rule:
+    """A switch of averaged weights, whose decay another key says."""
+
+    def read(value: Any, around: Around) -> Took:
+        if not on(value):
+            return Took({}, "off", "ignored")
+        decay = around[key]
+        return Took({"train.ema_decay": otherwise if decay is None else number(decay)})
+
+    return by(read, "train.ema_decay")
+
+
+CHECKPOINTING = by(checkpointing, "memory.checkpointing")
 OPTIMIZER = by(optimizer, "optim.name optim.weight_decay optim.beta2", "others than ours are replaced")
 SCHEDULE = by(schedule, "schedule.name", "others than ours are replaced")
 PRECISION: Rule = by(precision, "memory.base_precision")

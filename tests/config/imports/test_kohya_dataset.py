@@ -10,6 +10,7 @@ import pytest
 
 from lora_trainer.config.imports.data_files import data_file_settings, nested
 from lora_trainer.config.imports.documents import read_document
+from lora_trainer.config.imports.imported import import_file
 from lora_trainer.config.imports.kohya_dataset import dataset_reading
 from lora_trainer.config.layers import Layer, resolve
 from lora_trainer.config.schema import SourceSection
@@ -67,6 +68,21 @@ def test_what_all_subsets_share_is_said_once(tmp_path: Path) -> None:
     assert [source.repeats for source in config.data.sources] == [1.0, 1.0]
 
 
+def test_a_subset_without_repeats_is_left_out_as_kohya_does(tmp_path: Path) -> None:
+    none = '[[datasets.subsets]]\nimage_dir = "none"\nnum_repeats = 0\n'
+    path = written(tmp_path, f'[[datasets]]\n{none}[[datasets.subsets]]\nimage_dir = "a"\nnum_repeats = 2\n')
+    resolved = settle([], [Layer("--data", {"data": {"sources": [str(path)]}})])
+    assert [source.path for source in resolved.config.data.sources] == [str(tmp_path / "a")]
+    (said,) = [note for note in resolved.notes if "num_repeats" in note]
+    assert 'datasets[0].subsets[0] = "none": num_repeats is less than 1: left out' in said
+    imported = import_file(path)
+    assert [source.path for source in imported.config.data.sources] == [str(tmp_path / "a")]
+    assert [line.key for line in imported.lines if line.verdict == "ignored"] == ["datasets[0].subsets[0]"]
+    with pytest.raises(UsageError) as caught:
+        data_file_settings(written(tmp_path, f"[[datasets]]\n{none}"), [])
+    assert [problem.message for problem in caught.value.problems] == [f"{path} names no pictures."]
+
+
 def test_every_key_of_a_whole_file() -> None:
     document: dict[str, Any] = tomllib.loads(FILE.read_text("utf-8"))
     reading = dataset_reading(FILE, document)
@@ -78,6 +94,7 @@ def test_every_key_of_a_whole_file() -> None:
     assert by_verdict["unknown"] == [f"{subset}.colour_aug"]
     assert by_verdict["changed"] == [
         "general.resize_interpolation",
+        "datasets[0].subsets[0].alpha_mask",
         f"{subset}.color_aug",
         f"{subset}.random_crop",
         f"{subset}.conditioning_data_dir",
@@ -91,7 +108,7 @@ def test_every_key_of_a_whole_file() -> None:
         "datasets[1].validation_seed",
     ]
     assert by_verdict["ignored"] == ["datasets[0].subsets[1].custom_attributes", f"{subset}.cache_info"]
-    assert len(by_verdict["mapped"]) == 34
+    assert len(by_verdict["mapped"]) == 33
     assert reading.settings["data.resolution"] == 1024
     assert reading.settings["data.max_aspect"] == 4.0
     cat, reg, small = resolve([Layer("d", nested(reading.settings))]).config.data.sources

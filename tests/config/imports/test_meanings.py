@@ -1,0 +1,125 @@
+"""What keys of other trainers mean there, by their source, and what becomes of them here."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from lora_trainer.config.imports.imported import Imported, import_file
+
+
+def imported_text(folder: Path, name: str, text: str) -> Imported:
+    path = folder / name
+    path.write_text(text, encoding="utf-8")
+    return import_file(path)
+
+
+@pytest.mark.parametrize(
+    ("network", "rank", "alpha"),
+    [
+        ({}, 4, 1.0),
+        ({"rank": 4}, 4, 1.0),
+        ({"rank": 32, "linear": 32}, 32, 1.0),
+        ({"rank": 8, "linear": 300}, 8, 1.0),  # as NetworkConfig has it
+        ({"linear": 300, "linear_alpha": 16}, 300, 16.0),
+        ({"linear": 32, "alpha": 32}, 32, 32.0),
+        ({"linear": 32, "alpha": 32, "linear_alpha": 8}, 32, 8.0),
+    ],
+)
+def test_rank_and_alpha_of_ai_toolkit(network: dict[str, int], rank: int, alpha: float, tmp_path: Path) -> None:
+    job = {"job": "extension", "config": {"name": "a", "process": [{"type": "sd_trainer", "network": network}]}}
+    imported = imported_text(tmp_path, "a.json", json.dumps(job))
+    assert (imported.config.lora.rank, imported.config.lora.alpha) == (rank, alpha)
+    assert {"lora.rank", "lora.alpha"} <= {*imported.settings}
+
+
+def kohya_with(folder: Path, text: str) -> Imported:
+    start = 'pretrained_model_name_or_path = "m"\nnetwork_dim = 8\n'
+    return imported_text(folder, "k.toml", f"{start}{text}\n")
+
+
+def verdict_of(imported: Imported, key: str) -> tuple[str, str]:
+    """What became of a key, and why: of the last line of that key."""
+    line = [line for line in imported.lines if line.key.endswith(key)][-1]
+    return line.verdict, line.why
+
+
+def test_masks_of_kohya_count_only_where_they_do_there_and_how_they_differ_is_said(tmp_path: Path) -> None:
+    masks = 'train_data_dir = "p"\nconditioning_data_dir = "masks"\n'
+    for text in (masks, f"{masks}masked_loss = false"):
+        off = kohya_with(tmp_path, text)
+        assert off.config.data.sources[0].masks is None
+        assert verdict_of(off, "conditioning_data_dir") == ("ignored", "means nothing without masked_loss")
+    on = kohya_with(tmp_path, f"{masks}masked_loss = true")
+    assert on.config.data.sources[0].masks == str(tmp_path / "masks")
+    for key in ("conditioning_data_dir", "masked_loss"):
+        verdict, why = verdict_of(on, key)
+        assert verdict == "changed"
+        assert "divided by the mask's area" in why
+    # Transparency needs no masked_loss there.
+    alpha = kohya_with(tmp_path, 'train_data_dir = "p"\nalpha_mask = true')
+    assert alpha.config.data.sources[0].masks == "alpha"
+    assert verdict_of(alpha, "alpha_mask")[0] == "changed"
+
+
+def test_a_config_says_whether_its_data_set_has_masks(tmp_path: Path) -> None:
+    subset = '[[datasets.subsets]]\nimage_dir = "a"\nconditioning_data_dir = "masks"\n'
+    (tmp_path / "data.toml").write_text(f"[[datasets]]\n{subset}", encoding="utf-8")
+    named = 'dataset_config = "data.toml"\n'
+    assert kohya_with(tmp_path, named).config.data.sources[0].masks is None
+    on = kohya_with(tmp_path, f"{named}masked_loss = true")
+    assert on.config.data.sources[0].masks == str(tmp_path / "masks")
+    assert verdict_of(on, "conditioning_data_dir")[0] == "changed"
+
+
+def one_trainer(folder: Path, **more: object) -> Imported:
+    start = {"training_method": "LORA", "base_model_name": "m", "concepts": [{"path": "p"}]}
+    return imported_text(folder, "o.json", json.dumps({**start, **more}))
+
+
+def test_the_area_of_a_mask_counts_here_as_one_trainer_has_it_when_asked(tmp_path: Path) -> None:
+    key = "normalize_masked_area_loss"
+    assert verdict_of(one_trainer(tmp_path, masked_training=True, **{key: True}), key) == ("ignored", "as here")
+    for imported in (
+        one_trainer(tmp_path, masked_training=True, **{key: False}),
+        one_trainer(tmp_path, masked_training=True),  # its default
+    ):
+        verdict, why = verdict_of(imported, key)
+        assert verdict == "changed"
+        assert "here the loss is divided by the mask's area" in why
+    assert verdict_of(one_trainer(tmp_path, **{key: False}), key)[0] == "ignored"
+    assert not any(line.key == key for line in one_trainer(tmp_path).lines)
+
+
+@pytest.mark.parametrize(
+    ("text", "of_all", "tags", "whole", "said"),
+    [
+        ({"tag_dropout_mode": "RANDOM"}, 0.0, 0.2, 0.0, ""),
+        ({}, 0.0, 0.2, 0.0, "all tags but the kept ones at once there"),  # FULL with one tag kept
+        ({"keep_tags_count": 0}, 0.0, 0.0, 0.2, "the whole caption"),
+        ({"keep_tags_count": 0, "tag_dropout_mode": "FULL"}, 0.5, 0.0, 0.6, "the whole caption"),
+        ({"tag_dropout_mode": "RANDOM WEIGHTED"}, 0.0, 0.2, 0.0, "more often there"),
+    ],
+)
+def test_ways_of_one_trainer_to_drop_tags(
+    text: dict[str, object], of_all: float, tags: float, whole: float, said: str, tmp_path: Path
+) -> None:
+    written = {**text, "tag_dropout_enable": True, "tag_dropout_probability": 0.2}
+    encoder = {"dropout_probability": of_all}
+    imported = one_trainer(tmp_path, concepts=[{"path": "p", "text": written}], text_encoder=encoder)
+    captions = imported.config.captions
+    assert (captions.tag_dropout, captions.dropout) == (tags, pytest.approx(whole))
+    verdict, why = verdict_of(imported, "text.tag_dropout_probability")
+    assert said in why
+    assert verdict == ("changed" if "there" in said else "mapped")
+
+
+@pytest.mark.parametrize("script", ["train_dreambooth_lora", "train_dreambooth_lora_sdxl", "train_text_to_image_lora"])
+def test_diffusers_crops_anywhere_unless_told(script: str, tmp_path: Path) -> None:
+    command = f"accelerate launch {script}.py --pretrained_model_name_or_path=m --instance_data_dir=p --rank=8"
+    usual = imported_text(tmp_path, "a.sh", f"{command}\n")
+    assert usual.config.data.crop == "random"
+    assert "drawn anew each time there" in verdict_of(usual, "center_crop")[1]
+    assert imported_text(tmp_path, "b.sh", f"{command} --center_crop\n").config.data.crop == "centre"
