@@ -52,8 +52,10 @@ def measure_steps(what: str, resolved: Resolved, steps: int | None, as_json: boo
 
     from lora_trainer.jobs.bench import STEPS, bench_step, device_name, to_json
     from lora_trainer.jobs.bench_loader import bench_loader
+    from lora_trainer.production.inputs import data_in_use
 
-    report = {"step": bench_step, "loader": bench_loader}[what](resolved, steps or STEPS, tiny=tiny)
+    with data_in_use():
+        report = {"step": bench_step, "loader": bench_loader}[what](resolved, steps or STEPS, tiny=tiny)
     if as_json:
         sys.stdout.write(json.dumps(to_json(report, device_name(), package_versions()), indent=2) + "\n")
         return DONE

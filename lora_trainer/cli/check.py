@@ -19,13 +19,21 @@ from lora_trainer.data.check import DataReport
 from lora_trainer.data.sample import Manifest, Sample
 from lora_trainer.data.steps import StepArithmetic
 from lora_trainer.models.family import ModelFacts
-from lora_trainer.production.inputs import arithmetic, data_sources, held_out_split, read_data, trained_framings
+from lora_trainer.production.inputs import (
+    arithmetic,
+    data_in_use,
+    data_sources,
+    held_out_split,
+    read_data,
+    trained_framings,
+)
 from lora_trainer.production.printed import show
 
 COLOURS = {"error": "red", "warning": "yellow", "note": "cyan"}
 MOST_NAMES = 12  # files listed under one finding
 
 
+@data_in_use()
 def check_command(
     config: Config,
     as_json: bool,

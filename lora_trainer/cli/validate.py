@@ -21,7 +21,7 @@ from lora_trainer.data.manifest import read_manifest
 from lora_trainer.data.sample import Sample
 from lora_trainer.data.views import BucketPlan, plan_plain
 from lora_trainer.evaluation.report import LoraReport
-from lora_trainer.production.inputs import model_folder, read_inputs, read_model, trained_framings
+from lora_trainer.production.inputs import data_in_use, model_folder, read_inputs, read_model, trained_framings
 
 MEANINGS = {
     "integrity": "whole, finite, loads, changes pictures",
@@ -52,6 +52,7 @@ class Questions:
 NO_QUESTIONS = BucketPlan(())
 
 
+@data_in_use()
 def validate_command(
     lora: str | Path, model: str | Path | None, data: str | Path | None, as_json: bool, config: Config
 ) -> int:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,8 @@ from lora_trainer.builtin import BASE_FOLDER, DATA_FOLDER
 from lora_trainer.config.schema import CaptionsSection, Config, SourceSection
 from lora_trainer.core.errors import Problem, UsageError
 from lora_trainer.core.findings import Finding
+from lora_trainer.core.io import user_cache_folder
+from lora_trainer.data.caches.claims import in_use
 from lora_trainer.data.captions import canonical, settled
 from lora_trainer.data.check import DataReport, check_dataset, check_plan
 from lora_trainer.data.manifest import read_manifest
@@ -56,6 +59,14 @@ def data_sources(config: Config) -> list[SourceSection]:
     return list(config.data.sources) or [SourceSection(path=str(DATA_FOLDER))]
 
 
+@contextlib.contextmanager
+def data_in_use() -> Iterator[None]:
+    """What is unpacked of the data in the user's cache folder stays there meanwhile: samples' spans lie in it."""
+    with in_use(user_cache_folder()):
+        yield
+
+
+@data_in_use()
 def list_data(config: Config, *, allow_missing_captions: bool | None = None) -> tuple[Manifest, tuple[Finding, ...]]:
     """What the sources hold, and what is wrong with it. Raises UsageError for bad sources."""
     allowed = config.data.allow_missing_captions if allow_missing_captions is None else allow_missing_captions
@@ -126,6 +137,7 @@ def trained_resolution(config: Config, facts: ModelFacts) -> int:
     return max(framing.resolutions[0] for framing in trained_framings(config, facts))
 
 
+@data_in_use()
 def read_data(config: Config, facts: ModelFacts, *, decode: bool = True) -> tuple[Manifest, DataReport]:
     """Read and judge the data as this config would train it on that model; without `decode` from headers alone.
 

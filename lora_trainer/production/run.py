@@ -33,6 +33,7 @@ from lora_trainer.production.folder import asks_for_more, claim, held, is_finish
 from lora_trainer.production.inputs import (
     Inputs,
     arithmetic,
+    data_in_use,
     dataset_facts,
     read_inputs,
     read_model,
@@ -71,6 +72,7 @@ class RunResult:
         }
 
 
+@data_in_use()
 def train(
     resolved: Resolved,
     *,
@@ -124,6 +126,7 @@ def total_steps(order: Order, inputs: Inputs) -> int:
     return arithmetic(order.config, inputs.train, order.config.batch.effective, processes=1).total
 
 
+@data_in_use()
 def cache(resolved: Resolved) -> None:
     """Fill the caches that a run of these settings needs, and train nothing. Raises UserError."""
     order = Order(resolved, run_folder(resolved.config), plain_console())

@@ -55,10 +55,10 @@ def test_pictures_inside(tmp_path: Path, layout: str, own_cache_folder: Path) ->
     third = manifest.samples[3]
     assert third.path.parent == path
     assert load_rgb(third.path, third.span).tobytes() == noise_picture(20, 12, 3).tobytes()
-    unpacked = {file: file.stat().st_mtime_ns for file in (own_cache_folder / "unpacked").iterdir()}
+    unpacked = {file: file.stat().st_mtime_ns for file in (own_cache_folder / "unpacked").glob("*.pictures")}
     again, _ = read_manifest([tmp_path])
     assert again.samples == manifest.samples
-    assert {file: file.stat().st_mtime_ns for file in (own_cache_folder / "unpacked").iterdir()} == unpacked
+    assert {file: file.stat().st_mtime_ns for file in (own_cache_folder / "unpacked").glob("*.pictures")} == unpacked
     assert list(tmp_path.iterdir()) == [path]
 
 

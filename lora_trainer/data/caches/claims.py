@@ -25,6 +25,7 @@ from lora_trainer.data.caches.ours import NOTE, named
 UPKEEP = 0  # the byte that is locked while shards are packed or removed
 FIRST_KEY = 16
 POLL = 0.02  # seconds
+CLOCK_STEP = 2.0  # seconds by which times on a disk may be coarse
 NEWBORN = 10.0  # seconds in which a file of a run that is not locked yet may still become so
 
 _registry: dict[tuple[int, str], _LockFile] = {}

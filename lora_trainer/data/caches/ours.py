@@ -18,7 +18,8 @@ DAMAGE = re.compile(r"[0-9a-f]{32}\.damaged-[0-9]+")
 FORMER_FOLDER = re.compile(r"[0-9a-f]{2}")
 FORMER = re.compile(r"[0-9a-f]{64}\.safetensors")
 FORMER_INDEX = re.compile(r"(latents|texts)-[0-9a-f]{24}\.json")
-PICTURES = re.compile(r"[0-9a-f]{32}\.(pictures|json)")
+PICTURES = re.compile(r"[0-9a-f]{32}\.pictures")
+PICTURES_INDEX = re.compile(r"[0-9a-f]{32}\.json")
 PART = re.compile(r"\.([0-9a-f]{32}|[0-9a-f]{64})\.(safetensors|pictures|json)\.[^.]+\.part")
 
 

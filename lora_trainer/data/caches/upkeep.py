@@ -11,7 +11,7 @@ from pathlib import Path
 
 from lora_trainer.core.errors import Problem, UsageError
 from lora_trainer.core.io import user_cache_folder
-from lora_trainer.data.caches.claims import forget_dead, oldest_user, upkeep
+from lora_trainer.data.caches.claims import CLOCK_STEP, forget_dead, oldest_user, upkeep
 from lora_trainer.data.caches.ours import (
     DAMAGE,
     FORMER,
@@ -19,6 +19,7 @@ from lora_trainer.data.caches.ours import (
     FORMER_INDEX,
     PART,
     PICTURES,
+    PICTURES_INDEX,
     SHARD,
     is_cache,
     named,
@@ -26,11 +27,10 @@ from lora_trainer.data.caches.ours import (
 from lora_trainer.data.caches.packing import pack, remove, rewrite
 from lora_trainer.data.caches.shards import is_foreign
 from lora_trainer.data.caches.store import KINDS, MARK, Shelf
-from lora_trainer.data.sources.parquet import UNPACKED
+from lora_trainer.data.sources.parquet import UNPACKED, last_used, remove_unpacked
 
 DEFAULT_LIMIT = 50 * 10**9  # bytes on disk
 ABANDONED_AFTER = 3600.0  # seconds until a half-written file may go although somebody is at work
-CLOCK_STEP = 2.0  # seconds by which times on a disk may be coarse
 
 
 @dataclass(frozen=True)
@@ -113,7 +113,7 @@ def cache_status(folder: Path) -> CacheStatus:
         used = max((shard.used for shard in shards), default=None)
         total = sum(shard.bytes for shard in shards)
         kinds[kind] = KindStatus(len(shelf), total, len(shards), len(shelf.damaged), used)
-    unpacked = sum(path.stat().st_size for path in _unpacked(folder))
+    unpacked = sum(size for _, size, _ in _unpacked(folder))
     return CacheStatus(folder, kinds, len(list(_former(folder))), oldest_user(folder) is not None, unpacked)
 
 
@@ -159,9 +159,13 @@ def cache_clean(folder: Path, limit: int = DEFAULT_LIMIT, *, verify: bool = Fals
     removed, damaged = 0, 0
     before = _bytes_in(folder)
     leavings = [*_abandoned(folder), *_former(folder)]
-    if oldest_user(folder) is None:
-        leavings += _unpacked(folder)
     with upkeep(folder):
+        since = oldest_user(folder)
+        for blob, _, last in list(_unpacked(folder)):
+            if since is None or last < since - CLOCK_STEP:
+                removed += remove_unpacked(blob) > 0
+        places = folder / UNPACKED
+        leavings += [path for path in named(places, PICTURES_INDEX) if not path.with_suffix(".pictures").exists()]
         for kind in KINDS:
             leavings += [folder / kind / name for name in Shelf(folder, kind).damaged]
             leavings += _stray_marks(folder / kind)
@@ -179,18 +183,18 @@ def cache_clean(folder: Path, limit: int = DEFAULT_LIMIT, *, verify: bool = Fals
 
 
 def keep_limit(folder: Path, limit: int) -> Cleaned:
-    """Remove the least recently used shards above `limit` bytes, but none that a living run uses."""
+    """Remove the least recently used shards and unpacked pictures above `limit` bytes, but none that a living run uses."""
     removed = removed_bytes = 0
     with upkeep(folder):
         forget_dead(folder)
         since = oldest_user(folder)
-        shards = sorted(_shards(folder), key=lambda entry: entry[2])
+        shards = sorted([*_shards(folder), *_unpacked(folder)], key=lambda entry: entry[2])
         left = sum(size for _, size, _ in shards)
         used = sum(size for _, size, last in shards if since is not None and last >= since - CLOCK_STEP)
         for path, _, last in shards:
             if left <= limit or (since is not None and last >= since - CLOCK_STEP):
                 break
-            if size := remove(path):
+            if size := remove_unpacked(path) if PICTURES.fullmatch(path.name) else remove(path):
                 removed, removed_bytes, left = removed + 1, removed_bytes + size, left - size
     return Cleaned(removed, removed_bytes, left, limit, needed=used if used > limit else None)
 
@@ -251,9 +255,11 @@ def _former_folders(folder: Path) -> list[Path]:
     return [path for path in folder.glob("??") if FORMER_FOLDER.fullmatch(path.name) and path.is_dir()]
 
 
-def _unpacked(folder: Path) -> list[Path]:
-    """Pictures out of Parquet files, laid out to be read in place; a run that needs them lays them out again."""
-    return named(folder / UNPACKED, PICTURES)
+def _unpacked(folder: Path) -> Iterator[tuple[Path, int, float]]:
+    """(path, bytes, time of last use) of pictures out of Parquet files, which a run that needs them lays out again."""
+    for path in named(folder / UNPACKED, PICTURES):
+        with contextlib.suppress(OSError):
+            yield path, path.stat().st_size, last_used(path)
 
 
 def _abandoned(folder: Path) -> list[Path]:

@@ -6,20 +6,32 @@ are laid side by side, once, in the user's cache folder, and read in place there
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+import os
 import shutil
+import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from lora_trainer.core.io import atomic_path, read_json, user_cache_folder, write_json
+from lora_trainer.data.caches.claims import CLOCK_STEP, POLL, Claims, oldest_user, upkeep
 from lora_trainer.data.sample import Span
 from lora_trainer.data.sources.found import Asked, Found, Reading
-from lora_trainer.data.sources.rows import TEXT_COLUMNS, text_of
+from lora_trainer.data.sources.rows import TEXT_COLUMNS, rows_of_parquet, text_of
+from lora_trainer.data.sources.texts import TextError
+
+if TYPE_CHECKING:
+    from pyarrow.parquet import ParquetFile
 
 PICTURE_COLUMNS = ("image", "jpg", "jpeg", "png", "webp", "image_bytes", "bytes", "content")
-ROWS_AT_ONCE = 32
-LAYOUT = "1"  # part of the name of what is unpacked
+# What a page may take unpacked cannot be known before, but a column's part of a group of rows says what all its pages do.
+MOST_OF_GROUP = 2**31  # bytes of pictures
+UNSUSPECTED, MOST_TIMES = 2**26, 16  # bytes from which on pictures that shrink more than so many times are none
+MOST_CELL = 2**28  # bytes of one picture
+BUFFER = 2**20  # bytes read at once
+LAYOUT = "2"  # part of the name of what is unpacked
 UNPACKED = "unpacked"  # the folder for it in the user's cache folder; `cache clean` empties it
 
 
@@ -43,14 +55,18 @@ def read_parquet(path: Path, column: str, asked: Asked, reading: Reading) -> lis
     """The pictures of one file in the order of its rows. Raises what pyarrow raises."""
     folder = user_cache_folder() / UNPACKED
     stat = path.stat()
-    identity = f"{LAYOUT} {path.resolve()} {stat.st_size} {stat.st_mtime_ns} {column}"
-    blob = folder / f"{hashlib.sha256(identity.encode('utf-8', 'surrogatepass')).hexdigest()[:32]}.pictures"
-    lacking = _room_lacking(path, column, blob)
-    if lacking:
-        reading.problem(f"{path} {lacking}", "Free some, or name a folder on another disk with LORA_TRAINER_CACHE.")
+    # The first half of the name stays when the file changes: so what it was before is found, and removed.
+    name = _digest(f"{path.resolve()}") + _digest(f"{LAYOUT} {stat.st_size} {stat.st_mtime_ns} {column}")
+    blob = folder / f"{name}.pictures"
+    try:
+        pictures = _shared(path, column, blob)
+        rows = _texts(path)
+    except _RefusedError as refused:
+        reading.problem(f"{path} {refused}", refused.fix)
         return []
-    pictures = _unpacked(path, column, blob)
-    rows = _texts(path)
+    except TextError as error:
+        reading.problem(f"{path} {error}.", "Make it again with captions as text.")
+        return []
     found = []
     for number, (picture, row) in enumerate(zip(pictures, rows, strict=True)):
         if picture is None:
@@ -66,48 +82,137 @@ def read_parquet(path: Path, column: str, asked: Asked, reading: Reading) -> lis
     return found
 
 
-def _room_lacking(path: Path, column: str, blob: Path) -> str:
-    """Both numbers where the pictures do not fit the disk; empty where they do or stand there already."""
-    from pyarrow.parquet import ParquetFile
+class _RefusedError(Exception):
+    """Why a file is not unpacked, in words that follow its name, and what to do."""
 
-    if blob.exists():
-        return ""
-    with ParquetFile(path) as file:
-        groups = [file.metadata.row_group(number) for number in range(file.num_row_groups)]
-    chunks = [group.column(number) for group in groups for number in range(group.num_columns)]
-    size = sum(chunk.total_uncompressed_size for chunk in chunks if chunk.path_in_schema.split(".")[0] == column)
-    blob.parent.mkdir(parents=True, exist_ok=True)
-    free = shutil.disk_usage(blob.parent).free
-    return "" if size < free else f"holds {size / 1e9:.1f} GB of pictures; {blob.parent} has {free / 1e9:.1f} GB free."
+    def __init__(self, message: str, fix: str) -> None:
+        super().__init__(message)
+        self.fix = fix
 
 
-def _unpacked(path: Path, column: str, blob: Path) -> list[_Picture | None]:
-    """Where each row's picture lies in `blob`, which is written unless it stands there whole."""
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:16]
+
+
+def _shared(path: Path, column: str, blob: Path) -> list[_Picture | None]:
+    """Where each row's picture lies in `blob`, unpacked by one of the processes that want it while the others wait."""
+    cache = blob.parent.parent
+    if (found := _unpacked(cache, blob)) is not None:
+        return found
+    with Claims(cache) as claims:
+        while True:
+            mine = claims.take(blob.stem)
+            if (found := _unpacked(cache, blob)) is not None:
+                return found
+            if mine:
+                pictures = _unpack(path, column, blob)
+                places = [None if each is None else [each.name, each.offset, each.size] for each in pictures]
+                write_json(blob.with_suffix(".json"), {"bytes": blob.stat().st_size, "pictures": places})
+                _remove_former(cache, blob)
+                return pictures
+            time.sleep(POLL)
+
+
+def _unpacked(cache: Path, blob: Path) -> list[_Picture | None] | None:
+    """What stands in `blob`, noted as used now, or None where it does not stand there whole.
+
+    Its use is the time of its index: headers are remembered by the time of the pictures.
+    """
+    if not blob.exists():
+        return None
     index = blob.with_suffix(".json")
     try:
-        places = read_json(index)
-        if blob.stat().st_size == places["bytes"]:
-            return [None if place is None else _Picture(*place) for place in places["pictures"]]
+        with contextlib.ExitStack() as turn:
+            with contextlib.suppress(OSError):  # a cache that may not be written to
+                turn.enter_context(upkeep(cache))
+            places = read_json(index)
+            if blob.stat().st_size != places["bytes"]:
+                return None
+            with contextlib.suppress(OSError):
+                os.utime(index)
+        return [None if place is None else _Picture(*place) for place in places["pictures"]]
     except (OSError, ValueError, KeyError, TypeError):
-        pass
-    pictures = _unpack(path, column, blob)
-    total = blob.stat().st_size
-    rows = [None if each is None else [each.name, each.offset, each.size] for each in pictures]
-    write_json(index, {"bytes": total, "pictures": rows})
-    return pictures
+        return None
+
+
+def _remove_former(cache: Path, blob: Path) -> None:
+    """What was unpacked of the same file before it changed goes, unless a living run may read it."""
+    with upkeep(cache):
+        since = oldest_user(cache)
+        for path in blob.parent.glob(f"{blob.stem[:16]}*.pictures"):
+            if path != blob and (since is None or last_used(path) < since - CLOCK_STEP):
+                remove_unpacked(path)
+
+
+def last_used(blob: Path) -> float:
+    """When a run last asked for what is unpacked there, as a file's time."""
+    try:
+        return blob.with_suffix(".json").stat().st_mtime
+    except OSError:
+        return blob.stat().st_mtime if blob.exists() else 0.0
+
+
+def remove_unpacked(blob: Path) -> int:
+    """Remove what is unpacked, with its index; the bytes that this freed."""
+    freed = 0
+    for path in (blob, blob.with_suffix(".json")):
+        with contextlib.suppress(OSError):
+            size = path.stat().st_size
+            path.unlink()
+            freed += size
+    return freed
+
+
+def _most_bytes(path: Path, file: ParquetFile, column: str, folder: Path) -> int:
+    """How many bytes of pictures may come out of a file. Raises _RefusedError for one that unpacks to too much."""
+    said = 0
+    for group in map(file.metadata.row_group, range(file.num_row_groups)):
+        chunks = [group.column(number) for number in range(group.num_columns)]
+        of_column = [chunk for chunk in chunks if chunk.path_in_schema.split(".")[0] == column]
+        size = sum(chunk.total_uncompressed_size for chunk in of_column)
+        if size > MOST_OF_GROUP:
+            message = f"has {_mb(size)} of pictures in one group of rows; the most is {_mb(MOST_OF_GROUP)}."
+            raise _RefusedError(message, "Write it again with fewer rows in a group (row_group_size=100).")
+        said += size
+    packed = path.stat().st_size
+    if said > UNSUSPECTED and said > MOST_TIMES * packed:
+        raise _too_much(packed, said)
+    free = shutil.disk_usage(folder).free
+    if said >= free:
+        message = f"holds {said / 1e9:.1f} GB of pictures; {folder} has {free / 1e9:.1f} GB free."
+        raise _RefusedError(message, "Free some, or name a folder on another disk with LORA_TRAINER_CACHE.")
+    return min(free, UNSUSPECTED + MOST_TIMES * packed)
+
+
+def _too_much(packed: int, found: int) -> _RefusedError:
+    message = f"is a file of {_mb(packed)} and unpacks to {_mb(found)} or more, as no pictures do."
+    return _RefusedError(message, "If they are pictures without compression, store them as PNG or JPEG.")
+
+
+def _mb(size: int) -> str:
+    return f"{size / 1e6:,.1f} MB"
 
 
 def _unpack(path: Path, column: str, blob: Path) -> list[_Picture | None]:
     from pyarrow.parquet import ParquetFile
 
     pictures: list[_Picture | None] = []
-    with atomic_path(blob) as temporary, open(temporary, "wb") as out, ParquetFile(path) as file:
-        for batch in file.iter_batches(batch_size=ROWS_AT_ONCE, columns=[column]):
-            for value in batch.column(0).to_pylist():
-                data, name = _bytes_of(value)
+    blob.parent.mkdir(parents=True, exist_ok=True)
+    with ParquetFile(path, buffer_size=BUFFER) as file:
+        most = _most_bytes(path, file, column, blob.parent)
+        with atomic_path(blob) as temporary, open(temporary, "wb") as out:
+            # One by one: rows of one dictionary entry take its size each.
+            for batch in file.iter_batches(batch_size=1, columns=[column]):
+                cells = batch.column(0)
+                if cells.nbytes > MOST_CELL:
+                    message = f"has {_mb(cells.nbytes)} in row {len(pictures) + 1}; the most is {_mb(MOST_CELL)}."
+                    raise _RefusedError(message, "Remove the row.")
+                data, name = _bytes_of(cells[0].as_py())
                 if not data:
                     pictures.append(None)
                     continue
+                if out.tell() + len(data) > most:
+                    raise _too_much(path.stat().st_size, out.tell() + len(data))
                 pictures.append(_Picture(_named(len(pictures), name, data), out.tell(), len(data)))
                 out.write(data)
     return pictures
@@ -131,7 +236,7 @@ def _named(number: int, name: str, data: bytes) -> str:
 
 
 def _texts(path: Path) -> list[dict[str, Any]]:
-    """Caption and weight of each row."""
+    """Caption and weight of each row. Raises TextError."""
     from pyarrow.parquet import ParquetFile
 
     with ParquetFile(path) as file:
@@ -139,4 +244,4 @@ def _texts(path: Path) -> list[dict[str, Any]]:
         columns = [name for name in (*TEXT_COLUMNS, "weight") if name in kinds and "binary" not in kinds[name]]
         if not columns:
             return [{} for _ in range(file.metadata.num_rows)]
-        return [row for batch in file.iter_batches(columns=columns) for row in batch.to_pylist()]
+        return list(rows_of_parquet(file, columns))

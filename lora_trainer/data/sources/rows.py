@@ -9,11 +9,16 @@ import json
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from lora_trainer.data.sources.texts import MOST_TABLE_BYTES, TextError, read_text
 
+if TYPE_CHECKING:
+    from pyarrow.parquet import ParquetFile
+
 NAME_COLUMNS = ("file_name", "filename", "file", "image", "image_path", "path")
+MOST_GROUP_BYTES = 1 << 28
+MOST_ROWS = 1 << 14  # of Parquet, in memory at once
 TEXT_COLUMNS = ("text", "caption", "prompt", "tags")
 
 
@@ -149,9 +154,29 @@ def read_parquet(path: Path) -> Table:
             columns = [field.name for field in file.schema_arrow if _is_wanted(field.name, str(field.type))]
             if not set(columns) & set(NAME_COLUMNS):
                 raise TextError(f"has no column file_name (its columns: {', '.join(file.schema_arrow.names)[:80]})")
-            return _table(row for batch in file.iter_batches(columns=columns) for row in batch.to_pylist())
+            return _table(rows_of_parquet(file, columns))
     except (OSError, ValueError, ArrowException) as error:
         raise TextError(f"is not Parquet that can be read ({str(error).split(chr(10))[0]})") from error
+
+
+def rows_of_parquet(file: ParquetFile, columns: list[str]) -> Iterator[dict[str, Any]]:
+    """The rows of some columns of text, few at once. Raises TextError for more than a table may hold, packed or not."""
+    largest = 1
+    for group in map(file.metadata.row_group, range(file.num_row_groups)):
+        chunks = [group.column(number) for number in range(group.num_columns)]
+        said = sum(each.total_uncompressed_size for each in chunks if each.path_in_schema.split(".")[0] in columns)
+        if said > MOST_GROUP_BYTES:
+            most = f"the most is {MOST_GROUP_BYTES >> 20}"
+            raise TextError(f"holds {said >> 20} MiB of text in one group of rows; {most}")
+        largest = max(largest, said)
+    total = 0
+    # No cell is larger than its group, but a dictionary's entry may stand in every row.
+    at_once = max(1, min(MOST_ROWS, MOST_GROUP_BYTES // largest))
+    for batch in file.iter_batches(batch_size=at_once, columns=columns):
+        total += batch.nbytes
+        if total > MOST_TABLE_BYTES:
+            raise TextError(f"holds more than {MOST_TABLE_BYTES >> 20} MiB of text")
+        yield from batch.to_pylist()
 
 
 def _is_wanted(name: str, kind: str) -> bool:
