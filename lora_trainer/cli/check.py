@@ -14,9 +14,11 @@ from rich.text import Text
 
 from lora_trainer.config.schema import Config
 from lora_trainer.core.errors import DATASET_REFUSED, DONE, Problem, UsageError
+from lora_trainer.core.findings import Finding, printable
 from lora_trainer.core.io import json_document
 from lora_trainer.data.check import DataReport
 from lora_trainer.data.sample import Manifest, Sample
+from lora_trainer.data.sources.places import named_places
 from lora_trainer.data.steps import StepArithmetic
 from lora_trainer.models.family import ModelFacts
 from lora_trainer.production.inputs import (
@@ -31,6 +33,7 @@ from lora_trainer.production.printed import show
 
 COLOURS = {"error": "red", "warning": "yellow", "note": "cyan"}
 MOST_NAMES = 12  # files listed under one finding
+MOST_REASONS = 3  # differing messages shown of one kind of finding, beside the first
 
 
 @data_in_use()
@@ -45,10 +48,8 @@ def check_command(
 ) -> int:
     """Print the report, and write its page and a cleaned copy where they are asked for; 0 when the data passes
     the gate, 3 when it does not."""
-    if fix is not None and not decode:
-        raise UsageError(
-            Problem("--fix needs to see the pictures, and --headers opens none.", "Leave one of them out.")
-        )
+    if problems := target_problems(config, page, fix, decode=decode):
+        raise UsageError(problems)
     manifest, report = read_data(config, facts, decode=decode)
     train, held_out = held_out_split(config, report)
     steps = arithmetic(config, train, config.batch.max_micro or config.batch.effective, processes=1)
@@ -64,6 +65,22 @@ def check_command(
     if as_json:
         sys.stdout.write(json_document(document))
     return DONE if report.passed else DATASET_REFUSED
+
+
+def target_problems(config: Config, page: Path | None, fix: Path | None, *, decode: bool) -> list[Problem]:
+    """What is wrong with the places that are to be written, told before the data is read."""
+    from lora_trainer.data.check.fix import place_problems
+    from lora_trainer.production.report.dataset import page_problems
+
+    sources = [place for source in data_sources(config) for place in named_places(source)]
+    problems = []
+    if fix is not None and not decode:
+        problems.append(Problem("--fix needs to see the pictures, and --headers opens none.", "Leave one of them out."))
+    if fix is not None:
+        problems += place_problems(fix, sources)
+    if page is not None:
+        problems += page_problems(page, sources)
+    return problems
 
 
 def _fix(
@@ -84,7 +101,7 @@ def _fix(
         console = Console(highlight=False)
         for each in copy.files:
             if each.done:
-                show(console, Text(f"{report.name_of(each.path)}: {'; '.join(each.done)}"))
+                show(console, Text(printable(f"{report.name_of(each.path)}: {'; '.join(each.done)}")))
         kept = sum(each.copy is not None for each in copy.files)
         show(console, Text(f"copy: {kept} of {len(copy.files)} files in {copy.folder}; fixed.json lists them"))
         show(console, Text(f"score {report.score:.3f}, of the copy {after.score:.3f}"))
@@ -121,7 +138,7 @@ def show_report(report: DataReport, steps: StepArithmetic, held_out: int, consol
     show(console, Text(f"{steps.line}; {held_out} held out"))
     lower = [f"{name} {value:.3f}" for name, value in report.parts.items() if value < 1.0]
     parts = f"{', '.join(lower)}; all others 1" if lower else "all 1"
-    verdict = "passes" if report.passed else "refused"
+    verdict = "passes" if report.passed else f"refused: {report.why_refused}"
     show(console, Text(f"score {report.score:.3f} (gate {report.gate:.2f}): {verdict}"))
     show(console, Text(f"parts: {parts}"))
 
@@ -136,11 +153,20 @@ def show_findings(report: DataReport, console: Console) -> None:
         told.add_row(Text(first.severity, style=COLOURS[first.severity]), Text(message))
         show(console, told)
         names = [report.name_of(finding.path) for finding in group if finding.path]
-        for line in (f"in {some(names)}" if len(names) > 1 else "", first.fix):
+        reasons = reasons_of(report, group)
+        listed = len(names) > 1 + len(reasons)
+        for line in (*reasons, f"in {some(names)}" if listed else "", first.fix):
             if line:
                 show(console, Padding(Text(line), (0, 0, 0, 9)))
     if not report.samples:
         show(console, Text(str(report.refusals[-1]), style=COLOURS["error"]))
+
+
+def reasons_of(report: DataReport, group: Sequence[Finding]) -> list[str]:
+    """What is said of others than the first, where it differs: the first file of each message."""
+    first = {finding.message: finding for finding in reversed(group) if finding.path is not None}
+    others = [each for each in group[1:] if first.get(each.message) is each]
+    return [f"{report.name_of(each.path)} {each.message}" for each in others[:MOST_REASONS] if each.path is not None]
 
 
 def some(names: Sequence[str]) -> str:

@@ -16,7 +16,12 @@ EXAMPLES = (
 
 def add_check_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("data", nargs="*", metavar="DATA", help="folders or files; the built-in data set without any")
-    parser.add_argument("--model", dest="model.path", metavar="DIR", help="judge for this model; SD1.5 without it")
+    parser.add_argument(
+        "--model",
+        dest="model.path",
+        metavar="DIR",
+        help="judge for this model; for SD1.5, not the built-in base, without it",
+    )
     parser.add_argument("--json", action="store_true", help="one JSON document on stdout")
     parser.add_argument("--html", metavar="FILE", type=Path, help="write one page with pictures of what is wrong")
     parser.add_argument("--headers", action="store_true", help="a quick look: headers and captions, nothing is decoded")
@@ -30,7 +35,7 @@ def check(arguments: argparse.Namespace, unknown: list[Problem]) -> int:
     from lora_trainer.builtin import DATA_FOLDER
     from lora_trainer.cli.check import check_command
     from lora_trainer.models.family import USUAL_FAMILY, public_architecture
-    from lora_trainer.production.inputs import read_model
+    from lora_trainer.production.inputs import read_model, trained_framings
 
     # The built-in pictures are made for the built-in base; people's own are judged for a usual model, or the one named.
     builtin = all(Path(source).resolve() == DATA_FOLDER for source in arguments.data)
@@ -41,6 +46,13 @@ def check(arguments: argparse.Namespace, unknown: list[Problem]) -> int:
         facts = read_model(config)[1]
     else:
         facts = public_architecture(config.model.family or USUAL_FAMILY).facts
-        say(f"judged for {facts.family} ({facts.resolution} px); name another model with --model")
+    sides = sorted({side for framing in trained_framings(config, facts) for side in framing.resolutions})
+    named = f"any {facts.family} model"
+    if config.model.path:
+        named = f"{facts.family} ({config.model.path})"
+    elif builtin and config.model.family is None:
+        named = "the built-in base"
+    more = "" if config.model.path else "; name the model that you train with --model"
+    say(f"judged for {named} at {', '.join(map(str, sides))} px{more}")
     decode = not arguments.headers
     return check_command(config, arguments.json, facts, arguments.html, arguments.fix, decode=decode)

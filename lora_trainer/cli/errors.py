@@ -8,6 +8,7 @@ import traceback
 from collections.abc import Sequence
 
 from lora_trainer.core.errors import TRAINING_FAILED, WRONG_USAGE, Problem, UserError
+from lora_trainer.core.findings import printable
 from lora_trainer.core.launch import is_main_process
 
 BUG = 1
@@ -41,6 +42,11 @@ def _print_problems(problems: Sequence[Problem]) -> None:
         print(f"error: {len(problems)} problems", file=sys.stderr)
     for number, problem in enumerate(problems, start=1):
         lead = "error: " if len(problems) == 1 else f"  {number}. "
-        print(f"{lead}{problem.message}", file=sys.stderr)
+        print(f"{lead}{_lines(problem.message)}", file=sys.stderr)
         if problem.fix:
-            print(f"{' ' * len(lead)}{problem.fix}", file=sys.stderr)
+            print(f"{' ' * len(lead)}{_lines(problem.fix)}", file=sys.stderr)
+
+
+def _lines(text: str) -> str:
+    """As it is, but for what would command a terminal: names of files stand in it."""
+    return "\n".join(map(printable, text.split("\n")))

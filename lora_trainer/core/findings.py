@@ -17,6 +17,11 @@ def printable(name: str) -> str:
     return "".join(kept)
 
 
+def counted(count: float, one: str, many: str = "") -> str:
+    """`1 step`, `2 steps`; `many` where an s does not make the plural."""
+    return f"{count} {one if count == 1 else many or one + 's'}"
+
+
 @dataclass(frozen=True)
 class Finding:
     """A stable code for scripts, a message for people, and what to do.
@@ -30,6 +35,11 @@ class Finding:
     message: str
     fix: str = ""
     path: Path | None = None
+
+    def __post_init__(self) -> None:
+        """Names of files stand in both texts, and may hold what would command a terminal."""
+        object.__setattr__(self, "message", printable(self.message))
+        object.__setattr__(self, "fix", printable(self.fix))
 
     def to_json(self) -> dict[str, str]:
         """Without the path: documents list findings below their file."""

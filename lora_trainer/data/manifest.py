@@ -164,6 +164,8 @@ def _caption_of(found: Found, asked: Asked, reading: Reading) -> str:
     if found.instead:
         message = f"has no {found.path.stem}{ending}, as captions.extension asks, but {found.instead}."
         fix = "Set captions.extension to what is there, or remove it."
+    elif found.table is not None:
+        fix = f"{found.table.name} lies here: name it as captions_file of the source, or as --data. Else {fix[0].lower()}{fix[1:]}"
     if reading.allow_missing_captions:
         fix = f"It is trained on the empty caption, as data.allow_missing_captions asks; or write {found.path.stem}{ending}."
     reading.find(code, severity, message, fix, found.path)

@@ -18,6 +18,7 @@ from functools import cached_property, lru_cache
 import numpy as np
 from numpy.typing import NDArray
 
+from lora_trainer.core.findings import counted
 from lora_trainer.core.randomness import position_keys
 from lora_trainer.data.sample import Sample
 
@@ -200,12 +201,13 @@ class StepArithmetic:
         """For people: `18 images x 10 repeats = 180 a pass / 4 a step = 45 steps x 3 epochs = 135 steps`."""
         repeats = self.to_json()["repeats"]
         prior = f" + {self.regularisation} regularisation" if self.regularisation else ""
+        images, times = counted(self.images, "image"), counted(repeats, "repeat")
         text = (
-            f"{self.images} images × {repeats} repeats{prior} = {self.passes} a pass, / {self.effective} a step"
-            f" = {self.steps_per_epoch} steps, × {self.epochs} epochs"
+            f"{images} × {times}{prior} = {self.passes} a pass, / {self.effective} a step"
+            f" = {counted(self.steps_per_epoch, 'step')}, × {counted(self.epochs, 'epoch')}"
         )
         whole = self.steps_per_epoch * self.epochs
-        return f"{text} = {whole} steps" + (f", stopped at {self.total}" if self.total != whole else "")
+        return f"{text} = {counted(whole, 'step')}" + (f", stopped at {self.total}" if self.total != whole else "")
 
 
 def step_arithmetic(

@@ -16,6 +16,7 @@ from functools import cached_property, lru_cache
 
 from lora_trainer.config.schema import DataSection, SourceSection
 from lora_trainer.core.errors import Problem, UsageError
+from lora_trainer.core.findings import counted
 from lora_trainer.core.randomness import position_turn, position_uniform
 from lora_trainer.data.buckets import (
     Bucket,
@@ -233,10 +234,11 @@ class BucketPlan:
     @property
     def lines(self) -> tuple[str, ...]:
         """For people: `3 buckets: 128x128 (14), 96x160 (6), 160x96 (1)`."""
-        word = "bucket" if len(self.counts) == 1 else "buckets"
+        if not self.counts:
+            return ()
         ranked = sorted(self.counts.items(), key=lambda entry: (-entry[1], entry[0]))
         named = ", ".join(f"{bucket} ({count})" for bucket, count in ranked)
-        return (f"{len(self.counts)} {word}: {named}",)
+        return (f"{counted(len(self.counts), 'bucket')}: {named}",)
 
 
 def plan_views(samples: Sequence[Sample], framings: Sequence[Framing]) -> BucketPlan:

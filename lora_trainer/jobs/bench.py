@@ -25,6 +25,7 @@ import torch
 from torch.nn.functional import mse_loss
 
 from lora_trainer.config.layers import Resolved
+from lora_trainer.core.findings import counted
 from lora_trainer.data.loader import prefetch
 from lora_trainer.jobs.subject import Subject, subject_of
 from lora_trainer.jobs.usual import USUAL, add_usual_adapter, use_adapter, usual_step
@@ -162,7 +163,7 @@ def device_name() -> str:
     """The GPU's name, or what the processor is called."""
     if torch.cuda.is_available():
         return torch.cuda.get_device_name(0)
-    return f"{platform.machine()} CPU, {torch.get_num_threads()} threads"
+    return f"{platform.machine()} CPU, {counted(torch.get_num_threads(), 'thread')}"
 
 
 def to_json(report: BenchReport, device: str, versions: dict[str, str]) -> dict[str, object]:

@@ -29,6 +29,8 @@ def announce(config: Config, console: Console) -> None:
     """Say first what stands in for a model or data that was not given."""
     if config.model.path is None:
         console.print("No --model: using the built-in base, a miniature Stable Diffusion 1.5 (128 px).")
+        if config.data.sources:
+            console.print("Its small size suits tries only; check without --model judges for the whole one (512 px).")
     if not config.data.sources:
         console.print("No --data: using the built-in data set of a small robot named zobo.")
 

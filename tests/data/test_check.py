@@ -207,5 +207,20 @@ def test_the_command_for_people(good_folder: Path, capsys: pytest.CaptureFixture
     Image.new("RGB", (20, 20)).save(good_folder / "odd [red].png")
     assert check_command(over(good_folder, CONFIG), as_json=False, facts=USUAL) == 3
     out = " ".join(capsys.readouterr().out.split())
-    assert "refused" in out
+    assert "refused: 2 errors" in out
     assert "has no caption (first: odd [red].png" in out
+
+
+def test_the_command_gives_each_reason_once_and_no_name_commands_the_terminal(
+    good_folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (good_folder / "a.png").write_bytes(b"")
+    (good_folder / "b.png").write_bytes(b"")
+    (good_folder / "\x1b[31mred.png").write_text("text", encoding="utf-8")
+    Image.new("RGB", (160, 128)).save(good_folder / "\x1b[32mgreen.png")
+    check_command(over(good_folder, CONFIG), as_json=False, facts=USUAL)
+    out = capsys.readouterr().out
+    assert "\x1b" not in out
+    assert "Write one into \\x1b[32mgreen.txt" in out
+    assert out.count("is empty (0 bytes)") == 1
+    assert out.count("is not a picture in a known format") == 1

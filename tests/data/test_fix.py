@@ -109,7 +109,7 @@ def test_every_fault_is_mended_or_left_out(bad: Path, tmp_path: Path) -> None:
     done = done_of(copy)
     assert done["broken.png"][0] is None
     assert done["lonely.png"] == (None, "left out: has no caption.")
-    assert done["copy.png"] == (None, "left out: looks the same as 1.png.")
+    assert done["copy.png"] == (None, "left out: is a copy of 1.png.")
     assert done["3.png"] == (None, "left out: looks the same as larger.png.")
     assert done["orphan.txt"][0] is None
     assert done["misnamed.png"] == ("misnamed.jpg", "renamed to misnamed.jpg")
@@ -127,6 +127,21 @@ def test_every_fault_is_mended_or_left_out(bad: Path, tmp_path: Path) -> None:
     assert {Path(row["path"]).name: row["copy"] for row in record["files"]} == {
         name: place for name, (place, _) in done.items()
     }
+
+
+def test_of_exact_copies_the_one_with_a_caption_is_kept(good: Path, tmp_path: Path) -> None:
+    shutil.copy(good / "1.png", good / "0-first.png")
+    manifest, findings = read_manifest([good], allow_missing_captions=True)
+    report = check_dataset(manifest, findings, framings=[FRAMING])
+    copy = write_fixed(report, manifest, [SourceSection(path=str(good))], [FRAMING], tmp_path / "copy")
+    assert done_of(copy)["0-first.png"] == (None, "left out: is a copy of 1.png.")
+    assert (tmp_path / "copy" / "1.txt").is_file()
+
+
+def test_what_is_no_sample_is_left_out_with_its_reason(good: Path, tmp_path: Path) -> None:
+    (good / "text.png").write_text("no picture", encoding="utf-8")
+    told = done_of(fixed(tmp_path / "copy", good))["text.png"]
+    assert told == (None, "left out: is not a picture in a known format.")
 
 
 def test_folders_with_repeats_and_metadata_survive(good: Path, tmp_path: Path) -> None:

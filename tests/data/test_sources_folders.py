@@ -68,6 +68,14 @@ def test_regularisation_is_seen_as_often_as_the_rest_and_all_of_it_in_time(tmp_p
         read_manifest(asked[1:])
 
 
+def test_a_table_of_another_name_is_pointed_at(tmp_path: Path, draw: Draw) -> None:
+    draw(tmp_path / "a.png", seed=1, caption=None)
+    (tmp_path / "data.csv").write_text("image,caption\na.png,a cat\n", encoding="utf-8")
+    fix = read_manifest([tmp_path])[1][0].fix
+    assert fix.startswith("data.csv lies here: name it as captions_file")
+    assert read_manifest([source(tmp_path, captions_file=str(tmp_path / "data.csv"))])[1] == ()
+
+
 def test_the_ending_of_captions(tmp_path: Path, draw: Draw) -> None:
     draw(tmp_path / "a.png", seed=1, caption="text")
     draw(tmp_path / "b.png", seed=2, caption="text")

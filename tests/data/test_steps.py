@@ -150,4 +150,6 @@ def test_lengths(lengths: Lengths, total: int, epochs: int) -> None:
 def test_accumulation_is_derived() -> None:
     counted = step_arithmetic(samples_of([1] * 20), 12, Lengths(), max_micro=4, processes=2)
     assert (counted.batch, counted.accumulation, counted.processes) == (3, 2, 2)
-    assert "20 images × 1 repeats = 20 a pass, / 12 a step = 2 steps" in counted.line
+    one = step_arithmetic(samples_of([1]), 1, Lengths(max_epochs=1)).line
+    assert one == "1 image × 1 repeat = 1 a pass, / 1 a step = 1 step, × 1 epoch = 1 step"
+    assert "20 images × 1 repeat = 20 a pass, / 12 a step = 2 steps" in counted.line

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from lora_trainer.cli.check import check_command
+from lora_trainer.cli.check import check_command, target_problems
 from lora_trainer.config.schema import Config, SourceSection
 from lora_trainer.models.family import public_architecture
 from lora_trainer.production.report import dataset
@@ -99,8 +99,27 @@ def test_a_page_that_cannot_be_written_is_said(folder: Path, tmp_path: Path) -> 
     from lora_trainer.core.errors import UsageError
 
     (tmp_path / "page.html").mkdir()
-    with pytest.raises(UsageError, match="cannot be written"):
+    with pytest.raises(UsageError, match="is a folder"):
         page_of(folder, tmp_path)
+
+
+def test_places_to_write_are_judged_at_once_and_before_the_data(folder: Path, tmp_path: Path) -> None:
+    config = Config.model_validate({"data": {"sources": [{"path": str(folder)}]}})
+    other = tmp_path / "notes.html"
+    other.write_text("<title>mine</title>", encoding="utf-8")
+
+    def told(page: Path, fix: Path | None = None) -> list[str]:
+        return [problem.message for problem in target_problems(config, page, fix, decode=True)]
+
+    assert "lies in the data" in told(folder / "x.html")[0]
+    assert "There is no folder" in told(tmp_path / "none" / "x.html")[0]
+    assert "is no page of check" in told(other)[0]
+    both = told(tmp_path, folder / "copy")
+    assert len(both) == 2
+    assert "lies in the data" in both[0]
+    assert told(tmp_path / "page.html") == []
+    page_of(folder, tmp_path)
+    assert told(tmp_path / "page.html") == []  # its own page is written over
 
 
 def test_a_picture_inside_of_a_larger_file_is_shown(tmp_path: Path) -> None:

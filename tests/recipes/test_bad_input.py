@@ -198,7 +198,7 @@ def test_equal_names_in_two_folders_are_told_apart(bench, tmp_path, capsys):
         draw_pictures(tmp_path / "both" / name)
     assert with_data(bench, tmp_path / "both").run("both", "--dry-run") == 0
     said = capsys.readouterr().out
-    assert "warning: 10 of 20 files are copies of others" in said
+    assert "warning: 10 of 20 files are exact copies of others" in said
     assert "(first: dogs/picture_0.png is the same file as ../cats/picture_0.png)" in said
 
 

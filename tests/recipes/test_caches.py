@@ -80,7 +80,7 @@ def test_a_dry_run_shows_the_plan_and_writes_nothing(own, tmp_path, capsys):
     shown = capsys.readouterr().out
     assert "9 trained, 1 held out" in shown
     assert "2 buckets: 64x64 (5), 80x48 (4)" in shown
-    assert "9 images × 1 repeats = 9 a pass, / 2 a step = 5 steps" in shown
+    assert "9 images × 1 repeat = 9 a pass, / 2 a step = 5 steps" in shown
     assert "stopped at 6" in shown
     assert shown.count("a ring on a") == 3
     assert "10 latents: 0 reused, 10 to build" in shown

@@ -1,7 +1,7 @@
 """`check --fix`: a cleaned copy of a data set. The original is only read.
 
 Only what a finding says is changed: what cannot be trained on and what is there twice is
-left out, endings are put right, animations become their first frame, borders are cut off,
+left out, endings are put right, animations become their first frame, bars and narrow frames are cut off,
 captions in other letters become UTF-8. All else is copied byte for byte. Folders keep
 their names, and with them their repeats.
 """
@@ -12,7 +12,7 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -29,7 +29,7 @@ from lora_trainer.data.check.mending import (
     mended_picture,
     right_ending,
 )
-from lora_trainer.data.check.report import DataReport
+from lora_trainer.data.check.report import SEVERITIES, DataReport
 from lora_trainer.data.check.score import ENOUGH_PICTURES
 from lora_trainer.data.manifest import asked_for
 from lora_trainer.data.pictures.spans import open_bytes
@@ -93,7 +93,8 @@ def write_fixed(
     asked = [asked_for(number, source, captions or CaptionsSection()) for number, source in enumerate(sources)]
     places = [places_of(each, Reading()) for each in asked]
     pictures = {sample.path for sample in manifest.samples if sample.span is None}
-    _check_place(target, [place for several in places for place in several], pictures)
+    if problems := place_problems(target, [place for several in places for place in several], pictures):
+        raise UsageError(problems)
     left_out = what_to_leave_out(report, manifest, asked)
     if all(sample.path in left_out for sample in manifest.samples):
         raise UsageError(Problem("No picture of the data would be left.", "Mend or replace the pictures."))
@@ -103,7 +104,7 @@ def write_fixed(
         with tempfile.TemporaryDirectory(prefix=f".{target.name}.", suffix=".part", dir=target.parent) as scratch:
             whole = Path(scratch) / "copy"
             files = _Writer(report, lots, framings, whole).write(manifest.samples, left_out)
-            files += [Fixed(path, None, ("left out: not a sample",)) for path in _others(report, manifest, left_out)]
+            files += _others(report, manifest)
             _write_record(whole, lots, files)
             if target.exists():
                 target.rmdir()
@@ -114,18 +115,19 @@ def write_fixed(
     return FixedCopy(target, tuple(target / lot.copy for lot in lots), tuple(files))
 
 
-def _check_place(target: Path, places: Sequence[Path], pictures: set[Path]) -> None:
+def place_problems(target: Path, places: Sequence[Path], pictures: Iterable[Path] = ()) -> list[Problem]:
+    """Why a copy should not be written there: in the data, around it, or over something else."""
     real = target.resolve()
+    elsewhere = "Name a folder elsewhere with --fix."
     for place in places:
         there = place.resolve()
         if real.is_relative_to(there) or there.is_relative_to(real):
-            message = f"{target} lies in the data or around it ({place})."
-            raise UsageError(Problem(message, "Name a folder elsewhere with --fix."))
+            return [Problem(f"{target} lies in the data or around it ({place}).", elsewhere)]
     if any(picture.is_relative_to(real) for picture in pictures):  # those of a table lie anywhere
-        message = f"{target} holds pictures of the data."
-        raise UsageError(Problem(message, "Name a folder elsewhere with --fix."))
+        return [Problem(f"{target} holds pictures of the data.", elsewhere)]
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
-        raise UsageError(Problem(f"{target} is not an empty folder.", "Name a new one with --fix."))
+        return [Problem(f"{target} is not an empty folder.", "Name a new one with --fix.")]
+    return []
 
 
 def _lots(asked: Sequence[Asked], places: Sequence[Sequence[Path]], manifest: Manifest) -> list[_Lot]:
@@ -177,27 +179,31 @@ def what_to_leave_out(report: DataReport, manifest: Manifest, asked: Sequence[As
     for group in report.groups:
         usable = [samples[path] for path in group if path in samples and path not in reasons]
         usable.sort(key=lambda sample: _worth(sample, report.files.get(sample.path, ())), reverse=True)
-        kept: set[str] = set()
+        kept: dict[str, Path] = {}
         for sample in usable:
             spare = sample.content in kept or len(left) > ENOUGH_PICTURES or sample.regularisation
             if kept and spare:
-                reasons[sample.path] = f"looks the same as {report.name_of(usable[0].path)}."
-                left -= {sample.content} - kept
+                same = kept.get(sample.content)
+                told = "looks the same as" if same is None else "is a copy of"
+                reasons[sample.path] = f"{told} {report.name_of(same or usable[0].path)}."
+                left -= {sample.content} - kept.keys()
             else:
-                kept.add(sample.content)
+                kept[sample.content] = sample.path
     return reasons
 
 
-def _worth(sample: Sample, found: Sequence[Finding]) -> tuple[bool, int, int]:
-    """Which of several that look the same is kept: what is learned, the fewest warnings, the largest."""
+def _worth(sample: Sample, found: Sequence[Finding]) -> tuple[bool, bool, int, int]:
+    """Which of several that look the same is kept: what is learned, what has a caption, the fewest warnings, the largest."""
     warnings = sum(each.severity == "warning" and "duplicate" not in each.code for each in found)
-    return (not sample.regularisation, -warnings, sample.width * sample.height)
+    return (not sample.regularisation, bool(sample.caption), -warnings, sample.width * sample.height)
 
 
-def _others(report: DataReport, manifest: Manifest, left_out: Mapping[Path, str]) -> list[Path]:
+def _others(report: DataReport, manifest: Manifest) -> list[Fixed]:
     """Files with a finding that are no samples: they are not copied either."""
     samples = {sample.path for sample in manifest.samples}
-    return [path for path in report.files if path not in samples]
+    others = ((path, found) for path, found in report.files.items() if path not in samples and found)
+    worst = {path: min(found, key=lambda each: SEVERITIES.index(each.severity)) for path, found in others}
+    return [Fixed(path, None, (f"left out: {each.message}",)) for path, each in worst.items()]
 
 
 class _Writer:

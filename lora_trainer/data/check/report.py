@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from lora_trainer.core.errors import Problem
-from lora_trainer.core.findings import Finding, printable
+from lora_trainer.core.findings import Finding, counted, printable
 from lora_trainer.data.buckets import Bucket
 from lora_trainer.data.pictures.measures import Borders
 from lora_trainer.data.sample import Sample
@@ -57,7 +57,7 @@ class DataReport:
     def name_of(self, path: Path) -> str:
         """A file's path below the folder that holds all that were read, so that equal names can be told apart."""
         try:
-            return printable(path.relative_to(self.root).as_posix())
+            return printable((path if self.root == path.anchor else path.relative_to(self.root)).as_posix())
         except ValueError:  # several drives, or no file
             return printable(str(path))
 
@@ -81,6 +81,15 @@ class DataReport:
     @property
     def passed(self) -> bool:
         return self.score >= self.gate and not self.refusals
+
+    @property
+    def why_refused(self) -> str:
+        """In a few words: `2 errors, under the gate`."""
+        errors = sum(finding.severity == "error" for finding in self.findings)
+        reasons = [counted(errors, "error")] if errors else []
+        reasons += ["no picture that can be used"] if not self.samples else []
+        reasons += ["under the gate"] if self.score < self.gate else []
+        return ", ".join(reasons)
 
     def refusal(self, code: str, group: Sequence[Finding]) -> Problem:
         """One kind of error as a problem: how many files have it, and the first."""
@@ -106,7 +115,7 @@ class DataReport:
                     text = one + text.removeprefix(many)
                     break
             text = text.replace("captions without", "a caption without").replace(
-                "copies of others", "a copy of another"
+                "exact copies of others", "an exact copy of another"
             )
             text = text.replace("mirror images of others", "the mirror image of another")
         return f"{len(group)} of {max(self.counted, len(group))} files {text}"
@@ -163,7 +172,7 @@ MANY = {
     "damaged_tar": "are damaged",
     "mask_differs": "have a mask of another shape",
     "unreadable_mask": "have a mask that cannot be read",
-    "too_small": "are far smaller than they would be trained at",
+    "too_small": "are far smaller than trained at",
     "foreign_format": "are in a format that is not read",
     "missing_mask": "have no mask",
     "black_mask": "have a mask that is black everywhere",
@@ -172,9 +181,9 @@ MANY = {
     "absent_picture": "name pictures that are not there",
     "garbled_caption": "have a caption with garbled letters",
     "long_caption": "have a caption longer than the model reads",
-    "upscaled": "are smaller than they are trained at",
+    "upscaled": "are smaller than trained at",
     "cropped": "are cut down to less than half",
-    "duplicate": "are copies of others",
+    "duplicate": "are exact copies of others",
     "mirrored": "are mirror images of others",
     "uniform": "are nearly one colour",
     "transparent": "are transparent in part",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from lora_trainer.core.findings import Finding
+from lora_trainer.core.findings import Finding, counted
 from lora_trainer.data.check.looked import Looked, beside
 from lora_trainer.data.check.score import ENOUGH_PICTURES
 
@@ -24,10 +24,10 @@ def check_count(looked: Looked) -> list[Finding]:
     kept = {sample.content for sample in looked.samples if sample.regularisation}
     found = []
     if 0 < len(learned) < ENOUGH_PICTURES:
-        message = f"There are {len(learned)} distinct pictures; {ENOUGH_PICTURES} are the least that train well."
+        message = f"The data has {counted(len(learned), 'distinct picture')}; {ENOUGH_PICTURES} are the least that train well."
         found.append(Finding("few_pictures", "warning", message, "Add pictures."))
     if kept and len(kept) * 2 < len(learned):
-        message = f"{len(kept)} regularisation pictures stand beside {len(learned)}: each is seen often."
+        message = f"Regularisation has {counted(len(kept), 'picture')} beside {len(learned)}: each is seen often."
         found.append(Finding("few_regularisation", "note", message, "Add some, a few for each picture."))
     return found
 
@@ -79,16 +79,12 @@ def check_plan(pictures: int, exposures: float, rank: int) -> list[Finding]:
     """Whether steps and rank suit so many distinct pictures; `exposures` is how often each is trained on average."""
     found = []
     if pictures and exposures > MOST_EXPOSURES:
-        message = (
-            f"Each of {pictures} pictures is trained {exposures:,.0f} times; over {MOST_EXPOSURES} learn it by heart."
-        )
+        message = f"Each of {counted(pictures, 'picture')} is trained {exposures:,.0f} times; over {MOST_EXPOSURES} learn it by heart."
         found.append(Finding("many_exposures", "note", message, "Set train.max_steps lower, or add pictures."))
     if pictures and exposures < FEWEST_EXPOSURES:
-        message = (
-            f"Each of {pictures} pictures is trained {exposures:.1f} times; under {FEWEST_EXPOSURES} teach little."
-        )
+        message = f"Each of {counted(pictures, 'picture')} is trained {exposures:.1f} times; under {FEWEST_EXPOSURES} teach little."
         found.append(Finding("few_exposures", "note", message, "Set train.max_steps higher."))
     if rank > max(RANK_FOR_ALL, RANK_EACH * pictures) and pictures:
-        message = f"lora.rank is {rank} for {pictures} pictures: room to learn each by heart."
+        message = f"lora.rank is {rank} for {counted(pictures, 'picture')}: room to learn each by heart."
         found.append(Finding("large_rank", "note", message, f"Set it to {RANK_FOR_ALL} or less, or add pictures."))
     return found

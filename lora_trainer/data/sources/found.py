@@ -7,7 +7,7 @@ from pathlib import Path
 
 from lora_trainer.config.schema import CaptionsSection, SourceSection
 from lora_trainer.core.errors import Problem
-from lora_trainer.core.findings import Finding, Severity
+from lora_trainer.core.findings import Finding, Severity, printable
 from lora_trainer.data.sample import Mask, Span
 
 
@@ -15,8 +15,8 @@ from lora_trainer.data.sample import Mask, Span
 class Found:
     """One picture that a source holds. `caption` is None where nobody wrote one.
 
-    `instead` says what stood there in place of a caption that was looked for. `mask` has no
-    content yet.
+    `instead` says what stood there in place of a caption that was looked for, `table` which
+    table may hold it. `mask` has no content yet.
     """
 
     path: Path
@@ -26,6 +26,7 @@ class Found:
     span: Span | None = None
     mask: Mask | None = None
     instead: str = ""
+    table: Path | None = None
 
 
 @dataclass(frozen=True)
@@ -62,7 +63,7 @@ class Reading:
 
     def note(self, text: str) -> None:
         """Once, however often it is said."""
-        self.notes[text] = None
+        self.notes[printable(text)] = None
 
     def problem(self, message: str, fix: str) -> None:
         self.problems.append(Problem(message, fix))

@@ -43,9 +43,7 @@ def table_or_finding(path: Path, reading: Reading) -> Table | None:
         reading.find("bad_metadata", "error", f"{error}.", "Save it again, as UTF-8 text or Parquet.", path)
         return None
     if table.bad:
-        message = (
-            f"{len(table.bad)} of {table.total} lines are not a file name with its text (first: line {table.bad[0]})."
-        )
+        message = f"has lines without a file name and its text: {len(table.bad)} of {table.total} (first: line {table.bad[0]})."
         reading.find("bad_metadata", "error", message, "Mend or remove these lines.", path)
     return table
 

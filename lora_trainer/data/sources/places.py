@@ -8,6 +8,7 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
+from lora_trainer.config.schema import SourceSection
 from lora_trainer.data.sources.found import Asked, Reading
 
 BRACES = re.compile(r"\{([^{}]*)\}")
@@ -26,6 +27,12 @@ def places_of(asked: Asked, reading: Reading) -> tuple[Path, ...]:
         message = f"{len(missing)} of {len(places)} files of {text} are not there (first: {missing[0]})."
         reading.problem(message, "Check the range.")
     return () if missing else tuple(places)
+
+
+def named_places(section: SourceSection) -> list[Path]:
+    """The places that a source names, whether they are there or not: its pictures, its table, its masks."""
+    named = [*_expanded(section.path, Reading()), section.captions_file, section.masks]
+    return [place_from(each) for each in named if each is not None and each != "alpha"]
 
 
 def place_from(text: str | Path) -> Path:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from lora_trainer.data.pictures.images import PICTURE_ENDINGS
@@ -16,6 +17,7 @@ from lora_trainer.data.sources.metadata import METADATA_NAMES, with_captions_fil
 from lora_trainer.data.sources.table import read_table_source
 from lora_trainer.data.sources.tar import COMPRESSED_ENDINGS, read_tar
 
+TABLES = (".csv", ".tsv", ".jsonl", ".json", ".parquet")
 SHARDS = (".tar", ".parquet")
 
 
@@ -68,7 +70,7 @@ def _read_folder(place: Path, asked: Asked, reading: Reading) -> list[Found]:
     """The pictures of a folder, then those in the tars and Parquet files below it."""
     masks = masks_folder(asked)
     listing = list_folder(place, reading, without=masks if masks != place else None)
-    found = read_folder(listing, asked, reading)
+    found = _with_table(read_folder(listing, asked, reading), listing)
     for path in _shards_of(listing):
         if path.suffix.lower() == ".tar" or _holds_pictures(path):
             found.extend(FILES[path.suffix.lower()](path, asked, reading))
@@ -76,6 +78,22 @@ def _read_folder(place: Path, asked: Asked, reading: Reading) -> list[Found]:
     if not found and not held:
         no_pictures(listing, reading)
     return found
+
+
+def _with_table(found: list[Found], listing: Listing) -> list[Found]:
+    """Pictures without a caption, told of a table that lies there under a name that is not read unasked."""
+    if all(each.caption is not None for each in found):
+        return found
+    stems = {each.path.stem for each in found}
+    tables = [
+        listing.path(folder, name)
+        for folder, names in listing.names.items()
+        for name in names
+        if ending_of(name) in TABLES and name not in METADATA_NAMES and Path(name).stem not in stems
+    ]
+    if len(tables) != 1 or (tables[0].suffix.lower() == ".parquet" and _holds_pictures(tables[0])):
+        return found
+    return [each if each.caption is not None else replace(each, table=tables[0]) for each in found]
 
 
 def _shards_of(listing: Listing) -> list[Path]:

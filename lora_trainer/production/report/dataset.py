@@ -7,7 +7,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from lora_trainer.core.findings import Finding
+from lora_trainer.core.errors import Problem
+from lora_trainer.core.findings import Finding, counted
 from lora_trainer.core.io import write_text
 from lora_trainer.data.check import DataReport
 from lora_trainer.data.pictures.images import BrokenPictureError, load_rgb
@@ -18,6 +19,7 @@ from lora_trainer.production.report.pictures import webp
 from lora_trainer.production.report.read import Score
 from lora_trainer.production.report.write import render
 
+TITLE = "Data set report"
 MOST_EACH = 24  # pictures shown of one kind of finding
 MOST_GROUPS = 12  # of pictures that look the same
 MOST_IN_GROUP = 6
@@ -46,6 +48,34 @@ class Section:
     more: int = 0
 
 
+def page_problems(page: Path, sources: Sequence[Path]) -> list[Problem]:
+    """Why a page should not be written there: in the data, over something else, or nowhere."""
+    fix = "Name another file with --html."
+    real = page.resolve()
+    for source in sources:
+        if real.is_relative_to(source.resolve()):
+            return [Problem(f"{page} lies in the data ({source}), where nothing is written.", fix)]
+    if page.is_dir():
+        return [Problem(f"{page} is a folder.", fix)]
+    if not page.parent.is_dir():
+        return [Problem(f"There is no folder {page.parent} for the page.", f"Make it, or n{fix[1:]}")]
+    if page.exists() and not _is_ours(page):
+        return [Problem(f"{page} is there already and is no page of check.", f"Remove it, or n{fix[1:]}")]
+    return []
+
+
+def _is_ours(page: Path) -> bool:
+    """Whether a file is a page that `check --html` wrote. Pipes and devices are not opened."""
+    try:
+        if not page.is_file():
+            return False
+        with open(page, "rb") as file:
+            start = file.read(4096)
+    except OSError:
+        return False
+    return b'<meta name="generator" content="lora-trainer' in start and f"<title>{TITLE}</title>".encode() in start
+
+
 def write_dataset(
     report: DataReport, samples: Sequence[Sample], steps: StepArithmetic, held_out: int, page: Path
 ) -> Path:
@@ -61,7 +91,7 @@ def render_dataset(report: DataReport, samples: Sequence[Sample], steps: StepAri
     spans = {sample.path: sample.span for sample in samples}
     return render(
         "dataset.html",
-        title="Data set report",
+        title=TITLE,
         name=name_of(report),
         tone="good" if report.passed else "bad",
         label="passes" if report.passed else "refused",
@@ -90,7 +120,7 @@ def headline(report: DataReport) -> str:
     counts = dict.fromkeys(("error", "warning", "note"), 0)
     for finding in report.findings:
         counts[finding.severity] += 1
-    named = [f"{count} {word}{'s' if count != 1 else ''}" for word, count in counts.items() if count]
+    named = [counted(count, word) for word, count in counts.items() if count]
     return f"{', '.join(named)}." if named else "Nothing was found."
 
 
@@ -100,9 +130,8 @@ def figures_of(report: DataReport, steps: StepArithmetic, held_out: int) -> list
     return [
         Figure("Pictures", str(len(report.samples)), f"of {report.counted} files"),
         Figure("Held out", str(held_out), "for validation"),
-        Figure("Steps", f"{steps.total:,}", f"{steps.epochs:,} epochs"),
-        Figure("Look the same", str(same), f"as others, in {len(report.groups)} groups"),
-        Figure("Likeness", f"{report.likeness:.2f}", "of two pictures, 1 is the same"),
+        Figure("Steps", f"{steps.total:,}", counted(steps.epochs, "epoch")),
+        Figure("Look the same", str(same), f"as others, in {counted(len(report.groups), 'group')}" if same else ""),
     ]
 
 
@@ -142,9 +171,10 @@ def groups_with(report: DataReport, found: Sequence[Finding]) -> list[tuple[Path
 def same_rows(report: DataReport, found: Sequence[Finding]) -> list[tuple[Shown, ...]]:
     """A row for each group, its pictures side by side."""
     rows = []
+    told = {finding.path: finding.message for finding in found}
     for group in groups_with(report, found)[:MOST_GROUPS]:
         more = len(group) - MOST_IN_GROUP
-        row = [Shown(report.name_of(path), "", path) for path in group[:MOST_IN_GROUP]]
+        row = [Shown(report.name_of(path), told.get(path, ""), path) for path in group[:MOST_IN_GROUP]]
         if more > 0:
             row[-1] = Shown(row[-1].name, f"and {more} more", row[-1].path)
         rows.append(tuple(row))
