@@ -229,7 +229,7 @@ def test_the_rows_of_a_table_stay_rows(good: Path, tmp_path: Path, ending: str) 
     assert len(before) == 19
     copy = fixed(tmp_path / "copy", table)
     assert copy.roots == (tmp_path / "copy" / "metadata.jsonl",)
-    assert done_of(copy)["copy.png"] == (None, "left out: looks the same as 1.png.")
+    assert done_of(copy)["copy.png"] == (None, "left out: is a copy of 1.png.")
     assert rows_of(*copy.roots) == before[:16] + before[18:]
     assert judged(*copy.roots)[1].score == 1.0
 
