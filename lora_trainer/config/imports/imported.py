@@ -22,6 +22,7 @@ from lora_trainer.config.imports import (
 )
 from lora_trainer.config.imports.data_files import nested
 from lora_trainer.config.imports.documents import read_document
+from lora_trainer.config.imports.listed import as_written
 from lora_trainer.config.imports.reading import SOURCES, Line, Reading
 from lora_trainer.config.layers import Layer, plain_values, resolve
 from lora_trainer.config.schema import Config
@@ -85,7 +86,8 @@ def finished(name: str, path: Path, reading: Reading) -> Imported:
     if reading.problems:
         raise UsageError(reading.problems)
     config = _fitted(reading)
-    return Imported(name, path, tuple(reading.lines), reading.settings, reading.origin, config)
+    lines = as_written(reading.lines, reading.settings, reading.origin)
+    return Imported(name, path, lines, reading.settings, reading.origin, config)
 
 
 def _fitted(reading: Reading) -> Config:

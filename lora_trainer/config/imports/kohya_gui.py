@@ -43,8 +43,7 @@ OF_OTHER_FAMILIES = (
 ).split()
 OF_THE_GUI = (
     "num_cpu_threads_per_process multi_gpu gpu_ids main_process_port dynamo_mode dynamo_use_fullgraph "
-    "dynamo_use_dynamic extra_accelerate_launch_args model_list stop_text_encoder_training_pct "
-    "stop_text_encoder_training LyCORIS_preset"
+    "dynamo_use_dynamic extra_accelerate_launch_args model_list LyCORIS_preset"
 ).split()
 LYCORIS = "factor bypass_mode dora_wd use_cp use_tucker use_scalar rank_dropout_scale constrain rescaled".split()
 MORE_LYCORIS = "decompose_both train_on_input unit train_lora_ggpo ggpo_sigma ggpo_beta".split()
@@ -138,6 +137,7 @@ def _rules() -> dict[str, Rule]:
         "training_comment": nothing("a note"),
         "clip_skip": lacking("the text encoder's usual layer is used", off=(0, 1)),
         "stop_text_encoder_training": nothing("text encoders are not trained"),
+        "stop_text_encoder_training_pct": nothing("text encoders are not trained"),
         **{key: lacking(NOT_LORA, off=(-1, 1)) for key in (*LYCORIS, *MORE_LYCORIS)},
         "train_on_input": nothing("of another kind of network"),
         **{key: _with_convolutions(kohya.RULES[f"network_args.{key}"]) for key in ("conv_dim", "conv_alpha")},

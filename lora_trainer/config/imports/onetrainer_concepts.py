@@ -25,6 +25,9 @@ from lora_trainer.config.imports.rules import (
     whole,
 )
 
+MASK_LABEL = "-masklabel.png"
+NOT_ROTATED = "pictures are not rotated"
+
 
 def _override(value: Any, around: Around) -> Took:
     if not is_on(around["image.enable_resolution_override"] or False):
@@ -34,8 +37,15 @@ def _override(value: Any, around: Around) -> Took:
 
 def _path(value: Any, around: Around) -> Took:
     found = located(around.folder, text(value))
-    masks = {"source.masks": found} if is_on(around["config.masked_training"] or False) else {}
-    return Took({"source.path": found, **masks}, "with masks beside the pictures" if masks else "")
+    if not is_on(around["config.masked_training"] or False):
+        return Took({"source.path": found})
+    masked = {"source.path": found, "source.masks": found}
+    if not Path(found).is_dir():
+        return Took(masked, f"needs masks beside the pictures: name{MASK_LABEL}", "changed")
+    if next(Path(found).rglob(f"*{MASK_LABEL}"), None) is not None:
+        return Took(masked, "with masks beside the pictures")
+    why = f"there is no name{MASK_LABEL} beside the pictures, so masks are left out: all of each picture is trained"
+    return Took({"source.path": found}, why, "changed")
 
 
 def _balancing(value: Any, around: Around) -> Took:
@@ -101,6 +111,16 @@ def _mode(value: Any, around: Around) -> Took:
     return Took({}, "read together with text.tag_dropout_probability")
 
 
+def _strength(switch: str, why: str = "how strong is fixed here") -> Rule:
+    """How strong a change is, which is fixed here."""
+
+    def read(value: Any, around: Around) -> Took:
+        on = any(is_on(around[f"image.enable_{kind}_{switch}"] or False) for kind in ("random", "fixed"))
+        return Took({}) if on else Took({}, f"means nothing without image.enable_random_{switch}", "ignored")
+
+    return by(read, "", why, changes=True)
+
+
 COLOUR = by(_colours, "source.colour_variants", NEW_EACH_TIME, changes=True)
 CONCEPT_RULES: Mapping[str, Rule] = {
     "name": nothing("a name"),
@@ -132,14 +152,14 @@ CONCEPT_RULES: Mapping[str, Rule] = {
     "text.tag_dropout_enable": part_of("text.tag_dropout_probability", "captions.tag_dropout"),
     "text.tag_dropout_probability": by(_tag_dropout, "captions.tag_dropout captions.dropout"),
     "text.tag_dropout_mode": by(_mode, "captions.tag_dropout captions.dropout"),
-    **named("image.", "enable_fixed_flip enable_random_rotate enable_fixed_rotate enable_fixed_brightness", UNUSED),
+    **named("image.", "enable_random_rotate enable_fixed_rotate", lacking(NOT_ROTATED)),
+    **named("image.", "enable_fixed_flip enable_fixed_brightness", UNUSED),
     **named("image.", "enable_fixed_contrast enable_fixed_saturation enable_fixed_hue", UNUSED),
     **named("image.", "enable_random_circular_mask_shrink enable_random_mask_rotate_crop", UNUSED),
-    **named("image.", "random_rotate_max_angle random_brightness_max_strength", nothing("strengths are fixed here")),
-    **named(
-        "image.", "random_contrast_max_strength random_saturation_max_strength", nothing("strengths are fixed here")
-    ),
-    "image.random_hue_max_strength": nothing("strengths are fixed here"),
+    "image.random_rotate_max_angle": _strength("rotate", NOT_ROTATED),
+    **{
+        f"image.random_{name}_max_strength": _strength(name) for name in ("brightness", "contrast", "saturation", "hue")
+    },
     **named("text.", "caps_randomize_enable", lacking("capitals stay as they are")),
     **named("text.", "tag_dropout_special_tags_mode tag_dropout_special_tags", UNUSED),
     **named("text.", "tag_dropout_special_tags_regex caps_randomize_mode", nothing("means nothing by itself")),

@@ -298,13 +298,23 @@ RULES: Mapping[str, Rule] = {
     **named(
         "",
         "workspace_dir debug_mode debug_dir tensorboard tensorboard_expose tensorboard_port tensorboard_always_on "
-        "validate_after validate_after_unit continue_last_backup prevent_overwrites include_train_config "
-        "save_every_unit save_skip_first save_filename_prefix backup_after_unit rolling_backup backup_before_save "
-        "sample_after_unit sample_skip_first sample_image_format sample_video_format sample_audio_format "
-        "samples_to_tensorboard non_ema_sampling sample_definition_file_name output_dtype output_model_format "
-        "lora_weight_dtype embedding_weight_dtype",
+        "validate_after validate_after_unit",
         nothing(LOGS),
     ),
+    **named(
+        "",
+        "continue_last_backup prevent_overwrites include_train_config save_every_unit save_skip_first "
+        "save_filename_prefix backup_after_unit rolling_backup backup_before_save",
+        nothing("checkpoints are kept in this program's own way"),
+    ),
+    **named(
+        "",
+        "sample_after_unit sample_skip_first sample_image_format sample_video_format sample_audio_format "
+        "samples_to_tensorboard non_ema_sampling sample_definition_file_name",
+        nothing("pictures while training are drawn in this program's own way"),
+    ),
+    **named("", "output_dtype output_model_format", nothing("the LoRA's file is this program's own")),
+    **named("", "lora_weight_dtype embedding_weight_dtype", nothing("the LoRA learns in fp32")),
     **named(
         "",
         "huggingface_cache_dir offline_mode multi_gpu device_indexes gradient_reduce_precision fused_gradient_reduce "

@@ -85,7 +85,8 @@ def lacking(why: str, off: tuple[Any, ...] = ()) -> Rule:
     """Something that changes what is learned and that we do not have; switched off it is no loss."""
 
     def read(value: Any, around: Around) -> Took:
-        if not is_on(value) or value in off or str(value) in map(str, off):
+        known = any(value == each and isinstance(value, bool) == isinstance(each, bool) for each in off)
+        if not is_on(value) or known or str(value) in map(str, off):
             return Took({}, "off, or what is done here", "ignored")
         return Took({})
 
@@ -115,7 +116,12 @@ def path_to(ours: str) -> Rule:
 
 def other_file(ours: str) -> Rule:
     """A key that names a file of its own, which is read with this one."""
-    return Rule("mapped", (ours,), "", lambda value, around: Took({}, located(around.folder, text(value))))
+    return Rule(
+        "mapped",
+        (ours,),
+        "",
+        lambda value, around: Took({}, f"{ours}, read from {located(around.folder, text(value))}"),
+    )
 
 
 def is_on(value: Any) -> bool:

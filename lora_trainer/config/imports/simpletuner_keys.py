@@ -37,6 +37,7 @@ from lora_trainer.config.imports.words import (
     batch_of,
 )
 
+USUAL_STEP = 64  # pixels between its buckets
 MEGAPIXEL = 1024  # the side of the square that it means by an area of 1.0
 DRAWING = "pictures while training are drawn in this program's own way"
 FAMILIES = ("sdxl", "sd1x", "sd2x", "sd15", "sd2")
@@ -119,7 +120,9 @@ def _resolution(value: Any, around: Around) -> Took:
     if found <= 0:
         raise ValueError("more than 0")
     if kind == "area" or found < 32:
-        return Took({RESOLUTIONS: [round(found**0.5 * MEGAPIXEL)]}, f"an area of {found:g} megapixels")
+        step = count(around, "config.aspect_bucket_alignment", count(around, "aspect_bucket_alignment", USUAL_STEP))
+        side = max(step, round(found**0.5 * MEGAPIXEL / step) * step)
+        return Took({RESOLUTIONS: [side]}, f"an area of {found:g} megapixels, to the nearest multiple of {step} px")
     why = "the shorter side there, the side of a square of the same area here" if kind == "pixel" else ""
     return Took({RESOLUTIONS: [whole(value)]}, why, "changed" if why else "mapped")
 
@@ -241,6 +244,7 @@ RULES: Mapping[str, Rule] = {
     "controlnet": lacking("only a LoRA is trained"),
     "distillation_method": lacking("only a LoRA is trained"),
     "instance_prompt": lacking("a data set's own instance_prompt is read"),
+    "aspect_bucket_rounding": lacking("buckets stand data.bucket_step pixels apart, whatever their aspect"),
     "minimum_image_size": lacking("no picture is left out for its size"),
     "maximum_image_size": lacking("pictures are resized once, to their bucket"),
     "target_downsample_size": lacking("pictures are resized once, to their bucket"),
@@ -264,7 +268,7 @@ RULES: Mapping[str, Rule] = {
     ),
     **_all("push_to_hub push_checkpoints_to_hub hub_model_id push_to_hub_background", nothing(UPLOADS)),
     **_all(
-        "aspect_bucket_rounding allow_tf32 disable_tf32 attention_mechanism base_model_default_dtype vae_dtype "
+        "allow_tf32 disable_tf32 attention_mechanism base_model_default_dtype vae_dtype "
         "quantize_via dataloader_prefetch dataloader_prefetch_qlen max_workers read_batch_size write_batch_size "
         "image_processing_batch_size torch_num_threads gradient_checkpointing_interval ema_device ema_cpu_only "
         "ema_update_interval ema_foreach_disable offload_during_startup enable_xformers_memory_efficient_attention "
@@ -348,9 +352,12 @@ BACKEND_RULES: Mapping[str, Rule] = {
     ),
     **_all(
         "cache_dir cache_dir_vae vae_cache_clear_each_epoch vae_cache_ondemand vae_cache_disable text_embeds "
-        "image_embeds skip_file_discovery preserve_data_backend_cache hash_filenames metadata_backend "
-        "metadata_update_interval default disabled ignore_epochs write_batch_size text_encoder_batch_size",
+        "image_embeds preserve_data_backend_cache hash_filenames write_batch_size text_encoder_batch_size",
         nothing(CACHED),
     ),
+    **_all("skip_file_discovery metadata_backend metadata_update_interval", nothing("files are looked for each time")),
+    **_all("disabled disable", nothing("the data set is trained")),
+    "default": nothing("of data sets of caches"),
+    "ignore_epochs": nothing("an epoch is once through all pictures"),
 }
 BACKEND_DEFAULTS: Mapping[str, Any] = {"repeats": 0, "crop": True, "caption_strategy": "filename"}

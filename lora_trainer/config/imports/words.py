@@ -109,10 +109,11 @@ def model_path(value: Any, around: Around) -> Took:
     if Path(found).is_dir():
         return Took({"model.path": found})
     if Path(written).suffix.lower() in (".safetensors", ".ckpt", ".pt"):
-        why = "a single checkpoint; if it is refused, convert it to a diffusers folder and name that"
+        why = "a single checkpoint, which is not read yet: convert it to a diffusers folder and set model.path to that"
         return Took({"model.path": found}, why, "changed")
     if re.fullmatch(r"[\w.-]+/[\w.-]+", written) and not PureWindowsPath(written).is_absolute():
-        return Took({"model.path": written}, "a model of a hub; if it is refused, name its local folder", "changed")
+        why = "a model of a hub, which is not downloaded yet: set model.path to its local folder in diffusers' layout"
+        return Took({"model.path": written}, why, "changed")
     return Took({"model.path": found}, "there is no such folder here: name the model's folder", "changed")
 
 
@@ -147,4 +148,4 @@ CHECKPOINTING = by(checkpointing, "memory.checkpointing")
 OPTIMIZER = by(optimizer, "optim.name optim.weight_decay optim.beta2", "others than ours are replaced")
 SCHEDULE = by(schedule, "schedule.name", "others than ours are replaced")
 PRECISION: Rule = by(precision, "memory.base_precision")
-MODEL = by(model_path, "model.path", "single checkpoints and models of a hub may have to be named as folders")
+MODEL = by(model_path, "model.path", "single checkpoints and models of a hub are not read yet: name a diffusers folder")

@@ -45,7 +45,7 @@ def with_masks(found: Sequence[Found], root: Path, asked: Asked, reading: Readin
     if found and not any(each.mask for each in paired):
         reading.problem(
             f"{folder} holds no mask of any of {len(found)} pictures.",
-            f"A mask has its picture's name: {found[0].path.stem}.png or {found[0].path.stem}{MASK_LABEL}.png.",
+            f"A mask has its picture's name: {found[0].path.stem}.png or {found[0].path.stem}{MASK_LABEL}.png. Or remove masks.",
         )
     for each in paired:
         if each.mask is None:

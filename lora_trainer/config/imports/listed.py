@@ -1,0 +1,75 @@
+"""The listing of an import says what the written config holds: each `key -> setting = value` as it stands there."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from lora_trainer.config.imports.reading import SOURCES, Line
+from lora_trainer.config.toml import shown
+
+
+def as_written(lines: Sequence[Line], settings: Mapping[str, Any], origin: Mapping[str, str]) -> tuple[Line, ...]:
+    """The lines with the names that settings have in the TOML; what another key overrode is no setting of its line.
+
+    A default that is overridden is no line at all: nobody wrote it, and nothing came of it.
+    """
+    found: list[Line] = []
+    for line in lines:
+        kept: dict[str, Any] = {}
+        lost: dict[str, None] = {}
+        for name, value in line.settings.items():
+            place = _place_of(name, value, settings)
+            if place is not None:
+                kept[place] = value[0] if place == "data.resolution" and isinstance(value, list) else value
+            else:
+                lost[_overridden(name, settings, origin)] = None
+        if not lost:
+            found.append(replace(line, settings=kept))
+        elif kept or line.verdict != "default":
+            why = "; ".join([*([line.why] if line.why else []), *lost])
+            verdict = line.verdict if kept or line.verdict == "changed" else "ignored"
+            found.append(replace(line, settings=kept, why=why, verdict=verdict))
+    return tuple(found)
+
+
+def _place_of(name: str, value: Any, settings: Mapping[str, Any]) -> str | None:
+    """Where the TOML holds this value: `data.flip`, `data.sources[1].flip`, `data.sources[0].captions.prefix`."""
+    sources: Sequence[Mapping[str, Any]] = settings.get(SOURCES, ())
+    section, _, key = name.partition(".")
+    if name == SOURCES:
+        held = all(any(table.items() <= source.items() for source in sources) for table in value)
+        return name if held else None
+    if section == "source":
+        own = _numbered([same(source.get(key), value) for source in sources], key)
+        if own is None and same(settings.get(f"data.{key}"), value):
+            return f"data.{key}"
+        if own is None and key == "resolutions" and same([settings.get("data.resolution")], value):
+            return "data.resolution"
+        return own
+    if same(settings.get(name), value):
+        return name
+    if name == "data.resolution":
+        return _numbered([same(source.get("resolutions"), [value]) for source in sources], "resolutions")
+    if section == "captions":
+        of_sources = [source.get("captions") or {} for source in sources]
+        return _numbered([same(captions.get(key), value) for captions in of_sources], f"captions.{key}")
+    return None
+
+
+def _numbered(holds: Sequence[bool], key: str) -> str | None:
+    """`data.sources[1].flip`, with all numbers where several sources hold it."""
+    numbers = [str(number) for number, each in enumerate(holds) if each]
+    return f"{SOURCES}[{', '.join(numbers)}].{key}" if numbers else None
+
+
+def _overridden(name: str, settings: Mapping[str, Any], origin: Mapping[str, str]) -> str:
+    if name not in settings:
+        return f"{name} is left out"
+    return f"overridden: {name} = {shown(settings[name])} (from {origin.get(name, 'another key')})"
+
+
+def same(held: Any, value: Any) -> bool:
+    """1 and 1.0 are the same, a tuple and a list too; true and 1 are not."""
+    return (held == value and isinstance(held, bool) == isinstance(value, bool)) or shown(held) == shown(value)
