@@ -41,6 +41,9 @@ change in meaning (how); defaults of the other trainer that differ from ours, wr
 keys that are ignored (why); keys that mean the same here. `--json` gives all of it as one document. The TOML names
 behind each setting the key that it comes from. An existing file is never overwritten.
 
+A setting below is named `source.flip` where each data set has its own. The listing names where it stands in the TOML:
+`data.flip` where all data sets agree, else `data.sources[1].flip`. What another key overrides is said to be overridden.
+
 Relative paths are looked for from the file's folder and the two above it, since these programs are started from the root
 of their checkout. A value that is out of range here is left out and said; settings that contradict each other here
 (a schedule beside a schedule-free optimizer) give way and are said. Values of keys that hold passwords are not shown.

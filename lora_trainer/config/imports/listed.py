@@ -22,13 +22,19 @@ def as_written(lines: Sequence[Line], settings: Mapping[str, Any], origin: Mappi
         for name, value in line.settings.items():
             place = _place_of(name, value, settings)
             if place is not None:
-                kept[place] = value[0] if place == "data.resolution" and isinstance(value, list) else value
+                # A list of one resolution is that resolution where all sources share it, and the other way round.
+                if place == "data.resolution" and isinstance(value, list):
+                    value = value[0]
+                elif place.endswith(".resolutions") and not isinstance(value, list):
+                    value = [value]
+                kept[place] = value
             else:
                 lost[_overridden(name, settings, origin)] = None
         if not lost:
             found.append(replace(line, settings=kept))
         elif kept or line.verdict != "default":
-            why = "; ".join([*([line.why] if line.why else []), *lost])
+            own = [line.why] if line.why and line.verdict != "mapped" else []  # it was said of what is lost, too
+            why = "; ".join([*own, *lost])
             verdict = line.verdict if kept or line.verdict == "changed" else "ignored"
             found.append(replace(line, settings=kept, why=why, verdict=verdict))
     return tuple(found)

@@ -95,7 +95,7 @@ def add_together(reading: Reading, place: str, found: Sequence[Mapping[str, Any]
     """Put the settings of all data sets into the reading; a line where one for all must do."""
     settings, differs = together(found)
     for number, name in differs:
-        why = f"here one for all data sets, not one for each: the first that says it has {shown(settings[name])}"
+        why = f"one value for all data sets here: {shown(settings[name])}, as the first that sets it has it"
         line = Line(f"{place}[{number}]", found[number].get(name), "changed", {name: settings[name]}, why)
         reading.lines.append(line)
     for name, value in settings.items():

@@ -11,6 +11,7 @@ from lora_trainer.config.imports.merge import RESOLUTIONS
 from lora_trainer.config.imports.reading import SOURCES, Around, Rule, Took, located
 from lora_trainer.config.imports.rules import (
     by,
+    count,
     is_on,
     lacking,
     lookup,

@@ -72,6 +72,84 @@ def test_every_key_of_a_realistic_file(name: str) -> None:
     assert resolve([Layer(name, tomllib.loads(as_toml(imported)))]).config == imported.config
 
 
+def held_at(name: str, document: Mapping[str, Any]) -> list[Any]:
+    """What a TOML holds at `data.flip` or at `data.sources[0, 2].captions.prefix`."""
+    sources, _, key = name.removeprefix("data.sources[").partition("].")
+    places = [document["data"]["sources"][int(place)] for place in sources.split(", ")] if key else [document]
+    for part in (key or name).split("."):
+        places = [place.get(part, {}) for place in places]
+    return places
+
+
+def assert_listing_is_written(imported: Imported) -> None:
+    """Each `key -> setting = value` stands in the TOML."""
+    document = tomllib.loads(as_toml(imported))
+    for line in imported.lines:
+        for name, value in line.settings.items():
+            for held in held_at(name, document):
+                if name == "data.sources":
+                    assert all(any(table.items() <= each.items() for each in held) for table in value), line
+                else:
+                    assert (held or None) == (value or None) if value in (None, {}, "") else held == value, line
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_what_is_listed_stands_in_the_written_file(name: str) -> None:
+    assert_listing_is_written(import_file(FILES / name))
+
+
+def test_what_another_key_overrides_is_said_to_be(tmp_path: Path) -> None:
+    (tmp_path / "backends.json").write_text(
+        json.dumps(
+            [
+                {"id": "a", "instance_data_dir": "a", "resolution": 0.02, "resolution_type": "area"},
+                {"id": "b", "instance_data_dir": "b", "resolution": 0.02, "resolution_type": "area", "crop": False},
+            ]
+        ),
+        encoding="utf-8",
+    )
+    keys = {"model_family": "sdxl", "lora_type": "standard", "resolution": 256, "checkpointing_steps": 200}
+    imported = imported_text(tmp_path, "s.json", json.dumps({**keys, "data_backend_config": "backends.json"}))
+    assert_listing_is_written(imported)
+    assert imported.config.data.resolution == 128  # 145 px have that area; buckets stand 64 px apart
+    lines = {line.key: line for line in imported.lines}
+    assert lines["resolution"].verdict == "ignored"
+    assert "overridden: data.resolution = 128" in lines["resolution"].why
+    assert "checkpoint_step_interval" not in lines  # a default that nobody wrote and nothing follows
+    assert lines["checkpointing_steps"].settings == {"checkpoint.every_steps": 200}
+    assert "overridden: data.max_aspect = 1.0" in lines["backends[1].crop"].why
+    assert lines["backends[1]"].verdict == "changed"
+    assert "one value for all data sets here: 1.0" in lines["backends[1]"].why
+
+
+def test_changes_of_pictures_that_are_not_done_here_are_no_small_print(tmp_path: Path) -> None:
+    image = {"enable_random_rotate": True, "random_rotate_max_angle": 10.0, "enable_fixed_hue": True}
+    off = {"random_hue_max_strength": 0.2, "random_contrast_max_strength": 0.3, "enable_fixed_flip": False}
+    imported = imported_text(tmp_path, "c.json", json.dumps([{"path": "p", "image": {**image, **off}, "text": {}}]))
+    verdicts = {line.key.rpartition(".")[2]: line.verdict for line in imported.lines}
+    assert {key: verdicts[key] for key in image} == dict.fromkeys(image, "changed")
+    assert verdicts["random_hue_max_strength"] == "changed"  # of the fixed hue
+    assert verdicts["random_contrast_max_strength"] == verdicts["enable_fixed_flip"] == "ignored"
+
+
+def test_masked_training_needs_masks_and_says_it(tmp_path: Path) -> None:
+    (tmp_path / "p").mkdir()
+    document = {
+        "training_method": "LORA",
+        "base_model_name": "m",
+        "masked_training": True,
+        "concepts": [{"path": str(tmp_path / "p")}, {"path": str(tmp_path / "later")}],
+    }
+    imported = imported_text(tmp_path, "o.json", json.dumps(document))
+    assert [source.masks for source in imported.config.data.sources] == [None, str(tmp_path / "later")]
+    whys = {line.key: line.why for line in imported.lines if line.verdict == "changed"}
+    assert "so masks are left out" in whys["concepts[0].path"]
+    assert "needs masks beside the pictures" in whys["concepts[1].path"]
+    (tmp_path / "p" / "a-masklabel.png").write_bytes(b"")
+    imported = imported_text(tmp_path, "o.json", json.dumps(document))
+    assert imported.config.data.sources[0].masks == str(tmp_path / "p")
+
+
 def test_every_key_that_people_bring_is_known() -> None:
     said = (
         "pretrained_model_name_or_path train_data_dir reg_data_dir dataset_config output_dir output_name resolution "
@@ -292,3 +370,4 @@ def test_whatever_stands_in_a_file_is_read_or_refused_in_words(data: st.DataObje
         except UsageError:
             continue  # in words; any other error is a failure
         assert resolve([Layer("any", tomllib.loads(as_toml(imported)))]).config == imported.config
+        assert_listing_is_written(imported)
