@@ -95,7 +95,8 @@ def add_together(reading: Reading, place: str, found: Sequence[Mapping[str, Any]
     """Put the settings of all data sets into the reading; a line where one for all must do."""
     settings, differs = together(found)
     for number, name in differs:
-        why = f"one value for all data sets here: {shown(settings[name])}, as the first that sets it has it"
+        own = f"; this one would have {shown(found[number][name])}" if name in found[number] else ""
+        why = f"one value for all data sets here: {shown(settings[name])}, of the first that sets it{own}"
         line = Line(f"{place}[{number}]", found[number].get(name), "changed", {name: settings[name]}, why)
         reading.lines.append(line)
     for name, value in settings.items():
