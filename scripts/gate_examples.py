@@ -86,8 +86,9 @@ def worn(picture: Image.Image) -> Image.Image:
 
 
 def boxed(picture: Image.Image) -> Image.Image:
-    whole = Image.new("RGB", (picture.width, picture.height + 120), "black")
-    whole.paste(picture, (0, 60))
+    bar = picture.height // 8
+    whole = Image.new("RGB", (picture.width, picture.height + 2 * bar), "black")
+    whole.paste(picture, (0, bar))
     return whole
 
 

@@ -24,7 +24,6 @@ LEAST_SPREAD = 2.0  # a picture of one colour is like every other
 MOST_COMPARED = 32  # pictures of one band: thousands of frames of one scene are not compared with one another
 BAND = 16  # bits
 CHUNK = 4096  # pictures looked up at once
-MOST_PAIRED = 512  # pictures of one group that are all compared with one another
 
 Places = NDArray[np.int64]
 
@@ -157,13 +156,17 @@ def _groups(leaders: Places) -> tuple[tuple[int, ...], ...]:
 
 
 def _paired(group: Places, hashes: NDArray[np.uint64], thumbs: NDArray[np.uint8]) -> int:
-    """How many pairs a group gives; of a group too large to compare all with all, half its number."""
-    if len(group) > MOST_PAIRED:
-        return len(group) // 2
-    pairs = 0
-    while len(group) > 1:
-        first, others = group[:1], group[1:]
-        alike = _alike(np.repeat(first, len(others)), others, hashes, hashes, thumbs, thumbs)[1]
-        pairs += len(alike) > 0
-        group = others[others != alike[0]] if len(alike) else others
+    """How many pairs a group gives. The first that is alike is mostly near, so each looks ahead in growing steps."""
+    own, free, pairs = hashes[group], np.ones(len(group), dtype=bool), 0
+    for place in range(len(group)):
+        begin, width = place + 1, 8
+        while free[place] and begin < len(group):
+            others = begin + np.flatnonzero(free[begin : begin + width])
+            near = others[np.bitwise_count(own[others] ^ own[place]) <= MOST_BITS]
+            if len(near):
+                agree = _agreement(thumbs[group[place : place + 1]], thumbs[group[near]]) >= LEAST_AGREEMENT
+                if agree.any():
+                    free[[place, near[agree.argmax()]]] = False
+                    pairs += 1
+            begin, width = begin + width, 2 * width
     return pairs

@@ -79,3 +79,21 @@ def test_thousands_of_frames_of_one_scene_are_one_group() -> None:
     found = find_alike(seen_of(hashes))
     assert [len(group) for group in found.groups] == [1500]
     assert found.pairs == 750
+
+
+def test_pairs_of_a_large_group_are_counted() -> None:
+    """Hundreds that look like the first and mostly not like one another are not half as many pairs."""
+    draw = np.random.default_rng(0)
+    places = np.argsort(draw.random((1500, 64)), axis=1)[:, : alike.MOST_BITS].tolist()
+    hashes = [0, *(sum(1 << place for place in each) for each in places)]
+    found = find_alike(seen_of(hashes))
+    assert max(map(len, found.groups)) > 512
+    pairs = 0
+    for group in found.groups:
+        left = list(group)
+        while left:
+            first = left.pop(0)
+            near = [each for each in left if (hashes[first] ^ hashes[each]).bit_count() <= alike.MOST_BITS]
+            left = [each for each in left if each not in near[:1]]
+            pairs += bool(near)
+    assert found.pairs == pairs < sum(len(group) // 2 for group in found.groups)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -11,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image, ImageFilter
 
+from gate_examples import boxed, worn
 from lora_trainer.config.schema import CaptionsSection, SourceSection
 from lora_trainer.core.findings import Finding, Severity
 from lora_trainer.data.check import DataReport, check_dataset, check_plan
@@ -59,18 +59,6 @@ def test_photographs_and_drawings_are_good(good: Path) -> None:
     assert report.findings == ()
     assert report.score == 1.0
     assert set(report.parts.values()) == {1.0}
-
-
-def worn(picture: Image.Image) -> Image.Image:
-    file = io.BytesIO()
-    picture.save(file, "JPEG", quality=10)
-    return Image.open(file).convert("RGB")
-
-
-def boxed(picture: Image.Image) -> Image.Image:
-    whole = Image.new("RGB", (picture.width, picture.height + 40), "white")
-    whole.paste(picture, (0, 20))
-    return whole
 
 
 @pytest.mark.parametrize(
