@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import functools
+from collections.abc import Callable, Iterator
 
-from lora_trainer.core.findings import Finding
+from lora_trainer.core.findings import Finding, Severity
 from lora_trainer.data.buckets import Fit
-from lora_trainer.data.check.looked import Looked, beside
+from lora_trainer.data.check.looked import Check, Looked, beside
 from lora_trainer.data.pictures.images import ENDINGS_OF_FORMAT
 from lora_trainer.data.pictures.measures import Seen
 from lora_trainer.data.sample import Sample
@@ -28,11 +29,21 @@ READING_CODES = frozenset(
 )
 
 
-def shown(looked: Looked) -> Iterator[tuple[Sample, Fit, Seen]]:
-    """The samples whose pictures were decoded."""
-    for sample, fit, seen in zip(looked.samples, looked.fits, looked.seen, strict=True):
-        if seen.broken is None:
-            yield sample, fit, seen
+def of_each(judge: Callable[[Looked, Sample, Fit, Seen], Iterator[Finding]]) -> Check:
+    """The check that judges every picture that was decoded by itself."""
+
+    @functools.wraps(judge)
+    def check(looked: Looked) -> list[Finding]:
+        everything = zip(looked.samples, looked.fits, looked.seen, strict=True)
+        return [
+            each for sample, fit, seen in everything if seen.broken is None for each in judge(looked, sample, fit, seen)
+        ]
+
+    return check
+
+
+def said(sample: Sample, code: str, severity: Severity, message: str, fix: str) -> Finding:
+    return Finding(code, severity, message, fix, path=sample.path)
 
 
 def check_readable(looked: Looked) -> list[Finding]:
@@ -42,36 +53,32 @@ def check_readable(looked: Looked) -> list[Finding]:
     for sample, seen in zip(looked.samples, looked.seen, strict=True):
         if seen.broken is not None:
             code, message, fix = seen.broken
-            found.append(Finding(code, "error", message, fix, path=sample.path))
+            found.append(said(sample, code, "error", message, fix))
     return found
 
 
-def check_sizes(looked: Looked) -> list[Finding]:
+@of_each
+def check_sizes(looked: Looked, sample: Sample, fit: Fit, seen: Seen) -> Iterator[Finding]:
     """What the bucket asks of the picture: enlarged, or cut down to little."""
-    found = []
-    for sample, fit, _ in shown(looked):
-        factor = fit.scale_from(sample.width, sample.height)
-        size = f"{sample.width}×{sample.height}"
-        framing = looked.framings[sample.source]
-        if framing.no_upscale and min(sample.width, sample.height) < framing.step:
-            message = (
-                f"is {size}; a bucket's sides are at least {framing.step} px, and data.no_upscale enlarges nothing."
-            )
-            fix = "Remove such pictures, or set data.no_upscale=false."
-            found.append(Finding("too_small", "error", message, fix, path=sample.path))
-        elif factor > 1.0:
-            message = f"is {size}, smaller than {fit.bucket}; enlarged {factor:.2f} times."
-            fix = "Replace it by a larger one, remove it, or set data.resolution lower."
-            severe = factor > UPSCALE_LIMIT and not looked.allow_upscale
-            if severe:
-                fix = "Remove such pictures, set data.resolution lower, or set data.allow_upscale=true."
-            code = "too_small" if severe else "upscaled"
-            found.append(Finding(code, "error" if severe else "warning", message, fix, path=sample.path))
-        if fit.kept < CROP_LIMIT:
-            message = f"is {size}; the crop to {fit.bucket} keeps {fit.kept:.0%} of it."
-            fix = "Crop it by hand, or set data.max_aspect higher."
-            found.append(Finding("cropped", "warning", message, fix, path=sample.path))
-    return found
+    factor = fit.scale_from(sample.width, sample.height)
+    size = f"{sample.width}×{sample.height}"
+    framing = looked.framings[sample.source]
+    if framing.no_upscale and min(sample.width, sample.height) < framing.step:
+        message = f"is {size}; a bucket's sides are at least {framing.step} px, and data.no_upscale enlarges nothing."
+        fix = "Remove such pictures, or set data.no_upscale=false."
+        yield said(sample, "too_small", "error", message, fix)
+    elif factor > 1.0:
+        message = f"is {size}, smaller than {fit.bucket}; enlarged {factor:.2f} times."
+        fix = "Replace it by a larger one, remove it, or set data.resolution lower."
+        severe = factor > UPSCALE_LIMIT and not looked.allow_upscale
+        if severe:
+            fix = "Remove such pictures, set data.resolution lower, or set data.allow_upscale=true."
+        code = "too_small" if severe else "upscaled"
+        yield said(sample, code, "error" if severe else "warning", message, fix)
+    if fit.kept < CROP_LIMIT:
+        message = f"is {size}; the crop to {fit.bucket} keeps {fit.kept:.0%} of it."
+        fix = "Crop it by hand, or set data.max_aspect higher."
+        yield said(sample, "cropped", "warning", message, fix)
 
 
 def check_distinct(looked: Looked) -> list[Finding]:
@@ -84,97 +91,87 @@ def check_distinct(looked: Looked) -> list[Finding]:
         if original is not sample and (original.path, original.span) != (sample.path, sample.span):
             message = f"is the same file as {beside(original.path, sample.path)}."
             fix = "Remove one; to weigh pictures use folders such as 10_name."
-            found.append(Finding("duplicate", "warning", message, fix, path=sample.path))
+            found.append(said(sample, "duplicate", "warning", message, fix))
     return found
 
 
-def check_contents(looked: Looked) -> list[Finding]:
+@of_each
+def check_contents(looked: Looked, sample: Sample, fit: Fit, seen: Seen) -> Iterator[Finding]:
     """Pictures that show nothing, pictures with holes, and masks that let nothing through."""
-    found = []
-    for sample, _, seen in shown(looked):
-        if seen.spread < UNIFORM_SPREAD:
-            message = f"is nearly one colour (spread {seen.spread:.1f} of 255)."
-            found.append(Finding("uniform", "warning", message, "Remove it unless it is meant.", path=sample.path))
-        if seen.transparent > TRANSPARENT_AREA and sample.mask is None:
-            message = f"is transparent on {seen.transparent:.0%} of its area, which is laid on white."
-            fix = 'Lay it on the background that is meant, or learn the rest alone with masks = "alpha".'
-            found.append(Finding("transparent", "note", message, fix, path=sample.path))
-    return [*found, *_of_masks(looked)]
+    if seen.spread < UNIFORM_SPREAD:
+        message = f"is nearly one colour (spread {seen.spread:.1f} of 255)."
+        yield said(sample, "uniform", "warning", message, "Remove it unless it is meant.")
+    if seen.transparent > TRANSPARENT_AREA and sample.mask is None:
+        message = f"is transparent on {seen.transparent:.0%} of its area, which is laid on white."
+        fix = 'Lay it on the background that is meant, or learn the rest alone with masks = "alpha".'
+        yield said(sample, "transparent", "note", message, fix)
+    yield from _of_mask(looked, sample, seen)
 
 
-def _of_masks(looked: Looked) -> list[Finding]:
-    """Masks that cannot be decoded, and masks that leave nothing to learn."""
-    found = []
-    for sample, _, seen in shown(looked):
-        if sample.mask is None:
-            continue
-        mask = looked.masks.get(sample.mask.content)
-        if mask is not None and mask.broken is not None:
-            message, fix = f"has a mask that {mask.broken[1]}", mask.broken[2]
-            found.append(Finding("unreadable_mask", "error", message, fix, path=sample.path))
-            continue
-        clear = seen.transparent == 1.0 and seen.spread < UNIFORM_SPREAD
-        if clear if mask is None else mask.spread < BLACK_SPREAD and max(mask.thumb, default=0) <= BLACK:
-            message = "has a mask that is black everywhere: nothing of it is learned."
-            fix = "Paint white what is to be learned, or remove the picture."
-            found.append(Finding("black_mask", "warning", message, fix, path=sample.path))
-    return found
+def _of_mask(looked: Looked, sample: Sample, seen: Seen) -> Iterator[Finding]:
+    """A mask that cannot be decoded, or leaves nothing to learn."""
+    if sample.mask is None:
+        return
+    mask = looked.masks.get(sample.mask.content)
+    if mask is not None and mask.broken is not None:
+        message, fix = f"has a mask that {mask.broken[1]}", mask.broken[2]
+        yield said(sample, "unreadable_mask", "error", message, fix)
+        return
+    clear = seen.transparent == 1.0 and seen.spread < UNIFORM_SPREAD
+    if clear if mask is None else mask.spread < BLACK_SPREAD and max(mask.thumb, default=0) <= BLACK:
+        message = "has a mask that is black everywhere: nothing of it is learned."
+        fix = "Paint white what is to be learned, or remove the picture."
+        yield said(sample, "black_mask", "warning", message, fix)
 
 
-def check_sharpness(looked: Looked) -> list[Finding]:
+@of_each
+def check_sharpness(looked: Looked, sample: Sample, fit: Fit, seen: Seen) -> Iterator[Finding]:
     """Pictures whose sharpest edges are soft even at the size that is trained."""
-    found = []
-    for sample, fit, seen in shown(looked):
-        edge = seen.edge * min(1.0, fit.scale_from(sample.width, sample.height))
-        if edge > BLUR_EDGE:
-            message = f"is blurred: its sharpest edges are {edge:.1f} pixels wide at {fit.bucket}."
-            fix = "Replace it by a sharp one, remove it, or train at a lower resolution."
-            found.append(Finding("blurred", "warning", message, fix, path=sample.path))
-    return found
+    edge = seen.edge * min(1.0, fit.scale_from(sample.width, sample.height))
+    if edge > BLUR_EDGE:
+        message = f"is blurred: its sharpest edges are {edge:.1f} pixels wide at {fit.bucket}."
+        fix = "Replace it by a sharp one, remove it, or train at a lower resolution."
+        yield said(sample, "blurred", "warning", message, fix)
 
 
-def check_compression(looked: Looked) -> list[Finding]:
+@of_each
+def check_compression(looked: Looked, sample: Sample, fit: Fit, seen: Seen) -> Iterator[Finding]:
     """JPEG's blocks, where so little is reduced that they are learned."""
-    found = []
-    for sample, fit, seen in shown(looked):
-        if fit.scale_from(sample.width, sample.height) <= BLOCK_SCALE:
-            continue
-        message = ""
-        if seen.quality < LEAST_QUALITY:
-            message = f"is compressed too far (JPEG quality {seen.quality})."
-        elif seen.blocks > BLOCK_STEPS:
-            message = f"shows blocks of 8 pixels (steps of {seen.blocks:.1f} levels), as too strong JPEG compression leaves them."
-        if message:
-            fix = "Replace it by a better copy; saving it again does not mend it."
-            found.append(Finding("over_compressed", "warning", message, fix, path=sample.path))
-    return found
+    if fit.scale_from(sample.width, sample.height) <= BLOCK_SCALE:
+        return
+    message = ""
+    if seen.quality < LEAST_QUALITY:
+        message = f"is compressed too far (JPEG quality {seen.quality})."
+    elif seen.blocks > BLOCK_STEPS:
+        message = (
+            f"shows blocks of 8 pixels (steps of {seen.blocks:.1f} levels), as too strong JPEG compression leaves them."
+        )
+    if message:
+        fix = "Replace it by a better copy; saving it again does not mend it."
+        yield said(sample, "over_compressed", "warning", message, fix)
 
 
-def check_borders(looked: Looked) -> list[Finding]:
+@of_each
+def check_borders(looked: Looked, sample: Sample, fit: Fit, seen: Seen) -> Iterator[Finding]:
     """Letterboxes and frames, which would be learned as part of the subject."""
-    found = []
-    for sample, _, seen in shown(looked):
-        borders = seen.borders
-        sides = {"left": borders.left, "top": borders.top, "right": borders.right, "bottom": borders.bottom}
-        left = (1.0 - borders.left - borders.right) * (1.0 - borders.top - borders.bottom)
-        if 1.0 - left < BORDER_AREA:
-            continue
-        named = ", ".join(f"{name} {share:.0%}" for name, share in sides.items() if share)
-        broad = all(sides.values()) and max(sides.values()) > FRAME_SIDE
-        message = f"has a border of one colour ({named})."
-        fix = "Leave it if it belongs to the picture, else cut it off." if broad else "Cut it off."
-        found.append(Finding("border", "note" if broad else "warning", message, fix, path=sample.path))
-    return found
+    borders = seen.borders
+    sides = {"left": borders.left, "top": borders.top, "right": borders.right, "bottom": borders.bottom}
+    left = (1.0 - borders.left - borders.right) * (1.0 - borders.top - borders.bottom)
+    if 1.0 - left < BORDER_AREA:
+        return
+    named = ", ".join(f"{name} {share:.0%}" for name, share in sides.items() if share)
+    broad = all(sides.values()) and max(sides.values()) > FRAME_SIDE
+    message = f"has a border of one colour ({named})."
+    fix = "Leave it if it belongs to the picture, else cut it off." if broad else "Cut it off."
+    yield said(sample, "border", "note" if broad else "warning", message, fix)
 
 
-def check_formats(looked: Looked) -> list[Finding]:
+@of_each
+def check_formats(looked: Looked, sample: Sample, fit: Fit, seen: Seen) -> Iterator[Finding]:
     """Animations, and endings that are not the format's."""
-    found = []
-    for sample, _, seen in shown(looked):
-        if seen.frames > 1:
-            message = f"has {seen.frames} frames; only the first is used."
-            found.append(Finding("animated", "note", message, "Save the frame that is meant.", path=sample.path))
-        if seen.format and sample.path.suffix.lower() not in ENDINGS_OF_FORMAT.get(seen.format, ()):
-            message = f"is a {seen.format} file, whatever its ending says."
-            found.append(Finding("wrong_ending", "note", message, "Rename it.", path=sample.path))
-    return found
+    if seen.frames > 1:
+        message = f"has {seen.frames} frames; only the first is used."
+        yield said(sample, "animated", "note", message, "Save the frame that is meant.")
+    if seen.format and sample.path.suffix.lower() not in ENDINGS_OF_FORMAT.get(seen.format, ()):
+        message = f"is a {seen.format} file, whatever its ending says."
+        yield said(sample, "wrong_ending", "note", message, "Rename it.")
