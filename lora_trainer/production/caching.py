@@ -148,10 +148,19 @@ def bytes_to_build(inputs: Inputs, choices: Choices, plans: CachePlans) -> int:
 def refuse_full_disk(inputs: Inputs, choices: Choices, plans: CachePlans) -> None:
     """Raise UsageError when what must be built does not fit on the disk, before anything is built."""
     needed, free = bytes_to_build(inputs, choices, plans), free_bytes(plans.latents.folder)
-    room = needed + min(needed, LARGE)  # packing writes a large shard before it removes the small ones
+    if _with_packing(needed) > free:
+        # Others may have filled since the plan was made: what they built took room, and is not to be built any more.
+        plans = CachePlans(plans.latents.still_missing(), plans.texts.still_missing())
+        needed = bytes_to_build(inputs, choices, plans)
+    room = _with_packing(needed)
     if room > free:
         message = f"Filling the caches needs {size_words(room)}, and the disk of {plans.latents.folder} has {size_words(free)} free."
         raise UsageError(Problem(message, "Free space there, or set cache.folder to another disk."))
+
+
+def _with_packing(needed: int) -> int:
+    """Packing writes a large shard before it removes the small ones."""
+    return needed + min(needed, LARGE)
 
 
 def pictures_together(config: Config, inputs: Inputs, choices: Choices) -> int:

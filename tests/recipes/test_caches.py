@@ -19,7 +19,7 @@ from lora_trainer.data.loader import Batch, CachedData
 from lora_trainer.data.steps import Ref
 from lora_trainer.models import FAMILIES
 from lora_trainer.models.family import Encoders
-from lora_trainer.production import caching, feed
+from lora_trainer.production import caching, feed, session
 from tests.recipes.recipe import Bench, contents, draw_pictures, exported, patched, rows
 
 
@@ -120,6 +120,16 @@ def test_a_disk_without_room_is_refused_before_anything_is_built(own, capsys, mo
     assert "0.0 MB free" in said
     assert "cache.folder" in said
     assert not list(own.cache.rglob("*.safetensors"))
+
+
+def test_what_other_processes_have_filled_is_not_asked_of_the_disk_again(own, monkeypatch):
+    """A process that planned before the others filled, and looks at the disk after."""
+    made, true = [], session.plan_caches
+    monkeypatch.setattr(session, "plan_caches", lambda *given: made.append(true(*given)) or made[0])
+    assert own.run("first", command="cache") == 0
+    assert made[0].latents.missing
+    monkeypatch.setattr(caching, "free_bytes", lambda _: 1000)
+    assert own.run("second", command="cache") == 0
 
 
 def test_a_cache_above_its_limit_keeps_what_the_run_needs(own, capsys):

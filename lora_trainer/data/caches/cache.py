@@ -14,7 +14,7 @@ import json
 import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -76,6 +76,12 @@ class CachePlan(Generic[Item]):
         """How it stands once what is missing has been built."""
         entries = len(set(self.keys))
         return Filled(self.kind, entries - len(self.missing), len(self.missing), dict(Counter(self.reasons)))
+
+    def still_missing(self) -> CachePlan[Item]:
+        """The same without what others have built since."""
+        shelf = Shelf(self.folder, self.kind, [self.keys[index] for index in self.missing])
+        left = [each for each in zip(self.missing, self.reasons, strict=True) if self.keys[each[0]] not in shelf]
+        return replace(self, missing=tuple(index for index, _ in left), reasons=tuple(reason for _, reason in left))
 
 
 @dataclass(frozen=True)

@@ -27,6 +27,7 @@ from lora_trainer.data.caches.ours import (
 from lora_trainer.data.caches.packing import pack, remove, rewrite
 from lora_trainer.data.caches.shards import is_foreign
 from lora_trainer.data.caches.store import KINDS, MARK, Shelf
+from lora_trainer.data.pictures.remembered import remembered, remembered_bytes
 from lora_trainer.data.sources.parquet import UNPACKED, last_used, remove_unpacked
 
 DEFAULT_LIMIT = 50 * 10**9  # bytes on disk
@@ -53,6 +54,7 @@ class CacheStatus:
     former: int
     in_use: bool
     unpacked: int = 0  # bytes of pictures out of Parquet files
+    remembered: int = 0  # bytes of what is known of pictures that were read before
 
     @property
     def bytes(self) -> int:
@@ -78,6 +80,8 @@ class CacheStatus:
             )
         if self.unpacked:
             lines.append(f"  {size_words(self.unpacked)} of pictures out of Parquet files; `cache clean` removes them")
+        if self.remembered:
+            lines.append(f"  {size_words(self.remembered)} about pictures that were read before")
         if self.in_use:
             lines.append("  in use by a run now")
         return lines
@@ -92,6 +96,7 @@ class CacheStatus:
             "former": self.former,
             "in_use": self.in_use,
             "unpacked_bytes": self.unpacked,
+            "remembered_bytes": self.remembered,
         }
 
 
@@ -114,7 +119,8 @@ def cache_status(folder: Path) -> CacheStatus:
         total = sum(shard.bytes for shard in shards)
         kinds[kind] = KindStatus(len(shelf), total, len(shards), len(shelf.damaged), used)
     unpacked = sum(size for _, size, _ in _unpacked(folder))
-    return CacheStatus(folder, kinds, len(list(_former(folder))), oldest_user(folder) is not None, unpacked)
+    in_use, known = oldest_user(folder) is not None, remembered_bytes(folder)
+    return CacheStatus(folder, kinds, len(list(_former(folder))), in_use, unpacked, known)
 
 
 @dataclass(frozen=True)
@@ -177,6 +183,9 @@ def cache_clean(folder: Path, limit: int = DEFAULT_LIMIT, *, verify: bool = Fals
             emptied.rmdir()
     for kind in KINDS:
         pack(folder, kind, [shard.path for shard in Shelf(folder, kind).shards()])
+    if remembered_bytes(folder):
+        with remembered(folder) as store:
+            store.prune()
     kept = keep_limit(folder, limit)
     after = _bytes_in(folder)
     return Cleaned(removed + kept.removed, before - after, kept.left_bytes, limit, damaged, kept.needed)
@@ -284,7 +293,7 @@ def _unlinked(path: Path) -> int:
 def _bytes_in(folder: Path) -> int:
     """Bytes of what this keeps in order: a cache folder may hold other things too."""
     places: Iterable[Path] = (path for place in (*KINDS, "index", UNPACKED) for path in (folder / place).rglob("*"))
-    total = 0
+    total = remembered_bytes(folder)
     for path in places:
         with contextlib.suppress(OSError):
             if path.is_file():

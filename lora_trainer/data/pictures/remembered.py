@@ -8,6 +8,7 @@ any time; a damaged one is put aside, and one that cannot be written to costs on
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import sqlite3
 from collections.abc import Iterator, Mapping, Sequence
@@ -19,6 +20,7 @@ from lora_trainer.core.io import user_cache_folder
 NAME = "pictures.sqlite"
 LAYOUT = 1  # a file of another layout is put aside
 AT_ONCE = 400  # names in one question; SQLite takes 999 in its oldest builds
+MOST_BYTES = 10**9  # of the file, after `cache clean`
 WAIT = 10.0  # seconds for another process that writes
 
 TABLES = """
@@ -132,6 +134,25 @@ class Remembered:
         if _is_damage(error):
             _put_aside(self._file)
 
+    def prune(self, most: int = MOST_BYTES) -> None:
+        """Forget files that are gone and contents that no file has; above `most` bytes the oldest files' too."""
+        paths = self._ask("SELECT DISTINCT path FROM headers", ())
+        self._write("DELETE FROM headers WHERE path = ?", [(path,) for (path,) in paths if not os.path.exists(path)])
+        self._shrink()
+        while (size := self._bytes()) > most and (count := self._ask("SELECT count(*) FROM headers", ())[0][0]):
+            oldest = "SELECT path FROM headers ORDER BY ctime LIMIT ?"
+            part = max(1, math.ceil(count * (1 - most / size)))
+            self._write(f"DELETE FROM headers WHERE path IN ({oldest})", [(part,)])
+            self._shrink()
+
+    def _shrink(self) -> None:
+        self._write("DELETE FROM measures WHERE content NOT IN (SELECT content FROM headers)", [()])
+        self._ask("VACUUM", ())
+
+    def _bytes(self) -> int:
+        pages, size = (self._ask(f"PRAGMA {name}", ()) for name in ("page_count", "page_size"))
+        return int(pages[0][0] * size[0][0]) if pages and size else 0
+
     def close(self) -> None:
         if self._connection is not None:
             with contextlib.suppress(sqlite3.Error):
@@ -163,6 +184,15 @@ def remembered(folder: Path | None = None) -> Iterator[Remembered]:
         yield store
     finally:
         store.close()
+
+
+def remembered_bytes(folder: Path) -> int:
+    """What the file of a cache folder takes on the disk; 0 where there is none."""
+    total = 0
+    for name in (NAME, f"{NAME}-wal"):
+        with contextlib.suppress(OSError):
+            total += (folder / name).stat().st_size
+    return total
 
 
 def _open(file: Path) -> sqlite3.Connection | None:
