@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 
 from lora_trainer.config.schema import CaptionsSection, Config
+from lora_trainer.core.findings import counted, printable
 from lora_trainer.data.captions import most_choices
 from lora_trainer.data.sample import Sample
 from lora_trainer.data.steps import StepArithmetic
@@ -38,7 +39,9 @@ def announce(config: Config, console: Console) -> None:
 def show_report(inputs: Inputs, console: Console) -> None:
     """The data set's score and what was found, worst first."""
     report = inputs.report
-    console.print(f"data set: {len(report.samples)} samples, score {report.score:.2f} (gate {report.gate:.2f})")
+    console.print(
+        f"data set: {counted(len(report.samples), 'sample')}, score {report.score:.2f} (gate {report.gate:.2f})"
+    )
     # Errors end the run: they are told there, each kind once.
     found = [(code, group) for code, group in report.grouped if group[0].severity != "error"]
     for code, group in found[:MOST_FINDINGS]:
@@ -77,11 +80,6 @@ def show_views(config: Config, inputs: Inputs, steps: StepArithmetic, console: C
         console.print(f"note: {steps.total} steps show a picture about {seen:.1f} times, so not all of its views")
 
 
-def count_of(count: int, what: str) -> str:
-    """`1 text`, `8 texts`."""
-    return f"{count} {what}{'' if count == 1 else 's'}"
-
-
 def in_gigabytes(size: float) -> str:
     """`1.5 GB`, `212 MB`, `1.5 MB`."""
     return f"{size:.1f} GB" if size >= 1 else f"{1000 * size:.{0 if size >= 0.01 else 1}f} MB"
@@ -105,10 +103,10 @@ def show_captions(config: Config, inputs: Inputs, console: Console, itemsize: in
 
 def caption_told(sample: Sample) -> list[str]:
     """The text that a picture is trained on; where it is not the canonical one, that and the first texts trained."""
-    name, texts = sample.path.name, list(dict.fromkeys(sample.texts))
+    name, texts = printable(sample.path.name), list(dict.fromkeys(sample.texts))
     if texts == [sample.caption]:
         return [f"{name}: trained on {sample.caption!r}"]
-    lines = [f"{name}: canonical {sample.caption!r}, trained on {count_of(len(texts), 'text')}:"]
+    lines = [f"{name}: canonical {sample.caption!r}, trained on {counted(len(texts), 'text')}:"]
     lines += [f"  {text!r}" for text in texts[:TEXTS_SHOWN]]
     return lines + ([f"  … and {len(texts) - TEXTS_SHOWN} more"] if len(texts) > TEXTS_SHOWN else [])
 
@@ -123,7 +121,7 @@ def variants_told(config: Config, inputs: Inputs, itemsize: int) -> list[str]:
     size = count * itemsize * sum(math.prod(shape) for shape in shapes.values()) / 1e9
     most, limit = max(len(set(texts)) for texts in varied.values()), config.cache.limit_gb
     told = in_gigabytes(size)
-    lines = [f"up to {most} texts for each of {count_of(len(varied), 'caption')}: {count_of(count, 'text')}, {told}"]
+    lines = [f"up to {most} texts for each of {counted(len(varied), 'caption')}: {counted(count, 'text')}, {told}"]
     if size > limit / 2:
         lines.append(f"note: that is most of cache.limit_gb={limit:g}. Set captions.variants lower.")
     return lines

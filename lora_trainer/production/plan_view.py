@@ -62,7 +62,7 @@ def lines(plan: Plan) -> list[str]:
     steps = "unknown without data" if plan.steps is None else f"{plan.steps:,}"
     least = [f"steps: {steps}; {operations(fit.parts.tflop)} each, so each takes at least {_times(fit.parts.tflop)}"]
     if plan.steps is not None:
-        least.append(f"all {steps} steps take at least {_times(fit.parts.tflop * plan.steps)}")
+        least.append(f"the whole run takes at least {_times(fit.parts.tflop * plan.steps)}")
     return [
         f"card: {card}; predicted from: {demand.gauge.source}",
         f"micro batch {fit.micro} x {fit.accumulation}: {fit.reasons[0]}",

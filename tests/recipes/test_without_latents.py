@@ -36,7 +36,7 @@ def test_the_same_lora_comes_out_whole_resumed_and_split(own: Bench, capsys: pyt
     capsys.readouterr()
     assert place.run("fresh", cache__latents="false", **SETTINGS) == 0
     said = capsys.readouterr().out
-    assert "1 latents: 0 reused, 1 rebuilt (1 new)" in said, "the held-out picture alone is cached"
+    assert "1 latent: 0 reused, 1 rebuilt (1 new)" in said, "the held-out picture alone is cached"
     assert "the autoencoder stays loaded" in said
     assert threading.active_count() == before, "no thread is left behind"
 

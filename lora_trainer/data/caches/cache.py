@@ -21,6 +21,7 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch import Tensor
 
+from lora_trainer.core.findings import counted
 from lora_trainer.data.buckets import Bucket
 from lora_trainer.data.caches.explained import changed, recall, remember
 from lora_trainer.data.caches.filling import Progress, Work, build_missing, usual_workers
@@ -96,7 +97,7 @@ class Filled:
     @property
     def line(self) -> str:
         """`31 latents: 24 reused, 7 rebuilt (5 new, 2 pictures changed)`."""
-        text = f"{self.reused + self.rebuilt} {self.kind}: {self.reused} reused, {self.rebuilt} rebuilt"
+        text = f"{counted(self.reused + self.rebuilt, self.kind.removesuffix('s'))}: {self.reused} reused, {self.rebuilt} rebuilt"
         if not self.reasons:
             return text
         ranked = sorted(self.reasons.items(), key=lambda entry: (-entry[1], entry[0]))

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lora_trainer.core.errors import Problem, UsageError
+from lora_trainer.core.findings import counted
 from lora_trainer.core.io import user_cache_folder
 from lora_trainer.data.caches.claims import CLOCK_STEP, forget_dead, oldest_user, upkeep
 from lora_trainer.data.caches.ours import (
@@ -66,7 +67,7 @@ class CacheStatus:
 
     @property
     def lines(self) -> list[str]:
-        held = ", ".join(f"{count} {kind}" for kind, count in self.counts.items())
+        held = ", ".join(counted(count, kind.removesuffix("s")) for kind, count in self.counts.items())
         lines = [f"{self.folder}: {held}, {size_words(self.bytes)}"]
         for name, kind in self.kinds.items():
             if kind.last_used is not None:

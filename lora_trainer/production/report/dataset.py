@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lora_trainer.core.errors import Problem
-from lora_trainer.core.findings import Finding, counted
+from lora_trainer.core.findings import Finding, counted, printable
 from lora_trainer.core.io import write_text
 from lora_trainer.data.check import DataReport
 from lora_trainer.data.pictures.images import BrokenPictureError, load_rgb
@@ -110,7 +110,7 @@ def render_dataset(report: DataReport, samples: Sequence[Sample], steps: StepAri
 
 def name_of(report: DataReport) -> str:
     try:
-        return Path(report.root).name or "data"
+        return printable(Path(report.root).name) or "data"
     except ValueError:  # several drives, or no file
         return "data"
 
