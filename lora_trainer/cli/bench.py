@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 
 from lora_trainer.cli.arguments import add_run_arguments, explained, resolved_from
@@ -12,6 +13,7 @@ from lora_trainer.config.layers import Resolved
 from lora_trainer.core.errors import DONE, Problem
 from lora_trainer.core.hardware import package_versions
 
+NOISE = "a tenth of the measurements lies below the one and a tenth above the other: how noisy the machine was"
 EXAMPLES = (
     "examples:\n  lora-trainer bench step --preset 12gb --json\n  lora-trainer bench cache\n"
     "  lora-trainer bench loader --json\n"
@@ -50,12 +52,13 @@ def measure_steps(what: str, resolved: Resolved, steps: int | None, as_json: boo
     from rich.console import Console
     from rich.table import Table
 
-    from lora_trainer.jobs.bench import STEPS, bench_step, device_name, to_json
-    from lora_trainer.jobs.bench_loader import bench_loader
+    from lora_trainer.jobs import bench, bench_loader
+    from lora_trainer.jobs.bench import STEPS, device_name, to_json
     from lora_trainer.production.inputs import data_in_use
 
+    measure = {"step": bench.bench_step, "loader": bench_loader.bench_loader}[what]
     with data_in_use():
-        report = {"step": bench_step, "loader": bench_loader}[what](resolved, steps or STEPS, tiny=tiny)
+        report = measure(resolved, steps or STEPS, tiny=tiny)
     if as_json:
         sys.stdout.write(json.dumps(to_json(report, device_name(), package_versions()), indent=2) + "\n")
         return DONE
@@ -64,9 +67,18 @@ def measure_steps(what: str, resolved: Resolved, steps: int | None, as_json: boo
         figures = (1000 * seconds for seconds in (row.seconds_median, row.seconds_p10, row.seconds_p90))
         table.add_row(row.name, *(f"{value:.1f}" for value in figures), f"{row.ratio:.3f}")
     Console().print(table)
+    for line in legend({"step": bench, "loader": bench_loader}[what].ABOUT, [row.name for row in report.rows]):
+        print(line)
     for note in report.notes:
         print(note)
     return DONE
+
+
+def legend(about: Mapping[str, str], rows: Sequence[str]) -> list[str]:
+    """A line for each row that was measured, then what the columns are."""
+    told = {name: about[name] for name in (*rows, "ratio")} | {"p10, p90": NOISE}
+    width = max(map(len, told))
+    return [f"  {name:<{width}}  {text}" for name, text in told.items()]
 
 
 def measure_cache(rounds: int | None, as_json: bool) -> int:
@@ -75,18 +87,20 @@ def measure_cache(rounds: int | None, as_json: bool) -> int:
     from rich.table import Table
 
     from lora_trainer.jobs.bench import device_name
-    from lora_trainer.jobs.bench_cache import ROUNDS, bench_cache
+    from lora_trainer.jobs.bench_cache import ABOUT, ROUNDS, bench_cache
 
     rows = bench_cache(rounds or ROUNDS)
     if as_json:
         document = {"device": device_name(), "versions": package_versions(), "rows": [asdict(row) for row in rows]}
         sys.stdout.write(json.dumps(document, indent=2) + "\n")
         return DONE
-    columns = ("latents from", "a second", "a CPU second", "ratio")
+    columns = ("latents from", "a second", "p10", "p90", "a CPU second", "ratio")
     table = Table(*columns, title=f"entries of {rows[0].model}, mean and spread, on {device_name()}")
     for row in rows:
-        table.add_row(
-            row.name, f"{row.entries_per_second:,.0f}", f"{row.entries_per_cpu_second:,.0f}", f"{row.ratio:.2f}"
-        )
+        count = row.entries_per_second * row.seconds_median
+        speeds = (row.entries_per_second, count / row.seconds_p90, count / row.seconds_p10, row.entries_per_cpu_second)
+        table.add_row(row.name, *(f"{speed:,.0f}" for speed in speeds), f"{row.ratio:.2f}")
     Console().print(table)
+    for line in legend(ABOUT, [row.name for row in rows]):
+        print(line)
     return DONE

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import sys
 import traceback
@@ -16,6 +17,8 @@ BUG = 1
 
 def report_error(error: Exception, *, debug: bool) -> int:
     """Print what went wrong and what to do; the exit code."""
+    with contextlib.suppress(OSError, ValueError):  # a reader that is gone must not hide the error
+        sys.stdout.flush()  # of one pipe for both, the error stands last
     if debug:
         traceback.print_exception(error)
     if isinstance(error, UserError):

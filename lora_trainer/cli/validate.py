@@ -20,7 +20,7 @@ from lora_trainer.core.tensorfile import read_tensor_header
 from lora_trainer.data.manifest import read_manifest
 from lora_trainer.data.sample import Sample
 from lora_trainer.data.views import BucketPlan, plan_plain
-from lora_trainer.evaluation.report import LoraReport
+from lora_trainer.evaluation.report import LoraReport, caveat
 from lora_trainer.production.inputs import data_in_use, model_folder, read_inputs, read_model, trained_framings
 
 MEANINGS = {
@@ -182,7 +182,9 @@ def print_report(path: Path, report: LoraReport) -> None:
     console = Console(highlight=False)
     table = Table(box=None, show_header=False, pad_edge=False)
     for name, value in report.parts.items():
-        table.add_row(Text(f"  {name}"), f"{value:.2f}", Text(MEANINGS.get(name, ""), style="dim"))
+        told = caveat(report.numbers) if name == "learning" else ""
+        meaning = "; ".join(filter(None, (MEANINGS.get(name, ""), told)))
+        table.add_row(Text(f"  {name}"), f"{value:.2f}", Text(meaning, style="dim"))
     verdict = "passed" if report.passed else "refused"
     console.print(Text(f"{path.name}: score {report.score:.2f}, {verdict} (gate {report.gate:.2f})", style="bold"))
     console.print(table)

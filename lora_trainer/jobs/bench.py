@@ -35,6 +35,13 @@ from lora_trainer.training.micro import Micro
 from lora_trainer.training.step import train_step
 
 WARM_UP, STEPS = 5, 30
+ABOUT = {
+    "bare": "the least that training can be: batches that lie ready, nothing else",
+    "ours": "this trainer's step, with all that it does",
+    "usual": "the step as other scripts do it, encoding in every step where there are encoders",
+    "usual_cached": "the same with everything encoded beforehand",
+    "ratio": "time over `bare`, the median of the ratios step by step",
+}
 Way = Callable[[int], None]  # does the step of that number
 
 

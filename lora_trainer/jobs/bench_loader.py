@@ -44,6 +44,18 @@ from lora_trainer.training.processes import join_processes
 from lora_trainer.training.run import READ_AHEAD
 from lora_trainer.training.step import Learner, train_step
 
+ABOUT = {
+    "resident": "steps on batches that lie ready: what training alone takes",
+    "cached": "steps on batches read ahead from the caches",
+    "uncached": "steps on pictures decoded and encoded ahead (cache.latents=false)",
+    "cached_wait": "what steps of `cached` waited for their data",
+    "uncached_wait": "what steps of `uncached` waited for their data",
+    "cached_alone": "making a micro batch from the caches, training nothing",
+    "uncached_alone": "making a micro batch from pictures, training nothing",
+    "decoded_alone": "the same without the encoder",
+    "ratio": "time over `resident`, the median step by step; of a wait: its share of that row's step; "
+    "of a row alone: its share of a step of `resident`",
+}
 RATE = 1e-8
 RANDOM_SAMPLES = 16
 ENDLESS = 2**31  # steps

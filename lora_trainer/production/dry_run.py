@@ -9,13 +9,15 @@ from lora_trainer.production.choices import card_gib, choose
 from lora_trainer.production.inputs import Inputs, arithmetic, own_architecture
 from lora_trainer.production.messages import show_captions, show_views
 from lora_trainer.production.order import Order
-from lora_trainer.production.plan import make_plan
+from lora_trainer.production.plan import Plan, make_plan
 from lora_trainer.production.plan_view import show_plan as show_memory
+from lora_trainer.production.room import Room, room_for
+from lora_trainer.training.checkpoint import list_checkpoints, step_of
 from lora_trainer.training.processes import join_processes
 
 
 def show_plan(order: Order, inputs: Inputs) -> None:
-    """Samples, buckets, the arithmetic of the steps, three captions, the caches, the plan for memory, and every setting's origin."""
+    """Samples, buckets, the arithmetic of the steps, three captions, the caches, memory, disk, and every setting's origin."""
     resolved, config, console = order.resolved, order.config, order.console
     processes = join_processes()
     choices = choose(resolved, inputs.family, own_architecture(inputs), processes.device, processes.world)
@@ -29,12 +31,39 @@ def show_plan(order: Order, inputs: Inputs) -> None:
     console.print(f"caches in {cache_folder(config)}:")
     for line in plan_caches(config, inputs, choices).lines:
         console.print(f"  {line.replace('rebuilt', 'to build')}")
-    for line in choices.lines:
-        console.print(line)
-    console.print("memory, on a card:")
-    show_memory(make_plan(resolved, order.families, card_gib(config), inputs.train), console)
+    plan = make_plan(resolved, order.families, card_gib(config), inputs.train)
+    if choices.device.type == "cuda":  # the plan names the micro batch too
+        console.print("memory, on a card:")
+        show_memory(plan, console)
+    else:
+        for line in (*choices.lines, *on_a_card(plan)):
+            console.print(line)
     console.print(f"would write to {order.folder}")
+    room = room_of(order, plan, steps.total)
+    console.print(room.line)
+    if room.problem:
+        console.print(f"note: the run would be refused: {room.problem.fix}")
     console.print("settings that a preset, file or flag set:")
     for name, value in flattened(config).items():
         if resolved.origin[name] != DEFAULT:
-            console.print(f"  {name} = {shown(value)}  ({resolved.origin[name]})")
+            text = shown(value)
+            if name == "data.sources" and "{" in text:  # tables: one on a line
+                text = f"\n  {' ' * len(name)}   ".join(map(shown, value))
+            console.print(f"  {name} = {text}  ({resolved.origin[name]})")
+
+
+def on_a_card(plan: Plan) -> tuple[str, ...]:
+    """What a plan says of the card that a preset names, where there is none."""
+    limit = plan.demand.limit_gib
+    if limit is None:
+        return ()
+    fits = "" if plan.fit.fits else ", which does not fit"
+    peak = f"{plan.fit.parts.peak:.2f} GiB of {limit:g}{fits}"
+    return (f"memory, on a card: peak {peak}; lora-trainer plan shows the parts",)
+
+
+def room_of(order: Order, plan: Plan, total: int) -> Room:
+    """What the run's folder will take; a run that is resumed needs no room for what is there."""
+    newest = list_checkpoints(order.folder / "checkpoints")[:1] if order.resume else []
+    done = step_of(newest[0]) if newest else 0
+    return room_for(order.config, order.folder, plan.demand.gauge.shapes(plan.demand.rank), done, total)

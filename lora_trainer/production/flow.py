@@ -12,7 +12,7 @@ import torch
 from rich.console import Console
 
 from lora_trainer.config.schema import Config
-from lora_trainer.config.toml import to_toml
+from lora_trainer.config.toml import read_toml, shown, to_toml
 from lora_trainer.core.errors import Problem, UsageError
 from lora_trainer.core.hardware import describe_machine
 from lora_trainer.core.io import write_text
@@ -34,6 +34,7 @@ from lora_trainer.production.release import (
     lora_weights,
     training_facts,
 )
+from lora_trainer.production.room import refuse_without_room, room_for
 from lora_trainer.production.session import Prepared, Session, fixed_settings, open_session, prepare
 from lora_trainer.training.checkpoint import Checkpoint, newest_valid
 from lora_trainer.training.run import Job, train
@@ -55,7 +56,7 @@ def run_session(order: Order, inputs: Inputs, record: Record) -> Outcome:
     """Train and release one LoRA in the order's folder. Raises UserError."""
     session = open_session(order, inputs)
     settings = fixed_settings(session.config, inputs, session.choices)
-    start = find_start(order.folder, settings, order.console) if order.resume else None
+    start = find_start(order.folder, settings, order.console, order.config) if order.resume else None
     prepared = prepare(session, settings)
     if session.processes.is_main:
         write_text(order.folder / "config.toml", to_toml(repeatable(session, prepared.built.attention)))
@@ -63,6 +64,9 @@ def run_session(order: Order, inputs: Inputs, record: Record) -> Outcome:
     if session.processes.is_main:  # a run that fails from here on says what it ran on
         write_record(order.folder, record)
     try:
+        shapes = [tuple(value.shape) for value in prepared.built.learner.adapter.masters.values()]
+        done, total = start.state.step if start else 0, session.steps.total
+        refuse_without_room(room_for(session.config, order.folder, shapes, done, total))
         state, signal_exit = run_training(session, prepared.job, start)
     finally:
         prepared.feed.close()
@@ -205,7 +209,29 @@ def free_learner(learner: Learner) -> None:
         torch.cuda.empty_cache()
 
 
-def find_start(folder: Path, settings: dict[str, Any], console: Console) -> Checkpoint | None:
+def differing(name: str, old: Any, new: Any, folder: Path, config: Config) -> Problem:
+    """What a resumed run must not do otherwise, in words: hashes say nothing to anyone."""
+    fix = "Set it back, or start a new --name."
+    if name == "model":
+        return Problem("The model's weights differ from those that the run began with.", fix)
+    if name == "data":
+        now, before = [source.path for source in with_absolute_paths(config).data.sources], earlier_sources(folder)
+        here = ", ".join(now) or "the built-in data set"
+        where = f"{', '.join(before)} → {here}" if before and before != now else here
+        return Problem(f"The pictures, captions or weights differ: {where}.", fix)
+    return Problem(f"{name} was {shown(old)} and is now {shown(new)}.", fix)
+
+
+def earlier_sources(folder: Path) -> list[str]:
+    """Where the run's data lay when it was last started; empty where that cannot be read."""
+    try:
+        sources = read_toml(folder / "config.toml")["data"]["sources"]
+        return [str(source["path"] if isinstance(source, dict) else source) for source in sources]
+    except (UsageError, KeyError, TypeError):
+        return []
+
+
+def find_start(folder: Path, settings: dict[str, Any], console: Console, config: Config) -> Checkpoint | None:
     """The newest checkpoint that can be gone on from; None, said, when there is none.
 
     Raises UsageError when settings changed that its weights or its order of samples hang on.
@@ -220,11 +246,6 @@ def find_start(folder: Path, settings: dict[str, Any], console: Console) -> Chec
     path, checkpoint = found
     changed = {name: old for name, old in checkpoint.settings.items() if settings.get(name) != old}
     if changed:
-        raise UsageError(
-            [
-                Problem(f"{name} was {old!r} and is now {settings.get(name)!r}.", "Set it back, or start a new --name.")
-                for name, old in changed.items()
-            ]
-        )
+        raise UsageError([differing(name, old, settings.get(name), folder, config) for name, old in changed.items()])
     console.print(f"resuming from {path.name} of {folder}")
     return checkpoint

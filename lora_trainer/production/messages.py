@@ -14,6 +14,7 @@ from lora_trainer.core.findings import counted, printable
 from lora_trainer.data.captions import most_choices
 from lora_trainer.data.sample import Sample
 from lora_trainer.data.steps import StepArithmetic
+from lora_trainer.evaluation.report import caveat
 from lora_trainer.monitor.progress import duration
 from lora_trainer.production.inputs import Inputs, caption_rules, latent_bytes, own_architecture
 from lora_trainer.production.record import Record
@@ -149,7 +150,8 @@ def show_end(record: Record, report: LoraReport, folder: Path, comparison: Path 
     console.rule(f"{record.name}: {record.steps} steps in {duration(record.seconds['total'])}", style="dim")
     parts = ", ".join(f"{name} {value:.2f}" for name, value in report.parts.items())
     console.print(f"data set score  {record.scores['dataset']:.2f}")
-    console.print(f"LoRA score      {report.score:.2f}  ({parts})")
+    told = caveat(report.numbers)
+    console.print(f"LoRA score      {report.score:.2f}{told and f', learning {told}'}  ({parts})")
     for finding in report.findings:
         console.print(f"  {finding.severity}: {finding.message} {finding.fix}".rstrip())
     console.print(f"released        step {record.released['step']}: {record.released['reason']}")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -183,9 +183,18 @@ def disk_gib(
     texts = sum(math.prod(shape) for shape in family.cond_shapes(architecture.denoiser).values())
     cached = latents + CACHED_BYTES * texts * len({text for sample in samples for text in sample.texts})
     shapes = demand.gauge.shapes(demand.rank)
-    trained = sum(map(math.prod, shapes))
-    checkpoint = 4 * trained * (2 if demand.averaged else 1) + optimizer_state_bytes(demand.optimizer, shapes)
-    return (cached + (config.checkpoint.keep_last + 1) * checkpoint + LORA_FILES * LORA_BYTES * trained) / GIB
+    return (cached + (config.checkpoint.keep_last + 1) * checkpoint_bytes(config, shapes) + lora_bytes(shapes)) / GIB
+
+
+def checkpoint_bytes(config: Config, shapes: Sequence[tuple[int, ...]]) -> int:
+    """One checkpoint of an adapter of these shapes, without its headers."""
+    averaged = 2 if config.train.ema_decay is not None else 1
+    return 4 * sum(map(math.prod, shapes)) * averaged + optimizer_state_bytes(config.optim.name, shapes)
+
+
+def lora_bytes(shapes: Sequence[tuple[int, ...]]) -> int:
+    """Both LoRA files, without their headers."""
+    return LORA_FILES * LORA_BYTES * sum(map(math.prod, shapes))
 
 
 def advice(demand: Demand, fit: Fit, architecture: Architecture) -> list[str]:

@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
+from lora_trainer.config.toml import shown
 from lora_trainer.core.io import read_json, write_json
 
 FILE = "run.json"
@@ -55,7 +56,7 @@ def changes(earlier: Mapping[str, Any], now: Record) -> tuple[str, ...]:
     """What a resumed run does otherwise than before: `optim.learning_rate 0.0001 → 0.0002`."""
     before = earlier.get("config", {})
     return tuple(
-        f"changed: {section}.{key} {before[section][key]} → {value}"
+        f"changed: {section}.{key} {shown(before[section][key])} → {shown(value)}"
         for section, values in now.config.items()
         if section != "run"
         for key, value in values.items()

@@ -193,9 +193,18 @@ def run_recorded(order: Order, inputs: Inputs) -> RunResult:
                     leave_as_found(folder, previous)
                 raise
             record = replace(latest(folder, record), steps=step_of(trained[0]) if trained else 0)
+            if isinstance(error, KeyboardInterrupt | SystemExit):
+                order.console.print(left_behind(record))
             finish(order, ended_by(error, record).with_seconds(total=time.monotonic() - began))
             raise
         return conclude(order, outcome, time.monotonic() - began)
+
+
+def left_behind(record: Record) -> str:
+    """What a signal outside of the steps leaves."""
+    if not record.steps:
+        return "stopped before the first step: nothing is trained yet; what was cached is kept"
+    return f"stopped; what was trained up to step {record.steps} is saved. Go on with --resume."
 
 
 def conclude(order: Order, outcome: Outcome, seconds: float) -> RunResult:

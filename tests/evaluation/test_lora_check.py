@@ -19,7 +19,7 @@ from lora_trainer.evaluation import sample
 from lora_trainer.evaluation.health import Health
 from lora_trainer.evaluation.held_out import EncodedSample, Improvement, held_out_losses
 from lora_trainer.evaluation.lora_check import check_lora, falling, in_parts, judge
-from lora_trainer.evaluation.report import LoraReport
+from lora_trainer.evaluation.report import LoraReport, caveat
 from lora_trainer.evaluation.sample import Drawing, compare, save_comparison
 from lora_trainer.export.lora_file import read_lora, write_lora
 from lora_trainer.export.weights import LoraPair, LoraWeights, weights_from_peft
@@ -83,6 +83,7 @@ def test_a_trained_lora_has_learned(trained: Path, base: Path, samples: list[Enc
     assert report.parts["learning"] == 1.0
     assert report.score > 0.3
     assert "few_held_out" in codes(report)
+    assert caveat(report.numbers) == f"measured on {len(samples[4:])} pictures: says little"
     assert json.loads(json.dumps(report.to_json(), allow_nan=False))["parts"]["learning"] == 1.0
     again = check(trained.with_name("trained.diffusers.safetensors"), base, samples[4:])
     assert again.score == report.score
@@ -108,7 +109,10 @@ def test_the_gate_measures_what_the_file_does(trained: Path, base: Path, samples
 
 
 def test_without_held_out_pictures_the_report_says_so(trained: Path, base: Path, samples: list[EncodedSample]) -> None:
-    assert "not_held_out" in codes(check(trained, base, samples, held_out=False))
+    itself = check(trained, base, samples, held_out=False)
+    assert "not_held_out" in codes(itself)
+    assert caveat(itself.numbers) == f"measured on {len(samples)} pictures that may have been trained on: says little"
+    assert caveat(check(trained, base, samples).numbers) == ""
     report = check(trained, base, [])
     assert "no_samples" in codes(report)
     assert report.score < 0.9

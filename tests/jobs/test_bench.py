@@ -7,8 +7,9 @@ import threading
 
 import pytest
 
+from lora_trainer.cli.bench import legend
 from lora_trainer.cli.main import main
-from lora_trainer.jobs import subject
+from lora_trainer.jobs import bench, bench_loader, subject
 from tests.recipes.recipe import Bench, draw_pictures, patched, save_tiny_model
 
 
@@ -31,6 +32,8 @@ def test_every_way_of_a_step_is_measured_beside_the_bare_one(place, precision, c
     arguments = place.arguments("x", command="bench", memory__base_precision=precision)
     rows = measured([arguments[0], "step", *arguments[1:]], capsys)
     assert list(rows) == ["bare", "ours", "usual", "usual_cached"]
+    told = legend(bench.ABOUT, list(rows))
+    assert [line.split()[0] for line in told] == [*rows, "ratio", "p10,"]
     assert rows["bare"]["ratio"] == 1.0
     assert [row["encodes"] for row in rows.values()] == [False, False, True, False]
     for row in rows.values():
@@ -57,6 +60,7 @@ def test_the_loader_is_measured_beside_steps_without_it(place, capsys):
         *("resident", "cached", "uncached", "cached_wait", "cached_alone", "uncached_wait", "uncached_alone"),
         "decoded_alone",
     ]
+    assert rows.keys() | {"ratio"} == bench_loader.ABOUT.keys()
     assert rows["resident"]["ratio"] == 1.0
     assert 0 <= rows["cached_wait"]["ratio"] < 1
     assert all((row["per_second"] or 0) > 0 for name, row in rows.items() if name.endswith("_alone"))

@@ -157,4 +157,4 @@ def test_a_rank_stabilised_run_says_so_and_must_stay_so(bench, capsys):
     assert json.loads(header["ss_network_args"])["rank_stabilised"] is True
     (bench.folder("stable") / "run.json").write_text('{"status": "stopped", "steps": 2}', encoding="utf-8")
     assert bench.run("stable", "--resume", steps=2, lora__alpha=2) == 2
-    assert "lora.rank_stabilised was True and is now False" in capsys.readouterr().err
+    assert "lora.rank_stabilised was true and is now false" in capsys.readouterr().err

@@ -13,7 +13,7 @@ import pytest
 
 from lora_trainer.cli.main import main
 from lora_trainer.monitor.trackers import Trackers
-from tests.recipes.recipe import Bench, exported, losses, patched, record, rows
+from tests.recipes.recipe import Bench, draw_pictures, exported, losses, patched, record, rows
 
 KINDS: dict[str, dict[str, object]] = {
     "fp32": {},
@@ -190,6 +190,10 @@ def test_settings_that_the_weights_hang_on_must_not_change(bench, capsys):
     assert "train.seed was 42 and is now 7" in said
     assert "optim.weight_decay was 0.01 and is now 0.5" in said
     assert "Traceback" not in said
+    other = draw_pictures(bench.output.parent / "other", count=11)
+    assert main([*bench.arguments("changed", "--resume"), "--data", str(other)]) == 2
+    said = capsys.readouterr().err
+    assert f"The pictures, captions or weights differ: {bench.data} → {bench.data}, {other}." in said
     assert record(bench.folder("changed")) == before, "a resume that was refused changes nothing"
 
 

@@ -8,6 +8,8 @@ import shutil
 import pytest
 
 from lora_trainer.cli.main import main
+from lora_trainer.config.schema import Config
+from lora_trainer.production import room
 from lora_trainer.production import session as session_module
 from lora_trainer.training import run as run_module
 from lora_trainer.training.micro import Micro
@@ -121,12 +123,31 @@ def test_time_that_is_over_ends_the_run_whole(bench, capsys):
     assert (bench.folder("hours") / "hours.safetensors").is_file()
 
 
+def test_too_little_room_for_what_is_written_is_refused_before_training(bench, capsys, monkeypatch):
+    assert bench.run("large", steps=4, checkpoint__every_steps=2) == 0
+    written = sum(path.stat().st_size for path in bench.folder("large").rglob("*.safetensors"))
+    monkeypatch.setattr(room, "free_bytes", lambda _: written // 4)
+    capsys.readouterr()
+    assert bench.run("full", steps=4, checkpoint__every_steps=2) == 2
+    captured = capsys.readouterr()
+    assert "Checkpoints and the LoRA need" in captured.err
+    assert f"{written // 4 / 1e6:.1f} MB free" in captured.err
+    assert "checkpoint.keep_last" in captured.err
+    assert not bench.folder("full").exists()
+    assert bench.run("full", "--dry-run", steps=4) == 0
+    assert "note: the run would be refused: Free space there" in capsys.readouterr().out
+    config, shapes = Config(), [(64, 64)]
+    assert room.room_for(config, bench.folder("large"), shapes, 4, 4).needed == 0  # what is there counts
+    assert room.room_for(config, bench.folder("full"), shapes, 0, 4).needed > 12 * 64 * 64
+
+
 def test_control_c_before_training_is_no_failure(bench, capsys):
     def interrupted(*arguments: object) -> None:
         raise KeyboardInterrupt
 
     with patched(session_module, "fill_caches", interrupted):
         assert bench.run("early") == 130
+    assert "stopped before the first step: nothing is trained yet; what was cached is kept" in capsys.readouterr().out
     document = record(bench.folder("early"))
     assert (document["status"], document["exit_code"], document["steps"]) == ("stopped", 130, 0)
     assert bench.run("early", "--resume", steps=1) == 0

@@ -6,7 +6,8 @@ import shlex
 from dataclasses import dataclass
 from typing import Literal
 
-from lora_trainer.production.report.read import RunReport, text, whole
+from lora_trainer.evaluation.report import caveat
+from lora_trainer.production.report.read import RunReport, mapping, text, whole
 
 Tone = Literal["good", "fair", "bad", "open"]
 
@@ -31,7 +32,7 @@ def verdict_of(run: RunReport) -> Verdict:
             "bad",
             "refused",
             "The LoRA is refused",
-            (*under_gate(run), "Its files stay in the folder, marked.", *released(run)),
+            (*under_gate(run), "Its files stay in the folder, marked.", *released(run), *little_said(run)),
         )
     safe, command = (*what_is_safe(run),), resume_command(run)
     of = f" of {run.planned}" if run.planned else ""
@@ -52,7 +53,7 @@ def done(run: RunReport) -> Verdict:
     """A finished run: `train` enforces no gate, so its LoRA may lie under one."""
     short = run.planned is not None and run.steps < run.planned
     early = (f"train.max_hours ended the training after {run.steps} of {run.planned} steps.",) if short else ()
-    early = (*released(run), *early)
+    early = (*released(run), *little_said(run), *early)
     if run.lora.value is None:
         return Verdict("fair", "done", "Trained, not judged", early)
     if run.lora.passed and run.dataset.passed:
@@ -67,6 +68,12 @@ def under_gate(run: RunReport) -> tuple[str, ...]:
         for what, score in (("data set", run.dataset), ("LoRA", run.lora))
         if score.value is not None and score.gate is not None and not score.passed
     )
+
+
+def little_said(run: RunReport) -> tuple[str, ...]:
+    """That the LoRA's learning was measured on too few pictures, or on those that were trained on."""
+    told = caveat(mapping(run.part("lora").get("numbers")))
+    return (f"The LoRA's learning was {told}.",) if told else ()
 
 
 def what_is_safe(run: RunReport) -> list[str]:
