@@ -16,7 +16,7 @@ from lora_trainer.core.findings import Finding
 from lora_trainer.core.io import user_cache_folder
 from lora_trainer.data.caches.claims import in_use
 from lora_trainer.data.captions import canonical, settled
-from lora_trainer.data.check import DataReport, check_dataset, check_plan
+from lora_trainer.data.check import DataReport, check_buckets, check_dataset, check_plan
 from lora_trainer.data.manifest import read_manifest
 from lora_trainer.data.sample import Manifest, Sample
 from lora_trainer.data.split import split_held_out
@@ -167,15 +167,17 @@ def held_out_split(config: Config, report: DataReport) -> tuple[tuple[Sample, ..
 
 
 def _plan_findings(config: Config, report: DataReport) -> list[Finding]:
-    """Whether the steps and the rank suit so many pictures."""
+    """Whether the steps, the rank and the buckets suit so many pictures."""
     train = held_out_split(config, report)[0]
     learned = {sample.content for sample in train if not sample.regularisation}
     if not learned:
         return []
-    steps = arithmetic(config, train, config.batch.max_micro or config.batch.effective, processes=1)
+    micro = config.batch.max_micro or config.batch.effective
+    steps = arithmetic(config, train, micro, processes=1)
     share = sum(not sample.regularisation for sample in train) / len(train)
     exposures = steps.total * config.batch.effective * share / len(learned)
-    return check_plan(len(learned), exposures, config.lora.rank)
+    found = check_plan(len(learned), exposures, config.lora.rank)
+    return found + check_buckets([row.samples for row in report.rows], micro)
 
 
 def read_inputs(config: Config, families: Mapping[str, Family] = FAMILIES) -> Inputs:

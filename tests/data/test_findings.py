@@ -13,7 +13,7 @@ from PIL import Image, ImageFilter
 from gate_examples import boxed, worn
 from lora_trainer.config.schema import CaptionsSection, SourceSection
 from lora_trainer.core.findings import Finding, Severity
-from lora_trainer.data.check import DataReport, check_dataset, check_plan
+from lora_trainer.data.check import DataReport, check_buckets, check_dataset, check_plan
 from lora_trainer.data.check.captions import garbled, mended
 from lora_trainer.data.check.score import by_file, score_of
 from lora_trainer.data.manifest import read_manifest
@@ -200,6 +200,13 @@ def test_steps_and_rank_against_the_pictures() -> None:
     assert [each.code for each in check_plan(20, 2.0, 16)] == ["few_exposures"]
     assert [each.code for each in check_plan(20, 100.0, 128)] == ["large_rank"]
     assert check_plan(200, 100.0, 128) == []
+
+
+def test_shapes_that_are_spread_thin() -> None:
+    assert check_buckets([10, 6, 2], 4) == []
+    assert [each.code for each in check_buckets([10, 2, 2, 1], 4)] == ["thin_buckets"]
+    assert [each.code for each in check_buckets([10, 1], 4)] == ["lone_bucket"]
+    assert check_buckets([10, 1], 1) == check_buckets([1], 1) == []
 
 
 def sample_of(number: int) -> Sample:

@@ -16,6 +16,15 @@ from lora_trainer.data.check.captions import estimate_tokens
 from lora_trainer.data.check.checks import CHECKS, check_dataset
 from lora_trainer.data.check.looked import Looked
 from lora_trainer.data.check.report import BucketRow, DataReport
-from lora_trainer.data.check.whole_set import check_plan
+from lora_trainer.data.check.whole_set import check_buckets, check_plan
 
-__all__ = ["CHECKS", "BucketRow", "DataReport", "Looked", "check_dataset", "check_plan", "estimate_tokens"]
+__all__ = [
+    "CHECKS",
+    "BucketRow",
+    "DataReport",
+    "Looked",
+    "check_buckets",
+    "check_dataset",
+    "check_plan",
+    "estimate_tokens",
+]

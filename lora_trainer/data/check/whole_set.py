@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from lora_trainer.core.findings import Finding, counted
@@ -14,6 +16,7 @@ FEWEST_LIKENED = 8  # distinct pictures
 PAIRS_LIKENED = 2000
 MOST_EXPOSURES = 400  # times that a picture is trained
 FEWEST_EXPOSURES = 10
+THIN_BUCKET, FEWEST_BUCKETS = 2, 4  # pictures; buckets that show a habit
 RANK_FOR_ALL = 64  # a rank up to this is no question of the number of pictures
 RANK_EACH = 4  # more than this for each picture remembers them one by one
 
@@ -88,3 +91,17 @@ def check_plan(pictures: int, exposures: float, rank: int) -> list[Finding]:
         message = f"lora.rank is {rank} for {counted(pictures, 'picture')}: room to learn each by heart."
         found.append(Finding("large_rank", "note", message, f"Set it to {RANK_FOR_ALL} or less, or add pictures."))
     return found
+
+
+def check_buckets(counts: Sequence[int], micro: int) -> list[Finding]:
+    """Whether the shapes are spread too thin; `counts` are the pictures of each bucket, `micro` those of a micro batch."""
+    few, lone = (sum(count <= most for count in counts) for most in (THIN_BUCKET, 1))
+    fix = "Crop the pictures to fewer shapes, or set data.bucket_step higher."
+    if len(counts) >= FEWEST_BUCKETS and 2 * few > len(counts):
+        message = f"{few} of {len(counts)} buckets hold {THIN_BUCKET} pictures at most; each makes micro batches of its own, and steps take longer."
+        return [Finding("thin_buckets", "note", message, fix)]
+    if lone and micro > 1:
+        held = "1 bucket holds" if lone == 1 else f"{lone} buckets hold"
+        message = f"{held} one picture alone: it is a micro batch of its own, though {micro} fit."
+        return [Finding("lone_bucket", "note", message, fix)]
+    return []

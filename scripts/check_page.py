@@ -1,0 +1,63 @@
+"""The picture of a data set's page in the README: a set with one of most faults, its page, and what a browser shows.
+
+    python scripts/check_page.py --keep DIR     and docs/check.png is made anew
+
+Needs chromium. The page and the set stay in DIR.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+from PIL import Image, ImageFilter
+
+from gate_examples import boxed, good, worn
+from lora_trainer.cli.main import main as command
+
+SIZE = (1280, 2050)
+PICTURE = Path(__file__).parents[1] / "docs" / "check.png"
+
+
+def faulty(folder: Path) -> None:
+    """Of twenty good pictures one is cut short, two are blurred, and others have one fault each."""
+    paths = good(folder)
+    paths[0].write_bytes(paths[0].read_bytes()[:5000])
+    Image.open(paths[1]).resize((560, 600)).save(paths[2])
+    shutil.copy(paths[1], paths[4])
+    for path, change in ((paths[6], worn), (paths[8], boxed), *((each, soft) for each in (paths[10], paths[12]))):
+        change(Image.open(path).convert("RGB")).save(path)
+    paths[14].with_suffix(".txt").unlink()
+
+
+def soft(picture: Image.Image) -> Image.Image:
+    return picture.filter(ImageFilter.GaussianBlur(4))
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "--keep", type=Path, metavar="DIR", required=True, help="an empty folder for the set and its page"
+    )
+    parser.add_argument("--picture", type=Path, metavar="FILE", default=PICTURE)
+    arguments = parser.parse_args()
+    data, page = arguments.keep / "faulty", arguments.keep / "check.html"
+    faulty(data)
+    command(["check", str(data), "--html", str(page)])
+    browser = shutil.which("chromium") or shutil.which("google-chrome")
+    if browser is None:
+        sys.exit("There is no chromium.")
+    shot = arguments.keep / "shot.png"
+    options = ["--headless", "--no-sandbox", "--hide-scrollbars", f"--window-size={SIZE[0]},{SIZE[1]}"]
+    subprocess.run([browser, *options, f"--screenshot={shot}", page.resolve().as_uri()], check=True, timeout=60)
+    # 256 colours are enough for a page and a quarter of the bytes.
+    Image.open(shot).convert("RGB").quantize(256).save(arguments.picture, optimize=True)
+    print(f"{arguments.picture}: {arguments.picture.stat().st_size / 1000:.0f} kB")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
