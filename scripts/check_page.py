@@ -18,7 +18,7 @@ from PIL import Image, ImageFilter
 from gate_examples import boxed, good, worn
 from lora_trainer.cli.main import main as command
 
-SIZE = (1280, 2050)
+SIZE = (1280, 1918)
 PICTURE = Path(__file__).parents[1] / "docs" / "check.png"
 
 
