@@ -25,6 +25,7 @@ TORCH_FREE = (
     "lora_trainer.data.check",
     "lora_trainer.data.pictures.images",
     "lora_trainer.data.manifest",
+    "lora_trainer.data.pictures.jobs",
     "lora_trainer.data.pictures.look",
     "lora_trainer.data.pictures.measures",
     "lora_trainer.data.sample",

@@ -20,7 +20,8 @@ from lora_trainer.config.schema import CaptionsSection, SourceSection
 from lora_trainer.core.errors import UsageError
 from lora_trainer.core.findings import Finding, Severity
 from lora_trainer.data.pictures.images import BrokenPictureError
-from lora_trainer.data.pictures.scan import Facts, read_headers
+from lora_trainer.data.pictures.jobs import Facts
+from lora_trainer.data.pictures.scan import read_headers
 from lora_trainer.data.pictures.workers import Progress
 from lora_trainer.data.sample import Manifest, Mask, Sample, Span
 from lora_trainer.data.sources.found import Asked, Found, Reading

@@ -15,8 +15,8 @@ from lora_trainer.core.findings import Finding
 from lora_trainer.core.io import write_json
 from lora_trainer.data.check import DataReport, check_dataset, checks
 from lora_trainer.data.manifest import read_manifest
-from lora_trainer.data.pictures import images, scan
-from lora_trainer.data.pictures.scan import read_facts
+from lora_trainer.data.pictures import images, jobs
+from lora_trainer.data.pictures.jobs import read_facts
 from lora_trainer.data.views import Framing
 from tests.data.hostile import HOSTILE, ODD, noise, state_of
 
@@ -163,12 +163,12 @@ def test_a_file_that_may_not_be_read_by_what_the_system_says(tmp_path: Path, mon
 def test_a_picture_that_changes_while_it_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     good(tmp_path)
     path = tmp_path / "1.png"
-    true, seed = scan.header_of, iter(range(100))
+    true, seed = jobs.header_of, iter(range(100))
 
     def header_of(data: io.BytesIO) -> images.Header:
         noise(next(seed), (32, 32)).save(path)
         return true(data)
 
-    monkeypatch.setattr(scan, "header_of", header_of)
+    monkeypatch.setattr(jobs, "header_of", header_of)
     broken = read_facts((str(path), 0, -1))["broken"]
     assert "changes while it is read" in broken[1]

@@ -12,9 +12,10 @@ from PIL import Image
 
 from lora_trainer.data.pictures import look, workers
 from lora_trainer.data.pictures.images import opened
+from lora_trainer.data.pictures.jobs import Facts
 from lora_trainer.data.pictures.look import look_at
 from lora_trainer.data.pictures.measures import Seen, measure
-from lora_trainer.data.pictures.scan import Facts, read_headers
+from lora_trainer.data.pictures.scan import read_headers
 from lora_trainer.data.pictures.workers import Task, answers
 from lora_trainer.data.sample import Sample
 

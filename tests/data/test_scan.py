@@ -10,7 +10,8 @@ from PIL import Image
 from lora_trainer.core.io import sha256_file
 from lora_trainer.data.pictures import remembered, scan
 from lora_trainer.data.pictures.images import BrokenPictureError
-from lora_trainer.data.pictures.scan import Facts, read_headers
+from lora_trainer.data.pictures.jobs import Facts
+from lora_trainer.data.pictures.scan import read_headers
 from lora_trainer.data.sample import Span
 
 LONG_AGO = 1_000_000_000

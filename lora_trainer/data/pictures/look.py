@@ -6,19 +6,14 @@ measured is kept by content, so no picture is decoded for this twice, wherever i
 
 from __future__ import annotations
 
-import hashlib
-import io
 import os
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 
-from lora_trainer.data.pictures.images import BrokenPictureError, opened, unreadable
-from lora_trainer.data.pictures.measures import MEASURES, Seen, measure, seen_broken, seen_from_json
+from lora_trainer.data.pictures.measures import MEASURES, Seen, seen_broken, seen_from_json
 from lora_trainer.data.pictures.remembered import Remembered, remembered
-from lora_trainer.data.pictures.scan import READ_WHOLE, lost
-from lora_trainer.data.pictures.spans import content_of, open_bytes
+from lora_trainer.data.pictures.scan import lost
 from lora_trainer.data.pictures.workers import Progress, Task, Ticker, answers
-from lora_trainer.data.sample import Sample, Span
+from lora_trainer.data.sample import Sample
 
 SECONDS = 60.0  # after which a decoder hangs, and one more for every PIXELS_A_SECOND
 PIXELS_A_SECOND = 1_000_000
@@ -70,29 +65,3 @@ def _decoded(samples: Sequence[Sample]) -> Iterator[tuple[Sample, str]]:
     for number, answer in answers("seen", tasks):
         lone = answer in ("crashed", "hung")
         yield samples[number], seen_broken(lost(answer)).to_json() if lone else answer
-
-
-def read_seen(what: tuple[str, int, int, str]) -> str:
-    """The worker's job: one picture measured, as JSON."""
-    name, start, length, content = what
-    path = Path(name)
-    try:
-        return _measured(path, None if length < 0 else Span(path, start, length), content).to_json()
-    except BrokenPictureError as broken:
-        return seen_broken(broken).to_json()
-
-
-def _measured(path: Path, span: Span | None, content: str) -> Seen:
-    """Raises BrokenPictureError, also when the bytes are not those that were listed."""
-    try:
-        with open_bytes(path, span) as file:
-            size = os.fstat(file.fileno()).st_size if span is None else span.size
-            data = file.read(size) if size <= READ_WHOLE else b""
-        found = hashlib.sha256(data).hexdigest() if size <= READ_WHOLE else content_of(path, span)
-    except OSError as error:
-        raise unreadable(error) from error
-    if found != content:
-        # Measures are kept by content: those of other bytes must not stand under it.
-        raise BrokenPictureError("unreadable", "changed while it was read.", "Run again.")
-    with opened(io.BytesIO(data)) if size <= READ_WHOLE else opened(path, span) as picture:
-        return measure(picture)

@@ -10,15 +10,10 @@ import sys
 import threading
 import time
 import warnings
-from collections.abc import Callable
-from typing import Any
 
-from lora_trainer.data.pictures.look import read_seen
-from lora_trainer.data.pictures.scan import read_facts
+from lora_trainer.data.pictures.jobs import JOBS
 
 IDLE_SECONDS = 20.0  # then it ends by itself
-
-JOBS: dict[str, Callable[[Any], Any]] = {"facts": read_facts, "seen": read_seen}
 
 
 def main() -> None:

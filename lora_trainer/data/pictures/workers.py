@@ -242,7 +242,7 @@ class _Hand:
         try:
             self._worker = self._worker or _borrow()
         except OSError:
-            from lora_trainer.data.pictures.worker import JOBS
+            from lora_trainer.data.pictures.jobs import JOBS
 
             return [JOBS[self._job](each) for each in what]
         found = self._worker.ask(self._job, what, max(task.seconds for task in group) + 0.1 * len(group))
