@@ -215,6 +215,14 @@ def test_exit_codes(
     assert expected in err
 
 
+def test_in_one_pipe_an_error_stands_last(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "lora_trainer", "train", "--data", str(tmp_path / "absent")]
+    ended = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, check=False, timeout=120)
+    said = ended.stdout.decode()
+    assert ended.returncode == 2
+    assert 0 <= said.index("No --model") < said.index("error: ")
+
+
 def test_debug_shows_the_traceback(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     fails(monkeypatch, ZeroDivisionError("oops"))
     assert main(["presets", "--debug"]) == 1
