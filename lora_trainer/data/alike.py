@@ -40,6 +40,21 @@ class Alike:
     mirrored: tuple[tuple[int, int], ...] = ()
     pairs: int = 0
 
+    @property
+    def leaders(self) -> dict[int, int]:
+        """Of each place that is alike another, mirrored or not, the first one that it is connected with."""
+        leaders = {place: group[0] for group in self.groups for place in group}
+
+        def first(place: int) -> int:
+            while (leader := leaders.setdefault(place, place)) != place:
+                place = leader
+            return place
+
+        for pair in self.mirrored:
+            one, other = sorted(map(first, pair))
+            leaders[other] = one
+        return {place: first(place) for place in leaders}
+
 
 def find_alike(seen: Sequence[Seen]) -> Alike:
     """Compare all pictures by their hashes. Each place stands in at most one group; all are in order."""

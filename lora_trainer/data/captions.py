@@ -29,9 +29,8 @@ from lora_trainer.data.wildcards import Pick, filled
 
 TRIGGER = "[trigger]"
 OPENING, CLOSING = "([", ")]"
-# Decided when a text is read, so neither is in a cache's key nor must stay the same in a resumed run.
-READ_TIME = ("dropout", "dropout_every_epochs")
-CHANGE_TEXTS = tuple(name for name in CaptionsSection.model_fields if name not in (*READ_TIME, "extension"))
+# Which files are read shows in the captions themselves; all else says what is trained of them.
+CHANGE_TEXTS = tuple(name for name in CaptionsSection.model_fields if name != "extension")
 
 
 @dataclass(frozen=True)

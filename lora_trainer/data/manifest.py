@@ -30,6 +30,8 @@ from lora_trainer.data.sources.places import find_overlaps, places_of
 from lora_trainer.data.sources.read import read_source
 from lora_trainer.data.sources.texts import tidy
 
+MOST_WEIGHT_SHOWN = 40  # letters
+
 Place = tuple[Path, Span | None]
 
 
@@ -122,7 +124,7 @@ def _sample(
         read.height,
         read.content,
         found.repeats,
-        _weight_of(found, reading) * asked.section.weight,
+        _weight_of(found, asked, reading),
         asked.number,
         asked.section.regularisation,
         found.span,
@@ -141,14 +143,20 @@ def _sample(
     return judged_mask(named, (mask.width, mask.height), reading)
 
 
-def _weight_of(found: Found, reading: Reading) -> float:
-    """The weight that a table gives; a finding, and 1, for one that no loss can be multiplied by."""
-    weight = found.weight
-    if isinstance(weight, int | float) and not isinstance(weight, bool) and math.isfinite(weight) and weight >= 0.0:
-        return float(weight)
+def _weight_of(found: Found, asked: Asked, reading: Reading) -> float:
+    """The weight that a table gives times the source's; a finding where no loss can be multiplied by it."""
+    weight, own = found.weight, asked.section.weight
+    if weight is None:
+        return own
+    if isinstance(weight, int | float) and not isinstance(weight, bool):
+        with contextlib.suppress(OverflowError):  # whole numbers have no end
+            whole = float(weight) * own
+            if math.isfinite(whole) and whole >= 0.0:
+                return whole
+    told = repr(weight) if len(repr(weight)) < MOST_WEIGHT_SHOWN else f"{repr(weight)[:MOST_WEIGHT_SHOWN]}…"
     fix = "Write a number of at least 0; 1 is usual."
-    reading.find("bad_weight", "error", f"has the weight {weight!r}.", fix, found.path)
-    return 1.0
+    reading.find("bad_weight", "error", f"has the weight {told}.", fix, found.path)
+    return own
 
 
 def _caption_of(found: Found, asked: Asked, reading: Reading) -> str:

@@ -64,6 +64,12 @@ class Sample:
         return self.variants or (self.caption,)
 
     @property
+    def facts(self) -> tuple[str, str, float, float, bool, str]:
+        """What the sample is, wherever it lies and whatever it is called; as what it is ordered by."""
+        mask = "" if self.mask is None else self.mask.content or "alpha"
+        return self.content, self.caption, float(self.repeats), self.weight, self.regularisation, mask
+
+    @property
     def id(self) -> str:
         """Names the sample in random draws: its content, not its place or name."""
         return self.content[:32]
@@ -79,15 +85,5 @@ class Manifest:
     @property
     def data_hash(self) -> str:
         """Changes when a picture, a caption, a mask, a repeat count or a weight changes; names and places do not count."""
-        rows = sorted(
-            (
-                sample.content,
-                sample.caption,
-                float(sample.repeats),
-                sample.weight,
-                sample.regularisation,
-                "" if sample.mask is None else sample.mask.content or "alpha",
-            )
-            for sample in self.samples
-        )
+        rows = sorted(sample.facts for sample in self.samples)
         return hashlib.sha256(json.dumps(rows, ensure_ascii=True).encode("ascii")).hexdigest()

@@ -18,20 +18,23 @@ def split_held_out(
 
     Chosen by a hash of the content and the seed: the split of a data set does not depend on names or
     order, a new picture moves at most as many as the count changes and one more, and
-    copies of one picture stay on one side. So do pictures that look the same: `kin` leads from a
-    content to the one that stands for all that look like it. Regularisation pictures are all trained on.
+    copies of one picture stay on one side. So do pictures that look the same, mirrored or not: `kin` leads
+    from a content to the one that stands for all that look like it. Regularisation pictures are all trained
+    on, and so is what looks like one of them.
     """
     leaders = kin or {}
     groups: dict[str, set[str]] = {}
     for sample in samples:
         if not sample.regularisation:
             groups.setdefault(leaders.get(sample.content, sample.content), set()).add(sample.content)
+    kept = {leaders.get(sample.content, sample.content) for sample in samples if sample.regularisation}
     contents = sum(map(len, groups.values()))
     if contents < FEWEST_PICTURES or share <= 0.0:
         return tuple(samples), ()
     left = min(MOST_HELD_OUT, max(1, round(share * contents)))
     chosen: set[str] = set()
-    for group in sorted(groups.values(), key=lambda group: _rank(min(group), seed)):
+    apart = [group for leader, group in groups.items() if leader not in kept]
+    for group in sorted(apart, key=lambda group: _rank(min(group), seed)):
         if len(group) <= left:  # a larger group is trained on
             chosen |= group
             left -= len(group)

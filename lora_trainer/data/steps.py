@@ -57,18 +57,28 @@ class Group:
 
 
 def make_groups(samples: Sequence[Sample], seed: int) -> tuple[Group, ...]:
-    """How often an epoch sees whom: by the samples' repeats; regularisation samples as often as all others."""
-    trained: dict[tuple[int, float], list[int]] = {}
+    """How often an epoch sees whom: by the samples' repeats; regularisation samples as often as all others.
+
+    Samples go by what they are, so their names, their order and the order of sources change no step.
+    """
+    trained: dict[float, list[int]] = {}
     kept: list[int] = []
-    for index, sample in enumerate(samples):
-        if sample.regularisation:
+    for index in sorted(range(len(samples)), key=lambda index: _order_key(samples[index])):
+        if samples[index].regularisation:
             kept.append(index)
         else:
-            trained.setdefault((sample.source, float(sample.repeats)), []).append(index)
-    groups = [_group(indices, max(1, round(repeats * len(indices))), seed) for (_, repeats), indices in trained.items()]
+            trained.setdefault(float(samples[index].repeats), []).append(index)
+    groups = [
+        _group(trained[repeats], max(1, round(repeats * len(trained[repeats]))), seed) for repeats in sorted(trained)
+    ]
     if kept:
         groups.append(_group(kept, sum(group.seen for group in groups) or len(kept), seed))
     return tuple(groups)
+
+
+def _order_key(sample: Sample) -> tuple[object, ...]:
+    """Copies that are shown or captioned differently are told apart as far as their sources differ."""
+    return sample.facts, sample.variants, sample.source
 
 
 def _group(indices: Sequence[int], seen: int, seed: int) -> Group:

@@ -33,6 +33,12 @@ def test_copies_are_found_and_other_pictures_are_not(make: object) -> None:
     assert found.groups == ((1, 6, 8), (3, 7))
     assert found.mirrored == ((4, 9),)
     assert found.pairs == 2
+    assert found.leaders == {1: 1, 6: 1, 8: 1, 3: 3, 7: 3, 4: 4, 9: 4}
+
+
+def test_leaders_go_through_groups_and_mirror_images() -> None:
+    found = Alike(((0, 3), (2, 5)), ((0, 2), (1, 4), (2, 4)))
+    assert found.leaders == dict.fromkeys(range(6), 0)
 
 
 def test_neither_broken_nor_plain_pictures_look_the_same() -> None:

@@ -97,6 +97,7 @@ def test_an_image_folder_with_metadata(tmp_path: Path, draw: Draw) -> None:
 
 def test_weights_of_metadata(tmp_path: Path, draw: Draw) -> None:
     given = {"a": 2, "b": 0.5, "c": 0, "d": -1, "e": float("nan"), "f": float("inf"), "g": "2", "h": True, "i": None}
+    given |= {"j": 10**400, "k": -(10**309)}
     for name in given:
         draw(tmp_path / f"{name}.png", seed=ord(name), caption=f"the letter {name}")
     rows = [
@@ -106,10 +107,11 @@ def test_weights_of_metadata(tmp_path: Path, draw: Draw) -> None:
     (tmp_path / "metadata.jsonl").write_text("\n".join(rows), encoding="utf-8")
     manifest, findings = read_manifest([tmp_path])
     weights = {sample.path.stem: sample.weight for sample in manifest.samples}
-    assert weights == {"a": 2.0, "b": 0.5, "c": 0.0} | dict.fromkeys("defghi", 1.0)
+    assert weights == {"a": 2.0, "b": 0.5, "c": 0.0} | dict.fromkeys("defghijk", 1.0)
     assert [(finding.code, finding.severity, finding.path.stem) for finding in findings if finding.path] == [
-        ("bad_weight", "error", name) for name in "defgh"
+        ("bad_weight", "error", name) for name in "defghjk"
     ]
+    assert all(len(finding.message) < 80 for finding in findings)
     unweighted = replace(manifest, samples=tuple(replace(sample, weight=1.0) for sample in manifest.samples))
     assert manifest.data_hash != unweighted.data_hash
 

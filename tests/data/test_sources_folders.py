@@ -120,6 +120,38 @@ def test_captions_in_one_file(tmp_path: Path, draw: Draw, name: str) -> None:
     assert any("2 of 3" in note for note in manifest.notes)
 
 
+def test_a_captions_file_keeps_weights_that_it_says_nothing_of(tmp_path: Path, draw: Draw) -> None:
+    rows = []
+    for seed, (name, weight) in enumerate({"a": 0.5, "b": 2.0, "c": 3.0}.items()):
+        draw(tmp_path / f"{name}.png", seed=seed, caption=None)
+        rows.append({"file_name": f"{name}.png", "text": "old", "weight": weight})
+    (tmp_path / "metadata.jsonl").write_text("\n".join(map(json.dumps, rows)), "utf-8")
+    (tmp_path / "new.csv").write_text("file_name,text,weight\na.png,new,\nb.png,new,4\n", "utf-8")
+    (tmp_path / "new.txt").write_text("a.png|new\nb.png|new\n", "utf-8")
+
+    def weights(name: str) -> dict[str, float]:
+        manifest = read_manifest([source(tmp_path, captions_file=str(tmp_path / name), weight=10.0)])[0]
+        assert captions_of(manifest) == {"a.png": "new", "b.png": "new", "c.png": "old"}
+        return {sample.path.stem: sample.weight for sample in manifest.samples}
+
+    assert weights("new.txt") == {"a": 5.0, "b": 20.0, "c": 30.0}
+    assert weights("new.csv") == {"a": 5.0, "b": 40.0, "c": 30.0}
+
+
+@pytest.mark.parametrize("given", ["metadata.jsonl", "captions.jsonl"])
+def test_several_rows_of_one_picture_are_told(tmp_path: Path, draw: Draw, given: str) -> None:
+    for seed, name in enumerate("ab"):
+        draw(tmp_path / f"{name}.png", seed=seed, caption=None)
+    texts = [("a", "first"), ("a", "second"), ("b", "same"), ("a", "third"), ("b", "same")]
+    rows = [json.dumps({"file_name": f"{name}.png", "text": text}) for name, text in texts]
+    (tmp_path / given).write_text("\n".join(rows), "utf-8")
+    settings = {} if given == "metadata.jsonl" else {"captions_file": str(tmp_path / given)}
+    manifest, findings = read_manifest([source(tmp_path, **settings)])
+    assert captions_of(manifest) == {"a.png": "third", "b.png": "same"}
+    assert [(finding.code, finding.path) for finding in findings] == [("two_captions", tmp_path / given)]
+    assert findings[0].message.startswith("2 lines are not used")
+
+
 def test_a_captions_file_of_other_pictures_is_a_mistake(tmp_path: Path, draw: Draw) -> None:
     draw(tmp_path / "set" / "a.png")
     (tmp_path / "all.csv").write_text("file_name,text\nzebra.png,striped\n", encoding="utf-8")

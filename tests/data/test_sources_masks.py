@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import tarfile
 from pathlib import Path
 
@@ -44,6 +45,30 @@ def test_a_folder_of_masks(tmp_path: Path, draw: Draw) -> None:
     grey(tmp_path / "masks" / "a.png", 30, 20)
     asked = [SourceSection(path=str(tmp_path / "set"), masks=str(tmp_path / "masks"))]
     assert read_manifest(asked)[0].data_hash != before
+
+
+@pytest.mark.parametrize("kind", ["folder", "table"])
+def test_one_mask_is_never_that_of_two_pictures(tmp_path: Path, draw: Draw, kind: str) -> None:
+    names = ["one/1.png", "two/1.png", "two/2.png", "1.png"]
+    for seed, name in enumerate(names):
+        draw(tmp_path / "set" / name, 60, 40, seed=seed)
+    for name in ("1.png", "2.png", "two/1.png"):
+        grey(tmp_path / "masks" / name, 60, 40)
+    given = tmp_path / "set"
+    if kind == "table":
+        given = given / "table.jsonl"
+        given.write_text("".join(json.dumps({"file_name": name, "text": "a"}) + "\n" for name in names), "utf-8")
+    manifest, findings = read_manifest([SourceSection(path=str(given), masks=str(tmp_path / "masks"))])
+    below = [
+        None if sample.mask is None or sample.mask.path is None else sample.mask.path.relative_to(tmp_path / "masks")
+        for sample in sorted(
+            manifest.samples, key=lambda sample: names.index(sample.path.relative_to(tmp_path / "set").as_posix())
+        )
+    ]
+    assert below == [None, Path("two/1.png"), Path("2.png"), Path("1.png")]
+    assert [(finding.code, finding.path) for finding in findings] == [
+        ("missing_mask", tmp_path / "set" / "one" / "1.png")
+    ]
 
 
 def test_masks_beside_the_pictures_and_inside_of_the_folder(tmp_path: Path, draw: Draw) -> None:

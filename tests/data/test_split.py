@@ -56,3 +56,15 @@ def test_another_seed_keeps_other_pictures_and_regularisation_none() -> None:
     train, held_out = split_held_out(kept, 0.1)
     assert not any(sample.regularisation for sample in held_out)
     assert {s.content for s in train if s.regularisation} == first
+
+
+def test_what_looks_like_a_regularisation_picture_is_never_held_out() -> None:
+    samples = samples_of([str(k) for k in range(100)])
+    first = split_held_out(samples, 0.1)[1]
+    copies = [replace(sample, path=Path(f"class/{sample.path}"), regularisation=True) for sample in first[:5]]
+    twins = [replace(sample, content=f"near {sample.content}", regularisation=True) for sample in first[5:]]
+    kin = {twin.content: sample.content for twin, sample in zip(twins, first[5:], strict=True)}
+    train, held_out = split_held_out([*samples, *copies, *twins], 0.1, kin=kin)
+    assert len(held_out) == 10
+    assert not {s.content for s in held_out} & {s.content for s in first}
+    assert {s.content for s in train} >= {s.content for s in first}

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -87,6 +88,18 @@ def test_visits_count_up_and_no_sample_of_a_source_is_ahead_of_another_by_two(sa
         assert sum(counts) == 5 * group.seen
     for visits in seen.values():  # within an epoch in any order
         assert sorted(visits) == list(range(len(visits)))
+
+
+@given(mixed_samples, st.integers(1, 7), st.integers(0, 2**40), st.randoms())
+def test_renamed_and_moved_pictures_change_no_step(samples, effective, seed, random):
+    """Other names give another order of files; swapped sources change numbers and order."""
+    moved = [replace(sample, path=Path(f"{random.random()}.png"), source=2 - sample.source) for sample in samples]
+    random.shuffle(moved)
+    one, other = plan_steps(samples, effective, seed), plan_steps(moved, effective, seed)
+    assert one.steps_per_epoch == other.steps_per_epoch
+    for step in range(2 * one.steps_per_epoch + 1):
+        trained = [[(plan.samples[ref.index].facts, ref.visit) for ref in plan.refs(step)] for plan in (one, other)]
+        assert trained[0] == trained[1]
 
 
 @given(plans, st.integers(0, 20))

@@ -97,7 +97,7 @@ def check_dataset(
         general=tuple(finding for finding in everything if finding.path is None),
         notes=manifest.notes if decode else (*manifest.notes, HEADERS_ONLY),
         groups=groups_of(samples, alike),
-        kin={samples[place].content: samples[group[0]].content for group in alike.groups for place in group[1:]},
+        kin={samples[place].content: samples[leader].content for place, leader in alike.leaders.items()},
         likeness=likeness_of(looked),
         rows=bucket_rows(samples, plan),
         borders={sample.path: each.borders for sample, each in zip(samples, seen, strict=True) if each.borders},

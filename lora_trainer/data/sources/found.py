@@ -16,13 +16,13 @@ class Found:
     """One picture that a source holds. `caption` is None where nobody wrote one.
 
     `instead` says what stood there in place of a caption that was looked for, `table` which
-    table may hold it. `mask` has no content yet.
+    table may hold it. `weight` is as it was written, None where nobody wrote one. `mask` has no content yet.
     """
 
     path: Path
     caption: str | None = None
     repeats: float = 1
-    weight: object = 1.0
+    weight: object = None
     span: Span | None = None
     mask: Mask | None = None
     instead: str = ""

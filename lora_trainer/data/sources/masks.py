@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -41,7 +42,9 @@ def with_masks(found: Sequence[Found], root: Path, asked: Asked, reading: Readin
             masks[f"{inner}/{os.path.splitext(name)[0]}" if inner else os.path.splitext(name)[0]] = listing.path(
                 inner, name
             )
-    paired = [_paired(each, root, masks) for each in found]
+    below = [_inner(each, root) for each in found]
+    alone = Counter(place.rpartition("/")[2] for place in set(below))
+    paired = [_paired(each, place, alone, masks) for each, place in zip(found, below, strict=True)]
     if found and not any(each.mask for each in paired):
         reading.problem(
             f"{folder} holds no mask of any of {len(found)} pictures.",
@@ -53,14 +56,21 @@ def with_masks(found: Sequence[Found], root: Path, asked: Asked, reading: Readin
     return paired
 
 
-def _paired(found: Found, root: Path, masks: dict[str, Path]) -> Found:
-    """By its path below the source, else by its name alone; never itself."""
-    stem = os.path.splitext(found.path.name)[0]
-    try:
-        inner = os.path.splitext(found.path.relative_to(root).as_posix())[0]
-    except ValueError:
-        inner = stem
-    for name in (inner + MASK_LABEL, inner, stem + MASK_LABEL, stem):
+def _inner(found: Found, root: Path) -> str:
+    """A picture's path below the source or from where its file lies, its whole path elsewhere, without its ending."""
+    path = found.path
+    for base in (root, root.parent):
+        if path != base and path.is_relative_to(base):
+            path = path.relative_to(base)
+            break
+    return os.path.splitext(path.as_posix())[0]
+
+
+def _paired(found: Found, inner: str, alone: Mapping[str, int], masks: Mapping[str, Path]) -> Found:
+    """By its path below the source, else by its name alone where `alone` counts one picture of it; never itself."""
+    stem = inner.rpartition("/")[2]
+    names = (inner, stem) if alone[stem] == 1 else (inner,)
+    for name in (each + label for each in names for label in (MASK_LABEL, "")):
         path = masks.get(name)
         if path is not None and path != found.path:
             return replace(found, mask=Mask(path))

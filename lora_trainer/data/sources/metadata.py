@@ -27,7 +27,9 @@ def read_metadata(path: Path, pictures: Iterable[str], reading: Reading) -> dict
     if table is None:
         return {}
     known = set(pictures)
-    rows = {key_of(os.path.join(path.parent, row.name.replace("\\", "/"))): row for row in table.rows}
+    named = [(key_of(os.path.join(path.parent, row.name.replace("\\", "/"))), row) for row in table.rows]
+    rows = dict(named)
+    _find_overruled([(row, rows[key]) for key, row in named if key in known], path, reading)
     absent = [row.name for key, row in rows.items() if key not in known]
     if absent:
         message = f"names {len(absent)} pictures that are not there (first: {absent[0]})."
@@ -62,13 +64,16 @@ def with_captions_file(found: Sequence[Found], root: Path, asked: Asked, reading
     places = _places(found)
     base = root if root.is_dir() else root.parent
     rows: dict[int, Row] = {}
-    absent = []
+    absent, overruled = [], []
     for row in table.rows:
         place = _place_of(row.name, (str(root), str(base), str(path.parent)), places)
         if place is None:
             absent.append(row.name)
         else:
+            if place in rows:
+                overruled.append((rows[place], row))
             rows[place] = row
+    _find_overruled(overruled, path, reading)
     if absent and not rows:
         message = f"{path} has no caption of any of {len(found)} pictures"
         names = f"it names {absent[0]}, the data has {found[0].path.name}"
@@ -82,10 +87,24 @@ def with_captions_file(found: Sequence[Found], root: Path, asked: Asked, reading
     return [_told(each, rows.get(place)) for place, each in enumerate(found)]
 
 
+def _find_overruled(pairs: Sequence[tuple[Row, Row]], path: Path, reading: Reading) -> None:
+    """A finding for rows whose picture is described otherwise by another, which is used. `pairs` are (row, used)."""
+    others = [row.name for row, used in pairs if (row.text, row.weight) != (used.text, used.weight)]
+    if others:
+        message = (
+            f"{len(others)} lines are not used, for a later one says otherwise of their picture (first: {others[0]})."
+        )
+        reading.find("two_captions", "note", message, "Keep one line for each picture.", path)
+
+
 def _told(found: Found, row: Row | None) -> Found:
     if row is None:
         return found
-    return replace(found, caption=found.caption if row.text is None else row.text, weight=row.weight)
+    return replace(
+        found,
+        caption=found.caption if row.text is None else row.text,
+        weight=found.weight if row.weight is None else row.weight,
+    )
 
 
 def _places(found: Sequence[Found]) -> Mapping[str, int]:

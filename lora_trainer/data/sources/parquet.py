@@ -74,10 +74,9 @@ def read_parquet(path: Path, column: str, asked: Asked, reading: Reading) -> lis
             reading.find("absent_picture", "warning", message, "Remove the row.", path / f"{number:06}")
             continue
         text = text_of(row)
-        weight = row.get("weight")
         span = Span(blob, picture.offset, picture.size)
         caption = text if isinstance(text, str) else None
-        found.append(Found(path / picture.name, caption, asked.repeats(), 1.0 if weight is None else weight, span))
+        found.append(Found(path / picture.name, caption, asked.repeats(), row.get("weight"), span))
     reading.note(f"{path}: {len(found)} pictures, {blob.stat().st_size / 1e6:.0f} MB, are laid out in {folder}.")
     return found
 

@@ -24,11 +24,11 @@ TEXT_COLUMNS = ("text", "caption", "prompt", "tags")
 
 @dataclass(frozen=True)
 class Row:
-    """What a table says of one picture. `weight` is as it was written, of whatever type."""
+    """What a table says of one picture. `weight` is as it was written, of whatever type; None where it says none."""
 
     name: str
     text: str | None = None
-    weight: object = 1.0
+    weight: object = None
 
 
 @dataclass(frozen=True)
@@ -50,10 +50,10 @@ def row_of(value: object) -> Row | None:
     if not isinstance(value, Mapping):
         return None
     name = next((value[key] for key in NAME_COLUMNS if isinstance(value.get(key), str) and value[key]), None)
-    text, weight = text_of(value), value.get("weight", 1.0)
+    text, weight = text_of(value), value.get("weight")
     if name is None or not isinstance(text, str | None):
         return None
-    return Row(name, text, 1.0 if weight is None or weight == "" else weight)
+    return Row(name, text, None if weight == "" else weight)
 
 
 def text_of(value: Mapping[str, Any]) -> object:
@@ -118,7 +118,7 @@ def _named(name: str, value: object) -> Row | None:
     if not all(isinstance(part, str) for part in parts):
         return None
     text = ", ".join(parts) if parts else value.get("text", value.get("prompt"))
-    return row_of({"file_name": name, "text": text, "weight": value.get("weight", 1.0)})
+    return row_of({"file_name": name, "text": text, "weight": value.get("weight")})
 
 
 def read_csv(path: Path) -> Table:

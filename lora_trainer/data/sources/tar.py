@@ -155,10 +155,10 @@ def _found_of(path: Path, group: _Group, key: _Group, file: BinaryIO, asked: Ask
         reading.find("two_pictures", "warning", message, "Give each picture a key of its own.", picture)
     texts = key.texts | group.texts
     caption, instead = _text_beside(picture, texts, file, asked, reading)
-    weight: object = 1.0
+    weight: object = None
     if ".json" in texts:
         described = _described(picture, texts[".json"], file, reading)
-        text, weight = text_of(described), described.get("weight", 1.0)
+        text, weight = text_of(described), described.get("weight")
         if caption is None and isinstance(text, str):
             caption = text
     return Found(picture, caption, asked.repeats(), weight, span, instead=instead)
