@@ -13,7 +13,7 @@ from rich.console import Console
 
 from lora_trainer.config.schema import Config
 from lora_trainer.config.toml import read_toml, shown, to_toml
-from lora_trainer.core.errors import Problem, UsageError
+from lora_trainer.core.errors import Problem, UsageError, UserError
 from lora_trainer.core.hardware import describe_machine
 from lora_trainer.core.io import write_text
 from lora_trainer.data.ledger import FILE as LEDGER
@@ -63,11 +63,16 @@ def run_session(order: Order, inputs: Inputs, record: Record) -> Outcome:
     record = with_preparation(record, prepared, settings)
     if session.processes.is_main:  # a run that fails from here on says what it ran on
         write_record(order.folder, record)
+        (order.folder / LEDGER).unlink(missing_ok=True)  # an earlier session's
     try:
         shapes = [tuple(value.shape) for value in prepared.built.learner.adapter.masters.values()]
         done, total = start.state.step if start else 0, session.steps.total
         refuse_without_room(room_for(session.config, order.folder, shapes, done, total))
         state, signal_exit = run_training(session, prepared.job, start)
+    except UserError:
+        if session.processes.is_main and (saved := newest_valid(prepared.job.checkpoints)[0]) is not None:
+            write_record(order.folder, with_ledger(record, prepared, saved[1].state))
+        raise
     finally:
         prepared.feed.close()
     trained = state.seconds - (start.state.seconds if start else 0.0)

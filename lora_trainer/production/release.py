@@ -134,7 +134,7 @@ def training_facts(
         caption_tag_dropout=config.captions.tag_dropout,
         shuffle_captions=config.captions.shuffle,
         keep_tokens=config.captions.keep_tokens,
-        trigger=config.captions.trigger,
+        trigger=", ".join(triggers(config)) or None,
         dropout=config.lora.dropout,
         rank_stabilised=config.lora.rank_stabilised,
         ema_decay=config.train.ema_decay,
@@ -245,11 +245,17 @@ def draw_comparison(
     return save_comparison(folder, without, with_lora, recipe, name=name)
 
 
+def triggers(config: Config) -> tuple[str, ...]:
+    """The words that are learned, each once: the run's first, then those of sources with captions of their own."""
+    own = [source.captions for source in config.data.sources if source.captions and not source.regularisation]
+    return tuple(dict.fromkeys(rules.trigger for rules in (config.captions, *own) if rules.trigger))
+
+
 def sample_prompts(config: Config, inputs: Inputs) -> list[str]:
     """The prompts asked for, `[trigger]` filled in; else different captions of the data, held-out ones first."""
     if config.sample.prompts:
-        word = config.captions.trigger
-        return [prompt.replace(TRIGGER, word) if word else prompt for prompt in config.sample.prompts]
+        words = triggers(config)
+        return [prompt.replace(TRIGGER, words[0]) if words else prompt for prompt in config.sample.prompts]
     samples = (*inputs.held_out, *inputs.train)
     learned = [sample for sample in samples if not sample.regularisation] or samples
     return list(dict.fromkeys(sample.caption for sample in learned))[: config.sample.count]

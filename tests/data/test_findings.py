@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tarfile
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -231,8 +232,9 @@ def test_the_score_is_bounded_and_falls_when_one_more_file_breaks(
     samples = [sample_of(number) for number in range(len(told))]
     pairs = data.draw(st.integers(0, len(samples) // 2))
 
-    def score(broken: int | None, pairs: int) -> float:
-        found: dict[str, list[Finding]] = {"readable": []}
+    def score(broken: int | None, pairs: int, cut: int) -> float:
+        tars = [Finding("damaged_tar", "warning", "is cut.", path=Path(f"{number}.tar")) for number in range(cut)]
+        found: dict[str, list[Finding]] = {"readable": [*tars]}
         for place, name in enumerate(CHECKS):
             found[name] = [
                 Finding(name, severity, "is odd.", path=sample.path)
@@ -242,12 +244,28 @@ def test_the_score_is_bounded_and_falls_when_one_more_file_breaks(
         if broken is not None:
             found["readable"].append(Finding("unreadable", "error", "cannot be read.", path=samples[broken].path))
         files = by_file(samples, [each for group in found.values() for each in group])
-        value, parts = score_of(found, list(files), samples, files, pairs)
+        value, parts = score_of(found, [sample.path for sample in samples], samples, files, pairs)
         assert 0.0 <= value <= min(parts.values()) + 1e-12
         return value
 
     place = data.draw(st.integers(0, len(samples) - 1))
-    before = score(None, pairs)
-    assert score(place, pairs) <= before + 1e-12
+    cut = data.draw(st.integers(0, 5))
+    before = score(None, pairs, cut)
+    assert score(place, pairs, cut) <= before + 1e-12
+    assert score(None, pairs, cut + 1) < before or before == 0.0
     if pairs and "error" not in told[place]:
-        assert score(place, pairs - 1) <= before + 1e-12
+        assert score(place, pairs - 1, cut) <= before + 1e-12
+
+
+def test_a_tar_that_is_cut_short_costs_score(good: Path, tmp_path: Path) -> None:
+    with tarfile.open(tmp_path / "data.tar", "w") as tar:
+        for path in sorted(good.iterdir()):
+            tar.add(path, path.name)
+    assert judged(of(tmp_path / "data.tar")).score == 1.0
+    data = (tmp_path / "data.tar").read_bytes()
+    with tarfile.open(tmp_path / "data.tar") as tar:
+        (tmp_path / "data.tar").write_bytes(data[: tar.getmember("8.png").offset_data + 100])
+    report = judged(of(tmp_path / "data.tar"))
+    assert codes(report) == {("damaged_tar", "warning")}
+    assert len(report.samples) == 8
+    assert report.score == report.parts["readable"] == pytest.approx(1 - 0.15 / 9)

@@ -15,7 +15,7 @@ from lora_trainer.data.sample import Sample
 from lora_trainer.production.inputs import Inputs, read_inputs
 from lora_trainer.production.messages import caption_told, show_captions
 from lora_trainer.production.plan import planned_samples
-from lora_trainer.production.release import sample_prompts
+from lora_trainer.production.release import sample_prompts, triggers
 from tests.recipes.recipe import draw_pictures
 
 
@@ -99,6 +99,25 @@ def test_a_plan_counts_the_same_texts(config: Config, inputs: Inputs) -> None:
     both = planned.keys() & trained.keys()  # the split knows of copies where pictures are looked at, not in a plan
     assert len(both) > 9
     assert {path: planned[path] for path in both} == {path: trained[path] for path in both}
+
+
+def test_triggers_of_sources_are_known_where_the_run_has_none(config: Config, inputs: Inputs) -> None:
+    plain, own, kept = config.data.sources
+    sources = (
+        plain,
+        *(own.model_copy(update={"captions": CaptionsSection(trigger=word)}) for word in ("sks", "zobo", "sks")),
+        kept.model_copy(update={"captions": CaptionsSection(trigger="none")}),
+    )
+    several = config.model_copy(
+        update={
+            "data": config.data.model_copy(update={"sources": sources}),
+            "captions": config.captions.model_copy(update={"trigger": None}),
+        }
+    )
+    assert triggers(several) == ("sks", "zobo")
+    assert sample_prompts(several, inputs) == ["sks at sea"]
+    assert triggers(several.model_copy(update={"captions": CaptionsSection(trigger="zobo")})) == ("zobo", "sks")
+    assert triggers(several.model_copy(update={"data": config.data, "captions": CaptionsSection()})) == ()
 
 
 def test_prompts_have_the_trigger_filled_in(config: Config, inputs: Inputs) -> None:

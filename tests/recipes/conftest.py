@@ -54,6 +54,5 @@ def bench(tiny_model: Path, pictures: Path, shared_cache: Path, tmp_path: Path) 
 def finished(tiny_model: Path, pictures: Path, shared_cache: Path, tmp_path_factory: pytest.TempPathFactory) -> Bench:
     """A finished run named `first`, to look at only."""
     made = Bench(tiny_model, pictures, tmp_path_factory.mktemp("finished"), shared_cache)
-    settings = {"checkpoint__every_steps": 3, "checkpoint__release": "last", "validate__every_steps": 3}
-    assert made.run("first", **settings) == 0  # the last, as of runs that are validated at their end alone
+    assert made.run("first", checkpoint__every_steps=3, validate__every_steps=3) == 0
     return made

@@ -45,7 +45,7 @@ def draw_pictures(folder: Path, count: int = 10) -> Path:
         picture = Image.new("RGB", (width, height), COLOURS[index % len(COLOURS)])
         pen = ImageDraw.Draw(picture)
         pen.ellipse((10 + index, 12, 50 + index, 52 + index), fill="white", outline="black")
-        pen.line((0, height, width, index * 5), fill="yellow", width=3)
+        pen.line((0, height, width, index * 5), fill="yellow", width=6)
         picture.save(folder / f"picture_{index}.png")
         caption = f"a ring on a {COLOURS[index % len(COLOURS)]} background, picture {index}"
         (folder / f"picture_{index}.txt").write_text(caption, encoding="utf-8")

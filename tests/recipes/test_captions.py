@@ -63,5 +63,7 @@ def test_six_steps_are_three_and_three_with_captions_that_vary(own, capsys):
     built = int(changed.partition(" reused, ")[2].split()[0])
     assert 1 <= built <= 5  # its variants, and its canonical text where it is held out
     assert texts_of(own, capsys, captions__shuffle="false", captions__tag_dropout=0) != changed
-    assert own.run("halves", "--resume", steps=7, **(VARIED | {"captions__variants": 5})) == 2
-    assert "captions.variants was 4 and is now 5" in capsys.readouterr().err
+    assert own.run("halves", "--resume", steps=7, **(VARIED | {"captions__variants": 5, "captions__dropout": 0.5})) == 2
+    said = capsys.readouterr().err
+    assert "captions.variants was 4 and is now 5" in said
+    assert "captions.dropout was 0.2 and is now 0.5" in said

@@ -73,6 +73,10 @@ def test_a_picture_that_changes_ends_the_run_with_its_name_and_what_was_trained(
     assert str(own.data / "picture_") in lines[0]
     steps = record(own.folder("gone"))["steps"]
     assert 2 <= steps < 40
+    ledger = record(own.folder("gone"))["ledger"]
+    assert ledger["steps"] == ledger["samples"] == steps
+    table = (own.folder("gone") / "ledger.csv").read_text("utf-8")
+    assert sum(int(line.split(",")[1]) for line in table.splitlines() if line.startswith("picture,")) == steps
     assert f"step-{steps:06d} is safe" in said.out + said.err
 
     for picture in (own.cache.parent / "later").iterdir():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from lora_trainer.data.sample import Sample
 FACTORS = {"error": 0.0, "warning": 0.85, "note": 1.0}
 ENOUGH_PICTURES = 5
 PAIR_COST = 0.2  # of one file's share
+CUT_SHORT = frozenset({"damaged_tar"})  # files that hold samples, of which some are lost
 UNCHARGED = frozenset({"near_duplicate"})  # counted by `variety` instead
 
 
@@ -34,7 +36,11 @@ def score_of(
     files: dict[Path, tuple[Finding, ...]],
     pairs: int,
 ) -> tuple[float, dict[str, float]]:
-    """(score, parts). `found` holds each check's findings, `paths` the files that count, `pairs` of them look the same."""
+    """(score, parts). `found` holds each check's findings, `paths` the files that count, `pairs` of them look the same.
+
+    A file that holds samples and is cut short counts as one more, as good as the mean of all, with its warning:
+    so it lowers the score of any set.
+    """
     count = max(1, len(paths))
     factors = {name: _factors(group, paths) for name, group in found.items()}
     worth = dict.fromkeys(paths, 1.0)
@@ -42,9 +48,19 @@ def score_of(
         for path, factor in each.items():
             worth[path] *= factor
     enough, variety = _enough(samples, files), 1.0 - PAIR_COST * pairs / count
-    parts = {name: 1.0 + sum(factor - 1.0 for factor in each.values()) / count for name, each in factors.items()}
-    score = enough * variety * sum(worth.values()) / count if paths else 0.0
-    return score, parts | {"variety": variety, "count": enough}
+    wholes = {name: _whole(group, paths) for name, group in found.items()}
+    parts = {
+        name: wholes[name] * (1.0 + sum(factor - 1.0 for factor in each.values()) / count)
+        for name, each in factors.items()
+    }
+    mean = sum(worth.values()) / count * math.prod(wholes.values())
+    return enough * variety * mean if paths else 0.0, parts | {"variety": variety, "count": enough}
+
+
+def _whole(found: Sequence[Finding], paths: Sequence[Path]) -> float:
+    """What files that a check finds cut short leave of a mean over `paths`."""
+    cut = {finding.path for finding in found if finding.code in CUT_SHORT} - set(paths)
+    return 1.0 - (1.0 - FACTORS["warning"]) * len(cut) / max(1, len(paths) + len(cut))
 
 
 def _factors(found: Sequence[Finding], paths: Sequence[Path]) -> dict[Path, float]:
