@@ -40,9 +40,12 @@ def test_a_model_of_ones_own_is_traced_once_and_remembered(bench: Bench, capsys,
 
 
 def test_a_dry_run_shows_the_memory(bench: Bench, capsys):
+    """Without a card in one line, and only where a limit is set that it can be held against."""
     assert bench.run("dry", "--dry-run") == 0
-    shown = capsys.readouterr().out
-    assert all(part in shown for part in ("weights", "activations", "overhead", "micro batch"))
+    assert "memory, on a card" not in capsys.readouterr().out
+    assert bench.run("dry", "--dry-run", memory__limit_gib=12.0) == 0
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if "memory, on a card" in line]
+    assert "GiB of 12" in line
 
 
 def test_fp8_weights_train_resume_exactly_and_are_judged_on_the_base(bench: Bench):
