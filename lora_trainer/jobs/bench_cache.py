@@ -108,7 +108,7 @@ def ways_of(folder: Path, entries: int) -> dict[str, Callable[[], Read]]:
         warm.read(key)
 
     def store(reader: Store) -> Read:
-        return lambda places: reader.read_many([keys[place] for place in places])
+        return lambda places: stacked([reader.read(keys[place]) for place in places])
 
     def each(ending: str, load: Callable[[Path], dict[str, Tensor]]) -> Callable[[], Read]:
         return lambda: lambda places: stacked([load(folder / f"{place}{ending}") for place in places])

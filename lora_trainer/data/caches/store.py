@@ -15,7 +15,6 @@ import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
-import torch
 from torch import Tensor
 
 from lora_trainer.core.errors import Problem, TrainingFailed
@@ -226,8 +225,3 @@ class Store:
                     f"An entry of the cache {self._folder} was removed or damaged during the run ({owner or key[:12]})."
                 )
                 raise TrainingFailed(Problem(message, "Run again with --resume: it is built anew.")) from error
-
-    def read_many(self, keys: Sequence[str]) -> dict[str, Tensor]:
-        """Tensors of several entries of one layout, stacked [B, …] in the order of `keys`. Raises TrainingFailed."""
-        entries = [self.read(key) for key in keys]
-        return {name: torch.stack([entry[name] for entry in entries]) for name in entries[0]}
