@@ -38,7 +38,7 @@ from lora_trainer.evaluation.loading import free_memory
 from lora_trainer.models.family import Encoders
 from lora_trainer.models.phases import CAPTIONS_AT_ONCE, phase_costs, pictures_at_once
 from lora_trainer.production.choices import Choices, usable_bytes
-from lora_trainer.production.inputs import Inputs, caption_rules, own_architecture
+from lora_trainer.production.inputs import Inputs, caption_rules, own_architecture, view_bytes
 
 LATENT_DTYPE = torch.float32  # mean and spread of 4 x 64 x 64 are 128 KiB a picture: cheap, and exact
 EncodeImage = Callable[[Tensor], tuple[Tensor, Tensor]]
@@ -134,11 +134,7 @@ def fill_caches(
 
 def bytes_to_build(inputs: Inputs, choices: Choices, plans: CachePlans) -> int:
     """What the missing entries will take on the disk."""
-    facts = inputs.facts
-    latents = 0
-    for sample, view in (plans.latents.items[index] for index in plans.latents.missing):
-        places = view.fit.bucket.width * view.fit.bucket.height // facts.downscale**2
-        latents += places * (2 * facts.latent_channels + (sample.mask is not None)) * LATENT_DTYPE.itemsize
+    latents = sum(view_bytes(*plans.latents.items[index], inputs.facts) for index in plans.latents.missing)
     shapes = inputs.family.cond_shapes(own_architecture(inputs).denoiser).values()
     text = sum(math.prod(shape) for shape in shapes) * choices.encoder_dtype.itemsize
     missing = len(plans.latents.missing) + len(plans.texts.missing)

@@ -21,13 +21,13 @@ from lora_trainer.data.manifest import read_manifest
 from lora_trainer.data.sample import Manifest, Sample
 from lora_trainer.data.split import split_held_out
 from lora_trainer.data.steps import Lengths, StepArithmetic, step_arithmetic
-from lora_trainer.data.views import BucketPlan, Framing, framings_of, notes_on, plan_plain, plan_views
+from lora_trainer.data.views import BucketPlan, Framing, View, framings_of, notes_on, plan_plain, plan_views
 from lora_trainer.models import FAMILIES
 from lora_trainer.models.family import USUAL_FAMILY, Architecture, Family, ModelFacts
 from lora_trainer.models.folder import detect_family, read_config
 from lora_trainer.production.counting import counting
 
-LATENT_BYTES = 4  # of each number of the cached latents: fp32
+LATENT_BYTES = 4  # of each number of the cached latents: that of `caching.LATENT_DTYPE`, told without torch
 
 
 @dataclass(frozen=True)
@@ -134,7 +134,11 @@ def trained_framings(config: Config, facts: ModelFacts) -> tuple[Framing, ...]:
 
 def trained_resolution(config: Config, facts: ModelFacts) -> int:
     """The largest that any source is trained at. Raises UsageError as `trained_framings`."""
-    return max(framing.resolutions[0] for framing in trained_framings(config, facts))
+    return largest_resolution(trained_framings(config, facts))
+
+
+def largest_resolution(framings: Sequence[Framing]) -> int:
+    return max(framing.resolutions[0] for framing in framings)
 
 
 @data_in_use()
@@ -193,7 +197,7 @@ def read_inputs(config: Config, families: Mapping[str, Family] = FAMILIES) -> In
     return Inputs(
         family=family,
         facts=facts,
-        resolution=trained_resolution(config, facts),
+        resolution=largest_resolution(framings),
         manifest=manifest,
         report=report,
         train=settled(train, rules),
@@ -223,15 +227,17 @@ def dataset_facts(inputs: Inputs) -> dict[str, Any]:
 def latent_bytes(samples: Sequence[Sample], plan: BucketPlan, facts: ModelFacts) -> int:
     """What the latents of all views take on disk, with their masks, each once. `plan` stands in the samples' order."""
     distinct = {
-        (sample.content, sample.mask, view): (view.fit.bucket, sample.mask is not None)
+        (sample.content, sample.mask, view): (sample, view)
         for sample, views in zip(samples, plan.views, strict=True)
         for view in views
     }
-    values = (
-        bucket.width * bucket.height // facts.downscale**2 * (2 * facts.latent_channels + masked)
-        for bucket, masked in distinct.values()
-    )
-    return LATENT_BYTES * sum(values)
+    return sum(view_bytes(sample, view, facts) for sample, view in distinct.values())
+
+
+def view_bytes(sample: Sample, view: View, facts: ModelFacts) -> int:
+    """What the latents of one view take, mean, spread and mask."""
+    places = view.fit.bucket.width * view.fit.bucket.height // facts.downscale**2
+    return LATENT_BYTES * places * (2 * facts.latent_channels + (sample.mask is not None))
 
 
 def arithmetic(config: Config, train: tuple[Sample, ...], max_micro: int, processes: int) -> StepArithmetic:

@@ -83,14 +83,3 @@ def test_masks_that_let_nothing_through_or_cannot_be_decoded_are_found(tmp_path:
         ("2.png", "unreadable_mask", "error"),
         ("3.png", "black_mask", "warning"),
     }
-
-
-def test_no_upscale_refuses_only_what_is_smaller_than_a_step(tmp_path: Path, draw: Draw) -> None:
-    for number, width in enumerate((15, 16, 100)):
-        draw(tmp_path / f"{number}.png", width, 60, seed=number)
-    manifest, findings = read_manifest([tmp_path])
-    report = check_dataset(manifest, findings, framings=[Framing((128,), 16, no_upscale=True)])
-    (found,) = (finding for finding in report.findings if finding.code in ("too_small", "upscaled"))
-    assert (found.path, found.severity) == (tmp_path / "0.png", "error")
-    assert "15×60; a bucket's sides are at least 16 px" in found.message
-    assert [str(bucket) for bucket in sorted(report.plan.counts)] == ["16x32", "96x48"]

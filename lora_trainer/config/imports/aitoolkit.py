@@ -13,7 +13,6 @@ from lora_trainer.config.imports.reading import Line, Reading
 from lora_trainer.core.errors import Problem
 
 TOOL = "ai-toolkit"
-PROCESSES = ("sd_trainer", "diffusion_trainer", "ui_trainer")
 
 
 def is_aitoolkit(document: Any) -> bool:

@@ -20,7 +20,6 @@ from lora_trainer.data.sample import Span
 
 KEEP_AT_ONCE = 4000  # headers written together
 HEADER_SECONDS = 30.0
-BYTES_A_SECOND = 2**22  # the slowest disk that is waited for
 
 
 def read_headers(
