@@ -18,6 +18,7 @@ LossName = Literal["squared", "huber"]
 ReleaseName = Literal["best", "last"]
 AttentionName = Literal["auto", "sdpa", "xformers", "math"]
 CropName = Literal["centre", "random"]
+NotFiniteName = Literal["skip", "restore", "stop"]
 
 Share = Annotated[float, Field(ge=0.0, le=1.0)]
 Count = Annotated[int, Field(ge=1)]
@@ -158,6 +159,9 @@ class BatchSection(Section):
         None,
         description="most samples in one forward pass; empty means as many as fit the card, on a processor at most 4",
     )
+    find_micro: bool = Field(
+        False, description="before training, try how many samples fit in one forward pass, in place of predicting it"
+    )
 
 
 class MemorySection(Section):
@@ -171,6 +175,10 @@ class MemorySection(Section):
         description="precision of the frozen base and of the forward pass; `fp8` stores in 8 bits, computes in bf16 or fp16",
     )
     attention: AttentionName = Field("auto", description="attention implementation; `auto` probes and explains")
+    grow_after_steps: CountOrZero = Field(
+        1000,
+        description="good steps after which a run that was out of memory tries larger micro batches again; 0 never does",
+    )
 
 
 class OptimSection(Section):
@@ -230,11 +238,52 @@ class TrainSection(Section):
         None, description="average of the trained weights, which is what is validated and exported; 0.999 is usual"
     )
     max_hours: Positive | None = Field(None, description="stop after this time, with everything saved")
+    deterministic: bool = Field(
+        False,
+        description="only operations that give the same bits each time; slower on a card, and refused where one lacks",
+    )
+    grace_seconds: Positive = Field(
+        30.0,
+        description="time that a signal leaves before the machine goes: a step that takes longer is given up for it",
+    )
+    process_timeout_minutes: Positive = Field(
+        30.0, description="time after which a process that waits for a lost one gives up, with several processes"
+    )
     seed: Annotated[int, Field(ge=0, lt=2**63)] = Field(42, description="the run's seed")
+
+
+class ControlSection(Section):
+    """What a run may change by itself. All of it is off unless asked for, but `not_finite`."""
+
+    not_finite: NotFiniteName = Field(
+        "skip",
+        description="for a loss or gradient that is NaN or infinite: `skip` the step, `restore` the last checkpoint and lower the rate, or `stop`",
+    )
+    most_not_finite: Count = Field(10, description="such steps in a row, or returns to a checkpoint, that end the run")
+    spike: Positive | None = Field(
+        None, description="say when a gradient is so many times its usual size, and of which pictures; 10 is a start"
+    )
+    plateau: bool = Field(False, description="lower the rate where the held-out loss stands still")
+    plateau_window: Annotated[int, Field(ge=2)] = Field(10, description="validations that are looked at for that")
+    plateau_spread: Positive = Field(0.001, description="difference between them under which they stand still")
+    plateau_factor: Annotated[float, Field(gt=0.0, lt=1.0)] = Field(0.5, description="factor on the rate then")
+    jump: bool = Field(False, description="clip gradients harder after the smoothed loss has jumped")
+    jump_ratio: Annotated[float, Field(gt=1.0)] = Field(1.5, description="growth that counts as a jump")
+    jump_clip: Annotated[float, Field(gt=0.0, lt=1.0)] = Field(0.5, description="factor on the clipping then")
+    early_stopping: bool = Field(False, description="stop where the held-out loss gets no lower; the best is released")
+    patience: Count = Field(10, description="validations in a row without a lower loss that end the run")
+    min_change: NotNegative = Field(0.0, description="how much lower counts as lower")
 
 
 class CheckpointSection(Section):
     every_steps: Count = Field(500, description="steps between checkpoints")
+    every_epochs: Count | None = Field(None, description="epochs between checkpoints, beside `every_steps`; 5 is usual")
+    weights_every_steps: CountOrZero = Field(
+        0, description="steps between LoRA files that are kept for good, in the folder `weights`; 0 means none"
+    )
+    wait_minutes: NotNegative = Field(
+        60.0, description="how long a run waits, paused, for room on a full disk before it ends"
+    )
     keep_last: Count = Field(2, description="newest checkpoints kept")
     release: ReleaseName = Field(
         "best", description="weights that are exported: of the lowest held-out loss, or the last"
@@ -284,6 +333,7 @@ class Config(Section):
     noise: NoiseSection = NoiseSection()
     loss: LossSection = LossSection()
     train: TrainSection = TrainSection()
+    control: ControlSection = ControlSection()
     checkpoint: CheckpointSection = CheckpointSection()
     # `validate` is a method of pydantic's base class, so only the key has that name.
     validation: ValidateSection = Field(ValidateSection(), alias="validate")

@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from lora_trainer.core.io import finite, write_text
+from lora_trainer.monitor.events import Event
 
-METRICS, VALIDATION = "metrics.jsonl", "validation.jsonl"
+METRICS, VALIDATION, EVENTS = "metrics.jsonl", "validation.jsonl", "events.jsonl"
 
 
 def append_lines(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
@@ -40,7 +41,7 @@ def forget_after(path: Path, step: int) -> None:
 
 
 class Trackers:
-    """The open files of one run: `metrics.jsonl`, `validation.jsonl` and TensorBoard's folder.
+    """The open files of one run: `metrics.jsonl`, `validation.jsonl`, `events.jsonl` and TensorBoard's folder.
 
     What an earlier session wrote of steps after `resume_step` is forgotten: it is written again.
     -1 forgets all of it.
@@ -49,9 +50,8 @@ class Trackers:
     def __init__(self, folder: Path, *, resume_step: int) -> None:
         from torch.utils.tensorboard.writer import SummaryWriter
 
-        self._metrics, self._validation = folder / METRICS, folder / VALIDATION
-        for path in (self._metrics, self._validation):
-            forget_after(path, resume_step)
+        self._metrics, self._validation, self._events = (folder / name for name in (METRICS, VALIDATION, EVENTS))
+        self.forget_after(resume_step)
         self._board = SummaryWriter(str(folder / "logs"), purge_step=resume_step + 1)
 
     def steps(self, rows: list[dict[str, Any]]) -> None:
@@ -63,6 +63,17 @@ class Trackers:
         """Write one held-out loss."""
         append_lines(self._validation, [row])
         self._to_board("validation", [row])
+
+    def event(self, event: Event) -> None:
+        """Write what happened."""
+        append_lines(self._events, [event.to_json()])
+
+    def forget_after(self, step: int) -> None:
+        """Drop what was written of steps later than `step`. What happened to the run stays: it did happen."""
+        for path in (self._metrics, self._validation):
+            forget_after(path, step)
+        if step < 0:
+            self._events.unlink(missing_ok=True)
 
     def _to_board(self, group: str, rows: list[dict[str, Any]]) -> None:
         for row in rows:

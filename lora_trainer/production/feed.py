@@ -29,7 +29,8 @@ DECODED_AHEAD = 2  # steps
 
 @dataclass(frozen=True)
 class Feed:
-    """`micros(step)` gives this process's micro batches of a step, `ledger(steps)` what so many steps trained.
+    """`micros(step)` gives this process's micro batches of a step, `ledger(steps)` what so many steps trained,
+    `names(step)` the names of a step's pictures, over all processes.
 
     `close` ends threads and frees the autoencoder, where there are any; no micro batch can be made afterwards.
     """
@@ -38,6 +39,7 @@ class Feed:
     data: CachedData
     micros: Callable[[int], list[Micro]]
     ledger: Callable[[int], Ledger]
+    names: Callable[[int], list[str]]
     close: Callable[[], None]
 
 
@@ -70,11 +72,14 @@ def make_feed(config: Config, data: CachedData, learner: Learner, processes: Pro
     def ledger(steps: int) -> Ledger:
         return count_trained(plan, steps, lambda ref: data.bucket(ref, seed), text_of)
 
+    def names(step: int) -> list[str]:
+        return [data.samples[ref.index].path.name for ref in plan.refs(step)]
+
     def close() -> None:
         if data.fresh is not None:
             data.fresh.close()
 
-    return Feed(plan, data, micros, ledger, close)
+    return Feed(plan, data, micros, ledger, names, close)
 
 
 def fresh_latents(config: Config, inputs: Inputs, choices: Choices, world: int) -> Fresh:

@@ -37,7 +37,8 @@ from lora_trainer.production.release import (
 from lora_trainer.production.room import refuse_without_room, room_for
 from lora_trainer.production.session import Prepared, Session, fixed_settings, open_session, prepare
 from lora_trainer.training.checkpoint import Checkpoint, newest_valid
-from lora_trainer.training.run import Job, train
+from lora_trainer.training.job import Job
+from lora_trainer.training.run import train
 from lora_trainer.training.state import TrainState
 from lora_trainer.training.step import Learner
 

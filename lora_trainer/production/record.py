@@ -11,6 +11,7 @@ from lora_trainer.config.toml import shown
 from lora_trainer.core.io import read_json, write_json
 
 FILE = "run.json"
+SHOWN_EVENTS = 200
 PHASES = ("cache", "train", "validate", "total")
 Status = Literal["running", "done", "refused", "failed", "stopped"]
 
@@ -45,6 +46,7 @@ class Record:
     ledger: dict[str, Any] = field(default_factory=dict)  # what was trained how often, in short
     memory: dict[str, float] = field(default_factory=dict)
     samples: tuple[str, ...] = ()
+    events: tuple[dict[str, Any], ...] = ()  # of events.jsonl, the newest `SHOWN_EVENTS`
 
     def with_seconds(self, **seconds: float) -> Record:
         """The same with durations added to what earlier sessions of the run took."""

@@ -41,7 +41,7 @@ from lora_trainer.production.inputs import (
 )
 from lora_trainer.production.messages import announce, show_end, show_report
 from lora_trainer.production.order import Order, plain_console, run_folder
-from lora_trainer.production.record import PHASES, Record, changes, latest, read_record, write_record
+from lora_trainer.production.record import PHASES, SHOWN_EVENTS, Record, changes, latest, read_record, write_record
 from lora_trainer.training.interrupt import leaving_on_sigterm
 
 if TYPE_CHECKING:  # torch is loaded after the data has been judged
@@ -258,11 +258,13 @@ def finish(order: Order, record: Record) -> Record:
     """
     if not is_main_process():
         return record
+    from lora_trainer.monitor.trackers import EVENTS, read_lines
     from lora_trainer.production.report import FILE, write_report
 
     drawn = sorted((order.folder / "samples").glob("*.json"))
     samples = tuple(path.relative_to(order.folder).as_posix() for path in drawn)
-    record = replace(record, files={**record.files, "report": FILE}, samples=samples)
+    events = tuple(read_lines(order.folder / EVENTS)[-SHOWN_EVENTS:])
+    record = replace(record, files={**record.files, "report": FILE}, samples=samples, events=events)
     write_record(order.folder, record)
     try:
         write_report(order.folder)

@@ -28,8 +28,8 @@ from lora_trainer.production.messages import show_captions, show_views
 from lora_trainer.production.order import Order
 from lora_trainer.production.release import draw_while_training
 from lora_trainer.training.build import Built, build_learner
+from lora_trainer.training.job import Job
 from lora_trainer.training.processes import Processes, join_processes
-from lora_trainer.training.run import Job
 from lora_trainer.training.state import TrainState
 
 VALIDATION_TIMESTEPS = 8
@@ -215,6 +215,7 @@ def make_job(
         total_steps=session.steps.total,
         steps_per_epoch=session.steps.steps_per_epoch,
         samples_in=feed.plan.size,
+        names_in=feed.names,
         micros=feed.micros,
         validate=validate if session.inputs.held_out else None,
         sample=sample,

@@ -10,7 +10,7 @@ import json
 import math
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -169,10 +169,12 @@ def list_checkpoints(folder: Path) -> list[Path]:
     return sorted(found, key=step_of, reverse=True)
 
 
-def newest_valid(folder: Path) -> tuple[tuple[Path, Checkpoint] | None, list[Path]]:
-    """The newest checkpoint that reads back whole, and the damaged ones that were passed over for it."""
+def newest_valid(
+    folder: Path, wanted: Callable[[int], bool] = lambda step: True
+) -> tuple[tuple[Path, Checkpoint] | None, list[Path]]:
+    """The newest checkpoint of a wanted step that reads back whole, and the damaged ones passed over for it."""
     damaged: list[Path] = []
-    for path in list_checkpoints(folder):
+    for path in filter(lambda path: wanted(step_of(path)), list_checkpoints(folder)):
         try:
             return (path, read_checkpoint(path)), damaged
         except UsageError:

@@ -7,6 +7,25 @@ from typing import Any
 
 
 @dataclass(frozen=True)
+class Fit:
+    """How a step is brought onto the card after memory ran out. None: as it was planned."""
+
+    micro: int | None = None  # most samples of a micro batch
+    checkpointed: int | None = None  # blocks whose activations are computed again in the backward pass
+    since: int = 0  # step from which this holds; it is tried to grow back after `memory.grow_after_steps`
+
+
+@dataclass(frozen=True)
+class Control:
+    """What the run has made of itself so far (`[control]`)."""
+
+    held_out: tuple[float, ...] = ()  # the newest of them, for the plateau's window
+    without_gain: int = 0  # validations in a row that were no better than the best: patience
+    clip_scale: float = 1.0  # factor on the clipping of gradients, after a jump
+    stopped: bool = False  # early
+
+
+@dataclass(frozen=True)
 class TrainState:
     """`step` counts finished optimizer steps; `seconds` is time spent in the loop, over all resumptions."""
 
@@ -16,13 +35,24 @@ class TrainState:
     validated_step: int | None = None  # the step that it was measured at
     best_validation: float | None = None
     best_step: int | None = None
-    skipped: int = 0  # steps that the fp16 scaler left out because of an overflow
+    skipped: int = 0  # steps that were left out: an overflow of fp16, or a gradient that was not finite
     skipped_in_a_row: int = 0
     seconds: float = 0.0
+    rate_scale: float = 1.0  # factor on the schedule's rate
+    went_back: int = 0  # times that the run went back to an earlier checkpoint by itself
+    left_out: tuple[int, ...] = ()  # steps that are not trained on when they are met again
+    fit: Fit = Fit()
+    control: Control = Control()
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
 
     @staticmethod
     def from_json(value: dict[str, Any]) -> TrainState:
-        return TrainState(**value)
+        """The inverse; what an older version did not know has its default. Raises TypeError for unknown names."""
+        known = dict(value)
+        known["left_out"] = tuple(known.get("left_out", ()))
+        known["fit"] = Fit(**known.get("fit", {}))
+        control = dict(known.get("control", {}))
+        known["control"] = Control(**control | {"held_out": tuple(control.get("held_out", ()))})
+        return TrainState(**known)

@@ -1,0 +1,22 @@
+"""What happened to a run beyond its steps: memory ran out, a loss was not finite, the disk was full."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+Kind = Literal[
+    "memory", "not_finite", "spike", "overflow", "plateau", "jump", "early_stop", "disk", "signal", "resumed"
+]
+
+
+@dataclass(frozen=True)
+class Event:
+    """An object of `events.jsonl`, which `run.json` repeats: the step after which it happened, and a sentence."""
+
+    step: int
+    kind: Kind
+    message: str
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)

@@ -1,0 +1,43 @@
+"""What the loop is given: everything of a run that does not change from step to step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from lora_trainer.config.schema import Config
+from lora_trainer.optim.schedules import rate_share
+from lora_trainer.training.micro import Micro
+from lora_trainer.training.processes import Processes
+from lora_trainer.training.state import TrainState
+from lora_trainer.training.step import Learner
+
+
+@dataclass(frozen=True)
+class Job:
+    """All that the loop needs. `micros(step)` gives this process's micro batches of a step."""
+
+    config: Config
+    folder: Path
+    learner: Learner
+    processes: Processes
+    total_steps: int
+    steps_per_epoch: int
+    samples_in: Callable[[int], int]  # step -> samples over all processes
+    names_in: Callable[[int], list[str]]  # step -> what people call its samples, over all processes
+    micros: Callable[[int], list[Micro]]
+    validate: Callable[[], float] | None
+    sample: Callable[[TrainState], None] | None
+    settings: dict[str, Any]  # kept in each checkpoint
+    say: Callable[[str], None]  # a line for people
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.folder / "checkpoints"
+
+
+def rate_of(job: Job, state: TrainState, step: int) -> float:
+    """The learning rate of `step`, counted from 0: the schedule's, times what the run itself made of it."""
+    return job.config.optim.learning_rate * state.rate_scale * rate_share(job.config.schedule, step, job.total_steps)

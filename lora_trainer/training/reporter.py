@@ -1,0 +1,46 @@
+"""Where the loop's numbers and words go: files, the progress line, the console. Silent in all processes but one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from lora_trainer.monitor.events import Event, Kind
+from lora_trainer.monitor.progress import Progress, Watch
+from lora_trainer.monitor.trackers import Trackers
+
+
+@dataclass(frozen=True)
+class Reporter:
+    """`trackers` is None in all processes but the main one."""
+
+    trackers: Trackers | None
+    show: Watch
+    say: Callable[[str], None]
+
+    def steps(self, rows: list[dict[str, Any]]) -> None:
+        """Finished steps, for metrics.jsonl."""
+        if self.trackers:
+            self.trackers.steps(rows)
+
+    def validation(self, row: dict[str, Any], line: str) -> None:
+        """A held-out loss, for validation.jsonl, and what is said of it."""
+        if self.trackers:
+            self.trackers.validation(row)
+            self.say(line)
+
+    def event(self, step: int, kind: Kind, message: str) -> None:
+        """Something that happened after `step`: said, and kept in events.jsonl and the record."""
+        if self.trackers:
+            self.say(f"step {step}: {message}")
+            self.trackers.event(Event(step, kind, message))
+
+    def progress(self, progress: Progress) -> None:
+        if self.trackers:
+            self.show(progress)
+
+    def forget_after(self, step: int) -> None:
+        """The run went back to `step`: what was written of later ones is written again."""
+        if self.trackers:
+            self.trackers.forget_after(step)

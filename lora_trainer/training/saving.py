@@ -1,0 +1,64 @@
+"""Checkpoints of the loop: taken of a learner, written, and put back into it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from lora_trainer.training.best import prune_best
+from lora_trainer.training.checkpoint import Checkpoint, newest_valid, prune, save_checkpoint
+from lora_trainer.training.job import Job
+from lora_trainer.training.state import TrainState
+
+
+def take(job: Job, state: TrainState) -> Checkpoint:
+    """What resuming from here needs, on the processor."""
+    learner = job.learner
+    return Checkpoint(
+        state=state,
+        adapter=on_cpu(learner.adapter.masters),
+        average=on_cpu(learner.average.values) if learner.average else None,
+        optimizer=learner.optimizer.state_dict(),
+        scaler=learner.scaler.state_dict() if learner.scaler else None,
+        settings=job.settings,
+    )
+
+
+def save(job: Job, state: TrainState) -> None:
+    """Write a checkpoint (main process only; all hold the same weights) and drop the oldest."""
+    if job.processes.is_main:
+        save_checkpoint(job.checkpoints, take(job, state))
+        prune(job.checkpoints, job.config.checkpoint.keep_last, state.step)
+        prune_best(job.checkpoints, state.best_step)
+    job.processes.wait()
+
+
+def save_alone(job: Job, state: TrainState) -> None:
+    """Save what was trained, where no other process has to be waited for."""
+    if job.processes.world == 1 and state.step > 0:
+        save(job, state)
+
+
+def restore(job: Job, start: Checkpoint) -> TrainState:
+    """Put weights, their average, optimizer and scaler back to where a checkpoint was taken."""
+    learner = job.learner
+    learner.adapter.load(start.adapter)
+    if learner.average and start.average:
+        learner.average.load(start.average)
+    with torch.no_grad():
+        learner.optimizer.load_state_dict(start.optimizer)
+    if learner.scaler and start.scaler:
+        learner.scaler.load_state_dict(start.scaler)
+    return start.state
+
+
+def last_regular(job: Job) -> Checkpoint | None:
+    """The newest checkpoint on the disk that the run's own rhythm wrote, which no stop by a signal moves."""
+    found, _ = newest_valid(job.checkpoints, lambda step: step % job.config.checkpoint.every_steps == 0)
+    return found[1] if found else None
+
+
+def on_cpu(values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name: value.detach().cpu() for name, value in values.items()}

@@ -1,0 +1,52 @@
+"""The held-out loss while training: measured, told, and the weights of the lowest kept."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import torch
+
+from lora_trainer.monitor.progress import Phase
+from lora_trainer.training.best import save_best
+from lora_trainer.training.job import Job, rate_of
+from lora_trainer.training.numbers import progress_of
+from lora_trainer.training.recovery import out_of_memory
+from lora_trainer.training.reporter import Reporter
+from lora_trainer.training.state import TrainState
+
+VALIDATING: Phase = "validating"
+
+
+def validate(job: Job, state: TrainState, reporter: Reporter) -> TrainState:
+    """Measure the held-out loss, where something is held out; keep the weights of the lowest."""
+    if job.validate is None:
+        return state
+    reporter.progress(progress_of(job, state, rate_of(job, state, state.step), 0.0, VALIDATING))
+    try:
+        loss = job.validate()
+    except torch.OutOfMemoryError as error:
+        raise out_of_memory(job, state, error, f"while validating step {state.step}") from error
+    before, state = state, replace(state, validation=loss, validated_step=state.step)
+    # The untrained LoRA is what the others are held against, and no candidate; nothing is lower than NaN.
+    lower = before.best_validation is None or loss < before.best_validation
+    best = state.step > 0 and math.isfinite(loss) and lower
+    if best:
+        state = replace(state, best_validation=loss, best_step=state.step)
+    reporter.validation({"step": state.step, "loss": loss}, validation_line(before, state))
+    if best and job.processes.is_main:
+        save_best(job.checkpoints, state.step, job.learner.shown())
+    return state
+
+
+def validation_line(before: TrainState, now: TrainState) -> str:
+    """What a measurement showed, beside the lowest until then."""
+    line = f"step {now.step}: held-out loss {now.validation:.4f}"
+    if now.step == 0:
+        return f"{line}, of the base alone"
+    if now.best_step == now.step:
+        was = "" if before.best_step is None else f" (was {before.best_validation:.4f} at step {before.best_step})"
+        return f"{line}, the lowest so far{was}"
+    if now.best_step is None:
+        return line
+    return f"{line} (lowest {now.best_validation:.4f} at step {now.best_step})"
