@@ -45,9 +45,11 @@ def train(
     with line as show:
         reporter = Reporter(trackers, show, job.say)
         if state.step >= job.total_steps:
-            # Where it was not validated, a signal came in the last step: it was saved, and nobody looked at it.
-            done = state.validated_step == state.step
-            return (state if done else validate(job, state, reporter)), Interrupt()
+            if state.validated_step != state.step and job.validate is not None:
+                # A signal came in the last step: it was saved, and nobody looked at it.
+                state = validate(job, state, reporter)
+                save(job, state)
+            return state, Interrupt()
         with listening() as interrupt:
             if state.step == 0:
                 state = validate(job, state, reporter)

@@ -15,34 +15,11 @@ from lora_trainer.cli.main import main
 from lora_trainer.monitor.trackers import Trackers
 from tests.recipes.recipe import Bench, draw_pictures, exported, losses, patched, record, rows
 
+# Through the whole command; every kind of run, stopped at every step, in tests/training/test_exact_resume.py.
 KINDS: dict[str, dict[str, object]] = {
-    "fp32": {},
     # A rank that brings the down projections to the size from which state is kept in 8 bits.
     "adamw8bit": {"optim__name": "adamw8bit", "lora__rank": 128},
-    "paged_adamw8bit": {"optim__name": "paged_adamw8bit", "lora__rank": 128},
-    "adafactor": {"optim__name": "adafactor", "schedule__name": "restarts"},
-    "prodigy": {"optim__name": "prodigy", "optim__learning_rate": 1.0, "schedule__name": "polynomial"},
-    # Looked at every step: showing the average must not touch what is trained.
-    "schedule_free": {"optim__name": "schedule_free", "validate__every_steps": 1},
-    "lion and average": {
-        "optim__name": "lion",
-        "optim__clip_value": 0.5,
-        "schedule__name": "one_cycle",
-        "train__ema_decay": 0.9,
-        "validate__every_steps": 1,
-    },
-    "dropout": {"lora__dropout": 0.1},
-    "noise": {
-        "captions__dropout": 0.5,
-        "noise__multires_iterations": 3,
-        "noise__offset": 0.1,
-        "noise__input_perturbation": 0.1,
-        "loss__kind": "huber",
-        "loss__min_snr_gamma": 5,
-    },
-    "fp16": {"memory__base_precision": "fp16"},
-    "bf16": {"memory__base_precision": "bf16", "train__ema_decay": 0.9, "validate__every_steps": 1},
-    "split": {"batch__effective": 3, "batch__max_micro": 1},
+    "bf16 and average": {"memory__base_precision": "bf16", "train__ema_decay": 0.9, "validate__every_steps": 1},
 }
 
 
@@ -73,13 +50,7 @@ def assert_same_run(bench: Bench, one: str, other: str) -> None:
     assert exported(bench.folder(one)) == exported(bench.folder(other))
 
 
-# The others take as long again: they run in the fault suite.
-IN_EVERY_SUITE = ("fp32", "bf16", "fp16", "adamw8bit", "schedule_free", "lion and average")
-
-
-@pytest.mark.parametrize(
-    "kind", [pytest.param(kind, marks=() if kind in IN_EVERY_SUITE else pytest.mark.slow) for kind in KINDS]
-)
+@pytest.mark.parametrize("kind", KINDS)
 def test_a_stopped_run_goes_on_exactly(kind, bench):
     settings = KINDS[kind]
     assert bench.run("straight", **settings) == 0

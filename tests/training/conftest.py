@@ -1,0 +1,46 @@
+"""One tiny model of each family and one data set for all tests of the loop."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from tests.recipes.recipe import draw_pictures, save_tiny_model
+from tests.training.tiny_job import TinyPlace
+
+
+@pytest.fixture(scope="session")
+def quick_collection() -> Iterator[None]:
+    """The libraries' objects stay: collecting garbage, as caching does, need not walk through them each time."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
+@pytest.fixture(scope="session")
+def tiny_models(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """A family's tiny model, made once."""
+    return cache(lambda family: save_tiny_model(tmp_path_factory.mktemp(family), family))
+
+
+@pytest.fixture(scope="session")
+def few_pictures(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return draw_pictures(tmp_path_factory.mktemp("data") / "pictures")
+
+
+@pytest.fixture(scope="session")
+def tiny_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("tiny_cache")
+
+
+@pytest.fixture
+def place(
+    tiny_models: Callable[[str], Path], few_pictures: Path, tiny_cache: Path, tmp_path: Path, quick_collection: None
+) -> TinyPlace:
+    """The tiny sd15 and shared caches; runs in a folder of the test's own."""
+    return TinyPlace(tiny_models("sd15"), few_pictures, tmp_path / "runs", tiny_cache)

@@ -1,0 +1,191 @@
+"""A run that is stopped after every step and gone on with each time is the run that never stopped, bit for bit."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, get_args
+
+import pytest
+import torch
+from PIL import Image
+
+from lora_trainer.config import schema
+from lora_trainer.models import FAMILIES
+from lora_trainer.training.checkpoint import newest_valid
+from lora_trainer.training.job import Job
+from tests.recipes.recipe import draw_pictures
+from tests.training.tiny_job import TinyPlace, outcome, told_in
+
+STEPS = 6  # nine pictures are trained: at two a step an epoch ends with a step of one, the fifth
+Case = dict[str, object]
+
+# Each case is a run of all it names together. Small ones run in every suite, the others with the faults.
+CASES: dict[str, Case] = {
+    "plain": {"checkpoint__every_steps": 2, "validate__every_steps": 2},
+    "adamw8bit": {"optim__name": "adamw8bit", "lora__rank": 128, "schedule__name": "linear"},
+    "paged_adamw8bit": {"optim__name": "paged_adamw8bit", "lora__rank": 128, "schedule__name": "cosine"},
+    "adafactor": {"optim__name": "adafactor", "schedule__name": "restarts", "schedule__cycles": 2},
+    "prodigy": {
+        "optim__name": "prodigy",
+        "optim__learning_rate": 1.0,
+        "schedule__name": "polynomial",
+        "schedule__power": 3.0,
+        "schedule__warmup_steps": 2,
+        "optim__clip_norm": 0.01,
+    },
+    "schedule_free": {
+        "optim__name": "schedule_free",
+        "schedule__name": "constant",
+        "optim__beta1": 0.8,
+        "optim__beta2": 0.9,
+        "optim__weight_decay": 0.1,
+        "validate__every_steps": 1,
+    },
+    "lion": {
+        "optim__name": "lion",
+        "schedule__name": "one_cycle",
+        "optim__clip_value": 0.5,
+        "optim__clip_norm": 0,
+        "train__ema_decay": 0.9,
+        "memory__base_precision": "bf16",
+        "validate__every_steps": 2,
+    },
+    "fp16": {"memory__base_precision": "fp16", "lora__dropout": 0.1, "train__ema_decay": 0.9},
+    "fp8": {"family": "sdxl", "memory__base_precision": "fp8", "lora__targets": "attention+ff"},
+    "sd2": {"family": "sd2", "noise__zero_terminal_snr": True, "loss__min_snr_gamma": 5.0},
+    "sdxl": {"family": "sdxl", "memory__checkpointing": "all", "lora__dropout": 0.2, "lora__alpha": 2.0},
+    "noise": {
+        "noise__offset": 0.1,
+        "noise__multires_iterations": 3,
+        "noise__multires_discount": 0.5,
+        "noise__input_perturbation": 0.1,
+        "loss__kind": "huber",
+        "loss__huber_delta": 0.05,
+        "loss__min_snr_gamma": 5.0,
+        "lora__rank_stabilised": True,
+    },
+    "split": {"batch__effective": 3, "batch__max_micro": 1, "memory__attention": "math"},
+    "captions": {
+        "captions__shuffle": True,
+        "captions__keep_tokens": 1,
+        "captions__tag_dropout": 0.3,
+        "captions__dropout": 0.3,
+        "captions__dropout_every_epochs": 2,
+        "captions__wildcards": True,
+        "captions__weighted_words": True,
+        "captions__trigger": "sks",
+        "captions__variants": 3,
+    },
+    "views": {
+        "data__resolutions": (64, 32),
+        "data__crop": "random",
+        "data__crop_variants": 2,
+        "data__flip": True,
+        "data__colour_variants": 1,
+    },
+    "sources": {"sources": True, "loss__prior_weight": 0.5, "loss__unmasked_weight": 0.1},
+    "uncached": {"cache__latents": False, "data__flip": True, "cache__workers": 2},
+}
+QUICK_CASES = ("plain", "adamw8bit", "schedule_free", "lion", "fp16", "fp8", "split", "captions")
+EVERY_CASE = [pytest.param(name, marks=() if name in QUICK_CASES else pytest.mark.slow) for name in CASES]
+
+
+def several_sources(folder: Path) -> tuple[dict[str, Any], ...]:
+    """Pictures with masks, weighted and repeated, and pictures that keep what the model knows. Drawn once."""
+    if not folder.exists():
+        for path in sorted(draw_pictures(folder / "masked", 6).glob("*.png")):
+            (folder / "masks").mkdir(exist_ok=True)
+            Image.linear_gradient("L").resize(Image.open(path).size).save(folder / "masks" / path.name)
+        for path in sorted(draw_pictures(folder / "kept", 9).glob("*.png"))[:6]:  # those of the other folder
+            path.unlink()
+            path.with_suffix(".txt").unlink()
+    masked = {"path": str(folder / "masked"), "masks": str(folder / "masks"), "weight": 0.5, "repeats": 1.5}
+    return masked, {"path": str(folder / "kept"), "regularisation": True}
+
+
+@pytest.fixture
+def makes(place: TinyPlace, tiny_models: Callable[[str], Path], tmp_path: Path) -> Callable[..., Job]:
+    """A fresh job of a case, in a folder of a name."""
+
+    def make(case: str, name: str, **changes: object) -> Job:
+        settings = {**CASES[case], **changes}
+        here = replace(place, model=tiny_models(str(settings.pop("family", "sd15"))))
+        if settings.pop("sources", False):
+            settings["data__sources"] = several_sources(tmp_path / "sources")
+        return here.job(name, steps=STEPS, **settings)
+
+    return make
+
+
+@pytest.mark.parametrize("case", EVERY_CASE)
+def test_stopped_after_every_step(case, place, makes):
+    straight = makes(case, "straight")
+    place.train(straight)
+    for step in range(STEPS):
+        job = told_in(makes(case, "broken"), step)
+        state, interrupt = place.resume(job)
+        assert state.step == step + 1
+        assert interrupt.signal == signal.SIGTERM
+    # After a signal in the last step, this session measures what it came to.
+    broken = makes(case, "broken")
+    place.resume(broken)
+    assert outcome(broken) == outcome(straight)
+
+
+WORDS = {
+    "optim__name": schema.OptimizerName,
+    "schedule__name": schema.ScheduleName,
+    "memory__base_precision": schema.Precision,
+    "loss__kind": schema.LossName,
+    "data__crop": schema.CropName,
+}
+USUAL = {"optim__name": "adamw", "memory__base_precision": "fp32", "loss__kind": "squared", "data__crop": "centre"}
+
+
+@pytest.mark.parametrize("setting", WORDS)
+def test_every_word_of_a_setting_has_a_case(setting):
+    assert {case.get(setting, USUAL.get(setting)) for case in CASES.values()} - {None} == set(get_args(WORDS[setting]))
+
+
+def test_every_family_has_a_case():
+    assert {case.get("family", "sd15") for case in CASES.values()} == set(FAMILIES)
+
+
+@pytest.mark.parametrize("case", ["adamw8bit", pytest.param("paged_adamw8bit", marks=pytest.mark.slow)])
+def test_8bit_state_is_8bit_before_and_after(case, place, makes):
+    """In a run: as it is written, and as the resumed optimizer holds it."""
+
+    def kinds(optimizer: torch.optim.Optimizer) -> set[torch.dtype]:
+        return {each.dtype for state in optimizer.state.values() for each in state.values() if torch.is_tensor(each)}
+
+    first = told_in(makes(case, "a"), 1)
+    place.resume(first)
+    assert torch.uint8 in kinds(first.learner.optimizer)
+    found, _ = newest_valid(first.checkpoints)
+    assert found is not None
+    second = makes(case, "a")
+    place.resume(second)
+    assert kinds(second.learner.optimizer) == kinds(first.learner.optimizer)
+
+
+def test_fp16_overflows_again_where_it_overflowed(place, makes):
+    """The scale halves and the step is left out, before a stop or after one; the scale goes on from there."""
+
+    def hot(name: str) -> Job:
+        job = makes("fp16", name)
+        job.learner.scaler.load_state_dict(job.learner.scaler.state_dict() | {"scale": 2.0**26})
+        return job
+
+    straight = hot("straight")
+    place.train(straight)
+    assert straight.learner.scaler.get_scale() < 2.0**26
+    for step in (0, 1, 3):
+        place.resume(told_in(hot("broken"), step))
+    broken = makes("fp16", "broken")  # its scale comes from the checkpoint
+    state, _ = place.resume(broken)
+    assert state.skipped > 1
+    assert broken.learner.scaler.get_scale() == straight.learner.scaler.get_scale()
+    assert outcome(broken) == outcome(straight)

@@ -1,0 +1,110 @@
+"""The loop on a tiny model through the real preparation, without gate, export and pictures: half a second a run.
+
+    place = TinyPlace(model, pictures, folder, cache)
+    job = place.job("a", steps=6, optim__name="lion")
+    state, interrupt = place.train(job)
+
+`job.learner`, `job.folder` and `job.checkpoints` are there to be looked at; `dataclasses.replace(job, …)` puts
+something else in the place of what the loop calls.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from lora_trainer.config.layers import Layer
+from lora_trainer.config.toml import parse_value
+from lora_trainer.core.io import read_json
+from lora_trainer.monitor.progress import unwatched
+from lora_trainer.monitor.trackers import EVENTS, METRICS, VALIDATION, Trackers, read_lines
+from lora_trainer.production.inputs import read_inputs
+from lora_trainer.production.order import Order, plain_console, run_folder
+from lora_trainer.production.session import fixed_settings, open_session, prepare
+from lora_trainer.production.settings import settle
+from lora_trainer.training.best import best_path
+from lora_trainer.training.checkpoint import Checkpoint, newest_valid
+from lora_trainer.training.interrupt import Interrupt
+from lora_trainer.training.job import Job
+from lora_trainer.training.run import train
+from lora_trainer.training.state import TrainState
+from tests.recipes.recipe import QUICK, tensor_bytes
+
+# What differs between two runs that are the same: times and memory.
+OF_THE_CLOCK = ("seconds", "data_seconds", "samples_per_second", "memory_gib")
+
+
+@dataclass(frozen=True)
+class TinyPlace:
+    """Where the model, the pictures, the runs and the caches are."""
+
+    model: Path
+    data: Path
+    folder: Path
+    cache: Path
+
+    def job(self, name: str, *, steps: int = 6, **settings: object) -> Job:
+        """A fresh job in `folder/name`, as the command makes it. Settings as `lora__rank=8`; None leaves one out."""
+        given: dict[str, object] = {**QUICK, "cache.folder": str(self.cache), "data.sources": (str(self.data),)}
+        given |= {"model.path": str(self.model), "run.output": str(self.folder), "run.name": name}
+        given |= {"train.max_steps": steps, **{key.replace("__", "."): value for key, value in settings.items()}}
+        values: dict[str, dict[str, Any]] = {}
+        for key, value in given.items():
+            section, _, setting = key.partition(".")
+            if value is not None:
+                values.setdefault(section, {})[setting] = parse_value(value) if isinstance(value, str) else value
+        resolved = settle([], [Layer("test", values)])
+        order = Order(resolved, run_folder(resolved.config), plain_console(quiet=True))
+        inputs = read_inputs(order.config)
+        session = open_session(order, inputs)
+        order.folder.mkdir(parents=True, exist_ok=True)
+        return prepare(session, fixed_settings(order.config, inputs, session.choices)).job
+
+    def train(self, job: Job, start: Checkpoint | None = None) -> tuple[TrainState, Interrupt]:
+        """Run the loop, from a checkpoint where one is given."""
+        trackers = Trackers(job.folder, resume_step=start.state.step if start else -1)
+        try:
+            return train(job, start, trackers, nullcontext(unwatched))
+        finally:
+            trackers.close()
+
+    def resume(self, job: Job) -> tuple[TrainState, Interrupt]:
+        """Run the loop from the newest checkpoint of the job's folder; from the start where there is none."""
+        found, _ = newest_valid(job.checkpoints)
+        return self.train(job, found[1] if found else None)
+
+
+def told_in(job: Job, step: int, number: int = signal.SIGTERM) -> Job:
+    """The same job, to which a signal comes at the beginning of `step`, counted from 0."""
+    asked = job.samples_in
+
+    def samples_in(at: int) -> int:
+        if at == step:
+            os.kill(os.getpid(), number)
+        return asked(at)
+
+    return replace(job, samples_in=samples_in)
+
+
+def outcome(job: Job) -> dict[str, Any]:
+    """All that a run leaves, but for what a clock says: two runs that are the same have the same."""
+    found, _ = newest_valid(job.checkpoints)
+    assert found is not None
+    newest, checkpoint = found
+    document = read_json(newest / "state.json")
+    rows = [{key: row[key] for key in row if key not in OF_THE_CLOCK} for row in read_lines(job.folder / METRICS)]
+    return {
+        "step": checkpoint.state.step,
+        "state": replace(checkpoint.state, seconds=0.0),
+        "tensors": {path.name: tensor_bytes(path) for path in sorted(newest.glob("*.safetensors"))},
+        "optimizer": document["optimizer"],
+        "scaler": document["scaler"],
+        "best": tensor_bytes(best_path(job.checkpoints, best)) if (best := checkpoint.state.best_step) else None,
+        METRICS: rows,
+        VALIDATION: read_lines(job.folder / VALIDATION),
+        EVENTS: read_lines(job.folder / EVENTS),
+    }
