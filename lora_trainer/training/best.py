@@ -9,13 +9,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from lora_trainer.core.errors import Problem, TrainingFailed
-from lora_trainer.core.io import atomic_path, read_json
-from lora_trainer.training.checkpoint import STATE, kept, list_checkpoints
+from lora_trainer.core.io import atomic_path
+from lora_trainer.export.tensor_file import DamagedFile, read_sealed, verify_sealed, write_sealed
+from lora_trainer.training.checkpoint import NewerVersion, kept, list_checkpoints, read_state
 
 
 def best_path(folder: Path, step: int) -> Path:
@@ -25,11 +24,9 @@ def best_path(folder: Path, step: int) -> Path:
 
 def save_best(folder: Path, step: int, weights: Mapping[str, Tensor]) -> None:
     """Write the weights of a step. Raises TrainingFailed when the disk refuses."""
-    tensors = {name: value.detach().cpu().contiguous() for name, value in weights.items()}
     try:
-        with atomic_path(best_path(folder, step)) as temporary:
-            save_file(tensors, temporary)
-    except (OSError, SafetensorError) as error:
+        write_best(folder, step, {name: value.detach().cpu() for name, value in weights.items()})
+    except (OSError, DamagedFile) as error:
         raise TrainingFailed(
             Problem(
                 f"The best weights of step {step} could not be written ({error}).", f"{kept(folder)} Free some room."
@@ -37,11 +34,19 @@ def save_best(folder: Path, step: int, weights: Mapping[str, Tensor]) -> None:
         ) from error
 
 
+def write_best(folder: Path, step: int, weights: Mapping[str, Tensor]) -> None:
+    """The same, as the disk says it: raises OSError, and DamagedFile when it reads back otherwise."""
+    path = best_path(folder, step)
+    with atomic_path(path) as temporary:
+        verify_sealed(temporary, path.name, write_sealed(temporary, weights, path.name))
+
+
 def read_best(folder: Path, step: int) -> dict[str, Tensor] | None:
     """The weights of a step that was the best; None when their file is absent or damaged."""
+    path = best_path(folder, step)
     try:
-        return load_file(best_path(folder, step))
-    except (OSError, SafetensorError):
+        return read_sealed(path, path.name)
+    except (OSError, DamagedFile):
         return None
 
 
@@ -57,7 +62,7 @@ def prune_best(folder: Path, now: int | None) -> None:
 def best_step_of(checkpoint: Path) -> int | None:
     """What a checkpoint's state names as the best step; None for a damaged one."""
     try:
-        step = read_json(checkpoint / STATE)["state"]["best_step"]
-    except (OSError, ValueError, KeyError, TypeError):
+        step = read_state(checkpoint)["state"]["best_step"]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, NewerVersion):
         return None
     return step if isinstance(step, int) else None

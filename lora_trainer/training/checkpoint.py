@@ -6,6 +6,8 @@ so that a folder named `step-…` is always complete.
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
 import json
 import math
 import os
@@ -15,17 +17,21 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from lora_trainer.core.errors import Problem, TrainingFailed, UsageError
-from lora_trainer.core.io import flush_file, flush_folder, read_json
+from lora_trainer.core.io import flush_folder
+from lora_trainer.export.tensor_file import DamagedFile, read_sealed, verify_sealed, write_sealed
 from lora_trainer.training.state import TrainState
 
-VERSION = 2
+VERSION = 3  # 2 and 1 had no checksums, and 1 no average
 ADAPTER, OPTIMIZER, STATE = "adapter.safetensors", "optimizer.safetensors", "state.json"
 AVERAGE = "average.safetensors"
+SEAL = "sha256"  # of all of `state.json` but itself
+
+
+class NewerVersion(UsageError):
+    """A checkpoint that a later version of this program wrote: it is whole, and cannot be read here."""
 
 
 @dataclass(frozen=True)
@@ -84,32 +90,51 @@ def restore(rest: Any, tensors: Mapping[str, Tensor]) -> Any:
 
 def save_checkpoint(folder: Path, checkpoint: Checkpoint) -> Path:
     """Write `folder/step-000123`, read it back, and return it. Raises TrainingFailed when the disk refuses."""
-    target = folder / step_name(checkpoint.state.step)
-    hidden, aside = folder / f".{target.name}.part", folder / f".{target.name}.old"
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        for leftover in (hidden, aside):
-            shutil.rmtree(leftover, ignore_errors=True)
-        hidden.mkdir()
-        write_parts(hidden, checkpoint)
-        for path in hidden.iterdir():
-            flush_file(path)
-        flush_folder(hidden)
-        read_checkpoint(hidden)
-        if target.exists():  # the same step, trained again: aside first, so that one of the two is always there
-            os.replace(target, aside)
-        os.replace(hidden, target)
-        shutil.rmtree(aside, ignore_errors=True)
-        flush_folder(folder)
-    except (OSError, SafetensorError, UsageError) as error:
-        shutil.rmtree(hidden, ignore_errors=True)
+        return write_checkpoint(folder, checkpoint)
+    except (OSError, DamagedFile) as error:
         raise TrainingFailed(
             Problem(
                 f"The checkpoint of step {checkpoint.state.step} could not be written ({error}).",
                 f"{kept(folder)} Free some room.",
             )
         ) from error
+
+
+def write_checkpoint(folder: Path, checkpoint: Checkpoint) -> Path:
+    """The same, as the disk says it: raises OSError, and DamagedFile when it reads back otherwise. Leaves no half."""
+    target = folder / step_name(checkpoint.state.step)
+    hidden, aside = folder / f".{target.name}.part", folder / f".{target.name}.old"
+    folder.mkdir(parents=True, exist_ok=True)
+    put_back(folder)
+    for leftover in (hidden, aside):
+        shutil.rmtree(leftover, ignore_errors=True)
+    try:
+        hidden.mkdir()
+        write_parts(hidden, checkpoint)
+        flush_folder(hidden)
+        for name, digest in read_state(hidden)["files"].items():
+            verify_sealed(hidden / name, name, digest)
+        if target.exists():  # the same step, trained again: aside first, so that one of the two is always there
+            os.replace(target, aside)
+        os.replace(hidden, target)
+        flush_folder(folder)
+    except BaseException:
+        put_back(folder)
+        raise
+    finally:
+        shutil.rmtree(hidden, ignore_errors=True)
+    shutil.rmtree(aside, ignore_errors=True)
     return target
+
+
+def put_back(folder: Path) -> None:
+    """A checkpoint that was set aside for another of its step takes its name again where that never came."""
+    for aside in folder.glob(".step-*.old"):
+        target = folder / aside.name.removeprefix(".").removesuffix(".old")
+        if not target.exists():
+            with contextlib.suppress(OSError):
+                os.replace(aside, target)
 
 
 def kept(folder: Path) -> str:
@@ -119,38 +144,68 @@ def kept(folder: Path) -> str:
 
 
 def write_parts(folder: Path, checkpoint: Checkpoint) -> None:
+    """Write the files of a checkpoint, each flushed. `state.json` names the others with their digests."""
     tensors, rest = flatten(checkpoint.optimizer)
-    save_file({name: tensor.contiguous() for name, tensor in checkpoint.adapter.items()}, folder / ADAPTER)
-    save_file(tensors, folder / OPTIMIZER)
+    parts = {ADAPTER: checkpoint.adapter, OPTIMIZER: tensors}
     if checkpoint.average is not None:
-        save_file({name: tensor.contiguous() for name, tensor in checkpoint.average.items()}, folder / AVERAGE)
+        parts[AVERAGE] = checkpoint.average
     document = {
         "version": VERSION,
         "state": checkpoint.state.to_json(),
         "optimizer": rest,
         "scaler": checkpoint.scaler,
         "settings": checkpoint.settings,
-        "average": checkpoint.average is not None,
+        "files": {name: write_sealed(folder / name, part, name) for name, part in parts.items()},
     }
-    (folder / STATE).write_text(json.dumps(document), encoding="utf-8")
+    with open(folder / STATE, "wb") as file:
+        file.write(sealed_text(document))
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def sealed_text(document: Mapping[str, Any]) -> bytes:
+    """A JSON document with a digest of itself as its last entry."""
+    text = json.dumps(document)
+    return json.dumps({**document, SEAL: hashlib.sha256(text.encode("utf-8")).hexdigest()}).encode("utf-8")
+
+
+def read_state(folder: Path) -> dict[str, Any]:
+    """The document of `state.json`; an earlier version names its files without digests.
+
+    Raises OSError, DamagedFile, NewerVersion, and ValueError or KeyError for what is no such document.
+    """
+    raw = (folder / STATE).read_bytes()
+    document: dict[str, Any] = json.loads(raw)
+    seal = document.pop(SEAL, None)
+    sound = sealed_text(document) == raw
+    if document["version"] > VERSION and (sound or seal is None):
+        message = f"{folder} is a checkpoint of version {document['version']}, and this program reads up to {VERSION}."
+        raise NewerVersion(Problem(message, "Go on with the newer program that wrote it, or choose another --name."))
+    if document["version"] < 3 and seal is None:
+        averages = (AVERAGE,) if document.get("average") else ()
+        return document | {"files": dict.fromkeys((ADAPTER, OPTIMIZER, *averages))}
+    if not sound:
+        raise DamagedFile(f"{STATE} is not what was written: its checksum differs")
+    return document
 
 
 def read_checkpoint(folder: Path) -> Checkpoint:
-    """Read a checkpoint. Raises UsageError when it is damaged, incomplete or of another version."""
+    """Read a checkpoint. Raises UsageError when it is damaged, incomplete or of a newer version."""
     try:
-        document = read_json(folder / STATE)
-        if document["version"] != VERSION:
-            raise UsageError(Problem(f"{folder} is a checkpoint of version {document['version']}; this is {VERSION}."))
-        adapter, optimizer = (load_file(folder / name) for name in (ADAPTER, OPTIMIZER))
+        document = read_state(folder)
+        state = TrainState.from_json(document["state"])
+        if folder.name != step_name(state.step):
+            raise DamagedFile(f"it holds step {state.step}")
+        parts = {name: read_sealed(folder / name, name, digest) for name, digest in document["files"].items()}
         return Checkpoint(
-            state=TrainState.from_json(document["state"]),
-            adapter=adapter,
-            optimizer=restore(document["optimizer"], optimizer),
+            state=state,
+            adapter=parts[ADAPTER],
+            optimizer=restore(document["optimizer"], parts[OPTIMIZER]),
             scaler=document["scaler"],
             settings=document["settings"],
-            average=load_file(folder / AVERAGE) if document["average"] else None,
+            average=parts.get(AVERAGE),
         )
-    except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise UsageError(Problem(f"{folder} is damaged ({error}).", "Delete it; an older one is used.")) from error
 
 
@@ -172,11 +227,17 @@ def list_checkpoints(folder: Path) -> list[Path]:
 def newest_valid(
     folder: Path, wanted: Callable[[int], bool] = lambda step: True
 ) -> tuple[tuple[Path, Checkpoint] | None, list[Path]]:
-    """The newest checkpoint of a wanted step that reads back whole, and the damaged ones passed over for it."""
+    """The newest checkpoint of a wanted step that reads back whole, and the damaged ones passed over for it.
+
+    Raises NewerVersion for one that is newer and not damaged, but of a version that cannot be read here.
+    """
+    put_back(folder)
     damaged: list[Path] = []
     for path in filter(lambda path: wanted(step_of(path)), list_checkpoints(folder)):
         try:
             return (path, read_checkpoint(path)), damaged
+        except NewerVersion:
+            raise
         except UsageError:
             damaged.append(path)
     return None, damaged

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import json
+import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import nn
 
 from lora_trainer.config.schema import OptimSection
 from lora_trainer.core.errors import TrainingFailed, UsageError
 from lora_trainer.optim.optimizers import OPTIMIZERS, make_optimizer
+from lora_trainer.training.best import best_path, read_best, save_best
 from lora_trainer.training.checkpoint import (
     Checkpoint,
     flatten,
@@ -20,6 +25,7 @@ from lora_trainer.training.checkpoint import (
     read_checkpoint,
     restore,
     save_checkpoint,
+    sealed_text,
 )
 from lora_trainer.training.state import TrainState
 
@@ -89,28 +95,131 @@ def test_flatten_keeps_every_kind_of_value():
     assert torch.equal(back["nested"]["c"]["d"], torch.zeros(1))
 
 
-@pytest.mark.parametrize("file", ["adapter.safetensors", "optimizer.safetensors", "state.json"])
-def test_newest_valid_passes_over_damage(file, tmp_path):
+def two_checkpoints(folder: Path) -> tuple[Path, Path]:
+    """Of steps 3 and 6, with an average."""
     optimizer, _ = trained_optimizer("adamw")
-    older = save_checkpoint(tmp_path, checkpoint_of(optimizer, 3))
-    newer = save_checkpoint(tmp_path, checkpoint_of(optimizer, 6))
-    data = (newer / file).read_bytes()
-    (newer / file).write_bytes(data[: len(data) // 2])
+    older, newer = (replace(checkpoint_of(optimizer, step), average={"a": torch.randn(3)}) for step in (3, 6))
+    return save_checkpoint(folder, older), save_checkpoint(folder, newer)
+
+
+def assert_noticed(folder: Path, older: Path, newer: Path) -> None:
     with pytest.raises(UsageError, match="damaged"):
         read_checkpoint(newer)
-    found, damaged = newest_valid(tmp_path)
+    found, damaged = newest_valid(folder)
     assert found is not None
     assert found[0] == older
     assert damaged == [newer]
 
 
-def test_a_newer_version_is_refused_with_the_reason(tmp_path):
+FILES = ("adapter.safetensors", "optimizer.safetensors", "average.safetensors", "state.json")
+
+
+@pytest.mark.parametrize("file", FILES)
+def test_every_flipped_bit_is_noticed(file, tmp_path):
+    older, newer = two_checkpoints(tmp_path)
+    whole = (newer / file).read_bytes()
+    stride = max(1, len(whole) * 8 // 600)
+    for bit in range(0, len(whole) * 8, stride):
+        hurt = bytearray(whole)
+        hurt[bit // 8] ^= 1 << bit % 8
+        (newer / file).write_bytes(hurt)
+        with pytest.raises(UsageError, match="damaged"):
+            read_checkpoint(newer)
+    assert_noticed(tmp_path, older, newer)
+
+
+@pytest.mark.parametrize("file", FILES)
+def test_a_cut_at_every_byte_is_noticed(file, tmp_path):
+    older, newer = two_checkpoints(tmp_path)
+    whole = (newer / file).read_bytes()
+    for length in range(0, len(whole), max(1, len(whole) // 300)):
+        (newer / file).write_bytes(whole[:length])
+        with pytest.raises(UsageError, match="damaged"):
+            read_checkpoint(newer)
+    (newer / file).write_bytes(whole + b"\0")
+    assert_noticed(tmp_path, older, newer)
+    (newer / file).unlink()
+    assert_noticed(tmp_path, older, newer)
+
+
+@pytest.mark.parametrize("file", ["adapter.safetensors", "average.safetensors", "state.json"])
+def test_files_of_two_checkpoints_are_not_mixed(file, tmp_path):
+    older, newer = two_checkpoints(tmp_path)
+    shutil.copy(older / file, newer / file)
+    assert_noticed(tmp_path, older, newer)
+
+
+def test_a_file_in_anothers_place_and_a_folder_with_anothers_name_are_noticed(tmp_path):
+    older, newer = two_checkpoints(tmp_path)
+    shutil.copy(newer / "adapter.safetensors", newer / "average.safetensors")
+    assert_noticed(tmp_path, older, newer)
+    shutil.rmtree(newer)
+    shutil.copytree(older, newer)
+    assert_noticed(tmp_path, older, newer)
+
+
+def test_a_newer_version_is_refused_with_the_reason_and_not_passed_over(tmp_path):
+    _, newer = two_checkpoints(tmp_path)
+    document = json.loads((newer / "state.json").read_text())
+    del document["sha256"]
+    (newer / "state.json").write_bytes(sealed_text(document | {"version": 99}))
+    with pytest.raises(UsageError, match="version 99, and this program reads up to 3"):
+        newest_valid(tmp_path)
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_earlier_versions_are_read(version, tmp_path):
     optimizer, _ = trained_optimizer("adamw")
-    path = save_checkpoint(tmp_path, checkpoint_of(optimizer))
-    text = (path / "state.json").read_text()
-    (path / "state.json").write_text(text.replace('"version": 2', '"version": 99'))
-    with pytest.raises(UsageError, match="version 99"):
-        read_checkpoint(path)
+    written = checkpoint_of(optimizer)
+    folder = save_checkpoint(tmp_path, written)
+    tensors, rest = flatten(written.optimizer)
+    save_file(tensors, folder / "optimizer.safetensors")
+    save_file(written.adapter, folder / "adapter.safetensors")
+    names = ("step", "loss_average", "validation", "best_validation", "best_step", "skipped", "seconds")
+    document = {
+        "version": version,
+        "state": {name: getattr(written.state, name) for name in names},
+        "optimizer": rest,
+        "scaler": None,
+        "settings": {"x": 1},
+    }
+    (folder / "state.json").write_text(json.dumps(document | ({"average": False} if version == 2 else {})))
+    read = read_checkpoint(folder)
+    assert read.state == written.state
+    assert read.average is None
+    assert torch.equal(read.adapter["a"], written.adapter["a"])
+    assert torch.equal(read.optimizer["state"][0]["exp_avg"], written.optimizer["state"][0]["exp_avg"])
+
+
+def test_a_checkpoint_set_aside_for_another_of_its_step_is_found_again(tmp_path):
+    older, newer = two_checkpoints(tmp_path)
+    newer.rename(tmp_path / ".step-000006.old")
+    found, damaged = newest_valid(tmp_path)
+    assert found is not None
+    assert (found[0], damaged) == (newer, [])
+    assert older.exists()
+
+
+def test_best_weights_are_read_only_as_they_were_written(tmp_path):
+    weights = {"a": torch.randn(3), "b": torch.randn(2, 2).bfloat16()}
+    save_best(tmp_path, 4, weights)
+    save_best(tmp_path, 8, {name: value + 1 for name, value in weights.items()})
+    read = read_best(tmp_path, 4)
+    assert read is not None
+    assert all(torch.equal(read[name], value) for name, value in weights.items())
+    whole = best_path(tmp_path, 4).read_bytes()
+    for place in range(0, len(whole), 3):
+        for bit in (0, 3, 6):
+            hurt = bytearray(whole)
+            hurt[place] ^= 1 << bit
+            best_path(tmp_path, 4).write_bytes(hurt)
+            assert read_best(tmp_path, 4) is None, place
+        best_path(tmp_path, 4).write_bytes(whole[:place])
+        assert read_best(tmp_path, 4) is None
+    shutil.copy(best_path(tmp_path, 8), best_path(tmp_path, 4))
+    assert read_best(tmp_path, 4) is None, "another step's"
+    save_file(weights, best_path(tmp_path, 4))  # as versions before 3 wrote it
+    assert read_best(tmp_path, 4) is not None
 
 
 def test_pruning_keeps_the_newest(tmp_path):
@@ -137,7 +246,7 @@ def test_a_disk_that_refuses_leaves_the_old_one_and_says_so(tmp_path, monkeypatc
     def full(*_: object, **__: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("lora_trainer.training.checkpoint.save_file", full)
+    monkeypatch.setattr("lora_trainer.training.checkpoint.write_sealed", full)
     with pytest.raises(TrainingFailed, match=r"No space left.*step-000003 is safe"):
         save_checkpoint(tmp_path, checkpoint_of(optimizer, 6))
     assert [path.name for path in sorted(Path(tmp_path).iterdir())] == ["step-000003"]
