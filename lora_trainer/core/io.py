@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import io
 import json
 import os
 import tempfile
@@ -11,6 +12,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+TAIL = 2**16  # bytes looked through at once for a file's last line break
 SHOWN_OF_NAME = 32  # characters of a target's name in its temporary one, which no file system may find too long
 
 
@@ -63,6 +65,37 @@ def write_text(target: Path, text: str) -> None:
 def write_json(target: Path, value: Any) -> None:
     """Write a JSON document atomically; NaN and infinity become null."""
     write_text(target, json.dumps(finite(value), indent=2, ensure_ascii=False, allow_nan=False) + "\n")
+
+
+def append_text(target: Path, text: str) -> None:
+    """Add whole lines of UTF-8 text to a file, all or none; what a kill left of a line there is cut off first."""
+    data = text.encode("utf-8")
+    with open(target, "ab+", buffering=0) as file:
+        size = _whole_lines(file)
+        try:
+            written = 0
+            while written < len(data):
+                written += file.write(data[written:])
+        except OSError:
+            with contextlib.suppress(OSError):
+                file.truncate(size)
+            raise
+
+
+def _whole_lines(file: io.FileIO) -> int:
+    """Cut off what follows the last line break; the file's size then."""
+    size = end = file.seek(0, os.SEEK_END)
+    while end > 0:
+        start = max(0, end - TAIL)
+        file.seek(start)
+        tail = file.read(end - start)
+        if (found := tail.rfind(b"\n")) >= 0:
+            end = start + found + 1
+            break
+        end = start
+    if end < size:
+        file.truncate(end)
+    return end
 
 
 def json_document(document: Mapping[str, Any]) -> str:

@@ -2,62 +2,88 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from lora_trainer.core.io import finite, write_text
+from lora_trainer.core.disk import current, until_written
+from lora_trainer.core.io import append_text, finite, flush_file, write_text
 from lora_trainer.monitor.events import Event
+
+if TYPE_CHECKING:
+    from lora_trainer.monitor.board import Board
 
 METRICS, VALIDATION, EVENTS = "metrics.jsonl", "validation.jsonl", "events.jsonl"
 
 
 def append_lines(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
-    """Add one JSON object per line."""
+    """Add one JSON object per line, all or none; waits where the disk refuses."""
     text = "".join(json.dumps(finite(dict(row)), allow_nan=False) + "\n" for row in rows)
     if text:
-        with open(path, "a", encoding="utf-8") as file:
-            file.write(text)
+        until_written(path.name, path.parent, lambda: append_text(path, text), len(text))
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
-    """The objects of a JSON lines file; a last line cut off by a crash is left out."""
+    """The objects of a JSON lines file; a last line cut off by a crash is left out, and so is what cannot be read."""
     rows: list[dict[str, Any]] = []
-    if path.exists():
-        for line in path.read_text(encoding="utf-8").splitlines():
-            try:
-                rows.append(json.loads(line))
-            except ValueError:
-                break
+    try:
+        lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:  # not there, or no file
+        return rows
+    for line in lines:
+        try:
+            row = json.loads(line)
+        except ValueError:
+            break
+        if not isinstance(row, dict) or not isinstance(row.get("step"), int):
+            break
+        rows.append(row)
     return rows
 
 
 def forget_after(path: Path, step: int) -> None:
     """Drop the rows of steps later than `step`: a resumed run writes them again."""
     rows = [row for row in read_lines(path) if row["step"] <= step]
-    if path.exists():
-        write_text(path, "".join(json.dumps(row) + "\n" for row in rows))
+    text = "".join(json.dumps(row) + "\n" for row in rows)
+    with contextlib.suppress(FileNotFoundError):
+        if path.stat().st_size == len(text):  # all of it stays: ASCII, as this file writes it
+            return
+        until_written(path.name, path.parent, lambda: write_text(path, text), len(text))
+
+
+def record_pauses(folder: Path, step: int) -> None:
+    """Write pauses of the disk that have ended as events of `step`."""
+    for message in current().take_ended():
+        append_lines(folder / EVENTS, [Event(step, "disk", message).to_json()])
 
 
 class Trackers:
     """The open files of one run: `metrics.jsonl`, `validation.jsonl`, `events.jsonl` and TensorBoard's folder.
 
     What an earlier session wrote of steps after `resume_step` is forgotten: it is written again.
-    -1 forgets all of it.
+    -1 forgets all of it. The JSON lines wait for a disk that refuses; TensorBoard's pictures of
+    them are not worth that: `say` is told once, and the run goes on without.
     """
 
-    def __init__(self, folder: Path, *, resume_step: int) -> None:
-        from torch.utils.tensorboard.writer import SummaryWriter
+    def __init__(self, folder: Path, *, resume_step: int, say: Callable[[str], None] = lambda line: None) -> None:
+        from lora_trainer.monitor.board import Board
 
+        self._folder, self._say, self._step = folder, say, max(resume_step, 0)
         self._metrics, self._validation, self._events = (folder / name for name in (METRICS, VALIDATION, EVENTS))
         self.forget_after(resume_step)
-        self._board = SummaryWriter(str(folder / "logs"), purge_step=resume_step + 1)
+        self._board: Board | None = None
+        with self._optional():
+            self._board = Board(folder / "logs", resume_step + 1)
 
     def steps(self, rows: list[dict[str, Any]]) -> None:
         """Write finished optimizer steps."""
         append_lines(self._metrics, rows)
         self._to_board("train", rows)
+        if rows:
+            self._step = rows[-1]["step"]
+        record_pauses(self._folder, self._step)
 
     def validation(self, row: dict[str, Any]) -> None:
         """Write one held-out loss."""
@@ -75,11 +101,28 @@ class Trackers:
         if step < 0:
             self._events.unlink(missing_ok=True)
 
-    def _to_board(self, group: str, rows: list[dict[str, Any]]) -> None:
-        for row in rows:
-            for name, value in row.items():
-                if name != "step" and isinstance(value, int | float):
-                    self._board.add_scalar(f"{group}/{name}", value, row["step"])
+    def flush(self) -> None:
+        """Force the rows to the disk, so that a power cut loses none that a checkpoint covers."""
+        for path in (self._metrics, self._validation, self._events):
+            with contextlib.suppress(FileNotFoundError):
+                flush_file(path)
 
     def close(self) -> None:
-        self._board.close()
+        record_pauses(self._folder, self._step)
+        with self._optional():
+            if self._board is not None:
+                self._board.close()
+
+    def _to_board(self, group: str, rows: list[dict[str, Any]]) -> None:
+        with self._optional():
+            for row in rows:
+                if self._board is not None:
+                    self._board.add(group, row)
+
+    @contextlib.contextmanager
+    def _optional(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            self._board = None
+            self._say(f"TensorBoard's file cannot be written ({error.strerror or error}); the run goes on without it")

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from lora_trainer.config.schema import Config
+from lora_trainer.core.disk import free_bytes, size_words
 from lora_trainer.core.errors import Problem, TrainingFailed, UsageError
 from lora_trainer.core.io import user_cache_folder
 from lora_trainer.data.caches.cache import (
@@ -27,7 +28,6 @@ from lora_trainer.data.caches.cache import (
 from lora_trainer.data.caches.packing import LARGE
 from lora_trainer.data.caches.shards import ROW_HEAD
 from lora_trainer.data.caches.store import Store
-from lora_trainer.data.caches.upkeep import free_bytes, size_words
 from lora_trainer.data.captions import canonical
 from lora_trainer.data.loader import CachedData, size_row
 from lora_trainer.data.sample import Sample

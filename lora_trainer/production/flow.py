@@ -13,6 +13,7 @@ from rich.console import Console
 
 from lora_trainer.config.schema import Config
 from lora_trainer.config.toml import read_toml, shown, to_toml
+from lora_trainer.core.disk import until_written
 from lora_trainer.core.errors import Problem, UsageError, UserError
 from lora_trainer.core.hardware import describe_machine
 from lora_trainer.core.io import write_text
@@ -25,6 +26,7 @@ from lora_trainer.monitor.trackers import VALIDATION, Trackers, read_lines
 from lora_trainer.production.curve import still_falling
 from lora_trainer.production.inputs import Inputs, with_absolute_paths
 from lora_trainer.production.order import Order
+from lora_trainer.production.plan import lora_bytes
 from lora_trainer.production.record import Record, write_record
 from lora_trainer.production.release import (
     choose_released,
@@ -60,13 +62,14 @@ def run_session(order: Order, inputs: Inputs, record: Record) -> Outcome:
     start = find_start(order.folder, settings, order.console, order.config) if order.resume else None
     prepared = prepare(session, settings)
     if session.processes.is_main:
-        write_text(order.folder / "config.toml", to_toml(repeatable(session, prepared.built.attention)))
+        text, file = to_toml(repeatable(session, prepared.built.attention)), order.folder / "config.toml"
+        until_written(file.name, order.folder, lambda: write_text(file, text), len(text))
     record = with_preparation(record, prepared, settings)
     if session.processes.is_main:  # a run that fails from here on says what it ran on
         write_record(order.folder, record)
         (order.folder / LEDGER).unlink(missing_ok=True)  # an earlier session's
     try:
-        shapes = [tuple(value.shape) for value in prepared.built.learner.adapter.masters.values()]
+        shapes = weight_shapes(prepared.built.learner)
         done, total = start.state.step if start else 0, session.steps.total
         refuse_without_room(room_for(session.config, order.folder, shapes, done, total))
         state, signal_exit = run_training(session, prepared.job, start)
@@ -88,6 +91,11 @@ def run_session(order: Order, inputs: Inputs, record: Record) -> Outcome:
     if signal_exit is not None or not session.processes.is_main:
         return Outcome(record, None, None, signal_exit)
     return release(prepared, record, state)
+
+
+def weight_shapes(learner: Learner) -> list[tuple[int, ...]]:
+    """Of the trained weights."""
+    return [tuple(value.shape) for value in learner.adapter.masters.values()]
 
 
 def with_preparation(record: Record, prepared: Prepared, settings: dict[str, Any]) -> Record:
@@ -144,7 +152,8 @@ def run_training(session: Session, job: Job, start: Checkpoint | None) -> tuple[
     done = start.state.step if start else 0
     if done >= total:
         console.print(f"all {total} steps are trained already")
-    trackers = Trackers(session.folder, resume_step=done if start else -1) if session.processes.is_main else None
+    step, say = done if start else -1, console.print
+    trackers = Trackers(session.folder, resume_step=step, say=say) if session.processes.is_main else None
     try:
         state, interrupt = train(job, start, trackers, step_line(console, total, done, session.order.watch))
     finally:
@@ -163,7 +172,8 @@ def release(prepared: Prepared, record: Record, state: TrainState) -> Outcome:
     console.print(f"releasing step {released.step}: {released.reason}")
     facts = training_facts(config, session.inputs, name, released.step, session.steps, session.choices, record.started)
     weights = lora_weights(config, session.inputs, released.weights)
-    kohya, diffusers = export_lora(folder, name, weights, facts, built.shapes, session.inputs.family.kohya_prefixes)
+    export = partial(export_lora, folder, name, weights, facts, built.shapes, session.inputs.family.kohya_prefixes)
+    kohya, diffusers = until_written("the LoRA", folder, export, lora_bytes(weight_shapes(built.learner)))
     console.print(f"exported {kohya.name} and {diffusers.name}; every key fits the model")
     free_learner(built.learner)
     record = replace(

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from lora_trainer.config.toml import shown
+from lora_trainer.core.disk import until_written
 from lora_trainer.core.io import read_json, write_json
 
 FILE = "run.json"
@@ -67,7 +68,8 @@ def changes(earlier: Mapping[str, Any], now: Record) -> tuple[str, ...]:
 
 
 def write_record(folder: Path, record: Record) -> None:
-    write_json(folder / FILE, asdict(record))
+    """Waits where the disk refuses."""
+    until_written(FILE, folder, lambda: write_json(folder / FILE, asdict(record)))
 
 
 def latest(folder: Path, record: Record) -> Record:
@@ -85,6 +87,6 @@ def read_record(folder: Path) -> dict[str, Any] | None:
         return None
     try:
         document: dict[str, Any] = read_json(path)
-    except ValueError:
+    except (ValueError, OSError):
         return {"status": "failed", "steps": 0}
-    return document
+    return document if isinstance(document, dict) else {"status": "failed", "steps": 0}

@@ -7,10 +7,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lora_trainer.config.schema import Config
+from lora_trainer.core.disk import Patience, free_bytes, size_words
 from lora_trainer.core.errors import Problem, UsageError
-from lora_trainer.data.caches.upkeep import free_bytes, size_words
+from lora_trainer.production.order import Order
 from lora_trainer.production.plan import checkpoint_bytes, lora_bytes
-from lora_trainer.training.checkpoint import list_checkpoints
+from lora_trainer.training.checkpoint import kept, list_checkpoints
 
 
 @dataclass(frozen=True)
@@ -35,6 +36,12 @@ class Room:
             f"and the disk of {self.folder} has {size_words(self.free)} free."
         )
         return Problem(message, "Free space there, name another disk with --output, or set checkpoint.keep_last lower.")
+
+
+def patience_of(order: Order) -> Patience:
+    """How a run meets a disk that refuses."""
+    checkpoints = order.folder / "checkpoints"
+    return Patience(order.config.checkpoint.wait_minutes, order.console.print, lambda: kept(checkpoints), order.folder)
 
 
 def room_for(config: Config, folder: Path, shapes: Sequence[tuple[int, ...]], done: int, total: int) -> Room:

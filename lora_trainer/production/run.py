@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
@@ -13,6 +12,7 @@ from rich.console import Console
 
 from lora_trainer.config.layers import Resolved
 from lora_trainer.config.options import suited
+from lora_trainer.core.disk import FULL, Patience, patient, refusal, until_written
 from lora_trainer.core.errors import (
     DONE,
     LORA_REFUSED,
@@ -41,6 +41,7 @@ from lora_trainer.production.inputs import (
 )
 from lora_trainer.production.messages import announce, show_end, show_report
 from lora_trainer.production.order import Order, plain_console, run_folder
+from lora_trainer.production.record import FILE as RECORD
 from lora_trainer.production.record import PHASES, SHOWN_EVENTS, Record, changes, latest, read_record, write_record
 from lora_trainer.training.interrupt import leaving_on_sigterm
 
@@ -139,7 +140,9 @@ def cache(resolved: Resolved) -> None:
     from lora_trainer.production.caching import cache_folder
     from lora_trainer.production.session import fill, open_session
 
-    with in_use(cache_folder(order.config)):
+    safe = "What was encoded until now is kept."
+    patience = Patience(order.config.checkpoint.wait_minutes, order.console.print, lambda: safe)
+    with patient(patience), in_use(cache_folder(order.config)):
         fill(open_session(order, inputs))
 
 
@@ -172,12 +175,13 @@ def run_recorded(order: Order, inputs: Inputs) -> RunResult:
     from lora_trainer.data.caches.claims import in_use
     from lora_trainer.production.caching import cache_folder
     from lora_trainer.production.flow import run_session
+    from lora_trainer.production.room import patience_of
     from lora_trainer.training.checkpoint import list_checkpoints, step_of
     from lora_trainer.training.processes import join_processes
 
     began, folder = time.monotonic(), order.folder
     join_processes().wait()  # all must have found the folder free before one of them claims it
-    with held(order):
+    with held(order), patient(patience_of(order)):
         previous, before = read_record(folder), list_checkpoints(folder / "checkpoints")
         record = first_record(order, inputs, previous or {})
         for line in changes(previous or {}, record):
@@ -195,7 +199,10 @@ def run_recorded(order: Order, inputs: Inputs) -> RunResult:
             record = replace(latest(folder, record), steps=step_of(trained[0]) if trained else 0)
             if isinstance(error, KeyboardInterrupt | SystemExit):
                 order.console.print(left_behind(record))
-            finish(order, ended_by(error, record).with_seconds(total=time.monotonic() - began))
+            try:
+                finish(order, ended_by(error, record).with_seconds(total=time.monotonic() - began))
+            except (OSError, UserError) as refused:  # what ended the run is told, not what came of it
+                order.console.print(f"{RECORD} could not be written: {refused}")
             raise
         return conclude(order, outcome, time.monotonic() - began)
 
@@ -242,7 +249,8 @@ def mark_refused(folder: Path, report: LoraReport | None) -> None:
         return
     lines = [f"{folder.name}.safetensors was refused: score {report.score:.2f}, under the gate of {report.gate:.2f}."]
     lines += [f"{finding.severity}: {finding.message} {finding.fix}".rstrip() for finding in report.findings]
-    write_text(note, "\n".join(lines) + "\n")
+    text = "\n".join(lines) + "\n"
+    until_written(note.name, folder, lambda: write_text(note, text), len(text))
 
 
 def keep(folder: Path, record: Record) -> None:
@@ -258,11 +266,12 @@ def finish(order: Order, record: Record) -> Record:
     """
     if not is_main_process():
         return record
-    from lora_trainer.monitor.trackers import EVENTS, read_lines
+    from lora_trainer.monitor.trackers import EVENTS, read_lines, record_pauses
     from lora_trainer.production.report import FILE, write_report
 
     drawn = sorted((order.folder / "samples").glob("*.json"))
     samples = tuple(path.relative_to(order.folder).as_posix() for path in drawn)
+    record_pauses(order.folder, record.steps)
     events = tuple(read_lines(order.folder / EVENTS)[-SHOWN_EVENTS:])
     record = replace(record, files={**record.files, "report": FILE}, samples=samples, events=events)
     write_record(order.folder, record)
@@ -285,7 +294,7 @@ def ended_by(error: BaseException, record: Record) -> Record:
         code, reason = error.exit_code, str(error)
     elif type(error).__name__ == "OutOfMemoryError":  # torch's, which this file does not load
         code, reason = TRAINING_FAILED, "Out of memory."
-    elif isinstance(error, OSError) and error.errno == errno.ENOSPC:
+    elif isinstance(error, OSError) and refusal(error) in FULL:
         code, reason = TRAINING_FAILED, "The disk is full."
     return replace(record, status="failed", exit_code=code, reason=reason)
 

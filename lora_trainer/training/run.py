@@ -10,6 +10,7 @@ from dataclasses import replace
 import torch
 
 from lora_trainer.config.schema import Config
+from lora_trainer.core.disk import heeding, stand_by
 from lora_trainer.core.errors import UserError
 from lora_trainer.core.randomness import position_key
 from lora_trainer.data.loader import prefetch
@@ -50,7 +51,7 @@ def train(
                 state = validate(job, state, reporter)
                 save(job, state)
             return state, Interrupt()
-        with listening() as interrupt:
+        with listening() as interrupt, heeding(lambda: interrupt.exit_code if interrupt else None):
             if state.step == 0:
                 state = validate(job, state, reporter)
             while True:
@@ -68,6 +69,7 @@ def train_steps(
     config, pending = job.config, list[Pending]()
     began, before = time.monotonic(), state.seconds
     while True:
+        stand_by()  # nothing is trained while what was trained cannot be written
         started = time.perf_counter()
         rate, samples = rate_of(job, state, state.step), job.samples_in(state.step)
         try:

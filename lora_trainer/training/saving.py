@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
+from lora_trainer.core.disk import until_written
 from lora_trainer.training.best import prune_best
 from lora_trainer.training.checkpoint import Checkpoint, newest_valid, prune, save_checkpoint
 from lora_trainer.training.job import Job
@@ -29,7 +32,11 @@ def take(job: Job, state: TrainState) -> Checkpoint:
 def save(job: Job, state: TrainState) -> None:
     """Write a checkpoint (main process only; all hold the same weights) and drop the oldest."""
     if job.processes.is_main:
-        save_checkpoint(job.checkpoints, take(job, state))
+        checkpoint = take(job, state)
+        what = f"the checkpoint of step {state.step}"
+        until_written(
+            what, job.folder, lambda: save_checkpoint(job.checkpoints, checkpoint), bytes_of(vars(checkpoint))
+        )
         prune(job.checkpoints, job.config.checkpoint.keep_last, state.step)
         prune_best(job.checkpoints, state.best_step)
     job.processes.wait()
@@ -58,6 +65,11 @@ def last_regular(job: Job) -> Checkpoint | None:
     """The newest checkpoint on the disk that the run's own rhythm wrote, which no stop by a signal moves."""
     found, _ = newest_valid(job.checkpoints, lambda step: step % job.config.checkpoint.every_steps == 0)
     return found[1] if found else None
+
+
+def bytes_of(tensors: Any) -> int:
+    """What the tensors of nested dicts and lists take on a disk."""
+    return sum(leaf.nbytes for leaf in tree_leaves(tensors) if isinstance(leaf, Tensor))
 
 
 def on_cpu(values: Mapping[str, Tensor]) -> dict[str, Tensor]:

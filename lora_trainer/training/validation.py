@@ -7,12 +7,14 @@ from dataclasses import replace
 
 import torch
 
+from lora_trainer.core.disk import until_written
 from lora_trainer.monitor.progress import Phase
 from lora_trainer.training.best import save_best
 from lora_trainer.training.job import Job, rate_of
 from lora_trainer.training.numbers import progress_of
 from lora_trainer.training.recovery import out_of_memory
 from lora_trainer.training.reporter import Reporter
+from lora_trainer.training.saving import bytes_of
 from lora_trainer.training.state import TrainState
 
 VALIDATING: Phase = "validating"
@@ -35,7 +37,9 @@ def validate(job: Job, state: TrainState, reporter: Reporter) -> TrainState:
         state = replace(state, best_validation=loss, best_step=state.step)
     reporter.validation({"step": state.step, "loss": loss}, validation_line(before, state))
     if best and job.processes.is_main:
-        save_best(job.checkpoints, state.step, job.learner.shown())
+        weights = job.learner.shown()
+        what = f"the file of the best weights, of step {state.step},"
+        until_written(what, job.folder, lambda: save_best(job.checkpoints, state.step, weights), bytes_of(weights))
     return state
 
 

@@ -15,12 +15,14 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Generic, TypeVar
 
 import torch
 from torch import Tensor
 
+from lora_trainer.core.disk import until_written
 from lora_trainer.core.errors import Problem, TrainingFailed
 from lora_trainer.data.caches.claims import Claims, in_use, upkeep
 from lora_trainer.data.caches.packing import SMALL, pack
@@ -178,7 +180,10 @@ class _Filling(Generic[Prepared]):
                 raise TrainingFailed(Problem(message, "Set memory.base_precision=fp32, or bf16 in place of fp16."))
         layout, keys = layout_of(tensors), [work.keys[place] for place in places]
         try:
-            path = write_entries(work.folder, work.kind, keys, tensors)
+            size = sum(tensor.nbytes for tensor in tensors.values())
+            what = f"{len(keys)} {'entry' if len(keys) == 1 else 'entries'} of the cache"
+            write = partial(write_entries, work.folder, work.kind, keys, tensors)
+            path = until_written(what, work.folder, write, size)
         except OSError as error:
             raise refused(work.folder, error) from error
         for key in keys:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import shutil
 import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from lora_trainer.core.disk import size_words
 from lora_trainer.core.errors import Problem, UsageError
 from lora_trainer.core.findings import counted
 from lora_trainer.core.io import user_cache_folder
@@ -99,11 +99,6 @@ class CacheStatus:
             "unpacked_bytes": self.unpacked,
             "remembered_bytes": self.remembered,
         }
-
-
-def size_words(count: int) -> str:
-    """`12.40 GB`, `3.1 MB`."""
-    return f"{count / 1e9:.2f} GB" if count >= 10**9 else f"{count / 1e6:.1f} MB"
 
 
 def _files(count: int) -> str:
@@ -207,14 +202,6 @@ def keep_limit(folder: Path, limit: int) -> Cleaned:
             if size := remove_unpacked(path) if PICTURES.fullmatch(path.name) else remove(path):
                 removed, removed_bytes, left = removed + 1, removed_bytes + size, left - size
     return Cleaned(removed, removed_bytes, left, limit, needed=used if used > limit else None)
-
-
-def free_bytes(folder: Path) -> int:
-    """What the disk of a folder has left; the folder need not be there yet."""
-    place = folder.absolute()
-    while not place.exists() and place != place.parent:
-        place = place.parent
-    return shutil.disk_usage(place).free
 
 
 def _shards(folder: Path) -> Iterator[tuple[Path, int, float]]:

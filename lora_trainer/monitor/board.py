@@ -1,0 +1,46 @@
+"""TensorBoard's event file, written by the thread that calls: tensorboard's own writer fails in a thread of its own."""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from tensorboard.compat.proto.event_pb2 import Event, SessionLog
+from tensorboard.compat.proto.summary_pb2 import Summary
+from tensorboard.summary.writer.record_writer import RecordWriter
+
+GENERATION = "brain.Event:2"
+
+
+class Board:
+    """One session's event file in `folder`. What earlier sessions wrote from `first_step` on is no longer shown.
+
+    All raise OSError when the disk refuses.
+    """
+
+    def __init__(self, folder: Path, first_step: int) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        name = f"events.out.tfevents.{int(time.time()):010d}.{socket.gethostname()}.{os.getpid()}.{time.monotonic_ns()}"
+        self._file = open(folder / name, "wb", buffering=0)  # noqa: SIM115  closed by close()
+        self._records = RecordWriter(self._file)
+        self._write(file_version=GENERATION)
+        self._write(step=first_step, session_log=SessionLog(status=SessionLog.START))
+
+    def add(self, group: str, row: Mapping[str, Any]) -> None:
+        """The numbers of a row, at its step."""
+        values = [
+            Summary.Value(tag=f"{group}/{name}", simple_value=float(value))
+            for name, value in row.items()
+            if name != "step" and isinstance(value, int | float)
+        ]
+        self._write(step=row["step"], summary=Summary(value=values))
+
+    def close(self) -> None:
+        self._file.close()
+
+    def _write(self, **content: Any) -> None:
+        self._records.write(Event(wall_time=time.time(), **content).SerializeToString())

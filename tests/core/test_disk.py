@@ -1,0 +1,159 @@
+"""A disk that refuses: paused, said once, gone on with; left by a signal; ended when the minutes are over."""
+
+from __future__ import annotations
+
+import contextvars
+import errno
+import os
+import shutil
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from lora_trainer.core import disk
+from lora_trainer.core.disk import Patience, heeding, patient, refusal, stand_by, until_written
+from lora_trainer.core.errors import Problem, TrainingFailed
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(disk, "LOOK_EVERY", 0.01)
+    monkeypatch.setattr(disk, "HEED_EVERY", 0.005)
+
+
+def failing(times: int, number: int = errno.ENOSPC) -> Callable[[], str]:
+    """A write that the disk refuses so many times."""
+    left = [times]
+
+    def write() -> str:
+        if left[0]:
+            left[0] -= 1
+            raise OSError(number, os.strerror(number))
+        return "written"
+
+    return write
+
+
+def waiting(lines: list[str], minutes: float = 1.0, home: Path | None = None) -> Patience:
+    return Patience(minutes, lines.append, lambda: "Step 4 is safe.", home)
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EIO, errno.ESTALE])
+def test_a_pause_is_said_once_and_ends_by_itself(number, tmp_path):
+    lines = list[str]()
+    with patient(waiting(lines)) as patience:
+        assert until_written("the checkpoint", tmp_path, failing(3, number)) == "written"
+    first, second = lines
+    assert str(tmp_path) in first
+    assert "Step 4 is safe." in first
+    assert "1 minutes" in first
+    assert second.startswith("there is room again")
+    (told,) = patience.take_ended()
+    assert "went on after" in told
+    assert not patience.take_ended()
+    assert not patience.waiting
+
+
+def test_a_full_disk_is_named_with_both_numbers(tmp_path, monkeypatch):
+    lines = list[str]()
+    free = iter([1_500_000, 1_500_000, 3_000_000])
+    monkeypatch.setattr(disk, "free_bytes", lambda _: next(free))
+    tries = list[int]()
+
+    def write() -> None:
+        tries.append(1)
+        if len(tries) == 1:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    with patient(waiting(lines)):
+        until_written("the checkpoint of step 6", tmp_path, write, size=2_000_000)
+    assert "The checkpoint of step 6 needs 2.0 MB" in lines[0]
+    assert "has 1.5 MB free" in lines[0]
+    assert len(tries) == 2  # not tried while there is too little
+
+
+def test_the_minutes_are_over(tmp_path):
+    lines = list[str]()
+    with patient(waiting(lines, minutes=0.0)), pytest.raises(TrainingFailed, match=r"Step 4 is safe.*--resume"):
+        until_written("the record", tmp_path, failing(1))
+    assert not lines
+    with patient(waiting(lines, minutes=0.0005)) as patience:
+        with pytest.raises(TrainingFailed):
+            until_written("the record", tmp_path, failing(10**6))
+        with pytest.raises(OSError, match="No space"):  # what comes afterwards is not waited for again
+            until_written("the record", tmp_path, failing(1))
+    assert patience.given_up
+
+
+def test_a_signal_ends_a_pause_and_what_is_not_saved_is_said(tmp_path):
+    lines = list[str]()
+    with patient(waiting(lines)), heeding(lambda: 143), pytest.raises(SystemExit) as left:
+        until_written("the checkpoint of step 6", tmp_path, failing(10**6))
+    assert left.value.code == 143
+    assert lines[-1].startswith("the checkpoint of step 6 is not written")
+    assert "Step 4 is safe." in lines[-1]
+
+
+def test_other_errors_are_raised_as_they_come(tmp_path):
+    def wrong() -> None:
+        raise TrainingFailed("not finite")
+
+    with patient(waiting([])), pytest.raises(TrainingFailed, match="not finite"):
+        until_written("the LoRA", tmp_path, wrong)
+    with pytest.raises(OSError, match="No space"):
+        until_written("the LoRA", tmp_path, failing(1))  # nobody is patient
+
+
+def test_what_another_error_came_from_and_other_languages_words():
+    failed = TrainingFailed(Problem("The checkpoint could not be written."))
+    failed.__cause__ = RuntimeError("Error while serializing: I/O error: No space left on device (os error 28)")
+    assert refusal(failed) == errno.ENOSPC
+    assert refusal(ValueError("no")) is None
+
+
+def test_a_deleted_folder_is_made_again(tmp_path):
+    home, lines = tmp_path / "out" / "run", list[str]()
+    home.mkdir(parents=True)
+    with patient(waiting(lines, home=home)) as patience:
+        shutil.rmtree(tmp_path / "out")
+        until_written("the record", home, lambda: (home / "run.json").write_text("{}"))
+    assert (home / "run.json").is_file()
+    assert "was deleted" in lines[0]
+    assert "was deleted" in patience.take_ended()[0]
+
+
+def test_a_mount_point_without_its_disk_is_not_written_to(tmp_path):
+    home, lines = tmp_path / "run", list[str]()
+    home.mkdir()
+
+    def say(line: str) -> None:
+        lines.append(line)
+        (home / "run.json").write_text("{}")  # the disk is back, with what the run wrote there
+
+    with patient(Patience(1.0, say, home=home)) as patience:
+        patience.disk = -1  # as if another disk had been there
+        until_written("the record", home, lambda: (home / "new").write_text("x"))
+    assert "cannot be written" in lines[0]
+
+
+def test_a_loop_stands_by_while_its_writer_waits(tmp_path):
+    free, order = threading.Event(), list[str]()
+
+    def write() -> None:
+        if not free.is_set():
+            raise OSError(errno.ENOSPC, "No space left on device")
+        order.append("written")
+
+    with patient(waiting([])) as patience:
+        context = contextvars.copy_context()
+        writer = threading.Thread(target=context.run, args=(until_written, "the checkpoint", tmp_path, write))
+        writer.start()
+        while not patience.waiting:
+            pass
+        threading.Timer(0.05, free.set).start()
+        stand_by()
+        order.append("goes on")
+        writer.join()
+    assert order == ["written", "goes on"]
