@@ -1,58 +1,121 @@
 """The header of a safetensors file, read and checked without loading a tensor.
 
-Standard library only, so that a damaged or disguised file is refused in milliseconds.
+Standard library only, so that a damaged, disguised or hostile file is refused in milliseconds.
 """
 
 from __future__ import annotations
 
 import json
+import math
+import stat
 import struct
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from lora_trainer.core.errors import Problem, UsageError
 
 LARGEST_HEADER = 100_000_000  # bytes; the same limit as in the safetensors library
+MOST_TENSORS = 200_000  # the largest models have a few thousand
+MOST_SIDES = 16
+SHOWN_OF_NAME = 80  # characters in a message
 PICKLE_BEGINNINGS = (b"PK\x03\x04", b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05")
+METADATA = "__metadata__"
+NO_TENSORS = "is not a safetensors file"
+AGAIN = "Copy or download it again."
+_BITS = {64: "F64 I64 U64 C64", 32: "F32 I32 U32", 16: "F16 BF16 I16 U16", 6: "F6_E2M3 F6_E3M2", 4: "F4"}
+_BITS[8] = "F8_E4M3 F8_E5M2 F8_E4M3FNUZ F8_E5M2FNUZ F8_E8M0 I8 U8 BOOL"
+BITS = {name: bits for bits, names in _BITS.items() for name in names.split()}  # of one number of each type
 
 
 def read_tensor_header(path: Path) -> dict[str, Any]:
     """The header: tensor names -> dtype, shape and data_offsets, and `__metadata__`.
 
-    Raises UsageError when the file is absent, empty, a pickle, truncated or not safetensors.
+    Raises UsageError when the file is absent, no regular file, empty, a pickle, truncated or not
+    safetensors, and when its tensors do not fill the rest of the file one after the other.
     """
     try:
-        size = path.stat().st_size
+        found = path.stat()
+        if not stat.S_ISREG(found.st_mode):  # opening a pipe would wait for ever
+            raise refusal(path, "is not a regular file", "Name a .safetensors file.")
         with open(path, "rb") as file:
-            beginning = file.read(8)
-            if beginning.startswith(PICKLE_BEGINNINGS):
-                raise refusal(path, "is a pickle, which can run code when it is loaded", "Use a .safetensors file.")
-            if len(beginning) < 8:
-                raise refusal(path, f"has {size} bytes: it is empty or was cut off", "Copy or download it again.")
-            (length,) = struct.unpack("<Q", beginning)
-            if length > min(size - 8, LARGEST_HEADER):
-                raise refusal(path, "is not a safetensors file, or was cut off", "Copy or download it again.")
-            header = json.loads(file.read(length))
+            header, length = _read_header(path, file.read(8), found.st_size, file.read)
     except OSError as error:
         raise refusal(path, f"cannot be read ({error.strerror or error})", "Check the path and its rights.") from error
-    except ValueError as error:
-        raise refusal(path, "is not a safetensors file: its header is no JSON", "Copy or download it again.") from error
-    if not isinstance(header, dict):
-        raise refusal(path, "is not a safetensors file: its header is no table", "Copy or download it again.")
-    check_length(path, header, size - 8 - length)
+    check_places(path, header, found.st_size - 8 - length)
     return header
 
 
-def check_length(path: Path, header: dict[str, Any], data: int) -> None:
-    """Raise UsageError unless the tensors fill exactly the `data` bytes after the header."""
+def _read_header(path: Path, beginning: bytes, size: int, read: Any) -> tuple[dict[str, Any], int]:
+    if beginning.startswith(PICKLE_BEGINNINGS):
+        raise refusal(path, "is a pickle, which can run code when it is loaded", "Use a .safetensors file.")
+    if len(beginning) < 8:
+        raise refusal(path, f"has {size} bytes: it is empty or was cut off", AGAIN)
+    (length,) = struct.unpack("<Q", beginning)
+    if length > size - 8:
+        raise refusal(path, f"{NO_TENSORS}, or was cut off: its header would take {length} of {size} bytes", AGAIN)
+    if length > LARGEST_HEADER:
+        raise refusal(path, f"has a header of {length} bytes, more than {LARGEST_HEADER}", AGAIN)
     try:
-        end = max(
-            (int(entry["data_offsets"][1]) for name, entry in header.items() if name != "__metadata__"), default=0
-        )
-    except (TypeError, KeyError, IndexError, ValueError) as error:
-        raise refusal(path, "is not a safetensors file: a tensor has no place", "Copy or download it again.") from error
+        header = json.loads(read(length), object_pairs_hook=_without_doubles)
+    except RecursionError:
+        raise refusal(path, f"{NO_TENSORS}: its header is nested too deeply", AGAIN) from None
+    except ValueError as error:
+        raise refusal(path, f"{NO_TENSORS}: its header is no JSON", AGAIN) from error
+    if not isinstance(header, dict):
+        raise refusal(path, f"{NO_TENSORS}: its header is no table", AGAIN)
+    return header, length
+
+
+def _without_doubles(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
+    """An object of JSON. Raises ValueError for a name that stands twice: readers differ on which one counts."""
+    found: dict[str, Any] = {}
+    for name, value in pairs:
+        if name in found:
+            raise ValueError(f"{name!r} stands twice")
+        found[name] = value
+    return found
+
+
+def check_places(path: Path, header: dict[str, Any], data: int) -> None:
+    """Raise UsageError unless the tensors fill exactly the `data` bytes after the header, each where its shape says."""
+    metadata = header.get(METADATA, {})
+    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
+        raise refusal(path, f"{NO_TENSORS}: its {METADATA} is no table of texts", AGAIN)
+    tensors = {name: entry for name, entry in header.items() if name != METADATA}
+    if len(tensors) > MOST_TENSORS:
+        raise refusal(path, f"names {len(tensors)} tensors, more than {MOST_TENSORS}", AGAIN)
+    places = sorted(_place(path, name, entry) for name, entry in tensors.items())
+    end = 0
+    for begin, until, name in places:
+        if begin != end:
+            raise refusal(
+                path, f"is damaged: {name[:SHOWN_OF_NAME]!r} begins at byte {begin}, where {end} was expected", AGAIN
+            )
+        end = until
     if end != data:
-        raise refusal(path, f"holds {data} of the {end} bytes that it promises", "Copy or download it again.")
+        raise refusal(path, f"holds {data} of the {end} bytes that it promises", AGAIN)
+
+
+def _place(path: Path, name: str, entry: Any) -> tuple[int, int, str]:
+    """First byte, byte after the last, name. Raises UsageError unless type and shape ask for exactly so many."""
+    try:
+        begin, until = entry["data_offsets"]
+        shape, bits = entry["shape"], BITS[entry["dtype"]]
+        numbers = (begin, until, *shape)
+        whole = len(shape) <= MOST_SIDES and all(type(each) is int and 0 <= each < 2**63 for each in numbers)
+    except (TypeError, KeyError, ValueError) as error:
+        told = f"{NO_TENSORS}: {name[:SHOWN_OF_NAME]!r} has no place, shape or known type"
+        raise refusal(path, told, AGAIN) from error
+    if not whole or math.prod(shape) * bits != (until - begin) * 8:
+        told = f"{entry['dtype']} {shape[:MOST_SIDES]} has bytes {begin} to {until}"
+        raise refusal(path, f"is damaged: {name[:SHOWN_OF_NAME]!r} of {told}", AGAIN)
+    return begin, until, name
+
+
+def elements(header: dict[str, Any]) -> int:
+    """How many numbers the tensors of a checked header hold."""
+    return sum(math.prod(entry["shape"]) for name, entry in header.items() if name != METADATA)
 
 
 def refusal(path: Path, reason: str, fix: str) -> UsageError:

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from lora_trainer.core.errors import Problem, UsageError
-from lora_trainer.core.tensorfile import read_tensor_header
-from lora_trainer.models.folder import read_config
+from lora_trainer.models.folder import check_part, read_config
+from lora_trainer.models.frozen import check_size, refuse_lacking
 
 if TYPE_CHECKING:
     import torch
@@ -47,16 +47,12 @@ def load_captioner(folder: Path, device: torch.device, *, threshold: float = 0.3
     if not folder.is_dir():
         raise UsageError(Problem(f"There is no model folder at {folder}.", EXPECTED))
     config = read_config(folder, "config.json", expected=EXPECTED)
-    weights = sorted(folder.glob("*.safetensors"))
-    if not weights:
-        raise UsageError(Problem(f"{folder} holds no .safetensors file.", "Pickles (.bin, .pt) are never loaded."))
-    for path in weights:
-        read_tensor_header(path)
+    held = check_part(folder)
     architectures = [str(name) for name in config.get("architectures") or ()]
     try:
         if any(name.endswith("ForImageClassification") for name in architectures):
-            return _tagger(folder, device, threshold)
-        return _writer(folder, config, device, most_tokens)
+            return _tagger(folder, device, threshold, held)
+        return _writer(folder, config, device, most_tokens, held)
     except UsageError:
         raise
     except Exception as error:  # transformers raises every kind for a folder that is not what it expects
@@ -68,16 +64,19 @@ def load_captioner(folder: Path, device: torch.device, *, threshold: float = 0.3
         raise UsageError(Problem(f"{folder} ({named}) cannot be loaded: {reason}.", EXPECTED)) from error
 
 
-def _load(kind: Any, folder: Path, device: torch.device) -> Any:
-    """A model with all of its weights. Raises UsageError when the files lack some."""
+def _load(kind: Any, folder: Path, device: torch.device, held: int) -> Any:
+    """A model with all of its weights, of which its files hold `held` numbers. Raises UsageError when they lack some."""
+    from transformers import AutoConfig
+
+    check_size(
+        lambda: kind.from_config(AutoConfig.from_pretrained(folder, **LOCAL), trust_remote_code=False), held, folder
+    )
     model, found = kind.from_pretrained(folder, use_safetensors=True, output_loading_info=True, **LOCAL)
-    if found["missing_keys"]:
-        first, count = sorted(found["missing_keys"])[0], len(found["missing_keys"])
-        raise UsageError(Problem(f"{folder} lacks {count} of its weights (first: {first}).", "Copy it again."))
+    refuse_lacking(folder, found["missing_keys"])
     return model.to(device).eval()
 
 
-def _writer(folder: Path, config: dict[str, Any], device: torch.device, most_tokens: int) -> Captioner:
+def _writer(folder: Path, config: dict[str, Any], device: torch.device, most_tokens: int, held: int) -> Captioner:
     import torch
     from transformers import AutoImageProcessor, AutoModelForImageTextToText, AutoTokenizer
     from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
@@ -91,7 +90,7 @@ def _writer(folder: Path, config: dict[str, Any], device: torch.device, most_tok
         raise UsageError(Problem(message, "Name one that describes a picture by itself, such as BLIP or GIT."))
     processor = AutoImageProcessor.from_pretrained(folder, backend="pil", **LOCAL)
     tokenizer = AutoTokenizer.from_pretrained(folder, **LOCAL)
-    model = _load(AutoModelForImageTextToText, folder, device)
+    model = _load(AutoModelForImageTextToText, folder, device, held)
 
     def describe(pictures: Sequence[Image.Image]) -> list[str]:
         pixels = processor(images=list(pictures), return_tensors="pt")["pixel_values"].to(device)
@@ -102,12 +101,12 @@ def _writer(folder: Path, config: dict[str, Any], device: torch.device, most_tok
     return Captioner("captions", describe)
 
 
-def _tagger(folder: Path, device: torch.device, threshold: float) -> Captioner:
+def _tagger(folder: Path, device: torch.device, threshold: float, held: int) -> Captioner:
     import torch
     from transformers import AutoImageProcessor, AutoModelForImageClassification
 
     processor = AutoImageProcessor.from_pretrained(folder, backend="pil", **LOCAL)
-    model = _load(AutoModelForImageClassification, folder, device)
+    model = _load(AutoModelForImageClassification, folder, device, held)
     labels = _labels(folder, model.config.id2label)
     together = model.config.problem_type == "multi_label_classification" or (folder / TAGS).exists()
 

@@ -3,32 +3,58 @@
 from __future__ import annotations
 
 import hashlib
-import json
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from lora_trainer.core.bounded import TextError, read_json_object
 from lora_trainer.core.digests import remembered_sha256
 from lora_trainer.core.errors import Problem, UsageError
-from lora_trainer.core.tensorfile import read_tensor_header
+from lora_trainer.core.tensorfile import elements, read_tensor_header
 
 FAMILY_OF_PIPELINE = {"StableDiffusionPipeline": "sd15", "StableDiffusionXLPipeline": "sdxl"}
 SD2_TEXT_WIDTH = 1024  # 1.x and 2.x share a pipeline; their text encoders do not
+MOST_CONFIG_BYTES = 1 << 24  # those of models with a hundred thousand labels have five megabytes
+LARGEST_NUMBER = 10**8  # in a config; the largest honest ones are sizes of vocabularies
+COPY = "Copy or download the model again."
+# What makes a library read other files than those that were checked, fetch code or run it.
+UNTRUSTED = ("quantization_config", "transformers_weights")
+ATTENTION = ("attn_implementation", "_attn_implementation", "_attn_implementation_internal", "experts_implementation")
 EXPECTED = "Expected a diffusers folder: model_index.json beside unet/, vae/, text_encoder/, tokenizer/, scheduler/."
 
 
 def read_config(folder: Path, name: str, needs: tuple[str, ...] = (), expected: str = EXPECTED) -> dict[str, Any]:
     """A component's JSON config. Raises UsageError when it is absent (`expected` is the fix), damaged or lacks its `needs`."""
     path = folder / name
+    if not path.exists():
+        raise UsageError(Problem(f"{path} is missing.", expected))
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise UsageError(Problem(f"{path} is missing.", expected)) from None
-    except (OSError, ValueError) as error:
-        raise UsageError(Problem(f"{path} cannot be read ({error}).", "Copy or download the model again.")) from error
-    if not isinstance(value, dict):
-        raise UsageError(Problem(f"{path} is not a JSON object.", "Copy or download the model again."))
+        value = read_json_object(path, MOST_CONFIG_BYTES)
+    except TextError as error:
+        raise UsageError(Problem(f"{path} {error}.", COPY)) from error
     if lacking := [key for key in needs if key not in value]:
-        raise UsageError(Problem(f"{path} lacks {', '.join(lacking)}.", "Copy or download the model again."))
+        raise UsageError(Problem(f"{path} lacks {', '.join(lacking)}.", COPY))
+    return value
+
+
+def _entries(config: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Every key with its value at any depth of a config; members of a list have the list's key."""
+    waiting: list[tuple[str, Any]] = list(config.items())
+    while waiting:
+        key, value = waiting.pop()
+        yield key, value
+        if isinstance(value, dict):
+            waiting.extend(value.items())
+        elif isinstance(value, list):
+            waiting.extend((key, each) for each in value)
+
+
+def whole_number(path: Path, config: Mapping[str, Any], key: str, least: int, most: int) -> int:
+    """A number of a config. Raises UsageError when it is none, or not from `least` to `most`."""
+    value = config.get(key)
+    if type(value) is not int or not least <= value <= most:
+        shown = repr(value)[:40]
+        raise UsageError(Problem(f"{path}: {key} is {shown}; a whole number from {least} to {most} is meant.", COPY))
     return value
 
 
@@ -86,15 +112,55 @@ def variant_of(folder: Path) -> str | None:
 
 
 def check_components(folder: Path, components: tuple[str, ...]) -> None:
-    """Raise one UsageError with every missing or damaged weight file of the components."""
+    """Raise one UsageError with every missing, damaged or hostile file of the components."""
     problems: list[Problem] = []
     for component in components:
         try:
-            read_tensor_header(weights_file(folder / component))
+            check_part(folder / component)
         except UsageError as error:
             problems.extend(error.problems)
     if problems:
         raise UsageError(problems)
+
+
+def check_part(folder: Path) -> int:
+    """How many numbers the weights of a part hold, when a library may load it; all its weight files are checked.
+
+    Raises UsageError for weights that are missing, damaged or pickles, and for what would make a library read
+    other files than these, fetch code or run it: an index that leads elsewhere, an adapter, a config with code of its own.
+    """
+    if not (files := sorted(folder.glob("*.safetensors"))):
+        weights_file(folder)  # says what is there in place of weights
+    if (adapter := folder / "adapter_config.json").exists():
+        raise UsageError(Problem(f"{adapter} would put other weights onto these.", "Delete it, or merge the adapter."))
+    for index in folder.glob("*.safetensors.index.json"):
+        _check_index(index, {path.name for path in files})
+    for key, value in _entries(read_config(folder, "config.json")):
+        _refuse_entry(folder / "config.json", key, value)
+    return sum(elements(read_tensor_header(path)) for path in files)
+
+
+def _check_index(index: Path, names: set[str]) -> None:
+    """Raise UsageError unless the index of a part in several files names only files that lie beside it."""
+    named = read_config(index.parent, index.name).get("weight_map")
+    if not isinstance(named, dict):
+        raise UsageError(Problem(f"{index} lacks weight_map.", COPY))
+    if away := [str(value)[:80] for value in named.values() if not isinstance(value, str) or value not in names]:
+        raise UsageError(Problem(f"{index} names {away[0]!r}, which is no file of weights beside it.", COPY))
+
+
+def _refuse_entry(path: Path, key: str, value: Any) -> None:
+    """Raise UsageError for an entry of a config that asks for code, for files of its own or for what no memory holds."""
+    if key in UNTRUSTED and value:
+        message = f"{path} has {key}: code or files of its own, which are never used."
+        raise UsageError(Problem(message, "Get the model without it."))
+    if key in ATTENTION and value not in (None, "eager", "sdpa"):
+        message = f"{path}: {key} is {value!r}, which may be code from a hub."
+        raise UsageError(Problem(message, "Remove it; memory.attention chooses."))
+    if isinstance(value, int) and abs(value) > LARGEST_NUMBER:
+        raise UsageError(
+            Problem(f"{path}: {key} is {value}; no model has more than {LARGEST_NUMBER} of anything.", COPY)
+        )
 
 
 def fingerprint(folder: Path, *components: str) -> str:
@@ -103,5 +169,6 @@ def fingerprint(folder: Path, *components: str) -> str:
     for component in components:
         for path in sorted((folder / component).iterdir()):
             if path.is_file():
-                digest.update(f"{component}/{path.name}:{remembered_sha256(path)}\n".encode())
+                line = f"{component}/{path.name}:{remembered_sha256(path)}\n"
+                digest.update(line.encode("utf-8", "surrogatepass"))  # a name need not be UTF-8
     return digest.hexdigest()[:32]

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from lora_trainer.diffusion.process import Prediction, Process
 
 SHAPES = ("scaled_linear", "linear")
+MOST_STEPS = 100_000
 OTHER_PROCESSES = ("EDM", "FlowMatch")  # beginnings of schedulers that noise in another way
 
 
@@ -70,6 +71,7 @@ def _problems(config: Mapping[str, Any], where: Path) -> list[Problem]:
                 "Such models predict velocity: mend prediction_type to v_prediction, or rescale_betas_zero_snr to false.",
             )
         )
+    problems += _number_problems(config, where)
     if config.get("trained_betas") is not None:
         problems.append(
             Problem(
@@ -77,6 +79,19 @@ def _problems(config: Mapping[str, Any], where: Path) -> list[Problem]:
                 "Use a model whose schedule is given by beta_start, beta_end and beta_schedule.",
             )
         )
+    return problems
+
+
+def _number_problems(config: Mapping[str, Any], where: Path) -> list[Problem]:
+    """Steps and betas that make no schedule, or one that no memory holds."""
+    copy = "Copy or download the model again."
+    steps = config.get("num_train_timesteps", 1000)
+    start, end = config.get("beta_start", 0.00085), config.get("beta_end", 0.012)
+    problems = []
+    if type(steps) is not int or not 2 <= steps <= MOST_STEPS:
+        problems.append(Problem(f"{where}: num_train_timesteps is {steps!r}; 2 to {MOST_STEPS} are meant.", copy))
+    if not all(isinstance(each, int | float) for each in (start, end)) or not 0 < start <= end < 1:
+        problems.append(Problem(f"{where}: betas from {start!r} to {end!r}; 0 < start <= end < 1 is meant.", copy))
     return problems
 
 

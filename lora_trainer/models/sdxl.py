@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Any, cast
 from lora_trainer.core.errors import Problem, UsageError
 from lora_trainer.models.family import Caption, Encoders, Family, ModelFacts
 from lora_trainer.models.folder import fingerprint, read_config
+from lora_trainer.models.frozen import load_frozen
 from lora_trainer.models.noise_schedule import make_process, make_scheduler
 from lora_trainer.models.unet import (
     CLIP_TOKENS,
     LORA_TARGETS,
     image_encoder,
-    load_frozen,
     load_tokenizer,
     load_unet,
     load_vae,

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from lora_trainer.core.errors import Problem, UsageError
 from lora_trainer.models.family import ModelFacts
-from lora_trainer.models.folder import check_components, read_config, variant_of
+from lora_trainer.models.folder import check_components, read_config, whole_number
+from lora_trainer.models.frozen import load_frozen, load_words
 from lora_trainer.models.noise_schedule import read_noise_schedule
 
 if TYPE_CHECKING:
@@ -16,6 +18,8 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
 CLIP_TOKENS = 77
+LEAST_TOKENS, MOST_TOKENS = 3, 4096  # start, a word and end
+MOST_LEVELS, MOST_CHANNELS, LARGEST_SIDE = 8, 1024, 1024
 ATTENTION = ("to_q", "to_k", "to_v", "to_out.0")
 FEED_FORWARD = ("ff.net.0.proj", "ff.net.2")
 LORA_TARGETS = {"attention": ATTENTION, "attention+ff": (*ATTENTION, *FEED_FORWARD)}
@@ -41,17 +45,28 @@ def unet_facts(folder: Path, family: str, text_encoders: Sequence[str] = ("text_
                 "Use a model whose autoencoder has a scaling_factor only.",
             )
         )
-    downscale = 2 ** (len(vae["block_out_channels"]) - 1)
+    vae_levels, unet_levels = _levels(folder / "vae", vae), _levels(folder / "unet", unet)
+    side = whole_number(folder / "unet/config.json", unet, "sample_size", 1, LARGEST_SIDE)
+    downscale = 2 ** (vae_levels - 1)
     return ModelFacts(
         path=folder,
         family=family,
-        resolution=int(unet["sample_size"]) * downscale,
-        latent_channels=int(unet["in_channels"]),
+        resolution=side * downscale,
+        latent_channels=whole_number(folder / "unet/config.json", unet, "in_channels", 1, MOST_CHANNELS),
         downscale=downscale,
-        pixel_step=downscale * 2 ** (len(unet["block_out_channels"]) - 1),
+        pixel_step=downscale * 2 ** (unet_levels - 1),
         prediction=schedule.prediction,
         caption_tokens=tokens,
     )
+
+
+def _levels(folder: Path, config: Mapping[str, Any]) -> int:
+    """How many resolutions a part works at. Raises UsageError."""
+    widths = config["block_out_channels"]
+    if not isinstance(widths, list) or not 1 <= len(widths) <= MOST_LEVELS:
+        message = f"{folder / 'config.json'}: block_out_channels is no list of 1 to {MOST_LEVELS} widths."
+        raise UsageError(Problem(message, "Copy or download the model again."))
+    return len(widths)
 
 
 def tokenizer_of(text_encoder: str) -> str:
@@ -65,21 +80,11 @@ def caption_tokens(folder: Path, text_encoder: str) -> int:
     tokenizer = read_config(folder, f"{tokenizer_of(text_encoder)}/tokenizer_config.json")
     # A tokenizer without a limit of its own says nothing, or 1e30.
     limits = (tokenizer.get("model_max_length"), encoder.get("max_position_embeddings"))
-    return min(CLIP_TOKENS if limit is None else int(limit) for limit in limits)
-
-
-def load_frozen(kind: Any, folder: Path, dtype: torch.dtype, device: torch.device) -> Any:
-    """One part, in eval mode; each has its own variant, since a folder may hold one only as fp16."""
-    from diffusers.utils import logging as diffusers_logging
-    from transformers.utils import logging as transformers_logging
-
-    # Bars for files that load in a second only tear the caller's own progress line.
-    diffusers_logging.disable_progress_bar()
-    transformers_logging.disable_progress_bar()
-    model = kind.from_pretrained(
-        folder, dtype=dtype, variant=variant_of(folder), use_safetensors=True, local_files_only=True
-    )
-    return model.to(device).eval().requires_grad_(False)
+    tokens = min(CLIP_TOKENS if not isinstance(limit, int | float) else limit for limit in limits)
+    if not LEAST_TOKENS <= tokens <= MOST_TOKENS:
+        message = f"{folder}: captions of {text_encoder} would have {tokens:.6g} tokens; {LEAST_TOKENS} to {MOST_TOKENS} are meant."
+        raise UsageError(Problem(message, "Copy or download the model again."))
+    return int(tokens)
 
 
 def load_unet(folder: Path, dtype: torch.dtype, device: torch.device) -> nn.Module:
@@ -98,7 +103,7 @@ def load_vae(folder: Path, dtype: torch.dtype, device: torch.device) -> Any:
 def load_tokenizer(folder: Path, text_encoder: str) -> Any:
     from transformers import CLIPTokenizer
 
-    tokenizer = CLIPTokenizer.from_pretrained(folder / tokenizer_of(text_encoder), local_files_only=True)
+    tokenizer = load_words(CLIPTokenizer, folder / tokenizer_of(text_encoder))
     tokenizer.model_max_length = caption_tokens(folder, text_encoder)
     return tokenizer
 
@@ -108,6 +113,9 @@ def image_encoder(vae: Any, device: torch.device) -> Callable[[Tensor], tuple[Te
     import torch
 
     scale = float(vae.config.scaling_factor)
+    if not (math.isfinite(scale) and scale > 0):
+        message = f"The autoencoder's scaling_factor is {scale}, which makes nothing of every picture."
+        raise UsageError(Problem(message, "Copy or download the model again."))
 
     @torch.no_grad()
     def encode_image(pixels: Tensor) -> tuple[Tensor, Tensor]:

@@ -14,6 +14,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from lora_trainer.config.schema import Config, DataSection, SourceSection
+from lora_trainer.core.bounded import TextError
 from lora_trainer.core.errors import UsageError
 from lora_trainer.data.caches.claims import in_use, oldest_user
 from lora_trainer.data.caches.upkeep import cache_clean, keep_limit
@@ -21,7 +22,6 @@ from lora_trainer.data.manifest import read_manifest
 from lora_trainer.data.pictures.images import load_rgb
 from lora_trainer.data.sample import Sample
 from lora_trainer.data.sources import parquet, rows
-from lora_trainer.data.sources.texts import TextError
 from lora_trainer.production import inputs
 from tests.data.conftest import Draw
 from tests.data.test_sources_parquet import png, write

@@ -7,6 +7,7 @@ import math
 from dataclasses import dataclass
 from pathlib import Path
 
+from lora_trainer.core.bounded import TextError, decode, read_bounded
 from lora_trainer.data.check.captions import mended
 from lora_trainer.data.pictures.images import (
     ENDINGS_OF_FORMAT,
@@ -22,7 +23,7 @@ from lora_trainer.data.sample import Sample
 from lora_trainer.data.sources.beside import caption_endings, names_beside
 from lora_trainer.data.sources.found import Asked
 from lora_trainer.data.sources.listing import FolderNames
-from lora_trainer.data.sources.texts import MOST_CAPTION_BYTES, TextError, decode, read_bounded, tidy
+from lora_trainer.data.sources.texts import MOST_CAPTION_BYTES, tidy
 from lora_trainer.data.views import Framing, plain_fits
 
 

@@ -6,8 +6,9 @@ import os
 from collections.abc import Container
 from pathlib import Path
 
+from lora_trainer.core.bounded import TextError, read_text
 from lora_trainer.data.sources.found import Asked, Reading
-from lora_trainer.data.sources.texts import MOST_CAPTION_BYTES, TextError, read_text
+from lora_trainer.data.sources.texts import MOST_CAPTION_BYTES
 
 CAPTION_ENDINGS = (".txt", ".caption")
 

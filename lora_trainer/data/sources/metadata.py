@@ -8,9 +8,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from lora_trainer.core.bounded import TextError
 from lora_trainer.data.sources.found import Asked, Found, Reading
 from lora_trainer.data.sources.rows import READERS, Row, Table, read_table
-from lora_trainer.data.sources.texts import TextError
 
 METADATA_NAMES = ("metadata.jsonl", "metadata.csv", "metadata.parquet")
 

@@ -15,12 +15,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from lora_trainer.core.bounded import TextError
 from lora_trainer.core.io import atomic_path, read_json, user_cache_folder, write_json
 from lora_trainer.data.caches.claims import CLOCK_STEP, POLL, Claims, oldest_user, upkeep
 from lora_trainer.data.sample import Span
 from lora_trainer.data.sources.found import Asked, Found, Reading
 from lora_trainer.data.sources.rows import TEXT_COLUMNS, rows_of_parquet, text_of
-from lora_trainer.data.sources.texts import TextError
 
 if TYPE_CHECKING:
     from pyarrow.parquet import ParquetFile

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lora_trainer.data.sources.texts import MOST_TABLE_BYTES, TextError, read_text
+from lora_trainer.core.bounded import TextError, read_text
+from lora_trainer.data.sources.texts import MOST_TABLE_BYTES
 
 if TYPE_CHECKING:
     from pyarrow.parquet import ParquetFile

@@ -10,13 +10,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from lora_trainer.core.bounded import TextError, decode
 from lora_trainer.data.pictures.spans import open_bytes
 from lora_trainer.data.sample import Span
 from lora_trainer.data.sources.beside import CAPTION_ENDINGS, caption_endings
 from lora_trainer.data.sources.folder import is_picture
 from lora_trainer.data.sources.found import Asked, Found, Reading
 from lora_trainer.data.sources.rows import text_of
-from lora_trainer.data.sources.texts import MOST_CAPTION_BYTES, TextError, decode
+from lora_trainer.data.sources.texts import MOST_CAPTION_BYTES
 
 COMPRESSED = {b"\x1f\x8b": "gzip", b"BZh": "bzip2", b"\xfd7zXZ": "xz", b"\x28\xb5\x2f\xfd": "zstd"}
 COMPRESSED_ENDINGS = (".tgz", ".tbz2", ".txz", ".tar.gz", ".tar.bz2", ".tar.xz", ".tar.zst")

@@ -1,0 +1,113 @@
+"""One part of a model brought into memory by its library, after what it holds and asks for was checked."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+from lora_trainer.core.errors import Problem, UsageError
+from lora_trainer.core.findings import printable
+from lora_trainer.models.folder import COPY, check_part, variant_of
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+# Tied weights stand once in a file and twice in a model.
+MOST_TIMES_HELD = 2
+SHOWN_OF_REASON = 200  # characters
+
+
+class _TooLargeError(Exception):
+    """A config that asks for more numbers than its weights can fill."""
+
+
+def load_frozen(kind: Any, folder: Path, dtype: torch.dtype, device: torch.device) -> Any:
+    """One part, in eval mode; each has its own variant, since a folder may hold one only as fp16.
+
+    Raises UsageError for a part that `check_part` refuses, whose config asks for more than its weights hold,
+    which lacks weights (a library would fill them with random numbers), or which the library cannot load.
+    """
+    from diffusers.utils import logging as diffusers_logging
+    from transformers.utils import logging as transformers_logging
+
+    # Bars for files that load in a second only tear the caller's own progress line.
+    diffusers_logging.disable_progress_bar()
+    transformers_logging.disable_progress_bar()
+    held = check_part(folder)
+    try:
+        check_size(lambda: _empty(kind, folder), held, folder)
+        model, found = kind.from_pretrained(
+            folder,
+            dtype=dtype,
+            variant=variant_of(folder),
+            use_safetensors=True,
+            local_files_only=True,
+            output_loading_info=True,
+        )
+    except (UsageError, MemoryError):
+        raise
+    except Exception as error:  # libraries raise every kind for a part that is not what they expect
+        raise _as_usage(error, folder) from error
+    refuse_lacking(folder, found["missing_keys"])
+    return model.to(device).eval().requires_grad_(False)
+
+
+def load_words(kind: Any, folder: Path) -> Any:
+    """A tokenizer. Raises UsageError for one that cannot be loaded."""
+    try:
+        return kind.from_pretrained(folder, local_files_only=True)
+    except Exception as error:  # as above
+        raise _as_usage(error, folder) from error
+
+
+def _empty(kind: Any, folder: Path) -> nn.Module:
+    """The part as its config describes it, on the meta device."""
+    if hasattr(kind, "load_config"):  # diffusers
+        return cast("nn.Module", kind.from_config(kind.load_config(folder, local_files_only=True)))
+    return cast("nn.Module", kind(kind.config_class.from_pretrained(folder, local_files_only=True)))
+
+
+def check_size(build: Callable[[], nn.Module], held: int, folder: Path) -> None:
+    """Raise UsageError when what `build` makes has more numbers than the `held` ones of its weights can fill.
+
+    It is built without memory, and given up where it passes the limit: a config of a few bytes may ask for terabytes.
+    """
+    import torch
+    from torch.nn.modules.module import register_module_parameter_registration_hook
+
+    asked, limit = 0, MOST_TIMES_HELD * held
+
+    def count(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
+        nonlocal asked
+        asked += 0 if parameter is None else parameter.numel()
+        if asked > limit:
+            raise _TooLargeError
+
+    hook = register_module_parameter_registration_hook(count)
+    try:
+        with torch.device("meta"):
+            build()
+    except _TooLargeError:
+        message = f"{folder / 'config.json'} asks for more than {asked:,} weights; the files hold {held:,}."
+        raise UsageError(Problem(message, COPY)) from None
+    finally:
+        hook.remove()
+
+
+def refuse_lacking(folder: Path, missing: Iterable[str]) -> None:
+    """Raise UsageError when weights were not found in the files."""
+    if lacking := sorted(missing):
+        first, count = lacking[0], len(lacking)
+        raise UsageError(Problem(f"{folder} lacks {count} of its weights (first: {first}).", "Copy it again."))
+
+
+def _as_usage(error: Exception, folder: Path) -> Exception:
+    """A library's complaint as the user's; running out of memory stays what it is."""
+    import torch
+
+    reason = printable(" ".join(str(error).split())[:SHOWN_OF_REASON])
+    if isinstance(error, torch.OutOfMemoryError) or "allocate memory" in reason:
+        return error
+    return UsageError(Problem(f"{folder} cannot be loaded: {type(error).__name__}: {reason}.", COPY))
