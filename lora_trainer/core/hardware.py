@@ -6,7 +6,19 @@ import os
 import platform
 from importlib import metadata
 
-PACKAGES = ("torch", "diffusers", "transformers", "peft", "accelerate", "safetensors", "bitsandbytes", "xformers")
+PACKAGES = (
+    "torch",
+    "diffusers",
+    "transformers",
+    "peft",
+    "accelerate",
+    "safetensors",
+    "bitsandbytes",
+    "pytorch-optimizer",
+    "xformers",
+    "numpy",
+    "pillow",
+)
 
 
 def cuda_memory_gib() -> float | None:
@@ -48,6 +60,7 @@ def describe_machine() -> dict[str, str | int | float | None]:
         "system": f"{platform.system()} {platform.release()}",
         "machine": platform.machine(),
         "cpus": os.cpu_count(),
+        "threads": torch.get_num_threads(),  # sums on a processor are split by it
         "gpu": card,
         "gpu_gib": cuda_memory_gib(),
     }

@@ -29,8 +29,6 @@ from lora_trainer.data.wildcards import Pick, filled
 
 TRIGGER = "[trigger]"
 OPENING, CLOSING = "([", ")]"
-# Which files are read shows in the captions themselves; all else says what is trained of them.
-CHANGE_TEXTS = tuple(name for name in CaptionsSection.model_fields if name != "extension")
 
 
 @dataclass(frozen=True)

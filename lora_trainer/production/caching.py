@@ -59,7 +59,7 @@ class CachePlans:
 
 def cache_folder(config: Config) -> Path:
     """As set, else the user's cache folder."""
-    return Path(config.cache.folder) if config.cache.folder else user_cache_folder()
+    return Path(config.cache.folder).expanduser() if config.cache.folder else user_cache_folder()
 
 
 def plan_caches(config: Config, inputs: Inputs, choices: Choices) -> CachePlans:

@@ -3,27 +3,29 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
 
 from lora_trainer.config.schema import Config
-from lora_trainer.config.toml import read_toml, shown, to_toml
+from lora_trainer.config.toml import to_toml
 from lora_trainer.core.disk import until_written
-from lora_trainer.core.errors import Problem, UsageError, UserError
+from lora_trainer.core.errors import UserError
 from lora_trainer.core.hardware import describe_machine
 from lora_trainer.core.io import write_text
 from lora_trainer.data.ledger import FILE as LEDGER
 from lora_trainer.data.ledger import write_ledger
 from lora_trainer.evaluation.report import LoraReport
+from lora_trainer.monitor.events import Event
 from lora_trainer.monitor.memory import highest_memory_gib
 from lora_trainer.monitor.progress import Phase, Progress, step_line
 from lora_trainer.monitor.trackers import VALIDATION, Trackers, read_lines
 from lora_trainer.production.curve import still_falling
+from lora_trainer.production.differences import ROUNDING_DIFFERS, other_machine, repeated_record
 from lora_trainer.production.inputs import Inputs, with_absolute_paths
 from lora_trainer.production.order import Order
 from lora_trainer.production.plan import lora_bytes
@@ -36,8 +38,9 @@ from lora_trainer.production.release import (
     lora_weights,
     training_facts,
 )
+from lora_trainer.production.resuming import find_start, fixed_settings
 from lora_trainer.production.room import refuse_without_room, room_for
-from lora_trainer.production.session import Prepared, Session, fixed_settings, open_session, prepare
+from lora_trainer.production.session import Prepared, Session, open_session, prepare
 from lora_trainer.training.checkpoint import Checkpoint, newest_valid
 from lora_trainer.training.job import Job
 from lora_trainer.training.run import train
@@ -72,7 +75,7 @@ def run_session(order: Order, inputs: Inputs, record: Record) -> Outcome:
         shapes = weight_shapes(prepared.built.learner)
         done, total = start.state.step if start else 0, session.steps.total
         refuse_without_room(room_for(session.config, order.folder, shapes, done, total))
-        state, signal_exit = run_training(session, prepared.job, start)
+        state, signal_exit = run_training(session, prepared.job, start, record.changed)
     except UserError:
         if session.processes.is_main and (saved := newest_valid(prepared.job.checkpoints)[0]) is not None:
             write_record(order.folder, with_ledger(record, prepared, saved[1].state))
@@ -102,9 +105,14 @@ def with_preparation(record: Record, prepared: Prepared, settings: dict[str, Any
     """The record with what is known before the first step."""
     session = prepared.session
     device, world = str(session.choices.device), session.processes.world
+    hardware = {**describe_machine(), "device": device, "processes": world}
+    moved = other_machine(record.hardware or repeated_record(session.order.resolved).get("hardware", {}), hardware)
+    if moved:
+        session.console.print(f"another machine: {', '.join(moved)}; {ROUNDING_DIFFERS}")
     return replace(
         record.with_seconds(cache=prepared.cache_seconds),
-        hardware={**describe_machine(), "device": device, "processes": world},
+        hardware=hardware,
+        changed=(*record.changed, *moved),
         model={**record.model, "sha256": settings["model"]},
         arithmetic=session.steps.to_json(),
         choices=(*session.order.resolved.notes, *session.choices.lines, *prepared.built.notes),
@@ -146,14 +154,18 @@ def repeatable(session: Session, attention: str) -> Config:
     )
 
 
-def run_training(session: Session, job: Job, start: Checkpoint | None) -> tuple[TrainState, int | None]:
-    """Run the loop with its trackers and progress line."""
+def run_training(
+    session: Session, job: Job, start: Checkpoint | None, changed: Sequence[str]
+) -> tuple[TrainState, int | None]:
+    """Run the loop with its trackers and progress line. `changed` is what a resumed run does otherwise than before."""
     console, total = session.console, session.steps.total
     done = start.state.step if start else 0
     if done >= total:
         console.print(f"all {total} steps are trained already")
     step, say = done if start else -1, console.print
     trackers = Trackers(session.folder, resume_step=step, say=say) if session.processes.is_main else None
+    if trackers and start:
+        trackers.event(Event(done, "resumed", "; ".join([f"went on from step {done}", *changed])))
     try:
         state, interrupt = train(job, start, trackers, step_line(console, total, done, session.order.watch))
     finally:
@@ -223,45 +235,3 @@ def free_learner(learner: Learner) -> None:
     learner.optimizer.state.clear()
     if learner.device.type == "cuda":
         torch.cuda.empty_cache()
-
-
-def differing(name: str, old: Any, new: Any, folder: Path, config: Config) -> Problem:
-    """What a resumed run must not do otherwise, in words: hashes say nothing to anyone."""
-    fix = "Set it back, or start a new --name."
-    if name == "model":
-        return Problem("The model's weights differ from those that the run began with.", fix)
-    if name == "data":
-        now, before = [source.path for source in with_absolute_paths(config).data.sources], earlier_sources(folder)
-        here = ", ".join(now) or "the built-in data set"
-        where = f"{', '.join(before)} → {here}" if before and before != now else here
-        return Problem(f"The pictures, captions or weights differ: {where}.", fix)
-    return Problem(f"{name} was {shown(old)} and is now {shown(new)}.", fix)
-
-
-def earlier_sources(folder: Path) -> list[str]:
-    """Where the run's data lay when it was last started; empty where that cannot be read."""
-    try:
-        sources = read_toml(folder / "config.toml")["data"]["sources"]
-        return [str(source["path"] if isinstance(source, dict) else source) for source in sources]
-    except (UsageError, KeyError, TypeError):
-        return []
-
-
-def find_start(folder: Path, settings: dict[str, Any], console: Console, config: Config) -> Checkpoint | None:
-    """The newest checkpoint that can be gone on from; None, said, when there is none.
-
-    Raises UsageError when settings changed that its weights or its order of samples hang on.
-    """
-    found, damaged = newest_valid(folder / "checkpoints")
-    for path in damaged:
-        console.print(f"--resume: {path.name} is damaged and passed over")
-    if found is None:
-        reason = "no checkpoint can be read" if damaged else "no checkpoint yet"
-        console.print(f"--resume: {reason}, starting at step 0")
-        return None
-    path, checkpoint = found
-    changed = {name: old for name, old in checkpoint.settings.items() if settings.get(name) != old}
-    if changed:
-        raise UsageError([differing(name, old, settings.get(name), folder, config) for name, old in changed.items()])
-    console.print(f"resuming from {path.name} of {folder}")
-    return checkpoint

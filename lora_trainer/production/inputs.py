@@ -84,11 +84,13 @@ def caption_rules(config: Config) -> tuple[CaptionsSection, ...]:
 def with_absolute_paths(config: Config) -> Config:
     """The same config, good from any folder."""
     path = config.model.path and str(Path(config.model.path).resolve())
+    cache = config.cache.folder and str(Path(config.cache.folder).expanduser().resolve())
     sources = tuple(source.model_copy(update=_absolute(source)) for source in config.data.sources)
     return config.model_copy(
         update={
             "model": config.model.model_copy(update={"path": path}),
             "data": config.data.model_copy(update={"sources": sources}),
+            "cache": config.cache.model_copy(update={"folder": cache}),
             "run": config.run.model_copy(update={"output": str(Path(config.run.output).resolve())}),
         }
     )

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from lora_trainer.config.toml import shown
 from lora_trainer.core.disk import until_written
 from lora_trainer.core.io import read_json, write_json
 
@@ -34,6 +32,7 @@ class Record:
     scores: dict[str, float | None] = field(default_factory=lambda: {"dataset": None, "lora": None})
     files: dict[str, str | None] = field(default_factory=lambda: {"kohya": None, "diffusers": None, "report": None})
     seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))
+    changed: tuple[str, ...] = ()  # what this session does otherwise than the one before, or than the run it repeats
     versions: dict[str, str] = field(default_factory=dict)
     hardware: dict[str, Any] = field(default_factory=dict)
     data_hash: str = ""
@@ -53,18 +52,6 @@ class Record:
         """The same with durations added to what earlier sessions of the run took."""
         added = {name: round(self.seconds.get(name, 0.0) + value, 3) for name, value in seconds.items()}
         return replace(self, seconds={**self.seconds, **added})
-
-
-def changes(earlier: Mapping[str, Any], now: Record) -> tuple[str, ...]:
-    """What a resumed run does otherwise than before: `optim.learning_rate 0.0001 → 0.0002`."""
-    before = earlier.get("config", {})
-    return tuple(
-        f"changed: {section}.{key} {shown(before[section][key])} → {shown(value)}"
-        for section, values in now.config.items()
-        if section != "run"
-        for key, value in values.items()
-        if key in before.get(section, {}) and before[section][key] != value
-    )
 
 
 def write_record(folder: Path, record: Record) -> None:

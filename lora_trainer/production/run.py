@@ -29,6 +29,7 @@ from lora_trainer.core.launch import is_main_process
 from lora_trainer.models import FAMILIES
 from lora_trainer.models.family import Family
 from lora_trainer.monitor.progress import Progress, Watch, unwatched
+from lora_trainer.production.differences import differences, tell_differences
 from lora_trainer.production.folder import asks_for_more, claim, held, is_finished, leave_as_found
 from lora_trainer.production.inputs import (
     Inputs,
@@ -42,7 +43,7 @@ from lora_trainer.production.inputs import (
 from lora_trainer.production.messages import announce, show_end, show_report
 from lora_trainer.production.order import Order, plain_console, run_folder
 from lora_trainer.production.record import FILE as RECORD
-from lora_trainer.production.record import PHASES, SHOWN_EVENTS, Record, changes, latest, read_record, write_record
+from lora_trainer.production.record import PHASES, SHOWN_EVENTS, Record, latest, read_record, write_record
 from lora_trainer.training.interrupt import leaving_on_sigterm
 
 if TYPE_CHECKING:  # torch is loaded after the data has been judged
@@ -184,8 +185,7 @@ def run_recorded(order: Order, inputs: Inputs) -> RunResult:
     with held(order), patient(patience_of(order)):
         previous, before = read_record(folder), list_checkpoints(folder / "checkpoints")
         record = first_record(order, inputs, previous or {})
-        for line in changes(previous or {}, record):
-            order.console.print(line)
+        tell_differences(order, previous or {}, record)
         keep(folder, record)
         try:
             with leaving_on_sigterm(), in_use(cache_folder(order.config)):
@@ -300,17 +300,21 @@ def ended_by(error: BaseException, record: Record) -> Record:
 
 
 def first_record(order: Order, inputs: Inputs, earlier: Mapping[str, Any]) -> Record:
-    """What is known before training; durations of earlier sessions of the run are kept."""
+    """What is known before training; durations of earlier sessions of the run are kept, and where it last ran."""
+    config = with_absolute_paths(order.config).model_dump(mode="json", by_alias=True)
+    versions = package_versions()
     return Record(
         name=order.folder.name,
         started=earlier.get("started") or time.time(),
-        config=with_absolute_paths(order.config).model_dump(mode="json", by_alias=True),
+        config=config,
         origins=dict(order.resolved.origin),
         sessions=int(earlier.get("sessions") or 1) + 1 if earlier else 1,
         gates_enforced=order.enforce_gates,
         scores={"dataset": round(inputs.report.score, 4), "lora": None},
         seconds={**dict.fromkeys(PHASES, 0.0), **earlier.get("seconds", {})},
-        versions=package_versions(),
+        changed=differences(order, earlier, config, versions),
+        versions=versions,
+        hardware=earlier.get("hardware", {}),
         data_hash=inputs.manifest.data_hash,
         model={"family": inputs.family.name, "path": str(inputs.facts.path.resolve())},
         dataset=dataset_facts(inputs),

@@ -12,13 +12,10 @@ from typing import Any
 from rich.console import Console
 
 from lora_trainer.config.schema import Config
-from lora_trainer.core.digests import remembered_sha256
 from lora_trainer.core.errors import UserError
 from lora_trainer.data.caches.upkeep import keep_limit
-from lora_trainer.data.captions import CHANGE_TEXTS
 from lora_trainer.data.steps import StepArithmetic
 from lora_trainer.evaluation.held_out import EncodedSample, held_out_losses
-from lora_trainer.models.folder import weights_file
 from lora_trainer.monitor.progress import Progress
 from lora_trainer.production.caching import CachePlans, cached_data, fill_caches, plan_caches, validation_samples
 from lora_trainer.production.choices import Choices, asked_by_user, cap_memory, choose
@@ -34,40 +31,6 @@ from lora_trainer.training.state import TrainState
 
 VALIDATION_TIMESTEPS = 8
 MOST_ASKED_AT_ONCE = 4
-# What says which part of a picture is trained, at which size and how changed.
-SHOWN_BY = (
-    "resolution",
-    "resolutions",
-    "allow_upscale",
-    "no_upscale",
-    "max_aspect",
-    "bucket_step",
-    "bucket_min",
-    "bucket_max",
-    "crop",
-    "crop_variants",
-    "flip",
-    "colour_variants",
-)
-# What a checkpoint's weights, optimizer state, samples and noise hang on: these must not change in a resumed run.
-FIXED_ON_RESUME = (
-    "lora.rank",
-    "lora.alpha",
-    "lora.targets",
-    "lora.rank_stabilised",
-    "optim.name",
-    "optim.beta1",
-    "optim.beta2",
-    "optim.weight_decay",
-    "noise.zero_terminal_snr",  # held-out losses of two schedules cannot be compared
-    "train.ema_decay",
-    "train.seed",
-    "batch.effective",
-    *(f"data.{name}" for name in SHOWN_BY),
-    "data.held_out",
-    "data.held_out_seed",
-    *(f"captions.{name}" for name in CHANGE_TEXTS),
-)
 
 
 @dataclass(frozen=True)
@@ -239,28 +202,3 @@ def try_to_draw(session: Session, built: Built, state: TrainState) -> None:
         )
     except (RuntimeError, ValueError, OSError, UserError) as error:
         session.console.print(f"no pictures at step {state.step}: {str(error).splitlines()[0]}")
-
-
-def shown_by_source(config: Config) -> list[dict[str, Any]]:
-    """What sources say of their pictures in place of `[data]`; empty where none does."""
-    said = [source.model_dump(mode="json", include=set(SHOWN_BY), exclude_none=True) for source in config.data.sources]
-    return said if any(said) else []
-
-
-def fixed_settings(config: Config, inputs: Inputs, choices: Choices) -> dict[str, Any]:
-    """What a checkpoint is only good for: settings, data and model."""
-    dumped = config.model_dump(mode="json", by_alias=True)
-    values = {name: dumped[name.split(".")[0]][name.split(".")[1]] for name in FIXED_ON_RESUME}
-    own = {number: source["captions"] for number, source in enumerate(dumped["data"]["sources"]) if source["captions"]}
-    values |= {"data.sources with captions of their own": list(own)}
-    for number, rules in own.items():
-        values |= {f"data.sources[{number}].captions.{name}": rules[name] for name in CHANGE_TEXTS}
-    model = remembered_sha256(weights_file(inputs.facts.path / inputs.family.denoiser_prefix))
-    return {
-        **values,
-        "data.sources": shown_by_source(config),
-        "trained resolution": inputs.resolution,  # also where it is the model's own under a tier's ceiling
-        "model": model,
-        "data": inputs.manifest.data_hash,
-        "precision": choices.precision.value,
-    }

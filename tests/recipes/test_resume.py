@@ -178,28 +178,6 @@ def test_a_moved_run_goes_on(finished, bench):
     assert exported(moved.folder("first")) == exported(finished.folder("first"))
 
 
-def test_its_own_config_repeats_a_run(finished, tmp_path):
-    from lora_trainer.cli.main import main
-
-    config = finished.folder("first") / "config.toml"
-    assert main(["train", "--config", str(config), "--output", str(tmp_path), "--name", "again"]) == 0
-    assert losses(tmp_path / "again") == losses(finished.folder("first"))
-    assert exported(tmp_path / "again") == exported(finished.folder("first"))
-
-
-def test_config_repeats_a_run_with_dropout(bench):
-    """Masks are drawn from the seed too, whatever was computed in the process before."""
-    import torch
-
-    from lora_trainer.cli.main import main
-
-    assert bench.run("once", steps=3, lora__dropout=0.3) == 0
-    torch.rand(7)
-    config = str(bench.folder("once") / "config.toml")
-    assert main(["train", "--config", config, "--name", "again"]) == 0
-    assert_same_run(bench, "once", "again")
-
-
 def test_another_base_model_is_refused_on_resume(bench, tmp_path, capsys):
     assert bench.run("swapped", steps=2, checkpoint__every_steps=1) == 0
     other = Path(shutil.copytree(bench.model, tmp_path / "other"))

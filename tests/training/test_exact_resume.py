@@ -13,6 +13,7 @@ import torch
 from PIL import Image
 
 from lora_trainer.config import schema
+from lora_trainer.config.toml import setting_names
 from lora_trainer.models import FAMILIES
 from lora_trainer.training.checkpoint import newest_valid
 from lora_trainer.training.job import Job
@@ -148,6 +149,23 @@ USUAL = {"optim__name": "adamw", "memory__base_precision": "fp32", "loss__kind":
 @pytest.mark.parametrize("setting", WORDS)
 def test_every_word_of_a_setting_has_a_case(setting):
     assert {case.get(setting, USUAL.get(setting)) for case in CASES.values()} - {None} == set(get_args(WORDS[setting]))
+
+
+# Sections whose settings change what a step does, and those of them that do it before any step, or in the data's choice.
+OF_A_STEP = ("lora", "optim", "schedule", "noise", "loss", "captions", "data")
+BEFORE_ANY_STEP = {
+    "captions.extension",
+    *(f"captions.{name}" for name in ("separator", "keep_separator", "prefix", "suffix")),
+    *(f"data.{name}" for name in ("resolution", "resolution_ceiling", "allow_missing_captions", "allow_upscale")),
+    *(f"data.{name}" for name in ("no_upscale", "max_aspect", "bucket_step", "bucket_min", "bucket_max")),
+    *(f"data.{name}" for name in ("held_out", "held_out_seed")),
+}
+
+
+def test_every_setting_that_changes_a_step_has_a_case():
+    wanted = {name for name in setting_names() if name.partition(".")[0] in OF_A_STEP} - BEFORE_ANY_STEP
+    given = {"lora.rank", "data.sources"}  # of all of them
+    assert wanted - given == {key.replace("__", ".") for case in CASES.values() for key in case} & wanted - given
 
 
 def test_every_family_has_a_case():

@@ -24,7 +24,8 @@ from lora_trainer.monitor.progress import unwatched
 from lora_trainer.monitor.trackers import EVENTS, METRICS, VALIDATION, Trackers, read_lines
 from lora_trainer.production.inputs import read_inputs
 from lora_trainer.production.order import Order, plain_console, run_folder
-from lora_trainer.production.session import fixed_settings, open_session, prepare
+from lora_trainer.production.resuming import fixed_settings
+from lora_trainer.production.session import open_session, prepare
 from lora_trainer.production.settings import settle
 from lora_trainer.training.best import best_path
 from lora_trainer.training.checkpoint import Checkpoint, newest_valid

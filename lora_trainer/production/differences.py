@@ -1,0 +1,79 @@
+"""What a resumed run does otherwise than before, and a repeated one otherwise than the first. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from lora_trainer.config.layers import Resolved
+from lora_trainer.config.resuming import CHANGES_NOTHING
+from lora_trainer.config.toml import shown
+from lora_trainer.production.order import Order
+from lora_trainer.production.record import Record, read_record
+
+ROUNDING_DIFFERS = "results may differ in rounding"
+# What the last bits of a result hang on, of what a record says of the machine.
+MACHINE = ("machine", "cpus", "threads", "gpu", "device", "processes")
+
+
+def differences(
+    order: Order, earlier: Mapping[str, Any], config: Mapping[str, Any], versions: Mapping[str, str]
+) -> tuple[str, ...]:
+    """For the record: `optim.learning_rate 0.0001 → 0.0002`, `torch 2.12.0 → 2.13.0`. `earlier` is the run's own record.
+
+    Settings that no weight hangs on are left out.
+    """
+    settings = changes(earlier.get("config", {}), config)
+    before = earlier or repeated_record(order.resolved)
+    return (
+        *(f"{name} {change}" for name, change in settings.items() if name not in CHANGES_NOTHING),
+        *other_versions(before.get("versions", {}), versions),
+    )
+
+
+def tell_differences(order: Order, earlier: Mapping[str, Any], now: Record) -> None:
+    """Say what differs, all settings among it, and of a repeated run whether its data is what it was."""
+    for name, change in changes(earlier.get("config", {}), now.config).items():
+        order.console.print(f"changed: {name} {change}")
+    repeated = {} if earlier else repeated_record(order.resolved)
+    if versions := other_versions((earlier or repeated).get("versions", {}), now.versions):
+        order.console.print(f"other versions: {', '.join(versions)}; {ROUNDING_DIFFERS}")
+    same_sources = repeated.get("config", {}).get("data", {}).get("sources") == now.config["data"]["sources"]
+    if repeated and same_sources and repeated.get("data_hash") != now.data_hash:
+        order.console.print(f"the data is not what {repeated.get('name')} was trained on: this is no repetition of it")
+
+
+def changes(earlier: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, str]:
+    """Settings of two records' configs that differ: `optim.learning_rate` to `0.0001 → 0.0002`."""
+    return {
+        f"{section}.{key}": f"{shown(earlier[section][key])} → {shown(value)}"
+        for section, values in now.items()
+        if section != "run"
+        for key, value in values.items()
+        if key in earlier.get(section, {}) and earlier[section][key] != value
+    }
+
+
+def repeated_record(resolved: Resolved) -> Mapping[str, Any]:
+    """The record of the run whose own `config.toml` was given with `--config`; empty where none was."""
+    for origin in sorted(set(resolved.origin.values())):
+        path = Path(origin.removeprefix("--config ").removeprefix("config "))
+        if path.name == "config.toml" and (record := read_record(path.parent)) is not None:
+            return record
+    return {}
+
+
+def other_versions(before: Mapping[str, Any], now: Mapping[str, Any]) -> tuple[str, ...]:
+    """What is installed otherwise than the record says: `torch 2.12.0 → 2.13.0`."""
+    return _changed(before, now, before)
+
+
+def other_machine(before: Mapping[str, Any], now: Mapping[str, Any]) -> tuple[str, ...]:
+    """What of the machine is another than the record says."""
+    return _changed(before, now, [name for name in MACHINE if name in before])
+
+
+def _changed(before: Mapping[str, Any], now: Mapping[str, Any], names: Iterable[str]) -> tuple[str, ...]:
+    said = {name: tuple("none" if at.get(name) is None else str(at[name]) for at in (before, now)) for name in names}
+    return tuple(f"{name} {old} → {new}" for name, (old, new) in said.items() if old != new)

@@ -1,0 +1,93 @@
+"""Going on with a run: from which checkpoint, and what must be as it was."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from lora_trainer.config.resuming import CHANGE_TEXTS, FIXED, SHOWN_BY
+from lora_trainer.config.schema import Config
+from lora_trainer.config.toml import read_toml, shown
+from lora_trainer.core.digests import remembered_sha256
+from lora_trainer.core.errors import Problem, UsageError
+from lora_trainer.models.folder import weights_file
+from lora_trainer.production.choices import Choices
+from lora_trainer.production.inputs import Inputs, with_absolute_paths
+from lora_trainer.training.checkpoint import Checkpoint, newest_valid
+
+
+def fixed_settings(config: Config, inputs: Inputs, choices: Choices) -> dict[str, Any]:
+    """What a checkpoint is only good for: settings, data and model."""
+    dumped = config.model_dump(mode="json", by_alias=True)
+    values = {name: dumped[name.split(".")[0]][name.split(".")[1]] for name in FIXED}
+    own = {number: source["captions"] for number, source in enumerate(dumped["data"]["sources"]) if source["captions"]}
+    values |= {"data.sources with captions of their own": list(own)}
+    for number, rules in own.items():
+        values |= {f"data.sources[{number}].captions.{name}": rules[name] for name in CHANGE_TEXTS}
+    family, folder = inputs.family, inputs.facts.path
+    image_key, text_key = family.encoder_keys(folder, choices.encoder_dtype)
+    process = family.make_process(folder)
+    first, last = (float(process.alphas_cumprod[place]) for place in (0, -1))
+    return {
+        **values,
+        "data.sources": shown_by_source(config),
+        "trained resolution": inputs.resolution,  # also where it is the model's own under a tier's ceiling
+        "model": remembered_sha256(weights_file(folder / family.denoiser_prefix)),
+        "autoencoder": image_key,
+        "text encoder": text_key,
+        "the model's noise": f"{process.prediction}, {process.timesteps} timesteps, signal {first:.6g} to {last:.6g}",
+        "data": inputs.manifest.data_hash,
+        "precision": choices.precision.value,
+    }
+
+
+def shown_by_source(config: Config) -> list[dict[str, Any]]:
+    """What sources say of their pictures in place of `[data]`; empty where none does."""
+    said = [source.model_dump(mode="json", include=set(SHOWN_BY), exclude_none=True) for source in config.data.sources]
+    return said if any(said) else []
+
+
+def find_start(folder: Path, settings: dict[str, Any], console: Console, config: Config) -> Checkpoint | None:
+    """The newest checkpoint that can be gone on from; None, said, when there is none.
+
+    Raises UsageError when settings changed that its weights or its order of samples hang on.
+    """
+    found, damaged = newest_valid(folder / "checkpoints")
+    for path in damaged:
+        console.print(f"--resume: {path.name} is damaged and passed over")
+    if found is None:
+        reason = "no checkpoint can be read" if damaged else "no checkpoint yet"
+        console.print(f"--resume: {reason}, starting at step 0")
+        return None
+    path, checkpoint = found
+    changed = {name: old for name, old in checkpoint.settings.items() if settings.get(name) != old}
+    if changed:
+        raise UsageError([differing(name, old, settings.get(name), folder, config) for name, old in changed.items()])
+    console.print(f"resuming from {path.name} of {folder}")
+    return checkpoint
+
+
+def differing(name: str, old: Any, new: Any, folder: Path, config: Config) -> Problem:
+    """What a resumed run must not do otherwise, in words: hashes say nothing to anyone."""
+    fix = "Set it back, or start a new --name."
+    if name == "model":
+        return Problem("The model's weights differ from those that the run began with.", fix)
+    if name in ("autoencoder", "text encoder"):
+        return Problem(f"The model's {name} differs from the one that the run began with.", fix)
+    if name == "data":
+        now, before = [source.path for source in with_absolute_paths(config).data.sources], earlier_sources(folder)
+        here = ", ".join(now) or "the built-in data set"
+        where = f"{', '.join(before)} → {here}" if before and before != now else here
+        return Problem(f"The pictures, captions or weights differ: {where}.", fix)
+    return Problem(f"{name} was {shown(old)} and is now {shown(new)}.", fix)
+
+
+def earlier_sources(folder: Path) -> list[str]:
+    """Where the run's data lay when it was last started; empty where that cannot be read."""
+    try:
+        sources = read_toml(folder / "config.toml")["data"]["sources"]
+        return [str(source["path"] if isinstance(source, dict) else source) for source in sources]
+    except (UsageError, KeyError, TypeError):
+        return []
