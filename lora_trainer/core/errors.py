@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import errno
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import Any
@@ -65,6 +67,42 @@ class TrainingFailed(UserError):
     """Training could not go on; the message names what was saved."""
 
     exit_code = TRAINING_FAILED
+
+
+# How torch, CUDA, its libraries and the system say it where they raise no error of its own.
+OUT_OF_MEMORY = (
+    "out of memory",
+    "alloc_failed",  # CUBLAS_STATUS_ALLOC_FAILED, CUDNN_STATUS_ALLOC_FAILED
+    "cudaerrormemoryallocation",
+    "can't allocate memory",  # torch on a processor
+    "not enough memory",  # the same on Windows
+    "cannot allocate memory",
+    "bad_alloc",
+)
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether memory ran out, of a card or of the system, in whatever words a library says it. Loads nothing."""
+    if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
+        return True
+    if isinstance(error, OSError):
+        return error.errno == errno.ENOMEM
+    return isinstance(error, RuntimeError) and any(words in str(error).lower() for words in OUT_OF_MEMORY)
+
+
+@contextmanager
+def memory_may_run_out() -> Iterator[None]:
+    """Leave the block quietly where memory runs out in it, with nothing that holds what must be freed."""
+    try:
+        yield
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+
+
+def first_line(error: BaseException) -> str:
+    """What an error says, as far as it fits a sentence."""
+    return (str(error).splitlines() or [type(error).__name__])[0].rstrip(".")
 
 
 def nearest(word: str, known: Iterable[str]) -> str:

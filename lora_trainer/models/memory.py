@@ -27,6 +27,11 @@ def checkpointable_blocks(denoiser: nn.Module) -> list[nn.Module]:
     return [blocks[name] for name in sorted(blocks, key=lambda name: -outputs[name] / weights[name])]
 
 
+def checkpointed_blocks(denoiser: nn.Module) -> int:
+    """How many blocks recompute their activations now."""
+    return sum(bool(getattr(block, FLAG)) for block in checkpointable_blocks(denoiser))
+
+
 def checkpoint_blocks(denoiser: Any, count: int) -> None:
     """Recompute the activations of the first `count` blocks in the backward pass."""
     if count and hasattr(denoiser, "enable_gradient_checkpointing"):

@@ -27,7 +27,7 @@ from lora_trainer.production.release import draw_while_training
 from lora_trainer.training.build import Built, build_learner
 from lora_trainer.training.job import Job
 from lora_trainer.training.processes import Processes, join_processes
-from lora_trainer.training.state import TrainState
+from lora_trainer.training.state import Fit, TrainState
 
 VALIDATION_TIMESTEPS = 8
 MOST_ASKED_AT_ONCE = 4
@@ -175,6 +175,7 @@ def make_job(
         folder=session.folder,
         learner=learner,
         processes=session.processes,
+        planned=Fit(session.choices.micro, built.checkpointed),
         total_steps=session.steps.total,
         steps_per_epoch=session.steps.steps_per_epoch,
         samples_in=feed.plan.size,

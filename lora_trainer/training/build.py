@@ -34,6 +34,7 @@ class Built:
     learner: Learner
     shapes: dict[str, tuple[int, ...]]
     attention: str
+    checkpointed: int  # blocks
     notes: tuple[str, ...]
 
 
@@ -94,7 +95,7 @@ def build_learner(
         f"attention {attention.name}: {attention.reason}",
         f"gradient checkpointing {checkpointed} of {blocks} blocks",
     )
-    return Built(learner, shapes, attention.name, notes)
+    return Built(learner, shapes, attention.name, checkpointed, notes)
 
 
 def put_lora_on(denoiser: nn.Module, names: list[str], config: Config) -> dict[str, nn.Parameter]:

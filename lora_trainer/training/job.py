@@ -11,7 +11,7 @@ from lora_trainer.config.schema import Config
 from lora_trainer.optim.schedules import rate_share
 from lora_trainer.training.micro import Micro
 from lora_trainer.training.processes import Processes
-from lora_trainer.training.state import TrainState
+from lora_trainer.training.state import Fit, TrainState
 from lora_trainer.training.step import Learner
 
 
@@ -23,6 +23,7 @@ class Job:
     folder: Path
     learner: Learner
     processes: Processes
+    planned: Fit  # the largest micro batch and the checkpointed blocks, as they were chosen
     total_steps: int
     steps_per_epoch: int
     samples_in: Callable[[int], int]  # step -> samples over all processes

@@ -60,6 +60,21 @@ class Micro:
             lambda value: value.to(device, dtype, non_blocking=ahead),
         )
 
+    def part(self, start: int, end: int) -> Micro:
+        """Samples `start` up to `end`, on the same storage."""
+        noise = self.noise[start:end]
+        return replace(
+            self,
+            latents=self.latents[start:end],
+            noise=noise,
+            added=noise if self.added is self.noise else self.added[start:end],
+            t=self.t[start:end],
+            cond={name: value[start:end] for name, value in self.cond.items()},
+            sizes=self.sizes[start:end],
+            weights=self.weights[start:end],
+            mask=None if self.mask is None else self.mask[start:end],
+        )
+
     def _taken(self, device: torch.device) -> Micro:
         """Copied ahead: the stream that works now waits for the copy, and its memory is not used anew until then."""
         assert self.copied is not None

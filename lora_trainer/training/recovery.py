@@ -6,8 +6,6 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-import torch
-
 from lora_trainer.core.errors import Problem, TrainingFailed, UserError
 from lora_trainer.monitor.events import Kind
 from lora_trainer.training.checkpoint import Checkpoint, kept
@@ -15,6 +13,14 @@ from lora_trainer.training.job import Job
 from lora_trainer.training.reporter import Reporter
 from lora_trainer.training.saving import last_regular, restore, save_alone
 from lora_trainer.training.state import TrainState
+
+# Resolution, precision and rank belong to a run: they are changed in a new one.
+SMALLER_RUN = (
+    "Close other programs that hold memory, or train anew with a lower data.resolution or memory.base_precision=fp8."
+)
+SMALLER_STATE = (
+    "Close other programs that hold memory, or train anew with optim.name=adamw8bit or adafactor, or a lower lora.rank."
+)
 
 
 class GoBack(Exception):
@@ -38,18 +44,19 @@ def gone_back(job: Job, first: Checkpoint, back: GoBack, reporter: Reporter) -> 
     return replace(restored, seconds=back.state.seconds, went_back=back.state.went_back + 1, **back.changes)
 
 
-def ended_early(job: Job, state: TrainState, error: torch.OutOfMemoryError | UserError) -> TrainingFailed:
-    """For a step that ran out of memory, or whose data cannot be read any more: what was trained is saved first."""
-    if isinstance(error, torch.OutOfMemoryError):
-        return out_of_memory(job, state, error, f"at step {state.step + 1}")
-    save_alone(job, state)
+def ended_early(job: Job, state: TrainState, error: UserError) -> TrainingFailed:
+    """For a step that cannot be done: what was trained is saved first, if weights are still those of a step."""
+    if not isinstance(error, WeightsLost):
+        save_alone(job, state)
     first, *others = error.problems
     return TrainingFailed([Problem(first.message, f"{kept(job.checkpoints)} {first.fix}"), *others])
 
 
-def out_of_memory(job: Job, state: TrainState, error: Exception, when: str) -> TrainingFailed:
-    """Save what was trained and say what to lower."""
-    save_alone(job, state)
-    reason = str(error).splitlines()[0]
-    fix = "Set batch.max_micro lower, memory.checkpointing=all or data.resolution lower."
-    return TrainingFailed(Problem(f"Out of memory {when} ({reason})", f"{kept(job.checkpoints)} {fix}"))
+def nothing_left(when: str, reason: str) -> TrainingFailed:
+    """For memory that ran out with nothing left to reduce."""
+    message = f"Out of memory {when} ({reason}), one sample at a time and with nothing left to reduce."
+    return TrainingFailed(Problem(message, SMALLER_RUN))
+
+
+class WeightsLost(TrainingFailed):
+    """Weights are half changed, and no smaller fit is left to go back with, or other processes went on."""

@@ -6,6 +6,7 @@ import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, closing
 from dataclasses import replace
+from functools import partial
 
 import torch
 
@@ -17,6 +18,7 @@ from lora_trainer.data.loader import prefetch
 from lora_trainer.monitor.progress import Watch
 from lora_trainer.monitor.trackers import Trackers
 from lora_trainer.training.checkpoint import Checkpoint
+from lora_trainer.training.fit import agreed, install, step_that_fits
 from lora_trainer.training.interrupt import SIGNALS, Interrupt, listening
 from lora_trainer.training.job import Job, rate_of
 from lora_trainer.training.micro import Micro
@@ -25,7 +27,7 @@ from lora_trainer.training.recovery import GoBack, ended_early, gone_back
 from lora_trainer.training.reporter import Reporter
 from lora_trainer.training.saving import restore, save, take
 from lora_trainer.training.state import TrainState
-from lora_trainer.training.step import StepResult, train_step
+from lora_trainer.training.step import StepResult, changing_weights, train_step
 from lora_trainer.training.validation import validate
 
 READ_AHEAD = 4  # steps
@@ -68,6 +70,7 @@ def train_steps(
     """Train on what `source` gives for each step from `state` on. Raises TrainingFailed, and GoBack."""
     config, pending = job.config, list[Pending]()
     began, before = time.monotonic(), state.seconds
+    install(job, state.fit)
     while True:
         stand_by()  # nothing is trained while what was trained cannot be written
         started = time.perf_counter()
@@ -75,11 +78,13 @@ def train_steps(
         try:
             micros = next(source)
             waited = time.perf_counter() - started
-            result = one_step(job, state.step, micros, samples, rate)
-        except (torch.OutOfMemoryError, UserError) as error:
+            step = partial(one_step, job, state.step, samples=samples, rate=rate)
+            result, fit = step_that_fits(job, state, micros, step, reporter)
+        except UserError as error:
             state = look(job, state, pending, reporter)
             raise ended_early(job, state, error) from error
         state = replace(state, step=state.step + 1, seconds=before + time.monotonic() - began)
+        state = replace(state, fit=agreed(job, fit, state.step))
         pending.append(Pending(state.step, rate, samples, result, started, waited))
 
         last = state.step == job.total_steps or told_to_stop(job, state, interrupt)
@@ -103,13 +108,14 @@ def read_steps(job: Job, first: int) -> Iterator[list[Micro]]:
         yield job.micros(step)
 
 
-def one_step(job: Job, step: int, micros: list[Micro], samples: int, rate: float) -> StepResult:
+def one_step(job: Job, step: int, micros: list[Micro], *, samples: int, rate: float) -> StepResult:
     if job.config.lora.dropout:
         # From the step's place, as every other draw: no generator state to keep, and each process has masks of its own.
         torch.manual_seed(position_key(job.config.train.seed, "dropout", step, job.processes.rank) % 2**32)
     result = train_step(job.learner, micros, samples, rate)
     if job.learner.average is not None:
-        job.learner.average.follow(job.learner.adapter.masters, step)
+        with changing_weights():
+            job.learner.average.follow(job.learner.adapter.masters, step)
     return result
 
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
+from lora_trainer.core.errors import first_line, is_out_of_memory
 from lora_trainer.diffusion.loss import Loss
 from lora_trainer.diffusion.process import Process
 from lora_trainer.optim.clipping import Clip
@@ -55,6 +57,27 @@ class StepResult:
     skipped: bool
 
 
+class HalfChanged(Exception):
+    """Memory ran out while weights, optimizer or average were changed: they are no longer those of a step.
+
+    Or while gradients were summed: other processes have gone on, and the step cannot be done again by one alone.
+    """
+
+
+@contextmanager
+def changing_weights() -> Iterator[None]:
+    """Memory that runs out inside the block is raised as HalfChanged: the step cannot simply be done again."""
+    try:
+        yield
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        reason = first_line(error)
+    else:
+        return
+    raise HalfChanged(reason)  # out here, so that it holds nothing that must be freed
+
+
 def train_step(learner: Learner, micros: Iterable[Micro], samples: int, rate: float) -> StepResult:
     """One update from the micro batches of a step that has `samples` samples over all processes.
 
@@ -68,7 +91,9 @@ def train_step(learner: Learner, micros: Iterable[Micro], samples: int, rate: fl
     if learner.reduce is not None:
         reduce_gradients(learner.masters, total, learner.reduce)
     set_rate(learner.optimizer, rate)
-    norm, skipped = update(learner)
+    # Gradients that are summed already cannot be made again by one process alone.
+    with nullcontext() if learner.reduce is None else changing_weights():
+        norm, skipped = update(learner)
     return StepResult(total, norm, skipped)
 
 
@@ -90,10 +115,12 @@ def reduce_gradients(masters: list[nn.Parameter], loss: Tensor, reduce: Callable
         if master.grad is None:
             master.grad = torch.zeros_like(master)
     gradients = [master.grad for master in masters if master.grad is not None]
-    flat = reduce(torch.cat([loss.view(1), *(gradient.flatten() for gradient in gradients)]))
-    loss.copy_(flat[0])
-    for gradient, part in zip(gradients, flat[1:].split([g.numel() for g in gradients]), strict=True):
-        gradient.copy_(part.view_as(gradient))
+    mine = torch.cat([loss.view(1), *(gradient.flatten() for gradient in gradients)])
+    with changing_weights():
+        flat = reduce(mine)
+        loss.copy_(flat[0])
+        for gradient, part in zip(gradients, flat[1:].split([g.numel() for g in gradients]), strict=True):
+            gradient.copy_(part.view_as(gradient))
 
 
 def update(learner: Learner) -> tuple[Tensor, bool]:
@@ -103,13 +130,23 @@ def update(learner: Learner) -> tuple[Tensor, bool]:
         scaler.unscale_(optimizer)
     norm = learner.clip(learner.masters)
     skipped = False
-    if scaler is None:
-        optimizer.step()
-    else:
-        scale = scaler.get_scale()
-        scaler.step(optimizer)
-        scaler.update()
-        skipped = scaler.get_scale() < scale
-    optimizer.zero_grad(set_to_none=True)
-    learner.adapter.publish()
+    with changing_weights():
+        if scaler is None:
+            optimizer.step()
+        else:
+            scale = scaler.get_scale()
+            scaler.step(optimizer)
+            scaler.update()
+            skipped = scaler.get_scale() < scale
+        optimizer.zero_grad(set_to_none=True)
+        learner.adapter.publish()
     return norm, skipped
+
+
+def give_up_step(learner: Learner) -> None:
+    """Leave no trace of a step that was not finished: it can be done again, as if for the first time."""
+    for parameter in (*learner.masters, *learner.adapter.copies.values()):
+        parameter.grad = None
+    if (scaler := learner.scaler) is not None:
+        scaler.scale(torch.zeros((), device=learner.device))  # it makes its state with the first loss
+        scaler.update(scaler.get_scale())  # the same scale; forgets that gradients were unscaled already

@@ -5,14 +5,13 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
-import torch
-
 from lora_trainer.core.disk import until_written
+from lora_trainer.core.errors import first_line, is_out_of_memory
 from lora_trainer.monitor.progress import Phase
 from lora_trainer.training.best import save_best
 from lora_trainer.training.job import Job, rate_of
 from lora_trainer.training.numbers import progress_of
-from lora_trainer.training.recovery import out_of_memory
+from lora_trainer.training.recovery import ended_early, nothing_left
 from lora_trainer.training.reporter import Reporter
 from lora_trainer.training.saving import bytes_of
 from lora_trainer.training.state import TrainState
@@ -27,8 +26,11 @@ def validate(job: Job, state: TrainState, reporter: Reporter) -> TrainState:
     reporter.progress(progress_of(job, state, rate_of(job, state, state.step), 0.0, VALIDATING))
     try:
         loss = job.validate()
-    except torch.OutOfMemoryError as error:
-        raise out_of_memory(job, state, error, f"while validating step {state.step}") from error
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        failure = nothing_left(f"while validating step {state.step}", first_line(error))
+        raise ended_early(job, state, failure) from error
     before, state = state, replace(state, validation=loss, validated_step=state.step)
     # The untrained LoRA is what the others are held against, and no candidate; nothing is lower than NaN.
     lower = before.best_validation is None or loss < before.best_validation

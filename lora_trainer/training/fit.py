@@ -1,0 +1,140 @@
+"""A step brought onto the card where memory runs out: in smaller micro batches, then with more checkpointed blocks.
+
+The step is done again with the same samples and the same noise, so nothing but rounding changes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import torch
+
+from lora_trainer.core.errors import Problem, first_line, is_out_of_memory
+from lora_trainer.evaluation.loading import free_memory
+from lora_trainer.models.memory import checkpoint_blocks, checkpointable_blocks
+from lora_trainer.training.job import Job
+from lora_trainer.training.micro import Micro
+from lora_trainer.training.recovery import SMALLER_STATE, GoBack, WeightsLost, nothing_left
+from lora_trainer.training.reporter import Reporter
+from lora_trainer.training.state import Fit, TrainState
+from lora_trainer.training.step import HalfChanged, StepResult, give_up_step
+
+AGREE_EVERY = 10  # steps between asking all processes what fits each of them
+
+
+def step_that_fits(
+    job: Job, state: TrainState, micros: list[Micro], attempt: Callable[[list[Micro]], StepResult], reporter: Reporter
+) -> tuple[StepResult, Fit]:
+    """`attempt` with the micro batches as they fit, less and less for as long as memory runs out; and what did fit.
+
+    Raises GoBack when it ran out while weights were changed, and TrainingFailed with nothing left to reduce.
+    """
+    fit = grown(job, state)
+    if fit != state.fit:
+        waited = state.step - state.fit.since
+        message = (
+            f"memory has sufficed for {waited} steps: trying {words(job, fit)} in place of {words(job, state.fit)}"
+        )
+        reporter.event(state.step + 1, "memory", message)
+        install(job, fit)
+    while True:
+        given = refit(micros, fit.micro)
+        half_changed = False
+        try:
+            return attempt(given), fit
+        except Exception as error:
+            half_changed = isinstance(error, HalfChanged)
+            if not half_changed and not is_out_of_memory(error):
+                raise
+            reason = first_line(error)
+        # Out here nothing refers to the frames of the attempt, which hold what must be freed.
+        give_up_step(job.learner)
+        free_memory(job.learner.device)
+        less = reduced(job, fit, max((len(micro.t) for micro in given), default=1), state.step)
+        if half_changed and (job.processes.reduce is not None or less is None):
+            where = f" in process {job.processes.rank}" if job.processes.world > 1 else ""
+            message = f"Out of memory while the weights were changed{where}, at step {state.step + 1} ({reason})."
+            raise WeightsLost(Problem(message, SMALLER_STATE))
+        if less is None:
+            raise nothing_left(f"at step {state.step + 1}", reason)
+        message = f"out of memory ({reason}): {words(job, less)} in place of {words(job, fit, given)}"
+        if half_changed:
+            raise GoBack(state, "memory", message, fit=less)
+        reporter.event(state.step + 1, "memory", f"{message}; the step is done again")
+        fit = less
+        install(job, fit)
+
+
+def refit(micros: list[Micro], most: int | None) -> list[Micro]:
+    """The same samples in the same order, in micro batches of at most `most`; None leaves them as they are."""
+    if most is None or all(len(micro.t) <= most for micro in micros):
+        return micros
+    found = []
+    for micro in micros:
+        count = len(micro.t)
+        parts = -(-count // most)
+        bounds = [part * count // parts for part in range(parts + 1)]
+        found += [micro.part(start, end) for start, end in zip(bounds, bounds[1:], strict=False)]
+    return found
+
+
+def reduced(job: Job, fit: Fit, largest: int, step: int) -> Fit | None:
+    """One rung down from micro batches of at most `largest`: half of it, then more blocks; None below the last."""
+    failed = fit.failed + fit.grown
+    if largest > 1:
+        return replace(fit, micro=-(-largest // 2), since=step, grown=False, failed=failed)
+    more = [count for count in rungs(job) if count > checkpointed(job, fit)]
+    return replace(fit, checkpointed=more[0], since=step, grown=False, failed=failed) if more else None
+
+
+def grown(job: Job, state: TrainState) -> Fit:
+    """One rung up, after enough steps in which memory sufficed; else the same."""
+    fit = state.fit
+    waiting = job.config.memory.grow_after_steps * 2**fit.failed
+    if not waiting or (fit.micro, fit.checkpointed) == (None, None) or state.step - fit.since < waiting:
+        return fit
+    if fit.checkpointed is not None:
+        fewer = [count for count in rungs(job) if count < fit.checkpointed]
+        return replace(fit, checkpointed=fewer[-1] if len(fewer) > 1 else None, since=state.step, grown=True)
+    assert fit.micro is not None
+    micro = fit.micro * 2
+    return replace(fit, micro=None if micro >= (job.planned.micro or 1) else micro, since=state.step, grown=True)
+
+
+def rungs(job: Job) -> list[int]:
+    """Numbers of checkpointed blocks: as planned, then twice as many but at least half of all, then all."""
+    blocks, planned = len(checkpointable_blocks(job.learner.denoiser)), job.planned.checkpointed or 0
+    return sorted({planned, min(blocks, max(2 * planned, -(-blocks // 2))), blocks})
+
+
+def checkpointed(job: Job, fit: Fit) -> int:
+    return (job.planned.checkpointed or 0) if fit.checkpointed is None else fit.checkpointed
+
+
+def install(job: Job, fit: Fit) -> None:
+    """Checkpoint as many blocks as a fit says."""
+    checkpoint_blocks(job.learner.denoiser, checkpointed(job, fit))
+
+
+def words(job: Job, fit: Fit, given: Sequence[Micro] = ()) -> str:
+    """A fit as people read it; `given` are the micro batches as they were, where that is known better."""
+    largest = max((len(micro.t) for micro in given), default=fit.micro or job.planned.micro)
+    return f"micro batches of {largest} with {checkpointed(job, fit)} blocks checkpointed"
+
+
+def agreed(job: Job, fit: Fit, step: int) -> Fit:
+    """The smallest fit of all processes, every so many steps: so a resumed run, which knows one, goes on with that.
+
+    In between each process shrinks alone: gradients are summed at the end of the step.
+    """
+    reduce = job.processes.reduce
+    if reduce is None or step % AGREE_EVERY:
+        return fit
+    rows = torch.zeros(job.processes.world, 5, dtype=torch.float64, device=job.learner.device)
+    mine = [fit.micro or 0, checkpointed(job, fit), fit.since, fit.grown, fit.failed]
+    rows[job.processes.rank] = torch.tensor(mine, dtype=torch.float64)
+    found = [[int(value) for value in row] for row in reduce(rows).tolist()]
+    micro, blocks, since, was_grown, failed = min(found, key=lambda row: (row[0] or float("inf"), -row[1], row))
+    planned = blocks == (job.planned.checkpointed or 0)
+    return Fit(micro or None, None if planned else blocks, since, bool(was_grown), failed)
