@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from itertools import pairwise
 
 import torch
 
@@ -75,7 +76,7 @@ def refit(micros: list[Micro], most: int | None) -> list[Micro]:
         count = len(micro.t)
         parts = -(-count // most)
         bounds = [part * count // parts for part in range(parts + 1)]
-        found += [micro.part(start, end) for start, end in zip(bounds, bounds[1:], strict=False)]
+        found += [micro.part(start, end) for start, end in pairwise(bounds)]
     return found
 
 

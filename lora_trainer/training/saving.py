@@ -73,4 +73,5 @@ def bytes_of(tensors: Any) -> int:
 
 
 def on_cpu(values: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    return {name: value.detach().cpu() for name, value in values.items()}
+    """Copies: what is trained on meanwhile does not change them."""
+    return {name: value.detach().to("cpu", copy=True) for name, value in values.items()}

@@ -305,7 +305,7 @@ def test_out_of_memory_ends_the_run_and_names_what_is_safe(bench, capsys):
         assert bench.run("full") == 5
     said = said_plainly(capsys)
     assert "memory" in said
-    assert "batch.max_micro" in said
+    assert "data.resolution" in said
     assert record(bench.folder("full"))["status"] == "failed"
 
 

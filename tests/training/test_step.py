@@ -72,13 +72,6 @@ def random_micro(count: int, dtype: torch.dtype = torch.float32) -> Micro:
     return Micro(latents, noise, noise, t, {"embeds": embeds}, drawn(count, 6), torch.ones(count, dtype=dtype))
 
 
-def part(micro: Micro, start: int, end: int) -> Micro:
-    cond = {name: value[start:end] for name, value in micro.cond.items()}
-    tensors = {field.name: getattr(micro, field.name) for field in dataclasses.fields(micro) if field.name != "cond"}
-    parts = {name: None if value is None else value[start:end] for name, value in tensors.items()}
-    return Micro(**parts, cond=cond)
-
-
 def gradients(learner: Learner, micros: list[Micro], samples: int) -> list[torch.Tensor]:
     for micro in micros:
         backward(learner, micro, samples)
@@ -94,7 +87,7 @@ def test_splitting_a_step_changes_rounding_only(unet, bounds):
         parameter.data += 0.01
     micro = random_micro(4, torch.float64)
     whole = gradients(learner, [micro], 4)
-    split = gradients(learner, [part(micro, a, b) for a, b in pairwise(bounds)], 4)
+    split = gradients(learner, [micro.part(a, b) for a, b in pairwise(bounds)], 4)
     norm = torch.cat([g.flatten() for g in whole]).norm()
     difference = torch.cat([(a - b).flatten() for a, b in zip(whole, split, strict=True)]).norm()
     assert norm > 0
@@ -106,7 +99,7 @@ def test_two_processes_sum_to_one(unet):
     learner = make_learner(unet, torch.float64)
     micro = random_micro(3, torch.float64)
     whole = gradients(learner, [micro], 3)
-    shares = [gradients(learner, [part(micro, a, b)], 3) for a, b in ((0, 2), (2, 3))]
+    shares = [gradients(learner, [micro.part(a, b)], 3) for a, b in ((0, 2), (2, 3))]
     for expected, *parts in zip(whole, *shares, strict=True):
         assert torch.allclose(expected, sum(parts), rtol=1e-9, atol=1e-15)
 
@@ -130,7 +123,7 @@ def test_a_weight_multiplies_its_samples_part(unet):
     for parameter in learner.masters:
         parameter.data += 0.01
     micro = random_micro(2, torch.float64)
-    first, second = (gradients(learner, [part(micro, row, row + 1)], 2) for row in (0, 1))
+    first, second = (gradients(learner, [micro.part(row, row + 1)], 2) for row in (0, 1))
     weighted = dataclasses.replace(micro, weights=torch.tensor([3.0, 0.0], dtype=torch.float64))
     for one, other, expected in zip(first, second, gradients(learner, [weighted], 2), strict=True):
         assert float(other.abs().sum()) > 0.0
@@ -150,7 +143,7 @@ def test_masks_split_and_stay_on_their_samples(unet):
     mask[1, :, :, 4:] = 0.0
     masked = dataclasses.replace(micro, mask=mask)
     whole = torch.cat([each.flatten() for each in gradients(learner, [masked], 2)])
-    split = gradients(learner, [part(micro, 0, 1), part(masked, 1, 2)], 2)
+    split = gradients(learner, [micro.part(0, 1), masked.part(1, 2)], 2)
     assert (whole - torch.cat([each.flatten() for each in split])).norm() < 1e-9 * whole.norm()
 
 

@@ -1,0 +1,221 @@
+"""Memory that runs out in a step: the same samples in smaller parts, told, and grown back after a while."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from lora_trainer.core.errors import TrainingFailed
+from lora_trainer.models.memory import checkpointed_blocks
+from lora_trainer.monitor.trackers import EVENTS, METRICS, read_lines
+from lora_trainer.training.checkpoint import newest_valid, read_checkpoint
+from lora_trainer.training.job import Job
+from lora_trainer.training.state import Fit
+from tests.training.tiny_job import TinyPlace, outcome, told_in
+
+SHORT = "CUDA out of memory. Tried to allocate 2.00 GiB."
+FOUR = {"batch__effective": 4, "checkpoint__every_steps": 3, "validate__every_steps": 0}
+
+
+class ShortBackward(torch.autograd.Function):
+    """Runs out of memory in the backward pass."""
+
+    @staticmethod
+    def forward(context: Any, value: Tensor) -> Tensor:
+        return value.clone()
+
+    @staticmethod
+    def backward(context: Any, gradient: Tensor) -> Tensor:
+        raise torch.OutOfMemoryError(SHORT)
+
+
+def counted(fails: Callable[[int], bool], work: Callable[..., Any], error: Exception | None = None) -> Any:
+    """The same work, which runs out of memory in some of its calls, counted from 0, after it was half done."""
+    calls = iter(range(10**9))
+
+    def work_or_fail(*given: Any, **named: Any) -> Any:
+        done = work(*given, **named)
+        if fails(next(calls)):
+            raise error or torch.OutOfMemoryError(SHORT)
+        return done
+
+    return work_or_fail
+
+
+def in_forward(job: Job, fails: Callable[[int], bool], error: Exception | None = None) -> Job:
+    return replace(job, learner=replace(job.learner, predict=counted(fails, job.learner.predict, error)))
+
+
+def in_backward(job: Job, fails: Callable[[int], bool]) -> Job:
+    calls, true = iter(range(10**9)), job.learner.predict
+
+    def predict(*given: Any) -> Tensor:
+        predicted = true(*given)
+        short: Tensor = ShortBackward.apply(predicted)  # type: ignore[no-untyped-call]
+        return short if fails(next(calls)) else predicted
+
+    return replace(job, learner=replace(job.learner, predict=predict))
+
+
+def in_clipping(job: Job, fails: Callable[[int], bool]) -> Job:
+    return replace(job, learner=replace(job.learner, clip=counted(fails, job.learner.clip)))
+
+
+def in_update(job: Job, fails: Callable[[int], bool]) -> Job:
+    """After the weights were changed, so that a step simply done again would be wrong."""
+    job.learner.optimizer.step = counted(fails, job.learner.optimizer.step)  # type: ignore[method-assign]
+    return job
+
+
+def on_card(job: Job, room: int) -> Job:
+    """A card on which a step of so many samples fits."""
+    true = job.learner.predict
+
+    def predict(*given: Any) -> Tensor:
+        if len(given[2]) > room:
+            raise torch.OutOfMemoryError(SHORT)
+        return true(*given)
+
+    return replace(job, learner=replace(job.learner, predict=predict))
+
+
+def events(job: Job) -> list[tuple[int, str]]:
+    found = [row for row in read_lines(job.folder / EVENTS) if row["kind"] == "memory"]
+    return [(row["step"], row["message"]) for row in found]
+
+
+def trained(job: Job) -> dict[str, Any]:
+    """What the steps left, whatever was said of them."""
+    found = outcome(job)
+    return {name: found[name] for name in ("step", "tensors", "optimizer", METRICS)}
+
+
+FIRST = [in_forward, in_backward, in_clipping, in_update]
+
+
+@pytest.mark.parametrize("place_of", FIRST)
+def test_a_first_step_without_memory_is_done_in_halves(place: TinyPlace, place_of: Callable[..., Job]):
+    """Bit for bit the run that was split so from its start, wherever in the step memory ran out."""
+    asked = place.job("asked", steps=4, batch__max_micro=2, **FOUR)
+    place.train(asked)
+    short = place_of(place.job("short", steps=4, **FOUR), lambda call: call == 0)
+    state, _ = place.train(short)
+    assert trained(short) == trained(asked)
+    assert state.fit == Fit(micro=2)
+    ((step, message),) = events(short)
+    assert step in (0, 1)
+    assert SHORT.rstrip(".") in message
+    assert "micro batches of 2 " in message
+    assert "in place of micro batches of 4 " in message or "in place of micro batches of 3 " in message
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        RuntimeError("CUDA error: out of memory"),
+        RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
+        RuntimeError("[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate memory"),
+        MemoryError(),
+    ],
+)
+def test_memory_is_short_in_other_words_too(place: TinyPlace, error: Exception):
+    short = in_forward(place.job("short", steps=1, **FOUR), lambda call: call == 0, error)
+    assert place.train(short)[0].fit.micro == 2
+
+
+def test_another_error_is_not_taken_for_it(place: TinyPlace):
+    broken = in_forward(place.job("broken", steps=1, **FOUR), lambda call: call == 0, RuntimeError("a bug"))
+    with pytest.raises(RuntimeError, match="a bug"):
+        place.train(broken)
+
+
+def test_fp16_takes_a_step_again_that_was_unscaled_already(place: TinyPlace):
+    settings = FOUR | {"memory__base_precision": "fp16", "steps": 2}
+    asked = place.job("asked", batch__max_micro=2, **settings)
+    place.train(asked)
+    short = in_clipping(place.job("short", **settings), lambda call: call == 0)
+    place.train(short)
+    assert outcome(short)["scaler"] == outcome(asked)["scaler"]
+    assert trained(short) == trained(asked)
+
+
+def test_an_update_that_ran_out_is_done_again_from_the_last_checkpoint(place: TinyPlace):
+    calm = place.job("calm", **FOUR)
+    place.train(calm)
+    short = in_update(place.job("short", **FOUR), lambda call: call == 4)
+    state, _ = place.train(short)
+    assert events(short)[0][1].endswith("the run goes on from step 3")
+    # The same three steps, then the same again from there in halves.
+    rows, calm_rows = (read_lines(each.folder / METRICS) for each in (short, calm))
+    assert [row["step"] for row in rows] == [1, 2, 3, 4, 5, 6]
+    assert [row["loss"] for row in rows[:3]] == [row["loss"] for row in calm_rows[:3]]
+    start = read_checkpoint(calm.checkpoints / "step-000003")
+    halves = place.job("halves", **FOUR)
+    place.train(halves, replace(start, state=replace(start.state, fit=state.fit)))
+    assert trained(short)["tensors"] == trained(halves)["tensors"]
+
+
+def test_blocks_are_checkpointed_when_one_sample_does_not_fit(place: TinyPlace):
+    """And that changes not one bit."""
+    settings = FOUR | {"batch__effective": 1, "steps": 4}
+    calm = place.job("calm", **settings)
+    place.train(calm)
+    short = in_forward(place.job("short", **settings), lambda call: call in (2, 3))
+    state, _ = place.train(short)
+    blocks = checkpointed_blocks(short.learner.denoiser)
+    assert blocks > 1
+    assert (state.fit.micro, state.fit.checkpointed) == (None, blocks)
+    assert [step for step, _ in events(short)] == [3, 3]
+    assert trained(short) == trained(calm)
+
+
+def test_nothing_left_to_reduce_saves_what_was_trained(place: TinyPlace):
+    short = in_forward(place.job("short", **FOUR | {"checkpoint__every_steps": 100}), lambda call: call >= 9)
+    with pytest.raises(TrainingFailed, match="nothing left to reduce") as failed:
+        place.train(short)
+    problem = failed.value.problems[0]
+    assert SHORT.rstrip(".") in problem.message
+    assert "data.resolution" in problem.fix
+    found, _ = newest_valid(short.checkpoints)
+    assert found is not None
+    step = found[1].state.step
+    assert step > 0
+    assert f"step-{step:06d} is safe" in problem.fix
+    assert len(read_lines(short.folder / METRICS)) == step
+    place.resume(place.job("short", **FOUR))
+    assert outcome(short)["step"] == 6
+
+
+def test_a_run_grows_back_and_waits_twice_as_long_after_a_failed_try(place: TinyPlace):
+    settings = FOUR | {"memory__grow_after_steps": 2, "steps": 9}
+    short = on_card(place.job("short", **settings), room=2)
+    place.train(short)
+    told = [(step, "trying" in message) for step, message in events(short)]
+    assert told == [(1, False), (3, True), (4, False), (8, True), (8, False)]
+
+
+def test_a_run_that_fits_again_trains_as_planned(place: TinyPlace):
+    settings = FOUR | {"memory__grow_after_steps": 2, "batch__effective": 1, "steps": 9}
+    short = in_forward(place.job("short", **settings), lambda call: call in (0, 1))
+    state, _ = place.train(short)
+    assert (state.fit.micro, state.fit.checkpointed, state.fit.failed) == (None, None, 0)
+    assert checkpointed_blocks(short.learner.denoiser) == 0
+    assert [step for step, _ in events(short)] == [1, 1, 3, 5]
+
+
+def test_a_run_that_was_short_of_memory_is_resumed_to_the_bit(place: TinyPlace):
+    """Stopped after any step, on the same card: the same steps in the same parts, and the same tries to grow."""
+    settings = FOUR | {"memory__grow_after_steps": 2, "steps": 8, "checkpoint__every_steps": 100}
+    whole = on_card(place.job("whole", **settings), room=2)
+    place.train(whole)
+    for stop in (2, 4, 7):
+        name = f"stopped_{stop}"
+        place.train(told_in(on_card(place.job(name, **settings), room=2), stop - 1))
+        again = on_card(place.job(name, **settings), room=2)
+        place.resume(again)
+        assert outcome(again) == outcome(whole), stop
