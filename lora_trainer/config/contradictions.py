@@ -147,7 +147,21 @@ def captions(settings: Settings) -> list[Yields]:
     return found
 
 
-RULES: tuple[Callable[[Settings], list[Yields]], ...] = (prodigy_rate, schedule_free, clipping, sizes, captions)
+def determinism(settings: Settings) -> list[Yields]:
+    if not settings["train.deterministic"] or settings["memory.attention"] != "xformers":
+        return []
+    reason = "train.deterministic asks for the same bits each time, and xformers does not say whether it gives them"
+    return [Yields("memory.attention", "sdpa", reason, "Set memory.attention=sdpa, or train.deterministic=false.")]
+
+
+RULES: tuple[Callable[[Settings], list[Yields]], ...] = (
+    prodigy_rate,
+    schedule_free,
+    clipping,
+    sizes,
+    captions,
+    determinism,
+)
 
 
 def captions_of_sources(settings: Settings) -> list[Problem]:

@@ -240,7 +240,7 @@ class TrainSection(Section):
     max_hours: Positive | None = Field(None, description="stop after this time, with everything saved")
     deterministic: bool = Field(
         False,
-        description="only operations that give the same bits each time; slower on a card, and refused where one lacks",
+        description="the same bits each time on a card, too: slower, and a run ends where an operation cannot (a processor gives them anyway)",
     )
     grace_seconds: Positive = Field(
         30.0,

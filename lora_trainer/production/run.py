@@ -178,6 +178,7 @@ def run_recorded(order: Order, inputs: Inputs) -> RunResult:
     from lora_trainer.production.flow import run_session
     from lora_trainer.production.room import patience_of
     from lora_trainer.training.checkpoint import list_checkpoints, step_of
+    from lora_trainer.training.determinism import only_deterministic
     from lora_trainer.training.processes import join_processes
 
     began, folder = time.monotonic(), order.folder
@@ -188,7 +189,8 @@ def run_recorded(order: Order, inputs: Inputs) -> RunResult:
         tell_differences(order, previous or {}, record)
         keep(folder, record)
         try:
-            with leaving_on_sigterm(), in_use(cache_folder(order.config)):
+            exactly = only_deterministic(order.config.train.deterministic, folder / "checkpoints")
+            with leaving_on_sigterm(), in_use(cache_folder(order.config)), exactly:
                 outcome = run_session(order, inputs, record)
         except BaseException as error:
             trained = list_checkpoints(folder / "checkpoints")

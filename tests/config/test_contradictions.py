@@ -33,6 +33,7 @@ CLASHES = [
     ({"captions__shuffle": True}, {"captions__variants": 1}, 8),
     ({"data__resolutions": (512, 768)}, {"data__resolution": 512}, None),
     ({"data__no_upscale": True}, {"data__allow_upscale": True}, False),
+    ({"train__deterministic": True}, {"memory__attention": "xformers"}, "sdpa"),
 ]
 
 

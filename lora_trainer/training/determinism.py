@@ -1,0 +1,53 @@
+"""`train.deterministic`: only operations that give the same bits each time, or an error that names the one that cannot."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lora_trainer.core.errors import Problem, TrainingFailed
+from lora_trainer.training.checkpoint import kept
+
+LACKING = "does not have a deterministic implementation"
+# cuBLAS sums in one order only with work space of a fixed size; read when a card is first computed on.
+WORKSPACE, ITS_SIZE = "CUBLAS_WORKSPACE_CONFIG", ":4096:8"
+
+
+@contextmanager
+def only_deterministic(wanted: bool, checkpoints: Path) -> Iterator[None]:
+    """Inside the block torch uses nothing else, where that is wanted; afterwards it is set as before.
+
+    Raises TrainingFailed where an operation has no such form. `checkpoints` is named in the message.
+    """
+    if not wanted:
+        yield
+        return
+    os.environ.setdefault(WORKSPACE, ITS_SIZE)
+    cudnn, before = torch.backends.cudnn, torch.are_deterministic_algorithms_enabled()
+    chosen = cudnn.deterministic, cudnn.benchmark
+    memory: Any = torch.utils.deterministic
+    filled = memory.fill_uninitialized_memory
+    torch.use_deterministic_algorithms(True)
+    cudnn.deterministic, cudnn.benchmark = True, False
+    memory.fill_uninitialized_memory = False  # finds mistakes, and costs time
+    try:
+        yield
+    except RuntimeError as error:
+        if LACKING not in str(error) and WORKSPACE not in str(error):
+            raise
+        what = str(error).partition(LACKING)[0].strip() if LACKING in str(error) else "cuBLAS"
+        raise TrainingFailed(
+            Problem(
+                f"{what} has no form that gives the same bits each time, and train.deterministic asks for nothing else.",
+                f"{kept(checkpoints)} Set train.deterministic=false, or memory.attention=math where attention is meant.",
+            )
+        ) from error
+    finally:
+        torch.use_deterministic_algorithms(before)
+        cudnn.deterministic, cudnn.benchmark = chosen
+        memory.fill_uninitialized_memory = filled

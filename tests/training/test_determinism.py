@@ -1,0 +1,47 @@
+"""`train.deterministic`: the same numbers, torch as it was afterwards, and a message that names what cannot."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from lora_trainer.training import step
+from lora_trainer.training.determinism import only_deterministic
+from tests.recipes.recipe import Bench, patched
+from tests.training.tiny_job import TinyPlace, outcome
+
+
+def put(*_: object) -> torch.Tensor:
+    """An operation that has no deterministic form, on a processor neither."""
+    return torch.zeros(3).put_(torch.tensor([0]), torch.ones(1))
+
+
+def test_the_command_names_the_operation_and_the_setting(place: TinyPlace, capsys: pytest.CaptureFixture[str]) -> None:
+    bench = Bench(place.model, place.data, place.folder, place.cache)
+    with patched(step, "backward", put):
+        assert bench.run("exact", train__deterministic="true") == 5
+    said = capsys.readouterr().err
+    assert "put_ has no form that gives the same bits each time, and train.deterministic asks for nothing else" in said
+    assert "Traceback" not in said
+    assert not torch.are_deterministic_algorithms_enabled()
+
+
+def test_on_a_processor_it_changes_nothing(place: TinyPlace) -> None:
+    usual, exact = place.job("usual", steps=2), place.job("exact", steps=2, train__deterministic=True)
+    place.train(usual)
+    with only_deterministic(True, exact.checkpoints):
+        place.train(exact)
+    assert outcome(usual) == outcome(exact)
+
+
+def test_torch_is_asked_for_the_same_bits(tmp_path) -> None:
+    before = torch.backends.cudnn.deterministic
+    with only_deterministic(True, tmp_path):
+        assert torch.are_deterministic_algorithms_enabled()
+        assert (torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark) == (True, False)
+    assert not torch.are_deterministic_algorithms_enabled()
+    assert torch.backends.cudnn.deterministic == before
+    with only_deterministic(False, tmp_path):
+        put()
+    with pytest.raises(RuntimeError, match="something else"), only_deterministic(True, tmp_path):
+        raise RuntimeError("something else")
