@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+import re
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from torch import Tensor
@@ -12,6 +13,15 @@ from lora_trainer.export.keys import DIFFUSERS_DOWN, DIFFUSERS_UP
 from lora_trainer.export.weights import LoraWeights
 
 ADAPTER_METADATA_KEY = "lora_adapter_metadata"  # diffusers.loaders.lora_base.LORA_ADAPTER_METADATA_KEY
+
+# Arguments of peft's LoraConfig that only describe the file's own tensors; every other one may read or change more.
+DESCRIBING = frozenset(
+    "r lora_alpha rank_pattern alpha_pattern target_modules exclude_modules lora_dropout bias fan_in_fan_out use_rslora "
+    "layers_to_transform layers_pattern peft_type peft_version task_type inference_mode revision auto_mapping "
+    "base_model_name_or_path lora_bias qalora_group_size".split()
+)
+UNSET = {"megatron_core": ("megatron.core",), "init_lora_weights": (True, "gaussian")}  # as peft writes them
+REPEATED_GROUP = re.compile(r"\)\s*[*+{]|[*+}][*+]")  # what lets a pattern take for ever
 
 
 def diffusers_tensors(weights: LoraWeights) -> dict[str, Tensor]:
@@ -58,9 +68,7 @@ def alphas(metadata: Mapping[str, str], ranks: Mapping[str, int]) -> dict[str, f
 
     Raises ValueError when the JSON cannot be read.
     """
-    document = json.loads(metadata.get(ADAPTER_METADATA_KEY) or "{}")
-    if not isinstance(document, dict):
-        raise ValueError("not a JSON object")
+    document = _document(metadata)
     found: dict[str, float] = {}
     for module, rank in ranks.items():
         component, _, rest = module.partition(".")
@@ -68,3 +76,39 @@ def alphas(metadata: Mapping[str, str], ranks: Mapping[str, int]) -> dict[str, f
         default: Any = document.get(f"{component}.lora_alpha", rank)
         found[module] = float(pattern.get(rest, default))
     return found
+
+
+def _document(metadata: Mapping[str, str]) -> dict[str, Any]:
+    try:
+        document = json.loads(metadata.get(ADAPTER_METADATA_KEY) or "{}")
+    except RecursionError:
+        raise ValueError("nested too deeply") from None
+    if not isinstance(document, dict):
+        raise ValueError("not a JSON object")
+    return document
+
+
+def reaching_further(metadata: Mapping[str, str]) -> list[str]:
+    """What of the header's JSON would make peft import, read or change more than the file's own tensors.
+
+    diffusers hands all of it to peft's LoraConfig, whose arguments name modules to import, files to read and ways to
+    change the base itself (PiSSA, OLoRA, CorDA). Raises ValueError when the JSON cannot be read.
+    """
+    found = []
+    for name, value in _document(metadata).items():
+        key = name.rpartition(".")[2]
+        describes = key in DESCRIBING or not _says_something(value) or value in UNSET.get(key, ())
+        if not describes or any(REPEATED_GROUP.search(pattern) for pattern in _patterns(key, value)):
+            found.append(name)
+    return found
+
+
+def _says_something(value: Any) -> bool:
+    """False for null, false, and for tables that hold nothing else."""
+    return any(map(_says_something, value.values())) if isinstance(value, dict) else value not in (None, False, [], "")
+
+
+def _patterns(key: str, value: Any) -> Iterator[str]:
+    """What peft matches against names of modules."""
+    if key.endswith(("_pattern", "_modules")):
+        yield from (each for each in ([value] if isinstance(value, str) else value or ()) if isinstance(each, str))

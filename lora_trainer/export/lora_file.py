@@ -13,6 +13,7 @@ from torch import Tensor
 
 from lora_trainer.core.errors import Problem, TrainingFailed, UsageError
 from lora_trainer.core.io import atomic_path
+from lora_trainer.core.tensorfile import read_tensor_header
 from lora_trainer.export import diffusers as diffusers_form
 from lora_trainer.export import kohya as kohya_form
 from lora_trainer.export.keys import (
@@ -89,6 +90,7 @@ def read_lora(path: Path) -> LoraWeights:
     """
     tensors, metadata = _open(path)
     _refuse_other_methods(path, tensors)
+    _refuse_reaching(path, metadata)
     kohya = [key for key in tensors if key.endswith((KOHYA_DOWN, KOHYA_UP, KOHYA_ALPHA))]
     diffusers = [key for key in tensors if key.endswith((DIFFUSERS_DOWN, DIFFUSERS_UP))]
     if kohya and diffusers:
@@ -130,6 +132,7 @@ def _open(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
     if path.suffix.lower() != ".safetensors":
         # diffusers would try to read such a file as a pickle, whatever it holds.
         raise _refused(path, "does not end in .safetensors.", "Name a .safetensors file.")
+    read_tensor_header(path)  # damage in words, before a library reads it
     try:
         with safe_open(path, framework="pt") as opened:
             metadata = dict(opened.metadata() or {})
@@ -145,6 +148,17 @@ def _refuse_other_methods(path: Path, tensors: Mapping[str, Tensor]) -> None:
     for mark, method in OTHER_METHODS.items():
         if any(mark in key for key in tensors):
             raise _refused(path, f"is a {method}, not a plain LoRA.", "Convert it to a LoRA first.")
+
+
+def _refuse_reaching(path: Path, metadata: Mapping[str, str]) -> None:
+    key = diffusers_form.ADAPTER_METADATA_KEY
+    try:
+        reaching = diffusers_form.reaching_further(metadata)
+    except (ValueError, TypeError):
+        raise _refused(path, f"has a header entry {key} that cannot be read.", "Export it again.") from None
+    if reaching:
+        fix = "Programs would read other files, run code or change the base by it: export it again as a plain LoRA."
+        raise _refused(path, f"asks in {key} for more than its own weights ({_some(reaching)}).", fix)
 
 
 def _kohya_halves(

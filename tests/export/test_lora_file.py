@@ -246,9 +246,9 @@ def truncated(path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "make", "message"),
     [
-        ("cut.safetensors", truncated, "cannot be read"),
-        ("empty.safetensors", lambda path: path.write_bytes(b""), "cannot be read"),
-        ("noise.safetensors", lambda path: path.write_bytes(bytes(range(256)) * 9), "cannot be read"),
+        ("cut.safetensors", truncated, "cut off|promises"),
+        ("empty.safetensors", lambda path: path.write_bytes(b""), "empty or was cut off"),
+        ("noise.safetensors", lambda path: path.write_bytes(bytes(range(256)) * 9), "cut off"),
         ("old.ckpt", lambda path: path.write_bytes(b"anything"), "pickle"),
         ("renamed.safetensors", lambda path: torch.save({"a": torch.ones(2)}, path), "pickle"),
         ("plain.safetensors", lambda path: path.write_bytes(pickle.dumps({"a": 1})), "pickle"),
