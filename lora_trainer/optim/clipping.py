@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from lora_trainer.config.schema import OptimSection
 
-# Changes gradients in place; returns their joint norm [] from before.
-Clip = Callable[[Sequence[nn.Parameter]], Tensor]
+# Changes gradients in place; returns their joint norm [] from before. The number is a factor on the bound.
+Clip = Callable[[Sequence[nn.Parameter], float], Tensor]
 
 
 def make_clip(config: OptimSection) -> Clip:
@@ -21,9 +21,9 @@ def make_clip(config: OptimSection) -> Clip:
     return partial(clip_by_norm, largest=config.clip_norm)
 
 
-def clip_by_norm(parameters: Sequence[nn.Parameter], largest: float) -> Tensor:
-    """Scale all gradients so that their joint norm is at most `largest` (0: leave them)."""
-    norm = gradient_norm(parameters)
+def clip_by_norm(parameters: Sequence[nn.Parameter], scale: float = 1.0, *, largest: float) -> Tensor:
+    """Scale all gradients so that their joint norm is at most `scale * largest` (0: leave them)."""
+    norm, largest = gradient_norm(parameters), scale * largest
     # Looking at the norm costs nothing on a processor, and a multiplication by one as much as half of all this.
     small = norm.device.type == "cpu" and float(norm) + 1e-6 <= largest
     if largest and not small:
@@ -31,10 +31,10 @@ def clip_by_norm(parameters: Sequence[nn.Parameter], largest: float) -> Tensor:
     return norm
 
 
-def clip_by_value(parameters: Sequence[nn.Parameter], largest: float) -> Tensor:
-    """Hold each entry of each gradient within ± `largest`."""
+def clip_by_value(parameters: Sequence[nn.Parameter], scale: float = 1.0, *, largest: float) -> Tensor:
+    """Hold each entry of each gradient within ± `scale * largest`."""
     norm = gradient_norm(parameters)
-    torch.nn.utils.clip_grad_value_(parameters, largest)
+    torch.nn.utils.clip_grad_value_(parameters, scale * largest)
     return norm
 
 

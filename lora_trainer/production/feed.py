@@ -30,7 +30,7 @@ DECODED_AHEAD = 2  # steps
 @dataclass(frozen=True)
 class Feed:
     """`micros(step)` gives this process's micro batches of a step, `ledger(steps)` what so many steps trained,
-    `names(step)` the names of a step's pictures, over all processes.
+    `names(step)` the names of a step's pictures, process by process and in each micro batch by micro batch.
 
     `close` ends threads and frees the autoencoder, where there are any; no micro batch can be made afterwards.
     """
@@ -52,14 +52,16 @@ def make_feed(config: Config, data: CachedData, learner: Learner, processes: Pro
     plan = plan_steps(data.samples, config.batch.effective, seed)
     copied = copied_ahead(learner.device, learner.dtype)
 
-    def groups_of(step: int) -> tuple[tuple[Ref, ...], ...]:
-        mine = share(plan.refs(step), processes.rank, processes.world)
-        return split_micros(mine, lambda ref: data.bucket(ref, seed), micro)
+    def groups_of(refs: tuple[Ref, ...]) -> tuple[tuple[Ref, ...], ...]:
+        return split_micros(refs, lambda ref: data.bucket(ref, seed), micro)
+
+    def own_groups(step: int) -> tuple[tuple[Ref, ...], ...]:
+        return groups_of(share(plan.refs(step), processes.rank, processes.world))
 
     def micros(step: int) -> list[Micro]:
-        groups = groups_of(step)
+        groups = own_groups(step)
         if data.fresh is not None:
-            later = (groups_of(near) for near in range(step + 1, min(step + 1 + DECODED_AHEAD, total)))
+            later = (own_groups(near) for near in range(step + 1, min(step + 1 + DECODED_AHEAD, total)))
             data.fresh.expect(ref for each in (groups, *later) for group in each for ref in group)
         epoch = step // plan.steps_per_epoch
         batches = [read_micro(data, group, step, epoch, seed) for group in groups]
@@ -73,7 +75,9 @@ def make_feed(config: Config, data: CachedData, learner: Learner, processes: Pro
         return count_trained(plan, steps, lambda ref: data.bucket(ref, seed), text_of)
 
     def names(step: int) -> list[str]:
-        return [data.samples[ref.index].path.name for ref in plan.refs(step)]
+        refs, world = plan.refs(step), processes.world
+        shares = (groups_of(share(refs, rank, world)) for rank in range(world))
+        return [data.samples[ref.index].path.name for groups in shares for group in groups for ref in group]
 
     def close() -> None:
         if data.fresh is not None:

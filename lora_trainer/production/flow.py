@@ -128,7 +128,7 @@ def with_ledger(record: Record, prepared: Prepared, state: TrainState) -> Record
     if not state.step:
         return record
     ledger = prepared.feed.ledger(state.step)
-    told = ledger.line + (f"; fp16 skipped {state.skipped} of {state.step} steps" if state.skipped else "")
+    told = ledger.line + (f"; {state.skipped} of {state.step} steps were left out" if state.skipped else "")
     session.console.print(f"trained: {told}")
     summary = ledger.to_json() | {"skipped_steps": state.skipped, "line": told}
     try:

@@ -138,6 +138,7 @@ def build(session: Session) -> Built:
         fp8=session.choices.fp8,
         device=session.choices.device,
         reduce=session.processes.reduce,
+        place=(session.processes.rank, session.processes.world),
         checkpointing=session.choices.checkpointing,
         attention_asked=asked_by_user(session.order.resolved, "memory.attention"),
     )

@@ -24,7 +24,7 @@ from lora_trainer.optim.clipping import make_clip
 from lora_trainer.optim.optimizers import make_optimizer
 from lora_trainer.training.adapter import make_adapter
 from lora_trainer.training.average import make_average, shown_weights
-from lora_trainer.training.step import Learner
+from lora_trainer.training.step import Guard, Learner
 
 
 @dataclass(frozen=True)
@@ -47,6 +47,7 @@ def build_learner(
     fp8: bool,
     device: torch.device,
     reduce: Callable[[Tensor], Tensor] | None,
+    place: tuple[int, int] = (0, 1),
     checkpointing: Literal["none", "all", "auto"] | int,
     attention_asked: bool,
 ) -> Built:
@@ -54,7 +55,7 @@ def build_learner(
 
     With `fp8` the frozen weights are stored in 8 bits before they reach the device.
     Raises UsageError for targets that match nothing, an attention that was asked for and
-    does not work, or an optimizer that is not installed.
+    does not work, or an optimizer that is not installed. `place` is this process's number and how many there are.
     """
     denoiser = family.load_denoiser(facts.path, dtype, torch.device("cpu") if fp8 else device)
     shapes = shapes_of({family.denoiser_prefix: denoiser})
@@ -89,6 +90,9 @@ def build_learner(
         device=device,
         dtype=dtype,
         clip=make_clip(config.optim),
+        guard=choose_guard(config, device, scaled=scaler is not None),
+        rank=place[0],
+        world=place[1],
     )
     notes = (
         f"LoRA rank {config.lora.rank} on {len(names)} modules: {adapter.size:,} trained parameters",
@@ -96,6 +100,19 @@ def build_learner(
         f"gradient checkpointing {checkpointed} of {blocks} blocks",
     )
     return Built(learner, shapes, attention.name, checkpointed, notes)
+
+
+def choose_guard(config: Config, device: torch.device, *, scaled: bool) -> Guard:
+    """How an update that is not finite is left out without waiting for the card in every step.
+
+    A processor has nothing to wait for. AdamW in torch's fused form leaves it out by itself. The others must be
+    waited for, and with fp16, where overflows are no rare thing, they are; otherwise a bad step is found late.
+    """
+    if device.type == "cpu":
+        return "ahead"
+    if config.optim.name == "adamw" and config.control.not_finite == "skip":
+        return "on_device"
+    return "ahead" if scaled else "late"
 
 
 def put_lora_on(denoiser: nn.Module, names: list[str], config: Config) -> dict[str, nn.Parameter]:

@@ -27,7 +27,7 @@ class Job:
     total_steps: int
     steps_per_epoch: int
     samples_in: Callable[[int], int]  # step -> samples over all processes
-    names_in: Callable[[int], list[str]]  # step -> what people call its samples, over all processes
+    names_in: Callable[[int], list[str]]  # step -> what people call its samples: process by process, micro by micro
     micros: Callable[[int], list[Micro]]
     validate: Callable[[], float] | None
     sample: Callable[[TrainState], None] | None

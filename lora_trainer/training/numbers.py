@@ -7,16 +7,14 @@ import time
 from dataclasses import dataclass, replace
 from typing import Any
 
-from lora_trainer.core.errors import Problem, TrainingFailed
 from lora_trainer.monitor.memory import peak_memory_gib
 from lora_trainer.monitor.progress import Phase, Progress
-from lora_trainer.training.checkpoint import kept
+from lora_trainer.training.guard import not_finite, overflowed, refuse_hopeless
 from lora_trainer.training.job import Job
 from lora_trainer.training.reporter import Reporter
 from lora_trainer.training.state import TrainState
 from lora_trainer.training.step import StepResult
 
-MOST_SKIPS = 50  # steps in a row that fp16 may leave out before the run is called failed
 LOOK_EVERY = 10  # steps whose numbers may wait on a GPU before anybody looks at them
 
 
@@ -35,44 +33,38 @@ class Pending:
     waited: float
 
 
-def look_every(job: Job) -> int:
-    return LOOK_EVERY if job.learner.device.type == "cuda" else 1
+def look_now(job: Job, state: TrainState, pending: list[Pending]) -> bool:
+    """Whether somebody should look: on a card now and then, at steps that no stop moves, and where something is wrong."""
+    return job.learner.device.type != "cuda" or state.step % LOOK_EVERY == 0 or pending[-1].result.skipped
 
 
 def look(job: Job, state: TrainState, pending: list[Pending], reporter: Reporter) -> TrainState:
-    """Look at the numbers of finished steps: write them, show the newest, stop at a loss that is not finite."""
-    rows, failure = list[dict[str, Any]](), None
+    """Look at the numbers of finished steps: write them, show the newest, judge them. Raises GoBack, TrainingFailed."""
+    rows = list[dict[str, Any]]()
     numbers = [(float(each.result.loss), float(each.result.grad_norm)) for each in pending]  # waits for the device
     seconds = (time.perf_counter() - pending[0].started) / len(pending) if pending else 0.0
-    for each, (loss, norm) in zip(pending, numbers, strict=True):
-        if not math.isfinite(loss) or not (math.isfinite(norm) or each.result.skipped):
-            failure = Problem(
-                f"The loss or its gradient is not finite at step {each.step} (loss {loss}, gradient {norm}).",
-                f"{kept(job.checkpoints)} Lower optim.learning_rate, or use memory.base_precision=bf16.",
-            )
-            break
-        rows.append(row_of(job, each, loss, norm, seconds))
-        average = loss if state.loss_average is None else 0.98 * state.loss_average + 0.02 * loss
-        skipped = int(each.result.skipped)
-        state = replace(
-            state,
-            loss_average=average,
-            skipped=state.skipped + skipped,
-            skipped_in_a_row=skipped * (state.skipped_in_a_row + 1),
-        )
-        if state.skipped_in_a_row >= MOST_SKIPS:
-            failure = Problem(
-                f"fp16 overflowed in {MOST_SKIPS} steps in a row, up to step {each.step}: nothing is learned.",
-                f"{kept(job.checkpoints)} Use memory.base_precision=bf16 or fp32.",
-            )
-            break
-    reporter.steps(rows)
-    if failure is not None:
-        raise TrainingFailed(failure)
+    try:
+        for each, (loss, norm) in zip(pending, numbers, strict=True):
+            row = row_of(job, each, loss, norm, seconds)
+            if math.isfinite(loss) and math.isfinite(norm):
+                state = after_good(state, loss)
+            else:
+                state = not_finite(job, state, each.step, each.result, reporter)
+                row |= {"loss": loss if overflowed(job, each.result) else None, "grad_norm": None, "skipped": True}
+            rows.append(row)
+    finally:
+        reporter.steps(rows)
     if pending:
+        refuse_hopeless(job, state, reporter)
         reporter.progress(progress_of(job, state, pending[-1].rate, seconds))
     pending.clear()
     return state
+
+
+def after_good(state: TrainState, loss: float) -> TrainState:
+    """The state after a step with a finite loss and gradient."""
+    control = replace(state.control, not_finite=0)
+    return replace(state.with_loss(loss), skipped_in_a_row=0, control=control)
 
 
 def progress_of(job: Job, state: TrainState, rate: float, seconds: float, phase: Phase = "training") -> Progress:

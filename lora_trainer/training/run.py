@@ -19,10 +19,11 @@ from lora_trainer.monitor.progress import Watch
 from lora_trainer.monitor.trackers import Trackers
 from lora_trainer.training.checkpoint import Checkpoint
 from lora_trainer.training.fit import agreed, install, step_that_fits
+from lora_trainer.training.guard import watchful
 from lora_trainer.training.interrupt import SIGNALS, Interrupt, listening
 from lora_trainer.training.job import Job, rate_of
 from lora_trainer.training.micro import Micro
-from lora_trainer.training.numbers import Pending, look, look_every
+from lora_trainer.training.numbers import Pending, look, look_now
 from lora_trainer.training.recovery import GoBack, ended_early, gone_back
 from lora_trainer.training.reporter import Reporter
 from lora_trainer.training.saving import restore, save, take
@@ -78,7 +79,7 @@ def train_steps(
         try:
             micros = next(source)
             waited = time.perf_counter() - started
-            step = partial(one_step, job, state.step, samples=samples, rate=rate)
+            step = partial(one_step, job, state, samples=samples, rate=rate)
             result, fit = step_that_fits(job, state, micros, step, reporter)
         except UserError as error:
             state = look(job, state, pending, reporter)
@@ -90,7 +91,7 @@ def train_steps(
         last = state.step == job.total_steps or told_to_stop(job, state, interrupt)
         saving = last or due(config.checkpoint.every_steps, state.step)
         validating = due(config.validation.every_steps, state.step) or (last and not interrupt)
-        if saving or validating or len(pending) >= look_every(job):
+        if saving or validating or look_now(job, state, pending):
             state = look(job, state, pending, reporter)
         if validating:
             state = validate(job, state, reporter)
@@ -108,11 +109,12 @@ def read_steps(job: Job, first: int) -> Iterator[list[Micro]]:
         yield job.micros(step)
 
 
-def one_step(job: Job, step: int, micros: list[Micro], *, samples: int, rate: float) -> StepResult:
+def one_step(job: Job, state: TrainState, micros: list[Micro], *, samples: int, rate: float) -> StepResult:
+    step, control = state.step, state.control
     if job.config.lora.dropout:
         # From the step's place, as every other draw: no generator state to keep, and each process has masks of its own.
         torch.manual_seed(position_key(job.config.train.seed, "dropout", step, job.processes.rank) % 2**32)
-    result = train_step(job.learner, micros, samples, rate)
+    result = train_step(watchful(job.learner, state), micros, samples, rate, control.clip_scale)
     if job.learner.average is not None:
         with changing_weights():
             job.learner.average.follow(job.learner.adapter.masters, step)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 
@@ -24,7 +24,7 @@ class Control:
     held_out: tuple[float, ...] = ()  # the newest of them, for the plateau's window
     without_gain: int = 0  # validations in a row that were no better than the best: patience
     clip_scale: float = 1.0  # factor on the clipping of gradients, after a jump
-    stopped: bool = False  # early
+    not_finite: int = 0  # steps in a row whose loss or gradient was not finite
 
 
 @dataclass(frozen=True)
@@ -42,9 +42,15 @@ class TrainState:
     seconds: float = 0.0
     rate_scale: float = 1.0  # factor on the schedule's rate
     went_back: int = 0  # times that the run went back to an earlier checkpoint by itself
-    left_out: tuple[int, ...] = ()  # steps that are not trained on when they are met again
+    restored: int = 0  # times among them that the loss or gradient was not finite, and the rate was lowered
+    watched_until: int = 0  # up to here each step's loss is looked at before its update, whatever that costs
     fit: Fit = Fit()
     control: Control = Control()
+
+    def with_loss(self, loss: float) -> TrainState:
+        """The same with a step's loss in the average."""
+        average = loss if self.loss_average is None else 0.98 * self.loss_average + 0.02 * loss
+        return replace(self, loss_average=average)
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -53,7 +59,6 @@ class TrainState:
     def from_json(value: dict[str, Any]) -> TrainState:
         """The inverse; what an older version did not know has its default. Raises TypeError for unknown names."""
         known = dict(value)
-        known["left_out"] = tuple(known.get("left_out", ()))
         known["fit"] = Fit(**known.get("fit", {}))
         control = dict(known.get("control", {}))
         known["control"] = Control(**control | {"held_out": tuple(control.get("held_out", ()))})

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +20,9 @@ from lora_trainer.training.adapter import Adapter
 from lora_trainer.training.average import Average, Shown
 from lora_trainer.training.micro import Micro
 
+# How an update whose loss or gradient is not finite is left out: looked at before it, which a card must be waited for;
+# by the optimizer itself, on the device; or not at all, and the step is trained again once it was seen.
+Guard = Literal["ahead", "on_device", "late"]
 Predict = Callable[[nn.Module, Tensor, Tensor, Mapping[str, Tensor], Tensor], Tensor]
 
 
@@ -42,6 +47,9 @@ class Learner:
     device: torch.device
     dtype: torch.dtype
     clip: Clip
+    guard: Guard = "ahead"
+    rank: int = 0
+    world: int = 1
 
     @property
     def masters(self) -> list[nn.Parameter]:
@@ -50,10 +58,17 @@ class Learner:
 
 @dataclass(frozen=True)
 class StepResult:
-    """Left on the device, so that nothing waits for it: loss and gradient norm (before clipping), each []."""
+    """Left on the device, so that nothing waits for it: loss and gradient norm (before clipping), each [].
+
+    `losses`, one after the other, are the samples' own: process by process, micro batch by micro batch. An update is
+    left out where loss or norm is not finite; `skipped` says so where that is known here already, as with the guard
+    `ahead`. With the guard `late` it was made.
+    """
 
     loss: Tensor
     grad_norm: Tensor
+    losses: tuple[Tensor, ...]
+    guard: Guard
     skipped: bool
 
 
@@ -78,69 +93,100 @@ def changing_weights() -> Iterator[None]:
     raise HalfChanged(reason)  # out here, so that it holds nothing that must be freed
 
 
-def train_step(learner: Learner, micros: Iterable[Micro], samples: int, rate: float) -> StepResult:
+def train_step(
+    learner: Learner, micros: Iterable[Micro], samples: int, rate: float, clip_scale: float = 1.0
+) -> StepResult:
     """One update from the micro batches of a step that has `samples` samples over all processes.
 
     The loss is the sum over samples divided by their number, so it does not depend on how
     the step is split. Gradients are summed over processes by hand: a process with no
-    sample in a short step still takes part.
+    sample in a short step still takes part. `clip_scale` is a factor on the clipping.
     """
     total = torch.zeros((), device=learner.device)
+    losses: tuple[Tensor, ...] = ()
     for micro in micros:
-        total += backward(learner, micro.to(learner.device, learner.dtype), samples)
+        part, own = backward(learner, micro.to(learner.device, learner.dtype), samples)
+        total += part
+        losses = (*losses, own)
     if learner.reduce is not None:
-        reduce_gradients(learner.masters, total, learner.reduce)
+        losses = (in_the_step(learner, losses, samples),)
+        reduce_gradients(learner.masters, total, losses[0], learner.reduce)
     set_rate(learner.optimizer, rate)
     # Gradients that are summed already cannot be made again by one process alone.
     with nullcontext() if learner.reduce is None else changing_weights():
-        norm, skipped = update(learner)
-    return StepResult(total, norm, skipped)
+        norm, skipped = update(learner, total, clip_scale)
+    return StepResult(total, norm, losses, learner.guard, skipped)
 
 
-def backward(learner: Learner, micro: Micro, samples: int) -> Tensor:
-    """Forward and backward of one micro batch; its part of the step's loss, detached."""
+def backward(learner: Learner, micro: Micro, samples: int) -> tuple[Tensor, Tensor]:
+    """Forward and backward of one micro batch: its part of the step's loss [] and its samples' own [B], detached."""
     process = learner.process
     noisy = process.add_noise(micro.latents, micro.added, micro.t).to(learner.dtype)
     predicted = learner.predict(learner.denoiser, noisy, micro.t, micro.cond, micro.sizes)
     target = process.target(micro.latents, micro.noise, micro.t)
-    loss = (learner.loss(predicted, target, micro.t, micro.mask) * micro.weights).sum() / samples
+    losses = learner.loss(predicted, target, micro.t, micro.mask) * micro.weights
+    loss = losses.sum() / samples
     (loss if learner.scaler is None else learner.scaler.scale(loss)).backward()
     learner.adapter.collect_gradients()
-    return loss.detach()
+    return loss.detach(), losses.detach()
 
 
-def reduce_gradients(masters: list[nn.Parameter], loss: Tensor, reduce: Callable[[Tensor], Tensor]) -> None:
-    """Sum gradients and loss over processes, as one flat tensor."""
+def in_the_step(learner: Learner, losses: tuple[Tensor, ...], samples: int) -> Tensor:
+    """This process's losses in their places among those of the step [samples], 0 elsewhere: a sum joins them."""
+    world, joined = learner.world, torch.zeros(samples, device=learner.device)
+    start = sum(math.ceil((samples - rank) / world) for rank in range(min(learner.rank, samples)))
+    for each in losses:
+        joined[start : start + len(each)] = each
+        start += len(each)
+    return joined
+
+
+def reduce_gradients(
+    masters: list[nn.Parameter], loss: Tensor, losses: Tensor, reduce: Callable[[Tensor], Tensor]
+) -> None:
+    """Sum gradients, loss [] and the samples' own losses over processes, in place, as one flat tensor."""
     for master in masters:
         if master.grad is None:
             master.grad = torch.zeros_like(master)
     gradients = [master.grad for master in masters if master.grad is not None]
-    mine = torch.cat([loss.view(1), *(gradient.flatten() for gradient in gradients)])
+    kept = [loss, losses, *gradients]
+    mine = torch.cat([each.flatten() for each in kept])
     with changing_weights():
         flat = reduce(mine)
-        loss.copy_(flat[0])
-        for gradient, part in zip(gradients, flat[1:].split([g.numel() for g in gradients]), strict=True):
-            gradient.copy_(part.view_as(gradient))
+        for each, part in zip(kept, flat.split([each.numel() for each in kept]), strict=True):
+            each.copy_(part.view_as(each))
 
 
-def update(learner: Learner) -> tuple[Tensor, bool]:
-    """Clip, step, publish, clear. Returns the norm before clipping and whether the scaler skipped."""
+def update(learner: Learner, loss: Tensor, clip_scale: float) -> tuple[Tensor, bool]:
+    """Clip, step, publish, clear. Returns the norm before clipping, and whether the update was seen to be left out."""
     scaler, optimizer = learner.scaler, learner.optimizer
     if scaler is not None:
         scaler.unscale_(optimizer)
-    norm = learner.clip(learner.masters)
-    skipped = False
+    norm = learner.clip(learner.masters, clip_scale)
+    # The scaler's own `step` would look at gradients alone, and wait for the card to do so.
+    skipped = learner.guard == "ahead" and not (math.isfinite(float(loss)) and math.isfinite(float(norm)))
     with changing_weights():
-        if scaler is None:
+        if learner.guard == "on_device":
+            step_if(optimizer, torch.isfinite(loss) & torch.isfinite(norm))
+        elif not skipped:
             optimizer.step()
-        else:
-            scale = scaler.get_scale()
-            scaler.step(optimizer)
+        if scaler is not None:
             scaler.update()
-            skipped = scaler.get_scale() < scale
         optimizer.zero_grad(set_to_none=True)
         learner.adapter.publish()
     return norm, skipped
+
+
+def step_if(optimizer: torch.optim.Optimizer, good: Tensor) -> None:
+    """Step where `good` [] is true, and change nothing where not, without knowing here which. For torch's fused ones.
+
+    They read this of themselves, as torch's GradScaler tells them of an overflow.
+    """
+    optimizer.found_inf = (~good).float()  # type: ignore[attr-defined]
+    try:
+        optimizer.step()
+    finally:
+        del optimizer.found_inf  # type: ignore[attr-defined]
 
 
 def give_up_step(learner: Learner) -> None:

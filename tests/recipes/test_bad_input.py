@@ -281,17 +281,17 @@ def nan_at(step: int) -> Callable[..., torch.Tensor]:
 def test_a_loss_that_is_not_finite_ends_the_run_and_names_what_is_safe(bench, capsys):
     # Steps of one micro batch, so that the fourth call is the fourth step.
     with patched(loss_module, "squared_error", nan_at(4)):
-        assert bench.run("nan", batch__effective=1, checkpoint__every_steps=2) == 5
+        assert bench.run("nan", control__not_finite="stop", batch__effective=1, checkpoint__every_steps=2) == 5
     said = said_plainly(capsys)
-    assert "not finite at step 4" in said
-    assert "step-000002 is safe" in said
+    assert "not finite (loss nan, gradient nan) at step 4" in said
+    assert "step-000003 is safe" in said
     assert "optim.learning_rate" in said
     folder = bench.folder("nan")
     document = record(folder)
-    assert (document["status"], document["exit_code"], document["steps"]) == ("failed", 5, 2)
+    assert (document["status"], document["exit_code"], document["steps"]) == ("failed", 5, 3)
     assert "step 4" in document["reason"]
     assert [row["step"] for row in rows(folder)] == [1, 2, 3]
-    assert [path.name for path in (folder / "checkpoints").iterdir()] == ["step-000002"]
+    assert [path.name for path in sorted((folder / "checkpoints").iterdir())] == ["step-000002", "step-000003"]
     assert not list(folder.glob("*.safetensors"))
     assert bench.run("nan", "--resume", batch__effective=1, checkpoint__every_steps=2) == 0
     assert record(folder)["status"] == "done"

@@ -187,12 +187,12 @@ def test_hostile_captions_and_names_are_text(bench: Bench, tmp_path: Path) -> No
 
 def test_a_failed_run_says_where_and_what_is_safe(bench: Bench) -> None:
     with patched(loss_module, "squared_error", nan_at(4)):
-        assert bench.run("nan", batch__effective=1, checkpoint__every_steps=2) == 5
+        assert bench.run("nan", control__not_finite="stop", batch__effective=1, checkpoint__every_steps=2) == 5
     folder = bench.folder("nan")
     page, document = page_of(folder), record(folder)
     assert "Failed after step 3 of 6" in page.text
-    assert "not finite at step 4" in page.text
-    assert "checkpoints/step-000002 is safe" in page.text
+    assert "at step 4; not finite is the loss of picture_" in page.text
+    assert "checkpoints/step-000003 is safe" in page.text
     assert "--resume" in page.text
     assert document["hardware"]["device"] == "cpu"
     assert document["choices"]

@@ -157,16 +157,16 @@ def test_training_lowers_the_loss(unet):
 def test_clipping_clips_and_reports_the_norm_before():
     parameter = nn.Parameter(torch.zeros(4))
     parameter.grad = torch.full((4,), 3.0)
-    assert float(clip_by_norm([parameter], 1.0)) == pytest.approx(6.0)
+    assert float(clip_by_norm([parameter], largest=1.0)) == pytest.approx(6.0)
     assert float(parameter.grad.norm()) == pytest.approx(1.0, abs=1e-4)
     parameter.grad = torch.full((4,), 0.1)
-    clip_by_norm([parameter], 1.0)
+    clip_by_norm([parameter], largest=1.0)
     assert float(parameter.grad.norm()) == pytest.approx(0.2)
     parameter.grad = torch.full((4,), 3.0)
-    clip_by_norm([parameter], 0.0)
+    clip_by_norm([parameter], largest=0.0)
     assert float(parameter.grad.norm()) == pytest.approx(6.0)
     parameter.grad = torch.tensor([3.0, -4.0, 0.1, 0.0])
-    assert float(clip_by_value([parameter], 0.5)) == pytest.approx(5.001, abs=1e-3)
+    assert float(clip_by_value([parameter], largest=0.5)) == pytest.approx(5.001, abs=1e-3)
     assert parameter.grad.tolist() == pytest.approx([0.5, -0.5, 0.1, 0.0])
 
 

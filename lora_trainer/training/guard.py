@@ -1,0 +1,114 @@
+"""A step whose loss or gradient is not finite: its update was left out, and `control.not_finite` says what follows."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import NoReturn
+
+import torch
+
+from lora_trainer.core.errors import Problem, TrainingFailed
+from lora_trainer.training.checkpoint import kept
+from lora_trainer.training.job import Job
+from lora_trainer.training.recovery import GoBack
+from lora_trainer.training.reporter import Reporter
+from lora_trainer.training.saving import save
+from lora_trainer.training.state import TrainState
+from lora_trainer.training.step import Learner, StepResult
+
+MOST_OVERFLOWS = 50  # steps in a row that fp16 may leave out before the run is called failed
+SMALLEST_SCALE = 1.0  # of fp16's losses: under it even gradients as they are overflow
+RESTORED_RATE = 0.5  # factor on the rate after a return to good weights
+MOST_NAMED = 5  # samples that a message names
+LOWER_RATE = "Lower optim.learning_rate, or use memory.base_precision=bf16 or fp32."
+OTHER_PRECISION = "Use memory.base_precision=bf16 or fp32."
+
+
+def watchful(learner: Learner, state: TrainState) -> Learner:
+    """The learner for the step after `state`: one that looks late looks ahead where it once was too late."""
+    if learner.guard == "late" and state.step < state.watched_until:
+        return replace(learner, guard="ahead")
+    return learner
+
+
+def not_finite(job: Job, state: TrainState, step: int, result: StepResult, reporter: Reporter) -> TrainState:
+    """The state after `step`, whose loss or gradient was not finite. Raises GoBack and TrainingFailed.
+
+    `state` stands at the newest step that was trained: on a card there may be good ones since.
+    """
+    policy, loss, norm = job.config.control.not_finite, float(result.loss), float(result.grad_norm)
+    what = f"the loss or its gradient is not finite (loss {loss:.4g}, gradient {norm:.4g})"
+    if result.guard == "late":  # the update was made: the steps are trained again, looking ahead
+        raise GoBack(state, "not_finite", f"{what} at step {step}", watched_until=state.step)
+    if overflowed(job, result):
+        state = state.with_loss(loss)
+        return replace(state, skipped=state.skipped + 1, skipped_in_a_row=state.skipped_in_a_row + 1)
+    blamed = blamed_samples(result.losses, job.names_in(step - 1))
+    if policy == "stop":
+        stop(job, replace(state, step=step - 1), f"T{what[1:]} at step {step}; {blamed}.")
+    if not weights_are_finite(job.learner):
+        restore_good(job, state, step, "the weights are not finite any more")
+    if policy == "restore":
+        restore_good(job, state, step, f"{what}, {blamed}")
+    reporter.event(step, "not_finite", f"{what}: the step is left out; {blamed}")
+    control = replace(state.control, not_finite=state.control.not_finite + 1)
+    return replace(state, skipped=state.skipped + 1, control=control)
+
+
+def overflowed(job: Job, result: StepResult) -> bool:
+    """Of a step that was not finite: whether fp16's scale was too high for its gradient, which the scaler mends."""
+    return job.learner.scaler is not None and math.isfinite(float(result.loss))
+
+
+def refuse_hopeless(job: Job, state: TrainState, reporter: Reporter) -> None:
+    """Save and raise TrainingFailed where too many steps in a row were left out, or fp16's scale has collapsed."""
+    most, scaler = job.config.control.most_not_finite, job.learner.scaler
+    if state.control.not_finite >= most:
+        why = f"The loss or its gradient was not finite in {state.control.not_finite} steps in a row, up to step"
+        stop(job, state, f"{why} {state.step}.")
+    if state.skipped_in_a_row >= MOST_OVERFLOWS:
+        why = f"fp16 overflowed in {state.skipped_in_a_row} steps in a row, up to step {state.step}: nothing is learned."
+        stop(job, state, why, OTHER_PRECISION)
+    if scaler is not None and (scale := scaler.get_scale()) < SMALLEST_SCALE:
+        what = f"the scale of fp16's losses fell to {scale:.3g}: gradients overflow as they are"
+        reporter.event(state.step, "overflow", what)
+        stop(job, state, f"T{what[1:]}, at step {state.step}.", OTHER_PRECISION)
+
+
+def restore_good(job: Job, state: TrainState, step: int, what: str) -> NoReturn:
+    """Go back to weights that were good, with a lower rate. Raises GoBack, or TrainingFailed after too many returns."""
+    if state.restored >= job.config.control.most_not_finite:
+        why = f"After {state.restored} returns to an earlier checkpoint {what} at step {step} again."
+        raise TrainingFailed(Problem(why, f"{kept(job.checkpoints)} {LOWER_RATE}"))
+    scale = state.rate_scale * RESTORED_RATE
+    told = f"{what}, at step {step}: the rate falls to {scale:.4g} of the schedule's"
+    raise GoBack(state, "not_finite", told, rate_scale=scale, restored=state.restored + 1)
+
+
+def stop(job: Job, state: TrainState, why: str, fix: str = LOWER_RATE) -> NoReturn:
+    """Save what is good and raise TrainingFailed; all processes come here at the same step."""
+    if state.step > 0 and weights_are_finite(job.learner):
+        save(job, state)
+    raise TrainingFailed(Problem(why, f"{kept(job.checkpoints)} {fix}"))
+
+
+def weights_are_finite(learner: Learner) -> bool:
+    return all(bool(torch.isfinite(master).all()) for master in learner.masters)
+
+
+def blamed_samples(losses: Sequence[torch.Tensor], names: Sequence[str]) -> str:
+    """Whose own loss was not finite, in words; of a step that had such losses only together, all of its samples."""
+    own = [float(loss) for part in losses for loss in part]
+    blamed = [name for name, loss in zip(names, own, strict=False) if not math.isfinite(loss)]
+    if blamed:
+        return f"not finite is the loss of {named(blamed)}"
+    return f"every sample's own loss is finite: {named(names)}"
+
+
+def named(names: Sequence[str]) -> str:
+    """`a.png, b.png and 3 more`."""
+    shown = list(dict.fromkeys(names))
+    more = f" and {len(shown) - MOST_NAMED} more" if len(shown) > MOST_NAMED else ""
+    return ", ".join(shown[:MOST_NAMED]) + more
