@@ -130,18 +130,19 @@ def filling_lines(console: Console) -> Callable[[str, int, int], None]:
 
 
 def build(session: Session) -> Built:
-    return build_learner(
+    processes = session.processes
+    built = build_learner(
         session.config,
         session.inputs.family,
         session.inputs.facts,
         dtype=session.choices.dtype,
         fp8=session.choices.fp8,
         device=session.choices.device,
-        reduce=session.processes.reduce,
-        place=(session.processes.rank, session.processes.world),
+        reduce=processes.reduce,
         checkpointing=session.choices.checkpointing,
         attention_asked=asked_by_user(session.order.resolved, "memory.attention"),
     )
+    return replace(built, learner=replace(built.learner, rank=processes.rank, world=processes.world))
 
 
 def make_job(

@@ -47,7 +47,6 @@ def build_learner(
     fp8: bool,
     device: torch.device,
     reduce: Callable[[Tensor], Tensor] | None,
-    place: tuple[int, int] = (0, 1),
     checkpointing: Literal["none", "all", "auto"] | int,
     attention_asked: bool,
 ) -> Built:
@@ -55,7 +54,7 @@ def build_learner(
 
     With `fp8` the frozen weights are stored in 8 bits before they reach the device.
     Raises UsageError for targets that match nothing, an attention that was asked for and
-    does not work, or an optimizer that is not installed. `place` is this process's number and how many there are.
+    does not work, or an optimizer that is not installed.
     """
     denoiser = family.load_denoiser(facts.path, dtype, torch.device("cpu") if fp8 else device)
     shapes = shapes_of({family.denoiser_prefix: denoiser})
@@ -91,8 +90,6 @@ def build_learner(
         dtype=dtype,
         clip=make_clip(config.optim),
         guard=choose_guard(config, device, scaled=scaler is not None),
-        rank=place[0],
-        world=place[1],
     )
     notes = (
         f"LoRA rank {config.lora.rank} on {len(names)} modules: {adapter.size:,} trained parameters",

@@ -69,7 +69,9 @@ def refuse_hopeless(job: Job, state: TrainState, reporter: Reporter) -> None:
         why = f"The loss or its gradient was not finite in {state.control.not_finite} steps in a row, up to step"
         stop(job, state, f"{why} {state.step}.")
     if state.skipped_in_a_row >= MOST_OVERFLOWS:
-        why = f"fp16 overflowed in {state.skipped_in_a_row} steps in a row, up to step {state.step}: nothing is learned."
+        why = (
+            f"fp16 overflowed in {state.skipped_in_a_row} steps in a row, up to step {state.step}: nothing is learned."
+        )
         stop(job, state, why, OTHER_PRECISION)
     if scaler is not None and (scale := scaler.get_scale()) < SMALLEST_SCALE:
         what = f"the scale of fp16's losses fell to {scale:.3g}: gradients overflow as they are"

@@ -1,0 +1,302 @@
+"""Steps whose loss or gradient is not finite: left out without a trace, gone back from, or the end, and never silent."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, get_args
+
+import pytest
+import torch
+from torch import Tensor
+
+from lora_trainer.config.schema import Config, ControlSection, OptimSection
+from lora_trainer.core.errors import TrainingFailed
+from lora_trainer.monitor.trackers import EVENTS, METRICS, read_lines
+from lora_trainer.training.build import choose_guard
+from lora_trainer.training.checkpoint import list_checkpoints
+from lora_trainer.training.job import Job
+from lora_trainer.training.step import Guard
+from tests.training.tiny_job import OF_THE_CLOCK, TinyPlace, told_in
+
+NAN = float("nan")
+BAD = 3  # the step, counted from 0, that is not finite
+Wound = Callable[[Job, Guard], Job]
+
+
+def guarded(job: Job, guard: Guard) -> Job:
+    return replace(job, learner=replace(job.learner, guard=guard))
+
+
+def bad_sample(job: Job, *steps: int, row: int = 0) -> Job:
+    """One sample of the last micro batch of these steps has latents that are not finite."""
+    true = job.micros
+
+    def micros(step: int) -> list[Any]:
+        made = true(step)
+        if step in steps:
+            latents = made[-1].latents.clone()
+            latents[row] = NAN
+            made[-1] = replace(made[-1], latents=latents)
+        return made
+
+    return replace(job, micros=micros)
+
+
+def bad_loss(job: Job, change: Callable[[Tensor, Tensor], Tensor], *steps: int) -> Job:
+    """In these steps what `change` makes of the samples' losses and the prediction, by the step's noise."""
+    true, marked = job.learner.loss, set()
+
+    def loss(predicted: Tensor, target: Tensor, t: Tensor, mask: Tensor | None = None) -> Tensor:
+        found = true(predicted, target, t, mask)
+        return change(found, predicted) if t.sum().item() in marked else found
+
+    for step in steps:
+        marked |= {micro.t.sum().item() for micro in job.micros(step)}
+    return replace(job, learner=replace(job.learner, loss=loss))
+
+
+def nan_without_gradient(losses: Tensor, predicted: Tensor) -> Tensor:
+    return losses + NAN
+
+
+def gradient_without_nan(losses: Tensor, predicted: Tensor) -> Tensor:
+    return losses + (predicted.float() * 0.0).abs().sqrt().sum()  # 0, whose slope is infinite
+
+
+def overflowing_norm(losses: Tensor, predicted: Tensor) -> Tensor:
+    return losses * 1e30  # loss and entries are finite; the norm's squares are not
+
+
+WOUNDS: dict[str, Wound] = {
+    "nan sample": lambda job, guard: bad_sample(guarded(job, guard), BAD),
+    "nan loss": lambda job, guard: bad_loss(guarded(job, guard), nan_without_gradient, BAD),
+    "infinite gradient": lambda job, guard: bad_loss(guarded(job, guard), gradient_without_nan, BAD),
+    "infinite norm": lambda job, guard: bad_loss(guarded(job, guard), overflowing_norm, BAD),
+}
+SETTINGS: dict[str, object] = {"checkpoint__every_steps": 2, "validate__every_steps": 2}
+KINDS: dict[str, dict[str, object]] = {
+    "adamw": {},
+    "adamw split": {"batch__max_micro": 1, "train__ema_decay": 0.9},
+    "adamw by value": {"optim__clip_value": 0.5, "optim__clip_norm": 0},
+    "schedule_free": {"optim__name": "schedule_free"},
+    "prodigy": {"optim__name": "prodigy", "optim__learning_rate": 1.0},
+    "lion": {"optim__name": "lion", "memory__base_precision": "bf16"},
+}
+
+
+def weights(job: Job) -> dict[str, bytes]:
+    found = {name: master.detach().numpy().tobytes() for name, master in job.learner.adapter.masters.items()}
+    average = job.learner.average
+    return found | (
+        {f"{name} average": each.numpy().tobytes() for name, each in average.values.items()} if average else {}
+    )
+
+
+def numbers(job: Job) -> list[dict[str, Any]]:
+    return [{key: row[key] for key in row if key not in OF_THE_CLOCK} for row in read_lines(job.folder / METRICS)]
+
+
+def events(job: Job, kind: str = "not_finite") -> list[dict[str, Any]]:
+    return [each for each in read_lines(job.folder / EVENTS) if each["kind"] == kind]
+
+
+def optimizer_numbers(job: Job) -> list[Any]:
+    """All of an optimizer's state but zeros, which one that has not stepped yet has not made."""
+    state = [value for each in job.learner.optimizer.state.values() for value in each.values()]
+    groups = [value for group in job.learner.optimizer.param_groups for key, value in group.items() if key != "params"]
+    return [value.tolist() if isinstance(value, Tensor) else value for value in (*state, *groups)]
+
+
+QUICK_PAIRS = {
+    ("adamw split", "nan sample"),
+    ("adamw", "nan loss"),
+    ("adamw split", "infinite gradient"),
+    ("adamw by value", "infinite norm"),
+}
+
+
+@pytest.mark.parametrize(
+    ("kind", "wound"),
+    [
+        pytest.param(kind, wound, marks=() if (kind, wound) in QUICK_PAIRS else pytest.mark.slow)
+        for kind in ("adamw", "adamw split", "adamw by value")
+        for wound in WOUNDS
+    ],
+)
+def test_three_guards_leave_out_the_same(place: TinyPlace, kind, wound):
+    """Ahead, by the optimizer on the device, or found late and trained again: the same to the bit."""
+    ended = {}
+    for guard in get_args(Guard):
+        job = WOUNDS[wound](place.job(guard, **SETTINGS, **KINDS[kind]), guard)
+        state, _ = place.train(job)
+        assert (state.step, state.skipped) == (6, 1)
+        ended[guard] = (weights(job), numbers(job), optimizer_numbers(job), state.best_validation)
+    assert ended["ahead"] == ended["on_device"] == ended["late"]
+    row = ended["ahead"][1][BAD]
+    assert (row["step"], row["loss"], row["grad_norm"], row["skipped"]) == (BAD + 1, None, None, True)
+    assert all("skipped" not in each and math.isfinite(each["loss"]) for each in ended["ahead"][1] if each is not row)
+
+
+@pytest.mark.parametrize(
+    "kind", ["lion", *(pytest.param(each, marks=pytest.mark.slow) for each in ("schedule_free", "prodigy"))]
+)
+def test_other_optimizers_leave_out_the_same(place: TinyPlace, kind):
+    ended = {}
+    for guard in ("ahead", "late"):
+        job = bad_sample(guarded(place.job(guard, **SETTINGS, **KINDS[kind]), guard), BAD)
+        place.train(job)
+        ended[guard] = (weights(job), numbers(job), optimizer_numbers(job))
+    assert ended["ahead"] == ended["late"]
+
+
+@pytest.mark.parametrize("guard", ["ahead", "on_device"])
+def test_a_step_left_out_changes_nothing(place: TinyPlace, guard):
+    """Weights, state and the optimizer's own count of steps are those from before."""
+    before = guarded(place.job("before", steps=BAD), guard)
+    place.train(before)
+    after = bad_sample(guarded(place.job("after", steps=BAD + 1, schedule__warmup_steps=0), guard), BAD)
+    place.train(after)
+    assert weights(after) == weights(before)
+    assert optimizer_numbers(after) == optimizer_numbers(before)
+
+
+def test_the_samples_are_named(place: TinyPlace):
+    job = place.job("a", batch__effective=4, **SETTINGS)
+    job = bad_sample(job, BAD)
+    place.train(job)
+    micros = job.micros(BAD)
+    at = sum(len(micro.latents) for micro in micros[:-1])
+    (event,) = events(job)
+    assert event["step"] == BAD + 1
+    assert event["message"].endswith(f"the step is left out; not finite is the loss of {job.names_in(BAD)[at]}")
+    assert "loss nan" in event["message"]
+
+
+def test_samples_are_named_where_only_the_gradient_is_bad(place: TinyPlace):
+    job = bad_loss(place.job("a", **SETTINGS), gradient_without_nan, BAD)
+    place.train(job)
+    (event,) = events(job)
+    assert f"every sample's own loss is finite: {', '.join(job.names_in(BAD))}" in event["message"]
+
+
+@pytest.mark.parametrize("guard", get_args(Guard))
+def test_too_many_in_a_row_end_the_run(place: TinyPlace, guard):
+    job = bad_sample(guarded(place.job("a", steps=8, control__most_not_finite=3, **SETTINGS), guard), 1, 3, 4, 5)
+    with pytest.raises(TrainingFailed, match=r"not finite in 3 steps in a row, up to step 6\. .*step-000006 is safe"):
+        place.train(job)
+    assert [row["step"] for row in numbers(job)] == [1, 2, 3, 4, 5, 6]
+
+
+@pytest.mark.parametrize("guard", get_args(Guard))
+def test_stop_saves_what_was_before(place: TinyPlace, guard):
+    settings = {**SETTINGS, "checkpoint__every_steps": 100, "schedule__warmup_steps": 0, "control__not_finite": "stop"}
+    good = place.job("good", steps=BAD, **settings)
+    place.train(good)
+    job = bad_sample(guarded(place.job("a", **settings), guard), BAD)
+    with pytest.raises(TrainingFailed, match=r"at step 4; not finite is the loss of .*step-000003 is safe"):
+        place.train(job)
+    assert [path.name for path in list_checkpoints(job.checkpoints)] == ["step-000003"]
+    healed = place.job("a", **settings)
+    state, _ = place.resume(healed)
+    straight = place.job("straight", **settings)
+    place.train(straight)
+    assert state.step == 6
+    assert weights(healed) == weights(straight)
+    assert [row["step"] for row in numbers(healed)] == [1, 2, 3, 4, 5, 6]
+
+
+@pytest.mark.parametrize("guard", get_args(Guard))
+def test_restore_goes_back_with_half_the_rate(place: TinyPlace, guard):
+    """The steps in between are trained again, and the rate stays lower."""
+    seen = [0]
+
+    def once(losses: Tensor, predicted: Tensor) -> Tensor:
+        seen[0] += predicted.requires_grad
+        return losses + NAN if seen[0] <= (2 if guard == "late" else 1) else losses
+
+    job = bad_loss(guarded(place.job("a", control__not_finite="restore", **SETTINGS), guard), once, BAD)
+    state, _ = place.train(job)
+    assert (state.step, state.rate_scale, state.restored, state.skipped) == (6, 0.5, 1, 0)
+    rates = [row["lr"] for row in numbers(job)]
+    assert [rate / rates[0] for rate in rates] == [1.0, 1.0, 0.5, 0.5, 0.5, 0.5]
+    assert "the rate falls to 0.5 of the schedule's; the run goes on from step 2" in events(job)[-1]["message"]
+
+
+def test_restore_returns_to_the_start_where_nothing_was_saved(place: TinyPlace):
+    settings = {**SETTINGS, "checkpoint__every_steps": 100, "control__most_not_finite": 2}
+    job = bad_sample(place.job("a", control__not_finite="restore", **settings), BAD)
+    with pytest.raises(TrainingFailed, match=r"After 2 returns to an earlier checkpoint .* at step 4 again"):
+        place.train(job)
+    assert [row["lr"] for row in numbers(job)] == [0.0025] * 3
+    straight = place.job("straight", optim__learning_rate=0.0025, steps=BAD, **settings)
+    place.train(straight)
+    assert weights(job) == weights(straight)
+
+
+def test_weights_that_are_not_finite_are_gone_back_from(place: TinyPlace):
+    """No step can be left out for them: told apart, whatever the policy."""
+    job = place.job("a", **SETTINGS)
+    ruined = [False]
+
+    def samples_in(step: int) -> int:
+        if step == BAD and not ruined[0]:
+            ruined[0] = True
+            next(iter(job.learner.masters)).data.view(-1)[0] = NAN
+        return job.samples_in(step)
+
+    state, _ = place.train(replace(job, samples_in=samples_in))
+    assert (state.step, state.restored, state.skipped) == (6, 1, 0)
+    (event,) = events(job)
+    assert event["message"].startswith("the weights are not finite any more, at step 4")
+    assert all(torch.isfinite(master).all() for master in job.learner.masters)
+
+
+@pytest.mark.parametrize(
+    "guard", ["late", *(pytest.param(each, marks=pytest.mark.slow) for each in ("ahead", "on_device"))]
+)
+def test_a_stop_in_between_changes_nothing(place: TinyPlace, guard):
+    """A run with steps left out, stopped and gone on with after each of its steps, is the straight one."""
+    straight = bad_sample(guarded(place.job("straight", **SETTINGS), guard), 1, BAD)
+    place.train(straight)
+    for step in range(6):
+        broken = bad_sample(guarded(place.job("broken", **SETTINGS), guard), 1, BAD)
+        place.resume(told_in(broken, step))
+    place.resume(broken)
+    assert weights(broken) == weights(straight)
+    assert numbers(broken) == numbers(straight)
+
+
+def test_an_overflow_of_fp16_is_not_a_loss_that_is_not_finite(place: TinyPlace):
+    """The scaler mends the one and not the other; only the other is told and counted for the policy."""
+    job = place.job("a", memory__base_precision="fp16", **SETTINGS)
+    job.learner.scaler.load_state_dict(job.learner.scaler.state_dict() | {"scale": 2.0**30})
+    state, _ = place.train(bad_sample(job, 5))
+    rows = numbers(job)
+    assert rows[0]["skipped"]
+    assert math.isfinite(rows[0]["loss"])
+    assert rows[0]["grad_norm"] is None
+    assert rows[5]["skipped"]
+    assert rows[5]["loss"] is None
+    assert state.skipped == sum("skipped" in row for row in rows) > 1
+    assert [event["step"] for event in events(job)] == [6]
+
+
+def test_a_scale_that_collapses_ends_the_run_with_what_was_good(place: TinyPlace):
+    job = place.job("a", memory__base_precision="fp16", **SETTINGS)
+    job.learner.scaler.load_state_dict(job.learner.scaler.state_dict() | {"scale": 1.0})
+    job = bad_loss(job, gradient_without_nan, BAD)
+    with pytest.raises(TrainingFailed, match=r"fell to 0\.5.*at step 4\. .*step-000004 is safe.*bf16 or fp32"):
+        place.train(job)
+    assert [each["step"] for each in events(job, "overflow")] == [4]
+
+
+def test_the_three_guards_are_chosen_by_device_and_optimizer():
+    card, adamw = torch.device("cuda"), Config()
+    other = Config(optim=OptimSection(name="lion"))
+    stopping = Config(control=ControlSection(not_finite="stop"))
+    assert choose_guard(adamw, torch.device("cpu"), scaled=True) == "ahead"
+    assert choose_guard(adamw, card, scaled=True) == "on_device"
+    assert choose_guard(other, card, scaled=False) == choose_guard(stopping, card, scaled=False) == "late"
+    assert choose_guard(other, card, scaled=True) == "ahead"
