@@ -8,7 +8,7 @@ import sys
 import traceback
 from collections.abc import Sequence
 
-from lora_trainer.core.errors import TRAINING_FAILED, WRONG_USAGE, Problem, UserError
+from lora_trainer.core.errors import TRAINING_FAILED, WRONG_USAGE, Problem, UserError, first_line, is_out_of_memory
 from lora_trainer.core.findings import printable
 from lora_trainer.core.launch import is_main_process
 
@@ -25,9 +25,9 @@ def report_error(error: Exception, *, debug: bool) -> int:
         if is_main_process():
             _print_problems(error.problems)
         return error.exit_code
-    if type(error).__name__ == "OutOfMemoryError":  # torch's, which may not be loaded
+    if is_out_of_memory(error):
         fix = "Set batch.max_micro or data.resolution lower, memory.checkpointing=all or cache.batch=1; add --resume."
-        _print_problems([Problem(f"Out of memory: {str(error).splitlines()[0]}", fix)])
+        _print_problems([Problem(f"Out of memory: {first_line(error)}.", fix)])
         return TRAINING_FAILED
     if isinstance(error, OSError) and error.errno == errno.ENOSPC:
         _print_problems([Problem("The disk is full.", "Free some space, then go on with --resume.")])

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import errno
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import Any
@@ -90,14 +89,14 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and any(words in str(error).lower() for words in OUT_OF_MEMORY)
 
 
-@contextmanager
-def memory_may_run_out() -> Iterator[None]:
+class memory_may_run_out:  # noqa: N801  used as a statement, as contextlib.suppress is
     """Leave the block quietly where memory runs out in it, with nothing that holds what must be freed."""
-    try:
-        yield
-    except Exception as error:
-        if not is_out_of_memory(error):
-            raise
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> bool:
+        return error is not None and is_out_of_memory(error)
 
 
 def first_line(error: BaseException) -> str:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch
 from torch import nn
 
+from lora_trainer.core.errors import memory_may_run_out
 from lora_trainer.evaluation.loading import free_memory
 from lora_trainer.models.family import Family
 from lora_trainer.models.phases import TILE, Placement, phase_costs, place_drawing, place_gate
@@ -102,7 +102,7 @@ def with_less(
     for tried, room in enumerate(rooms):
         if tried:
             say("out of memory: once more with less on the card")
-        with contextlib.suppress(torch.OutOfMemoryError):  # its frames hold what must be freed
+        with memory_may_run_out():  # its frames hold what must be freed
             return attempt(room)
         free_memory(device)
     raise torch.OutOfMemoryError("Out of memory with nothing left to reduce.")

@@ -25,6 +25,7 @@ import torch
 from torch.nn.functional import mse_loss
 
 from lora_trainer.config.layers import Resolved
+from lora_trainer.core.errors import first_line, is_out_of_memory
 from lora_trainer.core.findings import counted
 from lora_trainer.data.loader import prefetch
 from lora_trainer.jobs.subject import Subject, subject_of
@@ -94,8 +95,10 @@ def bench_step(resolved: Resolved, steps: int = STEPS, *, tiny: bool = False) ->
         try:
             usual = usual_step(subject, parameters, resident, subject.load_encode())
             encoding = timed_in_turn(subject, {"bare": bare, USUAL: usual}, steps)
-        except torch.OutOfMemoryError as error:
-            return BenchReport(rows, [f"usual: out of memory with its encoders ({str(error).splitlines()[0]})"])
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            return BenchReport(rows, [f"usual: out of memory with its encoders ({first_line(error)})"])
     last = replace(row_of(USUAL, subject.name, encoding[USUAL], encoding["bare"]), encodes=True)
     return BenchReport([*rows[:2], last, rows[2]], [])
 

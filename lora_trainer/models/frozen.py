@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from lora_trainer.core.errors import Problem, UsageError
+from lora_trainer.core.errors import Problem, UsageError, is_out_of_memory
 from lora_trainer.core.findings import printable
 from lora_trainer.models.folder import COPY, check_part, variant_of
 
@@ -105,9 +105,7 @@ def refuse_lacking(folder: Path, missing: Iterable[str]) -> None:
 
 def _as_usage(error: Exception, folder: Path) -> Exception:
     """A library's complaint as the user's; running out of memory stays what it is."""
-    import torch
-
     reason = printable(" ".join(str(error).split())[:SHOWN_OF_REASON])
-    if isinstance(error, torch.OutOfMemoryError) or "allocate memory" in reason:
+    if is_out_of_memory(error):
         return error
     return UsageError(Problem(f"{folder} cannot be loaded: {type(error).__name__}: {reason}.", COPY))

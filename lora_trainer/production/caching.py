@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -14,7 +13,7 @@ from torch import Tensor
 
 from lora_trainer.config.schema import Config
 from lora_trainer.core.disk import free_bytes, size_words
-from lora_trainer.core.errors import Problem, TrainingFailed, UsageError
+from lora_trainer.core.errors import Problem, TrainingFailed, UsageError, memory_may_run_out
 from lora_trainer.core.io import user_cache_folder
 from lora_trainer.data.caches.cache import (
     CachePlan,
@@ -41,6 +40,7 @@ from lora_trainer.production.choices import Choices, usable_bytes
 from lora_trainer.production.inputs import Inputs, caption_rules, own_architecture, view_bytes
 
 LATENT_DTYPE = torch.float32  # mean and spread of 4 x 64 x 64 are 128 KiB a picture: cheap, and exact
+EncodeText = Callable[[Sequence[Caption]], Mapping[str, Tensor]]
 EncodeImage = Callable[[Tensor], tuple[Tensor, Tensor]]
 Progress = Callable[[str, int, int], None]  # (what, done, to build)
 
@@ -123,7 +123,7 @@ def fill_caches(
     free_memory(device)
     fill_texts(
         plans.texts,
-        lambda captions: encoders().encode_text(captions),
+        captions_in_halves(lambda captions: encoders().encode_text(captions), device),
         CAPTIONS_AT_ONCE,
         lambda done, all_: progress("captions", done, all_),
         start=start,
@@ -179,7 +179,7 @@ def in_halves(encode: EncodeImage, device: torch.device) -> EncodeImage:
     def encode_some(pixels: Tensor) -> tuple[Tensor, Tensor]:
         nonlocal too_large
         if len(pixels) == 1 or pixels.numel() < too_large:
-            with suppress(torch.OutOfMemoryError):  # its frames hold what must be freed
+            with memory_may_run_out():  # its frames hold what must be freed
                 return encode(pixels)
             free_memory(device)
             too_large = min(too_large, pixels.numel())
@@ -190,6 +190,23 @@ def in_halves(encode: EncodeImage, device: torch.device) -> EncodeImage:
             )
         parts = [encode_some(part) for part in pixels.chunk(2)]
         return torch.cat([mean for mean, _ in parts]), torch.cat([spread for _, spread in parts])
+
+    return encode_some
+
+
+def captions_in_halves(encode: EncodeText, device: torch.device) -> EncodeText:
+    """The same function, asked about half as many captions at once for as long as memory runs out."""
+
+    def encode_some(captions: Sequence[Caption]) -> Mapping[str, Tensor]:
+        with memory_may_run_out():
+            return encode(captions)
+        free_memory(device)
+        if len(captions) == 1:
+            fix = "Close other programs that hold memory, or fill the caches elsewhere first: lora-trainer cache."
+            raise TrainingFailed(Problem("Out of memory while encoding one caption.", fix))
+        half = -(-len(captions) // 2)
+        parts = [encode_some(part) for part in (captions[:half], captions[half:])]
+        return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
 
     return encode_some
 

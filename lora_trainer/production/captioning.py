@@ -10,11 +10,10 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
 from PIL import Image
 
 from lora_trainer.config.schema import CaptionsSection, SourceSection
-from lora_trainer.core.errors import Problem, UsageError
+from lora_trainer.core.errors import Problem, UsageError, memory_may_run_out
 from lora_trainer.core.io import write_text
 from lora_trainer.data.pictures.images import BrokenPictureError, load_rgb
 from lora_trainer.data.sources.found import Asked, Found, Reading
@@ -156,10 +155,9 @@ def _batches(wanted: Iterable[Wanted], size: int) -> Iterator[list[Wanted]]:
 def _described(pictures: list[Image.Image], describe: Callable[[Sequence[Image.Image]], list[str]]) -> list[str]:
     if not pictures:
         return []
-    try:
+    if len(pictures) == 1:
         return describe(pictures)
-    except torch.OutOfMemoryError:
-        if len(pictures) == 1:
-            raise
+    with memory_may_run_out():
+        return describe(pictures)
     half = len(pictures) // 2
     return [*_described(pictures[:half], describe), *_described(pictures[half:], describe)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -9,6 +10,7 @@ import torch
 from torch import Tensor
 
 from lora_trainer.config.schema import Config
+from lora_trainer.core.errors import memory_may_run_out
 from lora_trainer.data.caches.filling import usual_workers
 from lora_trainer.data.fresh import Fresh
 from lora_trainer.data.ledger import Ledger, count_trained
@@ -17,6 +19,7 @@ from lora_trainer.data.pictures.pixels import EncodeImage
 from lora_trainer.data.sample import Sample
 from lora_trainer.data.steps import Ref, StepPlan, plan_steps, share, split_micros
 from lora_trainer.data.views import View, turn_of
+from lora_trainer.evaluation.loading import free_memory
 from lora_trainer.production.caching import LATENT_DTYPE, in_halves
 from lora_trainer.production.choices import Choices
 from lora_trainer.production.inputs import Inputs
@@ -25,6 +28,7 @@ from lora_trainer.training.processes import Processes
 from lora_trainer.training.step import Learner
 
 DECODED_AHEAD = 2  # steps
+WAITS = (0.0, 0.3, 1.0, 3.0, 10.0)  # seconds, until memory is tried again beside the steps
 
 
 @dataclass(frozen=True)
@@ -99,9 +103,23 @@ def fresh_latents(config: Config, inputs: Inputs, choices: Choices, world: int) 
         return inputs.train[ref.index], views[turn_of(ref, len(views), seed)]
 
     encoders = inputs.family.load_encoders(inputs.facts.path, choices.encoder_dtype, device)
-    encode = in_halves(encoders.encode_image, device)
+    encode = in_halves(patiently(encoders.encode_image, device), device)
     workers = max(1, usual_workers() // world) if config.cache.workers is None else config.cache.workers
     return Fresh(shown, beside_training(encode, device), workers, LATENT_DTYPE)
+
+
+def patiently(encode: EncodeImage, device: torch.device) -> EncodeImage:
+    """The same, tried again after a while where memory runs out: at the latest when no step is under way there is more."""
+
+    def encode_at_last(pixels: Tensor) -> tuple[Tensor, Tensor]:
+        for wait in WAITS:
+            with memory_may_run_out():
+                return encode(pixels)
+            time.sleep(wait)
+            free_memory(device)
+        return encode(pixels)
+
+    return encode_at_last
 
 
 def beside_training(encode: EncodeImage, device: torch.device) -> EncodeImage:

@@ -14,7 +14,7 @@ import torch
 from lora_trainer.config.schema import Config
 from lora_trainer.config.toml import to_toml
 from lora_trainer.core.disk import until_written
-from lora_trainer.core.errors import UserError
+from lora_trainer.core.errors import UserError, first_line
 from lora_trainer.core.hardware import describe_machine
 from lora_trainer.core.io import write_text
 from lora_trainer.data.ledger import FILE as LEDGER
@@ -210,8 +210,9 @@ def release(prepared: Prepared, record: Record, state: TrainState) -> Outcome:
         RuntimeError,
         ValueError,
         OSError,
+        MemoryError,
     ) as error:  # the LoRA is whole and judged: pictures are not worth its loss
-        console.print(f"the before/after pictures could not be drawn: {str(error).splitlines()[0]}")
+        console.print(f"the before/after pictures could not be drawn: {first_line(error)}")
     return Outcome(record.with_seconds(validate=time.monotonic() - began), report, comparison)
 
 

@@ -22,6 +22,7 @@ from lora_trainer.core.errors import (
     Problem,
     UsageError,
     UserError,
+    is_out_of_memory,
 )
 from lora_trainer.core.hardware import package_versions
 from lora_trainer.core.io import write_text
@@ -294,7 +295,7 @@ def ended_by(error: BaseException, record: Record) -> Record:
     code, reason = BUG, f"{type(error).__name__}: {error}"
     if isinstance(error, UserError):
         code, reason = error.exit_code, str(error)
-    elif type(error).__name__ == "OutOfMemoryError":  # torch's, which this file does not load
+    elif is_out_of_memory(error):
         code, reason = TRAINING_FAILED, "Out of memory."
     elif isinstance(error, OSError) and refusal(error) in FULL:
         code, reason = TRAINING_FAILED, "The disk is full."

@@ -12,10 +12,11 @@ from typing import Any
 from rich.console import Console
 
 from lora_trainer.config.schema import Config
-from lora_trainer.core.errors import UserError
+from lora_trainer.core.errors import UserError, first_line
 from lora_trainer.data.caches.upkeep import keep_limit
 from lora_trainer.data.steps import StepArithmetic
 from lora_trainer.evaluation.held_out import EncodedSample, held_out_losses
+from lora_trainer.evaluation.loading import free_memory
 from lora_trainer.monitor.progress import Progress
 from lora_trainer.production.caching import CachePlans, cached_data, fill_caches, plan_caches, validation_samples
 from lora_trainer.production.choices import Choices, asked_by_user, cap_memory, choose
@@ -30,7 +31,6 @@ from lora_trainer.training.processes import Processes, join_processes
 from lora_trainer.training.state import Fit, TrainState
 
 VALIDATION_TIMESTEPS = 8
-MOST_ASKED_AT_ONCE = 4
 
 
 @dataclass(frozen=True)
@@ -151,20 +151,22 @@ def make_job(
     """The loop's job: how to get the micro batches of a step, validate and sample."""
     config, learner = session.config, built.learner
 
-    def validate() -> float:
+    def validate(asked: int) -> float:
         learner.denoiser.eval()
-        with learner.adapter.holding(learner.shown()):
-            losses = held_out_losses(
-                partial(learner.predict, learner.denoiser),
-                held_out,
-                learner.process,
-                seed=config.train.seed,
-                timesteps=VALIDATION_TIMESTEPS,
-                device=learner.device,
-                micro=min(MOST_ASKED_AT_ONCE, session.choices.micro),  # what training fits, looking on fits
-                dtype=learner.dtype,
-            )
-        learner.denoiser.train()
+        try:
+            with learner.adapter.holding(learner.shown()):
+                losses = held_out_losses(
+                    partial(learner.predict, learner.denoiser),
+                    held_out,
+                    learner.process,
+                    seed=config.train.seed,
+                    timesteps=VALIDATION_TIMESTEPS,
+                    device=learner.device,
+                    micro=asked,
+                    dtype=learner.dtype,
+                )
+        finally:
+            learner.denoiser.train()
         return float(losses.mean())
 
     def sample(state: TrainState) -> None:
@@ -203,5 +205,11 @@ def try_to_draw(session: Session, built: Built, state: TrainState) -> None:
             state,
             session.console.print,
         )
-    except (RuntimeError, ValueError, OSError, UserError) as error:
-        session.console.print(f"no pictures at step {state.step}: {str(error).splitlines()[0]}")
+    except (RuntimeError, ValueError, OSError, MemoryError, UserError) as error:
+        reason = first_line(error)
+    else:
+        return
+    # Out here nothing holds the pipeline that drew any more, and there is room for the denoiser, where it made way.
+    free_memory(session.choices.device)
+    built.learner.denoiser.to(session.choices.device)
+    session.console.print(f"no pictures at step {state.step}: {reason}")

@@ -138,4 +138,11 @@ def agreed(job: Job, fit: Fit, step: int) -> Fit:
     found = [[int(value) for value in row] for row in reduce(rows).tolist()]
     micro, blocks, since, was_grown, failed = min(found, key=lambda row: (row[0] or float("inf"), -row[1], row))
     planned = blocks == (job.planned.checkpointed or 0)
-    return Fit(micro or None, None if planned else blocks, since, bool(was_grown), failed)
+    return replace(
+        fit,
+        micro=micro or None,
+        checkpointed=None if planned else blocks,
+        since=since,
+        grown=bool(was_grown),
+        failed=failed,
+    )

@@ -29,7 +29,7 @@ class Job:
     samples_in: Callable[[int], int]  # step -> samples over all processes
     names_in: Callable[[int], list[str]]  # step -> what people call its samples: process by process, micro by micro
     micros: Callable[[int], list[Micro]]
-    validate: Callable[[], float] | None
+    validate: Callable[[int], float] | None  # the held-out loss, by so many questions at once
     sample: Callable[[TrainState], None] | None
     settings: dict[str, Any]  # kept in each checkpoint
     say: Callable[[str], None]  # a line for people

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import replace
 
 from lora_trainer.core.disk import until_written
 from lora_trainer.core.errors import first_line, is_out_of_memory
+from lora_trainer.evaluation.loading import free_memory
 from lora_trainer.monitor.progress import Phase
 from lora_trainer.training.best import save_best
 from lora_trainer.training.job import Job, rate_of
@@ -14,9 +16,10 @@ from lora_trainer.training.numbers import progress_of
 from lora_trainer.training.recovery import ended_early, nothing_left
 from lora_trainer.training.reporter import Reporter
 from lora_trainer.training.saving import bytes_of
-from lora_trainer.training.state import TrainState
+from lora_trainer.training.state import Fit, TrainState
 
 VALIDATING: Phase = "validating"
+MOST_ASKED_AT_ONCE = 4
 
 
 def validate(job: Job, state: TrainState, reporter: Reporter) -> TrainState:
@@ -24,14 +27,8 @@ def validate(job: Job, state: TrainState, reporter: Reporter) -> TrainState:
     if job.validate is None:
         return state
     reporter.progress(progress_of(job, state, rate_of(job, state, state.step), 0.0, VALIDATING))
-    try:
-        loss = job.validate()
-    except Exception as error:
-        if not is_out_of_memory(error):
-            raise
-        failure = nothing_left(f"while validating step {state.step}", first_line(error))
-        raise ended_early(job, state, failure) from error
-    before, state = state, replace(state, validation=loss, validated_step=state.step)
+    loss, fit = loss_that_fits(job, job.validate, state, reporter)
+    before, state = state, replace(state, validation=loss, validated_step=state.step, fit=fit)
     # The untrained LoRA is what the others are held against, and no candidate; nothing is lower than NaN.
     lower = before.best_validation is None or loss < before.best_validation
     best = state.step > 0 and math.isfinite(loss) and lower
@@ -43,6 +40,32 @@ def validate(job: Job, state: TrainState, reporter: Reporter) -> TrainState:
         what = f"the file of the best weights, of step {state.step},"
         until_written(what, job.folder, lambda: save_best(job.checkpoints, state.step, weights), bytes_of(weights))
     return state
+
+
+def loss_that_fits(
+    job: Job, measure: Callable[[int], float], state: TrainState, reporter: Reporter
+) -> tuple[float, Fit]:
+    """The held-out loss, asked in smaller and smaller parts for as long as memory runs out; and what did fit.
+
+    Measured anew each time, so that what comes out depends on the size of the parts alone. Raises TrainingFailed when
+    not even one question fits; what was trained is saved.
+    """
+    fit = state.fit
+    while True:
+        # What training fits, looking on fits.
+        asked = fit.asked or min(MOST_ASKED_AT_ONCE, job.planned.micro or 1)
+        try:
+            return measure(asked), fit
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            reason = first_line(error)
+        free_memory(job.learner.device)
+        if asked == 1:
+            raise ended_early(job, state, nothing_left(f"while validating step {state.step}", reason))
+        fit = replace(fit, asked=-(-asked // 2))
+        message = f"out of memory while validating ({reason}): {fit.asked} questions at once in place of {asked}"
+        reporter.event(state.step, "memory", message)
 
 
 def validation_line(before: TrainState, now: TrainState) -> str:

@@ -50,8 +50,10 @@ def bench(tiny_model: Path, pictures: Path, shared_cache: Path, tmp_path: Path) 
     return Bench(tiny_model, pictures, tmp_path / "runs", shared_cache)
 
 
-@pytest.fixture(scope="session")
-def finished(tiny_model: Path, pictures: Path, shared_cache: Path, tmp_path_factory: pytest.TempPathFactory) -> Bench:
+@pytest.fixture(scope="package")
+def finished(
+    brief_gate: None, tiny_model: Path, pictures: Path, shared_cache: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Bench:
     """A finished run named `first`, to look at only."""
     made = Bench(tiny_model, pictures, tmp_path_factory.mktemp("finished"), shared_cache)
     assert made.run("first", checkpoint__every_steps=3, validate__every_steps=3) == 0

@@ -6,15 +6,17 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+import pytest
 import torch
 
 from lora_trainer.cli.main import main
+from lora_trainer.diffusion import loss as loss_module
 from lora_trainer.evaluation import lora_check
 from lora_trainer.evaluation.lora_check import check_lora
 from lora_trainer.evaluation.sample import compare
 from lora_trainer.models import FAMILIES
-from lora_trainer.production import release, session
-from tests.recipes.recipe import Bench, contents, exported, losses, record
+from lora_trainer.production import feed, release
+from tests.recipes.recipe import Bench, contents, exported, losses, record, rows
 
 SHORT = "CUDA out of memory. Tried to allocate 2.00 GiB."
 
@@ -48,24 +50,6 @@ def test_gate_and_pictures_are_made_with_less(bench, finished, monkeypatch, caps
     assert said.count("out of memory: once more with less on the card") == 3
     assert record(bench.folder("first"))["lora"] == record(finished.folder("first"))["lora"]
     assert (bench.folder("first") / "samples" / "before_after.png").is_file()
-
-
-def test_memory_that_runs_out_while_validating_loses_no_step(bench, finished, monkeypatch, capsys):
-    true, calls = session.held_out_losses, [0]
-
-    def second_fails(*given: Any, **named: Any) -> Any:
-        calls[0] += 1
-        return never() if calls[0] == 2 else true(*given, **named)
-
-    settings = {"checkpoint__every_steps": 3, "validate__every_steps": 3}
-    with monkeypatch.context() as patch:
-        patch.setattr(session, "held_out_losses", second_fails)
-        assert bench.run("first", **settings) == 5
-    said = capsys.readouterr().err
-    assert "Out of memory while validating step 3" in said
-    assert "step-000003 is safe" in said
-    assert bench.run("first", "--resume", **settings) == 0
-    assert losses(bench.folder("first")) == losses(finished.folder("first"))
 
 
 def test_a_lora_that_cannot_be_judged_is_kept_and_can_be_judged_later(bench, monkeypatch):
@@ -114,3 +98,89 @@ def test_pictures_are_encoded_fewer_at_once(tiny_model, pictures, tmp_path, monk
     assert main(["cache", *place.arguments("first")[1:]]) == 0
     assert len(contents(place.cache)) > 0
     assert asked[:3] == [4, 2, 1]
+
+
+def test_captions_are_encoded_fewer_at_once(tiny_model, pictures, tmp_path, monkeypatch, capsys):
+    """The same captions to rounding; one that does not fit even alone ends the run with what to do."""
+    family, asked = FAMILIES["sd15"], []
+
+    def with_room_for(most: int) -> None:
+        def load_encoders(*given: Any) -> Any:
+            encoders = family.load_encoders(*given)
+
+            def encode_text(captions: Any) -> Any:
+                asked.append(len(captions))
+                if len(captions) > most:
+                    raise RuntimeError("CUDA error: out of memory")
+                return encoders.encode_text(captions)
+
+            return replace(encoders, encode_text=encode_text)
+
+        monkeypatch.setitem(FAMILIES, "sd15", replace(family, load_encoders=load_encoders))
+
+    with_room_for(0)
+    place = Bench(tiny_model, pictures, tmp_path / "runs", tmp_path / "none")
+    assert main(["cache", *place.arguments("first")[1:]]) == 5
+    assert "Out of memory while encoding one caption" in capsys.readouterr().err
+    asked.clear()
+    with_room_for(2)
+    place = replace(place, cache=tmp_path / "few")
+    assert main(["cache", *place.arguments("first")[1:]]) == 0
+    assert max(asked) > 2
+    monkeypatch.setitem(FAMILIES, "sd15", family)
+    assert place.run("few", steps=2) == 0
+    assert replace(place, cache=tmp_path / "all").run("all", steps=2) == 0
+    assert losses(place.folder("few")) == pytest.approx(losses(place.folder("all")), rel=1e-4)
+
+
+def test_pictures_encoded_beside_the_steps_wait_for_memory(bench, monkeypatch):
+    """Without cached latents: tried again when steps leave room, and nothing changes."""
+    family, fails, waited = FAMILIES["sd15"], iter([False, True, True, True, False, True]), []
+
+    def load_encoders(*given: Any) -> Any:
+        encoders = family.load_encoders(*given)
+
+        def encode_image(pixels: torch.Tensor) -> Any:
+            if next(fails, False):
+                raise torch.OutOfMemoryError(SHORT)
+            return encoders.encode_image(pixels)
+
+        return replace(encoders, encode_image=encode_image)
+
+    settings = {"cache__latents": "false", "steps": 3}
+    assert bench.run("calm", **settings) == 0
+    monkeypatch.setitem(FAMILIES, "sd15", replace(family, load_encoders=load_encoders))
+    monkeypatch.setattr(feed, "WAITS", (0.0, 0.0, 0.0, 0.0))
+    monkeypatch.setattr(feed, "free_memory", waited.append)
+    assert bench.run("short", **settings) == 0
+    assert len(waited) == 4
+    assert exported(bench.folder("short")) == exported(bench.folder("calm"))
+
+
+def test_pictures_without_memory_while_training_change_no_step(bench, finished, monkeypatch, capsys):
+    monkeypatch.setattr(release, "compare", never)
+    assert bench.run("first", checkpoint__every_steps=3, validate__every_steps=3, sample__every_steps=2) == 0
+    said = capsys.readouterr().out
+    assert "no pictures at step 2: Out of memory with nothing left to reduce" in said
+    assert losses(bench.folder("first")) == losses(finished.folder("first"))
+    assert exported(bench.folder("first")) == exported(finished.folder("first"))
+
+
+def test_a_step_without_memory_is_told_in_the_record_and_the_report(bench, finished, monkeypatch, capsys):
+    """The whole command: one micro batch runs out, the run goes on, and everybody can read it."""
+    fails = iter([False, False, True])
+
+    def squared_error(*given: Any) -> torch.Tensor:
+        if next(fails, False):
+            raise torch.OutOfMemoryError(SHORT)
+        return true(*given)
+
+    true = loss_module.squared_error
+    monkeypatch.setattr(loss_module, "squared_error", squared_error)
+    assert bench.run("first", checkpoint__every_steps=3, validate__every_steps=3) == 0
+    folder = bench.folder("first")
+    assert "out of memory (CUDA out of memory. Tried to allocate 2.00 GiB)" in capsys.readouterr().out
+    assert [row["kind"] for row in rows(folder, "events.jsonl")] == ["memory"]
+    assert record(folder)["events"] == rows(folder, "events.jsonl")
+    assert "out of memory" in (folder / "report.html").read_text("utf-8")
+    assert losses(folder)[:2] == pytest.approx(losses(finished.folder("first"))[:2], rel=1e-4)

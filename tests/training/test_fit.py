@@ -12,10 +12,11 @@ from torch import Tensor
 
 from lora_trainer.core.errors import TrainingFailed
 from lora_trainer.models.memory import checkpointed_blocks
-from lora_trainer.monitor.trackers import EVENTS, METRICS, read_lines
+from lora_trainer.monitor.trackers import EVENTS, METRICS, VALIDATION, read_lines
 from lora_trainer.training.checkpoint import newest_valid, read_checkpoint
 from lora_trainer.training.job import Job
 from lora_trainer.training.state import Fit
+from lora_trainer.training.validation import MOST_ASKED_AT_ONCE
 from tests.training.tiny_job import TinyPlace, outcome, told_in
 
 SHORT = "CUDA out of memory. Tried to allocate 2.00 GiB."
@@ -219,3 +220,53 @@ def test_a_run_that_was_short_of_memory_is_resumed_to_the_bit(place: TinyPlace):
         again = on_card(place.job(name, **settings), room=2)
         place.resume(again)
         assert outcome(again) == outcome(whole), stop
+
+
+def asked_on_card(job: Job, room: int) -> Job:
+    """A card on which no more than so many held-out questions fit."""
+    true = job.validate
+    assert true is not None
+
+    def validate(asked: int) -> float:
+        if asked > room:
+            raise torch.OutOfMemoryError(SHORT)
+        return true(asked)
+
+    return replace(job, validate=validate)
+
+
+def test_a_validation_without_memory_is_asked_in_smaller_parts(place: TinyPlace):
+    """The same losses, to rounding; the size of the parts is kept, also by a resumed run, bit for bit."""
+    settings = FOUR | {"validate__every_steps": 2}
+    calm = place.job("calm", **settings)
+    place.train(calm)
+    whole = asked_on_card(place.job("whole", **settings), room=1)
+    state, _ = place.train(whole)
+    assert [step for step, _ in events(whole)] == [0, 0]
+    assert "2 questions at once in place of 4" in events(whole)[0][1]
+    assert (MOST_ASKED_AT_ONCE, state.fit.asked, state.fit.micro) == (4, 1, None)
+    measured, expected = ([row["loss"] for row in read_lines(each.folder / VALIDATION)] for each in (whole, calm))
+    assert len(measured) == 4
+    assert measured == pytest.approx(expected, rel=1e-5)
+    assert trained(whole) == trained(calm)
+    place.train(told_in(asked_on_card(place.job("stopped", **settings), room=1), 3))
+    again = asked_on_card(place.job("stopped", **settings), room=1)
+    place.resume(again)
+    assert outcome(again) == outcome(whole)
+
+
+def test_a_validation_that_fits_in_no_way_saves_what_was_trained(place: TinyPlace):
+    asked = iter(range(100))
+    job = place.job("short", **FOUR | {"validate__every_steps": 2, "checkpoint__every_steps": 100})
+    true = job.validate
+    assert true is not None
+
+    def validate(most: int) -> float:
+        if next(asked) >= 2:
+            raise torch.OutOfMemoryError(SHORT)
+        return true(most)
+
+    with pytest.raises(TrainingFailed, match="while validating step 4"):
+        place.train(replace(job, validate=validate))
+    assert job.learner.denoiser.training
+    assert newest_valid(job.checkpoints)[0] is not None
