@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from lora_trainer.core.errors import Problem, TrainingFailed
+from lora_trainer.core.interrupt import code_of_signal
 
 LOOK_EVERY = 5.0  # seconds between looking whether there is room again
 HEED_EVERY = 0.2  # seconds between looking whether somebody asks to leave
@@ -44,7 +45,7 @@ class Patience:
     say: Callable[[str], None] = lambda line: None
     safe: Callable[[], str] = lambda: ""
     home: Path | None = None
-    asked_to_leave: Callable[[], int | None] = lambda: None
+    asked_to_leave: Callable[[], int | None] = code_of_signal
     disk: int | None = None  # the number of the disk that `home` lies on
     waiting: set[int] = field(default_factory=set)  # threads
     given_up: bool = False

@@ -8,3 +8,8 @@ import os
 def is_main_process() -> bool:
     """Whether this process speaks and writes for all of them."""
     return int(os.environ.get("RANK", "0") or 0) == 0
+
+
+def launched() -> bool:
+    """Whether `accelerate launch` started this process."""
+    return any(name.startswith("ACCELERATE_") for name in os.environ)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from lora_trainer.config.schema import CaptionsSection
+from lora_trainer.core.interrupt import give_up_if_late
 from lora_trainer.data.buckets import Bucket
 from lora_trainer.data.caches.store import Store
 from lora_trainer.data.captions import drops_caption, variant_taken
@@ -168,7 +169,7 @@ def prefetch(source: Iterator[Item], depth: int = 2) -> Generator[Item, None, No
             try:
                 return ready.get(timeout=1.0)
             except queue.Empty:
-                continue
+                give_up_if_late()
 
     thread = threading.Thread(target=work, name="prefetch", daemon=True)
     thread.start()

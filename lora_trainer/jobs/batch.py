@@ -10,6 +10,7 @@ from rich.console import Console
 
 from lora_trainer.config.layers import Resolved
 from lora_trainer.core.errors import DATASET_REFUSED, DONE, Problem, UsageError, UserError
+from lora_trainer.core.interrupt import listening
 from lora_trainer.jobs import queue
 from lora_trainer.jobs.executors import executor, visible_cards
 from lora_trainer.jobs.folders import Shared, job_settings, read_root
@@ -21,7 +22,6 @@ from lora_trainer.production.caching import cache_folder
 from lora_trainer.production.inputs import read_model
 from lora_trainer.production.record import read_record
 from lora_trainer.production.run import INTERRUPTED, train
-from lora_trainer.training.interrupt import leaving_on_sigterm
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ def run_batch(order: BatchOrder, console: Console) -> int:
     write_summary(path)
     stopped: int | None = None
     try:
-        with leaving_on_sigterm(), watching(path, console):
+        with listening(), watching(path, console):
             stopped = executor(order.executor)(path, workers) if left else None
     except KeyboardInterrupt:
         stopped = INTERRUPTED

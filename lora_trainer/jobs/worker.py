@@ -15,6 +15,7 @@ from typing import IO, Any, TextIO, cast
 from rich.console import Console
 
 from lora_trainer.core.errors import DATASET_REFUSED, DONE, LORA_REFUSED, DatasetRefused, UserError
+from lora_trainer.core.interrupt import leave_if_told
 from lora_trainer.jobs import queue
 from lora_trainer.jobs.folders import Shared, job_settings, shared_from_json
 from lora_trainer.jobs.summary import write_summary
@@ -62,6 +63,7 @@ def work(path: Path, families: Mapping[str, Family]) -> int | None:
         write_summary(path)
         if ending.status == "stopped":
             return ending.exit_code
+        leave_if_told()  # a signal that came when a job was as good as done
     return None
 
 

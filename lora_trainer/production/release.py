@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from lora_trainer import __version__
 from lora_trainer.config.schema import Config
 from lora_trainer.core.errors import Problem, TrainingFailed
+from lora_trainer.core.interrupt import can_be_given_up
 from lora_trainer.data.captions import TRIGGER
 from lora_trainer.data.steps import StepArithmetic
 from lora_trainer.evaluation.held_out import EncodedSample
@@ -277,7 +278,7 @@ def draw_while_training(
     weights = lora_weights(config, inputs, built.learner.shown())
     kohya, diffusers = export_lora(samples, name, weights, facts, built.shapes, inputs.family.kohya_prefixes)
     diffusers.unlink()
-    with making_room(built.learner.denoiser, config, choices):
+    with making_room(built.learner.denoiser, config, choices), can_be_given_up():
         draw_comparison(kohya, samples, config, inputs, choices.device, choices.dtype, say, name=name)
 
 

@@ -25,6 +25,7 @@ from lora_trainer.core.errors import (
     is_out_of_memory,
 )
 from lora_trainer.core.hardware import package_versions
+from lora_trainer.core.interrupt import leave_if_told, listening, remembering
 from lora_trainer.core.io import write_text
 from lora_trainer.core.launch import is_main_process
 from lora_trainer.models import FAMILIES
@@ -45,7 +46,6 @@ from lora_trainer.production.messages import announce, show_end, show_report
 from lora_trainer.production.order import Order, plain_console, run_folder
 from lora_trainer.production.record import FILE as RECORD
 from lora_trainer.production.record import PHASES, SHOWN_EVENTS, Record, latest, read_record, write_record
-from lora_trainer.training.interrupt import leaving_on_sigterm
 
 if TYPE_CHECKING:  # torch is loaded after the data has been judged
     from lora_trainer.evaluation.report import LoraReport
@@ -75,6 +75,7 @@ class RunResult:
         }
 
 
+@listening()
 @data_in_use()
 def train(
     resolved: Resolved,
@@ -129,6 +130,7 @@ def total_steps(order: Order, inputs: Inputs) -> int:
     return arithmetic(order.config, inputs.train, order.config.batch.effective, processes=1).total
 
 
+@listening()
 @data_in_use()
 def cache(resolved: Resolved) -> None:
     """Fill the caches that a run of these settings needs, and train nothing. Raises UserError."""
@@ -185,36 +187,40 @@ def run_recorded(order: Order, inputs: Inputs) -> RunResult:
     began, folder = time.monotonic(), order.folder
     join_processes().wait()  # all must have found the folder free before one of them claims it
     with held(order), patient(patience_of(order)):
-        previous, before = read_record(folder), list_checkpoints(folder / "checkpoints")
-        record = first_record(order, inputs, previous or {})
-        tell_differences(order, previous or {}, record)
-        keep(folder, record)
+        with remembering():
+            previous, before = read_record(folder), list_checkpoints(folder / "checkpoints")
+            record = first_record(order, inputs, previous or {})
+            tell_differences(order, previous or {}, record)
+            keep(folder, record)
         try:
+            leave_if_told()
             exactly = only_deterministic(order.config.train.deterministic, folder / "checkpoints")
-            with leaving_on_sigterm(), in_use(cache_folder(order.config)), exactly:
+            with in_use(cache_folder(order.config)), exactly:
                 outcome = run_session(order, inputs, record)
         except BaseException as error:
-            trained = list_checkpoints(folder / "checkpoints")
-            if isinstance(error, UsageError) and trained == before:
-                if is_main_process():
-                    leave_as_found(folder, previous)
+            with remembering():
+                trained = list_checkpoints(folder / "checkpoints")
+                if isinstance(error, UsageError) and trained == before:
+                    if is_main_process():
+                        leave_as_found(folder, previous)
+                    raise
+                record = replace(latest(folder, record), steps=step_of(trained[0]) if trained else 0)
+                if isinstance(error, KeyboardInterrupt | SystemExit):
+                    order.console.print(left_behind(record))
+                try:
+                    finish(order, ended_by(error, record).with_seconds(total=time.monotonic() - began))
+                except (OSError, UserError) as refused:  # what ended the run is told, not what came of it
+                    order.console.print(f"{RECORD} could not be written: {refused}")
                 raise
-            record = replace(latest(folder, record), steps=step_of(trained[0]) if trained else 0)
-            if isinstance(error, KeyboardInterrupt | SystemExit):
-                order.console.print(left_behind(record))
-            try:
-                finish(order, ended_by(error, record).with_seconds(total=time.monotonic() - began))
-            except (OSError, UserError) as refused:  # what ended the run is told, not what came of it
-                order.console.print(f"{RECORD} could not be written: {refused}")
-            raise
-        return conclude(order, outcome, time.monotonic() - began)
+        with remembering():
+            return conclude(order, outcome, time.monotonic() - began)
 
 
 def left_behind(record: Record) -> str:
-    """What a signal outside of the steps leaves."""
+    """What a signal leaves."""
     if not record.steps:
-        return "stopped before the first step: nothing is trained yet; what was cached is kept"
-    return f"stopped; what was trained up to step {record.steps} is saved. Go on with --resume."
+        return "stopped before the first step: nothing is trained yet; what was cached is kept. Go on with --resume."
+    return f"stopped at step {record.steps}; everything up to it is saved. Go on with --resume."
 
 
 def conclude(order: Order, outcome: Outcome, seconds: float) -> RunResult:
@@ -224,7 +230,7 @@ def conclude(order: Order, outcome: Outcome, seconds: float) -> RunResult:
     if outcome.signal_exit is not None:
         record = replace(record, status="stopped", exit_code=outcome.signal_exit, reason="stopped by a signal")
         record = finish(order, record)
-        order.console.print(f"stopped at step {record.steps}; everything is saved. Go on with --resume.")
+        order.console.print(left_behind(record))
         return RunResult(folder, asdict(record), outcome.signal_exit)
     if report is None:  # not the main process
         return RunResult(folder, asdict(record), DONE)

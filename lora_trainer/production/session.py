@@ -5,14 +5,15 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
+from torch import Tensor
 
 from lora_trainer.config.schema import Config
 from lora_trainer.core.errors import UserError, first_line
+from lora_trainer.core.interrupt import GivenUp, can_be_given_up
 from lora_trainer.data.caches.upkeep import keep_limit
 from lora_trainer.data.steps import StepArithmetic
 from lora_trainer.evaluation.held_out import EncodedSample, held_out_losses
@@ -151,12 +152,16 @@ def make_job(
     """The loop's job: how to get the micro batches of a step, validate and sample."""
     config, learner = session.config, built.learner
 
+    def predict(*arguments: Any) -> Tensor:
+        with can_be_given_up():
+            return learner.predict(learner.denoiser, *arguments)
+
     def validate(asked: int) -> float:
         learner.denoiser.eval()
         try:
             with learner.adapter.holding(learner.shown()):
                 losses = held_out_losses(
-                    partial(learner.predict, learner.denoiser),
+                    predict,
                     held_out,
                     learner.process,
                     seed=config.train.seed,
@@ -205,6 +210,8 @@ def try_to_draw(session: Session, built: Built, state: TrainState) -> None:
             state,
             session.console.print,
         )
+    except GivenUp:
+        reason = "a signal came"
     except (RuntimeError, ValueError, OSError, MemoryError, UserError) as error:
         reason = first_line(error)
     else:

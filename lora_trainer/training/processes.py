@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
@@ -25,6 +26,11 @@ class Processes:
     @property
     def is_main(self) -> bool:
         return self.rank == 0
+
+    def patiently(self, ready: Callable[[], bool]) -> None:
+        """Wait until something is ready, awake for signals."""
+        while not ready():
+            time.sleep(0.0005)
 
 
 def join_processes() -> Processes:

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, closing
 from dataclasses import replace
 from functools import partial
 
 import torch
 
-from lora_trainer.config.schema import Config
-from lora_trainer.core.disk import heeding, stand_by
+from lora_trainer.core.disk import stand_by
 from lora_trainer.core.errors import UserError
+from lora_trainer.core.interrupt import GivenUp, Interrupt, listening, remembering
 from lora_trainer.core.randomness import position_key
 from lora_trainer.data.loader import prefetch
 from lora_trainer.monitor.progress import Watch
@@ -20,19 +20,18 @@ from lora_trainer.monitor.trackers import Trackers
 from lora_trainer.training.checkpoint import Checkpoint
 from lora_trainer.training.fit import agreed, install, step_that_fits
 from lora_trainer.training.guard import watchful
-from lora_trainer.training.interrupt import SIGNALS, Interrupt, listening
 from lora_trainer.training.job import Job, rate_of
 from lora_trainer.training.micro import Micro
 from lora_trainer.training.numbers import Pending, look, look_now
 from lora_trainer.training.recovery import GoBack, ended_early, gone_back
 from lora_trainer.training.reporter import Reporter
 from lora_trainer.training.saving import restore, save, take
-from lora_trainer.training.state import TrainState
-from lora_trainer.training.step import StepResult, changing_weights, train_step
+from lora_trainer.training.state import Fit, TrainState
+from lora_trainer.training.step import StepResult, changing_weights, give_up_step, train_step
+from lora_trainer.training.stopping import Stopping
 from lora_trainer.training.validation import validate
 
 READ_AHEAD = 4  # steps
-AGREE_EVERY = 5  # steps between asking all processes whether one was told to stop
 
 
 def train(
@@ -48,28 +47,33 @@ def train(
     state = restore(job, start) if start else TrainState()
     with line as show:
         reporter = Reporter(trackers, show, job.say)
-        if state.step >= job.total_steps:
-            if state.validated_step != state.step and job.validate is not None:
-                # A signal came in the last step: it was saved, and nobody looked at it.
+        with listening() as interrupt, remembering(job.config.train.grace_seconds):
+            if unvalidated(job, state):
                 state = validate(job, state, reporter)
-                save(job, state)
-            return state, Interrupt()
-        with listening() as interrupt, heeding(lambda: interrupt.exit_code if interrupt else None):
-            if state.step == 0:
-                state = validate(job, state, reporter)
+                if unvalidated(job, state):  # given up for a signal
+                    return state, interrupt
+                if state.step > 0:
+                    save(job, state)
+            if state.step >= job.total_steps:
+                return state, interrupt
             while True:
                 with closing(prefetch(read_steps(job, state.step), READ_AHEAD)) as source:
                     try:
-                        return train_steps(job, state, source, reporter, interrupt), interrupt
+                        state = train_steps(job, state, source, reporter, interrupt)
+                        break
                     except GoBack as back:
                         state = gone_back(job, first, back, reporter)
+            if interrupt:
+                saved = f"{interrupt.name}: everything was saved {interrupt.seconds:.2f} s after it"
+                reporter.event(state.step, "signal", saved)
+            return state, interrupt
 
 
 def train_steps(
     job: Job, state: TrainState, source: Iterator[list[Micro]], reporter: Reporter, interrupt: Interrupt
 ) -> TrainState:
     """Train on what `source` gives for each step from `state` on. Raises TrainingFailed, and GoBack."""
-    config, pending = job.config, list[Pending]()
+    config, pending, stopping = job.config, list[Pending](), Stopping(job, interrupt)
     began, before = time.monotonic(), state.seconds
     install(job, state.fit)
     while True:
@@ -77,10 +81,17 @@ def train_steps(
         started = time.perf_counter()
         rate, samples = rate_of(job, state, state.step), job.samples_in(state.step)
         try:
-            micros = next(source)
+            with stopping.waiting():
+                micros = next(source)
             waited = time.perf_counter() - started
-            step = partial(one_step, job, state, samples=samples, rate=rate)
-            result, fit = step_that_fits(job, state, micros, step, reporter)
+            make = partial(made, job, state, micros, samples, rate, reporter)
+            result, fit = stopping.attempt(state, make)
+        except GivenUp:
+            give_up_step(job.learner)
+            state = look(job, state, pending, reporter)
+            if state.step > 0:
+                save(job, state)
+            return state
         except UserError as error:
             state = look(job, state, pending, reporter)
             raise ended_early(job, state, error) from error
@@ -88,13 +99,15 @@ def train_steps(
         state = replace(state, fit=agreed(job, fit, state.step))
         pending.append(Pending(state.step, rate, samples, result, started, waited))
 
-        last = state.step == job.total_steps or told_to_stop(job, state, interrupt)
+        last = state.step == job.total_steps or stopping.told(state)
         saving = last or due(config.checkpoint.every_steps, state.step)
-        validating = due(config.validation.every_steps, state.step) or (last and not interrupt)
+        validating = due(config.validation.every_steps, state.step) or (last and not stopping.signalled)
         if saving or validating or look_now(job, state, pending):
             state = look(job, state, pending, reporter)
         if validating:
             state = validate(job, state, reporter)
+            if unvalidated(job, state):  # given up for a signal: what was trained is saved, and it is done on resuming
+                saving = last = True
         if saving:
             save(job, state)
         if due(config.sample.every_steps, state.step) and not last and job.sample:
@@ -109,36 +122,40 @@ def read_steps(job: Job, first: int) -> Iterator[list[Micro]]:
         yield job.micros(step)
 
 
-def one_step(job: Job, state: TrainState, micros: list[Micro], *, samples: int, rate: float) -> StepResult:
+def made(
+    job: Job,
+    state: TrainState,
+    micros: list[Micro],
+    samples: int,
+    rate: float,
+    reporter: Reporter,
+    settle: Callable[[], None],
+) -> tuple[StepResult, Fit]:
+    """The step after `state`, in what memory there is, and what that was."""
+    step = partial(one_step, job, state, samples=samples, rate=rate, settle=settle)
+    return step_that_fits(job, state, micros, step, reporter)
+
+
+def one_step(
+    job: Job, state: TrainState, micros: list[Micro], *, samples: int, rate: float, settle: Callable[[], None]
+) -> StepResult:
+    """Make a step; `settle` is called when its gradients are there, before anything is changed by them."""
     step, control = state.step, state.control
     if job.config.lora.dropout:
         # From the step's place, as every other draw: no generator state to keep, and each process has masks of its own.
         torch.manual_seed(position_key(job.config.train.seed, "dropout", step, job.processes.rank) % 2**32)
-    result = train_step(watchful(job.learner, state), micros, samples, rate, control.clip_scale)
+    result = train_step(watchful(job.learner, state), micros, samples, rate, control.clip_scale, settle)
     if job.learner.average is not None:
         with changing_weights():
             job.learner.average.follow(job.learner.adapter.masters, step)
     return result
 
 
-def told_to_stop(job: Job, state: TrainState, interrupt: Interrupt) -> bool:
-    """Whether a signal came or the time is over, in any process: all must leave the loop at the same step."""
-    late = out_of_time(job.config, state)
-    if job.processes.reduce is not None:
-        if state.step % AGREE_EVERY:
-            return False
-        mine = [float(interrupt.signal == each) for each in SIGNALS]
-        told = job.processes.reduce(torch.tensor([*mine, float(late)], device=job.learner.device)).tolist()
-        agreed = next((each for each, count in zip(SIGNALS, told, strict=False) if count), None)
-        if agreed is not None:  # a signal that came meanwhile stays for the next vote: no process leaves alone
-            interrupt.signal = agreed
-        return agreed is not None or told[-1] > 0.0
-    return bool(interrupt) or late
+def unvalidated(job: Job, state: TrainState) -> bool:
+    """Whether the weights of this step, which were to be validated, were not: a signal came meanwhile."""
+    wanted = due(job.config.validation.every_steps, state.step) or state.step in (0, job.total_steps)
+    return job.validate is not None and wanted and state.validated_step != state.step
 
 
 def due(every: int, step: int) -> bool:
     return every > 0 and step % every == 0
-
-
-def out_of_time(config: Config, state: TrainState) -> bool:
-    return config.train.max_hours is not None and state.seconds >= config.train.max_hours * 3600.0

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from lora_trainer.core.errors import first_line, is_out_of_memory
+from lora_trainer.core.interrupt import give_up_if_late, no_more_giving_up
 from lora_trainer.diffusion.loss import Loss
 from lora_trainer.diffusion.process import Process
 from lora_trainer.optim.clipping import Clip
@@ -94,13 +95,19 @@ def changing_weights() -> Iterator[None]:
 
 
 def train_step(
-    learner: Learner, micros: Iterable[Micro], samples: int, rate: float, clip_scale: float = 1.0
+    learner: Learner,
+    micros: Iterable[Micro],
+    samples: int,
+    rate: float,
+    clip_scale: float = 1.0,
+    settle: Callable[[], None] = no_more_giving_up,
 ) -> StepResult:
     """One update from the micro batches of a step that has `samples` samples over all processes.
 
     The loss is the sum over samples divided by their number, so it does not depend on how
     the step is split. Gradients are summed over processes by hand: a process with no
-    sample in a short step still takes part. `clip_scale` is a factor on the clipping.
+    sample in a short step still takes part. `clip_scale` is a factor on the clipping. `settle` is
+    called when the gradients are there: until then the step can be given up, and nothing is changed.
     """
     total = torch.zeros((), device=learner.device)
     losses: tuple[Tensor, ...] = ()
@@ -108,6 +115,7 @@ def train_step(
         part, own = backward(learner, micro.to(learner.device, learner.dtype), samples)
         total += part
         losses = (*losses, own)
+    settle()
     if learner.reduce is not None:
         losses = (in_the_step(learner, losses, samples),)
         reduce_gradients(learner.masters, total, losses[0], learner.reduce)
@@ -120,6 +128,7 @@ def train_step(
 
 def backward(learner: Learner, micro: Micro, samples: int) -> tuple[Tensor, Tensor]:
     """Forward and backward of one micro batch: its part of the step's loss [] and its samples' own [B], detached."""
+    give_up_if_late()
     process = learner.process
     noisy = process.add_noise(micro.latents, micro.added, micro.t).to(learner.dtype)
     predicted = learner.predict(learner.denoiser, noisy, micro.t, micro.cond, micro.sizes)

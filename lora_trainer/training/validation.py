@@ -8,6 +8,7 @@ from dataclasses import replace
 
 from lora_trainer.core.disk import until_written
 from lora_trainer.core.errors import first_line, is_out_of_memory
+from lora_trainer.core.interrupt import GivenUp
 from lora_trainer.evaluation.loading import free_memory
 from lora_trainer.monitor.progress import Phase
 from lora_trainer.training.best import save_best
@@ -17,17 +18,27 @@ from lora_trainer.training.recovery import ended_early, nothing_left
 from lora_trainer.training.reporter import Reporter
 from lora_trainer.training.saving import bytes_of
 from lora_trainer.training.state import Fit, TrainState
+from lora_trainer.training.stopping import any_given_up
 
 VALIDATING: Phase = "validating"
 MOST_ASKED_AT_ONCE = 4
 
 
 def validate(job: Job, state: TrainState, reporter: Reporter) -> TrainState:
-    """Measure the held-out loss, where something is held out; keep the weights of the lowest."""
+    """Measure the held-out loss, where something is held out; keep the weights of the lowest.
+
+    Given up for a signal, it leaves the state as it was.
+    """
     if job.validate is None:
         return state
     reporter.progress(progress_of(job, state, rate_of(job, state, state.step), 0.0, VALIDATING))
-    loss, fit = loss_that_fits(job, job.validate, state, reporter)
+    given_up, loss, fit = False, math.nan, state.fit
+    try:
+        loss, fit = loss_that_fits(job, job.validate, state, reporter)
+    except GivenUp:
+        given_up = True
+    if any_given_up(job, given_up):
+        return state
     before, state = state, replace(state, validation=loss, validated_step=state.step, fit=fit)
     # The untrained LoRA is what the others are held against, and no candidate; nothing is lower than NaN.
     lower = before.best_validation is None or loss < before.best_validation

@@ -19,6 +19,7 @@ from typing import Any
 
 from lora_trainer.config.layers import Layer
 from lora_trainer.config.toml import parse_value
+from lora_trainer.core.interrupt import Interrupt
 from lora_trainer.core.io import read_json
 from lora_trainer.monitor.progress import unwatched
 from lora_trainer.monitor.trackers import EVENTS, METRICS, VALIDATION, Trackers, read_lines
@@ -29,7 +30,6 @@ from lora_trainer.production.session import open_session, prepare
 from lora_trainer.production.settings import settle
 from lora_trainer.training.best import best_path
 from lora_trainer.training.checkpoint import Checkpoint, newest_valid
-from lora_trainer.training.interrupt import Interrupt
 from lora_trainer.training.job import Job
 from lora_trainer.training.run import train
 from lora_trainer.training.state import TrainState
@@ -107,5 +107,5 @@ def outcome(job: Job) -> dict[str, Any]:
         "best": tensor_bytes(best_path(job.checkpoints, best)) if (best := checkpoint.state.best_step) else None,
         METRICS: rows,
         VALIDATION: read_lines(job.folder / VALIDATION),
-        EVENTS: read_lines(job.folder / EVENTS),
+        EVENTS: [event for event in read_lines(job.folder / EVENTS) if event["kind"] != "signal"],
     }

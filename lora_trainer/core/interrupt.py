@@ -1,0 +1,201 @@
+"""Being told to stop, by SIGINT, SIGTERM or SIGUSR1, in whatever a command is doing.
+
+Signals belong to the process, so what is known of them is one value of this module. What the first one does depends
+on what is under way:
+
+- what can be done again (reading, checking, caching, building, export, the gate) is left at once: `Stopped` is raised;
+- inside `remembering()` nothing is raised: whoever opened it asks `told()` when it suits (an update, a checkpoint);
+- inside `can_be_given_up()` `GivenUp` is raised where what is under way would not end in time.
+
+A second signal leaves at once, by the system's own way: all files are whole or absent at every moment.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from types import FrameType
+from typing import Literal
+
+from lora_trainer.core.launch import is_main_process, launched
+
+SIGNALS = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGUSR1") if hasattr(signal, name))
+GRACE_SECONDS = 30.0
+FOR_SAVING = 0.5  # share of the grace time that is kept for saving
+# A launcher passes on what the terminal has told its processes already: until then the same signal counts once.
+ECHO_SECONDS = 5.0
+
+Manner = Literal["leave", "remember", "give up"]
+
+
+class Stopped(SystemExit):
+    """Leaves what is under way for a signal, with the exit code of a process that it ends: 128 plus its number."""
+
+    def __init__(self, exit_code: int) -> None:
+        super().__init__(exit_code)
+        self.exit_code = exit_code
+
+
+class GivenUp(BaseException):
+    """Leaves a step, a validation or a drawing for a signal; nothing of it counts, and it can be done again."""
+
+
+class Interrupt:
+    """Whether a signal came, which, and when on the clock of `time.monotonic`."""
+
+    def __init__(self, *, silent: bool = False) -> None:
+        self.signal: int | None = None
+        self.at = 0.0
+        self.grace = GRACE_SECONDS
+        self.manner: Manner = "leave"
+        self.ends = math.inf  # when what can be given up should end by itself
+        self.silent = silent
+
+    def __bool__(self) -> bool:
+        return self.signal is not None
+
+    @property
+    def exit_code(self) -> int:
+        """128 plus the signal's number, as shells count: 130 for SIGINT, 143 for SIGTERM, 138 for SIGUSR1."""
+        return 128 + (self.signal or 0)
+
+    @property
+    def name(self) -> str:
+        return signal.Signals(self.signal).name if self.signal is not None else ""
+
+    @property
+    def seconds(self) -> float:
+        """Since the signal came."""
+        return time.monotonic() - self.at if self else 0.0
+
+    def in_time(self, ends: float) -> bool:
+        """Whether something that ends then leaves enough of the grace time for saving."""
+        return not self or ends <= self.at + self.grace * (1 - FOR_SAVING)
+
+    def remember(self, number: int) -> None:
+        """Note the first signal. Another one is not caught any more, but where a launcher may repeat the first."""
+        self.signal, self.at = number, time.monotonic()
+        if not launched() and threading.current_thread() is threading.main_thread():
+            for each in SIGNALS:
+                signal.signal(each, signal.SIG_DFL)
+
+    def caught(self, number: int, frame: FrameType | None) -> None:
+        """The handler of all signals. Raises Stopped or GivenUp where what is under way allows it."""
+        if self:
+            if self.seconds > ECHO_SECONDS:
+                signal.signal(number, signal.SIG_DFL)
+                signal.raise_signal(number)
+            return
+        self.remember(number)
+        self._say()
+        if self.manner == "leave":
+            raise Stopped(self.exit_code)
+        if self.manner == "give up" and not self.in_time(self.ends):
+            raise GivenUp
+
+    def _say(self) -> None:
+        if self.silent or not is_main_process():
+            return
+        what = (
+            "leaving at once; what was saved before stays"
+            if self.manner == "leave"
+            else f"saving and leaving within {self.grace:g} s; a second signal leaves at once"
+        )
+        # Not by print: the signal may have come in the middle of another one.
+        with suppress(OSError):
+            os.write(2, f"\n{self.name}: {what}\n".encode())
+
+
+_now: Interrupt | None = None
+
+
+@contextmanager
+def listening(*, silent: bool = False) -> Iterator[Interrupt]:
+    """Catch signals inside the block; inside of another such block it is that one that goes on.
+
+    Elsewhere than in the main thread nothing is caught. `silent` says nothing when a signal comes.
+    """
+    global _now
+    if threading.current_thread() is not threading.main_thread():
+        yield Interrupt()
+        return
+    if _now is not None:
+        yield _now
+        return
+    _now = Interrupt(silent=silent)
+    before = {each: signal.signal(each, _now.caught) for each in SIGNALS}
+    try:
+        yield _now
+    finally:
+        for each, handler in before.items():
+            signal.signal(each, handler)
+        _now = None
+
+
+def told() -> bool:
+    """Whether a signal came."""
+    return bool(_now)
+
+
+def code_of_signal() -> int | None:
+    """The exit code of the signal that came, if one did."""
+    return _now.exit_code if _now else None
+
+
+def leave_if_told() -> None:
+    """Raise Stopped where a signal came."""
+    if _now:
+        raise Stopped(_now.exit_code)
+
+
+@contextmanager
+def remembering(grace: float | None = None) -> Iterator[None]:
+    """Inside the block a signal is only remembered; `grace` seconds are left from it to the end of the process."""
+    with _manner("remember"):
+        if _now is not None and grace is not None:
+            _now.grace = grace
+        yield
+
+
+@contextmanager
+def can_be_given_up(seconds: float = math.inf) -> Iterator[None]:
+    """Inside the block a signal raises GivenUp, unless the block should end in time: in `seconds` from now.
+
+    One that came before raises it too. Without `listening` nothing is raised.
+    """
+    with _manner("give up"):
+        if _now is not None:
+            _now.ends = time.monotonic() + seconds
+            if not _now.in_time(_now.ends):
+                raise GivenUp
+        yield
+
+
+def give_up_if_late() -> None:
+    """Raise GivenUp where a signal came and the time that is not kept for saving is over."""
+    if _now is not None and _now.manner == "give up" and not _now.in_time(time.monotonic()):
+        raise GivenUp
+
+
+@contextmanager
+def _manner(manner: Manner) -> Iterator[None]:
+    if _now is None or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    interrupt, before = _now, _now.manner
+    interrupt.manner = manner
+    try:
+        yield
+    finally:
+        interrupt.manner = before
+
+
+def no_more_giving_up() -> None:
+    """What `can_be_given_up` is around has come so far that it is finished now: it would be half done otherwise."""
+    if _now is not None and _now.manner == "give up":
+        _now.manner = "remember"

@@ -1,0 +1,126 @@
+"""Leaving the loop before its last step: for a signal, or because the time is over; all processes at the same step."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from lora_trainer.config.schema import Config
+from lora_trainer.core.interrupt import SIGNALS, GivenUp, Interrupt, can_be_given_up, no_more_giving_up
+from lora_trainer.training.job import Job
+from lora_trainer.training.state import TrainState
+
+T = TypeVar("T")
+
+
+class Stopping:
+    """Asked in each step. Processes vote before they sum their gradients, so that none goes on alone.
+
+    On the processor the votes are read at once, and a step that is given up in one process is given up in all. On cards
+    the host would have to wait for them: they are read one step later, and several cards finish their step.
+    """
+
+    def __init__(self, job: Job, interrupt: Interrupt) -> None:
+        self._job, self._interrupt = job, interrupt
+        self._alone = job.processes.reduce is None
+        self._seconds = 0.0  # of the newest step
+        self._votes: Tensor | None = None  # of the newest step, on the processor once `_there` has come
+        self._there: torch.cuda.Event | None = None
+        self._late = False
+        self._agreed = False  # all processes end the loop after this step,
+        self._signalled = False  # and for a signal
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """While the data of a step is waited for."""
+        if not self._alone:
+            yield
+            return
+        with can_be_given_up(0.0):
+            yield
+
+    def attempt(self, state: TrainState, make: Callable[[Callable[[], None]], T]) -> T:
+        """Make a step; `make` calls what it is given when its gradients are there. Raises GivenUp, with no trace left."""
+        self._late, began = out_of_time(self._job.config, state), time.monotonic()
+        if self._alone:
+            with can_be_given_up(self._seconds):
+                result = make(no_more_giving_up)
+        elif self._job.learner.device.type != "cpu":
+            result = make(self._vote_on_card)
+        else:
+            result = self._attempt_together(make)
+        self._seconds = time.monotonic() - began
+        return result
+
+    def told(self, state: TrainState) -> bool:
+        """Whether the loop ends after the step that was just made."""
+        if self._alone:
+            return bool(self._interrupt) or out_of_time(self._job.config, state)
+        return self._agreed
+
+    @property
+    def signalled(self) -> bool:
+        """Whether that is for a signal."""
+        return bool(self._interrupt) if self._alone else self._signalled
+
+    def _attempt_together(self, make: Callable[[Callable[[], None]], T]) -> T:
+        voted = False
+
+        def settle() -> None:
+            nonlocal voted
+            no_more_giving_up()
+            voted = True
+            if self._count(self._vote(given_up=False)):
+                raise GivenUp
+
+        try:
+            with can_be_given_up(self._seconds):
+                return make(settle)
+        except GivenUp:
+            if not voted:
+                self._count(self._vote(given_up=True))
+            raise
+
+    def _vote(self, *, given_up: bool) -> Tensor:
+        """What all processes say together, [signals + 2]: how many were told which signal, are late, have given up."""
+        assert self._job.processes.reduce is not None
+        mine = [float(self._interrupt.signal == each) for each in SIGNALS]
+        votes = torch.tensor([*mine, float(self._late), float(given_up)], device=self._job.learner.device)
+        return self._job.processes.reduce(votes)
+
+    def _vote_on_card(self) -> None:
+        """Take the votes of the step before, which are there, and send off those of this one."""
+        if self._votes is not None and self._there is not None:
+            self._job.processes.patiently(self._there.query)
+            self._count(self._votes)
+        votes = self._vote(given_up=False)
+        self._votes = torch.empty(votes.shape, pin_memory=True)
+        self._votes.copy_(votes, non_blocking=True)
+        self._there = torch.cuda.Event()
+        self._there.record()
+
+    def _count(self, votes: Tensor) -> bool:
+        """Whether a process gave its step up; a signal that came anywhere has come here."""
+        *told, late, given_up = votes.tolist()
+        signal = next((each for each, count in zip(SIGNALS, told, strict=True) if count), None)
+        if signal is not None and not self._interrupt:
+            self._interrupt.remember(signal)
+        self._signalled = signal is not None
+        self._agreed = self._signalled or late > 0.0
+        return bool(given_up > 0.0)
+
+
+def any_given_up(job: Job, mine: bool) -> bool:
+    """Whether any process gave up what all of them were doing."""
+    if job.processes.reduce is None:
+        return mine
+    return float(job.processes.reduce(torch.tensor([float(mine)], device=job.learner.device))) > 0.0
+
+
+def out_of_time(config: Config, state: TrainState) -> bool:
+    return config.train.max_hours is not None and state.seconds >= config.train.max_hours * 3600.0
