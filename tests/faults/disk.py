@@ -1,0 +1,82 @@
+"""The disk below a folder, counted and made to fail: `disk.c` compiled, and its numbers read and set."""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from enum import IntEnum
+from pathlib import Path
+
+SOURCE = Path(__file__).with_name("disk.c")
+PATH, NAMES, NAME = 320, 8192, 96  # as in disk.c
+
+
+class Mode(IntEnum):
+    """What happens at the k-th operation."""
+
+    COUNT = 0
+    FAIL = 1  # an error of the disk (EIO), once
+    FULL = 2  # half of a write is done, then the disk is full (ENOSPC) for good
+    SHORT = 3  # half of a write is done, which the system may do at any time; nothing else
+    KILL = 4  # SIGKILL before it
+    TORN = 5  # SIGKILL after half of it
+    CUT = 6  # SIGKILL before it, and what was not flushed is gone, as when the power fails
+    SIGNAL = 7  # a signal before it, which does not kill by itself
+
+
+class Page(ctypes.Structure):
+    """`struct page` of disk.c."""
+
+    _fields_ = (
+        *((name, ctypes.c_long) for name in ("armed", "at", "mode", "number", "count", "fired", "steps", "full")),
+        ("root", ctypes.c_char * PATH),
+        ("names", ctypes.c_char * NAME * NAMES),
+    )
+
+    def arm(self, root: Path, at: int, mode: Mode, number: int = 0) -> None:
+        """Begin to count below `root`; the operation numbered `at` (from 0) fails as `mode` says."""
+        self.root, self.at, self.mode, self.number = os.fsencode(root), at, int(mode), number
+        self.count = self.fired = self.steps = self.full = 0
+        self.armed = 1
+
+    def operations(self) -> list[str]:
+        """`write /runs/a/run.json` for each operation so far."""
+        return [os.fsdecode(bytes(self.names[index].value)) for index in range(min(self.count, NAMES))]
+
+
+def unavailable() -> str | None:
+    """Why this machine cannot do it; None where it can."""
+    if sys.platform != "linux":
+        return "needs Linux: LD_PRELOAD and fork"
+    if compiler() is None:
+        return "needs a C compiler, for tests/faults/disk.c"
+    return None
+
+
+def compiler() -> str | None:
+    return next(filter(None, map(shutil.which, ("cc", "gcc", "clang"))), None)
+
+
+def compiled() -> Path:
+    """The shared library, made once for each content of its source."""
+    name = f"faults-disk-{os.getuid()}-{hashlib.sha256(SOURCE.read_bytes()).hexdigest()[:16]}.so"
+    library = Path(tempfile.gettempdir()) / name
+    if not library.exists():
+        made = library.with_suffix(f".{os.getpid()}")
+        command = [compiler() or "cc", "-O1", "-shared", "-fPIC", "-o", str(made), str(SOURCE), "-ldl", "-lpthread"]
+        subprocess.run(command, check=True)
+        os.replace(made, library)
+    return library
+
+
+def loaded_page() -> Page:
+    """The numbers of this process, which was started with the library before all others."""
+    library = ctypes.CDLL(None)
+    library.disk_page.restype = ctypes.POINTER(Page)
+    page: Page = library.disk_page().contents
+    return page

@@ -1,0 +1,159 @@
+"""Where the tries of the fault suite happen: model, pictures, caches, the undisturbed run, and one try after another."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from diffusers import UNet2DConditionModel
+
+from tests.export.tiny import tiny_pipeline
+from tests.faults.disk import Mode, compiled
+from tests.recipes.recipe import Bench, draw_pictures
+
+CHECKOUT = Path(__file__).resolve().parents[2]
+STEPS, EVERY = 4, 2
+NEVER = -1
+SHORT = {
+    "lora.rank": 1,
+    "lora.targets": '["*.attn2.to_k"]',
+    "optim.learning_rate": 0.05,
+    "checkpoint.every_steps": EVERY,
+    "checkpoint.wait_minutes": 0,
+    "validate.every_steps": EVERY,
+    "sample.every_steps": 0,
+    "sample.steps": 1,
+    "sample.count": 1,
+}
+
+
+def save_least_model(folder: Path) -> Path:
+    """A pipeline whose denoiser is as small as one can be: a try is half of a second."""
+    pipeline = tiny_pipeline(folder / "made")
+    pipeline.unet = UNet2DConditionModel(
+        sample_size=8,
+        block_out_channels=(8,),
+        layers_per_block=1,
+        down_block_types=("CrossAttnDownBlock2D",),
+        up_block_types=("CrossAttnUpBlock2D",),
+        norm_num_groups=4,
+        cross_attention_dim=32,
+        attention_head_dim=4,
+    )
+    pipeline.save_pretrained(folder / "model", safe_serialization=True)
+    return folder / "model"
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a try ended. `steps` were trained in it; `count` operations touched its disk."""
+
+    exit: int | None
+    signal: int | None
+    late: bool
+    fired: bool
+    steps: int
+    count: int
+    operations: tuple[str, ...]
+    seconds: float
+    said: str
+
+
+@dataclass
+class Ground:
+    """One warmed process and what its children work on. `close` it at the end."""
+
+    folder: Path
+    settings: dict[str, object] = field(default_factory=dict)
+    tries: int = 0
+
+    def __post_init__(self) -> None:
+        self.model = save_least_model(self.folder / "tiny")
+        self.data = draw_pictures(self.folder / "pictures", 8)
+        environment = os.environ | {
+            "LD_PRELOAD": str(compiled()),
+            "OMP_NUM_THREADS": "1",
+            "HF_HUB_OFFLINE": "1",
+            "TOKENIZERS_PARALLELISM": "false",
+            "PYTHONPATH": os.pathsep.join((str(CHECKOUT), str(CHECKOUT / "scripts"))),
+            "LORA_TRAINER_CACHE": str(self.folder / "user"),
+        }
+        self._log = open(self.folder / "warm.txt", "w", encoding="utf-8")  # noqa: SIM115  open as long as the process
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "tests.faults.warm"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._log,
+            env=environment,
+            cwd=CHECKOUT,
+            text=True,
+        )
+        self.ask({"warm_up": self.arguments(self.folder)})
+
+    def ask(self, what: dict[str, Any]) -> Any:
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.write(json.dumps(what) + "\n")
+        self._process.stdin.flush()
+        line = self._process.stdout.readline()
+        if not line:
+            raise RuntimeError((self.folder / "warm.txt").read_text("utf-8")[-3000:])
+        return json.loads(line)
+
+    def arguments(self, place: Path, *extra: str, command: str = "train", **settings: object) -> list[str]:
+        bench = Bench(self.model, self.data, place / "runs", place / "cache")
+        given = {name.replace(".", "__"): value for name, value in (SHORT | self.settings).items()}
+        return bench.arguments("first", *extra, command=command, steps=STEPS, **(given | settings))
+
+    def new_place(self, *, cached: bool = True) -> Path:
+        """A folder for a try, with caches that are full or empty."""
+        self.tries += 1
+        place = self.folder / "tries" / f"{self.tries:05d}"
+        place.mkdir(parents=True)
+        if cached:
+            shutil.copytree(self.folder / "cache", place / "cache", ignore=shutil.ignore_patterns("users"))
+        shutil.copytree(self.folder / "user", place / "user")
+        return place
+
+    def run(
+        self,
+        place: Path,
+        *extra: str,
+        at: int = NEVER,
+        mode: Mode = Mode.COUNT,
+        number: int = 0,
+        trouble: list[Any] | None = None,
+        seconds: float = 60.0,
+        command: str = "train",
+        **settings: object,
+    ) -> Ended:
+        """Run the command in a forked child; the operation numbered `at` fails as `mode` says."""
+        out = place.parent / f"{place.name}.txt"
+        start = out.stat().st_size if out.exists() else 0
+        answer = self.ask(
+            {
+                "arguments": self.arguments(place, *extra, command=command, **settings),
+                "root": str(place),
+                "user": str(place / "user"),
+                "out": str(out),
+                "at": at,
+                "mode": int(mode),
+                "number": number,
+                "trouble": trouble,
+                "seconds": seconds,
+            }
+        )
+        said = out.read_text("utf-8", errors="replace")[start:]
+        return Ended(**answer | {"operations": tuple(answer["operations"])}, said=said)
+
+    def close(self) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        self._process.wait(timeout=30)
+        self._log.close()

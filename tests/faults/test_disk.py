@@ -1,0 +1,58 @@
+"""Every operation of a run that touches the disk fails once, and the process dies at every one of them."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable
+
+import pytest
+
+from tests.faults.disk import Mode
+from tests.faults.ground import Ground
+from tests.faults.tries import Expected, Row, try_at
+
+FORKED = "forked from a warmed process"
+FAULTS = {
+    Mode.FAIL: "an operation fails once (EIO)",
+    Mode.FULL: "the disk is full from an operation on (ENOSPC)",
+    Mode.SHORT: "a write writes only half of what it was given",
+    Mode.KILL: "SIGKILL before an operation",
+    Mode.TORN: "SIGKILL after half of a write",
+    Mode.CUT: "power cut: SIGKILL, and what was not flushed is gone",
+    Mode.SIGNAL: "SIGTERM before an operation",
+}
+TAKES_ROOM, WRITES = ("write", "open", "mkdir"), ("write",)
+KINDS = {Mode.FULL: TAKES_ROOM, Mode.SHORT: WRITES, Mode.TORN: WRITES}
+CODES = {Mode.SIGNAL: (0, 143), Mode.SHORT: (0,)}
+SAMPLE = 4  # of each fault, in the quick suite
+
+
+def places(expected: Expected, mode: Mode) -> list[int]:
+    """The operations at which this fault can happen, and one behind the last."""
+    kinds = KINDS.get(mode)
+    chosen = [at for at, name in enumerate(expected.operations) if kinds is None or name.split(" ")[0] in kinds]
+    return [*chosen, len(expected.operations)]
+
+
+def try_all(ground: Ground, expected: Expected, mode: Mode, chosen: list[int], *, cached: bool) -> Row:
+    where = "a run, caches full" if cached else "a run that fills its caches"
+    row = Row(FAULTS[mode], where, FORKED)
+    for at in chosen:
+        more = {"codes": CODES[mode]} if mode in CODES else {}
+        row.add(try_at(ground, expected, at, mode, number=signal.SIGTERM, cached=cached, **more))
+    return row
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", FAULTS, ids=lambda mode: mode.name.lower())
+def test_every_operation_of_a_run(mode: Mode, ground: Ground, expected: Expected, tell: Callable[[Row], None]) -> None:
+    tell(try_all(ground, expected, mode, places(expected, mode), cached=True))
+
+
+@pytest.mark.parametrize("mode", FAULTS, ids=lambda mode: mode.name.lower())
+def test_some_operations_of_a_run(mode: Mode, ground: Ground, expected: Expected, tell: Callable[[Row], None]) -> None:
+    """A sample of the above, spread over the run, each fault at other places."""
+    every = places(expected, mode)
+    first = list(FAULTS).index(mode) * len(every) // (len(FAULTS) * SAMPLE)
+    chosen = [every[first + number * len(every) // SAMPLE] for number in range(SAMPLE)]
+    tell(try_all(ground, expected, mode, chosen, cached=True))

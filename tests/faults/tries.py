@@ -1,0 +1,209 @@
+"""One try: a run that is disturbed, what it leaves on the disk, and the run that goes on from there."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from lora_trainer.config.toml import read_toml
+from lora_trainer.core.errors import UserError
+from lora_trainer.data.caches.store import KINDS, Shelf
+from lora_trainer.training.checkpoint import list_checkpoints, read_checkpoint, step_of
+from tests.faults.disk import Mode
+from tests.faults.ground import STEPS, Ended, Ground
+from tests.recipes.recipe import losses, rows, tensor_bytes
+
+NAME = "first"
+FILES = (f"{NAME}.safetensors", f"{NAME}.diffusers.safetensors")
+KILLS = (Mode.KILL, Mode.TORN, Mode.CUT)
+# What the contract lets a run end with when its disk fails: as if nothing were, refused (2), failed (5).
+FAILED_CODES = (0, 2, 5)
+
+
+@dataclass(frozen=True)
+class Expected:
+    """What an undisturbed run leaves."""
+
+    operations: tuple[str, ...]
+    tensors: dict[str, dict[str, bytes]]
+    losses: list[float]
+    held_out: list[tuple[int, float]]
+
+
+@dataclass
+class Row:
+    """One line of the table: a fault, how it was made, how often, and what came of it."""
+
+    fault: str
+    where: str
+    how: str
+    tries: int = 0
+    lost: int = 0  # most steps that were trained again
+    same: int = 0  # tries that ended with the same bytes
+    told: int = 0  # tries that ended with a message in place of them, as they must
+    notes: str = ""
+    problems: list[str] = field(default_factory=list)
+
+    def add(self, tried: Tried) -> None:
+        self.tries += 1
+        self.lost = max(self.lost, tried.lost)
+        self.same += not tried.problems
+        self.problems += [f"{tried.what}: {problem}" for problem in tried.problems]
+
+
+@dataclass(frozen=True)
+class Tried:
+    what: str
+    lost: int
+    problems: list[str]
+    ended: Ended
+
+
+def undisturbed(ground: Ground, *, cached: bool = True) -> Expected:
+    """Run to the end with nothing in the way."""
+    place = ground.new_place(cached=cached)
+    ended = ground.run(place)
+    assert ended.exit == 0, ended.said
+    assert ended.steps == STEPS
+    folder = run_folder(place)
+    tensors = {name: tensor_bytes(folder / name) for name in FILES}
+    return Expected(ended.operations, tensors, losses(folder), held_out(folder))
+
+
+def run_folder(place: Path) -> Path:
+    return place / "runs" / NAME
+
+
+def held_out(folder: Path) -> list[tuple[int, float]]:
+    return [(row["step"], row["loss"]) for row in rows(folder, "validation.jsonl")]
+
+
+def try_at(
+    ground: Ground,
+    expected: Expected,
+    at: int,
+    mode: Mode,
+    *,
+    number: int = 0,
+    cached: bool = True,
+    codes: Iterable[int] = FAILED_CODES,
+) -> Tried:
+    """Disturb a run at one operation, look at what it leaves, go on, and compare."""
+    place = ground.new_place(cached=cached)
+    ended = ground.run(place, at=at, mode=mode, number=number)
+    named = expected.operations[at] if at < len(expected.operations) else "the end"
+    problems = [*wrong_end(ended, mode, tuple(codes)), *torn(place, expected)]
+    lost, more = resumed(ground, place, expected, ended)
+    tried = Tried(f"{place.name} {mode.name} {at} ({named})", lost, problems + more, ended)
+    if not tried.problems:
+        shutil.rmtree(place)
+    return tried
+
+
+def wrong_end(ended: Ended, mode: Mode, codes: tuple[int, ...]) -> list[str]:
+    """What is wrong with how a disturbed run ended: it may fail, but never without a word, nor with a traceback."""
+    if ended.late:
+        return ["it did not end"]
+    if mode in KILLS and ended.fired:
+        return [] if ended.signal == 9 else [f"ended with {ended.exit}, not killed"]
+    wrong = [] if ended.exit in codes else [f"ended with exit {ended.exit}, signal {ended.signal}"]
+    if mode != Mode.SIGNAL and ended.exit and "error: " not in ended.said:
+        wrong.append("ended without an error that is said")
+    wrong += [f"said {word!r}" for word in ("Traceback", "this is a bug") if word in ended.said]
+    return [f"{each}: {last_line(ended)}" for each in wrong]
+
+
+def last_line(ended: Ended) -> str:
+    lines = ended.said.strip().splitlines()
+    return lines[-1][:300] if lines else "(nothing was said)"
+
+
+def torn(place: Path, expected: Expected) -> list[str]:
+    """Files that are there under their names and are not whole."""
+    folder, problems = run_folder(place), []
+    for path in list_checkpoints(folder / "checkpoints"):
+        try:
+            read_checkpoint(path)
+        except UserError as error:
+            problems.append(f"torn: {error}")
+    for name in FILES:
+        if (folder / name).exists() and not same_tensors(folder / name, expected.tensors[name]):
+            problems.append(f"torn: {name}")
+    for name, read in (("run.json", read_document), ("config.toml", read_toml)):
+        if (folder / name).exists():
+            try:
+                read(folder / name)
+            except (ValueError, UserError) as error:
+                problems.append(f"torn: {name} ({error})")
+    return problems + damaged_caches(place / "cache")
+
+
+def read_document(path: Path) -> Any:
+    return json.loads(path.read_text(encoding="utf-8"))
+
+
+def same_tensors(path: Path, wanted: dict[str, bytes]) -> bool:
+    try:
+        return tensor_bytes(path) == wanted
+    except Exception:  # noqa: BLE001  safetensors raises its own for a file cut off
+        return False
+
+
+def damaged_caches(folder: Path) -> list[str]:
+    """Shards under their names whose header or rows are damaged."""
+    problems = []
+    for kind in KINDS:
+        shelf = Shelf(folder, kind)
+        problems += [f"torn: shard {name}" for name in sorted(shelf.damaged)]
+        for shard in shelf.shards():
+            if len(shard.sound_rows()) != shard.count:
+                problems.append(f"torn: rows of shard {shard.path.name}")
+    return problems
+
+
+def resumed(
+    ground: Ground, place: Path, expected: Expected, ended: Ended, **settings: object
+) -> tuple[int, list[str]]:
+    """Go on with --resume: the steps that were trained again, and what differs from the undisturbed run."""
+    folder = run_folder(place)
+    there = list_checkpoints(folder / "checkpoints")
+    newest = step_of(there[0]) if there else 0
+    again = ground.run(place, "--resume", **settings)
+    if again.exit != 0:
+        return 0, [f"--resume ended with {again.exit or again.signal}: {last_line(again)}"]
+    lost = ended.steps + again.steps - STEPS
+    problems = differences(folder, expected)
+    if again.steps != STEPS - newest:
+        problems.append(f"{again.steps} steps were trained from checkpoint {newest} on")
+    return lost, problems + left_over(folder)
+
+
+def differences(folder: Path, expected: Expected) -> list[str]:
+    """Where a finished run differs from the undisturbed one."""
+    problems = []
+    for name in FILES:
+        if not same_tensors(folder / name, expected.tensors[name]):
+            problems.append(f"{name} differs")
+    try:
+        if losses(folder) != expected.losses:
+            steps = [row["step"] for row in rows(folder)]
+            problems.append(f"metrics.jsonl differs (steps {steps})")
+        if held_out(folder) != expected.held_out:
+            problems.append(f"validation.jsonl differs {held_out(folder)}")
+        if read_document(folder / "run.json")["status"] != "done":
+            problems.append("run.json is not done")
+    except (OSError, ValueError) as error:
+        problems.append(f"a record cannot be read: {error}")
+    return problems
+
+
+def left_over(folder: Path) -> list[str]:
+    """Files and folders that a broken run left and the one that finished did not take away."""
+    pattern = re.compile(r"^\..*\.(part|old)$|^\.tmp")
+    found = [path.relative_to(folder).as_posix() for path in folder.rglob(".*") if pattern.search(path.name)]
+    return [f"left over: {', '.join(sorted(found))}"] if found else []

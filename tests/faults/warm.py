@@ -1,0 +1,117 @@
+"""A process with everything imported that forks a copy of itself for each try: `python -m tests.faults.warm`.
+
+Reads one JSON object a line: what to run, and what is to go wrong. Answers with one: how it ended.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import signal
+import sys
+import time
+import traceback
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import tqdm
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from lora_trainer.cli.main import main
+from lora_trainer.evaluation import lora_check
+from tests.faults.disk import Mode, Page, loaded_page
+from tests.faults.troubles import TROUBLES
+
+CRASHED = 70  # exit code of a child whose command raised what no command may raise
+
+
+def warm_up(arguments: list[str]) -> None:
+    """Run once, so that all is imported and nothing is made for the first time in a child."""
+    tqdm.tqdm.monitor_interval = 0  # it would be a thread
+    lora_check.CELLS, lora_check.PREDICTED_AT_ONCE = 1, 16  # the gate's questions: the business of other tests
+    lora_check.base_visits = partial(lora_check.base_visits, steps=1)
+    torch.set_num_threads(1)
+    for _ in range(2):
+        if main(arguments) != 0:
+            raise SystemExit("the undisturbed run failed")
+        arguments = [*arguments, "--name", "again"]  # pictures are remembered once they are some seconds old
+    gc.collect()
+    gc.freeze()
+    threads = len(os.listdir("/proc/self/task"))
+    if threads != 1:
+        raise SystemExit(f"{threads} threads are alive: what is forked from here could hang")
+
+
+def child(asked: dict[str, Any], page: Page) -> None:
+    """Run the command as asked, and leave without any of the parent's clean-up."""
+    code = CRASHED
+    try:
+        out = os.open(asked["out"], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        os.dup2(out, 1)
+        os.dup2(out, 2)
+        os.environ["LORA_TRAINER_CACHE"] = asked["user"]
+        register_optimizer_step_post_hook(lambda *_: count_step(page))
+        if asked["trouble"]:
+            name, *given = asked["trouble"]
+            TROUBLES[name](*given)
+        page.arm(Path(asked["root"]), asked["at"], Mode(asked["mode"]), asked["number"])
+        code = main(asked["arguments"])
+    except SystemExit as leaving:
+        code = leaving.code if isinstance(leaving.code, int) else 1
+    except BaseException:  # noqa: BLE001  whatever it is, the parent must hear of it
+        traceback.print_exc()
+    finally:
+        page.armed = 0
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def count_step(page: Page) -> None:
+    page.steps += 1
+
+
+def tried(asked: dict[str, Any], page: Page) -> dict[str, Any]:
+    """Fork, wait, and say how the child ended. A child that takes too long is killed, which is told."""
+    page.armed = 0
+    began = time.monotonic()
+    number = os.fork()
+    if number == 0:
+        child(asked, page)
+    late = False
+    while True:
+        done, status = os.waitpid(number, os.WNOHANG)
+        if done:
+            break
+        if not late and time.monotonic() - began > asked["seconds"]:
+            os.kill(number, signal.SIGKILL)
+            late = True
+        time.sleep(0.003)
+    return {
+        "exit": os.WEXITSTATUS(status) if os.WIFEXITED(status) else None,
+        "signal": os.WTERMSIG(status) if os.WIFSIGNALED(status) else None,
+        "late": late,
+        "fired": bool(page.fired),
+        "steps": page.steps,
+        "count": page.count,
+        "operations": page.operations() if asked["mode"] == Mode.COUNT else [],
+        "seconds": time.monotonic() - began,
+    }
+
+
+def serve() -> None:
+    page = loaded_page()
+    answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)  # what the warm-up prints is no answer
+    for line in sys.stdin:
+        asked = json.loads(line)
+        answer = tried(asked, page) if "arguments" in asked else warm_up(asked["warm_up"])
+        answers.write(json.dumps(answer) + "\n")
+        answers.flush()
+
+
+if __name__ == "__main__":
+    serve()
