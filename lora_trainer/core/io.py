@@ -7,12 +7,17 @@ import hashlib
 import io
 import json
 import os
+import re
+import shutil
 import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 TAIL = 2**16  # bytes looked through at once for a file's last line break
+HALF_WRITTEN = re.compile(
+    r"\..+\.part|\.tmp\w{6}"
+)  # names of half-written files and folders; the latter are safetensors'
 SHOWN_OF_NAME = 32  # characters of a target's name in its temporary one, which no file system may find too long
 
 
@@ -31,6 +36,16 @@ def atomic_path(target: Path) -> Iterator[Path]:
         flush_folder(target.parent)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def remove_unfinished(folder: Path) -> None:
+    """Take away what killed processes left half-written below a folder that nobody else writes to now."""
+    for path in [path for path in folder.rglob(".*") if HALF_WRITTEN.fullmatch(path.name)]:
+        with contextlib.suppress(OSError):
+            if path.is_dir():
+                shutil.rmtree(path)
+            else:
+                path.unlink()
 
 
 def _umask() -> int:

@@ -11,7 +11,7 @@ from typing import Any
 from filelock import FileLock, Timeout
 
 from lora_trainer.core.errors import Problem, UsageError
-from lora_trainer.core.io import write_json
+from lora_trainer.core.io import HALF_WRITTEN, remove_unfinished, write_json
 from lora_trainer.core.launch import is_main_process
 from lora_trainer.production.inputs import data_sources
 from lora_trainer.production.order import Order
@@ -35,7 +35,7 @@ def claim(order: Order) -> dict[str, Any] | None:
         with locked(folder):
             pass  # the system frees the lock of a process that was killed
     refuse_used(order, record)
-    if record is None and folder.exists() and (not folder.is_dir() or set(os.listdir(folder)) - {LOCK}):
+    if record is None and folder.exists() and (not folder.is_dir() or not is_free(folder)):
         raise UsageError(Problem(f"{folder} exists and is no run.", "Choose another --name or --output."))
     for source in (Path(each.path).expanduser() for each in data_sources(order.config)):
         if source.is_dir() and folder.resolve().is_relative_to(source.resolve()):
@@ -48,6 +48,11 @@ def claim(order: Order) -> dict[str, Any] | None:
     if not existing.is_dir() or not os.access(existing, os.W_OK):
         raise UsageError(Problem(f"{existing} cannot be written to.", "Choose another --output."))
     return record
+
+
+def is_free(folder: Path) -> bool:
+    """Whether a folder holds no more than a run that was killed before its first record was whole."""
+    return all(name == LOCK or HALF_WRITTEN.fullmatch(name) for name in os.listdir(folder))
 
 
 def refuse_used(order: Order, record: dict[str, Any] | None) -> None:
@@ -79,9 +84,13 @@ def held(order: Order) -> Iterator[None]:
     if not is_main_process():
         yield
         return
+    from lora_trainer.training.checkpoint import put_back
+
     order.folder.mkdir(parents=True, exist_ok=True)
     with locked(order.folder):
         refuse_used(order, read_record(order.folder))
+        put_back(order.folder / "checkpoints")  # the one thing among what is half done that may be of use
+        remove_unfinished(order.folder)
         yield
 
 

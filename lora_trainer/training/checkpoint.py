@@ -129,10 +129,12 @@ def write_checkpoint(folder: Path, checkpoint: Checkpoint) -> Path:
 
 
 def put_back(folder: Path) -> None:
-    """A checkpoint that was set aside for another of its step takes its name again where that never came."""
+    """A checkpoint that was set aside for another of its step takes its name again where that never came, or goes."""
     for aside in folder.glob(".step-*.old"):
         target = folder / aside.name.removeprefix(".").removesuffix(".old")
-        if not target.exists():
+        if target.exists():
+            shutil.rmtree(aside, ignore_errors=True)
+        else:
             with contextlib.suppress(OSError):
                 os.replace(aside, target)
 

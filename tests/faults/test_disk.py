@@ -24,7 +24,7 @@ FAULTS = {
 TAKES_ROOM, WRITES = ("write", "open", "mkdir"), ("write",)
 KINDS = {Mode.FULL: TAKES_ROOM, Mode.SHORT: WRITES, Mode.TORN: WRITES}
 CODES = {Mode.SIGNAL: (0, 143), Mode.SHORT: (0,)}
-SAMPLE = 4  # of each fault, in the quick suite
+SAMPLE = 2  # of each fault, in the quick suite
 
 
 def places(expected: Expected, mode: Mode) -> list[int]:

@@ -131,9 +131,8 @@ def torn(place: Path, expected: Expected) -> list[str]:
             read_checkpoint(path)
         except UserError as error:
             problems.append(f"torn: {error}")
-    for name in FILES:
-        if (folder / name).exists() and not same_tensors(folder / name, expected.tensors[name]):
-            problems.append(f"torn: {name}")
+    exported = [name for name in FILES if (folder / name).exists()]
+    problems += [f"torn: {name}" for name in exported if not same_tensors(folder / name, expected.tensors[name])]
     for name, read in (("run.json", read_document), ("config.toml", read_toml)):
         if (folder / name).exists():
             try:
@@ -166,9 +165,7 @@ def damaged_caches(folder: Path) -> list[str]:
     return problems
 
 
-def resumed(
-    ground: Ground, place: Path, expected: Expected, ended: Ended, **settings: object
-) -> tuple[int, list[str]]:
+def resumed(ground: Ground, place: Path, expected: Expected, ended: Ended, **settings: object) -> tuple[int, list[str]]:
     """Go on with --resume: the steps that were trained again, and what differs from the undisturbed run."""
     folder = run_folder(place)
     there = list_checkpoints(folder / "checkpoints")
@@ -185,10 +182,7 @@ def resumed(
 
 def differences(folder: Path, expected: Expected) -> list[str]:
     """Where a finished run differs from the undisturbed one."""
-    problems = []
-    for name in FILES:
-        if not same_tensors(folder / name, expected.tensors[name]):
-            problems.append(f"{name} differs")
+    problems = [f"{name} differs" for name in FILES if not same_tensors(folder / name, expected.tensors[name])]
     try:
         if losses(folder) != expected.losses:
             steps = [row["step"] for row in rows(folder)]
