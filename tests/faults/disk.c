@@ -88,7 +88,11 @@ static void seen(int fd, const char *path) {
 static void die(void) { kill(getpid(), SIGKILL); for (;;) pause(); }
 
 static void cut_power(void) {
-    for (int i = 0; i < DIRTY; i++) if (dirty[i].inode && truncate(dirty[i].path, dirty[i].safe)) continue;
+    struct stat facts;
+    for (int i = 0; i < DIRTY; i++) {
+        int there = dirty[i].inode && !stat(dirty[i].path, &facts) && facts.st_ino == dirty[i].inode;
+        if (there && truncate(dirty[i].path, dirty[i].safe)) continue;
+    }
     die();
 }
 
