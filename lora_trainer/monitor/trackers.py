@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -104,8 +105,8 @@ class Trackers:
     def flush(self) -> None:
         """Force the rows to the disk, so that a power cut loses none that a checkpoint covers."""
         for path in (self._metrics, self._validation, self._events):
-            with contextlib.suppress(FileNotFoundError):
-                flush_file(path)
+            if path.exists():
+                until_written(path.name, path.parent, partial(flush_file, path))
 
     def close(self) -> None:
         record_pauses(self._folder, self._step)

@@ -40,6 +40,11 @@ class Reporter:
         if self.trackers:
             self.show(progress)
 
+    def flush(self) -> None:
+        """Before a checkpoint: the disk holds what was written of the steps that it covers."""
+        if self.trackers:
+            self.trackers.flush()
+
     def forget_after(self, step: int) -> None:
         """The run went back to `step`: what was written of later ones is written again."""
         if self.trackers:

@@ -109,6 +109,7 @@ def train_steps(
             if unvalidated(job, state):  # given up for a signal: what was trained is saved, and it is done on resuming
                 saving = last = True
         if saving:
+            reporter.flush()
             save(job, state)
         if due(config.sample.every_steps, state.step) and not last and job.sample:
             job.sample(state)

@@ -94,7 +94,11 @@ class Ground:
             cwd=CHECKOUT,
             text=True,
         )
-        self.ask({"warm_up": self.arguments(self.folder)})
+        try:
+            self.ask({"warm_up": self.arguments(self.folder)})
+        except BaseException:
+            self.close()
+            raise
 
     def ask(self, what: dict[str, Any]) -> Any:
         assert self._process.stdin is not None
@@ -154,6 +158,8 @@ class Ground:
 
     def close(self) -> None:
         assert self._process.stdin is not None
+        assert self._process.stdout is not None
         self._process.stdin.close()
+        self._process.stdout.close()
         self._process.wait(timeout=30)
         self._log.close()
