@@ -1,0 +1,121 @@
+"""One whole run with secrets in the environment, hostile names in its data, and no way to the network."""
+
+from __future__ import annotations
+
+import shutil
+import socket
+import unicodedata
+from pathlib import Path
+from typing import Any, NoReturn
+
+import pytest
+
+from lora_trainer.cli.main import main
+from tests.recipes.recipe import Bench, draw_pictures
+
+SECRETS = {
+    name: f"s3cret-{number}-value"
+    for number, name in enumerate(
+        "HF_TOKEN HUGGING_FACE_HUB_TOKEN WANDB_API_KEY AWS_ACCESS_KEY_ID AWS_SECRET_ACCESS_KEY GITHUB_TOKEN "
+        "CIVITAI_API_KEY OPENAI_API_KEY SSH_AUTH_SOCK DATABASE_URL MY_OWN_SECRET".split()
+    )
+}
+PROXY = "http://user:s3cret-proxy@127.0.0.1:9"
+CAPTION = "<script>alert(1)</script> [bold red]a ring[/] \x1b[31mred \x07 \u202eabc"
+NAMES = ("-rf.png", "two\nlines.png", "\x1b[31mred.png", "[red]mark[bold].png", "<img src=x onerror=alert(1)>.png")
+
+
+@pytest.fixture(scope="module")
+def ran(sound_model: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Bench, str]:
+    """A finished run, and all that it said."""
+    folder = tmp_path_factory.mktemp("whole")
+    data = draw_pictures(folder / "people" / "pictures of Ann")
+    for picture, name in zip(sorted(data.glob("*.png")), NAMES, strict=False):
+        picture.with_suffix(".txt").unlink()
+        picture.rename(data / name)
+        (data / name).with_suffix(".txt").write_text(CAPTION, encoding="utf-8")
+    shutil.copytree(sound_model, folder / "model")
+    bench = Bench(folder / "model", data, folder / "runs", folder / "cache")
+    asked: list[str] = []
+
+    def refuse(*arguments: Any, **_: Any) -> NoReturn:
+        asked.append(repr(arguments))
+        raise OSError("no network here")
+
+    with pytest.MonkeyPatch.context() as patch, pytest.MonkeyPatch.context() as heard:
+        for name, value in SECRETS.items():
+            patch.setenv(name, value)
+        for name in ("HTTP_PROXY", "HTTPS_PROXY", "https_proxy"):
+            patch.setenv(name, PROXY)
+        for name in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"):
+            patch.delenv(name, raising=False)
+        for name in ("connect", "connect_ex", "sendto", "bind", "listen"):
+            patch.setattr(socket.socket, name, refuse)
+        patch.setattr(socket, "getaddrinfo", refuse)
+        patch.setattr(socket, "create_connection", refuse)
+        patch.setenv("LORA_TRAINER_CACHE", str(folder / "cache"))
+        said = _heard(heard)
+        code = bench.run("own", "--offline", steps=2, sample__count=1, checkpoint__every_steps=1, validate__every_steps=1)
+        text = "".join(said)
+    assert code == 0, text
+    assert asked == []
+    return bench, text
+
+
+def _heard(patch: pytest.MonkeyPatch) -> list[str]:
+    import io
+    import sys
+
+    said: list[str] = []
+
+    class Ear(io.StringIO):
+        def write(self, text: str) -> int:
+            said.append(text)
+            return len(text)
+
+    patch.setattr(sys, "stdout", Ear())
+    patch.setattr(sys, "stderr", Ear())
+    return said
+
+
+def written(bench: Bench) -> dict[Path, bytes]:
+    return {path: path.read_bytes() for root in (bench.output, bench.cache) for path in root.rglob("*") if path.is_file()}
+
+
+def test_no_secret_of_the_environment_is_written(ran: tuple[Bench, str]) -> None:
+    bench, said = ran
+    files = written(bench)
+    assert len(files) > 10
+    for path, content in files.items():
+        assert b"s3cret" not in content, path
+    assert "s3cret" not in said
+
+
+def test_nothing_said_commands_a_terminal(ran: tuple[Bench, str]) -> None:
+    _, said = ran
+    hostile = {each for each in said if unicodedata.category(each) in ("Cc", "Cf") and each not in "\n\r\t"}
+    assert hostile == set()
+
+
+def test_a_shared_lora_tells_no_path_and_no_name_of_the_machine_or_its_user(ran: tuple[Bench, str]) -> None:
+    bench, _ = ran
+    private = [str(Path.home()), str(bench.output), str(bench.data), "pictures of Ann", "people", socket.gethostname()]
+    for path in bench.folder("own").glob("*.safetensors"):
+        content = path.read_bytes()
+        header = content[8 : 8 + int.from_bytes(content[:8], "little")].decode("utf-8")
+        for word in private:
+            assert word not in header, (path.name, word)
+        assert "onerror" not in header
+
+
+def test_no_page_runs_what_a_name_or_a_caption_holds(ran: tuple[Bench, str]) -> None:
+    bench, _ = ran
+    pages = list(bench.folder("own").glob("*.html"))
+    assert pages
+    checked = bench.output.parent / "check.html"
+    main(["check", str(bench.data), "--html", str(checked)])
+    for page in (*pages, checked):
+        text = page.read_text(encoding="utf-8")
+        assert "<script>alert" not in text
+        assert "<img src=x" not in text
+        assert "\x1b" not in text
