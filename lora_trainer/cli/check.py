@@ -7,20 +7,20 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
 from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
 from lora_trainer.config.schema import Config
 from lora_trainer.core.errors import DATASET_REFUSED, DONE, Problem, UsageError
-from lora_trainer.core.findings import Finding, printable
+from lora_trainer.core.findings import Finding, printable, printable_lines
 from lora_trainer.core.io import json_document
 from lora_trainer.data.check import DataReport
 from lora_trainer.data.sample import Manifest, Sample
 from lora_trainer.data.sources.places import named_places
 from lora_trainer.data.steps import StepArithmetic
 from lora_trainer.models.family import ModelFacts
+from lora_trainer.monitor.console import Console
 from lora_trainer.production.inputs import (
     arithmetic,
     data_in_use,
@@ -120,7 +120,7 @@ def _write_page(
     except OSError as error:
         message = f"{page} cannot be written ({(error.strerror or str(error)).lower()})."
         raise UsageError(Problem(message, "Name another file with --html.")) from error
-    print(f"page: {page}", file=sys.stderr)
+    print(printable_lines(f"page: {page}"), file=sys.stderr)
 
 
 def show_report(report: DataReport, steps: StepArithmetic, held_out: int, console: Console) -> None:

@@ -9,7 +9,7 @@ import traceback
 from collections.abc import Sequence
 
 from lora_trainer.core.errors import TRAINING_FAILED, WRONG_USAGE, Problem, UserError, first_line, is_out_of_memory
-from lora_trainer.core.findings import printable
+from lora_trainer.core.findings import printable_lines
 from lora_trainer.core.launch import is_main_process
 
 BUG = 1
@@ -36,7 +36,8 @@ def report_error(error: Exception, *, debug: bool) -> int:
         _print_problems([Problem(f"{error.filename}: {error.strerror}.", "Check the path and its permissions.")])
         return WRONG_USAGE
     again = "" if debug else " Run it again with --debug to see where, and report that."
-    print(f"error: this is a bug, not your doing: {type(error).__name__}: {error}.{again}", file=sys.stderr)
+    told = printable_lines(f"{type(error).__name__}: {error}")
+    print(f"error: this is a bug, not your doing: {told}.{again}", file=sys.stderr)
     return BUG
 
 
@@ -45,11 +46,6 @@ def _print_problems(problems: Sequence[Problem]) -> None:
         print(f"error: {len(problems)} problems", file=sys.stderr)
     for number, problem in enumerate(problems, start=1):
         lead = "error: " if len(problems) == 1 else f"  {number}. "
-        print(f"{lead}{_lines(problem.message)}", file=sys.stderr)
+        print(f"{lead}{printable_lines(problem.message)}", file=sys.stderr)
         if problem.fix:
-            print(f"{' ' * len(lead)}{_lines(problem.fix)}", file=sys.stderr)
-
-
-def _lines(text: str) -> str:
-    """As it is, but for what would command a terminal: names of files stand in it."""
-    return "\n".join(map(printable, text.split("\n")))
+            print(f"{' ' * len(lead)}{printable_lines(problem.fix)}", file=sys.stderr)

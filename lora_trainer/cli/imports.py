@@ -13,10 +13,9 @@ from lora_trainer.core.errors import DONE, Problem, UsageError
 from lora_trainer.core.io import finite, write_text
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from lora_trainer.config.imports.imported import Imported
     from lora_trainer.config.imports.reading import Line
+    from lora_trainer.monitor.console import Console
 
 EXAMPLES = """examples:
   lora-trainer import kohya.toml --output cat.toml
@@ -49,10 +48,10 @@ def import_command(arguments: argparse.Namespace, unknown: list[Problem]) -> int
     """Write the config and say what became of each key. Raises UsageError; an existing file is never overwritten."""
     if unknown:
         raise UsageError(unknown)
-    from rich.console import Console
     from rich.text import Text
 
     from lora_trainer.config.imports.imported import as_toml, import_file
+    from lora_trainer.monitor.console import Console
     from lora_trainer.production.printed import show
 
     output = Path(arguments.output) if arguments.output else None

@@ -45,8 +45,7 @@ def plan_command(arguments: argparse.Namespace, unknown: list[Problem]) -> int:
     if arguments.json:
         sys.stdout.write(json.dumps(plan.to_json(), indent=2) + "\n")
     else:
-        from rich.console import Console
-
+        from lora_trainer.monitor.console import Console
         from lora_trainer.production.plan_view import show_plan
 
         show_plan(plan, Console(highlight=False))

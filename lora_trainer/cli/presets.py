@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 from collections.abc import Mapping, Sequence
 
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
@@ -14,6 +13,7 @@ from lora_trainer.config.presets import AUTO, FAMILIES, GOALS, TIERS, preset_lay
 from lora_trainer.config.schema import Config
 from lora_trainer.config.toml import shown
 from lora_trainer.core.errors import Problem, UsageError, nearest
+from lora_trainer.monitor.console import Console
 from lora_trainer.production.printed import show
 
 _KINDS = {

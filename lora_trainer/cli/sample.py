@@ -9,6 +9,7 @@ from pathlib import Path
 from lora_trainer.cli.arguments import say
 from lora_trainer.config.schema import Config
 from lora_trainer.core.errors import DONE, Problem, UsageError
+from lora_trainer.core.findings import printable_lines
 from lora_trainer.production.inputs import model_folder, read_model
 
 
@@ -43,7 +44,7 @@ def sample_command(
     weights = read_lora(path)
     if weights.not_finite():
         raise UsageError(Problem(f"{path.name} holds NaN or infinity.", "Train it again with a lower learning rate."))
-    print(f"base model: {model_folder(config)}", file=sys.stderr)
+    print(printable_lines(f"base model: {model_folder(config)}"), file=sys.stderr)
     drawing = Drawing(config.sample.steps, config.sample.guidance, (facts.resolution, facts.resolution))
     seeds = [seed + index for index in range(len(prompts))]
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")

@@ -8,19 +8,20 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from lora_trainer.builtin import BASE_FOLDER
 from lora_trainer.config.schema import Config
 from lora_trainer.core.errors import DONE, LORA_REFUSED, DatasetRefused, Problem, UsageError
+from lora_trainer.core.findings import printable_lines
 from lora_trainer.core.io import read_json
 from lora_trainer.core.tensorfile import read_tensor_header
 from lora_trainer.data.manifest import read_manifest
 from lora_trainer.data.sample import Sample
 from lora_trainer.data.views import BucketPlan, plan_plain
 from lora_trainer.evaluation.report import LoraReport, caveat
+from lora_trainer.monitor.console import Console
 from lora_trainer.production.inputs import data_in_use, model_folder, read_inputs, read_model, trained_framings
 
 MEANINGS = {
@@ -210,4 +211,4 @@ def _numbers(numbers: Any) -> list[str]:
 
 def _say(*lines: str) -> None:
     for line in lines:
-        print(line, file=sys.stderr)
+        print(printable_lines(line), file=sys.stderr)

@@ -17,6 +17,11 @@ def printable(name: str) -> str:
     return "".join(kept)
 
 
+def printable_lines(text: str) -> str:
+    """A text as it is, line by line, but for what would command a terminal."""
+    return text if text.isprintable() else "\n".join(map(printable, text.split("\n")))
+
+
 def counted(count: float, one: str, many: str = "") -> str:
     """`1 step`, `2 steps`; `many` where an s does not make the plural."""
     return f"{count} {one if count == 1 else many or one + 's'}"

@@ -147,7 +147,11 @@ def finite(value: Any) -> Any:
 
 
 def read_json(path: Path) -> Any:
-    return json.loads(path.read_text(encoding="utf-8"))
+    """A JSON document. Raises OSError, and ValueError for what is no JSON or nested too deeply."""
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except RecursionError:
+        raise ValueError(f"{path} is nested too deeply") from None
 
 
 def sha256_file(path: Path) -> str:

@@ -15,7 +15,7 @@ from lora_trainer.production.settings import settle
 
 SETTINGS_FILE = "lora.toml"
 PATHS = (("model", "path"), ("cache", "folder"))  # in a folder's file they are meant from that folder
-THE_BATCH_DECIDES = (("data", "sources"), ("run", "output"))
+THE_BATCH_DECIDES = (("data", "sources"), ("run", "output"), ("run", "offline"))
 
 
 @dataclass(frozen=True)
@@ -95,7 +95,9 @@ def job_settings(shared: Shared, name: str, folder: Path) -> Resolved:
         for section, key in THE_BATCH_DECIDES:
             if isinstance(values.get(section), dict) and key in values[section]:
                 message = f"{section}.{key} (from {SETTINGS_FILE}) cannot be set by a folder of a batch."
-                problems.append(Problem(message, "Remove it: the folder is the data, and --output is the batch's."))
+                problems.append(
+                    Problem(message, "Remove it: the folder is the data; --output and --offline are the batch's.")
+                )
     except UsageError as error:
         problems.extend(error.problems)
     user.append(Layer("batch", {"data": {"sources": [str(folder)]}, "run": {"name": name}}))

@@ -14,6 +14,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
+from lora_trainer.core.findings import printable
 from lora_trainer.jobs.queue import QueuedJob, read_jobs
 from lora_trainer.monitor.progress import duration
 
@@ -110,7 +111,7 @@ def table(shown: Sequence[QueuedJob], jobs: Sequence[QueuedJob], *, one_line: bo
             duration(spent(job)) if spent(job) else "",
             short(job.reason),
         )
-        found.add_row(*(Text(cell, style=style if at < 2 else "") for at, cell in enumerate(cells)))
+        found.add_row(*(Text(printable(cell), style=style if at < 2 else "") for at, cell in enumerate(cells)))
     return found
 
 

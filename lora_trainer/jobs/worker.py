@@ -12,14 +12,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, TextIO, cast
 
-from rich.console import Console
-
 from lora_trainer.core.errors import DATASET_REFUSED, DONE, LORA_REFUSED, DatasetRefused, UserError
 from lora_trainer.core.interrupt import leave_if_told
 from lora_trainer.jobs import queue
 from lora_trainer.jobs.folders import Shared, job_settings, shared_from_json
 from lora_trainer.jobs.summary import write_summary
 from lora_trainer.models.family import Family
+from lora_trainer.monitor.console import Console
 from lora_trainer.monitor.progress import Progress, Watch
 from lora_trainer.production.folder import leave_as_found
 from lora_trainer.production.record import FILE as RECORD

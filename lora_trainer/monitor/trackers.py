@@ -36,7 +36,7 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
     for line in lines:
         try:
             row = json.loads(line)
-        except ValueError:
+        except (ValueError, RecursionError):
             break
         if not isinstance(row, dict) or not isinstance(row.get("step"), int):
             break

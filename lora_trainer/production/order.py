@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
+from pathlib import Path, PureWindowsPath
 
 from rich.console import Console
 
@@ -14,8 +15,12 @@ from lora_trainer.config.schema import Config
 from lora_trainer.core.errors import Problem, UsageError
 from lora_trainer.models import FAMILIES
 from lora_trainer.models.family import Family
+from lora_trainer.monitor.console import Console as PlainConsole
 from lora_trainer.monitor.progress import Watch, unwatched
 from lora_trainer.production.inputs import data_sources
+
+LONGEST_NAME = 200  # bytes; file systems allow 255, and endings and temporary names need their share
+WINDOWS = re.compile(r'[<>:"|?*]|[. ]$')
 
 
 @dataclass(frozen=True)
@@ -42,11 +47,21 @@ class Order:
 def run_folder(config: Config) -> Path:
     """OUTPUT/NAME; the name comes from the data's folder when it is not given."""
     name = config.run.name or _name_of(data_sources(config)[0].path)
-    if name in (".", "..") or "/" in name or "\\" in name or not name.isprintable():
+    if name in (".", "..") or "/" in name or "\\" in name or not name.isprintable() or not _holds(name):
         raise UsageError(
             Problem(f"--name {name!r} is no name of a folder.", "Give a plain name, and the folder with --output.")
         )
+    if (size := len(os.fsencode(name))) > LONGEST_NAME:
+        message = f"--name {name[:40]}… has {size} bytes; its files' names leave room for {LONGEST_NAME}."
+        raise UsageError(Problem(message, "Give a shorter one."))
     return Path(config.run.output) / name
+
+
+def _holds(name: str) -> bool:
+    """Whether a folder of this name can be made and found again; Windows has names for devices, streams and patterns."""
+    return name == name.rstrip(" ") and not (
+        os.name == "nt" and (WINDOWS.search(name) or PureWindowsPath(name).is_reserved())
+    )
 
 
 def _name_of(source: str) -> str:
@@ -57,4 +72,4 @@ def _name_of(source: str) -> str:
 
 def plain_console(*, quiet: bool = False) -> Console:
     """Prints text as it is: captions and file names may hold what rich takes for markup."""
-    return Console(quiet=quiet, highlight=False, markup=False, emoji=False, soft_wrap=True)
+    return PlainConsole(quiet=quiet, highlight=False, markup=False, emoji=False, soft_wrap=True)

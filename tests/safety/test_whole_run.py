@@ -55,7 +55,9 @@ def ran(sound_model: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Be
         patch.setattr(socket, "create_connection", refuse)
         patch.setenv("LORA_TRAINER_CACHE", str(folder / "cache"))
         said = _heard(heard)
-        code = bench.run("own", "--offline", steps=2, sample__count=1, checkpoint__every_steps=1, validate__every_steps=1)
+        code = bench.run(
+            "own", "--offline", steps=2, sample__count=1, checkpoint__every_steps=1, validate__every_steps=1
+        )
         text = "".join(said)
     assert code == 0, text
     assert asked == []
@@ -79,7 +81,9 @@ def _heard(patch: pytest.MonkeyPatch) -> list[str]:
 
 
 def written(bench: Bench) -> dict[Path, bytes]:
-    return {path: path.read_bytes() for root in (bench.output, bench.cache) for path in root.rglob("*") if path.is_file()}
+    return {
+        path: path.read_bytes() for root in (bench.output, bench.cache) for path in root.rglob("*") if path.is_file()
+    }
 
 
 def test_no_secret_of_the_environment_is_written(ran: tuple[Bench, str]) -> None:
@@ -119,3 +123,4 @@ def test_no_page_runs_what_a_name_or_a_caption_holds(ran: tuple[Bench, str]) -> 
         assert "<script>alert" not in text
         assert "<img src=x" not in text
         assert "\x1b" not in text
+        assert "\u202e" not in text

@@ -9,6 +9,8 @@ from lora_trainer.data.sources.beside import caption_beside
 from lora_trainer.data.sources.found import Asked, Found, Reading
 from lora_trainer.data.sources.metadata import table_or_finding
 
+SHARES = ("//", "\\\\", "\\/", "/\\")  # of other machines: on Windows, looking there tells them who asks
+
 
 def read_table_source(path: Path, asked: Asked, reading: Reading) -> list[Found]:
     """Its rows in order. A row without a caption may have one beside its picture."""
@@ -18,11 +20,16 @@ def read_table_source(path: Path, asked: Asked, reading: Reading) -> list[Found]
         return []
     names: dict[str, frozenset[str]] = {}
     found, elsewhere = [], []
+    outside, impossible = 0, []
     for row in table.rows:
-        if "://" in row.name:
+        if "://" in row.name or row.name.startswith(SHARES):
             elsewhere.append(row.name)
             continue
         picture = Path(os.path.normpath(os.path.join(path.parent, row.name.replace("\\", "/"))))
+        if not _possible(row.name):
+            impossible.append(row.name)
+            continue
+        outside += not picture.is_relative_to(path.parent)
         folder = str(picture.parent)
         if folder not in names:
             names[folder] = _names_of(folder)
@@ -35,7 +42,19 @@ def read_table_source(path: Path, asked: Asked, reading: Reading) -> list[Found]
         reading.problem(message, "Fetch them first: nothing is downloaded here.")
     elif not found:
         reading.problem(f"{path} names no picture.", "Columns: file_name and text.")
+    if impossible:
+        message = f"names {len(impossible)} pictures as no file can be named (first: {impossible[0]!r:.80})."
+        reading.find("absent_picture", "warning", message, "Mend or remove the lines.", path)
+    if outside:
+        reading.note(f"{path.name}: {outside} of its {len(found)} pictures lie outside of its folder.")
     return found
+
+
+def _possible(name: str) -> bool:
+    try:
+        return b"\0" not in os.fsencode(name)
+    except UnicodeEncodeError:  # half of a surrogate pair, from JSON
+        return False
 
 
 def _names_of(folder: str) -> frozenset[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -160,7 +161,8 @@ def number(value: Any) -> float | None:
     """The value as a finite number, None for everything else."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
-    return float(value) if math.isfinite(value) else None
+    # A whole number of JSON may be larger than any float.
+    return float(value) if abs(value) <= sys.float_info.max and math.isfinite(value) else None
 
 
 def whole(value: Any) -> int | None:

@@ -24,6 +24,8 @@ from lora_trainer.production.report.verdict import verdict_of
 
 FILE = "report.html"
 TEMPLATES = Path(__file__).parent / "page"
+# Of a terminal, and those that turn the direction of a line: names and captions may hold them.
+COMMANDING = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e]")
 SETTLED = ("config.toml", "run.json", "metrics.jsonl", "validation.jsonl")
 
 
@@ -109,9 +111,10 @@ def render(template: str, **values: Any) -> str:
     script = (TEMPLATES / "hover.js").read_text(encoding="utf-8")
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode("ascii")
     style = (TEMPLATES / "style.css").read_text(encoding="utf-8")
-    return environment.get_template(template).render(
+    page = environment.get_template(template).render(
         **values, style=style, script=script, digest=digest, version=__version__
     )
+    return COMMANDING.sub("\N{REPLACEMENT CHARACTER}", page)
 
 
 def meta_of(run: RunReport) -> list[str]:
