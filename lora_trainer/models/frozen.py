@@ -46,7 +46,7 @@ def load_frozen(kind: Any, folder: Path, dtype: torch.dtype, device: torch.devic
             local_files_only=True,
             output_loading_info=True,
         )
-    except (UsageError, MemoryError):
+    except UsageError:
         raise
     except Exception as error:  # libraries raise every kind for a part that is not what they expect
         raise _as_usage(error, folder) from error
