@@ -154,6 +154,30 @@ def determinism(settings: Settings) -> list[Yields]:
     return [Yields("memory.attention", "sdpa", reason, "Set memory.attention=sdpa, or train.deterministic=false.")]
 
 
+def control(settings: Settings) -> list[Yields]:
+    found = []
+    for name in ("control.plateau", "control.early_stopping"):
+        if not settings[name]:
+            continue
+        if settings["validate.every_steps"] == 0:
+            reason = "it looks at held-out losses while training, and validate.every_steps=0 measures none"
+            found.append(Yields(name, False, reason, "Set validate.every_steps to 100 or so."))
+        elif settings["data.held_out"] == 0.0:
+            reason = "it looks at held-out losses, and data.held_out=0 holds no picture out"
+            found.append(Yields(name, False, reason, "Set data.held_out to 0.1 or so."))
+    if settings["control.plateau"] and settings["optim.name"] == "schedule_free":
+        reason = "optim.name=schedule_free averages weights in place of lowering its rate"
+        found.append(Yields("control.plateau", False, reason, "Remove control.plateau, or set another optim.name."))
+    if settings["control.early_stopping"] and settings["checkpoint.release"] == "last":
+        reason = "control.early_stopping trains past the best weights to know them, and releases these"
+        fix = "Set checkpoint.release=best, or remove control.early_stopping."
+        found.append(Yields("checkpoint.release", "best", reason, fix))
+    if settings["control.jump"] and settings["optim.clip_norm"] == 0.0 and settings["optim.clip_value"] is None:
+        reason = "it clips gradients harder, and optim.clip_norm=0 does not clip them"
+        found.append(Yields("control.jump", False, reason, "Set optim.clip_norm to 1.0 or so."))
+    return found
+
+
 RULES: tuple[Callable[[Settings], list[Yields]], ...] = (
     prodigy_rate,
     schedule_free,
@@ -161,6 +185,7 @@ RULES: tuple[Callable[[Settings], list[Yields]], ...] = (
     sizes,
     captions,
     determinism,
+    control,
 )
 
 

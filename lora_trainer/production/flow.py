@@ -42,6 +42,7 @@ from lora_trainer.production.resuming import find_start, fixed_settings
 from lora_trainer.production.room import refuse_without_room, room_for
 from lora_trainer.production.session import Prepared, Session, open_session, prepare
 from lora_trainer.training.checkpoint import Checkpoint, newest_valid
+from lora_trainer.training.control import stopped_early
 from lora_trainer.training.job import Job
 from lora_trainer.training.run import train
 from lora_trainer.training.state import TrainState
@@ -82,11 +83,13 @@ def run_session(order: Order, inputs: Inputs, record: Record) -> Outcome:
         raise
     finally:
         prepared.feed.close()
+    early = stopped_early(session.config.control, state.control)
     trained = state.seconds - (start.state.seconds if start else 0.0)
     record = replace(
         record.with_seconds(train=trained),
         steps=state.step,
-        training=asdict(state),
+        training=asdict(state) | {"stopped_early": early},
+        reason=f"the held-out loss got no lower in {state.control.without_gain} validations" if early else None,
         memory={"peak_gib": round(highest_memory_gib(session.choices.device), 3)},
     )
     if session.processes.is_main:

@@ -74,8 +74,20 @@ def is_finished(record: dict[str, Any] | None) -> bool:
 
 def asks_for_more(order: Order, record: dict[str, Any]) -> bool:
     """Whether a finished run is resumed with another length, so that steps may be left."""
+    if ended_early(order, record):
+        return False
+    if record.get("status") == "done" and record.get("training", {}).get("stopped_early"):
+        return True  # its patience is longer now
     before, now = record.get("config", {}).get("train", {}), order.config.train.model_dump(mode="json")
     return any(before.get(key) != now[key] for key in LENGTHS)
+
+
+def ended_early(order: Order, record: dict[str, Any]) -> bool:
+    """Whether a run stopped early that would do so again, by the patience that is asked for now."""
+    training = record.get("training", {})
+    control = order.config.control
+    without_gain = training.get("control", {}).get("without_gain", 0)
+    return bool(training.get("stopped_early")) and control.early_stopping and without_gain >= control.patience
 
 
 @contextlib.contextmanager

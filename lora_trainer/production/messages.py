@@ -27,6 +27,13 @@ MOST_FINDINGS = 8
 CAPTIONS_SHOWN, TEXTS_SHOWN = 3, 2
 
 
+def show_unheld(config: Config, inputs: Inputs, console: Console) -> None:
+    """What was asked to look at held-out losses and has none to look at."""
+    for name in ("plateau", "early_stopping"):
+        if getattr(config.control, name) and not inputs.held_out:
+            console.print(f"control.{name} does nothing here: the data is too small for any picture to be held out")
+
+
 def announce(config: Config, console: Console) -> None:
     """Say first what stands in for a model or data that was not given."""
     if config.model.path is None:

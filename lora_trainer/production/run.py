@@ -32,7 +32,7 @@ from lora_trainer.models import FAMILIES
 from lora_trainer.models.family import Family
 from lora_trainer.monitor.progress import Progress, Watch, unwatched
 from lora_trainer.production.differences import differences, tell_differences
-from lora_trainer.production.folder import asks_for_more, claim, held, is_finished, leave_as_found
+from lora_trainer.production.folder import asks_for_more, claim, ended_early, held, is_finished, leave_as_found
 from lora_trainer.production.inputs import (
     Inputs,
     arithmetic,
@@ -120,6 +120,12 @@ def train(
 def nothing_to_do(order: Order, record: Mapping[str, Any]) -> RunResult:
     """A finished run was resumed; the exit code is that of the gate, where one refused its LoRA."""
     status, steps = record["status"], record["steps"]
+    if ended_early(order, dict(record)):
+        order.console.print(
+            f"{order.folder} stopped early at step {steps}: {record.get('reason')}."
+            " Nothing to do; a higher control.patience goes on from there."
+        )
+        return RunResult(order.folder, record, int(record.get("exit_code") or DONE))
     order.console.print(
         f"{order.folder} is finished (status {status}, step {steps}): nothing to do. More steps go on from there."
     )

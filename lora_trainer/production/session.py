@@ -23,7 +23,7 @@ from lora_trainer.production.caching import CachePlans, cached_data, fill_caches
 from lora_trainer.production.choices import Choices, asked_by_user, cap_memory, choose
 from lora_trainer.production.feed import Feed, fresh_latents, make_feed
 from lora_trainer.production.inputs import Inputs, arithmetic, own_architecture
-from lora_trainer.production.messages import show_captions, show_views
+from lora_trainer.production.messages import show_captions, show_unheld, show_views
 from lora_trainer.production.order import Order
 from lora_trainer.production.release import draw_while_training
 from lora_trainer.training.build import Built, build_learner
@@ -84,6 +84,7 @@ def prepare(session: Session, settings: dict[str, Any]) -> Prepared:
     show_views(session.config, inputs, session.steps, console)
     for line in (session.steps.line, *session.choices.lines):
         console.print(line)
+    show_unheld(session.config, inputs, console)
     show_captions(session.config, inputs, console, session.choices.encoder_dtype.itemsize)
     began = time.monotonic()
     session.order.watch(Progress("caching", total=session.steps.total))

@@ -20,7 +20,6 @@ from lora_trainer.training.step import Learner, StepResult
 
 MOST_OVERFLOWS = 50  # steps in a row that fp16 may leave out before the run is called failed
 SMALLEST_SCALE = 1.0  # of fp16's losses: under it even gradients as they are overflow
-RESTORED_RATE = 0.5  # factor on the rate after a return to good weights
 MOST_NAMED = 5  # samples that a message names
 LOWER_RATE = "Lower optim.learning_rate, or use memory.base_precision=bf16 or fp32."
 OTHER_PRECISION = "Use memory.base_precision=bf16 or fp32."
@@ -84,9 +83,9 @@ def restore_good(job: Job, state: TrainState, step: int, what: str) -> NoReturn:
     if state.restored >= job.config.control.most_not_finite:
         why = f"After {state.restored} returns to an earlier checkpoint {what} at step {step} again."
         raise TrainingFailed(Problem(why, f"{kept(job.checkpoints)} {LOWER_RATE}"))
-    scale = state.rate_scale * RESTORED_RATE
-    told = f"{what}, at step {step}: the rate falls to {scale:.4g} of the schedule's"
-    raise GoBack(state, "not_finite", told, rate_scale=scale, restored=state.restored + 1)
+    lower = replace(state, restored=state.restored + 1)
+    told = f"{what}, at step {step}: the rate falls to {lower.rate_factor:.4g} of the schedule's"
+    raise GoBack(lower, "not_finite", told)
 
 
 def stop(job: Job, state: TrainState, why: str, fix: str = LOWER_RATE) -> NoReturn:
@@ -107,6 +106,12 @@ def blamed_samples(losses: Sequence[torch.Tensor], names: Sequence[str]) -> str:
     if blamed:
         return f"not finite is the loss of {named(blamed)}"
     return f"every sample's own loss is finite: {named(names)}"
+
+
+def by_loss(losses: Sequence[torch.Tensor], names: Sequence[str]) -> str:
+    """The samples of a step in words, the largest own loss first."""
+    own = [float(loss) for part in losses for loss in part]
+    return named([name for _, name in sorted(zip(own, names, strict=False), key=lambda pair: -pair[0])])
 
 
 def named(names: Sequence[str]) -> str:

@@ -41,4 +41,4 @@ class Job:
 
 def rate_of(job: Job, state: TrainState, step: int) -> float:
     """The learning rate of `step`, counted from 0: the schedule's, times what the run itself made of it."""
-    return job.config.optim.learning_rate * state.rate_scale * rate_share(job.config.schedule, step, job.total_steps)
+    return job.config.optim.learning_rate * state.rate_factor * rate_share(job.config.schedule, step, job.total_steps)

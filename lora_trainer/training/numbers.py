@@ -9,7 +9,8 @@ from typing import Any
 
 from lora_trainer.monitor.memory import peak_memory_gib
 from lora_trainer.monitor.progress import Phase, Progress
-from lora_trainer.training.guard import not_finite, overflowed, refuse_hopeless
+from lora_trainer.training.control import after_step
+from lora_trainer.training.guard import by_loss, not_finite, overflowed, refuse_hopeless
 from lora_trainer.training.job import Job
 from lora_trainer.training.reporter import Reporter
 from lora_trainer.training.state import TrainState
@@ -47,7 +48,7 @@ def look(job: Job, state: TrainState, pending: list[Pending], reporter: Reporter
         for each, (loss, norm) in zip(pending, numbers, strict=True):
             row = row_of(job, each, loss, norm, seconds)
             if math.isfinite(loss) and math.isfinite(norm):
-                state = after_good(state, loss)
+                state = after_good(job, state, each, loss, norm, reporter)
             else:
                 state = not_finite(job, state, each.step, each.result, reporter)
                 row |= {"loss": loss if overflowed(job, each.result) else None, "grad_norm": None, "skipped": True}
@@ -61,9 +62,12 @@ def look(job: Job, state: TrainState, pending: list[Pending], reporter: Reporter
     return state
 
 
-def after_good(state: TrainState, loss: float) -> TrainState:
-    """The state after a step with a finite loss and gradient."""
-    control = replace(state.control, not_finite=0)
+def after_good(job: Job, state: TrainState, each: Pending, loss: float, norm: float, reporter: Reporter) -> TrainState:
+    """The state after a step with a finite loss and gradient, and what the run makes of it."""
+    control, decisions = after_step(job.config.control, replace(state.control, not_finite=0), each.step, loss, norm)
+    for decision in decisions:
+        of = f"; its samples: {by_loss(each.result.losses, job.names_in(each.step - 1))}"
+        reporter.event(each.step, decision.kind, decision.message + (of if decision.kind == "spike" else ""))
     return replace(state.with_loss(loss), skipped_in_a_row=0, control=control)
 
 

@@ -41,7 +41,8 @@ def gone_back(job: Job, first: Checkpoint, back: GoBack, reporter: Reporter) -> 
     restored = restore(job, last_regular(job) or first)
     reporter.forget_after(restored.step)
     reporter.event(back.state.step, back.kind, f"{back.reason}; the run goes on from step {restored.step}")
-    return replace(restored, seconds=back.state.seconds, went_back=back.state.went_back + 1, **back.changes)
+    kept = {"seconds": back.state.seconds, "went_back": back.state.went_back + 1, "restored": back.state.restored}
+    return replace(restored, **{**kept, **back.changes})
 
 
 def ended_early(job: Job, state: TrainState, error: UserError) -> TrainingFailed:

@@ -18,6 +18,7 @@ from lora_trainer.data.loader import prefetch
 from lora_trainer.monitor.progress import Watch
 from lora_trainer.monitor.trackers import Trackers
 from lora_trainer.training.checkpoint import Checkpoint
+from lora_trainer.training.control import stopped_early
 from lora_trainer.training.fit import agreed, install, step_that_fits
 from lora_trainer.training.guard import watchful
 from lora_trainer.training.job import Job, rate_of
@@ -54,7 +55,7 @@ def train(
                     return state, interrupt
                 if state.step > 0:
                     save(job, state)
-            if state.step >= job.total_steps:
+            if state.step >= job.total_steps or stopped_early(job.config.control, state.control):
                 return state, interrupt
             while True:
                 with closing(prefetch(read_steps(job, state.step), READ_AHEAD)) as source:
@@ -107,6 +108,8 @@ def train_steps(
         if validating:
             state = validate(job, state, reporter)
             if unvalidated(job, state):  # given up for a signal: what was trained is saved, and it is done on resuming
+                saving = last = True
+            if stopped_early(config.control, state.control):
                 saving = last = True
         if saving:
             reporter.flush()

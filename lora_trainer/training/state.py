@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+RESTORED_RATE = 0.5  # factor on the rate after a return to good weights
+
 
 @dataclass(frozen=True)
 class Fit:
@@ -23,7 +25,13 @@ class Control:
     """What the run has made of itself so far (`[control]`)."""
 
     held_out: tuple[float, ...] = ()  # the newest of them, for the plateau's window
-    without_gain: int = 0  # validations in a row that were no better than the best: patience
+    lowest_held_out: float | None = None
+    without_gain: int = 0  # validations in a row that were no lower than that: patience
+    loss_sum: float = 0.0  # moving sum of steps' losses, for jumps
+    losses: int = 0  # how many there were
+    lowest_loss: float | None = None  # their smoothed lowest since the last jump
+    norm_sum: float = 0.0  # the same of gradients' norms, for spikes
+    norms: int = 0
     clip_scale: float = 1.0  # factor on the clipping of gradients, after a jump
     not_finite: int = 0  # steps in a row whose loss or gradient was not finite
 
@@ -41,12 +49,17 @@ class TrainState:
     skipped: int = 0  # steps that were left out: an overflow of fp16, or a gradient that was not finite
     skipped_in_a_row: int = 0
     seconds: float = 0.0
-    rate_scale: float = 1.0  # factor on the schedule's rate
+    rate_scale: float = 1.0  # factor on the schedule's rate, after plateaus
     went_back: int = 0  # times that the run went back to an earlier checkpoint by itself
-    restored: int = 0  # times among them that the loss or gradient was not finite, and the rate was lowered
+    restored: int = 0  # times among them that the loss or gradient was not finite: each halves the rate
     watched_until: int = 0  # up to here each step's loss is looked at before its update, whatever that costs
     fit: Fit = Fit()
     control: Control = Control()
+
+    @property
+    def rate_factor(self) -> float:
+        """What the run itself made of the schedule's rate."""
+        return self.rate_scale * RESTORED_RATE**self.restored
 
     def with_loss(self, loss: float) -> TrainState:
         """The same with a step's loss in the average."""

@@ -6,12 +6,15 @@ import math
 from collections.abc import Callable
 from dataclasses import replace
 
+import torch
+
 from lora_trainer.core.disk import until_written
 from lora_trainer.core.errors import first_line, is_out_of_memory
 from lora_trainer.core.interrupt import GivenUp
 from lora_trainer.evaluation.loading import free_memory
 from lora_trainer.monitor.progress import Phase
 from lora_trainer.training.best import save_best
+from lora_trainer.training.control import after_validation
 from lora_trainer.training.job import Job, rate_of
 from lora_trainer.training.numbers import progress_of
 from lora_trainer.training.recovery import ended_early, nothing_left
@@ -39,6 +42,7 @@ def validate(job: Job, state: TrainState, reporter: Reporter) -> TrainState:
         given_up = True
     if any_given_up(job, given_up):
         return state
+    loss = of_all(job, loss)
     before, state = state, replace(state, validation=loss, validated_step=state.step, fit=fit)
     # The untrained LoRA is what the others are held against, and no candidate; nothing is lower than NaN.
     lower = before.best_validation is None or loss < before.best_validation
@@ -50,7 +54,27 @@ def validate(job: Job, state: TrainState, reporter: Reporter) -> TrainState:
         weights = job.learner.shown()
         what = f"the file of the best weights, of step {state.step},"
         until_written(what, job.folder, lambda: save_best(job.checkpoints, state.step, weights), bytes_of(weights))
-    return state
+    return judged(job, state, reporter)
+
+
+def judged(job: Job, state: TrainState, reporter: Reporter) -> TrainState:
+    """What the run makes of a held-out loss that it measured in its rhythm; others, at an end, change nothing."""
+    every = job.config.validation.every_steps
+    if state.step == 0 or state.validation is None or not every or state.step % every:
+        return state
+    control, decisions = after_validation(job.config.control, state.control, state.validation, state.rate_factor)
+    for decision in decisions:
+        reporter.event(state.step, decision.kind, decision.message)
+        state = replace(state, rate_scale=state.rate_scale * decision.rate_factor)
+    return replace(state, control=control)
+
+
+def of_all(job: Job, loss: float) -> float:
+    """The main process's held-out loss, for all of them: what they decide by it must be the same to the bit."""
+    if job.processes.reduce is None:
+        return loss
+    mine = torch.tensor([loss if job.processes.is_main else 0.0], device=job.learner.device)
+    return float(job.processes.reduce(mine))
 
 
 def loss_that_fits(

@@ -32,6 +32,12 @@ CLASHES = [
     ({"captions__separator": ";"}, {"captions__keep_separator": ";"}, None),
     ({"captions__shuffle": True}, {"captions__variants": 1}, 8),
     ({"data__resolutions": (512, 768)}, {"data__resolution": 512}, None),
+    ({"validate__every_steps": 0}, {"control__plateau": True}, False),
+    ({"validate__every_steps": 0}, {"control__early_stopping": True}, False),
+    ({"data__held_out": 0.0}, {"control__early_stopping": True}, False),
+    ({"optim__name": "schedule_free"}, {"control__plateau": True}, False),
+    ({"control__early_stopping": True}, {"checkpoint__release": "last"}, "best"),
+    ({"optim__clip_norm": 0.0}, {"control__jump": True}, False),
     ({"data__no_upscale": True}, {"data__allow_upscale": True}, False),
     ({"train__deterministic": True}, {"memory__attention": "xformers"}, "sdpa"),
 ]

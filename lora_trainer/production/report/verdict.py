@@ -52,7 +52,8 @@ def verdict_of(run: RunReport) -> Verdict:
 def done(run: RunReport) -> Verdict:
     """A finished run: `train` enforces no gate, so its LoRA may lie under one."""
     short = run.planned is not None and run.steps < run.planned
-    early = (f"train.max_hours ended the training after {run.steps} of {run.planned} steps.",) if short else ()
+    why = text(run.record.get("reason")) or "train.max_hours is over"
+    early = (f"The training ended after {run.steps} of {run.planned} steps: {why}.",) if short else ()
     early = (*released(run), *little_said(run), *early)
     if run.lora.value is None:
         return Verdict("fair", "done", "Trained, not judged", early)

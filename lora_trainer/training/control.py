@@ -1,0 +1,106 @@
+"""What a run changes by itself where it was asked to: pure functions of its numbers (`[control]`).
+
+Everything is decided from step numbers: at validations of the run's own rhythm, and at steps that are multiples of
+`JUDGED_EVERY`, so that a run stopped and gone on with anywhere decides the same at the same step.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+from lora_trainer.config.schema import ControlSection
+from lora_trainer.monitor.events import Kind
+from lora_trainer.training.state import Control
+
+JUDGED_EVERY = 10  # steps
+NEWEST = 0.02  # weight of the newest step in the means of losses and of gradients' norms
+FIRST_JUDGED = 50  # steps until those means say anything
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What the run decided: for people, and the factor on the learning rate."""
+
+    kind: Kind
+    message: str
+    rate_factor: float = 1.0
+
+
+def after_step(
+    config: ControlSection, control: Control, step: int, loss: float, norm: float
+) -> tuple[Control, list[Decision]]:
+    """After a good step, counted from 1: spikes of the gradient, and at steps that are judged, jumps of the loss."""
+    found = []
+    if config.spike is not None:
+        usual = mean_of(control.norm_sum, control.norms)
+        spiked = usual is not None and control.norms >= FIRST_JUDGED and norm > config.spike * usual
+        if spiked and usual:
+            message = f"the gradient's norm is {norm:.3g}, {norm / usual:.3g} times its usual {usual:.3g}"
+            found.append(Decision("spike", message))
+        kept = config.spike * usual if spiked and usual else norm  # a spike is not to become the usual
+        control = replace(control, norm_sum=moved(control.norm_sum, kept), norms=control.norms + 1)
+    if config.jump:
+        control = replace(control, loss_sum=moved(control.loss_sum, loss), losses=control.losses + 1)
+        if step % JUDGED_EVERY == 0:
+            control, jumped = after_jump(config, control)
+            found += jumped
+    return control, found
+
+
+def after_jump(config: ControlSection, control: Control) -> tuple[Control, list[Decision]]:
+    """Clip harder where the smoothed loss is far above the lowest that it was since the last jump."""
+    now, lowest = mean_of(control.loss_sum, control.losses), control.lowest_loss
+    if now is None or control.losses < FIRST_JUDGED:
+        return control, []
+    if lowest is None or now <= config.jump_ratio * lowest:
+        return replace(control, lowest_loss=now if lowest is None else min(lowest, now)), []
+    scale = control.clip_scale * config.jump_clip
+    message = (
+        f"the smoothed loss rose to {now:.4g}, {now / lowest:.3g} times its lowest {lowest:.4g}:"
+        f" gradients are clipped at {scale:.3g} of what was set"
+    )
+    return replace(control, clip_scale=scale, lowest_loss=now), [Decision("jump", message)]
+
+
+def after_validation(
+    config: ControlSection, control: Control, loss: float, rate_factor: float
+) -> tuple[Control, list[Decision]]:
+    """After a held-out loss of the run's rhythm: patience and plateau. One that is not finite is no gain, and no plateau."""
+    lowest = control.lowest_held_out
+    gained = math.isfinite(loss) and (lowest is None or loss < lowest - config.min_change)
+    control = replace(
+        control,
+        without_gain=0 if gained else control.without_gain + 1,
+        lowest_held_out=loss if gained else lowest,
+    )
+    found = []
+    if stopped_early(config, control):
+        message = f"the held-out loss got no lower in {control.without_gain} validations: the training ends here"
+        found.append(Decision("early_stop", message))
+    if not config.plateau or not math.isfinite(loss):
+        return control, found
+    window = (*control.held_out, loss)[-config.plateau_window :]
+    spread = max(window) - min(window)
+    if len(window) < config.plateau_window or spread >= config.plateau_spread:
+        return replace(control, held_out=window), found
+    rate = rate_factor * config.plateau_factor
+    message = (
+        f"the held-out loss moved by {spread:.2g} in {len(window)} validations:"
+        f" the rate falls to {rate:.4g} of the schedule's"
+    )
+    return replace(control, held_out=()), [*found, Decision("plateau", message, config.plateau_factor)]
+
+
+def stopped_early(config: ControlSection, control: Control) -> bool:
+    """Whether patience is over."""
+    return config.early_stopping and control.without_gain >= config.patience
+
+
+def moved(total: float, value: float) -> float:
+    return (1.0 - NEWEST) * total + NEWEST * value
+
+
+def mean_of(total: float, count: int) -> float | None:
+    """What a moving sum that began at 0 is the mean of (Adam's correction, arXiv:1412.6980, section 3)."""
+    return total / (1.0 - (1.0 - NEWEST) ** count) if count else None

@@ -1,0 +1,32 @@
+"""A run that stops early, through the command: done, released, and nothing left to do until it is asked for more."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+from tests.recipes.recipe import Bench, record, rows
+
+
+def test_a_run_that_stopped_early_is_done_and_says_so(bench: Bench, capsys):
+    settings: dict[str, object] = {
+        "validate__every_steps": 1,
+        "control__early_stopping": "true",
+        "control__patience": 1,
+        "control__min_change": 10,
+    }
+    assert bench.run("early", **settings) == 0
+    document = record(bench.folder("early"))
+    assert (document["status"], document["exit_code"], document["steps"]) == ("done", 0, 2)
+    assert document["training"]["stopped_early"]
+    assert "got no lower in 1 validations" in document["reason"]
+    assert [event["kind"] for event in document["events"]] == ["early_stop"]
+    assert "The training ended after 2 of 6 steps" in (bench.folder("early") / "report.html").read_text("utf-8")
+    capsys.readouterr()
+    assert bench.run("early", "--resume", **settings) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert "stopped early at step 2" in said
+    assert "control.patience" in said
+    assert bench.run("early", "--resume", **settings | {"control__patience": 3}) == 0
+    assert record(bench.folder("early"))["steps"] == 4
+    steps = [row["step"] for row in rows(bench.folder("early"))]
+    assert all(b == a + 1 for a, b in pairwise(steps))

@@ -1,0 +1,186 @@
+"""What a run changes by itself where it is asked to: decided from its steps, kept in its state, told."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lora_trainer.config.schema import ControlSection
+from lora_trainer.monitor.trackers import EVENTS, METRICS, read_lines
+from lora_trainer.training.control import FIRST_JUDGED, after_step, after_validation, stopped_early
+from lora_trainer.training.job import Job
+from lora_trainer.training.state import Control, TrainState
+from tests.training.test_guard import numbers, weights
+from tests.training.tiny_job import TinyPlace, told_in
+
+PLATEAU = ControlSection(plateau=True)
+JUMP = ControlSection(jump=True)
+PATIENT = ControlSection(early_stopping=True)
+losses = st.floats(0.001, 2.0)
+
+
+def validated(config: ControlSection, held_out: list[float]) -> tuple[Control, list[tuple[int, str]], float]:
+    """The state, what was decided at which validation, and the factor on the rate."""
+    control, told, rate = Control(), list[tuple[int, str]](), 1.0
+    for number, loss in enumerate(held_out):
+        control, decisions = after_validation(config, control, loss, rate)
+        told += [(number, decision.kind) for decision in decisions]
+        for decision in decisions:
+            rate *= decision.rate_factor
+    return control, told, rate
+
+
+def stepped(
+    config: ControlSection, steps: list[float], control: Control | None = None, first: int = 1
+) -> tuple[Control, list[tuple[int, str]]]:
+    control, told = control or Control(), list[tuple[int, str]]()
+    for step, loss in enumerate(steps, first):
+        control, decisions = after_step(config, control, step, loss, loss)
+        told += [(step, decision.kind) for decision in decisions]
+    return control, told
+
+
+def test_a_plateau_halves_the_rate_once_in_its_window():
+    control, told, rate = validated(PLATEAU, [0.5] * 25)
+    assert told == [(9, "plateau"), (19, "plateau")]
+    assert rate == 0.25
+    assert control.held_out == (0.5,) * 5
+
+
+@given(st.lists(losses, min_size=1, max_size=40))
+def test_no_plateau_where_the_loss_moves(held_out):
+    """The rate falls exactly where the last ten lie closer than a thousandth, since the last fall."""
+    window: list[float] = []
+    expected = 0
+    for loss in held_out:
+        window = [*window, loss][-10:]
+        if len(window) == 10 and max(window) - min(window) < 0.001:
+            expected, window = expected + 1, []
+    assert validated(PLATEAU, held_out)[2] == 0.5**expected
+
+
+@given(st.lists(losses, min_size=1, max_size=40), st.integers(1, 6), st.sampled_from([0.0, 0.05]))
+def test_patience_ends_at_the_first_run_without_gain(held_out, patience, change):
+    config = ControlSection(early_stopping=True, patience=patience, min_change=change)
+    lowest, without, ends = float("inf"), 0, None
+    for number, loss in enumerate(held_out):
+        gained = loss < lowest - change
+        lowest, without = (loss, 0) if gained else (lowest, without + 1)
+        if without == patience and ends is None:
+            ends = number
+    _, told, _ = validated(config, held_out)
+    assert (told[0] if told else None) == (None if ends is None else (ends, "early_stop"))
+
+
+def test_a_held_out_loss_that_is_not_finite_is_no_gain_and_no_plateau():
+    control, told, rate = validated(PLATEAU, [0.5] * 9 + [float("nan")] * 3)
+    assert (told, rate, control.without_gain) == ([], 1.0, 11)
+    assert stopped_early(PATIENT, control)
+
+
+def test_a_jump_of_the_smoothed_loss_clips_harder():
+    control, told = stepped(JUMP, [0.1] * 100 + [0.5] * 100)
+    assert told[0][1] == "jump"
+    assert 100 < told[0][0] < 130
+    assert all(step % 10 == 0 for step, _ in told)
+    assert control.clip_scale == 0.5 ** len(told)
+    # From 0.1 to 0.5 it can grow by half three times, no more.
+    assert 1 <= len(told) <= 3
+
+
+def test_one_bad_mini_batch_is_no_jump():
+    control, told = stepped(JUMP, [0.1] * 100 + [2.0] + [0.1] * 99)
+    assert (told, control.clip_scale) == ([], 1.0)
+
+
+@given(st.lists(losses, min_size=1, max_size=FIRST_JUDGED - 1))
+def test_the_first_steps_judge_nothing(steps):
+    config = ControlSection(jump=True, spike=1.5)
+    assert stepped(config, steps)[1] == []
+
+
+@given(st.lists(losses, min_size=60, max_size=130), st.data())
+def test_a_stop_between_changes_no_decision(steps, data):
+    """In the middle of every window: the state holds all that decides, also after a way through JSON."""
+    config = ControlSection(jump=True, jump_ratio=1.05, spike=2.0, plateau=True, plateau_spread=0.5)
+    k = data.draw(st.integers(0, len(steps)))
+    straight = stepped(config, steps)
+    half, told = stepped(config, steps[:k])
+    again = TrainState.from_json(TrainState(control=half).to_json()).control
+    ended, later = stepped(config, steps[k:], again, first=k + 1)
+    assert (ended, told + later) == straight
+
+
+def test_a_spike_is_told_and_does_not_become_the_usual():
+    config = ControlSection(spike=10.0)
+    control, told = stepped(config, [0.1] * 60 + [50.0, 50.0] + [0.1] * 8)
+    assert told == [(61, "spike"), (62, "spike")]
+    assert control.norm_sum < 0.2
+
+
+def scripted(job: Job, held_out: list[float]) -> Job:
+    """The job with these held-out losses in place of measured ones, by the step; the first is of step 0."""
+    place = [0]
+    true = job.samples_in
+
+    def samples_in(step: int) -> int:
+        place[0] = step + 1
+        return true(step)
+
+    return replace(job, samples_in=samples_in, validate=lambda asked: held_out[place[0]])
+
+
+def test_early_stopping_ends_with_the_best(place: TinyPlace):
+    settings = {"validate__every_steps": 1, "control__early_stopping": True, "control__patience": 2}
+    curve = [1.0, 0.9, 0.8, 0.85, 0.8, 0.1, 0.1]
+    job = scripted(place.job("a", **settings), curve)
+    state, interrupt = place.train(job)
+    assert (state.step, state.best_step, bool(interrupt)) == (4, 2, False)
+    (event,) = read_lines(job.folder / EVENTS)
+    assert (event["step"], event["kind"]) == (4, "early_stop")
+    # Stopped and gone on with, it ends at the same step; done, it stays done.
+    for step in range(4):
+        place.resume(told_in(scripted(place.job("b", **settings), curve), step))
+    again, _ = place.resume(scripted(place.job("b", **settings), curve))
+    assert (again.step, again.best_step, again.control) == (4, 2, state.control)
+    more, _ = place.resume(scripted(place.job("a", **settings | {"control__patience": 3}), curve))
+    assert (more.step, more.best_step) == (6, 5)
+
+
+def test_a_plateau_shows_in_the_rates_and_survives_a_stop(place: TinyPlace):
+    settings = {
+        "validate__every_steps": 1,
+        "control__plateau": True,
+        "control__plateau_window": 3,
+        "schedule__warmup_steps": 0,
+        "checkpoint__every_steps": 100,
+    }
+    straight = scripted(place.job("straight", steps=8, **settings), [0.5] * 9)
+    state, _ = place.train(straight)
+    rates = [row["lr"] for row in read_lines(straight.folder / METRICS)]
+    assert [rate / rates[0] for rate in rates] == [1.0] * 3 + [0.5] * 3 + [0.25] * 2
+    assert [(each["step"], each["kind"]) for each in read_lines(straight.folder / EVENTS)] == [
+        (3, "plateau"),
+        (6, "plateau"),
+    ]
+    for step in (1, 4):
+        place.resume(told_in(scripted(place.job("broken", steps=8, **settings), [0.5] * 9), step))
+    broken = scripted(place.job("broken", steps=8, **settings), [0.5] * 9)
+    ended, _ = place.resume(broken)
+    assert replace(ended, seconds=0.0) == replace(state, seconds=0.0)
+    assert weights(broken) == weights(straight)
+    assert numbers(broken) == numbers(straight)
+
+
+def test_a_jump_clips_the_steps_after_it(place: TinyPlace):
+    """`clip_scale` is a factor on the bound: a run that has it trains as one with the lower bound."""
+    settings = {"optim__name": "lion", "optim__clip_norm": 1e-3}
+    job = place.job("a", **settings)
+    calm = replace(job, learner=replace(job.learner, clip=lambda masters, scale: true(masters, scale * 0.5)))
+    true = job.learner.clip
+    place.train(calm)
+    lower = place.job("lower", **settings | {"optim__clip_norm": 5e-4})
+    place.train(lower)
+    assert weights(calm) == weights(lower)
