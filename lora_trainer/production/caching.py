@@ -43,6 +43,11 @@ LATENT_DTYPE = torch.float32  # mean and spread of 4 x 64 x 64 are 128 KiB a pic
 EncodeText = Callable[[Sequence[Caption]], Mapping[str, Tensor]]
 EncodeImage = Callable[[Tensor], tuple[Tensor, Tensor]]
 Progress = Callable[[str, int, int], None]  # (what, done, to build)
+Say = Callable[[str], None]
+
+
+def nothing_said(line: str) -> None:
+    """Where nobody listens."""
 
 
 @dataclass(frozen=True)
@@ -94,7 +99,13 @@ def told_samples(inputs: Inputs) -> tuple[Sample, ...]:
 
 
 def fill_caches(
-    config: Config, inputs: Inputs, choices: Choices, plans: CachePlans, progress: Progress, start: float = 0.0
+    config: Config,
+    inputs: Inputs,
+    choices: Choices,
+    plans: CachePlans,
+    progress: Progress,
+    start: float = 0.0,
+    say: Say = nothing_said,
 ) -> None:
     """Build what is missing, pictures first. Each kind's encoders are loaded when they are needed, and leave memory.
 
@@ -113,7 +124,7 @@ def fill_caches(
 
     fill_latents(
         plans.latents,
-        in_halves(lambda pixels: encoders().encode_image(pixels), device),
+        in_halves(lambda pixels: encoders().encode_image(pixels), device, say),
         pictures_together(config, inputs, choices),
         lambda done, all_: progress("latents", done, all_),
         workers=config.cache.workers,
@@ -123,7 +134,7 @@ def fill_caches(
     free_memory(device)
     fill_texts(
         plans.texts,
-        captions_in_halves(lambda captions: encoders().encode_text(captions), device),
+        captions_in_halves(lambda captions: encoders().encode_text(captions), device, say),
         CAPTIONS_AT_ONCE,
         lambda done, all_: progress("captions", done, all_),
         start=start,
@@ -169,7 +180,7 @@ def pictures_together(config: Config, inputs: Inputs, choices: Choices) -> int:
     )
 
 
-def in_halves(encode: EncodeImage, device: torch.device) -> EncodeImage:
+def in_halves(encode: EncodeImage, device: torch.device, say: Say = nothing_said) -> EncodeImage:
     """The same function, asked about half as many pictures at once for as long as memory runs out.
 
     What was too large once is not tried again.
@@ -183,6 +194,8 @@ def in_halves(encode: EncodeImage, device: torch.device) -> EncodeImage:
                 return encode(pixels)
             free_memory(device)
             too_large = min(too_large, pixels.numel())
+            if len(pixels) > 1:
+                say(f"out of memory: {-(-len(pixels) // 2)} pictures are encoded at once in place of {len(pixels)}")
         if len(pixels) == 1:
             side = f"{pixels.shape[-1]}x{pixels.shape[-2]}"
             raise TrainingFailed(
@@ -194,7 +207,7 @@ def in_halves(encode: EncodeImage, device: torch.device) -> EncodeImage:
     return encode_some
 
 
-def captions_in_halves(encode: EncodeText, device: torch.device) -> EncodeText:
+def captions_in_halves(encode: EncodeText, device: torch.device, say: Say = nothing_said) -> EncodeText:
     """The same function, asked about half as many captions at once for as long as memory runs out."""
 
     def encode_some(captions: Sequence[Caption]) -> Mapping[str, Tensor]:
@@ -205,6 +218,7 @@ def captions_in_halves(encode: EncodeText, device: torch.device) -> EncodeText:
             fix = "Close other programs that hold memory, or fill the caches elsewhere first: lora-trainer cache."
             raise TrainingFailed(Problem("Out of memory while encoding one caption.", fix))
         half = -(-len(captions) // 2)
+        say(f"out of memory: {half} captions are encoded at once in place of {len(captions)}")
         parts = [encode_some(part) for part in (captions[:half], captions[half:])]
         return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
 

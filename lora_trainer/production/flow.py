@@ -66,7 +66,7 @@ def run_session(order: Order, inputs: Inputs, record: Record) -> Outcome:
     start = find_start(order.folder, settings, order.console, order.config) if order.resume else None
     prepared = prepare(session, settings)
     if session.processes.is_main:
-        text, file = to_toml(repeatable(session, prepared.built.attention)), order.folder / "config.toml"
+        text, file = to_toml(repeatable(prepared.session, prepared.built.attention)), order.folder / "config.toml"
         until_written(file.name, order.folder, lambda: write_text(file, text), len(text))
     record = with_preparation(record, prepared, settings)
     if session.processes.is_main:  # a run that fails from here on says what it ran on
@@ -149,8 +149,10 @@ def repeatable(session: Session, attention: str) -> Config:
     """
     decided = {"base_precision": session.choices.precision.value, "attention": attention}
     config = with_absolute_paths(session.config)
+    found = {"max_micro": session.choices.micro} if config.batch.find_micro else {}
     return config.model_copy(
         update={
+            "batch": config.batch.model_copy(update=found),
             "memory": config.memory.model_copy(update=decided),
             "run": config.run.model_copy(update={"name": session.folder.name}),
         }

@@ -15,6 +15,7 @@ from lora_trainer.config.schema import Config
 from lora_trainer.core.errors import UserError, first_line
 from lora_trainer.core.interrupt import GivenUp, can_be_given_up
 from lora_trainer.data.caches.upkeep import keep_limit
+from lora_trainer.data.loader import CachedData
 from lora_trainer.data.steps import StepArithmetic
 from lora_trainer.evaluation.held_out import EncodedSample, held_out_losses
 from lora_trainer.evaluation.loading import free_memory
@@ -22,6 +23,7 @@ from lora_trainer.monitor.progress import Progress
 from lora_trainer.production.caching import CachePlans, cached_data, fill_caches, plan_caches, validation_samples
 from lora_trainer.production.choices import Choices, asked_by_user, cap_memory, choose
 from lora_trainer.production.feed import Feed, fresh_latents, make_feed
+from lora_trainer.production.find_micro import earlier_find, find_micro, smallest
 from lora_trainer.production.inputs import Inputs, arithmetic, own_architecture
 from lora_trainer.production.messages import show_captions, show_unheld, show_views
 from lora_trainer.production.order import Order
@@ -30,6 +32,7 @@ from lora_trainer.training.build import Built, build_learner
 from lora_trainer.training.job import Job
 from lora_trainer.training.processes import Processes, join_processes
 from lora_trainer.training.state import Fit, TrainState
+from lora_trainer.training.step import Learner
 
 VALIDATION_TIMESTEPS = 8
 
@@ -99,9 +102,31 @@ def prepare(session: Session, settings: dict[str, Any]) -> Prepared:
         console.print("latents are encoded while training (cache.latents=false); the autoencoder stays loaded")
         fresh = fresh_latents(session.config, inputs, session.choices, session.processes.world)
         data = replace(data, fresh=fresh)
+    session = with_found_micro(session, built.learner, data)
     feed = make_feed(session.config, data, built.learner, session.processes, session.choices.micro, session.steps.total)
     job = make_job(session, built, feed, held_out, settings)
     return Prepared(session, built, feed, job, held_out, cache_seconds)
+
+
+def with_found_micro(session: Session, learner: Learner, data: CachedData) -> Session:
+    """The session with the micro batch that `batch.find_micro` finds, which is said with its numbers.
+
+    A run that is gone on with keeps what was found when it began: another size would change its rounding.
+    """
+    config, processes = session.config, session.processes
+    if not config.batch.find_micro:
+        return session
+    most = min(-(-config.batch.effective // processes.world), config.batch.max_micro or config.batch.effective)
+    found = earlier_find(session.folder) if session.order.resume else None
+    if found is not None:
+        micro, reason = min(found, most), "as it was found when the run began (batch.find_micro)"
+    else:
+        micro, reason = find_micro(config, session.inputs, learner, data, most)
+        micro = smallest(micro, processes)
+    session.console.print(f"micro batch {micro}: {reason}")
+    choices = replace(session.choices, micro=micro, micro_reason=reason)
+    steps = arithmetic(config, session.inputs.train, micro, processes.world)
+    return replace(session, choices=choices, steps=steps)
 
 
 def fill(session: Session) -> CachePlans:
@@ -111,7 +136,7 @@ def fill(session: Session) -> CachePlans:
     for line in plans.lines:
         console.print(f"cache: {line}")
     start = processes.rank / processes.world
-    fill_caches(session.config, session.inputs, session.choices, plans, filling_lines(console), start)
+    fill_caches(session.config, session.inputs, session.choices, plans, filling_lines(console), start, console.print)
     if processes.is_main:
         kept = keep_limit(plans.latents.folder, int(session.config.cache.limit_gb * 10**9))
         for line in kept.lines if kept.removed or kept.needed else ():

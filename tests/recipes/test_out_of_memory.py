@@ -98,6 +98,7 @@ def test_pictures_are_encoded_fewer_at_once(tiny_model, pictures, tmp_path, monk
     assert main(["cache", *place.arguments("first")[1:]]) == 0
     assert len(contents(place.cache)) > 0
     assert asked[:3] == [4, 2, 1]
+    assert "out of memory: 2 pictures are encoded at once in place of 4" in capsys.readouterr().out
 
 
 def test_captions_are_encoded_fewer_at_once(tiny_model, pictures, tmp_path, monkeypatch, capsys):
@@ -127,6 +128,7 @@ def test_captions_are_encoded_fewer_at_once(tiny_model, pictures, tmp_path, monk
     place = replace(place, cache=tmp_path / "few")
     assert main(["cache", *place.arguments("first")[1:]]) == 0
     assert max(asked) > 2
+    assert "captions are encoded at once in place of" in capsys.readouterr().out
     monkeypatch.setitem(FAMILIES, "sd15", family)
     assert place.run("few", steps=2) == 0
     assert replace(place, cache=tmp_path / "all").run("all", steps=2) == 0

@@ -1,0 +1,213 @@
+"""How many samples fit in one forward pass, tried before training in place of predicted (`batch.find_micro`).
+
+Forward and backward pass of the real step run on samples of the largest bucket; weights, optimizer and every draw of
+the run stay untouched.
+"""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from lora_trainer.config.schema import Config
+from lora_trainer.config.toml import read_toml
+from lora_trainer.core.errors import UsageError, memory_may_run_out
+from lora_trainer.data.loader import CachedData
+from lora_trainer.evaluation.loading import free_memory
+from lora_trainer.monitor.memory import LARGEST_SYSTEM_SHARE, system_memory
+from lora_trainer.optim.state_size import optimizer_state_bytes
+from lora_trainer.production.choices import card_gib
+from lora_trainer.production.inputs import Inputs
+from lora_trainer.production.memory import GIB, usable_gib
+from lora_trainer.training.micro import Micro
+from lora_trainer.training.processes import Processes
+from lora_trainer.training.step import Learner, backward, give_up_step
+
+MARGIN = 1.5  # on a processor, on what the backward pass was seen to keep: what comes and goes is not seen
+MIDDLE = 500  # a timestep: all cost the same
+CONFIG = "config.toml"
+
+
+@dataclass(frozen=True)
+class Trial:
+    """A forward and backward pass of `count` samples: what it would hold with all that a step needs, in bytes.
+
+    None where memory ran out.
+    """
+
+    count: int
+    held: int | None
+
+
+def find_micro(config: Config, inputs: Inputs, learner: Learner, data: CachedData, most: int) -> tuple[int, str]:
+    """The largest micro batch up to `most` that fits this process's memory, at least 1, and why."""
+    usable, where = room(config, learner)
+    sample = largest_sample(inputs, data)
+    trials: list[Trial] = []
+
+    def fits(count: int) -> bool:
+        # A card says when it is full; a processor's system may end the process instead.
+        expected = 0 if learner.device.type == "cuda" else expected_bytes(trials, count)
+        if expected > usable:
+            trials.append(Trial(count, expected))
+            return False
+        held = held_by(learner, repeated(sample, count), again=count < most, config=config)
+        trials.append(Trial(count, held))
+        return held is not None and held <= usable
+
+    found = largest_that_fits(fits, most)
+    return max(1, found), f"found by trying up to {most} (batch.find_micro): {told(trials, found, usable, where)}"
+
+
+def largest_that_fits(fits: Callable[[int], bool], most: int) -> int:
+    """The largest count from 1 to `most` that fits, by doubling, then by halving what is between; 0 where none does."""
+    good, count = 0, 1
+    while fits(count):
+        good = count
+        if count == most:
+            return good
+        count = min(2 * count, most)
+    bad = count
+    while bad - good > 1:
+        middle = (good + bad) // 2
+        good, bad = (middle, bad) if fits(middle) else (good, middle)
+    return good
+
+
+def room(config: Config, learner: Learner) -> tuple[int, str]:
+    """Bytes that a step may hold, and of what. On a card beside nothing else; on a processor beside what stands now."""
+    limit = card_gib(config)
+    if learner.device.type == "cuda" and limit is not None:
+        return int(usable_gib(limit) * GIB), f"a card of {limit:.1f} GiB"
+    total, available = system_memory()
+    return max(0, int(available - (1.0 - LARGEST_SYSTEM_SHARE) * total)), "free system memory"
+
+
+def held_by(learner: Learner, micro: Micro, *, again: bool, config: Config) -> int | None:
+    """Bytes that a step with this micro batch holds, with the optimizer's state to come; None where memory runs out.
+
+    `again` where gradients of earlier micro batches stand beside it. No trace is left.
+    """
+    device, held = learner.device, None
+    shapes = [tuple(master.shape) for master in learner.masters]
+    state = optimizer_state_bytes(config.optim.name, shapes)
+    with memory_may_run_out():
+        if device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(device)
+            for _ in range(1 + again):
+                backward(learner, micro.to(device, learner.dtype), len(micro.t))
+            held = torch.cuda.max_memory_allocated(device) + state
+        else:
+            kept = Kept(learner.denoiser)
+            with torch.autograd.graph.saved_tensors_hooks(kept.pack, kept.unpack):
+                backward(learner, micro.to(device, learner.dtype), len(micro.t))
+            held = int(MARGIN * kept.most) + state
+    give_up_step(learner)
+    free_memory(device)
+    return held
+
+
+class Kept:
+    """Counts what is kept for the backward pass, each storage once and without the model's own: `most` bytes at once."""
+
+    def __init__(self, denoiser: nn.Module) -> None:
+        self.most = self.now = 0
+        self._own = {tensor.untyped_storage().data_ptr() for tensor in (*denoiser.parameters(), *denoiser.buffers())}
+        self._users = Counter[int]()
+
+    def pack(self, tensor: Tensor) -> Tensor | _Held:
+        storage = tensor.untyped_storage()
+        place, size = storage.data_ptr(), storage.nbytes()
+        if place in self._own:
+            return tensor
+        if not self._users[place]:
+            self.now += size
+            self.most = max(self.most, self.now)
+        self._users[place] += 1
+        return _Held(tensor, partial(self._forget, place, size))
+
+    def unpack(self, held: Tensor | _Held) -> Tensor:
+        return held if isinstance(held, Tensor) else held.tensor
+
+    def _forget(self, place: int, size: int) -> None:
+        self._users[place] -= 1
+        if not self._users[place]:
+            self.now -= size
+
+
+class _Held:
+    """A kept tensor, and what is done when autograd lets it go."""
+
+    def __init__(self, tensor: Tensor, let_go: Callable[[], None]) -> None:
+        self.tensor = tensor
+        weakref.finalize(self, let_go)
+
+
+def expected_bytes(trials: Sequence[Trial], count: int) -> int:
+    """What `count` samples would hold, by the largest trial before: activations grow with the samples."""
+    known = [trial for trial in trials if trial.held is not None]
+    if not known:
+        return 0
+    largest = max(known, key=lambda trial: trial.count)
+    return math.ceil((largest.held or 0) * count / largest.count)
+
+
+def largest_sample(inputs: Inputs, data: CachedData) -> Micro:
+    """One sample of the largest bucket with a caption of the data; its latents are no picture's."""
+    bucket = max(inputs.train_plan.counts, key=lambda bucket: bucket.width * bucket.height)
+    side = inputs.facts.downscale
+    shape = (1, inputs.facts.latent_channels, bucket.height // side, bucket.width // side)
+    noise = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+    cond = {name: value[None] for name, value in data.texts.read(data.empty_key).items()}
+    sizes = torch.tensor([[bucket.height, bucket.width, 0, 0, bucket.height, bucket.width]], dtype=torch.float32)
+    return Micro(torch.zeros(shape), noise, noise, torch.tensor([MIDDLE]), cond, sizes, torch.ones(1))
+
+
+def repeated(sample: Micro, count: int) -> Micro:
+    """So many of one sample."""
+
+    def many(value: Tensor) -> Tensor:
+        return value.repeat(count, *[1] * (value.ndim - 1))
+
+    noise = many(sample.noise)
+    cond = {name: many(value) for name, value in sample.cond.items()}
+    latents, t, sizes, weights = map(many, (sample.latents, sample.t, sample.sizes, sample.weights))
+    return Micro(latents, noise, noise, t, cond, sizes, weights)
+
+
+def smallest(micro: int, processes: Processes) -> int:
+    """The smallest of what the processes found: all go on with that."""
+    if processes.reduce is None:
+        return micro
+    found = torch.zeros(processes.world, device=processes.device)
+    found[processes.rank] = micro
+    return int(processes.reduce(found).min())
+
+
+def earlier_find(folder: Path) -> int | None:
+    """What the run's own config says was found when it began; None where it says nothing."""
+    try:
+        found = read_toml(folder / CONFIG)["batch"]
+        return int(found["max_micro"]) if found.get("find_micro") else None
+    except (UsageError, KeyError, TypeError, ValueError, AttributeError):
+        return None
+
+
+def told(trials: Sequence[Trial], found: int, usable: int, where: str) -> str:
+    """The numbers of the largest that fitted and of the smallest that did not."""
+    limit = f"{usable / GIB:.2f} GiB to use of {where}"
+    good = next((trial for trial in trials if trial.count == found and trial.held is not None), None)
+    bad = min((trial for trial in trials if trial.count > found), key=lambda trial: trial.count, default=None)
+    said = f"{found} hold {(good.held or 0) / GIB:.2f} GiB" if good else "not even one sample fits, so one is tried"
+    if bad is not None:
+        more = "run out of memory" if bad.held is None else f"would hold {bad.held / GIB:.2f} GiB"
+        said += f", {bad.count} {more}"
+    return f"{said}, with {limit}"

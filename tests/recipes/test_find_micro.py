@@ -1,0 +1,111 @@
+"""`batch.find_micro`: how many samples fit is tried before training, without a trace but the number."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lora_trainer.cli.main import main
+from lora_trainer.config.toml import read_toml
+from lora_trainer.diffusion import loss as loss_module
+from lora_trainer.production import find_micro as finding
+from lora_trainer.production.find_micro import largest_that_fits
+from tests.recipes.recipe import Bench, exported, losses, record
+
+FIVE: dict[str, object] = {"batch__effective": 5, "steps": 3, "data__held_out": 0.0}
+
+
+@given(limit=st.integers(0, 200), most=st.integers(1, 128))
+def test_the_largest_that_fits_is_found_in_few_tries(limit: int, most: int):
+    tried: list[int] = []
+
+    def fits(count: int) -> bool:
+        tried.append(count)
+        return count <= limit
+
+    assert largest_that_fits(fits, most) == min(limit, most)
+    assert len(tried) == len(set(tried)) <= 2 * most.bit_length()
+    assert max(tried) <= max(1, min(most, 2 * limit)), "never far beyond what fits"
+
+
+def short_above(most: int, asked: list[int]) -> Callable[..., Any]:
+    """A squared error that runs out of memory for more than so many samples."""
+    true = loss_module.squared_error
+
+    def squared_error(predicted: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        asked.append(len(predicted))
+        if len(predicted) > most:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        return true(predicted, target)
+
+    return squared_error
+
+
+def chosen(bench: Bench, name: str) -> str:
+    (line,) = [line for line in record(bench.folder(name))["choices"] if line.startswith("micro batch")]
+    return str(line)
+
+
+def test_what_is_found_is_used_recorded_and_leaves_no_trace(bench, monkeypatch, capsys):
+    asked: list[int] = []
+    assert bench.run("plain", batch__max_micro=3, **FIVE) == 0
+    with monkeypatch.context() as patch:
+        patch.setattr(loss_module, "squared_error", short_above(3, asked))
+        assert bench.run("found", batch__find_micro="true", **FIVE) == 0
+    assert asked[:4] == [1, 2, 4, 3]
+    assert max(asked[4:]) == 3
+    assert exported(bench.folder("found")) == exported(bench.folder("plain"))
+    assert chosen(bench, "found") in capsys.readouterr().out
+    assert "found by trying up to 5" in chosen(bench, "found")
+    assert "4 run out of memory" in chosen(bench, "found")
+    assert record(bench.folder("found"))["arithmetic"]["batch"] == 3
+    assert read_toml(bench.folder("found") / "config.toml")["batch"]["max_micro"] == 3
+    # Repeated from its own config, now that there would be room for more.
+    repeated = ["train", "--config", str(bench.folder("found") / "config.toml"), "--name", "again"]
+    assert main(repeated) == 0
+    assert exported(bench.folder("again")) == exported(bench.folder("found"))
+
+
+def test_a_resumed_run_keeps_what_was_found(bench, monkeypatch):
+    settings = FIVE | {"batch__find_micro": "true", "checkpoint__every_steps": 1}
+    with monkeypatch.context() as patch:
+        patch.setattr(loss_module, "squared_error", short_above(2, []))
+        assert bench.run("whole", **settings) == 0
+        assert bench.run("found", **settings | {"steps": 2}) == 0
+    assert bench.run("found", "--resume", **settings) == 0
+    assert chosen(bench, "found").startswith("micro batch 2: as it was found when the run began")
+    assert losses(bench.folder("found")) == losses(bench.folder("whole"))
+
+
+def test_on_a_processor_free_memory_is_never_filled(bench, monkeypatch):
+    once = FIVE | {"steps": 1, "batch__find_micro": "true"}
+    held = finding.held_by
+    needs = {}
+
+    def held_by(learner: Any, micro: Any, **named: Any) -> int | None:
+        needs[len(micro.t)] = held(learner, micro, **named)
+        return needs[len(micro.t)]
+
+    monkeypatch.setattr(finding, "held_by", held_by)
+    assert bench.run("plenty", **once) == 0
+    assert "5 hold" in chosen(bench, "plenty")
+    assert "free system memory" in chosen(bench, "plenty")
+    assert sorted(needs) == [1, 2, 4, 5]
+    assert needs[4] == pytest.approx(4 * needs[1], rel=0.2), "activations grow with the samples"
+    room = (needs[2] + needs[4]) // 2
+    monkeypatch.setattr(finding, "system_memory", lambda: (room * 100, room * 16))
+    needs.clear()
+    assert bench.run("little", **once) == 0
+    assert max(needs) <= 3, "what would not fit is not even tried"
+    assert "would hold" in chosen(bench, "little")
+
+    # Not even one fits, and that is said; the step has its own ways to need less.
+    monkeypatch.setattr(finding, "system_memory", lambda: (100, 0))
+    assert bench.run("one", **once) == 0
+    assert chosen(bench, "one").startswith("micro batch 1")
+    assert "not even one sample fits" in chosen(bench, "one")
