@@ -30,6 +30,7 @@ class UserError(Exception):
     """Something the user can mend. Shown without a traceback, all problems at once."""
 
     exit_code = WRONG_USAGE
+    said_by_all = False  # of several processes, not by the main one alone
 
     def __init__(self, problems: Problem | str | Iterable[Problem]) -> None:
         if isinstance(problems, str):

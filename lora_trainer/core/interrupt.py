@@ -147,6 +147,11 @@ def code_of_signal() -> int | None:
     return _now.exit_code if _now else None
 
 
+def signal_that_came() -> int | None:
+    """Its number, if one did."""
+    return _now.signal if _now else None
+
+
 def leave_if_told() -> None:
     """Raise Stopped where a signal came."""
     if _now:

@@ -11,5 +11,5 @@ def is_main_process() -> bool:
 
 
 def launched() -> bool:
-    """Whether `accelerate launch` started this process."""
-    return any(name.startswith("ACCELERATE_") for name in os.environ)
+    """Whether `accelerate launch`, or torch's own launcher, started this process."""
+    return any(name.startswith(("ACCELERATE_", "TORCHELASTIC_")) for name in os.environ)

@@ -191,7 +191,9 @@ def run_recorded(order: Order, inputs: Inputs) -> RunResult:
     from lora_trainer.training.processes import join_processes
 
     began, folder = time.monotonic(), order.folder
-    join_processes().wait()  # all must have found the folder free before one of them claims it
+    join_processes(
+        order.config.train.process_timeout_minutes
+    ).wait()  # all must have found the folder free before one of them claims it
     with held(order), patient(patience_of(order)):
         with remembering():
             previous, before = read_record(folder), list_checkpoints(folder / "checkpoints")

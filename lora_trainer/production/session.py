@@ -74,7 +74,7 @@ class Prepared:
 
 def open_session(order: Order, inputs: Inputs) -> Session:
     """Join the processes and choose for the hardware; nothing heavy yet."""
-    processes = join_processes()
+    processes = join_processes(order.config.train.process_timeout_minutes)
     choices = choose(order.resolved, inputs.family, own_architecture(inputs), processes.device, processes.world)
     steps = arithmetic(order.config, inputs.train, choices.micro, processes.world)
     cap_memory(order.config, processes.device)

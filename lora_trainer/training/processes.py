@@ -2,47 +2,70 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 
 import torch
 from accelerate import PartialState
-from accelerate.utils import reduce
 from torch import Tensor
+from torch.distributed import all_reduce
+
+from lora_trainer.training.group import Group, ProcessLost
+
+# Who is waited for is decided by `Group`: a process that works is, for as long as this.
+COLLECTIVES_WAIT = timedelta(hours=24)
 
 
 @dataclass(frozen=True)
 class Processes:
-    """This process's place. `reduce` sums a tensor over all of them; None when it is alone."""
+    """This process's place. `reduce` sums a tensor over all of them, in place; None when it is alone.
+
+    `wait` returns when all have come there; `patiently` when what it is given says True. They and `reduce` raise
+    ProcessLost when another process is dead.
+    """
 
     rank: int
     world: int
     device: torch.device
     reduce: Callable[[Tensor], Tensor] | None
     wait: Callable[[], None]
+    patiently: Callable[[Callable[[], bool]], None] = lambda ready: None
 
     @property
     def is_main(self) -> bool:
         return self.rank == 0
 
-    def patiently(self, ready: Callable[[], bool]) -> None:
-        """Wait until something is ready, awake for signals."""
-        while not ready():
-            time.sleep(0.0005)
 
+def join_processes(timeout_minutes: float = 30.0) -> Processes:
+    """Join the group that `accelerate launch` made, or stand alone.
 
-def join_processes() -> Processes:
-    """Join the group that `accelerate launch` made, or stand alone."""
+    `timeout_minutes` after the last word of another process it counts as lost; the first call decides.
+    """
     # Without being asked for the CPU, accelerate leaves each of several processes on it to itself.
-    # Others wait while the main one draws pictures, which takes long without a card.
-    state = PartialState(cpu=not torch.accelerator.is_available(), timeout=timedelta(hours=12))
-    together = state.num_processes > 1
-    return Processes(
-        rank=state.process_index,
-        world=state.num_processes,
-        device=state.device,
-        reduce=(lambda tensor: reduce(tensor, "sum")) if together else None,
-        wait=state.wait_for_everyone,
-    )
+    state = PartialState(cpu=not torch.accelerator.is_available(), timeout=COLLECTIVES_WAIT)
+    rank, world, device = state.process_index, state.num_processes, state.device
+    if world == 1:
+        return Processes(rank, world, device, None, lambda: None)
+    return _together(rank, world, device, timeout_minutes)
+
+
+_groups: list[Group] = []  # the one of this process, once it has joined
+
+
+def _together(rank: int, world: int, device: torch.device, timeout_minutes: float) -> Processes:
+    if not _groups:
+        _groups.append(Group(rank, world, device, timeout_minutes * 60.0))
+    group = _groups[0]
+
+    def reduce(tensor: Tensor) -> Tensor:
+        try:
+            work = all_reduce(tensor, async_op=True)
+            if tensor.device.type == "cpu":  # on a card the host does not wait for it
+                group.patiently(work.is_completed)
+            work.wait()
+        except RuntimeError as error:
+            raise ProcessLost("Another process of this run was lost: its connection broke") from error
+        return tensor
+
+    return Processes(rank, world, device, reduce, group.meet, group.patiently)

@@ -9,6 +9,7 @@ from typing import Any
 from lora_trainer.core.errors import Problem, TrainingFailed, UserError
 from lora_trainer.monitor.events import Kind
 from lora_trainer.training.checkpoint import Checkpoint, kept
+from lora_trainer.training.group import ProcessLost
 from lora_trainer.training.job import Job
 from lora_trainer.training.reporter import Reporter
 from lora_trainer.training.saving import last_regular, restore, save_alone
@@ -47,10 +48,17 @@ def gone_back(job: Job, first: Checkpoint, back: GoBack, reporter: Reporter) -> 
 
 def ended_early(job: Job, state: TrainState, error: UserError) -> TrainingFailed:
     """For a step that cannot be done: what was trained is saved first, if weights are still those of a step."""
-    if not isinstance(error, WeightsLost):
+    if state.step > 0 and not isinstance(error, WeightsLost) and not out_of_reach(job, error):
         save_alone(job, state)
     first, *others = error.problems
-    return TrainingFailed([Problem(first.message, f"{kept(job.checkpoints)} {first.fix}"), *others])
+    failed = TrainingFailed([Problem(first.message, f"{kept(job.checkpoints)} {first.fix}"), *others])
+    failed.said_by_all = error.said_by_all
+    return failed
+
+
+def out_of_reach(job: Job, error: UserError) -> bool:
+    """Whether the weights cannot be had: a card that waits for a lost process gives nothing away any more."""
+    return isinstance(error, ProcessLost) and job.learner.device.type != "cpu"
 
 
 def nothing_left(when: str, reason: str) -> TrainingFailed:

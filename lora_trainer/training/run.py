@@ -11,7 +11,7 @@ from functools import partial
 import torch
 
 from lora_trainer.core.disk import stand_by
-from lora_trainer.core.errors import UserError
+from lora_trainer.core.errors import TrainingFailed, UserError
 from lora_trainer.core.interrupt import GivenUp, Interrupt, listening, remembering
 from lora_trainer.core.randomness import position_key
 from lora_trainer.data.loader import prefetch
@@ -20,11 +20,12 @@ from lora_trainer.monitor.trackers import Trackers
 from lora_trainer.training.checkpoint import Checkpoint
 from lora_trainer.training.control import stopped_early
 from lora_trainer.training.fit import agreed, install, step_that_fits
+from lora_trainer.training.group import ProcessLost
 from lora_trainer.training.guard import watchful
 from lora_trainer.training.job import Job, rate_of
 from lora_trainer.training.micro import Micro
 from lora_trainer.training.numbers import Pending, look, look_now
-from lora_trainer.training.recovery import GoBack, ended_early, gone_back
+from lora_trainer.training.recovery import GoBack, ended_early, gone_back, out_of_reach
 from lora_trainer.training.reporter import Reporter
 from lora_trainer.training.saving import restore, save, take
 from lora_trainer.training.state import Fit, TrainState
@@ -91,33 +92,40 @@ def train_steps(
             give_up_step(job.learner)
             state = look(job, state, pending, reporter)
             if state.step > 0:
+                reporter.flush()
                 save(job, state)
             return state
         except UserError as error:
-            state = look(job, state, pending, reporter)
-            raise ended_early(job, state, error) from error
+            raise ended(job, state, pending, reporter, error) from error
         state = replace(state, step=state.step + 1, seconds=before + time.monotonic() - began)
-        state = replace(state, fit=agreed(job, fit, state.step))
         pending.append(Pending(state.step, rate, samples, result, started, waited))
-
-        last = state.step == job.total_steps or stopping.told(state)
-        saving = last or due(config.checkpoint.every_steps, state.step)
-        validating = due(config.validation.every_steps, state.step) or (last and not stopping.signalled)
-        if saving or validating or look_now(job, state, pending):
-            state = look(job, state, pending, reporter)
-        if validating:
-            state = validate(job, state, reporter)
-            if unvalidated(job, state):  # given up for a signal: what was trained is saved, and it is done on resuming
-                saving = last = True
-            if stopped_early(config.control, state.control):
-                saving = last = True
-        if saving:
-            reporter.flush()
-            save(job, state)
-        if due(config.sample.every_steps, state.step) and not last and job.sample:
-            job.sample(state)
+        try:
+            state = replace(state, fit=agreed(job, fit, state.step))
+            last = state.step == job.total_steps or stopping.told(state)
+            saving = last or due(config.checkpoint.every_steps, state.step)
+            validating = due(config.validation.every_steps, state.step) or (last and not stopping.signalled)
+            if saving or validating or look_now(job, state, pending):
+                state = look(job, state, pending, reporter)
+            if validating:
+                state = validate(job, state, reporter)
+                if unvalidated(job, state):  # given up for a signal: it is done on resuming
+                    saving = last = True
+                if stopped_early(config.control, state.control):
+                    saving = last = True
+            if saving:
+                reporter.flush()
+                save(job, state)
+            if due(config.sample.every_steps, state.step) and not last and job.sample:
+                job.sample(state)
+        except ProcessLost as error:
+            raise ended(job, state, pending, reporter, error) from error
         if last:
             return state
+
+
+def ended(job: Job, state: TrainState, pending: list[Pending], reporter: Reporter, error: UserError) -> TrainingFailed:
+    """The error that a run ends with, once all that can be saved is saved."""
+    return ended_early(job, state if out_of_reach(job, error) else look(job, state, pending, reporter), error)
 
 
 def read_steps(job: Job, first: int) -> Iterator[list[Micro]]:

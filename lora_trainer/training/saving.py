@@ -31,6 +31,12 @@ def take(job: Job, state: TrainState) -> Checkpoint:
 
 def save(job: Job, state: TrainState) -> None:
     """Write a checkpoint (main process only; all hold the same weights) and drop the oldest."""
+    save_alone(job, state)
+    job.processes.wait()
+
+
+def save_alone(job: Job, state: TrainState) -> None:
+    """The same, where no other process is waited for."""
     if job.processes.is_main:
         checkpoint = take(job, state)
         what = f"the checkpoint of step {state.step}"
@@ -39,13 +45,6 @@ def save(job: Job, state: TrainState) -> None:
         )
         prune(job.checkpoints, job.config.checkpoint.keep_last, state.step)
         prune_best(job.checkpoints, state.best_step)
-    job.processes.wait()
-
-
-def save_alone(job: Job, state: TrainState) -> None:
-    """Save what was trained, where no other process has to be waited for."""
-    if job.processes.world == 1 and state.step > 0:
-        save(job, state)
 
 
 def restore(job: Job, start: Checkpoint) -> TrainState:
