@@ -12,10 +12,16 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+
+import torch
+from torch import Tensor
 
 from lora_trainer.config.layers import Layer
 from lora_trainer.config.toml import parse_value
@@ -23,7 +29,8 @@ from lora_trainer.core.interrupt import Interrupt
 from lora_trainer.core.io import read_json
 from lora_trainer.monitor.progress import unwatched
 from lora_trainer.monitor.trackers import EVENTS, METRICS, VALIDATION, Trackers, read_lines
-from lora_trainer.production.inputs import read_inputs
+from lora_trainer.production.choices import choose
+from lora_trainer.production.inputs import arithmetic, own_architecture, read_inputs
 from lora_trainer.production.order import Order, plain_console, run_folder
 from lora_trainer.production.resuming import fixed_settings
 from lora_trainer.production.session import open_session, prepare
@@ -31,6 +38,7 @@ from lora_trainer.production.settings import settle
 from lora_trainer.training.best import best_path
 from lora_trainer.training.checkpoint import Checkpoint, newest_valid
 from lora_trainer.training.job import Job
+from lora_trainer.training.processes import Processes
 from lora_trainer.training.run import train
 from lora_trainer.training.state import TrainState
 from tests.recipes.recipe import QUICK, tensor_bytes
@@ -48,8 +56,11 @@ class TinyPlace:
     folder: Path
     cache: Path
 
-    def job(self, name: str, *, steps: int = 6, **settings: object) -> Job:
-        """A fresh job in `folder/name`, as the command makes it. Settings as `lora__rank=8`; None leaves one out."""
+    def job(self, name: str, *, steps: int = 6, processes: Processes | None = None, **settings: object) -> Job:
+        """A fresh job in `folder/name`, as the command makes it. Settings as `lora__rank=8`; None leaves one out.
+
+        `processes` makes it the job of one of several.
+        """
         given: dict[str, object] = {**QUICK, "cache.folder": str(self.cache), "data.sources": (str(self.data),)}
         given |= {"model.path": str(self.model), "run.output": str(self.folder), "run.name": name}
         given |= {"train.max_steps": steps, **{key.replace("__", "."): value for key, value in settings.items()}}
@@ -62,21 +73,70 @@ class TinyPlace:
         order = Order(resolved, run_folder(resolved.config), plain_console(quiet=True))
         inputs = read_inputs(order.config)
         session = open_session(order, inputs)
+        if processes is not None:
+            choices = choose(resolved, inputs.family, own_architecture(inputs), processes.device, processes.world)
+            counted = arithmetic(order.config, inputs.train, choices.micro, processes.world)
+            session = replace(session, processes=processes, choices=choices, steps=counted)
         order.folder.mkdir(parents=True, exist_ok=True)
         return prepare(session, fixed_settings(order.config, inputs, session.choices)).job
 
     def train(self, job: Job, start: Checkpoint | None = None) -> tuple[TrainState, Interrupt]:
         """Run the loop, from a checkpoint where one is given."""
-        trackers = Trackers(job.folder, resume_step=start.state.step if start else -1)
+        step = start.state.step if start else -1
+        trackers = Trackers(job.folder, resume_step=step) if job.processes.is_main else None
         try:
             return train(job, start, trackers, nullcontext(unwatched))
         finally:
-            trackers.close()
+            if trackers is not None:
+                trackers.close()
 
     def resume(self, job: Job) -> tuple[TrainState, Interrupt]:
         """Run the loop from the newest checkpoint of the job's folder; from the start where there is none."""
         found, _ = newest_valid(job.checkpoints)
         return self.train(job, found[1] if found else None)
+
+    def resume_together(self, jobs: Sequence[Job]) -> list[TrainState]:
+        """The same for all processes of a run, whose jobs these are."""
+        # Each reads for itself: an optimizer goes on with the tensors that it is given.
+        starts = [found[1] if found else None for found, _ in (newest_valid(job.checkpoints) for job in jobs)]
+
+        def one(job: Job, start: Checkpoint | None) -> TrainState:
+            try:
+                return self.train(job, start)[0]
+            except BaseException:
+                job.processes.barrier.abort()  # the others must not wait for it
+                raise
+
+        with ThreadPoolExecutor(len(jobs)) as pool:
+            return list(pool.map(one, jobs, starts))
+
+
+@dataclass(frozen=True)
+class Together(Processes):
+    """One of several processes that are threads of this one: they sum and wait as real ones do."""
+
+    barrier: threading.Barrier
+
+
+def together(world: int) -> list[Together]:
+    """The processes of one run. Dropout, which draws from torch's own generator, is not for them."""
+    barrier, given = threading.Barrier(world, timeout=60), dict[int, Tensor]()
+
+    def summing(rank: int) -> Callable[[Tensor], Tensor]:
+        def reduce(tensor: Tensor) -> Tensor:
+            given[rank] = tensor
+            barrier.wait()
+            total = torch.stack([given[each] for each in range(world)]).sum(0)
+            barrier.wait()
+            return total
+
+        return reduce
+
+    def wait() -> None:
+        barrier.wait()
+
+    device = torch.device("cpu")
+    return [Together(rank, world, device, summing(rank), wait, barrier) for rank in range(world)]
 
 
 def told_in(job: Job, step: int, number: int = signal.SIGTERM) -> Job:

@@ -1,0 +1,106 @@
+"""A step trains the same however it is split: over micro batches, over processes, over sessions of either."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+import torch
+
+from lora_trainer.builtin import BASE_FOLDER
+from lora_trainer.training.job import Job
+from lora_trainer.training.micro import Micro
+from lora_trainer.training.step import backward
+from tests.training.tiny_job import TinyPlace, outcome, together
+
+STEPS = 6
+
+
+def asked(micros: list[Micro]) -> Counter[tuple[bytes, ...]]:
+    """Each sample with its latents, noise and timestep."""
+    parts = [(micro.latents, micro.noise, micro.t) for micro in micros]
+    return Counter(
+        tuple(each[place].numpy().tobytes() for each in part) for part in parts for place in range(len(part[0]))
+    )
+
+
+def gradient(job: Job, micros: list[Micro]) -> torch.Tensor:
+    """Of the first step, all parameters in one row."""
+    for micro in micros:
+        backward(job.learner, micro, 4)
+    return torch.cat([master.grad.flatten() for master in job.learner.masters])
+
+
+def test_a_step_of_the_builtin_base_is_the_same_in_ones_twos_and_at_once(place: TinyPlace):
+    """In fp32 within 1e-5; that of tiny random models in float64 within 1e-9 (test_step.py)."""
+    here = replace(place, model=BASE_FOLDER)
+    common: dict[str, object] = {"batch__effective": 4, "data__resolution": 64, "data__max_aspect": 1.0}
+    jobs = [here.job(f"by_{most}", steps=1, batch__max_micro=most, **common) for most in (4, 2, 1)]
+    fed = [job.micros(0) for job in jobs]
+    assert [[len(micro.latents) for micro in micros] for micros in fed] == [[4], [2, 2], [1, 1, 1, 1]]
+    assert asked(fed[0]) == asked(fed[1]) == asked(fed[2])
+    whole, *split = [gradient(job, micros) for job, micros in zip(jobs, fed, strict=True)]
+    assert float(whole.norm()) > 0.0
+    assert all(float((part - whole).norm() / whole.norm()) < 1e-5 for part in split)
+
+
+def jobs_of(place: TinyPlace, name: str, world: int, **settings: object) -> list[Job]:
+    given = {"batch__effective": 3, "checkpoint__every_steps": 1, "checkpoint__keep_last": 9, **settings}
+    return [place.job(name, steps=STEPS, processes=each, **given) for each in together(world)]
+
+
+def later_ones_gone(jobs: list[Job], step: int) -> None:
+    """As if the run had been killed after the checkpoint of `step`."""
+    for path in jobs[0].checkpoints.glob("step-*"):
+        if int(path.name.removeprefix("step-")) > step:
+            path.rename(path.with_name(f"gone-{path.name}-{step}"))
+
+
+PARTS: dict[str, dict[str, object]] = {
+    "adamw": {"validate__every_steps": 2, "captions__shuffle": True, "captions__dropout": 0.3},
+    "lion": {"optim__name": "lion", "train__ema_decay": 0.9, "memory__base_precision": "bf16"},
+    "prodigy": {"optim__name": "prodigy", "optim__learning_rate": 1.0, "memory__base_precision": "fp16"},
+    "schedule_free": {"optim__name": "schedule_free", "validate__every_steps": 2},
+    "adafactor": {"optim__name": "adafactor", "schedule__name": "cosine"},
+}
+EVERY_PART = [pytest.param(name, marks=() if name in ("adamw", "lion") else pytest.mark.slow) for name in PARTS]
+
+
+@pytest.mark.parametrize("kind", EVERY_PART)
+def test_two_processes_gone_on_with_from_any_step_are_two_that_never_stopped(kind, place):
+    straight = jobs_of(place, "straight", 2, **PARTS[kind])
+    place.resume_together(straight)
+    expected = outcome(straight[0])
+    for step in (1, 3, 5):
+        jobs = jobs_of(place, "straight", 2, **PARTS[kind])
+        later_ones_gone(jobs, step)
+        place.resume_together(jobs)
+        assert outcome(jobs[0]) == expected, f"from step {step}"
+
+
+def numbers(job: Job) -> tuple[list[float], torch.Tensor]:
+    """The losses of all steps, and the weights at the end."""
+    weights = torch.cat([master.detach().flatten() for master in job.learner.masters])
+    return [row["loss"] for row in outcome(job)["metrics.jsonl"]], weights
+
+
+# Where a gradient's sign decides, as in Lion, rounding decides now and then.
+@pytest.mark.parametrize("kind", ["adamw", pytest.param("schedule_free", marks=pytest.mark.slow)])
+def test_a_run_goes_on_with_more_or_fewer_processes(kind, place):
+    """The same samples in the same steps; sums in another order, so the same but for rounding (the built-in base)."""
+    here = replace(place, model=BASE_FOLDER)
+    settings = {**PARTS[kind], "data__resolution": 64, "optim__learning_rate": 1e-3, "validate__every_steps": 0}
+    alone = jobs_of(here, "alone", 1, **settings)
+    here.resume_together(alone)
+    expected, final = numbers(alone[0])
+    for first, then in ((1, 2), (2, 1)):
+        name = f"{first} then {then}"
+        before = jobs_of(here, name, first, **settings)
+        here.resume_together(before)
+        later_ones_gone(before, 3)
+        after = jobs_of(here, name, then, **settings)
+        here.resume_together(after)
+        losses, weights = numbers(after[0])
+        assert losses == pytest.approx(expected, rel=1e-4), name
+        assert float((weights - final).norm() / final.norm()) < 1e-3, name
