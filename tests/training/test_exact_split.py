@@ -57,6 +57,7 @@ def later_ones_gone(jobs: list[Job], step: int) -> None:
             path.rename(path.with_name(f"gone-{path.name}-{step}"))
 
 
+# Not bitsandbytes' 8-bit states: its library is not made for threads, which stand for processes here.
 PARTS: dict[str, dict[str, object]] = {
     "adamw": {"validate__every_steps": 2, "captions__shuffle": True, "captions__dropout": 0.3},
     "lion": {"optim__name": "lion", "train__ema_decay": 0.9, "memory__base_precision": "bf16"},
@@ -64,7 +65,7 @@ PARTS: dict[str, dict[str, object]] = {
     "schedule_free": {"optim__name": "schedule_free", "validate__every_steps": 2},
     "adafactor": {"optim__name": "adafactor", "schedule__name": "cosine"},
 }
-EVERY_PART = [pytest.param(name, marks=() if name in ("adamw", "lion") else pytest.mark.slow) for name in PARTS]
+EVERY_PART = [pytest.param(name, marks=() if name == "lion" else pytest.mark.slow) for name in PARTS]
 
 
 @pytest.mark.parametrize("kind", EVERY_PART)
@@ -72,7 +73,7 @@ def test_two_processes_gone_on_with_from_any_step_are_two_that_never_stopped(kin
     straight = jobs_of(place, "straight", 2, **PARTS[kind])
     place.resume_together(straight)
     expected = outcome(straight[0])
-    for step in (1, 3, 5):
+    for step in (1, 4):
         jobs = jobs_of(place, "straight", 2, **PARTS[kind])
         later_ones_gone(jobs, step)
         place.resume_together(jobs)
@@ -86,7 +87,8 @@ def numbers(job: Job) -> tuple[list[float], torch.Tensor]:
 
 
 # Where a gradient's sign decides, as in Lion, rounding decides now and then.
-@pytest.mark.parametrize("kind", ["adamw", pytest.param("schedule_free", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["adamw", "schedule_free"])
 def test_a_run_goes_on_with_more_or_fewer_processes(kind, place):
     """The same samples in the same steps; sums in another order, so the same but for rounding (the built-in base)."""
     here = replace(place, model=BASE_FOLDER)
