@@ -13,10 +13,11 @@ from __future__ import annotations
 import os
 import signal
 import threading
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -115,7 +116,7 @@ class TinyPlace:
 class Together(Processes):
     """One of several processes that are threads of this one: they sum and wait as real ones do."""
 
-    barrier: threading.Barrier
+    barrier: threading.Barrier = field(kw_only=True)
 
 
 def together(world: int) -> list[Together]:
@@ -127,16 +128,20 @@ def together(world: int) -> list[Together]:
             given[rank] = tensor
             barrier.wait()
             total = torch.stack([given[each] for each in range(world)]).sum(0)
-            barrier.wait()
-            return total
+            barrier.wait()  # all have read what the next line writes over
+            return tensor.copy_(total)
 
         return reduce
 
     def wait() -> None:
         barrier.wait()
 
+    def patiently(ready: Callable[[], bool]) -> None:
+        while not ready():
+            time.sleep(0.002)
+
     device = torch.device("cpu")
-    return [Together(rank, world, device, summing(rank), wait, barrier) for rank in range(world)]
+    return [Together(rank, world, device, summing(rank), wait, patiently, barrier=barrier) for rank in range(world)]
 
 
 def told_in(job: Job, step: int, number: int = signal.SIGTERM) -> Job:
