@@ -50,12 +50,15 @@ def read_best(folder: Path, step: int) -> dict[str, Tensor] | None:
         return None
 
 
-def prune_best(folder: Path, now: int | None) -> None:
-    """Delete all but the best of `now` and those that a checkpoint names."""
-    named = {now, *(best_step_of(path) for path in list_checkpoints(folder))}
-    wanted = {best_path(folder, step) for step in named if step is not None}
+def prune_best(folder: Path, step: int, best: int | None) -> None:
+    """Delete what no checkpoint names, the one of `step` being just written with `best` as its best.
+
+    Later ones stay: the checkpoint that will name them is not written yet.
+    """
+    named = {best, *(best_step_of(path) for path in list_checkpoints(folder))}
     for path in folder.glob("best-*.safetensors"):
-        if path not in wanted:
+        number = path.stem.removeprefix("best-")
+        if number.isdigit() and int(number) <= step and int(number) not in named:
             path.unlink(missing_ok=True)
 
 

@@ -47,12 +47,12 @@ class Checkpoint:
 
 
 def flatten(value: Any, prefix: str = "") -> tuple[dict[str, Tensor], Any]:
-    """Split nested dicts and lists into their tensors, by path, and the rest, as JSON can hold it.
+    """Split nested dicts and lists into their tensors, by path and not copied, and the rest, as JSON can hold it.
 
     Keys that are numbers are remembered as such: an optimizer's state is keyed by them.
     """
     if isinstance(value, Tensor):
-        return {prefix: value.detach().cpu().contiguous().clone()}, {"tensor": prefix}
+        return {prefix: value.detach()}, {"tensor": prefix}
     if isinstance(value, Mapping):
         tensors: dict[str, Tensor] = {}
         rows = []
@@ -72,17 +72,17 @@ def flatten(value: Any, prefix: str = "") -> tuple[dict[str, Tensor], Any]:
     return {}, {"value": value}
 
 
-def restore(rest: Any, tensors: Mapping[str, Tensor]) -> Any:
+def unflatten(rest: Any, tensors: Mapping[str, Tensor]) -> Any:
     """The inverse of `flatten`."""
     ((kind, content),) = rest.items()
     if kind == "tensor":
         return tensors[content]
     if kind == "dict":
-        return {key: restore(item, tensors) for key, item in content}
+        return {key: unflatten(item, tensors) for key, item in content}
     if kind == "list":
-        return [restore(item, tensors) for item in content]
+        return [unflatten(item, tensors) for item in content]
     if kind == "tuple":
-        return tuple(restore(item, tensors) for item in content)
+        return tuple(unflatten(item, tensors) for item in content)
     if kind == "float":
         return float(content)
     return content
@@ -202,7 +202,7 @@ def read_checkpoint(folder: Path) -> Checkpoint:
         return Checkpoint(
             state=state,
             adapter=parts[ADAPTER],
-            optimizer=restore(document["optimizer"], parts[OPTIMIZER]),
+            optimizer=unflatten(document["optimizer"], parts[OPTIMIZER]),
             scaler=document["scaler"],
             settings=document["settings"],
             average=parts.get(AVERAGE),
@@ -245,12 +245,15 @@ def newest_valid(
     return None, damaged
 
 
-def prune(folder: Path, keep_last: int, newest: int) -> None:
+def prune(folder: Path, keep_last: int, newest: int, regular: Callable[[int], bool]) -> None:
     """Delete all but the last `keep_last` checkpoints up to step `newest`, which was just written.
 
-    Later ones go too: a run that has come back to this step could not read them.
+    The newest one of a `regular` step stays beside them: a run goes back to it, wherever it was stopped since.
+    Later ones go: a run that has come back to this step could not read them.
     """
-    later = [path for path in list_checkpoints(folder) if step_of(path) > newest]
-    earlier = [path for path in list_checkpoints(folder) if step_of(path) <= newest]
-    for path in (*later, *earlier[keep_last:]):
-        shutil.rmtree(path, ignore_errors=True)
+    there = list_checkpoints(folder)
+    earlier = [path for path in there if step_of(path) <= newest]
+    kept = {*earlier[:keep_last], *[path for path in earlier if regular(step_of(path))][:1]}
+    for path in there:
+        if path not in kept:
+            shutil.rmtree(path, ignore_errors=True)

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from lora_trainer.config.schema import Config
+from lora_trainer.config.schema import CheckpointSection, Config
 from lora_trainer.optim.schedules import rate_share
 from lora_trainer.training.micro import Micro
 from lora_trainer.training.processes import Processes
 from lora_trainer.training.state import Fit, TrainState
 from lora_trainer.training.step import Learner
+from lora_trainer.training.writer import Writer
 
 
 @dataclass(frozen=True)
@@ -33,6 +34,7 @@ class Job:
     sample: Callable[[TrainState], None] | None
     settings: dict[str, Any]  # kept in each checkpoint
     say: Callable[[str], None]  # a line for people
+    writer: Writer = field(default_factory=Writer)  # of checkpoints, beside the loop
 
     @property
     def checkpoints(self) -> Path:
@@ -42,3 +44,16 @@ class Job:
 def rate_of(job: Job, state: TrainState, step: int) -> float:
     """The learning rate of `step`, counted from 0: the schedule's, times what the run itself made of it."""
     return job.config.optim.learning_rate * state.rate_factor * rate_share(job.config.schedule, step, job.total_steps)
+
+
+def is_regular(job: Job, step: int) -> bool:
+    """Whether the run's own rhythm saves after `step` steps, by steps or by epochs."""
+    return due_to_save(job.config.checkpoint, job.steps_per_epoch, step)
+
+
+def due_to_save(section: CheckpointSection, steps_per_epoch: int, step: int) -> bool:
+    """The rhythm of `checkpoint.every_steps` and `checkpoint.every_epochs`: either is enough."""
+    epochs = section.every_epochs
+    return step > 0 and (
+        step % section.every_steps == 0 or (epochs is not None and step % (epochs * steps_per_epoch) == 0)
+    )

@@ -22,7 +22,7 @@ from lora_trainer.training.control import stopped_early
 from lora_trainer.training.fit import agreed, install, step_that_fits
 from lora_trainer.training.group import ProcessLost
 from lora_trainer.training.guard import watchful
-from lora_trainer.training.job import Job, rate_of
+from lora_trainer.training.job import Job, is_regular, rate_of
 from lora_trainer.training.micro import Micro
 from lora_trainer.training.numbers import Pending, look, look_now
 from lora_trainer.training.recovery import GoBack, ended_early, gone_back, out_of_reach
@@ -47,7 +47,7 @@ def train(
     """
     first = take(job, TrainState())  # where a run without any checkpoint goes back to
     state = restore(job, start) if start else TrainState()
-    with line as show:
+    with line as show, job.writer:
         reporter = Reporter(trackers, show, job.say)
         with listening() as interrupt, remembering(job.config.train.grace_seconds):
             if unvalidated(job, state):
@@ -55,7 +55,7 @@ def train(
                 if unvalidated(job, state):  # given up for a signal
                     return state, interrupt
                 if state.step > 0:
-                    save(job, state)
+                    save(job, state, last=True)
             if state.step >= job.total_steps or stopped_early(job.config.control, state.control):
                 return state, interrupt
             while True:
@@ -80,6 +80,7 @@ def train_steps(
     install(job, state.fit)
     while True:
         stand_by()  # nothing is trained while what was trained cannot be written
+        job.writer.check()
         started = time.perf_counter()
         rate, samples = rate_of(job, state, state.step), job.samples_in(state.step)
         try:
@@ -92,8 +93,7 @@ def train_steps(
             give_up_step(job.learner)
             state = look(job, state, pending, reporter)
             if state.step > 0:
-                reporter.flush()
-                save(job, state)
+                save(job, state, reporter.flush, last=True)
             return state
         except UserError as error:
             raise ended(job, state, pending, reporter, error) from error
@@ -102,20 +102,19 @@ def train_steps(
         try:
             state = replace(state, fit=agreed(job, fit, state.step))
             last = state.step == job.total_steps or stopping.told(state)
-            saving = last or due(config.checkpoint.every_steps, state.step)
+            sampling = due(config.sample.every_steps, state.step) and not last and job.sample is not None
+            saving = last or sampling or is_regular(job, state.step)
             validating = due(config.validation.every_steps, state.step) or (last and not stopping.signalled)
             if saving or validating or look_now(job, state, pending):
                 state = look(job, state, pending, reporter)
             if validating:
                 state = validate(job, state, reporter)
-                if unvalidated(job, state):  # given up for a signal: it is done on resuming
-                    saving = last = True
-                if stopped_early(config.control, state.control):
-                    saving = last = True
+                if unvalidated(job, state) or stopped_early(config.control, state.control):
+                    # Given up for a signal, it is done on resuming.
+                    saving, last, sampling = True, True, False
             if saving:
-                reporter.flush()
-                save(job, state)
-            if due(config.sample.every_steps, state.step) and not last and job.sample:
+                save(job, state, reporter.flush, last=last or sampling)  # pictures have ended more than one run
+            if sampling and job.sample is not None:
                 job.sample(state)
         except ProcessLost as error:
             raise ended(job, state, pending, reporter, error) from error

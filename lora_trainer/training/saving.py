@@ -1,50 +1,114 @@
-"""Checkpoints of the loop: taken of a learner, written, and put back into it."""
+"""Checkpoints of the loop: taken of a learner, written in the background, and put back into it."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+import time
+from collections.abc import Callable, Mapping
+from functools import partial
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
 
 from lora_trainer.core.disk import until_written
-from lora_trainer.training.best import prune_best
-from lora_trainer.training.checkpoint import Checkpoint, newest_valid, prune, save_checkpoint
-from lora_trainer.training.job import Job
+from lora_trainer.training.best import prune_best, save_best
+from lora_trainer.training.checkpoint import Checkpoint, flatten, newest_valid, prune, save_checkpoint, unflatten
+from lora_trainer.training.job import Job, is_regular
 from lora_trainer.training.state import TrainState
+from lora_trainer.training.writer import Buffers
 
 
-def take(job: Job, state: TrainState) -> Checkpoint:
-    """What resuming from here needs, on the processor."""
-    learner = job.learner
+def take(job: Job, state: TrainState, buffers: Buffers | None = None) -> Checkpoint:
+    """What resuming from here needs: copies on the processor, in `buffers` where they fit.
+
+    Of weights on a card the copies are under way: `arrived` says when they are there.
+    """
+    learner, into = job.learner, {} if buffers is None else buffers
+    tensors, rest = flatten(learner.optimizer.state_dict(), "optimizer")
+    average = learner.average.values if learner.average else None
     return Checkpoint(
         state=state,
-        adapter=on_cpu(learner.adapter.masters),
-        average=on_cpu(learner.average.values) if learner.average else None,
-        optimizer=learner.optimizer.state_dict(),
+        adapter=copied(learner.adapter.masters, into, "adapter"),
+        average=None if average is None else copied(average, into, "average"),
+        optimizer=unflatten(rest, copied(tensors, into)),
         scaler=learner.scaler.state_dict() if learner.scaler else None,
         settings=job.settings,
     )
 
 
-def save(job: Job, state: TrainState) -> None:
-    """Write a checkpoint (main process only; all hold the same weights) and drop the oldest."""
-    save_alone(job, state)
-    job.processes.wait()
+def copied(values: Mapping[str, Tensor], buffers: Buffers, prefix: str = "") -> dict[str, Tensor]:
+    """Copies of tensors on the processor. Those of a card go to pinned memory, and nobody waits for them."""
+    copies = {}
+    for name, value in values.items():
+        place, pinned = f"{prefix}/{name}", value.is_cuda
+        buffer = buffers.get(place)
+        if buffer is None or (buffer.shape, buffer.dtype) != (value.shape, value.dtype):
+            buffer = buffers[place] = torch.empty(value.shape, dtype=value.dtype, pin_memory=pinned)
+        copies[name] = buffer.copy_(value.detach(), non_blocking=pinned)
+    return copies
+
+
+def arrived(job: Job) -> Callable[[], None]:
+    """A function that returns when the copies made until now are there."""
+    if job.learner.device.type != "cuda":
+        return lambda: None
+    event = torch.cuda.Event()
+    event.record()
+    return event.synchronize
+
+
+def save(job: Job, state: TrainState, *, last: bool = False) -> None:
+    """Hand a checkpoint over to be written (main process only; all hold the same weights), and the oldest dropped.
+
+    With `last` it is on the disk when this returns.
+    """
+    if not job.processes.is_main:
+        return
+    if last or not is_regular(job, state.step):
+        job.writer.settle()  # no other takes the place of a regular one: the run goes back to these
+    began = time.perf_counter()
+    buffers = job.writer.buffers("checkpoint")
+    checkpoint, ready = take(job, state, buffers), arrived(job)
+    job.writer.put("checkpoint", partial(write, job, checkpoint, ready, buffers), buffers)
+    job.writer.stalls.append(time.perf_counter() - began)
+    if last:
+        job.writer.settle()
+
+
+def write(job: Job, checkpoint: Checkpoint, ready: Callable[[], None], buffers: Buffers) -> None:
+    """Bring a checkpoint to the disk, and delete those that it makes superfluous."""
+    ready()
+    state, keep = checkpoint.state, job.config.checkpoint.keep_last
+    bring = partial(save_checkpoint, job.checkpoints, checkpoint)
+    until_written(f"the checkpoint of step {state.step}", job.folder, bring, bytes_of(buffers))
+    prune(job.checkpoints, keep, state.step, partial(is_regular, job))
+    prune_best(job.checkpoints, state.step, state.best_step)
+
+
+def keep_best(job: Job, step: int) -> None:
+    """Hand over the weights that are the best until now: they are written before any checkpoint that names them."""
+    if not job.processes.is_main:
+        return
+    buffers = job.writer.buffers("best")
+    weights, ready = copied(job.learner.shown(), buffers), arrived(job)
+
+    def bring() -> None:
+        ready()
+        file = partial(save_best, job.checkpoints, step, weights)
+        until_written(f"the file of the best weights, of step {step},", job.folder, file, bytes_of(buffers))
+
+    job.writer.put("best", bring, buffers)
 
 
 def save_alone(job: Job, state: TrainState) -> None:
-    """The same, where no other process is waited for."""
-    if job.processes.is_main:
-        checkpoint = take(job, state)
-        what = f"the checkpoint of step {state.step}"
-        until_written(
-            what, job.folder, lambda: save_checkpoint(job.checkpoints, checkpoint), bytes_of(vars(checkpoint))
-        )
-        prune(job.checkpoints, job.config.checkpoint.keep_last, state.step)
-        prune_best(job.checkpoints, state.best_step)
+    """Save what was trained, where no other process is waited for."""
+    if state.step > 0:
+        save(job, state, last=True)
+
+
+def settle(job: Job) -> None:
+    """Return when all that was handed over is on the disk, for every process."""
+    job.writer.settle()
+    job.processes.wait()
 
 
 def restore(job: Job, start: Checkpoint) -> TrainState:
@@ -61,16 +125,11 @@ def restore(job: Job, start: Checkpoint) -> TrainState:
 
 
 def last_regular(job: Job) -> Checkpoint | None:
-    """The newest checkpoint on the disk that the run's own rhythm wrote, which no stop by a signal moves."""
-    found, _ = newest_valid(job.checkpoints, lambda step: step % job.config.checkpoint.every_steps == 0)
+    """The newest checkpoint that the run's own rhythm wrote, which no stop by a signal moves."""
+    settle(job)
+    found, _ = newest_valid(job.checkpoints, partial(is_regular, job))
     return found[1] if found else None
 
 
-def bytes_of(tensors: Any) -> int:
-    """What the tensors of nested dicts and lists take on a disk."""
-    return sum(leaf.nbytes for leaf in tree_leaves(tensors) if isinstance(leaf, Tensor))
-
-
-def on_cpu(values: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Copies: what is trained on meanwhile does not change them."""
-    return {name: value.detach().to("cpu", copy=True) for name, value in values.items()}
+def bytes_of(buffers: Buffers) -> int:
+    return sum(buffer.nbytes for buffer in buffers.values())

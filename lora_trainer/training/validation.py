@@ -8,18 +8,16 @@ from dataclasses import replace
 
 import torch
 
-from lora_trainer.core.disk import until_written
 from lora_trainer.core.errors import first_line, is_out_of_memory
 from lora_trainer.core.interrupt import GivenUp
 from lora_trainer.evaluation.loading import free_memory
 from lora_trainer.monitor.progress import Phase
-from lora_trainer.training.best import save_best
 from lora_trainer.training.control import after_validation
 from lora_trainer.training.job import Job, rate_of
 from lora_trainer.training.numbers import progress_of
 from lora_trainer.training.recovery import ended_early, nothing_left
 from lora_trainer.training.reporter import Reporter
-from lora_trainer.training.saving import bytes_of
+from lora_trainer.training.saving import keep_best
 from lora_trainer.training.state import Fit, TrainState
 from lora_trainer.training.stopping import any_given_up
 
@@ -50,10 +48,8 @@ def validate(job: Job, state: TrainState, reporter: Reporter) -> TrainState:
     if best:
         state = replace(state, best_validation=loss, best_step=state.step)
     reporter.validation({"step": state.step, "loss": loss}, validation_line(before, state))
-    if best and job.processes.is_main:
-        weights = job.learner.shown()
-        what = f"the file of the best weights, of step {state.step},"
-        until_written(what, job.folder, lambda: save_best(job.checkpoints, state.step, weights), bytes_of(weights))
+    if best:
+        keep_best(job, state.step)
     return judged(job, state, reporter)
 
 

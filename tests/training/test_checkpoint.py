@@ -23,9 +23,9 @@ from lora_trainer.training.checkpoint import (
     newest_valid,
     prune,
     read_checkpoint,
-    restore,
     save_checkpoint,
     sealed_text,
+    unflatten,
 )
 from lora_trainer.training.state import TrainState
 
@@ -89,7 +89,7 @@ def test_flatten_keeps_every_kind_of_value():
         "nested": {"c": {"d": torch.zeros(1)}},
     }
     tensors, rest = flatten(value)
-    back = restore(rest, tensors)
+    back = unflatten(rest, tensors)
     assert torch.equal(back[0]["a"], value[0]["a"])
     assert back[0]["b"] == value[0]["b"]
     assert torch.equal(back["nested"]["c"]["d"], torch.zeros(1))
@@ -226,7 +226,7 @@ def test_pruning_keeps_the_newest(tmp_path):
     optimizer, _ = trained_optimizer("adamw")
     for step in (1, 2, 10):
         save_checkpoint(tmp_path, checkpoint_of(optimizer, step))
-    prune(tmp_path, 2, newest=10)
+    prune(tmp_path, 2, newest=10, regular=lambda step: False)
     assert [path.name for path in list_checkpoints(tmp_path)] == ["step-000010", "step-000002"]
 
 
@@ -235,7 +235,7 @@ def test_pruning_never_deletes_what_was_just_written(tmp_path):
     optimizer, _ = trained_optimizer("adamw")
     for step in (50, 100, 500, 1000):
         save_checkpoint(tmp_path, checkpoint_of(optimizer, step))
-    prune(tmp_path, 1, newest=100)
+    prune(tmp_path, 1, newest=100, regular=lambda step: False)
     assert [path.name for path in list_checkpoints(tmp_path)] == ["step-000100"]
 
 

@@ -1,0 +1,219 @@
+"""Writing beside the loop: what is handed over reaches the disk, the newest always, and what goes wrong is heard."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lora_trainer.core.errors import Problem, TrainingFailed
+from lora_trainer.training import saving
+from lora_trainer.training.best import read_best
+from lora_trainer.training.checkpoint import Checkpoint, list_checkpoints, read_checkpoint, save_checkpoint, step_of
+from lora_trainer.training.job import Job
+from lora_trainer.training.saving import save, settle, take
+from lora_trainer.training.state import TrainState
+from lora_trainer.training.writer import Item, Kind, Writer, still_wanted
+from tests.recipes.recipe import patched
+from tests.training.tiny_job import TinyPlace, outcome
+
+kinds = st.sampled_from(["checkpoint", "best", "weights"])
+
+
+@given(st.lists(kinds, min_size=1, max_size=12))
+def test_the_newest_of_each_kind_waits_and_little_else(handed: list[Kind]) -> None:
+    items = [Item(kind, lambda: None, {}) for kind in handed]
+    waiting: list[Item] = []
+    for item in items:
+        waiting = still_wanted([*waiting, item])
+    order = [items.index(next(each for each in items if each is item)) for item in waiting]
+    left = [item.kind for item in waiting]
+    assert order == sorted(order)
+    assert left.count("checkpoint") <= 1
+    assert left.count("best") <= 2
+    assert left.count("weights") == handed.count("weights")
+    for kind in {"checkpoint", "best"} & set(handed):
+        newest = max(index for index, each in enumerate(handed) if each == kind)
+        assert any(item is items[newest] for item in waiting)
+    if "checkpoint" in handed:  # the best that it names is there before it
+        at = max(index for index, each in enumerate(handed) if each == "checkpoint")
+        named = [index for index, each in enumerate(handed[:at]) if each == "best"]
+        assert not named or any(item is items[named[-1]] for item in waiting)
+
+
+class Gate:
+    """A disk that is busy until it is opened."""
+
+    def __init__(self) -> None:
+        self.open, self.began = threading.Event(), threading.Event()
+        self.written: list[str] = []
+
+    def write(self, name: str) -> Callable[[], None]:
+        def write() -> None:
+            self.began.set()
+            assert self.open.wait(20)
+            self.written.append(name)
+
+        return write
+
+
+def test_one_waits_a_newer_one_replaces_it_and_the_last_is_written() -> None:
+    gate = Gate()
+    with Writer() as writer:
+        writer.put("checkpoint", gate.write("1"), {})
+        assert gate.began.wait(20)
+        for name in ("2", "3", "4"):
+            writer.put("checkpoint", gate.write(name), writer.buffers("checkpoint"))
+        assert gate.written == []
+        gate.open.set()
+        writer.settle()
+        assert gate.written == ["1", "4"]
+        assert writer.told()["written"] == 2
+        assert writer.replaced == 2
+    with writer:  # and again
+        writer.put("best", gate.write("5"), {})
+    assert gate.written == ["1", "4", "5"]
+    assert not [thread for thread in threading.enumerate() if thread.name == "writer"]
+
+
+def test_buffers_are_used_again_but_never_those_of_what_is_to_be_written() -> None:
+    gate = Gate()
+    sets: list[dict[str, torch.Tensor]] = [{"a": torch.zeros(1)} for _ in range(3)]
+    with Writer() as writer:
+        writer.put("checkpoint", gate.write("1"), sets[0])
+        assert gate.began.wait(20)
+        assert writer.buffers("checkpoint") == {}
+        writer.put("checkpoint", gate.write("2"), sets[1])
+        writer.put("checkpoint", gate.write("3"), sets[2])
+        assert writer.buffers("checkpoint") is sets[1], "of the one that was replaced"
+        assert writer.buffers("best") == {}
+        gate.open.set()
+
+
+def refuse() -> None:
+    raise TrainingFailed(Problem("The disk refuses."))
+
+
+def test_what_goes_wrong_is_raised_in_the_loop_once() -> None:
+    with Writer() as writer:
+        writer.put("checkpoint", refuse, {})
+        with pytest.raises(TrainingFailed, match="refuses"):
+            writer.settle()
+        writer.check()
+        writer.put("checkpoint", refuse, {})
+        while True:  # at the next step at the latest
+            try:
+                writer.check()
+            except TrainingFailed:
+                break
+    with pytest.raises(TrainingFailed, match="refuses"), Writer() as writer:
+        writer.put("checkpoint", refuse, {})
+
+    def ends_otherwise() -> None:
+        with Writer() as writer:
+            writer.put("checkpoint", refuse, {})
+            raise KeyError
+
+    with pytest.raises(KeyError):  # the loop's own end counts
+        ends_otherwise()
+
+
+def test_a_snapshot_does_not_change_with_the_weights(place: TinyPlace) -> None:
+    job = place.job("run", steps=3, train__ema_decay=0.5, checkpoint__every_steps=1)
+    taken: list[Checkpoint] = []
+    copies: list[dict[str, torch.Tensor]] = []
+
+    def remembered(job: Job, state: TrainState, *buffers: Any) -> Checkpoint:
+        taken.append(take(job, state))
+        copies.append({name: value.detach().clone() for name, value in job.learner.adapter.masters.items()})
+        return take(job, state, *buffers)
+
+    with patched(saving, "take", remembered):
+        place.train(job)
+    assert len(taken) == 3
+    for checkpoint, copy in zip(taken, copies, strict=True):
+        assert all(torch.equal(checkpoint.adapter[name], copy[name]) for name in copy)
+    moments = [checkpoint.optimizer["state"][0]["exp_avg"] for checkpoint in taken]
+    assert not torch.equal(moments[0], moments[1])
+    assert taken[0].average is not None
+
+
+def test_a_slow_disk_skips_some_and_loses_nothing(place: TinyPlace) -> None:
+    settings: dict[str, object] = {
+        "checkpoint__every_steps": 1,
+        "validate__every_steps": 1,
+        "optim__learning_rate": 0.3,
+    }
+    quick, slow = (place.job(name, steps=6, **settings) for name in ("quick", "slow"))
+    place.train(quick)
+    opened = threading.Event()
+
+    def late(folder: Any, checkpoint: Checkpoint) -> Any:
+        assert opened.wait(20)
+        return save_checkpoint(folder, checkpoint)
+
+    def samples_in(step: int) -> int:
+        if step == 5:
+            opened.set()
+        return quick.samples_in(step)
+
+    with patched(saving, "save_checkpoint", late):
+        place.train(replace(slow, samples_in=samples_in))
+    assert slow.writer.replaced > 0
+    assert outcome(slow) == outcome(quick)
+    assert step_of(list_checkpoints(slow.checkpoints)[0]) == 6
+    named = {read_checkpoint(path).state.best_step for path in list_checkpoints(slow.checkpoints)} - {None}
+    assert {path.name for path in slow.checkpoints.glob("best-*")} == {f"best-{step:06d}.safetensors" for step in named}
+    assert all(read_best(slow.checkpoints, step) is not None for step in named if step)
+
+
+def test_a_disk_that_refuses_ends_the_run_at_the_next_step_at_the_latest(place: TinyPlace) -> None:
+    job = place.job("run", steps=40, checkpoint__every_steps=2)
+    asked: list[int] = []
+
+    def samples_in(step: int) -> int:
+        asked.append(step)
+        job.writer._changed.acquire()
+        job.writer._changed.wait_for(lambda: not job.writer._busy, timeout=20)  # as slow a loop as a real one
+        job.writer._changed.release()
+        return job.samples_in(step)
+
+    def full(*_: object) -> None:
+        raise TrainingFailed(Problem("The disk is full."))
+
+    with patched(saving, "save_checkpoint", full), pytest.raises(TrainingFailed, match="full"):
+        place.train(replace(job, samples_in=samples_in))
+    assert max(asked) <= 3
+
+
+def test_a_stop_never_takes_the_place_of_a_regular_checkpoint(place: TinyPlace) -> None:
+    job = place.job("run", steps=6, checkpoint__every_steps=4, checkpoint__keep_last=1)
+    with job.writer:
+        for step in (4, 5, 6):
+            save(job, TrainState(step=step), last=step == 6)
+    assert [step_of(path) for path in list_checkpoints(job.checkpoints)] == [6, 4]
+    settle(job)
+
+
+def test_pictures_come_after_the_checkpoint_of_their_step(place: TinyPlace) -> None:
+    job = place.job("run", steps=4, checkpoint__every_steps=4, sample__every_steps=2)
+    there: list[list[int]] = []
+    drawn = replace(
+        job, sample=lambda state: there.append([step_of(path) for path in list_checkpoints(job.checkpoints)])
+    )
+    place.train(drawn)
+    assert there == [[2]]
+
+
+def test_epochs_between_checkpoints(place: TinyPlace) -> None:
+    job = place.job("run", steps=12, checkpoint__every_steps=4, checkpoint__every_epochs=1, checkpoint__keep_last=9)
+    place.train(job)
+    epochs = set(range(job.steps_per_epoch, 13, job.steps_per_epoch))
+    assert len(epochs) > 1
+    assert {step_of(path) for path in list_checkpoints(job.checkpoints)} == {4, 8, 12} | epochs
