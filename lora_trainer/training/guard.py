@@ -91,7 +91,7 @@ def restore_good(job: Job, state: TrainState, step: int, what: str) -> NoReturn:
 def stop(job: Job, state: TrainState, why: str, fix: str = LOWER_RATE) -> NoReturn:
     """Save what is good and raise TrainingFailed; all processes come here at the same step."""
     if state.step > 0 and weights_are_finite(job.learner):
-        save(job, state)
+        save(job, state, last=True)
     raise TrainingFailed(Problem(why, f"{kept(job.checkpoints)} {fix}"))
 
 
