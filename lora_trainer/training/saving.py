@@ -17,6 +17,10 @@ from lora_trainer.training.state import TrainState
 from lora_trainer.training.writer import Buffers
 
 
+def nothing() -> None:
+    pass
+
+
 def take(job: Job, state: TrainState, buffers: Buffers | None = None) -> Checkpoint:
     """What resuming from here needs: copies on the processor, in `buffers` where they fit.
 
@@ -50,16 +54,16 @@ def copied(values: Mapping[str, Tensor], buffers: Buffers, prefix: str = "") -> 
 def arrived(job: Job) -> Callable[[], None]:
     """A function that returns when the copies made until now are there."""
     if job.learner.device.type != "cuda":
-        return lambda: None
+        return nothing
     event = torch.cuda.Event()
     event.record()
     return event.synchronize
 
 
-def save(job: Job, state: TrainState, *, last: bool = False) -> None:
+def save(job: Job, state: TrainState, before: Callable[[], None] = nothing, *, last: bool = False) -> None:
     """Hand a checkpoint over to be written (main process only; all hold the same weights), and the oldest dropped.
 
-    With `last` it is on the disk when this returns.
+    `before` is called in the thread that writes. With `last` all is on the disk when this returns.
     """
     if not job.processes.is_main:
         return
@@ -68,18 +72,23 @@ def save(job: Job, state: TrainState, *, last: bool = False) -> None:
     began = time.perf_counter()
     buffers = job.writer.buffers("checkpoint")
     checkpoint, ready = take(job, state, buffers), arrived(job)
-    job.writer.put("checkpoint", partial(write, job, checkpoint, ready, buffers), buffers)
+
+    def bring() -> None:
+        ready()
+        before()
+        write(job, checkpoint, bytes_of(buffers))
+
+    job.writer.put("checkpoint", bring, buffers)
     job.writer.stalls.append(time.perf_counter() - began)
     if last:
         job.writer.settle()
 
 
-def write(job: Job, checkpoint: Checkpoint, ready: Callable[[], None], buffers: Buffers) -> None:
-    """Bring a checkpoint to the disk, and delete those that it makes superfluous."""
-    ready()
+def write(job: Job, checkpoint: Checkpoint, size: int) -> None:
+    """Bring a checkpoint of `size` bytes to the disk, and delete those that it makes superfluous."""
     state, keep = checkpoint.state, job.config.checkpoint.keep_last
     bring = partial(save_checkpoint, job.checkpoints, checkpoint)
-    until_written(f"the checkpoint of step {state.step}", job.folder, bring, bytes_of(buffers))
+    until_written(f"the checkpoint of step {state.step}", job.folder, bring, size)
     prune(job.checkpoints, keep, state.step, partial(is_regular, job))
     prune_best(job.checkpoints, state.step, state.best_step)
 
