@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 from collections.abc import Callable
 from dataclasses import replace
@@ -88,6 +89,14 @@ CASES: dict[str, Case] = {
         "data__colour_variants": 1,
     },
     "sources": {"sources": True, "loss__prior_weight": 0.5, "loss__unmasked_weight": 0.1},
+    "control": {
+        "validate__every_steps": 1,
+        "control__plateau": True,
+        "control__plateau_window": 2,
+        "control__plateau_spread": 10.0,
+        "control__jump": True,
+        "control__spike": 1.5,
+    },
     "uncached": {"cache__latents": False, "data__flip": True, "cache__workers": 2},
 }
 QUICK_CASES = ("plain", "adamw8bit", "schedule_free", "lion", "fp16", "fp8", "split", "captions")
@@ -132,6 +141,46 @@ def test_stopped_after_every_step(case, place, makes):
         assert interrupt.signal == signal.SIGTERM
     # After a signal in the last step, this session measures what it came to.
     broken = makes(case, "broken")
+    place.resume(broken)
+    assert outcome(broken) == outcome(straight)
+
+
+def told_in_forward(job: Job, number: int) -> Job:
+    """The same job, to which a signal comes before its `number`th forward pass of training."""
+    predict, left = job.learner.predict, [number]
+
+    def counted(*arguments: Any) -> torch.Tensor:
+        left[0] -= 1
+        if left[0] == 0:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return predict(*arguments)
+
+    return replace(job, learner=replace(job.learner, predict=counted))
+
+
+def test_stopped_inside_of_accumulations(place, makes):
+    """Where there is no time to finish the step it is given up: of its three micro batches nothing is left."""
+    straight = makes("split", "straight")
+    place.train(straight)
+    for forward, step in ((2, 0), (5, 1), (6, 2)):  # the last is given up before its third
+        job = told_in_forward(makes("split", "broken", train__grace_seconds=1e-6), forward)
+        state, interrupt = place.resume(job)
+        assert interrupt.signal == signal.SIGTERM
+        assert state.step == step
+    broken = makes("split", "broken")
+    place.resume(broken)
+    assert outcome(broken) == outcome(straight)
+
+
+def test_gone_on_with_in_another_rhythm_of_checkpoints_and_to_more_steps(place, makes):
+    """A rate that does not hang on the number of steps goes on as if that had been known."""
+    settings = {"validate__every_steps": 1, "checkpoint__every_steps": 3, "schedule__warmup_steps": 2}
+    straight = makes("plain", "straight", **settings)
+    place.train(straight)
+    place.resume(told_in(makes("plain", "broken", **settings, checkpoint__keep_last=1), 1))
+    shorter = makes("plain", "broken", **{**settings, "checkpoint__every_steps": 1, "train__max_steps": 4})
+    assert place.resume(shorter)[0].step == 4
+    broken = makes("plain", "broken", **settings)
     place.resume(broken)
     assert outcome(broken) == outcome(straight)
 
