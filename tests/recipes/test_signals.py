@@ -1,0 +1,94 @@
+"""A signal in every phase of a run: it leaves with its code and a true record, and the resumed run gives the same bytes."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from lora_trainer.production import flow, release, report, session
+from lora_trainer.production import run as outside
+from lora_trainer.training import saving, step
+from tests.recipes.recipe import Bench, exported, losses, patched, record, rows
+
+pytestmark = pytest.mark.skipif(os.name != "posix", reason="POSIX signals")
+
+# where: (object, name of the function that is called there, at which call, whether a step was trained by then)
+PHASES: dict[str, tuple[Any, str, int, int]] = {
+    "checking": (outside, "read_inputs", 1, 0),
+    "caching": (session, "fill_caches", 1, 0),
+    "building": (session, "build_learner", 1, 0),
+    "first validation": (session, "held_out_losses", 1, 0),
+    "a slow step": (step, "backward", 5, 2),
+    "validation": (session, "held_out_losses", 2, 3),
+    "a checkpoint": (saving, "save_checkpoint", 1, 4),  # it is finished, and one more step as well
+    "pictures": (release, "compare", 1, 4),
+    "the release": (flow, "choose_released", 1, 6),
+    "the gate": (flow, "judge_lora", 1, 6),
+    "the last pictures": (flow, "draw_comparison", 1, 6),
+}
+IN_EVERY_SUITE = ("caching", "a slow step", "validation", "the gate")
+SETTINGS: dict[str, object] = {"checkpoint__every_steps": 3, "validate__every_steps": 3}
+
+
+def told_in(target: Any, name: str, call: int, number: int = signal.SIGTERM) -> Callable[..., Any]:
+    """The function, which is told to stop when it begins its `call`th call."""
+    real, calls = getattr(target, name), 0
+
+    def called(*arguments: Any, **named: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == call:
+            os.kill(os.getpid(), number)
+        return real(*arguments, **named)
+
+    return called
+
+
+def same(one: Bench, other: Bench) -> None:
+    """Both trained `first` to the same losses, held-out losses and tensors."""
+    mine, theirs = one.folder("first"), other.folder("first")
+    assert losses(mine) == losses(theirs)
+    assert rows(mine, "validation.jsonl") == rows(theirs, "validation.jsonl")
+    assert exported(mine) == exported(theirs)
+
+
+@pytest.mark.parametrize(
+    "phase", [pytest.param(phase, marks=() if phase in IN_EVERY_SUITE else pytest.mark.slow) for phase in PHASES]
+)
+def test_a_signal_in_each_phase(phase: str, bench: Bench, finished: Bench, capfd: pytest.CaptureFixture[str]) -> None:
+    target, name, call, trained = PHASES[phase]
+    settings = SETTINGS | ({"sample__every_steps": 4} if phase == "pictures" else {})
+    hurried = settings | ({"train__grace_seconds": 0.001} if phase in ("a slow step", "pictures") else {})
+    with patched(target, name, told_in(target, name, call)):
+        assert bench.run("first", **hurried) == 143
+    said = capfd.readouterr()
+    assert said.err.count("SIGTERM: ") == 1, "one message"
+    if phase == "checking":
+        assert not bench.folder("first").exists(), "nothing was begun"
+    else:
+        stopped = record(bench.folder("first"))
+        assert (stopped["status"], stopped["exit_code"], stopped["steps"]) == ("stopped", 143, trained)
+        assert "--resume" in said.out
+        left = [path.name for path in bench.folder("first").rglob("*") if path.name.endswith((".part", ".old"))]
+        assert not left, "nothing is half written"
+    assert bench.run("first", "--resume", **settings) == 0
+    same(bench, finished)
+
+
+def test_a_signal_while_the_report_is_drawn_lets_it_end(bench: Bench) -> None:
+    with patched(report, "write_report", told_in(report, "write_report", 1)):
+        assert bench.run("first", **SETTINGS) == 0
+    done = record(bench.folder("first"))
+    assert (done["status"], done["files"]["report"]) == ("done", "report.html")
+
+
+def test_the_time_to_leave_is_recorded(bench: Bench) -> None:
+    with patched(step, "backward", told_in(step, "backward", 2, signal.SIGUSR1)):
+        assert bench.run("first", **SETTINGS) == 138
+    [event] = record(bench.folder("first"))["events"]
+    assert event["kind"] == "signal"
+    assert event["message"].startswith("SIGUSR1: everything was saved ")

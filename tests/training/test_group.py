@@ -1,0 +1,76 @@
+"""Two processes of which one is lost: the other is told in time, and waits for one that works."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="signals and gloo as on Linux")
+
+# Both meet; then the second is lost in the way it is told, and the first waits for it.
+PROGRAM = """
+import os, signal, sys, time, torch
+from lora_trainer.training.group import ProcessLost
+from lora_trainer.training.processes import join_processes
+how = sys.argv[1]
+processes = join_processes(1 / 20)
+processes.wait()
+if processes.rank == 1:
+    if how == "works":
+        time.sleep(5.0)  # longer than the time after which a silent one is lost
+    else:
+        os.kill(os.getpid(), getattr(signal, how))
+try:
+    processes.reduce(torch.ones(1))
+    processes.wait()
+    print("together")
+except ProcessLost as lost:
+    print(lost)
+"""
+
+
+def start(checkout: Path, how: str) -> list[subprocess.Popen[str]]:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+    return [
+        subprocess.Popen(
+            [sys.executable, "-c", PROGRAM, how],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=os.environ
+            | common
+            | {"RANK": str(rank), "LOCAL_RANK": str(rank), "PYTHONPATH": str(checkout), "OMP_NUM_THREADS": "1"},
+        )
+        for rank in (0, 1)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("how", "code", "words"),
+    [
+        ("SIGKILL", 5, "its connection broke"),
+        pytest.param("SIGSTOP", 5, "has not been heard of for", marks=pytest.mark.slow),
+        pytest.param("works", 0, "together", marks=pytest.mark.slow),
+    ],
+)
+def test_a_lost_process_ends_the_other(how: str, code: int, words: str, checkout: Path) -> None:
+    first, second = start(checkout, how)
+    try:
+        said, errors = first.communicate(timeout=100)
+        assert words in said, errors
+        assert first.returncode == code, errors
+        assert "Traceback" not in errors
+    finally:
+        for process in (first, second):
+            if process.poll() is None:
+                process.send_signal(signal.SIGKILL)
+            process.communicate()
