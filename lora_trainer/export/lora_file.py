@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -11,6 +12,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from lora_trainer.core.disk import refusal
 from lora_trainer.core.errors import Problem, TrainingFailed, UsageError
 from lora_trainer.core.io import atomic_path
 from lora_trainer.core.tensorfile import read_tensor_header
@@ -72,10 +74,13 @@ def write_lora(
 def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
     """Write a safetensors file atomically, reading it back before it takes its name.
 
-    Raises OSError when what is read back differs from what was written.
+    Raises OSError when the disk refuses, or what is read back differs from what was written.
     """
     with atomic_path(path) as temporary:
-        save_file(dict(tensors), temporary, metadata=dict(metadata))
+        try:
+            save_file(dict(tensors), temporary, metadata=dict(metadata))
+        except SafetensorError as error:  # whose message alone says that it is the disk's
+            raise OSError(refusal(error) or errno.EIO, str(error), str(path)) from error
         back = load_file(temporary)
         if set(back) != set(tensors) or not all(torch.equal(back[key], tensors[key]) for key in tensors):
             raise OSError(f"{path.name} reads back differently from what was written")

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from filelock import FileLock, Timeout
+from filelock import BaseFileLock, FileLock, SoftFileLock, Timeout
 
 from lora_trainer.core.errors import Problem, UsageError
 from lora_trainer.core.io import HALF_WRITTEN, remove_unfinished, write_json
@@ -19,7 +20,9 @@ from lora_trainer.production.record import FILE as RECORD
 from lora_trainer.production.record import read_record
 
 UNFINISHED = ("running", "stopped", "failed")
-LOCK = ".lock"
+LOCK, SOFT_LOCK = ".lock", ".lock.held"
+WITHOUT_LOCKS = {errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOTSUP, errno.EINVAL}
+OWN = (RECORD, "config.toml", "metrics.jsonl", "validation.jsonl", "events.jsonl")
 # With one of these changed, a finished run may have steps left.
 LENGTHS = ("max_steps", "max_epochs", "exposures", "max_hours")
 
@@ -31,6 +34,7 @@ def claim(order: Order) -> dict[str, Any] | None:
     `--resume` was not given, when it holds something else, or cannot be written.
     """
     folder, record = order.folder, read_record(order.folder)
+    refuse_folders(folder)
     if (folder / LOCK).is_file() and is_main_process():
         with locked(folder):
             pass  # the system frees the lock of a process that was killed
@@ -52,7 +56,14 @@ def claim(order: Order) -> dict[str, Any] | None:
 
 def is_free(folder: Path) -> bool:
     """Whether a folder holds no more than a run that was killed before its first record was whole."""
-    return all(name == LOCK or HALF_WRITTEN.fullmatch(name) for name in os.listdir(folder))
+    return all(name in (LOCK, SOFT_LOCK) or HALF_WRITTEN.fullmatch(name) for name in os.listdir(folder))
+
+
+def refuse_folders(folder: Path) -> None:
+    """Raise UsageError where folders stand in the places of the run's own files."""
+    wrong = [name for name in OWN if (folder / name).is_dir()]
+    if wrong:
+        raise UsageError([Problem(f"{folder / name} is a folder.", "Move it away.") for name in wrong])
 
 
 def refuse_used(order: Order, record: dict[str, Any] | None) -> None:
@@ -98,7 +109,11 @@ def held(order: Order) -> Iterator[None]:
         return
     from lora_trainer.training.checkpoint import put_back
 
-    order.folder.mkdir(parents=True, exist_ok=True)
+    try:
+        order.folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        message = f"{order.folder} cannot be made ({(error.strerror or str(error)).lower()})."
+        raise UsageError(Problem(message, "Choose another --output, or make room there.")) from error
     with locked(order.folder):
         refuse_used(order, read_record(order.folder))
         put_back(order.folder / "checkpoints")  # the one thing among what is half done that may be of use
@@ -108,18 +123,37 @@ def held(order: Order) -> Iterator[None]:
 
 @contextlib.contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Hold the folder against other processes. Raises UsageError when one of them holds it."""
-    lock = FileLock(folder / LOCK, timeout=0)
+    """Hold the folder against other processes. Raises UsageError when one of them holds it, or the disk refuses."""
     try:
-        lock.acquire()
+        lock = taken(folder / LOCK)
     except Timeout as error:
         raise UsageError(
             Problem(f"A run is being trained in {folder} by another process.", "Wait for it, or choose another --name.")
         ) from error
+    except OSError as error:
+        message = f"{folder} cannot be written to ({(error.strerror or str(error)).lower()})."
+        raise UsageError(Problem(message, "Choose another --output, or make room there.")) from error
     try:
         yield
     finally:
-        lock.release()
+        with contextlib.suppress(OSError):  # the folder may be gone
+            lock.release()
+
+
+def taken(path: Path) -> BaseFileLock:
+    """The lock, held. Where the file system has no locks, a file that names its owner stands for one.
+
+    Raises Timeout when another holds it, OSError when the disk refuses.
+    """
+    lock: BaseFileLock = FileLock(path, timeout=0)
+    try:
+        lock.acquire()
+    except (OSError, NotImplementedError) as error:
+        if isinstance(error, Timeout) or (isinstance(error, OSError) and error.errno not in WITHOUT_LOCKS):
+            raise
+        lock = SoftFileLock(path.with_name(SOFT_LOCK), timeout=0)
+        lock.acquire()
+    return lock
 
 
 def leave_as_found(folder: Path, previous: dict[str, Any] | None) -> None:
@@ -129,7 +163,8 @@ def leave_as_found(folder: Path, previous: dict[str, Any] | None) -> None:
         return
     for name in (RECORD, "config.toml"):
         (folder / name).unlink(missing_ok=True)
-    if set(os.listdir(folder)) <= {LOCK}:
+    if set(os.listdir(folder)) <= {LOCK, SOFT_LOCK}:
         with contextlib.suppress(PermissionError):  # on Windows a lock that is held cannot be taken away
             (folder / LOCK).unlink(missing_ok=True)
+            (folder / SOFT_LOCK).unlink(missing_ok=True)
             folder.rmdir()

@@ -68,9 +68,12 @@ def latest(folder: Path, record: Record) -> Record:
 
 
 def read_record(folder: Path) -> dict[str, Any] | None:
-    """The record of a run folder, or None where there is no run."""
+    """The record of a run folder, or None where there is no run.
+
+    Where it was deleted or damaged, checkpoints make a run that has not finished.
+    """
     path = folder / FILE
-    if not path.is_file():
+    if not path.is_file() and not any(folder.glob("checkpoints/step-*")):
         return None
     try:
         document: dict[str, Any] = read_json(path)
