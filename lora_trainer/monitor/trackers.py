@@ -125,5 +125,8 @@ class Trackers:
         try:
             yield
         except OSError as error:
-            self._board = None
+            board, self._board = self._board, None
+            with contextlib.suppress(OSError):
+                if board is not None:
+                    board.close()
             self._say(f"TensorBoard's file cannot be written ({error.strerror or error}); the run goes on without it")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
@@ -79,7 +80,8 @@ def run_session(order: Order, inputs: Inputs, record: Record) -> Outcome:
         state, signal_exit = run_training(session, prepared.job, start, record.changed)
     except UserError:
         if session.processes.is_main and (saved := newest_valid(prepared.job.checkpoints)[0]) is not None:
-            write_record(order.folder, with_ledger(record, prepared, saved[1].state))
+            with contextlib.suppress(OSError):  # a disk that refused what was trained
+                write_record(order.folder, with_ledger(record, prepared, saved[1].state))
         raise
     finally:
         prepared.feed.close()

@@ -1,0 +1,281 @@
+"""A disk that is full, closed or gone under a run: it pauses, goes on by itself, and gives the same bytes."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import shutil
+import subprocess
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lora_trainer.core import disk
+from lora_trainer.monitor.trackers import EVENTS
+from lora_trainer.production import flow
+from lora_trainer.training import run as loop
+from tests.recipes.recipe import Bench, exported, losses, patched, record, rows
+
+SETTINGS = {"checkpoint__every_steps": 2, "validate__every_steps": 2, "data__held_out": 0.2}
+BALLAST = "ballast"
+
+
+@pytest.fixture(scope="module")
+def undisturbed(
+    tiny_model: Path, pictures: Path, shared_cache: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Bench:
+    """A run named `run` that nothing happened to."""
+    made = Bench(tiny_model, pictures, tmp_path_factory.mktemp("undisturbed"), shared_cache)
+    assert made.run("run", **SETTINGS) == 0
+    return made
+
+
+@pytest.fixture(scope="module", autouse=True)
+def no_pictures() -> Iterator[None]:
+    """They take half of a run's time, and no file of the run hangs on them."""
+
+    def draw(*_: Any, **__: Any) -> None:
+        raise RuntimeError("not drawn here")
+
+    with patched(flow, "draw_comparison", draw):
+        yield
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(disk, "LOOK_EVERY", 0.05)
+    monkeypatch.setattr(disk, "HEED_EVERY", 0.01)
+
+
+@contextmanager
+def small_disk(place: Path, size: str) -> Iterator[Path]:
+    """A real file system of so many bytes."""
+    place.mkdir(parents=True, exist_ok=True)
+    mount = ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(place)]
+    if shutil.which("mount") is None or subprocess.run(mount, capture_output=True, check=False).returncode:
+        pytest.skip("no file system can be mounted here")
+    try:
+        yield place
+    finally:
+        subprocess.run(["umount", "-l", str(place)], check=True)
+
+
+def fill_up(place: Path) -> None:
+    """Leave no byte."""
+    with open(place / BALLAST, "wb", buffering=0) as file:
+        with pytest.raises(OSError, match="No space"):
+            while True:
+                file.write(bytes(2**16))
+        with pytest.raises(OSError, match="No space"):
+            while True:
+                file.write(b"0")
+
+
+@contextmanager
+def at_step(step: int, happens: Callable[[], None]) -> Iterator[None]:
+    """Something happens before a step is trained, counted from 0; once."""
+    true, done = loop.one_step, list[int]()
+
+    def one_step(job: Any, at: int, *rest: Any) -> Any:
+        if at == step and not done:
+            done.append(at)
+            happens()
+        return true(job, at, *rest)
+
+    with patched(loop, "one_step", one_step):
+        yield
+
+
+@contextmanager
+def in_pauses(happens: Callable[[str], None]) -> Iterator[list[str]]:
+    """Something happens at the second look of each pause; gives what was said when pauses began."""
+    true, waited_for = disk._sleep, list[str]()
+
+    def sleep(patience: Any, what: str, *rest: Any) -> None:
+        true(patience, what, *rest)
+        waited_for.append(what)
+        if waited_for.count(what) == 2:
+            happens(what)
+
+    with patched(disk, "_sleep", sleep):
+        yield waited_for
+
+
+def assert_the_same(bench: Bench, undisturbed: Bench) -> None:
+    folder, other = bench.folder("run"), undisturbed.folder("run")
+    assert exported(folder) == exported(other)
+    assert losses(folder) == losses(other)
+    assert [row["loss"] for row in rows(folder, "validation.jsonl")] == [
+        row["loss"] for row in rows(other, "validation.jsonl")
+    ]
+
+
+def test_a_full_file_system_pauses_the_run_and_changes_no_byte(bench, undisturbed, capsys):
+    with small_disk(bench.output, "6m") as place:
+        with at_step(3, lambda: fill_up(place)), in_pauses(lambda what: (place / BALLAST).unlink()) as pauses:
+            assert bench.run("run", **SETTINGS) == 0
+        said = capsys.readouterr()
+        assert "paused" in said.out
+        assert "free" in said.out
+        assert "step-000002 is safe" in said.out
+        assert "there is room again" in said.out
+        assert pauses
+        assert_the_same(bench, undisturbed)
+        events = [event for event in record(bench.folder("run"))["events"] if event["kind"] == "disk"]
+        assert events
+        assert events == [event for event in rows(bench.folder("run"), EVENTS) if event["kind"] == "disk"]
+
+
+@pytest.mark.slow
+def test_a_full_file_system_ends_the_run_when_nobody_waits(bench, undisturbed, capsys):
+    with small_disk(bench.output, "6m") as place:
+        with at_step(3, lambda: fill_up(place)):
+            assert bench.run("run", **SETTINGS, checkpoint__wait_minutes=0) == 5
+        said = capsys.readouterr().err
+        assert "step-000002 is safe" in said
+        assert "--resume" in said
+        assert "Traceback" not in said
+        (place / BALLAST).unlink()
+        assert bench.run("run", "--resume", **SETTINGS, checkpoint__wait_minutes=0) == 0
+        assert_the_same(bench, undisturbed)
+
+
+class Refused:
+    """Each place that files are renamed to is refused so many times."""
+
+    def __init__(self, number: int, times: int = 2) -> None:
+        self.number, self.times = number, times
+        self.tried: dict[str, int] = {}
+        self.true = os.replace
+
+    def __call__(self, source: Any, target: Any) -> None:
+        name = Path(target).name
+        if len(Path(name).stem) == 32:  # a shard has a name of its own each time
+            name = "shard"
+        self.tried[name] = self.tried.get(name, 0) + 1
+        if self.tried[name] <= self.times and name not in (".step-000002.old",):
+            raise OSError(self.number, os.strerror(self.number), str(target))
+        self.true(source, target)
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, pytest.param(errno.EROFS, marks=pytest.mark.slow)])
+def test_every_file_of_a_run_waits_for_its_disk(number, bench, undisturbed, tmp_path, capsys, monkeypatch):
+    own = replace(bench, cache=tmp_path / "caches")
+    refused = Refused(number)
+    monkeypatch.setattr(os, "replace", refused)
+    assert own.run("run", **SETTINGS) == 0
+    monkeypatch.undo()
+    said = capsys.readouterr().out
+    for name in ("run.json", "config.toml", "step-000002", "step-000006", "run.safetensors"):
+        assert refused.tried[name] > 2, refused.tried
+    assert any(name.startswith("best-") for name in refused.tried)
+    for what in ("run.json", "config.toml", "the checkpoint of step 2", "the LoRA", "of the cache"):
+        assert f"{what}" in said
+    assert_the_same(own, undisturbed)
+    assert record(own.folder("run"))["status"] == "done"
+
+
+def test_rows_are_neither_torn_nor_doubled(tmp_path):
+    from lora_trainer.core.disk import Patience, patient
+    from lora_trainer.monitor.trackers import Trackers, read_lines
+
+    with small_disk(tmp_path / "small", "64k") as place:
+        lines = list[str]()
+
+        def say(line: str) -> None:
+            lines.append(line)
+            (place / BALLAST).unlink(missing_ok=True)
+
+        with patient(Patience(1.0, say, home=place)):
+            trackers = Trackers(place, resume_step=-1, say=lines.append)
+            trackers.steps([{"step": step, "loss": 1 / step} for step in range(1, 5)])
+            fill_up(place)
+            trackers.steps([{"step": step, "loss": 1 / step, "more": "x" * 500} for step in range(5, 40)])
+            trackers.close()
+        assert [row["step"] for row in read_lines(place / "metrics.jsonl")] == list(range(1, 40))
+        assert any("metrics.jsonl" in line for line in lines)
+        (event,) = read_lines(place / EVENTS)
+        assert event["kind"] == "disk"
+
+
+def test_tensorboard_alone_ends_no_run(bench, undisturbed, capsys, monkeypatch):
+    from lora_trainer.monitor import board
+
+    def add(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(board.Board, "add", add)
+    assert bench.run("run", **SETTINGS) == 0
+    said = capsys.readouterr()
+    assert said.out.count("TensorBoard's file cannot be written") == 1
+    assert "Traceback" not in said.err
+    assert_the_same(bench, undisturbed)
+
+
+def test_a_folder_deleted_under_a_run_is_made_again(bench, undisturbed, capsys):
+    folder = bench.folder("run")
+    with at_step(3, lambda: shutil.rmtree(folder)):
+        assert bench.run("run", **SETTINGS) == 0
+    assert "was deleted under the run" in capsys.readouterr().out
+    assert exported(folder) == exported(undisturbed.folder("run"))
+    assert record(folder)["status"] == "done"
+    assert [row["step"] for row in rows(folder)] == [4, 5, 6]
+    assert "was deleted" in record(folder)["events"][0]["message"]
+
+
+def test_parts_deleted_under_a_run_end_nothing(bench, undisturbed):
+    folder = bench.folder("run")
+
+    def delete() -> None:
+        for name in ("run.json", "metrics.jsonl", "config.toml", "checkpoints", "logs"):
+            place = folder / name
+            shutil.rmtree(place) if place.is_dir() else place.unlink()
+
+    with at_step(3, delete):
+        assert bench.run("run", **SETTINGS) == 0
+    assert exported(folder) == exported(undisturbed.folder("run"))
+    assert record(folder)["status"] == "done"
+
+
+@pytest.mark.slow
+def test_a_run_without_its_record_is_resumed_from_its_checkpoints(bench, undisturbed):
+    assert bench.run("run", **SETTINGS, steps=4) == 0
+    (bench.folder("run") / "run.json").unlink()
+    assert bench.run("run", **SETTINGS) == 2
+    assert bench.run("run", "--resume", **SETTINGS) == 0
+    assert_the_same(bench, undisturbed)
+
+
+def test_a_folder_in_the_place_of_a_file_is_refused(bench, capsys):
+    assert bench.run("run", **SETTINGS, steps=2) == 0
+    rest = bench.folder("run") / "metrics.jsonl"
+    rest.unlink()
+    rest.mkdir()
+    assert bench.run("run", "--resume", **SETTINGS, steps=4) == 2
+    assert "metrics.jsonl is a folder" in capsys.readouterr().err
+
+
+def test_an_export_that_finds_no_room_is_done_by_resume(bench, undisturbed, capsys, monkeypatch):
+    true = os.replace
+
+    def refuse(source: Any, target: Any) -> None:
+        if Path(target).name == "run.diffusers.safetensors":
+            raise OSError(errno.ENOSPC, "No space left on device", str(target))
+        true(source, target)
+
+    monkeypatch.setattr(os, "replace", refuse)
+    assert bench.run("run", **SETTINGS, checkpoint__wait_minutes=0) == 5
+    monkeypatch.setattr(os, "replace", true)
+    said = capsys.readouterr().err
+    assert "The LoRA needs" in said
+    assert "step-000006 is safe" in said
+    assert "--resume" in said
+    with at_step(0, lambda: pytest.fail("a step was trained twice")):
+        assert bench.run("run", "--resume", **SETTINGS, checkpoint__wait_minutes=0) == 0
+    assert_the_same(bench, undisturbed)
+    assert json.loads((bench.folder("run") / "run.json").read_text())["reason"] is None
