@@ -74,17 +74,6 @@ def patient(patience: Patience) -> Iterator[Patience]:
         _patience.reset(token)
 
 
-@contextmanager
-def heeding(asked_to_leave: Callable[[], int | None]) -> Iterator[None]:
-    """Inside the block a pause ends when `asked_to_leave` gives an exit code."""
-    patience = current()
-    before, patience.asked_to_leave = patience.asked_to_leave, asked_to_leave
-    try:
-        yield
-    finally:
-        patience.asked_to_leave = before
-
-
 def until_written(what: str, place: Path, write: Callable[[], T], size: int | None = None) -> T:
     """What `write` returns, called again until the disk takes it; a call that fails must leave nothing half done.
 

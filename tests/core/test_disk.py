@@ -8,12 +8,13 @@ import os
 import shutil
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from lora_trainer.core import disk
-from lora_trainer.core.disk import Patience, heeding, patient, refusal, stand_by, until_written
+from lora_trainer.core.disk import Patience, patient, refusal, stand_by, until_written
 from lora_trainer.core.errors import Problem, TrainingFailed
 
 
@@ -89,7 +90,8 @@ def test_the_minutes_are_over(tmp_path):
 
 def test_a_signal_ends_a_pause_and_what_is_not_saved_is_said(tmp_path):
     lines = list[str]()
-    with patient(waiting(lines)), heeding(lambda: 143), pytest.raises(SystemExit) as left:
+    patience = replace(waiting(lines), asked_to_leave=lambda: 143)
+    with patient(patience), pytest.raises(SystemExit) as left:
         until_written("the checkpoint of step 6", tmp_path, failing(10**6))
     assert left.value.code == 143
     assert lines[-1].startswith("the checkpoint of step 6 is not written")
