@@ -138,7 +138,7 @@ def bare(folder: Path, tensors: dict[str, Tensor]) -> Callable[[], Read]:
 
 
 def load_npz(path: Path) -> dict[str, Tensor]:
-    with np.load(path) as file:
+    with np.load(path, allow_pickle=False) as file:
         return {name: torch.from_numpy(file[name]) for name in file.files}
 
 

@@ -103,6 +103,6 @@ def make_tokenizer(folder: Path) -> CLIPTokenizer:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "vocab.json").write_text(json.dumps({token: i for i, token in enumerate(vocabulary)}))
     (folder / "merges.txt").write_text("#version: 0.2\n" + "\n".join(merges) + "\n")
-    tokenizer = CLIPTokenizer.from_pretrained(folder, model_max_length=77)
+    tokenizer = CLIPTokenizer.from_pretrained(folder, model_max_length=77, local_files_only=True)
     tokenizer.save_pretrained(folder)
     return tokenizer

@@ -232,7 +232,7 @@ def main() -> None:
         if not folder.exists():
             seed = args.seed + 10 * number
             train_vae(vae, phase.steps, seed, phase.scenes, decoder_only=phase.decoder_only).save_pretrained(folder)
-        vae = AutoencoderKL.from_pretrained(folder)
+        vae = AutoencoderKL.from_pretrained(folder, local_files_only=True)
     vae.eval().requires_grad_(False)
     pipeline = train_unet(vae, args.work, args.unet_steps, args.unet_stop, args.seed, args.batch, args.pictures)
     if args.out:
