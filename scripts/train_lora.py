@@ -33,7 +33,14 @@ def use_the_cores() -> None:
         os.environ["OMP_NUM_THREADS"] = str(max(1, min(MOST_THREADS, (os.cpu_count() or 1) // processes)))
 
 
+def stay_on_this_machine() -> None:
+    """Processes of one machine talk over its loopback: gloo would listen on the address that the host's name has."""
+    if sys.platform == "linux" and os.environ.get("MASTER_ADDR") in ("127.0.0.1", "localhost"):
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+
+
 if __name__ == "__main__":
     stop_with_launcher()
+    stay_on_this_machine()
     use_the_cores()
     raise SystemExit(main(["train", *sys.argv[1:]]))
