@@ -123,7 +123,7 @@ def _read_header(file: BinaryIO, label: str) -> tuple[dict[str, Any], dict[str, 
             raise DamagedFile("the header is not what was written, or another file's")
     except DamagedFile:
         raise
-    except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError) as error:
         raise DamagedFile(f"the header cannot be read ({type(error).__name__}: {error})") from None
     return ordered, metadata
 

@@ -11,6 +11,7 @@ import hashlib
 import json
 import math
 import os
+import re
 import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -177,7 +178,10 @@ def read_state(folder: Path) -> dict[str, Any]:
     Raises OSError, DamagedFile, NewerVersion, and ValueError or KeyError for what is no such document.
     """
     raw = (folder / STATE).read_bytes()
-    document: dict[str, Any] = json.loads(raw)
+    try:
+        document: dict[str, Any] = json.loads(raw)
+    except RecursionError:
+        raise DamagedFile(f"{STATE} is nested too deeply") from None
     seal = document.pop(SEAL, None)
     sound = sealed_text(document) == raw
     if document["version"] > VERSION and (sound or seal is None):
@@ -198,6 +202,8 @@ def read_checkpoint(folder: Path) -> Checkpoint:
         state = TrainState.from_json(document["state"])
         if folder.name != step_name(state.step):
             raise DamagedFile(f"it holds step {state.step}")
+        if foreign := set(document["files"]) - {ADAPTER, OPTIMIZER, AVERAGE}:
+            raise DamagedFile(f"{STATE} names {min(foreign)[:80]!r}, which is no file of a checkpoint")
         parts = {name: read_sealed(folder / name, name, digest) for name, digest in document["files"].items()}
         return Checkpoint(
             state=state,
@@ -207,7 +213,7 @@ def read_checkpoint(folder: Path) -> Checkpoint:
             settings=document["settings"],
             average=parts.get(AVERAGE),
         )
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise UsageError(Problem(f"{folder} is damaged ({error}).", "Delete it; an older one is used.")) from error
 
 
@@ -222,7 +228,7 @@ def step_of(checkpoint: Path) -> int:
 
 def list_checkpoints(folder: Path) -> list[Path]:
     """Finished checkpoints, newest first."""
-    found = [path for path in folder.glob("step-*") if path.name.removeprefix("step-").isdigit()]
+    found = [path for path in folder.glob("step-*") if re.fullmatch(r"step-[0-9]+", path.name)]
     return sorted(found, key=step_of, reverse=True)
 
 

@@ -12,6 +12,7 @@ import torch
 from lora_trainer.training.best import best_step_of
 from lora_trainer.training.checkpoint import (
     ADAPTER,
+    SEAL,
     STATE,
     Checkpoint,
     list_checkpoints,
@@ -34,15 +35,19 @@ def saved(tmp_path: Path) -> Path:
 def rewritten(saved: Path, sealed: bool, **entries: Any) -> None:
     """Change `state.json`; sealed again, as somebody would who means harm, or of an earlier version without a seal."""
     document = {**json.loads((saved / STATE).read_bytes()), **entries}
-    document.pop("sha256", None)
-    document = {key: value for key, value in document.items() if key not in ("seal", "digest", "checksum")}
+    document.pop(SEAL)
     if sealed:
         (saved / STATE).write_bytes(sealed_text(document))
     else:
         (saved / STATE).write_text(json.dumps({**document, "version": 2, "average": False}), encoding="utf-8")
 
 
-@pytest.mark.parametrize("data", HEADERS.values(), ids=HEADERS)
+# What only the loader of models minds: nothing is wrong with it for a reader that takes each tensor by its own entry.
+HARMLESS = ("a hundred megabytes of nothing", "endless shape", "twice")
+HARMFUL = {name: data for name, data in HEADERS.items() if name not in HARMLESS}
+
+
+@pytest.mark.parametrize("data", HARMFUL.values(), ids=HARMFUL)
 @pytest.mark.parametrize("sealed", [True, False])
 def test_hostile_tensors_are_damage(saved: Path, sealed: bool, data: bytes) -> None:
     if not sealed:
