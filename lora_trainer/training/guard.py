@@ -45,15 +45,28 @@ def not_finite(job: Job, state: TrainState, step: int, result: StepResult, repor
         state = state.with_loss(loss)
         return replace(state, skipped=state.skipped + 1, skipped_in_a_row=state.skipped_in_a_row + 1)
     blamed = blamed_samples(result.losses, job.names_in(step - 1))
+    if not weights_are_finite(job.learner):
+        not_finite_weights(job, state, step)
     if policy == "stop":
         stop(job, replace(state, step=step - 1), f"T{what[1:]} at step {step}; {blamed}.")
-    if not weights_are_finite(job.learner):
-        restore_good(job, state, step, "the weights are not finite any more")
     if policy == "restore":
         restore_good(job, state, step, f"{what}, {blamed}")
     reporter.event(step, "not_finite", f"{what}: the step is left out; {blamed}")
     control = replace(state.control, not_finite=state.control.not_finite + 1)
     return replace(state, skipped=state.skipped + 1, control=control)
+
+
+def not_finite_weights(job: Job, state: TrainState, step: int) -> NoReturn:
+    """No step can be left out for these: the run goes back, or stops without saving them."""
+    if job.config.control.not_finite == "stop":
+        stop(job, state, f"The weights are not finite any more, at step {step}.")
+    restore_good(job, state, step, "the weights are not finite any more")
+
+
+def finite_to_save(job: Job, state: TrainState) -> None:
+    """Raise GoBack or TrainingFailed rather than have weights saved that are not finite."""
+    if not weights_are_finite(job.learner):
+        not_finite_weights(job, state, state.step)
 
 
 def overflowed(job: Job, result: StepResult) -> bool:

@@ -21,7 +21,7 @@ from lora_trainer.training.checkpoint import Checkpoint
 from lora_trainer.training.control import stopped_early
 from lora_trainer.training.fit import agreed, install, step_that_fits
 from lora_trainer.training.group import ProcessLost
-from lora_trainer.training.guard import watchful
+from lora_trainer.training.guard import finite_to_save, watchful
 from lora_trainer.training.job import Job, is_regular, rate_of
 from lora_trainer.training.micro import Micro
 from lora_trainer.training.numbers import Pending, look, look_now
@@ -107,6 +107,8 @@ def train_steps(
             validating = due(config.validation.every_steps, state.step) or (last and not stopping.signalled)
             if saving or validating or look_now(job, state, pending):
                 state = look(job, state, pending, reporter)
+            if saving or validating:
+                finite_to_save(job, state)
             if validating:
                 state = validate(job, state, reporter)
                 if unvalidated(job, state) or stopped_early(config.control, state.control):

@@ -20,7 +20,10 @@ def test_a_run_that_stopped_early_is_done_and_says_so(bench: Bench, capsys):
     assert document["training"]["stopped_early"]
     assert "got no lower in 1 validations" in document["reason"]
     assert [event["kind"] for event in document["events"]] == ["early_stop"]
-    assert "The training ended after 2 of 6 steps" in (bench.folder("early") / "report.html").read_text("utf-8")
+    page = (bench.folder("early") / "report.html").read_text("utf-8")
+    assert "What happened" in page
+    assert "got no lower in 1 validations: the training ends here" in page
+    assert "The training ended after 2 of 6 steps" in page
     capsys.readouterr()
     assert bench.run("early", "--resume", **settings) == 0
     said = " ".join(capsys.readouterr().out.split())

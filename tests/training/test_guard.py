@@ -268,6 +268,22 @@ def test_a_stop_in_between_changes_nothing(place: TinyPlace, guard):
     assert numbers(broken) == numbers(straight)
 
 
+def test_weights_that_are_not_finite_are_never_saved(place: TinyPlace):
+    """Ruined by an update whose gradient was finite, in the step that a checkpoint follows."""
+    job = place.job("a", control__most_not_finite=2, **SETTINGS)
+    true = job.learner.optimizer.step
+
+    def step(*given: Any) -> None:
+        true(*given)
+        if len(numbers(job)) == 3:
+            next(iter(job.learner.masters)).data.view(-1)[0] = NAN
+
+    job.learner.optimizer.step = step
+    with pytest.raises(TrainingFailed, match=r"After 2 returns .* the weights are not finite any more at step 4"):
+        place.train(job)
+    assert [path.name for path in list_checkpoints(job.checkpoints)] == ["step-000002"]
+
+
 def test_an_overflow_of_fp16_is_not_a_loss_that_is_not_finite(place: TinyPlace):
     """The scaler mends the one and not the other; only the other is told and counted for the policy."""
     job = place.job("a", memory__base_precision="fp16", **SETTINGS)

@@ -15,6 +15,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from lora_trainer import __version__
 from lora_trainer.core.io import write_text
 from lora_trainer.monitor.progress import duration
+from lora_trainer.monitor.trackers import EVENTS, read_lines
 from lora_trainer.production.report.chart import short
 from lora_trainer.production.report.figures import charts_of, comparison_charts, figures_of, lora_numbers, names_of
 from lora_trainer.production.report.gallery import gallery_of
@@ -63,6 +64,7 @@ def render_run(run: RunReport) -> str:
         dataset=dataset_line(run),
         trained=text(run.part("ledger").get("line")),
         held_out=whole(run.part("dataset").get("held_out")),
+        happened=happened_in(run),
         buckets=buckets,
         most=max((count for _, count in buckets), default=1),
         findings_known="findings" in run.part("dataset"),
@@ -134,6 +136,16 @@ def dataset_line(run: RunReport) -> str:
         return "run.json says nothing of the data set."
     line = f"{samples} pictures can be trained on"
     return f"{line}; {held_out} of them are held out." if held_out is not None else f"{line}."
+
+
+def happened_in(run: RunReport) -> list[tuple[str, str]]:
+    """Step and words of everything that happened to the run beyond its steps, in order.
+
+    What a step that was trained again met again stands once. From events.jsonl, which a run that still goes on has too.
+    """
+    rows = read_lines(run.folder / EVENTS) or sequence(run.record.get("events"))
+    found = [(whole(mapping(row).get("step")), text(mapping(row).get("message"))) for row in rows]
+    return [(f"{step:,}", message) for step, message in dict.fromkeys(found) if step is not None and message]
 
 
 def buckets_of(run: RunReport) -> list[tuple[str, int]]:
