@@ -18,7 +18,7 @@ from lora_trainer.training.build import choose_guard
 from lora_trainer.training.checkpoint import list_checkpoints
 from lora_trainer.training.job import Job
 from lora_trainer.training.step import Guard
-from tests.training.tiny_job import OF_THE_CLOCK, TinyPlace, told_in
+from tests.training.tiny_job import OF_THE_CLOCK, TinyPlace, together, told_in
 
 NAN = float("nan")
 BAD = 3  # the step, counted from 0, that is not finite
@@ -316,3 +316,21 @@ def test_the_three_guards_are_chosen_by_device_and_optimizer():
     assert choose_guard(adamw, card, scaled=True) == "on_device"
     assert choose_guard(other, card, scaled=False) == choose_guard(stopping, card, scaled=False) == "late"
     assert choose_guard(other, card, scaled=True) == "ahead"
+
+
+def test_one_process_with_a_bad_sample_is_all_of_them(place: TinyPlace):
+    """The sum carries it to every process; all leave the same step out, and the main one names another's sample."""
+    alone = bad_sample(place.job("alone", batch__effective=3, **SETTINGS), 0)
+    refs = alone.names_in(0)
+    place.train(alone)
+    jobs = [place.job("two", batch__effective=3, processes=each, **SETTINGS) for each in together(2)]
+    wounded = [job if job.processes.is_main else bad_sample(job, 0) for job in jobs]
+    states = place.resume_together(wounded)
+    assert [(state.step, state.skipped) for state in states] == [(6, 1)] * 2
+    assert weights(jobs[0]) == weights(jobs[1])
+    own = jobs[1].micros(0)
+    (event,) = events(jobs[0])
+    names = jobs[0].names_in(0)
+    assert sorted(names) == sorted(refs)
+    place_of = 2 + sum(len(micro.latents) for micro in own[:-1])  # three samples of two processes: 2 and 1
+    assert event["message"].endswith(f"not finite is the loss of {names[place_of]}")
