@@ -76,7 +76,10 @@ def run_session(order: Order, inputs: Inputs, record: Record) -> Outcome:
     try:
         shapes = weight_shapes(prepared.built.learner)
         done, total = start.state.step if start else 0, session.steps.total
-        refuse_without_room(room_for(session.config, order.folder, shapes, done, total))
+        room = room_for(session.config, order.folder, shapes, done, total)
+        refuse_without_room(room)
+        if room.scarce:
+            order.console.print(f"{room.line}: that is just enough")
         state, signal_exit = run_training(session, prepared.job, start, record.changed)
     except UserError:
         if session.processes.is_main and (saved := newest_valid(prepared.job.checkpoints)[0]) is not None:

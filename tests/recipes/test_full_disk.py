@@ -277,3 +277,28 @@ def test_an_export_that_finds_no_room_is_done_by_resume(bench, undisturbed, caps
         assert bench.run("run", "--resume", **SETTINGS, checkpoint__wait_minutes=0) == 0
     assert_the_same(bench, undisturbed)
     assert json.loads((bench.folder("run") / "run.json").read_text())["reason"] is None
+
+
+def test_the_forecast_covers_what_a_run_really_held(bench, monkeypatch):
+    """At each rename, which is when a second copy of something is there, the folder is weighed."""
+    from lora_trainer.production import room
+
+    folder, weights, forecast = bench.folder("run"), list[int](), list[int]()
+    true, true_need = os.replace, room.highest_bytes
+
+    def weigh(source: Any, target: Any) -> None:
+        files = [path for path in folder.rglob("*") if "samples" not in path.parts and path.is_file()]
+        with suppress(FileNotFoundError):
+            weights.append(sum(path.stat().st_size for path in files))
+        true(source, target)
+
+    def need(*arguments: Any) -> int:
+        forecast.append(true_need(*arguments))
+        return forecast[-1]
+
+    monkeypatch.setattr(os, "replace", weigh)
+    monkeypatch.setattr(room, "highest_bytes", need)
+    several = {"checkpoint__every_steps": 1, "validate__every_steps": 1, "checkpoint__keep_last": 2}
+    assert bench.run("run", data__held_out=0.2, checkpoint__weights_every_steps=2, **several) == 0
+    page = (folder / "report.html").stat().st_size
+    assert max(weights) - page <= forecast[0] <= 2 * max(weights)
