@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import stat
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
@@ -12,6 +13,7 @@ import tomli_w
 from lora_trainer.config.schema import CaptionsSection, Config, Section, SourceSection
 from lora_trainer.core.errors import Problem, UsageError
 
+MOST_BYTES = 4_000_000
 EMPTY = "none"
 """How a setting is emptied in TOML, which has no word for it: `loss.min_snr_gamma = "none"`."""
 
@@ -22,6 +24,12 @@ def read_toml(path: Path) -> dict[str, Any]:
     Raises UsageError when the file is missing, is not UTF-8 or is malformed (with its line).
     """
     try:
+        found = path.stat()
+        if not stat.S_ISREG(found.st_mode):
+            raise UsageError(Problem(f"{path} cannot be read: it is not a regular file.", "Name a TOML file."))
+        if found.st_size > MOST_BYTES:
+            message = f"{path} has {found.st_size:,} bytes; a config has at most {MOST_BYTES:,}."
+            raise UsageError(Problem(message, "Name the config, not the data or the weights."))
         return tomllib.loads(path.read_bytes().decode("utf-8-sig"))
     except FileNotFoundError:
         raise UsageError(Problem(f"{path} does not exist.", "Check the path given with --config.")) from None
@@ -29,6 +37,8 @@ def read_toml(path: Path) -> dict[str, Any]:
         raise UsageError(Problem(f"{path} cannot be read: {error.strerror}.", "Name a TOML file.")) from None
     except UnicodeDecodeError as error:
         raise UsageError(Problem(f"{path} is not UTF-8 text (byte {error.start}).", "Save it as UTF-8.")) from None
+    except RecursionError:
+        raise UsageError(Problem(f"{path} is nested too deeply.", "Name a config of this program.")) from None
     except tomllib.TOMLDecodeError as error:
         hint = 'Text stands in double quotes, lists in brackets: sources = ["./pictures"]. A Windows path needs single '
         raise UsageError(
@@ -61,7 +71,7 @@ def parse_value(raw: str) -> Any:
         return EMPTY
     try:
         parsed = tomllib.loads(f"value = {raw}")
-    except tomllib.TOMLDecodeError:
+    except (tomllib.TOMLDecodeError, RecursionError):
         if raw[0] in "[{\"'":
             return Problem(
                 f"{raw} is not a TOML value.", 'A list is written \'["a", "b"]\', with the shell\'s quotes around it.'

@@ -13,6 +13,7 @@ from lora_trainer.cli.main import main
 from lora_trainer.config.schema import Config, SourceSection
 from lora_trainer.core.errors import UsageError
 from lora_trainer.data.manifest import read_manifest
+from lora_trainer.data.pictures.images import BrokenPictureError, load_rgb
 from lora_trainer.production.order import LONGEST_NAME, run_folder
 from tests.recipes.recipe import draw_pictures
 
@@ -153,3 +154,19 @@ def test_a_table_names_no_other_machine_and_no_impossible_file(tmp_path: Path) -
         (inner / "rows.jsonl").write_text(json.dumps({"file_name": share, "text": "a"}), encoding="utf-8")
         with pytest.raises(UsageError, match="address"):
             read_manifest([SourceSection(path=str(inner / "rows.jsonl"))], allow_missing_captions=True)
+
+
+@pytest.mark.parametrize(
+    "start", [b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n", b"8BPS\0\1", b"<svg/>", b"%PDF-1.4\n"]
+)
+def test_no_other_program_is_called_for_a_picture(
+    start: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    called: list[object] = []
+    monkeypatch.setattr("subprocess.Popen", lambda *arguments, **_: called.append(arguments))
+    monkeypatch.setattr("subprocess.check_call", lambda *arguments, **_: called.append(arguments))
+    path = tmp_path / "a.png"
+    path.write_bytes(start + bytes(200))
+    with pytest.raises(BrokenPictureError):
+        load_rgb(path)
+    assert called == []
