@@ -54,8 +54,7 @@ def step_that_fits(
         free_memory(job.learner.device)
         less = reduced(job, fit, max((len(micro.t) for micro in given), default=1), state.step)
         if half_changed and (job.processes.reduce is not None or less is None):
-            where = f" in process {job.processes.rank}" if job.processes.world > 1 else ""
-            message = f"Out of memory while the weights were changed{where}, at step {state.step + 1} ({reason})."
+            message = f"Out of memory while the weights were changed, at step {state.step + 1} ({reason})."
             raise WeightsLost(Problem(message, SMALLER_STATE))
         if less is None:
             raise nothing_left(f"at step {state.step + 1}", reason)
@@ -124,7 +123,7 @@ def words(job: Job, fit: Fit, given: Sequence[Micro] = ()) -> str:
     return f"micro batches of {largest} with {checkpointed(job, fit)} blocks checkpointed"
 
 
-def agreed(job: Job, fit: Fit, step: int) -> Fit:
+def agreed(job: Job, fit: Fit, step: int, reporter: Reporter) -> Fit:
     """The smallest fit of all processes, every so many steps: so a resumed run, which knows one, goes on with that.
 
     In between each process shrinks alone: gradients are summed at the end of the step.
@@ -138,7 +137,7 @@ def agreed(job: Job, fit: Fit, step: int) -> Fit:
     found = [[int(value) for value in row] for row in reduce(rows).tolist()]
     micro, blocks, since, was_grown, failed = min(found, key=lambda row: (row[0] or float("inf"), -row[1], row))
     planned = blocks == (job.planned.checkpointed or 0)
-    return replace(
+    together = replace(
         fit,
         micro=micro or None,
         checkpointed=None if planned else blocks,
@@ -146,3 +145,8 @@ def agreed(job: Job, fit: Fit, step: int) -> Fit:
         grown=bool(was_grown),
         failed=failed,
     )
+    if (together.micro, together.checkpointed) != (fit.micro, fit.checkpointed):
+        message = f"another process ran out of memory: all go on with {words(job, together)}"
+        reporter.event(step, "memory", f"{message} in place of {words(job, fit)}")
+        install(job, together)
+    return together

@@ -51,8 +51,10 @@ def ended_early(job: Job, state: TrainState, error: UserError) -> TrainingFailed
     if state.step > 0 and not isinstance(error, WeightsLost) and not out_of_reach(job, error):
         save_alone(job, state)
     first, *others = error.problems
-    failed = TrainingFailed([Problem(first.message, f"{kept(job.checkpoints)} {first.fix}"), *others])
-    failed.said_by_all = error.said_by_all
+    several = job.processes.world > 1
+    who = f"Process {job.processes.rank}: " if several and not error.said_by_all else ""
+    failed = TrainingFailed([Problem(who + first.message, f"{kept(job.checkpoints)} {first.fix}"), *others])
+    failed.said_by_all = several
     return failed
 
 

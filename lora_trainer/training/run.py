@@ -100,7 +100,7 @@ def train_steps(
         state = replace(state, step=state.step + 1, seconds=before + time.monotonic() - began)
         pending.append(Pending(state.step, rate, samples, result, started, waited))
         try:
-            state = replace(state, fit=agreed(job, fit, state.step))
+            state = replace(state, fit=agreed(job, fit, state.step, reporter))
             last = state.step == job.total_steps or stopping.told(state)
             sampling = due(config.sample.every_steps, state.step) and not last and job.sample is not None
             saving = last or sampling or is_regular(job, state.step)

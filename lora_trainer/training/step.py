@@ -115,13 +115,17 @@ def train_step(
         part, own = backward(learner, micro.to(learner.device, learner.dtype), samples)
         total += part
         losses = (*losses, own)
-    settle()
+    summed: list[Tensor] = []
     if learner.reduce is not None:
         losses = (in_the_step(learner, losses, samples),)
-        reduce_gradients(learner.masters, total, losses[0], learner.reduce)
-    set_rate(learner.optimizer, rate)
-    # Gradients that are summed already cannot be made again by one process alone.
+        summed = [total, *losses, *all_gradients(learner.masters)]
+        flat = torch.cat([each.flatten() for each in summed])
+    # What processes have settled together cannot be done again by one of them alone.
     with nullcontext() if learner.reduce is None else changing_weights():
+        settle()
+        if learner.reduce is not None:
+            spread(learner.reduce(flat), summed)
+        set_rate(learner.optimizer, rate)
         norm, skipped = update(learner, total, clip_scale)
     return StepResult(total, norm, losses, learner.guard, skipped)
 
@@ -150,20 +154,18 @@ def in_the_step(learner: Learner, losses: tuple[Tensor, ...], samples: int) -> T
     return joined
 
 
-def reduce_gradients(
-    masters: list[nn.Parameter], loss: Tensor, losses: Tensor, reduce: Callable[[Tensor], Tensor]
-) -> None:
-    """Sum gradients, loss [] and the samples' own losses over processes, in place, as one flat tensor."""
+def all_gradients(masters: list[nn.Parameter]) -> list[Tensor]:
+    """One for each master: zeros where this process had no sample."""
     for master in masters:
         if master.grad is None:
             master.grad = torch.zeros_like(master)
-    gradients = [master.grad for master in masters if master.grad is not None]
-    kept = [loss, losses, *gradients]
-    mine = torch.cat([each.flatten() for each in kept])
-    with changing_weights():
-        flat = reduce(mine)
-        for each, part in zip(kept, flat.split([each.numel() for each in kept]), strict=True):
-            each.copy_(part.view_as(each))
+    return [master.grad for master in masters if master.grad is not None]
+
+
+def spread(flat: Tensor, into: list[Tensor]) -> None:
+    """Copy the parts of one flat tensor into tensors that hold as much together."""
+    for each, part in zip(into, flat.split([each.numel() for each in into]), strict=True):
+        each.copy_(part.view_as(each))
 
 
 def update(learner: Learner, loss: Tensor, clip_scale: float) -> tuple[Tensor, bool]:

@@ -18,15 +18,18 @@ from tests.recipes.recipe import Bench, record, rows
 
 
 def launch(
-    checkout: Path, arguments: list[str], config_file: str = "accelerate_configs/cpu_2.yaml", *flags: str
+    checkout: Path,
+    arguments: list[str],
+    config_file: str = "accelerate_configs/cpu_2.yaml",
+    *flags: str,
+    script: str = "scripts/train_lora.py",
 ) -> subprocess.CompletedProcess[str]:
     """`accelerate launch` of the command's arguments, on two processes of the processor unless a file says other."""
     command = [sys.executable, "-m", "accelerate.commands.accelerate_cli", "launch"]
     config = ["--config_file", str(checkout / config_file), *flags]
-    script = str(checkout / "scripts" / "train_lora.py")
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(checkout)}
     return subprocess.run(
-        [*command, *config, script, *arguments[1:]],
+        [*command, *config, str(checkout / script), *arguments[1:]],
         capture_output=True,
         text=True,
         encoding="utf-8",
@@ -106,3 +109,57 @@ def test_two_processes_encode_what_one_encodes(bench: Bench, checkout: Path):
     two, one = bench.folder("two"), bench.folder("one")
     assert [row["loss"] for row in rows(two)] == pytest.approx([row["loss"] for row in rows(one)], rel=1e-3)
     assert record(two)["ledger"] == record(one)["ledger"]
+
+
+SHORT_IN_ONE = """
+import os, sys
+import torch
+from lora_trainer.cli.main import main
+from lora_trainer.training import step
+
+true, calls = {where}, iter(range(1000))
+
+def short(*given, **named):
+    if os.environ["RANK"] == "1" and next(calls) == {call}:
+        raise torch.OutOfMemoryError("CUDA out of memory.")
+    return true(*given, **named)
+
+{where} = short
+if __name__ == "__main__":
+    raise SystemExit(main(["train", *sys.argv[1:]]))
+"""
+
+
+@pytest.mark.slow
+def test_one_process_of_two_runs_out_of_memory_and_takes_smaller_parts(bench: Bench, checkout: Path, tmp_path: Path):
+    """It shrinks alone, nobody waits for it in vain, and the weights are those of an undisturbed run to rounding."""
+    script = tmp_path / "short.py"
+    script.write_text(SHORT_IN_ONE.format(where="step.backward", call=4), encoding="utf-8")
+    settings: dict[str, object] = {"batch__effective": 4, "steps": 12}
+    ended = launch(checkout, bench.arguments("short", **settings), script=str(script))
+    assert ended.returncode == 0, ended.stderr[-3000:]
+    assert launch(checkout, bench.arguments("calm", **settings)).returncode == 0
+    short, calm = bench.folder("short"), bench.folder("calm")
+    (event,) = rows(short, "events.jsonl")
+    assert (event["step"], event["kind"]) == (10, "memory")
+    assert "another process ran out of memory: all go on with micro batches of 1 " in event["message"]
+    assert record(short)["training"]["fit"]["micro"] == 1
+    mine, theirs = ([row["loss"] for row in rows(folder)] for folder in (short, calm))
+    assert len(mine) == 12
+    assert mine[:2] == theirs[:2]
+    assert mine == pytest.approx(theirs, rel=1e-3)
+    for name, values in load_file(short / "short.safetensors").items():
+        np.testing.assert_allclose(values, load_file(calm / "calm.safetensors")[name], atol=1e-3, err_msg=name)
+
+
+@pytest.mark.slow
+def test_one_process_of_two_runs_out_of_memory_in_its_update(bench: Bench, checkout: Path, tmp_path: Path):
+    """The other has gone on: the run ends, says where and what is safe, and nobody waits for ever."""
+    script = tmp_path / "short.py"
+    script.write_text(SHORT_IN_ONE.format(where="step.update", call=3), encoding="utf-8")
+    ended = launch(
+        checkout, bench.arguments("short", batch__effective=4, checkpoint__every_steps=2), script=str(script)
+    )
+    assert ended.returncode != 0
+    assert "Process 1: Out of memory while the weights were changed, at step 4" in ended.stderr
+    assert [path.name for path in sorted((bench.folder("short") / "checkpoints").glob("step-*"))] == ["step-000002"]
