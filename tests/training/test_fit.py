@@ -17,7 +17,7 @@ from lora_trainer.training.checkpoint import newest_valid, read_checkpoint
 from lora_trainer.training.job import Job
 from lora_trainer.training.state import Fit
 from lora_trainer.training.validation import MOST_ASKED_AT_ONCE
-from tests.training.tiny_job import TinyPlace, outcome, told_in
+from tests.training.tiny_job import TinyPlace, outcome, together, told_in
 
 SHORT = "CUDA out of memory. Tried to allocate 2.00 GiB."
 FOUR = {"batch__effective": 4, "checkpoint__every_steps": 3, "validate__every_steps": 0}
@@ -270,3 +270,28 @@ def test_a_validation_that_fits_in_no_way_saves_what_was_trained(place: TinyPlac
         place.train(replace(job, validate=validate))
     assert job.learner.denoiser.training
     assert newest_valid(job.checkpoints)[0] is not None
+
+
+def test_of_two_processes_one_shrinks_alone(place: TinyPlace):
+    """Nobody waits for it in vain; ten steps later both take the smaller parts, which is said once."""
+    settings = FOUR | {"steps": 11}
+    calm = [place.job("calm", processes=each, **settings) for each in together(2)]
+    place.resume_together(calm)
+    first, second = (place.job("short", processes=each, **settings) for each in together(2))
+    short = [first, in_forward(second, lambda call: call == 4)]
+    states = place.resume_together(short)
+    assert [state.fit for state in states] == [states[0].fit] * 2
+    assert states[0].fit.micro == 1
+    ((step, message),) = events(first)
+    assert step == 10
+    assert "another process ran out of memory" in message
+    mine, theirs = ([row["loss"] for row in read_lines(job.folder / METRICS)] for job in (short[0], calm[0]))
+    assert mine[:2] == theirs[:2]
+    assert mine == pytest.approx(theirs, rel=1e-3)
+
+
+def test_of_two_processes_one_whose_update_fails_does_not_try_alone(place: TinyPlace):
+    """The other has gone on: what the two would sum from there would be of different steps."""
+    first, second = (place.job("short", processes=each, **FOUR) for each in together(2))
+    with pytest.raises(TrainingFailed, match="Process 0: Out of memory while the weights were changed, at step 3"):
+        place.resume_together([in_clipping(first, lambda call: call == 2), second])
