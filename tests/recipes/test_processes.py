@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+import shutil
 import socket
 import subprocess
 import sys
@@ -14,7 +16,7 @@ import pytest
 import yaml
 from safetensors.numpy import load_file
 
-from tests.recipes.recipe import Bench, record, rows
+from tests.recipes.recipe import Bench, exported, losses, record, rows
 
 
 def launch(
@@ -76,6 +78,28 @@ def test_processes_stop_at_the_same_step(bench: Bench, checkout: Path):
     ended = launch(checkout, bench.arguments("late", "--max-hours", "1e-9", steps=50))
     assert ended.returncode == 0, ended.stderr[-3000:]
     assert record(bench.folder("late"))["steps"] == 1
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="the launcher's CPU path is tested on Linux")
+def test_two_processes_killed_and_resumed_are_two_that_were_not(bench: Bench, checkout: Path):
+    """To the bit, whatever the optimizer keeps, dropout among it: each process has masks of its own."""
+    settings: dict[str, object] = {"optim__name": "adamw8bit", "lora__rank": 128, "lora__dropout": 0.1}
+    settings |= {"batch__effective": 3, "checkpoint__every_steps": 2, "checkpoint__keep_last": 3}
+    assert launch(checkout, bench.arguments("straight", **settings)).returncode == 0
+    expected = outcome_of(bench, "straight")
+    document = record(bench.folder("straight"))
+    (bench.folder("straight") / "run.json").write_text(json.dumps(document | {"status": "running"}), encoding="utf-8")
+    for step in ("000004", "000006"):
+        shutil.rmtree(bench.folder("straight") / "checkpoints" / f"step-{step}")
+    ended = launch(checkout, bench.arguments("straight", "--resume", **settings))
+    assert ended.returncode == 0, ended.stderr[-3000:]
+    assert "resuming from step-000002" in ended.stdout
+    assert outcome_of(bench, "straight") == expected
+
+
+def outcome_of(bench: Bench, name: str) -> tuple[list[float], dict[str, dict[str, bytes]]]:
+    return losses(bench.folder(name)), exported(bench.folder(name))
 
 
 @pytest.mark.slow
