@@ -68,6 +68,9 @@ def train(
             if interrupt:
                 saved = f"{interrupt.name}: everything was saved {interrupt.seconds:.2f} s after it"
                 reporter.event(state.step, "signal", saved)
+            elif state.step < job.total_steps and not stopped_early(job.config.control, state.control):
+                over = f"train.max_hours={job.config.train.max_hours:g} is over: the training ends here"
+                reporter.event(state.step, "early_stop", over)
             return state, interrupt
 
 

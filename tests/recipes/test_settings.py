@@ -120,6 +120,7 @@ def test_time_that_is_over_ends_the_run_whole(bench, capsys):
     document = record(bench.folder("hours"))
     assert document["status"] == "done"
     assert 1 <= document["steps"] < 50
+    assert ["train.max_hours" in event["message"] for event in document["events"]] == [True]
     assert (bench.folder("hours") / "hours.safetensors").is_file()
 
 
