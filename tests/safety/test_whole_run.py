@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 import pytest
 
 from lora_trainer.cli.main import main
-from tests.recipes.recipe import Bench, draw_pictures
+from tests.recipes.recipe import QUICK, Bench, draw_pictures
 
 SECRETS = {
     name: f"s3cret-{number}-value"
@@ -124,3 +124,18 @@ def test_no_page_runs_what_a_name_or_a_caption_holds(ran: tuple[Bench, str]) -> 
         assert "<img src=x" not in text
         assert "\x1b" not in text
         assert "\u202e" not in text
+
+
+@pytest.mark.slow
+def test_no_secret_is_written_by_a_batch(sound_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in SECRETS.items():
+        monkeypatch.setenv(name, value)
+    draw_pictures(tmp_path / "root" / "one", 6)
+    bench = Bench(sound_model, tmp_path / "root", tmp_path / "out", tmp_path / "cache")
+    settings = {**QUICK, "cache.folder": str(bench.cache), "gates.dataset": "0", "gates.lora": "0"}
+    asked = [part for key, value in settings.items() for part in ("--set", f"{key}={value}")]
+    places = ["--model", str(sound_model), "--output", str(bench.output), "--max-steps", "1"]
+    assert main(["batch", str(bench.data), *places, *asked]) == 0
+    files = written(bench)
+    assert bench.output / "batch.json" in files
+    assert [path for path, content in files.items() if b"s3cret" in content] == []
