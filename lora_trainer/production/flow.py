@@ -95,6 +95,7 @@ def run_session(order: Order, inputs: Inputs, record: Record) -> Outcome:
         steps=state.step,
         training=asdict(state) | {"stopped_early": early},
         reason=f"the held-out loss got no lower in {state.control.without_gain} validations" if early else None,
+        checkpoints=prepared.job.writer.told(),
         memory={"peak_gib": round(highest_memory_gib(session.choices.device), 3)},
     )
     if session.processes.is_main:

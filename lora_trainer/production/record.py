@@ -46,6 +46,8 @@ class Record:
     ledger: dict[str, Any] = field(default_factory=dict)  # what was trained how often, in short
     memory: dict[str, float] = field(default_factory=dict)
     samples: tuple[str, ...] = ()
+    weights: tuple[str, ...] = ()  # LoRA files of `checkpoint.weights_every_steps`
+    checkpoints: dict[str, Any] = field(default_factory=dict)  # of the last session: how many, and what they took
     events: tuple[dict[str, Any], ...] = ()  # of events.jsonl, the newest `SHOWN_EVENTS`
 
     def with_seconds(self, **seconds: float) -> Record:

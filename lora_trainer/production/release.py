@@ -37,6 +37,7 @@ from lora_trainer.training.checkpoint import step_name
 from lora_trainer.training.state import TrainState
 from lora_trainer.training.step import Learner
 
+WEIGHTS = "weights"  # the folder of LoRA files that are kept for good
 BEFORE_AFTER = "before_after"
 ROOM_TO_DRAW = 2.0  # of the denoiser's size: a whole pipeline and its pictures take less
 
@@ -280,6 +281,24 @@ def draw_while_training(
     diffusers.unlink()
     with making_room(built.learner.denoiser, config, choices), can_be_given_up():
         draw_comparison(kohya, samples, config, inputs, choices.device, choices.dtype, say, name=name)
+
+
+def export_step(
+    folder: Path,
+    config: Config,
+    inputs: Inputs,
+    steps: StepArithmetic,
+    choices: Choices,
+    shapes: Mapping[str, tuple[int, ...]],
+    step: int,
+    trained: Mapping[str, Tensor],
+) -> None:
+    """Write the weights of a step as `weights/NAME-step-000500.safetensors`, as ComfyUI and kohya's scripts load it."""
+    name = f"{folder.name}-{step_name(step)}"
+    facts = training_facts(config, inputs, name, step, steps, choices, time.time())
+    weights = lora_weights(config, inputs, trained)
+    _, diffusers = export_lora(folder / WEIGHTS, name, weights, facts, shapes, inputs.family.kohya_prefixes)
+    diffusers.unlink()
 
 
 @contextmanager

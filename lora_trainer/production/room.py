@@ -72,9 +72,11 @@ def highest_bytes(config: Config, shapes: Sequence[tuple[int, ...]], there: int,
     superfluous only when it is whole; and the best weights that each of them names, with those being written.
     """
     checkpoint, tensors, left = config.checkpoint, len(shapes), max(0, total - done)
-    most = checkpoint.keep_last + (2 if checkpoint.keep_last == 1 else 1)
+    drawn = config.sample.every_steps  # it saves before it draws
+    most = checkpoint.keep_last + (2 if checkpoint.keep_last == 1 or drawn % checkpoint.every_steps else 1)
     if checkpoint.every_epochs is None:
-        most = min(most, there + visits(checkpoint.every_steps, done, total))
+        beside = visits(drawn, done, total) if drawn % checkpoint.every_steps else 0
+        most = min(most, there + visits(checkpoint.every_steps, done, total) + beside)
     values = sum(map(math.prod, shapes))
     best = min(most + 1, there + visits(config.validation.every_steps, done, total))
     kept = visits(checkpoint.weights_every_steps, done, total) if checkpoint.weights_every_steps else 0

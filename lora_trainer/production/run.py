@@ -289,8 +289,11 @@ def finish(order: Order, record: Record) -> Record:
     drawn = sorted((order.folder / "samples").glob("*.json"))
     samples = tuple(path.relative_to(order.folder).as_posix() for path in drawn)
     record_pauses(order.folder, record.steps)
+    weights = tuple(
+        sorted(path.relative_to(order.folder).as_posix() for path in order.folder.glob("weights/*.safetensors"))
+    )
     events = tuple(read_lines(order.folder / EVENTS)[-SHOWN_EVENTS:])
-    record = replace(record, files={**record.files, "report": FILE}, samples=samples, events=events)
+    record = replace(record, files={**record.files, "report": FILE}, samples=samples, weights=weights, events=events)
     write_record(order.folder, record)
     try:
         write_report(order.folder)

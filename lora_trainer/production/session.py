@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,7 @@ from lora_trainer.production.find_micro import earlier_find, find_micro, smalles
 from lora_trainer.production.inputs import Inputs, arithmetic, own_architecture
 from lora_trainer.production.messages import show_captions, show_unheld, show_views
 from lora_trainer.production.order import Order
-from lora_trainer.production.release import draw_while_training
+from lora_trainer.production.release import draw_while_training, export_step
 from lora_trainer.training.build import Built, build_learner
 from lora_trainer.training.job import Job
 from lora_trainer.training.processes import Processes, join_processes
@@ -205,6 +205,9 @@ def make_job(
             try_to_draw(session, built, state)
         session.processes.wait()
 
+    def export(step: int, weights: Mapping[str, Tensor]) -> None:
+        export_step(session.folder, config, session.inputs, session.steps, session.choices, built.shapes, step, weights)
+
     return Job(
         config=config,
         folder=session.folder,
@@ -220,6 +223,7 @@ def make_job(
         sample=sample,
         settings=settings,
         say=session.console.print,
+        export=export,
     )
 
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+from torch import Tensor
 
 from lora_trainer.config.schema import CheckpointSection, Config
 from lora_trainer.optim.schedules import rate_share
@@ -34,6 +36,7 @@ class Job:
     sample: Callable[[TrainState], None] | None
     settings: dict[str, Any]  # kept in each checkpoint
     say: Callable[[str], None]  # a line for people
+    export: Callable[[int, Mapping[str, Tensor]], None] | None = None  # a LoRA file of a step's weights, kept for good
     writer: Writer = field(default_factory=Writer)  # of checkpoints, beside the loop
 
     @property

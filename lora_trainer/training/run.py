@@ -27,7 +27,7 @@ from lora_trainer.training.micro import Micro
 from lora_trainer.training.numbers import Pending, look, look_now
 from lora_trainer.training.recovery import GoBack, ended_early, gone_back, out_of_reach
 from lora_trainer.training.reporter import Reporter
-from lora_trainer.training.saving import restore, save, take
+from lora_trainer.training.saving import keep_weights, restore, save, take
 from lora_trainer.training.state import Fit, TrainState
 from lora_trainer.training.step import StepResult, changing_weights, give_up_step, train_step
 from lora_trainer.training.stopping import Stopping
@@ -107,8 +107,9 @@ def train_steps(
             last = state.step == job.total_steps or stopping.told(state)
             sampling = due(config.sample.every_steps, state.step) and not last and job.sample is not None
             saving = last or sampling or is_regular(job, state.step)
+            keeping = due(config.checkpoint.weights_every_steps, state.step)
             validating = due(config.validation.every_steps, state.step) or (last and not stopping.signalled)
-            if saving or validating or look_now(job, state, pending):
+            if saving or keeping or validating or look_now(job, state, pending):
                 state = look(job, state, pending, reporter)
             if saving or validating:
                 finite_to_save(job, state)
@@ -117,6 +118,8 @@ def train_steps(
                 if unvalidated(job, state) or stopped_early(config.control, state.control):
                     # Given up for a signal, it is done on resuming.
                     saving, last, sampling = True, True, False
+            if keeping:
+                keep_weights(job, state.step)
             if saving:
                 save(job, state, reporter.flush, last=last or sampling)  # pictures have ended more than one run
             if sampling and job.sample is not None:

@@ -108,6 +108,22 @@ def keep_best(job: Job, step: int) -> None:
     job.writer.put("best", bring, buffers)
 
 
+def keep_weights(job: Job, step: int) -> None:
+    """Hand over the weights of a step as a LoRA file that is kept for good."""
+    if not job.processes.is_main or job.export is None:
+        return
+    if job.writer.waits("weights"):
+        job.writer.settle()  # each is written, so none may heap up before a slow disk
+    buffers = job.writer.buffers("weights")
+    weights, ready, export = copied(job.learner.shown(), buffers), arrived(job), job.export
+
+    def bring() -> None:
+        ready()
+        until_written(f"the LoRA of step {step}", job.folder, partial(export, step, weights), bytes_of(buffers))
+
+    job.writer.put("weights", bring, buffers)
+
+
 def save_alone(job: Job, state: TrainState) -> None:
     """Save what was trained, where no other process is waited for."""
     if state.step > 0:

@@ -104,6 +104,11 @@ class Writer:
             self._thread = threading.Thread(target=copy_context().run, args=work, name="writer", daemon=True)
             self._thread.start()
 
+    def waits(self, kind: Kind) -> bool:
+        """Whether an item of a kind is not yet begun."""
+        with self._changed:
+            return any(item.kind == kind for item in self._waiting)
+
     def check(self) -> None:
         """Raise what went wrong in the thread, once."""
         if self._error is not None:

@@ -1,0 +1,30 @@
+"""`checkpoint.weights_every_steps`: LoRA files along the way, each as the released one would be, kept for good."""
+
+from __future__ import annotations
+
+from safetensors import safe_open
+
+from lora_trainer.export.lora_file import read_lora
+from tests.recipes.recipe import Bench, record, tensor_bytes
+
+
+def test_weights_along_the_way_are_whole_named_and_kept(bench: Bench) -> None:
+    settings: dict[str, object] = {
+        "checkpoint__weights_every_steps": 2,
+        "checkpoint__keep_last": 1,
+        "checkpoint__release": "last",
+    }
+    assert bench.run("run", steps=4, **settings) == 0
+    folder = bench.folder("run")
+    names = [f"weights/run-step-{step:06d}.safetensors" for step in (2, 4)]
+    assert record(folder)["weights"] == names
+    assert sorted(path.name for path in (folder / "weights").iterdir()) == [name[8:] for name in names]
+    assert tensor_bytes(folder / names[1]) == tensor_bytes(folder / "run.safetensors")
+    assert tensor_bytes(folder / names[0]) != tensor_bytes(folder / names[1])
+    assert read_lora(folder / names[0]).modules
+    with safe_open(folder / names[0], framework="numpy") as file:
+        assert file.metadata()["ss_steps"] == "2"
+    told = record(folder)["checkpoints"]
+    assert told["written"] >= 1
+    assert told["stall_seconds"]["median"] <= told["stall_seconds"]["max"] < 60
+    assert told["write_seconds"]["max"] > 0
