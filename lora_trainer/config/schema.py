@@ -244,10 +244,10 @@ class TrainSection(Section):
     )
     grace_seconds: Positive = Field(
         30.0,
-        description="time that a signal leaves before the machine goes: a step that takes longer is given up for it",
+        description="time from a signal to the end of saving; a step that takes more than half of it is given up",
     )
     process_timeout_minutes: Positive = Field(
-        30.0, description="time after which a process that waits for a lost one gives up, with several processes"
+        30.0, description="time after the last word of another process of the run when that one counts as lost"
     )
     seed: Annotated[int, Field(ge=0, lt=2**63)] = Field(42, description="the run's seed")
 
