@@ -6,7 +6,17 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 Kind = Literal[
-    "memory", "not_finite", "spike", "overflow", "plateau", "jump", "early_stop", "disk", "signal", "resumed"
+    "memory",
+    "system_memory",
+    "not_finite",
+    "spike",
+    "overflow",
+    "plateau",
+    "jump",
+    "early_stop",
+    "disk",
+    "signal",
+    "resumed",
 ]
 
 

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import gc
 import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 import psutil
 import torch
+
+LARGEST_SYSTEM_SHARE = 0.85  # of the system's memory, above which it is called full
+COLLECTED_SHARE = 0.7  # above which garbage is collected
+LOOKED_EVERY = 30.0  # seconds
 
 
 def peak_memory_gib(device: torch.device) -> float:
@@ -28,9 +35,6 @@ def highest_memory_gib(device: torch.device) -> float:
     return float(highest) / (2**30 if sys.platform == "darwin" else 2**20)
 
 
-LARGEST_SYSTEM_SHARE = 0.85  # of the system's memory, above which it is called full
-
-
 def system_memory() -> tuple[int, int]:
     """Bytes that this process's system has, and those that are free: of its container, where that has fewer."""
     memory = psutil.virtual_memory()
@@ -44,3 +48,26 @@ def system_memory() -> tuple[int, int]:
     except (OSError, ValueError, KeyError):  # no container, or one without a limit
         return total, available
     return min(total, limit), max(0, min(available, limit - used))
+
+
+class MemoryWatch:
+    """Looks at the system's memory now and then, and speaks once each time that it has become full."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock, self._next, self._full = clock, 0.0, False
+
+    def look(self) -> str | None:
+        """A sentence where the memory has become full since the last look; costs nothing between looks."""
+        now = self._clock()
+        if now < self._next:
+            return None
+        self._next = now + LOOKED_EVERY
+        total, available = system_memory()
+        share, was_full = 1.0 - available / total, self._full
+        if share > COLLECTED_SHARE:
+            gc.collect()
+        self._full = share > LARGEST_SYSTEM_SHARE
+        if not self._full or was_full:
+            return None
+        free = f"{available / 2**30:.1f} of {total / 2**30:.1f} GiB free"
+        return f"system memory is {share:.0%} full, {free}: the system may end this process. Close other programs."

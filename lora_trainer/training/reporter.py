@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from lora_trainer.monitor.events import Event, Kind
+from lora_trainer.monitor.memory import MemoryWatch
 from lora_trainer.monitor.progress import Progress, Watch
 from lora_trainer.monitor.trackers import Trackers
 
@@ -18,6 +19,7 @@ class Reporter:
     trackers: Trackers | None
     show: Watch
     say: Callable[[str], None]
+    memory: MemoryWatch = field(default_factory=MemoryWatch)
 
     def steps(self, rows: list[dict[str, Any]]) -> None:
         """Finished steps, for metrics.jsonl."""
@@ -39,6 +41,8 @@ class Reporter:
     def progress(self, progress: Progress) -> None:
         if self.trackers:
             self.show(progress)
+            if full := self.memory.look():
+                self.event(progress.step, "system_memory", full)
 
     def flush(self) -> None:
         """Before a checkpoint: the disk holds what was written of the steps that it covers."""

@@ -172,5 +172,7 @@ def outcome(job: Job) -> dict[str, Any]:
         "best": tensor_bytes(best_path(job.checkpoints, best)) if (best := checkpoint.state.best_step) else None,
         METRICS: rows,
         VALIDATION: read_lines(job.folder / VALIDATION),
-        EVENTS: [event for event in read_lines(job.folder / EVENTS) if event["kind"] != "signal"],
+        EVENTS: [
+            event for event in read_lines(job.folder / EVENTS) if event["kind"] not in ("signal", "system_memory")
+        ],
     }

@@ -1,0 +1,25 @@
+"""The system's memory is looked at now and then, and a warning is said once each time that it has become full."""
+
+from __future__ import annotations
+
+from lora_trainer.monitor import memory
+from lora_trainer.monitor.memory import LOOKED_EVERY, MemoryWatch, system_memory
+
+
+def test_a_full_system_is_said_once_each_time(monkeypatch):
+    shares, now = iter([0.5, 0.9, 0.95, 0.6, 0.86]), [0.0]
+    monkeypatch.setattr(memory, "system_memory", lambda: (1000, round(1000 * (1.0 - next(shares)))))
+    watch = MemoryWatch(lambda: now[0])
+    said = []
+    for _ in range(5):
+        said.append(watch.look())
+        assert watch.look() is None, "not between looks"
+        now[0] += LOOKED_EVERY
+    assert [line is not None for line in said] == [False, True, False, False, True]
+    assert "90% full" in str(said[1])
+
+
+def test_what_is_free_is_less_than_there_is():
+    total, available = system_memory()
+    assert 0 <= available <= total
+    assert total > 2**20
