@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from lora_trainer.core.errors import Problem, TrainingFailed
-from lora_trainer.core.interrupt import code_of_signal
+from lora_trainer.core.interrupt import Stopped, code_of_signal
 
 LOOK_EVERY = 5.0  # seconds between looking whether there is room again
 HEED_EVERY = 0.2  # seconds between looking whether somebody asks to leave
@@ -78,7 +78,7 @@ def until_written(what: str, place: Path, write: Callable[[], T], size: int | No
     """What `write` returns, called again until the disk takes it; a call that fails must leave nothing half done.
 
     `what` and the folder `place` are named in the message, with `size` bytes where they are known. Raises
-    TrainingFailed when the minutes are over, SystemExit when a signal asks to leave, and the error itself where it is
+    TrainingFailed when the minutes are over, Stopped when a signal asks to leave, and the error itself where it is
     none of the disk's, or nobody is patient.
     """
     patience = current()
@@ -133,7 +133,7 @@ def _sleep(patience: Patience, what: str, place: Path, error: Exception, size: i
             raise TrainingFailed(Problem(_words(what, place, error, size), fix)) from error
         try:
             if (code := patience.asked_to_leave()) is not None:
-                raise SystemExit(code)
+                raise Stopped(code)
             time.sleep(min(HEED_EVERY, until - now))
         except (KeyboardInterrupt, SystemExit):
             patience.given_up = True

@@ -6,6 +6,7 @@ import errno
 import json
 import os
 import shutil
+import signal
 import subprocess
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -302,3 +303,44 @@ def test_the_forecast_covers_what_a_run_really_held(bench, monkeypatch):
     assert bench.run("run", data__held_out=0.2, checkpoint__weights_every_steps=2, **several) == 0
     page = (folder / "report.html").stat().st_size
     assert max(weights) - page <= forecast[0] <= 2 * max(weights)
+
+
+def test_a_signal_ends_the_pause_and_says_what_is_not_saved(bench, undisturbed, capsys, monkeypatch):
+    true = os.replace
+
+    def refuse(source: Any, target: Any) -> None:
+        if Path(target).name == "step-000004":
+            raise OSError(errno.ENOSPC, "No space left on device", str(target))
+        true(source, target)
+
+    monkeypatch.setattr(os, "replace", refuse)
+    with in_pauses(lambda what: os.kill(os.getpid(), signal.SIGTERM)):
+        assert bench.run("run", **SETTINGS) == 143
+    monkeypatch.setattr(os, "replace", true)
+    said = capsys.readouterr().out
+    assert "the checkpoint of step 4 is not written" in said
+    assert "step-000002 is safe" in said
+    assert (record(bench.folder("run"))["status"], record(bench.folder("run"))["steps"]) == ("stopped", 2)
+    assert bench.run("run", "--resume", **SETTINGS) == 0
+    assert_the_same(bench, undisturbed)
+
+
+@pytest.mark.skipif(os.name == "nt", reason="no fcntl")
+def test_two_runs_where_the_file_system_has_no_locks(bench, capsys, monkeypatch):
+    import fcntl
+
+    def flock(*_: Any) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    seconds = list[int]()
+
+    def another() -> None:
+        seconds.append(bench.run("run", "--resume", **SETTINGS))
+
+    with at_step(1, another):
+        assert bench.run("run", **SETTINGS, steps=2) == 0
+    assert seconds == [2]
+    assert "by another process" in capsys.readouterr().err
+    assert record(bench.folder("run"))["steps"] == 2
+    assert bench.run("run", "--resume", **SETTINGS, steps=2) == 0  # finished, and free again
