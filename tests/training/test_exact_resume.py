@@ -108,7 +108,8 @@ def several_sources(folder: Path) -> tuple[dict[str, Any], ...]:
     if not folder.exists():
         for path in sorted(draw_pictures(folder / "masked", 6).glob("*.png")):
             (folder / "masks").mkdir(exist_ok=True)
-            Image.linear_gradient("L").resize(Image.open(path).size).save(folder / "masks" / path.name)
+            with Image.open(path) as picture:
+                Image.linear_gradient("L").resize(picture.size).save(folder / "masks" / path.name)
         for path in sorted(draw_pictures(folder / "kept", 9).glob("*.png"))[:6]:  # those of the other folder
             path.unlink()
             path.with_suffix(".txt").unlink()
