@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import sys
 import traceback
 from collections.abc import Sequence
 
+from lora_trainer.core.disk import FULL, refusal
 from lora_trainer.core.errors import TRAINING_FAILED, WRONG_USAGE, Problem, UserError, first_line, is_out_of_memory
 from lora_trainer.core.findings import printable_lines
 from lora_trainer.core.launch import is_main_process
@@ -29,7 +29,7 @@ def report_error(error: Exception, *, debug: bool) -> int:
         fix = "Set batch.max_micro or data.resolution lower, memory.checkpointing=all or cache.batch=1; add --resume."
         _print_problems([Problem(f"Out of memory: {first_line(error)}.", fix)])
         return TRAINING_FAILED
-    if isinstance(error, OSError) and error.errno == errno.ENOSPC:
+    if isinstance(error, OSError) and refusal(error) in FULL:
         _print_problems([Problem("The disk is full.", "Free some space, then go on with --resume.")])
         return TRAINING_FAILED
     if isinstance(error, OSError) and error.filename is not None:

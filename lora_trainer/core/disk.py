@@ -25,7 +25,7 @@ from lora_trainer.core.interrupt import Stopped, code_of_signal
 
 LOOK_EVERY = 5.0  # seconds between looking whether there is room again
 HEED_EVERY = 0.2  # seconds between looking whether somebody asks to leave
-FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+FULL = {errno.ENOSPC, errno.EDQUOT}
 GONE = {errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EIO, errno.ENODEV, errno.ENXIO, errno.ENOTCONN, errno.ESTALE}
 CLOSED = {errno.EROFS, errno.EACCES, errno.EPERM}
 WINDOWS = {112: errno.ENOSPC, 39: errno.ENOSPC, 3: errno.ENOENT, 5: errno.EACCES, 19: errno.EROFS, 21: errno.ENODEV}
