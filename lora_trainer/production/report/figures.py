@@ -52,6 +52,8 @@ def figures_of(run: RunReport) -> list[Figure]:
         figures.append(Figure("speed", short(median(value for _, value in speed)), "samples a second, median"))
     if (share := waiting_share(run)) is not None:
         figures.append(Figure("waiting for data", f"{short(100 * share)} %", "of the time in steps"))
+    if (stall := number(mapping(run.part("checkpoints").get("stall_seconds")).get("median"))) is not None:
+        figures.append(Figure("waiting for checkpoints", f"{short(1000 * stall)} ms", "each, median"))
     if peak := peak_memory(run):
         figures.append(Figure("peak memory", f"{short(peak)} GiB", memory_kind(run)))
     return figures
