@@ -71,6 +71,7 @@ def test_what_is_found_is_used_recorded_and_leaves_no_trace(bench, monkeypatch, 
     assert exported(bench.folder("again")) == exported(bench.folder("found"))
 
 
+@pytest.mark.slow
 def test_a_resumed_run_keeps_what_was_found(bench, monkeypatch):
     settings = FIVE | {"batch__find_micro": "true", "checkpoint__every_steps": 1}
     with monkeypatch.context() as patch:
@@ -82,6 +83,7 @@ def test_a_resumed_run_keeps_what_was_found(bench, monkeypatch):
     assert losses(bench.folder("found")) == losses(bench.folder("whole"))
 
 
+@pytest.mark.slow
 def test_on_a_processor_free_memory_is_never_filled(bench, monkeypatch):
     once = FIVE | {"steps": 1, "batch__find_micro": "true"}
     held = finding.held_by

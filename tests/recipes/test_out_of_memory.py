@@ -101,6 +101,7 @@ def test_pictures_are_encoded_fewer_at_once(tiny_model, pictures, tmp_path, monk
     assert "out of memory: 2 pictures are encoded at once in place of 4" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_captions_are_encoded_fewer_at_once(tiny_model, pictures, tmp_path, monkeypatch, capsys):
     """The same captions to rounding; one that does not fit even alone ends the run with what to do."""
     family, asked = FAMILIES["sd15"], []
@@ -135,6 +136,7 @@ def test_captions_are_encoded_fewer_at_once(tiny_model, pictures, tmp_path, monk
     assert losses(place.folder("few")) == pytest.approx(losses(place.folder("all")), rel=1e-4)
 
 
+@pytest.mark.slow
 def test_pictures_encoded_beside_the_steps_wait_for_memory(bench, monkeypatch):
     """Without cached latents: tried again when steps leave room, and nothing changes."""
     family, fails, waited = FAMILIES["sd15"], iter([False, True, True, True, False, True]), []

@@ -135,6 +135,7 @@ def test_another_error_is_not_taken_for_it(place: TinyPlace):
         place.train(broken)
 
 
+@pytest.mark.slow
 def test_fp16_takes_a_step_again_that_was_unscaled_already(place: TinyPlace):
     settings = FOUR | {"memory__base_precision": "fp16", "steps": 2}
     asked = place.job("asked", batch__max_micro=2, **settings)
@@ -200,6 +201,7 @@ def test_a_run_grows_back_and_waits_twice_as_long_after_a_failed_try(place: Tiny
     assert told == [(1, False), (3, True), (4, False), (8, True), (8, False)]
 
 
+@pytest.mark.slow
 def test_a_run_that_fits_again_trains_as_planned(place: TinyPlace):
     settings = FOUR | {"memory__grow_after_steps": 2, "batch__effective": 1, "steps": 9}
     short = in_forward(place.job("short", **settings), lambda call: call in (0, 1))
