@@ -201,7 +201,8 @@ def _in_words(error: BaseException) -> int | None:
 
 
 def _words(what: str, place: Path, error: Exception, size: int | None) -> str:
-    number, name = refusal(error), what[:1].upper() + what[1:]
+    number = refusal(error)
+    name = what if "." in what else what[:1].upper() + what[1:]  # a file's name stays as it is
     if number not in FULL:
         return f"{name} cannot be written to {place} ({os.strerror(number or 0).lower()})."
     needs = f"needs {size_words(size)}" if size is not None else "needs room"

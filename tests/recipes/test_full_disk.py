@@ -344,3 +344,26 @@ def test_two_runs_where_the_file_system_has_no_locks(bench, capsys, monkeypatch)
     assert "by another process" in capsys.readouterr().err
     assert record(bench.folder("run"))["steps"] == 2
     assert bench.run("run", "--resume", **SETTINGS, steps=2) == 0  # finished, and free again
+
+
+@pytest.mark.slow
+def test_a_disk_taken_away_under_a_run_is_waited_for(bench, undisturbed, tmp_path, capsys):
+    """Nothing is written into the empty mount point meanwhile."""
+    with small_disk(tmp_path / "stick", "20m") as stick:
+        bench.output.mkdir(parents=True)
+
+        def plug_in() -> None:
+            subprocess.run(["mount", "--bind", str(stick), str(bench.output)], check=True)
+
+        def take_away() -> None:
+            subprocess.run(["umount", "-l", str(bench.output)], check=True)
+
+        plug_in()
+        try:
+            with at_step(3, take_away), in_pauses(lambda what: bench.folder("run").exists() or plug_in()):
+                assert bench.run("run", **SETTINGS) == 0
+            assert_the_same(bench, undisturbed)
+        finally:
+            take_away()
+        assert not list(bench.output.iterdir())
+    assert "there is room again" in capsys.readouterr().out
