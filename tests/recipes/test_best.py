@@ -117,7 +117,7 @@ def test_what_validation_shows_is_said(bench: Bench, capsys: pytest.CaptureFixtu
 
 def test_a_signal_in_the_last_step_leaves_nothing_unmeasured(hasty: Bench, bench: Bench) -> None:
     settings = HASTY | {"validate__every_steps": 5}
-    with patched(Trackers, "steps", at_step(5, lambda: os.kill(os.getpid(), signal.SIGTERM))):
+    with patched(Trackers, "steps", at_step(6, lambda: os.kill(os.getpid(), signal.SIGTERM))):
         assert bench.run("run", **settings) == 143
     folder = bench.folder("run")
     assert record(folder)["steps"] == 6
