@@ -52,7 +52,7 @@ def save_least_model(folder: Path) -> Path:
 
 @dataclass(frozen=True)
 class Ended:
-    """How a try ended. `steps` were trained in it; `count` operations touched its disk."""
+    """How a try ended. `steps` were trained in it; `count` operations touched its disk, the `last` before the end."""
 
     exit: int | None
     signal: int | None
@@ -60,6 +60,7 @@ class Ended:
     fired: bool
     steps: int
     count: int
+    last: str
     operations: tuple[str, ...]
     seconds: float
     said: str
@@ -119,11 +120,15 @@ class Ground:
         """A folder for a try, with caches that are full or empty."""
         self.tries += 1
         place = self.folder / "tries" / f"{self.tries:05d}"
-        place.mkdir(parents=True)
+        self.furnish(place, cached=cached)
+        return place
+
+    def furnish(self, place: Path, *, cached: bool) -> None:
+        """Put caches into a folder."""
+        place.mkdir(parents=True, exist_ok=True)
         if cached:
             shutil.copytree(self.folder / "cache", place / "cache", ignore=shutil.ignore_patterns("users"))
         shutil.copytree(self.folder / "user", place / "user")
-        return place
 
     def run(
         self,

@@ -58,10 +58,11 @@ class Row:
 
 @dataclass(frozen=True)
 class Tried:
+    """What was done, steps that were trained again, and what was wrong."""
+
     what: str
     lost: int
     problems: list[str]
-    ended: Ended
 
 
 def undisturbed(ground: Ground, *, cached: bool = True) -> Expected:
@@ -99,7 +100,7 @@ def try_at(
     named = expected.operations[at] if at < len(expected.operations) else "the end"
     problems = [*wrong_end(ended, mode, tuple(codes)), *torn(place, expected)]
     lost, more = resumed(ground, place, expected, ended)
-    tried = Tried(f"{place.name} {mode.name} {at} ({named})", lost, problems + more, ended)
+    tried = Tried(f"{place.name} {mode.name} {at} ({named})", lost, problems + more)
     if not tried.problems:
         shutil.rmtree(place)
     return tried

@@ -2,7 +2,119 @@
 
 from __future__ import annotations
 
+import os
+import shutil
+import signal
+import subprocess
 from collections.abc import Callable
 from typing import Any
 
-TROUBLES: dict[str, Callable[..., Any]] = {}
+import torch
+from diffusers import AutoencoderKL, UNet2DConditionModel
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+from transformers import CLIPTextModel
+
+from lora_trainer.monitor.trackers import Trackers
+from lora_trainer.production import flow
+
+SHORT = "CUDA out of memory. Tried to allocate 2.00 GiB."
+PLACES: dict[str, tuple[Any, str]] = {
+    "denoiser": (UNet2DConditionModel, "forward"),  # of a step, a validation, the gate and a picture
+    "backward": (torch.Tensor, "backward"),
+    "encoding": (AutoencoderKL, "encode"),
+    "decoding": (AutoencoderKL, "decode"),
+    "text": (CLIPTextModel, "forward"),
+}
+
+
+def before(owner: Any, name: str, act: Callable[[int], None]) -> None:
+    """Call `act(n)` before the n-th call of a function, counted from 1."""
+    true, calls = getattr(owner, name), [0]
+
+    def counted(*given: Any, **named: Any) -> Any:
+        calls[0] += 1
+        act(calls[0])
+        return true(*given, **named)
+
+    setattr(owner, name, counted)
+
+
+def die(_: int) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def die_before_release() -> None:
+    """SIGKILL when all is trained and saved."""
+    before(flow, "choose_released", die)
+
+
+def out_of_memory(place: str, at: int) -> None:
+    """The `at`-th call at a place runs out of memory, once."""
+
+    def raise_at(call: int) -> None:
+        if call == at:
+            raise torch.OutOfMemoryError(SHORT)
+
+    if place == "optimizer":
+        calls = [0]
+
+        def count(*_: Any) -> None:
+            calls[0] += 1
+            raise_at(calls[0])
+
+        register_optimizer_step_pre_hook(count)
+    else:
+        before(*PLACES[place], raise_at)
+
+
+def not_finite(place: str, at: int) -> None:
+    """The `at`-th call at a place gives NaN; of a backward pass, its loss does."""
+    owner, name = PLACES[place]
+    true, calls = getattr(owner, name), [0]
+
+    def spoiled(self: Any, *given: Any, **named: Any) -> Any:
+        calls[0] += 1
+        if calls[0] != at:
+            return true(self, *given, **named)
+        if place == "backward":
+            return true(self * float("nan"), *given, **named)
+        for parameter in self.parameters():
+            if parameter.is_floating_point():
+                kept = parameter.detach().clone()
+                with torch.no_grad():
+                    parameter.fill_(float("nan"))
+                try:
+                    return true(self, *given, **named)
+                finally:
+                    with torch.no_grad():
+                        parameter.copy_(kept)
+        raise AssertionError("no weight to spoil")
+
+    setattr(owner, name, spoiled)
+
+
+def after_step(step: int, act: Callable[[], Any]) -> None:
+    """Act when the numbers of a step are about to be written."""
+    written = Trackers.steps
+
+    def steps(trackers: Trackers, found: list[dict[str, Any]]) -> None:
+        if any(row["step"] == step for row in found):
+            act()
+        written(trackers, found)
+
+    Trackers.steps = steps  # type: ignore[method-assign]
+
+
+def vanish(folder: str, step: int) -> None:
+    """The run's folder is deleted after a step."""
+    after_step(step, lambda: shutil.rmtree(folder))
+
+
+def read_only(disk: str, step: int) -> None:
+    """The disk takes no more writes after a step."""
+    after_step(step, lambda: subprocess.run(["mount", "-o", "remount,ro", disk], check=True))
+
+
+TROUBLES: dict[str, Callable[..., Any]] = {
+    each.__name__: each for each in (die_before_release, out_of_memory, not_finite, vanish, read_only)
+}

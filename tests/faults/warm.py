@@ -97,6 +97,7 @@ def tried(asked: dict[str, Any], page: Page) -> dict[str, Any]:
         "fired": bool(page.fired),
         "steps": page.steps,
         "count": page.count,
+        "last": page.operations()[-1] if page.count else "",
         "operations": page.operations() if asked["mode"] == Mode.COUNT else [],
         "seconds": time.monotonic() - began,
     }

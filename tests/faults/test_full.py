@@ -1,0 +1,176 @@
+"""A disk that is really full, read-only or gone: a tmpfs of few bytes."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from tests.faults.ground import STEPS, Ground
+from tests.faults.tries import Expected, Row, Tried, differences, last_line, left_over, run_folder, torn
+
+HOW = "a real tmpfs; forked from a warmed process"
+SHARES = (0.1, 0.3, 0.5, 0.65, 0.8, 0.9, 0.97)  # of what a run and its caches take
+ROOMY = "64m"
+
+
+@pytest.fixture
+def disk(ground: Ground, tmp_path: Path) -> Iterator[Path]:
+    """An empty tmpfs, with much room at first."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    if not hasattr(os, "geteuid") or os.geteuid() != 0 or not mounted(folder):
+        pytest.skip("needs to mount a tmpfs")
+    yield folder
+    subprocess.run(["umount", "-l", str(folder)], check=False)
+
+
+def mounted(folder: Path) -> bool:
+    command = ["mount", "-t", "tmpfs", "-o", f"size={ROOMY}", "tmpfs", str(folder)]
+    return (
+        shutil.which("mount") is not None and subprocess.run(command, check=False, capture_output=True).returncode == 0
+    )
+
+
+def resize(folder: Path, size: str) -> None:
+    subprocess.run(["mount", "-o", f"remount,rw,size={size}", str(folder)], check=True)
+
+
+def emptied(folder: Path) -> None:
+    resize(folder, ROOMY)
+    for path in folder.iterdir():
+        shutil.rmtree(path)
+
+
+def used(folder: Path) -> int:
+    facts = os.statvfs(folder)
+    return (facts.f_blocks - facts.f_bfree) * facts.f_frsize
+
+
+def went_on(ground: Ground, place: Path, expected: Expected) -> tuple[int, list[str]]:
+    """--resume, where there is room again."""
+    ended = ground.run(place, "--resume")
+    if ended.exit != 0:
+        return 0, [f"--resume ended with {ended.exit or ended.signal}: {last_line(ended)}"]
+    return ended.steps, [*differences(run_folder(place), expected), *left_over(run_folder(place))]
+
+
+def wrong_words(exit_code: int | None, said: str) -> list[str]:
+    problems = [] if exit_code in (0, 2, 5) else [f"ended with {exit_code}"]
+    if exit_code and "error: " not in said:
+        problems.append("nothing was said")
+    return problems + [f"said {word}" for word in ("Traceback", "this is a bug") if word in said]
+
+
+@pytest.mark.slow
+def test_a_disk_too_small(ground: Ground, expected_uncached: Expected, disk: Path, tell: Callable[[Row], None]) -> None:
+    """It fills while caching, in a checkpoint, in export; then room is made and the run resumed."""
+    row = Row("full file system, then room and --resume", "caching, checkpoints, export", HOW)
+    place, codes = disk / "place", list[int | None]()
+    ground.furnish(place, cached=False)
+    least = used(disk)
+    assert ground.run(place).exit == 0
+    whole = used(disk)
+    for share in SHARES:
+        emptied(disk)
+        ground.furnish(place, cached=False)
+        resize(disk, str(int(least + (whole - least) * share)))
+        ended = ground.run(place)
+        codes.append(ended.exit)
+        problems = [*wrong_words(ended.exit, ended.said), *torn(place, expected_uncached)]
+        resize(disk, ROOMY)
+        again, more = went_on(ground, place, expected_uncached)
+        row.add(Tried(f"{share:.0%} of {whole} bytes", max(0, ended.steps + again - STEPS), problems + more))
+    row.notes = f"ended with {', '.join(map(str, codes))}"
+    tell(row)
+
+
+@pytest.mark.slow
+def test_room_is_made_while_a_run_waits(
+    ground: Ground, expected_uncached: Expected, disk: Path, tell: Callable[[Row], None]
+) -> None:
+    """The run pauses with a message and goes on by itself."""
+    row = Row("full file system, room made while the run waits", "checkpoints, export", HOW)
+    place = disk / "place"
+    ground.furnish(place, cached=True)
+    least = used(disk)
+    assert ground.run(place).exit == 0
+    whole = used(disk)
+    for share in (0.3, 0.7):
+        emptied(disk)
+        ground.furnish(place, cached=True)
+        with filled_after_start(place, disk, int(least + (whole - least) * share)) as seen:
+            ended = ground.run(place, checkpoint__wait_minutes=3)
+        problems = [] if ended.exit == 0 else [f"ended with {ended.exit}: {last_line(ended)}"]
+        problems += [] if seen else ["it never said that it waits"]
+        if ended.exit == 0:
+            problems += differences(run_folder(place), expected_uncached)
+        row.add(Tried(f"{share:.0%}", max(0, ended.steps - STEPS), problems))
+    tell(row)
+
+
+@contextmanager
+def filled_after_start(place: Path, disk: Path, size: int) -> Iterator[list[str]]:
+    """The disk becomes small once training has begun, and has room again as soon as the run says that it waits."""
+    out, seen = place.parent / f"{place.name}.txt", list[str]()
+
+    def watch() -> None:
+        until = time.monotonic() + 100.0
+        small = False
+        while time.monotonic() < until and not seen:
+            if not small and (run_folder(place) / "config.toml").exists():
+                resize(disk, str(size))
+                small = True
+            if out.exists() and "waits, paused" in out.read_text("utf-8", errors="replace"):
+                seen.append("waits")
+                resize(disk, ROOMY)
+            time.sleep(0.02)
+
+    out.unlink(missing_ok=True)
+    thread = threading.Thread(target=watch)
+    thread.start()
+    try:
+        yield seen
+    finally:
+        thread.join()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("step", [1, 3])
+def test_a_disk_that_becomes_read_only(
+    step: int, ground: Ground, expected: Expected, disk: Path, tell: Callable[[Row], None]
+) -> None:
+    row = Row("file system becomes read-only", f"after step {step}", HOW)
+    place = disk / "place"
+    ground.furnish(place, cached=True)
+    ended = ground.run(place, trouble=["read_only", str(disk), step])
+    problems = [*wrong_words(ended.exit, ended.said), *torn(place, expected)]
+    resize(disk, ROOMY)
+    again, more = went_on(ground, place, expected)
+    row.add(Tried(f"step {step}", max(0, ended.steps + again - STEPS), problems + more))
+    tell(row)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("step", [1, 3])
+def test_a_folder_that_vanishes(step: int, ground: Ground, expected: Expected, tell: Callable[[Row], None]) -> None:
+    """What was in it is lost; what is trained is not, and the loss of the rest is said."""
+    row = Row("the run's folder is deleted while it trains", f"after step {step}", "forked from a warmed process")
+    place = ground.new_place()
+    ended = ground.run(place, trouble=["vanish", str(run_folder(place)), step])
+    problems = wrong_words(ended.exit, ended.said)
+    if "was deleted under the run" not in ended.said and ended.exit == 0:
+        problems.append("nothing was said")
+    if ended.exit != 0:
+        problems += went_on(ground, place, expected)[1]
+    else:
+        problems += [each for each in differences(run_folder(place), expected) if "safetensors" in each]
+    row.add(Tried(f"step {step}", max(0, ended.steps - STEPS), problems))
+    tell(row)
