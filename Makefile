@@ -40,4 +40,7 @@ format: setup
 
 faults: setup
 	@echo "The fault suite: tests marked slow, in tests/"
-	@$(PYTHON) -m pytest -q -m slow || { code=$$?; test $$code -eq 5 || exit $$code; }
+	@results=$$(mktemp -d); code=0; \
+	FAULT_RESULTS=$$results $(PYTHON) -m pytest -q -m slow -n logical --maxprocesses 8 --dist worksteal || code=$$?; \
+	$(PYTHON) scripts/write_fault_table.py "$$results" || code=$$?; \
+	rm -rf "$$results"; exit $$code

@@ -19,7 +19,7 @@
 #include <unistd.h>
 
 enum { FDS = 1024, PATH = 320, NAMES = 8192, NAME = 96, DIRTY = 512 };
-enum mode { COUNT, FAIL, FULL, SHORT, KILL, TORN, CUT, SIGNAL };
+enum mode { COUNT, FAIL, FULL, SHORT, KILL, TORN, CUT, SIGNAL, LOCKED };
 
 struct page {
     long armed, at, mode, number; /* what is asked for; `number` is the signal of SIGNAL */
@@ -102,7 +102,8 @@ static int next(const char *kind, const char *path, int takes_room) {
     pthread_mutex_lock(&turn);
     long here = page->count++;
     if (here < NAMES) snprintf(page->names[here], NAME, "%s %s", kind, path + strlen(page->root));
-    if (page->full) verdict = takes_room ? ENOSPC : 0;
+    int locked = page->mode == LOCKED && kind[0] != 'f' ? EROFS : 0; /* a flush has nothing to do then */
+    if (page->full) verdict = page->mode == LOCKED ? locked : takes_room ? ENOSPC : 0;
     else if (here == page->at) {
         page->fired = 1;
         switch (page->mode) {
@@ -112,6 +113,7 @@ static int next(const char *kind, const char *path, int takes_room) {
             case KILL: die(); break;
             case TORN: verdict = -1; break;
             case CUT: cut_power(); break;
+            case LOCKED: page->full = 1; verdict = locked; break;
             case SIGNAL: kill(getpid(), (int)page->number); break;
         }
     }

@@ -27,6 +27,7 @@ class Mode(IntEnum):
     TORN = 5  # SIGKILL after half of it
     CUT = 6  # SIGKILL before it, and what was not flushed is gone, as when the power fails
     SIGNAL = 7  # a signal before it, which does not kill by itself
+    LOCKED = 8  # from it on the disk takes no change any more (EROFS)
 
 
 class Page(ctypes.Structure):

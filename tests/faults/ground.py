@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import shutil
@@ -130,6 +131,10 @@ class Ground:
             shutil.copytree(self.folder / "cache", place / "cache", ignore=shutil.ignore_patterns("users"))
         shutil.copytree(self.folder / "user", place / "user")
 
+    def said_at(self, place: Path) -> Path:
+        """Where what is said of a place goes: not onto the disk that is disturbed."""
+        return self.folder / f"said-{hashlib.sha256(str(place).encode()).hexdigest()[:12]}.txt"
+
     def run(
         self,
         place: Path,
@@ -143,7 +148,7 @@ class Ground:
         **settings: object,
     ) -> Ended:
         """Run the command in a forked child; the operation numbered `at` fails as `mode` says."""
-        out = place.parent / f"{place.name}.txt"
+        out = self.said_at(place)
         start = out.stat().st_size if out.exists() else 0
         answer = self.ask(
             {

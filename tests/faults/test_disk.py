@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 from collections.abc import Callable
 
@@ -15,6 +16,7 @@ FORKED = "forked from a warmed process"
 FAULTS = {
     Mode.FAIL: "an operation fails once (EIO)",
     Mode.FULL: "the disk is full from an operation on (ENOSPC)",
+    Mode.LOCKED: "the disk is read-only from an operation on (EROFS)",
     Mode.SHORT: "a write writes only half of what it was given",
     Mode.KILL: "SIGKILL before an operation",
     Mode.TORN: "SIGKILL after half of a write",
@@ -24,6 +26,8 @@ FAULTS = {
 TAKES_ROOM, WRITES = ("write", "open", "mkdir"), ("write",)
 KINDS = {Mode.FULL: TAKES_ROOM, Mode.SHORT: WRITES, Mode.TORN: WRITES}
 CODES = {Mode.SIGNAL: (0, 143), Mode.SHORT: (0,)}
+IN_CACHES = (Mode.FAIL, Mode.FULL, Mode.KILL, Mode.TORN, Mode.CUT)
+STRIDE = int(os.environ.get("FAULT_STRIDE", "1"))  # every operation, or every so many: said in the table
 SAMPLE = 2  # tries of each fault, in the quick suite
 QUICK = (Mode.FAIL, Mode.FULL, Mode.SHORT, Mode.KILL, Mode.TORN, Mode.CUT)
 
@@ -41,13 +45,28 @@ def try_all(ground: Ground, expected: Expected, mode: Mode, chosen: list[int], *
     for at in chosen:
         more = {"codes": CODES[mode]} if mode in CODES else {}
         row.add(try_at(ground, expected, at, mode, number=signal.SIGTERM, cached=cached, **more))
+    row.notes = f"of {len(places(expected, mode))} places, every {STRIDE}th" if STRIDE > 1 else "every place"
     return row
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", FAULTS, ids=lambda mode: mode.name.lower())
 def test_every_operation_of_a_run(mode: Mode, ground: Ground, expected: Expected, tell: Callable[[Row], None]) -> None:
-    tell(try_all(ground, expected, mode, places(expected, mode), cached=True))
+    tell(try_all(ground, expected, mode, places(expected, mode)[::STRIDE], cached=True))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", IN_CACHES, ids=lambda mode: mode.name.lower())
+def test_every_operation_on_the_caches(
+    mode: Mode, ground: Ground, expected_uncached: Expected, tell: Callable[[Row], None]
+) -> None:
+    """Of a run that fills them, those operations alone: the others stand above."""
+    chosen = [at for at in places(expected_uncached, mode)[:-1] if not in_run(expected_uncached.operations[at])]
+    tell(try_all(ground, expected_uncached, mode, chosen[::STRIDE], cached=False))
+
+
+def in_run(operation: str) -> bool:
+    return operation.split(" ")[1].startswith("/runs")
 
 
 @pytest.mark.parametrize("mode", QUICK, ids=lambda mode: mode.name.lower())

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import shutil
 import signal
-import subprocess
 from collections.abc import Callable
 from typing import Any
 
@@ -110,11 +109,6 @@ def vanish(folder: str, step: int) -> None:
     after_step(step, lambda: shutil.rmtree(folder))
 
 
-def read_only(disk: str, step: int) -> None:
-    """The disk takes no more writes after a step."""
-    after_step(step, lambda: subprocess.run(["mount", "-o", "remount,ro", disk], check=True))
-
-
 TROUBLES: dict[str, Callable[..., Any]] = {
-    each.__name__: each for each in (die_before_release, out_of_memory, not_finite, vanish, read_only)
+    each.__name__: each for each in (die_before_release, out_of_memory, not_finite, vanish)
 }

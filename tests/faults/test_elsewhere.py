@@ -1,0 +1,133 @@
+"""Memory that runs out and values that are not finite, at each place; signals; two runs in one folder."""
+
+from __future__ import annotations
+
+import shutil
+import signal
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from filelock import FileLock
+from safetensors.torch import load_file
+
+from lora_trainer.monitor.trackers import EVENTS
+from lora_trainer.production.folder import LOCK
+from tests.faults.disk import Mode
+from tests.faults.ground import STEPS, Ground
+from tests.faults.test_disk import FORKED, places
+from tests.faults.tries import FILES, Expected, Row, Tried, differences, last_line, run_folder, try_at
+
+NEAR = 2e-3  # of a weight, in fp16: a micro batch that is split is added up in another order
+CALLS = {
+    "denoiser": range(1, 40, 2),
+    "backward": range(1, STEPS + 1),
+    "optimizer": range(1, STEPS + 1),
+    "encoding": range(1, 4),
+    "decoding": range(1, 3),
+    "text": range(1, 4),
+}
+SIGNALS = {signal.SIGINT: 130, signal.SIGTERM: 143}
+if hasattr(signal, "SIGUSR1"):
+    SIGNALS[signal.SIGUSR1] = 138
+
+
+def nearly(folder: Path, expected: Expected) -> list[str]:
+    """Where the exported weights differ by more than rounding."""
+    problems = []
+    for name in FILES:
+        for key, value in load_file(folder / name).items():
+            wanted = torch.frombuffer(bytearray(expected.tensors[name][key]), dtype=value.dtype).view(value.shape)
+            if not torch.allclose(value.float(), wanted.float(), atol=NEAR, rtol=NEAR):
+                problems.append(f"{name}: {key} differs")
+                break
+    return problems
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("where", CALLS)
+def test_memory_runs_out(where: str, ground: Ground, expected_uncached: Expected, tell: Callable[[Row], None]) -> None:
+    """Once, at each call in turn: the run goes on with less, or says so and --resume ends as if nothing were."""
+    row, exact = Row("out of memory, once", where, FORKED), 0
+    for at in CALLS[where]:
+        place = ground.new_place(cached=False)
+        ended = ground.run(place, trouble=["out_of_memory", where, at])
+        problems = told(ended.exit, ended.said, (0, 5))
+        steps = ended.steps
+        if ended.exit != 0:
+            again = ground.run(place, "--resume")
+            steps += again.steps
+            problems += [] if again.exit == 0 else [f"--resume ended with {again.exit}: {last_line(again)}"]
+        if not problems:
+            problems += nearly(run_folder(place), expected_uncached)
+            exact += not differences(run_folder(place), expected_uncached)
+        row.add(Tried(f"call {at}", max(0, steps - STEPS), problems))
+        shutil.rmtree(place)
+    row.notes = f"{exact} of {row.tries} the same bytes, the others to rounding: their micro batch was split"
+    tell(row)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("where", ["denoiser", "backward", "encoding", "text"])
+def test_not_finite(where: str, ground: Ground, expected_uncached: Expected, tell: Callable[[Row], None]) -> None:
+    """NaN once, at each call in turn: nothing that is not finite is exported, and nothing is silently otherwise."""
+    row, exact = Row("NaN, once", where, FORKED), 0
+    for at in CALLS[where]:
+        place = ground.new_place(cached=False)
+        ended = ground.run(place, trouble=["not_finite", where, at])
+        problems, folder = told(ended.exit, ended.said, (0, 4, 5)), run_folder(place)
+        if ended.exit == 0:
+            same = not differences(folder, expected_uncached)
+            exact += same
+            finite = all(
+                bool(tensor.isfinite().all()) for name in FILES for tensor in load_file(folder / name).values()
+            )
+            said = (folder / EVENTS).exists() or "finite" in ended.said
+            problems += [] if finite else ["what is exported is not finite"]
+            problems += [] if same or said else ["it came out otherwise, and nothing was said"]
+        row.add(Tried(f"call {at}", 0, problems))
+        shutil.rmtree(place)
+    row.notes = (
+        f"{exact} of {row.tries} the same bytes; of the others a step is left out or the run failed, and it is said"
+    )
+    tell(row)
+
+
+def told(code: int | None, said: str, codes: tuple[int, ...]) -> list[str]:
+    problems = [] if code in codes else [f"ended with {code}: {said[-200:]!r}"]
+    if code and "error: " not in said:
+        problems.append("nothing was said")
+    return problems + [f"said {word}" for word in ("Traceback", "this is a bug") if word in said]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", SIGNALS, ids=lambda number: number.name)
+def test_a_signal_in_each_phase(
+    number: signal.Signals, ground: Ground, expected_uncached: Expected, tell: Callable[[Row], None]
+) -> None:
+    """Before every seventh operation of a run that fills its caches; SIGTERM at every one stands in test_disk."""
+    row = Row(f"{number.name}, in each phase", "a run that fills its caches", FORKED)
+    for at in places(expected_uncached, Mode.SIGNAL)[::7]:
+        codes = (0, SIGNALS[number])
+        row.add(try_at(ground, expected_uncached, at, Mode.SIGNAL, number=number, cached=False, codes=codes))
+    tell(row)
+
+
+def test_two_runs_in_one_folder(ground: Ground, expected: Expected, tell: Callable[[Row], None]) -> None:
+    """The second is refused and changes nothing, also with --resume; when the first is gone it may go on."""
+    row = Row("a second run in the same folder", "at its start", FORKED)
+    place = ground.new_place()
+    folder = run_folder(place)
+    folder.mkdir(parents=True)
+    with FileLock(folder / LOCK):
+        for extra in ((), ("--resume",)):
+            ended = ground.run(place, *extra)
+            problems = [] if ended.exit == 2 else [f"ended with {ended.exit}"]
+            problems += [] if "by another process" in ended.said else [f"said {last_line(ended)}"]
+            problems += [f"wrote {path.name}" for path in folder.iterdir() if path.name != LOCK]
+            row.add(Tried(f"while held {extra}", 0, problems))
+    ended = ground.run(place, "--resume")
+    problems = [f"ended with {ended.exit}"] if ended.exit != 0 else differences(folder, expected)
+    row.add(Tried("afterwards", 0, problems))
+    tell(row)
