@@ -96,6 +96,11 @@ static void cut_power(void) {
     die();
 }
 
+/* Of a full disk with a `number`: there is room again after so many refusals and looks at how much is free. */
+static void refused(void) {
+    if (page->mode == FULL && page->number > 0 && --page->number == 0) page->full = 0;
+}
+
 /* Counts one operation. 0: do it; an error number: fail with that; -1: do half of it (a write). */
 static int next(const char *kind, const char *path, int takes_room) {
     int verdict = 0;
@@ -104,7 +109,7 @@ static int next(const char *kind, const char *path, int takes_room) {
     if (here < NAMES) snprintf(page->names[here], NAME, "%s %s", kind, path + strlen(page->root));
     int locked = page->mode == LOCKED && kind[0] != 'f' ? EROFS : 0; /* a flush has nothing to do then */
     if (page->full) verdict = page->mode == LOCKED ? locked : takes_room ? ENOSPC : 0;
-    else if (here == page->at) {
+    else if (!page->fired && here >= page->at && (kind[0] == 'w' || (page->mode != TORN && page->mode != SHORT))) {
         page->fired = 1;
         switch (page->mode) {
             case FAIL: verdict = EIO; break;
@@ -117,6 +122,7 @@ static int next(const char *kind, const char *path, int takes_room) {
             case SIGNAL: kill(getpid(), (int)page->number); break;
         }
     }
+    if (verdict && page->full) refused();
     pthread_mutex_unlock(&turn);
     return verdict;
 }
@@ -232,11 +238,17 @@ int rmdir(const char *path) { return unlinkat(AT_FDCWD, path, AT_REMOVEDIR); }
 
 int statvfs(const char *path, struct statvfs *facts) {
     int failed = REAL(statvfs)(path, facts);
-    if (!failed && page && page->full && watched(path)) facts->f_bavail = facts->f_bfree = 0;
+    if (!failed && page && page->full && watched(path)) {
+        facts->f_bavail = facts->f_bfree = 0;
+        refused();
+    }
     return failed;
 }
 int statvfs64(const char *path, struct statvfs64 *facts) {
     int failed = REAL(statvfs64)(path, facts);
-    if (!failed && page && page->full && watched(path)) facts->f_bavail = facts->f_bfree = 0;
+    if (!failed && page && page->full && watched(path)) {
+        facts->f_bavail = facts->f_bfree = 0;
+        refused();
+    }
     return failed;
 }

@@ -44,7 +44,8 @@ def try_all(ground: Ground, expected: Expected, mode: Mode, chosen: list[int], *
     row = Row(FAULTS[mode], where, FORKED)
     for at in chosen:
         more = {"codes": CODES[mode]} if mode in CODES else {}
-        row.add(try_at(ground, expected, at, mode, number=signal.SIGTERM, cached=cached, **more))
+        number = signal.SIGTERM if mode == Mode.SIGNAL else 0
+        row.add(try_at(ground, expected, at, mode, number=number, cached=cached, **more))
     row.notes = f"of {len(places(expected, mode))} places, every {STRIDE}th" if STRIDE > 1 else "every place"
     return row
 
