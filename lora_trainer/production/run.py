@@ -26,7 +26,7 @@ from lora_trainer.core.errors import (
 )
 from lora_trainer.core.hardware import package_versions
 from lora_trainer.core.interrupt import leave_if_told, listening, remembering
-from lora_trainer.core.io import write_text
+from lora_trainer.core.io import remove_unfinished, write_text
 from lora_trainer.core.launch import is_main_process
 from lora_trainer.models import FAMILIES
 from lora_trainer.models.family import Family
@@ -120,6 +120,8 @@ def train(
 def nothing_to_do(order: Order, record: Mapping[str, Any]) -> RunResult:
     """A finished run was resumed; the exit code is that of the gate, where one refused its LoRA."""
     status, steps = record["status"], record["steps"]
+    if is_main_process():
+        remove_unfinished(order.folder)  # of a page that was being written when the run was killed
     if ended_early(order, dict(record)):
         order.console.print(
             f"{order.folder} stopped early at step {steps}: {record.get('reason')}."
