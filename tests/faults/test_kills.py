@@ -77,7 +77,7 @@ def test_random_kills(ground: Ground, expected_uncached: Expected, tell: Callabl
         if row.problems:
             break
     row.notes = f"{sum(seen.values())} kills: " + ", ".join(f"{count} {phase}" for phase, count in seen.most_common())
-    if row.lost > EVERY:
+    if row.lost > 2 * EVERY:  # one checkpoint may still be on its way to the disk when the next is due
         row.problems.append(f"{row.lost} steps were lost")
     tell(row)
 
