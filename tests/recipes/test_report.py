@@ -19,7 +19,7 @@ from lora_trainer.diffusion import loss as loss_module
 from lora_trainer.monitor.trackers import Trackers
 from tests.recipes.recipe import Bench, draw_pictures, patched, record
 from tests.recipes.test_bad_input import nan_at
-from tests.recipes.test_resume import stop
+from tests.recipes.test_resume import at_step
 
 VOID = {"meta", "img", "input", "br", "link", "hr"}
 HOSTILE = '<script>alert("x")</script> & <img src=x onerror=alert(1)> {{ 7 * 7 }} a ring'
@@ -206,11 +206,11 @@ def test_a_failed_run_says_where_and_what_is_safe(bench: Bench) -> None:
 
 
 def test_the_command_of_a_stopped_run_goes_on_with_it(bench: Bench) -> None:
-    with patched(Trackers, "steps", stop(signal.SIGTERM)):
+    with patched(Trackers, "steps", at_step(3, lambda: signal.raise_signal(signal.SIGTERM))):
         assert bench.run("halted", sample__every_steps=2) == 143
     page = page_of(bench.folder("halted"))
-    assert "Stopped at step 3 of 6" in page.text
-    assert "checkpoints/step-000003 is safe" in page.text
+    assert "Stopped at step 4 of 6" in page.text
+    assert "checkpoints/step-000004 is safe" in page.text
     assert "Drawn while training" in page.text
     command = re.search("lora-trainer (train .* --resume)", page.text)
     assert command is not None

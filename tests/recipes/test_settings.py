@@ -22,9 +22,9 @@ def test_micro_batches_change_neither_samples_nor_noise(micro, calls, bench):
     seen: list[list[Micro]] = []
     true = run_module.train_step
 
-    def train_step(learner, micros, samples, rate):
+    def train_step(learner, micros, *others):
         seen.append(list(micros))
-        return true(learner, seen[-1], samples, rate)
+        return true(learner, seen[-1], *others)
 
     def asked(size: int) -> dict[float, bytes]:
         """What each sample of the first step was asked, by its first value of noise."""
