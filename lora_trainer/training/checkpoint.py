@@ -1,7 +1,8 @@
 """Checkpoints: everything that resuming needs, in safetensors and JSON, whole or absent.
 
 A checkpoint is written into a hidden folder, flushed, read back and only then renamed,
-so that a folder named `step-…` is always complete.
+so that a folder named `step-…` is always complete; it is renamed again before it is deleted.
+Readers change nothing in the folder: a writer may be at work beside them.
 """
 
 from __future__ import annotations
@@ -28,11 +29,16 @@ from lora_trainer.training.state import TrainState
 VERSION = 3  # 2 and 1 had no checksums, and 1 no average
 ADAPTER, OPTIMIZER, STATE = "adapter.safetensors", "optimizer.safetensors", "state.json"
 AVERAGE = "average.safetensors"
+FINISHED = re.compile(r"(?P<name>step-[0-9]+)|\.(?P<aside>step-[0-9]+)\.old")
 SEAL = "sha256"  # of all of `state.json` but itself
 
 
 class NewerVersion(UsageError):
     """A checkpoint that a later version of this program wrote: it is whole, and cannot be read here."""
+
+
+class Damaged(UsageError):
+    """A checkpoint that is not what was written, or not there."""
 
 
 @dataclass(frozen=True)
@@ -105,11 +111,10 @@ def save_checkpoint(folder: Path, checkpoint: Checkpoint) -> Path:
 def write_checkpoint(folder: Path, checkpoint: Checkpoint) -> Path:
     """The same, as the disk says it: raises OSError, and DamagedFile when it reads back otherwise. Leaves no half."""
     target = folder / step_name(checkpoint.state.step)
-    hidden, aside = folder / f".{target.name}.part", folder / f".{target.name}.old"
+    hidden, aside = folder / f".{target.name}.part", aside_of(target)
     folder.mkdir(parents=True, exist_ok=True)
     put_back(folder)
-    for leftover in (hidden, aside):
-        shutil.rmtree(leftover, ignore_errors=True)
+    shutil.rmtree(hidden, ignore_errors=True)
     try:
         hidden.mkdir()
         write_parts(hidden, checkpoint)
@@ -125,16 +130,34 @@ def write_checkpoint(folder: Path, checkpoint: Checkpoint) -> Path:
         raise
     finally:
         shutil.rmtree(hidden, ignore_errors=True)
-    shutil.rmtree(aside, ignore_errors=True)
+    remove(aside)
     return target
 
 
+def remove(checkpoint: Path) -> None:
+    """Delete a checkpoint, under a hidden name first: a death midway leaves nothing that looks like one."""
+    hidden = checkpoint.with_name(f".{checkpoint.name.removeprefix('.')}.part")
+    shutil.rmtree(hidden, ignore_errors=True)
+    with contextlib.suppress(OSError):
+        os.replace(checkpoint, hidden)
+        flush_folder(checkpoint.parent)
+    shutil.rmtree(hidden, ignore_errors=True)
+
+
+def aside_of(checkpoint: Path) -> Path:
+    """Where a checkpoint waits while another of its step takes its place."""
+    return checkpoint.with_name(f".{checkpoint.name}.old")
+
+
 def put_back(folder: Path) -> None:
-    """A checkpoint that was set aside for another of its step takes its name again where that never came, or goes."""
+    """A checkpoint that was set aside for another of its step takes its name again where that never came, or goes.
+
+    For those alone who hold the folder.
+    """
     for aside in folder.glob(".step-*.old"):
         target = folder / aside.name.removeprefix(".").removesuffix(".old")
         if target.exists():
-            shutil.rmtree(aside, ignore_errors=True)
+            remove(aside)
         else:
             with contextlib.suppress(OSError):
                 os.replace(aside, target)
@@ -196,11 +219,19 @@ def read_state(folder: Path) -> dict[str, Any]:
 
 
 def read_checkpoint(folder: Path) -> Checkpoint:
-    """Read a checkpoint. Raises UsageError when it is damaged, incomplete or of a newer version."""
+    """Read a checkpoint, set aside or not. Raises UsageError when it is damaged, incomplete or of a newer version."""
+    for place in (folder, aside_of(folder)):  # a writer goes through them in this order, and ends at the first
+        with contextlib.suppress(Damaged):
+            return read_parts(place, folder.name)
+    return read_parts(folder, folder.name)
+
+
+def read_parts(folder: Path, name: str) -> Checkpoint:
+    """The checkpoint called `name` that a folder holds. Raises Damaged, and NewerVersion."""
     try:
         document = read_state(folder)
         state = TrainState.from_json(document["state"])
-        if folder.name != step_name(state.step):
+        if name != step_name(state.step):
             raise DamagedFile(f"it holds step {state.step}")
         if foreign := set(document["files"]) - {ADAPTER, OPTIMIZER, AVERAGE}:
             raise DamagedFile(f"{STATE} names {min(foreign)[:80]!r}, which is no file of a checkpoint")
@@ -214,7 +245,7 @@ def read_checkpoint(folder: Path) -> Checkpoint:
             average=parts.get(AVERAGE),
         )
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise UsageError(Problem(f"{folder} is damaged ({error}).", "Delete it; an older one is used.")) from error
+        raise Damaged(Problem(f"{folder} is damaged ({error}).", "Delete it; an older one is used.")) from error
 
 
 def step_name(step: int) -> str:
@@ -227,9 +258,9 @@ def step_of(checkpoint: Path) -> int:
 
 
 def list_checkpoints(folder: Path) -> list[Path]:
-    """Finished checkpoints, newest first."""
-    found = [path for path in folder.glob("step-*") if re.fullmatch(r"step-[0-9]+", path.name)]
-    return sorted(found, key=step_of, reverse=True)
+    """Finished checkpoints, newest first; one that is set aside, by its own name."""
+    found = [FINISHED.fullmatch(path.name) for path in folder.glob("*")]
+    return sorted({folder / (match["name"] or match["aside"]) for match in found if match}, key=step_of, reverse=True)
 
 
 def newest_valid(
@@ -239,14 +270,11 @@ def newest_valid(
 
     Raises NewerVersion for one that is newer and not damaged, but of a version that cannot be read here.
     """
-    put_back(folder)
     damaged: list[Path] = []
     for path in filter(lambda path: wanted(step_of(path)), list_checkpoints(folder)):
         try:
             return (path, read_checkpoint(path)), damaged
-        except NewerVersion:
-            raise
-        except UsageError:
+        except Damaged:
             damaged.append(path)
     return None, damaged
 
@@ -262,4 +290,4 @@ def prune(folder: Path, keep_last: int, newest: int, regular: Callable[[int], bo
     kept = {*earlier[:keep_last], *[path for path in earlier if regular(step_of(path))][:1]}
     for path in there:
         if path not in kept:
-            shutil.rmtree(path, ignore_errors=True)
+            remove(path)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,7 +16,9 @@ from torch import nn
 
 from lora_trainer.config.schema import OptimSection
 from lora_trainer.core.errors import TrainingFailed, UsageError
+from lora_trainer.core.io import remove_unfinished
 from lora_trainer.optim.optimizers import OPTIMIZERS, make_optimizer
+from lora_trainer.training import checkpoint
 from lora_trainer.training.best import best_path, read_best, save_best
 from lora_trainer.training.checkpoint import (
     Checkpoint,
@@ -250,3 +254,57 @@ def test_a_disk_that_refuses_leaves_the_old_one_and_says_so(tmp_path, monkeypatc
     with pytest.raises(TrainingFailed, match=r"No space left.*step-000003 is safe"):
         save_checkpoint(tmp_path, checkpoint_of(optimizer, 6))
     assert [path.name for path in sorted(Path(tmp_path).iterdir())] == ["step-000003"]
+
+
+def test_a_death_in_the_middle_of_pruning_leaves_no_half_checkpoint(tmp_path, monkeypatch):
+    optimizer, _ = trained_optimizer("adamw")
+    for step in (1, 2, 3):
+        save_checkpoint(tmp_path, checkpoint_of(optimizer, step))
+    true, removed = os.unlink, []
+
+    def unlink(*given: Any, **named: Any) -> None:
+        true(*given, **named)
+        removed.append(given)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(os, "unlink", unlink)
+    with pytest.raises(KeyboardInterrupt):
+        prune(tmp_path, 2, newest=3, regular=lambda step: False)
+    monkeypatch.undo()
+    assert removed
+    assert [path.name for path in list_checkpoints(tmp_path)] == ["step-000003", "step-000002"]
+    remove_unfinished(tmp_path)  # as the next run does
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-000002", "step-000003"]
+
+
+def test_a_reader_beside_the_writer_sees_a_checkpoint_at_every_moment_and_changes_nothing(tmp_path, monkeypatch):
+    """`kept` and a pause's message read while another thread replaces a checkpoint of the same step."""
+    optimizer, _ = trained_optimizer("adamw")
+    save_checkpoint(tmp_path, checkpoint_of(optimizer, 3))
+    newer = replace(checkpoint_of(optimizer, 3), settings={"x": 2})
+    true, seen = os.replace, []
+
+    def renamed(source: Path, target: Path) -> None:
+        true(source, target)
+        found, damaged = newest_valid(tmp_path)
+        assert found is not None
+        seen.append((found[0].name, found[1].settings["x"], damaged))
+
+    monkeypatch.setattr(os, "replace", renamed)
+    save_checkpoint(tmp_path, newer)
+    assert seen[:2] == [("step-000003", 1, []), ("step-000003", 2, [])]
+    assert [path.name for path in tmp_path.iterdir()] == ["step-000003"]
+
+
+def test_a_reader_that_a_writer_overtakes_reads_what_the_writer_left(tmp_path, monkeypatch):
+    optimizer, _ = trained_optimizer("adamw")
+    path = save_checkpoint(tmp_path, checkpoint_of(optimizer, 3))
+    true, overtaken = checkpoint.read_sealed, []
+
+    def read_sealed(*given: Any) -> dict[str, torch.Tensor]:
+        if not overtaken:
+            overtaken.append(save_checkpoint(tmp_path, replace(checkpoint_of(optimizer, 3), settings={"x": 2})))
+        return true(*given)
+
+    monkeypatch.setattr(checkpoint, "read_sealed", read_sealed)
+    assert read_checkpoint(path).settings == {"x": 2}
