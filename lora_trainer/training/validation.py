@@ -48,6 +48,8 @@ def validate(job: Job, state: TrainState, reporter: Reporter) -> TrainState:
     if best:
         state = replace(state, best_validation=loss, best_step=state.step)
     reporter.validation({"step": state.step, "loss": loss}, validation_line(before, state))
+    if not math.isfinite(loss):
+        reporter.event(state.step, "not_finite", "the held-out loss is not finite: no weights are chosen by it")
     if best:
         keep_best(job, state.step)
     return judged(job, state, reporter)

@@ -23,7 +23,7 @@ enum mode { COUNT, FAIL, FULL, SHORT, KILL, TORN, CUT, SIGNAL, LOCKED };
 
 struct page {
     long armed, at, mode, number; /* what is asked for; `number` is the signal of SIGNAL */
-    long count, fired, steps, full;
+    long count, fired, steps, full, happened;
     char root[PATH];
     char names[NAMES][NAME];
 };

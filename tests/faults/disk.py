@@ -34,7 +34,10 @@ class Page(ctypes.Structure):
     """`struct page` of disk.c."""
 
     _fields_ = (
-        *((name, ctypes.c_long) for name in ("armed", "at", "mode", "number", "count", "fired", "steps", "full")),
+        *(
+            (name, ctypes.c_long)
+            for name in ("armed", "at", "mode", "number", "count", "fired", "steps", "full", "happened")
+        ),
         ("root", ctypes.c_char * PATH),
         ("names", ctypes.c_char * NAME * NAMES),
     )
@@ -42,12 +45,17 @@ class Page(ctypes.Structure):
     def arm(self, root: Path, at: int, mode: Mode, number: int = 0) -> None:
         """Begin to count below `root`; the operation numbered `at` (from 0) fails as `mode` says."""
         self.root, self.at, self.mode, self.number = os.fsencode(root), at, int(mode), number
-        self.count = self.fired = self.steps = self.full = 0
+        self.count = self.fired = self.steps = self.full = self.happened = 0
         self.armed = 1
 
     def operations(self) -> list[str]:
         """`write /runs/a/run.json` for each operation so far."""
         return [os.fsdecode(bytes(self.names[index].value)) for index in range(min(self.count, NAMES))]
+
+    def last(self) -> str:
+        """The newest operation, empty before the first."""
+        count = min(self.count, NAMES)
+        return os.fsdecode(bytes(self.names[count - 1].value)) if count else ""
 
 
 def unavailable() -> str | None:

@@ -59,6 +59,7 @@ class Ended:
     signal: int | None
     late: bool
     fired: bool
+    happened: bool  # the trouble that was asked for came
     steps: int
     count: int
     last: str
@@ -144,10 +145,17 @@ class Ground:
         number: int = 0,
         trouble: list[Any] | None = None,
         seconds: float = 60.0,
+        phase: str | None = None,
+        delay: float = 0.0,
+        brief: bool = False,
         command: str = "train",
         **settings: object,
     ) -> Ended:
-        """Run the command in a forked child; the operation numbered `at` fails as `mode` says."""
+        """Run the command in a forked child; the operation numbered `at` fails as `mode` says.
+
+        It is killed after so many `seconds`, or `delay` seconds after a `phase` began. A `brief` one neither asks the
+        gate again nor draws pictures at its end.
+        """
         out = self.said_at(place)
         start = out.stat().st_size if out.exists() else 0
         answer = self.ask(
@@ -161,6 +169,9 @@ class Ground:
                 "number": number,
                 "trouble": trouble,
                 "seconds": seconds,
+                "phase": phase,
+                "delay": delay,
+                "brief": brief,
             }
         )
         said = out.read_text("utf-8", errors="replace")[start:]

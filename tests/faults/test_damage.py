@@ -10,9 +10,8 @@ import pytest
 
 from lora_trainer.training.checkpoint import list_checkpoints
 from tests.faults.ground import EVERY, STEPS, Ended, Ground
-from tests.faults.tries import Expected, Row, Tried, differences, last_line, run_folder
+from tests.faults.tries import Expected, Row, Tried, differences, last_line, nearly, run_folder
 
-MADE = "files changed on the disk, then the command again in a process forked from a warmed one"
 PLACES = (0.0, 0.02, 0.3, 0.7, 0.999)  # shares of a file's length
 
 
@@ -95,13 +94,13 @@ def test_a_damaged_newest_checkpoint(
     hurt: str, ground: Ground, killed: Path, expected: Expected, tell: Callable[[Row], None]
 ) -> None:
     """Each of its files, at several places: the older one is taken, and the end is the same."""
-    row = Row(f"newest checkpoint: {hurt}", "each file of it", MADE)
+    row = Row(f"the newest checkpoint: {hurt}", "each file")
     newest = list_checkpoints(run_folder(killed) / "checkpoints")[0]
     for file in sorted(path for path in newest.iterdir() if path.is_file()):
         for share in hurts(file, hurt):
             place = copied(ground, killed)
             lost, problems = judged(
-                place, ground.run(place, "--resume"), expected, STEPS - EVERY, f"{newest.name} is damaged"
+                place, ground.run(place, "--resume", brief=True), expected, STEPS - EVERY, f"{newest.name} is damaged"
             )
             row.add(Tried(f"{file.name} at {share:.1%}", lost, problems))
             shutil.rmtree(place)
@@ -111,7 +110,7 @@ def test_a_damaged_newest_checkpoint(
 @pytest.mark.slow
 def test_all_checkpoints_damaged(ground: Ground, killed: Path, expected: Expected, tell: Callable[[Row], None]) -> None:
     """Nothing to go on from: said, and trained from the start."""
-    row = Row("all checkpoints: cut off", "each file of them", MADE)
+    row = Row("all checkpoints: cut off", "each file")
     place = copied(ground, killed)
     for checkpoint in list_checkpoints(run_folder(place) / "checkpoints"):
         for file in checkpoint.iterdir():
@@ -125,15 +124,20 @@ def test_all_checkpoints_damaged(ground: Ground, killed: Path, expected: Expecte
 @pytest.mark.parametrize("hurt", HURTS)
 def test_damaged_caches(hurt: str, ground: Ground, expected: Expected, tell: Callable[[Row], None]) -> None:
     """Each file of the caches and of what is remembered of pictures: built again, and the end is the same."""
-    row = Row(f"caches: {hurt}", "each file of the caches", MADE)
+    row = Row(f"caches: {hurt}", "each file")
     whole = ground.new_place()
     files = [path for folder in ("cache", "user") for path in sorted((whole / folder).rglob("*")) if path.is_file()]
     for file in files:
         for share in hurts(file, hurt) if file.stat().st_size else ():
             place = copied(ground, whole)
-            _, problems = judged(place, ground.run(place), expected, STEPS, None)
-            row.add(Tried(f"{file.relative_to(whole)} at {share:.1%}", 0, problems))
+            ended = ground.run(place, brief=True)
+            _, differ = judged(place, ended, expected, STEPS, None)
+            # A picture encoded again alone and not among those of its batch has other last bits: said, and near.
+            told = ended.exit == 0 and " rebuilt (" in ended.said
+            problems = nearly(run_folder(place), expected) if told else differ
+            row.add(Tried(f"{file.relative_to(whole)} at {share:.1%}", 0, problems, not differ))
             shutil.rmtree(place)
+    row.notes = "" if row.same == row.tries else "else told and to rounding: encoded again outside of its batch"
     tell(row)
 
 
@@ -141,7 +145,7 @@ def test_one_bit_of_the_newest_checkpoint(
     ground: Ground, killed: Path, expected: Expected, tell: Callable[[Row], None]
 ) -> None:
     """The quick sample of the above."""
-    row = Row("newest checkpoint: one bit flipped", "its optimizer", MADE)
+    row = Row("the newest checkpoint: one bit flipped", "its optimizer")
     place = copied(ground, killed)
     newest = list_checkpoints(run_folder(place) / "checkpoints")[0]
     flipped(newest / "optimizer.safetensors", 0.7)

@@ -12,7 +12,6 @@ from tests.faults.disk import Mode
 from tests.faults.ground import Ground
 from tests.faults.tries import Expected, Row, try_at
 
-FORKED = "forked from a warmed process"
 FAULTS = {
     Mode.FAIL: "an operation fails once (EIO)",
     Mode.FULL: "the disk is full from an operation on (ENOSPC)",
@@ -26,6 +25,7 @@ FAULTS = {
 TAKES_ROOM, WRITES = ("write", "open", "mkdir"), ("write",)
 KINDS = {Mode.FULL: TAKES_ROOM, Mode.SHORT: WRITES, Mode.TORN: WRITES}
 CODES = {Mode.SIGNAL: (0, 143), Mode.SHORT: (0,)}
+NO_EXPORT = (Mode.LOCKED, Mode.SHORT, Mode.SIGNAL)  # without gate and pictures, at whose files the others fail
 IN_CACHES = (Mode.FAIL, Mode.FULL, Mode.KILL, Mode.TORN, Mode.CUT)
 STRIDE = int(os.environ.get("FAULT_STRIDE", "1"))  # every operation, or every so many: said in the table
 SAMPLE = 2  # tries of each fault, in the quick suite
@@ -40,13 +40,13 @@ def places(expected: Expected, mode: Mode) -> list[int]:
 
 
 def try_all(ground: Ground, expected: Expected, mode: Mode, chosen: list[int], *, cached: bool) -> Row:
-    where = "a run, caches full" if cached else "a run that fills its caches"
-    row = Row(FAULTS[mode], where, FORKED)
+    every = "every" if STRIDE == 1 else f"each {STRIDE}th"
+    row = Row(FAULTS[mode], f"{every} of a run" if cached else f"{every} of filling caches")
     for at in chosen:
         more = {"codes": CODES[mode]} if mode in CODES else {}
         number = signal.SIGTERM if mode == Mode.SIGNAL else 0
-        row.add(try_at(ground, expected, at, mode, number=number, cached=cached, **more))
-    row.notes = f"of {len(places(expected, mode))} places, every {STRIDE}th" if STRIDE > 1 else "every place"
+        brief = not cached or mode in NO_EXPORT
+        row.add(try_at(ground, expected, at, mode, number=number, cached=cached, brief=brief, **more))
     return row
 
 

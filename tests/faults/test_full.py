@@ -12,10 +12,9 @@ import pytest
 
 from tests.faults.disk import Mode
 from tests.faults.ground import STEPS, Ground
-from tests.faults.test_disk import FORKED, places
+from tests.faults.test_disk import places
 from tests.faults.tries import Expected, Row, Tried, differences, last_line, left_over, run_folder, torn
 
-HOW = "a real tmpfs; forked from a warmed process"
 SHARES = (0.1, 0.3, 0.5, 0.65, 0.8, 0.9, 0.97)  # of what a run and its caches take
 ROOMY = "64m"
 
@@ -71,7 +70,7 @@ def wrong_words(exit_code: int | None, said: str) -> list[str]:
 @pytest.mark.slow
 def test_a_disk_too_small(ground: Ground, expected_uncached: Expected, disk: Path, tell: Callable[[Row], None]) -> None:
     """It fills while caching, in a checkpoint, in export; then room is made and the run resumed."""
-    row = Row("full file system, then room and --resume", "caching, checkpoints, export", HOW)
+    row = Row("a full file system, then room and --resume", "a real tmpfs: caching, checkpoints, export")
     place, codes = disk / "place", list[int | None]()
     ground.furnish(place, cached=False)
     least = used(disk)
@@ -87,14 +86,14 @@ def test_a_disk_too_small(ground: Ground, expected_uncached: Expected, disk: Pat
         resize(disk, ROOMY)
         again, more = went_on(ground, place, expected_uncached)
         row.add(Tried(f"{share:.0%} of {whole} bytes", max(0, ended.steps + again - STEPS), problems + more))
-    row.notes = f"ended with {', '.join(map(str, codes))}"
+    row.notes = f"exit codes {', '.join(map(str, codes))}"
     tell(row)
 
 
 @pytest.mark.slow
 def test_room_is_made_while_a_run_waits(ground: Ground, expected: Expected, tell: Callable[[Row], None]) -> None:
     """The run pauses with a message and goes on by itself."""
-    row, waited = Row("the disk is full, and has room again while the run waits", "a run, caches full", FORKED), 0
+    row, waited = Row("the disk is full, then has room while the run waits", "each 25th"), 0
     for at in places(expected, Mode.FULL)[::25]:
         place = ground.new_place()
         ended = ground.run(place, at=at, mode=Mode.FULL, number=3, checkpoint__wait_minutes=1)
@@ -103,7 +102,7 @@ def test_room_is_made_while_a_run_waits(ground: Ground, expected: Expected, tell
         if ended.exit == 0:
             problems += differences(run_folder(place), expected)
         row.add(Tried(f"operation {at}", max(0, ended.steps - STEPS), problems))
-    row.notes = f"{waited} of {row.tries} said that they wait; the others needed no more than they could do without"
+    row.notes = f"{waited} said that they wait; the others did without"
     row.problems += [] if waited else ["none waited"]
     tell(row)
 
@@ -112,7 +111,7 @@ def test_room_is_made_while_a_run_waits(ground: Ground, expected: Expected, tell
 @pytest.mark.parametrize("step", [1, 3])
 def test_a_folder_that_vanishes(step: int, ground: Ground, expected: Expected, tell: Callable[[Row], None]) -> None:
     """What was in it is lost; what is trained is not, and the loss of the rest is said."""
-    row = Row("the run's folder is deleted while it trains", f"after step {step}", FORKED)
+    row = Row("the run's folder is deleted while it trains", f"after step {step}")
     place = ground.new_place()
     ended = ground.run(place, trouble=["vanish", str(run_folder(place)), step])
     problems = wrong_words(ended.exit, ended.said)

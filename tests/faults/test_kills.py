@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import re
 import shutil
 import subprocess
 import sys
@@ -15,27 +16,19 @@ from pathlib import Path
 import pytest
 
 from lora_trainer.training.checkpoint import list_checkpoints, step_of
-from tests.faults.ground import CHECKOUT, EVERY, STEPS, Ground
+from tests.faults.ground import CHECKOUT, EVERY, Ground
+from tests.faults.phases import PHASES, phase_of
 from tests.faults.tries import Expected, Row, Tried, differences, last_line, left_over, run_folder, torn
 
-KILLS, EACH = 50, 5
-
-
-def phase_of(operation: str) -> str:
-    """What a run was at, from the last file that it touched."""
-    for part, phase in (
-        ("/checkpoints", "checkpoint"),
-        ("/cache/latents", "caching"),
-        ("/cache/texts", "caching"),
-        ("/cache", "caching"),
-        ("/logs", "step"),
-        ("metrics", "step"),
-        (".safetensors", "export"),
-        ("/samples", "export"),
-    ):
-        if part in operation:
-            return phase
-    return "between"
+KILLS, EACH, FEW, MOST_RUNS = 50, 5, 4, 25  # kills in all, of one run, in each phase at least; runs at most
+LATER = 0.03  # seconds after the first file of a phase: a kill comes at a random moment within them
+REAL_RUNS = 2
+MARKS = {
+    "caching": "cache/latents/*",
+    "step": "runs/first/metrics.jsonl",
+    "checkpoint": "runs/first/checkpoints/.step-*",
+    "export": "runs/first/*.safetensors",
+}
 
 
 def newest(place: Path) -> int:
@@ -43,14 +36,13 @@ def newest(place: Path) -> int:
     return step_of(found[0]) if found else 0
 
 
-def killed_run(
-    ground: Ground, expected: Expected, chance: random.Random, kills: int, seconds: float, seen: Counter[str]
-) -> tuple[int, list[str]]:
-    """Kill a run so often, each time at another moment, then let it end; most steps trained again, what is wrong."""
+def killed_run(ground: Ground, expected: Expected, chance: random.Random, seen: Counter[str]) -> Tried:
+    """Kill a run in several phases, at a random moment of each, then let it end."""
     place, most, problems = ground.new_place(cached=False), 0, list[str]()
-    for _ in range(kills):
+    chosen = [PHASES[0], *chance.choices(PHASES[1:], k=EACH - 1)]
+    for phase in sorted(chosen, key=PHASES.index):
         before = newest(place)
-        ended = ground.run(place, "--resume", seconds=chance.uniform(0.0, seconds))
+        ended = ground.run(place, "--resume", phase=phase, delay=chance.uniform(0.0, LATER))
         if ended.late:
             seen[phase_of(ended.last)] += 1
         elif ended.exit != 0:
@@ -59,52 +51,69 @@ def killed_run(
         most = max(most, before + ended.steps - newest(place))
     ended = ground.run(place, "--resume")
     if ended.exit != 0:
-        return most, [*problems, f"--resume ended with {ended.exit or ended.signal}: {last_line(ended)}"]
-    problems += [*differences(run_folder(place), expected), *left_over(run_folder(place))]
+        problems.append(f"--resume ended with {ended.exit or ended.signal}: {last_line(ended)}")
+    else:
+        problems += [*differences(run_folder(place), expected), *left_over(run_folder(place))]
+    if most > 2 * EVERY:  # one checkpoint may still be on its way to the disk when the next is due
+        problems.append(f"{most} steps were lost")
     if not problems:
         shutil.rmtree(place)
-    return most, problems
+    return Tried(f"{place.name}, killed in {chosen}", most, problems)
 
 
 @pytest.mark.slow
 def test_random_kills(ground: Ground, expected_uncached: Expected, tell: Callable[[Row], None]) -> None:
-    row = Row("SIGKILL at a random moment", "caching, step, checkpoint, export", "forked from a warmed process")
+    """Until there are enough of them, and some in each phase. A row counts runs; its notes count kills."""
+    row = Row("SIGKILL at random moments", "caching, step, checkpoint, export")
     chance, seen = random.Random(5), Counter[str]()
-    seconds = max(ground.run(ground.new_place(cached=False)).seconds for _ in range(2))
-    while sum(seen.values()) < KILLS:
-        lost, problems = killed_run(ground, expected_uncached, chance, EACH, seconds, seen)
-        row.add(Tried(f"run {row.tries + 1}", lost, problems))
-        if row.problems:
-            break
-    row.notes = f"{sum(seen.values())} kills: " + ", ".join(f"{count} {phase}" for phase, count in seen.most_common())
-    if row.lost > 2 * EVERY:  # one checkpoint may still be on its way to the disk when the next is due
-        row.problems.append(f"{row.lost} steps were lost")
+    while (sum(seen.values()) < KILLS or min(seen[phase] for phase in PHASES) < FEW) and row.tries < MOST_RUNS:
+        row.add(killed_run(ground, expected_uncached, chance, seen))
+    row.notes = kills(seen)
+    row.problems += [f"only {row.notes}"] if sum(seen.values()) < KILLS else []
+    row.problems += [f"only {seen[phase]} kills in {phase}" for phase in PHASES if seen[phase] < FEW]
     tell(row)
+
+
+def kills(seen: Counter[str]) -> str:
+    return f"{sum(seen.values())} kills: " + ", ".join(f"{count} {phase}" for phase, count in seen.most_common())
 
 
 @pytest.mark.slow
 def test_real_kills(ground: Ground, expected_uncached: Expected, tell: Callable[[Row], None]) -> None:
-    """The command as people start it: a process of its own, killed when a file of each phase is there."""
-    row = Row("SIGKILL of the command", "caching, step, checkpoint, export", "a real process")
-    marks = ("cache/latents/*", "runs/first/metrics.jsonl", "runs/first/checkpoints/step-*", "runs/first/*.safetensors")
-    place = ground.new_place(cached=False)
+    """The command as people start it: a process of its own, killed a little after a file of each phase is there."""
+    row, chance, seen = Row("SIGKILL at random moments", "the same, a real command"), random.Random(6), Counter[str]()
+    for _ in range(REAL_RUNS):
+        row.add(killed_command(ground, expected_uncached, chance, seen))
+    row.notes = kills(seen)
+    row.problems += [f"only {row.notes}"] if sum(seen.values()) < 2 * REAL_RUNS else []
+    tell(row)
+
+
+def killed_command(ground: Ground, expected: Expected, chance: random.Random, seen: Counter[str]) -> Tried:
+    place, most, problems = ground.new_place(cached=False), 0, list[str]()
     environment = os.environ | {"PYTHONPATH": str(CHECKOUT), "LORA_TRAINER_CACHE": str(place / "user")}
     command = [sys.executable, "-m", "lora_trainer", *ground.arguments(place, "--resume")]
-    killed, problems = 0, list[str]()
-    for mark in marks:
+    for phase, mark in MARKS.items():
         process = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         until = time.monotonic() + 120.0
         while process.poll() is None and not list(place.glob(mark)) and time.monotonic() < until:
             time.sleep(0.002)
+        time.sleep(chance.uniform(0.0, LATER))
         process.kill()
-        killed += process.wait() == -9
-        problems += torn(place, expected_uncached)
+        seen[f"from {phase} on"] += process.wait() == -9
+        problems += torn(place, expected)
+        most = max(most, last_row(run_folder(place)) - newest(place))
     ended = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=300)
     if ended.returncode != 0:
         problems.append(f"ended with {ended.returncode}: {ended.stderr[-300:]}")
     else:
         # In a process of its own the gate asks in full, which changes no byte of what is trained.
-        problems += differences(run_folder(place), expected_uncached)
-    row.notes = f"{killed} kills, of one run of {STEPS} steps"
-    row.add(Tried("run", 0, problems))
-    tell(row)
+        problems += [*differences(run_folder(place), expected), *left_over(run_folder(place))]
+    return Tried(place.name, most, problems)
+
+
+def last_row(folder: Path) -> int:
+    """The newest step in metrics.jsonl, whose last line may be cut off; 0 without one."""
+    path = folder / "metrics.jsonl"
+    found = re.findall(r'"step": (\d+)', path.read_text(encoding="utf-8")) if path.exists() else []
+    return int(found[-1]) if found else 0

@@ -10,12 +10,14 @@ from typing import Any
 
 import torch
 from diffusers import AutoencoderKL, UNet2DConditionModel
-from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from transformers import CLIPTextModel
 
 from lora_trainer.monitor.trackers import Trackers
 from lora_trainer.production import flow
+from tests.faults.disk import Page
 
+PAGES: list[Page] = []
 SHORT = "CUDA out of memory. Tried to allocate 2.00 GiB."
 PLACES: dict[str, tuple[Any, str]] = {
     "denoiser": (UNet2DConditionModel, "forward"),  # of a step, a validation, the gate and a picture
@@ -24,6 +26,15 @@ PLACES: dict[str, tuple[Any, str]] = {
     "decoding": (AutoencoderKL, "decode"),
     "text": (CLIPTextModel, "forward"),
 }
+
+
+def told_in(page: Page) -> None:
+    """Where to tell that the trouble came."""
+    PAGES[:] = [page]
+
+
+def happened() -> None:
+    PAGES[0].happened = 1
 
 
 def before(owner: Any, name: str, act: Callable[[int], None]) -> None:
@@ -52,6 +63,7 @@ def out_of_memory(place: str, at: int) -> None:
 
     def raise_at(call: int) -> None:
         if call == at:
+            happened()
             raise torch.OutOfMemoryError(SHORT)
 
     if place == "optimizer":
@@ -67,7 +79,18 @@ def out_of_memory(place: str, at: int) -> None:
 
 
 def not_finite(place: str, at: int) -> None:
-    """The `at`-th call at a place gives NaN; of a backward pass, its loss does."""
+    """The `at`-th call at a place gives NaN; of a backward pass, its loss does; of an update, the weights do."""
+    if place == "optimizer":
+        updates = [0]
+
+        def ruin(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+            updates[0] += 1
+            if updates[0] == at:
+                happened()
+                optimizer.param_groups[0]["params"][0].data.view(-1)[0] = float("nan")
+
+        register_optimizer_step_post_hook(ruin)
+        return
     owner, name = PLACES[place]
     true, calls = getattr(owner, name), [0]
 
@@ -75,6 +98,7 @@ def not_finite(place: str, at: int) -> None:
         calls[0] += 1
         if calls[0] != at:
             return true(self, *given, **named)
+        happened()
         if place == "backward":
             return true(self * float("nan"), *given, **named)
         for parameter in self.parameters():

@@ -12,6 +12,7 @@ import signal
 import sys
 import time
 import traceback
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,10 +23,13 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from lora_trainer.cli.main import main
 from lora_trainer.evaluation import lora_check
+from lora_trainer.production import flow
 from tests.faults.disk import Mode, Page, loaded_page
-from tests.faults.troubles import TROUBLES
+from tests.faults.phases import phase_of
+from tests.faults.troubles import TROUBLES, told_in
 
 CRASHED = 70  # exit code of a child whose command raised what no command may raise
+REPORTS: list[Any] = []  # the newest of the gate
 
 
 def warm_up(arguments: list[str]) -> None:
@@ -34,6 +38,7 @@ def warm_up(arguments: list[str]) -> None:
     lora_check.CELLS, lora_check.PREDICTED_AT_ONCE = 1, 16  # the gate's questions: the business of other tests
     lora_check.base_visits = partial(lora_check.base_visits, steps=1)
     torch.set_num_threads(1)
+    flow.judge_lora = partial(judged, flow.judge_lora)
     for _ in range(2):
         if main(arguments) != 0:
             raise SystemExit("the undisturbed run failed")
@@ -45,6 +50,22 @@ def warm_up(arguments: list[str]) -> None:
         raise SystemExit(f"{threads} threads are alive: what is forked from here could hang")
 
 
+def judged(true: Callable[..., Any], *given: Any) -> Any:
+    """The gate's report, kept for the children that need not ask again."""
+    REPORTS[:] = [true(*given)]
+    return REPORTS[0]
+
+
+def be_brief() -> None:
+    """Neither ask the gate again nor draw the pictures: half of a try's time, where they are not what is tested."""
+
+    def left_out(*_: Any) -> None:
+        raise RuntimeError("left out in this try")
+
+    flow.judge_lora = lambda *_: REPORTS[0]
+    flow.draw_comparison = left_out  # type: ignore[assignment]
+
+
 def child(asked: dict[str, Any], page: Page) -> None:
     """Run the command as asked, and leave without any of the parent's clean-up."""
     code = CRASHED
@@ -54,7 +75,10 @@ def child(asked: dict[str, Any], page: Page) -> None:
         os.dup2(out, 2)
         os.environ["LORA_TRAINER_CACHE"] = asked["user"]
         register_optimizer_step_post_hook(lambda *_: count_step(page))
+        if asked["brief"]:
+            be_brief()
         if asked["trouble"]:
+            told_in(page)
             name, *given = asked["trouble"]
             TROUBLES[name](*given)
         page.arm(Path(asked["root"]), asked["at"], Mode(asked["mode"]), asked["number"])
@@ -81,15 +105,17 @@ def tried(asked: dict[str, Any], page: Page) -> dict[str, Any]:
     number = os.fork()
     if number == 0:
         child(asked, page)
-    late = False
+    late, until = False, began + asked["seconds"]
     while True:
         done, status = os.waitpid(number, os.WNOHANG)
         if done:
             break
-        if not late and time.monotonic() - began > asked["seconds"]:
+        if asked["phase"] and phase_of(page.last()) == asked["phase"]:
+            asked["phase"], until = None, time.monotonic() + asked["delay"]
+        if not late and time.monotonic() > until:
             os.kill(number, signal.SIGKILL)
             late = True
-        time.sleep(0.003)
+        time.sleep(0.001)
     return {
         "exit": os.WEXITSTATUS(status) if os.WIFEXITED(status) else None,
         "signal": os.WTERMSIG(status) if os.WIFSIGNALED(status) else None,
@@ -97,7 +123,8 @@ def tried(asked: dict[str, Any], page: Page) -> dict[str, Any]:
         "fired": bool(page.fired),
         "steps": page.steps,
         "count": page.count,
-        "last": page.operations()[-1] if page.count else "",
+        "happened": bool(page.happened),
+        "last": page.last(),
         "operations": page.operations() if asked["mode"] == Mode.COUNT else [],
         "seconds": time.monotonic() - began,
     }

@@ -132,6 +132,16 @@ def scripted(job: Job, held_out: list[float]) -> Job:
     return replace(job, samples_in=samples_in, validate=lambda asked: held_out[place[0]])
 
 
+def test_a_held_out_loss_that_is_not_finite_is_told_and_chooses_nothing(place: TinyPlace):
+    job = scripted(place.job("a", steps=2, validate__every_steps=1), [float("nan"), 0.9, float("inf")])
+    state, _ = place.train(job)
+    assert state.best_step == 1
+    rows = read_lines(job.folder / EVENTS)
+    told = [(event["step"], event["message"]) for event in rows if event["kind"] == "not_finite"]
+    said = "the held-out loss is not finite: no weights are chosen by it"
+    assert told == [(0, said), (2, said)]
+
+
 def test_early_stopping_ends_with_the_best(place: TinyPlace):
     settings = {"validate__every_steps": 1, "control__early_stopping": True, "control__patience": 2}
     curve = [1.0, 0.9, 0.8, 0.85, 0.8, 0.1, 0.1]
