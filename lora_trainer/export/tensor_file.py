@@ -101,9 +101,11 @@ def _entries(path: Path, label: str, wanted: str | None) -> Iterator[tuple[str, 
 def _read_header(file: BinaryIO, label: str) -> tuple[dict[str, Any], dict[str, str] | None]:
     """The entries in the order of their bytes, and the metadata. Raises DamagedFile for what is not sound."""
     size = os.fstat(file.fileno()).st_size
-    length = int.from_bytes(file.read(8), "little")
-    if not 0 < length <= min(LARGEST_HEADER, size - 8):
-        raise DamagedFile("the header has no sound length")
+    length, name = int.from_bytes(file.read(8), "little"), Path(file.name).name
+    if size < 8 or size - 8 < length <= LARGEST_HEADER:
+        raise DamagedFile(f"{name} is cut off")
+    if not 0 < length <= LARGEST_HEADER:
+        raise DamagedFile(f"the header of {name} has no sound length")
     raw = file.read(length)
     try:
         entries: dict[str, Any] = json.loads(raw)
@@ -114,17 +116,17 @@ def _read_header(file: BinaryIO, label: str) -> tuple[dict[str, Any], dict[str, 
             begin, after = entry["data_offsets"]
             room = math.prod(entry["shape"]) * DTYPES[entry["dtype"]].itemsize
             if begin != end or after - begin != room or min(entry["shape"], default=0) < 0:
-                raise DamagedFile("the header does not add up")
+                raise DamagedFile(f"the header of {name} does not add up")
             end = after
         if size != 8 + length + end:
-            raise DamagedFile("the file is cut off")
+            raise DamagedFile(f"{name} is cut off, or longer than it was")
         sealed = metadata is not None and DIGEST in metadata
         if sealed and raw != _header(label, metadata[DIGEST], ordered)[8:]:
-            raise DamagedFile("the header is not what was written, or another file's")
+            raise DamagedFile(f"the header of {name} is not what was written, or another file's")
     except DamagedFile:
         raise
     except (ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError) as error:
-        raise DamagedFile(f"the header cannot be read ({type(error).__name__}: {error})") from None
+        raise DamagedFile(f"the header of {name} cannot be read ({type(error).__name__}: {error})") from None
     return ordered, metadata
 
 

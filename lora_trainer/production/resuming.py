@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -50,16 +51,18 @@ def shown_by_source(config: Config) -> list[dict[str, Any]]:
 
 
 def find_start(folder: Path, settings: dict[str, Any], console: Console, config: Config) -> Checkpoint | None:
-    """The newest checkpoint that can be gone on from; None, said, when there is none.
+    """The newest checkpoint that can be gone on from; None, said, when there never was one.
 
-    Raises UsageError when settings changed that its weights or its order of samples hang on.
+    Raises UsageError when all are damaged, since starting over would replace what the run made, and
+    when settings changed that its weights or its order of samples hang on.
     """
     found, damaged = newest_valid(folder / "checkpoints")
-    for path in damaged:
-        console.print(f"--resume: {path.name} is damaged and passed over")
+    if found is None and damaged:
+        raise UsageError(all_damaged(folder, damaged))
+    for path, reason in damaged.items():
+        console.print(f"--resume: {path.name} is damaged and passed over ({reason})")
     if found is None:
-        reason = "no checkpoint can be read" if damaged else "no checkpoint yet"
-        console.print(f"--resume: {reason}, starting at step 0")
+        console.print("--resume: no checkpoint yet, starting at step 0")
         return None
     path, checkpoint = found
     changed = {name: old for name, old in checkpoint.settings.items() if settings.get(name) != old}
@@ -67,6 +70,15 @@ def find_start(folder: Path, settings: dict[str, Any], console: Console, config:
         raise UsageError([differing(name, old, settings.get(name), folder, config) for name, old in changed.items()])
     console.print(f"resuming from {path.name} of {folder}")
     return checkpoint
+
+
+def all_damaged(folder: Path, damaged: Mapping[Path, str]) -> Problem:
+    """Why a run cannot be gone on with, and how to begin it anew on purpose."""
+    named = "; ".join(f"{path.name} ({reason})" for path, reason in damaged.items())
+    return Problem(
+        f"No checkpoint of {folder} can be read: {named}.",
+        f"Choose a new --name, or delete {folder / 'checkpoints'} to start over at step 0.",
+    )
 
 
 def differing(name: str, old: Any, new: Any, folder: Path, config: Config) -> Problem:

@@ -245,7 +245,16 @@ def read_parts(folder: Path, name: str) -> Checkpoint:
             average=parts.get(AVERAGE),
         )
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise Damaged(Problem(f"{folder} is damaged ({error}).", "Delete it; an older one is used.")) from error
+        raise Damaged(Problem(f"{folder} is damaged ({reason(error)}).", "Delete it; an older one is used.")) from error
+
+
+def reason(error: BaseException | None) -> str:
+    """What is wrong with a checkpoint, in a few words that name the file."""
+    if isinstance(error, OSError):
+        return f"{Path(error.filename or '').name}: {(error.strerror or str(error)).lower()}".removeprefix(": ")
+    if isinstance(error, DamagedFile):
+        return str(error)
+    return f"{STATE} cannot be read: {type(error).__name__}: {error}"
 
 
 def step_name(step: int) -> str:
@@ -265,17 +274,17 @@ def list_checkpoints(folder: Path) -> list[Path]:
 
 def newest_valid(
     folder: Path, wanted: Callable[[int], bool] = lambda step: True
-) -> tuple[tuple[Path, Checkpoint] | None, list[Path]]:
-    """The newest checkpoint of a wanted step that reads back whole, and the damaged ones passed over for it.
+) -> tuple[tuple[Path, Checkpoint] | None, dict[Path, str]]:
+    """The newest checkpoint of a wanted step that reads back whole, and the damaged ones passed over, with reasons.
 
     Raises NewerVersion for one that is newer and not damaged, but of a version that cannot be read here.
     """
-    damaged: list[Path] = []
+    damaged: dict[Path, str] = {}
     for path in filter(lambda path: wanted(step_of(path)), list_checkpoints(folder)):
         try:
             return (path, read_checkpoint(path)), damaged
-        except Damaged:
-            damaged.append(path)
+        except Damaged as error:
+            damaged[path] = reason(error.__cause__)
     return None, damaged
 
 

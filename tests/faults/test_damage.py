@@ -109,13 +109,17 @@ def test_a_damaged_newest_checkpoint(
 
 @pytest.mark.slow
 def test_all_checkpoints_damaged(ground: Ground, killed: Path, expected: Expected, tell: Callable[[Row], None]) -> None:
-    """Nothing to go on from: said, and trained from the start."""
+    """Nothing to go on from: refused, and trained from the start once they are deleted."""
     row = Row("all checkpoints: cut off", "each file")
     place = copied(ground, killed)
     for checkpoint in list_checkpoints(run_folder(place) / "checkpoints"):
         for file in checkpoint.iterdir():
             cut_off(file, 0.5)
-    lost, problems = judged(place, ground.run(place, "--resume"), expected, STEPS, "no checkpoint can be read")
+    refused = ground.run(place, "--resume")
+    shutil.rmtree(run_folder(place) / "checkpoints")
+    lost, problems = judged(place, ground.run(place, "--resume"), expected, STEPS, "no checkpoint yet")
+    if refused.exit != 2 or refused.steps:
+        problems.append(f"not refused: ended with {refused.exit}, {refused.steps} steps trained")
     row.add(Tried("all", lost, problems))
     tell(row)
 

@@ -13,7 +13,7 @@ import pytest
 
 from lora_trainer.cli.main import main
 from lora_trainer.monitor.trackers import Trackers
-from tests.recipes.recipe import Bench, draw_pictures, exported, losses, patched, record, rows
+from tests.recipes.recipe import Bench, contents, draw_pictures, exported, losses, patched, record, rows
 
 # Through the whole command; every kind of run, stopped at every step, in tests/training/test_exact_resume.py.
 KINDS: dict[str, dict[str, object]] = {
@@ -94,7 +94,9 @@ def test_a_damaged_checkpoint_is_passed_over(finished, bench, capsys):
     newest = bench.folder("first") / "checkpoints" / "step-000005" / "optimizer.safetensors"
     newest.write_bytes(newest.read_bytes()[:100])
     assert bench.run("first", "--resume", checkpoint__every_steps=3) == 0
-    assert "step-000003" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "step-000005 is damaged and passed over (optimizer.safetensors is cut off)" in said
+    assert "resuming from step-000003" in said
     assert exported(bench.folder("first")) == exported(finished.folder("first"))
 
 
@@ -135,15 +137,30 @@ def test_a_folder_in_use_is_refused(bench, capsys):
     assert "--resume" in said
 
 
-def test_damaged_checkpoints_are_named_on_resume(bench, capsys):
+def test_a_run_whose_checkpoints_are_all_damaged_is_refused_and_left_as_it_is(bench, capsys):
     assert bench.run("hurt", steps=2, checkpoint__every_steps=1) == 0
-    for path in (bench.folder("hurt") / "checkpoints").glob("*/adapter.safetensors"):
-        path.write_bytes(path.read_bytes()[:50])
-    (bench.folder("hurt") / "run.json").write_text('{"status": "stopped", "steps": 2}', encoding="utf-8")
+    folder, checkpoints = bench.folder("hurt"), bench.folder("hurt") / "checkpoints"
+    cut, bits = (
+        checkpoints / "step-000002" / "adapter.safetensors",
+        checkpoints / "step-000001" / "optimizer.safetensors",
+    )
+    cut.write_bytes(cut.read_bytes()[:50])
+    bits.write_bytes(bits.read_bytes()[:-1] + bytes([bits.read_bytes()[-1] ^ 1]))
+    (folder / "run.json").write_text('{"status": "stopped", "steps": 2}', encoding="utf-8")
+    before = contents(folder)
+    capsys.readouterr()
+    assert bench.run("hurt", "--resume", steps=2) == 2
+    told = capsys.readouterr()
+    assert "starting at step 0" not in told.out
+    assert "step-000002 (adapter.safetensors is cut off)" in told.err
+    assert "step-000001 (optimizer.safetensors is not what was written: its checksum differs)" in told.err
+    assert "a new --name" in told.err
+    assert record(folder) == {"status": "stopped", "steps": 2}
+    left = contents(folder)
+    for name in before.keys() - {"run.json"}:
+        assert left[name] == before[name], name
+    shutil.rmtree(checkpoints)
     assert bench.run("hurt", "--resume", steps=2) == 0
-    said = capsys.readouterr().out
-    assert "step-000002 is damaged" in said
-    assert "no checkpoint can be read, starting at step 0" in said
 
 
 def test_resume_without_a_run_starts_at_the_beginning(bench, capsys):

@@ -112,7 +112,7 @@ def assert_noticed(folder: Path, older: Path, newer: Path) -> None:
     found, damaged = newest_valid(folder)
     assert found is not None
     assert found[0] == older
-    assert damaged == [newer]
+    assert list(damaged) == [newer]
 
 
 FILES = ("adapter.safetensors", "optimizer.safetensors", "average.safetensors", "state.json")
@@ -200,7 +200,7 @@ def test_a_checkpoint_set_aside_for_another_of_its_step_is_found_again(tmp_path)
     newer.rename(tmp_path / ".step-000006.old")
     found, damaged = newest_valid(tmp_path)
     assert found is not None
-    assert (found[0], damaged) == (newer, [])
+    assert (found[0], damaged) == (newer, {})
     assert older.exists()
 
 
@@ -292,7 +292,7 @@ def test_a_reader_beside_the_writer_sees_a_checkpoint_at_every_moment_and_change
 
     monkeypatch.setattr(os, "replace", renamed)
     save_checkpoint(tmp_path, newer)
-    assert seen[:2] == [("step-000003", 1, []), ("step-000003", 2, [])]
+    assert seen[:2] == [("step-000003", 1, {}), ("step-000003", 2, {})]
     assert [path.name for path in tmp_path.iterdir()] == ["step-000003"]
 
 
