@@ -168,6 +168,14 @@ def remembering(grace: float | None = None) -> Iterator[None]:
 
 
 @contextmanager
+def leaving_when_told() -> Iterator[None]:
+    """Inside the block, within `remembering()`, a signal raises Stopped again; one that came before does it at once."""
+    with _manner("leave"):
+        leave_if_told()
+        yield
+
+
+@contextmanager
 def can_be_given_up(seconds: float = math.inf) -> Iterator[None]:
     """Inside the block a signal raises GivenUp, unless the block should end in time: in `seconds` from now.
 

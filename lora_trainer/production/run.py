@@ -25,7 +25,7 @@ from lora_trainer.core.errors import (
     is_out_of_memory,
 )
 from lora_trainer.core.hardware import package_versions
-from lora_trainer.core.interrupt import leave_if_told, listening, remembering
+from lora_trainer.core.interrupt import leaving_when_told, listening, remembering
 from lora_trainer.core.io import remove_unfinished, write_text
 from lora_trainer.core.launch import is_main_process
 from lora_trainer.models import FAMILIES
@@ -196,34 +196,31 @@ def run_recorded(order: Order, inputs: Inputs) -> RunResult:
     join_processes(
         order.config.train.process_timeout_minutes
     ).wait()  # all must have found the folder free before one of them claims it
-    with held(order), patient(patience_of(order)):
-        with remembering():
-            previous, before = read_record(folder), list_checkpoints(folder / "checkpoints")
-            record = first_record(order, inputs, previous or {})
-            tell_differences(order, previous or {}, record)
-            keep(folder, record)
+    # A signal ends the session alone; before it, and after it, what is known of the run is written down.
+    with held(order), patient(patience_of(order)), remembering():
+        previous, before = read_record(folder), list_checkpoints(folder / "checkpoints")
+        record = first_record(order, inputs, previous or {})
+        tell_differences(order, previous or {}, record)
+        keep(folder, record)
         try:
-            leave_if_told()
             exactly = only_deterministic(order.config.train.deterministic, folder / "checkpoints")
-            with in_use(cache_folder(order.config)), exactly:
+            with leaving_when_told(), in_use(cache_folder(order.config)), exactly:
                 outcome = run_session(order, inputs, record)
         except BaseException as error:
-            with remembering():
-                trained = list_checkpoints(folder / "checkpoints")
-                if isinstance(error, UsageError) and trained == before:
-                    if is_main_process():
-                        leave_as_found(folder, previous)
-                    raise
-                record = replace(latest(folder, record), steps=step_of(trained[0]) if trained else 0)
-                if isinstance(error, KeyboardInterrupt | SystemExit):
-                    order.console.print(left_behind(record))
-                try:
-                    finish(order, ended_by(error, record).with_seconds(total=time.monotonic() - began))
-                except (OSError, UserError) as refused:  # what ended the run is told, not what came of it
-                    order.console.print(f"{RECORD} could not be written: {refused}")
+            trained = list_checkpoints(folder / "checkpoints")
+            if isinstance(error, UsageError) and trained == before:
+                if is_main_process():
+                    leave_as_found(folder, previous)
                 raise
-        with remembering():
-            return conclude(order, outcome, time.monotonic() - began)
+            record = replace(latest(folder, record), steps=step_of(trained[0]) if trained else 0)
+            if isinstance(error, KeyboardInterrupt | SystemExit):
+                order.console.print(left_behind(record))
+            try:
+                finish(order, ended_by(error, record).with_seconds(total=time.monotonic() - began))
+            except (OSError, UserError) as refused:  # what ended the run is told, not what came of it
+                order.console.print(f"{RECORD} could not be written: {refused}")
+            raise
+        return conclude(order, outcome, time.monotonic() - began)
 
 
 def left_behind(record: Record) -> str:

@@ -11,15 +11,15 @@ from itertools import pairwise
 
 import torch
 
-from lora_trainer.core.errors import Problem, first_line, is_out_of_memory
+from lora_trainer.core.errors import Problem, TrainingFailed, first_line, is_out_of_memory
 from lora_trainer.evaluation.loading import free_memory
 from lora_trainer.models.memory import checkpoint_blocks, checkpointable_blocks
 from lora_trainer.training.job import Job
 from lora_trainer.training.micro import Micro
-from lora_trainer.training.recovery import SMALLER_STATE, GoBack, WeightsLost, nothing_left
+from lora_trainer.training.recovery import SMALLER_RUN, SMALLER_STATE, GoBack, WeightsLost, nothing_left
 from lora_trainer.training.reporter import Reporter
 from lora_trainer.training.state import Fit, TrainState
-from lora_trainer.training.step import HalfChanged, StepResult, give_up_step
+from lora_trainer.training.step import HalfChanged, StepResult, Unsummed, give_up_step
 
 AGREE_EVERY = 10  # steps between asking all processes what fits each of them
 
@@ -41,17 +41,20 @@ def step_that_fits(
         install(job, fit)
     while True:
         given = refit(micros, fit.micro)
-        half_changed = False
+        half_changed = unsummed = False
         try:
             return attempt(given), fit
         except Exception as error:
-            half_changed = isinstance(error, HalfChanged)
-            if not half_changed and not is_out_of_memory(error):
+            half_changed, unsummed = isinstance(error, HalfChanged), isinstance(error, Unsummed)
+            if not half_changed and not unsummed and not is_out_of_memory(error):
                 raise
             reason = first_line(error)
         # Out here nothing refers to the frames of the attempt, which hold what must be freed.
         give_up_step(job.learner)
         free_memory(job.learner.device)
+        if unsummed:
+            message = f"Out of memory while gradients were summed or clipped, at step {state.step + 1} ({reason})."
+            raise TrainingFailed(Problem(message, SMALLER_RUN))
         less = reduced(job, fit, max((len(micro.t) for micro in given), default=1), state.step)
         if half_changed and (job.processes.reduce is not None or less is None):
             message = f"Out of memory while the weights were changed, at step {state.step + 1} ({reason})."

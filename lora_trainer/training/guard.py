@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import NoReturn
 
 import torch
+from torch.nn.utils import get_total_norm
 
 from lora_trainer.core.errors import Problem, TrainingFailed
 from lora_trainer.training.checkpoint import kept
@@ -63,10 +65,12 @@ def not_finite_weights(job: Job, state: TrainState, step: int) -> NoReturn:
     restore_good(job, state, step, "the weights are not finite any more")
 
 
-def finite_to_save(job: Job, state: TrainState) -> None:
-    """Raise GoBack or TrainingFailed rather than have weights saved that are not finite."""
+def finite_to_save(job: Job, state: TrainState) -> float:
+    """Raise GoBack or TrainingFailed rather than have weights saved that are not finite; the seconds that it took."""
+    began = time.perf_counter()
     if not weights_are_finite(job.learner):
         not_finite_weights(job, state, state.step)
+    return time.perf_counter() - began
 
 
 def overflowed(job: Job, result: StepResult) -> bool:
@@ -109,7 +113,8 @@ def stop(job: Job, state: TrainState, why: str, fix: str = LOWER_RATE) -> NoRetu
 
 
 def weights_are_finite(learner: Learner) -> bool:
-    return all(bool(torch.isfinite(master).all()) for master in learner.masters)
+    """Looked at once for all of them: the largest is not finite where any is not."""
+    return math.isfinite(float(get_total_norm(learner.masters, math.inf)))
 
 
 def blamed_samples(losses: Sequence[torch.Tensor], names: Sequence[str]) -> str:

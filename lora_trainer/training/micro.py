@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from lora_trainer.config.schema import NoiseSection
+from lora_trainer.core.errors import memory_may_run_out
 from lora_trainer.core.randomness import position_uniform
 from lora_trainer.data.loader import Batch
 from lora_trainer.diffusion.noise import perturbed, position_noise, training_noise
@@ -106,13 +107,18 @@ def copied_ahead(device: torch.device, dtype: torch.dtype) -> Callable[[list[Mic
     """What brings the micro batches of a step to the device ahead of time, from the thread that reads ahead.
 
     On a card they are copied in a stream of their own, so that no step waits for a copy; those of a step that holds
-    more than `COPIED_AHEAD` wait in page-locked memory. On a processor they stay as they are.
+    more than `COPIED_AHEAD` wait in page-locked memory. On a processor, and where memory runs out, they stay as they are.
     """
     if device.type != "cuda":
         return lambda micros: micros
     stream = torch.cuda.Stream(device)
 
     def copy(micros: list[Micro]) -> list[Micro]:
+        with memory_may_run_out():
+            return brought(micros)
+        return micros  # copied in the step, which does with less where memory does not suffice either
+
+    def brought(micros: list[Micro]) -> list[Micro]:
         with torch.cuda.device(device), torch.cuda.stream(stream):  # a new thread would lock memory for the first card
             staged = [micro.staged(device, dtype) for micro in micros]
             if sum(micro.bytes for micro in staged) > COPIED_AHEAD:

@@ -11,6 +11,7 @@ from accelerate import PartialState
 from torch import Tensor
 from torch.distributed import all_reduce
 
+from lora_trainer.core.errors import is_out_of_memory
 from lora_trainer.training.group import Group, ProcessLost
 
 # Who is waited for is decided by `Group`: a process that works is, for as long as this.
@@ -65,6 +66,8 @@ def _together(rank: int, world: int, device: torch.device, timeout_minutes: floa
                 group.patiently(work.is_completed)
             work.wait()
         except RuntimeError as error:
+            if is_out_of_memory(error):
+                raise
             raise ProcessLost("Another process of this run was lost: its connection broke") from error
         return tensor
 

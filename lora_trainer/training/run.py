@@ -11,7 +11,7 @@ from functools import partial
 import torch
 
 from lora_trainer.core.disk import stand_by
-from lora_trainer.core.errors import TrainingFailed, UserError
+from lora_trainer.core.errors import Problem, TrainingFailed, UserError, first_line, is_out_of_memory
 from lora_trainer.core.interrupt import GivenUp, Interrupt, listening, remembering
 from lora_trainer.core.randomness import position_key
 from lora_trainer.data.loader import prefetch
@@ -34,6 +34,7 @@ from lora_trainer.training.stopping import Stopping
 from lora_trainer.training.validation import validate
 
 READ_AHEAD = 4  # steps
+UNREAD = "See that the disk is well and that other programs leave memory; --resume goes on."
 
 
 def train(
@@ -88,7 +89,7 @@ def train_steps(
         rate, samples = rate_of(job, state, state.step), job.samples_in(state.step)
         try:
             with stopping.waiting():
-                micros = next(source)
+                micros = given(source, state.step)
             waited = time.perf_counter() - started
             make = partial(made, job, state, micros, samples, rate, reporter)
             result, fit = stopping.attempt(state, make)
@@ -111,8 +112,7 @@ def train_steps(
             validating = due(config.validation.every_steps, state.step) or (last and not stopping.signalled)
             if saving or keeping or validating or look_now(job, state, pending):
                 state = look(job, state, pending, reporter)
-            if saving or validating:
-                finite_to_save(job, state)
+            checked = finite_to_save(job, state) if saving or validating else 0.0
             if validating:
                 state = validate(job, state, reporter)
                 if unvalidated(job, state) or stopped_early(config.control, state.control):
@@ -121,7 +121,8 @@ def train_steps(
             if keeping:
                 keep_weights(job, state.step)
             if saving:
-                save(job, state, reporter.flush, last=last or sampling)  # pictures have ended more than one run
+                # Pictures have ended more than one run.
+                save(job, state, reporter.flush, last=last or sampling, held_up=checked)
             if sampling and job.sample is not None:
                 job.sample(state)
         except ProcessLost as error:
@@ -133,6 +134,18 @@ def train_steps(
 def ended(job: Job, state: TrainState, pending: list[Pending], reporter: Reporter, error: UserError) -> TrainingFailed:
     """The error that a run ends with, once all that can be saved is saved."""
     return ended_early(job, state if out_of_reach(job, error) else look(job, state, pending, reporter), error)
+
+
+def given(source: Iterator[list[Micro]], step: int) -> list[Micro]:
+    """The micro batches of the step after `step`. Raises TrainingFailed where memory or the disk fails in making them."""
+    try:
+        return next(source)
+    except Exception as error:
+        if not isinstance(error, OSError) and not is_out_of_memory(error):
+            raise
+        what = "Memory ran out" if is_out_of_memory(error) else "The system failed"
+        message = f"{what} in reading the data of step {step + 1} ({first_line(error)})."
+        raise TrainingFailed(Problem(message, UNREAD)) from error
 
 
 def read_steps(job: Job, first: int) -> Iterator[list[Micro]]:

@@ -60,16 +60,19 @@ def arrived(job: Job) -> Callable[[], None]:
     return event.synchronize
 
 
-def save(job: Job, state: TrainState, before: Callable[[], None] = nothing, *, last: bool = False) -> None:
+def save(
+    job: Job, state: TrainState, before: Callable[[], None] = nothing, *, last: bool = False, held_up: float = 0.0
+) -> None:
     """Hand a checkpoint over to be written (main process only; all hold the same weights), and the oldest dropped.
 
-    `before` is called in the thread that writes. With `last` all is on the disk when this returns.
+    `before` is called in the thread that writes. With `last` all is on the disk when this returns. `held_up` are the
+    seconds that the loop has been held up for this already.
     """
     if not job.processes.is_main:
         return
+    began = time.perf_counter() - held_up
     if last or not is_regular(job, state.step):
         job.writer.settle()  # no other takes the place of a regular one: the run goes back to these
-    began = time.perf_counter()
     buffers = job.writer.buffers("checkpoint")
     checkpoint, ready = take(job, state, buffers), arrived(job)
 

@@ -74,15 +74,19 @@ class StepResult:
 
 
 class HalfChanged(Exception):
-    """Memory ran out while weights, optimizer or average were changed: they are no longer those of a step.
+    """Memory ran out while weights, optimizer or average were changed: they are no longer those of a step."""
 
-    Or while gradients were summed: other processes have gone on, and the step cannot be done again by one alone.
+
+class Unsummed(Exception):
+    """Memory ran out while gradients were summed or clipped: other processes have gone on, and the step cannot be done again.
+
+    The weights are still those of the step before.
     """
 
 
 @contextmanager
-def changing_weights() -> Iterator[None]:
-    """Memory that runs out inside the block is raised as HalfChanged: the step cannot simply be done again."""
+def changing_weights(kind: type[Exception] = HalfChanged) -> Iterator[None]:
+    """Memory that runs out inside the block is raised as `kind`: the step cannot simply be done again."""
     try:
         yield
     except Exception as error:
@@ -91,7 +95,7 @@ def changing_weights() -> Iterator[None]:
         reason = first_line(error)
     else:
         return
-    raise HalfChanged(reason)  # out here, so that it holds nothing that must be freed
+    raise kind(reason)  # out here, so that it holds nothing that must be freed
 
 
 def train_step(
@@ -121,7 +125,7 @@ def train_step(
         summed = [total, *losses, *all_gradients(learner.masters)]
         flat = torch.cat([each.flatten() for each in summed])
     # What processes have settled together cannot be done again by one of them alone.
-    with nullcontext() if learner.reduce is None else changing_weights():
+    with nullcontext() if learner.reduce is None else changing_weights(Unsummed):
         settle()
         if learner.reduce is not None:
             spread(learner.reduce(flat), summed)

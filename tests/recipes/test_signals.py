@@ -4,13 +4,23 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from lora_trainer.config.layers import Layer
+from lora_trainer.core.errors import Problem, TrainingFailed
+from lora_trainer.core.interrupt import Stopped, listening
 from lora_trainer.production import flow, release, report, session
 from lora_trainer.production import run as outside
+from lora_trainer.production.inputs import read_inputs
+from lora_trainer.production.order import Order, plain_console
+from lora_trainer.production.settings import settle
 from lora_trainer.training import saving, step
 from tests.recipes.recipe import Bench, exported, losses, patched, record, rows
 
@@ -92,3 +102,48 @@ def test_the_time_to_leave_is_recorded(bench: Bench) -> None:
     [event] = record(bench.folder("first"))["events"]
     assert event["kind"] == "signal"
     assert event["message"].startswith("SIGUSR1: everything was saved ")
+
+
+def told_at_line(function: Callable[..., Any], line: int, begun: Callable[[], bool]) -> Callable[..., Any]:
+    """A trace of `sys.settrace`: a signal comes before the `line`th line, from 1, of those run once `begun`."""
+    seen = 0
+
+    def lines(frame: Any, event: str, given: Any) -> Any:
+        nonlocal seen
+        if event == "line" and begun():
+            seen += 1
+            if seen == line:
+                signal.raise_signal(signal.SIGTERM)
+        return lines
+
+    return lambda frame, event, given: lines if frame.f_code is function.__code__ else None
+
+
+@pytest.mark.parametrize("way", ["it ends", "it fails"])
+def test_no_line_after_the_session_leaves_a_run_that_runs_for_ever(way: str, bench: Bench, tmp_path: Path) -> None:
+    layer = Layer("test", {"model": {"path": str(bench.model)}, "data": {"sources": [str(bench.data)]}})
+    order = Order(settle([], [layer]), tmp_path, plain_console(quiet=True))
+    inputs, over = read_inputs(order.config), list[bool]()
+
+    def run_session(order: Order, inputs: Any, record: Any) -> flow.Outcome:
+        over.append(True)
+        if way == "it fails":
+            raise TrainingFailed(Problem("It failed.", ""))
+        return flow.Outcome(record, None, None, signal_exit=143)
+
+    told, line = True, 0
+    while told:  # at one line after the other, until the last is behind
+        line += 1
+        over.clear()
+        here = replace(order, folder=tmp_path / f"line {line}")
+        with patched(flow, "run_session", run_session), listening(silent=True) as interrupt:
+            before = sys.gettrace()
+            sys.settrace(told_at_line(outside.run_recorded, line, lambda: bool(over)))
+            try:
+                with suppress(Stopped, TrainingFailed):
+                    outside.run_recorded(here, inputs)
+            finally:
+                sys.settrace(before)
+            told = bool(interrupt)
+        assert record(here.folder)["status"] in ("failed", "stopped"), f"line {line}"
+    assert line > 3

@@ -13,7 +13,7 @@ from torch import Tensor
 from lora_trainer.core.errors import TrainingFailed
 from lora_trainer.models.memory import checkpointed_blocks
 from lora_trainer.monitor.trackers import EVENTS, METRICS, VALIDATION, read_lines
-from lora_trainer.training.checkpoint import newest_valid, read_checkpoint
+from lora_trainer.training.checkpoint import list_checkpoints, newest_valid, read_checkpoint
 from lora_trainer.training.job import Job
 from lora_trainer.training.state import Fit
 from lora_trainer.training.validation import MOST_ASKED_AT_ONCE
@@ -296,4 +296,20 @@ def test_of_two_processes_one_whose_update_fails_does_not_try_alone(place: TinyP
     """The other has gone on: what the two would sum from there would be of different steps."""
     first, second = (place.job("short", processes=each, **FOUR) for each in together(2))
     with pytest.raises(TrainingFailed, match="Process 0: Out of memory while the weights were changed, at step 3"):
-        place.resume_together([in_clipping(first, lambda call: call == 2), second])
+        place.resume_together([in_update(first, lambda call: call == 2), second])
+    assert not list_checkpoints(first.checkpoints), "these weights are of no step"
+
+
+def in_the_sum(job: Job, fails: Callable[[int], bool]) -> Job:
+    return replace(job, learner=replace(job.learner, reduce=counted(fails, job.learner.reduce)))
+
+
+@pytest.mark.parametrize("place_of", [in_the_sum, in_clipping])
+def test_of_two_processes_one_without_memory_for_the_sum_saves_and_leaves(place: TinyPlace, place_of: Any):
+    """It cannot try alone either, but its weights are still those of the step before."""
+    first, second = (place.job("short", processes=each, **FOUR) for each in together(2))
+    with pytest.raises(
+        TrainingFailed, match="Process 0: Out of memory while gradients were summed or clipped, at step 3"
+    ):
+        place.resume_together([place_of(first, lambda call: call == 2), second])
+    assert [path.name for path in list_checkpoints(first.checkpoints)] == ["step-000002"]

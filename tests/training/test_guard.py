@@ -10,12 +10,14 @@ from typing import Any, get_args
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from lora_trainer.config.schema import Config, ControlSection, OptimSection
 from lora_trainer.core.errors import TrainingFailed
 from lora_trainer.monitor.trackers import EVENTS, METRICS, read_lines
 from lora_trainer.training.build import choose_guard
 from lora_trainer.training.checkpoint import list_checkpoints
+from lora_trainer.training.guard import weights_are_finite
 from lora_trainer.training.job import Job
 from lora_trainer.training.step import Guard
 from tests.training.tiny_job import OF_THE_CLOCK, TinyPlace, together, told_in
@@ -282,6 +284,29 @@ def test_weights_that_are_not_finite_are_never_saved(place: TinyPlace):
     with pytest.raises(TrainingFailed, match=r"After 2 returns .* the weights are not finite any more at step 4"):
         place.train(job)
     assert [path.name for path in list_checkpoints(job.checkpoints)] == ["step-000002"]
+
+
+class Reads(TorchDispatchMode):
+    """Counts how often the host asks a device for a number."""
+
+    count = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, given: Any = (), named: Any = None) -> Any:
+        self.count += function is torch.ops.aten._local_scalar_dense.default
+        return function(*given, **(named or {}))
+
+
+@pytest.mark.parametrize("value", [0.0, 3e38, NAN, math.inf, -math.inf])
+def test_all_weights_are_looked_at_with_one_read(place: TinyPlace, value: float):
+    learner = place.job("a", **SETTINGS).learner
+    assert len(learner.masters) > 10
+    for master in (learner.masters[0], learner.masters[-1]):
+        before = master.data.clone()
+        master.data.view(-1)[-1] = value
+        with Reads() as reads:
+            assert weights_are_finite(learner) == math.isfinite(value)
+        assert reads.count == 1
+        master.data.copy_(before)
 
 
 def test_an_overflow_of_fp16_is_not_a_loss_that_is_not_finite(place: TinyPlace):

@@ -217,3 +217,17 @@ def test_epochs_between_checkpoints(place: TinyPlace) -> None:
     epochs = set(range(job.steps_per_epoch, 13, job.steps_per_epoch))
     assert len(epochs) > 1
     assert {step_of(path) for path in list_checkpoints(job.checkpoints)} == {4, 8, 12} | epochs
+
+
+def test_what_a_checkpoint_holds_the_loop_up_counts_from_its_beginning(place: TinyPlace) -> None:
+    """With the look at the weights, and with the wait for those that are written first."""
+    job, clock = place.job("a", checkpoint__every_steps=2), [100.0]
+
+    def settle() -> None:
+        clock[0] += 5.0
+
+    job.writer.settle = settle  # type: ignore[method-assign]
+    with patched(saving.time, "perf_counter", lambda: clock[0]):
+        save(job, TrainState(step=2), held_up=0.25)
+        save(job, TrainState(step=3), held_up=0.25)
+    assert job.writer.stalls == [0.25, 5.25]

@@ -1,0 +1,81 @@
+"""What goes wrong in the thread that reads ahead costs no step that was trained."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from lora_trainer.core.errors import TrainingFailed
+from lora_trainer.training import micro as micros_ahead
+from lora_trainer.training import processes
+from lora_trainer.training.checkpoint import list_checkpoints
+from lora_trainer.training.job import Job
+from lora_trainer.training.micro import Micro, copied_ahead
+from tests.training.tiny_job import TinyPlace, outcome
+
+SHORT = "CUDA out of memory. Tried to allocate 20.00 MiB."
+
+
+def without_data_of(job: Job, step: int, error: Exception) -> Job:
+    """The same job, whose data of `step`, counted from 0, cannot be made."""
+    made = job.micros
+
+    def micros(at: int) -> list[Micro]:
+        if at == step:
+            raise error
+        return made(at)
+
+    return replace(job, micros=micros)
+
+
+@pytest.mark.parametrize(
+    ("error", "words"),
+    [
+        (torch.OutOfMemoryError(SHORT), "Memory ran out in reading the data of step 5 "),
+        (MemoryError(), "Memory ran out in reading the data of step 5 "),
+        (OSError(5, "Input/output error"), "The system failed in reading the data of step 5 .*Input/output error"),
+    ],
+)
+def test_what_was_trained_is_saved_and_the_rest_comes_out_the_same(place: TinyPlace, error: Exception, words: str):
+    settings: dict[str, Any] = {"steps": 6, "checkpoint__every_steps": 100}
+    whole = place.job("whole", **settings)
+    place.train(whole)
+    broken = without_data_of(place.job("broken", **settings), 4, error)
+    with pytest.raises(TrainingFailed, match=f"{words}.*step-000004 is safe"):
+        place.train(broken)
+    assert [path.name for path in list_checkpoints(broken.checkpoints)] == ["step-000004"]
+    mended = place.job("broken", **settings)
+    place.resume(mended)
+    assert outcome(mended) == outcome(whole)
+
+
+def test_without_memory_to_copy_ahead_the_step_copies_for_itself(monkeypatch: pytest.MonkeyPatch):
+    """On a card; this one only says that its memory is full."""
+
+    def full(*given: Any) -> Micro:
+        raise torch.OutOfMemoryError(SHORT)
+
+    for name in ("Stream", "device", "stream"):
+        monkeypatch.setattr(micros_ahead.torch.cuda, name, lambda *given: nullcontext())
+    monkeypatch.setattr(Micro, "staged", full)
+    values = torch.zeros(2, 4, 8, 8)
+    one = Micro(values, values, values, torch.zeros(2), {}, torch.zeros(2, 6), torch.ones(2))
+    (found,) = copied_ahead(torch.device("cuda"), torch.bfloat16)([one])
+    assert found is one
+
+
+def test_a_sum_without_memory_is_not_taken_for_a_lost_process(monkeypatch: pytest.MonkeyPatch):
+    def full(*given: Any, **named: Any) -> None:
+        raise torch.OutOfMemoryError(SHORT)
+
+    monkeypatch.setattr(processes, "Group", lambda *given: type("Alone", (), {"meet": None, "patiently": None}))
+    monkeypatch.setattr(processes, "_groups", [])
+    monkeypatch.setattr(processes, "all_reduce", full)
+    reduce = processes._together(0, 2, torch.device("cpu"), 1.0).reduce
+    assert reduce is not None
+    with pytest.raises(torch.OutOfMemoryError):
+        reduce(torch.zeros(1))
