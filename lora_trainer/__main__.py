@@ -1,15 +1,18 @@
 """`python -m lora_trainer`: the same as the command `lora-trainer`."""
 
 import signal
+from collections.abc import Sequence
 
 
-def entry() -> int:
-    """Run the command of this process's arguments; its exit code."""
+def entry(arguments: Sequence[str] | None = None) -> int:
+    """Run the command of these arguments, by default this process's; its exit code. No signal does anything later."""
     before = signal.signal(signal.SIGINT, signal.SIG_DFL)  # while it loads, Ctrl-C ends it without a traceback
     from lora_trainer.cli.main import main
+    from lora_trainer.core.interrupt import listening
 
     signal.signal(signal.SIGINT, before)
-    return main()
+    with listening(to_the_end=True):
+        return main(arguments)
 
 
 if __name__ == "__main__":

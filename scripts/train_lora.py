@@ -10,7 +10,7 @@ import os
 import signal
 import sys
 
-from lora_trainer.cli.main import main
+from lora_trainer.__main__ import entry
 
 PR_SET_PDEATHSIG = 1  # prctl(2)
 MOST_THREADS = 8
@@ -43,4 +43,4 @@ if __name__ == "__main__":
     stop_with_launcher()
     stay_on_this_machine()
     use_the_cores()
-    raise SystemExit(main(["train", *sys.argv[1:]]))
+    raise SystemExit(entry(["train", *sys.argv[1:]]))

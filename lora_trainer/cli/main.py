@@ -41,7 +41,7 @@ from lora_trainer.cli.plan import EXAMPLES as PLAN_EXAMPLES
 from lora_trainer.cli.plan import add_plan_arguments, plan_command
 from lora_trainer.config.layers import Resolved
 from lora_trainer.core.errors import DONE, WRONG_USAGE, Problem, UsageError, nearest
-from lora_trainer.core.interrupt import Stopped, listening
+from lora_trainer.core.interrupt import Stopped, code_of_signal, listening
 from lora_trainer.core.quiet import quieten_libraries
 
 INTERRUPTED = 130
@@ -68,15 +68,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     quieten_libraries()
     try:
         with listening():
-            code = _dispatch(arguments)
-            sys.stdout.flush()  # here, where a reader that is gone is no error
+            try:
+                code = _dispatch(arguments)
+                sys.stdout.flush()  # here, where a reader that is gone is no error
+            except BrokenPipeError:
+                # The reader is gone (`… | head`): nothing may be written at exit either.
+                os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+                return code_of_signal() or BROKEN_PIPE
         return code
     except Stopped as stopped:
         return stopped.exit_code
-    except BrokenPipeError:
-        # The reader is gone (`… | head`): nothing may be written at exit either.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return BROKEN_PIPE
     except KeyboardInterrupt:
         say("stopped")
         return INTERRUPTED

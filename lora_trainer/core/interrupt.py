@@ -1,4 +1,4 @@
-"""Being told to stop, by SIGINT, SIGTERM or SIGUSR1, in whatever a command is doing.
+"""Being told to stop, by SIGINT, SIGTERM, SIGUSR1 or SIGHUP, in whatever a command is doing.
 
 Signals belong to the process, so what is known of them is one value of this module. What the first one does depends
 on what is under way:
@@ -7,7 +7,8 @@ on what is under way:
 - inside `remembering()` nothing is raised: whoever opened it asks `told()` when it suits (an update, a checkpoint);
 - inside `can_be_given_up()` `GivenUp` is raised where what is under way would not end in time.
 
-A second signal leaves at once, by the system's own way: all files are whole or absent at every moment.
+A second signal leaves at once, by the system's own way: all files are whole or absent at every moment. SIGHUP is no
+second one: a terminal that closes sends it by several ways, and a system that ends sends it after SIGTERM.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ from typing import Literal
 
 from lora_trainer.core.launch import is_main_process, launched
 
-SIGNALS = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGUSR1") if hasattr(signal, name))
+SIGNALS = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGUSR1", "SIGHUP") if hasattr(signal, name))
+HANG_UP = getattr(signal, "SIGHUP", None)  # the terminal is closed
 GRACE_SECONDS = 30.0
 FOR_SAVING = 0.5  # share of the grace time that is kept for saving
 # A launcher passes on what the terminal has told its processes already: until then the same signal counts once.
@@ -55,13 +57,15 @@ class Interrupt:
         self.manner: Manner = "leave"
         self.ends = math.inf  # when what can be given up should end by itself
         self.silent = silent
+        # Known while they live: a closed one is none any more.
+        self.terminals = [number for number in (0, 1, 2) if os.isatty(number)]
 
     def __bool__(self) -> bool:
         return self.signal is not None
 
     @property
     def exit_code(self) -> int:
-        """128 plus the signal's number, as shells count: 130 for SIGINT, 143 for SIGTERM, 138 for SIGUSR1."""
+        """128 plus the signal's number, as shells count: 130 for SIGINT, 143 for SIGTERM, 138 for SIGUSR1, 129 for SIGHUP."""
         return 128 + (self.signal or 0)
 
     @property
@@ -82,21 +86,30 @@ class Interrupt:
         self.signal, self.at = number, time.monotonic()
         if not launched() and threading.current_thread() is threading.main_thread():
             for each in SIGNALS:
-                signal.signal(each, signal.SIG_DFL)
+                signal.signal(each, signal.SIG_IGN if each == HANG_UP else signal.SIG_DFL)
 
     def caught(self, number: int, frame: FrameType | None) -> None:
         """The handler of all signals. Raises Stopped or GivenUp where what is under way allows it."""
         if self:
-            if self.seconds > ECHO_SECONDS:
+            if self.seconds > ECHO_SECONDS and number != HANG_UP:
                 signal.signal(number, signal.SIG_DFL)
                 signal.raise_signal(number)
             return
         self.remember(number)
         self._say()
+        if number == HANG_UP:
+            self._without_terminals()
         if self.manner == "leave":
             raise Stopped(self.exit_code)
         if self.manner == "give up" and not self.in_time(self.ends):
             raise GivenUp
+
+    def _without_terminals(self) -> None:
+        """What is written to them goes nowhere from here on: a closed one refuses every write."""
+        nowhere = os.open(os.devnull, os.O_RDWR)
+        for number in self.terminals:
+            os.dup2(nowhere, number)
+        os.close(nowhere)
 
     def _say(self) -> None:
         if self.silent or not is_main_process():
@@ -115,10 +128,11 @@ _now: Interrupt | None = None
 
 
 @contextmanager
-def listening(*, silent: bool = False) -> Iterator[Interrupt]:
+def listening(*, silent: bool = False, to_the_end: bool = False) -> Iterator[Interrupt]:
     """Catch signals inside the block; inside of another such block it is that one that goes on.
 
-    Elsewhere than in the main thread nothing is caught. `silent` says nothing when a signal comes.
+    Elsewhere than in the main thread nothing is caught. `silent` says nothing when a signal comes. With `to_the_end`
+    signals do nothing after the block: all is written, and the interpreter that ends would show a traceback.
     """
     global _now
     if threading.current_thread() is not threading.main_thread():
@@ -128,12 +142,14 @@ def listening(*, silent: bool = False) -> Iterator[Interrupt]:
         yield _now
         return
     _now = Interrupt(silent=silent)
-    before = {each: signal.signal(each, _now.caught) for each in SIGNALS}
+    # `nohup` ignores SIGHUP, and means it.
+    heard = [each for each in SIGNALS if each != HANG_UP or signal.getsignal(each) != signal.SIG_IGN]
+    before = {each: signal.signal(each, _now.caught) for each in heard}
     try:
         yield _now
     finally:
         for each, handler in before.items():
-            signal.signal(each, handler)
+            signal.signal(each, signal.SIG_IGN if to_the_end else handler)
         _now = None
 
 

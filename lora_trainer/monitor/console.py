@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 from rich.console import Console as RichConsole
 from rich.text import Text
 
 from lora_trainer.core.findings import printable_lines
+from lora_trainer.core.interrupt import told
 
 
 class Console(RichConsole):
@@ -15,6 +17,15 @@ class Console(RichConsole):
 
     def print(self, *objects: Any, **options: Any) -> None:
         super().print(*map(harmless, objects), **options)
+
+    def on_broken_pipe(self) -> None:
+        """Of `… | tee log`, a closed terminal takes the reader too: what a signal has begun is still finished."""
+        if not told():
+            super().on_broken_pipe()
+        self.quiet = True
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, self.file.fileno())
+        os.close(nowhere)
 
     def rule(self, title: Any = "", **options: Any) -> None:
         super().rule(harmless(title), **options)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import select
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -75,3 +77,84 @@ def test_what_takes_longer_than_the_grace_time_is_given_up() -> None:
         with pytest.raises(GivenUp), can_be_given_up(seconds=60.0):
             os.kill(os.getpid(), signal.SIGTERM)
         assert told()
+
+
+def test_a_closed_terminal_is_a_signal_that_may_come_twice(checkout: Path) -> None:
+    twice = run(checkout, signal.SIGHUP, signal.SIGHUP)
+    assert (twice.returncode, twice.stdout) == (0, "here\n")
+    assert twice.stderr.count("SIGHUP: saving") == 1
+    assert run(checkout, signal.SIGTERM, signal.SIGHUP).returncode == 0
+
+
+def test_nohup_is_left_alone(checkout: Path) -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # which a child inherits
+    try:
+        ignored = run(checkout, signal.SIGHUP)
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    assert (ignored.returncode, ignored.stdout, ignored.stderr) == (0, "here\n", "")
+
+
+IN_A_TERMINAL = """
+import os, signal, sys, time
+from pathlib import Path
+from lora_trainer.core.interrupt import listening, remembering, told
+from lora_trainer.monitor.console import Console
+with listening(), remembering():
+    console = Console()
+    console.print("ready")
+    while not told():
+        time.sleep(0.01)
+    time.sleep(0.1)
+    console.print("saved")
+    print("to stderr", file=sys.stderr, flush=True)
+    Path(sys.argv[1]).write_text("saved")
+raise SystemExit(129)
+"""
+
+
+@pytest.mark.parametrize("reader", ["terminal", "a program that dies with it"])
+def test_what_is_written_to_a_terminal_that_is_gone_raises_nothing(checkout: Path, tmp_path: Path, reader: str) -> None:
+    import pty
+
+    ours, theirs = pty.openpty()
+    end, written = os.pipe()
+    out, watched = (theirs, ours) if reader == "terminal" else (written, end)
+    process = subprocess.Popen(
+        [sys.executable, "-c", IN_A_TERMINAL, str(tmp_path / "proof")],
+        stdin=theirs,
+        stdout=out,
+        stderr=theirs,
+        env={"PATH": os.environ["PATH"], "PYTHONPATH": str(checkout)},
+        start_new_session=True,
+    )
+    os.close(theirs)
+    os.close(written)
+    said, began = b"", time.monotonic()
+    while b"ready" not in said and time.monotonic() - began < 60:
+        if select.select([watched], [], [], 1.0)[0]:
+            said += os.read(watched, 4096)
+    os.close(ours)
+    os.close(end)
+    process.send_signal(signal.SIGHUP)  # as its shell does
+    assert process.wait(60) == 129
+    assert (tmp_path / "proof").read_text() == "saved"
+
+
+def test_no_signal_disturbs_the_end_of_the_interpreter(checkout: Path) -> None:
+    program = """
+import atexit, os, signal
+atexit.register(lambda: (os.kill(os.getpid(), signal.SIGINT), print("wound down")))
+from lora_trainer.core.interrupt import listening
+with listening(to_the_end=True):
+    pass
+"""
+    ended = subprocess.run(
+        [sys.executable, "-c", program],
+        capture_output=True,
+        text=True,
+        env={"PATH": os.environ["PATH"], "PYTHONPATH": str(checkout)},
+        timeout=60,
+        check=False,
+    )
+    assert (ended.returncode, ended.stdout, ended.stderr) == (0, "wound down\n", "")
