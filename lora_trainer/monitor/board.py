@@ -17,7 +17,7 @@ GENERATION = "brain.Event:2"
 
 
 class Board:
-    """One session's event file in `folder`. What earlier sessions wrote from `first_step` on is no longer shown.
+    """One session's event file in `folder`, that begins at `first_step`.
 
     All raise OSError when the disk refuses.
     """
@@ -28,6 +28,10 @@ class Board:
         self._file = open(folder / name, "wb", buffering=0)  # noqa: SIM115  closed by close()
         self._records = RecordWriter(self._file)
         self._write(file_version=GENERATION)
+        self.begin(first_step)
+
+    def begin(self, first_step: int) -> None:
+        """What was written until now from `first_step` on, by this session or earlier ones, is no longer shown."""
         self._write(step=first_step, session_log=SessionLog(status=SessionLog.START))
 
     def add(self, group: str, row: Mapping[str, Any]) -> None:

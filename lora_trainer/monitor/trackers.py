@@ -73,8 +73,8 @@ class Trackers:
 
         self._folder, self._say, self._step = folder, say, max(resume_step, 0)
         self._metrics, self._validation, self._events = (folder / name for name in (METRICS, VALIDATION, EVENTS))
-        self.forget_after(resume_step)
         self._board: Board | None = None
+        self.forget_after(resume_step)
         with self._optional():
             self._board = Board(folder / "logs", resume_step + 1)
 
@@ -99,6 +99,9 @@ class Trackers:
         """Drop what was written of steps later than `step`. What happened to the run stays: it did happen."""
         for path in (self._metrics, self._validation):
             forget_after(path, step)
+        with self._optional():
+            if self._board is not None:
+                self._board.begin(step + 1)
         if step < 0:
             self._events.unlink(missing_ok=True)
 

@@ -301,6 +301,14 @@ def export_step(
     diffusers.unlink()
 
 
+def withdraw_after(folder: Path, step: int) -> None:
+    """Delete what `export_step` wrote of steps later than `step`: the run went back to it. Raises OSError."""
+    for path in (folder / WEIGHTS).glob("*.safetensors"):
+        number = path.stem.removeprefix(f"{folder.name}-step-")
+        if number.isdigit() and int(number) > step:
+            path.unlink(missing_ok=True)
+
+
 @contextmanager
 def making_room(denoiser: nn.Module, config: Config, choices: Choices) -> Iterator[None]:
     """The trained denoiser waits in system memory inside the block where another one would not fit beside it."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ from lora_trainer.production.find_micro import earlier_find, find_micro, smalles
 from lora_trainer.production.inputs import Inputs, arithmetic, own_architecture
 from lora_trainer.production.messages import show_captions, show_unheld, show_views
 from lora_trainer.production.order import Order
-from lora_trainer.production.release import draw_while_training, export_step
+from lora_trainer.production.release import draw_while_training, export_step, withdraw_after
 from lora_trainer.training.build import Built, build_learner
 from lora_trainer.training.job import Job
 from lora_trainer.training.processes import Processes, join_processes
@@ -224,6 +225,7 @@ def make_job(
         settings=settings,
         say=session.console.print,
         export=export,
+        withdraw=partial(withdraw_after, session.folder),
     )
 
 

@@ -56,10 +56,22 @@ def prune_best(folder: Path, step: int, best: int | None) -> None:
     Later ones stay: the checkpoint that will name them is not written yet.
     """
     named = {best, *(best_step_of(path) for path in list_checkpoints(folder))}
-    for path in folder.glob("best-*.safetensors"):
-        number = path.stem.removeprefix("best-")
-        if number.isdigit() and int(number) <= step and int(number) not in named:
+    for number, path in best_files(folder).items():
+        if number <= step and number not in named:
             path.unlink(missing_ok=True)
+
+
+def drop_best_after(folder: Path, step: int) -> None:
+    """Delete those of steps later than `step`, which no checkpoint up to it names. Raises OSError."""
+    for number, path in best_files(folder).items():
+        if number > step:
+            path.unlink(missing_ok=True)
+
+
+def best_files(folder: Path) -> dict[int, Path]:
+    """The files that there are, by step."""
+    found = {path.stem.removeprefix("best-"): path for path in folder.glob("best-*.safetensors")}
+    return {int(number): path for number, path in found.items() if number.isdigit()}
 
 
 def best_step_of(checkpoint: Path) -> int | None:

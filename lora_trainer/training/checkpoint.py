@@ -130,17 +130,20 @@ def write_checkpoint(folder: Path, checkpoint: Checkpoint) -> Path:
         raise
     finally:
         shutil.rmtree(hidden, ignore_errors=True)
-    remove(aside)
+    with contextlib.suppress(OSError):
+        remove(aside)
     return target
 
 
 def remove(checkpoint: Path) -> None:
-    """Delete a checkpoint, under a hidden name first: a death midway leaves nothing that looks like one."""
+    """Delete a checkpoint, under a hidden name first: a death midway leaves nothing that looks like one.
+
+    Raises OSError when it is still there.
+    """
     hidden = checkpoint.with_name(f".{checkpoint.name.removeprefix('.')}.part")
     shutil.rmtree(hidden, ignore_errors=True)
-    with contextlib.suppress(OSError):
-        os.replace(checkpoint, hidden)
-        flush_folder(checkpoint.parent)
+    os.replace(checkpoint, hidden)
+    flush_folder(checkpoint.parent)
     shutil.rmtree(hidden, ignore_errors=True)
 
 
@@ -156,10 +159,10 @@ def put_back(folder: Path) -> None:
     """
     for aside in folder.glob(".step-*.old"):
         target = folder / aside.name.removeprefix(".").removesuffix(".old")
-        if target.exists():
-            remove(aside)
-        else:
-            with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError):
+            if target.exists():
+                remove(aside)
+            else:
                 os.replace(aside, target)
 
 
@@ -299,4 +302,13 @@ def prune(folder: Path, keep_last: int, newest: int, regular: Callable[[int], bo
     kept = {*earlier[:keep_last], *[path for path in earlier if regular(step_of(path))][:1]}
     for path in there:
         if path not in kept:
+            with contextlib.suppress(OSError):
+                remove(path)
+
+
+def drop_after(folder: Path, step: int) -> None:
+    """Delete the checkpoints of steps later than `step`, newest first. Raises OSError when one is still there."""
+    put_back(folder)
+    for path in list_checkpoints(folder):
+        if step_of(path) > step:
             remove(path)

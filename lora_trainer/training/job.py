@@ -18,6 +18,10 @@ from lora_trainer.training.step import Learner
 from lora_trainer.training.writer import Writer
 
 
+def keep_all(step: int) -> None:
+    pass
+
+
 @dataclass(frozen=True)
 class Job:
     """All that the loop needs. `micros(step)` gives this process's micro batches of a step."""
@@ -37,6 +41,7 @@ class Job:
     settings: dict[str, Any]  # kept in each checkpoint
     say: Callable[[str], None]  # a line for people
     export: Callable[[int, Mapping[str, Tensor]], None] | None = None  # a LoRA file of a step's weights, kept for good
+    withdraw: Callable[[int], None] = keep_all  # delete the files that `export` wrote of steps later than this one
     writer: Writer = field(default_factory=Writer)  # of checkpoints, beside the loop
 
     @property

@@ -12,7 +12,7 @@ from lora_trainer.training.checkpoint import Checkpoint, kept
 from lora_trainer.training.group import ProcessLost
 from lora_trainer.training.job import Job
 from lora_trainer.training.reporter import Reporter
-from lora_trainer.training.saving import last_regular, restore, save_alone
+from lora_trainer.training.saving import forget_after, restore, returning_point, save_alone
 from lora_trainer.training.state import TrainState
 
 # Resolution, precision and rank belong to a run: they are changed in a new one.
@@ -25,7 +25,7 @@ SMALLER_STATE = (
 
 
 class GoBack(Exception):
-    """Leaves the loop at `state`; it goes on from the newest regular checkpoint, or the start, with `changes` to its state.
+    """Leaves the loop at `state`; it goes on from `returning_point`, or the start, with `changes` to its state.
 
     All processes must raise it at the same step. Draws are functions of position, so the steps in between come out
     as before but for the changes.
@@ -38,8 +38,9 @@ class GoBack(Exception):
 
 
 def gone_back(job: Job, first: Checkpoint, back: GoBack, reporter: Reporter) -> TrainState:
-    """The state to go on from, with weights and optimizer as they were there."""
-    restored = restore(job, last_regular(job) or first)
+    """The state to go on from, with weights and optimizer as they were there. Nothing that was written stays of later."""
+    restored = restore(job, returning_point(job) or first)
+    forget_after(job, restored.step)
     reporter.forget_after(restored.step)
     reporter.event(back.state.step, back.kind, f"{back.reason}; the run goes on from step {restored.step}")
     kept = {"seconds": back.state.seconds, "went_back": back.state.went_back + 1, "restored": back.state.restored}

@@ -10,8 +10,17 @@ import torch
 from torch import Tensor
 
 from lora_trainer.core.disk import until_written
-from lora_trainer.training.best import prune_best, save_best
-from lora_trainer.training.checkpoint import Checkpoint, flatten, newest_valid, prune, save_checkpoint, unflatten
+from lora_trainer.core.io import flush_folder
+from lora_trainer.training.best import drop_best_after, prune_best, save_best
+from lora_trainer.training.checkpoint import (
+    Checkpoint,
+    drop_after,
+    flatten,
+    newest_valid,
+    prune,
+    save_checkpoint,
+    unflatten,
+)
 from lora_trainer.training.job import Job, is_regular
 from lora_trainer.training.state import TrainState
 from lora_trainer.training.writer import Buffers
@@ -152,11 +161,32 @@ def restore(job: Job, start: Checkpoint) -> TrainState:
     return start.state
 
 
-def last_regular(job: Job) -> Checkpoint | None:
-    """The newest checkpoint that the run's own rhythm wrote, which no stop by a signal moves."""
+def returning_point(job: Job) -> Checkpoint | None:
+    """The newest checkpoint that the run's own rhythm wrote, which no stop by a signal moves.
+
+    Where none of them can be read, as after a change of the rhythm, the newest of all.
+    """
     settle(job)
-    found, _ = newest_valid(job.checkpoints, partial(is_regular, job))
+    regular, _ = newest_valid(job.checkpoints, partial(is_regular, job))
+    found = regular or newest_valid(job.checkpoints)[0]
     return found[1] if found else None
+
+
+def forget_after(job: Job, step: int) -> None:
+    """Delete what was saved of later steps than `step`, to which all processes went back: it would be resumed from."""
+    job.processes.wait()  # all have read theirs
+    if job.processes.is_main:
+        until_written("the folder of checkpoints", job.folder, partial(forget_files, job, step))
+    job.processes.wait()
+
+
+def forget_files(job: Job, step: int) -> None:
+    """The same, as the disk says it: raises OSError."""
+    job.withdraw(step)
+    drop_after(job.checkpoints, step)
+    drop_best_after(job.checkpoints, step)
+    if job.checkpoints.exists():
+        flush_folder(job.checkpoints)
 
 
 def bytes_of(buffers: Buffers) -> int:

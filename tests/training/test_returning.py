@@ -1,0 +1,123 @@
+"""A run that goes back by itself: where to, and that nothing stays of what it gave up."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from lora_trainer.monitor.trackers import EVENTS, METRICS, read_lines
+from lora_trainer.production.release import withdraw_after
+from lora_trainer.training.best import best_files
+from lora_trainer.training.checkpoint import list_checkpoints, newest_valid, step_of
+from lora_trainer.training.job import Job
+from tests.training.test_guard import bad_sample
+from tests.training.tiny_job import TinyPlace, told_in
+
+SETTINGS: dict[str, object] = {
+    "control__not_finite": "restore",
+    "checkpoint__every_steps": 4,
+    "checkpoint__weights_every_steps": 2,
+    "sample__every_steps": 2,  # each saves a checkpoint before
+    "validate__every_steps": 2,
+}
+
+
+def bad_once(job: Job, step: int) -> Job:
+    """The first visit to a step, counted from 0, is not finite."""
+    bad, visits = bad_sample(job, step).micros, [0]
+
+    def micros(at: int) -> list[Any]:
+        visits[0] += at == step
+        return bad(at) if visits[0] == 1 else job.micros(at)
+
+    return replace(job, micros=micros)
+
+
+def fresh(place: TinyPlace, name: str) -> Job:
+    return replace(place.job(name, steps=8, **SETTINGS), sample=lambda state: None)
+
+
+def went_on_from(job: Job) -> list[str]:
+    return [
+        each["message"].rpartition("the run goes on from ")[2]
+        for each in read_lines(job.folder / EVENTS)
+        if each["kind"] == "not_finite"
+    ]
+
+
+def test_what_was_given_up_is_gone_before_a_step_is_trained_again(place: TinyPlace) -> None:
+    """Else a kill just then would have --resume take it; and a best file written anew would be paired with it."""
+    losses = itertools.count(-1, -1)
+    job = replace(bad_once(fresh(place, "a"), 6), validate=lambda asked: float(next(losses)))  # each the best yet
+    steps: list[int] = []
+    there: list[tuple[list[int], ...]] = []
+
+    def samples_in(step: int) -> int:
+        if steps and step <= steps[-1]:  # it went back
+            kept = [int(path.stem[-6:]) for path in (job.folder / "weights").iterdir()]
+            best = sorted(best_files(job.checkpoints))
+            there.append(([step_of(path) for path in list_checkpoints(job.checkpoints)], best, sorted(kept)))
+        elif step == 6:
+            job.writer.settle()
+            assert step_of(list_checkpoints(job.checkpoints)[0]) == 6
+            assert 6 in best_files(job.checkpoints)
+        steps.append(step)
+        return job.samples_in(step)
+
+    state, _ = place.train(replace(job, samples_in=samples_in))
+    assert steps == [0, 1, 2, 3, 4, 5, 6, 4, 5, 6, 7]
+    assert (state.step, state.restored) == (8, 1)
+    ((checkpoints, best, weights),) = there
+    assert (checkpoints[0], max(best), weights) == (4, 4, [2, 4])
+    assert [row["step"] for row in read_lines(job.folder / METRICS)] == list(range(1, 9))
+
+
+def test_tensorboard_shows_no_step_that_was_given_up(place: TinyPlace) -> None:
+    job = bad_once(fresh(place, "a"), 6)
+    place.train(job)
+    shown = EventAccumulator(str(job.folder / "logs"))
+    shown.Reload()
+    rates = [(each.step, round(each.value, 6)) for each in shown.Scalars("train/lr")]
+    assert rates == [(row["step"], round(row["lr"], 6)) for row in read_lines(job.folder / METRICS)]
+    assert [each.step for each in shown.Scalars("validation/loss")] == [0, 2, 4, 6, 8]
+
+
+def test_only_the_runs_own_files_of_later_steps_are_withdrawn(tmp_path) -> None:
+    weights = tmp_path / "run" / "weights"
+    weights.mkdir(parents=True)
+    kept = ("run-step-000004.safetensors", "other-step-000006.safetensors", "run-step-x.safetensors", "run-step-9.txt")
+    for name in (*kept, "run-step-000005.safetensors", "run-step-1000000.safetensors"):
+        (weights / name).touch()
+    withdraw_after(tmp_path / "run", 4)
+    assert sorted(path.name for path in weights.iterdir()) == sorted(kept)
+
+
+@pytest.mark.parametrize("trouble", ["another rhythm", "a damaged one"])
+def test_without_a_regular_checkpoint_it_goes_back_to_the_newest(place: TinyPlace, trouble: str) -> None:
+    """And not to the start, which would throw the whole run away."""
+    settings: dict[str, object] = {"control__not_finite": "restore", "validate__every_steps": 0}
+    first = told_in(place.job("a", steps=8, checkpoint__every_steps=4, **settings), 4)
+    place.train(first)
+    assert [step_of(path) for path in list_checkpoints(first.checkpoints)] == [5, 4]
+    if trouble == "a damaged one":
+        (first.checkpoints / "step-000004" / "state.json").write_text("{}")
+    every = 7 if trouble == "another rhythm" else 4
+    job = bad_once(place.job("a", steps=8, checkpoint__every_steps=every, **settings), 5)
+    state, _ = place.resume(job)
+    assert went_on_from(job) == ["step 5"]
+    assert (state.step, state.restored) == (8, 1)
+    assert [row["step"] for row in read_lines(job.folder / METRICS)] == list(range(1, 9))
+
+
+def test_a_regular_checkpoint_comes_before_a_newer_one(place: TinyPlace) -> None:
+    """A run that was stopped goes back as far as one that was not."""
+    settings: dict[str, object] = {"control__not_finite": "restore", "checkpoint__every_steps": 4}
+    place.train(told_in(place.job("a", steps=8, **settings), 4))
+    job = bad_once(place.job("a", steps=8, **settings), 5)
+    place.resume(job)
+    assert went_on_from(job) == ["step 4"]
+    assert newest_valid(job.checkpoints)[0] is not None
