@@ -11,6 +11,7 @@ Kind = Literal[
     "not_finite",
     "spike",
     "overflow",
+    "diverging",
     "plateau",
     "jump",
     "early_stop",

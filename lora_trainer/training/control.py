@@ -16,6 +16,7 @@ from lora_trainer.training.state import Control
 JUDGED_EVERY = 10  # steps
 NEWEST = 0.02  # weight of the newest step in the means of losses and of gradients' norms
 FIRST_JUDGED = 50  # steps until those means say anything
+FAR_WORSE, WORSE_IN_A_ROW = 1.5, 2  # times the base's held-out loss, and validations, that the rate is too high for
 
 
 @dataclass(frozen=True)
@@ -90,6 +91,20 @@ def after_validation(
         f" the rate falls to {rate:.4g} of the schedule's"
     )
     return replace(control, held_out=()), [*found, Decision("plateau", message, config.plateau_factor)]
+
+
+def after_worse(control: Control, loss: float, base: float | None) -> tuple[Control, list[Decision]]:
+    """After a held-out loss past the warm-up: one that stays far above the base's is told, once, and nothing is changed."""
+    if base is None or loss <= FAR_WORSE * base:
+        return replace(control, worse=0), []
+    control = replace(control, worse=control.worse + 1)
+    if control.worse != WORSE_IN_A_ROW:
+        return control, []
+    message = (
+        f"the held-out loss is {loss:.5g}, and that of the base alone was {base:.5g}: the LoRA makes the model worse."
+        " The learning rate is too high: stop, and train anew with a lower optim.learning_rate"
+    )
+    return control, [Decision("diverging", message)]
 
 
 def stopped_early(config: ControlSection, control: Control) -> bool:

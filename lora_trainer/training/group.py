@@ -29,7 +29,7 @@ from lora_trainer.core.interrupt import signal_that_came
 
 EVERY_SECONDS = 0.1
 LEFT_SECONDS = 5.0  # until what a process said before it left has surely arrived
-FIX = "See what the other process said last. --resume goes on from the newest checkpoint."
+FIX = "See what the other process said last."
 
 
 class ProcessLost(TrainingFailed):

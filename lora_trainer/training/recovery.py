@@ -43,7 +43,13 @@ def gone_back(job: Job, first: Checkpoint, back: GoBack, reporter: Reporter) -> 
     forget_after(job, restored.step)
     reporter.forget_after(restored.step)
     reporter.event(back.state.step, back.kind, f"{back.reason}; the run goes on from step {restored.step}")
-    kept = {"seconds": back.state.seconds, "went_back": back.state.went_back + 1, "restored": back.state.restored}
+    now = back.state
+    kept = {
+        "seconds": now.seconds,
+        "went_back": now.went_back + 1,
+        "restored": now.restored,
+        "base_validation": now.base_validation,
+    }
     return replace(restored, **{**kept, **back.changes})
 
 

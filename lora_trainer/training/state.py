@@ -30,6 +30,7 @@ class Control:
     loss_sum: float = 0.0  # moving sum of steps' losses, for jumps
     losses: int = 0  # how many there were
     lowest_loss: float | None = None  # their smoothed lowest since the last jump
+    worse: int = 0  # validations in a row that were far worse than the base alone
     norm_sum: float = 0.0  # the same of gradients' norms, for spikes
     norms: int = 0
     clip_scale: float = 1.0  # factor on the clipping of gradients, after a jump
@@ -44,6 +45,7 @@ class TrainState:
     loss_average: float | None = None  # exponential, weight 0.02 for the newest step
     validation: float | None = None  # newest held-out loss
     validated_step: int | None = None  # the step that it was measured at
+    base_validation: float | None = None  # held-out loss of the base alone: the one of step 0
     best_validation: float | None = None
     best_step: int | None = None
     skipped: int = 0  # steps that were left out: an overflow of fp16, or a gradient that was not finite

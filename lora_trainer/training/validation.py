@@ -12,7 +12,8 @@ from lora_trainer.core.errors import first_line, is_out_of_memory
 from lora_trainer.core.interrupt import GivenUp
 from lora_trainer.evaluation.loading import free_memory
 from lora_trainer.monitor.progress import Phase
-from lora_trainer.training.control import after_validation
+from lora_trainer.optim.schedules import warmup_length
+from lora_trainer.training.control import after_validation, after_worse
 from lora_trainer.training.job import Job, rate_of
 from lora_trainer.training.numbers import progress_of
 from lora_trainer.training.recovery import ended_early, nothing_left
@@ -42,6 +43,8 @@ def validate(job: Job, state: TrainState, reporter: Reporter) -> TrainState:
         return state
     loss = of_all(job, loss)
     before, state = state, replace(state, validation=loss, validated_step=state.step, fit=fit)
+    if state.step == 0:
+        state = replace(state, base_validation=loss)
     # The untrained LoRA is what the others are held against, and no candidate; nothing is lower than NaN.
     lower = before.best_validation is None or loss < before.best_validation
     best = state.step > 0 and math.isfinite(loss) and lower
@@ -61,6 +64,9 @@ def judged(job: Job, state: TrainState, reporter: Reporter) -> TrainState:
     if state.step == 0 or state.validation is None or not every or state.step % every:
         return state
     control, decisions = after_validation(job.config.control, state.control, state.validation, state.rate_factor)
+    if state.step > warmup_length(job.config.schedule, job.total_steps):
+        control, worse = after_worse(control, state.validation, state.base_validation)
+        decisions = [*decisions, *worse]
     for decision in decisions:
         reporter.event(state.step, decision.kind, decision.message)
         state = replace(state, rate_scale=state.rate_scale * decision.rate_factor)
@@ -102,13 +108,24 @@ def loss_that_fits(
 
 
 def validation_line(before: TrainState, now: TrainState) -> str:
-    """What a measurement showed, beside the lowest until then."""
-    line = f"step {now.step}: held-out loss {now.validation:.4f}"
+    """What a measurement showed, beside the lowest until then and the base alone."""
+    loss, base = now.validation or 0.0, now.base_validation
+    line = f"step {now.step}: held-out loss {loss:.4f}"
     if now.step == 0:
         return f"{line}, of the base alone"
+    worse = "" if base is None or not loss > base else f"; worse than the base alone ({base:.4f})"
     if now.best_step == now.step:
-        was = "" if before.best_step is None else f" (was {before.best_validation:.4f} at step {before.best_step})"
-        return f"{line}, the lowest so far{was}"
-    if now.best_step is None:
-        return line
-    return f"{line} (lowest {now.best_validation:.4f} at step {now.best_step})"
+        return f"{line}, the lowest so far{since(before, loss)}{worse}"
+    if now.best_validation is None:
+        return f"{line}{worse}"
+    return f"{line} (lowest {now.best_validation:.4f} at step {now.best_step}){worse}"
+
+
+def since(before: TrainState, loss: float) -> str:
+    """What the lowest was before; by how much it fell where four digits do not show it."""
+    was = before.best_validation
+    if was is None:
+        return ""
+    if f"{was:.4f}" == f"{loss:.4f}":
+        return f" (by {was - loss:.1g}, since step {before.best_step})"
+    return f" (was {was:.4f} at step {before.best_step})"

@@ -91,6 +91,8 @@ def test_a_mark_outside_the_curve_is_left_out() -> None:
 def test_the_smoothed_curve_starts_at_the_first_value_and_ends_at_a_constant() -> None:
     assert smoothed([(1.0, math.nan), (2.0, 3.0)])[1] == (2.0, 3.0)
     assert smoothed(over_steps([8.0] * 50))[-1][1] == pytest.approx(8.0)
+    short_run = smoothed(over_steps([1.0, 0.0, 1.0, 0.0]))
+    assert 0.2 < short_run[-1][1] < 0.6, "a curve of few steps is smoothed too"
     ramp = smoothed(over_steps([0.0] * 100 + [1.0] * 100))
     assert 0 < ramp[102][1] < 0.9 < ramp[-1][1] <= 1
 

@@ -9,9 +9,10 @@ from hypothesis import strategies as st
 
 from lora_trainer.config.schema import ControlSection
 from lora_trainer.monitor.trackers import EVENTS, METRICS, read_lines
-from lora_trainer.training.control import FIRST_JUDGED, after_step, after_validation, stopped_early
+from lora_trainer.training.control import FIRST_JUDGED, after_step, after_validation, after_worse, stopped_early
 from lora_trainer.training.job import Job
 from lora_trainer.training.state import Control, TrainState
+from lora_trainer.training.validation import validation_line
 from tests.training.test_guard import numbers, weights
 from tests.training.tiny_job import TinyPlace, told_in
 
@@ -72,6 +73,38 @@ def test_patience_ends_at_the_first_run_without_gain(held_out, patience, change)
             ends = number
     _, told, _ = validated(config, held_out)
     assert (told[0] if told else None) == (None if ends is None else (ends, "early_stop"))
+
+
+def test_far_worse_than_the_base_twice_is_told_once():
+    """And again after it was better in between; NaN is worse, and without a base nothing is said."""
+    control, told = Control(), []
+    for number, loss in enumerate([0.5, 0.44, 0.46, 0.47, 0.48, 0.2, float("nan"), 0.46, 0.46]):
+        control, decisions = after_worse(control, loss, 0.3)
+        told += [(number, decision.kind, decision.rate_factor) for decision in decisions]
+    assert told == [(3, "diverging", 1.0), (7, "diverging", 1.0)]
+    assert after_worse(Control(worse=1), 9.0, None) == (Control(), [])
+
+
+def test_a_run_worse_than_its_base_says_so(place: TinyPlace):
+    """Past the warm-up, and after a return to the start too; the run goes on to its end."""
+    lines: list[str] = []
+    measured = {0: 0.3, 1: 1.2, 2: 1.1, 3: 1.0, 4: 0.9}
+    job = place.job("a", steps=4, validate__every_steps=1, schedule__warmup_steps=1)
+    asked = iter(measured.values())
+    state, _ = place.train(replace(job, validate=lambda at_once: next(asked), say=lines.append))
+    assert (state.step, state.base_validation) == (4, 0.3)
+    (event,) = [each for each in read_lines(job.folder / EVENTS) if each["kind"] == "diverging"]
+    assert event["step"] == 3
+    assert "1, and that of the base alone was 0.3" in event["message"]
+    assert "step 1: held-out loss 1.2000, the lowest so far; worse than the base alone (0.3000)" in lines
+
+
+def test_a_line_shows_what_four_digits_hide():
+    before = TrainState(step=48, best_validation=1.01733, best_step=48)
+    now = TrainState(step=50, validation=1.01731, best_validation=1.01731, best_step=50)
+    assert validation_line(before, now) == "step 50: held-out loss 1.0173, the lowest so far (by 2e-05, since step 48)"
+    lower = replace(now, validation=1.0, best_validation=1.0)
+    assert validation_line(before, lower) == "step 50: held-out loss 1.0000, the lowest so far (was 1.0173 at step 48)"
 
 
 def test_a_held_out_loss_that_is_not_finite_is_no_gain_and_no_plateau():

@@ -244,8 +244,8 @@ def draw(line: Line, points: Sequence[Point], across: Axis, up: Axis) -> Drawn:
 
 
 def smoothed(points: Sequence[Point]) -> list[Point]:
-    """Exponential mean over about a twentieth of the curve, without the pull of its first value (Adam's correction)."""
-    window = max(1.0, len(points) / 20)
+    """Exponential mean over about a twentieth of the curve, and at least five points, without the pull of its first value (Adam's correction)."""
+    window = max(5.0, len(points) / 20)
     keep = 1 - 2 / (window + 1)
     total, weight = 0.0, 0.0
     result = []
