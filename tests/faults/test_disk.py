@@ -25,7 +25,6 @@ FAULTS = {
 TAKES_ROOM, WRITES = ("write", "open", "mkdir"), ("write",)
 KINDS = {Mode.FULL: TAKES_ROOM, Mode.SHORT: WRITES, Mode.TORN: WRITES}
 CODES = {Mode.SIGNAL: (0, 143), Mode.SHORT: (0,)}
-NO_EXPORT = (Mode.LOCKED, Mode.SHORT, Mode.SIGNAL)  # without gate and pictures, at whose files the others fail
 IN_CACHES = (Mode.FAIL, Mode.FULL, Mode.KILL, Mode.TORN, Mode.CUT)
 STRIDE = int(os.environ.get("FAULT_STRIDE", "1"))  # every operation, or every so many: said in the table
 SAMPLE = 2  # tries of each fault, in the quick suite
@@ -45,8 +44,7 @@ def try_all(ground: Ground, expected: Expected, mode: Mode, chosen: list[int], *
     for at in chosen:
         more = {"codes": CODES[mode]} if mode in CODES else {}
         number = signal.SIGTERM if mode == Mode.SIGNAL else 0
-        brief = not cached or mode in NO_EXPORT
-        row.add(try_at(ground, expected, at, mode, number=number, cached=cached, brief=brief, **more))
+        row.add(try_at(ground, expected, at, mode, number=number, cached=cached, **more))
     return row
 
 

@@ -16,7 +16,19 @@ from lora_trainer.production.folder import LOCK
 from tests.faults.disk import Mode
 from tests.faults.ground import EVERY, STEPS, Ground
 from tests.faults.test_disk import places
-from tests.faults.tries import FILES, Expected, Row, Tried, differences, last_line, nearly, run_folder, try_at
+from tests.faults.tries import (
+    FILES,
+    Expected,
+    Row,
+    Tried,
+    differences,
+    last_line,
+    nearly,
+    resumed,
+    run_folder,
+    torn,
+    try_at,
+)
 from tests.faults.troubles import PLACES
 
 SIGNALS = {signal.SIGINT: 130, signal.SIGTERM: 143}
@@ -94,6 +106,28 @@ def test_a_signal_in_each_phase(
     for at in places(expected_uncached, Mode.SIGNAL)[::7]:
         codes = (0, SIGNALS[number])
         row.add(try_at(ground, expected_uncached, at, Mode.SIGNAL, number=number, cached=False, codes=codes))
+    tell(row)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("twice", [False, True], ids=["once", "twice"])
+def test_a_signal_while_computing(twice: bool, ground: Ground, expected: Expected, tell: Callable[[Row], None]) -> None:
+    """At every second call of the denoiser, so also in the gate; a second signal leaves at once, by the signal."""
+    numbers = (signal.SIGTERM, signal.SIGINT) if twice else (signal.SIGTERM,)
+    row = Row("SIGTERM, and SIGINT at once" if twice else "SIGTERM", "each 2nd call of the denoiser")
+    for at in itertools.count(1, 2):
+        place = ground.new_place()
+        ended = ground.run(place, trouble=["signalled", at, *numbers])
+        if not ended.happened:
+            break
+        left = {143, 130, -signal.SIGINT, -signal.SIGTERM} if twice else {143}
+        code = ended.exit if ended.signal is None else -ended.signal
+        problems = [] if code in left else [f"ended with {code}: {last_line(ended)}"]
+        problems += [f"said {word}" for word in ("Traceback", "this is a bug") if word in ended.said]
+        problems += torn(place, expected)
+        lost, more = resumed(ground, place, expected, ended, brief=True)
+        row.add(Tried(f"call {at}", lost, problems + more))
+        shutil.rmtree(place)
     tell(row)
 
 

@@ -98,17 +98,18 @@ def try_at(
     number: int = 0,
     cached: bool = True,
     codes: Iterable[int] = FAILED_CODES,
-    brief: bool = False,
 ) -> Tried:
     """Disturb a run at one operation, look at what it leaves, go on, and compare.
 
-    A `brief` one has no gate and no pictures; going on has them where training was over.
+    Before the first file of a picture both are brief: the gate touches no disk.
     """
+    pictures = (index for index, operation in enumerate(expected.operations) if "/samples" in operation)
+    brief = at < next(pictures, len(expected.operations))
     place = ground.new_place(cached=cached)
     ended = ground.run(place, at=at, mode=mode, number=number, brief=brief)
     named = expected.operations[at] if at < len(expected.operations) else "the end"
     problems = [*wrong_end(ended, mode, tuple(codes)), *torn(place, expected)]
-    lost, more = resumed(ground, place, expected, ended)
+    lost, more = resumed(ground, place, expected, ended, brief=brief)
     tried = Tried(f"{place.name} {mode.name} {at} ({named})", lost, problems + more)
     if not tried.problems:
         shutil.rmtree(place)
@@ -175,12 +176,12 @@ def damaged_caches(folder: Path) -> list[str]:
     return problems
 
 
-def resumed(ground: Ground, place: Path, expected: Expected, ended: Ended, **settings: object) -> tuple[int, list[str]]:
+def resumed(ground: Ground, place: Path, expected: Expected, ended: Ended, *, brief: bool) -> tuple[int, list[str]]:
     """Go on with --resume: the steps that were trained again, and what differs from the undisturbed run."""
     folder = run_folder(place)
     there = list_checkpoints(folder / "checkpoints")
     newest = step_of(there[0]) if there else 0
-    again = ground.run(place, "--resume", brief=newest < STEPS, **settings)
+    again = ground.run(place, "--resume", brief=brief)
     if again.exit != 0:
         return 0, [f"--resume ended with {again.exit or again.signal}: {last_line(again)}"]
     lost = ended.steps + again.steps - STEPS

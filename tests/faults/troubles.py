@@ -116,6 +116,18 @@ def not_finite(place: str, at: int) -> None:
     setattr(owner, name, spoiled)
 
 
+def signalled(at: int, *numbers: int) -> None:
+    """These signals come one after the other at the `at`-th call of the denoiser."""
+
+    def send(call: int) -> None:
+        if call == at:
+            happened()
+            for number in numbers:
+                os.kill(os.getpid(), number)
+
+    before(*PLACES["denoiser"], send)
+
+
 def after_step(step: int, act: Callable[[], Any]) -> None:
     """Act when the numbers of a step are about to be written."""
     written = Trackers.steps
@@ -134,5 +146,5 @@ def vanish(folder: str, step: int) -> None:
 
 
 TROUBLES: dict[str, Callable[..., Any]] = {
-    each.__name__: each for each in (die_before_release, out_of_memory, not_finite, vanish)
+    each.__name__: each for each in (die_before_release, out_of_memory, not_finite, signalled, vanish)
 }
