@@ -107,12 +107,13 @@ def _work_alone(path: str, environment: dict[str, str]) -> None:
     if os.name == "posix":
         os.setsid()  # Ctrl-C reaches the batch, which tells its workers once
     threading.Thread(target=_follow_parent, daemon=True).start()
-    from lora_trainer.core.interrupt import listening
+    from lora_trainer.core.interrupt import end_quickly, listening
     from lora_trainer.core.quiet import quieten_libraries
 
     quieten_libraries()
     with listening(silent=True):  # the batch says it once for all
         stopped = work(Path(path), kept_families(FAMILIES))
+    end_quickly()
     raise SystemExit(stopped or 0)
 
 

@@ -287,3 +287,12 @@ def test_a_folder_is_no_lora_file(capsys: pytest.CaptureFixture[str], tmp_path: 
     said = capsys.readouterr().err
     assert "is a folder" in said
     assert "cat.safetensors" in said
+
+
+def test_a_command_that_is_over_does_not_look_for_garbage(checkout: Path) -> None:
+    """Among all that torch brings it takes seconds, and a run that was told to stop may have few."""
+    program = (
+        "import gc; from lora_trainer.__main__ import entry; entry(['--version']); print(gc.get_freeze_count() > 0)"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=checkout, check=True)
+    assert done.stdout.split()[-1] == "True"

@@ -235,12 +235,14 @@ def test_a_batch_that_died_trains_nothing_twice(night, steps_trained, monkeypatc
     assert [row["step"] for row in rows(night.output / "birch")] == [1, 2, 3]
 
 
-def test_a_batch_that_is_told_to_stop_goes_on_later(night, steps_trained, capsys):
-    with patched(Trackers, "steps", in_run("ash", 1, lambda: os.kill(os.getpid(), signal.SIGTERM))):
-        assert night.run() == 143
+@pytest.mark.skipif(os.name != "posix", reason="POSIX signals")
+@pytest.mark.parametrize(("name", "code"), [("SIGTERM", 143), ("SIGUSR1", 138)])
+def test_a_batch_that_is_told_to_stop_goes_on_later(name, code, night, steps_trained, capsys):
+    with patched(Trackers, "steps", in_run("ash", 1, lambda: os.kill(os.getpid(), getattr(signal, name)))):
+        assert night.run() == code
     assert "Go on with --resume" in capsys.readouterr().out
     assert night.jobs("status") == {"ash": "stopped", "birch": "waiting", "cedar": "waiting"}
-    assert night.document()["exit_code"] == 143
+    assert night.document()["exit_code"] == code
     shutil.rmtree(night.root / "birch")
     shutil.rmtree(night.root / "cedar")
     assert night.run("--resume") == 0

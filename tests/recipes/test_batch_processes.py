@@ -75,11 +75,11 @@ def test_killed_in_the_third_job(night: Night, checkout: Path) -> None:
     assert "resuming from step-" in night.log("cedar")
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_two_workers_are_told_to_stop(number: signal.Signals, code: int, night: Night, checkout: Path) -> None:
+@pytest.mark.parametrize(("number", "code"), [("SIGINT", 130), ("SIGTERM", 143), ("SIGUSR1", 138)])
+def test_two_workers_are_told_to_stop(number: str, code: int, night: Night, checkout: Path) -> None:
     process = start(night, checkout, "--jobs", "2")
     until(lambda: has_steps(night, "ash", 3) and has_steps(night, "birch", 3))
-    process.send_signal(number)
+    process.send_signal(getattr(signal, number))
     said, _ = process.communicate(timeout=200)
     assert process.returncode == code, said
     assert "Go on with --resume" in said
