@@ -17,8 +17,9 @@ from typing import Any, BinaryIO
 import torch
 from torch import Tensor
 
-DIGEST, LABEL, METADATA = "sha256", "label", "__metadata__"
-LARGEST_HEADER = 100 * 2**20  # bytes, as the library's
+from lora_trainer.core.tensorfile import LARGEST_HEADER, METADATA
+
+DIGEST, LABEL = "sha256", "label"
 DTYPES = {
     "F64": torch.float64,
     "F32": torch.float32,

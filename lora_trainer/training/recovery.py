@@ -53,7 +53,7 @@ def gone_back(job: Job, first: Checkpoint, back: GoBack, reporter: Reporter) -> 
     return replace(restored, **{**kept, **back.changes})
 
 
-def ended_early(job: Job, state: TrainState, error: UserError) -> TrainingFailed:
+def saved_and_failed(job: Job, state: TrainState, error: UserError) -> TrainingFailed:
     """For a step that cannot be done: what was trained is saved first, if weights are still those of a step."""
     if state.step > 0 and not isinstance(error, WeightsLost) and not out_of_reach(job, error):
         save_alone(job, state)

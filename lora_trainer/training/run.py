@@ -25,7 +25,7 @@ from lora_trainer.training.guard import finite_to_save, watchful
 from lora_trainer.training.job import Job, is_regular, rate_of
 from lora_trainer.training.micro import Micro
 from lora_trainer.training.numbers import Pending, look, look_now
-from lora_trainer.training.recovery import GoBack, ended_early, gone_back, out_of_reach
+from lora_trainer.training.recovery import GoBack, gone_back, out_of_reach, saved_and_failed
 from lora_trainer.training.reporter import Reporter
 from lora_trainer.training.saving import keep_weights, restore, save, take
 from lora_trainer.training.state import Fit, TrainState
@@ -133,7 +133,7 @@ def train_steps(
 
 def ended(job: Job, state: TrainState, pending: list[Pending], reporter: Reporter, error: UserError) -> TrainingFailed:
     """The error that a run ends with, once all that can be saved is saved."""
-    return ended_early(job, state if out_of_reach(job, error) else look(job, state, pending, reporter), error)
+    return saved_and_failed(job, state if out_of_reach(job, error) else look(job, state, pending, reporter), error)
 
 
 def given(source: Iterator[list[Micro]], step: int) -> list[Micro]:

@@ -16,7 +16,7 @@ from lora_trainer.optim.schedules import warmup_length
 from lora_trainer.training.control import after_validation, after_worse
 from lora_trainer.training.job import Job, rate_of
 from lora_trainer.training.numbers import progress_of
-from lora_trainer.training.recovery import ended_early, nothing_left
+from lora_trainer.training.recovery import nothing_left, saved_and_failed
 from lora_trainer.training.reporter import Reporter
 from lora_trainer.training.saving import keep_best
 from lora_trainer.training.state import Fit, TrainState
@@ -101,7 +101,7 @@ def loss_that_fits(
             reason = first_line(error)
         free_memory(job.learner.device)
         if asked == 1:
-            raise ended_early(job, state, nothing_left(f"while validating step {state.step}", reason))
+            raise saved_and_failed(job, state, nothing_left(f"while validating step {state.step}", reason))
         fit = replace(fit, asked=-(-asked // 2))
         message = f"out of memory while validating ({reason}): {fit.asked} questions at once in place of {asked}"
         reporter.event(state.step, "memory", message)

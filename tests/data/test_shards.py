@@ -65,7 +65,8 @@ def test_what_was_put_in_comes_out(given_entries: Entries) -> None:
         assert all(same(shard.row(row), tensors, row) for row in range(len(keys)))
         store = Store(Path(name), "latents")
         read = [store.read(key) for key in keys[::-1]]
-        assert all(torch.equal(torch.stack([row[each] for row in read]), tensors[each].flip(0)) for each in tensors)
+        backwards = {each: list(tensors[each])[::-1] for each in tensors}  # float8 cannot be flipped
+        assert all(torch.equal(row[each], backwards[each][at]) for at, row in enumerate(read) for each in tensors)
         plain = load_file(path)  # any other program can read it too
         assert all(torch.equal(plain[each], tensors[each]) for each in tensors)
 

@@ -25,25 +25,13 @@ import torch
 from torch import Tensor
 
 from lora_trainer.core.io import atomic_path
+from lora_trainer.export.tensor_file import CODES, DTYPES
 
 ENDING = ".safetensors"
 KEY_BYTES = 32
 ROW_HEAD = KEY_BYTES + 8  # what a row takes beside its tensors
 OWN = ("crc", "keys")
-LARGEST_HEADER = 2**20
-DTYPES = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "I16": torch.int16,
-    "I8": torch.int8,
-    "U8": torch.uint8,
-    "BOOL": torch.bool,
-}
-CODES = {dtype: code for code, dtype in DTYPES.items()}
+LARGEST_SHARD_HEADER = 2**20  # bytes; a shard names few tensors
 
 Layout = tuple[tuple[str, str, tuple[int, ...]], ...]  # name, dtype's code, shape of one row; by name
 
@@ -114,7 +102,7 @@ class Shard:
         with open(path, "rb") as file:
             facts = os.fstat(file.fileno())
             length = int.from_bytes(file.read(8), "little")
-            if not 0 < length <= LARGEST_HEADER:
+            if not 0 < length <= LARGEST_SHARD_HEADER:
                 raise DamagedError("its header has no length")
             self.layout, self.count = read_header(file.read(length))
             sums = file.read(8 * self.count)
@@ -194,7 +182,7 @@ def is_foreign(path: Path) -> bool:
     try:
         with open(path, "rb") as file:
             length = int.from_bytes(file.read(8), "little")
-            if 0 < length <= LARGEST_HEADER:
+            if 0 < length <= LARGEST_SHARD_HEADER:
                 read_header(file.read(length))
     except ForeignError:
         return True
