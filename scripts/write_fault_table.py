@@ -50,8 +50,7 @@ traceback, `--resume` must end with 0, and nothing half written may stay behind.
 Operations on the disk (write, open, flush, rename, mkdir, unlink, truncate) are counted below Python, SQLite and
 safetensors, in the calls to the C library (`tests/faults/disk.c`). SIGKILL leaves what the system had taken; a power cut
 is simulated: SIGKILL, and what was not flushed is gone. Runs are forked from a process that has imported everything, but
-for "a real command".
-Neither gate nor pictures are made where the fault comes before them.
+for "a real command". Neither gate nor pictures are made where the fault comes before them.
 """
 
 
