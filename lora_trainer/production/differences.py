@@ -32,16 +32,16 @@ def differences(
     )
 
 
-def tell_differences(order: Order, earlier: Mapping[str, Any], now: Record) -> None:
-    """Say what differs, all settings among it, and of a repeated run whether its data is what it was."""
-    for name, change in changes(earlier.get("config", {}), now.config).items():
-        order.console.print(f"changed: {name} {change}")
+def told_differences(order: Order, earlier: Mapping[str, Any], now: Record) -> tuple[str, ...]:
+    """For people: what differs, all settings among it, and of a repeated run whether its data is what it was."""
+    lines = [f"changed: {name} {change}" for name, change in changes(earlier.get("config", {}), now.config).items()]
     repeated = {} if earlier else repeated_record(order.resolved)
     if versions := other_versions((earlier or repeated).get("versions", {}), now.versions):
-        order.console.print(f"other versions: {', '.join(versions)}; {ROUNDING_DIFFERS}")
+        lines.append(f"other versions: {', '.join(versions)}; {ROUNDING_DIFFERS}")
     same_sources = repeated.get("config", {}).get("data", {}).get("sources") == now.config["data"]["sources"]
     if repeated and same_sources and repeated.get("data_hash") != now.data_hash:
-        order.console.print(f"the data is not what {repeated.get('name')} was trained on: this is no repetition of it")
+        lines.append(f"the data is not what {repeated.get('name')} was trained on: this is no repetition of it")
+    return tuple(lines)
 
 
 def changes(earlier: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, str]:

@@ -17,6 +17,7 @@ from lora_trainer.config.toml import to_toml
 from lora_trainer.core.disk import until_written
 from lora_trainer.core.errors import UserError, first_line
 from lora_trainer.core.hardware import describe_machine
+from lora_trainer.core.interrupt import leave_if_told, remembering
 from lora_trainer.core.io import write_text
 from lora_trainer.data.ledger import FILE as LEDGER
 from lora_trainer.data.ledger import write_ledger
@@ -65,6 +66,8 @@ def run_session(order: Order, inputs: Inputs, record: Record) -> Outcome:
     session = open_session(order, inputs)
     settings = fixed_settings(session.config, inputs, session.choices)
     start = find_start(order.folder, settings, order.console, order.config) if order.resume else None
+    for line in order.differences:
+        order.console.print(line)
     prepared = prepare(session, settings)
     if session.processes.is_main:
         text, file = to_toml(repeatable(prepared.session, prepared.built.attention)), order.folder / "config.toml"
@@ -73,35 +76,38 @@ def run_session(order: Order, inputs: Inputs, record: Record) -> Outcome:
     if session.processes.is_main:  # a run that fails from here on says what it ran on
         write_record(order.folder, record)
         (order.folder / LEDGER).unlink(missing_ok=True)  # an earlier session's
-    try:
-        shapes = weight_shapes(prepared.built.learner)
-        done, total = start.state.step if start else 0, session.steps.total
-        room = room_for(session.config, order.folder, shapes, done, total)
-        refuse_without_room(room)
-        if room.scarce:
-            order.console.print(f"{room.line}: that is just enough")
-        state, signal_exit = run_training(session, prepared.job, start, record.changed)
-    except UserError:
-        if session.processes.is_main and (saved := newest_valid(prepared.job.checkpoints)[0]) is not None:
-            with contextlib.suppress(OSError):  # a disk that refused what was trained
-                write_record(order.folder, with_ledger(record, prepared, saved[1].state))
-        raise
-    finally:
-        prepared.feed.close()
-    early = stopped_early(session.config.control, state.control)
-    trained = state.seconds - (start.state.seconds if start else 0.0)
-    record = replace(
-        record.with_seconds(train=trained),
-        steps=state.step,
-        training=asdict(state) | {"stopped_early": early},
-        reason=f"the held-out loss got no lower in {state.control.without_gain} validations" if early else None,
-        checkpoints=prepared.job.writer.told(),
-        memory={"peak_gib": round(highest_memory_gib(session.choices.device), 3)},
-    )
-    if session.processes.is_main:
-        record = with_ledger(record, prepared, state)
+    with remembering():  # what was trained is recorded before a signal ends more
+        try:
+            shapes = weight_shapes(prepared.built.learner)
+            done, total = start.state.step if start else 0, session.steps.total
+            room = room_for(session.config, order.folder, shapes, done, total)
+            refuse_without_room(room)
+            if room.scarce:
+                order.console.print(f"{room.line}: that is just enough")
+            state, signal_exit = run_training(session, prepared.job, start, record.changed)
+        except UserError:
+            if session.processes.is_main and (saved := newest_valid(prepared.job.checkpoints)[0]) is not None:
+                with contextlib.suppress(OSError):  # a disk that refused what was trained
+                    write_record(order.folder, with_ledger(record, prepared, saved[1].state))
+            raise
+        finally:
+            prepared.feed.close()
+        early = stopped_early(session.config.control, state.control)
+        trained = state.seconds - (start.state.seconds if start else 0.0)
+        record = replace(
+            record.with_seconds(train=trained),
+            steps=state.step,
+            training=asdict(state) | {"stopped_early": early},
+            reason=f"the held-out loss got no lower in {state.control.without_gain} validations" if early else None,
+            checkpoints=prepared.job.writer.told(),
+            memory={"peak_gib": round(highest_memory_gib(session.choices.device), 3)},
+        )
+        if session.processes.is_main:
+            record = with_ledger(record, prepared, state)
+            write_record(order.folder, record)
     if signal_exit is not None or not session.processes.is_main:
         return Outcome(record, None, None, signal_exit)
+    leave_if_told()
     return release(prepared, record, state)
 
 
@@ -196,15 +202,14 @@ def release(prepared: Prepared, record: Record, state: TrainState) -> Outcome:
     facts = training_facts(config, session.inputs, name, released.step, session.steps, session.choices, record.started)
     weights = lora_weights(config, session.inputs, released.weights)
     export = partial(export_lora, folder, name, weights, facts, built.shapes, session.inputs.family.kohya_prefixes)
-    kohya, diffusers = until_written("the LoRA", folder, export, lora_bytes(weight_shapes(built.learner)))
+    with remembering():  # the record names the files whatever becomes of the gate
+        kohya, diffusers = until_written("the LoRA", folder, export, lora_bytes(weight_shapes(built.learner)))
+        files = {**record.files, "kohya": kohya.name, "diffusers": diffusers.name}
+        record = replace(record, files=files, released=released.to_json())
+        write_record(folder, record)
     console.print(f"exported {kohya.name} and {diffusers.name}; every key fits the model")
+    leave_if_told()
     free_learner(built.learner)
-    record = replace(
-        record,
-        files={**record.files, "kohya": kohya.name, "diffusers": diffusers.name},
-        released=released.to_json(),
-    )
-    write_record(folder, record)  # it names the files whatever becomes of the gate
     console.print("validating the LoRA from its file")
     watch("validating")
     say, device, dtype = console.print, choices.device, choices.dtype

@@ -152,9 +152,9 @@ def idle_told(rules: Sequence[CaptionsSection], inputs: Inputs) -> list[str]:
 
 
 def show_end(record: Record, report: LoraReport, folder: Path, comparison: Path | None, console: Console) -> None:
-    """Both scores with what was found, and where everything is."""
+    """Both scores with what was found, and where everything is. The time is that of the steps, over all sessions."""
     console.print()
-    console.rule(f"{record.name}: {record.steps} steps in {duration(record.seconds['total'])}", style="dim")
+    console.rule(f"{record.name}: {record.steps} steps in {duration(record.training['seconds'])}", style="dim")
     parts = ", ".join(f"{name} {value:.2f}" for name, value in report.parts.items())
     console.print(f"data set score  {record.scores['dataset']:.2f}")
     told = caveat(report.numbers)

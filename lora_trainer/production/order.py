@@ -38,6 +38,7 @@ class Order:
     families: Mapping[str, Family] = field(default_factory=lambda: FAMILIES)
     resume: bool = False
     enforce_gates: bool = False
+    differences: tuple[str, ...] = ()  # from the run that is gone on with or repeated: said once it is
 
     @property
     def config(self) -> Config:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
@@ -31,7 +32,7 @@ from lora_trainer.core.launch import is_main_process
 from lora_trainer.models import FAMILIES
 from lora_trainer.models.family import Family
 from lora_trainer.monitor.progress import Progress, Watch, unwatched
-from lora_trainer.production.differences import differences, tell_differences
+from lora_trainer.production.differences import differences, told_differences
 from lora_trainer.production.folder import asks_for_more, claim, ended_early, held, is_finished, leave_as_found
 from lora_trainer.production.inputs import (
     Inputs,
@@ -200,7 +201,7 @@ def run_recorded(order: Order, inputs: Inputs) -> RunResult:
     with held(order), patient(patience_of(order)), remembering():
         previous, before = read_record(folder), list_checkpoints(folder / "checkpoints")
         record = first_record(order, inputs, previous or {})
-        tell_differences(order, previous or {}, record)
+        order = replace(order, differences=told_differences(order, previous or {}, record))
         keep(folder, record)
         try:
             exactly = only_deterministic(order.config.train.deterministic, folder / "checkpoints")
@@ -214,7 +215,7 @@ def run_recorded(order: Order, inputs: Inputs) -> RunResult:
                 raise
             record = replace(latest(folder, record), steps=step_of(trained[0]) if trained else 0)
             if isinstance(error, KeyboardInterrupt | SystemExit):
-                order.console.print(left_behind(record))
+                order.console.print(left_behind(order, record))
             try:
                 finish(order, ended_by(error, record).with_seconds(total=time.monotonic() - began))
             except (OSError, UserError) as refused:  # what ended the run is told, not what came of it
@@ -223,11 +224,14 @@ def run_recorded(order: Order, inputs: Inputs) -> RunResult:
         return conclude(order, outcome, time.monotonic() - began)
 
 
-def left_behind(record: Record) -> str:
-    """What a signal leaves."""
+def left_behind(order: Order, record: Record) -> str:
+    """What a signal leaves, and the command that goes on."""
+    kept = order.folder / "config.toml"
+    command = f"lora-trainer {'produce' if order.enforce_gates else 'train'} --config {shlex.quote(str(kept))} --resume"
+    again = command if kept.is_file() else f"the same command, --name {shlex.quote(record.name)} and --resume"
     if not record.steps:
-        return "stopped before the first step: nothing is trained yet; what was cached is kept. Go on with --resume."
-    return f"stopped at step {record.steps}; everything up to it is saved. Go on with --resume."
+        return f"stopped before the first step: nothing is trained yet; what was cached is kept. Go on with: {again}"
+    return f"stopped at step {record.steps}; everything up to it is saved. Go on with: {again}"
 
 
 def conclude(order: Order, outcome: Outcome, seconds: float) -> RunResult:
@@ -237,7 +241,7 @@ def conclude(order: Order, outcome: Outcome, seconds: float) -> RunResult:
     if outcome.signal_exit is not None:
         record = replace(record, status="stopped", exit_code=outcome.signal_exit, reason="stopped by a signal")
         record = finish(order, record)
-        order.console.print(left_behind(record))
+        order.console.print(left_behind(order, record))
         return RunResult(folder, asdict(record), outcome.signal_exit)
     if report is None:  # not the main process
         return RunResult(folder, asdict(record), DONE)
@@ -278,7 +282,7 @@ def keep(folder: Path, record: Record) -> None:
 def finish(order: Order, record: Record) -> Record:
     """Write the last record and the page made from it, from the main process only; what was written.
 
-    A run is never lost to its page: that none could be made is said.
+    A run is never lost to its page: that none could be made is said. One that was stopped before it trained has none.
     """
     if not is_main_process():
         return record
@@ -292,8 +296,12 @@ def finish(order: Order, record: Record) -> Record:
         sorted(path.relative_to(order.folder).as_posix() for path in order.folder.glob("weights/*.safetensors"))
     )
     events = tuple(read_lines(order.folder / EVENTS)[-SHOWN_EVENTS:])
-    record = replace(record, files={**record.files, "report": FILE}, samples=samples, weights=weights, events=events)
+    shown = record.steps > 0 or record.status != "stopped"
+    files = {**record.files, "report": FILE if shown else None}
+    record = replace(record, files=files, samples=samples, weights=weights, events=events)
     write_record(order.folder, record)
+    if not shown:
+        return record
     try:
         write_report(order.folder)
     except Exception as error:  # noqa: BLE001  what is wrong with a page must not end a run otherwise than it ended

@@ -137,7 +137,14 @@ def fill(session: Session) -> CachePlans:
     for line in plans.lines:
         console.print(f"cache: {line}")
     start = processes.rank / processes.world
-    fill_caches(session.config, session.inputs, session.choices, plans, filling_lines(console), start, console.print)
+    say, choices = console.print, session.choices
+    try:
+        fill_caches(session.config, session.inputs, choices, plans, filling_lines(console), start, say)
+    except (KeyboardInterrupt, SystemExit):
+        for plan in (plans.latents, plans.texts):
+            total = plan.filled.reused + plan.filled.rebuilt
+            say(f"cache: {total - len(plan.still_missing().missing)} of {total} {plan.filled.kind} are there and kept")
+        raise
     if processes.is_main:
         kept = keep_limit(plans.latents.folder, int(session.config.cache.limit_gb * 10**9))
         for line in kept.lines if kept.removed or kept.needed else ():

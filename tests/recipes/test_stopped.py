@@ -1,0 +1,69 @@
+"""What a run that was stopped leaves: a record that is true, words that are true, and the command that goes on."""
+
+from __future__ import annotations
+
+import signal
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lora_trainer.core import interrupt
+from lora_trainer.data.caches import filling
+from lora_trainer.production import flow
+from tests.recipes.recipe import Bench, patched, record
+
+
+def told_after(target: Any, name: str) -> Any:
+    real = getattr(target, name)
+
+    def called(*arguments: Any, **named: Any) -> Any:
+        result = real(*arguments, **named)
+        signal.raise_signal(signal.SIGTERM)
+        return result
+
+    return patched(target, name, called)
+
+
+@pytest.mark.parametrize(("after", "files"), [("run_training", False), ("export_lora", True)])
+def test_a_signal_after_training_finds_it_recorded(after: str, files: bool, bench: Bench) -> None:
+    with told_after(flow, after):
+        assert bench.run("first") == 143
+    folder, stopped = bench.folder("first"), record(bench.folder("first"))
+    assert stopped["seconds"]["train"] > 0.0
+    assert stopped["checkpoints"]
+    assert stopped["ledger"]
+    assert (stopped["status"], stopped["steps"], stopped["training"]["step"]) == ("stopped", 6, 6)
+    assert bool(stopped["files"]["kohya"]) == (folder / "first.safetensors").is_file() == files
+
+
+def test_stopped_in_caching(bench: Bench, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """How much is kept is said, and how to go on; no page is drawn of nothing."""
+    bench = replace(bench, cache=tmp_path / "empty")
+    with told_after(filling._Filling, "publish"):
+        assert bench.run("first", cache__batch=1, cache__workers=1) == 143
+    said = capsys.readouterr().out
+    assert "cache: 1 of 10 latents are there and kept" in said
+    assert "cache: 0 of " in said
+    assert "the same command, --name first and --resume" in said
+    folder = bench.folder("first")
+    assert not (folder / "report.html").exists()
+    assert record(folder)["files"]["report"] is None
+
+
+def test_what_differs_is_said_once_the_run_goes_on(bench: Bench, capsys: pytest.CaptureFixture[str]) -> None:
+    with told_after(flow, "run_training"):
+        assert bench.run("first", steps=3) == 143
+    said = capsys.readouterr().out
+    assert f"Go on with: lora-trainer train --config {bench.folder('first') / 'config.toml'} --resume" in said
+    assert bench.run("first", "--resume", steps=3, lora__rank=8) == 2
+    refused = capsys.readouterr()
+    assert "lora.rank was 4 and is now 8" in refused.err
+    assert "changed:" not in refused.out
+    assert bench.run("first", "--resume", steps=4) == 0
+    went_on = capsys.readouterr().out
+    assert "changed: train.max_steps 3 → 4" in went_on
+    seconds = record(bench.folder("first"))["training"]["seconds"]
+    assert f"4 steps in {seconds:.0f} s" in went_on
+    assert not interrupt.told()
