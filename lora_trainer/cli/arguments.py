@@ -169,7 +169,24 @@ def layers_from(
     problems.extend(chosen.problems)
     for note in chosen.notes:
         say(note)
-    return list(chosen.layers), [*_file_layer(arguments.config, problems), *_flag_layers(arguments, problems)]
+    flags = _flag_layers(arguments, problems)
+    file = _file_layer(arguments.config, problems)
+    moved = _moved_run(arguments.config, file, flags) if vars(arguments).get("resume") else []
+    return list(chosen.layers), [*file, *moved, *flags]
+
+
+def _moved_run(path: str | None, file: Sequence[Layer], flags: Sequence[Layer]) -> list[Layer]:
+    """A run's own config.toml names the place where it began; the run is gone on with where it lies now, which is said."""
+    if path is None or not file or any({"output", "name"} & set(layer.values.get("run", {})) for layer in flags):
+        return []
+    folder, run = Path(path).resolve().parent, file[0].values.get("run", {})
+    if Path(path).name != "config.toml" or not (folder / "run.json").is_file() or not isinstance(run, dict):
+        return []
+    named = Path(str(run.get("output", ""))) / str(run.get("name", ""))
+    if named.resolve() == folder:
+        return []
+    say(f"the run of {path} began as {named}: it goes on where it lies, in {folder}")
+    return [Layer(file[0].name, {"run": {"output": str(folder.parent), "name": folder.name}})]
 
 
 def _asks_auto(asked: Sequence[str]) -> bool:

@@ -8,10 +8,12 @@ from dataclasses import dataclass
 from typing import Literal
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, ProgressColumn, Task, TextColumn
 from rich.progress import Progress as Bar
+from rich.text import Text
 
 SUMMARY_EVERY = 10
+BAR_WIDTH = 12
 Phase = Literal["checking", "caching", "training", "validating", "drawing"]
 
 
@@ -51,24 +53,34 @@ def step_line(console: Console, total: int, done: int, watch: Watch = unwatched)
 
 @contextmanager
 def live_line(console: Console, total: int, done: int) -> Iterator[Watch]:
-    """Bar, step, loss, rate, speed, memory and time left on one line."""
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(bar_width=24),
-        MofNCompleteColumn(),
-        TextColumn("{task.fields[figures]}"),
-        TextColumn("left"),
-        TimeRemainingColumn(),
-    )
-    with Bar(*columns, console=console) as bar:
-        task = bar.add_task("training", total=total, completed=done, figures="")
+    """Phase, bar, and of step, time left, loss, speed, held-out loss, rate and memory what fits on one line."""
+    with Bar(TextColumn("{task.description}"), BarColumn(BAR_WIDTH), Fitting(), console=console) as bar:
+        task = bar.add_task("training", total=total, completed=done, parts=[f"{done}/{total}"], room=lambda: 0)
+
+        def room() -> int:
+            return console.width - len(bar.tasks[0].description) - BAR_WIDTH - 2
+
+        bar.update(task, room=room)
 
         def show(progress: Progress) -> None:
             bar.update(task, completed=progress.step, description=progress.phase)
             if progress.phase == "training":
-                bar.update(task, figures=figures(progress))
+                left = f"left {duration((total - progress.step) * progress.seconds)}"
+                bar.update(task, parts=[f"{progress.step}/{total}", left, *ranked(progress)])
 
         yield show
+
+
+class Fitting(ProgressColumn):
+    """Of a task's `parts`, the most important first, as many as its `room` holds."""
+
+    def render(self, task: Task) -> Text:
+        shown, *others = task.fields["parts"]
+        for part in others:
+            if len(shown) + 2 + len(part) > task.fields["room"]():
+                break
+            shown += f"  {part}"
+        return Text(shown, no_wrap=True)
 
 
 @contextmanager
@@ -89,12 +101,17 @@ def log_line(console: Console, total: int, done: int) -> Iterator[Watch]:
 
 def figures(progress: Progress) -> str:
     """The step's numbers as one line; the held-out loss where there is one."""
+    loss, speed, *held_out, rate, memory = ranked(progress)
+    return "  ".join([loss, *held_out, rate, speed, memory])
+
+
+def ranked(progress: Progress) -> list[str]:
+    """The step's numbers, what matters most first: loss, speed, the held-out loss if there is one, rate, memory."""
     seconds = progress.seconds
     speed = f"{seconds:.2f} s/step" if seconds >= 1.0 else f"{1.0 / max(seconds, 1e-9):.1f} steps/s"
-    held_out = "" if progress.held_out is None else f"  held-out {progress.held_out:.4f}"
-    return (
-        f"loss {progress.loss or 0.0:.4f}{held_out}  rate {progress.rate:.2e}  {speed}  {progress.memory_gib:.1f} GiB"
-    )
+    held_out = [] if progress.held_out is None else [f"held-out {progress.held_out:.4f}"]
+    rate, memory = f"rate {progress.rate:.2e}", f"{progress.memory_gib:.1f} GiB"
+    return [f"loss {progress.loss or 0.0:.4f}", speed, *held_out, rate, memory]
 
 
 def duration(seconds: float) -> str:

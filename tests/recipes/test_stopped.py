@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from lora_trainer.cli.main import main
 from lora_trainer.core import interrupt
 from lora_trainer.data.caches import filling
 from lora_trainer.production import flow
@@ -67,3 +68,16 @@ def test_what_differs_is_said_once_the_run_goes_on(bench: Bench, capsys: pytest.
     seconds = record(bench.folder("first"))["training"]["seconds"]
     assert f"4 steps in {seconds:.0f} s" in went_on
     assert not interrupt.told()
+
+
+def test_a_moved_run_goes_on_where_it_lies(bench: Bench, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with told_after(flow, "run_training"):
+        assert bench.run("first", steps=3) == 143
+    moved = bench.folder("first").rename(tmp_path / "moved")
+    command = ["train", "--config", str(moved / "config.toml"), "--resume", "--max-steps", "4"]
+    assert main(command) == 0
+    assert not bench.folder("first").exists()
+    assert (record(moved)["steps"], record(moved)["sessions"]) == (4, 2)
+    assert "it goes on where it lies" in capsys.readouterr().err
+    assert main([*command, "--output", str(tmp_path / "other"), "--dry-run"]) == 0
+    assert "it goes on where it lies" not in capsys.readouterr().err
