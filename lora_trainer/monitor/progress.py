@@ -25,6 +25,7 @@ class Progress:
     step: int = 0
     total: int = 0
     loss: float | None = None
+    left_out: int = 0  # newest steps in a row that were: `loss` knows nothing of them
     held_out: float | None = None
     best: float | None = None
     rate: float = 0.0  # learning rate of the newest step
@@ -111,7 +112,8 @@ def ranked(progress: Progress) -> list[str]:
     speed = f"{seconds:.2f} s/step" if seconds >= 1.0 else f"{1.0 / max(seconds, 1e-9):.1f} steps/s"
     held_out = [] if progress.held_out is None else [f"held-out {progress.held_out:.4f}"]
     rate, memory = f"rate {progress.rate:.2e}", f"{progress.memory_gib:.1f} GiB"
-    return [f"loss {progress.loss or 0.0:.4f}", speed, *held_out, rate, memory]
+    left_out = f" (left out {progress.left_out})" if progress.left_out else ""
+    return [f"loss {progress.loss or 0.0:.4f}{left_out}", speed, *held_out, rate, memory]
 
 
 def duration(seconds: float) -> str:

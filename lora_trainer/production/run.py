@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import shlex
+import signal
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,8 +29,8 @@ from lora_trainer.core.errors import (
     is_out_of_memory,
 )
 from lora_trainer.core.hardware import package_versions
-from lora_trainer.core.interrupt import leaving_when_told, listening, remembering
-from lora_trainer.core.io import remove_unfinished, write_text
+from lora_trainer.core.interrupt import leaving_when_told, listening, remembering, signal_that_came
+from lora_trainer.core.io import append_text, remove_unfinished, write_text
 from lora_trainer.core.launch import is_main_process
 from lora_trainer.models import FAMILIES
 from lora_trainer.models.family import Family
@@ -216,12 +219,26 @@ def run_recorded(order: Order, inputs: Inputs) -> RunResult:
             record = replace(latest(folder, record), steps=step_of(trained[0]) if trained else 0)
             if isinstance(error, KeyboardInterrupt | SystemExit):
                 order.console.print(left_behind(order, record))
+                record_signal(order, record)
             try:
                 finish(order, ended_by(error, record).with_seconds(total=time.monotonic() - began))
             except (OSError, UserError) as refused:  # what ended the run is told, not what came of it
                 order.console.print(f"{RECORD} could not be written: {refused}")
             raise
         return conclude(order, outcome, time.monotonic() - began)
+
+
+def record_signal(order: Order, record: Record) -> None:
+    """Note one that ended a session outside of its loop, which notes its own. A disk that refuses costs the note alone."""
+    from lora_trainer.monitor.events import Event
+    from lora_trainer.monitor.trackers import EVENTS
+
+    number = signal_that_came()
+    if number is None or not is_main_process():
+        return
+    event = Event(record.steps, "signal", f"{signal.Signals(number).name}: left at once, outside of training")
+    with suppress(OSError):
+        append_text(order.folder / EVENTS, json.dumps(event.to_json()) + "\n")
 
 
 def left_behind(order: Order, record: Record) -> str:

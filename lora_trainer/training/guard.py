@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 import time
 from collections.abc import Sequence
@@ -11,8 +12,10 @@ from typing import NoReturn
 import torch
 from torch.nn.utils import get_total_norm
 
+from lora_trainer.config.schema import Config
 from lora_trainer.core.errors import Problem, TrainingFailed
-from lora_trainer.training.checkpoint import kept
+from lora_trainer.monitor.events import Kind
+from lora_trainer.training.checkpoint import kept, newest_valid, step_of
 from lora_trainer.training.job import Job
 from lora_trainer.training.recovery import GoBack
 from lora_trainer.training.reporter import Reporter
@@ -23,8 +26,7 @@ from lora_trainer.training.step import Learner, StepResult
 MOST_OVERFLOWS = 50  # steps in a row that fp16 may leave out before the run is called failed
 SMALLEST_SCALE = 1.0  # of fp16's losses: under it even gradients as they are overflow
 MOST_NAMED = 5  # samples that a message names
-LOWER_RATE = "Lower optim.learning_rate, or use memory.base_precision=bf16 or fp32."
-OTHER_PRECISION = "Use memory.base_precision=bf16 or fp32."
+OTHER_PRECISION = "Train anew, with another --name and memory.base_precision=bf16 or fp32."
 
 
 def watchful(learner: Learner, state: TrainState) -> Learner:
@@ -48,28 +50,29 @@ def not_finite(job: Job, state: TrainState, step: int, result: StepResult, repor
         return replace(state, skipped=state.skipped + 1, skipped_in_a_row=state.skipped_in_a_row + 1)
     blamed = blamed_samples(result.losses, job.names_in(step - 1))
     if not weights_are_finite(job.learner):
-        not_finite_weights(job, state, step)
+        not_finite_weights(job, state, step, reporter)
     if policy == "stop":
-        stop(job, replace(state, step=step - 1), f"T{what[1:]} at step {step}; {blamed}.")
+        why = f"T{what[1:]} at step {step}; {blamed}."
+        stop(job, replace(state, step=step - 1), why, f"{remedy(job)} If that step fails again, start anew.", reporter)
     if policy == "restore":
-        restore_good(job, state, step, f"{what}, {blamed}")
+        restore_good(job, state, step, f"{what}; {blamed}", reporter)
     reporter.event(step, "not_finite", f"{what}: the step is left out; {blamed}")
     control = replace(state.control, not_finite=state.control.not_finite + 1)
     return replace(state, skipped=state.skipped + 1, control=control)
 
 
-def not_finite_weights(job: Job, state: TrainState, step: int) -> NoReturn:
+def not_finite_weights(job: Job, state: TrainState, step: int, reporter: Reporter) -> NoReturn:
     """No step can be left out for these: the run goes back, or stops without saving them."""
     if job.config.control.not_finite == "stop":
-        stop(job, state, f"The weights are not finite any more, at step {step}.")
-    restore_good(job, state, step, "the weights are not finite any more")
+        stop(job, state, f"The weights are not finite any more, at step {step}.", remedy(job), reporter)
+    restore_good(job, state, step, "the weights are not finite any more", reporter)
 
 
-def finite_to_save(job: Job, state: TrainState) -> float:
+def finite_to_save(job: Job, state: TrainState, reporter: Reporter) -> float:
     """Raise GoBack or TrainingFailed rather than have weights saved that are not finite; the seconds that it took."""
     began = time.perf_counter()
     if not weights_are_finite(job.learner):
-        not_finite_weights(job, state, state.step)
+        not_finite_weights(job, state, state.step, reporter)
     return time.perf_counter() - began
 
 
@@ -83,33 +86,69 @@ def refuse_hopeless(job: Job, state: TrainState, reporter: Reporter) -> None:
     most, scaler = job.config.control.most_not_finite, job.learner.scaler
     if state.control.not_finite >= most:
         why = f"The loss or its gradient was not finite in {state.control.not_finite} steps in a row, up to step"
-        stop(job, state, f"{why} {state.step}.")
+        stop(job, state, f"{why} {state.step}.", remedy(job), reporter)
     if state.skipped_in_a_row >= MOST_OVERFLOWS:
         why = (
             f"fp16 overflowed in {state.skipped_in_a_row} steps in a row, up to step {state.step}: nothing is learned."
         )
-        stop(job, state, why, OTHER_PRECISION)
+        stop(job, state, why, OTHER_PRECISION, reporter, "overflow")
     if scaler is not None and (scale := scaler.get_scale()) < SMALLEST_SCALE:
-        what = f"the scale of fp16's losses fell to {scale:.3g}: gradients overflow as they are"
-        reporter.event(state.step, "overflow", what)
-        stop(job, state, f"T{what[1:]}, at step {state.step}.", OTHER_PRECISION)
+        why = f"The scale of fp16's losses fell to {scale:.3g}: gradients overflow as they are, at step {state.step}."
+        stop(job, state, why, OTHER_PRECISION, reporter, "overflow")
 
 
-def restore_good(job: Job, state: TrainState, step: int, what: str) -> NoReturn:
+def restore_good(job: Job, state: TrainState, step: int, what: str, reporter: Reporter) -> NoReturn:
     """Go back to weights that were good, with a lower rate. Raises GoBack, or TrainingFailed after too many returns."""
+    at = "" if step == state.step else f", at step {step}"  # the event says the newest
     if state.restored >= job.config.control.most_not_finite:
-        why = f"After {state.restored} returns to an earlier checkpoint {what} at step {step} again."
-        raise TrainingFailed(Problem(why, f"{kept(job.checkpoints)} {LOWER_RATE}"))
+        reporter.event(state.step, "not_finite", f"{what}{at}, after {state.restored} returns: the run ends")
+        why = f"After {state.restored} returns to an earlier checkpoint {what}, at step {step} again."
+        raise TrainingFailed(Problem(why, f"{left(job, state)} {remedy(job)}"))
     lower = replace(state, restored=state.restored + 1)
-    told = f"{what}, at step {step}: the rate falls to {lower.rate_factor:.4g} of the schedule's"
-    raise GoBack(lower, "not_finite", told)
+    told = f"{what}{at}: the rate falls to {lower.rate_factor:.4g} of the schedule's"
+    raise GoBack(lower, "not_finite", told, failed_at=step)
 
 
-def stop(job: Job, state: TrainState, why: str, fix: str = LOWER_RATE) -> NoReturn:
+def stop(job: Job, state: TrainState, why: str, fix: str, reporter: Reporter, kind: Kind = "not_finite") -> NoReturn:
     """Save what is good and raise TrainingFailed; all processes come here at the same step."""
+    reporter.event(state.step, kind, f"{why[0].lower()}{why[1:].rstrip('.')}: the run ends")
     if state.step > 0 and weights_are_finite(job.learner):
         save(job, state, last=True)
-    raise TrainingFailed(Problem(why, f"{kept(job.checkpoints)} {fix}"))
+    raise TrainingFailed(Problem(why, f"{left(job, state)} {fix}"))
+
+
+def left(job: Job, state: TrainState) -> str:
+    """What can be gone on from. Finite weights may be ruined all the same: those that no step was finite with."""
+    newest, _ = newest_valid(job.checkpoints)
+    last = state.control.last_finite
+    if newest is None or state.control.not_finite < 2 or step_of(newest[0]) < last:
+        return kept(job.checkpoints)
+    older, _ = newest_valid(job.checkpoints, lambda step: step < last)
+    ruined = f"Since step {last} none was finite, so the weights of {newest[0]} are probably ruined."
+    if older is None:
+        return f"{ruined} No checkpoint is from before that: start anew, with another --name."
+    return f"{ruined} {older[0]} is from before that: delete the later ones there, and --resume goes on from it."
+
+
+def remedy(job: Job) -> str:
+    """What to do about numbers that are not finite, by what the run is."""
+    others = {"fp32": "", "bf16": "fp32"}.get(str(job.settings.get("precision")), "bf16 or fp32")
+    anew = f", or train anew, with another --name and memory.base_precision={others}" if others else ""
+    return f"Lower optim.learning_rate{anew}."
+
+
+def with_settings(state: TrainState, config: Config) -> TrainState:
+    """The state that a run goes on from: with other settings than those it was saved with, its failures are over.
+
+    A rate that was halved for them stays so, unless another is asked for.
+    """
+    said = config.model_dump_json(include={"optim", "control", "schedule"})
+    now = replace(state, asked=hashlib.sha256(said.encode()).hexdigest()[:16], asked_rate=config.optim.learning_rate)
+    if not state.asked or state.asked == now.asked:
+        return now
+    scale = state.rate_factor if state.asked_rate == now.asked_rate else state.rate_scale
+    forgiven = replace(state.control, not_finite=0)
+    return replace(now, control=forgiven, skipped_in_a_row=0, restored=0, failed_at=0, returned_to=0, rate_scale=scale)
 
 
 def weights_are_finite(learner: Learner) -> bool:
@@ -123,7 +162,9 @@ def blamed_samples(losses: Sequence[torch.Tensor], names: Sequence[str]) -> str:
     blamed = [name for name, loss in zip(names, own, strict=False) if not math.isfinite(loss)]
     if blamed:
         return f"not finite is the loss of {named(blamed)}"
-    return f"every sample's own loss is finite: {named(names)}"
+    if len(set(names)) == 1:
+        return f"the picture of the step: {named(names)}; its own loss is finite"
+    return f"the pictures of the step: {named(names)}; none of them alone"
 
 
 def by_loss(losses: Sequence[torch.Tensor], names: Sequence[str]) -> str:

@@ -64,7 +64,8 @@ def look(job: Job, state: TrainState, pending: list[Pending], reporter: Reporter
 
 def after_good(job: Job, state: TrainState, each: Pending, loss: float, norm: float, reporter: Reporter) -> TrainState:
     """The state after a step with a finite loss and gradient, and what the run makes of it."""
-    control, decisions = after_step(job.config.control, replace(state.control, not_finite=0), each.step, loss, norm)
+    good = replace(state.control, not_finite=0, last_finite=each.step)
+    control, decisions = after_step(job.config.control, good, each.step, loss, norm)
     for decision in decisions:
         of = f"; its samples: {by_loss(each.result.losses, job.names_in(each.step - 1))}"
         reporter.event(each.step, decision.kind, decision.message + (of if decision.kind == "spike" else ""))
@@ -78,6 +79,7 @@ def progress_of(job: Job, state: TrainState, rate: float, seconds: float, phase:
         step=state.step,
         total=job.total_steps,
         loss=state.loss_average,
+        left_out=state.control.not_finite + state.skipped_in_a_row,
         held_out=state.validation,
         best=state.best_validation,
         rate=rate,

@@ -28,27 +28,38 @@ class GoBack(Exception):
     """Leaves the loop at `state`; it goes on from `returning_point`, or the start, with `changes` to its state.
 
     All processes must raise it at the same step. Draws are functions of position, so the steps in between come out
-    as before but for the changes.
+    as before but for the changes. `failed_at` is the step that weights of an earlier one may get over: where it fails
+    again, what was returned to is passed over.
     """
 
-    def __init__(self, state: TrainState, kind: Kind, reason: str, **changes: Any) -> None:
+    def __init__(
+        self, state: TrainState, kind: Kind, reason: str, *, failed_at: int | None = None, **changes: Any
+    ) -> None:
         super().__init__(reason)
         self.state, self.kind, self.reason = state, kind, reason
+        self.failed_at = failed_at
         self.changes: Mapping[str, Any] = changes
 
 
 def gone_back(job: Job, first: Checkpoint, back: GoBack, reporter: Reporter) -> TrainState:
     """The state to go on from, with weights and optimizer as they were there. Nothing that was written stays of later."""
-    restored = restore(job, returning_point(job) or first)
+    now, failed_at = back.state, back.failed_at
+    point = returning_point(job) or first
+    if failed_at is not None and failed_at <= now.failed_at and point.state.step == now.returned_to:
+        point = returning_point(job, before=now.returned_to) or first
+    restored = restore(job, point)
     forget_after(job, restored.step)
     reporter.forget_after(restored.step)
     reporter.event(back.state.step, back.kind, f"{back.reason}; the run goes on from step {restored.step}")
-    now = back.state
     kept = {
         "seconds": now.seconds,
         "went_back": now.went_back + 1,
         "restored": now.restored,
+        "failed_at": now.failed_at if failed_at is None else failed_at,
+        "returned_to": now.returned_to if failed_at is None else restored.step,
         "base_validation": now.base_validation,
+        "asked_rate": now.asked_rate,
+        "asked": now.asked,
     }
     return replace(restored, **{**kept, **back.changes})
 

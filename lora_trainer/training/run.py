@@ -21,7 +21,7 @@ from lora_trainer.training.checkpoint import Checkpoint
 from lora_trainer.training.control import stopped_early
 from lora_trainer.training.fit import agreed, install, step_that_fits
 from lora_trainer.training.group import ProcessLost
-from lora_trainer.training.guard import finite_to_save, watchful
+from lora_trainer.training.guard import finite_to_save, watchful, with_settings
 from lora_trainer.training.job import Job, is_regular, rate_of
 from lora_trainer.training.micro import Micro
 from lora_trainer.training.numbers import Pending, look, look_now
@@ -47,13 +47,14 @@ def train(
     memory runs out or a checkpoint cannot be written.
     """
     first = take(job, TrainState())  # where a run without any checkpoint goes back to
-    state = restore(job, start) if start else TrainState()
+    state = with_settings(restore(job, start) if start else TrainState(), job.config)
     with line as show, job.writer:
         reporter = Reporter(trackers, show, job.say)
         with listening() as interrupt, remembering(job.config.train.grace_seconds):
             if unvalidated(job, state):
                 state = validate(job, state, reporter)
                 if unvalidated(job, state):  # given up for a signal
+                    tell_signal(state, reporter, interrupt)
                     return state, interrupt
                 if state.step > 0:
                     save(job, state, last=True)
@@ -67,12 +68,16 @@ def train(
                     except GoBack as back:
                         state = gone_back(job, first, back, reporter)
             if interrupt:
-                saved = f"{interrupt.name}: everything was saved {interrupt.seconds:.2f} s after it"
-                reporter.event(state.step, "signal", saved)
+                tell_signal(state, reporter, interrupt)
             elif state.step < job.total_steps and not stopped_early(job.config.control, state.control):
                 over = f"train.max_hours={job.config.train.max_hours:g} is over: the training ends here"
                 reporter.event(state.step, "early_stop", over)
             return state, interrupt
+
+
+def tell_signal(state: TrainState, reporter: Reporter, interrupt: Interrupt) -> None:
+    saved = f"{interrupt.name}: everything was saved {interrupt.seconds:.2f} s after it"
+    reporter.event(state.step, "signal", saved)
 
 
 def train_steps(
@@ -112,7 +117,7 @@ def train_steps(
             validating = due(config.validation.every_steps, state.step) or (last and not stopping.signalled)
             if saving or keeping or validating or look_now(job, state, pending):
                 state = look(job, state, pending, reporter)
-            checked = finite_to_save(job, state) if saving or validating else 0.0
+            checked = finite_to_save(job, state, reporter) if saving or validating else 0.0
             if validating:
                 state = validate(job, state, reporter)
                 if unvalidated(job, state) or stopped_early(config.control, state.control):

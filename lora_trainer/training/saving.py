@@ -161,14 +161,18 @@ def restore(job: Job, start: Checkpoint) -> TrainState:
     return start.state
 
 
-def returning_point(job: Job) -> Checkpoint | None:
-    """The newest checkpoint that the run's own rhythm wrote, which no stop by a signal moves.
+def returning_point(job: Job, before: int | None = None) -> Checkpoint | None:
+    """The newest checkpoint, of a step `before` that one, that the run's own rhythm wrote, which no stop by a signal moves.
 
     Where none of them can be read, as after a change of the rhythm, the newest of all.
     """
     settle(job)
-    regular, _ = newest_valid(job.checkpoints, partial(is_regular, job))
-    found = regular or newest_valid(job.checkpoints)[0]
+
+    def wanted(step: int) -> bool:
+        return before is None or step < before
+
+    regular, _ = newest_valid(job.checkpoints, lambda step: wanted(step) and is_regular(job, step))
+    found = regular or newest_valid(job.checkpoints, wanted)[0]
     return found[1] if found else None
 
 

@@ -35,6 +35,7 @@ class Control:
     norms: int = 0
     clip_scale: float = 1.0  # factor on the clipping of gradients, after a jump
     not_finite: int = 0  # steps in a row whose loss or gradient was not finite
+    last_finite: int = 0  # the newest step whose were
 
 
 @dataclass(frozen=True)
@@ -54,6 +55,12 @@ class TrainState:
     rate_scale: float = 1.0  # factor on the schedule's rate, after plateaus
     went_back: int = 0  # times that the run went back to an earlier checkpoint by itself
     restored: int = 0  # times among them that the loss or gradient was not finite: each halves the rate
+    failed_at: int = 0  # the step that the newest of those was for,
+    returned_to: int = 0  # and the checkpoint that it came to
+    asked_rate: float | None = (
+        None  # `optim.learning_rate`, and a digest of what else of the settings steps may fail by:
+    )
+    asked: str = ""  # with others the run may do what it failed at before
     watched_until: int = 0  # up to here each step's loss is looked at before its update, whatever that costs
     fit: Fit = Fit()
     control: Control = Control()

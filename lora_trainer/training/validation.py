@@ -44,7 +44,7 @@ def validate(job: Job, state: TrainState, reporter: Reporter) -> TrainState:
     loss = of_all(job, loss)
     before, state = state, replace(state, validation=loss, validated_step=state.step, fit=fit)
     if state.step == 0:
-        state = replace(state, base_validation=loss)
+        state = replace(state, base_validation=loss if math.isfinite(loss) else None)
     # The untrained LoRA is what the others are held against, and no candidate; nothing is lower than NaN.
     lower = before.best_validation is None or loss < before.best_validation
     best = state.step > 0 and math.isfinite(loss) and lower

@@ -180,14 +180,18 @@ def test_samples_are_named_where_only_the_gradient_is_bad(place: TinyPlace):
     job = bad_loss(place.job("a", **SETTINGS), gradient_without_nan, BAD)
     place.train(job)
     (event,) = events(job)
-    assert f"every sample's own loss is finite: {', '.join(job.names_in(BAD))}" in event["message"]
+    assert f"the pictures of the step: {', '.join(job.names_in(BAD))}; none of them alone" in event["message"]
 
 
 @pytest.mark.parametrize("guard", get_args(Guard))
 def test_too_many_in_a_row_end_the_run(place: TinyPlace, guard):
     job = bad_sample(guarded(place.job("a", steps=8, control__most_not_finite=3, **SETTINGS), guard), 1, 3, 4, 5)
-    with pytest.raises(TrainingFailed, match=r"not finite in 3 steps in a row, up to step 6\. .*step-000006 is safe"):
+    with pytest.raises(TrainingFailed, match=r"not finite in 3 steps in a row, up to step 6\.") as ended:
         place.train(job)
+    assert "Since step 3 none was finite, so the weights of " in str(ended.value)
+    assert "step-000006 are probably ruined. " in str(ended.value)
+    assert "with another --name. Lower optim.learning_rate." in str(ended.value), "it is in fp32 already"
+    assert events(job)[-1]["message"].endswith("3 steps in a row, up to step 6: the run ends")
     assert [row["step"] for row in numbers(job)] == [1, 2, 3, 4, 5, 6]
 
 
@@ -199,6 +203,8 @@ def test_stop_saves_what_was_before(place: TinyPlace, guard):
     job = bad_sample(guarded(place.job("a", **settings), guard), BAD)
     with pytest.raises(TrainingFailed, match=r"at step 4; not finite is the loss of .*step-000003 is safe"):
         place.train(job)
+    assert "not finite" in events(job)[-1]["message"]
+    assert events(job)[-1]["message"].endswith(": the run ends")
     assert [path.name for path in list_checkpoints(job.checkpoints)] == ["step-000003"]
     healed = place.job("a", **settings)
     state, _ = place.resume(healed)
@@ -224,6 +230,7 @@ def test_restore_goes_back_with_half_the_rate(place: TinyPlace, guard):
     rates = [row["lr"] for row in numbers(job)]
     assert [rate / rates[0] for rate in rates] == [1.0, 1.0, 0.5, 0.5, 0.5, 0.5]
     assert "the rate falls to 0.5 of the schedule's; the run goes on from step 2" in events(job)[-1]["message"]
+    assert "at step" not in events(job)[-1]["message"], "the event says the step"
 
 
 def test_restore_returns_to_the_start_where_nothing_was_saved(place: TinyPlace):
@@ -251,7 +258,8 @@ def test_weights_that_are_not_finite_are_gone_back_from(place: TinyPlace):
     state, _ = place.train(replace(job, samples_in=samples_in))
     assert (state.step, state.restored, state.skipped) == (6, 1, 0)
     (event,) = events(job)
-    assert event["message"].startswith("the weights are not finite any more, at step 4")
+    assert event["step"] == 4
+    assert event["message"].startswith("the weights are not finite any more: the rate falls")
     assert all(torch.isfinite(master).all() for master in job.learner.masters)
 
 
@@ -281,7 +289,7 @@ def test_weights_that_are_not_finite_are_never_saved(place: TinyPlace):
             next(iter(job.learner.masters)).data.view(-1)[0] = NAN
 
     job.learner.optimizer.step = step
-    with pytest.raises(TrainingFailed, match=r"After 2 returns .* the weights are not finite any more at step 4"):
+    with pytest.raises(TrainingFailed, match=r"After 2 returns .* the weights are not finite any more, at step 4"):
         place.train(job)
     assert [path.name for path in list_checkpoints(job.checkpoints)] == ["step-000002"]
 
