@@ -92,6 +92,9 @@ OPTIMIZERS: dict[str, Build] = {
     "schedule_free": schedule_free,
 }
 
+# They wait for a card in each step: bitsandbytes' after each parameter, Prodigy for the distance that it finds.
+WAITING = ("adamw8bit", "paged_adamw8bit", "prodigy")
+
 
 def from_library(module: str, name: str, wanted: str) -> Callable[..., torch.optim.Optimizer]:
     """A class of a library that only some optimizers need. Raises UsageError when it does not load."""

@@ -187,9 +187,9 @@ def smallest(micro: int, processes: Processes) -> int:
     """The smallest of what the processes found: all go on with that."""
     if processes.reduce is None:
         return micro
-    found = torch.zeros(processes.world, device=processes.device)
+    found = torch.zeros(processes.world)
     found[processes.rank] = micro
-    return int(processes.reduce(found).min())
+    return int(processes.sum_of_all(found).min())
 
 
 def earlier_find(folder: Path) -> int | None:

@@ -177,7 +177,10 @@ def build(session: Session) -> Built:
         checkpointing=session.choices.checkpointing,
         attention_asked=asked_by_user(session.order.resolved, "memory.attention"),
     )
-    return replace(built, learner=replace(built.learner, rank=processes.rank, world=processes.world))
+    return replace(
+        built,
+        learner=replace(built.learner, rank=processes.rank, world=processes.world, await_card=processes.await_card),
+    )
 
 
 def make_job(

@@ -21,7 +21,7 @@ from lora_trainer.models.ledger import count_of
 from lora_trainer.models.lora import inject_lora, target_modules
 from lora_trainer.models.memory import checkpoint_blocks, checkpointable_blocks
 from lora_trainer.optim.clipping import make_clip
-from lora_trainer.optim.optimizers import make_optimizer
+from lora_trainer.optim.optimizers import WAITING, make_optimizer
 from lora_trainer.training.adapter import make_adapter
 from lora_trainer.training.average import make_average, shown_weights
 from lora_trainer.training.step import Guard, Learner
@@ -90,6 +90,7 @@ def build_learner(
         dtype=dtype,
         clip=make_clip(config.optim),
         guard=choose_guard(config, device, scaled=scaler is not None),
+        optimizer_waits=config.optim.name in WAITING,
     )
     notes = (
         f"LoRA rank {config.lora.rank} on {len(names)} modules: {adapter.size:,} trained parameters",

@@ -131,13 +131,12 @@ def agreed(job: Job, fit: Fit, step: int, reporter: Reporter) -> Fit:
 
     In between each process shrinks alone: gradients are summed at the end of the step.
     """
-    reduce = job.processes.reduce
-    if reduce is None or step % AGREE_EVERY:
+    if job.processes.reduce is None or step % AGREE_EVERY:
         return fit
-    rows = torch.zeros(job.processes.world, 5, dtype=torch.float64, device=job.learner.device)
+    rows = torch.zeros(job.processes.world, 5, dtype=torch.float64)
     mine = [fit.micro or 0, checkpointed(job, fit), fit.since, fit.grown, fit.failed]
     rows[job.processes.rank] = torch.tensor(mine, dtype=torch.float64)
-    found = [[int(value) for value in row] for row in reduce(rows).tolist()]
+    found = [[int(value) for value in row] for row in job.processes.sum_of_all(rows).tolist()]
     micro, blocks, since, was_grown, failed = min(found, key=lambda row: (row[0] or float("inf"), -row[1], row))
     planned = blocks == (job.planned.checkpointed or 0)
     together = replace(

@@ -6,7 +6,7 @@ import hashlib
 import math
 import time
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import NoReturn
 
 import torch
@@ -30,8 +30,8 @@ OTHER_PRECISION = "Train anew, with another --name and memory.base_precision=bf1
 
 
 def watchful(learner: Learner, state: TrainState) -> Learner:
-    """The learner for the step after `state`: one that looks late looks ahead where it once was too late."""
-    if learner.guard == "late" and state.step < state.watched_until:
+    """The learner for the step after `state`: one that does not look ahead does where it once was too late."""
+    if state.step < state.watched_until:
         return replace(learner, guard="ahead")
     return learner
 
@@ -81,20 +81,34 @@ def overflowed(job: Job, result: StepResult) -> bool:
     return job.learner.scaler is not None and math.isfinite(float(result.loss))
 
 
-def refuse_hopeless(job: Job, state: TrainState, reporter: Reporter) -> None:
-    """Save and raise TrainingFailed where too many steps in a row were left out, or fp16's scale has collapsed."""
-    most, scaler = job.config.control.most_not_finite, job.learner.scaler
-    if state.control.not_finite >= most:
-        why = f"The loss or its gradient was not finite in {state.control.not_finite} steps in a row, up to step"
-        stop(job, state, f"{why} {state.step}.", remedy(job), reporter)
-    if state.skipped_in_a_row >= MOST_OVERFLOWS:
-        why = (
-            f"fp16 overflowed in {state.skipped_in_a_row} steps in a row, up to step {state.step}: nothing is learned."
-        )
-        stop(job, state, why, OTHER_PRECISION, reporter, "overflow")
-    if scaler is not None and (scale := scaler.get_scale()) < SMALLEST_SCALE:
-        why = f"The scale of fp16's losses fell to {scale:.3g}: gradients overflow as they are, at step {state.step}."
-        stop(job, state, why, OTHER_PRECISION, reporter, "overflow")
+@dataclass(frozen=True)
+class Hopeless:
+    """Why a run cannot go on: what happened, with the step, and what to do."""
+
+    kind: Kind
+    what: str
+    fix: str
+
+
+def hopeless(job: Job, state: TrainState, step: int, result: StepResult) -> Hopeless | None:
+    """Asked after each step: too many in a row were left out, or fp16's scale has collapsed. `state` counts up to it."""
+    if (left_out := state.control.not_finite) >= job.config.control.most_not_finite:
+        what = f"the loss or its gradient was not finite in {left_out} steps in a row, up to step {step}"
+        return Hopeless("not_finite", what, remedy(job))
+    if (overflows := state.skipped_in_a_row) >= MOST_OVERFLOWS:
+        what = f"gradients overflowed fp16 in {overflows} steps in a row, up to step {step}: nothing is learned"
+        return Hopeless("overflow", what, OTHER_PRECISION)
+    if result.scale is not None and (scale := float(result.scale)) < SMALLEST_SCALE:
+        what = f"the scale of fp16's losses fell to {scale:.3g}: gradients overflow as they are, at step {step}"
+        return Hopeless("overflow", what, OTHER_PRECISION)
+    return None
+
+
+def refuse(job: Job, state: TrainState, step: int, why: Hopeless, reporter: Reporter) -> NoReturn:
+    """Save what stood after `step` and raise TrainingFailed; with later steps trained, GoBack to come there again."""
+    if step < state.step:
+        raise GoBack(state, why.kind, why.what, watched_until=state.step)
+    stop(job, state, f"{why.what[0].upper()}{why.what[1:]}.", why.fix, reporter, why.kind)
 
 
 def restore_good(job: Job, state: TrainState, step: int, what: str, reporter: Reporter) -> NoReturn:

@@ -7,10 +7,12 @@ import time
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
+
 from lora_trainer.monitor.memory import peak_memory_gib
 from lora_trainer.monitor.progress import Phase, Progress
 from lora_trainer.training.control import after_step
-from lora_trainer.training.guard import by_loss, not_finite, overflowed, refuse_hopeless
+from lora_trainer.training.guard import by_loss, hopeless, not_finite, overflowed, refuse
 from lora_trainer.training.job import Job
 from lora_trainer.training.reporter import Reporter
 from lora_trainer.training.state import TrainState
@@ -36,12 +38,19 @@ class Pending:
 
 def look_now(job: Job, state: TrainState, pending: list[Pending]) -> bool:
     """Whether somebody should look: on a card now and then, at steps that no stop moves, and where something is wrong."""
-    return job.learner.device.type != "cuda" or state.step % LOOK_EVERY == 0 or pending[-1].result.skipped
+    wrong = pending[-1].result.skipped or state.step <= state.watched_until
+    return wrong or state.step % look_every(job.learner.device) == 0
+
+
+def look_every(device: torch.device) -> int:
+    """Steps from one look to the next: on a processor nothing is waited for."""
+    return LOOK_EVERY if device.type == "cuda" else 1
 
 
 def look(job: Job, state: TrainState, pending: list[Pending], reporter: Reporter) -> TrainState:
     """Look at the numbers of finished steps: write them, show the newest, judge them. Raises GoBack, TrainingFailed."""
-    rows = list[dict[str, Any]]()
+    rows, why = list[dict[str, Any]](), None
+    job.processes.await_card()
     numbers = [(float(each.result.loss), float(each.result.grad_norm)) for each in pending]  # waits for the device
     seconds = (time.perf_counter() - pending[0].started) / len(pending) if pending else 0.0
     try:
@@ -53,10 +62,13 @@ def look(job: Job, state: TrainState, pending: list[Pending], reporter: Reporter
                 state = not_finite(job, state, each.step, each.result, reporter)
                 row |= {"loss": loss if overflowed(job, each.result) else None, "grad_norm": None, "skipped": True}
             rows.append(row)
+            if why := hopeless(job, state, each.step, each.result):
+                break
     finally:
         reporter.steps(rows)
+    if why:
+        refuse(job, state, each.step, why, reporter)
     if pending:
-        refuse_hopeless(job, state, reporter)
         reporter.progress(progress_of(job, state, pending[-1].rate, seconds))
     pending.clear()
     return state

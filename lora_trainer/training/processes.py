@@ -24,6 +24,9 @@ class Processes:
 
     `wait` returns when all have come there; `patiently` when what it is given says True. They and `reduce` raise
     ProcessLost when another process is dead.
+
+    On a card `reduce` is only sent off. Where the host reads what follows from it, it would wait for a dead process as
+    long as for a slow one: it calls `await_card` before, or takes `sum_of_all`.
     """
 
     rank: int
@@ -36,6 +39,29 @@ class Processes:
     @property
     def is_main(self) -> bool:
         return self.rank == 0
+
+    def await_card(self) -> None:
+        """Return when the card has done all that it was given until now. Raises ProcessLost where it never will."""
+        if self.reduce is not None:
+            self.patiently(when_done(self.device))
+
+    def sum_of_all(self, mine: Tensor) -> Tensor:
+        """What the processes hold on the processor, summed there, for a host to read; `mine` itself when alone."""
+        if self.reduce is None:
+            return mine
+        self.await_card()  # the copy to the card waits for what came before it
+        total = self.reduce(mine.to(self.device))
+        self.await_card()
+        return total.cpu()
+
+
+def when_done(device: torch.device) -> Callable[[], bool]:
+    """A function that says whether a device has done what this thread gave it until now."""
+    if device.type != "cuda":
+        return lambda: True
+    event = torch.cuda.Event()
+    event.record()
+    return event.query
 
 
 def join_processes(timeout_minutes: float = 30.0) -> Processes:
@@ -71,4 +97,8 @@ def _together(rank: int, world: int, device: torch.device, timeout_minutes: floa
             raise ProcessLost("Another process of this run was lost: its connection broke") from error
         return tensor
 
-    return Processes(rank, world, device, reduce, group.meet, group.patiently)
+    def wait() -> None:
+        group.patiently(when_done(device))
+        group.meet()
+
+    return Processes(rank, world, device, reduce, wait, group.patiently)

@@ -49,6 +49,8 @@ class Learner:
     dtype: torch.dtype
     clip: Clip
     guard: Guard = "ahead"
+    optimizer_waits: bool = False  # for the card, inside its step
+    await_card: Callable[[], None] = lambda: None  # unlike any other waiting, not for a lost process
     rank: int = 0
     world: int = 1
 
@@ -71,6 +73,7 @@ class StepResult:
     losses: tuple[Tensor, ...]
     guard: Guard
     skipped: bool
+    scale: Tensor | None = None  # [] of fp16's losses, after the step
 
 
 class HalfChanged(Exception):
@@ -131,7 +134,9 @@ def train_step(
             spread(learner.reduce(flat), summed)
         set_rate(learner.optimizer, rate)
         norm, skipped = update(learner, total, clip_scale)
-    return StepResult(total, norm, losses, learner.guard, skipped)
+    # A product, since the scaler changes its own in place; and on the device, since nobody waits for it.
+    scale = learner.scaler.scale(torch.ones((), device=learner.device)) if learner.scaler else None
+    return StepResult(total, norm, losses, learner.guard, skipped, scale)
 
 
 def backward(learner: Learner, micro: Micro, samples: int) -> tuple[Tensor, Tensor]:
@@ -178,6 +183,8 @@ def update(learner: Learner, loss: Tensor, clip_scale: float) -> tuple[Tensor, b
     if scaler is not None:
         scaler.unscale_(optimizer)
     norm = learner.clip(learner.masters, clip_scale)
+    if learner.guard == "ahead" or learner.optimizer_waits:
+        learner.await_card()
     # The scaler's own `step` would look at gradients alone, and wait for the card to do so.
     skipped = learner.guard == "ahead" and not (math.isfinite(float(loss)) and math.isfinite(float(norm)))
     with changing_weights():

@@ -89,8 +89,11 @@ class Stopping:
     def _vote(self, *, given_up: bool) -> Tensor:
         """What all processes say together, [signals + 2]: how many were told which signal, are late, have given up."""
         assert self._job.processes.reduce is not None
-        mine = [float(self._interrupt.signal == each) for each in SIGNALS]
-        votes = torch.tensor([*mine, float(self._late), float(given_up)], device=self._job.learner.device)
+        mine = [*(self._interrupt.signal == each for each in SIGNALS), self._late, given_up]
+        votes = torch.zeros(len(mine), device=self._job.learner.device)
+        for place, said in enumerate(mine):
+            if said:
+                votes[place].fill_(1.0)  # by the card itself: a copy to it would wait for all that it has to do before
         return self._job.processes.reduce(votes)
 
     def _vote_on_card(self) -> None:
@@ -119,7 +122,7 @@ def any_given_up(job: Job, mine: bool) -> bool:
     """Whether any process gave up what all of them were doing."""
     if job.processes.reduce is None:
         return mine
-    return float(job.processes.reduce(torch.tensor([float(mine)], device=job.learner.device))) > 0.0
+    return float(job.processes.sum_of_all(torch.tensor([float(mine)]))) > 0.0
 
 
 def out_of_time(config: Config, state: TrainState) -> bool:

@@ -77,8 +77,7 @@ def of_all(job: Job, loss: float) -> float:
     """The main process's held-out loss, for all of them: what they decide by it must be the same to the bit."""
     if job.processes.reduce is None:
         return loss
-    mine = torch.tensor([loss if job.processes.is_main else 0.0], device=job.learner.device)
-    return float(job.processes.reduce(mine))
+    return float(job.processes.sum_of_all(torch.tensor([loss if job.processes.is_main else 0.0])))
 
 
 def loss_that_fits(

@@ -16,10 +16,11 @@ from PIL import Image
 from lora_trainer.config import schema
 from lora_trainer.config.toml import setting_names
 from lora_trainer.models import FAMILIES
+from lora_trainer.training import control
 from lora_trainer.training.checkpoint import newest_valid
 from lora_trainer.training.job import Job
 from tests.recipes.recipe import draw_pictures
-from tests.training.tiny_job import TinyPlace, outcome, told_in
+from tests.training.tiny_job import TinyPlace, looked_at_every, outcome, told_in
 
 STEPS = 6  # nine pictures are trained: at two a step an epoch ends with a step of one, the fifth
 Case = dict[str, object]
@@ -144,6 +145,37 @@ def test_stopped_after_every_step(case, place, makes):
     broken = makes(case, "broken")
     place.resume(broken)
     assert outcome(broken) == outcome(straight)
+
+
+def test_stopped_between_two_looks(place, makes, monkeypatch):
+    """Numbers wait, as on a card: spikes, jumps and steps left out are those of the straight run wherever it stops."""
+    looked_at_every(3, monkeypatch)
+    for name, value in {"JUDGED_EVERY": 3, "FIRST_JUDGED": 2}.items():
+        monkeypatch.setattr(control, name, value)
+    settings = {"control__jump": True, "control__jump_ratio": 1.01, "control__spike": 1.05, "train__max_steps": 10}
+    settings |= {"checkpoint__every_steps": 100, "validate__every_steps": 0}
+
+    def losing(name: str) -> Job:
+        job = makes("plain", name, **settings)
+        true, seen = job.micros, 3.0
+
+        def micros(step: int) -> list[Any]:
+            """Each step's target is further away than that of the step before; the fifth's is nowhere."""
+            scale = float("nan") if step == 4 else seen**step
+            return [replace(micro, noise=micro.noise * scale) for micro in true(step)]
+
+        return replace(job, micros=micros, learner=replace(job.learner, guard="on_device"))
+
+    straight = losing("straight")
+    place.train(straight)
+    found = outcome(straight)
+    assert {event["kind"] for event in found["events.jsonl"]} >= {"spike", "jump", "not_finite"}
+    assert found["state"].control.clip_scale < 1.0
+    for step in range(10):
+        broken = losing("broken")
+        place.resume(told_in(broken, step))
+    place.resume(broken)
+    assert outcome(broken) == found
 
 
 def told_in_forward(job: Job, number: int) -> Job:

@@ -21,6 +21,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -36,6 +37,7 @@ from lora_trainer.production.order import Order, plain_console, run_folder
 from lora_trainer.production.resuming import fixed_settings
 from lora_trainer.production.session import open_session, prepare
 from lora_trainer.production.settings import settle
+from lora_trainer.training import numbers
 from lora_trainer.training.best import best_path
 from lora_trainer.training.checkpoint import Checkpoint, newest_valid
 from lora_trainer.training.job import Job
@@ -142,6 +144,11 @@ def together(world: int) -> list[Together]:
 
     device = torch.device("cpu")
     return [Together(rank, world, device, summing(rank), wait, patiently, barrier=barrier) for rank in range(world)]
+
+
+def looked_at_every(steps: int, patch: pytest.MonkeyPatch) -> None:
+    """Numbers of steps wait as they do on a card, whose own number is ten."""
+    patch.setattr(numbers, "look_every", lambda device: steps)
 
 
 def told_in(job: Job, step: int, number: int = signal.SIGTERM) -> Job:

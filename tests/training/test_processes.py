@@ -1,0 +1,89 @@
+"""A card that will never have done what it was given, since another process is lost: nothing is waited for blindly."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from lora_trainer.core.errors import Problem, TrainingFailed
+from lora_trainer.core.interrupt import Interrupt
+from lora_trainer.production.find_micro import smallest
+from lora_trainer.training import processes as rooms
+from lora_trainer.training.fit import agreed
+from lora_trainer.training.job import Job
+from lora_trainer.training.numbers import look
+from lora_trainer.training.processes import Processes
+from lora_trainer.training.reporter import Reporter
+from lora_trainer.training.state import Fit, TrainState
+from lora_trainer.training.stopping import Stopping, any_given_up
+from lora_trainer.training.validation import of_all
+from tests.training.tiny_job import TinyPlace
+
+
+def patiently(ready: Callable[[], bool]) -> None:
+    if not ready():
+        raise Lost
+
+
+class Lost(TrainingFailed):
+    """A real ProcessLost would have this process leave in its own way."""
+
+    def __init__(self) -> None:
+        super().__init__(Problem("Process 1 of 2 has left the run.", "Go on."))
+
+
+@pytest.fixture
+def hanging(monkeypatch) -> Processes:
+    """One of two, whose card waits for the other for ever."""
+    monkeypatch.setattr(rooms, "when_done", lambda device: lambda: False)
+    return Processes(0, 2, torch.device("cpu"), lambda tensor: tensor, lambda: None, patiently)
+
+
+READS: dict[str, Callable[[Job, Reporter], object]] = {
+    "numbers of steps": lambda job, reporter: look(job, TrainState(), [], reporter),
+    "what fits": lambda job, reporter: agreed(job, Fit(), 10, reporter),
+    "given up": lambda job, reporter: any_given_up(job, mine=False),
+    "the held-out loss": lambda job, reporter: of_all(job, 1.0),
+    "the smallest micro batch": lambda job, reporter: smallest(2, job.processes),
+}
+
+
+@pytest.mark.parametrize("read", READS)
+def test_nothing_is_read_before_the_card_has_done_it(place: TinyPlace, hanging, read):
+    job = replace(place.job("a"), processes=hanging)
+    with pytest.raises(Lost):
+        READS[read](job, Reporter(None, lambda progress: None, lambda line: None))
+
+
+def test_of_one_process_nothing_waits(monkeypatch):
+    monkeypatch.setattr(rooms, "when_done", lambda device: lambda: False)
+    alone = Processes(0, 1, torch.device("cpu"), None, lambda: None, patiently)
+    alone.await_card()
+    assert alone.sum_of_all(torch.ones(2)).tolist() == [1.0, 1.0]
+
+
+class Kept(TorchDispatchMode):
+    """What torch is asked to do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.asked: list[str] = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.asked.append(str(function))
+        return function(*args, **(kwargs or {}))
+
+
+def test_a_vote_is_written_where_it_is(place: TinyPlace, hanging):
+    """On the device itself: a copy from unlocked memory would wait for the whole step."""
+    job = replace(place.job("a"), processes=hanging)
+    job = replace(job, learner=replace(job.learner, device=torch.device("meta")))
+    with Kept() as kept:
+        votes = Stopping(job, Interrupt())._vote(given_up=True)
+    assert votes.device.type == "meta"
+    assert {"aten.zeros.default", "aten.fill_.Scalar"} <= set(kept.asked)
+    assert not [name for name in kept.asked if "copy" in name or "lift" in name]
