@@ -28,6 +28,13 @@ HEED_EVERY = 0.2  # seconds between looking whether somebody asks to leave
 FULL = {errno.ENOSPC, errno.EDQUOT}
 GONE = {errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EIO, errno.ENODEV, errno.ENXIO, errno.ENOTCONN, errno.ESTALE}
 CLOSED = {errno.EROFS, errno.EACCES, errno.EPERM}
+SQLITE = {
+    "SQLITE_FULL": errno.ENOSPC,
+    "SQLITE_IOERR": errno.EIO,
+    "SQLITE_CANTOPEN": errno.ENOENT,
+    "SQLITE_READONLY": errno.EROFS,
+}
+SCARCE = 2**16  # bytes: with fewer left, SQLite tells a full disk as an error of it
 WINDOWS = {112: errno.ENOSPC, 39: errno.ENOSPC, 3: errno.ENOENT, 5: errno.EACCES, 19: errno.EROFS, 21: errno.ENODEV}
 
 T = TypeVar("T")
@@ -38,7 +45,8 @@ class Patience:
     """How a command meets a disk that refuses.
 
     It waits for `minutes`, says so through `say`, and names what is `safe`. `asked_to_leave` gives the exit code
-    where a signal asks to leave. `home` is the run's folder, made again where it is deleted.
+    where a signal asks to leave. `home` is the run's folder, made again where it is deleted, with what `again` names:
+    its lock and its documents, the record with the run's `step`.
     """
 
     minutes: float = 0.0
@@ -49,7 +57,15 @@ class Patience:
     disk: int | None = None  # the number of the disk that `home` lies on
     waiting: set[int] = field(default_factory=set)  # threads
     given_up: bool = False
+    first: str = ""  # what began the pause that is under way, in words
+    step: int = 0
+    again: dict[str, Callable[[], None]] = field(default_factory=dict)
     ended: list[str] = field(default_factory=list)
+
+    def keep(self, name: str, write: Callable[[], None]) -> None:
+        """Have this done again where the run's folder is made again."""
+        if self.home is not None:
+            self.again[name] = write
 
     def take_ended(self) -> list[str]:
         """The pauses that ended well since this was last asked, for the run's events."""
@@ -102,11 +118,13 @@ def _wait(patience: Patience, what: str, place: Path, write: Callable[[], T], si
         if not _made_again(patience, place):
             if not told:
                 told = _words(what, place, error, size)
+                if len(patience.waiting) == 1:
+                    patience.first = told
                 if patience.minutes > 0 and len(patience.waiting) == 1:
                     patience.say(
                         f"{told} The run waits, paused, for at most {patience.minutes:g} minutes. {patience.safe()}"
                     )
-            _sleep(patience, what, place, error, size, began)
+            _sleep(patience, what, told, error, began)
             if refusal(error) in FULL and size is not None and free_bytes(place) < size:
                 continue
         try:
@@ -118,19 +136,20 @@ def _wait(patience: Patience, what: str, place: Path, write: Callable[[], T], si
             error = again
             continue
         if told:
+            patience.first = "" if patience.first == told else patience.first
             patience.say(f"there is room again: {what} is written, the run goes on")
             patience.ended.append(f"{told} The run went on after {time.monotonic() - began:.0f} seconds.")
         return result
 
 
-def _sleep(patience: Patience, what: str, place: Path, error: Exception, size: int | None, began: float) -> None:
-    """Until it is time to look again. Raises when the minutes are over or a signal came."""
+def _sleep(patience: Patience, what: str, told: str, error: Exception, began: float) -> None:
+    """Until it is time to look again. Raises when the minutes are over, with what waited first, or a signal came."""
     until = time.monotonic() + LOOK_EVERY
     while (now := time.monotonic()) < until:
         if now - began >= patience.minutes * 60.0 or patience.given_up:
             patience.given_up = True
             fix = f"{patience.safe()} Make room there, then go on with --resume.".strip()
-            raise TrainingFailed(Problem(_words(what, place, error, size), fix)) from error
+            raise TrainingFailed(Problem(patience.first or told, fix)) from error
         try:
             if (code := patience.asked_to_leave()) is not None:
                 raise Stopped(code)
@@ -169,6 +188,9 @@ def _made_again(patience: Patience, place: Path) -> bool:
         home.mkdir(parents=True)
     except OSError:
         return False
+    for write in patience.again.values():
+        with suppress(OSError):
+            write()
     told = f"{home} was deleted under the run: it is made again, and what it held is lost."
     patience.say(told)
     patience.ended.append(told)
@@ -192,7 +214,9 @@ def refusal(error: BaseException | None) -> int | None:
 
 
 def _in_words(error: BaseException) -> int | None:
-    """Libraries of other languages, such as safetensors, tell the number in their message alone."""
+    """SQLite has numbers of its own; libraries such as safetensors tell the system's in their message alone."""
+    if name := getattr(error, "sqlite_errorname", None):
+        return next((number for start, number in SQLITE.items() if name.startswith(start)), None)
     found = re.search(r"\(os error (\d+)\)", str(error))
     if found is None:
         return None
@@ -202,6 +226,8 @@ def _in_words(error: BaseException) -> int | None:
 
 def _words(what: str, place: Path, error: Exception, size: int | None) -> str:
     number = refusal(error)
+    if number == errno.EIO and hasattr(error, "sqlite_errorname") and free_bytes(place) < SCARCE:
+        number = errno.ENOSPC
     name = what if "." in what else what[:1].upper() + what[1:]  # a file's name stays as it is
     if number not in FULL:
         return f"{name} cannot be written to {place} ({os.strerror(number or 0).lower()})."
@@ -225,7 +251,9 @@ def _nearest(folder: Path) -> Path:
 
 
 def size_words(count: int) -> str:
-    """`12.40 GB`, `3.1 MB`, `12 KB`."""
+    """`12.40 GB`, `3.1 MB`, `12 KB`, `412 bytes`."""
+    if count < 1000:
+        return f"{count} bytes"
     if count >= 10**9:
         return f"{count / 1e9:.2f} GB"
     return f"{count / 1e6:.1f} MB" if count >= 10**5 else f"{count / 1e3:.0f} KB"

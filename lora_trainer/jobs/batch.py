@@ -9,6 +9,7 @@ from pathlib import Path
 from rich.console import Console
 
 from lora_trainer.config.layers import Resolved
+from lora_trainer.core.disk import Patience, patient
 from lora_trainer.core.errors import DATASET_REFUSED, DONE, Problem, UsageError, UserError
 from lora_trainer.core.interrupt import listening
 from lora_trainer.jobs import queue
@@ -17,7 +18,7 @@ from lora_trainer.jobs.folders import Shared, job_settings, read_root
 from lora_trainer.jobs.summary import FILE as SUMMARY
 from lora_trainer.jobs.summary import ROOT, largest_code, write_summary
 from lora_trainer.jobs.table import counts, watching
-from lora_trainer.jobs.worker import SHARED
+from lora_trainer.jobs.worker import SAFE, SHARED, WAIT_MINUTES
 from lora_trainer.production.caching import cache_folder
 from lora_trainer.production.inputs import read_model
 from lora_trainer.production.record import read_record
@@ -45,6 +46,13 @@ def run_batch(order: BatchOrder, console: Console) -> int:
     Raises UsageError, before anything is written, for what is wrong with the batch as a whole.
     """
     folders = check_order(order)
+    minutes = order.resolved.config.checkpoint.wait_minutes
+    with patient(Patience(minutes, console.print, lambda: SAFE)):
+        return run_folders(order, folders, console)
+
+
+def run_folders(order: BatchOrder, folders: Mapping[str, Path], console: Console) -> int:
+    """The same, where the queue and the summary wait for a disk that refuses. Raises TrainingFailed when it does so."""
     path = order.output / queue.FILE
     enlist(order, folders, path)
     left = sum(job.status == "waiting" for job in queue.read_jobs(path))
@@ -63,11 +71,17 @@ def run_batch(order: BatchOrder, console: Console) -> int:
     except SystemExit as leaving:
         stopped = leaving.code if isinstance(leaving.code, int) else INTERRUPTED
     finally:
-        write_summary(path)
-    jobs = queue.read_jobs(path)
+        with queue.unless_refused():  # it has been waited for
+            write_summary(path)
     if stopped is not None:
-        console.print(f"stopped, everything is saved: {counts(jobs)}. Go on with --resume.")
+        jobs = list[queue.QueuedJob]()
+        with queue.unless_refused():
+            jobs = queue.read_jobs(path)
+        console.print(
+            f"stopped, everything is saved: {counts(jobs) or 'the queue cannot be read now'}. Go on with --resume."
+        )
         return stopped
+    jobs = queue.read_jobs(path)
     console.print(f"{counts(jobs)}; how each job ended stands in {order.output / SUMMARY}")
     return largest_code(jobs)
 
@@ -136,6 +150,7 @@ def enlist(order: BatchOrder, folders: Mapping[str, Path], path: Path) -> None:
     queue.open_queue(path)
     queue.write_note(path, ROOT, str(order.root.resolve()))
     queue.write_note(path, SHARED, order.shared.to_json())
+    queue.write_note(path, WAIT_MINUTES, order.resolved.config.checkpoint.wait_minutes)
     queue.enlist(path, folders)
     queue.give_back_lost(path)
     queue.put_back(path, [job.name for job in queue.read_jobs(path) if job.name in folders and is_open(job, path)])

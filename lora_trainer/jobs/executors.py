@@ -11,11 +11,13 @@ from collections.abc import Callable, Mapping
 from multiprocessing.context import SpawnProcess
 from pathlib import Path
 
-from lora_trainer.core.errors import Problem, TrainingFailed, UsageError
+from lora_trainer.core.disk import Patience, patient
+from lora_trainer.core.errors import TRAINING_FAILED, Problem, TrainingFailed, UsageError
 from lora_trainer.jobs import queue
-from lora_trainer.jobs.worker import SIGNALLED, work
+from lora_trainer.jobs.worker import SAFE, SIGNALLED, WAIT_MINUTES, work
 from lora_trainer.models import FAMILIES
 from lora_trainer.models.family import Family
+from lora_trainer.production.order import plain_console
 
 LOOK_EVERY_SECONDS = 2.0
 BETWEEN_LOOKS_SECONDS = 0.2
@@ -67,6 +69,9 @@ def _run_processes(path: Path, workers: int) -> int | None:
         _stop(processes)
         raise
     stopped = [process.exitcode for process in processes if (process.exitcode or 0) >= SIGNALLED]
+    if any(process.exitcode == TRAINING_FAILED for process in processes):
+        message = f"The queue could not be written to {path.parent} for too long."
+        raise TrainingFailed(Problem(message, f"{SAFE} Make room there, then go on with --resume."))
     if stopped:  # somebody stopped one worker by itself: that was not asked of the others, which are over
         return stopped[0]
     return None
@@ -111,8 +116,12 @@ def _work_alone(path: str, environment: dict[str, str]) -> None:
     from lora_trainer.core.quiet import quieten_libraries
 
     quieten_libraries()
-    with listening(silent=True):  # the batch says it once for all
-        stopped = work(Path(path), kept_families(FAMILIES))
+    patience = Patience(queue.read_note(Path(path), WAIT_MINUTES), plain_console().print, lambda: SAFE)
+    with listening(silent=True), patient(patience):  # the batch says it once for all
+        try:
+            stopped = work(Path(path), kept_families(FAMILIES))
+        except TrainingFailed as error:
+            raise SystemExit(error.exit_code) from None
     end_quickly()
     raise SystemExit(stopped or 0)
 

@@ -4,6 +4,8 @@ Every function opens the file for itself, so that any thread and any process may
 job is claimed inside a write transaction: two processes on one queue never take the same
 one. A claim says which process holds it, so that the claim of a process that died is given
 back, and its run goes on from its checkpoint.
+
+Where the disk refuses, what decides waits as the batch says (`core.disk`); how far a job is, and that it lives, does not.
 """
 
 from __future__ import annotations
@@ -14,13 +16,15 @@ import socket
 import sqlite3
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from functools import wraps
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Concatenate, Literal, ParamSpec, TypeVar
 
 import psutil
 
+from lora_trainer.core.disk import refusal, until_written
 from lora_trainer.core.errors import TRAINING_FAILED, Problem, UsageError
 
 FILE = "batch.sqlite"
@@ -29,6 +33,8 @@ SILENT_SECONDS = 120.0  # without a sign of life a process of another machine co
 MOST_DEATHS = 3  # processes that one job may take with it
 VERSION = 1
 
+P = ParamSpec("P")
+T = TypeVar("T")
 Status = Literal["waiting", "running", "done", "refused", "failed", "stopped"]
 
 # `holder` is NULL unless the job is running. `scores` is JSON.
@@ -80,6 +86,26 @@ class QueuedJob:
     held_out: float | None = None
 
 
+def patiently(act: Callable[Concatenate[Path, P], T]) -> Callable[Concatenate[Path, P], T]:
+    """The same, again until the disk of the queue takes it."""
+
+    @wraps(act)
+    def waiting(path: Path, /, *arguments: P.args, **named: P.kwargs) -> T:
+        return until_written(FILE, path.parent, lambda: act(path, *arguments, **named))
+
+    return waiting
+
+
+@contextmanager
+def unless_refused() -> Iterator[None]:
+    """Leave the block where the disk refuses."""
+    try:
+        yield
+    except (sqlite3.Error, OSError) as error:
+        if refusal(error) is None:
+            raise
+
+
 def open_queue(path: Path) -> None:
     """Make the file and its tables. Raises UsageError for a file that is no queue of this version."""
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -92,17 +118,20 @@ def open_queue(path: Path) -> None:
                 connection.execute("INSERT INTO batch VALUES ('version', ?)", (str(VERSION),))
     except sqlite3.DatabaseError as error:
         message = f"{path} cannot be used as the queue of a batch ({error})."
-        raise UsageError(Problem(message, "Move it away, or choose another --output.")) from error
+        way = "Make room there" if refusal(error) is not None else "Move it away"
+        raise UsageError(Problem(message, f"{way}, or choose another --output.")) from error
     if known is not None and known[0] != str(VERSION):
         raise UsageError(Problem(f"{path} is of version {known[0]}, not {VERSION}.", "Choose another --output."))
 
 
+@patiently
 def write_note(path: Path, key: str, value: Any) -> None:
     """Keep a JSON value with the batch, such as its settings."""
     with _writing(path) as connection:
         connection.execute("INSERT OR REPLACE INTO batch VALUES (?, ?)", (key, json.dumps(value)))
 
 
+@patiently
 def read_note(path: Path, key: str) -> Any:
     """A value kept by `write_note`, or None."""
     with _connected(path) as connection:
@@ -110,6 +139,7 @@ def read_note(path: Path, key: str) -> Any:
     return None if found is None else json.loads(found[0])
 
 
+@patiently
 def enlist(path: Path, folders: Mapping[str, Path]) -> None:
     """Make the queue hold these jobs (name to dataset folder) in this order.
 
@@ -127,6 +157,7 @@ def enlist(path: Path, folders: Mapping[str, Path]) -> None:
         connection.executemany("DELETE FROM jobs WHERE name = ?", [(name,) for name in gone])
 
 
+@patiently
 def put_back(path: Path, names: Iterable[str]) -> None:
     """Let jobs that ended wait again."""
     with _writing(path) as connection:
@@ -136,6 +167,7 @@ def put_back(path: Path, names: Iterable[str]) -> None:
         )
 
 
+@patiently
 def claim(path: Path, holder: str | None = None) -> QueuedJob | None:
     """Take the first waiting job for this process, or None when none waits. Claims of dead processes are given back."""
     holder = holder or this_process()
@@ -155,12 +187,14 @@ def claim(path: Path, holder: str | None = None) -> QueuedJob | None:
         return _job(connection.execute(f"SELECT {_COLUMNS} FROM jobs WHERE name = ?", found).fetchone())
 
 
+@patiently
 def give_back_lost(path: Path) -> None:
     """Let the jobs of processes that died wait again."""
     with _writing(path) as connection:
         _give_back_lost(connection)
 
 
+@patiently
 def finish(
     path: Path, name: str, status: Status, *, exit_code: int, reason: str | None, scores: Mapping[str, float | None]
 ) -> None:
@@ -177,7 +211,7 @@ def report_progress(
     path: Path, name: str, *, phase: str, step: int, total: int, loss: float | None, held_out: float | None
 ) -> None:
     """Say how far a running job is."""
-    with _writing(path) as connection:
+    with unless_refused(), _writing(path) as connection:
         connection.execute(
             "UPDATE jobs SET phase = ?, step = ?, total = ?, loss = ?, held_out = ?, alive = ? WHERE name = ?",
             (phase, step, total, loss, held_out, time.time(), name),
@@ -186,16 +220,18 @@ def report_progress(
 
 def sign_of_life(path: Path, name: str) -> None:
     """Tell other machines that the process that holds a job is alive."""
-    with _writing(path) as connection:
+    with unless_refused(), _writing(path) as connection:
         connection.execute("UPDATE jobs SET alive = ? WHERE name = ?", (time.time(), name))
 
 
+@patiently
 def read_jobs(path: Path) -> list[QueuedJob]:
     """All jobs in their order."""
     with _connected(path) as connection:
         return _all_jobs(connection)
 
 
+@patiently
 def while_locked(path: Path, act: Callable[[list[QueuedJob]], None]) -> None:
     """Call `act` with all jobs while no process can change them."""
     with _writing(path) as connection:
@@ -259,6 +295,7 @@ def _writing(path: Path) -> Iterator[sqlite3.Connection]:
         try:
             yield connection
         except BaseException:
-            connection.execute("ROLLBACK")
+            with suppress(sqlite3.Error):  # a full disk has taken it back already
+                connection.execute("ROLLBACK")
             raise
         connection.execute("COMMIT")

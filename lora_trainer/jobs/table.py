@@ -15,7 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from lora_trainer.core.findings import printable
-from lora_trainer.jobs.queue import QueuedJob, read_jobs
+from lora_trainer.jobs.queue import QueuedJob, read_jobs, unless_refused
 from lora_trainer.monitor.progress import duration
 
 LOOK_EVERY_SECONDS = 0.5
@@ -76,7 +76,8 @@ def _looking(queue: Path, show: Show) -> Iterator[None]:
 
     def look() -> None:
         while not over.wait(LOOK_EVERY_SECONDS):
-            show(read_jobs(queue))
+            with unless_refused():  # the batch says it
+                show(read_jobs(queue))
 
     thread = threading.Thread(target=look, daemon=True)
     thread.start()
@@ -85,7 +86,8 @@ def _looking(queue: Path, show: Show) -> Iterator[None]:
     finally:
         over.set()
         thread.join()
-        show(read_jobs(queue))
+        with unless_refused():
+            show(read_jobs(queue))
 
 
 def table(shown: Sequence[QueuedJob], jobs: Sequence[QueuedJob], *, one_line: bool = False) -> Table:

@@ -10,10 +10,11 @@ import traceback
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any, TextIO, cast
+from typing import IO, Any, cast
 
 from lora_trainer.core.errors import DATASET_REFUSED, DONE, LORA_REFUSED, DatasetRefused, UserError
 from lora_trainer.core.interrupt import leave_if_told
+from lora_trainer.core.io import append_text
 from lora_trainer.jobs import queue
 from lora_trainer.jobs.folders import Shared, job_settings, shared_from_json
 from lora_trainer.jobs.summary import write_summary
@@ -27,6 +28,8 @@ from lora_trainer.production.run import ended_by, train
 
 SIGNALLED = 128
 SHARED = "shared"  # the queue's note with what all jobs have in common
+WAIT_MINUTES = "wait_minutes"  # and with how long it waits for room
+SAFE = "What each run saved is safe."
 LOG = Path("logs") / "console.txt"
 SAY_EVERY_SECONDS = 1.0
 BEAT_SECONDS = 20.0
@@ -152,31 +155,33 @@ class RunLog(io.TextIOBase):
     """What a run says, in its own folder, from the moment when that folder holds a run.
 
     Until then it is kept in memory: a folder with files that is no run would be refused, and a
-    refused data set leaves no folder.
+    refused data set leaves no folder. Likewise while the disk refuses: no job waits for its log.
     """
 
     def __init__(self, folder: Path) -> None:
-        self._folder, self._waiting = folder, list[str]()
-        self._file: TextIO | None = None
+        self._folder, self._waiting, self._begun = folder, "", False
 
     def write(self, text: str, /) -> int:
-        if self._file is None and (self._folder / RECORD).is_file():
-            path = self._folder / LOG
-            path.parent.mkdir(exist_ok=True)
-            self._file = open(path, "a", encoding="utf-8")  # noqa: SIM115  closed by close()
-            self._file.writelines(self._waiting)
-        if self._file is None:
-            self._waiting.append(text)
-        else:
-            self._file.write(text)
-            self._file.flush()
+        self._waiting += text
+        if text.endswith("\n"):
+            self._put()
         return len(text)
 
+    def _put(self) -> None:
+        """Write what waits, all or nothing."""
+        if not self._waiting or not (self._begun or (self._folder / RECORD).is_file()):
+            return
+        path = self._folder / LOG
+        with contextlib.suppress(OSError):  # said where the run says it; tried again with the next line
+            path.parent.mkdir(exist_ok=True)
+            append_text(path, self._waiting)
+            self._waiting, self._begun = "", True
+
     def close(self) -> None:
-        if self._file is not None and not self._file.closed:
-            self._file.close()
-            if not (self._folder / RECORD).is_file():  # taken back by a wrong setting: leave nothing of it
-                (self._folder / LOG).unlink()
+        if not self.closed:
+            self._put()
+            if self._begun and not (self._folder / RECORD).is_file():  # taken back by a wrong setting: leave nothing
+                (self._folder / LOG).unlink(missing_ok=True)
                 with contextlib.suppress(OSError):
                     (self._folder / LOG.parent).rmdir()
                 leave_as_found(self._folder, None)

@@ -77,13 +77,15 @@ class Trackers:
         self.forget_after(resume_step)
         with self._optional():
             self._board = Board(folder / "logs", resume_step + 1)
+        self._lost = False  # with the folder, which was made again
+        current().keep("logs", self._lose_board)
 
     def steps(self, rows: list[dict[str, Any]]) -> None:
         """Write finished optimizer steps."""
         append_lines(self._metrics, rows)
         self._to_board("train", rows)
         if rows:
-            self._step = rows[-1]["step"]
+            self._step = current().step = rows[-1]["step"]
         record_pauses(self._folder, self._step)
 
     def validation(self, row: dict[str, Any]) -> None:
@@ -117,8 +119,23 @@ class Trackers:
             if self._board is not None:
                 self._board.close()
 
+    def _lose_board(self) -> None:
+        """By whichever thread finds the folder gone."""
+        self._lost = True
+
+    def _begin_board(self) -> None:
+        from lora_trainer.monitor.board import Board
+
+        self._lost, old = False, self._board
+        if old is not None:
+            with contextlib.suppress(OSError):
+                old.close()
+            self._board = Board(self._folder / "logs", self._step + 1)
+
     def _to_board(self, group: str, rows: list[dict[str, Any]]) -> None:
         with self._optional():
+            if self._lost:
+                self._begin_board()
             for row in rows:
                 if self._board is not None:
                     self._board.add(group, row)

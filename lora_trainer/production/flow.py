@@ -14,7 +14,7 @@ import torch
 
 from lora_trainer.config.schema import Config
 from lora_trainer.config.toml import to_toml
-from lora_trainer.core.disk import until_written
+from lora_trainer.core.disk import current, until_written
 from lora_trainer.core.errors import UserError, first_line
 from lora_trainer.core.hardware import describe_machine
 from lora_trainer.core.interrupt import leave_if_told, remembering
@@ -71,7 +71,9 @@ def run_session(order: Order, inputs: Inputs, record: Record) -> Outcome:
     prepared = prepare(session, settings)
     if session.processes.is_main:
         text, file = to_toml(repeatable(prepared.session, prepared.built.attention)), order.folder / "config.toml"
-        until_written(file.name, order.folder, lambda: write_text(file, text), len(text))
+        keep = partial(write_text, file, text)
+        current().keep(file.name, keep)
+        until_written(file.name, order.folder, keep, len(text))
     record = with_preparation(record, prepared, settings)
     if session.processes.is_main:  # a run that fails from here on says what it ran on
         write_record(order.folder, record)

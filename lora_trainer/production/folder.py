@@ -5,13 +5,13 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 from filelock import BaseFileLock, FileLock, SoftFileLock, Timeout
 
-from lora_trainer.core.errors import Problem, UsageError
+from lora_trainer.core.errors import Problem, TrainingFailed, UsageError
 from lora_trainer.core.io import HALF_WRITTEN, remove_unfinished, write_json
 from lora_trainer.core.launch import is_main_process
 from lora_trainer.production.inputs import data_sources
@@ -21,6 +21,7 @@ from lora_trainer.production.record import read_record
 
 UNFINISHED = ("running", "stopped", "failed")
 LOCK, SOFT_LOCK = ".lock", ".lock.held"
+RESERVE, RESERVED = ".last-record.part", 2**16  # bytes; the name of something half written: the next run removes it
 WITHOUT_LOCKS = {errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOTSUP, errno.EINVAL}
 OWN = (RECORD, "config.toml", "metrics.jsonl", "validation.jsonl", "events.jsonl")
 # With one of these changed, a finished run may have steps left.
@@ -102,10 +103,13 @@ def ended_early(order: Order, record: dict[str, Any]) -> bool:
 
 
 @contextlib.contextmanager
-def held(order: Order) -> Iterator[None]:
-    """The folder made and held by the main process, and still as free as `claim` found it. Raises UsageError."""
+def held(order: Order) -> Iterator[Callable[[], None]]:
+    """The folder made and held by the main process, and still as free as `claim` found it. Raises UsageError.
+
+    Gives what holds it again, when it was deleted and made again.
+    """
     if not is_main_process():
-        yield
+        yield lambda: None
         return
     from lora_trainer.training.checkpoint import put_back
 
@@ -114,16 +118,39 @@ def held(order: Order) -> Iterator[None]:
     except OSError as error:
         message = f"{order.folder} cannot be made ({(error.strerror or str(error)).lower()})."
         raise UsageError(Problem(message, "Choose another --output, or make room there.")) from error
-    with locked(order.folder):
+    with locked(order.folder) as hold_again:
         refuse_used(order, read_record(order.folder))
         put_back(order.folder / "checkpoints")  # the one thing among what is half done that may be of use
         remove_unfinished(order.folder)
-        yield
+        reserve(order.folder)
+
+        def again() -> None:
+            hold_again()
+            reserve(order.folder)
+
+        try:
+            yield again
+        finally:
+            free_reserve(order.folder)
+
+
+def reserve(folder: Path) -> None:
+    """Hold room for the last record, which says how a run ended where the disk has become full."""
+    with contextlib.suppress(OSError):
+        (folder / RESERVE).write_bytes(os.urandom(RESERVED))  # some file systems give zeros no room
+
+
+def free_reserve(folder: Path) -> None:
+    with contextlib.suppress(OSError):
+        (folder / RESERVE).unlink(missing_ok=True)
 
 
 @contextlib.contextmanager
-def locked(folder: Path) -> Iterator[None]:
-    """Hold the folder against other processes. Raises UsageError when one of them holds it, or the disk refuses."""
+def locked(folder: Path) -> Iterator[Callable[[], None]]:
+    """Hold the folder against other processes. Raises UsageError when one of them holds it, or the disk refuses.
+
+    Gives what takes the lock again, for a folder that was deleted and made again.
+    """
     try:
         lock = taken(folder / LOCK)
     except Timeout as error:
@@ -133,11 +160,23 @@ def locked(folder: Path) -> Iterator[None]:
     except OSError as error:
         message = f"{folder} cannot be written to ({(error.strerror or str(error)).lower()})."
         raise UsageError(Problem(message, "Choose another --output, or make room there.")) from error
+    locks = [lock]
+
+    def again() -> None:
+        with contextlib.suppress(OSError):
+            locks.pop().release()
+        try:
+            locks.append(taken(folder / LOCK))
+        except Timeout as error:
+            message = f"{folder} was deleted, and another run was begun in it."
+            raise TrainingFailed(Problem(message, "Wait for that one, or choose another --name.")) from error
+
     try:
-        yield
+        yield again
     finally:
-        with contextlib.suppress(OSError):  # the folder may be gone
-            lock.release()
+        for each in locks:
+            with contextlib.suppress(OSError):  # the folder may be gone
+                each.release()
 
 
 def taken(path: Path) -> BaseFileLock:
@@ -145,13 +184,14 @@ def taken(path: Path) -> BaseFileLock:
 
     Raises Timeout when another holds it, OSError when the disk refuses.
     """
-    lock: BaseFileLock = FileLock(path, timeout=0)
+    # One for all threads: that which writes checkpoints may find the folder gone.
+    lock: BaseFileLock = FileLock(path, timeout=0, thread_local=False)
     try:
         lock.acquire()
     except (OSError, NotImplementedError) as error:
         if isinstance(error, Timeout) or (isinstance(error, OSError) and error.errno not in WITHOUT_LOCKS):
             raise
-        lock = SoftFileLock(path.with_name(SOFT_LOCK), timeout=0)
+        lock = SoftFileLock(path.with_name(SOFT_LOCK), timeout=0, thread_local=False)
         lock.acquire()
     return lock
 
@@ -161,7 +201,7 @@ def leave_as_found(folder: Path, previous: dict[str, Any] | None) -> None:
     if previous is not None:
         write_json(folder / RECORD, previous)
         return
-    for name in (RECORD, "config.toml"):
+    for name in (RECORD, "config.toml", RESERVE):
         (folder / name).unlink(missing_ok=True)
     if set(os.listdir(folder)) <= {LOCK, SOFT_LOCK}:
         with contextlib.suppress(PermissionError):  # on Windows a lock that is held cannot be taken away

@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from lora_trainer.core.disk import until_written
+from lora_trainer.core.disk import current, until_written
 from lora_trainer.core.io import read_json, write_json
 
 FILE = "run.json"
@@ -57,7 +57,13 @@ class Record:
 
 
 def write_record(folder: Path, record: Record) -> None:
-    """Waits where the disk refuses."""
+    """Waits where the disk refuses. In a folder that is deleted later it is written again."""
+    run = current()
+
+    def again() -> None:
+        write_json(folder / FILE, asdict(replace(record, steps=max(record.steps, run.step))))
+
+    run.keep(FILE, again)
     until_written(FILE, folder, lambda: write_json(folder / FILE, asdict(record)))
 
 

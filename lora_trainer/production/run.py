@@ -36,7 +36,16 @@ from lora_trainer.models import FAMILIES
 from lora_trainer.models.family import Family
 from lora_trainer.monitor.progress import Progress, Watch, unwatched
 from lora_trainer.production.differences import differences, told_differences
-from lora_trainer.production.folder import asks_for_more, claim, ended_early, held, is_finished, leave_as_found
+from lora_trainer.production.folder import (
+    LOCK,
+    asks_for_more,
+    claim,
+    ended_early,
+    free_reserve,
+    held,
+    is_finished,
+    leave_as_found,
+)
 from lora_trainer.production.inputs import (
     Inputs,
     arithmetic,
@@ -201,7 +210,8 @@ def run_recorded(order: Order, inputs: Inputs) -> RunResult:
         order.config.train.process_timeout_minutes
     ).wait()  # all must have found the folder free before one of them claims it
     # A signal ends the session alone; before it, and after it, what is known of the run is written down.
-    with held(order), patient(patience_of(order)), remembering():
+    with held(order) as hold_again, patient(patience_of(order)) as patience, remembering():
+        patience.keep(LOCK, hold_again)
         previous, before = read_record(folder), list_checkpoints(folder / "checkpoints")
         record = first_record(order, inputs, previous or {})
         order = replace(order, differences=told_differences(order, previous or {}, record))
@@ -308,7 +318,9 @@ def finish(order: Order, record: Record) -> Record:
 
     drawn = sorted((order.folder / "samples").glob("*.json"))
     samples = tuple(path.relative_to(order.folder).as_posix() for path in drawn)
-    record_pauses(order.folder, record.steps)
+    free_reserve(order.folder)  # room for the record
+    with suppress(OSError):  # the disk that ended the run
+        record_pauses(order.folder, record.steps)
     weights = tuple(
         sorted(path.relative_to(order.folder).as_posix() for path in order.folder.glob("weights/*.safetensors"))
     )

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from lora_trainer.core import disk
-from lora_trainer.core.disk import Patience, patient, refusal, stand_by, until_written
+from lora_trainer.core.disk import Patience, patient, refusal, size_words, stand_by, until_written
 from lora_trainer.core.errors import Problem, TrainingFailed
 
 
@@ -159,3 +159,46 @@ def test_a_loop_stands_by_while_its_writer_waits(tmp_path):
         order.append("goes on")
         writer.join()
     assert order == ["written", "goes on"]
+
+
+def test_the_error_at_the_end_names_what_waited_first(tmp_path):
+    lines = list[str]()
+    with patient(waiting(lines, minutes=0.02)) as patience:
+        context = contextvars.copy_context()
+        raised = list[str]()
+
+        def checkpoint() -> None:
+            try:
+                until_written("the checkpoint of step 6", tmp_path, failing(10**6), size=10**15)
+            except TrainingFailed as error:
+                raised.append(str(error))
+
+        writer = threading.Thread(target=context.run, args=(checkpoint,))
+        writer.start()
+        while not lines:
+            pass
+        with pytest.raises(TrainingFailed) as ended:
+            until_written("metrics.jsonl", tmp_path, failing(10**6), size=412)
+        writer.join()
+    assert len(lines) == 1
+    assert patience.given_up
+    for said in (str(ended.value), *raised):
+        assert said.startswith("The checkpoint of step 6 needs 1000000.00 GB")
+
+
+def test_small_sizes_are_told_in_bytes():
+    assert [size_words(count) for count in (0, 412, 12_000, 3_100_000)] == ["0 bytes", "412 bytes", "12 KB", "3.1 MB"]
+
+
+def test_what_a_deleted_folder_held_is_done_again_once_and_not_without_a_run(tmp_path):
+    home, done = tmp_path / "run", list[str]()
+    home.mkdir()
+    with patient(waiting([], home=home)) as patience:
+        patience.keep("lock", lambda: done.append("an earlier one"))
+        patience.keep("lock", lambda: done.append("lock"))
+        patience.keep("record", failing(1))  # type: ignore[arg-type]
+        shutil.rmtree(home)
+        until_written("metrics.jsonl", home, lambda: (home / "metrics.jsonl").write_text("x"))
+    assert done == ["lock"]
+    disk.NONE.keep("lock", lambda: None)
+    assert not disk.NONE.again

@@ -130,15 +130,30 @@ def test_a_full_file_system_pauses_the_run_and_changes_no_byte(bench, undisturbe
         assert events == [event for event in rows(bench.folder("run"), EVENTS) if event["kind"] == "disk"]
 
 
+def test_a_signal_in_a_pause_of_a_full_file_system_is_recorded(bench):
+    with small_disk(bench.output, "6m") as place:
+        with at_step(3, lambda: fill_up(place)), in_pauses(lambda what: os.kill(os.getpid(), signal.SIGTERM)):
+            assert bench.run("run", **SETTINGS) == 143
+        found = record(bench.folder("run"))
+        assert (found["status"], found["exit_code"], found["reason"]) == ("stopped", 143, "stopped by a signal")
+
+
 @pytest.mark.slow
 def test_a_full_file_system_ends_the_run_when_nobody_waits(bench, undisturbed, capsys):
     with small_disk(bench.output, "6m") as place:
         with at_step(3, lambda: fill_up(place)):
             assert bench.run("run", **SETTINGS, checkpoint__wait_minutes=0) == 5
-        said = capsys.readouterr().err
+        told = capsys.readouterr()
+        said = told.err
         assert "step-000002 is safe" in said
         assert "--resume" in said
         assert "Traceback" not in said
+        found = record(bench.folder("run"))
+        assert (found["status"], found["exit_code"], found["steps"]) == ("failed", 5, 2)
+        assert "disk" in found["reason"]
+        page = (bench.folder("run") / "report.html").exists()
+        assert (found["files"]["report"] is not None) == page
+        assert told.out.count("report.html could not be written") == (0 if page else 1)
         (place / BALLAST).unlink()
         assert bench.run("run", "--resume", **SETTINGS, checkpoint__wait_minutes=0) == 0
         assert_the_same(bench, undisturbed)
@@ -217,10 +232,22 @@ def test_tensorboard_alone_ends_no_run(bench, undisturbed, capsys, monkeypatch):
 
 
 def test_a_folder_deleted_under_a_run_is_made_again(bench, undisturbed, capsys):
-    folder = bench.folder("run")
-    with at_step(3, lambda: shutil.rmtree(folder)):
+    folder, seen = bench.folder("run"), list[Any]()
+
+    def look() -> None:
+        seen.append((record(folder), {path.name for path in folder.iterdir()}))
+        seen.append(bench.run("run", "--resume", **SETTINGS))
+
+    with at_step(3, lambda: shutil.rmtree(folder)), at_step(5, look):
         assert bench.run("run", **SETTINGS) == 0
-    assert "was deleted under the run" in capsys.readouterr().out
+    (found, names), second = seen
+    assert (found["status"], found["exit_code"]) == ("running", None)
+    assert found["steps"] >= 3
+    assert {"run.json", "config.toml", "logs", ".lock"} <= names
+    assert second == 2, "another run was let in"
+    said = capsys.readouterr()
+    assert "was deleted under the run" in said.out
+    assert "by another process" in said.err
     assert exported(folder) == exported(undisturbed.folder("run"))
     assert record(folder)["status"] == "done"
     assert [row["step"] for row in rows(folder)] == [4, 5, 6]

@@ -1,0 +1,121 @@
+"""A batch on a disk that is full: its queue, its summary and its jobs' logs wait for room."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import signal
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lora_trainer.core import disk
+from lora_trainer.core.io import write_json
+from lora_trainer.jobs import queue, table, worker
+from lora_trainer.monitor.progress import Progress
+from lora_trainer.production.run import RunResult
+from tests.recipes.recipe import patched
+from tests.recipes.test_batch import Night, make_root
+from tests.recipes.test_full_disk import BALLAST, fill_up, in_pauses, small_disk
+
+
+@pytest.fixture
+def night(tmp_path: Path, pictures: Path, tiny_model: Path, shared_cache: Path) -> Night:
+    return Night(make_root(tmp_path / "root", pictures, "ash", "birch"), tmp_path / "night", tiny_model, shared_cache)
+
+
+@pytest.fixture(autouse=True)
+def died(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What ended threads; everything looks often."""
+    found = list[str]()
+    monkeypatch.setattr(threading, "excepthook", lambda seen: found.append(repr(seen.exc_value)))
+    for module, name in ((disk, "LOOK_EVERY"), (table, "LOOK_EVERY_SECONDS"), (worker, "BEAT_SECONDS")):
+        monkeypatch.setattr(module, name, 0.05)
+    monkeypatch.setattr(disk, "HEED_EVERY", 0.01)
+    return found
+
+
+def quick_job(happens: Callable[[str], None]) -> Callable[..., RunResult]:
+    """In place of a training: a record, a word, and what happens before its last signs of life."""
+
+    def train(resolved: Any, *, console: Any, watch: Callable[[Progress], None], **_: Any) -> RunResult:
+        config = resolved.config.run
+        folder = Path(config.output) / config.name
+        folder.mkdir(exist_ok=True)
+        write_json(folder / "run.json", {"status": "done", "scores": {"dataset": 1.0, "lora": 1.0}})
+        console.print("begun")
+        happens(folder.name)
+        for step in range(1, 4):
+            watch(Progress("training", step, 3))
+            console.print(f"step {step}")
+        threading.Event().wait(0.3)  # the threads look meanwhile
+        return RunResult(folder, {"scores": {"dataset": 1.0, "lora": 1.0}}, 0)
+
+    return train
+
+
+def test_a_batch_waits_for_room(night, capsys, monkeypatch, died):
+    with small_disk(night.output, "3m") as place:
+        monkeypatch.setattr(worker, "train", quick_job(lambda name: fill_up(place) if name == "ash" else None))
+        with in_pauses(lambda what: (place / BALLAST).unlink(missing_ok=True)) as pauses:
+            assert night.run() == 0
+        assert "batch.sqlite" in pauses
+        assert night.jobs("status") == {"ash": "done", "birch": "done"}
+        assert night.log("birch").splitlines() == ["begun", "step 1", "step 2", "step 3"]
+        told = capsys.readouterr()
+        assert told.out.count("batch.sqlite needs room") == 1
+        assert "What each run saved is safe." in told.out
+        assert "Traceback" not in told.err
+    assert not died
+
+
+def test_a_batch_that_found_no_room_ends_with_5_and_goes_on(night, capsys, monkeypatch, died):
+    host, number, started = json.loads(queue.this_process())
+    gone = json.dumps([host, number, started - 1000])
+    with small_disk(night.output, "3m") as place:
+        monkeypatch.setattr(worker, "train", quick_job(lambda name: fill_up(place)))
+        with patched(queue, "this_process", lambda: gone):  # as it is when the next one comes
+            assert night.run(checkpoint__wait_minutes=0) == 5
+        told = capsys.readouterr()
+        assert "batch.sqlite needs room, and the disk of" in told.err
+        assert "What each run saved is safe. Make room there, then go on with --resume." in told.err
+        assert "a bug" not in told.err
+        (place / BALLAST).unlink()
+        monkeypatch.setattr(worker, "train", quick_job(lambda name: None))
+        assert night.run("--resume", checkpoint__wait_minutes=0) == 0
+        assert night.jobs("status") == {"ash": "done", "birch": "done"}
+    assert not died
+
+
+def test_a_signal_leaves_a_batch_that_waits(night, capsys, monkeypatch, died):
+    with small_disk(night.output, "3m") as place:
+        monkeypatch.setattr(worker, "train", quick_job(lambda name: fill_up(place)))
+        with in_pauses(lambda what: os.kill(os.getpid(), signal.SIGTERM)):
+            assert night.run() == 143
+        told = capsys.readouterr()
+        assert "Go on with --resume" in told.out
+        assert "Traceback" not in told.err
+    assert not died
+
+
+def test_a_log_keeps_what_the_disk_refuses(tmp_path, monkeypatch):
+    write_json(tmp_path / "run.json", {})
+    true, refused = worker.append_text, [True]
+
+    def append(path: Path, text: str) -> None:
+        if refused[0]:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        true(path, text)
+
+    monkeypatch.setattr(worker, "append_text", append)
+    with worker.RunLog(tmp_path) as log:
+        log.write("one\n")
+        log.write("half")
+        refused[0] = False
+        log.write(" a line\n")
+        log.write("end")
+    assert (tmp_path / worker.LOG).read_text("utf-8") == "one\nhalf a line\nend"
