@@ -270,7 +270,7 @@ def test_the_least_recently_used_leave_and_what_a_run_uses_stays(tmp_path: Path)
         assert not third.exists()
         assert old.exists()
         assert kept.needed == kept.left_bytes == cache_status(tmp_path).bytes
-        assert "above the limit of 0 KB: they are kept" in kept.lines[-1]
+        assert "above the limit of 100 bytes: they are kept" in kept.lines[-1]
     assert not cache_status(tmp_path).in_use
     assert keep_limit(tmp_path, 0).left_bytes == 0
 

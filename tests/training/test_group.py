@@ -18,8 +18,8 @@ PROGRAM = """
 import os, signal, sys, time, torch
 from lora_trainer.training.group import ProcessLost
 from lora_trainer.training.processes import join_processes
-how = sys.argv[1]
-processes = join_processes(1 / 20)
+how, minutes = sys.argv[1], float(sys.argv[2])
+processes = join_processes(minutes)
 processes.wait()
 if processes.rank == 1:
     if how == "works":
@@ -35,14 +35,14 @@ except ProcessLost as lost:
 """
 
 
-def start(checkout: Path, how: str) -> list[subprocess.Popen[str]]:
+def start(checkout: Path, how: str, minutes: float) -> list[subprocess.Popen[str]]:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
     return [
         subprocess.Popen(
-            [sys.executable, "-c", PROGRAM, how],
+            [sys.executable, "-c", PROGRAM, how, str(minutes)],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
@@ -55,15 +55,15 @@ def start(checkout: Path, how: str) -> list[subprocess.Popen[str]]:
 
 
 @pytest.mark.parametrize(
-    ("how", "code", "words"),
+    ("how", "minutes", "code", "words"),
     [
-        ("SIGKILL", 5, "its connection broke"),
-        pytest.param("SIGSTOP", 5, "has not been heard of for", marks=pytest.mark.slow),
-        pytest.param("works", 0, "together", marks=pytest.mark.slow),
+        ("SIGKILL", 2.0, 5, "its connection broke"),  # noticed at once, not by its silence
+        pytest.param("SIGSTOP", 0.05, 5, "has not been heard of for", marks=pytest.mark.slow),
+        pytest.param("works", 0.05, 0, "together", marks=pytest.mark.slow),
     ],
 )
-def test_a_lost_process_ends_the_other(how: str, code: int, words: str, checkout: Path) -> None:
-    first, second = start(checkout, how)
+def test_a_lost_process_ends_the_other(how: str, minutes: float, code: int, words: str, checkout: Path) -> None:
+    first, second = start(checkout, how, minutes)
     try:
         said, errors = first.communicate(timeout=100)
         assert words in said, errors

@@ -20,7 +20,7 @@ from lora_trainer.training.checkpoint import list_checkpoints
 from lora_trainer.training.guard import weights_are_finite
 from lora_trainer.training.job import Job
 from lora_trainer.training.step import Guard
-from tests.training.tiny_job import OF_THE_CLOCK, TinyPlace, looked_at_every, together, told_in
+from tests.training.tiny_job import OF_THE_CLOCK, TinyPlace, together, told_in
 
 NAN = float("nan")
 BAD = 3  # the step, counted from 0, that is not finite
@@ -193,76 +193,6 @@ def test_too_many_in_a_row_end_the_run(place: TinyPlace, guard):
     assert "with another --name. Lower optim.learning_rate." in str(ended.value), "it is in fp32 already"
     assert events(job)[-1]["message"].endswith("3 steps in a row, up to step 6: the run ends")
     assert [row["step"] for row in numbers(job)] == [1, 2, 3, 4, 5, 6]
-
-
-RARELY: dict[str, object] = {"checkpoint__every_steps": 6, "validate__every_steps": 0}
-
-
-def ended(place: TinyPlace, job: Job, *stops: int) -> tuple[str, dict[str, bytes], list[dict[str, Any]], list[str]]:
-    """How a run ends that is stopped after these steps, gone on with each time: words, weights, rows, checkpoints."""
-    words = ""
-    try:
-        for stop in stops:
-            place.resume(told_in(job, stop))
-        place.resume(job)
-    except TrainingFailed as failed:
-        words = failed.problems[0].message
-    return words, weights(job), numbers(job), [path.name for path in list_checkpoints(job.checkpoints)]
-
-
-@pytest.mark.parametrize("policy", ["skip", "restore", "stop"])
-def test_numbers_that_wait_change_nothing(place: TinyPlace, policy, monkeypatch):
-    """Looked at every sixth step, as a card is every tenth, with good steps behind a bad one."""
-    settings = {**RARELY, "steps": 8, "control__not_finite": policy, "control__most_not_finite": 2}
-    at_once = ended(place, bad_sample(place.job("at once", **settings), BAD))
-    looked_at_every(6, monkeypatch)
-    for guard in get_args(Guard) if policy == "skip" else ("ahead", "late"):
-        assert ended(place, bad_sample(guarded(place.job(guard, **settings), guard), BAD)) == at_once
-
-
-@pytest.mark.parametrize("guard", get_args(Guard))
-def test_too_many_in_a_row_are_too_many_whenever_they_are_seen(place: TinyPlace, guard, monkeypatch):
-    """Good steps behind them hide nothing, and a stop in between moves nothing."""
-    looked_at_every(6, monkeypatch)
-    settings = {**RARELY, "steps": 8, "control__most_not_finite": 2}
-    for name, stops in (("straight", ()), ("stopped", (1,)), ("stopped inside", (2,)), ("stopped late", (4,))):
-        job = bad_sample(guarded(place.job(name, **settings), guard), 1, 2)
-        words, _, rows, checkpoints = ended(place, job, *stops)
-        assert words == "The loss or its gradient was not finite in 2 steps in a row, up to step 3."
-        assert [row["step"] for row in rows] == [1, 2, 3]
-        assert "step-000003" in checkpoints
-
-
-@pytest.mark.parametrize("guard", ["ahead", "on_device"])
-def test_a_scale_that_collapsed_is_seen_where_it_did(place: TinyPlace, guard, monkeypatch):
-    looked_at_every(6, monkeypatch)
-    job = guarded(place.job("a", steps=8, memory__base_precision="fp16", **RARELY), guard)
-    job.learner.scaler.load_state_dict(job.learner.scaler.state_dict() | {"scale": 1.0})
-    words, _, rows, checkpoints = ended(place, bad_loss(job, gradient_without_nan, BAD))
-    assert words.startswith("The scale of fp16's losses fell to 0.5")
-    assert words.endswith("at step 4.")
-    assert [row["step"] for row in rows] == [1, 2, 3, 4]
-    assert checkpoints == ["step-000004"]
-
-
-@pytest.mark.parametrize("guard", ["ahead", "on_device"])
-def test_overflows_in_a_row_are_too_many_whenever_they_are_seen(place: TinyPlace, guard, monkeypatch):
-    looked_at_every(6, monkeypatch)
-    monkeypatch.setattr("lora_trainer.training.guard.MOST_OVERFLOWS", 2)
-    job = guarded(place.job("a", steps=8, memory__base_precision="fp16", **RARELY), guard)
-    words, _, rows, _ = ended(place, bad_loss(job, gradient_without_nan, 1, 2))
-    assert words == "Gradients overflowed fp16 in 2 steps in a row, up to step 3: nothing is learned."
-    assert [row["step"] for row in rows] == [1, 2, 3]
-
-
-@pytest.mark.parametrize("guard", ["on_device", "late"])
-def test_a_stop_anywhere_between_two_looks_changes_nothing(place: TinyPlace, guard, monkeypatch):
-    looked_at_every(6, monkeypatch)
-    straight = ended(place, bad_sample(guarded(place.job("straight", steps=8, **RARELY), guard), 1, 4))
-    for step in range(8):
-        broken = bad_sample(guarded(place.job("broken", steps=8, **RARELY), guard), 1, 4)
-        place.resume(told_in(broken, step))
-    assert ended(place, broken)[:3] == straight[:3]
 
 
 @pytest.mark.parametrize("guard", get_args(Guard))
