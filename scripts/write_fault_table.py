@@ -51,6 +51,10 @@ Operations on the disk (write, open, flush, rename, mkdir, unlink, truncate) are
 safetensors, in the calls to the C library (`tests/faults/disk.c`). SIGKILL leaves what the system had taken; a power cut
 is simulated: SIGKILL, and what was not flushed is gone. Runs are forked from a process that has imported everything, but
 for "a real command". Neither gate nor pictures are made where the fault comes before them.
+
+What the table does not show: the thread that writes and the loop take turns as the system lets them, so that "every" is
+every number of an operation, and two tries may meet the same one. A run of 4 steps never deletes an old checkpoint; that
+is tested by itself (`tests/training/test_checkpoint.py`). Several processes: `tests/recipes/test_processes.py`.
 """
 
 
