@@ -72,7 +72,7 @@ def same(one: Bench, other: Bench) -> None:
 def test_a_signal_in_each_phase(phase: str, bench: Bench, finished: Bench, capfd: pytest.CaptureFixture[str]) -> None:
     target, name, call, trained = PHASES[phase]
     settings = SETTINGS | ({"sample__every_steps": 4} if phase == "pictures" else {})
-    hurried = settings | ({"train__grace_seconds": 0.001} if phase in ("a slow step", "pictures") else {})
+    hurried = settings | ({"train__grace_seconds": 1e-9} if phase in ("a slow step", "pictures") else {})
     with patched(target, name, told_in(target, name, call)):
         assert bench.run("first", **hurried) == 143
     said = capfd.readouterr()
