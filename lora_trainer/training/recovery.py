@@ -51,7 +51,7 @@ def gone_back(job: Job, first: Checkpoint, back: GoBack, reporter: Reporter) -> 
     forget_after(job, restored.step)
     reporter.forget_after(restored.step)
     reporter.event(back.state.step, back.kind, f"{back.reason}; the run goes on from step {restored.step}")
-    kept = {
+    carried = {
         "seconds": now.seconds,
         "went_back": now.went_back + 1,
         "restored": now.restored,
@@ -61,7 +61,7 @@ def gone_back(job: Job, first: Checkpoint, back: GoBack, reporter: Reporter) -> 
         "asked_rate": now.asked_rate,
         "asked": now.asked,
     }
-    return replace(restored, **{**kept, **back.changes})
+    return replace(restored, **{**carried, **back.changes})
 
 
 def saved_and_failed(job: Job, state: TrainState, error: UserError) -> TrainingFailed:

@@ -57,10 +57,10 @@ class TrainState:
     restored: int = 0  # times among them that the loss or gradient was not finite: each halves the rate
     failed_at: int = 0  # the step that the newest of those was for,
     returned_to: int = 0  # and the checkpoint that it came to
-    asked_rate: float | None = (
-        None  # `optim.learning_rate`, and a digest of what else of the settings steps may fail by:
-    )
-    asked: str = ""  # with others the run may do what it failed at before
+    # `optim.learning_rate`, and a digest of the settings that steps may fail by: with others the run may do what it
+    # failed at before.
+    asked_rate: float | None = None
+    asked: str = ""
     watched_until: int = 0  # up to here each step's loss is looked at before its update, whatever that costs
     fit: Fit = Fit()
     control: Control = Control()
