@@ -27,9 +27,7 @@ def read_toml(path: Path) -> dict[str, Any]:
         found = path.stat()
         if not stat.S_ISREG(found.st_mode):
             raise UsageError(Problem(f"{path} cannot be read: it is not a regular file.", "Name a TOML file."))
-        if found.st_size > MOST_BYTES:
-            message = f"{path} has {found.st_size:,} bytes; a config has at most {MOST_BYTES:,}."
-            raise UsageError(Problem(message, "Name the config, not the data or the weights."))
+        refuse_large(path, found.st_size)
         return tomllib.loads(path.read_bytes().decode("utf-8-sig"))
     except FileNotFoundError:
         raise UsageError(Problem(f"{path} does not exist.", "Check the path given with --config.")) from None
@@ -44,6 +42,13 @@ def read_toml(path: Path) -> dict[str, Any]:
         raise UsageError(
             Problem(f"{path} is not valid TOML: {error}.", hint + "quotes: path = 'C:\\models'.")
         ) from None
+
+
+def refuse_large(path: Path, size: int) -> None:
+    """Raise UsageError for a file of more bytes than any config has."""
+    if size > MOST_BYTES:
+        message = f"{path} has {size:,} bytes; a config has at most {MOST_BYTES:,}."
+        raise UsageError(Problem(message, "Name the config, not the data or the weights."))
 
 
 def parse_assignment(text: str) -> tuple[str, str, Any] | Problem:

@@ -17,10 +17,10 @@ from typing import Any
 
 import yaml
 
+from lora_trainer.config.toml import refuse_large
 from lora_trainer.core.errors import Problem, UsageError
 
 SCRIPT = "(script)"  # the key under which a command's script stands
-MOST_BYTES = 4_000_000
 MOST_VALUES = 100_000  # after following aliases; a config has hundreds
 
 
@@ -56,9 +56,7 @@ def _text(path: Path) -> str:
         status = path.stat()
         if not stat.S_ISREG(status.st_mode):
             raise UsageError(Problem(f"{path} is not a file.", "Name the config's file."))
-        if status.st_size > MOST_BYTES:
-            message = f"{path} has {status.st_size:,} bytes; a config has at most {MOST_BYTES:,}."
-            raise UsageError(Problem(message, "Name the config, not the data or the weights."))
+        refuse_large(path, status.st_size)
         data = path.read_bytes()
     except FileNotFoundError:
         raise UsageError(Problem(f"{path} does not exist.", "Check the path.")) from None
