@@ -54,7 +54,7 @@ for "a real command". Neither gate nor pictures are made where the fault comes b
 
 What the table does not show: the thread that writes and the loop take turns as the system lets them, so that "every" is
 every number of an operation, and two tries may meet the same one. A run of 4 steps never deletes an old checkpoint; that
-is tested by itself (`tests/training/test_checkpoint.py`). Several processes: `tests/recipes/test_processes.py`.
+is tested by itself (`tests/training/checkpoints/test_checkpoint.py`). Several processes: `tests/recipes/test_processes.py`.
 """
 
 

@@ -26,8 +26,8 @@ from lora_trainer.core.io import write_text
 from lora_trainer.core.quiet import quieten_libraries
 from lora_trainer.models import FAMILIES
 from lora_trainer.models.family import public_architecture
-from lora_trainer.models.ledger import Sizes
-from lora_trainer.training.trace import Subject, make_subject, trace
+from lora_trainer.models.memory.ledger import Sizes
+from lora_trainer.training.memory.trace import Subject, make_subject, trace
 
 FOLDER = Path(__file__).resolve().parents[1] / "lora_trainer" / "models" / "ledgers"
 TARGETS = ("attention", "attention+ff")
@@ -67,7 +67,14 @@ def largest_somewhere(moments: np.ndarray) -> list[list[int]]:
 def half_or_fp8(family: str, targets: str, *, fp8: bool) -> tuple[dict[str, Any], list[list[int]]]:
     """A ledger as JSON values, and the adapted layers."""
     architecture = public_architecture(family)
-    subject = make_subject(FAMILIES[family], architecture, rank=RANK, targets=targets, dtype=torch.bfloat16, fp8=fp8)
+    subject = make_subject(
+        FAMILIES[family],
+        architecture,
+        rank=RANK,
+        targets=targets,
+        dtype=torch.bfloat16,
+        stored="fp8" if fp8 else "bf16",
+    )
     steps = []
     for checkpointed in range(subject.blocks + 1):
         steps.append(step(subject, checkpointed))

@@ -11,7 +11,7 @@ import pytest
 from lora_trainer.config import schema
 from lora_trainer.diffusion.loss import ERRORS
 from lora_trainer.models import FAMILIES
-from lora_trainer.models.attention import PROBES
+from lora_trainer.models.attention.choose import PROBES
 from lora_trainer.models.folder import FAMILY_OF_PIPELINE
 from lora_trainer.optim.optimizers import OPTIMIZERS
 from lora_trainer.optim.schedules import SHAPES

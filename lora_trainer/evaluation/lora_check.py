@@ -48,7 +48,7 @@ from lora_trainer.evaluation.report import LoraReport
 from lora_trainer.export.lora_file import read_lora
 from lora_trainer.export.weights import adaptable_modules
 from lora_trainer.models.family import Family
-from lora_trainer.models.phases import PREDICTED_AT_ONCE
+from lora_trainer.models.memory.phases import PREDICTED_AT_ONCE
 
 GATE = 0.9
 WEIGHTS: Mapping[str, float] = {"learning": 0.5, "preservation": 0.3, "health": 0.2}

@@ -11,7 +11,7 @@ from torch import nn
 from lora_trainer.core.errors import memory_may_run_out
 from lora_trainer.evaluation.loading import free_memory
 from lora_trainer.models.family import Family
-from lora_trainer.models.phases import TILE, Placement, phase_costs, place_drawing, place_gate
+from lora_trainer.models.memory.phases import TILE, Placement, phase_costs, place_drawing, place_gate
 
 Result = TypeVar("Result")
 

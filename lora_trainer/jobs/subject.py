@@ -98,11 +98,9 @@ def public_built(resolved: Resolved, family: Family, *, tiny: bool) -> tuple[str
         config,
         with_random_weights(family, architecture),
         architecture.facts,
-        dtype=choices.dtype,
-        fp8=choices.fp8,
+        choices.layout,
         device=choices.device,
         reduce=None,
-        checkpointing=choices.checkpointing,
         attention_asked=asked_by_user(resolved, "memory.attention"),
     )
     side = trained_resolution(config, architecture.facts)

@@ -35,7 +35,7 @@ from lora_trainer.data.views import View
 from lora_trainer.evaluation.held_out import EncodedSample
 from lora_trainer.evaluation.loading import free_memory
 from lora_trainer.models.family import Encoders
-from lora_trainer.models.phases import CAPTIONS_AT_ONCE, phase_costs, pictures_at_once
+from lora_trainer.models.memory.phases import CAPTIONS_AT_ONCE, phase_costs, pictures_at_once
 from lora_trainer.production.choices import Choices, usable_bytes
 from lora_trainer.production.inputs import Inputs, caption_rules, own_architecture, view_bytes
 

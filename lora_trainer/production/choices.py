@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, cast
 
 import torch
 
 from lora_trainer.config.contradictions import from_user
 from lora_trainer.config.layers import Resolved
-from lora_trainer.config.schema import Config
+from lora_trainer.config.schema import Config, Precision
 from lora_trainer.core.hardware import cpu_supports_bf16, cuda_memory_gib
 from lora_trainer.models.family import Architecture, Family
 from lora_trainer.production.memory import GIB, LARGEST_SHARE, Demand, choose_fit, refuse_what_does_not_fit, usable_gib
 from lora_trainer.production.plan import make_demand
+from lora_trainer.training.layout import NARROW, Layout
 
-# What is computed in, where a card has bf16 units; weights in fp8 are widened for it.
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp8": torch.bfloat16}
+# What is computed in, where a card has bf16 units; weights in fewer bits are widened for it.
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32} | dict.fromkeys(NARROW, torch.bfloat16)
 LARGEST_MICRO_ON_A_PROCESSOR = 4  # more gains nothing there
 ENCODER_DTYPE = torch.float32  # encoders run once and their output is kept: exactness matters more than speed
 OUTSIDE_GIB = 0.6  # of a card, that CUDA takes outside of torch's allocator
@@ -45,9 +46,9 @@ class Choices:
     predicted: str | None = None  # the peak, on a card
 
     @property
-    def fp8(self) -> bool:
-        """Whether frozen weights are stored in 8 bits."""
-        return self.precision.value == "fp8"
+    def layout(self) -> Layout:
+        """What of it concerns the denoiser."""
+        return Layout(self.dtype, cast("Precision", self.precision.value), self.checkpointing)
 
     @property
     def lines(self) -> tuple[str, ...]:

@@ -12,7 +12,7 @@ from lora_trainer.production.order import Order
 from lora_trainer.production.plan import Plan, make_plan
 from lora_trainer.production.plan_view import show_plan as show_memory
 from lora_trainer.production.room import Room, room_for
-from lora_trainer.training.checkpoint import list_checkpoints, step_of
+from lora_trainer.training.checkpoints.checkpoint import list_checkpoints, step_of
 from lora_trainer.training.processes import join_processes
 
 

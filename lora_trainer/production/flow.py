@@ -43,7 +43,7 @@ from lora_trainer.production.release import (
 from lora_trainer.production.resuming import find_start, fixed_settings
 from lora_trainer.production.room import refuse_without_room, room_for
 from lora_trainer.production.session import Prepared, Session, open_session, prepare
-from lora_trainer.training.checkpoint import Checkpoint, newest_valid
+from lora_trainer.training.checkpoints.checkpoint import Checkpoint, newest_valid
 from lora_trainer.training.control import stopped_early
 from lora_trainer.training.job import Job
 from lora_trainer.training.run import train

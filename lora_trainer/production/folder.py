@@ -111,7 +111,7 @@ def held(order: Order) -> Iterator[Callable[[], None]]:
     if not is_main_process():
         yield lambda: None
         return
-    from lora_trainer.training.checkpoint import put_back
+    from lora_trainer.training.checkpoints.checkpoint import put_back
 
     try:
         order.folder.mkdir(parents=True, exist_ok=True)

@@ -14,7 +14,7 @@ from itertools import islice
 from typing import Literal
 
 from lora_trainer.core.errors import Problem, UsageError
-from lora_trainer.models.ledger import Gauge, Sizes, count_of
+from lora_trainer.models.memory.ledger import Gauge, Sizes, count_of
 from lora_trainer.optim.state_size import optimizer_state_bytes
 
 GIB = 2**30

@@ -17,8 +17,8 @@ from lora_trainer.data.split import split_held_out
 from lora_trainer.data.views import plan_views
 from lora_trainer.models import FAMILIES
 from lora_trainer.models.family import Architecture, Family, public_architecture
-from lora_trainer.models.ledger import Gauge, stored_gauge
-from lora_trainer.models.phases import costs_of, encoding_bytes
+from lora_trainer.models.memory.ledger import Gauge, stored_gauge
+from lora_trainer.models.memory.phases import costs_of, encoding_bytes
 from lora_trainer.optim.state_size import optimizer_state_bytes
 from lora_trainer.production.inputs import (
     arithmetic,
@@ -32,7 +32,7 @@ from lora_trainer.production.inputs import (
 )
 from lora_trainer.production.memory import GIB, Demand, Fit, choose_fit, parts_of, what_would_fit
 from lora_trainer.production.plan_phases import PhasePlan, plan_phases
-from lora_trainer.training.gauge import traced_gauge
+from lora_trainer.training.memory.gauge import traced_gauge
 
 # Dense bf16 with fp32 accumulation, TFLOP/s: measured for the H100, from data sheets for the others.
 CARD_TFLOPS = {"H100": 790.0, "RTX 4090": 165.0, "RTX 3060": 25.5}

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from lora_trainer.models.family import ModelFacts
-from lora_trainer.models.ledger import Sizes
-from lora_trainer.models.phases import caching_bytes, costs_of, pictures_at_once, place_drawing, place_gate
+from lora_trainer.models.memory.ledger import Sizes
+from lora_trainer.models.memory.phases import caching_bytes, costs_of, pictures_at_once, place_drawing, place_gate
 from lora_trainer.production.memory import CONTEXT_GIB, GIB, Demand, Fit, usable_gib
 
 ENCODED_IN = 4  # bytes of a value: fp32

@@ -31,9 +31,9 @@ from lora_trainer.export.weights import LoraWeights, weights_from_peft
 from lora_trainer.optim.schedules import warmup_length
 from lora_trainer.production.choices import Choices, usable_bytes
 from lora_trainer.production.inputs import Inputs, trained_framings
-from lora_trainer.training.best import read_best
 from lora_trainer.training.build import Built
-from lora_trainer.training.checkpoint import step_name
+from lora_trainer.training.checkpoints.best import read_best
+from lora_trainer.training.checkpoints.checkpoint import step_name
 from lora_trainer.training.state import TrainState
 from lora_trainer.training.step import Learner
 

@@ -16,7 +16,7 @@ from lora_trainer.core.errors import Problem, UsageError
 from lora_trainer.models.folder import weights_file
 from lora_trainer.production.choices import Choices
 from lora_trainer.production.inputs import Inputs, with_absolute_paths
-from lora_trainer.training.checkpoint import Checkpoint, newest_valid
+from lora_trainer.training.checkpoints.checkpoint import Checkpoint, newest_valid
 
 
 def fixed_settings(config: Config, inputs: Inputs, choices: Choices) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from lora_trainer.core.disk import Patience, free_bytes, size_words
 from lora_trainer.core.errors import Problem, UsageError
 from lora_trainer.production.order import Order
 from lora_trainer.production.plan import checkpoint_bytes, lora_bytes
-from lora_trainer.training.checkpoint import kept, list_checkpoints
+from lora_trainer.training.checkpoints.checkpoint import kept, list_checkpoints
 
 # Bytes beside the tensors' own: of a step in metrics.jsonl and TensorBoard's file, of a tensor in a file's header, of
 # one that an optimizer keeps in a checkpoint's state, of a checkpoint's state, and of a LoRA file's header.

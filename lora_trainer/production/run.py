@@ -201,7 +201,7 @@ def run_recorded(order: Order, inputs: Inputs) -> RunResult:
     from lora_trainer.production.caching import cache_folder
     from lora_trainer.production.flow import run_session
     from lora_trainer.production.room import patience_of
-    from lora_trainer.training.checkpoint import list_checkpoints, step_of
+    from lora_trainer.training.checkpoints.checkpoint import list_checkpoints, step_of
     from lora_trainer.training.determinism import only_deterministic
     from lora_trainer.training.processes import join_processes
 

@@ -170,11 +170,9 @@ def build(session: Session) -> Built:
         session.config,
         session.inputs.family,
         session.inputs.facts,
-        dtype=session.choices.dtype,
-        fp8=session.choices.fp8,
+        session.choices.layout,
         device=session.choices.device,
         reduce=processes.reduce,
-        checkpointing=session.choices.checkpointing,
         attention_asked=asked_by_user(session.order.resolved, "memory.attention"),
     )
     return replace(

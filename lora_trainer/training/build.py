@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -14,16 +13,17 @@ from lora_trainer.core.randomness import position_key
 from lora_trainer.diffusion.loss import make_loss
 from lora_trainer.diffusion.process import Process, zero_terminal_alphas
 from lora_trainer.export.weights import shapes_of
-from lora_trainer.models.attention import choose_attention, head_sizes, install_attention
+from lora_trainer.models.attention.choose import choose_attention, head_sizes, install_attention
 from lora_trainer.models.family import Family, ModelFacts
-from lora_trainer.models.fp8 import store_in_fp8
-from lora_trainer.models.ledger import count_of
 from lora_trainer.models.lora import inject_lora, target_modules
-from lora_trainer.models.memory import checkpoint_blocks, checkpointable_blocks
+from lora_trainer.models.memory.checkpointing import checkpoint_blocks, checkpointable_blocks
+from lora_trainer.models.memory.ledger import count_of
+from lora_trainer.models.storage.eight_bits import store_in_fp8
 from lora_trainer.optim.clipping import make_clip
 from lora_trainer.optim.optimizers import WAITING, make_optimizer
 from lora_trainer.training.adapter import make_adapter
 from lora_trainer.training.average import make_average, shown_weights
+from lora_trainer.training.layout import Layout
 from lora_trainer.training.step import Guard, Learner
 
 
@@ -42,21 +42,20 @@ def build_learner(
     config: Config,
     family: Family,
     facts: ModelFacts,
+    layout: Layout,
     *,
-    dtype: torch.dtype,
-    fp8: bool,
     device: torch.device,
     reduce: Callable[[Tensor], Tensor] | None,
-    checkpointing: Literal["none", "all", "auto"] | int,
     attention_asked: bool,
 ) -> Built:
     """Load the denoiser frozen, put the LoRA on it and make its optimizer.
 
-    With `fp8` the frozen weights are stored in 8 bits before they reach the device.
+    Weights that are stored in fewer bits are narrowed before they reach the device.
     Raises UsageError for targets that match nothing, an attention that was asked for and
     does not work, or an optimizer that is not installed.
     """
-    denoiser = family.load_denoiser(facts.path, dtype, torch.device("cpu") if fp8 else device)
+    dtype = layout.dtype
+    denoiser = family.load_denoiser(facts.path, dtype, torch.device("cpu") if layout.narrow else device)
     shapes = shapes_of({family.denoiser_prefix: denoiser})
     names = target_modules(denoiser, family, config.lora.targets)
     attention = choose_attention(
@@ -64,11 +63,11 @@ def build_learner(
     )
     install_attention(denoiser, attention.name)
     parameters = put_lora_on(denoiser, names, config)
-    if fp8:
+    if layout.narrow:
         store_in_fp8(denoiser)
     denoiser.to(device).train()
     blocks = len(checkpointable_blocks(denoiser))
-    checkpointed = count_of(checkpointing, blocks)
+    checkpointed = count_of(layout.checkpointing, blocks)
     checkpoint_blocks(denoiser, checkpointed)
     adapter = make_adapter(parameters, dtype)
     optimizer = make_optimizer(adapter.masters, config.optim)

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from lora_trainer.core.errors import Problem, TrainingFailed
-from lora_trainer.training.checkpoint import kept
+from lora_trainer.training.checkpoints.checkpoint import kept
 
 LACKING = "does not have a deterministic implementation"
 # cuBLAS sums in one order only with work space of a fixed size; read when a card is first computed on.

@@ -15,11 +15,11 @@ from torch.nn.utils import get_total_norm
 from lora_trainer.config.schema import Config
 from lora_trainer.core.errors import Problem, TrainingFailed
 from lora_trainer.monitor.events import Kind
-from lora_trainer.training.checkpoint import kept, newest_valid, step_of
+from lora_trainer.training.checkpoints.checkpoint import kept, newest_valid, step_of
+from lora_trainer.training.checkpoints.save import save
 from lora_trainer.training.job import Job
 from lora_trainer.training.recovery import GoBack
 from lora_trainer.training.reporter import Reporter
-from lora_trainer.training.saving import save
 from lora_trainer.training.state import TrainState
 from lora_trainer.training.step import Learner, StepResult
 

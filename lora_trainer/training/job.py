@@ -11,11 +11,11 @@ from torch import Tensor
 
 from lora_trainer.config.schema import CheckpointSection, Config
 from lora_trainer.optim.schedules import rate_share
+from lora_trainer.training.checkpoints.writer import Writer
 from lora_trainer.training.micro import Micro
 from lora_trainer.training.processes import Processes
 from lora_trainer.training.state import Fit, TrainState
 from lora_trainer.training.step import Learner
-from lora_trainer.training.writer import Writer
 
 
 def keep_all(step: int) -> None:

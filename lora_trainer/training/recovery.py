@@ -8,11 +8,11 @@ from typing import Any
 
 from lora_trainer.core.errors import Problem, TrainingFailed, UserError
 from lora_trainer.monitor.events import Kind
-from lora_trainer.training.checkpoint import Checkpoint, kept
+from lora_trainer.training.checkpoints.checkpoint import Checkpoint, kept
+from lora_trainer.training.checkpoints.save import forget_after, restore, returning_point, save_alone
 from lora_trainer.training.group import ProcessLost
 from lora_trainer.training.job import Job
 from lora_trainer.training.reporter import Reporter
-from lora_trainer.training.saving import forget_after, restore, returning_point, save_alone
 from lora_trainer.training.state import TrainState
 
 # Resolution, precision and rank belong to a run: they are changed in a new one.

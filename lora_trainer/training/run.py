@@ -17,17 +17,17 @@ from lora_trainer.core.randomness import position_key
 from lora_trainer.data.loader import prefetch
 from lora_trainer.monitor.progress import Watch
 from lora_trainer.monitor.trackers import Trackers
-from lora_trainer.training.checkpoint import Checkpoint
+from lora_trainer.training.checkpoints.checkpoint import Checkpoint
+from lora_trainer.training.checkpoints.save import keep_weights, restore, save, take
 from lora_trainer.training.control import stopped_early
-from lora_trainer.training.fit import agreed, install, step_that_fits
 from lora_trainer.training.group import ProcessLost
 from lora_trainer.training.guard import finite_to_save, watchful, with_settings
 from lora_trainer.training.job import Job, is_regular, rate_of
+from lora_trainer.training.memory.fit import agreed, install, step_that_fits
 from lora_trainer.training.micro import Micro
 from lora_trainer.training.numbers import Pending, look, look_now
 from lora_trainer.training.recovery import GoBack, gone_back, out_of_reach, saved_and_failed
 from lora_trainer.training.reporter import Reporter
-from lora_trainer.training.saving import keep_weights, restore, save, take
 from lora_trainer.training.state import Fit, TrainState
 from lora_trainer.training.step import StepResult, changing_weights, give_up_step, train_step
 from lora_trainer.training.stopping import Stopping

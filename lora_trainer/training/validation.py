@@ -13,12 +13,12 @@ from lora_trainer.core.interrupt import GivenUp
 from lora_trainer.evaluation.loading import free_memory
 from lora_trainer.monitor.progress import Phase
 from lora_trainer.optim.schedules import warmup_length
+from lora_trainer.training.checkpoints.save import keep_best
 from lora_trainer.training.control import after_validation, after_worse
 from lora_trainer.training.job import Job, rate_of
 from lora_trainer.training.numbers import progress_of
 from lora_trainer.training.recovery import nothing_left, saved_and_failed
 from lora_trainer.training.reporter import Reporter
-from lora_trainer.training.saving import keep_best
 from lora_trainer.training.state import Fit, TrainState
 from lora_trainer.training.stopping import any_given_up
 

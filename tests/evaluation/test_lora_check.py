@@ -26,7 +26,7 @@ from lora_trainer.export.weights import LoraPair, LoraWeights, weights_from_peft
 from lora_trainer.models import FAMILIES
 from lora_trainer.models.family import Encoders
 from lora_trainer.models.lora import inject_lora, target_modules
-from lora_trainer.models.phases import Placement
+from lora_trainer.models.memory.phases import Placement
 from tests.export.tiny import facts, random_lora, tiny_pipeline
 
 FAMILY = FAMILIES["sd15"]

@@ -20,7 +20,7 @@ from lora_trainer.evaluation.placing import bytes_of, keep, with_less
 from lora_trainer.evaluation.sample import Drawing, compare
 from lora_trainer.export.lora_file import write_lora
 from lora_trainer.models import FAMILIES
-from lora_trainer.models.phases import (
+from lora_trainer.models.memory.phases import (
     Placement,
     caching_bytes,
     phase_costs,

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from lora_trainer.training.checkpoint import list_checkpoints
+from lora_trainer.training.checkpoints.checkpoint import list_checkpoints
 from tests.faults.ground import EVERY, STEPS, Ended, Ground
 from tests.faults.tries import Expected, Row, Tried, differences, last_line, nearly, run_folder
 

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from lora_trainer.training.checkpoint import list_checkpoints, step_of
+from lora_trainer.training.checkpoints.checkpoint import list_checkpoints, step_of
 from tests.faults.ground import CHECKOUT, EVERY, Ground
 from tests.faults.phases import PHASES, phase_of
 from tests.faults.tries import Expected, Row, Tried, differences, last_line, left_over, run_folder, torn

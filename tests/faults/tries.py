@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from lora_trainer.config.toml import read_toml
 from lora_trainer.core.errors import UserError
 from lora_trainer.data.caches.store import KINDS, Shelf
-from lora_trainer.training.checkpoint import list_checkpoints, read_checkpoint, step_of
+from lora_trainer.training.checkpoints.checkpoint import list_checkpoints, read_checkpoint, step_of
 from tests.faults.disk import Mode
 from tests.faults.ground import STEPS, Ended, Ground
 from tests.recipes.recipe import losses, rows, tensor_bytes

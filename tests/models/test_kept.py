@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from lora_trainer.models import FAMILIES, kept
-from lora_trainer.models.attention import install_attention
+from lora_trainer.models.attention.choose import install_attention
 from lora_trainer.models.kept import keep_loaded
 from lora_trainer.models.lora import inject_lora, target_modules
-from lora_trainer.models.memory import checkpoint_blocks
+from lora_trainer.models.memory.checkpointing import checkpoint_blocks
 from tests.export.tiny import tiny_pipeline
 
 CPU = torch.device("cpu")

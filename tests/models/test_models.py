@@ -13,13 +13,14 @@ import torch
 
 from lora_trainer.core.errors import UsageError
 from lora_trainer.evaluation.loading import heard
-from lora_trainer.models import FAMILIES, attention
-from lora_trainer.models.attention import choose_attention, head_sizes, install_attention
+from lora_trainer.models import FAMILIES
+from lora_trainer.models.attention import choose as attention
+from lora_trainer.models.attention.choose import choose_attention, head_sizes, install_attention
 from lora_trainer.models.family import public_architecture
 from lora_trainer.models.folder import detect_family
-from lora_trainer.models.ledger import count_of
 from lora_trainer.models.lora import inject_lora, target_modules
-from lora_trainer.models.memory import checkpoint_blocks, checkpointable_blocks
+from lora_trainer.models.memory.checkpointing import checkpoint_blocks, checkpointable_blocks
+from lora_trainer.models.memory.ledger import count_of
 from tests.export.tiny import tiny_pipeline
 
 CPU = torch.device("cpu")

@@ -34,7 +34,7 @@ def test_a_model_of_ones_own_is_traced_once_and_remembered(bench: Bench, capsys,
     def refuse(*_: object, **__: object) -> None:
         raise AssertionError("traced again")
 
-    monkeypatch.setattr("lora_trainer.training.trace.make_subject", refuse)
+    monkeypatch.setattr("lora_trainer.training.memory.trace.make_subject", refuse)
     assert main(arguments) == 0
     assert json.loads(capsys.readouterr().out) == first
 
@@ -78,7 +78,7 @@ def demand_on_a_card(limit: float, **memory: object):
 def test_a_card_decides_precision_and_checkpointing(limit, precision, dtype, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda **_: True)
     found = planned_choices(demand_on_a_card(limit), Choice("bf16", "the preset's"), CARD)
-    assert (found.precision.value, found.dtype, found.fp8) == (precision, dtype, precision == "fp8")
+    assert (found.layout.stored, found.layout.dtype, found.layout.narrow) == (precision, dtype, precision == "fp8")
     assert f"of {limit:.1f}" in found.lines[0]
     assert (found.checkpointing == 0) == (limit == 24.0)
 

@@ -21,7 +21,8 @@ from lora_trainer.production import run as outside
 from lora_trainer.production.inputs import read_inputs
 from lora_trainer.production.order import Order, plain_console
 from lora_trainer.production.settings import settle
-from lora_trainer.training import saving, step
+from lora_trainer.training import step
+from lora_trainer.training.checkpoints import save as saving
 from tests.recipes.recipe import Bench, exported, losses, patched, record, rows
 
 pytestmark = pytest.mark.skipif(os.name != "posix", reason="POSIX signals")

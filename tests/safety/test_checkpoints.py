@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from lora_trainer.training.best import best_step_of
-from lora_trainer.training.checkpoint import (
+from lora_trainer.training.checkpoints.best import best_step_of
+from lora_trainer.training.checkpoints.checkpoint import (
     ADAPTER,
     SEAL,
     STATE,

@@ -17,7 +17,7 @@ from lora_trainer.config import schema
 from lora_trainer.config.toml import setting_names
 from lora_trainer.models import FAMILIES
 from lora_trainer.training import control
-from lora_trainer.training.checkpoint import newest_valid
+from lora_trainer.training.checkpoints.checkpoint import newest_valid
 from lora_trainer.training.job import Job
 from tests.recipes.recipe import draw_pictures
 from tests.training.tiny_job import TinyPlace, looked_at_every, outcome, told_in

@@ -16,7 +16,7 @@ from lora_trainer.config.schema import Config, ControlSection, OptimSection
 from lora_trainer.core.errors import TrainingFailed
 from lora_trainer.monitor.trackers import EVENTS, METRICS, read_lines
 from lora_trainer.training.build import choose_guard
-from lora_trainer.training.checkpoint import list_checkpoints
+from lora_trainer.training.checkpoints.checkpoint import list_checkpoints
 from lora_trainer.training.guard import weights_are_finite
 from lora_trainer.training.job import Job
 from lora_trainer.training.step import Guard

@@ -11,7 +11,7 @@ from accelerate import PartialState
 
 from lora_trainer.cli.main import main
 from lora_trainer.data.loader import prefetch
-from lora_trainer.models.attention import choose_attention
+from lora_trainer.models.attention.choose import choose_attention
 from lora_trainer.training.micro import Micro, copied_ahead
 from tests.recipes.recipe import Bench, draw_pictures, losses, patched, save_tiny_model
 

@@ -13,8 +13,8 @@ from lora_trainer.core.errors import Problem, TrainingFailed
 from lora_trainer.core.interrupt import Interrupt
 from lora_trainer.production.find_micro import smallest
 from lora_trainer.training import processes as rooms
-from lora_trainer.training.fit import agreed
 from lora_trainer.training.job import Job
+from lora_trainer.training.memory.fit import agreed
 from lora_trainer.training.numbers import look
 from lora_trainer.training.processes import Processes
 from lora_trainer.training.reporter import Reporter

@@ -12,7 +12,7 @@ import torch
 from lora_trainer.core.errors import TrainingFailed
 from lora_trainer.training import micro as micros_ahead
 from lora_trainer.training import processes
-from lora_trainer.training.checkpoint import list_checkpoints
+from lora_trainer.training.checkpoints.checkpoint import list_checkpoints
 from lora_trainer.training.job import Job
 from lora_trainer.training.micro import Micro, copied_ahead
 from tests.training.tiny_job import TinyPlace, outcome

@@ -11,8 +11,8 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from lora_trainer.monitor.trackers import EVENTS, METRICS, read_lines
 from lora_trainer.production.release import withdraw_after
-from lora_trainer.training.best import best_files
-from lora_trainer.training.checkpoint import list_checkpoints, newest_valid, step_of
+from lora_trainer.training.checkpoints.best import best_files
+from lora_trainer.training.checkpoints.checkpoint import list_checkpoints, newest_valid, step_of
 from lora_trainer.training.job import Job
 from tests.training.test_guard import bad_sample
 from tests.training.tiny_job import TinyPlace, told_in

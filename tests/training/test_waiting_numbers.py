@@ -7,7 +7,7 @@ from typing import Any, get_args
 import pytest
 
 from lora_trainer.core.errors import TrainingFailed
-from lora_trainer.training.checkpoint import list_checkpoints
+from lora_trainer.training.checkpoints.checkpoint import list_checkpoints
 from lora_trainer.training.job import Job
 from lora_trainer.training.step import Guard
 from tests.training.test_guard import (

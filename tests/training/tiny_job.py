@@ -38,8 +38,8 @@ from lora_trainer.production.resuming import fixed_settings
 from lora_trainer.production.session import open_session, prepare
 from lora_trainer.production.settings import settle
 from lora_trainer.training import numbers
-from lora_trainer.training.best import best_path
-from lora_trainer.training.checkpoint import Checkpoint, newest_valid
+from lora_trainer.training.checkpoints.best import best_path
+from lora_trainer.training.checkpoints.checkpoint import Checkpoint, newest_valid
 from lora_trainer.training.job import Job
 from lora_trainer.training.processes import Processes
 from lora_trainer.training.run import train

@@ -3,7 +3,7 @@
 Every tensor of a step has a size that is a product of some of rank, samples and area. So at each moment of a step the
 memory held is a sum of a few such products, and the peak is the largest over the moments. A ledger keeps, for each
 number of checkpointed blocks, the moments that can be the largest. `scripts/write_ledgers.py` reads them off traces
-(`training/trace.py`); tests hold what they predict against traces at other sizes.
+(`training/memory/trace.py`); tests hold what they predict against traces at other sizes.
 """
 
 from __future__ import annotations

@@ -10,8 +10,8 @@ import torch
 
 from lora_trainer.models import FAMILIES
 from lora_trainer.models.family import public_architecture
-from lora_trainer.models.ledger import Footprint, Sizes, is_published, stored_gauge, stored_ledger
-from lora_trainer.training.trace import make_subject, trace
+from lora_trainer.models.memory.ledger import Footprint, Sizes, is_published, stored_gauge, stored_ledger
+from lora_trainer.training.memory.trace import make_subject, trace
 
 GIB = 2**30
 # Computed apart from this code on meta tensors: rank 16 on attention, live GiB and TFLOP without and with checkpointing.
@@ -45,7 +45,7 @@ def traced(family: str, targets: str, sizes: Sizes, side: tuple[int, int], *, pr
         rank=sizes.rank,
         targets=targets,
         dtype=torch.float32 if precision == "fp32" else torch.bfloat16,
-        fp8=precision == "fp8",
+        stored=precision,
     )
     found = trace(subject, micro=sizes.micro, height=side[0], width=side[1], checkpointed=sizes.checkpointed)
     return Footprint(found.weights, found.copies, 0, found.peak, sum(found.flops))

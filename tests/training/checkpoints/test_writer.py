@@ -13,13 +13,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lora_trainer.core.errors import Problem, TrainingFailed
-from lora_trainer.training import saving
-from lora_trainer.training.best import read_best
-from lora_trainer.training.checkpoint import Checkpoint, list_checkpoints, read_checkpoint, save_checkpoint, step_of
+from lora_trainer.training.checkpoints import save as saving
+from lora_trainer.training.checkpoints.best import read_best
+from lora_trainer.training.checkpoints.checkpoint import (
+    Checkpoint,
+    list_checkpoints,
+    read_checkpoint,
+    save_checkpoint,
+    step_of,
+)
+from lora_trainer.training.checkpoints.save import save, settle, take
+from lora_trainer.training.checkpoints.writer import Item, Kind, Writer, still_wanted
 from lora_trainer.training.job import Job
-from lora_trainer.training.saving import save, settle, take
 from lora_trainer.training.state import TrainState
-from lora_trainer.training.writer import Item, Kind, Writer, still_wanted
 from tests.recipes.recipe import patched
 from tests.training.tiny_job import TinyPlace, outcome
 

@@ -13,7 +13,7 @@ import torch
 
 from lora_trainer.core.errors import Problem, TrainingFailed, first_line, is_out_of_memory
 from lora_trainer.evaluation.loading import free_memory
-from lora_trainer.models.memory import checkpoint_blocks, checkpointable_blocks
+from lora_trainer.models.memory.checkpointing import checkpoint_blocks, checkpointable_blocks
 from lora_trainer.training.job import Job
 from lora_trainer.training.micro import Micro
 from lora_trainer.training.recovery import SMALLER_RUN, SMALLER_STATE, GoBack, WeightsLost, nothing_left

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lora_trainer.models.fp8 import STORAGE, store_in_fp8
+from lora_trainer.models.storage.eight_bits import STORAGE, store_in_fp8
 
 LAYERS = {
     "linear": (lambda: nn.Linear(48, 96), (3, 5, 48)),

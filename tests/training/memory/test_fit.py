@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from lora_trainer.core.errors import TrainingFailed
-from lora_trainer.models.memory import checkpointed_blocks
+from lora_trainer.models.memory.checkpointing import checkpointed_blocks
 from lora_trainer.monitor.trackers import EVENTS, METRICS, VALIDATION, read_lines
-from lora_trainer.training.checkpoint import list_checkpoints, newest_valid, read_checkpoint
+from lora_trainer.training.checkpoints.checkpoint import list_checkpoints, newest_valid, read_checkpoint
 from lora_trainer.training.job import Job
 from lora_trainer.training.state import Fit
 from lora_trainer.training.validation import MOST_ASKED_AT_ONCE

@@ -14,7 +14,7 @@ from torch import Tensor
 from lora_trainer.core.errors import Problem, TrainingFailed
 from lora_trainer.core.io import atomic_path
 from lora_trainer.export.tensor_file import DamagedFile, read_sealed, verify_sealed, write_sealed
-from lora_trainer.training.checkpoint import NewerVersion, kept, list_checkpoints, read_state
+from lora_trainer.training.checkpoints.checkpoint import NewerVersion, kept, list_checkpoints, read_state
 
 
 def best_path(folder: Path, step: int) -> Path:

@@ -18,9 +18,9 @@ from lora_trainer.config.schema import OptimSection
 from lora_trainer.core.errors import TrainingFailed, UsageError
 from lora_trainer.core.io import remove_unfinished
 from lora_trainer.optim.optimizers import OPTIMIZERS, make_optimizer
-from lora_trainer.training import checkpoint
-from lora_trainer.training.best import best_path, read_best, save_best
-from lora_trainer.training.checkpoint import (
+from lora_trainer.training.checkpoints import checkpoint
+from lora_trainer.training.checkpoints.best import best_path, read_best, save_best
+from lora_trainer.training.checkpoints.checkpoint import (
     Checkpoint,
     flatten,
     list_checkpoints,
@@ -250,7 +250,7 @@ def test_a_disk_that_refuses_leaves_the_old_one_and_says_so(tmp_path, monkeypatc
     def full(*_: object, **__: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("lora_trainer.training.checkpoint.write_sealed", full)
+    monkeypatch.setattr("lora_trainer.training.checkpoints.checkpoint.write_sealed", full)
     with pytest.raises(TrainingFailed, match=r"No space left.*step-000003 is safe"):
         save_checkpoint(tmp_path, checkpoint_of(optimizer, 6))
     assert [path.name for path in sorted(Path(tmp_path).iterdir())] == ["step-000003"]

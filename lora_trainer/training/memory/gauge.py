@@ -12,15 +12,16 @@ from contextlib import suppress
 from dataclasses import asdict
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from lora_trainer import __version__
 from lora_trainer.core.io import read_json, write_json
 from lora_trainer.models.family import Architecture, Family
-from lora_trainer.models.ledger import Footprint, Gauge, Sizes
+from lora_trainer.models.memory.ledger import Footprint, Gauge, Sizes
 
 if TYPE_CHECKING:
-    from lora_trainer.training.trace import Subject
+    from lora_trainer.config.schema import Precision
+    from lora_trainer.training.memory.trace import Subject
 
 STEPS_OF_CHECKPOINTING = 6  # that are tried
 
@@ -46,10 +47,12 @@ def traced_gauge(
     def subject(rank: int, precision: str) -> Subject:
         import torch
 
-        from lora_trainer.training.trace import make_subject
+        from lora_trainer.training.memory.trace import make_subject
 
         dtype = torch.float32 if precision == "fp32" else torch.bfloat16
-        return make_subject(family, architecture, rank=rank, targets=targets, dtype=dtype, fp8=precision == "fp8")
+        return make_subject(
+            family, architecture, rank=rank, targets=targets, dtype=dtype, stored=cast("Precision", precision)
+        )
 
     def shapes(rank: int) -> list[tuple[int, ...]]:
         found = remembered(f"shapes {rank}", lambda: [list(shape) for shape in subject(rank, "bf16").shapes])
@@ -68,7 +71,7 @@ def traced_gauge(
 
 def traced_footprint(subject: Subject, sizes: Sizes) -> Footprint:
     """The peak by one trace; gradients that exist at the peak count as activations."""
-    from lora_trainer.training.trace import trace
+    from lora_trainer.training.memory.trace import trace
 
     side = math.isqrt(sizes.area)
     found = trace(subject, micro=sizes.micro, height=side, width=side, checkpointed=sizes.checkpointed)

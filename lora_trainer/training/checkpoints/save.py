@@ -11,8 +11,8 @@ from torch import Tensor
 
 from lora_trainer.core.disk import until_written
 from lora_trainer.core.io import flush_folder
-from lora_trainer.training.best import drop_best_after, prune_best, save_best
-from lora_trainer.training.checkpoint import (
+from lora_trainer.training.checkpoints.best import drop_best_after, prune_best, save_best
+from lora_trainer.training.checkpoints.checkpoint import (
     Checkpoint,
     drop_after,
     flatten,
@@ -21,9 +21,9 @@ from lora_trainer.training.checkpoint import (
     save_checkpoint,
     unflatten,
 )
+from lora_trainer.training.checkpoints.writer import Buffers
 from lora_trainer.training.job import Job, is_regular
 from lora_trainer.training.state import TrainState
-from lora_trainer.training.writer import Buffers
 
 
 def nothing() -> None:

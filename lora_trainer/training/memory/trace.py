@@ -21,15 +21,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.flop_counter import flop_registry
 
-from lora_trainer.config.schema import LossSection, OptimSection
+from lora_trainer.config.schema import LossSection, OptimSection, Precision
 from lora_trainer.diffusion.loss import make_loss
 from lora_trainer.diffusion.process import Prediction, Process
 from lora_trainer.models.family import Architecture, Family
-from lora_trainer.models.fp8 import store_in_fp8
 from lora_trainer.models.lora import inject_lora, target_modules
-from lora_trainer.models.memory import checkpoint_blocks, checkpointable_blocks
+from lora_trainer.models.memory.checkpointing import checkpoint_blocks, checkpointable_blocks
+from lora_trainer.models.storage.eight_bits import store_in_fp8
 from lora_trainer.optim.clipping import make_clip
 from lora_trainer.training.adapter import Adapter, make_adapter
+from lora_trainer.training.layout import NARROW
 from lora_trainer.training.micro import Micro
 from lora_trainer.training.step import Learner, backward
 
@@ -88,7 +89,7 @@ def make_subject(
     rank: int,
     targets: str | tuple[str, ...],
     dtype: torch.dtype,
-    fp8: bool = False,
+    stored: Precision = "bf16",
 ) -> Subject:
     """Build the denoiser without weights and put the LoRA on it. Raises UsageError for targets that match nothing."""
     _route_attention()
@@ -97,7 +98,7 @@ def make_subject(
         nn.Module.to(denoiser, dtype)  # not diffusers' own, which warns
         names = target_modules(denoiser, family, targets)
         parameters = inject_lora(denoiser, names, rank=rank, alpha=float(rank), dropout=0.0, seed=0)
-        if fp8:
+        if stored in NARROW:
             store_in_fp8(denoiser)
         adapter = make_adapter(parameters, dtype)
     return Subject(denoiser.train(), family, architecture, adapter, dtype)

@@ -1,0 +1,1 @@
+"""Attention implementations: which work here, which is quickest."""

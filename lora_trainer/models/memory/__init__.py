@@ -1,0 +1,1 @@
+"""What of the denoiser stands on the card and when: checkpointing, streaming, ledgers."""

@@ -1,0 +1,1 @@
+"""How frozen weights are stored and brought into memory."""

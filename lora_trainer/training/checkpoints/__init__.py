@@ -1,0 +1,1 @@
+"""What is kept of a run: taken, written in the background, read again."""

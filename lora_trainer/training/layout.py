@@ -1,0 +1,32 @@
+"""How the denoiser is stored, held and run: one value, decided before it is loaded."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from lora_trainer.config.schema import Precision
+
+NARROW: tuple[Precision, ...] = ("fp8", "int8", "nf4")  # stored in fewer bits than what is computed in
+
+
+@dataclass(frozen=True)
+class Layout:
+    """What the plan, or the settings, made of a denoiser.
+
+    `dtype` is computed in and `stored` is what the frozen weights are kept in. `checkpointing` and `streamed` count
+    blocks: those that are computed again in the backward pass, those that visit the card one after the other.
+    """
+
+    dtype: torch.dtype
+    stored: Precision
+    checkpointing: Literal["none", "all", "auto"] | int = "none"
+    streamed: int = 0
+    compiled: bool = False
+
+    @property
+    def narrow(self) -> bool:
+        """Whether frozen weights are stored in fewer bits than what is computed in."""
+        return self.stored in NARROW
