@@ -12,22 +12,20 @@ where there are encoders; `usual_cached` is the same with everything encoded bef
 
 from __future__ import annotations
 
-import platform
-import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing
-from dataclasses import asdict, dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 from torch.nn.functional import mse_loss
 
-from lora_trainer.config.layers import Resolved
 from lora_trainer.core.errors import first_line, is_out_of_memory
-from lora_trainer.core.findings import counted
 from lora_trainer.data.loader import prefetch
+from lora_trainer.jobs.device import synchronize
+from lora_trainer.jobs.measures import STEPS, Asked, Report, Row, row_of
 from lora_trainer.jobs.subject import Subject, subject_of
 from lora_trainer.jobs.usual import USUAL, add_usual_adapter, use_adapter, usual_step
 from lora_trainer.models.lora import ADAPTER
@@ -35,7 +33,7 @@ from lora_trainer.monitor.trackers import append_lines
 from lora_trainer.training.micro import Micro
 from lora_trainer.training.step import train_step
 
-WARM_UP, STEPS = 5, 30
+WARM_UP = 5
 ABOUT = {
     "bare": "the least that training can be: batches that lie ready, nothing else",
     "ours": "this trainer's step, with all that it does",
@@ -46,37 +44,16 @@ ABOUT = {
 Way = Callable[[int], None]  # does the step of that number
 
 
-@dataclass(frozen=True)
-class Row:
-    """One way of doing the step, in seconds. `ratio` is over `bare`: the median of the ratios step by step.
-
-    `peak_gib` is what torch held on the card at most, taken before the other rows are set up; None where
-    that is not so or there is no card.
-    """
-
-    name: str
-    model: str
-    seconds_median: float
-    seconds_p10: float
-    seconds_p90: float
-    ratio: float
-    encodes: bool = False
-    peak_gib: float | None = None
-    per_second: float | None = None  # micro batches, where they are what is timed
-
-
-@dataclass(frozen=True)
-class BenchReport:
-    """Rows, and a note for each that could not be measured."""
-
-    rows: list[Row]
-    notes: list[str]
-
-
-def bench_step(resolved: Resolved, steps: int = STEPS, *, tiny: bool = False) -> BenchReport:
+def measure(asked: Asked) -> Report:
     """Time the ways of doing a step. Raises UserError."""
+    rows, notes = bench_step(asked, asked.steps or STEPS)
+    return Report(rows, ABOUT, notes)
+
+
+def bench_step(asked: Asked, steps: int) -> tuple[list[Row], list[str]]:
+    """The rows of one model, and a note for each that could not be measured."""
     with tempfile.TemporaryDirectory() as folder:
-        subject = subject_of(resolved, Path(folder), tiny=tiny)
+        subject = subject_of(asked.resolved, Path(folder), tiny=asked.tiny)
         numbers = range(WARM_UP + steps)
         with closing(prefetch((subject.micros(number) for number in (*range(WARM_UP), *numbers)), 4)) as source:
             ours = own_step(subject, source, Path(folder) / "metrics.jsonl")
@@ -90,7 +67,7 @@ def bench_step(resolved: Resolved, steps: int = STEPS, *, tiny: bool = False) ->
         rows[1] = replace(rows[1], peak_gib=peak)
         if subject.load_encode is None:
             note = "usual does not encode here: an architecture alone has no encoders"
-            return BenchReport([*rows[:2], replace(rows[2], name=USUAL)], [note])
+            return [*rows[:2], replace(rows[2], name=USUAL)], [note]
         # The encoders come last: what needs them must not take memory from the rows above.
         try:
             usual = usual_step(subject, parameters, resident, subject.load_encode())
@@ -98,9 +75,9 @@ def bench_step(resolved: Resolved, steps: int = STEPS, *, tiny: bool = False) ->
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
-            return BenchReport(rows, [f"usual: out of memory with its encoders ({first_line(error)})"])
+            return rows, [f"usual: out of memory with its encoders ({first_line(error)})"]
     last = replace(row_of(USUAL, subject.name, encoding[USUAL], encoding["bare"]), encodes=True)
-    return BenchReport([*rows[:2], last, rows[2]], [])
+    return [*rows[:2], last, rows[2]], []
 
 
 def timed_in_turn(subject: Subject, ways: Mapping[str, Way], steps: int) -> dict[str, list[float]]:
@@ -117,11 +94,6 @@ def timed_in_turn(subject: Subject, ways: Mapping[str, Way], steps: int) -> dict
             if number >= WARM_UP:
                 seconds[name].append(time.perf_counter() - started)
     return seconds
-
-
-def synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 def peak_of(step: Way, device: torch.device) -> float | None:
@@ -161,21 +133,3 @@ def own_step(subject: Subject, source: Iterator[list[Micro]], metrics: Path) -> 
         append_lines(metrics, [{"loss": float(result.loss), "grad_norm": float(result.grad_norm)}])
 
     return step
-
-
-def row_of(name: str, model: str, seconds: list[float], base: list[float]) -> Row:
-    tenths = statistics.quantiles(seconds, n=10, method="inclusive")  # the other may pass the shortest
-    ratio = statistics.median(own / least for own, least in zip(seconds, base, strict=True))
-    return Row(name, model, statistics.median(seconds), tenths[0], tenths[-1], ratio)
-
-
-def device_name() -> str:
-    """The GPU's name, or what the processor is called."""
-    if torch.cuda.is_available():
-        return torch.cuda.get_device_name(0)
-    return f"{platform.machine()} CPU, {counted(torch.get_num_threads(), 'thread')}"
-
-
-def to_json(report: BenchReport, device: str, versions: dict[str, str]) -> dict[str, object]:
-    """The document of `bench --json`."""
-    return {"device": device, "versions": versions, **asdict(report)}

@@ -28,6 +28,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from lora_trainer.data.caches.store import Store, write_entries
+from lora_trainer.jobs.measures import Asked, Report
 
 ENTRIES, ROUNDS, TOGETHER = 512, 9, 4
 SHAPE = (4, 64, 64)
@@ -53,8 +54,23 @@ class CacheRow:
     seconds_p10: float
     seconds_p90: float
     ratio: float
+    entries: int
     entries_per_second: float
     entries_per_cpu_second: float
+
+
+COLUMNS = (
+    ("a second", lambda row: f"{row.entries_per_second:,.0f}"),
+    ("p10", lambda row: f"{row.entries / row.seconds_p90:,.0f}"),
+    ("p90", lambda row: f"{row.entries / row.seconds_p10:,.0f}"),
+    ("a CPU second", lambda row: f"{row.entries_per_cpu_second:,.0f}"),
+    ("ratio", lambda row: f"{row.ratio:.2f}"),
+)
+
+
+def measure(asked: Asked) -> Report:
+    """Time the ways of reading, `asked.steps` rounds of each."""
+    return Report(bench_cache(asked.steps or ROUNDS), ABOUT, columns=COLUMNS, first="latents from")
 
 
 def bench_cache(rounds: int = ROUNDS, entries: int = ENTRIES) -> list[CacheRow]:
@@ -87,6 +103,7 @@ def row_of(name: str, entries: int, wall: list[float], cpu: list[float], base: l
         tenths[0],
         tenths[-1],
         ratio,
+        entries,
         entries / median,
         entries / statistics.median(cpu),
     )

@@ -31,7 +31,9 @@ from lora_trainer.data.fresh import Fresh
 from lora_trainer.data.loader import CachedData, prefetch
 from lora_trainer.data.sample import Sample
 from lora_trainer.data.views import View
-from lora_trainer.jobs.bench import WARM_UP, BenchReport, Row, row_of, synchronize
+from lora_trainer.jobs.bench import WARM_UP
+from lora_trainer.jobs.device import synchronize
+from lora_trainer.jobs.measures import STEPS, Asked, Report, Row, row_of
 from lora_trainer.jobs.subject import TINY_NEEDS_A_FAMILY, public_built
 from lora_trainer.models import FAMILIES
 from lora_trainer.models.family import Architecture, Family
@@ -70,19 +72,20 @@ class Measured:
     waits: list[float]
 
 
-def bench_loader(resolved: Resolved, steps: int, *, tiny: bool = False) -> BenchReport:
+def measure(asked: Asked) -> Report:
     """Time steps with and without the loader. Raises UserError."""
+    resolved = asked.resolved
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
-        name, learner, feeds = subject_of(resolved, Path(folder), tiny=tiny)
+        name, learner, feeds = subject_of(resolved, Path(folder), tiny=asked.tiny)
         for feed in feeds.values():
             stack.callback(feed.close)
-        numbers = range(WARM_UP + steps)
+        numbers = range(WARM_UP + (asked.steps or STEPS))
         resident = [feeds["cached"].micros(number) for number in numbers]
         timed = timed_in_turn(learner, resident, feeds)
         if "uncached" in feeds:
             feeds["decoded"] = without_encoder(resolved.config, learner, feeds["uncached"])
         alone = {way: made_alone(feed, len(numbers)) for way, feed in feeds.items()}
-    return BenchReport(list(rows_of(name, timed, alone)), [])
+    return Report(list(rows_of(name, timed, alone)), ABOUT)
 
 
 def rows_of(model: str, timed: Mapping[str, Measured], alone: Mapping[str, list[float]]) -> Iterator[Row]:

@@ -10,6 +10,7 @@ import pytest
 from lora_trainer.cli.bench import legend
 from lora_trainer.cli.main import main
 from lora_trainer.jobs import bench, bench_loader, subject
+from lora_trainer.jobs.measures import COLUMNS
 from tests.recipes.recipe import Bench, draw_pictures, patched, save_tiny_model
 
 
@@ -32,7 +33,7 @@ def test_every_way_of_a_step_is_measured_beside_the_bare_one(place, precision, c
     arguments = place.arguments("x", command="bench", memory__base_precision=precision)
     rows = measured([arguments[0], "step", *arguments[1:]], capsys)
     assert list(rows) == ["bare", "ours", "usual", "usual_cached"]
-    told = legend(bench.ABOUT, list(rows))
+    told = list(legend(bench.ABOUT, list(rows), COLUMNS))
     assert [line.split()[0] for line in told] == [*rows, "ratio", "p10,"]
     assert rows["bare"]["ratio"] == 1.0
     assert [row["encodes"] for row in rows.values()] == [False, False, True, False]

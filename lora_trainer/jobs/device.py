@@ -1,0 +1,21 @@
+"""The machine that measurements are of: what it is called, waiting for it, what it held."""
+
+from __future__ import annotations
+
+import platform
+
+import torch
+
+from lora_trainer.core.findings import counted
+
+
+def device_name() -> str:
+    """The GPU's name, or what the processor is called."""
+    if torch.cuda.is_available():
+        return torch.cuda.get_device_name(0)
+    return f"{platform.machine()} CPU, {counted(torch.get_num_threads(), 'thread')}"
+
+
+def synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

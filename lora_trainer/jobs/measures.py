@@ -1,0 +1,108 @@
+"""What can be measured, what is asked of a measurement, and what it answers. No torch.
+
+A measurement is a module of this package with a function `measure(asked: Asked) -> Report`, named in `MEASURES`;
+it is loaded when it is asked for.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from importlib import import_module
+from typing import Any
+
+from lora_trainer.config.layers import Resolved
+
+STEPS = 30
+
+
+@dataclass(frozen=True)
+class Asked:
+    """`steps` are timed steps, or rounds; None is the measurement's own number. `tiny` is a fifth of a family's width."""
+
+    resolved: Resolved
+    steps: int | None = None
+    tiny: bool = False
+
+
+@dataclass(frozen=True)
+class Row:
+    """One way of doing a thing, in seconds. `ratio` is over the first row: the median of the ratios step by step.
+
+    `peak_gib` is what torch held on the card at most, taken before the other rows are set up; None where
+    that is not so or there is no card.
+    """
+
+    name: str
+    model: str
+    seconds_median: float
+    seconds_p10: float
+    seconds_p90: float
+    ratio: float
+    encodes: bool = False
+    peak_gib: float | None = None
+    per_second: float | None = None  # micro batches, where they are what is timed
+
+
+Column = tuple[str, Callable[[Any], str]]  # title, and what stands there for a row
+
+
+def milliseconds(name: str) -> Callable[[Any], str]:
+    return lambda row: f"{1000 * getattr(row, name):.1f}"
+
+
+COLUMNS: tuple[Column, ...] = (
+    ("median ms", milliseconds("seconds_median")),
+    ("p10", milliseconds("seconds_p10")),
+    ("p90", milliseconds("seconds_p90")),
+    ("ratio", lambda row: f"{row.ratio:.3f}"),
+)
+NOISE = "a tenth of the measurements lies below the one and a tenth above the other: how noisy the machine was"
+
+
+@dataclass(frozen=True)
+class Report:
+    """Rows (dataclasses with at least the fields of `Row` that the contract names) and how they are shown.
+
+    `about` says what each row and column is, by its name; `notes` say what could not be measured, and why.
+    """
+
+    rows: Sequence[Any]
+    about: Mapping[str, str]
+    notes: Sequence[str] = ()
+    columns: Sequence[Column] = COLUMNS
+    first: str = "step"  # what the rows are named by
+
+    def to_json(self, device: str, versions: Mapping[str, str]) -> dict[str, Any]:
+        """The document of `bench --json`."""
+        rows = [asdict(row) for row in self.rows]
+        return {"device": device, "versions": dict(versions), "rows": rows, "notes": list(self.notes)}
+
+
+@dataclass(frozen=True)
+class Measure:
+    """`summary` is for the help; `takes` names the flags, among those that not every measurement has, that it obeys."""
+
+    summary: str
+    module: str
+    takes: frozenset[str] = field(default_factory=frozenset)
+
+    def __call__(self, asked: Asked) -> Report:
+        """Measure. Raises UserError."""
+        report: Report = import_module(f"lora_trainer.jobs.{self.module}").measure(asked)
+        return report
+
+
+MEASURES: Mapping[str, Measure] = {
+    "step": Measure("one optimizer step, beside the least that it could be", "bench", frozenset({"tiny"})),
+    "cache": Measure("reading cached latents", "bench_cache"),
+    "loader": Measure("what its data costs a step", "bench_loader", frozenset({"tiny"})),
+}
+
+
+def row_of(name: str, model: str, seconds: Sequence[float], base: Sequence[float]) -> Row:
+    """The row of seconds measured step by step, beside those of the first row."""
+    tenths = statistics.quantiles(seconds, n=10, method="inclusive")  # the other may pass the shortest
+    ratio = statistics.median(own / least for own, least in zip(seconds, base, strict=True))
+    return Row(name, model, statistics.median(seconds), tenths[0], tenths[-1], ratio)
