@@ -98,6 +98,7 @@ MEASURES: Mapping[str, Measure] = {
     "step": Measure("one optimizer step, beside the least that it could be", "bench", frozenset({"tiny"})),
     "cache": Measure("reading cached latents", "bench_cache"),
     "loader": Measure("what its data costs a step", "bench_loader", frozenset({"tiny"})),
+    "memory": Measure("what a step holds, beside what the plan says", "trials.memory", frozenset({"tiny"})),
 }
 
 

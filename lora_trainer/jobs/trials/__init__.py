@@ -1,0 +1,1 @@
+"""Measurements of the whole: memory, batches, resolutions, processes, claims, and the table of a card."""

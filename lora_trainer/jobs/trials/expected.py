@@ -1,0 +1,70 @@
+"""What the planner says of a measured step: its parts at the peak, in the sizes that the step really has."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from lora_trainer.config.layers import Resolved
+from lora_trainer.jobs.subject import Subject, thinned
+from lora_trainer.jobs.trials.steps import GIB
+from lora_trainer.models import FAMILIES
+from lora_trainer.models.family import Architecture, Family
+from lora_trainer.models.memory.checkpointing import checkpointed_blocks
+from lora_trainer.production.memory import CONTEXT_GIB, FRAGMENTATION, Demand, Parts, parts_of
+from lora_trainer.production.plan import architecture_of, make_demand
+from lora_trainer.training.micro import Micro
+
+
+@dataclass(frozen=True)
+class Expected:
+    """`parts` is the plan's own table; the rest is the same peak in bytes, cut as it can be measured.
+
+    `adapter` is what stays of it: copies and masters. `passing` comes and goes: activations, gradients.
+    """
+
+    demand: Demand
+    parts: Parts
+    weights: int
+    adapter: int
+    optimizer: int
+    passing: int
+
+    @property
+    def live(self) -> int:
+        """What the allocator holds at the peak."""
+        return self.weights + self.adapter + self.optimizer + self.passing
+
+
+def model_of(resolved: Resolved, *, tiny: bool) -> tuple[Family, Architecture]:
+    """The denoiser that is measured, as the planner knows it."""
+    family, architecture = architecture_of(resolved.config, FAMILIES)
+    return family, thinned(architecture) if tiny else architecture
+
+
+def demand_of(resolved: Resolved, precision: str, *, tiny: bool, limit_gib: float | None = None) -> Demand:
+    family, architecture = model_of(resolved, tiny=tiny)
+    return make_demand(resolved, family, architecture, limit_gib, precision=precision)
+
+
+def expected_of(resolved: Resolved, subject: Subject, micros: Sequence[Micro], *, tiny: bool) -> Expected:
+    """The plan of the step that these micro batches make."""
+    largest = max(micros, key=lambda micro: math.prod(micro.latents.shape))
+    demand = demand_of(resolved, subject.precision, tiny=tiny)
+    height, width = largest.latents.shape[-2:]
+    side = math.sqrt(height * width) * demand.downscale
+    demand = replace(demand, resolution=round(side), samples=sum(len(micro.t) for micro in micros))
+    parts = parts_of(demand, len(largest.t), checkpointed_blocks(subject.learner.denoiser), subject.precision)
+    shapes = demand.gauge.shapes(demand.rank)
+    numbers = sum(map(math.prod, shapes))
+    one_of_each = 4 * numbers
+    adapter = one_of_each if subject.precision == "fp32" else one_of_each + numbers * subject.learner.dtype.itemsize
+    optimizer = round(parts.optimizer * GIB)
+    passing = round((parts.adapter + parts.activations) * GIB) - adapter
+    return Expected(demand, parts, round(parts.weights * GIB), adapter, optimizer, passing)
+
+
+def overhead_of(adapter: int, optimizer: int, passing: int) -> float:
+    """GiB beside what the allocator holds, as the plan reckons it."""
+    return CONTEXT_GIB + FRAGMENTATION * (adapter + optimizer + passing) / GIB
