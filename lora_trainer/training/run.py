@@ -63,7 +63,8 @@ def train(
             while True:
                 with closing(prefetch(read_steps(job, state.step), READ_AHEAD)) as source:
                     try:
-                        state = train_steps(job, state, source, reporter, interrupt)
+                        for newer in steps(job, state, source, reporter, interrupt):
+                            state = newer
                         break
                     except GoBack as back:
                         state = gone_back(job, first, back, reporter)
@@ -80,10 +81,13 @@ def tell_signal(state: TrainState, reporter: Reporter, interrupt: Interrupt) -> 
     reporter.event(state.step, "signal", saved)
 
 
-def train_steps(
+def steps(
     job: Job, state: TrainState, source: Iterator[list[Micro]], reporter: Reporter, interrupt: Interrupt
-) -> TrainState:
-    """Train on what `source` gives for each step from `state` on. Raises TrainingFailed, and GoBack."""
+) -> Iterator[TrainState]:
+    """Train on what `source` gives; the state after each step from `state` on, the last of which is saved.
+
+    What is done in a step is done when its state is asked for. Raises TrainingFailed, and GoBack.
+    """
     config, pending, stopping = job.config, list[Pending](), Stopping(job, interrupt)
     began, before = time.monotonic(), state.seconds
     install(job, state.fit)
@@ -103,7 +107,8 @@ def train_steps(
             state = look(job, state, pending, reporter)
             if state.step > 0:
                 save(job, state, reporter.flush, last=True)
-            return state
+            yield state
+            return
         except UserError as error:
             raise ended(job, state, pending, reporter, error) from error
         state = replace(state, step=state.step + 1, seconds=before + time.monotonic() - began)
@@ -132,8 +137,9 @@ def train_steps(
                 job.sample(state)
         except ProcessLost as error:
             raise ended(job, state, pending, reporter, error) from error
+        yield state
         if last:
-            return state
+            return
 
 
 def ended(job: Job, state: TrainState, pending: list[Pending], reporter: Reporter, error: UserError) -> TrainingFailed:
