@@ -152,4 +152,11 @@ def adaptable_modules(components: Mapping[str, torch.nn.Module]) -> dict[str, to
 
 def shapes_of(components: Mapping[str, torch.nn.Module]) -> dict[str, tuple[int, ...]]:
     """Weight shapes by module name of all linear layers and convolutions, for `check_keys`."""
-    return {name: tuple(module.weight.shape) for name, module in adaptable_modules(components).items()}
+    return {name: _shape(module) for name, module in adaptable_modules(components).items()}
+
+
+def _shape(layer: torch.nn.Linear | torch.nn.Conv2d) -> tuple[int, ...]:
+    """By the layer's own numbers: a weight that is stored in fewer bits may have another shape."""
+    if isinstance(layer, torch.nn.Linear):
+        return (layer.out_features, layer.in_features)
+    return (layer.out_channels, layer.in_channels // layer.groups, *layer.kernel_size)

@@ -18,7 +18,7 @@ from lora_trainer.models.family import Family, ModelFacts
 from lora_trainer.models.lora import inject_lora, target_modules
 from lora_trainer.models.memory.checkpointing import checkpoint_blocks, checkpointable_blocks
 from lora_trainer.models.memory.ledger import count_of
-from lora_trainer.models.storage.eight_bits import store_in_fp8
+from lora_trainer.models.storage.store import narrower, store_layers
 from lora_trainer.optim.clipping import make_clip
 from lora_trainer.optim.optimizers import WAITING, make_optimizer
 from lora_trainer.training.adapter import make_adapter
@@ -63,8 +63,8 @@ def build_learner(
     )
     install_attention(denoiser, attention.name)
     parameters = put_lora_on(denoiser, names, config)
-    if layout.narrow:
-        store_in_fp8(denoiser)
+    if narrow := narrower(layout.stored):
+        store_layers(denoiser, narrow)
     denoiser.to(device).train()
     blocks = len(checkpointable_blocks(denoiser))
     checkpointed = count_of(layout.checkpointing, blocks)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from torch import nn
@@ -22,9 +23,16 @@ def checkpointable_blocks(denoiser: nn.Module) -> list[nn.Module]:
         if isinstance(module, nn.Linear | nn.Conv2d) and ".lora_" not in name:
             owner = max((block for block in blocks if name.startswith(f"{block}.")), key=len, default=None)
             if owner is not None:
-                outputs[owner] += module.weight.shape[0]
-                weights[owner] += module.weight.numel()
+                outputs[owner] += module.out_features if isinstance(module, nn.Linear) else module.out_channels
+                weights[owner] += weights_of(module)
     return [blocks[name] for name in sorted(blocks, key=lambda name: -outputs[name] / weights[name])]
+
+
+def weights_of(layer: nn.Linear | nn.Conv2d) -> int:
+    """How many numbers a layer's weight has, in however few bits they are stored."""
+    if isinstance(layer, nn.Linear):
+        return layer.in_features * layer.out_features
+    return layer.out_channels * layer.in_channels // layer.groups * math.prod(layer.kernel_size)
 
 
 def checkpointed_blocks(denoiser: nn.Module) -> int:

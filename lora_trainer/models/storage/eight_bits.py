@@ -1,8 +1,11 @@
-"""Frozen weights stored in 8 bits: float8 e4m3 with a scale for each output channel (arXiv:2209.05433).
+"""Frozen weights stored in 8 bits with a scale for each output channel.
+
+Either float8 e4m3 (arXiv:2209.05433) or int8, symmetric around 0. A layer holds its weight in one byte a number, its
+scale [out, 1, …] and its bias in what is computed in: nothing else stands on the card between steps.
 
 A linear layer's backward pass needs its weight. Casting a layer up before its forward pass, as diffusers' layer-wise
-casting does, makes autograd keep the wide copy of every layer until then, so that nothing is saved. Here autograd
-keeps the 8-bit weight, and it is widened a second time in the backward pass.
+casting and torchao's weight-only layers do, makes autograd keep the wide copy of every layer until then, so that
+nothing is saved. Here autograd keeps the 8-bit weight, and it is widened a second time in the backward pass.
 """
 
 from __future__ import annotations
@@ -12,15 +15,12 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from torch.nn.grad import conv2d_input
 
-STORAGE = torch.float8_e4m3fn
-LARGEST = torch.finfo(STORAGE).max
+LARGEST = {torch.float8_e4m3fn: torch.finfo(torch.float8_e4m3fn).max, torch.int8: 127.0}
 SCALE = "weight_scale"
-LEAST_CHANNELS = 16  # layers that face latents are small and sensitive: they stay as they are
 
 
-def _wide(weight: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+def widened(weight: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     """The weight [out, …] in the precision of the forward pass."""
     return weight.to(dtype).mul_(scale)
 
@@ -29,30 +29,49 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
         ctx.save_for_backward(weight, scale)
-        return functional.linear(x, _wide(weight, scale, x.dtype), bias)
+        return functional.linear(x, widened(weight, scale, x.dtype), bias)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         (gradient,) = gradients
         weight, scale = ctx.saved_tensors
-        return gradient @ _wide(weight, scale, gradient.dtype), None, None, None
+        return gradient @ widened(weight, scale, gradient.dtype), None, None, None
 
 
 class _Convolution(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None, layer: nn.Conv2d) -> Tensor:
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        scale: Tensor,
+        bias: Tensor | None,
+        stride: tuple[int, int],
+        padding: tuple[int, int],
+        dilation: tuple[int, int],
+        groups: int,
+    ) -> Tensor:
         ctx.save_for_backward(weight, scale)
-        ctx.shape, ctx.layer = x.shape, layer
-        return cast("Tensor", layer._conv_forward(x, _wide(weight, scale, x.dtype), bias))
+        ctx.sides, ctx.stride, ctx.padding = tuple(x.shape[2:]), stride, padding
+        ctx.dilation, ctx.groups = dilation, groups
+        return functional.conv2d(x, widened(weight, scale, x.dtype), bias, stride, padding, dilation, groups)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         (gradient,) = gradients
         weight, scale = ctx.saved_tensors
-        layer: nn.Conv2d = ctx.layer
-        wide = _wide(weight, scale, gradient.dtype)
-        back = conv2d_input(ctx.shape, wide, gradient, layer.stride, layer.padding, layer.dilation, layer.groups)
-        return back, None, None, None, None
+        wide = widened(weight, scale, gradient.dtype)
+        # What the stride did not reach: rows and columns of the input that no output saw.
+        unseen = [
+            side - ((out - 1) * stride - 2 * padding + dilation * (kernel - 1) + 1)
+            for side, out, stride, padding, dilation, kernel in zip(
+                ctx.sides, gradient.shape[2:], ctx.stride, ctx.padding, ctx.dilation, weight.shape[2:], strict=True
+            )
+        ]
+        back = functional.conv_transpose2d(
+            gradient, wide, None, ctx.stride, ctx.padding, unseen, ctx.groups, ctx.dilation
+        )
+        return back, None, None, None, None, None, None, None
 
 
 class Linear8(nn.Linear):
@@ -67,29 +86,29 @@ class Conv2d8(nn.Conv2d):
     """A frozen convolution whose weight is stored in 8 bits."""
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002  torch's own name
-        result: Tensor = _Convolution.apply(input, self.weight, self.get_buffer(SCALE), self.bias, self)  # type: ignore[no-untyped-call]
+        result: Tensor = _Convolution.apply(  # type: ignore[no-untyped-call]
+            input,
+            self.weight,
+            self.get_buffer(SCALE),
+            self.bias,
+            self.stride,
+            cast("tuple[int, int]", self.padding),
+            self.dilation,
+            self.groups,
+        )
         return result
 
 
-def store_in_fp8(denoiser: nn.Module) -> None:
-    """Store the frozen weights of linear layers and convolutions in 8 bits, in place.
-
-    Call it after the LoRA is injected: peft gives an adapter the precision of the layer that it sits on.
-    """
-    for module in list(denoiser.modules()):
-        if not isinstance(module, nn.Linear | nn.Conv2d) or module.weight.requires_grad:
-            continue
-        if isinstance(module, nn.Conv2d) and (module.padding_mode != "zeros" or isinstance(module.padding, str)):
-            continue
-        if min(module.weight.shape[:2]) >= LEAST_CHANNELS:
-            _narrow(module)
-
-
-def _narrow(module: nn.Linear | nn.Conv2d) -> None:
-    """Narrow one layer. A layer changes its class and stays the same object, since others hold on to it."""
-    weight = module.weight.detach()
+def narrow_to_8_bits(layer: nn.Linear | nn.Conv2d, storage: torch.dtype) -> None:
+    """Store the layer's weight as float8_e4m3fn or int8. It changes its class and stays the same object."""
+    weight = layer.weight.detach()
     largest = weight.abs().amax(dim=tuple(range(1, weight.dim())), keepdim=True).float()
-    scale = (largest / LARGEST).clamp(min=torch.finfo(torch.float32).tiny)
-    module.weight = nn.Parameter((weight.float() / scale).to(STORAGE), requires_grad=False)
-    module.register_buffer(SCALE, scale.to(weight.dtype), persistent=False)
-    module.__class__ = Linear8 if isinstance(module, nn.Linear) else Conv2d8
+    held_in = torch.float32 if weight.dtype == torch.float16 else weight.dtype  # fp16 has not the range
+    # Divided by the very scale that multiplies later, so that its own rounding is no error.
+    scale = (largest / LARGEST[storage]).clamp(min=torch.finfo(held_in).tiny).to(held_in)
+    numbers = (weight.float() / scale.float()).clamp(-LARGEST[storage], LARGEST[storage])
+    if storage == torch.int8:
+        numbers = numbers.round()
+    layer.weight = nn.Parameter(numbers.to(storage), requires_grad=False)
+    layer.register_buffer(SCALE, scale, persistent=False)
+    layer.__class__ = Linear8 if isinstance(layer, nn.Linear) else Conv2d8

@@ -27,10 +27,9 @@ from lora_trainer.diffusion.process import Prediction, Process
 from lora_trainer.models.family import Architecture, Family
 from lora_trainer.models.lora import inject_lora, target_modules
 from lora_trainer.models.memory.checkpointing import checkpoint_blocks, checkpointable_blocks
-from lora_trainer.models.storage.eight_bits import store_in_fp8
+from lora_trainer.models.storage.store import narrower, store_layers
 from lora_trainer.optim.clipping import make_clip
 from lora_trainer.training.adapter import Adapter, make_adapter
-from lora_trainer.training.layout import NARROW
 from lora_trainer.training.micro import Micro
 from lora_trainer.training.step import Learner, backward
 
@@ -98,8 +97,8 @@ def make_subject(
         nn.Module.to(denoiser, dtype)  # not diffusers' own, which warns
         names = target_modules(denoiser, family, targets)
         parameters = inject_lora(denoiser, names, rank=rank, alpha=float(rank), dropout=0.0, seed=0)
-        if stored in NARROW:
-            store_in_fp8(denoiser)
+        if narrow := narrower(stored):
+            store_layers(denoiser, narrow)
         adapter = make_adapter(parameters, dtype)
     return Subject(denoiser.train(), family, architecture, adapter, dtype)
 

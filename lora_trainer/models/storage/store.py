@@ -1,0 +1,68 @@
+"""Which frozen layers are stored in fewer bits, and in which form.
+
+| `memory.base_precision` | linear layers | convolutions |
+|---|---|---|
+| `fp8`, `int8` | 8 bits a number and a scale for each output channel | the same |
+| `nf4` | 4 bits a number and half a byte's worth of scales for each 16 numbers | as in `int8` |
+
+Layers with less than 16 channels on a side face latents: they are small and sensitive, and stay as they are. So do
+norms, biases, embeddings, and layers of classes of a library's own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+
+import torch
+from torch import nn
+
+from lora_trainer.config.schema import Precision
+from lora_trainer.models.storage.eight_bits import narrow_to_8_bits
+
+LEAST_CHANNELS = 16
+COMPUTED_IN = "compute_dtype"  # peft's name: what an adapter on a narrow layer is made in
+
+Narrow = Callable[[nn.Module], None]
+Layer = nn.Linear | nn.Conv2d
+
+
+def narrower(stored: Precision) -> Narrow | None:
+    """What stores one module's frozen weight, in place, in the wanted form; None where weights stay wide.
+
+    It leaves alone what it need not or must not narrow, so it may be called on any module, more than once.
+    """
+    return partial(_narrow, forms) if (forms := FORMS.get(stored)) else None
+
+
+def store_layers(denoiser: nn.Module, narrow: Narrow) -> None:
+    """Narrow every layer of a denoiser that is in memory already."""
+    for module in list(denoiser.modules()):
+        narrow(module)
+
+
+def is_narrow(layer: nn.Module) -> bool:
+    """Whether a layer's weight is stored in fewer bits than it computes in."""
+    return hasattr(layer, COMPUTED_IN)
+
+
+Forms = Mapping[type, Callable[[nn.Linear | nn.Conv2d], None]]
+FORMS: dict[Precision, Forms] = {
+    "fp8": dict.fromkeys((nn.Linear, nn.Conv2d), partial(narrow_to_8_bits, storage=torch.float8_e4m3fn)),
+    "int8": dict.fromkeys((nn.Linear, nn.Conv2d), partial(narrow_to_8_bits, storage=torch.int8)),
+}
+
+
+def _narrow(forms: Forms, module: nn.Module) -> None:
+    form = forms.get(type(module))  # exactly: a class of a library's own may use its weight in its own way
+    if form is None or not isinstance(module, nn.Linear | nn.Conv2d) or not _suits(module):
+        return
+    computed_in = module.weight.dtype
+    form(module)
+    setattr(module, COMPUTED_IN, computed_in)
+
+
+def _suits(layer: Layer) -> bool:
+    if layer.weight.requires_grad or min(layer.weight.shape[:2]) < LEAST_CHANNELS:
+        return False
+    return isinstance(layer, nn.Linear) or (layer.padding_mode == "zeros" and not isinstance(layer.padding, str))
