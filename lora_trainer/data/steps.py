@@ -241,3 +241,16 @@ def step_arithmetic(
     return StepArithmetic(
         len(trained), passes, prior, effective, batch, accumulation, processes, per_epoch, epochs, total
     )
+
+
+def micro_shapes(steps: StepArithmetic, buckets: int) -> int:
+    """How many sizes of micro batches a run meets at most, where its samples stand in so many buckets."""
+    if buckets != 1:
+        return buckets * steps.batch
+
+    def sizes(samples: int) -> set[int]:
+        shares = {samples // steps.processes, math.ceil(samples / steps.processes)} - {0}
+        parts = {count: math.ceil(count / steps.batch) for count in shares}
+        return {size for count, many in parts.items() for size in (count // many, math.ceil(count / many))}
+
+    return len(sizes(steps.effective) | sizes(steps.passes % steps.effective))

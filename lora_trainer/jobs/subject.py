@@ -26,6 +26,7 @@ from lora_trainer.production.inputs import read_inputs, trained_resolution
 from lora_trainer.production.order import Order
 from lora_trainer.production.session import Prepared, open_session, prepare
 from lora_trainer.training.build import Built, build_learner
+from lora_trainer.training.hardware import set_hardware
 from lora_trainer.training.micro import Micro, make_micro
 from lora_trainer.training.processes import join_processes
 from lora_trainer.training.step import Learner
@@ -94,6 +95,7 @@ def public_built(resolved: Resolved, family: Family, *, tiny: bool) -> tuple[str
     processes = join_processes()
     choices = choose(resolved, family, architecture, processes.device, 1)
     cap_memory(config, processes.device)
+    set_hardware(config, processes.device)
     built = build_learner(
         config,
         with_random_weights(family, architecture),

@@ -17,7 +17,7 @@ from lora_trainer.core.errors import UserError, first_line
 from lora_trainer.core.interrupt import GivenUp, can_be_given_up
 from lora_trainer.data.caches.upkeep import keep_limit
 from lora_trainer.data.loader import CachedData
-from lora_trainer.data.steps import StepArithmetic
+from lora_trainer.data.steps import StepArithmetic, micro_shapes
 from lora_trainer.evaluation.held_out import EncodedSample, held_out_losses
 from lora_trainer.evaluation.loading import free_memory
 from lora_trainer.monitor.progress import Progress
@@ -30,6 +30,7 @@ from lora_trainer.production.messages import show_captions, show_unheld, show_vi
 from lora_trainer.production.order import Order
 from lora_trainer.production.release import draw_while_training, export_step, withdraw_after
 from lora_trainer.training.build import Built, build_learner
+from lora_trainer.training.hardware import set_hardware
 from lora_trainer.training.job import Job
 from lora_trainer.training.processes import Processes, join_processes
 from lora_trainer.training.state import Fit, TrainState
@@ -79,6 +80,7 @@ def open_session(order: Order, inputs: Inputs) -> Session:
     choices = choose(order.resolved, inputs.family, own_architecture(inputs), processes.device, processes.world)
     steps = arithmetic(order.config, inputs.train, choices.micro, processes.world)
     cap_memory(order.config, processes.device)
+    set_hardware(order.config, processes.device)
     return Session(order, inputs, processes, choices, steps)
 
 
@@ -170,7 +172,7 @@ def build(session: Session) -> Built:
         session.config,
         session.inputs.family,
         session.inputs.facts,
-        session.choices.layout,
+        replace(session.choices.layout, shapes=micro_shapes(session.steps, len(session.inputs.train_plan.counts))),
         device=session.choices.device,
         reduce=processes.reduce,
         attention_asked=asked_by_user(session.order.resolved, "memory.attention"),

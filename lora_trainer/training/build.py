@@ -23,6 +23,7 @@ from lora_trainer.optim.clipping import make_clip
 from lora_trainer.optim.optimizers import WAITING, make_optimizer
 from lora_trainer.training.adapter import make_adapter
 from lora_trainer.training.average import make_average, shown_weights
+from lora_trainer.training.hardware import hardware_note, set_memory_order, try_convolutions
 from lora_trainer.training.layout import Layout
 from lora_trainer.training.step import Guard, Learner
 
@@ -57,6 +58,8 @@ def build_learner(
     dtype = layout.dtype
     denoiser = family.load_denoiser(facts.path, dtype, torch.device("cpu") if layout.narrow else device)
     shapes = shapes_of({family.denoiser_prefix: denoiser})
+    last = set_memory_order(denoiser, config, device)
+    tried = try_convolutions(config, device, layout.shapes)
     names = target_modules(denoiser, family, config.lora.targets)
     attention = choose_attention(
         config.memory.attention, attention_order(config, attention_asked), dtype, device, head_sizes(denoiser)
@@ -69,12 +72,34 @@ def build_learner(
     blocks = len(checkpointable_blocks(denoiser))
     checkpointed = count_of(layout.checkpointing, blocks)
     checkpoint_blocks(denoiser, checkpointed)
+    learner = make_learner(config, family, facts, denoiser, parameters, dtype=dtype, device=device, reduce=reduce)
+    notes = (
+        f"LoRA rank {config.lora.rank} on {len(names)} modules: {learner.adapter.size:,} trained parameters",
+        f"attention {attention.name}: {attention.reason}",
+        f"gradient checkpointing {checkpointed} of {blocks} blocks",
+        hardware_note(config, device, last=last, tried=tried),
+    )
+    return Built(learner, shapes, attention.name, checkpointed, notes)
+
+
+def make_learner(
+    config: Config,
+    family: Family,
+    facts: ModelFacts,
+    denoiser: nn.Module,
+    parameters: dict[str, nn.Parameter],
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    reduce: Callable[[Tensor], Tensor] | None,
+) -> Learner:
+    """What a step works on, from a denoiser that stands ready with its LoRA's `parameters`."""
     adapter = make_adapter(parameters, dtype)
     optimizer = make_optimizer(adapter.masters, config.optim)
     average = make_average(config, adapter)
     process = trained_process(family.make_process(facts.path), config, device)
     scaler = torch.amp.GradScaler(device.type) if dtype == torch.float16 else None
-    learner = Learner(
+    return Learner(
         denoiser=denoiser,
         predict=family.predict,
         process=process,
@@ -91,12 +116,6 @@ def build_learner(
         guard=choose_guard(config, device, scaled=scaler is not None),
         optimizer_waits=config.optim.name in WAITING,
     )
-    notes = (
-        f"LoRA rank {config.lora.rank} on {len(names)} modules: {adapter.size:,} trained parameters",
-        f"attention {attention.name}: {attention.reason}",
-        f"gradient checkpointing {checkpointed} of {blocks} blocks",
-    )
-    return Built(learner, shapes, attention.name, checkpointed, notes)
 
 
 def choose_guard(config: Config, device: torch.device, *, scaled: bool) -> Guard:

@@ -18,6 +18,7 @@ class Layout:
 
     `dtype` is computed in and `stored` is what the frozen weights are kept in. `checkpointing` and `streamed` count
     blocks: those that are computed again in the backward pass, those that visit the card one after the other.
+    `shapes` is how many sizes of micro batches the run meets at most.
     """
 
     dtype: torch.dtype
@@ -25,6 +26,7 @@ class Layout:
     checkpointing: Literal["none", "all", "auto"] | int = "none"
     streamed: int = 0
     compiled: bool = False
+    shapes: int = 1
 
     @property
     def narrow(self) -> bool:

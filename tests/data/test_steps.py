@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lora_trainer.data.sample import Sample
-from lora_trainer.data.steps import Lengths, StepPlan, plan_steps, share, split_micros, step_arithmetic
+from lora_trainer.data.steps import Lengths, StepPlan, micro_shapes, plan_steps, share, split_micros, step_arithmetic
 
 
 def samples_of(repeats: list[int], contents: int | None = None) -> list[Sample]:
@@ -166,3 +166,21 @@ def test_accumulation_is_derived() -> None:
     one = step_arithmetic(samples_of([1]), 1, Lengths(max_epochs=1)).line
     assert one == "1 image × 1 repeat = 1 a pass, / 1 a step = 1 step, × 1 epoch = 1 step"
     assert "20 images × 1 repeat = 20 a pass, / 12 a step = 2 steps" in counted.line
+
+
+@given(st.integers(1, 12), st.integers(1, 12), st.integers(1, 40), st.integers(1, 3))
+def test_a_run_meets_the_sizes_of_micro_batches_that_were_counted(
+    effective: int, most: int, passes: int, processes: int
+) -> None:
+    samples = samples_of([1] * passes)
+    counts = step_arithmetic(samples, effective, Lengths(), max_micro=most, processes=processes)
+    plan = plan_steps(samples, effective, seed=0)
+    met = {
+        len(micro)
+        for step in range(plan.steps_per_epoch)
+        for rank in range(processes)
+        for micro in split_micros(share(plan.refs(step), rank, processes), lambda ref: 0, counts.batch)
+    }
+    if passes >= effective:
+        assert micro_shapes(counts, 1) == len(met)
+    assert micro_shapes(counts, 3) == 3 * counts.batch >= len(met)

@@ -1,0 +1,99 @@
+"""`[hardware]`: what is set, what gives way, and that one run's settings are not the next one's."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import nn
+
+from lora_trainer.config.layers import Layer, resolve
+from lora_trainer.config.schema import Config
+from lora_trainer.training import hardware
+from lora_trainer.training.hardware import (
+    hardware_note,
+    set_hardware,
+    set_memory_order,
+    try_convolutions,
+    wanted_threads,
+)
+from tests.training.tiny_job import TinyPlace
+
+PROCESSOR, CARD = torch.device("cpu"), torch.device("cuda")
+
+
+def config(**hardware: object) -> Config:
+    return resolve([Layer("test", {"hardware": hardware})]).config
+
+
+@pytest.fixture(autouse=True)
+def as_before() -> Iterator[None]:
+    threads, backends = torch.get_num_threads(), torch.backends
+    found = backends.cuda.matmul.fp32_precision, backends.cudnn.conv.fp32_precision, backends.cudnn.benchmark
+    yield
+    torch.set_num_threads(threads)
+    backends.cuda.matmul.fp32_precision, backends.cudnn.conv.fp32_precision, backends.cudnn.benchmark = found
+
+
+def test_threads_are_as_asked_else_as_the_environment_says_else_at_most_eight(monkeypatch) -> None:
+    for name in hardware.THREADS_SET:
+        monkeypatch.delenv(name, raising=False)
+    assert [wanted_threads(None, now) for now in (2, 8, 64)] == [2, 8, 8]
+    assert wanted_threads(12, 64) == 12
+    monkeypatch.setenv("OMP_NUM_THREADS", "16")
+    assert wanted_threads(None, 16) == 16
+
+
+def test_threads_of_one_run_are_not_those_of_the_next() -> None:
+    found = hardware.threads_found()
+    set_hardware(config(threads=found + 1), PROCESSOR)
+    assert torch.get_num_threads() == found + 1
+    set_hardware(config(), PROCESSOR)
+    assert torch.get_num_threads() == wanted_threads(None, found)
+
+
+@pytest.mark.parametrize(("wanted", "exactness"), [(True, "tf32"), (False, "ieee")])
+def test_products_in_fp32_are_exact_unless_tf32_is_wanted(wanted: bool, exactness: str) -> None:
+    set_hardware(config(tf32=wanted), CARD)
+    assert torch.backends.cuda.matmul.fp32_precision == exactness
+    assert torch.backends.cudnn.conv.fp32_precision == exactness
+
+
+def test_cudnn_tries_its_ways_where_sizes_are_few_and_same_bits_were_not_asked_for() -> None:
+    assert try_convolutions(config(), CARD, shapes=8)
+    assert torch.backends.cudnn.benchmark
+    assert not try_convolutions(config(), CARD, shapes=9)
+    assert not torch.backends.cudnn.benchmark
+    assert try_convolutions(config(cudnn_benchmark=True), CARD, shapes=9)
+    assert not try_convolutions(config(cudnn_benchmark=False), CARD, shapes=1)
+    assert not try_convolutions(config(cudnn_benchmark=True), PROCESSOR, shapes=1)
+    exact = resolve([Layer("test", {"train": {"deterministic": True}, "hardware": {"cudnn_benchmark": True}})]).config
+    assert not try_convolutions(exact, CARD, shapes=1)
+
+
+def test_channels_come_last_for_a_unet_on_a_card_or_where_asked_for() -> None:
+    def unet() -> nn.Module:
+        return nn.Sequential(*[nn.Conv2d(4, 4, 3) for _ in range(8)])
+
+    def last(module: nn.Module) -> bool:
+        return all(each.weight.is_contiguous(memory_format=torch.channels_last) for each in module.children())
+
+    patches = nn.Sequential(*[nn.Conv2d(4, 4, 2, stride=2) for _ in range(8)])
+    assert set_memory_order(first := unet(), config(), CARD)
+    assert last(first)
+    assert not set_memory_order(patches, config(), CARD)
+    assert not set_memory_order(second := unet(), config(), PROCESSOR)
+    assert not last(second)
+    assert set_memory_order(second, config(channels_last=True), PROCESSOR)
+    assert "channels last" in hardware_note(config(), CARD, last=True, tried=False)
+
+
+def test_a_run_with_channels_last_learns_the_same_but_for_rounding(place: TinyPlace) -> None:
+    usual, other = place.job("first", steps=3), place.job("last", steps=3, hardware__channels_last=True)
+    place.train(usual)
+    place.train(other)
+    convolution = next(m for m in other.learner.denoiser.modules() if isinstance(m, nn.Conv2d) and m.in_channels > 4)
+    assert convolution.weight.is_contiguous(memory_format=torch.channels_last)
+    for name, value in usual.learner.adapter.masters.items():
+        torch.testing.assert_close(other.learner.adapter.masters[name], value, rtol=1e-3, atol=1e-5)
