@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, cast
 
 import torch
@@ -44,11 +44,12 @@ class Choices:
     checkpointing: Literal["none", "all", "auto"] | int
     checkpointing_reason: str
     predicted: str | None = None  # the peak, on a card
+    streamed: int = 0  # blocks that visit the device one after the other
 
     @property
     def layout(self) -> Layout:
         """What of it concerns the denoiser."""
-        return Layout(self.dtype, cast("Precision", self.precision.value), self.checkpointing)
+        return Layout(self.dtype, cast("Precision", self.precision.value), self.checkpointing, streamed=self.streamed)
 
     @property
     def lines(self) -> tuple[str, ...]:
@@ -71,9 +72,19 @@ def choose(resolved: Resolved, family: Family, architecture: Architecture, devic
         micro, reason = choose_micro(config, world)
         checkpointing = "none" if config.memory.checkpointing == "auto" else config.memory.checkpointing
         why = "asked for" if checkpointing == config.memory.checkpointing else "no GPU: memory is not short"
-        return Choices(device, DTYPES[precision.value], ENCODER_DTYPE, precision, micro, reason, checkpointing, why)
+        return Choices(
+            device,
+            DTYPES[precision.value],
+            ENCODER_DTYPE,
+            precision,
+            micro,
+            reason,
+            checkpointing,
+            why,
+            streamed=asked_to_stream(config),
+        )
     demand = make_demand(resolved, family, architecture, card_gib(config), world=world, precision=precision.value)
-    return planned_choices(demand, precision, device)
+    return replace(planned_choices(demand, precision, device), streamed=asked_to_stream(config))
 
 
 def planned_choices(demand: Demand, precision: Choice, device: torch.device) -> Choices:
@@ -87,6 +98,11 @@ def planned_choices(demand: Demand, precision: Choice, device: torch.device) -> 
     return Choices(
         device, dtype, ENCODER_DTYPE, precision, fit.micro, fit.reasons[0], fit.checkpointed, fit.reasons[1], predicted
     )
+
+
+def asked_to_stream(config: Config) -> int:
+    """Blocks that are to visit by their number."""
+    return config.memory.streaming if isinstance(config.memory.streaming, int) else 0
 
 
 def asked_by_user(resolved: Resolved, name: str) -> bool:

@@ -22,6 +22,7 @@ from lora_trainer.core.io import write_text
 from lora_trainer.data.ledger import FILE as LEDGER
 from lora_trainer.data.ledger import write_ledger
 from lora_trainer.evaluation.report import LoraReport
+from lora_trainer.models.memory.streaming import bring
 from lora_trainer.monitor.events import Event
 from lora_trainer.monitor.memory import highest_memory_gib
 from lora_trainer.monitor.progress import Phase, Progress, step_line
@@ -250,7 +251,7 @@ def reached(session: Session, state: TrainState, phase: Phase) -> None:
 
 def free_learner(learner: Learner) -> None:
     """Take the trained denoiser off the card: judging and drawing load a fresh one."""
-    learner.denoiser.to("cpu")
+    bring(learner.denoiser, torch.device("cpu"))
     learner.optimizer.state.clear()
     if learner.device.type == "cuda":
         torch.cuda.empty_cache()

@@ -28,6 +28,7 @@ from lora_trainer.evaluation.sample import Compared, Drawing, compare, save_comp
 from lora_trainer.export.lora_file import write_lora
 from lora_trainer.export.metadata import TrainingFacts
 from lora_trainer.export.weights import LoraWeights, weights_from_peft
+from lora_trainer.models.memory.streaming import bring
 from lora_trainer.optim.schedules import warmup_length
 from lora_trainer.production.choices import Choices, usable_bytes
 from lora_trainer.production.inputs import Inputs, trained_framings
@@ -318,10 +319,10 @@ def making_room(denoiser: nn.Module, config: Config, choices: Choices) -> Iterat
     if usable is None or usable > ROOM_TO_DRAW * another:
         yield
         return
-    denoiser.to("cpu")
+    bring(denoiser, torch.device("cpu"))
     free_memory(device)
     try:
         yield
     finally:
         free_memory(device)
-        denoiser.to(device)
+        bring(denoiser, device)

@@ -20,6 +20,7 @@ from lora_trainer.data.loader import CachedData
 from lora_trainer.data.steps import StepArithmetic, micro_shapes
 from lora_trainer.evaluation.held_out import EncodedSample, held_out_losses
 from lora_trainer.evaluation.loading import free_memory
+from lora_trainer.models.memory.streaming import bring
 from lora_trainer.monitor.progress import Progress
 from lora_trainer.production.caching import CachePlans, cached_data, fill_caches, plan_caches, validation_samples
 from lora_trainer.production.choices import Choices, asked_by_user, cap_memory, choose
@@ -224,7 +225,7 @@ def make_job(
         folder=session.folder,
         learner=learner,
         processes=session.processes,
-        planned=Fit(session.choices.micro, built.checkpointed),
+        planned=Fit(session.choices.micro, built.checkpointed, streamed=built.streamed),
         total_steps=session.steps.total,
         steps_per_epoch=session.steps.steps_per_epoch,
         samples_in=feed.plan.size,
@@ -260,5 +261,5 @@ def try_to_draw(session: Session, built: Built, state: TrainState) -> None:
         return
     # Out here nothing holds the pipeline that drew any more, and there is room for the denoiser, where it made way.
     free_memory(session.choices.device)
-    built.learner.denoiser.to(session.choices.device)
+    bring(built.learner.denoiser, session.choices.device)
     session.console.print(f"no pictures at step {state.step}: {reason}")

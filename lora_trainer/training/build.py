@@ -18,6 +18,7 @@ from lora_trainer.models.family import Family, ModelFacts
 from lora_trainer.models.lora import inject_lora, target_modules
 from lora_trainer.models.memory.checkpointing import checkpoint_blocks, checkpointable_blocks
 from lora_trainer.models.memory.ledger import count_of
+from lora_trainer.models.memory.streaming import bring, stream_blocks, streaming_note
 from lora_trainer.models.storage.store import narrower, store_layers
 from lora_trainer.optim.clipping import make_clip
 from lora_trainer.optim.optimizers import WAITING, make_optimizer
@@ -37,6 +38,7 @@ class Built:
     attention: str
     checkpointed: int  # blocks
     notes: tuple[str, ...]
+    streamed: int = 0  # blocks
 
 
 def build_learner(
@@ -56,7 +58,8 @@ def build_learner(
     does not work, or an optimizer that is not installed.
     """
     dtype = layout.dtype
-    denoiser = family.load_denoiser(facts.path, dtype, torch.device("cpu") if layout.narrow else device)
+    on_the_way = torch.device("cpu") if layout.narrow or layout.streamed else device
+    denoiser = family.load_denoiser(facts.path, dtype, on_the_way)
     shapes = shapes_of({family.denoiser_prefix: denoiser})
     last = set_memory_order(denoiser, config, device)
     tried = try_convolutions(config, device, layout.shapes)
@@ -68,7 +71,8 @@ def build_learner(
     parameters = put_lora_on(denoiser, names, config)
     if narrow := narrower(layout.stored):
         store_layers(denoiser, narrow)
-    denoiser.to(device).train()
+    streamed = stream_blocks(denoiser, layout.streamed, device)
+    bring(denoiser.train(), device)
     blocks = len(checkpointable_blocks(denoiser))
     checkpointed = count_of(layout.checkpointing, blocks)
     checkpoint_blocks(denoiser, checkpointed)
@@ -77,9 +81,10 @@ def build_learner(
         f"LoRA rank {config.lora.rank} on {len(names)} modules: {learner.adapter.size:,} trained parameters",
         f"attention {attention.name}: {attention.reason}",
         f"gradient checkpointing {checkpointed} of {blocks} blocks",
+        *streaming_note(denoiser, layout.streamed),
         hardware_note(config, device, last=last, tried=tried),
     )
-    return Built(learner, shapes, attention.name, checkpointed, notes)
+    return Built(learner, shapes, attention.name, checkpointed, notes, streamed)
 
 
 def make_learner(

@@ -18,6 +18,7 @@ class Fit:
     since: int = 0  # step from which this holds; it is tried to grow back after `memory.grow_after_steps`
     grown: bool = False  # the last change was such a try
     failed: int = 0  # tries after which memory ran out again: each doubles the waiting
+    streamed: int | None = None  # blocks that visit the card one after the other
 
 
 @dataclass(frozen=True)

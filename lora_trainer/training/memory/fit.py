@@ -1,6 +1,6 @@
-"""A step brought onto the card where memory runs out: in smaller micro batches, then with more checkpointed blocks.
+"""A step brought onto the card where memory runs out.
 
-The step is done again with the same samples and the same noise, so nothing but rounding changes.
+It is done in smaller micro batches, then with more checkpointed blocks, then with blocks that visit the card. The step is done again with the same samples and the same noise, so nothing but rounding changes.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import torch
 from lora_trainer.core.errors import Problem, TrainingFailed, first_line, is_out_of_memory
 from lora_trainer.evaluation.loading import free_memory
 from lora_trainer.models.memory.checkpointing import checkpoint_blocks, checkpointable_blocks
+from lora_trainer.models.memory.streaming import stream_blocks, streamable_blocks
 from lora_trainer.training.job import Job
 from lora_trainer.training.micro import Micro
 from lora_trainer.training.recovery import SMALLER_RUN, SMALLER_STATE, GoBack, WeightsLost, nothing_left
@@ -32,17 +33,19 @@ def step_that_fits(
     Raises GoBack when it ran out while weights were changed, and TrainingFailed with nothing left to reduce.
     """
     fit = grown(job, state)
-    if fit != state.fit:
+    changed = fit != state.fit
+    if changed:
         waited = state.step - state.fit.since
         message = (
             f"memory has sufficed for {waited} steps: trying {words(job, fit)} in place of {words(job, state.fit)}"
         )
         reporter.event(state.step + 1, "memory", message)
-        install(job, fit)
     while True:
         given = refit(micros, fit.micro)
         half_changed = unsummed = False
         try:
+            if changed:
+                install(job, fit)
             return attempt(given), fit
         except Exception as error:
             half_changed, unsummed = isinstance(error, HalfChanged), isinstance(error, Unsummed)
@@ -65,8 +68,7 @@ def step_that_fits(
         if half_changed:
             raise GoBack(state, "memory", message, fit=less)
         reporter.event(state.step + 1, "memory", f"{message}; the step is done again")
-        fit = less
-        install(job, fit)
+        fit, changed = less, True
 
 
 def refit(micros: list[Micro], most: int | None) -> list[Micro]:
@@ -83,20 +85,30 @@ def refit(micros: list[Micro], most: int | None) -> list[Micro]:
 
 
 def reduced(job: Job, fit: Fit, largest: int, step: int) -> Fit | None:
-    """One rung down from micro batches of at most `largest`: half of it, then more blocks; None below the last."""
+    """One rung down from micro batches of at most `largest`: half of it, then more blocks; None below the last.
+
+    More blocks are checkpointed first: a block computed again costs less than one that is waited for.
+    """
     failed = fit.failed + fit.grown
     if largest > 1:
         return replace(fit, micro=-(-largest // 2), since=step, grown=False, failed=failed)
     more = [count for count in rungs(job) if count > checkpointed(job, fit)]
-    return replace(fit, checkpointed=more[0], since=step, grown=False, failed=failed) if more else None
+    if more:
+        return replace(fit, checkpointed=more[0], since=step, grown=False, failed=failed)
+    visiting = [count for count in streaming_rungs(job) if count > streamed(job, fit)]
+    return replace(fit, streamed=visiting[0], since=step, grown=False, failed=failed) if visiting else None
 
 
 def grown(job: Job, state: TrainState) -> Fit:
     """One rung up, after enough steps in which memory sufficed; else the same."""
     fit = state.fit
     waiting = job.config.memory.grow_after_steps * 2**fit.failed
-    if not waiting or (fit.micro, fit.checkpointed) == (None, None) or state.step - fit.since < waiting:
+    as_planned = (fit.micro, fit.checkpointed, fit.streamed) == (None, None, None)
+    if not waiting or as_planned or state.step - fit.since < waiting:
         return fit
+    if fit.streamed is not None:
+        fewer = [count for count in streaming_rungs(job) if count < fit.streamed]
+        return replace(fit, streamed=fewer[-1] if len(fewer) > 1 else None, since=state.step, grown=True)
     if fit.checkpointed is not None:
         fewer = [count for count in rungs(job) if count < fit.checkpointed]
         return replace(fit, checkpointed=fewer[-1] if len(fewer) > 1 else None, since=state.step, grown=True)
@@ -111,19 +123,38 @@ def rungs(job: Job) -> list[int]:
     return sorted({planned, min(blocks, max(2 * planned, -(-blocks // 2))), blocks})
 
 
+def streaming_rungs(job: Job) -> list[int]:
+    """Numbers of blocks that visit the card: as planned, then a quarter of all or twice as many, then half, then all.
+
+    On a processor, where that frees nothing, as planned; and so where nothing is to visit.
+    """
+    planned, device = job.planned.streamed or 0, job.learner.device
+    if job.config.memory.streaming == "none" or (device.type == "cpu" and not planned):
+        return [planned]
+    blocks = len(streamable_blocks(job.learner.denoiser))
+    more = {max(2 * planned, -(-blocks // 4)), max(2 * planned, -(-blocks // 2)), blocks}
+    return sorted({planned, *(min(blocks, count) for count in more)})
+
+
 def checkpointed(job: Job, fit: Fit) -> int:
     return (job.planned.checkpointed or 0) if fit.checkpointed is None else fit.checkpointed
 
 
+def streamed(job: Job, fit: Fit) -> int:
+    return (job.planned.streamed or 0) if fit.streamed is None else fit.streamed
+
+
 def install(job: Job, fit: Fit) -> None:
-    """Checkpoint as many blocks as a fit says."""
+    """Checkpoint as many blocks as a fit says, and let as many visit."""
     checkpoint_blocks(job.learner.denoiser, checkpointed(job, fit))
+    stream_blocks(job.learner.denoiser, streamed(job, fit), job.learner.device)
 
 
 def words(job: Job, fit: Fit, given: Sequence[Micro] = ()) -> str:
     """A fit as people read it; `given` are the micro batches as they were, where that is known better."""
     largest = max((len(micro.t) for micro in given), default=fit.micro or job.planned.micro)
-    return f"micro batches of {largest} with {checkpointed(job, fit)} blocks checkpointed"
+    visiting = f" and {count} streamed" if (count := streamed(job, fit)) else ""
+    return f"micro batches of {largest} with {checkpointed(job, fit)} blocks checkpointed{visiting}"
 
 
 def agreed(job: Job, fit: Fit, step: int, reporter: Reporter) -> Fit:
@@ -133,21 +164,22 @@ def agreed(job: Job, fit: Fit, step: int, reporter: Reporter) -> Fit:
     """
     if job.processes.reduce is None or step % AGREE_EVERY:
         return fit
-    rows = torch.zeros(job.processes.world, 5, dtype=torch.float64)
-    mine = [fit.micro or 0, checkpointed(job, fit), fit.since, fit.grown, fit.failed]
+    rows = torch.zeros(job.processes.world, 6, dtype=torch.float64)
+    mine = [fit.micro or 0, checkpointed(job, fit), streamed(job, fit), fit.since, fit.grown, fit.failed]
     rows[job.processes.rank] = torch.tensor(mine, dtype=torch.float64)
     found = [[int(value) for value in row] for row in job.processes.sum_of_all(rows).tolist()]
-    micro, blocks, since, was_grown, failed = min(found, key=lambda row: (row[0] or float("inf"), -row[1], row))
-    planned = blocks == (job.planned.checkpointed or 0)
+    least = min(found, key=lambda row: (row[0] or float("inf"), -row[1], -row[2], row))
+    micro, blocks, visiting, since, was_grown, failed = least
     together = replace(
         fit,
         micro=micro or None,
-        checkpointed=None if planned else blocks,
+        checkpointed=None if blocks == (job.planned.checkpointed or 0) else blocks,
+        streamed=None if visiting == (job.planned.streamed or 0) else visiting,
         since=since,
         grown=bool(was_grown),
         failed=failed,
     )
-    if (together.micro, together.checkpointed) != (fit.micro, fit.checkpointed):
+    if (together.micro, together.checkpointed, together.streamed) != (fit.micro, fit.checkpointed, fit.streamed):
         message = f"another process ran out of memory: all go on with {words(job, together)}"
         reporter.event(step, "memory", f"{message} in place of {words(job, fit)}")
         install(job, together)

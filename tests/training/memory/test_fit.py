@@ -11,11 +11,14 @@ import torch
 from torch import Tensor
 
 from lora_trainer.core.errors import TrainingFailed
+from lora_trainer.models.memory import streaming
 from lora_trainer.models.memory.checkpointing import checkpointed_blocks
+from lora_trainer.models.memory.streaming import streamable_blocks, streamed_count
 from lora_trainer.monitor.trackers import EVENTS, METRICS, VALIDATION, read_lines
 from lora_trainer.training.checkpoints.checkpoint import list_checkpoints, newest_valid, read_checkpoint
 from lora_trainer.training.job import Job
-from lora_trainer.training.state import Fit
+from lora_trainer.training.memory.fit import streaming_rungs
+from lora_trainer.training.state import Fit, TrainState
 from lora_trainer.training.validation import MOST_ASKED_AT_ONCE
 from tests.training.tiny_job import TinyPlace, outcome, together, told_in
 
@@ -313,3 +316,58 @@ def test_of_two_processes_one_without_memory_for_the_sum_saves_and_leaves(place:
     ):
         place.resume_together([place_of(first, lambda call: call == 2), second])
     assert [path.name for path in list_checkpoints(first.checkpoints)] == ["step-000002"]
+
+
+def test_blocks_visit_when_all_are_checkpointed_already(place: TinyPlace):
+    """More and more of them, as the last that can be done, and back again; and that changes not one bit."""
+    settings = FOUR | {"batch__effective": 1, "steps": 8, "memory__streaming": 1, "memory__checkpointing": "all"}
+    calm = place.job("calm", **settings)
+    place.train(calm)
+    assert calm.planned.streamed == streamed_count(calm.learner.denoiser) == 1
+    short = in_forward(place.job("short", memory__grow_after_steps=3, **settings), lambda call: call in (2, 3, 4))
+    state, _ = place.train(short)
+    blocks = len(streamable_blocks(short.learner.denoiser))
+    told = [message.split(" in place of ")[0].split(" and ")[-1] for _, message in events(short)]
+    assert [step for step, _ in events(short)] == [3, 3, 3, 6]
+    assert told == [f"{count} streamed" for count in (-(-blocks // 4), -(-blocks // 2), blocks, -(-blocks // 2))]
+    assert (state.fit.streamed, state.fit.checkpointed) == (-(-blocks // 2), None)
+    assert streamed_count(short.learner.denoiser) == state.fit.streamed
+    assert trained(short) == trained(calm)
+
+
+def test_a_run_whose_blocks_visit_is_resumed_to_the_bit(place: TinyPlace):
+    settings = FOUR | {"batch__effective": 1, "steps": 6, "memory__streaming": 2, "memory__checkpointing": "all"}
+    whole = in_forward(place.job("whole", **settings), lambda call: call == 1)
+    place.train(whole)
+    place.train(told_in(in_forward(place.job("stopped", **settings), lambda call: call == 1), 3))
+    again = place.job("stopped", **settings)
+    state, _ = place.resume(again)
+    assert streamed_count(again.learner.denoiser) == state.fit.streamed
+    assert state.fit.streamed is not None
+    assert outcome(again) == outcome(whole)
+
+
+def test_a_card_without_room_to_grow_goes_on_as_before(place: TinyPlace, monkeypatch: pytest.MonkeyPatch):
+    """Blocks that were to stay again may not find room on the card: the step is done with them visiting."""
+    settings = FOUR | {"batch__effective": 1, "steps": 6, "memory__streaming": 1, "memory__checkpointing": "all"}
+    short = in_forward(place.job("short", memory__grow_after_steps=2, **settings), lambda call: call == 0)
+    monkeypatch.setattr(streaming.Guest, "settle", counted(lambda call: call == 0, streaming.Guest.settle))
+    state, _ = place.train(short)
+    assert state.step == 6
+    assert [("trying" in message) for _, message in events(short)][:3] == [False, True, False]
+
+
+def test_a_processor_streams_only_where_it_is_asked_to(place: TinyPlace):
+    job = place.job("plain", **FOUR)
+    assert streaming_rungs(job) == [0]
+    card = replace(job, learner=replace(job.learner, device=torch.device("cuda")))
+    blocks = len(streamable_blocks(job.learner.denoiser))
+    assert streaming_rungs(card) == [0, -(-blocks // 4), -(-blocks // 2), blocks]
+    settled = card.config.model_copy(update={"memory": card.config.memory.model_copy(update={"streaming": "none"})})
+    assert streaming_rungs(replace(card, config=settled)) == [0]
+
+
+def test_a_checkpoint_without_streaming_is_read():
+    fit = TrainState(fit=Fit(micro=2)).to_json()
+    del fit["fit"]["streamed"]
+    assert TrainState.from_json(fit).fit == Fit(micro=2)
