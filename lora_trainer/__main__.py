@@ -9,7 +9,9 @@ def entry(arguments: Sequence[str] | None = None) -> int:
     before = signal.signal(signal.SIGINT, signal.SIG_DFL)  # while it loads, Ctrl-C ends it without a traceback
     from lora_trainer.cli.main import main
     from lora_trainer.core.interrupt import end_quickly, listening
+    from lora_trainer.core.optional import own_process
 
+    own_process()
     signal.signal(signal.SIGINT, before)
     with listening(to_the_end=True):
         code = main(arguments)

@@ -197,6 +197,9 @@ def refuse_data(inputs: Inputs, *, enforce_gates: bool) -> None:
 
 def run_recorded(order: Order, inputs: Inputs) -> RunResult:
     """Run the session and leave a true `run.json`, however it ends."""
+    from lora_trainer.production.libraries import hide_needless
+
+    hide_needless(order.config)
     from lora_trainer.data.caches.claims import in_use
     from lora_trainer.production.caching import cache_folder
     from lora_trainer.production.flow import run_session
