@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
-FamilyName = Literal["sd15", "sd2", "sdxl"]
+FamilyName = Literal["sd15", "sd2", "sdxl", "sd3", "flux"]
 Precision = Literal["bf16", "fp16", "fp32", "fp8", "int8", "nf4"]
 OptimizerName = Literal["adamw", "adamw8bit", "paged_adamw8bit", "adafactor", "lion", "prodigy", "schedule_free"]
 ScheduleName = Literal["constant", "linear", "cosine", "restarts", "polynomial", "one_cycle"]
@@ -37,7 +37,10 @@ class Section(BaseModel):
 
 class ModelSection(Section):
     path: str | None = Field(None, description="diffusers folder; empty means the built-in base")
-    family: FamilyName | None = Field(None, description="model family; detected from the files when empty")
+    family: FamilyName | None = Field(
+        None,
+        description="model family; detected from the files when empty. `sd3` and `flux` can be planned and measured, not yet trained",
+    )
 
 
 class CaptionsSection(Section):

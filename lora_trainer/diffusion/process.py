@@ -8,14 +8,16 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-Prediction = Literal["epsilon", "v_prediction"]
+Prediction = Literal["epsilon", "v_prediction", "flow"]
+USUAL_STEPS = 1000
 
 
 @dataclass(frozen=True)
 class Process:
-    """Variance-preserving diffusion (DDPM, arXiv:2006.11239, eq. 4).
+    """Variance-preserving diffusion (DDPM, arXiv:2006.11239, eq. 4), or a rectified flow (arXiv:2209.03003).
 
-    `alphas_cumprod` [T] is the share of signal energy left at each timestep.
+    `alphas_cumprod` [T] is the share of signal left at each timestep: of its energy in diffusion, of its amplitude in
+    a flow, which goes straight from the latents to the noise.
     """
 
     alphas_cumprod: Tensor
@@ -28,6 +30,8 @@ class Process:
     def _scales(self, t: Tensor, like: Tensor) -> tuple[Tensor, Tensor]:
         """Signal and noise scales at t [B], shaped [B, 1, 1, 1] on the device of `like`."""
         alpha = self.alphas_cumprod.to(like.device, torch.float32)[t].view(-1, 1, 1, 1)
+        if self.prediction == "flow":
+            return alpha.to(like.dtype), (1.0 - alpha).to(like.dtype)
         return alpha.sqrt().to(like.dtype), (1.0 - alpha).sqrt().to(like.dtype)
 
     def add_noise(self, latents: Tensor, noise: Tensor, t: Tensor) -> Tensor:
@@ -36,14 +40,18 @@ class Process:
         return signal * latents + spread * noise
 
     def target(self, latents: Tensor, noise: Tensor, t: Tensor) -> Tensor:
-        """What the model must predict [B, C, h, w]: the noise, or the velocity (arXiv:2202.00512, app. D)."""
+        """What the model must predict [B, C, h, w]: the noise, or the velocity (arXiv:2202.00512, app. D; the flow's)."""
         if self.prediction == "epsilon":
             return noise
+        if self.prediction == "flow":
+            return noise - latents
         signal, spread = self._scales(t, latents)
         return signal * noise - spread * latents
 
     def snr(self, t: Tensor) -> Tensor:
-        """Signal-to-noise ratio [B] at t [B]."""
+        """Signal-to-noise ratio [B] at t [B]. Raises ValueError for a flow, whose options never ask for one."""
+        if self.prediction == "flow":
+            raise ValueError("a flow is not weighed by a signal-to-noise ratio")
         alpha = self.alphas_cumprod.to(t.device, torch.float32)[t]
         return alpha / (1.0 - alpha)
 
@@ -68,3 +76,14 @@ def zero_terminal_alphas(alphas_cumprod: Tensor) -> Tensor:
     signal = alphas_cumprod.sqrt()
     first, last = signal[0], signal[-1]
     return ((signal - last) * (first / (first - last))).square()
+
+
+def flow_signal(steps: int) -> Tensor:
+    """A rectified flow at evenly spaced times: nothing is left of the signal at the last. [steps], float32."""
+    return 1.0 - torch.arange(1, steps + 1, dtype=torch.float32) / steps
+
+
+def usual_process(prediction: Prediction) -> Process:
+    """The process of published models, for measuring where there is no folder that says so."""
+    flows = prediction == "flow"
+    return Process(flow_signal(USUAL_STEPS) if flows else scaled_linear_alphas(USUAL_STEPS, 0.00085, 0.012), prediction)

@@ -6,19 +6,20 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import cast
 
 import torch
 from rich.console import Console
 from torch import Tensor, nn
 
 from lora_trainer.config.layers import Resolved
+from lora_trainer.config.options import suited
 from lora_trainer.core.errors import Problem, UsageError
 from lora_trainer.core.randomness import position_key
 from lora_trainer.data.loader import Batch
 from lora_trainer.data.pictures.images import load_pixels
 from lora_trainer.data.steps import Ref, plan_steps, split_micros
-from lora_trainer.diffusion.process import Process, scaled_linear_alphas
+from lora_trainer.diffusion.process import Prediction, Process, usual_process
 from lora_trainer.models import FAMILIES
 from lora_trainer.models.family import Architecture, Family, public_architecture
 from lora_trainer.production.choices import Choices, asked_by_user, cap_memory, choose
@@ -33,7 +34,6 @@ from lora_trainer.training.step import Learner
 
 Encoded = tuple[Tensor, Mapping[str, Tensor]]  # latents [B, C, h, w] and conditioning
 Encode = Callable[[int], list[Encoded]]  # reads and encodes the pictures and captions of a step
-THINNER = 5  # a fifth of the width is about a twenty-fifth of the weights, with heads of the same size
 
 TINY_NEEDS_A_FAMILY = Problem(
     "--tiny makes a public architecture thinner, and a model was named.",
@@ -89,9 +89,11 @@ def load_encode(prepared: Prepared) -> Encode:
 
 def public_built(resolved: Resolved, family: Family, *, tiny: bool) -> tuple[str, Built, Architecture, Choices]:
     """A family's published denoiser with random weights: what it is called, itself, its form, the hardware's choices."""
-    config, architecture = resolved.config, public_architecture(family.name)
+    architecture = public_architecture(family.name)
+    resolved = suited(resolved, architecture.facts.prediction)
+    config = resolved.config
     if tiny:
-        architecture = thinned(architecture)
+        architecture = replace(architecture, denoiser=family.thin(architecture.denoiser))
     processes = join_processes()
     choices = choose(resolved, family, architecture, processes.device, 1)
     cap_memory(config, processes.device)
@@ -141,7 +143,7 @@ def with_random_weights(family: Family, architecture: Architecture) -> Family:
             torch.set_default_dtype(before)
 
     def make_process(folder: Path) -> Process:
-        return Process(scaled_linear_alphas(1000, 0.00085, 0.012), architecture.facts.prediction)  # type: ignore[arg-type]
+        return usual_process(cast("Prediction", architecture.facts.prediction))
 
     return replace(family, load_denoiser=load_denoiser, make_process=make_process)
 
@@ -166,16 +168,3 @@ def random_batch(
         sizes=torch.tensor([row] * len(refs)),
         weights=torch.ones(len(refs)),
     )
-
-
-def thinned(architecture: Architecture) -> Architecture:
-    """The same blocks at a fifth of the width, for machines without a GPU."""
-
-    def thin(value: Any) -> Any:
-        return [thin(each) for each in value] if isinstance(value, list) else value // THINNER
-
-    config = dict(architecture.denoiser)
-    config["block_out_channels"] = thin(config["block_out_channels"])
-    if isinstance(config.get("attention_head_dim"), list):  # which holds numbers of heads
-        config["attention_head_dim"] = thin(config["attention_head_dim"])
-    return replace(architecture, denoiser=config)

@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
-from lora_trainer.models import sd2, sd15, sdxl
+from lora_trainer.models import flux, sd2, sd3, sd15, sdxl
 from lora_trainer.models.family import Family
 
-FAMILIES: dict[str, Family] = {"sd15": sd15.FAMILY, "sd2": sd2.FAMILY, "sdxl": sdxl.FAMILY}
+FAMILIES: dict[str, Family] = {
+    "sd15": sd15.FAMILY,
+    "sd2": sd2.FAMILY,
+    "sdxl": sdxl.FAMILY,
+    "sd3": sd3.FAMILY,
+    "flux": flux.FAMILY,
+}
+TRAINED = [name for name, family in FAMILIES.items() if family.trained]

@@ -11,7 +11,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from lora_trainer.core.errors import Problem, UsageError
 
 if TYPE_CHECKING:  # facts are read without torch
     import torch
@@ -21,7 +23,7 @@ if TYPE_CHECKING:  # facts are read without torch
 
 USUAL_FAMILY = "sd15"  # the built-in base's, and what is assumed where no model is named
 Caption = str | tuple[tuple[str, float], ...]  # text, or pieces of it with the weight of each
-PREDICTIONS = ("epsilon", "v_prediction")
+PREDICTIONS = ("epsilon", "v_prediction")  # of models with a noise schedule
 
 
 @dataclass(frozen=True)
@@ -34,7 +36,7 @@ class ModelFacts:
     latent_channels: int
     downscale: int  # pixels per latent along a side
     pixel_step: int  # sides of pictures must be multiples of this
-    prediction: str  # "epsilon" or "v_prediction"
+    prediction: str  # "epsilon", "v_prediction" or "flow"
     caption_tokens: int  # the text encoder's limit, with start and end
 
 
@@ -73,11 +75,13 @@ class Encoders:
 class Family:
     """A model family as a bundle of callables.
 
-    `lora_targets` maps `attention` and `attention+ff` to name endings for peft.
+    `lora_targets` maps `attention` and `attention+ff` to patterns of module names.
     `make_denoiser` builds from a config on torch's current default device (`meta` costs
-    nothing), with random weights. `cond_shapes` gives, for a denoiser's config, the shapes
+    nothing), with random weights; `thin` makes of a config one with the same blocks, a few
+    percent of the weights. `cond_shapes` gives, for a denoiser's config, the shapes
     of what `encode_text` returns for one caption. `base_names` are what LoRA files call the
-    base: `ss_base_model_version` and `modelspec.architecture`.
+    base: `ss_base_model_version` and `modelspec.architecture`. Families that are not
+    `trained` can be planned and measured only.
     """
 
     name: str
@@ -93,4 +97,45 @@ class Family:
     kohya_prefixes: Mapping[str, str]  # component -> beginning of its keys in kohya's files
     make_denoiser: Callable[[Mapping[str, Any]], nn.Module]
     cond_shapes: Callable[[Mapping[str, Any]], Mapping[str, tuple[int, ...]]]
+    thin: Callable[[Mapping[str, Any]], Mapping[str, Any]]
     base_names: Callable[[ModelFacts], tuple[str, str]]
+    trained: bool = True
+
+
+def planned_family(
+    name: str,
+    *,
+    predict: Callable[[nn.Module, Tensor, Tensor, Mapping[str, Tensor], Tensor], Tensor],
+    lora_targets: Mapping[str, tuple[str, ...]],
+    make_denoiser: Callable[[Mapping[str, Any]], nn.Module],
+    cond_shapes: Callable[[Mapping[str, Any]], Mapping[str, tuple[int, ...]]],
+    thin: Callable[[Mapping[str, Any]], Mapping[str, Any]],
+) -> Family:
+    """A transformer that is known by its form alone; whatever needs its files raises UsageError."""
+
+    def refuse(*_: object) -> NoReturn:
+        raise UsageError(
+            Problem(
+                f"Models of {name} cannot be trained yet: they can be planned and measured, a later version trains them.",
+                f"lora-trainer plan --set model.family={name}; lora-trainer bench step --set model.family={name}",
+            )
+        )
+
+    return Family(
+        name=name,
+        describe=refuse,
+        encoder_keys=refuse,
+        load_encoders=refuse,
+        load_denoiser=refuse,
+        make_process=refuse,
+        predict=predict,
+        make_pipeline=refuse,
+        lora_targets=lora_targets,
+        denoiser_prefix="transformer",
+        kohya_prefixes={},
+        make_denoiser=make_denoiser,
+        cond_shapes=cond_shapes,
+        thin=thin,
+        base_names=refuse,
+        trained=False,
+    )

@@ -12,7 +12,12 @@ from lora_trainer.core.digests import remembered_sha256
 from lora_trainer.core.errors import Problem, UsageError
 from lora_trainer.core.tensorfile import elements, read_tensor_header
 
-FAMILY_OF_PIPELINE = {"StableDiffusionPipeline": "sd15", "StableDiffusionXLPipeline": "sdxl"}
+FAMILY_OF_PIPELINE = {
+    "StableDiffusionPipeline": "sd15",
+    "StableDiffusionXLPipeline": "sdxl",
+    "StableDiffusion3Pipeline": "sd3",
+    "FluxPipeline": "flux",
+}
 SD2_TEXT_WIDTH = 1024  # 1.x and 2.x share a pipeline; their text encoders do not
 MOST_CONFIG_BYTES = 1 << 24  # those of models with a hundred thousand labels have five megabytes
 LARGEST_NUMBER = 10**8  # in a config; the largest honest ones are sizes of vocabularies

@@ -21,16 +21,14 @@ def target_modules(denoiser: nn.Module, family: Family, targets: str | tuple[str
     convolution modules.
     """
     adaptable = [name for name, module in denoiser.named_modules() if isinstance(module, nn.Linear | nn.Conv2d)]
-    if isinstance(targets, str) and targets in family.lora_targets:
-        endings = tuple(f".{ending}" for ending in family.lora_targets[targets])
-        return [name for name in adaptable if name.endswith(endings) and ".attentions." in name]
-    patterns = (targets,) if isinstance(targets, str) else targets
+    named = family.lora_targets.get(targets) if isinstance(targets, str) else None
+    patterns = named or ((targets,) if isinstance(targets, str) else targets)
     problems = [
         Problem(
             f"lora.targets: {pattern!r} matches none of {len(adaptable)} modules.",
             f"Give {', '.join(family.lora_targets)}, or a pattern such as '*.attn2.to_k'. {nearest(pattern, family.lora_targets)}",
         )
-        for pattern in patterns
+        for pattern in (patterns if named is None else ())
         if not any(fnmatchcase(name, pattern) for name in adaptable)
     ]
     if problems:

@@ -21,6 +21,7 @@ from lora_trainer.models.unet import (
     load_unet,
     load_vae,
     make_denoiser,
+    thin,
     unet_facts,
 )
 from lora_trainer.models.weighting import read_tokens
@@ -119,5 +120,6 @@ FAMILY = Family(
     kohya_prefixes=KOHYA_PREFIXES,
     make_denoiser=make_denoiser,
     cond_shapes=cond_shapes,
+    thin=thin,
     base_names=base_names,
 )

@@ -20,6 +20,7 @@ from lora_trainer.models.unet import (
     load_unet,
     load_vae,
     make_denoiser,
+    thin,
     unet_facts,
 )
 from lora_trainer.models.weighting import read_tokens
@@ -153,5 +154,6 @@ FAMILY = Family(
     kohya_prefixes={"unet": "lora_unet", "text_encoder": "lora_te1", "text_encoder_2": "lora_te2"},
     make_denoiser=make_denoiser,
     cond_shapes=cond_shapes,
+    thin=thin,
     base_names=base_names,
 )

@@ -19,9 +19,10 @@ if TYPE_CHECKING:
 
 CLIP_TOKENS = 77
 LEAST_TOKENS, MOST_TOKENS = 3, 4096  # start, a word and end
+THINNER = 5  # a fifth of the width is about a twenty-fifth of the weights
 MOST_LEVELS, MOST_CHANNELS, LARGEST_SIDE = 8, 1024, 1024
-ATTENTION = ("to_q", "to_k", "to_v", "to_out.0")
-FEED_FORWARD = ("ff.net.0.proj", "ff.net.2")
+ATTENTION = tuple(f"*.attentions.*.{name}" for name in ("to_q", "to_k", "to_v", "to_out.0"))
+FEED_FORWARD = tuple(f"*.attentions.*.{name}" for name in ("ff.net.0.proj", "ff.net.2"))
 LORA_TARGETS = {"attention": ATTENTION, "attention+ff": (*ATTENTION, *FEED_FORWARD)}
 
 
@@ -130,3 +131,16 @@ def make_denoiser(config: Mapping[str, Any]) -> nn.Module:
     from diffusers import UNet2DConditionModel
 
     return cast("nn.Module", UNet2DConditionModel.from_config(dict(config)))
+
+
+def thin(config: Mapping[str, Any]) -> dict[str, Any]:
+    """A fifth of the width, with heads of the same size."""
+
+    def fifth(value: Any) -> Any:
+        return [fifth(each) for each in value] if isinstance(value, list) else value // THINNER
+
+    thinned = dict(config)
+    thinned["block_out_channels"] = fifth(config["block_out_channels"])
+    if isinstance(config.get("attention_head_dim"), list):  # which holds numbers of heads
+        thinned["attention_head_dim"] = fifth(config["attention_head_dim"])
+    return thinned

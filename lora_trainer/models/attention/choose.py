@@ -103,4 +103,6 @@ def install_attention(denoiser: Any, name: str) -> None:
     from diffusers.models.attention_processor import AttnProcessor, AttnProcessor2_0, XFormersAttnProcessor
 
     processors = {"sdpa": AttnProcessor2_0, "xformers": XFormersAttnProcessor, "math": AttnProcessor}
+    if not all(isinstance(each, tuple(processors.values())) for each in denoiser.attn_processors.values()):
+        return  # a transformer's own way of joining picture and text, which ends in torch's attention
     denoiser.set_attn_processor(processors[name]())

@@ -1,4 +1,7 @@
-"""Gradient checkpointing by block."""
+"""Gradient checkpointing by block.
+
+A U-Net's blocks ask a flag of their own, a transformer asks one for all of its blocks; here each block has its flag.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ import math
 from typing import Any
 
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 FLAG = "gradient_checkpointing"
 
@@ -17,7 +21,7 @@ def checkpointable_blocks(denoiser: nn.Module) -> list[nn.Module]:
     weights. Blocks of equal worth stay in the order in which they run: the earlier, the more memory is free again
     when they are recomputed.
     """
-    blocks = {name: module for name, module in denoiser.named_modules() if hasattr(module, FLAG)}
+    blocks = named_blocks(denoiser)
     outputs, weights = dict.fromkeys(blocks, 0), dict.fromkeys(blocks, 1)
     for name, module in denoiser.named_modules():
         if isinstance(module, nn.Linear | nn.Conv2d) and ".lora_" not in name:
@@ -35,14 +39,36 @@ def weights_of(layer: nn.Linear | nn.Conv2d) -> int:
     return layer.out_channels * layer.in_channels // layer.groups * math.prod(layer.kernel_size)
 
 
+def named_blocks(denoiser: nn.Module) -> dict[str, nn.Module]:
+    """The blocks by name, in the order in which they are listed."""
+    if is_transformer(denoiser):
+        lists = {name: part for name, part in denoiser.named_children() if isinstance(part, nn.ModuleList)}
+        return {f"{name}.{index}": block for name, part in lists.items() for index, block in enumerate(part)}
+    return {name: module for name, module in denoiser.named_modules() if hasattr(module, FLAG)}
+
+
+def is_transformer(denoiser: nn.Module) -> bool:
+    """Whether one flag of the whole stands for its blocks, which are alike."""
+    return hasattr(denoiser, FLAG)
+
+
 def checkpointed_blocks(denoiser: nn.Module) -> int:
     """How many blocks recompute their activations now."""
-    return sum(bool(getattr(block, FLAG)) for block in checkpointable_blocks(denoiser))
+    return sum(bool(getattr(block, FLAG, False)) for block in checkpointable_blocks(denoiser))
 
 
 def checkpoint_blocks(denoiser: Any, count: int) -> None:
     """Recompute the activations of the first `count` blocks in the backward pass."""
-    if count and hasattr(denoiser, "enable_gradient_checkpointing"):
+    blocks = checkpointable_blocks(denoiser)
+    if is_transformer(denoiser):
+        denoiser.enable_gradient_checkpointing(_where_flagged)
+        setattr(denoiser, FLAG, count > 0)
+    elif count and hasattr(denoiser, "enable_gradient_checkpointing"):
         denoiser.enable_gradient_checkpointing()
-    for index, block in enumerate(checkpointable_blocks(denoiser)):
+    for index, block in enumerate(blocks):
         setattr(block, FLAG, index < count)
+
+
+def _where_flagged(block: nn.Module, *arguments: Any) -> Any:
+    """Run a transformer's block, checkpointed if it has the flag."""
+    return checkpoint(block, *arguments, use_reentrant=False) if getattr(block, FLAG) else block(*arguments)
