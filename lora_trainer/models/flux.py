@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 T5_TOKENS = 512
 TIMESTEPS = 1000
 GUIDANCE = 1.0  # what a distilled model is told while it is trained: as if it were not guided
-THINNER_HEADS = 6
+THINNER_HEADS = 12
 STREAMS = ("to_q", "to_k", "to_v", "to_out.0", "add_q_proj", "add_k_proj", "add_v_proj", "to_add_out")
 ATTENTION = tuple(f"*transformer_blocks.*.attn.{name}" for name in STREAMS)
 FEED_FORWARD = (
@@ -69,7 +69,7 @@ def cond_shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
 
 
 def thin(config: Mapping[str, Any]) -> dict[str, Any]:
-    """A sixth of the heads, each of the same size."""
+    """A twelfth of the heads, each of the same size."""
     return {**config, "num_attention_heads": max(1, int(config["num_attention_heads"]) // THINNER_HEADS)}
 
 

@@ -106,6 +106,8 @@ def _absolute(source: SourceSection) -> dict[str, str]:
 
 def read_model(config: Config, families: Mapping[str, Family] = FAMILIES) -> tuple[Family, ModelFacts]:
     """The model's family and facts. Raises UsageError for a model that cannot be trained."""
+    if config.model.family is not None and not families[config.model.family].trained:
+        families[config.model.family].describe(Path(config.model.path or "."))  # which refuses
     if config.model.path is None and config.model.family not in (None, USUAL_FAMILY):
         message = f"model.family={config.model.family} needs --model: the built-in base is {USUAL_FAMILY}."
         raise UsageError(Problem(message, "Name the model's folder with --model."))

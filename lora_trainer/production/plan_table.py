@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from lora_trainer.config.layers import Layer
 from lora_trainer.config.presets import GOALS, TIERS, preset_layers, presets
-from lora_trainer.models import FAMILIES
+from lora_trainer.models import TRAINED
 from lora_trainer.production.plan import Plan, make_plan
 from lora_trainer.production.settings import settle
 
@@ -24,7 +24,7 @@ HEADER = (
 def every_plan() -> Iterator[tuple[str, str, str, Plan]]:
     """(family, tier, goal, plan) of every combination."""
     by_kind = {kind: [name for name, preset in presets().items() if preset.kind == kind] for kind in (TIERS, GOALS)}
-    for family in FAMILIES:
+    for family in TRAINED:
         for tier in by_kind[TIERS]:
             for goal in by_kind[GOALS]:
                 model = Layer("--set", {"model": {"family": family}})

@@ -19,7 +19,7 @@ from lora_trainer.evaluation.lora_check import check_lora
 from lora_trainer.evaluation.placing import bytes_of, keep, with_less
 from lora_trainer.evaluation.sample import Drawing, compare
 from lora_trainer.export.lora_file import write_lora
-from lora_trainer.models import FAMILIES
+from lora_trainer.models import FAMILIES, TRAINED
 from lora_trainer.models.memory.phases import (
     Placement,
     caching_bytes,
@@ -134,7 +134,7 @@ def test_out_of_memory_is_tried_again_with_less(monkeypatch: pytest.MonkeyPatch)
 
 
 @given(
-    family=st.sampled_from(sorted(FAMILIES)),
+    family=st.sampled_from(sorted(TRAINED)),
     denoiser=st.integers(GIB, 12 * GIB),
     side=st.sampled_from([512, 768, 1024, 1536]),
     usable=st.integers(GIB, 24 * GIB),

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from lora_trainer.models import FAMILIES, kept
+from lora_trainer.models import FAMILIES, TRAINED, kept
 from lora_trainer.models.attention.choose import install_attention
 from lora_trainer.models.kept import keep_loaded
 from lora_trainer.models.lora import inject_lora, target_modules
@@ -19,7 +19,7 @@ from tests.export.tiny import tiny_pipeline
 CPU = torch.device("cpu")
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
+@pytest.fixture(scope="module", params=TRAINED)
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny model of each family, in a folder that bears its name."""
     folder = tmp_path_factory.mktemp("kept")

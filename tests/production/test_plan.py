@@ -18,7 +18,7 @@ from lora_trainer.config.layers import Layer
 from lora_trainer.config.presets import preset_layers
 from lora_trainer.config.toml import parse_assignment
 from lora_trainer.core.errors import UsageError
-from lora_trainer.models import FAMILIES
+from lora_trainer.models import TRAINED
 from lora_trainer.production.memory import (
     LARGEST_SHARE,
     Demand,
@@ -33,7 +33,7 @@ from lora_trainer.production.plan_view import duration
 from lora_trainer.production.settings import settle
 
 PARTS = ("weights_gib", "adapter_gib", "optimizer_gib", "activations_gib", "overhead_gib")
-ALL_COMBINATIONS = 6 * 3 * len(FAMILIES)
+ALL_COMBINATIONS = 6 * 3 * len(TRAINED)
 
 
 def plan_for(*presets: str, family: str = "sdxl", **settings: object) -> Plan:

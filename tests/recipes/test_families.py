@@ -12,7 +12,7 @@ from safetensors import safe_open
 from lora_trainer.cli.main import main
 from lora_trainer.evaluation.loading import adapted_modules, load_onto, without_lora
 from lora_trainer.export.lora_file import read_lora
-from lora_trainer.models import FAMILIES
+from lora_trainer.models import FAMILIES, TRAINED
 from lora_trainer.models.folder import detect_family
 from lora_trainer.monitor.trackers import Trackers
 from tests.recipes.recipe import Bench, draw_pictures, exported, losses, patched, record, rows, save_tiny_model
@@ -22,7 +22,7 @@ CPU = torch.device("cpu")
 LEARNING = {"lora__alpha": 8, "checkpoint__every_steps": 3, "captions__dropout": 0.3}  # rank 4
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
+@pytest.fixture(scope="module", params=TRAINED)
 def trained(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Bench:
     """A family's tiny model, and a finished run named `cat` of twelve steps on it."""
     folder = tmp_path_factory.mktemp(request.param)

@@ -15,7 +15,7 @@ from PIL import Image
 
 from lora_trainer.config import schema
 from lora_trainer.config.toml import setting_names
-from lora_trainer.models import FAMILIES
+from lora_trainer.models import TRAINED
 from lora_trainer.training import control
 from lora_trainer.training.checkpoints.checkpoint import newest_valid
 from lora_trainer.training.job import Job
@@ -252,7 +252,7 @@ def test_every_setting_that_changes_a_step_has_a_case():
 
 
 def test_every_family_has_a_case():
-    assert {case.get("family", "sd15") for case in CASES.values()} == set(FAMILIES)
+    assert {case.get("family", "sd15") for case in CASES.values()} == set(TRAINED)
 
 
 @pytest.mark.parametrize("case", ["adamw8bit", pytest.param("paged_adamw8bit", marks=pytest.mark.slow)])

@@ -8,7 +8,7 @@ from itertools import pairwise
 import pytest
 import torch
 
-from lora_trainer.models import FAMILIES
+from lora_trainer.models import FAMILIES, TRAINED
 from lora_trainer.models.family import public_architecture
 from lora_trainer.models.memory.ledger import Footprint, Sizes, is_published, stored_gauge, stored_ledger
 from lora_trainer.training.memory.trace import make_subject, trace
@@ -88,7 +88,7 @@ def test_the_other_ledgers_are_what_traces_find(family, targets, precision, bloc
         agrees(family, targets, 64, 2, (128, 112), count, precision)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", TRAINED)
 @pytest.mark.parametrize("fp8", [False, True])
 def test_more_blocks_never_need_more_memory(family, fp8):
     ledger = stored_ledger(family, "attention", fp8=fp8)

@@ -1,0 +1,172 @@
+"""Families with a transformer, known by their form: what is predicted, which layers are adapted, which blocks recompute."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from lora_trainer.core.errors import UsageError
+from lora_trainer.diffusion.process import Process, flow_signal, usual_process
+from lora_trainer.models import FAMILIES, TRAINED
+from lora_trainer.models.family import Family, public_architecture
+from lora_trainer.models.flux import predict as flux_predict
+from lora_trainer.models.folder import FAMILY_OF_PIPELINE, detect_family
+from lora_trainer.models.lora import inject_lora, target_modules
+from lora_trainer.models.memory.checkpointing import checkpoint_blocks, checkpointable_blocks, checkpointed_blocks
+
+PLANNED = [name for name in FAMILIES if name not in TRAINED]
+SMALL = {
+    "sd3": {
+        "num_layers": 3,
+        "attention_head_dim": 8,
+        "num_attention_heads": 2,
+        "joint_attention_dim": 12,
+        "caption_projection_dim": 16,
+        "pooled_projection_dim": 20,
+        "pos_embed_max_size": 16,
+        "sample_size": 16,
+        "dual_attention_layers": [0],
+    },
+    "flux": {
+        "num_layers": 2,
+        "num_single_layers": 2,
+        "attention_head_dim": 8,
+        "num_attention_heads": 2,
+        "joint_attention_dim": 12,
+        "pooled_projection_dim": 20,
+        "axes_dims_rope": [2, 2, 4],
+    },
+}
+
+
+def small(name: str) -> tuple[Family, torch.nn.Module, dict[str, Tensor]]:
+    config = {**public_architecture(name).denoiser, **SMALL[name]}
+    torch.manual_seed(0)
+    shapes = FAMILIES[name].cond_shapes(config)
+    cond = {key: torch.randn(2, *shape) for key, shape in shapes.items()}
+    return FAMILIES[name], FAMILIES[name].make_denoiser(config), cond
+
+
+def test_there_are_families_that_are_planned_only():
+    assert list(SMALL) == PLANNED
+
+
+@pytest.mark.parametrize("name", PLANNED)
+def test_latents_go_in_and_come_out_in_the_same_shape(name):
+    family, denoiser, cond = small(name)
+    noisy, t = torch.randn(2, 16, 8, 12), torch.tensor([0, 999])
+    with torch.no_grad():
+        velocity = family.predict(denoiser, noisy, t, cond, torch.zeros(2, 6))
+        other = family.predict(denoiser, noisy, t.flip(0), cond, torch.zeros(2, 6))
+    assert velocity.shape == noisy.shape
+    assert not torch.allclose(velocity, other)
+
+
+class Echo(torch.nn.Module):
+    """Gives back its tokens, and keeps what else it was told."""
+
+    def forward(self, packed, embeds, pooled, t, places, text_places, guidance, return_dict):
+        self.told = (t, places, guidance)
+        return (packed,)
+
+
+def test_flux_packs_neighbours_as_diffusers_does():
+    from diffusers import FluxPipeline
+
+    echo = Echo()
+    echo.config = type("Config", (), {"guidance_embeds": True})()
+    noisy = torch.randn(2, 16, 8, 12)
+    cond = {"embeds": torch.zeros(2, 5, 12), "pooled": torch.zeros(2, 20)}
+    assert torch.equal(flux_predict(echo, noisy, torch.tensor([0, 999]), cond, torch.zeros(2, 6)), noisy)
+    t, places, guidance = echo.told
+    assert t.tolist() == pytest.approx([0.001, 1.0])
+    assert torch.equal(places, FluxPipeline._prepare_latent_image_ids(2, 4, 6, torch.device("cpu"), torch.float32))
+    assert guidance.tolist() == [1.0, 1.0]
+    packed = FluxPipeline._pack_latents(noisy, 2, 16, 8, 12)
+    keeping = replace_forward(echo)
+    flux_predict(echo, noisy, torch.tensor([0, 999]), cond, torch.zeros(2, 6))
+    assert torch.equal(keeping[0], packed)
+
+
+def replace_forward(echo: Echo) -> list[Tensor]:
+    seen: list[Tensor] = []
+    echo.register_forward_pre_hook(lambda module, arguments: seen.append(arguments[0]))
+    return seen
+
+
+@pytest.mark.parametrize("name", PLANNED)
+def test_the_lora_sits_on_both_streams_and_learns(name):
+    family, denoiser, cond = small(name)
+    attention = target_modules(denoiser, family, "attention")
+    both = target_modules(denoiser, family, "attention+ff")
+    endings = {each.rpartition(".attn.")[2] for each in attention}
+    assert {"to_q", "to_out.0", "add_k_proj", "to_add_out"} <= endings
+    assert set(attention) < set(both)
+    assert any("ff_context" in each for each in both)
+    parameters = inject_lora(denoiser.requires_grad_(False), both, rank=2, alpha=2.0, dropout=0.0, seed=0)
+    family.predict(denoiser, torch.randn(2, 16, 8, 8), torch.tensor([1, 2]), cond, torch.zeros(2, 6)).sum().backward()
+    assert all(parameter.grad is not None for parameter in parameters.values())
+
+
+@pytest.mark.parametrize("name", PLANNED)
+def test_checkpointing_counts_blocks_and_changes_nothing(name):
+    family, denoiser, cond = small(name)
+    names = target_modules(denoiser, family, "attention")
+    parameters = inject_lora(denoiser.requires_grad_(False), names, rank=2, alpha=2.0, dropout=0.0, seed=0)
+    denoiser.train()
+    blocks = checkpointable_blocks(denoiser)
+    assert len(blocks) == sum(SMALL[name].get(key, 0) for key in ("num_layers", "num_single_layers"))
+    noisy, found = torch.randn(2, 16, 8, 8), []
+    for count in (0, 2, len(blocks)):
+        checkpoint_blocks(denoiser, count)
+        assert checkpointed_blocks(denoiser) == count
+        assert len(checkpointable_blocks(denoiser)) == len(blocks)
+        with torch.autograd.graph.saved_tensors_hooks(lambda tensor: found[-1].append(1) or tensor, lambda kept: kept):
+            found.append([])
+            out = family.predict(denoiser, noisy, torch.tensor([1, 2]), cond, torch.zeros(2, 6))
+        out.square().sum().backward()
+        gradients = {key: parameter.grad for key, parameter in parameters.items()}
+        for parameter in parameters.values():
+            parameter.grad = None
+        if count == 0:
+            expected = gradients
+        assert all(torch.equal(gradients[key], value) for key, value in expected.items())
+    assert len(found[0]) > len(found[1]) > len(found[2])
+
+
+@pytest.mark.parametrize("name", PLANNED)
+def test_a_thin_one_has_the_same_blocks(name):
+    config = public_architecture(name).denoiser
+    with torch.device("meta"):
+        whole, thin = (FAMILIES[name].make_denoiser(each) for each in (config, FAMILIES[name].thin(config)))
+    assert len(checkpointable_blocks(whole)) == len(checkpointable_blocks(thin))
+    weights = [sum(parameter.numel() for parameter in model.parameters()) for model in (whole, thin)]
+    assert weights[1] < 0.06 * weights[0]
+
+
+@pytest.mark.parametrize("name", PLANNED)
+def test_what_needs_files_is_refused_with_what_can_be_done(name, tmp_path: Path):
+    pipeline = {family: pipeline for pipeline, family in FAMILY_OF_PIPELINE.items()}[name]
+    (tmp_path / "model_index.json").write_text(f'{{"_class_name": "{pipeline}"}}')
+    assert detect_family(tmp_path) == name
+    with pytest.raises(UsageError, match="cannot be trained yet") as refused:
+        FAMILIES[name].describe(tmp_path)
+    assert f"plan --set model.family={name}" in refused.value.problems[0].fix
+
+
+def test_a_flow_goes_straight_from_latents_to_noise():
+    process = usual_process("flow")
+    latents, noise = torch.randn(2, 16, 4, 4), torch.randn(2, 16, 4, 4)
+    t = torch.tensor([249, 999])
+    noisy = process.add_noise(latents, noise, t)
+    share = torch.tensor([0.25, 1.0]).view(-1, 1, 1, 1)
+    assert torch.allclose(noisy, (1 - share) * latents + share * noise)
+    assert torch.allclose(noisy - share * process.target(latents, noise, t), latents, atol=1e-5)
+    assert process.timesteps == len(flow_signal(1000)) == 1000
+    with pytest.raises(ValueError, match="signal-to-noise"):
+        process.snr(t)
+    assert isinstance(replace(process, prediction="epsilon"), Process)
