@@ -11,7 +11,7 @@ import pytest
 from lora_trainer.config import schema
 from lora_trainer.diffusion.loss import ERRORS
 from lora_trainer.models import FAMILIES
-from lora_trainer.models.attention.choose import PROBES
+from lora_trainer.models.attention.kinds import KINDS
 from lora_trainer.models.folder import FAMILY_OF_PIPELINE
 from lora_trainer.optim.optimizers import OPTIMIZERS
 from lora_trainer.optim.schedules import SHAPES
@@ -34,8 +34,8 @@ def test_each_literal_equals_its_dict(names, functions):
     assert set(get_args(names)) == set(functions)
 
 
-def test_attention_names_are_auto_or_probed():
-    assert set(get_args(schema.AttentionName)) == {"auto", *PROBES}
+def test_attention_names_are_probed_or_say_how_to_choose():
+    assert set(get_args(schema.AttentionName)) == {"auto", "fastest", *KINDS}
 
 
 def test_every_detected_pipeline_has_a_family():

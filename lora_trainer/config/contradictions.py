@@ -148,9 +148,10 @@ def captions(settings: Settings) -> list[Yields]:
 
 
 def determinism(settings: Settings) -> list[Yields]:
-    if not settings["train.deterministic"] or settings["memory.attention"] != "xformers":
+    attention = settings["memory.attention"]
+    if not settings["train.deterministic"] or attention in ("auto", "fastest", "sdpa", "flash", "math"):
         return []
-    reason = "train.deterministic asks for the same bits each time, and xformers does not say whether it gives them"
+    reason = f"train.deterministic asks for the same bits each time, and {attention} does not promise them"
     return [Yields("memory.attention", "sdpa", reason, "Set memory.attention=sdpa, or train.deterministic=false.")]
 
 

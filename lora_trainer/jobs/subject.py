@@ -98,6 +98,8 @@ def public_built(resolved: Resolved, family: Family, *, tiny: bool) -> tuple[str
     choices = choose(resolved, family, architecture, processes.device, 1)
     cap_memory(config, processes.device)
     set_hardware(config, processes.device)
+    facts = architecture.facts
+    side = trained_resolution(config, facts)
     built = build_learner(
         config,
         with_random_weights(family, architecture),
@@ -106,8 +108,8 @@ def public_built(resolved: Resolved, family: Family, *, tiny: bool) -> tuple[str
         device=choices.device,
         reduce=None,
         attention_asked=asked_by_user(resolved, "memory.attention"),
+        latents=(choices.micro, facts.latent_channels, side // facts.downscale, side // facts.downscale),
     )
-    side = trained_resolution(config, architecture.facts)
     name = f"{family.name} {'at a fifth of its width ' if tiny else ''}{side} px, random weights"
     return name, built, architecture, choices
 

@@ -43,7 +43,7 @@ from lora_trainer.production.release import (
 )
 from lora_trainer.production.resuming import find_start, fixed_settings
 from lora_trainer.production.room import refuse_without_room, room_for
-from lora_trainer.production.session import Prepared, Session, open_session, prepare
+from lora_trainer.production.session import TIMED_ATTENTION, Prepared, Session, open_session, prepare
 from lora_trainer.training.checkpoints.checkpoint import Checkpoint, newest_valid
 from lora_trainer.training.control import stopped_early
 from lora_trainer.training.job import Job
@@ -124,6 +124,8 @@ def with_preparation(record: Record, prepared: Prepared, settings: dict[str, Any
     session = prepared.session
     device, world = str(session.choices.device), session.processes.world
     hardware = {**describe_machine(), "device": device, "processes": world}
+    if session.config.memory.attention == "fastest":
+        hardware[TIMED_ATTENTION] = prepared.built.attention
     moved = other_machine(record.hardware or repeated_record(session.order.resolved).get("hardware", {}), hardware)
     if moved:
         session.console.print(f"another machine: {', '.join(moved)}; {ROUNDING_DIFFERS}")

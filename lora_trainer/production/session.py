@@ -7,12 +7,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from rich.console import Console
 from torch import Tensor
 
-from lora_trainer.config.schema import Config
+from lora_trainer.config.schema import AttentionName, Config
 from lora_trainer.core.errors import UserError, first_line
 from lora_trainer.core.interrupt import GivenUp, can_be_given_up
 from lora_trainer.data.caches.upkeep import keep_limit
@@ -29,6 +29,7 @@ from lora_trainer.production.find_micro import earlier_find, find_micro, smalles
 from lora_trainer.production.inputs import Inputs, arithmetic, own_architecture
 from lora_trainer.production.messages import show_captions, show_unheld, show_views
 from lora_trainer.production.order import Order
+from lora_trainer.production.record import read_record
 from lora_trainer.production.release import draw_while_training, export_step, withdraw_after
 from lora_trainer.training.build import Built, build_learner
 from lora_trainer.training.hardware import set_hardware
@@ -38,6 +39,7 @@ from lora_trainer.training.state import Fit, TrainState
 from lora_trainer.training.step import Learner
 
 VALIDATION_TIMESTEPS = 8
+TIMED_ATTENTION = "timed_attention"  # in the record's hardware
 
 
 @dataclass(frozen=True)
@@ -169,19 +171,48 @@ def filling_lines(console: Console) -> Callable[[str, int, int], None]:
 
 def build(session: Session) -> Built:
     processes = session.processes
+    config, asked = with_attention_of_before(session)
     built = build_learner(
-        session.config,
+        config,
         session.inputs.family,
         session.inputs.facts,
         replace(session.choices.layout, shapes=micro_shapes(session.steps, len(session.inputs.train_plan.counts))),
         device=session.choices.device,
         reduce=processes.reduce,
-        attention_asked=asked_by_user(session.order.resolved, "memory.attention"),
+        attention_asked=asked,
+        latents=largest_latents(session),
     )
     return replace(
         built,
         learner=replace(built.learner, rank=processes.rank, world=processes.world, await_card=processes.await_card),
     )
+
+
+def with_attention_of_before(session: Session) -> tuple[Config, bool]:
+    """The config, and whether its attention was asked for: a run that is gone on with keeps what was the fastest.
+
+    Another time might give another answer, and another attention rounds otherwise.
+    """
+    config, order = session.config, session.order
+    if config.memory.attention != "fastest" or not order.resume or (name := earlier_attention(order.folder)) is None:
+        return config, asked_by_user(order.resolved, "memory.attention")
+    session.console.print(f"attention {name}: the fastest when the run began (memory.attention=fastest)")
+    return config.model_copy(update={"memory": config.memory.model_copy(update={"attention": name})}), False
+
+
+def earlier_attention(folder: Path) -> str | None:
+    """What the run's own record says was timed as the fastest; None where it says nothing that is known here."""
+    hardware = (read_record(folder) or {}).get("hardware")
+    name = hardware.get(TIMED_ATTENTION) if isinstance(hardware, dict) else None
+    return name if name in get_args(AttentionName) else None
+
+
+def largest_latents(session: Session) -> tuple[int, int, int, int]:
+    """The shape [B, C, h, w] of a micro batch of the run's largest bucket."""
+    facts, buckets = session.inputs.facts, session.inputs.train_plan.counts
+    bucket = max(buckets, key=lambda bucket: bucket.width * bucket.height)
+    height, width = bucket.height // facts.downscale, bucket.width // facts.downscale
+    return session.choices.micro, facts.latent_channels, height, width
 
 
 def make_job(

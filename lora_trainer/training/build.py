@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -13,7 +13,6 @@ from lora_trainer.core.randomness import position_key
 from lora_trainer.diffusion.loss import make_loss
 from lora_trainer.diffusion.process import Process, zero_terminal_alphas
 from lora_trainer.export.weights import shapes_of
-from lora_trainer.models.attention.choose import choose_attention, head_sizes, install_attention
 from lora_trainer.models.family import Family, ModelFacts
 from lora_trainer.models.lora import inject_lora, target_modules
 from lora_trainer.models.memory.checkpointing import checkpoint_blocks, checkpointable_blocks
@@ -23,6 +22,7 @@ from lora_trainer.models.storage.store import narrower, store_layers
 from lora_trainer.optim.clipping import make_clip
 from lora_trainer.optim.optimizers import WAITING, make_optimizer
 from lora_trainer.training.adapter import make_adapter
+from lora_trainer.training.attention import put_attention_on
 from lora_trainer.training.average import make_average, shown_weights
 from lora_trainer.training.hardware import hardware_note, set_memory_order, try_convolutions
 from lora_trainer.training.layout import Layout
@@ -50,9 +50,11 @@ def build_learner(
     device: torch.device,
     reduce: Callable[[Tensor], Tensor] | None,
     attention_asked: bool,
+    latents: Sequence[int],
 ) -> Built:
     """Load the denoiser frozen, put the LoRA on it and make its optimizer.
 
+    `latents` is the shape [B, C, h, w] of the run's largest micro batch, which the attention is tried at.
     Weights that are stored in fewer bits are narrowed before they reach the device.
     Raises UsageError for targets that match nothing, an attention that was asked for and
     does not work, or an optimizer that is not installed.
@@ -64,10 +66,9 @@ def build_learner(
     last = set_memory_order(denoiser, config, device)
     tried = try_convolutions(config, device, layout.shapes)
     names = target_modules(denoiser, family, config.lora.targets)
-    attention = choose_attention(
-        config.memory.attention, attention_order(config, attention_asked), dtype, device, head_sizes(denoiser)
+    attention = put_attention_on(
+        denoiser, config, family, latents, dtype=dtype, device=device, asked=attention_asked, reduce=reduce
     )
-    install_attention(denoiser, attention.name)
     parameters = put_lora_on(denoiser, names, config)
     if narrow := narrower(layout.stored):
         store_layers(denoiser, narrow)
@@ -155,14 +156,3 @@ def trained_process(process: Process, config: Config, device: torch.device) -> P
     if config.noise.zero_terminal_snr:
         alphas = zero_terminal_alphas(alphas)
     return replace(process, alphas_cumprod=alphas.to(device))
-
-
-def attention_order(config: Config, asked: bool) -> tuple[str, ...]:
-    """What to try when the wanted implementation fails; nothing when a user insisted on it."""
-    if asked and config.memory.attention != "auto":
-        return ()
-    if config.train.deterministic:  # xformers does not say whether it gives the same bits each time
-        return ("sdpa", "math")
-    if config.memory.attention == "xformers":
-        return ("xformers", "sdpa", "math")
-    return ("sdpa", "xformers", "math")

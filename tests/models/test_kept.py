@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from lora_trainer.models import FAMILIES, TRAINED, kept
-from lora_trainer.models.attention.choose import install_attention
+from lora_trainer.models.attention.install import install_attention
 from lora_trainer.models.kept import keep_loaded
 from lora_trainer.models.lora import inject_lora, target_modules
 from lora_trainer.models.memory.checkpointing import checkpoint_blocks

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
-import types
 import warnings
 from pathlib import Path
 
@@ -14,8 +12,6 @@ import torch
 from lora_trainer.core.errors import UsageError
 from lora_trainer.evaluation.loading import heard
 from lora_trainer.models import FAMILIES
-from lora_trainer.models.attention import choose as attention
-from lora_trainer.models.attention.choose import choose_attention, head_sizes, install_attention
 from lora_trainer.models.family import public_architecture
 from lora_trainer.models.folder import detect_family
 from lora_trainer.models.lora import inject_lora, target_modules
@@ -221,72 +217,6 @@ def test_injection_is_repeatable_and_silent(model):
         for up in ups:
             up += 0.1
         assert not torch.equal(SD15.predict(unets[0], *inputs), before)
-
-
-def test_attention_falls_back_with_a_reason_and_refuses_when_insisted_on(monkeypatch):
-    def broken(*_: object) -> None:
-        raise NotImplementedError("no operator")
-
-    monkeypatch.setitem(attention.PROBES, "xformers", broken)
-    choice = choose_attention("xformers", ("xformers", "sdpa", "math"), torch.float32, CPU, (16,))
-    assert choice.name == "sdpa"
-    assert "xformers does not run on cpu" in choice.reason
-    with pytest.raises(UsageError, match=r"memory\.attention=xformers"):
-        choose_attention("xformers", (), torch.float32, CPU, (16,))
-
-
-def test_attention_with_wrong_gradients_is_not_chosen(monkeypatch):
-    monkeypatch.setitem(attention.PROBES, "sdpa", lambda q, k, v: q * float("nan"))
-    assert choose_attention("auto", ("sdpa", "math"), torch.float32, CPU, (16,)).name == "math"
-
-
-def test_attention_is_probed_at_every_head_size_of_the_model(model, monkeypatch):
-    sizes = head_sizes(SD15.load_denoiser(model, torch.float32, CPU))
-    assert sizes == (8, 16)  # widths 32 and 64 in four heads
-
-    def only_small(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        if query.shape[-1] > 8:
-            raise NotImplementedError("too wide")
-        return attention.PROBES["math"](query, key, value)
-
-    monkeypatch.setitem(attention.PROBES, "sdpa", only_small)
-    choice = choose_attention("auto", ("sdpa", "math"), torch.float32, CPU, sizes)
-    assert choice.name == "math"
-    assert "head size 16" in choice.reason
-
-
-def test_xformers_is_probed_as_diffusers_calls_it(monkeypatch):
-    seen = []
-
-    def takes_three_dimensions(query, key, value, attn_bias=None, op=None, scale=None):
-        seen.append(query.shape)
-        if query.ndim != 3:
-            raise ValueError("another form")
-        return (query @ key.transpose(1, 2) * scale).softmax(dim=-1) @ value
-
-    ops = types.ModuleType("xformers.ops")
-    ops.memory_efficient_attention = takes_three_dimensions
-    package = types.ModuleType("xformers")
-    package.ops = ops
-    monkeypatch.setitem(sys.modules, "xformers", package)
-    monkeypatch.setitem(sys.modules, "xformers.ops", ops)
-    assert choose_attention("xformers", (), torch.float32, CPU, (40, 160)).name == "xformers"
-    assert [tuple(shape) for shape in seen] == [(2, 64, 40), (2, 64, 160)]
-    query, key, value = torch.randn(3, 2, 2, 8, 16)
-    assert torch.allclose(
-        attention.PROBES["xformers"](query, key, value), attention.PROBES["sdpa"](query, key, value), atol=1e-6
-    )
-
-
-def test_every_installed_attention_gives_the_same(model):
-    unet = SD15.load_denoiser(model, torch.float32, CPU).eval()
-    inputs = (torch.randn(1, 4, 8, 8), torch.tensor([10]), {"embeds": torch.randn(1, 77, 32)}, torch.zeros(1, 6))
-    found = []
-    for name in ("sdpa", "math"):
-        install_attention(unet, name)
-        with torch.no_grad():
-            found.append(SD15.predict(unet, *inputs))
-    assert torch.allclose(found[0], found[1], atol=1e-5)
 
 
 def test_checkpointing_counts_blocks_and_leaves_the_prediction(model):

@@ -11,7 +11,10 @@ from accelerate import PartialState
 
 from lora_trainer.cli.main import main
 from lora_trainer.data.loader import prefetch
-from lora_trainer.models.attention.choose import choose_attention
+from lora_trainer.models.attention.choose import choose_attention, fastest_attention
+from lora_trainer.models.attention.kinds import KINDS
+from lora_trainer.models.attention.probe import time_attention
+from lora_trainer.models.attention.shapes import AttentionShape
 from lora_trainer.training.micro import Micro, copied_ahead
 from tests.recipes.recipe import Bench, draw_pictures, losses, patched, save_tiny_model
 
@@ -43,8 +46,19 @@ def test_the_step_stays_under_the_tier_that_it_is_given(capsys):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_a_fast_attention_passes_its_probe(dtype):
-    chosen = choose_attention("auto", ("xformers", "sdpa", "math"), dtype, torch.device("cuda"), (40, 64, 80))
+    shapes = [AttentionShape(2, 8, 1024, keys, size) for size in (40, 64, 80) for keys in (1024, 77)]
+    chosen = choose_attention("auto", ("xformers", "sdpa", "math"), dtype, torch.device("cuda"), shapes)
     assert chosen.name in {"xformers", "sdpa"}, chosen.reason
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_the_fastest_attention_is_timed_by_the_card(dtype):
+    shapes = [AttentionShape(1, 10, 4096, keys, 64, layers=10) for keys in (4096, 77)]
+    names = tuple(name for name in KINDS if name != "math")
+    chosen = fastest_attention(names, dtype, torch.device("cuda"), shapes)
+    assert chosen.name in names
+    rows = time_attention(shapes, dtype, torch.device("cuda"), steps=3)
+    assert all(row["failure"] or row["seconds_median"] > 0.0 for row in rows)
 
 
 def test_copies_made_ahead_are_whole_whatever_the_step_is_doing():

@@ -1,18 +1,20 @@
-"""Which attention implementation works here: tried forward and backward, never by import alone."""
+"""Which attention a run uses: what was asked for where it works, else the first that does, else the fastest."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, cast
+from math import inf
 
 import torch
-from torch import Tensor, nn
-from torch.nn.functional import scaled_dot_product_attention
+from torch import Tensor
 
 from lora_trainer.core.errors import Problem, UsageError
+from lora_trainer.models.attention.kinds import FROM
+from lora_trainer.models.attention.probe import probe, seconds_of
+from lora_trainer.models.attention.shapes import AttentionShape
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
+TIMED = 5  # times each attention runs before the fastest is taken
 
 
 @dataclass(frozen=True)
@@ -23,86 +25,64 @@ class AttentionChoice:
     reason: str
 
 
-def _sdpa(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    return scaled_dot_product_attention(query, key, value)
-
-
-def _xformers(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    import xformers.ops
-
-    # As diffusers' XFormersAttnProcessor calls it: heads in the batch, [B * heads, L, D].
-    parts = (part.flatten(0, 1).contiguous() for part in (query, key, value))
-    mixed = xformers.ops.memory_efficient_attention(*parts, attn_bias=None, op=None, scale=query.shape[-1] ** -0.5)
-    return cast("Tensor", mixed.unflatten(0, query.shape[:2]))
-
-
-def _math(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    scores: Tensor = query @ key.transpose(-1, -2) * query.shape[-1] ** -0.5
-    mixed: Tensor = scores.softmax(dim=-1) @ value
-    return mixed
-
-
-PROBES: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {"xformers": _xformers, "sdpa": _sdpa, "math": _math}
-
-
-def head_sizes(denoiser: nn.Module) -> tuple[int, ...]:
-    """Every width of an attention head in a diffusers model, ascending; the installed attention meets them all."""
-    found: set[int] = set()
-    for module in denoiser.modules():
-        heads, query = getattr(module, "heads", None), getattr(module, "to_q", None)
-        if isinstance(heads, int) and isinstance(query, nn.Linear):
-            found.add(query.out_features // heads)
-    return tuple(sorted(found))
-
-
-def probe(name: str, dtype: torch.dtype, device: torch.device, sizes: tuple[int, ...]) -> str | None:
-    """Run one implementation forward and backward at every head size; None when it works, else what stopped it."""
-    return next((failure for size in sizes if (failure := _probe_one(name, dtype, device, size))), None)
-
-
-def _probe_one(name: str, dtype: torch.dtype, device: torch.device, head_size: int) -> str | None:
-    tensors = [torch.randn(1, 2, 64, head_size, dtype=dtype, device=device, requires_grad=True) for _ in range(3)]
-    try:
-        PROBES[name](*tensors).sum().backward()
-    except ImportError:
-        return f"{name} is not installed"
-    except (NotImplementedError, RuntimeError, ValueError, OSError, AttributeError):
-        return f"{name} does not run on {device.type} in {str(dtype).removeprefix('torch.')} at head size {head_size}"
-    if not all(tensor.grad is not None and torch.isfinite(tensor.grad).all() for tensor in tensors):
-        return f"{name} gives gradients that are not finite at head size {head_size}"
-    return None
-
-
 def choose_attention(
-    wanted: str, order: tuple[str, ...], dtype: torch.dtype, device: torch.device, sizes: tuple[int, ...]
+    wanted: str, order: tuple[str, ...], dtype: torch.dtype, device: torch.device, shapes: Sequence[AttentionShape]
 ) -> AttentionChoice:
-    """`wanted` where it works at all head `sizes`, else the first of `order` that does, with the reason.
+    """`wanted` where it works at all `shapes`, else the first of `order` that does, with the reason.
 
     Raises UsageError when `wanted` does not work and `order` is empty, or nothing works.
     """
     reasons: list[str] = []
+    works = f"works forward and backward at {_sizes(shapes)}"
     if wanted != "auto":
-        failure = probe(wanted, dtype, device, sizes)
+        failure = probe(wanted, dtype, device, shapes)
         if failure is None:
-            return AttentionChoice(wanted, "works forward and backward")
+            return AttentionChoice(wanted, works)
         if not order:
-            raise UsageError(Problem(f"memory.attention={wanted}: {failure}.", "Set memory.attention=auto."))
+            install = f"Install it ({FROM[wanted]}), or set" if "not installed" in failure else "Set"
+            raise UsageError(Problem(f"memory.attention={wanted}: {failure}.", f"{install} memory.attention=auto."))
         reasons.append(failure)
     for name in order:
         if name == wanted:
             continue
-        failure = probe(name, dtype, device, sizes)
+        failure = probe(name, dtype, device, shapes)
         if failure is None:
-            return AttentionChoice(name, "; ".join([*reasons, f"{name} works forward and backward"]))
+            return AttentionChoice(name, "; ".join([*reasons, f"{name} {works}"]))
         reasons.append(failure)
     raise UsageError(Problem(f"No attention works here: {'; '.join(reasons)}.", "Check the installation of torch."))
 
 
-def install_attention(denoiser: Any, name: str) -> None:
-    """Make a diffusers model use the chosen implementation."""
-    from diffusers.models.attention_processor import AttnProcessor, AttnProcessor2_0, XFormersAttnProcessor
+def fastest_attention(
+    names: Sequence[str],
+    dtype: torch.dtype,
+    device: torch.device,
+    shapes: Sequence[AttentionShape],
+    reduce: Callable[[Tensor], Tensor] | None = None,
+) -> AttentionChoice:
+    """Of `names` the one that takes the least time over all layers, with everybody's time.
 
-    processors = {"sdpa": AttnProcessor2_0, "xformers": XFormersAttnProcessor, "math": AttnProcessor}
-    if not all(isinstance(each, tuple(processors.values())) for each in denoiser.attn_processors.values()):
-        return  # a transformer's own way of joining picture and text, which ends in torch's attention
-    denoiser.set_attn_processor(processors[name]())
+    `reduce` sums over processes, so that all of them take the same. Raises UsageError when none works.
+    """
+    failures = [probe(name, dtype, device, shapes) for name in names]
+    taken = [
+        inf if failure else seconds_of(name, dtype, device, shapes, TIMED)
+        for name, failure in zip(names, failures, strict=True)
+    ]
+    if reduce is not None:
+        taken = reduce(torch.tensor(taken, device=device)).tolist()
+    seconds, best = min(zip(taken, names, strict=True))
+    if seconds == inf:
+        raise UsageError(
+            Problem(
+                f"No attention works here: {'; '.join(filter(None, failures))}.", "Check the installation of torch."
+            )
+        )
+    told = [f"{name} {1000 * each:.2f} ms" for each, name in sorted(zip(taken, names, strict=True)) if each < inf]
+    left_out = [failure for failure in failures if failure]
+    return AttentionChoice(best, "; ".join([f"forward and backward in all layers: {', '.join(told)}", *left_out]))
+
+
+def _sizes(shapes: Sequence[AttentionShape]) -> str:
+    heads = sorted({shape.size for shape in shapes})
+    tokens = max((shape.queries for shape in shapes), default=0)
+    return f"head size{'s' if len(heads) > 1 else ''} {', '.join(map(str, heads))} and up to {tokens} tokens"

@@ -1,0 +1,148 @@
+"""Making a diffusers model compute attention by a chosen implementation."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from lora_trainer.core.errors import Problem, UsageError
+from lora_trainer.models.attention.kinds import KINDS, Attend
+
+
+def install_attention(denoiser: nn.Module, name: str) -> None:
+    """Make every attention of a denoiser use the implementation; what was probed is what runs.
+
+    `sdpa` is diffusers' own way. Raises UsageError where the model computes attention in a way that is not known.
+    """
+    attentions: list[Any] = [module for module in denoiser.modules() if hasattr(module, "set_processor")]
+    for module in attentions:
+        usual = module.processor.usual if isinstance(module.processor, _Processor) else module.processor
+        if name == "sdpa":
+            module.set_processor(usual)
+            continue
+        make = PROCESSORS.get(type(usual).__name__)
+        if make is None or not _plain(module):
+            problem = f"{type(usual).__name__} of this model is not known: attention {name} cannot take its place."
+            raise UsageError(Problem(problem, "Set memory.attention=sdpa."))
+        module.set_processor(make(usual, KINDS[name]))
+
+
+def _plain(module: Any) -> bool:
+    """Whether an attention has none of the parts that only other kinds of models use."""
+    absent = ("spatial_norm", "group_norm", "norm_cross", "residual_connection", "fused_projections")
+    return (
+        not any(getattr(module, part, None) for part in absent) and getattr(module, "rescale_output_factor", 1.0) == 1.0
+    )
+
+
+@dataclass(frozen=True)
+class _Processor:
+    """`usual` is diffusers' own, whose place this takes."""
+
+    usual: Any
+    attend: Attend
+
+    def mixed(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """[B, H, L, D] in, [B, L, H * D] out."""
+        return self.attend(query, key, value).transpose(1, 2).flatten(2).to(query.dtype)
+
+
+class CrossProcessor(_Processor):
+    """A U-Net's: the picture looks at itself, or at the text."""
+
+    def __call__(
+        self,
+        attn: Any,
+        hidden_states: Tensor,
+        encoder_hidden_states: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        temb: Tensor | None = None,
+    ) -> Tensor:
+        _refuse_mask(attention_mask)
+        seen = hidden_states if encoder_hidden_states is None else encoder_hidden_states
+        query, key, value = _heads(attn, hidden_states, seen, "to_q", "to_k", "to_v", attn.norm_q, attn.norm_k)
+        return cast("Tensor", _out(attn, self.mixed(query, key, value)))
+
+
+class JointProcessor(_Processor):
+    """A transformer's, where picture and text look at both, the picture first; without text as in a U-Net."""
+
+    def __call__(
+        self,
+        attn: Any,
+        hidden_states: Tensor,
+        encoder_hidden_states: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        _refuse_mask(attention_mask)
+        parts = _heads(attn, hidden_states, hidden_states, "to_q", "to_k", "to_v", attn.norm_q, attn.norm_k)
+        if encoder_hidden_states is None:
+            return cast("Tensor", _out(attn, self.mixed(*parts)))
+        text = _added(attn, encoder_hidden_states)
+        query, key, value = (torch.cat(pair, dim=2) for pair in zip(parts, text, strict=True))
+        pictures, words = self.mixed(query, key, value).split((hidden_states.shape[1], text[0].shape[2]), dim=1)
+        return _out(attn, pictures), words if attn.context_pre_only else attn.to_add_out(words)
+
+
+class RotaryProcessor(_Processor):
+    """A transformer's with rotary positions (arXiv:2104.09864), the text first; it may stand in `hidden_states`."""
+
+    def __call__(
+        self,
+        attn: Any,
+        hidden_states: Tensor,
+        encoder_hidden_states: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        image_rotary_emb: tuple[Tensor, Tensor] | None = None,
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        from diffusers.models.embeddings import apply_rotary_emb
+
+        _refuse_mask(attention_mask)
+        parts = _heads(attn, hidden_states, hidden_states, "to_q", "to_k", "to_v", attn.norm_q, attn.norm_k)
+        if encoder_hidden_states is not None:
+            text = _added(attn, encoder_hidden_states)
+            parts = tuple(torch.cat(pair, dim=2) for pair in zip(text, parts, strict=True))
+        query, key, value = parts
+        if image_rotary_emb is not None:
+            query, key = apply_rotary_emb(query, image_rotary_emb), apply_rotary_emb(key, image_rotary_emb)
+        mixed = self.mixed(query, key, value)
+        if encoder_hidden_states is None:
+            return mixed
+        words, pictures = mixed.split((encoder_hidden_states.shape[1], hidden_states.shape[1]), dim=1)
+        return _out(attn, pictures), attn.to_add_out(words.contiguous())
+
+
+# By the name of diffusers' own, since importing its classes costs seconds.
+PROCESSORS: dict[str, type[CrossProcessor | JointProcessor | RotaryProcessor]] = {
+    "AttnProcessor": CrossProcessor,
+    "AttnProcessor2_0": CrossProcessor,
+    "JointAttnProcessor2_0": JointProcessor,
+    "FluxAttnProcessor": RotaryProcessor,
+}
+
+
+def _heads(
+    attn: Any, asking: Tensor, seen: Tensor, to_q: str, to_k: str, to_v: str, norm_q: Any, norm_k: Any
+) -> tuple[Tensor, ...]:
+    """[B, L, width] -> query, key and value [B, H, L, D], normed where the model does that."""
+    query, key, value = getattr(attn, to_q)(asking), getattr(attn, to_k)(seen), getattr(attn, to_v)(seen)
+    size = key.shape[-1] // attn.heads
+    query, key, value = (part.unflatten(-1, (-1, size)).transpose(1, 2) for part in (query, key, value))
+    return query if norm_q is None else norm_q(query), key if norm_k is None else norm_k(key), value
+
+
+def _added(attn: Any, words: Tensor) -> tuple[Tensor, ...]:
+    norms = attn.norm_added_q, attn.norm_added_k
+    return _heads(attn, words, words, "add_q_proj", "add_k_proj", "add_v_proj", *norms)
+
+
+def _out(attn: Any, mixed: Tensor) -> Any:
+    return attn.to_out[1](attn.to_out[0](mixed.contiguous()))
+
+
+def _refuse_mask(mask: Tensor | None) -> None:
+    if mask is not None:
+        raise NotImplementedError("this attention takes no mask")

@@ -1,0 +1,152 @@
+"""Attention tried where it is to work: forward and backward, against the plain formula, and timed."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from importlib import metadata
+from itertools import pairwise
+from math import inf, isnan, nan
+from statistics import median
+
+import torch
+from torch import Tensor
+
+from lora_trainer.core.errors import is_out_of_memory
+from lora_trainer.models.attention.kinds import DISTRIBUTIONS, FROM, KINDS, math
+from lora_trainer.models.attention.shapes import AttentionShape
+
+TF32_STEP = 2.0**-10  # to the next number after 1, in what fp32 products may be computed in on a card
+STEPS_OFF = 8  # of the right values' norm, in steps of the precision
+SMALLEST = 1e-3  # of what comes from above: gradients that are less are judged as if they were so large
+WARM_UP = 2
+
+
+def probe(name: str, dtype: torch.dtype, device: torch.device, shapes: Sequence[AttentionShape]) -> str | None:
+    """Run one implementation forward and backward at every shape; None when it works, else what stopped it."""
+    return next((failure for shape in shapes if (failure := _probe_one(name, dtype, device, shape))), None)
+
+
+def _probe_one(name: str, dtype: torch.dtype, device: torch.device, shape: AttentionShape) -> str | None:
+    parts = _inputs(shape, dtype, device)
+    for part in parts:
+        part.requires_grad_()
+    upstream = torch.randn_like(parts[0])
+    try:
+        mixed = KINDS[name](*parts)
+        mixed.backward(upstream)
+    except ImportError:
+        here = _installed(name)  # but its import fails, or it is hidden where it has no use
+        return f"{name} cannot be used on {device.type} here" if here else f"{name} is not installed ({FROM[name]})"
+    except (NotImplementedError, RuntimeError, ValueError, OSError, AttributeError, AssertionError, TypeError) as error:
+        if is_out_of_memory(error):
+            return f"{name} runs out of memory at {shape.told}"
+        return f"{name} does not run on {device.type} in {_word(dtype)} at head size {shape.size}"
+    found = [mixed, *(part.grad for part in parts)]
+    allowed = STEPS_OFF * max(torch.finfo(dtype).eps, TF32_STEP)
+    for number, off in enumerate(_errors(found, parts, upstream)):
+        if not off <= allowed:  # nan is no number to be less
+            far = "are missing" if off == inf else f"are {off:.1%} off, more than {allowed:.1%}"
+            what = f"{'gradients' if number else 'values'} that {'are not finite' if isnan(off) else far}"
+            return f"{name} gives {what} in {_word(dtype)} at head size {shape.size}"
+    return None
+
+
+def _errors(found: Sequence[Tensor | None], parts: Sequence[Tensor], upstream: Tensor) -> list[float]:
+    """Relative errors of the output and the gradients of query, key and value, in the first and the last head.
+
+    Heads know nothing of each other, so two of them stand for all, and their scores fit beside the denoiser.
+    """
+    worst = [0.0] * len(found)
+    for place in {(0, 0), (parts[0].shape[0] - 1, parts[0].shape[1] - 1)}:
+        own = [part.detach()[place].float().requires_grad_() for part in parts]
+        right = math(*own)
+        right.backward(upstream[place].float())
+        for index, (mine, truth) in enumerate(zip(found, [right, *(part.grad for part in own)], strict=True)):
+            if mine is None or truth is None:
+                worst[index] = inf
+                continue
+            # With a single key nothing depends on the query: its gradient is nothing, but for rounding.
+            scale = max(float(truth.detach().norm()), SMALLEST * float(upstream[place].float().norm()))
+            error = float((mine.detach()[place].float() - truth.detach()).norm()) / scale
+            worst[index] = nan if isnan(error + worst[index]) else max(error, worst[index])
+    return worst
+
+
+def time_attention(
+    shapes: Sequence[AttentionShape],
+    dtype: torch.dtype,
+    device: torch.device,
+    steps: int = 10,
+    names: Sequence[str] = (),
+) -> list[dict[str, object]]:
+    """Each implementation at each shape: a row with `name`, `shape`, seconds forward and backward, or why not.
+
+    Of seconds there are `seconds_median`, `seconds_p10` and `seconds_p90`, taken by the card's own clock on a card;
+    `failure` is None or a sentence. `names` are all of KINDS where none are given.
+    """
+    rows: list[dict[str, object]] = []
+    for shape in shapes:
+        for name in names or KINDS:
+            failure = probe(name, dtype, device, [shape])
+            row: dict[str, object] = {"name": name, "shape": shape.told, "layers": shape.layers, "failure": failure}
+            if failure is None:
+                taken = sorted(_times(name, dtype, device, shape, steps))
+                low, high = taken[len(taken) // 10], taken[-1 - len(taken) // 10]
+                row |= {"seconds_median": median(taken), "seconds_p10": low, "seconds_p90": high}
+            rows.append(row)
+    return rows
+
+
+def seconds_of(
+    name: str, dtype: torch.dtype, device: torch.device, shapes: Sequence[AttentionShape], steps: int
+) -> float:
+    """What all layers of a denoiser take with an implementation that works, forward and backward."""
+    return sum(shape.layers * median(_times(name, dtype, device, shape, steps)) for shape in shapes)
+
+
+def _times(name: str, dtype: torch.dtype, device: torch.device, shape: AttentionShape, steps: int) -> list[float]:
+    parts = _inputs(shape, dtype, device)
+    for part in parts:
+        part.requires_grad_()
+    upstream = torch.randn_like(parts[0])
+
+    def once() -> None:
+        KINDS[name](*parts).backward(upstream)
+        for part in parts:
+            part.grad = None
+
+    for _ in range(WARM_UP):
+        once()
+    if device.type != "cuda":
+        marks = [time.perf_counter()]
+        for _ in range(steps):
+            once()
+            marks.append(time.perf_counter())
+        return [after - before for before, after in pairwise(marks)]
+    events = [torch.cuda.Event(enable_timing=True) for _ in range(steps + 1)]
+    events[0].record()
+    for event in events[1:]:
+        once()
+        event.record()
+    torch.cuda.synchronize(device)
+    return [before.elapsed_time(after) / 1000.0 for before, after in pairwise(events)]
+
+
+def _inputs(shape: AttentionShape, dtype: torch.dtype, device: torch.device) -> list[Tensor]:
+    """Query, key and value as projections give them: tokens before heads in memory."""
+    tokens = (shape.queries, shape.keys, shape.keys)
+    sizes = ((shape.batch, count, shape.heads, shape.size) for count in tokens)
+    return [torch.randn(size, dtype=dtype, device=device).transpose(1, 2) for size in sizes]
+
+
+def _installed(name: str) -> bool:
+    try:
+        metadata.version(DISTRIBUTIONS[name])
+    except metadata.PackageNotFoundError:
+        return False
+    return True
+
+
+def _word(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -1,0 +1,66 @@
+"""The attention of a run: which are tried, at which sizes, and what is put into the denoiser."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from lora_trainer.config.schema import Config
+from lora_trainer.models.attention.choose import AttentionChoice, choose_attention, fastest_attention
+from lora_trainer.models.attention.install import install_attention
+from lora_trainer.models.attention.kinds import KINDS
+from lora_trainer.models.attention.shapes import AttentionShape, shapes_of, small_shapes
+from lora_trainer.models.family import Family
+
+ALIKE = ("sdpa", "flash", "math")  # give the same bits each time when torch is told to
+TORCH_ALONE = ("auto", "sdpa", "math")  # which on a processor need no look at this run's sizes
+
+
+def put_attention_on(
+    denoiser: nn.Module,
+    config: Config,
+    family: Family,
+    latents: Sequence[int],
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    asked: bool,
+    reduce: Callable[[Tensor], Tensor] | None = None,
+) -> AttentionChoice:
+    """Choose the attention and install it. `latents` is the shape [B, C, h, w] of the run's largest micro batch.
+
+    `reduce` sums over processes: all take the same where the fastest is wanted. Raises UsageError where what the user
+    `asked` for does not work, or nothing does.
+    """
+    wanted = config.memory.attention
+    shapes: tuple[AttentionShape, ...]
+    if device.type == "cuda" or wanted not in TORCH_ALONE:
+        cond = family.cond_shapes(dict(denoiser.config))  # type: ignore[arg-type]  # diffusers' own
+        shapes = shapes_of(denoiser, family.predict, latents, cond, dtype)
+    else:
+        shapes = small_shapes(denoiser)
+    if wanted == "fastest":
+        choice = fastest_attention(timed_attentions(config, device), dtype, device, shapes, reduce)
+    else:
+        choice = choose_attention(wanted, attention_order(config, asked), dtype, device, shapes)
+    install_attention(denoiser, choice.name)
+    return choice
+
+
+def attention_order(config: Config, asked: bool) -> tuple[str, ...]:
+    """What to try when the wanted implementation fails; nothing when a user insisted on it."""
+    if asked and config.memory.attention != "auto":
+        return ()
+    if config.train.deterministic:  # xformers does not say whether it gives the same bits each time
+        return ("sdpa", "math")
+    if config.memory.attention == "xformers":
+        return ("xformers", "sdpa", "math")
+    return ("sdpa", "xformers", "math")
+
+
+def timed_attentions(config: Config, device: torch.device) -> tuple[str, ...]:
+    """What `fastest` tries. On a card nothing that keeps every score: no plan of its memory would hold."""
+    names = ALIKE if config.train.deterministic else tuple(KINDS)
+    return tuple(name for name in names if device.type != "cuda" or name != "math")

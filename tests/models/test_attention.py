@@ -1,0 +1,271 @@
+"""Attention: the sizes that a denoiser computes, what works at them, what is fastest, and how it is installed."""
+
+from __future__ import annotations
+
+import sys
+import types
+import warnings
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from lora_trainer.core.errors import UsageError
+from lora_trainer.models import FAMILIES
+from lora_trainer.models.attention.choose import choose_attention, fastest_attention
+from lora_trainer.models.attention.install import install_attention
+from lora_trainer.models.attention.kinds import KINDS
+from lora_trainer.models.attention.probe import probe, time_attention
+from lora_trainer.models.attention.shapes import AttentionShape, shapes_of, small_shapes
+from tests.export.tiny import tiny_unet
+
+CPU = torch.device("cpu")
+SMALL = (AttentionShape(1, 2, 64, 64, 16),)
+ORDER = ("xformers", "sdpa", "math")
+
+
+def broken(*_: object) -> None:
+    raise NotImplementedError("no operator")
+
+
+def choose(wanted: str, order: tuple[str, ...], shapes: tuple[AttentionShape, ...] = SMALL, dtype=torch.float32):
+    return choose_attention(wanted, order, dtype, CPU, shapes)
+
+
+def test_it_falls_back_with_a_reason_and_refuses_when_insisted_on(monkeypatch):
+    monkeypatch.setitem(KINDS, "xformers", broken)
+    choice = choose("xformers", ORDER)
+    assert choice.name == "sdpa"
+    assert "xformers does not run on cpu" in choice.reason
+    assert "64 tokens" in choice.reason
+    with pytest.raises(UsageError, match=r"memory\.attention=xformers"):
+        choose("xformers", ())
+
+
+def test_a_package_that_is_missing_is_named_with_how_it_comes(monkeypatch):
+    monkeypatch.setitem(sys.modules, "flash_attn", None)
+    with pytest.raises(UsageError, match="pip install flash-attn"):
+        choose("flash2", ())
+    assert "flash2 is not installed" in choose("flash2", ("sdpa",)).reason
+
+
+def test_the_installed_xformers_has_no_operator_here_which_is_found_without_a_word(capfd):
+    pytest.importorskip("xformers")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        failure = probe("xformers", torch.float32, CPU, SMALL)
+    assert failure is not None
+    assert "xformers" in failure
+    assert capfd.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        (lambda q, k, v: q * float("nan"), "not finite"),
+        (lambda q, k, v: q, "off, more than"),
+        (lambda q, k, v: KINDS["math"](q, k, v.detach()), "gradients that are missing"),
+        (lambda q, k, v: KINDS["math"](q.detach(), k, v) + 0 * q, "gradients that are 100.0% off"),
+        (lambda q, k, v: KINDS["math"](q, k, v).detach(), "does not run"),
+        (lambda q, k, v: KINDS["math"](2 * q, k, v), "off, more than"),
+    ],
+)
+def test_wrong_values_and_gradients_are_found(monkeypatch, wrong, said):
+    monkeypatch.setitem(KINDS, "sdpa", wrong)
+    assert said in str(probe("sdpa", torch.float32, CPU, SMALL))
+    assert choose("auto", ("sdpa", "math")).name == "math"
+
+
+def test_an_error_in_the_last_head_alone_is_found(monkeypatch):
+    def last_wrong(query, key, value):
+        mixed = KINDS["math"](query, key, value)
+        return torch.cat([mixed[:, :-1], 2 * mixed[:, -1:]], dim=1)
+
+    monkeypatch.setitem(KINDS, "sdpa", last_wrong)
+    assert probe("sdpa", torch.float32, CPU, [AttentionShape(2, 3, 8, 5, 4)]) is not None
+
+
+def test_memory_that_runs_out_is_a_reason(monkeypatch):
+    def greedy(*_: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setitem(KINDS, "flash", greedy)
+    assert "runs out of memory" in str(probe("flash", torch.float32, CPU, SMALL))
+
+
+@given(
+    st.builds(
+        AttentionShape, st.integers(1, 3), st.integers(1, 3), st.integers(1, 80), st.integers(1, 80), st.integers(1, 80)
+    ),
+    st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
+)
+def test_torchs_own_attention_is_right_at_every_size(shape, dtype):
+    assert probe("sdpa", dtype, CPU, [shape]) is None
+
+
+@pytest.mark.parametrize("name", ["flash2", "flash3", "xformers"])
+def test_packages_are_called_with_tokens_before_heads(monkeypatch, name):
+    def tokens_first(query, key, value):
+        assert query.shape == (1, 64, 2, 16)
+        mixed = KINDS["math"](*(part.transpose(1, 2) for part in (query, key, value))).transpose(1, 2)
+        return (mixed, None) if name == "flash3" else mixed
+
+    package, module = {
+        "flash2": ("flash_attn", "flash_attn"),
+        "flash3": ("flash_attn_interface", "flash_attn_interface"),
+        "xformers": ("xformers", "xformers.ops"),
+    }[name]
+    fake = types.ModuleType(module)
+    fake.flash_attn_func = fake.memory_efficient_attention = tokens_first
+    outer = fake if package == module else types.ModuleType(package)
+    outer.ops = fake
+    monkeypatch.setitem(sys.modules, package, outer)
+    monkeypatch.setitem(sys.modules, module, fake)
+    assert choose(name, ()).name == name
+
+
+def test_the_fastest_is_the_least_over_all_layers(monkeypatch):
+    seconds = {"sdpa": (0.001, 0.004), "math": (0.003, 0.001), "flash": (0.0, 0.0)}
+    shapes = (AttentionShape(1, 2, 16, 16, 8, layers=2), AttentionShape(1, 2, 16, 4, 8, layers=1))
+
+    def times(name, dtype, device, shape, steps):
+        return [seconds[name][shapes.index(shape)]] * steps
+
+    monkeypatch.setattr("lora_trainer.models.attention.probe._times", times)
+    monkeypatch.setitem(KINDS, "flash", broken)
+    names = ("sdpa", "math", "flash")
+    choice = fastest_attention(names, torch.float32, CPU, shapes)
+    assert choice.name == "sdpa"  # 2 x 1 + 4 ms against 2 x 3 + 1
+    assert "sdpa 6.00 ms, math 7.00 ms" in choice.reason
+    assert "flash does not run" in choice.reason
+    other = torch.tensor([0.1, 0.001, float("inf")])  # another process's
+    assert fastest_attention(names, torch.float32, CPU, shapes, lambda mine: mine + other).name == "math"
+    monkeypatch.setitem(KINDS, "sdpa", broken)
+    monkeypatch.setitem(KINDS, "math", broken)
+    with pytest.raises(UsageError, match="No attention works here"):
+        fastest_attention(names, torch.float32, CPU, shapes)
+
+
+def test_timing_gives_a_row_for_each_shape_and_name():
+    rows = time_attention([replace(SMALL[0], layers=3)], torch.float32, CPU, steps=3, names=("sdpa", "efficient"))
+    good, bad = rows
+    assert good["name"] == "sdpa"
+    assert good["layers"] == 3
+    assert 0.0 < good["seconds_p10"] <= good["seconds_median"] <= good["seconds_p90"]
+    assert "efficient does not run on cpu" in str(bad["failure"])
+    assert "seconds_median" not in bad
+
+
+@pytest.mark.parametrize("family", ["sd15", "sd2", "sdxl"])
+def test_the_sizes_of_a_denoiser_are_those_that_it_computes(family):
+    unet = tiny_unet(family)
+    found = shapes_of(
+        unet, FAMILIES[family].predict, (2, 4, 16, 8), FAMILIES[family].cond_shapes(dict(unet.config)), torch.float32
+    )
+    assert {(shape.batch, shape.queries) for shape in found} == {(2, 128), (2, 32)}
+    assert {shape.keys for shape in found} == {128, 32, 77}
+    assert sum(shape.layers for shape in found) == sum(hasattr(m, "to_q") for m in unet.modules())
+    assert {shape.size for shape in found} == {shape.size for shape in small_shapes(unet)}
+    assert not any(parameter.is_meta for parameter in unet.parameters())
+
+
+def flux() -> tuple[nn.Module, dict[str, torch.Tensor]]:
+    from diffusers import FluxTransformer2DModel
+
+    model = FluxTransformer2DModel(
+        in_channels=4,
+        num_layers=1,
+        num_single_layers=2,
+        attention_head_dim=8,
+        num_attention_heads=2,
+        joint_attention_dim=12,
+        pooled_projection_dim=6,
+        axes_dims_rope=(2, 2, 4),
+    )
+    given = {"hidden_states": torch.randn(2, 9, 4), "encoder_hidden_states": torch.randn(2, 5, 12)}
+    given |= {"pooled_projections": torch.randn(2, 6), "timestep": torch.tensor([0.1, 0.7])}
+    return model, given | {"img_ids": torch.rand(9, 3), "txt_ids": torch.zeros(5, 3)}
+
+
+def sd3() -> tuple[nn.Module, dict[str, torch.Tensor]]:
+    from diffusers import SD3Transformer2DModel
+
+    model = SD3Transformer2DModel(
+        sample_size=8,
+        patch_size=2,
+        in_channels=4,
+        num_layers=2,
+        attention_head_dim=8,
+        num_attention_heads=2,
+        caption_projection_dim=16,
+        joint_attention_dim=12,
+        pooled_projection_dim=6,
+        out_channels=4,
+        pos_embed_max_size=8,
+        dual_attention_layers=(0,),
+        qk_norm="rms_norm",
+    )
+    given = {"hidden_states": torch.randn(2, 4, 8, 6), "encoder_hidden_states": torch.randn(2, 5, 12)}
+    return model, given | {"pooled_projections": torch.randn(2, 6), "timestep": torch.tensor([10, 700])}
+
+
+def unet(family: str) -> tuple[nn.Module, dict[str, object]]:
+    model = tiny_unet(family)
+    width = model.config.cross_attention_dim
+    given = {"sample": torch.randn(2, 4, 8, 16), "timestep": 5, "encoder_hidden_states": torch.randn(2, 7, width)}
+    if family == "sdxl":
+        added = {"text_embeds": torch.randn(2, 16), "time_ids": torch.rand(2, 6)}
+        return model, given | {"added_cond_kwargs": added}
+    return model, given
+
+
+@pytest.mark.parametrize("make", [lambda: unet("sd15"), lambda: unet("sdxl"), sd3, flux])
+def test_every_installed_attention_gives_the_same_values_and_gradients(make):
+    torch.manual_seed(0)
+    model, given = make()
+    model.double()
+    given = {
+        name: value.double() if isinstance(value, torch.Tensor) and value.is_floating_point() else value
+        for name, value in given.items()
+    }
+    if "added_cond_kwargs" in given:
+        given["added_cond_kwargs"] = {name: value.double() for name, value in given["added_cond_kwargs"].items()}
+    found = {}
+    for name in ("sdpa", "math", "flash", "sdpa"):
+        install_attention(model, name)
+        model.zero_grad()
+        out = model(**given, return_dict=False)[0]
+        out.square().sum().backward()
+        gradients = torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
+        found.setdefault(name, []).append((out.detach(), gradients))
+    (usual, again), (written,), (pinned,) = found["sdpa"], found["math"], found["flash"]
+    for one, other in ((usual, written), (usual, pinned)):
+        assert all(torch.allclose(a, b, rtol=1e-9, atol=1e-11) for a, b in zip(one, other, strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(usual, again, strict=True)), "diffusers' own is back"
+
+
+def test_what_runs_is_what_was_probed(monkeypatch):
+    model, given = unet("sd15")
+    calls = []
+    monkeypatch.setitem(KINDS, "flash", lambda q, k, v: calls.append(q.shape) or KINDS["math"](q, k, v))
+    install_attention(model, "flash")
+    model(**given)
+    assert len(calls) == sum(hasattr(module, "to_q") for module in model.modules())
+
+
+def test_an_attention_of_an_unknown_kind_is_refused():
+    model, _ = unet("sd15")
+
+    class Odd:
+        def __call__(self) -> None:
+            return None
+
+    for module in model.modules():
+        if hasattr(module, "set_processor"):
+            module.set_processor(Odd())
+    install_attention(model, "sdpa")  # leaves what is there
+    with pytest.raises(UsageError, match=r"Set memory\.attention=sdpa"):
+        install_attention(model, "math")
