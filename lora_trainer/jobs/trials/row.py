@@ -15,8 +15,10 @@ from torch import Tensor
 from lora_trainer.config.layers import Layer, Resolved
 from lora_trainer.core.errors import UserError, first_line, is_out_of_memory
 from lora_trainer.core.io import write_json
+from lora_trainer.core.quiet import quieten_libraries
 from lora_trainer.jobs.subject import Subject, subject_of
 from lora_trainer.jobs.trials.expected import Expected, demand_of, expected_of
+from lora_trainer.jobs.trials.memory import on_processor
 from lora_trainer.jobs.trials.steps import GIB, Steps, inputs_of, own_way, take_steps
 from lora_trainer.jobs.usual import USUAL, add_usual_adapter, use_adapter, usual_step
 from lora_trainer.models.memory.checkpointing import checkpointed_blocks
@@ -123,7 +125,7 @@ def measured_row(spec: Spec, asking: Asking) -> TableRow:
     """Build, warm up, time. Raises UserError, and whatever the libraries do where memory runs out."""
     card = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     resolved = settings_of(spec, asking, card)
-    with tempfile.TemporaryDirectory() as folder, heard():
+    with tempfile.TemporaryDirectory() as folder:
         subject = subject_of(resolved, Path(folder), tiny=asking.tiny)
     learner = subject.learner
     inputs = inputs_of(subject)
@@ -132,7 +134,11 @@ def measured_row(spec: Spec, asking: Asking) -> TableRow:
     expected = None if asking.tiny else expected_of(resolved, subject, inputs[0], tiny=False)
     before = compilations()
     steps = take_steps(way_of(spec, subject, inputs), learner.device, asking.warm_up, asking.steps)
-    return row_from(spec, subject, inputs, steps, expected, compilations() - before)
+    made = compilations() - before
+    if learner.device.type == "cpu" and spec.way == "ours":
+        _, held = on_processor(learner, inputs[0])
+        steps = replace(steps, held=held)
+    return row_from(spec, subject, inputs, steps, expected, made)
 
 
 def way_of(spec: Spec, subject: Subject, inputs: list[list[Micro]]) -> Callable[[int], Tensor]:
@@ -197,11 +203,12 @@ def row_from(
 
 def child(spec: Spec, asking: Asking, path: str) -> None:
     """Measure a row and write it; what went wrong is its last word."""
+    quieten_libraries()
     try:
         row = measured_row(spec, asking)
     except UserError as error:
         row = TableRow(spec.name, spec.family, failed=" ".join(f"{p.message} {p.fix}" for p in error.problems))
-    except Exception as error:
+    except Exception as error:  # noqa: BLE001  whatever it is, it is what the row says
         word = "out of memory: " if is_out_of_memory(error) else f"{type(error).__name__}: "
         row = TableRow(spec.name, spec.family, failed=word + first_line(error))
     write_json(Path(path), asdict(row))

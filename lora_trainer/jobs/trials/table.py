@@ -93,7 +93,9 @@ def measure(asked: Asked) -> Report:
     asking = Asking(2, asked.steps or 3, tiny=True) if asked.tiny else Asking(steps=asked.steps or Asking.steps)
     wanted = [spec for spec in SPECS if asked.only is None or asked.only in spec.name]
     if not wanted:
-        raise UsageError(Problem(f"No row has {asked.only!r} in its name.", f"Rows: {', '.join(s.name for s in SPECS)}."))
+        raise UsageError(
+            Problem(f"No row has {asked.only!r} in its name.", f"Rows: {', '.join(s.name for s in SPECS)}.")
+        )
     device = device_name()
     rows = fill(wanted, rows_in(path, device), asking, path, device, 60.0 * (asked.minutes or MINUTES))
     ordered = [rows[spec.name] for spec in wanted if spec.name in rows]
@@ -119,7 +121,7 @@ def fill(
                 if not holds.get("holds"):
                     rows[spec.name] = TableRow(spec.name, spec.family, failed=holds.get("failed") or CAP_FAILED)
                     continue
-            print(f"{spec.name} …", file=sys.stderr, flush=True)
+            sys.stderr.write(f"{spec.name} …\n")
             found = in_child(child, (spec, asking), Path(folder) / "row.json", min(spec.seconds, left))
             row = row_of_document(found | {"name": spec.name, "model": found.get("model", spec.family)})
             rows[spec.name] = beside(row, rows.get(spec.like or ""))
@@ -145,7 +147,9 @@ def in_child(work: Any, arguments: tuple[Any, ...], path: Path, seconds: float) 
     if path.is_file():
         found: dict[str, Any] = read_json(path)
         return found
-    return {"failed": f"took longer than {seconds:.0f} s" if late else f"the process ended with code {process.exitcode}"}
+    return {
+        "failed": f"took longer than {seconds:.0f} s" if late else f"the process ended with code {process.exitcode}"
+    }
 
 
 def row_of_document(found: Mapping[str, Any]) -> TableRow:
@@ -193,7 +197,9 @@ def notes_on(wanted: Sequence[Spec], rows: Mapping[str, TableRow], path: Path, *
     if on_card:
         notes.append("A capped card shows that a row fits, not how fast a card of that size is.")
     else:
-        notes.append("No card: rows show that they run. Memory and caps are not measured; capped rows take what the plan")
+        notes.append(
+            "No card: rows show that they run. Memory and caps are not measured; capped rows take what the plan"
+        )
         notes[-1] += " of the full model chose for such a card. Speed of a processor says nothing of a card's."
     notes.append(f"Rows are kept in {path}.")
     return notes
