@@ -30,6 +30,7 @@ from lora_trainer.jobs.trials.steps import loss_difference
 
 MINUTES = 25.0
 FILE = "bench-table.json"
+PRELOADED = ["lora_trainer.jobs.trials.row"]
 PLAIN = {"memory.checkpointing": "none", "memory.base_precision": "bf16", "memory.streaming": "none"}
 ALL = {**PLAIN, "memory.checkpointing": "all"}
 COMPILED = {"memory.compile": True}
@@ -136,7 +137,7 @@ def in_child(work: Any, arguments: tuple[Any, ...], path: Path, seconds: float) 
     quick = not torch.cuda.is_available() and "forkserver" in multiprocessing.get_all_start_methods()
     context: Any = multiprocessing.get_context("forkserver" if quick else "spawn")
     if quick:
-        context.set_forkserver_preload(["lora_trainer.jobs.trials.row"])
+        context.set_forkserver_preload(PRELOADED)
     process = context.Process(target=work, args=(*arguments, str(path)))
     process.start()
     process.join(seconds)
@@ -148,7 +149,7 @@ def in_child(work: Any, arguments: tuple[Any, ...], path: Path, seconds: float) 
         found: dict[str, Any] = read_json(path)
         return found
     return {
-        "failed": f"took longer than {seconds:.0f} s" if late else f"the process ended with code {process.exitcode}"
+        "failed": f"took longer than {seconds:.3g} s" if late else f"the process ended with code {process.exitcode}"
     }
 
 
