@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from lora_trainer.cli.main import main
-from lora_trainer.models import unet
 from lora_trainer.jobs.trials import batch, table
 from lora_trainer.jobs.trials.row import Asking, Spec, settings_of
+from lora_trainer.models import unet
 from tests.jobs.childs_work import end_at_once, sleep
 from tests.recipes.recipe import Bench, draw_pictures, patched, save_tiny_model
 
