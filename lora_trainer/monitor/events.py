@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 Kind = Literal[
     "memory",
+    "compile",
     "system_memory",
     "not_finite",
     "spike",

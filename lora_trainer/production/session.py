@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -24,6 +25,7 @@ from lora_trainer.models.memory.streaming import bring
 from lora_trainer.monitor.progress import Progress
 from lora_trainer.production.caching import CachePlans, cached_data, fill_caches, plan_caches, validation_samples
 from lora_trainer.production.choices import Choices, asked_by_user, cap_memory, choose
+from lora_trainer.production.compiling import compiling_pays
 from lora_trainer.production.feed import Feed, fresh_latents, make_feed
 from lora_trainer.production.find_micro import earlier_find, find_micro, smallest
 from lora_trainer.production.inputs import Inputs, arithmetic, own_architecture
@@ -34,6 +36,7 @@ from lora_trainer.production.release import draw_while_training, export_step, wi
 from lora_trainer.training.build import Built, build_learner
 from lora_trainer.training.hardware import set_hardware
 from lora_trainer.training.job import Job
+from lora_trainer.training.layout import Layout
 from lora_trainer.training.processes import Processes, join_processes
 from lora_trainer.training.state import Fit, TrainState
 from lora_trainer.training.step import Learner
@@ -127,7 +130,8 @@ def with_found_micro(session: Session, learner: Learner, data: CachedData) -> Se
     if found is not None:
         micro, reason = min(found, most), "as it was found when the run began (batch.find_micro)"
     else:
-        micro, reason = find_micro(config, session.inputs, learner, data, most)
+        with nullcontext() if learner.compiled is None else learner.compiled.off():
+            micro, reason = find_micro(config, session.inputs, learner, data, most)
         micro = smallest(micro, processes)
     session.console.print(f"micro batch {micro}: {reason}")
     choices = replace(session.choices, micro=micro, micro_reason=reason)
@@ -169,6 +173,16 @@ def filling_lines(console: Console) -> Callable[[str, int, int], None]:
     return show
 
 
+def layout_of(session: Session) -> Layout:
+    """How the denoiser is held and run: what was chosen for the hardware, and what the length of the run makes of it."""
+    inputs, steps, choices = session.inputs, session.steps, session.choices
+    compiled = compiling_pays(
+        session.order.resolved, inputs.family, own_architecture(inputs), choices.device, steps.total
+    )
+    shapes = micro_shapes(steps, len(inputs.train_plan.counts))
+    return replace(choices.layout, compiled=compiled, shapes=shapes)
+
+
 def build(session: Session) -> Built:
     processes = session.processes
     config, asked = with_attention_of_before(session)
@@ -176,7 +190,7 @@ def build(session: Session) -> Built:
         config,
         session.inputs.family,
         session.inputs.facts,
-        replace(session.choices.layout, shapes=micro_shapes(session.steps, len(session.inputs.train_plan.counts))),
+        layout_of(session),
         device=session.choices.device,
         reduce=processes.reduce,
         attention_asked=asked,

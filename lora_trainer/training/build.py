@@ -24,6 +24,7 @@ from lora_trainer.optim.optimizers import WAITING, make_optimizer
 from lora_trainer.training.adapter import make_adapter
 from lora_trainer.training.attention import put_attention_on
 from lora_trainer.training.average import make_average, shown_weights
+from lora_trainer.training.compiling import compiled_as_wanted
 from lora_trainer.training.hardware import hardware_note, set_memory_order, try_convolutions
 from lora_trainer.training.layout import Layout
 from lora_trainer.training.step import Guard, Learner
@@ -77,6 +78,7 @@ def build_learner(
     blocks = len(checkpointable_blocks(denoiser))
     checkpointed = count_of(layout.checkpointing, blocks)
     checkpoint_blocks(denoiser, checkpointed)
+    compiled, said = compiled_as_wanted(denoiser, config, layout, device)
     learner = make_learner(config, family, facts, denoiser, parameters, dtype=dtype, device=device, reduce=reduce)
     notes = (
         f"LoRA rank {config.lora.rank} on {len(names)} modules: {learner.adapter.size:,} trained parameters",
@@ -84,8 +86,9 @@ def build_learner(
         f"gradient checkpointing {checkpointed} of {blocks} blocks",
         *streaming_note(denoiser, layout.streamed),
         hardware_note(config, device, last=last, tried=tried),
+        *said,
     )
-    return Built(learner, shapes, attention.name, checkpointed, notes, streamed)
+    return Built(replace(learner, compiled=compiled), shapes, attention.name, checkpointed, notes, streamed)
 
 
 def make_learner(

@@ -19,6 +19,7 @@ from lora_trainer.monitor.progress import Watch
 from lora_trainer.monitor.trackers import Trackers
 from lora_trainer.training.checkpoints.checkpoint import Checkpoint
 from lora_trainer.training.checkpoints.save import keep_weights, restore, save, take
+from lora_trainer.training.compiling import done_compiled, with_compiling
 from lora_trainer.training.control import stopped_early
 from lora_trainer.training.group import ProcessLost
 from lora_trainer.training.guard import finite_to_save, watchful, with_settings
@@ -176,7 +177,8 @@ def made(
 ) -> tuple[StepResult, Fit]:
     """The step after `state`, in what memory there is, and what that was."""
     step = partial(one_step, job, state, samples=samples, rate=rate, settle=settle)
-    return step_that_fits(job, state, micros, step, reporter)
+    result, fit = step_that_fits(job, state, micros, done_compiled(job, state, step, reporter), reporter)
+    return result, with_compiling(job, fit)
 
 
 def one_step(

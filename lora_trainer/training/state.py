@@ -15,6 +15,7 @@ class Fit:
     micro: int | None = None  # most samples of a micro batch
     checkpointed: int | None = None  # blocks whose activations are computed again in the backward pass
     asked: int | None = None  # most held-out questions at once
+    eager: bool = False  # compiled blocks failed, and are not used any more
     since: int = 0  # step from which this holds; it is tried to grow back after `memory.grow_after_steps`
     grown: bool = False  # the last change was such a try
     failed: int = 0  # tries after which memory ran out again: each doubles the waiting

@@ -15,6 +15,7 @@ from lora_trainer.core.errors import first_line, is_out_of_memory
 from lora_trainer.core.interrupt import give_up_if_late, no_more_giving_up
 from lora_trainer.diffusion.loss import Loss
 from lora_trainer.diffusion.process import Process
+from lora_trainer.models.compiled import Compiled
 from lora_trainer.optim.clipping import Clip
 from lora_trainer.optim.optimizers import set_rate
 from lora_trainer.training.adapter import Adapter
@@ -49,6 +50,7 @@ class Learner:
     dtype: torch.dtype
     clip: Clip
     guard: Guard = "ahead"
+    compiled: Compiled | None = None  # the denoiser's blocks, where they are
     optimizer_waits: bool = False  # for the card, inside its step
     await_card: Callable[[], None] = lambda: None  # unlike any other waiting, not for a lost process
     rank: int = 0

@@ -145,7 +145,9 @@ def streamed(job: Job, fit: Fit) -> int:
 
 
 def install(job: Job, fit: Fit) -> None:
-    """Checkpoint as many blocks as a fit says, and let as many visit."""
+    """Checkpoint as many blocks as a fit says, let as many visit, and leave out compiled ones that failed."""
+    if job.learner.compiled is not None:
+        job.learner.compiled.on = not fit.eager
     checkpoint_blocks(job.learner.denoiser, checkpointed(job, fit))
     stream_blocks(job.learner.denoiser, streamed(job, fit), job.learner.device)
 

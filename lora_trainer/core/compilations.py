@@ -1,0 +1,42 @@
+"""Where what torch compiles is kept between runs: code that this user's own processes made, for nobody else to write."""
+
+from __future__ import annotations
+
+import os
+import stat
+import tempfile
+from pathlib import Path
+
+from lora_trainer.core.io import user_cache_folder
+
+FOLDER = "compiled"
+KEPT_IN = "TORCHINDUCTOR_CACHE_DIR"  # read by torch; Triton's own lies inside
+
+
+def keep_compilations() -> str | None:
+    """Name the folder to torch, before it compiles; a folder that the user named stays. A sentence where it is not kept.
+
+    What lies there is run: so a folder that others own or may write to is not used, and a new one, for this process
+    alone, takes its place.
+    """
+    if os.environ.get(KEPT_IN):
+        return None
+    folder = user_cache_folder() / FOLDER
+    try:
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        reason = None if is_private(folder) else "others may write to it"
+    except OSError as error:
+        reason = str(error)
+    if reason is None:
+        os.environ[KEPT_IN] = str(folder)
+        return None
+    os.environ[KEPT_IN] = tempfile.mkdtemp(prefix="lora-trainer-compiled-")
+    return f"what is compiled is not kept in {folder}: {reason}"
+
+
+def is_private(folder: Path) -> bool:
+    """Whether it is a real folder that this user owns and nobody else may write to."""
+    if os.name != "posix":
+        return folder.is_dir()
+    found = folder.lstat()
+    return stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid() and not found.st_mode & 0o022

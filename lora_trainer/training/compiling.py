@@ -1,0 +1,98 @@
+"""The step with compiled blocks: what was compiled is told, and where it fails the step is done again without."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+from torch import nn
+
+from lora_trainer.config.schema import Config
+from lora_trainer.core.compilations import keep_compilations
+from lora_trainer.core.errors import Problem, TrainingFailed, UserError, first_line, is_out_of_memory
+from lora_trainer.models.compiled import MOST_SHAPES, WITH_GRAPHS, Compiled, compile_blocks, of_the_compiler, why_not
+from lora_trainer.training.job import Job
+from lora_trainer.training.layout import Layout
+from lora_trainer.training.micro import Micro
+from lora_trainer.training.reporter import Reporter
+from lora_trainer.training.state import Fit, TrainState
+from lora_trainer.training.step import HalfChanged, StepResult, Unsummed, give_up_step
+
+WITHOUT = "training goes on without compiling (memory.compile=false says so from the start)"
+
+
+def compiled_as_wanted(
+    denoiser: nn.Module, config: Config, layout: Layout, device: torch.device
+) -> tuple[Compiled | None, tuple[str, ...]]:
+    """The denoiser's blocks compiled as the settings say, where that can be; and what is said of it."""
+    if not layout.compiled:
+        return None, ()
+    if (reason := why_not(denoiser, device)) is not None:
+        return None, (f"not compiled: {reason}",)
+    memory, notes = config.memory, list[str]()
+    if (lost := keep_compilations()) is not None:
+        notes.append(lost)
+    mode: str = memory.compile_mode
+    if mode in WITH_GRAPHS and layout.streamed:
+        mode = {"reduce-overhead": "default"}.get(mode, "max-autotune-no-cudagraphs")
+        notes.append(
+            f"memory.compile_mode is {mode}: CUDA graphs need weights that stay in their places, and some stream"
+        )
+    dynamic = layout.shapes > MOST_SHAPES if memory.compile_dynamic == "auto" else memory.compile_dynamic
+    if config.train.deterministic:
+        import torch._inductor.config as inductor
+
+        inductor.deterministic = True  # nothing that timing chose
+    compiled = compile_blocks(denoiser, mode=mode, dynamic=dynamic, fullgraph=memory.compile_fullgraph)
+    return compiled, (compiled.line, *notes)
+
+
+def done_compiled(
+    job: Job, state: TrainState, attempt: Callable[[list[Micro]], StepResult], reporter: Reporter
+) -> Callable[[list[Micro]], StepResult]:
+    """`attempt`, done again without the compiled blocks where these fail: same samples, same noise, nothing lost.
+
+    What it gives raises TrainingFailed for a graph break where none is wanted.
+    """
+    compiled = job.learner.compiled
+    if compiled is None:
+        return attempt
+
+    def made(micros: list[Micro]) -> StepResult:
+        compiled.begin_step()
+        try:
+            result = attempt(micros)
+        except Exception as error:
+            if not compiled.on or not failed_by_it(error):
+                raise
+            if compiled.fullgraph and type(error).__name__ in ("Unsupported", "FailOnRecompileLimitHit"):
+                message = f"memory.compile_fullgraph: a block cannot be compiled whole ({first_line(error)})."
+                raise TrainingFailed(Problem(message, "Set memory.compile_fullgraph=false.")) from error
+            reason = first_line(error)
+        else:
+            if compiled.on and (news := compiled.news()) is not None:
+                reporter.event(state.step + 1, "compile", news)
+            return result
+        # Out here nothing refers to the frames of the attempt.
+        give_up_step(job.learner)
+        compiled.on = False
+        reporter.event(
+            state.step + 1, "compile", f"compiled blocks failed ({reason}): {WITHOUT}; the step is done again"
+        )
+        return attempt(micros)
+
+    return made
+
+
+def failed_by_it(error: Exception) -> bool:
+    """Whether the step can be done again without compiling, and may go better then."""
+    if isinstance(error, HalfChanged | Unsummed | UserError) or is_out_of_memory(error):
+        return False
+    return of_the_compiler(error)
+
+
+def with_compiling(job: Job, fit: Fit) -> Fit:
+    """The fit, which also says that compiled blocks failed: so a resumed run goes on as this one does."""
+    compiled = job.learner.compiled
+    return fit if compiled is None or compiled.on == (not fit.eager) else replace(fit, eager=not compiled.on)

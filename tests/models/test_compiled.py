@@ -1,0 +1,192 @@
+"""Regions: one compilation for a form and a size, none for looking on, and what is said of it.
+
+Traced by torch's own dynamo and autograd, without its compiler.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from lora_trainer.core import compilations
+from lora_trainer.core.compilations import keep_compilations
+from lora_trainer.models.compiled import Compiled, compile_blocks, count, of_the_compiler, repeated_blocks
+from lora_trainer.models.lora import inject_lora
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # torch's own, while it traces
+REAL = torch.compile
+
+
+class Block(nn.Module):
+    breaks = False
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.layer = nn.Linear(width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.breaks:
+            torch._dynamo.graph_break()
+        return x + self.layer(x).tanh()
+
+
+class Denoiser(nn.Module):
+    _repeated_blocks = ("Block",)
+
+    def __init__(self, widths: tuple[int, ...]) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block(width) for width in widths)
+
+    def forward(self, x: Tensor, again: bool = False) -> Tensor:
+        for block in self.blocks:
+            wide = x[..., : block.layer.in_features].contiguous()
+            x = checkpoint(block, wide, use_reentrant=False) if again else block(wide)
+        return x
+
+
+@pytest.fixture(autouse=True)
+def traced(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    def without_mode(function, *, mode: str, **given):
+        return REAL(function, backend="aot_eager", **given)
+
+    torch._dynamo.reset()
+    monkeypatch.setattr(torch, "compile", without_mode)
+    yield
+    torch._dynamo.reset()
+
+
+def denoiser(widths: tuple[int, ...] = (8, 8, 6, 6)) -> Denoiser:
+    torch.manual_seed(0)
+    made = Denoiser(widths).requires_grad_(False)
+    inject_lora(made, [f"blocks.{n}.layer" for n in range(len(widths))], rank=2, alpha=2.0, dropout=0.0, seed=0)
+    with torch.no_grad():
+        for name, value in made.named_parameters():
+            if "lora_B" in name:
+                value.normal_()
+    return made
+
+
+def gradients(made: Denoiser, x: Tensor, again: bool = False) -> list[Tensor]:
+    made(x, again).square().mean().backward()
+    found = [value.grad.clone() for value in made.parameters() if value.grad is not None]
+    made.zero_grad()
+    return found
+
+
+def with_regions(made: Denoiser, **given: bool) -> Compiled:
+    return compile_blocks(made, mode="default", **{"dynamic": False, "fullgraph": True, **given})
+
+
+def test_blocks_of_a_form_share_a_compilation_for_each_size() -> None:
+    plain, made = denoiser(), denoiser()
+    compiled, before = with_regions(made), count().graphs
+    assert (compiled.kinds, compiled.forms) == ({"Block": 4}, 2)
+    graphs = []
+    for samples in (3, 3, 2, 3):
+        x = torch.randn(samples, 8)
+        for found, wanted in zip(gradients(made, x), gradients(plain, x), strict=True):
+            torch.testing.assert_close(found, wanted)
+        graphs.append(count().graphs - before)
+    # Two forms, and the first block's input needs no gradient.
+    assert graphs == [3, 3, 6, 6]
+    news = compiled.news()
+    assert news is not None
+    assert news.startswith("compiled 6 graphs in ")
+    assert "no graph break" in news
+    assert compiled.news() is None
+
+
+def test_looking_on_and_other_values_compile_nothing() -> None:
+    made, x = denoiser((8, 8)), torch.randn(2, 8)
+    with_regions(made)
+    wanted = gradients(made, x)
+    before = count().graphs
+    made.eval()
+    with torch.no_grad():
+        made(x)
+        for name, value in made.named_parameters():
+            if "lora" in name:
+                torch._foreach_copy_([value], [value.clone()])
+    made.train()
+    for again in (False, True):  # the checkpoint lies around the region
+        assert all(map(torch.equal, gradients(made, x, again), wanted))
+    assert count().graphs == before
+
+
+def test_one_compilation_serves_all_sizes_where_it_is_dynamic() -> None:
+    made = denoiser((8, 8))
+    with_regions(made, dynamic=True)
+    gradients(made, torch.randn(3, 8))
+    before = count().graphs
+    for samples in (4, 5, 7):
+        gradients(made, torch.randn(samples, 8))
+    assert count().graphs == before
+
+
+def test_turned_off_blocks_run_as_they_are() -> None:
+    made, x = denoiser(), torch.randn(2, 8)
+    compiled, before = with_regions(made), count().graphs
+    with compiled.off():
+        gradients(made, x)
+    assert count().graphs == before
+    assert compiled.on
+
+
+def test_breaks_are_counted_or_raised(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Block, "breaks", True)
+    made = denoiser((8,))
+    compiled = with_regions(made, fullgraph=False)
+    gradients(made, torch.randn(2, 8))
+    news = compiled.news()
+    assert news is not None
+    assert "1 graph break, the first: Call to `torch._dynamo.graph_break()`" in news
+    torch._dynamo.reset()
+    with_regions(strict := denoiser((8,)))
+    with pytest.raises(torch._dynamo.exc.Unsupported) as refused:
+        gradients(strict, torch.randn(2, 8))
+    assert of_the_compiler(refused.value)
+
+
+def test_an_error_of_the_model_is_not_the_compilers() -> None:
+    with pytest.raises(RuntimeError) as raised:
+        torch.zeros(2, 3) @ torch.zeros(2, 3)
+    assert not of_the_compiler(raised.value)
+
+
+def test_repeated_blocks_are_found_in_the_families() -> None:
+    from diffusers import SD3Transformer2DModel, UNet2DConditionModel
+
+    from lora_trainer.models.family import public_architecture
+
+    def kinds(module: nn.Module) -> set[str]:
+        return {type(block).__name__ for block in repeated_blocks(module)}
+
+    with torch.device("meta"):
+        unet = UNet2DConditionModel.from_config(dict(public_architecture("sd15").denoiser))
+        other = SD3Transformer2DModel(
+            num_layers=2, attention_head_dim=8, num_attention_heads=2, caption_projection_dim=16
+        )
+    assert kinds(unet) == {"ResnetBlock2D", "BasicTransformerBlock"}
+    assert kinds(other) == {"JointTransformerBlock"}
+
+
+def test_what_is_compiled_is_kept_where_nobody_else_writes(monkeypatch: pytest.MonkeyPatch, tmp_path) -> None:
+    monkeypatch.setenv("LORA_TRAINER_CACHE", str(tmp_path))
+    monkeypatch.setattr(compilations.tempfile, "mkdtemp", lambda **_: str(tmp_path / "own"))
+    monkeypatch.setenv(compilations.KEPT_IN, "")
+    assert keep_compilations() is None
+    folder = tmp_path / "compiled"
+    assert compilations.os.environ[compilations.KEPT_IN] == str(folder)
+    assert not folder.stat().st_mode & 0o077
+    folder.chmod(0o770)
+    monkeypatch.setenv(compilations.KEPT_IN, "")
+    said = keep_compilations()
+    assert said is not None
+    assert "others may write to it" in said
+    assert compilations.os.environ[compilations.KEPT_IN] != str(folder)
+    monkeypatch.setenv(compilations.KEPT_IN, "the user's own")
+    assert keep_compilations() is None

@@ -1,0 +1,112 @@
+"""Compiled blocks: the same learning, one compilation for a form, and a step that is done again where they fail.
+
+What regions are by themselves is held by `tests/models/test_compiled.py`.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from lora_trainer.core.errors import TrainingFailed
+from lora_trainer.models import compiled
+from lora_trainer.models.compiled import Compiled
+from lora_trainer.monitor.trackers import EVENTS, read_lines
+from lora_trainer.training import build, compiling
+from lora_trainer.training.job import Job
+from tests.training.tiny_job import TinyPlace, outcome
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # torch's own, while it traces
+
+
+def blocks_of(job: Job) -> Compiled:
+    assert job.learner.compiled is not None
+    return job.learner.compiled
+
+
+def said(job: Job) -> list[str]:
+    return [event["message"] for event in read_lines(job.folder / EVENTS) if event["kind"] == "compile"]
+
+
+@pytest.mark.parametrize("where", ["forward", "backward"])
+def test_where_it_fails_the_step_is_done_again_without(
+    place: TinyPlace, monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    def broken(function, **_):
+        def region(*arguments, **named):
+            given = function(*arguments, **named)
+            if where == "forward":
+                raise RuntimeError("no such instruction")
+            if given.requires_grad:
+                given.register_hook(fail)
+            return given
+
+        return region
+
+    def fail(gradient: torch.Tensor) -> None:
+        raise RuntimeError("no such instruction")
+
+    usual = place.job("usual", steps=3)
+    place.train(usual)
+    monkeypatch.setattr(torch, "compile", broken)
+    monkeypatch.setattr(compiled, "COMPILERS", ("/test_compiling.py",))
+    job = place.job("failing", steps=3, memory__compile=True, checkpoint__every_steps=1)
+    state, _ = place.train(job)
+    assert (state.step, state.fit.eager, blocks_of(job).on) == (3, True, False)
+    assert len(said(job)) == 1
+    assert "no such instruction" in said(job)[0]
+    for name, value in usual.learner.adapter.masters.items():
+        assert torch.equal(value, job.learner.adapter.masters[name])
+    again = place.job("failing", steps=4, memory__compile=True)
+    assert place.resume(again)[0].step == 4  # it knows, and says nothing more
+    assert len(said(again)) == 1
+
+
+def test_a_graph_break_ends_the_run_where_none_is_wanted(place: TinyPlace, monkeypatch: pytest.MonkeyPatch) -> None:
+    from diffusers.models.resnet import ResnetBlock2D
+
+    def breaking(*arguments, **named):
+        torch._dynamo.graph_break("a reason")
+
+    torch._dynamo.reset()
+    monkeypatch.setattr(ResnetBlock2D, "forward", breaking)
+    strict = place.job("strict", steps=1, memory__compile=True, memory__compile_fullgraph=True, data__held_out=0.0)
+    with pytest.raises(TrainingFailed, match="cannot be compiled whole"):
+        place.train(strict)
+    torch._dynamo.reset()
+
+
+def test_without_a_compiler_blocks_stay_as_they_are(place: TinyPlace, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compiling, "why_not", lambda denoiser, device: "no C++ compiler found")
+    notes: list[str] = []
+
+    def told(*arguments):
+        found, said = build_compiled(*arguments)
+        notes.extend(said)
+        return found, said
+
+    build_compiled = build.compiled_as_wanted
+    monkeypatch.setattr(build, "compiled_as_wanted", told)
+    job = place.job("none", steps=1, memory__compile=True)
+    assert job.learner.compiled is None
+    assert notes == ["not compiled: no C++ compiler found"]
+
+
+@pytest.mark.slow
+def test_compiled_for_real_it_learns_the_same_and_resumes_to_the_bit(
+    place: TinyPlace, monkeypatch: pytest.MonkeyPatch, tmp_path
+) -> None:
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    torch._dynamo.reset()
+    settings = {"memory__compile": True, "checkpoint__every_steps": 2}
+    usual, straight = place.job("usual", steps=4), place.job("straight", steps=4, **settings)
+    place.train(usual)
+    place.train(straight)
+    for name, value in usual.learner.adapter.masters.items():
+        torch.testing.assert_close(straight.learner.adapter.masters[name], value, rtol=1e-3, atol=1e-5)
+    place.train(place.job("broken", steps=2, **settings))
+    torch._dynamo.reset()  # a process that begins anew reads what is kept
+    second = place.job("broken", steps=4, **settings)
+    place.resume(second)
+    assert outcome(straight)["tensors"] == outcome(second)["tensors"]
+    assert "read from the cache" in said(second)[-1]
