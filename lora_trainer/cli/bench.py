@@ -7,6 +7,7 @@ import json
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
+from pathlib import Path
 
 from lora_trainer.cli.arguments import add_run_arguments, explained, resolved_from
 from lora_trainer.core.errors import DONE, Problem
@@ -17,7 +18,12 @@ EXAMPLES = (
     "examples:\n  lora-trainer bench step --preset 12gb --json\n  lora-trainer bench cache\n"
     "  lora-trainer bench loader --json\n"
 )
-FLAGS = {"tiny": "--tiny"}  # that not every measurement takes
+FLAGS = {
+    "tiny": "--tiny",
+    "minutes": "--minutes",
+    "rows": "--rows",
+    "only": "--only",
+}  # that not every measurement takes
 
 
 def add_bench_arguments(parser: argparse.ArgumentParser) -> None:
@@ -30,6 +36,11 @@ def add_bench_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--tiny", action="store_true", help="a family alone (--set model.family=sdxl): a fifth of its width"
     )
+    parser.add_argument("--minutes", type=float, metavar="M", help="table: what all rows may take (25)")
+    parser.add_argument(
+        "--rows", type=Path, metavar="FILE", help="table: kept here, and gone on with (bench-table.json)"
+    )
+    parser.add_argument("--only", metavar="WORDS", help="table: rows with these words in their names")
     parser.add_argument("--json", action="store_true", help="one JSON document on stdout")
     add_run_arguments(parser)
 
@@ -49,7 +60,8 @@ def bench_command(arguments: argparse.Namespace, unknown: list[Problem]) -> int:
     from lora_trainer.production.inputs import data_in_use
 
     with data_in_use():
-        report = measure(Asked(resolved, arguments.steps, arguments.tiny))
+        own = {name: vars(arguments)[name] for name in FLAGS}
+        report = measure(Asked(resolved, arguments.steps, **own))
     show(report, as_json=arguments.json)
     return DONE
 
@@ -65,7 +77,9 @@ def show(report: Report, *, as_json: bool) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    for model, rows in groupby(report.rows, key=lambda row: row.model):
+    if report.text:
+        print(report.text)
+    for model, rows in groupby(() if report.text else report.rows, key=lambda row: row.model):
         table = Table(report.first, *(title for title, _ in report.columns), title=f"{model} on {device}")
         for row in rows:
             table.add_row(row.name, *(cell(row) for _, cell in report.columns))

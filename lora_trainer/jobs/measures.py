@@ -10,6 +10,7 @@ import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 from lora_trainer.config.layers import Resolved
@@ -19,11 +20,17 @@ STEPS = 30
 
 @dataclass(frozen=True)
 class Asked:
-    """`steps` are timed steps, or rounds; None is the measurement's own number. `tiny` is a fifth of a family's width."""
+    """`steps` are timed steps, or rounds; None is the measurement's own number. `tiny` is a fifth of a family's width.
+
+    For the table: at most so many `minutes`, kept in the file `rows`, rows with `only` in their names.
+    """
 
     resolved: Resolved
     steps: int | None = None
     tiny: bool = False
+    minutes: float | None = None
+    rows: Path | None = None
+    only: str | None = None
 
 
 @dataclass(frozen=True)
@@ -65,7 +72,8 @@ NOISE = "a tenth of the measurements lies below the one and a tenth above the ot
 class Report:
     """Rows (dataclasses with at least the fields of `Row` that the contract names) and how they are shown.
 
-    `about` says what each row and column is, by its name; `notes` say what could not be measured, and why.
+    `about` says what each row and column is, by its name; `notes` say what could not be measured, and why. `text`
+    is printed in place of a table for each model.
     """
 
     rows: Sequence[Any]
@@ -73,6 +81,7 @@ class Report:
     notes: Sequence[str] = ()
     columns: Sequence[Column] = COLUMNS
     first: str = "step"  # what the rows are named by
+    text: str = ""
 
     def to_json(self, device: str, versions: Mapping[str, str]) -> dict[str, Any]:
         """The document of `bench --json`."""
@@ -98,6 +107,8 @@ MEASURES: Mapping[str, Measure] = {
     "step": Measure("one optimizer step, beside the least that it could be", "bench", frozenset({"tiny"})),
     "cache": Measure("reading cached latents", "bench_cache"),
     "loader": Measure("what its data costs a step", "bench_loader", frozenset({"tiny"})),
+    "batch": Measure("how many samples at once pay", "trials.batch", frozenset({"tiny"})),
+    "table": Measure("all rows of a card", "trials.table", frozenset({"tiny", "minutes", "rows", "only"})),
     "memory": Measure("what a step holds, beside what the plan says", "trials.memory", frozenset({"tiny"})),
 }
 

@@ -20,6 +20,7 @@ from lora_trainer.data.loader import Batch
 from lora_trainer.data.pictures.images import load_pixels
 from lora_trainer.data.steps import Ref, plan_steps, split_micros
 from lora_trainer.diffusion.process import Prediction, Process, usual_process
+from lora_trainer.jobs.random_weights import with_random_weights as random_module
 from lora_trainer.models import FAMILIES
 from lora_trainer.models.family import Architecture, Family, public_architecture
 from lora_trainer.production.choices import Choices, asked_by_user, cap_memory, choose
@@ -104,7 +105,7 @@ def public_built(resolved: Resolved, family: Family, *, tiny: bool) -> tuple[str
         config,
         with_random_weights(family, architecture),
         architecture.facts,
-        replace(choices.layout, compiled=config.memory.compile is True),
+        choices.layout,
         device=choices.device,
         reduce=None,
         attention_asked=asked_by_user(resolved, "memory.attention"),
@@ -135,14 +136,7 @@ def with_random_weights(family: Family, architecture: Architecture) -> Family:
     """The family, its denoiser and noise schedule taken from the architecture in place of a folder."""
 
     def load_denoiser(folder: Path, dtype: torch.dtype, device: torch.device) -> nn.Module:
-        # Made in its precision where it stays: fp32 weights first would need twice the room.
-        before = torch.get_default_dtype()
-        torch.set_default_dtype(dtype)
-        try:
-            with device:
-                return family.make_denoiser(architecture.denoiser).eval().requires_grad_(False)
-        finally:
-            torch.set_default_dtype(before)
+        return random_module(lambda: family.make_denoiser(architecture.denoiser), dtype, device)
 
     def make_process(folder: Path) -> Process:
         return usual_process(cast("Prediction", architecture.facts.prediction))

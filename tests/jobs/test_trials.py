@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from lora_trainer.cli.main import main
-from lora_trainer.jobs import subject
+from lora_trainer.jobs.trials import batch, table
+from lora_trainer.jobs.trials.row import Asking, Spec, settings_of
+from lora_trainer.models import unet
+from tests.jobs.childs_work import end_at_once, sleep
 from tests.recipes.recipe import Bench, draw_pictures, patched, save_tiny_model
 
 THIN = ("model.family=sd15", "data.resolution=64", "lora.rank=16")
@@ -23,7 +28,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Bench:
 def measured(what: str, capsys: pytest.CaptureFixture[str], *more: str, settings: tuple[str, ...] = THIN) -> Any:
     """The document of a measurement of a thin public architecture."""
     chosen = [part for setting in settings for part in ("--set", setting)]
-    with patched(subject, "THINNER", 10):
+    with patched(unet, "THINNER", 10):
         assert main(["bench", what, "--tiny", "--steps", "2", "--json", *chosen, *more]) == 0
     return json.loads(capsys.readouterr().out)
 
@@ -49,3 +54,81 @@ def test_memory_of_a_run_of_ones_own(place, capsys):
     rows = json.loads(capsys.readouterr().out)["rows"]
     assert rows[0]["model"] == place.model.name
     assert 0.95 < rows[-1]["ratio"] < 1.05
+
+
+def test_batches_grow_until_a_limit_that_the_plan_foresees(capsys):
+    """The plan and what is counted agree on how many fit."""
+    with patched(batch, "MOST_ON_A_PROCESSOR", 2):
+        document = measured("batch", capsys, settings=(*THIN, "memory.limit_gib=0.836"))
+    rows = {row["name"]: row for row in document["rows"]}
+    assert rows["1"]["ratio"] == 1.0
+    assert all(row["peak_gib"] == pytest.approx(row["predicted_gib"], rel=0.05) for row in rows.values())
+    assert all(row["samples_per_second"] == int(name) / row["seconds_median"] for name, row in rows.items())
+    assert any("as the plan says" in note for note in document["notes"]), document["notes"]
+
+
+@pytest.fixture
+def rows_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows are measured in this process, thinner still."""
+
+    def here(work: Any, arguments: tuple[Any, ...], path: Path, seconds: float) -> Any:
+        work(*arguments, str(path))
+        return json.loads(path.read_text("utf-8"))
+
+    monkeypatch.setattr(table, "in_child", here)
+    monkeypatch.setattr(unet, "THINNER", 10)
+
+
+def test_the_table_is_written_row_by_row_and_gone_on_with(rows_here, tmp_path, capsys):
+    file = tmp_path / "rows.json"
+    arguments = ["bench", "table", "--tiny", "--only", "sd15 512", "--steps", "2", "--rows", str(file)]
+    assert main(arguments) == 0
+    said = capsys.readouterr()
+    assert "| sd15 512 batch 4 |" in said.out
+    assert said.err.splitlines() == ["sd15 512 …", "sd15 512 batch 4 …"]
+    first = json.loads(file.read_text("utf-8"))
+    assert [row["micro"] for row in first["rows"]] == [1, 4]
+    assert all(len(row["losses"]) == 4 and row["peak_gib"] > 0 for row in first["rows"])  # two more warmed up
+    file.write_text(json.dumps(first | {"rows": first["rows"][:1]}), encoding="utf-8")
+    assert main([*arguments, "--json"]) == 0
+    said = capsys.readouterr()
+    assert said.err.splitlines() == ["sd15 512 batch 4 …"], "what is there already is not measured again"
+    again = json.loads(said.out)["rows"]
+    assert again[0]["seconds_median"] == first["rows"][0]["seconds_median"]
+    assert again[1]["losses"] == first["rows"][1]["losses"], "the same weights, samples and noise in every process"
+    file.write_text(json.dumps(first | {"device": "another"}), encoding="utf-8")
+    assert main(arguments) == 2
+    assert "is of another" in capsys.readouterr().err
+
+
+def test_a_row_that_fails_says_why_and_costs_no_other(rows_here, tmp_path):
+    plain = {"data.resolution": 512, "batch.effective": 1}
+    specs = [
+        Spec("bad", "sd15", plain | {"lora.targets": ("nothing",)}),
+        Spec("plain", "sd15", plain),
+        Spec("checkpointed", "sd15", plain | {"memory.checkpointing": "all"}, like="plain"),
+    ]
+    found = table.fill(specs, {}, Asking(1, 2, tiny=True), tmp_path / "rows.json", "here", 600.0)
+    assert "nothing" in str(found["bad"].failed)
+    assert found["plain"].ratio == 1.0
+    assert found["checkpointed"].loss_most == 0.0, "checkpointing changes no loss"
+    assert found["checkpointed"].checkpointed
+    assert found["checkpointed"].ratio == found["checkpointed"].seconds_median / found["plain"].seconds_median
+    assert table.fill(specs, {}, Asking(), tmp_path / "rows.json", "here", 0.0) == {}, "no time, no row"
+
+
+def test_a_process_that_ends_or_hangs_is_a_row_that_failed(tmp_path, monkeypatch):
+    monkeypatch.setattr(table, "PRELOADED", [])
+    assert table.in_child(end_at_once, (), tmp_path / "row", 60.0) == {"failed": "the process ended with code 9"}
+    assert table.in_child(sleep, (), tmp_path / "row", 3.0)["failed"] == "took longer than 3 s"
+
+
+def test_rows_of_a_card_are_what_the_plan_chose_for_it():
+    spec = table.capped("sdxl", 8, 60.0)
+    settings = settings_of(spec, Asking(tiny=True), torch.device("cpu")).config
+    assert settings.memory.checkpointing not in ("none", "auto")
+    assert settings.memory.limit_gib is None
+    assert settings.data.resolution == 128
+    names = [spec.name for spec in table.SPECS]
+    assert len(set(names)) == len(names)
+    assert all(spec.like is None or spec.like in names[: names.index(spec.name)] for spec in table.SPECS)

@@ -114,6 +114,11 @@ def own_tensors(learner: Learner) -> tuple[list[Tensor], list[Tensor]]:
     return frozen, adapter
 
 
+def state_of(learner: Learner) -> list[Tensor]:
+    """What the optimizer keeps by now."""
+    return [each for kept in learner.optimizer.state.values() for each in kept.values() if isinstance(each, Tensor)]
+
+
 def bytes_of(tensors: Iterable[Tensor], device: torch.device) -> int:
     """Of their storages on a device, each once and in the allocator's steps."""
     storages = {
@@ -133,6 +138,8 @@ def on_processor(learner: Learner, micros: list[Micro]) -> tuple[Measured, Held]
     for tensor in adapter:
         account.follow(tensor)
     own = account.now - weights
+    for tensor in state_of(learner):
+        account.follow(tensor)
     with account:
         way(0)
         optimizer = account.now - weights - own
@@ -150,8 +157,7 @@ def on_card(learner: Learner, micros: list[Micro]) -> tuple[Measured, Held]:
     way(0)
     free_memory(device)
     before = torch.cuda.memory_allocated(device)
-    state = [each for value in learner.optimizer.state.values() for each in value.values() if isinstance(each, Tensor)]
-    optimizer = bytes_of(state, device)
+    optimizer = bytes_of(state_of(learner), device)
     torch.cuda.reset_peak_memory_stats(device)
     retries = retries_of(device)
     way(1)

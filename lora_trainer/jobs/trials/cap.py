@@ -1,0 +1,26 @@
+"""Whether a process that is held to a share of a card is stopped where it would pass it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from lora_trainer.core.errors import first_line, is_out_of_memory
+from lora_trainer.core.io import write_json
+from lora_trainer.jobs.trials.steps import GIB
+
+TRIED_GIB = 1
+
+
+def prove_cap(path: str) -> None:
+    """Hold this process to 1 GiB and take two; write whether that was refused."""
+    held, word = False, None
+    try:
+        total = torch.cuda.get_device_properties(0).total_memory
+        torch.cuda.set_per_process_memory_fraction(TRIED_GIB * GIB / total)
+        torch.empty(2 * TRIED_GIB * GIB, dtype=torch.uint8, device="cuda")
+    except Exception as error:  # noqa: BLE001  whatever it is, it is what the row says
+        held = is_out_of_memory(error)
+        word = None if held else first_line(error)
+    write_json(Path(path), {"holds": held, "failed": word})

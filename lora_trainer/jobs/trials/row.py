@@ -1,0 +1,214 @@
+"""One row of the table, in a process of its own: what is lost where it crashes or runs out of memory is that row."""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from lora_trainer.config.layers import Layer, Resolved
+from lora_trainer.core.errors import UserError, first_line, is_out_of_memory
+from lora_trainer.core.io import write_json
+from lora_trainer.core.quiet import quieten_libraries
+from lora_trainer.jobs.subject import Subject, subject_of
+from lora_trainer.jobs.trials.expected import Expected, demand_of, expected_of
+from lora_trainer.jobs.trials.memory import on_processor
+from lora_trainer.jobs.trials.steps import GIB, Steps, inputs_of, own_way, take_steps
+from lora_trainer.jobs.usual import USUAL, add_usual_adapter, use_adapter, usual_step
+from lora_trainer.models.memory.checkpointing import checkpointed_blocks
+from lora_trainer.production.memory import choose_fit, refuse_what_does_not_fit, usable_gib
+from lora_trainer.production.settings import settle
+from lora_trainer.training.micro import Micro
+
+SIDES = ((64, 64), (56, 72), (72, 56), (48, 80), (80, 48), (40, 96), (96, 40), (52, 76))  # of 64: about one area each
+
+
+@dataclass(frozen=True)
+class Spec:
+    """What a row trains and how. `like` names the row of the same model whose losses and time it is held against.
+
+    `cap_gib` emulates a card; `shapes` is how many sizes of pictures come in turn; `seconds` is what the row may take.
+    """
+
+    name: str
+    family: str
+    settings: Mapping[str, Any]
+    like: str | None = None
+    cap_gib: float | None = None
+    way: Literal["ours", "example"] = "ours"
+    shapes: int = 1
+    seconds: float = 120.0
+
+
+@dataclass(frozen=True)
+class Asking:
+    """How all rows are measured. `tiny`: a fifth of the width and small pictures, for machines without a card."""
+
+    warm_up: int = 10
+    steps: int = 30
+    tiny: bool = False
+
+
+@dataclass(frozen=True)
+class TableRow:
+    """A row of the table; without seconds where it was not measured, and why."""
+
+    name: str
+    model: str
+    seconds_median: float | None = None
+    seconds_p10: float | None = None
+    seconds_p90: float | None = None
+    ratio: float | None = None  # over the row that it is held against
+    samples_per_second: float | None = None
+    tflop: float | None = None
+    peak_gib: float | None = None  # allocated
+    reserved_gib: float | None = None
+    predicted_gib: float | None = None  # allocated
+    limit_gib: float | None = None
+    error: float | None = None  # of the prediction: measured over predicted, less one
+    retries: int | None = None
+    precision: str | None = None
+    checkpointed: int | None = None
+    micro: int | None = None
+    warm_up_seconds: float | None = None
+    compilations: int | None = None
+    loss_mean: float | None = None  # relative difference of the first losses from the row it is held against
+    loss_most: float | None = None
+    losses: Sequence[float] = field(default_factory=tuple)
+    failed: str | None = None
+
+
+def settings_of(spec: Spec, asking: Asking, card: torch.device) -> Resolved:
+    """The row's settings. Without a card, what the planner would choose for the full model on a card of that size."""
+    values: dict[str, Any] = {"model.family": spec.family, **spec.settings}
+    if spec.cap_gib is not None:
+        values["memory.limit_gib"] = spec.cap_gib
+    resolved = laid(values)
+    if card.type == "cuda":
+        return resolved
+    if spec.cap_gib is not None:
+        values |= planned_settings(resolved, spec.cap_gib)
+        del values["memory.limit_gib"]
+    values.setdefault("memory.base_precision", "bf16")  # asked for, or a processor takes fp32
+    if asking.tiny:
+        values["data.resolution"] = values["data.resolution"] // 8
+    return laid(values)
+
+
+def laid(values: Mapping[str, Any]) -> Resolved:
+    sections: dict[str, dict[str, Any]] = {}
+    for name, value in values.items():
+        section, _, key = name.partition(".")
+        sections.setdefault(section, {})[key] = value
+    return settle([], [Layer("bench table", sections)], builtin_if_none=False)
+
+
+def planned_settings(resolved: Resolved, cap_gib: float) -> dict[str, Any]:
+    """The planner's choice for the published model under a limit, as settings. Raises UsageError where nothing fits."""
+    demand = demand_of(resolved, resolved.config.memory.base_precision, tiny=False, limit_gib=cap_gib)
+    fit = choose_fit(demand)
+    refuse_what_does_not_fit(demand, fit)
+    return {
+        "memory.base_precision": fit.precision,
+        "memory.checkpointing": fit.checkpointed or "none",
+        "batch.max_micro": fit.micro,
+    }
+
+
+def measured_row(spec: Spec, asking: Asking) -> TableRow:
+    """Build, warm up, time. Raises UserError, and whatever the libraries do where memory runs out."""
+    card = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    resolved = settings_of(spec, asking, card)
+    with tempfile.TemporaryDirectory() as folder:
+        subject = subject_of(resolved, Path(folder), tiny=asking.tiny)
+    learner = subject.learner
+    inputs = inputs_of(subject)
+    if spec.shapes > 1:
+        inputs = [[shaped(micro, number % spec.shapes) for micro in micros] for number, micros in enumerate(inputs)]
+    expected = None if asking.tiny else expected_of(resolved, subject, inputs[0], tiny=False)
+    before = compilations()
+    steps = take_steps(way_of(spec, subject, inputs), learner.device, asking.warm_up, asking.steps)
+    made = compilations() - before
+    if learner.device.type == "cpu" and spec.way == "ours":
+        _, held = on_processor(learner, inputs[0])
+        steps = replace(steps, held=held)
+    return row_from(spec, subject, inputs, steps, expected, made)
+
+
+def way_of(spec: Spec, subject: Subject, inputs: list[list[Micro]]) -> Callable[[int], Tensor]:
+    """The trainer's own step, or the step as diffusers' example does it: autocast, LoRA in fp32, cached inputs."""
+    if spec.way == "ours":
+        return own_way(subject.learner, inputs)
+    parameters = add_usual_adapter(subject.learner.denoiser)
+    use_adapter(subject.learner.denoiser, USUAL)
+    usual, nothing = usual_step(subject, parameters, inputs, None), torch.zeros(())
+
+    def step(number: int) -> Tensor:
+        usual(number % len(inputs))
+        return nothing
+
+    return step
+
+
+def shaped(micro: Micro, number: int) -> Micro:
+    """The same samples with latents of another form and about as many places."""
+    height, width = (side * micro.latents.shape[-1] // 64 // 8 * 8 for side in SIDES[number % len(SIDES)])
+    shape = (*micro.latents.shape[:2], max(8, height), max(8, width))
+    draw = torch.Generator().manual_seed(number)
+    noise = torch.randn(shape, generator=draw)
+    return replace(micro, latents=torch.randn(shape, generator=draw), noise=noise, added=noise)
+
+
+def compilations() -> int:
+    """Graphs that torch.compile made in this process until now."""
+    dynamo = sys.modules.get("torch._dynamo.utils")
+    return int(dynamo.counters["stats"]["unique_graphs"]) if dynamo else 0
+
+
+def row_from(
+    spec: Spec, subject: Subject, inputs: list[list[Micro]], steps: Steps, expected: Expected | None, compiled: int
+) -> TableRow:
+    low, high = steps.tenths
+    held, samples = steps.held, sum(len(micro.t) for micro in inputs[0])
+    predicted = None if expected is None or spec.way != "ours" else expected.live / GIB
+    error = held.gib / predicted - 1 if held.gib is not None and predicted else None
+    return TableRow(
+        name=spec.name,
+        model=subject.name,
+        seconds_median=steps.median,
+        seconds_p10=low,
+        seconds_p90=high,
+        samples_per_second=samples / steps.median,
+        tflop=None if expected is None else expected.parts.tflop,
+        peak_gib=held.gib,
+        reserved_gib=None if held.reserved is None else held.reserved / GIB,
+        predicted_gib=predicted,
+        limit_gib=None if spec.cap_gib is None else usable_gib(spec.cap_gib),
+        error=error,
+        retries=None if held.allocated is None else held.retries,
+        precision=subject.precision,
+        checkpointed=checkpointed_blocks(subject.learner.denoiser),
+        micro=max(len(micro.t) for micro in inputs[0]),
+        warm_up_seconds=steps.warming,
+        compilations=compiled or None,
+        losses=steps.losses if spec.way == "ours" else (),
+    )
+
+
+def child(spec: Spec, asking: Asking, path: str) -> None:
+    """Measure a row and write it; what went wrong is its last word."""
+    quieten_libraries()
+    try:
+        row = measured_row(spec, asking)
+    except UserError as error:
+        row = TableRow(spec.name, spec.family, failed=" ".join(f"{p.message} {p.fix}" for p in error.problems))
+    except Exception as error:  # noqa: BLE001  whatever it is, it is what the row says
+        word = "out of memory: " if is_out_of_memory(error) else f"{type(error).__name__}: "
+        row = TableRow(spec.name, spec.family, failed=word + first_line(error))
+    write_json(Path(path), asdict(row))
