@@ -107,6 +107,7 @@ MEASURES: Mapping[str, Measure] = {
     "step": Measure("one optimizer step, beside the least that it could be", "bench", frozenset({"tiny"})),
     "cache": Measure("reading cached latents", "bench_cache"),
     "loader": Measure("what its data costs a step", "bench_loader", frozenset({"tiny"})),
+    "attention": Measure("every implementation at the model's sizes", "trials.attention", frozenset({"tiny"})),
     "batch": Measure("how many samples at once pay", "trials.batch", frozenset({"tiny"})),
     "table": Measure("all rows of a card", "trials.table", frozenset({"tiny", "minutes", "rows", "only"})),
     "memory": Measure("what a step holds, beside what the plan says", "trials.memory", frozenset({"tiny"})),

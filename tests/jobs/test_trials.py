@@ -67,6 +67,19 @@ def test_batches_grow_until_a_limit_that_the_plan_foresees(capsys):
     assert any("as the plan says" in note for note in document["notes"]), document["notes"]
 
 
+def test_attention_is_measured_at_the_sizes_of_the_model(capsys):
+    document = measured("attention", capsys)
+    whole = {row["name"]: row for row in document["rows"] if row["shape"] == "all layers"}
+    assert {"sdpa", "math"} <= whole.keys()
+    assert whole["math"]["ratio"] == 1.0
+    assert whole["math"]["layers"] == 32
+    each = [row for row in document["rows"] if row["name"] == "sdpa" and row["shape"] != "all layers"]
+    assert sum(row["layers"] for row in each) == 32
+    assert sum(row["layers"] * row["seconds_median"] for row in each) == pytest.approx(whole["sdpa"]["seconds_median"])
+    assert all(row["error"] < 1e-4 and row["peak_gib"] > 0 for row in document["rows"])
+    assert any("flash3" in note for note in document["notes"]), "what does not work here is named"
+
+
 @pytest.fixture
 def rows_here(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows are measured in this process, thinner still."""
