@@ -15,6 +15,8 @@ from lora_trainer.core.errors import Problem
 
 SMALLEST_FACTOR = 0.01  # under this a rate is meant for AdamW, not as a factor on Prodigy's own
 SUGGESTED_FACTOR = 1.0
+MOVES_NOTHING = ("none", "auto", False)  # with `auto` the run looks to it by itself
+WITH_GRAPHS = ("reduce-overhead", "max-autotune")  # compile modes that record CUDA graphs
 
 
 @dataclass(frozen=True)
@@ -155,6 +157,23 @@ def determinism(settings: Settings) -> list[Yields]:
     return [Yields("memory.attention", "sdpa", reason, "Set memory.attention=sdpa, or train.deterministic=false.")]
 
 
+def memory(settings: Settings) -> list[Yields]:
+    found = []
+    if settings["memory.recompute"] == "cheap":
+        name, fix = "memory.recompute", "Set memory.recompute=all"
+        if settings["memory.checkpointing"] in ("none", 0):
+            reason = "memory.checkpointing=none computes nothing again"
+            found.append(Yields(name, "all", reason, f"{fix}, or memory.checkpointing=all."))
+        elif settings["memory.compile"] is True:
+            reason = "a compiled block is one piece, of which no single results are kept"
+            found.append(Yields(name, "all", reason, f"{fix}, or memory.compile=false."))
+    moves = [name for name in ("streaming", "offload_activations") if settings[f"memory.{name}"] not in MOVES_NOTHING]
+    if moves and settings["memory.compile"] and settings["memory.compile_mode"] in WITH_GRAPHS:
+        name, reason = "memory.compile_mode", f"CUDA graphs hold addresses, and memory.{moves[0]} changes them"
+        found.append(Yields(name, "default", reason, f"Set {name}=default, or remove memory.{moves[0]}."))
+    return found
+
+
 def control(settings: Settings) -> list[Yields]:
     found = []
     for name in ("control.plateau", "control.early_stopping"):
@@ -186,6 +205,7 @@ RULES: tuple[Callable[[Settings], list[Yields]], ...] = (
     sizes,
     captions,
     determinism,
+    memory,
     control,
 )
 

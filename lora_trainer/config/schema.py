@@ -20,6 +20,7 @@ AttentionName = Literal[
     "auto", "fastest", "sdpa", "flash", "efficient", "cudnn", "math", "xformers", "flash2", "flash3"
 ]
 CompileMode = Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"]
+Recompute = Literal["all", "cheap"]
 CropName = Literal["centre", "random"]
 NotFiniteName = Literal["skip", "restore", "stop"]
 
@@ -183,7 +184,7 @@ class MemorySection(Section):
     int8_products: bool = Field(
         False, description="multiply in int8 as well where the base is stored so: quicker on GeForce cards"
     )
-    recompute: Literal["all", "cheap"] = Field(
+    recompute: Recompute = Field(
         "all",
         description="what a checkpointed block computes again: `all`, or `cheap`, all but attention and matrix products",
     )

@@ -77,7 +77,7 @@ def build_learner(
     bring(denoiser.train(), device)
     blocks = len(checkpointable_blocks(denoiser))
     checkpointed = count_of(layout.checkpointing, blocks)
-    checkpoint_blocks(denoiser, checkpointed)
+    checkpoint_blocks(denoiser, checkpointed, config.memory.recompute)
     compiled, said = compiled_as_wanted(denoiser, config, layout, device)
     learner = make_learner(config, family, facts, denoiser, parameters, dtype=dtype, device=device, reduce=reduce)
     notes = (

@@ -40,6 +40,14 @@ CLASHES = [
     ({"optim__clip_norm": 0.0}, {"control__jump": True}, False),
     ({"data__no_upscale": True}, {"data__allow_upscale": True}, False),
     ({"train__deterministic": True}, {"memory__attention": "xformers"}, "sdpa"),
+    ({"memory__checkpointing": "none"}, {"memory__recompute": "cheap"}, "all"),
+    ({"memory__compile": True}, {"memory__recompute": "cheap"}, "all"),
+    ({"memory__compile": True, "memory__streaming": 4}, {"memory__compile_mode": "max-autotune"}, "default"),
+    (
+        {"memory__compile": "auto", "memory__offload_activations": True},
+        {"memory__compile_mode": "reduce-overhead"},
+        "default",
+    ),
 ]
 
 

@@ -6,10 +6,13 @@ A U-Net's blocks ask a flag of their own, a transformer asks one for all of its 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 from torch import nn
-from torch.utils.checkpoint import checkpoint
+
+from lora_trainer.config.schema import Recompute
+from lora_trainer.models.memory.recompute import recomputing
 
 FLAG = "gradient_checkpointing"
 
@@ -57,18 +60,19 @@ def checkpointed_blocks(denoiser: nn.Module) -> int:
     return sum(bool(getattr(block, FLAG, False)) for block in checkpointable_blocks(denoiser))
 
 
-def checkpoint_blocks(denoiser: Any, count: int) -> None:
-    """Recompute the activations of the first `count` blocks in the backward pass."""
+def checkpoint_blocks(denoiser: Any, count: int, recompute: Recompute = "all") -> None:
+    """Recompute the activations of the first `count` blocks in the backward pass: all, or what is cheap to compute."""
     blocks = checkpointable_blocks(denoiser)
     if is_transformer(denoiser):
-        denoiser.enable_gradient_checkpointing(_where_flagged)
+        denoiser.enable_gradient_checkpointing(_where_flagged(recompute))
         setattr(denoiser, FLAG, count > 0)
     elif count and hasattr(denoiser, "enable_gradient_checkpointing"):
-        denoiser.enable_gradient_checkpointing()
+        denoiser.enable_gradient_checkpointing(recomputing(recompute))
     for index, block in enumerate(blocks):
         setattr(block, FLAG, index < count)
 
 
-def _where_flagged(block: nn.Module, *arguments: Any) -> Any:
-    """Run a transformer's block, checkpointed if it has the flag."""
-    return checkpoint(block, *arguments, use_reentrant=False) if getattr(block, FLAG) else block(*arguments)
+def _where_flagged(recompute: Recompute) -> Callable[..., Any]:
+    """What runs a transformer's block, checkpointed if it has the flag."""
+    checkpointed = recomputing(recompute)
+    return lambda block, *given: checkpointed(block, *given) if getattr(block, FLAG) else block(*given)

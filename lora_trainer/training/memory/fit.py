@@ -11,6 +11,7 @@ from itertools import pairwise
 
 import torch
 
+from lora_trainer.config.contradictions import WITH_GRAPHS
 from lora_trainer.core.errors import Problem, TrainingFailed, first_line, is_out_of_memory
 from lora_trainer.evaluation.loading import free_memory
 from lora_trainer.models.memory.checkpointing import checkpoint_blocks, checkpointable_blocks
@@ -126,10 +127,12 @@ def rungs(job: Job) -> list[int]:
 def streaming_rungs(job: Job) -> list[int]:
     """Numbers of blocks that visit the card: as planned, then a quarter of all or twice as many, then half, then all.
 
-    On a processor, where that frees nothing, as planned; and so where nothing is to visit.
+    As planned on a processor, where more would free nothing, where nothing is to visit, and with CUDA graphs.
     """
-    planned, device = job.planned.streamed or 0, job.learner.device
-    if job.config.memory.streaming == "none" or (device.type == "cpu" and not planned):
+    planned, memory = job.planned.streamed or 0, job.config.memory
+    frees_nothing = job.learner.device.type == "cpu" and not planned
+    held_in_place = memory.compile and memory.compile_mode in WITH_GRAPHS
+    if memory.streaming == "none" or frees_nothing or held_in_place:
         return [planned]
     blocks = len(streamable_blocks(job.learner.denoiser))
     more = {max(2 * planned, -(-blocks // 4)), max(2 * planned, -(-blocks // 2)), blocks}
@@ -148,7 +151,7 @@ def install(job: Job, fit: Fit) -> None:
     """Checkpoint as many blocks as a fit says, let as many visit, and leave out compiled ones that failed."""
     if job.learner.compiled is not None:
         job.learner.compiled.on = not fit.eager
-    checkpoint_blocks(job.learner.denoiser, checkpointed(job, fit))
+    checkpoint_blocks(job.learner.denoiser, checkpointed(job, fit), job.config.memory.recompute)
     stream_blocks(job.learner.denoiser, streamed(job, fit), job.learner.device)
 
 

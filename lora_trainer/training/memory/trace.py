@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.flop_counter import flop_registry
 
-from lora_trainer.config.schema import LossSection, OptimSection, Precision
+from lora_trainer.config.schema import LossSection, OptimSection, Precision, Recompute
 from lora_trainer.diffusion.loss import make_loss
 from lora_trainer.diffusion.process import Prediction, Process
 from lora_trainer.models.family import Architecture, Family
@@ -110,6 +110,7 @@ def trace(
     height: int,
     width: int,
     checkpointed: int,
+    recompute: Recompute = "all",
     kind: Callable[[int], int] = lambda size: 0,
     kinds: int = 1,
 ) -> Trace:
@@ -117,7 +118,7 @@ def trace(
 
     `kind` sorts bytes and counts of operations into `kinds` sorts.
     """
-    checkpoint_blocks(subject.denoiser, checkpointed)
+    checkpoint_blocks(subject.denoiser, checkpointed, recompute)
     copies = list(subject.adapter.copies.values())
     account = Account(kind, kinds, subject.made)
     frozen = (*subject.denoiser.parameters(), *subject.denoiser.buffers())

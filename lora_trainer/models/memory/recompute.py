@@ -1,0 +1,68 @@
+"""What a checkpointed block computes again in the backward pass: all of it, or what is cheap.
+
+Selective checkpointing (arXiv:2205.05198) keeps the results that cost most for each byte, attention and large products,
+and computes the others again. Nothing is rounded otherwise, so gradients are the same to the bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache, partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+from lora_trainer.config.schema import Recompute
+
+# A product is kept where each of its numbers took so many multiplications: the base's are, the adapter's, as wide as
+# the rank, are not, and neither are scores of attention where it comes apart into products.
+DEAR = 256
+KEEP, AGAIN = CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def recomputing(recompute: Recompute) -> Callable[..., Any]:
+    """The function that runs a block so that its backward pass computes it again."""
+    if recompute == "all":
+        return partial(checkpoint, use_reentrant=False)
+    return partial(checkpoint, use_reentrant=False, context_fn=_contexts)
+
+
+def _contexts() -> Any:
+    return create_selective_checkpoint_contexts(_policy)
+
+
+def _policy(context: Any, operator: Any, *given: Any, **named: Any) -> CheckpointPolicy:
+    kind = _kind(operator)
+    if kind == "attention":
+        return KEEP
+    return KEEP if kind and _multiplications(kind, given) >= DEAR else AGAIN
+
+
+@cache
+def _kind(operator: Any) -> str:
+    """`attention`, the name of a product, or nothing. Whoever's attention it is, its operator says so in its name."""
+    if not isinstance(operator, torch._ops.OpOverload):
+        return ""
+    name = operator.name().split("::")[-1].split(".")[0]
+    if "attention" in name or "flash" in name or "fmha" in name:
+        return "attention"
+    return name if name in INNER else ""
+
+
+INNER: dict[str, Callable[..., int]] = {
+    "mm": lambda left, *_: left.shape[-1],
+    "bmm": lambda left, *_: left.shape[-1],
+    "_int_mm": lambda left, *_: left.shape[-1],
+    "_scaled_mm": lambda left, *_: left.shape[-1],
+    "addmm": lambda _, left, *__: left.shape[-1],
+    "baddbmm": lambda _, left, *__: left.shape[-1],
+    "linear": lambda left, *_: left.shape[-1],
+    "convolution": lambda _, weight, *__: weight[0].numel(),
+}
+
+
+def _multiplications(kind: str, given: tuple[Any, ...]) -> int:
+    """For each number of a product."""
+    return INNER[kind](*[each for each in given if isinstance(each, Tensor)])

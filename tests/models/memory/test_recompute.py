@@ -1,0 +1,83 @@
+"""Selective checkpointing: gradients to the bit, and memory and work between none and all."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
+
+from lora_trainer.config.schema import Precision, Recompute
+from lora_trainer.models import FAMILIES
+from lora_trainer.models.family import Architecture, public_architecture
+from lora_trainer.models.memory import recompute
+from lora_trainer.models.memory.checkpointing import checkpoint_blocks
+from lora_trainer.models.memory.recompute import recomputing
+from lora_trainer.models.memory.streaming import stream_blocks, streamable_blocks
+from lora_trainer.training.memory.trace import make_subject, trace
+from tests.models.memory.test_streaming import CPU, Tried, same
+
+
+@pytest.mark.parametrize(("kind", "stored"), [("flux", "bf16"), ("sd3", "int8"), ("sdxl", "fp8")])
+def test_what_is_kept_changes_no_bit(kind: str, stored: Precision, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where blocks visit, whose copies are no part of what is computed again."""
+    monkeypatch.setattr(recompute, "DEAR", 16)  # for layers as small as these
+    tried = Tried(kind, stored=stored)
+    expected, work = tried.step(), []
+    for chosen in ("all", "cheap"):
+        checkpoint_blocks(tried.denoiser, 99, chosen)
+        assert same(tried.step(), expected)
+        with FlopCounterMode(display=False) as counted:  # this itself has some layers computed otherwise
+            tried.step()
+        work.append(counted.get_total_flops())
+    assert work[1] < work[0]
+    stream_blocks(tried.denoiser, len(streamable_blocks(tried.denoiser)), CPU)
+    assert same(tried.step(), expected)
+    assert same(tried.step(), expected)
+
+
+def kept_by(block: nn.Module, *given: torch.Tensor) -> list[str]:
+    """The operators that a backward pass needs not compute again."""
+    ran: list[str] = []
+
+    class Watched(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
+            ran.append(str(operator))
+            return operator(*args, **(kwargs or {}))
+
+    result = recomputing("cheap")(block, *given)
+    with Watched():
+        result.sum().backward()
+    return ran
+
+
+def test_dear_results_are_kept_and_cheap_ones_computed_again() -> None:
+    """A product over 512 is kept, one over 16, as an adapter's, is not."""
+    wide, narrow = nn.Linear(512, 16), nn.Linear(16, 24)
+    ran = kept_by(lambda x: narrow(wide(x).sigmoid()).exp(), torch.randn(8, 512, requires_grad=True))
+    assert sum("addmm" in name for name in ran) == 1
+    assert any("sigmoid.default" in name for name in ran)
+
+
+def test_attention_is_kept() -> None:
+    def block(x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.scaled_dot_product_attention(x.exp(), x, x).sin()
+
+    ran = kept_by(block, torch.randn(1, 2, 8, 16, requires_grad=True))
+    assert not [name for name in ran if "attention" in name and "backward" not in name]
+    assert any("exp" in name for name in ran)
+
+
+@pytest.mark.parametrize("chosen", ["all", "cheap"])
+def test_memory_lies_between_none_and_all(chosen: Recompute) -> None:
+    """Of the published model, by the trace: and with `cheap` there is next to no work more than without."""
+    architecture: Architecture = public_architecture("sd15")
+    subject = make_subject(FAMILIES["sd15"], architecture, rank=16, targets="attention", dtype=torch.bfloat16)
+    none, some = (
+        trace(subject, micro=1, height=64, width=64, checkpointed=count, recompute=chosen)
+        for count in (0, subject.blocks)
+    )
+    work = sum(some.flops) / sum(none.flops)
+    assert (1.3 < work < 1.4) if chosen == "all" else (1.0 < work < 1.01)
+    assert some.peak < (0.4 if chosen == "all" else 0.85) * none.peak
+    assert some.peak > (0.2 if chosen == "all" else 0.6) * none.peak
