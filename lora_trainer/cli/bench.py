@@ -12,18 +12,20 @@ from pathlib import Path
 from lora_trainer.cli.arguments import add_run_arguments, explained, resolved_from
 from lora_trainer.core.errors import DONE, Problem
 from lora_trainer.core.hardware import package_versions
-from lora_trainer.jobs.measures import MEASURES, NOISE, Asked, Report
+from lora_trainer.jobs.measures import MEASURES, NOISE, SUBJECTS, Asked, Report
 
 EXAMPLES = (
     "examples:\n  lora-trainer bench step --preset 12gb --json\n  lora-trainer bench cache\n"
     "  lora-trainer bench loader --json\n"
 )
-FLAGS = {
+WIDE = 132  # columns of what is not a terminal
+FLAGS = {  # that not every measurement takes
     "tiny": "--tiny",
+    "subjects": "--subject",
     "minutes": "--minutes",
     "rows": "--rows",
     "only": "--only",
-}  # that not every measurement takes
+}
 
 
 def add_bench_arguments(parser: argparse.ArgumentParser) -> None:
@@ -35,6 +37,14 @@ def add_bench_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--steps", type=int, metavar="N", help="timed steps (30) or rounds of reading (9) of each row")
     parser.add_argument(
         "--tiny", action="store_true", help="a family alone (--set model.family=sdxl): a fifth of its width"
+    )
+    parser.add_argument(
+        "--subject",
+        action="append",
+        default=[],
+        dest="subjects",
+        choices=SUBJECTS,
+        help=f"repeatable: {'; '.join(f'{name}, {text}' for name, text in SUBJECTS.items())}",
     )
     parser.add_argument("--minutes", type=float, metavar="M", help="table: what all rows may take (25)")
     parser.add_argument(
@@ -79,12 +89,14 @@ def show(report: Report, *, as_json: bool) -> None:
 
     if report.text:
         print(report.text)
-    for model, rows in groupby(() if report.text else report.rows, key=lambda row: row.model):
-        table = Table(report.first, *(title for title, _ in report.columns), title=f"{model} on {device}")
+    shown = () if report.text else report.rows
+    columns = [(title, cell) for title, cell in report.columns if any(map(cell, shown))]
+    for model, rows in groupby(shown, key=lambda row: row.model):
+        table = Table(report.first, *(title for title, _ in columns), title=f"{model} on {device}")
         for row in rows:
-            table.add_row(row.name, *(cell(row) for _, cell in report.columns))
-        Console().print(table)
-    for line in (*legend(report.about, [row.name for row in report.rows], report.columns), *report.notes):
+            table.add_row(row.name, *(cell(row) for _, cell in columns))
+        Console(width=None if sys.stdout.isatty() else WIDE).print(table)
+    for line in (*legend(report.about, [row.name for row in report.rows], columns), *report.notes):
         print(line)
 
 

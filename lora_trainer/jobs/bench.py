@@ -12,124 +12,220 @@ where there are encoders; `usual_cached` is the same with everything encoded bef
 
 from __future__ import annotations
 
+import math
 import tempfile
-import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import closing
-from dataclasses import replace
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import torch
 from torch.nn.functional import mse_loss
 
 from lora_trainer.core.errors import first_line, is_out_of_memory
-from lora_trainer.data.loader import prefetch
+from lora_trainer.evaluation.loading import free_memory
 from lora_trainer.jobs.device import synchronize
-from lora_trainer.jobs.measures import STEPS, Asked, Report, Row, row_of
+from lora_trainer.jobs.measures import COLUMNS, OWN, STEPS, Asked, Column, Report, Row, row_of
+from lora_trainer.jobs.own_loop import STILL, Way, own_loop
+from lora_trainer.jobs.rates import rate_of
+from lora_trainer.jobs.split import PARTS, Split
 from lora_trainer.jobs.subject import Subject, subject_of
+from lora_trainer.jobs.turns import SPLIT_STEPS, WARM_UP, split_of, timed_in_turn
 from lora_trainer.jobs.usual import USUAL, add_usual_adapter, use_adapter, usual_step
 from lora_trainer.models.lora import ADAPTER
-from lora_trainer.monitor.trackers import append_lines
+from lora_trainer.models.memory.ledger import Sizes
+from lora_trainer.production.plan import gauge_of
 from lora_trainer.training.micro import Micro
-from lora_trainer.training.step import train_step
 
-WARM_UP = 5
+PEAK_STEPS = 2  # the first makes the optimizer's state
 ABOUT = {
     "bare": "the least that training can be: batches that lie ready, nothing else",
-    "ours": "this trainer's step, with all that it does",
+    "ours": "this trainer's own loop, with all that it does in a step",
     "usual": "the step as other scripts do it, encoding in every step where there are encoders",
     "usual_cached": "the same with everything encoded beforehand",
     "ratio": "time over `bare`, the median of the ratios step by step",
+    "optimizer": "clipping, update, and what the loop does beside; of the four parts the medians of other steps, in ms",
+    "TFLOP/s": "operations of the step, what is computed again among them, by its time",
+    "of floor": "share of what the device can do",
+    "peak GiB": "what torch held on the card at most",
 }
-Way = Callable[[int], None]  # does the step of that number
+
+
+@dataclass(frozen=True)
+class StepRow(Row):
+    """`split` is seconds of the step's parts; `tflop` its operations, with what checkpointing computes again.
+
+    `mfu` is the share of the device's rate: one where a step takes no longer than its operations must.
+    """
+
+    split: Mapping[str, float] | None = None
+    tflop: float | None = None
+    tflops: float | None = None
+    mfu: float | None = None
+
+
+def part_of(part: str) -> Callable[[StepRow], str]:
+    return lambda row: "" if row.split is None else f"{1000 * row.split[part]:.1f}"
+
+
+STEP_COLUMNS: tuple[Column, ...] = (
+    *COLUMNS,
+    *((part, part_of(part)) for part in PARTS),
+    ("TFLOP/s", lambda row: "" if row.tflops is None else f"{row.tflops:.3g}"),
+    ("of floor", lambda row: "" if row.mfu is None else f"{row.mfu:.0%}"),
+    ("peak GiB", lambda row: "" if row.peak_gib is None else f"{row.peak_gib:.2f}"),
+)
 
 
 def measure(asked: Asked) -> Report:
-    """Time the ways of doing a step. Raises UserError."""
-    rows, notes = bench_step(asked, asked.steps or STEPS)
-    return Report(rows, ABOUT, notes)
+    """Time the ways of doing a step, of each model that was asked for. Raises UserError."""
+    rows: list[StepRow] = []
+    notes: list[str] = []
+    for named in asked.subjects or (OWN,):
+        with tempfile.TemporaryDirectory() as folder:
+            subject = subject_of(asked.resolved, Path(folder), tiny=asked.tiny, named=named)
+            device = subject.learner.device
+            found, said = bench_step(subject, asked.steps or STEPS, Path(folder))
+            del subject
+        free_memory(device)
+        rows += found
+        notes += said
+    return Report(rows, ABOUT, tuple(dict.fromkeys(notes)), STEP_COLUMNS)
 
 
-def bench_step(asked: Asked, steps: int) -> tuple[list[Row], list[str]]:
+def bench_step(subject: Subject, steps: int, folder: Path) -> tuple[list[StepRow], list[str]]:
     """The rows of one model, and a note for each that could not be measured."""
-    with tempfile.TemporaryDirectory() as folder:
-        subject = subject_of(asked.resolved, Path(folder), tiny=asked.tiny)
-        numbers = range(WARM_UP + steps)
-        with closing(prefetch((subject.micros(number) for number in (*range(WARM_UP), *numbers)), 4)) as source:
-            ours = own_step(subject, source, Path(folder) / "metrics.jsonl")
-            peak = peak_of(ours, subject.learner.device)
-            resident = [subject.micros(number) for number in numbers]
-            bare = bare_step(subject, resident)
-            parameters = add_usual_adapter(subject.learner.denoiser)
-            usual = usual_step(subject, parameters, resident, None)
-            ready = timed_in_turn(subject, {"bare": bare, "ours": ours, "usual_cached": usual}, steps)
-        rows = [row_of(name, subject.name, times, ready["bare"]) for name, times in ready.items()]
-        rows[1] = replace(rows[1], peak_gib=peak)
-        if subject.load_encode is None:
-            note = "usual does not encode here: an architecture alone has no encoders"
-            return [*rows[:2], replace(rows[2], name=USUAL)], [note]
-        # The encoders come last: what needs them must not take memory from the rows above.
+    learner, notes = subject.learner, list[str]()
+    device, split = learner.device, Split(learner.device)
+    watched = range(PEAK_STEPS + WARM_UP + steps, PEAK_STEPS + WARM_UP + steps + SPLIT_STEPS)
+    resident = [subject.micros(number) for number in range(watched.stop)]
+    with ExitStack() as stack:
+        make = {
+            "ours": lambda: stack.enter_context(own_loop(subject.job, folder / "ours", split)),
+            "bare": lambda: bare_step(subject, resident, split),
+            "usual_cached": lambda: usual_step(subject, add_usual_adapter(learner.denoiser), resident, None),
+        }
+        ways, peaks = made_one_by_one(subject, make, notes)
+        ways = {name: ways[name] for name in ("bare", "ours", "usual_cached") if name in ways}
+        times = timed_in_turn(ways, steps, device, lambda name: use(subject, name), PEAK_STEPS)
+        use(subject, "ours")
+        splits = {name: split_of(ways[name], split, watched) for name in ("bare", "ours")}
+        rows = [beside(name, subject, times[name], times["bare"]) for name in ways]
+        rows = [replace(row, split=splits.get(row.name), peak_gib=peaks.get(row.name)) for row in rows]
+        if "usual_cached" in ways:
+            rows, said = with_encoding(subject, rows, ways["bare"], resident, steps)
+            notes += said
+    rows, said = with_rates(subject, rows, resident)
+    return rows, [*notes, *said]
+
+
+def made_one_by_one(
+    subject: Subject, make: Mapping[str, Callable[[], Way]], notes: list[str]
+) -> tuple[dict[str, Way], dict[str, float]]:
+    """Each way with its first steps taken, and the most that it held on the card, as if it were there alone.
+
+    All but the trainer's own may lack memory; that is noted.
+    """
+    device, ways, peaks = subject.learner.device, dict[str, Way](), dict[str, float]()
+    free_memory(device)
+    first = torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
+    for name, make_way in make.items():
+        before = first
+        if device.type == "cuda":
+            before = torch.cuda.memory_allocated(device)
+            torch.cuda.reset_peak_memory_stats(device)
         try:
-            usual = usual_step(subject, parameters, resident, subject.load_encode())
-            encoding = timed_in_turn(subject, {"bare": bare, USUAL: usual}, steps)
+            way = make_way()
+            use(subject, name)
+            for number in range(PEAK_STEPS):
+                way(number)
+            synchronize(device)
         except Exception as error:
-            if not is_out_of_memory(error):
+            if name == "ours" or not is_out_of_memory(error):
                 raise
-            return rows, [f"usual: out of memory with its encoders ({first_line(error)})"]
-    last = replace(row_of(USUAL, subject.name, encoding[USUAL], encoding["bare"]), encodes=True)
-    return [*rows[:2], last, rows[2]], []
+            notes.append(f"{name}: out of memory ({first_line(error)})")
+            continue
+        ways[name] = way
+        if device.type == "cuda":  # what the ways before it left there is not its own
+            peaks[name] = (first + torch.cuda.max_memory_allocated(device) - before) / 2**30
+    return ways, peaks
 
 
-def timed_in_turn(subject: Subject, ways: Mapping[str, Way], steps: int) -> dict[str, list[float]]:
-    """Seconds of each way's steps, alternating, after a warm-up."""
-    learner = subject.learner
-    seconds: dict[str, list[float]] = {name: [] for name in ways}
-    for number in range(WARM_UP + steps):
-        for name, step in ways.items():
-            use_adapter(learner.denoiser, USUAL if name.startswith(USUAL) else ADAPTER)
-            synchronize(learner.device)
-            started = time.perf_counter()
-            step(number)
-            synchronize(learner.device)
-            if number >= WARM_UP:
-                seconds[name].append(time.perf_counter() - started)
-    return seconds
+def use(subject: Subject, name: str) -> None:
+    """Let the LoRA of a way work."""
+    use_adapter(subject.learner.denoiser, USUAL if name.startswith(USUAL) else ADAPTER)
 
 
-def peak_of(step: Way, device: torch.device) -> float | None:
-    """The most that torch held on the card in the warm-up's steps, in GiB; None without a card."""
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
-    for number in range(WARM_UP):
-        step(number)
-    return torch.cuda.max_memory_allocated(device) / 2**30 if device.type == "cuda" else None
+def with_encoding(
+    subject: Subject, rows: Sequence[StepRow], bare: Way, resident: list[list[Micro]], steps: int
+) -> tuple[list[StepRow], list[str]]:
+    """The rows with that of the usual step which encodes, and a note where there is none."""
+    *others, cached = rows
+    if subject.load_encode is None:
+        note = "usual does not encode here: an architecture alone has no encoders"
+        return [*others, replace(cached, name=USUAL)], [note]
+    # The encoders come last: what needs them must not take memory from the rows above.
+    try:
+        parameters = [each for name, each in subject.learner.denoiser.named_parameters() if f".{USUAL}." in name]
+        usual = usual_step(subject, parameters, resident, subject.load_encode())
+        ways = {"bare": bare, USUAL: usual}
+        times = timed_in_turn(ways, steps, subject.learner.device, lambda name: use(subject, name))
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        return list(rows), [f"usual: out of memory with its encoders ({first_line(error)})"]
+    return [*others, replace(beside(USUAL, subject, times[USUAL], times["bare"]), encodes=True), cached], []
 
 
-def bare_step(subject: Subject, resident: list[list[Micro]]) -> Way:
+def bare_step(subject: Subject, resident: list[list[Micro]], split: Split) -> Way:
     """Forward, backward and update on batches that lie ready."""
     learner = subject.learner
     ready = [[micro.to(learner.device, learner.dtype) for micro in micros] for micros in resident]
     noisy = [[learner.process.add_noise(m.latents, m.noise, m.t).to(learner.dtype) for m in micros] for micros in ready]
-    optimizer = torch.optim.AdamW(list(learner.adapter.copies.values()), lr=1e-8, fused=True)
+    target = [[learner.process.target(m.latents, m.noise, m.t) for m in micros] for micros in ready]
+    optimizer = torch.optim.AdamW(list(learner.adapter.copies.values()), lr=STILL, fused=True)
 
     def step(number: int) -> None:
         micros = ready[number]
-        for micro, each in zip(micros, noisy[number], strict=True):
+        for micro, each, wanted in zip(micros, noisy[number], target[number], strict=True):
+            split.mark("forward")
             predicted = learner.predict(learner.denoiser, each, micro.t, micro.cond, micro.sizes)
-            (mse_loss(predicted.float(), micro.noise) / len(micros)).backward()
+            loss = mse_loss(predicted.float(), wanted) / len(micros)
+            split.mark("backward")
+            loss.backward()
+        split.mark("optimizer")
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
 
     return step
 
 
-def own_step(subject: Subject, source: Iterator[list[Micro]], metrics: Path) -> Way:
-    """The trainer's step, with its data and its row of numbers."""
+def beside(name: str, subject: Subject, seconds: Sequence[float], base: Sequence[float]) -> StepRow:
+    return StepRow(**asdict(row_of(name, subject.name, seconds, base)))
 
-    def step(number: int) -> None:
-        micros = next(source)
-        samples = sum(len(micro.latents) for micro in micros)
-        result = train_step(subject.learner, micros, samples, 1e-8)
-        append_lines(metrics, [{"loss": float(result.loss), "grad_norm": float(result.grad_norm)}])
 
-    return step
+def with_rates(
+    subject: Subject, rows: Sequence[StepRow], resident: Sequence[list[Micro]]
+) -> tuple[list[StepRow], list[str]]:
+    """The rows with operations and rates, and where the device's rate is from."""
+    tflop = tflop_of(subject, resident)
+    rate, source = rate_of(subject.learner.device, subject.learner.dtype)
+    found = []
+    for row in rows:
+        tflops = tflop / row.seconds_median
+        found.append(replace(row, tflop=tflop, tflops=tflops, mfu=None if rate is None else tflops / rate))
+    return found, [f"floor: {rate:.3g} TFLOP/s, {source}" if rate else f"floor: {source}"]
+
+
+def tflop_of(subject: Subject, resident: Sequence[list[Micro]]) -> float:
+    """Operations of a step on average, in TFLOP: of the commonest micro batch as the plan has it, of others by their size."""
+    shapes = Counter(tuple(micro.latents.shape) for micros in resident for micro in micros)
+    (samples, _, height, width), _ = shapes.most_common(1)[0]
+    config = subject.job.config
+    gauge = gauge_of(subject.family, subject.architecture, config)
+    sizes = Sizes(config.lora.rank, samples, height * width, subject.job.planned.checkpointed or 0)
+    flops = gauge.footprint(sizes, subject.precision).flops
+    numbers = sum(math.prod(shape) * count for shape, count in shapes.items())
+    of_one = samples * next(iter(shapes))[1] * height * width
+    return flops * numbers / of_one / len(resident) / 1e12

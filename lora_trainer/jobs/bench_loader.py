@@ -31,10 +31,10 @@ from lora_trainer.data.fresh import Fresh
 from lora_trainer.data.loader import CachedData, prefetch
 from lora_trainer.data.sample import Sample
 from lora_trainer.data.views import View
-from lora_trainer.jobs.bench import WARM_UP
 from lora_trainer.jobs.device import synchronize
 from lora_trainer.jobs.measures import STEPS, Asked, Report, Row, row_of
-from lora_trainer.jobs.subject import TINY_NEEDS_A_FAMILY, public_built
+from lora_trainer.jobs.subject import ENDLESS, TINY_NEEDS_A_FAMILY, public_built
+from lora_trainer.jobs.turns import WARM_UP
 from lora_trainer.models import FAMILIES
 from lora_trainer.models.family import Architecture, Family
 from lora_trainer.production.feed import Feed, fresh_latents, make_feed
@@ -60,7 +60,6 @@ ABOUT = {
 }
 RATE = 1e-8
 RANDOM_SAMPLES = 16
-ENDLESS = 2**31  # steps
 Step = Callable[[int], float]  # takes the step of that number and says how long it waited for its data
 
 

@@ -16,6 +16,8 @@ from typing import Any
 from lora_trainer.config.layers import Resolved
 
 STEPS = 30
+OWN, SMALL = "own", "small"
+SUBJECTS = {OWN: "the run's own model, or a family alone", SMALL: "a U-Net of 30 M random weights at 256 px"}
 
 
 @dataclass(frozen=True)
@@ -28,6 +30,7 @@ class Asked:
     resolved: Resolved
     steps: int | None = None
     tiny: bool = False
+    subjects: Sequence[str] = ()  # of `SUBJECTS`, measured one after the other
     minutes: float | None = None
     rows: Path | None = None
     only: str | None = None
@@ -104,7 +107,7 @@ class Measure:
 
 
 MEASURES: Mapping[str, Measure] = {
-    "step": Measure("one optimizer step, beside the least that it could be", "bench", frozenset({"tiny"})),
+    "step": Measure("one optimizer step, beside the least that it could be", "bench", frozenset({"tiny", "subjects"})),
     "cache": Measure("reading cached latents", "bench_cache"),
     "loader": Measure("what its data costs a step", "bench_loader", frozenset({"tiny"})),
     "attention": Measure("every implementation at the model's sizes", "trials.attention", frozenset({"tiny"})),

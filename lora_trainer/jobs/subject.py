@@ -20,17 +20,20 @@ from lora_trainer.data.loader import Batch
 from lora_trainer.data.pictures.images import load_pixels
 from lora_trainer.data.steps import Ref, plan_steps, split_micros
 from lora_trainer.diffusion.process import Prediction, Process, usual_process
+from lora_trainer.jobs.measures import OWN, SMALL
 from lora_trainer.jobs.random_weights import with_random_weights as random_module
 from lora_trainer.models import FAMILIES
 from lora_trainer.models.family import Architecture, Family, public_architecture
 from lora_trainer.production.choices import Choices, asked_by_user, cap_memory, choose
-from lora_trainer.production.inputs import read_inputs, trained_resolution
+from lora_trainer.production.inputs import own_architecture, read_inputs, trained_resolution
 from lora_trainer.production.order import Order
 from lora_trainer.production.session import Prepared, open_session, prepare
 from lora_trainer.training.build import Built, build_learner
 from lora_trainer.training.hardware import set_hardware
-from lora_trainer.training.micro import Micro, make_micro
+from lora_trainer.training.job import Job
+from lora_trainer.training.micro import Micro, copied_ahead, make_micro
 from lora_trainer.training.processes import join_processes
+from lora_trainer.training.state import Fit
 from lora_trainer.training.step import Learner
 
 Encoded = tuple[Tensor, Mapping[str, Tensor]]  # latents [B, C, h, w] and conditioning
@@ -42,30 +45,52 @@ TINY_NEEDS_A_FAMILY = Problem(
 )
 
 
+SMALL_FAMILY, SMALL_SIDE, SMALL_CHANNELS = "sd15", 256, (64, 128, 192, 256)
+ENDLESS = 2**31  # steps
+
+
 @dataclass(frozen=True)
 class Subject:
-    """`load_encode` loads the encoders; None where there are none."""
+    """`job` is what the trainer's loop is given; `load_encode` loads the encoders, None where there are none."""
 
     name: str
-    learner: Learner
-    micros: Callable[[int], list[Micro]]
+    job: Job
     load_encode: Callable[[], Encode] | None
-    precision: str
+    choices: Choices
+    family: Family
+    architecture: Architecture
+
+    @property
+    def learner(self) -> Learner:
+        return self.job.learner
+
+    @property
+    def micros(self) -> Callable[[int], list[Micro]]:
+        """A step's number -> its micro batches."""
+        return self.job.micros
+
+    @property
+    def precision(self) -> str:
+        return self.choices.precision.value
 
 
-def subject_of(resolved: Resolved, folder: Path, *, tiny: bool = False) -> Subject:
-    """The public architecture when only a family is named, else the run's own model. Raises UserError."""
+def subject_of(resolved: Resolved, folder: Path, *, tiny: bool = False, named: str = OWN) -> Subject:
+    """What is measured: the small U-Net, or the public architecture when only a family is named, or the run's own model.
+
+    Raises UserError.
+    """
     config = resolved.config
+    if named == SMALL:
+        return public_subject(resolved, FAMILIES[SMALL_FAMILY], folder, small=True)
     if config.model.family is not None and config.model.path is None:
-        return public_subject(resolved, FAMILIES[config.model.family], tiny=tiny)
+        return public_subject(resolved, FAMILIES[config.model.family], folder, tiny=tiny)
     if tiny:
         raise UsageError(TINY_NEEDS_A_FAMILY)
     order = Order(resolved, folder, Console(stderr=True, soft_wrap=True))
     prepared = prepare(open_session(order, read_inputs(config)), {})
-    name = prepared.session.inputs.facts.path.name
-    precision = prepared.session.choices.precision.value
-    job = prepared.job
-    return Subject(name, job.learner, job.micros, partial(load_encode, prepared), precision)
+    session = prepared.session
+    name, load = session.inputs.facts.path.name, partial(load_encode, prepared)
+    return Subject(name, prepared.job, load, session.choices, session.inputs.family, own_architecture(session.inputs))
 
 
 def load_encode(prepared: Prepared) -> Encode:
@@ -88,9 +113,18 @@ def load_encode(prepared: Prepared) -> Encode:
     return encode
 
 
-def public_built(resolved: Resolved, family: Family, *, tiny: bool) -> tuple[str, Built, Architecture, Choices]:
+def small_architecture() -> Architecture:
+    """A U-Net of a size that a processor trains in tenths of a second."""
+    full = public_architecture(SMALL_FAMILY)
+    facts = replace(full.facts, path=Path(SMALL), resolution=SMALL_SIDE)
+    return Architecture(facts, {**full.denoiser, "block_out_channels": list(SMALL_CHANNELS)})
+
+
+def public_built(
+    resolved: Resolved, family: Family, *, tiny: bool, small: bool = False
+) -> tuple[str, Built, Architecture, Choices]:
     """A family's published denoiser with random weights: what it is called, itself, its form, the hardware's choices."""
-    architecture = public_architecture(family.name)
+    architecture = small_architecture() if small else public_architecture(family.name)
     resolved = suited(resolved, architecture.facts.prediction)
     config = resolved.config
     if tiny:
@@ -111,25 +145,44 @@ def public_built(resolved: Resolved, family: Family, *, tiny: bool) -> tuple[str
         attention_asked=asked_by_user(resolved, "memory.attention"),
         latents=(choices.micro, facts.latent_channels, side // facts.downscale, side // facts.downscale),
     )
-    name = f"{family.name} {'at a fifth of its width ' if tiny else ''}{side} px, random weights"
+    called = "U-Net of 30 M weights," if small else f"{family.name} at a fifth of its width" if tiny else family.name
+    name = f"{called} {side} px, random weights"
     return name, built, architecture, choices
 
 
-def public_subject(resolved: Resolved, family: Family, *, tiny: bool) -> Subject:
-    """A family's published denoiser with random weights and random inputs: no model, no data, no encoders."""
-    name, built, architecture, choices = public_built(resolved, family, tiny=tiny)
-    config, learner = resolved.config, built.learner
+def public_subject(
+    resolved: Resolved, family: Family, folder: Path, *, tiny: bool = False, small: bool = False
+) -> Subject:
+    """A published denoiser with random weights and random inputs: no model, no data, no encoders."""
+    name, built, architecture, choices = public_built(resolved, family, tiny=tiny, small=small)
+    config, learner = suited(resolved, architecture.facts.prediction).config, built.learner
     sides = [trained_resolution(config, architecture.facts)] * 2
     shapes = family.cond_shapes(architecture.denoiser)
+    copied = copied_ahead(learner.device, learner.dtype)
 
     def micros(step: int) -> list[Micro]:
         refs = [Ref(index, f"random-{index}", 0) for index in range(config.batch.effective)]
         groups = [refs[first : first + choices.micro] for first in range(0, len(refs), choices.micro)]
         batches = [random_batch(group, architecture, shapes, sides, choices.dtype) for group in groups]
-        made = [make_micro(batch, step, config.train.seed, config.noise, learner.process) for batch in batches]
-        return [micro.staged(learner.device, learner.dtype) for micro in made]
+        return copied([make_micro(batch, step, config.train.seed, config.noise, learner.process) for batch in batches])
 
-    return Subject(name, learner, micros, None, choices.precision.value)
+    job = Job(
+        config=config,
+        folder=folder,
+        learner=learner,
+        processes=join_processes(),
+        planned=Fit(choices.micro, built.checkpointed),
+        total_steps=ENDLESS,
+        steps_per_epoch=ENDLESS,
+        samples_in=lambda step: config.batch.effective,
+        names_in=lambda step: [f"random-{index}" for index in range(config.batch.effective)],
+        micros=micros,
+        validate=None,
+        sample=None,
+        settings={},
+        say=lambda line: None,
+    )
+    return Subject(name, job, None, choices, family, architecture)
 
 
 def with_random_weights(family: Family, architecture: Architecture) -> Family:

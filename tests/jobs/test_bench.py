@@ -6,11 +6,14 @@ import json
 import threading
 
 import pytest
+import torch
 
 from lora_trainer.cli.bench import legend
 from lora_trainer.cli.main import main
-from lora_trainer.jobs import bench, bench_loader, subject
+from lora_trainer.jobs import bench, bench_loader, subject, turns
 from lora_trainer.jobs.measures import COLUMNS
+from lora_trainer.jobs.rates import rate_of_card
+from lora_trainer.models import FAMILIES, unet
 from tests.recipes.recipe import Bench, draw_pictures, patched, save_tiny_model
 
 
@@ -18,6 +21,13 @@ from tests.recipes.recipe import Bench, draw_pictures, patched, save_tiny_model
 def place(tmp_path_factory: pytest.TempPathFactory) -> Bench:
     folder = tmp_path_factory.mktemp("bench")
     return Bench(save_tiny_model(folder), draw_pictures(folder / "data", 4), folder / "runs", folder / "cache")
+
+
+@pytest.fixture(autouse=True)
+def few_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (bench, bench_loader, turns):
+        monkeypatch.setattr(module, "WARM_UP", 1)
+    monkeypatch.setattr(bench, "SPLIT_STEPS", 1)
 
 
 def measured(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> dict[str, dict[str, object]]:
@@ -41,15 +51,57 @@ def test_every_way_of_a_step_is_measured_beside_the_bare_one(place, precision, c
         assert row["model"] == place.model.name
         assert 0 < row["seconds_p10"] <= row["seconds_median"] <= row["seconds_p90"]
         assert row["peak_gib"] is None  # no card here
+        assert row["tflops"] == pytest.approx(row["tflop"] / row["seconds_median"])
+        assert row["mfu"] > 0
+    assert rows["bare"]["split"]["data"] < rows["bare"]["split"]["forward"]
+    assert all(rows["ours"]["split"][part] > 0 for part in ("data", "forward", "backward", "optimizer"))
+    assert rows["usual"]["split"] is None
     assert not place.folder("x").exists()
 
 
 def test_a_family_alone_is_its_public_architecture(capsys):
     settings = ["model.family=sd15", "data.resolution=64", "lora.rank=4"]
-    with patched(subject, "THINNER", 10):
+    with patched(unet, "THINNER", 10):
         rows = measured(["bench", "step", "--tiny", *(p for s in settings for p in ("--set", s))], capsys)
     assert list(rows) == ["bare", "ours", "usual"]
     assert not rows["usual"]["encodes"]  # an architecture alone has no encoders
+
+
+def test_several_models_are_measured_in_one_call(place, capsys):
+    arguments = place.arguments("x", command="bench", memory__base_precision="fp32", data__resolution=64)
+    with patched(subject, "SMALL_CHANNELS", (32, 32, 32, 32)):
+        assert main([arguments[0], "step", *arguments[1:], *"--subject own --subject small --steps 2".split()]) == 0
+    told = capsys.readouterr().out
+    assert told.index(f"{place.model.name} on ") < told.index("U-Net of 30 M weights")
+
+
+def test_the_small_model_has_the_weights_that_its_name_says():
+    with torch.device("meta"):
+        denoiser = FAMILIES[subject.SMALL_FAMILY].make_denoiser(subject.small_architecture().denoiser)
+    assert round(sum(each.numel() for each in denoiser.parameters()) / 1e6) == 30
+
+
+@pytest.mark.parametrize(
+    ("name", "rate"),
+    [
+        ("NVIDIA GeForce RTX 4070 Ti SUPER", 88.2),
+        ("NVIDIA GeForce RTX 3060", 25.5),
+        ("NVIDIA H100 80GB HBM3", 790.0),
+        ("NVIDIA A100-SXM4-80GB", 312.0),
+        ("NVIDIA A10G", 70.0),
+        ("NVIDIA GeForce RTX 4090 Laptop GPU", None),
+        ("Radeon", None),
+    ],
+)
+def test_a_card_is_known_by_its_name(name, rate):
+    assert rate_of_card(name) == rate
+
+
+def test_a_flag_of_another_measurement_is_refused(capsys):
+    assert main(["bench", "cache", "--tiny", "--subject", "small"]) == 2
+    told = capsys.readouterr().err
+    assert "bench cache has no --tiny" in told
+    assert "bench cache has no --subject" in told
 
 
 def test_the_loader_is_measured_beside_steps_without_it(place, capsys):
@@ -69,7 +121,7 @@ def test_the_loader_is_measured_beside_steps_without_it(place, capsys):
 
 def test_an_architecture_alone_is_fed_from_random_entries(capsys):
     settings = ["model.family=sd15", "data.resolution=64", "lora.rank=4"]
-    with patched(subject, "THINNER", 10):
+    with patched(unet, "THINNER", 10):
         rows = measured(["bench", "loader", "--tiny", *(p for s in settings for p in ("--set", s))], capsys)
     assert list(rows) == ["resident", "cached", "cached_wait", "cached_alone"]
 

@@ -1,0 +1,93 @@
+"""The trainer's own loop, one step each time that it is asked for: for measurements beside other ways of a step."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing, contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import TypeVar
+
+from rich.console import Console
+
+from lora_trainer.config.schema import Config
+from lora_trainer.core.errors import Problem, TrainingFailed
+from lora_trainer.core.interrupt import Interrupt
+from lora_trainer.data.loader import prefetch
+from lora_trainer.jobs.split import Split
+from lora_trainer.monitor.progress import step_line
+from lora_trainer.monitor.trackers import Trackers
+from lora_trainer.training.job import Job
+from lora_trainer.training.micro import Micro
+from lora_trainer.training.recovery import GoBack
+from lora_trainer.training.reporter import Reporter
+from lora_trainer.training.run import READ_AHEAD, read_steps, steps
+from lora_trainer.training.state import TrainState
+
+Way = Callable[[int], None]  # does the step of that number
+NEVER = 10**9  # steps
+STILL = 1e-8  # a rate that leaves the weights as they are for the other ways
+T = TypeVar("T")
+
+
+@contextmanager
+def own_loop(job: Job, folder: Path, split: Split, rate: float | None = STILL) -> Iterator[Way]:
+    """The loop as `train` runs it, with its data read ahead, its guards, its numbers written below `folder`.
+
+    Steps come in order, whatever number is asked for. Nothing is validated, saved or drawn. `rate` stands for the
+    settings' learning rate; None leaves it. Raises UserError.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    job = replace(
+        job,
+        config=undisturbed(job.config, rate),
+        folder=folder,
+        learner=split.watched(job.learner),
+        total_steps=max(job.total_steps, NEVER),
+        validate=None,
+        sample=None,
+        say=lambda line: None,
+        export=None,
+    )
+    with ExitStack() as stack:
+        source = stack.enter_context(closing(prefetch(read_steps(job, 0), READ_AHEAD)))
+        trackers = stack.enter_context(closing(Trackers(folder, resume_step=-1)))
+        console = Console(file=io.StringIO())
+        show = stack.enter_context(step_line(console, job.total_steps, 0))
+        reporter = Reporter(trackers, show, job.say)
+        loop = steps(job, TrainState(), given(source, split), reporter, Interrupt(silent=True))
+
+        def step(number: int) -> None:
+            try:
+                next(loop)
+            except GoBack as back:
+                message = f"The loop would have gone back from step {back.state.step} ({back.reason})."
+                raise TrainingFailed(Problem(message, "Measure with settings that train.")) from back
+
+        yield step
+
+
+def given(source: Iterator[list[Micro]], split: Split) -> Iterator[list[Micro]]:
+    """What the loop is given, with a mark where it waits and where it has it."""
+    while True:
+        split.mark("data")
+        micros = next(source)
+        split.mark("forward")
+        yield micros
+
+
+def undisturbed(config: Config, rate: float | None) -> Config:
+    """Nothing but steps."""
+    checkpoint = config.checkpoint.model_copy(
+        update={"every_steps": NEVER, "every_epochs": None, "weights_every_steps": 0}
+    )
+    changed: dict[str, object] = {
+        "checkpoint": checkpoint,
+        "validation": config.validation.model_copy(update={"every_steps": 0}),
+        "sample": config.sample.model_copy(update={"every_steps": 0}),
+        "train": config.train.model_copy(update={"max_hours": None}),
+    }
+    if rate is not None:
+        changed["optim"] = config.optim.model_copy(update={"learning_rate": rate})
+    return config.model_copy(update=changed)
