@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import gc
+import os
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
@@ -14,6 +16,9 @@ import torch
 LARGEST_SYSTEM_SHARE = 0.85  # of the system's memory, above which it is called full
 COLLECTED_SHARE = 0.7  # above which garbage is collected
 LOOKED_EVERY = 30.0  # seconds
+ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
+# Above this share of what the process may hold, what is in no use is given back before more is asked for.
+OURS = ("garbage_collection_threshold:0.8", "expandable_segments:True,garbage_collection_threshold:0.8")
 
 
 def peak_memory_gib(device: torch.device) -> float:
@@ -50,11 +55,59 @@ def system_memory() -> tuple[int, int]:
     return min(total, limit), max(0, min(available, limit - used))
 
 
+@dataclass(frozen=True)
+class Held:
+    """Bytes of a card that torch's allocator holds for this process: in use, held, held at most, and what it may hold.
+
+    `retries` counts how often it gave back what it held for want of a whole piece.
+    """
+
+    allocated: int
+    reserved: int
+    most_reserved: int
+    limit: int
+    retries: int
+
+    @property
+    def unused(self) -> int:
+        """Held but in no use: what fragmentation, and what is kept for later, costs."""
+        return self.reserved - self.allocated
+
+
+def held_on(device: torch.device) -> Held | None:
+    """What the allocator holds of a card; None on a processor."""
+    if device.type != "cuda":
+        return None
+    found = torch.cuda.memory_stats(device)
+    total = torch.cuda.get_device_properties(device).total_memory
+    return Held(
+        allocated=int(found.get("allocated_bytes.all.current", 0)),
+        reserved=int(found.get("reserved_bytes.all.current", 0)),
+        most_reserved=int(found.get("reserved_bytes.all.peak", 0)),
+        limit=max(1, int(total * torch.cuda.get_per_process_memory_fraction(device))),
+        retries=int(found.get("num_alloc_retries", 0)),
+    )
+
+
+def set_allocator(*, expandable: bool) -> None:
+    """Torch's pool of a card's memory, before it holds any: how it grows, and when it gives back what nobody uses.
+
+    What the user set in the environment stays. Segments that grow in place are known on Linux alone.
+    """
+    if not torch.cuda.is_available() or any(os.environ.get(name, OURS[0]) not in OURS for name in ALLOCATOR):
+        return
+    settings = OURS[expandable and sys.platform == "linux"]
+    os.environ[ALLOCATOR[0]] = settings
+    if torch.cuda.is_initialized():  # the environment was read already
+        torch.cuda.memory._set_allocator_settings(settings)
+
+
 class MemoryWatch:
     """Looks at the system's memory now and then, and speaks once each time that it has become full."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock, self._next, self._full = clock, 0.0, False
+        self.highest = 0.0  # share of the system's memory
 
     def look(self) -> str | None:
         """A sentence where the memory has become full since the last look; costs nothing between looks."""
@@ -64,6 +117,7 @@ class MemoryWatch:
         self._next = now + LOOKED_EVERY
         total, available = system_memory()
         share, was_full = 1.0 - available / total, self._full
+        self.highest = max(self.highest, share)
         if share > COLLECTED_SHARE:
             gc.collect()
         self._full = share > LARGEST_SYSTEM_SHARE

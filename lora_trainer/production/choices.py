@@ -12,6 +12,7 @@ from lora_trainer.config.layers import Resolved
 from lora_trainer.config.schema import Config, Precision
 from lora_trainer.core.hardware import cpu_supports_bf16, cuda_memory_gib
 from lora_trainer.models.family import Architecture, Family
+from lora_trainer.monitor.memory import set_allocator
 from lora_trainer.production.memory import GIB, LARGEST_SHARE, Demand, choose_fit, refuse_what_does_not_fit, usable_gib
 from lora_trainer.production.plan import make_demand
 from lora_trainer.training.layout import NARROW, Layout
@@ -21,6 +22,7 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32} 
 LARGEST_MICRO_ON_A_PROCESSOR = 4  # more gains nothing there
 ENCODER_DTYPE = torch.float32  # encoders run once and their output is kept: exactness matters more than speed
 OUTSIDE_GIB = 0.6  # of a card, that CUDA takes outside of torch's allocator
+LEFT_GIB = 0.2  # of what is free on a card, for kernels that are loaded later
 
 
 @dataclass(frozen=True)
@@ -145,13 +147,29 @@ def choose_micro(config: Config, world: int) -> tuple[int, str]:
     return LARGEST_MICRO_ON_A_PROCESSOR, "more gains nothing on a processor; batch.max_micro changes it"
 
 
-def cap_memory(config: Config, device: torch.device) -> None:
-    """Hold the process under the tier's limit and under 90 % of the card, so that nothing spills to system memory."""
-    card = cuda_memory_gib()
-    if device.type == "cuda" and card is not None:
-        limit = config.memory.limit_gib or card
-        share = min(LARGEST_SHARE, max(limit - OUTSIDE_GIB, 0.0) / card)
-        torch.cuda.set_per_process_memory_fraction(share, device)
+def cap_memory(config: Config, device: torch.device) -> str | None:
+    """Hold the process under the tier's limit and 90 % of the card, and under what is free there.
+
+    So nothing spills to system memory: the allocator raises in its place. Returns a line for people where other
+    programs hold so much that what is free decides. Before it the allocator is told how to grow.
+    """
+    if device.type != "cuda":
+        return None
+    set_allocator(expandable=config.memory.expandable_segments)
+    free, total = torch.cuda.mem_get_info(device)  # beside the context, which stands now
+    free += torch.cuda.memory_reserved(device)
+    share = capped_share(config.memory.limit_gib, free, total)
+    torch.cuda.set_per_process_memory_fraction(share, device)
+    if share >= capped_share(config.memory.limit_gib, total, total):
+        return None
+    others = (total - free) / GIB
+    return f"other programs hold {others:.1f} of the card's {total / GIB:.1f} GiB: this run stays under {share * total / GIB:.1f}"
+
+
+def capped_share(limit_gib: float | None, free: int, total: int) -> float:
+    """The share of a card's `total` bytes that torch's allocator may hold, of which `free` are free or its own."""
+    tier = total if limit_gib is None else max(limit_gib - OUTSIDE_GIB, 0.0) * GIB
+    return min(LARGEST_SHARE, tier / total, max(free - LEFT_GIB * GIB, 0.0) / total)
 
 
 def card_gib(config: Config) -> float | None:

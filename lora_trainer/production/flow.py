@@ -24,7 +24,7 @@ from lora_trainer.data.ledger import write_ledger
 from lora_trainer.evaluation.report import LoraReport
 from lora_trainer.models.memory.streaming import bring
 from lora_trainer.monitor.events import Event
-from lora_trainer.monitor.memory import highest_memory_gib
+from lora_trainer.monitor.memory import held_on, highest_memory_gib
 from lora_trainer.monitor.progress import Phase, Progress, step_line
 from lora_trainer.monitor.trackers import VALIDATION, Trackers, read_lines
 from lora_trainer.production.curve import still_falling
@@ -103,7 +103,8 @@ def run_session(order: Order, inputs: Inputs, record: Record) -> Outcome:
             training=asdict(state) | {"stopped_early": early},
             reason=f"the held-out loss got no lower in {state.control.without_gain} validations" if early else None,
             checkpoints=prepared.job.writer.told(),
-            memory={"peak_gib": round(highest_memory_gib(session.choices.device), 3)},
+            memory=memory_told(session.choices.device),
+            seen=prepared.job.watches.told(),
         )
         if session.processes.is_main:
             record = with_ledger(record, prepared, state)
@@ -174,6 +175,15 @@ def repeatable(session: Session, attention: str) -> Config:
             "run": config.run.model_copy(update={"name": session.folder.name}),
         }
     )
+
+
+def memory_told(device: torch.device) -> dict[str, float]:
+    """For the record: the peak, and on a card what was held for it, what is held but in no use, how often it was tight."""
+    told = {"peak_gib": round(highest_memory_gib(device), 3)}
+    if held := held_on(device):
+        told |= {"held_gib": round(held.most_reserved / 2**30, 3), "unused_gib": round(held.unused / 2**30, 3)}
+        told |= {"retries": held.retries, "limit_gib": round(held.limit / 2**30, 3)}
+    return told
 
 
 def run_training(

@@ -45,6 +45,7 @@ class Record:
     training: dict[str, Any] = field(default_factory=dict)
     ledger: dict[str, Any] = field(default_factory=dict)  # what was trained how often, in short
     memory: dict[str, float] = field(default_factory=dict)
+    seen: dict[str, float] = field(default_factory=dict)  # by the watches of the last session (monitor/watches.py)
     samples: tuple[str, ...] = ()
     weights: tuple[str, ...] = ()  # LoRA files of `checkpoint.weights_every_steps`
     checkpoints: dict[str, Any] = field(default_factory=dict)  # of the last session: how many, and what they took

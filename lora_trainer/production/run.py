@@ -201,6 +201,7 @@ def run_recorded(order: Order, inputs: Inputs) -> RunResult:
 
     hide_needless(order.config)
     from lora_trainer.data.caches.claims import in_use
+    from lora_trainer.monitor.memory import set_allocator
     from lora_trainer.production.caching import cache_folder
     from lora_trainer.production.flow import run_session
     from lora_trainer.production.room import patience_of
@@ -209,6 +210,7 @@ def run_recorded(order: Order, inputs: Inputs) -> RunResult:
     from lora_trainer.training.processes import join_processes
 
     began, folder = time.monotonic(), order.folder
+    set_allocator(expandable=order.config.memory.expandable_segments)  # before a card is woken
     join_processes(
         order.config.train.process_timeout_minutes
     ).wait()  # all must have found the folder free before one of them claims it

@@ -85,7 +85,8 @@ def open_session(order: Order, inputs: Inputs) -> Session:
     processes = join_processes(order.config.train.process_timeout_minutes)
     choices = choose(order.resolved, inputs.family, own_architecture(inputs), processes.device, processes.world)
     steps = arithmetic(order.config, inputs.train, choices.micro, processes.world)
-    cap_memory(order.config, processes.device)
+    if crowded := cap_memory(order.config, processes.device):
+        order.console.print(crowded)
     set_hardware(order.config, processes.device)
     return Session(order, inputs, processes, choices, steps)
 

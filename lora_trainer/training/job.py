@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
 from lora_trainer.config.schema import CheckpointSection, Config
+from lora_trainer.monitor.watches import Watches
 from lora_trainer.optim.schedules import rate_share
 from lora_trainer.training.checkpoints.writer import Writer
 from lora_trainer.training.micro import Micro
@@ -43,6 +45,11 @@ class Job:
     export: Callable[[int, Mapping[str, Tensor]], None] | None = None  # a LoRA file of a step's weights, kept for good
     withdraw: Callable[[int], None] = keep_all  # delete the files that `export` wrote of steps later than this one
     writer: Writer = field(default_factory=Writer)  # of checkpoints, beside the loop
+
+    @cached_property
+    def watches(self) -> Watches:
+        """Beside the loop."""
+        return Watches(self.learner.device, cached=self.config.cache.latents)
 
     @property
     def checkpoints(self) -> Path:

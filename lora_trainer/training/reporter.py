@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from lora_trainer.monitor.events import Event, Kind
-from lora_trainer.monitor.memory import MemoryWatch
 from lora_trainer.monitor.progress import Progress, Watch
 from lora_trainer.monitor.trackers import Trackers
+from lora_trainer.monitor.watches import Watches
 
 
 @dataclass(frozen=True)
@@ -19,7 +20,7 @@ class Reporter:
     trackers: Trackers | None
     show: Watch
     say: Callable[[str], None]
-    memory: MemoryWatch = field(default_factory=MemoryWatch)
+    watches: Watches | None = None
 
     def steps(self, rows: list[dict[str, Any]]) -> None:
         """Finished steps, for metrics.jsonl."""
@@ -41,8 +42,11 @@ class Reporter:
     def progress(self, progress: Progress) -> None:
         if self.trackers:
             self.show(progress)
-            if full := self.memory.look():
-                self.event(progress.step, "system_memory", full)
+
+    def pace(self, step: int, seconds: float, waited: float) -> None:
+        """How long the steps up to `step` took, and waited for their data."""
+        if self.trackers and self.watches:
+            self.watches.look(seconds, waited, partial(self.event, step))
 
     def flush(self) -> None:
         """Before a checkpoint: the disk holds what was written of the steps that it covers."""

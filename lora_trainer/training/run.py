@@ -49,8 +49,8 @@ def train(
     """
     first = take(job, TrainState())  # where a run without any checkpoint goes back to
     state = with_settings(restore(job, start) if start else TrainState(), job.config)
-    with line as show, job.writer:
-        reporter = Reporter(trackers, show, job.say)
+    with line as show, job.writer, job.watches:
+        reporter = Reporter(trackers, show, job.say, job.watches)
         with listening() as interrupt, remembering(job.config.train.grace_seconds):
             if unvalidated(job, state):
                 state = validate(job, state, reporter)

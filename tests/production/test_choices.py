@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from lora_trainer.config.layers import Layer, resolve
 from lora_trainer.config.presets import preset_layers
+from lora_trainer.config.schema import Config
 from lora_trainer.models import FAMILIES
 from lora_trainer.models.family import public_architecture
 from lora_trainer.production import choices
 from lora_trainer.production.choices import Choices, choose
+from lora_trainer.production.memory import GIB, LARGEST_SHARE, usable_gib
 
 
 @pytest.fixture
@@ -34,3 +38,26 @@ def test_an_old_card_computes_in_fp16_and_its_own_config_repeats_that(
     again = chosen(family, Layer("--config", {"memory": {"base_precision": precision}}))
     assert (again.precision.value, again.dtype) == (precision, torch.float16)
     assert (again.micro, again.checkpointing) == (first.micro, first.checkpointing)
+
+
+@given(st.one_of(st.none(), st.floats(1.0, 48.0)), st.floats(2.0, 48.0), st.floats(0.0, 1.0))
+def test_a_capped_process_stays_in_its_card_and_what_the_plan_allows_fits_under_the_cap(limit, card, free):
+    total = int(card * GIB)
+    alone, crowded = (choices.capped_share(limit, int(part * total), total) for part in (1.0, free))
+    assert 0.0 <= crowded <= alone <= LARGEST_SHARE
+    assert crowded * total <= max(free * total - choices.LEFT_GIB * GIB, 0.0) + 1.0
+    usable = usable_gib(min(card, limit or card))  # what the plan gives to torch's allocator
+    assert usable * GIB <= alone * total or alone == 0.0
+
+
+def test_a_crowded_card_is_said(monkeypatch):
+    caps = []
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (4 * GIB, 8 * GIB))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 0)
+    monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", lambda share, device: caps.append(share))
+    said = choices.cap_memory(Config(), torch.device("cuda"))
+    assert said == "other programs hold 4.0 of the card's 8.0 GiB: this run stays under 3.8"
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (8 * GIB, 8 * GIB))
+    assert choices.cap_memory(Config(), torch.device("cuda")) is None
+    assert caps == [pytest.approx(3.8 / 8), pytest.approx(LARGEST_SHARE)]
+    assert choices.cap_memory(Config(), torch.device("cpu")) is None

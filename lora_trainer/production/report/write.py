@@ -21,6 +21,7 @@ from lora_trainer.production.report.figures import charts_of, comparison_charts,
 from lora_trainer.production.report.gallery import gallery_of
 from lora_trainer.production.report.pictures import embedded
 from lora_trainer.production.report.read import RunReport, mapping, number, read_run, sequence, text, whole
+from lora_trainer.production.report.targets import targets_of
 from lora_trainer.production.report.verdict import verdict_of
 
 FILE = "report.html"
@@ -58,6 +59,7 @@ def render_run(run: RunReport) -> str:
         meta=meta_of(run),
         numbers=lora_numbers(run),
         figures=figures_of(run),
+        targets=targets_of(run),
         charts=charts_of(run),
         gallery=gallery,
         images=embedded(gallery.paths),

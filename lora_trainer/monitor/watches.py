@@ -1,0 +1,115 @@
+"""What watches a run beside its loop, and what it saw: memory, speed, the card, the processor."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from statistics import mean
+from types import TracebackType
+from typing import Self
+
+import psutil
+import torch
+
+from lora_trainer.monitor.card import CardWatch, open_card
+from lora_trainer.monitor.events import Kind
+from lora_trainer.monitor.memory import Held, MemoryWatch, held_on
+from lora_trainer.monitor.slowness import STARVED, STARVED_WITH_CACHES, Pace, paced
+
+FULL = 0.95  # of what may be used of a card, above which it is called full
+FRAGMENTED = 0.2  # of what may be used of a card, held but in no use
+Say = Callable[[Kind, str], None]
+
+
+class Watches:
+    """All watches of one run; `with` it the card is looked at. Costs nothing that can be measured in a step."""
+
+    def __init__(self, device: torch.device, *, cached: bool = True) -> None:
+        self.memory, self.card, self.pace = MemoryWatch(), CardWatch(), Pace()
+        self._device, self._cached = device, cached
+        self._retries, self._looks, self._throttled = 0, 0, False
+        self._began = psutil.cpu_times()
+
+    def __enter__(self) -> Self:
+        self.card.start(open_card(self._device))
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.card.stop()
+
+    def look(self, seconds: float, waited: float, say: Say) -> None:
+        """After finished steps, which took `seconds` each and `waited` for their data: say what began or ended."""
+        if full := self.memory.look():
+            say("system_memory", full)
+        self.pace, changes = paced(self.pace, seconds, waited, cached=self._cached)
+        for change in changes:
+            say(*self._words(change, seconds))
+        if len(self.card.seen) > self._looks:
+            self._looks = len(self.card.seen)
+            self._judge_card(say)
+
+    def _words(self, change: str, seconds: float) -> tuple[Kind, str]:
+        if change == "not_slow":
+            return "slow", f"steps take {seconds:.2f} s again"
+        if change == "not_starved":
+            return "starved", "steps wait for their data no more"
+        if change == "starved":
+            limit = STARVED_WITH_CACHES if self._cached else STARVED
+            fix = "Put cache.folder on a faster disk" if self._cached else "Set cache.latents=true"
+            told = f"steps wait {self.pace.waited_share:.1%} of their time for data, more than {limit:.0%}"
+            return "starved", f"{told}. {fix}, and see what else the processor does."
+        usual = self.pace.usual_seconds
+        return "slow", f"a step takes {seconds:.2f} s where it took {usual:.2f}: {self._cause()}"
+
+    def _cause(self) -> str:
+        held = held_on(self._device)
+        if held is not None and held.reserved > FULL * held.limit:
+            figures = f"{held.reserved / 2**30:.1f} of {held.limit / 2**30:.1f} GiB"
+            return (
+                f"the card's memory is full ({figures}) and may spill to system memory. Close other programs on the "
+                "card, or set batch.max_micro=1 or memory.checkpointing=all."
+            )
+        if self.card.seen and self.card.seen[-1].memory > FULL:
+            share = self.card.seen[-1].memory
+            return f"the card's memory is {share:.0%} full with what other programs hold, and may spill. Close them."
+        return "see what else runs on this machine."
+
+    def _judge_card(self, say: Say) -> None:
+        throttled = self.card.seen[-1].throttled
+        if throttled and not self._throttled:
+            say("throttled", throttled)
+        self._throttled = throttled is not None
+        held = held_on(self._device)
+        if held is not None and held.retries > self._retries:
+            if held.unused > FRAGMENTED * held.limit:
+                say("memory", fragmented(held))
+            self._retries = held.retries
+
+    def told(self) -> dict[str, float]:
+        """For the record, what is known of: shares from 0 to 1, degrees, watts."""
+        now = psutil.cpu_times()
+        spent = {name: getattr(now, name) - getattr(self._began, name) for name in now._fields}
+        # Guests' time stands in the user's too.
+        total = sum(value for name, value in spent.items() if name not in ("guest", "guest_nice"))
+        seen = {"system_memory": self.memory.highest}
+        if total > 0:
+            seen["io_wait"] = spent.get("iowait", 0.0) / total
+            seen["processor"] = 1.0 - (spent["idle"] + spent.get("iowait", 0.0)) / total
+        if held := held_on(self._device):
+            seen["memory"] = held.most_reserved / held.limit
+        if looks := self.card.seen:
+            seen |= {"utilisation": mean(look.utilisation for look in looks)}
+            seen |= {"celsius_most": max(look.celsius for look in looks)}
+            if watts := [look.watts for look in looks if look.watts is not None]:
+                seen["watts"] = mean(watts)
+        return {name: round(value, 4) for name, value in seen.items()}
+
+
+def fragmented(held: Held) -> str:
+    """A sentence with the figures."""
+    unused, limit = held.unused / 2**30, held.limit / 2**30
+    return (
+        f"the card's memory is fragmented: {unused:.1f} of {limit:.1f} GiB are held but in no use, and "
+        f"{held.retries} times it was given back for want of a whole piece. Set memory.expandable_segments=true."
+    )

@@ -1,0 +1,118 @@
+"""Slowness: never said of noise, always of a lasting jump, once until it is over; a starving loader likewise."""
+
+from __future__ import annotations
+
+import math
+import random
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lora_trainer.monitor import watches
+from lora_trainer.monitor.card import Card
+from lora_trainer.monitor.memory import Held
+from lora_trainer.monitor.slowness import KNOWN, LASTING, WINDOW, Change, Pace, paced
+from lora_trainer.monitor.watches import Watches
+
+
+def watched(steps: list[tuple[float, float]], *, cached: bool = True) -> tuple[Pace, list[tuple[int, Change]]]:
+    pace, found = Pace(), list[tuple[int, Change]]()
+    for number, (seconds, waited) in enumerate(steps):
+        pace, changes = paced(pace, seconds, waited, cached=cached)
+        found += [(number, change) for change in changes]
+    return pace, found
+
+
+def noise(seed: int, count: int, usual: float, spread: float) -> list[float]:
+    draw = random.Random(seed)
+    return [usual * math.exp(draw.gauss(0.0, spread)) for _ in range(count)]
+
+
+@given(st.integers(0, 10**6), st.floats(1e-3, 100.0), st.floats(0.0, 0.3))
+def test_noise_is_never_called_slow(seed, usual, spread):
+    assert watched([(seconds, 0.0) for seconds in noise(seed, 400, usual, spread)])[1] == []
+
+
+@given(st.integers(0, 10**6), st.floats(1e-3, 100.0), st.floats(0.0, 0.15), st.floats(4.0, 100.0))
+def test_a_lasting_jump_is_said_once_and_its_end_too(seed, usual, spread, factor):
+    quick = noise(seed, 60, usual, spread)
+    slow = [factor * seconds for seconds in noise(seed + 1, 60, usual, spread)]
+    found = watched([(seconds, 0.0) for seconds in (*quick, *slow, *noise(seed + 2, 60, usual, spread))])[1]
+    assert [change for _, change in found] == ["slow", "not_slow"]
+    assert found[0][0] == 60 + LASTING - 1
+    assert found[1][0] >= 120
+
+
+@given(st.integers(1, LASTING - 1), st.floats(2.5, 1000.0))
+def test_a_jump_that_does_not_last_is_not_said(count, factor):
+    steps = [1.0] * 30 + [factor] * count + [1.0] * 30
+    assert watched([(seconds, 0.0) for seconds in steps])[1] == []
+
+
+def test_nothing_is_usual_at_first():
+    assert watched([(1.0, 0.0)] * (KNOWN - 1) + [(9.0, 0.0)] * (LASTING - 1))[1] == []
+
+
+@pytest.mark.parametrize(("cached", "waited", "said"), [(True, 0.02, True), (False, 0.02, False), (False, 0.06, True)])
+def test_a_starving_loader_is_said_by_its_limit(cached, waited, said):
+    pace, found = watched([(1.0, waited)] * (2 * WINDOW), cached=cached)
+    assert [change for _, change in found] == ["starved"] * said
+    assert pace.waited_share == pytest.approx(waited)
+    _, found = watched([(1.0, waited)] * WINDOW + [(1.0, 0.0)] * WINDOW, cached=cached)
+    assert [change for _, change in found] == ["starved", "not_starved"] * said
+
+
+def test_a_wait_that_nobody_notices_is_not_said():
+    assert watched([(0.005, 0.0005)] * (2 * WINDOW))[1] == []
+
+
+CUDA = torch.device("cuda")
+
+
+def heard(watch: Watches, steps: list[float]) -> list[tuple[str, str]]:
+    said = list[tuple[str, str]]()
+    for seconds in steps:
+        watch.look(seconds, 0.0, lambda kind, message: said.append((kind, message)))
+    return said
+
+
+@pytest.mark.parametrize(
+    ("reserved", "used", "told"),
+    [(7.3, 0.8, "7.3 of 7.4 GiB"), (3.0, 0.99, "other programs"), (3.0, 0.6, "what else runs")],
+)
+def test_what_makes_steps_slow_is_said(monkeypatch, reserved, used, told):
+    gib = 2**30
+    held = Held(gib, int(reserved * gib), int(reserved * gib), int(7.4 * gib), 0)
+    monkeypatch.setattr(watches, "held_on", lambda device: held)
+    watch = Watches(CUDA)
+    watch.card.seen.append(Card(0.9, used, 60.0))
+    ((kind, message), end) = heard(watch, [0.5] * 20 + [30.0] * 20 + [0.5] * 20)
+    assert kind == "slow"
+    assert "a step takes 30.00 s where it took 0.50" in message
+    assert told in message
+    assert end == ("slow", "steps take 0.50 s again")
+
+
+def test_heat_and_fragmentation_are_said_once(monkeypatch):
+    gib = 2**30
+    monkeypatch.setattr(watches, "held_on", lambda device: Held(4 * gib, 7 * gib, 7 * gib, 8 * gib, 3))
+    watch = Watches(CUDA)
+    hot = Card(0.99, 0.9, 91.0, clock=900.0, clock_most=1800.0, reasons=0x40)
+    said = []
+    for card in (hot, hot, Card(0.9, 0.9, 70.0, clock=1790.0, clock_most=1800.0), hot):
+        watch.card.seen.append(card)
+        said += heard(watch, [0.5, 0.5])
+    assert [kind for kind, _ in said] == ["throttled", "memory", "throttled"]
+    assert "900 of 1800 MHz (91 degrees)" in said[0][1]
+    assert "3.0 of 8.0 GiB are held but in no use" in said[1][1]
+
+
+def test_a_processor_is_known_without_a_card():
+    with Watches(torch.device("cpu")) as watch:
+        assert heard(watch, [0.5] * 20) == []
+    told = watch.told()
+    assert 0.0 < told["system_memory"] <= 1.0
+    assert all(0.0 <= told[name] <= 1.0 for name in ("io_wait", "processor") if name in told)
+    assert "utilisation" not in told
