@@ -13,23 +13,32 @@ import torch
 from accelerate import init_empty_weights
 from torch import Tensor, nn
 
+from lora_trainer.models.storage.store import Narrow
+
 NUMBERS = 2**20 + 7  # no width of a model divides it
 
 
-def with_random_weights(make: Callable[[], nn.Module], dtype: torch.dtype, device: torch.device) -> nn.Module:
-    """The module that `make` makes, frozen and in eval mode, its parameters as large as torch's own at the start."""
+def with_random_weights(
+    make: Callable[[], nn.Module], dtype: torch.dtype, device: torch.device, narrow: Narrow | None = None
+) -> nn.Module:
+    """The module that `make` makes, frozen and in eval mode, its parameters as large as torch's own at the start.
+
+    `narrow` stores each layer in fewer bits as soon as it has its numbers.
+    """
     with init_empty_weights(include_buffers=False):
         module = make()
-    drawn = torch.randn(NUMBERS, generator=torch.Generator().manual_seed(0)).to(device)
-    place = 0
-    for name, empty in list(module.named_parameters()):
-        values = filled(name, empty, drawn, place, dtype)
-        owner, _, own = name.rpartition(".")
-        module.get_submodule(owner).register_parameter(own, nn.Parameter(values, requires_grad=False))
-        place = (place + empty.numel()) % NUMBERS
     for buffer in module.buffers():
         if buffer.is_floating_point():
             buffer.data = buffer.data.to(dtype)
+    drawn = torch.randn(NUMBERS, generator=torch.Generator().manual_seed(0)).to(device)
+    place = 0
+    for layer in list(module.modules()):
+        for name, empty in list(layer.named_parameters(recurse=False)):
+            values = filled(name, empty, drawn, place, dtype)
+            layer.register_parameter(name, nn.Parameter(values, requires_grad=False))
+            place = (place + empty.numel()) % NUMBERS
+        if narrow is not None:
+            narrow(layer)
     return module.to(device).eval()
 
 

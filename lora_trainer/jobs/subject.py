@@ -24,6 +24,7 @@ from lora_trainer.jobs.measures import OWN, SMALL
 from lora_trainer.jobs.random_weights import with_random_weights as random_module
 from lora_trainer.models import FAMILIES
 from lora_trainer.models.family import Architecture, Family, public_architecture
+from lora_trainer.models.storage.store import Narrow
 from lora_trainer.production.choices import Choices, asked_by_user, cap_memory, choose
 from lora_trainer.production.inputs import own_architecture, read_inputs, trained_resolution
 from lora_trainer.production.order import Order
@@ -188,8 +189,10 @@ def public_subject(
 def with_random_weights(family: Family, architecture: Architecture) -> Family:
     """The family, its denoiser and noise schedule taken from the architecture in place of a folder."""
 
-    def load_denoiser(folder: Path, dtype: torch.dtype, device: torch.device) -> nn.Module:
-        return random_module(lambda: family.make_denoiser(architecture.denoiser), dtype, device)
+    def load_denoiser(
+        folder: Path, dtype: torch.dtype, device: torch.device, narrow: Narrow | None = None
+    ) -> nn.Module:
+        return random_module(lambda: family.make_denoiser(architecture.denoiser), dtype, device, narrow)
 
     def make_process(folder: Path) -> Process:
         return usual_process(cast("Prediction", architecture.facts.prediction))

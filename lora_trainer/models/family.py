@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
 from lora_trainer.core.errors import Problem, UsageError
 
@@ -20,6 +20,7 @@ if TYPE_CHECKING:  # facts are read without torch
     from torch import Tensor, nn
 
     from lora_trainer.diffusion.process import Process
+    from lora_trainer.models.storage.store import Narrow
 
 USUAL_FAMILY = "sd15"  # the built-in base's, and what is assumed where no model is named
 Caption = str | tuple[tuple[str, float], ...]  # text, or pieces of it with the weight of each
@@ -71,6 +72,14 @@ class Encoders:
     text_key: str  # likewise for text encoders and tokenizers
 
 
+class LoadDenoiser(Protocol):
+    """Loads the denoiser of a folder, frozen, on a device; `narrow` stores each layer in fewer bits as it comes."""
+
+    def __call__(
+        self, folder: Path, dtype: torch.dtype, device: torch.device, narrow: Narrow | None = None, /
+    ) -> nn.Module: ...
+
+
 @dataclass(frozen=True)
 class Family:
     """A model family as a bundle of callables.
@@ -88,7 +97,7 @@ class Family:
     describe: Callable[[Path], ModelFacts]
     encoder_keys: Callable[[Path, torch.dtype], tuple[str, str]]
     load_encoders: Callable[[Path, torch.dtype, torch.device], Encoders]
-    load_denoiser: Callable[[Path, torch.dtype, torch.device], nn.Module]
+    load_denoiser: LoadDenoiser
     make_process: Callable[[Path], Process]
     predict: Callable[[nn.Module, Tensor, Tensor, Mapping[str, Tensor], Tensor], Tensor]
     make_pipeline: Callable[[Path, torch.dtype, torch.device], Any]

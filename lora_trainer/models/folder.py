@@ -10,7 +10,7 @@ from typing import Any
 from lora_trainer.core.bounded import TextError, read_json_object
 from lora_trainer.core.digests import remembered_sha256
 from lora_trainer.core.errors import Problem, UsageError
-from lora_trainer.core.tensorfile import elements, read_tensor_header
+from lora_trainer.core.tensorfile import METADATA, elements, read_tensor_header
 
 FAMILY_OF_PIPELINE = {
     "StableDiffusionPipeline": "sd15",
@@ -99,14 +99,45 @@ def detect_family(folder: Path, origin: str = "--model") -> str:
 
 
 def weights_file(folder: Path) -> Path:
-    """The safetensors file of a component, the full-precision one first. Raises UsageError."""
+    """The safetensors file of a component, the full-precision one first. Raises UsageError, also for several files."""
+    found = _first_of_weights(folder)
+    if "-of-" in found.name:
+        raise UsageError(Problem(f"{folder} holds weights in several files.", "Save the model unsharded."))
+    return found
+
+
+def places_of_weights(folder: Path) -> dict[str, Path]:
+    """The file that holds each weight of a component: one for all, or what the index of several says.
+
+    For a part that `check_part` has seen. Raises UsageError for several files without an index, and for an index that
+    names weights that its files lack.
+    """
+    first = _first_of_weights(folder)
+    names = {first.name: _names(first)}
+    if "-of-" not in first.name:
+        return dict.fromkeys(names[first.name], first)
+    stem, _, variant = first.name.partition("-")[0].partition(".")
+    index = folder / ".".join([stem, "safetensors.index", *([variant] if variant else []), "json"])
+    named: dict[str, str] = _check_index(index, {path.name for path in folder.glob("*.safetensors")})
+    for file in set(named.values()):
+        names[file] = _names(folder / file)
+    if lacking := sorted(name for name, file in named.items() if name not in names[file]):
+        raise UsageError(
+            Problem(f"{folder / named[lacking[0]]} lacks {lacking[0][:80]!r}, which its index names.", COPY)
+        )
+    return {name: folder / file for name, file in named.items()}
+
+
+def _names(path: Path) -> set[str]:
+    return set(read_tensor_header(path)) - {METADATA}
+
+
+def _first_of_weights(folder: Path) -> Path:
     found = sorted(folder.glob("*.safetensors"), key=lambda path: (len(path.suffixes), path.name))
     if not found:
         pickles = [path.name for path in folder.glob("*.bin")] if folder.is_dir() else []
         reason = f"holds only {pickles[0]}, a pickle" if pickles else "holds no weights"
         raise UsageError(Problem(f"{folder} {reason}.", "Only .safetensors weights are loaded; convert the model."))
-    if len(found) > 1 and "-of-" in found[0].name:
-        raise UsageError(Problem(f"{folder} holds weights in several files.", "Save the model unsharded."))
     return found[0]
 
 
@@ -145,13 +176,14 @@ def check_part(folder: Path) -> int:
     return sum(elements(read_tensor_header(path)) for path in files)
 
 
-def _check_index(index: Path, names: set[str]) -> None:
-    """Raise UsageError unless the index of a part in several files names only files that lie beside it."""
+def _check_index(index: Path, names: set[str]) -> dict[str, str]:
+    """What an index says. Raises UsageError unless it names only files of weights that lie beside it."""
     named = read_config(index.parent, index.name).get("weight_map")
     if not isinstance(named, dict):
         raise UsageError(Problem(f"{index} lacks weight_map.", COPY))
     if away := [str(value)[:80] for value in named.values() if not isinstance(value, str) or value not in names]:
         raise UsageError(Problem(f"{index} names {away[0]!r}, which is no file of weights beside it.", COPY))
+    return named
 
 
 def _refuse_entry(path: Path, key: str, value: Any) -> None:

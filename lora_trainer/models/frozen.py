@@ -8,11 +8,13 @@ from typing import TYPE_CHECKING, Any, cast
 
 from lora_trainer.core.errors import Problem, UsageError, is_out_of_memory
 from lora_trainer.core.findings import printable
-from lora_trainer.models.folder import COPY, check_part, variant_of
+from lora_trainer.models.folder import COPY, check_part, places_of_weights, variant_of
 
 if TYPE_CHECKING:
     import torch
     from torch import nn
+
+    from lora_trainer.models.storage.store import Narrow
 
 # Tied weights stand once in a file and twice in a model.
 MOST_TIMES_HELD = 2
@@ -54,6 +56,29 @@ def load_frozen(kind: Any, folder: Path, dtype: torch.dtype, device: torch.devic
     return model.to(device).eval().requires_grad_(False)
 
 
+def load_denoiser(
+    kind: Any, folder: Path, dtype: torch.dtype, device: torch.device, narrow: Narrow | None = None
+) -> nn.Module:
+    """A diffusers denoiser, frozen, in eval mode, brought in layer by layer; `narrow` stores each in fewer bits.
+
+    Raises UsageError as `load_frozen` does.
+    """
+    from lora_trainer.models.storage.layers import fill_layers, fill_the_rest
+
+    held = check_part(folder)
+    places = places_of_weights(folder)
+    try:
+        model = check_size(lambda: _empty(kind, folder), held, folder)
+        refuse_lacking(folder, set(model.state_dict()) - set(places))
+        fill_layers(model, places, dtype, device, narrow)
+        fill_the_rest(model, lambda: _empty(kind, folder), device)
+    except UsageError:
+        raise
+    except Exception as error:  # as above
+        raise _as_usage(error, folder) from error
+    return model.eval().requires_grad_(False)
+
+
 def load_words(kind: Any, folder: Path) -> Any:
     """A tokenizer. Raises UsageError for one that cannot be loaded."""
     try:
@@ -69,10 +94,10 @@ def _empty(kind: Any, folder: Path) -> nn.Module:
     return cast("nn.Module", kind(kind.config_class.from_pretrained(folder, local_files_only=True)))
 
 
-def check_size(build: Callable[[], nn.Module], held: int, folder: Path) -> None:
-    """Raise UsageError when what `build` makes has more numbers than the `held` ones of its weights can fill.
+def check_size(build: Callable[[], nn.Module], held: int, folder: Path) -> nn.Module:
+    """What `build` makes, without memory. Raises UsageError when the `held` numbers of its weights cannot fill it.
 
-    It is built without memory, and given up where it passes the limit: a config of a few bytes may ask for terabytes.
+    It is given up where it passes the limit: a config of a few bytes may ask for terabytes.
     """
     import torch
     from torch.nn.modules.module import register_module_parameter_registration_hook
@@ -88,7 +113,7 @@ def check_size(build: Callable[[], nn.Module], held: int, folder: Path) -> None:
     hook = register_module_parameter_registration_hook(count)
     try:
         with torch.device("meta"):
-            build()
+            return build()
     except _TooLargeError:
         message = f"{folder / 'config.json'} asks for more than {asked:,} weights; the files hold {held:,}."
         raise UsageError(Problem(message, COPY)) from None

@@ -19,6 +19,8 @@ import torch
 from torch import nn
 
 from lora_trainer.models.family import Family
+from lora_trainer.models.storage.layers import place_layers
+from lora_trainer.models.storage.store import Narrow
 
 MEMORY_FULL = 70.0  # percent in use from which another base takes the place of those that are kept
 CPU = torch.device("cpu")
@@ -43,10 +45,16 @@ def keep_loaded(families: Mapping[str, Family]) -> dict[str, Family]:
     }
 
 
-def _denoiser(family: Family, bases: Bases, folder: Path, dtype: torch.dtype, device: torch.device) -> nn.Module:
+def _denoiser(
+    family: Family,
+    bases: Bases,
+    folder: Path,
+    dtype: torch.dtype,
+    device: torch.device,
+    narrow: Narrow | None = None,
+) -> nn.Module:
     kept = getattr(_base(family, bases, folder, dtype), family.denoiser_prefix)
-    module: nn.Module = twin(kept)
-    return module.to(device)
+    return place_layers(twin(kept), device, narrow)
 
 
 def _pipeline(family: Family, bases: Bases, folder: Path, dtype: torch.dtype, device: torch.device) -> Any:

@@ -10,12 +10,14 @@ from typing import TYPE_CHECKING, Any, cast
 from lora_trainer.core.errors import Problem, UsageError
 from lora_trainer.models.family import ModelFacts
 from lora_trainer.models.folder import check_components, read_config, whole_number
-from lora_trainer.models.frozen import load_frozen, load_words
+from lora_trainer.models.frozen import load_denoiser, load_frozen, load_words
 from lora_trainer.models.noise_schedule import read_noise_schedule
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor, nn
+
+    from lora_trainer.models.storage.store import Narrow
 
 CLIP_TOKENS = 77
 LEAST_TOKENS, MOST_TOKENS = 3, 4096  # start, a word and end
@@ -88,11 +90,11 @@ def caption_tokens(folder: Path, text_encoder: str) -> int:
     return int(tokens)
 
 
-def load_unet(folder: Path, dtype: torch.dtype, device: torch.device) -> nn.Module:
+def load_unet(folder: Path, dtype: torch.dtype, device: torch.device, narrow: Narrow | None = None) -> nn.Module:
     """The U-Net, frozen, on the device."""
     from diffusers import UNet2DConditionModel
 
-    return cast("nn.Module", load_frozen(UNet2DConditionModel, folder / "unet", dtype, device))
+    return load_denoiser(UNet2DConditionModel, folder / "unet", dtype, device, narrow)
 
 
 def load_vae(folder: Path, dtype: torch.dtype, device: torch.device) -> Any:

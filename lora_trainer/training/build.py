@@ -18,7 +18,7 @@ from lora_trainer.models.lora import inject_lora, target_modules
 from lora_trainer.models.memory.checkpointing import checkpoint_blocks, checkpointable_blocks
 from lora_trainer.models.memory.ledger import count_of
 from lora_trainer.models.memory.streaming import bring, stream_blocks, streaming_note
-from lora_trainer.models.storage.store import narrower, store_layers
+from lora_trainer.models.storage.store import narrower
 from lora_trainer.optim.clipping import make_clip
 from lora_trainer.optim.optimizers import WAITING, make_optimizer
 from lora_trainer.training.adapter import make_adapter
@@ -56,13 +56,13 @@ def build_learner(
     """Load the denoiser frozen, put the LoRA on it and make its optimizer.
 
     `latents` is the shape [B, C, h, w] of the run's largest micro batch, which the attention is tried at.
-    Weights that are stored in fewer bits are narrowed before they reach the device.
+    Weights that are stored in fewer bits are narrowed one layer at a time, so that the wide ones are never all in memory.
     Raises UsageError for targets that match nothing, an attention that was asked for and
     does not work, or an optimizer that is not installed.
     """
     dtype = layout.dtype
-    on_the_way = torch.device("cpu") if layout.narrow or layout.streamed else device
-    denoiser = family.load_denoiser(facts.path, dtype, on_the_way)
+    on_the_way = torch.device("cpu") if layout.streamed else device
+    denoiser = family.load_denoiser(facts.path, dtype, on_the_way, narrower(layout.stored))
     shapes = shapes_of({family.denoiser_prefix: denoiser})
     last = set_memory_order(denoiser, config, device)
     tried = try_convolutions(config, device, layout.shapes)
@@ -71,8 +71,6 @@ def build_learner(
         denoiser, config, family, latents, dtype=dtype, device=device, asked=attention_asked, reduce=reduce
     )
     parameters = put_lora_on(denoiser, names, config)
-    if narrow := narrower(layout.stored):
-        store_layers(denoiser, narrow)
     streamed = stream_blocks(denoiser, layout.streamed, device)
     bring(denoiser.train(), device)
     blocks = len(checkpointable_blocks(denoiser))

@@ -1,0 +1,103 @@
+"""A denoiser brought into memory layer by layer: read from the mapped file, narrowed, put on its device.
+
+So the wide model is never in memory whole, neither the system's nor a card's: beside what is kept stand one wide layer
+and the part of a file that was read last.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lora_trainer.models.storage.store import Narrow
+
+READ_AT_ONCE = (
+    64 << 20
+)  # bytes, after which a file is opened anew, since what was read of a mapped file stays in memory
+
+
+def fill_layers(
+    model: nn.Module, places: Mapping[str, Path], dtype: torch.dtype, device: torch.device, narrow: Narrow | None
+) -> None:
+    """Give a model that stands on the meta device its frozen weights, each from the file that `places` names.
+
+    Numbers take `dtype`; where they have it already, on a processor, they stay in the mapped file. Raises ValueError
+    for a weight of another shape. Weights that no file holds stay on the meta device.
+    """
+    with ExitStack() as stack:
+        read = _reader(places, stack)
+        for prefix, module in list(model.named_modules()):
+            for name, own in list(_own(module)):
+                full = f"{prefix}.{name}" if prefix else name
+                if full not in places:
+                    continue
+                found = read(full)
+                if found.shape != own.shape:
+                    raise ValueError(f"{full} has shape {[*found.shape]} in place of {[*own.shape]}")
+                found = found.to(device, dtype if found.is_floating_point() else None)
+                if isinstance(own, nn.Parameter):
+                    setattr(module, name, nn.Parameter(found, requires_grad=False))
+                else:
+                    module.register_buffer(name, found)
+                del found
+            if narrow is not None:
+                narrow(module)
+
+
+def place_layers(model: nn.Module, device: torch.device, narrow: Narrow | None) -> nn.Module:
+    """The same for a frozen model that is in memory already: narrow each layer, and bring it to the device."""
+    for module in list(model.modules()):
+        if narrow is not None:
+            narrow(module)
+        module._apply(lambda tensor: tensor.to(device), recurse=False)
+    return model
+
+
+def fill_the_rest(model: nn.Module, make: Callable[[], nn.Module], device: torch.device) -> None:
+    """Give buffers that no file holds the values that the model's own code computes."""
+    lacking = [name for name, buffer in model.named_buffers() if buffer.is_meta]
+    if not lacking:
+        return
+    from accelerate import init_empty_weights
+
+    with init_empty_weights(include_buffers=False):
+        made = dict(make().named_buffers())
+    for name in lacking:
+        owner, _, last = name.rpartition(".")
+        setattr(model.get_submodule(owner), last, made[name].to(device))
+
+
+def _own(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """A module's own parameters and buffers that are saved with it, not those of the modules in it."""
+    yield from module.named_parameters(recurse=False)
+    for name, buffer in module.named_buffers(recurse=False):
+        if name not in module._non_persistent_buffers_set:
+            yield name, buffer
+
+
+def _reader(places: Mapping[str, Path], stack: ExitStack) -> Callable[[str], Tensor]:
+    """A function from names to tensors in mapped files, of which few bytes stay in memory."""
+    from safetensors import safe_open
+
+    opened: dict[Path, Any] = {}
+    since = 0
+
+    def read(name: str) -> Tensor:
+        nonlocal since
+        path = places[name]
+        if since > READ_AT_ONCE:
+            stack.pop_all().close()
+            opened.clear()
+            since = 0
+        if path not in opened:
+            opened[path] = stack.enter_context(safe_open(path, framework="pt"))
+        tensor: Tensor = opened[path].get_tensor(name)
+        since += tensor.nbytes
+        return tensor
+
+    return read

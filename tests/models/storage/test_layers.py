@@ -1,0 +1,160 @@
+"""Denoisers come layer by layer: the bits that the library reads, and never all of them wide in memory."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+from diffusers import UNet2DConditionModel
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from lora_trainer.core.errors import UsageError
+from lora_trainer.jobs.random_weights import with_random_weights
+from lora_trainer.models.frozen import load_denoiser
+from lora_trainer.models.kept import keep_loaded
+from lora_trainer.models.sd15 import FAMILY
+from lora_trainer.models.storage import layers
+from lora_trainer.models.storage.layers import fill_layers
+from lora_trainer.models.storage.store import is_narrow, narrower, store_layers
+from tests.export.tiny import tiny_pipeline
+
+CPU = torch.device("cpu")
+NAME = "diffusion_pytorch_model.safetensors"
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("layers")
+    tiny_pipeline(folder / "made", "sd15").save_pretrained(folder / "model", safe_serialization=True)
+    return folder / "model"
+
+
+def loaded(part: Path, dtype: torch.dtype = torch.float32, stored: str = "bf16") -> nn.Module:
+    return load_denoiser(UNet2DConditionModel, part, dtype, CPU, narrower(stored))  # type: ignore[arg-type]
+
+
+def library(part: Path, dtype: torch.dtype, **how: object) -> dict[str, Tensor]:
+    found: nn.Module = UNet2DConditionModel.from_pretrained(part, dtype=dtype, use_safetensors=True, **how)
+    return found.state_dict()
+
+
+def assert_same(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
+    assert one.keys() == other.keys()
+    assert all(one[name].dtype == other[name].dtype and torch.equal(one[name], other[name]) for name in one)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_weights_are_those_that_the_library_reads(model: Path, dtype: torch.dtype) -> None:
+    ours = loaded(model / "unet", dtype)
+    assert_same(ours.state_dict(), library(model / "unet", dtype))
+    assert not ours.training
+    assert not any(each.requires_grad or each.is_meta for each in ours.parameters())
+
+
+@pytest.mark.parametrize("variant", [None, "fp16"])
+def test_several_files_and_variants(model: Path, tmp_path: Path, variant: str | None) -> None:
+    whole: nn.Module = UNet2DConditionModel.from_pretrained(model / "unet")
+    whole.save_pretrained(tmp_path / "unet", max_shard_size="1MB", variant=variant)  # type: ignore[operator]
+    assert len(list((tmp_path / "unet").glob("*-of-*.safetensors"))) > 1
+    assert_same(loaded(tmp_path / "unet").state_dict(), whole.state_dict())
+    for each in sorted((tmp_path / "unet").glob("*.safetensors"))[:1]:
+        tensors = load_file(each)
+        del tensors[min(tensors)]
+        save_file(tensors, each)
+    with pytest.raises(UsageError, match="which its index names"):
+        loaded(tmp_path / "unet")
+    for index in (tmp_path / "unet").glob("*.json"):
+        if "index" in index.name:
+            index.unlink()
+    with pytest.raises(UsageError, match=r"index.*is missing"):
+        loaded(tmp_path / "unet")
+
+
+def test_weights_that_are_lacking_or_of_another_shape_are_refused(model: Path, tmp_path: Path) -> None:
+    part = shutil.copytree(model / "unet", tmp_path / "unet")
+    tensors = load_file(part / NAME)
+    save_file({**tensors, "conv_in.bias": torch.zeros(3)}, part / NAME)
+    with pytest.raises(UsageError, match=r"conv_in\.bias has shape \[3\] in place of \[32\]"):
+        loaded(part)
+    del tensors["conv_in.bias"]
+    save_file(tensors, part / NAME)
+    with pytest.raises(UsageError, match=r"lacks 1 of its weights \(first: conv_in\.bias\)"):
+        loaded(part)
+
+
+@pytest.mark.parametrize("stored", ["fp8", "int8"])
+def test_loading_narrow_is_loading_and_narrowing(model: Path, stored: str) -> None:
+    at_once, after = loaded(model / "unet", torch.bfloat16, stored), loaded(model / "unet", torch.bfloat16)
+    narrow = narrower(stored)  # type: ignore[arg-type]
+    assert narrow is not None
+    store_layers(after, narrow)
+    assert any(map(is_narrow, after.modules()))
+    assert_same(dict(at_once.named_parameters()), dict(after.named_parameters()))
+    assert_same(dict(at_once.named_buffers()), dict(after.named_buffers()))
+
+
+def test_a_kept_base_stays_wide_and_whole(model: Path) -> None:
+    family = keep_loaded({"sd15": FAMILY})["sd15"]
+    before = {name: tensor.clone() for name, tensor in loaded(model / "unet").state_dict().items()}
+    narrow = family.load_denoiser(model, torch.float32, CPU, narrower("int8"))
+    assert any(map(is_narrow, narrow.modules()))
+    assert_same(family.load_denoiser(model, torch.float32, CPU).state_dict(), before)
+
+
+def test_random_layers_are_narrowed_as_they_are_made() -> None:
+    wide: list[int] = []
+    narrow = narrower("int8")
+    assert narrow is not None
+    made: list[nn.Module] = []
+
+    def narrow_and_look(module: nn.Module) -> None:
+        narrow(module)
+        wide.append(sum(not each.is_meta and each.is_floating_point() for part in made for each in part.parameters()))
+
+    def make() -> nn.Module:
+        made.extend(nn.Linear(64, 64, bias=False) for _ in range(4))
+        return nn.Sequential(*made)
+
+    model = with_random_weights(make, torch.bfloat16, CPU, narrow_and_look)
+    assert all(map(is_narrow, made))
+    assert max(wide) == 0
+    assert not any(each.requires_grad for each in model.parameters())
+
+
+class Toy(nn.Module):
+    """Layers of 8 MB in fp32, and numbers that only its own code knows."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(1448, 1448, bias=False) for _ in range(count))
+        self.register_buffer("places", torch.arange(6.0).reshape(2, 3), persistent=False)
+
+
+def test_memory_holds_the_narrow_model_and_a_few_layers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    megabyte, count = 1 << 20, 24
+    path = tmp_path / "toy.safetensors"
+    ones = torch.randn(1448, 1448)
+    save_file({f"layers.{index}.weight": ones.clone() for index in range(count)}, path)
+    monkeypatch.setattr(layers, "READ_AT_ONCE", 16 * megabyte)
+    with torch.device("meta"):
+        toy = Toy(count)
+    process, seen = psutil.Process(), list[int]()
+    narrow = narrower("int8")
+    assert narrow is not None
+    before = process.memory_info().rss
+
+    def narrow_and_look(module: nn.Module) -> None:
+        narrow(module)
+        seen.append(process.memory_info().rss - before)
+
+    fill_layers(toy, dict.fromkeys(toy.state_dict(), path), torch.bfloat16, CPU, narrow_and_look)
+    narrow_size = sum(each.nbytes for each in (*toy.parameters(), *toy.buffers()) if not each.is_meta)
+    assert 48 * megabyte < narrow_size < 52 * megabyte
+    # What was read of the file last, and a layer in three precisions; the whole file has 200 MB.
+    assert max(seen) < narrow_size + 60 * megabyte
+    layers.fill_the_rest(toy, lambda: Toy(count), CPU)
+    assert toy.get_buffer("places").tolist() == [[0, 1, 2], [3, 4, 5]]
