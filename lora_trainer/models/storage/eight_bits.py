@@ -18,6 +18,7 @@ from torch.nn import functional
 
 LARGEST = {torch.float8_e4m3fn: torch.finfo(torch.float8_e4m3fn).max, torch.int8: 127.0}
 SCALE = "weight_scale"
+AT_ONCE = 1 << 20  # numbers that are narrowed together: wide copies of a large layer would need room of their own
 
 
 def widened(weight: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
@@ -101,14 +102,18 @@ class Conv2d8(nn.Conv2d):
 
 def narrow_to_8_bits(layer: nn.Linear | nn.Conv2d, storage: torch.dtype) -> None:
     """Store the layer's weight as float8_e4m3fn or int8. It changes its class and stays the same object."""
-    weight = layer.weight.detach()
-    largest = weight.abs().amax(dim=tuple(range(1, weight.dim())), keepdim=True).float()
-    held_in = torch.float32 if weight.dtype == torch.float16 else weight.dtype  # fp16 has not the range
-    # Divided by the very scale that multiplies later, so that its own rounding is no error.
-    scale = (largest / LARGEST[storage]).clamp(min=torch.finfo(held_in).tiny).to(held_in)
-    numbers = (weight.float() / scale.float()).clamp(-LARGEST[storage], LARGEST[storage])
-    if storage == torch.int8:
-        numbers = numbers.round()
-    layer.weight = nn.Parameter(numbers.to(storage), requires_grad=False)
+    wide = layer.weight.detach()
+    held_in = torch.float32 if wide.dtype == torch.float16 else wide.dtype  # fp16 has not the range
+    weight = torch.empty_like(wide, dtype=storage)
+    scale = torch.empty((len(wide), *[1] * (wide.dim() - 1)), dtype=held_in, device=wide.device)
+    rows = max(1, AT_ONCE * len(wide) // max(1, wide.numel()))
+    for some in range(0, len(wide), rows):
+        part = wide[some : some + rows].to(torch.float32, copy=True)
+        largest = part.abs().amax(dim=tuple(range(1, wide.dim())), keepdim=True)
+        scale[some : some + rows] = (largest / LARGEST[storage]).clamp(min=torch.finfo(held_in).tiny)
+        # Divided by the very scale that multiplies later, so that its own rounding is no error.
+        part.div_(scale[some : some + rows].float()).clamp_(-LARGEST[storage], LARGEST[storage])
+        weight[some : some + rows] = part.round_() if storage == torch.int8 else part
+    layer.weight = nn.Parameter(weight, requires_grad=False)
     layer.register_buffer(SCALE, scale, persistent=False)
     layer.__class__ = Linear8 if isinstance(layer, nn.Linear) else Conv2d8

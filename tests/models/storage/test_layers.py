@@ -135,10 +135,9 @@ class Toy(nn.Module):
 
 
 def test_memory_holds_the_narrow_model_and_a_few_layers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    megabyte, count = 1 << 20, 24
+    megabyte, count = 1 << 20, 40
     path = tmp_path / "toy.safetensors"
-    ones = torch.randn(1448, 1448)
-    save_file({f"layers.{index}.weight": ones.clone() for index in range(count)}, path)
+    save_file({f"layers.{index}.weight": torch.ones(1448, 1448) for index in range(count)}, path)
     monkeypatch.setattr(layers, "READ_AT_ONCE", 16 * megabyte)
     with torch.device("meta"):
         toy = Toy(count)
@@ -153,8 +152,8 @@ def test_memory_holds_the_narrow_model_and_a_few_layers(tmp_path: Path, monkeypa
 
     fill_layers(toy, dict.fromkeys(toy.state_dict(), path), torch.bfloat16, CPU, narrow_and_look)
     narrow_size = sum(each.nbytes for each in (*toy.parameters(), *toy.buffers()) if not each.is_meta)
-    assert 48 * megabyte < narrow_size < 52 * megabyte
-    # What was read of the file last, and a layer in three precisions; the whole file has 200 MB.
-    assert max(seen) < narrow_size + 60 * megabyte
+    assert 80 * megabyte < narrow_size < 84 * megabyte
+    # What was read of the file last, a layer, and holes in malloc's heap; wide the model has 160 MB, its file 320.
+    assert max(seen) < narrow_size + 90 * megabyte
     layers.fill_the_rest(toy, lambda: Toy(count), CPU)
     assert toy.get_buffer("places").tolist() == [[0, 1, 2], [3, 4, 5]]
