@@ -7,11 +7,13 @@ from collections.abc import Sequence
 def entry(arguments: Sequence[str] | None = None) -> int:
     """Run the command of these arguments, by default this process's; its exit code. No signal does anything later."""
     before = signal.signal(signal.SIGINT, signal.SIG_DFL)  # while it loads, Ctrl-C ends it without a traceback
-    from lora_trainer.cli.main import main
-    from lora_trainer.core.interrupt import end_quickly, listening
-    from lora_trainer.core.optional import own_process
+    from lora_trainer.core.imports import importing, own_process
 
     own_process()
+    with importing():
+        from lora_trainer.cli.main import main
+        from lora_trainer.core.interrupt import end_quickly, listening
+
     signal.signal(signal.SIGINT, before)
     with listening(to_the_end=True):
         code = main(arguments)

@@ -86,7 +86,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def commands(folder: Path, *, big: bool) -> dict[str, list[str]]:
     """How each way is started: `DONE` stands for the file that it writes lines to, `OUT` for the folder of a run."""
     from lora_trainer.builtin import BASE_FOLDER
-    from lora_trainer.core.optional import OPTIONAL
+    from lora_trainer.core.imports import OPTIONAL
 
     model = big_model(BASE_FOLDER, folder / "model") if big else BASE_FOLDER
     side = (256 if big else 128) // 8

@@ -122,6 +122,11 @@ def fill_caches(
             loaded.append(inputs.family.load_encoders(inputs.facts.path, choices.encoder_dtype, device))
         return loaded[0]
 
+    def put_away() -> None:
+        if loaded:
+            loaded.clear()
+            free_memory(device)
+
     fill_latents(
         plans.latents,
         in_halves(lambda pixels: encoders().encode_image(pixels), device, say),
@@ -130,8 +135,7 @@ def fill_caches(
         workers=config.cache.workers,
         start=start,
     )
-    loaded.clear()
-    free_memory(device)
+    put_away()
     fill_texts(
         plans.texts,
         captions_in_halves(lambda captions: encoders().encode_text(captions), device, say),
@@ -139,8 +143,7 @@ def fill_caches(
         lambda done, all_: progress("captions", done, all_),
         start=start,
     )
-    loaded.clear()
-    free_memory(device)
+    put_away()
 
 
 def bytes_to_build(inputs: Inputs, choices: Choices, plans: CachePlans) -> int:

@@ -1,20 +1,22 @@
-"""Which optional libraries a run has a use for."""
+"""The heavy libraries of a run, and which optional ones it has a use for."""
 
 from __future__ import annotations
 
 import torch
 
 from lora_trainer.config.schema import Config
-from lora_trainer.core.optional import OPTIONAL, hide
+from lora_trainer.core.imports import OPTIONAL, hide
 
 WIDE = ("bf16", "fp16", "fp32")  # precisions of weights that torch alone stores
 
 
-def hide_needless(config: Config) -> None:
-    """Hide what these settings do not use, before diffusers and peft are imported. xformers runs on a card alone."""
+def import_libraries(config: Config) -> None:
+    """Import diffusers and peft, which do not find what these settings do not use. xformers runs on a card alone."""
     needed = set() if config.memory.base_precision in WIDE else {"bitsandbytes", "torchao"}
     if "8bit" in config.optim.name:
         needed.add("bitsandbytes")
     if torch.cuda.is_available() and config.memory.attention != "sdpa":
         needed.add("xformers")
     hide(name for name in OPTIONAL if name not in needed)
+    import diffusers.models.modeling_utils  # noqa: F401
+    import peft  # noqa: F401

@@ -29,6 +29,7 @@ from lora_trainer.core.errors import (
     is_out_of_memory,
 )
 from lora_trainer.core.hardware import package_versions
+from lora_trainer.core.imports import importing
 from lora_trainer.core.interrupt import leaving_when_told, listening, remembering, signal_that_came
 from lora_trainer.core.io import append_text, remove_unfinished, write_text
 from lora_trainer.core.launch import is_main_process
@@ -197,17 +198,18 @@ def refuse_data(inputs: Inputs, *, enforce_gates: bool) -> None:
 
 def run_recorded(order: Order, inputs: Inputs) -> RunResult:
     """Run the session and leave a true `run.json`, however it ends."""
-    from lora_trainer.production.libraries import hide_needless
+    with importing():
+        from lora_trainer.production.libraries import import_libraries
 
-    hide_needless(order.config)
-    from lora_trainer.data.caches.claims import in_use
-    from lora_trainer.monitor.memory import set_allocator
-    from lora_trainer.production.caching import cache_folder
-    from lora_trainer.production.flow import run_session
-    from lora_trainer.production.room import patience_of
-    from lora_trainer.training.checkpoints.checkpoint import list_checkpoints, step_of
-    from lora_trainer.training.determinism import only_deterministic
-    from lora_trainer.training.processes import join_processes
+        import_libraries(order.config)
+        from lora_trainer.data.caches.claims import in_use
+        from lora_trainer.monitor.memory import set_allocator
+        from lora_trainer.production.caching import cache_folder
+        from lora_trainer.production.flow import run_session
+        from lora_trainer.production.room import patience_of
+        from lora_trainer.training.checkpoints.checkpoint import list_checkpoints, step_of
+        from lora_trainer.training.determinism import only_deterministic
+        from lora_trainer.training.processes import join_processes
 
     began, folder = time.monotonic(), order.folder
     set_allocator(expandable=order.config.memory.expandable_segments)  # before a card is woken

@@ -1,5 +1,6 @@
 """What is hidden from libraries, and where: whole processes, since nothing hidden comes back in one."""
 
+import gc
 import subprocess
 import sys
 
@@ -7,12 +8,12 @@ import pytest
 import torch
 
 from lora_trainer.config.schema import Config
-from lora_trainer.core.optional import OPTIONAL, hide
+from lora_trainer.core.imports import OPTIONAL, hide, importing
 from lora_trainer.production import libraries
 
 HIDDEN = """
 import importlib.util
-from lora_trainer.core.optional import hide, own_process
+from lora_trainer.core.imports import hide, own_process
 own_process()
 import json
 hide(["json", "wave"])
@@ -52,5 +53,11 @@ def test_what_a_run_may_use_stays_visible(monkeypatch, settings, card, seen):
     found = []
     monkeypatch.setattr(libraries, "hide", found.extend)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: card)
-    libraries.hide_needless(Config.model_validate(settings))
+    libraries.import_libraries(Config.model_validate(settings))
     assert set(OPTIONAL) - set(found) == seen
+
+
+def test_garbage_is_looked_for_again_after_imports():
+    with importing():
+        assert not gc.isenabled()
+    assert gc.isenabled()
