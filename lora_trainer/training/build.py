@@ -17,6 +17,7 @@ from lora_trainer.models.family import Family, ModelFacts
 from lora_trainer.models.lora import inject_lora, target_modules
 from lora_trainer.models.memory.checkpointing import checkpoint_blocks, checkpointable_blocks
 from lora_trainer.models.memory.ledger import count_of
+from lora_trainer.models.memory.offload import offload_note, offloaded
 from lora_trainer.models.memory.streaming import bring, stream_blocks, streaming_note
 from lora_trainer.models.storage.store import narrower
 from lora_trainer.optim.clipping import make_clip
@@ -83,6 +84,7 @@ def build_learner(
         f"attention {attention.name}: {attention.reason}",
         f"gradient checkpointing {checkpointed} of {blocks} blocks",
         *streaming_note(denoiser, layout.streamed),
+        *offload_note(config.memory.offload_activations, device),
         hardware_note(config, device, last=last, tried=tried),
         *said,
     )
@@ -106,9 +108,10 @@ def make_learner(
     average = make_average(config, adapter)
     process = trained_process(family.make_process(facts.path), config, device)
     scaler = torch.amp.GradScaler(device.type) if dtype == torch.float16 else None
+    moves = config.memory.offload_activations and device.type == "cuda"
     return Learner(
         denoiser=denoiser,
-        predict=family.predict,
+        predict=offloaded(family.predict, device) if moves else family.predict,
         process=process,
         loss=make_loss(config.loss, process),
         adapter=adapter,

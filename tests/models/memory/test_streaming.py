@@ -36,14 +36,14 @@ CPU = torch.device("cpu")
 LAYERS = ("to_q", "to_v", "add_k_proj", "ff.net.2")
 
 
-def tiny_flux() -> nn.Module:
+def tiny_flux(heads: int = 2) -> nn.Module:
     return FluxTransformer2DModel(
         patch_size=1,
         in_channels=4,
         num_layers=2,
         num_single_layers=3,
         attention_head_dim=16,
-        num_attention_heads=2,
+        num_attention_heads=heads,
         joint_attention_dim=32,
         pooled_projection_dim=16,
         guidance_embeds=True,

@@ -1,0 +1,157 @@
+"""What the backward pass needs waits in host memory, copied there and back beside the computing.
+
+torch.autograd.graph.save_on_cpu does the same and waits for each copy. Here a tensor leaves in a stream of its own
+while later ones are computed, and comes back while the gradients of those are. Whole storages are moved, once, whatever
+number of views autograd keeps of them, and views come back as they were: so no bit changes.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, ParamSpec, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import _disable_current_modes
+
+LEAST_BYTES = 2**20  # smaller ones gain little, and each costs a copy
+LEAVING = 4  # that may still stand on the card while they are copied: more hold memory, fewer make the card wait
+AHEAD = 2  # that come back before they are asked for
+
+Given = ParamSpec("Given")
+Result = TypeVar("Result")
+
+
+def offloaded(work: Callable[Given, Result], device: torch.device) -> Callable[Given, Result]:
+    """The same work; what it keeps on the device for its backward pass waits in host memory."""
+    offload = Offload(device)
+
+    def with_offload(*given: Given.args, **named: Given.kwargs) -> Result:
+        with offload.keeping():
+            return work(*given, **named)
+
+    return with_offload
+
+
+def offload_note(asked: bool, device: torch.device) -> list[str]:
+    """What is to be said of it: a line, or none."""
+    if not asked:
+        return []
+    if device.type != "cuda":
+        return ["memory.offload_activations: nothing to do, since all that is kept is in system memory"]
+    return [f"activations of {LEAST_BYTES >> 20} MiB and more wait in system memory for the backward pass"]
+
+
+class Away:
+    """One storage's bytes in host memory; on the card again from `bring` on. `place` is its number in the pass."""
+
+    def __init__(self, flat: Tensor, stream: torch.cuda.Stream | None, place: int) -> None:
+        self.device, self.stream, self.place = flat.device, stream, place
+        self.flat: Tensor | None = flat  # what stands on the card: the first, then that which came back
+        self.host = torch.empty(flat.shape, dtype=flat.dtype, pin_memory=stream is not None)
+        self.copied = self._copy(self.host, flat)
+
+    def _copy(self, into: Tensor, given: Tensor) -> torch.cuda.Event | None:
+        if self.stream is None:
+            into.copy_(given)
+            return None
+        self.stream.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(self.stream):
+            into.copy_(given, non_blocking=True)
+            copied = torch.cuda.Event()
+            copied.record()
+        return copied
+
+    def wait(self) -> None:
+        """What is computed from here on, and memory that is freed, wait for the copy, on the card."""
+        if self.copied is not None:
+            torch.cuda.current_stream(self.device).wait_event(self.copied)
+            self.copied = None
+
+    def go(self) -> None:
+        """Let go of the card's memory."""
+        self.wait()
+        self.flat = None
+
+    def bring(self) -> None:
+        """Begin to copy back."""
+        if self.flat is None:
+            self.flat = torch.empty_like(self.host, device=self.device)
+            if self.stream is not None:
+                self.flat.record_stream(self.stream)  # autograd may let it go before anybody has waited
+            self.copied = self._copy(self.flat, self.host)
+
+
+class Offload:
+    """Hooks for what autograd keeps of one forward pass after the other."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self.leaving = deque[Away]()
+        self.known: dict[tuple[int, int], tuple[weakref.ref[Any], Away]] = {}
+        self.order: list[weakref.ref[Away]] = []
+
+    @contextmanager
+    def keeping(self) -> Iterator[None]:
+        """What is kept inside the block, a forward pass, waits in host memory until its backward pass."""
+        self._begin()
+        with torch.autograd.graph.saved_tensors_hooks(self.pack, self.unpack):
+            try:
+                yield
+            finally:
+                self.known.clear()  # a storage may have other contents the next time
+
+    def _begin(self) -> None:
+        while self.leaving:
+            self.leaving.popleft().go()
+        self.order.clear()
+
+    def pack(self, tensor: Tensor) -> Any:
+        """The tensor itself, or what it becomes again from."""
+        if not self._moves(tensor):
+            return tensor
+        away = self._sent(tensor.untyped_storage(), tensor._version)
+        return away, tensor.dtype, tensor.storage_offset(), tensor.shape, tensor.stride()
+
+    def _sent(self, storage: torch.UntypedStorage, version: int) -> Away:
+        """The storage on its way to host memory, to which each goes once."""
+        key = (storage._cdata, version)
+        if key in self.known and self.known[key][0]() is storage:
+            return self.known[key][1]
+        with torch.no_grad(), _disable_current_modes():
+            flat = torch.empty(0, dtype=torch.uint8, device=self.device).set_(storage, 0, (storage.nbytes(),), (1,))
+            away = Away(flat, self.stream, len(self.order))
+            self.known[key] = (weakref.ref(storage), away)
+            self.order.append(weakref.ref(away))
+            self.leaving.append(away)
+            if len(self.leaving) > LEAVING:
+                self.leaving.popleft().go()
+        return away
+
+    def unpack(self, kept: Any) -> Tensor:
+        """What was kept, on the card; and what was kept before it, since that is asked for next, on its way there."""
+        if isinstance(kept, Tensor):
+            return kept
+        away, dtype, offset, shape, stride = kept
+        with torch.no_grad(), _disable_current_modes():
+            away.bring()
+            away.wait()
+            if away in self.leaving:
+                self.leaving.remove(away)
+            for earlier in self.order[max(0, away.place - AHEAD) : away.place][::-1]:
+                if (one := earlier()) is not None:
+                    one.bring()
+            storage = away.flat.untyped_storage()
+            return torch.empty(0, dtype=dtype, device=self.device).set_(storage, offset, shape, stride)
+
+    def _moves(self, tensor: Tensor) -> bool:
+        """Whether it is worth it: large, on the card, and no weight."""
+        if tensor.device != self.device or type(tensor) is not Tensor or tensor.layout != torch.strided:
+            return False
+        if isinstance(tensor._base, nn.Parameter):
+            return False
+        return tensor.untyped_storage().nbytes() >= LEAST_BYTES

@@ -1,0 +1,105 @@
+"""Activations in host memory: the same gradients to the bit, and little left on the card between the passes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lora_trainer.models.memory import offload
+from lora_trainer.models.memory.checkpointing import checkpoint_blocks
+from lora_trainer.models.memory.offload import LEAVING, Offload, offloaded
+from lora_trainer.models.memory.streaming import stream_blocks
+from tests.models.memory.test_streaming import CPU, Tried, same
+
+
+@pytest.fixture(autouse=True)
+def _everything_moves(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(offload, "LEAST_BYTES", 64)
+
+
+@pytest.mark.parametrize("kind", ["flux", "sd3", "sdxl"])
+def test_offloading_changes_no_bit(kind: str) -> None:
+    """Checkpointed or not, with blocks that visit, in two steps each."""
+    tried = Tried(kind)
+    expected = tried.step()
+    tried.ask = offloaded(tried.ask, CPU)
+    for checkpointed, streamed in ((0, 0), (99, 0), (1, 3)):
+        checkpoint_blocks(tried.denoiser, checkpointed)
+        stream_blocks(tried.denoiser, streamed, CPU)
+        assert same(tried.step(), expected)
+        assert same(tried.step(), expected)
+        assert same(tried.looked_at(), expected[:1])
+
+
+def on_card(of: Offload) -> list[bool]:
+    """Which of what was sent stands on the card."""
+    return [(away := ref()) is not None and away.flat is not None for ref in of.order]
+
+
+def test_little_stays_between_the_passes_and_nothing_after_them() -> None:
+    of, x = Offload(CPU), torch.randn(8, 64, requires_grad=True)
+    with of.keeping():
+        y = x
+        for _ in range(20):
+            y = torch.tanh(y * 1.1)
+    assert len(of.order) >= 20
+    assert sum(on_card(of)) == LEAVING
+    seen: list[int] = []
+    y.register_hook(lambda _: seen.append(sum(on_card(of))))
+    x.register_hook(lambda _: seen.append(sum(on_card(of))))
+    y.sum().backward()
+    assert max(seen) <= LEAVING + offload.AHEAD
+    assert not any(on_card(of))
+
+
+def test_a_storage_moves_once_and_views_come_back_as_they_were() -> None:
+    of, x = Offload(CPU), torch.randn(6, 64, requires_grad=True)
+    kept: list[Tensor] = []
+
+    class Keeps(torch.autograd.Function):
+        @staticmethod
+        def forward(context: Any, value: Tensor) -> Tensor:
+            wide = value * 2
+            first, second = wide.chunk(2, dim=1)
+            context.save_for_backward(wide, first, second.t(), first)
+            return wide.sum(dim=1)
+
+        @staticmethod
+        def backward(context: Any, gradient: Tensor) -> Tensor:
+            kept.extend(context.saved_tensors)
+            return gradient[:, None].expand(-1, 64)
+
+    with of.keeping():
+        y = Keeps.apply(x)  # type: ignore[no-untyped-call]
+    assert len(of.order) == 1
+    y.sum().backward()
+    wide = x.detach() * 2
+    expected = [wide, wide[:, :32], wide[:, 32:].t(), wide[:, :32]]
+    assert all(map(torch.equal, kept, expected))
+    assert [each.stride() for each in kept] == [each.stride() for each in expected]
+    assert len({each.untyped_storage().data_ptr() for each in kept}) == 1
+
+
+def test_weights_and_small_tensors_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(offload, "LEAST_BYTES", 1024)
+    of, layer = Offload(CPU), nn.Linear(64, 64)
+    x = torch.randn(2, 64, requires_grad=True)
+    with of.keeping():
+        layer(x).sum().backward()
+    assert not of.order
+    with of.keeping():
+        layer(torch.randn(4, 64)).sum().backward()
+    assert len(of.order) == 1
+
+
+def test_a_pass_that_fails_leaves_nothing_behind() -> None:
+    of, x = Offload(CPU), torch.randn(8, 64, requires_grad=True)
+    with pytest.raises(ZeroDivisionError), of.keeping():
+        torch.tanh(x * 1.1).exp().sum().item().__floordiv__(0)
+    with of.keeping():
+        y = torch.tanh(x).exp()
+    y.sum().backward()
+    assert torch.allclose(x.grad, y.detach() * (1 - torch.tanh(x.detach()) ** 2))
