@@ -8,9 +8,11 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
 from pathlib import Path
+from typing import Any
 
 from lora_trainer.cli.arguments import add_run_arguments, explained, resolved_from
-from lora_trainer.core.errors import DONE, Problem
+from lora_trainer.config.toml import parse_assignment, setting_names
+from lora_trainer.core.errors import DONE, Problem, nearest
 from lora_trainer.core.hardware import package_versions
 from lora_trainer.jobs.measures import MEASURES, NOISE, SUBJECTS, Asked, Report
 
@@ -22,6 +24,7 @@ WIDE = 132  # columns of what is not a terminal
 FLAGS = {  # that not every measurement takes
     "tiny": "--tiny",
     "subjects": "--subject",
+    "versus": "--vs",
     "minutes": "--minutes",
     "rows": "--rows",
     "only": "--only",
@@ -46,6 +49,14 @@ def add_bench_arguments(parser: argparse.ArgumentParser) -> None:
         choices=SUBJECTS,
         help=f"repeatable: {'; '.join(f'{name}, {text}' for name, text in SUBJECTS.items())}",
     )
+    parser.add_argument(
+        "--vs",
+        action="append",
+        default=[],
+        dest="versus",
+        metavar="SECTION.KEY=VALUE",
+        help="repeatable: the step without and with this setting, and what it does to the losses",
+    )
     parser.add_argument("--minutes", type=float, metavar="M", help="table: what all rows may take (25)")
     parser.add_argument(
         "--rows", type=Path, metavar="FILE", help="table: kept here, and gone on with (bench-table.json)"
@@ -64,16 +75,34 @@ def bench_command(arguments: argparse.Namespace, unknown: list[Problem]) -> int:
         if vars(arguments)[name] and name not in measure.takes:
             fitting = [what for what, each in MEASURES.items() if name in each.takes]
             unknown.append(Problem(f"bench {arguments.what} has no {flag}.", f"It is for bench {', '.join(fitting)}."))
+    versus = settings_of(arguments.versus, unknown)
     resolved = resolved_from(arguments, unknown)
     if explained(arguments, resolved):
         return DONE
     from lora_trainer.production.inputs import data_in_use
 
     with data_in_use():
-        own = {name: vars(arguments)[name] for name in FLAGS}
+        own = {name: vars(arguments)[name] for name in FLAGS} | {"versus": versus}
         report = measure(Asked(resolved, arguments.steps, **own))
     show(report, as_json=arguments.json)
     return DONE
+
+
+def settings_of(texts: Sequence[str], problems: list[Problem]) -> dict[str, dict[str, Any]]:
+    """What `--vs` sets, by how it was written; what is wrong is added to `problems`."""
+    found = {}
+    for text in texts:
+        parsed = parse_assignment(text)
+        if isinstance(parsed, Problem):
+            message, fix = parsed.message.replace("--set ", "--vs "), "For example: --vs memory.compile=true"
+            problems.append(Problem(message, fix))
+            continue
+        section, key, value = parsed
+        name = f"{section}.{key}"
+        if name not in setting_names():
+            problems.append(Problem(f"--vs {text}: there is no setting {name}.", nearest(name, setting_names())))
+        found[text] = {name: value}
+    return found
 
 
 def show(report: Report, *, as_json: bool) -> None:

@@ -25,7 +25,7 @@ from torch.nn.functional import mse_loss
 
 from lora_trainer.core.errors import first_line, is_out_of_memory
 from lora_trainer.evaluation.loading import free_memory
-from lora_trainer.jobs.device import synchronize
+from lora_trainer.jobs.held import holding
 from lora_trainer.jobs.measures import COLUMNS, OWN, STEPS, Asked, Column, Report, Row, row_of
 from lora_trainer.jobs.own_loop import STILL, Way, own_loop
 from lora_trainer.jobs.rates import rate_of
@@ -33,10 +33,13 @@ from lora_trainer.jobs.split import PARTS, Split
 from lora_trainer.jobs.subject import Subject, subject_of
 from lora_trainer.jobs.turns import SPLIT_STEPS, WARM_UP, split_of, timed_in_turn
 from lora_trainer.jobs.usual import USUAL, add_usual_adapter, use_adapter, usual_step
+from lora_trainer.jobs.versus import ABOUT as VERSUS_ABOUT
+from lora_trainer.jobs.versus import VERSUS_COLUMNS, rows_versus
 from lora_trainer.models.lora import ADAPTER
 from lora_trainer.models.memory.ledger import Sizes
 from lora_trainer.production.plan import gauge_of
 from lora_trainer.training.micro import Micro
+from lora_trainer.training.processes import join_processes
 
 PEAK_STEPS = 2  # the first makes the optimizer's state
 ABOUT = {
@@ -48,7 +51,7 @@ ABOUT = {
     "optimizer": "clipping, update, and what the loop does beside; of the four parts the medians of other steps, in ms",
     "TFLOP/s": "operations of the step, what is computed again among them, by its time",
     "of floor": "share of what the device can do",
-    "peak GiB": "what torch held on the card at most",
+    "peak GiB": "what was held at most: on a card by the allocator, on a processor all storages of a step, counted",
 }
 
 
@@ -74,24 +77,29 @@ STEP_COLUMNS: tuple[Column, ...] = (
     *((part, part_of(part)) for part in PARTS),
     ("TFLOP/s", lambda row: "" if row.tflops is None else f"{row.tflops:.3g}"),
     ("of floor", lambda row: "" if row.mfu is None else f"{row.mfu:.0%}"),
-    ("peak GiB", lambda row: "" if row.peak_gib is None else f"{row.peak_gib:.2f}"),
+    ("peak GiB", lambda row: "" if row.peak_gib is None else f"{row.peak_gib:.3f}"),
 )
 
 
 def measure(asked: Asked) -> Report:
     """Time the ways of doing a step, of each model that was asked for. Raises UserError."""
-    rows: list[StepRow] = []
+    rows: list[Row] = []
     notes: list[str] = []
     for named in asked.subjects or (OWN,):
         with tempfile.TemporaryDirectory() as folder:
-            subject = subject_of(asked.resolved, Path(folder), tiny=asked.tiny, named=named)
-            device = subject.learner.device
-            found, said = bench_step(subject, asked.steps or STEPS, Path(folder))
-            del subject
-        free_memory(device)
+            found, said = bench_model(asked, named, Path(folder))
+        free_memory(join_processes().device)
         rows += found
         notes += said
-    return Report(rows, ABOUT, tuple(dict.fromkeys(notes)), STEP_COLUMNS)
+    about, columns = (VERSUS_ABOUT, VERSUS_COLUMNS) if asked.versus else (ABOUT, STEP_COLUMNS)
+    return Report(rows, about, tuple(dict.fromkeys(notes)), columns)
+
+
+def bench_model(asked: Asked, named: str, folder: Path) -> tuple[Sequence[Row], list[str]]:
+    steps = asked.steps or STEPS
+    if asked.versus:
+        return rows_versus(asked, named, steps, folder)
+    return bench_step(subject_of(asked.resolved, folder, tiny=asked.tiny, named=named), steps, folder)
 
 
 def bench_step(subject: Subject, steps: int, folder: Path) -> tuple[list[StepRow], list[str]]:
@@ -122,38 +130,39 @@ def bench_step(subject: Subject, steps: int, folder: Path) -> tuple[list[StepRow
 
 def made_one_by_one(
     subject: Subject, make: Mapping[str, Callable[[], Way]], notes: list[str]
-) -> tuple[dict[str, Way], dict[str, float]]:
-    """Each way with its first steps taken, and the most that it held on the card, as if it were there alone.
+) -> tuple[dict[str, Way], dict[str, float | None]]:
+    """Each way with its first steps taken, and the most that it held, as if it were there alone.
 
     All but the trainer's own may lack memory; that is noted.
     """
-    device, ways, peaks = subject.learner.device, dict[str, Way](), dict[str, float]()
+    device, ways, peaks = subject.learner.device, dict[str, Way](), dict[str, float | None]()
     free_memory(device)
-    first = torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
+    first = allocated(device)
     for name, make_way in make.items():
-        before = first
-        if device.type == "cuda":
-            before = torch.cuda.memory_allocated(device)
-            torch.cuda.reset_peak_memory_stats(device)
+        left = allocated(device) - first  # by the ways before it: not its own
         try:
             way = make_way()
             use(subject, name)
-            for number in range(PEAK_STEPS):
-                way(number)
-            synchronize(device)
+            with holding(subject.learner, left) as held:
+                for number in range(PEAK_STEPS):
+                    way(number)
         except Exception as error:
             if name == "ours" or not is_out_of_memory(error):
                 raise
             notes.append(f"{name}: out of memory ({first_line(error)})")
             continue
-        ways[name] = way
-        if device.type == "cuda":  # what the ways before it left there is not its own
-            peaks[name] = (first + torch.cuda.max_memory_allocated(device) - before) / 2**30
+        ways[name], peaks[name] = way, held.gib
     return ways, peaks
 
 
+def allocated(device: torch.device) -> int:
+    return torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
+
+
 def use(subject: Subject, name: str) -> None:
-    """Let the LoRA of a way work."""
+    """Let the LoRA of a way work; compiled blocks are for the trainer's own."""
+    if subject.learner.compiled is not None:
+        subject.learner.compiled.on = name == "ours"
     use_adapter(subject.learner.denoiser, USUAL if name.startswith(USUAL) else ADAPTER)
 
 

@@ -31,6 +31,7 @@ class Asked:
     steps: int | None = None
     tiny: bool = False
     subjects: Sequence[str] = ()  # of `SUBJECTS`, measured one after the other
+    versus: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # as it was asked for -> settings
     minutes: float | None = None
     rows: Path | None = None
     only: str | None = None
@@ -40,8 +41,7 @@ class Asked:
 class Row:
     """One way of doing a thing, in seconds. `ratio` is over the first row: the median of the ratios step by step.
 
-    `peak_gib` is what torch held on the card at most, taken before the other rows are set up; None where
-    that is not so or there is no card.
+    `peak_gib` is what was held at most, with the weights; None where that is not known.
     """
 
     name: str
@@ -107,7 +107,9 @@ class Measure:
 
 
 MEASURES: Mapping[str, Measure] = {
-    "step": Measure("one optimizer step, beside the least that it could be", "bench", frozenset({"tiny", "subjects"})),
+    "step": Measure(
+        "one optimizer step, beside the least that it could be", "bench", frozenset({"tiny", "subjects", "versus"})
+    ),
     "cache": Measure("reading cached latents", "bench_cache"),
     "loader": Measure("what its data costs a step", "bench_loader", frozenset({"tiny"})),
     "attention": Measure("every implementation at the model's sizes", "trials.attention", frozenset({"tiny"})),

@@ -10,7 +10,7 @@ import torch
 
 from lora_trainer.cli.bench import legend
 from lora_trainer.cli.main import main
-from lora_trainer.jobs import bench, bench_loader, subject, turns
+from lora_trainer.jobs import bench, bench_loader, subject, turns, versus
 from lora_trainer.jobs.measures import COLUMNS
 from lora_trainer.jobs.rates import rate_of_card
 from lora_trainer.models import FAMILIES, unet
@@ -28,6 +28,7 @@ def few_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (bench, bench_loader, turns):
         monkeypatch.setattr(module, "WARM_UP", 1)
     monkeypatch.setattr(bench, "SPLIT_STEPS", 1)
+    monkeypatch.setattr(versus, "FIRST", 5)
 
 
 def measured(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> dict[str, dict[str, object]]:
@@ -50,7 +51,7 @@ def test_every_way_of_a_step_is_measured_beside_the_bare_one(place, precision, c
     for row in rows.values():
         assert row["model"] == place.model.name
         assert 0 < row["seconds_p10"] <= row["seconds_median"] <= row["seconds_p90"]
-        assert row["peak_gib"] is None  # no card here
+        assert (row["peak_gib"] is None) if row["encodes"] else row["peak_gib"] > 0
         assert row["tflops"] == pytest.approx(row["tflop"] / row["seconds_median"])
         assert row["mfu"] > 0
     assert rows["bare"]["split"]["data"] < rows["bare"]["split"]["forward"]
@@ -95,6 +96,31 @@ def test_the_small_model_has_the_weights_that_its_name_says():
 )
 def test_a_card_is_known_by_its_name(name, rate):
     assert rate_of_card(name) == rate
+
+
+def test_a_setting_is_shown_with_what_it_gains_and_what_it_costs(place, capsys):
+    arguments = place.arguments("x", command="bench", memory__base_precision="fp32", data__resolution=64)
+    extra = ["--vs", "memory.checkpointing=all", "--vs", "memory.base_precision=bf16"]
+    rows = measured([arguments[0], "step", *arguments[1:], *extra], capsys)
+    assert list(rows) == ["ours", "memory.checkpointing=all", "memory.base_precision=bf16"]
+    exact, rounded = rows["memory.checkpointing=all"], rows["memory.base_precision=bf16"]
+    assert (rows["ours"]["ratio"], rows["ours"]["loss_mean"], rows["ours"]["loss_most"]) == (1.0, 0.0, 0.0)
+    assert exact["loss_most"] < 1e-4
+    assert 1e-4 < rounded["loss_mean"] <= rounded["loss_most"] < 0.5
+    assert rounded["peak_gib"] < exact["peak_gib"] < rows["ours"]["peak_gib"]
+
+
+def test_what_holds_for_a_process_is_measured_alone(place, capsys):
+    arguments = place.arguments("x", command="bench", memory__base_precision="fp32", data__resolution=64)
+    assert main([arguments[0], "step", *arguments[1:], "--vs", "hardware.threads=1", "--steps", "2"]) == 0
+    assert "it holds for a whole process" in capsys.readouterr().out
+
+
+def test_a_wrong_setting_to_compare_is_named_with_the_nearest(capsys):
+    assert main(["bench", "step", "--vs", "nonsense", "--vs", "memory.compil=true"]) == 2
+    told = capsys.readouterr().err
+    assert "--vs nonsense is not of the form section.key=value" in told
+    assert "memory.compile" in told
 
 
 def test_a_flag_of_another_measurement_is_refused(capsys):

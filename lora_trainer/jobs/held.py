@@ -1,0 +1,44 @@
+"""What a way of a step holds: by the allocator on a card, by counting storages on a processor."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+
+from lora_trainer.jobs.trials.memory import own_tensors, state_of
+from lora_trainer.jobs.trials.steps import GIB, Counted
+from lora_trainer.training.step import Learner
+
+
+@dataclass
+class Held:
+    """GiB at the peak, with the weights; None until it is known, and where it cannot be."""
+
+    gib: float | None = None
+
+
+@contextmanager
+def holding(learner: Learner, without: int = 0) -> Iterator[Held]:
+    """What is held at most inside the block. On a card `without` bytes, which others hold, are not counted.
+
+    On a processor the learner's own tensors stand there from the start, and what is compiled is not seen.
+    """
+    held, device = Held(), learner.device
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+        yield held
+        held.gib = (torch.cuda.max_memory_allocated(device) - without) / GIB
+        return
+    if learner.compiled is not None:
+        yield held
+        return
+    account = Counted()
+    frozen, adapter = own_tensors(learner)
+    for tensor in (*frozen, *adapter, *state_of(learner)):
+        account.follow(tensor)
+    with account:
+        yield held
+    held.gib = account.most / GIB
