@@ -131,10 +131,10 @@ def test_the_fastest_is_the_least_over_all_layers(monkeypatch):
     seconds = {"sdpa": (0.001, 0.004), "math": (0.003, 0.001), "flash": (0.0, 0.0)}
     shapes = (AttentionShape(1, 2, 16, 16, 8, layers=2), AttentionShape(1, 2, 16, 4, 8, layers=1))
 
-    def times(name, dtype, device, shape, steps):
-        return [seconds[name][shapes.index(shape)]] * steps
+    def race(names, dtype, device, shape, steps):
+        return {name: [seconds[name][shapes.index(shape)]] * steps for name in names}
 
-    monkeypatch.setattr("lora_trainer.models.attention.probe._times", times)
+    monkeypatch.setattr("lora_trainer.models.attention.choose.race", race)
     monkeypatch.setitem(KINDS, "flash", broken)
     names = ("sdpa", "math", "flash")
     choice = fastest_attention(names, torch.float32, CPU, shapes)

@@ -10,11 +10,15 @@ import torch
 from accelerate import PartialState
 
 from lora_trainer.cli.main import main
+from lora_trainer.config.schema import Config, MemorySection
 from lora_trainer.data.loader import prefetch
 from lora_trainer.models.attention.choose import choose_attention, fastest_attention
 from lora_trainer.models.attention.kinds import KINDS
 from lora_trainer.models.attention.probe import time_attention
 from lora_trainer.models.attention.shapes import AttentionShape
+from lora_trainer.monitor.card import open_card
+from lora_trainer.monitor.memory import held_on
+from lora_trainer.production.choices import cap_memory
 from lora_trainer.training.micro import Micro, copied_ahead
 from tests.recipes.recipe import Bench, draw_pictures, losses, patched, save_tiny_model
 
@@ -42,6 +46,33 @@ def test_the_step_stays_under_the_tier_that_it_is_given(capsys):
     assert main([*arguments, "--steps", "2", "--json"]) == 0
     ours = json.loads(capsys.readouterr().out)["rows"][1]
     assert 0.0 < ours["peak_gib"] < 6.0
+
+
+def test_more_than_the_cap_raises_and_nothing_spills():
+    device = torch.device("cuda", torch.cuda.current_device())
+    before = torch.cuda.get_per_process_memory_fraction(device)
+    free, total = torch.cuda.mem_get_info(device)
+    try:
+        cap_memory(Config(memory=MemorySection(limit_gib=2.6)), device)
+        assert torch.cuda.get_per_process_memory_fraction(device) == pytest.approx(2.0 * 2**30 / total)
+        with pytest.raises(torch.OutOfMemoryError):
+            torch.empty(int(2.5 * 2**30), dtype=torch.uint8, device=device)
+        held = held_on(device)
+        assert held is not None
+        assert held.reserved <= held.limit
+        assert free - torch.cuda.mem_get_info(device)[0] < 2**30
+    finally:
+        torch.cuda.set_per_process_memory_fraction(before, device)
+
+
+def test_the_card_tells_of_itself():
+    pytest.importorskip("pynvml")
+    look = open_card(torch.device("cuda", torch.cuda.current_device()))
+    assert look is not None
+    card = look()
+    assert 0.0 <= card.utilisation <= 1.0
+    assert 0.0 < card.memory <= 1.0
+    assert 0.0 < card.celsius < 120.0
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

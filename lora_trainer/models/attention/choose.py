@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import inf
+from statistics import median
 
 import torch
 from torch import Tensor
 
 from lora_trainer.core.errors import Problem, UsageError
 from lora_trainer.models.attention.kinds import FROM
-from lora_trainer.models.attention.probe import probe, seconds_of
+from lora_trainer.models.attention.probe import probe, race
 from lora_trainer.models.attention.shapes import AttentionShape
 
 TIMED = 5  # times each attention runs before the fastest is taken
@@ -64,14 +65,16 @@ def fastest_attention(
     `reduce` sums over processes, so that all of them take the same. Raises UsageError when none works.
     """
     failures = [probe(name, dtype, device, shapes) for name in names]
-    taken = [
-        inf if failure else seconds_of(name, dtype, device, shapes, TIMED)
-        for name, failure in zip(names, failures, strict=True)
-    ]
+    working = [name for name, failure in zip(names, failures, strict=True) if not failure]
+    seconds = dict.fromkeys(names, inf) | dict.fromkeys(working, 0.0)
+    for shape in shapes:
+        for name, times in race(working, dtype, device, shape, TIMED).items():
+            seconds[name] += shape.layers * median(times)
+    taken = [seconds[name] for name in names]
     if reduce is not None:
         taken = reduce(torch.tensor(taken, device=device)).tolist()
-    seconds, best = min(zip(taken, names, strict=True))
-    if seconds == inf:
+    least, best = min(zip(taken, names, strict=True))
+    if least == inf:
         raise UsageError(
             Problem(
                 f"No attention works here: {'; '.join(filter(None, failures))}.", "Check the installation of torch."

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib import metadata
 from itertools import pairwise
 from math import inf, isnan, nan
 from statistics import median
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -87,50 +88,59 @@ def time_attention(
     """
     rows: list[dict[str, object]] = []
     for shape in shapes:
-        for name in names or KINDS:
-            failure = probe(name, dtype, device, [shape])
+        failures = {name: probe(name, dtype, device, [shape]) for name in names or KINDS}
+        taken = race([name for name, failure in failures.items() if not failure], dtype, device, shape, steps)
+        for name, failure in failures.items():
             row: dict[str, object] = {"name": name, "shape": shape.told, "layers": shape.layers, "failure": failure}
-            if failure is None:
-                taken = sorted(_times(name, dtype, device, shape, steps))
-                low, high = taken[len(taken) // 10], taken[-1 - len(taken) // 10]
-                row |= {"seconds_median": median(taken), "seconds_p10": low, "seconds_p90": high}
+            if times := sorted(taken.get(name, ())):
+                low, high = times[len(times) // 10], times[-1 - len(times) // 10]
+                row |= {"seconds_median": median(times), "seconds_p10": low, "seconds_p90": high}
             rows.append(row)
     return rows
 
 
-def seconds_of(
-    name: str, dtype: torch.dtype, device: torch.device, shapes: Sequence[AttentionShape], steps: int
-) -> float:
-    """What all layers of a denoiser take with an implementation that works, forward and backward."""
-    return sum(shape.layers * median(_times(name, dtype, device, shape, steps)) for shape in shapes)
-
-
-def _times(name: str, dtype: torch.dtype, device: torch.device, shape: AttentionShape, steps: int) -> list[float]:
+def race(
+    names: Sequence[str], dtype: torch.dtype, device: torch.device, shape: AttentionShape, steps: int
+) -> dict[str, list[float]]:
+    """Seconds of each implementation, forward and backward, `steps` times; in turns, so that all meet the same load."""
     parts = _inputs(shape, dtype, device)
     for part in parts:
         part.requires_grad_()
     upstream = torch.randn_like(parts[0])
 
-    def once() -> None:
+    def once(name: str) -> None:
         KINDS[name](*parts).backward(upstream)
         for part in parts:
             part.grad = None
 
-    for _ in range(WARM_UP):
-        once()
+    for name in names:
+        for _ in range(WARM_UP):
+            once(name)
+    mark, seconds = _clock(device)
+    marks = [mark()]
+    for _ in range(steps):
+        for name in names:
+            once(name)
+            marks.append(mark())
+    taken = seconds(marks)
+    return {name: taken[place :: len(names)] for place, name in enumerate(names)}
+
+
+def _clock(device: torch.device) -> tuple[Callable[[], Any], Callable[[list[Any]], list[float]]]:
+    """What marks a moment, and what makes seconds of the moments' distances; on a card in its own time."""
     if device.type != "cuda":
-        marks = [time.perf_counter()]
-        for _ in range(steps):
-            once()
-            marks.append(time.perf_counter())
-        return [after - before for before, after in pairwise(marks)]
-    events = [torch.cuda.Event(enable_timing=True) for _ in range(steps + 1)]
-    events[0].record()
-    for event in events[1:]:
-        once()
+        return time.perf_counter, lambda marks: [after - before for before, after in pairwise(marks)]
+
+    def mark() -> torch.cuda.Event:
+        event = torch.cuda.Event(enable_timing=True)
         event.record()
-    torch.cuda.synchronize(device)
-    return [before.elapsed_time(after) / 1000.0 for before, after in pairwise(events)]
+        return event
+
+    def seconds(marks: list[torch.cuda.Event]) -> list[float]:
+        torch.cuda.synchronize(device)
+        return [before.elapsed_time(after) / 1000.0 for before, after in pairwise(marks)]
+
+    return mark, seconds
 
 
 def _inputs(shape: AttentionShape, dtype: torch.dtype, device: torch.device) -> list[Tensor]:
