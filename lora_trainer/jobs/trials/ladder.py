@@ -1,0 +1,148 @@
+"""`bench ladder`: what is said to be gained by each optimisation, and what is gained here, one at a time."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lora_trainer.core.errors import Problem, UsageError, UserError
+from lora_trainer.jobs.measures import Asked, Column, Report
+from lora_trainer.jobs.trials.optimizer import fused_pair
+from lora_trainer.jobs.trials.pair import Pair, measured_pair
+from lora_trainer.jobs.trials.saving import saving_pair
+from lora_trainer.jobs.trials.steps import changed
+from lora_trainer.training.processes import join_processes
+
+WARM_UP, STEPS, STEPS_ON_A_PROCESSOR = 10, 30, 10
+PLAIN = {"memory.checkpointing": "none", "memory.compile": False}
+SLOW = {"memory.base_precision": "fp32", "memory.attention": "math", "hardware.cudnn_benchmark": False}
+ON_A_CARD = "needs a card"
+MINUTES = "compiling takes minutes on a processor: bench ladder --only compile"
+SEVERAL = "needs several processes; gradients are summed once a step here, however many micro batches: bench scaling"
+
+
+@dataclass(frozen=True)
+class Rung:
+    """`without` and `with_it` are settings; or `pair` measures what is no setting. `why_not` on a processor."""
+
+    name: str
+    claimed: str
+    without: Mapping[str, Any] = field(default_factory=dict)
+    with_it: Mapping[str, Any] = field(default_factory=dict)
+    pair: Callable[[Asked, Path, int], Pair] | None = None
+    why_not: str | None = None
+
+
+RUNGS: tuple[Rung, ...] = (
+    Rung("mixed precision", "1.4-2 x, half the memory", {"memory.base_precision": "fp32"}, {"memory.base_precision": "bf16"}),
+    Rung("compile", "1.1-1.3 x", {}, {"memory.compile": True}, why_not=MINUTES),
+    Rung("attention", "1.3-3 x on attention, less memory", {"memory.attention": "math"}, {"memory.attention": "sdpa"}),
+    Rung(
+        "cuDNN benchmark",
+        "1.05-1.1 x",
+        {"hardware.cudnn_benchmark": False},
+        {"hardware.cudnn_benchmark": True},
+        why_not=ON_A_CARD,
+    ),
+    Rung("fused optimizer", "1.2-1.3 x on its step", pair=fused_pair),
+    Rung("no sync while accumulating", "1.15-1.25 x", why_not=SEVERAL),
+    Rung("checkpointing", "-35 % memory for +34-48 % operations", {}, {"memory.checkpointing": "all"}),
+    Rung("background checkpoints", "+2 %", pair=saving_pair),
+    Rung("all together", "2-3 x, 40-50 % less memory", SLOW, {"memory.base_precision": "bf16", "memory.attention": "sdpa"}),
+)
+FASTEST = {"memory.compile": True, "memory.attention": "fastest", "hardware.cudnn_benchmark": True}  # on a card
+
+
+@dataclass(frozen=True)
+class LadderRow:
+    """One optimisation. `ratio` is time with it over time without; `gain` its inverse. None where not measured."""
+
+    name: str
+    model: str
+    claimed: str
+    seconds_median: float | None = None
+    seconds_p10: float | None = None
+    seconds_p90: float | None = None
+    ratio: float | None = None
+    gain: float | None = None
+    memory_ratio: float | None = None
+    loss_mean: float | None = None
+    loss_most: float | None = None
+    left_out: str | None = None
+
+
+ABOUT = {
+    "claimed": "what is said of it",
+    "gain": "time without it over time with it",
+    "memory": "what a step holds with it over what it holds without",
+    "loss": "mean relative difference of the first losses, same samples and noise; the largest beside it",
+}
+COLUMNS: tuple[Column, ...] = (
+    ("claimed", lambda row: row.claimed),
+    ("median ms", lambda row: "" if row.seconds_median is None else f"{1000 * row.seconds_median:.1f}"),
+    ("gain", lambda row: "" if row.gain is None else f"{row.gain:.2f} x"),
+    ("memory", lambda row: "" if row.memory_ratio is None else f"{row.memory_ratio:.2f}"),
+    ("loss", lambda row: "" if row.loss_mean is None else f"{row.loss_mean:.1e}, {row.loss_most:.1e}"),
+)
+
+
+def measure(asked: Asked) -> Report:
+    """Measure the rungs. Raises UserError."""
+    wanted = [rung for rung in RUNGS if asked.only is None or asked.only in rung.name]
+    if not wanted:
+        known = ", ".join(rung.name for rung in RUNGS)
+        raise UsageError(Problem(f"No rung has {asked.only!r} in its name.", f"There are: {known}."))
+    on_card = join_processes().device.type == "cuda"
+    steps = asked.steps or (STEPS if on_card else STEPS_ON_A_PROCESSOR)
+    with tempfile.TemporaryDirectory() as folder:
+        rows = [row_of(rung, asked, Path(folder) / rung.name, steps, on_card=on_card) for rung in wanted]
+    model = next((row.model for row in rows if row.model), "")
+    notes = [f"{row.name}: {row.left_out}." for row in rows if row.left_out]
+    if on_card:
+        notes.append("Each with the card for itself, one after the other.")
+    else:
+        notes.append("In turn, step by step. What holds on a processor may not on a card.")
+    rows = [LadderRow(**(vars(row) | {"model": model})) for row in rows]
+    return Report(rows, ABOUT, notes, COLUMNS, first="optimisation")
+
+
+def row_of(rung: Rung, asked: Asked, folder: Path, steps: int, *, on_card: bool) -> LadderRow:
+    """A rung measured, or why it was not."""
+    if rung.why_not and not (on_card and rung.with_it) and not (asked.only and rung.why_not == MINUTES):
+        return LadderRow(rung.name, "", rung.claimed, left_out=rung.why_not)
+    folder.mkdir(parents=True)
+    try:
+        pair = pair_of(rung, asked, folder, steps, on_card=on_card)
+    except UserError as error:
+        if asked.only:
+            raise
+        return LadderRow(rung.name, "", rung.claimed, left_out=" ".join(each.message for each in error.problems))
+    low, high = pair.with_it.tenths
+    mean, most = pair.losses or (None, None)
+    return LadderRow(
+        name=rung.name,
+        model=pair.model,
+        claimed=rung.claimed,
+        seconds_median=pair.with_it.median,
+        seconds_p10=low,
+        seconds_p90=high,
+        ratio=pair.ratio,
+        gain=1 / pair.ratio,
+        memory_ratio=pair.held,
+        loss_mean=mean,
+        loss_most=most,
+    )
+
+
+def pair_of(rung: Rung, asked: Asked, folder: Path, steps: int, *, on_card: bool) -> Pair:
+    if rung.pair is not None:
+        return rung.pair(asked, folder, steps)
+    fast = FASTEST if on_card and rung.without is SLOW else {}
+    without = changed(asked.resolved, PLAIN | dict(rung.without))
+    with_it = changed(asked.resolved, PLAIN | dict(rung.with_it) | fast)
+    return measured_pair(without, with_it, folder, tiny=asked.tiny, warm_up=WARM_UP if on_card else 3, steps=steps)

@@ -1,0 +1,37 @@
+"""The optimizer's own step: torch's fused AdamW beside the plain one, on the LoRA's tensors."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from lora_trainer.jobs.measures import Asked
+from lora_trainer.jobs.subject import subject_of
+from lora_trainer.jobs.trials.pair import Pair
+from lora_trainer.jobs.trials.steps import RATE, take_steps
+
+
+def fused_pair(asked: Asked, folder: Path, steps: int) -> Pair:
+    """Both on copies of the same masters with the same gradients. Raises UserError."""
+    subject = subject_of(asked.resolved, folder, tiny=asked.tiny)
+    learner = subject.learner
+
+    def taken(fused: bool) -> torch.optim.Optimizer:
+        copies = [nn.Parameter(master.detach().clone()) for master in learner.masters]
+        for copy in copies:
+            copy.grad = torch.full_like(copy, 1e-3)
+        return torch.optim.AdamW(copies, lr=RATE, fused=fused, foreach=False)
+
+    def way(optimizer: torch.optim.Optimizer) -> Tensor:
+        optimizer.step()
+        return nothing
+
+    nothing = torch.zeros((), device=learner.device)
+    plain, fused = taken(False), taken(True)
+    return Pair(
+        f"{subject.name}",
+        take_steps(lambda number: way(plain), learner.device, 3, steps).without_losses(),
+        take_steps(lambda number: way(fused), learner.device, 3, steps).without_losses(),
+    )
