@@ -61,7 +61,7 @@ def add_bench_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--rows", type=Path, metavar="FILE", help="table: kept here, and gone on with (bench-table.json)"
     )
-    parser.add_argument("--only", metavar="WORDS", help="table: rows with these words in their names")
+    parser.add_argument("--only", metavar="WORDS", help="table, ladder: rows with these words in their names")
     parser.add_argument("--json", action="store_true", help="one JSON document on stdout")
     add_run_arguments(parser)
 

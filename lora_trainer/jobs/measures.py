@@ -24,7 +24,7 @@ SUBJECTS = {OWN: "the run's own model, or a family alone", SMALL: "a U-Net of 30
 class Asked:
     """`steps` are timed steps, or rounds; None is the measurement's own number. `tiny` is a fifth of a family's width.
 
-    For the table: at most so many `minutes`, kept in the file `rows`, rows with `only` in their names.
+    For the table: at most so many `minutes`, kept in the file `rows`; and rows with `only` in their names.
     """
 
     resolved: Resolved
@@ -114,6 +114,7 @@ MEASURES: Mapping[str, Measure] = {
     "loader": Measure("what its data costs a step", "bench_loader", frozenset({"tiny"})),
     "attention": Measure("every implementation at the model's sizes", "trials.attention", frozenset({"tiny"})),
     "batch": Measure("how many samples at once pay", "trials.batch", frozenset({"tiny"})),
+    "ladder": Measure("each optimisation: claimed, measured", "trials.ladder", frozenset({"tiny", "only"})),
     "table": Measure("all rows of a card", "trials.table", frozenset({"tiny", "minutes", "rows", "only"})),
     "memory": Measure("what a step holds, beside what the plan says", "trials.memory", frozenset({"tiny"})),
 }

@@ -140,7 +140,7 @@ def public_built(
         config,
         with_random_weights(family, architecture),
         architecture.facts,
-        choices.layout,
+        replace(choices.layout, compiled=config.memory.compile is True),
         device=choices.device,
         reduce=None,
         attention_asked=asked_by_user(resolved, "memory.attention"),

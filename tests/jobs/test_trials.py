@@ -80,6 +80,29 @@ def test_attention_is_measured_at_the_sizes_of_the_model(capsys):
     assert any("flash3" in note for note in document["notes"]), "what does not work here is named"
 
 
+def test_a_rung_shows_its_price_beside_its_gain(capsys):
+    (row,) = measured("ladder", capsys, "--only", "checkpointing")["rows"]
+    assert row["gain"] == pytest.approx(1 / row["ratio"])
+    assert row["loss_most"] == 0.0
+    assert row["memory_ratio"] <= 1.0
+    assert "34-48 %" in row["claimed"]
+
+
+def test_saving_beside_the_loop_and_in_it(capsys):
+    (row,) = measured("ladder", capsys, "--only", "background")["rows"]
+    assert row["ratio"] > 0
+    assert row["memory_ratio"] is None
+    assert row["loss_mean"] is None
+
+
+def test_what_a_processor_cannot_measure_is_said(capsys):
+    document = measured("ladder", capsys, "--only", "cuDNN")
+    assert document["rows"][0]["seconds_median"] is None
+    assert "cuDNN benchmark: needs a card." in document["notes"]
+    assert main(["bench", "ladder", "--only", "nonsense"]) == 2
+    assert "There are: mixed precision, compile" in capsys.readouterr().err
+
+
 @pytest.fixture
 def rows_here(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows are measured in this process, thinner still."""

@@ -76,7 +76,7 @@ def measure(asked: Asked) -> Report:
         tried = Tried({}, {})
 
         def expected(count: int) -> Expected:
-            return expected_of(resolved, subject, [repeated(sample, count)], tiny=asked.tiny)
+            return expected_of(resolved, subject, [repeated(sample, count)])
 
         def fits(count: int) -> bool:
             micro = repeated(sample, count)

@@ -43,15 +43,10 @@ def model_of(resolved: Resolved, *, tiny: bool) -> tuple[Family, Architecture]:
     return family, thinned(architecture) if tiny else architecture
 
 
-def demand_of(resolved: Resolved, precision: str, *, tiny: bool, limit_gib: float | None = None) -> Demand:
-    family, architecture = model_of(resolved, tiny=tiny)
-    return make_demand(resolved, family, architecture, limit_gib, precision=precision)
-
-
-def expected_of(resolved: Resolved, subject: Subject, micros: Sequence[Micro], *, tiny: bool) -> Expected:
+def expected_of(resolved: Resolved, subject: Subject, micros: Sequence[Micro]) -> Expected:
     """The plan of the step that these micro batches make."""
     largest = max(micros, key=lambda micro: math.prod(micro.latents.shape))
-    demand = demand_of(resolved, subject.precision, tiny=tiny)
+    demand = make_demand(resolved, subject.family, subject.architecture, None, precision=subject.precision)
     height, width = largest.latents.shape[-2:]
     side = math.sqrt(height * width) * demand.downscale
     demand = replace(demand, resolution=round(side), samples=sum(len(micro.t) for micro in micros))

@@ -8,8 +8,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from lora_trainer.core.errors import Problem, UsageError, UserError
 from lora_trainer.jobs.measures import Asked, Column, Report
 from lora_trainer.jobs.trials.optimizer import fused_pair
@@ -39,7 +37,12 @@ class Rung:
 
 
 RUNGS: tuple[Rung, ...] = (
-    Rung("mixed precision", "1.4-2 x, half the memory", {"memory.base_precision": "fp32"}, {"memory.base_precision": "bf16"}),
+    Rung(
+        "mixed precision",
+        "1.4-2 x, half the memory",
+        {"memory.base_precision": "fp32"},
+        {"memory.base_precision": "bf16"},
+    ),
     Rung("compile", "1.1-1.3 x", {}, {"memory.compile": True}, why_not=MINUTES),
     Rung("attention", "1.3-3 x on attention, less memory", {"memory.attention": "math"}, {"memory.attention": "sdpa"}),
     Rung(
@@ -53,7 +56,12 @@ RUNGS: tuple[Rung, ...] = (
     Rung("no sync while accumulating", "1.15-1.25 x", why_not=SEVERAL),
     Rung("checkpointing", "-35 % memory for +34-48 % operations", {}, {"memory.checkpointing": "all"}),
     Rung("background checkpoints", "+2 %", pair=saving_pair),
-    Rung("all together", "2-3 x, 40-50 % less memory", SLOW, {"memory.base_precision": "bf16", "memory.attention": "sdpa"}),
+    Rung(
+        "all together",
+        "2-3 x, 40-50 % less memory",
+        SLOW,
+        {"memory.base_precision": "bf16", "memory.attention": "sdpa"},
+    ),
 )
 FASTEST = {"memory.compile": True, "memory.attention": "fastest", "hardware.cudnn_benchmark": True}  # on a card
 

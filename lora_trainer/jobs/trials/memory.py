@@ -94,7 +94,7 @@ def measure(asked: Asked) -> Report:
         subject = subject_of(asked.resolved, Path(folder), tiny=asked.tiny)
         learner, inputs = subject.learner, inputs_of(subject)
         largest = max(inputs, key=lambda micros: max(micro.latents.numel() for micro in micros))
-        expected = expected_of(asked.resolved, subject, largest, tiny=asked.tiny)
+        expected = expected_of(asked.resolved, subject, largest)
         measured, held = measured_parts(learner, largest)
         steps = take_steps(own_way(learner, inputs), learner.device, WARM_UP, asked.steps or STEPS)
     rows = part_rows(subject, expected, measured, held, steps, card_gib(asked.resolved.config))

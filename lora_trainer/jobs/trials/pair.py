@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -26,8 +27,9 @@ class Pair:
 
     @property
     def ratio(self) -> float:
-        """Time with it over time without."""
-        return self.with_it.median / self.without.median
+        """Time with it over time without: the median of the ratios step by step."""
+        pairs = zip(self.with_it.seconds, self.without.seconds, strict=True)
+        return statistics.median(one / other for one, other in pairs)
 
     @property
     def held(self) -> float | None:
@@ -68,9 +70,16 @@ def in_turn(first: Subject, second: Subject, warm_up: int, steps: int) -> tuple[
             taken, loss = timed(ways[which], number)
             seconds[which].append(taken)
             losses[which].append(loss)
-    held: list[Held] = [on_processor(each.learner, given[0])[1] for each, given in zip((first, second), inputs, strict=True)]
+    held: list[Held] = [
+        on_processor(each.learner, given[0])[1] for each, given in zip((first, second), inputs, strict=True)
+    ]
     made = [
-        Steps(tuple(seconds[which][warm_up:]), tuple(map(float, losses[which][:FIRST])), held[which], sum(seconds[which][:warm_up]))
+        Steps(
+            tuple(seconds[which][warm_up:]),
+            tuple(map(float, losses[which][:FIRST])),
+            held[which],
+            sum(seconds[which][:warm_up]),
+        )
         for which in (0, 1)
     ]
     return made[0], made[1]

@@ -17,12 +17,13 @@ from lora_trainer.core.errors import UserError, first_line, is_out_of_memory
 from lora_trainer.core.io import write_json
 from lora_trainer.core.quiet import quieten_libraries
 from lora_trainer.jobs.subject import Subject, subject_of
-from lora_trainer.jobs.trials.expected import Expected, demand_of, expected_of
+from lora_trainer.jobs.trials.expected import Expected, expected_of, model_of
 from lora_trainer.jobs.trials.memory import on_processor
 from lora_trainer.jobs.trials.steps import GIB, Steps, inputs_of, own_way, take_steps
 from lora_trainer.jobs.usual import USUAL, add_usual_adapter, use_adapter, usual_step
 from lora_trainer.models.memory.checkpointing import checkpointed_blocks
 from lora_trainer.production.memory import choose_fit, refuse_what_does_not_fit, usable_gib
+from lora_trainer.production.plan import make_demand
 from lora_trainer.production.settings import settle
 from lora_trainer.training.micro import Micro
 
@@ -111,7 +112,7 @@ def laid(values: Mapping[str, Any]) -> Resolved:
 
 def planned_settings(resolved: Resolved, cap_gib: float) -> dict[str, Any]:
     """The planner's choice for the published model under a limit, as settings. Raises UsageError where nothing fits."""
-    demand = demand_of(resolved, resolved.config.memory.base_precision, tiny=False, limit_gib=cap_gib)
+    demand = make_demand(resolved, *model_of(resolved, tiny=False), cap_gib)
     fit = choose_fit(demand)
     refuse_what_does_not_fit(demand, fit)
     return {
@@ -131,7 +132,7 @@ def measured_row(spec: Spec, asking: Asking) -> TableRow:
     inputs = inputs_of(subject)
     if spec.shapes > 1:
         inputs = [[shaped(micro, number % spec.shapes) for micro in micros] for number, micros in enumerate(inputs)]
-    expected = None if asking.tiny else expected_of(resolved, subject, inputs[0], tiny=False)
+    expected = None if asking.tiny else expected_of(resolved, subject, inputs[0])
     before = compilations()
     steps = take_steps(way_of(spec, subject, inputs), learner.device, asking.warm_up, asking.steps)
     made = compilations() - before
@@ -160,9 +161,9 @@ def shaped(micro: Micro, number: int) -> Micro:
     """The same samples with latents of another form and about as many places."""
     height, width = (side * micro.latents.shape[-1] // 64 // 8 * 8 for side in SIDES[number % len(SIDES)])
     shape = (*micro.latents.shape[:2], max(8, height), max(8, width))
-    draw = torch.Generator().manual_seed(number)
-    noise = torch.randn(shape, generator=draw)
-    return replace(micro, latents=torch.randn(shape, generator=draw), noise=noise, added=noise)
+    draw, device = torch.Generator().manual_seed(number), micro.latents.device
+    latents, noise = (torch.randn(shape, generator=draw).to(device) for _ in range(2))
+    return replace(micro, latents=latents, noise=noise, added=noise, copied=None)
 
 
 def compilations() -> int:
