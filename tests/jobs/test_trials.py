@@ -33,7 +33,9 @@ def measured(what: str, capsys: pytest.CaptureFixture[str], *more: str, settings
     return json.loads(capsys.readouterr().out)
 
 
-@pytest.mark.parametrize("settings", [(), ("memory.checkpointing=all", "batch.effective=2")])
+@pytest.mark.parametrize(
+    "settings", [(), pytest.param(("memory.checkpointing=all", "batch.effective=2"), marks=pytest.mark.slow)]
+)
 def test_memory_is_predicted_part_by_part(settings, capsys):
     document = measured("memory", capsys, settings=(*THIN, *settings))
     rows = {row["name"]: row for row in document["rows"]}
@@ -56,6 +58,7 @@ def test_memory_of_a_run_of_ones_own(place, capsys):
     assert 0.95 < rows[-1]["ratio"] < 1.05
 
 
+@pytest.mark.slow
 def test_batches_grow_until_a_limit_that_the_plan_foresees(capsys):
     """The plan and what is counted agree on how many fit."""
     with patched(batch, "MOST_ON_A_PROCESSOR", 2):
@@ -80,6 +83,7 @@ def test_attention_is_measured_at_the_sizes_of_the_model(capsys):
     assert any("flash3" in note for note in document["notes"]), "what does not work here is named"
 
 
+@pytest.mark.slow
 def test_a_rung_shows_its_price_beside_its_gain(capsys):
     (row,) = measured("ladder", capsys, "--only", "checkpointing")["rows"]
     assert row["gain"] == pytest.approx(1 / row["ratio"])
@@ -88,6 +92,7 @@ def test_a_rung_shows_its_price_beside_its_gain(capsys):
     assert "34-48 %" in row["claimed"]
 
 
+@pytest.mark.slow
 def test_saving_beside_the_loop_and_in_it(capsys):
     (row,) = measured("ladder", capsys, "--only", "background")["rows"]
     assert row["ratio"] > 0
