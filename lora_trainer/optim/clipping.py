@@ -24,8 +24,7 @@ def make_clip(config: OptimSection) -> Clip:
 def clip_by_norm(parameters: Sequence[nn.Parameter], scale: float = 1.0, *, largest: float) -> Tensor:
     """Scale all gradients so that their joint norm is at most `scale * largest` (0: leave them)."""
     norm, largest = gradient_norm(parameters), scale * largest
-    # Looking at the norm costs nothing on a processor, and a multiplication by one as much as half of all this.
-    small = norm.device.type == "cpu" and float(norm) + 1e-6 <= largest
+    small = is_here(norm) and float(norm) + 1e-6 <= largest
     if largest and not small:
         torch.nn.utils.clip_grads_with_norm_(parameters, largest, norm)
     return norm
@@ -36,6 +35,11 @@ def clip_by_value(parameters: Sequence[nn.Parameter], scale: float = 1.0, *, lar
     norm = gradient_norm(parameters)
     torch.nn.utils.clip_grad_value_(parameters, scale * largest)
     return norm
+
+
+def is_here(norm: Tensor) -> bool:
+    """Looking at the norm costs nothing on a processor, and a multiplication by one as much as half of all this."""
+    return norm.device.type == "cpu"
 
 
 def gradient_norm(parameters: Sequence[nn.Parameter]) -> Tensor:

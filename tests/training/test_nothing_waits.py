@@ -1,0 +1,118 @@
+"""No step asks a card for a number: every question that would have to wait for it is counted, also those of torch itself."""
+
+from __future__ import annotations
+
+from contextlib import closing
+from dataclasses import replace
+from typing import Any, Self
+
+import pytest
+import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from lora_trainer.core.interrupt import Interrupt
+from lora_trainer.data.loader import prefetch
+from lora_trainer.monitor.progress import unwatched
+from lora_trainer.optim import clipping
+from lora_trainer.training.micro import Micro
+from lora_trainer.training.reporter import Reporter
+from lora_trainer.training.run import read_steps, steps
+from lora_trainer.training.state import TrainState
+from tests.training.tiny_job import TinyPlace, looked_at_every
+
+ASKED = ("item", "tolist", "__bool__", "__float__", "__int__", "__index__", "__contains__", "cpu", "numpy")
+ASKED_WITHIN = ("_local_scalar_dense", "nonzero", "equal", "is_nonzero", "masked_select", "_unique2", "allclose")
+
+
+STEPS = 3
+
+
+class Questions(TorchFunctionMode):
+    """The names of all calls that need a tensor's numbers here."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[str] = []
+        self.within = Within(self.found)
+
+    def __torch_function__(self, function: Any, types: Any, given: Any = (), named: Any = None) -> Any:
+        name = getattr(function, "__name__", "")
+        self.found += [name] if name in ASKED else []
+        return function(*given, **(named or {}))
+
+    def __enter__(self) -> Self:
+        self.within.__enter__()
+        super().__enter__()
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        super().__exit__(*raised)
+        self.within.__exit__(*raised)
+
+
+class Within(TorchDispatchMode):
+    def __init__(self, found: list[str]) -> None:
+        super().__init__()
+        self.found = found
+
+    def __torch_dispatch__(self, function: Any, types: Any, given: Any = (), named: Any = None) -> Any:
+        name = function.overloadpacket.__name__
+        self.found += [name] if name in ASKED_WITHIN else []
+        return function(*given, **(named or {}))
+
+
+def asked_in_steps(place: TinyPlace, patch: pytest.MonkeyPatch, guard: str, **settings: object) -> list[str]:
+    """What some of the loop's own steps ask where numbers are looked at every tenth step, as on a card."""
+    looked_at_every(10, patch)
+    settings = {"validate__every_steps": 0, "checkpoint__every_steps": 100, "data__held_out": 0, **settings}
+    job = place.job("run", steps=8, **settings)
+    job = replace(job, learner=replace(job.learner, guard=guard))
+    reporter = Reporter(None, unwatched, print)
+    with job.writer, closing(prefetch(read_steps(job, 0), 8)) as source:
+        ready: list[list[Micro]] = list(source)  # the thread that reads ahead works on the processor
+        states = steps(job, TrainState(), iter(ready), reporter, Interrupt())
+        next(states)  # the optimizer makes its state
+        with Questions() as questions:
+            for _ in range(STEPS):
+                next(states)
+        states.close()
+    return questions.found
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"optim__clip_norm": 1e-3},
+        {"batch__effective": 4, "batch__max_micro": 1, "memory__base_precision": "bf16", "train__ema_decay": 0.99},
+    ],
+    ids=["fp32", "bf16"],
+)
+@pytest.mark.parametrize("guard", ["on_device", "late"])
+def test_a_step_asks_for_no_number(place, monkeypatch, guard, settings):
+    monkeypatch.setattr(clipping, "is_here", lambda norm: False)  # as on a card
+    assert asked_in_steps(place, monkeypatch, guard, **settings) == []
+
+
+def test_what_waits_is_seen(place, monkeypatch):
+    """The guard that looks ahead asks for two numbers in a step."""
+    assert asked_in_steps(place, monkeypatch, "ahead").count("__float__") >= 2 * STEPS
+
+
+@pytest.mark.gpu
+def test_the_card_is_not_waited_for(place, monkeypatch):
+    """Torch's own eyes: any call that waits for the card is an error."""
+    looked_at_every(10, monkeypatch)
+    job = place.job("run", steps=8, validate__every_steps=0, checkpoint__every_steps=100, data__held_out=0)
+    assert job.learner.device.type == "cuda"
+    assert job.learner.guard == "on_device"
+    try:
+        with job.writer, closing(prefetch(read_steps(job, 0), 4)) as source:
+            states = steps(job, TrainState(), source, Reporter(None, unwatched, print), Interrupt())
+            next(states)
+            torch.cuda.set_sync_debug_mode("error")
+            for _ in range(STEPS):
+                next(states)
+            states.close()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
