@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -104,7 +104,7 @@ def bring(denoiser: nn.Module, device: torch.device) -> None:
         denoiser.to(device)
         return
     streaming.send_away()
-    visiting = {id(tensor) for guest in streaming.guests for tensor in guest.outer}
+    visiting = {id(tensor) for guest in streaming.guests for tensor in guest.tensors}
     for module in denoiser.modules():
         module._apply(lambda tensor: tensor if id(tensor) in visiting else tensor.to(device), recurse=False)
 
@@ -125,26 +125,10 @@ def _place_of(name: str) -> tuple[Any, ...]:
     return (stage, number_of_stage, layer, "resnets" not in parts, numbers)
 
 
-def _frozen(block: nn.Module) -> Iterator[Tensor]:
-    """The plain tensors of a block that are not trained; of layers stored in fewer bits, what they consist of."""
-    for tensor in _outer(block):
-        yield from _plain(tensor)
-        state = getattr(tensor, "quant_state", None)  # bitsandbytes keeps its scales beside the weight
-        if isinstance(getattr(state, "absmax", None), Tensor):
-            yield state.absmax  # type: ignore[union-attr]
-
-
-def _outer(block: nn.Module) -> list[Tensor]:
+def _frozen(block: nn.Module) -> list[Tensor]:
+    """The tensors of a block that are not trained: weights, scales and all else, however they are stored."""
     found = [tensor for tensor in (*block.parameters(), *block.buffers()) if not tensor.requires_grad]
     return [tensor for tensor in found if tensor.numel()]
-
-
-def _plain(tensor: Tensor) -> Iterator[Tensor]:
-    if hasattr(tensor, "__tensor_flatten__"):
-        for name in tensor.__tensor_flatten__()[0]:
-            yield from _plain(getattr(tensor, name))
-    else:
-        yield tensor
 
 
 class Guest:
@@ -152,7 +136,7 @@ class Guest:
 
     def __init__(self, block: nn.Module, device: torch.device) -> None:
         self.block, self.device, self.visiting = block, device, False
-        self.outer, self.tensors = _outer(block), list(_frozen(block))
+        self.tensors = _frozen(block)
         # Strides are kept: memory order may be another than that of the dimensions.
         self.strides = [torch.empty_like(tensor, device="meta").stride() for tensor in self.tensors]
         self.offsets, self.size = [0] * len(self.tensors), 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
@@ -14,10 +15,12 @@ from lora_trainer.core.errors import TrainingFailed
 from lora_trainer.models.memory import streaming
 from lora_trainer.models.memory.checkpointing import checkpointed_blocks
 from lora_trainer.models.memory.streaming import streamable_blocks, streamed_count
+from lora_trainer.monitor.progress import unwatched
 from lora_trainer.monitor.trackers import EVENTS, METRICS, VALIDATION, read_lines
 from lora_trainer.training.checkpoints.checkpoint import list_checkpoints, newest_valid, read_checkpoint
 from lora_trainer.training.job import Job
-from lora_trainer.training.memory.fit import streaming_rungs
+from lora_trainer.training.memory.fit import agreed, streaming_rungs
+from lora_trainer.training.reporter import Reporter
 from lora_trainer.training.state import Fit, TrainState
 from lora_trainer.training.validation import MOST_ASKED_AT_ONCE
 from tests.training.tiny_job import TinyPlace, outcome, together, told_in
@@ -371,3 +374,15 @@ def test_a_checkpoint_without_streaming_is_read():
     fit = TrainState(fit=Fit(micro=2)).to_json()
     del fit["fit"]["streamed"]
     assert TrainState.from_json(fit).fit == Fit(micro=2)
+
+
+def test_of_two_processes_both_take_the_fewest_that_stay(place: TinyPlace):
+    """Of processes whose micro batches and checkpointed blocks are alike, the one that streams most says how many."""
+    settings = FOUR | {"memory__streaming": 1, "memory__checkpointing": "all"}
+    jobs = [place.job("short", processes=each, **settings) for each in together(2)]
+    given = [Fit(), Fit(streamed=3, since=7, failed=1)]
+    reporters = [Reporter(None, unwatched, lambda line: None) for _ in jobs]
+    with ThreadPoolExecutor(2) as pool:
+        found = list(pool.map(lambda job, fit, reporter: agreed(job, fit, 10, reporter), jobs, given, reporters))
+    assert found == [given[1]] * 2
+    assert streamed_count(jobs[0].learner.denoiser) == 3
