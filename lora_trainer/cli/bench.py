@@ -6,6 +6,7 @@ import argparse
 import json
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -14,17 +15,24 @@ from lora_trainer.cli.arguments import add_run_arguments, explained, resolved_fr
 from lora_trainer.config.toml import parse_assignment, setting_names
 from lora_trainer.core.errors import DONE, Problem, nearest
 from lora_trainer.core.hardware import package_versions
+from lora_trainer.core.io import write_json
+from lora_trainer.jobs.baseline import Regressed, held_against, read_baseline
 from lora_trainer.jobs.measures import MEASURES, NOISE, SUBJECTS, Asked, Report
 
 EXAMPLES = (
     "examples:\n  lora-trainer bench step --preset 12gb --json\n  lora-trainer bench cache\n"
     "  lora-trainer bench loader --json\n"
+    "  lora-trainer bench step --subject own --subject small --save before.json\n"
+    "  lora-trainer bench step --subject own --subject small --baseline before.json\n"
+    "  lora-trainer bench step --vs memory.compile=true --vs memory.base_precision=fp8\n"
+    "  lora-trainer bench step --preset 12gb --set model.family=sdxl --export-preset best.toml\n"
 )
 WIDE = 132  # columns of what is not a terminal
 FLAGS = {  # that not every measurement takes
     "tiny": "--tiny",
     "subjects": "--subject",
     "versus": "--vs",
+    "best": "--export-preset",
     "minutes": "--minutes",
     "rows": "--rows",
     "only": "--only",
@@ -57,6 +65,20 @@ def add_bench_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="SECTION.KEY=VALUE",
         help="repeatable: the step without and with this setting, and what it does to the losses",
     )
+    parser.add_argument(
+        "--export-preset",
+        type=Path,
+        dest="best",
+        metavar="FILE",
+        help="write the settings that are quicker and learn the same, of --vs or of the usual ones, as TOML for --config",
+    )
+    parser.add_argument(
+        "--baseline",
+        type=Path,
+        metavar="FILE",
+        help="an earlier --save or --json of this device: exit code 5 where a ratio, peak or a card's time is 5 %% worse",
+    )
+    parser.add_argument("--save", type=Path, metavar="FILE", help="write the JSON document to a file")
     parser.add_argument("--minutes", type=float, metavar="M", help="table: what all rows may take (25)")
     parser.add_argument(
         "--rows", type=Path, metavar="FILE", help="table: kept here, and gone on with (bench-table.json)"
@@ -79,12 +101,23 @@ def bench_command(arguments: argparse.Namespace, unknown: list[Problem]) -> int:
     resolved = resolved_from(arguments, unknown)
     if explained(arguments, resolved):
         return DONE
+    from lora_trainer.jobs.device import device_name
     from lora_trainer.production.inputs import data_in_use
 
+    device = device_name()
+    baseline = None if arguments.baseline is None else read_baseline(arguments.baseline, device)
     with data_in_use():
         own = {name: vars(arguments)[name] for name in FLAGS} | {"versus": versus}
         report = measure(Asked(resolved, arguments.steps, **own))
-    show(report, as_json=arguments.json)
+    document = report.to_json(device, package_versions())
+    said, worse = ([], []) if baseline is None else held_against(baseline, document)
+    report = replace(report, notes=[*report.notes, *said])
+    document |= {"notes": report.notes} | ({} if baseline is None else {"worse": [each.message for each in worse]})
+    if arguments.save is not None:
+        write_json(arguments.save, document)
+    show(report, device, document if arguments.json else None)
+    if worse:
+        raise Regressed(worse)
     return DONE
 
 
@@ -105,13 +138,10 @@ def settings_of(texts: Sequence[str], problems: list[Problem]) -> dict[str, dict
     return found
 
 
-def show(report: Report, *, as_json: bool) -> None:
-    """A table for each model, or one JSON document on stdout."""
-    from lora_trainer.jobs.device import device_name
-
-    device = device_name()
-    if as_json:
-        sys.stdout.write(json.dumps(report.to_json(device, package_versions()), indent=2) + "\n")
+def show(report: Report, device: str, document: Mapping[str, Any] | None) -> None:
+    """A table for each model, or the JSON document on stdout."""
+    if document is not None:
+        sys.stdout.write(json.dumps(document, indent=2) + "\n")
         return
     from rich.console import Console
     from rich.table import Table

@@ -25,6 +25,7 @@ from torch.nn.functional import mse_loss
 
 from lora_trainer.core.errors import first_line, is_out_of_memory
 from lora_trainer.evaluation.loading import free_memory
+from lora_trainer.jobs.best import rows_and_best
 from lora_trainer.jobs.held import holding
 from lora_trainer.jobs.measures import COLUMNS, OWN, STEPS, Asked, Column, Report, Row, row_of
 from lora_trainer.jobs.own_loop import STILL, Way, own_loop
@@ -91,12 +92,14 @@ def measure(asked: Asked) -> Report:
         free_memory(join_processes().device)
         rows += found
         notes += said
-    about, columns = (VERSUS_ABOUT, VERSUS_COLUMNS) if asked.versus else (ABOUT, STEP_COLUMNS)
+    about, columns = (VERSUS_ABOUT, VERSUS_COLUMNS) if asked.versus or asked.best else (ABOUT, STEP_COLUMNS)
     return Report(rows, about, tuple(dict.fromkeys(notes)), columns)
 
 
 def bench_model(asked: Asked, named: str, folder: Path) -> tuple[Sequence[Row], list[str]]:
     steps = asked.steps or STEPS
+    if asked.best is not None:
+        return rows_and_best(asked, named, steps, folder)
     if asked.versus:
         return rows_versus(asked, named, steps, folder)
     return bench_step(subject_of(asked.resolved, folder, tiny=asked.tiny, named=named), steps, folder)

@@ -70,7 +70,7 @@ COLUMNS = (
 
 def measure(asked: Asked) -> Report:
     """Time the ways of reading, `asked.steps` rounds of each."""
-    return Report(bench_cache(asked.steps or ROUNDS), ABOUT, columns=COLUMNS, first="latents from")
+    return Report(bench_cache(asked.steps or ROUNDS, ENTRIES), ABOUT, columns=COLUMNS, first="latents from")
 
 
 def bench_cache(rounds: int = ROUNDS, entries: int = ENTRIES) -> list[CacheRow]:

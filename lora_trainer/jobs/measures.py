@@ -32,6 +32,7 @@ class Asked:
     tiny: bool = False
     subjects: Sequence[str] = ()  # of `SUBJECTS`, measured one after the other
     versus: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # as it was asked for -> settings
+    best: Path | None = None  # where the best settings are written
     minutes: float | None = None
     rows: Path | None = None
     only: str | None = None
@@ -53,6 +54,8 @@ class Row:
     encodes: bool = False
     peak_gib: float | None = None
     per_second: float | None = None  # micro batches, where they are what is timed
+    ratio_p10: float | None = None
+    ratio_p90: float | None = None
 
 
 Column = tuple[str, Callable[[Any], str]]  # title, and what stands there for a row
@@ -62,11 +65,18 @@ def milliseconds(name: str) -> Callable[[Any], str]:
     return lambda row: f"{1000 * getattr(row, name):.1f}"
 
 
+def spread_of(row: Any) -> str:
+    """Of the ratio, where it is known and not that of a row over itself."""
+    low, high = getattr(row, "ratio_p10", None), getattr(row, "ratio_p90", None)
+    return "" if low is None or high is None or low == high else f"{low:.3f} to {high:.3f}"
+
+
 COLUMNS: tuple[Column, ...] = (
     ("median ms", milliseconds("seconds_median")),
     ("p10", milliseconds("seconds_p10")),
     ("p90", milliseconds("seconds_p90")),
     ("ratio", lambda row: f"{row.ratio:.3f}"),
+    ("its spread", spread_of),
 )
 NOISE = "a tenth of the measurements lies below the one and a tenth above the other: how noisy the machine was"
 
@@ -108,7 +118,9 @@ class Measure:
 
 MEASURES: Mapping[str, Measure] = {
     "step": Measure(
-        "one optimizer step, beside the least that it could be", "bench", frozenset({"tiny", "subjects", "versus"})
+        "one optimizer step, beside the least that it could be",
+        "bench",
+        frozenset({"tiny", "subjects", "versus", "best"}),
     ),
     "cache": Measure("reading cached latents", "bench_cache"),
     "loader": Measure("what its data costs a step", "bench_loader", frozenset({"tiny"})),
@@ -123,5 +135,15 @@ MEASURES: Mapping[str, Measure] = {
 def row_of(name: str, model: str, seconds: Sequence[float], base: Sequence[float]) -> Row:
     """The row of seconds measured step by step, beside those of the first row."""
     tenths = statistics.quantiles(seconds, n=10, method="inclusive")  # the other may pass the shortest
-    ratio = statistics.median(own / least for own, least in zip(seconds, base, strict=True))
-    return Row(name, model, statistics.median(seconds), tenths[0], tenths[-1], ratio)
+    ratios = [own / least for own, least in zip(seconds, base, strict=True)]
+    spread = statistics.quantiles(ratios, n=10, method="inclusive")
+    return Row(
+        name,
+        model,
+        statistics.median(seconds),
+        tenths[0],
+        tenths[-1],
+        statistics.median(ratios),
+        ratio_p10=spread[0],
+        ratio_p90=spread[-1],
+    )

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from lora_trainer.config.layers import Resolved
-from lora_trainer.core.errors import is_out_of_memory
+from lora_trainer.core.errors import UserError, first_line, is_out_of_memory
 from lora_trainer.evaluation.loading import free_memory
 from lora_trainer.jobs.held import Held, holding
 from lora_trainer.jobs.measures import COLUMNS, Asked, Column, Row, row_of
@@ -76,16 +76,31 @@ def rows_versus(asked: Asked, named: str, steps: int, folder: Path) -> tuple[lis
     for place, (text, settings) in enumerate(asked.versus.items()):
         sides = {"ours": asked.resolved, text: changed(asked.resolved, settings)}
         together = not any(name.startswith(OF_THE_PROCESS) for name in settings)
-        taken = in_turn(asked, named, sides, steps, folder / f"{place}-in-turn") if together else None
-        if taken is None:
-            why = "the card has no room for both" if together else "it holds for a whole process"
-            notes.append(f"{text}: measured after the other, not in turn: {why}")
-            taken = {
-                name: one_alone(asked, named, name, side, steps, folder / f"{place}-{name}")
-                for name, side in sides.items()
-            }
+        try:
+            taken, said = both_taken(asked, named, sides, steps, folder / str(place), together=together)
+        except Exception as error:
+            if asked.best is None or not (isinstance(error, UserError) or is_out_of_memory(error)):
+                raise
+            notes.append(f"{text}: {first_line(error)}")  # one of many that are tried
+            continue
+        notes += [f"{text}: {each}" for each in said]
         rows += rows_of(taken)[1 if rows else 0 :]
     return rows, notes
+
+
+def both_taken(
+    asked: Asked, named: str, sides: Mapping[str, Resolved], steps: int, folder: Path, *, together: bool
+) -> tuple[dict[str, Taken], list[str]]:
+    """Both sides, in turn where they can be, and why where not."""
+    taken = in_turn(asked, named, sides, steps, folder / "in-turn") if together else None
+    if taken is not None:
+        return taken, []
+    why = "the card has no room for both" if together else "it holds for a whole process"
+    alone = {
+        name: one_alone(asked, named, name, side, steps, folder / str(number))
+        for number, (name, side) in enumerate(sides.items())
+    }
+    return alone, [f"measured after the other, not in turn: {why}"]
 
 
 def in_turn(

@@ -10,7 +10,7 @@ import torch
 
 from lora_trainer.cli.bench import legend
 from lora_trainer.cli.main import main
-from lora_trainer.jobs import bench, bench_loader, subject, turns, versus
+from lora_trainer.jobs import bench, bench_loader, best, subject, turns, versus
 from lora_trainer.jobs.measures import COLUMNS
 from lora_trainer.jobs.rates import rate_of_card
 from lora_trainer.models import FAMILIES, unet
@@ -108,6 +108,34 @@ def test_a_setting_is_shown_with_what_it_gains_and_what_it_costs(place, capsys):
     assert exact["loss_most"] < 1e-4
     assert 1e-4 < rounded["loss_mean"] <= rounded["loss_most"] < 0.5
     assert rounded["peak_gib"] < exact["peak_gib"] < rows["ours"]["peak_gib"]
+
+
+def test_the_best_settings_are_a_file_that_config_takes(place, tmp_path, capsys):
+    """A rate that is no gain is left out; what is quicker and learns the same is written with its figures."""
+
+    def row(name: str, ratio: float, off: float) -> versus.VersusRow:
+        return versus.VersusRow(name, "m", ratio, ratio, ratio, ratio, peak_gib=1.0, loss_mean=off, loss_most=off)
+
+    found = [row("ours", 1.0, 0.0), row("memory.compile=true", 0.8, 0.001), row("memory.base_precision=int8", 0.5, 0.2)]
+    file = tmp_path / "best.toml"
+    extra = ["--vs", "memory.compile=true", "--vs", "memory.base_precision=int8", "--export-preset", str(file)]
+    with patched(best, "rows_versus", lambda *_: (found, [])):
+        assert main([*place.arguments("x", command="bench")[:1], "step", *extra, "--steps", "2"]) == 0
+    assert "best.toml: memory.compile=true" in capsys.readouterr().out
+    text = file.read_text()
+    assert "[memory]\n# 0.800 of the time, +0.000 GiB, losses 0.10% off\ncompile = true" in text
+    assert "#   memory.base_precision=int8: 0.500 of the time" in text
+    assert main(["train", "--config", str(file), "--explain"]) == 0
+    assert "--config" in capsys.readouterr().out
+
+
+def test_the_best_settings_are_measured(place, tmp_path, capsys):
+    file = tmp_path / "best.toml"
+    arguments = place.arguments("x", command="bench", memory__base_precision="fp32", data__resolution=64)
+    extra = ["--vs", "memory.checkpointing=all", "--vs", "memory.base_precision=fp16", "--export-preset", str(file)]
+    rows = measured([arguments[0], "step", *arguments[1:], *extra], capsys)
+    assert set(rows) >= {"ours", "memory.checkpointing=all"}
+    assert "# Measured on" in file.read_text()
 
 
 def test_what_holds_for_a_process_is_measured_alone(place, capsys):

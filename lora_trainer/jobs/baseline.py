@@ -1,0 +1,83 @@
+"""An earlier measurement on the same device, to hold a new one against. No torch.
+
+A row has become worse where its ratio, its peak, or on a card its time is more than 5 % above the baseline's, and above
+what nine tenths of the baseline's own steps had. On a processor times hang on what else it does and are not compared.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeGuard
+
+from lora_trainer.core.errors import TRAINING_FAILED, Problem, UsageError, UserError
+from lora_trainer.core.io import read_json
+
+WORSE = 1.05
+# Of each figure what it is called, and what of the baseline says how noisy it was.
+FIGURES = {"ratio": ("ratio", "ratio_p90"), "peak_gib": ("peak GiB", ""), "seconds_median": ("seconds", "seconds_p90")}
+FIX = "Measure again on an idle machine, or save the new figures with --save where they are meant."
+
+
+class Regressed(UserError):
+    """A measurement came out more than 5 % above its baseline."""
+
+    exit_code = TRAINING_FAILED
+
+
+def read_baseline(path: Path, device: str) -> Mapping[str, Any]:
+    """The document that `--save` or `--json` wrote. Raises UsageError where it is none, or of another device."""
+    try:
+        document = read_json(path)
+    except FileNotFoundError:
+        raise UsageError(Problem(f"{path} does not exist.", "Write one with --save FILE.")) from None
+    except (OSError, ValueError) as error:
+        raise UsageError(Problem(f"{path} cannot be read: {error}.", "Write one with --save FILE.")) from None
+    if not isinstance(document, dict) or not isinstance(document.get("rows"), list) or "device" not in document:
+        raise UsageError(Problem(f"{path} is no measurement.", "Write one with lora-trainer bench step --save FILE."))
+    if document["device"] != device:
+        message = f"{path} was measured on {document['device']}, this is {device}."
+        raise UsageError(
+            Problem(message, "Figures of two devices cannot be compared: write one here with --save FILE.")
+        )
+    return document
+
+
+def held_against(baseline: Mapping[str, Any], document: Mapping[str, Any]) -> tuple[list[str], list[Problem]]:
+    """What is said of rows that only one of them has, and a problem for each figure that is worse."""
+    earlier, rows = by_name(baseline["rows"]), by_name(document["rows"])
+    said = [f"{' of '.join(each)}: not in the baseline" for each in rows.keys() - earlier.keys()]
+    said += [f"{' of '.join(each)}: in the baseline only" for each in earlier.keys() - rows.keys()]
+    if not rows.keys() & earlier.keys():
+        raise UsageError(
+            Problem("The baseline has none of the rows that were measured.", "Name one of the same bench.")
+        )
+    on_card = "CPU" not in document["device"]
+    found = [
+        Problem(f"{name} of {model}: {worse}.", FIX)
+        for (name, model), row in rows.items()
+        if (name, model) in earlier
+        for worse in worse_figures(row, earlier[name, model], on_card=on_card)
+    ]
+    return sorted(said), found
+
+
+def by_name(rows: Sequence[Mapping[str, Any]]) -> dict[tuple[str, str], Mapping[str, Any]]:
+    return {(str(row.get("name")), str(row.get("model"))): row for row in rows}
+
+
+def worse_figures(row: Mapping[str, Any], earlier: Mapping[str, Any], *, on_card: bool) -> list[str]:
+    """Each figure that is more than 5 % above the earlier one, with both."""
+    found = []
+    for name, (title, noise) in FIGURES.items():
+        now, then, most = row.get(name), earlier.get(name), earlier.get(noise)
+        if name == "seconds_median" and not on_card:
+            continue
+        if not is_number(now) or not is_number(then) or now <= WORSE * then or (is_number(most) and now <= most):
+            continue
+        found.append(f"{title} {now:.4g} where it was {then:.4g}, {now / then - 1:.1%} more")
+    return found
+
+
+def is_number(value: Any) -> TypeGuard[float]:
+    return isinstance(value, int | float) and not isinstance(value, bool) and value > 0
