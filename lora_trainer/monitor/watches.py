@@ -26,6 +26,7 @@ class Watches:
     def __init__(self, device: torch.device, *, cached: bool = True) -> None:
         self.memory, self.card, self.pace = MemoryWatch(), CardWatch(), Pace()
         self._device, self._cached = device, cached
+        self._way: object = None
         self._retries, self._looks, self._throttled = 0, 0, False
         self._began = psutil.cpu_times()
 
@@ -38,8 +39,13 @@ class Watches:
     ) -> None:
         self.card.stop()
 
-    def look(self, seconds: float, waited: float, say: Say) -> None:
-        """After finished steps, which took `seconds` each and `waited` for their data: say what began or ended."""
+    def look(self, seconds: float, waited: float, say: Say, way: object = None) -> None:
+        """After finished steps, which took `seconds` each and `waited` for their data: say what began or ended.
+
+        `way` is how steps are split: another one takes another time, and that is no slowness.
+        """
+        if way != self._way:
+            self._way, self.pace = way, Pace()
         if full := self.memory.look():
             say("system_memory", full)
         self.pace, changes = paced(self.pace, seconds, waited, cached=self._cached)

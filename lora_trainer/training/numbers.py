@@ -70,7 +70,7 @@ def look(job: Job, state: TrainState, pending: list[Pending], reporter: Reporter
         refuse(job, state, each.step, why, reporter)
     if pending:
         reporter.progress(progress_of(job, state, pending[-1].rate, seconds))
-        reporter.pace(pending[-1].step, seconds, sum(each.waited for each in pending) / len(pending))
+        reporter.pace(pending[-1].step, seconds, sum(each.waited for each in pending) / len(pending), state.fit)
     pending.clear()
     return state
 

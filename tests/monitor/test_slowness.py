@@ -95,6 +95,14 @@ def test_what_makes_steps_slow_is_said(monkeypatch, reserved, used, told):
     assert end == ("slow", "steps take 0.50 s again")
 
 
+def test_steps_that_are_split_otherwise_are_not_slow():
+    watch, said = Watches(torch.device("cpu")), list[str]()
+    for way, seconds in (("whole", 0.5), ("halves", 30.0), ("whole", 0.5)):
+        for _ in range(30):
+            watch.look(seconds, 0.0, lambda kind, message: said.append(kind), way)
+    assert said == []
+
+
 def test_heat_and_fragmentation_are_said_once(monkeypatch):
     gib = 2**30
     monkeypatch.setattr(watches, "held_on", lambda device: Held(4 * gib, 7 * gib, 7 * gib, 8 * gib, 3))

@@ -6,6 +6,7 @@ from typing import Any
 
 from lora_trainer.config.toml import read_toml
 from lora_trainer.models.attention import choose
+from lora_trainer.monitor.watches import Say, Watches
 from tests.recipes.recipe import Bench, record
 
 
@@ -54,8 +55,19 @@ def test_an_attention_that_cannot_be_had_is_refused_with_what_would_do(bench, ca
     assert "Set memory.attention=auto" in said or "set memory.attention=auto" in said
 
 
-def test_a_run_says_what_was_seen_of_its_machine(bench):
+def test_a_run_says_what_was_seen_of_its_machine(bench, monkeypatch):
+    looks = list[tuple[float, float]]()
+
+    def look(watch: Watches, seconds: float, waited: float, say: Say, way: object) -> None:
+        looks.append((seconds, waited))
+        watch.memory.look()
+        say("slow", "a step takes long")
+
+    monkeypatch.setattr(Watches, "look", look)
     assert bench.run("seen", steps=2) == 0
+    assert len(looks) == 2
+    assert all(0.0 <= waited <= seconds for seconds, waited in looks)
+    assert [event["kind"] for event in record(bench.folder("seen"))["events"]] == ["slow", "slow"]
     told = record(bench.folder("seen"))
     assert 0.0 < told["seen"]["system_memory"] <= 1.0
     assert told["memory"]["peak_gib"] > 0.0
