@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from itertools import pairwise
 from typing import Any
 
@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from lora_trainer.config.schema import Precision
+from lora_trainer.models.compiled import compile_blocks
 from lora_trainer.models.lora import inject_lora
 from lora_trainer.models.memory import streaming
 from lora_trainer.models.memory.checkpointing import checkpoint_blocks
@@ -304,3 +305,74 @@ def test_what_stays_on_the_card_is_told_without_weights() -> None:
         left.append(frozen_bytes(denoiser) - sum(map(frozen_bytes, blocks)) + visiting_bytes(blocks))
     assert left[0] == frozen_bytes(denoiser)
     assert left[3] > left[4] > left[5]
+
+
+class Line:
+    """A stream that only notes what it is told: `done` is what of the other one's work is known to be over."""
+
+    def __init__(self) -> None:
+        self.told: list[str] = []
+        self.events = 0
+        self.waited = set[int]()
+
+    def wait_stream(self, other: Line) -> None:
+        self.told.append("wait")
+
+    def record_event(self) -> int:
+        assert self.told[-1] == "wait", "a copy began into memory that earlier work may still use"
+        self.told.append("copy")
+        self.events += 1
+        return self.events
+
+    def wait_event(self, event: int) -> None:
+        self.waited.add(event)
+
+
+def test_the_card_waits_for_each_copy_and_the_processor_for_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The order that a card needs, told to streams that only note it: copies after what used their memory before,
+    computing after its copy, and a copy under way while a block computes whose next one is not there."""
+    tried = Tried("flux")
+    expected = tried.step()
+    computing, copying, under_way = Line(), Line(), list[int]()
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: computing)
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
+    stream_blocks(tried.denoiser, 5, CPU)
+    visits = tried.denoiser.__dict__[STREAMING]
+    visits.stream = copying
+
+    def computes(module: nn.Module, given: Any) -> None:
+        (guest,) = [guest for guest in visits.guests if guest.block is module]
+        assert guest.visiting
+        assert guest.copied is None, "a block computes with weights that are not there yet"
+        under_way.append(copying.events - len(computing.waited))
+
+    for guest in visits.guests:
+        guest.block.register_forward_pre_hook(computes)
+    for _ in range(2):
+        assert same(tried.step(), expected)
+    visits.send_away()
+    assert computing.waited == set(range(1, copying.events + 1)), "memory was freed that a copy may still write"
+    assert under_way == [1, 1, 1, 1, 0, 0, 1, 1, 1, 0]  # the second step finds its first two blocks there
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+def test_compiled_blocks_visit_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And nothing is compiled anew for it; traced by torch's own dynamo and autograd, without its compiler."""
+    true = torch.compile
+    torch._dynamo.reset()
+    monkeypatch.setattr(
+        torch, "compile", lambda function, *, mode, **given: true(function, backend="aot_eager", **given)
+    )
+    tried = Tried("sd3")
+    compiled = compile_blocks(tried.denoiser, mode="default", dynamic=False, fullgraph=False)
+    expected = tried.step()
+    assert compiled.news()
+    for checkpointed in (0, 99):
+        checkpoint_blocks(tried.denoiser, checkpointed)
+        for count in (1, 3, 2, 0):
+            stream_blocks(tried.denoiser, count, CPU)
+            assert same(tried.step(), expected)
+            assert same(tried.step(), expected)
+    assert compiled.news() is None
+    torch._dynamo.reset()
