@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from statistics import mean
 from types import TracebackType
@@ -12,7 +13,7 @@ import torch
 
 from lora_trainer.monitor.card import CardWatch, open_card
 from lora_trainer.monitor.events import Kind
-from lora_trainer.monitor.memory import Held, MemoryWatch, held_on
+from lora_trainer.monitor.memory import LOOKED_EVERY, Held, MemoryWatch, held_on
 from lora_trainer.monitor.slowness import STARVED, STARVED_WITH_CACHES, Pace, paced
 
 FULL = 0.95  # of what may be used of a card, above which it is called full
@@ -23,14 +24,19 @@ Say = Callable[[Kind, str], None]
 class Watches:
     """All watches of one run; `with` it the card is looked at. Costs nothing that can be measured in a step."""
 
-    def __init__(self, device: torch.device, *, cached: bool = True) -> None:
+    def __init__(
+        self, device: torch.device, *, cached: bool = True, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self.memory, self.card, self.pace = MemoryWatch(), CardWatch(), Pace()
         self._device, self._cached = device, cached
         self._way: object = None
+        self._clock, self._next = clock, 0.0
         self._retries, self._looks, self._throttled = 0, 0, False
         self._began = psutil.cpu_times()
 
     def __enter__(self) -> Self:
+        if held := held_on(self._device):
+            self._retries = held.retries  # of an earlier run of this process
         self.card.start(open_card(self._device))
         return self
 
@@ -54,6 +60,7 @@ class Watches:
         if len(self.card.seen) > self._looks:
             self._looks = len(self.card.seen)
             self._judge_card(say)
+        self._judge_memory(say)
 
     def _words(self, change: str, seconds: float) -> tuple[Kind, str]:
         if change == "not_slow":
@@ -86,7 +93,12 @@ class Watches:
         if throttled and not self._throttled:
             say("throttled", throttled)
         self._throttled = throttled is not None
-        held = held_on(self._device)
+
+    def _judge_memory(self, say: Say) -> None:
+        """Now and then: whether the allocator runs short of whole pieces while much is in no use."""
+        if (now := self._clock()) < self._next:
+            return
+        self._next, held = now + LOOKED_EVERY, held_on(self._device)
         if held is not None and held.retries > self._retries:
             if held.unused > FRAGMENTED * held.limit:
                 say("memory", fragmented(held))

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from lora_trainer.monitor import watches
 from lora_trainer.monitor.card import Card
-from lora_trainer.monitor.memory import Held
+from lora_trainer.monitor.memory import LOOKED_EVERY, Held
 from lora_trainer.monitor.slowness import KNOWN, LASTING, WINDOW, Change, Pace, paced
 from lora_trainer.monitor.watches import Watches
 
@@ -103,18 +103,29 @@ def test_steps_that_are_split_otherwise_are_not_slow():
     assert said == []
 
 
-def test_heat_and_fragmentation_are_said_once(monkeypatch):
-    gib = 2**30
-    monkeypatch.setattr(watches, "held_on", lambda device: Held(4 * gib, 7 * gib, 7 * gib, 8 * gib, 3))
+def test_heat_is_said_once_until_it_is_over(monkeypatch):
+    monkeypatch.setattr(watches, "held_on", lambda device: None)
     watch = Watches(CUDA)
     hot = Card(0.99, 0.9, 91.0, clock=900.0, clock_most=1800.0, reasons=0x40)
     said = []
     for card in (hot, hot, Card(0.9, 0.9, 70.0, clock=1790.0, clock_most=1800.0), hot):
         watch.card.seen.append(card)
         said += heard(watch, [0.5, 0.5])
-    assert [kind for kind, _ in said] == ["throttled", "memory", "throttled"]
+    assert [kind for kind, _ in said] == ["throttled", "throttled"]
     assert "900 of 1800 MHz (91 degrees)" in said[0][1]
-    assert "3.0 of 8.0 GiB are held but in no use" in said[1][1]
+
+
+def test_fragmented_memory_is_said_when_it_costs_something(monkeypatch):
+    gib, now, held = 2**30, [0.0], list[Held]()
+    monkeypatch.setattr(watches, "held_on", lambda device: held[-1])
+    watch, said = Watches(CUDA, clock=lambda: now[0]), list[str]()
+    for allocated, retries in ((4, 0), (4, 3), (4, 3), (7, 5)):
+        held.append(Held(allocated * gib, 7 * gib, 7 * gib, 8 * gib, retries))
+        said += [message for _, message in heard(watch, [0.5, 0.5])]
+        now[0] += LOOKED_EVERY
+    (message,) = said
+    assert "3.0 of 8.0 GiB are held but in no use" in message
+    assert "3 times" in message
 
 
 def test_a_processor_is_known_without_a_card():
