@@ -10,7 +10,9 @@ from typing import Any
 import torch
 
 LOOKED_EVERY = 30.0  # seconds
-SLOWED = 0.9  # of its highest clock, under which a card that says why is called throttled
+# Of its highest clock, under which a card that says why is called throttled. Healthy cards meet their power limit under
+# load, and then run at 0.7 to 0.9 of a clock that they never hold.
+SLOWED_BY_HEAT, SLOWED_BY_POWER = 0.9, 0.6
 # Bits of NVML's reasons for lower clocks. The power limit alone is usual under load, and no fault.
 HEAT = 0x20 | 0x40
 POWER = 0x04 | 0x80
@@ -32,12 +34,13 @@ class Card:
     @property
     def throttled(self) -> str | None:
         """Why the card computes slower than it can, with its figures; None where it does not."""
-        if self.clock is None or not self.clock_most or self.clock >= SLOWED * self.clock_most:
+        if self.clock is None or not self.clock_most:
             return None
+        share = self.clock / self.clock_most
         clocks = f"{self.clock:.0f} of {self.clock_most:.0f} MHz"
-        if self.reasons & HEAT:
+        if self.reasons & HEAT and share < SLOWED_BY_HEAT:
             return f"heat holds the card at {clocks} ({self.celsius:.0f} degrees). Cool it, or clean its fans."
-        if self.reasons & POWER and self.watts is not None:
+        if self.reasons & POWER and share < SLOWED_BY_POWER and self.watts is not None:
             limit = f" of {self.watts_limit:.0f}" if self.watts_limit else ""
             return f"power holds the card at {clocks} ({self.watts:.0f}{limit} W). See its power limit and its cables."
         return None

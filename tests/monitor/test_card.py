@@ -32,7 +32,7 @@ def nvml(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
         nvmlDeviceGetTemperature=lambda card, sensor: 84,
         nvmlDeviceGetPowerUsage=lambda card: 210_000,
         nvmlDeviceGetEnforcedPowerLimit=lambda card: 220_000,
-        nvmlDeviceGetClockInfo=lambda card, clock: 1200,
+        nvmlDeviceGetClockInfo=lambda card, clock: 1000,
         nvmlDeviceGetMaxClockInfo=lambda card, clock: 1900,
         nvmlDeviceGetCurrentClocksThrottleReasons=lambda card: 0x4,
     )
@@ -45,10 +45,10 @@ def test_a_look_has_what_the_card_says(nvml):
     look = open_card(CUDA)
     assert look is not None
     card = look()
-    assert card == Card(0.93, 0.75, 84.0, 210.0, 220.0, 1200.0, 1900.0, 0x4)
-    assert str(card.throttled).startswith("power holds the card at 1200 of 1900 MHz (210 of 220 W)")
+    assert card == Card(0.93, 0.75, 84.0, 210.0, 220.0, 1000.0, 1900.0, 0x4)
+    assert str(card.throttled).startswith("power holds the card at 1000 of 1900 MHz (210 of 220 W)")
     nvml.nvmlDeviceGetPowerUsage = nvml.nvmlDeviceGetMaxClockInfo = refuse
-    assert look() == Card(0.93, 0.75, 84.0, None, 220.0, 1200.0, None, 0x4)
+    assert look() == Card(0.93, 0.75, 84.0, None, 220.0, 1000.0, None, 0x4)
     assert look().throttled is None
 
 
@@ -57,6 +57,7 @@ def test_a_look_has_what_the_card_says(nvml):
     [
         (Card(1.0, 0.5, 92.0, clock=800.0, clock_most=1900.0, reasons=0x20), "heat holds the card at 800"),
         (Card(1.0, 0.5, 92.0, clock=1850.0, clock_most=1900.0, reasons=0x20), None),
+        (Card(1.0, 0.5, 70.0, 450.0, 450.0, clock=2400.0, clock_most=3100.0, reasons=0x4), None),  # as healthy cards do
         (Card(0.0, 0.5, 40.0, clock=300.0, clock_most=1900.0, reasons=0x1), None),  # idle
     ],
 )
