@@ -198,6 +198,14 @@ def control(settings: Settings) -> list[Yields]:
     return found
 
 
+def narrow_weights(settings: Settings) -> list[Yields]:
+    if not settings["memory.int8_products"] or settings["memory.base_precision"] == "int8":
+        return []
+    reason = "only weights that are stored in int8 are multiplied so"
+    fix = "Set memory.base_precision=int8, or remove memory.int8_products."
+    return [Yields("memory.int8_products", False, reason, fix)]
+
+
 RULES: tuple[Callable[[Settings], list[Yields]], ...] = (
     prodigy_rate,
     schedule_free,

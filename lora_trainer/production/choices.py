@@ -12,6 +12,7 @@ from lora_trainer.config.layers import Resolved
 from lora_trainer.config.schema import Config, Precision
 from lora_trainer.core.hardware import cpu_supports_bf16, cuda_memory_gib
 from lora_trainer.models.family import Architecture, Family
+from lora_trainer.models.storage.four_bits import need_library
 from lora_trainer.monitor.memory import set_allocator
 from lora_trainer.production.memory import GIB, LARGEST_SHARE, Demand, choose_fit, refuse_what_does_not_fit, usable_gib
 from lora_trainer.production.plan import make_demand
@@ -65,11 +66,14 @@ class Choices:
 def choose(resolved: Resolved, family: Family, architecture: Architecture, device: torch.device, world: int) -> Choices:
     """Decide for a device: on a card what the plan says, on a processor what was asked.
 
-    Raises UsageError, with settings that would fit, when nothing that was left open makes the run fit the card.
+    Raises UsageError, with settings that would fit, when nothing that was left open makes the run fit the card, and
+    for nf4 without bitsandbytes.
     """
     config = resolved.config
     asked = asked_by_user(resolved, "memory.base_precision")
     precision = choose_precision(config.memory.base_precision, device, asked=asked)
+    if precision.value == "nf4":
+        need_library()
     if device.type != "cuda":
         micro, reason = choose_micro(config, world)
         checkpointing = "none" if config.memory.checkpointing == "auto" else config.memory.checkpointing

@@ -7,12 +7,10 @@ import torch
 from lora_trainer.config.schema import Config
 from lora_trainer.core.imports import OPTIONAL, hide
 
-WIDE = ("bf16", "fp16", "fp32")  # precisions of weights that torch alone stores
-
 
 def import_libraries(config: Config) -> None:
     """Import diffusers and peft, which do not find what these settings do not use. xformers runs on a card alone."""
-    needed = set() if config.memory.base_precision in WIDE else {"bitsandbytes", "torchao"}
+    needed = {"bitsandbytes"} if config.memory.base_precision == "nf4" else set()
     if "8bit" in config.optim.name:
         needed.add("bitsandbytes")
     if torch.cuda.is_available() and config.memory.attention != "sdpa":

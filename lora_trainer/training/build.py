@@ -19,7 +19,7 @@ from lora_trainer.models.memory.checkpointing import checkpoint_blocks, checkpoi
 from lora_trainer.models.memory.ledger import count_of
 from lora_trainer.models.memory.offload import offload_note, offloaded
 from lora_trainer.models.memory.streaming import bring, stream_blocks, streaming_note
-from lora_trainer.models.storage.store import narrower
+from lora_trainer.models.storage.store import counted_products, int8_products, narrower
 from lora_trainer.optim.clipping import make_clip
 from lora_trainer.optim.optimizers import WAITING, make_optimizer
 from lora_trainer.training.adapter import make_adapter
@@ -63,7 +63,9 @@ def build_learner(
     """
     dtype = layout.dtype
     on_the_way = torch.device("cpu") if layout.streamed else device
-    denoiser = family.load_denoiser(facts.path, dtype, on_the_way, narrower(layout.stored))
+    products, no_products = int8_products(config.memory.int8_products, layout.stored, device)
+    narrow = narrower(layout.stored, products=products)
+    denoiser = family.load_denoiser(facts.path, dtype, on_the_way, narrow)
     shapes = shapes_of({family.denoiser_prefix: denoiser})
     last = set_memory_order(denoiser, config, device)
     tried = try_convolutions(config, device, layout.shapes)
@@ -83,6 +85,7 @@ def build_learner(
         f"LoRA rank {config.lora.rank} on {len(names)} modules: {learner.adapter.size:,} trained parameters",
         f"attention {attention.name}: {attention.reason}",
         f"gradient checkpointing {checkpointed} of {blocks} blocks",
+        *([counted_products(denoiser)] if products else [no_products] if no_products else []),
         *streaming_note(denoiser, layout.streamed),
         *offload_note(config.memory.offload_activations, device),
         hardware_note(config, device, last=last, tried=tried),

@@ -46,7 +46,8 @@ def test_in_a_process_of_others_nothing_is_hidden():
         ({"memory": {"attention": "sdpa"}}, True, set()),
         ({"memory": {"attention": "xformers"}}, False, set()),
         ({"optim": {"name": "paged_adamw8bit"}}, False, {"bitsandbytes"}),
-        ({"memory": {"base_precision": "nf4"}}, False, {"bitsandbytes", "torchao"}),
+        ({"memory": {"base_precision": "nf4"}}, False, {"bitsandbytes"}),
+        ({"memory": {"base_precision": "int8"}}, False, set()),
     ],
 )
 def test_what_a_run_may_use_stays_visible(monkeypatch, settings, card, seen):

@@ -59,6 +59,8 @@ CASES: dict[str, Case] = {
     "fp16": {"memory__base_precision": "fp16", "lora__dropout": 0.1, "train__ema_decay": 0.9},
     "fp8": {"family": "sdxl", "memory__base_precision": "fp8", "lora__targets": "attention+ff"},
     "int8": {"memory__base_precision": "int8", "lora__dropout": 0.1},
+    "int8 products": {"memory__base_precision": "int8", "memory__int8_products": True, "lora__targets": "attention+ff"},
+    "nf4": {"memory__base_precision": "nf4", "lora__targets": "attention+ff", "memory__checkpointing": "all"},
     "sd2": {"family": "sd2", "noise__zero_terminal_snr": True, "loss__min_snr_gamma": 5.0},
     "sdxl": {"family": "sdxl", "memory__checkpointing": "all", "lora__dropout": 0.2, "lora__alpha": 2.0},
     "noise": {

@@ -1,0 +1,90 @@
+"""What each precision of the frozen base costs in learning: the same run of the built-in data, side by side.
+
+    python scripts/bench_precisions.py FOLDER --steps 150 --seeds 42 7
+
+Prints, for each precision, the held-out loss at the start and along the run for each seed, its distance from that of
+fp32, and the error of the untouched denoiser's prediction against fp32; `spread` is what another seed changes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+from pathlib import Path
+
+import torch
+
+from lora_trainer.builtin import BASE_FOLDER, DATA_FOLDER
+from lora_trainer.cli.main import main
+from lora_trainer.models.sd15 import FAMILY
+from lora_trainer.models.storage.store import narrower
+
+WAYS = {
+    "fp32": {},
+    "bf16": {"memory.base_precision": "bf16"},
+    "fp8": {"memory.base_precision": "fp8"},
+    "int8": {"memory.base_precision": "int8"},
+    "int8, products": {"memory.base_precision": "int8", "memory.int8_products": "true"},
+    "nf4": {"memory.base_precision": "nf4"},
+}
+USUAL = {"memory.base_precision": "fp32", "sample.every_steps": "0", "sample.count": "1", "sample.steps": "2"}
+
+
+def held_out_losses(folder: Path, way: str, seed: int, steps: int, every: int) -> dict[int, float]:
+    """Held-out loss by step of one run."""
+    name = f"{way.replace(', ', '-')}-{seed}"
+    given = USUAL | WAYS[way] | {"validate.every_steps": str(every), "train.seed": str(seed)}
+    chosen = [part for key, value in given.items() for part in ("--set", f"{key}={value}")]
+    places = ["--model", str(BASE_FOLDER), "--data", str(DATA_FOLDER), "--output", str(folder), "--name", name]
+    main(["train", *places, "--max-steps", str(steps), "--set", f"cache.folder={folder / 'cache'}", *chosen])
+    rows = (json.loads(line) for line in (folder / name / "validation.jsonl").read_text().splitlines())
+    return {row["step"]: row["loss"] for row in rows}
+
+
+@torch.no_grad()
+def prediction_errors() -> dict[str, float]:
+    """Relative error of the untouched denoiser's prediction against fp32, over noise levels; weights stored, by way."""
+    found: dict[str, torch.Tensor] = {}
+    for way, settings in WAYS.items():
+        stored = settings.get("memory.base_precision", "fp32")
+        dtype = torch.float32 if stored == "fp32" else torch.bfloat16
+        narrow = narrower(stored, products="memory.int8_products" in settings)
+        denoiser = FAMILY.load_denoiser(BASE_FOLDER, dtype, torch.device("cpu"), narrow)
+        width = int(denoiser.config.cross_attention_dim)
+        generator = torch.Generator().manual_seed(0)
+        x = torch.randn(8, 4, 16, 16, generator=generator).to(dtype)
+        embeds = torch.randn(8, 77, width, generator=generator).to(dtype)
+        t = torch.linspace(20, 980, 8).long()
+        found[way] = FAMILY.predict(denoiser, x, t, {"embeds": embeds}, torch.zeros(8, 6)).float()
+    exact = found["fp32"]
+    return {way: float((each - exact).norm() / exact.norm()) for way, each in found.items()}
+
+
+def printed(results: dict[str, dict[int, dict[int, float]]], errors: dict[str, float]) -> None:
+    seeds = list(results["fp32"])
+    last = max(results["fp32"][seeds[0]])
+    spread = statistics.pstdev([results["fp32"][seed][last] for seed in seeds]) if len(seeds) > 1 else float("nan")
+    print(f"spread of fp32 over seeds at step {last}: {spread:.5f}")
+    for way, runs in results.items():
+        apart = [abs(runs[seed][last] - results["fp32"][seed][last]) for seed in runs]
+        curves = "; ".join(
+            f"seed {seed}: " + " ".join(f"{loss:.5f}" for _, loss in sorted(run.items())) for seed, run in runs.items()
+        )
+        print(
+            f"{way}: prediction error {errors[way]:.4f}, {curves}, apart from fp32 at most {max(apart):.5f}", flush=True
+        )
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--steps", type=int, default=150)
+    parser.add_argument("--every", type=int, default=50)
+    parser.add_argument("--seeds", type=int, nargs="+", default=[42])
+    asked = parser.parse_args()
+    results = {
+        way: {seed: held_out_losses(asked.folder, way, seed, asked.steps, asked.every) for seed in asked.seeds}
+        for way in WAYS
+    }
+    printed(results, prediction_errors())
