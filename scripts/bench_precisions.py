@@ -9,37 +9,57 @@ fp32, and the error of the untouched denoiser's prediction against fp32; `spread
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
+from contextlib import nullcontext
 from pathlib import Path
 
 import torch
 
 from lora_trainer.builtin import BASE_FOLDER, DATA_FOLDER
-from lora_trainer.cli.main import main
+from lora_trainer.config.layers import Layer
 from lora_trainer.models.sd15 import FAMILY
 from lora_trainer.models.storage.store import narrower
+from lora_trainer.monitor.progress import unwatched
+from lora_trainer.monitor.trackers import VALIDATION, Trackers, read_lines
+from lora_trainer.production.inputs import read_inputs
+from lora_trainer.production.order import Order, plain_console, run_folder
+from lora_trainer.production.resuming import fixed_settings
+from lora_trainer.production.session import open_session, prepare
+from lora_trainer.production.settings import settle
+from lora_trainer.training.run import train
 
-WAYS = {
+WAYS: dict[str, dict[str, object]] = {
     "fp32": {},
     "bf16": {"memory.base_precision": "bf16"},
     "fp8": {"memory.base_precision": "fp8"},
     "int8": {"memory.base_precision": "int8"},
-    "int8, products": {"memory.base_precision": "int8", "memory.int8_products": "true"},
+    "int8, products": {"memory.base_precision": "int8", "memory.int8_products": True},
     "nf4": {"memory.base_precision": "nf4"},
 }
-USUAL = {"memory.base_precision": "fp32", "sample.every_steps": "0", "sample.count": "1", "sample.steps": "2"}
 
 
 def held_out_losses(folder: Path, way: str, seed: int, steps: int, every: int) -> dict[int, float]:
-    """Held-out loss by step of one run."""
+    """Held-out loss by step of one run: the loop alone, without gate and pictures."""
     name = f"{way.replace(', ', '-')}-{seed}"
-    given = USUAL | WAYS[way] | {"validate.every_steps": str(every), "train.seed": str(seed)}
-    chosen = [part for key, value in given.items() for part in ("--set", f"{key}={value}")]
-    places = ["--model", str(BASE_FOLDER), "--data", str(DATA_FOLDER), "--output", str(folder), "--name", name]
-    main(["train", *places, "--max-steps", str(steps), "--set", f"cache.folder={folder / 'cache'}", *chosen])
-    rows = (json.loads(line) for line in (folder / name / "validation.jsonl").read_text().splitlines())
-    return {row["step"]: row["loss"] for row in rows}
+    given: dict[str, object] = {"memory.base_precision": "fp32", **WAYS[way], "validate.every_steps": every}
+    given |= {"train.seed": seed, "train.max_steps": steps, "run.output": str(folder), "run.name": name}
+    given |= {"model.path": str(BASE_FOLDER), "data.sources": (str(DATA_FOLDER),), "sample.every_steps": 0}
+    values: dict[str, dict[str, object]] = {}
+    for key, value in (given | {"cache.folder": str(folder / "cache")}).items():
+        section, _, setting = key.partition(".")
+        values.setdefault(section, {})[setting] = value
+    resolved = settle([], [Layer("bench", values)])
+    order = Order(resolved, run_folder(resolved.config), plain_console(quiet=True))
+    inputs = read_inputs(order.config)
+    session = open_session(order, inputs)
+    order.folder.mkdir(parents=True)
+    job = prepare(session, fixed_settings(order.config, inputs, session.choices)).job
+    trackers = Trackers(job.folder, resume_step=-1)
+    try:
+        train(job, None, trackers, nullcontext(unwatched))
+    finally:
+        trackers.close()
+    return {int(row["step"]): float(row["loss"]) for row in read_lines(job.folder / VALIDATION)}
 
 
 @torch.no_grad()
