@@ -150,11 +150,20 @@ def captions(settings: Settings) -> list[Yields]:
 
 
 def determinism(settings: Settings) -> list[Yields]:
-    attention = settings["memory.attention"]
-    if not settings["train.deterministic"] or attention in ("auto", "fastest", "sdpa", "flash", "math"):
+    if not settings["train.deterministic"]:
         return []
-    reason = f"train.deterministic asks for the same bits each time, and {attention} does not promise them"
-    return [Yields("memory.attention", "sdpa", reason, "Set memory.attention=sdpa, or train.deterministic=false.")]
+    attention, mode = settings["memory.attention"], settings["memory.compile_mode"]
+    same, found = "train.deterministic asks for the same bits each time", []
+    if attention not in ("auto", "fastest", "sdpa", "flash", "math"):
+        fix = "Set memory.attention=sdpa, or train.deterministic=false."
+        found.append(Yields("memory.attention", "sdpa", f"{same}, and {attention} does not promise them", fix))
+    if settings["memory.compile"] and mode.startswith("max-autotune"):
+        fix = "Set memory.compile_mode=default, or train.deterministic=false."
+        found.append(Yields("memory.compile_mode", "default", f"{same}, and {mode} chooses by the clock", fix))
+    if settings["hardware.cudnn_benchmark"] is True:
+        fix = "Set hardware.cudnn_benchmark=auto, or train.deterministic=false."
+        found.append(Yields("hardware.cudnn_benchmark", False, f"{same}, and cuDNN's trials choose by the clock", fix))
+    return found
 
 
 def memory(settings: Settings) -> list[Yields]:

@@ -199,7 +199,7 @@ class MemorySection(Section):
         True, description="let the card's memory pool grow in place, against fragmentation"
     )
     compile: bool | Literal["auto"] = Field(
-        False, description="compile the blocks of the denoiser; `auto` where the steps to come pay for compiling"
+        False, description="compile the blocks of the denoiser; `auto` on a card, in runs of 1,500 steps or more"
     )
     compile_mode: CompileMode = Field("default", description="torch.compile's own modes")
     compile_dynamic: bool | Literal["auto"] = Field(
@@ -227,7 +227,9 @@ class HardwareSection(Section):
         "auto", description="memory order of pictures that convolutions like; `auto` for a U-Net on a card"
     )
     threads: Count | None = Field(None, description="threads of a processor's computations; empty means all, at most 8")
-    kernels: bool = Field(False, description="own Triton kernels where they run, in place of torch's operations")
+    kernels: bool = Field(
+        False, description="own Triton kernel for the update of adapted layers, on a card where it runs; unproven"
+    )
 
 
 class OptimSection(Section):

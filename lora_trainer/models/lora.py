@@ -10,8 +10,9 @@ from torch import nn
 
 from lora_trainer.core.errors import Problem, UsageError, nearest
 from lora_trainer.models.family import Family
+from lora_trainer.models.kernels import update
 
-ADAPTER = "default"
+ADAPTER = update.ADAPTER
 
 
 def target_modules(denoiser: nn.Module, family: Family, targets: str | tuple[str, ...]) -> list[str]:
@@ -56,4 +57,5 @@ def inject_lora(
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         inject_adapter_in_model(config, denoiser, adapter_name=ADAPTER)
+    update.sum_updates(denoiser)
     return {name: parameter for name, parameter in denoiser.named_parameters() if parameter.requires_grad}

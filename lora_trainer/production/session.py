@@ -177,9 +177,7 @@ def filling_lines(console: Console) -> Callable[[str, int, int], None]:
 def layout_of(session: Session) -> Layout:
     """How the denoiser is held and run: what was chosen for the hardware, and what the length of the run makes of it."""
     inputs, steps, choices = session.inputs, session.steps, session.choices
-    compiled = compiling_pays(
-        session.order.resolved, inputs.family, own_architecture(inputs), choices.device, steps.total
-    )
+    compiled = compiling_pays(session.config, choices.device, steps.total)
     shapes = micro_shapes(steps, len(inputs.train_plan.counts))
     return replace(choices.layout, compiled=compiled, shapes=shapes)
 

@@ -14,6 +14,7 @@ from lora_trainer.diffusion.loss import make_loss
 from lora_trainer.diffusion.process import Process, zero_terminal_alphas
 from lora_trainer.export.weights import shapes_of
 from lora_trainer.models.family import Family, ModelFacts
+from lora_trainer.models.kernels.update import use_own_kernels
 from lora_trainer.models.lora import inject_lora, target_modules
 from lora_trainer.models.memory.checkpointing import checkpoint_blocks, checkpointable_blocks
 from lora_trainer.models.memory.ledger import count_of
@@ -74,6 +75,7 @@ def build_learner(
         denoiser, config, family, latents, dtype=dtype, device=device, asked=attention_asked, reduce=reduce
     )
     parameters = put_lora_on(denoiser, names, config)
+    kernels = (use_own_kernels(denoiser, device),) if config.hardware.kernels else ()
     streamed = stream_blocks(denoiser, layout.streamed, device)
     bring(denoiser.train(), device)
     blocks = len(checkpointable_blocks(denoiser))
@@ -89,6 +91,7 @@ def build_learner(
         *streaming_note(denoiser, layout.streamed),
         *offload_note(config.memory.offload_activations, device),
         hardware_note(config, device, last=last, tried=tried),
+        *kernels,
         *said,
     )
     return Built(replace(learner, compiled=compiled), shapes, attention.name, checkpointed, notes, streamed)

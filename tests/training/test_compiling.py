@@ -8,10 +8,12 @@ from __future__ import annotations
 import pytest
 import torch
 
+from lora_trainer.config.layers import Layer, resolve
 from lora_trainer.core.errors import TrainingFailed
 from lora_trainer.models import compiled
 from lora_trainer.models.compiled import Compiled
 from lora_trainer.monitor.trackers import EVENTS, read_lines
+from lora_trainer.production.compiling import compiling_pays
 from lora_trainer.training import build, compiling
 from lora_trainer.training.job import Job
 from tests.training.tiny_job import TinyPlace, outcome
@@ -90,6 +92,17 @@ def test_without_a_compiler_blocks_stay_as_they_are(place: TinyPlace, monkeypatc
     job = place.job("none", steps=1, memory__compile=True)
     assert job.learner.compiled is None
     assert notes == ["not compiled: no C++ compiler found"]
+
+
+def test_auto_decides_by_the_steps_of_the_run_and_its_device() -> None:
+    def compiles(device: str, steps: int, **memory: object) -> bool:
+        config = resolve([Layer("test", {"memory": memory})]).config
+        return compiling_pays(config, torch.device(device), steps)
+
+    assert not compiles("cuda", 10**6)
+    assert compiles("cpu", 1, compile=True)
+    assert [compiles("cuda", steps, compile="auto") for steps in (1499, 1500)] == [False, True]
+    assert not compiles("cpu", 10**6, compile="auto")
 
 
 @pytest.mark.slow

@@ -68,7 +68,7 @@ def test_cudnn_tries_its_ways_where_sizes_are_few_and_same_bits_were_not_asked_f
     assert try_convolutions(config(cudnn_benchmark=True), CARD, shapes=9)
     assert not try_convolutions(config(cudnn_benchmark=False), CARD, shapes=1)
     assert not try_convolutions(config(cudnn_benchmark=True), PROCESSOR, shapes=1)
-    exact = resolve([Layer("test", {"train": {"deterministic": True}, "hardware": {"cudnn_benchmark": True}})]).config
+    exact = resolve([Layer("test", {"train": {"deterministic": True}})]).config
     assert not try_convolutions(exact, CARD, shapes=1)
 
 
