@@ -40,6 +40,8 @@ CLASHES = [
     ({"optim__clip_norm": 0.0}, {"control__jump": True}, False),
     ({"data__no_upscale": True}, {"data__allow_upscale": True}, False),
     ({"train__deterministic": True}, {"memory__attention": "xformers"}, "sdpa"),
+    ({"train__deterministic": True, "memory__compile": True}, {"memory__compile_mode": "max-autotune"}, "default"),
+    ({"train__deterministic": True}, {"hardware__cudnn_benchmark": True}, False),
     ({"memory__checkpointing": "none"}, {"memory__recompute": "cheap"}, "all"),
     ({"memory__compile": True}, {"memory__recompute": "cheap"}, "all"),
     ({"memory__compile": True, "memory__streaming": 4}, {"memory__compile_mode": "max-autotune"}, "default"),
