@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -22,12 +23,21 @@ def install_attention(denoiser: nn.Module, name: str) -> None:
         usual = module.processor.usual if isinstance(module.processor, _Processor) else module.processor
         if name == "sdpa":
             module.set_processor(usual)
+            remember_signature(type(usual))
             continue
         make = PROCESSORS.get(type(usual).__name__)
         if make is None or not _plain(module):
             problem = f"{type(usual).__name__} of this model is not known: attention {name} cannot take its place."
             raise UsageError(Problem(problem, "Set memory.attention=sdpa."))
         module.set_processor(make(usual, KINDS[name]))
+        remember_signature(make)
+
+
+def remember_signature(processor: type[Any]) -> None:
+    """diffusers asks for a processor's signature in every forward pass of every attention: a third of the time so."""
+    call: Any = processor.__call__
+    if "__signature__" not in vars(call):
+        call.__signature__ = inspect.signature(call)
 
 
 def _plain(module: Any) -> bool:
