@@ -79,7 +79,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 found = one_start(command, Path(folder) / f"{name}-{turn}")
                 if turn:
                     started[name].append(found)
-                print(f"  round {turn} {name}: {found.wall:.2f} s, CPU {found.cpu:.2f} s, {found.mebibytes:.0f} MiB")
+                print(
+                    f"  round {turn} {name}: {found.wall:.2f} s, CPU {found.cpu:.2f} s, {found.mebibytes:.0f} MiB",
+                    flush=True,
+                )
         show(started)
 
 

@@ -11,11 +11,12 @@ from __future__ import annotations
 
 import gc
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 
 OPTIONAL = ("bitsandbytes", "torchao", "xformers")
 _ours: list[bool] = []
+_hidden: set[str] = set()
 
 
 def own_process() -> None:
@@ -23,10 +24,19 @@ def own_process() -> None:
     _ours.append(True)
 
 
-def hide(names: Iterable[str]) -> None:
-    """Let libraries that are not imported yet seem not to be installed; in a command's own process only."""
-    if _ours:
-        sys.modules.update((name, None) for name in names if name not in sys.modules)  # type: ignore[misc]
+def hide(names: Collection[str]) -> None:
+    """Let libraries that are not imported yet seem not to be installed; in a command's own process only.
+
+    What was hidden before and is not among them is found again: a batch's next run may have a use for it.
+    """
+    if not _ours:
+        return
+    for name in _hidden.difference(names):
+        if sys.modules.get(name, name) is None:
+            del sys.modules[name]
+    _hidden.clear()
+    _hidden.update(name for name in names if sys.modules.get(name) is None)
+    sys.modules.update(dict.fromkeys(_hidden))  # type: ignore[arg-type]  # None is what the import system asks for
 
 
 @contextmanager

@@ -15,6 +15,6 @@ def import_libraries(config: Config) -> None:
         needed.add("bitsandbytes")
     if torch.cuda.is_available() and config.memory.attention != "sdpa":
         needed.add("xformers")
-    hide(name for name in OPTIONAL if name not in needed)
+    hide([name for name in OPTIONAL if name not in needed])
     import diffusers.models.modeling_utils  # noqa: F401
     import peft  # noqa: F401

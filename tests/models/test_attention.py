@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
 import types
 import warnings
@@ -16,7 +17,7 @@ from torch import nn
 from lora_trainer.core.errors import UsageError
 from lora_trainer.models import FAMILIES
 from lora_trainer.models.attention.choose import choose_attention, fastest_attention
-from lora_trainer.models.attention.install import install_attention
+from lora_trainer.models.attention.install import install_attention, remember_signature
 from lora_trainer.models.attention.kinds import KINDS
 from lora_trainer.models.attention.probe import probe, time_attention
 from lora_trainer.models.attention.shapes import AttentionShape, shapes_of, small_shapes
@@ -269,3 +270,14 @@ def test_an_attention_of_an_unknown_kind_is_refused():
     install_attention(model, "sdpa")  # leaves what is there
     with pytest.raises(UsageError, match=r"Set memory\.attention=sdpa"):
         install_attention(model, "math")
+
+
+def test_a_remembered_signature_is_the_one_that_was():
+    class Processor:
+        def __call__(self, attn, hidden_states, attention_mask=None):
+            return hidden_states
+
+    before = inspect.signature(Processor().__call__)
+    remember_signature(Processor)
+    assert "__signature__" in vars(Processor.__call__)
+    assert inspect.signature(Processor().__call__) == before

@@ -22,13 +22,15 @@ assert importlib.util.find_spec("wave") is None
 try:
     import wave
 except ImportError:
-    print("hidden")
+    hide(["json"])
+    import wave
+    print("hidden, and found again")
 """
 
 
 def test_in_an_own_process_what_is_hidden_is_not_found_and_what_is_imported_stays():
     done = subprocess.run([sys.executable, "-c", HIDDEN], capture_output=True, text=True, timeout=60)
-    assert done.stdout.strip() == "hidden", done.stderr
+    assert done.stdout.strip() == "hidden, and found again", done.stderr
 
 
 def test_in_a_process_of_others_nothing_is_hidden():
