@@ -46,6 +46,26 @@ def test_the_step_stays_under_the_tier_that_it_is_given(capsys):
     assert main([*arguments, "--steps", "2", "--json"]) == 0
     ours = json.loads(capsys.readouterr().out)["rows"][1]
     assert 0.0 < ours["peak_gib"] < 6.0
+    assert all(seconds >= 0.0 for seconds in ours["split"].values())
+    assert 0.5 < sum(ours["split"].values()) / ours["seconds_median"] < 2.0
+
+
+def test_checkpointing_frees_memory_and_keeps_the_losses(capsys):
+    arguments = [
+        "bench",
+        "step",
+        "--set",
+        "model.family=sd15",
+        "--set",
+        "data.resolution=512",
+        "--steps",
+        "2",
+        "--json",
+    ]
+    assert main([*arguments, "--vs", "memory.checkpointing=all", "--set", "memory.checkpointing=none"]) == 0
+    without, checkpointed = json.loads(capsys.readouterr().out)["rows"]
+    assert checkpointed["peak_gib"] < without["peak_gib"]
+    assert checkpointed["loss_mean"] < 1e-2
 
 
 def test_more_than_the_cap_raises_and_nothing_spills():
