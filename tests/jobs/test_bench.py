@@ -28,6 +28,7 @@ def few_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (bench, bench_loader, turns):
         monkeypatch.setattr(module, "WARM_UP", 1)
     monkeypatch.setattr(bench, "SPLIT_STEPS", 1)
+    monkeypatch.setattr(bench, "PEAK_STEPS", 1)
     monkeypatch.setattr(versus, "FIRST", 5)
 
 
@@ -68,6 +69,7 @@ def test_a_family_alone_is_its_public_architecture(capsys):
     assert not rows["usual"]["encodes"]  # an architecture alone has no encoders
 
 
+@pytest.mark.slow
 def test_several_models_are_measured_in_one_call(place, capsys):
     arguments = place.arguments("x", command="bench", memory__base_precision="fp32", data__resolution=64)
     with patched(subject, "SMALL_CHANNELS", (32, 32, 32, 32)):
