@@ -127,6 +127,8 @@ MEASURES: Mapping[str, Measure] = {
     "attention": Measure("every implementation at the model's sizes", "trials.attention", frozenset({"tiny"})),
     "batch": Measure("how many samples at once pay", "trials.batch", frozenset({"tiny"})),
     "ladder": Measure("each optimisation: claimed, measured", "trials.ladder", frozenset({"tiny", "only"})),
+    "resolution": Measure("what larger pictures cost and bring", "trials.resolution", frozenset({"tiny"})),
+    "scaling": Measure("several processes over one", "trials.scaling", frozenset({"tiny"})),
     "table": Measure("all rows of a card", "trials.table", frozenset({"tiny", "minutes", "rows", "only"})),
     "memory": Measure("what a step holds, beside what the plan says", "trials.memory", frozenset({"tiny"})),
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 import torch
 
 from lora_trainer.cli.main import main
-from lora_trainer.jobs.trials import batch, table
+from lora_trainer.jobs.trials import batch, resolution, scaling, table
 from lora_trainer.jobs.trials.row import Asking, Spec, settings_of
 from lora_trainer.models import unet
 from tests.jobs.childs_work import end_at_once, sleep
@@ -84,6 +85,18 @@ def test_attention_is_measured_at_the_sizes_of_the_model(capsys):
 
 
 @pytest.mark.slow
+def test_a_resolution_shows_what_it_brings(place, capsys):
+    arguments = place.arguments("x", command="bench", memory__base_precision="fp32", data__held_out=1)
+    with patched(resolution, "TRAINED", 2):
+        assert main([arguments[0], "resolution", *arguments[1:], "--json", "--steps", "2"]) == 0
+    rows = json.loads(capsys.readouterr().out)["rows"]
+    assert len(rows) > 1
+    assert rows[0]["ratio"] == 1.0
+    assert all(row["held_out_before"] > 0 and row["held_out_after"] > 0 for row in rows)
+    assert all(row["peak_gib"] == pytest.approx(row["predicted_gib"], rel=0.1) for row in rows)
+
+
+@pytest.mark.slow
 def test_a_rung_shows_its_price_beside_its_gain(capsys):
     (row,) = measured("ladder", capsys, "--only", "checkpointing")["rows"]
     assert row["gain"] == pytest.approx(1 / row["ratio"])
@@ -106,6 +119,26 @@ def test_what_a_processor_cannot_measure_is_said(capsys):
     assert "cuDNN benchmark: needs a card." in document["notes"]
     assert main(["bench", "ladder", "--only", "nonsense"]) == 2
     assert "There are: mixed precision, compile" in capsys.readouterr().err
+
+
+def test_processes_are_launched_by_powers_of_two():
+    assert [scaling.counts(most) for most in (1, 2, 3, 8)] == [[1], [1, 2], [1, 2, 3], [1, 2, 4, 8]]
+    assert scaling.launch_file(2, on_cards=True)["gpu_ids"] == "all"
+    assert scaling.launch_file(1, on_cards=False)["distributed_type"] == "NO"
+
+
+def test_scaling_is_of_a_public_architecture(capsys):
+    assert main(["bench", "scaling"]) == 2
+    assert "--set model.family=sdxl" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="the launcher's CPU path is tested on Linux")
+def test_two_processes_sum_what_one_does_not(capsys):
+    one, two = measured("scaling", capsys)["rows"]
+    assert (one["efficiency"], one["summed_bytes"]) == (1.0, 0)
+    assert two["summed_bytes"] > 0
+    assert two["efficiency"] == pytest.approx(two["samples_per_second"] / 2 / one["samples_per_second"])
 
 
 @pytest.fixture

@@ -71,19 +71,24 @@ class Steps:
         return found[0], found[-1]
 
 
-def changed(resolved: Resolved, settings: Mapping[str, Any]) -> Resolved:
-    """The same settings with some set by the measurement. Raises UsageError where they do not go together."""
+def layers_of(resolved: Resolved) -> dict[str, dict[str, dict[str, Any]]]:
+    """The settings that are no defaults, by who set them: origin, section, key."""
     layers: dict[str, dict[str, dict[str, Any]]] = {}
     for name, value in flattened(resolved.config).items():
         origin = resolved.origin[name]
-        if not origin.startswith(DEFAULT) and name not in settings:
+        if not origin.startswith(DEFAULT):
             section, _, key = name.partition(".")
             layers.setdefault(origin, {}).setdefault(section, {})[key] = EMPTY if value is None else value
+    return layers
+
+
+def changed(resolved: Resolved, settings: Mapping[str, Any]) -> Resolved:
+    """The same settings with some set by the measurement. Raises UsageError where they do not go together."""
     own: dict[str, dict[str, Any]] = {}
     for name, value in settings.items():
         section, _, key = name.partition(".")
         own.setdefault(section, {})[key] = EMPTY if value is None else value
-    return resolve([*(Layer(name, values) for name, values in layers.items()), Layer(BENCH, own)])
+    return resolve([*(Layer(name, values) for name, values in layers_of(resolved).items()), Layer(BENCH, own)])
 
 
 def inputs_of(subject: Subject, count: int = INPUTS) -> list[list[Micro]]:

@@ -93,6 +93,8 @@ def measure(asked: Asked) -> Report:
         raise UsageError(Problem("There is no CUDA card here.", "bench table --tiny shows that every row runs."))
     asking = Asking(2, asked.steps or 3, tiny=True) if asked.tiny else Asking(steps=asked.steps or Asking.steps)
     wanted = [spec for spec in SPECS if asked.only is None or asked.only in spec.name]
+    late = [spec for spec in wanted if spec.settings.get("memory.compile") and not on_card and asked.only is None]
+    wanted = [spec for spec in wanted if spec not in late]
     if not wanted:
         raise UsageError(
             Problem(f"No row has {asked.only!r} in its name.", f"Rows: {', '.join(s.name for s in SPECS)}.")
@@ -101,6 +103,8 @@ def measure(asked: Asked) -> Report:
     rows = fill(wanted, rows_in(path, device), asking, path, device, 60.0 * (asked.minutes or MINUTES))
     ordered = [rows[spec.name] for spec in wanted if spec.name in rows]
     notes = notes_on(wanted, rows, path, on_card=on_card)
+    if late:
+        notes.append(f"Compiling takes minutes on a processor, so --only asks for {', '.join(s.name for s in late)}.")
     return Report(ordered, ABOUT, notes, COLUMNS, first="row", text=markdown(ordered, device))
 
 

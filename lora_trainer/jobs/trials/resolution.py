@@ -1,0 +1,143 @@
+"""`bench resolution`: what larger pictures cost, and what they bring.
+
+Time and memory are of one sample at a time. What they bring is the held-out loss at fixed noise, before and after the
+same number of trained samples; each resolution is asked at its own, so only the share by which it falls compares.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+from lora_trainer.config.layers import Resolved
+from lora_trainer.core.errors import Problem, UsageError
+from lora_trainer.evaluation.loading import free_memory
+from lora_trainer.jobs.measures import Asked, Column, Report
+from lora_trainer.jobs.subject import Subject, subject_of
+from lora_trainer.jobs.trials.expected import expected_of, model_of
+from lora_trainer.jobs.trials.memory import on_processor
+from lora_trainer.jobs.trials.steps import GIB, changed, inputs_of, own_way, take_steps
+
+WARM_UP, STEPS, TRAINED = 3, 10, 40
+SIDES = (512, 768, 1024)
+SMALL = 256  # models of less take half, three quarters and all of their own
+TINY = 8  # a thin model's sides are so much smaller
+TOGETHER = 2  # held-out questions
+ABOUT = {
+    "ratio": "time over the smallest resolution's",
+    "GiB": "the most that stood at once; predicted: by the plan",
+    "held out": "loss at fixed noise before training, and after the same number of samples",
+    "falls": "by what share of itself the held-out loss falls",
+}
+
+
+@dataclass(frozen=True)
+class ResolutionRow:
+    """One resolution. Losses are None for random weights, where they say nothing."""
+
+    name: str
+    model: str
+    seconds_median: float
+    seconds_p10: float
+    seconds_p90: float
+    ratio: float
+    peak_gib: float | None
+    predicted_gib: float
+    held_out_before: float | None
+    held_out_after: float | None
+    trained: int
+
+    @property
+    def falls(self) -> str:
+        if self.held_out_before is None or self.held_out_after is None:
+            return ""
+        return f"{1 - self.held_out_after / self.held_out_before:.1%}"
+
+    @property
+    def held_out(self) -> str:
+        if self.held_out_before is None or self.held_out_after is None:
+            return ""
+        return f"{self.held_out_before:.4f}, {self.held_out_after:.4f}"
+
+
+COLUMNS: tuple[Column, ...] = (
+    ("median ms", lambda row: f"{1000 * row.seconds_median:.1f}"),
+    ("p10", lambda row: f"{1000 * row.seconds_p10:.1f}"),
+    ("p90", lambda row: f"{1000 * row.seconds_p90:.1f}"),
+    ("ratio", lambda row: f"{row.ratio:.2f}"),
+    ("GiB", lambda row: "" if row.peak_gib is None else f"{row.peak_gib:.3f}"),
+    ("predicted", lambda row: f"{row.predicted_gib:.3f}"),
+    ("held out", lambda row: row.held_out),
+    ("falls", lambda row: row.falls),
+)
+
+
+def measure(asked: Asked) -> Report:
+    """Measure each resolution. Raises UserError."""
+    rows: list[ResolutionRow] = []
+    notes: list[str] = []
+    for side in sides_of(asked.resolved, tiny=asked.tiny):
+        settings = {"data.resolution": side, "batch.effective": 1, "batch.max_micro": 1}
+        try:
+            row = row_of(changed(asked.resolved, settings), asked, side, rows)
+        except UsageError as error:  # it does not fit this card, and larger ones do not either
+            notes.extend(f"{side} px: {problem.message}" for problem in error.problems)
+            break
+        rows.append(row)
+    if not rows:
+        raise UsageError([Problem(note) for note in notes])
+    if rows[0].held_out_before is None:
+        notes.append("Random weights or no held-out pictures: what a resolution brings cannot be measured.")
+    else:
+        notes.append(f"Each was trained on {rows[0].trained} samples, and is asked at its own resolution.")
+    return Report(rows, ABOUT, notes, COLUMNS, first="pixels")
+
+
+def sides_of(resolved: Resolved, *, tiny: bool) -> tuple[int, ...]:
+    """Sides that suit the model: in pixels, multiples of what its latents ask for."""
+    facts = model_of(resolved, tiny=tiny)[1].facts
+    native, step = facts.resolution, facts.pixel_step
+    if tiny:
+        return tuple(side // TINY for side in SIDES)
+    if native > SMALL:
+        return SIDES
+    return tuple(sorted({max(step, native * quarters // 4 // step * step) for quarters in (2, 3, 4)}))
+
+
+def row_of(resolved: Resolved, asked: Asked, side: int, rows: list[ResolutionRow]) -> ResolutionRow:
+    with tempfile.TemporaryDirectory() as folder:
+        subject = subject_of(resolved, Path(folder), tiny=asked.tiny)
+        learner, inputs = subject.learner, inputs_of(subject)
+        largest = max(inputs, key=lambda micros: max(micro.latents.numel() for micro in micros))
+        expected = expected_of(resolved, subject, largest)
+        before, after = what_it_brings(subject)
+        steps = take_steps(own_way(learner, inputs), learner.device, WARM_UP, asked.steps or STEPS)
+        held = on_processor(learner, largest)[1] if learner.device.type == "cpu" else steps.held
+    free_memory(learner.device)
+    low, high = steps.tenths
+    return ResolutionRow(
+        name=str(side),
+        model=subject.name.replace(f" {side} px,", ""),
+        seconds_median=steps.median,
+        seconds_p10=low,
+        seconds_p90=high,
+        ratio=steps.median / rows[0].seconds_median if rows else 1.0,
+        peak_gib=held.gib,
+        predicted_gib=expected.live / GIB,
+        held_out_before=before,
+        held_out_after=after,
+        trained=TRAINED,
+    )
+
+
+def what_it_brings(subject: Subject) -> tuple[float | None, float | None]:
+    """The held-out loss before and after training on so many samples of the run's own data."""
+    job = subject.job
+    if job.validate is None:
+        return None, None
+    before = job.validate(TOGETHER)
+    way = own_way(subject.learner, [job.micros(step) for step in range(TRAINED)], job.config.optim.learning_rate)
+    for step in range(TRAINED):
+        way(step)
+    return before, job.validate(TOGETHER)

@@ -1,0 +1,145 @@
+"""`bench scaling`: samples a second of several processes over those of one.
+
+Each process trains as many samples a step as one alone does, as the trainer's own are: started by accelerate's
+launcher, gradients summed once a step.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lora_trainer.core.errors import Problem, TrainingFailed, UsageError
+from lora_trainer.core.io import read_json, write_json
+from lora_trainer.jobs.measures import Asked, Column, Report
+from lora_trainer.jobs.trials.steps import layers_of
+
+STEPS = 20
+TARGET = 0.95
+SECONDS = 600.0  # that a launch may take
+CHILD = "lora_trainer.jobs.trials.together"
+ABOUT = {
+    "samples/s": "of all processes together",
+    "efficiency": f"samples a second over those of one process times their number; {TARGET:.0%} is the aim",
+    "MB summed": "what a step sums over the processes: gradients, losses",
+}
+
+
+@dataclass(frozen=True)
+class ScalingRow:
+    """So many processes. `ratio` is time for a step over that of one process."""
+
+    name: str
+    model: str
+    seconds_median: float
+    seconds_p10: float
+    seconds_p90: float
+    ratio: float
+    samples_per_second: float
+    efficiency: float
+    summed_bytes: int
+
+
+COLUMNS: tuple[Column, ...] = (
+    ("median ms", lambda row: f"{1000 * row.seconds_median:.1f}"),
+    ("p10", lambda row: f"{1000 * row.seconds_p10:.1f}"),
+    ("p90", lambda row: f"{1000 * row.seconds_p90:.1f}"),
+    ("samples/s", lambda row: f"{row.samples_per_second:.2f}"),
+    ("efficiency", lambda row: f"{row.efficiency:.1%}"),
+    ("MB summed", lambda row: f"{row.summed_bytes / 1e6:.1f}"),
+)
+
+
+def measure(asked: Asked) -> Report:
+    """Launch one process, two, … up to the cards, or two without cards. Raises UserError."""
+    config = asked.resolved.config
+    if config.model.family is None or config.model.path is not None:
+        problem = "bench scaling measures a family's published architecture."
+        raise UsageError(Problem(problem, "Name one: --set model.family=sdxl, with --tiny on a processor."))
+    cards = torch.cuda.device_count()
+    rows: list[ScalingRow] = []
+    for count in counts(cards or 2):
+        found = launched(asked, count, on_cards=bool(cards))
+        alone = rows[0].samples_per_second if rows else found["samples_per_second"]
+        rows.append(
+            ScalingRow(
+                name=str(count),
+                model=found["model"],
+                seconds_median=found["median"],
+                seconds_p10=found["p10"],
+                seconds_p90=found["p90"],
+                ratio=found["median"] / (rows[0].seconds_median if rows else found["median"]),
+                samples_per_second=found["samples_per_second"],
+                efficiency=found["samples_per_second"] / count / alone,
+                summed_bytes=found["summed"],
+            )
+        )
+    if cards == 1:
+        notes = ["One card: there is nothing to compare."]
+    elif cards:
+        notes = [f"{cards} cards of this machine, NCCL."]
+    else:
+        notes = [f"No cards: two processes with gloo share {os.cpu_count()} cores and their memory, one thread each."]
+    return Report(rows, ABOUT, notes, COLUMNS, first="processes")
+
+
+def counts(most: int) -> list[int]:
+    """1, 2, 4, … and the most."""
+    return sorted({most, *(2**power for power in range(most.bit_length()) if 2**power <= most)})
+
+
+def launch_file(count: int, *, on_cards: bool) -> dict[str, Any]:
+    """What accelerate's launcher is told, as in `accelerate_configs`."""
+    where = {"gpu_ids": "all"} if on_cards else {"gpu_ids": ",".join(["-1"] * count)}
+    return {
+        **where,
+        "compute_environment": "LOCAL_MACHINE",
+        "debug": False,
+        "distributed_type": "MULTI_GPU" if count > 1 else "NO",
+        "downcast_bf16": "no",
+        "enable_cpu_affinity": False,
+        "machine_rank": 0,
+        "main_training_function": "main",
+        "mixed_precision": "no",
+        "num_machines": 1,
+        "num_processes": count,
+        "rdzv_backend": "static",
+        "same_network": True,
+        "use_cpu": not on_cards,
+    }
+
+
+def launched(asked: Asked, count: int, *, on_cards: bool) -> dict[str, Any]:
+    """What the first of so many processes wrote. Raises TrainingFailed where they do not come to their end."""
+    with tempfile.TemporaryDirectory() as name:
+        order, answer = Path(name) / "order.json", Path(name) / "answer.json"
+        write_json(order, {"layers": layers_of(asked.resolved), "steps": asked.steps or STEPS, "tiny": asked.tiny})
+        launch = Path(name) / "launch.json"
+        write_json(launch, launch_file(count, on_cards=on_cards))
+        command = [sys.executable, "-m", "accelerate.commands.launch", "--quiet", "--config_file", str(launch)]
+        command += ["--main_process_port", "0", "--module", CHILD, str(order), str(answer)]
+        local = {"GLOO_SOCKET_IFNAME": "lo"} if sys.platform == "linux" else {}
+        threads = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
+        try:
+            ended = subprocess.run(
+                command,
+                env={**local, **os.environ, **threads},
+                capture_output=True,
+                text=True,
+                timeout=SECONDS,
+                check=False,
+            )
+        except subprocess.TimeoutExpired as error:
+            raise TrainingFailed(Problem(f"{count} processes took longer than {SECONDS:.0f} s.")) from error
+        if not answer.is_file():
+            last = next((line for line in reversed(ended.stderr.splitlines()) if line.strip()), "nothing was said")
+            raise TrainingFailed(Problem(f"{count} processes ended with code {ended.returncode}: {last}"))
+        found: dict[str, Any] = read_json(answer)
+        return found
