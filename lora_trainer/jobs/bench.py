@@ -154,7 +154,7 @@ def made_one_by_one(
         try:
             way = make_way()
             use(subject, name)
-            with holding(subject.learner, left) as held:
+            with holding(subject.learner, left, own_optimizer=name == "ours") as held:
                 for number in range(PEAK_STEPS):
                     way(number)
         except Exception as error:

@@ -21,10 +21,11 @@ class Held:
 
 
 @contextmanager
-def holding(learner: Learner, without: int = 0) -> Iterator[Held]:
+def holding(learner: Learner, without: int = 0, *, own_optimizer: bool = True) -> Iterator[Held]:
     """What is held at most inside the block. On a card `without` bytes, which others hold, are not counted.
 
-    On a processor the learner's own tensors stand there from the start, and what is compiled is not seen.
+    On a processor the learner's own tensors stand there from the start, with what its optimizer keeps unless the block
+    uses another; what is compiled is not seen.
     """
     held, device = Held(), learner.device
     if device.type == "cuda":
@@ -37,7 +38,7 @@ def holding(learner: Learner, without: int = 0) -> Iterator[Held]:
         return
     account = Counted()
     frozen, adapter = own_tensors(learner)
-    for tensor in (*frozen, *adapter, *state_of(learner)):
+    for tensor in (*frozen, *adapter, *(state_of(learner) if own_optimizer else ())):
         account.follow(tensor)
     with account:
         yield held
