@@ -172,7 +172,7 @@ def public_subject(
         folder=folder,
         learner=learner,
         processes=join_processes(),
-        planned=Fit(choices.micro, built.checkpointed),
+        planned=Fit(choices.micro, built.checkpointed, streamed=built.streamed),
         total_steps=ENDLESS,
         steps_per_epoch=ENDLESS,
         samples_in=lambda step: config.batch.effective,
