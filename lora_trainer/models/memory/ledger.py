@@ -1,14 +1,17 @@
 """Stored ledgers: what a step of a published model holds at its peak, for any size of it, in microseconds. No torch.
 
-Every tensor of a step has a size that is a product of some of rank, samples and area. So at each moment of a step the
-memory held is a sum of a few such products, and the peak is the largest over the moments. A ledger keeps, for each
-number of checkpointed blocks, the moments that can be the largest. `scripts/write_ledgers.py` reads them off traces
-(`training/memory/trace.py`); tests hold what they predict against traces at other sizes.
+Every tensor of a step has a size that is a product of some of rank, samples and area, or a sum of such products where
+text and picture stand in one tensor. So at each moment of a step the memory held is a sum of a few such products, and
+the peak is the largest over the moments. A ledger keeps, for some numbers of checkpointed blocks, the moments that can
+be the largest; between two such numbers, whose blocks are alike, what is held lies on a line or under it.
+`scripts/write_ledgers.py` reads them off traces (`training/memory/trace.py`); tests hold what they predict against
+traces at other sizes.
 """
 
 from __future__ import annotations
 
 import json
+from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -22,12 +25,17 @@ UNIMPORTANT = ("sample_size",)  # of a denoiser's config
 
 @dataclass(frozen=True)
 class Sizes:
-    """What a step's memory hangs on. `area` is that of one sample's latents, h x w."""
+    """What a step's memory hangs on. `area` is that of one sample's latents, h x w.
+
+    `checkpointed` and `streamed` count blocks. `recompute` is what the checkpointed ones compute again.
+    """
 
     rank: int
     micro: int
     area: int
     checkpointed: int
+    recompute: str = "all"
+    streamed: int = 0
 
     @property
     def terms(self) -> tuple[int, ...]:
@@ -54,32 +62,36 @@ class Footprint:
 class Gauge:
     """How much memory the steps of one model take, with one choice of LoRA targets.
 
-    `shapes` gives the LoRA's tensors for a rank, `footprint` the peak for sizes and a precision of the base. `stride`
+    Of so many `streamable` blocks any number can visit the card. `shapes` gives the LoRA's tensors for a rank, `footprint` the peak for sizes and a precision of the base. `stride`
     is by how many blocks to try more checkpointing: asking costs nothing of a ledger and seconds of a trace.
     """
 
     source: str
     blocks: int
     stride: int
+    streamable: int
     shapes: Callable[[int], Sequence[tuple[int, ...]]]
     footprint: Callable[[Sizes, str], Footprint]
 
 
 @dataclass(frozen=True)
 class Ledger:
-    """One published model with one choice of LoRA targets and one storage of its weights.
+    """One published model with one choice of LoRA targets, one storage of its weights and one way to recompute.
 
-    `layers` holds (in, out, count) of the adapted layers; `moments[k]` and `flops[k]` are for k checkpointed blocks.
+    `layers` holds (in, out, count) of the adapted layers; `moments[i]` and `flops[i]` are for `counts[i]` checkpointed
+    blocks; `freed[k]` are bytes that are not on the card when k blocks visit it.
     """
 
     weights: int
+    freed: tuple[int, ...]
     layers: tuple[tuple[int, int, int], ...]
+    counts: tuple[int, ...]
     moments: tuple[tuple[tuple[int, ...], ...], ...]
     flops: tuple[tuple[int, ...], ...]
 
     @property
     def blocks(self) -> int:
-        return len(self.moments) - 1
+        return self.counts[-1]
 
     def shapes(self, rank: int) -> list[tuple[int, ...]]:
         """The LoRA's tensors: [rank, in] and [out, rank] for each layer."""
@@ -87,17 +99,27 @@ class Ledger:
 
     def footprint(self, sizes: Sizes) -> Footprint:
         """The prediction, for bf16 and fp16 computation."""
-        terms = sizes.terms
-        at_peak = max(self.moments[sizes.checkpointed], key=lambda moment: _dot(moment, terms))
-        gradients = at_peak[1] * sizes.rank
-        copies = 2 * sizes.rank * sum((inside + outside) * count for inside, outside, count in self.layers)
-        return Footprint(
-            weights=self.weights,
-            copies=copies,
-            gradients=gradients,
-            activations=_dot(at_peak, terms) - gradients,
-            flops=_dot(self.flops[sizes.checkpointed], terms),
+        above = bisect_left(self.counts, sizes.checkpointed)
+        peaks = {self.counts[index]: self._peak(index, sizes) for index in (max(0, above - 1), above)}
+        less, more = min(peaks), self.counts[above]
+        share = (sizes.checkpointed - less) / (more - less) if more > less else 1.0
+        gradients, activations, flops = (
+            round(low + share * (high - low)) for low, high in zip(peaks[less], peaks[more], strict=True)
         )
+        return Footprint(
+            weights=self.weights - self.freed[min(sizes.streamed, len(self.freed) - 1)],
+            copies=2 * sizes.rank * sum((inside + outside) * count for inside, outside, count in self.layers),
+            gradients=gradients,
+            activations=activations,
+            flops=flops,
+        )
+
+    def _peak(self, index: int, sizes: Sizes) -> tuple[int, int, int]:
+        """Gradients and activations at the peak with `counts[index]` checkpointed blocks, and operations."""
+        terms = sizes.terms
+        at_peak = max(self.moments[index], key=lambda moment: _dot(moment, terms))
+        gradients = at_peak[1] * sizes.rank
+        return gradients, _dot(at_peak, terms) - gradients, _dot(self.flops[index], terms)
 
 
 def _dot(coefficients: Sequence[int], terms: Sequence[int]) -> int:
@@ -113,19 +135,28 @@ def _document(family: str) -> Mapping[str, Any] | None:
     return document
 
 
+FORM_OF = {"bf16": "half", "fp16": "half", "fp32": "half", "fp8": "narrow", "int8": "narrow", "nf4": "narrow"}
+
+
 @cache
-def stored_ledger(family: str, targets: str, *, fp8: bool) -> Ledger | None:
-    """The ledger of a family's published model; None where none was written."""
+def stored_ledger(family: str, targets: str, precision: str, recompute: str = "all") -> Ledger | None:
+    """The ledger of a family's published model; None where none was written.
+
+    Weights in fewer bits are widened in the same way, whatever their form, so that one trace stands for all of them.
+    """
     document = _document(family)
     found = None if document is None else document["targets"].get(targets)
-    if found is None:
+    if document is None or found is None:
         return None
-    stored = found["fp8" if fp8 else "half"]
+    form = FORM_OF[precision]
+    stored, steps = document["stored"][form if form == "half" else precision], found[form][recompute]
     return Ledger(
         weights=stored["weights"],
+        freed=tuple(stored["freed"]),
         layers=tuple(tuple(layer) for layer in found["layers"]),
-        moments=tuple(tuple(tuple(moment) for moment in step) for step in stored["moments"]),
-        flops=tuple(tuple(step) for step in stored["flops"]),
+        counts=tuple(steps["counts"]),
+        moments=tuple(tuple(tuple(moment) for moment in step) for step in steps["moments"]),
+        flops=tuple(tuple(step) for step in steps["flops"]),
     )
 
 
@@ -160,16 +191,16 @@ def stored_gauge(architecture: Architecture, targets: str | tuple[str, ...]) -> 
     if not isinstance(targets, str) or not is_published(architecture):
         return None
     family = architecture.facts.family
-    half, fp8 = stored_ledger(family, targets, fp8=False), stored_ledger(family, targets, fp8=True)
-    if half is None or fp8 is None:
+    half = stored_ledger(family, targets, "bf16")
+    if half is None:
         return None
 
     def footprint(sizes: Sizes, precision: str) -> Footprint:
-        if precision == "fp32":
-            return in_fp32(half.footprint(sizes))
-        return (fp8 if precision == "fp8" else half).footprint(sizes)
+        ledger = stored_ledger(family, targets, precision, sizes.recompute)
+        assert ledger is not None
+        return in_fp32(ledger.footprint(sizes)) if precision == "fp32" else ledger.footprint(sizes)
 
-    return Gauge(f"ledger of the published {family}", half.blocks, 1, half.shapes, footprint)
+    return Gauge(f"ledger of the published {family}", half.blocks, 1, len(half.freed) - 1, half.shapes, footprint)
 
 
 def in_fp32(half: Footprint) -> Footprint:

@@ -7,8 +7,9 @@ a card. Nothing is loaded, and no GPU is needed.
 
 from __future__ import annotations
 
+import math
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from operator import sub
@@ -27,7 +28,8 @@ from lora_trainer.diffusion.process import Prediction, Process
 from lora_trainer.models.family import Architecture, Family
 from lora_trainer.models.lora import inject_lora, target_modules
 from lora_trainer.models.memory.checkpointing import checkpoint_blocks, checkpointable_blocks
-from lora_trainer.models.storage.store import narrower, store_layers
+from lora_trainer.models.memory.streaming import frozen_bytes, streamable_blocks, streamed_blocks
+from lora_trainer.models.storage.store import is_narrow, narrower, store_layers
 from lora_trainer.optim.clipping import make_clip
 from lora_trainer.training.adapter import Adapter, make_adapter
 from lora_trainer.training.micro import Micro
@@ -36,6 +38,8 @@ from lora_trainer.training.step import Learner, backward
 META = torch.device("meta")
 ROUNDING = 512
 TIMESTEPS = 1000
+NF4_BITS = 4 + 32 / 64  # of a number: its own, and a share of the fp32 scale of its 64
+Split = Callable[[int], Sequence[tuple[int, float]]]  # a size -> what kinds it consists of, and each one's share
 ATTENTION = torch.ops.aten._scaled_dot_product_flash_attention
 
 
@@ -44,7 +48,7 @@ class Trace:
     """Bytes and operations of one micro batch's forward and backward pass.
 
     `live` is what stands beside weights and copies after each operator. Bytes and operations are kept apart by the
-    kind of their size, as `kind` names it.
+    kind of their size, as `split` names it.
     """
 
     weights: int
@@ -62,7 +66,8 @@ class Trace:
 class Subject:
     """A denoiser on the meta device with its LoRA, ready to be traced. Shapes are those of the trained tensors.
 
-    `made` remembers what operators gave, for the next trace.
+    `stored` is the form of the frozen weights; nf4, which no tensor without data has, is traced as 8 bits, which are
+    widened in the same way, and its weights are counted. `made` remembers what operators gave, for the next trace.
     """
 
     denoiser: nn.Module
@@ -70,6 +75,7 @@ class Subject:
     architecture: Architecture
     adapter: Adapter
     dtype: torch.dtype
+    stored: Precision = "bf16"
     made: dict[Any, Any] = field(default_factory=dict)
 
     @property
@@ -79,6 +85,24 @@ class Subject:
     @property
     def shapes(self) -> list[tuple[int, ...]]:
         return [tuple(copy.shape) for copy in self.adapter.copies.values()]
+
+    def freed_by_streaming(self) -> list[int]:
+        """Bytes that are not on the card when none, one, two, … blocks visit it; two of the largest always are."""
+        freed = [0]
+        for count in range(1, len(streamable_blocks(self.denoiser)) + 1):
+            sizes = sorted(self._stored_bytes(block) for block in streamed_blocks(self.denoiser, count))
+            freed.append(max(0, sum(sizes[:-1]) - sizes[-1]))
+        return freed
+
+    def _stored_bytes(self, block: nn.Module) -> int:
+        return frozen_bytes(block) - self.saved_by_nf4(block)
+
+    def saved_by_nf4(self, part: nn.Module) -> int:
+        """Bytes by which a part's linear layers are smaller in nf4 than in 8 bits; none in another form."""
+        if self.stored != "nf4":
+            return 0
+        layers = (each for each in part.modules() if isinstance(each, nn.Linear) and is_narrow(each))
+        return sum(_saved_by_nf4(layer) for layer in layers)
 
 
 def make_subject(
@@ -97,10 +121,15 @@ def make_subject(
         nn.Module.to(denoiser, dtype)  # not diffusers' own, which warns
         names = target_modules(denoiser, family, targets)
         parameters = inject_lora(denoiser, names, rank=rank, alpha=float(rank), dropout=0.0, seed=0)
-        if narrow := narrower(stored):
+        if narrow := narrower("int8" if stored == "nf4" else stored):
             store_layers(denoiser, narrow)
         adapter = make_adapter(parameters, dtype)
-    return Subject(denoiser.train(), family, architecture, adapter, dtype)
+    return Subject(denoiser.train(), family, architecture, adapter, dtype, stored)
+
+
+def _saved_by_nf4(layer: nn.Linear) -> int:
+    numbers, scales = layer.in_features * layer.out_features, layer.out_features * 2
+    return numbers + scales - math.ceil(numbers * NF4_BITS / 8)
 
 
 def trace(
@@ -111,22 +140,23 @@ def trace(
     width: int,
     checkpointed: int,
     recompute: Recompute = "all",
-    kind: Callable[[int], int] = lambda size: 0,
+    split: Split = lambda size: ((0, 1.0),),
     kinds: int = 1,
 ) -> Trace:
     """Trace one micro batch of latents [micro, C, height, width] with so many blocks checkpointed.
 
-    `kind` sorts bytes and counts of operations into `kinds` sorts.
+    `split` says for a number of bytes or operations of which of `kinds` it consists.
     """
     checkpoint_blocks(subject.denoiser, checkpointed, recompute)
     copies = list(subject.adapter.copies.values())
-    account = Account(kind, kinds, subject.made)
+    account = Account(split, kinds, subject.made)
     frozen = (*subject.denoiser.parameters(), *subject.denoiser.buffers())
     mine = {id(copy) for copy in copies}
     for tensor in frozen:
         if id(tensor) not in mine:
             account.follow(tensor)
-    weights = sum(account.live)
+    weights = sum(account.live) - subject.saved_by_nf4(subject.denoiser)
+    frozen_live = sum(account.live)
     for copy in copies:
         account.follow(copy)
     resident = list(account.live)
@@ -138,15 +168,15 @@ def trace(
     for copy in copies:
         copy.grad = None
     live = tuple(tuple(map(sub, moment, resident)) for moment in account.line)
-    return Trace(weights, sum(resident) - weights, live, tuple(account.flops))
+    return Trace(weights, sum(resident) - frozen_live, live, tuple(account.flops))
 
 
 class Account(TorchDispatchMode):
     """Follows every storage that appears while it is entered, and counts operations."""
 
-    def __init__(self, kind: Callable[[int], int], kinds: int, made: dict[Any, Any]) -> None:
+    def __init__(self, split: Split, kinds: int, made: dict[Any, Any]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.kind = kind
+        self.split = split
         self.live, self.flops = [0] * kinds, [0] * kinds
         self.line: list[tuple[int, ...]] = []
         self.followed: dict[int, weakref.ref[torch.UntypedStorage]] = {}
@@ -158,14 +188,17 @@ class Account(TorchDispatchMode):
         key = storage._cdata
         if key in self.followed:
             return
-        kind, size = self.kind(storage.nbytes()), -(-storage.nbytes() // ROUNDING) * ROUNDING
+        size = -(-storage.nbytes() // ROUNDING) * ROUNDING
+        parts = [(kind, round(size * share)) for kind, share in self.split(storage.nbytes())]
 
         def forget(_: object) -> None:
-            self.live[kind] -= size
+            for kind, part in parts:
+                self.live[kind] -= part
             del self.followed[key]
 
         self.followed[key] = weakref.ref(storage, forget)
-        self.live[kind] += size
+        for kind, part in parts:
+            self.live[kind] += part
 
     def __torch_dispatch__(
         self, function: Any, types: Any, arguments: tuple[Any, ...] = (), named: Mapping[str, Any] | None = None
@@ -174,7 +207,8 @@ class Account(TorchDispatchMode):
         count = flop_registry.get(function._overloadpacket)
         if count is not None:
             operations = count(*arguments, **(named or {}), out_val=result)
-            self.flops[self.kind(operations)] += operations
+            for kind, share in self.split(operations):
+                self.flops[kind] += round(operations * share)
         for leaf in (result,) if isinstance(result, Tensor) else tree_leaves(result):
             if isinstance(leaf, Tensor):
                 self.follow(leaf)
