@@ -29,8 +29,8 @@ from lora_trainer.core.io import write_text
 from lora_trainer.core.quiet import quieten_libraries
 from lora_trainer.models import FAMILIES
 from lora_trainer.models.family import public_architecture
-from lora_trainer.models.memory.ledger import Sizes
 from lora_trainer.models.memory.checkpointing import checkpointable_blocks
+from lora_trainer.models.memory.ledger import Sizes
 from lora_trainer.training.memory.trace import Split, Subject, make_subject, trace
 
 FOLDER = Path(__file__).resolve().parents[1] / "lora_trainer" / "models" / "ledgers"
@@ -44,8 +44,6 @@ AREA = SIDES[0] * SIDES[1]
 # (rank, micro, area) by the power in which each stands in a size, as `Sizes.terms` orders them.
 KINDS = {(0, 0, 0): 0, (1, 0, 0): 1, (0, 1, 0): 2, (1, 1, 0): 3, (0, 1, 1): 4, (1, 1, 1): 5, (0, 1, 2): 6}
 RANGE = tuple(product((1, 4, 16, 64, 128, 256), (1, 2, 4, 8, 16), (32**2, 64**2, 96**2, 128**2, 192**2)))
-
-
 
 
 def split_of(family: str) -> Split:
@@ -86,9 +84,7 @@ def largest_prime(number: int) -> int:
     return factor
 
 
-def step(
-    subject: Subject, checkpointed: int, recompute: Recompute, split: Split
-) -> tuple[list[list[int]], list[int]]:
+def step(subject: Subject, checkpointed: int, recompute: Recompute, split: Split) -> tuple[list[list[int]], list[int]]:
     """The moments that can be the peak and the operations, with so many blocks checkpointed."""
     traced = trace(
         subject,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from importlib.util import find_spec
 from typing import Literal, cast
 
 import torch
@@ -90,7 +91,10 @@ def choose(resolved: Resolved, family: Family, architecture: Architecture, devic
             streamed=asked_to_stream(config),
         )
     demand = make_demand(resolved, family, architecture, card_gib(config), world=world, precision=precision.value)
-    return replace(planned_choices(demand, precision, device), streamed=asked_to_stream(config))
+    if find_spec("bitsandbytes") is None:  # chosen only where it can be had; who asks for it is told
+        stored = tuple(each for each in demand.precisions if each != "nf4" or each == precision.value)
+        demand = replace(demand, precisions=stored)
+    return planned_choices(demand, precision, device)
 
 
 def planned_choices(demand: Demand, precision: Choice, device: torch.device) -> Choices:
@@ -102,7 +106,16 @@ def planned_choices(demand: Demand, precision: Choice, device: torch.device) -> 
         precision = Choice(fit.precision, fit.reasons[2])
     predicted = f"predicted peak {fit.parts.peak:.1f} GiB" + (f" of {demand.limit_gib:.1f}" if demand.limit_gib else "")
     return Choices(
-        device, dtype, ENCODER_DTYPE, precision, fit.micro, fit.reasons[0], fit.checkpointed, fit.reasons[1], predicted
+        device,
+        dtype,
+        ENCODER_DTYPE,
+        precision,
+        fit.micro,
+        fit.reasons[0],
+        fit.checkpointed,
+        fit.reasons[1],
+        predicted,
+        fit.streamed,
     )
 
 

@@ -1,7 +1,8 @@
-"""Which micro batch, checkpointing and precision of the base fit a card. No torch.
+"""Which micro batch, checkpointing, precision of the base and streaming fit a card. No torch.
 
 In this order: the largest micro batch that fits as it is; if not even one sample does, as few checkpointed blocks as
-are needed; then weights stored in 8 bits. Every way trains the same; each further one costs more operations.
+are needed; then weights stored in 8 bits, and in 4; then as few blocks as needed visit the card. Every way trains the
+same but for what is rounded; each further one costs more time.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ GIB = 2**30
 CONTEXT_GIB = 0.7  # the CUDA context, libraries and workspaces
 FRAGMENTATION = 0.05  # of what comes and goes in a step
 LARGEST_SHARE = 0.9  # of the card, so that the driver and other programs never make it spill
+NARROWER = ("fp8", "nf4")  # what the base may be stored in where the wanted precision does not fit
 SMALLER_RANKS = (64, 32, 16, 8, 4)
 STEP_DOWN = 64  # pixels
 
@@ -32,6 +34,8 @@ class Demand:
 
     `precisions` are the ones to try, best first. `encoder` is for pictures that are encoded while training, one by
     one: bytes of the autoencoder, and bytes that it holds for each pixel.
+
+    `streaming` is a number of blocks that visit, or `auto`; `recompute` is what checkpointed blocks compute again.
     """
 
     gauge: Gauge
@@ -48,11 +52,18 @@ class Demand:
     limit_gib: float | None
     encoder: tuple[int, int] = (0, 0)
     several: bool = False  # resolutions are given as a list
+    streaming: Literal["none", "auto"] | int = "none"
+    recompute: str = "all"
 
     @property
     def area(self) -> int:
         """Of one sample's latents; buckets are never larger."""
         return max(self.resolution, self.pixel_step) ** 2 // self.downscale**2
+
+    @property
+    def streamed(self) -> int:
+        """Blocks that visit because they were asked for."""
+        return 0 if isinstance(self.streaming, str) else min(self.streaming, self.gauge.streamable)
 
     def at(self, side: int) -> str:
         """The setting that trains at a resolution."""
@@ -86,12 +97,15 @@ class Fit:
     precision: str
     parts: Parts
     fits: bool
-    reasons: tuple[str, str, str]  # of micro batch, checkpointing and precision
+    reasons: tuple[str, str, str, str]  # of micro batch, checkpointing, precision and streaming
+    streamed: int = 0
+    streamable: int = 0
 
 
-def parts_of(demand: Demand, micro: int, checkpointed: int, precision: str) -> Parts:
-    """The peak of a step, be it in a backward pass or in the update."""
-    sizes = Sizes(demand.rank, micro, demand.area, checkpointed)
+def parts_of(demand: Demand, micro: int, checkpointed: int, precision: str, streamed: int | None = None) -> Parts:
+    """The peak of a step, be it in a backward pass or in the update; `streamed` blocks, or those asked for."""
+    visiting = demand.streamed if streamed is None else streamed
+    sizes = Sizes(demand.rank, micro, demand.area, checkpointed, demand.recompute, visiting)
     found = demand.gauge.footprint(sizes, precision)
     shapes = demand.gauge.shapes(demand.rank)
     masters = 4 * sum(map(math.prod, shapes))
@@ -147,11 +161,13 @@ def ways(demand: Demand) -> Iterator[Fit]:
         yield from _micro_batches(demand, most, precision)
         if demand.checkpointing == "auto":
             yield _few_blocks(demand, precision)
+    if demand.streaming == "auto" and demand.gauge.streamable:
+        yield _few_streamed(demand, demand.precisions[-1])
 
 
 def _micro_batches(demand: Demand, most: int, precision: str) -> Iterator[Fit]:
     """Micro batches from the largest down, checkpointed as asked. Sizes that need as many passes are left out."""
-    checkpointed = count_of(demand.checkpointing, demand.gauge.blocks)
+    checkpointed = _asked_blocks(demand)
     why = "asked for" if demand.checkpointing != "auto" else "not needed"
     passes = 0
     for largest in range(most, 0, -1):
@@ -174,8 +190,32 @@ def _few_blocks(demand: Demand, precision: str) -> Fit:
     return _way(demand, 1, blocks[found], precision, "as few as fit; one sample does not fit without")
 
 
-def _way(demand: Demand, micro: int, checkpointed: int, precision: str, why: str) -> Fit:
-    parts = parts_of(demand, micro, checkpointed, precision)
+def _few_streamed(demand: Demand, precision: str) -> Fit:
+    """One sample at a time, checkpointed as far as may be, with as few streamed blocks as fit; all where none fits."""
+    checkpointed = demand.gauge.blocks if demand.checkpointing == "auto" else _asked_blocks(demand)
+    counts = range(1, demand.gauge.streamable + 1)
+    found = bisect_left(
+        counts, True, key=lambda count: fits(demand, parts_of(demand, 1, checkpointed, precision, count))
+    )
+    count, why = (counts[found], "as few as fit") if found < len(counts) else (counts[-1], "even all of them")
+    return _way(demand, 1, checkpointed, precision, "all of them, as streaming is slower", count, why)
+
+
+def _asked_blocks(demand: Demand) -> int:
+    return count_of(demand.checkpointing, demand.gauge.blocks)
+
+
+def _way(
+    demand: Demand,
+    micro: int,
+    checkpointed: int,
+    precision: str,
+    why: str,
+    streamed: int | None = None,
+    why_streamed: str = "as set",
+) -> Fit:
+    streamed = demand.streamed if streamed is None else streamed
+    parts = parts_of(demand, micro, checkpointed, precision, streamed)
     first = demand.precisions[0]
     if demand.limit_gib is None:
         whole = "no card's limit applies"
@@ -196,13 +236,17 @@ def _way(demand: Demand, micro: int, checkpointed: int, precision: str, why: str
         reasons=(
             whole,
             why,
-            "as set" if precision == first else _why_not(demand, first),
+            "as set" if precision == first else _why_not(demand, precision),
+            why_streamed if streamed or demand.streaming != "auto" else "not needed",
         ),
+        streamed=streamed,
+        streamable=demand.gauge.streamable,
     )
 
 
 def _why_not(demand: Demand, precision: str) -> str:
-    """Why that precision was passed over."""
+    """Why the wider precision before it was passed over."""
+    precision = demand.precisions[demand.precisions.index(precision) - 1]
     if demand.checkpointing == "auto":
         return f"{precision} does not fit even with all blocks checkpointed"
     count = count_of(demand.checkpointing, demand.gauge.blocks)
@@ -219,8 +263,8 @@ def shortage(demand: Demand, fit: Fit) -> str:
     """The two numbers."""
     limit = demand.limit_gib or math.inf
     return (
-        f"Training needs {fit.parts.peak:.1f} GiB at its peak, with {fit.precision} weights and "
-        f"{fit.checkpointed} of {fit.blocks} blocks checkpointed; a card of {limit:g} GiB has {LARGEST_SHARE * limit:.1f} to use."
+        f"Training needs {fit.parts.peak:.1f} GiB at its peak, with {fit.precision} weights, {fit.checkpointed} of "
+        f"{fit.blocks} blocks checkpointed and {fit.streamed} of {fit.streamable} streamed; a card of {limit:g} GiB has {LARGEST_SHARE * limit:.1f} to use."
     )
 
 
@@ -233,7 +277,8 @@ def what_would_fit(demand: Demand) -> list[str]:
         name = found[0].partition("=")[0]
         others = (way for way, changed in ways_out if _is_other(way, name) and choose_fit(changed).fits)
         found += islice(others, 1)
-    needed = choose_fit(replace(demand, precisions=tuple(dict.fromkeys((*demand.precisions, "fp8"))))).parts.peak
+    open_to_all = replace(demand, precisions=tuple(dict.fromkeys((*demand.precisions, *NARROWER))), streaming="auto")
+    needed = choose_fit(open_to_all).parts.peak
     card = math.ceil(needed / LARGEST_SHARE)
     return [f"It would fit with --set {assignment}." for assignment in found] or [f"It would fit a card of {card} GiB."]
 
@@ -248,11 +293,17 @@ def milder(demand: Demand) -> Iterator[tuple[str, Demand]]:
     free = replace(demand, checkpointing="auto")
     if demand.checkpointing != "auto":
         yield "memory.checkpointing=auto", free
-    small = replace(free, precisions=("fp8",))
-    if demand.precisions != ("fp8",):
+    if demand.recompute != "all":
+        yield "memory.recompute=all", replace(demand, recompute="all")
+    small = replace(free, precisions=("fp8",), recompute="all")
+    if not set(demand.precisions) & {"fp8", "int8", "nf4"}:
         yield "memory.base_precision=fp8", replace(demand, precisions=("fp8",))
         if demand.checkpointing != "auto":
             yield "memory.base_precision=fp8 --set memory.checkpointing=auto", small
+    if demand.precisions[-1] != "nf4":
+        yield "memory.base_precision=nf4", replace(demand, precisions=("nf4",))
+    if demand.streaming != "auto":
+        yield "memory.streaming=auto", replace(demand, streaming="auto")
     if (demand.max_micro or 0) > 1:
         yield "batch.max_micro=1", replace(demand, max_micro=1)
     if demand.optimizer not in ("adamw8bit", "paged_adamw8bit", "adafactor"):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 from lora_trainer.config.contradictions import from_user
@@ -30,13 +31,15 @@ from lora_trainer.production.inputs import (
     trained_framings,
     trained_resolution,
 )
-from lora_trainer.production.memory import GIB, Demand, Fit, choose_fit, parts_of, what_would_fit
+from lora_trainer.production.memory import GIB, NARROWER, Demand, Fit, choose_fit, parts_of, what_would_fit
 from lora_trainer.production.plan_phases import PhasePlan, plan_phases
+from lora_trainer.production.plan_settings import Bought, what_settings_buy
 from lora_trainer.training.memory.gauge import traced_gauge
 
 # Dense bf16 with fp32 accumulation, TFLOP/s: measured for the H100, from data sheets for the others.
 CARD_TFLOPS = {"H100": 790.0, "RTX 4090": 165.0, "RTX 3060": 25.5}
 CACHED_BYTES = 4  # of each number in the cache of texts: fp32
+DECIDED = ("micro_batch", "checkpointing", "weight_precision", "streamed")
 LORA_BYTES, LORA_FILES = 2, 2
 WORTH_FREEING_GIB = 0.1
 
@@ -53,6 +56,11 @@ class Plan:
     disk_gib: float
     phases: Mapping[str, PhasePlan]
     advice: tuple[str, ...]
+
+    @cached_property
+    def settings(self) -> list[Bought]:
+        """What each single change of a setting would make of it."""
+        return what_settings_buy(self.demand, self.fit)
 
     def to_json(self) -> dict[str, Any]:
         """The document of `plan --json`."""
@@ -73,13 +81,16 @@ class Plan:
             "checkpointing": fit.checkpointed,
             "blocks": fit.blocks,
             "weight_precision": fit.precision,
-            "reasons": dict(zip(("micro_batch", "checkpointing", "weight_precision"), fit.reasons, strict=True)),
+            "streamed": fit.streamed,
+            "streamable": fit.streamable,
+            "reasons": dict(zip(DECIDED, fit.reasons, strict=True)),
             "train_tflop_per_step": round(parts.tflop, 4),
             "seconds_per_step_at_least": {card: round(parts.tflop / rate, 5) for card, rate in CARD_TFLOPS.items()},
             "steps": self.steps,
             "disk_gib": round(self.disk_gib, 4),
             "phases": {name: phase.to_json() for name, phase in self.phases.items()},
             "predicted_from": demand.gauge.source,
+            "settings": [each.to_json() for each in self.settings],
             "advice": list(self.advice),
         }
 
@@ -144,7 +155,9 @@ def make_demand(
         samples=math.ceil(config.batch.effective / world),
         max_micro=config.batch.max_micro,
         checkpointing=config.memory.checkpointing,
-        precisions=(first,) if asked or first == "fp8" else (first, "fp8"),
+        precisions=(first,) if asked else (first, *NARROWER[NARROWER.index(first) + 1 if first in NARROWER else 0 :]),
+        streaming=config.memory.streaming,
+        recompute=config.memory.recompute,
         optimizer=config.optim.name,
         averaged=config.train.ema_decay is not None,
         limit_gib=limit_gib,
@@ -203,7 +216,7 @@ def advice(demand: Demand, fit: Fit, architecture: Architecture) -> list[str]:
         return what_would_fit(demand)
     found = []
     if fit.checkpointed:
-        without = parts_of(demand, fit.micro, 0, fit.precision)
+        without = parts_of(demand, fit.micro, 0, fit.precision, fit.streamed)
         more = fit.parts.tflop / without.tflop - 1
         found.append(
             f"Checkpointing costs {more:.0%} more operations; without it the peak would be {without.peak:.1f} GiB."
@@ -212,7 +225,7 @@ def advice(demand: Demand, fit: Fit, architecture: Architecture) -> list[str]:
         wide = parts_of(demand, fit.micro, fit.blocks, demand.precisions[0])
         found.append(f"{demand.precisions[0]} weights need {wide.peak:.1f} GiB with all blocks checkpointed.")
     light = replace(demand, optimizer="adamw8bit")
-    freed = fit.parts.peak - parts_of(light, fit.micro, fit.checkpointed, fit.precision).peak
+    freed = fit.parts.peak - parts_of(light, fit.micro, fit.checkpointed, fit.precision, fit.streamed).peak
     if freed > WORTH_FREEING_GIB:
         found.append(f"optim.name=adamw8bit would free {freed:.1f} GiB.")
     native = architecture.facts.resolution

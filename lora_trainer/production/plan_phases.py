@@ -10,6 +10,7 @@ from lora_trainer.models.memory.ledger import Sizes
 from lora_trainer.models.memory.phases import caching_bytes, costs_of, pictures_at_once, place_drawing, place_gate
 from lora_trainer.production.memory import CONTEXT_GIB, GIB, Demand, Fit, usable_gib
 
+WIDE = ("bf16", "fp16", "fp32")
 ENCODED_IN = 4  # bytes of a value: fp32
 
 
@@ -36,10 +37,12 @@ def plan_phases(demand: Demand, fit: Fit, facts: ModelFacts, pictures: int) -> d
     encoders = itemsize * (sum(costs.text_encoders) + costs.autoencoder)
     drawing = place_drawing(denoiser, encoders, demand.area, pixels, itemsize, itemsize, costs, usable)
     trained = f"micro batch {fit.micro}, {fit.checkpointed} of {fit.blocks} blocks checkpointed, {fit.precision}"
+    if fit.streamed:
+        trained += f", {fit.streamed} of {fit.streamable} blocks streamed"
     if any(demand.encoder):
         trained += ", with the autoencoder beside"
     return {
-        "cache": _phase(caching_bytes(together, pixels, ENCODED_IN, costs), f"{together} pictures at once"),
+        "cache": _phase(*caching_bytes(together, pixels, ENCODED_IN, costs, usable)),
         "train": PhasePlan(fit.parts.peak, trained),
         "validate": _phase(gate.peak, gate.words),
         "draw": _phase(drawing.peak, drawing.words),
@@ -47,11 +50,12 @@ def plan_phases(demand: Demand, fit: Fit, facts: ModelFacts, pictures: int) -> d
 
 
 def denoiser_bytes(demand: Demand, fit: Fit) -> int:
-    """Of the denoiser that judges and draws, with its LoRA: the base is never in 8 bits there."""
-    if fit.precision == "fp8":
+    """Of the denoiser that judges and draws, with its LoRA: the base is never in fewer bits there."""
+    if fit.precision not in WIDE:
         found = demand.gauge.footprint(Sizes(demand.rank, 1, demand.area, demand.gauge.blocks), "bf16")
     else:
-        found = demand.gauge.footprint(Sizes(demand.rank, fit.micro, demand.area, fit.checkpointed), fit.precision)
+        sizes = Sizes(demand.rank, fit.micro, demand.area, fit.checkpointed, demand.recompute)
+        found = demand.gauge.footprint(sizes, fit.precision)
     return found.weights + found.copies
 
 

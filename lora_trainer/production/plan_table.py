@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from lora_trainer.config.layers import Layer
 from lora_trainer.config.presets import GOALS, TIERS, preset_layers, presets
-from lora_trainer.models import TRAINED
+from lora_trainer.models import FAMILIES
 from lora_trainer.production.plan import Plan, make_plan
 from lora_trainer.production.settings import settle
 
@@ -16,15 +16,15 @@ Written by `lora-trainer plan --all`; a test holds it current. Each row is a tie
 model, predicted without a GPU as `docs/memory.md` says. Sizes are in GiB; at most 90 % of a card are used.
 """
 HEADER = (
-    "| preset | px | rank | micro batch | blocks checkpointed | weights | weights GiB | adapter | optimizer "
-    "| activations | overhead | peak | margin | TFLOP a step |\n" + "|---" * 14 + "|\n"
+    "| preset | px | rank | micro batch | blocks checkpointed | streamed | weights | weights GiB | adapter | optimizer "
+    "| activations | overhead | peak | margin | TFLOP a step |\n" + "|---" * 15 + "|\n"
 )
 
 
 def every_plan() -> Iterator[tuple[str, str, str, Plan]]:
     """(family, tier, goal, plan) of every combination."""
     by_kind = {kind: [name for name, preset in presets().items() if preset.kind == kind] for kind in (TIERS, GOALS)}
-    for family in TRAINED:
+    for family in FAMILIES:
         for tier in by_kind[TIERS]:
             for goal in by_kind[GOALS]:
                 model = Layer("--set", {"model": {"family": family}})
@@ -52,6 +52,7 @@ def _row(name: str, plan: Plan) -> str:
         str(demand.rank),
         f"{fit.micro} x {fit.accumulation}",
         f"{fit.checkpointed} of {fit.blocks}",
+        str(fit.streamed),
         fit.precision if fit.fits else f"{fit.precision}, does not fit: {' '.join(plan.advice)}",
         *(f"{size:.2f}" for size in (*sizes, (demand.limit_gib or 0.0) - parts.peak)),
         f"{parts.tflop:.1f}",

@@ -23,6 +23,7 @@ def show_plan(plan: Plan, console: Console) -> None:
     show(console, bars(plan))
     for line in lines(plan):
         show(console, Text(line))
+    show(console, settings(plan))
     for sentence in plan.advice:
         show(console, Text(f"- {sentence}"))
     if not fit.fits:
@@ -48,6 +49,24 @@ def bars(plan: Plan) -> Table:
     return table
 
 
+def settings(plan: Plan) -> Table:
+    """Which setting buys what: the peak and the operations of a step after each change by itself."""
+    table = Table(box=None, pad_edge=False, show_header=True, header_style="")
+    for name, justify in (("one setting changed", "left"), ("peak", "right"), ("", "right"), ("operations", "right")):
+        table.add_column(name, justify=justify, no_wrap=True)  # type: ignore[arg-type]
+    table.add_column("", no_wrap=True)
+    before = plan.fit.parts
+    for each in plan.settings:
+        table.add_row(
+            each.setting,
+            f"{each.parts.peak:.2f} GiB",
+            f"{each.parts.peak - before.peak:+.2f}",
+            f"{each.parts.tflop / before.tflop - 1:+.0%}",
+            "" if each.fits else "does not fit",
+        )
+    return table
+
+
 def _bar(start: float, size: float, scale: float, colour: str, block: str = FULL) -> Text:
     """As long as the part is large, in eighths of a character; at least one of a part that is there at all."""
     first = int(start * scale)
@@ -68,6 +87,7 @@ def lines(plan: Plan) -> list[str]:
         f"micro batch {fit.micro} x {fit.accumulation}: {fit.reasons[0]}",
         f"gradient checkpointing {fit.checkpointed} of {fit.blocks} blocks: {fit.reasons[1]}",
         f"weights {fit.precision}: {fit.reasons[2]}",
+        f"streamed {fit.streamed} of {fit.streamable} blocks: {fit.reasons[3]}",
         *least,
         *(f"{name}: {phase.peak_gib:.2f} GiB, {phase.placement}" for name, phase in plan.phases.items()),
         f"disk: {plan.disk_gib:.2f} GiB for caches, checkpoints and the LoRA",

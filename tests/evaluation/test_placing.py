@@ -154,7 +154,7 @@ def test_what_is_chosen_fits(family: str, denoiser: int, side: int, usable: int)
     assert drawing[0].peak <= usable or drawing[0].resident == 0
     pictures = pictures_at_once(8, side * side, 4, costs, usable)
     assert 1 <= pictures <= 8
-    assert pictures == 1 or caching_bytes(pictures, side * side, 4, costs) <= max(
+    assert pictures == 1 or caching_bytes(pictures, side * side, 4, costs, None)[0] <= max(
         usable, 4 * (sum(costs.text_encoders) + 34 * costs.caption)
     )
 
@@ -172,4 +172,15 @@ def test_sdxl_is_judged_and_drawn_on_the_smallest_card(side: int, kept_gib: floa
     gate = place_gate(SDXL_DENOISER, 128 * 128, 2, costs, usable)
     assert gate.resident is not None
     assert gate.resident > 4.0 * GIB
-    assert caching_bytes(1, side * side, 4, costs) <= usable
+    peak, said = caching_bytes(1, side * side, 4, costs, usable)
+    assert peak <= usable
+    assert said == "1 pictures at once"
+
+
+def test_text_encoders_that_do_not_fit_visit_layer_by_layer() -> None:
+    costs = phase_costs("flux")
+    peaks = [caching_bytes(1, 1024**2, 4, costs, None if gib is None else gib * GIB) for gib in (4, 11, None)]
+    assert peaks[0][0] < 4 * GIB
+    assert "layer by layer, 28 captions" in peaks[0][1]
+    assert "32 captions" in peaks[1][1]
+    assert peaks[2][0] > 4 * sum(costs.text_encoders)

@@ -12,6 +12,7 @@ from lora_trainer.jobs.trials.steps import GIB
 from lora_trainer.models import FAMILIES
 from lora_trainer.models.family import Architecture, Family
 from lora_trainer.models.memory.checkpointing import checkpointed_blocks
+from lora_trainer.models.memory.streaming import streamed_count
 from lora_trainer.production.memory import CONTEXT_GIB, FRAGMENTATION, Demand, Parts, parts_of
 from lora_trainer.production.plan import architecture_of, make_demand
 from lora_trainer.training.micro import Micro
@@ -50,7 +51,9 @@ def expected_of(resolved: Resolved, subject: Subject, micros: Sequence[Micro]) -
     height, width = largest.latents.shape[-2:]
     side = math.sqrt(height * width) * demand.downscale
     demand = replace(demand, resolution=round(side), samples=sum(len(micro.t) for micro in micros))
-    parts = parts_of(demand, len(largest.t), checkpointed_blocks(subject.learner.denoiser), subject.precision)
+    denoiser = subject.learner.denoiser
+    held = checkpointed_blocks(denoiser), subject.precision, streamed_count(denoiser)
+    parts = parts_of(demand, len(largest.t), *held)
     shapes = demand.gauge.shapes(demand.rank)
     numbers = sum(map(math.prod, shapes))
     one_of_each = 4 * numbers

@@ -153,8 +153,17 @@ def encoding_bytes(costs: PhaseCosts, itemsize: int = 4) -> tuple[int, int]:
     return costs.autoencoder * itemsize, math.ceil(FRAGMENTATION * costs.encode * itemsize)
 
 
-def caching_bytes(pictures: int, pixels: int, itemsize: int, costs: PhaseCosts) -> int:
-    """The peak of filling the caches: pictures first, then captions, each with their own encoders alone."""
-    images = costs.autoencoder + int(FRAGMENTATION * pictures * costs.encode * pixels)
-    captions = sum(costs.text_encoders) + int(FRAGMENTATION * CAPTIONS_AT_ONCE * costs.caption)
-    return itemsize * max(images, captions)
+def caching_bytes(pictures: int, pixels: int, itemsize: int, costs: PhaseCosts, usable: int | None) -> tuple[int, str]:
+    """The peak of filling the caches, pictures first, then captions, each with their own encoders alone; and how.
+
+    Text encoders that do not fit visit layer by layer, with as many captions at once as fit beside them.
+    """
+    images = itemsize * (costs.autoencoder + int(FRAGMENTATION * pictures * costs.encode * pixels))
+    each = itemsize * math.ceil(FRAGMENTATION * costs.caption)
+    captions = itemsize * sum(costs.text_encoders) + CAPTIONS_AT_ONCE * each
+    if usable is None or captions <= usable:
+        return max(images, captions), f"{pictures} pictures at once"
+    layer = itemsize * costs.layer
+    together = max(1, min(CAPTIONS_AT_ONCE, (usable - layer) // each))
+    said = f"{pictures} pictures at once, text encoders layer by layer, {together} captions at once"
+    return max(images, layer + together * each), said

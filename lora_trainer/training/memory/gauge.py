@@ -9,7 +9,7 @@ import hashlib
 import json
 import math
 from contextlib import suppress
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -20,7 +20,7 @@ from lora_trainer.models.family import Architecture, Family
 from lora_trainer.models.memory.ledger import Footprint, Gauge, Sizes
 
 if TYPE_CHECKING:
-    from lora_trainer.config.schema import Precision
+    from lora_trainer.config.schema import Precision, Recompute
     from lora_trainer.training.memory.trace import Subject
 
 STEPS_OF_CHECKPOINTING = 6  # that are tried
@@ -58,15 +58,24 @@ def traced_gauge(
         found = remembered(f"shapes {rank}", lambda: [list(shape) for shape in subject(rank, "bf16").shapes])
         return [tuple(shape) for shape in found]
 
-    def footprint(sizes: Sizes, precision: str) -> Footprint:
-        def measure() -> dict[str, int]:
-            return asdict(traced_footprint(subject(sizes.rank, precision), sizes))
+    def freed(precision: str) -> list[int]:
+        found: list[int] = remembered(f"freed {precision}", lambda: subject(rank, precision).freed_by_streaming())
+        return found
 
+    def footprint(sizes: Sizes, precision: str) -> Footprint:
         kept = "bf16" if precision == "fp16" else precision
-        return Footprint(**remembered(f"{kept} {sizes}", measure))
+        resident = replace(sizes, streamed=0)
+
+        def measure() -> dict[str, int]:
+            return asdict(traced_footprint(subject(sizes.rank, kept), resident))
+
+        found = Footprint(**remembered(f"{kept} {resident}", measure))
+        away = freed(kept)[sizes.streamed] if sizes.streamed else 0
+        return replace(found, weights=found.weights - away)
 
     blocks = remembered("blocks", lambda: subject(rank, "bf16").blocks)
-    return Gauge("traced on this model", blocks, max(1, blocks // STEPS_OF_CHECKPOINTING), shapes, footprint)
+    stride = max(1, blocks // STEPS_OF_CHECKPOINTING)
+    return Gauge("traced on this model", blocks, stride, len(freed("bf16")) - 1, shapes, footprint)
 
 
 def traced_footprint(subject: Subject, sizes: Sizes) -> Footprint:
@@ -74,7 +83,14 @@ def traced_footprint(subject: Subject, sizes: Sizes) -> Footprint:
     from lora_trainer.training.memory.trace import trace
 
     side = math.isqrt(sizes.area)
-    found = trace(subject, micro=sizes.micro, height=side, width=side, checkpointed=sizes.checkpointed)
+    found = trace(
+        subject,
+        micro=sizes.micro,
+        height=side,
+        width=side,
+        checkpointed=sizes.checkpointed,
+        recompute=cast("Recompute", sizes.recompute),
+    )
     return Footprint(found.weights, found.copies, 0, found.peak, sum(found.flops))
 
 

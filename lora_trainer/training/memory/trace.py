@@ -38,7 +38,7 @@ from lora_trainer.training.step import Learner, backward
 META = torch.device("meta")
 ROUNDING = 512
 TIMESTEPS = 1000
-NF4_BITS = 4 + 32 / 64  # of a number: its own, and a share of the fp32 scale of its 64
+NF4_BITS = 4 + 16 / 64  # of a number: its own, and a share of the 16-bit scale of its 64
 Split = Callable[[int], Sequence[tuple[int, float]]]  # a size -> what kinds it consists of, and each one's share
 ATTENTION = torch.ops.aten._scaled_dot_product_flash_attention
 

@@ -8,18 +8,20 @@ from itertools import pairwise
 import pytest
 import torch
 
-from lora_trainer.models import FAMILIES, TRAINED
+from lora_trainer.models import FAMILIES
 from lora_trainer.models.family import public_architecture
 from lora_trainer.models.memory.ledger import Footprint, Sizes, is_published, stored_gauge, stored_ledger
 from lora_trainer.training.memory.trace import make_subject, trace
 
 GIB = 2**30
 # Computed apart from this code on meta tensors: rank 16 on attention, live GiB and TFLOP without and with checkpointing.
+FLUX_FIGURES = ((44.2, 24.5), (164, 238))
 REFERENCE = [
     ("sd15", 512, 1, (2.39, 1.83), (1.72, 2.32)),
     ("sdxl", 768, 1, (7.89, 5.20), (7.5, 10.8)),
     ("sdxl", 1024, 1, (10.19, 5.42), (14.2, 19.3)),
     ("sdxl", 1024, 4, (26.0, 6.96), (4 * 14.2, 4 * 19.3)),
+    ("flux", 1024, 1, *FLUX_FIGURES),
 ]
 
 
@@ -34,7 +36,7 @@ def test_stored_ledgers_meet_the_reference(family, side, micro, gib, tflop):
     assert gauge is not None
     for checkpointed, expected, operations in zip((0, gauge.blocks), gib, tflop, strict=True):
         found = gauge.footprint(Sizes(16, micro, (side // 8) ** 2, checkpointed), "bf16")
-        assert live(found) == pytest.approx(expected, rel=0.05)
+        assert live(found) == pytest.approx(expected, rel=0.015)
         assert found.flops / 1e12 == pytest.approx(operations, rel=0.05)
 
 
@@ -47,7 +49,14 @@ def traced(family: str, targets: str, sizes: Sizes, side: tuple[int, int], *, pr
         dtype=torch.float32 if precision == "fp32" else torch.bfloat16,
         stored=precision,
     )
-    found = trace(subject, micro=sizes.micro, height=side[0], width=side[1], checkpointed=sizes.checkpointed)
+    found = trace(
+        subject,
+        micro=sizes.micro,
+        height=side[0],
+        width=side[1],
+        checkpointed=sizes.checkpointed,
+        recompute=sizes.recompute,
+    )
     return Footprint(found.weights, found.copies, 0, found.peak, sum(found.flops))
 
 
@@ -88,10 +97,67 @@ def test_the_other_ledgers_are_what_traces_find(family, targets, precision, bloc
         agrees(family, targets, 64, 2, (128, 112), count, precision)
 
 
-@pytest.mark.parametrize("family", TRAINED)
-@pytest.mark.parametrize("fp8", [False, True])
-def test_more_blocks_never_need_more_memory(family, fp8):
-    ledger = stored_ledger(family, "attention", fp8=fp8)
+def test_sd35_meets_the_reference_where_it_is_told_the_same(monkeypatch):
+    """Which had half as much text, and the table of positions whole and in fp32."""
+    monkeypatch.setattr("lora_trainer.models.sd3.LARGEST_SIDE", 384)
+    monkeypatch.setattr("lora_trainer.models.sd3.T5_TOKENS", 77)
+    for blocks, gib, tflop in ((0, 12.10, 26.5), (24, 5.70, 37.8)):
+        found = traced("sd3", "attention", Sizes(16, 1, 128**2, blocks), (128, 128))
+        in_fp32 = 2 * 384**2 * 1536 / GIB
+        assert live(found) + in_fp32 == pytest.approx(gib, rel=0.01)
+        assert found.flops / 1e12 == pytest.approx(tflop, rel=0.05)
+
+
+@pytest.mark.parametrize(
+    ("family", "targets", "blocks", "precision"),
+    [("flux", "attention", 28, "bf16"), ("sd3", "attention+ff", 5, "nf4")],
+)
+def test_between_stored_counts_memory_lies_on_a_line_or_under_it(family, targets, blocks, precision):
+    sizes = Sizes(24, 2, 96 * 112, blocks)
+    gauge = stored_gauge(public_architecture(family), targets)
+    assert gauge is not None
+    predicted, found = gauge.footprint(sizes, precision), traced(family, targets, sizes, (96, 112), precision=precision)
+    assert predicted.weights == pytest.approx(found.weights, rel=0.002)
+    held = found.activations
+    assert held * 0.995 <= predicted.gradients + predicted.activations <= held * 1.03
+    assert predicted.flops == pytest.approx(found.flops, rel=0.005)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("family", "blocks"), [("sd3", (0, 7, 19, 24)), ("flux", (0, 13, 45, 57))])
+@pytest.mark.parametrize("recompute", ["all", "cheap"])
+@pytest.mark.parametrize("precision", ["bf16", "fp8", "nf4"])
+def test_the_ledgers_of_transformers_are_what_traces_find(family, blocks, recompute, precision):
+    for count in blocks:
+        sizes = Sizes(16, 1, 128 * 128, count, recompute)
+        gauge = stored_gauge(public_architecture(family), "attention")
+        assert gauge is not None
+        predicted = gauge.footprint(sizes, precision)
+        found = traced(family, "attention", sizes, (128, 128), precision=precision)
+        assert live(predicted) == pytest.approx(live(found), rel=0.03)
+        assert predicted.flops == pytest.approx(found.flops, rel=0.01)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_each_narrower_storage_and_each_visiting_block_frees_the_card(family):
+    gauge = stored_gauge(public_architecture(family), "attention")
+    assert gauge is not None
+    held = {name: gauge.footprint(Sizes(16, 1, 64**2, 0), name) for name in ("fp32", "bf16", "fp8", "int8", "nf4")}
+    weights = [each.weights for each in held.values()]
+    assert weights == sorted(weights, reverse=True)
+    assert weights[3] == pytest.approx(weights[2], rel=0.01)
+    for name in held:
+        visiting = [
+            gauge.footprint(Sizes(16, 1, 64**2, 0, streamed=k), name).weights for k in range(gauge.streamable + 1)
+        ]
+        assert visiting == sorted(visiting, reverse=True)
+        assert 0 < visiting[-1] < 0.7 * visiting[0]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("precision", ["bf16", "fp8"])
+def test_more_blocks_never_need_more_memory(family, precision):
+    ledger = stored_ledger(family, "attention", precision)
     assert ledger is not None
     for micro, side in ((1, 64), (1, 128), (4, 96)):
         peaks = [ledger.footprint(Sizes(32, micro, side**2, count)).activations for count in range(ledger.blocks + 1)]

@@ -1,0 +1,62 @@
+"""Which setting buys what: the plan's step with one setting changed, everything else as it was chosen. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+from lora_trainer.production.memory import Demand, Fit, Parts, fits, parts_of
+
+STORED = ("bf16", "fp8", "int8", "nf4")
+SMALLER = 256  # pixels of a side
+
+
+@dataclass(frozen=True)
+class Bought:
+    """A setting as it is typed, and the step with it."""
+
+    setting: str
+    parts: Parts
+    fits: bool
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "setting": self.setting,
+            "peak_gib": round(self.parts.peak, 4),
+            "tflop": round(self.parts.tflop, 4),
+            "fits": self.fits,
+        }
+
+
+def what_settings_buy(demand: Demand, fit: Fit) -> list[Bought]:
+    """The step after each single change, in the order of the settings."""
+    found = []
+    for setting, changed, other in changes(demand, fit):
+        parts = parts_of(changed, other.micro, other.checkpointed, other.precision, other.streamed)
+        found.append(Bought(setting, parts, fits(changed, parts)))
+    return found
+
+
+def changes(demand: Demand, fit: Fit) -> Iterator[tuple[str, Demand, Fit]]:
+    """(setting, demand, way to train) with one thing changed."""
+    for word, count in (("none", 0), ("all", fit.blocks)):
+        if fit.checkpointed != count:
+            yield f"memory.checkpointing={word}", demand, replace(fit, checkpointed=count)
+    if fit.checkpointed:
+        other = "all" if demand.recompute == "cheap" else "cheap"
+        yield f"memory.recompute={other}", replace(demand, recompute=other), fit
+    for precision in STORED:
+        if precision != fit.precision:
+            yield f"memory.base_precision={precision}", demand, replace(fit, precision=precision)
+    for count in sorted({0, fit.streamable // 4, fit.streamable} - {fit.streamed}):
+        yield f"memory.streaming={count or 'none'}", demand, replace(fit, streamed=count)
+    if demand.optimizer != "adamw8bit":
+        yield "optim.name=adamw8bit", replace(demand, optimizer="adamw8bit"), fit
+    if demand.rank > 1:
+        yield f"lora.rank={demand.rank // 2}", replace(demand, rank=demand.rank // 2), fit
+    smaller = demand.resolution - SMALLER
+    if smaller >= SMALLER:
+        yield demand.at(smaller), replace(demand, resolution=smaller), fit
+    for micro in sorted({1, min(2 * fit.micro, demand.samples)} - {fit.micro}):
+        yield f"batch.max_micro={micro}", demand, replace(fit, micro=micro)
