@@ -109,6 +109,7 @@ def test_what_the_user_set_stands(settings: dict[str, object], expected: dict[st
     ],
 )
 def test_a_refusal_names_what_would_fit(settings: dict[str, object]) -> None:
+    settings = {"memory__streaming": "none", **settings}
     plan = plan_for("6gb", **settings)
     assert not plan.fit.fits
     with pytest.raises(UsageError) as refused:
@@ -127,7 +128,7 @@ def test_a_refusal_names_what_would_fit(settings: dict[str, object]) -> None:
 
 
 def test_a_card_that_is_too_small_for_anything_is_told_its_size() -> None:
-    plan = plan_for(memory__limit_gib=1.5, data__resolution=256)
+    plan = plan_for(memory__limit_gib=0.9, data__resolution=256)
     assert not plan.fit.fits
     assert re.search(r"card of \d+ GiB", plan.advice[0])
 
@@ -160,6 +161,49 @@ def test_parts_grow_with_what_they_hang_on() -> None:
     assert parts_of(SD15, 1, 0, "fp32").weights == pytest.approx(2 * base.weights)
 
 
+def test_narrower_weights_come_before_streaming_and_streaming_last() -> None:
+    """FLUX.1: 8-bit weights where they fit, then 4 bits, then blocks that visit; each as little as needed."""
+    fits = {limit: plan_for(family="flux", memory__limit_gib=limit).fit for limit in (80.0, 24.0, 12.0, 8.0, 5.0)}
+    assert [fit.precision for fit in fits.values()] == ["bf16", "fp8", "nf4", "nf4", "nf4"]
+    assert [fit.streamed > 0 for fit in fits.values()] == [False, False, False, True, True]
+    assert fits[8.0].streamed < fits[5.0].streamed < fits[5.0].streamable
+    assert all(fit.fits for fit in fits.values())
+    for limit in (8.0, 5.0):
+        fit = fits[limit]
+        demand = plan_for(family="flux", memory__limit_gib=limit).demand
+        fewer = parts_of(demand, 1, fit.blocks, "nf4", fit.streamed - 1)
+        assert fit.checkpointed == fit.blocks
+        assert fewer.peak > LARGEST_SHARE * limit >= fit.parts.peak
+
+
+def test_a_set_precision_streams_where_it_must() -> None:
+    plan = plan_for("12gb", family="flux", memory__base_precision="fp8")
+    assert (plan.fit.precision, plan.fit.fits) == ("fp8", True)
+    assert plan.fit.streamed > 0
+    kept = plan_for("12gb", family="flux", memory__base_precision="fp8", memory__streaming=50)
+    assert (kept.fit.streamed, kept.fit.reasons[3]) == (50, "as set")
+    alone = plan_for("12gb", family="flux", memory__base_precision="fp8", memory__streaming="none")
+    assert not alone.fit.fits
+    assert "memory.streaming=auto" in alone.advice[0]
+
+
+def test_each_setting_says_what_it_buys() -> None:
+    plan = plan_for("24gb", family="flux")
+    bought = {each.setting: each for each in plan.settings}
+    before = plan.fit.parts
+    assert bought["memory.checkpointing=none"].parts.tflop < before.tflop
+    assert bought["memory.checkpointing=none"].parts.peak > before.peak
+    cheap = bought["memory.recompute=cheap"].parts
+    assert before.peak < cheap.peak < bought["memory.checkpointing=none"].parts.peak
+    assert cheap.tflop < before.tflop
+    assert bought["memory.base_precision=nf4"].parts.weights < 0.6 * before.weights
+    assert bought[f"memory.streaming={plan.fit.streamable}"].parts.weights < 0.1 * before.weights
+    assert bought["memory.base_precision=bf16"].fits is False
+    said = plan.to_json()["settings"]
+    assert [each["setting"] for each in said] == list(bought)
+    assert set(said[0]) == {"setting", "peak_gib", "tflop", "fits"}
+
+
 def run_json(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, dict[str, object]]:
     code = main(["plan", *arguments, "--json"])
     return code, json.loads(capsys.readouterr().out)
@@ -187,7 +231,8 @@ def test_json_has_the_fields_that_scripts_read(capsys: pytest.CaptureFixture[str
 
 
 def test_what_does_not_fit_ends_with_2_and_says_so(capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = ("--preset", "6gb", "--set", "model.family=sdxl", "--set", "memory.checkpointing=none")
+    arguments = ["--preset", "6gb", "--set", "model.family=sdxl"]
+    arguments += ["--set", "memory.checkpointing=none", "--set", "memory.streaming=none"]
     code, found = run_json(capsys, *arguments)
     assert (code, found["fits"], found["steps"]) == (2, False, None)
     assert "--set" in str(found["advice"])

@@ -7,7 +7,6 @@ a card. Nothing is loaded, and no GPU is needed.
 
 from __future__ import annotations
 
-import math
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -29,7 +28,7 @@ from lora_trainer.models.family import Architecture, Family
 from lora_trainer.models.lora import inject_lora, target_modules
 from lora_trainer.models.memory.checkpointing import checkpoint_blocks, checkpointable_blocks
 from lora_trainer.models.memory.streaming import frozen_bytes, streamable_blocks, streamed_blocks
-from lora_trainer.models.storage.store import is_narrow, narrower, store_layers
+from lora_trainer.models.storage.store import narrower, store_layers
 from lora_trainer.optim.clipping import make_clip
 from lora_trainer.training.adapter import Adapter, make_adapter
 from lora_trainer.training.micro import Micro
@@ -38,7 +37,6 @@ from lora_trainer.training.step import Learner, backward
 META = torch.device("meta")
 ROUNDING = 512
 TIMESTEPS = 1000
-NF4_BITS = 4 + 16 / 64  # of a number: its own, and a share of the 16-bit scale of its 64
 Split = Callable[[int], Sequence[tuple[int, float]]]  # a size -> what kinds it consists of, and each one's share
 ATTENTION = torch.ops.aten._scaled_dot_product_flash_attention
 
@@ -66,8 +64,7 @@ class Trace:
 class Subject:
     """A denoiser on the meta device with its LoRA, ready to be traced. Shapes are those of the trained tensors.
 
-    `stored` is the form of the frozen weights; nf4, which no tensor without data has, is traced as 8 bits, which are
-    widened in the same way, and its weights are counted. `made` remembers what operators gave, for the next trace.
+    `made` remembers what operators gave, for the next trace.
     """
 
     denoiser: nn.Module
@@ -75,7 +72,6 @@ class Subject:
     architecture: Architecture
     adapter: Adapter
     dtype: torch.dtype
-    stored: Precision = "bf16"
     made: dict[Any, Any] = field(default_factory=dict)
 
     @property
@@ -90,19 +86,9 @@ class Subject:
         """Bytes that are not on the card when none, one, two, … blocks visit it; two of the largest always are."""
         freed = [0]
         for count in range(1, len(streamable_blocks(self.denoiser)) + 1):
-            sizes = sorted(self._stored_bytes(block) for block in streamed_blocks(self.denoiser, count))
+            sizes = sorted(frozen_bytes(block) for block in streamed_blocks(self.denoiser, count))
             freed.append(max(0, sum(sizes[:-1]) - sizes[-1]))
         return freed
-
-    def _stored_bytes(self, block: nn.Module) -> int:
-        return frozen_bytes(block) - self.saved_by_nf4(block)
-
-    def saved_by_nf4(self, part: nn.Module) -> int:
-        """Bytes by which a part's linear layers are smaller in nf4 than in 8 bits; none in another form."""
-        if self.stored != "nf4":
-            return 0
-        layers = (each for each in part.modules() if isinstance(each, nn.Linear) and is_narrow(each))
-        return sum(_saved_by_nf4(layer) for layer in layers)
 
 
 def make_subject(
@@ -121,15 +107,10 @@ def make_subject(
         nn.Module.to(denoiser, dtype)  # not diffusers' own, which warns
         names = target_modules(denoiser, family, targets)
         parameters = inject_lora(denoiser, names, rank=rank, alpha=float(rank), dropout=0.0, seed=0)
-        if narrow := narrower("int8" if stored == "nf4" else stored):
+        if narrow := narrower(stored):
             store_layers(denoiser, narrow)
         adapter = make_adapter(parameters, dtype)
-    return Subject(denoiser.train(), family, architecture, adapter, dtype, stored)
-
-
-def _saved_by_nf4(layer: nn.Linear) -> int:
-    numbers, scales = layer.in_features * layer.out_features, layer.out_features * 2
-    return numbers + scales - math.ceil(numbers * NF4_BITS / 8)
+    return Subject(denoiser.train(), family, architecture, adapter, dtype)
 
 
 def trace(
@@ -155,8 +136,7 @@ def trace(
     for tensor in frozen:
         if id(tensor) not in mine:
             account.follow(tensor)
-    weights = sum(account.live) - subject.saved_by_nf4(subject.denoiser)
-    frozen_live = sum(account.live)
+    weights = sum(account.live)
     for copy in copies:
         account.follow(copy)
     resident = list(account.live)
@@ -168,7 +148,7 @@ def trace(
     for copy in copies:
         copy.grad = None
     live = tuple(tuple(map(sub, moment, resident)) for moment in account.line)
-    return Trace(weights, sum(resident) - frozen_live, live, tuple(account.flops))
+    return Trace(weights, sum(resident) - weights, live, tuple(account.flops))
 
 
 class Account(TorchDispatchMode):
