@@ -96,7 +96,8 @@ def settings_of(spec: Spec, asking: Asking, card: torch.device) -> Resolved:
     if spec.cap_gib is not None:
         values |= planned_settings(resolved, spec.cap_gib)
         del values["memory.limit_gib"]
-    values.setdefault("memory.base_precision", "bf16")  # asked for, or a processor takes fp32
+    if values.get("memory.base_precision", "bf16") == "bf16":
+        values["memory.base_precision"] = "fp32"  # at such sizes a processor is slower with less
     if asking.tiny:
         values["data.resolution"] = values["data.resolution"] // 8
     return laid(values)

@@ -91,7 +91,7 @@ def measure(asked: Asked) -> Report:
     on_card = torch.cuda.is_available()
     if not on_card and not asked.tiny:
         raise UsageError(Problem("There is no CUDA card here.", "bench table --tiny shows that every row runs."))
-    asking = Asking(2, asked.steps or 3, tiny=True) if asked.tiny else Asking(steps=asked.steps or Asking.steps)
+    asking = Asking(1, asked.steps or 2, tiny=True) if asked.tiny else Asking(steps=asked.steps or Asking.steps)
     wanted = [spec for spec in SPECS if asked.only is None or asked.only in spec.name]
     late = [spec for spec in wanted if spec.settings.get("memory.compile") and not on_card and asked.only is None]
     wanted = [spec for spec in wanted if spec not in late]
