@@ -157,3 +157,23 @@ def test_memory_holds_the_narrow_model_and_a_few_layers(tmp_path: Path, monkeypa
     assert max(seen) < narrow_size + 90 * megabyte
     layers.fill_the_rest(toy, lambda: Toy(count), CPU)
     assert toy.get_buffer("places").tolist() == [[0, 1, 2], [3, 4, 5]]
+
+
+# Relative error of a prediction against fp32, over noise levels: some room above what a tiny model shows.
+BOUNDS = {"bf16": 0.02, "fp8": 0.1, "int8": 0.03, "int8 products": 0.05, "nf4": 0.25}
+
+
+@pytest.mark.parametrize("stored", BOUNDS)
+def test_predictions_stay_near_those_of_fp32(model: Path, stored: str) -> None:
+    def predicted(dtype: torch.dtype, stored: str) -> Tensor:
+        name, products = stored.partition(" ")[::2]
+        narrow = narrower(name, products=bool(products))  # type: ignore[arg-type]
+        denoiser = load_denoiser(UNet2DConditionModel, model / "unet", dtype, CPU, narrow)
+        generator = torch.Generator().manual_seed(0)
+        x = torch.randn(4, 4, 16, 16, generator=generator).to(dtype)
+        embeds = torch.randn(4, 77, int(denoiser.config.cross_attention_dim), generator=generator).to(dtype)
+        with torch.no_grad():
+            return FAMILY.predict(denoiser, x, torch.tensor([20, 300, 600, 980]), {"embeds": embeds}, x).float()
+
+    exact, found = predicted(torch.float32, "bf16"), predicted(torch.bfloat16, stored)
+    assert 0 < float((found - exact).norm() / exact.norm()) < BOUNDS[stored]
