@@ -57,5 +57,4 @@ def inject_lora(
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         inject_adapter_in_model(config, denoiser, adapter_name=ADAPTER)
-    update.sum_updates(denoiser)
     return {name: parameter for name, parameter in denoiser.named_parameters() if parameter.requires_grad}
