@@ -119,6 +119,7 @@ def planned_settings(resolved: Resolved, cap_gib: float) -> dict[str, Any]:
     return {
         "memory.base_precision": fit.precision,
         "memory.checkpointing": fit.checkpointed or "none",
+        "memory.streaming": fit.streamed or "none",
         "batch.max_micro": fit.micro,
     }
 
