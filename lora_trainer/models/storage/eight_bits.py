@@ -87,6 +87,8 @@ class Conv2d8(nn.Conv2d):
     """A frozen convolution whose weight is stored in 8 bits."""
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002  torch's own name
+        if SCALE not in self._buffers:  # an adapter's own: peft makes it of the class of the layer under it
+            return super().forward(input)
         result: Tensor = _Convolution.apply(  # type: ignore[no-untyped-call]
             input,
             self.weight,

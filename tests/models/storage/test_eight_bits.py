@@ -113,6 +113,8 @@ def test_adapters_on_narrow_layers_are_those_on_wide_ones(stored: Precision, dty
             store(stored, model)
         torch.manual_seed(1)
         inject_adapter_in_model(LoraConfig(r=4, target_modules=["0", "1"]), model)
+        model[0](torch.ones(2, 32, dtype=dtype)).sum().backward()
+        model[1](torch.ones(2, 32, 5, 5, dtype=dtype)).sum().backward()
         return {name: each for name, each in model.named_parameters() if each.requires_grad}
 
     narrow, wide = adapted(before=True), adapted(before=False)
