@@ -21,6 +21,12 @@ from tests.training.tiny_job import TinyPlace, outcome
 pytestmark = pytest.mark.filterwarnings("ignore")  # torch's own, while it traces
 
 
+@pytest.fixture(autouse=True)
+def allowed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A processor compiles here, though it refuses to elsewhere."""
+    monkeypatch.setattr(compiling, "why_not", lambda denoiser, device: None)
+
+
 def blocks_of(job: Job) -> Compiled:
     assert job.learner.compiled is not None
     return job.learner.compiled
@@ -106,6 +112,7 @@ def test_auto_decides_by_the_steps_of_the_run_and_its_device() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.xfail(reason="docs/compile.md: gradients compiled for a processor are wrong", strict=True)
 def test_compiled_for_real_it_learns_the_same_and_resumes_to_the_bit(
     place: TinyPlace, monkeypatch: pytest.MonkeyPatch, tmp_path
 ) -> None:
