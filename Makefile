@@ -5,7 +5,7 @@ PYTHON := .venv/bin/python
 
 help:
 	@echo "make setup      make .venv and install the package with what it needs"
-	@echo "make setup-gpu  the same, and xformers for NVIDIA cards"
+	@echo "make setup-gpu  the same, with xformers and NVML for NVIDIA cards"
 	@echo "make demo       train the built-in example: checks, training, validation, pictures"
 	@echo "make test       run the tests"
 	@echo "make check      lint, format, types, imports"
@@ -16,7 +16,7 @@ setup:
 
 # Its package asks for another torch, which would replace the tested one: hence --no-deps.
 setup-gpu: setup
-	@$(PYTHON) -m pip install --quiet --no-deps -c constraints.txt xformers
+	@$(PYTHON) -m pip install --quiet --no-deps -c constraints.txt xformers nvidia-ml-py
 
 # The real path, as on a card of 12 GB; each demo has a folder of its own.
 demo: setup
