@@ -47,7 +47,9 @@ def add_bench_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--steps", type=int, metavar="N", help="timed steps (30) or rounds of reading (9) of each row")
     parser.add_argument(
-        "--tiny", action="store_true", help="a family alone (--set model.family=sdxl): a fifth of its width"
+        "--tiny",
+        action="store_true",
+        help="a family alone (--set model.family=sdxl), thin and an eighth of its side unless data.resolution says another",
     )
     parser.add_argument(
         "--subject",

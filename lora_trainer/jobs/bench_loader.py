@@ -180,7 +180,7 @@ def subject_of(resolved: Resolved, folder: Path, *, tiny: bool) -> tuple[str, Le
     """The model's name, what is trained, and how it can be fed: a run's own, or an architecture with random entries."""
     config = resolved.config
     if config.model.family is not None and config.model.path is None:
-        return public_subject(resolved, FAMILIES[config.model.family], folder, tiny=tiny)
+        return public_subject(resolved, config.model.family, folder, tiny=tiny)
     if tiny:
         raise UsageError(TINY_NEEDS_A_FAMILY)
     cached = replace(resolved, config=with_cached_latents(config))
@@ -206,14 +206,12 @@ def with_cached_latents(config: Config) -> Config:
     return config.model_copy(update={"cache": config.cache.model_copy(update={"latents": True})})
 
 
-def public_subject(
-    resolved: Resolved, family: Family, folder: Path, *, tiny: bool
-) -> tuple[str, Learner, dict[str, Feed]]:
+def public_subject(resolved: Resolved, named: str, folder: Path, *, tiny: bool) -> tuple[str, Learner, dict[str, Feed]]:
     """A published denoiser with random weights, fed from a cache of random entries in `folder`; there are no encoders."""
-    name, built, architecture, choices = public_built(resolved, family, tiny=tiny)
+    name, built, architecture, choices = public_built(resolved, named, tiny=tiny)
     config = resolved.config
     side = trained_resolution(config, architecture.facts)
-    data = random_cache(family, architecture, side, folder)
+    data = random_cache(FAMILIES[named], architecture, side, folder)
     feed = make_feed(config, data, built.learner, join_processes(), choices.micro, ENDLESS)
     return name, built.learner, {"cached": feed}
 

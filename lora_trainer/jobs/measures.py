@@ -22,7 +22,7 @@ SUBJECTS = {OWN: "the run's own model, or a family alone", SMALL: "a U-Net of 30
 
 @dataclass(frozen=True)
 class Asked:
-    """`steps` are timed steps, or rounds; None is the measurement's own number. `tiny` is a fifth of a family's width.
+    """`steps` are timed steps, or rounds; None is the measurement's own number. `tiny` is a family's thin form.
 
     For the table: at most so many `minutes`, kept in the file `rows`; and rows with `only` in their names.
     """

@@ -45,9 +45,8 @@ TINY_NEEDS_A_FAMILY = Problem(
     "Name a family alone: --set model.family=sdxl --tiny",
 )
 
-
-SMALL_FAMILY, SMALL_SIDE, SMALL_CHANNELS = "sd15", 256, (64, 128, 192, 256)
 ENDLESS = 2**31  # steps
+TINY = 8  # a thin model's sides are so much smaller
 
 
 @dataclass(frozen=True)
@@ -82,9 +81,9 @@ def subject_of(resolved: Resolved, folder: Path, *, tiny: bool = False, named: s
     """
     config = resolved.config
     if named == SMALL:
-        return public_subject(resolved, FAMILIES[SMALL_FAMILY], folder, small=True)
+        return public_subject(resolved, SMALL, folder)
     if config.model.family is not None and config.model.path is None:
-        return public_subject(resolved, FAMILIES[config.model.family], folder, tiny=tiny)
+        return public_subject(resolved, config.model.family, folder, tiny=tiny)
     if tiny:
         raise UsageError(TINY_NEEDS_A_FAMILY)
     order = Order(resolved, folder, Console(stderr=True, soft_wrap=True))
@@ -114,18 +113,10 @@ def load_encode(prepared: Prepared) -> Encode:
     return encode
 
 
-def small_architecture() -> Architecture:
-    """A U-Net of a size that a processor trains in tenths of a second."""
-    full = public_architecture(SMALL_FAMILY)
-    facts = replace(full.facts, path=Path(SMALL), resolution=SMALL_SIDE)
-    return Architecture(facts, {**full.denoiser, "block_out_channels": list(SMALL_CHANNELS)})
-
-
-def public_built(
-    resolved: Resolved, family: Family, *, tiny: bool, small: bool = False
-) -> tuple[str, Built, Architecture, Choices]:
-    """A family's published denoiser with random weights: what it is called, itself, its form, the hardware's choices."""
-    architecture = small_architecture() if small else public_architecture(family.name)
+def public_built(resolved: Resolved, named: str, *, tiny: bool) -> tuple[str, Built, Architecture, Choices]:
+    """A public architecture with random weights: what it is called, itself, its form, the hardware's choices."""
+    architecture = public_architecture(named)
+    family = FAMILIES[architecture.facts.family]
     resolved = suited(resolved, architecture.facts.prediction)
     config = resolved.config
     if tiny:
@@ -146,16 +137,15 @@ def public_built(
         attention_asked=asked_by_user(resolved, "memory.attention"),
         latents=(choices.micro, facts.latent_channels, side // facts.downscale, side // facts.downscale),
     )
-    called = "U-Net of 30 M weights," if small else f"{family.name} at a fifth of its width" if tiny else family.name
-    name = f"{called} {side} px, random weights"
+    called = "U-Net of 30 M weights" if named == SMALL else named
+    name = f"{called}{f' at {family.thinness}' if tiny else ''}, {side} px, random weights"
     return name, built, architecture, choices
 
 
-def public_subject(
-    resolved: Resolved, family: Family, folder: Path, *, tiny: bool = False, small: bool = False
-) -> Subject:
+def public_subject(resolved: Resolved, named: str, folder: Path, *, tiny: bool = False) -> Subject:
     """A published denoiser with random weights and random inputs: no model, no data, no encoders."""
-    name, built, architecture, choices = public_built(resolved, family, tiny=tiny, small=small)
+    name, built, architecture, choices = public_built(resolved, named, tiny=tiny)
+    family = FAMILIES[architecture.facts.family]
     config, learner = suited(resolved, architecture.facts.prediction).config, built.learner
     sides = [trained_resolution(config, architecture.facts)] * 2
     shapes = family.cond_shapes(architecture.denoiser)
@@ -223,5 +213,8 @@ def random_batch(
 
 
 def thinned(architecture: Architecture) -> Architecture:
-    """The same blocks much narrower, for machines without a GPU."""
-    return replace(architecture, denoiser=FAMILIES[architecture.facts.family].thin(architecture.denoiser))
+    """The same kinds of blocks, narrow and few, for small pictures: for machines without a GPU."""
+    facts = architecture.facts
+    side = max(facts.pixel_step, facts.resolution // TINY // facts.pixel_step * facts.pixel_step)
+    thin = FAMILIES[facts.family].thin(architecture.denoiser)
+    return Architecture(replace(facts, resolution=side), thin)

@@ -49,11 +49,11 @@ class Architecture:
     denoiser: Mapping[str, Any]
 
 
-def public_architecture(family: str) -> Architecture:
-    """The published model of a family, for planning and measuring where there is no folder."""
-    text = (files("lora_trainer.models") / "architectures" / f"{family}.json").read_text(encoding="utf-8")
+def public_architecture(name: str) -> Architecture:
+    """The published model of a family, for planning and measuring where there is no folder; or `small`, 30 M weights."""
+    text = (files("lora_trainer.models") / "architectures" / f"{name}.json").read_text(encoding="utf-8")
     document = json.loads(text)
-    facts = ModelFacts(path=Path(family), family=family, **document["facts"])
+    facts = ModelFacts(path=Path(name), **{"family": name, **document["facts"]})
     return Architecture(facts, document["denoiser"])
 
 
@@ -86,8 +86,8 @@ class Family:
 
     `lora_targets` maps `attention` and `attention+ff` to patterns of module names.
     `make_denoiser` builds from a config on torch's current default device (`meta` costs
-    nothing), with random weights; `thin` makes of a config one with the same blocks, a few
-    percent of the weights. `cond_shapes` gives, for a denoiser's config, the shapes
+    nothing), with random weights; `thin` makes of a config one with the same kinds of
+    blocks and a few percent of the weights, as `thinness` says in words. `cond_shapes` gives, for a denoiser's config, the shapes
     of what `encode_text` returns for one caption. `base_names` are what LoRA files call the
     base: `ss_base_model_version` and `modelspec.architecture`. Families that are not
     `trained` can be planned and measured only.
@@ -107,6 +107,7 @@ class Family:
     make_denoiser: Callable[[Mapping[str, Any]], nn.Module]
     cond_shapes: Callable[[Mapping[str, Any]], Mapping[str, tuple[int, ...]]]
     thin: Callable[[Mapping[str, Any]], Mapping[str, Any]]
+    thinness: str
     base_names: Callable[[ModelFacts], tuple[str, str]]
     trained: bool = True
 
@@ -119,6 +120,7 @@ def planned_family(
     make_denoiser: Callable[[Mapping[str, Any]], nn.Module],
     cond_shapes: Callable[[Mapping[str, Any]], Mapping[str, tuple[int, ...]]],
     thin: Callable[[Mapping[str, Any]], Mapping[str, Any]],
+    thinness: str,
 ) -> Family:
     """A transformer that is known by its form alone; whatever needs its files raises UsageError."""
 
@@ -145,6 +147,7 @@ def planned_family(
         make_denoiser=make_denoiser,
         cond_shapes=cond_shapes,
         thin=thin,
+        thinness=thinness,
         base_names=refuse,
         trained=False,
     )

@@ -16,7 +16,8 @@ if TYPE_CHECKING:
 CLIP_TOKENS, T5_TOKENS = 77, 256
 # The stored table of positions is 384 patches wide, 0.84 GiB in fp32; no picture needs more than its middle.
 LARGEST_SIDE = 128  # patches, of 16 pixels each
-THINNER_HEADS = 12
+THINNER_HEADS, FEWER_LAYERS = 12, 6
+THINNESS = "a twelfth of its width and a sixth of its layers"
 STREAMS = ("to_q", "to_k", "to_v", "to_out.0", "add_q_proj", "add_k_proj", "add_v_proj", "to_add_out")
 ATTENTION = tuple(f"transformer_blocks.*.attn*.{name}" for name in STREAMS)
 FEED_FORWARD = tuple(f"transformer_blocks.*.{name}" for name in ("net.0.proj", "net.2"))
@@ -46,10 +47,17 @@ def cond_shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
 
 
 def thin(config: Mapping[str, Any]) -> dict[str, Any]:
-    """A twelfth of the heads, each of the same size."""
+    """A twelfth of the heads, each of the same size, and a sixth of the layers of each kind."""
     heads = max(1, int(config["num_attention_heads"]) // THINNER_HEADS)
     width = heads * int(config["attention_head_dim"])
-    return {**config, "num_attention_heads": heads, "caption_projection_dim": width}
+    dual = list(config["dual_attention_layers"])
+    return {
+        **config,
+        "num_attention_heads": heads,
+        "caption_projection_dim": width,
+        "num_layers": max(1, int(config["num_layers"]) // FEWER_LAYERS),
+        "dual_attention_layers": dual[: -(-len(dual) // FEWER_LAYERS)],
+    }
 
 
 FAMILY = planned_family(
@@ -59,4 +67,5 @@ FAMILY = planned_family(
     make_denoiser=make_denoiser,
     cond_shapes=cond_shapes,
     thin=thin,
+    thinness=THINNESS,
 )

@@ -15,6 +15,7 @@ from lora_trainer.models.noise_schedule import make_process, make_scheduler
 from lora_trainer.models.unet import (
     CLIP_TOKENS,
     LORA_TARGETS,
+    THINNESS,
     image_encoder,
     load_tokenizer,
     load_unet,
@@ -155,5 +156,6 @@ FAMILY = Family(
     make_denoiser=make_denoiser,
     cond_shapes=cond_shapes,
     thin=thin,
+    thinness=THINNESS,
     base_names=base_names,
 )

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 CLIP_TOKENS = 77
 LEAST_TOKENS, MOST_TOKENS = 3, 4096  # start, a word and end
 THINNER = 5  # a fifth of the width is about a twenty-fifth of the weights
+THINNESS = "a fifth of its width"
 MOST_LEVELS, MOST_CHANNELS, LARGEST_SIDE = 8, 1024, 1024
 ATTENTION = tuple(f"*.attentions.*.{name}" for name in ("to_q", "to_k", "to_v", "to_out.0"))
 FEED_FORWARD = tuple(f"*.attentions.*.{name}" for name in ("ff.net.0.proj", "ff.net.2"))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
+from dataclasses import replace
 
 import pytest
 import torch
@@ -11,9 +12,10 @@ import torch
 from lora_trainer.cli.bench import legend
 from lora_trainer.cli.main import main
 from lora_trainer.jobs import bench, bench_loader, best, subject, turns, versus
-from lora_trainer.jobs.measures import COLUMNS
+from lora_trainer.jobs.measures import COLUMNS, SMALL, SUBJECTS
 from lora_trainer.jobs.rates import rate_of_card
 from lora_trainer.models import FAMILIES, unet
+from lora_trainer.models.family import public_architecture
 from tests.recipes.recipe import Bench, draw_pictures, patched, save_tiny_model
 
 
@@ -72,15 +74,27 @@ def test_a_family_alone_is_its_public_architecture(capsys):
 @pytest.mark.slow
 def test_several_models_are_measured_in_one_call(place, capsys):
     arguments = place.arguments("x", command="bench", memory__base_precision="fp32", data__resolution=64)
-    with patched(subject, "SMALL_CHANNELS", (32, 32, 32, 32)):
+    small = public_architecture(SMALL)
+    narrow = replace(small, denoiser={**small.denoiser, "block_out_channels": [32, 32, 32, 32]})
+    with patched(subject, "public_architecture", {SMALL: narrow}.__getitem__):
         assert main([arguments[0], "step", *arguments[1:], *"--subject own --subject small --steps 2".split()]) == 0
     told = capsys.readouterr().out
     assert told.index(f"{place.model.name} on ") < told.index("U-Net of 30 M weights")
 
 
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_thin_model_takes_small_pictures_of_its_own_step(name):
+    whole = public_architecture(name)
+    thin = subject.thinned(whole).facts
+    assert thin.pixel_step <= thin.resolution <= whole.facts.resolution / 8
+    assert thin.resolution % thin.pixel_step == 0
+
+
 def test_the_small_model_has_the_weights_that_its_name_says():
+    small = public_architecture(SMALL)
     with torch.device("meta"):
-        denoiser = FAMILIES[subject.SMALL_FAMILY].make_denoiser(subject.small_architecture().denoiser)
+        denoiser = FAMILIES[small.facts.family].make_denoiser(small.denoiser)
+    assert f"{small.facts.resolution} px" in SUBJECTS[SMALL]
     assert round(sum(each.numel() for each in denoiser.parameters()) / 1e6) == 30
 
 

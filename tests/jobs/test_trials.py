@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from lora_trainer.cli.main import main
-from lora_trainer.jobs.trials import batch, resolution, scaling, table
+from lora_trainer.jobs.trials import batch, resolution, row, scaling, table
 from lora_trainer.jobs.trials.row import Asking, Spec, settings_of
 from lora_trainer.models import unet
 from tests.jobs.childs_work import end_at_once, sleep
@@ -198,11 +198,18 @@ def test_a_process_that_ends_or_hangs_is_a_row_that_failed(tmp_path, monkeypatch
 
 
 def test_rows_of_a_card_are_what_the_plan_chose_for_it():
-    spec = table.capped("sdxl", 8, 60.0)
-    settings = settings_of(spec, Asking(tiny=True), torch.device("cpu")).config
+    specs = {spec.name: spec for spec in table.SPECS}
+    settings = settings_of(specs["sdxl 1024 in 8 GB"], Asking(tiny=True), torch.device("cpu")).config
     assert settings.memory.checkpointing not in ("none", "auto")
     assert settings.memory.limit_gib is None
     assert settings.data.resolution == 128
+    assert row.share_of(1, 57, 9) == 1
+    assert [row.share_of(count, 57, 9) for count in (0, 30, 57)] == [0, 5, 9]
+
+
+def test_rows_are_held_against_one_above_of_the_same_model():
     names = [spec.name for spec in table.SPECS]
     assert len(set(names)) == len(names)
+    family_of = {spec.name: spec.family for spec in table.SPECS}
+    assert all(spec.like is None or family_of[spec.like] == spec.family for spec in table.SPECS)
     assert all(spec.like is None or spec.like in names[: names.index(spec.name)] for spec in table.SPECS)

@@ -14,7 +14,7 @@ from lora_trainer.config.layers import Resolved
 from lora_trainer.core.errors import Problem, UsageError
 from lora_trainer.evaluation.loading import free_memory
 from lora_trainer.jobs.measures import Asked, Column, Report
-from lora_trainer.jobs.subject import Subject, subject_of
+from lora_trainer.jobs.subject import TINY, Subject, subject_of
 from lora_trainer.jobs.trials.expected import expected_of, model_of
 from lora_trainer.jobs.trials.memory import on_processor
 from lora_trainer.jobs.trials.steps import GIB, changed, inputs_of, own_way, take_steps
@@ -22,7 +22,6 @@ from lora_trainer.jobs.trials.steps import GIB, changed, inputs_of, own_way, tak
 WARM_UP, STEPS, TRAINED = 3, 10, 40
 SIDES = (512, 768, 1024)
 SMALL = 256  # models of less take half, three quarters and all of their own
-TINY = 8  # a thin model's sides are so much smaller
 TOGETHER = 2  # held-out questions
 ABOUT = {
     "ratio": "time over the smallest resolution's",
@@ -118,7 +117,7 @@ def row_of(resolved: Resolved, asked: Asked, side: int, rows: list[ResolutionRow
     low, high = steps.tenths
     return ResolutionRow(
         name=str(side),
-        model=subject.name.replace(f" {side} px,", ""),
+        model=subject.name.replace(f", {side} px", ""),
         seconds_median=steps.median,
         seconds_p10=low,
         seconds_p90=high,

@@ -16,12 +16,13 @@ from lora_trainer.config.layers import Layer, Resolved
 from lora_trainer.core.errors import UserError, first_line, is_out_of_memory
 from lora_trainer.core.io import write_json
 from lora_trainer.core.quiet import quieten_libraries
-from lora_trainer.jobs.subject import Subject, subject_of
+from lora_trainer.jobs.subject import TINY, Subject, subject_of
 from lora_trainer.jobs.trials.expected import Expected, expected_of, model_of
 from lora_trainer.jobs.trials.memory import on_processor
 from lora_trainer.jobs.trials.steps import GIB, Steps, inputs_of, own_way, take_steps
 from lora_trainer.jobs.usual import USUAL, add_usual_adapter, use_adapter, usual_step
-from lora_trainer.models.memory.checkpointing import checkpointed_blocks
+from lora_trainer.models.memory.checkpointing import checkpointable_blocks, checkpointed_blocks
+from lora_trainer.models.memory.streaming import streamable_blocks
 from lora_trainer.production.memory import choose_fit, refuse_what_does_not_fit, usable_gib
 from lora_trainer.production.plan import make_demand
 from lora_trainer.production.settings import settle
@@ -49,7 +50,7 @@ class Spec:
 
 @dataclass(frozen=True)
 class Asking:
-    """How all rows are measured. `tiny`: a fifth of the width and small pictures, for machines without a card."""
+    """How all rows are measured. `tiny`: thin models and small pictures, for machines without a card."""
 
     warm_up: int = 10
     steps: int = 30
@@ -94,12 +95,12 @@ def settings_of(spec: Spec, asking: Asking, card: torch.device) -> Resolved:
     if card.type == "cuda":
         return resolved
     if spec.cap_gib is not None:
-        values |= planned_settings(resolved, spec.cap_gib)
+        values |= planned_settings(resolved, spec.cap_gib, tiny=asking.tiny)
         del values["memory.limit_gib"]
     if values.get("memory.base_precision", "bf16") == "bf16":
         values["memory.base_precision"] = "fp32"  # at such sizes a processor is slower with less
     if asking.tiny:
-        values["data.resolution"] = values["data.resolution"] // 8
+        values["data.resolution"] = values["data.resolution"] // TINY
     return laid(values)
 
 
@@ -111,17 +112,32 @@ def laid(values: Mapping[str, Any]) -> Resolved:
     return settle([], [Layer("bench table", sections)], builtin_if_none=False)
 
 
-def planned_settings(resolved: Resolved, cap_gib: float) -> dict[str, Any]:
-    """The planner's choice for the published model under a limit, as settings. Raises UsageError where nothing fits."""
+def planned_settings(resolved: Resolved, cap_gib: float, *, tiny: bool) -> dict[str, Any]:
+    """The planner's choice for the published model under a limit, as settings: of a thin one, the same share of blocks.
+
+    Raises UsageError where nothing fits.
+    """
     demand = make_demand(resolved, *model_of(resolved, tiny=False), cap_gib)
     fit = choose_fit(demand)
     refuse_what_does_not_fit(demand, fit)
+    checkpointed, streamed = fit.checkpointed or 0, fit.streamed or 0
+    if tiny:
+        family, thin = model_of(resolved, tiny=True)
+        with torch.device("meta"):
+            denoiser = family.make_denoiser(thin.denoiser)
+        checkpointed = share_of(checkpointed, demand.gauge.blocks, len(checkpointable_blocks(denoiser)))
+        streamed = share_of(streamed, demand.gauge.streamable, len(streamable_blocks(denoiser)))
     return {
         "memory.base_precision": fit.precision,
-        "memory.checkpointing": fit.checkpointed or "none",
-        "memory.streaming": fit.streamed or "none",
+        "memory.checkpointing": checkpointed or "none",
+        "memory.streaming": streamed or "none",
         "batch.max_micro": fit.micro,
     }
+
+
+def share_of(count: int, whole: int, own: int) -> int:
+    """As many of `own` blocks as `count` is of the whole model's; none only of none."""
+    return -(-count * own // whole) if count else 0
 
 
 def measured_row(spec: Spec, asking: Asking) -> TableRow:

@@ -2,7 +2,7 @@
 
 Rows stand in the order of their worth. Each is measured in a process of its own and written as soon as it is there, so
 that a crash costs one row and the next call goes on where this one ended. Without a card `--tiny` takes the same rows
-at a fifth of the width and an eighth of the side: that shows that each row runs, and nothing of its speed.
+of thin models at an eighth of the side: that shows that each row runs, and nothing of its speed.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import multiprocessing
 import sys
 import tempfile
 import time
+import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, fields, replace
 from pathlib import Path
@@ -30,59 +31,27 @@ from lora_trainer.jobs.trials.steps import loss_difference
 
 MINUTES = 25.0
 FILE = "bench-table.json"
+ROWS = Path(__file__).with_name("rows.toml")
 PRELOADED = ["lora_trainer.jobs.trials.row"]
-PLAIN = {"memory.checkpointing": "none", "memory.base_precision": "bf16", "memory.streaming": "none"}
-ALL = {**PLAIN, "memory.checkpointing": "all"}
-COMPILED = {"memory.compile": True}
-INT8 = {"memory.base_precision": "int8"}
 CAP_FAILED = "the cap does not hold here: a process that passed it was not stopped"
 
 
-def sized(family: str, side: int, batch: int = 1) -> dict[str, Any]:
-    rank = {"lora.rank": 16, "lora.targets": "attention"}
-    return {"data.resolution": side, "batch.effective": batch, "batch.max_micro": batch, **rank}
+def read_rows() -> tuple[Spec, ...]:
+    """The rows as they stand in their file."""
+    document = tomllib.loads(ROWS.read_text(encoding="utf-8"))
+    return tuple(spec_of(row, document) for row in document["row"])
 
 
-def capped(family: str, gib: int, seconds: float) -> Spec:
-    like = f"{family} 1024 eager" if family == "sdxl" else f"{family} 1024"
-    return Spec(f"{family} 1024 in {gib} GB", family, sized(family, 1024), like, float(gib), seconds=seconds)
+def spec_of(row: Mapping[str, Any], document: Mapping[str, Any]) -> Spec:
+    own = dict(row)
+    batch = own.pop("batch", 1)
+    settings = {"data.resolution": own.pop("side"), "batch.effective": batch, "batch.max_micro": batch}
+    for each in (document["always"], *(document["settings"][name] for name in own.pop("settings", ()))):
+        settings |= each
+    return Spec(settings=settings, **own)
 
 
-SDXL, FLUX = sized("sdxl", 1024), sized("flux", 1024)
-EAGER, FLOW = "sdxl 1024 eager", "flux 1024"
-SPECS: tuple[Spec, ...] = (
-    Spec(EAGER, "sdxl", SDXL | PLAIN),
-    Spec("sdxl 1024 compiled", "sdxl", SDXL | PLAIN | COMPILED, EAGER, seconds=240.0),
-    Spec("sdxl 1024 checkpointed", "sdxl", SDXL | ALL, EAGER),
-    Spec("sdxl 1024 as diffusers' example", "sdxl", SDXL | PLAIN, EAGER, way="example"),
-    Spec(FLOW, "flux", FLUX | PLAIN, seconds=180.0),
-    Spec("flux 1024 checkpointed", "flux", FLUX | ALL, FLOW, seconds=180.0),
-    capped("sdxl", 8, 150.0),
-    capped("flux", 12, 240.0),
-    Spec("sdxl 1024 int8", "sdxl", SDXL | PLAIN | INT8, EAGER),
-    Spec(
-        "sdxl 1024 int8 products, compiled",
-        "sdxl",
-        SDXL | PLAIN | INT8 | COMPILED | {"memory.int8_products": True},
-        EAGER,
-        seconds=240.0,
-    ),
-    capped("sdxl", 6, 150.0),
-    capped("flux", 16, 240.0),
-    capped("sdxl", 12, 150.0),
-    Spec("sd3 1024", "sd3", sized("sd3", 1024) | PLAIN, seconds=150.0),
-    Spec("sd15 512", "sd15", sized("sd15", 512) | PLAIN, seconds=90.0),
-    Spec("sd15 512 batch 4", "sd15", sized("sd15", 512, 4) | PLAIN, seconds=90.0),
-    Spec("flux 1024 checkpointed, compiled", "flux", FLUX | ALL | COMPILED, FLOW, seconds=300.0),
-    Spec("flux 512", "flux", sized("flux", 512) | PLAIN, seconds=180.0),
-    capped("flux", 24, 240.0),
-    capped("flux", 8, 300.0),
-    Spec("sdxl 1024 compiled, eight shapes", "sdxl", SDXL | PLAIN | COMPILED, EAGER, shapes=8, seconds=400.0),
-    capped("sdxl", 10, 150.0),
-    capped("sdxl", 16, 150.0),
-    capped("sdxl", 24, 150.0),
-    capped("flux", 10, 300.0),
-)
+SPECS = read_rows()
 
 
 def measure(asked: Asked) -> Report:
