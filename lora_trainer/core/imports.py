@@ -40,6 +40,19 @@ def hide(names: Collection[str]) -> None:
 
 
 @contextmanager
+def shown(name: str) -> Iterator[None]:
+    """Inside the block a hidden library is found; it is hidden again where nobody imported it meanwhile."""
+    hidden = name in _hidden and sys.modules.get(name, name) is None
+    if hidden:
+        del sys.modules[name]
+    try:
+        yield
+    finally:
+        if hidden and name not in sys.modules:
+            sys.modules[name] = None  # type: ignore[assignment]  # as above
+
+
+@contextmanager
 def importing() -> Iterator[None]:
     """While open nobody looks for garbage; what was made until then is never looked through again."""
     was = gc.isenabled()

@@ -47,7 +47,8 @@ def read_tensor_header(path: Path) -> dict[str, Any]:
 
 
 def _read_header(path: Path, beginning: bytes, size: int, read: Any) -> tuple[dict[str, Any], int]:
-    if beginning.startswith(PICKLE_BEGINNINGS):
+    # A header of 640, 896, 1152 or 1408 bytes begins alike, but zeros follow, which no pickle can have there.
+    if beginning.startswith(PICKLE_BEGINNINGS) and beginning[2:] != bytes(6):
         raise refusal(path, "is a pickle, which can run code when it is loaded", "Use a .safetensors file.")
     if len(beginning) < 8:
         raise refusal(path, f"has {size} bytes: it is empty or was cut off", AGAIN)

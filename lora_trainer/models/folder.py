@@ -98,12 +98,18 @@ def detect_family(folder: Path, origin: str = "--model") -> str:
     return family
 
 
-def weights_file(folder: Path) -> Path:
-    """The safetensors file of a component, the full-precision one first. Raises UsageError, also for several files."""
-    found = _first_of_weights(folder)
-    if "-of-" in found.name:
-        raise UsageError(Problem(f"{folder} holds weights in several files.", "Save the model unsharded."))
-    return found
+def weights_files(folder: Path) -> list[Path]:
+    """The safetensors files of a component's weights, the full-precision ones where there are others.
+
+    Raises UsageError as `places_of_weights` does.
+    """
+    return sorted(set(places_of_weights(folder).values()))
+
+
+def weights_digest(folder: Path) -> str:
+    """A hash of a component's weights: of one file its own, of several all of theirs. Raises UsageError."""
+    digests = [remembered_sha256(path) for path in weights_files(folder)]
+    return digests[0] if len(digests) == 1 else hashlib.sha256("\n".join(digests).encode()).hexdigest()
 
 
 def places_of_weights(folder: Path) -> dict[str, Path]:
@@ -143,8 +149,8 @@ def _first_of_weights(folder: Path) -> Path:
 
 def variant_of(folder: Path) -> str | None:
     """`fp16` for a component that has only `….fp16.safetensors`."""
-    suffixes = weights_file(folder).suffixes
-    return suffixes[-2].lstrip(".") if len(suffixes) > 1 else None
+    suffixes = _first_of_weights(folder).suffixes
+    return suffixes[-2].lstrip(".").partition("-")[0] if len(suffixes) > 1 else None
 
 
 def check_components(folder: Path, components: tuple[str, ...]) -> None:
@@ -166,7 +172,7 @@ def check_part(folder: Path) -> int:
     other files than these, fetch code or run it: an index that leads elsewhere, an adapter, a config with code of its own.
     """
     if not (files := sorted(folder.glob("*.safetensors"))):
-        weights_file(folder)  # says what is there in place of weights
+        _first_of_weights(folder)  # says what is there in place of weights
     if (adapter := folder / "adapter_config.json").exists():
         raise UsageError(Problem(f"{adapter} would put other weights onto these.", "Delete it, or merge the adapter."))
     for index in folder.glob("*.safetensors.index.json"):

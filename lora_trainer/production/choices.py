@@ -12,6 +12,7 @@ from lora_trainer.config.contradictions import from_user
 from lora_trainer.config.layers import Resolved
 from lora_trainer.config.schema import Config, Precision
 from lora_trainer.core.hardware import cpu_supports_bf16, cuda_memory_gib
+from lora_trainer.core.imports import shown
 from lora_trainer.models.family import Architecture, Family
 from lora_trainer.models.storage.four_bits import need_library
 from lora_trainer.monitor.memory import set_allocator
@@ -91,7 +92,9 @@ def choose(resolved: Resolved, family: Family, architecture: Architecture, devic
             streamed=asked_to_stream(config),
         )
     demand = make_demand(resolved, family, architecture, card_gib(config), world=world, precision=precision.value)
-    if find_spec("bitsandbytes") is None:  # chosen only where it can be had; who asks for it is told
+    with shown("bitsandbytes"):
+        lacking = find_spec("bitsandbytes") is None
+    if lacking:  # chosen only where it can be had; who asks for it is told
         stored = tuple(each for each in demand.precisions if each != "nf4" or each == precision.value)
         demand = replace(demand, precisions=stored)
     return planned_choices(demand, precision, device)

@@ -11,9 +11,8 @@ from rich.console import Console
 from lora_trainer.config.resuming import CHANGE_TEXTS, FIXED, SHOWN_BY
 from lora_trainer.config.schema import Config
 from lora_trainer.config.toml import read_toml, shown
-from lora_trainer.core.digests import remembered_sha256
 from lora_trainer.core.errors import Problem, UsageError
-from lora_trainer.models.folder import weights_file
+from lora_trainer.models.folder import weights_digest
 from lora_trainer.production.choices import Choices
 from lora_trainer.production.inputs import Inputs, with_absolute_paths
 from lora_trainer.training.checkpoints.checkpoint import Checkpoint, newest_valid
@@ -35,7 +34,7 @@ def fixed_settings(config: Config, inputs: Inputs, choices: Choices) -> dict[str
         **values,
         "data.sources": shown_by_source(config),
         "trained resolution": inputs.resolution,  # also where it is the model's own under a tier's ceiling
-        "model": remembered_sha256(weights_file(folder / family.denoiser_prefix)),
+        "model": weights_digest(folder / family.denoiser_prefix),
         "autoencoder": image_key,
         "text encoder": text_key,
         "the model's noise": f"{process.prediction}, {process.timesteps} timesteps, signal {first:.6g} to {last:.6g}",

@@ -64,3 +64,36 @@ def test_garbage_is_looked_for_again_after_imports():
     with importing():
         assert not gc.isenabled()
     assert gc.isenabled()
+
+
+CHOSEN = """
+import sys
+import torch
+from lora_trainer.config.layers import resolve
+from lora_trainer.core.imports import own_process
+own_process()
+from lora_trainer.production.libraries import import_libraries
+resolved = resolve([])
+import_libraries(resolved.config)
+assert sys.modules["bitsandbytes"] is None
+from lora_trainer.models import FAMILIES
+from lora_trainer.models.family import public_architecture
+from lora_trainer.models.lora import inject_lora
+from lora_trainer.models.storage.store import narrower, store_layers
+from lora_trainer.production import choices
+choices.cuda_memory_gib = lambda: 11.6
+torch.cuda.is_bf16_supported = lambda **_: True
+chosen = choices.choose(resolved, FAMILIES["flux"], public_architecture("flux"), torch.device("cuda"), 1)
+model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Linear(64, 64)).requires_grad_(False)
+store_layers(model, narrower(chosen.precision.value))
+parameters = inject_lora(model, ["0", "1"], rank=2, alpha=2.0, dropout=0.0, seed=0)
+model(torch.randn(3, 64)).sum().backward()
+assert all(each.grad is not None for each in parameters.values())
+from diffusers.utils.import_utils import is_bitsandbytes_available
+print(chosen.precision.value, type(model[0].base_layer).__name__, is_bitsandbytes_available())
+"""
+
+
+def test_what_the_plan_chose_is_found_though_it_is_hidden_from_others():
+    done = subprocess.run([sys.executable, "-c", CHOSEN], capture_output=True, text=True, timeout=120)
+    assert done.stdout.split() == ["nf4", "Linear4", "False"], done.stderr

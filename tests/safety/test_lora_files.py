@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import save_file
 
 from lora_trainer.core.errors import UsageError
+from lora_trainer.core.tensorfile import read_tensor_header
 from lora_trainer.export.lora_file import read_lora
 from tests.safety.test_models import HEADERS, refused
 
@@ -91,3 +92,13 @@ def test_a_pickle_is_named_and_never_read(name: str, tmp_path: Path) -> None:
         with pytest.raises(UsageError, match="pickle"):
             read_lora(path)
     assert not ran.exists()
+
+
+@pytest.mark.parametrize("length", [640, 896, 1152, 1408])
+def test_a_header_whose_length_begins_as_a_pickle_does_is_read(length: int, tmp_path: Path) -> None:
+    path, tensors = tmp_path / "own.safetensors", {"a": torch.zeros(1)}
+    save_file(tensors, path, metadata={"b": ""})
+    beside = int.from_bytes(path.read_bytes()[:8], "little")
+    save_file(tensors, path, metadata={"b": "x" * (length - beside)})
+    assert path.read_bytes()[:1] == b"\x80"
+    assert list(read_tensor_header(path)) == ["__metadata__", "a"]

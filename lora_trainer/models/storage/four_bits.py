@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from lora_trainer.core.errors import Problem, UsageError
+from lora_trainer.core.imports import shown
 from lora_trainer.models.storage.eight_bits import SCALE
 
 BLOCK = 64  # numbers with one scale
@@ -28,7 +29,8 @@ KIND = "nf4"
 def need_library() -> None:
     """Raise UsageError, with the command that helps, where bitsandbytes cannot be used."""
     try:
-        importlib.import_module("bitsandbytes")
+        with shown("bitsandbytes"):  # hidden where the settings do not name it: the plan may choose it later
+            importlib.import_module("bitsandbytes")
     except Exception as error:  # a library that is there and fails to start raises every kind
         message = f"memory.base_precision=nf4 needs bitsandbytes, which cannot be used ({str(error)[:100]})."
         raise UsageError(Problem(message, "pip install bitsandbytes, or set memory.base_precision=int8.")) from error
