@@ -95,6 +95,7 @@ def both_taken(
     taken = in_turn(asked, named, sides, steps, folder / "in-turn") if together else None
     if taken is not None:
         return taken, []
+    free_memory(join_processes().device)  # both models are let go of by now
     why = "the card has no room for both" if together else "it holds for a whole process"
     alone = {
         name: one_alone(asked, named, name, side, steps, folder / str(number))
@@ -120,8 +121,7 @@ def in_turn(
     except Exception as error:
         if device.type != "cuda" or not is_out_of_memory(error):
             raise
-    free_memory(device)
-    return None
+        return None
 
 
 def one_alone(asked: Asked, named: str, name: str, side: Resolved, steps: int, folder: Path) -> Taken:

@@ -65,7 +65,7 @@ def build_learner(
     dtype = layout.dtype
     on_the_way = torch.device("cpu") if layout.streamed else device
     products, no_products = int8_products(config.memory.int8_products, layout.stored, device)
-    narrow = narrower(layout.stored, products=products)
+    narrow = narrower(layout.stored, products=products, by=device)
     denoiser = family.load_denoiser(facts.path, dtype, on_the_way, narrow)
     shapes = shapes_of({family.denoiser_prefix: denoiser})
     last = set_memory_order(denoiser, config, device)

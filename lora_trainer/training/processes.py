@@ -72,6 +72,8 @@ def join_processes(timeout_minutes: float = 30.0) -> Processes:
     # Without being asked for the CPU, accelerate leaves each of several processes on it to itself.
     state = PartialState(cpu=not torch.accelerator.is_available(), timeout=COLLECTIVES_WAIT)
     rank, world, device = state.process_index, state.num_processes, state.device
+    if device.type == "cuda" and device.index is None:
+        device = torch.device("cuda", 0)  # as tensors there call it: a device without a number equals none of theirs
     if world == 1:
         return Processes(rank, world, device, None, lambda: None)
     return _together(rank, world, device, timeout_minutes)

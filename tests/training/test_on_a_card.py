@@ -12,6 +12,8 @@ from accelerate import PartialState
 from lora_trainer.cli.main import main
 from lora_trainer.config.schema import Config, MemorySection
 from lora_trainer.data.loader import prefetch
+from lora_trainer.jobs.trials import table
+from lora_trainer.jobs.trials.cap import prove_cap
 from lora_trainer.models.attention.choose import choose_attention, fastest_attention
 from lora_trainer.models.attention.kinds import KINDS
 from lora_trainer.models.attention.probe import time_attention
@@ -66,6 +68,33 @@ def test_checkpointing_frees_memory_and_keeps_the_losses(capsys):
     without, checkpointed = json.loads(capsys.readouterr().out)["rows"]
     assert checkpointed["peak_gib"] < without["peak_gib"]
     assert checkpointed["loss_mean"] < 1e-2
+
+
+def test_memory_is_found_where_it_is_and_activations_wait_elsewhere(capsys):
+    asked = ["--set", "model.family=sd15", "--set", "data.resolution=512", "--steps", "2", "--json"]
+    assert main(["bench", "memory", *asked]) == 0
+    ratios = {row["name"]: row["ratio"] for row in json.loads(capsys.readouterr().out)["rows"]}
+    assert all(ratios[part] == pytest.approx(1.0, rel=0.02) for part in ("weights", "adapter"))
+    plain = ["--set", "memory.checkpointing=none"]
+    assert main(["bench", "step", *asked, *plain, "--vs", "memory.offload_activations=true"]) == 0
+    without, offloaded = json.loads(capsys.readouterr().out)["rows"]
+    assert offloaded["peak_gib"] < without["peak_gib"]
+    assert offloaded["loss_mean"] < 1e-2
+
+
+def test_the_cap_of_a_capped_row_holds(tmp_path):
+    assert table.in_child(prove_cap, (), tmp_path / "cap.json", 120.0) == {"holds": True, "failed": None}
+
+
+def test_a_row_of_the_table_is_measured_in_a_process_of_its_own(tmp_path, capsys):
+    file = tmp_path / "rows.json"
+    assert main(["bench", "table", "--only", "sd15 512 batch 4", "--steps", "3", "--rows", str(file), "--json"]) == 0
+    (row,) = json.loads(capsys.readouterr().out)["rows"]
+    assert row["failed"] is None
+    assert 0.0 < row["seconds_p10"] <= row["seconds_median"] <= row["seconds_p90"]
+    assert 0.0 < row["peak_gib"] <= row["reserved_gib"]
+    assert row["error"] == pytest.approx(0.0, abs=0.25)
+    assert len(row["losses"]) == 13
 
 
 def test_more_than_the_cap_raises_and_nothing_spills():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -41,6 +42,13 @@ def hanging(monkeypatch) -> Processes:
     """One of two, whose card waits for the other for ever."""
     monkeypatch.setattr(rooms, "when_done", lambda device: lambda: False)
     return Processes(0, 2, torch.device("cpu"), lambda tensor: tensor, lambda: None, patiently)
+
+
+def test_a_card_is_called_as_its_tensors_call_it(monkeypatch):
+    """accelerate names the only card `cuda`, which equals no tensor's device."""
+    alone = SimpleNamespace(process_index=0, num_processes=1, device=torch.device("cuda"))
+    monkeypatch.setattr(rooms, "PartialState", lambda **_: alone)
+    assert rooms.join_processes().device == torch.device("cuda", 0)
 
 
 READS: dict[str, Callable[[Job, Reporter], object]] = {

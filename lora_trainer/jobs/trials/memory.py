@@ -163,7 +163,7 @@ def on_card(learner: Learner, micros: list[Micro]) -> tuple[Measured, Held]:
     way(1)
     torch.cuda.synchronize(device)
     held = held_on(device, retries)
-    beside = before - weights - own - optimizer  # of other work in this process: no part of the step
+    beside = before - weights - own - optimizer  # inputs that lie ready, the workspaces of libraries
     return Measured(weights, own, optimizer, (held.allocated or 0) - before + max(0, beside)), held
 
 

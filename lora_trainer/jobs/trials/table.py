@@ -113,11 +113,13 @@ def in_child(work: Any, arguments: tuple[Any, ...], path: Path, seconds: float) 
         context.set_forkserver_preload(PRELOADED)
     process = context.Process(target=work, args=(*arguments, str(path)))
     process.start()
-    process.join(seconds)
-    late = process.is_alive()
-    if late:
-        process.kill()
-        process.join()
+    try:
+        process.join(seconds)
+    finally:  # also where this process is told to leave: nothing stays behind on the card
+        late = process.is_alive()
+        if late:
+            process.kill()
+            process.join()
     if path.is_file():
         found: dict[str, Any] = read_json(path)
         return found

@@ -105,6 +105,19 @@ def test_a_kept_base_stays_wide_and_whole(model: Path) -> None:
     assert_same(family.load_denoiser(model, torch.float32, CPU).state_dict(), before)
 
 
+def test_layers_that_stay_in_host_memory_are_narrowed_by_the_card(monkeypatch: pytest.MonkeyPatch) -> None:
+    """There and back; a layer that is there already goes nowhere."""
+    went: list[object] = []
+    card = torch.device("cuda", 0)
+    monkeypatch.setattr(nn.Linear, "to", lambda layer, device: went.append((device, layer.weight.dtype)))
+    narrow = narrower("int8", by=card)
+    assert narrow is not None
+    narrow(nn.Linear(32, 32).requires_grad_(False))
+    assert went == [(card, torch.float32), (CPU, torch.int8)]
+    narrow(nn.Linear(32, 32, device="meta").requires_grad_(False))
+    assert len(went) == 2
+
+
 def test_random_layers_are_narrowed_as_they_are_made() -> None:
     wide: list[int] = []
     narrow = narrower("int8")
