@@ -14,12 +14,14 @@ EXAMPLES = """examples:
   lora-trainer plan --preset 12gb,quality --set model.family=sdxl
   lora-trainer plan --preset 8gb --model ./my-sd15 --data ./pictures --json
 """
+SETTINGS = "what each single change buys, also where it must be traced for that: half a minute or more"
 
 
 def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
     """What a run takes, and how to show it."""
     parser.add_argument("--json", action="store_true", help="one JSON document on stdout")
     parser.add_argument("--all", action="store_true", help="every tier, goal and family as a Markdown page")
+    parser.add_argument("--settings", action="store_true", help=SETTINGS)
     add_run_arguments(parser, hidden=("--resume", "--dry-run", "--yes"))
 
 
@@ -41,7 +43,7 @@ def plan_command(arguments: argparse.Namespace, unknown: list[Problem]) -> int:
         return DONE
     from lora_trainer.production.plan import make_plan
 
-    plan = make_plan(resolved, card_gib=card_if_auto(arguments))
+    plan = make_plan(resolved, card_gib=card_if_auto(arguments), every_setting=arguments.settings)
     if arguments.json:
         sys.stdout.write(json.dumps(plan.to_json(), indent=2) + "\n")
     else:

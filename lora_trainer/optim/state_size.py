@@ -9,27 +9,31 @@ Shape = tuple[int, ...]
 
 FEWEST_IN_8_BITS = 4096  # bitsandbytes keeps smaller tensors in fp32
 BLOCK = 256  # elements that share one fp32 scale in 8-bit state
+NUMBER = 4  # bytes of a tensor of one number
+ROUNDING = 512  # bytes, to which a card's allocator rounds every tensor
 
 
-def full_tensors(count: int) -> Callable[[Shape], int]:
-    """So many fp32 tensors of the parameter's own shape."""
-    return lambda shape: 4 * count * math.prod(shape)
+def full_tensors(count: int, numbers: int = 0) -> Callable[[Shape], list[int]]:
+    """So many fp32 tensors of the parameter's own shape, and so many of one number."""
+    return lambda shape: [4 * math.prod(shape)] * count + [NUMBER] * numbers
 
 
-def two_in_8_bits(shape: Shape) -> int:
-    """Two states of a byte for each element, and a scale for each block (arXiv:2110.02861)."""
+def two_in_8_bits(shape: Shape) -> list[int]:
+    """Two states of a byte for each element, each with a scale for each block (arXiv:2110.02861)."""
     size = math.prod(shape)
-    return 8 * size if size < FEWEST_IN_8_BITS else 2 * (size + 4 * math.ceil(size / BLOCK))
+    return [4 * size] * 2 if size < FEWEST_IN_8_BITS else [size, 4 * math.ceil(size / BLOCK)] * 2
 
 
-def factored(shape: Shape) -> int:
-    """Rows and columns of the squares in place of all of them (arXiv:1804.04235)."""
+def factored(shape: Shape) -> list[int]:
+    """Rows and columns of the squares in place of all of them (arXiv:1804.04235), and the size of the weights."""
     size = math.prod(shape)
-    return 4 * size if len(shape) < 2 else 4 * (size // shape[-1] + size // shape[-2])
+    squares = [4 * size] if len(shape) < 2 else [4 * (size // shape[-1]), 4 * (size // shape[-2])]
+    return [*squares, NUMBER]
 
 
-STATE_BYTES: dict[str, Callable[[Shape], int]] = {
-    "adamw": full_tensors(2),
+# The bytes of each tensor that is kept for a parameter. torch's fused AdamW counts its steps in one for each.
+STATE_TENSORS: dict[str, Callable[[Shape], list[int]]] = {
+    "adamw": full_tensors(2, numbers=1),
     "adamw8bit": two_in_8_bits,
     "paged_adamw8bit": two_in_8_bits,
     "adafactor": factored,
@@ -40,5 +44,10 @@ STATE_BYTES: dict[str, Callable[[Shape], int]] = {
 
 
 def optimizer_state_bytes(name: str, shapes: Iterable[Shape]) -> int:
-    """Bytes that the optimizer `name` keeps for parameters of these shapes."""
-    return sum(map(STATE_BYTES[name], shapes))
+    """Bytes that the optimizer `name` keeps for parameters of these shapes, as a file holds them."""
+    return sum(sum(STATE_TENSORS[name](shape)) for shape in shapes)
+
+
+def optimizer_state_on_card(name: str, shapes: Iterable[Shape]) -> int:
+    """The same as a card's allocator holds it: each tensor takes whole pieces of ROUNDING bytes."""
+    return sum(-(-size // ROUNDING) * ROUNDING for shape in shapes for size in STATE_TENSORS[name](shape))

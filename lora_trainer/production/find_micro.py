@@ -23,7 +23,7 @@ from lora_trainer.core.errors import UsageError, memory_may_run_out
 from lora_trainer.data.loader import CachedData
 from lora_trainer.evaluation.loading import free_memory
 from lora_trainer.monitor.memory import LARGEST_SYSTEM_SHARE, system_memory
-from lora_trainer.optim.state_size import optimizer_state_bytes
+from lora_trainer.optim.state_size import optimizer_state_on_card
 from lora_trainer.production.choices import card_gib
 from lora_trainer.production.inputs import Inputs
 from lora_trainer.production.memory import GIB, usable_gib
@@ -98,7 +98,7 @@ def held_by(learner: Learner, micro: Micro, *, again: bool, config: Config) -> i
     """
     device, held = learner.device, None
     shapes = [tuple(master.shape) for master in learner.masters]
-    state = optimizer_state_bytes(config.optim.name, shapes)
+    state = optimizer_state_on_card(config.optim.name, shapes)
     with memory_may_run_out():
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)

@@ -16,7 +16,7 @@ from typing import Literal
 
 from lora_trainer.core.errors import Problem, UsageError
 from lora_trainer.models.memory.ledger import Gauge, Sizes, count_of
-from lora_trainer.optim.state_size import optimizer_state_bytes
+from lora_trainer.optim.state_size import optimizer_state_on_card
 
 GIB = 2**30
 # Nothing of this was measured on a card yet: docs/memory.md.
@@ -35,7 +35,8 @@ class Demand:
     `precisions` are the ones to try, best first. `encoder` is for pictures that are encoded while training, one by
     one: bytes of the autoencoder, and bytes that it holds for each pixel.
 
-    `streaming` is a number of blocks that visit, or `auto`; `recompute` is what checkpointed blocks compute again.
+    `streaming` is a number of blocks that visit, or `auto`; `recompute` is what checkpointed blocks compute again;
+    `offloaded`: activations wait in host memory.
     """
 
     gauge: Gauge
@@ -54,6 +55,7 @@ class Demand:
     several: bool = False  # resolutions are given as a list
     streaming: Literal["none", "auto"] | int = "none"
     recompute: str = "all"
+    offloaded: bool = False
 
     @property
     def area(self) -> int:
@@ -105,12 +107,12 @@ class Fit:
 def parts_of(demand: Demand, micro: int, checkpointed: int, precision: str, streamed: int | None = None) -> Parts:
     """The peak of a step, be it in a backward pass or in the update; `streamed` blocks, or those asked for."""
     visiting = demand.streamed if streamed is None else streamed
-    sizes = Sizes(demand.rank, micro, demand.area, checkpointed, demand.recompute, visiting)
+    sizes = Sizes(demand.rank, micro, demand.area, checkpointed, demand.recompute, visiting, demand.offloaded)
     found = demand.gauge.footprint(sizes, precision)
     shapes = demand.gauge.shapes(demand.rank)
     masters = 4 * sum(map(math.prod, shapes))
     own = found.copies if precision == "fp32" else found.copies + masters
-    state = optimizer_state_bytes(demand.optimizer, shapes) + (masters if demand.averaged else 0)
+    state = optimizer_state_on_card(demand.optimizer, shapes) + (masters if demand.averaged else 0)
     earlier = masters if accumulation_of(demand, micro) > 1 else 0  # gradients of the micro batches before
     adapter, activations = own + earlier + found.gradients, found.activations
     if own + masters > adapter + activations:  # the update: all gradients in fp32, no activations

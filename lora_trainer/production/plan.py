@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 from lora_trainer.config.contradictions import from_user
@@ -21,6 +21,7 @@ from lora_trainer.models.family import Architecture, Family, public_architecture
 from lora_trainer.models.memory.ledger import Gauge, stored_gauge
 from lora_trainer.models.memory.phases import costs_of, encoding_bytes
 from lora_trainer.optim.state_size import optimizer_state_bytes
+from lora_trainer.production.card_rates import least_seconds
 from lora_trainer.production.inputs import (
     arithmetic,
     caption_rules,
@@ -36,8 +37,6 @@ from lora_trainer.production.plan_phases import PhasePlan, plan_phases
 from lora_trainer.production.plan_settings import Bought, what_settings_buy
 from lora_trainer.training.memory.gauge import traced_gauge
 
-# Dense bf16 with fp32 accumulation, TFLOP/s: measured for the H100, from data sheets for the others.
-CARD_TFLOPS = {"H100": 790.0, "RTX 4090": 165.0, "RTX 3060": 25.5}
 CACHED_BYTES = 4  # of each number in the cache of texts: fp32
 DECIDED = ("micro_batch", "checkpointing", "weight_precision", "streamed")
 LORA_BYTES, LORA_FILES = 2, 2
@@ -56,11 +55,14 @@ class Plan:
     disk_gib: float
     phases: Mapping[str, PhasePlan]
     advice: tuple[str, ...]
+    tracing: Callable[[], Gauge] | None = None  # where every setting is asked for: what is in no ledger is traced
 
     @cached_property
     def settings(self) -> list[Bought]:
-        """What each single change of a setting would make of it."""
-        return what_settings_buy(self.demand, self.fit)
+        """What each single change of a setting would make of it; none where each must be traced and nobody asked."""
+        if self.tracing is not None:
+            return what_settings_buy(self.demand, self.fit, self.tracing())
+        return [] if self.demand.gauge.traced else what_settings_buy(self.demand, self.fit)
 
     def to_json(self) -> dict[str, Any]:
         """The document of `plan --json`."""
@@ -85,7 +87,7 @@ class Plan:
             "streamable": fit.streamable,
             "reasons": dict(zip(DECIDED, fit.reasons, strict=True)),
             "train_tflop_per_step": round(parts.tflop, 4),
-            "seconds_per_step_at_least": {card: round(parts.tflop / rate, 5) for card, rate in CARD_TFLOPS.items()},
+            "seconds_per_step_at_least": {card: round(time, 5) for card, time in least_seconds(parts.tflop).items()},
             "steps": self.steps,
             "disk_gib": round(self.disk_gib, 4),
             "phases": {name: phase.to_json() for name, phase in self.phases.items()},
@@ -100,10 +102,12 @@ def make_plan(
     families: Mapping[str, Family] = FAMILIES,
     card_gib: float | None = None,
     samples: tuple[Sample, ...] | None = None,
+    *,
+    every_setting: bool = False,
 ) -> Plan:
     """Plan a run on a card of `card_gib`, or of `memory.limit_gib` where that is less; without both nothing limits it.
 
-    `samples` are those that are trained, where they are known; else they are counted without decoding a picture.
+    `every_setting` says what each single change of a setting buys, also where it must be traced for that. `samples` are those that are trained, where they are known; else they are counted without decoding a picture.
     Raises UsageError for a model or data that cannot be read.
     """
     config = resolved.config
@@ -121,6 +125,7 @@ def make_plan(
         disk_gib=disk_gib(config, family, architecture, demand, samples),
         phases=plan_phases(demand, fit, architecture.facts, config.cache.batch),
         advice=tuple(advice(demand, fit, architecture)),
+        tracing=partial(tracing_gauge, family, architecture, config) if every_setting else None,
     )
 
 
@@ -158,6 +163,7 @@ def make_demand(
         precisions=(first,) if asked else (first, *NARROWER[NARROWER.index(first) + 1 if first in NARROWER else 0 :]),
         streaming=config.memory.streaming,
         recompute=config.memory.recompute,
+        offloaded=config.memory.offload_activations,
         optimizer=config.optim.name,
         averaged=config.train.ema_decay is not None,
         limit_gib=limit_gib,
@@ -166,10 +172,13 @@ def make_demand(
 
 
 def gauge_of(family: Family, architecture: Architecture, config: Config) -> Gauge:
-    """From the stored ledger of a published model, else by tracing."""
-    targets, rank = config.lora.targets, config.lora.rank
-    stored = stored_gauge(architecture, targets)
-    return stored or traced_gauge(family, architecture, targets, user_cache_folder(), rank)
+    """From the stored ledger of a published model, else by tracing. No ledger says what offloading leaves on a card."""
+    stored = None if config.memory.offload_activations else stored_gauge(architecture, config.lora.targets)
+    return stored or tracing_gauge(family, architecture, config)
+
+
+def tracing_gauge(family: Family, architecture: Architecture, config: Config) -> Gauge:
+    return traced_gauge(family, architecture, config.lora.targets, user_cache_folder(), config.lora.rank)
 
 
 def planned_samples(config: Config) -> tuple[Sample, ...]:
@@ -215,7 +224,7 @@ def advice(demand: Demand, fit: Fit, architecture: Architecture) -> list[str]:
     if not fit.fits:
         return what_would_fit(demand)
     found = []
-    if fit.checkpointed:
+    if fit.checkpointed:  # what was tried before it, so that nothing is traced for it
         without = parts_of(demand, fit.micro, 0, fit.precision, fit.streamed)
         more = fit.parts.tflop / without.tflop - 1
         found.append(
@@ -229,6 +238,8 @@ def advice(demand: Demand, fit: Fit, architecture: Architecture) -> list[str]:
     if freed > WORTH_FREEING_GIB:
         found.append(f"optim.name=adamw8bit would free {freed:.1f} GiB.")
     native = architecture.facts.resolution
+    if demand.gauge.traced:
+        return found  # other sizes would be traced for it
     if demand.limit_gib is not None and demand.resolution < native:
         whole = choose_fit(replace(demand, resolution=native))
         verdict = (

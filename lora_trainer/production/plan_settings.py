@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
+from lora_trainer.models.memory.ledger import Gauge
 from lora_trainer.production.memory import Demand, Fit, Parts, fits, parts_of
 
 STORED = ("bf16", "fp8", "int8", "nf4")
@@ -29,10 +30,14 @@ class Bought:
         }
 
 
-def what_settings_buy(demand: Demand, fit: Fit) -> list[Bought]:
-    """The step after each single change, in the order of the settings."""
+def what_settings_buy(demand: Demand, fit: Fit, tracing: Gauge | None = None) -> list[Bought]:
+    """The step after each single change, in the order of the settings; what is in no ledger where `tracing` says it."""
     found = []
     for setting, changed, other in changes(demand, fit):
+        if changed.offloaded and not changed.gauge.traced:
+            if tracing is None:
+                continue
+            changed = replace(changed, gauge=tracing)
         parts = parts_of(changed, other.micro, other.checkpointed, other.precision, other.streamed)
         found.append(Bought(setting, parts, fits(changed, parts)))
     return found
@@ -46,6 +51,8 @@ def changes(demand: Demand, fit: Fit) -> Iterator[tuple[str, Demand, Fit]]:
     if fit.checkpointed:
         other = "all" if demand.recompute == "cheap" else "cheap"
         yield f"memory.recompute={other}", replace(demand, recompute=other), fit
+    other = str(not demand.offloaded).lower()
+    yield f"memory.offload_activations={other}", replace(demand, offloaded=not demand.offloaded), fit
     for precision in STORED:
         if precision != fit.precision:
             yield f"memory.base_precision={precision}", demand, replace(fit, precision=precision)

@@ -6,8 +6,9 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from lora_trainer.production.card_rates import least_seconds
 from lora_trainer.production.memory import LARGEST_SHARE, shortage
-from lora_trainer.production.plan import CARD_TFLOPS, Plan
+from lora_trainer.production.plan import Plan
 from lora_trainer.production.printed import show
 
 WIDTH = 40  # characters of a bar that fills the card
@@ -23,7 +24,10 @@ def show_plan(plan: Plan, console: Console) -> None:
     show(console, bars(plan))
     for line in lines(plan):
         show(console, Text(line))
-    show(console, settings(plan))
+    if plan.settings:
+        show(console, settings(plan))
+    else:
+        show(console, Text("What each single setting would buy must be traced for this model: plan --settings"))
     for sentence in plan.advice:
         show(console, Text(f"- {sentence}"))
     if not fit.fits:
@@ -96,7 +100,7 @@ def lines(plan: Plan) -> list[str]:
 
 def _times(tflop: float) -> str:
     """How long each card needs for so many operations, at the least."""
-    return ", ".join(f"{duration(tflop / rate)} ({card})" for card, rate in CARD_TFLOPS.items())
+    return ", ".join(f"{duration(time)} ({card})" for card, time in least_seconds(tflop).items())
 
 
 def operations(tflop: float) -> str:

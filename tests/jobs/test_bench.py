@@ -13,9 +13,9 @@ from lora_trainer.cli.bench import legend
 from lora_trainer.cli.main import main
 from lora_trainer.jobs import bench, bench_loader, best, subject, turns, versus
 from lora_trainer.jobs.measures import COLUMNS, SMALL, SUBJECTS
-from lora_trainer.jobs.rates import rate_of_card
 from lora_trainer.models import FAMILIES, unet
 from lora_trainer.models.family import public_architecture
+from lora_trainer.production.card_rates import rate_of_card
 from tests.recipes.recipe import Bench, draw_pictures, patched, save_tiny_model
 
 

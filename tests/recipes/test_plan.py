@@ -39,6 +39,22 @@ def test_a_model_of_ones_own_is_traced_once_and_remembered(bench: Bench, capsys,
     assert json.loads(capsys.readouterr().out) == first
 
 
+def test_settings_are_traced_only_where_asked_for(bench: Bench, capsys, monkeypatch):
+    """Each costs seconds of a large model: a plan of one takes no more traces than its choice needs."""
+    from lora_trainer.training.memory import gauge
+
+    traced, true = [], gauge.traced_footprint
+    monkeypatch.setattr(gauge, "traced_footprint", lambda *given: traced.append(given) or true(*given))
+    settings = {"memory__base_precision": None, "lora__rank": 6, "memory__limit_gib": 24.0}
+    assert bench.run("planned", "--json", command="plan", **settings) == 0
+    assert json.loads(capsys.readouterr().out)["settings"] == []
+    assert len(traced) == 1
+    assert bench.run("planned", "--json", "--settings", command="plan", **settings) == 0
+    bought = {row["setting"]: row for row in json.loads(capsys.readouterr().out)["settings"]}
+    assert {"memory.offload_activations=true", "memory.checkpointing=all", "lora.rank=3"} <= set(bought)
+    assert len(traced) > 5
+
+
 def test_a_dry_run_shows_the_memory(bench: Bench, capsys):
     """Without a card in one line, and only where a limit is set that it can be held against."""
     assert bench.run("dry", "--dry-run") == 0

@@ -51,6 +51,8 @@ def expected_of(resolved: Resolved, subject: Subject, micros: Sequence[Micro]) -
     height, width = largest.latents.shape[-2:]
     side = math.sqrt(height * width) * demand.downscale
     demand = replace(demand, resolution=round(side), samples=sum(len(micro.t) for micro in micros))
+    if subject.learner.device.type != "cuda":
+        demand = replace(demand, offloaded=False)  # nothing moves there
     denoiser = subject.learner.denoiser
     held = checkpointed_blocks(denoiser), subject.precision, streamed_count(denoiser)
     parts = parts_of(demand, len(largest.t), *held)

@@ -29,9 +29,9 @@ from lora_trainer.jobs.trials.steps import (
     retries_of,
     take_steps,
 )
+from lora_trainer.optim.state_size import ROUNDING
 from lora_trainer.production.choices import card_gib
 from lora_trainer.production.memory import CONTEXT_GIB, FRAGMENTATION
-from lora_trainer.training.memory.trace import ROUNDING
 from lora_trainer.training.micro import Micro
 from lora_trainer.training.step import Learner
 

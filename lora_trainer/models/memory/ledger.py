@@ -27,7 +27,8 @@ UNIMPORTANT = ("sample_size",)  # of a denoiser's config
 class Sizes:
     """What a step's memory hangs on. `area` is that of one sample's latents, h x w.
 
-    `checkpointed` and `streamed` count blocks. `recompute` is what the checkpointed ones compute again.
+    `checkpointed` and `streamed` count blocks. `recompute` is what the checkpointed ones compute again. `offloaded`:
+    what autograd keeps waits in host memory; what stays of it is traced, and stands in no ledger.
     """
 
     rank: int
@@ -36,6 +37,7 @@ class Sizes:
     checkpointed: int
     recompute: str = "all"
     streamed: int = 0
+    offloaded: bool = False
 
     @property
     def terms(self) -> tuple[int, ...]:
@@ -62,8 +64,9 @@ class Footprint:
 class Gauge:
     """How much memory the steps of one model take, with one choice of LoRA targets.
 
-    Of so many `streamable` blocks any number can visit the card. `shapes` gives the LoRA's tensors for a rank, `footprint` the peak for sizes and a precision of the base. `stride`
-    is by how many blocks to try more checkpointing: asking costs nothing of a ledger and seconds of a trace.
+    Of so many `streamable` blocks any number can visit the card. `shapes` gives the LoRA's tensors for a rank,
+    `footprint` the peak for sizes and a precision of the base. `stride` is by how many blocks to try more
+    checkpointing: asking costs nothing of a ledger, and seconds where it is `traced`.
     """
 
     source: str
@@ -72,6 +75,7 @@ class Gauge:
     streamable: int
     shapes: Callable[[int], Sequence[tuple[int, ...]]]
     footprint: Callable[[Sizes, str], Footprint]
+    traced: bool = False
 
 
 @dataclass(frozen=True)

@@ -51,7 +51,8 @@ class Away:
     def __init__(self, flat: Tensor, stream: torch.cuda.Stream | None, place: int) -> None:
         self.device, self.stream, self.place = flat.device, stream, place
         self.flat: Tensor | None = flat  # what stands on the card: the first, then that which came back
-        self.host = torch.empty(flat.shape, dtype=flat.dtype, pin_memory=stream is not None)
+        host = flat.device if flat.is_meta else torch.device("cpu")  # what is only traced has no bytes anywhere
+        self.host = torch.empty(flat.shape, dtype=flat.dtype, device=host, pin_memory=stream is not None)
         self.copied = self._copy(self.host, flat)
 
     def _copy(self, into: Tensor, given: Tensor) -> torch.cuda.Event | None:

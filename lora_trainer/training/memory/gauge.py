@@ -75,7 +75,7 @@ def traced_gauge(
 
     blocks = remembered("blocks", lambda: subject(rank, "bf16").blocks)
     stride = max(1, blocks // STEPS_OF_CHECKPOINTING)
-    return Gauge("traced on this model", blocks, stride, len(freed("bf16")) - 1, shapes, footprint)
+    return Gauge("traced on this model", blocks, stride, len(freed("bf16")) - 1, shapes, footprint, traced=True)
 
 
 def traced_footprint(subject: Subject, sizes: Sizes) -> Footprint:
@@ -90,6 +90,7 @@ def traced_footprint(subject: Subject, sizes: Sizes) -> Footprint:
         width=side,
         checkpointed=sizes.checkpointed,
         recompute=cast("Recompute", sizes.recompute),
+        offloaded=sizes.offloaded,
     )
     return Footprint(found.weights, found.copies, 0, found.peak, sum(found.flops))
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from operator import sub
 from typing import Any, cast
@@ -27,15 +27,16 @@ from lora_trainer.diffusion.process import Prediction, Process
 from lora_trainer.models.family import Architecture, Family
 from lora_trainer.models.lora import inject_lora, target_modules
 from lora_trainer.models.memory.checkpointing import checkpoint_blocks, checkpointable_blocks
+from lora_trainer.models.memory.offload import AHEAD, Offload
 from lora_trainer.models.memory.streaming import frozen_bytes, streamable_blocks, streamed_blocks
 from lora_trainer.models.storage.store import narrower, store_layers
 from lora_trainer.optim.clipping import make_clip
+from lora_trainer.optim.state_size import ROUNDING
 from lora_trainer.training.adapter import Adapter, make_adapter
 from lora_trainer.training.micro import Micro
 from lora_trainer.training.step import Learner, backward
 
 META = torch.device("meta")
-ROUNDING = 512
 TIMESTEPS = 1000
 Split = Callable[[int], Sequence[tuple[int, float]]]  # a size -> what kinds it consists of, and each one's share
 ATTENTION = torch.ops.aten._scaled_dot_product_flash_attention
@@ -121,12 +122,14 @@ def trace(
     width: int,
     checkpointed: int,
     recompute: Recompute = "all",
+    offloaded: bool = False,
     split: Split = lambda size: ((0, 1.0),),
     kinds: int = 1,
 ) -> Trace:
     """Trace one micro batch of latents [micro, C, height, width] with so many blocks checkpointed.
 
-    `split` says for a number of bytes or operations of which of `kinds` it consists.
+    `offloaded`: what autograd keeps waits in host memory. `split` says for a number of bytes or operations of which of
+    `kinds` it consists.
     """
     checkpoint_blocks(subject.denoiser, checkpointed, recompute)
     copies = list(subject.adapter.copies.values())
@@ -142,6 +145,8 @@ def trace(
     resident = list(account.live)
     with META:
         learner = _learner(subject)
+        if offloaded:
+            learner = replace(learner, predict=Watched(account).around(learner.predict))
         batch = _micro_batch(subject, micro, height, width)
         with account:
             backward(learner, batch.to(META, subject.dtype), micro)
@@ -206,6 +211,30 @@ class Account(TorchDispatchMode):
         if all(leaf.is_meta and leaf.untyped_storage()._cdata not in given for leaf in leaves):
             self.made[key] = tree_map_only(Tensor, lambda leaf: _Made(leaf.shape, leaf.stride(), leaf.dtype), result)
         return result
+
+
+class Watched(Offload):
+    """Offloading whose storages are followed when they come back too."""
+
+    def __init__(self, account: Account, device: torch.device = META) -> None:
+        super().__init__(device)
+        self.account = account
+
+    def around(self, predict: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        def with_offload(*given: Any) -> Tensor:
+            with self.keeping():
+                return predict(*given)
+
+        return with_offload
+
+    def unpack(self, kept: Any) -> Tensor:
+        tensor = super().unpack(kept)
+        if not isinstance(kept, Tensor):
+            place = kept[0].place
+            for each in self.order[max(0, place - AHEAD) : place + 1]:
+                if (one := each()) is not None and one.flat is not None:
+                    self.account.follow(one.flat)
+        return tensor
 
 
 @dataclass(frozen=True)

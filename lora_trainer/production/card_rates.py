@@ -1,0 +1,63 @@
+"""What a card's units can do at most, by its name: dense matrix products a second. No torch."""
+
+from __future__ import annotations
+
+import re
+
+# Dense products of 16 bits with sums in fp32, TFLOP/s, as data sheets have it; bf16, but for V100 and T4, which have
+# fp16 alone.
+CARD_TFLOPS = {
+    "B200": 2250.0,
+    "H200": 989.0,
+    "H100": 790.0,  # measured by others; the data sheet says 989
+    "H100 PCIe": 756.0,
+    "A100": 312.0,
+    "A30": 165.0,
+    "A40": 149.7,
+    "A10": 125.0,
+    "A10G": 70.0,
+    "L40S": 362.0,
+    "L40": 181.0,
+    "L4": 121.0,
+    "V100": 125.0,
+    "T4": 65.0,
+    "RTX 6000 Ada": 364.2,
+    "RTX A6000": 154.8,
+    "RTX A5000": 111.1,
+    "RTX A4000": 76.7,
+    "RTX 5090": 209.5,
+    "RTX 5080": 112.6,
+    "RTX 5070 Ti": 87.9,
+    "RTX 5070": 61.7,
+    "RTX 4090": 165.0,
+    "RTX 4080 SUPER": 104.4,
+    "RTX 4080": 97.5,
+    "RTX 4070 Ti SUPER": 88.2,
+    "RTX 4070 Ti": 80.2,
+    "RTX 4070 SUPER": 70.9,
+    "RTX 4070": 58.3,
+    "RTX 4060 Ti": 44.1,
+    "RTX 4060": 30.2,
+    "RTX 3090 Ti": 80.0,
+    "RTX 3090": 71.2,
+    "RTX 3080 Ti": 68.2,
+    "RTX 3080": 59.5,
+    "RTX 3070 Ti": 43.5,
+    "RTX 3070": 40.6,
+    "RTX 3060 Ti": 32.4,
+    "RTX 3060": 25.5,
+}
+USUAL = ("H100", "RTX 4090", "RTX 3060")  # that a plan tells its times for
+
+
+def rate_of_card(name: str) -> float | None:
+    """TFLOP/s of the card of that name; None where it is not known, and for a notebook's, which runs slower."""
+    if re.search(r"laptop|max-q|mobile", name, re.IGNORECASE):
+        return None
+    found = [card for card in CARD_TFLOPS if re.search(rf"\b{re.escape(card)}\b", name, re.IGNORECASE)]
+    return CARD_TFLOPS[max(found, key=len)] if found else None
+
+
+def least_seconds(tflop: float) -> dict[str, float]:
+    """What so many operations take on each of the usual cards, at the least."""
+    return {card: tflop / CARD_TFLOPS[card] for card in USUAL}

@@ -1,0 +1,66 @@
+"""What offloading leaves on a card, by a trace: against a step that is really taken."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from lora_trainer.jobs.trials.memory import own_tensors
+from lora_trainer.jobs.trials.steps import Counted
+from lora_trainer.models import FAMILIES
+from lora_trainer.models.family import Architecture
+from lora_trainer.models.folder import read_config
+from lora_trainer.models.memory import offload
+from lora_trainer.models.memory.checkpointing import checkpoint_blocks
+from lora_trainer.training.memory.trace import Subject, Watched, _micro_batch, make_subject, trace
+from lora_trainer.training.step import Learner, backward
+from tests.training.tiny_job import TinyPlace
+
+CPU = torch.device("cpu")
+MICRO, SIDE = 2, 32
+
+
+def subject_of(place: TinyPlace) -> Subject:
+    family = FAMILIES["sd15"]
+    architecture = Architecture(family.describe(place.model), read_config(place.model, "unet/config.json"))
+    return make_subject(family, architecture, rank=4, targets="attention", dtype=torch.float32, stored="fp32")
+
+
+def really_held(learner: Learner, subject: Subject, *, offloaded: bool) -> int:
+    """Bytes at the peak of a step on the processor, beside the weights; what is away is not counted."""
+    account = Counted()
+    frozen, adapter = own_tensors(learner)
+    for tensor in (*frozen, *adapter):
+        account.follow(tensor)
+    before = account.now
+    if offloaded:
+        learner = replace(learner, predict=Watched(account, CPU).around(learner.predict))
+    micro = _micro_batch(subject, MICRO, SIDE, SIDE)
+    filled = {name: torch.zeros_like(each) for name, each in vars(micro).items() if isinstance(each, torch.Tensor)}
+    cond = {name: torch.zeros_like(each) for name, each in micro.cond.items()}
+    with account:
+        backward(learner, replace(micro, **filled, cond=cond).to(CPU, torch.float32), MICRO)
+    return account.most - before
+
+
+@pytest.mark.parametrize("checkpointed", [0, 2])
+def test_a_trace_says_what_offloading_leaves_on_a_card(place: TinyPlace, monkeypatch, checkpointed):
+    """Nothing moves that is smaller than the least; of the rest only what is on its way stands."""
+    subject, learner = subject_of(place), place.job("traced").learner
+    checkpoint_blocks(learner.denoiser, checkpointed)
+
+    def held(least: int, *, offloaded: bool) -> int:
+        monkeypatch.setattr(offload, "LEAST_BYTES", least)
+        found = trace(
+            subject, micro=MICRO, height=SIDE, width=SIDE, checkpointed=checkpointed, offloaded=offloaded
+        ).peak
+        assert found == pytest.approx(really_held(learner, subject, offloaded=offloaded), rel=0.05)
+        return found
+
+    whole = held(64, offloaded=False)
+    assert held(2**30, offloaded=True) == whole
+    most, some = held(64, offloaded=True), held(2**17, offloaded=True)
+    assert most < some < whole
+    assert most < 0.5 * whole
