@@ -117,7 +117,7 @@ def make_learner(
     moves = config.memory.offload_activations and device.type == "cuda"
     return Learner(
         denoiser=denoiser,
-        predict=offloaded(family.predict, device) if moves else family.predict,
+        predict=offloaded(family.predict, device, denoiser) if moves else family.predict,
         process=process,
         loss=make_loss(config.loss, process),
         adapter=adapter,

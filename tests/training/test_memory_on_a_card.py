@@ -86,7 +86,7 @@ def test_activations_that_wait_elsewhere_change_no_bit_and_hold_less(card: torch
         return x.grad.clone(), torch.cuda.max_memory_allocated(card)
 
     expected, whole = step(chain)
-    moving = offloaded(chain, card)
+    moving = offloaded(chain, card, torch.nn.Identity())
     for _ in range(3):
         found, less = step(moving)
         assert torch.equal(found, expected)

@@ -17,6 +17,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 
+from lora_trainer.models.memory.streaming import visiting_storages
+
 LEAST_BYTES = 2**20  # smaller ones gain little, and each costs a copy
 LEAVING = 4  # that may still stand on the card while they are copied: more hold memory, fewer make the card wait
 AHEAD = 2  # that come back before they are asked for
@@ -25,9 +27,9 @@ Given = ParamSpec("Given")
 Result = TypeVar("Result")
 
 
-def offloaded(work: Callable[Given, Result], device: torch.device) -> Callable[Given, Result]:
-    """The same work; what it keeps on the device for its backward pass waits in host memory."""
-    offload = Offload(device)
+def offloaded(work: Callable[Given, Result], device: torch.device, model: nn.Module) -> Callable[Given, Result]:
+    """The same work; what it keeps on the device for its backward pass waits in host memory, but for a model's own."""
+    offload = Offload(device, model)
 
     def with_offload(*given: Given.args, **named: Given.kwargs) -> Result:
         with offload.keeping():
@@ -87,10 +89,14 @@ class Away:
 
 
 class Offload:
-    """Hooks for what autograd keeps of one forward pass after the other."""
+    """Hooks for what autograd keeps of one forward pass after the other.
 
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
+    The model's own parameters and buffers stay: they are there anyway, and those of blocks that visit come back so.
+    """
+
+    def __init__(self, device: torch.device, model: nn.Module) -> None:
+        self.device, self.model = device, model
+        self.own = set[int]()  # the storages of what stays
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self.leaving = deque[Away]()
         self.known: dict[tuple[int, int], tuple[weakref.ref[Any], Away]] = {}
@@ -110,6 +116,9 @@ class Offload:
         while self.leaving:
             self.leaving.popleft().go()
         self.order.clear()
+        if torch.is_grad_enabled():
+            tensors = (*self.model.parameters(), *self.model.buffers())
+            self.own = {tensor.untyped_storage()._cdata for tensor in tensors} | visiting_storages(self.model)
 
     def pack(self, tensor: Tensor) -> Any:
         """The tensor itself, or what it becomes again from."""
@@ -150,9 +159,8 @@ class Offload:
             return torch.empty(0, dtype=dtype, device=self.device).set_(storage, offset, shape, stride)
 
     def _moves(self, tensor: Tensor) -> bool:
-        """Whether it is worth it: large, on the card, and no weight."""
+        """Whether it is worth it: large, on the card, and not the model's own."""
         if tensor.device != self.device or type(tensor) is not Tensor or tensor.layout != torch.strided:
             return False
-        if isinstance(tensor._base, nn.Parameter):
-            return False
-        return tensor.untyped_storage().nbytes() >= LEAST_BYTES
+        storage = tensor.untyped_storage()
+        return storage.nbytes() >= LEAST_BYTES and storage._cdata not in self.own

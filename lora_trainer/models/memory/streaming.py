@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -79,6 +80,12 @@ def streamed_count(denoiser: nn.Module) -> int:
     """How many blocks visit now."""
     streaming = denoiser.__dict__.get(STREAMING)
     return len(streaming.guests) if streaming else 0
+
+
+def visiting_storages(denoiser: nn.Module) -> set[int]:
+    """The storages on the card, by address, that blocks lie in whenever they visit."""
+    streaming = denoiser.__dict__.get(STREAMING)
+    return {guest.storage._cdata for guest in streaming.guests} if streaming else set()
 
 
 def streaming_note(denoiser: nn.Module, asked: int) -> list[str]:
@@ -304,6 +311,10 @@ def _pin(guest: Guest) -> bool:
     cudart: Any = torch.cuda.cudart()
     place = guest.host.data_ptr()
     if int(cudart.cudaHostRegister(place, guest.size, 0)) != 0:
+        # The failure stays the thread's last error until something asks for it, which the next kernel's launch does
+        # and raises it as its own. torch has no name for cudaGetLastError, so that is a kernel of no account.
+        with suppress(RuntimeError):
+            torch.ones(1, device=guest.device)
         return False
     weakref.finalize(guest, cudart.cudaHostUnregister, place)
     return True

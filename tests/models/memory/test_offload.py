@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from lora_trainer.config.schema import Precision
 from lora_trainer.models.memory import offload
 from lora_trainer.models.memory.checkpointing import checkpoint_blocks
 from lora_trainer.models.memory.offload import LEAVING, Offload, offloaded
@@ -25,7 +26,7 @@ def test_offloading_changes_no_bit(kind: str) -> None:
     """Checkpointed or not, with blocks that visit, in two steps each."""
     tried = Tried(kind)
     expected = tried.step()
-    tried.ask = offloaded(tried.ask, CPU)
+    tried.ask = offloaded(tried.ask, CPU, tried.denoiser)
     for checkpointed, streamed in ((0, 0), (99, 0), (1, 3)):
         checkpoint_blocks(tried.denoiser, checkpointed)
         stream_blocks(tried.denoiser, streamed, CPU)
@@ -40,7 +41,7 @@ def on_card(of: Offload) -> list[bool]:
 
 
 def test_little_stays_between_the_passes_and_nothing_after_them() -> None:
-    of, x = Offload(CPU), torch.randn(8, 64, requires_grad=True)
+    of, x = Offload(CPU, nn.Identity()), torch.randn(8, 64, requires_grad=True)
     with of.keeping():
         y = x
         for _ in range(20):
@@ -56,7 +57,7 @@ def test_little_stays_between_the_passes_and_nothing_after_them() -> None:
 
 
 def test_a_storage_moves_once_and_views_come_back_as_they_were() -> None:
-    of, x = Offload(CPU), torch.randn(6, 64, requires_grad=True)
+    of, x = Offload(CPU, nn.Identity()), torch.randn(6, 64, requires_grad=True)
     kept: list[Tensor] = []
 
     class Keeps(torch.autograd.Function):
@@ -85,7 +86,8 @@ def test_a_storage_moves_once_and_views_come_back_as_they_were() -> None:
 
 def test_weights_and_small_tensors_stay(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(offload, "LEAST_BYTES", 1024)
-    of, layer = Offload(CPU), nn.Linear(64, 64)
+    layer = nn.Linear(64, 64)
+    of = Offload(CPU, layer)
     x = torch.randn(2, 64, requires_grad=True)
     with of.keeping():
         layer(x).sum().backward()
@@ -95,8 +97,30 @@ def test_weights_and_small_tensors_stay(monkeypatch: pytest.MonkeyPatch) -> None
     assert len(of.order) == 1
 
 
+@pytest.mark.parametrize("stored", ["bf16", "int8", "nf4"])
+def test_of_blocks_that_visit_and_narrow_layers_nothing_moves_but_activations(stored: Precision) -> None:
+    """Scales are buffers, and lie in one storage with the whole of a block that visits."""
+    if stored == "nf4":
+        pytest.importorskip("bitsandbytes")
+    tried = Tried("flux", stored=stored)
+    expected = tried.step()
+    moved: list[tuple[int, int]] = []
+    for streamed in (0, 5):
+        stream_blocks(tried.denoiser, streamed, CPU)
+        of = Offload(CPU, tried.denoiser)
+        with of.keeping():
+            predicted = tried.ask(tried.denoiser)
+        sizes = [away.host.nbytes for ref in of.order if (away := ref()) is not None]
+        moved.append((len(sizes), sum(sizes)))
+        for each in tried.trained:
+            each.grad = None
+        predicted.square().mean().backward()
+        assert same([predicted.detach(), *(each.grad.clone() for each in tried.trained)], expected)
+    assert moved[0] == moved[1]
+
+
 def test_a_pass_that_fails_leaves_nothing_behind() -> None:
-    of, x = Offload(CPU), torch.randn(8, 64, requires_grad=True)
+    of, x = Offload(CPU, nn.Identity()), torch.randn(8, 64, requires_grad=True)
     with pytest.raises(ZeroDivisionError), of.keeping():
         torch.tanh(x * 1.1).exp().sum().item().__floordiv__(0)
     with of.keeping():

@@ -271,6 +271,28 @@ def test_a_change_that_runs_out_of_memory_can_be_taken_back(monkeypatch: pytest.
     assert same(tried.step(), expected)
 
 
+def test_memory_that_cannot_be_locked_leaves_no_error_to_the_next_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    """CUDA keeps a thread's last error until a launch asks for it, which raises it."""
+    left: list[int] = []
+    ones = torch.ones
+
+    class Refuses:
+        def cudaHostRegister(self, place: int, size: int, flags: int) -> int:  # noqa: N802
+            left.append(2)
+            return 2
+
+    def launched(*given: Any, **named: Any) -> Tensor:
+        if left:
+            raise RuntimeError(f"CUDA error {left.pop()}: out of memory")
+        return ones(*given, **named)
+
+    guest = streaming.Guest(nn.Linear(8, 8).requires_grad_(False), CPU)
+    monkeypatch.setattr(torch.cuda, "cudart", Refuses)
+    monkeypatch.setattr(torch, "ones", launched)
+    assert not streaming._pin(guest)
+    assert launched(1, device=CPU) == 1
+
+
 def test_memory_order_is_kept() -> None:
     tried = Tried("sdxl")
     tried.denoiser.to(memory_format=torch.channels_last)
