@@ -22,6 +22,7 @@ SD2_TEXT_WIDTH = 1024  # 1.x and 2.x share a pipeline; their text encoders do no
 MOST_CONFIG_BYTES = 1 << 24  # those of models with a hundred thousand labels have five megabytes
 LARGEST_NUMBER = 10**8  # in a config; the largest honest ones are sizes of vocabularies
 COPY = "Copy or download the model again."
+FLOATING = "Get the model in float16, bfloat16 or float32; memory.base_precision narrows it."
 # What makes a library read other files than those that were checked, fetch code or run it.
 UNTRUSTED = ("quantization_config", "transformers_weights")
 ATTENTION = ("attn_implementation", "_attn_implementation", "_attn_implementation_internal", "experts_implementation")
@@ -168,7 +169,7 @@ def check_components(folder: Path, components: tuple[str, ...]) -> None:
 def check_part(folder: Path) -> int:
     """How many numbers the weights of a part hold, when a library may load it; all its weight files are checked.
 
-    Raises UsageError for weights that are missing, damaged or pickles, and for what would make a library read
+    Raises UsageError for weights that are missing, damaged, pickles or no floating point, and for what would make a library read
     other files than these, fetch code or run it: an index that leads elsewhere, an adapter, a config with code of its own.
     """
     if not (files := sorted(folder.glob("*.safetensors"))):
@@ -179,7 +180,20 @@ def check_part(folder: Path) -> int:
         _check_index(index, {path.name for path in files})
     for key, value in _entries(read_config(folder, "config.json")):
         _refuse_entry(folder / "config.json", key, value)
-    return sum(elements(read_tensor_header(path)) for path in files)
+    return sum(elements(_weights_header(path)) for path in files)
+
+
+def _weights_header(path: Path) -> dict[str, Any]:
+    """The header of a file of weights. Raises UsageError for layers that are stored in whole or complex numbers.
+
+    A library would take such for the values themselves. Buffers, such as positions, may be whole.
+    """
+    header = read_tensor_header(path)
+    for name, entry in header.items():
+        if name.endswith((".weight", ".bias")) and not entry["dtype"].startswith(("F", "BF")):
+            message = f"{path}: {name[:80]!r} is stored as {entry['dtype']}, in place of floating point."
+            raise UsageError(Problem(message, FLOATING))
+    return header
 
 
 def _check_index(index: Path, names: set[str]) -> dict[str, str]:

@@ -26,11 +26,13 @@ def fill_layers(
 ) -> None:
     """Give a model that stands on the meta device its frozen weights, each from the file that `places` names.
 
-    Numbers take `dtype`; where they have it already, on a processor, they stay in the mapped file. Raises ValueError
-    for a weight of another shape. Weights that no file holds stay on the meta device.
+    Numbers take `dtype`; where they have it already, on a processor, and are not narrowed, they stay in the mapped
+    file. Raises ValueError for a weight of another shape or that is no floating point. Weights that no file holds
+    stay on the meta device.
     """
     with ExitStack() as stack:
-        read = _reader(places, stack)
+        # What is narrowed is copied first: what then remains as it was, such as norms, would keep the whole file mapped.
+        read = _reader(places, stack, lambda found: _moved(found, device, dtype, copy=narrow is not None))
         for prefix, module in list(model.named_modules()):
             for name, own in list(_own(module)):
                 full = f"{prefix}.{name}" if prefix else name
@@ -39,7 +41,8 @@ def fill_layers(
                 found = read(full)
                 if found.shape != own.shape:
                     raise ValueError(f"{full} has shape {[*found.shape]} in place of {[*own.shape]}")
-                found = found.to(device, dtype if found.is_floating_point() else None)
+                if own.is_floating_point() and not found.is_floating_point():
+                    raise ValueError(f"{full} is stored as {found.dtype} in place of floating point")
                 if isinstance(own, nn.Parameter):
                     setattr(module, name, nn.Parameter(found, requires_grad=False))
                 else:
@@ -80,24 +83,33 @@ def _own(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
             yield name, buffer
 
 
-def _reader(places: Mapping[str, Path], stack: ExitStack) -> Callable[[str], Tensor]:
-    """A function from names to tensors in mapped files, of which few bytes stay in memory."""
+def _moved(found: Tensor, device: torch.device, dtype: torch.dtype, *, copy: bool) -> Tensor:
+    return found.to(device, dtype if found.is_floating_point() else None, copy=copy)
+
+
+def _reader(places: Mapping[str, Path], stack: ExitStack, moved: Callable[[Tensor], Tensor]) -> Callable[[str], Tensor]:
+    """A function from names to what `moved` makes of tensors in mapped files, of which few bytes stay in memory.
+
+    A file of which a tensor stays as it is remains open: it stays mapped with it, and would be mapped once more.
+    """
     from safetensors import safe_open
 
     opened: dict[Path, Any] = {}
-    since = 0
+    since, stays = 0, False
 
     def read(name: str) -> Tensor:
-        nonlocal since
+        nonlocal since, stays
         path = places[name]
-        if since > READ_AT_ONCE:
+        if since > READ_AT_ONCE and not stays:
             stack.pop_all().close()
             opened.clear()
             since = 0
         if path not in opened:
             opened[path] = stack.enter_context(safe_open(path, framework="pt"))
-        tensor: Tensor = opened[path].get_tensor(name)
-        since += tensor.nbytes
+        found: Tensor = opened[path].get_tensor(name)
+        tensor = moved(found)
+        since += found.nbytes
+        stays = stays or tensor.untyped_storage().data_ptr() == found.untyped_storage().data_ptr()
         return tensor
 
     return read

@@ -86,6 +86,23 @@ def test_weights_that_are_lacking_or_of_another_shape_are_refused(model: Path, t
         loaded(part)
 
 
+def test_weights_that_are_no_floating_point_are_refused(model: Path, tmp_path: Path) -> None:
+    """From the header, before anything is computed with the model; what the header does not tell, when it is read."""
+    copy = shutil.copytree(model, tmp_path / "model")
+    tensors = load_file(copy / "unet" / NAME)
+    for dtype in (torch.int8, torch.bool, torch.complex64):
+        save_file({**tensors, "conv_in.weight": tensors["conv_in.weight"].to(dtype)}, copy / "unet" / NAME)
+        for act in (lambda: FAMILY.describe(copy), lambda: loaded(copy / "unet")):
+            with pytest.raises(UsageError, match=r"'conv_in\.weight' is stored as (I8|BOOL|C64)") as caught:
+                act()
+            assert "float16" in caught.value.problems[0].fix
+    with torch.device("meta"):
+        embeddings = nn.ParameterDict({"own": nn.Parameter(torch.empty(3))})
+    save_file({"own": torch.ones(3, dtype=torch.int8)}, tmp_path / "own.safetensors")
+    with pytest.raises(ValueError, match=r"own is stored as torch\.int8 in place of floating point"):
+        fill_layers(embeddings, {"own": tmp_path / "own.safetensors"}, torch.float32, CPU, None)
+
+
 @pytest.mark.parametrize("stored", ["fp8", "int8"])
 def test_loading_narrow_is_loading_and_narrowing(model: Path, stored: str) -> None:
     at_once, after = loaded(model / "unet", torch.bfloat16, stored), loaded(model / "unet", torch.bfloat16)
@@ -170,6 +187,22 @@ def test_memory_holds_the_narrow_model_and_a_few_layers(tmp_path: Path, monkeypa
     assert max(seen) < narrow_size + 90 * megabyte
     layers.fill_the_rest(toy, lambda: Toy(count), CPU)
     assert toy.get_buffer("places").tolist() == [[0, 1, 2], [3, 4, 5]]
+
+
+@pytest.mark.parametrize("stored", ["bf16", "int8"])
+def test_a_file_is_mapped_once_however_large(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stored: str) -> None:
+    """Whether weights stay in it, or only biases would, which are not narrowed."""
+    path = tmp_path / "toy.safetensors"
+    with torch.device("meta"):
+        toy = nn.Sequential(*(nn.Linear(1448, 1448) for _ in range(40)))
+    save_file({name: torch.ones(each.shape, dtype=torch.bfloat16) for name, each in toy.state_dict().items()}, path)
+    monkeypatch.setattr(layers, "READ_AT_ONCE", 16 << 20)
+    process = psutil.Process()
+    before = process.memory_info().vms
+    fill_layers(toy, dict.fromkeys(toy.state_dict(), path), torch.bfloat16, CPU, narrower(stored))  # type: ignore[arg-type]
+    held = sum(each.nbytes for each in (*toy.parameters(), *toy.buffers())) if stored != "bf16" else 0
+    assert process.memory_info().vms - before < held + 1.5 * path.stat().st_size
+    assert float(toy[39].bias.sum()) == 1448
 
 
 # Relative error of a prediction against fp32, over noise levels: some room above what a tiny model shows.
