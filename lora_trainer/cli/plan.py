@@ -43,7 +43,8 @@ def plan_command(arguments: argparse.Namespace, unknown: list[Problem]) -> int:
         return DONE
     from lora_trainer.production.plan import make_plan
 
-    plan = make_plan(resolved, card_gib=card_if_auto(arguments), every_setting=arguments.settings)
+    card = card_if_auto(arguments)
+    plan = make_plan(resolved, card_gib=card, every_setting=arguments.settings, here=card is not None)
     if arguments.json:
         sys.stdout.write(json.dumps(plan.to_json(), indent=2) + "\n")
     else:

@@ -224,6 +224,7 @@ RULES: tuple[Callable[[Settings], list[Yields]], ...] = (
     determinism,
     memory,
     control,
+    narrow_weights,
 )
 
 

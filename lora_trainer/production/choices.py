@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from importlib.util import find_spec
+from dataclasses import dataclass
 from typing import Literal, cast
 
 import torch
@@ -12,12 +11,11 @@ from lora_trainer.config.contradictions import from_user
 from lora_trainer.config.layers import Resolved
 from lora_trainer.config.schema import Config, Precision
 from lora_trainer.core.hardware import cpu_supports_bf16, cuda_memory_gib
-from lora_trainer.core.imports import shown
 from lora_trainer.models.family import Architecture, Family
 from lora_trainer.models.storage.four_bits import need_library
 from lora_trainer.monitor.memory import set_allocator
 from lora_trainer.production.memory import GIB, LARGEST_SHARE, Demand, choose_fit, refuse_what_does_not_fit, usable_gib
-from lora_trainer.production.plan import make_demand
+from lora_trainer.production.plan import make_demand, storable_here
 from lora_trainer.training.layout import NARROW, Layout
 
 # What is computed in, where a card has bf16 units; weights in fewer bits are widened for it.
@@ -92,12 +90,7 @@ def choose(resolved: Resolved, family: Family, architecture: Architecture, devic
             streamed=asked_to_stream(config),
         )
     demand = make_demand(resolved, family, architecture, card_gib(config), world=world, precision=precision.value)
-    with shown("bitsandbytes"):
-        lacking = find_spec("bitsandbytes") is None
-    if lacking:  # chosen only where it can be had; who asks for it is told
-        stored = tuple(each for each in demand.precisions if each != "nf4" or each == precision.value)
-        demand = replace(demand, precisions=stored)
-    return planned_choices(demand, precision, device)
+    return planned_choices(storable_here(demand), precision, device)
 
 
 def planned_choices(demand: Demand, precision: Choice, device: torch.device) -> Choices:

@@ -200,7 +200,8 @@ def _few_streamed(demand: Demand, precision: str) -> Fit:
         counts, True, key=lambda count: fits(demand, parts_of(demand, 1, checkpointed, precision, count))
     )
     count, why = (counts[found], "as few as fit") if found < len(counts) else (counts[-1], "even all of them")
-    return _way(demand, 1, checkpointed, precision, "all of them, as streaming is slower", count, why)
+    whole = "all of them, as streaming is slower" if demand.checkpointing == "auto" else "asked for"
+    return _way(demand, 1, checkpointed, precision, whole, count, why)
 
 
 def _asked_blocks(demand: Demand) -> int:

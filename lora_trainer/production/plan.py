@@ -11,6 +11,7 @@ from typing import Any
 from lora_trainer.config.contradictions import from_user
 from lora_trainer.config.layers import Resolved
 from lora_trainer.config.schema import Config
+from lora_trainer.core.errors import UsageError
 from lora_trainer.core.io import user_cache_folder
 from lora_trainer.data.captions import settled
 from lora_trainer.data.sample import Sample
@@ -104,16 +105,21 @@ def make_plan(
     samples: tuple[Sample, ...] | None = None,
     *,
     every_setting: bool = False,
+    here: bool = False,
 ) -> Plan:
     """Plan a run on a card of `card_gib`, or of `memory.limit_gib` where that is less; without both nothing limits it.
 
-    `every_setting` says what each single change of a setting buys, also where it must be traced for that. `samples` are those that are trained, where they are known; else they are counted without decoding a picture.
+    `samples` are those that are trained, where they are known; else they are counted without decoding a picture.
+    `every_setting` says what each single change of a setting buys, also where it must be traced for that.
+    `here`: on this machine's card, as a run decides; else nf4 is taken to be at hand, and what it needs is said.
     Raises UsageError for a model or data that cannot be read.
     """
     config = resolved.config
     family, architecture = architecture_of(config, families)
     limits = [limit for limit in (config.memory.limit_gib, card_gib) if limit is not None]
     demand = make_demand(resolved, family, architecture, min(limits, default=None))
+    if here:
+        demand = storable_here(demand)
     fit = choose_fit(demand)
     samples = planned_samples(config) if samples is None else samples
     return Plan(
@@ -171,6 +177,23 @@ def make_demand(
     )
 
 
+def storable_here(demand: Demand) -> Demand:
+    """The demand without nf4 where that would be chosen and bitsandbytes cannot be used; who asks for nf4 keeps it.
+
+    The library is imported, which takes a second, only where nf4 is about to be chosen.
+    """
+    others = tuple(each for each in demand.precisions if each != "nf4")
+    if others == demand.precisions or not others or choose_fit(demand).precision != "nf4":
+        return demand
+    from lora_trainer.models.storage.four_bits import need_library
+
+    try:
+        need_library()
+    except UsageError:
+        return replace(demand, precisions=others)
+    return demand
+
+
 def gauge_of(family: Family, architecture: Architecture, config: Config) -> Gauge:
     """From the stored ledger of a published model, else by tracing. No ledger says what offloading leaves on a card."""
     stored = None if config.memory.offload_activations else stored_gauge(architecture, config.lora.targets)
@@ -223,7 +246,7 @@ def advice(demand: Demand, fit: Fit, architecture: Architecture) -> list[str]:
     """What would fit, where nothing does; else what would be gained, and by what."""
     if not fit.fits:
         return what_would_fit(demand)
-    found = []
+    found = ["nf4 weights need bitsandbytes (pip install bitsandbytes)."] if fit.precision == "nf4" else []
     if fit.checkpointed:  # what was tried before it, so that nothing is traced for it
         without = parts_of(demand, fit.micro, 0, fit.precision, fit.streamed)
         more = fit.parts.tflop / without.tflop - 1
@@ -231,8 +254,9 @@ def advice(demand: Demand, fit: Fit, architecture: Architecture) -> list[str]:
             f"Checkpointing costs {more:.0%} more operations; without it the peak would be {without.peak:.1f} GiB."
         )
     if fit.precision != demand.precisions[0]:
-        wide = parts_of(demand, fit.micro, fit.blocks, demand.precisions[0])
-        found.append(f"{demand.precisions[0]} weights need {wide.peak:.1f} GiB with all blocks checkpointed.")
+        wide = parts_of(demand, fit.micro, fit.blocks, demand.precisions[0], fit.streamed)
+        visiting = f" and {fit.streamed} of {fit.streamable} streamed" if fit.streamed else ""
+        found.append(f"{demand.precisions[0]} weights need {wide.peak:.1f} GiB with all blocks checkpointed{visiting}.")
     light = replace(demand, optimizer="adamw8bit")
     freed = fit.parts.peak - parts_of(light, fit.micro, fit.checkpointed, fit.precision, fit.streamed).peak
     if freed > WORTH_FREEING_GIB:
@@ -242,9 +266,10 @@ def advice(demand: Demand, fit: Fit, architecture: Architecture) -> list[str]:
         return found  # other sizes would be traced for it
     if demand.limit_gib is not None and demand.resolution < native:
         whole = choose_fit(replace(demand, resolution=native))
+        visiting = f" and {whole.streamed} of {whole.streamable} streamed" if whole.streamed else ""
         verdict = (
-            f"fits too, at {whole.parts.peak:.1f} GiB with {whole.precision} weights and {whole.checkpointed} of "
-            f"{whole.blocks} blocks checkpointed: --set {demand.at(native)}"
+            f"fits too, at {whole.parts.peak:.1f} GiB with {whole.precision} weights, {whole.checkpointed} of "
+            f"{whole.blocks} blocks checkpointed{visiting}: --set {demand.at(native)}"
             if whole.fits
             else f"does not fit: it needs {whole.parts.peak:.1f} GiB"
         )

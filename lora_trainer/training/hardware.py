@@ -34,9 +34,9 @@ def set_hardware(config: Config, device: torch.device) -> None:
     with suppress(RuntimeError):  # once a process, and only before anything ran
         torch.set_num_interop_threads(1)
     if device.type == "cuda":
-        exactness = "tf32" if config.hardware.tf32 else "ieee"
-        torch.backends.cuda.matmul.fp32_precision = exactness
-        torch.backends.cudnn.conv.fp32_precision = exactness  # type: ignore[attr-defined]
+        # By the older names: those by operator make the older ones raise when read, and Inductor reads them.
+        torch.set_float32_matmul_precision("high" if config.hardware.tf32 else "highest")
+        torch.backends.cudnn.allow_tf32 = config.hardware.tf32
 
 
 def wanted_threads(asked: int | None, now: int) -> int:

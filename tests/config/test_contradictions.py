@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from inspect import isfunction
+
 import pytest
 
+from lora_trainer.config import contradictions
 from lora_trainer.config.layers import Layer, Resolved, flattened, resolve
 from lora_trainer.config.options import suited
 from lora_trainer.core.errors import UsageError
@@ -50,11 +53,20 @@ CLASHES = [
         {"memory__compile_mode": "reduce-overhead"},
         "default",
     ),
+    ({"memory__base_precision": "fp8"}, {"memory__int8_products": True}, False),
 ]
 
 
 def name_of(settings: dict[str, object]) -> str:
     return next(iter(settings)).replace("__", ".")
+
+
+def test_every_rule_is_asked():
+    of_a_rule = {"settings": "Settings", "return": "list[Yields]"}
+    functions = {
+        each for each in vars(contradictions).values() if isfunction(each) and each.__annotations__ == of_a_rule
+    }
+    assert functions - {contradictions.contradictions} == set(contradictions.RULES)
 
 
 @pytest.mark.parametrize(("asked", "other", "value"), CLASHES)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from importlib import import_module
+
 import pytest
 import torch
 from hypothesis import given
@@ -12,9 +14,11 @@ from lora_trainer.config.presets import preset_layers
 from lora_trainer.config.schema import Config
 from lora_trainer.models import FAMILIES
 from lora_trainer.models.family import public_architecture
+from lora_trainer.models.storage import four_bits
 from lora_trainer.production import choices
 from lora_trainer.production.choices import Choices, choose
 from lora_trainer.production.memory import GIB, LARGEST_SHARE, usable_gib
+from lora_trainer.production.plan import make_plan
 
 
 @pytest.fixture
@@ -23,8 +27,8 @@ def old_card(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(choices, "cuda_memory_gib", lambda: 5.8)
 
 
-def chosen(family: str, *user: Layer) -> Choices:
-    resolved = resolve([*preset_layers(["6gb"]).layers, *user])
+def chosen(family: str, *user: Layer, tier: str = "6gb") -> Choices:
+    resolved = resolve([*preset_layers([tier]).layers, *user])
     return choose(resolved, FAMILIES[family], public_architecture(family), torch.device("cuda"), 1)
 
 
@@ -38,6 +42,32 @@ def test_an_old_card_computes_in_fp16_and_its_own_config_repeats_that(
     again = chosen(family, Layer("--config", {"memory": {"base_precision": precision}}))
     assert (again.precision.value, again.dtype) == (precision, torch.float16)
     assert (again.micro, again.checkpointing) == (first.micro, first.checkpointing)
+
+
+@pytest.mark.parametrize(("works", "precision"), [(True, "nf4"), (False, "fp8")])
+def test_a_run_and_a_plan_for_its_card_agree_on_what_nf4_needs(works, precision, monkeypatch):
+    """A library that is there and does not start is as good as none. Nobody tries it where nf4 would not be chosen."""
+    monkeypatch.setattr(choices, "cuda_memory_gib", lambda: 11.8)
+    tried = []
+
+    def importing(name: str, *given: object) -> object:
+        if name != "bitsandbytes":
+            return import_module(name, *given)
+        tried.append(name)
+        if not works:
+            raise OSError("libcudart.so.11.0: cannot open shared object file")
+        return None
+
+    monkeypatch.setattr(four_bits.importlib, "import_module", importing)
+    found = chosen("flux", tier="12gb")
+    resolved = resolve([*preset_layers(["12gb"]).layers, Layer("--set", {"model": {"family": "flux"}})])
+    assert (found.precision.value, make_plan(resolved, here=True).fit.precision) == (precision, precision)
+    elsewhere = make_plan(resolved)
+    assert elsewhere.fit.precision == "nf4"
+    assert "pip install bitsandbytes" in elsewhere.advice[0]
+    del tried[:]
+    chosen("sdxl", tier="12gb")
+    assert not tried
 
 
 @given(st.one_of(st.none(), st.floats(1.0, 48.0)), st.floats(2.0, 48.0), st.floats(0.0, 1.0))

@@ -190,6 +190,18 @@ def test_a_set_precision_streams_where_it_must() -> None:
     assert "memory.streaming=auto" in alone.advice[0]
 
 
+def test_what_was_asked_for_is_said_and_streamed_blocks_are_not_left_out() -> None:
+    set_by_hand = plan_for("12gb", family="flux", memory__base_precision="fp8", memory__checkpointing=57)
+    assert set_by_hand.fit.streamed > 0
+    assert set_by_hand.fit.reasons[1] == "asked for"
+    left_open = plan_for("12gb", family="flux", memory__base_precision="fp8")
+    assert left_open.fit.reasons[1] == "all of them, as streaming is slower"
+    small = plan_for("6gb", family="flux", data__resolution=768)
+    wide, own = (next(each for each in small.advice if key in each) for key in ("bf16 weights", "own 1024 px"))
+    assert f"checkpointed and {small.fit.streamed} of 57 streamed." in wide
+    assert re.search(r"57 of 57 blocks checkpointed and \d+ of 57 streamed: --set data.resolution=1024", own)
+
+
 def test_each_setting_says_what_it_buys() -> None:
     plan = plan_for("24gb", family="flux")
     bought = {each.setting: each for each in plan.settings}
