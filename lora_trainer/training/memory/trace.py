@@ -146,7 +146,7 @@ def trace(
     with META:
         learner = _learner(subject)
         if offloaded:
-            learner = replace(learner, predict=Watched(account).around(learner.predict))
+            learner = replace(learner, predict=Watched(account, subject.denoiser).around(learner.predict))
         batch = _micro_batch(subject, micro, height, width)
         with account:
             backward(learner, batch.to(META, subject.dtype), micro)
@@ -216,8 +216,8 @@ class Account(TorchDispatchMode):
 class Watched(Offload):
     """Offloading whose storages are followed when they come back too."""
 
-    def __init__(self, account: Account, device: torch.device = META) -> None:
-        super().__init__(device)
+    def __init__(self, account: Account, denoiser: nn.Module) -> None:
+        super().__init__(META, denoiser)
         self.account = account
 
     def around(self, predict: Callable[..., Tensor]) -> Callable[..., Tensor]:
