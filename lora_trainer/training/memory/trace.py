@@ -216,8 +216,8 @@ class Account(TorchDispatchMode):
 class Watched(Offload):
     """Offloading whose storages are followed when they come back too."""
 
-    def __init__(self, account: Account, denoiser: nn.Module) -> None:
-        super().__init__(META, denoiser)
+    def __init__(self, account: Account, denoiser: nn.Module, device: torch.device = META) -> None:
+        super().__init__(device, denoiser)
         self.account = account
 
     def around(self, predict: Callable[..., Tensor]) -> Callable[..., Tensor]:

@@ -36,7 +36,7 @@ def really_held(learner: Learner, subject: Subject, *, offloaded: bool) -> int:
         account.follow(tensor)
     before = account.now
     if offloaded:
-        learner = replace(learner, predict=Watched(account, CPU).around(learner.predict))
+        learner = replace(learner, predict=Watched(account, learner.denoiser, CPU).around(learner.predict))
     micro = _micro_batch(subject, MICRO, SIDE, SIDE)
     filled = {name: torch.zeros_like(each) for name, each in vars(micro).items() if isinstance(each, torch.Tensor)}
     cond = {name: torch.zeros_like(each) for name, each in micro.cond.items()}
