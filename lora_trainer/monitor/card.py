@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import platform
+import sys
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -44,6 +46,11 @@ class Card:
             limit = f" of {self.watts_limit:.0f}" if self.watts_limit else ""
             return f"power holds the card at {clocks} ({self.watts:.0f}{limit} W). See its power limit and its cables."
         return None
+
+
+def spills() -> bool:
+    """Whether the driver puts into system memory what the card has no room for: on Windows, and in Linux inside it."""
+    return sys.platform == "win32" or "microsoft" in platform.release().lower()
 
 
 def open_card(device: torch.device) -> Callable[[], Card] | None:

@@ -13,6 +13,7 @@ WINDOW = 50  # looks that say what is usual
 KNOWN = 10  # looks before anything is usual
 JUMP = 2.0  # times what is usual
 OVER = 1.5  # times what is usual, under which a jump is over
+EARLY_JUMP = 3.0  # the same among the first looks, which say less of what is usual
 LASTING = 5  # looks in a row: noise never lasts
 STARVED, STARVED_WITH_CACHES = 0.05, 0.01  # of a step's time, waited for data
 LEAST_WAIT = 0.001  # seconds a step; less is no matter, whatever its share
@@ -47,8 +48,13 @@ class Pace:
 def paced(pace: Pace, seconds: float, waited: float, *, cached: bool) -> tuple[Pace, tuple[Change, ...]]:
     """The pace after a look at steps that took `seconds` each, `waited` of them for data; what began or ended with it."""
     pace, changes = _with_wait(pace, seconds, waited, cached=cached)
-    if len(pace.usual) < KNOWN:
-        return replace(pace, usual=(*pace.usual, seconds)), changes
+    first = (*pace.usual, seconds)
+    if len(first) < KNOWN and not pace.slow:
+        return replace(pace, usual=first), changes
+    if len(first) < 2 * KNOWN and not pace.slow and (quick := _before_the_jump(first)):
+        return replace(pace, usual=quick, slow=True, in_a_row=0), (*changes, "slow")
+    if len(first) == KNOWN and not pace.slow:
+        return replace(pace, usual=first), changes
     ratio = seconds / max(pace.usual_seconds, 1e-9)
     against = ratio < OVER if pace.slow else ratio > JUMP
     in_a_row = pace.in_a_row + 1 if against else 0
@@ -58,6 +64,17 @@ def paced(pace: Pace, seconds: float, waited: float, *, cached: bool) -> tuple[P
     # What may be a jump is no part of what is usual.
     usual = pace.usual if pace.slow or against else (*pace.usual, seconds)[-WINDOW:]
     return replace(pace, usual=usual, in_a_row=in_a_row), changes
+
+
+def _before_the_jump(first: tuple[float, ...]) -> tuple[float, ...]:
+    """The quick ones of the first looks, where those since a jump are all slow; none where there is no jump.
+
+    Memory fills in the first steps, so the jump may come before anything is usual. One quick look is no measure.
+    """
+    quick = sorted(first)[1]
+    if min(first[-LASTING:]) <= EARLY_JUMP * quick:
+        return ()
+    return tuple(each for each in first[:-LASTING] if each <= EARLY_JUMP * quick)
 
 
 def _with_wait(pace: Pace, seconds: float, waited: float, *, cached: bool) -> tuple[Pace, tuple[Change, ...]]:

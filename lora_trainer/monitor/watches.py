@@ -11,13 +11,14 @@ from typing import Self
 import psutil
 import torch
 
-from lora_trainer.monitor.card import CardWatch, open_card
+from lora_trainer.monitor.card import CardWatch, open_card, spills
 from lora_trainer.monitor.events import Kind
 from lora_trainer.monitor.memory import LOOKED_EVERY, Held, MemoryWatch, held_on
-from lora_trainer.monitor.slowness import STARVED, STARVED_WITH_CACHES, Pace, paced
+from lora_trainer.monitor.slowness import KNOWN, STARVED, STARVED_WITH_CACHES, Pace, paced
 
 FULL = 0.95  # of what may be used of a card, above which it is called full
 FRAGMENTED = 0.2  # of what may be used of a card, held but in no use
+CROWDED = "Close other programs on the card, or set batch.max_micro=1 or memory.checkpointing=all."
 Say = Callable[[Kind, str], None]
 
 
@@ -32,6 +33,7 @@ class Watches:
         self._way: object = None
         self._clock, self._next = clock, 0.0
         self._retries, self._looks, self._throttled = 0, 0, False
+        self._crowded = False
         self._began = psutil.cpu_times()
 
     def __enter__(self) -> Self:
@@ -61,6 +63,7 @@ class Watches:
             self._looks = len(self.card.seen)
             self._judge_card(say)
         self._judge_memory(say)
+        self._judge_start(say)
 
     def _words(self, change: str, seconds: float) -> tuple[Kind, str]:
         if change == "not_slow":
@@ -79,20 +82,28 @@ class Watches:
         held = held_on(self._device)
         if held is not None and held.reserved > FULL * held.limit:
             figures = f"{held.reserved / 2**30:.1f} of {held.limit / 2**30:.1f} GiB"
-            return (
-                f"the card's memory is full ({figures}) and may spill to system memory. Close other programs on the "
-                "card, or set batch.max_micro=1 or memory.checkpointing=all."
-            )
+            return f"the card's memory is full ({figures}) and may spill to system memory. {CROWDED}"
         if self.card.seen and self.card.seen[-1].memory > FULL:
             share = self.card.seen[-1].memory
             return f"the card's memory is {share:.0%} full with what other programs hold, and may spill. Close them."
         return "see what else runs on this machine."
 
     def _judge_card(self, say: Say) -> None:
+        """At the edge it comes and goes with every look: it is over after two without."""
         throttled = self.card.seen[-1].throttled
         if throttled and not self._throttled:
             say("throttled", throttled)
-        self._throttled = throttled is not None
+            self._throttled = True
+        elif self._throttled and not any(card.throttled for card in self.card.seen[-2:]):
+            self._throttled = False
+
+    def _judge_start(self, say: Say) -> None:
+        """Steps that spill from the first on have no quicker ones to be held against."""
+        if self._crowded or len(self.pace.usual) != KNOWN or not self.card.seen or not spills():
+            return
+        if not self.pace.slow and (share := self.card.seen[-1].memory) > FULL:
+            self._crowded = True
+            say("memory", f"the card's memory is {share:.0%} full since the start, and may spill. {CROWDED}")
 
     def _judge_memory(self, say: Say) -> None:
         """Now and then: whether the allocator runs short of whole pieces while much is in no use."""

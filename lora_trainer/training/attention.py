@@ -17,6 +17,8 @@ from lora_trainer.models.family import Family
 ALIKE = ("sdpa", "flash", "math")  # give the same bits each time when torch is told to
 TORCH_ALONE = ("auto", "sdpa", "math")  # which on a processor need no look at this run's sizes
 
+MOST_SCORES = 2**26  # bytes of one attention; a step keeps several such tensors for each of its layers
+
 
 def put_attention_on(
     denoiser: nn.Module,
@@ -42,7 +44,7 @@ def put_attention_on(
     else:
         shapes = small_shapes(denoiser)
     if wanted == "fastest":
-        choice = fastest_attention(timed_attentions(config, device), dtype, device, shapes, reduce)
+        choice = fastest_attention(timed_attentions(config, device, shapes, dtype), dtype, device, shapes, reduce)
     else:
         choice = choose_attention(wanted, attention_order(config, asked), dtype, device, shapes)
     install_attention(denoiser, choice.name)
@@ -60,7 +62,11 @@ def attention_order(config: Config, asked: bool) -> tuple[str, ...]:
     return ("sdpa", "xformers", "math")
 
 
-def timed_attentions(config: Config, device: torch.device) -> tuple[str, ...]:
-    """What `fastest` tries. On a card nothing that keeps every score: no plan of its memory would hold."""
+def timed_attentions(
+    config: Config, device: torch.device, shapes: Sequence[AttentionShape], dtype: torch.dtype
+) -> tuple[str, ...]:
+    """What `fastest` tries. Nothing that keeps every score on a card, where no plan of its memory would hold, or of many."""
     names = ALIKE if config.train.deterministic else tuple(KINDS)
-    return tuple(name for name in names if device.type != "cuda" or name != "math")
+    scores = max((shape.batch * shape.heads * shape.queries * shape.keys for shape in shapes), default=0)
+    keeps = device.type != "cuda" and scores * dtype.itemsize <= MOST_SCORES
+    return tuple(name for name in names if keeps or name != "math")

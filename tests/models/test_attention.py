@@ -89,6 +89,23 @@ def test_an_error_in_the_last_head_alone_is_found(monkeypatch):
     assert probe("sdpa", torch.float32, CPU, [AttentionShape(2, 3, 8, 5, 4)]) is not None
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("backward", [False, True])
+def test_a_single_wrong_token_among_many_is_found(monkeypatch, dtype, backward):
+    def one_lost(query, key, value):
+        mixed = KINDS["math"](query, key, value)
+        kept = torch.ones(400, 1, dtype=dtype).index_fill_(0, torch.tensor([399]), 0.0)
+        if not backward:
+            return mixed * kept
+        return mixed * kept + (KINDS["math"](query.detach(), key, value) * (1 - kept))
+
+    monkeypatch.setitem(KINDS, "sdpa", one_lost)
+    failure = probe("sdpa", dtype, CPU, [AttentionShape(1, 1, 400, 64, 16)])
+    assert failure is not None
+    assert ("gradients" if backward else "values") in failure
+    assert dtype == torch.float32 or "100.0% off for single tokens, more than 25.0%" in failure
+
+
 def test_memory_that_runs_out_is_a_reason(monkeypatch):
     def greedy(*_: object) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory")

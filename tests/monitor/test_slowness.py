@@ -55,6 +55,29 @@ def test_nothing_is_usual_at_first():
     assert watched([(1.0, 0.0)] * (KNOWN - 1) + [(9.0, 0.0)] * (LASTING - 1))[1] == []
 
 
+@given(st.integers(2, 2 * KNOWN), st.floats(3.5, 100.0))
+def test_a_jump_in_the_first_steps_is_said(quick, factor):
+    steps = [3.0, *[0.3] * quick, *[0.3 * factor] * 30, *[0.3] * 10]
+    assert [change for _, change in watched([(seconds, 0.0) for seconds in steps])[1]] == ["slow", "not_slow"]
+
+
+def test_spilling_from_the_fifth_step_on_is_said_as_soon_as_anything_is_usual():
+    pace, found = watched([(0.3, 0.0)] * 5 + [(2.4, 0.0)] * 5)
+    assert found == [(9, "slow")]
+    assert pace.usual_seconds == 0.3
+
+
+@pytest.mark.parametrize(("used", "spilling", "said"), [(0.97, True, 1), (0.97, False, 0), (0.9, True, 0)])
+def test_a_card_that_is_full_from_the_first_step_is_said_once_where_it_may_spill(monkeypatch, used, spilling, said):
+    monkeypatch.setattr(watches, "held_on", lambda device: None)
+    monkeypatch.setattr(watches, "spills", lambda: spilling)
+    watch = Watches(CUDA)
+    watch.card.seen.append(Card(0.9, used, 60.0))
+    found = heard(watch, [30.0] * 30)
+    assert [kind for kind, _ in found] == ["memory"] * said
+    assert all("97% full since the start" in message for _, message in found)
+
+
 @pytest.mark.parametrize(("cached", "waited", "said"), [(True, 0.02, True), (False, 0.02, False), (False, 0.06, True)])
 def test_a_starving_loader_is_said_by_its_limit(cached, waited, said):
     pace, found = watched([(1.0, waited)] * (2 * WINDOW), cached=cached)
@@ -108,7 +131,8 @@ def test_heat_is_said_once_until_it_is_over(monkeypatch):
     watch = Watches(CUDA)
     hot = Card(0.99, 0.9, 91.0, clock=900.0, clock_most=1800.0, reasons=0x40)
     said = []
-    for card in (hot, hot, Card(0.9, 0.9, 70.0, clock=1790.0, clock_most=1800.0), hot):
+    cool = Card(0.9, 0.9, 70.0, clock=1790.0, clock_most=1800.0)
+    for card in (hot, hot, cool, hot, cool, hot, cool, cool, hot):  # at the edge it comes and goes
         watch.card.seen.append(card)
         said += heard(watch, [0.5, 0.5])
     assert [kind for kind, _ in said] == ["throttled", "throttled"]

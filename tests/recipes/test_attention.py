@@ -4,9 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
+import torch
+
+from lora_trainer.config.schema import Config
 from lora_trainer.config.toml import read_toml
 from lora_trainer.models.attention import choose
+from lora_trainer.models.attention.shapes import AttentionShape
 from lora_trainer.monitor.watches import Say, Watches
+from lora_trainer.training.attention import timed_attentions
 from tests.recipes.recipe import Bench, record
 
 
@@ -72,3 +78,9 @@ def test_a_run_says_what_was_seen_of_its_machine(bench, monkeypatch):
     assert 0.0 < told["seen"]["system_memory"] <= 1.0
     assert told["memory"]["peak_gib"] > 0.0
     assert "The machine" in (bench.folder("seen") / "report.html").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize(("tokens", "device", "tried"), [(64, "cpu", True), (4096, "cpu", False), (64, "cuda", False)])
+def test_what_keeps_every_score_is_timed_where_they_are_few(tokens, device, tried):
+    shapes = [AttentionShape(1, 8, tokens, tokens, 40)]
+    assert ("math" in timed_attentions(Config(), torch.device(device), shapes, torch.float32)) is tried

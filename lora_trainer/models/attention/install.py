@@ -73,8 +73,7 @@ class CrossProcessor(_Processor):
     ) -> Tensor:
         _refuse_mask(attention_mask)
         seen = hidden_states if encoder_hidden_states is None else encoder_hidden_states
-        query, key, value = _heads(attn, hidden_states, seen, "to_q", "to_k", "to_v", attn.norm_q, attn.norm_k)
-        return cast("Tensor", _out(attn, self.mixed(query, key, value)))
+        return cast("Tensor", _out(attn, self.mixed(*_own(attn, hidden_states, seen))))
 
 
 class JointProcessor(_Processor):
@@ -88,7 +87,7 @@ class JointProcessor(_Processor):
         attention_mask: Tensor | None = None,
     ) -> Tensor | tuple[Tensor, Tensor]:
         _refuse_mask(attention_mask)
-        parts = _heads(attn, hidden_states, hidden_states, "to_q", "to_k", "to_v", attn.norm_q, attn.norm_k)
+        parts = _own(attn, hidden_states, hidden_states)
         if encoder_hidden_states is None:
             return cast("Tensor", _out(attn, self.mixed(*parts)))
         text = _added(attn, encoder_hidden_states)
@@ -111,7 +110,7 @@ class RotaryProcessor(_Processor):
         from diffusers.models.embeddings import apply_rotary_emb
 
         _refuse_mask(attention_mask)
-        parts = _heads(attn, hidden_states, hidden_states, "to_q", "to_k", "to_v", attn.norm_q, attn.norm_k)
+        parts = _own(attn, hidden_states, hidden_states)
         if encoder_hidden_states is not None:
             text = _added(attn, encoder_hidden_states)
             parts = tuple(torch.cat(pair, dim=2) for pair in zip(text, parts, strict=True))
@@ -134,19 +133,21 @@ PROCESSORS: dict[str, type[CrossProcessor | JointProcessor | RotaryProcessor]] =
 }
 
 
-def _heads(
-    attn: Any, asking: Tensor, seen: Tensor, to_q: str, to_k: str, to_v: str, norm_q: Any, norm_k: Any
-) -> tuple[Tensor, ...]:
+def _own(attn: Any, asking: Tensor, seen: Tensor) -> tuple[Tensor, ...]:
     """[B, L, width] -> query, key and value [B, H, L, D], normed where the model does that."""
-    query, key, value = getattr(attn, to_q)(asking), getattr(attn, to_k)(seen), getattr(attn, to_v)(seen)
-    size = key.shape[-1] // attn.heads
-    query, key, value = (part.unflatten(-1, (-1, size)).transpose(1, 2) for part in (query, key, value))
-    return query if norm_q is None else norm_q(query), key if norm_k is None else norm_k(key), value
+    return _heads(attn, attn.to_q(asking), attn.to_k(seen), attn.to_v(seen), attn.norm_q, attn.norm_k)
 
 
 def _added(attn: Any, words: Tensor) -> tuple[Tensor, ...]:
-    norms = attn.norm_added_q, attn.norm_added_k
-    return _heads(attn, words, words, "add_q_proj", "add_k_proj", "add_v_proj", *norms)
+    """The same of the text, by the layers that a transformer has for it."""
+    parts = attn.add_q_proj(words), attn.add_k_proj(words), attn.add_v_proj(words)
+    return _heads(attn, *parts, attn.norm_added_q, attn.norm_added_k)
+
+
+def _heads(attn: Any, query: Tensor, key: Tensor, value: Tensor, norm_q: Any, norm_k: Any) -> tuple[Tensor, ...]:
+    size = key.shape[-1] // attn.heads
+    query, key, value = (part.unflatten(-1, (-1, size)).transpose(1, 2) for part in (query, key, value))
+    return query if norm_q is None else norm_q(query), key if norm_k is None else norm_k(key), value
 
 
 def _out(attn: Any, mixed: Tensor) -> Any:

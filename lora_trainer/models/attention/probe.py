@@ -20,6 +20,8 @@ from lora_trainer.models.attention.shapes import AttentionShape
 TF32_STEP = 2.0**-10  # to the next number after 1, in what fp32 products may be computed in on a card
 STEPS_OFF = 8  # of the right values' norm, in steps of the precision
 SMALLEST = 1e-3  # of what comes from above: gradients that are less are judged as if they were so large
+ROW_OFF = 4  # times what the whole may be off: a single token's rounding does not average out
+SMALL_ROW = 0.25  # of the usual row's norm: smaller rows are judged as if they were so large
 WARM_UP = 2
 
 
@@ -45,33 +47,51 @@ def _probe_one(name: str, dtype: torch.dtype, device: torch.device, shape: Atten
         return f"{name} does not run on {device.type} in {_word(dtype)} at head size {shape.size}"
     found = [mixed, *(part.grad for part in parts)]
     allowed = STEPS_OFF * max(torch.finfo(dtype).eps, TF32_STEP)
-    for number, off in enumerate(_errors(found, parts, upstream)):
-        if not off <= allowed:  # nan is no number to be less
-            far = "are missing" if off == inf else f"are {off:.1%} off, more than {allowed:.1%}"
+    for number, (off, row) in enumerate(_errors(found, parts, upstream)):
+        if not (off <= allowed and row <= ROW_OFF * allowed):  # nan is no number to be less
+            far = f"are {off:.1%} off, more than {allowed:.1%}"
+            if off <= allowed:
+                far = f"are {row:.1%} off for single tokens, more than {ROW_OFF * allowed:.1%}"
+            elif off == inf:
+                far = "are missing"
             what = f"{'gradients' if number else 'values'} that {'are not finite' if isnan(off) else far}"
             return f"{name} gives {what} in {_word(dtype)} at head size {shape.size}"
     return None
 
 
-def _errors(found: Sequence[Tensor | None], parts: Sequence[Tensor], upstream: Tensor) -> list[float]:
+def _errors(found: Sequence[Tensor | None], parts: Sequence[Tensor], upstream: Tensor) -> list[tuple[float, float]]:
     """Relative errors of the output and the gradients of query, key and value, in the first and the last head.
+
+    Of each the error of a whole head, and the worst of a single token, which the whole may hide.
 
     Heads know nothing of each other, so two of them stand for all, and their scores fit beside the denoiser.
     """
-    worst = [0.0] * len(found)
+    worst = [(0.0, 0.0)] * len(found)
     for place in {(0, 0), (parts[0].shape[0] - 1, parts[0].shape[1] - 1)}:
         own = [part.detach()[place].float().requires_grad_() for part in parts]
         right = math(*own)
         right.backward(upstream[place].float())
+        above = float(upstream[place].float().norm())
         for index, (mine, truth) in enumerate(zip(found, [right, *(part.grad for part in own)], strict=True)):
             if mine is None or truth is None:
-                worst[index] = inf
+                worst[index] = inf, inf
                 continue
-            # With a single key nothing depends on the query: its gradient is nothing, but for rounding.
-            scale = max(float(truth.detach().norm()), SMALLEST * float(upstream[place].float().norm()))
-            error = float((mine.detach()[place].float() - truth.detach()).norm()) / scale
-            worst[index] = nan if isnan(error + worst[index]) else max(error, worst[index])
+            off, row = _off(mine.detach()[place].float(), truth.detach(), SMALLEST * above)
+            worst[index] = _worse(off, worst[index][0]), _worse(row, worst[index][1])
     return worst
+
+
+def _worse(one: float, other: float) -> float:
+    return nan if isnan(one + other) else max(one, other)
+
+
+def _off(mine: Tensor, truth: Tensor, least: float) -> tuple[float, float]:
+    """Of [L, D] the error over what is right, whole and in the worst row."""
+    # With a single key nothing depends on the query: its gradient is nothing, but for rounding.
+    scale = max(float(truth.norm()), least)
+    rows = truth.norm(dim=-1).clamp(min=SMALL_ROW * scale / len(truth) ** 0.5)
+    errors = (mine - truth).norm(dim=-1)
+    return float(errors.norm()) / scale, float((errors / rows).max())
 
 
 def time_attention(
