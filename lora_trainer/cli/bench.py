@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from lora_trainer.cli.arguments import add_run_arguments, explained, resolved_from
+from lora_trainer.config.resuming import FIXED, FIXED_IN_EFFECT
 from lora_trainer.config.toml import parse_assignment, setting_names
 from lora_trainer.core.errors import DONE, Problem, nearest
 from lora_trainer.core.hardware import package_versions
@@ -27,6 +28,8 @@ EXAMPLES = (
     "  lora-trainer bench step --vs memory.compile=true --vs memory.base_precision=fp8\n"
     "  lora-trainer bench step --preset 12gb --set model.family=sdxl --export-preset best.toml\n"
 )
+# Of another weight, sample or step. A base in another precision trains the same, less exactly.
+INCOMPARABLE = frozenset((*FIXED, *FIXED_IN_EFFECT)) - {"memory.base_precision"}
 WIDE = 132  # columns of what is not a terminal
 FLAGS = {  # that not every measurement takes
     "tiny": "--tiny",
@@ -136,6 +139,9 @@ def settings_of(texts: Sequence[str], problems: list[Problem]) -> dict[str, dict
         name = f"{section}.{key}"
         if name not in setting_names():
             problems.append(Problem(f"--vs {text}: there is no setting {name}.", nearest(name, setting_names())))
+        elif name in INCOMPARABLE:
+            message = f"--vs {text}: {name} changes what is trained, so that times and losses cannot be compared."
+            problems.append(Problem(message, "Measure twice, each with its own --set, for its time alone."))
         found[text] = {name: value}
     return found
 

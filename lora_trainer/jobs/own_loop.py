@@ -13,7 +13,7 @@ from rich.console import Console
 
 from lora_trainer.config.schema import Config
 from lora_trainer.core.errors import Problem, TrainingFailed
-from lora_trainer.core.interrupt import Interrupt
+from lora_trainer.core.interrupt import Interrupt, leave_if_told
 from lora_trainer.data.loader import prefetch
 from lora_trainer.jobs.split import Split
 from lora_trainer.monitor.progress import step_line
@@ -36,7 +36,7 @@ def own_loop(job: Job, folder: Path, split: Split, rate: float | None = STILL) -
     """The loop as `train` runs it, with its data read ahead, its guards, its numbers written below `folder`.
 
     Steps come in order, whatever number is asked for. Nothing is validated, saved or drawn. `rate` stands for the
-    settings' learning rate; None leaves it. Raises UserError.
+    settings' learning rate; None leaves it. Raises UserError, and Stopped for a signal.
     """
     folder.mkdir(parents=True, exist_ok=True)
     job = replace(
@@ -60,10 +60,11 @@ def own_loop(job: Job, folder: Path, split: Split, rate: float | None = STILL) -
 
         def step(number: int) -> None:
             try:
-                next(loop)
+                next(loop, None)  # a signal ends it
             except GoBack as back:
                 message = f"The loop would have gone back from step {back.state.step} ({back.reason})."
                 raise TrainingFailed(Problem(message, "Measure with settings that train.")) from back
+            leave_if_told()
 
         yield step
 

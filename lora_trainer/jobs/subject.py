@@ -17,13 +17,15 @@ from lora_trainer.config.options import suited
 from lora_trainer.core.errors import Problem, UsageError
 from lora_trainer.core.randomness import position_key
 from lora_trainer.data.loader import Batch
-from lora_trainer.data.pictures.images import load_pixels
-from lora_trainer.data.steps import Ref, plan_steps, split_micros
+from lora_trainer.data.pictures.images import load_rgb
+from lora_trainer.data.pictures.render import render
+from lora_trainer.data.steps import Ref
+from lora_trainer.data.weighted_words import spoken
 from lora_trainer.diffusion.process import Prediction, Process, usual_process
 from lora_trainer.jobs.measures import OWN, SMALL
 from lora_trainer.jobs.random_weights import with_random_weights as random_module
 from lora_trainer.models import FAMILIES
-from lora_trainer.models.family import Architecture, Family, public_architecture
+from lora_trainer.models.family import Architecture, Caption, Family, public_architecture
 from lora_trainer.models.storage.store import Narrow
 from lora_trainer.production.choices import Choices, asked_by_user, cap_memory, choose
 from lora_trainer.production.inputs import own_architecture, read_inputs, trained_resolution
@@ -96,19 +98,27 @@ def subject_of(resolved: Resolved, folder: Path, *, tiny: bool = False, named: s
 def load_encode(prepared: Prepared) -> Encode:
     """The run's encoders as one function, to encode in every step as a script without caches does."""
     session = prepared.session
-    inputs, choices = session.inputs, session.choices
+    inputs, choices, feed = session.inputs, session.choices, prepared.feed
     encoders = inputs.family.load_encoders(inputs.facts.path, choices.dtype, choices.device)
-    samples, fits = inputs.train, inputs.train_plan.fits  # the plain views
-    plan = plan_steps(samples, session.config.batch.effective, session.config.train.seed)
+    data, seed = feed.data, session.config.train.seed
 
-    def encode_group(group: Sequence[Ref]) -> Encoded:
-        read = [torch.from_numpy(load_pixels(samples[ref.index].path, fits[ref.index])) for ref in group]
-        mean, spread = encoders.encode_image(torch.stack(read).permute(0, 3, 1, 2).float() / 127.5 - 1.0)
-        return mean + spread * torch.randn_like(spread), encoders.encode_text([samples[r.index].caption for r in group])
+    def pixels_of(ref: Ref) -> Tensor:
+        sample, view = data.samples[ref.index], data.views[ref.index][data.turn(ref, seed)]
+        return torch.from_numpy(render(load_rgb(sample.path, sample.span), view, sample.content))
+
+    def text_of(ref: Ref, step: int) -> Caption:
+        sample, number = data.samples[ref.index], data.text(ref, step, step // feed.plan.steps_per_epoch, seed)
+        text = "" if number is None else sample.texts[number]
+        return spoken(text) if sample.weighted else text
+
+    def encode_group(group: Sequence[Ref], step: int) -> Encoded:
+        pixels = torch.stack([pixels_of(ref) for ref in group])
+        mean, spread = encoders.encode_image(pixels.permute(0, 3, 1, 2).float() / 127.5 - 1.0)
+        cond = encoders.encode_text([text_of(ref, step) for ref in group])
+        return mean + spread * torch.randn_like(spread), cond
 
     def encode(step: int) -> list[Encoded]:
-        groups = split_micros(plan.refs(step), lambda ref: fits[ref.index].bucket, choices.micro)
-        return [encode_group(group) for group in groups]
+        return [encode_group(group, step) for group in feed.groups(step)]
 
     return encode
 
@@ -197,16 +207,20 @@ def random_batch(
     sides: Sequence[int],
     dtype: torch.dtype,
 ) -> Batch:
-    """A batch as the cache would give it; the same for the same samples."""
+    """A batch as the cache would give it: the same for the same samples, however they are split."""
     facts = architecture.facts
-    generator = torch.Generator().manual_seed(position_key(0, "bench", refs[0].id) % 2**32)
-    shape = (len(refs), facts.latent_channels, *(side // facts.downscale for side in sides))
+    generators = [torch.Generator().manual_seed(position_key(0, "bench", ref.id) % 2**32) for ref in refs]
+    shape = (facts.latent_channels, *(side // facts.downscale for side in sides))
     row = [float(value) for value in (*sides, 0, 0, *sides)]
+
+    def drawn(shape: Sequence[int]) -> Tensor:
+        return torch.stack([torch.randn(*shape, generator=generator) for generator in generators])
+
     return Batch(
         refs=tuple(refs),
-        mean=torch.randn(shape, generator=generator),
-        spread=torch.full(shape, 0.1),
-        cond={name: torch.randn((len(refs), *each), generator=generator).to(dtype) for name, each in shapes.items()},
+        mean=drawn(shape),
+        spread=torch.full((len(refs), *shape), 0.1),
+        cond={name: drawn(each).to(dtype) for name, each in shapes.items()},
         sizes=torch.tensor([row] * len(refs)),
         weights=torch.ones(len(refs)),
     )

@@ -26,6 +26,7 @@ from lora_trainer.models.lora import ADAPTER
 from lora_trainer.training.micro import Micro
 
 USUAL = "usual"
+AUTOCAST = {torch.float32: "no", torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 
 class Asked(nn.Module):
@@ -70,7 +71,7 @@ def usual_step(
     learner = subject.learner
     device, dtype, process = learner.device, learner.dtype, learner.process
     AcceleratorState._reset_state()  # its precision is fixed for a process, and several may be measured in one
-    accelerator = Accelerator(mixed_precision="no" if subject.precision == "fp32" else subject.precision)
+    accelerator = Accelerator(mixed_precision=AUTOCAST[dtype])
     optimizer = torch.optim.AdamW(parameters, lr=1e-8, weight_decay=1e-2)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _: 1.0)
     model, optimizer, schedule = accelerator.prepare(Asked(subject), optimizer, schedule)

@@ -33,7 +33,8 @@ WAITS = (0.0, 0.3, 1.0, 3.0, 10.0)  # seconds, until memory is tried again besid
 
 @dataclass(frozen=True)
 class Feed:
-    """`micros(step)` gives this process's micro batches of a step, `ledger(steps)` what so many steps trained,
+    """`micros(step)` gives this process's micro batches of a step, `groups(step)` the places that each is made of,
+    `ledger(steps)` what so many steps trained,
     `names(step)` the names of a step's pictures, process by process and in each micro batch by micro batch.
 
     `close` ends threads and frees the autoencoder, where there are any; no micro batch can be made afterwards.
@@ -42,6 +43,7 @@ class Feed:
     plan: StepPlan
     data: CachedData
     micros: Callable[[int], list[Micro]]
+    groups: Callable[[int], tuple[tuple[Ref, ...], ...]]
     ledger: Callable[[int], Ledger]
     names: Callable[[int], list[str]]
     close: Callable[[], None]
@@ -87,7 +89,7 @@ def make_feed(config: Config, data: CachedData, learner: Learner, processes: Pro
         if data.fresh is not None:
             data.fresh.close()
 
-    return Feed(plan, data, micros, ledger, names, close)
+    return Feed(plan, data, micros, own_groups, ledger, names, close)
 
 
 def fresh_latents(config: Config, inputs: Inputs, choices: Choices, world: int) -> Fresh:

@@ -7,9 +7,11 @@ import pytest
 from PIL import Image
 
 from lora_trainer.data.buckets import Bucket, fit_to
-from lora_trainer.data.pictures.images import BrokenPictureError, header_of, load_pixels, load_rgb, read_header
+from lora_trainer.data.pictures.images import BrokenPictureError, header_of, load_rgb, read_header
+from lora_trainer.data.pictures.render import render
 from lora_trainer.data.pictures.spans import content_of
 from lora_trainer.data.sample import Span
+from lora_trainer.data.views import View
 from tests.data.conftest import noise_picture
 
 # Left half dark, right half bright, upper edge wider than high: every turn shows.
@@ -141,7 +143,7 @@ def test_pixels_cover_the_bucket_from_the_centre(tmp_path: Path) -> None:
     picture = np.zeros((32, 96, 3), dtype=np.uint8)
     picture[:, 32:64] = 255
     Image.fromarray(picture).save(path)
-    pixels = load_pixels(path, fit_to(96, 32, Bucket(32, 32)))
+    pixels = render(load_rgb(path), View(fit_to(96, 32, Bucket(32, 32))), "")
     assert pixels.shape == (32, 32, 3)
     assert pixels.dtype == np.uint8
     assert (pixels == 255).all()
@@ -150,7 +152,7 @@ def test_pixels_cover_the_bucket_from_the_centre(tmp_path: Path) -> None:
 def test_a_sliver_does_not_fill_the_memory(tmp_path: Path) -> None:
     path = tmp_path / "sliver.png"
     Image.new("RGB", (1, 20_000), (9, 9, 9)).save(path)
-    pixels = load_pixels(path, fit_to(1, 20_000, Bucket(512, 512)))
+    pixels = render(load_rgb(path), View(fit_to(1, 20_000, Bucket(512, 512))), "")
     assert pixels.shape == (512, 512, 3)
     assert (pixels == 9).all()
 
@@ -164,7 +166,7 @@ def test_the_crop_is_where_the_fit_says(tmp_path: Path, size: tuple[int, int]) -
     whole = load_rgb(path).resize((fit.resized_width, fit.resized_height), Image.Resampling.LANCZOS)
     wanted = np.asarray(whole.crop((fit.left, fit.top, fit.left + 64, fit.top + 64)), dtype=int)
     inner = np.s_[:, 3:-3]
-    assert np.abs(load_pixels(path, fit).astype(int)[inner] - wanted[inner]).max() <= 3
+    assert np.abs(render(load_rgb(path), View(fit), "").astype(int)[inner] - wanted[inner]).max() <= 3
 
 
 def test_a_picture_inside_of_a_larger_file(tmp_path: Path) -> None:

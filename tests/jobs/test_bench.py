@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import threading
 from dataclasses import replace
 
@@ -11,12 +13,18 @@ import torch
 
 from lora_trainer.cli.bench import legend
 from lora_trainer.cli.main import main
+from lora_trainer.config.layers import Layer
 from lora_trainer.jobs import bench, bench_loader, best, subject, turns, versus
-from lora_trainer.jobs.measures import COLUMNS, SMALL, SUBJECTS
+from lora_trainer.jobs.measures import COLUMNS, SMALL, SUBJECTS, Report
 from lora_trainer.models import FAMILIES, unet
 from lora_trainer.models.family import public_architecture
+from lora_trainer.production import feed
 from lora_trainer.production.card_rates import rate_of_card
+from lora_trainer.production.settings import settle
+from lora_trainer.training import run
 from tests.recipes.recipe import Bench, draw_pictures, patched, save_tiny_model
+
+TINY_SD15 = {"model": {"family": "sd15"}, "data": {"resolution": 64}, "memory": {"base_precision": "fp32"}}
 
 
 @pytest.fixture(scope="module")
@@ -42,7 +50,9 @@ def measured(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> dict[s
     return {row["name"]: row for row in document["rows"]}
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize(
+    "precision", ["fp32", "int8", *(pytest.param(each, marks=pytest.mark.slow) for each in ("bf16", "fp8"))]
+)
 def test_every_way_of_a_step_is_measured_beside_the_bare_one(place, precision, capsys):
     arguments = place.arguments("x", command="bench", memory__base_precision=precision)
     rows = measured([arguments[0], "step", *arguments[1:]], capsys)
@@ -61,6 +71,69 @@ def test_every_way_of_a_step_is_measured_beside_the_bare_one(place, precision, c
     assert all(rows["ours"]["split"][part] > 0 for part in ("data", "forward", "backward", "optimizer"))
     assert rows["usual"]["split"] is None
     assert not place.folder("x").exists()
+
+
+def test_the_usual_way_encodes_what_ours_trains(place, monkeypatch, tmp_path):
+    """Several views of a picture, of several sizes: in each micro batch the same pictures, at the same sizes."""
+    settings = {"data__resolutions": "[64,128]", "data__flip": "true", "batch__effective": 4, "batch__max_micro": 2}
+    arguments = place.arguments("x", command="bench", memory__base_precision="fp32", **settings)
+    seen: list[object] = []
+    monkeypatch.setattr(bench, "measure", lambda asked: seen.append(asked) or Report([], {}))
+    assert main([arguments[0], "step", *arguments[1:]]) == 0
+    measured_of = subject.subject_of(seen[0].resolved, tmp_path)
+    encode = measured_of.load_encode()
+    monkeypatch.setattr(torch, "randn_like", torch.zeros_like)
+    monkeypatch.setattr(feed, "make_micro", lambda batch, *_: batch)
+    sizes = set()
+    for number in range(4):
+        for (latents, cond), batch in zip(encode(number), measured_of.micros(number), strict=True):
+            assert torch.allclose(latents, batch.mean.float(), atol=1e-2)
+            assert cond.keys() == batch.cond.keys()
+            assert all(torch.allclose(value, batch.cond[name].float(), atol=1e-2) for name, value in cond.items())
+            sizes.add(latents.shape[-2:])
+    assert len(sizes) > 1
+
+
+def test_random_samples_are_the_same_however_they_are_split(tmp_path):
+    whole, parts = (
+        subject.public_subject(
+            settle(
+                [], [Layer("test", {**TINY_SD15, "batch": {"effective": 4, "max_micro": micro}})], builtin_if_none=False
+            ),
+            "sd15",
+            tmp_path,
+            tiny=True,
+        ).micros(3)
+        for micro in (4, 1)
+    )
+    assert (len(whole), len(parts)) == (1, 4)
+    assert torch.equal(whole[0].latents, torch.cat([micro.latents for micro in parts]))
+    for name, value in whole[0].cond.items():
+        assert torch.equal(value, torch.cat([micro.cond[name] for micro in parts]))
+
+
+@pytest.mark.skipif(os.name != "posix", reason="os.kill ends the process elsewhere")
+@pytest.mark.parametrize(("number", "code", "at"), [(signal.SIGINT, 130, 1), (signal.SIGTERM, 143, 4)])
+def test_a_signal_in_a_measured_step_ends_the_command(place, number, code, at, monkeypatch, capsys):
+    """In the first step, and in one of those that are timed."""
+    train_step, taken = run.train_step, []
+
+    def told(*given: object) -> object:
+        taken.append(None)
+        if len(taken) == at:
+            os.kill(os.getpid(), number)
+        return train_step(*given)
+
+    monkeypatch.setattr(run, "train_step", told)
+    arguments = place.arguments("x", command="bench", memory__base_precision="fp32", data__resolution=64)
+    assert main([arguments[0], "step", *arguments[1:], "--steps", "4"]) == code
+    assert "bug" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("text", ["train.seed=2", "batch.effective=2", "data.resolution=64", "model.family=sdxl"])
+def test_what_trains_something_else_is_not_compared(text, capsys):
+    assert main(["bench", "step", "--vs", text]) == 2
+    assert "changes what is trained" in capsys.readouterr().err
 
 
 def test_a_family_alone_is_its_public_architecture(capsys):

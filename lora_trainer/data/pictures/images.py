@@ -192,14 +192,6 @@ def scale_deep(values: NDArray[np.generic]) -> NDArray[np.uint8]:
     return np.rint(np.clip(deep / top, 0.0, 1.0) * 255.0).astype(np.uint8)
 
 
-def load_pixels(path: Path, fit: Fit, span: Span | None = None) -> NDArray[np.uint8]:
-    """Pixels [H, W, 3] of the bucket: resized (Lanczos) to cover it, cropped as the fit says.
-
-    Raises BrokenPictureError.
-    """
-    return np.array(cut_out(load_rgb(path, span), fit), dtype=np.uint8)
-
-
 def cut_out(picture: Image.Image, fit: Fit, resampling: Image.Resampling = Image.Resampling.LANCZOS) -> Image.Image:
     """The picture resized to cover its bucket, cropped as the fit says; of any size with the fit's aspect."""
     # Only what the crop keeps is resized: a sliver of a picture would fill the memory otherwise.
