@@ -156,7 +156,7 @@ def explained(arguments: argparse.Namespace, resolved: Resolved) -> bool:
     if arguments.explain and is_main_process():
         from lora_trainer.cli.presets import explain
 
-        explain(resolved)
+        explain(resolved, as_json=bool(vars(arguments).get("json")))
     return bool(arguments.explain and not arguments.dry_run)
 
 

@@ -12,13 +12,14 @@ from pathlib import Path
 from typing import Any
 
 from lora_trainer.cli.arguments import add_run_arguments, explained, resolved_from
-from lora_trainer.config.resuming import FIXED, FIXED_IN_EFFECT
-from lora_trainer.config.toml import parse_assignment, setting_names
-from lora_trainer.core.errors import DONE, Problem, nearest
+from lora_trainer.cli.bench_checks import FLAGS, settings_of, wrong_arguments
+from lora_trainer.config.layers import Resolved
+from lora_trainer.core.errors import DONE, Problem, UsageError
 from lora_trainer.core.hardware import package_versions
 from lora_trainer.core.io import write_json
 from lora_trainer.jobs.baseline import Regressed, held_against, read_baseline
 from lora_trainer.jobs.measures import MEASURES, NOISE, SUBJECTS, Asked, Report
+from lora_trainer.production.settings import refuse_missing_attention
 
 EXAMPLES = (
     "examples:\n  lora-trainer bench step --preset 12gb --json\n  lora-trainer bench cache\n"
@@ -28,24 +29,14 @@ EXAMPLES = (
     "  lora-trainer bench step --vs memory.compile=true --vs memory.base_precision=fp8\n"
     "  lora-trainer bench step --preset 12gb --set model.family=sdxl --export-preset best.toml\n"
 )
-# Of another weight, sample or step. A base in another precision trains the same, less exactly.
-INCOMPARABLE = frozenset((*FIXED, *FIXED_IN_EFFECT)) - {"memory.base_precision"}
 WIDE = 132  # columns of what is not a terminal
-FLAGS = {  # that not every measurement takes
-    "tiny": "--tiny",
-    "subjects": "--subject",
-    "versus": "--vs",
-    "best": "--export-preset",
-    "minutes": "--minutes",
-    "rows": "--rows",
-    "only": "--only",
-}
 
 
 def add_bench_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "what",
-        choices=list(MEASURES),
+        nargs="?",
+        metavar="MEASUREMENT",
         help="; ".join(f"{name}: {measure.summary}" for name, measure in MEASURES.items()),
     )
     parser.add_argument("--steps", type=int, metavar="N", help="timed steps (30) or rounds of reading (9) of each row")
@@ -95,26 +86,22 @@ def add_bench_arguments(parser: argparse.ArgumentParser) -> None:
 
 def bench_command(arguments: argparse.Namespace, unknown: list[Problem]) -> int:
     """Measure what was asked for. Raises UserError."""
-    measure = MEASURES[arguments.what]
-    if arguments.steps is not None and arguments.steps < 2:
-        unknown.append(Problem(f"--steps {arguments.steps} is too few.", "At least 2 are needed for a median."))
-    for name, flag in FLAGS.items():
-        if vars(arguments)[name] and name not in measure.takes:
-            fitting = [what for what, each in MEASURES.items() if name in each.takes]
-            unknown.append(Problem(f"bench {arguments.what} has no {flag}.", f"It is for bench {', '.join(fitting)}."))
+    unknown += wrong_arguments(arguments)
     versus = settings_of(arguments.versus, unknown)
     resolved = resolved_from(arguments, unknown)
     if explained(arguments, resolved):
         return DONE
+    refuse_missing_attention(resolved)
     from lora_trainer.jobs.device import device_name
     from lora_trainer.production.inputs import data_in_use
 
     device = device_name()
     baseline = None if arguments.baseline is None else read_baseline(arguments.baseline, device)
+    refuse_what_clashes(resolved, versus)
     with data_in_use():
         own = {name: vars(arguments)[name] for name in FLAGS} | {"versus": versus}
-        report = measure(Asked(resolved, arguments.steps, **own))
-    document = report.to_json(device, package_versions())
+        report = MEASURES[arguments.what](Asked(resolved, arguments.steps, **own))
+    document = {"bench": arguments.what} | report.to_json(device, package_versions())
     said, worse = ([], []) if baseline is None else held_against(baseline, document)
     report = replace(report, notes=[*report.notes, *said])
     document |= {"notes": report.notes} | ({} if baseline is None else {"worse": [each.message for each in worse]})
@@ -126,24 +113,18 @@ def bench_command(arguments: argparse.Namespace, unknown: list[Problem]) -> int:
     return DONE
 
 
-def settings_of(texts: Sequence[str], problems: list[Problem]) -> dict[str, dict[str, Any]]:
-    """What `--vs` sets, by how it was written; what is wrong is added to `problems`."""
-    found = {}
-    for text in texts:
-        parsed = parse_assignment(text)
-        if isinstance(parsed, Problem):
-            message, fix = parsed.message.replace("--set ", "--vs "), "For example: --vs memory.compile=true"
-            problems.append(Problem(message, fix))
-            continue
-        section, key, value = parsed
-        name = f"{section}.{key}"
-        if name not in setting_names():
-            problems.append(Problem(f"--vs {text}: there is no setting {name}.", nearest(name, setting_names())))
-        elif name in INCOMPARABLE:
-            message = f"--vs {text}: {name} changes what is trained, so that times and losses cannot be compared."
-            problems.append(Problem(message, "Measure twice, each with its own --set, for its time alone."))
-        found[text] = {name: value}
-    return found
+def refuse_what_clashes(resolved: Resolved, versus: Mapping[str, Mapping[str, Any]]) -> None:
+    """Raise UsageError for settings of `--vs` that do not go together with the others, all of them."""
+    from lora_trainer.jobs.trials.steps import changed
+
+    problems: list[Problem] = []
+    for settings in versus.values():
+        try:
+            changed(resolved, settings)
+        except UsageError as error:
+            problems += error.problems
+    if problems:
+        raise UsageError(problems)
 
 
 def show(report: Report, device: str, document: Mapping[str, Any] | None) -> None:

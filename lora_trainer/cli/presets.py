@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import json
+import sys
 from collections.abc import Mapping, Sequence
 
 from rich.table import Table
@@ -74,8 +76,16 @@ def _with_families(problem: Problem, asked: Sequence[str]) -> Problem:
     return problem
 
 
-def explain(resolved: Resolved) -> None:
-    """Every setting, its value and where it came from; what differs from the default stands out."""
+def explain(resolved: Resolved, *, as_json: bool = False) -> None:
+    """Every setting, its value and where it came from; what differs from the default stands out. Or as one document."""
+    if as_json:
+        values = resolved.config.model_dump(by_alias=True, mode="json")
+        settings = {
+            name: {"value": values[name.partition(".")[0]][name.partition(".")[2]], "from": origin}
+            for name, origin in resolved.origin.items()
+        }
+        sys.stdout.write(json.dumps({"settings": settings}, indent=2) + "\n")
+        return
     _print_table(resolved, only_set=False)
 
 

@@ -53,7 +53,7 @@ def resolve(layers: Sequence[Layer], problems: Iterable[Problem] = ()) -> Resolv
     merged: dict[str, dict[str, Any]] = {section: {} for section in section_types()}
     origin = dict.fromkeys(setting_names(), DEFAULT)
     for layer in layers:
-        for section, key, value in _checked(layer, found):
+        for section, key, value in valid_settings(layer, found):
             merged[section][key] = value
             origin[f"{section}.{key}"] = layer.name
     settings = Settings(merged, origin)
@@ -72,7 +72,7 @@ def flattened(config: Config) -> dict[str, Any]:
     return {f"{section}.{key}": value for section, values in dumped.items() for key, value in values.items()}
 
 
-def _checked(layer: Layer, found: list[Problem]) -> list[tuple[str, str, Any]]:
+def valid_settings(layer: Layer, found: list[Problem]) -> list[tuple[str, str, Any]]:
     """The layer's valid settings; what is wrong is added to `found`."""
     types = section_types()
     valid: list[tuple[str, str, Any]] = []

@@ -5,6 +5,7 @@ from __future__ import annotations
 import stat
 import tomllib
 from collections.abc import Mapping
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -51,7 +52,7 @@ def refuse_large(path: Path, size: int) -> None:
         raise UsageError(Problem(message, "Name the config, not the data or the weights."))
 
 
-def parse_assignment(text: str) -> tuple[str, str, Any] | Problem:
+def parse_assignment(text: str, flag: str = "--set") -> tuple[str, str, Any] | Problem:
     """`optim.learning_rate=1e-3` as (section, key, value).
 
     The value is read as TOML and a bare word as text, so neither `lora.targets=attention`
@@ -59,13 +60,15 @@ def parse_assignment(text: str) -> tuple[str, str, Any] | Problem:
     """
     name, equals, raw = text.partition("=")
     section, dot, key = name.strip().partition(".")
+    if equals and section and not dot:
+        return Problem(f"{flag} {text}: {section} is not a setting.", settings_like(section))
     if not (equals and dot and section and key):
         return Problem(
-            f"--set {text} is not of the form section.key=value.", "For example: --set optim.learning_rate=1e-4"
+            f"{flag} {text} is not of the form section.key=value.", f"For example: {flag} memory.checkpointing=all"
         )
     value = parse_value(raw)
     if isinstance(value, Problem):
-        return Problem(f"--set {text}: {value.message}", value.fix)
+        return Problem(f"{flag} {text}: {value.message}", value.fix)
     return section, key, value
 
 
@@ -122,6 +125,14 @@ def section_types() -> Mapping[str, type[Section]]:
 def setting_names() -> list[str]:
     """Every `section.key`, in the order of the schema."""
     return [f"{section}.{key}" for section, kind in section_types().items() for key in kind.model_fields]
+
+
+def settings_like(word: str) -> str:
+    """`Did you mean …?` for a word that should have been `section.key`."""
+    keys = {name: name.partition(".")[2] for name in setting_names()}
+    near = [word] if word in keys.values() else get_close_matches(word, set(keys.values()), n=3, cutoff=0.6)
+    homes = [name for key in near for name in keys if keys[name] == key]
+    return f"Did you mean {' or '.join(homes)}?" if homes else "--explain lists all settings, each as section.key."
 
 
 def can_be_emptied(section_type: type[Section], key: str) -> bool:

@@ -14,6 +14,7 @@ from lora_trainer.core.errors import TRAINING_FAILED, Problem, UsageError, UserE
 from lora_trainer.core.io import read_json
 
 WORSE = 1.05
+WRITE = "Write one with lora-trainer bench … --save FILE."
 # Of each figure what it is called, and what of the baseline says how noisy it was.
 FIGURES = {"ratio": ("ratio", "ratio_p90"), "peak_gib": ("peak GiB", ""), "seconds_median": ("seconds", "seconds_p90")}
 FIX = "Measure again on an idle machine, or save the new figures with --save where they are meant."
@@ -25,16 +26,29 @@ class Regressed(UserError):
     exit_code = TRAINING_FAILED
 
 
-def read_baseline(path: Path, device: str) -> Mapping[str, Any]:
-    """The document that `--save` or `--json` wrote. Raises UsageError where it is none, or of another device."""
+def read_measurement(path: Path, what: str | None = None) -> dict[str, Any]:
+    """The document that `bench` wrote. Raises UsageError where it is none, or of another measurement than `what`."""
     try:
         document = read_json(path)
     except FileNotFoundError:
-        raise UsageError(Problem(f"{path} does not exist.", "Write one with --save FILE.")) from None
-    except (OSError, ValueError) as error:
-        raise UsageError(Problem(f"{path} cannot be read: {error}.", "Write one with --save FILE.")) from None
-    if not isinstance(document, dict) or not isinstance(document.get("rows"), list) or "device" not in document:
-        raise UsageError(Problem(f"{path} is no measurement.", "Write one with lora-trainer bench step --save FILE."))
+        raise UsageError(Problem(f"{path} does not exist.", WRITE)) from None
+    except OSError as error:
+        raise UsageError(Problem(f"{path} cannot be read: {error.strerror}.", WRITE)) from None
+    except ValueError:
+        document = None
+    rows = document.get("rows") if isinstance(document, dict) else None
+    if not isinstance(rows, list) or "device" not in document or not all(isinstance(row, dict) for row in rows):
+        raise UsageError(Problem(f"{path} is no JSON document of bench.", WRITE))
+    measured = document.get("bench", what)
+    if what is not None and measured != what:
+        raise UsageError(Problem(f"{path} is of bench {measured}, and this is bench {what}.", WRITE))
+    found: dict[str, Any] = document
+    return found
+
+
+def read_baseline(path: Path, device: str) -> Mapping[str, Any]:
+    """The document that `--save` or `--json` wrote. Raises UsageError where it is none, or of another device."""
+    document = read_measurement(path)
     if document["device"] != device:
         message = f"{path} was measured on {document['device']}, this is {device}."
         raise UsageError(

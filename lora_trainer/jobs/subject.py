@@ -43,7 +43,7 @@ Encoded = tuple[Tensor, Mapping[str, Tensor]]  # latents [B, C, h, w] and condit
 Encode = Callable[[int], list[Encoded]]  # reads and encodes the pictures and captions of a step
 
 TINY_NEEDS_A_FAMILY = Problem(
-    "--tiny makes a public architecture thinner, and a model was named.",
+    "--tiny makes a public architecture thinner, and this is a run's own model or the built-in base.",
     "Name a family alone: --set model.family=sdxl --tiny",
 )
 

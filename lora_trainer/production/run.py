@@ -60,6 +60,7 @@ from lora_trainer.production.messages import announce, show_end, show_report
 from lora_trainer.production.order import Order, plain_console, run_folder
 from lora_trainer.production.record import FILE as RECORD
 from lora_trainer.production.record import PHASES, SHOWN_EVENTS, Record, latest, read_record, write_record
+from lora_trainer.production.settings import refuse_missing_attention
 
 if TYPE_CHECKING:  # torch is loaded after the data has been judged
     from lora_trainer.evaluation.report import LoraReport
@@ -108,6 +109,8 @@ def train(
     `watch` is called as the run moves on. Raises UserError for everything a user
     can mend; what was trained until then is saved and recorded.
     """
+    if not dry_run:
+        refuse_missing_attention(resolved)
     console = console or plain_console(quiet=not is_main_process())
     announce(resolved.config, console)
     folder = run_folder(resolved.config)

@@ -8,12 +8,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from lora_trainer.config.contradictions import from_user
 from lora_trainer.config.imports.data_files import with_data_files
 from lora_trainer.config.layers import Layer, Resolved, resolve
 from lora_trainer.config.presets import family_layers
 from lora_trainer.config.schema import Config
 from lora_trainer.config.toml import EMPTY
 from lora_trainer.core.errors import Problem, UsageError
+from lora_trainer.models.attention.packages import lacking
 from lora_trainer.models.family import USUAL_FAMILY
 from lora_trainer.models.folder import detect_family
 
@@ -39,6 +41,13 @@ def go_offline(config: Config) -> None:
     if config.run.offline:
         for name in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"):
             os.environ[name] = "1"
+
+
+def refuse_missing_attention(resolved: Resolved) -> None:
+    """Raise UsageError, before anything is loaded, for an attention that the user named and whose package is not here."""
+    problem = lacking(resolved.config.memory.attention)
+    if problem is not None and from_user(resolved.origin["memory.attention"]):
+        raise UsageError(problem)
 
 
 def _family_layers(user: Sequence[Layer], problems: list[Problem], *, builtin_if_none: bool) -> list[Layer]:

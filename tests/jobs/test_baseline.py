@@ -60,7 +60,7 @@ def test_another_device_is_refused_with_both_names(tmp_path: Path):
 def test_what_is_no_measurement_is_refused(text: str, tmp_path: Path):
     file = tmp_path / "base.json"
     file.write_text(text)
-    with pytest.raises(UsageError, match=r"cannot be read|is no measurement"):
+    with pytest.raises(UsageError, match=r"is no JSON document of bench"):
         read_baseline(file, "d")
 
 

@@ -23,6 +23,7 @@ import torch
 from lora_trainer.core.errors import Problem, UsageError
 from lora_trainer.core.hardware import package_versions
 from lora_trainer.core.io import read_json, write_json
+from lora_trainer.jobs.baseline import read_measurement
 from lora_trainer.jobs.device import device_name
 from lora_trainer.jobs.measures import Asked, Column, Report
 from lora_trainer.jobs.trials.cap import prove_cap
@@ -150,9 +151,7 @@ def rows_in(path: Path, device: str) -> dict[str, TableRow]:
     """The rows that a file has already, by name. Raises UsageError where it is another device's."""
     if not path.is_file():
         return {}
-    document = read_json(path)
-    if not isinstance(document, dict) or not isinstance(document.get("rows"), list):
-        raise UsageError(Problem(f"{path} holds no rows.", "Name another file with --rows."))
+    document = read_measurement(path)
     if document.get("device") != device:
         problem = f"{path} is of {document.get('device')}, and this is {device}."
         raise UsageError(Problem(problem, "Name another file with --rows."))

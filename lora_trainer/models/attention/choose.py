@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from lora_trainer.core.errors import Problem, UsageError
-from lora_trainer.models.attention.kinds import FROM
 from lora_trainer.models.attention.probe import probe, race
 from lora_trainer.models.attention.shapes import AttentionShape
 
@@ -40,7 +39,7 @@ def choose_attention(
         if failure is None:
             return AttentionChoice(wanted, works)
         if not order:
-            install = f"Install it ({FROM[wanted]}), or set" if "not installed" in failure else "Set"
+            install = "Install it, or set" if "not installed" in failure else "Set"
             raise UsageError(Problem(f"memory.attention={wanted}: {failure}.", f"{install} memory.attention=auto."))
         reasons.append(failure)
     for name in order:

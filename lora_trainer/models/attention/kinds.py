@@ -77,10 +77,3 @@ KINDS: dict[str, Attend] = {
     "flash2": flash2,
     "flash3": flash3,
 }
-
-FROM = {  # where that comes from which torch does not bring
-    "xformers": "pip install xformers",
-    "flash2": "pip install flash-attn --no-build-isolation",
-    "flash3": "the folder hopper of FlashAttention's sources",
-}
-DISTRIBUTIONS = {"xformers": "xformers", "flash2": "flash-attn", "flash3": "flash-attn-3"}

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from lora_trainer.core.errors import is_out_of_memory
-from lora_trainer.models.attention.kinds import DISTRIBUTIONS, FROM, KINDS, math
+from lora_trainer.models.attention.kinds import KINDS, math
+from lora_trainer.models.attention.packages import DISTRIBUTIONS, FROM
 from lora_trainer.models.attention.shapes import AttentionShape
 
 TF32_STEP = 2.0**-10  # to the next number after 1, in what fp32 products may be computed in on a card

@@ -1,0 +1,91 @@
+"""What is wrong with the arguments of `bench`, all of it, before anything is loaded. No torch."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from lora_trainer.config.layers import Layer, valid_settings
+from lora_trainer.config.resuming import FIXED, FIXED_IN_EFFECT
+from lora_trainer.config.toml import parse_assignment
+from lora_trainer.core.errors import Problem, UsageError, nearest
+from lora_trainer.jobs.baseline import read_measurement
+from lora_trainer.jobs.measures import MEASURES
+from lora_trainer.models.attention.packages import lacking
+
+FLAGS = {  # that not every measurement takes
+    "tiny": "--tiny",
+    "subjects": "--subject",
+    "versus": "--vs",
+    "best": "--export-preset",
+    "minutes": "--minutes",
+    "rows": "--rows",
+    "only": "--only",
+}
+# Of another weight, sample or step. A base in another precision trains the same, less exactly.
+INCOMPARABLE = frozenset((*FIXED, *FIXED_IN_EFFECT)) - {"memory.base_precision"}
+WRITTEN = {"save": "--save", "best": "--export-preset", "rows": "--rows"}
+
+
+def wrong_arguments(arguments: argparse.Namespace) -> list[Problem]:
+    """Of the measurement's name, its flags, and the files that it reads and writes."""
+    what, given = arguments.what, vars(arguments)
+    if what not in MEASURES:
+        known = "; ".join(f"{name}: {measure.summary}" for name, measure in MEASURES.items())
+        near = "" if what is None else nearest(what, MEASURES)
+        message = "bench needs the name of a measurement." if what is None else f"There is no bench {what}."
+        return [Problem(message, near if near.startswith("Did") else f"{known}.")]
+    found = []
+    if arguments.steps is not None and arguments.steps < 2:
+        found.append(Problem(f"--steps {arguments.steps} is too few.", "At least 2 are needed for a median."))
+    for name, flag in FLAGS.items():
+        if given[name] not in (None, [], False) and name not in MEASURES[what].takes:
+            fitting = [each for each, measure in MEASURES.items() if name in measure.takes]
+            found.append(Problem(f"bench {what} has no {flag}.", f"It is for bench {', '.join(fitting)}."))
+    if arguments.minutes is not None and not 0 < arguments.minutes < float("inf"):
+        found.append(Problem(f"--minutes {arguments.minutes:g} is no time.", "Give more than 0, such as 25."))
+    for name, flag in WRITTEN.items():
+        if given[name] is not None:
+            found += cannot_be_written(given[name], flag)
+    for path in (arguments.rows, arguments.baseline):
+        if path is not None and (path.exists() or path is arguments.baseline):
+            try:
+                read_measurement(path, what if path is arguments.baseline else None)
+            except UsageError as error:
+                found += [each for each in error.problems if str(path) not in "".join(map(str, found))]
+    return found
+
+
+def cannot_be_written(path: Path, flag: str) -> list[Problem]:
+    """What stands in the way of a file, before the time is spent that fills it."""
+    if not path.parent.is_dir():
+        return [Problem(f"{flag} {path}: there is no folder {path.parent}.", "Make it, or name another file.")]
+    if path.is_dir():
+        return [Problem(f"{flag} {path} is a folder.", "Name a file in it.")]
+    if not os.access(path.parent, os.W_OK):
+        return [Problem(f"{flag} {path}: the folder {path.parent} cannot be written to.", "Name another file.")]
+    return []
+
+
+def settings_of(texts: Sequence[str], problems: list[Problem]) -> dict[str, Mapping[str, Any]]:
+    """What `--vs` sets, by how it was written; what is wrong is added to `problems`."""
+    found: dict[str, Mapping[str, Any]] = {}
+    for text in texts:
+        parsed = parse_assignment(text, "--vs")
+        if isinstance(parsed, Problem):
+            problems.append(parsed)
+            continue
+        section, key, value = parsed
+        if f"{section}.{key}" in INCOMPARABLE:
+            message = (
+                f"--vs {text}: {section}.{key} changes what is trained, so that times and losses cannot be compared."
+            )
+            problems.append(Problem(message, "Measure twice, each with its own --set, for its time alone."))
+        valid_settings(Layer(f"--vs {text}", {section: {key: value}}), problems)
+        if (section, key) == ("memory", "attention") and (missing := lacking(str(value))) is not None:
+            problems.append(Problem(f"--vs {missing.message}", missing.fix))
+        found[text] = {f"{section}.{key}": value}
+    return found

@@ -1,0 +1,30 @@
+"""The packages of attentions that torch does not bring. No torch."""
+
+from __future__ import annotations
+
+import sys
+from importlib.util import find_spec
+
+from lora_trainer.core.errors import Problem
+from lora_trainer.core.imports import shown
+
+FROM = {
+    "xformers": "pip install xformers",
+    "flash2": "pip install flash-attn --no-build-isolation",
+    "flash3": "the folder hopper of FlashAttention's sources",
+}
+DISTRIBUTIONS = {"xformers": "xformers", "flash2": "flash-attn", "flash3": "flash-attn-3"}
+MODULES = {"xformers": "xformers", "flash2": "flash_attn", "flash3": "flash_attn_interface"}
+
+
+def lacking(name: str) -> Problem | None:
+    """What is to be said of an attention whose package is not installed; nothing is imported."""
+    module = MODULES.get(name)
+    if module is None or sys.modules.get(module) is not None:
+        return None
+    with shown(module):
+        if find_spec(module) is not None:
+            return None
+    return Problem(
+        f"memory.attention={name}: {name} is not installed ({FROM[name]}).", "Install it, or set memory.attention=auto."
+    )
