@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import atexit
 import os
+import shutil
 import stat
 import tempfile
 from pathlib import Path
@@ -30,7 +32,8 @@ def keep_compilations() -> str | None:
     if reason is None:
         os.environ[KEPT_IN] = str(folder)
         return None
-    os.environ[KEPT_IN] = tempfile.mkdtemp(prefix="lora-trainer-compiled-")
+    own = os.environ[KEPT_IN] = tempfile.mkdtemp(prefix="lora-trainer-compiled-")
+    atexit.register(shutil.rmtree, own, ignore_errors=True)
     return f"what is compiled is not kept in {folder}: {reason}"
 
 

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from lora_trainer.core.errors import first_line
 from lora_trainer.core.findings import counted
 
 # Repeated too, though diffusers lists them for no model: the convolutions of U-Nets, and blocks of two streams.
@@ -58,7 +59,7 @@ class Compiled:
         return type(block).forward(block, *arguments, **named)
 
     def begin_step(self) -> None:
-        """Tell CUDA graphs that nothing of the step before is needed any more."""
+        """Tell CUDA graphs that nothing which they gave so far is needed any more."""
         if self.on and self.mode in WITH_GRAPHS:
             torch.compiler.cudagraph_mark_step_begin()
 
@@ -165,3 +166,18 @@ def of_the_compiler(error: BaseException) -> bool:
             return True
         trace = trace.tb_next
     return False
+
+
+def said_by_the_compiler(error: BaseException) -> str:
+    """The line of a compiler's error that names what is wrong: torch puts its own words and commands around it."""
+    text = str(error).partition("Set TORCHDYNAMO_VERBOSE")[0]
+    _, ran, output = text.partition("\nOutput:\n")  # of a C++ compiler
+    lines = [line.strip() for line in (output if ran else text).splitlines()]
+    lines = [line for line in lines if line and not line.endswith(" raised:")]
+    if not lines:
+        return first_line(error)
+    if ran:
+        found = next((line for line in lines if "error" in line.lower()), lines[-1])
+    else:
+        found = lines[-1] if lines[0].endswith(":") else lines[0]  # Triton's: a place, the code, and then the message
+    return found.rstrip(".")

@@ -11,7 +11,17 @@ from torch import nn
 from lora_trainer.config.schema import Config
 from lora_trainer.core.compilations import keep_compilations
 from lora_trainer.core.errors import Problem, TrainingFailed, UserError, first_line, is_out_of_memory
-from lora_trainer.models.compiled import MOST_SHAPES, WITH_GRAPHS, Compiled, compile_blocks, of_the_compiler, why_not
+from lora_trainer.models.compiled import (
+    MOST_COMPILATIONS,
+    MOST_OF_A_CLASS,
+    MOST_SHAPES,
+    WITH_GRAPHS,
+    Compiled,
+    compile_blocks,
+    of_the_compiler,
+    said_by_the_compiler,
+    why_not,
+)
 from lora_trainer.training.job import Job
 from lora_trainer.training.layout import Layout
 from lora_trainer.training.micro import Micro
@@ -40,11 +50,15 @@ def compiled_as_wanted(
             f"memory.compile_mode is {mode}: CUDA graphs need weights that stay in their places, and some stream"
         )
     dynamic = layout.shapes > MOST_SHAPES if memory.compile_dynamic == "auto" else memory.compile_dynamic
-    if config.train.deterministic:
-        import torch._inductor.config as inductor
+    import torch._inductor.config as inductor  # where something is compiled alone
 
-        inductor.deterministic = True  # nothing that timing chose
+    inductor.deterministic = config.train.deterministic  # nothing that timing chose
     compiled = compile_blocks(denoiser, mode=mode, dynamic=dynamic, fullgraph=memory.compile_fullgraph)
+    if not dynamic and (layout.shapes > MOST_COMPILATIONS or layout.shapes * compiled.forms > MOST_OF_A_CLASS):
+        notes.append(
+            f"{layout.shapes} sizes of micro batch are more than torch compiles each for itself: blocks run as they are at "
+            "those that come last (memory.compile_dynamic=true compiles once for all)"
+        )
     return compiled, (compiled.line, *notes)
 
 
@@ -69,7 +83,7 @@ def done_compiled(
             if compiled.fullgraph and type(error).__name__ in ("Unsupported", "FailOnRecompileLimitHit"):
                 message = f"memory.compile_fullgraph: a block cannot be compiled whole ({first_line(error)})."
                 raise TrainingFailed(Problem(message, "Set memory.compile_fullgraph=false.")) from error
-            reason = first_line(error)
+            reason = said_by_the_compiler(error)
         else:
             if compiled.on and (news := compiled.news()) is not None:
                 reporter.event(state.step + 1, "compile", news)

@@ -120,7 +120,10 @@ def train_step(
     """
     total = torch.zeros((), device=learner.device)
     losses: tuple[Tensor, ...] = ()
-    for micro in micros:
+    for number, micro in enumerate(micros):
+        # In fp32 the gradients so far lie where CUDA graphs put them, which is safe until the next beginning.
+        if number > 0 and learner.compiled is not None and not learner.adapter.shared:
+            learner.compiled.begin_step()
         part, own = backward(learner, micro.to(learner.device, learner.dtype), samples)
         total += part
         losses = (*losses, own)

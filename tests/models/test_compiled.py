@@ -14,7 +14,14 @@ from torch.utils.checkpoint import checkpoint
 
 from lora_trainer.core import compilations
 from lora_trainer.core.compilations import keep_compilations
-from lora_trainer.models.compiled import Compiled, compile_blocks, count, of_the_compiler, repeated_blocks
+from lora_trainer.models.compiled import (
+    Compiled,
+    compile_blocks,
+    count,
+    of_the_compiler,
+    repeated_blocks,
+    said_by_the_compiler,
+)
 from lora_trainer.models.lora import inject_lora
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # torch's own, while it traces
@@ -176,7 +183,9 @@ def test_repeated_blocks_are_found_in_the_families() -> None:
 
 def test_what_is_compiled_is_kept_where_nobody_else_writes(monkeypatch: pytest.MonkeyPatch, tmp_path) -> None:
     monkeypatch.setenv("LORA_TRAINER_CACHE", str(tmp_path))
+    at_the_end = list[tuple[object, ...]]()
     monkeypatch.setattr(compilations.tempfile, "mkdtemp", lambda **_: str(tmp_path / "own"))
+    monkeypatch.setattr(compilations.atexit, "register", lambda *given, **_: at_the_end.append(given))
     monkeypatch.setenv(compilations.KEPT_IN, "")
     assert keep_compilations() is None
     folder = tmp_path / "compiled"
@@ -188,5 +197,36 @@ def test_what_is_compiled_is_kept_where_nobody_else_writes(monkeypatch: pytest.M
     assert said is not None
     assert "others may write to it" in said
     assert compilations.os.environ[compilations.KEPT_IN] != str(folder)
+    assert at_the_end == [(compilations.shutil.rmtree, str(tmp_path / "own"))]
     monkeypatch.setenv(compilations.KEPT_IN, "the user's own")
     assert keep_compilations() is None
+
+
+CPP = """CppCompileError: C++ compile error
+
+Command:
+g++ /tmp/header.hpp -Werror=all -o /tmp/header.i
+
+Output:
+In file included from header.hpp:1:
+x.cpp:3:1: fatal error: omp.h: No such file or directory
+compilation terminated.
+
+"""
+AROUND = "Set TORCHDYNAMO_VERBOSE=1 for the internal stack trace (please do this especially if you're reporting a bug)"
+
+
+@pytest.mark.parametrize(
+    ("message", "line"),
+    [
+        (CPP, "x.cpp:3:1: fatal error: omp.h: No such file or directory"),
+        (
+            "backend='inductor' raised:\nImportError: Cannot find a working triton.\n\n",
+            "ImportError: Cannot find a working triton",
+        ),
+        ("at 12:3:\n    y = tl.load(x)\n    ^\nvalue is not defined\n", "value is not defined"),
+        ("no such instruction", "no such instruction"),
+    ],
+)
+def test_of_a_compilers_words_the_line_is_said_that_names_the_fault(message: str, line: str) -> None:
+    assert said_by_the_compiler(RuntimeError(message + AROUND)) == line

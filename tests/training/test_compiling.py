@@ -5,6 +5,8 @@ What regions are by themselves is held by `tests/models/test_compiled.py`.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 import torch
 
@@ -16,6 +18,8 @@ from lora_trainer.monitor.trackers import EVENTS, read_lines
 from lora_trainer.production.compiling import compiling_pays
 from lora_trainer.training import build, compiling
 from lora_trainer.training.job import Job
+from lora_trainer.training.layout import Layout
+from tests.export.tiny import tiny_unet
 from tests.training.tiny_job import TinyPlace, outcome
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # torch's own, while it traces
@@ -98,6 +102,52 @@ def test_without_a_compiler_blocks_stay_as_they_are(place: TinyPlace, monkeypatc
     job = place.job("none", steps=1, memory__compile=True)
     assert job.learner.compiled is None
     assert notes == ["not compiled: no C++ compiler found"]
+
+
+@pytest.fixture
+def kept(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Nothing is compiled, and no other run's compiling is changed."""
+    import torch._inductor.config as inductor
+
+    monkeypatch.setattr(torch, "compile", lambda function, **_: function)
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "kept elsewhere")
+    with inductor.patch(deterministic=False):
+        yield
+
+
+def lines_of(layout: Layout, **settings: object) -> tuple[str, ...]:
+    config = resolve([Layer("test", {"memory": {"compile": True, **settings}})]).config
+    return compiling.compiled_as_wanted(tiny_unet("sd15"), config, layout, torch.device("cpu"))[1]
+
+
+@pytest.mark.usefixtures("kept")
+def test_the_same_bits_are_wanted_of_the_run_that_asks_for_them_alone(place: TinyPlace) -> None:
+    import torch._inductor.config as inductor
+
+    for wanted in (True, False):
+        place.job(f"same {wanted}", steps=1, memory__compile=True, train__deterministic=wanted)
+        assert inductor.deterministic is wanted
+
+
+@pytest.mark.usefixtures("kept")
+@pytest.mark.parametrize(("shapes", "dynamic", "said"), [(33, False, True), (32, False, False), (33, "auto", False)])
+def test_sizes_that_are_too_many_to_compile_each_for_itself_are_said(shapes: int, dynamic: object, said: bool) -> None:
+    layout = Layout(torch.float32, "fp32", "none", compiled=True, shapes=shapes)
+    lines = lines_of(layout, compile_dynamic=dynamic)
+    assert any(line.startswith(f"{shapes} sizes of micro batch are more") for line in lines) is said
+
+
+@pytest.mark.usefixtures("kept")
+@pytest.mark.parametrize(("precision", "beginnings"), [("bf16", 8), ("fp32", 2)])
+def test_graphs_begin_anew_with_each_micro_batch_where_its_gradients_are_copied_out(
+    place: TinyPlace, monkeypatch: pytest.MonkeyPatch, precision: str, beginnings: int
+) -> None:
+    settings = {"memory__compile": True, "memory__compile_mode": "reduce-overhead", "memory__base_precision": precision}
+    job = place.job(precision, steps=2, batch__effective=4, batch__max_micro=1, **settings)
+    marks = list[None]()
+    monkeypatch.setattr(torch.compiler, "cudagraph_mark_step_begin", lambda: marks.append(None))
+    place.train(job)
+    assert len(marks) == beginnings
 
 
 def test_auto_decides_by_the_steps_of_the_run_and_its_device() -> None:
