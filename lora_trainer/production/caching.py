@@ -24,20 +24,19 @@ from lora_trainer.data.caches.cache import (
     plan_texts,
     text_keys,
 )
+from lora_trainer.data.caches.ours import ROW_HEAD
 from lora_trainer.data.caches.packing import LARGE
-from lora_trainer.data.caches.shards import ROW_HEAD
 from lora_trainer.data.caches.store import Store
 from lora_trainer.data.captions import canonical
 from lora_trainer.data.loader import CachedData, size_row
 from lora_trainer.data.sample import Sample
-from lora_trainer.data.split import MOST_HELD_OUT
 from lora_trainer.data.views import View
 from lora_trainer.evaluation.held_out import EncodedSample
 from lora_trainer.evaluation.loading import free_memory
 from lora_trainer.models.family import Encoders
 from lora_trainer.models.memory.phases import CAPTIONS_AT_ONCE, phase_costs, pictures_at_once
 from lora_trainer.production.choices import Choices, usable_bytes
-from lora_trainer.production.inputs import Inputs, caption_rules, own_architecture, view_bytes
+from lora_trainer.production.inputs import Inputs, caption_rules, measured_among, own_architecture, view_bytes
 
 LATENT_DTYPE = torch.float32  # mean and spread of 4 x 64 x 64 are 128 KiB a picture: cheap, and exact
 EncodeText = Callable[[Sequence[Caption]], Mapping[str, Tensor]]
@@ -85,11 +84,7 @@ def plan_caches(config: Config, inputs: Inputs, choices: Choices) -> CachePlans:
 
 def measured(inputs: Inputs) -> list[int]:
     """Which of the trained and held-out samples losses are measured on: the held-out ones, else some trained ones."""
-    count = len(inputs.train)
-    return (
-        list(range(count, count + len(inputs.held_out)))
-        or sorted(range(count), key=lambda index: inputs.train[index].content)[:MOST_HELD_OUT]
-    )
+    return measured_among(inputs.train, inputs.held_out)
 
 
 def told_samples(inputs: Inputs) -> tuple[Sample, ...]:

@@ -31,7 +31,8 @@ def show_plan(order: Order, inputs: Inputs) -> None:
     console.print(f"caches in {cache_folder(config)}:")
     for line in plan_caches(config, inputs, choices).lines:
         console.print(f"  {line.replace('rebuilt', 'to build')}")
-    plan = make_plan(resolved, order.families, card_gib(config), inputs.train, here=choices.device.type == "cuda")
+    data = (inputs.train, inputs.held_out)
+    plan = make_plan(resolved, order.families, card_gib(config), data, here=choices.device.type == "cuda")
     if choices.device.type == "cuda":  # the plan names the micro batch too
         console.print("memory, on a card:")
         show_memory(plan, console)

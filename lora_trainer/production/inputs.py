@@ -19,7 +19,7 @@ from lora_trainer.data.captions import canonical, settled
 from lora_trainer.data.check import DataReport, check_buckets, check_dataset, check_plan
 from lora_trainer.data.manifest import read_manifest
 from lora_trainer.data.sample import Manifest, Sample
-from lora_trainer.data.split import split_held_out
+from lora_trainer.data.split import MOST_HELD_OUT, split_held_out
 from lora_trainer.data.steps import Lengths, StepArithmetic, step_arithmetic
 from lora_trainer.data.views import BucketPlan, Framing, View, framings_of, notes_on, plan_plain, plan_views
 from lora_trainer.models import FAMILIES
@@ -226,6 +226,13 @@ def dataset_facts(inputs: Inputs) -> dict[str, Any]:
         ],
         "notes": list(inputs.report.notes),
     }
+
+
+def measured_among(train: Sequence[Sample], held_out: Sequence[Sample]) -> list[int]:
+    """Places in both of what losses are measured on: the held-out samples, else some trained ones."""
+    count = len(train)
+    first = sorted(range(count), key=lambda index: train[index].content)[:MOST_HELD_OUT]
+    return list(range(count, count + len(held_out))) or first
 
 
 def latent_bytes(samples: Sequence[Sample], plan: BucketPlan, facts: ModelFacts) -> int:

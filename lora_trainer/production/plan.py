@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any
@@ -13,24 +13,21 @@ from lora_trainer.config.layers import Resolved
 from lora_trainer.config.schema import Config
 from lora_trainer.core.errors import UsageError
 from lora_trainer.core.io import user_cache_folder
-from lora_trainer.data.captions import settled
+from lora_trainer.data.captions import canonical, settled
 from lora_trainer.data.sample import Sample
 from lora_trainer.data.split import split_held_out
-from lora_trainer.data.views import plan_views
 from lora_trainer.models import FAMILIES
 from lora_trainer.models.family import Architecture, Family, public_architecture
 from lora_trainer.models.memory.ledger import Gauge, stored_gauge
 from lora_trainer.models.memory.phases import costs_of, encoding_bytes
-from lora_trainer.optim.state_size import optimizer_state_bytes
 from lora_trainer.production.card_rates import least_seconds
+from lora_trainer.production.disk import cache_bytes, run_bytes
 from lora_trainer.production.inputs import (
     arithmetic,
     caption_rules,
-    latent_bytes,
     list_data,
     read_architecture,
     read_model,
-    trained_framings,
     trained_resolution,
 )
 from lora_trainer.production.memory import GIB, NARROWER, Demand, Fit, choose_fit, parts_of, what_would_fit
@@ -38,10 +35,9 @@ from lora_trainer.production.plan_phases import PhasePlan, plan_phases
 from lora_trainer.production.plan_settings import Bought, what_settings_buy
 from lora_trainer.training.memory.gauge import traced_gauge
 
-CACHED_BYTES = 4  # of each number in the cache of texts: fp32
 DECIDED = ("micro_batch", "checkpointing", "weight_precision", "streamed")
-LORA_BYTES, LORA_FILES = 2, 2
 WORTH_FREEING_GIB = 0.1
+Data = tuple[tuple[Sample, ...], tuple[Sample, ...]]  # trained, held out
 
 
 @dataclass(frozen=True)
@@ -102,14 +98,14 @@ def make_plan(
     resolved: Resolved,
     families: Mapping[str, Family] = FAMILIES,
     card_gib: float | None = None,
-    samples: tuple[Sample, ...] | None = None,
+    data: Data | None = None,
     *,
     every_setting: bool = False,
     here: bool = False,
 ) -> Plan:
     """Plan a run on a card of `card_gib`, or of `memory.limit_gib` where that is less; without both nothing limits it.
 
-    `samples` are those that are trained, where they are known; else they are counted without decoding a picture.
+    `data` is what is trained and what is held out, where that is known; else it is listed without decoding a picture.
     `every_setting` says what each single change of a setting buys, also where it must be traced for that.
     `here`: on this machine's card, as a run decides; else nf4 is taken to be at hand, and what it needs is said.
     Raises UsageError for a model or data that cannot be read.
@@ -121,14 +117,16 @@ def make_plan(
     if here:
         demand = storable_here(demand)
     fit = choose_fit(demand)
-    samples = planned_samples(config) if samples is None else samples
+    train, held_out = planned_data(config) if data is None else data
+    steps = planned_steps(config, train, fit)
+    cached = cache_bytes(config, family, architecture, train, held_out)
     return Plan(
         family=family.name,
         model=architecture.facts.path.name,
         demand=demand,
         fit=fit,
-        steps=planned_steps(config, samples, fit),
-        disk_gib=disk_gib(config, family, architecture, demand, samples),
+        steps=steps,
+        disk_gib=(cached + run_bytes(config, demand.gauge.shapes(demand.rank), steps)) / GIB,
         phases=plan_phases(demand, fit, architecture.facts, config.cache.batch),
         advice=tuple(advice(demand, fit, architecture)),
         tracing=partial(tracing_gauge, family, architecture, config) if every_setting else None,
@@ -204,42 +202,20 @@ def tracing_gauge(family: Family, architecture: Architecture, config: Config) ->
     return traced_gauge(family, architecture, config.lora.targets, user_cache_folder(), config.lora.rank)
 
 
-def planned_samples(config: Config) -> tuple[Sample, ...]:
-    """The samples that would be trained on, without decoding a picture; none when no data is named."""
+def planned_data(config: Config) -> Data:
+    """The samples that would be trained on and those held out, without decoding a picture; none when no data is named."""
     if not config.data.sources:
-        return ()
+        return (), ()
     manifest, _ = list_data(config, allow_missing_captions=True)
-    train, _ = split_held_out(manifest.samples, config.data.held_out, config.data.held_out_seed)
-    return settled(train, caption_rules(config))
+    train, held_out = split_held_out(manifest.samples, config.data.held_out, config.data.held_out_seed)
+    rules = caption_rules(config)
+    return settled(train, rules), tuple(map(canonical, settled(held_out, rules)))
 
 
 def planned_steps(config: Config, samples: tuple[Sample, ...], fit: Fit) -> int | None:
     if samples:
         return arithmetic(config, samples, fit.micro, 1).total
     return config.train.max_steps
-
-
-def disk_gib(
-    config: Config, family: Family, architecture: Architecture, demand: Demand, samples: tuple[Sample, ...]
-) -> float:
-    """Caches, checkpoints (one more than are kept, while it is written) and both LoRA files."""
-    views = plan_views(samples, trained_framings(config, architecture.facts))
-    latents = latent_bytes(samples, views, architecture.facts) if config.cache.latents else 0
-    texts = sum(math.prod(shape) for shape in family.cond_shapes(architecture.denoiser).values())
-    cached = latents + CACHED_BYTES * texts * len({text for sample in samples for text in sample.texts})
-    shapes = demand.gauge.shapes(demand.rank)
-    return (cached + (config.checkpoint.keep_last + 1) * checkpoint_bytes(config, shapes) + lora_bytes(shapes)) / GIB
-
-
-def checkpoint_bytes(config: Config, shapes: Sequence[tuple[int, ...]]) -> int:
-    """One checkpoint of an adapter of these shapes, without its headers."""
-    averaged = 2 if config.train.ema_decay is not None else 1
-    return 4 * sum(map(math.prod, shapes)) * averaged + optimizer_state_bytes(config.optim.name, shapes)
-
-
-def lora_bytes(shapes: Sequence[tuple[int, ...]]) -> int:
-    """Both LoRA files, without their headers."""
-    return LORA_FILES * LORA_BYTES * sum(map(math.prod, shapes))
 
 
 def advice(demand: Demand, fit: Fit, architecture: Architecture) -> list[str]:

@@ -14,7 +14,7 @@ from lora_trainer.data.captions import settled
 from lora_trainer.data.sample import Sample
 from lora_trainer.production.inputs import Inputs, read_inputs
 from lora_trainer.production.messages import caption_told, show_captions
-from lora_trainer.production.plan import planned_samples
+from lora_trainer.production.plan import planned_data
 from lora_trainer.production.release import sample_prompts, triggers
 from tests.recipes.recipe import draw_pictures
 
@@ -94,7 +94,7 @@ def test_what_is_shown_of_a_caption_is_what_is_trained() -> None:
 
 
 def test_a_plan_counts_the_same_texts(config: Config, inputs: Inputs) -> None:
-    planned = {sample.path: sample.texts for sample in planned_samples(config)}
+    planned = {sample.path: sample.texts for sample in planned_data(config)[0]}
     trained = {sample.path: sample.texts for sample in inputs.train}
     both = planned.keys() & trained.keys()  # the split knows of copies where pictures are looked at, not in a plan
     assert len(both) > 9

@@ -6,7 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lora_trainer.config.schema import Config
-from lora_trainer.production.room import Room, highest_bytes, visits
+from lora_trainer.production.disk import highest_bytes, visits
+from lora_trainer.production.room import Room
 
 SHAPES = [(8, 320), (320, 8)] * 10
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import shutil
+import tomllib
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,7 +16,8 @@ from lora_trainer.core.errors import UsageError
 from lora_trainer.models import FAMILIES
 from lora_trainer.models.family import public_architecture
 from lora_trainer.production.choices import Choice, planned_choices
-from lora_trainer.production.plan import architecture_of, make_demand
+from lora_trainer.production.disk import CHECKPOINT_HEAD, NAMED, STATE_OF, cache_bytes, run_bytes
+from lora_trainer.production.plan import architecture_of, make_demand, make_plan, planned_data
 from lora_trainer.production.settings import settle
 from tests.recipes.recipe import Bench, exported, losses, record
 
@@ -53,6 +56,38 @@ def test_settings_are_traced_only_where_asked_for(bench: Bench, capsys, monkeypa
     bought = {row["setting"]: row for row in json.loads(capsys.readouterr().out)["settings"]}
     assert {"memory.offload_activations=true", "memory.checkpointing=all", "lora.rank=3"} <= set(bought)
     assert len(traced) > 5
+
+
+def bytes_in(folder: Path, *endings: str) -> int:
+    """Of the files below a folder, of all or of those with such names."""
+    return sum(
+        each.stat().st_size
+        for each in folder.rglob("*")
+        if each.is_file() and (not endings or each.name.endswith(endings))
+    )
+
+
+@pytest.mark.parametrize("latents", ["true", "false"])
+def test_the_disk_that_a_run_takes_is_planned(bench: Bench, tmp_path, latents):
+    """Caches within 5 %, never less than there is. A run's folder held one checkpoint more than at the end."""
+    settings = {"cache__folder": tmp_path / "cache", "cache__latents": latents, "lora__rank": 16}
+    settings |= {"checkpoint__every_steps": 2, "checkpoint__keep_last": 2, "data__flip": "true"}
+    settings |= {"captions__variants": 3, "captions__shuffle": "true"}
+    assert bench.run("written", **settings) == 0
+    folder = bench.folder("written")
+    resolved = settle([], [Layer("written", tomllib.loads((folder / "config.toml").read_text("utf-8")))])
+    config = resolved.config
+    family, architecture = architecture_of(config, FAMILIES)
+    cached, there = cache_bytes(config, family, architecture, *planned_data(config)), bytes_in(tmp_path / "cache")
+    assert there <= cached <= 1.05 * there
+    shapes = make_demand(resolved, family, architecture, None).gauge.shapes(16)
+    needed, left = run_bytes(config, shapes, 6), bytes_in(folder, ".safetensors", ".jsonl", "state.json")
+    one_more = bytes_in(folder / "checkpoints" / "step-000006")
+    names = 4 * (CHECKPOINT_HEAD + (5 * NAMED + 3 * STATE_OF) * len(shapes))  # of three checkpoints and all else
+    assert left <= needed <= left + one_more + names
+    assert needed >= left + one_more, "there was a third while it was written"
+    plan = make_plan(resolved)
+    assert plan.disk_gib * 2**30 == pytest.approx(cached + needed)
 
 
 def test_a_dry_run_shows_the_memory(bench: Bench, capsys):

@@ -10,6 +10,8 @@ from lora_trainer.core.io import write_text
 TAG = "CACHEDIR.TAG"  # which programs that copy disks know too
 SIGNED = "# This folder is a cache of lora-trainer."
 TEXT = f"Signature: 8a477f597d28d172789f06886806bc55\n{SIGNED}\n"
+KEY_BYTES = 32
+ROW_HEAD = KEY_BYTES + 8  # what an entry takes beside its tensors: its key and a checksum
 OLDER = ("index.sqlite", "claims", "pictures.sqlite")  # what caches from before the mark hold
 
 NOTE = re.compile(r"[0-9a-f]{32}")  # of a run at work

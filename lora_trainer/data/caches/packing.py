@@ -14,7 +14,8 @@ from pathlib import Path
 
 from lora_trainer.core.io import flush_folder
 from lora_trainer.data.caches.claims import upkeep
-from lora_trainer.data.caches.shards import ENDING, KEY_BYTES, DamagedError, Layout, Rows, Shard, write_shard
+from lora_trainer.data.caches.ours import KEY_BYTES
+from lora_trainer.data.caches.shards import ENDING, DamagedError, Layout, Rows, Shard, write_shard
 from lora_trainer.data.caches.store import MARK
 
 SMALL = 64 * 2**20  # bytes; shards below this are packed together

@@ -25,11 +25,10 @@ import torch
 from torch import Tensor
 
 from lora_trainer.core.io import atomic_path
+from lora_trainer.data.caches.ours import KEY_BYTES, ROW_HEAD
 from lora_trainer.export.tensor_file import CODES, DTYPES
 
 ENDING = ".safetensors"
-KEY_BYTES = 32
-ROW_HEAD = KEY_BYTES + 8  # what a row takes beside its tensors
 OWN = ("crc", "keys")
 LARGEST_SHARD_HEADER = 2**20  # bytes; a shard names few tensors
 
