@@ -92,10 +92,10 @@ def bench_command(arguments: argparse.Namespace, unknown: list[Problem]) -> int:
     if explained(arguments, resolved):
         return DONE
     refuse_missing_attention(resolved)
-    from lora_trainer.jobs.device import device_name
+    from lora_trainer.jobs.device import device_measured
     from lora_trainer.production.inputs import data_in_use
 
-    device = device_name()
+    device = device_measured(resolved.config)
     baseline = None if arguments.baseline is None else read_baseline(arguments.baseline, device)
     refuse_what_clashes(resolved, versus)
     with data_in_use():

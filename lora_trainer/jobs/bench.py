@@ -13,6 +13,7 @@ where there are encoders; `usual_cached` is the same with everything encoded bef
 from __future__ import annotations
 
 import math
+import statistics
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -31,8 +32,8 @@ from lora_trainer.jobs.measures import COLUMNS, OWN, STEPS, Asked, Column, Repor
 from lora_trainer.jobs.own_loop import STILL, Way, own_loop
 from lora_trainer.jobs.rates import rate_of
 from lora_trainer.jobs.split import PARTS, Split
-from lora_trainer.jobs.subject import Subject, subject_of
-from lora_trainer.jobs.turns import SPLIT_STEPS, WARM_UP, split_of, timed_in_turn
+from lora_trainer.jobs.subject import Subject, architecture_named, subject_of
+from lora_trainer.jobs.turns import SPLIT_STEPS, WARM_UP, Timed, split_of, timed_in_turn
 from lora_trainer.jobs.usual import USUAL, add_usual_adapter, use_adapter, usual_step
 from lora_trainer.jobs.versus import ABOUT as VERSUS_ABOUT
 from lora_trainer.jobs.versus import VERSUS_COLUMNS, rows_versus
@@ -42,6 +43,10 @@ from lora_trainer.production.plan import gauge_of
 from lora_trainer.training.micro import Micro
 from lora_trainer.training.processes import join_processes
 
+NOT_COMPILED = (
+    "memory.compile is auto, which goes by the steps of a run: an architecture alone has none and is not compiled; "
+    "--set memory.compile=true measures it on a card"
+)
 PEAK_STEPS = 2  # the first makes the optimizer's state
 ABOUT = {
     "bare": "the least that training can be: batches that lie ready, nothing else",
@@ -49,6 +54,7 @@ ABOUT = {
     "usual": "the step as other scripts do it, encoding in every step where there are encoders",
     "usual_cached": "the same with everything encoded beforehand",
     "ratio": "time over `bare`, the median of the ratios step by step",
+    "CPU ratio": "the same of processor time, in all threads: what else the machine does changes it less",
     "optimizer": "clipping, update, and what the loop does beside; of the four parts the medians of other steps, in ms",
     "TFLOP/s": "operations of the step, what is computed again among them, by its time",
     "of floor": "share of what the device can do",
@@ -60,13 +66,16 @@ ABOUT = {
 class StepRow(Row):
     """`split` is seconds of the step's parts; `tflop` its operations, with what checkpointing computes again.
 
-    `mfu` is the share of the device's rate: one where a step takes no longer than its operations must.
+    `mfu` is the share of the device's rate: one where a step takes no longer than its operations must. On a processor
+    `cpu_ratio` is processor time over that of the first row: other programs change it less than time by the clock.
     """
 
     split: Mapping[str, float] | None = None
     tflop: float | None = None
     tflops: float | None = None
     mfu: float | None = None
+    cpu_seconds_median: float | None = None
+    cpu_ratio: float | None = None
 
 
 def part_of(part: str) -> Callable[[StepRow], str]:
@@ -75,6 +84,7 @@ def part_of(part: str) -> Callable[[StepRow], str]:
 
 STEP_COLUMNS: tuple[Column, ...] = (
     *COLUMNS,
+    ("CPU ratio", lambda row: "" if row.cpu_ratio is None else f"{row.cpu_ratio:.3f}"),
     *((part, part_of(part)) for part in PARTS),
     ("TFLOP/s", lambda row: "" if row.tflops is None else f"{row.tflops:.3g}"),
     ("of floor", lambda row: "" if row.mfu is None else f"{row.mfu:.0%}"),
@@ -98,6 +108,14 @@ def measure(asked: Asked) -> Report:
 
 def bench_model(asked: Asked, named: str, folder: Path) -> tuple[Sequence[Row], list[str]]:
     steps = asked.steps or STEPS
+    rows, notes = rows_and_notes(asked, named, steps, folder)
+    config = asked.resolved.config
+    if config.memory.compile == "auto" and architecture_named(config, named) is not None:
+        notes = [*notes, NOT_COMPILED]
+    return rows, notes
+
+
+def rows_and_notes(asked: Asked, named: str, steps: int, folder: Path) -> tuple[Sequence[Row], list[str]]:
     if asked.best is not None:
         return rows_and_best(asked, named, steps, folder)
     if asked.versus:
@@ -221,8 +239,12 @@ def bare_step(subject: Subject, resident: list[list[Micro]], split: Split) -> Wa
     return step
 
 
-def beside(name: str, subject: Subject, seconds: Sequence[float], base: Sequence[float]) -> StepRow:
-    return StepRow(**asdict(row_of(name, subject.name, seconds, base)))
+def beside(name: str, subject: Subject, own: Timed, base: Timed) -> StepRow:
+    row = StepRow(**asdict(row_of(name, subject.name, own.wall, base.wall)))
+    if subject.learner.device.type != "cpu" or not all(base.cpu):  # some systems count processor time in coarse ticks
+        return row
+    ratio = statistics.median(one / other for one, other in zip(own.cpu, base.cpu, strict=True))
+    return replace(row, cpu_seconds_median=statistics.median(own.cpu), cpu_ratio=ratio)
 
 
 def with_rates(

@@ -6,7 +6,16 @@ import platform
 
 import torch
 
+from lora_trainer.config.schema import Config
 from lora_trainer.core.findings import counted
+from lora_trainer.training.hardware import set_hardware
+
+
+def device_measured(config: Config) -> str:
+    """What is measured on with these settings, which also say how many threads a processor has."""
+    if not torch.cuda.is_available():
+        set_hardware(config, torch.device("cpu"))
+    return device_name()
 
 
 def device_name() -> str:

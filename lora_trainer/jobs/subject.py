@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from lora_trainer.config.layers import Resolved
 from lora_trainer.config.options import suited
+from lora_trainer.config.schema import Config
 from lora_trainer.core.errors import Problem, UsageError
 from lora_trainer.core.randomness import position_key
 from lora_trainer.data.loader import Batch
@@ -82,10 +83,8 @@ def subject_of(resolved: Resolved, folder: Path, *, tiny: bool = False, named: s
     Raises UserError.
     """
     config = resolved.config
-    if named == SMALL:
-        return public_subject(resolved, SMALL, folder)
-    if config.model.family is not None and config.model.path is None:
-        return public_subject(resolved, config.model.family, folder, tiny=tiny)
+    if (architecture := architecture_named(config, named)) is not None:
+        return public_subject(resolved, architecture, folder, tiny=tiny and named != SMALL)
     if tiny:
         raise UsageError(TINY_NEEDS_A_FAMILY)
     order = Order(resolved, folder, Console(stderr=True, soft_wrap=True))
@@ -93,6 +92,11 @@ def subject_of(resolved: Resolved, folder: Path, *, tiny: bool = False, named: s
     session = prepared.session
     name, load = session.inputs.facts.path.name, partial(load_encode, prepared)
     return Subject(name, prepared.job, load, session.choices, session.inputs.family, own_architecture(session.inputs))
+
+
+def architecture_named(config: Config, named: str = OWN) -> str | None:
+    """The public architecture that is measured; None for the run's own model."""
+    return SMALL if named == SMALL else config.model.family if config.model.path is None else None
 
 
 def load_encode(prepared: Prepared) -> Encode:

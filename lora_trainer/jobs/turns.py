@@ -6,6 +6,7 @@ import gc
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 
 import torch
 
@@ -17,28 +18,37 @@ WARM_UP = 5
 SPLIT_STEPS = 5  # that are watched, after those that are timed
 
 
+@dataclass(frozen=True)
+class Timed:
+    """Seconds of a way's steps: by the clock, and of the processor in all threads of this process."""
+
+    wall: list[float] = field(default_factory=list)
+    cpu: list[float] = field(default_factory=list)
+
+
 def timed_in_turn(
     ways: Mapping[str, Way],
     steps: int,
     device: torch.device,
     before: Callable[[str], None] = lambda name: None,
     first: int = 0,
-) -> dict[str, list[float]]:
+) -> dict[str, Timed]:
     """Seconds of each way's steps, in turn, after a warm-up; every other round goes the other way round.
 
     `before` is called with a way's name before its step and is not timed. `first` is the number of the first step.
     """
-    seconds: dict[str, list[float]] = {name: [] for name in ways}
+    seconds = {name: Timed() for name in ways}
     with little_garbage():
         for number in range(first, first + WARM_UP + steps):
             for name in in_turn(list(ways), number):
                 before(name)
                 synchronize(device)
-                started = time.perf_counter()
+                started, worked = time.perf_counter(), time.process_time()
                 ways[name](number)
                 synchronize(device)
                 if number >= first + WARM_UP:
-                    seconds[name].append(time.perf_counter() - started)
+                    seconds[name].wall.append(time.perf_counter() - started)
+                    seconds[name].cpu.append(time.process_time() - worked)
     return seconds
 
 

@@ -115,7 +115,7 @@ def in_turn(
             ways = {name: way for name, (_, way, _) in made.items()}
             seconds = timed_in_turn(ways, at_least(steps), device, first=FIRST_STEPS)
             return {
-                name: Taken(seconds[name], losses_in(folder / name), held.gib, subject.name)
+                name: Taken(seconds[name].wall, losses_in(folder / name), held.gib, subject.name)
                 for name, (subject, _, held) in made.items()
             }
     except Exception as error:
@@ -129,7 +129,7 @@ def one_alone(asked: Asked, named: str, name: str, side: Resolved, steps: int, f
     with ExitStack() as stack:
         subject, way, held = made_ready(asked, named, side, folder, stack)
         seconds = timed_in_turn({name: way}, at_least(steps), device, first=FIRST_STEPS)
-        found = Taken(seconds[name], losses_in(folder), held.gib, subject.name)
+        found = Taken(seconds[name].wall, losses_in(folder), held.gib, subject.name)
     del subject, way
     free_memory(device)
     return found

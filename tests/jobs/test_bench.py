@@ -67,6 +67,8 @@ def test_every_way_of_a_step_is_measured_beside_the_bare_one(place, precision, c
         assert (row["peak_gib"] is None) if row["encodes"] else row["peak_gib"] > 0
         assert row["tflops"] == pytest.approx(row["tflop"] / row["seconds_median"])
         assert row["mfu"] > 0
+        assert row["cpu_ratio"] > 0
+    assert rows["bare"]["cpu_ratio"] == 1.0
     assert rows["bare"]["split"]["data"] < rows["bare"]["split"]["forward"]
     assert all(rows["ours"]["split"][part] > 0 for part in ("data", "forward", "backward", "optimizer"))
     assert rows["usual"]["split"] is None
@@ -137,11 +139,24 @@ def test_what_trains_something_else_is_not_compared(text, capsys):
 
 
 def test_a_family_alone_is_its_public_architecture(capsys):
-    settings = ["model.family=sd15", "data.resolution=64", "lora.rank=4"]
+    settings = ["model.family=sd15", "data.resolution=64", "lora.rank=4", "memory.compile=auto"]
     with patched(unet, "THINNER", 10):
-        rows = measured(["bench", "step", "--tiny", *(p for s in settings for p in ("--set", s))], capsys)
-    assert list(rows) == ["bare", "ours", "usual"]
-    assert not rows["usual"]["encodes"]  # an architecture alone has no encoders
+        arguments = ["bench", "step", "--tiny", *(p for s in settings for p in ("--set", s)), "--steps", "2", "--json"]
+        assert main(arguments) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert [row["name"] for row in document["rows"]] == ["bare", "ours", "usual"]
+    assert not document["rows"][-1]["encodes"]  # an architecture alone has no encoders
+    assert any("not compiled" in note for note in document["notes"])
+
+
+def test_a_device_is_named_with_the_threads_that_are_measured_with(monkeypatch, capsys):
+    before = torch.get_num_threads()
+    monkeypatch.setattr(bench, "measure", lambda asked: Report([], {}))
+    try:
+        assert main(["bench", "step", "--json", "--set", f"hardware.threads={before + 1}"]) == 0
+    finally:
+        torch.set_num_threads(before)
+    assert json.loads(capsys.readouterr().out)["device"].endswith(f" {before + 1} threads")
 
 
 @pytest.mark.slow

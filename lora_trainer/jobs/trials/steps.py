@@ -102,8 +102,6 @@ def own_way(learner: Learner, inputs: Sequence[list[Micro]], rate: float = RATE)
     def step(number: int) -> Tensor:
         micros = inputs[number % len(inputs)]
         samples = sum(len(micro.latents) for micro in micros) * learner.world
-        if learner.compiled is not None:
-            learner.compiled.begin_step()
         return train_step(learner, micros, samples, rate).loss
 
     return step
