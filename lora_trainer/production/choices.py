@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from math import floor
 from typing import Literal, cast
 
 import torch
@@ -14,7 +15,15 @@ from lora_trainer.core.hardware import cpu_supports_bf16, cuda_memory_gib
 from lora_trainer.models.family import Architecture, Family
 from lora_trainer.models.storage.four_bits import need_library
 from lora_trainer.monitor.memory import set_allocator
-from lora_trainer.production.memory import GIB, LARGEST_SHARE, Demand, choose_fit, refuse_what_does_not_fit, usable_gib
+from lora_trainer.production.memory import (
+    CONTEXT_GIB,
+    GIB,
+    LARGEST_SHARE,
+    Demand,
+    choose_fit,
+    refuse_what_does_not_fit,
+    usable_gib,
+)
 from lora_trainer.production.plan import make_demand, storable_here
 from lora_trainer.training.layout import NARROW, Layout
 
@@ -90,17 +99,28 @@ def choose(resolved: Resolved, family: Family, architecture: Architecture, devic
             streamed=asked_to_stream(config),
         )
     demand = make_demand(resolved, family, architecture, card_gib(config), world=world, precision=precision.value)
-    return planned_choices(storable_here(demand), precision, device)
+    # All processes of a run must choose alike, and what is free differs from card to card.
+    return planned_choices(storable_here(demand), precision, device, left_gib(device) if world == 1 else None)
 
 
-def planned_choices(demand: Demand, precision: Choice, device: torch.device) -> Choices:
-    """The choices of the plan for a card. Raises UsageError when nothing fits."""
-    fit = choose_fit(demand)
+def planned_choices(demand: Demand, precision: Choice, device: torch.device, left: float | None = None) -> Choices:
+    """The choices of the plan for a card. Raises UsageError when nothing fits.
+
+    Where other programs leave only as much as a card of `left` GiB has, the run is split for that; but it stores the
+    weights as on the whole card, since that belongs to a run, and another program must not decide it.
+    """
+    fit, crowded = choose_fit(demand), ""
     refuse_what_does_not_fit(demand, fit)
+    if left is not None and demand.limit_gib is not None and left < demand.limit_gib:
+        crowded = f", which other programs leave of {demand.limit_gib:.1f}"
+        demand = replace(demand, limit_gib=left, precisions=(fit.precision,))
+        precision = precision if fit.precision == precision.value else Choice(fit.precision, fit.reasons[2])
+        fit = choose_fit(demand)  # the leanest where none fits: memory may be free again, and a run finds its way down
     dtype = computed_in(fit.precision, device)
     if fit.precision != precision.value:
         precision = Choice(fit.precision, fit.reasons[2])
     predicted = f"predicted peak {fit.parts.peak:.1f} GiB" + (f" of {demand.limit_gib:.1f}" if demand.limit_gib else "")
+    predicted += crowded
     return Choices(
         device,
         dtype,
@@ -169,14 +189,27 @@ def cap_memory(config: Config, device: torch.device) -> str | None:
     if device.type != "cuda":
         return None
     set_allocator(expandable=config.memory.expandable_segments)
-    free, total = torch.cuda.mem_get_info(device)  # beside the context, which stands now
-    free += torch.cuda.memory_reserved(device)
+    free, total = free_and_total(device)
     share = capped_share(config.memory.limit_gib, free, total)
     torch.cuda.set_per_process_memory_fraction(share, device)
     if share >= capped_share(config.memory.limit_gib, total, total):
         return None
     others = (total - free) / GIB
     return f"other programs hold {others:.1f} of the card's {total / GIB:.1f} GiB: this run stays under {share * total / GIB:.1f}"
+
+
+def free_and_total(device: torch.device) -> tuple[int, int]:
+    """Bytes of a card that are free or this process's own, beside its context, which stands then; and all."""
+    free, total = torch.cuda.mem_get_info(device)
+    return free + torch.cuda.memory_reserved(device), total
+
+
+def left_gib(device: torch.device) -> float | None:
+    """The size of a card on which a run may use what others leave of this one; None where there is none to ask."""
+    if not torch.cuda.is_available():
+        return None
+    usable = free_and_total(device)[0] / GIB - LEFT_GIB
+    return floor(10.0 * max(usable + CONTEXT_GIB, 0.0) / LARGEST_SHARE) / 10.0
 
 
 def capped_share(limit_gib: float | None, free: int, total: int) -> float:

@@ -83,10 +83,10 @@ class Prepared:
 def open_session(order: Order, inputs: Inputs) -> Session:
     """Join the processes and choose for the hardware; nothing heavy yet."""
     processes = join_processes(order.config.train.process_timeout_minutes)
-    choices = choose(order.resolved, inputs.family, own_architecture(inputs), processes.device, processes.world)
-    steps = arithmetic(order.config, inputs.train, choices.micro, processes.world)
     if crowded := cap_memory(order.config, processes.device):
         order.console.print(crowded)
+    choices = choose(order.resolved, inputs.family, own_architecture(inputs), processes.device, processes.world)
+    steps = arithmetic(order.config, inputs.train, choices.micro, processes.world)
     set_hardware(order.config, processes.device)
     return Session(order, inputs, processes, choices, steps)
 

@@ -17,7 +17,7 @@ from lora_trainer.models.family import public_architecture
 from lora_trainer.models.storage import four_bits
 from lora_trainer.production import choices
 from lora_trainer.production.choices import Choices, choose
-from lora_trainer.production.memory import GIB, LARGEST_SHARE, usable_gib
+from lora_trainer.production.memory import CONTEXT_GIB, GIB, LARGEST_SHARE, usable_gib
 from lora_trainer.production.plan import make_plan
 
 
@@ -91,3 +91,23 @@ def test_a_crowded_card_is_said(monkeypatch):
     assert choices.cap_memory(Config(), torch.device("cuda")) is None
     assert caps == [pytest.approx(3.8 / 8), pytest.approx(LARGEST_SHARE)]
     assert choices.cap_memory(Config(), torch.device("cpu")) is None
+
+
+def test_a_run_is_planned_for_what_other_programs_leave_of_its_card(monkeypatch):
+    def planned(free: float) -> Choices:
+        monkeypatch.setattr(choices, "cuda_memory_gib", lambda: 12.0)
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda **_: True)
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (int(free * GIB), 12 * GIB))
+        monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 0)
+        batch = Layer("--set", {"batch": {"effective": 16}, "memory": {"base_precision": "bf16"}})
+        return chosen("sd15", batch, tier="12gb")
+
+    alone, crowded, hardly = (planned(free) for free in (11.5, 4.0, 1.5))
+    assert "other programs" not in str(alone.predicted)
+    assert 0 < crowded.micro < alone.micro
+    assert "of 5.0, which other programs leave of 12.0" in str(crowded.predicted)
+    assert crowded.precision.value == hardly.precision.value == alone.precision.value
+    assert hardly.micro == 1
+    peak = float(str(crowded.predicted).split()[2])
+    assert peak - CONTEXT_GIB <= 4.0 - choices.LEFT_GIB
