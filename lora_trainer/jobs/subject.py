@@ -26,6 +26,7 @@ from lora_trainer.diffusion.process import Prediction, Process, usual_process
 from lora_trainer.jobs.measures import OWN, SMALL
 from lora_trainer.jobs.random_weights import with_random_weights as random_module
 from lora_trainer.models import FAMILIES
+from lora_trainer.models.compiled import why_not
 from lora_trainer.models.family import Architecture, Caption, Family, public_architecture
 from lora_trainer.models.storage.store import Narrow
 from lora_trainer.production.choices import Choices, asked_by_user, cap_memory, choose
@@ -97,6 +98,19 @@ def subject_of(resolved: Resolved, folder: Path, *, tiny: bool = False, named: s
 def architecture_named(config: Config, named: str = OWN) -> str | None:
     """The public architecture that is measured; None for the run's own model."""
     return SMALL if named == SMALL else config.model.family if config.model.path is None else None
+
+
+def subject_as_asked(resolved: Resolved, folder: Path, *, tiny: bool = False, named: str = OWN) -> Subject:
+    """As `subject_of`, where what is asked for is what is measured.
+
+    Raises UsageError also where its blocks were to be compiled and cannot be: a run goes on without.
+    """
+    subject = subject_of(resolved, folder, tiny=tiny, named=named)
+    learner = subject.learner
+    if resolved.config.memory.compile is True and learner.compiled is None:
+        reason = why_not(learner.denoiser, learner.device)
+        raise UsageError(Problem(f"Not compiled: {reason}.", "Measure it where it can be, or without."))
+    return subject
 
 
 def load_encode(prepared: Prepared) -> Encode:

@@ -21,7 +21,7 @@ from lora_trainer.jobs.held import Held, holding
 from lora_trainer.jobs.measures import COLUMNS, Asked, Column, Row, row_of
 from lora_trainer.jobs.own_loop import Way, own_loop
 from lora_trainer.jobs.split import Split
-from lora_trainer.jobs.subject import Subject, subject_of
+from lora_trainer.jobs.subject import Subject, subject_as_asked
 from lora_trainer.jobs.trials.steps import FIRST, changed, loss_difference
 from lora_trainer.jobs.turns import WARM_UP, timed_in_turn
 from lora_trainer.monitor.trackers import METRICS, read_lines
@@ -139,7 +139,7 @@ def made_ready(asked: Asked, named: str, side: Resolved, folder: Path, stack: Ex
     """A model of its own with its loop, its first steps taken; what they held."""
     folder.mkdir(parents=True)
     others = torch.cuda.memory_allocated() if join_processes().device.type == "cuda" else 0
-    subject = subject_of(side, folder, tiny=asked.tiny, named=named)
+    subject = subject_as_asked(side, folder, tiny=asked.tiny, named=named)
     way = stack.enter_context(own_loop(subject.job, folder, Split(subject.learner.device), rate=None))
     with holding(subject.learner, others) as held:
         for number in range(FIRST_STEPS):

@@ -191,6 +191,13 @@ def test_a_row_that_fails_says_why_and_costs_no_other(rows_here, tmp_path):
     assert table.fill(specs, {}, Asking(), tmp_path / "rows.json", "here", 0.0) == {}, "no time, no row"
 
 
+def test_a_row_that_was_to_be_compiled_is_never_one_that_was_not(rows_here, tmp_path):
+    spec = Spec("compiled", "sd15", {"data.resolution": 512, "memory.compile": True})
+    found = table.fill([spec], {}, Asking(1, 2, tiny=True), tmp_path / "rows.json", "here", 600.0)
+    assert "Not compiled: on a processor" in str(found["compiled"].failed)
+    assert found["compiled"].seconds_median is None
+
+
 def test_a_process_that_ends_or_hangs_is_a_row_that_failed(tmp_path, monkeypatch):
     monkeypatch.setattr(table, "PRELOADED", [])
     assert table.in_child(end_at_once, (), tmp_path / "row", 60.0) == {"failed": "the process ended with code 9"}

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lora_trainer.config.layers import Resolved
 from lora_trainer.evaluation.loading import free_memory
-from lora_trainer.jobs.subject import Subject, subject_of
+from lora_trainer.jobs.subject import Subject, subject_as_asked
 from lora_trainer.jobs.trials.memory import on_processor
 from lora_trainer.jobs.trials.steps import FIRST, Held, Steps, inputs_of, loss_difference, own_way, take_steps
 
@@ -48,15 +48,15 @@ def measured_pair(without: Resolved, with_it: Resolved, folder: Path, *, tiny: b
 
     Raises UserError.
     """
-    first = subject_of(without, folder, tiny=tiny)
+    first = subject_as_asked(without, folder, tiny=tiny)
     name, device = first.name, first.learner.device
     if device.type == "cuda":
         one = take_steps(own_way(first.learner, inputs_of(first)), device, warm_up, steps)
         del first
         free_memory(device)
-        second = subject_of(with_it, folder, tiny=tiny)
+        second = subject_as_asked(with_it, folder, tiny=tiny)
         return Pair(name, one, take_steps(own_way(second.learner, inputs_of(second)), device, warm_up, steps))
-    return Pair(name, *in_turn(first, subject_of(with_it, folder, tiny=tiny), warm_up, steps))
+    return Pair(name, *in_turn(first, subject_as_asked(with_it, folder, tiny=tiny), warm_up, steps))
 
 
 def in_turn(first: Subject, second: Subject, warm_up: int, steps: int) -> tuple[Steps, Steps]:

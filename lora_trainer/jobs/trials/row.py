@@ -16,7 +16,7 @@ from lora_trainer.config.layers import Layer, Resolved
 from lora_trainer.core.errors import UserError, first_line, is_out_of_memory
 from lora_trainer.core.io import write_json
 from lora_trainer.core.quiet import quieten_libraries
-from lora_trainer.jobs.subject import TINY, Subject, subject_of
+from lora_trainer.jobs.subject import TINY, Subject, subject_as_asked
 from lora_trainer.jobs.trials.expected import Expected, expected_of, model_of
 from lora_trainer.jobs.trials.memory import on_processor
 from lora_trainer.jobs.trials.steps import GIB, Steps, inputs_of, own_way, take_steps
@@ -145,7 +145,7 @@ def measured_row(spec: Spec, asking: Asking) -> TableRow:
     card = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     resolved = settings_of(spec, asking, card)
     with tempfile.TemporaryDirectory() as folder:
-        subject = subject_of(resolved, Path(folder), tiny=asking.tiny)
+        subject = subject_as_asked(resolved, Path(folder), tiny=asking.tiny)
     learner = subject.learner
     inputs = inputs_of(subject)
     if spec.shapes > 1:

@@ -74,7 +74,7 @@ def measure(asked: Asked) -> Report:
     ordered = [rows[spec.name] for spec in wanted if spec.name in rows]
     notes = notes_on(wanted, rows, path, on_card=on_card)
     if late:
-        notes.append(f"Compiling takes minutes on a processor, so --only asks for {', '.join(s.name for s in late)}.")
+        notes.append(f"Left out, since nothing is compiled on a processor: {', '.join(spec.name for spec in late)}.")
     return Report(ordered, ABOUT, notes, COLUMNS, first="row", text=markdown(ordered, device))
 
 
