@@ -193,13 +193,18 @@ def storable_here(demand: Demand) -> Demand:
 
 
 def gauge_of(family: Family, architecture: Architecture, config: Config) -> Gauge:
-    """From the stored ledger of a published model, else by tracing. No ledger says what offloading leaves on a card."""
-    stored = None if config.memory.offload_activations else stored_gauge(architecture, config.lora.targets)
+    """From the stored ledger of a published model, else by tracing.
+
+    No ledger says what offloading leaves on a card, nor what products in int8 hold of both their forms.
+    """
+    unwritten = config.memory.offload_activations or config.memory.int8_products
+    stored = None if unwritten else stored_gauge(architecture, config.lora.targets)
     return stored or tracing_gauge(family, architecture, config)
 
 
 def tracing_gauge(family: Family, architecture: Architecture, config: Config) -> Gauge:
-    return traced_gauge(family, architecture, config.lora.targets, user_cache_folder(), config.lora.rank)
+    targets, rank, products = config.lora.targets, config.lora.rank, config.memory.int8_products
+    return traced_gauge(family, architecture, targets, user_cache_folder(), rank, products=products)
 
 
 def planned_data(config: Config) -> Data:

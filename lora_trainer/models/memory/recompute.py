@@ -17,7 +17,8 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from lora_trainer.config.schema import Recompute
 
 # A product is kept where each of its numbers took so many multiplications: the base's are, the adapter's, as wide as
-# the rank, are not, and neither are scores of attention where it comes apart into products.
+# the rank, are not, and neither are scores of attention where it comes apart into products. Nor are products in int8,
+# whose numbers take twice the bytes of what is made of them.
 DEAR = 256
 KEEP, AGAIN = CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_RECOMPUTE
 
@@ -54,7 +55,6 @@ def _kind(operator: Any) -> str:
 INNER: dict[str, Callable[..., int]] = {
     "mm": lambda left, *_: left.shape[-1],
     "bmm": lambda left, *_: left.shape[-1],
-    "_int_mm": lambda left, *_: left.shape[-1],
     "_scaled_mm": lambda left, *_: left.shape[-1],
     "addmm": lambda _, left, *__: left.shape[-1],
     "baddbmm": lambda _, left, *__: left.shape[-1],

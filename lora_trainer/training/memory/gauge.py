@@ -27,13 +27,21 @@ STEPS_OF_CHECKPOINTING = 6  # that are tried
 
 
 def traced_gauge(
-    family: Family, architecture: Architecture, targets: str | tuple[str, ...], folder: Path, rank: int
+    family: Family,
+    architecture: Architecture,
+    targets: str | tuple[str, ...],
+    folder: Path,
+    rank: int,
+    *,
+    products: bool = False,
 ) -> Gauge:
     """A gauge that traces on the meta device and remembers what it found below `folder`; `rank` is asked for first.
 
+    `products`: weights in int8 are multiplied so.
+
     Raises UsageError for targets that match nothing.
     """
-    path = folder / "plans" / f"{_key(family, architecture, targets)}.json"
+    path = folder / "plans" / f"{_key(family, architecture, targets, products=products)}.json"
     known = _read(path)
 
     def remembered(name: str, make: Any) -> Any:
@@ -51,7 +59,13 @@ def traced_gauge(
 
         dtype = torch.float32 if precision == "fp32" else torch.bfloat16
         return make_subject(
-            family, architecture, rank=rank, targets=targets, dtype=dtype, stored=cast("Precision", precision)
+            family,
+            architecture,
+            rank=rank,
+            targets=targets,
+            dtype=dtype,
+            stored=cast("Precision", precision),
+            products=products,
         )
 
     def shapes(rank: int) -> list[tuple[int, ...]]:
@@ -95,8 +109,8 @@ def traced_footprint(subject: Subject, sizes: Sizes) -> Footprint:
     return Footprint(found.weights, found.copies, 0, found.peak, sum(found.flops))
 
 
-def _key(family: Family, architecture: Architecture, targets: str | tuple[str, ...]) -> str:
-    parts = [__version__, family.name, dict(architecture.denoiser), targets]
+def _key(family: Family, architecture: Architecture, targets: str | tuple[str, ...], *, products: bool) -> str:
+    parts = [__version__, family.name, dict(architecture.denoiser), targets, products]
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode("utf-8")).hexdigest()[:32]
 
 

@@ -100,15 +100,19 @@ def make_subject(
     targets: str | tuple[str, ...],
     dtype: torch.dtype,
     stored: Precision = "bf16",
+    products: bool = False,
 ) -> Subject:
-    """Build the denoiser without weights and put the LoRA on it. Raises UsageError for targets that match nothing."""
+    """Build the denoiser without weights and put the LoRA on it. `products`: weights in int8 are multiplied so.
+
+    Raises UsageError for targets that match nothing.
+    """
     _route_attention()
     with META:
         denoiser = family.make_denoiser(architecture.denoiser).requires_grad_(False)
         nn.Module.to(denoiser, dtype)  # not diffusers' own, which warns
         names = target_modules(denoiser, family, targets)
         parameters = inject_lora(denoiser, names, rank=rank, alpha=float(rank), dropout=0.0, seed=0)
-        if narrow := narrower(stored):
+        if narrow := narrower(stored, products=products):
             store_layers(denoiser, narrow)
         adapter = make_adapter(parameters, dtype)
     return Subject(denoiser.train(), family, architecture, adapter, dtype)

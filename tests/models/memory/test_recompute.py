@@ -14,6 +14,7 @@ from lora_trainer.models.memory import recompute
 from lora_trainer.models.memory.checkpointing import checkpoint_blocks
 from lora_trainer.models.memory.recompute import recomputing
 from lora_trainer.models.memory.streaming import stream_blocks, streamable_blocks
+from lora_trainer.models.storage.store import narrower, store_layers
 from lora_trainer.training.memory.trace import make_subject, trace
 from tests.models.memory.test_streaming import CPU, Tried, same
 
@@ -57,6 +58,14 @@ def test_dear_results_are_kept_and_cheap_ones_computed_again() -> None:
     ran = kept_by(lambda x: narrow(wide(x).sigmoid()).exp(), torch.randn(8, 512, requires_grad=True))
     assert sum("addmm" in name for name in ran) == 1
     assert any("sigmoid.default" in name for name in ran)
+
+
+def test_products_in_int8_are_computed_again() -> None:
+    """Their numbers take twice the bytes of what comes of them. The second is the backward pass's own."""
+    layer = nn.Linear(512, 512).requires_grad_(False)
+    store_layers(layer, narrower("int8", products=True))
+    ran = kept_by(lambda x: layer(x).sin(), torch.randn(1, 32, 512, requires_grad=True))
+    assert sum("_int_mm" in name for name in ran) == 2
 
 
 def test_attention_is_kept() -> None:

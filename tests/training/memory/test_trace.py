@@ -14,6 +14,7 @@ from lora_trainer.models.family import Architecture
 from lora_trainer.models.folder import read_config
 from lora_trainer.models.memory import offload
 from lora_trainer.models.memory.checkpointing import checkpoint_blocks
+from lora_trainer.models.storage.store import narrower, store_layers
 from lora_trainer.training.memory.trace import Subject, Watched, _micro_batch, make_subject, trace
 from lora_trainer.training.step import Learner, backward
 from tests.training.tiny_job import TinyPlace
@@ -22,10 +23,18 @@ CPU = torch.device("cpu")
 MICRO, SIDE = 2, 32
 
 
-def subject_of(place: TinyPlace) -> Subject:
+def subject_of(place: TinyPlace, *, products: bool = False) -> Subject:
     family = FAMILIES["sd15"]
     architecture = Architecture(family.describe(place.model), read_config(place.model, "unet/config.json"))
-    return make_subject(family, architecture, rank=4, targets="attention", dtype=torch.float32, stored="fp32")
+    return make_subject(
+        family,
+        architecture,
+        rank=4,
+        targets="attention",
+        dtype=torch.float32,
+        stored="int8" if products else "fp32",
+        products=products,
+    )
 
 
 def really_held(learner: Learner, subject: Subject, *, offloaded: bool) -> int:
@@ -64,3 +73,12 @@ def test_a_trace_says_what_offloading_leaves_on_a_card(place: TinyPlace, monkeyp
     most, some = held(64, offloaded=True), held(2**17, offloaded=True)
     assert most < some < whole
     assert most < 0.5 * whole
+
+
+@pytest.mark.parametrize(("checkpointed", "chosen"), [(0, "all"), (99, "all"), (99, "cheap")])
+def test_a_trace_counts_what_products_in_int8_hold(place: TinyPlace, checkpointed, chosen):
+    subject, learner = subject_of(place, products=True), place.job("products").learner
+    store_layers(learner.denoiser, narrower("int8", products=True))
+    checkpoint_blocks(learner.denoiser, checkpointed, chosen)
+    found = trace(subject, micro=MICRO, height=SIDE, width=SIDE, checkpointed=checkpointed, recompute=chosen).peak
+    assert found == pytest.approx(really_held(learner, subject, offloaded=False), rel=0.05)
