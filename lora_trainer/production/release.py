@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from lora_trainer import __version__
 from lora_trainer.config.schema import Config
@@ -280,7 +280,7 @@ def draw_while_training(
     weights = lora_weights(config, inputs, built.learner.shown())
     kohya, diffusers = export_lora(samples, name, weights, facts, built.shapes, inputs.family.kohya_prefixes)
     diffusers.unlink()
-    with making_room(built.learner.denoiser, config, choices), can_be_given_up():
+    with making_room(built, config, choices), can_be_given_up():
         draw_comparison(kohya, samples, config, inputs, choices.device, choices.dtype, say, name=name)
 
 
@@ -311,11 +311,11 @@ def withdraw_after(folder: Path, step: int) -> None:
 
 
 @contextmanager
-def making_room(denoiser: nn.Module, config: Config, choices: Choices) -> Iterator[None]:
-    """The trained denoiser waits in system memory inside the block where another one would not fit beside it."""
-    device = choices.device
+def making_room(built: Built, config: Config, choices: Choices) -> Iterator[None]:
+    """The trained denoiser waits in system memory inside the block where another one, which is wide, would not fit."""
+    denoiser, device = built.learner.denoiser, choices.device
     usable = usable_bytes(config, device)
-    another = choices.dtype.itemsize * sum(tensor.numel() for tensor in denoiser.parameters())
+    another = choices.dtype.itemsize * sum(map(math.prod, built.shapes.values()))
     if usable is None or usable > ROOM_TO_DRAW * another:
         yield
         return

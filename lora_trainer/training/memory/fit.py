@@ -11,9 +11,9 @@ from itertools import pairwise
 
 import torch
 
-from lora_trainer.config.contradictions import WITH_GRAPHS
 from lora_trainer.core.errors import Problem, TrainingFailed, first_line, is_out_of_memory
 from lora_trainer.evaluation.loading import free_memory
+from lora_trainer.models.compiled import WITH_GRAPHS
 from lora_trainer.models.memory.checkpointing import checkpoint_blocks, checkpointable_blocks
 from lora_trainer.models.memory.streaming import stream_blocks, streamable_blocks
 from lora_trainer.training.job import Job
@@ -129,10 +129,10 @@ def streaming_rungs(job: Job) -> list[int]:
 
     As planned on a processor, where more would free nothing, where nothing is to visit, and with CUDA graphs.
     """
-    planned, memory = job.planned.streamed or 0, job.config.memory
+    planned, compiled = job.planned.streamed or 0, job.learner.compiled
     frees_nothing = job.learner.device.type == "cpu" and not planned
-    held_in_place = memory.compile and memory.compile_mode in WITH_GRAPHS
-    if memory.streaming == "none" or frees_nothing or held_in_place:
+    held_in_place = compiled is not None and compiled.on and compiled.mode in WITH_GRAPHS
+    if job.config.memory.streaming == "none" or frees_nothing or held_in_place:
         return [planned]
     blocks = len(streamable_blocks(job.learner.denoiser))
     more = {max(2 * planned, -(-blocks // 4)), max(2 * planned, -(-blocks // 2)), blocks}
@@ -140,11 +140,13 @@ def streaming_rungs(job: Job) -> list[int]:
 
 
 def checkpointed(job: Job, fit: Fit) -> int:
-    return (job.planned.checkpointed or 0) if fit.checkpointed is None else fit.checkpointed
+    """How many blocks are: as planned, or more where memory ran out. A resumed run may be planned with more than that."""
+    return max(job.planned.checkpointed or 0, fit.checkpointed or 0)
 
 
 def streamed(job: Job, fit: Fit) -> int:
-    return (job.planned.streamed or 0) if fit.streamed is None else fit.streamed
+    """How many blocks visit, in the same way."""
+    return max(job.planned.streamed or 0, fit.streamed or 0)
 
 
 def install(job: Job, fit: Fit) -> None:

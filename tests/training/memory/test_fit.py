@@ -19,7 +19,7 @@ from lora_trainer.monitor.progress import unwatched
 from lora_trainer.monitor.trackers import EVENTS, METRICS, VALIDATION, read_lines
 from lora_trainer.training.checkpoints.checkpoint import list_checkpoints, newest_valid, read_checkpoint
 from lora_trainer.training.job import Job
-from lora_trainer.training.memory.fit import agreed, streaming_rungs
+from lora_trainer.training.memory.fit import agreed
 from lora_trainer.training.reporter import Reporter
 from lora_trainer.training.state import Fit, TrainState
 from lora_trainer.training.validation import MOST_ASKED_AT_ONCE
@@ -358,16 +358,6 @@ def test_a_card_without_room_to_grow_goes_on_as_before(place: TinyPlace, monkeyp
     state, _ = place.train(short)
     assert state.step == 6
     assert [("trying" in message) for _, message in events(short)][:3] == [False, True, False]
-
-
-def test_a_processor_streams_only_where_it_is_asked_to(place: TinyPlace):
-    job = place.job("plain", **FOUR)
-    assert streaming_rungs(job) == [0]
-    card = replace(job, learner=replace(job.learner, device=torch.device("cuda")))
-    blocks = len(streamable_blocks(job.learner.denoiser))
-    assert streaming_rungs(card) == [0, -(-blocks // 4), -(-blocks // 2), blocks]
-    settled = card.config.model_copy(update={"memory": card.config.memory.model_copy(update={"streaming": "none"})})
-    assert streaming_rungs(replace(card, config=settled)) == [0]
 
 
 def test_a_checkpoint_without_streaming_is_read():

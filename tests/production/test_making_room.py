@@ -1,0 +1,39 @@
+"""The trained denoiser makes room for one that draws: by the size of a wide one, however its own weights are stored."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import torch
+from torch import nn
+
+from lora_trainer.config.schema import Config, Precision
+from lora_trainer.export.weights import shapes_of
+from lora_trainer.models.storage.store import narrower, store_layers
+from lora_trainer.production import release
+from lora_trainer.production.release import ROOM_TO_DRAW, making_room
+
+WIDE = 2 * 64 * 64  # bytes of the layer below in bf16
+
+
+@pytest.mark.parametrize("stored", ["bf16", "int8", "nf4"])
+@pytest.mark.parametrize(("usable", "leaves"), [(ROOM_TO_DRAW * WIDE + 1, False), (ROOM_TO_DRAW * WIDE, True)])
+def test_it_leaves_where_a_wide_one_would_not_fit_beside_it(
+    monkeypatch: pytest.MonkeyPatch, stored: Precision, usable: float, leaves: bool
+) -> None:
+    if stored == "nf4":
+        pytest.importorskip("bitsandbytes")
+    denoiser = nn.Sequential(nn.Linear(64, 64, bias=False)).to(torch.bfloat16).requires_grad_(False)
+    if narrow := narrower(stored):
+        store_layers(denoiser, narrow)
+    built: Any = SimpleNamespace(learner=SimpleNamespace(denoiser=denoiser), shapes=shapes_of({"unet": denoiser}))
+    choices: Any = SimpleNamespace(device=torch.device("cuda"), dtype=torch.bfloat16)
+    went: list[str] = []
+    monkeypatch.setattr(release, "usable_bytes", lambda config, device: usable)
+    monkeypatch.setattr(release, "free_memory", lambda device: None)
+    monkeypatch.setattr(release, "bring", lambda denoiser, device: went.append(device.type))
+    with making_room(built, cast("Config", None), choices):
+        assert went == ["cpu"] * leaves
+    assert went == ["cpu", "cuda"] * leaves
