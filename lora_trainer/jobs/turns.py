@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 import torch
 
@@ -14,6 +15,7 @@ from lora_trainer.jobs.device import synchronize
 from lora_trainer.jobs.own_loop import Way
 from lora_trainer.jobs.split import Split
 
+T = TypeVar("T")
 WARM_UP = 5
 SPLIT_STEPS = 5  # that are watched, after those that are timed
 
@@ -52,7 +54,7 @@ def timed_in_turn(
     return seconds
 
 
-def in_turn(names: Sequence[str], number: int) -> Sequence[str]:
+def in_turn(names: Sequence[T], number: int) -> Sequence[T]:
     """Forth, then back: none always comes after the same one."""
     return names[::-1] if number % 2 else names
 

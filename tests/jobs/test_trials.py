@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
 import sys
+from contextlib import nullcontext, suppress
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import psutil
 import pytest
 import torch
 
 from lora_trainer.cli.main import main
-from lora_trainer.jobs.trials import batch, resolution, row, scaling, table
+from lora_trainer.jobs.trials import batch, optimizer, resolution, row, saving, scaling, table
 from lora_trainer.jobs.trials.row import Asking, Spec, settings_of
 from lora_trainer.models import unet
 from tests.jobs.childs_work import end_at_once, sleep
@@ -125,6 +130,40 @@ def test_processes_are_launched_by_powers_of_two():
     assert [scaling.counts(most) for most in (1, 2, 3, 8)] == [[1], [1, 2], [1, 2, 3], [1, 2, 4, 8]]
     assert scaling.launch_file(2, on_cards=True)["gpu_ids"] == "all"
     assert scaling.launch_file(1, on_cards=False)["distributed_type"] == "NO"
+
+
+@pytest.mark.skipif(os.name != "posix", reason="by a shell and its job")
+def test_what_takes_too_long_leaves_no_process(tmp_path):
+    """Nor one in a session of its own, as the launcher starts them."""
+    file = tmp_path / "number"
+    start = f"{sys.executable} -c 'import os, time; os.setsid(); print(os.getpid(), flush=True); time.sleep(60)'"
+    with pytest.raises(subprocess.TimeoutExpired):
+        scaling.ended(["sh", "-c", f"{start} > {file} & wait"], os.environ, 3.0)
+    left = int(file.read_text())
+    with suppress(psutil.NoSuchProcess):  # nobody may be there to take its code
+        assert psutil.Process(left).status() == psutil.STATUS_ZOMBIE
+
+
+def test_two_ways_of_a_rung_come_first_in_turn(monkeypatch, tmp_path):
+    device = torch.device("cpu")
+    learner = SimpleNamespace(masters=[torch.zeros(2)], device=device)
+    job = SimpleNamespace(learner=learner, writer=nullcontext())
+    for module in (optimizer, saving):
+        monkeypatch.setattr(module, "subject_of", lambda *_, **__: SimpleNamespace(name="m", learner=learner, job=job))
+    order: list[object] = []
+    step = torch.optim.AdamW.step
+    monkeypatch.setattr(torch.optim.AdamW, "step", lambda self: (order.append(self.defaults["fused"]), step(self)))
+    asked = SimpleNamespace(resolved=None, tiny=True)
+    optimizer.fused_pair(asked, tmp_path, 4)
+    assert order[:4] == [False, True, True, False]
+    order.clear()
+    monkeypatch.setattr(saving, "replace", lambda job, **_: job)
+    monkeypatch.setattr(saving, "inputs_of", lambda _: None)
+    monkeypatch.setattr(saving, "own_way", lambda *_: lambda number: None)
+    monkeypatch.setattr(saving, "save", lambda *_: order.append("beside"))
+    monkeypatch.setattr(saving, "in_the_loop", lambda *_: order.append("in it"))
+    saving.saving_pair(asked, tmp_path, 10)
+    assert order[:4] == ["in it", "beside", "beside", "in it"]
 
 
 def test_scaling_is_of_a_public_architecture(capsys):

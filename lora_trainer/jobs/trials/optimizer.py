@@ -5,12 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from lora_trainer.jobs.measures import Asked
+from lora_trainer.jobs.own_loop import Way
 from lora_trainer.jobs.subject import subject_of
 from lora_trainer.jobs.trials.pair import Pair
-from lora_trainer.jobs.trials.steps import RATE, take_steps
+from lora_trainer.jobs.trials.steps import RATE, Held, Steps
+from lora_trainer.jobs.turns import timed_in_turn
 
 
 def fused_pair(asked: Asked, folder: Path, steps: int) -> Pair:
@@ -24,14 +26,11 @@ def fused_pair(asked: Asked, folder: Path, steps: int) -> Pair:
             copy.grad = torch.full_like(copy, 1e-3)
         return torch.optim.AdamW(copies, lr=RATE, fused=fused, foreach=False)
 
-    def way(optimizer: torch.optim.Optimizer) -> Tensor:
-        optimizer.step()
-        return nothing
+    def way(optimizer: torch.optim.Optimizer) -> Way:
+        def step(number: int) -> None:
+            optimizer.step()
 
-    nothing = torch.zeros((), device=learner.device)
-    plain, fused = taken(False), taken(True)
-    return Pair(
-        f"{subject.name}",
-        take_steps(lambda number: way(plain), learner.device, 3, steps).without_losses(),
-        take_steps(lambda number: way(fused), learner.device, 3, steps).without_losses(),
-    )
+        return step
+
+    timed = timed_in_turn({"plain": way(taken(False)), "fused": way(taken(True))}, steps, learner.device)
+    return Pair(subject.name, *(Steps(tuple(each.wall), (), Held(), 0.0) for each in timed.values()))

@@ -11,6 +11,7 @@ from lora_trainer.jobs.measures import Asked
 from lora_trainer.jobs.subject import subject_of
 from lora_trainer.jobs.trials.pair import Pair
 from lora_trainer.jobs.trials.steps import Held, Steps, inputs_of, own_way, wait_for
+from lora_trainer.jobs.turns import in_turn
 from lora_trainer.training.checkpoints.save import arrived, save, take, write
 from lora_trainer.training.checkpoints.writer import Buffers
 from lora_trainer.training.job import Job
@@ -28,7 +29,7 @@ def saving_pair(asked: Asked, folder: Path, steps: int) -> Pair:
     rounds: dict[Callable[[Job, TrainState], None], list[float]] = {in_the_loop: [], save: []}
     with job.writer:
         for number in range(1 + max(2, steps // EVERY)):
-            for how, seconds in rounds.items():
+            for how in in_turn(list(rounds), number):
                 wait_for(job.learner.device)
                 began = time.perf_counter()
                 for step in range(EVERY):
@@ -36,7 +37,7 @@ def saving_pair(asked: Asked, folder: Path, steps: int) -> Pair:
                 how(job, TrainState(step=EVERY * (number + 1)))
                 wait_for(job.learner.device)
                 if number:  # the first warms
-                    seconds.append((time.perf_counter() - began) / EVERY)
+                    rounds[how].append((time.perf_counter() - began) / EVERY)
     one, other = (Steps(tuple(seconds), (), Held(), 0.0) for seconds in rounds.values())
     return Pair(subject.name, one, other)
 

@@ -10,10 +10,13 @@ import os
 import subprocess
 import sys
 import tempfile
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 
 from lora_trainer.core.errors import Problem, TrainingFailed, UsageError
@@ -128,18 +131,37 @@ def launched(asked: Asked, count: int, *, on_cards: bool) -> dict[str, Any]:
         local = {"GLOO_SOCKET_IFNAME": "lo"} if sys.platform == "linux" else {}
         threads = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
         try:
-            ended = subprocess.run(
-                command,
-                env={**local, **os.environ, **threads},
-                capture_output=True,
-                text=True,
-                timeout=SECONDS,
-                check=False,
-            )
+            code, said = ended(command, {**local, **os.environ, **threads}, SECONDS)
         except subprocess.TimeoutExpired as error:
             raise TrainingFailed(Problem(f"{count} processes took longer than {SECONDS:.0f} s.")) from error
         if not answer.is_file():
-            last = next((line for line in reversed(ended.stderr.splitlines()) if line.strip()), "nothing was said")
-            raise TrainingFailed(Problem(f"{count} processes ended with code {ended.returncode}: {last}"))
+            last = next((line for line in reversed(said.splitlines()) if line.strip()), "nothing was said")
+            raise TrainingFailed(Problem(f"{count} processes ended with code {code}: {last}"))
         found: dict[str, Any] = read_json(answer)
         return found
+
+
+def ended(command: Sequence[str], environment: Mapping[str, str], seconds: float) -> tuple[int, str]:
+    """A command's exit code and what it wrote to stderr. Raises TimeoutExpired.
+
+    However it is left, by the clock or by a signal, all that the command started ends with it: the launcher's
+    processes stand in sessions of their own and would go on.
+    """
+    with subprocess.Popen(
+        command,
+        env=environment,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,  # so that nobody but us ends it before its processes
+    ) as process:
+        try:
+            _, said = process.communicate(timeout=seconds)
+        except BaseException:
+            with suppress(psutil.NoSuchProcess):
+                first = psutil.Process(process.pid)
+                for each in (*first.children(recursive=True), first):
+                    with suppress(psutil.NoSuchProcess):
+                        each.kill()
+            raise
+    return process.returncode, said

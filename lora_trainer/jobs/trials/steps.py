@@ -9,7 +9,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
@@ -55,10 +55,6 @@ class Steps:
     losses: tuple[float, ...]
     held: Held
     warming: float  # seconds of all steps before the timed ones
-
-    def without_losses(self) -> Steps:
-        """Where what was timed is no training."""
-        return replace(self, losses=(), held=Held())
 
     @property
     def median(self) -> float:
