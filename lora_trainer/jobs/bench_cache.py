@@ -28,7 +28,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from lora_trainer.data.caches.store import Store, write_entries
-from lora_trainer.jobs.measures import Asked, Report
+from lora_trainer.jobs.measures import Asked, Report, tenths
 
 ENTRIES, ROUNDS, TOGETHER = 512, 9, 4
 SHAPE = (4, 64, 64)
@@ -93,15 +93,13 @@ def bench_cache(rounds: int = ROUNDS, entries: int = ENTRIES) -> list[CacheRow]:
 
 
 def row_of(name: str, entries: int, wall: list[float], cpu: list[float], base: list[float]) -> CacheRow:
-    tenths = statistics.quantiles(wall, n=10, method="inclusive")
     median = statistics.median(wall)
     ratio = statistics.median(own / least for own, least in zip(wall, base, strict=True))
     return CacheRow(
         name,
         "x".join(map(str, SHAPE)),
         median,
-        tenths[0],
-        tenths[-1],
+        *tenths(wall),
         ratio,
         entries,
         entries / median,

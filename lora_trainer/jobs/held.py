@@ -9,7 +9,8 @@ from dataclasses import dataclass
 import torch
 
 from lora_trainer.jobs.trials.memory import own_tensors, state_of
-from lora_trainer.jobs.trials.steps import GIB, Counted
+from lora_trainer.jobs.trials.steps import Counted
+from lora_trainer.production.memory import GIB
 from lora_trainer.training.step import Learner
 
 

@@ -71,10 +71,13 @@ def spread_of(row: Any) -> str:
     return "" if low is None or high is None or low == high else f"{low:.3f} to {high:.3f}"
 
 
-COLUMNS: tuple[Column, ...] = (
+TIMES: tuple[Column, ...] = (
     ("median ms", milliseconds("seconds_median")),
     ("p10", milliseconds("seconds_p10")),
     ("p90", milliseconds("seconds_p90")),
+)
+COLUMNS: tuple[Column, ...] = (
+    *TIMES,
     ("ratio", lambda row: f"{row.ratio:.3f}"),
     ("its spread", spread_of),
 )
@@ -134,18 +137,22 @@ MEASURES: Mapping[str, Measure] = {
 }
 
 
+def tenths(values: Sequence[float]) -> tuple[float, float]:
+    """A tenth of the values lies below the one, a tenth above the other."""
+    found = statistics.quantiles(values, n=10, method="inclusive")  # the other way may pass the smallest
+    return found[0], found[-1]
+
+
 def row_of(name: str, model: str, seconds: Sequence[float], base: Sequence[float]) -> Row:
     """The row of seconds measured step by step, beside those of the first row."""
-    tenths = statistics.quantiles(seconds, n=10, method="inclusive")  # the other may pass the shortest
     ratios = [own / least for own, least in zip(seconds, base, strict=True)]
-    spread = statistics.quantiles(ratios, n=10, method="inclusive")
+    spread = tenths(ratios)
     return Row(
         name,
         model,
         statistics.median(seconds),
-        tenths[0],
-        tenths[-1],
+        *tenths(seconds),
         statistics.median(ratios),
         ratio_p10=spread[0],
-        ratio_p90=spread[-1],
+        ratio_p90=spread[1],
     )

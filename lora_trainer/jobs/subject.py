@@ -78,14 +78,16 @@ class Subject:
         return self.choices.precision.value
 
 
-def subject_of(resolved: Resolved, folder: Path, *, tiny: bool = False, named: str = OWN) -> Subject:
+def subject_of(resolved: Resolved, folder: Path, *, tiny: bool = False, named: str = OWN, shapes: int = 1) -> Subject:
     """What is measured: the small U-Net, or the public architecture when only a family is named, or the run's own model.
+
+    An architecture alone will meet micro batches of so many `shapes`.
 
     Raises UserError.
     """
     config = resolved.config
     if (architecture := architecture_named(config, named)) is not None:
-        return public_subject(resolved, architecture, folder, tiny=tiny and named != SMALL)
+        return public_subject(resolved, architecture, folder, tiny=tiny and named != SMALL, shapes=shapes)
     if tiny:
         raise UsageError(TINY_NEEDS_A_FAMILY)
     order = Order(resolved, folder, Console(stderr=True, soft_wrap=True))
@@ -100,12 +102,14 @@ def architecture_named(config: Config, named: str = OWN) -> str | None:
     return SMALL if named == SMALL else config.model.family if config.model.path is None else None
 
 
-def subject_as_asked(resolved: Resolved, folder: Path, *, tiny: bool = False, named: str = OWN) -> Subject:
+def subject_as_asked(
+    resolved: Resolved, folder: Path, *, tiny: bool = False, named: str = OWN, shapes: int = 1
+) -> Subject:
     """As `subject_of`, where what is asked for is what is measured.
 
     Raises UsageError also where its blocks were to be compiled and cannot be: a run goes on without.
     """
-    subject = subject_of(resolved, folder, tiny=tiny, named=named)
+    subject = subject_of(resolved, folder, tiny=tiny, named=named, shapes=shapes)
     learner = subject.learner
     if resolved.config.memory.compile is True and learner.compiled is None:
         reason = why_not(learner.denoiser, learner.device)
@@ -141,7 +145,9 @@ def load_encode(prepared: Prepared) -> Encode:
     return encode
 
 
-def public_built(resolved: Resolved, named: str, *, tiny: bool) -> tuple[str, Built, Architecture, Choices]:
+def public_built(
+    resolved: Resolved, named: str, *, tiny: bool, shapes: int = 1
+) -> tuple[str, Built, Architecture, Choices]:
     """A public architecture with random weights: what it is called, itself, its form, the hardware's choices."""
     architecture = public_architecture(named)
     family = FAMILIES[architecture.facts.family]
@@ -159,7 +165,7 @@ def public_built(resolved: Resolved, named: str, *, tiny: bool) -> tuple[str, Bu
         config,
         with_random_weights(family, architecture),
         architecture.facts,
-        replace(choices.layout, compiled=config.memory.compile is True),
+        replace(choices.layout, compiled=config.memory.compile is True, shapes=shapes),
         device=choices.device,
         reduce=None,
         attention_asked=asked_by_user(resolved, "memory.attention"),
@@ -170,19 +176,19 @@ def public_built(resolved: Resolved, named: str, *, tiny: bool) -> tuple[str, Bu
     return name, built, architecture, choices
 
 
-def public_subject(resolved: Resolved, named: str, folder: Path, *, tiny: bool = False) -> Subject:
+def public_subject(resolved: Resolved, named: str, folder: Path, *, tiny: bool = False, shapes: int = 1) -> Subject:
     """A published denoiser with random weights and random inputs: no model, no data, no encoders."""
-    name, built, architecture, choices = public_built(resolved, named, tiny=tiny)
+    name, built, architecture, choices = public_built(resolved, named, tiny=tiny, shapes=shapes)
     family = FAMILIES[architecture.facts.family]
     config, learner = suited(resolved, architecture.facts.prediction).config, built.learner
     sides = [trained_resolution(config, architecture.facts)] * 2
-    shapes = family.cond_shapes(architecture.denoiser)
+    cond_shapes = family.cond_shapes(architecture.denoiser)
     copied = copied_ahead(learner.device, learner.dtype)
 
     def micros(step: int) -> list[Micro]:
         refs = [Ref(index, f"random-{index}", 0) for index in range(config.batch.effective)]
         groups = [refs[first : first + choices.micro] for first in range(0, len(refs), choices.micro)]
-        batches = [random_batch(group, architecture, shapes, sides, choices.dtype) for group in groups]
+        batches = [random_batch(group, architecture, cond_shapes, sides, choices.dtype) for group in groups]
         return copied([make_micro(batch, step, config.train.seed, config.noise, learner.process) for batch in batches])
 
     job = Job(

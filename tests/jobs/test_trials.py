@@ -16,6 +16,8 @@ import pytest
 import torch
 
 from lora_trainer.cli.main import main
+from lora_trainer.core.errors import UsageError
+from lora_trainer.jobs import subject
 from lora_trainer.jobs.trials import batch, optimizer, resolution, row, saving, scaling, table
 from lora_trainer.jobs.trials.row import Asking, Spec, settings_of
 from lora_trainer.models import unet
@@ -241,6 +243,19 @@ def test_a_process_that_ends_or_hangs_is_a_row_that_failed(tmp_path, monkeypatch
     monkeypatch.setattr(table, "PRELOADED", [])
     assert table.in_child(end_at_once, (), tmp_path / "row", 60.0) == {"failed": "the process ended with code 9"}
     assert table.in_child(sleep, (), tmp_path / "row", 3.0)["failed"] == "took longer than 3 s"
+
+
+def test_a_row_of_several_sizes_is_built_for_them(monkeypatch):
+    seen = []
+
+    def build(config, family, facts, layout, **_):
+        seen.append(layout.shapes)
+        raise UsageError("Enough.")
+
+    monkeypatch.setattr(subject, "build_learner", build)
+    with pytest.raises(UsageError):
+        row.measured_row(Spec("a", "sd15", {"data.resolution": 512}, shapes=8), Asking(1, 2, tiny=True))
+    assert seen == [8]
 
 
 def test_rows_of_a_card_are_what_the_plan_chose_for_it():

@@ -12,13 +12,14 @@ from torch import Tensor, nn
 from lora_trainer.evaluation.loading import free_memory
 from lora_trainer.jobs.measures import Asked, Column, Report
 from lora_trainer.jobs.trials.expected import model_of
-from lora_trainer.jobs.trials.steps import GIB, Counted
+from lora_trainer.jobs.trials.steps import Counted
 from lora_trainer.models.attention.kinds import KINDS, math
 from lora_trainer.models.attention.probe import time_attention
 from lora_trainer.models.attention.shapes import AttentionShape, shapes_of
 from lora_trainer.models.family import Architecture, Family
 from lora_trainer.production.choices import asked_by_user, choose_precision, computed_in
 from lora_trainer.production.inputs import trained_resolution
+from lora_trainer.production.memory import GIB
 from lora_trainer.training.processes import join_processes
 
 STEPS = 10

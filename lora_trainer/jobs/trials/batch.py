@@ -9,14 +9,14 @@ from pathlib import Path
 
 from lora_trainer.core.errors import memory_may_run_out
 from lora_trainer.evaluation.loading import free_memory
-from lora_trainer.jobs.measures import Asked, Column, Report
+from lora_trainer.jobs.measures import TIMES, Asked, Column, Report
 from lora_trainer.jobs.subject import Subject, subject_of
 from lora_trainer.jobs.trials.expected import Expected, expected_of, overhead_of
 from lora_trainer.jobs.trials.memory import on_processor
-from lora_trainer.jobs.trials.steps import GIB, Steps, changed, own_way, take_steps
+from lora_trainer.jobs.trials.steps import Steps, changed, own_way, take_steps
 from lora_trainer.production.choices import card_gib
 from lora_trainer.production.find_micro import largest_that_fits, repeated
-from lora_trainer.production.memory import LARGEST_SHARE
+from lora_trainer.production.memory import GIB, LARGEST_SHARE
 from lora_trainer.training.micro import Micro
 from lora_trainer.training.step import give_up_step
 
@@ -30,9 +30,7 @@ ABOUT = {
     "predicted": "the same by the plan",
 }
 COLUMNS: tuple[Column, ...] = (
-    ("median ms", lambda row: f"{1000 * row.seconds_median:.1f}"),
-    ("p10", lambda row: f"{1000 * row.seconds_p10:.1f}"),
-    ("p90", lambda row: f"{1000 * row.seconds_p90:.1f}"),
+    *TIMES,
     ("samples/s", lambda row: f"{row.samples_per_second:.2f}"),
     ("ratio", lambda row: f"{row.ratio:.3f}"),
     ("GiB", lambda row: "" if row.peak_gib is None else f"{row.peak_gib:.3f}"),

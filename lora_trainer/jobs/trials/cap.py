@@ -9,8 +9,8 @@ import torch
 from lora_trainer.config.schema import Config, MemorySection
 from lora_trainer.core.errors import first_line, is_out_of_memory
 from lora_trainer.core.io import write_json
-from lora_trainer.jobs.trials.steps import GIB
 from lora_trainer.production.choices import OUTSIDE_GIB, cap_memory
+from lora_trainer.production.memory import GIB
 
 TRIED_GIB = 1
 

@@ -8,12 +8,11 @@ from dataclasses import dataclass, replace
 
 from lora_trainer.config.layers import Resolved
 from lora_trainer.jobs.subject import Subject, thinned
-from lora_trainer.jobs.trials.steps import GIB
 from lora_trainer.models import FAMILIES
 from lora_trainer.models.family import Architecture, Family
 from lora_trainer.models.memory.checkpointing import checkpointed_blocks
 from lora_trainer.models.memory.streaming import streamed_count
-from lora_trainer.production.memory import CONTEXT_GIB, FRAGMENTATION, Demand, Parts, parts_of
+from lora_trainer.production.memory import CONTEXT_GIB, FRAGMENTATION, GIB, Demand, Parts, parts_of
 from lora_trainer.production.plan import architecture_of, make_demand
 from lora_trainer.training.micro import Micro
 

@@ -19,7 +19,6 @@ from lora_trainer.jobs.measures import Asked, Column, Report
 from lora_trainer.jobs.subject import Subject, subject_of
 from lora_trainer.jobs.trials.expected import Expected, expected_of
 from lora_trainer.jobs.trials.steps import (
-    GIB,
     Counted,
     Held,
     Steps,
@@ -31,7 +30,7 @@ from lora_trainer.jobs.trials.steps import (
 )
 from lora_trainer.optim.state_size import ROUNDING
 from lora_trainer.production.choices import card_gib
-from lora_trainer.production.memory import CONTEXT_GIB, FRAGMENTATION
+from lora_trainer.production.memory import CONTEXT_GIB, FRAGMENTATION, GIB
 from lora_trainer.training.micro import Micro
 from lora_trainer.training.step import Learner
 

@@ -13,11 +13,12 @@ from pathlib import Path
 from lora_trainer.config.layers import Resolved
 from lora_trainer.core.errors import Problem, UsageError
 from lora_trainer.evaluation.loading import free_memory
-from lora_trainer.jobs.measures import Asked, Column, Report
+from lora_trainer.jobs.measures import TIMES, Asked, Column, Report
 from lora_trainer.jobs.subject import TINY, Subject, subject_of
 from lora_trainer.jobs.trials.expected import expected_of, model_of
 from lora_trainer.jobs.trials.memory import on_processor
-from lora_trainer.jobs.trials.steps import GIB, changed, inputs_of, own_way, take_steps
+from lora_trainer.jobs.trials.steps import changed, inputs_of, own_way, take_steps
+from lora_trainer.production.memory import GIB
 
 WARM_UP, STEPS, TRAINED = 3, 10, 40
 SIDES = (512, 768, 1024)
@@ -61,9 +62,7 @@ class ResolutionRow:
 
 
 COLUMNS: tuple[Column, ...] = (
-    ("median ms", lambda row: f"{1000 * row.seconds_median:.1f}"),
-    ("p10", lambda row: f"{1000 * row.seconds_p10:.1f}"),
-    ("p90", lambda row: f"{1000 * row.seconds_p90:.1f}"),
+    *TIMES,
     ("ratio", lambda row: f"{row.ratio:.2f}"),
     ("GiB", lambda row: "" if row.peak_gib is None else f"{row.peak_gib:.3f}"),
     ("predicted", lambda row: f"{row.predicted_gib:.3f}"),

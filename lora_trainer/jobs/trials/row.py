@@ -19,11 +19,11 @@ from lora_trainer.core.quiet import quieten_libraries
 from lora_trainer.jobs.subject import TINY, Subject, subject_as_asked
 from lora_trainer.jobs.trials.expected import Expected, expected_of, model_of
 from lora_trainer.jobs.trials.memory import on_processor
-from lora_trainer.jobs.trials.steps import GIB, Steps, inputs_of, own_way, take_steps
+from lora_trainer.jobs.trials.steps import Steps, inputs_of, own_way, take_steps
 from lora_trainer.jobs.usual import USUAL, add_usual_adapter, use_adapter, usual_step
 from lora_trainer.models.memory.checkpointing import checkpointable_blocks, checkpointed_blocks
 from lora_trainer.models.memory.streaming import streamable_blocks
-from lora_trainer.production.memory import choose_fit, refuse_what_does_not_fit, usable_gib
+from lora_trainer.production.memory import GIB, choose_fit, refuse_what_does_not_fit, usable_gib
 from lora_trainer.production.plan import make_demand
 from lora_trainer.production.settings import settle
 from lora_trainer.training.micro import Micro
@@ -145,7 +145,7 @@ def measured_row(spec: Spec, asking: Asking) -> TableRow:
     card = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     resolved = settings_of(spec, asking, card)
     with tempfile.TemporaryDirectory() as folder:
-        subject = subject_as_asked(resolved, Path(folder), tiny=asking.tiny)
+        subject = subject_as_asked(resolved, Path(folder), tiny=asking.tiny, shapes=spec.shapes)
     learner = subject.learner
     inputs = inputs_of(subject)
     if spec.shapes > 1:

@@ -21,7 +21,7 @@ import torch
 
 from lora_trainer.core.errors import Problem, TrainingFailed, UsageError
 from lora_trainer.core.io import read_json, write_json
-from lora_trainer.jobs.measures import Asked, Column, Report
+from lora_trainer.jobs.measures import TIMES, Asked, Column, Report
 from lora_trainer.jobs.trials.steps import layers_of
 
 STEPS = 20
@@ -51,9 +51,7 @@ class ScalingRow:
 
 
 COLUMNS: tuple[Column, ...] = (
-    ("median ms", lambda row: f"{1000 * row.seconds_median:.1f}"),
-    ("p10", lambda row: f"{1000 * row.seconds_p10:.1f}"),
-    ("p90", lambda row: f"{1000 * row.seconds_p90:.1f}"),
+    *TIMES,
     ("samples/s", lambda row: f"{row.samples_per_second:.2f}"),
     ("efficiency", lambda row: f"{row.efficiency:.1%}"),
     ("MB summed", lambda row: f"{row.summed_bytes / 1e6:.1f}"),

@@ -19,7 +19,9 @@ from torch import Tensor
 from lora_trainer.config.layers import DEFAULT, Layer, Resolved, flattened, resolve
 from lora_trainer.config.toml import EMPTY
 from lora_trainer.evaluation.loading import free_memory
+from lora_trainer.jobs.measures import tenths
 from lora_trainer.jobs.subject import Subject
+from lora_trainer.production.memory import GIB
 from lora_trainer.training.memory.trace import Account
 from lora_trainer.training.micro import Micro
 from lora_trainer.training.step import Learner, train_step
@@ -27,7 +29,6 @@ from lora_trainer.training.step import Learner, train_step
 FIRST = 20  # steps whose losses are held against those of another way
 RATE = 1e-4  # large enough that the losses follow the weights
 INPUTS = 8  # different steps' inputs, taken in turn
-GIB = 2**30
 BENCH = "bench"  # the layer that a measurement adds; what it sets counts as asked for
 
 
@@ -63,8 +64,7 @@ class Steps:
     @property
     def tenths(self) -> tuple[float, float]:
         """A tenth of the steps took less than the one, a tenth more than the other."""
-        found = statistics.quantiles(self.seconds, n=10, method="inclusive")
-        return found[0], found[-1]
+        return tenths(self.seconds)
 
 
 def layers_of(resolved: Resolved) -> dict[str, dict[str, dict[str, Any]]]:
