@@ -28,7 +28,7 @@ from lora_trainer.core.errors import first_line, is_out_of_memory
 from lora_trainer.evaluation.loading import free_memory
 from lora_trainer.jobs.best import rows_and_best
 from lora_trainer.jobs.held import holding
-from lora_trainer.jobs.measures import COLUMNS, OWN, STEPS, Asked, Column, Report, Row, row_of
+from lora_trainer.jobs.measures import COLUMNS, NOISY, OWN, STEPS, Asked, Column, Report, Row, row_of, too_noisy
 from lora_trainer.jobs.own_loop import STILL, Way, own_loop
 from lora_trainer.jobs.rates import rate_of
 from lora_trainer.jobs.split import PARTS, Split
@@ -36,7 +36,7 @@ from lora_trainer.jobs.subject import Subject, architecture_named, subject_of
 from lora_trainer.jobs.turns import SPLIT_STEPS, WARM_UP, Timed, split_of, timed_in_turn
 from lora_trainer.jobs.usual import USUAL, add_usual_adapter, use_adapter, usual_step
 from lora_trainer.jobs.versus import ABOUT as VERSUS_ABOUT
-from lora_trainer.jobs.versus import VERSUS_COLUMNS, rows_versus
+from lora_trainer.jobs.versus import VERSUS_COLUMNS, NotRun, rows_versus
 from lora_trainer.models.lora import ADAPTER
 from lora_trainer.models.memory.ledger import Sizes
 from lora_trainer.production.plan import gauge_of
@@ -94,7 +94,7 @@ STEP_COLUMNS: tuple[Column, ...] = (
 
 def measure(asked: Asked) -> Report:
     """Time the ways of doing a step, of each model that was asked for. Raises UserError."""
-    rows: list[Row] = []
+    rows: list[Row | NotRun] = []
     notes: list[str] = []
     for named in asked.subjects or (OWN,):
         with tempfile.TemporaryDirectory() as folder:
@@ -106,7 +106,7 @@ def measure(asked: Asked) -> Report:
     return Report(rows, about, tuple(dict.fromkeys(notes)), columns)
 
 
-def bench_model(asked: Asked, named: str, folder: Path) -> tuple[Sequence[Row], list[str]]:
+def bench_model(asked: Asked, named: str, folder: Path) -> tuple[Sequence[Row | NotRun], list[str]]:
     steps = asked.steps or STEPS
     rows, notes = rows_and_notes(asked, named, steps, folder)
     config = asked.resolved.config
@@ -115,7 +115,7 @@ def bench_model(asked: Asked, named: str, folder: Path) -> tuple[Sequence[Row], 
     return rows, notes
 
 
-def rows_and_notes(asked: Asked, named: str, steps: int, folder: Path) -> tuple[Sequence[Row], list[str]]:
+def rows_and_notes(asked: Asked, named: str, steps: int, folder: Path) -> tuple[Sequence[Row | NotRun], list[str]]:
     if asked.best is not None:
         return rows_and_best(asked, named, steps, folder)
     if asked.versus:
@@ -154,7 +154,13 @@ def bench_step(subject: Subject, steps: int, folder: Path) -> tuple[list[StepRow
             rows, said = with_encoding(subject, rows, ways["bare"], resident, steps)
             notes += said
     rows, said = with_rates(subject, rows, resident)
-    return rows, [*notes, *said]
+    return rows, [*notes, *said, *too_noisy(rows), *better_than_the_least(rows)]
+
+
+def better_than_the_least(rows: Sequence[StepRow]) -> list[str]:
+    """A note where something took less time than the least that a step can be."""
+    found = [row.name for row in rows if row.ratio < 1]
+    return [f"{', '.join(found)}: quicker than bare, which does the least: {NOISY}"] if found else []
 
 
 def made_one_by_one(

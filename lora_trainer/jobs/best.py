@@ -10,12 +10,13 @@ from typing import Any
 import tomli_w
 import torch
 
+from lora_trainer.config.resuming import CHANGES_THE_REST, FIXED
 from lora_trainer.config.schema import Config
 from lora_trainer.config.toml import shown
 from lora_trainer.core.io import write_text
 from lora_trainer.jobs.device import device_name
 from lora_trainer.jobs.measures import Asked
-from lora_trainer.jobs.versus import VersusRow, rows_versus
+from lora_trainer.jobs.versus import NotRun, VersusRow, rows_versus
 
 QUICKER = 0.98  # of the time: less is not worth a setting
 LOSS_KEPT = 0.01  # of the losses on average: what rounding may change
@@ -24,7 +25,7 @@ BEST = "best together"
 Settings = Mapping[str, Any]
 
 
-def rows_and_best(asked: Asked, named: str, steps: int, folder: Path) -> tuple[list[VersusRow], list[str]]:
+def rows_and_best(asked: Asked, named: str, steps: int, folder: Path) -> tuple[list[VersusRow | NotRun], list[str]]:
     """The settings that were asked for, or the usual ones, each beside the step without; the best are written.
 
     The best of each setting are measured together too, and written only where that is better than any alone.
@@ -32,14 +33,14 @@ def rows_and_best(asked: Asked, named: str, steps: int, folder: Path) -> tuple[l
     assert asked.best is not None
     tried = asked.versus or usual_settings(asked.resolved.config)
     rows, notes = rows_versus(replace(asked, versus=tried), named, steps, folder / "each")
-    good = best_of_each(rows, tried)
+    good = best_of_each(measured(rows), tried)
     if len(good) > 1:
         together: dict[str, Any] = {name: value for row in good for name, value in tried[row.name].items()}
         more, said = rows_versus(replace(asked, versus={BEST: together}), named, steps, folder / "together")
         rows, notes = [*rows, *more[1:]], [*notes, *said]
-        if not any(row.name == BEST and kept(row) and row.ratio <= good[0].ratio for row in more):
+        if not any(row.name == BEST and kept(row) and row.ratio <= good[0].ratio for row in measured(more)):
             good = good[:1]
-    write_text(asked.best, preset_text(rows[0].model if rows else named, rows, good, tried))
+    write_text(asked.best, preset_text(rows[0].model if rows else named, measured(rows), good, tried))
     told = ", ".join(row.name for row in good) or "nothing that was tried is quicker"
     return rows, [*notes, f"{asked.best}: {told}"]
 
@@ -56,14 +57,27 @@ def usual_settings(config: Config) -> dict[str, Settings]:
 
 
 def kept(row: VersusRow) -> bool:
-    """Whether it is quicker and learns the same."""
-    return row.ratio < QUICKER and row.loss_mean is not None and row.loss_mean <= LOSS_KEPT
+    """Whether it is quicker, in nine of ten steps too, and learns the same."""
+    quicker = row.ratio < QUICKER and row.ratio_p90 is not None and row.ratio_p90 < 1
+    return quicker and row.loss_mean is not None and row.loss_mean <= LOSS_KEPT
+
+
+def measured(rows: Iterable[VersusRow | NotRun]) -> list[VersusRow]:
+    return [row for row in rows if isinstance(row, VersusRow)]
+
+
+def exportable(settings: Settings) -> bool:
+    """Whether they leave alone what is learned."""
+    return not any(name in FIXED or name in CHANGES_THE_REST for name in settings)
 
 
 def best_of_each(rows: Iterable[VersusRow], tried: Mapping[str, Settings]) -> list[VersusRow]:
     """The quickest value of each setting among those that keep the loss, the quickest first."""
     best: dict[tuple[str, ...], VersusRow] = {}
-    for row in sorted((row for row in rows if row.name in tried and kept(row)), key=lambda row: row.ratio):
+    for row in sorted(
+        (row for row in rows if row.name in tried and kept(row) and exportable(tried[row.name])),
+        key=lambda row: row.ratio,
+    ):
         best.setdefault(tuple(tried[row.name]), row)
     return list(best.values())
 
@@ -85,5 +99,6 @@ def preset_text(model: str, rows: Sequence[VersusRow], good: Sequence[VersusRow]
 
 def figures(row: VersusRow, base: VersusRow) -> str:
     held = "" if row.peak_gib is None or base.peak_gib is None else f", {row.peak_gib - base.peak_gib:+.3f} GiB"
+    spread = "" if row.ratio_p10 is None else f" ({row.ratio_p10:.3f} to {row.ratio_p90:.3f})"
     off = "" if row.loss_mean is None else f", losses {row.loss_mean:.2%} off"
-    return f"{row.ratio:.3f} of the time{held}{off}"
+    return f"{row.ratio:.3f}{spread} of the time{held}{off}"

@@ -62,7 +62,7 @@ Column = tuple[str, Callable[[Any], str]]  # title, and what stands there for a 
 
 
 def milliseconds(name: str) -> Callable[[Any], str]:
-    return lambda row: f"{1000 * getattr(row, name):.1f}"
+    return lambda row: "" if getattr(row, name) is None else f"{1000 * getattr(row, name):.1f}"
 
 
 def spread_of(row: Any) -> str:
@@ -78,10 +78,12 @@ TIMES: tuple[Column, ...] = (
 )
 COLUMNS: tuple[Column, ...] = (
     *TIMES,
-    ("ratio", lambda row: f"{row.ratio:.3f}"),
+    ("ratio", lambda row: "not run" if row.ratio is None else f"{row.ratio:.3f}"),
     ("its spread", spread_of),
 )
 NOISE = "a tenth of the measurements lies below the one and a tenth above the other: how noisy the machine was"
+
+NOISY = "the machine was too noisy, or the steps too few, to tell"
 
 
 @dataclass(frozen=True)
@@ -141,6 +143,14 @@ def tenths(values: Sequence[float]) -> tuple[float, float]:
     """A tenth of the values lies below the one, a tenth above the other."""
     found = statistics.quantiles(values, n=10, method="inclusive")  # the other way may pass the smallest
     return found[0], found[-1]
+
+
+def too_noisy(rows: Sequence[Row]) -> list[str]:
+    """Which rows cannot be told from the first, in a line, or none."""
+    doubtful = [row.name for row in rows[1:] if (row.ratio_p10 or 2.0) < 1 < (row.ratio_p90 or 0.0)]
+    if not doubtful:
+        return []
+    return [f"{', '.join(doubtful)}: now quicker, now slower than {rows[0].name}: {NOISY}"]
 
 
 def row_of(name: str, model: str, seconds: Sequence[float], base: Sequence[float]) -> Row:

@@ -63,6 +63,7 @@ class Subject:
     choices: Choices
     family: Family
     architecture: Architecture
+    said: tuple[str, ...] = ()  # what was decided when it was built
 
     @property
     def learner(self) -> Learner:
@@ -94,7 +95,8 @@ def subject_of(resolved: Resolved, folder: Path, *, tiny: bool = False, named: s
     prepared = prepare(open_session(order, read_inputs(config)), {})
     session = prepared.session
     name, load = session.inputs.facts.path.name, partial(load_encode, prepared)
-    return Subject(name, prepared.job, load, session.choices, session.inputs.family, own_architecture(session.inputs))
+    own = own_architecture(session.inputs)
+    return Subject(name, prepared.job, load, session.choices, session.inputs.family, own, prepared.built.notes)
 
 
 def architecture_named(config: Config, named: str = OWN) -> str | None:
@@ -207,7 +209,7 @@ def public_subject(resolved: Resolved, named: str, folder: Path, *, tiny: bool =
         settings={},
         say=lambda line: None,
     )
-    return Subject(name, job, None, choices, family, architecture)
+    return Subject(name, job, None, choices, family, architecture, built.notes)
 
 
 def with_random_weights(family: Family, architecture: Architecture) -> Family:

@@ -14,17 +14,18 @@ from typing import Any
 
 import torch
 
-from lora_trainer.config.layers import Resolved
+from lora_trainer.config.layers import Resolved, flattened
+from lora_trainer.config.schema import Config
 from lora_trainer.core.errors import UserError, first_line, is_out_of_memory
 from lora_trainer.evaluation.loading import free_memory
 from lora_trainer.jobs.held import Held, holding
-from lora_trainer.jobs.measures import COLUMNS, Asked, Column, Row, row_of
+from lora_trainer.jobs.measures import COLUMNS, Asked, Column, Row, row_of, too_noisy
 from lora_trainer.jobs.own_loop import Way, own_loop
 from lora_trainer.jobs.split import Split
-from lora_trainer.jobs.subject import Subject, subject_as_asked
+from lora_trainer.jobs.subject import Subject, subject_as_asked, subject_of
 from lora_trainer.jobs.trials.steps import FIRST, changed, loss_difference
 from lora_trainer.jobs.turns import WARM_UP, timed_in_turn
-from lora_trainer.monitor.trackers import METRICS, read_lines
+from lora_trainer.monitor.trackers import EVENTS, METRICS, read_lines
 from lora_trainer.training.processes import join_processes
 
 FIRST_STEPS = 2  # the first makes the optimizer's state
@@ -48,6 +49,30 @@ class VersusRow(Row):
     loss_most: float | None = None
 
 
+@dataclass(frozen=True)
+class NotRun:
+    """A setting that did not take effect, and why: a row without figures."""
+
+    name: str
+    model: str
+    not_run: str
+    seconds_median: None = None
+    seconds_p10: None = None
+    seconds_p90: None = None
+    ratio: None = None
+    encodes: bool = False
+    peak_gib: None = None
+    loss_mean: None = None
+    loss_most: None = None
+
+
+# What changes nothing on a processor.
+OF_A_CARD = (
+    *("hardware.tf32", "hardware.cudnn_benchmark", "hardware.kernels", "memory.expandable_segments"),
+    *("memory.offload_activations", "memory.limit_gib", "memory.grow_after_steps"),
+)
+
+
 def share(name: str) -> Callable[[Any], str]:
     return lambda row: "" if getattr(row, name) is None else f"{getattr(row, name):.2%}"
 
@@ -68,11 +93,12 @@ class Taken:
     losses: list[float]
     held: float | None
     model: str
+    not_run: str | None = None  # why its settings did not take effect
 
 
-def rows_versus(asked: Asked, named: str, steps: int, folder: Path) -> tuple[list[VersusRow], list[str]]:
+def rows_versus(asked: Asked, named: str, steps: int, folder: Path) -> tuple[list[VersusRow | NotRun], list[str]]:
     """A row without, and one with each of the settings that were asked for; notes. Raises UserError."""
-    rows, notes = list[VersusRow](), list[str]()
+    rows, notes = list[VersusRow | NotRun](), list[str]()
     for place, (text, settings) in enumerate(asked.versus.items()):
         sides = {"ours": asked.resolved, text: changed(asked.resolved, settings)}
         together = not any(name.startswith(OF_THE_PROCESS) for name in settings)
@@ -84,8 +110,24 @@ def rows_versus(asked: Asked, named: str, steps: int, folder: Path) -> tuple[lis
             notes.append(f"{text}: {first_line(error)}")  # one of many that are tried
             continue
         notes += [f"{text}: {each}" for each in said]
-        rows += rows_of(taken)[1 if rows else 0 :]
-    return rows, notes
+        found = rows_of(taken)
+        notes += [f"{row.name}: not run: {row.not_run}" for row in found if isinstance(row, NotRun)]
+        rows += found[1 if rows else 0 :]
+    return rows, [*notes, *too_noisy([row for row in rows if isinstance(row, VersusRow)])]
+
+
+def untaken(settings: Config, base: Config, subject: Subject, folder: Path) -> str | None:
+    """Why what differs from `base` did not take effect; None where it did."""
+    now, before, on_card = flattened(settings), flattened(base), subject.learner.device.type == "cuda"
+    differs = [name for name in now if now[name] != before[name]]
+    if differs and not on_card and set(differs) <= set(OF_A_CARD):
+        return "it is for cards, and there is none"
+    compiled = subject.learner.compiled
+    if "memory.compile" in differs and settings.memory.compile is True and (compiled is None or not compiled.on):
+        said = [event["message"] for event in read_lines(folder / EVENTS) if event.get("kind") == "compile"]
+        reasons = [*(line for line in subject.said if line.startswith("not compiled")), *said]
+        return reasons[-1] if reasons else "blocks were not compiled"
+    return None
 
 
 def both_taken(
@@ -115,7 +157,7 @@ def in_turn(
             ways = {name: way for name, (_, way, _) in made.items()}
             seconds = timed_in_turn(ways, at_least(steps), device, first=FIRST_STEPS)
             return {
-                name: Taken(seconds[name].wall, losses_in(folder / name), held.gib, subject.name)
+                name: taken_of(asked, subject, sides[name], seconds[name].wall, folder / name, held)
                 for name, (subject, _, held) in made.items()
             }
     except Exception as error:
@@ -129,17 +171,23 @@ def one_alone(asked: Asked, named: str, name: str, side: Resolved, steps: int, f
     with ExitStack() as stack:
         subject, way, held = made_ready(asked, named, side, folder, stack)
         seconds = timed_in_turn({name: way}, at_least(steps), device, first=FIRST_STEPS)
-        found = Taken(seconds[name].wall, losses_in(folder), held.gib, subject.name)
+        found = taken_of(asked, subject, side, seconds[name].wall, folder, held)
     del subject, way
     free_memory(device)
     return found
+
+
+def taken_of(asked: Asked, subject: Subject, side: Resolved, seconds: list[float], folder: Path, held: Held) -> Taken:
+    why = untaken(side.config, asked.resolved.config, subject, folder)
+    return Taken(seconds, losses_in(folder), held.gib, subject.name, why)
 
 
 def made_ready(asked: Asked, named: str, side: Resolved, folder: Path, stack: ExitStack) -> tuple[Subject, Way, Held]:
     """A model of its own with its loop, its first steps taken; what they held."""
     folder.mkdir(parents=True)
     others = torch.cuda.memory_allocated() if join_processes().device.type == "cuda" else 0
-    subject = subject_as_asked(side, folder, tiny=asked.tiny, named=named)
+    made = subject_as_asked if side is asked.resolved else subject_of  # the other side's row says why not
+    subject = made(side, folder, tiny=asked.tiny, named=named)
     way = stack.enter_context(own_loop(subject.job, folder, Split(subject.learner.device), rate=None))
     with holding(subject.learner, others) as held:
         for number in range(FIRST_STEPS):
@@ -157,9 +205,12 @@ def losses_in(folder: Path) -> list[float]:
     return [row["loss"] for row in read_lines(folder / METRICS)[:FIRST]]
 
 
-def rows_of(taken: Mapping[str, Taken]) -> list[VersusRow]:
+def rows_of(taken: Mapping[str, Taken]) -> list[VersusRow | NotRun]:
     base = next(iter(taken.values()))
-    return [row_beside(name, each, base) for name, each in taken.items()]
+    return [
+        NotRun(name, base.model, each.not_run) if each.not_run else row_beside(name, each, base)
+        for name, each in taken.items()
+    ]
 
 
 def row_beside(name: str, own: Taken, base: Taken) -> VersusRow:

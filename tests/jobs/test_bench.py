@@ -7,6 +7,7 @@ import os
 import signal
 import threading
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,7 +15,8 @@ import torch
 from lora_trainer.cli.bench import legend
 from lora_trainer.cli.main import main
 from lora_trainer.config.layers import Layer
-from lora_trainer.jobs import bench, bench_loader, best, subject, turns, versus
+from lora_trainer.config.schema import Config
+from lora_trainer.jobs import bench, bench_loader, best, measures, subject, turns, versus
 from lora_trainer.jobs.measures import COLUMNS, SMALL, SUBJECTS, Report
 from lora_trainer.models import FAMILIES, unet
 from lora_trainer.models.family import public_architecture
@@ -218,17 +220,23 @@ def test_the_best_settings_are_a_file_that_config_takes(place, tmp_path, capsys)
     """A rate that is no gain is left out; what is quicker and learns the same is written with its figures."""
 
     def row(name: str, ratio: float, off: float) -> versus.VersusRow:
-        return versus.VersusRow(name, "m", ratio, ratio, ratio, ratio, peak_gib=1.0, loss_mean=off, loss_most=off)
+        spread = {"ratio_p10": ratio - 0.05, "ratio_p90": ratio + 0.05}
+        figures = {"peak_gib": 1.0, "loss_mean": off, "loss_most": off}
+        return versus.VersusRow(name, "m", ratio, ratio, ratio, ratio, **spread, **figures)
 
     found = [row("ours", 1.0, 0.0), row("memory.compile=true", 0.8, 0.001), row("memory.base_precision=int8", 0.5, 0.2)]
+    found += [row("memory.checkpointing=none", 0.96, 0.0), row("loss.min_snr_gamma=5", 0.7, 0.0)]
     file = tmp_path / "best.toml"
-    extra = ["--vs", "memory.compile=true", "--vs", "memory.base_precision=int8", "--export-preset", str(file)]
+    asked = [row.name for row in found[1:]]
+    extra = [*(part for name in asked for part in ("--vs", name)), "--export-preset", str(file)]
     with patched(best, "rows_versus", lambda *_: (found, [])):
         assert main([*place.arguments("x", command="bench")[:1], "step", *extra, "--steps", "2"]) == 0
     assert "best.toml: memory.compile=true" in capsys.readouterr().out
     text = file.read_text()
-    assert "[memory]\n# 0.800 of the time, +0.000 GiB, losses 0.10% off\ncompile = true" in text
-    assert "#   memory.base_precision=int8: 0.500 of the time" in text
+    assert "loss.min_snr_gamma" not in text.partition("# Tried beside:")[0], "it changes what is learned"
+    assert "memory.checkpointing=none: 0.960 (0.910 to 1.010) of the time" in text.partition("# Tried beside:")[2]
+    assert "[memory]\n# 0.800 (0.750 to 0.850) of the time, +0.000 GiB, losses 0.10% off\ncompile = true" in text
+    assert "#   memory.base_precision=int8: 0.500 (0.450 to 0.550) of the time" in text
     assert main(["train", "--config", str(file), "--explain"]) == 0
     assert "--config" in capsys.readouterr().out
 
@@ -246,6 +254,43 @@ def test_what_holds_for_a_process_is_measured_alone(place, capsys):
     arguments = place.arguments("x", command="bench", memory__base_precision="fp32", data__resolution=64)
     assert main([arguments[0], "step", *arguments[1:], "--vs", "hardware.threads=1", "--steps", "2"]) == 0
     assert "it holds for a whole process" in capsys.readouterr().out
+
+
+def test_a_setting_that_does_nothing_here_has_no_figures(place, tmp_path, capsys):
+    arguments = place.arguments("x", command="bench", memory__base_precision="fp32", data__resolution=64)
+    file = tmp_path / "best.toml"
+    extra = ["--vs", "hardware.kernels=true", "--export-preset", str(file)]
+    row = measured([arguments[0], "step", *arguments[1:], *extra], capsys)["hardware.kernels=true"]
+    assert row["not_run"] == "it is for cards, and there is none"
+    assert (row["ratio"], row["seconds_median"], row["loss_mean"]) == (None, None, None)
+    assert "kernels" not in file.read_text(), "nothing is recommended of it"
+
+
+def test_blocks_that_were_not_compiled_are_not_measured(tmp_path):
+    whole = Config()
+    wanted = whole.model_copy(update={"memory": whole.memory.model_copy(update={"compile": True})})
+
+    def why(compiled: object) -> str | None:
+        learner = SimpleNamespace(device=torch.device("cpu"), compiled=compiled)
+        return versus.untaken(
+            wanted, whole, SimpleNamespace(learner=learner, said=("not compiled: no blocks",)), tmp_path
+        )
+
+    assert why(None) == "not compiled: no blocks"
+    assert why(SimpleNamespace(on=True)) is None
+    event = {"step": 1, "kind": "compile", "message": "compiled blocks failed"}
+    (tmp_path / "events.jsonl").write_text(json.dumps(event) + "\n", encoding="utf-8")
+    assert why(SimpleNamespace(on=False)) == "compiled blocks failed"
+
+
+def test_what_noise_may_have_made_is_said():
+    def row(name: str, low: float, ratio: float, high: float) -> bench.StepRow:
+        return bench.StepRow(name, "m", 1.0, 1.0, 1.0, ratio, ratio_p10=low, ratio_p90=high)
+
+    rows = [row("bare", 1.0, 1.0, 1.0), row("ours", 0.9, 0.97, 1.2), row("usual", 1.1, 1.2, 1.3)]
+    assert measures.too_noisy(rows) == ["ours: now quicker, now slower than bare: " + measures.NOISY]
+    assert bench.better_than_the_least(rows) == ["ours: quicker than bare, which does the least: " + measures.NOISY]
+    assert measures.too_noisy([rows[0], rows[2]]) == bench.better_than_the_least([rows[0], rows[2]]) == []
 
 
 def test_a_wrong_setting_to_compare_is_named_with_the_nearest(capsys):
