@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, replace
 from math import floor
 from typing import Literal, cast
@@ -14,7 +15,8 @@ from lora_trainer.config.schema import Config, Precision
 from lora_trainer.core.hardware import cpu_supports_bf16, cuda_memory_gib
 from lora_trainer.models.family import Architecture, Family
 from lora_trainer.models.storage.four_bits import need_library
-from lora_trainer.monitor.memory import set_allocator
+from lora_trainer.monitor.memory import set_allocator, system_memory
+from lora_trainer.production.host import host_of, host_words
 from lora_trainer.production.memory import (
     CONTEXT_GIB,
     GIB,
@@ -100,11 +102,19 @@ def choose(resolved: Resolved, family: Family, architecture: Architecture, devic
         )
     demand = make_demand(resolved, family, architecture, card_gib(config), world=world, precision=precision.value)
     # All processes of a run must choose alike, and what is free differs from card to card.
-    return planned_choices(storable_here(demand), precision, device, left_gib(device) if world == 1 else None)
+    return planned_choices(
+        storable_here(demand),
+        precision,
+        device,
+        left_gib(device) if world == 1 else None,
+        int(os.environ.get("LOCAL_WORLD_SIZE", world)),
+    )
 
 
-def planned_choices(demand: Demand, precision: Choice, device: torch.device, left: float | None = None) -> Choices:
-    """The choices of the plan for a card. Raises UsageError when nothing fits.
+def planned_choices(
+    demand: Demand, precision: Choice, device: torch.device, left: float | None = None, processes: int = 1
+) -> Choices:
+    """The choices of the plan for a card, of so many processes of a system. Raises UsageError when nothing fits.
 
     Where other programs leave only as much as a card of `left` GiB has, the run is split for that; but it stores the
     weights as on the whole card, since that belongs to a run, and another program must not decide it.
@@ -120,7 +130,7 @@ def planned_choices(demand: Demand, precision: Choice, device: torch.device, lef
     if fit.precision != precision.value:
         precision = Choice(fit.precision, fit.reasons[2])
     predicted = f"predicted peak {fit.parts.peak:.1f} GiB" + (f" of {demand.limit_gib:.1f}" if demand.limit_gib else "")
-    predicted += crowded
+    predicted += crowded + host_words(host_of(demand, fit), processes, *system_memory())
     return Choices(
         device,
         dtype,

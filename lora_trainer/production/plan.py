@@ -22,6 +22,7 @@ from lora_trainer.models.memory.ledger import Gauge, stored_gauge
 from lora_trainer.models.memory.phases import costs_of, encoding_bytes
 from lora_trainer.production.card_rates import least_seconds
 from lora_trainer.production.disk import cache_bytes, run_bytes
+from lora_trainer.production.host import Host, host_of
 from lora_trainer.production.inputs import (
     arithmetic,
     caption_rules,
@@ -61,6 +62,11 @@ class Plan:
             return what_settings_buy(self.demand, self.fit, self.tracing())
         return [] if self.demand.gauge.traced else what_settings_buy(self.demand, self.fit)
 
+    @cached_property
+    def host(self) -> Host:
+        """Host memory of the training."""
+        return host_of(self.demand, self.fit)
+
     def to_json(self) -> dict[str, Any]:
         """The document of `plan --json`."""
         fit, parts, demand = self.fit, self.fit.parts, self.demand
@@ -81,6 +87,7 @@ class Plan:
             "blocks": fit.blocks,
             "weight_precision": fit.precision,
             "streamed": fit.streamed,
+            "host_gib": round(self.host.most, 4),
             "streamable": fit.streamable,
             "reasons": dict(zip(DECIDED, fit.reasons, strict=True)),
             "train_tflop_per_step": round(parts.tflop, 4),

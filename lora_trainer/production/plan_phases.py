@@ -8,6 +8,7 @@ from typing import Any
 from lora_trainer.models.family import ModelFacts
 from lora_trainer.models.memory.ledger import Sizes
 from lora_trainer.models.memory.phases import caching_bytes, costs_of, pictures_at_once, place_drawing, place_gate
+from lora_trainer.production.host import host_of
 from lora_trainer.production.memory import CONTEXT_GIB, GIB, Demand, Fit, usable_gib
 
 WIDE = ("bf16", "fp16", "fp32")
@@ -20,9 +21,10 @@ class PhasePlan:
 
     peak_gib: float
     placement: str
+    host_gib: float = 0.0  # of encoders that pass through host memory, or visit from there
 
     def to_json(self) -> dict[str, Any]:
-        return {"peak_gib": round(self.peak_gib, 4), "placement": self.placement}
+        return {"peak_gib": round(self.peak_gib, 4), "placement": self.placement, "host_gib": round(self.host_gib, 4)}
 
 
 def plan_phases(demand: Demand, fit: Fit, facts: ModelFacts, pictures: int) -> dict[str, PhasePlan]:
@@ -42,8 +44,10 @@ def plan_phases(demand: Demand, fit: Fit, facts: ModelFacts, pictures: int) -> d
     if any(demand.encoder):
         trained += ", with the autoencoder beside"
     return {
-        "cache": _phase(*caching_bytes(together, pixels, ENCODED_IN, costs, usable)),
-        "train": PhasePlan(fit.parts.peak, trained),
+        "cache": _phase(
+            *caching_bytes(together, pixels, ENCODED_IN, costs, usable), host=ENCODED_IN * sum(costs.text_encoders)
+        ),
+        "train": PhasePlan(fit.parts.peak, trained, host_of(demand, fit).most),
         "validate": _phase(gate.peak, gate.words),
         "draw": _phase(drawing.peak, drawing.words),
     }
@@ -59,5 +63,5 @@ def denoiser_bytes(demand: Demand, fit: Fit) -> int:
     return found.weights + found.copies
 
 
-def _phase(live: int, placement: str) -> PhasePlan:
-    return PhasePlan(live / GIB + CONTEXT_GIB, placement)
+def _phase(live: int, placement: str, host: int = 0) -> PhasePlan:
+    return PhasePlan(live / GIB + CONTEXT_GIB, placement, host / GIB)

@@ -86,12 +86,13 @@ def lines(plan: Plan) -> list[str]:
     least = [f"steps: {steps}; {operations(fit.parts.tflop)} each, so each takes at least {_times(fit.parts.tflop)}"]
     if plan.steps is not None:
         least.append(f"the whole run takes at least {_times(fit.parts.tflop * plan.steps)}")
+    hosted = f"; up to {plan.host.most:.1f} GiB of host memory" if plan.host.most else ""
     return [
         f"card: {card}; predicted from: {demand.gauge.source}",
         f"micro batch {fit.micro} x {fit.accumulation}: {fit.reasons[0]}",
         f"gradient checkpointing {fit.checkpointed} of {fit.blocks} blocks: {fit.reasons[1]}",
         f"weights {fit.precision}: {fit.reasons[2]}",
-        f"streamed {fit.streamed} of {fit.streamable} blocks: {fit.reasons[3]}",
+        f"streamed {fit.streamed} of {fit.streamable} blocks: {fit.reasons[3]}{hosted}",
         *least,
         *(f"{name}: {phase.peak_gib:.2f} GiB, {phase.placement}" for name, phase in plan.phases.items()),
         f"disk: {plan.disk_gib:.2f} GiB for caches, checkpoints and the LoRA",

@@ -1,0 +1,50 @@
+"""Host memory that a run on a card needs beside the program's own. No torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from lora_trainer.core.errors import Problem, UsageError
+from lora_trainer.production.memory import GIB, Demand, Fit, parts_of
+
+
+@dataclass(frozen=True)
+class Host:
+    """GiB of one process: of streamed blocks at least, and of all at most.
+
+    A base that is streamed passes through host memory whole when it is loaded; activations that wait there are at most
+    those that a step without it holds.
+    """
+
+    least: float
+    most: float
+
+
+def host_of(demand: Demand, fit: Fit) -> Host:
+    """What training needs. It is nothing where neither weights nor activations wait in host memory."""
+    least = most = 0.0
+    if fit.streamed:
+        most = parts_of(demand, fit.micro, fit.checkpointed, fit.precision, 0).weights
+        least = most - fit.parts.weights
+    if demand.offloaded:
+        on_card = replace(demand, offloaded=False)
+        most += parts_of(on_card, fit.micro, fit.checkpointed, fit.precision, fit.streamed).activations
+    return Host(least, most)
+
+
+def host_words(host: Host, processes: int, total: int, available: int) -> str:
+    """What to say of it on a system of so many bytes; nothing where nothing is needed.
+
+    Raises UsageError where the system has not even what streamed blocks hold.
+    """
+    if not host.most:
+        return ""
+    each = f" in each of {processes} processes" if processes > 1 else ""
+    if processes * host.least * GIB > total:
+        message = f"Streamed blocks need {host.least:.1f} GiB of host memory{each}; this system has {total / GIB:.1f}."
+        fix = "Set memory.base_precision=nf4 (or fp8), a lower memory.streaming, or fewer processes."
+        raise UsageError(Problem(message, fix))
+    said = f", up to {host.most:.1f} GiB of host memory{each}"
+    if processes * host.most * GIB > available:
+        said += f", of which only {available / GIB:.1f} are free: close other programs"
+    return said
