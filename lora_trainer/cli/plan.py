@@ -52,4 +52,4 @@ def plan_command(arguments: argparse.Namespace, unknown: list[Problem]) -> int:
         from lora_trainer.production.plan_view import show_plan
 
         show_plan(plan, Console(highlight=False))
-    return DONE if plan.fit.fits else WRONG_USAGE
+    return DONE if plan.fits else WRONG_USAGE

@@ -34,9 +34,10 @@ from lora_trainer.data.views import View
 from lora_trainer.evaluation.held_out import EncodedSample
 from lora_trainer.evaluation.loading import free_memory
 from lora_trainer.models.family import Encoders
-from lora_trainer.models.memory.phases import CAPTIONS_AT_ONCE, phase_costs, pictures_at_once
+from lora_trainer.models.memory.phases import CAPTIONS_AT_ONCE, encoding_bytes, phase_costs, pictures_at_once
 from lora_trainer.production.choices import Choices, usable_bytes
 from lora_trainer.production.inputs import Inputs, caption_rules, measured_among, own_architecture, view_bytes
+from lora_trainer.production.memory import GIB
 
 LATENT_DTYPE = torch.float32  # mean and spread of 4 x 64 x 64 are 128 KiB a picture: cheap, and exact
 EncodeText = Callable[[Sequence[Caption]], Mapping[str, Tensor]]
@@ -125,7 +126,7 @@ def fill_caches(
     fill_latents(
         plans.latents,
         in_halves(lambda pixels: encoders().encode_image(pixels), device, say),
-        pictures_together(config, inputs, choices),
+        pictures_together(config, inputs, choices, missing=bool(plans.latents.missing)),
         lambda done, all_: progress("latents", done, all_),
         workers=config.cache.workers,
         start=start,
@@ -168,14 +169,22 @@ def _with_packing(needed: int) -> int:
     return needed + min(needed, LARGE)
 
 
-def pictures_together(config: Config, inputs: Inputs, choices: Choices) -> int:
-    """`cache.batch`, or fewer where the card is too small for that many."""
+def pictures_together(config: Config, inputs: Inputs, choices: Choices, *, missing: bool) -> int:
+    """`cache.batch`, or fewer where the card is too small for that many.
+
+    Raises UsageError for a card that is too small for one picture which is yet to be encoded.
+    """
     buckets = (*inputs.train_plan.counts, *inputs.held_out_plan.counts)
     pixels = max(bucket.width * bucket.height for bucket in buckets)
-    usable = usable_bytes(config, choices.device)
-    return pictures_at_once(
-        config.cache.batch, pixels, choices.encoder_dtype.itemsize, phase_costs(inputs.family.name), usable
-    )
+    usable, itemsize = usable_bytes(config, choices.device), choices.encoder_dtype.itemsize
+    costs = phase_costs(inputs.family.name)
+    encoder, each = encoding_bytes(costs, itemsize)
+    if missing and usable is not None and encoder + each * pixels > usable:
+        needed = f"{(encoder + each * pixels) / GIB:.2f} GiB, and the card has {usable / GIB:.2f} for it"
+        message = f"Encoding one picture of {pixels / 1e6:.1f} megapixels needs {needed}."
+        fix = "Set data.resolution lower, or fill the caches elsewhere first: lora-trainer cache."
+        raise UsageError(Problem(message, fix))
+    return pictures_at_once(config.cache.batch, pixels, itemsize, costs, usable)
 
 
 def in_halves(encode: EncodeImage, device: torch.device, say: Say = nothing_said) -> EncodeImage:

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import Literal
 
@@ -22,10 +22,16 @@ GIB = 2**30
 # Nothing of this was measured on a card yet: docs/memory.md.
 CONTEXT_GIB = 0.7  # the CUDA context, libraries and workspaces
 FRAGMENTATION = 0.05  # of what comes and goes in a step
+ROUNDING = 1e-6  # GiB, of phases that take what there is
 LARGEST_SHARE = 0.9  # of the card, so that the driver and other programs never make it spill
 NARROWER = ("fp8", "nf4")  # what the base may be stored in where the wanted precision does not fit
 SMALLER_RANKS = (64, 32, 16, 8, 4)
 STEP_DOWN = 64  # pixels
+
+
+def no_other_phases(demand: Demand, fit: Fit) -> Mapping[str, float]:
+    """Training alone."""
+    return {}
 
 
 @dataclass(frozen=True)
@@ -36,7 +42,7 @@ class Demand:
     one: bytes of the autoencoder, and bytes that it holds for each pixel.
 
     `streaming` is a number of blocks that visit, or `auto`; `recompute` is what checkpointed blocks compute again;
-    `offloaded`: activations wait in host memory.
+    `offloaded`: activations wait in host memory. `others` says the peaks in GiB of a run's phases besides training.
     """
 
     gauge: Gauge
@@ -56,6 +62,7 @@ class Demand:
     streaming: Literal["none", "auto"] | int = "none"
     recompute: str = "all"
     offloaded: bool = False
+    others: Callable[[Demand, Fit], Mapping[str, float]] = field(default=no_other_phases, compare=False)
 
     @property
     def area(self) -> int:
@@ -137,6 +144,20 @@ def accumulation_of(demand: Demand, micro: int) -> int:
 
 def fits(demand: Demand, parts: Parts) -> bool:
     return demand.limit_gib is None or parts.peak <= LARGEST_SHARE * demand.limit_gib
+
+
+def too_large(demand: Demand, fit: Fit) -> dict[str, float]:
+    """The phases besides training that do not fit, with their peaks in GiB."""
+    if demand.limit_gib is None:
+        return {}
+    most = LARGEST_SHARE * demand.limit_gib + ROUNDING
+    return {name: peak for name, peak in demand.others(demand, fit).items() if peak > most}
+
+
+def all_fits(demand: Demand) -> bool:
+    """Whether there is a way to train that fits, and the run's other phases fit beside it."""
+    fit = choose_fit(demand)
+    return fit.fits and not too_large(demand, fit)
 
 
 def usable_gib(limit_gib: float) -> float:
@@ -267,21 +288,28 @@ def shortage(demand: Demand, fit: Fit) -> str:
     limit = demand.limit_gib or math.inf
     return (
         f"Training needs {fit.parts.peak:.1f} GiB at its peak, with {fit.precision} weights, {fit.checkpointed} of "
-        f"{fit.blocks} blocks checkpointed and {fit.streamed} of {fit.streamable} streamed; a card of {limit:g} GiB has {LARGEST_SHARE * limit:.1f} to use."
+        f"{fit.blocks} blocks checkpointed and {fit.streamed} of {fit.streamable} streamed; {to_use(limit)}."
     )
+
+
+def to_use(limit_gib: float) -> str:
+    """`a card of 8 GiB has 7.2 to use`; with two digits of a very small one."""
+    share = LARGEST_SHARE * limit_gib
+    return f"a card of {limit_gib:g} GiB has {share:.{1 if share >= 1.0 else 2}f} to use"
 
 
 def what_would_fit(demand: Demand) -> list[str]:
     """Sentences that name settings with which the demand fits, mildest first; what card would do, where none does."""
     ways_out = milder(demand)
-    fitting = (assignment for assignment, changed in ways_out if choose_fit(changed).fits)
+    fitting = (assignment for assignment, changed in ways_out if all_fits(changed))
     found = list(islice(fitting, 1))
     if found and " " not in found[0]:  # a second way only where it is a single setting too, and another one
         name = found[0].partition("=")[0]
-        others = (way for way, changed in ways_out if _is_other(way, name) and choose_fit(changed).fits)
+        others = (way for way, changed in ways_out if _is_other(way, name) and all_fits(changed))
         found += islice(others, 1)
     open_to_all = replace(demand, precisions=tuple(dict.fromkeys((*demand.precisions, *NARROWER))), streaming="auto")
-    needed = choose_fit(open_to_all).parts.peak
+    leanest = choose_fit(open_to_all)
+    needed = max(leanest.parts.peak, *too_large(open_to_all, leanest).values(), 0.0)
     card = math.ceil(needed / LARGEST_SHARE)
     return [f"It would fit with --set {assignment}." for assignment in found] or [f"It would fit a card of {card} GiB."]
 

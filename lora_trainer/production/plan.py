@@ -31,8 +31,19 @@ from lora_trainer.production.inputs import (
     read_model,
     trained_resolution,
 )
-from lora_trainer.production.memory import GIB, NARROWER, Demand, Fit, choose_fit, parts_of, what_would_fit
-from lora_trainer.production.plan_phases import PhasePlan, plan_phases
+from lora_trainer.production.memory import (
+    GIB,
+    NARROWER,
+    Demand,
+    Fit,
+    choose_fit,
+    parts_of,
+    shortage,
+    to_use,
+    too_large,
+    what_would_fit,
+)
+from lora_trainer.production.plan_phases import PhasePlan, other_peaks, plan_phases
 from lora_trainer.production.plan_settings import Bought, what_settings_buy
 from lora_trainer.training.memory.gauge import traced_gauge
 
@@ -56,6 +67,21 @@ class Plan:
     tracing: Callable[[], Gauge] | None = None  # where every setting is asked for: what is in no ledger is traced
 
     @cached_property
+    def fits(self) -> bool:
+        """Whether every phase does."""
+        return not self.shortages
+
+    @cached_property
+    def shortages(self) -> list[str]:
+        """A sentence for each phase that does not fit."""
+        limit = self.demand.limit_gib or math.inf
+        found = [] if self.fit.fits else [shortage(self.demand, self.fit)]
+        for name in too_large(self.demand, self.fit):
+            phase = self.phases[name]
+            found.append(f"{name} needs {phase.peak_gib:.1f} GiB ({phase.placement}); {to_use(limit)}.")
+        return found
+
+    @cached_property
     def settings(self) -> list[Bought]:
         """What each single change of a setting would make of it; none where each must be traced and nobody asked."""
         if self.tracing is not None:
@@ -76,7 +102,7 @@ class Plan:
             "model": self.model,
             "resolution": demand.resolution,
             "rank": demand.rank,
-            "fits": fit.fits,
+            "fits": self.fits,
             "limit_gib": demand.limit_gib,
             "peak_gib": round(sum(round(size, 4) for size in sizes.values()), 4),
             **{f"{name}_gib": round(size, 4) for name, size in sizes.items()},
@@ -179,6 +205,7 @@ def make_demand(
         averaged=config.train.ema_decay is not None,
         limit_gib=limit_gib,
         encoder=(0, 0) if config.cache.latents else encoding_bytes(costs_of(facts)),
+        others=partial(other_peaks, facts=facts, pictures=config.cache.batch),
     )
 
 
@@ -232,7 +259,7 @@ def planned_steps(config: Config, samples: tuple[Sample, ...], fit: Fit) -> int 
 
 def advice(demand: Demand, fit: Fit, architecture: Architecture) -> list[str]:
     """What would fit, where nothing does; else what would be gained, and by what."""
-    if not fit.fits:
+    if not fit.fits or too_large(demand, fit):
         return what_would_fit(demand)
     found = ["nf4 weights need bitsandbytes (pip install bitsandbytes)."] if fit.precision == "nf4" else []
     if fit.checkpointed:  # what was tried before it, so that nothing is traced for it

@@ -53,6 +53,12 @@ def plan_phases(demand: Demand, fit: Fit, facts: ModelFacts, pictures: int) -> d
     }
 
 
+def other_peaks(demand: Demand, fit: Fit, facts: ModelFacts, pictures: int) -> dict[str, float]:
+    """The peaks of the phases besides training, in GiB."""
+    found = plan_phases(demand, fit, facts, pictures)
+    return {name: phase.peak_gib for name, phase in found.items() if name != "train"}
+
+
 def denoiser_bytes(demand: Demand, fit: Fit) -> int:
     """Of the denoiser that judges and draws, with its LoRA: the base is never in fewer bits there."""
     if fit.precision not in WIDE:

@@ -7,7 +7,7 @@ from rich.table import Table
 from rich.text import Text
 
 from lora_trainer.production.card_rates import least_seconds
-from lora_trainer.production.memory import LARGEST_SHARE, shortage
+from lora_trainer.production.memory import LARGEST_SHARE
 from lora_trainer.production.plan import Plan
 from lora_trainer.production.printed import show
 
@@ -18,7 +18,7 @@ FULL, EIGHTHS = "█", ("", "▏", "▎", "▍", "▌", "▋", "▊", "▉")
 
 def show_plan(plan: Plan, console: Console) -> None:
     """All of it."""
-    demand, fit = plan.demand, plan.fit
+    demand = plan.demand
     title = f"{plan.family} ({plan.model}), {demand.resolution} px, LoRA rank {demand.rank}, {demand.optimizer}"
     show(console, Text(title, style="bold"))
     show(console, bars(plan))
@@ -30,8 +30,8 @@ def show_plan(plan: Plan, console: Console) -> None:
         show(console, Text("What each single setting would buy must be traced for this model: plan --settings"))
     for sentence in plan.advice:
         show(console, Text(f"- {sentence}"))
-    if not fit.fits:
-        show(console, Text("does not fit: " + shortage(demand, fit), style="bold red"))
+    for sentence in plan.shortages:
+        show(console, Text(f"does not fit: {sentence}", style="bold red"))
 
 
 def bars(plan: Plan) -> Table:

@@ -140,3 +140,13 @@ def test_a_cache_above_its_limit_keeps_what_the_run_needs(own, capsys):
     assert not former.exists()
     assert own.run("first", "--dry-run", command="cache") == 0
     assert "10 latents: 10 reused, 0 to build" in capsys.readouterr().out
+
+
+def test_a_card_too_small_for_one_picture_is_refused_before_encoders_are_loaded(own, capsys, monkeypatch):
+    monkeypatch.setattr(caching, "usable_bytes", lambda config, device: 2**20)
+    assert own.run("small", steps=1) == 2
+    assert "Encoding one picture of" in capsys.readouterr().err
+    monkeypatch.undo()
+    assert own.run("filled", steps=1) == 0
+    monkeypatch.setattr(caching, "usable_bytes", lambda config, device: 2**20)
+    assert own.run("again", steps=1) == 0, "all is there: nothing is encoded"
