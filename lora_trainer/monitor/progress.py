@@ -27,6 +27,7 @@ class Progress:
     loss: float | None = None
     left_out: int = 0  # newest steps in a row that were: `loss` knows nothing of them
     held_out: float | None = None
+    held_out_step: int | None = None  # where that was measured
     best: float | None = None
     rate: float = 0.0  # learning rate of the newest step
     seconds: float = 0.0  # a step
@@ -110,7 +111,8 @@ def ranked(progress: Progress) -> list[str]:
     """The step's numbers, what matters most first: loss, speed, the held-out loss if there is one, rate, memory."""
     seconds = progress.seconds
     speed = f"{seconds:.2f} s/step" if seconds >= 1.0 else f"{1.0 / max(seconds, 1e-9):.1f} steps/s"
-    held_out = [] if progress.held_out is None else [f"held-out {progress.held_out:.4f}"]
+    of_base = " (step 0)" if progress.held_out_step == 0 and progress.step else ""  # not of what is trained since
+    held_out = [] if progress.held_out is None else [f"held-out {progress.held_out:.4f}{of_base}"]
     rate, memory = f"rate {progress.rate:.2e}", f"{progress.memory_gib:.1f} GiB"
     left_out = f" (left out {progress.left_out})" if progress.left_out else ""
     return [f"loss {progress.loss or 0.0:.4f}{left_out}", speed, *held_out, rate, memory]

@@ -17,7 +17,7 @@ from lora_trainer.models.family import Family, ModelFacts
 from lora_trainer.models.kernels.update import sum_updates, use_own_kernels
 from lora_trainer.models.lora import inject_lora, target_modules
 from lora_trainer.models.memory.checkpointing import checkpoint_blocks, checkpointable_blocks
-from lora_trainer.models.memory.ledger import count_of
+from lora_trainer.models.memory.ledger import count_of, no_more
 from lora_trainer.models.memory.offload import offload_note, offloaded
 from lora_trainer.models.memory.streaming import bring, stream_blocks, streaming_note
 from lora_trainer.models.storage.store import counted_products, int8_products, narrower
@@ -86,7 +86,7 @@ def build_learner(
     notes = (
         f"LoRA rank {config.lora.rank} on {len(names)} modules: {learner.adapter.size:,} trained parameters",
         f"attention {attention.name}: {attention.reason}",
-        f"gradient checkpointing {checkpointed} of {blocks} blocks",
+        f"gradient checkpointing {checkpointed} of {blocks} blocks{no_more(layout.checkpointing, blocks)}",
         *([counted_products(denoiser)] if products else [no_products] if no_products else []),
         *streaming_note(denoiser, layout.streamed),
         *offload_note(config.memory.offload_activations, device),

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from lora_trainer.config.schema import Config
+from lora_trainer.core.findings import counted
 
 MOST_THREADS = 8  # of a processor: more wait for each other at a batch of few samples
 THREADS_SET = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")  # the user's own word
@@ -40,9 +41,9 @@ def set_hardware(config: Config, device: torch.device) -> None:
 
 
 def wanted_threads(asked: int | None, now: int) -> int:
-    """Threads of a processor's computations: as asked, else as the user's environment says, else all up to 8."""
+    """Threads of a processor's computations: as asked where there are as many, else as the user's environment says, else all up to 8."""
     if asked is not None:
-        return asked
+        return min(asked, os.cpu_count() or asked)
     return now if any(os.environ.get(name) for name in THREADS_SET) else min(now, MOST_THREADS)
 
 
@@ -74,9 +75,16 @@ def convolutions(denoiser: nn.Module) -> int:
     return sum(max(each.kernel_size) > max(each.stride) for each in found)
 
 
+def threads_told(asked: int | None) -> str:
+    """How many threads compute, and where that is fewer than were asked for."""
+    now = torch.get_num_threads()
+    fewer = f" ({asked} were asked for, and there are no more processors)" if asked is not None and asked > now else ""
+    return f"{counted(now, 'thread')}{fewer}"
+
+
 def hardware_note(config: Config, device: torch.device, *, last: bool, tried: bool) -> str:
     """What was set, as a sentence."""
-    said = [f"{torch.get_num_threads()} threads"] if device.type == "cpu" else []
+    said = [threads_told(config.hardware.threads)] if device.type == "cpu" else []
     if device.type == "cuda":
         said += [f"TF32 {'on' if config.hardware.tf32 else 'off'}", f"cuDNN's trials {'on' if tried else 'off'}"]
     return ", ".join([*said, f"channels {'last' if last else 'first'}"])

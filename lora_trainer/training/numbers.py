@@ -94,6 +94,7 @@ def progress_of(job: Job, state: TrainState, rate: float, seconds: float, phase:
         loss=state.loss_average,
         left_out=state.control.not_finite + state.skipped_in_a_row,
         held_out=state.validation,
+        held_out_step=state.validated_step,
         best=state.best_validation,
         rate=rate,
         seconds=seconds,

@@ -174,7 +174,7 @@ def test_sdxl_is_judged_and_drawn_on_the_smallest_card(side: int, kept_gib: floa
     assert gate.resident > 4.0 * GIB
     peak, said = caching_bytes(1, side * side, 4, costs, usable)
     assert peak <= usable
-    assert said == "1 pictures at once"
+    assert said == "1 picture at once"
 
 
 def test_text_encoders_that_do_not_fit_visit_layer_by_layer() -> None:

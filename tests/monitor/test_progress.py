@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from dataclasses import replace
 
 import pytest
 from rich.console import Console
@@ -32,4 +33,6 @@ def test_the_live_line_fits(width: int, shown: str) -> None:
 
 
 def test_the_log_has_all_figures() -> None:
+    assert "held-out 0.3045 (step 0)  rate" in figures(replace(NEWEST, held_out_step=0))
+    assert figures(replace(NEWEST, held_out_step=1200)) == figures(NEWEST)
     assert figures(NEWEST) == "loss 0.1673  held-out 0.3045  rate 1.49e-03  3.1 steps/s  0.5 GiB"

@@ -10,6 +10,7 @@ from torch import nn
 
 from lora_trainer.config.layers import Layer, resolve
 from lora_trainer.config.schema import Config
+from lora_trainer.models.memory.ledger import no_more
 from lora_trainer.training import hardware
 from lora_trainer.training.hardware import (
     hardware_note,
@@ -41,9 +42,19 @@ def test_threads_are_as_asked_else_as_the_environment_says_else_at_most_eight(mo
     for name in hardware.THREADS_SET:
         monkeypatch.delenv(name, raising=False)
     assert [wanted_threads(None, now) for now in (2, 8, 64)] == [2, 8, 8]
+    monkeypatch.setattr(hardware.os, "cpu_count", lambda: 64)
     assert wanted_threads(12, 64) == 12
+    assert wanted_threads(1000, 64) == 64
     monkeypatch.setenv("OMP_NUM_THREADS", "16")
     assert wanted_threads(None, 16) == 16
+
+
+def test_more_threads_and_blocks_than_there_are_are_told() -> None:
+    now = torch.get_num_threads()
+    assert hardware.threads_told(None) == hardware.threads_told(now) == ("1 thread" if now == 1 else f"{now} threads")
+    assert hardware.threads_told(1000).endswith("(1000 were asked for, and there are no more processors)")
+    assert no_more(1000, 5) == "; 1000 were asked for, and there are no more"
+    assert no_more("all", 5) == no_more(5, 5) == ""
 
 
 def test_threads_of_one_run_are_not_those_of_the_next() -> None:

@@ -190,6 +190,12 @@ def count_of(setting: Literal["none", "all", "auto"] | int, blocks: int) -> int:
     return blocks if setting == "all" else 0
 
 
+def no_more(setting: Literal["none", "all", "auto"] | int, blocks: int) -> str:
+    """What is said where more blocks were asked for than there are."""
+    more = isinstance(setting, int) and setting > blocks
+    return f"; {setting} were asked for, and there are no more" if more else ""
+
+
 def stored_gauge(architecture: Architecture, targets: str | tuple[str, ...]) -> Gauge | None:
     """The gauge of a published model, from its ledgers; None for another model or other targets."""
     if not isinstance(targets, str) or not is_published(architecture):

@@ -15,6 +15,7 @@ from functools import cache
 from importlib.resources import files
 from pathlib import Path
 
+from lora_trainer.core.findings import counted
 from lora_trainer.core.tensorfile import read_tensor_header
 from lora_trainer.models.family import ModelFacts
 from lora_trainer.models.folder import weights_files
@@ -161,9 +162,10 @@ def caching_bytes(pictures: int, pixels: int, itemsize: int, costs: PhaseCosts, 
     images = itemsize * (costs.autoencoder + int(FRAGMENTATION * pictures * costs.encode * pixels))
     each = itemsize * math.ceil(FRAGMENTATION * costs.caption)
     captions = itemsize * sum(costs.text_encoders) + CAPTIONS_AT_ONCE * each
+    told = counted(pictures, "picture") + " at once"
     if usable is None or captions <= usable:
-        return max(images, captions), f"{pictures} pictures at once"
+        return max(images, captions), told
     layer = itemsize * costs.layer
     together = max(1, min(CAPTIONS_AT_ONCE, (usable - layer) // each))
-    said = f"{pictures} pictures at once, text encoders layer by layer, {together} captions at once"
+    said = f"{told}, text encoders layer by layer, {counted(together, 'caption')} at once"
     return max(images, layer + together * each), said
