@@ -39,6 +39,7 @@ class Compiled:
     kinds: dict[str, int] = field(default_factory=dict)  # class -> blocks
     forms: int = 0
     on: bool = True
+    held: bool = False  # against eager's gradients, and found to agree
     told: Count | None = None
 
     @property
@@ -55,7 +56,7 @@ class Compiled:
     def run(self, region: Callable[..., Any], block: nn.Module, *arguments: Any, **named: Any) -> Any:
         """A block's forward pass, by its region where gradients are wanted."""
         if self.on and torch.is_grad_enabled():
-            return region(block, *arguments, **named)
+            return region(block, *map(in_order, arguments), **named)
         return type(block).forward(block, *arguments, **named)
 
     def begin_step(self) -> None:
@@ -84,6 +85,16 @@ class Compiled:
             yield
         finally:
             self.on = before
+
+
+def in_order(value: Any) -> Any:
+    """A sequence [B, N, C] in the order of its sides, on a processor.
+
+    U-Nets give their first transformer block of a level a transposed view, and torch 2.13's compiler vectorises the
+    gradient of a layer norm of such a one wrongly (docs/tried.md).
+    """
+    strided = isinstance(value, torch.Tensor) and value.dim() == 3 and value.device.type == "cpu"
+    return value.contiguous() if strided else value
 
 
 @dataclass(frozen=True)
@@ -155,7 +166,13 @@ def why_not(denoiser: nn.Module, device: torch.device) -> str | None:
         from torch.utils._triton import has_triton
 
         return None if has_triton() else "there is no Triton that works on this card (Linux: pip install triton)"
-    return "on a processor torch's compiler gave gradients that are 10 % off (docs/compile.md)"
+    from torch._inductor.cpp_builder import get_cpp_compiler
+
+    try:
+        get_cpp_compiler()
+    except RuntimeError as error:
+        return f"{first_line(error)}; a processor needs a C++ compiler (g++, clang or MSVC)"
+    return None
 
 
 def of_the_compiler(error: BaseException) -> bool:

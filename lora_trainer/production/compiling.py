@@ -14,7 +14,7 @@ def compiling_pays(config: Config, device: torch.device, steps: int) -> bool:
     """Whether blocks are compiled: as set, or with `auto` on a card, in a run of enough steps.
 
     All steps of the run count, also those before it was resumed, so that it decides as it did when it began. On a
-    processor `auto` never compiles: minutes of compiling gained nothing that could be measured, and gradients were wrong (docs/compile.md).
+    processor `auto` never compiles: minutes of compiling gained nothing that could be measured.
     """
     asked = config.memory.compile
     return asked if asked != "auto" else device.type == "cuda" and steps >= FEWEST_STEPS

@@ -1,4 +1,7 @@
-"""The step with compiled blocks: what was compiled is told, and where it fails the step is done again without."""
+"""The step with compiled blocks: what was compiled is told, and where it fails the step is done again without.
+
+Before the first step of a process its gradients are held against those of blocks that are not compiled.
+"""
 
 from __future__ import annotations
 
@@ -22,6 +25,7 @@ from lora_trainer.models.compiled import (
     said_by_the_compiler,
     why_not,
 )
+from lora_trainer.training.agreement import agreement
 from lora_trainer.training.job import Job
 from lora_trainer.training.layout import Layout
 from lora_trainer.training.micro import Micro
@@ -53,6 +57,7 @@ def compiled_as_wanted(
     import torch._inductor.config as inductor  # where something is compiled alone
 
     inductor.deterministic = config.train.deterministic  # nothing that timing chose
+    inductor.fallback_random = bool(config.lora.dropout)  # the masks that eager draws
     compiled = compile_blocks(denoiser, mode=mode, dynamic=dynamic, fullgraph=memory.compile_fullgraph)
     if not dynamic and (layout.shapes > MOST_COMPILATIONS or layout.shapes * compiled.forms > MOST_OF_A_CLASS):
         notes.append(
@@ -67,6 +72,7 @@ def done_compiled(
 ) -> Callable[[list[Micro]], StepResult]:
     """`attempt`, done again without the compiled blocks where these fail: same samples, same noise, nothing lost.
 
+    Gradients that are too far from eager's, in the first step of this process, are such a failure too.
     What it gives raises TrainingFailed for a graph break where none is wanted.
     """
     compiled = job.learner.compiled
@@ -75,8 +81,12 @@ def done_compiled(
 
     def made(micros: list[Micro]) -> StepResult:
         compiled.begin_step()
+        reason = None
         try:
-            result = attempt(micros)
+            if compiled.on and not compiled.held:
+                reason = disagreement(job, compiled, micros, state.step, reporter)
+            if reason is None:
+                result = attempt(micros)
         except Exception as error:
             if not compiled.on or not failed_by_it(error):
                 raise
@@ -84,7 +94,7 @@ def done_compiled(
                 message = f"memory.compile_fullgraph: a block cannot be compiled whole ({first_line(error)})."
                 raise TrainingFailed(Problem(message, "Set memory.compile_fullgraph=false.")) from error
             reason = said_by_the_compiler(error)
-        else:
+        if reason is None:
             if compiled.on and (news := compiled.news()) is not None:
                 reporter.event(state.step + 1, "compile", news)
             return result
@@ -92,11 +102,24 @@ def done_compiled(
         give_up_step(job.learner)
         compiled.on = False
         reporter.event(
-            state.step + 1, "compile", f"compiled blocks failed ({reason}): {WITHOUT}; the step is done again"
+            state.step + 1, "compile", f"compiled blocks failed ({reason}): {WITHOUT}; this step is done so too"
         )
         return attempt(micros)
 
     return made
+
+
+def disagreement(job: Job, compiled: Compiled, micros: list[Micro], step: int, reporter: Reporter) -> str | None:
+    """What is wrong with the compiled blocks' gradients; None where they agree, which is told, or it cannot be said yet."""
+    tf32 = bool(job.config.hardware.tf32) and job.learner.device.type == "cuda"
+    found = agreement(job.learner, compiled, micros, job.samples_in(step), tf32=tf32)
+    if found is None:
+        return None
+    if not found.holds:
+        return found.words
+    compiled.held = True
+    reporter.event(step + 1, "compile", f"compiled blocks: {found.words}")
+    return None
 
 
 def failed_by_it(error: Exception) -> bool:

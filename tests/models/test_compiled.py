@@ -230,3 +230,23 @@ AROUND = "Set TORCHDYNAMO_VERBOSE=1 for the internal stack trace (please do this
 )
 def test_of_a_compilers_words_the_line_is_said_that_names_the_fault(message: str, line: str) -> None:
     assert said_by_the_compiler(RuntimeError(message + AROUND)) == line
+
+
+def test_regions_are_given_sequences_in_order_on_a_processor(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[Tensor] = []
+
+    def watching(function, **_):
+        def region(block, x):
+            seen.append(x)
+            return function(block, x)
+
+        return region
+
+    monkeypatch.setattr(torch, "compile", watching)
+    made, plain = denoiser((8,)), denoiser((8,))
+    with_regions(made)
+    x = torch.randn(2, 8, 5).transpose(1, 2)
+    torch.testing.assert_close(made.blocks[0](x), plain.blocks[0](x))
+    made.blocks[0](picture := torch.randn(2, 3, 4, 8).to(memory_format=torch.channels_last))
+    assert seen[0].is_contiguous()
+    assert seen[1] is picture

@@ -1,0 +1,86 @@
+"""Compiled blocks held against eager ones: the gradients of a step's samples, before the step is made."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from lora_trainer.models.compiled import Compiled
+from lora_trainer.training.adapter import Adapter
+from lora_trainer.training.micro import Micro
+from lora_trainer.training.step import Learner, backward, give_up_step
+
+MARGIN = 4.0  # compiled blocks round at other places, and sum in another order
+TF32 = 2.0**-10  # its last digit
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """Lengths over that of eager's gradient: of what compiled blocks differ by, and of what rounding alone makes."""
+
+    off: float
+    rounding: float
+
+    @property
+    def holds(self) -> bool:
+        return self.off <= MARGIN * self.rounding
+
+    @property
+    def words(self) -> str:
+        return f"gradients are {self.off:.1e} off those of blocks that are not compiled, rounding gives {self.rounding:.1e}"
+
+
+def agreement(
+    learner: Learner, compiled: Compiled, micros: Sequence[Micro], samples: int, *, tf32: bool
+) -> Agreement | None:
+    """Compiled and eager gradients of the same samples and noise; None where eager's are zero or not finite.
+
+    What rounding makes is found by asking eager twice, the second time with inputs one rounding away, so that all that
+    follows rounds otherwise; it is at least one rounding of the step's precision. Up projections that stand at zero, as
+    in a new adapter, are given small values for it, since the gradients of the others would all be zero. Everything is
+    left as it was.
+    """
+    unit = TF32 if tf32 and learner.dtype == torch.float32 else torch.finfo(learner.dtype).eps
+    ready = [micro.to(learner.device, learner.dtype) for micro in micros]
+    with learner.adapter.holding(none_at_zero(learner.adapter)):
+        found = gradients(learner, ready, samples)
+        with compiled.off():
+            wanted = gradients(learner, ready, samples)
+            again = gradients(learner, [nudged(micro, unit) for micro in ready], samples)
+    length = float(wanted.norm())
+    if not math.isfinite(length) or not length:
+        return None
+    return Agreement(float((found - wanted).norm()) / length, max(float((again - wanted).norm()) / length, unit))
+
+
+def gradients(learner: Learner, micros: Sequence[Micro], samples: int) -> Tensor:
+    """All of a step's gradients, one after the other, on the processor in float64; the masters keep none."""
+    torch.manual_seed(0)  # for dropout, which a step seeds by its place
+    for micro in micros:
+        backward(replace(learner, scaler=None), micro, samples)
+    parts = [master.grad.flatten().cpu() for master in learner.masters if master.grad is not None]
+    give_up_step(learner)
+    return torch.cat(parts).double() if parts else torch.zeros(1, dtype=torch.float64)
+
+
+def none_at_zero(adapter: Adapter) -> dict[str, Tensor]:
+    """The adapter's values, with small random ones in place of tensors that are all zero."""
+    draw = torch.Generator().manual_seed(0)
+    return {
+        name: value.detach().clone()
+        if value.any()
+        else (0.02 * torch.randn(value.shape, generator=draw)).to(value.device, value.dtype)
+        for name, value in adapter.copies.items()
+    }
+
+
+def nudged(micro: Micro, unit: float) -> Micro:
+    """The same with latents and noise larger or smaller by the share `unit`."""
+    draw = torch.Generator().manual_seed(0)
+    signs = torch.randint(0, 2, micro.latents.shape, generator=draw).mul_(2).sub_(1).to(micro.latents.device)
+    factor = 1 + unit * signs
+    return replace(micro, latents=micro.latents * factor, added=micro.added * factor)
