@@ -6,6 +6,8 @@ import json
 import sys
 from pathlib import Path
 
+from lora_trainer.core.compilations import KEPT_DAYS, compilations_kept, prune_compilations
+from lora_trainer.core.disk import size_words
 from lora_trainer.core.errors import DONE, Problem, UsageError
 from lora_trainer.core.io import user_cache_folder
 
@@ -15,10 +17,13 @@ def status_command(folder: Path | None, as_json: bool = False) -> int:
     from lora_trainer.data.caches.upkeep import cache_status
 
     status = cache_status(named(folder))
-    if as_json:
-        sys.stdout.write(json.dumps(status.to_json(), indent=2, ensure_ascii=False) + "\n")
-    else:
-        sys.stdout.write("\n".join(status.lines) + "\n")
+    document, lines = status.to_json(), status.lines
+    if folder is None:
+        place, size = compilations_kept()
+        document["compiled"] = {"folder": str(place), "bytes": size}
+        if size:
+            lines.append(f"{place}: {size_words(size)} of compiled blocks")
+    sys.stdout.write((json.dumps(document, indent=2, ensure_ascii=False) if as_json else "\n".join(lines)) + "\n")
     return DONE
 
 
@@ -36,5 +41,8 @@ def clean_command(folder: Path | None, limit_gb: float | None = None, *, verify:
     if limit_gb is not None and limit_gb < 0:
         raise UsageError(Problem(f"--limit-gb {limit_gb:g} is negative.", "0 removes everything, 50 is the default."))
     limit = DEFAULT_LIMIT if limit_gb is None else int(limit_gb * 10**9)
-    sys.stdout.write("\n".join(cache_clean(named(folder), limit, verify=verify).lines) + "\n")
+    lines = cache_clean(named(folder), limit, verify=verify).lines
+    if folder is None and (pruned := prune_compilations())[0]:
+        lines.append(f"compiled blocks that nothing used for {KEPT_DAYS} days: {size_words(pruned[1])} removed")
+    sys.stdout.write("\n".join(lines) + "\n")
     return DONE

@@ -5,6 +5,8 @@ Traced by torch's own dynamo and autograd, without its compiler.
 
 from __future__ import annotations
 
+import os
+import time
 from collections.abc import Iterator
 
 import pytest
@@ -12,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from lora_trainer.cli.main import main
 from lora_trainer.core import compilations
 from lora_trainer.core.compilations import keep_compilations
 from lora_trainer.models.compiled import (
@@ -230,6 +233,32 @@ AROUND = "Set TORCHDYNAMO_VERBOSE=1 for the internal stack trace (please do this
 )
 def test_of_a_compilers_words_the_line_is_said_that_names_the_fault(message: str, line: str) -> None:
     assert said_by_the_compiler(RuntimeError(message + AROUND)) == line
+
+
+def test_the_cache_commands_tell_and_prune_what_is_compiled(monkeypatch: pytest.MonkeyPatch, tmp_path, capsys) -> None:
+    monkeypatch.setenv("LORA_TRAINER_CACHE", str(tmp_path))
+    monkeypatch.setenv(compilations.KEPT_IN, "")
+    assert keep_compilations() is None
+    (folder := tmp_path / "compiled" / "ab").mkdir()
+    (outside := tmp_path / "outside").write_bytes(b"1")
+    for name, days in (("old", 31), ("new", 29)):
+        (folder / name).write_bytes(bytes(1000))
+        used = time.time() - days * 86400
+        os.utime(folder / name, (used, used))
+    os.utime(outside, (0, 0))
+    (folder / "link").symlink_to(outside)
+    assert main(["cache", "status"]) == 0
+    assert f"{tmp_path / 'compiled'}: " in (told := capsys.readouterr().out)
+    assert "of compiled blocks" in told
+    (tmp_path / "compiled").chmod(0o770)
+    assert main(["cache", "clean"]) == 0
+    assert (folder / "old").exists()  # others may have put it there
+    (tmp_path / "compiled").chmod(0o700)
+    assert main(["cache", "clean"]) == 0
+    assert "1 KB removed" in capsys.readouterr().out
+    assert sorted(path.name for path in folder.iterdir()) == ["link", "new"]
+    assert outside.exists()
+    assert main(["cache", "clean", str(tmp_path / "compiled")]) == 2  # is no cache of entries
 
 
 def test_regions_are_given_sequences_in_order_on_a_processor(monkeypatch: pytest.MonkeyPatch) -> None:
