@@ -21,6 +21,7 @@ from lora_trainer.jobs import subject
 from lora_trainer.jobs.trials import batch, optimizer, resolution, row, saving, scaling, table
 from lora_trainer.jobs.trials.row import Asking, Spec, settings_of
 from lora_trainer.models import unet
+from lora_trainer.training import compiling
 from tests.jobs.childs_work import end_at_once, sleep
 from tests.recipes.recipe import Bench, draw_pictures, patched, save_tiny_model
 
@@ -232,10 +233,12 @@ def test_a_row_that_fails_says_why_and_costs_no_other(rows_here, tmp_path):
     assert table.fill(specs, {}, Asking(), tmp_path / "rows.json", "here", 0.0) == {}, "no time, no row"
 
 
-def test_a_row_that_was_to_be_compiled_is_never_one_that_was_not(rows_here, tmp_path):
+def test_a_row_that_was_to_be_compiled_is_never_one_that_was_not(rows_here, tmp_path, monkeypatch):
+    for where in (compiling, subject):
+        monkeypatch.setattr(where, "why_not", lambda *_: "no compiler was found")
     spec = Spec("compiled", "sd15", {"data.resolution": 512, "memory.compile": True})
     found = table.fill([spec], {}, Asking(1, 2, tiny=True), tmp_path / "rows.json", "here", 600.0)
-    assert "Not compiled: on a processor" in str(found["compiled"].failed)
+    assert "Not compiled: no compiler was found" in str(found["compiled"].failed)
     assert found["compiled"].seconds_median is None
 
 

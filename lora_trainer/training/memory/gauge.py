@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, replace
 from functools import cache
@@ -41,15 +42,7 @@ def traced_gauge(
 
     Raises UsageError for targets that match nothing.
     """
-    path = folder / "plans" / f"{_key(family, architecture, targets, products=products)}.json"
-    known = _read(path)
-
-    def remembered(name: str, make: Any) -> Any:
-        if name not in known:
-            known[name] = make()
-            with suppress(OSError):  # a plan that cannot be remembered is made again
-                write_json(path, known)
-        return known[name]
+    remembered = _memory(folder / "plans" / f"{_key(family, architecture, targets, products=products)}.json")
 
     @cache
     def subject(rank: int, precision: str) -> Subject:
@@ -90,6 +83,20 @@ def traced_gauge(
     blocks = remembered("blocks", lambda: subject(rank, "bf16").blocks)
     stride = max(1, blocks // STEPS_OF_CHECKPOINTING)
     return Gauge("traced on this model", blocks, stride, len(freed("bf16")) - 1, shapes, footprint, traced=True)
+
+
+def _memory(path: Path) -> Callable[[str, Callable[[], Any]], Any]:
+    """A function that makes each named thing once and keeps it in the file."""
+    known = _read(path)
+
+    def remembered(name: str, make: Callable[[], Any]) -> Any:
+        if name not in known:
+            known[name] = make()
+            with suppress(OSError):  # a plan that cannot be remembered is made again
+                write_json(path, known)
+        return known[name]
+
+    return remembered
 
 
 def traced_footprint(subject: Subject, sizes: Sizes) -> Footprint:
