@@ -14,6 +14,7 @@ EXAMPLES = """examples:
   lora-trainer plan --preset 12gb,quality --set model.family=sdxl
   lora-trainer plan --preset 8gb --model ./my-sd15 --data ./pictures --json
 """
+UNHEEDED = ("all", "offline", "yes", "debug")  # of no concern to the page of --all
 SETTINGS = "what each single change buys, also where it must be traced for that: half a minute or more"
 
 
@@ -28,6 +29,9 @@ def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
 def plan_command(arguments: argparse.Namespace, unknown: list[Problem]) -> int:
     """Print the plan; exit code 2 when nothing fits, with what would fit among the advice."""
     problems = list(unknown)
+    if arguments.all and any(given for name, given in vars(arguments).items() if name not in UNHEEDED):
+        message = "--all writes one page of Markdown of every tier, goal and family, whatever else is set."
+        problems.append(Problem(message, "Leave out the other flags, or leave out --all for the plan of one run."))
     presets, user = layers_from(arguments, problems)
     model = settle(presets, user, problems).config.model
     if arguments.all:
@@ -52,4 +56,4 @@ def plan_command(arguments: argparse.Namespace, unknown: list[Problem]) -> int:
         from lora_trainer.production.plan_view import show_plan
 
         show_plan(plan, Console(highlight=False))
-    return DONE if plan.fits else WRONG_USAGE
+    return WRONG_USAGE if plan.fits is False else DONE

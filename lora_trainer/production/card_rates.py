@@ -48,6 +48,11 @@ CARD_TFLOPS = {
     "RTX 3060": 25.5,
 }
 USUAL = ("H100", "RTX 4090", "RTX 3060")  # that a plan tells its times for
+OTHER_TFLOPS = {  # of them: dense products of what is not 16 bits wide, as data sheets have it
+    "H100": {"int8": 1979.0, "tf32": 494.7, "fp32": 66.9},
+    "RTX 4090": {"int8": 660.6, "tf32": 82.6, "fp32": 82.6},
+    "RTX 3060": {"int8": 102.0, "tf32": 12.7, "fp32": 12.7},
+}
 
 
 def rate_of_card(name: str) -> float | None:
@@ -58,6 +63,9 @@ def rate_of_card(name: str) -> float | None:
     return CARD_TFLOPS[max(found, key=len)] if found else None
 
 
-def least_seconds(tflop: float) -> dict[str, float]:
-    """What so many operations take on each of the usual cards, at the least."""
-    return {card: tflop / CARD_TFLOPS[card] for card in USUAL}
+def least_seconds(tflop: float, computed: str) -> dict[str, float]:
+    """What so many operations take on each of the usual cards, at the least; `computed` in bf16, int8, tf32 or fp32.
+
+    With products in int8 all of them are taken to be, though those of convolutions and backward passes are not.
+    """
+    return {card: tflop / OTHER_TFLOPS[card].get(computed, CARD_TFLOPS[card]) for card in USUAL}

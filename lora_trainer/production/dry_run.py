@@ -58,7 +58,7 @@ def on_a_card(plan: Plan) -> tuple[str, ...]:
     limit = plan.demand.limit_gib
     if limit is None:
         return ()
-    fits = "" if plan.fits else ", which does not fit"
+    fits = "" if plan.fits is not False else ", which does not fit"
     peak = f"{plan.fit.parts.peak:.2f} GiB of {limit:g}{fits}"
     return (f"memory, on a card: peak {peak}; lora-trainer plan shows the parts",)
 

@@ -49,6 +49,7 @@ from lora_trainer.training.memory.gauge import traced_gauge
 
 DECIDED = ("micro_batch", "checkpointing", "weight_precision", "streamed")
 WORTH_FREEING_GIB = 0.1
+KEEPS_SCORES = ("math",)
 Data = tuple[tuple[Sample, ...], tuple[Sample, ...]]  # trained, held out
 
 
@@ -64,12 +65,20 @@ class Plan:
     disk_gib: float
     phases: Mapping[str, PhasePlan]
     advice: tuple[str, ...]
+    computed: str = "bf16"  # what products are computed in
+    attention: str = "auto"
     tracing: Callable[[], Gauge] | None = None  # where every setting is asked for: what is in no ledger is traced
 
     @cached_property
-    def fits(self) -> bool:
-        """Whether every phase does."""
-        return not self.shortages
+    def fits(self) -> bool | None:
+        """Whether every phase does; None where it is not known, as scores are not counted that attention keeps."""
+        if self.shortages:
+            return False
+        return None if self.attention in KEEPS_SCORES and self.demand.limit_gib is not None else True
+
+    def least(self, tflop: float) -> dict[str, float]:
+        """Seconds of so many operations on the usual cards."""
+        return least_seconds(tflop, self.computed)
 
     @cached_property
     def shortages(self) -> list[str]:
@@ -117,7 +126,8 @@ class Plan:
             "streamable": fit.streamable,
             "reasons": dict(zip(DECIDED, fit.reasons, strict=True)),
             "train_tflop_per_step": round(parts.tflop, 4),
-            "seconds_per_step_at_least": {card: round(time, 5) for card, time in least_seconds(parts.tflop).items()},
+            "seconds_per_step_at_least": {card: round(time, 5) for card, time in self.least(parts.tflop).items()},
+            "computed_in": self.computed,
             "steps": self.steps,
             "disk_gib": round(self.disk_gib, 4),
             "phases": {name: phase.to_json() for name, phase in self.phases.items()},
@@ -161,9 +171,18 @@ def make_plan(
         steps=steps,
         disk_gib=(cached + run_bytes(config, demand.gauge.shapes(demand.rank), steps)) / GIB,
         phases=plan_phases(demand, fit, architecture.facts, config.cache.batch),
-        advice=tuple(advice(demand, fit, architecture)),
+        advice=(*uncounted(config), *advice(demand, fit, architecture)),
+        computed=computed_in(config, fit.precision),
+        attention=config.memory.attention,
         tracing=partial(tracing_gauge, family, architecture, config) if every_setting else None,
     )
+
+
+def computed_in(config: Config, precision: str) -> str:
+    """What products of weights stored so are computed in, on a card that has it."""
+    if precision == "fp32":
+        return "tf32" if config.hardware.tf32 else "fp32"
+    return "int8" if precision == "int8" and config.memory.int8_products else "bf16"
 
 
 def architecture_of(config: Config, families: Mapping[str, Family]) -> tuple[Family, Architecture]:
@@ -255,6 +274,16 @@ def planned_steps(config: Config, samples: tuple[Sample, ...], fit: Fit) -> int 
     if samples:
         return arithmetic(config, samples, fit.micro, 1).total
     return config.train.max_steps
+
+
+def uncounted(config: Config) -> list[str]:
+    """What the plan leaves out of what these settings hold on a card."""
+    if config.memory.attention not in KEEPS_SCORES:
+        return []
+    named = f"memory.attention={config.memory.attention}"
+    return [
+        f"{named} keeps every score, which is not counted, so a fit is not promised: memory.attention=auto keeps none."
+    ]
 
 
 def advice(demand: Demand, fit: Fit, architecture: Architecture) -> list[str]:

@@ -66,4 +66,5 @@ def changes(demand: Demand, fit: Fit) -> Iterator[tuple[str, Demand, Fit]]:
     if smaller >= SMALLER:
         yield demand.at(smaller), replace(demand, resolution=smaller), fit
     for micro in sorted({1, min(2 * fit.micro, demand.samples)} - {fit.micro}):
-        yield f"batch.max_micro={micro}", demand, replace(fit, micro=micro)
+        # A larger batch.max_micro allows that many, and asks for none.
+        yield ("batch.max_micro=1" if micro == 1 else f"{micro} samples at once"), demand, replace(fit, micro=micro)

@@ -53,7 +53,7 @@ def _row(name: str, plan: Plan) -> str:
         f"{fit.micro} x {fit.accumulation}",
         f"{fit.checkpointed} of {fit.blocks}",
         str(fit.streamed),
-        fit.precision if plan.fits else f"{fit.precision}, does not fit: {' '.join(plan.advice)}",
+        fit.precision if plan.fits is not False else f"{fit.precision}, does not fit: {' '.join(plan.advice)}",
         *(f"{size:.2f}" for size in (*sizes, (demand.limit_gib or 0.0) - parts.peak)),
         f"{parts.tflop:.1f}",
     )

@@ -6,13 +6,13 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from lora_trainer.production.card_rates import least_seconds
 from lora_trainer.production.memory import LARGEST_SHARE
 from lora_trainer.production.plan import Plan
 from lora_trainer.production.printed import show
 
 WIDTH = 40  # characters of a bar that fills the card
 COLOURS = {"weights": "blue", "adapter": "cyan", "optimizer": "magenta", "activations": "green", "overhead": "yellow"}
+NO_DATA = "unknown without --data, where train takes its built-in data set"
 FULL, EIGHTHS = "█", ("", "▏", "▎", "▍", "▌", "▋", "▊", "▉")
 
 
@@ -82,10 +82,13 @@ def lines(plan: Plan) -> list[str]:
     """What was chosen with its reasons, steps, least time, disk."""
     demand, fit = plan.demand, plan.fit
     card = "no limit" if demand.limit_gib is None else f"{demand.limit_gib:g} GiB, {LARGEST_SHARE:.0%} of it to use"
-    steps = "unknown without data" if plan.steps is None else f"{plan.steps:,}"
-    least = [f"steps: {steps}; {operations(fit.parts.tflop)} each, so each takes at least {_times(fit.parts.tflop)}"]
+    steps = NO_DATA if plan.steps is None else f"{plan.steps:,}"
+    flop = fit.parts.tflop
+    least = [
+        f"steps: {steps}; {operations(flop)} each, so each takes at least, in {plan.computed}: {_times(plan, flop)}"
+    ]
     if plan.steps is not None:
-        least.append(f"the whole run takes at least {_times(fit.parts.tflop * plan.steps)}")
+        least.append(f"the whole run takes at least {_times(plan, flop * plan.steps)}")
     hosted = f"; up to {plan.host.most:.1f} GiB of host memory" if plan.host.most else ""
     return [
         f"card: {card}; predicted from: {demand.gauge.source}",
@@ -99,9 +102,9 @@ def lines(plan: Plan) -> list[str]:
     ]
 
 
-def _times(tflop: float) -> str:
+def _times(plan: Plan, tflop: float) -> str:
     """How long each card needs for so many operations, at the least."""
-    return ", ".join(f"{duration(time)} ({card})" for card, time in least_seconds(tflop).items())
+    return ", ".join(f"{duration(time)} ({card})" for card, time in plan.least(tflop).items())
 
 
 def operations(tflop: float) -> str:

@@ -19,6 +19,7 @@ from lora_trainer.config.presets import preset_layers
 from lora_trainer.config.toml import parse_assignment
 from lora_trainer.core.errors import UsageError
 from lora_trainer.models import FAMILIES, TRAINED
+from lora_trainer.production.card_rates import OTHER_TFLOPS, USUAL, least_seconds
 from lora_trainer.production.memory import (
     LARGEST_SHARE,
     Demand,
@@ -27,7 +28,7 @@ from lora_trainer.production.memory import (
     refuse_what_does_not_fit,
     ways,
 )
-from lora_trainer.production.plan import Plan, make_plan
+from lora_trainer.production.plan import Plan, computed_in, make_plan
 from lora_trainer.production.plan_table import every_plan, plans_page
 from lora_trainer.production.plan_view import duration
 from lora_trainer.production.settings import settle
@@ -237,6 +238,50 @@ def test_each_setting_says_what_it_buys() -> None:
     assert set(said[0]) == {"setting", "peak_gib", "tflop", "fits"}
 
 
+def test_the_least_time_is_that_of_the_precision_that_is_computed_in() -> None:
+    def seconds(**settings: object) -> tuple[str, float]:
+        found = plan_for(memory__limit_gib=80.0, **settings).to_json()
+        return found["computed_in"], found["seconds_per_step_at_least"]["RTX 4090"] / found["train_tflop_per_step"]
+
+    bf16 = seconds()
+    assert bf16 == seconds(memory__base_precision="fp8") == ("bf16", pytest.approx(1 / 165, rel=1e-3))
+    assert seconds(memory__base_precision="int8") == bf16
+    assert seconds(memory__base_precision="fp32")[0] == "tf32"
+    assert seconds(memory__base_precision="fp32", hardware__tf32=False) == ("fp32", pytest.approx(1 / 82.6, rel=1e-3))
+    resolved = settle([], [Layer("--set", {"memory": {"base_precision": "int8", "int8_products": True}})])
+    assert computed_in(resolved.config, "int8") == "int8"
+    assert computed_in(resolved.config, "bf16") == "bf16"
+    assert least_seconds(660.6, "int8")["RTX 4090"] == pytest.approx(1.0)
+    assert set(OTHER_TFLOPS) == set(USUAL)
+
+
+def test_a_fit_is_not_claimed_of_an_attention_that_keeps_what_is_not_counted(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    asked = ("--set", "model.family=sdxl", "--set", "memory.attention=math", "--preset")
+    code, found = run_json(capsys, *asked, "8gb")
+    assert (code, found["fits"]) == (0, None)
+    assert "memory.attention=math keeps every score" in str(found["advice"])
+    code, found = run_json(capsys, *asked, "8gb", "--set", "memory.limit_gib=2")
+    assert (code, found["fits"]) == (2, False)
+
+
+def test_more_samples_at_once_are_no_setting() -> None:
+    """`batch.max_micro` is a ceiling: to raise it changes nothing of what was chosen below it."""
+    fit = plan_for("8gb", batch__effective=4, memory__checkpointing=18)
+    names = [each.setting for each in fit.settings]
+    assert f"{2 * fit.fit.micro} samples at once" in names
+    assert not any(name.startswith("batch.max_micro") and name != "batch.max_micro=1" for name in names)
+
+
+@pytest.mark.parametrize("other", [["--json"], ["--explain"], ["--preset", "12gb"], ["--set", "lora.rank=8"]])
+def test_the_page_of_all_plans_is_asked_for_alone(other: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "--all", *other]) == 2
+    shown = capsys.readouterr()
+    assert "--all writes one page" in shown.err
+    assert not shown.out
+
+
 def run_json(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, dict[str, object]]:
     code = main(["plan", *arguments, "--json"])
     return code, json.loads(capsys.readouterr().out)
@@ -272,6 +317,7 @@ def test_what_does_not_fit_ends_with_2_and_says_so(capsys: pytest.CaptureFixture
     assert main(["plan", *arguments]) == 2
     shown = capsys.readouterr().out
     assert "does not fit" in shown
+    assert "unknown without --data, where train takes its built-in data set" in shown
     assert all(part in shown for part in ("weights", "adapter", "optimizer", "activations", "overhead", "margin"))
 
 
