@@ -139,13 +139,31 @@ def show(report: Report, device: str, document: Mapping[str, Any] | None) -> Non
         print(report.text)
     shown = () if report.text else report.rows
     columns = [(title, cell) for title, cell in report.columns if any(map(cell, shown))]
-    for model, rows in groupby(shown, key=lambda row: row.model):
-        table = Table(report.first, *(title for title, _ in columns), title=f"{model} on {device}")
-        for row in rows:
-            table.add_row(row.name, *(cell(row) for _, cell in columns))
-        Console(width=None if sys.stdout.isatty() else WIDE).print(table)
+    console = Console(width=None if sys.stdout.isatty() else WIDE)
+    for model, found in groupby(shown, key=lambda row: row.model):
+        rows = list(found)
+        cells = [[title, *map(cell, rows)] for title, cell in columns]
+        names = [report.first, *(row.name for row in rows)]
+        for number, piece in enumerate(pieces(names, cells, console.width)):
+            table = Table(title=None if number else f"{model} on {device}")
+            for title, *_ in [names, *piece]:
+                table.add_column(title, no_wrap=True)
+            for cells_of in list(zip(names, *piece, strict=True))[1:]:
+                table.add_row(*cells_of)
+            console.print(table)
     for line in (*legend(report.about, [row.name for row in report.rows], columns), *report.notes):
         print(line)
+
+
+def pieces(names: Sequence[str], columns: Sequence[list[str]], width: int) -> list[list[list[str]]]:
+    """The columns, each with its title first, in tables that are no wider, so that no word is cut."""
+    room = width - max(map(len, names)) - 4  # a column has its border and a space on either side
+    found: list[list[list[str]]] = [[]]
+    for column in columns:
+        if found[-1] and sum(max(map(len, each)) + 3 for each in [*found[-1], column]) > room:
+            found.append([])
+        found[-1].append(column)
+    return found
 
 
 def legend(about: Mapping[str, str], rows: Sequence[str], columns: Sequence[tuple[str, object]]) -> Iterator[str]:
