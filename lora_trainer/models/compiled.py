@@ -41,6 +41,7 @@ class Compiled:
     on: bool = True
     held: bool = False  # against eager's gradients, and found to agree
     told: Count | None = None
+    compiled_before: bool = False  # a graph of these blocks, for one size
 
     @property
     def blocks(self) -> int:
@@ -71,7 +72,8 @@ class Compiled:
         if now.graphs == before.graphs:
             return None
         reused = f", {now.reused - before.reused} of them read from the cache" if now.reused > before.reused else ""
-        again = "" if before == Count() else "again, for another size: "
+        again = "again, for another size: " if self.compiled_before else ""
+        self.compiled_before = True
         breaks = now.breaks - before.breaks
         broken = f"{counted(breaks, 'graph break')}, the first: {now.first_break}" if breaks else "no graph break"
         graphs = counted(now.graphs - before.graphs, "graph")
