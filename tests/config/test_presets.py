@@ -76,6 +76,7 @@ def test_golden_6gb_speed() -> None:
         "lora.rank": 32,
         "memory.limit_gib": 6.0,
         "memory.attention": "xformers",
+        "memory.compile": "auto",
         "train.exposures": 60,
     }
 
