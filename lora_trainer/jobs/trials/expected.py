@@ -17,15 +17,13 @@ from lora_trainer.production.plan import architecture_of, make_demand
 from lora_trainer.training.micro import Micro
 
 
-@dataclass(frozen=True)
-class Expected:
-    """`parts` is the plan's own table; the rest is the same peak in bytes, cut as it can be measured.
+@dataclass(frozen=True, kw_only=True)
+class AtPeak:
+    """Bytes that a step holds at its peak, cut as they can be measured.
 
     `adapter` is what stays of it: copies and masters. `passing` comes and goes: activations, gradients.
     """
 
-    demand: Demand
-    parts: Parts
     weights: int
     adapter: int
     optimizer: int
@@ -35,6 +33,14 @@ class Expected:
     def live(self) -> int:
         """What the allocator holds at the peak."""
         return self.weights + self.adapter + self.optimizer + self.passing
+
+
+@dataclass(frozen=True, kw_only=True)
+class Expected(AtPeak):
+    """What the plan says of them; `parts` is its own table."""
+
+    demand: Demand
+    parts: Parts
 
 
 def model_of(resolved: Resolved, *, tiny: bool) -> tuple[Family, Architecture]:
@@ -61,7 +67,8 @@ def expected_of(resolved: Resolved, subject: Subject, micros: Sequence[Micro]) -
     adapter = one_of_each if subject.precision == "fp32" else one_of_each + numbers * subject.learner.dtype.itemsize
     optimizer = round(parts.optimizer * GIB)
     passing = round((parts.adapter + parts.activations) * GIB) - adapter
-    return Expected(demand, parts, round(parts.weights * GIB), adapter, optimizer, passing)
+    weights = round(parts.weights * GIB)
+    return Expected(weights=weights, adapter=adapter, optimizer=optimizer, passing=passing, demand=demand, parts=parts)
 
 
 def overhead_of(adapter: int, optimizer: int, passing: int) -> float:

@@ -17,7 +17,7 @@ from torch import Tensor
 from lora_trainer.evaluation.loading import free_memory
 from lora_trainer.jobs.measures import Asked, Column, Report
 from lora_trainer.jobs.subject import Subject, subject_of
-from lora_trainer.jobs.trials.expected import Expected, expected_of
+from lora_trainer.jobs.trials.expected import AtPeak, Expected, expected_of
 from lora_trainer.jobs.trials.steps import (
     Counted,
     Held,
@@ -66,20 +66,6 @@ class PartRow:
     per_step_gib: float | None = None  # what a step takes and gives back
 
 
-@dataclass(frozen=True)
-class Measured:
-    """Bytes, cut as `Expected` is."""
-
-    weights: int
-    adapter: int
-    optimizer: int
-    passing: int
-
-    @property
-    def live(self) -> int:
-        return self.weights + self.adapter + self.optimizer + self.passing
-
-
 COLUMNS: tuple[Column, ...] = (
     ("predicted", lambda row: f"{row.predicted_gib:.4f}"),
     ("measured", lambda row: f"{row.measured_gib:.4f}"),
@@ -100,7 +86,7 @@ def measure(asked: Asked) -> Report:
     return Report(rows, ABOUT, notes_on(learner.device, expected, measured, held), COLUMNS, first="part")
 
 
-def measured_parts(learner: Learner, micros: list[Micro]) -> tuple[Measured, Held]:
+def measured_parts(learner: Learner, micros: list[Micro]) -> tuple[AtPeak, Held]:
     """Take two steps: the first makes the optimizer's state, the second shows the peak."""
     return on_card(learner, micros) if learner.device.type == "cuda" else on_processor(learner, micros)
 
@@ -126,7 +112,7 @@ def bytes_of(tensors: Iterable[Tensor], device: torch.device) -> int:
     return sum(-(-size // ROUNDING) * ROUNDING for size in storages.values())
 
 
-def on_processor(learner: Learner, micros: list[Micro]) -> tuple[Measured, Held]:
+def on_processor(learner: Learner, micros: list[Micro]) -> tuple[AtPeak, Held]:
     """Count storages while two steps are taken."""
     frozen, adapter = own_tensors(learner)
     account = Counted()
@@ -145,10 +131,11 @@ def on_processor(learner: Learner, micros: list[Micro]) -> tuple[Measured, Held]
         account.line.clear()
         way(1)
         most = account.most
-    return Measured(weights, own, optimizer, most - weights - own - optimizer), Held(most)
+    passing = most - weights - own - optimizer
+    return AtPeak(weights=weights, adapter=own, optimizer=optimizer, passing=passing), Held(most)
 
 
-def on_card(learner: Learner, micros: list[Micro]) -> tuple[Measured, Held]:
+def on_card(learner: Learner, micros: list[Micro]) -> tuple[AtPeak, Held]:
     """Ask the allocator while two steps are taken."""
     device, way = learner.device, own_way(learner, [micros])
     frozen, adapter = own_tensors(learner)
@@ -163,11 +150,12 @@ def on_card(learner: Learner, micros: list[Micro]) -> tuple[Measured, Held]:
     torch.cuda.synchronize(device)
     held = held_on(device, retries)
     beside = before - weights - own - optimizer  # inputs that lie ready, the workspaces of libraries
-    return Measured(weights, own, optimizer, (held.allocated or 0) - before + max(0, beside)), held
+    passing = (held.allocated or 0) - before + max(0, beside)
+    return AtPeak(weights=weights, adapter=own, optimizer=optimizer, passing=passing), held
 
 
 def part_rows(
-    subject: Subject, expected: Expected, measured: Measured, held: Held, steps: Steps, limit: float | None
+    subject: Subject, expected: Expected, measured: AtPeak, held: Held, steps: Steps, limit: float | None
 ) -> list[PartRow]:
     """A row for each part, and one for all of it."""
     low, high = steps.tenths
@@ -201,7 +189,7 @@ def part_rows(
     ]
 
 
-def notes_on(device: torch.device, expected: Expected, measured: Measured, held: Held) -> list[str]:
+def notes_on(device: torch.device, expected: Expected, measured: AtPeak, held: Held) -> list[str]:
     """What the numbers mean for the planner's constants, or why they say nothing of them."""
     if device.type != "cuda" or held.reserved is None:
         unseen = f"context and workspaces ({CONTEXT_GIB:g} GiB) and fragmentation ({FRAGMENTATION:.0%})"

@@ -28,7 +28,7 @@ from lora_trainer.models.family import Architecture, Family
 from lora_trainer.models.lora import inject_lora, target_modules
 from lora_trainer.models.memory.checkpointing import checkpoint_blocks, checkpointable_blocks
 from lora_trainer.models.memory.offload import AHEAD, Offload
-from lora_trainer.models.memory.streaming import frozen_bytes, streamable_blocks, streamed_blocks
+from lora_trainer.models.memory.streaming import frozen_bytes, streamable_blocks, streamed_blocks, visiting_bytes
 from lora_trainer.models.storage.store import narrower, store_layers
 from lora_trainer.optim.clipping import make_clip
 from lora_trainer.optim.state_size import ROUNDING
@@ -84,12 +84,10 @@ class Subject:
         return [tuple(copy.shape) for copy in self.adapter.copies.values()]
 
     def freed_by_streaming(self) -> list[int]:
-        """Bytes that are not on the card when none, one, two, … blocks visit it; two of the largest always are."""
-        freed = [0]
-        for count in range(1, len(streamable_blocks(self.denoiser)) + 1):
-            sizes = sorted(frozen_bytes(block) for block in streamed_blocks(self.denoiser, count))
-            freed.append(max(0, sum(sizes[:-1]) - sizes[-1]))
-        return freed
+        """Bytes that are not on the card when none, one, two, … blocks visit it."""
+        counts = range(len(streamable_blocks(self.denoiser)) + 1)
+        visiting = [streamed_blocks(self.denoiser, count) for count in counts]
+        return [max(0, sum(map(frozen_bytes, blocks)) - visiting_bytes(blocks)) for blocks in visiting]
 
 
 def make_subject(
