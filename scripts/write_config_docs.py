@@ -18,7 +18,7 @@ PAGE = Path(__file__).resolve().parents[1] / "docs" / "config.md"
 
 INTRODUCTION = """# Every setting
 
-Written by `scripts/write_config_docs.py` from `lora_trainer/config/schema.py`; edit that file, not this one.
+Written by `scripts/write_config_docs.py` from `lora_trainer/config/schema/`; edit those files, not this one.
 
 Settings come in layers, and a later one wins: the defaults below, the model family's preset, `--preset`, `--config`,
 flags and `--set`. An unknown key, a value out of range or a wrong type is refused (exit code 2), all of them at once.

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
 from lora_trainer.core.errors import Problem, UsageError
+from lora_trainer.export.layout import Layout
 
 if TYPE_CHECKING:  # facts are read without torch
     import torch
@@ -72,6 +73,55 @@ class Encoders:
     text_key: str  # likewise for text encoders and tokenizers
 
 
+@dataclass(frozen=True)
+class TextOptions:
+    """How captions become conditioning, where that is not the model's own way.
+
+    `clip_skip` counts CLIP's layers from the end, 1 the last. `clip_tokens` are read in pieces of 75. `without` names
+    text encoders that are left out.
+    """
+
+    clip_skip: int | None = None
+    clip_tokens: int = 75
+    t5_tokens: int | None = None
+    without: tuple[str, ...] = ()
+
+
+PLAIN = TextOptions()
+
+
+@dataclass(frozen=True)
+class TextParts:
+    """Text encoders in memory and their tokenizers, both by the component's name: `text_encoder`, `text_encoder_2`."""
+
+    encoders: Mapping[str, nn.Module]
+    tokenizers: Mapping[str, Any]
+
+    @property
+    def device(self) -> torch.device:
+        """Where the captions' tokens must be."""
+        return next(iter(next(iter(self.encoders.values())).parameters())).device
+
+
+LoadTexts = Callable[[Path, "torch.dtype", "torch.device"], TextParts]
+EncodeText = Callable[[TextParts, Sequence[Caption], TextOptions], dict[str, "Tensor"]]
+LoadImageEncoder = Callable[[Path, "torch.dtype", "torch.device"], Callable[["Tensor"], tuple["Tensor", "Tensor"]]]
+
+
+class LoadEncoders(Protocol):
+    """Loads a folder's encoders, frozen, on a device: autoencoder and text encoders each when they are first asked."""
+
+    def __call__(
+        self, folder: Path, dtype: torch.dtype, device: torch.device, text: TextOptions = PLAIN, /
+    ) -> Encoders: ...
+
+
+class EncoderKeys(Protocol):
+    """Names of the image and the text encoders' weights, without loading them."""
+
+    def __call__(self, folder: Path, dtype: torch.dtype, text: TextOptions = PLAIN, /) -> tuple[str, str]: ...
+
+
 class LoadDenoiser(Protocol):
     """Loads the denoiser of a folder, frozen, on a device; `narrow` stores each layer in fewer bits as it comes."""
 
@@ -84,6 +134,10 @@ class LoadDenoiser(Protocol):
 class Family:
     """A model family as a bundle of callables.
 
+    `load_texts` and `encode_text` are what `load_encoders` is made of (`encoders.encoders_from`): the second keeps gradients, so
+    that text encoders can be trained, and draws with those of a pipeline. `text_targets` are the patterns of modules
+    that a LoRA on each text encoder may change; those without stay as they are. `layout` pairs names of diffusers with
+    those of the original code, and is empty where LoRA files of all programs use diffusers' own.
     `lora_targets` maps `attention` and `attention+ff` to patterns of module names.
     `make_denoiser` builds from a config on torch's current default device (`meta` costs
     nothing), with random weights; `thin` makes of a config one with the same kinds of
@@ -95,8 +149,10 @@ class Family:
 
     name: str
     describe: Callable[[Path], ModelFacts]
-    encoder_keys: Callable[[Path, torch.dtype], tuple[str, str]]
-    load_encoders: Callable[[Path, torch.dtype, torch.device], Encoders]
+    encoder_keys: EncoderKeys
+    load_encoders: LoadEncoders
+    load_texts: LoadTexts
+    encode_text: EncodeText
     load_denoiser: LoadDenoiser
     make_process: Callable[[Path], Process]
     predict: Callable[[nn.Module, Tensor, Tensor, Mapping[str, Tensor], Tensor], Tensor]
@@ -109,7 +165,23 @@ class Family:
     thin: Callable[[Mapping[str, Any]], Mapping[str, Any]]
     thinness: str
     base_names: Callable[[ModelFacts], tuple[str, str]]
+    text_targets: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    layout: Layout = ()
+    text: TextOptions = PLAIN
     trained: bool = True
+
+    def reading(self, text: TextOptions) -> Family:
+        """The same family, whose encoders read captions by these options wherever they are loaded."""
+        if text == self.text:
+            return self
+
+        def keys(folder: Path, dtype: torch.dtype, _: TextOptions = PLAIN, /) -> tuple[str, str]:
+            return self.encoder_keys(folder, dtype, text)
+
+        def load(folder: Path, dtype: torch.dtype, device: torch.device, _: TextOptions = PLAIN, /) -> Encoders:
+            return self.load_encoders(folder, dtype, device, text)
+
+        return replace(self, text=text, encoder_keys=keys, load_encoders=load)
 
 
 def planned_family(
@@ -137,6 +209,8 @@ def planned_family(
         describe=refuse,
         encoder_keys=refuse,
         load_encoders=refuse,
+        load_texts=refuse,
+        encode_text=refuse,
         load_denoiser=refuse,
         make_process=refuse,
         predict=predict,

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from functools import cache
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from lora_trainer.core.errors import Problem, UsageError
 from lora_trainer.export.keys import KOHYA_PREFIXES
-from lora_trainer.models.family import Caption, Encoders, Family, ModelFacts
+from lora_trainer.models.encoders import encoders_from
+from lora_trainer.models.family import PLAIN, Caption, Family, ModelFacts, TextOptions, TextParts
 from lora_trainer.models.folder import SD2_TEXT_WIDTH, fingerprint, read_config
 from lora_trainer.models.frozen import load_frozen
 from lora_trainer.models.noise_schedule import make_process, make_scheduler
 from lora_trainer.models.unet import (
+    CLIP_TARGETS,
     CLIP_TOKENS,
     LORA_TARGETS,
     THINNESS,
@@ -40,34 +41,27 @@ def describe(folder: Path) -> ModelFacts:
     return facts
 
 
-def encoder_keys(folder: Path, dtype: torch.dtype) -> tuple[str, str]:
+def encoder_keys(folder: Path, dtype: torch.dtype, text: TextOptions = PLAIN, /) -> tuple[str, str]:
     """Names of the image and the text encoder's weights, without loading them."""
     return f"{fingerprint(folder, 'vae')}-{dtype}", f"{fingerprint(folder, 'text_encoder', 'tokenizer')}-{dtype}"
 
 
-def load_encoders(folder: Path, dtype: torch.dtype, device: torch.device) -> Encoders:
-    """The autoencoder and the text encoder, frozen, on the device; each is loaded when it is first asked."""
-    import torch
+def load_image_encoder(
+    folder: Path, dtype: torch.dtype, device: torch.device
+) -> Callable[[Tensor], tuple[Tensor, Tensor]]:
+    return image_encoder(load_vae(folder, dtype, device), device)
 
-    @cache
-    def encode_pixels() -> Any:
-        return image_encoder(load_vae(folder, dtype, device), device)
 
-    @cache
-    def text_parts() -> tuple[Any, Any]:
-        return load_tokenizer(folder, "text_encoder"), load_text_encoder(folder, dtype, device)
+def load_texts(folder: Path, dtype: torch.dtype, device: torch.device) -> TextParts:
+    """The text encoder, frozen, on the device, and its tokenizer."""
+    encoder, tokenizer = load_text_encoder(folder, dtype, device), load_tokenizer(folder, "text_encoder")
+    return TextParts({"text_encoder": encoder}, {"text_encoder": tokenizer})
 
-    def encode_image(pixels: Tensor) -> tuple[Tensor, Tensor]:
-        return cast("tuple[Tensor, Tensor]", encode_pixels()(pixels))
 
-    @torch.no_grad()
-    def encode_text(captions: Sequence[Caption]) -> dict[str, Tensor]:
-        tokenizer, text_encoder = text_parts()
-        tokens = read_tokens(tokenizer, captions, device)
-        return {"embeds": tokens.weigh(text_encoder(tokens.ids)[0])}
-
-    image_key, text_key = encoder_keys(folder, dtype)
-    return Encoders(encode_image, encode_text, image_key, text_key)
+def encode_text(parts: TextParts, captions: Sequence[Caption], options: TextOptions = PLAIN) -> dict[str, Tensor]:
+    """B captions -> `embeds` [B, 77, D]: the text encoder's last state, normed."""
+    tokens = read_tokens(parts.tokenizers["text_encoder"], captions, parts.device)
+    return {"embeds": tokens.weigh(parts.encoders["text_encoder"](tokens.ids)[0])}
 
 
 def load_text_encoder(folder: Path, dtype: torch.dtype, device: torch.device) -> Any:
@@ -111,7 +105,9 @@ FAMILY = Family(
     name="sd15",
     describe=describe,
     encoder_keys=encoder_keys,
-    load_encoders=load_encoders,
+    load_encoders=encoders_from(load_image_encoder, load_texts, encode_text, encoder_keys),
+    load_texts=load_texts,
+    encode_text=encode_text,
     load_denoiser=load_unet,
     make_process=make_process,
     predict=predict,
@@ -124,4 +120,5 @@ FAMILY = Family(
     thin=thin,
     thinness=THINNESS,
     base_names=base_names,
+    text_targets={"text_encoder": CLIP_TARGETS},
 )

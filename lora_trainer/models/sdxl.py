@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from functools import cache
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from lora_trainer.core.errors import Problem, UsageError
-from lora_trainer.models.family import Caption, Encoders, Family, ModelFacts
+from lora_trainer.models.encoders import encoders_from
+from lora_trainer.models.family import PLAIN, Caption, Family, ModelFacts, TextOptions, TextParts
 from lora_trainer.models.folder import fingerprint, read_config
 from lora_trainer.models.frozen import load_frozen
 from lora_trainer.models.noise_schedule import make_process, make_scheduler
 from lora_trainer.models.unet import (
+    CLIP_TARGETS,
     CLIP_TOKENS,
     LORA_TARGETS,
     THINNESS,
@@ -53,42 +54,39 @@ def vae_dtype(folder: Path, dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if dtype == torch.float16 and overflows else dtype
 
 
-def encoder_keys(folder: Path, dtype: torch.dtype) -> tuple[str, str]:
+def encoder_keys(folder: Path, dtype: torch.dtype, text: TextOptions = PLAIN, /) -> tuple[str, str]:
     """Names of the image and the text encoders' weights, without loading them."""
     texts = fingerprint(folder, "text_encoder", "tokenizer", "text_encoder_2", "tokenizer_2")
     return f"{fingerprint(folder, 'vae')}-{vae_dtype(folder, dtype)}", f"{texts}-{dtype}"
 
 
-def load_encoders(folder: Path, dtype: torch.dtype, device: torch.device) -> Encoders:
-    """Autoencoder and text encoders, frozen, on the device; each is loaded when it is first asked."""
+def load_image_encoder(
+    folder: Path, dtype: torch.dtype, device: torch.device
+) -> Callable[[Tensor], tuple[Tensor, Tensor]]:
+    vae = load_vae(folder, vae_dtype(folder, dtype), device)
+    vae.enable_slicing()  # a picture at a time: at 1024 px each takes gigabytes
+    return image_encoder(vae, device)
+
+
+def load_texts(folder: Path, dtype: torch.dtype, device: torch.device) -> TextParts:
+    """Both text encoders, frozen, on the device, and their tokenizers."""
+    encoders = load_text_encoders(folder, dtype, device)
+    return TextParts(encoders, {name: load_tokenizer(folder, name) for name in encoders})
+
+
+def encode_text(parts: TextParts, captions: Sequence[Caption], options: TextOptions = PLAIN) -> dict[str, Tensor]:
+    """B captions -> `embeds` [B, 77, D], both encoders' last state but one, side by side; `pooled` [B, P], the second one's projected summary."""
     import torch
 
-    @cache
-    def encode_pixels() -> Any:
-        vae = load_vae(folder, vae_dtype(folder, dtype), device)
-        vae.enable_slicing()  # a picture at a time: at 1024 px each takes gigabytes
-        return image_encoder(vae, device)
-
-    @cache
-    def text_parts() -> tuple[tuple[Any, Any], ...]:
-        encoders = load_text_encoders(folder, dtype, device)
-        return tuple((load_tokenizer(folder, name), part) for name, part in encoders.items())
-
-    def encode_image(pixels: Tensor) -> tuple[Tensor, Tensor]:
-        return cast("tuple[Tensor, Tensor]", encode_pixels()(pixels))
-
-    @torch.no_grad()
-    def encode_text(captions: Sequence[Caption]) -> dict[str, Tensor]:
-        """Both encoders' last state but one, side by side, and the second one's projected summary."""
-        read = [(read_tokens(tokenizer, captions, device), encoder) for tokenizer, encoder in text_parts()]
-        told = [(tokens, encoder(tokens.ids, output_hidden_states=True)) for tokens, encoder in read]
-        return {
-            "embeds": torch.cat([tokens.weigh(each.hidden_states[-2]) for tokens, each in told], dim=-1),
-            "pooled": told[-1][1].text_embeds,
-        }
-
-    image_key, text_key = encoder_keys(folder, dtype)
-    return Encoders(encode_image, encode_text, image_key, text_key)
+    read = [
+        (read_tokens(parts.tokenizers[name], captions, parts.device), encoder)
+        for name, encoder in parts.encoders.items()
+    ]
+    told = [(tokens, encoder(tokens.ids, output_hidden_states=True)) for tokens, encoder in read]
+    return {
+        "embeds": torch.cat([tokens.weigh(each.hidden_states[-2]) for tokens, each in told], dim=-1),
+        "pooled": told[-1][1].text_embeds,
+    }
 
 
 def load_text_encoders(folder: Path, dtype: torch.dtype, device: torch.device) -> dict[str, Any]:
@@ -145,7 +143,9 @@ FAMILY = Family(
     name="sdxl",
     describe=describe,
     encoder_keys=encoder_keys,
-    load_encoders=load_encoders,
+    load_encoders=encoders_from(load_image_encoder, load_texts, encode_text, encoder_keys),
+    load_texts=load_texts,
+    encode_text=encode_text,
     load_denoiser=load_unet,
     make_process=make_process,
     predict=predict,
@@ -158,4 +158,5 @@ FAMILY = Family(
     thin=thin,
     thinness=THINNESS,
     base_names=base_names,
+    text_targets=dict.fromkeys(TEXT_ENCODERS, CLIP_TARGETS),
 )

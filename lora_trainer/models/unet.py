@@ -26,6 +26,7 @@ THINNESS = "a fifth of its width"
 MOST_LEVELS, MOST_CHANNELS, LARGEST_SIDE = 8, 1024, 1024
 ATTENTION = tuple(f"*.attentions.*.{name}" for name in ("to_q", "to_k", "to_v", "to_out.0"))
 FEED_FORWARD = tuple(f"*.attentions.*.{name}" for name in ("ff.net.0.proj", "ff.net.2"))
+CLIP_TARGETS = tuple(f"*.{name}" for name in ("q_proj", "k_proj", "v_proj", "out_proj", "fc1", "fc2"))
 LORA_TARGETS = {"attention": ATTENTION, "attention+ff": (*ATTENTION, *FEED_FORWARD)}
 
 

@@ -1,0 +1,33 @@
+"""Words and limits that several sections share."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+FamilyName = Literal["sd15", "sd2", "sdxl", "sd3", "flux"]
+Precision = Literal["bf16", "fp16", "fp32", "fp8", "int8", "nf4"]
+OptimizerName = Literal["adamw", "adamw8bit", "paged_adamw8bit", "adafactor", "lion", "prodigy", "schedule_free"]
+ScheduleName = Literal["constant", "linear", "cosine", "restarts", "polynomial", "one_cycle"]
+LossName = Literal["squared", "huber"]
+ReleaseName = Literal["best", "last"]
+AttentionName = Literal[
+    "auto", "fastest", "sdpa", "flash", "efficient", "cudnn", "math", "xformers", "flash2", "flash3"
+]
+CompileMode = Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"]
+Recompute = Literal["all", "cheap"]
+CropName = Literal["centre", "random"]
+TimestepsName = Literal["uniform", "logit_normal", "mode"]
+NotFiniteName = Literal["skip", "restore", "stop"]
+
+Share = Annotated[float, Field(ge=0.0, le=1.0)]
+Count = Annotated[int, Field(ge=1)]
+CountOrZero = Annotated[int, Field(ge=0)]
+Positive = Annotated[float, Field(gt=0.0, allow_inf_nan=False)]
+NotNegative = Annotated[float, Field(ge=0.0, allow_inf_nan=False)]
+Side = Annotated[int, Field(ge=32, le=4096)]
+
+
+class Section(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
