@@ -38,7 +38,7 @@ def sample_command(
 
     from lora_trainer.evaluation.placing import with_less
     from lora_trainer.evaluation.sample import Compared, Drawing, compare, save_comparison
-    from lora_trainer.export.lora_file import read_lora
+    from lora_trainer.models.lora_files import read_lora
     from lora_trainer.production.choices import choose_precision, computed_in, usable_bytes
 
     weights = read_lora(path)

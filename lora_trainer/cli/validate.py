@@ -93,8 +93,8 @@ def _judge(path: Path, config: Config, questions: Questions) -> LoraReport:
     from lora_trainer.evaluation.encode import encode_samples
     from lora_trainer.evaluation.lora_check import check_lora
     from lora_trainer.evaluation.placing import with_less
-    from lora_trainer.export.lora_file import read_lora
     from lora_trainer.models.family import Encoders
+    from lora_trainer.models.lora_files import read_lora
     from lora_trainer.production.choices import ENCODER_DTYPE, choose_precision, computed_in, usable_bytes
 
     family, facts = read_model(config)

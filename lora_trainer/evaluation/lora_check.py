@@ -45,9 +45,9 @@ from lora_trainer.evaluation.loading import (
 )
 from lora_trainer.evaluation.placing import bring_denoiser
 from lora_trainer.evaluation.report import LoraReport
-from lora_trainer.export.lora_file import read_lora
 from lora_trainer.export.weights import adaptable_modules
 from lora_trainer.models.family import Family
+from lora_trainer.models.lora_files import read_lora
 from lora_trainer.models.memory.phases import PREDICTED_AT_ONCE
 
 GATE = 0.9

@@ -15,9 +15,9 @@ from lora_trainer.core.io import read_json, sha256_file, write_json
 from lora_trainer.evaluation.loading import components_of, free_memory, fresh_pipeline, load_onto, misfits, without_lora
 from lora_trainer.evaluation.placing import bring_pipeline
 from lora_trainer.evaluation.sheet import Row, contact_sheet, save_picture
-from lora_trainer.export.lora_file import read_lora
 from lora_trainer.export.weights import shapes_of
 from lora_trainer.models.family import Family
+from lora_trainer.models.lora_files import read_lora
 
 DRAWN_AT_ONCE = 8  # on a processor; on a card one, since the decoder's memory grows with each
 PROBLEMS_SHOWN = 5

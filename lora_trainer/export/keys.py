@@ -10,8 +10,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
+from lora_trainer.export.layout import Names
+
 # Components of a pipeline with one text encoder and the prefix of each in kohya's files.
 KOHYA_PREFIXES: Mapping[str, str] = {"unet": "lora_unet", "text_encoder": "lora_te"}
+ONE_TEXT_ENCODER = Names("sd15", "unet", KOHYA_PREFIXES)
 # Every prefix that is read. Where there are two text encoders, kohya numbers both.
 COMPONENT_OF_PREFIX: Mapping[str, str] = {
     "lora_unet": "unet",

@@ -7,7 +7,8 @@ writes LoRA files.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True)
@@ -32,3 +33,16 @@ def fused(original: str, *ours: str, shares: tuple[int, ...] = ()) -> Layout:
     """The rules of one fused layer: `fused("blocks.{}.qkv", "blocks.{}.to_q", …)`; equal shares unless given."""
     sizes = shares or (1,) * len(ours)
     return tuple(Rule(name, original, part, sizes) for part, name in enumerate(ours))
+
+
+@dataclass(frozen=True)
+class Names:
+    """How LoRA files call the modules of one family.
+
+    `denoiser` is the component's name in diffusers' form; `prefixes` begin each component's keys in kohya's.
+    """
+
+    family: str
+    denoiser: str  # `unet` or `transformer`
+    prefixes: Mapping[str, str]
+    layout: Layout = field(default=(), repr=False)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -24,10 +24,11 @@ from lora_trainer.export.keys import (
     DIFFUSERS_UP,
     KOHYA_ALPHA,
     KOHYA_DOWN,
-    KOHYA_PREFIXES,
     KOHYA_UP,
+    ONE_TEXT_ENCODER,
     module_of_kohya,
 )
+from lora_trainer.export.layout import Names
 from lora_trainer.export.metadata import TrainingFacts, header, with_hashes
 from lora_trainer.export.weights import LoraPair, LoraWeights, check_keys, folded
 
@@ -49,20 +50,20 @@ def write_lora(
     *,
     dtype: torch.dtype = torch.float16,
     shapes: Mapping[str, tuple[int, ...]] | None = None,
-    prefixes: Mapping[str, str] = KOHYA_PREFIXES,
+    names: Names = ONE_TEXT_ENCODER,
 ) -> tuple[Path, Path]:
     """Write `NAME.safetensors` (kohya) and `NAME.diffusers.safetensors`; return both paths.
 
     Both hold the same tensors: alpha / rank folded into up, alpha = rank. Each is verified
     before it takes its name. `shapes` are the model's weight shapes by module name, as `shapes_of`
-    gives them; `prefixes` begin the kohya keys of each component. Raises TrainingFailed, and writes nothing, when a value is not finite or a module
-    does not fit `shapes`.
+    gives them; `names` are the family's. Raises TrainingFailed, and writes nothing, when a value is not finite or a
+    module does not fit `shapes`.
     """
     ready = folded(weights, dtype)
     if shapes is not None and (problems := check_keys(ready, shapes)):
         raise TrainingFailed(problems)
     description = header(facts)
-    kohya = kohya_form.kohya_tensors(ready, prefixes)
+    kohya = kohya_form.kohya_tensors(ready, names)
     diffusers = diffusers_form.diffusers_tensors(ready)
     adapter = {diffusers_form.ADAPTER_METADATA_KEY: diffusers_form.adapter_metadata(ready)}
     kohya_path, diffusers_path = folder / f"{name}.safetensors", folder / f"{name}.diffusers.safetensors"
@@ -86,8 +87,8 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[s
             raise OSError(f"{path.name} reads back differently from what was written")
 
 
-def read_lora(path: Path) -> LoraWeights:
-    """Read a LoRA in kohya's or diffusers' form, detected from its keys.
+def read_lora(path: Path, families: Sequence[Names] = ()) -> LoraWeights:
+    """Read a LoRA in kohya's or diffusers' form, detected from its keys; `families` are those whose names are known.
 
     NaN is read as it stands (`LoraWeights.not_finite` names it). Raises UsageError, with all
     problems at once, for a missing file, pickle, damage, half a pair, a wrong shape, an

@@ -216,7 +216,7 @@ def release(prepared: Prepared, record: Record, state: TrainState) -> Outcome:
     console.print(f"releasing step {released.step}: {released.reason}")
     facts = training_facts(config, session.inputs, name, released.step, session.steps, session.choices, record.started)
     weights = lora_weights(config, session.inputs, released.weights)
-    export = partial(export_lora, folder, name, weights, facts, built.shapes, session.inputs.family.kohya_prefixes)
+    export = partial(export_lora, folder, name, weights, facts, built.shapes, session.inputs.family)
     with remembering():  # the record names the files whatever becomes of the gate
         kohya, diffusers = until_written("the LoRA", folder, export, lora_bytes(weight_shapes(built.learner)))
         files = {**record.files, "kohya": kohya.name, "diffusers": diffusers.name}

@@ -28,6 +28,8 @@ from lora_trainer.evaluation.sample import Compared, Drawing, compare, save_comp
 from lora_trainer.export.lora_file import write_lora
 from lora_trainer.export.metadata import TrainingFacts
 from lora_trainer.export.weights import LoraWeights, weights_from_peft
+from lora_trainer.models.family import Family
+from lora_trainer.models.lora_files import names_of
 from lora_trainer.models.memory.streaming import bring
 from lora_trainer.optim.schedules import warmup_length
 from lora_trainer.production.choices import Choices, usable_bytes
@@ -168,13 +170,13 @@ def export_lora(
     weights: LoraWeights,
     facts: TrainingFacts,
     shapes: Mapping[str, tuple[int, ...]],
-    prefixes: Mapping[str, str],
+    family: Family,
 ) -> tuple[Path, Path]:
     """Write both files, every key held against the model's `shapes` before they take their names; kohya's path first.
 
     Raises TrainingFailed, and leaves no file, when a value is not finite or a key does not fit.
     """
-    return write_lora(folder, name, weights, facts, shapes=shapes, prefixes=prefixes)
+    return write_lora(folder, name, weights, facts, shapes=shapes, names=names_of(family))
 
 
 def judge_lora(
@@ -278,7 +280,7 @@ def draw_while_training(
     samples, name = folder / "samples", step_name(state.step)
     facts = training_facts(config, inputs, name, state.step, steps, choices, time.time() - state.seconds)
     weights = lora_weights(config, inputs, built.learner.shown())
-    kohya, diffusers = export_lora(samples, name, weights, facts, built.shapes, inputs.family.kohya_prefixes)
+    kohya, diffusers = export_lora(samples, name, weights, facts, built.shapes, inputs.family)
     diffusers.unlink()
     with making_room(built, config, choices), can_be_given_up():
         draw_comparison(kohya, samples, config, inputs, choices.device, choices.dtype, say, name=name)
@@ -298,7 +300,7 @@ def export_step(
     name = f"{folder.name}-{step_name(step)}"
     facts = training_facts(config, inputs, name, step, steps, choices, time.time())
     weights = lora_weights(config, inputs, trained)
-    _, diffusers = export_lora(folder / WEIGHTS, name, weights, facts, shapes, inputs.family.kohya_prefixes)
+    _, diffusers = export_lora(folder / WEIGHTS, name, weights, facts, shapes, inputs.family)
     diffusers.unlink()
 
 

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from lora_trainer.export.lora_file import write_lora
 from lora_trainer.export.weights import weights_from_peft
 from lora_trainer.models import FAMILIES, TRAINED
+from lora_trainer.models.lora_files import names_of
 from tests.export.tiny import facts, random_lora, tiny_pipeline, tiny_unet
 from tests.recipes.recipe import Bench, draw_pictures, save_tiny_model
 
@@ -119,7 +120,7 @@ def test_diffusers_takes_every_module_that_can_be_trained(family, tmp_path):
     """Both forms, with a LoRA on each linear layer and convolution of the U-Net."""
     pipeline = tiny_pipeline(tmp_path / "made", family)
     weights = random_lora(pipeline.unet, endings=("",), size=0.02)
-    paths = write_lora(tmp_path, "cat", weights, facts(), prefixes=FAMILIES[family].kohya_prefixes)
+    paths = write_lora(tmp_path, "cat", weights, facts(), names=names_of(FAMILIES[family]))
     for path in paths:
         pipeline.load_lora_weights(tmp_path, weight_name=path.name)
         changes = {f"unet.{name}": change for name, change in changes_of(pipeline.unet).items()}
