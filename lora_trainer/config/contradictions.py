@@ -215,6 +215,22 @@ def narrow_weights(settings: Settings) -> list[Yields]:
     return [Yields("memory.int8_products", False, reason, fix)]
 
 
+def flow_times(settings: Settings) -> list[Yields]:
+    """Settings of a distribution of times that is not the one drawn from."""
+    name = settings["flow.timesteps"]
+    of_others = [
+        each
+        for kind, names in {"logit_normal": ("logit_mean", "logit_spread"), "mode": ("mode_scale",)}.items()
+        if kind != name
+        for each in names
+    ]
+    return [
+        Yields(f"flow.{each}", default, f"flow.timesteps={name} does not ask for it", f"Remove flow.{each}.")
+        for each in of_others
+        if settings[f"flow.{each}"] != (default := settings.default(f"flow.{each}"))
+    ]
+
+
 RULES: tuple[Callable[[Settings], list[Yields]], ...] = (
     prodigy_rate,
     schedule_free,
@@ -225,6 +241,7 @@ RULES: tuple[Callable[[Settings], list[Yields]], ...] = (
     memory,
     control,
     narrow_weights,
+    flow_times,
 )
 
 

@@ -7,6 +7,7 @@ from dataclasses import replace
 from lora_trainer.config.contradictions import Settings, Yields, give_way, note_on
 from lora_trainer.config.layers import DEFAULT, Resolved
 from lora_trainer.config.schema import Config
+from lora_trainer.config.toml import section_types
 from lora_trainer.core.errors import UsageError
 
 # setting -> (what the model must predict, why); a setting at its default asks for nothing.
@@ -14,6 +15,19 @@ NEEDS = {
     "loss.min_snr_gamma": (
         ("epsilon", "v_prediction"),
         "min-SNR weighs by a signal-to-noise ratio, which only diffusion models have",
+    ),
+    **{
+        f"flow.{name}": (("flow",), "only models of flow matching are trained at times that can be chosen")
+        for name in section_types()["flow"].model_fields
+    },
+    # The flow ends in noise without any signal, so nothing leaks there that an offset would have to mend; drawing starts
+    # from plain noise, which a model trained on other noise has never met.
+    **dict.fromkeys(
+        ("noise.offset", "noise.multires_iterations"),
+        (
+            ("epsilon", "v_prediction"),
+            "a flow starts drawing from plain noise and must be trained on it; large areas need no help there",
+        ),
     ),
     "noise.zero_terminal_snr": (
         ("v_prediction",),

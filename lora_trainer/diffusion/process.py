@@ -8,6 +8,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from lora_trainer.diffusion.timesteps import UNIFORM, Times
+
 Prediction = Literal["epsilon", "v_prediction", "flow"]
 USUAL_STEPS = 1000
 
@@ -17,11 +19,13 @@ class Process:
     """Variance-preserving diffusion (DDPM, arXiv:2006.11239, eq. 4), or a rectified flow (arXiv:2209.03003).
 
     `alphas_cumprod` [T] is the share of signal left at each timestep: of its energy in diffusion, of its amplitude in
-    a flow, which goes straight from the latents to the noise.
+    a flow, which goes straight from the latents to the noise. `times` are those it is trained at; of a model as its
+    folder says it, their shift is its scheduler's.
     """
 
     alphas_cumprod: Tensor
     prediction: Prediction
+    times: Times = UNIFORM
 
     @property
     def timesteps(self) -> int:
@@ -47,6 +51,19 @@ class Process:
             return noise - latents
         signal, spread = self._scales(t, latents)
         return signal * noise - spread * latents
+
+    def parts(self, noisy: Tensor, prediction: Tensor, t: Tensor) -> tuple[Tensor, Tensor]:
+        """Latents and noise [B, C, h, w] each, that `noisy` is made of by this prediction at t [B].
+
+        Mixed again at an earlier timestep they are the next step of DDIM (arXiv:2010.02502, eq. 12, eta 0), or of
+        Euler along a flow.
+        """
+        signal, spread = self._scales(t, noisy)
+        if self.prediction == "epsilon":
+            return (noisy - spread * prediction) / signal.clamp_min(1e-4), prediction
+        if self.prediction == "flow":
+            return noisy - spread * prediction, noisy + signal * prediction
+        return signal * noisy - spread * prediction, signal * prediction + spread * noisy
 
     def snr(self, t: Tensor) -> Tensor:
         """Signal-to-noise ratio [B] at t [B]. Raises ValueError for a flow, whose options never ask for one."""

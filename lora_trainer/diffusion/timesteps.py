@@ -1,16 +1,117 @@
-"""Which timestep a sample is trained or validated at."""
+"""Which timestep a sample is trained or validated at.
+
+A time lies in [0, 1], 1 where nothing is left of the picture; a process cuts times into timesteps.
+"""
 
 from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from statistics import NormalDist
 
 import torch
 from torch import Tensor
 
+from lora_trainer.config.schema import FlowSection
+from lora_trainer.config.schema.types import TimestepsName
 
-def uniform_timesteps(draws: list[float], timesteps: int) -> Tensor:
-    """Timesteps [B] from B numbers in [0, 1): every one equally likely."""
-    return torch.tensor([int(draw * timesteps) for draw in draws], dtype=torch.long)
+SMALLEST_DRAW = 2.0**-54  # half of the smallest draw above 0, which has no logit
+
+
+@dataclass(frozen=True)
+class Shift:
+    """How far a flow's times are moved towards noise: t' = s t / (1 + (s - 1) t) (arXiv:2403.03206, eq. 23).
+
+    Large pictures keep more of their signal under the same noise, so they need more of it. s is `factor`, or with
+    `by_size` exp(mu), with mu on the line through `mus` at `tokens` of a picture, as FLUX.1 is drawn. A token is
+    `patch` latents high and wide.
+    """
+
+    factor: float = 1.0
+    by_size: bool = False
+    tokens: tuple[int, int] = (256, 4096)
+    mus: tuple[float, float] = (0.5, 1.15)
+    patch: int = 2
+
+    def of(self, size: tuple[int, int]) -> float:
+        """s for latents of this height and width."""
+        if not self.by_size:
+            return self.factor
+        (few, many), (low, high) = self.tokens, self.mus
+        tokens = (size[0] // self.patch) * (size[1] // self.patch)
+        return math.exp(low + (high - low) * (tokens - few) / (many - few))
+
+    def __str__(self) -> str:
+        if not self.by_size:
+            return f"shift {self.factor:g}"
+        return f"shift exp({self.mus[0]:g}) at {self.tokens[0]} tokens, exp({self.mus[1]:g}) at {self.tokens[1]}"
+
+
+@dataclass(frozen=True)
+class Times:
+    """How likely each time is drawn (arXiv:2403.03206, section 3.1): a distribution, then a shift. Plain: uniform."""
+
+    kind: TimestepsName = "uniform"
+    logit_mean: float = 0.0
+    logit_spread: float = 1.0
+    mode_scale: float = 0.0
+    shift: Shift = Shift()
+
+    def at(self, draw: float, size: tuple[int, int]) -> float:
+        """The time [0, 1] that a share `draw` [0, 1) of all times lies below, for latents of this height and width."""
+        return shifted(self._unshifted(draw), self.shift.of(size))
+
+    def _unshifted(self, draw: float) -> float:
+        if self.kind == "logit_normal":
+            return logit_normal(draw, self.logit_mean, self.logit_spread)
+        return mode(draw, self.mode_scale) if self.kind == "mode" else draw
+
+
+UNIFORM = Times()
+
+
+def shifted(time: float, factor: float) -> float:
+    """The time moved towards noise by a factor; two factors after each other are their product."""
+    return time if factor == 1.0 else factor * time / (1.0 + (factor - 1.0) * time)
+
+
+def logit_normal(draw: float, mean: float, spread: float) -> float:
+    """Quantile of times whose logits are normal (arXiv:2403.03206, eq. 19)."""
+    logit = NormalDist(mean, spread).inv_cdf(max(draw, SMALLEST_DRAW))
+    return 1.0 / (1.0 + math.exp(-logit)) if logit > 0.0 else math.exp(logit) / (1.0 + math.exp(logit))
+
+
+def mode(draw: float, scale: float) -> float:
+    """Quantile of times with the most in the middle (arXiv:2403.03206, eq. 20).
+
+    The paper's f falls; a draw is read from its other end, which gives the same distribution.
+    """
+    u = 1.0 - draw
+    return 1.0 - u - scale * (math.cos(math.pi / 2.0 * u) ** 2 - 1.0 + u)
+
+
+def flow_times(flow: FlowSection, own: Shift) -> Times:
+    """What the settings ask for, of a model whose scheduler says `own`."""
+    if flow.shift == "model":
+        shift = own
+    elif flow.shift == "resolution":
+        shift = replace(own, by_size=True)
+    else:
+        shift = Shift(flow.shift)
+    return Times(flow.timesteps, flow.logit_mean, flow.logit_spread, flow.mode_scale, shift)
+
+
+def drawn_timesteps(draws: Sequence[float], times: Times, timesteps: int, size: tuple[int, int]) -> Tensor:
+    """Timesteps [B] from B numbers in [0, 1), for latents of this height and width."""
+    found = [int(min(max(times.at(draw, size), 0.0), 1.0) * timesteps) for draw in draws]
+    return torch.tensor([min(each, timesteps - 1) for each in found], dtype=torch.long)
 
 
 def stratified_timesteps(count: int, timesteps: int) -> list[int]:
-    """The middles of `count` equal parts of the schedule, so that a mean covers all of it."""
+    """The middles of `count` equal parts of the schedule, so that a mean covers all of it.
+
+    Runs are measured at these whatever times they are trained at: a run that draws easy times is not flattered, and
+    losses compare between runs whose `[flow]` differs.
+    """
     return [int((index + 0.5) * timesteps / count) for index in range(count)]

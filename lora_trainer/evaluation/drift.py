@@ -44,7 +44,7 @@ def base_visits(
     *,
     steps: int = 10,
 ) -> list[Visit]:
-    """Where the base goes when it draws B prompts from fixed noise, by DDIM (arXiv:2010.02502, eq. 12, eta 0).
+    """Where the base goes when it draws B prompts from fixed noise, each step that of `Process.parts`.
 
     `cond` and `sizes` hold B rows; `shape` is [C, h, w]. Latents that the model itself makes
     ask a fairer question than noise on nothing.
@@ -52,19 +52,14 @@ def base_visits(
     device, dtype = sizes.device, next(iter(cond.values())).dtype
     count = len(sizes)
     latents = torch.stack([position_noise(shape, 0, "drift", index) for index in range(count)]).to(device)
-    alphas = process.alphas_cumprod.to(device, torch.float32)
-    points = stratified_timesteps(steps, process.timesteps)[::-1]
+    points = [torch.full((count,), t, device=device) for t in stratified_timesteps(steps, process.timesteps)[::-1]]
     visits = []
-    for index, t in enumerate(points):
-        prediction = predict(latents.to(dtype), torch.full((count,), t, device=device), cond, sizes).float()
-        visits.append(Visit(t, latents, prediction))
-        signal, spread = alphas[t].sqrt(), (1 - alphas[t]).sqrt()
-        if process.prediction == "epsilon":
-            noise, clean = prediction, (latents - spread * prediction) / signal.clamp_min(1e-4)
-        else:
-            noise, clean = signal * prediction + spread * latents, signal * latents - spread * prediction
-        after = alphas[points[index + 1]] if index + 1 < len(points) else torch.ones((), device=device)
-        latents = after.sqrt() * clean + (1 - after).sqrt() * noise
+    for t, after in zip(points, [*points[1:], None], strict=True):
+        prediction = predict(latents.to(dtype), t, cond, sizes).float()
+        visits.append(Visit(int(t[0]), latents, prediction))
+        if after is not None:
+            clean, noise = process.parts(latents, prediction, t)
+            latents = process.add_noise(clean, noise, after)
     return visits
 
 

@@ -30,6 +30,7 @@ def fixed_settings(config: Config, inputs: Inputs, choices: Choices) -> dict[str
     image_key, text_key = family.encoder_keys(folder, choices.encoder_dtype)
     process = family.make_process(folder)
     first, last = (float(process.alphas_cumprod[place]) for place in (0, -1))
+    shift = f", {process.times.shift}" if process.prediction == "flow" else ""
     return {
         **values,
         "data.sources": shown_by_source(config),
@@ -37,7 +38,7 @@ def fixed_settings(config: Config, inputs: Inputs, choices: Choices) -> dict[str
         "model": weights_digest(folder / family.denoiser_prefix),
         "autoencoder": image_key,
         "text encoder": text_key,
-        "the model's noise": f"{process.prediction}, {process.timesteps} timesteps, signal {first:.6g} to {last:.6g}",
+        "the model's noise": f"{process.prediction}, {process.timesteps} timesteps, signal {first:.6g} to {last:.6g}{shift}",
         "data": inputs.manifest.data_hash,
         "precision": choices.precision.value,
     }

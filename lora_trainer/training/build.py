@@ -12,6 +12,7 @@ from lora_trainer.config.schema import Config
 from lora_trainer.core.randomness import position_key
 from lora_trainer.diffusion.loss import make_loss
 from lora_trainer.diffusion.process import Process, zero_terminal_alphas
+from lora_trainer.diffusion.timesteps import flow_times
 from lora_trainer.export.weights import shapes_of
 from lora_trainer.models.family import Family, ModelFacts
 from lora_trainer.models.kernels.update import sum_updates, use_own_kernels
@@ -171,4 +172,5 @@ def trained_process(process: Process, config: Config, device: torch.device) -> P
     alphas = process.alphas_cumprod
     if config.noise.zero_terminal_snr:
         alphas = zero_terminal_alphas(alphas)
-    return replace(process, alphas_cumprod=alphas.to(device))
+    times = flow_times(config.flow, process.times.shift) if process.prediction == "flow" else process.times
+    return replace(process, alphas_cumprod=alphas.to(device), times=times)

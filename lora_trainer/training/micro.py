@@ -17,7 +17,7 @@ from lora_trainer.core.randomness import position_uniform
 from lora_trainer.data.loader import Batch
 from lora_trainer.diffusion.noise import perturbed, position_noise, training_noise
 from lora_trainer.diffusion.process import Process
-from lora_trainer.diffusion.timesteps import uniform_timesteps
+from lora_trainer.diffusion.timesteps import drawn_timesteps
 
 COPIED_AHEAD = 2**23  # bytes of a step; several steps are ahead
 
@@ -145,7 +145,8 @@ def make_micro(batch: Batch, step: int, seed: int, noise: NoiseSection, process:
         )
         for place in places
     ]
-    t = uniform_timesteps([position_uniform(seed, "t", *place) for place in places], process.timesteps)
+    draws = [position_uniform(seed, "t", *place) for place in places]
+    t = drawn_timesteps(draws, process.times, process.timesteps, (shape[-2], shape[-1]))
     latents = batch.mean.float() + batch.spread.float() * posterior
     drawn_noise = added = torch.stack(drawn)
     if noise.input_perturbation:

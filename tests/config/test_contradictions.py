@@ -54,6 +54,8 @@ CLASHES = [
         "default",
     ),
     ({"memory__base_precision": "fp8"}, {"memory__int8_products": True}, False),
+    ({"flow__timesteps": "mode"}, {"flow__logit_spread": 2.0}, 1.0),
+    ({"flow__timesteps": "uniform"}, {"flow__mode_scale": 0.5}, 1.29),
 ]
 
 
@@ -150,3 +152,26 @@ def test_a_users_option_that_the_model_lacks_is_refused():
     with pytest.raises(UsageError, match=r"zero_terminal_snr = true .*predicts velocity"):
         suited(zero, "epsilon")
     assert suited(zero, "v_prediction") == zero
+
+
+@pytest.mark.parametrize(
+    ("settings", "reason"),
+    [
+        ({"noise__offset": 0.05}, "a flow starts drawing from plain noise"),
+        ({"noise__multires_iterations": 4}, "a flow starts drawing from plain noise"),
+        ({"noise__zero_terminal_snr": True}, "only a model that predicts velocity"),
+        ({"loss__min_snr_gamma": 5.0}, "signal-to-noise ratio"),
+    ],
+)
+def test_what_only_diffusion_has_is_refused_on_a_flow(settings, reason):
+    with pytest.raises(UsageError, match=f"the model predicts flow, and .*{reason}"):
+        suited(resolve([user(**settings)]), "flow")
+
+
+@pytest.mark.parametrize("settings", [{"flow__timesteps": "uniform"}, {"flow__shift": 3.0}, {"flow__logit_mean": 0.5}])
+def test_times_of_a_flow_are_refused_on_a_diffusion_model(settings):
+    asked = resolve([user(**settings)])
+    assert suited(asked, "flow") == asked
+    for prediction in ("epsilon", "v_prediction"):
+        with pytest.raises(UsageError, match="only models of flow matching"):
+            suited(asked, prediction)

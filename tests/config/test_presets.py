@@ -7,6 +7,7 @@ from itertools import product
 import pytest
 
 from lora_trainer.config.layers import flattened, resolve
+from lora_trainer.config.options import suited
 from lora_trainer.config.presets import (
     FAMILIES,
     GOALS,
@@ -19,6 +20,7 @@ from lora_trainer.config.presets import (
     selectable,
 )
 from lora_trainer.config.schema import Config, FamilyName
+from lora_trainer.models.family import public_architecture
 
 TIER_NAMES = ["6gb", "8gb", "10gb", "12gb", "16gb", "24gb"]
 GOAL_NAMES = ["balanced", "quality", "speed"]
@@ -49,6 +51,21 @@ def test_every_combination_resolves_and_order_changes_nothing() -> None:
             one = resolve([*family, *preset_layers([tier, goal]).layers])
             other = resolve([*family, *preset_layers([f"{goal},{tier}"]).layers])
             assert one == other
+
+
+@pytest.mark.parametrize("family", [*FamilyName.__args__])  # type: ignore[attr-defined]
+def test_every_combination_suits_every_family(family: str) -> None:
+    """Of a flow, the goals' min-SNR weighting and multi-resolution noise are left out and named, and nothing else."""
+    prediction = public_architecture(family).facts.prediction
+    for names in [[goal] for goal in GOAL_NAMES] + [list(pair) for pair in product(TIER_NAMES, GOAL_NAMES)]:
+        resolved = resolve([*family_layers(family, builtin=False), *preset_layers(names).layers])
+        suits = suited(resolved, prediction)
+        before, after = flattened(resolved.config), flattened(suits.config)
+        lost = {name for name, value in before.items() if after[name] != value}
+        diffusion = {"balanced": {"loss.min_snr_gamma"}, "speed": set()}
+        diffusion["quality"] = {"loss.min_snr_gamma", "noise.multires_iterations"}
+        assert lost == (diffusion[names[-1]] if prediction == "flow" else set())
+        assert len(suits.notes) == len(resolved.notes) + len(lost)
 
 
 def test_no_setting_is_both_a_limit_and_a_wish() -> None:

@@ -12,7 +12,7 @@ from lora_trainer.core.randomness import position_key, position_keys, position_u
 from lora_trainer.diffusion.loss import huber_error, make_loss, min_snr_weight, squared_error
 from lora_trainer.diffusion.noise import generator, multires_noise, position_noise, training_noise
 from lora_trainer.diffusion.process import Process, linear_alphas, scaled_linear_alphas, zero_terminal_alphas
-from lora_trainer.diffusion.timesteps import stratified_timesteps, uniform_timesteps
+from lora_trainer.diffusion.timesteps import Times, drawn_timesteps, stratified_timesteps
 
 ALPHAS = scaled_linear_alphas(1000, 0.00085, 0.012)
 PLAIN = {"offset": 0.0, "multires_iterations": 0, "multires_discount": 0.3}
@@ -190,7 +190,7 @@ def test_offset_moves_whole_channels():
 
 @given(st.floats(0.0, 1.0, exclude_max=True), st.integers(1, 2000))
 def test_timesteps_stay_in_range(draw, count):
-    assert 0 <= int(uniform_timesteps([draw], count)) < count
+    assert 0 <= int(drawn_timesteps([draw], Times(), count, (64, 64))) < count
 
 
 @given(st.integers(1, 64), st.integers(64, 1000))

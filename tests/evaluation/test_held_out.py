@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lora_trainer.diffusion.process import Process, scaled_linear_alphas
+from lora_trainer.diffusion.process import Process, scaled_linear_alphas, usual_process
 from lora_trainer.evaluation.drift import base_visits, drift
 from lora_trainer.evaluation.held_out import EncodedSample, held_out_losses, improvement
 
@@ -73,7 +73,7 @@ def test_few_samples_are_said_to_be_few() -> None:
     assert few.low > 0
 
 
-@pytest.mark.parametrize("prediction", ["epsilon", "v_prediction"])
+@pytest.mark.parametrize("prediction", ["epsilon", "v_prediction", "flow"])
 def test_drift_is_the_relative_change_of_the_prediction(prediction: str) -> None:
     process = Process(PROCESS.alphas_cumprod, prediction)  # type: ignore[arg-type]
     cond, sizes = {"embeds": torch.zeros(3, 5, 2)}, torch.zeros(3, 6)
@@ -88,15 +88,16 @@ def test_drift_is_the_relative_change_of_the_prediction(prediction: str) -> None
     assert drift(lambda *given: 1.1 * base(*given), visits, cond, sizes) == pytest.approx(0.1, abs=1e-5)
 
 
-def test_the_way_to_a_known_picture_ends_there() -> None:
-    """With a perfect predictor for one picture, DDIM arrives at it."""
+@pytest.mark.parametrize("process", [PROCESS, usual_process("v_prediction"), usual_process("flow")])
+def test_the_way_to_a_known_picture_ends_there(process: Process) -> None:
+    """With a perfect predictor for one picture, DDIM arrives at it, and Euler along a flow."""
     picture = torch.linspace(-1, 1, 4 * 4 * 4).view(1, 4, 4, 4)
 
     def oracle(noisy: Tensor, t: Tensor, cond: Mapping[str, Tensor], sizes: Tensor) -> Tensor:
-        alpha = PROCESS.alphas_cumprod[t].view(-1, 1, 1, 1)
-        return (noisy - alpha.sqrt() * picture) / (1 - alpha).sqrt()
+        signal = process.add_noise(torch.ones_like(noisy), torch.zeros_like(noisy), t)
+        spread = process.add_noise(torch.zeros_like(noisy), torch.ones_like(noisy), t)
+        return process.target(picture.expand_as(noisy), (noisy - signal * picture) / spread, t)
 
-    last = base_visits(oracle, PROCESS, {"embeds": torch.zeros(2, 1, 1)}, torch.zeros(2, 6), (4, 4, 4), steps=20)[-1]
-    alpha = PROCESS.alphas_cumprod[last.t]
-    clean = (last.latents - (1 - alpha).sqrt() * last.prediction) / alpha.sqrt()
+    last = base_visits(oracle, process, {"embeds": torch.zeros(2, 1, 1)}, torch.zeros(2, 6), (4, 4, 4), steps=20)[-1]
+    clean, _ = process.parts(last.latents, last.prediction, torch.tensor([last.t] * 2))
     assert torch.allclose(clean, picture.expand(2, -1, -1, -1), atol=1e-4)

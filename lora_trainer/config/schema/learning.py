@@ -89,18 +89,19 @@ class FlowSection(Section):
     """At which times models of flow matching are trained (arXiv:2403.03206, section 3.1)."""
 
     timesteps: TimestepsName = Field(
-        "logit_normal", description="how times are drawn: `uniform`, `logit_normal` (more in the middle) or `mode`"
+        "logit_normal",
+        description="how times are drawn: `uniform`, `logit_normal` (more in the middle) or `mode` (so too, but never few at the ends)",
     )
     logit_mean: Annotated[float, Field(allow_inf_nan=False)] = Field(
         0.0, description="mean of `logit_normal`; above 0 more noise"
     )
     logit_spread: Positive = Field(1.0, description="standard deviation of `logit_normal`")
     mode_scale: Annotated[float, Field(ge=-1.0, le=1.75)] = Field(
-        1.29, description="how much `mode` prefers the middle, where it is above 0"
+        1.29, description="how much `mode` prefers the middle; below 0 the ends, 0 is `uniform`"
     )
     shift: Annotated[float, Field(gt=0.0, le=100.0)] | Literal["model", "resolution"] = Field(
         "model",
-        description="factor towards more noise: a number, 1 for none; `resolution`, more for larger pictures; `model`, as its scheduler says",
+        description="factor towards more noise: a number, 1 for none; `resolution`, more for larger pictures; `model`, as the model's scheduler says",
     )
 
 
