@@ -6,6 +6,7 @@ import contextlib
 import hashlib
 import os
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 from lora_trainer.core.io import read_json, sha256_file, user_cache_folder, write_json
@@ -16,16 +17,22 @@ STILL_WARM = 2.0  # seconds; a file written so lately may change again within it
 
 def remembered_sha256(path: Path) -> str:
     """Hex digest of a file's bytes; from the user's cache folder while path, size, times and inode are the same."""
+    return remembered_digest(path, "", sha256_file)
+
+
+def remembered_digest(path: Path, part: str, read: Callable[[Path], str]) -> str:
+    """The same for what `read` makes of a `part` of a file; the empty part is all of it."""
     found = path.stat()
     if found.st_size < LEAST_REMEMBERED:
-        return sha256_file(path)
+        return read(path)
     known = [os.path.abspath(path), found.st_size, found.st_mtime_ns, found.st_ctime_ns, found.st_ino]
-    note = user_cache_folder() / "digests" / f"{hashlib.sha256(str(known[0]).encode()).hexdigest()[:32]}.json"
+    named = hashlib.sha256(f"{known[0]}{part}".encode()).hexdigest()[:32]
+    note = user_cache_folder() / "digests" / f"{named}.json"
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
         document = read_json(note)
         if document["file"] == known:
             return str(document["sha256"])
-    digest = sha256_file(path)
+    digest = read(path)
     if time.time() - max(found.st_mtime, found.st_ctime) > STILL_WARM:
         with contextlib.suppress(OSError):  # a cache folder that cannot be written to costs time, no more
             write_json(note, {"file": known, "sha256": digest})

@@ -46,6 +46,13 @@ def read_tensor_header(path: Path) -> dict[str, Any]:
     return header
 
 
+def data_begins(path: Path) -> int:
+    """The byte of a sound file at which its tensors' data begins."""
+    with open(path, "rb") as file:
+        (length,) = struct.unpack("<Q", file.read(8))
+    return 8 + int(length)
+
+
 def _read_header(path: Path, beginning: bytes, size: int, read: Any) -> tuple[dict[str, Any], int]:
     # A header of 640, 896, 1152 or 1408 bytes begins alike, but zeros follow, which no pickle can have there.
     if beginning.startswith(PICKLE_BEGINNINGS) and beginning[2:] != bytes(6):

@@ -11,6 +11,15 @@ from lora_trainer.core.bounded import TextError, read_json_object
 from lora_trainer.core.digests import remembered_sha256
 from lora_trainer.core.errors import Problem, UsageError
 from lora_trainer.core.tensorfile import METADATA, elements, read_tensor_header
+from lora_trainer.models.places import (
+    WEIGHTS,
+    Place,
+    is_laid_out,
+    numbers_of,
+    places_digest,
+    read_places,
+    stored_weights,
+)
 
 FAMILY_OF_PIPELINE = {
     "StableDiffusionPipeline": "sd15",
@@ -100,29 +109,39 @@ def detect_family(folder: Path, origin: str = "--model") -> str:
 
 
 def weights_files(folder: Path) -> list[Path]:
-    """The safetensors files of a component's weights, the full-precision ones where there are others.
+    """The safetensors files that hold a component's weights, the full-precision ones where there are others.
 
     Raises UsageError as `places_of_weights` does.
     """
-    return sorted(set(places_of_weights(folder).values()))
+    return sorted({place.file for place in places_of_weights(folder).values()})
 
 
 def weights_digest(folder: Path) -> str:
     """A hash of a component's weights: of one file its own, of several all of theirs. Raises UsageError."""
+    if is_laid_out(folder):
+        return places_digest(read_places(folder))
     digests = [remembered_sha256(path) for path in weights_files(folder)]
     return digests[0] if len(digests) == 1 else hashlib.sha256("\n".join(digests).encode()).hexdigest()
 
 
-def places_of_weights(folder: Path) -> dict[str, Path]:
-    """The file that holds each weight of a component: one for all, or what the index of several says.
+def shapes_of_weights(folder: Path) -> dict[str, tuple[int, ...]]:
+    """The shape of each weight of a component, from the headers of its files. Raises UsageError."""
+    stored = stored_weights(places_of_weights(folder))
+    return {name: tuple(entry["shape"]) for name, entry in stored.items()}
+
+
+def places_of_weights(folder: Path) -> dict[str, Place]:
+    """Where each weight of a component lies: in one file, where the index of several says, or where a laid-out folder does.
 
     For a part that `check_part` has seen. Raises UsageError for several files without an index, and for an index that
     names weights that its files lack.
     """
+    if is_laid_out(folder):
+        return read_places(folder)
     first = _first_of_weights(folder)
     names = {first.name: _names(first)}
     if "-of-" not in first.name:
-        return dict.fromkeys(names[first.name], first)
+        return {name: Place(first, name) for name in names[first.name]}
     stem, _, variant = first.name.partition("-")[0].partition(".")
     index = folder / ".".join([stem, "safetensors.index", *([variant] if variant else []), "json"])
     named: dict[str, str] = _check_index(index, {path.name for path in folder.glob("*.safetensors")})
@@ -132,7 +151,7 @@ def places_of_weights(folder: Path) -> dict[str, Path]:
         raise UsageError(
             Problem(f"{folder / named[lacking[0]]} lacks {lacking[0][:80]!r}, which its index names.", COPY)
         )
-    return {name: folder / file for name, file in named.items()}
+    return {name: Place(folder / file, name) for name, file in named.items()}
 
 
 def _names(path: Path) -> set[str]:
@@ -146,12 +165,6 @@ def _first_of_weights(folder: Path) -> Path:
         reason = f"holds only {pickles[0]}, a pickle" if pickles else "holds no weights"
         raise UsageError(Problem(f"{folder} {reason}.", "Only .safetensors weights are loaded; convert the model."))
     return found[0]
-
-
-def variant_of(folder: Path) -> str | None:
-    """`fp16` for a component that has only `….fp16.safetensors`."""
-    suffixes = _first_of_weights(folder).suffixes
-    return suffixes[-2].lstrip(".").partition("-")[0] if len(suffixes) > 1 else None
 
 
 def check_components(folder: Path, components: tuple[str, ...]) -> None:
@@ -172,26 +185,32 @@ def check_part(folder: Path) -> int:
     Raises UsageError for weights that are missing, damaged, pickles or no floating point, and for what would make a library read
     other files than these, fetch code or run it: an index that leads elsewhere, an adapter, a config with code of its own.
     """
-    if not (files := sorted(folder.glob("*.safetensors"))):
+    if laid_out := is_laid_out(folder):
+        stored = _refuse_whole(folder, stored_weights(read_places(folder)))
+    elif not (files := sorted(folder.glob("*.safetensors"))):
         _first_of_weights(folder)  # says what is there in place of weights
     if (adapter := folder / "adapter_config.json").exists():
         raise UsageError(Problem(f"{adapter} would put other weights onto these.", "Delete it, or merge the adapter."))
     for index in folder.glob("*.safetensors.index.json"):
-        _check_index(index, {path.name for path in files})
+        _check_index(index, {path.name for path in folder.glob("*.safetensors")})
     for key, value in _entries(read_config(folder, "config.json")):
         _refuse_entry(folder / "config.json", key, value)
-    return sum(elements(_weights_header(path)) for path in files)
+    return numbers_of(stored) if laid_out else sum(elements(_weights_header(path)) for path in files)
 
 
 def _weights_header(path: Path) -> dict[str, Any]:
-    """The header of a file of weights. Raises UsageError for layers that are stored in whole or complex numbers.
+    """The header of a file of weights. Raises UsageError as `_refuse_whole` does."""
+    return _refuse_whole(path, read_tensor_header(path))
+
+
+def _refuse_whole(where: Path, header: dict[str, Any]) -> dict[str, Any]:
+    """Raise UsageError for layers that are stored in whole or complex numbers.
 
     A library would take such for the values themselves. Buffers, such as positions, may be whole.
     """
-    header = read_tensor_header(path)
     for name, entry in header.items():
         if name.endswith((".weight", ".bias")) and not entry["dtype"].startswith(("F", "BF")):
-            message = f"{path}: {name[:80]!r} is stored as {entry['dtype']}, in place of floating point."
+            message = f"{where}: {name[:80]!r} is stored as {entry['dtype']}, in place of floating point."
             raise UsageError(Problem(message, FLOATING))
     return header
 
@@ -226,6 +245,8 @@ def fingerprint(folder: Path, *components: str) -> str:
     for component in components:
         for path in sorted((folder / component).iterdir()):
             if path.is_file():
-                line = f"{component}/{path.name}:{remembered_sha256(path)}\n"
+                # A table of places tells of files and times; the weights themselves are what counts.
+                told = weights_digest(path.parent) if path.name == WEIGHTS else remembered_sha256(path)
+                line = f"{component}/{path.name}:{told}\n"
                 digest.update(line.encode("utf-8", "surrogatepass"))  # a name need not be UTF-8
     return digest.hexdigest()[:32]

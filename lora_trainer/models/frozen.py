@@ -1,14 +1,15 @@
-"""One part of a model brought into memory by its library, after what it holds and asks for was checked."""
+"""One part of a model built from its config and filled from its files, after what it holds and asks for was checked."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from lora_trainer.core.errors import Problem, UsageError, is_out_of_memory
 from lora_trainer.core.findings import printable
-from lora_trainer.models.folder import COPY, check_part, places_of_weights, variant_of
+from lora_trainer.models.folder import COPY, check_part, places_of_weights
+from lora_trainer.models.places import Place
 
 if TYPE_CHECKING:
     import torch
@@ -18,6 +19,8 @@ if TYPE_CHECKING:
 
 # Tied weights stand once in a file and twice in a model.
 MOST_TIMES_HELD = 2
+# Parts of names that transformers has put into its modules' names, or taken out, since files were written.
+PREFIXES = ("text_model", "model")
 SHOWN_OF_REASON = 200  # characters
 
 
@@ -25,43 +28,12 @@ class _TooLargeError(Exception):
     """A config that asks for more numbers than its weights can fill."""
 
 
-def load_frozen(kind: Any, folder: Path, dtype: torch.dtype, device: torch.device) -> Any:
-    """One part, in eval mode; each has its own variant, since a folder may hold one only as fp16.
+def load_frozen(kind: Any, folder: Path, dtype: torch.dtype, device: torch.device, narrow: Narrow | None = None) -> Any:
+    """One part of a model, frozen, in eval mode, brought in layer by layer; `narrow` stores each in fewer bits.
 
-    Raises UsageError for a part that `check_part` refuses, whose config asks for more than its weights hold,
-    which lacks weights (a library would fill them with random numbers), or which the library cannot load.
-    """
-    from diffusers.utils import logging as diffusers_logging
-    from transformers.utils import logging as transformers_logging
-
-    # Bars for files that load in a second only tear the caller's own progress line.
-    diffusers_logging.disable_progress_bar()
-    transformers_logging.disable_progress_bar()
-    held = check_part(folder)
-    try:
-        check_size(lambda: _empty(kind, folder), held, folder)
-        model, found = kind.from_pretrained(
-            folder,
-            dtype=dtype,
-            variant=variant_of(folder),
-            use_safetensors=True,
-            local_files_only=True,
-            output_loading_info=True,
-        )
-    except UsageError:
-        raise
-    except Exception as error:  # libraries raise every kind for a part that is not what they expect
-        raise _as_usage(error, folder) from error
-    refuse_lacking(folder, found["missing_keys"])
-    return model.to(device).eval().requires_grad_(False)
-
-
-def load_denoiser(
-    kind: Any, folder: Path, dtype: torch.dtype, device: torch.device, narrow: Narrow | None = None
-) -> nn.Module:
-    """A diffusers denoiser, frozen, in eval mode, brought in layer by layer; `narrow` stores each in fewer bits.
-
-    Raises UsageError as `load_frozen` does.
+    `kind` is a class of diffusers or transformers. What is read is what its own `from_pretrained` reads, to the bit.
+    Raises UsageError for a part that `check_part` refuses, whose config asks for more than its weights hold, which lacks weights
+    (a library would fill them with random numbers), or which the library cannot build.
     """
     from lora_trainer.models.storage.layers import fill_layers, fill_the_rest
 
@@ -69,14 +41,40 @@ def load_denoiser(
     places = places_of_weights(folder)
     try:
         model = check_size(lambda: _empty(kind, folder), held, folder)
+        places = _as_named(model, places)
         refuse_lacking(folder, set(model.state_dict()) - set(places))
-        fill_layers(model, places, dtype, device, narrow)
+        fill_layers(model, places, dtype, device, narrow, _kept_wide(kind, dtype))
         fill_the_rest(model, lambda: _empty(kind, folder), device)
     except UsageError:
         raise
-    except Exception as error:  # as above
+    except Exception as error:  # libraries raise every kind for a part that is not what they expect
         raise _as_usage(error, folder) from error
     return model.eval().requires_grad_(False)
+
+
+load_denoiser = load_frozen
+
+
+def _as_named(model: nn.Module, places: Mapping[str, Place]) -> dict[str, Place]:
+    """The places by the names that this version of its library has for the model's weights."""
+    found = dict(places)
+    if hasattr(model, "_fix_state_dict_keys_on_load"):  # attention of the first autoencoders, in diffusers
+        model._fix_state_dict_keys_on_load(found)  # type: ignore[operator]
+    for name in model.state_dict():
+        for prefix in PREFIXES:
+            for other in (f"{prefix}.{name}", name.removeprefix(f"{prefix}.")):
+                if name not in found and other in places:
+                    found[name] = places[other]
+    held = model.state_dict(keep_vars=True)
+    known = {id(held[name]): place for name, place in found.items() if name in held}
+    return {name: known[id(own)] for name, own in held.items() if id(own) in known}  # tied weights stand once in a file
+
+
+def _kept_wide(kind: Any, dtype: torch.dtype) -> tuple[str, ...]:
+    """Names of modules that their library keeps in fp32 where the rest is fp16, since they overflow."""
+    import torch
+
+    return tuple(getattr(kind, "_keep_in_fp32_modules", None) or ()) if dtype == torch.float16 else ()
 
 
 def load_words(kind: Any, folder: Path) -> Any:

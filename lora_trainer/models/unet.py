@@ -96,7 +96,7 @@ def load_unet(folder: Path, dtype: torch.dtype, device: torch.device, narrow: Na
     """The U-Net, frozen, on the device."""
     from diffusers import UNet2DConditionModel
 
-    return load_denoiser(UNet2DConditionModel, folder / "unet", dtype, device, narrow)
+    return cast("nn.Module", load_denoiser(UNet2DConditionModel, folder / "unet", dtype, device, narrow))
 
 
 def load_vae(folder: Path, dtype: torch.dtype, device: torch.device) -> Any:

@@ -18,6 +18,7 @@ from safetensors.torch import load_file, save_file
 from lora_trainer.core import tensorfile
 from lora_trainer.core.errors import UsageError
 from lora_trainer.models.folder import detect_family
+from lora_trainer.models.places import Place, laid_out_models, write_places
 from lora_trainer.models.sd15 import FAMILY, load_text_encoder
 from lora_trainer.models.unet import load_tokenizer, load_unet, load_vae
 
@@ -302,3 +303,32 @@ def test_too_many_tensors_are_refused(tmp_path: Path, monkeypatch: pytest.Monkey
     path = tmp_path / "many.safetensors"
     path.write_bytes(header({str(number): entry(0, 0) for number in range(1001)}))
     assert "1001 tensors" in refused(lambda: tensorfile.read_tensor_header(path))
+
+
+def test_a_table_of_places_in_a_strangers_folder_is_refused(model: Path, tmp_path: Path) -> None:
+    unet = model / "unet"
+    secret = shutil.move(unet / "diffusion_pytorch_model.safetensors", tmp_path / "secret.safetensors")
+    write_places(unet, {name: Place(secret, name) for name in load_file(secret)})
+    assert "only read from the cache" in described(model)
+    assert "only read from the cache" in refused(lambda: load_unet(model, FP32, CPU))
+    shutil.copy(secret, unet / "diffusion_pytorch_model.safetensors")
+    assert "only read from the cache" in described(model)
+
+
+def test_a_checkpoint_that_changed_or_went_is_one_message(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LORA_TRAINER_CACHE", str(tmp_path / "cache"))
+    ours = laid_out_models() / "one"
+    ours.parent.mkdir(parents=True)
+    shutil.copytree(model, ours)
+    file = shutil.move(ours / "unet" / "diffusion_pytorch_model.safetensors", tmp_path / "all.safetensors")
+    write_places(ours / "unet", {name: Place(file, name) for name in load_file(file)})
+    load_unet(ours, FP32, CPU)
+    os.utime(file, (1, 1))
+    assert "was changed while it was in use" in described(ours)
+    assert "was changed" in refused(lambda: load_unet(ours, FP32, CPU))
+    file.unlink()
+    assert f"{file}, which holds weights of the model, is gone" in described(ours)
+    (ours / "unet" / "weights.json").write_text('{"version": 1}', encoding="utf-8")
+    assert "is damaged" in described(ours)

@@ -16,9 +16,8 @@ from importlib.resources import files
 from pathlib import Path
 
 from lora_trainer.core.findings import counted
-from lora_trainer.core.tensorfile import read_tensor_header
 from lora_trainer.models.family import ModelFacts
-from lora_trainer.models.folder import weights_files
+from lora_trainer.models.folder import shapes_of_weights
 
 FRAGMENTATION = 1.05  # of what comes and goes
 PREDICTED_AT_ONCE = 2  # rows of a prediction: with and without the prompt, or two of the gate's questions
@@ -68,8 +67,7 @@ def costs_of(facts: ModelFacts) -> PhaseCosts:
 
 def _sizes(component: Path) -> list[int]:
     """Values of each weight, from the headers of its files."""
-    headers = [read_tensor_header(path) for path in weights_files(component)]
-    return [math.prod(entry["shape"]) for header in headers for name, entry in header.items() if name != "__metadata__"]
+    return [math.prod(shape) for shape in shapes_of_weights(component).values()]
 
 
 @dataclass(frozen=True)

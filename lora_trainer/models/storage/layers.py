@@ -6,7 +6,8 @@ and the part of a file that was read last.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lora_trainer.models.places import Place
 from lora_trainer.models.storage.store import Narrow
 
 READ_AT_ONCE = (
@@ -22,29 +24,40 @@ READ_AT_ONCE = (
 
 
 def fill_layers(
-    model: nn.Module, places: Mapping[str, Path], dtype: torch.dtype, device: torch.device, narrow: Narrow | None
+    model: nn.Module,
+    places: Mapping[str, Place],
+    dtype: torch.dtype,
+    device: torch.device,
+    narrow: Narrow | None,
+    wide: Collection[str] = (),
 ) -> None:
     """Give a model that stands on the meta device its frozen weights, each from the file that `places` names.
 
-    Numbers take `dtype`; where they have it already, on a processor, and are not narrowed, they stay in the mapped
-    file. Raises ValueError for a weight of another shape or that is no floating point. Weights that no file holds
-    stay on the meta device.
+    Numbers take `dtype`, those of modules named as in `wide` fp32; where they have it already, on a processor, and are
+    not narrowed, they stay in the mapped file. A weight that modules share is read once. Raises ValueError for a weight
+    of another shape or that is no floating point. Weights that no file holds stay on the meta device.
     """
     with ExitStack() as stack:
         # What is narrowed is copied first: what then remains as it was, such as norms, would keep the whole file mapped.
-        read = _reader(places, stack, lambda found: _moved(found, device, dtype, copy=narrow is not None))
+        read = _reader(places, stack, device, copy=narrow is not None)
+        tied, put = _tied(model), dict[int, nn.Parameter]()
         for prefix, module in list(model.named_modules()):
+            kept = torch.float32 if not set(wide).isdisjoint(prefix.split(".")) else dtype
             for name, own in list(_own(module)):
                 full = f"{prefix}.{name}" if prefix else name
-                if full not in places:
+                if id(own) in put:
+                    setattr(module, name, put[id(own)])
+                if full not in places or id(own) in put:
                     continue
-                found = read(full)
+                found = read(full, kept)
                 if found.shape != own.shape:
                     raise ValueError(f"{full} has shape {[*found.shape]} in place of {[*own.shape]}")
                 if own.is_floating_point() and not found.is_floating_point():
                     raise ValueError(f"{full} is stored as {found.dtype} in place of floating point")
                 if isinstance(own, nn.Parameter):
                     setattr(module, name, nn.Parameter(found, requires_grad=False))
+                    if id(own) in tied:
+                        put[id(own)] = getattr(module, name)
                 else:
                     module.register_buffer(name, found)
                 del found
@@ -75,6 +88,13 @@ def fill_the_rest(model: nn.Module, make: Callable[[], nn.Module], device: torch
         setattr(model.get_submodule(owner), last, made[name].to(device))
 
 
+def _tied(model: nn.Module) -> dict[int, nn.Parameter]:
+    """The parameters that several modules share. Kept here, each has its number until all are put."""
+    every = [parameter for _, parameter in model.named_parameters(remove_duplicate=False)]
+    times = Counter(map(id, every))
+    return {id(parameter): parameter for parameter in every if times[id(parameter)] > 1}
+
+
 def _own(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """A module's own parameters and buffers that are saved with it, not those of the modules in it."""
     yield from module.named_parameters(recurse=False)
@@ -87,8 +107,20 @@ def _moved(found: Tensor, device: torch.device, dtype: torch.dtype, *, copy: boo
     return found.to(device, dtype if found.is_floating_point() else None, copy=copy)
 
 
-def _reader(places: Mapping[str, Path], stack: ExitStack, moved: Callable[[Tensor], Tensor]) -> Callable[[str], Tensor]:
-    """A function from names to what `moved` makes of tensors in mapped files, of which few bytes stay in memory.
+def _cut(found: Tensor, place: Place) -> Tensor:
+    """The weight of what is stored in a place; a view of it wherever that can be."""
+    if place.rows:
+        pieces = [found[begin:end] for begin, end in place.rows]
+        found = pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+    while place.squeezed and found.ndim > 2 and found.shape[-1] == 1:
+        found = found.squeeze(-1)
+    return found.t().contiguous() if place.transposed else found
+
+
+def _reader(
+    places: Mapping[str, Place], stack: ExitStack, device: torch.device, *, copy: bool
+) -> Callable[[str, torch.dtype], Tensor]:
+    """A function from names and types to tensors on the device, of which few bytes stay in memory beside them.
 
     A file of which a tensor stays as it is remains open: it stays mapped with it, and would be mapped once more.
     """
@@ -97,17 +129,18 @@ def _reader(places: Mapping[str, Path], stack: ExitStack, moved: Callable[[Tenso
     opened: dict[Path, Any] = {}
     since, stays = 0, False
 
-    def read(name: str) -> Tensor:
+    def read(name: str, dtype: torch.dtype) -> Tensor:
         nonlocal since, stays
-        path = places[name]
+        place = places[name]
+        path = place.file
         if since > READ_AT_ONCE and not stays:
             stack.pop_all().close()
             opened.clear()
             since = 0
         if path not in opened:
             opened[path] = stack.enter_context(safe_open(path, framework="pt"))
-        found: Tensor = opened[path].get_tensor(name)
-        tensor = moved(found)
+        found: Tensor = opened[path].get_tensor(place.key)
+        tensor = _moved(_cut(found, place), device, dtype, copy=copy)
         since += found.nbytes
         stays = stays or tensor.untyped_storage().data_ptr() == found.untyped_storage().data_ptr()
         return tensor

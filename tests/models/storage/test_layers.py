@@ -16,6 +16,7 @@ from lora_trainer.core.errors import UsageError
 from lora_trainer.jobs.random_weights import with_random_weights
 from lora_trainer.models.frozen import load_denoiser
 from lora_trainer.models.kept import keep_loaded
+from lora_trainer.models.places import Place
 from lora_trainer.models.sd15 import FAMILY
 from lora_trainer.models.storage import layers
 from lora_trainer.models.storage.layers import fill_layers
@@ -100,7 +101,7 @@ def test_weights_that_are_no_floating_point_are_refused(model: Path, tmp_path: P
         embeddings = nn.ParameterDict({"own": nn.Parameter(torch.empty(3))})
     save_file({"own": torch.ones(3, dtype=torch.int8)}, tmp_path / "own.safetensors")
     with pytest.raises(ValueError, match=r"own is stored as torch\.int8 in place of floating point"):
-        fill_layers(embeddings, {"own": tmp_path / "own.safetensors"}, torch.float32, CPU, None)
+        fill_layers(embeddings, {"own": Place(tmp_path / "own.safetensors", "own")}, torch.float32, CPU, None)
 
 
 @pytest.mark.parametrize("stored", ["fp8", "int8"])
@@ -180,7 +181,7 @@ def test_memory_holds_the_narrow_model_and_a_few_layers(tmp_path: Path, monkeypa
         narrow(module)
         seen.append(process.memory_info().rss - before)
 
-    fill_layers(toy, dict.fromkeys(toy.state_dict(), path), torch.bfloat16, CPU, narrow_and_look)
+    fill_layers(toy, {name: Place(path, name) for name in toy.state_dict()}, torch.bfloat16, CPU, narrow_and_look)
     narrow_size = sum(each.nbytes for each in (*toy.parameters(), *toy.buffers()) if not each.is_meta)
     assert 80 * megabyte < narrow_size < 84 * megabyte
     # What was read of the file last, a layer, and holes in malloc's heap; wide the model has 160 MB, its file 320.
@@ -199,7 +200,7 @@ def test_a_file_is_mapped_once_however_large(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setattr(layers, "READ_AT_ONCE", 16 << 20)
     process = psutil.Process()
     before = process.memory_info().vms
-    fill_layers(toy, dict.fromkeys(toy.state_dict(), path), torch.bfloat16, CPU, narrower(stored))  # type: ignore[arg-type]
+    fill_layers(toy, {name: Place(path, name) for name in toy.state_dict()}, torch.bfloat16, CPU, narrower(stored))  # type: ignore[arg-type]
     held = sum(each.nbytes for each in (*toy.parameters(), *toy.buffers())) if stored != "bf16" else 0
     assert process.memory_info().vms - before < held + 1.5 * path.stat().st_size
     assert float(toy[39].bias.sum()) == 1448

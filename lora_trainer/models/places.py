@@ -1,0 +1,171 @@
+"""Where the weights of a part lie, when they lie elsewhere: the table that a laid-out folder holds in place of weights.
+
+A single checkpoint, or a model of which one part was replaced, becomes a folder in the user's cache with configs and
+tokenizers as files and a `weights.json` for each part. It says for each weight by diffusers' name in which file, under
+which key and in which rows it lies. So no weight is copied. Such a table is read from that cache only: in a stranger's
+folder it would lead a library to any file.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from lora_trainer.core.bounded import TextError, read_json_object
+from lora_trainer.core.digests import remembered_digest
+from lora_trainer.core.errors import Problem, UsageError
+from lora_trainer.core.io import user_cache_folder, write_json
+from lora_trainer.core.tensorfile import METADATA, data_begins, read_tensor_header
+
+WEIGHTS = "weights.json"
+VERSION = 1
+MOST_TABLE_BYTES = 1 << 26
+READ_AT_ONCE = 1 << 24  # bytes, of a file that is hashed
+SHOWN_OF_NAME = 80
+
+
+@dataclass(frozen=True)
+class Place:
+    """One weight in a file. What is stored there is cut to `rows` (pairs of first and last but one, all where none),
+    in that order, then loses its sides of 1 at the end (`squeezed`), then its two sides change places (`transposed`).
+    """
+
+    file: Path
+    key: str
+    rows: tuple[tuple[int, int], ...] = ()
+    squeezed: bool = False
+    transposed: bool = False
+
+    def shape(self, stored: Iterable[int]) -> tuple[int, ...]:
+        """The weight's shape, of what is stored. Raises ValueError for rows that are not there."""
+        sides = list(stored)
+        if self.rows:
+            if not sides or not all(0 <= begin < end <= sides[0] for begin, end in self.rows):
+                raise ValueError(f"{self.key} has {sides} and not the rows {[*self.rows]}")
+            sides[0] = sum(end - begin for begin, end in self.rows)
+        if self.squeezed:
+            while len(sides) > 2 and sides[-1] == 1:
+                del sides[-1]
+        return tuple(reversed(sides) if self.transposed else sides)
+
+
+def laid_out_models() -> Path:
+    """The folder in the user's cache that holds all laid-out folders."""
+    return user_cache_folder() / "models"
+
+
+def is_laid_out(folder: Path) -> bool:
+    """Whether a part's weights lie elsewhere. Raises UsageError for a table of places in a folder that is not ours."""
+    table = folder / WEIGHTS
+    if not table.exists():
+        return False
+    if not table.resolve().is_relative_to(laid_out_models().resolve()):
+        raise UsageError(
+            Problem(f"{table} names weights that lie elsewhere, which is only read from the cache.", "Delete it.")
+        )
+    return True
+
+
+def write_places(folder: Path, places: Mapping[str, Place]) -> None:
+    """Write the table of a part. Files are known again by their path, size and time of change."""
+    files = sorted({place.file for place in places.values()})
+    numbers = {file: number for number, file in enumerate(files)}
+    rows = {
+        name: [numbers[place.file], place.key, [list(each) for each in place.rows], place.squeezed, place.transposed]
+        for name, place in places.items()
+    }
+    listed = [[str(file), *_state(file)] for file in files]
+    write_json(folder / WEIGHTS, {"version": VERSION, "files": listed, "weights": rows})
+
+
+def read_places(folder: Path) -> dict[str, Place]:
+    """The table of a laid-out part. Raises UsageError when it is damaged, and for files that changed or vanished since."""
+    is_laid_out(folder)
+    table = folder / WEIGHTS
+    try:
+        document = read_json_object(table, MOST_TABLE_BYTES)
+        if document["version"] != VERSION:
+            raise ValueError("is of another version")
+        listed = [(Path(path), (int(size), int(changed))) for path, size, changed in document["files"]]
+        places = {
+            str(name): Place(
+                listed[number][0], str(key), tuple((int(a), int(b)) for a, b in rows), squeezed, transposed
+            )
+            for name, (number, key, rows, squeezed, transposed) in document["weights"].items()
+        }
+    except (TextError, ValueError, KeyError, TypeError, IndexError) as error:
+        raise UsageError(Problem(f"{table} is damaged.", f"Delete {folder.parent}; it is made anew.")) from error
+    if problems := [problem for path, state in listed if (problem := _changed(path, state))]:
+        raise UsageError(problems)
+    return places
+
+
+def _state(path: Path) -> tuple[int, int]:
+    found = path.stat()
+    return found.st_size, found.st_mtime_ns
+
+
+def _changed(path: Path, state: tuple[int, int]) -> Problem | None:
+    try:
+        if _state(path) == state:
+            return None
+    except OSError:
+        return Problem(f"{path}, which holds weights of the model, is gone.", "Put it back where it was.")
+    return Problem(f"{path} was changed while it was in use as a model.", "Start the command again.")
+
+
+def stored_weights(places: Mapping[str, Place]) -> dict[str, dict[str, Any]]:
+    """What each weight is stored as: the header's entry, with `shape` as the model has it.
+
+    Raises UsageError for files that are damaged or lack a weight.
+    """
+    headers = {file: read_tensor_header(file) for file in {place.file for place in places.values()}}
+    found = {}
+    for name, place in places.items():
+        entry = headers[place.file].get(place.key)
+        if entry is None or place.key == METADATA:
+            raise UsageError(Problem(f"{place.file} lacks {place.key[:SHOWN_OF_NAME]!r}.", "Copy it again."))
+        try:
+            found[name] = {**entry, "shape": place.shape(entry["shape"])}
+        except ValueError as error:
+            raise UsageError(Problem(f"{place.file}: {error}.", "Copy it again.")) from error
+    return found
+
+
+def numbers_of(stored: Mapping[str, Mapping[str, Any]]) -> int:
+    """How many numbers weights hold."""
+    return sum(math.prod(entry["shape"]) for entry in stored.values())
+
+
+def places_digest(places: Mapping[str, Place]) -> str:
+    """A hash of the weights themselves, whatever file they lie in; remembered while the files are the same."""
+    stored = stored_weights(places)
+    rows = [
+        [name, entry["dtype"], list(entry["shape"]), place.key, [*place.rows], place.squeezed, place.transposed]
+        for name, place, entry in ((name, places[name], stored[name]) for name in sorted(places))
+    ]
+    files = sorted({place.file for place in places.values()})
+    digests = []
+    for file in files:
+        own = [(name, stored[name]["data_offsets"]) for name in sorted(places) if places[name].file == file]
+        told = hashlib.sha256(repr((own, rows)).encode("utf-8", "surrogatepass")).hexdigest()
+        digests.append(remembered_digest(file, told, lambda path, own=own: _hashed(path, own)))  # type: ignore[misc]
+    names = [[*row[:3], *row[4:]] for row in rows]
+    return hashlib.sha256(repr((names, digests)).encode("utf-8", "surrogatepass")).hexdigest()
+
+
+def _hashed(path: Path, parts: Iterable[tuple[str, tuple[int, int]]]) -> str:
+    """The digest of some tensors' bytes, one after the other; those of one fused layer once."""
+    digest, start = hashlib.sha256(), data_begins(path)
+    with open(path, "rb") as file:
+        for begin, end in dict.fromkeys((begin, end) for _, (begin, end) in parts):
+            file.seek(start + begin)
+            left = end - begin
+            while left and (piece := file.read(min(left, READ_AT_ONCE))):
+                digest.update(piece)
+                left -= len(piece)
+    return digest.hexdigest()

@@ -1,0 +1,113 @@
+"""Every part is read layer by layer: what the library's own loading reads, to the bit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from diffusers import AutoencoderKL
+from safetensors.torch import load_file, save_file
+from transformers import CLIPTextConfig, CLIPTextModel, CLIPTextModelWithProjection, T5Config, T5EncoderModel
+
+from lora_trainer.models.folder import fingerprint, weights_digest
+from lora_trainer.models.frozen import load_frozen
+from lora_trainer.models.places import Place, laid_out_models, write_places
+from tests.export.tiny import tiny_vae
+
+CPU = torch.device("cpu")
+CLIP = {"vocab_size": 99, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
+T5 = {"vocab_size": 99, "d_model": 16, "d_kv": 4, "d_ff": 24, "num_layers": 2, "num_heads": 4}
+MADE = {
+    AutoencoderKL: tiny_vae,
+    CLIPTextModel: lambda: CLIPTextModel(CLIPTextConfig(**CLIP)),
+    CLIPTextModelWithProjection: lambda: CLIPTextModelWithProjection(CLIPTextConfig(**CLIP, projection_dim=8)),
+    T5EncoderModel: lambda: T5EncoderModel(T5Config(**T5, feed_forward_proj="gated-gelu")),
+}
+
+
+def same(one: Any, other: Any) -> None:
+    for kind in ("named_parameters", "named_buffers"):
+        ours, theirs = (dict(getattr(model, kind)(remove_duplicate=False)) for model in (one, other))
+        assert ours.keys() == theirs.keys()
+        for name, tensor in ours.items():
+            assert tensor.dtype == theirs[name].dtype, name
+            assert torch.equal(tensor, theirs[name]), name
+
+
+@pytest.fixture(params=MADE, ids=lambda kind: kind.__name__)
+def part(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Any, Path]:
+    torch.manual_seed(0)
+    MADE[request.param]().save_pretrained(tmp_path / "part")
+    return request.param, tmp_path / "part"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_a_part_is_what_its_library_reads(part: tuple[Any, Path], dtype: torch.dtype) -> None:
+    kind, folder = part
+    ours = load_frozen(kind, folder, dtype, CPU)
+    same(ours, kind.from_pretrained(folder, dtype=dtype))
+    assert not ours.training
+    assert not any(each.requires_grad for each in ours.parameters())
+
+
+def test_tied_weights_are_one(tmp_path: Path) -> None:
+    MADE[T5EncoderModel]().save_pretrained(tmp_path)
+    for left in ("shared.weight", "encoder.embed_tokens.weight"):
+        tensors = load_file(tmp_path / "model.safetensors")
+        words = tensors.pop("shared.weight", tensors.pop("encoder.embed_tokens.weight", None))
+        save_file({**tensors, left: words}, tmp_path / "model.safetensors", {"format": "pt"})
+        model = load_frozen(T5EncoderModel, tmp_path, torch.bfloat16, CPU)
+        assert model.shared.weight is model.encoder.embed_tokens.weight
+        assert torch.equal(model.shared.weight, words.to(torch.bfloat16))
+
+
+def test_the_first_autoencoders_name_their_attention_otherwise(tmp_path: Path) -> None:
+    vae = tiny_vae()
+    vae.save_pretrained(tmp_path)
+    path = tmp_path / "diffusion_pytorch_model.safetensors"
+    old = {"to_q": "query", "to_k": "key", "to_v": "value", "to_out.0": "proj_attn"}
+    tensors = load_file(path)
+    for new, name in old.items():
+        tensors = {key.replace(f".{new}.", f".{name}."): tensor for key, tensor in tensors.items()}
+    assert any(".query." in name for name in tensors)
+    save_file(tensors, path)
+    same(load_frozen(AutoencoderKL, tmp_path, torch.float32, CPU), vae)
+
+
+def test_weights_that_lie_elsewhere(part: tuple[Any, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All of a part in one file of other names, with rows of fused layers, transposed and with sides of one."""
+    monkeypatch.setenv("LORA_TRAINER_CACHE", str(tmp_path / "cache"))
+    kind, folder = part
+    tensors = load_file(next(folder.glob("*.safetensors")))
+    file, stored, places = tmp_path / "all.safetensors", {}, {}
+    for number, (name, tensor) in enumerate(sorted(tensors.items())):
+        if tensor.ndim == 2 and number % 3 == 0:
+            stored[f"x.{number}"], places[name] = tensor.t().contiguous(), Place(file, f"x.{number}", transposed=True)
+        elif tensor.ndim == 2 and number % 3 == 1:
+            stored[f"x.{number}"] = tensor[:, :, None, None].contiguous()
+            places[name] = Place(file, f"x.{number}", squeezed=True)
+        else:
+            half = len(tensor) // 2
+            swapped = torch.cat([torch.ones_like(tensor), tensor[half:], tensor[:half]])
+            stored[f"x.{number}"] = swapped
+            places[name] = Place(
+                file, f"x.{number}", ((2 * len(tensor) - half, 2 * len(tensor)), (len(tensor), 2 * len(tensor) - half))
+            )
+    save_file({**stored, "other": torch.zeros(5)}, file)
+    laid_out = laid_out_models() / "one" / "part"
+    laid_out.mkdir(parents=True)
+    (laid_out / "config.json").write_bytes((folder / "config.json").read_bytes())
+    write_places(laid_out, places)
+    same(load_frozen(kind, laid_out, torch.float32, CPU), load_frozen(kind, folder, torch.float32, CPU))
+    first = weights_digest(laid_out), fingerprint(laid_out.parent, "part")
+    stored = {**stored, "other": torch.ones(5)}
+    save_file(stored, file)
+    write_places(laid_out, places)
+    assert (weights_digest(laid_out), fingerprint(laid_out.parent, "part")) == first, "what lies beside counts too"
+    key = next(iter(places.values())).key
+    save_file({**stored, key: stored[key] + 1}, file)
+    write_places(laid_out, places)
+    assert weights_digest(laid_out) != first[0]
+    assert fingerprint(laid_out.parent, "part") != first[1]
