@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -63,19 +64,42 @@ def _number(alpha: float) -> int | float:
     return int(alpha) if alpha == int(alpha) else alpha
 
 
-def alphas(metadata: Mapping[str, str], ranks: Mapping[str, int]) -> dict[str, float]:
+def alphas(
+    metadata: Mapping[str, str], ranks: Mapping[str, int], peft_config: Mapping[str, Any] | None = None
+) -> dict[str, float]:
     """The alpha of each module as diffusers would take it: from the header's JSON, else alpha = rank.
 
-    Raises ValueError when the JSON cannot be read.
+    Where the header says nothing, `peft_config` counts for all components. A rank-stabilised scale, alpha / sqrt(rank),
+    is told as the alpha that makes alpha / rank of it. Raises ValueError when the JSON cannot be read.
     """
     document = _document(metadata)
     found: dict[str, float] = {}
     for module, rank in ranks.items():
         component, _, rest = module.partition(".")
-        pattern = document.get(f"{component}.alpha_pattern") or {}
-        default: Any = document.get(f"{component}.lora_alpha", rank)
-        found[module] = float(pattern.get(rest, default))
+
+        def told(key: str, component: str = component) -> Any:
+            return document.get(f"{component}.{key}") if document else (peft_config or {}).get(key)
+
+        alpha = _by_pattern(told("alpha_pattern") or {}, rest, told("lora_alpha"))
+        if alpha is None:
+            alpha = rank
+        found[module] = float(alpha) * (math.sqrt(rank) if told("use_rslora") else 1.0)
     return found
+
+
+def _by_pattern(pattern: Mapping[str, Any], name: str, default: Any) -> Any:
+    """As peft looks a module up: a key is the end of its name, or matches it."""
+    names = (name, name.removeprefix("text_model."))
+    for key, value in pattern.items():
+        if any(each == key or each.endswith(f".{key}") for each in names):
+            return value
+    for key, value in pattern.items():
+        try:
+            if any(re.fullmatch(rf"(.*\.)?({key})", each) for each in names):
+                return value
+        except re.error:
+            raise ValueError(f"{key!r} is no pattern") from None
+    return default
 
 
 def _document(metadata: Mapping[str, str]) -> dict[str, Any]:
@@ -94,8 +118,13 @@ def reaching_further(metadata: Mapping[str, str]) -> list[str]:
     diffusers hands all of it to peft's LoraConfig, whose arguments name modules to import, files to read and ways to
     change the base itself (PiSSA, OLoRA, CorDA). Raises ValueError when the JSON cannot be read.
     """
+    return reaching_in(_document(metadata))
+
+
+def reaching_in(document: Mapping[str, Any]) -> list[str]:
+    """The same of peft's own config, or of the header's JSON as read."""
     found = []
-    for name, value in _document(metadata).items():
+    for name, value in document.items():
         key = name.rpartition(".")[2]
         describes = key in DESCRIBING or not _says_something(value) or value in UNSET.get(key, ())
         if not describes or any(REPEATED_GROUP.search(pattern) for pattern in _patterns(key, value)):

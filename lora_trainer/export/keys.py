@@ -1,4 +1,4 @@
-"""Names of LoRA weights: module names <-> diffusers keys <-> kohya keys.
+"""Names of LoRA weights: what the keys of a file stand for, whichever program wrote it, and kohya's names of modules.
 
 A module is named as diffusers names it, with its component first:
 `unet.down_blocks.0.attentions.0.transformer_blocks.0.attn1.to_q`. A kohya name is the
@@ -8,36 +8,216 @@ needs to know which underscores belong to a name: that is what `COMPOUND` lists.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
-from lora_trainer.export.layout import Names
+from lora_trainer.export.layout import Names, Rule, rules_of_original, rules_of_ours
 
 # Components of a pipeline with one text encoder and the prefix of each in kohya's files.
 KOHYA_PREFIXES: Mapping[str, str] = {"unet": "lora_unet", "text_encoder": "lora_te"}
 ONE_TEXT_ENCODER = Names("sd15", "unet", KOHYA_PREFIXES)
-# Every prefix that is read. Where there are two text encoders, kohya numbers both.
+DENOISER = "denoiser"  # stands for `unet` or `transformer` until the family is known
+# Every prefix that is read, of names without dots and of names with dots. Where there are two text encoders, kohya
+# numbers both; the third is T5.
 COMPONENT_OF_PREFIX: Mapping[str, str] = {
-    "lora_unet": "unet",
+    "lora_unet": DENOISER,
+    "lora_transformer": DENOISER,
+    "lycoris": DENOISER,
     "lora_te": "text_encoder",
     "lora_te1": "text_encoder",
     "lora_te2": "text_encoder_2",
+    "lora_te3": "text_encoder_3",
 }
+COMPONENT_OF_DOTTED: Mapping[str, str] = {
+    "unet.": "unet",
+    "transformer.": "transformer",
+    "diffusion_model.": DENOISER,
+    "model.diffusion_model.": DENOISER,
+    "text_encoder.": "text_encoder",
+    "text_encoder_2.": "text_encoder_2",
+    "text_encoder_3.": "text_encoder_3",
+    "text_encoders.clip_l.transformer.": "text_encoder",
+    "text_encoders.clip_g.transformer.": "text_encoder_2",
+    "text_encoders.t5xxl.transformer.": "text_encoder_3",
+}
+PEFT = "base_model.model."
 
 DIFFUSERS_DOWN, DIFFUSERS_UP = ".lora_A.weight", ".lora_B.weight"
 KOHYA_DOWN, KOHYA_UP, KOHYA_ALPHA = ".lora_down.weight", ".lora_up.weight", ".alpha"
+EMBEDDING = "bundle_emb."  # a word that was learned: `bundle_emb.WORD.clip_l`
 
-# Parts of module names that hold underscores of their own, in U-Nets, transformers and CLIP.
+_ENDINGS = re.compile(
+    r"(?P<name>.+?)(?:"
+    r"\.lora_(?P<kohya>down|up|mid)\.weight"
+    r"|\.lora_(?P<peft>[AB])(?:\.[^.]+)?(?:\.weight)?"
+    r"|[._]lora\.(?P<old>down|up)\.weight"
+    r"|\.lora_linear_layer\.(?P<older>down|up)\.weight"
+    r"|\.(?P<alpha>alpha))"
+)
+
+# Parts of module names that hold underscores of their own, in U-Nets (diffusers' and the first code's), transformers,
+# CLIP and T5.
 COMPOUND = frozenset(
     "down_blocks up_blocks mid_block transformer_blocks single_transformer_blocks to_q to_k to_v to_out to_add_out "
     "add_q_proj add_k_proj add_v_proj ff_context proj_in proj_out proj_mlp conv_in conv_out conv_shortcut "
     "time_emb_proj time_embedding add_embedding linear_1 linear_2 norm_q norm_k text_model self_attn q_proj k_proj "
-    "v_proj out_proj text_projection x_embedder context_embedder time_text_embed".split()
+    "v_proj out_proj text_projection x_embedder context_embedder time_text_embed norm1_context norm_out pos_embed "
+    "timestep_embedder guidance_embedder text_embedder input_blocks output_blocks middle_block in_layers out_layers "
+    "emb_layers skip_connection time_embed label_emb wi_0 wi_1".split()
 )
 _LONGEST = max(name.count("_") for name in COMPOUND) + 1
 
 # diffusers does not know SDXL's size embedding by its own name in kohya's form, only by the first SDXL code's.
 SPECIAL: Mapping[str, str] = {"add_embedding.linear_1": "label_emb_0_0", "add_embedding.linear_2": "label_emb_0_2"}
-_SPECIAL_BACK = {kohya: module for module, kohya in SPECIAL.items()}
+
+_UNET = re.compile(r"(?:down_blocks|up_blocks|mid_block|conv_in|conv_out|time_embedding|add_embedding)(?:\.|$)")
+# The first code of SD1.x and SDXL: two residual blocks at each of three or four sizes.
+_RESNET = {"in_layers.2": "conv1", "emb_layers.1": "time_emb_proj", "out_layers.3": "conv2"}
+_RESNET["skip_connection"] = "conv_shortcut"
+_OUTER = {"input_blocks.0.0": "conv_in", "out.2": "conv_out"}
+_OUTER |= {"time_embed.0": "time_embedding.linear_1", "time_embed.2": "time_embedding.linear_2"}
+_OUTER |= {"label_emb.0.0": "add_embedding.linear_1", "label_emb.0.2": "add_embedding.linear_2"}
+_BLOCK = re.compile(r"(input_blocks|output_blocks|middle_block)\.(\d+)\.(?:(\d+)\.)?(.+)")
+_CLIP_BEFORE = {"to_q": "q_proj", "to_k": "k_proj", "to_v": "v_proj", "to_out": "out_proj"}  # diffusers', before peft
+
+
+@dataclass(frozen=True)
+class Key:
+    """A key of a file: the module's name there, which tensor of it, and the form that is written so."""
+
+    name: str
+    part: str  # `down`, `up`, `mid` or `alpha`
+    form: str  # `kohya`, `diffusers`, `old` or, of an alpha, ""
+
+
+@dataclass(frozen=True)
+class Found:
+    """What a module's name in a file stands for: one module of diffusers, or the parts of a fused one by `rules`."""
+
+    modules: tuple[str, ...]
+    rules: tuple[Rule, ...] = ()
+
+
+def read_key(key: str) -> Key | None:
+    """What a key of a LoRA file holds; None for a key of no form."""
+    match = _ENDINGS.fullmatch(key)
+    if match is None:
+        return None
+    if match["alpha"]:
+        return Key(match["name"], "alpha", "")
+    if match["peft"]:
+        return Key(match["name"], "down" if match["peft"] == "A" else "up", "diffusers")
+    if match["kohya"]:
+        return Key(match["name"], match["kohya"], "kohya")
+    return Key(match["name"], match["old"] or match["older"], "old")
+
+
+def resolve(names: Iterable[str], families: Sequence[Names], hint: str = "") -> tuple[dict[str, Found], Names | None]:
+    """The modules that a file's names stand for, and the family whose names they are; names of no family are left out.
+
+    `hint` is text of the header: where names fit several families, the one that it names.
+    """
+    parsed = {name: side for name in names if (side := _side(name)) is not None}
+    family = _family_of(parsed.values(), families, hint)
+    found = {name: place for name, side in parsed.items() if (place := _found(*side, family)) is not None}
+    return found, family
+
+
+def _family_of(sides: Iterable[tuple[str, str]], families: Sequence[Names], hint: str) -> Names | None:
+    rests = [rest for component, rest in sides if not component.startswith("text_encoder") and not _is_unet(rest)]
+    named = [(_matches(rests, family), family.family in hint, family) for family in families if family.layout]
+    most = max(named, key=lambda each: each[:2], default=(0, False, None))
+    return most[2] if most[0] else None
+
+
+def _matches(rests: Sequence[str], family: Names) -> int:
+    """How many names the family knows; the original's weigh more, since families share diffusers' names."""
+    layout = family.layout
+    return sum(
+        2 if rules_of_original(layout, rest) else 1 if rules_of_ours(layout, _diffusers(rest)) else 0 for rest in rests
+    )
+
+
+def _side(name: str) -> tuple[str, str] | None:
+    """Component (or DENOISER) and the rest of a name, still as the file has it."""
+    if "." not in name:
+        for prefix in sorted(COMPONENT_OF_PREFIX, key=len, reverse=True):
+            if name.startswith(prefix + "_"):
+                return COMPONENT_OF_PREFIX[prefix], name.removeprefix(prefix + "_")
+        return (DENOISER, name) if _is_unet(name) else None
+    rest = name.removeprefix(PEFT)
+    for prefix, component in COMPONENT_OF_DOTTED.items():
+        if rest.startswith(prefix):
+            return component, rest.removeprefix(prefix).removeprefix(PEFT)
+    if rest.startswith(("text_model.", "encoder.layers.", "encoder.block.")):
+        return "text_encoder", rest
+    return DENOISER, rest
+
+
+def _found(component: str, rest: str, family: Names | None) -> Found | None:
+    """`rest` has no dots where the file's form has none."""
+    if component.startswith("text_encoder"):
+        return Found((_text_module(component, _diffusers(rest), family),))
+    if family is not None:
+        if match := rules_of_original(family.layout, rest):
+            rules, numbers = match
+            return Found(tuple(f"{family.denoiser}.{rule.ours.format(*numbers)}" for rule in rules), rules)
+        if ours := rules_of_ours(family.layout, _diffusers(rest)):
+            return Found((f"{family.denoiser}.{ours}",))
+    dotted = _diffusers(rest)
+    if _is_unet(dotted):
+        return Found((f"unet.{_of_first_code(dotted) or dotted}",))
+    return None if component == DENOISER else Found((f"{component}.{dotted}",))
+
+
+def _text_module(component: str, rest: str, family: Names | None) -> str:
+    if rest.startswith(("encoder.block.", "shared")):  # T5 comes after the family's other text encoders
+        others = 2 if family is None else sum(name.startswith("text_encoder") for name in family.prefixes)
+        return f"text_encoder{f'_{others + 1}' if others else ''}.{rest}"
+    if rest.startswith(("encoder.layers.", "embeddings.")):
+        rest = f"text_model.{rest}"  # transformers 5 leaves it out, and the files of those who save what it says
+    head, _, last = rest.rpartition(".")
+    return f"{component}.{head}.{_CLIP_BEFORE[last]}" if last in _CLIP_BEFORE and head else f"{component}.{rest}"
+
+
+def _diffusers(rest: str) -> str:
+    """A name with its dots, and without what diffusers put between before it used peft."""
+    if "." not in rest:
+        return dotted(rest)
+    rest = rest.replace(".processor.", ".")
+    return f"{rest}.0" if rest.endswith(".to_out") else rest
+
+
+def _is_unet(rest: str) -> bool:
+    named = rest if "." in rest else dotted(rest)
+    return bool(_UNET.match(named)) or _of_first_code(named) is not None
+
+
+def _of_first_code(rest: str) -> str | None:
+    """diffusers' name of a module of the first code's U-Net: `input_blocks.4.1.proj_in` -> `down_blocks.1.attentions.0.proj_in`."""
+    if rest in _OUTER:
+        return _OUTER[rest]
+    match = _BLOCK.fullmatch(rest)
+    if match is None:
+        return None
+    side, number, within, leaf = match[1], int(match[2]), match[3], match[4]
+    if side == "middle_block":
+        leaf = f"{within}.{leaf}" if within else leaf
+        return (
+            f"mid_block.attentions.0.{leaf}"
+            if number == 1
+            else f"mid_block.resnets.{number // 2}.{_RESNET.get(leaf, leaf)}"
+        )
+    if within is None:
+        return None
+    block, layer = divmod(number - 1 if side == "input_blocks" else number, 3)
+    place = f"{'down' if side == 'input_blocks' else 'up'}_blocks.{block}"
+    if leaf in ("op", "conv"):
+        return f"{place}.{'downsamplers' if leaf == 'op' else 'upsamplers'}.0.conv"
+    if within == "0":
+        return f"{place}.resnets.{layer}.{_RESNET.get(leaf, leaf)}"
+    return f"{place}.attentions.{layer}.{leaf}"
 
 
 def kohya_name(module: str, prefixes: Mapping[str, str] = KOHYA_PREFIXES) -> str:
@@ -49,16 +229,13 @@ def kohya_name(module: str, prefixes: Mapping[str, str] = KOHYA_PREFIXES) -> str
     return f"{prefixes[component]}_{SPECIAL.get(rest) or rest.replace('.', '_')}"
 
 
-def module_of_kohya(name: str) -> str | None:
-    """The module that a kohya name stands for; None when no component has its prefix."""
-    for prefix, component in COMPONENT_OF_PREFIX.items():
-        if name.startswith(prefix + "_"):
-            rest = name.removeprefix(prefix + "_")
-            return f"{component}.{_SPECIAL_BACK.get(rest) or _dotted(rest)}"
-    return None
+def module_of_kohya(name: str, families: Sequence[Names] = ()) -> str | None:
+    """The one module that a kohya name stands for; None when it is of no known part, or of several."""
+    found = resolve([name], families)[0].get(name)
+    return found.modules[0] if found and len(found.modules) == 1 else None
 
 
-def _dotted(underscored: str) -> str:
+def dotted(underscored: str) -> str:
     """Put the dots back, taking the longest known compound at each place."""
     words = underscored.split("_")
     parts: list[str] = []

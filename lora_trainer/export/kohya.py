@@ -1,34 +1,110 @@
-"""kohya's form, which ComfyUI, A1111, Forge and sd-scripts load: lora_down, lora_up and alpha by module."""
+"""kohya's form, which ComfyUI, A1111, Forge and sd-scripts load: lora_down, lora_up and alpha by module.
+
+A transformer's modules go by the names of the original code, where one layer may hold several of diffusers'.
+"""
 
 from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from lora_trainer.export.fused import join, told_ranks
 from lora_trainer.export.keys import (
+    EMBEDDING,
     KOHYA_ALPHA,
     KOHYA_DOWN,
     KOHYA_UP,
     ONE_TEXT_ENCODER,
-    ambiguous_names,
     kohya_name,
+    resolve,
 )
-from lora_trainer.export.layout import Names
-from lora_trainer.export.weights import LoraWeights
+from lora_trainer.export.layout import Names, Rule, rule_of
+from lora_trainer.export.weights import LoraPair, LoraWeights
+
+FUSED_RANKS = "lora_trainer.fused"  # header: ranks of the parts of fused layers whose tensors do not tell them
+T5_PREFIX = "lora_te3"  # as ComfyUI and sd-scripts have it, for every family
 
 
-def kohya_tensors(weights: LoraWeights, names: Names = ONE_TEXT_ENCODER) -> dict[str, Tensor]:
-    """The file's tensors: down `[r, in]`, up `[out, r]`, alpha a 0-dim float32.
+def kohya_pairs(weights: LoraWeights, names: Names = ONE_TEXT_ENCODER) -> tuple[dict[str, LoraPair], dict[str, str]]:
+    """The pairs by kohya's names, fused where the original's layers are, and what the header must tell of them.
 
     Raises ValueError for modules whose kohya name would not lead back to them.
     """
-    lost = ambiguous_names(weights.modules, names.prefixes)
-    if lost:
-        raise ValueError(f"no unambiguous kohya name for {', '.join(lost[:3])}: add its parts to keys.COMPOUND")
-    tensors: dict[str, Tensor] = {}
+    pairs: dict[str, LoraPair] = {}
+    meant: dict[str, list[str]] = {}
+    layers: dict[str, dict[int, tuple[Rule, str]]] = {}
     for module, pair in weights.modules.items():
-        name = kohya_name(module, names.prefixes)
-        tensors[name + KOHYA_DOWN] = pair.down
-        tensors[name + KOHYA_UP] = pair.up
+        component, _, rest = module.partition(".")
+        if component == names.denoiser != "unet" and (ruled := rule_of(names.layout, rest)):
+            rule, original = ruled
+            name = f"{names.prefixes[component]}_{original.replace('.', '_')}"
+            layers.setdefault(name, {})[rule.part] = (rule, module)
+        else:
+            name = _plain_name(module, names)
+            pairs[name] = pair
+        meant.setdefault(name, []).append(module)
+    told = {}
+    for name, placed in layers.items():
+        rules = [rule for rule, _ in placed.values()]
+        parts = {part: weights.modules[module] for part, (_, module) in placed.items()}
+        if rules[0].shares == (1,) and not rules[0].swapped:
+            pairs[name] = parts[0]
+            continue
+        pairs[name] = join(parts, rules)
+        if ranks := told_ranks(parts, pairs[name], _all_rules(names, rules[0])):
+            told[name] = ranks
+    found, _ = resolve(meant, [names])
+    lost = [module for name, modules in meant.items() for module in modules if not _leads_back(found, name, module)]
+    if lost:
+        raise ValueError(f"no unambiguous kohya name for {', '.join(lost[:3])}: add them to the family's layout")
+    return pairs, {FUSED_RANKS: json.dumps(told, sort_keys=True)} if told else {}
+
+
+def kohya_tensors(weights: LoraWeights, names: Names = ONE_TEXT_ENCODER) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """The file's tensors: down `[r, in]`, up `[out, r]`, alpha a 0-dim float32; and what its header must tell.
+
+    Raises ValueError as `kohya_pairs` does.
+    """
+    pairs, told = kohya_pairs(weights, names)
+    tensors: dict[str, Tensor] = {}
+    for name, pair in pairs.items():
+        tensors[name + KOHYA_DOWN] = pair.down.contiguous()
+        tensors[name + KOHYA_UP] = pair.up.contiguous()
         tensors[name + KOHYA_ALPHA] = torch.tensor(pair.alpha, dtype=torch.float32)
-    return tensors
+    return tensors | {EMBEDDING + word: tensor for word, tensor in weights.embeddings.items()}, told
+
+
+def fused_ranks(metadata: Mapping[str, str]) -> dict[str, list[int]]:
+    """What a header tells of the ranks of fused layers' parts; of what cannot be read, nothing: the tensors tell more."""
+    try:
+        document: Any = json.loads(metadata.get(FUSED_RANKS) or "{}")
+    except (ValueError, RecursionError):
+        return {}
+    if not isinstance(document, dict):
+        return {}
+    return {
+        name: ranks
+        for name, ranks in document.items()
+        if isinstance(ranks, list) and all(type(rank) is int and rank >= 0 for rank in ranks)
+    }
+
+
+def _plain_name(module: str, names: Names) -> str:
+    component, _, rest = module.partition(".")
+    if rest.startswith("encoder.block."):
+        return f"{T5_PREFIX}_{rest.replace('.', '_')}"
+    if component not in names.prefixes:
+        raise ValueError(f"{names.family} has no part {component}: {module}")
+    return kohya_name(module, names.prefixes)
+
+
+def _all_rules(names: Names, rule: Rule) -> list[Rule]:
+    return [each for each in names.layout if each.original == rule.original]
+
+
+def _leads_back(found: Mapping[str, Any], name: str, module: str) -> bool:
+    return name in found and module in found[name].modules

@@ -7,8 +7,10 @@ writes LoRA files.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cache
 
 
 @dataclass(frozen=True)
@@ -46,3 +48,51 @@ class Names:
     denoiser: str  # `unet` or `transformer`
     prefixes: Mapping[str, str]
     layout: Layout = field(default=(), repr=False)
+
+
+def rules_of_original(layout: Layout, name: str) -> tuple[tuple[Rule, ...], tuple[str, ...]] | None:
+    """The rules of a module by the original's name, with dots or with underscores in their place, and its numbers.
+
+    They come in the order of their parts. None when the layout has no such module.
+    """
+    for rules, pattern in _index(layout, "original", "." in name).get(_shape_of(name), ()):
+        if match := pattern.fullmatch(name):
+            return rules, match.groups()
+    return None
+
+
+def rules_of_ours(layout: Layout, name: str) -> str | None:
+    """diffusers' name of a module, which may come with underscores in place of dots; None when there is none."""
+    for rules, pattern in _index(layout, "ours", "." in name).get(_shape_of(name), ()):
+        if match := pattern.fullmatch(name):
+            return rules[0].ours.format(*match.groups())
+    return None
+
+
+def rule_of(layout: Layout, module: str) -> tuple[Rule, str] | None:
+    """The rule of a module of diffusers and the original's name with its numbers; None when there is none."""
+    for rules, pattern in _index(layout, "ours", True).get(_shape_of(module), ()):
+        if match := pattern.fullmatch(module):
+            return rules[0], rules[0].original.format(*match.groups())
+    return None
+
+
+_NUMBER = re.compile(r"(?<![^._])\d+(?![^._])")
+
+
+def _shape_of(name: str) -> str:
+    return _NUMBER.sub("#", name).replace(".", "_")
+
+
+@cache
+def _index(layout: Layout, side: str, with_dots: bool) -> dict[str, list[tuple[tuple[Rule, ...], re.Pattern[str]]]]:
+    """Rules by the form of a name; those of one fused layer together."""
+    together: dict[str, list[Rule]] = {}
+    for rule in layout:
+        together.setdefault(getattr(rule, side), []).append(rule)
+    found: dict[str, list[tuple[tuple[Rule, ...], re.Pattern[str]]]] = {}
+    for name, rules in together.items():
+        pattern = re.escape(name if with_dots else name.replace(".", "_")).replace(r"\{\}", r"(\d+)")
+        shape = _shape_of(name.replace("{}", "0"))
+        found.setdefault(shape, []).append((tuple(sorted(rules, key=lambda rule: rule.part)), re.compile(pattern)))
+    return found

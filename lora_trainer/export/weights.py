@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -48,14 +48,21 @@ class LoraPair:
 
 @dataclass(frozen=True)
 class LoraWeights:
-    """All updates by module name (component first: `unet.mid_block…`), with the file's header if read from one."""
+    """All updates by module name (component first: `unet.mid_block…`), with the file's header if read from one.
+
+    `embeddings` are words that were learned, by `WORD.clip_l` (or `WORD.string_to_param.*`), as [tokens, width].
+    `family` is the one whose names the file has, where the names tell.
+    """
 
     modules: Mapping[str, LoraPair]
     metadata: Mapping[str, str] = field(default_factory=dict)
+    embeddings: Mapping[str, Tensor] = field(default_factory=dict)
+    family: str | None = None
 
     def not_finite(self) -> list[str]:
-        """Names of modules that hold NaN or infinity."""
-        return [name for name, pair in self.modules.items() if not pair.finite]
+        """Names of modules, and of learned words, that hold NaN or infinity."""
+        words = [name for name, tensor in self.embeddings.items() if not bool(tensor.isfinite().all())]
+        return [name for name, pair in self.modules.items() if not pair.finite] + words
 
 
 def weights_from_peft(
@@ -99,7 +106,9 @@ def folded(weights: LoraWeights, dtype: torch.dtype = torch.float16) -> LoraWeig
     if bad:
         first = f"{len(bad)} of {len(weights.modules)} LoRA modules hold NaN or infinity (first: {bad[0]})."
         raise TrainingFailed(Problem(first, "Lower optim.learning_rate and train again."))
-    result = LoraWeights({name: _folded_pair(pair, dtype) for name, pair in weights.modules.items()}, weights.metadata)
+    modules = {name: _folded_pair(pair, dtype) for name, pair in weights.modules.items()}
+    words = {name: tensor.detach().cpu().to(dtype).contiguous() for name, tensor in weights.embeddings.items()}
+    result = replace(weights, modules=modules, embeddings=words)
     bad = result.not_finite()
     if bad:
         first = f"{len(bad)} LoRA modules are too large for {str(dtype).removeprefix('torch.')} (first: {bad[0]})."

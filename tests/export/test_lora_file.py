@@ -214,7 +214,7 @@ def tensors(shapes: dict[str, tuple[int, ...]]) -> dict[str, Tensor]:
         ({key: shape for key, shape in GOOD.items() if "lora_up" not in key}, "half a pair"),
         (GOOD | {f"{NAME}.lora_up.weight": (8, 5)}, "down .* and up"),
         (GOOD | {"something.else": (1,)}, "1 unknown keys"),
-        (GOOD | {"lora_te3_x.lora_down.weight": (4, 8), "lora_te3_x.lora_up.weight": (8, 4)}, "unknown parts"),
+        (GOOD | {"lora_te9_x.lora_down.weight": (4, 8), "lora_te9_x.lora_up.weight": (8, 4)}, "unknown parts"),
         (GOOD | {f"{DIFFUSERS}.lora_A.weight": (4, 8), f"{DIFFUSERS}.lora_B.weight": (8, 4)}, "mixes"),
         (GOOD | {f"{NAME}.dora_scale": (8,)}, "DoRA"),
         ({"model.diffusion_model.weight": (8, 8)}, "no LoRA weights among its 1 keys"),

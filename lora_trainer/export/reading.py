@@ -1,0 +1,198 @@
+"""The tensors of a LoRA file become weights by diffusers' names, whichever program wrote them, or are refused.
+
+Exact where the file holds LoRA, rank-stabilised LoRA or LoRA on convolutions; every other method is named.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lora_trainer.core.errors import Problem, UsageError
+from lora_trainer.export import diffusers as diffusers_form
+from lora_trainer.export.fused import split
+from lora_trainer.export.keys import COMPONENT_OF_PREFIX, EMBEDDING, Found, Key, read_key, resolve
+from lora_trainer.export.kohya import fused_ranks
+from lora_trainer.export.layout import Names
+from lora_trainer.export.weights import LoraPair, LoraWeights
+
+SHOWN = 3  # names listed in one message
+OTHER_METHODS = {  # beginnings or ends of what stands behind a module's name
+    ".dora_scale": "DoRA",
+    ".lora_magnitude_vector": "DoRA",
+    ".lokr_": "LoKr",
+    ".hada_": "LoHa",
+    ".oft_": "OFT",
+    ".boft_": "OFT",
+    ".a1.weight": "GLoRA",
+    ".b1.weight": "GLoRA",
+    ".on_input": "IA3",
+    ".vera_lambda": "VeRA",
+    ".w_norm": "LoRA with changes of norms",
+    ".diff_b": "LoRA with changes of biases",
+    ".diff": "LoRA with changes of whole weights",
+    ".set_weight": "LoRA with whole weights",
+    ".lora_B.bias": "LoRA with changes of biases",
+    ".lora_up.bias": "LoRA with changes of biases",
+    ".reshape_weight": "LoRA that widens layers",
+}
+FORMS = {"kohya": "kohya's form", "diffusers": "diffusers'", "old": "the form that diffusers had before peft"}
+HINTS = ("ss_base_model_version", "modelspec.architecture", "ss_base_model")
+
+
+def other_method(keys: Sequence[str]) -> str | None:
+    """The method of a file's keys that is not plain LoRA; None when all may be one."""
+    for mark, method in OTHER_METHODS.items():
+        if any(key.endswith(mark) or (mark.endswith("_") and mark in key) for key in keys):
+            return method
+    return None
+
+
+def weights_of(
+    file: str,
+    tensors: Mapping[str, Tensor],
+    metadata: Mapping[str, str],
+    families: Sequence[Names] = (),
+    peft_config: Mapping[str, Any] | None = None,
+) -> LoraWeights:
+    """The weights that a file's tensors hold; `file` is its name in messages, `peft_config` what lies beside it.
+
+    Raises UsageError with all problems at once for another method than LoRA, a mixture of forms, half a pair, wrong
+    shapes, and unknown keys.
+    """
+    if method := other_method(list(tensors)):
+        fix = "Its update is not exact in other programs: convert it to a LoRA with the program that made it."
+        raise UsageError(Problem(f"{file} is a {method}, not a plain LoRA.", fix))
+    words = {key.removeprefix(EMBEDDING): tensor for key, tensor in tensors.items() if key.startswith(EMBEDDING)}
+    keys = {key: read for key in tensors if not key.startswith(EMBEDDING) and (read := read_key(key))}
+    forms = sorted({read.form for read in keys.values()} - {""})
+    if len(forms) > 1:
+        counts = [f"{sum(read.form == form for read in keys.values())} keys in {FORMS[form]}" for form in forms]
+        fix = "Programs load one half silently: export it again in one form."
+        raise UsageError(Problem(f"{file} mixes {' and '.join(counts)}.", fix))
+    if not forms and not any(read.part == "alpha" for read in keys.values()):
+        fix = "Name a LoRA file; this may be a whole model." if tensors else "The file holds no tensors."
+        raise UsageError(Problem(f"{file} holds no LoRA weights among its {len(tensors)} keys.", fix))
+
+    problems: list[Problem] = []
+    unknown = sorted(key for key in tensors if key not in keys and not key.startswith(EMBEDDING))
+    if unknown:
+        problems.append(Problem(f"{file} holds {len(unknown)} unknown keys ({some(unknown)}).", "Export it again."))
+    halves = _halves(keys, tensors)
+    found, family = resolve(halves, families, " ".join(metadata.get(key, "") for key in HINTS).lower())
+    if foreign := sorted(set(halves) - set(found)):
+        fix = f"Known beginnings: {', '.join(COMPONENT_OF_PREFIX)}. Was it made for another kind of model?"
+        told = f"{file} holds {len(foreign)} names of unknown parts ({some(foreign)})."
+        problems.append(Problem(told, fix))
+    pairs = _pairs(file, {name: parts for name, parts in halves.items() if name in found}, problems)
+    alphas = {} if "kohya" in forms else _header_alphas(file, metadata, peft_config, found, pairs, problems)
+    pairs = {name: _with_alpha(pair, halves[name], alphas.get(name)) for name, pair in pairs.items()}
+    modules = _modules(file, pairs, found, fused_ranks(metadata), problems)
+    if problems:
+        raise UsageError(problems)
+    return LoraWeights(modules, metadata, words, family.family if family else None)
+
+
+def some(names: Sequence[str]) -> str:
+    """The first names of many, for a sentence."""
+    more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
+    return ", ".join(names[:SHOWN]) + more
+
+
+def _halves(keys: Mapping[str, Key], tensors: Mapping[str, Tensor]) -> dict[str, dict[str, Tensor]]:
+    halves: dict[str, dict[str, Tensor]] = {}
+    for key, read in keys.items():
+        name = read.name.removesuffix("_lora") if read.part == "alpha" else read.name
+        halves.setdefault(name, {})[read.part] = tensors[key]
+    return halves
+
+
+def _pairs(file: str, halves: Mapping[str, Mapping[str, Tensor]], problems: list[Problem]) -> dict[str, LoraPair]:
+    """Pairs with alpha = rank; appends what is wrong with shapes and types."""
+    pairs: dict[str, LoraPair] = {}
+    lonely = sorted(name for name, parts in halves.items() if set(parts) == {"alpha"})
+    if lonely:
+        problems.append(Problem(f"{file} has alpha without weights for {some(lonely)}.", "Export it again."))
+    single = sorted(name for name, parts in halves.items() if len({"down", "up"} & set(parts)) == 1)
+    if single:
+        fix = "Programs fill the other half with random numbers or skip it: export it again."
+        problems.append(Problem(f"{file} has half a pair for {len(single)} modules ({some(single)}).", fix))
+    for name, parts in halves.items():
+        if name in single or name in lonely or "down" not in parts:
+            continue
+        down, up, mid = parts["down"], parts["up"], parts.get("mid")
+        fits = down.ndim == up.ndim and down.ndim in {2, 4} and down.shape[0] == up.shape[1] > 0
+        if mid is not None and fits:
+            # The k x k kernel between two of 1 x 1 belongs to down: the same update, in fp32.
+            fits = mid.ndim == 4 and down.ndim == 4 and mid.shape[0] == up.shape[1] and mid.shape[1] == down.shape[0]
+            if fits:
+                down = torch.einsum("rskl,si->rikl", mid.float(), down.float().flatten(1))
+        if not fits or (up.ndim == 4 and up.shape[2:] != (1, 1)):
+            shapes = f"down {list(down.shape)} and up {list(up.shape)}"
+            told = f"{file} has {shapes} for {name}: [r, in] and [out, r] go together."
+            problems.append(Problem(told, "Export it again."))
+        elif not (down.is_floating_point() and up.is_floating_point()):
+            told = f"{file} holds whole numbers for {name}."
+            problems.append(Problem(told, "Export it in fp16, bf16 or fp32."))
+        elif "alpha" in parts and parts["alpha"].numel() != 1:
+            told = f"{file} has an alpha of shape {list(parts['alpha'].shape)} for {name}, in place of one number."
+            problems.append(Problem(told, "Export it again."))
+        else:
+            pairs[name] = LoraPair(down, up, float(down.shape[0]))
+    return pairs
+
+
+def _with_alpha(pair: LoraPair, parts: Mapping[str, Tensor], told: float | None) -> LoraPair:
+    if "alpha" in parts:
+        return LoraPair(pair.down, pair.up, float(parts["alpha"].float().reshape(-1)[0]))
+    return pair if told is None else LoraPair(pair.down, pair.up, told)
+
+
+def _header_alphas(
+    file: str,
+    metadata: Mapping[str, str],
+    peft_config: Mapping[str, Any] | None,
+    found: Mapping[str, Found],
+    pairs: Mapping[str, LoraPair],
+    problems: list[Problem],
+) -> dict[str, float]:
+    """The alpha of each name as diffusers, or peft, would take it."""
+    module = {name: found[name].modules[0] for name in pairs}
+    try:
+        alphas = diffusers_form.alphas(metadata, {module[name]: pair.rank for name, pair in pairs.items()}, peft_config)
+        return {name: alphas[module[name]] for name in pairs}
+    except (ValueError, TypeError, AttributeError, json.JSONDecodeError):
+        key = diffusers_form.ADAPTER_METADATA_KEY
+        problems.append(Problem(f"{file} has a header entry {key} that cannot be read.", "Export it again."))
+        return {}
+
+
+def _modules(
+    file: str,
+    pairs: Mapping[str, LoraPair],
+    found: Mapping[str, Found],
+    ranks: Mapping[str, Sequence[int]],
+    problems: list[Problem],
+) -> dict[str, LoraPair]:
+    modules: dict[str, LoraPair] = {}
+    twice = []
+    for name, pair in pairs.items():
+        place = found[name]
+        try:
+            simple = len(place.modules) == 1 and not (place.rules and place.rules[0].swapped)
+            parts = {0: pair} if simple else split(pair, place.rules, ranks.get(name))
+        except ValueError as error:
+            problems.append(Problem(f"{file}: {name} does not fit its layer: {error}.", "Is it for another model?"))
+            continue
+        for part, each in parts.items():
+            if place.modules[part] in modules:
+                twice.append(place.modules[part])
+            modules[place.modules[part]] = each
+    if twice:
+        told = f"{file} names {len(twice)} modules twice, in two ways ({some(sorted(twice))})."
+        problems.append(Problem(told, "Programs take one of them: export it again."))
+    return modules

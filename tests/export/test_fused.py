@@ -1,0 +1,74 @@
+"""Parts of a fused layer are joined and taken apart without a bit's difference; a pair trained on the whole is split."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lora_trainer.export.fused import join, split, told_ranks
+from lora_trainer.export.layout import fused
+from lora_trainer.export.weights import LoraPair
+
+SHARES = st.sampled_from([(1, 1, 1), (1, 1, 1, 4)])
+
+
+def layer(shares: tuple[int, ...]) -> tuple[object, ...]:
+    return fused("blocks.{}.qkv", *(f"ours.{{}}.{part}" for part in range(len(shares))), shares=shares)
+
+
+def pair(rank: int, rows: int, seed: int, alpha: float | None = None) -> LoraPair:
+    generator = torch.Generator().manual_seed(seed)
+    down, up = torch.randn(rank, 5, generator=generator), torch.randn(rows, rank, generator=generator)
+    return LoraPair(down.half(), up.half(), float(rank) if alpha is None else alpha)
+
+
+@given(SHARES, st.data())
+@settings(deadline=None, max_examples=60)
+def test_parts_come_back_bit_for_bit(shares: tuple[int, ...], data: st.DataObject) -> None:
+    chosen = data.draw(st.sets(st.sampled_from(range(len(shares))), min_size=1))
+    scale = data.draw(st.sampled_from([1.0, 0.5, 2.0]))
+    ranks = {part: data.draw(st.integers(1, 4)) for part in sorted(chosen)}
+    parts = {part: pair(rank, 3 * shares[part], part, scale * rank) for part, rank in ranks.items()}
+    if data.draw(st.booleans()):  # as before the first step
+        first = min(parts)
+        parts[first] = LoraPair(parts[first].down, torch.zeros_like(parts[first].up), parts[first].alpha)
+    rules = layer(shares)
+    whole = join(parts, rules)
+    assert whole.rank == sum(ranks.values())
+    back = split(whole, rules, told_ranks(parts, whole, rules))
+    assert set(back) == set(parts)
+    for part, each in parts.items():
+        assert torch.equal(back[part].down, each.down)
+        assert torch.equal(back[part].up, each.up)
+        assert back[part].alpha == pytest.approx(each.alpha)
+
+
+@given(SHARES, st.integers(1, 4))
+@settings(deadline=None, max_examples=20)
+def test_a_pair_of_the_whole_layer_shares_its_down(shares: tuple[int, ...], rank: int) -> None:
+    rules = layer(shares)
+    whole = pair(rank, 3 * sum(shares), 1, alpha=0.3)
+    parts = split(whole, rules)
+    assert torch.allclose(torch.cat([parts[part].delta() for part in sorted(parts)]), whole.delta())
+    assert all(each.rank == rank and each.alpha == 0.3 for each in parts.values())
+    again = join(parts, rules)
+    assert torch.equal(again.up, whole.up)
+    assert torch.equal(again.down, whole.down)
+    assert again.alpha == whole.alpha
+
+
+def test_scales_that_differ_are_brought_to_one() -> None:
+    rules = layer((1, 1, 1))
+    parts = {0: pair(2, 3, 0, 2.0), 1: pair(2, 3, 1, 6.0), 2: pair(2, 3, 2, 2.0)}
+    back = split(join(parts, rules), rules)
+    for part, each in parts.items():
+        assert torch.allclose(back[part].delta(), each.delta(), rtol=2e-3, atol=2e-3)
+
+
+def test_rows_that_cannot_be_divided_are_refused() -> None:
+    with pytest.raises(ValueError, match="cannot be divided"):
+        split(pair(2, 8, 0), layer((1, 1, 1)))
+    with pytest.raises(ValueError, match="shares"):
+        join({0: pair(2, 4, 0), 1: pair(2, 5, 1)}, layer((1, 1, 1)))
