@@ -49,8 +49,10 @@ of their checkout. A value that is out of range here is left out and said; setti
 (a schedule beside a schedule-free optimizer) give way and are said. Values of keys that hold passwords are not shown.
 
 Only plain values are read: a YAML tag that would make an object is refused, and so are files above 4 MB and aliases
-that multiply beyond 100,000 values. Three things no import can carry over: text encoders do not learn here, all layers
-of a LoRA have one rank, and captions end at 77 tokens.
+that multiply beyond 100,000 values. One thing no import can carry over: all layers of a part's LoRA have one rank here.
+
+How times of flow matching are drawn (docs/flow.md) is carried over where it is the same here. Programs that take the n-th
+of their scheduler's timesteps count from noise, so the mean of their logits changes its sign.
 
 `--data dataset.toml` reads a kohya dataset TOML without any import, and refuses keys that it does not know.
 """

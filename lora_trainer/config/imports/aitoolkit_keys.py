@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from lora_trainer.config.imports.flow_words import AITOOLKIT, is_aitoolkit_flow
 from lora_trainer.config.imports.kohya_dataset import NEW_EACH_TIME
 from lora_trainer.config.imports.kohya_keys import (
     CACHED,
@@ -37,22 +38,26 @@ from lora_trainer.config.imports.rules import (
     whole,
 )
 from lora_trainer.config.imports.words import (
+    ALL_OF_BLOCKS,
     CHECKPOINTING,
     MODEL,
-    NO_TEXT_ENCODER,
     NOT_LORA,
+    OF_BLOCKS,
     OPTIMIZER,
     PRECISION,
+    TEXT_RATES,
+    VAE,
     average_with,
     batch_of,
     schedule,
+    text_rates,
 )
 
 # Linear layers and 1x1 convolutions of the whole U-Net; with `conv` its other convolutions too.
 ALL_LINEAR = ("*.attentions.*", "*.time_emb_proj", "*embedding.*", "*.conv_shortcut")
 DRAWING = "pictures while training are drawn in this program's own way"
 VIDEO = "of films and sound"
-FAMILIES = ("sd1", "sd15", "sd2", "sdxl", "sd")
+FAMILIES = ("sd1", "sd15", "sd2", "sdxl", "sd", "sd3", "flux")
 
 
 def _linear(value: Any, around: Around) -> Took:
@@ -69,8 +74,19 @@ def _alpha(value: Any, around: Around) -> Took:
 
 def _kind(value: Any, around: Around) -> Took:
     layers = ["*"] if around["network.conv"] is not None else list(ALL_LINEAR)
+    if is_aitoolkit_flow(around.keys):
+        return Took({"lora.targets": ALL_OF_BLOCKS}, OF_BLOCKS, "changed")
     plain = text(value).lower() in ("lora", "locon")
     return Took({"lora.targets": layers}, "" if plain else NOT_LORA, "mapped" if plain else "changed")
+
+
+def _texts(value: Any, around: Around) -> Took:
+    if not truth(value):
+        return Took({}, "as here", "ignored")
+    rate = number(around["train.text_encoder_lr"] or around["train.lr"])
+    two = str(around["model.arch"] or "").lower() in ("sdxl", "sd3") or is_on(around["model.is_xl"] or False)
+    alpha = around["network.linear_alpha"] if around["network.linear_alpha"] is not None else around["network.alpha"]
+    return Took(text_rates([rate] * (2 if two else 1), alpha))
 
 
 def _steps(value: Any, around: Around) -> Took:
@@ -206,11 +222,9 @@ RULES: Mapping[str, Rule] = {
     **_all("logging.", "log_every verbose use_wandb use_ui_logger project_name run_name", nothing(LOGS)),
     "model.name_or_path": MODEL,
     "model.arch": by(_arch, "", OTHER_FAMILY),
-    **_all("model.", "is_v2 is_xl is_v_pred", nothing(READ_FROM_MODEL)),
-    **_all(
-        "model.", "is_v3 is_flux is_pixart is_pixart_sigma is_auraflow is_lumina2 is_ssd is_vega", lacking(OTHER_FAMILY)
-    ),
-    "model.vae_path": lacking("the model's own autoencoder is used"),
+    **_all("model.", "is_v2 is_xl is_v_pred is_v3 is_flux", nothing(READ_FROM_MODEL)),
+    **_all("model.", "is_pixart is_pixart_sigma is_auraflow is_lumina2 is_ssd is_vega", lacking(OTHER_FAMILY)),
+    "model.vae_path": VAE,
     "model.lora_path": lacking("no LoRA is merged into the base before"),
     "model.assistant_lora_path": lacking("no LoRA is merged into the base before"),
     "model.refiner_name_or_path": lacking("refiners are not trained"),
@@ -232,7 +246,7 @@ RULES: Mapping[str, Rule] = {
     "train.optimizer_params": nothing("not set"),
     "train.lr": by(_rate, "optim.learning_rate"),
     "train.unet_lr": same("optim.learning_rate", number),
-    "train.text_encoder_lr": nothing(NO_TEXT_ENCODER),
+    "train.text_encoder_lr": part_of("train.train_text_encoder", "text.learning_rates"),
     "train.lr_scheduler": by(_schedule, "schedule.name schedule.warmup_steps", "others than ours are replaced"),
     "train.lr_scheduler_params.num_warmup_steps": same("schedule.warmup_steps", whole),
     "train.lr_scheduler_params": nothing("not set"),
@@ -248,21 +262,24 @@ RULES: Mapping[str, Rule] = {
     "train.ema_config.use_ema": average_with("train.ema_config.ema_decay", 0.999),
     "train.ema_config.ema_decay": part_of("train.ema_config.use_ema", "train.ema_decay"),
     **_all("train.ema_config.", "use_feedback param_multiplier", UNUSED),
-    "train.train_text_encoder": lacking(NO_TEXT_ENCODER),
+    "train.train_text_encoder": by(_texts, TEXT_RATES),
     "train.train_unet": by(
         lambda value, around: Took({}, "as here", "ignored") if truth(value) else Took({}),
         "",
         "the denoiser learns here, always",
         changes=True,
     ),
-    "train.noise_scheduler": lacking("the model's own schedule is followed", off=("ddpm", "ddim", "euler")),
+    "train.noise_scheduler": lacking(
+        "the model's own schedule is followed", off=("ddpm", "ddim", "euler", "flowmatch")
+    ),
+    **AITOOLKIT,
     "train.disable_sampling": by(_no_pictures, "sample.every_steps"),
     "train.skip_first_sample": nothing(DRAWING),
     "train.force_first_sample": nothing(DRAWING),
     **_all(
         "train.",
-        "timestep_type linear_timesteps linear_timesteps2 next_sample_timesteps",
-        nothing("of models with flow matching"),
+        "linear_timesteps linear_timesteps2 next_sample_timesteps",
+        lacking("train.timestep_type says which times are drawn"),
     ),
     **_all("train.", "xformers sdp attention_backend single_item_batching", nothing(SPEED)),
     **_all("train.", "unload_text_encoder cache_text_embeddings", nothing(CACHED)),

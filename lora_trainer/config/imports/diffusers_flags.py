@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from lora_trainer.config.imports.documents import SCRIPT
+from lora_trainer.config.imports.flow_words import DIFFUSERS
 from lora_trainer.config.imports.kohya_dataset import NEW_EACH_TIME
 from lora_trainer.config.imports.kohya_keys import CACHED, LOGS, READ_FROM_MODEL, SPEED, UPLOADS
 from lora_trainer.config.imports.merge import nothing_held_out
@@ -30,11 +31,13 @@ from lora_trainer.config.imports.rules import (
 from lora_trainer.config.imports.words import (
     CHECKPOINTING,
     MODEL,
-    NO_TEXT_ENCODER,
     OPTIMIZER,
     PRECISION,
     SCHEDULE,
+    TEXT_RATES,
+    VAE,
     batch_of,
+    text_rates,
 )
 
 TOOL = "diffusers"
@@ -67,6 +70,16 @@ def _warmup(value: Any, around: Around) -> Took:
     if str(around["lr_scheduler"]) == "constant":
         return Took({"schedule.warmup_steps": 0}, "its constant schedule has no warm-up")
     return Took({"schedule.warmup_steps": whole(value)})
+
+
+def _texts(value: Any, around: Around) -> Took:
+    """Scripts for several text encoders have a rate for them; the others one for all."""
+    if not truth(value):
+        return Took({}, "as here", "ignored")
+    script = str(around[SCRIPT])
+    usual = 5e-6 if any(word in script for word in ("sdxl", "sd3", "flux")) else around["learning_rate"]
+    rate = number(around["text_encoder_lr"] or usual)
+    return Took(text_rates([rate] * (2 if "sdxl" in script or "sd3" in script else 1), around["lora_alpha"]))
 
 
 def _small_states(value: Any, around: Around) -> Took:
@@ -141,11 +154,13 @@ RULES: Mapping[str, Rule] = {
     "validation_prompt": by(lambda value, around: Took({"sample.prompts": [text(value)]}), "sample.prompts"),
     "num_validation_images": same("sample.count", whole),
     "resume_from_checkpoint": nothing("--resume goes on with a run of this program"),
-    "train_text_encoder": lacking(NO_TEXT_ENCODER),
-    "text_encoder_lr": lacking(NO_TEXT_ENCODER),
-    "train_text_encoder_ti": lacking("embeddings are not trained"),
-    "pretrained_vae_model_name_or_path": lacking("the model's own autoencoder is used"),
-    "vae_path": lacking("the model's own autoencoder is used"),
+    "train_text_encoder": by(_texts, TEXT_RATES),
+    "text_encoder_lr": part_of("train_text_encoder", "text.learning_rates"),
+    "train_text_encoder_ti": lacking("set text.tokens to the words that are learned along"),
+    "max_sequence_length": same("text.t5_tokens", whole),
+    **DIFFUSERS,
+    "pretrained_vae_model_name_or_path": VAE,
+    "vae_path": VAE,
     "use_dora": lacking("a plain LoRA is trained in its place"),
     "prodigy_beta3": lacking("its usual value is taken"),
     "prediction_type": lacking("the model's own prediction is trained"),
@@ -200,7 +215,8 @@ def read(path: Path, document: Mapping[str, Any]) -> Reading:
     reading = Reading(TOOL, path)
     script = str(document.get(SCRIPT, ""))
     of_script = next(more for words, more in OF_SCRIPTS if all(word in script for word in words))
-    reading.take_all(document, RULES, {**OF_ALL, **of_script})
+    flow = {"weighting_scheme": "none"} if any(word in script for word in ("sd3", "flux")) else {}
+    reading.take_all(document, RULES, {**OF_ALL, **of_script, **flow})
     nothing_held_out(reading)
     reading.settings.setdefault("data.max_aspect", 1.0)
     reading.origin.setdefault("data.max_aspect", "diffusers' scripts crop to one square")

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from lora_trainer.config.imports.documents import read_document
+from lora_trainer.config.imports.flow_words import KOHYA_DEFAULTS, kohya_family
 from lora_trainer.config.imports.kohya_dataset import (
     AREA_OF_MASK,
     DATASET_RULES,
@@ -180,7 +181,7 @@ def read(path: Path, document: Mapping[str, Any]) -> Reading:
     if not is_empty(keys.get("dataset_config")):
         for key in set(DATA_RULES) & set(defaults):
             del defaults[key]
-    reading.take_all(keys, RULES, defaults)
+    reading.take_all(keys, RULES, {**defaults, **KOHYA_DEFAULTS.get(kohya_family(keys), {})})
     add_dataset(reading, keys)
     return reading
 

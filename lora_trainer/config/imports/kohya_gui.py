@@ -8,10 +8,25 @@ from pathlib import Path
 from typing import Any
 
 from lora_trainer.config.imports import kohya
-from lora_trainer.config.imports.kohya_keys import IN_STEPS, OTHER_FAMILY, RULES, SPEED, share_of_steps, warmup
+from lora_trainer.config.imports.flow_words import KOHYA_DEFAULTS, kohya_family, of_flow
+from lora_trainer.config.imports.kohya_keys import (
+    IN_STEPS,
+    OTHER_FAMILY,
+    READ_FROM_MODEL,
+    RULES,
+    SPEED,
+    share_of_steps,
+    warmup,
+)
 from lora_trainer.config.imports.reading import Around, Reading, Rule, Took, is_empty, pairs
 from lora_trainer.config.imports.rules import by, is_on, lacking, nothing, number, part_of, same, text, whole
-from lora_trainer.config.imports.words import ALL_OF_ATTENTION, ALL_WITH_CONVOLUTIONS, NO_TEXT_ENCODER, NOT_LORA
+from lora_trainer.config.imports.words import (
+    ALL_OF_ATTENTION,
+    ALL_OF_BLOCKS,
+    ALL_WITH_CONVOLUTIONS,
+    NOT_LORA,
+    OF_BLOCKS,
+)
 
 TOOL = "kohya GUI"
 # The GUI's word -> the script's.
@@ -29,17 +44,18 @@ STILL_MORE = ("block_alphas", "conv_block_dims", "conv_block_alphas", "block_lr_
 AS_ARGUMENTS = (*ARGUMENTS, *MORE_ARGUMENTS, *STILL_MORE)
 PLAIN = ("standard", "lora-fa")
 WITH_CONVOLUTIONS = ("kohya locon", "lycoris/locon", "locon")
-FAMILIES = "flux1_checkbox sd3_checkbox anima_checkbox lumina_checkbox hunyuan_image_checkbox".split()
-OF_OTHER_FAMILIES = (
-    "flux1_cache_text_encoder_outputs flux1_cache_text_encoder_outputs_to_disk ae clip_l t5xxl t5xxl_lr "
-    "discrete_flow_shift model_prediction_type timestep_sampling split_mode train_blocks t5xxl_max_token_length "
-    "enable_all_linear guidance_scale mem_eff_save apply_t5_attn_mask split_qkv train_t5xxl single_blocks_to_swap "
-    "double_blocks_to_swap img_attn_dim img_mlp_dim img_mod_dim single_dim txt_attn_dim txt_mlp_dim txt_mod_dim "
-    "single_mod_dim in_dims train_double_block_indices train_single_block_indices sd3_cache_text_encoder_outputs "
-    "sd3_cache_text_encoder_outputs_to_disk sd3_fused_backward_pass clip_g clip_g_dropout_rate sd3_clip_l "
-    "sd3_clip_l_dropout_rate sd3_disable_mmap_load_safetensors sd3_enable_scaled_pos_embed logit_mean logit_std "
-    "mode_scale pos_emb_random_crop_rate save_clip save_t5xxl sd3_t5_dropout_rate sd3_t5xxl t5xxl_device t5xxl_dtype "
-    "sd3_text_encoder_batch_size weighting_scheme show_timesteps_resolution model_type"
+FAMILIES = "anima_checkbox lumina_checkbox hunyuan_image_checkbox".split()
+SPEED_OF_FLOWS = (
+    "flux1_cache_text_encoder_outputs flux1_cache_text_encoder_outputs_to_disk mem_eff_save single_blocks_to_swap "
+    "double_blocks_to_swap sd3_cache_text_encoder_outputs sd3_cache_text_encoder_outputs_to_disk "
+    "sd3_fused_backward_pass sd3_disable_mmap_load_safetensors save_clip save_t5xxl t5xxl_device t5xxl_dtype "
+    "sd3_text_encoder_batch_size show_timesteps_resolution model_type split_qkv sd3_clip_l sd3_t5xxl"
+).split()
+OF_FLOWS = (
+    "t5xxl_lr train_blocks enable_all_linear train_t5xxl img_attn_dim img_mlp_dim img_mod_dim single_dim txt_attn_dim "
+    "txt_mlp_dim txt_mod_dim single_mod_dim in_dims train_double_block_indices train_single_block_indices "
+    "clip_g_dropout_rate sd3_clip_l_dropout_rate sd3_t5_dropout_rate sd3_enable_scaled_pos_embed "
+    "pos_emb_random_crop_rate"
 ).split()
 OF_THE_GUI = (
     "num_cpu_threads_per_process multi_gpu gpu_ids main_process_port dynamo_mode dynamo_use_fullgraph "
@@ -62,6 +78,8 @@ def _kind(value: Any, around: Around) -> Took:
     """The kind of network as the layers that learn."""
     kind = text(value).strip().lower()
     layers = ALL_WITH_CONVOLUTIONS if kind in WITH_CONVOLUTIONS else ALL_OF_ATTENTION
+    if kind.startswith("flux") or kohya_family(around):
+        return Took({"lora.targets": ALL_OF_BLOCKS}, OF_BLOCKS, "changed")
     plain = kind in (*PLAIN, *WITH_CONVOLUTIONS)
     return Took({"lora.targets": list(layers)}, "" if plain else NOT_LORA, "mapped" if plain else "changed")
 
@@ -111,10 +129,6 @@ def _noise(word: str, key: str) -> Rule:
     return replace(rule, read=read)
 
 
-def _trains_text(value: Any, around: Around) -> Took:
-    return Took({}, NO_TEXT_ENCODER, "changed") if is_on(value) else Took({}, "not trained, as here", "ignored")
-
-
 def _rules() -> dict[str, Rule]:
     script = {key: rule for key, rule in kohya.RULES.items() if "." not in key and key not in NAMES.values()}
     known = {**script, **{gui: kohya.RULES[name] for gui, name in NAMES.items()}}
@@ -127,7 +141,6 @@ def _rules() -> dict[str, Rule]:
         "epoch": by(_epochs, "train.max_epochs"),
         "lr_warmup": by(_percent, "schedule.warmup_steps"),
         "lr_warmup_steps": _unless_zero(by(warmup, "schedule.warmup_steps")),
-        "text_encoder_lr": by(_trains_text, "", NO_TEXT_ENCODER, changes=True),
         "noise_offset_type": part_of("noise_offset and multires_noise_iterations"),
         "noise_offset": _noise("original", "noise_offset"),
         "multires_noise_iterations": _noise("multires", "multires_noise_iterations"),
@@ -135,15 +148,16 @@ def _rules() -> dict[str, Rule]:
         "num_processes": part_of("train_batch_size", "batch.effective"),
         "num_machines": part_of("train_batch_size", "batch.effective"),
         "training_comment": nothing("a note"),
-        "clip_skip": lacking("the text encoder's usual layer is used", off=(0, 1)),
-        "stop_text_encoder_training": nothing("text encoders are not trained"),
-        "stop_text_encoder_training_pct": nothing("text encoders are not trained"),
+        "stop_text_encoder_training": lacking("text encoders that learn do so to the end", off=(-1,)),
+        "stop_text_encoder_training_pct": lacking("text encoders that learn do so to the end", off=(-1,)),
         **{key: lacking(NOT_LORA, off=(-1, 1)) for key in (*LYCORIS, *MORE_LYCORIS)},
         "train_on_input": nothing("of another kind of network"),
         **{key: _with_convolutions(kohya.RULES[f"network_args.{key}"]) for key in ("conv_dim", "conv_alpha")},
         "train_inpainting": lacking("inpainting models are not trained"),
+        **{key: nothing(READ_FROM_MODEL) for key in ("flux1_checkbox", "sd3_checkbox")},
         **{key: lacking(OTHER_FAMILY) for key in FAMILIES},
-        **{key: nothing("means nothing for the families trained here") for key in OF_OTHER_FAMILIES},
+        **{key: nothing(SPEED) for key in SPEED_OF_FLOWS},
+        **{key: of_flow(lacking("there is no such thing here", off=("all",))) for key in OF_FLOWS},
         **{key: nothing(SPEED) for key in OF_THE_GUI},
         "save_every_n_epochs": nothing(IN_STEPS),
         "sample_every_n_steps": same("sample.every_steps", whole),
@@ -205,7 +219,7 @@ def read(path: Path, document: Mapping[str, Any]) -> Reading:
     if any(name.startswith("additional_parameters.") for name in keys):
         del keys["additional_parameters"]
     rules["additional_parameters"] = nothing("not set")
-    defaults = dict(DEFAULTS)
+    defaults = {**DEFAULTS, **KOHYA_DEFAULTS.get(kohya_family({"LoRA_type": "", **keys}), {})}
     # A file without steps but with epochs was written when steps followed from epochs.
     if "max_train_steps" not in keys and is_on(keys.get("epoch") or 0):
         del defaults["max_train_steps"]

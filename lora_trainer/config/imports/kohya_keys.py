@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from lora_trainer.config.imports import kohya_texts
+from lora_trainer.config.imports.flow_words import KOHYA, kohya_family
 from lora_trainer.config.imports.reading import Around, Rule, Took, located
 from lora_trainer.config.imports.rules import (
     by,
@@ -24,10 +26,11 @@ from lora_trainer.config.imports.rules import (
 )
 from lora_trainer.config.imports.words import (
     ALL_OF_ATTENTION,
+    ALL_OF_BLOCKS,
     ALL_WITH_CONVOLUTIONS,
     MODEL,
-    NO_TEXT_ENCODER,
     NOT_LORA,
+    OF_BLOCKS,
     OPTIMIZER,
     PRECISION,
     SCHEDULE,
@@ -42,6 +45,7 @@ IN_STEPS = "counted in steps here"
 OTHER_FAMILY = "of model families that are not trained here"
 CACHED = "latents and texts are always cached, and rebuilt when anything changed"
 PLAIN_MODULES = ("networks.lora", "networks.lora_fa")
+OF_TRANSFORMERS = ("networks.lora_flux", "networks.lora_sd3")
 LORA_ALGORITHMS = ("lora", "locon")
 
 
@@ -59,17 +63,6 @@ def _rate(value: Any, around: Around) -> Took:
 
 def _unet_rate(value: Any, around: Around) -> Took:
     return Took({"optim.learning_rate": number(value)}) if is_on(value) else Took({}, "not set", "ignored")
-
-
-def _text_rate(value: Any, around: Around) -> Took:
-    rates = value if isinstance(value, list) else [value]
-    if is_on(around["network_train_unet_only"] or False) or not any(map(is_on, rates)):
-        return Took({}, "text encoders are not trained, as here", "ignored")
-    return Took({})
-
-
-def _unet_only(value: Any, around: Around) -> Took:
-    return Took({}, "as here", "ignored") if truth(value) else Took({})
 
 
 def warmup(value: Any, around: Around) -> Took:
@@ -106,6 +99,8 @@ def targets(value: Any, around: Around) -> Took:
     module, algorithm = text(value).lower(), str(around["network_args.algo"] or "lora").lower()
     convolutions = is_on(around["network_args.conv_dim"] or 0) or module.startswith("lycoris")
     layers = ALL_WITH_CONVOLUTIONS if convolutions else ALL_OF_ATTENTION
+    if module in OF_TRANSFORMERS or kohya_family(around):
+        return Took({"lora.targets": ALL_OF_BLOCKS}, OF_BLOCKS, "changed")
     plain = module in PLAIN_MODULES or (module == "lycoris.kohya" and algorithm in LORA_ALGORITHMS)
     return Took({"lora.targets": list(layers)}, "" if plain else NOT_LORA, "mapped" if plain else "changed")
 
@@ -210,14 +205,14 @@ RULES: Mapping[str, Rule] = {
     "network_args.algo": by(_algorithm, "", NOT_LORA, changes=True),
     "network_args.preset": lacking("lora.targets says which layers learn", off=("full",)),
     "network_args.dropout": unless_off("lora.dropout", number),
-    "network_train_unet_only": by(_unet_only, "", NO_TEXT_ENCODER, changes=True),
     "optimizer_type": OPTIMIZER,
     "optimizer_args.weight_decay": same("optim.weight_decay", number),
     "optimizer_args.betas": by(betas, "optim.beta1 optim.beta2"),
     "optimizer_args.decouple": lacking("weight decay is always decoupled", off=("True", "true")),
     "learning_rate": by(_rate, "optim.learning_rate"),
     "unet_lr": by(_unet_rate, "optim.learning_rate"),
-    "text_encoder_lr": by(_text_rate, "", NO_TEXT_ENCODER, changes=True),
+    **kohya_texts.RULES,
+    **KOHYA,
     "lr_scheduler": SCHEDULE,
     "lr_warmup_steps": by(warmup, "schedule.warmup_steps"),
     "lr_scheduler_num_cycles": _only_with("lr_scheduler", "restarts", "schedule.cycles", whole),
@@ -245,8 +240,6 @@ RULES: Mapping[str, Rule] = {
     "huber_scale": lacking("errors are not scaled before they are weighed", off=(1, 1.0)),
     "prior_loss_weight": same("loss.prior_weight", number),
     "weighted_captions": same("captions.weighted_words", truth),
-    "clip_skip": lacking("the text encoder's usual layer is used", off=(1,)),
-    "max_token_length": lacking("captions end at 77 tokens", off=(75, 77)),
     "noise_offset_random_strength": lacking("the offset has the same strength always"),
     "ip_noise_gamma_random_strength": lacking("the perturbation has the same strength always"),
     "adaptive_noise_scale": lacking("the offset does not follow the latents' mean"),
@@ -265,10 +258,9 @@ RULES: Mapping[str, Rule] = {
     "initial_epoch": lacking("training starts at its first step"),
     "initial_step": lacking("training starts at its first step"),
     "skip_until_initial_step": lacking("training starts at its first step"),
-    "vae": lacking("the model's own autoencoder is used"),
     "full_fp16": lacking("what is trained is kept in fp32"),
     "full_bf16": lacking("what is trained is kept in fp32"),
-    "network_train_text_encoder_only": lacking("only the denoiser learns here, which is what this leaves out"),
+    "network_train_text_encoder_only": lacking("the denoiser learns here, always"),
     "lr_scheduler_type": lacking("schedules of one's own are not loaded"),
     "lr_scheduler_args": lacking("the schedule is schedule.name alone"),
     "lr_decay_steps": lacking("the descent follows schedule.name"),
@@ -280,7 +272,7 @@ RULES: Mapping[str, Rule] = {
         for key, why in {
             "loraplus_lr_ratio": "both halves of the LoRA learn at one rate",
             "loraplus_unet_lr_ratio": "both halves of the LoRA learn at one rate",
-            "loraplus_text_encoder_lr_ratio": NO_TEXT_ENCODER,
+            "loraplus_text_encoder_lr_ratio": "both halves of the LoRA learn at one rate",
             "block_dims": "all layers have one rank",
             "block_alphas": "all layers have one scale",
             "conv_block_dims": "all layers have one rank",
@@ -353,12 +345,5 @@ RULES: Mapping[str, Rule] = {
     **{
         f"metadata_{key}": nothing("the file's header holds this run's own facts")
         for key in "author description license tags title".split()
-    },
-    **{
-        key: lacking(OTHER_FAMILY)
-        for key in (
-            "ae clip_l clip_g t5xxl t5xxl_max_token_length discrete_flow_shift model_prediction_type timestep_sampling "
-            "guidance_scale apply_t5_attn_mask split_mode sigmoid_scale weighting_scheme logit_mean logit_std mode_scale"
-        ).split()
     },
 }

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from lora_trainer.config.imports.flow_words import ONETRAINER, ONETRAINER_FLOWS, is_onetrainer_flow
 from lora_trainer.config.imports.kohya_dataset import AREA_OF_MASK
 from lora_trainer.config.imports.kohya_keys import CACHED, LOGS, OTHER_FAMILY, READ_FROM_MODEL, SPEED
 from lora_trainer.config.imports.reading import SOURCES, Around, Rule, Took, located
@@ -26,15 +27,18 @@ from lora_trainer.config.imports.rules import (
 )
 from lora_trainer.config.imports.words import (
     ALL_OF_ATTENTION,
+    ALL_OF_BLOCKS,
     MODEL,
-    NO_TEXT_ENCODER,
     NOT_LORA,
     OPTIMIZER,
     SCHEDULE,
+    TEXT_RATES,
+    VAE,
     average_with,
     batch_of,
     checkpointing,
     precision,
+    text_rates,
 )
 
 FAMILIES = ("STABLE_DIFFUSION_15", "STABLE_DIFFUSION_20", "STABLE_DIFFUSION_21", "STABLE_DIFFUSION_XL_10_BASE")
@@ -44,7 +48,9 @@ OF_STEPS = ("STEP",)
 
 
 def _model_type(value: Any, around: Around) -> Took:
-    known = text(value).upper().removesuffix("_BASE") in {name.removesuffix("_BASE") for name in FAMILIES}
+    known = text(value).upper().removesuffix("_BASE") in {
+        name.removesuffix("_BASE") for name in (*FAMILIES, *ONETRAINER_FLOWS)
+    }
     return Took({}, READ_FROM_MODEL if known else OTHER_FAMILY, "ignored" if known else "changed")
 
 
@@ -63,9 +69,16 @@ def _resolution(value: Any, around: Around) -> Took:
 
 
 def _rate(value: Any, around: Around) -> Took:
-    if around["unet.learning_rate"] is not None:
-        return Took({}, "unet.learning_rate rules", "ignored")
+    own = "transformer.learning_rate" if is_onetrainer_flow(around) else "unet.learning_rate"
+    if around[own] is not None:
+        return Took({}, f"{own} rules", "ignored")
     return Took({"optim.learning_rate": number(value)})
+
+
+def _transformer_rate(value: Any, around: Around) -> Took:
+    return (
+        Took({"optim.learning_rate": number(value)}) if is_onetrainer_flow(around) else Took({}, "not there", "ignored")
+    )
 
 
 def _warmup(value: Any, around: Around) -> Took:
@@ -95,6 +108,8 @@ def _weights(value: Any, around: Around) -> Took:
 
 def _layers(value: Any, around: Around) -> Took:
     name = text(value)
+    if name == "attn-mlp" and is_onetrainer_flow(around):
+        return Took({"lora.targets": ALL_OF_BLOCKS})
     if name in LAYERS:
         return Took({"lora.targets": LAYERS[name]})
     filters = [part.strip() for part in str(around["layer_filter"] or "").split(",") if part.strip()]
@@ -124,8 +139,26 @@ def _kind(value: Any, around: Around) -> Took:
     return Took({}, "as here", "ignored") if text(value).upper() == "LORA" else Took({})
 
 
-def _trained(value: Any, around: Around) -> Took:
-    return Took({}) if truth(value) else Took({}, "not trained, as here", "ignored")
+def _texts(value: Any, around: Around) -> Took:
+    """Of either text encoder's switch: the rates of both."""
+    truth(value)
+    rates = []
+    for part in ("text_encoder", "text_encoder_2"):
+        rate = around[f"{part}.learning_rate"] or around["learning_rate"]
+        rates.append(number(rate) if is_on(around[f"{part}.train"] or False) else 0.0)
+    if not any(rates):
+        return Took({}, "not trained, as here", "ignored")
+    return Took(text_rates(rates if rates[1] else rates[:1], around["lora_alpha"]))
+
+
+def _skipped(value: Any, around: Around) -> Took:
+    """Layers left out beyond those that the model leaves out."""
+    layers, model = whole(value), str(around["model_type"]).upper()
+    if not layers:
+        return Took({}, "the model's own layer, as here", "ignored")
+    if model.startswith(("STABLE_DIFFUSION_15", "STABLE_DIFFUSION_XL")):
+        return Took({"text.clip_skip": layers + (2 if "XL" in model else 1)}, verdict="mapped")
+    return Took({})
 
 
 def _every(ours: str, unit: str) -> Rule:
@@ -248,7 +281,7 @@ RULES: Mapping[str, Rule] = {
     "rescale_noise_scheduler_to_zero_terminal_snr": same("noise.zero_terminal_snr", truth),
     "force_v_prediction": lacking("the model's own prediction is trained"),
     "force_epsilon_prediction": lacking("the model's own prediction is trained"),
-    "timestep_distribution": lacking("all timesteps are trained alike", off=("UNIFORM",)),
+    **ONETRAINER,
     "min_noising_strength": lacking("all timesteps are trained"),
     "max_noising_strength": lacking("all timesteps are trained", off=(1, 1.0)),
     "masked_training": part_of("concepts[].path", "source.masks"),
@@ -256,12 +289,13 @@ RULES: Mapping[str, Rule] = {
     "unmasked_probability": lacking("masks always count"),
     "normalize_masked_area_loss": by(_normalized, "", AREA_OF_MASK, changes=True),
     "masked_prior_preservation_weight": lacking("there is no such loss here"),
-    "text_encoder.train": by(_trained, "", NO_TEXT_ENCODER, changes=True),
-    "text_encoder_2.train": by(_trained, "", NO_TEXT_ENCODER, changes=True),
+    "text_encoder.train": by(_texts, TEXT_RATES),
+    "text_encoder_2.train": by(_texts, TEXT_RATES),
+    "transformer.learning_rate": by(_transformer_rate, "optim.learning_rate"),
     "text_encoder.dropout_probability": unless_off("captions.dropout", number),
     "text_encoder_2.dropout_probability": nothing("as text_encoder.dropout_probability"),
-    "text_encoder_layer_skip": lacking("the text encoder's usual layer is used"),
-    "text_encoder_2_layer_skip": lacking("the text encoder's usual layer is used"),
+    "text_encoder_layer_skip": by(_skipped, "text.clip_skip", "the text encoder's usual layer is used", changes=True),
+    "text_encoder_2_layer_skip": lacking("as text_encoder_layer_skip"),
     "validation": lacking("set data.held_out, which keeps pictures for validation"),
     "save_every": _every("checkpoint.every_steps", "save_every_unit"),
     "backup_after": _every("checkpoint.every_steps", "backup_after_unit"),
@@ -269,17 +303,17 @@ RULES: Mapping[str, Rule] = {
     "sample_after": _every("sample.every_steps", "sample_after_unit"),
     "samples": by(_samples, "sample.prompts", "their own sizes and seeds are left out", changes=True),
     "unet.train": nothing("the denoiser learns"),
-    "vae.model_name": lacking("the model's own autoencoder is used"),
+    "vae.model_name": VAE,
     "custom_learning_rate_scheduler": lacking("schedules of one's own are not loaded"),
     "scheduler_params": lacking("the schedule is schedule.name alone"),
     "embedding_learning_rate": lacking("embeddings are not trained"),
     "additional_embeddings": lacking("embeddings are not trained"),
     "bundle_additional_embeddings": nothing("embeddings are not trained"),
-    **named("text_encoder.", "learning_rate weight_dtype", nothing(NO_TEXT_ENCODER)),
-    **named("text_encoder_2.", "learning_rate weight_dtype", nothing(NO_TEXT_ENCODER)),
-    **named(
-        "", "generalized_offset_noise noising_weight noising_bias timestep_shift dynamic_timestep_shifting", UNUSED
-    ),
+    **named("text_encoder.", "learning_rate", part_of("text_encoder.train", "text.learning_rates")),
+    **named("text_encoder_2.", "learning_rate", part_of("text_encoder_2.train", "text.learning_rates")),
+    **named("text_encoder.", "weight_dtype", nothing(SPEED)),
+    **named("text_encoder_2.", "weight_dtype", nothing(SPEED)),
+    **named("", "generalized_offset_noise", UNUSED),
     **named("", "custom_conditioning_image force_circular_padding preserve_embedding_norm vb_loss_strength", UNUSED),
     **{f"optimizer.{flag}": nothing("the optimizer's usual settings are taken") for flag in OPTIMIZER_FLAGS.split()},
     **{
@@ -292,6 +326,7 @@ RULES: Mapping[str, Rule] = {
         f"{part}.{key}": nothing("of other model families")
         for part in ["text_encoder_3", "text_encoder_4", *OTHER_PARTS.split()]
         for key in "train learning_rate weight_dtype dropout_probability".split()
+        if (part, key) != ("transformer", "learning_rate")
     },
     "unet.dropout_probability": nothing("dropout_probability rules"),
     **named("", "latent_caching clear_cache_before_training cache_dir only_cache", nothing(CACHED)),

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from lora_trainer.config.imports.flow_words import SIMPLETUNER
 from lora_trainer.config.imports.kohya_keys import CACHED, LOGS, OTHER_FAMILY, READ_FROM_MODEL, SPEED, UPLOADS
 from lora_trainer.config.imports.merge import RESOLUTIONS
 from lora_trainer.config.imports.reading import SOURCES, Around, Rule, Took, located
@@ -29,19 +30,21 @@ from lora_trainer.config.imports.rules import (
 from lora_trainer.config.imports.words import (
     CHECKPOINTING,
     MODEL,
-    NO_TEXT_ENCODER,
     NOT_LORA,
     OPTIMIZER,
     PRECISION,
     SCHEDULE,
+    TEXT_RATES,
+    VAE,
     average_with,
     batch_of,
+    text_rates,
 )
 
 USUAL_STEP = 64  # pixels between its buckets
 MEGAPIXEL = 1024  # the side of the square that it means by an area of 1.0
 DRAWING = "pictures while training are drawn in this program's own way"
-FAMILIES = ("sdxl", "sd1x", "sd2x", "sd15", "sd2")
+FAMILIES = ("sdxl", "sd1x", "sd2x", "sd15", "sd2", "sd3", "flux")
 
 
 def _kind(value: Any, around: Around) -> Took:
@@ -97,6 +100,13 @@ def _huber(value: Any, around: Around) -> Took:
     if str(around["loss_type"] or "l2") == "l2":
         return Took({}, "means nothing without loss_type = huber", "ignored")
     return Took({"loss.huber_delta": number(value)})
+
+
+def _texts(value: Any, around: Around) -> Took:
+    if not truth(value):
+        return Took({}, "as here", "ignored")
+    rate = around["text_encoder_lr"] or around["learning_rate"]
+    return Took(text_rates([number(rate)], around["lora_alpha"]))
 
 
 def _prompt(value: Any, around: Around) -> Took:
@@ -223,8 +233,9 @@ RULES: Mapping[str, Rule] = {
     "validation_guidance": same("sample.guidance", number),
     "validation_num_inference_steps": same("sample.steps", whole),
     "num_validation_images": same("sample.count", whole),
-    "train_text_encoder": lacking(NO_TEXT_ENCODER),
-    "text_encoder_lr": lacking(NO_TEXT_ENCODER),
+    "train_text_encoder": by(_texts, TEXT_RATES),
+    "text_encoder_lr": part_of("train_text_encoder", TEXT_RATES.split()[0]),
+    "tokenizer_max_length": nothing("the family's own length (text.t5_tokens)"),
     "lycoris_config": lacking(NOT_LORA),
     "use_dora": lacking(NOT_LORA),
     "init_lora": lacking("training does not start from a LoRA"),
@@ -232,8 +243,8 @@ RULES: Mapping[str, Rule] = {
     "peft_lora_mode": lacking(NOT_LORA, off=("standard",)),
     "peft_lora_target_modules": lacking("lora.targets says which layers learn"),
     "prediction_type": lacking("the model's own prediction is trained"),
-    "pretrained_vae_model_name_or_path": lacking("the model's own autoencoder is used"),
-    "vae_path": lacking("the model's own autoencoder is used"),
+    "pretrained_vae_model_name_or_path": VAE,
+    "vae_path": VAE,
     "resume_from_checkpoint": nothing("--resume goes on with a run of this program"),
     "lr_end": lacking("schedules end at 0", off=("4e-7", 4e-7)),
     "lr_scale": lacking("the rate is not scaled by the batch"),
@@ -250,10 +261,8 @@ RULES: Mapping[str, Rule] = {
     "maximum_image_size": lacking("pictures are resized once, to their bucket"),
     "target_downsample_size": lacking("pictures are resized once, to their bucket"),
     **_all("caption_strategy metadata_update_interval", nothing("each data set says it")),
-    **_all(
-        "flow_schedule_shift flow_schedule_auto_shift flow_sigmoid_scale flux_schedule_shift t5_padding",
-        nothing("of models with flow matching"),
-    ),
+    **SIMPLETUNER,
+    "t5_padding": nothing("T5's padding is seen, as the model was trained"),
     **_all(
         "validation_resolution validation_seed validation_guidance_rescale validation_negative_prompt "
         "validation_torch_compile validation_on_startup validation_noise_scheduler validation_disable "

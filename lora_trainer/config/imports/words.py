@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path, PureWindowsPath
 from typing import Any
 
 from lora_trainer.config.imports.reading import Around, Rule, Took, located
-from lora_trainer.config.imports.rules import by, count, lookup, number, text, truth, whole
+from lora_trainer.config.imports.rules import by, count, is_on, lookup, number, text, truth, whole
 
 # Name without case and punctuation -> (ours, how it differs).
 OPTIMIZERS: Mapping[str, tuple[str, str]] = {
@@ -77,8 +77,12 @@ PRECISIONS = {
     "bfloat_16": "bf16",
 }
 NOT_LORA = "a plain LoRA is trained in its place"
-NO_TEXT_ENCODER = "text encoders are not trained here: only the denoiser's LoRA is learned"
+TEXT_RATES = "text.learning_rates text.lora_alpha"
+PICKLES = (".ckpt", ".pt", ".bin", ".pth")
+PICKLED = "it is a pickle, which can run code: convert it to .safetensors"
 ALL_OF_ATTENTION = ("*.attentions.*",)  # every linear layer and 1x1 convolution of the transformer blocks
+ALL_OF_BLOCKS = "attention+ff"  # of a transformer
+OF_BLOCKS = "attention and feed-forward layers of the blocks, not their modulation"
 ALL_WITH_CONVOLUTIONS = ("*.attentions.*", "*.resnets.*", "*samplers.*")
 
 
@@ -108,13 +112,40 @@ def model_path(value: Any, around: Around) -> Took:
     found = located(around.folder, written)
     if Path(found).is_dir():
         return Took({"model.path": found})
-    if Path(written).suffix.lower() in (".safetensors", ".ckpt", ".pt"):
-        why = "a single checkpoint, which is not read yet: convert it to a diffusers folder and set model.path to that"
-        return Took({"model.path": found}, why, "changed")
-    if re.fullmatch(r"[\w.-]+/[\w.-]+", written) and not PureWindowsPath(written).is_absolute():
-        why = "a model of a hub, which is not downloaded yet: set model.path to its local folder in diffusers' layout"
-        return Took({"model.path": written}, why, "changed")
-    return Took({"model.path": found}, "there is no such folder here: name the model's folder", "changed")
+    if Path(written).suffix.lower() in PICKLES:
+        return Took({"model.path": found}, f"{PICKLED}, and set model.path to it", "changed")
+    if Path(found).is_file():
+        return Took({"model.path": found}, "a single checkpoint")
+    if Path(written).suffix.lower() != ".safetensors" and is_hub_id(written):
+        return Took({"model.path": written}, "a model of a hub: it is downloaded unless it is there already")
+    return Took({"model.path": found}, "there is no such folder or file here: name the model's", "changed")
+
+
+def is_hub_id(written: str) -> bool:
+    return bool(re.fullmatch(r"[\w.-]+/[\w.-]+", written)) and not PureWindowsPath(written).is_absolute()
+
+
+def autoencoder(value: Any, around: Around) -> Took:
+    """A folder, or one file, in place of the model's own."""
+    written = text(value)
+    found = located(around.folder, written)
+    if Path(written).suffix.lower() in PICKLES:
+        return Took({}, f"left out: {PICKLED}, and set model.vae to it", "changed")
+    if not Path(found).exists() and Path(written).suffix.lower() != ".safetensors" and is_hub_id(written):
+        return Took({}, "left out: an autoencoder of a hub; download it and set model.vae to its folder", "changed")
+    return Took({"model.vae": found})
+
+
+def clip_skip(value: Any, around: Around) -> Took:
+    """Layers from the end, 1 the last, which these programs take for the model's own."""
+    layers = whole(value)
+    return Took({"text.clip_skip": layers}) if layers > 1 else Took({}, "the model's own layer, as here", "ignored")
+
+
+def text_rates(rates: Sequence[float], alpha: Any = None) -> dict[str, Any]:
+    """Text encoders that learn along, each with its rate, and the LoRA's alpha where the denoiser's has one."""
+    alphas = {"text.lora_alpha": number(alpha)} if alpha is not None and is_on(alpha) else {}
+    return {"text.learning_rates": [float(rate) for rate in rates], **alphas}
 
 
 def checkpointing(value: Any, around: Around) -> Took:
@@ -148,4 +179,6 @@ CHECKPOINTING = by(checkpointing, "memory.checkpointing")
 OPTIMIZER = by(optimizer, "optim.name optim.weight_decay optim.beta2", "others than ours are replaced")
 SCHEDULE = by(schedule, "schedule.name", "others than ours are replaced")
 PRECISION: Rule = by(precision, "memory.base_precision")
-MODEL = by(model_path, "model.path", "single checkpoints and models of a hub are not read yet: name a diffusers folder")
+MODEL = by(model_path, "model.path", f"where {PICKLED}")
+VAE = by(autoencoder, "model.vae", "autoencoders of a hub are left out")
+CLIP_SKIP = by(clip_skip, "text.clip_skip")

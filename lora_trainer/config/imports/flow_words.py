@@ -1,0 +1,241 @@
+"""How other programs draw the times of models with flow matching, and what of it is the same here.
+
+Time is 1 where there is only noise. Programs that take the n-th of their scheduler's timesteps count from there: their
+logits have the other sign.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from lora_trainer.config.imports.documents import SCRIPT
+from lora_trainer.config.imports.reading import Around, Rule, Took
+from lora_trainer.config.imports.rules import by, is_on, lacking, number, part_of, text, truth
+
+ALL = "flow.timesteps flow.logit_mean flow.logit_spread flow.mode_scale flow.shift"
+NO_FLOW = "of models with flow matching, which this is not"
+WEIGHED = "without its weighting of the loss"
+# Keys of kohya's that only its scripts for SD3, or for FLUX and later models, read.
+OF_SD3 = ("clip_g", "training_shift", "sd3_cache_text_encoder_outputs")
+OF_FLUX = ("ae", "timestep_sampling", "model_prediction_type", "guidance_scale", "discrete_flow_shift")
+KOHYA_DEFAULTS: Mapping[str, Mapping[str, Any]] = {
+    "flux": {"timestep_sampling": "sigma", "model_prediction_type": "sigma_scaled", "guidance_scale": 3.5},
+    "sd3": {"weighting_scheme": "uniform"},
+}
+
+
+def times(
+    kind: str, *, mean: float = 0.0, spread: float = 1.0, scale: float = 1.29, shift: float | str = "model"
+) -> dict[str, Any]:
+    """The settings of a distribution and a shift; only those that it asks for."""
+    asked = {
+        "uniform": {},
+        "logit_normal": {"flow.logit_mean": mean, "flow.logit_spread": spread},
+        "mode": {"flow.mode_scale": scale},
+    }
+    return {"flow.timesteps": kind, **asked[kind], "flow.shift": shift}
+
+
+def number_of(around: Around, key: str, otherwise: float) -> float:
+    """The number of another key; what is no number is that key's own problem."""
+    try:
+        return number(around[key]) if around[key] is not None else otherwise
+    except ValueError:
+        return otherwise
+
+
+def number_with(key: str) -> Rule:
+    """A number that is read together with another key."""
+
+    def read(value: Any, around: Around) -> Took:
+        number(value)
+        return Took({}, f"read together with {key}")
+
+    return by(read, "", f"read together with {key}")
+
+
+def by_weighting(scheme: str, around: Around, shift: float | str, *, backwards: bool) -> Took:
+    """The distributions of diffusers' scripts for SD3, which others took over. `backwards`: timesteps count from noise."""
+    if scheme == "logit_normal":
+        mean = number_of(around, "logit_mean", 0.0) * (-1.0 if backwards else 1.0)
+        return Took(times("logit_normal", mean=mean, spread=number_of(around, "logit_std", 1.0), shift=shift))
+    if scheme == "mode":
+        return Took(times("mode", scale=number_of(around, "mode_scale", 1.29), shift=shift))
+    weighs = scheme in ("sigma_sqrt", "cosmap")
+    return Took(times("uniform", shift=shift), WEIGHED if weighs else "", "changed" if weighs else None)
+
+
+def kohya_family(around: Around | Mapping[str, Any]) -> str:
+    """`flux`, `sd3`, or nothing where the config is of a diffusion model."""
+    given = around.keys if isinstance(around, Around) else around
+    seen = {key for key, value in given.items() if value is not None and value != ""}
+    if "LoRA_type" in seen:  # the GUI keeps keys of all families and says by a box which counts
+        return next(
+            (name for name, box in (("flux", "flux1_checkbox"), ("sd3", "sd3_checkbox")) if _on(given, box)), ""
+        )
+    if seen & {*OF_SD3}:
+        return "sd3"
+    return "flux" if seen & {*OF_FLUX} else "sd3" if "t5xxl" in seen else ""
+
+
+def _on(given: Mapping[str, Any], key: str) -> bool:
+    return bool(is_on(given.get(key) or False))
+
+
+def _kohya_sampling(value: Any, around: Around) -> Took:
+    family, word = kohya_family(around), text(value).lower()
+    if family != "flux":
+        return Took({}, "weighting_scheme rules" if family else NO_FLOW, "ignored")
+    spread, shift = number_of(around, "sigmoid_scale", 1.0), number_of(around, "discrete_flow_shift", 3.0)
+    shifts: dict[str, float | str] = {"sigmoid": 1.0, "shift": shift, "flux_shift": "resolution"}
+    if word in shifts:
+        return Took(times("logit_normal", spread=spread, shift=shifts[word]))
+    if word == "uniform":
+        return Took(times("uniform", shift=1.0))
+    if word != "sigma":
+        return Took(times("logit_normal"), "there is no such sampling here", "changed")
+    scheme = str(around["weighting_scheme"] or "uniform").lower()
+    return by_weighting(scheme, around, shift, backwards=True)
+
+
+def _kohya_weighting(value: Any, around: Around) -> Took:
+    family = kohya_family(around)
+    if family != "sd3":
+        return Took(
+            {}, "read together with timestep_sampling" if family else NO_FLOW, "mapped" if family else "ignored"
+        )
+    shift = number_of(around, "training_shift", 1.0)
+    return by_weighting(text(value).lower(), around, shift, backwards=False)
+
+
+def of_flow(rule: Rule) -> Rule:
+    """A rule of kohya's that means something only for models with flow matching."""
+
+    def read(value: Any, around: Around) -> Took:
+        return rule.read(value, around) if kohya_family(around) else Took({}, NO_FLOW, "ignored")
+
+    return Rule(rule.verdict, rule.ours, rule.why, read)
+
+
+KOHYA: Mapping[str, Rule] = {
+    "timestep_sampling": by(_kohya_sampling, ALL),
+    "weighting_scheme": by(_kohya_weighting, ALL),
+    **{key: of_flow(number_with("timestep_sampling")) for key in ("sigmoid_scale", "discrete_flow_shift")},
+    **{
+        key: of_flow(number_with("weighting_scheme"))
+        for key in ("logit_mean", "logit_std", "mode_scale", "training_shift")
+    },
+    "model_prediction_type": of_flow(lacking("the flow's own velocity is learned", off=("raw",))),
+    "guidance_scale": of_flow(lacking("distilled models are told a guidance of 1 while they learn", off=(1, 1.0))),
+}
+
+
+def _simpletuner_shift(around: Around) -> float | str:
+    shift = number_of(around, "flow_schedule_shift", number_of(around, "flux_schedule_shift", 0.0))
+    if is_on(around["flow_schedule_auto_shift"] or False):
+        return "resolution"
+    return shift if shift > 0 else 1.0
+
+
+def _simpletuner(value: Any, around: Around) -> Took:
+    """Of whichever of its keys comes first: all of them together."""
+    if str(around["model_family"] or "flux").lower().startswith("sd") and around["model_family"] != "sd3":
+        return Took({}, NO_FLOW, "ignored")
+    if is_on(around["flow_use_uniform_schedule"] or False):
+        return Took(times("uniform", shift=_simpletuner_shift(around)))
+    spread = number_of(around, "flow_sigmoid_scale", 1.0)
+    settings = times("logit_normal", spread=spread, shift=_simpletuner_shift(around))
+    beta = is_on(around["flow_use_beta_schedule"] or False)
+    return Took(settings, "a beta distribution there" if beta else "", "changed" if beta else None)
+
+
+SIMPLETUNER: Mapping[str, Rule] = {
+    **{
+        key: by(_simpletuner, ALL)
+        for key in (
+            "flow_schedule_shift flux_schedule_shift flow_schedule_auto_shift flow_sigmoid_scale "
+            "flow_use_uniform_schedule flow_use_beta_schedule"
+        ).split()
+    },
+    **{key: part_of("flow_use_beta_schedule") for key in ("flow_beta_schedule_alpha", "flow_beta_schedule_beta")},
+}
+ONETRAINER_FLOWS = ("STABLE_DIFFUSION_3", "STABLE_DIFFUSION_35", "FLUX_DEV_1")
+
+
+def is_onetrainer_flow(around: Around) -> bool:
+    return str(around["model_type"]).upper() in ONETRAINER_FLOWS
+
+
+def _onetrainer(value: Any, around: Around) -> Took:
+    name = text(value).upper()
+    if not is_onetrainer_flow(around):
+        uniform = name == "UNIFORM"
+        return Took(
+            {}, "as here" if uniform else "all timesteps are trained alike", "ignored" if uniform else "changed"
+        )
+    moved = is_on(around["dynamic_timestep_shifting"] or False)
+    shift: float | str = "resolution" if moved else number_of(around, "timestep_shift", 1.0)
+    weight, bias = number_of(around, "noising_weight", 0.0), number_of(around, "noising_bias", 0.0)
+    if name == "LOGIT_NORMAL":
+        return Took(times("logit_normal", mean=bias, spread=weight + 1.0, shift=shift))
+    if name == "HEAVY_TAIL":
+        return Took(times("mode", scale=weight, shift=shift))
+    known = name == "UNIFORM"
+    return Took(times("uniform", shift=shift), "" if known else "uniform here", None if known else "changed")
+
+
+def _onetrainer_number(value: Any, around: Around) -> Took:
+    number(value)
+    told = is_onetrainer_flow(around)
+    return Took({}, "read together with timestep_distribution" if told else NO_FLOW, "mapped" if told else "ignored")
+
+
+def _onetrainer_switch(value: Any, around: Around) -> Took:
+    truth(value)
+    return _onetrainer_number(0, around)
+
+
+ONETRAINER: Mapping[str, Rule] = {
+    "timestep_distribution": by(_onetrainer, ALL),
+    **{key: by(_onetrainer_number, ALL) for key in ("noising_weight", "noising_bias", "timestep_shift")},
+    "dynamic_timestep_shifting": by(_onetrainer_switch, ALL),
+}
+AITOOLKIT_FLOWS = ("flux", "sd3", "flex1", "zimage")
+
+
+def is_aitoolkit_flow(keys: Mapping[str, Any]) -> bool:
+    arch = str(keys.get("model.arch") or "").lower().split(":")[0]
+    return arch in AITOOLKIT_FLOWS or _on(keys, "model.is_flux") or _on(keys, "model.is_v3")
+
+
+def _aitoolkit(value: Any, around: Around) -> Took:
+    if not is_aitoolkit_flow(around.keys):
+        return Took({}, NO_FLOW, "ignored")
+    word = text(value).lower()
+    known = {
+        "sigmoid": times("logit_normal", shift=1.0),
+        "linear": times("uniform", shift=1.0),
+        "shift": times("uniform"),
+        "flux_shift": times("uniform", shift="resolution"),
+    }
+    if word in known:
+        return Took(known[word])
+    return Took(times("uniform", shift=1.0), WEIGHED if word == "weighted" else "uniform here", "changed")
+
+
+AITOOLKIT: Mapping[str, Rule] = {"train.timestep_type": by(_aitoolkit, ALL)}
+
+
+def _diffusers(value: Any, around: Around) -> Took:
+    """Its FLUX scripts take the scheduler's timesteps before they are shifted by size, the others shifted ones."""
+    shift: float | str = 1.0 if "flux" in str(around[SCRIPT]) else "model"
+    return by_weighting(text(value).lower(), around, shift, backwards=True)
+
+
+DIFFUSERS: Mapping[str, Rule] = {
+    "weighting_scheme": by(_diffusers, ALL),
+    **{key: number_with("weighting_scheme") for key in ("logit_mean", "logit_std", "mode_scale")},
+    "guidance_scale": lacking("distilled models are told a guidance of 1 while they learn", off=(1, 1.0)),
+    "precondition_outputs": lacking("the flow's own velocity is learned"),
+}

@@ -1,0 +1,72 @@
+"""kohya's options about text encoders: which layer is read, how much of a caption, and what of them learns."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from lora_trainer.config.imports.flow_words import NO_FLOW, kohya_family, of_flow
+from lora_trainer.config.imports.reading import Around, Rule, Took
+from lora_trainer.config.imports.rules import by, is_on, lacking, nothing, number, same, truth, whole
+from lora_trainer.config.imports.words import CLIP_SKIP, TEXT_RATES, VAE, text_rates
+
+STAY = "text encoders stay as they are, as here"
+OF_FILES = "files of text encoders are not read singly: set model.text_encoders to a folder with them"
+
+
+def trains_texts(around: Around) -> bool:
+    """Whether text encoders learn; those whose outputs are cached cannot."""
+    cached = "sdxl_cache_text_encoder_outputs" if around["LoRA_type"] is not None else "cache_text_encoder_outputs"
+    return not is_on(around["network_train_unet_only"] or False) and not (
+        is_on(around[cached] or False) and not kohya_family(around)
+    )
+
+
+def rates_of_texts(rate: Any, around: Around) -> Took:
+    """A rate for all text encoders, or one for each: CLIP's, since T5 learns only where it is asked by another key."""
+    listed = (
+        re.split(r"[\s,]+", rate.strip("[] ")) if isinstance(rate, str) else rate if isinstance(rate, list) else [rate]
+    )
+    rates = [number(each) for each in listed]
+    encoders = 2 if kohya_family(around) == "sd3" or is_on(around["sdxl"] or False) else 1
+    if not any(rates):
+        return Took({}, STAY, "ignored")
+    if len(rates) > encoders and kohya_family(around) and any(rates[encoders:]):
+        return Took(text_rates(rates[:encoders], around["network_alpha"]), "T5 does not learn", "changed")
+    kept = rates * encoders if len(rates) == 1 else rates[:encoders] if kohya_family(around) else rates
+    return Took(text_rates(kept, around["network_alpha"]))
+
+
+def _text_rate(value: Any, around: Around) -> Took:
+    return rates_of_texts(value, around) if trains_texts(around) else Took({}, STAY, "ignored")
+
+
+def _unet_only(value: Any, around: Around) -> Took:
+    """Without it they learn at their own rate, or at that of all."""
+    truth(value)
+    if not trains_texts(around):
+        return Took({}, STAY, "ignored")
+    if around["text_encoder_lr"] is not None:
+        return Took({}, "text_encoder_lr is their rate", "ignored")
+    return rates_of_texts(around["learning_rate"], around)
+
+
+def _pieces(value: Any, around: Around) -> Took:
+    tokens = whole(value) if is_on(value) else 75
+    return Took({"text.max_tokens": tokens}) if tokens not in (75, 77) else Took({}, "as here", "ignored")
+
+
+RULES: Mapping[str, Rule] = {
+    "text_encoder_lr": by(_text_rate, TEXT_RATES),
+    "network_train_unet_only": by(_unet_only, TEXT_RATES),
+    "clip_skip": CLIP_SKIP,
+    "max_token_length": by(_pieces, "text.max_tokens"),
+    "vae": VAE,
+    "ae": of_flow(VAE),
+    **{key: of_flow(lacking(OF_FILES)) for key in ("clip_l", "clip_g", "t5xxl")},
+    "t5xxl_max_token_length": of_flow(same("text.t5_tokens", whole)),
+    "apply_t5_attn_mask": of_flow(lacking("T5's padding is seen, as the model was trained")),
+    "split_mode": nothing(NO_FLOW),
+    "network_args.train_t5xxl": lacking("T5 does not learn"),
+}

@@ -1,0 +1,168 @@
+"""What other programs say of flow matching and of text encoders, by their sources."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lora_trainer.config.imports.imported import Imported, import_file
+from lora_trainer.config.schema import Config
+
+
+def imported_text(folder: Path, name: str, text: str) -> Imported:
+    path = folder / name
+    path.write_text(text, encoding="utf-8")
+    return import_file(path)
+
+
+def kohya(folder: Path, **keys: object) -> Imported:
+    start = {"pretrained_model_name_or_path": "m", "network_dim": 8, "learning_rate": 1e-4, **keys}
+    return imported_text(folder, "k.toml", "".join(f"{key} = {json.dumps(value)}\n" for key, value in start.items()))
+
+
+def drawn(config: Config) -> tuple[Any, ...]:
+    """Distribution, the numbers that it asks for, and the shift."""
+    flow = config.flow
+    numbers = {"uniform": (), "logit_normal": (flow.logit_mean, flow.logit_spread), "mode": (flow.mode_scale,)}
+    return (flow.timesteps, *numbers[flow.timesteps], flow.shift)
+
+
+@pytest.mark.parametrize(
+    ("keys", "expected"),
+    [
+        ({"ae": "ae.safetensors"}, ("uniform", 3.0)),  # its defaults: sigma, uniform, shift 3
+        ({"timestep_sampling": "sigmoid", "sigmoid_scale": 1.5}, ("logit_normal", 0.0, 1.5, 1.0)),
+        ({"timestep_sampling": "shift"}, ("logit_normal", 0.0, 1.0, 3.0)),
+        ({"timestep_sampling": "shift", "discrete_flow_shift": 3.1582}, ("logit_normal", 0.0, 1.0, 3.1582)),
+        ({"timestep_sampling": "flux_shift"}, ("logit_normal", 0.0, 1.0, "resolution")),
+        ({"timestep_sampling": "uniform"}, ("uniform", 1.0)),
+        # Timesteps are taken from the noisy end there, so the logit's mean has the other sign.
+        (
+            {"timestep_sampling": "sigma", "weighting_scheme": "logit_normal", "logit_mean": 0.5, "logit_std": 0.8},
+            ("logit_normal", -0.5, 0.8, 3.0),
+        ),
+        ({"timestep_sampling": "sigma", "weighting_scheme": "mode", "mode_scale": 1.1}, ("mode", 1.1, 3.0)),
+        ({"clip_g": "g", "weighting_scheme": "logit_normal", "logit_mean": 0.5}, ("logit_normal", 0.5, 1.0, 1.0)),
+        ({"clip_g": "g", "training_shift": 2.0}, ("uniform", 2.0)),
+    ],
+)
+def test_times_of_kohya(keys: dict[str, object], expected: tuple[Any, ...], tmp_path: Path) -> None:
+    imported = kohya(tmp_path, **keys)
+    assert drawn(imported.config) == expected
+    assert imported.config.lora.targets == "attention+ff"
+
+
+def test_a_diffusion_config_of_kohya_says_nothing_of_times(tmp_path: Path) -> None:
+    assert not {name for name in kohya(tmp_path).settings if name.startswith("flow.")}
+
+
+def test_the_gui_says_by_a_box_which_family_counts(tmp_path: Path) -> None:
+    form = {"LoRA_type": "Flux1", "max_resolution": "512,512", "pretrained_model_name_or_path": "m"}
+    form |= {"timestep_sampling": "shift", "discrete_flow_shift": 3.1582, "guidance_scale": 1, "ae": "a.safetensors"}
+    on = imported_text(tmp_path, "g.json", json.dumps({**form, "flux1_checkbox": True}))
+    assert drawn(on.config) == ("logit_normal", 0.0, 1.0, 3.1582)
+    assert on.config.model.vae == str(tmp_path / "a.safetensors")
+    off = imported_text(tmp_path, "g.json", json.dumps({**form, "LoRA_type": "Standard", "flux1_checkbox": False}))
+    assert not {name for name in off.settings if name.startswith("flow.")}
+    assert off.config.model.vae is None
+
+
+@pytest.mark.parametrize(
+    ("keys", "expected"),
+    [
+        ({"timestep_distribution": "LOGIT_NORMAL", "noising_bias": 0.3}, ("logit_normal", 0.3, 1.0, 1.0)),
+        ({"timestep_distribution": "LOGIT_NORMAL", "noising_weight": 0.5}, ("logit_normal", 0.0, 1.5, 1.0)),
+        ({"timestep_distribution": "UNIFORM", "timestep_shift": 3.0}, ("uniform", 3.0)),
+        ({"timestep_distribution": "HEAVY_TAIL", "noising_weight": 1.2}, ("mode", 1.2, 1.0)),
+        ({"timestep_distribution": "UNIFORM", "dynamic_timestep_shifting": True}, ("uniform", "resolution")),
+    ],
+)
+def test_times_of_one_trainer(keys: dict[str, object], expected: tuple[Any, ...], tmp_path: Path) -> None:
+    start = {"training_method": "LORA", "base_model_name": "m", "concepts": [{"path": "p"}], "model_type": "FLUX_DEV_1"}
+    imported = imported_text(tmp_path, "o.json", json.dumps({**start, **keys}))
+    assert drawn(imported.config) == expected
+    other = imported_text(tmp_path, "o.json", json.dumps({**start, **keys, "model_type": "STABLE_DIFFUSION_15"}))
+    assert not {name for name in other.settings if name.startswith("flow.")}
+
+
+def test_times_of_ai_toolkit_simple_tuner_and_diffusers(tmp_path: Path) -> None:
+    def toolkit(kind: str) -> Config:
+        process = {
+            "type": "sd_trainer",
+            "model": {"name_or_path": "m", "arch": "flux"},
+            "train": {"timestep_type": kind},
+        }
+        job = {"job": "extension", "config": {"name": "a", "process": [process]}}
+        return imported_text(tmp_path, "a.json", json.dumps(job)).config
+
+    assert drawn(toolkit("sigmoid")) == ("logit_normal", 0.0, 1.0, 1.0)
+    assert drawn(toolkit("shift")) == ("uniform", "model")
+    assert drawn(toolkit("weighted")) == ("uniform", 1.0)
+
+    def tuner(**keys: object) -> Config:
+        start = {"model_family": "flux", "lora_type": "standard", "model_type": "lora"}
+        return imported_text(tmp_path, "s.json", json.dumps({**start, **keys})).config
+
+    assert drawn(tuner(flow_schedule_auto_shift=True)) == ("logit_normal", 0.0, 1.0, "resolution")
+    assert drawn(tuner(flow_schedule_shift=2.0, flow_sigmoid_scale=0.5)) == ("logit_normal", 0.0, 0.5, 2.0)
+    assert drawn(tuner(flow_use_uniform_schedule=True, flow_schedule_shift=0)) == ("uniform", 1.0)
+    flags = "--pretrained_model_name_or_path=m --instance_data_dir=p --rank=8"
+    for script, more, expected in (
+        ("train_dreambooth_lora_flux", "", ("uniform", 1.0)),
+        (
+            "train_dreambooth_lora_sd3",
+            "--weighting_scheme=logit_normal --logit_mean=1",
+            ("logit_normal", -1.0, 1.0, "model"),
+        ),
+    ):
+        command = f"accelerate launch {script}.py {flags} {more}\n"
+        assert drawn(imported_text(tmp_path, "d.sh", command).config) == expected
+
+
+@pytest.mark.parametrize(
+    ("keys", "rates"),
+    [
+        ({}, (1e-4,)),  # trained unless told otherwise
+        ({"text_encoder_lr": 5e-5}, (5e-5,)),
+        ({"text_encoder_lr": 5e-5, "sdxl": True}, (5e-5, 5e-5)),
+        ({"text_encoder_lr": [5e-5, 1e-5], "sdxl": True}, (5e-5, 1e-5)),
+        ({"text_encoder_lr": 5e-5, "network_train_unet_only": True}, ()),
+        ({"text_encoder_lr": 0}, ()),
+        ({"cache_text_encoder_outputs": True}, ()),
+        ({"ae": "a", "text_encoder_lr": [5e-5, 1e-5]}, (5e-5,)),
+    ],
+)
+def test_rates_of_kohyas_text_encoders(keys: dict[str, object], rates: tuple[float, ...], tmp_path: Path) -> None:
+    config = kohya(tmp_path, network_alpha=4, **keys).config
+    assert config.text.learning_rates == rates
+    assert config.text.lora_alpha == (4.0 if rates else None)
+
+
+def test_what_text_encoders_read(tmp_path: Path) -> None:
+    text = kohya(tmp_path, clip_skip=2, max_token_length=225).config.text
+    assert (text.clip_skip, text.max_tokens) == (2, 225)
+    assert kohya(tmp_path, clip_skip=1, max_token_length=75).config.text.clip_skip is None
+    start = {"training_method": "LORA", "base_model_name": "m", "concepts": [], "text_encoder_layer_skip": 1}
+    for kind, layers in (("STABLE_DIFFUSION_15", 2), ("STABLE_DIFFUSION_XL_10_BASE", 3)):
+        imported = imported_text(tmp_path, "o.json", json.dumps({**start, "model_type": kind}))
+        assert imported.config.text.clip_skip == layers
+
+
+@pytest.mark.parametrize(
+    ("written", "verdict", "said"),
+    [
+        ("there.safetensors", "mapped", "a single checkpoint"),
+        ("gone.safetensors", "changed", "there is no such folder or file here"),
+        ("old.ckpt", "changed", "it is a pickle"),
+        ("owner/name", "mapped", "a model of a hub"),
+    ],
+)
+def test_bases(written: str, verdict: str, said: str, tmp_path: Path) -> None:
+    (tmp_path / "there.safetensors").write_bytes(b"")
+    imported = kohya(tmp_path, pretrained_model_name_or_path=written)
+    line = next(line for line in imported.lines if line.key == "pretrained_model_name_or_path")
+    assert line.verdict == verdict
+    assert said in line.why
