@@ -21,6 +21,7 @@ from lora_trainer.data.fresh import Fresh
 from lora_trainer.data.sample import Sample
 from lora_trainer.data.steps import Ref
 from lora_trainer.data.views import View, turn_of
+from lora_trainer.data.weighted_words import Pieces, spoken
 
 Item = TypeVar("Item")
 
@@ -31,6 +32,7 @@ class CachedData:
 
     `latent_keys` has a key for each of a sample's `views`. `prior_weight` is a factor on the
     loss of regularisation samples. `fresh` makes latents in place of `latents`, and keys, where it is set.
+    `spoken`: captions go along, since text encoders are trained; without `text_keys` nothing of them is cached then.
     """
 
     samples: Sequence[Sample]
@@ -43,6 +45,7 @@ class CachedData:
     prior_weight: float = 1.0
     captions: Sequence[CaptionsSection] = (CaptionsSection(),)  # by the samples' source
     fresh: Fresh | None = None
+    spoken: bool = False
 
     def weight_of(self, index: int) -> float:
         """What a sample's loss is multiplied by."""
@@ -70,6 +73,12 @@ class CachedData:
             return None
         return variant_taken(sample, ref.visit, seed, len(self.views[ref.index]))
 
+    def caption(self, ref: Ref, step: int, epoch: int, seed: int) -> str | Pieces:
+        """The same text as text encoders are asked for it."""
+        sample, number = self.samples[ref.index], self.text(ref, step, epoch, seed)
+        text = "" if number is None else sample.texts[number]
+        return spoken(text) if sample.weighted else text
+
     def text_key(self, ref: Ref, step: int, epoch: int, seed: int) -> str:
         number = self.text(ref, step, epoch, seed)
         return self.empty_key if number is None else self.text_keys[ref.index][number]
@@ -86,6 +95,7 @@ class Batch:
     sizes: Tensor  # [B, 6] float32: original height, width, crop top, left, target height, width; pixels
     weights: Tensor  # [B] float32
     mask: Tensor | None = None  # [B, 1, h, w] in [0, 1], 1 for samples without one; None where none has one
+    captions: tuple[str | Pieces, ...] = ()  # B, where text encoders are trained
 
     @property
     def places(self) -> tuple[tuple[str, int], ...]:
@@ -97,12 +107,15 @@ def read_micro(data: CachedData, refs: Sequence[Ref], step: int, epoch: int, see
     """Read one micro batch, all of one bucket. Raises TrainingFailed when an entry is gone or damaged."""
     turns = [data.turn(ref, seed) for ref in refs]
     latents = [data.read_latents(ref, turn) for ref, turn in zip(refs, turns, strict=True)]
-    texts = [data.texts.read(data.text_key(ref, step, epoch, seed), str(data.samples[ref.index].path)) for ref in refs]
+    texts = [
+        data.texts.read(data.text_key(ref, step, epoch, seed), str(data.samples[ref.index].path))
+        for ref in (refs if data.text_keys else ())
+    ]
     return Batch(
         refs=tuple(refs),
         mean=torch.stack([entry["mean"] for entry in latents]),
         spread=torch.stack([entry["spread"] for entry in latents]),
-        cond={name: torch.stack([entry[name] for entry in texts]) for name in texts[0]},
+        cond={name: torch.stack([entry[name] for entry in texts]) for name in (texts[0] if texts else ())},
         sizes=torch.tensor(
             [
                 size_row(data.samples[ref.index], data.views[ref.index][turn])
@@ -111,6 +124,7 @@ def read_micro(data: CachedData, refs: Sequence[Ref], step: int, epoch: int, see
         ),
         weights=torch.tensor([data.weight_of(ref.index) for ref in refs]),
         mask=masks_of(latents),
+        captions=tuple(data.caption(ref, step, epoch, seed) for ref in (refs if data.spoken else ())),
     )
 
 

@@ -42,6 +42,7 @@ def encode_samples(
             latents=mean,
             cond=text,
             sizes=torch.tensor(size_row(sample, views[0])),
+            caption=sample.caption,
         )
         for sample, views, mean, text in zip(samples, plan.views, latents, texts, strict=True)
     ]

@@ -12,6 +12,7 @@ from torch import Tensor
 from lora_trainer.diffusion.noise import position_noise
 from lora_trainer.diffusion.process import Process
 from lora_trainer.diffusion.timesteps import stratified_timesteps
+from lora_trainer.models.family import Caption
 
 # (noisy [B, C, h, w], t [B], conditioning, sizes [B, 6]) -> prediction [B, C, h, w]
 Predict = Callable[[Tensor, Tensor, Mapping[str, Tensor], Tensor], Tensor]
@@ -25,7 +26,7 @@ class EncodedSample:
     """One picture and its caption as the denoiser sees them.
 
     `latents` [C, h, w] is the posterior's mean; `cond` holds the text encoder's tensors
-    without the batch dimension; `sizes` [6] is original height and width, crop top and
+    without the batch dimension, and is empty where it is encoded from `caption` each time; `sizes` [6] is original height and width, crop top and
     left, height and width, as SDXL wants them.
     """
 
@@ -33,6 +34,7 @@ class EncodedSample:
     latents: Tensor
     cond: Mapping[str, Tensor]
     sizes: Tensor
+    caption: Caption = ""
 
 
 @torch.no_grad()

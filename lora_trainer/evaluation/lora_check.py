@@ -45,6 +45,7 @@ from lora_trainer.evaluation.loading import (
 )
 from lora_trainer.evaluation.placing import bring_denoiser
 from lora_trainer.evaluation.report import LoraReport
+from lora_trainer.evaluation.texts import Told, reads_again, told_by
 from lora_trainer.export.weights import adaptable_modules
 from lora_trainer.models.family import Family
 from lora_trainer.models.lora_files import read_lora
@@ -92,7 +93,8 @@ def check_lora(
         findings.append(_not_finite(not_finite, len(weights.modules)))
         return _report({"integrity": 0.0}, findings, {}, gate)
 
-    neutral = _encoded_prompts(base, family, prompts, dtype, device if usable != 0 else torch.device("cpu"), device)
+    encoding = device if usable != 0 else torch.device("cpu")
+    neutral = _encoded_prompts(base, family, prompts, dtype, encoding, device)
     progress("loading the LoRA on a fresh copy of the base")
     # Only the denoiser is asked anything: the rest of the pipeline need not fit on the card beside it.
     pipeline = fresh_pipeline(family, base, dtype, torch.device("cpu"))
@@ -110,6 +112,9 @@ def check_lora(
     if findings:
         return _report({"integrity": 0.0}, findings, {}, gate)
 
+    told = changed = Told(neutral, samples)
+    if reads_again(weights, samples, family):
+        told, changed = told_by(pipeline, family, prompts, told, encoding, dtype)
     facts = family.describe(base)
     places = max([(facts.resolution // facts.downscale) ** 2, *(sample.latents[0].numel() for sample in samples)])
     placed = bring_denoiser(denoiser, family, device, usable, places)
@@ -117,9 +122,9 @@ def check_lora(
         progress(f"judging with {placed.words}")
     predict = partial(in_parts, partial(family.predict, denoiser))
     progress("measuring drift on unrelated prompts")
-    drifted = _measure_drift(pipeline, predict, base, family, neutral, device)
+    drifted = _measure_drift(pipeline, predict, base, family, told.prompts, changed.prompts, device)
     progress("measuring held-out loss with and without the LoRA")
-    learned = _measure_learning(pipeline, predict, base, family, samples, dtype, device)
+    learned = _measure_learning(pipeline, predict, base, family, told.samples, changed.samples, dtype, device)
     health = examine(weights.modules, norms)
     del pipeline, denoiser, modules, predict
     free_memory(device)
@@ -190,15 +195,23 @@ def _encoded_prompts(
 
 
 def _measure_drift(
-    pipeline: Any, predict: Any, base: Path, family: Family, cond: Mapping[str, Tensor], device: torch.device
+    pipeline: Any,
+    predict: Any,
+    base: Path,
+    family: Family,
+    cond: Mapping[str, Tensor],
+    changed: Mapping[str, Tensor],
+    device: torch.device,
 ) -> float:
+    """`cond` is what the base's text encoders say of the prompts, `changed` what those with the LoRA on them do."""
+    cond, changed = ({name: value.to(device) for name, value in each.items()} for each in (cond, changed))
     facts = family.describe(base)
     side, count = facts.resolution // facts.downscale, len(next(iter(cond.values())))
     row = [float(number) for number in (facts.resolution, facts.resolution, 0, 0, facts.resolution, facts.resolution)]
     sizes = torch.tensor([row] * count, device=device)
     with without_lora(pipeline):
         visits = base_visits(predict, family.make_process(base), cond, sizes, (facts.latent_channels, side, side))
-    return drift(predict, visits, cond, sizes)
+    return drift(predict, visits, changed, sizes)
 
 
 def in_parts(predict: Predict, noisy: Tensor, t: Tensor, cond: Mapping[str, Tensor], sizes: Tensor) -> Tensor:
@@ -218,25 +231,26 @@ def _measure_learning(
     base: Path,
     family: Family,
     samples: Sequence[EncodedSample],
+    changed: Sequence[EncodedSample],
     dtype: torch.dtype,
     device: torch.device,
 ) -> Improvement | None:
+    """Of the `samples` by the base, and of the same as text encoders with the LoRA on them read their captions."""
     if not samples:
         return None
     timesteps = max(8, min(64, CELLS // len(samples)))
     losses = partial(
         held_out_losses,
         predict,
-        samples,
-        family.make_process(base),
+        process=family.make_process(base),
         seed=SEED,
         timesteps=timesteps,
         device=device,
         dtype=dtype,
     )
     with without_lora(pipeline):
-        before = losses()
-    return improvement(before, losses())
+        before = losses(samples)
+    return improvement(before, losses(changed))
 
 
 def _loading_findings(pipeline: Any, family: Family, lora: Path, expected: int) -> list[Finding]:

@@ -21,7 +21,6 @@ from lora_trainer.data.loader import Batch
 from lora_trainer.data.pictures.images import load_rgb
 from lora_trainer.data.pictures.render import render
 from lora_trainer.data.steps import Ref
-from lora_trainer.data.weighted_words import spoken
 from lora_trainer.diffusion.process import Prediction, Process, usual_process
 from lora_trainer.jobs.measures import OWN, SMALL
 from lora_trainer.jobs.random_weights import with_random_weights as random_module
@@ -131,9 +130,7 @@ def load_encode(prepared: Prepared) -> Encode:
         return torch.from_numpy(render(load_rgb(sample.path, sample.span), view, sample.content))
 
     def text_of(ref: Ref, step: int) -> Caption:
-        sample, number = data.samples[ref.index], data.text(ref, step, step // feed.plan.steps_per_epoch, seed)
-        text = "" if number is None else sample.texts[number]
-        return spoken(text) if sample.weighted else text
+        return data.caption(ref, step, step // feed.plan.steps_per_epoch, seed)
 
     def encode_group(group: Sequence[Ref], step: int) -> Encoded:
         pixels = torch.stack([pixels_of(ref) for ref in group])

@@ -103,6 +103,7 @@ class TextParts:
         return next(iter(next(iter(self.encoders.values())).parameters())).device
 
 
+JoinText = Callable[[Mapping[str, "Tensor"], Mapping[str, "Tensor"]], dict[str, "Tensor"]]
 LoadTexts = Callable[[Path, "torch.dtype", "torch.device"], TextParts]
 EncodeText = Callable[[TextParts, Sequence[Caption], TextOptions], dict[str, "Tensor"]]
 LoadImageEncoder = Callable[[Path, "torch.dtype", "torch.device"], Callable[["Tensor"], tuple["Tensor", "Tensor"]]]
@@ -138,6 +139,8 @@ class Family:
     that text encoders can be trained, and draws with those of a pipeline. `text_targets` are the patterns of modules
     that a LoRA on each text encoder may change; those without stay as they are. `layout` pairs names of diffusers with
     those of the original code, and is empty where LoRA files of all programs use diffusers' own.
+    `joined_text` of (what `encode_text` gives with only the encoders of `text_targets`, what it gave with all of them before)
+    is the first with what the others, which are never trained, said of the same captions; None where there are no others.
     `lora_targets` maps `attention` and `attention+ff` to patterns of module names.
     `make_denoiser` builds from a config on torch's current default device (`meta` costs
     nothing), with random weights; `thin` makes of a config one with the same kinds of
@@ -168,7 +171,33 @@ class Family:
     text_targets: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     layout: Layout = ()
     text: TextOptions = PLAIN
+    joined_text: JoinText | None = None
     trained: bool = True
+
+    def text_rates(self, rates: Sequence[float]) -> dict[str, float]:
+        """The rate of each text encoder that is trained, by component, of `text.learning_rates`.
+
+        Raises UsageError for one that cannot be trained.
+        """
+        names = tuple(self.text_targets)
+        if any(rates[len(names) :]):
+            known = ", ".join(names) or "none"
+            raise UsageError(
+                Problem(
+                    f"text.learning_rates holds {len(rates)} rates, and of the text encoders of {self.name} these can be "
+                    f"trained: {known}. No program reads a LoRA on T5 or on a language model.",
+                    f"Give at most {len(names)} rates: --set text.learning_rates={[1e-5] * len(names)}",
+                )
+            )
+        return {name: rate for name, rate in zip(names, rates, strict=False) if rate}
+
+    def told(self, parts: TextParts, captions: Sequence[Caption], known: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The conditioning of B captions, with gradients, by the encoders of `text_targets` as they are now.
+
+        `known` is what `encode_text` gave for these captions with all encoders, where others have their part in it.
+        """
+        said = self.encode_text(parts, captions, self.text)
+        return said if self.joined_text is None else self.joined_text(said, known)
 
     def reading(self, text: TextOptions) -> Family:
         """The same family, whose encoders read captions by these options wherever they are loaded."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from fnmatch import fnmatchcase
 
 import torch
@@ -34,6 +35,12 @@ def target_modules(denoiser: nn.Module, family: Family, targets: str | tuple[str
     ]
     if problems:
         raise UsageError(problems)
+    return [name for name in adaptable if any(fnmatchcase(name, pattern) for pattern in patterns)]
+
+
+def matching_modules(model: nn.Module, patterns: Sequence[str]) -> list[str]:
+    """Names of the linear and convolution modules that fit one of the patterns."""
+    adaptable = (name for name, module in model.named_modules() if isinstance(module, nn.Linear | nn.Conv2d))
     return [name for name in adaptable if any(fnmatchcase(name, pattern) for pattern in patterns)]
 
 

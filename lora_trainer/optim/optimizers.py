@@ -1,12 +1,13 @@
-"""Optimizers by name, over fp32 parameters in two groups: with weight decay and without.
+"""Optimizers by name, over fp32 parameters in groups: with weight decay and without, at each rate.
 
-The rate comes from outside, set before each step, and is the same in all groups.
+The rate comes from outside, set before each step; groups with a rate of their own have a share of it.
 """
 
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -27,14 +28,42 @@ def decays(name: str, parameter: Tensor) -> bool:
     return parameter.ndim > 1 and not any(word in name for word in UNDECAYED)
 
 
-def make_optimizer(parameters: Mapping[str, nn.Parameter], config: OptimSection) -> torch.optim.Optimizer:
-    """The optimizer that `optim.name` means. Raises UsageError when its library does not load."""
-    decayed = [parameter for name, parameter in parameters.items() if decays(name, parameter)]
-    others = [parameter for name, parameter in parameters.items() if not decays(name, parameter)]
-    groups = [(decayed, config.weight_decay), (others, 0.0)]
+def make_optimizer(
+    parameters: Mapping[str, nn.Parameter], config: OptimSection, rates: Mapping[str, float] = MappingProxyType({})
+) -> torch.optim.Optimizer:
+    """The optimizer that `optim.name` means; `rates` as for `shares_of`. Raises UsageError when its library does not load."""
     return OPTIMIZERS[config.name](
-        [{"params": params, "weight_decay": decay} for params, decay in groups if params], config
+        [
+            {"params": params, "weight_decay": decay, "lr": share * config.learning_rate}
+            for share, decay, params in grouped(parameters, config, rates)
+        ],
+        config,
     )
+
+
+def grouped(
+    parameters: Mapping[str, nn.Parameter], config: OptimSection, rates: Mapping[str, float]
+) -> list[tuple[float, float, list[nn.Parameter]]]:
+    """(share of the rate, weight decay, parameters), those at the rate itself first."""
+    found: list[tuple[float, float, list[nn.Parameter]]] = []
+    shares = dict.fromkeys((1.0, *(rate / config.learning_rate for rate in rates.values())))
+    for share in shares:
+        own = {name: each for name, each in parameters.items() if _share(rates, name, config) == share}
+        decayed = [parameter for name, parameter in own.items() if decays(name, parameter)]
+        others = [parameter for name, parameter in own.items() if not decays(name, parameter)]
+        found += [(share, decay, each) for each, decay in ((decayed, config.weight_decay), (others, 0.0)) if each]
+    return found
+
+
+def _share(rates: Mapping[str, float], name: str, config: OptimSection) -> float:
+    return rates[name] / config.learning_rate if name in rates else 1.0
+
+
+def shares_of(
+    parameters: Mapping[str, nn.Parameter], config: OptimSection, rates: Mapping[str, float]
+) -> tuple[float, ...]:
+    """What each group of the optimizer takes of the rate; `rates` are those, by name, that are not `optim.learning_rate`."""
+    return tuple(share for share, _, _ in grouped(parameters, config, rates))
 
 
 def adamw(groups: Groups, config: OptimSection) -> torch.optim.Optimizer:
@@ -111,9 +140,10 @@ def from_library(module: str, name: str, wanted: str) -> Callable[..., torch.opt
     return kind
 
 
-def set_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
-    for group in optimizer.param_groups:
-        group["lr"] = rate
+def set_rate(optimizer: torch.optim.Optimizer, rate: float, shares: Sequence[float] = ()) -> None:
+    """Set the rate of every group, or its share of it."""
+    for group, share in zip(optimizer.param_groups, shares or (1.0,) * len(optimizer.param_groups), strict=True):
+        group["lr"] = rate * share
 
 
 @torch.no_grad()

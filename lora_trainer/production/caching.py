@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 
@@ -33,7 +33,7 @@ from lora_trainer.data.sample import Sample
 from lora_trainer.data.views import View
 from lora_trainer.evaluation.held_out import EncodedSample
 from lora_trainer.evaluation.loading import free_memory
-from lora_trainer.models.family import Encoders
+from lora_trainer.models.family import Encoders, Family
 from lora_trainer.models.memory.phases import CAPTIONS_AT_ONCE, encoding_bytes, phase_costs, pictures_at_once
 from lora_trainer.production.choices import Choices, usable_bytes
 from lora_trainer.production.inputs import Inputs, caption_rules, measured_among, own_architecture, view_bytes
@@ -52,14 +52,24 @@ def nothing_said(line: str) -> None:
 
 @dataclass(frozen=True)
 class CachePlans:
-    """What stands in both caches and what must be built: trained samples first, then those that are measured."""
+    """What stands in both caches and what must be built: trained samples first, then those that are measured.
+
+    `texts` holds nothing where captions are encoded in each step, as all text encoders of the family can be trained.
+    """
 
     latents: CachePlan[tuple[Sample, View]]
     texts: CachePlan[Caption]
 
     @property
-    def lines(self) -> tuple[str, str]:
-        return self.latents.filled.line, self.texts.filled.line
+    def kinds(self) -> tuple[CachePlan[tuple[Sample, View]] | CachePlan[Caption], ...]:
+        """Those that are used."""
+        return (self.latents, self.texts) if self.texts.keys else (self.latents,)
+
+    @property
+    def lines(self) -> tuple[str, ...]:
+        if self.texts.keys:
+            return self.latents.filled.line, self.texts.filled.line
+        return self.latents.filled.line, "no captions, as text encoders are trained"
 
 
 def cache_folder(config: Config) -> Path:
@@ -77,10 +87,15 @@ def plan_caches(config: Config, inputs: Inputs, choices: Choices) -> CachePlans:
         shown = [(sample, view) for sample, ways in zip(samples, views, strict=True) for view in ways]
     else:
         shown = [(samples[index], views[index][0]) for index in measured(inputs)]
-    return CachePlans(
-        latents=plan_latents(shown, folder, image_key, LATENT_DTYPE),
-        texts=plan_texts(told_samples(inputs), (), folder, text_key, dtype),
-    )
+    texts = plan_texts(told_samples(inputs), (), folder, text_key, dtype)
+    if not caches_texts(config, inputs.family):
+        texts = replace(texts, items=(), keys=(), missing=(), reasons=())
+    return CachePlans(plan_latents(shown, folder, image_key, LATENT_DTYPE), texts)
+
+
+def caches_texts(config: Config, family: Family) -> bool:
+    """Whether captions are cached: where no text encoder is trained, or some of the model's never are."""
+    return not config.text.trained or family.joined_text is not None
 
 
 def measured(inputs: Inputs) -> list[int]:
@@ -132,14 +147,15 @@ def fill_caches(
         start=start,
     )
     put_away()
-    fill_texts(
-        plans.texts,
-        captions_in_halves(lambda captions: encoders().encode_text(captions), device, say),
-        CAPTIONS_AT_ONCE,
-        lambda done, all_: progress("captions", done, all_),
-        start=start,
-    )
-    put_away()
+    if plans.texts.keys:
+        fill_texts(
+            plans.texts,
+            captions_in_halves(lambda captions: encoders().encode_text(captions), device, say),
+            CAPTIONS_AT_ONCE,
+            lambda done, all_: progress("captions", done, all_),
+            start=start,
+        )
+        put_away()
 
 
 def bytes_to_build(inputs: Inputs, choices: Choices, plans: CachePlans) -> int:
@@ -239,12 +255,13 @@ def cached_data(config: Config, inputs: Inputs, plans: CachePlans) -> CachedData
         samples=inputs.train,
         views=inputs.train_plan.views,
         latent_keys=latent_keys(inputs, plans)[:count] if config.cache.latents else (),
-        text_keys=text_keys(plans.texts, inputs.train),
-        empty_key=plans.texts.keys[-1],
+        text_keys=text_keys(plans.texts, inputs.train) if plans.texts.keys else (),
+        empty_key=plans.texts.keys[-1] if plans.texts.keys else "",
         latents=Store(plans.latents.folder, "latents", plans.latents.keys),
         texts=Store(plans.texts.folder, "texts", plans.texts.keys),
         prior_weight=config.loss.prior_weight,
         captions=caption_rules(config),
+        spoken=config.text.trained,
     )
 
 
@@ -264,13 +281,14 @@ def validation_samples(config: Config, inputs: Inputs, plans: CachePlans) -> lis
         keys = [every[index][0] for index in asked]
     else:
         keys = list(plans.latents.keys)
-    told = text_keys(plans.texts, told_samples(inputs))[len(inputs.train) :]
+    keyed = text_keys(plans.texts, told_samples(inputs))[len(inputs.train) :] if plans.texts.keys else [()] * len(asked)
     return [
         EncodedSample(
             id=samples[index].id,
             latents=data.latents.read(key)["mean"],
-            cond=data.texts.read(text),
+            cond={name: value for each in told for name, value in data.texts.read(each).items()},
             sizes=torch.tensor(size_row(samples[index], views[index][0]), dtype=torch.float32),
+            caption=samples[index].caption,
         )
-        for index, key, (text,) in zip(asked, keys, told, strict=True)
+        for index, key, told in zip(asked, keys, keyed, strict=True)
     ]

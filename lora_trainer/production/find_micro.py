@@ -106,7 +106,7 @@ def held_by(learner: Learner, micro: Micro, *, again: bool, config: Config) -> i
                 backward(learner, micro.to(device, learner.dtype), len(micro.t))
             held = torch.cuda.max_memory_allocated(device) + state
         else:
-            kept = Kept(learner.denoiser)
+            kept = Kept(*learner.modules)
             with torch.autograd.graph.saved_tensors_hooks(kept.pack, kept.unpack):
                 backward(learner, micro.to(device, learner.dtype), len(micro.t))
             held = int(MARGIN * kept.most) + state
@@ -118,9 +118,10 @@ def held_by(learner: Learner, micro: Micro, *, again: bool, config: Config) -> i
 class Kept:
     """Counts what is kept for the backward pass, each storage once and without the model's own: `most` bytes at once."""
 
-    def __init__(self, denoiser: nn.Module) -> None:
+    def __init__(self, *models: nn.Module) -> None:
         self.most = self.now = 0
-        self._own = {tensor.untyped_storage().data_ptr() for tensor in (*denoiser.parameters(), *denoiser.buffers())}
+        held = (tensor for model in models for tensor in (*model.parameters(), *model.buffers()))
+        self._own = {tensor.untyped_storage().data_ptr() for tensor in held}
         self._users = Counter[int]()
 
     def pack(self, tensor: Tensor) -> Tensor | _Held:
@@ -166,9 +167,12 @@ def largest_sample(inputs: Inputs, data: CachedData) -> Micro:
     side = inputs.facts.downscale
     shape = (1, inputs.facts.latent_channels, bucket.height // side, bucket.width // side)
     noise = torch.randn(shape, generator=torch.Generator().manual_seed(0))
-    cond = {name: value[None] for name, value in data.texts.read(data.empty_key).items()}
+    cond = {name: value[None] for name, value in data.texts.read(data.empty_key).items()} if data.text_keys else {}
+    longest = max((text for sample in data.samples for text in sample.texts), key=len)
     sizes = torch.tensor([[bucket.height, bucket.width, 0, 0, bucket.height, bucket.width]], dtype=torch.float32)
-    return Micro(torch.zeros(shape), noise, noise, torch.tensor([MIDDLE]), cond, sizes, torch.ones(1))
+    return Micro(
+        torch.zeros(shape), noise, noise, torch.tensor([MIDDLE]), cond, sizes, torch.ones(1), captions=(longest,)
+    )
 
 
 def repeated(sample: Micro, count: int) -> Micro:
@@ -180,7 +184,7 @@ def repeated(sample: Micro, count: int) -> Micro:
     noise = many(sample.noise)
     cond = {name: many(value) for name, value in sample.cond.items()}
     latents, t, sizes, weights = map(many, (sample.latents, sample.t, sample.sizes, sample.weights))
-    return Micro(latents, noise, noise, t, cond, sizes, weights)
+    return Micro(latents, noise, noise, t, cond, sizes, weights, captions=sample.captions * count)
 
 
 def smallest(micro: int, processes: Processes) -> int:

@@ -262,8 +262,10 @@ def reached(session: Session, state: TrainState, phase: Phase) -> None:
 
 
 def free_learner(learner: Learner) -> None:
-    """Take the trained denoiser off the card: judging and drawing load a fresh one."""
+    """Take what was trained off the card: judging and drawing load a fresh base."""
     bring(learner.denoiser, torch.device("cpu"))
+    for module in learner.modules[1:]:
+        module.to("cpu")
     learner.optimizer.state.clear()
     if learner.device.type == "cuda":
         torch.cuda.empty_cache()

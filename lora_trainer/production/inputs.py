@@ -113,6 +113,7 @@ def read_model(config: Config, families: Mapping[str, Family] = FAMILIES) -> tup
         raise UsageError(Problem(message, "Name the model's folder with --model."))
     folder = model_folder(config)
     family = families[config.model.family or detect_family(folder)]
+    family.text_rates(config.text.learning_rates)  # refuses what cannot be trained
     return family, family.describe(folder)
 
 

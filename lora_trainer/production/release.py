@@ -39,6 +39,7 @@ from lora_trainer.training.checkpoints.best import read_best
 from lora_trainer.training.checkpoints.checkpoint import step_name
 from lora_trainer.training.state import TrainState
 from lora_trainer.training.step import Learner
+from lora_trainer.training.texts import text_alpha, text_rank
 
 WEIGHTS = "weights"  # the folder of LoRA files that are kept for good
 BEFORE_AFTER = "before_after"
@@ -86,10 +87,22 @@ RELEASED_STEP: dict[str, Callable[[TrainState], int]] = {
 
 def lora_weights(config: Config, inputs: Inputs, trained: Mapping[str, Tensor]) -> LoraWeights:
     """The weights by module name, with the alpha that gives them the scale of the training."""
+    encoders = tuple(f"{name}." for name in inputs.family.text_targets)
+    denoiser = {name: value for name, value in trained.items() if not name.startswith(encoders)}
     alpha = config.lora.alpha or float(config.lora.rank)
-    if config.lora.rank_stabilised:
-        alpha *= math.sqrt(config.lora.rank)
-    return weights_from_peft(trained, inputs.family.denoiser_prefix, alpha)
+    found = dict(
+        weights_from_peft(denoiser, inputs.family.denoiser_prefix, in_effect(config, alpha, config.lora.rank)).modules
+    )
+    alpha = in_effect(config, text_alpha(config), text_rank(config))
+    for prefix in encoders:
+        own = {name.removeprefix(prefix): value for name, value in trained.items() if name.startswith(prefix)}
+        found |= weights_from_peft(own, prefix.removesuffix("."), alpha).modules
+    return LoraWeights(found)
+
+
+def in_effect(config: Config, alpha: float, rank: int) -> float:
+    """The alpha that gives the scale of the training, as alpha / rank."""
+    return alpha * math.sqrt(rank) if config.lora.rank_stabilised else alpha
 
 
 def training_facts(

@@ -40,6 +40,7 @@ from lora_trainer.training.layout import Layout
 from lora_trainer.training.processes import Processes, join_processes
 from lora_trainer.training.state import Fit, TrainState
 from lora_trainer.training.step import Learner
+from lora_trainer.training.texts import told_now
 
 VALIDATION_TIMESTEPS = 8
 TIMED_ATTENTION = "timed_attention"  # in the record's hardware
@@ -151,7 +152,7 @@ def fill(session: Session) -> CachePlans:
     try:
         fill_caches(session.config, session.inputs, choices, plans, filling_lines(console), start, say)
     except (KeyboardInterrupt, SystemExit):
-        for plan in (plans.latents, plans.texts):
+        for plan in plans.kinds:
             total = plan.filled.reused + plan.filled.rebuilt
             say(f"cache: {total - len(plan.still_missing().missing)} of {total} {plan.filled.kind} are there and kept")
         raise
@@ -239,12 +240,13 @@ def make_job(
             return learner.predict(learner.denoiser, *arguments)
 
     def validate(asked: int) -> float:
-        learner.denoiser.eval()
+        for module in learner.modules:
+            module.eval()
         try:
             with learner.adapter.holding(learner.shown()):
                 losses = held_out_losses(
                     predict,
-                    held_out,
+                    told_now(learner.texts, held_out, learner.device),
                     learner.process,
                     seed=config.train.seed,
                     timesteps=VALIDATION_TIMESTEPS,
@@ -253,7 +255,8 @@ def make_job(
                     dtype=learner.dtype,
                 )
         finally:
-            learner.denoiser.train()
+            for module in learner.modules:
+                module.train()
         return float(losses.mean())
 
     def sample(state: TrainState) -> None:

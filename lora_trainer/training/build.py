@@ -23,7 +23,7 @@ from lora_trainer.models.memory.offload import offload_note, offloaded
 from lora_trainer.models.memory.streaming import bring, stream_blocks, streaming_note
 from lora_trainer.models.storage.store import counted_products, int8_products, narrower
 from lora_trainer.optim.clipping import make_clip
-from lora_trainer.optim.optimizers import WAITING, make_optimizer
+from lora_trainer.optim.optimizers import WAITING, make_optimizer, shares_of
 from lora_trainer.training.adapter import make_adapter
 from lora_trainer.training.attention import put_attention_on
 from lora_trainer.training.average import make_average, shown_weights
@@ -31,11 +31,12 @@ from lora_trainer.training.compiling import compiled_as_wanted
 from lora_trainer.training.hardware import hardware_note, set_memory_order, try_convolutions
 from lora_trainer.training.layout import Layout
 from lora_trainer.training.step import Guard, Learner
+from lora_trainer.training.texts import TrainedTexts, build_texts
 
 
 @dataclass(frozen=True)
 class Built:
-    """The learner, the weight shapes of the untouched denoiser by name, and what was decided, also as sentences."""
+    """The learner, the weight shapes of the untouched denoiser, and of trained text encoders, by name, and what was decided, also as sentences."""
 
     learner: Learner
     shapes: dict[str, tuple[int, ...]]
@@ -83,9 +84,14 @@ def build_learner(
     checkpointed = count_of(layout.checkpointing, blocks)
     checkpoint_blocks(denoiser, checkpointed, config.memory.recompute)
     compiled, said = compiled_as_wanted(denoiser, config, layout, device)
-    learner = make_learner(config, family, facts, denoiser, parameters, dtype=dtype, device=device, reduce=reduce)
+    texts = build_texts(config, family, facts, dtype=dtype, device=device, checkpointed=checkpointed > 0)
+    learner = make_learner(
+        config, family, facts, denoiser, parameters, dtype=dtype, device=device, reduce=reduce, texts=texts
+    )
+    whole = ", the text encoders' among them" if texts else ""
     notes = (
-        f"LoRA rank {config.lora.rank} on {len(names)} modules: {learner.adapter.size:,} trained parameters",
+        f"LoRA rank {config.lora.rank} on {len(names)} modules: {learner.adapter.size:,} trained parameters{whole}",
+        *(texts.notes if texts else ()),
         f"attention {attention.name}: {attention.reason}",
         f"gradient checkpointing {checkpointed} of {blocks} blocks{no_more(layout.checkpointing, blocks)}",
         *([counted_products(denoiser)] if products else [no_products] if no_products else []),
@@ -95,6 +101,7 @@ def build_learner(
         *kernels,
         *said,
     )
+    shapes |= texts.shapes if texts else {}
     return Built(replace(learner, compiled=compiled), shapes, attention.name, checkpointed, notes, streamed)
 
 
@@ -108,10 +115,12 @@ def make_learner(
     dtype: torch.dtype,
     device: torch.device,
     reduce: Callable[[Tensor], Tensor] | None,
+    texts: TrainedTexts | None = None,
 ) -> Learner:
-    """What a step works on, from a denoiser that stands ready with its LoRA's `parameters`."""
-    adapter = make_adapter(parameters, dtype)
-    optimizer = make_optimizer(adapter.masters, config.optim)
+    """What a step works on, from a denoiser that stands ready with its LoRA's `parameters`, and trained `texts`."""
+    adapter = make_adapter({**parameters, **(texts.parameters if texts else {})}, dtype)
+    rates = texts.rates if texts else {}
+    optimizer = make_optimizer(adapter.masters, config.optim, rates)
     average = make_average(config, adapter)
     process = trained_process(family.make_process(facts.path), config, device)
     scaler = torch.amp.GradScaler(device.type) if dtype == torch.float16 else None
@@ -132,6 +141,8 @@ def make_learner(
         clip=make_clip(config.optim),
         guard=choose_guard(config, device, scaled=scaler is not None),
         optimizer_waits=config.optim.name in WAITING,
+        texts=texts,
+        shares=shares_of(adapter.masters, config.optim, rates),
     )
 
 

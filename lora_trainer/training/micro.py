@@ -18,6 +18,7 @@ from lora_trainer.data.loader import Batch
 from lora_trainer.diffusion.noise import perturbed, position_noise, training_noise
 from lora_trainer.diffusion.process import Process
 from lora_trainer.diffusion.timesteps import drawn_timesteps
+from lora_trainer.models.family import Caption
 
 COPIED_AHEAD = 2**23  # bytes of a step; several steps are ahead
 
@@ -34,6 +35,9 @@ class Micro:
     sizes: Tensor  # [B, 6]
     weights: Tensor  # [B], what each sample's loss is multiplied by
     mask: Tensor | None = None  # [B, 1, h, w], where the loss counts: 1 fully, 0 not at all; None everywhere
+    captions: tuple[
+        Caption, ...
+    ] = ()  # B, where text encoders are trained: `cond` then holds what frozen ones gave, if any
     copied: torch.cuda.Event | None = None  # on a card: what the stream that uses it must wait for
 
     @property
@@ -74,6 +78,7 @@ class Micro:
             sizes=self.sizes[start:end],
             weights=self.weights[start:end],
             mask=None if self.mask is None else self.mask[start:end],
+            captions=self.captions[start:end],
         )
 
     def _taken(self, device: torch.device) -> Micro:
@@ -100,6 +105,7 @@ class Micro:
             change(self.sizes),
             change(self.weights),
             None if self.mask is None else change(self.mask),
+            self.captions,
         )
 
 
@@ -152,4 +158,4 @@ def make_micro(batch: Batch, step: int, seed: int, noise: NoiseSection, process:
     if noise.input_perturbation:
         more = torch.stack([position_noise(shape, seed, "perturbation", *place) for place in places])
         added = perturbed(drawn_noise, more, noise.input_perturbation)
-    return Micro(latents, drawn_noise, added, t, batch.cond, batch.sizes, batch.weights, batch.mask)
+    return Micro(latents, drawn_noise, added, t, batch.cond, batch.sizes, batch.weights, batch.mask, batch.captions)

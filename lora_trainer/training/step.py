@@ -21,6 +21,7 @@ from lora_trainer.optim.optimizers import set_rate
 from lora_trainer.training.adapter import Adapter
 from lora_trainer.training.average import Average, Shown
 from lora_trainer.training.micro import Micro
+from lora_trainer.training.texts import TrainedTexts
 
 # How an update whose loss or gradient is not finite is left out: looked at before it, which a card must be waited for;
 # by the optimizer itself, on the device; or not at all, and the step is trained again once it was seen.
@@ -55,6 +56,13 @@ class Learner:
     await_card: Callable[[], None] = lambda: None  # unlike any other waiting, not for a lost process
     rank: int = 0
     world: int = 1
+    texts: TrainedTexts | None = None
+    shares: tuple[float, ...] = ()  # what each group of the optimizer takes of the rate; empty: all of it
+
+    @property
+    def modules(self) -> tuple[nn.Module, ...]:
+        """All that holds trained weights: the denoiser, and the text encoders where they are trained."""
+        return (self.denoiser, *(self.texts.parts.encoders.values() if self.texts else ()))
 
     @property
     def masters(self) -> list[nn.Parameter]:
@@ -137,7 +145,7 @@ def train_step(
         settle()
         if learner.reduce is not None:
             spread(learner.reduce(flat), summed)
-        set_rate(learner.optimizer, rate)
+        set_rate(learner.optimizer, rate, learner.shares)
         norm, skipped = update(learner, total, clip_scale)
     # A product, since the scaler changes its own in place; and on the device, since nobody waits for it.
     scale = learner.scaler.scale(torch.ones((), device=learner.device)) if learner.scaler else None
@@ -149,7 +157,8 @@ def backward(learner: Learner, micro: Micro, samples: int) -> tuple[Tensor, Tens
     give_up_if_late()
     process = learner.process
     noisy = process.add_noise(micro.latents, micro.added, micro.t).to(learner.dtype)
-    predicted = learner.predict(learner.denoiser, noisy, micro.t, micro.cond, micro.sizes)
+    cond = micro.cond if learner.texts is None else learner.texts.encode(micro.captions, micro.cond)
+    predicted = learner.predict(learner.denoiser, noisy, micro.t, cond, micro.sizes)
     target = process.target(micro.latents, micro.noise, micro.t)
     losses = learner.loss(predicted, target, micro.t, micro.mask) * micro.weights
     loss = losses.sum() / samples

@@ -101,9 +101,26 @@ CASES: dict[str, Case] = {
         "control__jump": True,
         "control__spike": 1.5,
     },
+    "texts": {
+        "text__learning_rates": (1e-2,),
+        "text__lora_rank": 2,
+        "text__lora_alpha": 4.0,
+        "lora__dropout": 0.1,
+        "captions__dropout": 0.3,
+        "captions__weighted_words": True,
+        "train__ema_decay": 0.9,
+        "validate__every_steps": 2,
+    },
+    "two texts": {
+        "family": "sdxl",
+        "text__learning_rates": (1e-2, 5e-3),
+        "memory__base_precision": "bf16",
+        "memory__checkpointing": "all",
+        "cache__latents": False,
+    },
     "uncached": {"cache__latents": False, "data__flip": True, "cache__workers": 2},
 }
-QUICK_CASES = ("plain", "adamw8bit", "schedule_free", "lion", "fp16", "fp8", "split", "captions")
+QUICK_CASES = ("plain", "adamw8bit", "schedule_free", "lion", "fp16", "fp8", "split", "captions", "texts")
 EVERY_CASE = [pytest.param(name, marks=() if name in QUICK_CASES else pytest.mark.slow) for name in CASES]
 
 

@@ -32,10 +32,12 @@ def gradient(job: Job, micros: list[Micro]) -> torch.Tensor:
     return torch.cat([master.grad.flatten() for master in job.learner.masters])
 
 
-def test_a_step_of_the_builtin_base_is_the_same_in_ones_twos_and_at_once(place: TinyPlace):
-    """In fp32 within 1e-5; that of tiny random models in float64 within 1e-9 (test_step.py)."""
+@pytest.mark.parametrize("rates", [(), (1e-4,)])
+def test_a_step_of_the_builtin_base_is_the_same_in_ones_twos_and_at_once(rates, place: TinyPlace):
+    """In fp32 within 1e-5, with its text encoder trained too; that of tiny random models in float64 within 1e-9 (test_step.py)."""
     here = replace(place, model=BASE_FOLDER)
     common: dict[str, object] = {"batch__effective": 4, "data__resolution": 64, "data__max_aspect": 1.0}
+    common["text__learning_rates"] = rates
     jobs = [here.job(f"by_{most}", steps=1, batch__max_micro=most, **common) for most in (4, 2, 1)]
     fed = [job.micros(0) for job in jobs]
     assert [[len(micro.latents) for micro in micros] for micros in fed] == [[4], [2, 2], [1, 1, 1, 1]]
@@ -64,6 +66,7 @@ PARTS: dict[str, dict[str, object]] = {
     "prodigy": {"optim__name": "prodigy", "optim__learning_rate": 1.0, "memory__base_precision": "fp16"},
     "schedule_free": {"optim__name": "schedule_free", "validate__every_steps": 2},
     "adafactor": {"optim__name": "adafactor", "schedule__name": "cosine"},
+    "texts": {"text__learning_rates": (1e-3,), "captions__dropout": 0.3, "validate__every_steps": 2},
 }
 EVERY_PART = [pytest.param(name, marks=() if name == "lion" else pytest.mark.slow) for name in PARTS]
 
@@ -88,7 +91,7 @@ def numbers(job: Job) -> tuple[list[float], torch.Tensor]:
 
 # Where a gradient's sign decides, as in Lion, rounding decides now and then.
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["adamw", "schedule_free"])
+@pytest.mark.parametrize("kind", ["adamw", "schedule_free", "texts"])
 def test_a_run_goes_on_with_more_or_fewer_processes(kind, place):
     """The same samples in the same steps; sums in another order, so the same but for rounding (the built-in base)."""
     here = replace(place, model=BASE_FOLDER)

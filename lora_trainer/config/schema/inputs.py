@@ -72,6 +72,11 @@ class TextSection(Section):
         1e-3, description="rate of the new embeddings"
     )
 
+    @property
+    def trained(self) -> bool:
+        """Whether anything of the text encoders is trained: captions are then encoded in each step."""
+        return any(self.learning_rates) or bool(self.tokens)
+
 
 class CaptionsSection(Section):
     """How captions are changed before training. All of it works with cached text-encoder outputs."""

@@ -1,0 +1,137 @@
+"""Text encoders that are trained along: what is trained of them, and captions encoded anew in every step.
+
+Their trained weights stand in the same adapter as the denoiser's, under their component's name (`text_encoder.…`), so
+that everything which is done to the one is done to the others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lora_trainer.config.schema import Config
+from lora_trainer.core.randomness import position_key
+from lora_trainer.evaluation.held_out import EncodedSample
+from lora_trainer.export.weights import shapes_of
+from lora_trainer.models.family import Caption, Family, ModelFacts, TextParts
+from lora_trainer.models.kernels.update import sum_updates
+from lora_trainer.models.lora import inject_lora, matching_modules
+
+Encode = Callable[[Sequence[Caption], Mapping[str, Tensor]], dict[str, Tensor]]
+
+
+@dataclass(frozen=True)
+class TrainedTexts:
+    """Text encoders in memory, those that are trained and those that read captions beside them.
+
+    `encode` of captions, and of what frozen encoders gave for them (empty where there are none), gives conditioning
+    with gradients. `parameters` are all that is trained of them and `rates` their learning rates, both by name;
+    `shapes` are the weight shapes of the untouched encoders by module.
+    """
+
+    parts: TextParts
+    encode: Encode
+    parameters: Mapping[str, nn.Parameter]
+    rates: Mapping[str, float]
+    shapes: Mapping[str, tuple[int, ...]]
+    notes: tuple[str, ...]
+
+
+def build_texts(
+    config: Config, family: Family, facts: ModelFacts, *, dtype: torch.dtype, device: torch.device, checkpointed: bool
+) -> TrainedTexts | None:
+    """Load the text encoders and put on them what is trained; None where nothing of them is.
+
+    `checkpointed`: their layers compute their activations again in the backward pass. Raises UsageError as `text_rates`.
+    """
+    if not config.text.trained:
+        return None
+    parts = family.load_texts(facts.path, dtype, device)
+    shapes = shapes_of(parts.encoders)
+
+    def encode(captions: Sequence[Caption], known: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        return {name: value.to(dtype) for name, value in family.told(parts, captions, known).items()}
+
+    def encode_alone() -> dict[str, Tensor]:
+        return family.encode_text(parts, ("",), family.text)
+
+    parameters, rates, notes = dict[str, nn.Parameter](), dict[str, float](), list[str]()
+    for component, rate in family.text_rates(config.text.learning_rates).items():
+        encoder = parts.encoders[component]
+        names = used_modules(encoder, matching_modules(encoder, family.text_targets[component]), encode_alone)
+        own = put_text_lora_on(encoder, names, config, component)
+        parameters |= own
+        rates |= dict.fromkeys(own, rate)
+        notes.append(f"{component}: LoRA rank {text_rank(config)} on {len(names)} modules at rate {rate:g}")
+        if checkpointed:
+            checkpoint_layers(encoder)
+    for encoder in parts.encoders.values():
+        encoder.train()
+    return TrainedTexts(parts, encode, parameters, rates, shapes, tuple(notes))
+
+
+def put_text_lora_on(encoder: nn.Module, names: list[str], config: Config, component: str) -> dict[str, nn.Parameter]:
+    """The LoRA on the named modules of one text encoder; its parameters by name, the component first."""
+    own = inject_lora(
+        encoder,
+        names,
+        rank=text_rank(config),
+        alpha=text_alpha(config),
+        dropout=config.lora.dropout,
+        seed=position_key(config.train.seed, "lora_init", component) % 2**32,
+        rank_stabilised=config.lora.rank_stabilised,
+    )
+    sum_updates(encoder)
+    return {f"{component}.{name}": parameter for name, parameter in own.items()}
+
+
+def text_rank(config: Config) -> int:
+    return config.text.lora_rank or config.lora.rank
+
+
+def text_alpha(config: Config) -> float:
+    return config.text.lora_alpha or float(text_rank(config))
+
+
+def used_modules(encoder: nn.Module, names: list[str], encode: Callable[[], Mapping[str, Tensor]]) -> list[str]:
+    """Those of the modules whose outputs reach the conditioning: of an earlier layer that is read, the later ones do not.
+
+    Found by asking: each output is multiplied by a one of its own, and autograd says which of these matter.
+    """
+    ones = {name: torch.ones((), requires_grad=True) for name in names}
+
+    def multiplied(one: Tensor, _: nn.Module, __: Any, output: Tensor) -> Tensor:
+        return output * one.to(output.device, output.dtype)
+
+    hooks = [encoder.get_submodule(name).register_forward_hook(partial(multiplied, one)) for name, one in ones.items()]
+    try:
+        with torch.enable_grad():
+            total = sum((value.float().sum() for value in encode().values()), torch.zeros(()))
+            found = torch.autograd.grad(total, list(ones.values()), allow_unused=True)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return [name for name, gradient in zip(names, found, strict=True) if gradient is not None]
+
+
+def checkpoint_layers(encoder: Any) -> None:
+    """Compute the activations of an encoder's layers again in the backward pass."""
+    encoder.gradient_checkpointing_enable({"use_reentrant": False})
+
+
+@torch.no_grad()
+def told_now(texts: TrainedTexts | None, samples: Sequence[EncodedSample], device: torch.device) -> list[EncodedSample]:
+    """The samples with their captions as trained text encoders read them now; as they are where none is trained."""
+    if texts is None:
+        return list(samples)
+    found = []
+    for sample in samples:
+        known = {name: value[None].to(device) for name, value in sample.cond.items()}
+        said = texts.encode((sample.caption,), known)
+        found.append(replace(sample, cond={name: value[0] for name, value in said.items()}))
+    return found

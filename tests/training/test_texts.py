@@ -1,0 +1,179 @@
+"""Text encoders that are trained along with the denoiser."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from lora_trainer.core.errors import UsageError
+from lora_trainer.models import FAMILIES
+from lora_trainer.training.checkpoints.checkpoint import newest_valid
+from lora_trainer.training.job import Job
+from lora_trainer.training.step import backward
+from tests.training.tiny_job import TinyPlace, outcome
+
+
+def gradients(job: Job, count: int = 2) -> dict[str, torch.Tensor]:
+    """Of the first step, by name."""
+    for micro in job.micros(0):
+        backward(job.learner, micro, count)
+    return {
+        name: master.grad.clone() for name, master in job.learner.adapter.masters.items() if master.grad is not None
+    }
+
+
+def lit(job: Job) -> Job:
+    """With up projections that are not zero, so that every gradient says something."""
+    draw = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for master in job.learner.adapter.masters.values():
+            master.copy_(0.05 * torch.randn(master.shape, generator=draw))
+    job.learner.adapter.publish()
+    return job
+
+
+def test_the_denoisers_weights_have_the_names_that_they_had(place):
+    """So that checkpoints of runs without text encoders are read as ever."""
+    alone, both = place.job("a"), place.job("b", text__learning_rates=(1e-3,))
+    names = list(alone.learner.adapter.masters)
+    assert list(both.learner.adapter.masters)[: len(names)] == names
+    others = list(both.learner.adapter.masters)[len(names) :]
+    assert others
+    assert all(name.startswith("text_encoder.") for name in others)
+    place.train(alone)
+    found, _ = newest_valid(alone.checkpoints)
+    assert set(found[1].adapter) == set(names)
+
+
+def test_each_has_its_rate_after_warm_up_and_schedule(place, tiny_models):
+    here = replace(place, model=tiny_models("sdxl"))
+    rates = {"text__learning_rates": (2e-3, 5e-4), "optim__learning_rate": 1e-2}
+    job = here.job("a", steps=3, schedule__name="linear", schedule__warmup_steps=0, optim__weight_decay=0.1, **rates)
+    here.train(job)
+    of = {id(each): group["lr"] for group in job.learner.optimizer.param_groups for each in group["params"]}
+    shown = {name: of[id(master)] for name, master in job.learner.adapter.masters.items()}
+    last = shown["down_blocks.1.attentions.0.transformer_blocks.0.attn1.to_q.lora_A.default.weight"]
+    assert 0.0 < last < 1e-2
+    first, second = (
+        {rate for name, rate in shown.items() if name.startswith(prefix)}
+        for prefix in ("text_encoder.", "text_encoder_2.")
+    )
+    assert first == {pytest.approx(last / 5)}
+    assert second == {pytest.approx(last / 20)}
+
+
+def test_a_rate_of_zero_leaves_an_encoder_as_it_is(place, tiny_models):
+    job = replace(place, model=tiny_models("sdxl")).job("a", text__learning_rates=(0.0, 1e-3))
+    kinds = {name.partition(".")[0] for name in job.learner.adapter.masters if name.startswith("text")}
+    assert kinds == {"text_encoder_2"}
+
+
+def test_only_layers_that_are_read_are_trained(place, tiny_models):
+    """SDXL reads the first encoder's last layer but one: what a LoRA on the last one learned would be nothing."""
+    job = replace(place, model=tiny_models("sdxl")).job("a", text__learning_rates=(1e-3, 1e-3))
+    found = gradients(lit(job))
+    assert found.keys() == job.learner.adapter.masters.keys()
+    assert all(float(gradient.abs().max()) > 0.0 for gradient in found.values())
+    encoder = job.learner.texts.parts.encoders["text_encoder"]
+    last = f"text_encoder.encoder.layers.{encoder.config.num_hidden_layers - 1}."
+    assert not any(name.startswith(last) for name in found)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"memory__checkpointing": "all"},
+        {"memory__checkpointing": "all", "memory__recompute": "cheap"},
+        {"memory__streaming": 2},
+    ],
+)
+def test_gradients_reach_them_through_a_denoiser_that_saves_memory(settings, place):
+    plain, saving = (
+        lit(place.job(name, text__learning_rates=(1e-3,), **more)) for name, more in (("a", {}), ("b", settings))
+    )
+    wanted, found = gradients(plain), gradients(saving)
+    assert found.keys() == wanted.keys()
+    assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+
+
+def test_captions_are_those_that_a_cached_run_is_trained_on(place):
+    """The same text, dropped or not and weighted or not, at the same place of the same step."""
+    settings = {
+        "captions__dropout": 0.4,
+        "captions__shuffle": True,
+        "captions__prefix": "(a:1.5) ",
+        "captions__weighted_words": True,
+    }
+    cached, spoken = place.job("a", **settings), place.job("b", text__learning_rates=(1e-3,), **settings)
+    weighted = 0
+    for step in range(4):
+        for one, other in zip(cached.micros(step), spoken.micros(step), strict=True):
+            assert not other.cond
+            said = spoken.learner.texts.encode(other.captions, {})
+            assert all(torch.allclose(said[name], value, atol=1e-5) for name, value in one.cond.items())
+            assert other.part(0, 1).captions == other.captions[:1]
+            weighted += sum(not isinstance(caption, str) for caption in other.captions)
+    assert weighted
+
+
+def test_held_out_captions_are_read_by_the_encoders_as_they_are(place):
+    job = place.job("a", text__learning_rates=(1e-2,), validate__every_steps=2)
+    before = job.validate(2)
+    masters = job.learner.adapter.masters
+    with torch.no_grad():
+        for name, master in masters.items():
+            if name.startswith("text_encoder."):
+                master.add_(0.2)
+    assert job.validate(2) != before
+    assert all(module.training for module in job.learner.modules)
+
+
+def test_more_rates_than_encoders_that_can_be_trained_are_refused(place):
+    with pytest.raises(UsageError, match=r"text.learning_rates holds 2 rates"):
+        place.job("a", text__learning_rates=(1e-3, 1e-3))
+    assert FAMILIES["sdxl"].text_rates((0.0, 1e-4, 0.0)) == {"text_encoder_2": 1e-4}
+
+
+@pytest.fixture
+def twice(place: TinyPlace) -> Callable[..., list[dict]]:
+    """What a run leaves with the given settings, and once more."""
+
+    def run(**settings: object) -> list[dict]:
+        jobs = [place.job(name, steps=3, **settings) for name in ("a", "b")]
+        for job in jobs:
+            place.train(job)
+        return [outcome(job) for job in jobs]
+
+    return run
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_a_run_in_fewer_bits_keeps_masters_and_repeats_itself(precision, twice):
+    one, other = twice(text__learning_rates=(1e-3,), memory__base_precision=precision, lora__dropout=0.1)
+    assert one == other
+
+
+def test_memory_that_runs_out_splits_captions_too(place: TinyPlace, tmp_path: Path):
+    """The step is done again in halves, each with its own captions: the same but for rounding."""
+    whole, halves = (
+        place.job(name, steps=1, text__learning_rates=(1e-3,), batch__effective=4, data__max_aspect=1.0)
+        for name in ("a", "b")
+    )
+    encode, failed = halves.learner.texts.encode, []
+
+    def short(captions, known):
+        if len(captions) > 2:
+            failed.append(len(captions))
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return encode(captions, known)
+
+    halves = replace(halves, learner=replace(halves.learner, texts=replace(halves.learner.texts, encode=short)))
+    place.train(whole)
+    place.train(halves)
+    assert failed
+    one, other = (outcome(job)["metrics.jsonl"][0]["loss"] for job in (whole, halves))
+    assert one == pytest.approx(other, rel=1e-4)
