@@ -102,11 +102,8 @@ def check_lora(
     modules = adaptable_modules(components_of(pipeline, family))
     shapes = {name: tuple(module.weight.shape) for name, module in modules.items()}
     findings += _key_findings(misfits(weights, shapes, family, base))
-    norms = {
-        name: float(modules[name].weight.detach().to(device).float().norm())
-        for name in weights.modules
-        if name in modules
-    }
+    of_base = [name for name in weights.modules if name in modules]
+    norms = {name: float(modules[name].weight.detach().to(device).float().norm()) for name in of_base}
     if not findings:
         findings += _loading_findings(pipeline, family, lora, len(weights.modules))
     if findings:
