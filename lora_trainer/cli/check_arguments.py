@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from dataclasses import replace
 from pathlib import Path
 
 from lora_trainer.cli.arguments import add_settings_arguments, resolved_from, say
@@ -34,8 +35,10 @@ def check(arguments: argparse.Namespace, unknown: list[Problem]) -> int:
     vars(arguments)["data.sources"] = arguments.data
     from lora_trainer.builtin import DATA_FOLDER
     from lora_trainer.cli.check import check_command
+    from lora_trainer.models import FAMILIES
     from lora_trainer.models.family import USUAL_FAMILY, public_architecture
     from lora_trainer.production.inputs import read_model, trained_framings
+    from lora_trainer.production.reading import text_options
 
     # The built-in pictures are made for the built-in base; people's own are judged for a usual model, or the one named.
     builtin = all(Path(source).resolve() == DATA_FOLDER for source in arguments.data)
@@ -46,6 +49,8 @@ def check(arguments: argparse.Namespace, unknown: list[Problem]) -> int:
         facts = read_model(config)[1]
     else:
         facts = public_architecture(config.model.family or USUAL_FAMILY).facts
+        options = text_options(config, FAMILIES[facts.family])
+        facts = replace(facts, caption_tokens=options.longest(facts.caption_tokens))
     sides = sorted({side for framing in trained_framings(config, facts) for side in framing.resolutions})
     named = f"any {facts.family} model"
     if config.model.path:

@@ -16,13 +16,14 @@ from lora_trainer.config.schema import Config
 from lora_trainer.core.errors import DONE, LORA_REFUSED, DatasetRefused, Problem, UsageError
 from lora_trainer.core.findings import printable_lines
 from lora_trainer.core.io import read_json
-from lora_trainer.core.tensorfile import read_tensor_header
+from lora_trainer.core.tensorfile import METADATA, read_tensor_header
 from lora_trainer.data.manifest import read_manifest
 from lora_trainer.data.sample import Sample
 from lora_trainer.data.views import BucketPlan, plan_plain
 from lora_trainer.evaluation.report import LoraReport, caveat
 from lora_trainer.monitor.console import Console
 from lora_trainer.production.inputs import data_in_use, model_folder, read_inputs, read_model, trained_framings
+from lora_trainer.production.reading import read_as_trained
 
 MEANINGS = {
     "integrity": "whole, finite, loads, changes pictures",
@@ -70,12 +71,13 @@ def validate_command(
         raise UsageError(Problem(f"{path} is a folder, not a LoRA file.", f"LoRA files in it: {inside}."))
     if not path.is_file():
         raise UsageError(Problem(f"There is no LoRA file {path}.", "Check the path."))
-    read_tensor_header(path)  # what is no LoRA is refused before a model is looked for
+    header = read_tensor_header(path).get(METADATA, {})  # what is no LoRA is refused before a model is looked for
     run = _run_of(path)
     if model is not None:
         config = _with_model(config, model)
     elif run is not None and run.config.model.path is not None:
         config = _with_model(config, run.config.model.path)
+    config = read_as_trained(config, None if run is None else run.config, header)
     _say(f"base model: {model_folder(config)}")
     questions = _given_questions(config, Path(data)) if data is not None else _run_questions(config, run)
     _say(questions.origin)
@@ -141,7 +143,7 @@ def _run_questions(config: Config, run: Run | None) -> Questions:
     if run is None and model_folder(config) != BASE_FOLDER:
         origin = "no --data and no run.json beside the file: learning cannot be measured"
         return Questions((), NO_QUESTIONS, True, origin)
-    trained_with = config if run is None else run.config.model_copy(update={"model": config.model})
+    trained_with = config if run is None else run.config.model_copy(update={"model": config.model, "text": config.text})
     try:
         inputs = read_inputs(trained_with)
     except UsageError as error:

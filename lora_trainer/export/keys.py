@@ -43,6 +43,9 @@ COMPONENT_OF_DOTTED: Mapping[str, str] = {
 }
 PEFT = "base_model.model."
 
+# Entries of a header that only this program writes.
+OWN_VERSION, T5_TOKENS, WITHOUT = "lora_trainer.version", "lora_trainer.t5_tokens", "lora_trainer.without_t5"
+
 DIFFUSERS_DOWN, DIFFUSERS_UP = ".lora_A.weight", ".lora_B.weight"
 KOHYA_DOWN, KOHYA_UP, KOHYA_ALPHA = ".lora_down.weight", ".lora_up.weight", ".alpha"
 EMBEDDING = "bundle_emb."  # a word that was learned: `bundle_emb.WORD.clip_l`

@@ -14,6 +14,9 @@ from datetime import UTC, datetime
 from safetensors.torch import save
 from torch import Tensor
 
+from lora_trainer.export.keys import OWN_VERSION, T5_TOKENS, WITHOUT
+
+PLAIN_TOKENS = 75  # of which programs say nothing
 LEGACY_FROM, LEGACY_BYTES = 0x100000, 0x10000
 
 
@@ -71,6 +74,10 @@ class TrainingFacts:
     rank_stabilised: bool = False
     ema_decay: float | None = None
     held_out: int = 0
+    clip_skip: int | None = None
+    max_tokens: int = PLAIN_TOKENS  # of a caption, that CLIP read
+    t5_tokens: int | None = None
+    without_t5: bool = False
     buckets: Mapping[tuple[int, int], int] = field(default_factory=dict)  # (width, height) -> samples
     dataset_dirs: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
     tag_frequency: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
@@ -92,7 +99,8 @@ def header(facts: TrainingFacts) -> dict[str, str]:
         "ss_network_dropout": facts.dropout or None,
         "ss_output_name": facts.name,
         "ss_sd_model_name": facts.base_name,
-        "ss_clip_skip": None,
+        "ss_clip_skip": facts.clip_skip,
+        "ss_max_token_length": facts.max_tokens if facts.max_tokens != PLAIN_TOKENS else None,
         "ss_training_started_at": facts.started,
         "ss_training_finished_at": facts.finished,
         "ss_resolution": f"({width}, {height})",
@@ -124,11 +132,15 @@ def header(facts: TrainingFacts) -> dict[str, str]:
         "modelspec.resolution": f"{width}x{height}",
         "modelspec.date": datetime.fromtimestamp(int(facts.finished), UTC).replace(tzinfo=None).isoformat(),
         "modelspec.prediction_type": "v" if facts.prediction == "v_prediction" else "epsilon",
-        "lora_trainer.version": facts.version,
+        OWN_VERSION: facts.version,
         "lora_trainer.alpha": facts.alpha,
         "lora_trainer.ema_decay": facts.ema_decay,
         "lora_trainer.held_out": facts.held_out,
     }
+    if facts.t5_tokens is not None:
+        values[T5_TOKENS] = facts.t5_tokens
+    if facts.without_t5:
+        values[WITHOUT] = True
     if facts.trigger:
         values["modelspec.trigger_phrase"] = facts.trigger
     # kohya writes Python's own text of each value, and its readers look for "None", "True" and "False".

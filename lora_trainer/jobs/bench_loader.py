@@ -40,6 +40,7 @@ from lora_trainer.models.family import Architecture, Family
 from lora_trainer.production.feed import Feed, fresh_latents, make_feed
 from lora_trainer.production.inputs import read_inputs, trained_resolution
 from lora_trainer.production.order import Order
+from lora_trainer.production.reading import reading
 from lora_trainer.production.session import open_session, prepare
 from lora_trainer.training.micro import Micro
 from lora_trainer.training.processes import join_processes
@@ -211,7 +212,7 @@ def public_subject(resolved: Resolved, named: str, folder: Path, *, tiny: bool) 
     name, built, architecture, choices = public_built(resolved, named, tiny=tiny)
     config = resolved.config
     side = trained_resolution(config, architecture.facts)
-    data = random_cache(FAMILIES[named], architecture, side, folder)
+    data = random_cache(reading(config, FAMILIES[named]), architecture, side, folder)
     feed = make_feed(config, data, built.learner, join_processes(), choices.micro, ENDLESS)
     return name, built.learner, {"cached": feed}
 

@@ -31,6 +31,7 @@ from lora_trainer.models.storage.store import Narrow
 from lora_trainer.production.choices import Choices, asked_by_user, cap_memory, choose
 from lora_trainer.production.inputs import own_architecture, read_inputs, trained_resolution
 from lora_trainer.production.order import Order
+from lora_trainer.production.reading import reading
 from lora_trainer.production.session import Prepared, open_session, prepare
 from lora_trainer.training.build import Built, build_learner
 from lora_trainer.training.hardware import set_hardware
@@ -149,9 +150,9 @@ def public_built(
 ) -> tuple[str, Built, Architecture, Choices]:
     """A public architecture with random weights: what it is called, itself, its form, the hardware's choices."""
     architecture = public_architecture(named)
-    family = FAMILIES[architecture.facts.family]
     resolved = suited(resolved, architecture.facts.prediction)
     config = resolved.config
+    family = reading(config, FAMILIES[architecture.facts.family])
     if tiny:
         architecture = thinned(architecture)
     processes = join_processes()
@@ -178,8 +179,8 @@ def public_built(
 def public_subject(resolved: Resolved, named: str, folder: Path, *, tiny: bool = False, shapes: int = 1) -> Subject:
     """A published denoiser with random weights and random inputs: no model, no data, no encoders."""
     name, built, architecture, choices = public_built(resolved, named, tiny=tiny, shapes=shapes)
-    family = FAMILIES[architecture.facts.family]
     config, learner = suited(resolved, architecture.facts.prediction).config, built.learner
+    family = reading(config, FAMILIES[architecture.facts.family])
     sides = [trained_resolution(config, architecture.facts)] * 2
     cond_shapes = family.cond_shapes(architecture.denoiser)
     copied = copied_ahead(learner.device, learner.dtype)

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
+from hashlib import sha256
 from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol
@@ -25,6 +26,7 @@ if TYPE_CHECKING:  # facts are read without torch
 
 USUAL_FAMILY = "sd15"  # the built-in base's, and what is assumed where no model is named
 Caption = str | tuple[tuple[str, float], ...]  # text, or pieces of it with the weight of each
+PIECE = 75  # tokens of a caption that CLIP reads at once, beside start and end
 PREDICTIONS = ("epsilon", "v_prediction")  # of models with a noise schedule
 
 
@@ -86,8 +88,31 @@ class TextOptions:
     t5_tokens: int | None = None
     without: tuple[str, ...] = ()
 
+    @property
+    def pieces(self) -> int:
+        """How many pieces CLIP reads a caption in."""
+        return self.clip_tokens // PIECE
+
+    @property
+    def key(self) -> str:
+        """What the options add to the name of what encoders say: nothing where they are the model's own way."""
+        if self == PLAIN:
+            return ""
+        said = ",".join(f"{each.name}={getattr(self, each.name)}" for each in fields(self))
+        return f"-{sha256(said.encode()).hexdigest()[:16]}"
+
+    def longest(self, own: int) -> int:
+        """The longest caption in tokens, start and end among them, where the model's own way reads `own`."""
+        longest = self.t5_tokens or own
+        return longest if self.pieces == 1 else max(longest, PIECE * self.pieces + 2)
+
 
 PLAIN = TextOptions()
+
+
+def refuse_options(folder: Path, options: TextOptions) -> None:
+    """For families that read captions in one way. Raises UsageError for options."""
+    raise UsageError(Problem(f"{folder} reads captions in one way only.", "Remove the settings of [text]."))
 
 
 @dataclass(frozen=True)
@@ -123,6 +148,12 @@ class EncoderKeys(Protocol):
     def __call__(self, folder: Path, dtype: torch.dtype, text: TextOptions = PLAIN, /) -> tuple[str, str]: ...
 
 
+class CondShapes(Protocol):
+    """Shapes of what `encode_text` returns for one caption, for a denoiser's config."""
+
+    def __call__(self, config: Mapping[str, Any], text: TextOptions = PLAIN, /) -> Mapping[str, tuple[int, ...]]: ...
+
+
 class LoadDenoiser(Protocol):
     """Loads the denoiser of a folder, frozen, on a device; `narrow` stores each layer in fewer bits as it comes."""
 
@@ -141,6 +172,8 @@ class Family:
     those of the original code, and is empty where LoRA files of all programs use diffusers' own.
     `joined_text` of (what `encode_text` gives with only the encoders of `text_targets`, what it gave with all of them before)
     is the first with what the others, which are never trained, said of the same captions; None where there are no others.
+    `check_text` raises UsageError for options that the text encoders of a folder cannot follow; `spare_texts` are
+    encoders that the model works without.
     `lora_targets` maps `attention` and `attention+ff` to patterns of module names.
     `make_denoiser` builds from a config on torch's current default device (`meta` costs
     nothing), with random weights; `thin` makes of a config one with the same kinds of
@@ -164,12 +197,14 @@ class Family:
     denoiser_prefix: str  # "unet" or "transformer": the component's name in diffusers files
     kohya_prefixes: Mapping[str, str]  # component -> beginning of its keys in kohya's files
     make_denoiser: Callable[[Mapping[str, Any]], nn.Module]
-    cond_shapes: Callable[[Mapping[str, Any]], Mapping[str, tuple[int, ...]]]
+    cond_shapes: CondShapes
     thin: Callable[[Mapping[str, Any]], Mapping[str, Any]]
     thinness: str
     base_names: Callable[[ModelFacts], tuple[str, str]]
     text_targets: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     layout: Layout = ()
+    check_text: Callable[[Path, TextOptions], None] = refuse_options
+    spare_texts: tuple[str, ...] = ()
     text: TextOptions = PLAIN
     joined_text: JoinText | None = None
     trained: bool = True
@@ -200,9 +235,17 @@ class Family:
         return said if self.joined_text is None else self.joined_text(said, known)
 
     def reading(self, text: TextOptions) -> Family:
-        """The same family, whose encoders read captions by these options wherever they are loaded."""
+        """The same family, whose encoders read captions by these options wherever they are loaded.
+
+        Its `describe` raises UsageError for options that a folder's encoders cannot follow.
+        """
         if text == self.text:
             return self
+
+        def describe(folder: Path) -> ModelFacts:
+            facts = self.describe(folder)
+            self.check_text(folder, text)
+            return replace(facts, caption_tokens=text.longest(facts.caption_tokens))
 
         def keys(folder: Path, dtype: torch.dtype, _: TextOptions = PLAIN, /) -> tuple[str, str]:
             return self.encoder_keys(folder, dtype, text)
@@ -210,7 +253,10 @@ class Family:
         def load(folder: Path, dtype: torch.dtype, device: torch.device, _: TextOptions = PLAIN, /) -> Encoders:
             return self.load_encoders(folder, dtype, device, text)
 
-        return replace(self, text=text, encoder_keys=keys, load_encoders=load)
+        def shapes(config: Mapping[str, Any], _: TextOptions = PLAIN, /) -> Mapping[str, tuple[int, ...]]:
+            return self.cond_shapes(config, text)
+
+        return replace(self, text=text, describe=describe, encoder_keys=keys, load_encoders=load, cond_shapes=shapes)
 
 
 def planned_family(
@@ -219,7 +265,7 @@ def planned_family(
     predict: Callable[[nn.Module, Tensor, Tensor, Mapping[str, Tensor], Tensor], Tensor],
     lora_targets: Mapping[str, tuple[str, ...]],
     make_denoiser: Callable[[Mapping[str, Any]], nn.Module],
-    cond_shapes: Callable[[Mapping[str, Any]], Mapping[str, tuple[int, ...]]],
+    cond_shapes: CondShapes,
     thin: Callable[[Mapping[str, Any]], Mapping[str, Any]],
     thinness: str,
 ) -> Family:

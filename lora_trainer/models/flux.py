@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, cast
 
-from lora_trainer.models.family import planned_family
+from lora_trainer.models.family import PLAIN, TextOptions, planned_family
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -62,9 +62,9 @@ def predict(denoiser: nn.Module, noisy: Tensor, t: Tensor, cond: Mapping[str, Te
     return cast("Tensor", unpacked.reshape(noisy.shape))
 
 
-def cond_shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+def cond_shapes(config: Mapping[str, Any], text: TextOptions = PLAIN, /) -> dict[str, tuple[int, ...]]:
     return {
-        "embeds": (T5_TOKENS, int(config["joint_attention_dim"])),
+        "embeds": (text.t5_tokens or T5_TOKENS, int(config["joint_attention_dim"])),
         "pooled": (int(config["pooled_projection_dim"]),),
     }
 

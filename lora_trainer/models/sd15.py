@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from lora_trainer.core.errors import Problem, UsageError
 from lora_trainer.export.keys import KOHYA_PREFIXES
+from lora_trainer.models.clip import LAST, ask_clip, check_clip
 from lora_trainer.models.encoders import encoders_from
 from lora_trainer.models.family import PLAIN, Caption, Family, ModelFacts, TextOptions, TextParts
 from lora_trainer.models.folder import SD2_TEXT_WIDTH, fingerprint, read_config
@@ -26,7 +27,6 @@ from lora_trainer.models.unet import (
     thin,
     unet_facts,
 )
-from lora_trainer.models.weighting import read_tokens
 
 if TYPE_CHECKING:
     import torch
@@ -43,7 +43,10 @@ def describe(folder: Path) -> ModelFacts:
 
 def encoder_keys(folder: Path, dtype: torch.dtype, text: TextOptions = PLAIN, /) -> tuple[str, str]:
     """Names of the image and the text encoder's weights, without loading them."""
-    return f"{fingerprint(folder, 'vae')}-{dtype}", f"{fingerprint(folder, 'text_encoder', 'tokenizer')}-{dtype}"
+    return (
+        f"{fingerprint(folder, 'vae')}-{dtype}",
+        f"{fingerprint(folder, 'text_encoder', 'tokenizer')}-{dtype}{text.key}",
+    )
 
 
 def load_image_encoder(
@@ -59,9 +62,12 @@ def load_texts(folder: Path, dtype: torch.dtype, device: torch.device) -> TextPa
 
 
 def encode_text(parts: TextParts, captions: Sequence[Caption], options: TextOptions = PLAIN) -> dict[str, Tensor]:
-    """B captions -> `embeds` [B, 77, D]: the text encoder's last state, normed."""
-    tokens = read_tokens(parts.tokenizers["text_encoder"], captions, parts.device)
-    return {"embeds": tokens.weigh(parts.encoders["text_encoder"](tokens.ids)[0])}
+    """B captions -> `embeds` [B, 77 for each piece, D]: the text encoder's last state, or that of an earlier layer, normed."""
+    return {"embeds": ask_clip(parts, "text_encoder", captions, options, own=LAST, normed=True).states}
+
+
+def check_text(folder: Path, options: TextOptions) -> None:
+    check_clip(folder, ("text_encoder",), options)
 
 
 def load_text_encoder(folder: Path, dtype: torch.dtype, device: torch.device) -> Any:
@@ -93,8 +99,8 @@ def make_pipeline(folder: Path, dtype: torch.dtype, device: torch.device) -> Any
     return pipeline
 
 
-def cond_shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
-    return {"embeds": (CLIP_TOKENS, int(config["cross_attention_dim"]))}
+def cond_shapes(config: Mapping[str, Any], text: TextOptions = PLAIN, /) -> dict[str, tuple[int, ...]]:
+    return {"embeds": (CLIP_TOKENS * text.pieces, int(config["cross_attention_dim"]))}
 
 
 def base_names(facts: ModelFacts) -> tuple[str, str]:
@@ -121,4 +127,5 @@ FAMILY = Family(
     thinness=THINNESS,
     base_names=base_names,
     text_targets={"text_encoder": CLIP_TARGETS},
+    check_text=check_text,
 )

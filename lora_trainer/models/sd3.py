@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, cast
 
-from lora_trainer.models.family import planned_family
+from lora_trainer.models.family import PLAIN, TextOptions, planned_family
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -39,9 +39,9 @@ def predict(denoiser: nn.Module, noisy: Tensor, t: Tensor, cond: Mapping[str, Te
     return cast("Tensor", denoiser(noisy, cond["embeds"], cond["pooled"], t + 1, return_dict=False)[0])
 
 
-def cond_shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+def cond_shapes(config: Mapping[str, Any], text: TextOptions = PLAIN, /) -> dict[str, tuple[int, ...]]:
     return {
-        "embeds": (CLIP_TOKENS + T5_TOKENS, int(config["joint_attention_dim"])),
+        "embeds": (CLIP_TOKENS * text.pieces + (text.t5_tokens or T5_TOKENS), int(config["joint_attention_dim"])),
         "pooled": (int(config["pooled_projection_dim"]),),
     }
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from lora_trainer.core.errors import Problem, UsageError
+from lora_trainer.models.clip import LAST_BUT_ONE, ask_clip, check_clip
 from lora_trainer.models.encoders import encoders_from
 from lora_trainer.models.family import PLAIN, Caption, Family, ModelFacts, TextOptions, TextParts
 from lora_trainer.models.folder import fingerprint, read_config
@@ -25,7 +26,6 @@ from lora_trainer.models.unet import (
     thin,
     unet_facts,
 )
-from lora_trainer.models.weighting import read_tokens
 
 if TYPE_CHECKING:
     import torch
@@ -57,7 +57,7 @@ def vae_dtype(folder: Path, dtype: torch.dtype) -> torch.dtype:
 def encoder_keys(folder: Path, dtype: torch.dtype, text: TextOptions = PLAIN, /) -> tuple[str, str]:
     """Names of the image and the text encoders' weights, without loading them."""
     texts = fingerprint(folder, "text_encoder", "tokenizer", "text_encoder_2", "tokenizer_2")
-    return f"{fingerprint(folder, 'vae')}-{vae_dtype(folder, dtype)}", f"{texts}-{dtype}"
+    return f"{fingerprint(folder, 'vae')}-{vae_dtype(folder, dtype)}", f"{texts}-{dtype}{text.key}"
 
 
 def load_image_encoder(
@@ -75,18 +75,17 @@ def load_texts(folder: Path, dtype: torch.dtype, device: torch.device) -> TextPa
 
 
 def encode_text(parts: TextParts, captions: Sequence[Caption], options: TextOptions = PLAIN) -> dict[str, Tensor]:
-    """B captions -> `embeds` [B, 77, D], both encoders' last state but one, side by side; `pooled` [B, P], the second one's projected summary."""
+    """B captions -> `embeds` [B, 77 for each piece, D], both encoders' last state but one, or another layer's, side by side;
+    `pooled` [B, P], the second one's projected summary of the first piece.
+    """
     import torch
 
-    read = [
-        (read_tokens(parts.tokenizers[name], captions, parts.device), encoder)
-        for name, encoder in parts.encoders.items()
-    ]
-    told = [(tokens, encoder(tokens.ids, output_hidden_states=True)) for tokens, encoder in read]
-    return {
-        "embeds": torch.cat([tokens.weigh(each.hidden_states[-2]) for tokens, each in told], dim=-1),
-        "pooled": told[-1][1].text_embeds,
-    }
+    told = [ask_clip(parts, name, captions, options, own=LAST_BUT_ONE, normed=False) for name in TEXT_ENCODERS]
+    return {"embeds": torch.cat([each.states for each in told], dim=-1), "pooled": told[-1].pooled}
+
+
+def check_text(folder: Path, options: TextOptions) -> None:
+    check_clip(folder, TEXT_ENCODERS, options)
 
 
 def load_text_encoders(folder: Path, dtype: torch.dtype, device: torch.device) -> dict[str, Any]:
@@ -128,10 +127,10 @@ def make_pipeline(folder: Path, dtype: torch.dtype, device: torch.device) -> Any
     return pipeline
 
 
-def cond_shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+def cond_shapes(config: Mapping[str, Any], text: TextOptions = PLAIN, /) -> dict[str, tuple[int, ...]]:
     sizes = SIZE_NUMBERS * int(config["addition_time_embed_dim"])
     pooled = int(config["projection_class_embeddings_input_dim"]) - sizes
-    return {"embeds": (CLIP_TOKENS, int(config["cross_attention_dim"])), "pooled": (pooled,)}
+    return {"embeds": (CLIP_TOKENS * text.pieces, int(config["cross_attention_dim"])), "pooled": (pooled,)}
 
 
 def base_names(facts: ModelFacts) -> tuple[str, str]:
@@ -159,4 +158,5 @@ FAMILY = Family(
     thinness=THINNESS,
     base_names=base_names,
     text_targets=dict.fromkeys(TEXT_ENCODERS, CLIP_TARGETS),
+    check_text=check_text,
 )

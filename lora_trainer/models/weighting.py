@@ -1,8 +1,9 @@
-"""Captions to tokens, and words that weigh more or less than others, for CLIP text encoders.
+"""Captions to tokens, in pieces as long as a text encoder reads, and words that weigh more or less than others.
 
-As in the AUTOMATIC1111 web UI: each token's hidden state is multiplied by its weight, then all of
-them by one number that brings back their mean. Start, end and padding weigh 1, and so does the pooled
-summary that SDXL takes.
+Long captions are read as the AUTOMATIC1111 web UI and ComfyUI read them: every 75 tokens are a piece with a start and an
+end of its own, pieces are encoded one by one, and what is said of them stands side by side, 77 states for each. Weights
+are those of the web UI: each token's hidden state is multiplied by its weight, then all of its piece by one number that
+brings back their mean. Start, end and padding weigh 1, and so does the pooled summary, which is that of the first piece.
 """
 
 from __future__ import annotations
@@ -17,26 +18,33 @@ if TYPE_CHECKING:
 
     from lora_trainer.models.family import Caption
 
+AROUND = 2  # start and end of a piece
+
 
 @dataclass(frozen=True)
 class Tokens:
-    """B captions padded or cut to L tokens. `weights` are None where every word weighs 1."""
+    """B captions in `pieces` of L tokens each, padded or cut. `weights` are None where every word of a piece weighs 1."""
 
-    ids: Tensor  # [B, L], on the device
-    weights: tuple[Tensor | None, ...]  # B times [L] float32, on the device
+    ids: Tensor  # [B * pieces, L], on the device
+    weights: tuple[Tensor | None, ...]  # B * pieces times [L] float32, on the device
+    pieces: int = 1
 
     def weigh(self, states: Tensor) -> Tensor:
-        """Hidden states [B, L, D] with the words weighed; rows without weights stay as they are."""
+        """Hidden states [B * pieces, L, D] -> [B, pieces * L, D], with the words weighed; rows without weights stay."""
         import torch
 
-        if all(weights is None for weights in self.weights):
-            return states
-        return torch.stack(
-            [
-                row if weights is None else _weighed(row, weights)
-                for row, weights in zip(states, self.weights, strict=True)
-            ]
-        )
+        if any(weights is not None for weights in self.weights):
+            states = torch.stack(
+                [
+                    row if weights is None else _weighed(row, weights)
+                    for row, weights in zip(states, self.weights, strict=True)
+                ]
+            )
+        return states.reshape(len(states) // self.pieces, -1, states.shape[-1])
+
+    def first(self, summaries: Tensor) -> Tensor:
+        """Summaries of pieces [B * pieces, P] -> those of each caption's first piece [B, P]."""
+        return summaries[:: self.pieces]
 
 
 def _weighed(states: Tensor, weights: Tensor) -> Tensor:
@@ -47,27 +55,34 @@ def _weighed(states: Tensor, weights: Tensor) -> Tensor:
     return (weighed * (before / after) if after != 0 else weighed).to(states.dtype)
 
 
-def read_tokens(tokenizer: Any, captions: Sequence[Caption], device: torch.device) -> Tokens:
-    """The captions as a text encoder takes them."""
+def read_tokens(tokenizer: Any, captions: Sequence[Caption], device: torch.device, pieces: int = 1) -> Tokens:
+    """The captions as a text encoder takes them; what is longer than all pieces is cut."""
     import torch
 
     size = int(tokenizer.model_max_length)
-    plain = [caption if isinstance(caption, str) else "" for caption in captions]
-    read = tokenizer(plain, padding="max_length", max_length=size, truncation=True, return_tensors="pt")
-    ids = cast("Tensor", read.input_ids).clone()
-    weights: list[Tensor | None] = [None] * len(captions)
-    for row, caption in enumerate(captions):
-        if isinstance(caption, str):
-            continue
-        words: list[tuple[int, float]] = []
-        for part, weight in caption:
-            words += [(token, weight) for token in tokenizer(part, add_special_tokens=False).input_ids]
-        del words[size - 2 :]
-        end = len(words) + 1
-        ids[row, 1:end] = torch.tensor([token for token, _ in words], dtype=ids.dtype)
-        ids[row, end] = tokenizer.eos_token_id
-        ids[row, end + 1 :] = tokenizer.pad_token_id
-        factors = torch.ones(size)
-        factors[1:end] = torch.tensor([weight for _, weight in words])
-        weights[row] = factors.to(device)
-    return Tokens(ids.to(device), tuple(weights))
+    room = size - AROUND
+    ids = torch.full((len(captions) * pieces, size), tokenizer.pad_token_id)
+    ids[:, 0] = tokenizer.bos_token_id
+    weights: list[Tensor | None] = []
+    for number, caption in enumerate(captions):
+        words = words_of(tokenizer, caption)
+        for piece in range(pieces):
+            own, row = words[piece * room : (piece + 1) * room], ids[number * pieces + piece]
+            end = len(own) + 1
+            row[1:end] = torch.tensor([token for token, _ in own], dtype=ids.dtype)
+            row[end] = tokenizer.eos_token_id
+            factors = torch.ones(size)
+            factors[1:end] = torch.tensor([weight for _, weight in own])
+            weights.append(None if isinstance(caption, str) else factors.to(device))
+    return Tokens(ids.to(device), tuple(weights), pieces)
+
+
+def words_of(tokenizer: Any, caption: Caption) -> list[tuple[int, float]]:
+    """A caption's tokens with the weight of each, without start and end."""
+    parts = ((caption, 1.0),) if isinstance(caption, str) else caption
+    read = cast("Any", tokenizer)
+    return [
+        (token, weight)
+        for part, weight in parts
+        for token in read(part, add_special_tokens=False, verbose=False).input_ids
+    ]

@@ -26,6 +26,7 @@ from lora_trainer.models import FAMILIES
 from lora_trainer.models.family import USUAL_FAMILY, Architecture, Family, ModelFacts
 from lora_trainer.models.folder import detect_family, read_config
 from lora_trainer.production.counting import counting
+from lora_trainer.production.reading import reading
 
 LATENT_BYTES = 4  # of each number of the cached latents: that of `caching.LATENT_DTYPE`, told without torch
 
@@ -105,14 +106,14 @@ def _absolute(source: SourceSection) -> dict[str, str]:
 
 
 def read_model(config: Config, families: Mapping[str, Family] = FAMILIES) -> tuple[Family, ModelFacts]:
-    """The model's family and facts. Raises UsageError for a model that cannot be trained."""
+    """The model's family, reading captions as the settings say, and facts. Raises UsageError for a model that cannot be trained."""
     if config.model.family is not None and not families[config.model.family].trained:
         families[config.model.family].describe(Path(config.model.path or "."))  # which refuses
     if config.model.path is None and config.model.family not in (None, USUAL_FAMILY):
         message = f"model.family={config.model.family} needs --model: the built-in base is {USUAL_FAMILY}."
         raise UsageError(Problem(message, "Name the model's folder with --model."))
     folder = model_folder(config)
-    family = families[config.model.family or detect_family(folder)]
+    family = reading(config, families[config.model.family or detect_family(folder)])
     family.text_rates(config.text.learning_rates)  # refuses what cannot be trained
     return family, family.describe(folder)
 

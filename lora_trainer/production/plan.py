@@ -17,7 +17,7 @@ from lora_trainer.data.captions import canonical, settled
 from lora_trainer.data.sample import Sample
 from lora_trainer.data.split import split_held_out
 from lora_trainer.models import FAMILIES
-from lora_trainer.models.family import Architecture, Family, public_architecture
+from lora_trainer.models.family import PLAIN, Architecture, Family, public_architecture
 from lora_trainer.models.memory.ledger import Gauge, stored_gauge
 from lora_trainer.models.memory.phases import costs_of, encoding_bytes
 from lora_trainer.production.card_rates import least_seconds
@@ -45,6 +45,7 @@ from lora_trainer.production.memory import (
 )
 from lora_trainer.production.plan_phases import PhasePlan, other_peaks, plan_phases
 from lora_trainer.production.plan_settings import Bought, what_settings_buy
+from lora_trainer.production.reading import reading
 from lora_trainer.training.memory.gauge import traced_gauge
 
 DECIDED = ("micro_batch", "checkpointing", "weight_precision", "streamed")
@@ -188,7 +189,7 @@ def computed_in(config: Config, precision: str) -> str:
 def architecture_of(config: Config, families: Mapping[str, Family]) -> tuple[Family, Architecture]:
     """The family's published model when only a family is named, else the folder's own or the built-in base's."""
     if config.model.path is None and config.model.family is not None:
-        return families[config.model.family], public_architecture(config.model.family)
+        return reading(config, families[config.model.family]), public_architecture(config.model.family)
     family, facts = read_model(config, families)
     return family, read_architecture(family, facts)
 
@@ -248,9 +249,11 @@ def storable_here(demand: Demand) -> Demand:
 def gauge_of(family: Family, architecture: Architecture, config: Config) -> Gauge:
     """From the stored ledger of a published model, else by tracing.
 
-    No ledger says what offloading leaves on a card, nor what products in int8 hold of both their forms.
+    No ledger says what offloading leaves on a card, nor what products in int8 hold of both their forms, nor what
+    captions of another length than the model's own need.
     """
-    unwritten = config.memory.offload_activations or config.memory.int8_products
+    lengths = replace(family.text, clip_skip=None) != PLAIN
+    unwritten = config.memory.offload_activations or config.memory.int8_products or lengths
     stored = None if unwritten else stored_gauge(architecture, config.lora.targets)
     return stored or tracing_gauge(family, architecture, config)
 

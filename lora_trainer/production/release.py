@@ -156,6 +156,10 @@ def training_facts(
         dropout=config.lora.dropout,
         rank_stabilised=config.lora.rank_stabilised,
         ema_decay=config.train.ema_decay,
+        clip_skip=config.text.clip_skip,
+        max_tokens=config.text.max_tokens,
+        t5_tokens=config.text.t5_tokens,
+        without_t5=config.model.without_t5,
         **pictures_shown(config, inputs),
     )
 

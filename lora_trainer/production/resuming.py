@@ -66,6 +66,8 @@ def find_start(folder: Path, settings: dict[str, Any], console: Console, config:
         return None
     path, checkpoint = found
     changed = {name: old for name, old in checkpoint.settings.items() if settings.get(name) != old}
+    if any(name.startswith("text.") for name in changed):
+        changed.pop("text encoder", None)  # how captions are read is part of its key
     if changed:
         raise UsageError([differing(name, old, settings.get(name), folder, config) for name, old in changed.items()])
     console.print(f"resuming from {path.name} of {folder}")

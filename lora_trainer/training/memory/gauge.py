@@ -117,7 +117,8 @@ def traced_footprint(subject: Subject, sizes: Sizes) -> Footprint:
 
 
 def _key(family: Family, architecture: Architecture, targets: str | tuple[str, ...], *, products: bool) -> str:
-    parts = [__version__, family.name, dict(architecture.denoiser), targets, products]
+    texts = family.cond_shapes(architecture.denoiser)
+    parts = [__version__, family.name, dict(architecture.denoiser), targets, products, texts]
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode("utf-8")).hexdigest()[:32]
 
 

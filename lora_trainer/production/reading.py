@@ -1,0 +1,56 @@
+"""How captions are read: the settings of `[text]` as a model family takes them. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from lora_trainer.config.schema import Config
+from lora_trainer.config.schema.inputs import TextSection
+from lora_trainer.core.errors import Problem, UsageError
+from lora_trainer.export.keys import OWN_VERSION, T5_TOKENS, WITHOUT
+from lora_trainer.models.family import Family, TextOptions
+
+READING = ("clip_skip", "max_tokens", "t5_tokens")  # what of [text] says how captions are read
+
+
+def reading(config: Config, family: Family) -> Family:
+    """The family, whose text encoders read captions as the settings say. Raises UsageError for what it cannot leave out."""
+    if config.model.without_t5 and not family.spare_texts:
+        message = f"model.without_t5=true: models of {family.name} have no T5 text encoder that they work without."
+        raise UsageError(Problem(message, "Remove it."))
+    return family.reading(text_options(config, family))
+
+
+def text_options(config: Config, family: Family) -> TextOptions:
+    """What `[text]` and `model.without_t5` say of how captions are read."""
+    without = family.spare_texts if config.model.without_t5 else ()
+    return TextOptions(config.text.clip_skip, config.text.max_tokens, config.text.t5_tokens, without)
+
+
+def read_as_trained(config: Config, run: Config | None, header: Mapping[str, str]) -> Config:
+    """The settings, with captions read as a LoRA file's run read them, unless the settings say themselves how.
+
+    The run's own settings say it, where they lie beside the file, else the header of a file of this program's. Headers
+    of others are not followed: they name a `clip_skip` that their program ignored.
+    """
+    if run is not None:
+        text, without = run.text, run.model.without_t5
+    elif OWN_VERSION in header:
+        said = {
+            "clip_skip": _number(header.get("ss_clip_skip")),
+            "max_tokens": _number(header.get("ss_max_token_length")) or TextSection().max_tokens,
+            "t5_tokens": _number(header.get(T5_TOKENS)),
+        }
+        text, without = TextSection.model_validate(said), header.get(WITHOUT) == "True"
+    else:
+        return config
+    own = {name: getattr(config.text, name) for name in READING}
+    if own != {name: getattr(TextSection(), name) for name in READING}:
+        return config
+    read = config.text.model_copy(update={name: getattr(text, name) for name in READING})
+    model = config.model.model_copy(update={"without_t5": config.model.without_t5 or without})
+    return config.model_copy(update={"text": read, "model": model})
+
+
+def _number(said: str | None) -> int | None:
+    return int(said) if said is not None and said.isdecimal() else None

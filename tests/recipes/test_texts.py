@@ -1,0 +1,46 @@
+"""Runs whose captions are read in another way than the model's own."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from safetensors import safe_open
+
+from lora_trainer.config.schema import Config
+from lora_trainer.core.tensorfile import METADATA, read_tensor_header
+from lora_trainer.models import FAMILIES
+from lora_trainer.production.reading import read_as_trained, text_options
+from tests.recipes.recipe import Bench
+
+
+def header(file: Path) -> dict[str, str]:
+    return dict(read_tensor_header(file)[METADATA])
+
+
+def test_long_captions_train_and_the_file_says_how_they_were_read(
+    bench: Bench, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert bench.run("long", steps=2, text__max_tokens=150) == 0
+    texts = [path for path in bench.cache.rglob("*.safetensors") if "texts" in str(path)]
+    with safe_open(texts[0], framework="pt") as shard:
+        assert {shard.get_slice(name).get_shape()[-2] for name in shard.keys() if "embeds" in name} == {154}  # noqa: SIM118
+    file = bench.folder("long") / "long.safetensors"
+    assert header(file)["ss_max_token_length"] == "150"
+    capsys.readouterr()
+    assert bench.run("long", "--resume", steps=3, text__max_tokens=75) == 2
+    told = capsys.readouterr().err
+    assert "text.max_tokens was 150 and is now 75" in told
+    assert "text encoder differs" not in told
+
+
+def test_captions_are_read_as_the_file_was_trained_unless_asked_otherwise() -> None:
+    plain, family = Config(), FAMILIES["sd15"]
+    run = Config.model_validate({"text": {"clip_skip": 2, "max_tokens": 225, "tokens": ["<zobo>"]}})
+    own = {"lora_trainer.version": "1", "ss_clip_skip": "2", "ss_max_token_length": "225"}
+    for config in (read_as_trained(plain, run, {}), read_as_trained(plain, None, own)):
+        assert text_options(config, family) == text_options(run, family)
+        assert not config.text.tokens
+    assert read_as_trained(plain, None, {"ss_clip_skip": "2"}) == plain  # of another program, which may ignore it
+    asked = Config.model_validate({"text": {"clip_skip": 3}})
+    assert read_as_trained(asked, run, own) == asked
