@@ -128,8 +128,9 @@ def resolved_from(
     *,
     presets_if_none: Sequence[str] = (),
     builtin_if_none: bool = True,
+    extra: Sequence[Layer] = (),
 ) -> Resolved:
-    """Family preset, presets, --config and flags as one config; notes go to stderr.
+    """Family preset, presets, --config and flags as one config; notes go to stderr. `extra` are a command's own flags.
 
     Without a model the built-in base's preset applies, unless `builtin_if_none` is false.
 
@@ -137,7 +138,7 @@ def resolved_from(
     """
     problems = list(unknown)
     presets, user = layers_from(arguments, problems, presets_if_none=presets_if_none)
-    return settled(presets, user, problems, builtin_if_none=builtin_if_none)
+    return settled(presets, [*user, *extra], problems, builtin_if_none=builtin_if_none)
 
 
 def settled(

@@ -39,6 +39,8 @@ from lora_trainer.cli.imports import EXAMPLES as IMPORT_EXAMPLES
 from lora_trainer.cli.imports import add_import_arguments, import_command
 from lora_trainer.cli.plan import EXAMPLES as PLAN_EXAMPLES
 from lora_trainer.cli.plan import add_plan_arguments, plan_command
+from lora_trainer.cli.sample_arguments import EXAMPLES as SAMPLE_EXAMPLES
+from lora_trainer.cli.sample_arguments import add_sample_arguments, sample
 from lora_trainer.config.layers import Resolved
 from lora_trainer.core.errors import DONE, WRONG_USAGE, Problem, UsageError, nearest
 from lora_trainer.core.interrupt import Stopped, code_of_signal, listening
@@ -213,31 +215,6 @@ def _validate(arguments: argparse.Namespace, unknown: list[Problem]) -> int:
     )
 
 
-def _add_sample_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("lora", metavar="LORA", help="the LoRA file, in either format")
-    parser.add_argument("--model", dest="model.path", metavar="DIR", help="the base model; the built-in one without it")
-    parser.add_argument("--prompt", action="append", default=[], metavar="TEXT", help="what to draw (repeatable)")
-    parser.add_argument(
-        "--output", dest="folder", metavar="DIR", help="folder for the pictures (default: beside the file)"
-    )
-    parser.add_argument("--seed", dest="first_seed", type=int, default=0, metavar="N", help="the first picture's seed")
-    add_settings_arguments(parser)
-
-
-def _sample(arguments: argparse.Namespace, unknown: list[Problem]) -> int:
-    config = resolved_from(arguments, unknown).config
-    from lora_trainer.cli.sample import sample_command
-
-    return sample_command(
-        arguments.lora,
-        config.model.path,
-        arguments.prompt,
-        config,
-        output=arguments.folder,
-        seed=arguments.first_seed,
-    )
-
-
 def _add_report_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("runs", nargs="+", metavar="RUN", help="folder of a run; several are compared")
     parser.add_argument(
@@ -310,10 +287,10 @@ COMMANDS = {
         "example:\n  lora-trainer validate runs/cat/cat.safetensors --model ./my-sd15 --data ./held-out\n",
     ),
     "sample": Command(
-        "draw with and without a LoRA, same seeds",
-        _add_sample_arguments,
-        _sample,
-        'example:\n  lora-trainer sample runs/cat/cat.safetensors --model ./my-sd15 --prompt "a photo of my cat"\n',
+        "draw with and without a LoRA, same seeds, as one labelled picture",
+        add_sample_arguments,
+        sample,
+        SAMPLE_EXAMPLES,
     ),
     "report": Command(
         "write a run's HTML report again, or compare several runs",

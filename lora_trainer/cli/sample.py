@@ -1,74 +1,146 @@
-"""`sample LORA`: pictures with and without a LoRA file, same seeds."""
+"""`sample LORA`: a grid of pictures without a LoRA file and with it, same seeds; or those of a recipe once more."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from lora_trainer.cli.arguments import say
 from lora_trainer.config.schema import Config
 from lora_trainer.core.errors import DONE, Problem, UsageError
 from lora_trainer.core.findings import printable_lines
+from lora_trainer.production.counting import counting
+from lora_trainer.production.drawing import BUILT_IN, drawing_of, filled, rows_for, triggers
 from lora_trainer.production.inputs import model_folder, read_model
+
+if TYPE_CHECKING:
+    import torch
+
+    from lora_trainer.evaluation.recipe import Asked, Drawing
+
+MOST_PICTURES = 4096
+TRIGGER_PHRASE = "modelspec.trigger_phrase"  # in a LoRA file's header
+
+
+@dataclass(frozen=True)
+class Wish:
+    """What is drawn, and with which precision where that is not chosen here."""
+
+    rows: Sequence[Asked]
+    drawing: Drawing
+    dtype: str | None = None
+    at_once: int | None = None
 
 
 def sample_command(
     lora: str | Path,
-    model: str | Path | None,
     prompts: Sequence[str],
     config: Config,
     *,
-    output: str | Path | None = None,
-    seed: int = 0,
+    output: Path | None = None,
+    seeds: Sequence[int] = (0,),
+    size: tuple[int, int] | None = None,
 ) -> int:
-    """Draw each prompt without and with the LoRA; write the pictures, a sheet and the recipe.
+    """Draw each prompt with each seed, without the LoRA and at each strength; write pictures, sheet and recipe.
 
-    Pictures go to `output`, by default the folder `samples` beside the file, and never over
-    earlier ones. Seeds count up
-    from `seed`. Raises UsageError for a file or model that cannot be read.
+    Pictures go to `output`, by default the folder `samples` beside the file, and never over earlier ones; prompts are
+    the config's where none are given. Raises UsageError for a file or model that cannot be read or do not go together.
     """
     path = Path(lora)
+    prompts = list(prompts) or list(config.sample.prompts)
     if not prompts:
         raise UsageError(Problem("No prompt was given.", 'For example: --prompt "a photo of zobo".'))
-    if model is not None:
-        config = config.model_copy(update={"model": config.model.model_copy(update={"path": str(model)})})
+    metadata = _readable(path)
+    words = triggers(config) or tuple(filter(None, [metadata.get(TRIGGER_PHRASE, "").partition(",")[0].strip()]))
     family, facts = read_model(config)
-    import torch
+    chosen = size or (facts.resolution, facts.resolution)
 
-    from lora_trainer.evaluation.placing import with_less
-    from lora_trainer.evaluation.sample import Compared, Drawing, compare, save_comparison
+    from lora_trainer.evaluation.sample import refuse_size
+
+    refuse_size(chosen, facts.pixel_step)
+    rows = rows_for([filled(prompt, words) for prompt in prompts], list(seeds))
+    drawing = drawing_of(config, family, facts, chosen)
+    count = len(rows) * (1 + len(drawing.strengths))
+    if count > MOST_PICTURES:
+        raise UsageError(Problem(f"{count} pictures were asked for.", f"At most {MOST_PICTURES} are drawn at once."))
+    _draw(path, config, Wish(rows, drawing), output or path.parent / "samples", f"{path.stem}_before_after")
+    return DONE
+
+
+def draw_again(lora: Path, config: Config, found: dict[str, Any], output: Path) -> int:
+    """Draw the pictures of a recipe once more. Raises UsageError for another LoRA than the recipe's."""
+    from lora_trainer.core.io import sha256_file
+    from lora_trainer.evaluation.recipe import changed_since, drawing_of_recipe, rows_of, text_of_recipe
+
+    _readable(lora)
+    if sha256_file(lora) != found["lora_sha256"]:
+        message = f"{lora.name} is not the recipe's {found.get('lora', 'LoRA')}: its SHA-256 is another."
+        raise UsageError(Problem(message, f"Name the file whose SHA-256 begins with {found['lora_sha256'][:12]}."))
+    text = text_of_recipe(found)
+    wish = Wish(rows_of(found), drawing_of_recipe(found), str(found.get("dtype")), found.get("at_once"))
+    used = _draw(lora, config, wish, output, f"{lora.stem}_again", text=text)
+    if changed := changed_since(found, used):
+        say(f"not as it was when the recipe was written: {', '.join(changed)}; the pictures may differ from it")
+    return DONE
+
+
+def _readable(path: Path) -> dict[str, str]:
+    """The file's header, when it is a LoRA of finite numbers. Raises UsageError."""
     from lora_trainer.models.lora_files import read_lora
-    from lora_trainer.production.choices import choose_precision, computed_in, usable_bytes
 
     weights = read_lora(path)
     if weights.not_finite():
         raise UsageError(Problem(f"{path.name} holds NaN or infinity.", "Train it again with a lower learning rate."))
+    return dict(weights.metadata)
+
+
+def _draw(path: Path, config: Config, wish: Wish, folder: Path, name: str, *, text: Any = None) -> dict[str, Any]:
+    """Draw, print the sheet's path, and return the recipe."""
+    import torch
+
+    from lora_trainer.evaluation.placing import with_less
+    from lora_trainer.evaluation.sample import Where, compare
+    from lora_trainer.production.choices import usable_bytes
+
+    family, facts = read_model(config)
     print(printable_lines(f"base model: {model_folder(config)}"), file=sys.stderr)
-    drawing = Drawing(config.sample.steps, config.sample.guidance, (facts.resolution, facts.resolution))
-    seeds = [seed + index for index in range(len(prompts))]
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    dtype = computed_in(choose_precision(config.memory.base_precision, device, asked=False).value, device)
+    where = Where(folder, free_name(folder, name))
+    with counting() as count:
+        progress = count("pictures drawn")
 
-    def drawn(usable: int | None) -> Compared:
-        return compare(
-            family,
-            facts.path,
-            path,
-            list(prompts),
-            seeds,
-            drawing,
-            dtype=dtype,
-            device=device,
-            usable=usable,
-            say=say,
-        )
+        def drawn(usable: int | None) -> dict[str, Any]:
+            return compare(
+                family if text is None else family.reading(text),
+                facts.path,
+                path,
+                wish.rows,
+                wish.drawing,
+                where,
+                named=config.model.path or BUILT_IN,
+                dtype=_dtype(config, wish, device),
+                device=device,
+                usable=usable,
+                at_once=wish.at_once,
+                say=say,
+                progress=progress,
+            )
 
-    without, with_lora, used = with_less(drawn, usable_bytes(config, device), device, say)
-    folder = Path(output) if output is not None else path.parent / "samples"
-    sheet = save_comparison(folder, without, with_lora, used, name=free_name(folder, f"{path.stem}_before_after"))
-    print(sheet)
-    return DONE
+        used = with_less(drawn, usable_bytes(config, device), device, say)
+    print(where.sheet)
+    return used
+
+
+def _dtype(config: Config, wish: Wish, device: torch.device) -> torch.dtype:
+    import torch
+
+    from lora_trainer.production.choices import choose_precision, computed_in
+
+    named = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}.get(wish.dtype or "")
+    return named or computed_in(choose_precision(config.memory.base_precision, device, asked=False).value, device)
 
 
 def free_name(folder: Path, name: str) -> str:

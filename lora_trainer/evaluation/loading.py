@@ -14,7 +14,8 @@ import torch
 from torch import nn
 
 from lora_trainer.core.errors import Problem
-from lora_trainer.export.weights import LoraWeights, check_keys
+from lora_trainer.export.diffusers import diffusers_tensors
+from lora_trainer.export.weights import LoraWeights, check_keys, folded
 from lora_trainer.models.family import Family
 
 COMPLAINTS = ("unexpected keys", "missing keys", "were ignored", "unsuccessful", "not found")
@@ -51,6 +52,12 @@ def load_onto(pipeline: Any, lora: Path) -> list[str]:
             str(lora.parent.resolve()), weight_name=lora.name, use_safetensors=True, local_files_only=True
         )
     return [line for line in said if any(complaint in line for complaint in COMPLAINTS)]
+
+
+def put_on(pipeline: Any, weights: LoraWeights) -> None:
+    """Put a LoRA that is read onto a pipeline, whatever form its file has: every program's files are drawn alike."""
+    with heard():
+        pipeline.load_lora_weights(dict(diffusers_tensors(folded(weights, torch.float32))))
 
 
 def components_of(pipeline: Any, family: Family) -> dict[str, nn.Module]:

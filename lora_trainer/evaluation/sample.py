@@ -1,8 +1,9 @@
-"""Pictures from the saved file, with and without it, same seeds."""
+"""Pictures from the saved file, with and without it, same seeds: a grid of prompts, strengths and seeds."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,84 +11,87 @@ from typing import Any
 import torch
 from PIL import Image
 
-from lora_trainer.core.errors import UsageError
-from lora_trainer.core.io import read_json, sha256_file, write_json
-from lora_trainer.evaluation.loading import components_of, free_memory, fresh_pipeline, load_onto, misfits, without_lora
+from lora_trainer.core.errors import Problem, UsageError
+from lora_trainer.core.grid import picture_name
+from lora_trainer.core.interrupt import Stopped
+from lora_trainer.core.io import read_json, write_json
+from lora_trainer.evaluation.loading import components_of, free_memory, fresh_pipeline, misfits, put_on, without_lora
 from lora_trainer.evaluation.placing import bring_pipeline
-from lora_trainer.evaluation.sheet import Row, contact_sheet, save_picture
-from lora_trainer.export.weights import shapes_of
+from lora_trainer.evaluation.recipe import Asked, Drawing, embedded_text, recipe, same_base
+from lora_trainer.evaluation.sheet import Group, Row, contact_sheet, save_picture
+from lora_trainer.export.weights import LoraWeights, check_keys, shapes_of
+from lora_trainer.models.drawing import prompted, read_prompts
 from lora_trainer.models.family import Family
+from lora_trainer.models.folder import read_config
 from lora_trainer.models.lora_files import read_lora
 
 DRAWN_AT_ONCE = 8  # on a processor; on a card one, since the decoder's memory grows with each
 PROBLEMS_SHOWN = 5
-Compared = tuple[list[Image.Image], list[Image.Image], dict[str, Any]]  # without, with, recipe
+SHORT_NAME = 40  # characters of a file's name in the sheet's heading
+Progress = Callable[[int, int], None]
 
 
 @dataclass(frozen=True)
-class Drawing:
-    """How pictures are drawn: sampler steps, guidance scale, width and height in pixels.
+class Where:
+    """The files of one grid: `NAME.png`, `NAME.json` and one for each picture, in `folder`."""
 
-    `zero_terminal_snr`: on the schedule that `noise.zero_terminal_snr` trained on.
-    """
+    folder: Path
+    name: str
 
-    steps: int = 25
-    guidance: float = 7.5
-    size: tuple[int, int] = (512, 512)
-    zero_terminal_snr: bool = False
+    @property
+    def sheet(self) -> Path:
+        return self.folder / f"{self.name}.png"
+
+    @property
+    def recipe(self) -> Path:
+        return self.folder / f"{self.name}.json"
+
+    def picture(self, row: int, strength: float | None) -> Path:
+        return self.folder / picture_name(self.name, row, strength)
 
 
-@torch.no_grad()
-def draw(
-    pipeline: Any, prompts: Sequence[str], seeds: Sequence[int], drawing: Drawing, *, at_once: int = DRAWN_AT_ONCE
-) -> list[Image.Image]:
-    """One picture for each prompt and its seed, in batches.
-
-    Each picture has its own generator on the CPU: neither the batch nor the device changes its noise.
-    """
-    pictures: list[Image.Image] = []
-    width, height = drawing.size
-    for start in range(0, len(prompts), at_once):
-        generators = [torch.Generator("cpu").manual_seed(seed) for seed in seeds[start : start + at_once]]
-        drawn = pipeline(
-            prompt=list(prompts[start : start + at_once]),
-            generator=generators,
-            num_inference_steps=drawing.steps,
-            guidance_scale=drawing.guidance,
-            width=width,
-            height=height,
-        )
-        pictures.extend(drawn.images)
-    return pictures
+def refuse_misfit(family: Family, base: Path, weights: LoraWeights) -> None:
+    """Raise UsageError for a LoRA whose denoiser's part does not fit the base, by its config: nothing is loaded."""
+    with torch.device("meta"):
+        denoiser = family.make_denoiser(read_config(base, f"{family.denoiser_prefix}/config.json"))
+    shapes = shapes_of({family.denoiser_prefix: denoiser})
+    others = tuple(f"{name}." for name in family.text_targets)
+    own = {name: pair for name, pair in weights.modules.items() if not name.startswith(others)}
+    checked = LoraWeights(own, weights.metadata)
+    if check_keys(checked, shapes):
+        raise UsageError(misfits(checked, shapes, family, base)[:PROBLEMS_SHOWN])
 
 
 def compare(
     family: Family,
     base: Path,
     lora: Path,
-    prompts: Sequence[str],
-    seeds: Sequence[int],
+    rows: Sequence[Asked],
     drawing: Drawing,
+    where: Where,
     *,
+    named: str | None = None,
     dtype: torch.dtype = torch.float32,
     device: torch.device | None = None,
     usable: int | None = None,
-    earlier: Path | None = None,
+    at_once: int | None = None,
     say: Callable[[str], None] = lambda message: None,
-) -> Compared:
-    """Pictures without and with the LoRA file on a fresh base, and the recipe that draws them again.
+    progress: Progress = lambda done, total: None,
+) -> dict[str, Any]:
+    """Draw every row on a fresh base, without the LoRA file and at each strength; write pictures, sheet and recipe.
 
-    Where a comparison in the folder `earlier` has the same recipe but for its LoRA, its pictures
-    of the untouched base are taken in place of drawing them once more. The pipeline is gone when
-    this returns. `usable` is what of the device's memory may be filled, in bytes; None means no
-    limit. Raises UsageError when the file cannot be read or does not fit the base.
+    Where another grid in the folder has the same recipe but for its LoRA, its pictures of the untouched base are taken
+    in place of drawing them once more. What is drawn stays when this is interrupted. The pipeline is gone when this
+    returns. `named` is what the user calls the base; `usable` is what of the device's memory may be filled, in bytes;
+    None means no limit. Returns the recipe. Raises UsageError when the file cannot be read or does not fit the base.
     """
     device = device or torch.device("cpu")
     weights = read_lora(lora)
+    refuse_misfit(family, base, weights)
     pipeline = fresh_pipeline(family, base, dtype, torch.device("cpu"))
     if problems := misfits(weights, shapes_of(components_of(pipeline, family)), family, base):
         raise UsageError(problems[:PROBLEMS_SHOWN])
-    load_onto(pipeline, lora)
+    put_on(pipeline, weights)
     if drawing.zero_terminal_snr:
         # Drawing must begin at the very last timestep then (arXiv:2305.08891, 3.3).
         changes = {"rescale_betas_zero_snr": True, "timestep_spacing": "trailing"}
@@ -95,80 +99,142 @@ def compare(
     placed = bring_pipeline(pipeline, family, device, usable, drawing.size)
     if placed.in_turn:
         say(f"drawing with {placed.words}")
-    at_once = 1 if device.type == "cuda" else DRAWN_AT_ONCE
-    used = recipe(pipeline, base, lora, prompts, seeds, drawing)
-    used |= {"dtype": str(dtype).removeprefix("torch."), "tiled": placed.tiled}
-    without = drawn_without(earlier, used) if earlier else None
-    if without is None:
-        with without_lora(pipeline):
-            without = draw(pipeline, prompts, seeds, drawing, at_once=at_once)
-    with_lora = draw(pipeline, prompts, seeds, drawing, at_once=at_once)
+    at_once = at_once or (1 if device.type == "cuda" else DRAWN_AT_ONCE)
+    used = recipe(pipeline, family, base, named or base.name, lora, rows, drawing)
+    used |= {"dtype": str(dtype).removeprefix("torch."), "device": device.type, "at_once": at_once}
+    used |= {"tiled": placed.tiled}
+    place = device if placed.in_turn else None
+    try:
+        _draw_columns(pipeline, family, weights, rows, drawing, where, used, place, progress)
+    except (Stopped, KeyboardInterrupt):
+        write_sheet(where, used)
+        raise
+    write_sheet(where, used)
     del pipeline
     free_memory(device)
-    return without, with_lora, used
+    return used
 
 
-def drawn_without(folder: Path, wanted: Mapping[str, Any]) -> list[Image.Image] | None:
-    """Pictures of the untouched base that `save_comparison` kept for the same recipe; None when there are none."""
-    for path in sorted(folder.glob("*.json")):
+def _draw_columns(
+    pipeline: Any,
+    family: Family,
+    weights: LoraWeights,
+    rows: Sequence[Asked],
+    drawing: Drawing,
+    where: Where,
+    used: dict[str, Any],
+    place: torch.device | None,
+    progress: Progress,
+) -> None:
+    """The untouched base first, then one strength after the other; each picture is a file as soon as it is there."""
+    texts_change = any(name.startswith("text_encoder") for name in weights.modules)
+    columns: list[float | None] = [None, *drawing.strengths]
+    done, total = 0, len(rows) * len(columns)
+    read: dict[str, dict[str, torch.Tensor]] = {}
+    for strength in columns:
+        base_drawn = earlier_base(where, used) if strength is None else None
+        with at_strength(pipeline, strength):
+            if base_drawn is None and (not read or texts_change):
+                prompts = [*(row.prompt for row in rows), *([] if drawing.negative is None else [drawing.negative])]
+                with torch.no_grad():
+                    read = read_prompts(pipeline, family, prompts, place)
+            drawn = iter(base_drawn) if base_drawn else draw(pipeline, family, read, rows, drawing, used["at_once"])
+            for index, (row, picture) in enumerate(zip(rows, drawn, strict=True)):
+                save_picture(where.picture(index, strength), picture, embedded_text(used, row, strength))
+                done += 1
+                progress(done, total)
+
+
+@contextlib.contextmanager
+def at_strength(pipeline: Any, strength: float | None) -> Iterator[None]:
+    """The LoRA at a strength inside the block; None is the untouched base."""
+    if strength is None:
+        with without_lora(pipeline):
+            yield
+        return
+    names = sorted({name for loaded in pipeline.get_list_adapters().values() for name in loaded})
+    pipeline.set_adapters(names, [strength] * len(names))
+    yield
+
+
+@torch.no_grad()
+def draw(
+    pipeline: Any,
+    family: Family,
+    read: dict[str, dict[str, torch.Tensor]],
+    rows: Sequence[Asked],
+    drawing: Drawing,
+    at_once: int = DRAWN_AT_ONCE,
+) -> Iterator[Image.Image]:
+    """One picture for each row, in batches; `read` is what the text encoders said of every prompt.
+
+    Each picture has its own generator on the CPU: neither the batch nor the device changes its noise.
+    """
+    width, height = drawing.size
+    guidance = 0.0 if drawing.guidance is None else drawing.guidance
+    for start in range(0, len(rows), at_once):
+        chosen = rows[start : start + at_once]
+        yield from pipeline(
+            **prompted(
+                pipeline, family, read, [row.prompt for row in chosen], drawing.negative if guidance > 1 else None
+            ),
+            generator=[torch.Generator("cpu").manual_seed(row.seed) for row in chosen],
+            num_inference_steps=drawing.steps,
+            guidance_scale=guidance,
+            width=width,
+            height=height,
+        ).images
+
+
+def earlier_base(where: Where, wanted: dict[str, Any]) -> list[Image.Image] | None:
+    """Pictures of the untouched base that another grid in the folder has of the same recipe; None when there are none."""
+    for path in sorted(where.folder.glob("*.json")):
         try:
-            kept = {name: value for name, value in read_json(path).items() if not name.startswith("lora")}
-            if kept != {name: value for name, value in wanted.items() if not name.startswith("lora")}:
-                continue
-            return [
-                Image.open(folder / f"{path.stem}_{index:02d}_without.png").convert("RGB")
-                for index in range(len(wanted["pictures"]))
-            ]
+            if same_base(read_json(path), wanted):
+                other = Where(where.folder, path.stem)
+                return [
+                    Image.open(other.picture(index, None)).convert("RGB") for index in range(len(wanted["pictures"]))
+                ]
         except (OSError, ValueError, AttributeError):
             continue
     return None
 
 
-def recipe(
-    pipeline: Any, base: Path, lora: Path, prompts: Sequence[str], seeds: Sequence[int], drawing: Drawing
-) -> dict[str, Any]:
-    """Everything that is needed to draw the same pictures elsewhere."""
-    import diffusers
-    import transformers
-
-    return {
-        "model": str(base.resolve()),
-        "lora": lora.name,
-        "lora_sha256": sha256_file(lora),
-        "pictures": [{"prompt": prompt, "seed": seed} for prompt, seed in zip(prompts, seeds, strict=True)],
-        "steps": drawing.steps,
-        "guidance": drawing.guidance,
-        "size": list(drawing.size),
-        "zero_terminal_snr": drawing.zero_terminal_snr,
-        "scheduler": type(pipeline.scheduler).__name__,
-        "versions": {
-            "torch": torch.__version__,
-            "diffusers": diffusers.__version__,
-            "transformers": transformers.__version__,
-        },
-    }
+def write_sheet(where: Where, used: dict[str, Any]) -> Path:
+    """Write the sheet of all pictures that are there, with gaps for the others, and the recipe beside it."""
+    strengths: list[float | None] = [None, *used["strengths"]]
+    groups: dict[str, list[Row]] = {}
+    for index, row in enumerate(Asked(**each) for each in used["pictures"]):
+        paths = [where.picture(index, strength) for strength in strengths]
+        groups.setdefault(row.prompt, []).append(Row(f"seed {row.seed}", paths))
+    guidance = "" if used["guidance"] is None else f" · guidance {used['guidance']:g}"
+    width, height = used["size"]
+    title = f"{shortened(used['lora'])} on {shortened(Path(used['model']).name)}"
+    details = f"{used['steps']} steps{guidance} · {width}x{height}"
+    if used["negative"]:
+        details += f" · without: {used['negative']}"
+    headings = ["untouched base", *(f"LoRA at {strength:g}" for strength in used["strengths"])]
+    sheet = contact_sheet(
+        title, details, headings, [Group(prompt or "(empty prompt)", r) for prompt, r in groups.items()]
+    )
+    save_picture(where.sheet, sheet, embedded_text(used, None, None))
+    write_json(where.recipe, used)
+    return where.sheet
 
 
-def save_comparison(
-    folder: Path,
-    without: Sequence[Image.Image],
-    with_lora: Sequence[Image.Image],
-    recipe_used: dict[str, Any],
-    *,
-    name: str = "before_after",
-) -> Path:
-    """Write `NAME.png` (left without, right with, prompt below), every picture by itself, and `NAME.json`.
+def shortened(name: str) -> str:
+    return name if len(name) <= SHORT_NAME else f"{name[: SHORT_NAME // 2]}...{name[-SHORT_NAME // 2 :]}"
 
-    Returns the sheet's path.
-    """
-    rows = [
-        Row(f"{asked['prompt'] or '(empty prompt)'}  ·  seed {asked['seed']}", (before, after))
-        for asked, before, after in zip(recipe_used["pictures"], without, with_lora, strict=True)
-    ]
-    for index, (before, after) in enumerate(zip(without, with_lora, strict=True)):
-        save_picture(folder / f"{name}_{index:02d}_without.png", before)
-        save_picture(folder / f"{name}_{index:02d}_with.png", after)
-    sheet = folder / f"{name}.png"
-    save_picture(sheet, contact_sheet(("without the LoRA", "with the LoRA"), rows))
-    write_json(folder / f"{name}.json", recipe_used)
-    return sheet
+
+def nearest_size(size: tuple[int, int], step: int) -> tuple[int, int]:
+    """The size nearest to this one whose sides the model can draw."""
+    width, height = (max(step, (side + step // 2) // step * step) for side in size)
+    return width, height
+
+
+def refuse_size(size: tuple[int, int], step: int) -> None:
+    """Raise UsageError for sides that are no multiples of the model's step, with the nearest that are."""
+    if any(side % step or side < step for side in size):
+        width, height = nearest_size(size, step)
+        message = f"{size[0]}x{size[1]} cannot be drawn: sides are multiples of {step} pixels with this model."
+        raise UsageError(Problem(message, f"The nearest: {width}x{height}."))

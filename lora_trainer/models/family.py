@@ -116,15 +116,44 @@ def refuse_options(folder: Path, options: TextOptions) -> None:
 
 
 @dataclass(frozen=True)
+class Manner:
+    """How a model is drawn with: the sampler steps that are usual, whether a guidance scale means anything to it, and
+    whether it can be told what not to draw."""
+
+    steps: int = 25
+    guided: bool = True
+    negative: bool = True
+
+
+def usual_manner(folder: Path) -> Manner:
+    """Of models with classifier-free guidance (arXiv:2207.12598)."""
+    return Manner()
+
+
+def prompt_embeds(cond: Mapping[str, Tensor], negative: Mapping[str, Tensor] | None) -> dict[str, Any]:
+    """The arguments of most pipelines for what `encode_text` gave of the prompts, and of what shall not be drawn."""
+    told: dict[str, Any] = {f"{'pooled_' if name == 'pooled' else ''}prompt_embeds": cond[name] for name in cond}
+    for name, value in (negative or {}).items():
+        told[f"negative_{'pooled_' if name == 'pooled' else ''}prompt_embeds"] = value
+    return told
+
+
+@dataclass(frozen=True)
 class TextParts:
-    """Text encoders in memory and their tokenizers, both by the component's name: `text_encoder`, `text_encoder_2`."""
+    """Text encoders in memory and their tokenizers, both by the component's name: `text_encoder`, `text_encoder_2`.
+
+    `place` is where they compute, for encoders whose layers visit a card: their weights do not say it.
+    """
 
     encoders: Mapping[str, nn.Module]
     tokenizers: Mapping[str, Any]
+    place: torch.device | None = None
 
     @property
     def device(self) -> torch.device:
         """Where the captions' tokens must be."""
+        if self.place is not None:
+            return self.place
         return next(iter(next(iter(self.encoders.values())).parameters())).device
 
 
@@ -179,7 +208,8 @@ class Family:
     nothing), with random weights; `thin` makes of a config one with the same kinds of
     blocks and a few percent of the weights, as `thinness` says in words. `cond_shapes` gives, for a denoiser's config, the shapes
     of what `encode_text` returns for one caption. `base_names` are what LoRA files call the
-    base: `ss_base_model_version` and `modelspec.architecture`. Families that are not
+    base: `ss_base_model_version` and `modelspec.architecture`. `manner` says how a folder's model is drawn with, and
+    `prompted` what of `encode_text` its pipeline is called with. Families that are not
     `trained` can be planned and measured only.
     """
 
@@ -205,6 +235,8 @@ class Family:
     layout: Layout = ()
     check_text: Callable[[Path, TextOptions], None] = refuse_options
     spare_texts: tuple[str, ...] = ()
+    manner: Callable[[Path], Manner] = usual_manner
+    prompted: Callable[[Mapping[str, Tensor], Mapping[str, Tensor] | None], dict[str, Any]] = prompt_embeds
     text: TextOptions = PLAIN
     joined_text: JoinText | None = None
     trained: bool = True

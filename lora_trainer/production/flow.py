@@ -30,12 +30,12 @@ from lora_trainer.monitor.trackers import VALIDATION, Trackers, read_lines
 from lora_trainer.production.curve import still_falling
 from lora_trainer.production.differences import ROUNDING_DIFFERS, other_machine, repeated_record
 from lora_trainer.production.disk import lora_bytes
+from lora_trainer.production.drawing import draw_comparison
 from lora_trainer.production.inputs import Inputs, with_absolute_paths
 from lora_trainer.production.order import Order
 from lora_trainer.production.record import Record, write_record
 from lora_trainer.production.release import (
     choose_released,
-    draw_comparison,
     export_lora,
     judge_lora,
     lora_weights,

@@ -115,7 +115,11 @@ def read_model(config: Config, families: Mapping[str, Family] = FAMILIES) -> tup
     folder = model_folder(config)
     family = reading(config, families[config.model.family or detect_family(folder)])
     family.text_rates(config.text.learning_rates)  # refuses what cannot be trained
-    return family, family.describe(folder)
+    facts = family.describe(folder)
+    if config.sample.negative and not family.manner(folder).negative:
+        message = f"sample.negative is {config.sample.negative!r}, and {folder.name} is drawn without classifier-free guidance."
+        raise UsageError(Problem(message, "Leave the negative prompt empty with this model."))
+    return family, facts
 
 
 def own_architecture(inputs: Inputs) -> Architecture:

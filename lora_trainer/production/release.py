@@ -17,14 +17,12 @@ from lora_trainer import __version__
 from lora_trainer.config.schema import Config
 from lora_trainer.core.errors import Problem, TrainingFailed
 from lora_trainer.core.interrupt import can_be_given_up
-from lora_trainer.data.captions import TRIGGER
 from lora_trainer.data.steps import StepArithmetic
 from lora_trainer.evaluation.held_out import EncodedSample
 from lora_trainer.evaluation.loading import free_memory
 from lora_trainer.evaluation.lora_check import check_lora
 from lora_trainer.evaluation.placing import with_less
 from lora_trainer.evaluation.report import LoraReport
-from lora_trainer.evaluation.sample import Compared, Drawing, compare, save_comparison
 from lora_trainer.export.lora_file import write_lora
 from lora_trainer.export.metadata import TrainingFacts
 from lora_trainer.export.weights import LoraWeights, weights_from_peft
@@ -33,6 +31,7 @@ from lora_trainer.models.lora_files import names_of
 from lora_trainer.models.memory.streaming import bring
 from lora_trainer.optim.schedules import warmup_length
 from lora_trainer.production.choices import Choices, usable_bytes
+from lora_trainer.production.drawing import draw_comparison, triggers
 from lora_trainer.production.inputs import Inputs, trained_framings
 from lora_trainer.training.build import Built
 from lora_trainer.training.checkpoints.best import read_best
@@ -42,7 +41,6 @@ from lora_trainer.training.step import Learner
 from lora_trainer.training.texts import text_alpha, text_rank
 
 WEIGHTS = "weights"  # the folder of LoRA files that are kept for good
-BEFORE_AFTER = "before_after"
 ROOM_TO_DRAW = 2.0  # of the denoiser's size: a whole pipeline and its pictures take less
 
 
@@ -229,58 +227,6 @@ def judge_lora(
         message = f"{lora.name} is trained and saved but not judged: memory ran out with nothing left to reduce."
         fix = f"When more memory is free: lora-trainer validate {lora}, or the same command with --resume."
         raise TrainingFailed(Problem(message, fix)) from error
-
-
-def draw_comparison(
-    lora: Path,
-    folder: Path,
-    config: Config,
-    inputs: Inputs,
-    device: torch.device,
-    dtype: torch.dtype,
-    say: Callable[[str], None],
-    *,
-    name: str = BEFORE_AFTER,
-) -> Path:
-    """Pictures of the run's prompts without and with the file, same seeds, into `folder`; the sheet's path."""
-    prompts = sample_prompts(config, inputs)
-    side = inputs.resolution // inputs.facts.pixel_step * inputs.facts.pixel_step
-    drawing = Drawing(config.sample.steps, config.sample.guidance, (side, side), config.noise.zero_terminal_snr)
-    seeds = [config.train.seed + index for index in range(len(prompts))]
-
-    def drawn(usable: int | None) -> Compared:
-        return compare(
-            inputs.family,
-            inputs.facts.path,
-            lora,
-            prompts,
-            seeds,
-            drawing,
-            dtype=dtype,
-            device=device,
-            usable=usable,
-            earlier=folder,
-            say=say,
-        )
-
-    without, with_lora, recipe = with_less(drawn, usable_bytes(config, device), device, say)
-    return save_comparison(folder, without, with_lora, recipe, name=name)
-
-
-def triggers(config: Config) -> tuple[str, ...]:
-    """The words that are learned, each once: the run's first, then those of sources with captions of their own."""
-    own = [source.captions for source in config.data.sources if source.captions and not source.regularisation]
-    return tuple(dict.fromkeys(rules.trigger for rules in (config.captions, *own) if rules.trigger))
-
-
-def sample_prompts(config: Config, inputs: Inputs) -> list[str]:
-    """The prompts asked for, `[trigger]` filled in; else different captions of the data, held-out ones first."""
-    if config.sample.prompts:
-        words = triggers(config)
-        return [prompt.replace(TRIGGER, words[0]) if words else prompt for prompt in config.sample.prompts]
-    samples = (*inputs.held_out, *inputs.train)
-    learned = [sample for sample in samples if not sample.regularisation] or samples
-    return list(dict.fromkeys(sample.caption for sample in learned))[: config.sample.count]
 
 
 def draw_while_training(

@@ -44,6 +44,10 @@ def pictures(tmp_path: Path) -> Path:
     return folder
 
 
+def on(base: Path, **sample: object) -> Config:
+    return Config.model_validate({"model": {"path": str(base)}, "sample": sample})
+
+
 def test_json_is_one_document_on_stdout(
     lora: Path, base: Path, pictures: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -111,14 +115,14 @@ def test_wrong_paths_are_wrong_usage(lora: Path, base: Path, tmp_path: Path) -> 
     foreign = LoraWeights({"unet.mid_block.nowhere": LoraPair(torch.ones(2, 9), torch.ones(9, 2), 2.0)})
     other = write_lora(tmp_path, "other", foreign, facts())[0]
     with pytest.raises(UsageError, match="no module of the model"):
-        sample_command(other, base, ["a red circle"], Config())
+        sample_command(other, ["a red circle"], on(base))
     with pytest.raises(UsageError, match="No prompt"):
-        sample_command(lora, base, [], Config())
+        sample_command(lora, [], on(base))
 
 
 def test_sample_writes_a_sheet(lora: Path, base: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    config = Config.model_validate({"sample": {"steps": 2}})
-    assert sample_command(lora, base, ["a red circle"], config, seed=5) == 0
+    config = on(base, steps=2)
+    assert sample_command(lora, ["a red circle"], config, seeds=[5]) == 0
     sheet = Path(capsys.readouterr().out.strip())
     assert sheet == lora.parent / "samples" / "cat_before_after.png"
     assert {path.name for path in sheet.parent.iterdir()} == {
@@ -128,7 +132,7 @@ def test_sample_writes_a_sheet(lora: Path, base: Path, capsys: pytest.CaptureFix
         "cat_before_after_00_without.png",
     }
     before = sheet.read_bytes()
-    assert sample_command(lora, base, ["a blue square"], config, seed=5) == 0
+    assert sample_command(lora, ["a blue square"], config, seeds=[5]) == 0
     again = Path(capsys.readouterr().out.strip())
     assert again == sheet.with_name("cat_before_after-2.png")
     assert again.is_file()

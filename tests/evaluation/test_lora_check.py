@@ -19,8 +19,9 @@ from lora_trainer.evaluation import sample
 from lora_trainer.evaluation.health import Health
 from lora_trainer.evaluation.held_out import EncodedSample, Improvement, held_out_losses
 from lora_trainer.evaluation.lora_check import check_lora, falling, in_parts, judge
+from lora_trainer.evaluation.recipe import Asked, Drawing
 from lora_trainer.evaluation.report import LoraReport, caveat
-from lora_trainer.evaluation.sample import Drawing, compare, save_comparison
+from lora_trainer.evaluation.sample import Where, compare
 from lora_trainer.export.lora_file import read_lora, write_lora
 from lora_trainer.export.weights import LoraPair, LoraWeights, weights_from_peft
 from lora_trainer.models import FAMILIES
@@ -212,7 +213,7 @@ def test_the_gates_encoders_are_gone_before_the_pipeline_comes(trained: Path, ba
 
 @pytest.mark.parametrize(("device", "at_once"), [("cpu", 2), ("cuda", 1)])
 def test_a_card_draws_one_picture_at_a_time(
-    device: str, at_once: int, trained: Path, base: Path, monkeypatch: pytest.MonkeyPatch
+    device: str, at_once: int, trained: Path, base: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """The pipeline itself stays on the processor here."""
     monkeypatch.setattr(sample, "bring_pipeline", lambda *_: Placement(None, False, False, 0))
@@ -226,26 +227,35 @@ def test_a_card_draws_one_picture_at_a_time(
         return pipeline
 
     family, drawing = replace(FAMILY, make_pipeline=make_pipeline), Drawing(steps=2, guidance=3.0, size=(64, 64))
-    without, _, _ = compare(family, base, trained, PROMPTS, [1, 2], drawing, device=torch.device(device))
-    assert len(without) == 2
+    rows = [Asked(prompt, seed) for prompt, seed in zip(PROMPTS, (1, 2), strict=True)]
+    compare(family, base, trained, rows, drawing, Where(tmp_path, "grid"), device=torch.device(device))
+    assert len(list(tmp_path.glob("*_without.png"))) == 2
     assert set(drawn) == {2 * at_once}  # guidance asks twice
     assert made[0]() is None
 
 
+def pixels(path: Path) -> bytes:
+    with Image.open(path) as picture:
+        return picture.convert("RGB").tobytes()
+
+
 def test_before_and_after(trained: Path, base: Path, tmp_path: Path) -> None:
-    prompts, seeds = ["a red circle", "a blue square on a white background"], [1, 2]
-    drawing = Drawing(steps=2, guidance=3.0, size=(64, 64))
-    without, with_lora, used = compare(FAMILY, base, trained, prompts, seeds, drawing)
-    sheet = save_comparison(tmp_path, without, with_lora, used)
-    assert without[0].tobytes() != with_lora[0].tobytes()
-    assert read_json(tmp_path / "before_after.json")["pictures"][1] == {"prompt": prompts[1], "seed": 2}
-    with Image.open(sheet) as picture:
+    rows = [Asked("a red circle", 1), Asked("a blue square on a white background", 2)]
+    drawing, where = Drawing(steps=2, guidance=3.0, size=(64, 64)), Where(tmp_path, "before_after")
+    compare(FAMILY, base, trained, rows, drawing, where)
+    whole = pixels(where.picture(0, None))
+    assert whole != pixels(where.picture(0, 1.0))
+    assert read_json(where.recipe)["pictures"][1] == {"prompt": rows[1].prompt, "seed": 2}
+    with Image.open(where.sheet) as picture:
         assert picture.width >= 2 * 256
         assert picture.height >= 2 * 256
+    second = pixels(where.picture(1, None))
     kept = Image.new("RGB", (64, 64), "red")
-    kept.save(tmp_path / "before_after_01_without.png")
-    again, _, _ = compare(FAMILY, base, trained, prompts, seeds, drawing, earlier=tmp_path)
-    assert [picture.tobytes() for picture in again] == [without[0].tobytes(), kept.tobytes()]
-    alone, _, _ = compare(FAMILY, base, trained, prompts[1:], seeds[1:], drawing, earlier=tmp_path)
-    difference = torch.tensor(list(alone[0].tobytes())).int() - torch.tensor(list(without[1].tobytes())).int()
+    kept.save(where.picture(1, None))
+    again = Where(tmp_path, "c")  # whose untouched base is taken from the first
+    compare(FAMILY, base, trained, rows, drawing, again)
+    assert [pixels(again.picture(index, None)) for index in (0, 1)] == [whole, kept.tobytes()]
+    alone = Where(tmp_path, "alone")
+    compare(FAMILY, base, trained, rows[1:], drawing, alone)
+    difference = torch.tensor(list(pixels(alone.picture(0, None)))).int() - torch.tensor(list(second)).int()
     assert difference.abs().max() <= 2  # alone or in a batch, the same picture up to rounding

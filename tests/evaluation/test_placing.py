@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from PIL import Image
 from torch import nn
 
 from lora_trainer.diffusion.timesteps import stratified_timesteps
@@ -17,7 +18,8 @@ from lora_trainer.evaluation import drift, lora_check, placing
 from lora_trainer.evaluation.held_out import EncodedSample
 from lora_trainer.evaluation.lora_check import check_lora
 from lora_trainer.evaluation.placing import bytes_of, keep, with_less
-from lora_trainer.evaluation.sample import Drawing, compare
+from lora_trainer.evaluation.recipe import Asked, Drawing
+from lora_trainer.evaluation.sample import Where, compare
 from lora_trainer.export.lora_file import write_lora
 from lora_trainer.models import FAMILIES, TRAINED
 from lora_trainer.models.memory.phases import (
@@ -83,15 +85,14 @@ def test_the_gate_says_the_same_wherever_the_denoiser_is(
     assert any("of the denoiser on the card and the rest layer by layer" in line for line in said)
 
 
-def test_pictures_are_the_same_wherever_the_parts_are(subject: tuple[str, Path, Path]) -> None:
+def test_pictures_are_the_same_wherever_the_parts_are(subject: tuple[str, Path, Path], tmp_path: Path) -> None:
     name, base, lora = subject
     said: list[str] = []
 
     def drawn(usable: int | None) -> list[np.ndarray]:
-        without, with_lora, _ = compare(
-            FAMILIES[name], base, lora, ["a ring"], [1], Drawing(2, 3.0, (64, 64)), usable=usable, say=said.append
-        )
-        return [np.asarray(picture, dtype=int) for picture in (*without, *with_lora)]
+        where, drawing = Where(tmp_path / str(usable), "grid"), Drawing(2, 3.0, (64, 64))
+        compare(FAMILIES[name], base, lora, [Asked("a ring", 1)], drawing, where, usable=usable, say=said.append)
+        return [np.asarray(Image.open(where.picture(0, strength)), dtype=int) for strength in (None, 1.0)]
 
     whole, streamed = drawn(None), drawn(0)
     assert "encoders layer by layer" in said[0]

@@ -12,10 +12,10 @@ from lora_trainer.config.layers import Layer, resolve
 from lora_trainer.config.schema import CaptionsSection, Config
 from lora_trainer.data.captions import settled
 from lora_trainer.data.sample import Sample
+from lora_trainer.production.drawing import sample_prompts, triggers
 from lora_trainer.production.inputs import Inputs, read_inputs
 from lora_trainer.production.messages import caption_told, show_captions
 from lora_trainer.production.plan import planned_data
-from lora_trainer.production.release import sample_prompts, triggers
 from tests.recipes.recipe import draw_pictures
 
 

@@ -12,6 +12,7 @@ import torch
 from lora_trainer.cli.main import main
 from lora_trainer.diffusion import loss as loss_module
 from lora_trainer.evaluation import lora_check
+from lora_trainer.evaluation import sample as sample_module
 from lora_trainer.evaluation.lora_check import check_lora
 from lora_trainer.evaluation.sample import compare
 from lora_trainer.models import FAMILIES
@@ -42,7 +43,7 @@ def test_gate_and_pictures_are_made_with_less(bench, finished, monkeypatch, caps
     monkeypatch.setattr(release, "usable_bytes", lambda *_: next(rooms, None))
     monkeypatch.setattr(release, "free_memory", freed.append)
     monkeypatch.setattr(release, "check_lora", short_of_memory(check_lora))
-    monkeypatch.setattr(release, "compare", short_of_memory(compare))
+    monkeypatch.setattr(sample_module, "compare", short_of_memory(compare))
     assert bench.run("first", checkpoint__every_steps=3, validate__every_steps=3, sample__every_steps=3) == 0
     assert len(freed) == 2
     assert exported(bench.folder("first")) == exported(finished.folder("first"))
@@ -162,7 +163,7 @@ def test_pictures_encoded_beside_the_steps_wait_for_memory(bench, monkeypatch):
 
 
 def test_pictures_without_memory_while_training_change_no_step(bench, finished, monkeypatch, capsys):
-    monkeypatch.setattr(release, "compare", never)
+    monkeypatch.setattr(sample_module, "compare", never)
     assert bench.run("first", checkpoint__every_steps=3, validate__every_steps=3, sample__every_steps=2) == 0
     said = capsys.readouterr().out
     assert "no pictures at step 2: Out of memory with nothing left to reduce" in said

@@ -32,14 +32,16 @@ class SampleSection(Section):
     every_steps: CountOrZero = Field(500, description="steps between pictures; 0 means none while training")
     prompts: tuple[str, ...] = Field((), description="prompts; empty means captions of the data")
     count: Count = Field(2, description="pictures when prompts come from the data")
-    steps: Count = Field(25, description="sampler steps")
-    guidance: NotNegative = Field(7.5, description="classifier-free guidance scale")
+    steps: Count | None = Field(None, description="sampler steps; empty means what is usual for the model")
+    guidance: NotNegative = Field(
+        7.5, description="guidance scale: classifier-free, or what a distilled model is told, where it knows any"
+    )
     negative: str = Field("", description="what pictures shall not show, where guidance is classifier-free")
     strengths: tuple[Annotated[float, Field(ge=-4.0, le=4.0)], ...] = Field(
         (1.0,), description="strengths of the LoRA that are drawn beside the untouched base"
     )
     seeds: Annotated[int, Field(ge=1, le=64)] = Field(
-        1, description="pictures of each prompt, with seeds that count up"
+        1, description="pictures of each prompt, with seeds that count up from `train.seed`"
     )
 
 

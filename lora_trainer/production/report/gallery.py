@@ -15,12 +15,11 @@ MOST_FRAMES = 8
 
 @dataclass(frozen=True)
 class Pair:
-    """The same prompt and seed without and with the LoRA; a side that was not kept is None."""
+    """The same prompt and seed without the LoRA and with it, at each strength; a side that was not kept is None."""
 
     prompt: str
     seed: int
-    without: Path | None
-    with_lora: Path | None
+    sides: tuple[tuple[str, Path | None], ...]
 
 
 @dataclass(frozen=True)
@@ -51,7 +50,7 @@ class Gallery:
 
     @property
     def paths(self) -> list[Path]:
-        pairs = [path for pair in self.pairs for path in (pair.without, pair.with_lora) if path]
+        pairs = [path for pair in self.pairs for _, path in pair.sides if path]
         return [*pairs, *(frame.path for strip in self.strips for frame in strip.frames)]
 
 
@@ -66,21 +65,38 @@ def gallery_of(run: RunReport) -> Gallery:
 
 
 def pairs_of(pictures: list[Picture]) -> list[Pair]:
-    sides: dict[tuple[str, int], dict[bool, Path]] = {}
+    drawn: dict[tuple[str, int], dict[float | None, Path]] = {}
     for picture in pictures:
-        sides.setdefault((picture.prompt, picture.seed), {})[picture.with_lora] = picture.path
-    return [Pair(prompt, seed, each.get(False), each.get(True)) for (prompt, seed), each in sides.items()]
+        drawn.setdefault((picture.prompt, picture.seed), {})[picture.strength] = picture.path
+    strengths = list(dict.fromkeys(each for found in drawn.values() for each in found if each is not None)) or [1.0]
+    return [
+        Pair(prompt, seed, tuple((side_name(each, strengths), found.get(each)) for each in (None, *strengths)))
+        for (prompt, seed), found in drawn.items()
+    ]
+
+
+def side_name(strength: float | None, strengths: list[float]) -> str:
+    if strength is None:
+        return "without"
+    return "with the LoRA" if strengths == [1.0] else f"with the LoRA at {strength:g}"
+
+
+def shown_strength(pictures: tuple[Picture, ...]) -> float | None:
+    """The one that a strip shows: full strength, else the strongest."""
+    strengths = {picture.strength for picture in pictures if picture.strength is not None}
+    return 1.0 if 1.0 in strengths else max(strengths, default=None)
 
 
 def strips_of(run: RunReport) -> list[Strip]:
     """For each prompt and seed the base, then every step in order, then the end."""
     groups: dict[tuple[str, int], list[Picture]] = {}
+    strength = shown_strength(run.pictures)
     for picture in run.pictures:
         groups.setdefault((picture.prompt, picture.seed), []).append(picture)
     strips = []
     for (prompt, seed), found in groups.items():
-        base = [Frame("base", picture.path) for picture in found if not picture.with_lora][:1]
-        drawn = [Frame(when(run, picture), picture.path) for picture in found if picture.with_lora]
+        base = [Frame("base", picture.path) for picture in found if picture.strength is None][:1]
+        drawn = [Frame(when(run, picture), picture.path) for picture in found if picture.strength == strength]
         if len(drawn) > 1:
             strips.append(Strip(prompt, seed, tuple(chosen([*base, *drawn]))))
     return strips

@@ -12,13 +12,14 @@ from typing import Any
 
 from lora_trainer.config.toml import section_types
 from lora_trainer.core.errors import Problem, UsageError
+from lora_trainer.core.grid import picture_name
 from lora_trainer.core.io import read_json
 from lora_trainer.monitor.trackers import read_lines
+from lora_trainer.production.drawing import BEFORE_AFTER
 from lora_trainer.production.record import read_record
 from lora_trainer.production.report.chart import Point
 
 STEP_RECIPE = re.compile(r"step-(\d+)\.json")
-BEFORE_AFTER = "before_after"
 SERIES = ("loss", "lr", "grad_norm", "seconds", "data_seconds", "samples_per_second", "memory_gib")
 RANKS = {"error": 0, "warning": 1, "note": 2}
 
@@ -48,12 +49,12 @@ class Group:
 
 @dataclass(frozen=True)
 class Picture:
-    """A file of a recipe: what was asked for, and whether the LoRA drew it."""
+    """A file of a recipe: what was asked for, and the strength of the LoRA that drew it."""
 
     prompt: str
     seed: int
     step: int | None  # None: at the end
-    with_lora: bool
+    strength: float | None  # None: the untouched base
     path: Path
 
 
@@ -218,11 +219,12 @@ def pictures_in(folder: Path, *, ended: bool) -> Iterable[Picture]:
             recipe = mapping(read_json(path))
         except (OSError, ValueError):
             continue
+        strengths = [each for value in sequence(recipe.get("strengths", [1.0])) if (each := number(value)) is not None]
         for index, asked in enumerate(map(mapping, sequence(recipe.get("pictures")))):
-            for word, with_lora in (("without", False), ("with", True)):
-                drawn = folder / f"{path.stem}_{index:02d}_{word}.png"
+            for strength in (None, *strengths):
+                drawn = folder / picture_name(path.stem, index, strength)
                 if drawn.is_file():
-                    yield Picture(text(asked.get("prompt")), whole(asked.get("seed")) or 0, step, with_lora, drawn)
+                    yield Picture(text(asked.get("prompt")), whole(asked.get("seed")) or 0, step, strength, drawn)
 
 
 def settings_of(record: Mapping[str, Any]) -> tuple[Setting, ...]:

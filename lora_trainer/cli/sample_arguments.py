@@ -1,0 +1,137 @@
+"""The arguments of `sample`, and what they ask for."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from lora_trainer.cli.arguments import add_settings_arguments, resolved_from
+from lora_trainer.config.layers import Layer
+from lora_trainer.core.errors import Problem, UsageError
+
+EXAMPLES = """examples:
+  lora-trainer sample runs/cat/cat.safetensors --model ./my-sd15 --prompt "a photo of my cat"
+  lora-trainer sample cat.safetensors --model ./my-sd15 --prompt "my cat" --strength 0.5 --strength 1 --seeds 3
+  lora-trainer sample cat.safetensors --recipe runs/cat/samples/before_after.json --output ./again
+"""
+MOST_SEEDS = 64
+LARGEST_SIDE = 8192
+BY_RECIPE = ("prompt", "strength", "seeds", "first_seed", "negative", "steps", "guidance", "size")
+
+
+def add_sample_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("lora", metavar="LORA", help="the LoRA file, of this program or another")
+    parser.add_argument(
+        "--model",
+        dest="model.path",
+        metavar="MODEL",
+        help="the base model: folder, .safetensors file or hub id; the built-in one without it",
+    )
+    parser.add_argument(
+        "--prompt",
+        action="append",
+        default=[],
+        metavar="TEXT",
+        help="what to draw (repeatable); [trigger] is the LoRA's own word",
+    )
+    parser.add_argument(
+        "--strength", action="append", type=float, metavar="X", help="strength of the LoRA (repeatable; default: 1)"
+    )
+    parser.add_argument("--negative", metavar="TEXT", help="what the pictures shall not show")
+    parser.add_argument("--seeds", type=int, metavar="N", help="pictures of each prompt, with seeds that count up")
+    parser.add_argument(
+        "--seed",
+        dest="first_seed",
+        action="append",
+        type=int,
+        metavar="S",
+        help="the first seed, or each of them (repeatable; default: 0)",
+    )
+    parser.add_argument("--steps", type=int, metavar="N", help="sampler steps (default: what is usual for the model)")
+    parser.add_argument("--guidance", type=float, metavar="G", help="guidance scale (default: the family's)")
+    parser.add_argument("--size", metavar="WxH", help="width and height in pixels (default: the model's own)")
+    parser.add_argument(
+        "--recipe", metavar="FILE", help="draw the pictures of this .json again, beside earlier pictures"
+    )
+    parser.add_argument(
+        "--output", dest="folder", metavar="DIR", help="folder for the pictures (default: samples, beside the file)"
+    )
+    parser.add_argument("--offline", action="store_true", help="make no network request at all")
+    add_settings_arguments(parser)
+
+
+def sample(arguments: argparse.Namespace, unknown: Sequence[Problem]) -> int:
+    """The command. Raises UsageError for a file, model or recipe that cannot be read, and for flags that contradict."""
+    from lora_trainer.cli.sample import draw_again, sample_command
+    from lora_trainer.production.drawing import BUILT_IN
+
+    problems = [*unknown, *_flag_problems(arguments)]
+    found: dict[str, Any] | None = None
+    if arguments.recipe is not None:
+        from lora_trainer.evaluation.recipe import read_recipe
+
+        found = read_recipe(Path(arguments.recipe))
+        given = vars(arguments)
+        if given["model.path"] is None and found["model"] != BUILT_IN:
+            given["model.path"] = found["model"]
+    config = resolved_from(arguments, problems, extra=_layers(arguments)).config
+    size = _size(arguments.size)
+    output = Path(arguments.folder) if arguments.folder is not None else Path(arguments.lora).parent / "samples"
+    if found is not None:
+        return draw_again(Path(arguments.lora), config, found, output)
+    seeds = _seeds(arguments.first_seed or [0], config.sample.seeds if arguments.seeds is None else arguments.seeds)
+    return sample_command(arguments.lora, arguments.prompt, config, output=output, seeds=seeds, size=size)
+
+
+def _flag_problems(arguments: argparse.Namespace) -> list[Problem]:
+    """All that is wrong with the flags by themselves."""
+    given = vars(arguments)
+    problems: list[Problem] = []
+    if arguments.recipe is not None:
+        both = [f"--{name.replace('first_', '')}" for name in BY_RECIPE if given[name] not in (None, [])]
+        if both:
+            problems.append(
+                Problem(f"--recipe and {', '.join(both)} were given.", "The recipe says it: leave them out.")
+            )
+    elif not arguments.prompt and not arguments.config:
+        problems.append(Problem("No prompt was given.", 'For example: --prompt "a photo of zobo".'))
+    if arguments.seeds is not None and not 1 <= arguments.seeds <= MOST_SEEDS:
+        problems.append(Problem(f"--seeds is {arguments.seeds}.", f"1 to {MOST_SEEDS} are drawn at once."))
+    if arguments.seeds is not None and len(arguments.first_seed or []) > 1:
+        problems.append(Problem("--seeds and several --seed were given.", "Count the seeds, or name each of them."))
+    if (wrong := _wrong_seeds(arguments.first_seed or [])) is not None:
+        problems.append(Problem(f"--seed is {wrong}.", "Seeds are whole numbers from 0 to 2^63 - 1."))
+    return problems
+
+
+def _wrong_seeds(seeds: Sequence[int]) -> int | None:
+    return next((seed for seed in seeds if not 0 <= seed < 2**63 - MOST_SEEDS), None)
+
+
+def _layers(arguments: argparse.Namespace) -> list[Layer]:
+    """The flags that are settings of `[sample]`, each under its own name."""
+    flags = {
+        "--steps": ("steps", arguments.steps),
+        "--guidance": ("guidance", arguments.guidance),
+        "--negative": ("negative", arguments.negative),
+        "--strength": ("strengths", arguments.strength),
+    }
+    return [Layer(flag, {"sample": {key: value}}) for flag, (key, value) in flags.items() if value is not None]
+
+
+def _seeds(first: Sequence[int], count: int) -> list[int]:
+    return list(first) if len(first) > 1 else [first[0] + index for index in range(count)]
+
+
+def _size(text: str | None) -> tuple[int, int] | None:
+    """`832x1216` in numbers. Raises UsageError."""
+    if text is None:
+        return None
+    match = re.fullmatch(r"(\d{1,5})\s*[xX×]\s*(\d{1,5})", text.strip())
+    if match is None or not all(1 <= int(side) <= LARGEST_SIDE for side in match.groups()):
+        fix = f"Width x height in pixels, up to {LARGEST_SIDE}: --size 832x1216."
+        raise UsageError(Problem(f"--size {text} is no size.", fix))
+    return int(match[1]), int(match[2])

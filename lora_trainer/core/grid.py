@@ -1,0 +1,15 @@
+"""How the files of a grid of pictures are called."""
+
+from __future__ import annotations
+
+
+def strength_name(strength: float | None) -> str:
+    """How files of a grid end: `without`, `with` at full strength, else `with_0.5`."""
+    if strength is None:
+        return "without"
+    return "with" if strength == 1.0 else f"with_{strength:g}"
+
+
+def picture_name(name: str, row: int, strength: float | None) -> str:
+    """The file of one picture of a grid."""
+    return f"{name}_{row:02d}_{strength_name(strength)}.png"

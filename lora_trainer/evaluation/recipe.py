@@ -1,0 +1,208 @@
+"""What drew a picture, as one value: enough to draw it again, in a file and in the picture itself."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import platform
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from PIL.PngImagePlugin import PngInfo
+
+from lora_trainer import __version__
+from lora_trainer.core.errors import Problem, UsageError
+from lora_trainer.core.io import read_json, sha256_file
+from lora_trainer.models.family import Family, TextOptions
+from lora_trainer.models.folder import weights_digest
+
+SHORT_HASH = 10  # hex digits of a hash that people compare by eye
+OF_THE_LORA = (
+    "lora",
+    "lora_sha256",
+    "lora_hash",
+    "strengths",
+)  # in a recipe: the untouched base knows nothing of these
+NEEDED = {
+    "model": str,
+    "lora_sha256": str,
+    "pictures": list,
+    "strengths": list,
+    "steps": int,
+    "size": list,
+    "text": dict,
+}
+
+
+@dataclass(frozen=True)
+class Asked:
+    """One row of a grid: what is drawn without the LoRA, and with it at every strength."""
+
+    prompt: str
+    seed: int
+
+
+@dataclass(frozen=True)
+class Drawing:
+    """How pictures are drawn: sampler steps, guidance scale, width and height in pixels, strengths of the LoRA.
+
+    `guidance` is None for models that know none, `negative` for those that cannot be told what not to draw.
+    `zero_terminal_snr`: on the schedule that `noise.zero_terminal_snr` trained on.
+    """
+
+    steps: int = 25
+    guidance: float | None = 7.5
+    size: tuple[int, int] = (512, 512)
+    negative: str | None = ""
+    strengths: tuple[float, ...] = (1.0,)
+    zero_terminal_snr: bool = False
+
+
+def recipe(
+    pipeline: Any, family: Family, base: Path, named: str, lora: Path, rows: Sequence[Asked], drawing: Drawing
+) -> dict[str, Any]:
+    """Everything that is needed to draw the same pictures elsewhere. `named` is what the user calls the base."""
+    import diffusers
+    import transformers
+
+    weights = {part.parent.name: part.parent for part in sorted(base.glob("*/config.json"))}
+    drawn_with = {name for name, part in pipeline.components.items() if part is not None}
+    kept = {name: weights_digest(folder) for name, folder in weights.items() if name in drawn_with}
+    config = {key: value for key, value in pipeline.scheduler.config.items() if not key.startswith("_")}
+    return {
+        "program": f"lora_trainer {__version__}",
+        "model": named,
+        "family": family.name,
+        "model_sha256": kept,
+        "lora": lora.name,
+        "lora_sha256": sha256_file(lora),
+        "lora_hash": tensors_hash(lora),
+        "strengths": list(drawing.strengths),
+        "pictures": [asdict(row) for row in rows],
+        "negative": drawing.negative,
+        "steps": drawing.steps,
+        "guidance": drawing.guidance,
+        "size": list(drawing.size),
+        "zero_terminal_snr": drawing.zero_terminal_snr,
+        "scheduler": type(pipeline.scheduler).__name__,
+        "scheduler_config": json.loads(json.dumps(config, default=str)),
+        "text": {**asdict(family.text), "without": list(family.text.without)},
+        "versions": {
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+            "diffusers": diffusers.__version__,
+            "transformers": transformers.__version__,
+        },
+    }
+
+
+def tensors_hash(path: Path) -> str:
+    """SHA-256 of a safetensors file's bytes after its header, which programs show of a LoRA."""
+    digest = hashlib.sha256()
+    with open(path, "rb") as file:
+        file.seek(8 + int.from_bytes(file.read(8), "little"))
+        while part := file.read(1 << 20):
+            digest.update(part)
+    return digest.hexdigest()
+
+
+def read_recipe(path: Path) -> dict[str, Any]:
+    """A recipe that was kept beside its pictures. Raises UsageError when it is missing, damaged or none."""
+    fix = "Name the .json file that lies beside the pictures."
+    try:
+        found = read_json(path)
+    except (OSError, ValueError) as error:
+        raise UsageError(Problem(f"{path} cannot be read as a recipe: {error}.", fix)) from error
+    wrong = not isinstance(found, dict) or [key for key, kind in NEEDED.items() if not isinstance(found.get(key), kind)]
+    if wrong:
+        lacking = "no object" if wrong is True else f"without a sound {', '.join(wrong)}"
+        raise UsageError(Problem(f"{path} is no recipe of pictures: it is {lacking}.", fix))
+    return dict(found)
+
+
+def rows_of(found: Mapping[str, Any]) -> list[Asked]:
+    """The rows of a recipe. Raises UsageError for what is no prompt with a seed."""
+    try:
+        return [Asked(str(each["prompt"]), int(each["seed"])) for each in found["pictures"]]
+    except (KeyError, TypeError, ValueError) as error:
+        raise UsageError(
+            Problem("The recipe's pictures have no prompt and seed each.", "Name another recipe.")
+        ) from error
+
+
+def drawing_of_recipe(found: Mapping[str, Any]) -> Drawing:
+    """How a recipe draws. Raises UsageError for values of another kind."""
+    try:
+        width, height = map(int, found["size"])
+        return Drawing(
+            steps=int(found["steps"]),
+            guidance=None if found.get("guidance") is None else float(found["guidance"]),
+            size=(width, height),
+            negative=None if found.get("negative") is None else str(found["negative"]),
+            strengths=tuple(map(float, found["strengths"])),
+            zero_terminal_snr=bool(found.get("zero_terminal_snr")),
+        )
+    except (TypeError, ValueError) as error:
+        raise UsageError(Problem(f"The recipe cannot be followed: {error}.", "Name another recipe.")) from error
+
+
+def text_of_recipe(found: Mapping[str, Any]) -> TextOptions:
+    """How a recipe's captions are read. Raises UsageError for options of another kind."""
+    try:
+        return TextOptions(**{**found["text"], "without": tuple(found["text"].get("without", ()))})
+    except TypeError as error:
+        raise UsageError(Problem(f"The recipe's text cannot be followed: {error}.", "Name another recipe.")) from error
+
+
+def changed_since(found: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """What is not as it was when the recipe's pictures were drawn, in words; with nothing of it they are the same."""
+    names = ("model_sha256", "lora_sha256", "scheduler", "scheduler_config", "dtype", "device", "versions")
+    return [name.removesuffix("_sha256") for name in names if found.get(name) != now.get(name)]
+
+
+def same_base(kept: Mapping[str, Any], wanted: Mapping[str, Any]) -> bool:
+    """Whether two recipes draw the untouched base alike."""
+
+    def bare(found: Mapping[str, Any]) -> dict[str, Any]:
+        return {name: value for name, value in found.items() if name not in OF_THE_LORA}
+
+    return bare(kept) == bare(wanted)
+
+
+def embedded_text(used: Mapping[str, Any], row: Asked | None, strength: float | None) -> PngInfo:
+    """The recipe for a PNG: as programs of this field show it (`parameters`) and whole (`recipe`). It names no folder."""
+    model = used["model"].rstrip("/\\").replace("\\", "/").rsplit("/", 1)[-1]
+    info = PngInfo()
+    own = {**used, "model": model}
+    if row is not None:
+        own |= {"pictures": [asdict(row)], "strengths": [] if strength is None else [strength]}
+        if strength is None:
+            own = {key: value for key, value in own.items() if not key.startswith("lora")}
+        info.add_text("parameters", parameters(own, row, strength))
+    info.add_text("recipe", json.dumps(own, ensure_ascii=False))
+    return info
+
+
+def parameters(used: Mapping[str, Any], row: Asked, strength: float | None) -> str:
+    """Three lines as AUTOMATIC1111's web UI writes them: prompt with the LoRA's tag, negative prompt, numbers."""
+    lines = [row.prompt]
+    width, height = used["size"]
+    numbers = {"Steps": used["steps"], "Sampler": used["scheduler"].removesuffix("Scheduler")}
+    if used["guidance"] is not None:
+        numbers["CFG scale"] = f"{used['guidance']:g}"
+    numbers |= {"Seed": row.seed, "Size": f"{width}x{height}", "Model": used["model"]}
+    if denoiser := used["model_sha256"].get("unet") or used["model_sha256"].get("transformer"):
+        numbers["Model hash"] = denoiser[:SHORT_HASH]
+    if (skip := used["text"].get("clip_skip")) is not None:
+        numbers["Clip skip"] = skip
+    if strength is not None:
+        stem = used["lora"].removesuffix(".safetensors")
+        lines[0] = f"{row.prompt} <lora:{stem}:{strength:g}>"
+        numbers["Lora hashes"] = f'"{stem}: {used["lora_hash"][:12]}"'
+    numbers["Version"] = used["program"]
+    if used["negative"]:
+        lines.append(f"Negative prompt: {used['negative']}")
+    return "\n".join([*lines, ", ".join(f"{key}: {value}" for key, value in numbers.items())])

@@ -1,0 +1,59 @@
+"""A family's pipeline told what to draw through the family's own reading of captions."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from lora_trainer.models.family import Family, TextParts
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+TEXT_ENCODER, TOKENIZER = "text_encoder", "tokenizer"
+
+
+def texts_of(pipeline: Any, place: torch.device | None = None) -> TextParts:
+    """The pipeline's text encoders, with what a LoRA adds to them, and their tokenizers; those that it lacks are left out."""
+    parts = {name: part for name, part in sorted(pipeline.components.items()) if part is not None}
+    encoders = {name: part for name, part in parts.items() if name.startswith(TEXT_ENCODER)}
+    tokenizers = {
+        name.replace(TOKENIZER, TEXT_ENCODER): part for name, part in parts.items() if name.startswith(TOKENIZER)
+    }
+    return TextParts(encoders, tokenizers, place)
+
+
+def read_prompts(
+    pipeline: Any, family: Family, prompts: Sequence[str], place: torch.device | None = None
+) -> dict[str, dict[str, Tensor]]:
+    """What the text encoders say of each prompt, [1, ...], each read by itself: its neighbours change nothing.
+
+    `place` is where the encoders compute when their layers visit it.
+    """
+    parts = texts_of(pipeline, place)
+    return {prompt: family.encode_text(parts, [prompt], family.text) for prompt in dict.fromkeys(prompts)}
+
+
+def without_signal(pipeline: Any, negative: str) -> bool:
+    """Whether the pipeline makes zeros of an empty negative prompt, in place of reading it."""
+    return not negative and bool(dict(pipeline.config).get("force_zeros_for_empty_prompt"))
+
+
+def prompted(
+    pipeline: Any,
+    family: Family,
+    read: Mapping[str, Mapping[str, Tensor]],
+    prompts: Sequence[str],
+    negative: str | None,
+) -> dict[str, Any]:
+    """The pipeline's arguments for a batch of prompts; `negative` None where nothing shall be left out of pictures."""
+    import torch
+
+    def together(chosen: Sequence[str]) -> dict[str, Tensor]:
+        return {name: torch.cat([read[prompt][name] for prompt in chosen]) for name in read[chosen[0]]}
+
+    refused = None
+    if negative is not None and not without_signal(pipeline, negative):
+        refused = together([negative] * len(prompts))
+    return family.prompted(together(prompts), refused)

@@ -1,0 +1,107 @@
+"""What of a config is drawn, and the grid that a run draws of its own LoRA."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from lora_trainer.config.schema import Config
+from lora_trainer.data.captions import TRIGGER
+from lora_trainer.models.family import Family, ModelFacts
+from lora_trainer.production.inputs import Inputs
+
+if TYPE_CHECKING:
+    import torch
+
+    from lora_trainer.evaluation.recipe import Asked, Drawing
+
+BEFORE_AFTER = "before_after"
+BUILT_IN = "built-in"
+
+
+def drawing_of(config: Config, family: Family, facts: ModelFacts, size: tuple[int, int]) -> Drawing:
+    """How pictures are drawn, by the config and by what the model knows."""
+    from lora_trainer.evaluation.recipe import Drawing
+
+    manner, sample = family.manner(facts.path), config.sample
+    return Drawing(
+        steps=sample.steps or manner.steps,
+        guidance=sample.guidance if manner.guided else None,
+        size=size,
+        negative=sample.negative if manner.negative else None,
+        strengths=tuple(dict.fromkeys(sample.strengths)),
+        zero_terminal_snr=config.noise.zero_terminal_snr,
+    )
+
+
+def rows_for(prompts: list[str], seeds: list[int]) -> list[Asked]:
+    """Every prompt with every seed, a prompt's seeds beside each other."""
+    from lora_trainer.evaluation.recipe import Asked
+
+    return [Asked(prompt, seed) for prompt in dict.fromkeys(prompts) for seed in dict.fromkeys(seeds)]
+
+
+def filled(prompt: str, words: tuple[str, ...]) -> str:
+    """The prompt with `[trigger]` filled in by the first of the words that are learned."""
+    return prompt.replace(TRIGGER, words[0]) if words else prompt
+
+
+def triggers(config: Config) -> tuple[str, ...]:
+    """The words that are learned, each once: the run's first, then those of sources with captions of their own."""
+    own = [source.captions for source in config.data.sources if source.captions and not source.regularisation]
+    return tuple(dict.fromkeys(rules.trigger for rules in (config.captions, *own) if rules.trigger))
+
+
+def sample_prompts(config: Config, inputs: Inputs) -> list[str]:
+    """The prompts asked for, `[trigger]` filled in; else different captions of the data, held-out ones first."""
+    if config.sample.prompts:
+        return [filled(prompt, triggers(config)) for prompt in config.sample.prompts]
+    samples = (*inputs.held_out, *inputs.train)
+    learned = [sample for sample in samples if not sample.regularisation] or samples
+    return list(dict.fromkeys(sample.caption for sample in learned))[: config.sample.count]
+
+
+def run_drawing(config: Config, inputs: Inputs) -> Drawing:
+    """How a run draws its pictures: squares of the resolution that it trains at."""
+    side = inputs.resolution // inputs.facts.pixel_step * inputs.facts.pixel_step
+    return drawing_of(config, inputs.family, inputs.facts, (side, side))
+
+
+def draw_comparison(
+    lora: Path,
+    folder: Path,
+    config: Config,
+    inputs: Inputs,
+    device: torch.device,
+    dtype: torch.dtype,
+    say: Callable[[str], None],
+    *,
+    name: str = BEFORE_AFTER,
+) -> Path:
+    """Pictures of the run's prompts without the file and with it, same seeds, into `folder`; the sheet's path."""
+    from lora_trainer.evaluation.placing import with_less
+    from lora_trainer.evaluation.sample import Where, compare
+    from lora_trainer.production.choices import usable_bytes
+
+    seeds = [config.train.seed + index for index in range(config.sample.seeds)]
+    rows = rows_for(sample_prompts(config, inputs), seeds)
+    drawing, where = run_drawing(config, inputs), Where(folder, name)
+
+    def drawn(usable: int | None) -> object:
+        return compare(
+            inputs.family,
+            inputs.facts.path,
+            lora,
+            rows,
+            drawing,
+            where,
+            named=config.model.path or BUILT_IN,
+            dtype=dtype,
+            device=device,
+            usable=usable,
+            say=say,
+        )
+
+    with_less(drawn, usable_bytes(config, device), device, say)
+    return where.sheet

@@ -1,0 +1,159 @@
+"""`sample` through the command: the grid, its recipe, and what is refused before a base is loaded."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from PIL import Image
+
+from lora_trainer.cli.main import main
+from lora_trainer.core.interrupt import Stopped
+from lora_trainer.evaluation import sample
+from lora_trainer.evaluation.sheet import Group, Row, contact_sheet
+from lora_trainer.export.lora_file import write_lora
+from lora_trainer.export.weights import LoraPair, LoraWeights
+from lora_trainer.models import FAMILIES
+from tests.export.tiny import facts, random_lora, tiny_pipeline
+
+QUICK = ("--steps", "2", "--size", "64x48")
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("base") / "my-model"
+    tiny_pipeline(folder / "tokenizer").save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def lora(base: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    unet = FAMILIES["sd15"].load_denoiser(base, torch.float32, torch.device("cpu"))
+    return write_lora(tmp_path_factory.mktemp("lora"), "cat", random_lora(unet, size=0.2), facts(trigger="zobo"))[0]
+
+
+def pixels(path: Path) -> bytes:
+    with Image.open(path) as picture:
+        return picture.convert("RGB").tobytes()
+
+
+def drawn(folder: Path, *names: str) -> list[bytes]:
+    return [pixels(folder / f"cat_{name}.png") for name in names]
+
+
+@pytest.fixture(scope="module")
+def grid(base: Path, lora: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two prompts, two seeds, three strengths."""
+    folder = tmp_path_factory.mktemp("grid")
+    prompts = ("--prompt", "[trigger] in red", "--prompt", "a blue square")
+    strengths = [part for value in ("0.5", "1", "-1") for part in ("--strength", value)]
+    more = ("--seeds", "2", "--seed", "5", "--negative", "green", "--output", str(folder))
+    assert main(["sample", str(lora), "--model", str(base), *prompts, *strengths, *QUICK, *more]) == 0
+    return folder
+
+
+def test_the_grid_has_every_prompt_seed_and_strength(grid: Path) -> None:
+    name = "before_after_00"
+    assert len(list(grid.glob("cat_before_after_*_*.png"))) == 4 * 4
+    columns = drawn(grid, f"{name}_without", f"{name}_with_0.5", f"{name}_with", f"{name}_with_-1")
+    assert len(set(columns)) == 4
+    recipe = json.loads((grid / "cat_before_after.json").read_text(encoding="utf-8"))
+    asked = [(each["prompt"], each["seed"]) for each in recipe["pictures"]]
+    assert asked == [("zobo in red", 5), ("zobo in red", 6), ("a blue square", 5), ("a blue square", 6)]
+    assert (recipe["strengths"], recipe["negative"], recipe["size"]) == ([0.5, 1.0, -1.0], "green", [64, 48])
+    assert set(recipe["model_sha256"]) == {"unet", "vae", "text_encoder"}
+    with Image.open(grid / "cat_before_after.png") as sheet:
+        assert sheet.width > 4 * 200
+        assert sheet.height > 4 * 150
+
+
+def test_a_picture_says_how_it_was_drawn_and_names_no_folder(grid: Path, base: Path) -> None:
+    with Image.open(grid / "cat_before_after_01_with_0.5.png") as picture:
+        text = picture.text  # type: ignore[attr-defined]
+    lines = text["parameters"].splitlines()
+    assert lines[0] == "zobo in red <lora:cat:0.5>"
+    assert lines[1] == "Negative prompt: green"
+    assert "Steps: 2, Sampler: DDIM, CFG scale: 7.5, Seed: 6, Size: 64x48, Model: my-model," in lines[2]
+    assert json.loads(text["recipe"])["strengths"] == [0.5]
+    for path in grid.glob("*.png"):
+        with Image.open(path) as picture:
+            assert str(base.parent) not in json.dumps(picture.text)  # type: ignore[attr-defined]
+    with Image.open(grid / "cat_before_after_01_without.png") as picture:
+        assert "lora" not in picture.text["parameters"].partition("\nSteps")[0]  # type: ignore[attr-defined]
+
+
+def test_a_recipe_draws_the_same_bits_again(
+    grid: Path, lora: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    recipe = grid / "cat_before_after.json"
+    assert main(["sample", str(lora), "--recipe", str(recipe), "--output", str(tmp_path)]) == 0
+    assert "not as it was" not in capsys.readouterr().err
+    endings = [f"{row:02d}_{side}" for row in range(4) for side in ("without", "with_0.5", "with", "with_-1")]
+    first = drawn(grid, *(f"before_after_{each}" for each in endings))
+    assert drawn(tmp_path, *(f"again_{each}" for each in endings)) == first
+    other = lora.with_name("cat.diffusers.safetensors")
+    assert main(["sample", str(other), "--recipe", str(recipe), "--output", str(tmp_path / "b")]) == 2
+    assert "its SHA-256 is another" in capsys.readouterr().err
+    assert main(["sample", str(lora), "--recipe", str(recipe), "--steps", "3"]) == 2
+    assert "--recipe and --steps were given" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (("--prompt", "a", "--size", "70x64"), "The nearest: 64x64"),
+        (("--prompt", "a", "--size", "big"), "--size big is no size"),
+        (("--prompt", "a", "--seeds", "0"), "--seeds is 0"),
+        (("--prompt", "a", "--seed", "-1"), "--seed is -1"),
+        (("--prompt", "a", "--seeds", "2", "--seed", "1", "--seed", "4"), "--seeds and several --seed"),
+        (("--prompt", "a", "--strength", "9"), "sample.strengths"),
+        ((), "No prompt was given"),
+        (("--recipe", "absent.json"), "cannot be read as a recipe"),
+    ],
+)
+def test_wrong_wishes_are_wrong_usage(
+    flags: tuple[str, ...], said: str, base: Path, lora: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["sample", str(lora), "--model", str(base), *flags]) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_a_lora_of_another_family_is_refused_before_the_base_is_loaded(
+    base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sample, "fresh_pipeline", lambda *_: pytest.fail("the base was loaded"))
+    foreign = LoraWeights({"unet.mid_block.nowhere": LoraPair(torch.ones(2, 9), torch.ones(9, 2), 2.0)})
+    path, _ = write_lora(tmp_path, "other", foreign, facts(base_version="sdxl_base_v1-0"))
+    assert main(["sample", str(path), "--model", str(base), "--prompt", "a"]) == 2
+    assert "another kind of model: sdxl_base_v1-0; my-model is sd_v1" in capsys.readouterr().err
+
+
+def test_what_is_drawn_stays_when_it_is_interrupted(
+    base: Path, lora: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    true = sample.save_picture
+
+    def save_picture(path: Path, *given: object) -> None:
+        if path.name.endswith("_with.png"):
+            raise Stopped(130)
+        true(path, *given)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(sample, "save_picture", save_picture)
+    flags = ("--prompt", "a ring", *QUICK, "--output", str(tmp_path))
+    assert main(["sample", str(lora), "--model", str(base), *flags]) == 130
+    assert {path.name for path in tmp_path.iterdir()} == {
+        "cat_before_after.png",
+        "cat_before_after.json",
+        "cat_before_after_00_without.png",
+    }
+
+
+def test_many_pictures_make_a_sheet_that_can_be_opened(tmp_path: Path) -> None:
+    path = tmp_path / "one.png"
+    Image.new("RGB", (768, 1344), "red").save(path)
+    rows = [Row(f"seed {seed}", [path] * 5) for seed in range(64)]
+    sheet = contact_sheet("cat", "20 steps", ["base", "1", "2", "3", "4"], [Group("a prompt " * 40, rows)])
+    assert sheet.width * sheet.height < 60_000_000
+    assert sheet.width <= 4300
