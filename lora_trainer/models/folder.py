@@ -94,10 +94,9 @@ def detect_family(folder: Path, origin: str = "--model") -> str:
     if not folder.exists():
         raise UsageError(Problem(f"There is no model at {folder}.", f"Check {origin}."))
     if folder.is_file():
-        read_tensor_header(folder)  # a pickle or a damaged file is named as such
-        raise UsageError(
-            Problem(f"{folder} is a file; single checkpoints cannot be read yet.", "Convert it to a diffusers folder.")
-        )
+        from lora_trainer.models.single.recognise import recognise
+
+        return recognise(folder).family
     pipeline = str(read_config(folder, "model_index.json").get("_class_name", ""))
     if pipeline not in FAMILY_OF_PIPELINE:
         known = ", ".join(FAMILY_OF_PIPELINE)

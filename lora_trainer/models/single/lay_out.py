@@ -1,0 +1,243 @@
+"""A single checkpoint, or a folder of which parts are replaced, as a small folder in diffusers' layout. No torch."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Mapping
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from lora_trainer.core.errors import Problem, UsageError
+from lora_trainer.core.io import write_json
+from lora_trainer.core.tensorfile import read_tensor_header
+from lora_trainer.models.folder import check_part, detect_family, places_of_weights, read_config
+from lora_trainer.models.places import laid_out_models, write_places
+from lora_trainer.models.single.recognise import Checkpoint, recognise
+from lora_trainer.models.single.stored import Part, Stored
+from lora_trainer.models.single.texts import clip_part, open_clip_part, t5_part
+from lora_trainer.models.single.tokenizers import copy_tokenizer
+from lora_trainer.models.single.transformers import TRANSFORMERS
+from lora_trainer.models.single.unet import unet_part
+from lora_trainer.models.single.vae import vae_part
+
+VERSION = 1  # of what is laid out; raise it when the same file becomes another folder
+SHOWN_OF_NAME = 40
+WEIGHTS_OF_OTHERS = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".msgpack", ".h5", ".onnx", ".index.json")
+VAE_PREFIXES = ("first_stage_model.", "vae.")
+VAE_OF_2_1 = 768  # pixels, of models that predict velocity
+CLIP_L, CLIP_G, T5 = (f"text_encoders.{name}.transformer." for name in ("clip_l", "clip_g", "t5xxl"))
+# Where a checkpoint of a family keeps its text encoders, and what each is.
+TEXTS: dict[str, dict[str, tuple[str, str]]] = {
+    "sd15": {"text_encoder": ("clip_l", "cond_stage_model.transformer.")},
+    "sd2": {"text_encoder": ("open_clip_h", "cond_stage_model.model.")},
+    "sdxl": {
+        "text_encoder": ("clip_l", "conditioner.embedders.0.transformer."),
+        "text_encoder_2": ("open_clip_g", "conditioner.embedders.1.model."),
+    },
+    "sd3": {
+        "text_encoder": ("clip_l_projected", CLIP_L),
+        "text_encoder_2": ("clip_g", CLIP_G),
+        "text_encoder_3": ("t5", T5),
+    },
+    "flux": {"text_encoder": ("clip_l", CLIP_L), "text_encoder_2": ("t5", T5)},
+}
+MAY_LACK = {"sd3": "text_encoder_3"}  # which the family works without
+
+Parts = Mapping[str, Path | None]
+
+
+def lay_out(base: Path, parts: Parts | None = None) -> Path:
+    """A folder in diffusers' layout for a checkpoint, or for a folder some of whose parts are others. No weight is copied.
+
+    `parts` names by component what takes the place of the base's own, or what it lacks: a component's folder
+    (`text_encoder_2`, `tokenizer_2`, `vae`) or one file of its weights; None leaves a text encoder out. The folder lies
+    in the user's cache and is made once for each state of the files. Raises UsageError for a file that is no base or is damaged,
+    and for parts that are nowhere.
+    """
+    given = dict(parts or {})
+    target = laid_out_models() / f"{base.stem[:SHOWN_OF_NAME]}-{_key(base, given)[:16]}"
+    if (target / "model_index.json").exists():
+        return target
+    target.parent.mkdir(parents=True, exist_ok=True)
+    temporary = Path(tempfile.mkdtemp(prefix=f".{target.name}.", suffix=".part", dir=target.parent))
+    try:
+        if base.is_file():
+            _from_checkpoint(recognise(base), given, temporary)
+        else:
+            _from_folder(base, given, temporary)
+        os.chmod(temporary, 0o755)
+        with contextlib.suppress(OSError):  # another process was first, with the same folder
+            os.rename(temporary, target)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+    if not (target / "model_index.json").exists():
+        message = f"{target} cannot be written."
+        raise UsageError(Problem(message, f"Delete it, or give {laid_out_models()} room and rights."))
+    return target
+
+
+def _key(base: Path, parts: Parts) -> str:
+    """A hash of which files these are, and in which state."""
+    told: list[Any] = [VERSION, _state(base), *([name, path and _state(path)] for name, path in sorted(parts.items()))]
+    return hashlib.sha256(json.dumps(told).encode("utf-8", "surrogatepass")).hexdigest()
+
+
+def _state(path: Path) -> list[Any]:
+    found = sorted(each for each in path.rglob("*") if each.is_file()) if path.is_dir() else [path]
+    return [[os.path.abspath(each), (state := each.stat()).st_size, state.st_mtime_ns] for each in found]
+
+
+def _from_checkpoint(checkpoint: Checkpoint, given: dict[str, Path | None], target: Path) -> None:
+    """Write what a checkpoint becomes. Raises one UsageError for everything that it lacks."""
+    family = checkpoint.family
+    published = _published(family)
+    texts = {name: kind for name, kind in TEXTS[family].items() if given.get(name, target) is not None}
+    problems: list[Problem] = []
+    components: dict[str, Part | Path] = {}
+    for name, (kind, prefix) in texts.items():
+        try:
+            components[name] = _text_part(checkpoint, name, kind, prefix, given.get(name))
+        except UsageError as error:
+            problems.extend(error.problems)
+    try:
+        components["vae"] = _vae(checkpoint, published["vae"], given.get("vae"))
+    except UsageError as error:
+        problems.extend(error.problems)
+    for name, (kind, _) in texts.items():
+        tokenizer = name.replace("text_encoder", "tokenizer")
+        try:
+            copy_tokenizer(kind, given.get(tokenizer), target / tokenizer)
+        except UsageError as error:
+            problems.extend(error.problems)
+    if problems:
+        raise UsageError(problems)
+    denoiser = "transformer" if family in TRANSFORMERS else "unet"
+    components[denoiser] = _denoiser(checkpoint)
+    for name, part in components.items():
+        _write_part(part, target / name)
+    write_json(target / "scheduler" / "scheduler_config.json", _scheduler(checkpoint, published["scheduler"]))
+    absent = {
+        name: [None, None]
+        for text in set(TEXTS[family]) - set(texts)
+        for name in (text, text.replace("text_encoder", "tokenizer"))
+    }
+    write_json(target / "model_index.json", published["model_index"] | absent)
+
+
+def _published(family: str) -> dict[str, Any]:
+    text = (files("lora_trainer.models.single") / "configs" / f"{family}.json").read_text(encoding="utf-8")
+    document: dict[str, Any] = json.loads(text)
+    return document
+
+
+def _denoiser(checkpoint: Checkpoint) -> Part:
+    if checkpoint.family in TRANSFORMERS:
+        return TRANSFORMERS[checkpoint.family](checkpoint.denoiser)
+    part = unet_part(checkpoint.denoiser, checkpoint.family)
+    if checkpoint.family == "sd2" and checkpoint.prediction == "epsilon":
+        return Part({**part.config, "sample_size": 64, "upcast_attention": False}, part.places)
+    return part
+
+
+def _scheduler(checkpoint: Checkpoint, published: Mapping[str, Any]) -> dict[str, Any]:
+    config = dict(published)
+    if checkpoint.prediction is not None:
+        config["prediction_type"] = checkpoint.prediction
+    if checkpoint.zero_terminal:
+        config["rescale_betas_zero_snr"] = True
+    if checkpoint.schnell:
+        config |= {"shift": 1.0, "use_dynamic_shifting": False}
+    return config
+
+
+def _text_part(checkpoint: Checkpoint, name: str, kind: str, prefix: str, given: Path | None) -> Part | Path:
+    """A text encoder: the one that is given, else the checkpoint's own."""
+    if given is not None and given.is_dir():
+        return given
+    if given is not None:
+        return _of_kind(kind, Stored.of(given, read_tensor_header(given), ""))
+    stored = checkpoint.part(prefix)
+    if not stored.shapes:
+        may = ", or set model.without_t5" if MAY_LACK.get(checkpoint.family) == name else ""
+        message = f"{checkpoint.file} holds no {name} ({prefix}…)."
+        fix = f"Name a folder that holds {name}/ with model.text_encoders{may}."
+        raise UsageError(Problem(message, fix))
+    return _of_kind(kind, stored)
+
+
+def _of_kind(kind: str, stored: Stored) -> Part:
+    if kind == "t5":
+        return t5_part(stored)
+    if any(name.startswith("transformer.resblocks.") for name in stored.shapes):
+        return open_clip_part(stored, projected=kind != "open_clip_h")
+    activation = "quick_gelu" if kind.startswith("clip_l") else "gelu"
+    return clip_part(stored, activation, projected=kind in ("clip_l_projected", "clip_g", "open_clip_g"))
+
+
+def _vae(checkpoint: Checkpoint, published: Mapping[str, Any], given: Path | None) -> Part | Path:
+    if given is not None and given.is_dir():
+        return given
+    if given is not None:
+        return vae_of_file(given, published)
+    for prefix in VAE_PREFIXES:
+        if (stored := checkpoint.part(prefix)).shapes:
+            return vae_part(stored, published)
+    message = f"{checkpoint.file} holds no autoencoder."
+    raise UsageError(Problem(message, "Name one with model.vae: its folder, or its .safetensors file."))
+
+
+def vae_of_file(file: Path, published: Mapping[str, Any]) -> Part:
+    """An autoencoder in a file of its own, by either's names. Raises UsageError for what is none."""
+    header = read_tensor_header(file)
+    for prefix in (*VAE_PREFIXES, ""):
+        stored = Stored.of(file, header, prefix)
+        if "encoder.conv_in.weight" in stored.shapes:
+            return vae_part(stored, published)
+    raise UsageError(Problem(f"{file} is no autoencoder.", "Name one with model.vae."))
+
+
+def _write_part(part: Part | Path, target: Path) -> None:
+    """A part's config, and the table of its weights. Raises UsageError for a folder that no library may load."""
+    target.mkdir(parents=True, exist_ok=True)
+    if isinstance(part, Path):
+        check_part(part)
+        _copy_small(part, target)
+        write_places(target, places_of_weights(part))
+    else:
+        write_json(target / "config.json", part.config)
+        write_places(target, part.places)
+
+
+def _copy_small(source: Path, target: Path) -> None:
+    """Configs and vocabularies of a folder, without weights."""
+    target.mkdir(parents=True, exist_ok=True)
+    for path in sorted(source.iterdir()):
+        if path.is_file() and not path.name.endswith(WEIGHTS_OF_OTHERS):
+            shutil.copyfile(path, target / path.name)
+
+
+def _from_folder(base: Path, given: dict[str, Path | None], target: Path) -> None:
+    """Write what a folder becomes, some of whose parts are others."""
+    index = read_config(base, "model_index.json")
+    family = detect_family(base)
+    published = _published(family)
+    for name in (path.name for path in sorted(base.iterdir()) if path.is_dir()):
+        if given.get(name, base) is None or (name not in index and name not in given):
+            continue
+        part: Part | Path = given.get(name) or base / name
+        if name == "vae" and isinstance(part, Path) and part.is_file():
+            part = vae_of_file(part, published["vae"])
+        elif name in TEXTS[family] and isinstance(part, Path) and part.is_file():
+            part = _of_kind(TEXTS[family][name][0], Stored.of(part, read_tensor_header(part), ""))
+        if isinstance(part, Path) and not (part / "config.json").exists():
+            _copy_small(part, target / name)  # a tokenizer or the scheduler
+        else:
+            _write_part(part, target / name)
+    absent = {name: [None, None] for name, path in given.items() if path is None}
+    write_json(target / "model_index.json", index | absent)

@@ -1,0 +1,129 @@
+"""The tensors of one part of a checkpoint, and how names of the original layout become those of diffusers."""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from lora_trainer.core.errors import Problem, UsageError
+from lora_trainer.core.tensorfile import METADATA
+from lora_trainer.export.layout import Layout, Rule
+from lora_trainer.models.places import Place
+
+NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)|^\d+(?=\.)")
+SHOWN = 3  # names in a message
+
+
+@dataclass(frozen=True)
+class Stored:
+    """Shapes of a part's tensors by their names without the part's `prefix`; `types` of those that are stored."""
+
+    file: Path
+    prefix: str
+    shapes: Mapping[str, tuple[int, ...]]
+    types: Mapping[str, str] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, file: Path, header: Mapping[str, Any], prefix: str) -> Stored:
+        """The tensors whose names begin with the prefix."""
+        own = {
+            name.removeprefix(prefix): entry
+            for name, entry in header.items()
+            if name.startswith(prefix) and name != METADATA
+        }
+        shapes = {name: tuple(entry["shape"]) for name, entry in own.items()}
+        return cls(file, prefix, shapes, {name: entry["dtype"] for name, entry in own.items()})
+
+    def place(self, name: str, **how: Any) -> Place:
+        return Place(self.file, self.prefix + name, **how)
+
+    def count(self, before: str) -> int:
+        """How many numbered things stand behind `before`: 24 where `layers.23.…` is the last of `layers.`."""
+        numbers = [int(name[len(before) :].partition(".")[0]) for name in self.shapes if name.startswith(before)]
+        return max(numbers, default=-1) + 1
+
+    def side(self, name: str, axis: int) -> int:
+        """A side of a tensor. Raises UsageError where there is none."""
+        shape = self.shapes.get(name, ())
+        if not -len(shape) <= axis < len(shape):
+            message = f"{self.file} lacks {self.prefix}{name}, or it has other sides than that of a known model."
+            raise UsageError(Problem(message, "Copy or download the file again."))
+        return shape[axis]
+
+
+@dataclass(frozen=True)
+class Part:
+    """A part of a model as a folder of diffusers has it: its config, and where each weight lies."""
+
+    config: Mapping[str, Any]
+    places: Mapping[str, Place]
+
+
+def renamed(stored: Stored, rename: Callable[[str], str | None], squeezed: Collection[str] = ()) -> dict[str, Place]:
+    """Places by new names, for parts that hold the same tensors. Those that `rename` has no name for are left out.
+
+    `squeezed` are endings of new names whose tensors are convolutions of one pixel, and linear in diffusers.
+    """
+    found = {}
+    for name in stored.shapes:
+        if (new := rename(name)) is not None:
+            found[new] = stored.place(name, squeezed=new.endswith(tuple(squeezed)) if squeezed else False)
+    return found
+
+
+def by_layout(stored: Stored, layout: Layout, known: Iterable[str] = ()) -> dict[str, Place]:
+    """Places by diffusers' names, as a table of rules pairs them. Rules are of modules, or of whole names of tensors.
+
+    Raises UsageError for tensors that no rule knows, besides those whose names end as in `known`.
+    """
+    rules: dict[str, list[Rule]] = defaultdict(list)
+    for rule in layout:
+        rules[_shape_of(rule.original.replace("{}", "0"))].append(rule)
+    found: dict[str, Place] = {}
+    unknown = []
+    for name, shape in stored.shapes.items():
+        module, _, leaf = name.rpartition(".")
+        pairs = [(rule, numbers, "") for rule, numbers in _matching(rules, name)]
+        pairs += [(rule, numbers, f".{leaf}") for rule, numbers in _matching(rules, module)]
+        for rule, numbers, ending in pairs:
+            found[rule.ours.format(*numbers) + ending] = stored.place(name, rows=_rows(rule, shape))
+        if not pairs and not name.endswith(tuple(known)):
+            unknown.append(name)
+    if unknown:
+        refuse_unknown(stored, unknown)
+    return found
+
+
+def refuse_unknown(stored: Stored, names: Iterable[str]) -> None:
+    """Raise UsageError for tensors that are no part of an architecture."""
+    first = sorted(names)
+    shown = ", ".join(f"{stored.prefix}{name}"[:80] for name in first[:SHOWN])
+    message = f"{stored.file} holds {len(first)} tensors that no known model has: {shown}."
+    raise UsageError(Problem(message, "Use the plain model, or its folder in diffusers' layout."))
+
+
+def _shape_of(name: str) -> str:
+    return NUMBER.sub("0", name)
+
+
+def _matching(rules: Mapping[str, list[Rule]], name: str) -> Iterable[tuple[Rule, list[str]]]:
+    for rule in rules.get(_shape_of(name), ()):
+        pattern = re.escape(rule.original).replace(r"\{\}", r"(\d+)")
+        if matched := re.fullmatch(pattern, name):
+            yield rule, list(matched.groups())
+
+
+def _rows(rule: Rule, shape: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
+    """The rows of a fused layer that a rule means; none where it means all of them as they are."""
+    if len(rule.shares) == 1 and not rule.swapped:
+        return ()
+    rows = shape[0] if shape else 0
+    share = rows // sum(rule.shares)
+    begin = share * sum(rule.shares[: rule.part])
+    end = begin + share * rule.shares[rule.part]
+    middle = (begin + end) // 2
+    return ((middle, end), (begin, middle)) if rule.swapped else ((begin, end),)

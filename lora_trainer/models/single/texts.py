@@ -1,0 +1,157 @@
+"""Text encoders of checkpoints: CLIP by transformers' names or by OpenCLIP's, and T5."""
+
+from __future__ import annotations
+
+import json
+import math
+import struct
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from lora_trainer.core.io import atomic_path
+from lora_trainer.export.layout import Layout, Rule, fused
+from lora_trainer.models.places import Place, laid_out_models
+from lora_trainer.models.single.stored import Part, Stored, by_layout, renamed
+
+HEAD = 64  # channels, in every published CLIP and T5
+BIAS = "encoder.block.0.layer.0.SelfAttention.relative_attention_bias.weight"
+PROJECTION = "text_projection.weight"
+PUBLISHED: dict[str, Any] = {
+    "bos_token_id": 49406,
+    # As published: it makes transformers take the token with the highest number for a caption's end.
+    "eos_token_id": 2,
+    "layer_norm_eps": 1e-05,
+    "max_position_embeddings": 77,
+    "pad_token_id": 1,
+}
+LAYER = "text_model.encoder.layers.{}"
+BLOCK = "transformer.resblocks.{}"
+OPEN_CLIP: Layout = (
+    *(
+        rule
+        for leaf in ("weight", "bias")
+        for rule in fused(
+            f"{BLOCK}.attn.in_proj_{leaf}", *(f"{LAYER}.self_attn.{name}_proj.{leaf}" for name in ("q", "k", "v"))
+        )
+    ),
+    Rule(f"{LAYER}.self_attn.out_proj", f"{BLOCK}.attn.out_proj"),
+    Rule(f"{LAYER}.mlp.fc1", f"{BLOCK}.mlp.c_fc"),
+    Rule(f"{LAYER}.mlp.fc2", f"{BLOCK}.mlp.c_proj"),
+    Rule(f"{LAYER}.layer_norm1", f"{BLOCK}.ln_1"),
+    Rule(f"{LAYER}.layer_norm2", f"{BLOCK}.ln_2"),
+    Rule("text_model.final_layer_norm", "ln_final"),
+    Rule("text_model.embeddings.token_embedding", "token_embedding"),
+    Rule("text_model.embeddings.position_embedding.weight", "positional_embedding"),
+    Rule(PROJECTION, "text_projection"),
+)
+NOT_WEIGHTS = ("logit_scale", "attn_mask", "position_ids", "text_model.embeddings.position_ids")
+
+
+def clip_part(stored: Stored, activation: str, *, projected: bool) -> Part:
+    """CLIP by transformers' names, with or without `text_model.` before them."""
+
+    def rename(name: str) -> str | None:
+        if name == PROJECTION:
+            return name if projected else None
+        if name.endswith(NOT_WEIGHTS):
+            return None
+        return name if name.startswith("text_model.") else f"text_model.{name}"
+
+    places = renamed(stored, rename)
+    if projected and PROJECTION not in places:  # SD3's first encoder has none in checkpoints: its summary is as it is
+        places[PROJECTION] = identity(_width(stored, places))
+    return _clip(stored, places, activation, projected=projected)
+
+
+def open_clip_part(stored: Stored, *, projected: bool) -> Part:
+    """OpenCLIP by its own names. Without the projection it is that of 2.x, whose last layer is never read."""
+    places = by_layout(stored, OPEN_CLIP, NOT_WEIGHTS)
+    if PROJECTION in places:
+        places[PROJECTION] = replace(places[PROJECTION], transposed=True)
+    if not projected:
+        places.pop(PROJECTION, None)
+        last = stored.count("transformer.resblocks.") - 1
+        places = {name: place for name, place in places.items() if not name.startswith(LAYER.format(last) + ".")}
+    return _clip(stored, places, "gelu", projected=projected)
+
+
+def _width(stored: Stored, places: dict[str, Place]) -> int:
+    return stored.side(_name(stored, places, "text_model.embeddings.token_embedding.weight"), 1)
+
+
+def _name(stored: Stored, places: dict[str, Place], ours: str) -> str:
+    place = places.get(ours)
+    return ours if place is None else place.key.removeprefix(stored.prefix)
+
+
+def _clip(stored: Stored, places: dict[str, Place], activation: str, *, projected: bool) -> Part:
+    words = _name(stored, places, "text_model.embeddings.token_embedding.weight")
+    width = stored.side(words, 1)
+    layers = 1 + max((int(name.split(".")[3]) for name in places if ".encoder.layers." in name), default=-1)
+    if projected and places[PROJECTION].file == stored.file:
+        sides = places[PROJECTION].shape(stored.shapes[_name(stored, places, PROJECTION)])
+    else:
+        sides = (width, width)
+    config = {
+        **PUBLISHED,
+        "architectures": ["CLIPTextModelWithProjection" if projected else "CLIPTextModel"],
+        "model_type": "clip_text_model",
+        "hidden_act": activation,
+        "hidden_size": width,
+        "intermediate_size": stored.side(_name(stored, places, "text_model.encoder.layers.0.mlp.fc1.weight"), 0),
+        "max_position_embeddings": stored.side(
+            _name(stored, places, "text_model.embeddings.position_embedding.weight"), 0
+        ),
+        "num_attention_heads": max(1, width // HEAD),
+        "num_hidden_layers": layers,
+        "projection_dim": sides[0],
+        "vocab_size": stored.side(words, 0),
+    }
+    return Part(config, places)
+
+
+def t5_part(stored: Stored) -> Part:
+    """The encoder of T5 1.1, by transformers' names."""
+    known = {name: name for name in stored.shapes if name.startswith(("encoder.", "shared."))}
+    width, heads = stored.side("encoder.final_layer_norm.weight", 0), stored.side(BIAS, 1)
+    words = "shared.weight" if "shared.weight" in known else "encoder.embed_tokens.weight"
+    config = {
+        "architectures": ["T5EncoderModel"],
+        "model_type": "t5",
+        "d_ff": stored.side("encoder.block.0.layer.1.DenseReluDense.wi_0.weight", 0),
+        "d_kv": stored.side("encoder.block.0.layer.0.SelfAttention.q.weight", 0) // heads,
+        "d_model": width,
+        "num_layers": stored.count("encoder.block."),
+        "num_decoder_layers": stored.count("encoder.block."),
+        "num_heads": heads,
+        "relative_attention_num_buckets": stored.side(BIAS, 0),
+        "relative_attention_max_distance": 128,
+        "vocab_size": stored.side(words, 0),
+        "feed_forward_proj": "gated-gelu",
+        "dense_act_fn": "gelu_new",
+        "is_gated_act": True,
+        "is_encoder_decoder": True,
+        "decoder_start_token_id": 0,
+        "eos_token_id": 1,
+        "pad_token_id": 0,
+        "layer_norm_epsilon": 1e-06,
+        "dropout_rate": 0.1,
+        "tie_word_embeddings": False,
+        "use_cache": True,
+    }
+    return Part(config, renamed(stored, known.get))
+
+
+def identity(width: int) -> Place:
+    """A square of ones on the diagonal, in a small file of the cache: for a projection that leaves things as they are."""
+    path = laid_out_models() / f"identity-{width}.safetensors"
+    if not path.exists():
+        one, nothing = struct.pack("<e", 1.0), bytes(2)
+        data = b"".join(nothing * row + one + nothing * (width - row - 1) for row in range(width))
+        entry = {"dtype": "F16", "shape": [width, width], "data_offsets": [0, len(data)]}
+        header = json.dumps({PROJECTION: entry}).encode()
+        header += b" " * (math.ceil(len(header) / 8) * 8 - len(header))
+        with atomic_path(path) as temporary:
+            Path(temporary).write_bytes(struct.pack("<Q", len(header)) + header + data)
+    return Place(path, PROJECTION)

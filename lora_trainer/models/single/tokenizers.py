@@ -1,0 +1,65 @@
+"""Tokenizers for checkpoints, which hold none: CLIP's comes with the package, T5's from what is on this computer."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from importlib.resources import files
+from pathlib import Path
+
+from lora_trainer.core.errors import Problem, UsageError
+from lora_trainer.core.io import write_json
+
+CLIP = files("lora_trainer.models.single") / "clip"
+END, FIRST = (
+    "<|endoftext|>",
+    "!",
+)  # what short captions are filled up with; OpenCLIP's models were trained on the latter
+FILLED_WITH = {"open_clip_h": FIRST, "open_clip_g": FIRST, "clip_g": FIRST}
+# Models of a hub, often there already, that have T5's tokenizer as a `tokenizer.json`.
+T5_OF = (
+    ("black-forest-labs/FLUX.1-dev", "tokenizer_2"),
+    ("black-forest-labs/FLUX.1-schnell", "tokenizer_2"),
+    ("stabilityai/stable-diffusion-3.5-medium", "tokenizer_3"),
+    ("stabilityai/stable-diffusion-3.5-large", "tokenizer_3"),
+    ("stabilityai/stable-diffusion-3-medium-diffusers", "tokenizer_3"),
+)
+
+
+def copy_tokenizer(kind: str, given: Path | None, target: Path) -> None:
+    """Write the tokenizer of a kind of text encoder. Raises UsageError where T5's is nowhere."""
+    if given is None and kind == "t5":
+        given = _t5_on_this_computer()
+        if given is None:
+            message = "The file of the model holds T5 without its tokenizer."
+            fix = f"Name a folder with {target.name}/tokenizer.json with model.text_encoders; any FLUX.1 or SD3 folder has one."
+            raise UsageError(Problem(message, fix))
+    target.mkdir(parents=True, exist_ok=True)
+    if given is not None:
+        for path in sorted(given.iterdir()):
+            if path.is_file():
+                shutil.copyfile(path, target / path.name)
+        return
+    (target / "tokenizer.json").write_bytes((CLIP / "tokenizer.json").read_bytes())
+    config = {
+        "tokenizer_class": "CLIPTokenizer",
+        "model_max_length": 77,
+        "bos_token": "<|startoftext|>",
+        "eos_token": END,
+        "unk_token": END,
+        "pad_token": FILLED_WITH.get(kind, END),
+        "do_lower_case": True,
+        "add_prefix_space": False,
+    }
+    write_json(target / "tokenizer_config.json", config)
+
+
+def _t5_on_this_computer() -> Path | None:
+    """A folder with T5's tokenizer in the user's Hugging Face cache."""
+    home = Path(os.environ.get("HF_HOME") or Path.home() / ".cache" / "huggingface")
+    hub = Path(os.environ.get("HF_HUB_CACHE") or home / "hub")
+    for name, folder in T5_OF:
+        snapshots = hub / f"models--{name.replace('/', '--')}" / "snapshots"
+        if found := sorted(snapshots.glob(f"*/{folder}/tokenizer.json")):
+            return found[-1].parent
+    return None

@@ -1,0 +1,89 @@
+"""Transformers of the original layouts: SD3 and FLUX.1, by their families' own tables of names."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+
+from lora_trainer.export.layout import Layout, Rule
+from lora_trainer.models import FAMILIES
+from lora_trainer.models.family import public_architecture
+from lora_trainer.models.single.stored import Part, Stored, by_layout
+
+# What no LoRA changes, and so stands in no family's table: norms, and SD3's table of positions. Whole names of tensors.
+SD3_REST: Layout = (
+    *(
+        Rule(f"transformer_blocks.{{}}.{ours}.weight", f"joint_blocks.{{}}.{theirs}.weight")
+        for ours, theirs in (
+            ("attn.norm_q", "x_block.attn.ln_q"),
+            ("attn.norm_k", "x_block.attn.ln_k"),
+            ("attn.norm_added_q", "context_block.attn.ln_q"),
+            ("attn.norm_added_k", "context_block.attn.ln_k"),
+            ("attn2.norm_q", "x_block.attn2.ln_q"),
+            ("attn2.norm_k", "x_block.attn2.ln_k"),
+        )
+    ),
+    Rule("pos_embed.pos_embed", "pos_embed"),
+)
+FLUX_REST: Layout = (
+    *(
+        Rule(f"{ours}.weight", f"{theirs}.scale")
+        for ours, theirs in (
+            ("transformer_blocks.{}.attn.norm_q", "double_blocks.{}.img_attn.norm.query_norm"),
+            ("transformer_blocks.{}.attn.norm_k", "double_blocks.{}.img_attn.norm.key_norm"),
+            ("transformer_blocks.{}.attn.norm_added_q", "double_blocks.{}.txt_attn.norm.query_norm"),
+            ("transformer_blocks.{}.attn.norm_added_k", "double_blocks.{}.txt_attn.norm.key_norm"),
+            ("single_transformer_blocks.{}.attn.norm_q", "single_blocks.{}.norm.query_norm"),
+            ("single_transformer_blocks.{}.attn.norm_k", "single_blocks.{}.norm.key_norm"),
+        )
+    ),
+)
+
+
+def sd3_part(stored: Stored) -> Part:
+    """Config and places of SD3's transformer: 3.0, 3.5 medium (layers with a second attention) or 3.5 large by its form."""
+    layers = stored.count("joint_blocks.")
+    places = by_layout(stored, (*FAMILIES["sd3"].layout, *SD3_REST))
+    # The last layer leaves the text as it is; diffusers keeps its norm as one at the end, scale before shift.
+    for leaf in ("weight", "bias"):
+        name = f"transformer_blocks.{layers - 1}.norm1_context.linear.{leaf}"
+        if name in places:
+            rows = stored.side(places[name].key.removeprefix(stored.prefix), 0)
+            places[name] = replace(places[name], rows=((rows // 2, rows), (0, rows // 2)))
+    width, patch = stored.side("x_embedder.proj.weight", 0), stored.side("x_embedder.proj.weight", -1)
+    config = dict(public_architecture("sd3").denoiser) | {
+        "_class_name": "SD3Transformer2DModel",
+        "patch_size": patch,
+        "in_channels": stored.side("x_embedder.proj.weight", 1),
+        "out_channels": stored.side("final_layer.linear.weight", 0) // patch**2,
+        "num_layers": layers,
+        "num_attention_heads": width // 64,
+        "joint_attention_dim": stored.side("context_embedder.weight", 1),
+        "caption_projection_dim": stored.side("context_embedder.weight", 0),
+        "pooled_projection_dim": stored.side("y_embedder.mlp.0.weight", 1),
+        "pos_embed_max_size": math.isqrt(stored.side("pos_embed", 1)),
+        "qk_norm": "rms_norm" if "joint_blocks.0.x_block.attn.ln_q.weight" in stored.shapes else None,
+        "dual_attention_layers": [
+            layer for layer in range(layers) if f"joint_blocks.{layer}.x_block.attn2.proj.weight" in stored.shapes
+        ],
+    }
+    return Part(config, places)
+
+
+def flux_part(stored: Stored) -> Part:
+    """Config and places of FLUX.1's transformer: dev is told of guidance, schnell is not."""
+    config = dict(public_architecture("flux").denoiser) | {
+        "_class_name": "FluxTransformer2DModel",
+        "in_channels": stored.side("img_in.weight", 1),
+        "num_layers": stored.count("double_blocks."),
+        "num_single_layers": stored.count("single_blocks."),
+        "num_attention_heads": stored.side("img_in.weight", 0) // 128,
+        "joint_attention_dim": stored.side("txt_in.weight", 1),
+        "pooled_projection_dim": stored.side("vector_in.in_layer.weight", 1),
+        "guidance_embeds": "guidance_in.in_layer.weight" in stored.shapes,
+    }
+    return Part(config, by_layout(stored, (*FAMILIES["flux"].layout, *FLUX_REST)))
+
+
+TRANSFORMERS: dict[str, Callable[[Stored], Part]] = {"sd3": sd3_part, "flux": flux_part}

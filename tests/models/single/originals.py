@@ -1,0 +1,240 @@
+"""Tiny models by the names of their first code, made from diffusers' by naming each layer the other way round."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from diffusers import (
+    AutoencoderKL,
+    EulerDiscreteScheduler,
+    PNDMScheduler,
+    StableDiffusionPipeline,
+    StableDiffusionXLPipeline,
+    UNet2DConditionModel,
+)
+from safetensors.torch import save_file
+from torch import Tensor
+from transformers import CLIPTextConfig, CLIPTextModel, CLIPTextModelWithProjection, CLIPTokenizer
+
+from builtin_base.architecture import make_tokenizer
+
+Tensors = dict[str, Tensor]
+RESNET = {
+    "norm1": "in_layers.0",
+    "conv1": "in_layers.2",
+    "time_emb_proj": "emb_layers.1",
+    "norm2": "out_layers.0",
+    "conv2": "out_layers.3",
+    "conv_shortcut": "skip_connection",
+}
+UNET_ENDS = {
+    "time_embedding.linear_1": "time_embed.0",
+    "time_embedding.linear_2": "time_embed.2",
+    "add_embedding.linear_1": "label_emb.0.0",
+    "add_embedding.linear_2": "label_emb.0.2",
+    "conv_in": "input_blocks.0.0",
+    "conv_norm_out": "out.0",
+    "conv_out": "out.2",
+    "mid_block.resnets.0": "middle_block.0",
+    "mid_block.attentions.0": "middle_block.1",
+    "mid_block.resnets.1": "middle_block.2",
+}
+SCHEDULE = {"beta_start": 0.00085, "beta_end": 0.012, "beta_schedule": "scaled_linear", "steps_offset": 1}
+UNETS: dict[str, dict[str, Any]] = {
+    "sd15": {"block_out_channels": (32, 64), "cross_attention_dim": 64, "attention_head_dim": 8},
+    "sd2": {"block_out_channels": (64, 128), "cross_attention_dim": 1024, "attention_head_dim": (1, 2)},
+    "sdxl": {
+        "block_out_channels": (64, 128),
+        "cross_attention_dim": 64 + 128,
+        "attention_head_dim": (1, 2),
+        "down_block_types": ("DownBlock2D", "CrossAttnDownBlock2D"),
+        "up_block_types": ("CrossAttnUpBlock2D", "UpBlock2D"),
+        "transformer_layers_per_block": (1, 2),
+        "addition_embed_type": "text_time",
+        "addition_time_embed_dim": 256,
+        "projection_class_embeddings_input_dim": 6 * 256 + 64,
+    },
+}
+UNETS["sd2"] |= {"use_linear_projection": True, "upcast_attention": True, "sample_size": 96}
+UNETS["sdxl"] |= {"use_linear_projection": True, "sample_size": 128}
+
+
+def tiny_unet(family: str) -> UNet2DConditionModel:
+    """With published counts of heads and groups, which no file tells."""
+    usual = {
+        "sample_size": 64,
+        "layers_per_block": 2,
+        "down_block_types": ("CrossAttnDownBlock2D", "DownBlock2D"),
+        "up_block_types": ("UpBlock2D", "CrossAttnUpBlock2D"),
+    }
+    return UNet2DConditionModel(**(usual | UNETS[family]))
+
+
+def tiny_vae(**more: Any) -> AutoencoderKL:
+    usual: dict[str, Any] = {
+        "block_out_channels": (32, 32, 32, 64),
+        "down_block_types": ("DownEncoderBlock2D",) * 4,
+        "up_block_types": ("UpDecoderBlock2D",) * 4,
+        "layers_per_block": 1,
+        "latent_channels": 4,
+    }
+    return AutoencoderKL(**(usual | more))
+
+
+def clip_config(tokenizer: CLIPTokenizer, width: int, activation: str, layers: int = 2) -> CLIPTextConfig:
+    return CLIPTextConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=width,
+        intermediate_size=2 * width,
+        num_hidden_layers=layers,
+        num_attention_heads=width // 64,
+        hidden_act=activation,
+        projection_dim=64,
+        eos_token_id=2,
+        bos_token_id=0,
+        pad_token_id=1,
+    )
+
+
+def tiny_pipeline(folder: Path, family: str, prediction: str = "epsilon", *, zero_terminal: bool = False) -> Any:
+    """A pipeline with random weights, of tiny widths."""
+    torch.manual_seed(0)
+    tokenizer = make_tokenizer(folder)
+    schedule = {**SCHEDULE, "prediction_type": prediction}
+    parts: dict[str, Any] = {"unet": tiny_unet(family), "tokenizer": tokenizer}
+    if family == "sdxl":
+        second = make_tokenizer(folder.with_name(folder.name + "2"))
+        second.pad_token = "!"
+        return StableDiffusionXLPipeline(
+            **parts,
+            vae=tiny_vae(scaling_factor=0.13025),
+            text_encoder=CLIPTextModel(clip_config(tokenizer, 64, "quick_gelu")),
+            text_encoder_2=CLIPTextModelWithProjection(clip_config(tokenizer, 128, "gelu")),
+            tokenizer_2=second,
+            scheduler=EulerDiscreteScheduler(**schedule, rescale_betas_zero_snr=zero_terminal),
+            add_watermarker=False,
+        )
+    if family == "sd2":
+        tokenizer.pad_token = "!"
+        text = CLIPTextModel(clip_config(tokenizer, 1024, "gelu", layers=1))
+    else:
+        text = CLIPTextModel(clip_config(tokenizer, 64, "quick_gelu"))
+    nothing = {"safety_checker": None, "feature_extractor": None, "requires_safety_checker": False}
+    scheduler = PNDMScheduler(**schedule, skip_prk_steps=True)
+    return StableDiffusionPipeline(**parts, vae=tiny_vae(), text_encoder=text, scheduler=scheduler, **nothing)
+
+
+def unet_original(unet: Any) -> Tensors:
+    """By the numbers of the first code's rows of blocks."""
+    layers, levels = unet.config.layers_per_block, len(unet.config.block_out_channels)
+    names = dict(UNET_ENDS)
+    for level in range(levels):
+        for layer in range(layers):
+            number = (layers + 1) * level + layer + 1
+            names[f"down_blocks.{level}.resnets.{layer}"] = f"input_blocks.{number}.0"
+            names[f"down_blocks.{level}.attentions.{layer}"] = f"input_blocks.{number}.1"
+        names[f"down_blocks.{level}.downsamplers.0.conv"] = f"input_blocks.{(layers + 1) * (level + 1)}.0.op"
+        for layer in range(layers + 1):
+            number = (layers + 1) * level + layer
+            names[f"up_blocks.{level}.resnets.{layer}"] = f"output_blocks.{number}.0"
+            names[f"up_blocks.{level}.attentions.{layer}"] = f"output_blocks.{number}.1"
+        attended = unet.config.up_block_types[level].startswith("Cross")
+        names[f"up_blocks.{level}.upsamplers.0.conv"] = f"output_blocks.{number}.{2 if attended else 1}.conv"
+    return _by_prefix(unet.state_dict(), names, lambda rest: _swapped(rest, RESNET))
+
+
+def vae_original(vae: Any) -> Tensors:
+    levels, names = len(vae.config.block_out_channels), dict[str, str]()
+    for side in ("encoder", "decoder"):
+        names |= {f"{side}.{end}": f"{side}.{end}" for end in ("conv_in", "conv_out")}
+        names[f"{side}.conv_norm_out"] = f"{side}.norm_out"
+        names[f"{side}.mid_block.attentions.0"] = f"{side}.mid.attn_1"
+        names |= {f"{side}.mid_block.resnets.{number}": f"{side}.mid.block_{number + 1}" for number in (0, 1)}
+    for level in range(levels):
+        names |= {f"encoder.down_blocks.{level}.resnets.{n}": f"encoder.down.{level}.block.{n}" for n in range(3)}
+        names[f"encoder.down_blocks.{level}.downsamplers.0"] = f"encoder.down.{level}.downsample"
+        last = levels - 1 - level
+        names |= {f"decoder.up_blocks.{level}.resnets.{n}": f"decoder.up.{last}.block.{n}" for n in range(3)}
+        names[f"decoder.up_blocks.{level}.upsamplers.0"] = f"decoder.up.{last}.upsample"
+    names |= {"quant_conv": "quant_conv", "post_quant_conv": "post_quant_conv"}
+    inner = {"group_norm": "norm", "to_q": "q", "to_k": "k", "to_v": "v", "to_out.0": "proj_out"}
+    inner["conv_shortcut"] = "nin_shortcut"
+    found = _by_prefix(vae.state_dict(), names, lambda rest: _swapped(rest, inner))
+    attention = [name for name in found if ".attn_1." in name and found[name].ndim == 2]
+    return found | {name: found[name][:, :, None, None].contiguous() for name in attention}
+
+
+def open_clip_original(encoder: Any, *, unused_layer: bool = False) -> Tensors:
+    state = {name.removeprefix("text_model."): tensor for name, tensor in encoder.state_dict().items()}
+    found = {
+        "positional_embedding": state["embeddings.position_embedding.weight"],
+        "token_embedding.weight": state["embeddings.token_embedding.weight"],
+        "ln_final.weight": state["final_layer_norm.weight"],
+        "ln_final.bias": state["final_layer_norm.bias"],
+        "logit_scale": torch.tensor(1.0),
+    }
+    width = len(found["ln_final.weight"])
+    projection = state.get("text_projection.weight", torch.zeros(width, width))
+    found["text_projection"] = projection.t().contiguous()
+    layers = encoder.config.num_hidden_layers
+    for layer in range(layers + unused_layer):
+        ours, theirs = f"encoder.layers.{min(layer, layers - 1)}", f"transformer.resblocks.{layer}"
+        for leaf in ("weight", "bias"):
+            rows = [state[f"{ours}.self_attn.{name}_proj.{leaf}"] for name in ("q", "k", "v")]
+            found[f"{theirs}.attn.in_proj_{leaf}"] = torch.cat(rows)
+            for one, other in (
+                ("self_attn.out_proj", "attn.out_proj"),
+                ("mlp.fc1", "mlp.c_fc"),
+                ("mlp.fc2", "mlp.c_proj"),
+                ("layer_norm1", "ln_1"),
+                ("layer_norm2", "ln_2"),
+            ):
+                found[f"{theirs}.{other}.{leaf}"] = state[f"{ours}.{one}.{leaf}"].clone()
+    return found
+
+
+def clip_original(encoder: Any) -> Tensors:
+    found = {f"text_model.{name.removeprefix('text_model.')}": each for name, each in encoder.state_dict().items()}
+    if "text_model.text_projection.weight" in found:
+        found["text_projection.weight"] = found.pop("text_model.text_projection.weight")
+    return found | {"text_model.embeddings.position_ids": torch.arange(77)[None]}
+
+
+def unet_checkpoint(pipeline: Any, family: str) -> Tensors:
+    """All parts of a pipeline in one table, as the first code of its family saves them."""
+    texts = {
+        "sd15": lambda: {"cond_stage_model.transformer.": clip_original(pipeline.text_encoder)},
+        "sd2": lambda: {"cond_stage_model.model.": open_clip_original(pipeline.text_encoder, unused_layer=True)},
+        "sdxl": lambda: {
+            "conditioner.embedders.0.transformer.": clip_original(pipeline.text_encoder),
+            "conditioner.embedders.1.model.": open_clip_original(pipeline.text_encoder_2),
+        },
+    }[family]()
+    parts = {"model.diffusion_model.": unet_original(pipeline.unet), "first_stage_model.": vae_original(pipeline.vae)}
+    extra = {"alphas_cumprod": torch.ones(1000), "model_ema.decay": torch.tensor(0.9999)}
+    return joined(parts | texts) | extra
+
+
+def joined(parts: Mapping[str, Tensors]) -> Tensors:
+    return {prefix + name: tensor for prefix, tensors in parts.items() for name, tensor in tensors.items()}
+
+
+def write(tensors: Tensors, path: Path, metadata: dict[str, str] | None = None) -> Path:
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, path, metadata)
+    return path
+
+
+def _swapped(rest: str, names: Mapping[str, str]) -> str:
+    module, _, leaf = rest.rpartition(".")
+    return f"{names.get(module, module)}.{leaf}" if module else rest
+
+
+def _by_prefix(state: Tensors, names: Mapping[str, str], inner: Callable[[str], str]) -> Tensors:
+    found = {}
+    for name, tensor in state.items():
+        longest = max((prefix for prefix in names if name.startswith(prefix + ".")), key=len)
+        found[f"{names[longest]}.{inner(name[len(longest) + 1 :])}"] = tensor.clone()
+    return found

@@ -1,0 +1,126 @@
+"""A checkpoint in the original layout is the same model as its folder: each tensor, each prediction, by each reader."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from diffusers.loaders import single_file_utils as diffusers_own
+from safetensors.torch import load_file
+from torch import Tensor
+from transformers import CLIPTokenizer
+
+from lora_trainer.models import FAMILIES
+from lora_trainer.models.folder import detect_family
+from lora_trainer.models.single import tokenizers
+from lora_trainer.models.single.lay_out import lay_out
+from tests.models.single.originals import tiny_pipeline, unet_checkpoint, write
+
+CPU = torch.device("cpu")
+VARIANTS = {
+    "sd15": ("sd15", "epsilon", {}),
+    "sd2": ("sd2", "epsilon", {}),
+    "sd2-768-v": ("sd2", "v_prediction", {}),
+    "sdxl": ("sdxl", "epsilon", {}),
+    "sdxl-v": ("sdxl", "v_prediction", {}),
+}
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LORA_TRAINER_CACHE", str(tmp_path_factory.mktemp("cache")))
+
+
+@pytest.fixture(params=VARIANTS)
+def model(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[str, Path, Path]:
+    """A family's name, a folder of diffusers and a checkpoint of the same weights."""
+    family, prediction, _ = VARIANTS[request.param]
+    terminal = request.param == "sdxl-v"
+    pipeline = tiny_pipeline(tmp_path / "words", family, prediction, zero_terminal=terminal)
+    if request.param == "sd2":
+        pipeline.unet.register_to_config(sample_size=64, upcast_attention=False)
+    pipeline.save_pretrained(tmp_path / "folder")
+    tensors = unet_checkpoint(pipeline, family)
+    if terminal:
+        tensors |= {"v_pred": torch.tensor([]), "ztsnr": torch.tensor([])}
+    metadata = {"modelspec.prediction_type": "v"} if request.param == "sd2-768-v" else None
+    monkeypatch.setattr(tokenizers, "CLIP", tmp_path / "words")
+    return family, tmp_path / "folder", write(tensors, tmp_path / "model.safetensors", metadata)
+
+
+def both(load: Any, folder: Path, laid_out: Path) -> tuple[Any, Any]:
+    return load(folder, torch.float32, CPU), load(laid_out, torch.float32, CPU)
+
+
+def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
+    assert one.keys() == other.keys()
+    for name, tensor in one.items():
+        assert torch.equal(tensor, other[name]), name
+
+
+def test_a_checkpoint_is_its_folder(model: tuple[str, Path, Path]) -> None:
+    name, folder, file = model
+    assert detect_family(file) == name
+    family, laid_out = FAMILIES[name], lay_out(file)
+    assert detect_family(laid_out) == name
+    theirs, ours = family.describe(folder), family.describe(laid_out)
+    assert (ours.resolution, ours.prediction, ours.latent_channels, ours.caption_tokens, ours.pixel_step) == (
+        theirs.resolution,
+        theirs.prediction,
+        theirs.latent_channels,
+        theirs.caption_tokens,
+        theirs.pixel_step,
+    )
+    unet, other = both(family.load_denoiser, folder, laid_out)
+    same(unet.state_dict(), other.state_dict())
+    read, told = both(family.load_encoders, folder, laid_out)
+    captions = ["a red square on a white background", "", "blue (circle)!"]
+    cond, same_cond = read.encode_text(captions), told.encode_text(captions)
+    same(cond, same_cond)
+    pixels = torch.rand(1, 3, 64, 64) * 2 - 1
+    for a, b in zip(read.encode_image(pixels), told.encode_image(pixels), strict=True):
+        assert torch.equal(a, b)
+    noisy, t, sizes = torch.randn(3, 4, 16, 16), torch.tensor([3, 500, 900]), torch.full((3, 6), 128.0)
+    with torch.no_grad():
+        assert torch.equal(
+            family.predict(unet, noisy, t, cond, sizes), family.predict(other, noisy, t, same_cond, sizes)
+        )
+    first, second = family.make_process(folder), family.make_process(laid_out)
+    assert first.prediction == second.prediction
+    assert torch.equal(first.alphas_cumprod, second.alphas_cumprod)
+
+
+def test_places_are_those_of_diffusers_own_converters(model: tuple[str, Path, Path]) -> None:
+    name, _, file = model
+    laid_out, family = lay_out(file), FAMILIES[name]
+    unet = family.load_denoiser(laid_out, torch.float32, CPU)
+    same(unet.state_dict(), diffusers_own.convert_ldm_unet_checkpoint(load_file(file), dict(unet.config)))
+    vae = family.make_pipeline(laid_out, torch.float32, CPU).vae
+    same(vae.state_dict(), diffusers_own.convert_ldm_vae_checkpoint(load_file(file), dict(vae.config)))
+
+
+def test_it_is_laid_out_once_for_each_state_of_the_file(model: tuple[str, Path, Path]) -> None:
+    _, _, file = model
+    first = lay_out(file)
+    stamp = (first / "model_index.json").stat().st_mtime_ns
+    assert lay_out(file) == first
+    assert (first / "model_index.json").stat().st_mtime_ns == stamp
+    assert sum(each.stat().st_size for each in first.rglob("*") if each.is_file()) < file.stat().st_size / 2
+    import os
+
+    os.utime(file, (1, 1))
+    assert lay_out(file) != first
+
+
+def test_the_vocabulary_is_clips(tmp_path: Path) -> None:
+    tokenizers.copy_tokenizer("clip_l", None, tmp_path / "one")
+    tokenizers.copy_tokenizer("open_clip_g", None, tmp_path / "two")
+    one, two = (CLIPTokenizer.from_pretrained(tmp_path / name) for name in ("one", "two"))
+    assert one("a photo of a cat").input_ids == [49406, 320, 1125, 539, 320, 2368, 49407]
+    assert one("Héllo,  WORLD's 12").input_ids[1:3] != []
+    filled = [words("cat", padding="max_length").input_ids for words in (one, two)]
+    assert [row[2:4] for row in filled] == [[49407, 49407], [49407, 0]]
+    assert len(one) == 49408
+    assert one.model_max_length == 77
