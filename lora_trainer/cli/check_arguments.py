@@ -46,7 +46,7 @@ def check(arguments: argparse.Namespace, unknown: list[Problem]) -> int:
     if builtin and not arguments.data and config.data.sources:  # people's own, named in the file of settings
         builtin, config = False, resolved_from(arguments, builtin_if_none=False).config
     if config.model.path or (builtin and config.model.family is None):
-        facts = read_model(config)[1]
+        facts = read_model(config, weights=False)[1]
     else:
         facts = public_architecture(config.model.family or USUAL_FAMILY).facts
         options = text_options(config, FAMILIES[facts.family])

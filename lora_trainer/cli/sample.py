@@ -12,9 +12,10 @@ from lora_trainer.cli.arguments import say
 from lora_trainer.config.schema import Config
 from lora_trainer.core.errors import DONE, Problem, UsageError
 from lora_trainer.core.findings import printable_lines
+from lora_trainer.production.base import told
 from lora_trainer.production.counting import counting
 from lora_trainer.production.drawing import BUILT_IN, drawing_of, filled, rows_for, triggers
-from lora_trainer.production.inputs import model_folder, read_model
+from lora_trainer.production.inputs import read_model
 
 if TYPE_CHECKING:
     import torch
@@ -106,7 +107,7 @@ def _draw(path: Path, config: Config, wish: Wish, folder: Path, name: str, *, te
     from lora_trainer.production.choices import usable_bytes
 
     family, facts = read_model(config)
-    print(printable_lines(f"base model: {model_folder(config)}"), file=sys.stderr)
+    print(printable_lines(f"base model: {told(config.model)}"), file=sys.stderr)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     where = Where(folder, free_name(folder, name))
     with counting() as count:

@@ -11,7 +11,6 @@ from typing import Any
 from rich.table import Table
 from rich.text import Text
 
-from lora_trainer.builtin import BASE_FOLDER
 from lora_trainer.config.schema import Config
 from lora_trainer.core.errors import DONE, LORA_REFUSED, DatasetRefused, Problem, UsageError
 from lora_trainer.core.findings import printable_lines
@@ -22,7 +21,8 @@ from lora_trainer.data.sample import Sample
 from lora_trainer.data.views import BucketPlan, plan_plain
 from lora_trainer.evaluation.report import LoraReport, caveat
 from lora_trainer.monitor.console import Console
-from lora_trainer.production.inputs import data_in_use, model_folder, read_inputs, read_model, trained_framings
+from lora_trainer.production.base import is_builtin, told
+from lora_trainer.production.inputs import data_in_use, read_inputs, read_model, trained_framings
 from lora_trainer.production.reading import read_as_trained
 
 MEANINGS = {
@@ -76,9 +76,9 @@ def validate_command(
     if model is not None:
         config = _with_model(config, model)
     elif run is not None and run.config.model.path is not None:
-        config = _with_model(config, run.config.model.path)
+        config = config.model_copy(update={"model": run.config.model})
     config = read_as_trained(config, None if run is None else run.config, header)
-    _say(f"base model: {model_folder(config)}")
+    _say(f"base model: {told(config.model)}")
     questions = _given_questions(config, Path(data)) if data is not None else _run_questions(config, run)
     _say(questions.origin)
     report = _judge(path, config, questions)
@@ -140,7 +140,7 @@ def _given_questions(config: Config, data: Path) -> Questions:
 
 def _run_questions(config: Config, run: Run | None) -> Questions:
     """What the run held out; on the built-in base without a run, what the built-in set holds out."""
-    if run is None and model_folder(config) != BASE_FOLDER:
+    if run is None and not is_builtin(config.model):
         origin = "no --data and no run.json beside the file: learning cannot be measured"
         return Questions((), NO_QUESTIONS, True, origin)
     trained_with = config if run is None else run.config.model_copy(update={"model": config.model, "text": config.text})

@@ -193,7 +193,7 @@ def subject_of(resolved: Resolved, folder: Path, *, tiny: bool) -> tuple[str, Le
     uncached = make_feed(
         order.config, data, prepared.built.learner, session.processes, session.choices.micro, session.steps.total
     )
-    return session.inputs.facts.path.name, prepared.built.learner, {"cached": prepared.feed, "uncached": uncached}
+    return session.inputs.facts.name, prepared.built.learner, {"cached": prepared.feed, "uncached": uncached}
 
 
 def without_encoder(config: Config, learner: Learner, feed: Feed) -> Feed:

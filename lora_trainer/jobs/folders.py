@@ -11,10 +11,16 @@ from lora_trainer.config.layers import Layer, Resolved
 from lora_trainer.config.toml import EMPTY, read_toml
 from lora_trainer.core.errors import Problem, UsageError
 from lora_trainer.data.pictures.images import PICTURE_ENDINGS
+from lora_trainer.production.base import as_hub_model
 from lora_trainer.production.settings import settle
 
 SETTINGS_FILE = "lora.toml"
-PATHS = (("model", "path"), ("cache", "folder"))  # in a folder's file they are meant from that folder
+PATHS = (
+    ("model", "path"),
+    ("model", "vae"),
+    ("model", "text_encoders"),
+    ("cache", "folder"),
+)  # in a folder's file they are meant from that folder
 THE_BATCH_DECIDES = (("data", "sources"), ("run", "output"), ("run", "offline"))
 
 
@@ -113,5 +119,7 @@ def _folder_values(folder: Path) -> dict[str, Any]:
     for section, key in PATHS:
         place = values.get(section)
         if isinstance(place, dict) and isinstance(place.get(key), str) and place[key] != EMPTY:
-            values[section] = {**place, key: str((folder / place[key]).resolve())}
+            inside = folder / place[key]
+            if inside.exists() or as_hub_model(place[key]) is None:
+                values[section] = {**place, key: str(inside.resolve())}
     return values

@@ -94,7 +94,7 @@ def subject_of(resolved: Resolved, folder: Path, *, tiny: bool = False, named: s
     order = Order(resolved, folder, Console(stderr=True, soft_wrap=True))
     prepared = prepare(open_session(order, read_inputs(config)), {})
     session = prepared.session
-    name, load = session.inputs.facts.path.name, partial(load_encode, prepared)
+    name, load = session.inputs.facts.name, partial(load_encode, prepared)
     own = own_architecture(session.inputs)
     return Subject(name, prepared.job, load, session.choices, session.inputs.family, own, prepared.built.notes)
 

@@ -42,6 +42,13 @@ class ModelFacts:
     pixel_step: int  # sides of pictures must be multiples of this
     prediction: str  # "epsilon", "v_prediction" or "flow"
     caption_tokens: int  # the text encoder's limit, with start and end
+    named: str = ""  # what people call the model, where that is not its folder
+    whole: bool = True  # false where its configs alone are here
+
+    @property
+    def name(self) -> str:
+        """What files and lines call the model: an id of a hub, or the last part of a path."""
+        return self.named or self.path.name
 
 
 @dataclass(frozen=True)

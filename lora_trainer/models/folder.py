@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
 
@@ -73,24 +75,11 @@ def whole_number(path: Path, config: Mapping[str, Any], key: str, least: int, mo
     return value
 
 
-def _reads_as_hub_id(folder: Path) -> bool:
-    """`owner/name`, where no folder `owner` is here that could make it a mistyped path."""
-    parts = folder.parts
-    return len(parts) == 2 and parts[0] not in (folder.anchor, "..", "~") and not Path(parts[0]).exists()
-
-
 def detect_family(folder: Path, origin: str = "--model") -> str:
     """The family of a model folder, by its pipeline class and text width.
 
     Raises UsageError for what cannot be trained; `origin` is what the folder was named by.
     """
-    if not folder.exists() and _reads_as_hub_id(folder):
-        raise UsageError(
-            Problem(
-                f"{folder.as_posix()} is not a local folder; models are not downloaded from a hub yet.",
-                f"Download the model in diffusers' layout and give its local folder as {origin}.",
-            )
-        )
     if not folder.exists():
         raise UsageError(Problem(f"There is no model at {folder}.", f"Check {origin}."))
     if folder.is_file():
@@ -166,6 +155,19 @@ def _first_of_weights(folder: Path) -> Path:
     return found[0]
 
 
+_CONFIGS_ALONE: ContextVar[bool] = ContextVar("configs alone", default=False)
+
+
+@contextmanager
+def without_weights() -> Iterator[None]:
+    """Inside the block a part whose weights are not here is told by its config; weights that are here are checked."""
+    token = _CONFIGS_ALONE.set(True)
+    try:
+        yield
+    finally:
+        _CONFIGS_ALONE.reset(token)
+
+
 def check_components(folder: Path, components: tuple[str, ...]) -> None:
     """Raise one UsageError with every missing, damaged or hostile file of the components."""
     problems: list[Problem] = []
@@ -186,7 +188,7 @@ def check_part(folder: Path) -> int:
     """
     if laid_out := is_laid_out(folder):
         stored = _refuse_whole(folder, stored_weights(read_places(folder)))
-    elif not (files := sorted(folder.glob("*.safetensors"))):
+    elif not (files := sorted(folder.glob("*.safetensors"))) and not _CONFIGS_ALONE.get():
         _first_of_weights(folder)  # says what is there in place of weights
     if (adapter := folder / "adapter_config.json").exists():
         raise UsageError(Problem(f"{adapter} would put other weights onto these.", "Delete it, or merge the adapter."))

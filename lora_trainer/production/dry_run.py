@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from lora_trainer.config.layers import DEFAULT, flattened
 from lora_trainer.config.toml import shown
+from lora_trainer.production.base import told
 from lora_trainer.production.caching import cache_folder, plan_caches
 from lora_trainer.production.choices import card_gib, choose
 from lora_trainer.production.inputs import Inputs, arithmetic, own_architecture
@@ -23,7 +24,7 @@ def show_plan(order: Order, inputs: Inputs) -> None:
     choices = choose(resolved, inputs.family, own_architecture(inputs), processes.device, processes.world)
     steps = arithmetic(config, inputs.train, choices.micro, processes.world)
     held_out = f", {len(inputs.held_out)} held out for validation" if inputs.held_out else ", none held out"
-    console.print(f"model: {inputs.facts.path} ({inputs.family.name}, {inputs.resolution} px)")
+    console.print(f"model: {told(config.model)} ({inputs.family.name}, {inputs.resolution} px)")
     console.print(f"samples: {len(inputs.train)} trained{held_out}")
     show_views(config, inputs, steps, console)
     console.print(f"steps: {steps.line}")

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from lora_trainer.builtin import BASE_FOLDER, DATA_FOLDER
+from lora_trainer.builtin import DATA_FOLDER
 from lora_trainer.config.schema import CaptionsSection, Config, SourceSection
 from lora_trainer.core.errors import Problem, UsageError
 from lora_trainer.core.findings import Finding
@@ -24,7 +24,8 @@ from lora_trainer.data.steps import Lengths, StepArithmetic, step_arithmetic
 from lora_trainer.data.views import BucketPlan, Framing, View, framings_of, notes_on, plan_plain, plan_views
 from lora_trainer.models import FAMILIES
 from lora_trainer.models.family import USUAL_FAMILY, Architecture, Family, ModelFacts
-from lora_trainer.models.folder import detect_family, read_config
+from lora_trainer.models.folder import detect_family, read_config, without_weights
+from lora_trainer.production.base import absolute, find_base, on_stderr
 from lora_trainer.production.counting import counting
 from lora_trainer.production.reading import reading
 
@@ -48,11 +49,6 @@ class Inputs:
     held_out: tuple[Sample, ...]
     train_plan: BucketPlan
     held_out_plan: BucketPlan
-
-
-def model_folder(config: Config) -> Path:
-    """The model's folder; the built-in base when none is named."""
-    return BASE_FOLDER if config.model.path is None else Path(config.model.path)
 
 
 def data_sources(config: Config) -> list[SourceSection]:
@@ -84,12 +80,13 @@ def caption_rules(config: Config) -> tuple[CaptionsSection, ...]:
 
 def with_absolute_paths(config: Config) -> Config:
     """The same config, good from any folder."""
-    path = config.model.path and str(Path(config.model.path).resolve())
+    places = {name: getattr(config.model, name) for name in ("path", "vae", "text_encoders")}
+    model = {name: absolute(place) for name, place in places.items() if place is not None}
     cache = config.cache.folder and str(Path(config.cache.folder).expanduser().resolve())
     sources = tuple(source.model_copy(update=_absolute(source)) for source in config.data.sources)
     return config.model_copy(
         update={
-            "model": config.model.model_copy(update={"path": path}),
+            "model": config.model.model_copy(update=model),
             "data": config.data.model_copy(update={"sources": sources}),
             "cache": config.cache.model_copy(update={"folder": cache}),
             "run": config.run.model_copy(update={"output": str(Path(config.run.output).resolve())}),
@@ -105,19 +102,29 @@ def _absolute(source: SourceSection) -> dict[str, str]:
     return {name: str(Path(path).expanduser().resolve()) for name, path in found.items() if path is not None}
 
 
-def read_model(config: Config, families: Mapping[str, Family] = FAMILIES) -> tuple[Family, ModelFacts]:
-    """The model's family, reading captions as the settings say, and facts. Raises UsageError for a model that cannot be trained."""
+def read_model(
+    config: Config,
+    families: Mapping[str, Family] = FAMILIES,
+    *,
+    weights: bool = True,
+    say: Callable[[str], None] = on_stderr,
+) -> tuple[Family, ModelFacts]:
+    """The model's family, reading captions as the settings say, and facts. Raises UsageError for a model that cannot be trained.
+
+    Without `weights` what lies on a hub is told by its configs alone, which are all that is fetched then.
+    """
     if config.model.family is not None and not families[config.model.family].trained:
         families[config.model.family].describe(Path(config.model.path or "."))  # which refuses
     if config.model.path is None and config.model.family not in (None, USUAL_FAMILY):
         message = f"model.family={config.model.family} needs --model: the built-in base is {USUAL_FAMILY}."
         raise UsageError(Problem(message, "Name the model's folder with --model."))
-    folder = model_folder(config)
-    family = reading(config, families[config.model.family or detect_family(folder)])
+    base = find_base(config.model, offline=config.run.offline, weights=weights, say=say)
+    family = reading(config, families[config.model.family or detect_family(base.folder)])
     family.text_rates(config.text.learning_rates)  # refuses what cannot be trained
-    facts = family.describe(folder)
-    if config.sample.negative and not family.manner(folder).negative:
-        message = f"sample.negative is {config.sample.negative!r}, and {folder.name} is drawn without classifier-free guidance."
+    with contextlib.nullcontext() if base.whole else without_weights():
+        facts = replace(family.describe(base.folder), named=base.named, whole=base.whole)
+    if config.sample.negative and not family.manner(base.folder).negative:
+        message = f"sample.negative is {config.sample.negative!r}, and {base.named} is drawn without classifier-free guidance."
         raise UsageError(Problem(message, "Leave the negative prompt empty with this model."))
     return family, facts
 
@@ -194,13 +201,13 @@ def _plan_findings(config: Config, report: DataReport) -> list[Finding]:
     return found + check_buckets([row.samples for row in report.rows], micro)
 
 
-def read_inputs(config: Config, families: Mapping[str, Family] = FAMILIES) -> Inputs:
+def read_inputs(config: Config, families: Mapping[str, Family] = FAMILIES, *, weights: bool = True) -> Inputs:
     """Read model facts and data, decode every picture, judge the set and split it.
 
-    Raises UsageError for a model or folder that cannot be read. What is wrong with single
+    `weights` as for `read_model`. Raises UsageError for a model or folder that cannot be read. What is wrong with single
     pictures stands in `report`, which the caller holds against the gate.
     """
-    family, facts = read_model(config, families)
+    family, facts = read_model(config, families, weights=weights)
     manifest, report = read_data(config, facts)
     framings, rules = trained_framings(config, facts), caption_rules(config)
     train, held_out = held_out_split(config, report)

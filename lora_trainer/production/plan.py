@@ -166,7 +166,7 @@ def make_plan(
     cached = cache_bytes(config, family, architecture, train, held_out)
     return Plan(
         family=family.name,
-        model=architecture.facts.path.name,
+        model=architecture.facts.name,
         demand=demand,
         fit=fit,
         steps=steps,
@@ -190,7 +190,7 @@ def architecture_of(config: Config, families: Mapping[str, Family]) -> tuple[Fam
     """The family's published model when only a family is named, else the folder's own or the built-in base's."""
     if config.model.path is None and config.model.family is not None:
         return reading(config, families[config.model.family]), public_architecture(config.model.family)
-    family, facts = read_model(config, families)
+    family, facts = read_model(config, families, weights=False)
     return family, read_architecture(family, facts)
 
 

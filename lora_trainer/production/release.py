@@ -120,7 +120,7 @@ def training_facts(
         name=name,
         base_version=base_version,
         architecture=architecture,
-        base_name=inputs.facts.path.name,
+        base_name=inputs.facts.name,
         rank=config.lora.rank,
         alpha=config.lora.alpha or float(config.lora.rank),
         targets=targets if isinstance(targets, str) else ", ".join(targets),

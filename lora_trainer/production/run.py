@@ -36,6 +36,7 @@ from lora_trainer.core.launch import is_main_process
 from lora_trainer.models import FAMILIES
 from lora_trainer.models.family import Family
 from lora_trainer.monitor.progress import Progress, Watch, unwatched
+from lora_trainer.production.base import named_absolutely, on_stderr, silent
 from lora_trainer.production.differences import differences, told_differences
 from lora_trainer.production.folder import (
     LOCK,
@@ -120,7 +121,7 @@ def train(
         return nothing_to_do(order, found)
     watch(Progress("checking"))
     order = for_its_model(order)
-    inputs = read_inputs(order.config, families)
+    inputs = read_inputs(order.config, families, weights=dry_run)
     show_report(inputs, console)
     if dry_run and inputs.train:  # a refused data set's plan is worth seeing too
         from lora_trainer.production.dry_run import show_plan
@@ -129,6 +130,7 @@ def train(
     refuse_data(inputs, enforce_gates=enforce_gates)
     if dry_run:
         return RunResult(folder, {}, DONE)
+    inputs = with_weights(order, inputs)  # not fetched for data that is refused
     if found is not None and is_finished(found) and total_steps(order, inputs) <= found.get("steps", 0):
         return nothing_to_do(order, found)
     return run_recorded(order, inputs)
@@ -177,11 +179,19 @@ def cache(resolved: Resolved) -> None:
 
 def for_its_model(order: Order) -> Order:
     """The order without the options that presets want and its model lacks, which are said. Raises UserError."""
-    _, facts = read_model(order.config, order.families)
+    _, facts = read_model(order.config, order.families, weights=False)
     resolved = suited(order.resolved, facts.prediction)
     for note in resolved.notes[len(order.resolved.notes) :]:
         order.console.print(note)
     return replace(order, resolved=resolved)
+
+
+def with_weights(order: Order, inputs: Inputs) -> Inputs:
+    """The inputs, with a model whose weights are here. Raises UsageError."""
+    if inputs.facts.whole:
+        return inputs
+    say = silent if order.console.quiet else on_stderr
+    return replace(inputs, facts=read_model(order.config, order.families, say=say)[1])
 
 
 def refuse_data(inputs: Inputs, *, enforce_gates: bool) -> None:
@@ -382,6 +392,6 @@ def first_record(order: Order, inputs: Inputs, earlier: Mapping[str, Any]) -> Re
         versions=versions,
         hardware=earlier.get("hardware", {}),
         data_hash=inputs.manifest.data_hash,
-        model={"family": inputs.family.name, "path": str(inputs.facts.path.resolve())},
+        model={"family": inputs.family.name, **named_absolutely(order.config.model)},
         dataset=dataset_facts(inputs),
     )

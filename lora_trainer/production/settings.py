@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from lora_trainer.config.contradictions import from_user
@@ -13,11 +11,14 @@ from lora_trainer.config.imports.data_files import with_data_files
 from lora_trainer.config.layers import Layer, Resolved, resolve
 from lora_trainer.config.presets import family_layers
 from lora_trainer.config.schema import Config
+from lora_trainer.config.schema.inputs import ModelSection
 from lora_trainer.config.toml import EMPTY
 from lora_trainer.core.errors import Problem, UsageError
 from lora_trainer.models.attention.packages import lacking
 from lora_trainer.models.family import USUAL_FAMILY
 from lora_trainer.models.folder import detect_family
+from lora_trainer.production import hub
+from lora_trainer.production.base import find_base
 
 
 def settle(
@@ -26,21 +27,21 @@ def settle(
     """Family preset, presets and the user's layers (files, flags) as one config; later wins.
 
     Without a model the built-in base's preset applies, unless `builtin_if_none` is false.
-    Raises UsageError with `problems` first and everything that is wrong in any layer.
+    A model of a hub is held to the commit that it is at now. Raises UsageError with `problems` first and everything
+    that is wrong in any layer.
     """
     found = list(problems)
     notes: list[str] = []
     user = with_data_files(user, found, notes)
-    family = _family_layers(user, found, builtin_if_none=builtin_if_none)
-    resolved = resolve([*family, *presets, *user], found)
+    family, held = _family_layers(user, found, builtin_if_none=builtin_if_none)
+    resolved = resolve([*family, *presets, *user, *held], found)
     return replace(resolved, notes=(*notes, *resolved.notes))
 
 
 def go_offline(config: Config) -> None:
     """From here on no library asks the network, when that is the wish."""
     if config.run.offline:
-        for name in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"):
-            os.environ[name] = "1"
+        hub.go_offline()
 
 
 def refuse_missing_attention(resolved: Resolved) -> None:
@@ -50,20 +51,52 @@ def refuse_missing_attention(resolved: Resolved) -> None:
         raise UsageError(problem)
 
 
-def _family_layers(user: Sequence[Layer], problems: list[Problem], *, builtin_if_none: bool) -> list[Layer]:
-    """The family's presets, for the model that the user's layers name, or for the built-in base."""
-    model = {key: value for layer in user for key, value in _section(layer, "model").items()}
-    path, family = model.get("path"), model.get("family", EMPTY)
-    if not isinstance(path, str) or path == EMPTY:
-        usual = family in (EMPTY, USUAL_FAMILY)
-        return family_layers(USUAL_FAMILY if usual else str(family), builtin=builtin_if_none and usual)
-    if family == EMPTY:
-        try:
-            named = next(layer.name for layer in reversed(user) if "path" in _section(layer, "model"))
-            family = detect_family(Path(path), named if named == "--model" else f"model.path (from {named})")
-        except UsageError as error:
-            problems.extend(error.problems)
-    return family_layers(str(family), builtin=False)
+def _family_layers(
+    user: Sequence[Layer], problems: list[Problem], *, builtin_if_none: bool
+) -> tuple[list[Layer], list[Layer]]:
+    """The family's presets, for the model that the user's layers name or for the built-in base; and what holds it."""
+    model, offline = _model_of(user), any(_section(layer, "run").get("offline") is True for layer in user)
+    asked = model.get("family", EMPTY)
+    path = model.get("path")
+    if path is None:
+        usual = asked in (EMPTY, USUAL_FAMILY)
+        return family_layers(USUAL_FAMILY if usual else str(asked), builtin=builtin_if_none and usual), []
+    named = next(layer.name for layer in reversed(user) if "path" in _section(layer, "model"))
+    origin = named if named == "--model" else f"model.path (from {named})"
+    if offline:
+        hub.go_offline()
+    family, commit = str(asked), None
+    try:
+        base = find_base(_plain_section(model), offline=offline, weights=False, origin=origin)
+        family, commit = detect_family(base.folder, origin), base.commit
+        if asked not in (EMPTY, family):
+            message = f"model.family={asked}, and {path} is a model of {family}."
+            problems.append(Problem(message, f"Remove model.family, or check {origin}."))
+    except UsageError as error:
+        problems.extend(error.problems)
+    held = commit or EMPTY
+    now = model.get("revision") or EMPTY
+    changed = any("revision" in _section(layer, "model") for layer in user) or commit is not None
+    holding = [Layer("commit of the model", {"model": {"revision": held}})] if changed and now != held else []
+    return family_layers(family, builtin=False), holding
+
+
+def _model_of(user: Sequence[Layer]) -> dict[str, Any]:
+    """What the layers say of the model, later wins, without what is empty; a revision is that of the path it came with."""
+    model: dict[str, Any] = {}
+    for layer in user:
+        section = _section(layer, "model")
+        if "path" in section:
+            model.pop("revision", None)
+        model.update(section)
+    return {key: value for key, value in model.items() if value not in (None, EMPTY)}
+
+
+def _plain_section(model: Mapping[str, Any]) -> ModelSection:
+    """The same as a section; values of a wrong kind are left out here and refused with all the other settings."""
+    texts = ("path", "revision", "vae", "text_encoders")
+    values: dict[str, Any] = {key: model[key] for key in texts if isinstance(model.get(key), str)}
+    return ModelSection(**values, without_t5=model.get("without_t5") is True)
 
 
 def _section(layer: Layer, name: str) -> Mapping[str, Any]:

@@ -98,7 +98,7 @@ class ProductionTrainer:
 
     def check(self) -> DataReport:
         """The dataset gate's report, also for data that it refuses. Raises UsageError for unreadable folders."""
-        _, facts = read_model(self.config)
+        _, facts = read_model(self.config, weights=False)
         return read_data(self.config, facts)[1]
 
     def plan(self) -> Plan:

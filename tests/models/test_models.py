@@ -161,16 +161,6 @@ def test_parts_of_a_pipeline_may_differ_in_variant_and_the_safety_checker_may_be
     assert (drawn[0] == drawn[1]).all()
 
 
-def test_a_hub_id_is_told_from_a_mistyped_path(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "models").mkdir()
-    with pytest.raises(UsageError, match="not downloaded"):
-        detect_family(Path("runwayml/stable-diffusion-v1-5"))
-    for path in (Path("models/sd"), Path("sd"), Path("../sd"), tmp_path / "sd", Path("/sd")):
-        with pytest.raises(UsageError, match="There is no model"):
-            detect_family(path)
-
-
 def test_all_damaged_weights_are_named_at_once(model, tmp_path):
     other = copied(model, tmp_path)
     for component in ("unet", "vae"):

@@ -357,8 +357,8 @@ def test_two_that_start_at_once(bench, capsys):
     """The second found the folder free, and is refused where it would begin to write."""
     true, started = run_module.read_inputs, []
 
-    def read_inputs(*arguments):
-        inputs = true(*arguments)
+    def read_inputs(*arguments, **options):
+        inputs = true(*arguments, **options)
         if not started:
             started.append(True)
             assert bench.run("twice", steps=1) == 0

@@ -71,7 +71,7 @@ def measure(asked: Asked) -> Report:
     side, micro = trained_resolution(config, architecture.facts), config.batch.max_micro or 1
     shapes = attention_shapes(family, architecture, side, micro, dtype)
     found = time_attention(shapes, dtype, device, asked.steps or STEPS)
-    model = f"{architecture.facts.path.name} {side} px, {micro} at once, {str(dtype).removeprefix('torch.')}"
+    model = f"{architecture.facts.name} {side} px, {micro} at once, {str(dtype).removeprefix('torch.')}"
     rows = rows_of(model, shapes, found, dtype, device)
     return Report(rows, ABOUT, notes_on(rows, found, shapes), COLUMNS, first="attention")
 

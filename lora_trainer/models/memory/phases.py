@@ -53,7 +53,7 @@ def phase_costs(family: str) -> PhaseCosts:
 def costs_of(facts: ModelFacts) -> PhaseCosts:
     """The same, with the sizes of a folder's own encoders. Raises UsageError for weights that cannot be read."""
     published = phase_costs(facts.family)
-    if not facts.path.is_dir():
+    if not facts.whole or not facts.path.is_dir():
         return published
     text_encoders = sorted(path for path in facts.path.glob("text_encoder*") if path.is_dir())
     own = {path.name: _sizes(path) for path in (*text_encoders, facts.path / "vae")}

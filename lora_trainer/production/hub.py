@@ -1,0 +1,363 @@
+"""Models of a hub: found in the user's Hugging Face cache, else fetched into it. No torch.
+
+What is in the cache whole is used as it is, without a request. Everything else goes through `_listing` and `_fetch`, the
+two requests that are made: what a repository holds at a commit, and one file of it. A file that was fetched in part is
+gone on with.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Self
+from urllib.parse import urlsplit
+
+from lora_trainer.core.bounded import TextError, read_json_object
+from lora_trainer.core.digests import remembered_sha256
+from lora_trainer.core.disk import FULL, free_bytes, size_words
+from lora_trainer.core.errors import Problem, UsageError, first_line
+from lora_trainer.production.hub_files import (
+    INDEX,
+    MOST_SMALL_BYTES,
+    PICKLES,
+    Chosen,
+    choose_files,
+    is_plain,
+    single_checkpoints,
+)
+
+COMMIT = re.compile(r"[0-9a-f]{40}")
+REVISION = re.compile(r"\w[\w./-]{0,200}", re.ASCII)
+ETAG = re.compile(r"[\w-]{1,128}", re.ASCII)
+SHA256 = re.compile(r"[0-9a-f]{64}")
+MOST_INDEX_BYTES = 1 << 20
+SAID_EVERY = 0.1  # of a file's bytes
+WAIT = 20.0  # seconds for an answer
+ROOM = 1.01  # of what is fetched: file systems need some for themselves
+OFFLINE_VARIABLES = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "HF_DATASETS_OFFLINE")
+TRY_AGAIN = "Run the same command again: what was fetched is kept, and it goes on from there."
+
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class HubModel:
+    """`owner/name` at a branch, tag or commit; `file` names a single checkpoint in it."""
+
+    name: str
+    revision: str | None = None
+    file: str | None = None
+
+    @property
+    def asked(self) -> str:
+        return self.revision or "main"
+
+    def __str__(self) -> str:
+        return "/".join(filter(None, (self.name, self.file)))
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """A repository's files at a commit; of one that is not `whole` the configs alone are here."""
+
+    folder: Path
+    commit: str
+    whole: bool = False
+
+
+def go_offline() -> None:
+    """From here on no library asks the network: also those that read the environment before."""
+    for name in OFFLINE_VARIABLES:
+        os.environ[name] = "1"
+    if (constants := sys.modules.get("huggingface_hub.constants")) is not None:
+        vars(constants)["HF_HUB_OFFLINE"] = True
+
+
+def find_snapshot(model: HubModel, *, weights: bool, without_t5: bool, offline: bool, say: Say) -> Snapshot:
+    """The model's files, from the cache where they are whole there, else from the hub; without `weights` configs alone.
+
+    Raises UsageError for a model that the hub has not, holds back, or holds as pickles only, for a disk too full, and
+    with `offline` for one that is not here.
+    """
+    _check(model)
+    found = cached(model)
+    if found is not None:
+        for whole in (True, False)[: 1 if weights else 2]:
+            if not _lacking(found, model, weights=whole, without_t5=without_t5):
+                return replace(found, whole=whole)
+    if offline or _is_offline():
+        raise UsageError(_not_here(model, found, weights=weights, without_t5=without_t5))
+    with _told(model):
+        return _fetched(model, weights=weights, without_t5=without_t5, say=say)
+
+
+def cached(model: HubModel) -> Snapshot | None:
+    """What the cache has of the model, whole or not."""
+    storage = _storage(model)
+    commit = model.asked
+    if not COMMIT.fullmatch(commit):
+        try:
+            commit = (storage / "refs" / commit).read_text(encoding="ascii").strip()
+        except (OSError, ValueError):
+            return None
+    folder = storage / "snapshots" / commit
+    return Snapshot(folder, commit) if COMMIT.fullmatch(commit) and folder.is_dir() else None
+
+
+def _storage(model: HubModel) -> Path:
+    from huggingface_hub import constants
+
+    return Path(constants.HF_HUB_CACHE).expanduser() / f"models--{model.name.replace('/', '--')}"
+
+
+def _is_offline() -> bool:
+    from huggingface_hub import constants
+
+    return bool(constants.HF_HUB_OFFLINE)
+
+
+def _check(model: HubModel) -> None:
+    """Raise UsageError for a revision or a file that could lead elsewhere."""
+    if model.revision is not None and (not REVISION.fullmatch(model.revision) or ".." in model.revision):
+        message = f"model.revision = {model.revision!r} is no branch, tag or commit."
+        raise UsageError(Problem(message, "Leave it empty for the newest, or name a commit of 40 hexadecimal digits."))
+    if model.file is not None and not is_plain(model.file):
+        raise UsageError(Problem(f"{model} names no file of a repository.", "Name it as owner/name/file.safetensors."))
+
+
+def _lacking(found: Snapshot, model: HubModel, *, weights: bool, without_t5: bool) -> tuple[str, ...]:
+    """What the cache lacks of the model, in words."""
+    if model.file is not None:
+        return () if (found.folder / model.file).is_file() else (f"{model.file} is missing",)
+    if not (found.folder / INDEX).is_file():
+        return (f"{INDEX} is missing",)
+    names = [f"{path.parent.name}/{path.name}" for path in found.folder.glob("*/*") if path.is_file()]
+    return choose_files(names, _index(found.folder), weights=weights, without_t5=without_t5).lacking
+
+
+def _index(folder: Path) -> dict[str, Any]:
+    try:
+        return read_json_object(folder / INDEX, MOST_INDEX_BYTES)
+    except TextError as error:
+        raise UsageError(Problem(f"{folder / INDEX} {error}.", "Delete that file; it is fetched again.")) from error
+
+
+def _not_here(model: HubModel, found: Snapshot | None, *, weights: bool, without_t5: bool) -> Problem:
+    if found is None:
+        what = f"{model} at {model.asked} is not in the Hugging Face cache ({_storage(model).parent})"
+    else:
+        lacks = _lacking(found, model, weights=weights, without_t5=without_t5)
+        what = f"{model} is not whole in the Hugging Face cache: {', '.join(lacks)}"
+    return Problem(
+        f"{what}, and offline nothing is fetched.",
+        "Run once without --offline (and without HF_HUB_OFFLINE), or name a folder of the model.",
+    )
+
+
+def _fetched(model: HubModel, *, weights: bool, without_t5: bool, say: Say) -> Snapshot:
+    commit, sizes = _listing(model)
+    folder = _storage(model) / "snapshots" / commit
+    if model.file is not None:
+        if model.file not in sizes:
+            raise UsageError(_no_such_file(model, sizes))
+        _fetch_all(model, commit, [model.file], sizes, say)
+    else:
+        if INDEX not in sizes:
+            raise UsageError(_no_pipeline(model, sizes))
+        _fetch(model, commit, INDEX, _small(model, INDEX, sizes), say)
+        chosen = choose_files(sizes, _index(folder), weights=weights, without_t5=without_t5)
+        if chosen.lacking:
+            raise UsageError(_incomplete(model, chosen))
+        for name in chosen.small:
+            _small(model, name, sizes)
+        _fetch_all(model, commit, chosen.names, sizes, say)
+    if not COMMIT.fullmatch(model.asked):
+        _remember(model, commit)
+    return Snapshot(folder, commit, whole=weights or model.file is not None)
+
+
+def _fetch_all(model: HubModel, commit: str, names: Any, sizes: Mapping[str, int], say: Say) -> None:
+    """Fetch what is not here yet. Raises UsageError before the first when the disk has no room for all of them."""
+    folder = _storage(model) / "snapshots" / commit
+    left = {name: sizes[name] for name in names if not (folder / name).exists()}
+    needed, free = sum(left.values()), free_bytes(folder)
+    if needed * ROOM > free:
+        message = (
+            f"{model} needs {size_words(needed)}, and the disk of {_storage(model).parent} has {size_words(free)} free."
+        )
+        raise UsageError(Problem(message, "Free some space, or set HF_HOME to a folder on another disk."))
+    if left:
+        say(f"fetching {model} at {commit[:12]} from the hub: {size_words(needed)} in {len(left)} files")
+    for name, size in left.items():
+        _fetch(model, commit, name, size, say)
+
+
+def _remember(model: HubModel, commit: str) -> None:
+    """Note which commit a branch or tag was, as the hub's own library does."""
+    path = _storage(model) / "refs" / model.asked
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(commit, encoding="ascii")
+
+
+def _endpoint() -> str:
+    from huggingface_hub import constants
+
+    return str(constants.ENDPOINT)
+
+
+def _listing(model: HubModel) -> tuple[str, dict[str, int]]:
+    """The commit and each file's bytes: the first of the two requests."""
+    from huggingface_hub import HfApi
+
+    api = HfApi()
+    try:
+        info = api.model_info(model.name, revision=model.revision, files_metadata=True, timeout=WAIT)
+        commit, files = info.sha, info.siblings or []
+        sizes = {str(file.rfilename): int(file.size or 0) for file in files}
+    except (TypeError, KeyError, AttributeError, json.JSONDecodeError) as error:
+        raise UsageError(Problem(f"The hub's answer about {model} cannot be read.", "Check HF_ENDPOINT.")) from error
+    if not isinstance(commit, str) or not COMMIT.fullmatch(commit) or any(size < 0 for size in sizes.values()):
+        raise UsageError(Problem(f"The hub's answer about {model} names no commit.", "Check HF_ENDPOINT."))
+    return commit, sizes
+
+
+def _fetch(model: HubModel, commit: str, name: str, size: int, say: Say) -> None:
+    """Bring one file into the cache, going on where an earlier try ended: the second of the two requests.
+
+    The hub's own library begins a file anew; so the bytes are gathered here, and it only puts the file into its place.
+    """
+    from filelock import FileLock
+    from huggingface_hub import get_hf_file_metadata, hf_hub_download, hf_hub_url
+    from huggingface_hub.file_download import http_get
+    from huggingface_hub.utils._headers import build_hf_headers
+
+    url = hf_hub_url(model.name, name, revision=commit)
+    about = get_hf_file_metadata(url, timeout=WAIT)
+    etag = about.etag or ""
+    if not ETAG.fullmatch(etag) or about.commit_hash != commit or about.size != size:
+        message = f"The hub says of {model}, {name}: {about.size} bytes at {str(about.commit_hash)[:12]}, in place of {size} at {commit[:12]}."
+        raise UsageError(Problem(message, "Try again later; check HF_ENDPOINT."))
+    headers = build_hf_headers(token=None if urlsplit(about.location).netloc == urlsplit(url).netloc else False)
+    blobs = _storage(model) / "blobs"
+    blobs.mkdir(parents=True, exist_ok=True)
+    part = blobs / f"{etag}.part"
+    with FileLock(f"{part}.lock"):
+        if not (blobs / etag).exists():
+            with open(part, "ab") as file:
+                if file.tell() > size:
+                    file.truncate(0)
+                bar = _spoken(name, size, say)
+                http_get(
+                    about.location, file, resume_size=file.tell(), headers=headers, expected_size=size, tqdm_class=bar
+                )
+            if SHA256.fullmatch(etag) and remembered_sha256(part) != etag:
+                part.unlink()
+                message = f"{name} of {model} came with other bytes than the hub says (its sha256 differs)."
+                raise UsageError(Problem(message, "Run the same command again: the file is fetched anew."))
+            os.replace(part, blobs / etag)
+    hf_hub_download(model.name, name, revision=commit, etag_timeout=WAIT)
+
+
+def _spoken(name: str, size: int, say: Say) -> Any:
+    """A progress bar in the manner of tqdm that says a line for each tenth of a large file."""
+
+    class Spoken:
+        def __init__(self, *_: Any, initial: int = 0, **__: Any) -> None:
+            self.done = initial
+            self.said = initial / max(1, size)
+            if initial:
+                say(f"  {name}: goes on at {size_words(initial)} of {size_words(size)}")
+
+        def update(self, count: int) -> None:
+            self.done += count
+            if size > MOST_SMALL_BYTES and self.done >= (self.said + SAID_EVERY) * size:
+                self.said = self.done / size
+                say(f"  {name}: {size_words(self.done)} of {size_words(size)}")
+
+        def close(self) -> None:
+            return None
+
+        def __enter__(self) -> Self:
+            return self
+
+        def __exit__(self, *_: object) -> None:
+            return None
+
+    return Spoken
+
+
+def _small(model: HubModel, name: str, sizes: Mapping[str, int]) -> int:
+    """A file's bytes. Raises UsageError for a config that no config is as large as."""
+    if sizes[name] > MOST_SMALL_BYTES:
+        message = (
+            f"{name} of {model} has {size_words(sizes[name])}; a config has at most {size_words(MOST_SMALL_BYTES)}."
+        )
+        raise UsageError(Problem(message, "Choose another model."))
+    return sizes[name]
+
+
+def _no_such_file(model: HubModel, sizes: Mapping[str, int]) -> Problem:
+    there = ", ".join(single_checkpoints(sizes)[:5]) or "none"
+    return Problem(f"{model.name} has no file {model.file}.", f"Its .safetensors files: {there}.")
+
+
+def _no_pipeline(model: HubModel, sizes: Mapping[str, int]) -> Problem:
+    """Of a repository that is no diffusers folder: what it is instead, and how to name it."""
+    single = single_checkpoints(sizes)
+    if "adapter_config.json" in sizes or any("lora" in name.lower() for name in single):
+        return Problem(f"{model} holds a LoRA, not a model to train on.", "Name the base that it was trained on.")
+    if single:
+        named = ", ".join(f"{model.name}/{name}" for name in single[:5])
+        return Problem(f"{model} holds single checkpoints and no {INDEX}.", f"Name one of its files: {named}.")
+    pickles = sorted(name for name in sizes if name.endswith(PICKLES))
+    what = f"only {pickles[0][:80]}, a pickle" if pickles else f"no {INDEX}"
+    return Problem(f"{model} holds {what}.", "Only models in .safetensors are loaded; look for another repository.")
+
+
+def _incomplete(model: HubModel, chosen: Chosen) -> list[Problem]:
+    fix = "Only whole models in .safetensors are loaded; look for another repository or revision."
+    return [Problem(f"{model}: {what}.", fix) for what in chosen.lacking]
+
+
+@contextmanager
+def _told(model: HubModel) -> Iterator[None]:
+    """Errors of the hub and of the network as UsageError: what happened, and what to do."""
+    import httpx2
+    from huggingface_hub import errors
+
+    page = f"{_endpoint()}/{model.name}"
+    try:
+        yield
+    except errors.GatedRepoError as error:
+        fix = f"Agree to its terms on {page}, then `hf auth login` or set HF_TOKEN."
+        raise UsageError(Problem(f"{model} is gated: the hub asks for a licence to be agreed to.", fix)) from error
+    except errors.RevisionNotFoundError as error:
+        raise UsageError(
+            Problem(f"{model} has no revision {model.asked}.", f"See {page}; check model.revision.")
+        ) from error
+    except errors.RepositoryNotFoundError as error:
+        message = f"{model.name} is neither a folder here nor a model of the hub that this user may see."
+        fix = f"Check --model: a folder is written ./{model.name}; a private model needs `hf auth login` or HF_TOKEN."
+        raise UsageError(Problem(message, fix)) from error
+    except errors.HfHubHTTPError as error:
+        code = error.response.status_code
+        if code in (401, 403):
+            message = f"The hub refuses {model} to this user (error {code})."
+            raise UsageError(Problem(message, "Log in with `hf auth login`, or check HF_TOKEN.")) from error
+        raise UsageError(
+            Problem(f"The hub answers {model} with error {code}.", f"Try again later. {TRY_AGAIN}")
+        ) from error
+    except (httpx2.HTTPError, errors.LocalEntryNotFoundError, errors.OfflineModeIsEnabled) as error:
+        message = f"The hub cannot be reached for {model}: {first_line(error)}."
+        raise UsageError(Problem(message, f"Check the network and HF_ENDPOINT. {TRY_AGAIN}")) from error
+    except OSError as error:
+        reason = "the disk is full" if error.errno in FULL else first_line(error)
+        raise UsageError(Problem(f"{model} could not be fetched: {reason}.", TRY_AGAIN)) from error
+    except (errors.HFValidationError, errors.FileMetadataError, ValueError) as error:
+        raise UsageError(Problem(f"{model} could not be fetched: {first_line(error)}.", "Check --model.")) from error

@@ -1,0 +1,113 @@
+"""Which files of a repository make a base: names alone decide, a hub's listing or a folder's. Standard library only.
+
+Names come from strangers. What is no plain `PART/FILE` is passed over, so none can lead out of a folder.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+INDEX = "model_index.json"
+PART = re.compile(r"unet|transformer|vae|scheduler|(?:text_encoder|tokenizer)(?:_[2-9])?")
+_FILE = re.compile(r"\w[\w.-]{0,120}", re.ASCII)
+# `model-00001-of-00002.safetensors`, `model.fp16.safetensors`, `model.fp16-00001-of-00002.safetensors`.
+_WEIGHTS = re.compile(
+    r"(?P<stem>diffusion_pytorch_model|model)(?:\.(?P<variant>[a-z0-9]+))?(?:-(?P<number>\d{5})-of-(?P<count>\d{5}))?"
+    r"(?:\.(?P<late>[a-z0-9]+))?\.safetensors"
+)
+VARIANTS = ("", "fp16", "bf16")  # plain weights before those of half the bytes
+PICKLES = (".bin", ".ckpt", ".pt", ".pth")
+VOCABULARIES = (("tokenizer.json",), ("vocab.json", "merges.txt"), ("spiece.model",), ("tokenizer.model",))
+WORDS = (".json", ".txt", ".model", ".jinja")  # endings of a tokenizer's files
+MOST_SMALL_BYTES = 1 << 26  # of a file that holds no weights; vocabularies of language models have 16 MiB
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """The files to have, in the order to fetch them, and what is missing, in words."""
+
+    small: tuple[str, ...]
+    weights: tuple[str, ...]
+    lacking: tuple[str, ...]
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return (*self.small, *self.weights)
+
+
+def choose_files(names: Collection[str], index: Mapping[str, Any], *, weights: bool, without_t5: bool) -> Chosen:
+    """The files of the parts that a `model_index.json` names: configs, vocabularies and one set of weights of each."""
+    small: list[str] = []
+    heavy: list[str] = []
+    lacking: list[str] = []
+    for part in parts_of(index, without_t5=without_t5):
+        inside = {name.partition("/")[2] for name in names if name.startswith(f"{part}/")}
+        inside = {name for name in inside if _FILE.fullmatch(name)}
+        if part.startswith("tokenizer"):
+            small += [f"{part}/{name}" for name in sorted(inside) if name.endswith(WORDS)]
+            if not any(inside.issuperset(files) for files in VOCABULARIES):
+                lacking.append(f"{part}/ holds no vocabulary")
+            continue
+        config = "scheduler_config.json" if part == "scheduler" else "config.json"
+        if config in inside:
+            small.append(f"{part}/{config}")
+        else:
+            lacking.append(f"{part}/{config} is missing")
+        if part == "scheduler" or not weights:
+            continue
+        found = weights_of(inside)
+        heavy += [f"{part}/{name}" for name in found]
+        if not found:
+            lacking.append(f"{part}/ {_instead(inside)}")
+    return Chosen((*small, INDEX), tuple(heavy), tuple(lacking))
+
+
+def parts_of(index: Mapping[str, Any], *, without_t5: bool) -> list[str]:
+    """The parts that training needs, as the pipeline's index names them; a safety checker is none."""
+    t5 = {part for part, value in index.items() if without_t5 and "T5" in str(value)}
+    return sorted(
+        part
+        for part, value in index.items()
+        if PART.fullmatch(part) and isinstance(value, list) and any(value) and part not in t5
+    )
+
+
+def weights_of(names: Collection[str]) -> list[str]:
+    """One complete set of weights among a part's files, plain before narrow; empty where there is none."""
+    sets: dict[tuple[str, str], dict[tuple[int, int], str]] = {}
+    for name in sorted(names):
+        if found := _WEIGHTS.fullmatch(name):
+            place = (int(found["number"] or 0), int(found["count"] or 0))
+            sets.setdefault((found["variant"] or found["late"] or "", found["stem"]), {})[place] = name
+    for variant in VARIANTS:
+        for (kind, stem), files in sorted(sets.items()):
+            if kind != variant:
+                continue
+            if whole := files.get((0, 0)):
+                return [whole]
+            count = max(of for _, of in files)
+            shards = [files[place] for place in sorted(files) if place[1] == count]
+            index = ".".join([stem, "safetensors.index", *([variant] if variant else []), "json"])
+            if len(shards) == count and index in names:
+                return [index, *shards]
+    return []
+
+
+def single_checkpoints(names: Collection[str]) -> list[str]:
+    """Files of weights at the top of a repository."""
+    return sorted(name for name in names if name.endswith(".safetensors") and _FILE.fullmatch(name))
+
+
+def is_plain(name: str) -> bool:
+    """Whether a name that the user gave inside of a repository leads nowhere else."""
+    return all(_FILE.fullmatch(each) for each in name.split("/"))
+
+
+def _instead(inside: Collection[str]) -> str:
+    pickles = sorted(name for name in inside if name.endswith(PICKLES))
+    if pickles:
+        return f"holds only {pickles[0]}, a pickle"
+    return "holds no complete set of .safetensors weights"

@@ -1,0 +1,286 @@
+"""Models of a hub, fetched over real sockets from one on this machine."""
+
+from __future__ import annotations
+
+import json
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from lora_trainer.config.schema.inputs import ModelSection
+from lora_trainer.core.errors import UsageError
+from lora_trainer.production import hub as hub_module
+from lora_trainer.production.base import Base, find_base
+from lora_trainer.production.hub_files import choose_files, weights_of
+from tests.production.local_hub import COMMIT, LocalHub, local_hub
+
+NAME = "some/model"
+INDEX = {
+    "_class_name": "StableDiffusionPipeline",
+    "safety_checker": ["x", "Checker"],
+    "scheduler": ["diffusers", "PNDMScheduler"],
+    "text_encoder": ["transformers", "CLIPTextModel"],
+    "text_encoder_2": [None, None],
+    "tokenizer": ["transformers", "CLIPTokenizer"],
+    "unet": ["diffusers", "UNet2DConditionModel"],
+    "vae": ["diffusers", "AutoencoderKL"],
+}
+FILES = {
+    "model_index.json": json.dumps(INDEX).encode(),
+    "README.md": b"read me",
+    "model.ckpt": b"pickle",
+    "scheduler/scheduler_config.json": b'{"of": "scheduler"}',
+    "tokenizer/vocab.json": b'{"of": "tokenizer"}',
+    "tokenizer/merges.txt": b"#",
+    "text_encoder/config.json": b'{"of": "text_encoder"}',
+    "text_encoder/model.safetensors": b"t" * 300,
+    "text_encoder/pytorch_model.bin": b"pickle",
+    "safety_checker/model.safetensors": b"s" * 1000,
+    "unet/config.json": b'{"of": "unet"}',
+    "unet/diffusion_pytorch_model.safetensors": bytes(range(256)) * 40,
+    "unet/diffusion_pytorch_model.fp16.safetensors": b"half",
+    "unet/diffusion_pytorch_model.non_ema.safetensors": b"other",
+    "vae/config.json": b'{"of": "vae"}',
+    "vae/diffusion_pytorch_model.fp16.safetensors": b"v" * 200,
+}
+UNET = "unet/diffusion_pytorch_model.safetensors"
+
+
+@pytest.fixture
+def hub(tmp_path: Path) -> Iterator[LocalHub]:
+    with local_hub(tmp_path / "hf") as running:
+        running.repositories[NAME] = dict(FILES)
+        yield running
+
+
+def base(
+    path: str = NAME, *, weights: bool = True, offline: bool = False, said: list[str] | None = None, **more: object
+) -> Base:
+    section = ModelSection.model_validate({"path": path, **more})
+    return find_base(section, weights=weights, offline=offline, say=[].append if said is None else said.append)
+
+
+def refused(path: str = NAME, **more: object) -> str:
+    with pytest.raises(UsageError) as caught:
+        base(path, **more)  # type: ignore[arg-type]
+    assert all(problem.fix for problem in caught.value.problems)
+    return str(caught.value)
+
+
+def test_only_what_is_needed_is_fetched_and_then_found_without_a_request(hub: LocalHub) -> None:
+    found = base()
+    fetched = set(hub.fetched())
+    assert fetched == set(FILES) - {
+        "README.md",
+        "model.ckpt",
+        "text_encoder/pytorch_model.bin",
+        "safety_checker/model.safetensors",
+        "unet/diffusion_pytorch_model.fp16.safetensors",
+        "unet/diffusion_pytorch_model.non_ema.safetensors",
+    }
+    assert {name: (found.folder / name).read_bytes() for name in fetched} == {name: FILES[name] for name in fetched}
+    assert (found.commit, found.named, found.whole) == (COMMIT, NAME, True)
+    hub.asked.clear()
+    assert base() == found
+    assert base(offline=True) == found
+    assert base(revision=COMMIT) == found
+    assert hub.asked == []
+
+
+def test_configs_alone_are_fetched_first_and_the_weights_when_they_are_asked_for(hub: LocalHub) -> None:
+    told = base(weights=False)
+    assert not told.whole
+    assert not [name for name in hub.fetched() if name.endswith(".safetensors")]
+    assert "text_encoder/ holds no complete set" in refused(offline=True)
+    assert base(weights=False, offline=True) == told
+    whole = base()
+    assert (whole.folder, whole.whole) == (told.folder, True)
+    assert base(weights=False).whole
+
+
+def test_a_fetch_that_was_cut_off_goes_on_where_it_ended(hub: LocalHub, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("huggingface_hub.file_download.time.sleep", lambda seconds: None)
+    monkeypatch.setattr("huggingface_hub.constants.DOWNLOAD_CHUNK_SIZE", 1000)
+    hub.cut[UNET] = 4000
+    assert "error 503" in refused()
+    hub.status.clear()
+    hub.asked.clear()
+    said: list[str] = []
+    found = base(said=said)
+    ranges = [asked for how, path, asked in hub.asked if how == "GET" and path.endswith(UNET)]
+    assert ranges == ["bytes=4000-"]
+    assert (found.folder / UNET).read_bytes() == FILES[UNET]
+    assert any("goes on at 4 KB" in line for line in said)
+
+
+def test_other_bytes_than_the_hub_says_are_not_taken(hub: LocalHub) -> None:
+    hub.headers["ETag"] = f'"{"a" * 64}"'
+    assert "its sha256 differs" in refused()
+    hub.headers.clear()
+    assert base().whole
+
+
+@pytest.mark.parametrize(
+    ("path", "status", "words"),
+    [
+        ("/resolve/", (401, "GatedRepo"), "is gated"),
+        ("/api/", (403, "GatedRepo"), "is gated"),
+        ("/api/", (403, ""), "refuses some/model to this user (error 403)"),
+        ("/api/", (404, "RepoNotFound"), "neither a folder here nor a model of the hub"),
+        ("/api/", (401, "RepoNotFound"), "neither a folder here nor a model of the hub"),
+        ("/api/", (404, "RevisionNotFound"), "has no revision main"),
+        ("/api/", (500, ""), "error 500"),
+    ],
+)
+def test_what_the_hub_refuses_is_said_with_what_to_do(
+    hub: LocalHub, path: str, status: tuple[int, str], words: str
+) -> None:
+    hub.status[path] = status
+    assert words in refused()
+
+
+def test_a_hub_that_is_not_there(hub: LocalHub, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")
+    assert "cannot be reached" in refused()
+
+
+def test_offline_makes_no_request(hub: LocalHub, monkeypatch: pytest.MonkeyPatch) -> None:
+    def opened(*_: object, **__: object) -> None:
+        raise AssertionError("a socket was opened")
+
+    monkeypatch.setattr(socket, "create_connection", opened)
+    monkeypatch.setattr(socket.socket, "connect", opened)
+    assert "offline nothing is fetched" in refused(offline=True)
+    assert "offline nothing is fetched" in refused(offline=True, revision="v1")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    assert "offline nothing is fetched" in refused()
+
+
+@pytest.mark.parametrize(
+    ("files", "words"),
+    [
+        ({"unet/diffusion_pytorch_model.bin": b"x", "vae/diffusion_pytorch_model.bin": b"x"}, "a pickle"),
+        ({UNET: None, "unet/diffusion_pytorch_model.fp16.safetensors": None}, "unet/ holds no complete set"),
+        ({"tokenizer/vocab.json": None}, "tokenizer/ holds no vocabulary"),
+        ({"vae/config.json": None}, "vae/config.json is missing"),
+        ({"model_index.json": None}, "only model.ckpt, a pickle"),
+        ({"model_index.json": None, "sd.safetensors": b"x"}, "Name one of its files: some/model/sd.safetensors"),
+        ({"model_index.json": None, "adapter_config.json": b"{}"}, "holds a LoRA"),
+        ({"model_index.json": b"[]"}, "is not a JSON object"),
+    ],
+)
+def test_a_repository_that_is_no_base_is_refused_before_weights_are_fetched(
+    hub: LocalHub, files: dict[str, bytes | None], words: str
+) -> None:
+    if any(name.endswith(".bin") for name in files):
+        for name in [each for each in FILES if each.endswith(".safetensors")]:
+            del hub.repositories[NAME][name]
+    for name, data in files.items():
+        hub.repositories[NAME].pop(name, None)
+        if data is not None:
+            hub.repositories[NAME][name] = data
+    assert words in refused()
+    assert not [name for name in hub.fetched() if name.endswith(".safetensors")]
+
+
+def test_a_single_checkpoint_of_a_repository(hub: LocalHub) -> None:
+    hub.repositories[NAME] = {"sd.safetensors": b"not one", "old/deep.safetensors": b"nor this"}
+    assert "has no file lost.safetensors" in refused(f"{NAME}/lost.safetensors")
+    found = hub_module.find_snapshot(
+        hub_module.HubModel(NAME, file="old/deep.safetensors"),
+        weights=False,
+        without_t5=False,
+        offline=False,
+        say=print,
+    )
+    assert (found.folder / "old/deep.safetensors").read_bytes() == b"nor this"
+    assert hub.fetched() == ["old/deep.safetensors"]
+
+
+def test_a_disk_without_room_is_said_before_anything_is_fetched(hub: LocalHub, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hub_module, "free_bytes", lambda folder: 2000)
+    assert "has 2 KB free" in refused()
+    assert hub.fetched() == ["model_index.json"]
+
+
+@pytest.mark.parametrize(
+    "name", ["../../up.json", "unet/../../up.safetensors", "/etc/model.safetensors", "unet\\x.safetensors"]
+)
+def test_names_in_a_listing_lead_nowhere(hub: LocalHub, tmp_path: Path, name: str) -> None:
+    hub.repositories[NAME][name] = b"hostile"
+    base()
+    assert name not in hub.fetched()
+    assert not [path for path in tmp_path.rglob("*") if path.is_file() and path.read_bytes() == b"hostile"]
+
+
+@pytest.mark.parametrize(
+    "listing",
+    [
+        {"sha": "../../../outside"},
+        {"sha": None},
+        {"siblings": [{"rfilename": "model_index.json", "size": -1}]},
+        {"siblings": "none"},
+        {"siblings": [{"rfilename": "model_index.json", "size": 10**12}]},
+    ],
+)
+def test_answers_that_make_no_sense_are_refused(hub: LocalHub, listing: dict[str, object]) -> None:
+    hub.listing = listing
+    refused()
+    assert hub.fetched() == []
+
+
+@pytest.mark.parametrize("headers", [{"ETag": '"../../out"'}, {"X-Repo-Commit": "../../out"}])
+def test_headers_that_lead_elsewhere_are_refused(hub: LocalHub, tmp_path: Path, headers: dict[str, str]) -> None:
+    hub.headers = headers
+    refused()
+    assert not list(tmp_path.rglob("out*"))
+
+
+@pytest.mark.parametrize(
+    "path", ["lost", "./some/model", "some/model.safetensors", "C:\\some\\model", "some/model/part"]
+)
+def test_a_path_is_never_looked_for_on_a_hub(hub: LocalHub, path: str) -> None:
+    assert "There is no model at" in refused(path)
+    assert hub.asked == []
+
+
+def test_a_folder_of_the_owner_makes_it_a_mistyped_path(
+    hub: LocalHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "some").mkdir()
+    monkeypatch.chdir(tmp_path)
+    assert "the folder some is here" in refused()
+    assert hub.asked == []
+
+
+def test_a_page_of_the_web_is_told_as_an_id(hub: LocalHub) -> None:
+    assert "Name the model as some/model." in refused(f"https://huggingface.co/{NAME}/tree/main")
+
+
+@pytest.mark.parametrize("revision", ["../main", "a b", "-x", "x/../../y"])
+def test_a_revision_that_is_none(hub: LocalHub, revision: str) -> None:
+    assert "is no branch, tag or commit" in refused(revision=revision)
+    assert hub.asked == []
+
+
+def test_which_weights_are_taken() -> None:
+    half = {"model.fp16.safetensors"}
+    shards = {f"model-0000{number}-of-00002.safetensors" for number in (1, 2)}
+    index = {"model.safetensors.index.json"}
+    assert weights_of({*half, "model.safetensors"}) == ["model.safetensors"]
+    assert weights_of(half | shards | index) == [*index, *sorted(shards)]
+    assert weights_of(half | shards) == [*half]
+    assert weights_of({*shards - {"model-00001-of-00002.safetensors"}, *index}) == []
+    sharded = {
+        f"diffusion_pytorch_model{each}.safetensors" for each in (".fp16-00001-of-00002", "-00002-of-00002.fp16")
+    }
+    assert len(weights_of({*sharded, "diffusion_pytorch_model.safetensors.index.fp16.json"})) == 3
+    assert weights_of({"model.non_ema.safetensors", "sd.safetensors", "model.bin"}) == []
+
+
+def test_without_t5_its_parts_are_left_out() -> None:
+    index = {"text_encoder_3": ["transformers", "T5EncoderModel"], "tokenizer_3": ["transformers", "T5TokenizerFast"]}
+    assert choose_files((), index, weights=True, without_t5=True).lacking == ()
+    assert len(choose_files((), index, weights=True, without_t5=False).lacking) == 3
