@@ -34,6 +34,8 @@ from lora_trainer.cli.caption import EXAMPLES as CAPTION_EXAMPLES
 from lora_trainer.cli.caption import add_caption_arguments, caption_command
 from lora_trainer.cli.check_arguments import EXAMPLES as CHECK_EXAMPLES
 from lora_trainer.cli.check_arguments import add_check_arguments, check
+from lora_trainer.cli.convert import EXAMPLES as CONVERT_EXAMPLES
+from lora_trainer.cli.convert import add_convert_arguments, convert_command
 from lora_trainer.cli.errors import report_error
 from lora_trainer.cli.imports import EXAMPLES as IMPORT_EXAMPLES
 from lora_trainer.cli.imports import add_import_arguments, import_command
@@ -291,6 +293,12 @@ COMMANDS = {
         add_sample_arguments,
         sample,
         SAMPLE_EXAMPLES,
+    ),
+    "convert": Command(
+        "write a LoRA file in another program's form, exactly",
+        add_convert_arguments,
+        convert_command,
+        CONVERT_EXAMPLES,
     ),
     "report": Command(
         "write a run's HTML report again, or compare several runs",

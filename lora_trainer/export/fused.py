@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from functools import reduce
 from itertools import accumulate, pairwise
 
 import torch
@@ -34,7 +35,8 @@ def join(parts: Mapping[int, LoraPair], rules: Sequence[Rule]) -> LoraPair:
     shared = len(pairs) > 1 and all(_same(pair.down, pairs[0].down) for pair in pairs[1:])
     ranks = {part: 0 if shared else pair.rank for part, pair in parts.items()}
     down = pairs[0].down if shared else torch.cat([parts[part].down for part in sorted(parts)])
-    up = torch.zeros(unit * sum(shares), down.shape[0], dtype=next(iter(ups.values())).dtype)
+    dtype = reduce(torch.promote_types, (up.dtype for up in ups.values()))
+    up = torch.zeros(unit * sum(shares), down.shape[0], dtype=dtype)
     edges = [0, *accumulate(unit * share for share in shares)]
     column = 0
     for part in sorted(parts):

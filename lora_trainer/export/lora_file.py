@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import errno
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -59,19 +59,30 @@ def write_lora(
     return kohya_path, diffusers_path
 
 
-def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
-    """Write a safetensors file atomically, reading it back before it takes its name.
+def write_tensors(
+    path: Path,
+    tensors: Mapping[str, Tensor],
+    metadata: Mapping[str, str],
+    hold: Callable[[Mapping[str, Tensor]], None] = lambda back: None,
+) -> None:
+    """Write a safetensors file atomically, reading it back before it takes its name; `hold` may refuse what was read.
 
     Raises OSError when the disk refuses, or what is read back differs from what was written.
     """
     with atomic_path(path) as temporary:
         try:
-            save_file(dict(tensors), temporary, metadata=dict(metadata))
+            save_file({key: _own(tensor) for key, tensor in tensors.items()}, temporary, metadata=dict(metadata))
         except SafetensorError as error:  # whose message alone says that it is the disk's
             raise OSError(refusal(error) or errno.EIO, str(error), str(path)) from error
         back = load_file(temporary)
         if set(back) != set(tensors) or not all(torch.equal(back[key], tensors[key]) for key in tensors):
             raise OSError(f"{path.name} reads back differently from what was written")
+        hold(back)
+
+
+def _own(tensor: Tensor) -> Tensor:
+    """A tensor with memory of its own: the parts of a fused layer share theirs, which safetensors refuses."""
+    return tensor.clone(memory_format=torch.contiguous_format)
 
 
 def read_lora(path: Path, families: Sequence[Names] = ()) -> LoraWeights:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -40,6 +41,27 @@ OTHER_METHODS = {  # beginnings or ends of what stands behind a module's name
     ".lora_up.bias": "LoRA with changes of biases",
     ".reshape_weight": "LoRA that widens layers",
 }
+OTHER_FILES = (  # by a beginning of any key, the surest first
+    ("control_model.", "a ControlNet"),
+    ("controlnet_", "a ControlNet"),
+    ("model.diffusion_model.", "a base model"),
+    ("first_stage_model.", "an autoencoder (VAE)"),
+    ("cond_stage_model.", "a text encoder"),
+    ("bundle_emb.", "a set of learned words"),
+    ("emb_params", "a learned word (textual inversion)"),
+    ("clip_g", "a learned word (textual inversion)"),
+    ("clip_l", "a learned word (textual inversion)"),
+    ("string_to_param", "a learned word (textual inversion)"),
+    ("decoder.up", "an autoencoder (VAE)"),
+    ("quant_conv.", "an autoencoder (VAE)"),
+    ("encoder.block.", "a text encoder (T5)"),
+    ("text_model.", "a text encoder (CLIP)"),
+    ("down_blocks.", "a base model's U-Net"),
+    ("input_blocks.", "a base model's U-Net"),
+    ("joint_blocks.", "a base model's transformer"),
+    ("double_blocks.", "a base model's transformer"),
+    ("transformer_blocks.", "a base model's transformer"),
+)
 FORMS = {"kohya": "kohya's form", "diffusers": "diffusers'", "old": "the form that diffusers had before peft"}
 HINTS = ("ss_base_model_version", "modelspec.architecture", "ss_base_model")
 
@@ -50,6 +72,16 @@ def other_method(keys: Sequence[str]) -> str | None:
         if any(key.endswith(mark) or (mark.endswith("_") and mark in key) for key in keys):
             return method
     return None
+
+
+@dataclass(frozen=True)
+class Collected:
+    """What of a file can be read, and all that is wrong with it. `names` are the file's, with what each stands for."""
+
+    weights: LoraWeights
+    form: str  # a key of FORMS, or "" where nothing tells
+    names: Mapping[str, Found]
+    problems: tuple[Problem, ...]
 
 
 def weights_of(
@@ -64,20 +96,25 @@ def weights_of(
     Raises UsageError with all problems at once for another method than LoRA, a mixture of forms, half a pair, wrong
     shapes, and unknown keys.
     """
-    if method := other_method(list(tensors)):
-        fix = "Its update is not exact in other programs: convert it to a LoRA with the program that made it."
-        raise UsageError(Problem(f"{file} is a {method}, not a plain LoRA.", fix))
+    collected = collect(file, tensors, metadata, families, peft_config)
+    if collected.problems:
+        raise UsageError(collected.problems)
+    return collected.weights
+
+
+def collect(
+    file: str,
+    tensors: Mapping[str, Tensor],
+    metadata: Mapping[str, str],
+    families: Sequence[Names] = (),
+    peft_config: Mapping[str, Any] | None = None,
+) -> Collected:
+    """Whatever of a file's tensors can be read as `weights_of` reads them, with all that is wrong beside it."""
     words = {key.removeprefix(EMBEDDING): tensor for key, tensor in tensors.items() if key.startswith(EMBEDDING)}
     keys = {key: read for key in tensors if not key.startswith(EMBEDDING) and (read := read_key(key))}
     forms = sorted({read.form for read in keys.values()} - {""})
-    if len(forms) > 1:
-        counts = [f"{sum(read.form == form for read in keys.values())} keys in {FORMS[form]}" for form in forms]
-        fix = "Programs load one half silently: export it again in one form."
-        raise UsageError(Problem(f"{file} mixes {' and '.join(counts)}.", fix))
-    if not forms and not any(read.part == "alpha" for read in keys.values()):
-        fix = "Name a LoRA file; this may be a whole model." if tensors else "The file holds no tensors."
-        raise UsageError(Problem(f"{file} holds no LoRA weights among its {len(tensors)} keys.", fix))
-
+    if whole := _wrong_kind(file, list(tensors), keys, forms):
+        return Collected(LoraWeights({}, metadata, words), forms[0] if len(forms) == 1 else "", {}, (whole,))
     problems: list[Problem] = []
     unknown = sorted(key for key in tensors if key not in keys and not key.startswith(EMBEDDING))
     if unknown:
@@ -92,9 +129,30 @@ def weights_of(
     alphas = {} if "kohya" in forms else _header_alphas(file, metadata, peft_config, found, pairs, problems)
     pairs = {name: _with_alpha(pair, halves[name], alphas.get(name)) for name, pair in pairs.items()}
     modules = _modules(file, pairs, found, fused_ranks(metadata), problems)
-    if problems:
-        raise UsageError(problems)
-    return LoraWeights(modules, metadata, words, family.family if family else None)
+    weights = LoraWeights(modules, metadata, words, family.family if family else None)
+    return Collected(weights, forms[0] if forms else "", found, tuple(problems))
+
+
+def _wrong_kind(file: str, tensors: Sequence[str], keys: Mapping[str, Key], forms: Sequence[str]) -> Problem | None:
+    if method := other_method(tensors):
+        fix = "Its update is not exact in other programs: convert it to a LoRA with the program that made it."
+        return Problem(f"{file} is a {method}, not a plain LoRA.", fix)
+    if len(forms) > 1:
+        counts = [f"{sum(read.form == form for read in keys.values())} keys in {FORMS[form]}" for form in forms]
+        fix = "Programs load one half silently: export it again in one form."
+        return Problem(f"{file} mixes {' and '.join(counts)}.", fix)
+    if not forms and not any(read.part == "alpha" for read in keys.values()):
+        kind = other_file(tensors)
+        fix = "Name a LoRA file; a base model is named with --model." if tensors else "The file holds no tensors."
+        return Problem(
+            f"{file} holds no LoRA weights among its {len(tensors)} keys{f': it is {kind}' if kind else ''}.", fix
+        )
+    return None
+
+
+def other_file(keys: Sequence[str]) -> str | None:
+    """What a file without LoRA weights is, by its keys; None when that is not known."""
+    return next((kind for beginning, kind in OTHER_FILES if any(key.startswith(beginning) for key in keys)), None)
 
 
 def some(names: Sequence[str]) -> str:

@@ -1,0 +1,179 @@
+"""A LoRA file from one form into another, exactly: the new file is held against the old one before it takes its name."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from lora_trainer.core.errors import Problem, UsageError
+from lora_trainer.export import diffusers as diffusers_form
+from lora_trainer.export import kohya as kohya_form
+from lora_trainer.export.layout import Names
+from lora_trainer.export.lora_file import write_tensors
+from lora_trainer.export.metadata import with_hashes
+from lora_trainer.export.reading import some, weights_of
+from lora_trainer.export.weights import LoraPair, LoraWeights
+
+Form = Literal["kohya", "diffusers"]
+# The largest difference of a module's update, as a share of it, that rounding to each type may make.
+ROUNDING = {torch.float16: 2.0**-10, torch.bfloat16: 2.0**-7, torch.float32: 2.0**-20, torch.float64: 2.0**-40}
+OF_ONE_FORM = (diffusers_form.ADAPTER_METADATA_KEY, kohya_form.FUSED_RANKS, "sshs_model_hash", "sshs_legacy_hash")
+ONE_ENCODER, WIDE = "string_to_param.*", {"clip_l": "text_encoder", "clip_g": "text_encoder_2"}
+
+
+@dataclass(frozen=True)
+class Converted:
+    """What was written. `difference` is the largest of any module's update, as a share of it; 0 is none at all."""
+
+    paths: tuple[Path, ...]
+    modules: int
+    difference: float
+    notes: tuple[str, ...]
+
+
+def convert(
+    source: LoraWeights,
+    target: Path,
+    to: Form,
+    names: Names,
+    families: Sequence[Names],
+    *,
+    dtype: torch.dtype | None = None,
+) -> Converted:
+    """Write `source` to `target` in the other form, with its header and new hashes; words that were learned go into
+    files of their own beside a file in diffusers' form, which has no place for them.
+
+    Raises UsageError, and writes nothing, for what the form cannot hold exactly.
+    """
+    if bad := source.not_finite():
+        told = f"{len(bad)} of {len(source.modules)} modules hold NaN or infinity (first: {bad[0]})."
+        raise UsageError(Problem(told, "Train it again with a lower learning rate."))
+    weights = _cast(source, dtype)
+    notes: list[str] = []
+    metadata = {key: value for key, value in source.metadata.items() if key not in OF_ONE_FORM}
+    if to == "kohya":
+        tensors, ranks = _to_kohya(weights, names)
+        metadata |= ranks
+        # A1111 takes any header that says nothing of its base for one of SD1.
+        header = with_hashes(tensors, metadata) if "ss_base_model_version" in metadata else metadata
+    else:
+        tensors, header, notes = _to_diffusers(weights, metadata)
+    difference = 0.0
+
+    def hold(back: Mapping[str, Tensor]) -> None:
+        nonlocal difference
+        again = weights_of(target.name, back, header, families)
+        difference = _difference(source, again, to)
+
+    write_tensors(target, tensors, header, hold)
+    paths = [target]
+    if to == "diffusers":
+        paths += _write_words(target, weights.embeddings)
+    return Converted(tuple(paths), len(source.modules), difference, tuple(notes))
+
+
+def _cast(weights: LoraWeights, dtype: torch.dtype | None) -> LoraWeights:
+    if dtype is None:
+        return weights
+    modules = {
+        name: LoraPair(pair.down.to(dtype), pair.up.to(dtype), pair.alpha) for name, pair in weights.modules.items()
+    }
+    cast = replace(weights, modules=modules)
+    if bad := cast.not_finite():
+        told = f"{len(bad)} modules are too large for {str(dtype).removeprefix('torch.')} (first: {bad[0]})."
+        raise UsageError(Problem(told, "Leave --dtype out, or take bf16 or fp32."))
+    return cast
+
+
+def _to_kohya(weights: LoraWeights, names: Names) -> tuple[dict[str, Tensor], dict[str, str]]:
+    try:
+        return kohya_form.kohya_tensors(weights, names)
+    except ValueError as error:
+        raise UsageError(Problem(f"kohya's form cannot hold this LoRA: {error}.", "Is --family right?")) from None
+
+
+def _to_diffusers(
+    weights: LoraWeights, metadata: Mapping[str, str]
+) -> tuple[dict[str, Tensor], dict[str, str], list[str]]:
+    """A power of two goes into up; any other scale stays in the header, where no rounding touches it."""
+    if t5 := [name for name in weights.modules if ".encoder.block." in name]:
+        told = f"diffusers loads no LoRA on T5, and {len(t5)} modules are of it ({some(t5)})."
+        raise UsageError(Problem(told, "Keep kohya's form, which ComfyUI and sd-scripts load."))
+    modules = {name: _folded_exactly(pair) for name, pair in weights.modules.items()}
+    ready = replace(weights, modules=modules)
+    kept = [name for name, pair in modules.items() if pair.scale != 1.0]
+    notes = []
+    if kept:
+        notes.append(
+            f"{len(kept)} modules keep their alpha in the header, since their scale is no power of two: diffusers "
+            "reads it; ComfyUI does not and would take scale 1 of this file. Give it the file in kohya's form."
+        )
+    adapter = {diffusers_form.ADAPTER_METADATA_KEY: diffusers_form.adapter_metadata(ready)}
+    return diffusers_form.diffusers_tensors(ready), {**metadata, "format": "pt", **adapter}, notes
+
+
+def _folded_exactly(pair: LoraPair) -> LoraPair:
+    scale = pair.scale
+    if scale == 1.0 or scale <= 0.0 or math.frexp(scale)[0] != 0.5:
+        return pair
+    for half in ("up", "down"):  # where one would leave the range of its type, the other may not
+        tensor = pair.up if half == "up" else pair.down
+        folded = tensor * scale
+        if folded.isfinite().all() and torch.equal(folded / scale, tensor):
+            up, down = (folded, pair.down) if half == "up" else (pair.up, folded)
+            return LoraPair(down, up, float(pair.rank))
+    return pair
+
+
+def _difference(source: LoraWeights, again: LoraWeights, to: Form) -> float:
+    """The largest difference of any module's update, as a share of it. Raises OSError beyond what rounding explains."""
+    ours = {name for name, pair in source.modules.items() if bool(pair.up.any()) and bool(pair.down.any())}
+    if (lost := ours - set(again.modules)) or (more := set(again.modules) - set(source.modules)):
+        raise OSError(f"what was written reads back with other modules: {some(sorted(lost or more))}")
+    worst = 0.0
+    for name, pair in again.modules.items():
+        share = relative_difference(source.modules[name], pair)
+        if share > ROUNDING.get(pair.up.dtype, 2.0**-3):
+            raise OSError(f"what was written of {name} differs by {share:.1e} of its size")
+        worst = max(worst, share)
+    return worst
+
+
+def relative_difference(one: LoraPair, other: LoraPair) -> float:
+    """The norm of the difference of two pairs' updates over the first one's, in float64, without forming either."""
+    if one.alpha == other.alpha and torch.equal(one.down, other.down) and torch.equal(one.up, other.up):
+        return 0.0
+    ups = torch.cat([one.up.double().flatten(1) * one.scale, -other.up.double().flatten(1) * other.scale], dim=1)
+    downs = torch.cat([one.down.double().flatten(1), other.down.double().flatten(1)])
+    size = _norm(one.up.double().flatten(1) * one.scale, one.down.double().flatten(1))
+    gap = _norm(ups, downs)
+    return gap / size if size else gap
+
+
+def _norm(up: Tensor, down: Tensor) -> float:
+    """The Frobenius norm of up @ down."""
+    if min(up.shape[0], down.shape[1]) <= up.shape[1]:
+        return float((up @ down).norm())
+    return float((torch.linalg.qr(up).R @ torch.linalg.qr(down.T.contiguous()).R.T).norm())
+
+
+def _write_words(target: Path, embeddings: Mapping[str, Tensor]) -> list[Path]:
+    """`NAME.WORD.safetensors` for each word, as diffusers' and ComfyUI's textual inversion has it."""
+    words: dict[str, dict[str, Tensor]] = {}
+    for name, tensor in embeddings.items():
+        word, _, encoder = name.partition(".")
+        words.setdefault(word, {})["emb_params" if encoder == ONE_ENCODER else encoder] = tensor
+    paths = []
+    for word, tensors in words.items():
+        if Path(word).name != word or word.startswith("."):
+            raise UsageError(Problem(f"{word!r} cannot name a file.", "Keep kohya's form."))
+        path = target.with_name(f"{target.stem}.{word}.safetensors")
+        write_tensors(path, tensors, {"format": "pt"})
+        paths.append(path)
+    return paths
