@@ -21,6 +21,17 @@ LEGACY_FROM, LEGACY_BYTES = 0x100000, 0x10000
 
 
 @dataclass(frozen=True)
+class FlowFacts:
+    """At which times a flow was trained. `shift` is a factor, or None for one that grows with the picture."""
+
+    timesteps: str
+    logit_mean: float
+    logit_spread: float
+    mode_scale: float
+    shift: float | None
+
+
+@dataclass(frozen=True)
 class TrainingFacts:
     """What a run knows of itself when it writes its LoRA.
 
@@ -78,6 +89,10 @@ class TrainingFacts:
     max_tokens: int = PLAIN_TOKENS  # of a caption, that CLIP read
     t5_tokens: int | None = None
     without_t5: bool = False
+    text_rates: tuple[float, ...] = ()  # of the LoRA on each text encoder, 0 for those left as they are
+    text_rank: int | None = None  # where it is not `rank`
+    text_alpha: float | None = None
+    flow: FlowFacts | None = None
     buckets: Mapping[tuple[int, int], int] = field(default_factory=dict)  # (width, height) -> samples
     dataset_dirs: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
     tag_frequency: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
@@ -86,16 +101,13 @@ class TrainingFacts:
 def header(facts: TrainingFacts) -> dict[str, str]:
     """The header without hashes."""
     width, height = facts.resolution
-    network_args = {"algo": "lora", "targets": facts.targets, "alpha_folded": True}
-    if facts.rank_stabilised:
-        network_args["rank_stabilised"] = True
     values: dict[str, object] = {
         "ss_v2": facts.base_version.startswith("sd_v2"),
         "ss_base_model_version": facts.base_version,
         "ss_network_module": "networks.lora",
         "ss_network_dim": facts.rank,
         "ss_network_alpha": facts.alpha,
-        "ss_network_args": json.dumps(network_args, sort_keys=True),
+        "ss_network_args": json.dumps(_network_args(facts), sort_keys=True),
         "ss_network_dropout": facts.dropout or None,
         "ss_output_name": facts.name,
         "ss_sd_model_name": facts.base_name,
@@ -116,7 +128,7 @@ def header(facts: TrainingFacts) -> dict[str, str]:
         "ss_num_epochs": facts.epochs,
         "ss_learning_rate": facts.learning_rate,
         "ss_unet_lr": facts.learning_rate,
-        "ss_text_encoder_lr": None,
+        "ss_text_encoder_lr": list(facts.text_rates) if any(facts.text_rates) else None,
         "ss_optimizer": facts.optimizer,
         "ss_lr_scheduler": facts.schedule,
         "ss_lr_warmup_steps": facts.warmup_steps,
@@ -125,13 +137,8 @@ def header(facts: TrainingFacts) -> dict[str, str]:
         **_loss_and_noise(facts),
         "ss_seed": facts.seed,
         "ss_training_comment": None,
-        "modelspec.sai_model_spec": "1.0.1",
-        "modelspec.architecture": facts.architecture,
-        "modelspec.implementation": "diffusers",
-        "modelspec.title": facts.name,
-        "modelspec.resolution": f"{width}x{height}",
-        "modelspec.date": datetime.fromtimestamp(int(facts.finished), UTC).replace(tzinfo=None).isoformat(),
-        "modelspec.prediction_type": "v" if facts.prediction == "v_prediction" else "epsilon",
+        **_specification(facts),
+        **_flow(facts.flow),
         OWN_VERSION: facts.version,
         "lora_trainer.alpha": facts.alpha,
         "lora_trainer.ema_decay": facts.ema_decay,
@@ -141,10 +148,51 @@ def header(facts: TrainingFacts) -> dict[str, str]:
         values[T5_TOKENS] = facts.t5_tokens
     if facts.without_t5:
         values[WITHOUT] = True
-    if facts.trigger:
-        values["modelspec.trigger_phrase"] = facts.trigger
     # kohya writes Python's own text of each value, and its readers look for "None", "True" and "False".
     return {key: str(value) for key, value in values.items()}
+
+
+def _network_args(facts: TrainingFacts) -> dict[str, object]:
+    args: dict[str, object] = {"algo": "lora", "targets": facts.targets, "alpha_folded": True}
+    if facts.rank_stabilised:
+        args["rank_stabilised"] = True
+    if any(facts.text_rates):
+        args["text_encoder_dim"] = facts.rank if facts.text_rank is None else facts.text_rank
+        args["text_encoder_alpha"] = args["text_encoder_dim"] if facts.text_alpha is None else facts.text_alpha
+    return args
+
+
+def _specification(facts: TrainingFacts) -> dict[str, object]:
+    """The model specification 1.0.1; a flow has no prediction type there."""
+    width, height = facts.resolution
+    values: dict[str, object] = {
+        "modelspec.sai_model_spec": "1.0.1",
+        "modelspec.architecture": facts.architecture,
+        "modelspec.implementation": "diffusers",
+        "modelspec.title": facts.name,
+        "modelspec.resolution": f"{width}x{height}",
+        "modelspec.date": datetime.fromtimestamp(int(facts.finished), UTC).replace(tzinfo=None).isoformat(),
+    }
+    if facts.prediction != "flow":
+        values["modelspec.prediction_type"] = "v" if facts.prediction == "v_prediction" else "epsilon"
+    if facts.trigger:
+        values["modelspec.trigger_phrase"] = facts.trigger
+    return values
+
+
+def _flow(flow: FlowFacts | None) -> dict[str, object]:
+    """As sd-scripts names it, which calls plain times `none` and a shift by the picture's size `flux_shift`."""
+    if flow is None:
+        return {}
+    return {
+        "ss_timestep_sampling": "flux_shift" if flow.shift is None else "sigma",
+        "ss_weighting_scheme": "none" if flow.timesteps == "uniform" else flow.timesteps,
+        "ss_logit_mean": flow.logit_mean,
+        "ss_logit_std": flow.logit_spread,
+        "ss_mode_scale": flow.mode_scale,
+        "ss_discrete_flow_shift": flow.shift,
+        "ss_model_prediction_type": "raw",
+    }
 
 
 def _pictures(facts: TrainingFacts) -> dict[str, object]:

@@ -18,13 +18,14 @@ from lora_trainer.config.schema import Config
 from lora_trainer.core.errors import Problem, TrainingFailed
 from lora_trainer.core.interrupt import can_be_given_up
 from lora_trainer.data.steps import StepArithmetic
+from lora_trainer.diffusion.process import Process
 from lora_trainer.evaluation.held_out import EncodedSample
 from lora_trainer.evaluation.loading import free_memory
 from lora_trainer.evaluation.lora_check import check_lora
 from lora_trainer.evaluation.placing import with_less
 from lora_trainer.evaluation.report import LoraReport
 from lora_trainer.export.lora_file import write_lora
-from lora_trainer.export.metadata import TrainingFacts
+from lora_trainer.export.metadata import FlowFacts, TrainingFacts
 from lora_trainer.export.weights import LoraWeights, weights_from_peft
 from lora_trainer.models.family import Family
 from lora_trainer.models.lora_files import names_of
@@ -33,7 +34,7 @@ from lora_trainer.optim.schedules import warmup_length
 from lora_trainer.production.choices import Choices, usable_bytes
 from lora_trainer.production.drawing import draw_comparison, triggers
 from lora_trainer.production.inputs import Inputs, trained_framings
-from lora_trainer.training.build import Built
+from lora_trainer.training.build import Built, trained_process
 from lora_trainer.training.checkpoints.best import read_best
 from lora_trainer.training.checkpoints.checkpoint import step_name
 from lora_trainer.training.state import TrainState
@@ -115,7 +116,7 @@ def training_facts(
     """What the file's header says of the run; `trained` is the step that the weights are of."""
     targets = config.lora.targets
     base_version, architecture = inputs.family.base_names(inputs.facts)
-    alphas = inputs.family.make_process(inputs.facts.path).alphas_cumprod
+    process = trained_process(inputs.family.make_process(inputs.facts.path), config, torch.device("cpu"))
     return TrainingFacts(
         name=name,
         base_version=base_version,
@@ -144,22 +145,42 @@ def training_facts(
         multires_iterations=config.noise.multires_iterations or None,
         multires_discount=config.noise.multires_discount if config.noise.multires_iterations else None,
         input_perturbation=config.noise.input_perturbation or None,
-        zero_terminal_snr=config.noise.zero_terminal_snr or bool(alphas[-1] == 0),
-        caption_dropout=config.captions.dropout,
-        caption_dropout_every_epochs=config.captions.dropout_every_epochs,
-        caption_tag_dropout=config.captions.tag_dropout,
-        shuffle_captions=config.captions.shuffle,
-        keep_tokens=config.captions.keep_tokens,
-        trigger=", ".join(triggers(config)) or None,
+        zero_terminal_snr=process.prediction != "flow" and bool(process.alphas_cumprod[-1] == 0),
         dropout=config.lora.dropout,
         rank_stabilised=config.lora.rank_stabilised,
         ema_decay=config.train.ema_decay,
-        clip_skip=config.text.clip_skip,
-        max_tokens=config.text.max_tokens,
-        t5_tokens=config.text.t5_tokens,
-        without_t5=config.model.without_t5,
+        flow=flow_facts(process),
+        **captions_read(config),
         **pictures_shown(config, inputs),
     )
+
+
+def captions_read(config: Config) -> dict[str, Any]:
+    """What the file's header says of how captions were changed and read, and of the text encoders' own LoRA."""
+    return {
+        "caption_dropout": config.captions.dropout,
+        "caption_dropout_every_epochs": config.captions.dropout_every_epochs,
+        "caption_tag_dropout": config.captions.tag_dropout,
+        "shuffle_captions": config.captions.shuffle,
+        "keep_tokens": config.captions.keep_tokens,
+        "trigger": ", ".join(triggers(config)) or None,
+        "clip_skip": config.text.clip_skip,
+        "max_tokens": config.text.max_tokens,
+        "t5_tokens": config.text.t5_tokens,
+        "without_t5": config.model.without_t5,
+        "text_rates": config.text.learning_rates,
+        "text_rank": text_rank(config),
+        "text_alpha": text_alpha(config),
+    }
+
+
+def flow_facts(process: Process) -> FlowFacts | None:
+    """The times of a flow, for the file's header; None of other processes."""
+    if process.prediction != "flow":
+        return None
+    times = process.times
+    shift = None if times.shift.by_size else times.shift.factor
+    return FlowFacts(times.kind, times.logit_mean, times.logit_spread, times.mode_scale, shift)
 
 
 def pictures_shown(config: Config, inputs: Inputs) -> dict[str, Any]:
