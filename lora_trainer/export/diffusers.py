@@ -37,12 +37,13 @@ def diffusers_tensors(weights: LoraWeights) -> dict[str, Tensor]:
 def adapter_metadata(weights: LoraWeights) -> str:
     """The header's JSON: arguments of peft's LoraConfig, each behind its component's name.
 
-    Ranks and alphas that differ from the component's commonest go into the patterns.
+    Ranks and alphas that differ from the component's commonest go into the patterns. Modules of a text encoder are named
+    without `text_model.`: newer transformers have no such module, and peft finds the name's end with older ones too.
     """
     by_component: dict[str, dict[str, tuple[int, float]]] = {}
     for module, pair in weights.modules.items():
         component, _, rest = module.partition(".")
-        by_component.setdefault(component, {})[rest] = (pair.rank, pair.alpha)
+        by_component.setdefault(component, {})[rest.removeprefix("text_model.")] = (pair.rank, pair.alpha)
     document: dict[str, Any] = {}
     for component, modules in by_component.items():
         kinds = sorted(modules.values())

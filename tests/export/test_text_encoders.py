@@ -1,0 +1,51 @@
+"""LoRA files with text encoders, in both forms, as diffusers loads them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from lora_trainer.evaluation.loading import load_onto
+from lora_trainer.export.lora_file import write_lora
+from lora_trainer.export.weights import LoraPair, LoraWeights, shapes_of
+from lora_trainer.models import FAMILIES
+from lora_trainer.models.lora_files import names_of
+from tests.export.tiny import ENDINGS, facts, tiny_pipeline
+
+TEXT_ENDINGS = ("q_proj", "k_proj", "v_proj", "out_proj", "fc1", "fc2")
+
+
+@pytest.mark.parametrize("family", ["sd15", "sdxl"])
+@pytest.mark.parametrize("mixed", [False, True])
+def test_text_encoders_load_with_ranks_and_alphas_of_their_own(family: str, mixed: bool, tmp_path: Path) -> None:
+    """diffusers 0.42 takes one alpha for the whole U-Net of a kohya file: ranks that differ within it need its own form."""
+    pipeline = tiny_pipeline(tmp_path / "tokenizer", family)
+    texts = [name for name in ("text_encoder", "text_encoder_2") if hasattr(pipeline, name)]
+    parts = {name: getattr(pipeline, name) for name in ("unet", *texts)}
+    generator = torch.Generator().manual_seed(3)
+    modules = {}
+    for index, (name, shape) in enumerate(shapes_of(parts).items()):
+        if name.endswith(TEXT_ENDINGS if name.startswith("text") else ENDINGS):
+            rank = 1 + (index % 3 if mixed else len(name.partition(".")[0]) % 3)
+            down, up = (
+                torch.randn(rank, shape[1], generator=generator),
+                torch.randn(shape[0], rank, generator=generator),
+            )
+            modules[name] = LoraPair(down * 0.1, up * 0.1, 0.5 + index % 2)
+    written = write_lora(
+        tmp_path, "cat", LoraWeights(modules), facts(), dtype=torch.float32, names=names_of(FAMILIES[family])
+    )
+    for path in written[1:] if mixed else written:
+        assert load_onto(pipeline, path) == []
+        loaded = {}
+        for component, part in parts.items():
+            for name, layer in part.named_modules():
+                if hasattr(layer, "get_delta_weight"):
+                    inside = "text_model." if component in texts and not name.startswith("text_model.") else ""
+                    loaded[f"{component}.{inside}{name}"] = layer.get_delta_weight(layer.active_adapters[0])
+        assert set(loaded) == set(modules)
+        for name, change in loaded.items():
+            assert torch.allclose(change, modules[name].delta(), atol=1e-6), name
+        pipeline.unload_lora_weights()
