@@ -89,6 +89,22 @@ def prodigy_rate(settings: Settings) -> list[Yields]:
     return [Yields(name, SUGGESTED_FACTOR, reason, "Set optim.learning_rate=1.0, or remove it.")]
 
 
+def text_rates(settings: Settings) -> list[Yields]:
+    """Rates of text encoders where the optimizer knows one only; a LoRA on them where none is trained."""
+    rates = settings["text.learning_rates"]
+    if not any(rates):
+        reason = "no text encoder is trained (text.learning_rates is empty)"
+        named = [name for name in ("text.lora_rank", "text.lora_alpha") if settings[name] is not None]
+        return [Yields(name, None, reason, f"Set text.learning_rates, or remove {name}.") for name in named]
+    (factor,) = {clash.value for clash in prodigy_rate(settings)} or {settings["optim.learning_rate"]}
+    same = [factor if rate else 0.0 for rate in rates]
+    if settings["optim.name"] != "prodigy" or list(rates) == same:
+        return []
+    reason = f"Prodigy finds one rate for all that is trained, and optim.learning_rate={factor:g} is the factor on it"
+    fix = f"Set text.learning_rates={same}, or another optim.name."
+    return [Yields("text.learning_rates", same, reason, fix)]
+
+
 def schedule_free(settings: Settings) -> list[Yields]:
     if settings["optim.name"] != "schedule_free":
         return []
@@ -233,6 +249,7 @@ def flow_times(settings: Settings) -> list[Yields]:
 
 RULES: tuple[Callable[[Settings], list[Yields]], ...] = (
     prodigy_rate,
+    text_rates,
     schedule_free,
     clipping,
     sizes,

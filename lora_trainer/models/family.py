@@ -260,7 +260,9 @@ class Family:
                 Problem(
                     f"text.learning_rates holds {len(rates)} rates, and of the text encoders of {self.name} these can be "
                     f"trained: {known}. No program reads a LoRA on T5 or on a language model.",
-                    f"Give at most {len(names)} rates: --set text.learning_rates={[1e-5] * len(names)}",
+                    f"Give at most {len(names)} rates: --set text.learning_rates={[1e-5] * len(names)}"
+                    if names
+                    else "Leave text.learning_rates empty.",
                 )
             )
         return {name: rate for name, rate in zip(names, rates, strict=False) if rate}

@@ -18,6 +18,9 @@ from lora_trainer.production.inputs import Inputs, with_absolute_paths
 from lora_trainer.training.checkpoints.checkpoint import Checkpoint, newest_valid
 
 
+TRAINED_TEXTS = "trained text encoders"
+
+
 def fixed_settings(config: Config, inputs: Inputs, choices: Choices) -> dict[str, Any]:
     """What a checkpoint is only good for: settings, data and model."""
     dumped = config.model_dump(mode="json", by_alias=True)
@@ -38,6 +41,7 @@ def fixed_settings(config: Config, inputs: Inputs, choices: Choices) -> dict[str
         "model": weights_digest(folder / family.denoiser_prefix),
         "autoencoder": image_key,
         "text encoder": text_key,
+        TRAINED_TEXTS: list(family.text_rates(config.text.learning_rates)),
         "the model's noise": f"{process.prediction}, {process.timesteps} timesteps, signal {first:.6g} to {last:.6g}{shift}",
         "data": inputs.manifest.data_hash,
         "precision": choices.precision.value,
@@ -65,7 +69,8 @@ def find_start(folder: Path, settings: dict[str, Any], console: Console, config:
         console.print("--resume: no checkpoint yet, starting at step 0")
         return None
     path, checkpoint = found
-    changed = {name: old for name, old in checkpoint.settings.items() if settings.get(name) != old}
+    saved = {TRAINED_TEXTS: [], **checkpoint.settings}  # older runs trained none
+    changed = {name: old for name, old in saved.items() if settings.get(name) != old}
     if any(name.startswith("text.") for name in changed):
         changed.pop("text encoder", None)  # how captions are read is part of its key
     if changed:

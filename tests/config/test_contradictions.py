@@ -54,6 +54,13 @@ CLASHES = [
         "default",
     ),
     ({"memory__base_precision": "fp8"}, {"memory__int8_products": True}, False),
+    (
+        {"optim__name": "prodigy", "optim__learning_rate": 1.0},
+        {"text__learning_rates": (1e-4, 0.0, 1.0)},
+        (1.0, 0.0, 1.0),
+    ),
+    ({"text__learning_rates": (0.0,)}, {"text__lora_rank": 4}, None),
+    ({}, {"text__lora_alpha": 4.0}, None),
     ({"flow__timesteps": "mode"}, {"flow__logit_spread": 2.0}, 1.0),
     ({"flow__timesteps": "uniform"}, {"flow__mode_scale": 0.5}, 1.29),
 ]
@@ -100,6 +107,8 @@ def test_what_a_preset_set_gives_way_and_is_named(asked, other, value):
         {"train__ema_decay": 0.999, "schedule__name": "cosine"},
         {"captions__tag_dropout": 1.0, "captions__keep_tokens": 1},
         {"captions__variants": 1},
+        {"optim__name": "prodigy", "optim__learning_rate": 0.5, "text__learning_rates": (0.0, 0.5)},
+        {"text__learning_rates": (5e-5,), "text__lora_rank": 4},
     ],
 )
 def test_what_goes_together_is_left_alone(settings):

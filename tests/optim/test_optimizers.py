@@ -10,7 +10,7 @@ from torch import nn
 
 from lora_trainer.config.schema import OptimSection
 from lora_trainer.core.errors import UsageError
-from lora_trainer.optim.optimizers import OPTIMIZERS, averaged, make_optimizer, set_rate
+from lora_trainer.optim.optimizers import OPTIMIZERS, averaged, make_optimizer, set_rate, shares_of
 
 # A rate under which each gets near the minimum below in a few hundred steps.
 RATES = dict.fromkeys(OPTIMIZERS, 0.01) | {"prodigy": 1.0, "schedule_free": 3e-2}
@@ -78,6 +78,23 @@ def test_every_optimizer_decays_as_told(name):
         assert 0.9 < left < 1.0
     else:
         assert left == pytest.approx(0.95, abs=1e-4)
+
+
+@pytest.mark.parametrize("name", sorted(set(OPTIMIZERS) - {"prodigy"}))  # which knows one rate for all
+def test_every_optimizer_moves_a_group_by_its_share_of_the_rate(name):
+    parameters = {"a": nn.Parameter(torch.zeros(80, 80)), "b": nn.Parameter(torch.zeros(80, 80))}
+    section, rates = OptimSection(name=name, weight_decay=0.0, learning_rate=1e-2), {"b": 1e-3}
+    optimizer = make_optimizer(parameters, section, rates)
+    assert shares_of(parameters, section, rates) == (1.0, 0.1)
+    gradient = torch.randn(80, 80, generator=torch.Generator().manual_seed(0))
+    for rate in (1e-2, 5e-3):
+        set_rate(optimizer, rate, (1.0, 0.1))
+        for parameter in parameters.values():
+            parameter.grad = gradient.clone()
+        optimizer.step()
+    large, small = (float(parameter.detach().norm()) for parameter in parameters.values())
+    assert large > 0.0
+    assert small == pytest.approx(0.1 * large, rel=1e-3)
 
 
 def test_the_schedule_free_average_is_the_librarys_own():

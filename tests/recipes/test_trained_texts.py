@@ -1,0 +1,119 @@
+"""Text encoders trained along through the real command: learned, gone on with, and loaded where people load it."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from peft.tuners.tuners_utils import BaseTunerLayer
+from safetensors import safe_open
+
+from lora_trainer.cli.main import main
+from lora_trainer.evaluation.loading import adapted_modules, components_of, load_onto
+from lora_trainer.models import FAMILIES
+from lora_trainer.models.folder import detect_family
+from lora_trainer.models.lora_files import read_lora
+from lora_trainer.training.checkpoints.checkpoint import newest_valid
+from tests.recipes.recipe import Bench, draw_pictures, record, rows, save_tiny_model
+
+CPU = torch.device("cpu")
+RATES = {"sd15": "[1e-2]", "sd2": "[1e-2]", "sdxl": "[1e-2, 5e-3]"}
+RANK, TEXT_RANK = 4, 2  # with alphas 8 and 6
+FAMILY_CASES = [pytest.param(name, marks=() if name == "sdxl" else pytest.mark.slow) for name in RATES]
+
+
+@pytest.fixture(scope="module", params=FAMILY_CASES)
+def trained(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Bench:
+    """A family's tiny model, and a finished run named `cat` of twelve steps on it and its text encoders."""
+    folder = tmp_path_factory.mktemp(request.param)
+    data = draw_pictures(folder / "data")
+    made = Bench(save_tiny_model(folder, request.param), data, folder / "runs", folder / "cache")
+    settings = {"text__learning_rates": RATES[request.param], "text__lora_rank": TEXT_RANK, "text__lora_alpha": 6}
+    more = {"lora__alpha": 8, "validate__every_steps": 4, "sample__every_steps": 6, "captions__dropout": 0.2}
+    assert made.run("cat", steps=12, **settings, **more) == 0
+    return made
+
+
+def test_loss_falls_and_the_gate_measures_it_with_the_encoders_as_they_became(trained):
+    first, *_, last = rows(trained.folder("cat"), "validation.jsonl")
+    assert last["loss"] < first["loss"]
+    document = record(trained.folder("cat"))
+    assert document["lora"]["parts"]["integrity"] == 1.0
+    assert document["lora"]["numbers"]["learning"]["mean"] > 0.0
+    assert document["lora"]["numbers"]["drift"] > 0.0
+    assert any(line.startswith("text_encoder: LoRA rank 2") for line in document["choices"])
+    assert (trained.folder("cat") / "samples" / "step-000006.png").exists()
+
+
+def deltas_trained(bench: Bench) -> dict[str, torch.Tensor]:
+    """What the run's newest checkpoint changes of each module, by the names of files."""
+    found, _ = newest_valid(bench.folder("cat") / "checkpoints")
+    assert found is not None
+    masters, deltas = found[1].adapter, {}
+    for name, down in masters.items():
+        module, _, rest = name.partition(".lora_A.")
+        if not rest:
+            continue
+        text = module.startswith("text_encoder")
+        scale = 6 / TEXT_RANK if text else 8 / RANK
+        up = masters[f"{module}.lora_B.{rest}"]
+        deltas[module if text else f"unet.{module}"] = scale * up.flatten(1) @ down.flatten(1)
+    return deltas
+
+
+@pytest.mark.parametrize("ending", [".safetensors", ".diffusers.safetensors"])
+def test_both_files_change_a_fresh_pipeline_as_was_trained(trained, ending):
+    family = FAMILIES[detect_family(trained.model)]
+    lora = trained.folder("cat") / f"cat{ending}"
+    pipeline = family.make_pipeline(trained.model, torch.float32, CPU)
+    assert load_onto(pipeline, lora) == []
+    parts = components_of(pipeline, family)
+    wanted = deltas_trained(trained)
+    found = {
+        f"{component}.{name}": module.get_delta_weight("default_0")
+        for component, part in parts.items()
+        for name, module in part.named_modules()
+        if isinstance(module, BaseTunerLayer)
+    }
+    assert {name.partition(".")[0] for name in found} == {"unet", *family.text_targets}
+    assert found.keys() == wanted.keys()
+    assert adapted_modules(pipeline, family) == len(read_lora(lora).modules) == len(wanted)
+    for name, delta in wanted.items():
+        off = found[name].flatten(1) - delta  # files hold both halves in fp16
+        assert float(off.abs().max()) < 1e-4 or float(off.norm() / delta.norm()) < 1e-3, name
+
+
+def test_names_keep_the_part_that_other_programs_look_for(trained):
+    with safe_open(trained.folder("cat") / "cat.safetensors", framework="numpy") as file:
+        keys, header = [key for key in file.keys() if "_te" in key], file.metadata()  # noqa: SIM118  safe_open is no dict
+    assert keys
+    assert all("_text_model_encoder_layers_" in key for key in keys)
+    with safe_open(trained.folder("cat") / "cat.diffusers.safetensors", framework="numpy") as file:
+        others = [key for key in file.keys() if key.startswith("text_encoder")]  # noqa: SIM118  safe_open is no dict
+    assert others
+    assert all(".text_model.encoder.layers." in key for key in others)
+    assert header["ss_text_encoder_lr"] == {"sdxl": "[0.01, 0.005]"}.get(detect_family(trained.model), "0.01")
+    assert json.loads(header["ss_network_args"])["text_rank"] == TEXT_RANK
+
+
+def test_a_finished_run_is_judged_again_from_its_file(trained, capsys):
+    lora = str(trained.folder("cat") / "cat.safetensors")
+    data = ["--data", str(trained.data), "--json"]
+    assert main(["validate", lora, "--model", str(trained.model), *data]) in (0, 4)
+    document = json.loads(capsys.readouterr().out)
+    assert document["parts"]["integrity"] == 1.0
+    assert document["numbers"]["learning"]["mean"] > 0.0
+
+
+def test_captions_are_not_cached(trained):
+    assert not [path for path in trained.cache.rglob("*.safetensors") if "texts" in str(path)]
+
+
+def test_resuming_keeps_which_encoders_are_trained(trained, capsys):
+    settings = {"text__lora_rank": TEXT_RANK, "text__lora_alpha": 6, "lora__alpha": 8, "captions__dropout": 0.2}
+    capsys.readouterr()
+    other = "[]" if detect_family(trained.model) != "sdxl" else "[0.0, 5e-3]"
+    lacking = {} if other != "[]" else {"text__lora_rank": "none", "text__lora_alpha": "none"}
+    assert trained.run("cat", "--resume", steps=13, text__learning_rates=other, **{**settings, **lacking}) == 2
+    assert "trained text encoders" in " ".join(capsys.readouterr().err.split())
