@@ -17,7 +17,6 @@ from lora_trainer.production.choices import Choices
 from lora_trainer.production.inputs import Inputs, with_absolute_paths
 from lora_trainer.training.checkpoints.checkpoint import Checkpoint, newest_valid
 
-
 TRAINED_TEXTS = "trained text encoders"
 
 
