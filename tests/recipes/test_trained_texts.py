@@ -93,8 +93,8 @@ def test_names_keep_the_part_that_other_programs_look_for(trained):
         others = [key for key in file.keys() if key.startswith("text_encoder")]  # noqa: SIM118  safe_open is no dict
     assert others
     assert all(".text_model.encoder.layers." in key for key in others)
-    assert header["ss_text_encoder_lr"] == {"sdxl": "[0.01, 0.005]"}.get(detect_family(trained.model), "0.01")
-    assert json.loads(header["ss_network_args"])["text_rank"] == TEXT_RANK
+    assert header["ss_text_encoder_lr"] == {"sdxl": "[0.01, 0.005]"}.get(detect_family(trained.model), "[0.01]")
+    assert json.loads(header["ss_network_args"])["text_encoder_dim"] == TEXT_RANK
 
 
 def test_a_finished_run_is_judged_again_from_its_file(trained, capsys):
