@@ -20,6 +20,8 @@ _WORDS = {
     "string_type": "text",
     "string_unicode": "a name in UTF-8: rename the folder or file",
     "string_too_short": "not empty",
+    "string_too_long": "at most {max_length} letters long",
+    "string_pattern_mismatch": "a word without spaces, dots, commas, colons, quotes, slashes and brackets other than < and >",
     "tuple_type": 'a list such as ["a", "b"]',
     "finite_number": "a finite number",
     "greater_than_equal": "at least {ge}",

@@ -247,6 +247,22 @@ def flow_times(settings: Settings) -> list[Yields]:
     ]
 
 
+def words(settings: Settings) -> list[Yields]:
+    if settings["text.tokens"] or settings["text.token_start"] is None:
+        return []
+    reason = "it says what new words start from, and text.tokens names none"
+    return [Yields("text.token_start", None, reason, "Set text.tokens, or remove text.token_start.")]
+
+
+def repeated_words(settings: Settings) -> list[Problem]:
+    """A word that is named twice, which only a user can have done: tokenizers do not tell large letters from small ones."""
+    named = [str(word).lower() for word in settings["text.tokens"]]
+    twice = sorted({word for word in named if named.count(word) > 1})
+    if not twice:
+        return []
+    return [Problem(f"{settings.told('text.tokens')} names {twice[0]!r} twice.", "Name each word once.")]
+
+
 RULES: tuple[Callable[[Settings], list[Yields]], ...] = (
     prodigy_rate,
     text_rates,
@@ -259,6 +275,7 @@ RULES: tuple[Callable[[Settings], list[Yields]], ...] = (
     control,
     narrow_weights,
     flow_times,
+    words,
 )
 
 

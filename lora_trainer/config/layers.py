@@ -17,6 +17,7 @@ from lora_trainer.config.contradictions import (
     contradictions,
     give_way,
     note_on,
+    repeated_words,
     steps_and_epochs,
 )
 from lora_trainer.config.schema import Config, Section
@@ -58,7 +59,7 @@ def resolve(layers: Sequence[Layer], problems: Iterable[Problem] = ()) -> Resolv
             origin[f"{section}.{key}"] = layer.name
     settings = Settings(merged, origin)
     yielding, clashing = give_way(settings, contradictions(settings))
-    found.extend([*steps_and_epochs(settings), *captions_of_sources(settings), *clashing])
+    found.extend([*steps_and_epochs(settings), *captions_of_sources(settings), *repeated_words(settings), *clashing])
     if found:
         raise UsageError(found)
     notes = tuple(note_on(settings, each) for each in yielding)

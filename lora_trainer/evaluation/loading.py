@@ -11,10 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file
 from torch import nn
 
 from lora_trainer.core.errors import Problem
+from lora_trainer.core.tensorfile import read_tensor_header
 from lora_trainer.export.diffusers import diffusers_tensors
+from lora_trainer.export.keys import EMBEDDING
 from lora_trainer.export.weights import LoraWeights, check_keys, folded
 from lora_trainer.models.family import Family
 
@@ -46,7 +49,15 @@ def heard() -> Iterator[list[str]]:
 
 
 def load_onto(pipeline: Any, lora: Path) -> list[str]:
-    """Load a LoRA into a pipeline; return what the libraries complained of (ignored or missing keys)."""
+    """Load a LoRA into a pipeline; return what the libraries complained of (ignored or missing keys).
+
+    New words in the file, which diffusers does not know, are left out of it: `models/words.py` adds them.
+    """
+    if any(key.startswith(EMBEDDING) for key in read_tensor_header(lora)):
+        rest = {key: tensor for key, tensor in load_file(lora).items() if not key.startswith(EMBEDDING)}
+        with heard() as said:
+            pipeline.load_lora_weights(rest)
+        return [line for line in said if any(complaint in line for complaint in COMPLAINTS)]
     with heard() as said:
         pipeline.load_lora_weights(
             str(lora.parent.resolve()), weight_name=lora.name, use_safetensors=True, local_files_only=True

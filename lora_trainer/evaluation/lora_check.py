@@ -111,7 +111,7 @@ def check_lora(
 
     told = changed = Told(neutral, samples)
     if reads_again(weights, samples, family):
-        told, changed = told_by(pipeline, family, prompts, told, encoding, dtype)
+        told, changed = told_by(pipeline, family, prompts, told, encoding, dtype, weights.embeddings)
     facts = family.describe(base)
     places = max([(facts.resolution // facts.downscale) ** 2, *(sample.latents[0].numel() for sample in samples)])
     placed = bring_denoiser(denoiser, family, device, usable, places)

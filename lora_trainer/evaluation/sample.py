@@ -20,10 +20,11 @@ from lora_trainer.evaluation.placing import bring_pipeline
 from lora_trainer.evaluation.recipe import Asked, Drawing, embedded_text, recipe, same_base
 from lora_trainer.evaluation.sheet import Group, Row, contact_sheet, save_picture
 from lora_trainer.export.weights import LoraWeights, check_keys, shapes_of
-from lora_trainer.models.drawing import prompted, read_prompts
+from lora_trainer.models.drawing import prompted, read_prompts, texts_of
 from lora_trainer.models.family import Family
 from lora_trainer.models.folder import read_config
 from lora_trainer.models.lora_files import read_lora
+from lora_trainer.models.words import Words, add_words, from_embeddings
 
 DRAWN_AT_ONCE = 8  # on a processor; on a card one, since the decoder's memory grows with each
 PROBLEMS_SHOWN = 5
@@ -127,12 +128,16 @@ def _draw_columns(
     progress: Progress,
 ) -> None:
     """The untouched base first, then one strength after the other; each picture is a file as soon as it is there."""
-    texts_change = any(name.startswith("text_encoder") for name in weights.modules)
+    words: Words = from_embeddings(weights.embeddings, tuple(family.text_targets))
+    texts_change = bool(words) or any(name.startswith("text_encoder") for name in weights.modules)
     columns: list[float | None] = [None, *drawing.strengths]
     done, total = 0, len(rows) * len(columns)
     read: dict[str, dict[str, torch.Tensor]] = {}
     for strength in columns:
         base_drawn = earlier_base(where, used) if strength is None else None
+        if strength is not None and words:
+            add_words(texts_of(pipeline, place), words)
+            words = {}
         with at_strength(pipeline, strength):
             if base_drawn is None and (not read or texts_change):
                 prompts = [*(row.prompt for row in rows), *([] if drawing.negative is None else [drawing.negative])]

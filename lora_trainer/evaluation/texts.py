@@ -13,6 +13,7 @@ from lora_trainer.evaluation.held_out import EncodedSample
 from lora_trainer.evaluation.loading import free_memory, without_lora
 from lora_trainer.export.weights import LoraWeights
 from lora_trainer.models.family import Caption, Family, TextParts
+from lora_trainer.models.words import add_words, from_embeddings
 
 
 @dataclass(frozen=True)
@@ -24,9 +25,10 @@ class Told:
 
 
 def reads_again(weights: LoraWeights, samples: Sequence[EncodedSample], family: Family) -> bool:
-    """Whether captions must be read anew: the LoRA is on a text encoder too, or they are not encoded yet."""
+    """Whether captions must be read anew: the LoRA is on a text encoder too, it has new words, or they are not encoded yet."""
     trained = tuple(f"{name}." for name in family.text_targets)
-    return any(name.startswith(trained) for name in weights.modules) or not all(sample.cond for sample in samples)
+    changed = bool(weights.embeddings) or any(name.startswith(trained) for name in weights.modules)
+    return changed or not all(sample.cond for sample in samples)
 
 
 def texts_of(pipeline: Any, family: Family) -> TextParts:
@@ -38,17 +40,25 @@ def texts_of(pipeline: Any, family: Family) -> TextParts:
 
 
 def told_by(
-    pipeline: Any, family: Family, prompts: Sequence[str], known: Told, device: torch.device, dtype: torch.dtype
+    pipeline: Any,
+    family: Family,
+    prompts: Sequence[str],
+    known: Told,
+    device: torch.device,
+    dtype: torch.dtype,
+    embeddings: Mapping[str, Tensor],
 ) -> tuple[Told, Told]:
-    """The same prompts and samples as the pipeline's encoders read them (without the LoRA, with it).
+    """The same prompts and samples as the pipeline's encoders read them (without the LoRA, with it and its new words).
 
     They visit `device` for it. `known` holds what the encoders said that no LoRA is ever on, if the family has such.
+    `embeddings` are the file's words. Raises UsageError for words of another kind of model.
     """
     parts = texts_of(pipeline, family)
     for encoder in parts.encoders.values():
         encoder.to(device)
     with without_lora(pipeline):
         without = _told(family, parts, prompts, known, dtype)
+    add_words(parts, from_embeddings(embeddings, tuple(family.text_targets)))
     with_lora = _told(family, parts, prompts, known, dtype)
     for encoder in parts.encoders.values():
         encoder.to("cpu")

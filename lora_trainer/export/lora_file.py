@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ from lora_trainer.export.metadata import TrainingFacts, header, with_hashes
 from lora_trainer.export.reading import some, weights_of
 from lora_trainer.export.weights import LoraWeights, check_keys, folded
 
+CLIP_SLOTS = ("clip_l", "clip_g")
 MOST_CONFIG_BYTES = 1 << 20
 PEFT_CONFIG = "adapter_config.json"  # what peft writes beside its file: without it nothing tells alpha
 
@@ -57,6 +59,26 @@ def write_lora(
     write_tensors(kohya_path, kohya, with_hashes(kohya, description | told))
     write_tensors(diffusers_path, diffusers, {**description, "format": "pt", **adapter})
     return kohya_path, diffusers_path
+
+
+def write_words(folder: Path, name: str, weights: LoraWeights, *, dtype: torch.dtype = torch.float16) -> list[Path]:
+    """Write each learned word as a file of its own, `NAME.embedding-WORD.safetensors`, as ComfyUI, A1111 and diffusers load it.
+
+    The embeddings of one text encoder are called `emb_params`, those of two `clip_l` and `clip_g`.
+    """
+    words: dict[str, dict[str, Tensor]] = {}
+    for key, tensor in folded(LoraWeights({}, embeddings=weights.embeddings), dtype).embeddings.items():
+        word, _, slot = key.partition(".")
+        words.setdefault(word, {})[slot if slot in CLIP_SLOTS else "emb_params"] = tensor
+    paths: list[Path] = []
+    for word, tensors in words.items():
+        plain = re.sub(r"[^\w-]", "", word) or "word"
+        path = folder / f"{name}.embedding-{plain}.safetensors"
+        if path in paths:
+            path = folder / f"{name}.embedding-{plain}-{len(paths) + 1}.safetensors"
+        write_tensors(path, tensors, {"name": word, "format": "pt"})
+        paths.append(path)
+    return paths
 
 
 def write_tensors(

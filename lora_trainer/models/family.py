@@ -267,6 +267,11 @@ class Family:
             )
         return {name: rate for name, rate in zip(names, rates, strict=False) if rate}
 
+    @property
+    def learns_words(self) -> bool:
+        """Whether it has CLIP text encoders, which new words can be added to."""
+        return bool(self.text_targets)
+
     def told(self, parts: TextParts, captions: Sequence[Caption], known: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The conditioning of B captions, with gradients, by the encoders of `text_targets` as they are now.
 

@@ -8,9 +8,10 @@ brings back their mean. Start, end and padding weigh 1, and so does the pooled s
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, cast
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import torch
@@ -63,9 +64,10 @@ def read_tokens(tokenizer: Any, captions: Sequence[Caption], device: torch.devic
     room = size - AROUND
     ids = torch.full((len(captions) * pieces, size), tokenizer.pad_token_id)
     ids[:, 0] = tokenizer.bos_token_id
+    learned = learned_words(tokenizer)
     weights: list[Tensor | None] = []
     for number, caption in enumerate(captions):
-        words = words_of(tokenizer, caption)
+        words = words_of(tokenizer, caption, learned)
         for piece in range(pieces):
             own, row = words[piece * room : (piece + 1) * room], ids[number * pieces + piece]
             end = len(own) + 1
@@ -77,12 +79,27 @@ def read_tokens(tokenizer: Any, captions: Sequence[Caption], device: torch.devic
     return Tokens(ids.to(device), tuple(weights), pieces)
 
 
-def words_of(tokenizer: Any, caption: Caption) -> list[tuple[int, float]]:
-    """A caption's tokens with the weight of each, without start and end."""
+def words_of(
+    tokenizer: Any, caption: Caption, learned: Mapping[int, Sequence[int]] = MappingProxyType({})
+) -> list[tuple[int, float]]:
+    """A caption's tokens with the weight of each, without start and end; in place of a `learned` word all its tokens."""
     parts = ((caption, 1.0),) if isinstance(caption, str) else caption
-    read = cast("Any", tokenizer)
     return [
-        (token, weight)
+        (each, weight)
         for part, weight in parts
-        for token in read(part, add_special_tokens=False, verbose=False).input_ids
+        for token in tokenizer(part, add_special_tokens=False, verbose=False).input_ids
+        for each in learned.get(token, (token,))
     ]
+
+
+def learned_words(tokenizer: Any) -> dict[int, tuple[int, ...]]:
+    """The tokens of each word that was added with several embeddings: `<zobo>`, `<zobo>_1`, …, by the first of them."""
+    added: dict[str, int] = tokenizer.added_tokens_encoder
+    found = {}
+    for word, first in added.items():
+        tokens = [first]
+        while (more := added.get(f"{word}_{len(tokens)}")) is not None:
+            tokens.append(more)
+        if len(tokens) > 1:
+            found[first] = tuple(tokens)
+    return found

@@ -48,9 +48,10 @@ def filled(prompt: str, words: tuple[str, ...]) -> str:
 
 
 def triggers(config: Config) -> tuple[str, ...]:
-    """The words that are learned, each once: the run's first, then those of sources with captions of their own."""
+    """The words that are learned, each once: the run's first, then those of sources with captions of their own, then new ones."""
     own = [source.captions for source in config.data.sources if source.captions and not source.regularisation]
-    return tuple(dict.fromkeys(rules.trigger for rules in (config.captions, *own) if rules.trigger))
+    named = (*(rules.trigger for rules in (config.captions, *own)), *config.text.tokens)
+    return tuple(dict.fromkeys(trigger for trigger in named if trigger))
 
 
 def sample_prompts(config: Config, inputs: Inputs) -> list[str]:

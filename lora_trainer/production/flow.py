@@ -22,6 +22,7 @@ from lora_trainer.core.io import write_text
 from lora_trainer.data.ledger import FILE as LEDGER
 from lora_trainer.data.ledger import write_ledger
 from lora_trainer.evaluation.report import LoraReport
+from lora_trainer.export.lora_file import write_words
 from lora_trainer.models.memory.streaming import bring
 from lora_trainer.monitor.events import Event
 from lora_trainer.monitor.memory import held_on, highest_memory_gib
@@ -219,10 +220,14 @@ def release(prepared: Prepared, record: Record, state: TrainState) -> Outcome:
     export = partial(export_lora, folder, name, weights, facts, built.shapes, session.inputs.family)
     with remembering():  # the record names the files whatever becomes of the gate
         kohya, diffusers = until_written("the LoRA", folder, export, lora_bytes(weight_shapes(built.learner)))
+        words = until_written("new words", folder, partial(write_words, folder, name, weights), 0)
         files = {**record.files, "kohya": kohya.name, "diffusers": diffusers.name}
+        files |= {path.stem.removeprefix(f"{name}."): path.name for path in words}
         record = replace(record, files=files, released=released.to_json())
         write_record(folder, record)
     console.print(f"exported {kohya.name} and {diffusers.name}; every key fits the model")
+    if words:
+        console.print(f"new words, also in {kohya.name}: {', '.join(path.name for path in words)}", markup=False)
     leave_if_told()
     free_learner(built.learner)
     console.print("validating the LoRA from its file")

@@ -175,6 +175,7 @@ def read_data(config: Config, facts: ModelFacts, *, decode: bool = True) -> tupl
             allow_upscale=config.data.allow_upscale,
             caption_limit=facts.caption_tokens,
             rules=caption_rules(config),
+            words=config.text.tokens,
             gate=config.gates.dataset,
             decode=decode,
             progress=count("pictures decoded"),

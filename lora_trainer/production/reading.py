@@ -18,6 +18,9 @@ def reading(config: Config, family: Family) -> Family:
     if config.model.without_t5 and not family.spare_texts:
         message = f"model.without_t5=true: models of {family.name} have no T5 text encoder that they work without."
         raise UsageError(Problem(message, "Remove it."))
+    if config.text.tokens and not family.learns_words:
+        message = f"text.tokens: models of {family.name} have no CLIP text encoder that could learn new words."
+        raise UsageError(Problem(message, "Remove it."))
     return family.reading(text_options(config, family))
 
 

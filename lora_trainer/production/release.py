@@ -30,6 +30,7 @@ from lora_trainer.export.weights import LoraWeights, weights_from_peft
 from lora_trainer.models.family import Family
 from lora_trainer.models.lora_files import names_of
 from lora_trainer.models.memory.streaming import bring
+from lora_trainer.models.words import to_embeddings
 from lora_trainer.optim.schedules import warmup_length
 from lora_trainer.production.choices import Choices, usable_bytes
 from lora_trainer.production.drawing import draw_comparison, triggers
@@ -96,7 +97,8 @@ def lora_weights(config: Config, inputs: Inputs, trained: Mapping[str, Tensor]) 
     for prefix in encoders:
         own = {name.removeprefix(prefix): value for name, value in trained.items() if name.startswith(prefix)}
         found |= weights_from_peft(own, prefix.removesuffix("."), alpha).modules
-    return LoraWeights(found)
+    words = to_embeddings(trained, tuple(inputs.family.text_targets), config.text.tokens) if config.text.tokens else {}
+    return LoraWeights(found, embeddings=words)
 
 
 def in_effect(config: Config, alpha: float, rank: int) -> float:

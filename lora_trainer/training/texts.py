@@ -21,6 +21,7 @@ from lora_trainer.export.weights import shapes_of
 from lora_trainer.models.family import Caption, Family, ModelFacts, TextParts
 from lora_trainer.models.kernels.update import sum_updates
 from lora_trainer.models.lora import inject_lora, matching_modules
+from lora_trainer.models.words import add_words, new_words
 
 Encode = Callable[[Sequence[Caption], Mapping[str, Tensor]], dict[str, Tensor]]
 
@@ -70,9 +71,28 @@ def build_texts(
         notes.append(f"{component}: LoRA rank {text_rank(config)} on {len(names)} modules at rate {rate:g}")
         if checkpointed:
             checkpoint_layers(encoder)
+    if config.text.tokens:
+        words = learned_words(parts, tuple(family.text_targets), config, checkpointed=checkpointed)
+        parameters |= words
+        rates |= dict.fromkeys(words, config.text.token_learning_rate)
+        named = f"{', '.join(config.text.tokens)} of {config.text.token_vectors} embeddings each"
+        notes.append(f"new words {named} at rate {config.text.token_learning_rate:g}")
     for encoder in parts.encoders.values():
         encoder.train()
     return TrainedTexts(parts, encode, parameters, rates, shapes, tuple(notes))
+
+
+def learned_words(
+    parts: TextParts, components: Sequence[str], config: Config, *, checkpointed: bool
+) -> dict[str, nn.Parameter]:
+    """Teach every CLIP encoder the words of `text.tokens`; their embeddings by name, the component first."""
+    own = add_words(parts, new_words(parts, components, config.text))
+    for parameter in own.values():
+        parameter.requires_grad_(True)
+    for component in components:
+        if checkpointed:
+            checkpoint_layers(parts.encoders[component])
+    return own
 
 
 def put_text_lora_on(encoder: nn.Module, names: list[str], config: Config, component: str) -> dict[str, nn.Parameter]:

@@ -7,11 +7,13 @@ from pathlib import Path
 import pytest
 from safetensors import safe_open
 
+from lora_trainer.cli.main import main
 from lora_trainer.config.schema import Config
 from lora_trainer.core.tensorfile import METADATA, read_tensor_header
 from lora_trainer.models import FAMILIES
+from lora_trainer.models.lora_files import read_lora
 from lora_trainer.production.reading import read_as_trained, text_options
-from tests.recipes.recipe import Bench
+from tests.recipes.recipe import Bench, record, tensor_bytes
 
 
 def header(file: Path) -> dict[str, str]:
@@ -44,3 +46,35 @@ def test_captions_are_read_as_the_file_was_trained_unless_asked_otherwise() -> N
     assert read_as_trained(plain, None, {"ss_clip_skip": "2"}) == plain  # of another program, which may ignore it
     asked = Config.model_validate({"text": {"clip_skip": 3}})
     assert read_as_trained(asked, run, own) == asked
+
+
+def test_new_words_are_learned_bundled_and_drawn_with(bench: Bench, capsys: pytest.CaptureFixture[str]) -> None:
+    words = {"text__tokens": '["<zobo>"]', "text__token_vectors": 2, "captions__trigger": "<zobo>"}
+    drawn = {"sample__prompts": '["a [trigger] on a blue background"]', "gates__lora": 0.0}
+    assert bench.run("words", steps=3, text__token_learning_rate=0.1, **words, **drawn) == 0
+    folder, files = bench.folder("words"), record(bench.folder("words"))["files"]
+    assert files["embedding-zobo"] == "words.embedding-zobo.safetensors"
+    own = tensor_bytes(folder / files["embedding-zobo"])
+    bundled = tensor_bytes(folder / files["kohya"])
+    assert list(own) == ["emb_params"]
+    assert bundled["bundle_emb.<zobo>.string_to_param.*"] == own["emb_params"]
+    assert not any("emb" in key for key in tensor_bytes(folder / files["diffusers"]))
+    assert header(folder / files["kohya"])["modelspec.trigger_phrase"] == "<zobo>"
+    assert read_lora(folder / files["kohya"]).embeddings["<zobo>.string_to_param.*"].shape == (2, 32)
+    again = folder / "samples" / "before_after.json"
+    assert "a <zobo> on a blue background" in again.read_text(encoding="utf-8")
+    capsys.readouterr()
+    assert main(["validate", str(folder / files["kohya"]), "--model", str(bench.model), "--json"]) in (0, 4)
+    assert '"integrity": 1.0' in capsys.readouterr().out
+
+
+def test_words_that_no_caption_holds_and_words_that_are_none_are_said(
+    bench: Bench, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["check", str(bench.data), "--model", str(bench.model), "--set", 'text.tokens=["<zobo>"]']) in (0, 3)
+    assert "No caption holds the new word" in capsys.readouterr().out
+    for tokens, told in (('["a b"]', "without spaces"), ('["zo", "ZO"]', "twice")):
+        assert bench.run("wrong", text__tokens=tokens) == 2
+        assert told in capsys.readouterr().err
+    assert bench.run("wrong", text__token_start="ring") == 2
+    assert "text.tokens names none" in capsys.readouterr().err

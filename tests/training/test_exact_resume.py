@@ -111,16 +111,27 @@ CASES: dict[str, Case] = {
         "train__ema_decay": 0.9,
         "validate__every_steps": 2,
     },
+    "words": {
+        "text__tokens": ("<zobo>", "zub"),
+        "text__token_vectors": 2,
+        "text__token_start": "ring",
+        "captions__prefix": "<zobo> zub ",
+        "captions__dropout": 0.3,
+        "train__ema_decay": 0.9,
+        "validate__every_steps": 2,
+    },
     "two texts": {
         "family": "sdxl",
         "text__learning_rates": (1e-2, 5e-3),
+        "text__tokens": ("<zobo>",),
+        "captions__trigger": "<zobo>",
         "memory__base_precision": "bf16",
         "memory__checkpointing": "all",
         "cache__latents": False,
     },
     "uncached": {"cache__latents": False, "data__flip": True, "cache__workers": 2},
 }
-QUICK_CASES = ("plain", "adamw8bit", "schedule_free", "lion", "fp16", "fp8", "split", "captions", "texts")
+QUICK_CASES = ("plain", "adamw8bit", "schedule_free", "lion", "fp16", "fp8", "split", "captions", "texts", "words")
 EVERY_CASE = [pytest.param(name, marks=() if name in QUICK_CASES else pytest.mark.slow) for name in CASES]
 
 

@@ -66,6 +66,7 @@ PARTS: dict[str, dict[str, object]] = {
     "prodigy": {"optim__name": "prodigy", "optim__learning_rate": 1.0, "memory__base_precision": "fp16"},
     "schedule_free": {"optim__name": "schedule_free", "validate__every_steps": 2},
     "adafactor": {"optim__name": "adafactor", "schedule__name": "cosine"},
+    "words": {"text__tokens": ("<zobo>",), "captions__trigger": "<zobo>", "validate__every_steps": 2},
     "texts": {"text__learning_rates": (1e-3,), "captions__dropout": 0.3, "validate__every_steps": 2},
 }
 EVERY_PART = [pytest.param(name, marks=() if name == "lion" else pytest.mark.slow) for name in PARTS]

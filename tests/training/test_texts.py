@@ -174,3 +174,29 @@ def test_memory_that_runs_out_splits_captions_too(place: TinyPlace, tmp_path: Pa
     assert failed
     one, other = (outcome(job)["metrics.jsonl"][0]["loss"] for job in (whole, halves))
     assert one == pytest.approx(other, rel=1e-4)
+
+
+def test_new_words_are_trained_at_their_own_rate_and_nothing_else_of_the_encoders(place, tiny_models):
+    """Without a LoRA on the text encoders: the words' embeddings alone, without decay."""
+    here = replace(place, model=tiny_models("sdxl"))
+    words = {"text__tokens": ("<zobo>", "zub"), "text__token_vectors": 3, "captions__prefix": "<zobo> zub "}
+    job = here.job(
+        "a", steps=2, schedule__warmup_steps=0, optim__weight_decay=0.5, text__token_learning_rate=0.05, **words
+    )
+    parts = job.learner.texts.parts
+    before = {
+        name: {key: value.clone() for key, value in each.state_dict().items()} for name, each in parts.encoders.items()
+    }
+    here.train(job)
+    own = {name: master for name, master in job.learner.adapter.masters.items() if name.startswith("text_encoder")}
+    assert sorted(name.partition(".")[0] for name in own) == ["text_encoder", "text_encoder_2"]
+    for group in job.learner.optimizer.param_groups:
+        if any(each is master for each in group["params"] for master in own.values()):
+            assert (group["lr"], group["weight_decay"]) == (0.05, 0.0)
+    for component, encoder in parts.encoders.items():
+        after = encoder.state_dict()
+        changed = {key for key, value in after.items() if not torch.equal(value, before[component][key])}
+        assert {key.rpartition(".")[2] for key in changed} == {"learned"}
+        assert all(
+            len(after[key]) == 6 and bool((after[key] != before[component][key]).any(dim=-1).all()) for key in changed
+        )

@@ -60,9 +60,11 @@ class TextSection(Section):
     lora_alpha: Positive | None = Field(
         None, description="alpha of the text encoders' LoRA; empty means alpha = its rank"
     )
-    tokens: tuple[Annotated[str, Field(min_length=1)], ...] = Field(
-        (),
-        description="new words whose embeddings are learned along (textual inversion, arXiv:2208.01618), such as `<zobo>`; captions use them like any word",
+    tokens: tuple[Annotated[str, Field(min_length=1, max_length=64, pattern=r"^[^\s.,:|\\/()\[\]{}\"'*?]+$")], ...] = (
+        Field(
+            (),
+            description="new words whose embeddings are learned along with the LoRA (textual inversion, arXiv:2208.01618), such as `<zobo>`; captions hold them like any word",
+        )
     )
     token_vectors: Annotated[int, Field(ge=1, le=64)] = Field(4, description="embeddings of each new word")
     token_start: str | None = Field(

@@ -72,7 +72,7 @@ def _mended_word(word: str) -> str:
 
 def _of_all(samples: Sequence[Sample], looked: Looked) -> list[Finding]:
     captions = Counter(sample.caption for sample in samples)
-    found = _triggers(samples, looked)
+    found = _triggers(samples, looked) + _words(samples, looked)
     if len(samples) > 1 and len(captions) == 1 and "" not in captions:
         message = f"All {len(samples)} pictures have the same caption."
         fix = "Fine for one subject; varied captions keep surroundings apart from it."
@@ -91,6 +91,21 @@ def _of_all(samples: Sequence[Sample], looked: Looked) -> list[Finding]:
         fix = "Describe all pictures in about the same detail."
         found.append(Finding("uneven_captions", "note", message, fix))
     return found
+
+
+def _words(samples: Sequence[Sample], looked: Looked) -> list[Finding]:
+    """New words that no caption holds: nothing would be learned of them."""
+    texts = [canonical_text(sample, looked.rules).lower() for sample in samples] if looked.words else []
+    lacking = [word for word in looked.words if not any(word.lower() in text for text in texts)]
+    return [
+        Finding(
+            "unused_word",
+            "warning",
+            f"No caption holds the new word {word!r}: nothing can be learned of it.",
+            f"Write it into the captions, or set captions.trigger={word} to put it in front of each.",
+        )
+        for word in lacking
+    ]
 
 
 def _triggers(samples: Sequence[Sample], looked: Looked) -> list[Finding]:

@@ -32,6 +32,7 @@ class Looked:
     allow_upscale: bool
     caption_limit: int | None
     rules: tuple[CaptionsSection, ...] = ()
+    words: tuple[str, ...] = ()  # new ones, whose embeddings are learned
     masks: Mapping[str, Seen] = field(default_factory=dict)  # what mask files show, by their content
 
 

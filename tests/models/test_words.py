@@ -1,0 +1,149 @@
+"""New words: what stays as it is, how captions hold them, and that other programs read the files the same."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from lora_trainer.config.schema.inputs import TextSection
+from lora_trainer.core.errors import UsageError
+from lora_trainer.export.lora_file import write_words
+from lora_trainer.export.weights import LoraWeights
+from lora_trainer.models import FAMILIES
+from lora_trainer.models.drawing import texts_of
+from lora_trainer.models.family import PLAIN, TextParts
+from lora_trainer.models.words import add_words, from_embeddings, new_words, to_embeddings
+from tests.export.tiny import tiny_pipeline
+
+CPU = torch.device("cpu")
+WORD = "<zobo>"
+
+
+@pytest.fixture(scope="module", params=["sd15", "sdxl"])
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    made = tmp_path_factory.mktemp(request.param)
+    tiny_pipeline(made / "tokens", request.param).save_pretrained(made / request.param, safe_serialization=True)
+    return made / request.param
+
+
+def texts(folder: Path) -> TextParts:
+    return FAMILIES[folder.name].load_texts(folder, torch.float32, CPU)
+
+
+def components(folder: Path) -> tuple[str, ...]:
+    return tuple(FAMILIES[folder.name].text_targets)
+
+
+@torch.no_grad()
+def said(folder: Path, parts: TextParts, *captions: str) -> dict[str, Tensor]:
+    return FAMILIES[folder.name].encode_text(parts, captions, PLAIN)
+
+
+def random_words(folder: Path, parts: TextParts, vectors: int = 3) -> dict[str, dict[str, Tensor]]:
+    draw = torch.Generator().manual_seed(1)
+    return {
+        WORD: {
+            name: torch.randn(vectors, parts.encoders[name].config.hidden_size, generator=draw)
+            for name in components(folder)
+        }
+    }
+
+
+def test_captions_without_the_word_are_read_as_ever(folder: Path) -> None:
+    parts = texts(folder)
+    before = said(folder, parts, "a red ring", "")
+    tables = [parts.encoders[name].get_input_embeddings().weight.clone() for name in components(folder)]
+    add_words(parts, random_words(folder, parts))
+    after = said(folder, parts, "a red ring", "")
+    assert all(torch.equal(after[name], before[name]) for name in before)
+    for name, table in zip(components(folder), tables, strict=True):
+        assert torch.equal(parts.encoders[name].get_input_embeddings().known.weight, table)
+
+
+def test_a_word_that_starts_as_others_is_read_as_they_are(folder: Path) -> None:
+    """`<zobo>`, of the embeddings of `red ring`, says what `red ring` says: also in the summary, which is the end's."""
+    parts = texts(folder)
+    count = len(parts.tokenizers["text_encoder"]("red ring", add_special_tokens=False).input_ids)
+    wanted = said(folder, parts, "a red ring beside a ring")
+    text = TextSection(tokens=(WORD,), token_vectors=count, token_start="red ring")
+    add_words(parts, new_words(parts, components(folder), text))
+    found = said(folder, parts, f"a {WORD} beside a ring")
+    for name, value in wanted.items():
+        torch.testing.assert_close(found[name], value)
+
+
+def test_words_start_from_the_mean_where_nothing_is_named(folder: Path) -> None:
+    parts = texts(folder)
+    started = new_words(parts, components(folder), TextSection(tokens=(WORD, "zub"), token_vectors=2))
+    for name in components(folder):
+        mean = parts.encoders[name].get_input_embeddings().weight.mean(dim=0)
+        assert started["zub"][name].shape == (2, len(mean))
+        torch.testing.assert_close(started["zub"][name][1], mean)
+
+
+def test_only_the_words_get_gradients(folder: Path) -> None:
+    parts = texts(folder)
+    own = add_words(parts, random_words(folder, parts))
+    for parameter in own.values():
+        parameter.requires_grad_(True)
+    told = FAMILIES[folder.name].encode_text(parts, ["a ring", f"a {WORD} ring"], PLAIN)
+    sum(value.sum() for value in told.values()).backward()  # type: ignore[union-attr]
+    trained = [each for encoder in parts.encoders.values() for each in encoder.parameters() if each.grad is not None]
+    assert {id(each) for each in trained} == {id(each) for each in own.values()}
+    for parameter in own.values():
+        assert parameter.grad is not None
+        assert bool(parameter.grad.abs().sum(dim=-1).all())
+
+
+def test_words_go_into_files_and_come_back(folder: Path, tmp_path: Path) -> None:
+    parts = texts(folder)
+    words = random_words(folder, parts) | {"zub": random_words(folder, parts)[WORD]}
+    own = {name: parameter.detach() for name, parameter in add_words(parts, words).items()}
+    embeddings = to_embeddings(own, components(folder), (WORD, "zub"))
+    back = from_embeddings(embeddings, components(folder))
+    assert all(torch.equal(back[word][name], words[word][name]) for word in words for name in words[word])
+    paths = write_words(tmp_path, "cat", LoraWeights({}, embeddings=embeddings))
+    assert [path.name for path in paths] == ["cat.embedding-zobo.safetensors", "cat.embedding-zub.safetensors"]
+    names = {"sd15": ["emb_params"], "sdxl": ["clip_g", "clip_l"]}[folder.name]
+    assert sorted(load_file(paths[0])) == names
+
+
+def test_diffusers_reads_the_words_own_file_as_we_do(folder: Path, tmp_path: Path) -> None:
+    family = FAMILIES[folder.name]
+    ours, theirs = (family.make_pipeline(folder, torch.float32, CPU) for _ in range(2))
+    words = random_words(folder, texts_of(ours))
+    own = {name: parameter.detach() for name, parameter in add_words(texts_of(ours), words).items()}
+    embeddings = to_embeddings(own, components(folder), (WORD,))
+    (path,) = write_words(tmp_path, "cat", LoraWeights({}, embeddings=embeddings), dtype=torch.float32)
+    if folder.name == "sd15":
+        theirs.load_textual_inversion(str(path.parent), weight_name=path.name, token=WORD, local_files_only=True)
+    else:
+        for key, number in (("clip_l", ""), ("clip_g", "_2")):
+            encoder, tokenizer = (getattr(theirs, f"{part}{number}") for part in ("text_encoder", "tokenizer"))
+            theirs.load_textual_inversion(
+                {WORD: load_file(path)[key]}, token=WORD, text_encoder=encoder, tokenizer=tokenizer
+            )
+    wanted: Any = theirs.encode_prompt(
+        f"a {WORD} ring", device=CPU, num_images_per_prompt=1, do_classifier_free_guidance=False
+    )
+    found = said(folder, texts_of(ours), f"a {WORD} ring")
+    torch.testing.assert_close(found["embeds"], wanted[0])
+    if "pooled" in found:
+        torch.testing.assert_close(found["pooled"], wanted[2])
+
+
+def test_words_that_cannot_be_new_are_refused(folder: Path) -> None:
+    parts = texts(folder)
+    known = parts.tokenizers["text_encoder"].convert_ids_to_tokens(0)
+    with pytest.raises(UsageError, match="already"):
+        add_words(parts, {known: random_words(folder, parts)[WORD]})
+    narrow = {WORD: {name: torch.zeros(2, 7) for name in components(folder)}}
+    with pytest.raises(UsageError, match="7 wide"):
+        add_words(texts(folder), narrow)
+    with pytest.raises(UsageError, match="of its kind"):
+        from_embeddings({f"{WORD}.clip_h": torch.zeros(2, 8)}, components(folder))
