@@ -12,4 +12,3 @@ FAMILIES: dict[str, Family] = {
     "sd3": sd3.FAMILY,
     "flux": flux.FAMILY,
 }
-TRAINED = [name for name, family in FAMILIES.items() if family.trained]

@@ -21,7 +21,9 @@ def texts_of(pipeline: Any, place: torch.device | None = None) -> TextParts:
     tokenizers = {
         name.replace(TOKENIZER, TEXT_ENCODER): part for name, part in parts.items() if name.startswith(TOKENIZER)
     }
-    return TextParts(encoders, tokenizers, place)
+    denoiser = getattr(pipeline, "transformer", None)
+    width = 0 if denoiser is None else int(denoiser.config.get("joint_attention_dim") or 0)
+    return TextParts(encoders, tokenizers, place, width)
 
 
 def read_prompts(

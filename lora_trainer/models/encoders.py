@@ -33,7 +33,7 @@ def encoders_from(
         import torch
 
         image_encoder = cache(partial(load_image_encoder, folder, dtype, device))
-        texts = cache(partial(load_texts, folder, dtype, device))
+        texts = cache(partial(load_texts, folder, dtype, device, text.without))
 
         def encode_image(pixels: Tensor) -> tuple[Tensor, Tensor]:
             return image_encoder()(pixels)

@@ -7,12 +7,12 @@ position ids, time ids, latent scale and shift stay in the family's own file.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from hashlib import sha256
 from importlib.resources import files
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from lora_trainer.core.errors import Problem, UsageError
 from lora_trainer.export.layout import Layout
@@ -42,6 +42,7 @@ class ModelFacts:
     pixel_step: int  # sides of pictures must be multiples of this
     prediction: str  # "epsilon", "v_prediction" or "flow"
     caption_tokens: int  # the text encoder's limit, with start and end
+    variant: str = ""  # which of the family's models: `medium`, `schnell`; empty where there is one kind
     named: str = ""  # what people call the model, where that is not its folder
     whole: bool = True  # false where its configs alone are here
 
@@ -149,12 +150,14 @@ def prompt_embeds(cond: Mapping[str, Tensor], negative: Mapping[str, Tensor] | N
 class TextParts:
     """Text encoders in memory and their tokenizers, both by the component's name: `text_encoder`, `text_encoder_2`.
 
-    `place` is where they compute, for encoders whose layers visit a card: their weights do not say it.
+    `place` is where they compute, for encoders whose layers visit a card: their weights do not say it. `width` is that of
+    the text which the denoiser takes, where it may be wider than what the encoders say; 0 where it is not.
     """
 
     encoders: Mapping[str, nn.Module]
     tokenizers: Mapping[str, Any]
     place: torch.device | None = None
+    width: int = 0
 
     @property
     def device(self) -> torch.device:
@@ -165,9 +168,16 @@ class TextParts:
 
 
 JoinText = Callable[[Mapping[str, "Tensor"], Mapping[str, "Tensor"]], dict[str, "Tensor"]]
-LoadTexts = Callable[[Path, "torch.dtype", "torch.device"], TextParts]
 EncodeText = Callable[[TextParts, Sequence[Caption], TextOptions], dict[str, "Tensor"]]
 LoadImageEncoder = Callable[[Path, "torch.dtype", "torch.device"], Callable[["Tensor"], tuple["Tensor", "Tensor"]]]
+
+
+class LoadTexts(Protocol):
+    """Loads a folder's text encoders, frozen, on a device, but for those of `without` that it works without."""
+
+    def __call__(
+        self, folder: Path, dtype: torch.dtype, device: torch.device, without: Collection[str] = (), /
+    ) -> TextParts: ...
 
 
 class LoadEncoders(Protocol):
@@ -208,6 +218,7 @@ class Family:
     those of the original code, and is empty where LoRA files of all programs use diffusers' own.
     `joined_text` of (what `encode_text` gives with only the encoders of `text_targets`, what it gave with all of them before)
     is the first with what the others, which are never trained, said of the same captions; None where there are no others.
+    Those others are `untrained_texts`: nobody needs them once captions are read.
     `check_text` raises UsageError for options that the text encoders of a folder cannot follow; `spare_texts` are
     encoders that the model works without.
     `lora_targets` maps `attention` and `attention+ff` to patterns of module names.
@@ -216,8 +227,7 @@ class Family:
     blocks and a few percent of the weights, as `thinness` says in words. `cond_shapes` gives, for a denoiser's config, the shapes
     of what `encode_text` returns for one caption. `base_names` are what LoRA files call the
     base: `ss_base_model_version` and `modelspec.architecture`. `manner` says how a folder's model is drawn with, and
-    `prompted` what of `encode_text` its pipeline is called with. Families that are not
-    `trained` can be planned and measured only.
+    `prompted` what of `encode_text` its pipeline is called with.
     """
 
     name: str
@@ -246,7 +256,7 @@ class Family:
     prompted: Callable[[Mapping[str, Tensor], Mapping[str, Tensor] | None], dict[str, Any]] = prompt_embeds
     text: TextOptions = PLAIN
     joined_text: JoinText | None = None
-    trained: bool = True
+    untrained_texts: tuple[str, ...] = ()
 
     def text_rates(self, rates: Sequence[float]) -> dict[str, float]:
         """The rate of each text encoder that is trained, by component, of `text.learning_rates`.
@@ -303,46 +313,3 @@ class Family:
             return self.cond_shapes(config, text)
 
         return replace(self, text=text, describe=describe, encoder_keys=keys, load_encoders=load, cond_shapes=shapes)
-
-
-def planned_family(
-    name: str,
-    *,
-    predict: Callable[[nn.Module, Tensor, Tensor, Mapping[str, Tensor], Tensor], Tensor],
-    lora_targets: Mapping[str, tuple[str, ...]],
-    make_denoiser: Callable[[Mapping[str, Any]], nn.Module],
-    cond_shapes: CondShapes,
-    thin: Callable[[Mapping[str, Any]], Mapping[str, Any]],
-    thinness: str,
-) -> Family:
-    """A transformer that is known by its form alone; whatever needs its files raises UsageError."""
-
-    def refuse(*_: object) -> NoReturn:
-        raise UsageError(
-            Problem(
-                f"Models of {name} cannot be trained yet: they can be planned and measured, a later version trains them.",
-                f"lora-trainer plan --set model.family={name}; lora-trainer bench step --set model.family={name}",
-            )
-        )
-
-    return Family(
-        name=name,
-        describe=refuse,
-        encoder_keys=refuse,
-        load_encoders=refuse,
-        load_texts=refuse,
-        encode_text=refuse,
-        load_denoiser=refuse,
-        make_process=refuse,
-        predict=predict,
-        make_pipeline=refuse,
-        lora_targets=lora_targets,
-        denoiser_prefix="transformer",
-        kohya_prefixes={},
-        make_denoiser=make_denoiser,
-        cond_shapes=cond_shapes,
-        thin=thin,
-        thinness=thinness,
-        base_names=refuse,
-        trained=False,
-    )

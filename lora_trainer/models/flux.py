@@ -1,29 +1,162 @@
 """FLUX.1: a transformer of 12 billion weights on latents packed by two (arXiv:2403.03206 describes its blocks).
 
-Planned and measured from its form; it cannot be trained from files yet.
+Two kinds, told apart by the transformer's config: `dev` is told a guidance, which was distilled into it; `schnell` is
+not, reads half the text and draws in four steps.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from lora_trainer.models.family import PLAIN, TextOptions, planned_family
+from lora_trainer.core.errors import Problem, UsageError
+from lora_trainer.export.layout import Rule, fused
+from lora_trainer.models.autoencoder import drawing_vae, load_whole_image_encoder, vae_dtype
+from lora_trainer.models.clip import LAST, ask_clip, check_clip
+from lora_trainer.models.encoders import encoders_from
+from lora_trainer.models.family import PLAIN, Caption, Family, Manner, ModelFacts, TextOptions, TextParts
+from lora_trainer.models.flow_schedule import make_process, make_scheduler
+from lora_trainer.models.folder import fingerprint, read_config
+from lora_trainer.models.frozen import load_denoiser, load_frozen
+from lora_trainer.models.t5 import load_t5, load_t5_tokenizer, read_t5_tokens
+from lora_trainer.models.transformer import PATCH, STREAMS, refuse_widths, transformer_config, transformer_facts
+from lora_trainer.models.unet import CLIP_TARGETS, load_tokenizer
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor, nn
 
-T5_TOKENS = 512
+    from lora_trainer.models.storage.store import Narrow
+
+CLIP, T5 = "text_encoder", "text_encoder_2"
+DEV_TOKENS, SCHNELL_TOKENS = 512, 256
+SIDE = 128  # of the latents that the model was made for
 TIMESTEPS = 1000
 GUIDANCE = 1.0  # what a distilled model is told while it is trained: as if it were not guided
 THINNER_HEADS, FEWER_LAYERS = 12, 6
 THINNESS = "a twelfth of its width and a sixth of its layers"
-STREAMS = ("to_q", "to_k", "to_v", "to_out.0", "add_q_proj", "add_k_proj", "add_v_proj", "to_add_out")
 ATTENTION = tuple(f"*transformer_blocks.*.attn.{name}" for name in STREAMS)
 FEED_FORWARD = (
     *(f"transformer_blocks.*.{name}" for name in ("net.0.proj", "net.2")),
     *(f"single_transformer_blocks.*.{name}" for name in ("proj_mlp", "proj_out")),
 )
+
+
+LAYOUT = (
+    *fused("double_blocks.{}.img_attn.qkv", *(f"transformer_blocks.{{}}.attn.{name}" for name in STREAMS[:3])),
+    *fused("double_blocks.{}.txt_attn.qkv", *(f"transformer_blocks.{{}}.attn.{name}" for name in STREAMS[4:7])),
+    Rule("transformer_blocks.{}.attn.to_out.0", "double_blocks.{}.img_attn.proj"),
+    Rule("transformer_blocks.{}.attn.to_add_out", "double_blocks.{}.txt_attn.proj"),
+    Rule("transformer_blocks.{}.ff.net.0.proj", "double_blocks.{}.img_mlp.0"),
+    Rule("transformer_blocks.{}.ff.net.2", "double_blocks.{}.img_mlp.2"),
+    Rule("transformer_blocks.{}.ff_context.net.0.proj", "double_blocks.{}.txt_mlp.0"),
+    Rule("transformer_blocks.{}.ff_context.net.2", "double_blocks.{}.txt_mlp.2"),
+    Rule("transformer_blocks.{}.norm1.linear", "double_blocks.{}.img_mod.lin"),
+    Rule("transformer_blocks.{}.norm1_context.linear", "double_blocks.{}.txt_mod.lin"),
+    *fused(
+        "single_blocks.{}.linear1",
+        *(f"single_transformer_blocks.{{}}.{name}" for name in ("attn.to_q", "attn.to_k", "attn.to_v", "proj_mlp")),
+        shares=(1, 1, 1, 4),
+    ),
+    Rule("single_transformer_blocks.{}.proj_out", "single_blocks.{}.linear2"),
+    Rule("single_transformer_blocks.{}.norm.linear", "single_blocks.{}.modulation.lin"),
+    Rule("x_embedder", "img_in"),
+    Rule("context_embedder", "txt_in"),
+    *(
+        Rule(f"time_text_embed.{ours}.linear_{number}", f"{theirs}.{layer}")
+        for ours, theirs in (
+            ("timestep_embedder", "time_in"),
+            ("text_embedder", "vector_in"),
+            ("guidance_embedder", "guidance_in"),
+        )
+        for number, layer in ((1, "in_layer"), (2, "out_layer"))
+    ),
+    Rule("norm_out.linear", "final_layer.adaLN_modulation.1", swapped=True),
+    Rule("proj_out", "final_layer.linear"),
+)
+
+
+def describe(folder: Path) -> ModelFacts:
+    """Facts from the config files. Raises UsageError when a part is missing, damaged or of another kind."""
+    needs = ("in_channels", "joint_attention_dim", "pooled_projection_dim")
+    config = transformer_config(folder, "FluxTransformer2DModel", needs)
+    facts = transformer_facts(
+        folder,
+        "flux",
+        clips=(CLIP,),
+        t5=T5,
+        t5_tokens=_tokens(config),
+        per_latent=PATCH * PATCH,
+        side=SIDE,
+        variant="dev" if config.get("guidance_embeds") else "schnell",
+    )
+    pooled, width = (read_config(folder, f"{name}/config.json") for name in (CLIP, T5))
+    refuse_widths(folder, "a summary", config["pooled_projection_dim"], pooled.get("hidden_size"))
+    refuse_widths(folder, "text", config["joint_attention_dim"], width.get("d_model"))
+    return facts
+
+
+def _tokens(config: Mapping[str, Any]) -> int:
+    """How much text the transformer was trained to read."""
+    return DEV_TOKENS if config.get("guidance_embeds") else SCHNELL_TOKENS
+
+
+def encoder_keys(folder: Path, dtype: torch.dtype, text: TextOptions = PLAIN, /) -> tuple[str, str]:
+    """Names of the image and the text encoders' weights, without loading them."""
+    texts = fingerprint(folder, CLIP, "tokenizer", T5, "tokenizer_2")
+    tokens = _tokens(read_config(folder, "transformer/config.json"))  # the same text encoders serve both kinds
+    image = f"{fingerprint(folder, 'vae')}-{vae_dtype(folder, dtype)}"
+    return image, f"{texts}-{dtype}-{tokens}{text.key}"
+
+
+def load_texts(folder: Path, dtype: torch.dtype, device: torch.device, without: Collection[str] = (), /) -> TextParts:
+    """Both text encoders, frozen, on the device, and their tokenizers; without T5 only CLIP."""
+    from transformers import CLIPTextModel
+
+    encoders: dict[str, Any] = {CLIP: load_frozen(CLIPTextModel, folder / CLIP, dtype, device)}
+    tokenizers = {CLIP: load_tokenizer(folder, CLIP)}
+    if T5 not in without:
+        longest = _tokens(read_config(folder, "transformer/config.json"))
+        encoders[T5], tokenizers[T5] = load_t5(folder, T5, dtype, device), load_t5_tokenizer(folder, T5, longest)
+    return TextParts(encoders, tokenizers)
+
+
+def encode_text(parts: TextParts, captions: Sequence[Caption], options: TextOptions = PLAIN) -> dict[str, Tensor]:
+    """B captions -> `embeds` [B, 512 or 256, D]: T5's last state; `pooled` [B, P]: CLIP's summary.
+
+    `pooled` alone of parts without T5.
+    """
+    told = ask_clip(parts, CLIP, captions, PLAIN, own=LAST, normed=True)
+    if T5 not in parts.encoders:
+        return {"pooled": told.pooled}
+    tokenizer = parts.tokenizers[T5]
+    words = read_t5_tokens(tokenizer, captions, options.t5_tokens or tokenizer.model_max_length, parts.device)
+    return {"embeds": words.weigh(parts.encoders[T5](words.ids)[0]), "pooled": told.pooled}
+
+
+def joined_text(told: Mapping[str, Tensor], known: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """CLIP's summary as it is now, and T5's states as they were."""
+    return {**known, **told}
+
+
+def check_text(folder: Path, options: TextOptions) -> None:
+    """Of CLIP only the summary is read: of its last layer, of one piece."""
+    asked = {"clip_skip": options.clip_skip, "max_tokens": options.clip_tokens if options.pieces > 1 else None}
+    problems = [
+        Problem(f"text.{name}={value}: FLUX.1 takes only a summary from CLIP; T5 reads the words.", "Remove it.")
+        for name, value in asked.items()
+        if value is not None
+    ]
+    if problems:
+        raise UsageError(problems)
+    check_clip(folder, (CLIP,), options, t5=True)
+
+
+def manner(folder: Path) -> Manner:
+    """Guidance, where the model knows it, is told to it: it is asked once for each step, and never what not to draw."""
+    guided = bool(read_config(folder, "transformer/config.json").get("guidance_embeds"))
+    return Manner(steps=50 if guided else 4, guided=guided, negative=False)
 
 
 def make_denoiser(config: Mapping[str, Any]) -> nn.Module:
@@ -33,8 +166,15 @@ def make_denoiser(config: Mapping[str, Any]) -> nn.Module:
     return cast("nn.Module", FluxTransformer2DModel.from_config(dict(config)))
 
 
+def load_transformer(folder: Path, dtype: torch.dtype, device: torch.device, narrow: Narrow | None = None) -> nn.Module:
+    """The transformer, frozen, on the device."""
+    from diffusers import FluxTransformer2DModel
+
+    return load_denoiser(FluxTransformer2DModel, folder / "transformer", dtype, device, narrow)
+
+
 def predict(denoiser: nn.Module, noisy: Tensor, t: Tensor, cond: Mapping[str, Tensor], sizes: Tensor) -> Tensor:
-    """The velocity [B, 16, h, w] at t [B] under cond["embeds"] [B, 512, 4096] and cond["pooled"] [B, 768].
+    """The velocity [B, 16, h, w] at t [B] under cond["embeds"] [B, 512 or 256, 4096] and cond["pooled"] [B, 768].
 
     Four neighbouring places of the latents are one token; the position of each is its row and column.
     """
@@ -62,9 +202,27 @@ def predict(denoiser: nn.Module, noisy: Tensor, t: Tensor, cond: Mapping[str, Te
     return cast("Tensor", unpacked.reshape(noisy.shape))
 
 
+def make_pipeline(folder: Path, dtype: torch.dtype, device: torch.device) -> Any:
+    """diffusers' pipeline of the untouched base, for drawing pictures."""
+    from diffusers import FluxPipeline
+
+    texts = load_texts(folder, dtype, device)
+    pipeline = FluxPipeline(
+        vae=drawing_vae(folder, dtype, device),
+        text_encoder=texts.encoders[CLIP],
+        text_encoder_2=texts.encoders[T5],
+        tokenizer=texts.tokenizers[CLIP],
+        tokenizer_2=texts.tokenizers[T5],
+        transformer=load_transformer(folder, dtype, device),
+        scheduler=make_scheduler(folder),
+    )
+    pipeline.set_progress_bar_config(disable=True)
+    return pipeline
+
+
 def cond_shapes(config: Mapping[str, Any], text: TextOptions = PLAIN, /) -> dict[str, tuple[int, ...]]:
     return {
-        "embeds": (text.t5_tokens or T5_TOKENS, int(config["joint_attention_dim"])),
+        "embeds": (text.t5_tokens or _tokens(config), int(config["joint_attention_dim"])),
         "pooled": (int(config["pooled_projection_dim"]),),
     }
 
@@ -78,12 +236,33 @@ def thin(config: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-FAMILY = planned_family(
-    "flux",
+def base_names(facts: ModelFacts) -> tuple[str, str]:
+    return "flux1", f"flux-1-{facts.variant}/lora"
+
+
+FAMILY = Family(
+    name="flux",
+    describe=describe,
+    encoder_keys=encoder_keys,
+    load_encoders=encoders_from(load_whole_image_encoder, load_texts, encode_text, encoder_keys),
+    load_texts=load_texts,
+    encode_text=encode_text,
+    load_denoiser=load_transformer,
+    make_process=make_process,
     predict=predict,
+    make_pipeline=make_pipeline,
     lora_targets={"attention": ATTENTION, "attention+ff": (*ATTENTION, *FEED_FORWARD)},
+    denoiser_prefix="transformer",
+    kohya_prefixes={"transformer": "lora_unet", "text_encoder": "lora_te1"},
     make_denoiser=make_denoiser,
     cond_shapes=cond_shapes,
     thin=thin,
     thinness=THINNESS,
+    base_names=base_names,
+    text_targets={CLIP: CLIP_TARGETS},
+    layout=LAYOUT,
+    check_text=check_text,
+    manner=manner,
+    joined_text=joined_text,
+    untrained_texts=(T5,),
 )

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from lora_trainer.core.errors import Problem, UsageError
 from lora_trainer.export.keys import KOHYA_PREFIXES
+from lora_trainer.models.autoencoder import image_encoder, load_vae
 from lora_trainer.models.clip import LAST, ask_clip, check_clip
 from lora_trainer.models.encoders import encoders_from
 from lora_trainer.models.family import PLAIN, Caption, Family, ModelFacts, TextOptions, TextParts
@@ -19,10 +20,8 @@ from lora_trainer.models.unet import (
     CLIP_TOKENS,
     LORA_TARGETS,
     THINNESS,
-    image_encoder,
     load_tokenizer,
     load_unet,
-    load_vae,
     make_denoiser,
     thin,
     unet_facts,
@@ -55,7 +54,7 @@ def load_image_encoder(
     return image_encoder(load_vae(folder, dtype, device), device)
 
 
-def load_texts(folder: Path, dtype: torch.dtype, device: torch.device) -> TextParts:
+def load_texts(folder: Path, dtype: torch.dtype, device: torch.device, without: Collection[str] = (), /) -> TextParts:
     """The text encoder, frozen, on the device, and its tokenizer."""
     encoder, tokenizer = load_text_encoder(folder, dtype, device), load_tokenizer(folder, "text_encoder")
     return TextParts({"text_encoder": encoder}, {"text_encoder": tokenizer})

@@ -1,34 +1,206 @@
-"""Stable Diffusion 3.5: a transformer that reads pictures and text side by side (arXiv:2403.03206).
+"""Stable Diffusion 3 and 3.5: a transformer that reads pictures and text side by side (arXiv:2403.03206).
 
-Planned and measured from its form; it cannot be trained from files yet.
+Three text encoders: two of CLIP and T5, without which the model works, too.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from lora_trainer.models.family import PLAIN, TextOptions, planned_family
+from lora_trainer.export.layout import Rule, fused
+from lora_trainer.models.autoencoder import drawing_vae, load_whole_image_encoder, vae_dtype
+from lora_trainer.models.clip import LAST_BUT_ONE, ask_clip, check_clip
+from lora_trainer.models.encoders import encoders_from
+from lora_trainer.models.family import PLAIN, Caption, Family, Manner, ModelFacts, TextOptions, TextParts
+from lora_trainer.models.flow_schedule import make_process, make_scheduler
+from lora_trainer.models.folder import fingerprint, read_config, whole_number
+from lora_trainer.models.frozen import load_denoiser, load_frozen
+from lora_trainer.models.t5 import load_t5, load_t5_tokenizer, read_t5_tokens
+from lora_trainer.models.transformer import (
+    STREAMS,
+    named_parts,
+    refuse_widths,
+    transformer_config,
+    transformer_facts,
+)
+from lora_trainer.models.unet import CLIP_TARGETS, CLIP_TOKENS, load_tokenizer, tokenizer_of
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor, nn
 
-CLIP_TOKENS, T5_TOKENS = 77, 256
+    from lora_trainer.models.storage.store import Narrow
+
+CLIPS, T5 = ("text_encoder", "text_encoder_2"), "text_encoder_3"
+T5_TOKENS = 256
 # The stored table of positions is 384 patches wide, 0.84 GiB in fp32; no picture needs more than its middle.
 LARGEST_SIDE = 128  # patches, of 16 pixels each
+MOST_SIDE = 4096  # places of the latents, or of the table
 THINNER_HEADS, FEWER_LAYERS = 12, 6
 THINNESS = "a twelfth of its width and a sixth of its layers"
-STREAMS = ("to_q", "to_k", "to_v", "to_out.0", "add_q_proj", "add_k_proj", "add_v_proj", "to_add_out")
 ATTENTION = tuple(f"transformer_blocks.*.attn*.{name}" for name in STREAMS)
 FEED_FORWARD = tuple(f"transformer_blocks.*.{name}" for name in ("net.0.proj", "net.2"))
+
+
+def _stream(original: str, attention: str, names: tuple[str, str, str, str]) -> tuple[Rule, ...]:
+    """The rules of one attention: its fused query, key and value, and what comes out."""
+    ours = [f"transformer_blocks.{{}}.{attention}.{name}" for name in names]
+    theirs = f"joint_blocks.{{}}.{original}"
+    return (*fused(f"{theirs}.qkv", *ours[:3]), Rule(ours[3], f"{theirs}.proj"))
+
+
+LAYOUT = (
+    *_stream("x_block.attn", "attn", ("to_q", "to_k", "to_v", "to_out.0")),
+    *_stream("context_block.attn", "attn", ("add_q_proj", "add_k_proj", "add_v_proj", "to_add_out")),
+    *_stream("x_block.attn2", "attn2", ("to_q", "to_k", "to_v", "to_out.0")),
+    Rule("transformer_blocks.{}.ff.net.0.proj", "joint_blocks.{}.x_block.mlp.fc1"),
+    Rule("transformer_blocks.{}.ff.net.2", "joint_blocks.{}.x_block.mlp.fc2"),
+    Rule("transformer_blocks.{}.ff_context.net.0.proj", "joint_blocks.{}.context_block.mlp.fc1"),
+    Rule("transformer_blocks.{}.ff_context.net.2", "joint_blocks.{}.context_block.mlp.fc2"),
+    Rule("transformer_blocks.{}.norm1.linear", "joint_blocks.{}.x_block.adaLN_modulation.1"),
+    Rule("transformer_blocks.{}.norm1_context.linear", "joint_blocks.{}.context_block.adaLN_modulation.1"),
+    Rule("pos_embed.proj", "x_embedder.proj"),
+    Rule("context_embedder", "context_embedder"),
+    Rule("time_text_embed.timestep_embedder.linear_1", "t_embedder.mlp.0"),
+    Rule("time_text_embed.timestep_embedder.linear_2", "t_embedder.mlp.2"),
+    Rule("time_text_embed.text_embedder.linear_1", "y_embedder.mlp.0"),
+    Rule("time_text_embed.text_embedder.linear_2", "y_embedder.mlp.2"),
+    Rule("norm_out.linear", "final_layer.adaLN_modulation.1", swapped=True),
+    Rule("proj_out", "final_layer.linear"),
+)
+
+
+def describe(folder: Path) -> ModelFacts:
+    """Facts from the config files. Raises UsageError when a part is missing, damaged or of another kind."""
+    needs = ("in_channels", "sample_size", "joint_attention_dim", "pos_embed_max_size")
+    config = transformer_config(folder, "SD3Transformer2DModel", needs)
+    path, t5 = folder / "transformer/config.json", T5 in text_encoders(folder)
+    facts = transformer_facts(
+        folder,
+        "sd3",
+        clips=CLIPS,
+        t5=T5 if t5 else None,
+        t5_tokens=T5_TOKENS,
+        per_latent=1,
+        side=whole_number(path, config, "sample_size", 1, MOST_SIDE),
+        variant=_variant(config),
+    )
+    whole_number(path, config, "pos_embed_max_size", 1, MOST_SIDE)
+    clips = [read_config(folder, f"{name}/config.json") for name in CLIPS]
+    width, given = config["joint_attention_dim"], sum(clip.get("hidden_size", 0) for clip in clips)
+    refuse_widths(
+        folder, "a summary", config.get("pooled_projection_dim"), sum(clip.get("projection_dim", 0) for clip in clips)
+    )
+    if given > width:  # less is padded
+        refuse_widths(folder, "text", width, given)
+    if t5:
+        refuse_widths(folder, "text", width, read_config(folder, f"{T5}/config.json").get("d_model"))
+    return facts
+
+
+def _variant(config: Mapping[str, Any]) -> str:
+    """As sd-scripts calls them: `medium` is 3.0, the others are 3.5."""
+    if not config.get("qk_norm"):
+        return "medium"
+    return "5-medium" if config.get("dual_attention_layers") else "5-large"
+
+
+def text_encoders(folder: Path) -> tuple[str, ...]:
+    """Those that the model has: T5 may be left out."""
+    return (*CLIPS, *named_parts(folder, (T5,)))
+
+
+def encoder_keys(folder: Path, dtype: torch.dtype, text: TextOptions = PLAIN, /) -> tuple[str, str]:
+    """Names of the image and the text encoders' weights, without loading them."""
+    names = [name for name in text_encoders(folder) if name not in text.without]
+    texts = fingerprint(folder, *(part for name in names for part in (name, tokenizer_of(name))))
+    return f"{fingerprint(folder, 'vae')}-{vae_dtype(folder, dtype)}", f"{texts}-{dtype}{text.key}"
+
+
+def load_texts(folder: Path, dtype: torch.dtype, device: torch.device, without: Collection[str] = (), /) -> TextParts:
+    """The text encoders, frozen, on the device, and their tokenizers; T5 where the model has it and it is wanted."""
+    encoders, tokenizers = load_clips(folder, dtype, device), {name: load_tokenizer(folder, name) for name in CLIPS}
+    if T5 in text_encoders(folder) and T5 not in without:
+        encoders[T5] = load_t5(folder, T5, dtype, device)
+        tokenizers[T5] = load_t5_tokenizer(folder, T5, T5_TOKENS)
+    width = int(read_config(folder, "transformer/config.json")["joint_attention_dim"])
+    return TextParts(encoders, tokenizers, width=width)
+
+
+def load_clips(folder: Path, dtype: torch.dtype, device: torch.device) -> dict[str, Any]:
+    from transformers import CLIPTextModelWithProjection
+
+    return {name: load_frozen(CLIPTextModelWithProjection, folder / name, dtype, device) for name in CLIPS}
+
+
+def encode_text(parts: TextParts, captions: Sequence[Caption], options: TextOptions = PLAIN) -> dict[str, Tensor]:
+    """B captions -> `embeds` [B, 77 for each piece + 256, D]: both CLIPs' last state but one, or another layer's, side by
+    side and padded to T5's width, then T5's. Without T5 there are zeros in its place.
+
+    `pooled` [B, P]: both CLIPs' projected summaries of the first piece.
+    """
+    import torch
+
+    told = [ask_clip(parts, name, captions, options, own=LAST_BUT_ONE, normed=False) for name in CLIPS]
+    clip = torch.cat([each.states for each in told], dim=-1)
+    size = options.t5_tokens or T5_TOKENS
+    if T5 in parts.encoders and T5 not in options.without:
+        words = read_t5_tokens(parts.tokenizers[T5], captions, size, parts.device)
+        long = words.weigh(parts.encoders[T5](words.ids)[0])
+    else:
+        long = clip.new_zeros(len(captions), size, parts.width)
+    padded = torch.nn.functional.pad(clip, (0, long.shape[-1] - clip.shape[-1]))
+    return {"embeds": torch.cat([padded, long], dim=-2), "pooled": torch.cat([each.pooled for each in told], dim=-1)}
+
+
+def joined_text(told: Mapping[str, Tensor], known: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """CLIP's states as they are now, and T5's as they were, in place of zeros."""
+    import torch
+
+    embeds = told["embeds"]
+    said = (embeds.detach() != 0).any(dim=-1, keepdim=True)
+    return {**told, "embeds": torch.where(said, embeds, known["embeds"].to(embeds.dtype))}
+
+
+def check_text(folder: Path, options: TextOptions) -> None:
+    check_clip(folder, CLIPS, options, t5=T5 in text_encoders(folder) and T5 not in options.without)
+
+
+def manner(folder: Path) -> Manner:
+    """As the authors of the medium model draw."""
+    return Manner(steps=40)
 
 
 def make_denoiser(config: Mapping[str, Any]) -> nn.Module:
     """The transformer with random weights, on torch's current default device, its table of positions cropped."""
     from diffusers import SD3Transformer2DModel
 
-    cropped = min(int(config["pos_embed_max_size"]), LARGEST_SIDE)
+    cropped = _cropped(int(config["pos_embed_max_size"]))
     return cast("nn.Module", SD3Transformer2DModel.from_config({**config, "pos_embed_max_size": cropped}))
+
+
+def _cropped(side: int) -> int:
+    """A table that is cropped to its very middle answers the same at every size that is left."""
+    return LARGEST_SIDE if side > LARGEST_SIDE and side % 2 == 0 else side
+
+
+def load_transformer(folder: Path, dtype: torch.dtype, device: torch.device, narrow: Narrow | None = None) -> nn.Module:
+    """The transformer, frozen, on the device, its table of positions cropped."""
+    from diffusers import SD3Transformer2DModel
+
+    model = load_denoiser(SD3Transformer2DModel, folder / "transformer", dtype, device, narrow)
+    table: Any = model.pos_embed
+    side = int(table.pos_embed_max_size)
+    kept = _cropped(side)
+    if kept < side:
+        first = (side - kept) // 2
+        whole = table.pos_embed.unflatten(1, (side, side))
+        middle = whole[:, first : first + kept, first : first + kept].flatten(1, 2).clone()
+        table.register_buffer("pos_embed", middle)
+        table.pos_embed_max_size = kept
+    return model
 
 
 def predict(denoiser: nn.Module, noisy: Tensor, t: Tensor, cond: Mapping[str, Tensor], sizes: Tensor) -> Tensor:
@@ -37,6 +209,23 @@ def predict(denoiser: nn.Module, noisy: Tensor, t: Tensor, cond: Mapping[str, Te
     Timestep t is the model's t + 1, a thousandth of it the share of noise.
     """
     return cast("Tensor", denoiser(noisy, cond["embeds"], cond["pooled"], t + 1, return_dict=False)[0])
+
+
+def make_pipeline(folder: Path, dtype: torch.dtype, device: torch.device) -> Any:
+    """diffusers' pipeline of the untouched base, for drawing pictures."""
+    from diffusers import StableDiffusion3Pipeline
+
+    texts = load_texts(folder, dtype, device)
+    named = (*CLIPS, T5)
+    pipeline = StableDiffusion3Pipeline(
+        vae=drawing_vae(folder, dtype, device),
+        **{name: texts.encoders.get(name) for name in named},
+        **{tokenizer_of(name): texts.tokenizers.get(name) for name in named},
+        transformer=load_transformer(folder, dtype, device),
+        scheduler=make_scheduler(folder),
+    )
+    pipeline.set_progress_bar_config(disable=True)
+    return pipeline
 
 
 def cond_shapes(config: Mapping[str, Any], text: TextOptions = PLAIN, /) -> dict[str, tuple[int, ...]]:
@@ -60,12 +249,34 @@ def thin(config: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-FAMILY = planned_family(
-    "sd3",
+def base_names(facts: ModelFacts) -> tuple[str, str]:
+    return "sd3", f"stable-diffusion-3-{facts.variant}/lora"
+
+
+FAMILY = Family(
+    name="sd3",
+    describe=describe,
+    encoder_keys=encoder_keys,
+    load_encoders=encoders_from(load_whole_image_encoder, load_texts, encode_text, encoder_keys),
+    load_texts=load_texts,
+    encode_text=encode_text,
+    load_denoiser=load_transformer,
+    make_process=make_process,
     predict=predict,
+    make_pipeline=make_pipeline,
     lora_targets={"attention": ATTENTION, "attention+ff": (*ATTENTION, *FEED_FORWARD)},
+    denoiser_prefix="transformer",
+    kohya_prefixes={"transformer": "lora_unet", "text_encoder": "lora_te1", "text_encoder_2": "lora_te2"},
     make_denoiser=make_denoiser,
     cond_shapes=cond_shapes,
     thin=thin,
     thinness=THINNESS,
+    base_names=base_names,
+    text_targets=dict.fromkeys(CLIPS, CLIP_TARGETS),
+    layout=LAYOUT,
+    check_text=check_text,
+    spare_texts=(T5,),
+    manner=manner,
+    joined_text=joined_text,
+    untrained_texts=(T5,),
 )

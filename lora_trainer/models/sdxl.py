@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from lora_trainer.core.errors import Problem, UsageError
+from lora_trainer.models.autoencoder import drawing_vae, load_whole_image_encoder, vae_dtype
 from lora_trainer.models.clip import LAST_BUT_ONE, ask_clip, check_clip
 from lora_trainer.models.encoders import encoders_from
 from lora_trainer.models.family import PLAIN, Caption, Family, ModelFacts, TextOptions, TextParts
@@ -18,10 +19,8 @@ from lora_trainer.models.unet import (
     CLIP_TOKENS,
     LORA_TARGETS,
     THINNESS,
-    image_encoder,
     load_tokenizer,
     load_unet,
-    load_vae,
     make_denoiser,
     thin,
     unet_facts,
@@ -46,29 +45,13 @@ def describe(folder: Path) -> ModelFacts:
     return facts
 
 
-def vae_dtype(folder: Path, dtype: torch.dtype) -> torch.dtype:
-    """fp32 in place of fp16 for an autoencoder whose activations overflow fp16, which its config says."""
-    import torch
-
-    overflows = read_config(folder, "vae/config.json").get("force_upcast", True)
-    return torch.float32 if dtype == torch.float16 and overflows else dtype
-
-
 def encoder_keys(folder: Path, dtype: torch.dtype, text: TextOptions = PLAIN, /) -> tuple[str, str]:
     """Names of the image and the text encoders' weights, without loading them."""
     texts = fingerprint(folder, "text_encoder", "tokenizer", "text_encoder_2", "tokenizer_2")
     return f"{fingerprint(folder, 'vae')}-{vae_dtype(folder, dtype)}", f"{texts}-{dtype}{text.key}"
 
 
-def load_image_encoder(
-    folder: Path, dtype: torch.dtype, device: torch.device
-) -> Callable[[Tensor], tuple[Tensor, Tensor]]:
-    vae = load_vae(folder, vae_dtype(folder, dtype), device)
-    vae.enable_slicing()  # a picture at a time: at 1024 px each takes gigabytes
-    return image_encoder(vae, device)
-
-
-def load_texts(folder: Path, dtype: torch.dtype, device: torch.device) -> TextParts:
+def load_texts(folder: Path, dtype: torch.dtype, device: torch.device, without: Collection[str] = (), /) -> TextParts:
     """Both text encoders, frozen, on the device, and their tokenizers."""
     encoders = load_text_encoders(folder, dtype, device)
     return TextParts(encoders, {name: load_tokenizer(folder, name) for name in encoders})
@@ -109,12 +92,8 @@ def make_pipeline(folder: Path, dtype: torch.dtype, device: torch.device) -> Any
     from diffusers import StableDiffusionXLPipeline
 
     index = read_config(folder, "model_index.json")
-    vae = load_vae(folder, vae_dtype(folder, dtype), device)
-    # The pipeline hands latents on in the U-Net's precision.
-    first = vae.decoder if vae.post_quant_conv is None else vae.post_quant_conv
-    first.register_forward_pre_hook(lambda _, latents: (latents[0].to(vae.dtype), *latents[1:]))
     pipeline = StableDiffusionXLPipeline(
-        vae=vae,
+        vae=drawing_vae(folder, dtype, device),
         **load_text_encoders(folder, dtype, device),
         tokenizer=load_tokenizer(folder, "text_encoder"),
         tokenizer_2=load_tokenizer(folder, "text_encoder_2"),
@@ -142,7 +121,7 @@ FAMILY = Family(
     name="sdxl",
     describe=describe,
     encoder_keys=encoder_keys,
-    load_encoders=encoders_from(load_image_encoder, load_texts, encode_text, encoder_keys),
+    load_encoders=encoders_from(load_whole_image_encoder, load_texts, encode_text, encoder_keys),
     load_texts=load_texts,
     encode_text=encode_text,
     load_denoiser=load_unet,

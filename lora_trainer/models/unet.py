@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from lora_trainer.core.errors import Problem, UsageError
+from lora_trainer.models.autoencoder import levels, vae_facts
 from lora_trainer.models.family import ModelFacts
 from lora_trainer.models.folder import check_components, read_config, whole_number
-from lora_trainer.models.frozen import load_denoiser, load_frozen, load_words
+from lora_trainer.models.frozen import load_denoiser, load_words
 from lora_trainer.models.noise_schedule import read_noise_schedule
 
 if TYPE_CHECKING:
     import torch
-    from torch import Tensor, nn
+    from torch import nn
 
     from lora_trainer.models.storage.store import Narrow
 
@@ -23,7 +23,7 @@ CLIP_TOKENS = 77
 LEAST_TOKENS, MOST_TOKENS = 3, 4096  # start, a word and end
 THINNER = 5  # a fifth of the width is about a twenty-fifth of the weights
 THINNESS = "a fifth of its width"
-MOST_LEVELS, MOST_CHANNELS, LARGEST_SIDE = 8, 1024, 1024
+LARGEST_SIDE = 1024
 ATTENTION = tuple(f"*.attentions.*.{name}" for name in ("to_q", "to_k", "to_v", "to_out.0"))
 FEED_FORWARD = tuple(f"*.attentions.*.{name}" for name in ("ff.net.0.proj", "ff.net.2"))
 CLIP_TARGETS = tuple(f"*.{name}" for name in ("q_proj", "k_proj", "v_proj", "out_proj", "fc1", "fc2"))
@@ -33,45 +33,28 @@ LORA_TARGETS = {"attention": ATTENTION, "attention+ff": (*ATTENTION, *FEED_FORWA
 def unet_facts(folder: Path, family: str, text_encoders: Sequence[str] = ("text_encoder",)) -> ModelFacts:
     """Facts from the config files. Raises UsageError when a part is missing, damaged or of another kind."""
     unet = read_config(folder, "unet/config.json", ("in_channels", "sample_size", "block_out_channels"))
-    vae = read_config(folder, "vae/config.json", ("block_out_channels",))
+    channels, downscale = vae_facts(folder)
     schedule = read_noise_schedule(folder)
     tokens = min(caption_tokens(folder, name) for name in text_encoders)
     check_components(folder, ("unet", "vae", *text_encoders))
-    if unet["in_channels"] != vae.get("latent_channels", 4):
+    if unet["in_channels"] != channels:
         raise UsageError(
             Problem(
                 f"{folder} is an inpainting or depth model ({unet['in_channels']} input channels).", "Use the base."
             )
         )
-    if vae.get("latents_mean") is not None:
-        raise UsageError(
-            Problem(
-                f"{folder}/vae/config.json: latents_mean shifts each channel, which cannot be followed.",
-                "Use a model whose autoencoder has a scaling_factor only.",
-            )
-        )
-    vae_levels, unet_levels = _levels(folder / "vae", vae), _levels(folder / "unet", unet)
+    unet_levels = levels(folder / "unet", unet)
     side = whole_number(folder / "unet/config.json", unet, "sample_size", 1, LARGEST_SIDE)
-    downscale = 2 ** (vae_levels - 1)
     return ModelFacts(
         path=folder,
         family=family,
         resolution=side * downscale,
-        latent_channels=whole_number(folder / "unet/config.json", unet, "in_channels", 1, MOST_CHANNELS),
+        latent_channels=channels,
         downscale=downscale,
         pixel_step=downscale * 2 ** (unet_levels - 1),
         prediction=schedule.prediction,
         caption_tokens=tokens,
     )
-
-
-def _levels(folder: Path, config: Mapping[str, Any]) -> int:
-    """How many resolutions a part works at. Raises UsageError."""
-    widths = config["block_out_channels"]
-    if not isinstance(widths, list) or not 1 <= len(widths) <= MOST_LEVELS:
-        message = f"{folder / 'config.json'}: block_out_channels is no list of 1 to {MOST_LEVELS} widths."
-        raise UsageError(Problem(message, "Copy or download the model again."))
-    return len(widths)
 
 
 def tokenizer_of(text_encoder: str) -> str:
@@ -99,35 +82,12 @@ def load_unet(folder: Path, dtype: torch.dtype, device: torch.device, narrow: Na
     return cast("nn.Module", load_denoiser(UNet2DConditionModel, folder / "unet", dtype, device, narrow))
 
 
-def load_vae(folder: Path, dtype: torch.dtype, device: torch.device) -> Any:
-    from diffusers import AutoencoderKL
-
-    return load_frozen(AutoencoderKL, folder / "vae", dtype, device)
-
-
 def load_tokenizer(folder: Path, text_encoder: str) -> Any:
     from transformers import CLIPTokenizer
 
     tokenizer = load_words(CLIPTokenizer, folder / tokenizer_of(text_encoder))
     tokenizer.model_max_length = caption_tokens(folder, text_encoder)
     return tokenizer
-
-
-def image_encoder(vae: Any, device: torch.device) -> Callable[[Tensor], tuple[Tensor, Tensor]]:
-    """Pixels [B, 3, H, W] in [-1, 1] -> mean and spread [B, C, h, w] of the scaled latents' posterior, fp32."""
-    import torch
-
-    scale = float(vae.config.scaling_factor)
-    if not (math.isfinite(scale) and scale > 0):
-        message = f"The autoencoder's scaling_factor is {scale}, which makes nothing of every picture."
-        raise UsageError(Problem(message, "Copy or download the model again."))
-
-    @torch.no_grad()
-    def encode_image(pixels: Tensor) -> tuple[Tensor, Tensor]:
-        posterior = vae.encode(pixels.to(device, vae.dtype)).latent_dist
-        return posterior.mean.float() * scale, posterior.std.float() * scale
-
-    return encode_image
 
 
 def make_denoiser(config: Mapping[str, Any]) -> nn.Module:

@@ -113,8 +113,6 @@ def read_model(
 
     Without `weights` what lies on a hub is told by its configs alone, which are all that is fetched then.
     """
-    if config.model.family is not None and not families[config.model.family].trained:
-        families[config.model.family].describe(Path(config.model.path or "."))  # which refuses
     if config.model.path is None and config.model.family not in (None, USUAL_FAMILY):
         message = f"model.family={config.model.family} needs --model: the built-in base is {USUAL_FAMILY}."
         raise UsageError(Problem(message, "Name the model's folder with --model."))

@@ -52,7 +52,7 @@ def build_texts(
     """
     if not config.text.trained:
         return None
-    parts = family.load_texts(facts.path, dtype, device)
+    parts = family.load_texts(facts.path, dtype, device, family.untrained_texts)
     shapes = shapes_of(parts.encoders)
 
     def encode(captions: Sequence[Caption], known: Mapping[str, Tensor]) -> dict[str, Tensor]:

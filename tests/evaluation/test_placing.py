@@ -21,7 +21,7 @@ from lora_trainer.evaluation.placing import bytes_of, keep, with_less
 from lora_trainer.evaluation.recipe import Asked, Drawing
 from lora_trainer.evaluation.sample import Where, compare
 from lora_trainer.export.lora_file import write_lora
-from lora_trainer.models import FAMILIES, TRAINED
+from lora_trainer.models import FAMILIES
 from lora_trainer.models.memory.phases import (
     Placement,
     caching_bytes,
@@ -135,7 +135,7 @@ def test_out_of_memory_is_tried_again_with_less(monkeypatch: pytest.MonkeyPatch)
 
 
 @given(
-    family=st.sampled_from(sorted(TRAINED)),
+    family=st.sampled_from(sorted(FAMILIES)),
     denoiser=st.integers(GIB, 12 * GIB),
     side=st.sampled_from([512, 768, 1024, 1536]),
     usable=st.integers(GIB, 24 * GIB),

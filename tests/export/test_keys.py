@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lora_trainer.export.keys import ambiguous_names, kohya_name, module_of_kohya
-from lora_trainer.models import FAMILIES, TRAINED
+from lora_trainer.models import FAMILIES
 
 BLOCK = st.sampled_from(["down_blocks", "up_blocks"])
 INDEX = st.integers(0, 12).map(str)
@@ -25,7 +25,7 @@ PATHS = st.one_of(
 )
 
 
-@pytest.mark.parametrize("family", TRAINED)
+@pytest.mark.parametrize("family", ["sd15", "sd2", "sdxl"])
 @given(PATHS)
 def test_round_trip(family: str, module: str) -> None:
     prefixes = FAMILIES[family].kohya_prefixes

@@ -15,9 +15,9 @@ from torch import Tensor, nn
 
 from lora_trainer.export.lora_file import write_lora
 from lora_trainer.export.weights import weights_from_peft
-from lora_trainer.models import FAMILIES, TRAINED
+from lora_trainer.models import FAMILIES
 from lora_trainer.models.lora_files import names_of
-from tests.export.tiny import facts, random_lora, tiny_pipeline, tiny_unet
+from tests.export.tiny import UNETS, facts, random_lora, tiny_pipeline, tiny_unet
 from tests.recipes.recipe import Bench, draw_pictures, save_tiny_model
 
 RANK, ALPHA = 4, 2.6
@@ -102,7 +102,7 @@ def assert_same_changes(expected: dict[str, Tensor], kohya: Path, diffusers: Pat
             assert torch.allclose(change, found[name], rtol=0.0, atol=tolerance), name
 
 
-@pytest.mark.parametrize("family", TRAINED)
+@pytest.mark.parametrize("family", UNETS)
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-6), (torch.float16, 1e-4)])
 def test_both_files_hold_the_change_of_every_layer(family, dtype, tolerance, tmp_path):
     unet, alphas = trained_unet(family)
@@ -115,7 +115,7 @@ def test_both_files_hold_the_change_of_every_layer(family, dtype, tolerance, tmp
     assert f"{DIFFUSERS}.lora_A.weight" in load_file(diffusers)
 
 
-@pytest.mark.parametrize("family", TRAINED)
+@pytest.mark.parametrize("family", UNETS)
 def test_diffusers_takes_every_module_that_can_be_trained(family, tmp_path):
     """Both forms, with a LoRA on each linear layer and convolution of the U-Net."""
     pipeline = tiny_pipeline(tmp_path / "made", family)

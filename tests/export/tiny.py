@@ -11,11 +11,24 @@ from diffusers import (
     DDIMScheduler,
     DiffusionPipeline,
     EulerDiscreteScheduler,
+    FlowMatchEulerDiscreteScheduler,
+    FluxPipeline,
+    FluxTransformer2DModel,
+    SD3Transformer2DModel,
+    StableDiffusion3Pipeline,
     StableDiffusionPipeline,
     StableDiffusionXLPipeline,
     UNet2DConditionModel,
 )
-from transformers import CLIPTextConfig, CLIPTextModel, CLIPTextModelWithProjection, CLIPTokenizer
+from transformers import (
+    CLIPTextConfig,
+    CLIPTextModel,
+    CLIPTextModelWithProjection,
+    CLIPTokenizer,
+    T5Config,
+    T5EncoderModel,
+    T5TokenizerFast,
+)
 
 from builtin_base.architecture import make_scheduler, make_tokenizer
 from lora_trainer.export.metadata import TrainingFacts
@@ -36,12 +49,23 @@ UNETS: dict[str, dict[str, Any]] = {
         "projection_class_embeddings_input_dim": 6 * 8 + 16,
     },
 }
+T5_WIDTH, POOLED = 64, 16
+# Kinds of the families with a transformer: what they have besides the family's plain form.
+TRANSFORMERS: dict[str, dict[str, Any]] = {
+    "sd3": {},
+    "sd3-without-t5": {},
+    "sd3.5": {"qk_norm": "rms_norm", "dual_attention_layers": (0,)},
+    "flux": {"guidance_embeds": True},
+    "flux-schnell": {"guidance_embeds": False},
+}
 
 
 def tiny_pipeline(folder: Path, family: str = "sd15") -> DiffusionPipeline:
     """A family's pipeline with random weights; the tokenizer's files go into `folder`."""
     torch.manual_seed(0)
     tokenizer = make_tokenizer(folder)
+    if family in TRANSFORMERS:
+        return tiny_flow_pipeline(tokenizer, family)
     if family == "sdxl":
         texts: dict[str, Any] = {
             "text_encoder": CLIPTextModel(text_config(tokenizer, 32, layers=2)),
@@ -61,6 +85,63 @@ def tiny_pipeline(folder: Path, family: str = "sd15") -> DiffusionPipeline:
         pipeline = StableDiffusionPipeline(**parts, scheduler=scheduler, **nothing)
     pipeline.set_progress_bar_config(disable=True)
     return pipeline
+
+
+def tiny_flow_pipeline(tokenizer: CLIPTokenizer, kind: str) -> DiffusionPipeline:
+    """SD3 and FLUX.1 in miniature, of the kinds of `TRANSFORMERS`."""
+    parts: dict[str, Any] = {
+        "vae": tiny_vae(16, use_quant_conv=False, use_post_quant_conv=False, scaling_factor=0.5, shift_factor=0.1),
+        "transformer": tiny_transformer(kind),
+        "tokenizer": tokenizer,
+    }
+    if kind.startswith("flux"):
+        moving = {"use_dynamic_shifting": True} if kind == "flux" else {}
+        pipeline = FluxPipeline(
+            **parts,
+            text_encoder=CLIPTextModel(text_config(tokenizer, POOLED)),
+            text_encoder_2=tiny_t5(),
+            tokenizer_2=t5_tokenizer(),
+            scheduler=FlowMatchEulerDiscreteScheduler(**moving),
+        )
+    else:
+        widths, t5 = (32, 24), kind != "sd3-without-t5"
+        clips = (text_config(tokenizer, width, layers=2, projection_dim=width // 2) for width in widths)
+        first, second = (CLIPTextModelWithProjection(config) for config in clips)
+        pipeline = StableDiffusion3Pipeline(
+            **parts,
+            text_encoder=first,
+            text_encoder_2=second,
+            text_encoder_3=tiny_t5() if t5 else None,
+            tokenizer_2=tokenizer,
+            tokenizer_3=t5_tokenizer() if t5 else None,
+            scheduler=FlowMatchEulerDiscreteScheduler(shift=3.0),
+        )
+    pipeline.set_progress_bar_config(disable=True)
+    return pipeline
+
+
+def tiny_transformer(kind: str) -> torch.nn.Module:
+    """The middle of the table of positions of `sd3.5` is what is kept of it, as of the published ones."""
+    common: dict[str, Any] = {"attention_head_dim": 16, "num_attention_heads": 2, "joint_attention_dim": T5_WIDTH}
+    if kind.startswith("flux"):
+        layers = {"num_layers": 2, "num_single_layers": 2, "pooled_projection_dim": POOLED, "axes_dims_rope": (4, 6, 6)}
+        return FluxTransformer2DModel(**common, **layers, **TRANSFORMERS[kind])
+    layers = {"num_layers": 2, "pooled_projection_dim": 16 + 12, "caption_projection_dim": 32, "sample_size": 8}
+    side = 136 if kind == "sd3.5" else 24
+    return SD3Transformer2DModel(**common, **layers, out_channels=16, pos_embed_max_size=side, **TRANSFORMERS[kind])
+
+
+def tiny_t5() -> T5EncoderModel:
+    sizes = {"d_model": T5_WIDTH, "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_heads": 2}
+    return T5EncoderModel(T5Config(vocab_size=len(t5_tokenizer()), feed_forward_proj="gated-gelu", **sizes))
+
+
+def t5_tokenizer() -> T5TokenizerFast:
+    """One of letters and a few words, with T5's own tokens at its own places."""
+    words = [(f"▁{word}", -6.0) for word in "a ring on background picture red green blue".split()]
+    letters = [(chr(code), -8.0) for code in range(33, 127)]
+    vocabulary = [("<pad>", 0.0), ("</s>", 0.0), ("<unk>", 0.0), ("▁", -2.0), *words, *letters]
+    return T5TokenizerFast(vocab=vocabulary, extra_ids=4, model_max_length=512)
 
 
 def text_config(tokenizer: CLIPTokenizer, width: int, *, layers: int = 1, **more: int) -> CLIPTextConfig:
@@ -89,14 +170,15 @@ def tiny_unet(family: str) -> UNet2DConditionModel:
     )
 
 
-def tiny_vae() -> AutoencoderKL:
+def tiny_vae(channels: int = 4, **more: Any) -> AutoencoderKL:
     return AutoencoderKL(
         block_out_channels=(16, 16, 16, 16),
         down_block_types=("DownEncoderBlock2D",) * 4,
         up_block_types=("UpDecoderBlock2D",) * 4,
-        latent_channels=4,
+        latent_channels=channels,
         norm_num_groups=8,
         sample_size=64,
+        **more,
     )
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from lora_trainer.models import FAMILIES, TRAINED, kept
+from lora_trainer.models import FAMILIES, kept
 from lora_trainer.models.attention.install import install_attention
 from lora_trainer.models.kept import keep_loaded
 from lora_trainer.models.lora import inject_lora, target_modules
@@ -19,7 +19,7 @@ from tests.export.tiny import tiny_pipeline
 CPU = torch.device("cpu")
 
 
-@pytest.fixture(scope="module", params=TRAINED)
+@pytest.fixture(scope="module", params=FAMILIES)
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny model of each family, in a folder that bears its name."""
     folder = tmp_path_factory.mktemp("kept")
@@ -43,6 +43,11 @@ def counted(model: Path, reads: list[str]) -> Any:
     return keep_loaded({name: replace(family, load_denoiser=load_denoiser, make_pipeline=make_pipeline)})[name]
 
 
+def part(pipeline: Any, model: Path) -> Any:
+    """A pipeline's denoiser."""
+    return getattr(pipeline, FAMILIES[model.name].denoiser_prefix)
+
+
 def weights(module: torch.nn.Module) -> dict[str, torch.Tensor]:
     return {name: tensor.clone() for name, tensor in module.state_dict().items()}
 
@@ -62,7 +67,7 @@ def test_what_a_job_does_to_a_base_is_gone_with_it(model):
         assert not any(parameter.requires_grad for parameter in denoiser.parameters())
         assert not denoiser.training
         assert not any(getattr(module, "gradient_checkpointing", False) for module in denoiser.modules())
-        assert denoiser.conv_in.weight.dtype == torch.float32
+        assert denoiser.dtype == torch.float32
         # All that a run does to it.
         names = target_modules(denoiser, family, "attention")
         parameters = inject_lora(denoiser, names, rank=2, alpha=1.0, dropout=0.1, seed=0)
@@ -74,7 +79,7 @@ def test_what_a_job_does_to_a_base_is_gone_with_it(model):
                 parameter.add_(1.0)
         denoiser.half()
     pipeline = family.make_pipeline(model, torch.float32, CPU)
-    assert_same(weights(pipeline.unet), untouched)
+    assert_same(weights(part(pipeline, model)), untouched)
     assert reads == ["pipeline"], "the disk is read once for both"
 
 
@@ -98,13 +103,13 @@ def test_a_pipeline_of_a_kept_base_draws_what_a_fresh_one_draws(model):
         pipeline = family.make_pipeline(model, torch.float32, CPU)
         assert (drawn(pipeline).images == fresh).all()
         pipeline.vae.enable_slicing()
-        pipeline.unet.set_default_attn_processor()
+        install_attention(part(pipeline, model), "math")
 
 
 def test_another_precision_is_another_base_and_a_full_memory_keeps_one(model, monkeypatch):
     reads: list[str] = []
     family = counted(model, reads)
-    assert family.load_denoiser(model, torch.bfloat16, CPU).conv_in.weight.dtype == torch.bfloat16
+    assert family.load_denoiser(model, torch.bfloat16, CPU).dtype == torch.bfloat16
     family.load_denoiser(model, torch.float32, CPU)
     family.load_denoiser(model, torch.bfloat16, CPU)
     assert reads == ["pipeline", "pipeline"]

@@ -1,0 +1,100 @@
+"""The autoencoder of every family: what its config says, and pictures to scaled latents."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from lora_trainer.core.errors import Problem, UsageError
+from lora_trainer.models.folder import COPY, read_config, whole_number
+from lora_trainer.models.frozen import load_frozen
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+MOST_LEVELS, MOST_CHANNELS = 8, 1024
+
+
+def vae_facts(folder: Path) -> tuple[int, int]:
+    """(channels of the latents, pixels per latent along a side), from the config. Raises UsageError.
+
+    Refused is one that shifts each channel by itself.
+    """
+    vae = read_config(folder, "vae/config.json", ("block_out_channels",))
+    if vae.get("latents_mean") is not None:
+        raise UsageError(
+            Problem(
+                f"{folder}/vae/config.json: latents_mean shifts each channel, which cannot be followed.",
+                "Use a model whose autoencoder has a scaling_factor only.",
+            )
+        )
+    config = {"latent_channels": 4, **vae}
+    channels = whole_number(folder / "vae/config.json", config, "latent_channels", 1, MOST_CHANNELS)
+    return channels, 2 ** (levels(folder / "vae", vae) - 1)
+
+
+def levels(folder: Path, config: Mapping[str, Any]) -> int:
+    """How many resolutions a part works at. Raises UsageError."""
+    widths = config["block_out_channels"]
+    if not isinstance(widths, list) or not 1 <= len(widths) <= MOST_LEVELS:
+        message = f"{folder / 'config.json'}: block_out_channels is no list of 1 to {MOST_LEVELS} widths."
+        raise UsageError(Problem(message, COPY))
+    return len(widths)
+
+
+def vae_dtype(folder: Path, dtype: torch.dtype) -> torch.dtype:
+    """fp32 in place of fp16 for an autoencoder whose activations overflow fp16, which its config says."""
+    import torch
+
+    overflows = read_config(folder, "vae/config.json").get("force_upcast", True)
+    return torch.float32 if dtype == torch.float16 and overflows else dtype
+
+
+def load_vae(folder: Path, dtype: torch.dtype, device: torch.device) -> Any:
+    from diffusers import AutoencoderKL
+
+    return load_frozen(AutoencoderKL, folder / "vae", dtype, device)
+
+
+def drawing_vae(folder: Path, dtype: torch.dtype, device: torch.device) -> Any:
+    """The autoencoder in the precision that it bears, whatever the latents come in."""
+    vae = load_vae(folder, vae_dtype(folder, dtype), device)
+    # A pipeline hands latents on in the denoiser's precision.
+    first = vae.decoder if vae.post_quant_conv is None else vae.post_quant_conv
+    first.register_forward_pre_hook(lambda _, latents: (latents[0].to(vae.dtype), *latents[1:]))
+    return vae
+
+
+def image_encoder(vae: Any, device: torch.device) -> Callable[[Tensor], tuple[Tensor, Tensor]]:
+    """Pixels [B, 3, H, W] in [-1, 1] -> mean and spread [B, C, h, w] of the scaled latents' posterior, fp32.
+
+    Scaled latents are (z - shift) * scale. Raises UsageError for numbers that make nothing of every picture.
+    """
+    import torch
+
+    scale, shift = float(vae.config.scaling_factor), float(getattr(vae.config, "shift_factor", None) or 0.0)
+    if not (math.isfinite(scale) and scale > 0):
+        message = f"The autoencoder's scaling_factor is {scale}, which makes nothing of every picture."
+        raise UsageError(Problem(message, COPY))
+    if not math.isfinite(shift):
+        raise UsageError(Problem(f"The autoencoder's shift_factor is {shift}.", COPY))
+
+    @torch.no_grad()
+    def encode_image(pixels: Tensor) -> tuple[Tensor, Tensor]:
+        posterior = vae.encode(pixels.to(device, vae.dtype)).latent_dist
+        mean = posterior.mean.float()
+        return (mean - shift if shift else mean) * scale, posterior.std.float() * scale
+
+    return encode_image
+
+
+def load_whole_image_encoder(
+    folder: Path, dtype: torch.dtype, device: torch.device
+) -> Callable[[Tensor], tuple[Tensor, Tensor]]:
+    """For the families of 1024 px: in the precision that the autoencoder bears, a picture at a time."""
+    vae = load_vae(folder, vae_dtype(folder, dtype), device)
+    vae.enable_slicing()  # at 1024 px each picture takes gigabytes
+    return image_encoder(vae, device)

@@ -1,0 +1,63 @@
+"""T5 as a text encoder: loaded, and captions to its tokens.
+
+A LoRA on it is not offered: diffusers cannot load one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from lora_trainer.core.errors import Problem, UsageError
+from lora_trainer.models.frozen import load_frozen, load_words
+from lora_trainer.models.unet import tokenizer_of
+from lora_trainer.models.weighting import Tokens, words_of
+
+if TYPE_CHECKING:
+    import torch
+
+    from lora_trainer.models.family import Caption
+
+
+def load_t5(folder: Path, text_encoder: str, dtype: torch.dtype, device: torch.device) -> Any:
+    """The encoder, frozen, on the device."""
+    from transformers import T5EncoderModel
+
+    return load_frozen(T5EncoderModel, folder / text_encoder, dtype, device)
+
+
+def check_t5_tokenizer(folder: Path, text_encoder: str) -> None:
+    """Raise UsageError unless the tokenizer's file is there: the library would make up one of no words."""
+    words = folder / tokenizer_of(text_encoder)
+    if (words / "tokenizer.json").is_file():
+        return
+    found = "holds only spiece.model, which needs sentencepiece" if (words / "spiece.model").is_file() else "is missing"
+    fix = f"Copy tokenizer.json of google/t5-v1_1-xxl, or of any FLUX.1 or SD3 folder, to {words}."
+    raise UsageError(Problem(f"{words / 'tokenizer.json'} is missing: the tokenizer of T5 {found}.", fix))
+
+
+def load_t5_tokenizer(folder: Path, text_encoder: str, longest: int) -> Any:
+    """The tokenizer, from `tokenizer.json`, which knows how many tokens the model reads. Raises UsageError as
+    `check_t5_tokenizer`."""
+    from transformers import T5TokenizerFast
+
+    check_t5_tokenizer(folder, text_encoder)
+    tokenizer = load_words(T5TokenizerFast, folder / tokenizer_of(text_encoder))
+    tokenizer.model_max_length = longest
+    return tokenizer
+
+
+def read_t5_tokens(tokenizer: Any, captions: Sequence[Caption], size: int, device: torch.device) -> Tokens:
+    """The captions as `size` tokens each: words, end, padding. Padding is read like words, as diffusers does."""
+    import torch
+
+    rows: list[list[int]] = []
+    weights: list[torch.Tensor | None] = []
+    for caption in captions:
+        words = words_of(tokenizer, caption)[: size - 1]
+        padding = size - len(words) - 1
+        rows.append([*(token for token, _ in words), tokenizer.eos_token_id, *[tokenizer.pad_token_id] * padding])
+        factors = torch.tensor([*(weight for _, weight in words), *[1.0] * (padding + 1)])
+        weights.append(None if isinstance(caption, str) else factors.to(device))
+    return Tokens(torch.tensor(rows, device=device), tuple(weights))

@@ -1,0 +1,80 @@
+"""What the families with a transformer on patches of two by two latents share: facts from the configs, text parts, checks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from lora_trainer.core.errors import Problem, UsageError
+from lora_trainer.models.autoencoder import vae_facts
+from lora_trainer.models.family import ModelFacts
+from lora_trainer.models.flow_schedule import read_flow_schedule
+from lora_trainer.models.folder import check_components, read_config
+from lora_trainer.models.t5 import check_t5_tokenizer
+from lora_trainer.models.unet import caption_tokens
+
+STREAMS = ("to_q", "to_k", "to_v", "to_out.0", "add_q_proj", "add_k_proj", "add_v_proj", "to_add_out")
+PATCH = 2  # places of the latents along a side of one token
+
+
+def transformer_config(folder: Path, kind: str, needs: tuple[str, ...]) -> dict[str, Any]:
+    """The transformer's config. Raises UsageError when it is missing, damaged or of another class than `kind`."""
+    config = read_config(folder, "transformer/config.json", needs)
+    if config.get("_class_name") != kind:
+        message = f"{folder}/transformer is a {config.get('_class_name') or 'nameless part'}, not a {kind}."
+        raise UsageError(Problem(message, "Use a text-to-image base of the family; model.family chooses the family."))
+    return config
+
+
+def transformer_facts(
+    folder: Path,
+    family: str,
+    *,
+    clips: Sequence[str],
+    t5: str | None,
+    t5_tokens: int,
+    per_latent: int,
+    side: int,
+    variant: str,
+) -> ModelFacts:
+    """Facts from the config files. `per_latent` input channels of the transformer are one of the latents.
+
+    `side`: of the latents that the model was made for. Raises UsageError when a part is missing, damaged or of another kind.
+    """
+    config = read_config(folder, "transformer/config.json", ("in_channels",))
+    channels, downscale = vae_facts(folder)
+    read_flow_schedule(folder)
+    clip_tokens = min(caption_tokens(folder, name) for name in clips)
+    check_components(folder, ("transformer", "vae", *clips, *([t5] if t5 else [])))
+    if t5:
+        check_t5_tokenizer(folder, t5)
+    if config["in_channels"] != per_latent * channels:
+        message = f"{folder} takes more than noisy latents ({config['in_channels']} input channels in place of {per_latent * channels})"
+        raise UsageError(
+            Problem(f"{message}: a model for inpainting, control or editing.", "Use the text-to-image base.")
+        )
+    return ModelFacts(
+        path=folder,
+        family=family,
+        resolution=side * downscale,
+        latent_channels=channels,
+        downscale=downscale,
+        pixel_step=downscale * PATCH,
+        prediction="flow",
+        caption_tokens=t5_tokens if t5 else clip_tokens,
+        variant=variant,
+    )
+
+
+def refuse_widths(folder: Path, what: str, asked: object, given: object) -> None:
+    """Raise UsageError where the transformer asks for text of another width than the encoders give."""
+    if asked != given:
+        message = f"{folder}: the transformer takes {what} {asked} wide, the text encoders give {given}."
+        raise UsageError(Problem(message, "Use the text encoders that the model came with."))
+
+
+def named_parts(folder: Path, names: Sequence[str]) -> tuple[str, ...]:
+    """Those of the parts that model_index.json does not say are left out (`null`, or `[null, null]`)."""
+    index: Mapping[str, Any] = read_config(folder, "model_index.json")
+    return tuple(name for name in names if index.get(name) not in (None, [None, None]))

@@ -1,0 +1,209 @@
+"""SD3 and FLUX.1 from files: text as diffusers encodes it, latents with scale and shift, predictions as its pipelines ask."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from diffusers import DiffusionPipeline
+
+from lora_trainer.core.errors import UsageError
+from lora_trainer.models import FAMILIES, sd3
+from lora_trainer.models.family import Family, TextOptions
+from lora_trainer.models.flow_schedule import read_flow_schedule
+from lora_trainer.models.folder import detect_family
+from lora_trainer.models.t5 import read_t5_tokens
+from tests.export.tiny import T5_WIDTH, TRANSFORMERS, t5_tokenizer, tiny_pipeline
+
+CPU = torch.device("cpu")
+CAPTIONS = ["a red ring on a blue background", "", "ring " * 300]
+TOKENS = {"flux": 512, "flux-schnell": 256}
+
+
+@pytest.fixture(scope="module", params=TRANSFORMERS)
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of each kind, which is named by it."""
+    folder = tmp_path_factory.mktemp("models")
+    tiny_pipeline(folder / "tokens", request.param).save_pretrained(folder / request.param, safe_serialization=True)
+    return folder / request.param
+
+
+def family_of(model: Path) -> Family:
+    return FAMILIES[detect_family(model)]
+
+
+def edit(path: Path, **values: object) -> None:
+    path.write_text(json.dumps({**json.loads(path.read_text(encoding="utf-8")), **values}), encoding="utf-8")
+
+
+def changed(model: Path, target: Path, file: str, **values: object) -> Path:
+    other = Path(shutil.copytree(model, target / "other"))
+    edit(other / file, **values)
+    return other
+
+
+def diffusers_own(model: Path) -> Any:
+    """diffusers' pipeline of a folder; of one without T5 as its users load it."""
+    nothing = {"text_encoder_3": None, "tokenizer_3": None} if model.name == "sd3-without-t5" else {}
+    return DiffusionPipeline.from_pretrained(model, local_files_only=True, **nothing)
+
+
+def encoded_by_diffusers(model: Path, captions: list[str]) -> tuple[torch.Tensor, torch.Tensor]:
+    pipeline = diffusers_own(model)
+    with torch.no_grad():
+        if model.name.startswith("flux"):
+            length = TOKENS[model.name]
+            embeds, pooled, _ = pipeline.encode_prompt(captions, captions, device=CPU, max_sequence_length=length)
+        else:
+            given = (captions, captions, captions)
+            embeds, _, pooled, _ = pipeline.encode_prompt(*given, device=CPU, do_classifier_free_guidance=False)
+    return embeds, pooled
+
+
+def test_text_is_encoded_as_diffusers_does(model):
+    family = family_of(model)
+    encoded = family.load_encoders(model, torch.float32, CPU).encode_text(CAPTIONS)
+    embeds, pooled = encoded_by_diffusers(model, CAPTIONS)
+    assert torch.equal(encoded["embeds"], embeds)
+    assert torch.equal(encoded["pooled"], pooled)
+    config = json.loads((model / "transformer" / "config.json").read_text(encoding="utf-8"))
+    assert {name: tuple(value.shape[1:]) for name, value in encoded.items()} == dict(family.cond_shapes(config))
+
+
+def test_text_encoders_can_be_trained_through_what_they_tell(model):
+    family = family_of(model)
+    parts = family.load_texts(model, torch.float32, CPU)
+    for name in family.text_targets:
+        parts.encoders[name].requires_grad_(True)
+    told = family.encode_text(parts, ["a red ring"], TextOptions())
+    sum(value.sum() for value in told.values()).backward()
+    for name in family.text_targets:
+        assert any(each.grad is not None and each.grad.any() for each in parts.encoders[name].parameters()), name
+
+
+def test_latents_have_the_autoencoders_scale_and_shift(model):
+    pixels = torch.rand(2, 3, 64, 96, generator=torch.manual_seed(0)) * 2 - 1
+    mean, spread = family_of(model).load_encoders(model, torch.float32, CPU).encode_image(pixels)
+    pipeline = diffusers_own(model)
+    with torch.no_grad():
+        told = pipeline.vae.encode(pixels).latent_dist
+    # As the pipeline undoes it: latents / scaling_factor + shift_factor.
+    assert torch.allclose(mean / 0.5 + 0.1, told.mean, atol=1e-5)
+    assert torch.allclose(spread / 0.5, told.std, atol=1e-5)
+    facts = family_of(model).describe(model)
+    assert mean.shape == (2, facts.latent_channels, 64 // facts.downscale, 96 // facts.downscale)
+
+
+@pytest.mark.parametrize("size", [(64, 64), (48, 96), (112, 32)])
+def test_the_denoiser_is_asked_as_the_pipeline_asks_it(model, size):
+    family = family_of(model)
+    pipeline = family.make_pipeline(model, torch.float32, CPU)
+    seen: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    def watch(module: torch.nn.Module, args: tuple[Any, ...], given: dict[str, Any], out: tuple[Any, ...]) -> None:
+        seen.append((given["hidden_states"], out[0]))
+
+    pipeline.transformer.register_forward_hook(watch, with_kwargs=True)
+    width, height = size
+    pipeline(
+        "a ring",
+        num_inference_steps=2,
+        generator=torch.manual_seed(0),
+        output_type="pt",
+        guidance_scale=1.0,
+        width=width,
+        height=height,
+    )
+    noisy, expected = seen[0]  # at the first of the times, which is all noise
+    if model.name.startswith("flux"):
+        noisy, expected = (pipeline._unpack_latents(each, height, width, 8) for each in (noisy, expected))
+    assert noisy.shape[-2:] == (height // 8, width // 8)
+    cond = family.load_encoders(model, torch.float32, CPU).encode_text(["a ring"])
+    with torch.no_grad():
+        asked = (noisy, torch.tensor([999]), cond, torch.zeros(1, 6))
+        ours = family.predict(family.load_denoiser(model, torch.float32, CPU), *asked)
+    assert torch.allclose(ours, expected, atol=1e-5)
+
+
+@pytest.mark.parametrize("sides", [(8, 8), (6, 14), (256, 4)])
+def test_the_cropped_table_of_positions_answers_as_the_whole_one(sides, tmp_path):
+    from diffusers import SD3Transformer2DModel
+
+    tiny_pipeline(tmp_path / "tokens", "sd3.5").transformer.save_pretrained(tmp_path / "transformer")
+    whole = SD3Transformer2DModel.from_pretrained(tmp_path / "transformer", local_files_only=True)
+    cropped = sd3.load_transformer(tmp_path, torch.float32, CPU)
+    assert cropped.pos_embed.pos_embed.shape[1] == 128 * 128 < whole.pos_embed.pos_embed.shape[1]
+    noisy = torch.randn(1, 16, *sides, generator=torch.manual_seed(0))
+    cond = {"embeds": torch.ones(1, 5, T5_WIDTH), "pooled": torch.ones(1, 28)}
+    with torch.no_grad():
+        told = [sd3.predict(each, noisy, torch.tensor([500]), cond, torch.zeros(1, 6)) for each in (cropped, whole)]
+    assert torch.equal(*told)
+
+
+def test_facts_and_names_tell_the_kinds_apart(model):
+    family = family_of(model)
+    facts = family.describe(model)
+    kinds = {"sd3": "medium", "sd3-without-t5": "medium", "sd3.5": "5-medium", "flux": "dev", "flux-schnell": "schnell"}
+    assert facts.variant == kinds[model.name]
+    assert facts.caption_tokens == {**TOKENS, "sd3-without-t5": 77}.get(model.name, 256)
+    assert (facts.prediction, facts.pixel_step, facts.latent_channels) == ("flow", 16, 16)
+    version, architecture = family.base_names(facts)
+    assert version in ("sd3", "flux1")
+    assert architecture.endswith(f"-{facts.variant}/lora")
+
+
+def test_words_of_t5_are_cut_padded_and_weighed():
+    tokenizer = t5_tokenizer()
+    plain = read_t5_tokens(tokenizer, ["a red ring", "a " * 40], 8, CPU)
+    theirs = tokenizer(
+        ["a red ring", "a " * 40], padding="max_length", max_length=8, truncation=True, return_tensors="pt"
+    )
+    assert torch.equal(plain.ids, theirs.input_ids)
+    weighed = read_t5_tokens(tokenizer, [(("a", 1.0), ("red ring", 2.0))], 8, CPU)
+    assert torch.equal(weighed.ids, plain.ids[:1])
+    assert weighed.weights[0].tolist() == [1, 2, 2, 1, 1, 1, 1, 1]
+
+
+@pytest.mark.parametrize(
+    ("file", "values", "said"),
+    [
+        ("transformer/config.json", {"in_channels": 384}, "takes more than noisy latents"),
+        ("transformer/config.json", {"_class_name": "AuraFlowTransformer2DModel"}, "AuraFlowTransformer2DModel"),
+        ("transformer/config.json", {"pooled_projection_dim": 7}, "7 wide"),
+        ("transformer/config.json", {"joint_attention_dim": 7}, "takes text"),
+        ("scheduler/scheduler_config.json", {"_class_name": "DDIMScheduler"}, "FlowMatchEulerDiscreteScheduler"),
+        ("scheduler/scheduler_config.json", {"use_karras_sigmas": True}, "use_karras_sigmas"),
+        ("scheduler/scheduler_config.json", {"shift": 0.0, "max_shift": "x"}, "max_shift"),
+        ("vae/config.json", {"latents_mean": [0.0] * 16}, "latents_mean"),
+    ],
+)
+def test_what_is_no_base_of_the_family_is_refused(model, tmp_path, file, values, said):
+    other = changed(model, tmp_path, file, **values)
+    with pytest.raises(UsageError, match=said):
+        family_of(other).describe(other)
+
+
+def test_a_t5_without_its_tokenizers_file_is_refused_with_where_to_get_it(model, tmp_path):
+    if model.name == "sd3-without-t5":
+        return
+    other = Path(shutil.copytree(model, tmp_path / "other"))
+    words = other / ("tokenizer_2" if model.name.startswith("flux") else "tokenizer_3")
+    (words / "tokenizer.json").rename(words / "spiece.model")
+    with pytest.raises(UsageError, match="sentencepiece") as refused:
+        family_of(other).describe(other)
+    assert "tokenizer.json" in refused.value.problems[0].fix
+
+
+def test_the_schedule_is_what_the_scheduler_says(model):
+    flow = read_flow_schedule(model)
+    assert (flow.steps, flow.dynamic) == (1000, model.name == "flux")
+    assert flow.shift == (3.0 if model.name.startswith("sd3") else 1.0)
+    theirs = diffusers_own(model).scheduler
+    ours = family_of(model).make_pipeline(model, torch.float32, CPU).scheduler
+    for scheduler in (ours, theirs):
+        scheduler.set_timesteps(5, mu=0.8 if flow.dynamic else None)
+    assert torch.equal(ours.sigmas, theirs.sigmas)
