@@ -170,7 +170,7 @@ def load_transformer(folder: Path, dtype: torch.dtype, device: torch.device, nar
     """The transformer, frozen, on the device."""
     from diffusers import FluxTransformer2DModel
 
-    return load_denoiser(FluxTransformer2DModel, folder / "transformer", dtype, device, narrow)
+    return cast("nn.Module", load_denoiser(FluxTransformer2DModel, folder / "transformer", dtype, device, narrow))
 
 
 def predict(denoiser: nn.Module, noisy: Tensor, t: Tensor, cond: Mapping[str, Tensor], sizes: Tensor) -> Tensor:

@@ -190,7 +190,7 @@ def load_transformer(folder: Path, dtype: torch.dtype, device: torch.device, nar
     """The transformer, frozen, on the device, its table of positions cropped."""
     from diffusers import SD3Transformer2DModel
 
-    model = load_denoiser(SD3Transformer2DModel, folder / "transformer", dtype, device, narrow)
+    model: nn.Module = load_denoiser(SD3Transformer2DModel, folder / "transformer", dtype, device, narrow)
     table: Any = model.pos_embed
     side = int(table.pos_embed_max_size)
     kept = _cropped(side)
