@@ -13,6 +13,7 @@ from diffusers import DiffusionPipeline
 
 from lora_trainer.core.errors import UsageError
 from lora_trainer.models import FAMILIES, sd3
+from lora_trainer.models.drawing import prompted, read_prompts
 from lora_trainer.models.family import Family, TextOptions
 from lora_trainer.models.flow_schedule import read_flow_schedule
 from lora_trainer.models.folder import detect_family
@@ -109,8 +110,9 @@ def test_the_denoiser_is_asked_as_the_pipeline_asks_it(model, size):
 
     pipeline.transformer.register_forward_hook(watch, with_kwargs=True)
     width, height = size
+    read = read_prompts(pipeline, family, ["a ring"])
     pipeline(
-        "a ring",
+        **prompted(pipeline, family, read, ["a ring"], None),
         num_inference_steps=2,
         generator=torch.manual_seed(0),
         output_type="pt",
