@@ -82,7 +82,7 @@ def _told(weights: LoraWeights) -> str | None:
     """The family whose base the header names."""
     told = weights.metadata.get("ss_base_model_version", "")
     for name, family in FAMILIES.items():
-        if not told or not family.trained:
+        if not told:
             continue
         version, _ = family.base_names(public_architecture(name).facts)
         if told.startswith(version) or version.startswith(told):
