@@ -146,7 +146,19 @@ CASES: dict[str, Case] = {
     },
     "uncached": {"cache__latents": False, "data__flip": True, "cache__workers": 2},
 }
-QUICK_CASES = ("plain", "adamw8bit", "schedule_free", "lion", "fp16", "fp8", "split", "captions", "texts", "words", "schnell")
+QUICK_CASES = (
+    "plain",
+    "adamw8bit",
+    "schedule_free",
+    "lion",
+    "fp16",
+    "fp8",
+    "split",
+    "captions",
+    "texts",
+    "words",
+    "schnell",
+)
 EVERY_CASE = [pytest.param(name, marks=() if name in QUICK_CASES else pytest.mark.slow) for name in CASES]
 
 
