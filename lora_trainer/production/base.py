@@ -1,27 +1,37 @@
 """What a user names as the base becomes a folder in diffusers' layout. No torch.
 
-A folder is taken as it is. A model of a hub is found in the user's Hugging Face cache, else fetched into it. Nothing
-below this file knows of anything but folders.
+A folder is taken as it is. A model of a hub is found in the user's Hugging Face cache, else fetched into it. A single
+checkpoint, or a base whose autoencoder or text encoders are others, is laid out in the user's cache, again wherever that
+was deleted. Nothing below this file knows of anything but folders.
 """
 
 from __future__ import annotations
 
+import os
 import re
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from lora_trainer.builtin import BASE_FOLDER
 from lora_trainer.config.schema.inputs import ModelSection
 from lora_trainer.core.errors import Problem, UsageError
 from lora_trainer.core.findings import printable_lines
 from lora_trainer.core.launch import is_main_process
-from lora_trainer.production.hub import HubModel, find_snapshot
+from lora_trainer.models import FAMILIES
+from lora_trainer.models.folder import EXPECTED, detect_family
+
+if TYPE_CHECKING:  # read when a base asks for them: every command begins with this file
+    from lora_trainer.production.hub import HubModel
 
 HUB_ID = re.compile(r"(?P<name>[A-Za-z0-9][\w.-]{0,95}/[\w.-]{1,96})(?:/(?P<file>[^\\]+\.safetensors))?", re.ASCII)
 FILES = (".safetensors", ".ckpt", ".pt", ".pth", ".bin", ".gguf")
 WEB = re.compile(r"https?://(?:www\.)?(?:huggingface\.co|hf\.co)/(?P<id>[^/?#]+/[^/?#]+)")
+
+
+OFFLINE_VARIABLES = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "HF_DATASETS_OFFLINE")
 
 
 @dataclass(frozen=True)
@@ -43,6 +53,14 @@ def on_stderr(line: str) -> None:
         sys.stderr.write(printable_lines(line) + "\n")
 
 
+def go_offline() -> None:
+    """From here on no library asks the network: also those that read the environment before."""
+    for name in OFFLINE_VARIABLES:
+        os.environ[name] = "1"
+    if (constants := sys.modules.get("huggingface_hub.constants")) is not None:
+        vars(constants)["HF_HUB_OFFLINE"] = True
+
+
 def silent(line: str) -> None:
     """Where nothing is to be printed."""
 
@@ -59,18 +77,62 @@ def find_base(
 
     Raises UsageError for what is no model here or on the hub; `origin` is what it was named by.
     """
+    base = _named(model, offline=offline, weights=weights, origin=origin, say=say)
+    parts = _parts(model, base.folder) if base.whole else {}
+    if not parts and not base.folder.is_file():
+        return base
+    from lora_trainer.models.single.lay_out import lay_out
+
+    return replace(base, folder=lay_out(base.folder, parts))
+
+
+def _named(model: ModelSection, *, offline: bool, weights: bool, origin: str, say: Callable[[str], None]) -> Base:
+    """The base as it lies on the disk, a folder or a file."""
     if model.path is None:
         return Base(BASE_FOLDER, BASE_FOLDER.name)
     if (asked := as_hub_model(model.path, model.revision)) is not None:
+        from lora_trainer.production.hub import find_snapshot
+
         found = find_snapshot(asked, weights=weights, without_t5=model.without_t5, offline=offline, say=say)
-        return Base(found.folder, str(asked), found.commit, found.whole)
+        folder = found.folder / asked.file if asked.file is not None else found.folder
+        return Base(folder, str(asked), found.commit, found.whole)
     path = local_path(model.path)
     if not path.exists():
         raise UsageError(_no_model(model.path, origin))
     if model.revision is not None:
         message = f"model.revision = {model.revision!r} is of a hub; {model.path} lies on this disk."
         raise UsageError(Problem(message, "Remove model.revision, or name the model as owner/name."))
+    if path.is_dir() and not (path / "model_index.json").exists():
+        raise UsageError(_no_base(path, origin))
     return Base(path, path.name)
+
+
+def _parts(model: ModelSection, base: Path) -> dict[str, Path | None]:
+    """What takes the place of the base's own parts, and what it lacks. Raises UsageError, all problems at once."""
+    if model.vae is None and model.text_encoders is None and not (model.without_t5 and base.is_file()):
+        return {}
+    from lora_trainer.models.single.fitting import text_folders, vae_folder
+    from lora_trainer.models.single.lay_out import lacking_parts
+
+    parts: dict[str, Path | None] = {}
+    problems: list[Problem] = []
+    try:
+        if base.is_file() and model.without_t5:  # of a folder the family passes it over
+            spare = FAMILIES[detect_family(base)].spare_texts
+            parts |= {part: None for name in spare for part in (name, name.replace("text_encoder", "tokenizer"))}
+        if model.text_encoders is not None:
+            wanted = lacking_parts(base) - set(parts)
+            parts |= text_folders(local_path(model.text_encoders), wanted)
+    except UsageError as error:
+        problems.extend(error.problems)
+    if model.vae is not None:
+        try:
+            parts["vae"] = vae_folder(local_path(model.vae))
+        except UsageError as error:
+            problems.extend(error.problems)
+    if problems:
+        raise UsageError(problems)
+    return parts
 
 
 def local_path(text: str) -> Path:
@@ -109,7 +171,28 @@ def as_hub_model(text: str, revision: str | None = None) -> HubModel | None:
         return None
     if found["file"] is None and text.endswith(FILES):
         return None
+    from lora_trainer.production.hub import HubModel
+
     return HubModel(found["name"], revision, found["file"])
+
+
+def _no_base(folder: Path, origin: str) -> Problem:
+    """What a folder is that is no base."""
+    files = sorted(path.name for path in folder.iterdir())
+    checkpoints = [name for name in files if name.endswith(".safetensors")]
+    if "adapter_config.json" in files or "pytorch_lora_weights.safetensors" in files:
+        return Problem(
+            f"{folder} holds a LoRA, not a model to train on.", f"Name the base that it was trained on as {origin}."
+        )
+    if "config.json" in files:
+        return Problem(f"{folder} is one part of a model: it has config.json and no model_index.json.", EXPECTED)
+    if checkpoints:
+        named = ", ".join(str(folder / name) for name in checkpoints[:5])
+        return Problem(
+            f"{folder} holds single checkpoints and no model_index.json.", f"Name one of its files: {named}."
+        )
+    what = "is empty" if not files else "holds no model_index.json"
+    return Problem(f"{folder} {what}.", EXPECTED)
 
 
 def _no_model(text: str, origin: str) -> Problem:

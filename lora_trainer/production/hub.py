@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -40,7 +39,6 @@ MOST_INDEX_BYTES = 1 << 20
 SAID_EVERY = 0.1  # of a file's bytes
 WAIT = 20.0  # seconds for an answer
 ROOM = 1.01  # of what is fetched: file systems need some for themselves
-OFFLINE_VARIABLES = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "HF_DATASETS_OFFLINE")
 TRY_AGAIN = "Run the same command again: what was fetched is kept, and it goes on from there."
 
 Say = Callable[[str], None]
@@ -69,14 +67,6 @@ class Snapshot:
     folder: Path
     commit: str
     whole: bool = False
-
-
-def go_offline() -> None:
-    """From here on no library asks the network: also those that read the environment before."""
-    for name in OFFLINE_VARIABLES:
-        os.environ[name] = "1"
-    if (constants := sys.modules.get("huggingface_hub.constants")) is not None:
-        vars(constants)["HF_HUB_OFFLINE"] = True
 
 
 def find_snapshot(model: HubModel, *, weights: bool, without_t5: bool, offline: bool, say: Say) -> Snapshot:

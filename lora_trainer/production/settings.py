@@ -17,8 +17,7 @@ from lora_trainer.core.errors import Problem, UsageError
 from lora_trainer.models.attention.packages import lacking
 from lora_trainer.models.family import USUAL_FAMILY
 from lora_trainer.models.folder import detect_family
-from lora_trainer.production import hub
-from lora_trainer.production.base import find_base
+from lora_trainer.production import base as bases
 
 
 def settle(
@@ -41,7 +40,7 @@ def settle(
 def go_offline(config: Config) -> None:
     """From here on no library asks the network, when that is the wish."""
     if config.run.offline:
-        hub.go_offline()
+        bases.go_offline()
 
 
 def refuse_missing_attention(resolved: Resolved) -> None:
@@ -64,10 +63,10 @@ def _family_layers(
     named = next(layer.name for layer in reversed(user) if "path" in _section(layer, "model"))
     origin = named if named == "--model" else f"model.path (from {named})"
     if offline:
-        hub.go_offline()
+        bases.go_offline()
     family, commit = str(asked), None
     try:
-        base = find_base(_plain_section(model), offline=offline, weights=False, origin=origin)
+        base = bases.find_base(_plain_section(model), offline=offline, weights=False, origin=origin)
         family, commit = detect_family(base.folder, origin), base.commit
         if asked not in (EMPTY, family):
             message = f"model.family={asked}, and {path} is a model of {family}."

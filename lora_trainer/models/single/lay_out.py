@@ -18,6 +18,7 @@ from lora_trainer.core.io import write_json
 from lora_trainer.core.tensorfile import read_tensor_header
 from lora_trainer.models.folder import check_part, detect_family, places_of_weights, read_config
 from lora_trainer.models.places import laid_out_models, write_places
+from lora_trainer.models.single.fitting import check_vae
 from lora_trainer.models.single.recognise import Checkpoint, recognise
 from lora_trainer.models.single.stored import Part, Stored
 from lora_trainer.models.single.texts import clip_part, open_clip_part, t5_part
@@ -47,6 +48,7 @@ TEXTS: dict[str, dict[str, tuple[str, str]]] = {
     },
     "flux": {"text_encoder": ("clip_l", CLIP_L), "text_encoder_2": ("t5", T5)},
 }
+NEEDED = ("unet", "transformer", "vae", "scheduler", "text_encoder", "tokenizer")  # beginnings of parts that are used
 MAY_LACK = {"sd3": "text_encoder_3"}  # which the family works without
 
 Parts = Mapping[str, Path | None]
@@ -82,6 +84,21 @@ def lay_out(base: Path, parts: Parts | None = None) -> Path:
     return target
 
 
+def lacking_parts(base: Path) -> set[str]:
+    """The text encoders and tokenizers of its family that a checkpoint or a folder has not. Raises UsageError."""
+    if base.is_file():
+        checkpoint = recognise(base)
+        kinds = TEXTS.get(checkpoint.family, {})
+        absent = {name for name, (_, prefix) in kinds.items() if not checkpoint.part(prefix).shapes}
+        return absent | {_tokenizer_of(name) for name, (kind, _) in kinds.items() if name in absent or kind == "t5"}
+    names = TEXTS.get(detect_family(base), {})
+    return {part for name in names for part in (name, _tokenizer_of(name)) if not (base / part).is_dir()}
+
+
+def _tokenizer_of(text_encoder: str) -> str:
+    return text_encoder.replace("text_encoder", "tokenizer")
+
+
 def _key(base: Path, parts: Parts) -> str:
     """A hash of which files these are, and in which state."""
     told: list[Any] = [VERSION, _state(base), *([name, path and _state(path)] for name, path in sorted(parts.items()))]
@@ -110,7 +127,7 @@ def _from_checkpoint(checkpoint: Checkpoint, given: dict[str, Path | None], targ
     except UsageError as error:
         problems.extend(error.problems)
     for name, (kind, _) in texts.items():
-        tokenizer = name.replace("text_encoder", "tokenizer")
+        tokenizer = _tokenizer_of(name)
         try:
             copy_tokenizer(kind, given.get(tokenizer), target / tokenizer)
         except UsageError as error:
@@ -122,11 +139,7 @@ def _from_checkpoint(checkpoint: Checkpoint, given: dict[str, Path | None], targ
     for name, part in components.items():
         _write_part(part, target / name)
     write_json(target / "scheduler" / "scheduler_config.json", _scheduler(checkpoint, published["scheduler"]))
-    absent = {
-        name: [None, None]
-        for text in set(TEXTS[family]) - set(texts)
-        for name in (text, text.replace("text_encoder", "tokenizer"))
-    }
+    absent = {name: [None, None] for text in set(TEXTS[family]) - set(texts) for name in (text, _tokenizer_of(text))}
     write_json(target / "model_index.json", published["model_index"] | absent)
 
 
@@ -181,15 +194,22 @@ def _of_kind(kind: str, stored: Stored) -> Part:
 
 
 def _vae(checkpoint: Checkpoint, published: Mapping[str, Any], given: Path | None) -> Part | Path:
-    if given is not None and given.is_dir():
-        return given
+    """The autoencoder that is given, where it fits, else the checkpoint's own. Raises UsageError."""
+    stored = next((part for prefix in VAE_PREFIXES if (part := checkpoint.part(prefix)).shapes), None)
+    own = None if stored is None else vae_part(stored, published)
     if given is not None:
-        return vae_of_file(given, published)
-    for prefix in VAE_PREFIXES:
-        if (stored := checkpoint.part(prefix)).shapes:
-            return vae_part(stored, published)
+        return _replaced_vae(given, published if own is None else own.config)
+    if own is not None:
+        return own
     message = f"{checkpoint.file} holds no autoencoder."
     raise UsageError(Problem(message, "Name one with model.vae: its folder, or its .safetensors file."))
+
+
+def _replaced_vae(given: Path, own: Mapping[str, Any]) -> Part | Path:
+    """An autoencoder in the place of one with the config `own`. Raises UsageError where it does not fit."""
+    part = given if given.is_dir() else vae_of_file(given, own)
+    check_vae(own, read_config(part, "config.json") if isinstance(part, Path) else part.config, given)
+    return part
 
 
 def vae_of_file(file: Path, published: Mapping[str, Any]) -> Part:
@@ -226,18 +246,24 @@ def _from_folder(base: Path, given: dict[str, Path | None], target: Path) -> Non
     """Write what a folder becomes, some of whose parts are others."""
     index = read_config(base, "model_index.json")
     family = detect_family(base)
-    published = _published(family)
-    for name in (path.name for path in sorted(base.iterdir()) if path.is_dir()):
-        if given.get(name, base) is None or (name not in index and name not in given):
+    kinds = TEXTS.get(family, {})
+    added = {name for name, path in given.items() if path is not None}
+    for name in sorted({path.name for path in base.iterdir() if path.is_dir()} | added):
+        if given.get(name, base) is None or not name.startswith(NEEDED) or (name not in index and name not in given):
             continue
         part: Part | Path = given.get(name) or base / name
-        if name == "vae" and isinstance(part, Path) and part.is_file():
-            part = vae_of_file(part, published["vae"])
-        elif name in TEXTS[family] and isinstance(part, Path) and part.is_file():
-            part = _of_kind(TEXTS[family][name][0], Stored.of(part, read_tensor_header(part), ""))
+        if name == "vae" and name in added:
+            part = _replaced_vae(given["vae"] or base / name, read_config(base, "vae/config.json"))
+        elif name in kinds and isinstance(part, Path) and part.is_file():
+            part = _of_kind(kinds[name][0], Stored.of(part, read_tensor_header(part), ""))
         if isinstance(part, Path) and not (part / "config.json").exists():
             _copy_small(part, target / name)  # a tokenizer or the scheduler
         else:
             _write_part(part, target / name)
     absent = {name: [None, None] for name, path in given.items() if path is None}
-    write_json(target / "model_index.json", index | absent)
+    new = [name for name in added if not any(index.get(name) or ())]
+    classes = _published(family)["model_index"] if new else {}
+    unused = {
+        name: [None, None] for name, said in index.items() if isinstance(said, list) and not name.startswith(NEEDED)
+    }
+    write_json(target / "model_index.json", index | unused | {name: classes[name] for name in new} | absent)

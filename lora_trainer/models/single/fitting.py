@@ -1,0 +1,72 @@
+"""What parts a base lacks, and whether an autoencoder fits in the place of its own. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from lora_trainer.core.errors import Problem, UsageError
+from lora_trainer.models.folder import read_config
+
+USUAL_SCALE = 0.18215  # diffusers' own, where a config names none
+
+
+def check_vae(own: Mapping[str, Any], other: Mapping[str, Any], named: Path) -> None:
+    """Raise UsageError, all problems at once, where latents of the autoencoder `other` are not what the model was trained on.
+
+    Both are configs. What cannot be told from configs, such as other latents of the same form, is not noticed.
+    """
+    facts = (
+        ("latent channels", "latent_channels", 4),
+        ("a scaling_factor of", "scaling_factor", USUAL_SCALE),
+        ("a shift_factor of", "shift_factor", None),
+    )
+    problems = []
+    for words, key, usual in facts:
+        ours, theirs = own.get(key, usual), other.get(key, usual)
+        if (ours or 0) != (theirs or 0):
+            told = f"{theirs} {words}" if key == "latent_channels" else f"{words} {theirs}"
+            message = f"model.vae: {named} has {told}, and the model's own has {ours}."
+            problems.append(Problem(message, "Name an autoencoder of the same family, or remove model.vae."))
+    levels, theirs = (len(config.get("block_out_channels", ())) for config in (own, other))
+    if levels and theirs and levels != theirs:  # a published one leaves them to the file
+        message = f"model.vae: {named} makes pictures {2 ** (theirs - 1)} times smaller, and the model's own {2 ** (levels - 1)} times."
+        problems.append(Problem(message, "Name an autoencoder of the same family, or remove model.vae."))
+    if problems:
+        raise UsageError(problems)
+
+
+def vae_folder(named: Path) -> Path:
+    """An autoencoder's own folder: the one that is named, or `vae/` in it; a file stays one. Raises UsageError."""
+    if not named.exists():
+        raise UsageError(Problem(f"There is no autoencoder at {named}.", "Check model.vae: its folder, or its file."))
+    if named.is_file():
+        return named
+    folder = named if (named / "config.json").exists() else named / "vae"
+    if not (folder / "config.json").exists():
+        message = f"{named} holds no autoencoder: neither config.json nor vae/config.json."
+        raise UsageError(Problem(message, "Name a diffusers folder of an autoencoder, or its .safetensors file."))
+    kind = read_config(folder, "config.json").get("_class_name", "AutoencoderKL")
+    if kind != "AutoencoderKL":
+        raise UsageError(
+            Problem(f"{folder} is a {str(kind)[:80]}, not an AutoencoderKL.", "Name an autoencoder with model.vae.")
+        )
+    return folder
+
+
+def text_folders(named: Path, wanted: set[str]) -> dict[str, Path]:
+    """Those of the wanted parts that a folder of text encoders has. Raises UsageError where it has no part at all."""
+    if not named.is_dir():
+        what = "a file" if named.exists() else "nothing"
+        message = f"model.text_encoders: {named} is {what}, and a folder is meant."
+        raise UsageError(Problem(message, "Name a folder that holds text_encoder_2/, tokenizer_2/ and so on."))
+    there = {
+        path.name: path
+        for path in named.iterdir()
+        if path.is_dir() and path.name.startswith(("text_encoder", "tokenizer"))
+    }
+    if not there:
+        message = f"model.text_encoders: {named} holds neither text_encoder/ nor tokenizer/, with or without a number."
+        raise UsageError(Problem(message, "Name a diffusers folder, or one laid out likewise."))
+    return {name: path for name, path in there.items() if name in wanted}

@@ -1,0 +1,119 @@
+"""Single checkpoints and replaced parts as one folder: what `model.vae` and `model.text_encoders` make of a base."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from lora_trainer.config.schema.inputs import ModelSection
+from lora_trainer.core.errors import UsageError
+from lora_trainer.models import FAMILIES
+from lora_trainer.models.folder import detect_family
+from lora_trainer.models.places import laid_out_models
+from lora_trainer.models.single import tokenizers
+from lora_trainer.production.base import absolute, find_base
+from tests.models.single.originals import tiny_pipeline, unet_checkpoint, write
+
+CPU = torch.device("cpu")
+
+
+def found(path: Path, **more: object) -> Path:
+    return find_base(
+        ModelSection.model_validate({"path": str(path), **{key: str(value) for key, value in more.items()}})
+    ).folder
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    tiny_pipeline(tmp_path / "words", "sdxl").save_pretrained(tmp_path / "folder")
+    return tmp_path / "folder"
+
+
+@pytest.fixture
+def checkpoint(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The same model in one file, with its text encoders and autoencoder."""
+    monkeypatch.setattr(tokenizers, "CLIP", tmp_path / "words")
+    return write(unet_checkpoint(tiny_pipeline(tmp_path / "again", "sdxl"), "sdxl"), tmp_path / "model.safetensors")
+
+
+def without(file: Path, *beginnings: str) -> Path:
+    tensors = {name: tensor for name, tensor in load_file(file).items() if not name.startswith(beginnings)}
+    return write(tensors, file.with_name("less.safetensors"))
+
+
+def encoded(folder: Path) -> dict[str, torch.Tensor]:
+    family = FAMILIES[detect_family(folder)]
+    return family.load_encoders(folder, torch.float32, CPU).encode_text(["a red square"])
+
+
+def test_what_a_checkpoint_lacks_comes_from_another_folder(folder: Path, checkpoint: Path) -> None:
+    less = without(checkpoint, "conditioner.embedders.1.", "first_stage_model.")
+    with pytest.raises(UsageError) as caught:
+        found(less)
+    assert len(caught.value.problems) == 2
+    fixes = " ".join(problem.fix for problem in caught.value.problems)
+    assert "model.vae" in fixes
+    assert "model.text_encoders" in fixes
+    laid_out = found(less, text_encoders=folder, vae=folder)
+    assert detect_family(laid_out) == "sdxl"
+    for name, tensor in encoded(found(checkpoint)).items():
+        assert torch.equal(encoded(laid_out)[name], tensor)
+
+
+def test_what_a_base_has_stays_its_own(folder: Path, checkpoint: Path, tmp_path: Path) -> None:
+    other = shutil.copytree(folder, tmp_path / "other")
+    file = other / "text_encoder" / "model.safetensors"
+    write({name: tensor + 1 for name, tensor in load_file(file).items()}, file, {"format": "pt"})
+    plain = encoded(found(checkpoint))
+    for base in (checkpoint, folder):
+        for name, tensor in encoded(found(base, text_encoders=other)).items():
+            assert torch.equal(plain[name], tensor)
+    shutil.rmtree(folder / "text_encoder")
+    for name in ("text_encoder_2", "tokenizer_2"):
+        shutil.rmtree(other / name)
+    changed = encoded(found(folder, text_encoders=other))
+    assert not all(torch.equal(plain[name], changed[name]) for name in plain)
+
+
+def test_a_folder_of_text_encoders_without_any_is_refused(folder: Path, tmp_path: Path) -> None:
+    for place, words in (
+        (tmp_path / "lost", "is nothing"),
+        (folder / "unet", "neither text_encoder/"),
+        (folder / "model_index.json", "is a file"),
+    ):
+        with pytest.raises(UsageError, match=words):
+            found(folder, text_encoders=place)
+
+
+def test_all_that_is_wrong_with_replaced_parts_is_said_at_once(folder: Path, tmp_path: Path) -> None:
+    with pytest.raises(UsageError) as caught:
+        found(folder, text_encoders=tmp_path / "lost", vae=tmp_path / "gone")
+    assert len(caught.value.problems) == 2
+
+
+def test_a_laid_out_folder_that_vanished_is_made_anew(checkpoint: Path) -> None:
+    first = found(checkpoint)
+    shutil.rmtree(laid_out_models())
+    assert found(checkpoint) == first
+    assert FAMILIES["sdxl"].describe(first).family == "sdxl"
+
+
+def test_a_folder_that_leads_elsewhere_is_not_followed(folder: Path, tmp_path: Path) -> None:
+    """A table of places in a stranger's autoencoder would name any file."""
+    vae = shutil.copytree(folder / "vae", tmp_path / "vae")
+    (vae / "weights.json").write_text('{"version": 1, "files": [["/etc/passwd", 1, 1]], "weights": {}}')
+    with pytest.raises(UsageError, match="only read from the cache"):
+        found(folder, vae=vae)
+
+
+def test_an_id_of_a_hub_stays_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert absolute("some/model") == "some/model"
+    assert absolute("some/model/sd.safetensors") == "some/model/sd.safetensors"
+    (tmp_path / "some").mkdir()
+    assert absolute("some/model") == str(tmp_path / "some" / "model")
+    assert absolute("model.safetensors") == str(tmp_path / "model.safetensors")

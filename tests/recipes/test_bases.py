@@ -1,0 +1,184 @@
+"""What `--model` may name, through the real command: a model of a hub, another autoencoder, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import socket
+import tomllib
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from diffusers import AutoencoderKL
+from safetensors.torch import save_file
+
+from lora_trainer.cli.main import main
+from lora_trainer.core.tensorfile import read_tensor_header
+from lora_trainer.models.places import laid_out_models
+from tests.export.tiny import tiny_vae
+from tests.production.local_hub import COMMIT, LocalHub, local_hub
+from tests.recipes.recipe import Bench, contents, exported, losses, record
+
+NAME = "some/tiny-model"
+
+
+@pytest.fixture
+def hub(tmp_path: Path, tiny_model: Path) -> Iterator[LocalHub]:
+    with local_hub(tmp_path / "hf") as running:
+        running.holds(NAME, tiny_model)
+        yield running
+
+
+@pytest.fixture
+def fetched(bench: Bench) -> Bench:
+    return replace(bench, model=Path(NAME))
+
+
+def no_socket(monkeypatch: pytest.MonkeyPatch) -> None:
+    def opened(*_: object, **__: object) -> None:
+        raise AssertionError("a socket was opened")
+
+    for name in ("connect", "connect_ex"):
+        monkeypatch.setattr(socket.socket, name, opened)
+    monkeypatch.setattr(socket, "create_connection", opened)
+    monkeypatch.setattr(socket, "getaddrinfo", opened)
+
+
+def test_a_model_of_a_hub_is_its_folder_and_is_gone_on_with_offline(
+    hub: LocalHub, fetched: Bench, finished: Bench, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert fetched.run("hub", steps=3, checkpoint__every_steps=3, validate__every_steps=3) == 0
+    assert "fetching some/tiny-model at 0123456789ab from the hub" in capsys.readouterr().err
+    folder = fetched.folder("hub")
+    assert losses(folder) == losses(finished.folder("first"))[:3]
+    document = record(folder)
+    assert (document["config"]["model"]["path"], document["config"]["model"]["revision"]) == (NAME, COMMIT)
+    assert (document["model"]["path"], document["model"]["commit"]) == (NAME, COMMIT)
+    kept = tomllib.loads((folder / "config.toml").read_text("utf-8"))["model"]
+    assert (kept["path"], kept["revision"]) == (NAME, COMMIT)
+    assert read_tensor_header(folder / "hub.safetensors")["__metadata__"]["ss_sd_model_name"] == NAME
+
+    no_socket(monkeypatch)
+    hub.asked.clear()
+    moved = folder.with_name("moved")
+    folder.rename(moved)
+    assert main(["train", "--config", str(moved / "config.toml"), "--resume", "--offline", "--max-steps", "6"]) == 0
+    assert exported(moved)["kohya"].keys() == exported(finished.folder("first"))["kohya"].keys()
+    assert losses(moved) == losses(finished.folder("first"))
+    drawn = ["--prompt", "a ring", "--set", "run.offline=true", "--set", "sample.steps=1"]
+    assert main(["sample", str(moved / "moved.safetensors"), "--model", NAME, *drawn]) == 0
+    assert main(["validate", str(moved / "moved.safetensors"), "--set", "gates.lora=0"]) == 0
+    assert f"base model: {NAME} at 0123456789ab" in capsys.readouterr().err
+    assert hub.asked == []
+
+
+def test_plan_and_check_fetch_configs_alone(hub: LocalHub, fetched: Bench, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "--model", NAME, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["model"] == NAME
+    assert main(["check", "--model", NAME, str(fetched.data)]) == 0
+    assert not [name for name in hub.fetched() if name.endswith(".safetensors")]
+    assert main(["plan", "--model", NAME, "--offline"]) == 0
+    assert fetched.run("offline", "--offline", steps=1) == 2
+    assert "offline nothing is fetched" in capsys.readouterr().err
+    assert not fetched.folder("offline").exists()
+
+
+def test_bad_data_is_refused_before_weights_are_fetched(hub: LocalHub, fetched: Bench, tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    assert replace(fetched, data=tmp_path / "empty").run("empty") in (2, 3)
+    assert not [name for name in hub.fetched() if name.endswith(".safetensors")]
+
+
+def test_a_batch_fetches_its_base_once(hub: LocalHub, fetched: Bench, tmp_path: Path) -> None:
+    for name in ("cedar", "birch"):
+        shutil.copytree(fetched.data, tmp_path / "root" / name)
+    settings = fetched.arguments("unused", steps=1, gates__dataset=0, gates__lora=0)
+    places = [word for word in settings[settings.index("--max-steps") :] if word]
+    batch = ["batch", str(tmp_path / "root"), "--model", NAME, "--output", str(fetched.output), *places]
+    assert main(batch) == 0
+    assert len(hub.fetched()) == len(set(hub.fetched()))
+    assert {record(fetched.folder(name))["model"]["commit"] for name in ("cedar", "birch")} == {COMMIT}
+
+
+def test_another_autoencoder_is_trained_and_drawn_with_and_made_anew(
+    bench: Bench, finished: Bench, tmp_path: Path
+) -> None:
+    torch.manual_seed(7)
+    other = tiny_vae()
+    other.save_pretrained(tmp_path / "vae")
+    file = tmp_path / "other.safetensors"
+    save_file(other.state_dict(), file)
+    before = contents(bench.model)
+    settings = {"checkpoint__every_steps": 3, "validate__every_steps": 3}
+    assert bench.run("vae", steps=3, model__vae=tmp_path / "vae", **settings) == 0
+    assert losses(bench.folder("vae"))[0] != losses(finished.folder("first"))[0]
+    assert contents(bench.model) == before
+    document = record(bench.folder("vae"))
+    assert document["config"]["model"]["vae"] == str(tmp_path / "vae")
+    assert document["model"]["path"] == str(bench.model)
+    shutil.rmtree(laid_out_models())
+    assert bench.run("vae", "--resume", steps=4, model__vae=tmp_path / "vae", **settings) == 0
+    assert bench.run("file", steps=3, model__vae=file, **settings) == 0
+    assert losses(bench.folder("file")) == losses(bench.folder("vae"))[:3]
+    assert bench.run("vae", "--resume", steps=5, **settings) == 2  # it began with another autoencoder
+
+
+def other_channels(folder: Path) -> Path:
+    config = {key: value for key, value in tiny_vae().config.items() if not key.startswith("_")}
+    AutoencoderKL.from_config(config | {"latent_channels": 16, "scaling_factor": 1.5305}).save_pretrained(folder)
+    return folder
+
+
+def test_an_autoencoder_that_does_not_fit_is_refused_with_both_numbers(
+    bench: Bench, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "empty").mkdir()
+    for vae, words in (
+        (other_channels(tmp_path / "wide"), ("16 latent channels", "own has 4", "1.5305", "0.18215")),
+        (tmp_path / "lost", ("There is no autoencoder at",)),
+        (tmp_path / "empty", ("holds no autoencoder",)),
+        (bench.model / "unet", ("is a UNet2DConditionModel",)),
+        (bench.model / "unet/diffusion_pytorch_model.safetensors", ("is no autoencoder",)),
+    ):
+        assert bench.run("refused", model__vae=vae) == 2
+        said = capsys.readouterr().err
+        assert all(word in said for word in words), said
+    assert not bench.folder("refused").exists()
+
+
+def test_a_family_that_the_files_are_not_of(bench: Bench, capsys: pytest.CaptureFixture[str]) -> None:
+    assert bench.run("refused", model__family="sdxl", model__revision="v1") == 2
+    said = capsys.readouterr().err
+    assert "is of a hub" in said
+    assert bench.run("refused", model__family="sdxl") == 2
+    assert "is a model of sd15" in capsys.readouterr().err
+
+
+def test_what_is_no_base_is_named(
+    bench: Bench, finished: Bench, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    (tmp_path / "pickle.safetensors").write_bytes(b"PK\x03\x04" + bytes(100))
+    single = tmp_path / "folder"
+    single.mkdir()
+    (single / "model.safetensors").write_bytes(b"")
+    lora = finished.folder("first") / "first.safetensors"
+    cut = tmp_path / "cut.safetensors"
+    cut.write_bytes((bench.model / "unet/diffusion_pytorch_model.safetensors").read_bytes()[:-50])
+    for model, words in (
+        (empty, "is empty"),
+        (single, "Name one of its files"),
+        (bench.model / "unet", "is one part of a model"),
+        (tmp_path / "pickle.safetensors", "is a pickle"),
+        (cut, "promises"),
+        (lora, "is a LoRA"),
+        (bench.model / "vae/diffusion_pytorch_model.safetensors", "one part of a model"),
+        (Path("lost/model.safetensors"), "There is no model at"),
+    ):
+        assert replace(bench, model=model).run("refused") == 2
+        assert words in capsys.readouterr().err, model
+    assert not bench.folder("refused").exists()
