@@ -94,14 +94,18 @@ class Micro:
         return self._each(used, used)
 
     def _each(self, change: Callable[[Tensor], Tensor], change_cond: Callable[[Tensor], Tensor]) -> Micro:
-        """Every tensor changed; the conditioning by `change_cond`."""
+        """Every tensor changed; the conditioning by `change_cond`.
+
+        Conditioning in bool stays as it is, beside the processor: it says which parts of other conditioning count, and
+        asking a card for numbers would wait for it.
+        """
         noise = change(self.noise)
         return Micro(
             change(self.latents),
             noise,
             noise if self.added is self.noise else change(self.added),
             change(self.t),
-            {name: change_cond(value) for name, value in self.cond.items()},
+            {name: value if value.dtype == torch.bool else change_cond(value) for name, value in self.cond.items()},
             change(self.sizes),
             change(self.weights),
             None if self.mask is None else change(self.mask),
