@@ -1,6 +1,6 @@
 """Write `lora_trainer/models/ledgers/FAMILY.json`: the memory of a published model's training step, by traces.
 
-    python scripts/write_ledgers.py sd15 sd2 sdxl sd3 flux
+    python scripts/write_ledgers.py sd15 sd2 sdxl sd3 flux z_image
 
 It takes minutes for each family and needs neither weights nor a GPU. Run it again when the trainer's step, the way of
 checkpointing, diffusers or peft change what is kept in memory: tests that trace say so.
@@ -38,8 +38,9 @@ TARGETS = ("attention", "attention+ff")
 STORED: dict[str, Precision] = {"half": "bf16", "fp8": "fp8", "int8": "int8", "nf4": "nf4"}
 STRIDE = 8  # between numbers of blocks that are alike
 RANK, MICRO, SIDES = 29, 19, (13, 17)
-# Sides of latents are halved several times, so they are multiples of 8; the area's factors are those of SIDES.
-HEIGHT, WIDTH = (8 * side for side in SIDES)
+# Sides of latents are halved several times, so they are multiples of 8, and some transformers fill up their tokens to
+# multiples of 32, so one is of 16; the area's factors are those of SIDES.
+HEIGHT, WIDTH = 16 * SIDES[0], 8 * SIDES[1]
 AREA = SIDES[0] * SIDES[1]
 # (rank, micro, area) by the power in which each stands in a size, as `Sizes.terms` orders them.
 KINDS = {(0, 0, 0): 0, (1, 0, 0): 1, (0, 1, 0): 2, (1, 1, 0): 3, (0, 1, 1): 4, (1, 1, 1): 5, (0, 1, 2): 6}

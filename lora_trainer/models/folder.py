@@ -28,6 +28,7 @@ FAMILY_OF_PIPELINE = {
     "StableDiffusionXLPipeline": "sdxl",
     "StableDiffusion3Pipeline": "sd3",
     "FluxPipeline": "flux",
+    "ZImagePipeline": "z_image",
 }
 SD2_TEXT_WIDTH = 1024  # 1.x and 2.x share a pipeline; their text encoders do not
 MOST_CONFIG_BYTES = 1 << 24  # those of models with a hundred thousand labels have five megabytes

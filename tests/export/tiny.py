@@ -19,12 +19,18 @@ from diffusers import (
     StableDiffusionPipeline,
     StableDiffusionXLPipeline,
     UNet2DConditionModel,
+    ZImagePipeline,
+    ZImageTransformer2DModel,
 )
+from tokenizers.pre_tokenizers import ByteLevel
 from transformers import (
     CLIPTextConfig,
     CLIPTextModel,
     CLIPTextModelWithProjection,
     CLIPTokenizer,
+    Qwen2Tokenizer,
+    Qwen3Config,
+    Qwen3Model,
     T5Config,
     T5EncoderModel,
     T5TokenizerFast,
@@ -57,7 +63,12 @@ TRANSFORMERS: dict[str, dict[str, Any]] = {
     "sd3.5": {"qk_norm": "rms_norm", "dual_attention_layers": (0,)},
     "flux": {"guidance_embeds": True},
     "flux-schnell": {"guidance_embeds": False},
+    "z_image": {},
 }
+CHAT = (
+    "{% for said in messages %}<|im_start|>{{ said.role }}\n{{ said.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
 
 
 def tiny_pipeline(folder: Path, family: str = "sd15") -> DiffusionPipeline:
@@ -94,7 +105,10 @@ def tiny_flow_pipeline(tokenizer: CLIPTokenizer, kind: str) -> DiffusionPipeline
         "transformer": tiny_transformer(kind),
         "tokenizer": tokenizer,
     }
-    if kind.startswith("flux"):
+    if kind == "z_image":
+        words = {"tokenizer": qwen_tokenizer(), "text_encoder": tiny_qwen()}
+        pipeline = ZImagePipeline(**{**parts, **words}, scheduler=FlowMatchEulerDiscreteScheduler(shift=3.0))
+    elif kind.startswith("flux"):
         moving = {"use_dynamic_shifting": True} if kind == "flux" else {}
         pipeline = FluxPipeline(
             **parts,
@@ -122,6 +136,10 @@ def tiny_flow_pipeline(tokenizer: CLIPTokenizer, kind: str) -> DiffusionPipeline
 
 def tiny_transformer(kind: str) -> torch.nn.Module:
     """The middle of the table of positions of `sd3.5` is what is kept of it, as of the published ones."""
+    if kind == "z_image":
+        sizes: dict[str, Any] = {"dim": 32, "n_layers": 2, "n_refiner_layers": 1, "n_heads": 2, "n_kv_heads": 2}
+        places = {"axes_dims": (4, 6, 6), "axes_lens": (1024, 256, 256)}
+        return ZImageTransformer2DModel(**sizes, **places, cap_feat_dim=T5_WIDTH)
     common: dict[str, Any] = {"attention_head_dim": 16, "num_attention_heads": 2, "joint_attention_dim": T5_WIDTH}
     if kind.startswith("flux"):
         layers = {"num_layers": 2, "num_single_layers": 2, "pooled_projection_dim": POOLED, "axes_dims_rope": (4, 6, 6)}
@@ -134,6 +152,21 @@ def tiny_transformer(kind: str) -> torch.nn.Module:
 def tiny_t5() -> T5EncoderModel:
     sizes = {"d_model": T5_WIDTH, "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_heads": 2}
     return T5EncoderModel(T5Config(vocab_size=len(t5_tokenizer()), feed_forward_proj="gated-gelu", **sizes))
+
+
+def tiny_qwen() -> Qwen3Model:
+    sizes = {"hidden_size": T5_WIDTH, "intermediate_size": 64, "num_hidden_layers": 3, "head_dim": 16}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1}
+    return Qwen3Model(Qwen3Config(vocab_size=len(qwen_tokenizer()), **sizes, **heads))
+
+
+def qwen_tokenizer() -> Qwen2Tokenizer:
+    """One of bytes, with the chat's own tokens and a chat."""
+    letters = {letter: place for place, letter in enumerate(sorted(ByteLevel.alphabet()))}
+    tokenizer = Qwen2Tokenizer(vocab=letters, merges=[], model_max_length=1024)
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_start|>", "<|im_end|>"]})
+    tokenizer.chat_template = CHAT
+    return tokenizer
 
 
 def t5_tokenizer() -> T5TokenizerFast:

@@ -1,0 +1,271 @@
+"""Z-Image: a transformer of 6 billion weights that reads pictures and text as one sequence (arXiv:2511.22699).
+
+Its text encoder is a language model, Qwen3, asked as in a chat; captions keep their own lengths.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+from lora_trainer.core.errors import Problem, UsageError
+from lora_trainer.export.layout import Rule, fused
+from lora_trainer.models.autoencoder import drawing_vae, load_whole_image_encoder, vae_dtype, vae_facts
+from lora_trainer.models.encoders import encoders_from
+from lora_trainer.models.family import PLAIN, Caption, Family, Manner, ModelFacts, TextOptions, TextParts
+from lora_trainer.models.flow_schedule import make_process, make_scheduler, read_flow_schedule
+from lora_trainer.models.folder import check_components, fingerprint, read_config
+from lora_trainer.models.frozen import load_denoiser, load_frozen, load_words
+from lora_trainer.models.transformer import PATCH, refuse_widths, transformer_config
+from lora_trainer.models.weighting import Tokens, words_of
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor, nn
+
+    from lora_trainer.models.storage.store import Narrow
+
+QWEN, WORDS = "text_encoder", "tokenizer"
+TOKENS = 512  # of a caption, the chat's own among them
+SIDE = 128  # of the latents that the model was made for
+TIMESTEPS = 1000
+TURBO_SHIFT = 3.0  # of its scheduler, where the base has 6
+THINNER_HEADS, FEWER_LAYERS = 10, 6
+THINNESS = "a tenth of its width and a sixth of its layers"
+ATTENTION = tuple(f"*.attention.{name}" for name in ("to_q", "to_k", "to_v", "to_out.0"))
+FEED_FORWARD = tuple(f"*.feed_forward.{name}" for name in ("w1", "w2", "w3"))
+BLOCKS = ("layers", "noise_refiner", "context_refiner")
+SAME = ("feed_forward.w1", "feed_forward.w2", "feed_forward.w3", "adaLN_modulation.0")
+NORMS = ("attention_norm1", "attention_norm2", "ffn_norm1", "ffn_norm2")
+
+LAYOUT = (
+    *(
+        rule
+        for block in BLOCKS
+        for rule in (
+            *fused(f"{block}.{{}}.attention.qkv", *(f"{block}.{{}}.attention.to_{name}" for name in "qkv")),
+            Rule(f"{block}.{{}}.attention.to_out.0", f"{block}.{{}}.attention.out"),
+            Rule(f"{block}.{{}}.attention.norm_q", f"{block}.{{}}.attention.q_norm"),
+            Rule(f"{block}.{{}}.attention.norm_k", f"{block}.{{}}.attention.k_norm"),
+            *(Rule(f"{block}.{{}}.{name}", f"{block}.{{}}.{name}") for name in (*SAME, *NORMS)),
+        )
+    ),
+    Rule("all_x_embedder.2-1", "x_embedder"),
+    Rule("all_final_layer.2-1.linear", "final_layer.linear"),
+    Rule("all_final_layer.2-1.adaLN_modulation.1", "final_layer.adaLN_modulation.1"),
+    *(Rule(name, name) for name in ("t_embedder.mlp.0", "t_embedder.mlp.2", "cap_embedder.0", "cap_embedder.1")),
+)
+
+
+def describe(folder: Path) -> ModelFacts:
+    """Facts from the config files. Raises UsageError when a part is missing, damaged or of another kind."""
+    config = transformer_config(folder, "ZImageTransformer2DModel", ("in_channels", "cap_feat_dim"))
+    channels, downscale = vae_facts(folder)
+    read_flow_schedule(folder)
+    check_components(folder, ("transformer", "vae", QWEN))
+    if not (folder / WORDS / "tokenizer.json").is_file():
+        fix = f"Copy the tokenizer of the model, or of Qwen3, to {folder / WORDS}."
+        raise UsageError(Problem(f"{folder / WORDS / 'tokenizer.json'} is missing.", fix))
+    if config["in_channels"] != channels or config.get("siglip_feat_dim") is not None:
+        message = f"{folder} takes more than noisy latents: a model for control or editing."
+        raise UsageError(Problem(message, "Use the text-to-image base."))
+    qwen = read_config(folder, f"{QWEN}/config.json")
+    refuse_widths(folder, "text", config["cap_feat_dim"], qwen.get("hidden_size"))
+    return ModelFacts(
+        path=folder,
+        family="z_image",
+        resolution=SIDE * downscale,
+        latent_channels=channels,
+        downscale=downscale,
+        pixel_step=downscale * PATCH,
+        prediction="flow",
+        caption_tokens=TOKENS,
+        variant="turbo" if is_turbo(folder) else "base",
+    )
+
+
+def is_turbo(folder: Path) -> bool:
+    """Whether it is the model that draws in nine steps without guidance. Nothing else in the configs tells them apart."""
+    return read_flow_schedule(folder).shift <= TURBO_SHIFT
+
+
+def check_text(folder: Path, options: TextOptions) -> None:
+    """There is no CLIP whose layer or pieces could be chosen."""
+    asked = {"clip_skip": options.clip_skip, "max_tokens": options.clip_tokens if options.pieces > 1 else None}
+    problems = [
+        Problem(f"text.{name}={value}: Z-Image reads captions with a language model, not with CLIP.", "Remove it.")
+        for name, value in asked.items()
+        if value is not None
+    ]
+    if problems:
+        raise UsageError(problems)
+
+
+def manner(folder: Path) -> Manner:
+    return Manner(steps=9, guided=False, negative=False) if is_turbo(folder) else Manner(steps=50)
+
+
+def prompted(cond: Mapping[str, Tensor], negative: Mapping[str, Tensor] | None) -> dict[str, Any]:
+    """The pipeline's arguments: each caption's words in their own length; guidance away from the caption itself is none."""
+    told = _cut(cond["embeds"], cond["padding"])
+    return {
+        "prompt_embeds": told,
+        "negative_prompt_embeds": told if negative is None else _cut(negative["embeds"], negative["padding"]),
+    }
+
+
+def _cut(embeds: Tensor, padding: Tensor) -> list[Tensor]:
+    """The words of each caption [n, D], at least one."""
+    if padding.is_meta:
+        return list(embeds)
+    lengths = [max(1, count) for count in (padding < 0.5).sum(1).tolist()]
+    return [row[:length] for row, length in zip(embeds, lengths, strict=True)]
+
+
+def encoder_keys(folder: Path, dtype: torch.dtype, text: TextOptions = PLAIN, /) -> tuple[str, str]:
+    """Names of the image and the text encoders' weights, without loading them."""
+    image = f"{fingerprint(folder, 'vae')}-{vae_dtype(folder, dtype)}"
+    return image, f"{fingerprint(folder, QWEN, WORDS)}-{dtype}{text.key}"
+
+
+def load_texts(folder: Path, dtype: torch.dtype, device: torch.device, _: Collection[str] = (), /) -> TextParts:
+    """The language model, frozen, on the device, and its tokenizer."""
+    from transformers import Qwen2TokenizerFast, Qwen3Model
+
+    encoder = load_frozen(Qwen3Model, folder / QWEN, dtype, device)
+    return TextParts({QWEN: encoder}, {QWEN: load_words(Qwen2TokenizerFast, folder / WORDS)})
+
+
+def encode_text(parts: TextParts, captions: Sequence[Caption], options: TextOptions = PLAIN) -> dict[str, Tensor]:
+    """B captions -> `embeds` [B, T, D]: the last state but one; `padding` [B, T], bool: where there are no words.
+
+    As bool it stays beside the processor while training, where `predict` asks for lengths without waiting for a card.
+    """
+    import torch
+
+    tokens, words = read_chat(parts.tokenizers[QWEN], captions, options.t5_tokens or TOKENS, parts.device)
+    told = parts.encoders[QWEN](input_ids=tokens.ids, attention_mask=words, output_hidden_states=True)
+    states = tokens.weigh(told.hidden_states[-2])
+    return {"embeds": states.masked_fill(~words[..., None], 0.0), "padding": torch.logical_not(words)}
+
+
+def read_chat(tokenizer: Any, captions: Sequence[Caption], size: int, device: torch.device) -> tuple[Tokens, Tensor]:
+    """The captions as what a user says in a chat, cut to `size` tokens; and where there are words [B, size], bool."""
+    import torch
+
+    ids = torch.full((len(captions), size), tokenizer.pad_token_id)
+    here = torch.zeros(len(captions), size, dtype=torch.bool)
+    weights: list[Tensor | None] = []
+    for row, caption in enumerate(captions):
+        plain = isinstance(caption, str)
+        around = _said(tokenizer, caption if isinstance(caption, str) else MARK)
+        pieces = ((around, 1.0),) if plain else _between(around, cast("Any", caption))
+        words = words_of(tokenizer, pieces)[:size]
+        ids[row, : len(words)] = torch.tensor([token for token, _ in words])
+        here[row, : len(words)] = True
+        factors = torch.ones(size)
+        factors[: len(words)] = torch.tensor([weight for _, weight in words])
+        weights.append(None if plain else factors.to(device))
+    return Tokens(ids.to(device), tuple(weights)), here.to(device)
+
+
+MARK = "\N{OBJECT REPLACEMENT CHARACTER}"
+
+
+def _said(tokenizer: Any, text: str) -> str:
+    """The chat in which the user says the text and the model is to answer."""
+    chat = [{"role": "user", "content": text}]
+    return str(tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True, enable_thinking=True))
+
+
+def _between(around: str, pieces: Sequence[tuple[str, float]]) -> tuple[tuple[str, float], ...]:
+    """Weighed pieces in place of the mark, with the rest of the chat around them."""
+    before, _, after = around.partition(MARK)
+    return ((before, 1.0), *pieces, (after, 1.0))
+
+
+def make_denoiser(config: Mapping[str, Any]) -> nn.Module:
+    """The transformer with random weights, on torch's current default device."""
+    from diffusers import ZImageTransformer2DModel
+
+    return cast("nn.Module", ZImageTransformer2DModel.from_config(dict(config)))
+
+
+def load_transformer(folder: Path, dtype: torch.dtype, device: torch.device, narrow: Narrow | None = None) -> nn.Module:
+    """The transformer, frozen, on the device."""
+    from diffusers import ZImageTransformer2DModel
+
+    return load_denoiser(ZImageTransformer2DModel, folder / "transformer", dtype, device, narrow)
+
+
+def predict(denoiser: nn.Module, noisy: Tensor, t: Tensor, cond: Mapping[str, Tensor], sizes: Tensor) -> Tensor:
+    """The velocity [B, 16, h, w] at t [B] under the words of cond["embeds"] [B, T, D], which cond["padding"] [B, T] tells.
+
+    The model's own time runs from noise, 0, to the picture, 1, and its velocity with it.
+    """
+    import torch
+
+    words = _cut(cond["embeds"], cond["padding"])
+    pictures = list(noisy.unsqueeze(2).unbind(0))
+    velocity = denoiser(pictures, (TIMESTEPS - 1 - t) / TIMESTEPS, words, return_dict=False)[0]
+    return -torch.stack(velocity).squeeze(2)
+
+
+def make_pipeline(folder: Path, dtype: torch.dtype, device: torch.device) -> Any:
+    """diffusers' pipeline of the untouched base, for drawing pictures."""
+    from diffusers import ZImagePipeline
+
+    texts = load_texts(folder, dtype, device)
+    pipeline = ZImagePipeline(
+        vae=drawing_vae(folder, dtype, device),
+        text_encoder=texts.encoders[QWEN],
+        tokenizer=texts.tokenizers[QWEN],
+        transformer=load_transformer(folder, dtype, device),
+        scheduler=make_scheduler(folder),
+    )
+    pipeline.set_progress_bar_config(disable=True)
+    return pipeline
+
+
+def cond_shapes(config: Mapping[str, Any], text: TextOptions = PLAIN, /) -> dict[str, tuple[int, ...]]:
+    tokens = text.t5_tokens or TOKENS
+    return {"embeds": (tokens, int(config["cap_feat_dim"])), "padding": (tokens,)}
+
+
+def thin(config: Mapping[str, Any]) -> dict[str, Any]:
+    """A tenth of the heads, each of the same size, and a sixth of the layers."""
+    heads = max(1, int(config["n_heads"]) // THINNER_HEADS)
+    width = int(config["dim"]) // int(config["n_heads"]) * heads
+    layers = max(1, int(config["n_layers"]) // FEWER_LAYERS)
+    return {**config, "n_heads": heads, "n_kv_heads": heads, "dim": width, "n_layers": layers, "n_refiner_layers": 1}
+
+
+def base_names(facts: ModelFacts) -> tuple[str, str]:
+    return "z_image", f"z-image-{facts.variant}/lora"
+
+
+FAMILY = Family(
+    name="z_image",
+    describe=describe,
+    encoder_keys=encoder_keys,
+    load_encoders=encoders_from(load_whole_image_encoder, load_texts, encode_text, encoder_keys),
+    load_texts=load_texts,
+    encode_text=encode_text,
+    load_denoiser=load_transformer,
+    make_process=make_process,
+    predict=predict,
+    make_pipeline=make_pipeline,
+    lora_targets={"attention": ATTENTION, "attention+ff": (*ATTENTION, *FEED_FORWARD)},
+    denoiser_prefix="transformer",
+    kohya_prefixes={"transformer": "lora_unet"},
+    make_denoiser=make_denoiser,
+    cond_shapes=cond_shapes,
+    thin=thin,
+    thinness=THINNESS,
+    base_names=base_names,
+    layout=LAYOUT,
+    check_text=check_text,
+    manner=manner,
+    prompted=prompted,
+)

@@ -1,0 +1,125 @@
+"""Z-Image from files: text as its pipeline encodes it, predictions as its pipeline asks, names of the original."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from diffusers import ZImagePipeline
+from diffusers.loaders.single_file_utils import convert_z_image_transformer_checkpoint_to_diffusers
+
+from lora_trainer.core.errors import UsageError
+from lora_trainer.diffusion.timesteps import Shift
+from lora_trainer.export.layout import rule_of
+from lora_trainer.models import FAMILIES
+from lora_trainer.models.folder import detect_family
+from lora_trainer.models.z_image import LAYOUT, read_chat
+from tests.export.tiny import qwen_tokenizer, tiny_pipeline, tiny_transformer
+
+CPU = torch.device("cpu")
+FAMILY = FAMILIES["z_image"]
+CAPTIONS = ["a red ring on a blue background", "", "ring " * 300]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("model")
+    tiny_pipeline(folder / "tokens", "z_image").save_pretrained(folder / "z", safe_serialization=True)
+    return folder / "z"
+
+
+def test_it_is_known_by_its_pipeline_and_described(model):
+    assert detect_family(model) == "z_image"
+    facts = FAMILY.describe(model)
+    assert (facts.prediction, facts.pixel_step, facts.latent_channels, facts.caption_tokens) == ("flow", 16, 16, 512)
+    assert FAMILY.make_process(model).times.shift == Shift(3.0)
+
+
+def test_text_is_encoded_as_the_pipeline_does(model):
+    encoded = FAMILY.load_encoders(model, torch.float32, CPU).encode_text(CAPTIONS)
+    with torch.no_grad():
+        theirs, _ = ZImagePipeline.from_pretrained(model, local_files_only=True).encode_prompt(
+            list(CAPTIONS), do_classifier_free_guidance=False
+        )
+    assert encoded["padding"].dtype == torch.bool
+    for embeds, padding, expected in zip(encoded["embeds"], encoded["padding"], theirs, strict=True):
+        assert torch.equal(embeds[~padding], expected)
+        assert not embeds[padding].any()
+    assert int(encoded["padding"][2].sum()) == 0, "what is longer is cut"
+
+
+def test_words_weigh_and_the_chat_around_them_does_not():
+    tokenizer = qwen_tokenizer()
+    plain, here = read_chat(tokenizer, ["a red ring"], 64, CPU)
+    weighed, same = read_chat(tokenizer, [(("a ", 1.0), ("red ring", 2.0))], 64, CPU)
+    assert torch.equal(weighed.ids, plain.ids)
+    assert torch.equal(here, same)
+    assert plain.weights == (None,)
+    heavy = weighed.ids[0][weighed.weights[0] == 2.0]
+    assert tokenizer.decode(heavy) == "red ring"
+
+
+@pytest.mark.parametrize("size", [(64, 64), (96, 48)])
+def test_the_denoiser_is_asked_as_the_pipeline_asks_it(model, size):
+    pipeline = FAMILY.make_pipeline(model, torch.float32, CPU)
+    asked: list[torch.Tensor] = []
+    told: list[torch.Tensor] = []
+    step = pipeline.scheduler.step
+
+    def watch(module: torch.nn.Module, args: tuple[Any, ...]) -> None:
+        asked.append(torch.stack(args[0]).squeeze(2))
+
+    def watch_step(velocity: torch.Tensor, *args: Any, **given: Any) -> Any:
+        told.append(velocity)
+        return step(velocity, *args, **given)
+
+    pipeline.transformer.register_forward_pre_hook(watch)
+    pipeline.scheduler.step = watch_step
+    given = {"num_inference_steps": 1, "guidance_scale": 0.0, "output_type": "latent"}
+    pipeline("a ring", width=size[0], height=size[1], generator=torch.manual_seed(0), **given)
+    cond = FAMILY.load_encoders(model, torch.float32, CPU).encode_text(["a ring"])
+    with torch.no_grad():
+        transformer = FAMILY.load_denoiser(model, torch.float32, CPU)
+        ours = FAMILY.predict(transformer, asked[0], torch.tensor([999]), cond, torch.zeros(1, 6))
+    assert torch.allclose(ours, told[0], atol=1e-5)
+
+
+def test_captions_of_different_lengths_change_nothing_for_each_other(model):
+    transformer = FAMILY.load_denoiser(model, torch.float32, CPU)
+    cond = FAMILY.load_encoders(model, torch.float32, CPU).encode_text(CAPTIONS)
+    noisy, t = torch.randn(3, 16, 8, 12, generator=torch.manual_seed(0)), torch.tensor([10, 500, 999])
+    with torch.no_grad():
+        together = FAMILY.predict(transformer, noisy, t, cond, torch.zeros(3, 6))
+        for row in range(3):
+            own = {name: value[row : row + 1] for name, value in cond.items()}
+            alone = FAMILY.predict(transformer, noisy[row : row + 1], t[row : row + 1], own, torch.zeros(1, 6))
+            assert torch.allclose(together[row : row + 1], alone, atol=1e-5)
+
+
+def test_the_layout_holds_every_module_and_is_what_diffusers_makes_of_a_checkpoint():
+    """Each weight by the original's name, fused where the original is, comes back from diffusers' own conversion."""
+    weights = tiny_transformer("z_image").state_dict()
+    original: dict[str, dict[int, torch.Tensor]] = {}
+    for name, weight in weights.items():
+        module, _, kind = name.rpartition(".")
+        ruled = rule_of(LAYOUT, module)
+        if ruled is None:
+            assert name in ("x_pad_token", "cap_pad_token")
+            original[name] = {0: weight}
+        else:
+            original.setdefault(f"{ruled[1]}.{kind}", {})[ruled[0].part] = weight
+    fused = {name: torch.cat([parts[part] for part in sorted(parts)]) for name, parts in original.items()}
+    assert "layers.0.attention.qkv.weight" in fused
+    back = convert_z_image_transformer_checkpoint_to_diffusers(fused)
+    assert back.keys() == weights.keys()
+    assert all(torch.equal(back[name], weight) for name, weight in weights.items())
+
+
+def test_what_is_no_base_of_the_family_is_refused(model, tmp_path):
+    other = Path(shutil.copytree(model, tmp_path / "other"))
+    (other / "tokenizer" / "tokenizer.json").unlink()
+    with pytest.raises(UsageError, match=r"tokenizer\.json is missing"):
+        FAMILY.describe(other)
