@@ -21,7 +21,14 @@ from tests.export.tiny import tiny_pipeline
 
 CPU = torch.device("cpu")
 SD15 = FAMILIES["sd15"]
-PARAMETERS = {"sd15": 860, "sd2": 866, "sdxl": 2567, "sd3": 2243, "flux": 11901}  # millions, as published
+PARAMETERS = {
+    "sd15": 860,
+    "sd2": 866,
+    "sdxl": 2567,
+    "sd3": 2243,
+    "flux": 11901,
+    "z_image": 6155,
+}  # millions, as published
 
 
 @pytest.fixture(scope="module")

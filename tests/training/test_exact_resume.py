@@ -78,6 +78,7 @@ CASES: dict[str, Case] = {
         "memory__base_precision": "int8",
         "lora__targets": "attention+ff",
     },
+    "z_image": {"family": "z_image", "data__resolution": 64, "lora__targets": "attention+ff", "captions__dropout": 0.3},
     "noise": {
         "noise__offset": 0.1,
         "noise__multires_iterations": 3,

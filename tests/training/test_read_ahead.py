@@ -68,6 +68,17 @@ def test_without_memory_to_copy_ahead_the_step_copies_for_itself(monkeypatch: py
     assert found is one
 
 
+def test_conditioning_that_says_what_counts_stays_beside_the_processor():
+    """Captions' lengths are asked for in every step; the rest is cast for the model."""
+    values, padding = torch.zeros(2, 4, 8, 8), torch.tensor([[False, True], [False, False]])
+    cond = {"embeds": torch.zeros(2, 2, 3), "padding": padding}
+    one = Micro(values, values, values, torch.zeros(2), cond, torch.zeros(2, 6), torch.ones(2))
+    moved = one.to(torch.device("meta"), torch.bfloat16)
+    assert (moved.cond["embeds"].device.type, moved.cond["embeds"].dtype) == ("meta", torch.bfloat16)
+    assert moved.cond["padding"] is padding
+    assert torch.equal(moved.part(0, 1).cond["padding"], padding[:1])
+
+
 def test_a_sum_without_memory_is_not_taken_for_a_lost_process(monkeypatch: pytest.MonkeyPatch):
     def full(*given: Any, **named: Any) -> None:
         raise torch.OutOfMemoryError(SHORT)
