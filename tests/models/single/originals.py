@@ -10,16 +10,29 @@ import torch
 from diffusers import (
     AutoencoderKL,
     EulerDiscreteScheduler,
+    FlowMatchEulerDiscreteScheduler,
+    FluxPipeline,
+    FluxTransformer2DModel,
     PNDMScheduler,
+    SD3Transformer2DModel,
+    StableDiffusion3Pipeline,
     StableDiffusionPipeline,
     StableDiffusionXLPipeline,
     UNet2DConditionModel,
 )
 from safetensors.torch import save_file
 from torch import Tensor
-from transformers import CLIPTextConfig, CLIPTextModel, CLIPTextModelWithProjection, CLIPTokenizer
+from transformers import (
+    CLIPTextConfig,
+    CLIPTextModel,
+    CLIPTextModelWithProjection,
+    CLIPTokenizer,
+    T5Config,
+    T5EncoderModel,
+)
 
 from builtin_base.architecture import make_tokenizer
+from tests.export.tiny import t5_tokenizer
 
 Tensors = dict[str, Tensor]
 RESNET = {
@@ -127,6 +140,57 @@ def tiny_pipeline(folder: Path, family: str, prediction: str = "epsilon", *, zer
     return StableDiffusionPipeline(**parts, vae=tiny_vae(), text_encoder=text, scheduler=scheduler, **nothing)
 
 
+FLOWS: dict[str, dict[str, Any]] = {
+    "sd3": {},
+    "sd3.5": {"qk_norm": "rms_norm", "dual_attention_layers": (0,)},
+    "flux-dev": {"guidance_embeds": True},
+    "flux-schnell": {"guidance_embeds": False},
+}
+
+
+def tiny_flow_pipeline(folder: Path, kind: str) -> Any:
+    """SD3 and FLUX.1, of the kinds of `FLOWS`."""
+    torch.manual_seed(0)
+    tokenizer, words = make_tokenizer(folder), t5_tokenizer()
+    t5_config = T5Config(vocab_size=len(words), feed_forward_proj="gated-gelu", d_model=256, d_kv=64, num_heads=2)
+    t5_config.num_layers, t5_config.d_ff = 2, 64
+    t5 = T5EncoderModel(t5_config)
+    first = clip_config(tokenizer, 64, "quick_gelu")
+    vae = {"latent_channels": 16, "use_quant_conv": False, "use_post_quant_conv": False}
+    layers = {"num_layers": 2, "joint_attention_dim": 256}
+    if kind.startswith("flux"):
+        sizes = {"num_single_layers": 2, "num_attention_heads": 1, "pooled_projection_dim": 64}
+        moving = {"shift": 3.0, "use_dynamic_shifting": True} if kind == "flux-dev" else {"shift": 1.0}
+        return FluxPipeline(
+            transformer=FluxTransformer2DModel(**layers, **sizes, **FLOWS[kind]),
+            vae=tiny_vae(**vae, scaling_factor=0.3611, shift_factor=0.1159),
+            text_encoder=CLIPTextModel(first),
+            text_encoder_2=t5,
+            tokenizer=tokenizer,
+            tokenizer_2=words,
+            scheduler=FlowMatchEulerDiscreteScheduler(**moving),
+        )
+    second_words = make_tokenizer(folder.with_name(folder.name + "2"))
+    second_words.pad_token = "!"
+    wide = clip_config(tokenizer, 128, "gelu")
+    wide.projection_dim = 128
+    encoder = CLIPTextModelWithProjection(first)
+    with torch.no_grad():  # of which a checkpoint holds nothing
+        encoder.text_projection.weight.copy_(torch.eye(64))
+    sizes = {"num_attention_heads": 2, "pooled_projection_dim": 192, "caption_projection_dim": 128, "out_channels": 16}
+    return StableDiffusion3Pipeline(
+        transformer=SD3Transformer2DModel(**layers, **sizes, pos_embed_max_size=24, **FLOWS[kind]),
+        vae=tiny_vae(**vae, scaling_factor=1.5305, shift_factor=0.0609),
+        text_encoder=encoder,
+        text_encoder_2=CLIPTextModelWithProjection(wide),
+        text_encoder_3=t5,
+        tokenizer=tokenizer,
+        tokenizer_2=second_words,
+        tokenizer_3=words,
+        scheduler=FlowMatchEulerDiscreteScheduler(shift=3.0),
+    )
+
+
 def unet_original(unet: Any) -> Tensors:
     """By the numbers of the first code's rows of blocks."""
     layers, levels = unet.config.layers_per_block, len(unet.config.block_out_channels)
@@ -216,6 +280,112 @@ def unet_checkpoint(pipeline: Any, family: str) -> Tensors:
     parts = {"model.diffusion_model.": unet_original(pipeline.unet), "first_stage_model.": vae_original(pipeline.vae)}
     extra = {"alphas_cumprod": torch.ones(1000), "model_ema.decay": torch.tensor(0.9999)}
     return joined(parts | texts) | extra
+
+
+STREAMS = {"img": ("to_q", "to_k", "to_v"), "txt": ("add_q_proj", "add_k_proj", "add_v_proj")}
+EMBEDDERS = {"timestep_embedder": "time_in", "text_embedder": "vector_in", "guidance_embedder": "guidance_in"}
+
+
+def flux_original(transformer: Any) -> Tensors:
+    state, found = transformer.state_dict(), Tensors()
+
+    def put(theirs: str, *ours: str, leaves: tuple[str, ...] = ("weight", "bias")) -> None:
+        for leaf in leaves:
+            found[f"{theirs}.{leaf}"] = torch.cat([state[f"{name}.{leaf}"] for name in ours])
+
+    def norms(theirs: str, ours: str, kind: str = "norm") -> None:
+        found[f"{theirs}.query_norm.scale"] = state[f"{ours}.{kind}_q.weight"]
+        found[f"{theirs}.key_norm.scale"] = state[f"{ours}.{kind}_k.weight"]
+
+    for ours, theirs in EMBEDDERS.items():
+        if f"time_text_embed.{ours}.linear_1.weight" in state:
+            put(f"{theirs}.in_layer", f"time_text_embed.{ours}.linear_1")
+            put(f"{theirs}.out_layer", f"time_text_embed.{ours}.linear_2")
+    put("img_in", "x_embedder")
+    put("txt_in", "context_embedder")
+    put("final_layer.linear", "proj_out")
+    for leaf in ("weight", "bias"):
+        found[f"final_layer.adaLN_modulation.1.{leaf}"] = halves_swapped(state[f"norm_out.linear.{leaf}"])
+    for layer in range(transformer.config.num_layers):
+        block, ours = f"double_blocks.{layer}", f"transformer_blocks.{layer}"
+        for stream, names in STREAMS.items():
+            plain = stream == "img"
+            put(f"{block}.{stream}_attn.qkv", *(f"{ours}.attn.{name}" for name in names))
+            put(f"{block}.{stream}_attn.proj", f"{ours}.attn.{'to_out.0' if plain else 'to_add_out'}")
+            put(f"{block}.{stream}_mod.lin", f"{ours}.{'norm1' if plain else 'norm1_context'}.linear")
+            put(f"{block}.{stream}_mlp.0", f"{ours}.{'ff' if plain else 'ff_context'}.net.0.proj")
+            put(f"{block}.{stream}_mlp.2", f"{ours}.{'ff' if plain else 'ff_context'}.net.2")
+            norms(f"{block}.{stream}_attn.norm", f"{ours}.attn", "norm" if plain else "norm_added")
+    for layer in range(transformer.config.num_single_layers):
+        block, ours = f"single_blocks.{layer}", f"single_transformer_blocks.{layer}"
+        put(f"{block}.linear1", *(f"{ours}.{name}" for name in ("attn.to_q", "attn.to_k", "attn.to_v", "proj_mlp")))
+        put(f"{block}.linear2", f"{ours}.proj_out")
+        put(f"{block}.modulation.lin", f"{ours}.norm.linear")
+        norms(f"{block}.norm", f"{ours}.attn")
+    return found
+
+
+def sd3_original(transformer: Any) -> Tensors:
+    state = transformer.state_dict()
+    found = {"pos_embed": state["pos_embed.pos_embed"]}
+
+    def put(theirs: str, *ours: str, swapped: bool = False) -> None:
+        for leaf in ("weight", "bias"):
+            if f"{ours[0]}.{leaf}" in state:
+                whole = torch.cat([state[f"{name}.{leaf}"] for name in ours])
+                found[f"{theirs}.{leaf}"] = halves_swapped(whole) if swapped else whole
+
+    put("x_embedder.proj", "pos_embed.proj")
+    put("context_embedder", "context_embedder")
+    put("final_layer.linear", "proj_out")
+    put("final_layer.adaLN_modulation.1", "norm_out.linear", swapped=True)
+    for number, layer in ((1, 0), (2, 2)):
+        put(f"t_embedder.mlp.{layer}", f"time_text_embed.timestep_embedder.linear_{number}")
+        put(f"y_embedder.mlp.{layer}", f"time_text_embed.text_embedder.linear_{number}")
+    layers = transformer.config.num_layers
+    for layer in range(layers):
+        block, ours = f"joint_blocks.{layer}", f"transformer_blocks.{layer}"
+        for attention in ("attn", "attn2"):
+            put(f"{block}.x_block.{attention}.qkv", *(f"{ours}.{attention}.{name}" for name in STREAMS["img"]))
+            put(f"{block}.x_block.{attention}.proj", f"{ours}.{attention}.to_out.0")
+            put(f"{block}.x_block.{attention}.ln_q", f"{ours}.{attention}.norm_q")
+            put(f"{block}.x_block.{attention}.ln_k", f"{ours}.{attention}.norm_k")
+        put(f"{block}.context_block.attn.qkv", *(f"{ours}.attn.{name}" for name in STREAMS["txt"]))
+        put(f"{block}.context_block.attn.proj", f"{ours}.attn.to_add_out")
+        put(f"{block}.context_block.attn.ln_q", f"{ours}.attn.norm_added_q")
+        put(f"{block}.context_block.attn.ln_k", f"{ours}.attn.norm_added_k")
+        put(f"{block}.x_block.adaLN_modulation.1", f"{ours}.norm1.linear")
+        last = layer == layers - 1
+        put(f"{block}.context_block.adaLN_modulation.1", f"{ours}.norm1_context.linear", swapped=last)
+        for side, name in (("x_block", "ff"), ("context_block", "ff_context")):
+            put(f"{block}.{side}.mlp.fc1", f"{ours}.{name}.net.0.proj")
+            put(f"{block}.{side}.mlp.fc2", f"{ours}.{name}.net.2")
+    return found
+
+
+def halves_swapped(tensor: Tensor) -> Tensor:
+    first, second = tensor.chunk(2)
+    return torch.cat([second, first])
+
+
+def flow_checkpoint(pipeline: Any, *, bare: bool = False) -> Tensors:
+    """All parts in one table, as such checkpoints name them; or the bare transformer, without a prefix."""
+    flux = "Flux" in type(pipeline).__name__
+    transformer = (flux_original if flux else sd3_original)(pipeline.transformer)
+    if bare:
+        return transformer
+    clip = clip_original(pipeline.text_encoder)
+    clip.pop("text_projection.weight", None)
+    t5 = pipeline.text_encoder_2 if flux else pipeline.text_encoder_3
+    parts = {
+        "model.diffusion_model.": transformer,
+        "vae." if flux else "first_stage_model.": vae_original(pipeline.vae),
+        "text_encoders.clip_l.transformer.": clip,
+        "text_encoders.t5xxl.transformer.": {n: each.clone() for n, each in t5.state_dict().items()},
+    }
+    if not flux:
+        parts["text_encoders.clip_g.transformer."] = clip_original(pipeline.text_encoder_2)
+    return joined(parts)
 
 
 def joined(parts: Mapping[str, Tensors]) -> Tensors:

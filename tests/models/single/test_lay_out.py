@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
+import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from diffusers import FluxTransformer2DModel
 from diffusers.loaders import single_file_utils as diffusers_own
 from safetensors.torch import load_file
 from torch import Tensor
@@ -16,7 +19,17 @@ from lora_trainer.models import FAMILIES
 from lora_trainer.models.folder import detect_family
 from lora_trainer.models.single import tokenizers
 from lora_trainer.models.single.lay_out import lay_out
-from tests.models.single.originals import tiny_pipeline, unet_checkpoint, write
+from lora_trainer.models.single.stored import Stored
+from lora_trainer.models.single.transformers import flux_part
+from tests.models.single.originals import (
+    FLOWS,
+    flow_checkpoint,
+    flux_original,
+    tiny_flow_pipeline,
+    tiny_pipeline,
+    unet_checkpoint,
+    write,
+)
 
 CPU = torch.device("cpu")
 VARIANTS = {
@@ -101,6 +114,87 @@ def test_places_are_those_of_diffusers_own_converters(model: tuple[str, Path, Pa
     same(vae.state_dict(), diffusers_own.convert_ldm_vae_checkpoint(load_file(file), dict(vae.config)))
 
 
+@pytest.fixture(params=FLOWS)
+def flow(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[str, Any, Path]:
+    """A family's name, its pipeline and a folder of diffusers."""
+    pipeline = tiny_flow_pipeline(tmp_path / "words", request.param)
+    pipeline.save_pretrained(tmp_path / "folder")
+    monkeypatch.setattr(tokenizers, "CLIP", tmp_path / "words")
+    return request.param[:4].rstrip("-.").removesuffix(".5"), pipeline, tmp_path / "folder"
+
+
+@pytest.mark.parametrize("bare", [False, True], ids=["whole", "bare"])
+def test_a_flow_s_checkpoint_is_its_folder(flow: tuple[str, Any, Path], tmp_path: Path, bare: bool) -> None:
+    name, pipeline, folder = flow
+    last = "tokenizer_2" if name == "flux" else "tokenizer_3"
+    parts: dict[str, Path | None] = {last: folder / last}
+    if bare:
+        encoders = [path.name for path in folder.glob("text_encoder*")]
+        parts |= {part: folder / part for part in (*encoders, "vae")}
+    file = write(flow_checkpoint(pipeline, bare=bare), tmp_path / "model.safetensors")
+    assert detect_family(file) == name
+    laid_out, family = lay_out(file, parts), FAMILIES[name]
+    theirs, ours = family.describe(folder), family.describe(laid_out)
+    assert (ours.resolution, ours.latent_channels, ours.caption_tokens, ours.pixel_step) == (
+        theirs.resolution,
+        theirs.latent_channels,
+        theirs.caption_tokens,
+        theirs.pixel_step,
+    )
+    denoiser, other = both(family.load_denoiser, folder, laid_out)
+    same(denoiser.state_dict(), other.state_dict())
+    read, told = both(family.load_encoders, folder, laid_out)
+    captions = ["a red ring on a background", ""]
+    cond, same_cond = read.encode_text(captions), told.encode_text(captions)
+    same(cond, same_cond)
+    pixels = torch.rand(1, 3, 64, 64) * 2 - 1
+    for a, b in zip(read.encode_image(pixels), told.encode_image(pixels), strict=True):
+        assert torch.equal(a, b)
+    noisy, t, sizes = torch.randn(2, 16, 8, 8), torch.tensor([3, 900]), torch.full((2, 6), 64.0)
+    with torch.no_grad():
+        assert torch.equal(
+            family.predict(denoiser, noisy, t, cond, sizes), family.predict(other, noisy, t, same_cond, sizes)
+        )
+    one, two = (
+        json.loads((each / "scheduler/scheduler_config.json").read_text("utf-8")) for each in (folder, laid_out)
+    )
+    assert {key: one[key] for key in two if key in one} == {key: two[key] for key in two if key in one}
+
+
+def test_places_of_sd3_are_those_of_diffusers_own_converter(flow: tuple[str, Any, Path], tmp_path: Path) -> None:
+    name, pipeline, _ = flow
+    if name == "flux":
+        pytest.skip("its converter knows the published width only")
+    file = write(flow_checkpoint(pipeline, bare=True), tmp_path / "model.safetensors")
+    found = diffusers_own.convert_sd3_transformer_checkpoint_to_diffusers(load_file(file))
+    same(dict(pipeline.transformer.state_dict()), found)
+
+
+def test_rows_of_flux_are_those_of_diffusers_own_converter(tmp_path: Path) -> None:
+    """Of each layer of the published width its rows' numbers, in one column."""
+    with torch.device("meta"):
+        model = FluxTransformer2DModel(num_layers=1, num_single_layers=1, guidance_embeds=True)
+        shapes = {name: tensor.shape for name, tensor in flux_original(model).items()}
+    numbered = {name: torch.arange(shape[0], dtype=torch.int32) for name, shape in shapes.items()}
+    rows = {name: each[:, None] if len(shapes[name]) == 2 else each for name, each in numbered.items()}
+    places = flux_part(Stored(write(rows, tmp_path / "rows.safetensors"), "", shapes)).places
+    theirs = diffusers_own.convert_flux_transformer_checkpoint_to_diffusers(dict(rows))
+    assert places.keys() == theirs.keys() == model.state_dict().keys()
+    for name, place in places.items():
+        own = [rows[place.key][begin:end] for begin, end in place.rows] or [rows[place.key]]
+        assert torch.equal(torch.cat(own), theirs[name]), name
+
+
+@pytest.mark.parametrize("stored", [torch.float8_e4m3fn, torch.float8_e5m2, torch.float16, torch.bfloat16])
+def test_weights_of_other_types_are_cast(stored: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pipeline = tiny_pipeline(tmp_path / "words", "sd15")
+    monkeypatch.setattr(tokenizers, "CLIP", tmp_path / "words")
+    tensors = unet_checkpoint(pipeline, "sd15")
+    cast = {name: each.to(stored) if each.is_floating_point() else each for name, each in tensors.items()}
+    unet = FAMILIES["sd15"].load_denoiser(lay_out(write(cast, tmp_path / "x.safetensors")), torch.float32, CPU)
+    same(unet.state_dict(), {name: each.to(stored).float() for name, each in pipeline.unet.state_dict().items()})
+
+
 def test_it_is_laid_out_once_for_each_state_of_the_file(model: tuple[str, Path, Path]) -> None:
     _, _, file = model
     first = lay_out(file)
@@ -108,8 +202,6 @@ def test_it_is_laid_out_once_for_each_state_of_the_file(model: tuple[str, Path, 
     assert lay_out(file) == first
     assert (first / "model_index.json").stat().st_mtime_ns == stamp
     assert sum(each.stat().st_size for each in first.rglob("*") if each.is_file()) < file.stat().st_size / 2
-    import os
-
     os.utime(file, (1, 1))
     assert lay_out(file) != first
 

@@ -12,19 +12,27 @@ from typing import Any
 
 import pytest
 import torch
-from diffusers import AutoencoderKL, UNet2DConditionModel
+from diffusers import AutoencoderKL, FluxTransformer2DModel, SD3Transformer2DModel, UNet2DConditionModel
 from torch import Tensor, nn
-from transformers import CLIPTextConfig, CLIPTextModel, CLIPTextModelWithProjection
+from transformers import CLIPTextConfig, CLIPTextModel, CLIPTextModelWithProjection, T5Config, T5EncoderModel
 
+from lora_trainer.core.tensorfile import read_tensor_header
 from lora_trainer.models import FAMILIES
 from lora_trainer.models.family import public_architecture
 from lora_trainer.models.folder import shapes_of_weights
+from lora_trainer.models.places import numbers_of, stored_weights
 from lora_trainer.models.single.lay_out import lay_out
+from lora_trainer.models.single.recognise import recognise
+from lora_trainer.models.single.stored import Stored
+from lora_trainer.models.single.texts import t5_part
+from lora_trainer.models.single.transformers import TRANSFORMERS
 from tests.models.single.originals import (
     Tensors,
     clip_original,
+    flux_original,
     joined,
     open_clip_original,
+    sd3_original,
     unet_original,
     vae_original,
 )
@@ -79,6 +87,54 @@ COUNTS = {
     "sd2": {"unet": 865_910_724, "text_encoder": 340_387_840, "vae": 83_653_863},
     "sdxl": {"unet": 2_567_463_684, "text_encoder": 123_060_480, "text_encoder_2": 694_659_840, "vae": 83_653_863},
 }
+
+
+FLOWS = {
+    "sd3.5-medium": ("sd3", {}, 2_243_171_520),
+    "sd3-medium": ("sd3", {"qk_norm": None, "dual_attention_layers": [], "pos_embed_max_size": 192}, 2_028_328_000),
+    "sd3.5-large": (
+        "sd3",
+        {"num_layers": 38, "num_attention_heads": 38, "caption_projection_dim": 2432, "dual_attention_layers": []}
+        | {"pos_embed_max_size": 192},
+        8_056_627_520,
+    ),
+    "flux-dev": ("flux", {}, 11_901_408_320),
+    "flux-schnell": ("flux", {"guidance_embeds": False}, 11_891_178_560),
+}
+
+
+@pytest.mark.parametrize("kind", FLOWS)
+def test_published_flows_have_the_published_number_of_weights(kind: str, tmp_path: Path) -> None:
+    family, changed, count = FLOWS[kind]
+    config = dict(public_architecture(family).denoiser) | changed
+    made, original = {
+        "sd3": (SD3Transformer2DModel, sd3_original),
+        "flux": (FluxTransformer2DModel, flux_original),
+    }[family]
+    with torch.device("meta"):
+        file = empty_file(tmp_path / "model.safetensors", original(made.from_config(config)))
+    found = recognise(file)
+    part = TRANSFORMERS[family](found.denoiser)
+    with torch.device("meta"):
+        model = made.from_config(dict(part.config))
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    assert parameters == count
+    shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+    stored = stored_weights(part.places)
+    assert shapes == {name: tuple(entry["shape"]) for name, entry in stored.items()}
+    assert found.schnell == (kind == "flux-schnell")
+
+
+def test_text_encoders_have_the_published_number_of_weights(tmp_path: Path) -> None:
+    sizes = {"d_model": 4096, "d_kv": 64, "d_ff": 10240, "num_layers": 24, "num_heads": 64, "vocab_size": 32128}
+    with torch.device("meta"):
+        t5 = T5EncoderModel(T5Config(**sizes, feed_forward_proj="gated-gelu"))
+        tensors = {name: each for name, each in t5.state_dict().items() if "embed_tokens" not in name}
+    file = empty_file(tmp_path / "t5.safetensors", tensors)
+    part = t5_part(Stored.of(file, read_tensor_header(file), ""))
+    with torch.device("meta"):
+        model = T5EncoderModel(T5Config(**{name: part.config[name] for name in (*sizes, "feed_forward_proj")}))
+    assert sum(each.numel() for each in model.parameters()) == numbers_of(stored_weights(part.places)) == 4_762_310_656
 
 
 def counted(laid_out: Path, component: str) -> int:
