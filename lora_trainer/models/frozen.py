@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, cast
 from lora_trainer.core.errors import Problem, UsageError, is_out_of_memory
 from lora_trainer.core.findings import printable
 from lora_trainer.models.folder import COPY, check_part, places_of_weights
-from lora_trainer.models.places import Place
+from lora_trainer.models.places import Place, is_laid_out, read_places
 
 if TYPE_CHECKING:
     import torch
@@ -123,7 +123,15 @@ def refuse_lacking(folder: Path, missing: Iterable[str]) -> None:
     """Raise UsageError when weights were not found in the files."""
     if lacking := sorted(missing):
         first, count = lacking[0], len(lacking)
-        raise UsageError(Problem(f"{folder} lacks {count} of its weights (first: {first}).", "Copy it again."))
+        raise UsageError(Problem(f"{_called(folder)} lacks {count} of its weights (first: {first}).", "Copy it again."))
+
+
+def _called(folder: Path) -> str:
+    """A part as people know it: by its folder, or by the file that its weights lie in."""
+    if not is_laid_out(folder):
+        return str(folder)
+    files = sorted({str(place.file) for place in read_places(folder).values()})
+    return f"{folder.name} of {', '.join(files)}"
 
 
 def _as_usage(error: Exception, folder: Path) -> Exception:
@@ -131,4 +139,4 @@ def _as_usage(error: Exception, folder: Path) -> Exception:
     reason = printable(" ".join(str(error).split())[:SHOWN_OF_REASON])
     if is_out_of_memory(error):
         return error
-    return UsageError(Problem(f"{folder} cannot be loaded: {type(error).__name__}: {reason}.", COPY))
+    return UsageError(Problem(f"{_called(folder)} cannot be loaded: {type(error).__name__}: {reason}.", COPY))

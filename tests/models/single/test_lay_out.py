@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -15,21 +18,16 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import CLIPTokenizer
 
+from lora_trainer.core.errors import UsageError
 from lora_trainer.models import FAMILIES
 from lora_trainer.models.folder import detect_family
+from lora_trainer.models.places import laid_out_models
 from lora_trainer.models.single import tokenizers
 from lora_trainer.models.single.lay_out import lay_out
 from lora_trainer.models.single.stored import Stored
 from lora_trainer.models.single.transformers import flux_part
-from tests.models.single.originals import (
-    FLOWS,
-    flow_checkpoint,
-    flux_original,
-    tiny_flow_pipeline,
-    tiny_pipeline,
-    unet_checkpoint,
-    write,
-)
+from tests.models.single.originals import flow_checkpoint, flux_original, unet_checkpoint, write
+from tests.models.single.tiny import FLOWS, tiny_flow_pipeline, tiny_pipeline
 
 CPU = torch.device("cpu")
 VARIANTS = {
@@ -204,6 +202,40 @@ def test_it_is_laid_out_once_for_each_state_of_the_file(model: tuple[str, Path, 
     assert sum(each.stat().st_size for each in first.rglob("*") if each.is_file()) < file.stat().st_size / 2
     os.utime(file, (1, 1))
     assert lay_out(file) != first
+
+
+def test_several_at_once_lay_out_one_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pipeline = tiny_pipeline(tmp_path / "words", "sd15")
+    monkeypatch.setattr(tokenizers, "CLIP", tmp_path / "words")
+    file = write(unet_checkpoint(pipeline, "sd15"), tmp_path / "model.safetensors")
+    with ThreadPoolExecutor(4) as pool:
+        folders = set(pool.map(lay_out, [file] * 8))
+    assert len(folders) == 1
+    assert [path.name for path in laid_out_models().iterdir()] == [folders.pop().name]
+
+
+def test_a_weight_that_is_lacking_is_named_with_its_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tensors = unet_checkpoint(tiny_pipeline(tmp_path / "words", "sd15"), "sd15")
+    monkeypatch.setattr(tokenizers, "CLIP", tmp_path / "words")
+    del tensors["model.diffusion_model.middle_block.1.norm.bias"]
+    file = write(tensors, tmp_path / "model.safetensors")
+    with pytest.raises(UsageError, match=f"unet of {file} lacks 1 .*mid_block.attentions.0.norm.bias"):
+        FAMILIES["sd15"].load_denoiser(lay_out(file), torch.float32, CPU)
+    tensors["model.diffusion_model.middle_block.9.norm.bias"] = torch.zeros(1)
+    with pytest.raises(UsageError, match=r"1 tensors that no known model has: model.diffusion_model.middle_block.9"):
+        lay_out(write(tensors, file))
+
+
+def test_nothing_heavy_is_needed(tmp_path: Path) -> None:
+    file = write(unet_checkpoint(tiny_pipeline(tmp_path / "words", "sd15"), "sd15"), tmp_path / "model.safetensors")
+    program = (
+        "import sys; from pathlib import Path; from lora_trainer.models import FAMILIES;"
+        "from lora_trainer.models.single.lay_out import lay_out;"
+        "FAMILIES['sd15'].describe(lay_out(Path(sys.argv[1])));"
+        "print(sorted({'torch', 'numpy', 'transformers'} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", program, str(file)], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
 
 
 def test_the_vocabulary_is_clips(tmp_path: Path) -> None:

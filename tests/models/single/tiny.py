@@ -1,0 +1,167 @@
+"""Tiny models with what no checkpoint tells as in published ones: sizes of heads, groups of norms, scales, schedules."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from diffusers import (
+    AutoencoderKL,
+    EulerDiscreteScheduler,
+    FlowMatchEulerDiscreteScheduler,
+    FluxPipeline,
+    FluxTransformer2DModel,
+    PNDMScheduler,
+    SD3Transformer2DModel,
+    StableDiffusion3Pipeline,
+    StableDiffusionPipeline,
+    StableDiffusionXLPipeline,
+    UNet2DConditionModel,
+)
+from transformers import (
+    CLIPTextConfig,
+    CLIPTextModel,
+    CLIPTextModelWithProjection,
+    CLIPTokenizer,
+    T5Config,
+    T5EncoderModel,
+)
+
+from builtin_base.architecture import make_tokenizer
+from tests.export.tiny import t5_tokenizer
+
+SCHEDULE = {"beta_start": 0.00085, "beta_end": 0.012, "beta_schedule": "scaled_linear", "steps_offset": 1}
+UNETS: dict[str, dict[str, Any]] = {
+    "sd15": {"block_out_channels": (32, 64), "cross_attention_dim": 64, "attention_head_dim": 8},
+    "sd2": {"block_out_channels": (64, 128), "cross_attention_dim": 1024, "attention_head_dim": (1, 2)},
+    "sdxl": {
+        "block_out_channels": (64, 128),
+        "cross_attention_dim": 64 + 128,
+        "attention_head_dim": (1, 2),
+        "down_block_types": ("DownBlock2D", "CrossAttnDownBlock2D"),
+        "up_block_types": ("CrossAttnUpBlock2D", "UpBlock2D"),
+        "transformer_layers_per_block": (1, 2),
+        "addition_embed_type": "text_time",
+        "addition_time_embed_dim": 256,
+        "projection_class_embeddings_input_dim": 6 * 256 + 64,
+    },
+}
+UNETS["sd2"] |= {"use_linear_projection": True, "upcast_attention": True, "sample_size": 96}
+UNETS["sdxl"] |= {"use_linear_projection": True, "sample_size": 128}
+
+
+def tiny_unet(family: str) -> UNet2DConditionModel:
+    """With published counts of heads and groups, which no file tells."""
+    usual = {
+        "sample_size": 64,
+        "layers_per_block": 2,
+        "down_block_types": ("CrossAttnDownBlock2D", "DownBlock2D"),
+        "up_block_types": ("UpBlock2D", "CrossAttnUpBlock2D"),
+    }
+    return UNet2DConditionModel(**(usual | UNETS[family]))
+
+
+def tiny_vae(**more: Any) -> AutoencoderKL:
+    usual: dict[str, Any] = {
+        "block_out_channels": (32, 32, 32, 64),
+        "down_block_types": ("DownEncoderBlock2D",) * 4,
+        "up_block_types": ("UpDecoderBlock2D",) * 4,
+        "layers_per_block": 1,
+        "latent_channels": 4,
+    }
+    return AutoencoderKL(**(usual | more))
+
+
+def clip_config(tokenizer: CLIPTokenizer, width: int, activation: str, layers: int = 2) -> CLIPTextConfig:
+    return CLIPTextConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=width,
+        intermediate_size=2 * width,
+        num_hidden_layers=layers,
+        num_attention_heads=width // 64,
+        hidden_act=activation,
+        projection_dim=64,
+        eos_token_id=2,
+        bos_token_id=0,
+        pad_token_id=1,
+    )
+
+
+def tiny_pipeline(folder: Path, family: str, prediction: str = "epsilon", *, zero_terminal: bool = False) -> Any:
+    """A pipeline with random weights, of tiny widths."""
+    torch.manual_seed(0)
+    tokenizer = make_tokenizer(folder)
+    schedule = {**SCHEDULE, "prediction_type": prediction}
+    parts: dict[str, Any] = {"unet": tiny_unet(family), "tokenizer": tokenizer}
+    if family == "sdxl":
+        second = make_tokenizer(folder.with_name(folder.name + "2"))
+        second.pad_token = "!"
+        return StableDiffusionXLPipeline(
+            **parts,
+            vae=tiny_vae(scaling_factor=0.13025),
+            text_encoder=CLIPTextModel(clip_config(tokenizer, 64, "quick_gelu")),
+            text_encoder_2=CLIPTextModelWithProjection(clip_config(tokenizer, 128, "gelu")),
+            tokenizer_2=second,
+            scheduler=EulerDiscreteScheduler(**schedule, rescale_betas_zero_snr=zero_terminal),
+            add_watermarker=False,
+        )
+    if family == "sd2":
+        tokenizer.pad_token = "!"
+        text = CLIPTextModel(clip_config(tokenizer, 1024, "gelu", layers=1))
+    else:
+        text = CLIPTextModel(clip_config(tokenizer, 64, "quick_gelu"))
+    nothing = {"safety_checker": None, "feature_extractor": None, "requires_safety_checker": False}
+    scheduler = PNDMScheduler(**schedule, skip_prk_steps=True)
+    return StableDiffusionPipeline(**parts, vae=tiny_vae(), text_encoder=text, scheduler=scheduler, **nothing)
+
+
+FLOWS: dict[str, dict[str, Any]] = {
+    "sd3": {},
+    "sd3.5": {"qk_norm": "rms_norm", "dual_attention_layers": (0,)},
+    "flux-dev": {"guidance_embeds": True},
+    "flux-schnell": {"guidance_embeds": False},
+}
+
+
+def tiny_flow_pipeline(folder: Path, kind: str) -> Any:
+    """SD3 and FLUX.1, of the kinds of `FLOWS`."""
+    torch.manual_seed(0)
+    tokenizer, words = make_tokenizer(folder), t5_tokenizer()
+    t5_config = T5Config(vocab_size=len(words), feed_forward_proj="gated-gelu", d_model=256, d_kv=64, num_heads=2)
+    t5_config.num_layers, t5_config.d_ff = 2, 64
+    t5 = T5EncoderModel(t5_config)
+    first = clip_config(tokenizer, 64, "quick_gelu")
+    vae = {"latent_channels": 16, "use_quant_conv": False, "use_post_quant_conv": False}
+    layers = {"num_layers": 2, "joint_attention_dim": 256}
+    if kind.startswith("flux"):
+        sizes = {"num_single_layers": 2, "num_attention_heads": 1, "pooled_projection_dim": 64}
+        moving = {"shift": 3.0, "use_dynamic_shifting": True} if kind == "flux-dev" else {"shift": 1.0}
+        return FluxPipeline(
+            transformer=FluxTransformer2DModel(**layers, **sizes, **FLOWS[kind]),
+            vae=tiny_vae(**vae, scaling_factor=0.3611, shift_factor=0.1159),
+            text_encoder=CLIPTextModel(first),
+            text_encoder_2=t5,
+            tokenizer=tokenizer,
+            tokenizer_2=words,
+            scheduler=FlowMatchEulerDiscreteScheduler(**moving),
+        )
+    second_words = make_tokenizer(folder.with_name(folder.name + "2"))
+    second_words.pad_token = "!"
+    wide = clip_config(tokenizer, 128, "gelu")
+    wide.projection_dim = 128
+    encoder = CLIPTextModelWithProjection(first)
+    with torch.no_grad():  # of which a checkpoint holds nothing
+        encoder.text_projection.weight.copy_(torch.eye(64))
+    sizes = {"num_attention_heads": 2, "pooled_projection_dim": 192, "caption_projection_dim": 128, "out_channels": 16}
+    return StableDiffusion3Pipeline(
+        transformer=SD3Transformer2DModel(**layers, **sizes, pos_embed_max_size=24, **FLOWS[kind]),
+        vae=tiny_vae(**vae, scaling_factor=1.5305, shift_factor=0.0609),
+        text_encoder=encoder,
+        text_encoder_2=CLIPTextModelWithProjection(wide),
+        text_encoder_3=t5,
+        tokenizer=tokenizer,
+        tokenizer_2=second_words,
+        tokenizer_3=words,
+        scheduler=FlowMatchEulerDiscreteScheduler(shift=3.0),
+    )
