@@ -39,6 +39,8 @@ from lora_trainer.cli.convert import add_convert_arguments, convert_command
 from lora_trainer.cli.errors import report_error
 from lora_trainer.cli.imports import EXAMPLES as IMPORT_EXAMPLES
 from lora_trainer.cli.imports import add_import_arguments, import_command
+from lora_trainer.cli.inspect import EXAMPLES as INSPECT_EXAMPLES
+from lora_trainer.cli.inspect import add_inspect_arguments, inspect_command
 from lora_trainer.cli.plan import EXAMPLES as PLAN_EXAMPLES
 from lora_trainer.cli.plan import add_plan_arguments, plan_command
 from lora_trainer.cli.sample_arguments import EXAMPLES as SAMPLE_EXAMPLES
@@ -293,6 +295,12 @@ COMMANDS = {
         add_sample_arguments,
         sample,
         SAMPLE_EXAMPLES,
+    ),
+    "inspect": Command(
+        "tell what a LoRA file holds, where it learned and which program reads it",
+        add_inspect_arguments,
+        inspect_command,
+        INSPECT_EXAMPLES,
     ),
     "convert": Command(
         "write a LoRA file in another program's form, exactly",

@@ -151,9 +151,16 @@ def relative_difference(one: LoraPair, other: LoraPair) -> float:
         return 0.0
     ups = torch.cat([one.up.double().flatten(1) * one.scale, -other.up.double().flatten(1) * other.scale], dim=1)
     downs = torch.cat([one.down.double().flatten(1), other.down.double().flatten(1)])
-    size = _norm(one.up.double().flatten(1) * one.scale, one.down.double().flatten(1))
+    size = size_of_update(one)
     gap = _norm(ups, downs)
     return gap / size if size else gap
+
+
+def size_of_update(pair: LoraPair) -> float:
+    """The Frobenius norm of a pair's update, in float64; NaN where it is not finite."""
+    if not pair.finite:
+        return math.nan
+    return _norm(pair.up.double().flatten(1) * pair.scale, pair.down.double().flatten(1))
 
 
 def _norm(up: Tensor, down: Tensor) -> float:

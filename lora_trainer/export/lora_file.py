@@ -116,10 +116,10 @@ def read_lora(path: Path, families: Sequence[Names] = ()) -> LoraWeights:
     """
     tensors, metadata = open_tensors(path)
     refuse_reaching(path, metadata)
-    return weights_of(path.name, tensors, metadata, families, _beside(path, tensors))
+    return weights_of(path.name, tensors, metadata, families, beside(path, tensors))
 
 
-def _beside(path: Path, tensors: Mapping[str, Tensor]) -> dict[str, Any] | None:
+def beside(path: Path, tensors: Mapping[str, Tensor]) -> dict[str, Any] | None:
     """peft's own config beside a file in its form; None for other files. Raises UsageError."""
     config = path.with_name(PEFT_CONFIG)
     if not any(key.startswith(PEFT) for key in tensors) or not config.is_file():

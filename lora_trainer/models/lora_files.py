@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     import torch
 
     from lora_trainer.export.convert import Converted, Form
+    from lora_trainer.export.inspection import Inspected
     from lora_trainer.export.weights import LoraWeights
 
 
@@ -101,3 +102,11 @@ def _by_shape(weights: LoraWeights) -> str | None:
             if width in widths and any(module.startswith("unet.") for module in weights.modules):
                 return name
     return None
+
+
+def inspect_lora(path: Path) -> Inspected:
+    """What a LoRA file holds, and for which family. Raises UsageError for what is no LoRA, saying what it is."""
+    from lora_trainer.export.inspection import inspect
+
+    found = inspect(path, all_names())
+    return replace(found, weights=with_family(found.weights))

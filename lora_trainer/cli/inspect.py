@@ -1,0 +1,156 @@
+"""`inspect FILE`: what a LoRA file holds, where it learned, and which program reads it whole."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from lora_trainer.core.errors import DONE, WRONG_USAGE, Problem, UsageError
+from lora_trainer.core.findings import printable_lines
+from lora_trainer.core.io import finite
+
+if TYPE_CHECKING:
+    from lora_trainer.export.inspection import Component, Inspected
+
+EXAMPLES = "examples:\n  lora-trainer inspect cat.safetensors\n  lora-trainer inspect cat.safetensors --json\n"
+WIDTH, NAME, MOST_BARS = 80, 34, 40
+HEADER = {  # what is told of a header, in words
+    "ss_output_name": "name",
+    "ss_base_model_version": "base",
+    "ss_sd_model_name": "base model",
+    "modelspec.architecture": "architecture",
+    "modelspec.prediction_type": "prediction",
+    "modelspec.trigger_phrase": "trigger",
+    "ss_network_dim": "rank as trained",
+    "ss_network_alpha": "alpha as trained",
+    "ss_network_args": "network",
+    "ss_steps": "steps",
+    "ss_epoch": "epochs",
+    "ss_num_train_images": "pictures",
+    "ss_resolution": "resolution",
+    "ss_learning_rate": "learning rate",
+    "ss_text_encoder_lr": "text encoders' rate",
+    "ss_optimizer": "optimizer",
+    "ss_clip_skip": "clip skip",
+    "ss_max_token_length": "tokens of captions",
+    "modelspec.date": "date",
+    "ss_training_comment": "comment",
+}
+
+
+def add_inspect_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("lora", metavar="FILE", help="a LoRA file that any program wrote")
+    parser.add_argument("--json", action="store_true", help="one JSON document on stdout")
+
+
+def inspect_command(arguments: argparse.Namespace, unknown: list[Problem]) -> int:
+    """Print what the file holds. 0 for a sound LoRA, 2 where programs would load it wrongly or not at all."""
+    if unknown:
+        raise UsageError(unknown)
+    from lora_trainer.models.lora_files import inspect_lora
+
+    found = inspect_lora(Path(arguments.lora))
+    if arguments.json:
+        print(json.dumps(finite(document(found)), indent=2, ensure_ascii=False, allow_nan=False))
+    else:
+        for line in lines(found):
+            print(printable_lines(line))
+    return WRONG_USAGE if found.errors else DONE
+
+
+def document(found: Inspected) -> dict[str, Any]:
+    """The JSON that scripts read."""
+    from lora_trainer.models.lora_clients import clients
+
+    return {
+        "file": str(found.path),
+        "kind": found.kind,
+        "family": found.weights.family,
+        "form": found.style,
+        "modules": len(found.weights.modules),
+        "tensors": found.tensors,
+        "convolutions": found.convolutions,
+        "ranks": {str(rank): count for rank, count in sorted(found.ranks.items())},
+        "scales": {f"{scale:g}": count for scale, count in sorted(found.scales.items())},
+        "alphas": sorted({pair.alpha for pair in found.weights.modules.values()}),
+        "dtypes": dict(found.dtypes),
+        "words": list(found.words),
+        "components": {
+            name: {"modules": part.modules, "norm": part.norm, "blocks": dict(part.blocks)}
+            for name, part in found.components.items()
+        },
+        "header": dict(found.weights.metadata),
+        "hashes": {name: {"told": told, "found": real} for name, (told, real) in found.hashes.items()},
+        "clients": [{"name": each.name, "reads": each.reads, "why": each.why} for each in clients(found)],
+        "findings": [
+            {"severity": severity, "message": problem.message, "fix": problem.fix}
+            for severity, problems in (("error", found.errors), ("warning", found.warnings))
+            for problem in problems
+        ],
+    }
+
+
+def lines(found: Inspected) -> Iterator[str]:
+    """The same for people, in 80 columns but for messages."""
+    from lora_trainer.models.lora_clients import clients
+
+    yield f"{found.path.name}: {found.kind}"
+    yield f"  family     {found.weights.family or 'not told by names, header or shapes'}"
+    yield f"  form       {found.style}, {len(found.weights.modules)} modules in {found.tensors} tensors"
+    yield f"  rank       {_counted(found.ranks)}"
+    yield f"  scale      {_counted(found.scales)} (alpha / rank)"
+    yield f"  stored as  {_counted(found.dtypes)}"
+    if found.words:
+        yield f"  words      {', '.join(found.words)}"
+    for name, (told, real) in found.hashes.items():
+        yield f"  {name} {told[:12]} {'is right' if told == real else f'is wrong: {real[:12]}'}"
+    for name, part in found.components.items():
+        yield ""
+        yield f"{name}: {part.modules} modules, size of the update {part.norm:.3g}, by block:"
+        yield from _bars(part)
+    header = [
+        (words, value) for key, words in HEADER.items() if (value := found.weights.metadata.get(key, "None")) != "None"
+    ]
+    if header:
+        yield ""
+        yield "header:"
+        yield from (_cut(f"  {words:<20} {value}") for words, value in header)
+    yield ""
+    yield "read by:"
+    for client in clients(found):
+        yield f"  {client.name:<13}{client.reads:<8} {client.why}".rstrip()
+    for severity, problems in (("error", found.errors), ("warning", found.warnings)):
+        for problem in problems:
+            yield f"{severity}: {problem}"
+
+
+def _bars(part: Component) -> Iterator[str]:
+    blocks = dict(part.blocks)
+    shown = dict(list(blocks.items())[:MOST_BARS])
+    most = max((norm for norm in blocks.values() if norm == norm), default=0.0)
+    room = WIDTH - NAME - 12
+    for block, norm in shown.items():
+        length = round(room * norm / most) if most and norm == norm else 0
+        yield f"  {block[-NAME:]:<{NAME}}{norm:>8.3g}  {'#' * length}".rstrip()
+    if len(blocks) > len(shown):
+        yield f"  and {len(blocks) - len(shown)} more blocks (--json has all)"
+
+
+def _counted(values: Mapping[Any, int]) -> str:
+    """`16`, or `16 (280), 4 (12)` where they differ."""
+    if len(values) == 1:
+        return _short(next(iter(values)))
+    ordered = sorted(values.items(), key=lambda item: -item[1])
+    told = ", ".join(f"{_short(value)} ({count})" for value, count in ordered[:5])
+    return told + (f" and {len(ordered) - 5} others" if len(ordered) > 5 else "") if told else "none"
+
+
+def _short(value: Any) -> str:
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def _cut(line: str) -> str:
+    return line if len(line) <= WIDTH else line[: WIDTH - 1] + "…"

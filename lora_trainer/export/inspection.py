@@ -1,0 +1,221 @@
+"""What a LoRA file holds, told as far as it can be read: also of files that are damaged, or that other programs wrote."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import re
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lora_trainer.core.errors import Problem, UsageError
+from lora_trainer.core.tensorfile import LARGEST_HEADER, METADATA, check_places, read_tensor_header
+from lora_trainer.export.convert import size_of_update
+from lora_trainer.export.layout import Names
+from lora_trainer.export.lora_file import beside, open_tensors, refuse_reaching
+from lora_trainer.export.reading import collect, some
+from lora_trainer.export.tensor_file import DTYPES
+from lora_trainer.export.weights import LoraPair, LoraWeights
+
+HASHED_AT_ONCE = 1 << 22  # bytes
+BLOCK = re.compile(r"(.*?\.\d+)\.")
+
+
+@dataclass(frozen=True)
+class Component:
+    """One part of the pipeline: how many modules, and the size of the updates of each block, in order."""
+
+    modules: int
+    norm: float
+    blocks: Mapping[str, float]
+
+
+@dataclass(frozen=True)
+class Inspected:
+    """A file, looked at. `style` is how the file names its modules; `hashes` are as told and as found."""
+
+    path: Path
+    kind: str  # `LoRA`, `rank-stabilised LoRA`, …
+    style: str
+    weights: LoraWeights
+    ranks: Mapping[int, int]  # rank -> modules
+    scales: Mapping[float, int]  # alpha / rank -> modules
+    dtypes: Mapping[str, int]
+    convolutions: int
+    components: Mapping[str, Component]
+    hashes: Mapping[str, tuple[str, str]]
+    errors: Sequence[Problem] = ()  # programs would load the file wrongly, or not at all
+    warnings: Sequence[Problem] = ()
+    tensors: int = 0
+    alpha_keys: bool = False  # alpha stands in tensors of its own
+    words: Sequence[str] = field(default=())
+
+
+def inspect(path: Path, families: Sequence[Names]) -> Inspected:
+    """Look at a LoRA file. Raises UsageError for what is no LoRA at all, saying what it is."""
+    problems: list[Problem] = []
+    peft_config = None
+    try:
+        tensors, metadata = open_tensors(path)
+        refuse_reaching(path, metadata)
+        peft_config = beside(path, tensors)
+    except UsageError as error:
+        salvaged = _salvaged(path)
+        if salvaged is None:
+            raise
+        problems += error.problems
+        tensors, metadata = salvaged
+    found = collect(path.name, tensors, metadata, families, peft_config)
+    if not found.weights.modules and not found.form:
+        raise UsageError(found.problems or problems)
+    problems += found.problems
+    pairs = found.weights.modules
+    problems += _values(path, found.weights)
+    hashes = {} if problems and "cut off" in problems[0].message else _hashes(path, metadata)
+    warnings = _doubts(path, pairs, hashes)
+    return Inspected(
+        path=path,
+        kind=_kind(metadata, found.weights),
+        style=_style(list(tensors), found.form),
+        weights=found.weights,
+        ranks=dict(Counter(pair.rank for pair in pairs.values())),
+        scales=dict(Counter(round(pair.scale, 6) for pair in pairs.values())),
+        dtypes=dict(Counter(_dtype(pair) for pair in pairs.values())),
+        convolutions=sum(pair.down.ndim == 4 and pair.down.shape[-1] > 1 for pair in pairs.values()),
+        components=_components(pairs),
+        hashes=hashes,
+        errors=tuple(problems),
+        warnings=tuple(warnings),
+        tensors=len(tensors),
+        alpha_keys=any(key.endswith(".alpha") for key in tensors),
+        words=sorted({name.partition(".")[0] for name in found.weights.embeddings}),
+    )
+
+
+def _salvaged(path: Path) -> tuple[dict[str, Tensor], dict[str, str]] | None:
+    """The tensors that lie whole in a damaged file, if its header can be read; None where nothing can."""
+    try:
+        with open(path, "rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            if not 2 <= length <= LARGEST_HEADER:
+                return None
+            header: Any = json.loads(file.read(length))
+            content = file.read()
+        entries = {name: entry for name, entry in header.items() if name != METADATA}
+        promised = max((entry["data_offsets"][1] for entry in entries.values()), default=0)
+        check_places(path, header, promised)  # the header itself must be sound
+        tensors = {
+            name: _tensor(content, entry) for name, entry in entries.items() if entry["data_offsets"][1] <= len(content)
+        }
+        return tensors, header.get(METADATA, {})
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError, UsageError):
+        return None
+
+
+def _tensor(content: bytes, entry: Mapping[str, Any]) -> Tensor:
+    begin, end = entry["data_offsets"]
+    flat = torch.frombuffer(bytearray(content[begin:end]), dtype=torch.uint8) if end > begin else torch.empty(0)
+    return flat.view(DTYPES[entry["dtype"]]).reshape(entry["shape"])
+
+
+def _kind(metadata: Mapping[str, str], weights: LoraWeights) -> str:
+    rank_stabilised = '"rank_stabilised": true' in metadata.get("ss_network_args", "") or bool(
+        re.search(r'"use_rslora": true', metadata.get("lora_adapter_metadata", ""))
+    )
+    told = "rank-stabilised LoRA" if rank_stabilised else "LoRA"
+    if any(pair.down.ndim == 4 and pair.down.shape[-1] > 1 for pair in weights.modules.values()):
+        told += " with convolutions"
+    return f"{told} and learned words" if weights.embeddings else told
+
+
+def _style(keys: Sequence[str], form: str) -> str:
+    """How most keys of the denoiser, or of what there is, are named."""
+    if form == "old":
+        return "old diffusers"
+    if any(key.startswith("base_model.model.") for key in keys):
+        return "peft"
+    if any(key.startswith(("diffusion_model.", "model.diffusion_model.", "text_encoders.")) for key in keys):
+        return "original"
+    if any(key.startswith(("unet.", "transformer.", "text_encoder")) for key in keys):
+        return "diffusers"
+    if form == "kohya":
+        return "kohya, first code" if any("_input_blocks_" in key or "_output_blocks_" in key for key in keys) else form
+    return "no prefix"
+
+
+def _dtype(pair: LoraPair) -> str:
+    return str(pair.up.dtype).removeprefix("torch.")
+
+
+def _components(pairs: Mapping[str, LoraPair]) -> dict[str, Component]:
+    sizes: dict[str, dict[str, list[float]]] = {}
+    for module, pair in pairs.items():
+        component, _, rest = module.partition(".")
+        match = BLOCK.match(f"{rest}.")
+        block = match[1] if match else rest.partition(".")[0]
+        sizes.setdefault(component, {}).setdefault(block, []).append(size_of_update(pair))
+    return {
+        component: Component(
+            sum(map(len, blocks.values())),
+            math.hypot(*(size for each in blocks.values() for size in each)),
+            {block: math.hypot(*each) for block, each in sorted(blocks.items(), key=lambda item: _order(item[0]))},
+        )
+        for component, blocks in sorted(sizes.items())
+    }
+
+
+def _order(block: str) -> list[tuple[int, str]]:
+    """Blocks as they are passed: down, middle, up; numbers by their value."""
+    places = {"down_blocks": "0", "mid_block": "1", "up_blocks": "2", "transformer_blocks": "0"}
+    return [(int(part), "") if part.isdigit() else (0, places.get(part, part)) for part in block.split(".")]
+
+
+def _values(path: Path, weights: LoraWeights) -> list[Problem]:
+    problems = []
+    if bad := weights.not_finite():
+        told = f"{path.name} holds NaN or infinity in {len(bad)} modules ({some(bad)})."
+        problems.append(Problem(told, "Train it again with a lower learning rate."))
+    dead = [name for name, pair in weights.modules.items() if not (bool(pair.up.any()) and bool(pair.down.any()))]
+    if dead and len(dead) == len(weights.modules):
+        problems.append(Problem(f"{path.name} changes nothing: every update is zero.", "It was not trained."))
+    return problems
+
+
+def _doubts(path: Path, pairs: Mapping[str, LoraPair], hashes: Mapping[str, tuple[str, str]]) -> list[Problem]:
+    doubts = []
+    dead = [name for name, pair in pairs.items() if not (bool(pair.up.any()) and bool(pair.down.any()))]
+    if dead and len(dead) < len(pairs):
+        doubts.append(Problem(f"{len(dead)} of {len(pairs)} modules are zero ({some(dead)}).", "They learned nothing."))
+    if zero := [name for name, pair in pairs.items() if pair.alpha == 0]:
+        told = f"alpha is 0 for {len(zero)} modules ({some(zero)})."
+        doubts.append(Problem(told, "ComfyUI and diffusers take it as it is, sd-scripts as alpha = rank."))
+    for name, (told, found) in hashes.items():
+        if told != found:
+            doubts.append(
+                Problem(
+                    f"{name} says {told[:12]}, the content gives {found[:12]}.", "It was changed after it was written."
+                )
+            )
+    return doubts
+
+
+def _hashes(path: Path, metadata: Mapping[str, str]) -> dict[str, tuple[str, str]]:
+    """`sshs_model_hash` as the header tells it and as the bytes after the header give it."""
+    told = metadata.get("sshs_model_hash", "")
+    if not told:
+        return {}
+    read_tensor_header(path)
+    digest = hashlib.sha256()
+    with open(path, "rb") as file:
+        file.seek(8 + int.from_bytes(file.read(8), "little"))
+        while part := file.read(HASHED_AT_ONCE):
+            digest.update(part)
+    found = digest.hexdigest()
+    return {"sshs_model_hash": (told, found[: len(told)] if told else found)}
