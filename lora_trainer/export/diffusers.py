@@ -22,6 +22,7 @@ DESCRIBING = frozenset(
     "base_model_name_or_path lora_bias qalora_group_size".split()
 )
 UNSET = {"megatron_core": ("megatron.core",), "init_lora_weights": (True, "gaussian")}  # as peft writes them
+NUMBERED = re.compile(r"(^|\.)\d+\.")  # inside a block: no other module's name ends so
 REPEATED_GROUP = re.compile(r"\)\s*[*+{]|[*+}][*+]")  # what lets a pattern take for ever
 
 
@@ -51,14 +52,26 @@ def adapter_metadata(weights: LoraWeights) -> str:
         config = {
             "r": rank,
             "lora_alpha": _number(alpha),
-            "rank_pattern": {name: r for name, (r, _) in modules.items() if r != rank},
-            "alpha_pattern": {name: _number(a) for name, (_, a) in modules.items() if a != alpha},
-            "target_modules": sorted(modules),
+            "rank_pattern": {_whole(name): r for name, (r, _) in modules.items() if r != rank},
+            "alpha_pattern": {_whole(name): _number(a) for name, (_, a) in modules.items() if a != alpha},
+            "target_modules": _targets(sorted(modules)),
             "lora_dropout": 0.0,
             "bias": "none",
         }
         document |= {f"{component}.{key}": value for key, value in config.items()}
     return json.dumps(document, sort_keys=True)
+
+
+def _whole(name: str) -> str:
+    """A key that peft matches with this module alone: it takes `proj_out` for the end of each block's `proj_out` too."""
+    return name if NUMBERED.search(name) else f"^{name}"
+
+
+def _targets(names: list[str]) -> list[str] | str:
+    """What peft puts a LoRA on: names, or one pattern where a name could be the end of others."""
+    if all(NUMBERED.search(name) for name in names):
+        return names
+    return "|".join(f"(.*\\.)?{re.escape(name)}" if NUMBERED.search(name) else re.escape(name) for name in names)
 
 
 def _number(alpha: float) -> int | float:

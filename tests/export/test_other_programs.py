@@ -1,0 +1,299 @@
+"""LoRA files as other programs write them are read to the same updates, and converted there and back exactly."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from lora_trainer.core.errors import UsageError
+from lora_trainer.export.convert import relative_difference
+from lora_trainer.export.layout import rule_of
+from lora_trainer.export.lora_file import write_lora
+from lora_trainer.export.weights import LoraPair, LoraWeights
+from lora_trainer.models import FAMILIES
+from lora_trainer.models.lora_files import convert_lora, names_of, read_lora
+from tests.export.tiny import facts
+
+Tensors = dict[str, Tensor]
+UNET = "down_blocks.1.attentions.0.transformer_blocks.0"
+FLUX = "transformer_blocks.3.attn"
+WIDTH = 8
+
+
+def random_pair(rank: int, seed: int, *, outs: int = WIDTH, ins: int = WIDTH, alpha: float | None = None) -> LoraPair:
+    generator = torch.Generator().manual_seed(seed)
+    down, up = torch.randn(rank, ins, generator=generator), torch.randn(outs, rank, generator=generator)
+    return LoraPair(down, up, float(rank) if alpha is None else alpha)
+
+
+def kohya_keys(name: str, pair: LoraPair, alpha: Tensor | None = None) -> Tensors:
+    told = torch.tensor(pair.alpha) if alpha is None else alpha
+    return {f"{name}.lora_down.weight": pair.down, f"{name}.lora_up.weight": pair.up, f"{name}.alpha": told}
+
+
+def peft_keys(name: str, pair: LoraPair, middle: str = "") -> Tensors:
+    return {f"{name}.lora_A{middle}.weight": pair.down, f"{name}.lora_B{middle}.weight": pair.up}
+
+
+ONE = random_pair(4, 1)
+HALF = random_pair(4, 1, alpha=2.0)
+STABLE = random_pair(4, 1, alpha=4 * math.sqrt(4))
+
+
+@pytest.mark.parametrize(
+    ("tensors", "metadata", "module", "expected"),
+    [
+        (kohya_keys(f"lora_unet_{UNET.replace('.', '_')}_attn1_to_q", HALF), {}, f"unet.{UNET}.attn1.to_q", HALF),
+        (
+            kohya_keys("lora_unet_input_blocks_4_1_transformer_blocks_0_attn1_to_q", HALF, torch.tensor([2.0])),
+            {},
+            f"unet.{UNET}.attn1.to_q",
+            HALF,
+        ),
+        (kohya_keys("lora_unet_output_blocks_2_2_conv", ONE), {}, "unet.up_blocks.0.upsamplers.0.conv", ONE),
+        (kohya_keys("lora_unet_middle_block_1_proj_in", ONE), {}, "unet.mid_block.attentions.0.proj_in", ONE),
+        (kohya_keys("lora_unet_input_blocks_3_0_op", ONE), {}, "unet.down_blocks.0.downsamplers.0.conv", ONE),
+        (
+            kohya_keys("lora_unet_input_blocks_4_0_emb_layers_1", ONE),
+            {},
+            "unet.down_blocks.1.resnets.0.time_emb_proj",
+            ONE,
+        ),
+        (
+            {
+                f"unet.{UNET}.attn1.processor.to_out_lora.{half}.weight": t
+                for half, t in (("down", ONE.down), ("up", ONE.up))
+            },
+            {},
+            f"unet.{UNET}.attn1.to_out.0",
+            ONE,
+        ),
+        (
+            {f"unet.{UNET}.attn1.to_q.lora.{half}.weight": t for half, t in (("down", ONE.down), ("up", ONE.up))},
+            {},
+            f"unet.{UNET}.attn1.to_q",
+            ONE,
+        ),
+        (
+            {
+                f"text_encoder.text_model.encoder.layers.1.self_attn.q_proj.lora_linear_layer.{half}.weight": t
+                for half, t in (("down", ONE.down), ("up", ONE.up))
+            },
+            {},
+            "text_encoder.text_model.encoder.layers.1.self_attn.q_proj",
+            ONE,
+        ),
+        (
+            peft_keys("text_encoder.encoder.layers.1.mlp.fc1", ONE),
+            {"lora_adapter_metadata": json.dumps({"text_encoder.lora_alpha": 2, "text_encoder.r": 4})},
+            "text_encoder.text_model.encoder.layers.1.mlp.fc1",
+            HALF,
+        ),
+        (
+            peft_keys(f"unet.{UNET}.attn1.to_q", ONE),
+            {
+                "lora_adapter_metadata": json.dumps(
+                    {"unet.lora_alpha": 9, "unet.alpha_pattern": {"attn1.to_q": 4}, "unet.use_rslora": True}
+                )
+            },
+            f"unet.{UNET}.attn1.to_q",
+            STABLE,
+        ),
+        (peft_keys(f"base_model.model.{UNET}.attn1.to_q", ONE, ".default"), {}, f"unet.{UNET}.attn1.to_q", ONE),
+        (peft_keys(f"unet.base_model.model.{UNET}.attn1.to_q", ONE), {}, f"unet.{UNET}.attn1.to_q", ONE),
+        (
+            kohya_keys("lora_te2_text_model_encoder_layers_0_mlp_fc2", HALF),
+            {},
+            "text_encoder_2.text_model.encoder.layers.0.mlp.fc2",
+            HALF,
+        ),
+        (kohya_keys("lora_te2_text_projection", HALF), {}, "text_encoder_2.text_projection", HALF),
+    ],
+)
+def test_one_module_of_each_program(
+    tensors: Tensors, metadata: dict[str, str], module: str, expected: LoraPair, tmp_path: Path
+) -> None:
+    path = tmp_path / "theirs.safetensors"
+    save_file(tensors, path, metadata=metadata)
+    read = read_lora(path).modules
+    assert list(read) == [module]
+    assert relative_difference(expected, read[module]) < 1e-7
+
+
+def test_pefts_own_config_beside_the_file_tells_alpha(tmp_path: Path) -> None:
+    path = tmp_path / "adapter_model.safetensors"
+    save_file(peft_keys(f"base_model.model.{UNET}.attn1.to_q", ONE), path)
+    (tmp_path / "adapter_config.json").write_text(json.dumps({"r": 4, "lora_alpha": 8, "use_rslora": True}))
+    assert read_lora(path).modules[f"unet.{UNET}.attn1.to_q"].scale == pytest.approx(8 / 2)
+    (tmp_path / "adapter_config.json").write_text(json.dumps({"r": 4, "init_lora_weights": "pissa"}))
+    with pytest.raises(UsageError, match="init_lora_weights"):
+        read_lora(path)
+
+
+def test_a_kernel_between_two_of_one_pixel_is_multiplied_into_down(tmp_path: Path) -> None:
+    generator = torch.Generator().manual_seed(2)
+    down, up = torch.randn(4, 5, 1, 1, generator=generator), torch.randn(6, 4, 1, 1, generator=generator)
+    mid = torch.randn(4, 4, 3, 3, generator=generator)
+    name = "lora_unet_down_blocks_0_resnets_0_conv1"
+    path = tmp_path / "cp.safetensors"
+    save_file(kohya_keys(name, LoraPair(down, up, 2.0)) | {f"{name}.lora_mid.weight": mid}, path)
+    pair = read_lora(path).modules["unet.down_blocks.0.resnets.0.conv1"]
+    expected = torch.einsum("nmkl,in,mj->ijkl", mid, up[..., 0, 0], down[..., 0, 0]) * 2.0 / pair.rank
+    assert torch.allclose(pair.delta(), expected, atol=1e-5)
+
+
+TRANSFORMERS = [name for name, family in FAMILIES.items() if family.layout and family.denoiser_prefix == "transformer"]
+
+
+def transformer_lora(family: str, *, dtype: torch.dtype = torch.float16) -> LoraWeights:
+    """A pair on each module that the family's layout names, of mixed ranks and scales."""
+    modules = {}
+    for number, rule in enumerate(FAMILIES[family].layout):
+        if not rule.ours.startswith(("transformer_blocks", "single_transformer_blocks", "proj_out", "norm_out")):
+            continue
+        if "norm_q" in rule.ours or "norm_k" in rule.ours or "norm_added" in rule.ours:
+            continue
+        name = f"transformer.{rule.ours.format(3)}"
+        rank = 2 + number % 3
+        pair = random_pair(rank, number, outs=12 * rule.shares[rule.part], alpha=rank / 2)
+        modules[name] = LoraPair(pair.down.to(dtype), pair.up.to(dtype), pair.alpha)
+    text = random_pair(4, 99, alpha=2.0)
+    modules["text_encoder.text_model.encoder.layers.0.mlp.fc1"] = LoraPair(text.down.to(dtype), text.up.to(dtype), 2.0)
+    return LoraWeights(modules)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("family", TRANSFORMERS)
+def test_both_files_of_a_run_hold_the_same_updates(family: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    weights = transformer_lora(family, dtype=torch.float32)
+    kohya, diffusers = write_lora(tmp_path, "cat", weights, facts(), dtype=dtype, names=names_of(FAMILIES[family]))
+    names = load_file(kohya)
+    assert all(key.startswith(("lora_unet_", "lora_te1_")) and key.count(".") <= 2 for key in names)
+    one, other = read_lora(kohya), read_lora(diffusers)
+    assert one.family == other.family == family
+    assert set(one.modules) == set(other.modules) == set(weights.modules)
+    for name, pair in one.modules.items():
+        assert torch.equal(pair.down, other.modules[name].down)
+        assert torch.equal(pair.up, other.modules[name].up)
+        assert pair.alpha == other.modules[name].alpha == pair.rank
+        assert relative_difference(weights.modules[name], pair) < {torch.float32: 1e-6}.get(dtype, 1e-2)
+
+
+@pytest.mark.parametrize("family", TRANSFORMERS)
+def test_convert_there_and_back_gives_the_same_file(family: str, tmp_path: Path) -> None:
+    first, there, back = (tmp_path / f"{name}.safetensors" for name in ("first", "there", "back"))
+    kohya, _ = write_lora(tmp_path, "cat", transformer_lora(family), facts(), names=names_of(FAMILIES[family]))
+    kohya.rename(first)
+    assert convert_lora(first, there, "diffusers").difference == 0
+    assert convert_lora(there, back, "kohya").difference == 0
+    one, other = load_file(first), load_file(back)
+    assert set(one) == set(other)
+    assert all(torch.equal(one[key], other[key]) for key in one)
+    assert read_lora(back).metadata["sshs_model_hash"] == read_lora(first).metadata["sshs_model_hash"]
+
+
+@pytest.mark.parametrize("family", TRANSFORMERS)
+@pytest.mark.parametrize(
+    "style", ["diffusion_model.{}", "lora_transformer_{}", "transformer.{}", "base_model.model.{}"]
+)
+def test_names_of_transformers(family: str, style: str, tmp_path: Path) -> None:
+    """A pair trained on a whole fused layer, in the original's names, is shared; diffusers' names stay as they are."""
+    module = FLUX + ".to_k"
+    found = rule_of(FAMILIES[family].layout, module)
+    assert found is not None
+    rule, original = found
+    path = tmp_path / "theirs.safetensors"
+    if style.startswith("diffusion_model"):
+        pair = random_pair(4, 1, outs=sum(rule.shares) * WIDTH, alpha=2.0)
+        tensors = peft_keys(style.format(original), pair) | {f"{style.format(original)}.alpha": torch.tensor(2.0)}
+        expected = pair.delta()[rule.part * WIDTH : (rule.part + 1) * WIDTH]
+    else:
+        pair = random_pair(4, 1, alpha=2.0)
+        underscored = style.startswith("lora_")
+        name = style.format(module.replace(".", "_") if underscored else module)
+        tensors = (
+            kohya_keys(name, pair) if underscored else peft_keys(name, pair) | {f"{name}.alpha": torch.tensor(2.0)}
+        )
+        expected = pair.delta()
+    save_file(tensors, path, metadata={"modelspec.architecture": f"{family}/lora"})
+    weights = read_lora(path)
+    assert weights.family == family
+    assert torch.allclose(weights.modules[f"transformer.{module}"].delta(), expected)
+
+
+def other_scale(tmp_path: Path) -> Path:
+    path = tmp_path / "stable.safetensors"
+    pair = random_pair(3, 5, alpha=2 * math.sqrt(3))
+    save_file(
+        {
+            key: tensor.half() if tensor.ndim else tensor
+            for key, tensor in kohya_keys("lora_unet_mid_block_attentions_0_proj_in", pair).items()
+        },
+        path,
+    )
+    return path
+
+
+def test_a_scale_that_is_no_power_of_two_stays_exact(tmp_path: Path) -> None:
+    source, there, back = other_scale(tmp_path), tmp_path / "there.safetensors", tmp_path / "back.safetensors"
+    done = convert_lora(source, there, "diffusers", family="sdxl")
+    assert done.difference < 1e-7
+    assert "alpha in the header" in done.notes[0]
+    assert convert_lora(there, back, "kohya", family="sdxl").difference < 1e-7
+    one, other = load_file(source), load_file(back)
+    assert all(torch.equal(one[key], other[key]) for key in one)
+
+
+def test_learned_words_come_along(tmp_path: Path) -> None:
+    source, there = tmp_path / "words.safetensors", tmp_path / "there.safetensors"
+    words = {"bundle_emb.zobo.clip_l": torch.randn(2, 8), "bundle_emb.zobo.clip_g": torch.randn(2, 12)}
+    save_file(kohya_keys("lora_te2_text_model_encoder_layers_0_mlp_fc2", ONE) | words, source)
+    assert set(read_lora(source).embeddings) == {"zobo.clip_l", "zobo.clip_g"}
+    done = convert_lora(source, there, "diffusers")
+    assert [path.name for path in done.paths] == ["there.safetensors", "there.zobo.safetensors"]
+    assert torch.equal(load_file(done.paths[1])["clip_g"], words["bundle_emb.zobo.clip_g"])
+    again = convert_lora(source, tmp_path / "again.safetensors", "kohya")
+    assert torch.equal(load_file(again.paths[0])["bundle_emb.zobo.clip_l"], words["bundle_emb.zobo.clip_l"])
+
+
+def test_what_t5_learned_is_not_written_for_diffusers(tmp_path: Path) -> None:
+    path = tmp_path / "t5.safetensors"
+    save_file(kohya_keys("lora_te3_encoder_block_0_layer_0_SelfAttention_q", ONE), path)
+    with pytest.raises(UsageError, match="T5"):
+        convert_lora(path, tmp_path / "out.safetensors", "diffusers", family="sdxl")
+    assert not (tmp_path / "out.safetensors").exists()
+
+
+def test_the_same_module_twice_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "twice.safetensors"
+    name = "lora_unet_input_blocks_4_1_transformer_blocks_0_attn1_to_q"
+    save_file(kohya_keys(name, ONE) | kohya_keys(f"lora_unet_{UNET.replace('.', '_')}_attn1_to_q", HALF), path)
+    with pytest.raises(UsageError, match="twice"):
+        read_lora(path)
+
+
+@pytest.mark.parametrize(
+    ("ending", "method"),
+    [
+        ("hada_w1_a", "LoHa"),
+        ("lokr_w1", "LoKr"),
+        ("oft_blocks", "OFT"),
+        ("a1.weight", "GLoRA"),
+        ("diff_b", "biases"),
+        ("diff", "whole weights"),
+        ("w_norm", "norms"),
+        ("dora_scale", "DoRA"),
+    ],
+)
+def test_other_methods_are_refused_by_name(ending: str, method: str, tmp_path: Path) -> None:
+    path = tmp_path / "other.safetensors"
+    name = "lora_unet_mid_block_attentions_0_proj_in"
+    save_file(kohya_keys(name, ONE) | {f"{name}.{ending}": torch.ones(4, 4)}, path)
+    with pytest.raises(UsageError, match=method):
+        read_lora(path)
