@@ -196,7 +196,7 @@ def load_transformer(folder: Path, dtype: torch.dtype, device: torch.device, nar
     """The transformer, frozen, on the device."""
     from diffusers import ZImageTransformer2DModel
 
-    return load_denoiser(ZImageTransformer2DModel, folder / "transformer", dtype, device, narrow)
+    return cast("nn.Module", load_denoiser(ZImageTransformer2DModel, folder / "transformer", dtype, device, narrow))
 
 
 def predict(denoiser: nn.Module, noisy: Tensor, t: Tensor, cond: Mapping[str, Tensor], sizes: Tensor) -> Tensor:

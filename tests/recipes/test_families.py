@@ -90,6 +90,7 @@ def test_the_header_names_the_base_as_other_programs_know_it(trained):
         "sdxl": ("sdxl_base_v1-0", "False", "stable-diffusion-xl-v1-base/lora", "epsilon"),
         "sd3": ("sd3", "False", "stable-diffusion-3-medium/lora", "flow"),
         "flux": ("flux1", "False", "flux-1-dev/lora", "flow"),
+        "z_image": ("z_image", "False", "z-image-turbo/lora", "flow"),
     }
     keys = ("ss_base_model_version", "ss_v2", "modelspec.architecture", "modelspec.prediction_type")
     with safe_open(trained.folder("cat") / "cat.safetensors", framework="numpy") as file:
