@@ -22,7 +22,6 @@ from tests.export.tiny import facts
 
 Tensors = dict[str, Tensor]
 UNET = "down_blocks.1.attentions.0.transformer_blocks.0"
-FLUX = "transformer_blocks.3.attn"
 WIDTH = 8
 
 
@@ -148,6 +147,7 @@ def test_a_kernel_between_two_of_one_pixel_is_multiplied_into_down(tmp_path: Pat
     assert torch.allclose(pair.delta(), expected, atol=1e-5)
 
 
+LINEAR = ("to_out.0", "net.0.proj", "net.2", "proj_out", "norm1.linear", "norm_out.linear", "feed_forward.w1")
 TRANSFORMERS = [name for name, family in FAMILIES.items() if family.layout and family.denoiser_prefix == "transformer"]
 
 
@@ -155,16 +155,16 @@ def transformer_lora(family: str, *, dtype: torch.dtype = torch.float16) -> Lora
     """A pair on each module that the family's layout names, of mixed ranks and scales."""
     modules = {}
     for number, rule in enumerate(FAMILIES[family].layout):
-        if not rule.ours.startswith(("transformer_blocks", "single_transformer_blocks", "proj_out", "norm_out")):
-            continue
-        if "norm_q" in rule.ours or "norm_k" in rule.ours or "norm_added" in rule.ours:
+        if len(rule.shares) == 1 and not rule.ours.endswith(LINEAR):
             continue
         name = f"transformer.{rule.ours.format(3)}"
         rank = 2 + number % 3
         pair = random_pair(rank, number, outs=12 * rule.shares[rule.part], alpha=rank / 2)
         modules[name] = LoraPair(pair.down.to(dtype), pair.up.to(dtype), pair.alpha)
-    text = random_pair(4, 99, alpha=2.0)
-    modules["text_encoder.text_model.encoder.layers.0.mlp.fc1"] = LoraPair(text.down.to(dtype), text.up.to(dtype), 2.0)
+    if "text_encoder" in FAMILIES[family].kohya_prefixes:
+        text = random_pair(4, 99, alpha=2.0)
+        half = LoraPair(text.down.to(dtype), text.up.to(dtype), text.alpha)
+        modules["text_encoder.text_model.encoder.layers.0.mlp.fc1"] = half
     return LoraWeights(modules)
 
 
@@ -204,7 +204,7 @@ def test_convert_there_and_back_gives_the_same_file(family: str, tmp_path: Path)
 )
 def test_names_of_transformers(family: str, style: str, tmp_path: Path) -> None:
     """A pair trained on a whole fused layer, in the original's names, is shared; diffusers' names stay as they are."""
-    module = FLUX + ".to_k"
+    module = next(rule.ours.format(3) for rule in FAMILIES[family].layout if rule.part == 1)
     found = rule_of(FAMILIES[family].layout, module)
     assert found is not None
     rule, original = found
