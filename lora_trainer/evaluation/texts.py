@@ -12,6 +12,7 @@ from torch import Tensor
 from lora_trainer.evaluation.held_out import EncodedSample
 from lora_trainer.evaluation.loading import free_memory, without_lora
 from lora_trainer.export.weights import LoraWeights
+from lora_trainer.models.drawing import texts_of
 from lora_trainer.models.family import Caption, Family, TextParts
 from lora_trainer.models.words import add_words, from_embeddings
 
@@ -31,14 +32,6 @@ def reads_again(weights: LoraWeights, samples: Sequence[EncodedSample], family: 
     return changed or not all(sample.cond for sample in samples)
 
 
-def texts_of(pipeline: Any, family: Family) -> TextParts:
-    """A pipeline's text encoders that a LoRA may be on, and their tokenizers."""
-    return TextParts(
-        {name: getattr(pipeline, name) for name in family.text_targets},
-        {name: getattr(pipeline, name.replace("text_encoder", "tokenizer")) for name in family.text_targets},
-    )
-
-
 def told_by(
     pipeline: Any,
     family: Family,
@@ -53,7 +46,8 @@ def told_by(
     They visit `device` for it. `known` holds what the encoders said that no LoRA is ever on, if the family has such.
     `embeddings` are the file's words. Raises UsageError for words of another kind of model.
     """
-    parts = texts_of(pipeline, family)
+    every = texts_of(pipeline, device)
+    parts = replace(every, encoders={name: every.encoders[name] for name in family.text_targets})
     for encoder in parts.encoders.values():
         encoder.to(device)
     with without_lora(pipeline):
