@@ -16,6 +16,7 @@ from lora_trainer.production.base import told
 from lora_trainer.production.counting import counting
 from lora_trainer.production.drawing import BUILT_IN, drawing_of, filled, rows_for, triggers
 from lora_trainer.production.inputs import read_model
+from lora_trainer.production.reading import read_as_trained
 
 if TYPE_CHECKING:
     import torch
@@ -55,6 +56,7 @@ def sample_command(
     if not prompts:
         raise UsageError(Problem("No prompt was given.", 'For example: --prompt "a photo of zobo".'))
     metadata = _readable(path)
+    config = read_as_trained(config, None, metadata)
     words = triggers(config) or tuple(filter(None, [metadata.get(TRIGGER_PHRASE, "").partition(",")[0].strip()]))
     family, facts = read_model(config)
     chosen = size or (facts.resolution, facts.resolution)

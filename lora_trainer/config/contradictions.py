@@ -248,10 +248,17 @@ def flow_times(settings: Settings) -> list[Yields]:
 
 
 def words(settings: Settings) -> list[Yields]:
-    if settings["text.tokens"] or settings["text.token_start"] is None:
+    name, start = "text.token_learning_rate", "text.token_start"
+    if not settings["text.tokens"]:
+        if settings[start] is None:
+            return []
+        reason = "it says what new words start from, and text.tokens names none"
+        return [Yields(start, None, reason, f"Set text.tokens, or remove {start}.")]
+    (factor,) = {clash.value for clash in prodigy_rate(settings)} or {settings["optim.learning_rate"]}
+    if settings["optim.name"] != "prodigy" or settings[name] == factor:
         return []
-    reason = "it says what new words start from, and text.tokens names none"
-    return [Yields("text.token_start", None, reason, "Set text.tokens, or remove text.token_start.")]
+    reason = f"Prodigy finds one rate for all that is trained, and optim.learning_rate={factor:g} is the factor on it"
+    return [Yields(name, factor, reason, f"Set {name}={factor:g}, or another optim.name.")]
 
 
 def repeated_words(settings: Settings) -> list[Problem]:

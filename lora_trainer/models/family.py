@@ -111,7 +111,7 @@ class TextOptions:
 
     def longest(self, own: int) -> int:
         """The longest caption in tokens, start and end among them, where the model's own way reads `own`."""
-        longest = self.t5_tokens or own
+        longest = self.t5_tokens or (min(own, PIECE + 2) if self.without else own)
         return longest if self.pieces == 1 else max(longest, PIECE * self.pieces + 2)
 
 

@@ -25,7 +25,7 @@ CAPTIONS = ["a red ring on a blue background", "", "ring " * 300]
 TOKENS = {"flux": 512, "flux-schnell": 256}
 
 
-@pytest.fixture(scope="module", params=TRANSFORMERS)
+@pytest.fixture(scope="module", params=[name for name in TRANSFORMERS if name.startswith(("sd3", "flux"))])
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder of each kind, which is named by it."""
     folder = tmp_path_factory.mktemp("models")
@@ -73,6 +73,44 @@ def test_text_is_encoded_as_diffusers_does(model):
     assert torch.equal(encoded["pooled"], pooled)
     config = json.loads((model / "transformer" / "config.json").read_text(encoding="utf-8"))
     assert {name: tuple(value.shape[1:]) for name, value in encoded.items()} == dict(family.cond_shapes(config))
+
+
+def test_lengths_and_layers_of_text_are_those_that_are_asked_for(model):
+    """As diffusers reads them; in pieces, which diffusers does not know, each as it is alone."""
+    family, settings = family_of(model), {"t5_tokens": 40}
+    if model.name == "sd3-without-t5":
+        with pytest.raises(UsageError, match="no T5"):
+            family.reading(TextOptions(t5_tokens=40)).describe(model)
+        settings = {}
+    if not model.name.startswith("flux"):
+        settings |= {"clip_skip": 2}
+    bound = family.reading(TextOptions(**settings))
+    told, pipeline = bound.load_encoders(model, torch.float32, CPU).encode_text(CAPTIONS), diffusers_own(model)
+    given = (CAPTIONS,) * (2 if model.name.startswith("flux") else 3)
+    more = {} if model.name.startswith("flux") else {"do_classifier_free_guidance": False, "clip_skip": 0}
+    length = settings.get("t5_tokens", 256)
+    with torch.no_grad():
+        wanted = pipeline.encode_prompt(*given, device=CPU, max_sequence_length=length, **more)[0]
+    assert torch.equal(told["embeds"], wanted)
+    config = json.loads((model / "transformer" / "config.json").read_text(encoding="utf-8"))
+    assert told["embeds"].shape[1:] == bound.cond_shapes(config)["embeds"]
+    if model.name.startswith("flux"):
+        for wrong in ({"clip_skip": 1}, {"clip_tokens": 150}):
+            with pytest.raises(UsageError, match="only a summary"):
+                family.reading(TextOptions(**wrong)).describe(model)
+        return
+    plain = family.load_encoders(model, torch.float32, CPU).encode_text(CAPTIONS[:2])["embeds"]
+    long = family.reading(TextOptions(clip_tokens=150))
+    pieces = long.load_encoders(model, torch.float32, CPU).encode_text(CAPTIONS[:2])["embeds"]
+    assert pieces.shape[1:] == long.cond_shapes(config)["embeds"]
+    assert torch.equal(pieces[0], torch.cat([plain[0, :77], plain[1, :77], plain[0, 77:]]))
+
+
+def test_what_is_read_without_t5_is_no_longer_than_clip_reads(model):
+    family = family_of(model)
+    if model.name == "sd3":
+        assert family.describe(model).caption_tokens == 256
+        assert family.reading(TextOptions(without=family.spare_texts)).describe(model).caption_tokens == 77
 
 
 def test_text_encoders_can_be_trained_through_what_they_tell(model):

@@ -24,7 +24,7 @@ CPU = torch.device("cpu")
 WORD = "<zobo>"
 
 
-@pytest.fixture(scope="module", params=["sd15", "sdxl"])
+@pytest.fixture(scope="module", params=["sd15", "sdxl", "sd3", "flux"])
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     made = tmp_path_factory.mktemp(request.param)
     tiny_pipeline(made / "tokens", request.param).save_pretrained(made / request.param, safe_serialization=True)
@@ -42,6 +42,13 @@ def components(folder: Path) -> tuple[str, ...]:
 @torch.no_grad()
 def said(folder: Path, parts: TextParts, *captions: str) -> dict[str, Tensor]:
     return FAMILIES[folder.name].encode_text(parts, captions, PLAIN)
+
+
+def said_by_clip(folder: Path, told: dict[str, Tensor]) -> list[Tensor]:
+    """What T5, which knows no new words, has no part in."""
+    if folder.name == "flux":
+        return [told["pooled"]]
+    return [told["embeds"][:, :77], *([told["pooled"]] if "pooled" in told else [])]
 
 
 def random_words(folder: Path, parts: TextParts, vectors: int = 3) -> dict[str, dict[str, Tensor]]:
@@ -73,8 +80,9 @@ def test_a_word_that_starts_as_others_is_read_as_they_are(folder: Path) -> None:
     text = TextSection(tokens=(WORD,), token_vectors=count, token_start="red ring")
     add_words(parts, new_words(parts, components(folder), text))
     found = said(folder, parts, f"a {WORD} beside a ring")
-    for name, value in wanted.items():
-        torch.testing.assert_close(found[name], value)
+    assert said_by_clip(folder, wanted)
+    for one, other in zip(said_by_clip(folder, found), said_by_clip(folder, wanted), strict=True):
+        torch.testing.assert_close(one, other)
 
 
 def test_words_start_from_the_mean_where_nothing_is_named(folder: Path) -> None:
@@ -109,18 +117,20 @@ def test_words_go_into_files_and_come_back(folder: Path, tmp_path: Path) -> None
     assert all(torch.equal(back[word][name], words[word][name]) for word in words for name in words[word])
     paths = write_words(tmp_path, "cat", LoraWeights({}, embeddings=embeddings))
     assert [path.name for path in paths] == ["cat.embedding-zobo.safetensors", "cat.embedding-zub.safetensors"]
-    names = {"sd15": ["emb_params"], "sdxl": ["clip_g", "clip_l"]}[folder.name]
+    names = ["emb_params"] if folder.name in ("sd15", "flux") else ["clip_g", "clip_l"]
     assert sorted(load_file(paths[0])) == names
 
 
 def test_diffusers_reads_the_words_own_file_as_we_do(folder: Path, tmp_path: Path) -> None:
     family = FAMILIES[folder.name]
+    if folder.name == "sd3":
+        pytest.skip("diffusers loads no embeddings for SD3")
     ours, theirs = (family.make_pipeline(folder, torch.float32, CPU) for _ in range(2))
     words = random_words(folder, texts_of(ours))
     own = {name: parameter.detach() for name, parameter in add_words(texts_of(ours), words).items()}
     embeddings = to_embeddings(own, components(folder), (WORD,))
     (path,) = write_words(tmp_path, "cat", LoraWeights({}, embeddings=embeddings), dtype=torch.float32)
-    if folder.name == "sd15":
+    if folder.name != "sdxl":
         theirs.load_textual_inversion(str(path.parent), weight_name=path.name, token=WORD, local_files_only=True)
     else:
         for key, number in (("clip_l", ""), ("clip_g", "_2")):
@@ -128,10 +138,11 @@ def test_diffusers_reads_the_words_own_file_as_we_do(folder: Path, tmp_path: Pat
             theirs.load_textual_inversion(
                 {WORD: load_file(path)[key]}, token=WORD, text_encoder=encoder, tokenizer=tokenizer
             )
-    wanted: Any = theirs.encode_prompt(
-        f"a {WORD} ring", device=CPU, num_images_per_prompt=1, do_classifier_free_guidance=False
-    )
-    found = said(folder, texts_of(ours), f"a {WORD} ring")
+    found, prompt = said(folder, texts_of(ours), f"a {WORD} ring"), f"a {WORD} ring"
+    if folder.name == "flux":
+        torch.testing.assert_close(found["pooled"], theirs.encode_prompt(prompt, prompt, device=CPU)[1])
+        return
+    wanted: Any = theirs.encode_prompt(prompt, device=CPU, num_images_per_prompt=1, do_classifier_free_guidance=False)
     torch.testing.assert_close(found["embeds"], wanted[0])
     if "pooled" in found:
         torch.testing.assert_close(found["pooled"], wanted[2])
