@@ -17,7 +17,7 @@ from torch import nn
 from lora_trainer.core.errors import Problem
 from lora_trainer.core.tensorfile import read_tensor_header
 from lora_trainer.export.diffusers import diffusers_tensors
-from lora_trainer.export.keys import EMBEDDING
+from lora_trainer.export.keys import EMBEDDING, KOHYA_DOWN
 from lora_trainer.export.weights import LoraWeights, check_keys, folded
 from lora_trainer.models.family import Family
 
@@ -65,10 +65,24 @@ def load_onto(pipeline: Any, lora: Path) -> list[str]:
     return [line for line in said if any(complaint in line for complaint in COMPLAINTS)]
 
 
-def put_on(pipeline: Any, weights: LoraWeights) -> None:
-    """Put a LoRA that is read onto a pipeline, whatever form its file has: every program's files are drawn alike."""
-    with heard():
+def put_on(pipeline: Any, weights: LoraWeights) -> list[str]:
+    """Put a LoRA that is read onto a pipeline, whatever form its file has: every program's files are drawn alike.
+
+    Returns what the libraries complained of.
+    """
+    with heard() as said:
         pipeline.load_lora_weights(dict(diffusers_tensors(folded(weights, torch.float32))))
+    return [line for line in said if any(complaint in line for complaint in COMPLAINTS)]
+
+
+def judged(pipeline: Any, family: Family, lora: Path, weights: LoraWeights) -> list[str]:
+    """Put a LoRA file onto a pipeline as its people load it; return what the libraries complained of.
+
+    diffusers itself does it, but for the original's names of fused layers: of those it knows none of SD3's, and
+    FLUX.1's in its own width alone, so what was read of the file is put on.
+    """
+    fused = family.layout and any(key.endswith(KOHYA_DOWN) for key in read_tensor_header(lora))
+    return put_on(pipeline, weights) if fused else load_onto(pipeline, lora)
 
 
 def components_of(pipeline: Any, family: Family) -> dict[str, nn.Module]:

@@ -39,14 +39,14 @@ from lora_trainer.evaluation.loading import (
     components_of,
     free_memory,
     fresh_pipeline,
-    load_onto,
+    judged,
     misfits,
     without_lora,
 )
 from lora_trainer.evaluation.placing import bring_denoiser
 from lora_trainer.evaluation.report import LoraReport
 from lora_trainer.evaluation.texts import Told, reads_again, told_by
-from lora_trainer.export.weights import adaptable_modules
+from lora_trainer.export.weights import LoraWeights, adaptable_modules
 from lora_trainer.models.family import Family
 from lora_trainer.models.lora_files import read_lora
 from lora_trainer.models.memory.phases import PREDICTED_AT_ONCE
@@ -105,7 +105,7 @@ def check_lora(
     of_base = [name for name in weights.modules if name in modules]
     norms = {name: float(modules[name].weight.detach().to(device).float().norm()) for name in of_base}
     if not findings:
-        findings += _loading_findings(pipeline, family, lora, len(weights.modules))
+        findings += _loading_findings(pipeline, family, lora, weights)
     if findings:
         return _report({"integrity": 0.0}, findings, {}, gate)
 
@@ -250,8 +250,8 @@ def _measure_learning(
     return improvement(before, losses(changed))
 
 
-def _loading_findings(pipeline: Any, family: Family, lora: Path, expected: int) -> list[Finding]:
-    complaints = load_onto(pipeline, lora)
+def _loading_findings(pipeline: Any, family: Family, lora: Path, weights: LoraWeights) -> list[Finding]:
+    complaints, expected = judged(pipeline, family, lora, weights), len(weights.modules)
     adapted = adapted_modules(pipeline, family)
     if not complaints and adapted == expected:
         return []
