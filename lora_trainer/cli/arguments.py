@@ -18,7 +18,12 @@ from lora_trainer.production.settings import go_offline, settle
 
 # Flag, the setting that it sets, the word for its value, help. Text is kept as it is.
 SETTING_FLAGS = (
-    ("--model", "model.path", "DIR", "diffusers folder of the base model; the built-in miniature base without it"),
+    (
+        "--model",
+        "model.path",
+        "MODEL",
+        "base: diffusers folder, .safetensors checkpoint or hub id; the built-in one without it",
+    ),
     ("--output", "run.output", "DIR", "folder that holds runs (default: runs)"),
     ("--name", "run.name", "NAME", "name of the run and of its files; made from the data without it"),
     ("--seed", "train.seed", "N", "the run's seed (default: 42)"),

@@ -20,7 +20,7 @@ def add_check_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--model",
         dest="model.path",
-        metavar="DIR",
+        metavar="MODEL",
         help="judge for this model; for SD1.5, not the built-in base, without it",
     )
     parser.add_argument("--json", action="store_true", help="one JSON document on stdout")

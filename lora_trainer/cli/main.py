@@ -204,7 +204,9 @@ def _cache(arguments: argparse.Namespace, unknown: list[Problem]) -> int:
 
 def _add_validate_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("lora", metavar="LORA", help="the LoRA file, in either format")
-    parser.add_argument("--model", dest="model.path", metavar="DIR", help="the base model; the built-in one without it")
+    parser.add_argument(
+        "--model", dest="model.path", metavar="MODEL", help="the base model, as for train; the built-in one without it"
+    )
     parser.add_argument("--data", dest="held_out", metavar="DIR", help="pictures that the LoRA was not trained on")
     parser.add_argument("--json", action="store_true", help="one JSON document on stdout")
     add_settings_arguments(parser)

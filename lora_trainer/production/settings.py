@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -21,7 +21,12 @@ from lora_trainer.production import base as bases
 
 
 def settle(
-    presets: Sequence[Layer], user: Sequence[Layer], problems: Iterable[Problem] = (), *, builtin_if_none: bool = True
+    presets: Sequence[Layer],
+    user: Sequence[Layer],
+    problems: Iterable[Problem] = (),
+    *,
+    builtin_if_none: bool = True,
+    say: Callable[[str], None] = bases.on_stderr,
 ) -> Resolved:
     """Family preset, presets and the user's layers (files, flags) as one config; later wins.
 
@@ -32,7 +37,7 @@ def settle(
     found = list(problems)
     notes: list[str] = []
     user = with_data_files(user, found, notes)
-    family, held = _family_layers(user, found, builtin_if_none=builtin_if_none)
+    family, held = _family_layers(user, found, say, builtin_if_none=builtin_if_none)
     resolved = resolve([*family, *presets, *user, *held], found)
     return replace(resolved, notes=(*notes, *resolved.notes))
 
@@ -51,7 +56,7 @@ def refuse_missing_attention(resolved: Resolved) -> None:
 
 
 def _family_layers(
-    user: Sequence[Layer], problems: list[Problem], *, builtin_if_none: bool
+    user: Sequence[Layer], problems: list[Problem], say: Callable[[str], None], *, builtin_if_none: bool
 ) -> tuple[list[Layer], list[Layer]]:
     """The family's presets, for the model that the user's layers name or for the built-in base; and what holds it."""
     model, offline = _model_of(user), any(_section(layer, "run").get("offline") is True for layer in user)
@@ -66,7 +71,7 @@ def _family_layers(
         bases.go_offline()
     family, commit = str(asked), None
     try:
-        base = bases.find_base(_plain_section(model), offline=offline, weights=False, origin=origin)
+        base = bases.find_base(_plain_section(model), offline=offline, weights=False, origin=origin, say=say)
         family, commit = detect_family(base.folder, origin), base.commit
         if asked not in (EMPTY, family):
             message = f"model.family={asked}, and {path} is a model of {family}."

@@ -19,6 +19,7 @@ from lora_trainer.core.hardware import cuda_memory_gib
 from lora_trainer.core.quiet import quieten_libraries
 from lora_trainer.data.check import DataReport
 from lora_trainer.monitor.progress import Watch, unwatched
+from lora_trainer.production.base import on_stderr, silent
 from lora_trainer.production.inputs import read_architecture, read_data, read_model
 from lora_trainer.production.order import plain_console, run_folder
 from lora_trainer.production.plan import Plan, make_plan
@@ -70,7 +71,7 @@ class ProductionTrainer:
         layers = [Layer(f"config {os.fspath(config)}", read_toml(Path(config)))] if config is not None else []
         layers.append(Layer("settings", _nested(settings or {}, problems)))
         layers += [Layer(each, values) for each, values in _named(model, data, output, name).items()]
-        self._resolved = settle(chosen.layers, layers, problems)
+        self._resolved = settle(chosen.layers, layers, problems, say=silent if quiet else on_stderr)
         go_offline(self._resolved.config)
         self._console: Console = plain_console(quiet=quiet)
         self._progress = progress

@@ -16,7 +16,8 @@ from lora_trainer.models.folder import detect_family
 from lora_trainer.models.places import laid_out_models
 from lora_trainer.models.single import tokenizers
 from lora_trainer.production.base import absolute, find_base
-from tests.models.single.originals import tiny_pipeline, unet_checkpoint, write
+from tests.models.single.originals import unet_checkpoint, write
+from tests.models.single.tiny import tiny_pipeline
 
 CPU = torch.device("cpu")
 
@@ -27,17 +28,25 @@ def found(path: Path, **more: object) -> Path:
     ).folder
 
 
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    tiny_pipeline(tmp_path / "words", "sdxl").save_pretrained(tmp_path / "folder")
-    return tmp_path / "folder"
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of diffusers, and the same model in one file with its text encoders and autoencoder."""
+    place = tmp_path_factory.mktemp("made")
+    pipeline = tiny_pipeline(place / "words", "sdxl")
+    pipeline.save_pretrained(place / "folder")
+    write(unet_checkpoint(pipeline, "sdxl"), place / "model.safetensors")
+    return place
 
 
 @pytest.fixture
-def checkpoint(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The same model in one file, with its text encoders and autoencoder."""
-    monkeypatch.setattr(tokenizers, "CLIP", tmp_path / "words")
-    return write(unet_checkpoint(tiny_pipeline(tmp_path / "again", "sdxl"), "sdxl"), tmp_path / "model.safetensors")
+def folder(made: Path, tmp_path: Path) -> Path:
+    return shutil.copytree(made / "folder", tmp_path / "folder")
+
+
+@pytest.fixture
+def checkpoint(made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(tokenizers, "CLIP", made / "words")
+    return Path(shutil.copy(made / "model.safetensors", tmp_path))
 
 
 def without(file: Path, *beginnings: str) -> Path:

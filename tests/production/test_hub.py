@@ -284,3 +284,11 @@ def test_without_t5_its_parts_are_left_out() -> None:
     index = {"text_encoder_3": ["transformers", "T5EncoderModel"], "tokenizer_3": ["transformers", "T5TokenizerFast"]}
     assert choose_files((), index, weights=True, without_t5=True).lacking == ()
     assert len(choose_files((), index, weights=True, without_t5=False).lacking) == 3
+
+
+@pytest.mark.parametrize("commit", ["../../../elsewhere", "", "main"])
+def test_a_cache_that_leads_elsewhere_is_not_followed(hub: LocalHub, tmp_path: Path, commit: str) -> None:
+    base()
+    (tmp_path / "hf/models--some--model/refs/main").write_text(commit)
+    assert "is not in the Hugging Face cache" in refused(offline=True)
+    assert base().commit == COMMIT

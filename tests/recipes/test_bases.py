@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import socket
+import subprocess
+import sys
 import tomllib
 from collections.abc import Iterator
 from dataclasses import replace
@@ -16,8 +19,11 @@ from diffusers import AutoencoderKL
 from safetensors.torch import save_file
 
 from lora_trainer.cli.main import main
+from lora_trainer.config.schema.inputs import ModelSection
 from lora_trainer.core.tensorfile import read_tensor_header
 from lora_trainer.models.places import laid_out_models
+from lora_trainer.production.base import find_base
+from tests.conftest import CHECKOUT
 from tests.export.tiny import tiny_vae
 from tests.production.local_hub import COMMIT, LocalHub, local_hub
 from tests.recipes.recipe import Bench, contents, exported, losses, record
@@ -182,3 +188,49 @@ def test_what_is_no_base_is_named(
         assert replace(bench, model=model).run("refused") == 2
         assert words in capsys.readouterr().err, model
     assert not bench.folder("refused").exists()
+
+
+CLOSED = """
+import socket, sys
+def opened(*_, **__):
+    print("a socket was opened", file=sys.stderr)
+    raise OSError("no network here")
+for name in ("connect", "connect_ex", "sendto"):
+    setattr(socket.socket, name, opened)
+socket.create_connection = socket.getaddrinfo = opened
+from lora_trainer.cli.main import main
+code = main(sys.argv[1:])
+from huggingface_hub import constants
+print("offline", constants.HF_HUB_OFFLINE, "telemetry", not constants.HF_HUB_DISABLE_TELEMETRY)
+raise SystemExit(code)
+"""
+
+
+@pytest.mark.parametrize(
+    ("command", "offline"),
+    [
+        ("check", True),
+        pytest.param("train", True, marks=pytest.mark.slow),
+        pytest.param("train", False, marks=pytest.mark.slow),
+    ],
+)
+def test_a_process_of_its_own_opens_no_socket(
+    bench: Bench, tiny_model: Path, tmp_path: Path, command: str, offline: bool
+) -> None:
+    """The environment says so before any library is imported; a model that is here needs no request either way."""
+    model: Path | str = tiny_model
+    if offline:  # by its id, from the cache
+        with local_hub(tmp_path / "hf") as hub:
+            hub.holds(NAME, tiny_model)
+            find_base(ModelSection(path=NAME), say=lambda line: None)
+        model = NAME
+    words = ["check", str(bench.data), "--model", str(model), "--set", "run.offline=true"]
+    if command == "train":
+        words = replace(bench, model=Path(model)).arguments("alone", *(["--offline"] if offline else []), steps=1)
+    around = {name: value for name, value in os.environ.items() if not name.startswith(("HF_", "TRANSFORMERS_"))}
+    around |= {"HF_HUB_CACHE": str(tmp_path / "hf"), "PYTHONPATH": str(CHECKOUT)}
+    asked = [sys.executable, "-c", CLOSED, *words]
+    done = subprocess.run(asked, env=around, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "a socket was opened" not in done.stderr
+    assert f"offline {offline} telemetry False" in done.stdout

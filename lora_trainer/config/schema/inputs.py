@@ -22,17 +22,19 @@ from lora_trainer.config.schema.types import (
 class ModelSection(Section):
     path: str | None = Field(
         None,
-        description="diffusers folder, one `.safetensors` checkpoint, or a hub id such as `owner/name`; empty means the built-in base",
+        description="diffusers folder, one `.safetensors` checkpoint, or a hub id such as `owner/name` or `owner/name/file.safetensors`; empty means the built-in base",
     )
     family: FamilyName | None = Field(None, description="model family; detected from the files when empty")
-    revision: str | None = Field(None, description="branch, tag or commit of a hub id")
+    revision: str | None = Field(
+        None, description="branch, tag or commit of a hub id; the commit that was used is written into `config.toml`"
+    )
     vae: str | None = Field(
         None,
-        description="autoencoder in place of the model's own: a diffusers folder of it, or one `.safetensors` file",
+        description="autoencoder in place of the model's own, with the same latents: a diffusers folder of it or of a whole model, or one `.safetensors` file",
     )
     text_encoders: str | None = Field(
         None,
-        description="folder with text encoders and tokenizers that the model's file lacks: `text_encoder_2/`, `tokenizer_2/` and so on, as in a diffusers folder",
+        description="folder with text encoders and tokenizers that the model lacks, such as a checkpoint without them: `text_encoder_2/`, `tokenizer_2/` and so on, as in a diffusers folder",
     )
     without_t5: bool = Field(False, description="leave the T5 text encoder out, where the family works without it")
 
