@@ -38,7 +38,7 @@ def convert_command(arguments: argparse.Namespace, unknown: list[Problem]) -> in
             problems.append(Problem(f"--{flag} {value} is not known.", f"One of: {', '.join(known)}."))
     if target.suffix != ".safetensors" or target.is_dir():
         problems.append(Problem(f"{target} does not name a .safetensors file.", "Programs know LoRA files by it."))
-    elif target.exists() and not arguments.yes:
+    elif not arguments.yes and (target.exists() or list(target.parent.glob(f"{target.stem}.embedding-*.safetensors"))):
         problems.append(Problem(f"{target} is there already.", "Name another file, or write over it with --yes."))
     if problems:
         raise UsageError(problems)

@@ -15,7 +15,7 @@ from lora_trainer.core.errors import Problem, UsageError
 from lora_trainer.export import diffusers as diffusers_form
 from lora_trainer.export import kohya as kohya_form
 from lora_trainer.export.layout import Names
-from lora_trainer.export.lora_file import write_tensors
+from lora_trainer.export.lora_file import write_tensors, write_words
 from lora_trainer.export.metadata import with_hashes
 from lora_trainer.export.reading import some, weights_of
 from lora_trainer.export.weights import LoraPair, LoraWeights
@@ -23,8 +23,7 @@ from lora_trainer.export.weights import LoraPair, LoraWeights
 Form = Literal["kohya", "diffusers"]
 # The largest difference of a module's update, as a share of it, that rounding to each type may make.
 ROUNDING = {torch.float16: 2.0**-10, torch.bfloat16: 2.0**-7, torch.float32: 2.0**-20, torch.float64: 2.0**-40}
-OF_ONE_FORM = (diffusers_form.ADAPTER_METADATA_KEY, kohya_form.FUSED_RANKS, "sshs_model_hash", "sshs_legacy_hash")
-ONE_ENCODER, WIDE = "string_to_param.*", {"clip_l": "text_encoder", "clip_g": "text_encoder_2"}
+OF_ONE_FORM = ("format", diffusers_form.ADAPTER_METADATA_KEY, kohya_form.FUSED_RANKS, "sshs_model_hash", "sshs_legacy_hash")
 
 
 @dataclass(frozen=True)
@@ -73,8 +72,9 @@ def convert(
 
     write_tensors(target, tensors, header, hold)
     paths = [target]
-    if to == "diffusers":
-        paths += _write_words(target, weights.embeddings)
+    if to == "diffusers" and weights.embeddings:
+        kept = next(iter(weights.embeddings.values())).dtype
+        paths += write_words(target.parent, target.stem, weights, dtype=kept)
     return Converted(tuple(paths), len(source.modules), difference, tuple(notes))
 
 
@@ -168,19 +168,3 @@ def _norm(up: Tensor, down: Tensor) -> float:
     if min(up.shape[0], down.shape[1]) <= up.shape[1]:
         return float((up @ down).norm())
     return float((torch.linalg.qr(up).R @ torch.linalg.qr(down.T.contiguous()).R.T).norm())
-
-
-def _write_words(target: Path, embeddings: Mapping[str, Tensor]) -> list[Path]:
-    """`NAME.WORD.safetensors` for each word, as diffusers' and ComfyUI's textual inversion has it."""
-    words: dict[str, dict[str, Tensor]] = {}
-    for name, tensor in embeddings.items():
-        word, _, encoder = name.partition(".")
-        words.setdefault(word, {})["emb_params" if encoder == ONE_ENCODER else encoder] = tensor
-    paths = []
-    for word, tensors in words.items():
-        if Path(word).name != word or word.startswith("."):
-            raise UsageError(Problem(f"{word!r} cannot name a file.", "Keep kohya's form."))
-        path = target.with_name(f"{target.stem}.{word}.safetensors")
-        write_tensors(path, tensors, {"format": "pt"})
-        paths.append(path)
-    return paths

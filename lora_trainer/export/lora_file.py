@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import glob
 import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -26,6 +27,7 @@ from lora_trainer.export.metadata import TrainingFacts, header, with_hashes
 from lora_trainer.export.reading import some, weights_of
 from lora_trainer.export.weights import LoraWeights, check_keys, folded
 
+ONE_ENCODER_SLOT = "string_to_param.*"  # what a word is called inside a file, of one text encoder
 CLIP_SLOTS = ("clip_l", "clip_g")
 MOST_CONFIG_BYTES = 1 << 20
 PEFT_CONFIG = "adapter_config.json"  # what peft writes beside its file: without it nothing tells alpha
@@ -79,6 +81,20 @@ def write_words(folder: Path, name: str, weights: LoraWeights, *, dtype: torch.d
         write_tensors(path, tensors, {"name": word, "format": "pt"})
         paths.append(path)
     return paths
+
+
+def words_beside(path: Path) -> dict[str, Tensor]:
+    """The learned words that lie beside a LoRA in diffusers' form, as `write_words` wrote them. Raises UsageError."""
+    stems = dict.fromkeys((path.stem, path.stem.removesuffix(".diffusers")))
+    found: dict[str, Tensor] = {}
+    for file in (
+        each for stem in stems for each in sorted(path.parent.glob(f"{glob.escape(stem)}.embedding-*.safetensors"))
+    ):
+        tensors, metadata = open_tensors(file)
+        word = metadata.get("name", file.stem.partition(".embedding-")[2])
+        for slot, tensor in tensors.items():
+            found[f"{word}.{ONE_ENCODER_SLOT if slot == 'emb_params' else slot}"] = tensor
+    return found
 
 
 def write_tensors(

@@ -49,8 +49,11 @@ def convert_lora(
     Raises UsageError for what is no LoRA, for what the form cannot hold, and where only `family` would tell the names.
     """
     from lora_trainer.export.convert import convert
+    from lora_trainer.export.lora_file import words_beside
 
     weights = read_lora(path)
+    if to == "kohya" and not weights.embeddings:
+        weights = replace(weights, embeddings=words_beside(path))
     names = _names_for(path, weights, family)
     return convert(_with_base(weights, names.family), target, to, names, all_names(), dtype=dtype)
 

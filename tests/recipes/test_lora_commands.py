@@ -1,0 +1,178 @@
+"""`convert` and `inspect` as users meet them; and what is no sound LoRA is refused alike by all four commands."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from lora_trainer.cli.main import main
+from lora_trainer.export.lora_file import write_lora
+from lora_trainer.export.weights import LoraPair, LoraWeights
+from lora_trainer.models import FAMILIES
+from lora_trainer.models.lora_files import read_lora
+from tests.export.tiny import facts
+
+NAME = "lora_unet_down_blocks_0_attentions_0_transformer_blocks_0_attn1_to_q"
+GOOD = {f"{NAME}.lora_down.weight": (4, 32), f"{NAME}.lora_up.weight": (32, 4), f"{NAME}.alpha": ()}
+WRONG_KIND = {
+    "lora_unet_double_blocks_0_img_attn_qkv.lora_down.weight": (4, 16),
+    "lora_unet_double_blocks_0_img_attn_qkv.lora_up.weight": (48, 4),
+}
+
+
+def saved(shapes: dict[str, tuple[int, ...]], value: float = 1.0) -> Callable[[Path], None]:
+    return lambda path: save_file({key: torch.full(shape, value) for key, shape in shapes.items()}, path)
+
+
+def cut(path: Path) -> None:
+    saved(GOOD)(path)
+    path.write_bytes(path.read_bytes()[:-40])
+
+
+def pickled(path: Path) -> None:
+    torch.save({"a": torch.ones(2)}, path)
+
+
+BAD: dict[str, tuple[Callable[[Path], None], str]] = {
+    "half a pair": (saved({key: shape for key, shape in GOOD.items() if "lora_up" not in key}), "half a pair"),
+    "wrong shape": (saved(GOOD | {f"{NAME}.lora_up.weight": (32, 5)}), "go together"),
+    "unknown key": (saved(GOOD | {"something.else": (1,)}), "unknown keys"),
+    "unknown part": (
+        saved(GOOD | {"lora_te9_x.lora_down.weight": (4, 8), "lora_te9_x.lora_up.weight": (8, 4)}),
+        "unknown parts",
+    ),
+    "NaN": (saved(GOOD, float("nan")), "NaN"),
+    "pickle": (pickled, "pickle"),
+    "truncated": (cut, "cut off|promises"),
+    "DoRA": (saved(GOOD | {f"{NAME}.dora_scale": (32,)}), "DoRA"),
+    "base model": (saved({"model.diffusion_model.out.2.weight": (4, 4)}), "base model"),
+}
+COMMANDS = {
+    "inspect": lambda path, model, out: ["inspect", str(path)],
+    "convert": lambda path, model, out: ["convert", str(path), str(out), "--to", "diffusers"],
+    "sample": lambda path, model, out: [
+        "sample",
+        str(path),
+        "--model",
+        str(model),
+        "--prompt",
+        "x",
+        "--output",
+        str(out),
+    ],
+    "validate": lambda path, model, out: ["validate", str(path), "--model", str(model)],
+}
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.parametrize("kind", BAD)
+def test_bad_files_are_refused_with_the_reason(kind, command, bench, tmp_path, capsys, monkeypatch):
+    """Before a model is loaded, and with nothing written. NaN is scored 0 by `validate`, which is for such questions."""
+    make, reason = BAD[kind]
+    path, out = tmp_path / "bad.safetensors", tmp_path / "out.safetensors"
+    make(path)
+    monkeypatch.setattr("lora_trainer.evaluation.loading.fresh_pipeline", None)
+    code = main(COMMANDS[command](path, bench.model, out))
+    said = capsys.readouterr()
+    assert code == (4 if (kind, command) == ("NaN", "validate") else 2)
+    assert re.search(reason, said.err + said.out)
+    assert "Traceback" not in said.err
+    assert not out.exists()
+
+
+@pytest.mark.parametrize("command", ["sample", "validate"])
+def test_a_lora_of_another_family_is_refused(command, bench, tmp_path, capsys):
+    path = tmp_path / "flux.safetensors"
+    saved(WRONG_KIND)(path)
+    assert main(COMMANDS[command](path, bench.model, tmp_path / "out")) in (2, 4)
+    said = capsys.readouterr()
+    assert "no module of the model" in said.err + said.out or "another kind" in said.err + said.out
+    assert "Traceback" not in said.err
+
+
+def test_convert_there_and_back_keeps_every_bit_and_never_overwrites(tmp_path, capsys):
+    modules = {
+        f"unet.down_blocks.0.attentions.0.transformer_blocks.0.attn1.to_{each}": LoraPair(
+            torch.randn(rank, 32), torch.randn(32, rank), 2.0
+        )
+        for each, rank in (("q", 4), ("k", 2))
+    }
+    modules["unet.down_blocks.0.resnets.0.conv1"] = LoraPair(torch.randn(3, 8, 3, 3), torch.randn(16, 3, 1, 1), 3.0)
+    modules["text_encoder.text_model.encoder.layers.0.mlp.fc1"] = LoraPair(torch.randn(2, 8), torch.randn(16, 2), 1.0)
+    kohya, _ = write_lora(tmp_path, "cat", LoraWeights(modules), facts())
+    there, back = tmp_path / "there.safetensors", tmp_path / "back.safetensors"
+    assert main(["convert", str(kohya), str(there), "--to", "diffusers"]) == 0
+    assert main(["convert", str(there), str(back), "--to", "kohya"]) == 0
+    said = capsys.readouterr()
+    assert said.out.split() == [str(there), str(back)]
+    assert "bit for bit" in said.err
+    one, other = load_file(kohya), load_file(back)
+    assert set(one) == set(other)
+    assert all(torch.equal(one[key], other[key]) for key in one)
+    assert read_lora(back).metadata == read_lora(kohya).metadata
+    before = back.read_bytes()
+    assert main(["convert", str(there), str(back), "--to", "kohya"]) == 2
+    assert "there already" in capsys.readouterr().err
+    assert back.read_bytes() == before
+    assert main(["convert", str(there), str(back), "--to", "kohya", "--dtype", "fp32", "--yes"]) == 0
+    assert load_file(back)[f"{NAME}.lora_up.weight"].dtype == torch.float32
+
+
+def test_wrong_arguments_of_convert_come_all_at_once(tmp_path, capsys):
+    arguments = ["convert", "none.safetensors", "out.bin", "--to", "a1111", "--family", "sd9", "--dtype", "int8"]
+    assert main(arguments) == 2
+    said = capsys.readouterr().err
+    assert all(word in said for word in ("a1111", "sd9", "int8", "out.bin"))
+
+
+def test_inspect_tells_what_a_file_holds(tmp_path, capsys):
+    names = FAMILIES["sdxl"]
+    pair = LoraPair(torch.randn(4, 2048) * 0.1, torch.randn(8, 4) * 0.1, 2.0)
+    module = "unet.down_blocks.1.attentions.0.transformer_blocks.0.attn2.to_k"
+    told = facts(base_version="sdxl_base_v1-0", architecture="stable-diffusion-xl-v1-base/lora")
+    path, _ = write_lora(tmp_path, "cat", LoraWeights({module: pair}), told)
+    assert names.denoiser_prefix == "unet"
+    assert main(["inspect", str(path), "--json"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert document["family"] == "sdxl"
+    assert document["ranks"] == {"4": 1}
+    assert document["scales"] == {"1": 1}
+    assert document["dtypes"] == {"float16": 1}
+    block = document["components"]["unet"]["blocks"]["down_blocks.1"]
+    assert block == pytest.approx(float(pair.delta().norm()), rel=1e-2)
+    assert {each["name"]: each["reads"] for each in document["clients"]}["ComfyUI"] == "whole"
+    assert document["hashes"]["sshs_model_hash"]["told"] == document["hashes"]["sshs_model_hash"]["found"]
+    assert main(["inspect", str(path)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert any("####" in line for line in lines)
+    assert all(
+        len(line) <= 80
+        for line in lines
+        if not line.startswith(("  ComfyUI", "  diffusers", "  A1111", "  sd-scripts"))
+    )
+
+
+def test_inspect_tells_what_is_left_of_a_damaged_file(tmp_path, capsys):
+    path = tmp_path / "cut.safetensors"
+    other = NAME.replace("to_q", "to_k")
+    save_file(
+        {key.replace(NAME, name): torch.ones(shape) for name in (NAME, other) for key, shape in GOOD.items()}, path
+    )
+    path.write_bytes(path.read_bytes()[:-8])
+    assert main(["inspect", str(path), "--json"]) == 2
+    document = json.loads(capsys.readouterr().out)
+    assert document["modules"] == 1
+    assert any("half a pair" in finding["message"] for finding in document["findings"])
+
+
+def test_a_file_that_was_changed_is_told(tmp_path, capsys):
+    path = tmp_path / "changed.safetensors"
+    save_file({key: torch.ones(shape) for key, shape in GOOD.items()}, path, metadata={"sshs_model_hash": "0" * 64})
+    assert main(["inspect", str(path)]) == 0
+    assert "is wrong" in capsys.readouterr().out
