@@ -23,7 +23,13 @@ from lora_trainer.export.weights import LoraPair, LoraWeights
 Form = Literal["kohya", "diffusers"]
 # The largest difference of a module's update, as a share of it, that rounding to each type may make.
 ROUNDING = {torch.float16: 2.0**-10, torch.bfloat16: 2.0**-7, torch.float32: 2.0**-20, torch.float64: 2.0**-40}
-OF_ONE_FORM = ("format", diffusers_form.ADAPTER_METADATA_KEY, kohya_form.FUSED_RANKS, "sshs_model_hash", "sshs_legacy_hash")
+OF_ONE_FORM = (
+    "format",
+    diffusers_form.ADAPTER_METADATA_KEY,
+    kohya_form.FUSED_RANKS,
+    "sshs_model_hash",
+    "sshs_legacy_hash",
+)
 
 
 @dataclass(frozen=True)
