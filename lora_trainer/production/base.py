@@ -21,7 +21,7 @@ from lora_trainer.core.errors import Problem, UsageError
 from lora_trainer.core.findings import printable_lines
 from lora_trainer.core.launch import is_main_process
 from lora_trainer.models import FAMILIES
-from lora_trainer.models.folder import EXPECTED, detect_family
+from lora_trainer.models.folder import EXPECTED, detect_family, read_config
 
 if TYPE_CHECKING:  # read when a base asks for them: every command begins with this file
     from lora_trainer.production.hub import HubModel
@@ -109,7 +109,7 @@ def _named(model: ModelSection, *, offline: bool, weights: bool, origin: str, sa
 
 def _parts(model: ModelSection, base: Path) -> dict[str, Path | None]:
     """What takes the place of the base's own parts, and what it lacks. Raises UsageError, all problems at once."""
-    if model.vae is None and model.text_encoders is None and not (model.without_t5 and base.is_file()):
+    if model.vae is None and model.text_encoders is None and not model.without_t5:
         return {}
     from lora_trainer.models.single.fitting import text_folders, vae_folder
     from lora_trainer.models.single.lay_out import lacking_parts
@@ -117,9 +117,10 @@ def _parts(model: ModelSection, base: Path) -> dict[str, Path | None]:
     parts: dict[str, Path | None] = {}
     problems: list[Problem] = []
     try:
-        if base.is_file() and model.without_t5:  # of a folder the family passes it over
+        if model.without_t5:
             spare = FAMILIES[detect_family(base)].spare_texts
-            parts |= {part: None for name in spare for part in (name, name.replace("text_encoder", "tokenizer"))}
+            left_out = [part for name in spare for part in (name, name.replace("text_encoder", "tokenizer"))]
+            parts |= dict.fromkeys(part for part in left_out if base.is_file() or _has(base, part))
         if model.text_encoders is not None:
             wanted = lacking_parts(base) - set(parts)
             parts |= text_folders(local_path(model.text_encoders), wanted)
@@ -133,6 +134,11 @@ def _parts(model: ModelSection, base: Path) -> dict[str, Path | None]:
     if problems:
         raise UsageError(problems)
     return parts
+
+
+def _has(folder: Path, part: str) -> bool:
+    """Whether a folder's model_index.json names a part."""
+    return read_config(folder, "model_index.json").get(part) not in (None, [None, None])
 
 
 def local_path(text: str) -> Path:

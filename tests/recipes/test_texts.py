@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
+import torch
 from safetensors import safe_open
 
 from lora_trainer.cli.main import main
 from lora_trainer.config.schema import Config
+from lora_trainer.core.errors import UsageError
 from lora_trainer.core.tensorfile import METADATA, read_tensor_header
 from lora_trainer.models import FAMILIES
 from lora_trainer.models.lora_files import read_lora
+from lora_trainer.production.inputs import read_model
 from lora_trainer.production.reading import read_as_trained, text_options
+from tests.export.tiny import tiny_pipeline
 from tests.recipes.recipe import Bench, record, tensor_bytes
 
 
@@ -78,3 +83,19 @@ def test_words_that_no_caption_holds_and_words_that_are_none_are_said(
         assert told in capsys.readouterr().err
     assert bench.run("wrong", text__token_start="ring") == 2
     assert "text.tokens names none" in capsys.readouterr().err
+
+
+def test_t5_that_is_left_out_is_never_loaded(tmp_path: Path) -> None:
+    """Nor looked for, as where it was not fetched: what trains, is judged and draws has no T5 then."""
+    tiny_pipeline(tmp_path / "tokens", "sd3").save_pretrained(tmp_path / "sd3", safe_serialization=True)
+    shutil.rmtree(tmp_path / "sd3" / "text_encoder_3")
+    config = Config.model_validate({"model": {"path": str(tmp_path / "sd3"), "without_t5": True}})
+    family, facts = read_model(config)
+    assert facts.caption_tokens == 77
+    pipeline = family.make_pipeline(facts.path, torch.float32, torch.device("cpu"))
+    assert pipeline.text_encoder_3 is None
+    told = family.load_encoders(facts.path, torch.float32, torch.device("cpu")).encode_text(["a ring"])["embeds"]
+    assert told.shape[1] == 77 + 256
+    assert not told[:, 77:].any()
+    with pytest.raises(UsageError, match="text_encoder_3"):
+        read_model(Config.model_validate({"model": {"path": str(tmp_path / "sd3")}}))
