@@ -156,7 +156,8 @@ def tiny_t5() -> T5EncoderModel:
 
 def tiny_qwen() -> Qwen3Model:
     sizes = {"hidden_size": T5_WIDTH, "intermediate_size": 64, "num_hidden_layers": 3, "head_dim": 16}
-    heads = {"num_attention_heads": 2, "num_key_value_heads": 1}
+    heads: dict[str, Any] = {"num_attention_heads": 2, "num_key_value_heads": 1}
+    heads["rope_parameters"] = {"rope_type": "default", "rope_theta": 1000000.0}
     return Qwen3Model(Qwen3Config(vocab_size=len(qwen_tokenizer()), **sizes, **heads))
 
 

@@ -21,8 +21,8 @@ from lora_trainer.models.places import laid_out_models, write_places
 from lora_trainer.models.single.fitting import check_vae
 from lora_trainer.models.single.recognise import Checkpoint, recognise
 from lora_trainer.models.single.stored import Part, Stored
-from lora_trainer.models.single.texts import clip_part, open_clip_part, t5_part
-from lora_trainer.models.single.tokenizers import copy_tokenizer
+from lora_trainer.models.single.texts import clip_part, open_clip_part, qwen_part, t5_part
+from lora_trainer.models.single.tokenizers import LACK_WORDS, copy_tokenizer
 from lora_trainer.models.single.transformers import TRANSFORMERS
 from lora_trainer.models.single.unet import unet_part
 from lora_trainer.models.single.vae import vae_part
@@ -32,7 +32,7 @@ SHOWN_OF_NAME = 40
 WEIGHTS_OF_OTHERS = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".msgpack", ".h5", ".onnx", ".index.json")
 VAE_PREFIXES = ("first_stage_model.", "vae.")
 VAE_OF_2_1 = 768  # pixels, of models that predict velocity
-CLIP_L, CLIP_G, T5 = (f"text_encoders.{name}.transformer." for name in ("clip_l", "clip_g", "t5xxl"))
+CLIP_L, CLIP_G, T5, QWEN = (f"text_encoders.{name}.transformer." for name in ("clip_l", "clip_g", "t5xxl", "qwen3_4b"))
 # Where a checkpoint of a family keeps its text encoders, and what each is.
 TEXTS: dict[str, dict[str, tuple[str, str]]] = {
     "sd15": {"text_encoder": ("clip_l", "cond_stage_model.transformer.")},
@@ -47,6 +47,7 @@ TEXTS: dict[str, dict[str, tuple[str, str]]] = {
         "text_encoder_3": ("t5", T5),
     },
     "flux": {"text_encoder": ("clip_l", CLIP_L), "text_encoder_2": ("t5", T5)},
+    "z_image": {"text_encoder": ("qwen3", QWEN)},
 }
 NEEDED = ("unet", "transformer", "vae", "scheduler", "text_encoder", "tokenizer")  # beginnings of parts that are used
 MAY_LACK = {"sd3": "text_encoder_3"}  # which the family works without
@@ -90,7 +91,9 @@ def lacking_parts(base: Path) -> set[str]:
         checkpoint = recognise(base)
         kinds = TEXTS.get(checkpoint.family, {})
         absent = {name for name, (_, prefix) in kinds.items() if not checkpoint.part(prefix).shapes}
-        return absent | {_tokenizer_of(name) for name, (kind, _) in kinds.items() if name in absent or kind == "t5"}
+        return absent | {
+            _tokenizer_of(name) for name, (kind, _) in kinds.items() if name in absent or kind in LACK_WORDS
+        }
     names = TEXTS.get(detect_family(base), {})
     return {part for name in names for part in (name, _tokenizer_of(name)) if not (base / part).is_dir()}
 
@@ -187,6 +190,8 @@ def _text_part(checkpoint: Checkpoint, name: str, kind: str, prefix: str, given:
 def _of_kind(kind: str, stored: Stored) -> Part:
     if kind == "t5":
         return t5_part(stored)
+    if kind == "qwen3":
+        return qwen_part(stored)
     if any(name.startswith("transformer.resblocks.") for name in stored.shapes):
         return open_clip_part(stored, projected=kind != "open_clip_h")
     activation = "quick_gelu" if kind.startswith("clip_l") else "gelu"

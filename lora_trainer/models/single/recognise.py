@@ -225,8 +225,13 @@ def _flux(found: Checkpoint) -> Checkpoint:
     )
 
 
+def _z_image(found: Checkpoint) -> Checkpoint:
+    return Checkpoint(found.file, "z_image", found.denoiser, found.header)
+
+
 KNOWN: dict[str, Callable[[Checkpoint], Checkpoint]] = {
     "input_blocks.0.0.weight": _unet,
     "joint_blocks.0.x_block.attn.qkv.weight": _sd3,
     "double_blocks.0.img_attn.qkv.weight": _flux,
+    "cap_pad_token": _z_image,
 }

@@ -1,4 +1,4 @@
-"""Text encoders of checkpoints: CLIP by transformers' names or by OpenCLIP's, and T5."""
+"""Text encoders of checkpoints: CLIP by transformers' names or by OpenCLIP's, T5, and Qwen3."""
 
 from __future__ import annotations
 
@@ -155,3 +155,30 @@ def identity(width: int) -> Place:
         with atomic_path(path) as temporary:
             Path(temporary).write_bytes(struct.pack("<Q", len(header)) + header + data)
     return Place(path, PROJECTION)
+
+
+def qwen_part(stored: Stored) -> Part:
+    """Qwen3 by transformers' names, with or without `model.` before them; what only writes words is left out."""
+    begin = "model." if "model.embed_tokens.weight" in stored.shapes else ""
+    places = renamed(
+        stored, lambda name: name.removeprefix(begin) if name.startswith(begin) and "lm_head" not in name else None
+    )
+    attention = f"{begin}layers.0.self_attn"
+    head = stored.side(f"{attention}.q_norm.weight", 0)
+    config = {
+        "architectures": ["Qwen3Model"],
+        "model_type": "qwen3",
+        "head_dim": head,
+        "hidden_act": "silu",
+        "hidden_size": stored.side(f"{begin}embed_tokens.weight", 1),
+        "intermediate_size": stored.side(f"{begin}layers.0.mlp.gate_proj.weight", 0),
+        "max_position_embeddings": 40960,
+        "num_attention_heads": stored.side(f"{attention}.q_proj.weight", 0) // head,
+        "num_hidden_layers": stored.count(f"{begin}layers."),
+        "num_key_value_heads": stored.side(f"{attention}.k_proj.weight", 0) // head,
+        "rms_norm_eps": 1e-06,
+        "rope_theta": 1000000,
+        "tie_word_embeddings": True,
+        "vocab_size": stored.side(f"{begin}embed_tokens.weight", 0),
+    }
+    return Part(config, places)

@@ -1,4 +1,4 @@
-"""Tokenizers for checkpoints, which hold none: CLIP's comes with the package, T5's from what is on this computer."""
+"""Tokenizers for checkpoints, which hold none: CLIP's comes with the package, others' from what is on this computer."""
 
 from __future__ import annotations
 
@@ -16,23 +16,29 @@ END, FIRST = (
     "!",
 )  # what short captions are filled up with; OpenCLIP's models were trained on the latter
 FILLED_WITH = {"open_clip_h": FIRST, "open_clip_g": FIRST, "clip_g": FIRST}
-# Models of a hub, often there already, that have T5's tokenizer as a `tokenizer.json`.
-T5_OF = (
-    ("black-forest-labs/FLUX.1-dev", "tokenizer_2"),
-    ("black-forest-labs/FLUX.1-schnell", "tokenizer_2"),
-    ("stabilityai/stable-diffusion-3.5-medium", "tokenizer_3"),
-    ("stabilityai/stable-diffusion-3.5-large", "tokenizer_3"),
-    ("stabilityai/stable-diffusion-3-medium-diffusers", "tokenizer_3"),
-)
+# Models of a hub, often there already, that have the tokenizer of a kind as a `tokenizer.json`.
+HELD_BY = {
+    "t5": (
+        ("black-forest-labs/FLUX.1-dev", "tokenizer_2"),
+        ("black-forest-labs/FLUX.1-schnell", "tokenizer_2"),
+        ("stabilityai/stable-diffusion-3.5-medium", "tokenizer_3"),
+        ("stabilityai/stable-diffusion-3.5-large", "tokenizer_3"),
+        ("stabilityai/stable-diffusion-3-medium-diffusers", "tokenizer_3"),
+    ),
+    "qwen3": (("Tongyi-MAI/Z-Image-Turbo", "tokenizer"), ("Tongyi-MAI/Z-Image", "tokenizer")),
+}
+LACK_WORDS = tuple(HELD_BY)  # kinds whose tokenizer does not come with the package
+TOLD = {"t5": ("T5", "any FLUX.1 or SD3 folder has one"), "qwen3": ("Qwen3", "any Z-Image folder has one")}
 
 
 def copy_tokenizer(kind: str, given: Path | None, target: Path) -> None:
-    """Write the tokenizer of a kind of text encoder. Raises UsageError where T5's is nowhere."""
-    if given is None and kind == "t5":
-        given = _t5_on_this_computer()
+    """Write the tokenizer of a kind of text encoder. Raises UsageError where one that does not come along is nowhere."""
+    if given is None and kind in LACK_WORDS:
+        given = _on_this_computer(kind)
         if given is None:
-            message = "The file of the model holds T5 without its tokenizer."
-            fix = f"Name a folder with {target.name}/tokenizer.json with model.text_encoders; any FLUX.1 or SD3 folder has one."
+            encoder, known = TOLD[kind]
+            message = f"The file of the model holds {encoder} without its tokenizer."
+            fix = f"Name a folder with {target.name}/tokenizer.json with model.text_encoders; {known}."
             raise UsageError(Problem(message, fix))
     target.mkdir(parents=True, exist_ok=True)
     if given is not None:
@@ -54,11 +60,11 @@ def copy_tokenizer(kind: str, given: Path | None, target: Path) -> None:
     write_json(target / "tokenizer_config.json", config)
 
 
-def _t5_on_this_computer() -> Path | None:
-    """A folder with T5's tokenizer in the user's Hugging Face cache."""
+def _on_this_computer(kind: str) -> Path | None:
+    """A folder with the tokenizer of a kind in the user's Hugging Face cache."""
     home = Path(os.environ.get("HF_HOME") or Path.home() / ".cache" / "huggingface")
     hub = Path(os.environ.get("HF_HUB_CACHE") or home / "hub")
-    for name, folder in T5_OF:
+    for name, folder in HELD_BY[kind]:
         snapshots = hub / f"models--{name.replace('/', '--')}" / "snapshots"
         if found := sorted(snapshots.glob(f"*/{folder}/tokenizer.json")):
             return found[-1].parent

@@ -1,4 +1,4 @@
-"""Transformers of the original layouts: SD3 and FLUX.1, by their families' own tables of names."""
+"""Transformers of the original layouts: SD3, FLUX.1 and Z-Image, by their families' own tables of names."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from lora_trainer.models import FAMILIES
 from lora_trainer.models.family import public_architecture
 from lora_trainer.models.single.stored import Part, Stored, by_layout
 
+PLACES_OF_A_TOKEN = 4  # of the latents
 # What no LoRA changes, and so stands in no family's table: norms, and SD3's table of positions. Whole names of tensors.
 SD3_REST: Layout = (
     *(
@@ -86,4 +87,24 @@ def flux_part(stored: Stored) -> Part:
     return Part(config, by_layout(stored, (*FAMILIES["flux"].layout, *FLUX_REST)))
 
 
-TRANSFORMERS: dict[str, Callable[[Stored], Part]] = {"sd3": sd3_part, "flux": flux_part}
+Z_IMAGE_REST: Layout = tuple(Rule(name, name) for name in ("x_pad_token", "cap_pad_token"))
+UNUSED_OF_Z_IMAGE = ("norm_final.weight",)  # which the first code keeps and never asks
+
+
+def z_image_part(stored: Stored) -> Part:
+    """Config and places of Z-Image's transformer."""
+    width, head = stored.side("x_embedder.weight", 0), stored.side("layers.0.attention.q_norm.weight", 0)
+    config = dict(public_architecture("z_image").denoiser) | {
+        "_class_name": "ZImageTransformer2DModel",
+        "in_channels": stored.side("x_embedder.weight", 1) // PLACES_OF_A_TOKEN,
+        "dim": width,
+        "n_layers": stored.count("layers."),
+        "n_refiner_layers": stored.count("noise_refiner."),
+        "n_heads": width // head,
+        "n_kv_heads": width // head,
+        "cap_feat_dim": stored.side("cap_embedder.1.weight", 1),
+    }
+    return Part(config, by_layout(stored, (*FAMILIES["z_image"].layout, *Z_IMAGE_REST), UNUSED_OF_Z_IMAGE))
+
+
+TRANSFORMERS: dict[str, Callable[[Stored], Part]] = {"sd3": sd3_part, "flux": flux_part, "z_image": z_image_part}

@@ -1,0 +1,114 @@
+"""A checkpoint of Z-Image is the same model as its folder; alone or with its text encoder and autoencoder."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from diffusers import FlowMatchEulerDiscreteScheduler, ZImagePipeline, ZImageTransformer2DModel
+
+from lora_trainer.core.errors import UsageError
+from lora_trainer.export.layout import rule_of
+from lora_trainer.models import FAMILIES
+from lora_trainer.models.family import public_architecture
+from lora_trainer.models.folder import detect_family
+from lora_trainer.models.single.lay_out import lacking_parts, lay_out
+from lora_trainer.models.single.recognise import recognise
+from lora_trainer.models.single.transformers import z_image_part
+from lora_trainer.models.z_image import LAYOUT
+from tests.export.tiny import T5_WIDTH, qwen_tokenizer, tiny_qwen
+from tests.models.single.originals import Tensors, joined, vae_original, write
+from tests.models.single.test_published import empty_file
+from tests.models.single.tiny import tiny_flow_pipeline
+
+CPU = torch.device("cpu")
+FAMILY = FAMILIES["z_image"]
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LORA_TRAINER_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "hub"))
+
+
+def original(transformer: torch.nn.Module) -> Tensors:
+    parts: dict[str, dict[int, torch.Tensor]] = {"norm_final.weight": {0: torch.ones(4)}}
+    for name, weight in transformer.state_dict().items():
+        module, _, leaf = name.rpartition(".")
+        ruled = rule_of(LAYOUT, module)
+        if ruled is None:
+            parts[name] = {0: weight}
+        else:
+            parts.setdefault(f"{ruled[1]}.{leaf}", {})[ruled[0].part] = weight
+    return {name: torch.cat([given[part] for part in sorted(given)]) for name, given in parts.items()}
+
+
+@pytest.fixture
+def pipeline(tmp_path: Path) -> Any:
+    """With the published places and sizes of heads, which no file tells."""
+    vae = tiny_flow_pipeline(tmp_path / "words", "flux-dev").vae
+    sizes = {"dim": 128, "n_heads": 1, "n_kv_heads": 1, "n_layers": 2, "n_refiner_layers": 1, "cap_feat_dim": T5_WIDTH}
+    transformer = ZImageTransformer2DModel(**{**public_architecture("z_image").denoiser, **sizes})
+    made = ZImagePipeline(
+        vae=vae,
+        text_encoder=tiny_qwen(),
+        tokenizer=qwen_tokenizer(),
+        transformer=transformer,
+        scheduler=FlowMatchEulerDiscreteScheduler(shift=3.0),
+    )
+    made.save_pretrained(tmp_path / "folder")
+    return made
+
+
+@pytest.mark.parametrize("bare", [False, True], ids=["whole", "bare"])
+def test_a_checkpoint_is_its_folder(pipeline: Any, bare: bool, tmp_path: Path) -> None:
+    folder, transformer = tmp_path / "folder", original(pipeline.transformer)
+    parts: dict[str, Path | None] = {"tokenizer": folder / "tokenizer"}
+    if bare:
+        parts |= {"text_encoder": folder / "text_encoder", "vae": folder / "vae"}
+        tensors = transformer
+    else:
+        qwen = {f"model.{name}": each for name, each in pipeline.text_encoder.state_dict().items()}
+        tensors = joined(
+            {
+                "model.diffusion_model.": transformer,
+                "vae.": vae_original(pipeline.vae),
+                "text_encoders.qwen3_4b.transformer.": qwen,
+            }
+        )
+    file = write(tensors, tmp_path / "model.safetensors")
+    assert detect_family(file) == "z_image"
+    assert lacking_parts(file) == ({"text_encoder", "tokenizer"} if bare else {"tokenizer"})
+    laid_out = lay_out(file, parts)
+    assert FAMILY.describe(laid_out).variant == "turbo"
+    ours, theirs = (FAMILY.load_denoiser(each, torch.float32, CPU) for each in (laid_out, folder))
+    assert ours.state_dict().keys() == theirs.state_dict().keys()
+    assert all(torch.equal(weight, theirs.state_dict()[name]) for name, weight in ours.state_dict().items())
+    read, told = (FAMILY.load_encoders(each, torch.float32, CPU) for each in (folder, laid_out))
+    cond, same = (each.encode_text(["a red ring", ""]) for each in (read, told))
+    assert all(torch.equal(cond[name], same[name]) for name in cond)
+    pixels = torch.rand(1, 3, 64, 64) * 2 - 1
+    assert torch.equal(read.encode_image(pixels)[0], told.encode_image(pixels)[0])
+    noisy, t = torch.randn(2, 16, 8, 8), torch.tensor([3, 900])
+    with torch.no_grad():
+        first, second = (FAMILY.predict(each, noisy, t, cond, torch.zeros(2, 6)) for each in (ours, theirs))
+    assert torch.equal(first, second)
+
+
+def test_without_the_language_model_what_lacks_is_said_at_once(pipeline: Any, tmp_path: Path) -> None:
+    file = write(original(pipeline.transformer), tmp_path / "model.safetensors")
+    with pytest.raises(UsageError) as refused:
+        lay_out(file)
+    said = " ".join(problem.message for problem in refused.value.problems)
+    assert all(part in said for part in ("text_encoder", "autoencoder", "Qwen3 without its tokenizer"))
+
+
+def test_the_published_transformer_is_told_by_its_form(tmp_path: Path) -> None:
+    with torch.device("meta"):
+        tensors = original(FAMILY.make_denoiser(public_architecture("z_image").denoiser))
+    part = z_image_part(recognise(empty_file(tmp_path / "model.safetensors", tensors, "BF16")).denoiser)
+    published = public_architecture("z_image").denoiser
+    assert {name: part.config[name] for name in published} == dict(published)
+    assert sum(tensor.numel() for name, tensor in tensors.items() if name != "norm_final.weight") == 6_154_908_736
