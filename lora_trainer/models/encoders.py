@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -13,6 +14,7 @@ from lora_trainer.models.family import (
     EncoderKeys,
     Encoders,
     EncodeText,
+    Family,
     LoadEncoders,
     LoadImageEncoder,
     LoadTexts,
@@ -46,3 +48,22 @@ def encoders_from(
         return Encoders(encode_image, encode, image_key, text_key)
 
     return load_encoders
+
+
+def visiting_text(
+    family: Family, folder: Path, dtype: torch.dtype, device: torch.device
+) -> Callable[[Sequence[Caption]], dict[str, Tensor]]:
+    """The family's `encode_text` with encoders that stay in host memory; their layers visit the device one by one."""
+    import torch
+    from accelerate import cpu_offload
+
+    parts = family.load_texts(folder, dtype, torch.device("cpu"), family.text.without)
+    for encoder in parts.encoders.values():
+        cpu_offload(encoder, device, offload_buffers=True)
+    parts = replace(parts, place=device)
+
+    @torch.no_grad()
+    def encode(captions: Sequence[Caption]) -> dict[str, Tensor]:
+        return family.encode_text(parts, captions, family.text)
+
+    return encode

@@ -14,6 +14,7 @@ from torch import Tensor
 from lora_trainer.config.schema import Config
 from lora_trainer.core.disk import free_bytes, size_words
 from lora_trainer.core.errors import Problem, TrainingFailed, UsageError, memory_may_run_out
+from lora_trainer.core.findings import counted
 from lora_trainer.core.io import user_cache_folder
 from lora_trainer.data.caches.cache import (
     CachePlan,
@@ -33,8 +34,16 @@ from lora_trainer.data.sample import Sample
 from lora_trainer.data.views import View
 from lora_trainer.evaluation.held_out import EncodedSample
 from lora_trainer.evaluation.loading import free_memory
+from lora_trainer.models.encoders import visiting_text
 from lora_trainer.models.family import Encoders, Family
-from lora_trainer.models.memory.phases import CAPTIONS_AT_ONCE, encoding_bytes, phase_costs, pictures_at_once
+from lora_trainer.models.memory.phases import (
+    CAPTIONS_AT_ONCE,
+    captions_at_once,
+    costs_of,
+    encoding_bytes,
+    phase_costs,
+    pictures_at_once,
+)
 from lora_trainer.production.choices import Choices, usable_bytes
 from lora_trainer.production.inputs import Inputs, caption_rules, measured_among, own_architecture, view_bytes
 from lora_trainer.production.memory import GIB
@@ -127,6 +136,7 @@ def fill_caches(
     refuse_full_disk(inputs, choices, plans)
     device = choices.device
     loaded: list[Encoders] = []
+    visiting: list[EncodeText] = []
 
     def encoders() -> Encoders:
         if not loaded:
@@ -134,8 +144,9 @@ def fill_caches(
         return loaded[0]
 
     def put_away() -> None:
-        if loaded:
+        if loaded or visiting:
             loaded.clear()
+            visiting.clear()
             free_memory(device)
 
     fill_latents(
@@ -148,10 +159,18 @@ def fill_caches(
     )
     put_away()
     if plans.texts.keys:
+        in_turn, together = captions_together(config, inputs, choices)
+
+        def encode_text(captions: Sequence[Caption]) -> Mapping[str, Tensor]:
+            if in_turn and not visiting:
+                say(f"text encoders layer by layer, {counted(together, 'caption')} at once")
+                visiting.append(visiting_text(inputs.family, inputs.facts.path, choices.encoder_dtype, device))
+            return visiting[0](captions) if in_turn else encoders().encode_text(captions)
+
         fill_texts(
             plans.texts,
-            captions_in_halves(lambda captions: encoders().encode_text(captions), device, say),
-            CAPTIONS_AT_ONCE,
+            captions_in_halves(encode_text, device, say),
+            together,
             lambda done, all_: progress("captions", done, all_),
             start=start,
         )
@@ -201,6 +220,14 @@ def pictures_together(config: Config, inputs: Inputs, choices: Choices, *, missi
         fix = "Set data.resolution lower, or fill the caches elsewhere first: lora-trainer cache."
         raise UsageError(Problem(message, fix))
     return pictures_at_once(config.cache.batch, pixels, itemsize, costs, usable)
+
+
+def captions_together(config: Config, inputs: Inputs, choices: Choices) -> tuple[bool, int]:
+    """As the plan says: whether text encoders visit the card layer by layer, and how many captions they read at once."""
+    usable = usable_bytes(config, choices.device)
+    if usable is None:
+        return False, CAPTIONS_AT_ONCE
+    return captions_at_once(choices.encoder_dtype.itemsize, costs_of(inputs.facts, inputs.family.text.without), usable)
 
 
 def in_halves(encode: EncodeImage, device: torch.device, say: Say = nothing_said) -> EncodeImage:

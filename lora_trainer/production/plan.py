@@ -171,7 +171,7 @@ def make_plan(
         fit=fit,
         steps=steps,
         disk_gib=(cached + run_bytes(config, demand.gauge.shapes(demand.rank), steps)) / GIB,
-        phases=plan_phases(demand, fit, architecture.facts, config.cache.batch),
+        phases=plan_phases(demand, fit, architecture.facts, config.cache.batch, family.text.without),
         advice=(*uncounted(config), *advice(demand, fit, architecture)),
         computed=computed_in(config, fit.precision),
         attention=config.memory.attention,
@@ -225,7 +225,7 @@ def make_demand(
         averaged=config.train.ema_decay is not None,
         limit_gib=limit_gib,
         encoder=(0, 0) if config.cache.latents else encoding_bytes(costs_of(facts)),
-        others=partial(other_peaks, facts=facts, pictures=config.cache.batch),
+        others=partial(other_peaks, facts=facts, pictures=config.cache.batch, without=family.text.without),
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,9 +28,14 @@ class PhasePlan:
         return {"peak_gib": round(self.peak_gib, 4), "placement": self.placement, "host_gib": round(self.host_gib, 4)}
 
 
-def plan_phases(demand: Demand, fit: Fit, facts: ModelFacts, pictures: int) -> dict[str, PhasePlan]:
-    """`cache`, `train`, `validate` and `draw`; `pictures` are to be encoded at once where that fits."""
-    costs = costs_of(facts)
+def plan_phases(
+    demand: Demand, fit: Fit, facts: ModelFacts, pictures: int, without: Collection[str] = ()
+) -> dict[str, PhasePlan]:
+    """`cache`, `train`, `validate` and `draw`; `pictures` are to be encoded at once where that fits.
+
+    Text encoders of `without` are left out.
+    """
+    costs = costs_of(facts, without)
     usable = None if demand.limit_gib is None else int(usable_gib(demand.limit_gib) * GIB)
     pixels = demand.area * demand.downscale**2
     together = pictures_at_once(pictures, pixels, ENCODED_IN, costs, usable)
@@ -53,9 +59,11 @@ def plan_phases(demand: Demand, fit: Fit, facts: ModelFacts, pictures: int) -> d
     }
 
 
-def other_peaks(demand: Demand, fit: Fit, facts: ModelFacts, pictures: int) -> dict[str, float]:
+def other_peaks(
+    demand: Demand, fit: Fit, facts: ModelFacts, pictures: int, without: Collection[str] = ()
+) -> dict[str, float]:
     """The peaks of the phases besides training, in GiB."""
-    found = plan_phases(demand, fit, facts, pictures)
+    found = plan_phases(demand, fit, facts, pictures, without)
     return {name: phase.peak_gib for name, phase in found.items() if name != "train"}
 
 

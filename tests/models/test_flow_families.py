@@ -14,6 +14,7 @@ from diffusers import DiffusionPipeline
 from lora_trainer.core.errors import UsageError
 from lora_trainer.models import FAMILIES, sd3
 from lora_trainer.models.drawing import prompted, read_prompts
+from lora_trainer.models.encoders import visiting_text
 from lora_trainer.models.family import Family, TextOptions
 from lora_trainer.models.flow_schedule import read_flow_schedule
 from lora_trainer.models.folder import detect_family
@@ -247,3 +248,10 @@ def test_the_schedule_is_what_the_scheduler_says(model):
     for scheduler in (ours, theirs):
         scheduler.set_timesteps(5, mu=0.8 if flow.dynamic else None)
     assert torch.equal(ours.sigmas, theirs.sigmas)
+
+
+def test_text_encoders_that_visit_layer_by_layer_say_the_same(model):
+    family = family_of(model)
+    whole = family.load_encoders(model, torch.float32, CPU).encode_text(CAPTIONS)
+    visiting = visiting_text(family, model, torch.float32, CPU)(CAPTIONS)
+    assert all(torch.equal(whole[name], visiting[name]) for name in whole)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import signal
+from dataclasses import replace
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from lora_trainer.models import FAMILIES
 from lora_trainer.models.folder import detect_family
 from lora_trainer.models.lora_files import read_lora
 from lora_trainer.monitor.trackers import Trackers
+from lora_trainer.production import caching
 from tests.recipes.recipe import Bench, draw_pictures, exported, losses, patched, record, rows, save_tiny_model
 from tests.recipes.test_resume import stop
 
@@ -132,3 +134,17 @@ def test_a_model_that_predicts_velocity_down_to_no_signal(tmp_path):
         header = file.metadata()
     keys = ("ss_base_model_version", "modelspec.prediction_type", "ss_zero_terminal_snr")
     assert tuple(header[key] for key in keys) == ("sdxl_base_v1-0", "v", "True")
+
+
+@pytest.mark.parametrize("family", ["sd3", "flux"])
+def test_text_encoders_too_large_for_a_card_are_read_layer_by_layer(family, tmp_path, capsys):
+    """As the plan says, and to the bit as those that stand there whole."""
+    model, data = save_tiny_model(tmp_path, family), draw_pictures(tmp_path / "data", 4)
+    settings = {"data__resolution": 64, "steps": 2}
+    made = Bench(model, data, tmp_path / "runs", tmp_path / "cache")
+    assert made.run("whole", **settings) == 0
+    capsys.readouterr()
+    with patched(caching, "usable_bytes", lambda config, device: 2**30):  # too little for 32 captions at once
+        assert replace(made, cache=tmp_path / "other").run("visiting", **settings) == 0
+    assert "text encoders layer by layer, " in capsys.readouterr().out
+    assert losses(made.folder("visiting")) == losses(made.folder("whole"))

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 from functools import cache
 from importlib.resources import files
@@ -50,12 +51,20 @@ def phase_costs(family: str) -> PhaseCosts:
     return PhaseCosts(**{**costs, "text_encoders": tuple(costs["text_encoders"])})
 
 
-def costs_of(facts: ModelFacts) -> PhaseCosts:
-    """The same, with the sizes of a folder's own encoders. Raises UsageError for weights that cannot be read."""
+def costs_of(facts: ModelFacts, without: Collection[str] = ()) -> PhaseCosts:
+    """The same, with the sizes of a folder's own encoders, and without those of `without`.
+
+    Raises UsageError for weights that cannot be read.
+    """
     published = phase_costs(facts.family)
+    names = ("text_encoder", *(f"text_encoder_{number}" for number in range(2, len(published.text_encoders) + 1)))
+    sizes = zip(names, published.text_encoders, strict=True)
+    published = replace(published, text_encoders=tuple(size for name, size in sizes if name not in without))
     if not facts.whole or not facts.path.is_dir():
         return published
-    text_encoders = sorted(path for path in facts.path.glob("text_encoder*") if path.is_dir())
+    text_encoders = sorted(
+        path for path in facts.path.glob("text_encoder*") if path.is_dir() and path.name not in without
+    )
     own = {path.name: _sizes(path) for path in (*text_encoders, facts.path / "vae")}
     return replace(
         published,
@@ -158,12 +167,23 @@ def caching_bytes(pictures: int, pixels: int, itemsize: int, costs: PhaseCosts, 
     Text encoders that do not fit visit layer by layer, with as many captions at once as fit beside them.
     """
     images = itemsize * (costs.autoencoder + int(FRAGMENTATION * pictures * costs.encode * pixels))
-    each = itemsize * math.ceil(FRAGMENTATION * costs.caption)
-    captions = itemsize * sum(costs.text_encoders) + CAPTIONS_AT_ONCE * each
+    each = _caption_bytes(itemsize, costs)
     told = counted(pictures, "picture") + " at once"
-    if usable is None or captions <= usable:
-        return max(images, captions), told
-    layer = itemsize * costs.layer
-    together = max(1, min(CAPTIONS_AT_ONCE, (usable - layer) // each))
+    in_turn, together = captions_at_once(itemsize, costs, usable)
+    if not in_turn:
+        return max(images, itemsize * sum(costs.text_encoders) + together * each), told
     said = f"{told}, text encoders layer by layer, {counted(together, 'caption')} at once"
-    return max(images, layer + together * each), said
+    return max(images, itemsize * costs.layer + together * each), said
+
+
+def captions_at_once(itemsize: int, costs: PhaseCosts, usable: int | None) -> tuple[bool, int]:
+    """Whether text encoders visit the card layer by layer, and how many captions they read together."""
+    each = _caption_bytes(itemsize, costs)
+    if usable is None or itemsize * sum(costs.text_encoders) + CAPTIONS_AT_ONCE * each <= usable:
+        return False, CAPTIONS_AT_ONCE
+    return True, max(1, min(CAPTIONS_AT_ONCE, (usable - itemsize * costs.layer) // each))
+
+
+def _caption_bytes(itemsize: int, costs: PhaseCosts) -> int:
+    """Held for each caption while it is read."""
+    return itemsize * math.ceil(FRAGMENTATION * costs.caption)
