@@ -237,7 +237,9 @@ def _fetch(model: HubModel, commit: str, name: str, size: int, say: Say) -> None
     blobs = _storage(model) / "blobs"
     blobs.mkdir(parents=True, exist_ok=True)
     part = blobs / f"{etag}.part"
-    with FileLock(f"{part}.lock"):
+    locks = blobs.parent.parent / ".locks" / blobs.parent.name  # where the hub's own library has its locks
+    locks.mkdir(parents=True, exist_ok=True)
+    with FileLock(locks / f"{part.name}.lock"):
         if not (blobs / etag).exists():
             with open(part, "ab") as file:
                 if file.tell() > size:
@@ -345,7 +347,9 @@ def _told(model: HubModel) -> Iterator[None]:
         ) from error
     except (httpx2.HTTPError, errors.LocalEntryNotFoundError, errors.OfflineModeIsEnabled) as error:
         message = f"The hub cannot be reached for {model}: {first_line(error)}."
-        raise UsageError(Problem(message, f"Check the network and HF_ENDPOINT. {TRY_AGAIN}")) from error
+        raise UsageError(
+            Problem(message, f"Check the network and HF_ENDPOINT; a folder is written ./{model}. {TRY_AGAIN}")
+        ) from error
     except OSError as error:
         reason = "the disk is full" if error.errno in FULL else first_line(error)
         raise UsageError(Problem(f"{model} could not be fetched: {reason}.", TRY_AGAIN)) from error

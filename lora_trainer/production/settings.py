@@ -59,10 +59,14 @@ def _family_layers(
     user: Sequence[Layer], problems: list[Problem], say: Callable[[str], None], *, builtin_if_none: bool
 ) -> tuple[list[Layer], list[Layer]]:
     """The family's presets, for the model that the user's layers name or for the built-in base; and what holds it."""
-    model, offline = _model_of(user), any(_section(layer, "run").get("offline") is True for layer in user)
+    model = _model_of(user)
+    offline = [said for layer in user if (said := _section(layer, "run").get("offline")) is not None][-1:] == [True]
     asked = model.get("family", EMPTY)
     path = model.get("path")
     if path is None:
+        if "revision" in model:
+            message = f"model.revision = {model['revision']!r} is of a hub, and no model is named."
+            problems.append(Problem(message, "Name the model as owner/name with --model, or remove model.revision."))
         usual = asked in (EMPTY, USUAL_FAMILY)
         return family_layers(USUAL_FAMILY if usual else str(asked), builtin=builtin_if_none and usual), []
     named = next(layer.name for layer in reversed(user) if "path" in _section(layer, "model"))

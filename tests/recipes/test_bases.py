@@ -161,6 +161,9 @@ def test_a_family_that_the_files_are_not_of(bench: Bench, capsys: pytest.Capture
     assert "is of a hub" in said
     assert bench.run("refused", model__family="sdxl") == 2
     assert "is a model of sd15" in capsys.readouterr().err
+    for command in (["check", str(bench.data)], ["plan"]):
+        assert main([*command, "--set", "model.revision=v1"]) == 2
+        assert "no model is named" in capsys.readouterr().err
 
 
 def test_what_is_no_base_is_named(
