@@ -56,7 +56,7 @@ def convert_command(arguments: argparse.Namespace, unknown: list[Problem]) -> in
             Problem(f"{target} was not written: {error.strerror or error}.", "Nothing was kept.")
         ) from error
     exact = "bit for bit" if done.difference == 0 else f"largest difference {done.difference:.1e} of an update"
-    say(f"{done.modules} modules, {arguments.to}'s form, held against {source.name}: {exact}")
+    say(f"{done.modules} modules in the form of {arguments.to}, held against {source.name}: {exact}")
     for note in done.notes:
         say(f"note: {note}")
     for path in done.paths:
