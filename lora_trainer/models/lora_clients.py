@@ -10,9 +10,10 @@ if TYPE_CHECKING:
 
 Reads = Literal["whole", "in part", "not", "unknown"]
 UNETS = ("sd15", "sd2", "sdxl")
-KOHYA_IN_DIFFUSERS = (*UNETS, "flux")  # 0.42 translates no names of other families
+KOHYA_IN_DIFFUSERS = (*UNETS, "flux", "z_image")  # 0.42 translates no names of other families
 IN_SD_SCRIPTS = (*UNETS, "sd3", "flux")
 PEFT_IN_COMFYUI = ("sd3",)
+NOT_LOOKED_AT_IN_COMFYUI = ("z_image",)  # diffusers' names, which only its later versions know
 
 
 @dataclass(frozen=True)
@@ -67,7 +68,7 @@ def _comfyui(file: Inspected) -> Client:
         return Client(
             name, "in part", "it never reads alpha from the header, so its strength differs; convert --to kohya"
         )
-    return Client(name, "unknown" if family is None else "whole")
+    return Client(name, "unknown" if family in (None, *NOT_LOOKED_AT_IN_COMFYUI) else "whole")
 
 
 def _webui(file: Inspected) -> Client:

@@ -13,11 +13,13 @@ from diffusers.loaders.single_file_utils import convert_z_image_transformer_chec
 
 from lora_trainer.core.errors import UsageError
 from lora_trainer.diffusion.timesteps import Shift
-from lora_trainer.export.layout import rule_of
+from lora_trainer.export.kohya import kohya_tensors
+from lora_trainer.export.layout import Names, rule_of
+from lora_trainer.export.weights import LoraWeights
 from lora_trainer.models import FAMILIES
 from lora_trainer.models.folder import detect_family
 from lora_trainer.models.z_image import LAYOUT, read_chat
-from tests.export.tiny import qwen_tokenizer, tiny_pipeline, tiny_transformer
+from tests.export.tiny import qwen_tokenizer, random_lora, tiny_pipeline, tiny_transformer
 
 CPU = torch.device("cpu")
 FAMILY = FAMILIES["z_image"]
@@ -123,3 +125,19 @@ def test_what_is_no_base_of_the_family_is_refused(model, tmp_path):
     (other / "tokenizer" / "tokenizer.json").unlink()
     with pytest.raises(UsageError, match=r"tokenizer\.json is missing"):
         FAMILY.describe(other)
+
+
+def test_kohyas_form_is_read_by_diffusers_with_each_layers_change():
+    """Fused there, and split again by its loader; alpha is another than the rank."""
+    denoiser = tiny_transformer("z_image")
+    endings = ("to_q", "to_k", "to_v", "to_out.0", "w1", "w2", "w3")
+    plain = random_lora(denoiser, rank=4, alpha=2.0, endings=endings)
+    ours = {f"transformer.{name.partition('.')[2]}": pair for name, pair in plain.modules.items()}
+    names = Names("z_image", "transformer", FAMILY.kohya_prefixes, FAMILY.layout)
+    tensors, _ = kohya_tensors(LoraWeights(ours), names)
+    assert any(name.endswith("attention_qkv.lora_down.weight") for name in tensors)
+    read = ZImagePipeline.lora_state_dict(dict(tensors))
+    assert len(read) == 2 * len(ours)
+    for name, pair in ours.items():
+        change = read[f"{name}.lora_B.weight"] @ read[f"{name}.lora_A.weight"]
+        assert torch.allclose(change, pair.up @ pair.down * 0.5, atol=1e-6)
