@@ -20,6 +20,7 @@ from torch import Tensor
 
 from lora_trainer.core.errors import TrainingFailed, UsageError
 from lora_trainer.export.lora_file import read_lora, write_lora
+from lora_trainer.export.metadata import FlowFacts, header
 from lora_trainer.export.weights import (
     LoraPair,
     LoraWeights,
@@ -173,6 +174,29 @@ def test_header_golden(tmp_path: Path) -> None:
         adapter = json.loads(opened.metadata()["lora_adapter_metadata"])
     assert adapter["unet.r"] == adapter["unet.lora_alpha"] == 4
     assert adapter["unet.target_modules"] == ["mid_block.attentions.0.proj_in"]
+
+
+def test_the_header_of_a_flow_tells_its_times_and_what_text_encoders_learned() -> None:
+    told = facts(
+        base_version="sd3",
+        architecture="stable-diffusion-3-5-medium/lora",
+        prediction="flow",
+        flow=FlowFacts("logit_normal", 0.0, 1.0, 1.29, 3.0),
+        text_rates=(5e-5, 0.0),
+        text_rank=8,
+        clip_skip=2,
+        max_tokens=150,
+    )
+    words = header(told)
+    assert "modelspec.prediction_type" not in words  # a flow has none
+    assert words["ss_weighting_scheme"] == "logit_normal"
+    assert words["ss_discrete_flow_shift"] == "3.0"
+    assert words["ss_timestep_sampling"] == "sigma"
+    assert words["ss_text_encoder_lr"] == "[5e-05, 0.0]"
+    assert json.loads(words["ss_network_args"])["text_encoder_dim"] == 8
+    assert (words["ss_clip_skip"], words["ss_max_token_length"]) == ("2", "150")
+    by_size = header(facts(prediction="flow", flow=FlowFacts("uniform", 0.0, 1.0, 0.0, None)))
+    assert (by_size["ss_timestep_sampling"], by_size["ss_weighting_scheme"]) == ("flux_shift", "none")
 
 
 def test_check_keys_names_what_does_not_fit(pipeline: StableDiffusionPipeline) -> None:
