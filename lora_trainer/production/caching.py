@@ -35,7 +35,7 @@ from lora_trainer.data.views import View
 from lora_trainer.evaluation.held_out import EncodedSample
 from lora_trainer.evaluation.loading import free_memory
 from lora_trainer.models.encoders import visiting_text
-from lora_trainer.models.family import Encoders, Family
+from lora_trainer.models.family import Encoders
 from lora_trainer.models.memory.phases import (
     CAPTIONS_AT_ONCE,
     captions_at_once,
@@ -47,6 +47,7 @@ from lora_trainer.models.memory.phases import (
 from lora_trainer.production.choices import Choices, usable_bytes
 from lora_trainer.production.inputs import Inputs, caption_rules, measured_among, own_architecture, view_bytes
 from lora_trainer.production.memory import GIB
+from lora_trainer.production.reading import caches_texts
 
 LATENT_DTYPE = torch.float32  # mean and spread of 4 x 64 x 64 are 128 KiB a picture: cheap, and exact
 EncodeText = Callable[[Sequence[Caption]], Mapping[str, Tensor]]
@@ -100,11 +101,6 @@ def plan_caches(config: Config, inputs: Inputs, choices: Choices) -> CachePlans:
     if not caches_texts(config, inputs.family):
         texts = replace(texts, items=(), keys=(), missing=(), reasons=())
     return CachePlans(plan_latents(shown, folder, image_key, LATENT_DTYPE), texts)
-
-
-def caches_texts(config: Config, family: Family) -> bool:
-    """Whether captions are cached: where no text encoder is trained, or some of the model's never are."""
-    return not config.text.trained or family.joined_text is not None
 
 
 def measured(inputs: Inputs) -> list[int]:

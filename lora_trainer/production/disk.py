@@ -13,6 +13,7 @@ from lora_trainer.data.views import plan_plain, plan_views
 from lora_trainer.models.family import Architecture, Family
 from lora_trainer.optim.state_size import optimizer_state_bytes
 from lora_trainer.production.inputs import measured_among, trained_framings, view_bytes
+from lora_trainer.production.reading import caches_texts
 
 LORA_BYTES, LORA_FILES = 2, 2
 CACHED_BYTES = 4  # of each number in the cache of texts: fp32
@@ -45,6 +46,8 @@ def cache_bytes(
     shown = {(sample.content, sample.mask, view): (sample, view) for sample, view in pairs}
     told = (*train, *(canonical(samples[index]) for index in asked))
     texts = {(text, sample.weighted) for sample in told for text in sample.texts} | {("", False)}
+    if not caches_texts(config, family):
+        texts = set()
     values = sum(math.prod(shape) for shape in family.cond_shapes(architecture.denoiser).values())
     shards = 1 + len({(view.fit.bucket, sample.mask is None) for sample, view in shown.values()})
     return (

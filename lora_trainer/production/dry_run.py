@@ -68,4 +68,4 @@ def room_of(order: Order, plan: Plan, total: int) -> Room:
     """What the run's folder will take; a run that is resumed needs no room for what is there."""
     newest = list_checkpoints(order.folder / "checkpoints")[:1] if order.resume else []
     done = step_of(newest[0]) if newest else 0
-    return room_for(order.config, order.folder, plan.demand.gauge.shapes(plan.demand.rank), done, total)
+    return room_for(order.config, order.folder, plan.demand.shapes, done, total)

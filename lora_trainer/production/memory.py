@@ -16,6 +16,7 @@ from typing import Literal
 
 from lora_trainer.core.errors import Problem, UsageError
 from lora_trainer.models.memory.ledger import Gauge, Sizes, count_of
+from lora_trainer.models.memory.texts import NO_TEXTS, TextSizes
 from lora_trainer.optim.state_size import optimizer_state_on_card
 
 GIB = 2**30
@@ -39,7 +40,7 @@ class Demand:
     """What settings and model ask of a card. `samples` are those of a step in one process.
 
     `precisions` are the ones to try, best first. `encoder` is for pictures that are encoded while training, one by
-    one: bytes of the autoencoder, and bytes that it holds for each pixel.
+    one: bytes of the autoencoder, and bytes that it holds for each pixel. `texts` are the text encoders that are trained.
 
     `streaming` is a number of blocks that visit, or `auto`; `recompute` is what checkpointed blocks compute again;
     `offloaded`: activations wait in host memory. `others` says the peaks in GiB of a run's phases besides training.
@@ -62,12 +63,18 @@ class Demand:
     streaming: Literal["none", "auto"] | int = "none"
     recompute: str = "all"
     offloaded: bool = False
+    texts: TextSizes = NO_TEXTS
     others: Callable[[Demand, Fit], Mapping[str, float]] = field(default=no_other_phases, compare=False)
 
     @property
     def area(self) -> int:
         """Of one sample's latents; buckets are never larger."""
         return max(self.resolution, self.pixel_step) ** 2 // self.downscale**2
+
+    @property
+    def shapes(self) -> list[tuple[int, ...]]:
+        """Of all that is trained."""
+        return [*self.gauge.shapes(self.rank), *self.texts.shapes]
 
     @property
     def streamed(self) -> int:
@@ -116,20 +123,23 @@ def parts_of(demand: Demand, micro: int, checkpointed: int, precision: str, stre
     visiting = demand.streamed if streamed is None else streamed
     sizes = Sizes(demand.rank, micro, demand.area, checkpointed, demand.recompute, visiting, demand.offloaded)
     found = demand.gauge.footprint(sizes, precision)
-    shapes = demand.gauge.shapes(demand.rank)
+    shapes, texts, itemsize = demand.shapes, demand.texts, 4 if precision == "fp32" else 2
     masters = 4 * sum(map(math.prod, shapes))
-    own = found.copies if precision == "fp32" else found.copies + masters
+    copies = found.copies + itemsize * sum(map(math.prod, texts.shapes))
+    own = copies if precision == "fp32" else copies + masters
     state = optimizer_state_on_card(demand.optimizer, shapes) + (masters if demand.averaged else 0)
     earlier = masters if accumulation_of(demand, micro) > 1 else 0  # gradients of the micro batches before
-    adapter, activations = own + earlier + found.gradients, found.activations
+    again = checkpointed > 0
+    adapter = own + earlier + found.gradients
+    activations = found.activations + itemsize * texts.kept(micro, checkpointed=again)
     if own + masters > adapter + activations:  # the update: all gradients in fp32, no activations
         adapter, activations = own + masters, 0
     autoencoder, encoding = demand.encoder[0], demand.encoder[1] * demand.area * demand.downscale**2
     activations += encoding  # it goes on beside the step
     overhead = CONTEXT_GIB * GIB + FRAGMENTATION * (adapter + state + activations)
-    flops = found.flops * demand.samples / micro
+    flops = found.flops * demand.samples / micro + texts.flops(demand.samples, checkpointed=again)
     return Parts(
-        weights=(found.weights + autoencoder) / GIB,
+        weights=(found.weights + autoencoder + itemsize * texts.held) / GIB,
         adapter=adapter / GIB,
         optimizer=state / GIB,
         activations=activations / GIB,

@@ -57,3 +57,8 @@ def read_as_trained(config: Config, run: Config | None, header: Mapping[str, str
 
 def _number(said: str | None) -> int | None:
     return int(said) if said is not None and said.isdecimal() else None
+
+
+def caches_texts(config: Config, family: Family) -> bool:
+    """Whether captions are cached: where no text encoder is trained, or some of the model's never are."""
+    return not config.text.trained or family.joined_text is not None

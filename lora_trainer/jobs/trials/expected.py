@@ -61,7 +61,7 @@ def expected_of(resolved: Resolved, subject: Subject, micros: Sequence[Micro]) -
     denoiser = subject.learner.denoiser
     held = checkpointed_blocks(denoiser), subject.precision, streamed_count(denoiser)
     parts = parts_of(demand, len(largest.t), *held)
-    shapes = demand.gauge.shapes(demand.rank)
+    shapes = demand.shapes
     numbers = sum(map(math.prod, shapes))
     one_of_each = 4 * numbers
     adapter = one_of_each if subject.precision == "fp32" else one_of_each + numbers * subject.learner.dtype.itemsize

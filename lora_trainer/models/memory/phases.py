@@ -41,6 +41,7 @@ class PhaseCosts:
     decode: int
     predict: int
     caption: int
+    text_layers: tuple[tuple[int, int, int], ...] = ()  # (layers, width, inner width) of encoders that can be trained
 
 
 @cache
@@ -48,7 +49,8 @@ def phase_costs(family: str) -> PhaseCosts:
     """The published model's."""
     text = (files("lora_trainer.models") / "architectures" / f"{family}.json").read_text(encoding="utf-8")
     costs = json.loads(text)["phases"]
-    return PhaseCosts(**{**costs, "text_encoders": tuple(costs["text_encoders"])})
+    layers = tuple((count, width, inner) for count, width, inner in costs.get("text_layers", ()))
+    return PhaseCosts(**{**costs, "text_encoders": tuple(costs["text_encoders"]), "text_layers": layers})
 
 
 def costs_of(facts: ModelFacts, without: Collection[str] = ()) -> PhaseCosts:

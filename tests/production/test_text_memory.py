@@ -1,0 +1,83 @@
+"""What the plan says of text encoders that are trained along, held against what they keep and against the run's own."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from transformers import CLIPTextConfig, CLIPTextModel
+
+from lora_trainer.config.layers import Layer
+from lora_trainer.models import FAMILIES
+from lora_trainer.models.kernels.update import sum_updates
+from lora_trainer.models.lora import inject_lora, matching_modules
+from lora_trainer.models.memory.texts import TextSizes
+from lora_trainer.models.unet import CLIP_TARGETS
+from lora_trainer.production.find_micro import Kept
+from lora_trainer.production.memory import parts_of
+from lora_trainer.production.plan import architecture_of, make_demand, make_plan
+from lora_trainer.production.settings import settle
+from lora_trainer.training.texts import checkpoint_layers
+
+LAYERS, WIDTH, INNER, RANK = 3, 128, 512, 8
+
+
+@pytest.mark.parametrize("checkpointed", [False, True])
+def test_what_a_clip_keeps_is_what_it_was_said_to(checkpointed):
+    config = CLIPTextConfig(
+        vocab_size=99, hidden_size=WIDTH, intermediate_size=INNER, num_hidden_layers=LAYERS, num_attention_heads=2
+    )
+    encoder = CLIPTextModel(config).requires_grad_(False).train()
+    inject_lora(encoder, matching_modules(encoder, CLIP_TARGETS), rank=RANK, alpha=8.0, dropout=0.0, seed=0)
+    sum_updates(encoder)
+    if checkpointed:
+        checkpoint_layers(encoder)
+    kept = Kept(encoder)
+    with torch.autograd.graph.saved_tensors_hooks(kept.pack, kept.unpack):
+        said = encoder(torch.zeros(2, 77, dtype=torch.long))[0].sum()
+        forward = kept.most
+        said.backward()
+    sizes = TextSizes(layers=((LAYERS, WIDTH, INNER),), ranks=(RANK,), tokens=77)
+    expected = 4 * sizes.kept(2, checkpointed=checkpointed)
+    if checkpointed:  # its layers' own come one after the other, where the hooks do not look
+        expected -= 4 * 2 * 77 * (8 * WIDTH + 3 * INNER + 6 * RANK)
+    assert forward == pytest.approx(expected, rel=0.08)
+    trained = [tuple(each.shape) for each in encoder.parameters() if each.requires_grad]
+    assert sorted(trained) == sorted(sizes.shapes)
+
+
+def demand_of(family: str, **settings: object):
+    values: dict[str, dict[str, object]] = {"model": {"family": family}}
+    for key, value in settings.items():
+        section, _, name = key.partition("__")
+        values.setdefault(section, {})[name] = value
+    resolved = settle([], [Layer("--set", values)])
+    named, architecture = architecture_of(resolved.config, FAMILIES)
+    return resolved, make_demand(resolved, named, architecture, None)
+
+
+@pytest.mark.parametrize("family", ["sd15", "sdxl", "sd3", "flux"])
+def test_the_plan_counts_them(family):
+    rates = (1e-5,) * len(FAMILIES[family].text_targets)
+    _, without = demand_of(family)
+    resolved, along = demand_of(family, text__learning_rates=rates, text__lora_rank=4)
+    less, more = (parts_of(each, 1, 0, "bf16") for each in (without, along))
+    clip = {"sd15": 123_060_480, "flux": 123_060_480}.get(family, 123_060_480 + 694_659_840)
+    assert (more.weights - less.weights) * 2**30 == pytest.approx(2 * clip, rel=0.01)  # T5 is not there
+    assert more.activations > less.activations
+    assert more.adapter > less.adapter
+    assert more.tflop > less.tflop
+    assert parts_of(along, 1, 1, "bf16").activations < more.activations
+    half = replace(along, texts=replace(along.texts, layers=along.texts.layers[:1], ranks=along.texts.ranks[:1]))
+    assert parts_of(half, 1, 0, "bf16").activations <= more.activations
+    assert make_plan(resolved).to_json()["peak_gib"] > 0.0
+
+
+def test_nothing_is_counted_where_none_is_trained():
+    _, without = demand_of("sdxl")
+    _, idle = demand_of("sdxl", text__learning_rates=(0.0, 0.0))
+    assert without.texts == idle.texts == TextSizes()
+    _, one = demand_of("sdxl", text__learning_rates=(0.0, 1e-5))
+    assert one.texts.layers == ((32, 1280, 5120),)
+    assert one.texts.held > 8e8  # the other reads captions beside it
