@@ -43,6 +43,7 @@ class ModelFacts:
     prediction: str  # "epsilon", "v_prediction" or "flow"
     caption_tokens: int  # the text encoder's limit, with start and end
     variant: str = ""  # which of the family's models: `medium`, `schnell`; empty where there is one kind
+    largest_side: int | None = None  # pixels; None where pictures may be as large as they are
     named: str = ""  # what people call the model, where that is not its folder
     whole: bool = True  # false where its configs alone are here
 

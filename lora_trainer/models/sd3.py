@@ -6,6 +6,7 @@ Three text encoders: two of CLIP and T5, without which the model works, too.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -87,7 +88,7 @@ def describe(folder: Path) -> ModelFacts:
         side=whole_number(path, config, "sample_size", 1, MOST_SIDE),
         variant=_variant(config),
     )
-    whole_number(path, config, "pos_embed_max_size", 1, MOST_SIDE)
+    table = whole_number(path, config, "pos_embed_max_size", 1, MOST_SIDE)
     clips = [read_config(folder, f"{name}/config.json") for name in CLIPS]
     width, given = config["joint_attention_dim"], sum(clip.get("hidden_size", 0) for clip in clips)
     refuse_widths(
@@ -97,7 +98,7 @@ def describe(folder: Path) -> ModelFacts:
         refuse_widths(folder, "text", width, given)
     if t5:
         refuse_widths(folder, "text", width, read_config(folder, f"{T5}/config.json").get("d_model"))
-    return facts
+    return replace(facts, largest_side=_cropped(table) * facts.pixel_step)
 
 
 def _variant(config: Mapping[str, Any]) -> str:

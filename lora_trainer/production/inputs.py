@@ -14,6 +14,7 @@ from lora_trainer.config.schema import CaptionsSection, Config, SourceSection
 from lora_trainer.core.errors import Problem, UsageError
 from lora_trainer.core.findings import Finding
 from lora_trainer.core.io import user_cache_folder
+from lora_trainer.data.buckets import Bucket
 from lora_trainer.data.caches.claims import in_use
 from lora_trainer.data.captions import canonical, settled
 from lora_trainer.data.check import DataReport, check_buckets, check_dataset, check_plan
@@ -210,6 +211,8 @@ def read_inputs(config: Config, families: Mapping[str, Family] = FAMILIES, *, we
     manifest, report = read_data(config, facts)
     framings, rules = trained_framings(config, facts), caption_rules(config)
     train, held_out = held_out_split(config, report)
+    train_plan, held_out_plan = plan_views(train, framings), plan_plain(held_out, framings)
+    refuse_large(facts, (*train_plan.counts, *held_out_plan.counts))
     return Inputs(
         family=family,
         facts=facts,
@@ -218,9 +221,17 @@ def read_inputs(config: Config, families: Mapping[str, Family] = FAMILIES, *, we
         report=report,
         train=settled(train, rules),
         held_out=tuple(map(canonical, settled(held_out, rules))),
-        train_plan=plan_views(train, framings),
-        held_out_plan=plan_plain(held_out, framings),
+        train_plan=train_plan,
+        held_out_plan=held_out_plan,
     )
+
+
+def refuse_large(facts: ModelFacts, buckets: Sequence[Bucket]) -> None:
+    """Raise UsageError for buckets that are wider or higher than the model knows places for."""
+    most, side = facts.largest_side, max((max(each.width, each.height) for each in buckets), default=0)
+    if most is not None and side > most:
+        message = f"A bucket is {side} px on its longer side, and {facts.name} knows places up to {most} px."
+        raise UsageError(Problem(message, f"Set data.bucket_max={most}, or data.resolution or data.max_aspect lower."))
 
 
 def dataset_facts(inputs: Inputs) -> dict[str, Any]:

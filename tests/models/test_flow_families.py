@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +13,15 @@ import torch
 from diffusers import DiffusionPipeline
 
 from lora_trainer.core.errors import UsageError
+from lora_trainer.data.buckets import Bucket
 from lora_trainer.models import FAMILIES, sd3
 from lora_trainer.models.drawing import prompted, read_prompts
 from lora_trainer.models.encoders import visiting_text
-from lora_trainer.models.family import Family, TextOptions
+from lora_trainer.models.family import Family, TextOptions, public_architecture
 from lora_trainer.models.flow_schedule import read_flow_schedule
 from lora_trainer.models.folder import detect_family
 from lora_trainer.models.t5 import read_t5_tokens
+from lora_trainer.production.inputs import refuse_large
 from tests.export.tiny import T5_WIDTH, TRANSFORMERS, t5_tokenizer, tiny_pipeline
 
 CPU = torch.device("cpu")
@@ -192,6 +195,8 @@ def test_facts_and_names_tell_the_kinds_apart(model):
     assert facts.variant == kinds[model.name]
     assert facts.caption_tokens == {**TOKENS, "sd3-without-t5": 77}.get(model.name, 256)
     assert (facts.prediction, facts.pixel_step, facts.latent_channels) == ("flow", 16, 16)
+    sides = {"sd3": 24 * 16, "sd3-without-t5": 24 * 16, "sd3.5": 128 * 16}  # of the table of positions
+    assert facts.largest_side == sides.get(model.name)
     version, architecture = family.base_names(facts)
     assert version in ("sd3", "flux1")
     assert architecture.endswith(f"-{facts.variant}/lora")
@@ -255,3 +260,11 @@ def test_text_encoders_that_visit_layer_by_layer_say_the_same(model):
     whole = family.load_encoders(model, torch.float32, CPU).encode_text(CAPTIONS)
     visiting = visiting_text(family, model, torch.float32, CPU)(CAPTIONS)
     assert all(torch.equal(whole[name], visiting[name]) for name in whole)
+
+
+def test_pictures_larger_than_the_table_of_positions_are_refused_before_anything_is_loaded():
+    facts = replace(public_architecture("sd3").facts, largest_side=2048)
+    refuse_large(facts, [Bucket(2048, 512), Bucket(1024, 1024)])
+    with pytest.raises(UsageError, match="2064 px") as refused:
+        refuse_large(facts, [Bucket(512, 2064)])
+    assert "data.bucket_max=2048" in refused.value.problems[0].fix
