@@ -18,6 +18,7 @@ from lora_trainer.models.single import tokenizers
 from lora_trainer.production.base import absolute, find_base
 from tests.models.single.originals import unet_checkpoint, write
 from tests.models.single.tiny import tiny_pipeline
+from tests.production.local_hub import COMMIT, local_hub
 
 CPU = torch.device("cpu")
 
@@ -126,3 +127,22 @@ def test_an_id_of_a_hub_stays_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     (tmp_path / "some").mkdir()
     assert absolute("some/model") == str(tmp_path / "some" / "model")
     assert absolute("model.safetensors") == str(tmp_path / "model.safetensors")
+
+
+def test_a_checkpoint_of_a_hub_and_an_autoencoder_for_a_hubs_model(
+    folder: Path, checkpoint: Path, tmp_path: Path
+) -> None:
+    with local_hub(tmp_path / "hf") as hub:
+        hub.repositories["some/single"] = {"old/sd.safetensors": checkpoint.read_bytes()}
+        hub.holds("some/model", folder)
+        single = find_base(ModelSection(path="some/single/old/sd.safetensors"), weights=False, say=hub.listing.get)
+        assert (single.named, single.commit) == ("some/single/old/sd.safetensors", COMMIT)
+        replaced = ModelSection(path="some/model", vae=str(folder))
+        alone = find_base(replaced, weights=False, say=hub.listing.get)
+        assert not alone.whole  # what is not here cannot be laid out: its configs tell what it is
+        whole = find_base(replaced, say=hub.listing.get)
+        assert whole.folder.is_relative_to(laid_out_models())
+        assert (whole.named, whole.commit, whole.whole) == ("some/model", COMMIT, True)
+        for name, tensor in encoded(single.folder).items():
+            assert torch.equal(encoded(whole.folder)[name], tensor)
+        assert find_base(ModelSection(path="some/single/old/sd.safetensors"), offline=True).folder == single.folder
