@@ -39,24 +39,28 @@ class Chosen:
 
 
 def choose_files(names: Collection[str], index: Mapping[str, Any], *, weights: bool, without_t5: bool) -> Chosen:
-    """The files of the parts that a `model_index.json` names: configs, vocabularies and one set of weights of each."""
+    """The files of the parts that a `model_index.json` names: configs, vocabularies and one set of weights of each.
+
+    Of a T5 that is left out what describes it is taken where it is there, and no weights.
+    """
     small: list[str] = []
     heavy: list[str] = []
     lacking: list[str] = []
-    for part in parts_of(index, without_t5=without_t5):
+    for part in parts_of(index):
+        left_out = without_t5 and "T5" in str(index[part])
         inside = {name.partition("/")[2] for name in names if name.startswith(f"{part}/")}
         inside = {name for name in inside if _FILE.fullmatch(name)}
         if part.startswith("tokenizer"):
             small += [f"{part}/{name}" for name in sorted(inside) if name.endswith(WORDS)]
-            if not any(inside.issuperset(files) for files in VOCABULARIES):
+            if not left_out and not any(inside.issuperset(files) for files in VOCABULARIES):
                 lacking.append(f"{part}/ holds no vocabulary")
             continue
         config = "scheduler_config.json" if part == "scheduler" else "config.json"
         if config in inside:
             small.append(f"{part}/{config}")
-        else:
+        elif not left_out:
             lacking.append(f"{part}/{config} is missing")
-        if part == "scheduler" or not weights:
+        if part == "scheduler" or left_out or not weights:
             continue
         found = weights_of(inside)
         heavy += [f"{part}/{name}" for name in found]
@@ -65,13 +69,10 @@ def choose_files(names: Collection[str], index: Mapping[str, Any], *, weights: b
     return Chosen((*small, INDEX), tuple(heavy), tuple(lacking))
 
 
-def parts_of(index: Mapping[str, Any], *, without_t5: bool) -> list[str]:
+def parts_of(index: Mapping[str, Any]) -> list[str]:
     """The parts that training needs, as the pipeline's index names them; a safety checker is none."""
-    t5 = {part for part, value in index.items() if without_t5 and "T5" in str(value)}
     return sorted(
-        part
-        for part, value in index.items()
-        if PART.fullmatch(part) and isinstance(value, list) and any(value) and part not in t5
+        part for part, value in index.items() if PART.fullmatch(part) and isinstance(value, list) and any(value)
     )
 
 

@@ -280,10 +280,14 @@ def test_which_weights_are_taken() -> None:
     assert weights_of({"model.non_ema.safetensors", "sd.safetensors", "model.bin"}) == []
 
 
-def test_without_t5_its_parts_are_left_out() -> None:
+def test_without_t5_its_weights_are_left_out() -> None:
     index = {"text_encoder_3": ["transformers", "T5EncoderModel"], "tokenizer_3": ["transformers", "T5TokenizerFast"]}
     assert choose_files((), index, weights=True, without_t5=True).lacking == ()
     assert len(choose_files((), index, weights=True, without_t5=False).lacking) == 3
+    there = ("text_encoder_3/config.json", "text_encoder_3/model.safetensors", "tokenizer_3/spiece.model")
+    chosen = choose_files(there, index, weights=True, without_t5=True)
+    assert chosen.names == ("text_encoder_3/config.json", "tokenizer_3/spiece.model", "model_index.json")
+    assert set(choose_files(there, index, weights=True, without_t5=False).names) == {*there, "model_index.json"}
 
 
 @pytest.mark.parametrize("commit", ["../../../elsewhere", "", "main"])

@@ -21,12 +21,13 @@ from safetensors.torch import save_file
 from lora_trainer.cli.main import main
 from lora_trainer.config.schema.inputs import ModelSection
 from lora_trainer.core.tensorfile import read_tensor_header
+from lora_trainer.models import FAMILIES
 from lora_trainer.models.places import laid_out_models
 from lora_trainer.production.base import find_base
 from tests.conftest import CHECKOUT
 from tests.export.tiny import tiny_vae
 from tests.production.local_hub import COMMIT, LocalHub, local_hub
-from tests.recipes.recipe import Bench, contents, exported, losses, record
+from tests.recipes.recipe import Bench, contents, exported, losses, record, save_tiny_model
 
 NAME = "some/tiny-model"
 
@@ -90,6 +91,16 @@ def test_plan_and_check_fetch_configs_alone(hub: LocalHub, fetched: Bench, capsy
     assert fetched.run("offline", "--offline", steps=1) == 2
     assert "offline nothing is fetched" in capsys.readouterr().err
     assert not fetched.folder("offline").exists()
+
+
+def test_weights_of_a_t5_that_is_left_out_stay_on_the_hub(hub: LocalHub, fetched: Bench, tmp_path: Path) -> None:
+    hub.holds("some/sd3", save_tiny_model(tmp_path, "sd3"))
+    asked = ["--model", "some/sd3", "--set", "model.without_t5=true"]
+    assert main(["check", str(fetched.data), *asked, "--set", "data.resolution=64"]) == 0
+    found = find_base(ModelSection(path="some/sd3", without_t5=True), say=lambda line: None)
+    assert "text_encoder_3/model.safetensors" not in hub.fetched()
+    assert FAMILIES["sd3"].describe(found.folder).family == "sd3"
+    assert not (found.folder / "text_encoder_3").exists()
 
 
 def test_bad_data_is_refused_before_weights_are_fetched(hub: LocalHub, fetched: Bench, tmp_path: Path) -> None:
