@@ -1,0 +1,74 @@
+"""Trained, judged and drawn with a single checkpoint: the same numbers as with the folder of the same weights.
+
+FLUX.1 is not here: diffusers reads kohya's form of its LoRA files at the published width only.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from PIL import Image
+
+from lora_trainer.models.family import Architecture, public_architecture
+from lora_trainer.models.single import tokenizers, transformers, unet
+from tests.models.single.originals import flow_checkpoint, unet_checkpoint, write
+from tests.models.single.tiny import FLOWS, tiny_flow_pipeline, tiny_pipeline
+from tests.recipes.recipe import Bench, draw_pictures, exported, losses, record
+
+KINDS = {"sd15": "epsilon", "sd2": "v_prediction", "sdxl": "epsilon", "sd3.5": "flow"}
+
+
+def made(kind: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Bench, Bench, dict[str, str]]:
+    """The same model as a folder and as a checkpoint, and the settings that the latter needs."""
+    monkeypatch.setattr(tokenizers, "CLIP", folder / "words")
+    if kind in FLOWS:
+        pipeline = tiny_flow_pipeline(folder / "words", kind)
+        tensors = flow_checkpoint(pipeline)
+    else:
+        pipeline = tiny_pipeline(folder / "words", kind, KINDS[kind])
+        tensors = unet_checkpoint(pipeline, kind)
+    pipeline.save_pretrained(folder / "model")
+    smaller(folder / "model", monkeypatch)
+    file = write(tensors, folder / "one.safetensors", {"modelspec.prediction_type": "v"} if kind == "sd2" else None)
+    plain = Bench(folder / "model", draw_pictures(folder / "data", 4), folder / "runs", folder / "cache")
+    more = {"model__text_encoders": str(folder / "model")} if kind in FLOWS else {}
+    return plain, replace(plain, model=file), more
+
+
+def smaller(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both are said to be made for 64 px, at which the gate asks them: a file does not tell."""
+
+    def public(name: str) -> Architecture:
+        published = public_architecture(name)
+        small = {"sample_size": 8} if "sample_size" in published.denoiser else {}
+        return replace(published, denoiser={**published.denoiser, **small})
+
+    for module in (unet, transformers):
+        monkeypatch.setattr(module, "public_architecture", public)
+    for path in (model / "unet" / "config.json", model / "transformer" / "config.json"):
+        if path.exists() and "sample_size" in path.read_text(encoding="utf-8"):
+            config = json.loads(path.read_text(encoding="utf-8"))
+            path.write_text(json.dumps(config | {"sample_size": 8}), encoding="utf-8")
+
+
+LONG = [pytest.param(kind, marks=pytest.mark.slow) for kind in KINDS if kind != "sd15"]
+
+
+@pytest.mark.parametrize("kind", ["sd15", *LONG])
+def test_a_checkpoint_trains_as_its_folder_does(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plain, single, more = made(kind, tmp_path, monkeypatch)
+    settings: dict[str, Any] = {"data__resolution": 64}
+    assert plain.run("folder", steps=3, **settings) == 0
+    assert single.run("single", steps=3, **settings, **more) == 0
+    assert losses(plain.folder("folder")) == losses(plain.folder("single"))
+    assert exported(plain.folder("folder"))["diffusers"] == exported(plain.folder("single"))["diffusers"]
+    folder, alone = (record(plain.folder(name)) for name in ("folder", "single"))
+    assert folder["lora"]["parts"] == alone["lora"]["parts"]
+    for picture in sorted((plain.folder("folder") / "samples").glob("*_with*.png")):
+        other = plain.folder("single") / picture.relative_to(plain.folder("folder"))
+        with Image.open(picture) as one, Image.open(other) as two:
+            assert one.tobytes() == two.tobytes()
