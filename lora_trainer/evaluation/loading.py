@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 from lora_trainer.core.errors import Problem
-from lora_trainer.core.tensorfile import read_tensor_header
+from lora_trainer.core.tensorfile import METADATA, read_tensor_header
 from lora_trainer.export.diffusers import diffusers_tensors
 from lora_trainer.export.keys import EMBEDDING, KOHYA_DOWN
 from lora_trainer.export.weights import LoraWeights, check_keys, folded
@@ -78,11 +78,16 @@ def put_on(pipeline: Any, weights: LoraWeights) -> list[str]:
 def judged(pipeline: Any, family: Family, lora: Path, weights: LoraWeights) -> list[str]:
     """Put a LoRA file onto a pipeline as its people load it; return what the libraries complained of.
 
-    diffusers itself does it, but for the original's names of fused layers: of those it knows none of SD3's, and
-    FLUX.1's in its own width alone, so what was read of the file is put on.
+    diffusers itself does it where it knows the names. It knows none that begin otherwise than its own and kohya's do, and
+    of the original's fused layers none of SD3's, and FLUX.1's in its own width alone: there what was read of the file
+    is put on.
     """
-    fused = family.layout and any(key.endswith(KOHYA_DOWN) for key in read_tensor_header(lora))
-    return put_on(pipeline, weights) if fused else load_onto(pipeline, lora)
+    keys = [key for key in read_tensor_header(lora) if key != METADATA]
+    fused = family.layout and any(key.endswith(KOHYA_DOWN) for key in keys)
+    foreign = not all(
+        key.startswith((f"{family.denoiser_prefix}.", "text_encoder", "lora_", EMBEDDING)) for key in keys
+    )
+    return put_on(pipeline, weights) if fused or foreign else load_onto(pipeline, lora)
 
 
 def components_of(pipeline: Any, family: Family) -> dict[str, nn.Module]:

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from PIL import Image
+from safetensors.torch import save_file
 
 from lora_trainer.cli.sample import sample_command
 from lora_trainer.cli.validate import validate_command
@@ -15,9 +16,11 @@ from lora_trainer.config.schema import Config
 from lora_trainer.core.errors import UsageError
 from lora_trainer.core.io import write_json
 from lora_trainer.data.manifest import read_manifest
+from lora_trainer.evaluation.lora_check import check_lora
 from lora_trainer.export.lora_file import write_lora
 from lora_trainer.export.weights import LoraPair, LoraWeights
 from lora_trainer.models import FAMILIES
+from lora_trainer.models.lora_files import read_lora
 from tests.export.tiny import facts, random_lora, tiny_pipeline
 
 
@@ -46,6 +49,23 @@ def pictures(tmp_path: Path) -> Path:
 
 def on(base: Path, **sample: object) -> Config:
     return Config.model_validate({"model": {"path": str(base)}, "sample": sample})
+
+
+def test_a_file_in_names_that_diffusers_does_not_know_is_judged_alike(lora: Path, base: Path, tmp_path: Path) -> None:
+    theirs, judged = tmp_path / "peft.safetensors", {}
+    own = {f"base_model.model.{name.removeprefix('unet.')}": pair for name, pair in read_lora(lora).modules.items()}
+    save_file(
+        {
+            f"{name}.lora_{half}.weight": t
+            for name, pair in own.items()
+            for half, t in (("A", pair.down), ("B", pair.up))
+        },
+        theirs,
+    )
+    for path in (lora, theirs):
+        judged[path] = check_lora(path, base, FAMILIES["sd15"], [])
+    assert judged[lora].parts["integrity"] == judged[theirs].parts["integrity"] == 1.0
+    assert judged[lora].score == pytest.approx(judged[theirs].score, abs=1e-3)
 
 
 def test_json_is_one_document_on_stdout(
