@@ -6,6 +6,7 @@ A transformer's modules go by the names of the original code, where one layer ma
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -70,12 +71,33 @@ def kohya_tensors(weights: LoraWeights, names: Names = ONE_TEXT_ENCODER) -> tupl
     Raises ValueError as `kohya_pairs` does.
     """
     pairs, told = kohya_pairs(weights, names)
+    if not names.layout:
+        pairs = one_alpha(pairs, names)
     tensors: dict[str, Tensor] = {}
     for name, pair in pairs.items():
         tensors[name + KOHYA_DOWN] = pair.down.contiguous()
         tensors[name + KOHYA_UP] = pair.up.contiguous()
         tensors[name + KOHYA_ALPHA] = torch.tensor(pair.alpha, dtype=torch.float32)
     return tensors | {EMBEDDING + word: tensor for word, tensor in weights.embeddings.items()}, told
+
+
+def one_alpha(pairs: Mapping[str, LoraPair], names: Names) -> dict[str, LoraPair]:
+    """The same changes with one alpha for each component, where powers of two in `up` make that exact.
+
+    Of a U-Net's file diffusers 0.42 applies the commonest alpha to every module, so that ranks that differ would change
+    the scale. Modules whose `up` would not come back bit for bit keep their alpha.
+    """
+    result = dict(pairs)
+    for prefix in names.prefixes.values():
+        own = {name: pair for name, pair in pairs.items() if name.startswith(f"{prefix}_")}
+        common = min(
+            (pair.alpha for pair in own.values()), default=0.0
+        )  # the least: larger numbers lose no bits of fp16
+        for name, pair in own.items():
+            factor = pair.alpha / common if common > 0 else 0.0
+            if factor > 0 and math.frexp(factor)[0] == 0.5 and torch.equal(pair.up * factor / factor, pair.up):
+                result[name] = LoraPair(pair.down, pair.up * factor, common)
+    return result
 
 
 def fused_ranks(metadata: Mapping[str, str]) -> dict[str, list[int]]:
