@@ -74,6 +74,12 @@ def split(pair: LoraPair, rules: Sequence[Rule], ranks: Sequence[int] | None = N
     return found
 
 
+def turned(pair: LoraPair, rule: Rule) -> LoraPair:
+    """The pair of a layer that the original has by itself, with the halves of the last block's norm in the other order."""
+    last = pair.down.ndim == 2 and pair.up.shape[0] == 2 * pair.down.shape[1]
+    return LoraPair(pair.down, _swap(pair.up, True), pair.alpha) if rule.last_swapped and last else pair
+
+
 def told_ranks(parts: Mapping[int, LoraPair], joined: LoraPair, rules: Sequence[Rule]) -> list[int] | None:
     """The ranks that a header must tell, since the tensors alone do not; None where they do."""
     back = split(joined, rules)

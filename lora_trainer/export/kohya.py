@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lora_trainer.export.fused import join, told_ranks
+from lora_trainer.export.fused import join, told_ranks, turned
 from lora_trainer.export.keys import (
     EMBEDDING,
     KOHYA_ALPHA,
@@ -53,7 +53,7 @@ def kohya_pairs(weights: LoraWeights, names: Names = ONE_TEXT_ENCODER) -> tuple[
         rules = [rule for rule, _ in placed.values()]
         parts = {part: weights.modules[module] for part, (_, module) in placed.items()}
         if rules[0].shares == (1,) and not rules[0].swapped:
-            pairs[name] = parts[0]
+            pairs[name] = turned(parts[0], rules[0])
             continue
         pairs[name] = join(parts, rules)
         if ranks := told_ranks(parts, pairs[name], _all_rules(names, rules[0])):

@@ -19,6 +19,7 @@ class Rule:
 
     The original's rows are divided by `shares`, in their order; this module is share `part`. `(1, 1, 1)` is a fused
     qkv. `swapped`: the original keeps the two halves of the rows the other way round (scale and shift of a norm).
+    `last_swapped`: so it does in the last block alone, whose layer gives two such halves of what it takes in.
     """
 
     ours: str  # `transformer_blocks.{}.attn.to_k`
@@ -26,6 +27,7 @@ class Rule:
     part: int = 0
     shares: tuple[int, ...] = (1,)
     swapped: bool = False
+    last_swapped: bool = False
 
 
 Layout = tuple[Rule, ...]

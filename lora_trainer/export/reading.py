@@ -15,7 +15,7 @@ from torch import Tensor
 
 from lora_trainer.core.errors import Problem, UsageError
 from lora_trainer.export import diffusers as diffusers_form
-from lora_trainer.export.fused import split
+from lora_trainer.export.fused import split, turned
 from lora_trainer.export.keys import COMPONENT_OF_PREFIX, EMBEDDING, Found, Key, read_key, resolve
 from lora_trainer.export.kohya import fused_ranks
 from lora_trainer.export.layout import Names
@@ -242,7 +242,8 @@ def _modules(
         place = found[name]
         try:
             simple = len(place.modules) == 1 and not (place.rules and place.rules[0].swapped)
-            parts = {0: pair} if simple else split(pair, place.rules, ranks.get(name))
+            own = turned(pair, place.rules[0]) if place.rules else pair
+            parts = {0: own} if simple else split(pair, place.rules, ranks.get(name))
         except ValueError as error:
             problems.append(Problem(f"{file}: {name} does not fit its layer: {error}.", "Is it for another model?"))
             continue

@@ -61,7 +61,11 @@ LAYOUT = (
     Rule("transformer_blocks.{}.ff_context.net.0.proj", "joint_blocks.{}.context_block.mlp.fc1"),
     Rule("transformer_blocks.{}.ff_context.net.2", "joint_blocks.{}.context_block.mlp.fc2"),
     Rule("transformer_blocks.{}.norm1.linear", "joint_blocks.{}.x_block.adaLN_modulation.1"),
-    Rule("transformer_blocks.{}.norm1_context.linear", "joint_blocks.{}.context_block.adaLN_modulation.1"),
+    Rule(
+        "transformer_blocks.{}.norm1_context.linear",
+        "joint_blocks.{}.context_block.adaLN_modulation.1",
+        last_swapped=True,
+    ),
     Rule("pos_embed.proj", "x_embedder.proj"),
     Rule("context_embedder", "context_embedder"),
     Rule("time_text_embed.timestep_embedder.linear_1", "t_embedder.mlp.0"),

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from safetensors.torch import load_file
 
 from lora_trainer.export.fused import join, split, told_ranks
 from lora_trainer.export.layout import fused
-from lora_trainer.export.weights import LoraPair
+from lora_trainer.export.lora_file import write_lora
+from lora_trainer.export.weights import LoraPair, LoraWeights
+from lora_trainer.models import FAMILIES
+from lora_trainer.models.lora_files import names_of, read_lora
+from tests.export.tiny import facts
 
 SHARES = st.sampled_from([(1, 1, 1), (1, 1, 1, 4)])
 
@@ -72,3 +79,27 @@ def test_rows_that_cannot_be_divided_are_refused() -> None:
         split(pair(2, 8, 0), layer((1, 1, 1)))
     with pytest.raises(ValueError, match="shares"):
         join({0: pair(2, 4, 0), 1: pair(2, 5, 1)}, layer((1, 1, 1)))
+
+
+def test_the_last_norm_of_a_text_stream_keeps_scale_and_shift_apart(tmp_path: Path) -> None:
+    """diffusers has scale before shift there, the original after; in every other block both have the same six parts."""
+    generator = torch.Generator().manual_seed(5)
+
+    def update(rows: int) -> LoraPair:
+        return LoraPair(torch.randn(2, 8, generator=generator), torch.randn(rows, 2, generator=generator), 2.0)
+
+    pairs = {
+        f"transformer.transformer_blocks.{block}.norm1_context.linear": update(rows)
+        for block, rows in enumerate((48, 16))
+    }
+    path, other = write_lora(
+        tmp_path, "a", LoraWeights(pairs), facts(), dtype=torch.float32, names=names_of(FAMILIES["sd3"])
+    )
+    stored = load_file(path)
+    name = "lora_unet_joint_blocks_{}_context_block_adaLN_modulation_1.lora_up.weight"
+    first, last = (each.up for each in pairs.values())
+    assert torch.equal(stored[name.format(0)], first)
+    assert torch.equal(stored[name.format(1)], torch.cat([last[8:], last[:8]]))
+    for written in (path, other):
+        back = read_lora(written)
+        assert all(torch.equal(back.modules[module].up, each.up) for module, each in pairs.items())
