@@ -10,7 +10,7 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from safetensors import safe_open
 
 from lora_trainer.cli.main import main
-from lora_trainer.evaluation.loading import adapted_modules, components_of, load_onto
+from lora_trainer.evaluation.loading import adapted_modules, components_of, judged
 from lora_trainer.models import FAMILIES
 from lora_trainer.models.folder import detect_family
 from lora_trainer.models.lora_files import read_lora
@@ -18,7 +18,7 @@ from lora_trainer.training.checkpoints.checkpoint import newest_valid
 from tests.recipes.recipe import Bench, draw_pictures, record, rows, save_tiny_model
 
 CPU = torch.device("cpu")
-RATES = {"sd15": "[1e-2]", "sd2": "[1e-2]", "sdxl": "[1e-2, 5e-3]"}
+RATES = {"sd15": "[1e-2]", "sd2": "[1e-2]", "sdxl": "[1e-2, 5e-3]", "sd3": "[1e-2, 5e-3]", "flux": "[1e-2]"}
 RANK, TEXT_RANK = 4, 2  # with alphas 8 and 6
 FAMILY_CASES = [pytest.param(name, marks=() if name == "sdxl" else pytest.mark.slow) for name in RATES]
 
@@ -30,7 +30,13 @@ def trained(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     data = draw_pictures(folder / "data")
     made = Bench(save_tiny_model(folder, request.param), data, folder / "runs", folder / "cache")
     settings = {"text__learning_rates": RATES[request.param], "text__lora_rank": TEXT_RANK, "text__lora_alpha": 6}
-    more = {"lora__alpha": 8, "validate__every_steps": 4, "sample__every_steps": 6, "captions__dropout": 0.2}
+    more = {
+        "lora__alpha": 8,
+        "data__resolution": 64,
+        "validate__every_steps": 4,
+        "sample__every_steps": 6,
+        "captions__dropout": 0.2,
+    }
     assert made.run("cat", steps=12, **settings, **more) == 0
     return made
 
@@ -51,6 +57,7 @@ def deltas_trained(bench: Bench) -> dict[str, torch.Tensor]:
     found, _ = newest_valid(bench.folder("cat") / "checkpoints")
     assert found is not None
     masters, deltas = found[1].adapter, {}
+    prefix = FAMILIES[detect_family(bench.model)].denoiser_prefix
     for name, down in masters.items():
         module, _, rest = name.partition(".lora_A.")
         if not rest:
@@ -58,7 +65,7 @@ def deltas_trained(bench: Bench) -> dict[str, torch.Tensor]:
         text = module.startswith("text_encoder")
         scale = 6 / TEXT_RANK if text else 8 / RANK
         up = masters[f"{module}.lora_B.{rest}"]
-        deltas[module if text else f"unet.{module}"] = scale * up.flatten(1) @ down.flatten(1)
+        deltas[module if text else f"{prefix}.{module}"] = scale * up.flatten(1) @ down.flatten(1)
     return deltas
 
 
@@ -67,7 +74,7 @@ def test_both_files_change_a_fresh_pipeline_as_was_trained(trained, ending):
     family = FAMILIES[detect_family(trained.model)]
     lora = trained.folder("cat") / f"cat{ending}"
     pipeline = family.make_pipeline(trained.model, torch.float32, CPU)
-    assert load_onto(pipeline, lora) == []
+    assert judged(pipeline, family, lora, read_lora(lora)) == []
     parts = components_of(pipeline, family)
     wanted = deltas_trained(trained)
     found = {
@@ -76,7 +83,7 @@ def test_both_files_change_a_fresh_pipeline_as_was_trained(trained, ending):
         for name, module in part.named_modules()
         if isinstance(module, BaseTunerLayer)
     }
-    assert {name.partition(".")[0] for name in found} == {"unet", *family.text_targets}
+    assert {name.partition(".")[0] for name in found} == {family.denoiser_prefix, *family.text_targets}
     assert found.keys() == wanted.keys()
     assert adapted_modules(pipeline, family) == len(read_lora(lora).modules) == len(wanted)
     for name, delta in wanted.items():
@@ -93,7 +100,7 @@ def test_names_keep_the_part_that_other_programs_look_for(trained):
         others = [key for key in file.keys() if key.startswith("text_encoder")]  # noqa: SIM118  safe_open is no dict
     assert others
     assert all(".text_model.encoder.layers." in key for key in others)
-    assert header["ss_text_encoder_lr"] == {"sdxl": "[0.01, 0.005]"}.get(detect_family(trained.model), "[0.01]")
+    assert header["ss_text_encoder_lr"] == str(json.loads(RATES[detect_family(trained.model)]))
     assert json.loads(header["ss_network_args"])["text_encoder_dim"] == TEXT_RANK
 
 
@@ -106,14 +113,16 @@ def test_a_finished_run_is_judged_again_from_its_file(trained, capsys):
     assert document["numbers"]["learning"]["mean"] > 0.0
 
 
-def test_captions_are_not_cached(trained):
-    assert not [path for path in trained.cache.rglob("*.safetensors") if "texts" in str(path)]
+def test_captions_are_cached_for_encoders_alone_that_are_never_trained(trained):
+    cached = [path for path in trained.cache.rglob("*.safetensors") if "texts" in str(path)]
+    assert bool(cached) == bool(FAMILIES[detect_family(trained.model)].untrained_texts)
 
 
 def test_resuming_keeps_which_encoders_are_trained(trained, capsys):
     settings = {"text__lora_rank": TEXT_RANK, "text__lora_alpha": 6, "lora__alpha": 8, "captions__dropout": 0.2}
+    settings |= {"data__resolution": 64}
     capsys.readouterr()
-    other = "[]" if detect_family(trained.model) != "sdxl" else "[0.0, 5e-3]"
+    other = "[0.0, 5e-3]" if "," in RATES[detect_family(trained.model)] else "[]"
     lacking = {} if other != "[]" else {"text__lora_rank": "none", "text__lora_alpha": "none"}
     assert trained.run("cat", "--resume", steps=13, text__learning_rates=other, **{**settings, **lacking}) == 2
     assert "trained text encoders" in " ".join(capsys.readouterr().err.split())
