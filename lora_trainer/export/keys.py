@@ -16,7 +16,7 @@ from lora_trainer.export.layout import Names, Rule, rules_of_original, rules_of_
 
 # Components of a pipeline with one text encoder and the prefix of each in kohya's files.
 KOHYA_PREFIXES: Mapping[str, str] = {"unet": "lora_unet", "text_encoder": "lora_te"}
-ONE_TEXT_ENCODER = Names("sd15", "unet", KOHYA_PREFIXES)
+ONE_TEXT_ENCODER = Names("a U-Net with one text encoder", "unet", KOHYA_PREFIXES)
 DENOISER = "denoiser"  # stands for `unet` or `transformer` until the family is known
 # Every prefix that is read, of names without dots and of names with dots. Where there are two text encoders, kohya
 # numbers both; the third is T5.
