@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
@@ -20,10 +20,11 @@ from lora_trainer.models.family import (
     LoadTexts,
     TextOptions,
 )
+from lora_trainer.models.frozen import kept_wide
 
 if TYPE_CHECKING:
     import torch
-    from torch import Tensor
+    from torch import Tensor, nn
 
 
 def encoders_from(
@@ -53,13 +54,15 @@ def encoders_from(
 def visiting_text(
     family: Family, folder: Path, dtype: torch.dtype, device: torch.device
 ) -> Callable[[Sequence[Caption]], dict[str, Tensor]]:
-    """The family's `encode_text` with encoders that stay in host memory; their layers visit the device one by one."""
-    import torch
-    from accelerate import cpu_offload
+    """The family's `encode_text` with encoders that stay mapped in the file's own precision.
 
-    parts = family.load_texts(folder, dtype, torch.device("cpu"), family.text.without)
+    Their layers visit the device one by one and take `dtype` there, so that what is encoded is the same to the bit.
+    """
+    import torch
+
+    parts = family.load_texts(folder, None, torch.device("cpu"), family.text.without)
     for encoder in parts.encoders.values():
-        cpu_offload(encoder, device, offload_buffers=True)
+        visit(encoder, dtype, device)
     parts = replace(parts, place=device)
 
     @torch.no_grad()
@@ -67,3 +70,35 @@ def visiting_text(
         return family.encode_text(parts, captions, family.text)
 
     return encode
+
+
+def visit(module: nn.Module, dtype: torch.dtype, device: torch.device) -> None:
+    """Let the layers of a frozen module in host memory visit the device one by one, where their numbers take `dtype`."""
+    import torch
+    from accelerate import cpu_offload
+
+    wide, stored = set(kept_wide(type(module), dtype)), module.state_dict()
+    types = {name: dtype if wide.isdisjoint(name.split(".")) else torch.float32 for name in stored}
+    types |= {name: tensor.dtype for name, tensor in stored.items() if not tensor.is_floating_point()}
+    for name, tensor in stored.items():  # a layer is asked for its type before its weights come
+        owner, _, last = name.rpartition(".")
+        empty = torch.empty_like(tensor, dtype=types[name], device="meta")
+        is_parameter = last in (layer := module.get_submodule(owner))._parameters
+        setattr(layer, last, torch.nn.Parameter(empty, requires_grad=False) if is_parameter else empty)
+    cpu_offload(module, device, offload_buffers=True, state_dict=_Brought(stored, types, device))
+
+
+class _Brought(Mapping[str, "Tensor"]):
+    """Stored tensors, each brought to a device and to its type when it is asked for: fewer bytes go there than stay."""
+
+    def __init__(self, stored: Mapping[str, Tensor], types: Mapping[str, torch.dtype], device: torch.device) -> None:
+        self.stored, self.types, self.device = stored, types, device
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self.stored[name].to(self.device).to(self.types[name])
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.stored)
+
+    def __len__(self) -> int:
+        return len(self.stored)

@@ -174,10 +174,13 @@ LoadImageEncoder = Callable[[Path, "torch.dtype", "torch.device"], Callable[["Te
 
 
 class LoadTexts(Protocol):
-    """Loads a folder's text encoders, frozen, on a device, but for those of `without` that it works without."""
+    """Loads a folder's text encoders, frozen, on a device, but for those of `without` that it works without.
+
+    Without `dtype` they keep the file's own precision, and on a processor stay mapped: to be held, not asked.
+    """
 
     def __call__(
-        self, folder: Path, dtype: torch.dtype, device: torch.device, without: Collection[str] = (), /
+        self, folder: Path, dtype: torch.dtype | None, device: torch.device, without: Collection[str] = (), /
     ) -> TextParts: ...
 
 

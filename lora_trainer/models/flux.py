@@ -110,7 +110,9 @@ def encoder_keys(folder: Path, dtype: torch.dtype, text: TextOptions = PLAIN, /)
     return image, f"{texts}-{dtype}-{tokens}{text.key}"
 
 
-def load_texts(folder: Path, dtype: torch.dtype, device: torch.device, without: Collection[str] = (), /) -> TextParts:
+def load_texts(
+    folder: Path, dtype: torch.dtype | None, device: torch.device, without: Collection[str] = (), /
+) -> TextParts:
     """Both text encoders, frozen, on the device, and their tokenizers; without T5 only CLIP."""
     from transformers import CLIPTextModel
 

@@ -28,10 +28,13 @@ class _TooLargeError(Exception):
     """A config that asks for more numbers than its weights can fill."""
 
 
-def load_frozen(kind: Any, folder: Path, dtype: torch.dtype, device: torch.device, narrow: Narrow | None = None) -> Any:
+def load_frozen(
+    kind: Any, folder: Path, dtype: torch.dtype | None, device: torch.device, narrow: Narrow | None = None
+) -> Any:
     """One part of a model, frozen, in eval mode, brought in layer by layer; `narrow` stores each in fewer bits.
 
-    `kind` is a class of diffusers or transformers. What is read is what its own `from_pretrained` reads, to the bit.
+    `kind` is a class of diffusers or transformers. What is read is what its own `from_pretrained` reads, to the bit; without
+    `dtype` as it is stored.
     Raises UsageError for a part that `check_part` refuses, whose config asks for more than its weights hold, which lacks weights
     (a library would fill them with random numbers), or which the library cannot build.
     """
@@ -43,7 +46,7 @@ def load_frozen(kind: Any, folder: Path, dtype: torch.dtype, device: torch.devic
         model = check_size(lambda: _empty(kind, folder), held, folder)
         places = _as_named(model, places)
         refuse_lacking(folder, set(model.state_dict()) - set(places))
-        fill_layers(model, places, dtype, device, narrow, _kept_wide(kind, dtype))
+        fill_layers(model, places, dtype, device, narrow, kept_wide(kind, dtype))
         fill_the_rest(model, lambda: _empty(kind, folder), device)
     except UsageError:
         raise
@@ -70,7 +73,7 @@ def _as_named(model: nn.Module, places: Mapping[str, Place]) -> dict[str, Place]
     return {name: known[id(own)] for name, own in held.items() if id(own) in known}  # tied weights stand once in a file
 
 
-def _kept_wide(kind: Any, dtype: torch.dtype) -> tuple[str, ...]:
+def kept_wide(kind: Any, dtype: torch.dtype | None) -> tuple[str, ...]:
     """Names of modules that their library keeps in fp32 where the rest is fp16, since they overflow."""
     import torch
 

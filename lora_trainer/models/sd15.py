@@ -54,7 +54,9 @@ def load_image_encoder(
     return image_encoder(load_vae(folder, dtype, device), device)
 
 
-def load_texts(folder: Path, dtype: torch.dtype, device: torch.device, without: Collection[str] = (), /) -> TextParts:
+def load_texts(
+    folder: Path, dtype: torch.dtype | None, device: torch.device, without: Collection[str] = (), /
+) -> TextParts:
     """The text encoder, frozen, on the device, and its tokenizer."""
     encoder, tokenizer = load_text_encoder(folder, dtype, device), load_tokenizer(folder, "text_encoder")
     return TextParts({"text_encoder": encoder}, {"text_encoder": tokenizer})
@@ -69,7 +71,7 @@ def check_text(folder: Path, options: TextOptions) -> None:
     check_clip(folder, ("text_encoder",), options)
 
 
-def load_text_encoder(folder: Path, dtype: torch.dtype, device: torch.device) -> Any:
+def load_text_encoder(folder: Path, dtype: torch.dtype | None, device: torch.device) -> Any:
     from transformers import CLIPTextModel
 
     return load_frozen(CLIPTextModel, folder / "text_encoder", dtype, device)

@@ -124,7 +124,9 @@ def encoder_keys(folder: Path, dtype: torch.dtype, text: TextOptions = PLAIN, /)
     return f"{fingerprint(folder, 'vae')}-{vae_dtype(folder, dtype)}", f"{texts}-{dtype}{text.key}"
 
 
-def load_texts(folder: Path, dtype: torch.dtype, device: torch.device, without: Collection[str] = (), /) -> TextParts:
+def load_texts(
+    folder: Path, dtype: torch.dtype | None, device: torch.device, without: Collection[str] = (), /
+) -> TextParts:
     """The text encoders, frozen, on the device, and their tokenizers; T5 where the model has it and it is wanted."""
     encoders, tokenizers = load_clips(folder, dtype, device), {name: load_tokenizer(folder, name) for name in CLIPS}
     if T5 in text_encoders(folder) and T5 not in without:
@@ -134,7 +136,7 @@ def load_texts(folder: Path, dtype: torch.dtype, device: torch.device, without: 
     return TextParts(encoders, tokenizers, width=width)
 
 
-def load_clips(folder: Path, dtype: torch.dtype, device: torch.device) -> dict[str, Any]:
+def load_clips(folder: Path, dtype: torch.dtype | None, device: torch.device) -> dict[str, Any]:
     from transformers import CLIPTextModelWithProjection
 
     return {name: load_frozen(CLIPTextModelWithProjection, folder / name, dtype, device) for name in CLIPS}

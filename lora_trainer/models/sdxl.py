@@ -51,7 +51,9 @@ def encoder_keys(folder: Path, dtype: torch.dtype, text: TextOptions = PLAIN, /)
     return f"{fingerprint(folder, 'vae')}-{vae_dtype(folder, dtype)}", f"{texts}-{dtype}{text.key}"
 
 
-def load_texts(folder: Path, dtype: torch.dtype, device: torch.device, without: Collection[str] = (), /) -> TextParts:
+def load_texts(
+    folder: Path, dtype: torch.dtype | None, device: torch.device, without: Collection[str] = (), /
+) -> TextParts:
     """Both text encoders, frozen, on the device, and their tokenizers."""
     encoders = load_text_encoders(folder, dtype, device)
     return TextParts(encoders, {name: load_tokenizer(folder, name) for name in encoders})
@@ -71,7 +73,7 @@ def check_text(folder: Path, options: TextOptions) -> None:
     check_clip(folder, TEXT_ENCODERS, options)
 
 
-def load_text_encoders(folder: Path, dtype: torch.dtype, device: torch.device) -> dict[str, Any]:
+def load_text_encoders(folder: Path, dtype: torch.dtype | None, device: torch.device) -> dict[str, Any]:
     from transformers import CLIPTextModel, CLIPTextModelWithProjection
 
     kinds = dict(zip(TEXT_ENCODERS, (CLIPTextModel, CLIPTextModelWithProjection), strict=True))

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from lora_trainer.models.family import Caption
 
 
-def load_t5(folder: Path, text_encoder: str, dtype: torch.dtype, device: torch.device) -> Any:
+def load_t5(folder: Path, text_encoder: str, dtype: torch.dtype | None, device: torch.device) -> Any:
     """The encoder, frozen, on the device."""
     from transformers import T5EncoderModel
 

@@ -129,7 +129,7 @@ def encoder_keys(folder: Path, dtype: torch.dtype, text: TextOptions = PLAIN, /)
     return image, f"{fingerprint(folder, QWEN, WORDS)}-{dtype}{text.key}"
 
 
-def load_texts(folder: Path, dtype: torch.dtype, device: torch.device, _: Collection[str] = (), /) -> TextParts:
+def load_texts(folder: Path, dtype: torch.dtype | None, device: torch.device, _: Collection[str] = (), /) -> TextParts:
     """The language model, frozen, on the device, and its tokenizer."""
     from transformers import Qwen2TokenizerFast, Qwen3Model
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import shutil
 from dataclasses import replace
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from diffusers import DiffusionPipeline
+from transformers import T5Config, T5EncoderModel
 
 from lora_trainer.core.errors import UsageError
 from lora_trainer.data.buckets import Bucket
@@ -260,6 +262,48 @@ def test_text_encoders_that_visit_layer_by_layer_say_the_same(model):
     whole = family.load_encoders(model, torch.float32, CPU).encode_text(CAPTIONS)
     visiting = visiting_text(family, model, torch.float32, CPU)(CAPTIONS)
     assert all(torch.equal(whole[name], visiting[name]) for name in whole)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_text_encoders_that_visit_stay_in_the_files_precision(
+    dtype: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A T5 of 8.9 million numbers, 35 MB in fp32, of which a layer at a time has them, and none is copied."""
+    pipeline = tiny_pipeline(tmp_path / "tokens", "flux")
+    sizes = {"d_model": 256, "d_kv": 32, "d_ff": 1024, "num_layers": 8, "num_heads": 8}
+    torch.manual_seed(0)
+    config = T5Config(vocab_size=len(pipeline.tokenizer_2), feed_forward_proj="gated-gelu", **sizes)
+    pipeline.text_encoder_2 = T5EncoderModel(config)
+    pipeline.to(torch.bfloat16).save_pretrained(tmp_path / "flux")
+    del pipeline
+    family, most, times = FAMILIES["flux"].reading(TextOptions(t5_tokens=64)), 0, 0
+    whole = family.load_encoders(tmp_path / "flux", dtype, CPU).encode_text(CAPTIONS[:2])
+    gc.collect()
+    before = storages()
+    product = torch.nn.Linear.forward
+
+    def watched(layer: torch.nn.Linear, given: torch.Tensor) -> torch.Tensor:
+        nonlocal most, times
+        times += 1
+        if times % 10 == 0:
+            most = max(most, sum(size for begin, size in storages().items() if begin not in before))
+        return product(layer, given)
+
+    monkeypatch.setattr(torch.nn.Linear, "forward", watched)
+    told = visiting_text(family, tmp_path / "flux", dtype, CPU)(CAPTIONS[:2])
+    file = tmp_path / "flux" / "text_encoder_2" / "model.safetensors"
+    assert times > 50
+    assert file.stat().st_size < most < 1.2 * file.stat().st_size
+    assert {name: value.dtype for name, value in told.items()} == {name: value.dtype for name, value in whole.items()}
+    assert all(torch.equal(whole[name], told[name]) for name in whole)
+
+
+def storages() -> dict[int, int]:
+    """Bytes of what all tensors lie in, by its address; what is mapped from one file is one."""
+    every = (
+        each.untyped_storage() for each in gc.get_objects() if issubclass(type(each), torch.Tensor) and not each.is_meta
+    )
+    return {each.data_ptr(): each.nbytes() for each in every}
 
 
 def test_pictures_larger_than_the_table_of_positions_are_refused_before_anything_is_loaded():

@@ -21,15 +21,15 @@ RESOLVED = resolve([*preset_layers(["6gb"]).layers, Layer("--set", SET)])
 
 
 def test_a_plan_says_what_streaming_holds_in_host_memory() -> None:
-    """Nearly all of FLUX.1's 22 GiB in bf16, and T5's weights in fp32 while captions are encoded."""
+    """Nearly all of FLUX.1's 22 GiB in bf16, and T5's weights as they are stored while captions are encoded."""
     plan = make_plan(RESOLVED)
     assert plan.fit.streamed > 50
     assert 20.0 < plan.host.least < plan.host.most < 23.0
     assert plan.to_json()["host_gib"] == pytest.approx(plan.host.most, abs=1e-4)
     assert any("streamed" in line and f"up to {plan.host.most:.1f} GiB of host memory" in line for line in lines(plan))
-    assert plan.phases["cache"].host_gib > 17.0
+    assert 9.0 < plan.phases["cache"].host_gib < 9.4
     whole = make_plan(resolve([*preset_layers(["24gb"]).layers, Layer("--set", {"model": {"family": "sd15"}})]))
-    assert whole.to_json()["host_gib"] == 0.0
+    assert whole.to_json()["host_gib"] == whole.phases["cache"].host_gib == 0.0
 
 
 def test_a_run_warns_of_host_memory_that_is_scarce_and_is_refused_where_it_cannot_be(monkeypatch) -> None:

@@ -18,11 +18,13 @@ from pathlib import Path
 
 from lora_trainer.core.findings import counted
 from lora_trainer.models.family import ModelFacts
-from lora_trainer.models.folder import shapes_of_weights
+from lora_trainer.models.folder import places_of_weights, shapes_of_weights
+from lora_trainer.models.places import stored_weights
 
 FRAGMENTATION = 1.05  # of what comes and goes
 PREDICTED_AT_ONCE = 2  # rows of a prediction: with and without the prompt, or two of the gate's questions
 CAPTIONS_AT_ONCE = 32
+STORED_IN = 2  # bytes of a value in published text encoders
 TILE = 512  # pixels, side of a picture's part that is decoded by itself
 
 
@@ -74,6 +76,18 @@ def costs_of(facts: ModelFacts, without: Collection[str] = ()) -> PhaseCosts:
         autoencoder=sum(own["vae"]),
         layer=max(size for sizes in own.values() for size in sizes),
     )
+
+
+def stored_text_bytes(facts: ModelFacts, without: Collection[str] = ()) -> int:
+    """Of the text encoders in a folder's files, without those of `without`; of a published model in 16 bits.
+
+    Raises UsageError for weights that cannot be read.
+    """
+    if not facts.whole or not facts.path.is_dir():
+        return STORED_IN * sum(costs_of(facts, without).text_encoders)
+    parts = [path for path in facts.path.glob("text_encoder*") if path.is_dir() and path.name not in without]
+    stored = [entry for part in parts for entry in stored_weights(places_of_weights(part)).values()]
+    return sum(end - begin for begin, end in (entry["data_offsets"] for entry in stored))
 
 
 def _sizes(component: Path) -> list[int]:

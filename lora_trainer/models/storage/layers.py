@@ -26,23 +26,24 @@ READ_AT_ONCE = (
 def fill_layers(
     model: nn.Module,
     places: Mapping[str, Place],
-    dtype: torch.dtype,
+    dtype: torch.dtype | None,
     device: torch.device,
     narrow: Narrow | None,
     wide: Collection[str] = (),
 ) -> None:
     """Give a model that stands on the meta device its frozen weights, each from the file that `places` names.
 
-    Numbers take `dtype`, those of modules named as in `wide` fp32; where they have it already, on a processor, and are
-    not narrowed, they stay in the mapped file. A weight that modules share is read once. Raises ValueError for a weight
-    of another shape or that is no floating point. Weights that no file holds stay on the meta device.
+    Numbers take `dtype`, those of modules named as in `wide` fp32; without `dtype` they are as they are stored. Where
+    they have it already, on a processor, and are not narrowed, they stay in the mapped file. A weight that modules share
+    is read once. Raises ValueError for a weight of another shape or that is no floating point. Weights that no file holds
+    stay on the meta device.
     """
     with ExitStack() as stack:
         # What is narrowed is copied first: what then remains as it was, such as norms, would keep the whole file mapped.
         read = _reader(places, stack, device, copy=narrow is not None)
         tied, put = _tied(model), dict[int, nn.Parameter]()
         for prefix, module in list(model.named_modules()):
-            kept = torch.float32 if not set(wide).isdisjoint(prefix.split(".")) else dtype
+            kept = dtype if set(wide).isdisjoint(prefix.split(".")) else torch.float32
             for name, own in list(_own(module)):
                 full = f"{prefix}.{name}" if prefix else name
                 if id(own) in put:
@@ -103,7 +104,7 @@ def _own(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
             yield name, buffer
 
 
-def _moved(found: Tensor, device: torch.device, dtype: torch.dtype, *, copy: bool) -> Tensor:
+def _moved(found: Tensor, device: torch.device, dtype: torch.dtype | None, *, copy: bool) -> Tensor:
     return found.to(device, dtype if found.is_floating_point() else None, copy=copy)
 
 
@@ -119,7 +120,7 @@ def _cut(found: Tensor, place: Place) -> Tensor:
 
 def _reader(
     places: Mapping[str, Place], stack: ExitStack, device: torch.device, *, copy: bool
-) -> Callable[[str, torch.dtype], Tensor]:
+) -> Callable[[str, torch.dtype | None], Tensor]:
     """A function from names and types to tensors on the device, of which few bytes stay in memory beside them.
 
     A file of which a tensor stays as it is remains open: it stays mapped with it, and would be mapped once more.
@@ -129,7 +130,7 @@ def _reader(
     opened: dict[Path, Any] = {}
     since, stays = 0, False
 
-    def read(name: str, dtype: torch.dtype) -> Tensor:
+    def read(name: str, dtype: torch.dtype | None) -> Tensor:
         nonlocal since, stays
         place = places[name]
         path = place.file
