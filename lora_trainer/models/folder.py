@@ -22,6 +22,7 @@ from lora_trainer.models.places import (
     read_places,
     stored_weights,
 )
+from lora_trainer.models.weight_files import weights_of
 
 FAMILY_OF_PIPELINE = {
     "StableDiffusionPipeline": "sd15",
@@ -127,13 +128,16 @@ def places_of_weights(folder: Path) -> dict[str, Place]:
     """
     if is_laid_out(folder):
         return read_places(folder)
-    first = _first_of_weights(folder)
-    names = {first.name: _names(first)}
-    if "-of-" not in first.name:
-        return {name: Place(first, name) for name in names[first.name]}
-    stem, _, variant = first.name.partition("-")[0].partition(".")
-    index = folder / ".".join([stem, "safetensors.index", *([variant] if variant else []), "json"])
+    first = folder / chosen[0] if (chosen := _complete_set(folder)) else _first_of_weights(folder)
+    if first.suffix == ".json":
+        index = first
+    elif "-of-" in first.name:  # shards that are not all there, or have no index
+        stem, _, variant = first.name.partition("-")[0].partition(".")
+        index = folder / ".".join([stem, "safetensors.index", *([variant] if variant else []), "json"])
+    else:
+        return {name: Place(first, name) for name in _names(first)}
     named: dict[str, str] = _check_index(index, {path.name for path in folder.glob("*.safetensors")})
+    names: dict[str, set[str]] = {}
     for file in set(named.values()):
         names[file] = _names(folder / file)
     if lacking := sorted(name for name, file in named.items() if name not in names[file]):
@@ -141,6 +145,11 @@ def places_of_weights(folder: Path) -> dict[str, Place]:
             Problem(f"{folder / named[lacking[0]]} lacks {lacking[0][:80]!r}, which its index names.", COPY)
         )
     return {name: Place(folder / file, name) for name, file in named.items()}
+
+
+def _complete_set(folder: Path) -> list[str]:
+    """The set of weights that is taken of a folder, as of a hub's listing; empty where no names are usual."""
+    return weights_of([path.name for path in folder.iterdir()]) if folder.is_dir() else []
 
 
 def _names(path: Path) -> set[str]:

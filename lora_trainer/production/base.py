@@ -39,12 +39,14 @@ class Base:
     """`folder` is in diffusers' layout; `named` is what people call it: an id of a hub, or the last part of a path.
 
     `commit` is the one that a model of a hub was taken from; of one that is not `whole` the configs alone are here.
+    `note` says what was assumed of a checkpoint that does not tell it.
     """
 
     folder: Path
     named: str
     commit: str | None = None
     whole: bool = True
+    note: str = ""
 
 
 def on_stderr(line: str) -> None:
@@ -83,7 +85,12 @@ def find_base(
         return base
     from lora_trainer.models.single.lay_out import lay_out
 
-    return replace(base, folder=lay_out(base.folder, parts))
+    note = ""
+    if base.folder.is_file():
+        from lora_trainer.models.single.recognise import recognise
+
+        note = recognise(base.folder).note
+    return replace(base, folder=lay_out(base.folder, parts), note=note)
 
 
 def _named(model: ModelSection, *, offline: bool, weights: bool, origin: str, say: Callable[[str], None]) -> Base:

@@ -1,4 +1,4 @@
-"""Which files of a repository make a base: names alone decide, a hub's listing or a folder's. Standard library only.
+"""Which files of a repository make a base: names alone decide, a hub's listing or a folder's.
 
 Names come from strangers. What is no plain `PART/FILE` is passed over, so none can lead out of a folder.
 """
@@ -10,15 +10,11 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from lora_trainer.models.weight_files import weights_of
+
 INDEX = "model_index.json"
 PART = re.compile(r"unet|transformer|vae|scheduler|(?:text_encoder|tokenizer)(?:_[2-9])?")
 _FILE = re.compile(r"\w[\w.-]{0,120}", re.ASCII)
-# `model-00001-of-00002.safetensors`, `model.fp16.safetensors`, `model.fp16-00001-of-00002.safetensors`.
-_WEIGHTS = re.compile(
-    r"(?P<stem>diffusion_pytorch_model|model)(?:\.(?P<variant>[a-z0-9]+))?(?:-(?P<number>\d{5})-of-(?P<count>\d{5}))?"
-    r"(?:\.(?P<late>[a-z0-9]+))?\.safetensors"
-)
-VARIANTS = ("", "fp16", "bf16")  # plain weights before those of half the bytes
 PICKLES = (".bin", ".ckpt", ".pt", ".pth")
 VOCABULARIES = (("tokenizer.json",), ("vocab.json", "merges.txt"), ("spiece.model",), ("tokenizer.model",))
 WORDS = (".json", ".txt", ".model", ".jinja")  # endings of a tokenizer's files
@@ -74,27 +70,6 @@ def parts_of(index: Mapping[str, Any]) -> list[str]:
     return sorted(
         part for part, value in index.items() if PART.fullmatch(part) and isinstance(value, list) and any(value)
     )
-
-
-def weights_of(names: Collection[str]) -> list[str]:
-    """One complete set of weights among a part's files, plain before narrow; empty where there is none."""
-    sets: dict[tuple[str, str], dict[tuple[int, int], str]] = {}
-    for name in sorted(names):
-        if found := _WEIGHTS.fullmatch(name):
-            place = (int(found["number"] or 0), int(found["count"] or 0))
-            sets.setdefault((found["variant"] or found["late"] or "", found["stem"]), {})[place] = name
-    for variant in VARIANTS:
-        for (kind, stem), files in sorted(sets.items()):
-            if kind != variant:
-                continue
-            if whole := files.get((0, 0)):
-                return [whole]
-            count = max(of for _, of in files)
-            shards = [files[place] for place in sorted(files) if place[1] == count]
-            index = ".".join([stem, "safetensors.index", *([variant] if variant else []), "json"])
-            if len(shards) == count and index in names:
-                return [index, *shards]
-    return []
 
 
 def single_checkpoints(names: Collection[str]) -> list[str]:

@@ -77,6 +77,8 @@ def _family_layers(
     try:
         base = bases.find_base(_plain_section(model), offline=offline, weights=False, origin=origin, say=say)
         family, commit = detect_family(base.folder, origin), base.commit
+        if base.note:
+            say(base.note)
         if asked not in (EMPTY, family):
             message = f"model.family={asked}, and {path} is a model of {family}."
             problems.append(Problem(message, f"Remove model.family, or check {origin}."))

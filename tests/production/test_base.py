@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from lora_trainer.config.schema.inputs import ModelSection
 from lora_trainer.core.errors import UsageError
 from lora_trainer.models import FAMILIES
-from lora_trainer.models.folder import detect_family
+from lora_trainer.models.folder import detect_family, places_of_weights
 from lora_trainer.models.places import laid_out_models
 from lora_trainer.models.single import tokenizers
 from lora_trainer.production.base import absolute, find_base
@@ -80,8 +80,8 @@ def test_what_a_base_has_stays_its_own(folder: Path, checkpoint: Path, tmp_path:
     write({name: tensor + 1 for name, tensor in load_file(file).items()}, file, {"format": "pt"})
     plain = encoded(found(checkpoint))
     for base in (checkpoint, folder):
-        for name, tensor in encoded(found(base, text_encoders=other)).items():
-            assert torch.equal(plain[name], tensor)
+        with pytest.raises(UsageError, match=r"the model has its own.*Remove model.text_encoders"):
+            found(base, text_encoders=other)
     shutil.rmtree(folder / "text_encoder")
     for name in ("text_encoder_2", "tokenizer_2"):
         shutil.rmtree(other / name)
@@ -118,6 +118,31 @@ def test_a_folder_that_leads_elsewhere_is_not_followed(folder: Path, tmp_path: P
     (vae / "weights.json").write_text('{"version": 1, "files": [["/etc/passwd", 1, 1]], "weights": {}}')
     with pytest.raises(UsageError, match="only read from the cache"):
         found(folder, vae=vae)
+
+
+@pytest.mark.parametrize("part", ["tokenizer", "scheduler"])
+def test_a_table_of_places_is_not_copied_into_the_cache(folder: Path, tmp_path: Path, part: str) -> None:
+    """There it would be trusted."""
+    vae = shutil.copytree(folder / "vae", tmp_path / "vae")
+    (folder / part / "weights.json").write_text('{"version": 1, "files": [["/etc/passwd", 1, 1]], "weights": {}}')
+    laid_out = found(folder, vae=vae)
+    assert (laid_out / part).is_dir()
+    assert not (laid_out / part / "weights.json").exists()
+
+
+def test_nor_with_a_tokenizer_for_a_checkpoint(folder: Path, checkpoint: Path) -> None:
+    (folder / "tokenizer_2" / "weights.json").write_text("{}")
+    tokenizers.copy_tokenizer("clip_g", folder / "tokenizer_2", target := checkpoint.parent / "words")
+    assert (target / "tokenizer_config.json").exists()
+    assert not (target / "weights.json").exists()
+
+
+def test_a_stray_shard_beside_a_whole_set_is_passed_over(folder: Path) -> None:
+    unet = folder / "unet"
+    (file,) = unet.glob("*.safetensors")
+    half = file.rename(unet / "diffusion_pytorch_model.fp16.safetensors")
+    shutil.copy(half, unet / "diffusion_pytorch_model-00001-of-00002.safetensors")
+    assert {place.file for place in places_of_weights(unet).values()} == {half}
 
 
 def test_an_id_of_a_hub_stays_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -56,7 +56,7 @@ def vae_folder(named: Path) -> Path:
 
 
 def text_folders(named: Path, wanted: set[str]) -> dict[str, Path]:
-    """Those of the wanted parts that a folder of text encoders has. Raises UsageError where it has no part at all."""
+    """Those of the wanted parts that a folder of text encoders has. Raises UsageError where it has none of them."""
     if not named.is_dir():
         what = "a file" if named.exists() else "nothing"
         message = f"model.text_encoders: {named} is {what}, and a folder is meant."
@@ -69,4 +69,11 @@ def text_folders(named: Path, wanted: set[str]) -> dict[str, Path]:
     if not there:
         message = f"model.text_encoders: {named} holds neither text_encoder/ nor tokenizer/, with or without a number."
         raise UsageError(Problem(message, "Name a diffusers folder, or one laid out likewise."))
-    return {name: path for name, path in there.items() if name in wanted}
+    used = {name: path for name, path in there.items() if name in wanted}
+    if not used:
+        held = ", ".join(sorted(there))
+        lacks = f"lacks {', '.join(sorted(wanted))}" if wanted else "has its own"
+        message = f"model.text_encoders: {named} holds {held}, and the model {lacks}."
+        fix = f"Name a folder that holds {', '.join(sorted(wanted))}." if wanted else "Remove model.text_encoders."
+        raise UsageError(Problem(message, fix))
+    return used

@@ -22,14 +22,13 @@ from lora_trainer.models.single.fitting import check_vae
 from lora_trainer.models.single.recognise import Checkpoint, recognise
 from lora_trainer.models.single.stored import Part, Stored
 from lora_trainer.models.single.texts import clip_part, open_clip_part, qwen_part, t5_part
-from lora_trainer.models.single.tokenizers import LACK_WORDS, copy_tokenizer
+from lora_trainer.models.single.tokenizers import LACK_WORDS, copy_small, copy_tokenizer
 from lora_trainer.models.single.transformers import TRANSFORMERS
 from lora_trainer.models.single.unet import unet_part
 from lora_trainer.models.single.vae import vae_part
 
 VERSION = 1  # of what is laid out; raise it when the same file becomes another folder
 SHOWN_OF_NAME = 40
-WEIGHTS_OF_OTHERS = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".msgpack", ".h5", ".onnx", ".index.json")
 VAE_PREFIXES = ("first_stage_model.", "vae.")
 VAE_OF_2_1 = 768  # pixels, of models that predict velocity
 CLIP_L, CLIP_G, T5, QWEN = (f"text_encoders.{name}.transformer." for name in ("clip_l", "clip_g", "t5xxl", "qwen3_4b"))
@@ -232,19 +231,11 @@ def _write_part(part: Part | Path, target: Path) -> None:
     target.mkdir(parents=True, exist_ok=True)
     if isinstance(part, Path):
         check_part(part)
-        _copy_small(part, target)
+        copy_small(part, target)
         write_places(target, places_of_weights(part))
     else:
         write_json(target / "config.json", part.config)
         write_places(target, part.places)
-
-
-def _copy_small(source: Path, target: Path) -> None:
-    """Configs and vocabularies of a folder, without weights."""
-    target.mkdir(parents=True, exist_ok=True)
-    for path in sorted(source.iterdir()):
-        if path.is_file() and not path.name.endswith(WEIGHTS_OF_OTHERS):
-            shutil.copyfile(path, target / path.name)
 
 
 def _from_folder(base: Path, given: dict[str, Path | None], target: Path) -> None:
@@ -262,7 +253,7 @@ def _from_folder(base: Path, given: dict[str, Path | None], target: Path) -> Non
         elif name in kinds and isinstance(part, Path) and part.is_file():
             part = _of_kind(kinds[name][0], Stored.of(part, read_tensor_header(part), ""))
         if isinstance(part, Path) and not (part / "config.json").exists():
-            _copy_small(part, target / name)  # a tokenizer or the scheduler
+            copy_small(part, target / name)  # a tokenizer or the scheduler
         else:
             _write_part(part, target / name)
     absent = {name: [None, None] for name, path in given.items() if path is None}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 import struct
 from collections.abc import Callable, Mapping
@@ -74,6 +75,7 @@ class Checkpoint:
     prediction: str | None = None  # of models with a noise schedule
     zero_terminal: bool = False  # the last step of the schedule holds no signal
     schnell: bool = False  # a flow that was distilled to a few steps
+    note: str = ""  # what was assumed where the file does not say it, and what to do if it is otherwise
 
     def part(self, prefix: str) -> Stored:
         """The tensors of one part."""
@@ -197,8 +199,19 @@ def _spreads(stored: Stored) -> bool:
 def _numbers(data: bytes, dtype: str) -> tuple[float, ...]:
     if dtype == "BF16":  # the first half of fp32
         data = b"".join(b"\0\0" + data[place : place + 2] for place in range(0, len(data), 2))
+    if dtype == "F8_E5M2":  # the first half of fp16
+        dtype, data = "F16", b"".join(bytes((0, each)) for each in data)
+    if dtype == "F8_E4M3":
+        return tuple(_e4m3(each) for each in data)
     form, size = {"F64": ("d", 8), "F16": ("e", 2)}.get(dtype, ("f", 4))
     return struct.unpack(f"<{len(data) // size}{form}", data)
+
+
+def _e4m3(stored: int) -> float:
+    """One number of a sign, 4 bits of exponent and 3 of fraction (finite ones only)."""
+    exponent, fraction = stored >> 3 & 15, stored & 7
+    size = math.ldexp(8 + fraction if exponent else fraction, max(exponent, 1) - 10)
+    return -size if stored & 128 else size
 
 
 def _sd3(found: Checkpoint) -> Checkpoint:
@@ -226,7 +239,9 @@ def _flux(found: Checkpoint) -> Checkpoint:
 
 
 def _z_image(found: Checkpoint) -> Checkpoint:
-    return Checkpoint(found.file, "z_image", found.denoiser, found.header)
+    note = f"{found.file.name} is taken for Z-Image Turbo (drawn in 9 steps, without guidance): base and Turbo have one form."
+    fix = "For the base name its folder in diffusers' layout."
+    return Checkpoint(found.file, "z_image", found.denoiser, found.header, note=f"{note} {fix}")
 
 
 KNOWN: dict[str, Callable[[Checkpoint], Checkpoint]] = {

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from lora_trainer.core.errors import Problem, UsageError
 from lora_trainer.core.io import write_json
+from lora_trainer.models.places import WEIGHTS
 
 CLIP = files("lora_trainer.models.single") / "clip"
 END, FIRST = (
@@ -28,6 +29,7 @@ HELD_BY = {
     "qwen3": (("Tongyi-MAI/Z-Image-Turbo", "tokenizer"), ("Tongyi-MAI/Z-Image", "tokenizer")),
 }
 LACK_WORDS = tuple(HELD_BY)  # kinds whose tokenizer does not come with the package
+WEIGHTS_OF_OTHERS = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".msgpack", ".h5", ".onnx", ".index.json")
 TOLD = {"t5": ("T5", "any FLUX.1 or SD3 folder has one"), "qwen3": ("Qwen3", "any Z-Image folder has one")}
 
 
@@ -40,12 +42,10 @@ def copy_tokenizer(kind: str, given: Path | None, target: Path) -> None:
             message = f"The file of the model holds {encoder} without its tokenizer."
             fix = f"Name a folder with {target.name}/tokenizer.json with model.text_encoders; {known}."
             raise UsageError(Problem(message, fix))
-    target.mkdir(parents=True, exist_ok=True)
     if given is not None:
-        for path in sorted(given.iterdir()):
-            if path.is_file():
-                shutil.copyfile(path, target / path.name)
+        copy_small(given, target)
         return
+    target.mkdir(parents=True, exist_ok=True)
     (target / "tokenizer.json").write_bytes((CLIP / "tokenizer.json").read_bytes())
     config = {
         "tokenizer_class": "CLIPTokenizer",
@@ -58,6 +58,14 @@ def copy_tokenizer(kind: str, given: Path | None, target: Path) -> None:
         "add_prefix_space": False,
     }
     write_json(target / "tokenizer_config.json", config)
+
+
+def copy_small(source: Path, target: Path) -> None:
+    """Configs and vocabularies of a folder: no weights, and no table of places, which would be trusted where it is copied to."""
+    target.mkdir(parents=True, exist_ok=True)
+    for path in sorted(source.iterdir()):
+        if path.is_file() and path.name != WEIGHTS and not path.name.endswith(WEIGHTS_OF_OTHERS):
+            shutil.copyfile(path, target / path.name)
 
 
 def _on_this_computer(kind: str) -> Path | None:

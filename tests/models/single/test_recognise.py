@@ -10,11 +10,13 @@ import zipfile
 from pathlib import Path
 
 import pytest
+import torch
 
 from lora_trainer.core.errors import UsageError
 from lora_trainer.models.folder import detect_family
 from lora_trainer.models.single.lay_out import lay_out
-from lora_trainer.models.single.recognise import recognise
+from lora_trainer.models.single.recognise import SD2_NORM, _numbers, recognise
+from tests.models.single.originals import write
 
 UNET = {
     "model.diffusion_model.input_blocks.0.0.weight": [8, 4, 3, 3],
@@ -105,6 +107,24 @@ def test_variants_are_told_apart(tmp_path: Path) -> None:
     bare = {f"model.diffusion_model.{name}": shape for name, shape in FLUX.items()}
     assert recognise(given(bare)).family == "flux"
     assert recognise(given({"joint_blocks.0.x_block.attn.qkv.weight": [6, 2]})).family == "sd3"
+
+
+@pytest.mark.parametrize("stored", ["float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2"])
+def test_velocity_is_told_by_a_norm_of_any_type(stored: str, tmp_path: Path) -> None:
+    wide = "model.diffusion_model.output_blocks.1.1.transformer_blocks.0.attn2.to_k.weight"
+    tensors = {name: torch.zeros(shape) for name, shape in {**UNET, wide: [8, 1024]}.items()}
+    for spread, prediction in ((0.05, "epsilon"), (0.2, "v_prediction")):
+        norm = (torch.linspace(-1.7, 1.7, 320) * spread).to(getattr(torch, stored))
+        tensors[f"model.diffusion_model.{SD2_NORM}"] = norm
+        assert recognise(write(tensors, tmp_path / "x.safetensors")).prediction == prediction
+
+
+@pytest.mark.parametrize("form", ["float8_e4m3fn", "float8_e5m2"])
+def test_numbers_of_eight_bits_are_those_of_torch(form: str) -> None:
+    every = torch.arange(256, dtype=torch.uint8)
+    read = torch.tensor(_numbers(bytes(range(256)), "F8_E4M3" if "e4" in form else "F8_E5M2"))
+    theirs = every.view(getattr(torch, form)).float()
+    assert torch.equal(read[theirs.isfinite()], theirs[theirs.isfinite()])
 
 
 def test_pickles_and_damage_are_named(tmp_path: Path) -> None:

@@ -9,6 +9,8 @@ import pytest
 import torch
 from diffusers import FlowMatchEulerDiscreteScheduler, ZImagePipeline, ZImageTransformer2DModel
 
+from lora_trainer.config.layers import Layer
+from lora_trainer.config.schema.inputs import ModelSection
 from lora_trainer.core.errors import UsageError
 from lora_trainer.export.layout import rule_of
 from lora_trainer.models import FAMILIES
@@ -18,6 +20,7 @@ from lora_trainer.models.single.lay_out import lacking_parts, lay_out
 from lora_trainer.models.single.recognise import recognise
 from lora_trainer.models.single.transformers import z_image_part
 from lora_trainer.models.z_image import LAYOUT
+from lora_trainer.production.settings import settle
 from tests.export.tiny import T5_WIDTH, qwen_tokenizer, tiny_qwen
 from tests.models.single.originals import Tensors, joined, vae_original, write
 from tests.models.single.test_published import empty_file
@@ -81,6 +84,10 @@ def test_a_checkpoint_is_its_folder(pipeline: Any, bare: bool, tmp_path: Path) -
     file = write(tensors, tmp_path / "model.safetensors")
     assert detect_family(file) == "z_image"
     assert lacking_parts(file) == ({"text_encoder", "tokenizer"} if bare else {"tokenizer"})
+    section = ModelSection(path=str(file), text_encoders=str(folder), vae=str(folder / "vae"))
+    said: list[str] = []
+    settle([], [Layer("--model", {"model": section.model_dump(exclude_none=True)})], say=said.append)
+    assert [("Turbo" in line, file.name in line) for line in said] == [(True, True)]
     laid_out = lay_out(file, parts)
     assert FAMILY.describe(laid_out).variant == "turbo"
     ours, theirs = (FAMILY.load_denoiser(each, torch.float32, CPU) for each in (laid_out, folder))
