@@ -248,12 +248,15 @@ def flow_times(settings: Settings) -> list[Yields]:
 
 
 def words(settings: Settings) -> list[Yields]:
-    name, start = "text.token_learning_rate", "text.token_start"
+    name = "text.token_learning_rate"
     if not settings["text.tokens"]:
-        if settings[start] is None:
-            return []
-        reason = "it says what new words start from, and text.tokens names none"
-        return [Yields(start, None, reason, f"Set text.tokens, or remove {start}.")]
+        of_words = {each: settings.default(each) for each in ("text.token_start", "text.token_vectors", name)}
+        reason = "it is of new words, and text.tokens names none"
+        return [
+            Yields(each, default, reason, f"Set text.tokens, or remove {each}.")
+            for each, default in of_words.items()
+            if settings[each] != default
+        ]
     (factor,) = {clash.value for clash in prodigy_rate(settings)} or {settings["optim.learning_rate"]}
     if settings["optim.name"] != "prodigy" or settings[name] == factor:
         return []
@@ -261,13 +264,25 @@ def words(settings: Settings) -> list[Yields]:
     return [Yields(name, factor, reason, f"Set {name}={factor:g}, or another optim.name.")]
 
 
-def repeated_words(settings: Settings) -> list[Problem]:
-    """A word that is named twice, which only a user can have done: tokenizers do not tell large letters from small ones."""
-    named = [str(word).lower() for word in settings["text.tokens"]]
+def unfit_words(settings: Settings) -> list[Problem]:
+    """New words that cannot be told from others, which only a user can have named.
+
+    Tokenizers find them inside other words, too, and do not tell large letters from small ones.
+    """
+    given = [str(word) for word in settings["text.tokens"]]
+    named = [word.lower() for word in given]
     twice = sorted({word for word in named if named.count(word) > 1})
-    if not twice:
-        return []
-    return [Problem(f"{settings.told('text.tokens')} names {twice[0]!r} twice.", "Name each word once.")]
+    found = [
+        Problem(
+            f"{settings.told('text.tokens')}: {word!r} would be found inside other words, too.",
+            f"Write <{word.strip('<>')}>, in captions as well.",
+        )
+        for word in dict.fromkeys(given)
+        if word[:1].isalnum() or word[-1:].isalnum()
+    ]
+    if twice:
+        found.append(Problem(f"{settings.told('text.tokens')} names {twice[0]!r} twice.", "Name each word once."))
+    return found
 
 
 RULES: tuple[Callable[[Settings], list[Yields]], ...] = (

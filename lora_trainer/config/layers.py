@@ -17,8 +17,8 @@ from lora_trainer.config.contradictions import (
     contradictions,
     give_way,
     note_on,
-    repeated_words,
     steps_and_epochs,
+    unfit_words,
 )
 from lora_trainer.config.schema import Config, Section
 from lora_trainer.config.toml import EMPTY, can_be_emptied, section_types, setting_names
@@ -59,7 +59,7 @@ def resolve(layers: Sequence[Layer], problems: Iterable[Problem] = ()) -> Resolv
             origin[f"{section}.{key}"] = layer.name
     settings = Settings(merged, origin)
     yielding, clashing = give_way(settings, contradictions(settings))
-    found.extend([*steps_and_epochs(settings), *captions_of_sources(settings), *repeated_words(settings), *clashing])
+    found.extend([*steps_and_epochs(settings), *captions_of_sources(settings), *unfit_words(settings), *clashing])
     if found:
         raise UsageError(found)
     notes = tuple(note_on(settings, each) for each in yielding)

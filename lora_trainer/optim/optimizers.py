@@ -6,8 +6,7 @@ The rate comes from outside, set before each step; groups with a rate of their o
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Mapping, Sequence
-from types import MappingProxyType
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,6 +16,7 @@ from lora_trainer.config.schema import OptimSection
 from lora_trainer.core.errors import Problem, UsageError
 
 Groups = list[dict[str, Any]]
+Rates = Sequence[tuple[float, Collection[str]]]  # rates that are not `optim.learning_rate`, and whose they are by name
 Build = Callable[[Groups, OptimSection], torch.optim.Optimizer]
 
 # As peft names them: DoRA's magnitudes (a convolution's have four dimensions) and trained tokens.
@@ -29,9 +29,9 @@ def decays(name: str, parameter: Tensor) -> bool:
 
 
 def make_optimizer(
-    parameters: Mapping[str, nn.Parameter], config: OptimSection, rates: Mapping[str, float] = MappingProxyType({})
+    parameters: Mapping[str, nn.Parameter], config: OptimSection, rates: Rates = ()
 ) -> torch.optim.Optimizer:
-    """The optimizer that `optim.name` means; `rates` as for `shares_of`. Raises UsageError when its library does not load."""
+    """The optimizer that `optim.name` means. Raises UsageError when its library does not load."""
     return OPTIMIZERS[config.name](
         [
             {"params": params, "weight_decay": decay, "lr": share * config.learning_rate}
@@ -42,27 +42,26 @@ def make_optimizer(
 
 
 def grouped(
-    parameters: Mapping[str, nn.Parameter], config: OptimSection, rates: Mapping[str, float]
+    parameters: Mapping[str, nn.Parameter], config: OptimSection, rates: Rates
 ) -> list[tuple[float, float, list[nn.Parameter]]]:
-    """(share of the rate, weight decay, parameters), those at the rate itself first."""
+    """(share of the rate, weight decay, parameters): those at the rate itself, then those of each of `rates`.
+
+    Equal rates make no common group: a checkpoint holds the groups, and rates may change at a resume.
+    """
+    apart = {name for _, names in rates for name in names}
+    owned = [(config.learning_rate, parameters.keys() - apart), *rates]
     found: list[tuple[float, float, list[nn.Parameter]]] = []
-    shares = dict.fromkeys((1.0, *(rate / config.learning_rate for rate in rates.values())))
-    for share in shares:
-        own = {name: each for name, each in parameters.items() if _share(rates, name, config) == share}
+    for rate, names in owned:
+        own = {name: each for name, each in parameters.items() if name in names}
         decayed = [parameter for name, parameter in own.items() if decays(name, parameter)]
         others = [parameter for name, parameter in own.items() if not decays(name, parameter)]
+        share = rate / config.learning_rate
         found += [(share, decay, each) for each, decay in ((decayed, config.weight_decay), (others, 0.0)) if each]
     return found
 
 
-def _share(rates: Mapping[str, float], name: str, config: OptimSection) -> float:
-    return rates[name] / config.learning_rate if name in rates else 1.0
-
-
-def shares_of(
-    parameters: Mapping[str, nn.Parameter], config: OptimSection, rates: Mapping[str, float]
-) -> tuple[float, ...]:
-    """What each group of the optimizer takes of the rate; `rates` are those, by name, that are not `optim.learning_rate`."""
+def shares_of(parameters: Mapping[str, nn.Parameter], config: OptimSection, rates: Rates) -> tuple[float, ...]:
+    """What each group of the optimizer takes of the rate."""
     return tuple(share for share, _, _ in grouped(parameters, config, rates))
 
 

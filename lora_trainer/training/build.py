@@ -119,7 +119,7 @@ def make_learner(
 ) -> Learner:
     """What a step works on, from a denoiser that stands ready with its LoRA's `parameters`, and trained `texts`."""
     adapter = make_adapter({**parameters, **(texts.parameters if texts else {})}, dtype)
-    rates = texts.rates if texts else {}
+    rates = texts.rates if texts else ()
     optimizer = make_optimizer(adapter.masters, config.optim, rates)
     average = make_average(config, adapter)
     process = trained_process(family.make_process(facts.path), config, device)

@@ -6,7 +6,7 @@ that everything which is done to the one is done to the others.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -22,6 +22,7 @@ from lora_trainer.models.family import Caption, Family, ModelFacts, TextParts
 from lora_trainer.models.kernels.update import sum_updates
 from lora_trainer.models.lora import inject_lora, matching_modules
 from lora_trainer.models.words import add_words, new_words
+from lora_trainer.optim.optimizers import Rates
 
 Encode = Callable[[Sequence[Caption], Mapping[str, Tensor]], dict[str, Tensor]]
 
@@ -31,14 +32,14 @@ class TrainedTexts:
     """Text encoders in memory, those that are trained and those that read captions beside them.
 
     `encode` of captions, and of what frozen encoders gave for them (empty where there are none), gives conditioning
-    with gradients. `parameters` are all that is trained of them and `rates` their learning rates, both by name;
+    with gradients. `parameters` are all that is trained of them by name, and `rates` theirs with those names;
     `shapes` are the weight shapes of the untouched encoders by module.
     """
 
     parts: TextParts
     encode: Encode
     parameters: Mapping[str, nn.Parameter]
-    rates: Mapping[str, float]
+    rates: Rates
     shapes: Mapping[str, tuple[int, ...]]
     notes: tuple[str, ...]
 
@@ -61,25 +62,25 @@ def build_texts(
     def encode_alone() -> dict[str, Tensor]:
         return family.encode_text(parts, ("",), family.text)
 
-    parameters, rates, notes = dict[str, nn.Parameter](), dict[str, float](), list[str]()
+    parameters, rates, notes = dict[str, nn.Parameter](), list[tuple[float, Collection[str]]](), list[str]()
     for component, rate in family.text_rates(config.text.learning_rates).items():
         encoder = parts.encoders[component]
         names = used_modules(encoder, matching_modules(encoder, family.text_targets[component]), encode_alone)
         own = put_text_lora_on(encoder, names, config, component)
         parameters |= own
-        rates |= dict.fromkeys(own, rate)
+        rates.append((rate, own.keys()))
         notes.append(f"{component}: LoRA rank {text_rank(config)} on {len(names)} modules at rate {rate:g}")
         if checkpointed:
             checkpoint_layers(encoder)
     if config.text.tokens:
         words = learned_words(parts, tuple(family.text_targets), config, checkpointed=checkpointed)
         parameters |= words
-        rates |= dict.fromkeys(words, config.text.token_learning_rate)
+        rates.append((config.text.token_learning_rate, words.keys()))
         named = f"{', '.join(config.text.tokens)} of {config.text.token_vectors} embeddings each"
         notes.append(f"new words {named} at rate {config.text.token_learning_rate:g}")
     for encoder in parts.encoders.values():
         encoder.train()
-    return TrainedTexts(parts, encode, parameters, rates, shapes, tuple(notes))
+    return TrainedTexts(parts, encode, parameters, tuple(rates), shapes, tuple(notes))
 
 
 def learned_words(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from itertools import product
 
 import pytest
 import torch
@@ -83,7 +84,7 @@ def test_every_optimizer_decays_as_told(name):
 @pytest.mark.parametrize("name", sorted(set(OPTIMIZERS) - {"prodigy"}))  # which knows one rate for all
 def test_every_optimizer_moves_a_group_by_its_share_of_the_rate(name):
     parameters = {"a": nn.Parameter(torch.zeros(80, 80)), "b": nn.Parameter(torch.zeros(80, 80))}
-    section, rates = OptimSection(name=name, weight_decay=0.0, learning_rate=1e-2), {"b": 1e-3}
+    section, rates = OptimSection(name=name, weight_decay=0.0, learning_rate=1e-2), ((1e-3, {"b"}),)
     optimizer = make_optimizer(parameters, section, rates)
     assert shares_of(parameters, section, rates) == (1.0, 0.1)
     gradient = torch.randn(80, 80, generator=torch.Generator().manual_seed(0))
@@ -95,6 +96,26 @@ def test_every_optimizer_moves_a_group_by_its_share_of_the_rate(name):
     large, small = (float(parameter.detach().norm()) for parameter in parameters.values())
     assert large > 0.0
     assert small == pytest.approx(0.1 * large, rel=1e-3)
+
+
+@pytest.mark.parametrize("rates", list(product((1e-2, 5e-3), repeat=4)))
+def test_equal_rates_group_nothing_that_others_would_not(rates):
+    """A checkpoint's groups are those of any rates: the denoiser's, each text encoder's, the words'."""
+    names = (
+        LORA_A,
+        "norm.bias",
+        "text_encoder.lora_A",
+        "text_encoder_2.lora_A",
+        "text_encoder.token_embedding.learned",
+    )
+    parameters = {name: nn.Parameter(torch.ones((4,) if "bias" in name else (4, 4))) for name in names}
+    section = OptimSection(learning_rate=rates[0], weight_decay=0.1)
+    owned = tuple((rate, {name}) for rate, name in zip(rates[1:], names[2:], strict=True))
+    groups = make_optimizer(parameters, section, owned).param_groups
+    assert [[id(each) for each in group["params"]] for group in groups] == [[id(each)] for each in parameters.values()]
+    assert [group["lr"] for group in groups] == pytest.approx([rates[0], *rates])
+    assert [group["weight_decay"] for group in groups] == [0.1, 0.0, 0.1, 0.1, 0.0]
+    assert shares_of(parameters, section, owned) == tuple(rate / rates[0] for rate in (rates[0], *rates))
 
 
 def test_the_schedule_free_average_is_the_librarys_own():

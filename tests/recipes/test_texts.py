@@ -78,11 +78,19 @@ def test_words_that_no_caption_holds_and_words_that_are_none_are_said(
 ) -> None:
     assert main(["check", str(bench.data), "--model", str(bench.model), "--set", 'text.tokens=["<zobo>"]']) in (0, 3)
     assert "No caption holds the new word" in capsys.readouterr().out
-    for tokens, told in (('["a b"]', "without spaces"), ('["zo", "ZO"]', "twice")):
+    for tokens, told in (
+        ('["a b"]', "without spaces"),
+        ('["<zo>", "<ZO>"]', "twice"),
+        ('["sks"]', "Write <sks>"),
+        ('["<sks"]', "Write <sks>"),
+    ):
         assert bench.run("wrong", text__tokens=tokens) == 2
         assert told in capsys.readouterr().err
-    assert bench.run("wrong", text__token_start="ring") == 2
-    assert "text.tokens names none" in capsys.readouterr().err
+    for setting in ({"text__token_start": "ring"}, {"text__token_vectors": 3}, {"text__token_learning_rate": 0.1}):
+        assert bench.run("wrong", **setting) == 2
+        assert "text.tokens names none" in capsys.readouterr().err
+    assert bench.run("wrong", text__tokens='["<zo>"]', text__token_start='""') == 2
+    assert "text.token_start" in capsys.readouterr().err
 
 
 def test_t5_that_is_left_out_is_never_loaded(tmp_path: Path) -> None:

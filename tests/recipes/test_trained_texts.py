@@ -35,6 +35,7 @@ def trained(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
         "data__resolution": 64,
         "validate__every_steps": 4,
         "sample__every_steps": 6,
+        "checkpoint__release": "last",
         "captions__dropout": 0.2,
     }
     assert made.run("cat", steps=12, **settings, **more) == 0

@@ -128,10 +128,10 @@ CASES: dict[str, Case] = {
         "validate__every_steps": 2,
     },
     "words": {
-        "text__tokens": ("<zobo>", "zub"),
+        "text__tokens": ("<zobo>", "<zub>"),
         "text__token_vectors": 2,
         "text__token_start": "ring",
-        "captions__prefix": "<zobo> zub ",
+        "captions__prefix": "<zobo> <zub> ",
         "captions__dropout": 0.3,
         "train__ema_decay": 0.9,
         "validate__every_steps": 2,

@@ -12,6 +12,7 @@ import torch
 from lora_trainer.core.errors import UsageError
 from lora_trainer.models import FAMILIES
 from lora_trainer.training.checkpoints.checkpoint import newest_valid
+from lora_trainer.training.checkpoints.save import restore
 from lora_trainer.training.job import Job
 from lora_trainer.training.step import backward
 from tests.training.tiny_job import TinyPlace, outcome
@@ -61,6 +62,45 @@ def test_each_has_its_rate_after_warm_up_and_schedule(place, tiny_models):
     for prefix, share in (("text_encoder.", 5), ("text_encoder_2.", 20)):
         (rate,) = {rate for name, rate in shown.items() if name.startswith(prefix)}
         assert rate == pytest.approx(last / share)
+
+
+@pytest.mark.parametrize("name", ["adamw", "prodigy", "schedule_free"])
+def test_a_run_goes_on_with_other_rates_whichever_were_equal(name, place, tiny_models):
+    here = replace(place, model=tiny_models("sdxl"))
+    fixed = {
+        "optim__name": name,
+        "text__tokens": ("<zobo>",),
+        "schedule__name": "constant",
+        "captions__prefix": "<zobo> ",
+    }
+
+    def settings(rate: float, *texts: float) -> dict[str, object]:
+        return fixed | {
+            "optim__learning_rate": rate,
+            "text__learning_rates": texts[:2],
+            "text__token_learning_rate": texts[2],
+        }
+
+    def second_moments(job: Job) -> dict[str, torch.Tensor]:
+        of = job.learner.optimizer.state
+        return {name: of[master]["exp_avg_sq"].clone() for name, master in job.learner.adapter.masters.items()}
+
+    one_rate = (1.0,) * 4 if name == "prodigy" else (1e-2,) * 4
+    others = [(1e-2, 5e-3, 5e-3, 5e-3), (5e-3,) * 4, (5e-3, 1e-2, 5e-3, 1e-2)]
+    first = here.job("a", steps=2, **settings(*one_rate))
+    here.train(first)
+    wanted = second_moments(first)
+    for rates in [(0.5,) * 4] if name == "prodigy" else others:
+        job = here.job("a", steps=4, **settings(*rates))
+        found, _ = newest_valid(job.checkpoints)
+        restore(job, found[1])
+        kept = second_moments(job)
+        assert kept.keys() == wanted.keys()
+        assert all(torch.equal(kept[key], value) for key, value in wanted.items())
+    state, _ = here.resume(job)
+    assert state.step == 4
+    shown = {id(each): group["lr"] for group in job.learner.optimizer.param_groups for each in group["params"]}
+    assert len(set(shown.values())) == len(set(rates))
 
 
 def test_a_rate_of_zero_leaves_an_encoder_as_it_is(place, tiny_models):
@@ -179,7 +219,7 @@ def test_memory_that_runs_out_splits_captions_too(place: TinyPlace, tmp_path: Pa
 def test_new_words_are_trained_at_their_own_rate_and_nothing_else_of_the_encoders(place, tiny_models):
     """Without a LoRA on the text encoders: the words' embeddings alone, without decay."""
     here = replace(place, model=tiny_models("sdxl"))
-    words = {"text__tokens": ("<zobo>", "zub"), "text__token_vectors": 3, "captions__prefix": "<zobo> zub "}
+    words = {"text__tokens": ("<zobo>", "<zub>"), "text__token_vectors": 3, "captions__prefix": "<zobo> <zub> "}
     job = here.job(
         "a", steps=2, schedule__warmup_steps=0, optim__weight_decay=0.5, text__token_learning_rate=0.05, **words
     )

@@ -65,11 +65,11 @@ class TextSection(Section):
     tokens: tuple[Annotated[str, Field(min_length=1, max_length=64, pattern=r"^[^\s.,:|\\/()\[\]{}\"'*?]+$")], ...] = (
         Field(
             (),
-            description="new words whose embeddings are learned along with the LoRA (textual inversion, arXiv:2208.01618), such as `<zobo>`; captions hold them like any word",
+            description="new words whose embeddings are learned along with the LoRA (textual inversion, arXiv:2208.01618), such as `<zobo>`, with signs around them that no other word has; captions hold them like any word",
         )
     )
     token_vectors: Annotated[int, Field(ge=1, le=64)] = Field(4, description="embeddings of each new word")
-    token_start: str | None = Field(
+    token_start: Annotated[str, Field(min_length=1)] | None = Field(
         None, description="words whose embeddings the new ones start from; empty starts from the mean of all"
     )
     token_learning_rate: Annotated[float, Field(gt=0.0, le=10.0)] = Field(
