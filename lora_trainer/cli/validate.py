@@ -93,14 +93,14 @@ def _judge(path: Path, config: Config, questions: Questions) -> LoraReport:
     import torch
 
     from lora_trainer.evaluation.encode import encode_samples
-    from lora_trainer.evaluation.lora_check import check_lora
+    from lora_trainer.evaluation.lora_check import check_lora, refused_unloaded
     from lora_trainer.evaluation.placing import with_less
     from lora_trainer.models.family import Encoders
-    from lora_trainer.models.lora_files import read_lora
     from lora_trainer.production.choices import ENCODER_DTYPE, choose_precision, computed_in, usable_bytes
 
     family, facts = read_model(config)
-    read_lora(path)  # before anything heavy is loaded
+    if report := refused_unloaded(path, facts.path, family, config.gates.lora):
+        return report
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
     def encoders() -> Encoders:  # each is loaded when it is first asked, as the run's caches were filled

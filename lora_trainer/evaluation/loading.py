@@ -7,6 +7,7 @@ import gc
 import logging
 import warnings
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +19,13 @@ from lora_trainer.core.errors import Problem
 from lora_trainer.core.tensorfile import METADATA, read_tensor_header
 from lora_trainer.export.diffusers import diffusers_tensors
 from lora_trainer.export.keys import EMBEDDING, KOHYA_DOWN
-from lora_trainer.export.weights import LoraWeights, check_keys, folded
+from lora_trainer.export.weights import LoraWeights, check_keys, folded, shapes_of
 from lora_trainer.models.family import Family
+from lora_trainer.models.folder import read_config
+from lora_trainer.models.frozen import empty_clip
 
 COMPLAINTS = ("unexpected keys", "missing keys", "were ignored", "unsuccessful", "not found")
+OF_T5 = ".encoder.block."  # which no other text encoder's modules are called
 
 
 @contextlib.contextmanager
@@ -49,19 +53,23 @@ def heard() -> Iterator[list[str]]:
 
 
 def load_onto(pipeline: Any, lora: Path) -> list[str]:
-    """Load a LoRA into a pipeline; return what the libraries complained of (ignored or missing keys).
+    """Load a LoRA into a pipeline; return what the libraries complained of: ignored or missing keys, or a file refused.
 
     New words in the file, which diffusers does not know, are left out of it: `models/words.py` adds them.
     """
     if any(key.startswith(EMBEDDING) for key in read_tensor_header(lora)):
         rest = {key: tensor for key, tensor in load_file(lora).items() if not key.startswith(EMBEDDING)}
-        with heard() as said:
-            pipeline.load_lora_weights(rest)
-        return [line for line in said if any(complaint in line for complaint in COMPLAINTS)]
+        return _loaded(pipeline, rest)
+    named = {"weight_name": lora.name, "use_safetensors": True, "local_files_only": True}
+    return _loaded(pipeline, str(lora.parent.resolve()), **named)
+
+
+def _loaded(pipeline: Any, lora: Any, **named: Any) -> list[str]:
     with heard() as said:
-        pipeline.load_lora_weights(
-            str(lora.parent.resolve()), weight_name=lora.name, use_safetensors=True, local_files_only=True
-        )
+        try:
+            pipeline.load_lora_weights(lora, **named)
+        except (ValueError, LookupError, AssertionError) as error:  # what diffusers makes of names it does not know
+            return [" ".join(f"{type(error).__name__}: {error}".split())]
     return [line for line in said if any(complaint in line for complaint in COMPLAINTS)]
 
 
@@ -116,12 +124,28 @@ def without_lora(pipeline: Any) -> Iterator[None]:
 
 def misfits(weights: LoraWeights, shapes: Mapping[str, tuple[int, ...]], family: Family, base: Path) -> list[Problem]:
     """What of a LoRA does not fit a base, module by module; before that, what base its header says it is for."""
-    problems = check_keys(weights, shapes)
+    unread = tuple(f"{part}." for part in (*family.untrained_texts, *({"text_encoder"} - set(family.text_targets))))
+    others = [name for name in weights.modules if name.startswith(unread) or OF_T5 in name]
+    rest = {name: pair for name, pair in weights.modules.items() if name not in others}
+    problems = check_keys(replace(weights, modules=rest), shapes)
+    if others:
+        message = f"{len(others)} modules of the LoRA are on T5 or a language model (first: {others[0]})"
+        fix = "Use a LoRA without them: diffusers does not load them."
+        problems.insert(0, Problem(f"{message}, which pictures here are neither drawn nor judged with.", fix))
     made_for, own = weights.metadata.get("ss_base_model_version", ""), family.base_names(family.describe(base))[0]
     if problems and made_for not in ("", own):
         message = f"The LoRA was trained on another kind of model: {made_for}; {base.name} is {own}."
         problems.insert(0, Problem(message, "Name a model of its kind with --model."))
     return problems
+
+
+def misfits_by_config(weights: LoraWeights, family: Family, base: Path) -> list[Problem]:
+    """The same by the base's configs alone: nothing is loaded. Raises UsageError for parts that no library builds."""
+    with torch.device("meta"):
+        denoiser = family.make_denoiser(read_config(base, f"{family.denoiser_prefix}/config.json"))
+    changed = {name.partition(".")[0] for name in weights.modules}
+    texts = {name: empty_clip(base / name) for name in family.text_targets if name in changed}
+    return misfits(weights, shapes_of({family.denoiser_prefix: denoiser, **texts}), family, base)
 
 
 def free_memory(device: torch.device) -> None:

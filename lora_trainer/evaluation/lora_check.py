@@ -41,6 +41,7 @@ from lora_trainer.evaluation.loading import (
     fresh_pipeline,
     judged,
     misfits,
+    misfits_by_config,
     without_lora,
 )
 from lora_trainer.evaluation.placing import bring_denoiser
@@ -87,12 +88,9 @@ def check_lora(
     Raises UsageError when the file is no LoRA that can be read at all.
     """
     device = device or torch.device("cpu")
-    weights = read_lora(lora)
-    findings: list[Finding] = []
-    if not_finite := weights.not_finite():
-        findings.append(_not_finite(not_finite, len(weights.modules)))
-        return _report({"integrity": 0.0}, findings, {}, gate)
-
+    if refused := refused_unloaded(lora, base, family, gate):
+        return refused
+    weights, findings = read_lora(lora), list[Finding]()
     encoding = device if usable != 0 else torch.device("cpu")
     neutral = _encoded_prompts(base, family, prompts, dtype, encoding, device)
     progress("loading the LoRA on a fresh copy of the base")
@@ -126,6 +124,19 @@ def check_lora(
     del pipeline, denoiser, modules, predict
     free_memory(device)
     return judge(drifted, learned, health, held_out=held_out, gate=gate, samples=len(samples))
+
+
+def refused_unloaded(lora: Path, base: Path, family: Family, gate: float = GATE) -> LoraReport | None:
+    """The report on a LoRA whose numbers, names or shapes refuse it, before anything of the base is loaded.
+
+    None for any other. Raises UsageError when the file is no LoRA that can be read at all.
+    """
+    weights = read_lora(lora)
+    if not_finite := weights.not_finite():
+        return _report({"integrity": 0.0}, [_not_finite(not_finite, len(weights.modules))], {}, gate)
+    if problems := misfits_by_config(weights, family, base):
+        return _report({"integrity": 0.0}, _key_findings(problems), {}, gate)
+    return None
 
 
 def judge(
@@ -257,7 +268,9 @@ def _loading_findings(pipeline: Any, family: Family, lora: Path, weights: LoraWe
         return []
     said = f" diffusers says: {complaints[0][:200]}" if complaints else ""
     message = f"A fresh pipeline took {adapted} of {expected} modules.{said}"
-    return [Finding("not_loaded_whole", "error", message, "Export the LoRA again.")]
+    return [
+        Finding("not_loaded_whole", "error", message, "Write it in another form with `convert`, or export it again.")
+    ]
 
 
 def _key_findings(problems: list[Problem]) -> list[Finding]:

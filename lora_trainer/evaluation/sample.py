@@ -15,14 +15,21 @@ from lora_trainer.core.errors import Problem, UsageError
 from lora_trainer.core.grid import picture_name
 from lora_trainer.core.interrupt import Stopped
 from lora_trainer.core.io import read_json, write_json
-from lora_trainer.evaluation.loading import components_of, free_memory, fresh_pipeline, misfits, put_on, without_lora
+from lora_trainer.evaluation.loading import (
+    components_of,
+    free_memory,
+    fresh_pipeline,
+    misfits,
+    misfits_by_config,
+    put_on,
+    without_lora,
+)
 from lora_trainer.evaluation.placing import bring_pipeline
 from lora_trainer.evaluation.recipe import Asked, Drawing, embedded_text, recipe, same_base
 from lora_trainer.evaluation.sheet import Group, Row, contact_sheet, save_picture
-from lora_trainer.export.weights import LoraWeights, check_keys, shapes_of
+from lora_trainer.export.weights import LoraWeights, shapes_of
 from lora_trainer.models.drawing import prompted, read_prompts, texts_of
 from lora_trainer.models.family import Family
-from lora_trainer.models.folder import read_config
 from lora_trainer.models.lora_files import read_lora
 from lora_trainer.models.words import Words, add_words, from_embeddings
 
@@ -51,18 +58,6 @@ class Where:
         return self.folder / picture_name(self.name, row, strength)
 
 
-def refuse_misfit(family: Family, base: Path, weights: LoraWeights) -> None:
-    """Raise UsageError for a LoRA whose denoiser's part does not fit the base, by its config: nothing is loaded."""
-    with torch.device("meta"):
-        denoiser = family.make_denoiser(read_config(base, f"{family.denoiser_prefix}/config.json"))
-    shapes = shapes_of({family.denoiser_prefix: denoiser})
-    others = tuple(f"{name}." for name in family.text_targets)
-    own = {name: pair for name, pair in weights.modules.items() if not name.startswith(others)}
-    checked = LoraWeights(own, weights.metadata)
-    if check_keys(checked, shapes):
-        raise UsageError(misfits(checked, shapes, family, base)[:PROBLEMS_SHOWN])
-
-
 def compare(
     family: Family,
     base: Path,
@@ -88,7 +83,8 @@ def compare(
     """
     device = device or torch.device("cpu")
     weights = read_lora(lora)
-    refuse_misfit(family, base, weights)
+    if problems := misfits_by_config(weights, family, base):
+        raise UsageError(problems[:PROBLEMS_SHOWN])
     pipeline = fresh_pipeline(family, base, dtype, torch.device("cpu"))
     if problems := misfits(weights, shapes_of(components_of(pipeline, family)), family, base):
         raise UsageError(problems[:PROBLEMS_SHOWN])

@@ -95,6 +95,21 @@ def _empty(kind: Any, folder: Path) -> nn.Module:
     return cast("nn.Module", kind(kind.config_class.from_pretrained(folder, local_files_only=True)))
 
 
+def empty_clip(folder: Path) -> nn.Module:
+    """A CLIP text encoder as its config describes it, on the meta device, with a projection whether it has one or not.
+
+    Raises UsageError as `load_frozen`.
+    """
+    from transformers import CLIPTextModelWithProjection
+
+    try:
+        return check_size(lambda: _empty(CLIPTextModelWithProjection, folder), check_part(folder), folder)
+    except UsageError:
+        raise
+    except Exception as error:  # as above
+        raise _as_usage(error, folder) from error
+
+
 def check_size(build: Callable[[], nn.Module], held: int, folder: Path) -> nn.Module:
     """What `build` makes, without memory. Raises UsageError when the `held` numbers of its weights cannot fill it.
 

@@ -16,6 +16,7 @@ from lora_trainer.config.schema import Config
 from lora_trainer.core.errors import UsageError
 from lora_trainer.core.io import write_json
 from lora_trainer.data.manifest import read_manifest
+from lora_trainer.evaluation import encode
 from lora_trainer.evaluation.lora_check import check_lora
 from lora_trainer.export.lora_file import write_lora
 from lora_trainer.export.weights import LoraPair, LoraWeights
@@ -117,6 +118,15 @@ def test_a_picture_that_cannot_be_read_is_named(lora: Path, base: Path, pictures
     (pictures / "4.png").write_bytes(whole[: len(whole) * 2 // 3])
     with pytest.raises(UsageError, match=r"4\.png"):
         validate_command(lora, base, pictures, True, Config())
+
+
+def test_a_lora_of_another_family_is_refused_before_pictures_are_encoded(
+    base: Path, pictures: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(encode, "encode_samples", lambda *_: pytest.fail("pictures were encoded"))
+    foreign = LoraWeights({"unet.mid_block.nowhere": LoraPair(torch.ones(2, 9), torch.ones(9, 2), 2.0)})
+    assert validate_command(write_lora(tmp_path, "other", foreign, facts())[0], base, pictures, True, Config()) == 4
+    assert json.loads(capsys.readouterr().out)["findings"][0]["code"] == "key_does_not_fit"
 
 
 def test_without_pictures_learning_is_not_claimed(lora: Path, base: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -70,6 +70,10 @@ def trained(base: Path, samples: list[EncodedSample], tmp_path_factory: pytest.T
     return write_lora(tmp_path_factory.mktemp("lora"), "trained", weights, facts())[0]
 
 
+def read_unet(base: Path) -> torch.nn.Module:
+    return FAMILY.load_denoiser(base, torch.float32, CPU)
+
+
 def check(lora: Path, base: Path, samples: list[EncodedSample], **options: object) -> LoraReport:
     return check_lora(lora, base, FAMILY, samples, prompts=PROMPTS, **options)  # type: ignore[arg-type]
 
@@ -145,13 +149,39 @@ def test_nan_scores_nothing(trained: Path, base: Path, samples: list[EncodedSamp
     assert codes(report) == {"not_finite"}
 
 
-def test_keys_of_another_base(base: Path, samples: list[EncodedSample], tmp_path: Path) -> None:
+UNLOADED = replace(
+    FAMILY,
+    load_encoders=lambda *_: pytest.fail("encoders were loaded"),
+    make_pipeline=lambda *_: pytest.fail("the base was loaded"),
+)
+
+
+@pytest.mark.parametrize(
+    ("name", "findings"),
+    [("unet.down_blocks.{}.attentions.7.proj_in", 6), ("text_encoder.text_model.encoder.layers.{}.mlp.fc1", 6)],
+)
+def test_keys_of_another_base_are_refused_before_it_is_loaded(
+    name: str, findings: int, base: Path, tmp_path: Path
+) -> None:
     pair = LoraPair(torch.ones(2, 9), torch.ones(9, 2), 2.0)
-    weights = LoraWeights({f"unet.down_blocks.{i}.attentions.7.proj_in": pair for i in range(8)})
-    report = check(write_lora(tmp_path, "other", weights, facts())[0], base, samples)
+    weights = LoraWeights({name.format(i): pair for i in range(8)})
+    report = check_lora(write_lora(tmp_path, "other", weights, facts())[0], base, UNLOADED, [])
     assert report.score == 0.0
     assert codes(report) == {"key_does_not_fit"}
-    assert len(report.findings) == 6
+    assert len(report.findings) == findings
+
+
+def test_what_diffusers_refuses_to_load_is_a_finding(base: Path, tmp_path: Path) -> None:
+    """Its own form with `.alpha`, and a text encoder's part alone without any `out_proj`."""
+    tensors = load_file(write_lora(tmp_path, "cat", random_lora(read_unet(base)), facts())[1])
+    alphas = {f"{key.removesuffix('.lora_A.weight')}.alpha": torch.tensor(2.0) for key in tensors if "lora_A" in key}
+    save_file(tensors | alphas, tmp_path / "alpha.safetensors")
+    name = "text_encoder.text_model.encoder.layers.0.self_attn.q_proj"
+    only = LoraWeights({name: LoraPair(torch.ones(2, 32), torch.ones(32, 2), 2.0)})
+    for path in (tmp_path / "alpha.safetensors", write_lora(tmp_path, "text", only, facts())[0]):
+        report = check(path, base, [])
+        assert codes(report) == {"not_loaded_whole"}
+        assert "ValueError" in report.findings[0].message
 
 
 def test_a_file_that_is_no_lora_is_wrong_usage(base: Path, tmp_path: Path) -> None:

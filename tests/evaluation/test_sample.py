@@ -120,11 +120,12 @@ def test_wrong_wishes_are_wrong_usage(
     assert said in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("module", ["unet.mid_block.nowhere", "text_encoder.text_model.encoder.layers.0.mlp.fc1"])
 def test_a_lora_of_another_family_is_refused_before_the_base_is_loaded(
-    base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    module: str, base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sample, "fresh_pipeline", lambda *_: pytest.fail("the base was loaded"))
-    foreign = LoraWeights({"unet.mid_block.nowhere": LoraPair(torch.ones(2, 9), torch.ones(9, 2), 2.0)})
+    foreign = LoraWeights({module: LoraPair(torch.ones(2, 9), torch.ones(9, 2), 2.0)})
     path, _ = write_lora(tmp_path, "other", foreign, facts(base_version="sdxl_base_v1-0"))
     assert main(["sample", str(path), "--model", str(base), "--prompt", "a"]) == 2
     assert "another kind of model: sdxl_base_v1-0; my-model is sd_v1" in capsys.readouterr().err
