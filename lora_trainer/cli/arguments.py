@@ -50,6 +50,11 @@ class Parser(argparse.ArgumentParser):
         raise UsageError(Problem(message[0].upper() + message[1:] + ".", f"See: lora-trainer {usage} --help".strip()))
 
 
+def add_offline_argument(parser: argparse._ActionsContainer) -> None:
+    """Of every command that names a model."""
+    parser.add_argument("--offline", action="store_true", help="make no network request at all")
+
+
 def add_settings_arguments(parser: argparse.ArgumentParser) -> None:
     """--preset, --config, --set: what a command needs to build a config."""
     group = parser.add_argument_group("settings")
@@ -86,7 +91,7 @@ def add_run_arguments(parser: argparse.ArgumentParser, hidden: Sequence[str] = (
             "or a kohya dataset .toml; the built-in data set without it",
         ),
     )
-    group.add_argument("--offline", action="store_true", help="make no network request at all")
+    add_offline_argument(group)
     add_settings_arguments(parser)
     other = parser.add_argument_group("other")
     for flag, text in (

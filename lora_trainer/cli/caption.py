@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from lora_trainer.cli.arguments import say
+from lora_trainer.cli.arguments import add_offline_argument, say
 from lora_trainer.core.errors import DONE, Problem, UsageError
 
 EXAMPLES = """examples:
@@ -36,6 +36,7 @@ def add_caption_arguments(parser: argparse.ArgumentParser) -> None:
         "--threshold", type=float, default=0.35, metavar="X", help="tags: least probability of a label (0.35)"
     )
     parser.add_argument("--max-tokens", type=int, default=60, metavar="N", help="captions: longest text (60)")
+    add_offline_argument(parser)
 
 
 def caption_command(arguments: argparse.Namespace, unknown: list[Problem]) -> int:
@@ -56,8 +57,11 @@ def caption_command(arguments: argparse.Namespace, unknown: list[Problem]) -> in
     from rich.progress import Progress
 
     from lora_trainer.models.captioner import load_captioner
+    from lora_trainer.production.base import go_offline
     from lora_trainer.production.captioning import caption_pictures, find_wanted
 
+    if arguments.offline:
+        go_offline()
     folders = [Path(folder) for folder in arguments.data]
     wanted, existing, unusable = find_wanted(folders, Path(arguments.output) if arguments.output else None)
     say(f"{len(wanted) + existing} pictures: {existing} have a caption, {len(wanted)} have none")

@@ -6,7 +6,7 @@ import argparse
 from dataclasses import replace
 from pathlib import Path
 
-from lora_trainer.cli.arguments import add_settings_arguments, resolved_from, say
+from lora_trainer.cli.arguments import add_offline_argument, add_settings_arguments, resolved_from, say
 from lora_trainer.core.errors import Problem
 
 EXAMPLES = (
@@ -27,6 +27,7 @@ def add_check_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--html", metavar="FILE", type=Path, help="write one page with pictures of what is wrong")
     parser.add_argument("--headers", action="store_true", help="a quick look: headers and captions, nothing is decoded")
     parser.add_argument("--fix", metavar="DIR", type=Path, help="write a cleaned copy; the data itself stays as it is")
+    add_offline_argument(parser)
     add_settings_arguments(parser)
 
 

@@ -19,6 +19,7 @@ from lora_trainer.cli.arguments import (
     EXAMPLES,
     Parser,
     add_debug_argument,
+    add_offline_argument,
     add_run_arguments,
     add_settings_arguments,
     explained,
@@ -209,6 +210,7 @@ def _add_validate_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--data", dest="held_out", metavar="DIR", help="pictures that the LoRA was not trained on")
     parser.add_argument("--json", action="store_true", help="one JSON document on stdout")
+    add_offline_argument(parser)
     add_settings_arguments(parser)
 
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from lora_trainer.cli.arguments import add_settings_arguments, resolved_from
+from lora_trainer.cli.arguments import add_offline_argument, add_settings_arguments, resolved_from
 from lora_trainer.config.layers import Layer
 from lora_trainer.core.errors import Problem, UsageError
 
@@ -59,7 +59,7 @@ def add_sample_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--output", dest="folder", metavar="DIR", help="folder for the pictures (default: samples, beside the file)"
     )
-    parser.add_argument("--offline", action="store_true", help="make no network request at all")
+    add_offline_argument(parser)
     add_settings_arguments(parser)
 
 
@@ -69,6 +69,7 @@ def sample(arguments: argparse.Namespace, unknown: Sequence[Problem]) -> int:
     from lora_trainer.production.drawing import BUILT_IN
 
     problems = [*unknown, *_flag_problems(arguments)]
+    size = _size(arguments.size)
     found: dict[str, Any] | None = None
     if arguments.recipe is not None:
         from lora_trainer.evaluation.recipe import read_recipe
@@ -78,7 +79,6 @@ def sample(arguments: argparse.Namespace, unknown: Sequence[Problem]) -> int:
         if given["model.path"] is None and found["model"] != BUILT_IN:
             given["model.path"] = found["model"]
     config = resolved_from(arguments, problems, extra=_layers(arguments)).config
-    size = _size(arguments.size)
     output = Path(arguments.folder) if arguments.folder is not None else Path(arguments.lora).parent / "samples"
     if found is not None:
         return draw_again(Path(arguments.lora), config, found, output)

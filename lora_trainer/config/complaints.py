@@ -22,7 +22,6 @@ _WORDS = {
     "string_too_short": "not empty",
     "string_too_long": "at most {max_length} letters long",
     "string_pattern_mismatch": "a word without spaces, dots, commas, colons, quotes, slashes and brackets other than < and >",
-    "tuple_type": 'a list such as ["a", "b"]',
     "finite_number": "a finite number",
     "greater_than_equal": "at least {ge}",
     "greater_than": "more than {gt}",
@@ -95,16 +94,23 @@ def _wrong_value(
 ) -> Problem:
     """`optim.learning_rate = 20 (from --set): must be at most 10.`"""
     wanted: list[str] = []
+    items: list[str] = []  # what is said of items of a list
     for detail in details:
         context = {name: _limit(item) for name, item in detail.get("ctx", {}).items()}
         words = _WORDS[detail["type"]].format(**context) if detail["type"] in _WORDS else detail["msg"]
         if detail["loc"][-1] in _TABLES and detail["type"].startswith("model_"):
             words = "a table, such as {shuffle = true}"
-        if len(detail["loc"]) > 1 and isinstance(detail["loc"][-1], int):
+        if detail["type"] == "tuple_type":
+            words = f"a list such as {_list_of(kind.model_fields[key].annotation, value)}"
+        if len(detail["loc"]) > 1 and isinstance(at := detail["loc"][-1], int):
+            if not detail["type"].startswith("model_"):
+                items.append(f"{shown(value[at])} must be {words}")
+                continue
             words = f"a list of {words}"
         if words not in wanted:
             wanted.append(words)
-    message = f"{name} = {shown(value)} (from {layer}): must be {' or '.join(wanted)}."
+    told = [*([f"must be {' or '.join(wanted)}"] if wanted else []), *dict.fromkeys(items)]
+    message = f"{name} = {shown(value)} (from {layer}): {'; '.join(told)}."
     field = kind.model_fields[key]
     choices = [word for detail in details if detail["type"] == "literal_error" for word in _choices(detail)]
     if isinstance(value, str) and choices and (near := nearest(value, choices)).startswith("Did"):
@@ -112,6 +118,16 @@ def _wrong_value(
     meaning = f"{field.description}; " if field.description else ""
     default = "none" if field.is_required() else shown(field.default)
     return Problem(message, f"({meaning}default {default})")
+
+
+def _list_of(annotation: Any, value: Any) -> str:
+    """A list of the right kind: of what was given without brackets, where that may be an item."""
+    inside = str(annotation)
+    kind, example = (
+        (float, (0.5, 1.0)) if "float" in inside else (int, (512, 768)) if "int" in inside else (str, ("a", "b"))
+    )
+    fits = isinstance(value, (int, float) if kind is float else kind) and not isinstance(value, bool) and value != ""
+    return shown((value,) if fits else example)
 
 
 def _limit(bound: Any) -> str:

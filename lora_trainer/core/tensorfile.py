@@ -20,9 +20,24 @@ MOST_TENSORS = 200_000  # the largest models have a few thousand
 MOST_SIDES = 16
 SHOWN_OF_NAME = 80  # characters in a message
 PICKLE_BEGINNINGS = (b"PK\x03\x04", b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05")
+BEGINNING = 64  # bytes after the first eight that tell a page of the web
 METADATA = "__metadata__"
 NO_TENSORS = "is not a safetensors file"
 AGAIN = "Copy or download it again."
+# How other files begin that get the name of a model's: bytes, what they are, what helps.
+OTHERS = (
+    (b"\x89PNG", "is a picture (PNG)", "Name a .safetensors file."),
+    (b"\xff\xd8\xff", "is a picture (JPEG)", "Name a .safetensors file."),
+    (b"RIFF", "is a picture or sound (RIFF)", "Name a .safetensors file."),
+    (b"GIF8", "is a picture (GIF)", "Name a .safetensors file."),
+    (b"GGUF", "is a GGUF file", "Name the model as .safetensors: GGUF is not read."),
+    (b"version ", "is a pointer of Git LFS, not the file itself", "Fetch the file: git lfs pull."),
+    (b"%PDF", "is a PDF", "Name a .safetensors file."),
+    (b"\x1f\x8b", "is packed (gzip)", "Unpack it first."),
+    (b"7z\xbc\xaf", "is packed (7z)", "Unpack it first."),
+)
+PAGE = "is a page of the web (HTML), not a model: the site may want a login, or its terms accepted"
+JSON_TEXT = "is a text (JSON), not a model: what a site answers in place of the file may say why"
 _BITS = {64: "F64 I64 U64 C64", 32: "F32 I32 U32", 16: "F16 BF16 I16 U16", 6: "F6_E2M3 F6_E3M2", 4: "F4"}
 _BITS[8] = "F8_E4M3 F8_E5M2 F8_E4M3FNUZ F8_E5M2FNUZ F8_E8M0 I8 U8 BOOL"
 BITS = {name: bits for bits, names in _BITS.items() for name in names.split()}  # of one number of each type
@@ -39,10 +54,14 @@ def read_tensor_header(path: Path) -> dict[str, Any]:
         if not stat.S_ISREG(found.st_mode):  # opening a pipe would wait for ever
             raise refusal(path, "is not a regular file", "Name a .safetensors file.")
         with open(path, "rb") as file:
-            header, length = _read_header(path, file.read(8), found.st_size, file.read)
+            beginning = file.read(8)
+            if other := _other_file(beginning, file.read(BEGINNING)):
+                raise refusal(path, *other)
+            file.seek(len(beginning))
+            header, length = _read_header(path, beginning, found.st_size, file.read)
     except OSError as error:
         raise refusal(path, f"cannot be read ({error.strerror or error})", "Check the path and its rights.") from error
-    check_places(path, header, found.st_size - 8 - length)
+    check_places(path, header, found.st_size - 8 - length, before=8 + length)
     return header
 
 
@@ -53,6 +72,22 @@ def data_begins(path: Path) -> int:
     return 8 + int(length)
 
 
+def _other_file(beginning: bytes, more: bytes) -> tuple[str, str] | None:
+    """What a file is that is no safetensors, and what helps; None where that is not known.
+
+    Asked before the header is: eight letters of a text as a length would be a header of more than 2^56 bytes, so no
+    sound file begins like one of these.
+    """
+    if len(beginning) == 8 and struct.unpack("<Q", beginning)[0] <= LARGEST_HEADER:
+        return None
+    text = (beginning + more).lstrip(b"\xef\xbb\xbf \t\r\n").lower()
+    if text.startswith((b"<!doctype html", b"<html", b"<head", b"<?xml", b"<!--")):
+        return PAGE, "Log in there in a browser, or download it with the site's own program, and name that file."
+    if text.startswith((b"{", b"[")):
+        return JSON_TEXT, AGAIN
+    return next((told[1:] for told in OTHERS if beginning.startswith(told[0])), None)
+
+
 def _read_header(path: Path, beginning: bytes, size: int, read: Any) -> tuple[dict[str, Any], int]:
     # A header of 640, 896, 1152 or 1408 bytes begins alike, but zeros follow, which no pickle can have there.
     if beginning.startswith(PICKLE_BEGINNINGS) and beginning[2:] != bytes(6):
@@ -61,7 +96,7 @@ def _read_header(path: Path, beginning: bytes, size: int, read: Any) -> tuple[di
         raise refusal(path, f"has {size} bytes: it is empty or was cut off", AGAIN)
     (length,) = struct.unpack("<Q", beginning)
     if length > size - 8:
-        raise refusal(path, f"{NO_TENSORS}, or was cut off: its header would take {length} of {size} bytes", AGAIN)
+        raise refusal(path, f"{NO_TENSORS}, or was cut off: its header would take more than its {size:,} bytes", AGAIN)
     if length > LARGEST_HEADER:
         raise refusal(path, f"has a header of {length} bytes, more than {LARGEST_HEADER}", AGAIN)
     try:
@@ -85,8 +120,11 @@ def _without_doubles(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
     return found
 
 
-def check_places(path: Path, header: dict[str, Any], data: int) -> None:
-    """Raise UsageError unless the tensors fill exactly the `data` bytes after the header, each where its shape says."""
+def check_places(path: Path, header: dict[str, Any], data: int, *, before: int = 0) -> None:
+    """Raise UsageError unless the tensors fill exactly the `data` bytes after the header, each where its shape says.
+
+    `before` is the size of what stands before them, so that sizes of whole files are told, which people can compare.
+    """
     metadata = header.get(METADATA, {})
     if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
         raise refusal(path, f"{NO_TENSORS}: its {METADATA} is no table of texts", AGAIN)
@@ -102,7 +140,10 @@ def check_places(path: Path, header: dict[str, Any], data: int) -> None:
             )
         end = until
     if end != data:
-        raise refusal(path, f"holds {data} of the {end} bytes that it promises", AGAIN)
+        size, whole = f"{before + data:,}", f"{before + end:,}"
+        if data < end:
+            raise refusal(path, f"is cut off: it has {size} of the {whole} bytes that it promises", AGAIN)
+        raise refusal(path, f"is damaged: it has {size} bytes, and it promises {whole}", AGAIN)
 
 
 def _place(path: Path, name: str, entry: Any) -> tuple[int, int, str]:

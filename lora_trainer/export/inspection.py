@@ -74,7 +74,7 @@ def inspect(path: Path, families: Sequence[Names]) -> Inspected:
         tensors, metadata = salvaged
     found = collect(path.name, tensors, metadata, families, peft_config)
     if not found.weights.modules and not found.form:
-        raise UsageError(found.problems or problems)
+        raise UsageError([*problems, *found.problems])
     problems += found.problems
     pairs = found.weights.modules
     problems += _values(path, found.weights)

@@ -8,7 +8,7 @@ from typing import Any
 
 from lora_trainer.config.contradictions import from_user
 from lora_trainer.config.imports.data_files import with_data_files
-from lora_trainer.config.layers import Layer, Resolved, resolve
+from lora_trainer.config.layers import Layer, Resolved, resolve, valid_settings
 from lora_trainer.config.presets import family_layers
 from lora_trainer.config.schema import Config
 from lora_trainer.config.schema.inputs import ModelSection
@@ -37,7 +37,11 @@ def settle(
     found = list(problems)
     notes: list[str] = []
     user = with_data_files(user, found, notes)
-    family, held = _family_layers(user, found, say, builtin_if_none=builtin_if_none)
+    wrong = list(found)
+    for layer in (*presets, *user):
+        valid_settings(layer, wrong)
+    # What is refused already asks no hub.
+    family, held = _family_layers(user, found, say, builtin_if_none=builtin_if_none, refused=bool(wrong))
     resolved = resolve([*family, *presets, *user, *held], found)
     return replace(resolved, notes=(*notes, *resolved.notes))
 
@@ -56,7 +60,12 @@ def refuse_missing_attention(resolved: Resolved) -> None:
 
 
 def _family_layers(
-    user: Sequence[Layer], problems: list[Problem], say: Callable[[str], None], *, builtin_if_none: bool
+    user: Sequence[Layer],
+    problems: list[Problem],
+    say: Callable[[str], None],
+    *,
+    builtin_if_none: bool,
+    refused: bool,
 ) -> tuple[list[Layer], list[Layer]]:
     """The family's presets, for the model that the user's layers name or for the built-in base; and what holds it."""
     model = _model_of(user)
@@ -73,6 +82,8 @@ def _family_layers(
     origin = named if named == "--model" else f"model.path (from {named})"
     if offline:
         bases.go_offline()
+    if refused and bases.as_hub_model(str(path)) is not None:
+        return family_layers(str(asked), builtin=False), []
     family, commit = str(asked), None
     try:
         base = bases.find_base(_plain_section(model), offline=offline, weights=False, origin=origin, say=say)

@@ -66,6 +66,11 @@ def test_a_wrong_value_is_told_although_a_later_layer_overrides_it() -> None:
         ("memory", "checkpointing", -1, "must be one of none, all or auto or at least 0."),
         ("data", "allow_upscale", "yes", "must be true or false."),
         ("data", "sources", ["a", 1], "must be a list of paths or tables."),
+        ("sample", "strengths", [1.0, 9.0], "sample.strengths = [1.0, 9.0] (from f): 9.0 must be at most 4."),
+        ("sample", "prompts", 3, 'must be a list such as ["a", "b"].'),
+        ("text", "learning_rates", 1e-4, "must be a list such as [0.0001]."),
+        ("text", "learning_rates", [-1], "text.learning_rates = [-1] (from f): -1 must be at least 0."),
+        ("data", "resolutions", "x", "must be a list such as [512, 768]."),
         ("run", "output", "none", ""),
     ],
 )
@@ -129,7 +134,7 @@ def test_the_config_cannot_be_changed() -> None:
         ),
         ({"path": "a", "captions": {"dropout": 2}}, "table 2 (a): captions.dropout = 2 (from f): must be at most 1."),
         ({"path": "a", "captions": 3}, "captions = 3 (from f): must be a table, such as {shuffle = true}."),
-        ({"path": "a", "resolutions": ["x"]}, 'resolutions = ["x"] (from f): must be a list of a whole number.'),
+        ({"path": "a", "resolutions": ["x"]}, 'resolutions = ["x"] (from f): "x" must be a whole number.'),
     ],
 )
 def test_what_is_wrong_in_a_source_names_its_table(source: dict[str, object], expected: str) -> None:

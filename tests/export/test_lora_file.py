@@ -19,6 +19,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from lora_trainer.core.errors import TrainingFailed, UsageError
+from lora_trainer.export.inspection import inspect
 from lora_trainer.export.lora_file import read_lora, write_lora
 from lora_trainer.export.metadata import FlowFacts, header
 from lora_trainer.export.weights import (
@@ -273,6 +274,11 @@ def truncated(path: Path) -> None:
         ("cut.safetensors", truncated, "cut off|promises"),
         ("empty.safetensors", lambda path: path.write_bytes(b""), "empty or was cut off"),
         ("noise.safetensors", lambda path: path.write_bytes(bytes(range(256)) * 9), "cut off"),
+        ("page.safetensors", lambda path: path.write_bytes(b"\n<!DOCTYPE html><title>Log in"), "page of the web"),
+        ("short.safetensors", lambda path: path.write_bytes(b"<html>\n"), "page of the web"),
+        ("answer.safetensors", lambda path: path.write_bytes(b'{"error":"Access denied"}'), "text .JSON."),
+        ("picture.safetensors", lambda path: path.write_bytes(b"\x89PNG\r\n\x1a\n" + bytes(90)), "picture .PNG."),
+        ("lfs.safetensors", lambda path: path.write_bytes(b"version https://git-lfs"), "pointer of Git LFS"),
         ("old.ckpt", lambda path: path.write_bytes(b"anything"), "pickle"),
         ("renamed.safetensors", lambda path: torch.save({"a": torch.ones(2)}, path), "pickle"),
         ("plain.safetensors", lambda path: path.write_bytes(pickle.dumps({"a": 1})), "pickle"),
@@ -284,6 +290,23 @@ def test_damaged_files_are_refused(name: str, make: Callable[[Path], object], me
     make(tmp_path / name)
     with pytest.raises(UsageError, match=message):
         read_lora(tmp_path / name)
+
+
+def test_a_cut_off_file_is_told_by_the_size_of_files(tmp_path: Path) -> None:
+    path = tmp_path / "cut.safetensors"
+    save_file(tensors(GOOD), path)
+    whole = path.stat().st_size
+    path.write_bytes(path.read_bytes()[:-40])
+    with pytest.raises(UsageError, match=f"it has {whole - 40:,} of the {whole:,} bytes"):
+        read_lora(path)
+
+
+def test_inspect_says_that_what_is_no_lora_was_cut_off(tmp_path: Path) -> None:
+    path = tmp_path / "half.safetensors"
+    save_file(tensors({"down_blocks.0.weight": (8, 8)}), path)
+    path.write_bytes(path.read_bytes()[:-40])
+    with pytest.raises(UsageError, match="cut off"):
+        inspect(path, [])
 
 
 def test_foreign_files_without_alpha_or_header_have_scale_one(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from lora_trainer.cli.main import main
 from lora_trainer.config.schema.inputs import ModelSection
 from lora_trainer.core.errors import UsageError
 from lora_trainer.models.weight_files import weights_of
@@ -157,6 +158,24 @@ def test_offline_makes_no_request(hub: LocalHub, monkeypatch: pytest.MonkeyPatch
     assert "offline nothing is fetched" in refused(offline=True, revision="v1")
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     assert "offline nothing is fetched" in refused()
+
+
+@pytest.mark.parametrize("problem", [["--frobnicate"], ["--set", "optim.learning_rate=20"]])
+def test_what_is_refused_already_asks_no_hub(
+    hub: LocalHub, capsys: pytest.CaptureFixture[str], problem: list[str]
+) -> None:
+    assert main(["train", "--model", "nobody/nothing", "--name", "a", *problem]) == 2
+    assert "nobody" not in capsys.readouterr().err
+    assert hub.asked == []
+
+
+@pytest.mark.parametrize("command", [["check", "."], ["validate", "a.safetensors"], ["sample", "a", "--prompt", "b"]])
+def test_every_command_with_a_model_can_be_offline(
+    hub: LocalHub, capsys: pytest.CaptureFixture[str], command: list[str]
+) -> None:
+    assert main([*command, "--model", "nobody/nothing", "--offline"]) == 2
+    assert "offline nothing is fetched" in capsys.readouterr().err
+    assert hub.asked == []
 
 
 @pytest.mark.parametrize(
