@@ -29,12 +29,17 @@ class _TooLargeError(Exception):
 
 
 def load_frozen(
-    kind: Any, folder: Path, dtype: torch.dtype | None, device: torch.device, narrow: Narrow | None = None
+    kind: Any,
+    folder: Path,
+    dtype: torch.dtype | None,
+    device: torch.device,
+    narrow: Narrow | None = None,
+    crop: Callable[[nn.Module, dict[str, Place]], None] | None = None,
 ) -> Any:
     """One part of a model, frozen, in eval mode, brought in layer by layer; `narrow` stores each in fewer bits.
 
     `kind` is a class of diffusers or transformers. What is read is what its own `from_pretrained` reads, to the bit; without
-    `dtype` as it is stored.
+    `dtype` as it is stored. `crop` may make the model smaller, and its places, before anything is read.
     Raises UsageError for a part that `check_part` refuses, whose config asks for more than its weights hold, which lacks weights
     (a library would fill them with random numbers), or which the library cannot build.
     """
@@ -46,6 +51,8 @@ def load_frozen(
         model = check_size(lambda: _empty(kind, folder), held, folder)
         places = _as_named(model, places)
         refuse_lacking(folder, set(model.state_dict()) - set(places))
+        if crop is not None:
+            crop(model, places)
         fill_layers(model, places, dtype, device, narrow, kept_wide(kind, dtype))
         fill_the_rest(model, lambda: _empty(kind, folder), device)
     except UsageError:

@@ -32,6 +32,9 @@ SHOWN_OF_NAME = 80
 class Place:
     """One weight in a file. What is stored there is cut to `rows` (pairs of first and last but one, all where none),
     in that order, then loses its sides of 1 at the end (`squeezed`), then its two sides change places (`transposed`).
+
+    `middle` (stored, kept) is for loading alone, and stands in no table: of a square of positions [1, stored x stored, D]
+    only the middle [1, kept x kept, D] is read.
     """
 
     file: Path
@@ -39,6 +42,7 @@ class Place:
     rows: tuple[tuple[int, int], ...] = ()
     squeezed: bool = False
     transposed: bool = False
+    middle: tuple[int, int] | None = None
 
     def shape(self, stored: Iterable[int]) -> tuple[int, ...]:
         """The weight's shape, of what is stored. Raises ValueError for rows that are not there."""

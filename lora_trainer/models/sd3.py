@@ -32,11 +32,13 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor, nn
 
+    from lora_trainer.models.places import Place
     from lora_trainer.models.storage.store import Narrow
 
 CLIPS, T5 = ("text_encoder", "text_encoder_2"), "text_encoder_3"
 T5_TOKENS = 256
 # The stored table of positions is 384 patches wide, 0.84 GiB in fp32; no picture needs more than its middle.
+POSITIONS = "pos_embed.pos_embed"
 LARGEST_SIDE = 128  # patches, of 16 pixels each
 MOST_SIDE = 4096  # places of the latents, or of the table
 THINNER_HEADS, FEWER_LAYERS = 12, 6
@@ -197,17 +199,20 @@ def load_transformer(folder: Path, dtype: torch.dtype, device: torch.device, nar
     """The transformer, frozen, on the device, its table of positions cropped."""
     from diffusers import SD3Transformer2DModel
 
-    model: nn.Module = load_denoiser(SD3Transformer2DModel, folder / "transformer", dtype, device, narrow)
+    return cast(
+        "nn.Module", load_denoiser(SD3Transformer2DModel, folder / "transformer", dtype, device, narrow, crop_positions)
+    )
+
+
+def crop_positions(model: nn.Module, places: dict[str, Place]) -> None:
+    """Keep of an empty transformer's table of positions the middle, before it is read: the whole never gets to a card."""
     table: Any = model.pos_embed
     side = int(table.pos_embed_max_size)
     kept = _cropped(side)
     if kept < side:
-        first = (side - kept) // 2
-        whole = table.pos_embed.unflatten(1, (side, side))
-        middle = whole[:, first : first + kept, first : first + kept].flatten(1, 2).clone()
-        table.register_buffer("pos_embed", middle)
+        table.register_buffer("pos_embed", table.pos_embed[:, : kept * kept])
         table.pos_embed_max_size = kept
-    return model
+        places[POSITIONS] = replace(places[POSITIONS], middle=(side, kept))
 
 
 def predict(denoiser: nn.Module, noisy: Tensor, t: Tensor, cond: Mapping[str, Tensor], sizes: Tensor) -> Tensor:

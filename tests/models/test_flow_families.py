@@ -22,6 +22,7 @@ from lora_trainer.models.encoders import visiting_text
 from lora_trainer.models.family import Family, TextOptions, public_architecture
 from lora_trainer.models.flow_schedule import read_flow_schedule
 from lora_trainer.models.folder import detect_family
+from lora_trainer.models.storage import layers
 from lora_trainer.models.t5 import read_t5_tokens
 from lora_trainer.production.inputs import refuse_large
 from tests.export.tiny import T5_WIDTH, TRANSFORMERS, t5_tokenizer, tiny_pipeline
@@ -188,6 +189,20 @@ def test_the_cropped_table_of_positions_answers_as_the_whole_one(sides, tmp_path
     with torch.no_grad():
         told = [sd3.predict(each, noisy, torch.tensor([500]), cond, torch.zeros(1, 6)) for each in (cropped, whole)]
     assert torch.equal(*told)
+
+
+def test_the_whole_table_of_positions_never_gets_to_the_device(tmp_path, monkeypatch):
+    tiny_pipeline(tmp_path / "tokens", "sd3.5").transformer.save_pretrained(tmp_path / "transformer")
+    moved, real = [], layers._moved
+
+    def seen(found: torch.Tensor, *given: Any, **more: Any) -> torch.Tensor:
+        moved.append(tuple(found.shape))
+        return real(found, *given, **more)
+
+    monkeypatch.setattr(layers, "_moved", seen)
+    sd3.load_transformer(tmp_path, torch.float32, CPU)
+    tables = [shape for shape in moved if len(shape) == 3]
+    assert [shape[:2] for shape in tables] == [(1, 128 * 128)]
 
 
 def test_facts_and_names_tell_the_kinds_apart(model):

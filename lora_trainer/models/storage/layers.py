@@ -113,6 +113,10 @@ def _cut(found: Tensor, place: Place) -> Tensor:
     if place.rows:
         pieces = [found[begin:end] for begin, end in place.rows]
         found = pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+    if place.middle is not None:
+        side, kept = place.middle
+        inner = slice((side - kept) // 2, (side + kept) // 2)
+        found = found.unflatten(1, (side, side))[:, inner, inner].flatten(1, 2)
     while place.squeezed and found.ndim > 2 and found.shape[-1] == 1:
         found = found.squeeze(-1)
     return found.t().contiguous() if place.transposed else found
