@@ -92,7 +92,7 @@ def validate_command(
 def _judge(path: Path, config: Config, questions: Questions) -> LoraReport:
     import torch
 
-    from lora_trainer.evaluation.encode import encode_samples
+    from lora_trainer.evaluation.encode import EncodeTexts, encode_samples, text_reader
     from lora_trainer.evaluation.lora_check import check_lora, refused_unloaded
     from lora_trainer.evaluation.placing import with_less
     from lora_trainer.models.family import Encoders
@@ -106,8 +106,11 @@ def _judge(path: Path, config: Config, questions: Questions) -> LoraReport:
     def encoders() -> Encoders:  # each is loaded when it is first asked, as the run's caches were filled
         return family.load_encoders(facts.path, ENCODER_DTYPE, device)
 
+    def texts() -> EncodeTexts:
+        return text_reader(family, facts, ENCODER_DTYPE, device, usable_bytes(config, device))
+
     try:
-        samples = encode_samples(questions.samples, questions.plan, encoders, device)
+        samples = encode_samples(questions.samples, questions.plan, encoders, texts, device)
     except DatasetRefused as refused:
         raise UsageError(refused.problems) from refused
 

@@ -32,6 +32,7 @@ from torch import Tensor
 from lora_trainer.core.errors import Problem
 from lora_trainer.core.findings import Finding
 from lora_trainer.evaluation.drift import NEUTRAL_PROMPTS, base_visits, drift
+from lora_trainer.evaluation.encode import text_reader
 from lora_trainer.evaluation.health import Health, examine
 from lora_trainer.evaluation.held_out import EncodedSample, Improvement, Predict, held_out_losses, improvement
 from lora_trainer.evaluation.loading import (
@@ -48,7 +49,7 @@ from lora_trainer.evaluation.placing import bring_denoiser
 from lora_trainer.evaluation.report import LoraReport
 from lora_trainer.evaluation.texts import Told, reads_again, told_by
 from lora_trainer.export.weights import LoraWeights, adaptable_modules
-from lora_trainer.models.family import Family
+from lora_trainer.models.family import Family, ModelFacts
 from lora_trainer.models.lora_files import read_lora
 from lora_trainer.models.memory.phases import PREDICTED_AT_ONCE
 
@@ -92,7 +93,8 @@ def check_lora(
         return refused
     weights, findings = read_lora(lora), list[Finding]()
     encoding = device if usable != 0 else torch.device("cpu")
-    neutral = _encoded_prompts(base, family, prompts, dtype, encoding, device)
+    facts = family.describe(base)
+    neutral = _encoded_prompts(facts, family, prompts, dtype, encoding, usable or None, device)
     progress("loading the LoRA on a fresh copy of the base")
     # Only the denoiser is asked anything: the rest of the pipeline need not fit on the card beside it.
     pipeline = fresh_pipeline(family, base, dtype, torch.device("cpu"))
@@ -110,7 +112,6 @@ def check_lora(
     told = changed = Told(neutral, samples)
     if reads_again(weights, samples, family):
         told, changed = told_by(pipeline, family, prompts, told, encoding, dtype, weights.embeddings)
-    facts = family.describe(base)
     places = max([(facts.resolution // facts.downscale) ** 2, *(sample.latents[0].numel() for sample in samples)])
     placed = bring_denoiser(denoiser, family, device, usable, places)
     if placed.resident is not None:
@@ -194,10 +195,16 @@ def _report(parts: Mapping[str, float], findings: list[Finding], numbers: Mappin
 
 
 def _encoded_prompts(
-    base: Path, family: Family, prompts: Sequence[str], dtype: torch.dtype, encoding: torch.device, device: torch.device
+    facts: ModelFacts,
+    family: Family,
+    prompts: Sequence[str],
+    dtype: torch.dtype,
+    encoding: torch.device,
+    usable: int | None,
+    device: torch.device,
 ) -> dict[str, Tensor]:
     """Conditioning of the prompts on `device`. The encoders are gone before the pipeline, which has its own, comes."""
-    text = family.load_encoders(base, dtype, encoding).encode_text(prompts)
+    text = text_reader(family, facts, dtype, encoding, usable)(prompts)
     free_memory(device)
     return {name: tensor.to(device, dtype) for name, tensor in text.items()}
 

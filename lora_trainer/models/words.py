@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from itertools import cycle, islice
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from torch.nn import functional
 from lora_trainer.config.schema.inputs import TextSection
 from lora_trainer.core.errors import Problem, UsageError
 from lora_trainer.models.family import TextParts
+from lora_trainer.models.unet import load_tokenizer
 
 Words = Mapping[str, Mapping[str, Tensor]]  # word -> text encoder's component -> embeddings [vectors, width]
 
@@ -54,12 +56,32 @@ def new_words(parts: TextParts, components: Sequence[str], text: TextSection) ->
         else:
             rows = table[tokenizer(text.token_start, add_special_tokens=False, return_tensors="pt").input_ids[0].long()]
         if not len(rows):
-            message = f"text.token_start={text.token_start!r} is no word that the model's tokenizer knows."
-            raise UsageError(Problem(message, "Set text.token_start to a word such as `person`, or remove it."))
+            raise UsageError(_no_start(text))
         for word in text.tokens:
             chosen = list(islice(cycle(range(len(rows))), text.token_vectors))
             found[word][component] = rows[chosen].clone()
     return found
+
+
+def refuse_words(folder: Path, components: Sequence[str], text: TextSection) -> None:
+    """Raise UsageError, all problems at once, for words that cannot be learned. Reads tokenizers and no weights."""
+    problems: dict[str, Problem] = {}
+    for component in components:
+        tokenizer = load_tokenizer(folder, component)
+        if text.token_start is not None and not tokenizer(text.token_start, add_special_tokens=False).input_ids:
+            problems["start"] = _no_start(text)
+        for word in text.tokens:
+            try:
+                _add_tokens(tokenizer, word, text.token_vectors)
+            except UsageError as error:
+                problems[word] = error.problems[0]
+    if problems:
+        raise UsageError(list(problems.values()))
+
+
+def _no_start(text: TextSection) -> Problem:
+    message = f"text.token_start={text.token_start!r} is no word that the model's tokenizer knows."
+    return Problem(message, "Set text.token_start to a word such as `person`, or remove it.")
 
 
 def add_words(parts: TextParts, words: Words) -> dict[str, nn.Parameter]:

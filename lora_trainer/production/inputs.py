@@ -120,6 +120,10 @@ def read_model(
     base = find_base(config.model, offline=config.run.offline, weights=weights, say=say)
     family = reading(config, families[config.model.family or detect_family(base.folder)])
     family.text_rates(config.text.learning_rates)  # refuses what cannot be trained
+    if config.text.tokens and base.whole:
+        from lora_trainer.models.words import refuse_words  # loads torch, which most settings need not here
+
+        refuse_words(base.folder, tuple(family.text_targets), config.text)
     with contextlib.nullcontext() if base.whole else without_weights():
         facts = replace(family.describe(base.folder), named=base.named, whole=base.whole)
     if config.sample.negative and not family.manner(base.folder).negative:

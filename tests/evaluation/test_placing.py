@@ -22,6 +22,7 @@ from lora_trainer.evaluation.recipe import Asked, Drawing
 from lora_trainer.evaluation.sample import Where, compare
 from lora_trainer.export.lora_file import write_lora
 from lora_trainer.models import FAMILIES
+from lora_trainer.models.family import Encoders
 from lora_trainer.models.memory.phases import (
     Placement,
     caching_bytes,
@@ -83,6 +84,22 @@ def test_the_gate_says_the_same_wherever_the_denoiser_is(
     assert not any("layer by layer" in line for line in said)
     assert numbers(half(base, name) if name == "sd15" else 0) == whole
     assert any("of the denoiser on the card and the rest layer by layer" in line for line in said)
+
+
+def test_the_gate_reads_prompts_layer_by_layer_where_the_encoders_do_not_fit(
+    subject: tuple[str, Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name, base, lora = subject
+    monkeypatch.setattr(drift, "stratified_timesteps", lambda steps, of: stratified_timesteps(2, of))
+
+    def whole(*given: object) -> Encoders:
+        raise AssertionError("loaded whole")
+
+    family, prompts = FAMILIES[name], ("a ring", "a cat", "a red ring")
+    drifted = check_lora(lora, base, family, [], prompts=prompts).numbers["drift"]
+    visiting = replace(family, load_encoders=whole)
+    report = check_lora(lora, base, visiting, [], prompts=prompts, usable=1)
+    assert report.numbers["drift"] == pytest.approx(drifted, rel=1e-5)  # one at a time: to rounding
 
 
 def test_pictures_are_the_same_wherever_the_parts_are(subject: tuple[str, Path, Path], tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from lora_trainer.core.errors import UsageError
 from lora_trainer.core.tensorfile import METADATA, read_tensor_header
 from lora_trainer.models import FAMILIES
 from lora_trainer.models.lora_files import read_lora
+from lora_trainer.models.storage import layers
 from lora_trainer.production.inputs import read_model
 from lora_trainer.production.reading import read_as_trained, text_options
 from tests.export.tiny import tiny_pipeline
@@ -107,3 +108,18 @@ def test_t5_that_is_left_out_is_never_loaded(tmp_path: Path) -> None:
     assert not told[:, 77:].any()
     with pytest.raises(UsageError, match="text_encoder_3"):
         read_model(Config.model_validate({"model": {"path": str(tmp_path / "sd3")}}))
+
+
+def test_words_that_the_tokenizer_knows_are_refused_before_any_weight_is_read(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def read(*given: object) -> None:
+        raise AssertionError("weights are read")
+
+    monkeypatch.setattr(layers, "fill_layers", read)
+    words = {"text__tokens": '["<zobo>", "a", "b"]', "captions__trigger": "<zobo>"}
+    assert bench.run("known", steps=3, **words) == 2
+    said = " ".join(capsys.readouterr().err.split())
+    assert "'a' is a word of the model's tokenizer already" in said
+    assert "'b' is a word" in said
+    assert not bench.folder("known").exists()
