@@ -117,9 +117,9 @@ def test_words_that_the_tokenizer_knows_are_refused_before_any_weight_is_read(
         raise AssertionError("weights are read")
 
     monkeypatch.setattr(layers, "fill_layers", read)
-    words = {"text__tokens": '["<zobo>", "a", "b"]', "captions__trigger": "<zobo>"}
+    words = {"text__tokens": '["<zobo>", "!", "#"]', "captions__trigger": "<zobo>"}
     assert bench.run("known", steps=3, **words) == 2
     said = " ".join(capsys.readouterr().err.split())
-    assert "'a' is a word of the model's tokenizer already" in said
-    assert "'b' is a word" in said
+    assert "'!' is a word of the model's tokenizer already" in said
+    assert "'#' is a word" in said
     assert not bench.folder("known").exists()
