@@ -7,8 +7,10 @@ was deleted. Nothing below this file knows of anything but folders.
 
 from __future__ import annotations
 
+import atexit
 import os
 import re
+import shutil
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -38,7 +40,8 @@ OFFLINE_VARIABLES = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "HF_DATASETS_OFFL
 class Base:
     """`folder` is in diffusers' layout; `named` is what people call it: an id of a hub, or the last part of a path.
 
-    `commit` is the one that a model of a hub was taken from; of one that is not `whole` the configs alone are here.
+    `commit` is the one that a model of a hub was taken from; of one that is not `whole` the configs alone are here,
+    or of a checkpoint its header.
     `note` says what was assumed of a checkpoint that does not tell it.
     """
 
@@ -80,7 +83,7 @@ def find_base(
     Raises UsageError for what is no model here or on the hub; `origin` is what it was named by.
     """
     base = _named(model, offline=offline, weights=weights, origin=origin, say=say)
-    parts = _parts(model, base.folder) if base.whole else {}
+    parts = _parts(model, base.folder) if base.whole or base.folder.is_file() else {}
     if not parts and not base.folder.is_file():
         return base
     from lora_trainer.models.single.lay_out import lay_out
@@ -90,7 +93,10 @@ def find_base(
         from lora_trainer.models.single.recognise import recognise
 
         note = recognise(base.folder).note
-    return replace(base, folder=lay_out(base.folder, parts), note=note)
+    folder = lay_out(base.folder, parts)
+    if not base.whole:  # of a header alone, whose file goes too
+        atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return replace(base, folder=folder, note=note)
 
 
 def _named(model: ModelSection, *, offline: bool, weights: bool, origin: str, say: Callable[[str], None]) -> Base:

@@ -30,8 +30,11 @@ def show_plan(order: Order, inputs: Inputs) -> None:
     console.print(f"steps: {steps.line}")
     show_captions(config, inputs, console, choices.encoder_dtype.itemsize)
     console.print(f"caches in {cache_folder(config)}:")
-    for line in plan_caches(config, inputs, choices).lines:
-        console.print(f"  {line.replace('rebuilt', 'to build')}")
+    if inputs.facts.whole:
+        for line in plan_caches(config, inputs, choices).lines:
+            console.print(f"  {line.replace('rebuilt', 'to build')}")
+    else:  # entries go by what the weights hold
+        console.print("  all to build, unless the same weights were used before: they are not here yet")
     data = (inputs.train, inputs.held_out)
     plan = make_plan(resolved, order.families, card_gib(config), data, here=choices.device.type == "cuda")
     if choices.device.type == "cuda":  # the plan names the micro batch too

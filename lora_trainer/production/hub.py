@@ -1,8 +1,8 @@
 """Models of a hub: found in the user's Hugging Face cache, else fetched into it. No torch.
 
-What is in the cache whole is used as it is, without a request. Everything else goes through `_listing` and `_fetch`, the
-two requests that are made: what a repository holds at a commit, and one file of it. A file that was fetched in part is
-gone on with.
+What is in the cache whole is used as it is, without a request. Everything else goes through `_listing`, `_fetch` and
+`_header_alone`, the requests that are made: what a repository holds at a commit, one file of it, and a checkpoint's header.
+A file that was fetched in part is gone on with.
 """
 
 from __future__ import annotations
@@ -42,6 +42,7 @@ ROOM = 1.01  # of what is fetched: file systems need some for themselves
 TRY_AGAIN = "Run the same command again: what was fetched is kept, and it goes on from there."
 
 Say = Callable[[str], None]
+_HEADERS: dict[tuple[Path, HubModel], Snapshot] = {}  # stand-ins of checkpoints, which live as long as this process
 
 
 @dataclass(frozen=True)
@@ -70,7 +71,8 @@ class Snapshot:
 
 
 def find_snapshot(model: HubModel, *, weights: bool, without_t5: bool, offline: bool, say: Say) -> Snapshot:
-    """The model's files, from the cache where they are whole there, else from the hub; without `weights` configs alone.
+    """The model's files, from the cache where they are whole there, else from the hub; without `weights` configs alone,
+    and of a single checkpoint its header.
 
     Raises UsageError for a model that the hub has not, holds back, or holds as pickles only, for a disk too full, and
     with `offline` for one that is not here.
@@ -83,6 +85,8 @@ def find_snapshot(model: HubModel, *, weights: bool, without_t5: bool, offline: 
                 return replace(found, whole=whole)
     if offline or _is_offline():
         raise UsageError(_not_here(model, found, weights=weights, without_t5=without_t5))
+    if not weights and (known := _HEADERS.get((_storage(model), model))) is not None:
+        return known
     with _told(model):
         return _fetched(model, weights=weights, without_t5=without_t5, say=say)
 
@@ -156,7 +160,10 @@ def _fetched(model: HubModel, *, weights: bool, without_t5: bool, say: Say) -> S
     if model.file is not None:
         if model.file not in sizes:
             raise UsageError(_no_such_file(model, sizes))
-        _fetch_all(model, commit, [model.file], sizes, say)
+        if weights:
+            _fetch_all(model, commit, [model.file], sizes, say)
+        else:
+            folder = _header_alone(model, commit, sizes[model.file], say)
     else:
         if INDEX not in sizes:
             raise UsageError(_no_pipeline(model, sizes))
@@ -169,7 +176,20 @@ def _fetched(model: HubModel, *, weights: bool, without_t5: bool, say: Say) -> S
         _fetch_all(model, commit, chosen.names, sizes, say)
     if not COMMIT.fullmatch(model.asked):
         _remember(model, commit)
-    return Snapshot(folder, commit, whole=weights or model.file is not None)
+    found = Snapshot(folder, commit, whole=weights)
+    if model.file is not None and not weights:
+        _HEADERS.update({(_storage(model), each): found for each in (model, replace(model, revision=commit))})
+    return found
+
+
+def _header_alone(model: HubModel, commit: str, size: int, say: Say) -> Path:
+    """A folder with a file in the checkpoint's place that has its header alone."""
+    from lora_trainer.production.hub_header import read_range, stand_in
+
+    say(f"reading the header of {model} at {commit[:12]} from the hub: the file has {size_words(size)}")
+    about, headers = _asked_of(model, commit, str(model.file), size)
+    name = f"{model.name}/{model.file}"
+    return stand_in(name, size, lambda begin, end: read_range(about.location, headers, begin, end)) / model.name
 
 
 def _fetch_all(model: HubModel, commit: str, names: Any, sizes: Mapping[str, int], say: Say) -> None:
@@ -202,7 +222,7 @@ def _endpoint() -> str:
 
 
 def _listing(model: HubModel) -> tuple[str, dict[str, int]]:
-    """The commit and each file's bytes: the first of the two requests."""
+    """The commit and each file's bytes: the first request."""
     from huggingface_hub import HfApi
 
     api = HfApi()
@@ -218,22 +238,16 @@ def _listing(model: HubModel) -> tuple[str, dict[str, int]]:
 
 
 def _fetch(model: HubModel, commit: str, name: str, size: int, say: Say) -> None:
-    """Bring one file into the cache, going on where an earlier try ended: the second of the two requests.
+    """Bring one file into the cache, going on where an earlier try ended: one of the requests.
 
     The hub's own library begins a file anew; so the bytes are gathered here, and it only puts the file into its place.
     """
     from filelock import FileLock
-    from huggingface_hub import get_hf_file_metadata, hf_hub_download, hf_hub_url
+    from huggingface_hub import hf_hub_download
     from huggingface_hub.file_download import http_get
-    from huggingface_hub.utils._headers import build_hf_headers
 
-    url = hf_hub_url(model.name, name, revision=commit)
-    about = get_hf_file_metadata(url, timeout=WAIT)
-    etag = about.etag or ""
-    if not ETAG.fullmatch(etag) or about.commit_hash != commit or about.size != size:
-        message = f"The hub says of {model}, {name}: {about.size} bytes at {str(about.commit_hash)[:12]}, in place of {size} at {commit[:12]}."
-        raise UsageError(Problem(message, "Try again later; check HF_ENDPOINT."))
-    headers = build_hf_headers(token=None if urlsplit(about.location).netloc == urlsplit(url).netloc else False)
+    about, headers = _asked_of(model, commit, name, size)
+    etag = str(about.etag)
     blobs = _storage(model) / "blobs"
     blobs.mkdir(parents=True, exist_ok=True)
     part = blobs / f"{etag}.part"
@@ -254,6 +268,19 @@ def _fetch(model: HubModel, commit: str, name: str, size: int, say: Say) -> None
                 raise UsageError(Problem(message, "Run the same command again: the file is fetched anew."))
             os.replace(part, blobs / etag)
     hf_hub_download(model.name, name, revision=commit, etag_timeout=WAIT)
+
+
+def _asked_of(model: HubModel, commit: str, name: str, size: int) -> tuple[Any, dict[str, str]]:
+    """Where a file of the listing lies, and how to ask for it. Raises UsageError where the hub says otherwise now."""
+    from huggingface_hub import get_hf_file_metadata, hf_hub_url
+    from huggingface_hub.utils._headers import build_hf_headers
+
+    url = hf_hub_url(model.name, name, revision=commit)
+    about = get_hf_file_metadata(url, timeout=WAIT)
+    if not ETAG.fullmatch(about.etag or "") or about.commit_hash != commit or about.size != size:
+        message = f"The hub says of {model}, {name}: {about.size} bytes at {str(about.commit_hash)[:12]}, in place of {size} at {commit[:12]}."
+        raise UsageError(Problem(message, "Try again later; check HF_ENDPOINT."))
+    return about, build_hf_headers(token=None if urlsplit(about.location).netloc == urlsplit(url).netloc else False)
 
 
 def _spoken(name: str, size: int, say: Say) -> Any:

@@ -121,7 +121,7 @@ def train(
         return nothing_to_do(order, found)
     watch(Progress("checking"))
     order = for_its_model(order)
-    inputs = read_inputs(order.config, families, weights=dry_run)
+    inputs = read_inputs(order.config, families, weights=False)
     show_report(inputs, console)
     if dry_run and inputs.train:  # a refused data set's plan is worth seeing too
         from lora_trainer.production.dry_run import show_plan

@@ -1,4 +1,4 @@
-"""A hub on this machine: the two requests that fetching makes, over real sockets."""
+"""A hub on this machine: the requests that fetching makes, over real sockets."""
 
 from __future__ import annotations
 
@@ -29,6 +29,7 @@ class LocalHub:
     status: dict[str, tuple[int, str]] = field(default_factory=dict)
     cut: dict[str, int] = field(default_factory=dict)
     listing: dict[str, Any] = field(default_factory=dict)  # in place of what is true
+    ranged: bool = True  # whether the end of a range, and ranges of checkpoints, are heeded
     headers: dict[str, str] = field(default_factory=dict)  # in place of what is true
     asked: list[tuple[str, str, str]] = field(default_factory=list)  # method, path, range
 
@@ -79,15 +80,18 @@ class Answer(BaseHTTPRequestHandler):
         data = self.hub.repositories.get(name, {}).get(file)
         if data is None:
             return self.send(404, b"", {"X-Error-Code": "EntryNotFound"})
-        begin = int(self.headers.get("Range", "bytes=0-").removeprefix("bytes=").partition("-")[0])
+        first, _, last = self.headers.get("Range", "bytes=0-").removeprefix("bytes=").partition("-")
+        if last and not self.hub.ranged:
+            first = last = ""
+        begin, end = int(first or 0), int(last or len(data) - 1) + 1
         known = {"X-Repo-Commit": COMMIT, "ETag": f'"{hashlib.sha256(data).hexdigest()}"'} | self.hub.headers
-        if begin:
-            known["Content-Range"] = f"bytes {begin}-{len(data) - 1}/{len(data)}"
+        if begin or last:
+            known["Content-Range"] = f"bytes {begin}-{end - 1}/{len(data)}"
         if self.command == "GET" and file in self.hub.cut:
             end = self.hub.cut.pop(file)
             self.hub.status[file] = (503, "")
             return self.send(200, data[:end], known, length=len(data))
-        return self.send(206 if begin else 200, data[begin:], known)
+        return self.send(206 if begin or last else 200, data[begin:end], known)
 
     def send(self, code: int, body: bytes, headers: dict[str, str], length: int | None = None) -> None:
         self.send_response(code)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import struct
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,9 @@ from lora_trainer.models import FAMILIES
 from lora_trainer.models.folder import detect_family, places_of_weights
 from lora_trainer.models.places import laid_out_models
 from lora_trainer.models.single import tokenizers
+from lora_trainer.models.single.recognise import recognise
 from lora_trainer.production.base import absolute, find_base
+from lora_trainer.production.hub_header import stand_in
 from tests.models.single.originals import unet_checkpoint, write
 from tests.models.single.tiny import tiny_pipeline
 from tests.production.local_hub import COMMIT, local_hub
@@ -154,13 +157,61 @@ def test_an_id_of_a_hub_stays_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert absolute("model.safetensors") == str(tmp_path / "model.safetensors")
 
 
+@pytest.mark.parametrize("ranged", [True, False])
+def test_of_a_checkpoint_of_a_hub_the_header_alone_is_fetched_first(
+    checkpoint: Path, tmp_path: Path, ranged: bool
+) -> None:
+    model = ModelSection(path="some/single/sd.safetensors")
+    whole = FAMILIES["sdxl"].describe(found(checkpoint))
+    with local_hub(tmp_path / "hf") as hub:
+        hub.ranged = ranged
+        hub.repositories["some/single"] = {"sd.safetensors": checkpoint.read_bytes()}
+        header = find_base(model, weights=False, say=hub.listing.get)
+        assert (header.named, header.commit, header.whole) == ("some/single/sd.safetensors", COMMIT, False)
+        told = FAMILIES["sdxl"].describe(header.folder)
+        assert (told.resolution, told.prediction, told.latent_channels) == (
+            whole.resolution,
+            whole.prediction,
+            whole.latent_channels,
+        )
+        asked = [span for how, _, span in hub.asked if how == "GET" and span]
+        (length,) = struct.unpack("<Q", checkpoint.read_bytes()[:8])
+        assert asked == ["bytes=0-7", f"bytes=8-{7 + length}"]
+        assert not list((tmp_path / "hf").rglob("sd.safetensors"))
+        hub.asked.clear()
+        assert find_base(model, weights=False, say=hub.listing.get) == header
+        assert hub.asked == []
+        fetched = find_base(model, say=hub.listing.get)
+        assert fetched.whole
+        assert fetched.folder != header.folder
+        assert find_base(model, weights=False, offline=True) == fetched
+
+
+def test_values_that_tell_a_variant_are_fetched_with_the_header(tmp_path: Path) -> None:
+    norm = "model.diffusion_model.output_blocks.11.1.transformer_blocks.0.norm1.bias"
+    reads = "model.diffusion_model.output_blocks.11.1.transformer_blocks.0.attn2.to_k.weight"
+    tensors = {norm: torch.linspace(-1, 1, 320), reads: torch.zeros(8, 1024)}
+    tensors["model.diffusion_model.input_blocks.0.0.weight"] = torch.zeros(8, 4, 3, 3)
+    data = write(tensors, tmp_path / "sd2.safetensors").read_bytes()
+    folder = stand_in("some/sd2.safetensors", len(data), lambda begin, end: data[begin:end])
+    assert recognise(folder / "some/sd2.safetensors").prediction == "v_prediction"
+
+
+@pytest.mark.parametrize("data", [b"", b"PK\3\4....more", b"\xff" * 20, b"\x08" + bytes(7) + b"no json!" + bytes(9)])
+def test_what_is_no_checkpoint_is_refused_by_its_header(tmp_path: Path, data: bytes) -> None:
+    with local_hub(tmp_path / "hf") as hub:
+        hub.repositories["some/single"] = {"sd.safetensors": data}
+        with pytest.raises(UsageError, match=r"some/single/sd\.safetensors"):
+            find_base(ModelSection(path="some/single/sd.safetensors"), weights=False, say=hub.listing.get)
+
+
 def test_a_checkpoint_of_a_hub_and_an_autoencoder_for_a_hubs_model(
     folder: Path, checkpoint: Path, tmp_path: Path
 ) -> None:
     with local_hub(tmp_path / "hf") as hub:
         hub.repositories["some/single"] = {"old/sd.safetensors": checkpoint.read_bytes()}
         hub.holds("some/model", folder)
-        single = find_base(ModelSection(path="some/single/old/sd.safetensors"), weights=False, say=hub.listing.get)
+        single = find_base(ModelSection(path="some/single/old/sd.safetensors"), say=hub.listing.get)
         assert (single.named, single.commit) == ("some/single/old/sd.safetensors", COMMIT)
         replaced = ModelSection(path="some/model", vae=str(folder))
         alone = find_base(replaced, weights=False, say=hub.listing.get)

@@ -210,7 +210,7 @@ def test_a_single_checkpoint_of_a_repository(hub: LocalHub) -> None:
     assert "has no file lost.safetensors" in refused(f"{NAME}/lost.safetensors")
     found = hub_module.find_snapshot(
         hub_module.HubModel(NAME, file="old/deep.safetensors"),
-        weights=False,
+        weights=True,
         without_t5=False,
         offline=False,
         say=print,

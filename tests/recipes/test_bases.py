@@ -23,9 +23,12 @@ from lora_trainer.config.schema.inputs import ModelSection
 from lora_trainer.core.tensorfile import read_tensor_header
 from lora_trainer.models import FAMILIES
 from lora_trainer.models.places import laid_out_models
+from lora_trainer.models.single import tokenizers
 from lora_trainer.production.base import find_base
 from tests.conftest import CHECKOUT
 from tests.export.tiny import tiny_vae
+from tests.models.single.originals import unet_checkpoint, write
+from tests.models.single.tiny import tiny_pipeline
 from tests.production.local_hub import COMMIT, LocalHub, local_hub
 from tests.recipes.recipe import Bench, contents, exported, losses, record, save_tiny_model
 
@@ -86,11 +89,31 @@ def test_plan_and_check_fetch_configs_alone(hub: LocalHub, fetched: Bench, capsy
     assert main(["plan", "--model", NAME, "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["model"] == NAME
     assert main(["check", "--model", NAME, str(fetched.data)]) == 0
+    capsys.readouterr()
+    assert fetched.run("dry", "--dry-run", steps=1) == 0
+    assert "all to build, unless the same weights were used before" in capsys.readouterr().out
     assert not [name for name in hub.fetched() if name.endswith(".safetensors")]
     assert main(["plan", "--model", NAME, "--offline"]) == 0
     assert fetched.run("offline", "--offline", steps=1) == 2
     assert "offline nothing is fetched" in capsys.readouterr().err
     assert not fetched.folder("offline").exists()
+
+
+def test_of_a_hubs_checkpoint_plan_and_a_dry_run_fetch_the_header(
+    hub: LocalHub, fetched: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(tokenizers, "CLIP", tmp_path / "words")
+    file = write(unet_checkpoint(tiny_pipeline(tmp_path / "words", "sd15"), "sd15"), tmp_path / "sd.safetensors")
+    hub.repositories["some/single"] = {"sd.safetensors": file.read_bytes()}
+    assert main(["plan", "--model", "some/single/sd.safetensors", "--json"]) == 0
+    planned = json.loads(capsys.readouterr().out)
+    assert planned["model"] == "some/single/sd.safetensors"
+    single = replace(fetched, model=Path("some/single/sd.safetensors"))
+    assert single.run("dry", "--dry-run", steps=1, data__resolution=64) == 0
+    ranges = [span for how, path, span in hub.asked if how == "GET" and "/resolve/" in path]
+    assert ranges
+    assert all(span.startswith(("bytes=0-7", "bytes=8-")) for span in ranges)
+    assert not list((tmp_path / "hf").rglob("sd.safetensors"))
 
 
 def test_weights_of_a_t5_that_is_left_out_stay_on_the_hub(hub: LocalHub, fetched: Bench, tmp_path: Path) -> None:

@@ -105,6 +105,11 @@ def recognise(file: Path) -> Checkpoint:
     raise UsageError(_unknown(file, names))
 
 
+def values_read(header: Mapping[str, Any]) -> list[tuple[int, int]]:
+    """Where in a file's data the few numbers lie that `recognise` reads besides the header: first byte, byte after the last."""
+    return [tuple(entry["data_offsets"]) for name, entry in header.items() if name.endswith(SD2_NORM)]
+
+
 def _refuse_gguf(file: Path) -> None:
     try:
         with open(file, "rb") as opened:
