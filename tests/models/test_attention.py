@@ -230,6 +230,32 @@ def sd3() -> tuple[nn.Module, dict[str, torch.Tensor]]:
     return model, given | {"pooled_projections": torch.randn(2, 6), "timestep": torch.tensor([10, 700])}
 
 
+def z_image(lengths: tuple[int, int] = (5, 5)) -> tuple[nn.Module, dict[str, object]]:
+    from diffusers import ZImageTransformer2DModel
+
+    model = ZImageTransformer2DModel(
+        in_channels=4,
+        dim=32,
+        n_layers=2,
+        n_refiner_layers=1,
+        n_heads=2,
+        n_kv_heads=2,
+        cap_feat_dim=12,
+        axes_dims=[4, 6, 6],
+        axes_lens=[128, 32, 32],
+    )
+    pictures = [torch.randn(4, 1, 8, 6) for _ in lengths]
+    return model, {"x": pictures, "t": torch.tensor([0.1, 0.7]), "cap_feats": [torch.randn(n, 12) for n in lengths]}
+
+
+def test_sequences_of_other_lengths_are_masked_whatever_is_installed():
+    model, given = z_image((5, 40))
+    install_attention(model, "sdpa")
+    usual = torch.stack(model(**given, return_dict=False)[0])
+    install_attention(model, "math")
+    assert torch.equal(torch.stack(model(**given, return_dict=False)[0]), usual)
+
+
 def unet(family: str) -> tuple[nn.Module, dict[str, object]]:
     model = tiny_unet(family)
     width = model.config.cross_attention_dim
@@ -240,7 +266,7 @@ def unet(family: str) -> tuple[nn.Module, dict[str, object]]:
     return model, given
 
 
-@pytest.mark.parametrize("make", [lambda: unet("sd15"), lambda: unet("sdxl"), sd3, flux])
+@pytest.mark.parametrize("make", [lambda: unet("sd15"), lambda: unet("sdxl"), sd3, flux, z_image])
 def test_every_installed_attention_gives_the_same_values_and_gradients(make):
     torch.manual_seed(0)
     model, given = make()
@@ -249,13 +275,15 @@ def test_every_installed_attention_gives_the_same_values_and_gradients(make):
         name: value.double() if isinstance(value, torch.Tensor) and value.is_floating_point() else value
         for name, value in given.items()
     }
+    given |= {name: [each.double() for each in value] for name, value in given.items() if isinstance(value, list)}
     if "added_cond_kwargs" in given:
         given["added_cond_kwargs"] = {name: value.double() for name, value in given["added_cond_kwargs"].items()}
     found = {}
     for name in ("sdpa", "math", "flash", "sdpa"):
         install_attention(model, name)
         model.zero_grad()
-        out = model(**given, return_dict=False)[0]
+        told = model(**given, return_dict=False)[0]
+        out = torch.stack(told) if isinstance(told, list) else told
         out.square().sum().backward()
         gradients = torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
         found.setdefault(name, []).append((out.detach(), gradients))

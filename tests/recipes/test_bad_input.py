@@ -107,7 +107,7 @@ DAMAGES: list[tuple[Callable[[Path], None], tuple[str, ...]]] = [
     (as_pickle, ("unet", "pickle")),
     (truncated, ("unet", "vae")),
     (as_another_kind, ("PixArtAlphaPipeline", "Supported")),
-    (without_index, ("model_index.json", "missing")),
+    (without_index, ("holds no model_index.json", "Expected a diffusers folder")),
     (garbled, ("unet", "config.json")),
     (half_a_config, ("config.json lacks in_channels",)),
 ]

@@ -304,7 +304,7 @@ def wrong_root(night: Night, tmp_path: Path) -> dict[str, tuple[list[str], str]]
         "slurm": ([str(night.root), *output, "--executor", "slurm"], "slurm cannot be used yet"),
         "another executor": ([str(night.root), *output, "--executor", "cloud"], "no executor cloud"),
         "an unknown key": ([str(night.root), *output, "--set", "lora.rang=1"], "lora.rang (from --set)"),
-        "no model": ([str(night.root), *output, "--model", str(empty)], "model_index.json is missing"),
+        "no model": ([str(night.root), *output, "--model", str(empty)], "is empty"),
     }
 
 

@@ -124,12 +124,35 @@ class RotaryProcessor(_Processor):
         return _out(attn, pictures), attn.to_add_out(words.contiguous())
 
 
+class StreamProcessor(_Processor):
+    """A transformer's with rotary positions as complex numbers, where text and picture are one sequence.
+
+    Sequences of other lengths in one batch come with a mask [B, L], which torch's own choice alone can take.
+    """
+
+    def __call__(
+        self,
+        attn: Any,
+        hidden_states: Tensor,
+        encoder_hidden_states: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        freqs_cis: Tensor | None = None,
+    ) -> Tensor:
+        if attention_mask is not None:
+            return cast("Tensor", self.usual(attn, hidden_states, encoder_hidden_states, attention_mask, freqs_cis))
+        query, key, value = _own(attn, hidden_states, hidden_states)
+        if freqs_cis is not None:
+            query, key = _turned(query, freqs_cis), _turned(key, freqs_cis)
+        return cast("Tensor", _out(attn, self.mixed(query, key, value)))
+
+
 # By the name of diffusers' own, since importing its classes costs seconds.
-PROCESSORS: dict[str, type[CrossProcessor | JointProcessor | RotaryProcessor]] = {
+PROCESSORS: dict[str, type[CrossProcessor | JointProcessor | RotaryProcessor | StreamProcessor]] = {
     "AttnProcessor": CrossProcessor,
     "AttnProcessor2_0": CrossProcessor,
     "JointAttnProcessor2_0": JointProcessor,
     "FluxAttnProcessor": RotaryProcessor,
+    "ZSingleStreamAttnProcessor": StreamProcessor,
 }
 
 
@@ -150,8 +173,16 @@ def _heads(attn: Any, query: Tensor, key: Tensor, value: Tensor, norm_q: Any, no
     return query if norm_q is None else norm_q(query), key if norm_k is None else norm_k(key), value
 
 
+def _turned(part: Tensor, turns: Tensor) -> Tensor:
+    """[B, H, L, D] turned by its positions, complex [B, L, D / 2], in fp32."""
+    pairs = torch.view_as_complex(part.float().unflatten(-1, (-1, 2)).contiguous())
+    return torch.view_as_real(pairs * turns.unsqueeze(1)).flatten(3).type_as(part)
+
+
 def _out(attn: Any, mixed: Tensor) -> Any:
-    return attn.to_out[1](attn.to_out[0](mixed.contiguous()))
+    for layer in attn.to_out:  # behind the linear layer some have dropout
+        mixed = layer(mixed.contiguous())
+    return mixed
 
 
 def _refuse_mask(mask: Tensor | None) -> None:
