@@ -27,7 +27,7 @@ from lora_trainer.models.single.transformers import TRANSFORMERS
 from lora_trainer.models.single.unet import unet_part
 from lora_trainer.models.single.vae import vae_part
 
-VERSION = 1  # of what is laid out; raise it when the same file becomes another folder
+VERSION = 2  # of what is laid out; raise it when the same file becomes another folder
 SHOWN_OF_NAME = 40
 VAE_PREFIXES = ("first_stage_model.", "vae.")
 VAE_OF_2_1 = 768  # pixels, of models that predict velocity
@@ -194,7 +194,8 @@ def _of_kind(kind: str, stored: Stored) -> Part:
     if any(name.startswith("transformer.resblocks.") for name in stored.shapes):
         return open_clip_part(stored, projected=kind != "open_clip_h")
     activation = "quick_gelu" if kind.startswith("clip_l") else "gelu"
-    return clip_part(stored, activation, projected=kind in ("clip_l_projected", "clip_g", "open_clip_g"))
+    as_it_is = kind == "clip_l_projected"
+    return clip_part(stored, activation, projected=as_it_is or kind.endswith("clip_g"), as_it_is=as_it_is)
 
 
 def _vae(checkpoint: Checkpoint, published: Mapping[str, Any], given: Path | None) -> Part | Path:

@@ -47,9 +47,9 @@ class Stored:
         return max(numbers, default=-1) + 1
 
     def side(self, name: str, axis: int) -> int:
-        """A side of a tensor. Raises UsageError where there is none."""
+        """A side of a tensor. Raises UsageError where there is none, or nothing in it."""
         shape = self.shapes.get(name, ())
-        if not -len(shape) <= axis < len(shape):
+        if not -len(shape) <= axis < len(shape) or not shape[axis]:
             message = f"{self.file} lacks {self.prefix}{name}, or it has other sides than that of a known model."
             raise UsageError(Problem(message, "Copy or download the file again."))
         return shape[axis]

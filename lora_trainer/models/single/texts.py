@@ -48,20 +48,24 @@ OPEN_CLIP: Layout = (
 NOT_WEIGHTS = ("logit_scale", "attn_mask", "position_ids", "text_model.embeddings.position_ids")
 
 
-def clip_part(stored: Stored, activation: str, *, projected: bool) -> Part:
-    """CLIP by transformers' names, with or without `text_model.` before them."""
+def clip_part(stored: Stored, activation: str, *, projected: bool, as_it_is: bool = False) -> Part:
+    """CLIP by transformers' names, with or without `text_model.` before them.
+
+    `as_it_is`: its summary is projected by ones on the diagonal, whatever the file holds. SD3's first encoder is read
+    so, whose checkpoints lack a projection, or have CLIP's own, which no program reads.
+    """
 
     def rename(name: str) -> str | None:
         if name == PROJECTION:
-            return name if projected else None
+            return name if projected and not as_it_is else None
         if name.endswith(NOT_WEIGHTS):
             return None
         return name if name.startswith("text_model.") else f"text_model.{name}"
 
     places = renamed(stored, rename)
-    if projected and PROJECTION not in places:  # SD3's first encoder has none in checkpoints: its summary is as it is
+    if as_it_is:
         places[PROJECTION] = identity(_width(stored, places))
-    return _clip(stored, places, activation, projected=projected)
+    return _clip(stored, places, activation, PROJECTION if projected and not as_it_is else "")
 
 
 def open_clip_part(stored: Stored, *, projected: bool) -> Part:
@@ -73,7 +77,7 @@ def open_clip_part(stored: Stored, *, projected: bool) -> Part:
         places.pop(PROJECTION, None)
         last = stored.count("transformer.resblocks.") - 1
         places = {name: place for name, place in places.items() if not name.startswith(LAYER.format(last) + ".")}
-    return _clip(stored, places, "gelu", projected=projected)
+    return _clip(stored, places, "gelu", "text_projection" if projected else "")
 
 
 def _width(stored: Stored, places: dict[str, Place]) -> int:
@@ -85,17 +89,18 @@ def _name(stored: Stored, places: dict[str, Place], ours: str) -> str:
     return ours if place is None else place.key.removeprefix(stored.prefix)
 
 
-def _clip(stored: Stored, places: dict[str, Place], activation: str, *, projected: bool) -> Part:
+def _clip(stored: Stored, places: dict[str, Place], activation: str, projection: str) -> Part:
+    """`projection`: what the file calls it, where it must hold one."""
     words = _name(stored, places, "text_model.embeddings.token_embedding.weight")
     width = stored.side(words, 1)
     layers = 1 + max((int(name.split(".")[3]) for name in places if ".encoder.layers." in name), default=-1)
-    if projected and places[PROJECTION].file == stored.file:
-        sides = places[PROJECTION].shape(stored.shapes[_name(stored, places, PROJECTION)])
-    else:
-        sides = (width, width)
+    projected_to = width
+    if projection:
+        sides = stored.side(projection, 0), stored.side(projection, 1)
+        projected_to = sides[places[PROJECTION].transposed]
     config = {
         **PUBLISHED,
-        "architectures": ["CLIPTextModelWithProjection" if projected else "CLIPTextModel"],
+        "architectures": ["CLIPTextModelWithProjection" if PROJECTION in places else "CLIPTextModel"],
         "model_type": "clip_text_model",
         "hidden_act": activation,
         "hidden_size": width,
@@ -105,7 +110,7 @@ def _clip(stored: Stored, places: dict[str, Place], activation: str, *, projecte
         ),
         "num_attention_heads": max(1, width // HEAD),
         "num_hidden_layers": layers,
-        "projection_dim": sides[0],
+        "projection_dim": projected_to,
         "vocab_size": stored.side(words, 0),
     }
     return Part(config, places)

@@ -25,6 +25,7 @@ from lora_trainer.models.places import laid_out_models
 from lora_trainer.models.single import tokenizers
 from lora_trainer.models.single.lay_out import lay_out
 from lora_trainer.models.single.stored import Stored
+from lora_trainer.models.single.texts import BIAS
 from lora_trainer.models.single.transformers import flux_part
 from tests.models.single.originals import flow_checkpoint, flux_original, unet_checkpoint, write
 from tests.models.single.tiny import FLOWS, tiny_flow_pipeline, tiny_pipeline
@@ -224,6 +225,45 @@ def test_a_weight_that_is_lacking_is_named_with_its_file(tmp_path: Path, monkeyp
     tensors["model.diffusion_model.middle_block.9.norm.bias"] = torch.zeros(1)
     with pytest.raises(UsageError, match=r"1 tensors that no known model has: model.diffusion_model.middle_block.9"):
         lay_out(write(tensors, file))
+
+
+def test_sd3_reads_no_projection_of_its_first_encoder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As diffusers' converter, which puts ones on the diagonal whatever the file holds."""
+    pipeline = tiny_flow_pipeline(tmp_path / "words", "sd3")
+    monkeypatch.setattr(tokenizers, "CLIP", tmp_path / "words")
+    pipeline.save_pretrained(tmp_path / "folder")
+    tensors, parts = flow_checkpoint(pipeline), {"tokenizer_3": tmp_path / "folder" / "tokenizer_3"}
+    plain = lay_out(write(tensors, tmp_path / "plain.safetensors"), parts)
+    width = len(tensors["text_encoders.clip_l.transformer.text_model.final_layer_norm.bias"])
+    tensors["text_encoders.clip_l.transformer.text_projection.weight"] = torch.randn(width, width)
+    other = lay_out(write(tensors, tmp_path / "other.safetensors"), parts)
+    texts, family = ["a ring"], FAMILIES["sd3"]
+    read, told = both(family.load_encoders, plain, other)
+    same(read.encode_text(texts), told.encode_text(texts))
+
+
+@pytest.mark.parametrize(
+    ("family", "name"),
+    [
+        ("sdxl", "conditioner.embedders.1.model.text_projection"),
+        ("sd3", "text_encoders.clip_g.transformer.text_projection.weight"),
+        ("sd3", f"text_encoders.t5xxl.transformer.{BIAS}"),
+    ],
+)
+def test_text_encoders_with_damaged_sides_are_named(
+    family: str, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flow = family == "sd3"
+    pipeline = tiny_flow_pipeline(tmp_path / "words", family) if flow else tiny_pipeline(tmp_path / "words", family)
+    monkeypatch.setattr(tokenizers, "CLIP", tmp_path / "words")
+    pipeline.save_pretrained(tmp_path / "folder")
+    tensors = flow_checkpoint(pipeline) if flow else unet_checkpoint(pipeline, family)
+    parts = {"tokenizer_3": tmp_path / "folder" / "tokenizer_3"} if flow else {}
+    for damaged in (None, torch.zeros(()), torch.zeros(3), torch.zeros(0, 0), torch.zeros(32, 0)):
+        own = {key: value for key, value in tensors.items() if key != name}
+        file = write(own if damaged is None else own | {name: damaged}, tmp_path / "model.safetensors")
+        with pytest.raises(UsageError, match=f"lacks {name}, or"):
+            lay_out(file, parts)
 
 
 def test_nothing_heavy_is_needed(tmp_path: Path) -> None:
