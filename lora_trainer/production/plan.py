@@ -285,7 +285,7 @@ def gauge_of(family: Family, architecture: Architecture, config: Config) -> Gaug
     No ledger says what offloading leaves on a card, nor what products in int8 hold of both their forms, nor what
     captions of another length than the model's own need.
     """
-    lengths = replace(family.text, clip_skip=None) != PLAIN
+    lengths = replace(family.text, clip_skip=None, without=()) != PLAIN  # which change no length
     unwritten = config.memory.offload_activations or config.memory.int8_products or lengths
     stored = None if unwritten else stored_gauge(architecture, config.lora.targets)
     return stored or tracing_gauge(family, architecture, config)

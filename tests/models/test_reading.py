@@ -149,3 +149,11 @@ def test_the_plan_of_a_published_model_follows_the_length_of_captions() -> None:
     plain = gauge_of(family, architecture, config).footprint(sizes, "bf16")
     long = gauge_of(family.reading(TextOptions(clip_tokens=225)), architecture, config).footprint(sizes, "bf16")
     assert plain.activations < long.activations < 1.2 * plain.activations
+
+
+def test_the_plan_without_t5_is_that_of_the_stored_ledger() -> None:
+    """Zeros stand in its place, so that no size of a step is another, and nothing is traced."""
+    family, architecture = FAMILIES["sd3"], public_architecture("sd3")
+    for text in (TextOptions(without=family.spare_texts), TextOptions(without=family.spare_texts, clip_skip=3)):
+        assert family.reading(text).cond_shapes(architecture.denoiser) == family.cond_shapes(architecture.denoiser)
+        assert not gauge_of(family.reading(text), architecture, Config()).traced

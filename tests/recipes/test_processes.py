@@ -135,6 +135,37 @@ def test_two_processes_encode_what_one_encodes(bench: Bench, checkout: Path):
     assert record(two)["ledger"] == record(one)["ledger"]
 
 
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="the launcher's CPU path is tested on Linux")
+def test_two_processes_train_text_encoders_and_words_as_one_does(bench: Bench, checkout: Path):
+    """Each reads the captions of its own samples, with encoders that stay the same in both."""
+    settings: dict[str, object] = {
+        "batch__effective": 3,
+        "validate__every_steps": 3,
+        "captions__shuffle": "true",
+        "captions__dropout": 0.3,
+        "captions__trigger": "<zobo>",
+        "text__learning_rates": "[5e-3]",
+        "text__tokens": '["<zobo>"]',
+        "text__token_vectors": 2,
+    }
+    ended = launch(checkout, bench.arguments("two", **settings))
+    assert ended.returncode == 0, ended.stderr[-3000:]
+    assert bench.run("one", **settings) == 0
+    two, one = bench.folder("two"), bench.folder("one")
+    assert record(two)["hardware"]["processes"] == 2
+    assert [row["samples"] for row in rows(two)] == [row["samples"] for row in rows(one)]
+    for name in ("metrics.jsonl", "validation.jsonl"):
+        mine, theirs = ([row["loss"] for row in rows(folder, name)] for folder in (two, one))
+        assert mine == pytest.approx(theirs, rel=1e-3)
+    mine, theirs = load_file(two / "two.safetensors"), load_file(one / "one.safetensors")
+    assert mine.keys() == theirs.keys()
+    assert {name.partition("_")[0] for name in mine} == {"lora", "bundle"}
+    assert any(name.startswith("lora_te_") for name in mine)
+    for name, values in mine.items():
+        np.testing.assert_allclose(values, theirs[name], atol=1e-3, err_msg=name)
+
+
 SHORT_IN_ONE = """
 import os, sys
 import torch
