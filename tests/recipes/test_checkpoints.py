@@ -1,11 +1,9 @@
-"""Trained, judged and drawn with a single checkpoint: the same numbers as with the folder of the same weights.
-
-FLUX.1 is not here: diffusers reads kohya's form of its LoRA files at the published width only.
-"""
+"""Trained, judged and drawn with a single checkpoint: the same numbers as with the folder of the same weights."""
 
 from __future__ import annotations
 
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,19 +11,31 @@ from typing import Any
 import pytest
 from PIL import Image
 
+from lora_trainer.cli.main import main
+from lora_trainer.models import flux, z_image
 from lora_trainer.models.family import Architecture, public_architecture
 from lora_trainer.models.single import tokenizers, transformers, unet
-from tests.models.single.originals import flow_checkpoint, unet_checkpoint, write
-from tests.models.single.tiny import FLOWS, tiny_flow_pipeline, tiny_pipeline
+from tests.models.single.originals import flow_checkpoint, unet_checkpoint, write, z_image_checkpoint
+from tests.models.single.tiny import FLOWS, tiny_flow_pipeline, tiny_pipeline, tiny_z_image
 from tests.recipes.recipe import Bench, draw_pictures, exported, losses, record
 
-KINDS = {"sd15": "epsilon", "sd2": "v_prediction", "sdxl": "epsilon", "sd3.5": "flow"}
+KINDS = {
+    "sd15": "epsilon",
+    "sd2": "v_prediction",
+    "sdxl": "epsilon",
+    "sd3.5": "flow",
+    "flux-dev": "flow",
+    "z_image": "flow",
+}
 
 
 def made(kind: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Bench, Bench, dict[str, str]]:
     """The same model as a folder and as a checkpoint, and the settings that the latter needs."""
     monkeypatch.setattr(tokenizers, "CLIP", folder / "words")
-    if kind in FLOWS:
+    if kind == "z_image":
+        pipeline = tiny_z_image(folder / "words")
+        tensors = z_image_checkpoint(pipeline)
+    elif kind in FLOWS:
         pipeline = tiny_flow_pipeline(folder / "words", kind)
         tensors = flow_checkpoint(pipeline)
     else:
@@ -35,7 +45,7 @@ def made(kind: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Benc
     smaller(folder / "model", monkeypatch)
     file = write(tensors, folder / "one.safetensors", {"modelspec.prediction_type": "v"} if kind == "sd2" else None)
     plain = Bench(folder / "model", draw_pictures(folder / "data", 4), folder / "runs", folder / "cache")
-    more = {"model__text_encoders": str(folder / "model")} if kind in FLOWS else {}
+    more = {"model__text_encoders": str(folder / "model")} if KINDS[kind] == "flow" else {}
     return plain, replace(plain, model=file), more
 
 
@@ -49,6 +59,8 @@ def smaller(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
     for module in (unet, transformers):
         monkeypatch.setattr(module, "public_architecture", public)
+    for module in (flux, z_image):  # whose configs do not tell either
+        monkeypatch.setattr(module, "SIDE", 8)
     for path in (model / "unet" / "config.json", model / "transformer" / "config.json"):
         if path.exists() and "sample_size" in path.read_text(encoding="utf-8"):
             config = json.loads(path.read_text(encoding="utf-8"))
@@ -72,3 +84,27 @@ def test_a_checkpoint_trains_as_its_folder_does(kind: str, tmp_path: Path, monke
         other = plain.folder("single") / picture.relative_to(plain.folder("folder"))
         with Image.open(picture) as one, Image.open(other) as two:
             assert one.tobytes() == two.tobytes()
+
+
+@pytest.mark.slow
+def test_a_file_is_judged_and_drawn_on_a_checkpoint_as_on_its_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plain, single, _ = made("sd15", tmp_path, monkeypatch)
+    assert plain.run("folder", steps=3, data__resolution=64) == 0
+    lora = shutil.copy(plain.folder("folder") / "folder.safetensors", tmp_path / "alone.safetensors")
+    reports, drawn = [], []
+    for bench in (plain, single):
+        capsys.readouterr()
+        given = ["--model", str(bench.model)]
+        assert main(["validate", str(lora), *given, "--data", str(plain.data), "--json"]) in (0, 4)
+        reports.append(json.loads(capsys.readouterr().out))
+        target = tmp_path / f"drawn_{len(drawn)}"
+        words = ["--prompt", "a ring", "--steps", "2", "--output", str(target)]
+        assert main(["sample", str(lora), *given, *words]) == 0
+        drawn.append([Image.open(path).tobytes() for path in sorted(target.rglob("*_with*.png"))])
+    assert reports[0]["parts"]["integrity"] == 1.0
+    assert reports[0]["numbers"]["learning"]["base"] > 0.0
+    assert reports[0] == reports[1]
+    assert len(drawn[0]) >= 2
+    assert drawn[0] == drawn[1]

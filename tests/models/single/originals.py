@@ -10,6 +10,9 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from lora_trainer.export.layout import rule_of
+from lora_trainer.models.z_image import LAYOUT as Z_IMAGE
+
 Tensors = dict[str, Tensor]
 RESNET = {
     "norm1": "in_layers.0",
@@ -228,6 +231,34 @@ def flow_checkpoint(pipeline: Any, *, bare: bool = False) -> Tensors:
     if not flux:
         parts["text_encoders.clip_g.transformer."] = clip_original(pipeline.text_encoder_2)
     return joined(parts)
+
+
+def z_image_original(transformer: Any) -> Tensors:
+    parts: dict[str, dict[int, Tensor]] = {"norm_final.weight": {0: torch.ones(4)}}
+    for name, weight in transformer.state_dict().items():
+        module, _, leaf = name.rpartition(".")
+        ruled = rule_of(Z_IMAGE, module)
+        if ruled is None:
+            parts[name] = {0: weight}
+        else:
+            parts.setdefault(f"{ruled[1]}.{leaf}", {})[ruled[0].part] = weight
+    return {name: torch.cat([given[part] for part in sorted(given)]) for name, given in parts.items()}
+
+
+def z_image_checkpoint(pipeline: Any, *, bare: bool = False) -> Tensors:
+    """As `flow_checkpoint`."""
+    transformer = z_image_original(pipeline.transformer)
+    if bare:
+        return transformer
+    return joined(
+        {
+            "model.diffusion_model.": transformer,
+            "vae.": vae_original(pipeline.vae),
+            "text_encoders.qwen3_4b.transformer.": {
+                f"model.{name}": each for name, each in pipeline.text_encoder.state_dict().items()
+            },
+        }
+    )
 
 
 def joined(parts: Mapping[str, Tensors]) -> Tensors:

@@ -7,24 +7,20 @@ from typing import Any
 
 import pytest
 import torch
-from diffusers import FlowMatchEulerDiscreteScheduler, ZImagePipeline, ZImageTransformer2DModel
 
 from lora_trainer.config.layers import Layer
 from lora_trainer.config.schema.inputs import ModelSection
 from lora_trainer.core.errors import UsageError
-from lora_trainer.export.layout import rule_of
 from lora_trainer.models import FAMILIES
 from lora_trainer.models.family import public_architecture
 from lora_trainer.models.folder import detect_family
 from lora_trainer.models.single.lay_out import lacking_parts, lay_out
 from lora_trainer.models.single.recognise import recognise
 from lora_trainer.models.single.transformers import z_image_part
-from lora_trainer.models.z_image import LAYOUT
 from lora_trainer.production.settings import settle
-from tests.export.tiny import T5_WIDTH, qwen_tokenizer, tiny_qwen
-from tests.models.single.originals import Tensors, joined, vae_original, write
+from tests.models.single.originals import write, z_image_checkpoint, z_image_original
 from tests.models.single.test_published import empty_file
-from tests.models.single.tiny import tiny_flow_pipeline
+from tests.models.single.tiny import tiny_z_image
 
 CPU = torch.device("cpu")
 FAMILY = FAMILIES["z_image"]
@@ -36,51 +32,19 @@ def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_HOME", str(tmp_path / "hub"))
 
 
-def original(transformer: torch.nn.Module) -> Tensors:
-    parts: dict[str, dict[int, torch.Tensor]] = {"norm_final.weight": {0: torch.ones(4)}}
-    for name, weight in transformer.state_dict().items():
-        module, _, leaf = name.rpartition(".")
-        ruled = rule_of(LAYOUT, module)
-        if ruled is None:
-            parts[name] = {0: weight}
-        else:
-            parts.setdefault(f"{ruled[1]}.{leaf}", {})[ruled[0].part] = weight
-    return {name: torch.cat([given[part] for part in sorted(given)]) for name, given in parts.items()}
-
-
 @pytest.fixture
 def pipeline(tmp_path: Path) -> Any:
-    """With the published places and sizes of heads, which no file tells."""
-    vae = tiny_flow_pipeline(tmp_path / "words", "flux-dev").vae
-    sizes = {"dim": 128, "n_heads": 1, "n_kv_heads": 1, "n_layers": 2, "n_refiner_layers": 1, "cap_feat_dim": T5_WIDTH}
-    transformer = ZImageTransformer2DModel(**{**public_architecture("z_image").denoiser, **sizes})
-    made = ZImagePipeline(
-        vae=vae,
-        text_encoder=tiny_qwen(),
-        tokenizer=qwen_tokenizer(),
-        transformer=transformer,
-        scheduler=FlowMatchEulerDiscreteScheduler(shift=3.0),
-    )
+    made = tiny_z_image(tmp_path / "words")
     made.save_pretrained(tmp_path / "folder")
     return made
 
 
 @pytest.mark.parametrize("bare", [False, True], ids=["whole", "bare"])
 def test_a_checkpoint_is_its_folder(pipeline: Any, bare: bool, tmp_path: Path) -> None:
-    folder, transformer = tmp_path / "folder", original(pipeline.transformer)
+    folder, tensors = tmp_path / "folder", z_image_checkpoint(pipeline, bare=bare)
     parts: dict[str, Path | None] = {"tokenizer": folder / "tokenizer"}
     if bare:
         parts |= {"text_encoder": folder / "text_encoder", "vae": folder / "vae"}
-        tensors = transformer
-    else:
-        qwen = {f"model.{name}": each for name, each in pipeline.text_encoder.state_dict().items()}
-        tensors = joined(
-            {
-                "model.diffusion_model.": transformer,
-                "vae.": vae_original(pipeline.vae),
-                "text_encoders.qwen3_4b.transformer.": qwen,
-            }
-        )
     file = write(tensors, tmp_path / "model.safetensors")
     assert detect_family(file) == "z_image"
     assert lacking_parts(file) == ({"text_encoder", "tokenizer"} if bare else {"tokenizer"})
@@ -105,7 +69,7 @@ def test_a_checkpoint_is_its_folder(pipeline: Any, bare: bool, tmp_path: Path) -
 
 
 def test_without_the_language_model_what_lacks_is_said_at_once(pipeline: Any, tmp_path: Path) -> None:
-    file = write(original(pipeline.transformer), tmp_path / "model.safetensors")
+    file = write(z_image_original(pipeline.transformer), tmp_path / "model.safetensors")
     with pytest.raises(UsageError) as refused:
         lay_out(file)
     said = " ".join(problem.message for problem in refused.value.problems)
@@ -114,7 +78,7 @@ def test_without_the_language_model_what_lacks_is_said_at_once(pipeline: Any, tm
 
 def test_the_published_transformer_is_told_by_its_form(tmp_path: Path) -> None:
     with torch.device("meta"):
-        tensors = original(FAMILY.make_denoiser(public_architecture("z_image").denoiser))
+        tensors = z_image_original(FAMILY.make_denoiser(public_architecture("z_image").denoiser))
     part = z_image_part(recognise(empty_file(tmp_path / "model.safetensors", tensors, "BF16")).denoiser)
     published = public_architecture("z_image").denoiser
     assert {name: part.config[name] for name in published} == dict(published)

@@ -18,6 +18,8 @@ from diffusers import (
     StableDiffusionPipeline,
     StableDiffusionXLPipeline,
     UNet2DConditionModel,
+    ZImagePipeline,
+    ZImageTransformer2DModel,
 )
 from transformers import (
     CLIPTextConfig,
@@ -29,7 +31,8 @@ from transformers import (
 )
 
 from builtin_base.architecture import make_tokenizer
-from tests.export.tiny import t5_tokenizer
+from lora_trainer.models.family import public_architecture
+from tests.export.tiny import T5_WIDTH, qwen_tokenizer, t5_tokenizer, tiny_qwen
 
 SCHEDULE = {"beta_start": 0.00085, "beta_end": 0.012, "beta_schedule": "scaled_linear", "steps_offset": 1}
 UNETS: dict[str, dict[str, Any]] = {
@@ -163,5 +166,18 @@ def tiny_flow_pipeline(folder: Path, kind: str) -> Any:
         tokenizer=tokenizer,
         tokenizer_2=second_words,
         tokenizer_3=words,
+        scheduler=FlowMatchEulerDiscreteScheduler(shift=3.0),
+    )
+
+
+def tiny_z_image(folder: Path) -> Any:
+    """With the published places and sizes of heads, which no file tells."""
+    vae = tiny_flow_pipeline(folder, "flux-dev").vae
+    sizes = {"dim": 128, "n_heads": 1, "n_kv_heads": 1, "n_layers": 2, "n_refiner_layers": 1, "cap_feat_dim": T5_WIDTH}
+    return ZImagePipeline(
+        vae=vae,
+        text_encoder=tiny_qwen(),
+        tokenizer=qwen_tokenizer(),
+        transformer=ZImageTransformer2DModel(**{**public_architecture("z_image").denoiser, **sizes}),
         scheduler=FlowMatchEulerDiscreteScheduler(shift=3.0),
     )
