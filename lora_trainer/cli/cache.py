@@ -9,7 +9,9 @@ from pathlib import Path
 from lora_trainer.core.compilations import KEPT_DAYS, compilations_kept, prune_compilations
 from lora_trainer.core.disk import size_words
 from lora_trainer.core.errors import DONE, Problem, UsageError
+from lora_trainer.core.findings import counted
 from lora_trainer.core.io import user_cache_folder
+from lora_trainer.models.places import laid_out_kept, prune_laid_out
 
 
 def status_command(folder: Path | None, as_json: bool = False) -> int:
@@ -23,6 +25,10 @@ def status_command(folder: Path | None, as_json: bool = False) -> int:
         document["compiled"] = {"folder": str(place), "bytes": size}
         if size:
             lines.append(f"{place}: {size_words(size)} of compiled blocks")
+        models, count, held = laid_out_kept()
+        document["laid_out"] = {"folder": str(models), "models": count, "bytes": held}
+        if count:
+            lines.append(f"{models}: {counted(count, 'laid-out model')}, {size_words(held)}")
     sys.stdout.write((json.dumps(document, indent=2, ensure_ascii=False) if as_json else "\n".join(lines)) + "\n")
     return DONE
 
@@ -44,5 +50,9 @@ def clean_command(folder: Path | None, limit_gb: float | None = None, *, verify:
     lines = cache_clean(named(folder), limit, verify=verify).lines
     if folder is None and (pruned := prune_compilations())[0]:
         lines.append(f"compiled blocks that nothing used for {KEPT_DAYS} days: {size_words(pruned[1])} removed")
+    if folder is None and (gone := prune_laid_out())[0]:
+        lines.append(
+            f"{counted(gone[0], 'laid-out model')} whose files are gone or changed: {size_words(gone[1])} removed"
+        )
     sys.stdout.write("\n".join(lines) + "\n")
     return DONE

@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import hashlib
 import math
+import shutil
+import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +28,7 @@ VERSION = 1
 MOST_TABLE_BYTES = 1 << 26
 READ_AT_ONCE = 1 << 24  # bytes, of a file that is hashed
 SHOWN_OF_NAME = 80
+PART_SECONDS = 86400.0  # after which what is half made is nobody's
 
 
 @dataclass(frozen=True)
@@ -60,6 +63,42 @@ class Place:
 def laid_out_models() -> Path:
     """The folder in the user's cache that holds all laid-out folders."""
     return user_cache_folder() / "models"
+
+
+def laid_out_kept() -> tuple[Path, int, int]:
+    """The folder that holds them, how many there are, and their bytes."""
+    place = laid_out_models()
+    folders = [path for path in place.iterdir() if path.is_dir()] if place.is_dir() else []
+    return place, len(folders), sum(_bytes_in(folder) for folder in folders)
+
+
+def prune_laid_out() -> tuple[int, int]:
+    """Remove those of which a file with weights is gone or changed, and what killed commands left: how many, and their bytes."""
+    place, oldest = laid_out_models(), time.time() - PART_SECONDS
+    count = size = 0
+    for folder in sorted(place.iterdir()) if place.is_dir() else ():
+        if not folder.is_dir() or folder.is_symlink() or not _is_stale(folder, oldest):
+            continue
+        held = _bytes_in(folder)
+        shutil.rmtree(folder, ignore_errors=True)
+        if not folder.exists():
+            count, size = count + 1, size + held
+    return count, size
+
+
+def _is_stale(folder: Path, oldest: float) -> bool:
+    if folder.name.endswith(".part"):
+        return folder.stat().st_mtime < oldest
+    try:
+        for table in folder.glob(f"*/{WEIGHTS}"):
+            read_places(table.parent)
+    except UsageError:
+        return True
+    return False
+
+
+def _bytes_in(folder: Path) -> int:
+    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
 
 
 def is_laid_out(folder: Path) -> bool:

@@ -82,6 +82,10 @@ def find_base(
 
     Raises UsageError for what is no model here or on the hub; `origin` is what it was named by.
     """
+    if model.vae is not None and as_hub_model(model.vae) is not None:
+        message = f"model.vae = {model.vae}: there is no such path, and an autoencoder is not fetched from a hub."
+        fix = f"Fetch it first with `hf download {'/'.join(model.vae.split('/')[:2])}`, and name the folder that this prints."
+        raise UsageError(Problem(message, fix))
     base = _named(model, offline=offline, weights=weights, origin=origin, say=say)
     parts = _parts(model, base.folder) if base.whole or base.folder.is_file() else {}
     if not parts and not base.folder.is_file():

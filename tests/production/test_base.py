@@ -10,6 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from lora_trainer.cli.main import main
 from lora_trainer.config.schema.inputs import ModelSection
 from lora_trainer.core.errors import UsageError
 from lora_trainer.models import FAMILIES
@@ -146,6 +147,28 @@ def test_a_stray_shard_beside_a_whole_set_is_passed_over(folder: Path) -> None:
     half = file.rename(unet / "diffusion_pytorch_model.fp16.safetensors")
     shutil.copy(half, unet / "diffusion_pytorch_model-00001-of-00002.safetensors")
     assert {place.file for place in places_of_weights(unet).values()} == {half}
+
+
+def test_an_autoencoder_of_a_hub_is_told_how_to_fetch(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(folder)
+    for named in ("some/sd-vae", "some/sd-vae/one.safetensors"):
+        with pytest.raises(UsageError, match="`hf download some/sd-vae`"):
+            find_base(ModelSection(path=str(folder), vae=named))
+
+
+def test_what_is_laid_out_leaves_with_its_file(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("LORA_TRAINER_CACHE", str(tmp_path / "cache"))
+    other = Path(shutil.copy(checkpoint, tmp_path / "other.safetensors"))
+    kept, gone = found(checkpoint), found(other)
+    other.unlink()
+    assert main(["cache", "status"]) == 0
+    assert "2 laid-out models" in capsys.readouterr().out
+    assert main(["cache", "clean"]) == 0
+    assert "1 laid-out model whose files are gone or changed" in capsys.readouterr().out
+    assert kept.is_dir()
+    assert not gone.exists()
 
 
 def test_an_id_of_a_hub_stays_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
