@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import glob
 from pathlib import Path
 
 from lora_trainer.cli.arguments import say
@@ -38,7 +39,9 @@ def convert_command(arguments: argparse.Namespace, unknown: list[Problem]) -> in
             problems.append(Problem(f"--{flag} {value} is not known.", f"One of: {', '.join(known)}."))
     if target.suffix != ".safetensors" or target.is_dir():
         problems.append(Problem(f"{target} does not name a .safetensors file.", "Programs know LoRA files by it."))
-    elif not arguments.yes and (target.exists() or list(target.parent.glob(f"{target.stem}.embedding-*.safetensors"))):
+    elif not arguments.yes and (
+        target.exists() or list(target.parent.glob(f"{glob.escape(target.stem)}.embedding-*.safetensors"))
+    ):
         problems.append(Problem(f"{target} is there already.", "Name another file, or write over it with --yes."))
     if problems:
         raise UsageError(problems)

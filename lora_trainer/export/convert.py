@@ -14,6 +14,8 @@ from torch import Tensor
 from lora_trainer.core.errors import Problem, UsageError
 from lora_trainer.export import diffusers as diffusers_form
 from lora_trainer.export import kohya as kohya_form
+from lora_trainer.export.earlier import EARLIER, Earlier, earlier_of, remembered, restored
+from lora_trainer.export.keys import KOHYA_ALPHA
 from lora_trainer.export.layout import Names
 from lora_trainer.export.lora_file import write_tensors, write_words
 from lora_trainer.export.metadata import with_hashes
@@ -49,26 +51,30 @@ def convert(
     names: Names,
     families: Sequence[Names],
     *,
+    form: Form,
+    numbered: bool = False,
     dtype: torch.dtype | None = None,
 ) -> Converted:
     """Write `source` to `target` in the other form, with its header and new hashes; words that were learned go into
-    files of their own beside a file in diffusers' form, which has no place for them.
+    files of their own beside a file in diffusers' form, which has no place for them. `form` is that of `source`,
+    whose text encoders' names are `numbered` or not; a file that comes back to the form it had gets the alphas it had.
 
     Raises UsageError, and writes nothing, for what the form cannot hold exactly.
     """
     if bad := source.not_finite():
         told = f"{len(bad)} of {len(source.modules)} modules hold NaN or infinity (first: {bad[0]})."
         raise UsageError(Problem(told, "Train it again with a lower learning rate."))
-    weights = _cast(source, dtype)
-    notes: list[str] = []
+    earlier = earlier_of(source.metadata)
+    back = earlier if earlier is not None and earlier.form == to != form else None
+    weights = _cast(source if back is None else restored(source, back), dtype)
     metadata = {key: value for key, value in source.metadata.items() if key not in OF_ONE_FORM}
+    if form != to:
+        metadata.pop(EARLIER, None)
+        metadata |= remembered(source, form, numbered) if back is None else {}
     if to == "kohya":
-        tensors, ranks = _to_kohya(weights, names)
-        metadata |= ranks
-        # A1111 takes any header that says nothing of its base for one of SD1.
-        header = with_hashes(tensors, metadata) if "ss_base_model_version" in metadata else metadata
+        tensors, header, notes = _to_kohya(weights, metadata, names, back)
     else:
-        tensors, header, notes = _to_diffusers(weights, metadata)
+        tensors, header, notes = _to_diffusers(weights, metadata, back)
     difference = 0.0
 
     def hold(back: Mapping[str, Tensor]) -> None:
@@ -76,12 +82,17 @@ def convert(
         again = weights_of(target.name, back, header, families)
         difference = _difference(source, again, to)
 
-    write_tensors(target, tensors, header, hold)
-    paths = [target]
+    words: list[Path] = []
     if to == "diffusers" and weights.embeddings:
         kept = next(iter(weights.embeddings.values())).dtype
-        paths += write_words(target.parent, target.stem, weights, dtype=kept)
-    return Converted(tuple(paths), len(source.modules), difference, tuple(notes))
+        words = write_words(target.parent, target.stem, weights, dtype=kept)
+    try:
+        write_tensors(target, tensors, header, hold)
+    except BaseException:
+        for path in words:
+            path.unlink(missing_ok=True)
+        raise
+    return Converted((target, *words), len(source.modules), difference, tuple(notes))
 
 
 def _cast(weights: LoraWeights, dtype: torch.dtype | None) -> LoraWeights:
@@ -97,28 +108,49 @@ def _cast(weights: LoraWeights, dtype: torch.dtype | None) -> LoraWeights:
     return cast
 
 
-def _to_kohya(weights: LoraWeights, names: Names) -> tuple[dict[str, Tensor], dict[str, str]]:
+def _to_kohya(
+    weights: LoraWeights, metadata: Mapping[str, str], names: Names, back: Earlier | None
+) -> tuple[dict[str, Tensor], dict[str, str], list[str]]:
     try:
-        return kohya_form.kohya_tensors(weights, names)
+        tensors, ranks = kohya_form.kohya_tensors(weights, names, as_they_are=back is not None)
     except ValueError as error:
         raise UsageError(Problem(f"kohya's form cannot hold this LoRA: {error}.", "Is --family right?")) from None
+    notes = []
+    alphas = {
+        (prefix, float(tensor))
+        for key, tensor in tensors.items()
+        for prefix in names.prefixes.values()
+        if key.endswith(KOHYA_ALPHA) and key.startswith(f"{prefix}_")
+    }
+    if not names.layout and len(alphas) > len({prefix for prefix, _ in alphas}):
+        notes.append(
+            "alpha differs between modules, and no power of two makes it one: diffusers takes the commonest for all "
+            "of this form's modules, so that its strength differs. Give it the file in diffusers' form."
+        )
+    header = {**metadata, **ranks}
+    if not {"ss_base_model_version", "ss_v2"} & set(metadata):
+        # A1111 takes any header that says nothing of its base for one of SD1.
+        header.pop(EARLIER, None)
+        return tensors, header, notes
+    return tensors, with_hashes(tensors, header), notes
 
 
 def _to_diffusers(
-    weights: LoraWeights, metadata: Mapping[str, str]
+    weights: LoraWeights, metadata: Mapping[str, str], back: Earlier | None
 ) -> tuple[dict[str, Tensor], dict[str, str], list[str]]:
     """A power of two goes into up; any other scale stays in the header, where no rounding touches it."""
     if t5 := [name for name in weights.modules if ".encoder.block." in name]:
         told = f"diffusers loads no LoRA on T5, and {len(t5)} modules are of it ({some(t5)})."
         raise UsageError(Problem(told, "Keep kohya's form, which ComfyUI and sd-scripts load."))
-    modules = {name: _folded_exactly(pair) for name, pair in weights.modules.items()}
+    modules = {name: pair if back else _folded_exactly(pair) for name, pair in weights.modules.items()}
     ready = replace(weights, modules=modules)
     kept = [name for name, pair in modules.items() if pair.scale != 1.0]
     notes = []
     if kept:
         notes.append(
-            f"{len(kept)} modules keep their alpha in the header, since their scale is no power of two: diffusers "
-            "reads it; ComfyUI does not and would take scale 1 of this file. Give it the file in kohya's form."
+            f"{len(kept)} modules keep their alpha in the header, "
+            f"{'where the file had it before' if back else 'since their scale is no power of two'}: diffusers reads it; "
+            "ComfyUI does not and would take scale 1 of this file. Give it the file in kohya's form."
         )
     adapter = {diffusers_form.ADAPTER_METADATA_KEY: diffusers_form.adapter_metadata(ready)}
     return diffusers_form.diffusers_tensors(ready), {**metadata, "format": "pt", **adapter}, notes
@@ -153,9 +185,10 @@ def _difference(source: LoraWeights, again: LoraWeights, to: Form) -> float:
 
 def relative_difference(one: LoraPair, other: LoraPair) -> float:
     """The norm of the difference of two pairs' updates over the first one's, in float64, without forming either."""
-    if one.alpha == other.alpha and torch.equal(one.down, other.down) and torch.equal(one.up, other.up):
+    first, second = (pair.up.double().flatten(1) * pair.scale for pair in (one, other))
+    if torch.equal(one.down, other.down) and torch.equal(first, second):
         return 0.0
-    ups = torch.cat([one.up.double().flatten(1) * one.scale, -other.up.double().flatten(1) * other.scale], dim=1)
+    ups = torch.cat([first, -second], dim=1)
     downs = torch.cat([one.down.double().flatten(1), other.down.double().flatten(1)])
     size = size_of_update(one)
     gap = _norm(ups, downs)

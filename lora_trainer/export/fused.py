@@ -44,7 +44,7 @@ def join(parts: Mapping[int, LoraPair], rules: Sequence[Rule]) -> LoraPair:
         up[edges[part] : edges[part + 1], column : column + width] = ups[part]
         column += ranks[part]
     same = all(pair.scale == scale for pair in pairs)
-    alpha = pairs[0].alpha if shared else sum(pair.alpha for pair in pairs) if same else scale * down.shape[0]
+    alpha = (pairs[0].alpha if shared else sum(pair.alpha for pair in pairs)) if same else scale * down.shape[0]
     return LoraPair(down, up, float(alpha))
 
 

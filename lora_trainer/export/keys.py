@@ -42,6 +42,7 @@ COMPONENT_OF_DOTTED: Mapping[str, str] = {
     "text_encoders.t5xxl.transformer.": "text_encoder_3",
 }
 PEFT = "base_model.model."
+NUMBERED = "lora_te1"  # how the keys of the first of several text encoders begin in kohya's form
 
 # Entries of a header that only this program writes.
 OWN_VERSION, T5_TOKENS, WITHOUT = "lora_trainer.version", "lora_trainer.t5_tokens", "lora_trainer.without_t5"
@@ -73,6 +74,8 @@ _LONGEST = max(name.count("_") for name in COMPOUND) + 1
 
 # diffusers does not know SDXL's size embedding by its own name in kohya's form, only by the first SDXL code's.
 SPECIAL: Mapping[str, str] = {"add_embedding.linear_1": "label_emb_0_0", "add_embedding.linear_2": "label_emb_0_2"}
+
+ORIGINAL = 2  # what a name of the original counts, where one of diffusers' counts 1
 
 _UNET = re.compile(r"(?:down_blocks|up_blocks|mid_block|conv_in|conv_out|time_embedding|add_embedding)(?:\.|$)")
 # The first code of SD1.x and SDXL: two residual blocks at each of three or four sizes.
@@ -122,24 +125,30 @@ def resolve(names: Iterable[str], families: Sequence[Names], hint: str = "") -> 
     `hint` is text of the header: where names fit several families, the one that it names.
     """
     parsed = {name: side for name in names if (side := _side(name)) is not None}
-    family = _family_of(parsed.values(), families, hint)
+    family, sure = _family_of(parsed.values(), families, hint)
     found = {name: place for name, side in parsed.items() if (place := _found(*side, family)) is not None}
-    return found, family
+    return found, family if sure else None
 
 
-def _family_of(sides: Iterable[tuple[str, str]], families: Sequence[Names], hint: str) -> Names | None:
+def _family_of(sides: Iterable[tuple[str, str]], families: Sequence[Names], hint: str) -> tuple[Names | None, bool]:
+    """The family that knows the most names, and whether they are its own: others may know all of them as well, and
+    models that nobody here knows share diffusers' names, too."""
     rests = [rest for component, rest in sides if not component.startswith("text_encoder") and not _is_unet(rest)]
-    named = [(_matches(rests, family), family.family in hint, family) for family in families if family.layout]
-    most = max(named, key=lambda each: each[:2], default=(0, False, None))
-    return most[2] if most[0] else None
+    known = [(family, [_match(rest, family) for rest in rests]) for family in families if family.layout]
+    most = max((sum(matches) for _, matches in known), default=0)
+    if not most:
+        return None, False
+    best = [(family, matches) for family, matches in known if sum(matches) == most]
+    told = [each for each in best if each[0].family in hint] or best
+    family, matches = told[0]
+    return family, len(told) == 1 and (all(matches) or ORIGINAL in matches)
 
 
-def _matches(rests: Sequence[str], family: Names) -> int:
-    """How many names the family knows; the original's weigh more, since families share diffusers' names."""
-    layout = family.layout
-    return sum(
-        2 if rules_of_original(layout, rest) else 1 if rules_of_ours(layout, _diffusers(rest)) else 0 for rest in rests
-    )
+def _match(rest: str, family: Names) -> int:
+    """Whether the family knows a name; the original's weigh more, since families share diffusers' names."""
+    if rules_of_original(family.layout, rest):
+        return ORIGINAL
+    return 1 if rules_of_ours(family.layout, _diffusers(rest)) else 0
 
 
 def _side(name: str) -> tuple[str, str] | None:

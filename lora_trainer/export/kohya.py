@@ -65,13 +65,16 @@ def kohya_pairs(weights: LoraWeights, names: Names = ONE_TEXT_ENCODER) -> tuple[
     return pairs, {FUSED_RANKS: json.dumps(told, sort_keys=True)} if told else {}
 
 
-def kohya_tensors(weights: LoraWeights, names: Names = ONE_TEXT_ENCODER) -> tuple[dict[str, Tensor], dict[str, str]]:
+def kohya_tensors(
+    weights: LoraWeights, names: Names = ONE_TEXT_ENCODER, *, as_they_are: bool = False
+) -> tuple[dict[str, Tensor], dict[str, str]]:
     """The file's tensors: down `[r, in]`, up `[out, r]`, alpha a 0-dim float32; and what its header must tell.
 
+    `as_they_are` keeps alphas that differ between modules, also where they could be one.
     Raises ValueError as `kohya_pairs` does.
     """
     pairs, told = kohya_pairs(weights, names)
-    if not names.layout:
+    if not names.layout and not as_they_are:
         pairs = one_alpha(pairs, names)
     tensors: dict[str, Tensor] = {}
     for name, pair in pairs.items():

@@ -73,13 +73,18 @@ def write_words(folder: Path, name: str, weights: LoraWeights, *, dtype: torch.d
         word, _, slot = key.partition(".")
         words.setdefault(word, {})[slot if slot in CLIP_SLOTS else "emb_params"] = tensor
     paths: list[Path] = []
-    for word, tensors in words.items():
-        plain = re.sub(r"[^\w-]", "", word) or "word"
-        path = folder / f"{name}.embedding-{plain}.safetensors"
-        if path in paths:
-            path = folder / f"{name}.embedding-{plain}-{len(paths) + 1}.safetensors"
-        write_tensors(path, tensors, {"name": word, "format": "pt"})
-        paths.append(path)
+    try:
+        for word, tensors in words.items():
+            plain = re.sub(r"[^\w-]", "", word) or "word"
+            path = folder / f"{name}.embedding-{plain}.safetensors"
+            if path in paths:
+                path = folder / f"{name}.embedding-{plain}-{len(paths) + 1}.safetensors"
+            write_tensors(path, tensors, {"name": word, "format": "pt"})
+            paths.append(path)
+    except BaseException:
+        for path in paths:
+            path.unlink(missing_ok=True)
+        raise
     return paths
 
 

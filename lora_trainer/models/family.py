@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, fields, replace
 from hashlib import sha256
 from importlib.resources import files
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from lora_trainer.core.errors import Problem, UsageError
 from lora_trainer.export.layout import Layout
@@ -67,6 +67,13 @@ def public_architecture(name: str) -> Architecture:
     document = json.loads(text)
     facts = ModelFacts(path=Path(name), **{"family": name, **document["facts"]})
     return Architecture(facts, document["denoiser"])
+
+
+def public_forms(name: str) -> list[dict[str, Any]]:
+    """Configs of the denoisers of all published models of a family, as far as their layers' shapes differ."""
+    text = (files("lora_trainer.models") / "architectures" / f"{name}.json").read_text(encoding="utf-8")
+    document = json.loads(text)
+    return [document["denoiser"], *({**document["denoiser"], **other} for other in document.get("others", ()))]
 
 
 @dataclass(frozen=True)
@@ -168,6 +175,7 @@ class TextParts:
         return next(iter(next(iter(self.encoders.values())).parameters())).device
 
 
+Reader = Literal["diffusers: kohya", "ComfyUI: diffusers", "ComfyUI: peft", "sd-scripts: kohya"]
 JoinText = Callable[[Mapping[str, "Tensor"], Mapping[str, "Tensor"]], dict[str, "Tensor"]]
 EncodeText = Callable[[TextParts, Sequence[Caption], TextOptions], dict[str, "Tensor"]]
 LoadImageEncoder = Callable[[Path, "torch.dtype", "torch.device"], Callable[["Tensor"], tuple["Tensor", "Tensor"]]]
@@ -231,7 +239,8 @@ class Family:
     blocks and a few percent of the weights, as `thinness` says in words. `cond_shapes` gives, for a denoiser's config, the shapes
     of what `encode_text` returns for one caption. `base_names` are what LoRA files call the
     base: `ss_base_model_version` and `modelspec.architecture`. `manner` says how a folder's model is drawn with, and
-    `prompted` what of `encode_text` its pipeline is called with.
+    `prompted` what of `encode_text` its pipeline is called with. `lora_readers` are the programs that were seen to read the
+    family's LoRA files, each with the form.
     """
 
     name: str
@@ -261,6 +270,7 @@ class Family:
     text: TextOptions = PLAIN
     joined_text: JoinText | None = None
     untrained_texts: tuple[str, ...] = ()
+    lora_readers: tuple[Reader, ...] = ()
 
     def text_rates(self, rates: Sequence[float]) -> dict[str, float]:
         """The rate of each text encoder that is trained, by component, of `text.learning_rates`.
@@ -273,7 +283,7 @@ class Family:
             raise UsageError(
                 Problem(
                     f"text.learning_rates holds {len(rates)} rates, and of the text encoders of {self.name} these can be "
-                    f"trained: {known}. No program reads a LoRA on T5 or on a language model.",
+                    f"trained: {known}. diffusers reads no LoRA on T5 or on a language model, and none is trained here.",
                     f"Give at most {len(names)} rates: --set text.learning_rates={[1e-5] * len(names)}"
                     if names
                     else "Leave text.learning_rates empty.",

@@ -267,4 +267,5 @@ FAMILY = Family(
     manner=manner,
     joined_text=joined_text,
     untrained_texts=(T5,),
+    lora_readers=("diffusers: kohya", "ComfyUI: diffusers", "sd-scripts: kohya"),
 )

@@ -5,15 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
+from lora_trainer.models import FAMILIES
+from lora_trainer.models.family import Reader
+
 if TYPE_CHECKING:
     from lora_trainer.export.inspection import Inspected
+    from lora_trainer.export.weights import LoraWeights
 
 Reads = Literal["whole", "in part", "not", "unknown"]
-UNETS = ("sd15", "sd2", "sdxl")
-KOHYA_IN_DIFFUSERS = (*UNETS, "flux", "z_image")  # 0.42 translates no names of other families
-IN_SD_SCRIPTS = (*UNETS, "sd3", "flux")
-PEFT_IN_COMFYUI = ("sd3",)
-NOT_LOOKED_AT_IN_COMFYUI = ("z_image",)  # diffusers' names, which only its later versions know
+KOHYA = ("kohya", "kohya, first code")
 
 
 @dataclass(frozen=True)
@@ -31,62 +31,87 @@ def clients(file: Inspected) -> list[Client]:
 
 
 def _diffusers(file: Inspected) -> Client:
-    name, family, plain = "diffusers", file.weights.family, set(file.scales) <= {1.0}
+    name, readers = "diffusers", _readers(file)
     if file.words:
         return Client(
             name, "not", "it refuses files with learned words inside; convert --to diffusers writes them apart"
         )
-    if file.style in ("kohya", "kohya, first code"):
-        if family not in KOHYA_IN_DIFFUSERS:
+    if file.style in KOHYA:
+        if readers is None:
+            return Client(name, "unknown")
+        if "diffusers: kohya" not in readers:
             return Client(name, "not", "it knows these names for other families only; convert --to diffusers")
-        if family in UNETS and len(file.scales) > 1:
+        if _has_unet(file) and several_alphas(file.weights):
             return Client(name, "in part", "it misnames alphas that differ between modules; convert --to diffusers")
         return Client(name, "whole")
     if file.style == "diffusers":
-        if file.alpha_keys and family in UNETS:
+        if not file.alpha_keys:
+            return Client(name, "whole")
+        if readers is None:
+            return Client(name, "unknown")
+        if _has_unet(file) or "diffusers: kohya" not in readers:
             return Client(name, "not", "it refuses alpha keys in its own form; convert --to diffusers")
-        if file.alpha_keys and not plain and family not in KOHYA_IN_DIFFUSERS:
-            return Client(name, "in part", "it passes over alpha here, which sets the strength; convert --to diffusers")
         return Client(name, "whole")
     if file.style == "old diffusers":
-        return Client(name, "whole" if family in UNETS else "unknown")
+        return Client(name, "whole" if _has_unet(file) else "unknown")
     return Client(name, "not", f"it does not know {_named(file)}; convert --to diffusers")
 
 
 def _comfyui(file: Inspected) -> Client:
-    name, family = "ComfyUI", file.weights.family
+    name, readers = "ComfyUI", _readers(file)
     words = "it passes over the learned words" if file.words else ""
-    if file.style in ("kohya", "kohya, first code", "original"):
+    if file.style in (*KOHYA, "original"):
         return Client(name, "in part" if words else "whole", words)
     if file.style == "old diffusers":
-        return Client(name, "whole" if family in UNETS else "unknown")
-    if file.style == "peft" and family not in PEFT_IN_COMFYUI:
+        return Client(name, "whole" if _has_unet(file) else "unknown")
+    if file.style == "peft" and (readers is None or "ComfyUI: peft" not in readers):
         return Client(name, "not", "it does not know peft's names for this family; convert --to kohya")
-    if file.style == "diffusers" and family in UNETS:
+    if file.style == "diffusers" and _has_unet(file):
         return Client(name, "in part", "it loads a part of these names with a line in its log; convert --to kohya")
     if not file.alpha_keys and not set(file.scales) <= {1.0}:
         return Client(
             name, "in part", "it never reads alpha from the header, so its strength differs; convert --to kohya"
         )
-    return Client(name, "unknown" if family in (None, *NOT_LOOKED_AT_IN_COMFYUI) else "whole")
+    return Client(name, "whole" if readers and "ComfyUI: diffusers" in readers else "unknown")
 
 
 def _webui(file: Inspected) -> Client:
     name = "A1111, Forge"
-    if file.style not in ("kohya", "kohya, first code"):
+    if file.style not in KOHYA:
         return Client(name, "unknown", "not looked at; kohya's form is what they are known to load")
-    if file.weights.family in UNETS:
+    if _has_unet(file):
         return Client(name, "whole", "not looked at: they are known to load these names")
     return Client(name, "unknown", "not looked at; Forge is known to load these names, A1111 not")
 
 
 def _sd_scripts(file: Inspected) -> Client:
-    name = "sd-scripts"
-    if file.style not in ("kohya", "kohya, first code"):
+    name, readers = "sd-scripts", _readers(file)
+    if file.style not in KOHYA:
         return Client(name, "not", "it reads kohya's form only; convert --to kohya")
-    if file.weights.family not in IN_SD_SCRIPTS:
+    if not readers or "sd-scripts: kohya" not in readers:
         return Client(name, "unknown")
     return Client(name, "in part" if file.words else "whole", "it passes over the learned words" if file.words else "")
+
+
+def _has_unet(file: Inspected) -> bool:
+    """Also of a file that fits several families with a U-Net: their names are the same."""
+    if family := file.weights.family:
+        return FAMILIES[family].denoiser_prefix == "unet"
+    return any(module.startswith("unet.") for module in file.weights.modules)
+
+
+def _readers(file: Inspected) -> tuple[Reader, ...] | None:
+    """None where the family is not known."""
+    if family := file.weights.family:
+        return FAMILIES[family].lora_readers
+    unets = (each.lora_readers for each in FAMILIES.values() if each.denoiser_prefix == "unet")
+    return next(unets, None) if _has_unet(file) else None
+
+
+def several_alphas(weights: LoraWeights) -> bool:
+    """Whether alpha differs within a component: in kohya's form diffusers 0.42 takes a U-Net's commonest for all."""
+    alphas = {(module.partition(".")[0], pair.alpha) for module, pair in weights.modules.items()}
+    return len(alphas) > len({component for component, _ in alphas})
 
 
 def _named(file: Inspected) -> str:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from lora_trainer.core.errors import Problem, UsageError
-from lora_trainer.export.layout import Names
+from lora_trainer.export.keys import KOHYA_DOWN, NUMBERED
+from lora_trainer.export.layout import Names, rule_of
 from lora_trainer.models import FAMILIES
-from lora_trainer.models.family import Family, public_architecture
+from lora_trainer.models.family import PREDICTIONS, Family, public_architecture, public_forms
 
 if TYPE_CHECKING:
     import torch
@@ -38,7 +40,11 @@ def read_lora(path: Path) -> LoraWeights:
 
 def with_family(weights: LoraWeights) -> LoraWeights:
     """The same weights, their family named if names, header or shapes tell it."""
-    return weights if weights.family else replace(weights, family=_told(weights) or _by_shape(weights))
+    return (
+        weights
+        if weights.family
+        else replace(weights, family=_told(weights) or _by_text(weights) or _by_shape(weights))
+    )
 
 
 def convert_lora(
@@ -48,37 +54,49 @@ def convert_lora(
 
     Raises UsageError for what is no LoRA, for what the form cannot hold, and where only `family` would tell the names.
     """
+    from lora_trainer.core.tensorfile import read_tensor_header
     from lora_trainer.export.convert import convert
+    from lora_trainer.export.earlier import earlier_of
     from lora_trainer.export.lora_file import words_beside
 
     weights = read_lora(path)
+    keys = list(read_tensor_header(path))
     if to == "kohya" and not weights.embeddings:
         weights = replace(weights, embeddings=words_beside(path))
-    names = _names_for(path, weights, family)
-    return convert(_with_base(weights, names.family), target, to, names, all_names(), dtype=dtype)
+    form: Form = "kohya" if any(key.endswith(KOHYA_DOWN) for key in keys) else "diffusers"
+    earlier = earlier_of(weights.metadata)
+    numbered = any(key.startswith(NUMBERED) for key in keys) or (earlier is not None and earlier.numbered)
+    names = _names_for(path, weights, family, numbered)
+    based = _with_base(weights, names.family)
+    return convert(based, target, to, names, all_names(), form=form, numbered=numbered, dtype=dtype)
 
 
-def _names_for(path: Path, weights: LoraWeights, family: str | None) -> Names:
+def _names_for(path: Path, weights: LoraWeights, family: str | None, numbered: bool) -> Names:
     if told := family or weights.family:
         return names_of(FAMILIES[told])
     components = {module.partition(".")[0] for module in weights.modules}
     for names in all_names():  # U-Nets of unknown size: those with as many text encoders go by the same names
-        if names.denoiser == "unet" and components <= set(names.prefixes):
+        told_so = not numbered or names.prefixes.get("text_encoder") == NUMBERED
+        if names.denoiser == "unet" and components <= set(names.prefixes) and told_so:
             return names
     told = f"{path.name} does not tell which family of models it is for."
     raise UsageError(Problem(told, f"Name it: --family {'|'.join(FAMILIES)}."))
 
 
 def _with_base(weights: LoraWeights, family: str) -> LoraWeights:
+    """The header completed with what programs choose a base by, as far as it is the same for all models of the family."""
     if weights.family is None or "ss_base_model_version" in weights.metadata:
         return weights
-    version, architecture = FAMILIES[family].base_names(public_architecture(family).facts)
+    facts = public_architecture(family).facts
+    kinds = [replace(facts, variant=variant) for variant in (facts.variant, "")]
+    kinds += [replace(facts, prediction=prediction) for prediction in PREDICTIONS]
+    versions, architectures = (set(told) for told in zip(*map(FAMILIES[family].base_names, kinds), strict=True))
     base = {
-        "ss_base_model_version": version,
-        "ss_v2": str(version.startswith("sd_v2")),
+        "ss_v2": str(all(version.startswith("sd_v2") for version in versions)),
         "ss_network_module": "networks.lora",
-        "modelspec.architecture": architecture,
     }
+    for key, told in (("ss_base_model_version", versions), ("modelspec.architecture", architectures)):
+        base |= {key: told.pop()} if len(told) == 1 else {}
     return replace(weights, metadata={**base, **weights.metadata})
 
 
@@ -95,6 +113,31 @@ def _told(weights: LoraWeights) -> str | None:
 
 
 def _by_shape(weights: LoraWeights) -> str | None:
+    """The transformer's family whose published models have all of the modules in these shapes; None where several do."""
+    rests = [module.partition(".")[2] for module in weights.modules if module.startswith("transformer.")]
+    fitting = [
+        name
+        for name, family in FAMILIES.items()
+        if rests
+        and family.layout
+        and all(rule_of(family.layout, rest) for rest in rests)
+        and any(_fits(weights, family, config) for config in public_forms(name))
+    ]
+    return fitting[0] if len(fitting) == 1 else None
+
+
+def _fits(weights: LoraWeights, family: Family, config: Mapping[str, Any]) -> bool:
+    import torch
+
+    from lora_trainer.export.weights import check_keys, shapes_of
+
+    with torch.device("meta"):
+        shapes = shapes_of({family.denoiser_prefix: family.make_denoiser(config)})
+    modules = {name: pair for name, pair in weights.modules.items() if name.startswith(f"{family.denoiser_prefix}.")}
+    return not check_keys(replace(weights, modules=modules), shapes)
+
+
+def _by_text(weights: LoraWeights) -> str | None:
     """The U-Net's family by the width of the text that it reads."""
     widths = {
         pair.down.shape[1] for name, pair in weights.modules.items() if name.endswith((".attn2.to_k", ".attn2.to_v"))

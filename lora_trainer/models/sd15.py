@@ -129,4 +129,5 @@ FAMILY = Family(
     base_names=base_names,
     text_targets={"text_encoder": CLIP_TARGETS},
     check_text=check_text,
+    lora_readers=("diffusers: kohya", "sd-scripts: kohya"),
 )

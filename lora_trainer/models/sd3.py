@@ -291,4 +291,5 @@ FAMILY = Family(
     manner=manner,
     joined_text=joined_text,
     untrained_texts=(T5,),
+    lora_readers=("ComfyUI: diffusers", "ComfyUI: peft", "sd-scripts: kohya"),
 )

@@ -140,4 +140,5 @@ FAMILY = Family(
     base_names=base_names,
     text_targets=dict.fromkeys(TEXT_ENCODERS, CLIP_TARGETS),
     check_text=check_text,
+    lora_readers=("diffusers: kohya", "sd-scripts: kohya"),
 )

@@ -74,6 +74,18 @@ def test_scales_that_differ_are_brought_to_one() -> None:
         assert torch.allclose(back[part].delta(), each.delta(), rtol=2e-3, atol=2e-3)
 
 
+def test_scales_that_differ_behind_one_down_are_brought_to_one() -> None:
+    rules = layer((1, 1, 1))
+    whole = split(pair(4, 9, 3), rules)
+    parts = {
+        part: LoraPair(each.down, each.up, alpha)
+        for (part, each), alpha in zip(whole.items(), (2.0, 4.0, 4.0), strict=True)
+    }
+    back = split(join(parts, rules), rules)
+    for part, each in parts.items():
+        assert torch.allclose(back[part].delta(), each.delta(), rtol=2e-3, atol=2e-3)
+
+
 def test_rows_that_cannot_be_divided_are_refused() -> None:
     with pytest.raises(ValueError, match="cannot be divided"):
         split(pair(2, 8, 0), layer((1, 1, 1)))

@@ -124,6 +124,31 @@ def test_convert_there_and_back_keeps_every_bit_and_never_overwrites(tmp_path, c
     assert load_file(back)[f"{NAME}.lora_up.weight"].dtype == torch.float32
 
 
+def test_words_that_cannot_be_written_leave_nothing_behind(tmp_path, capsys):
+    source = tmp_path / "words.safetensors"
+    words = {f"bundle_emb.{word}.string_to_param.*": torch.ones(2, 8) for word in ("early", "zobo")}
+    save_file({key: torch.ones(shape) for key, shape in GOOD.items()} | words, source)
+    (tmp_path / "out.embedding-zobo.safetensors").mkdir()
+    target = tmp_path / "out.safetensors"
+    assert main(["convert", str(source), str(target), "--to", "diffusers", "--yes"]) == 2
+    assert "Nothing was kept" in capsys.readouterr().err
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out.embedding-zobo.safetensors", source.name]
+
+
+def test_words_beside_a_name_with_brackets_are_not_written_over(tmp_path, capsys):
+    source, target = tmp_path / "words.safetensors", tmp_path / "cat[1].safetensors"
+    save_file(
+        {key: torch.ones(shape) for key, shape in GOOD.items()}
+        | {"bundle_emb.zobo.string_to_param.*": torch.ones(2, 8)},
+        source,
+    )
+    kept = tmp_path / "cat[1].embedding-zobo.safetensors"
+    kept.write_bytes(b"precious")
+    assert main(["convert", str(source), str(target), "--to", "diffusers"]) == 2
+    assert "there already" in capsys.readouterr().err
+    assert kept.read_bytes() == b"precious"
+
+
 def test_wrong_arguments_of_convert_come_all_at_once(tmp_path, capsys):
     arguments = ["convert", "none.safetensors", "out.bin", "--to", "a1111", "--family", "sd9", "--dtype", "int8"]
     assert main(arguments) == 2
