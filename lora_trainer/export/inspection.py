@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 from torch import Tensor
@@ -18,6 +18,7 @@ from torch import Tensor
 from lora_trainer.core.errors import Problem, UsageError
 from lora_trainer.core.tensorfile import LARGEST_HEADER, METADATA, check_places, read_tensor_header
 from lora_trainer.export.convert import size_of_update
+from lora_trainer.export.keys import read_key
 from lora_trainer.export.layout import Names
 from lora_trainer.export.lora_file import beside, open_tensors, refuse_reaching
 from lora_trainer.export.reading import collect, some
@@ -61,7 +62,7 @@ class Inspected:
 def inspect(path: Path, families: Sequence[Names]) -> Inspected:
     """Look at a LoRA file. Raises UsageError for what is no LoRA at all, saying what it is."""
     problems: list[Problem] = []
-    peft_config = None
+    peft_config, whole = None, True
     try:
         tensors, metadata = open_tensors(path)
         refuse_reaching(path, metadata)
@@ -71,14 +72,14 @@ def inspect(path: Path, families: Sequence[Names]) -> Inspected:
         if salvaged is None:
             raise
         problems += error.problems
-        tensors, metadata = salvaged
+        (tensors, metadata), whole = salvaged, False
     found = collect(path.name, tensors, metadata, families, peft_config)
     if not found.weights.modules and not found.form:
-        raise UsageError([*problems, *found.problems])
+        raise UsageError(problems or found.problems)  # damage hides what would be there
     problems += found.problems
     pairs = found.weights.modules
     problems += _values(path, found.weights)
-    hashes = {} if problems and "cut off" in problems[0].message else _hashes(path, metadata)
+    hashes = _hashes(path, metadata) if whole else {}
     warnings = _doubts(path, pairs, hashes)
     return Inspected(
         path=path,
@@ -87,7 +88,7 @@ def inspect(path: Path, families: Sequence[Names]) -> Inspected:
         weights=found.weights,
         ranks=dict(Counter(pair.rank for pair in pairs.values())),
         scales=dict(Counter(round(pair.scale, 6) for pair in pairs.values())),
-        dtypes=dict(Counter(_dtype(pair) for pair in pairs.values())),
+        dtypes=dict(Counter(_dtype(tensor) for key, tensor in tensors.items() if _is_up(key))),
         convolutions=sum(pair.down.ndim == 4 and pair.down.shape[-1] > 1 for pair in pairs.values()),
         components=_components(pairs),
         hashes=hashes,
@@ -107,21 +108,22 @@ def _salvaged(path: Path) -> tuple[dict[str, Tensor], dict[str, str]] | None:
             if not 2 <= length <= LARGEST_HEADER:
                 return None
             header: Any = json.loads(file.read(length))
-            content = file.read()
-        entries = {name: entry for name, entry in header.items() if name != METADATA}
-        promised = max((entry["data_offsets"][1] for entry in entries.values()), default=0)
-        check_places(path, header, promised)  # the header itself must be sound
-        tensors = {
-            name: _tensor(content, entry) for name, entry in entries.items() if entry["data_offsets"][1] <= len(content)
-        }
-        return tensors, header.get(METADATA, {})
+            entries = {name: entry for name, entry in header.items() if name != METADATA}
+            if not any(read_key(name) for name in entries):  # a base model may be large
+                return None
+            promised = max((entry["data_offsets"][1] for entry in entries.values()), default=0)
+            check_places(path, header, promised)  # the header itself must be sound
+            there = path.stat().st_size - 8 - length
+            whole = {name: entry for name, entry in entries.items() if entry["data_offsets"][1] <= there}
+            return {name: _tensor(file, 8 + length, entry) for name, entry in whole.items()}, header.get(METADATA, {})
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError, UsageError):
         return None
 
 
-def _tensor(content: bytes, entry: Mapping[str, Any]) -> Tensor:
+def _tensor(file: BinaryIO, data: int, entry: Mapping[str, Any]) -> Tensor:
     begin, end = entry["data_offsets"]
-    flat = torch.frombuffer(bytearray(content[begin:end]), dtype=torch.uint8) if end > begin else torch.empty(0)
+    file.seek(data + begin)
+    flat = torch.frombuffer(bytearray(file.read(end - begin)), dtype=torch.uint8) if end > begin else torch.empty(0)
     return flat.view(DTYPES[entry["dtype"]]).reshape(entry["shape"])
 
 
@@ -150,8 +152,13 @@ def _style(keys: Sequence[str], form: str) -> str:
     return "no prefix"
 
 
-def _dtype(pair: LoraPair) -> str:
-    return str(pair.up.dtype).removeprefix("torch.")
+def _is_up(key: str) -> bool:
+    read = read_key(key)
+    return read is not None and read.part == "up"
+
+
+def _dtype(tensor: Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")
 
 
 def _components(pairs: Mapping[str, LoraPair]) -> dict[str, Component]:

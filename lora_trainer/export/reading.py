@@ -62,6 +62,8 @@ OTHER_FILES = (  # by a beginning of any key, the surest first
     ("double_blocks.", "a base model's transformer"),
     ("transformer_blocks.", "a base model's transformer"),
 )
+WIDE = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+NARROW = (torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz)  # read as float32
 FORMS = {"kohya": "kohya's form", "diffusers": "diffusers'", "old": "the form that diffusers had before peft"}
 HINTS = ("ss_base_model_version", "modelspec.architecture", "ss_base_model")
 
@@ -110,7 +112,7 @@ def collect(
     peft_config: Mapping[str, Any] | None = None,
 ) -> Collected:
     """Whatever of a file's tensors can be read as `weights_of` reads them, with all that is wrong beside it."""
-    words = {key.removeprefix(EMBEDDING): tensor for key, tensor in tensors.items() if key.startswith(EMBEDDING)}
+    words = {key.removeprefix(EMBEDDING): _wide(tensor) for key, tensor in tensors.items() if key.startswith(EMBEDDING)}
     keys = {key: read for key in tensors if not key.startswith(EMBEDDING) and (read := read_key(key))}
     forms = sorted({read.form for read in keys.values()} - {""})
     if whole := _wrong_kind(file, list(tensors), keys, forms):
@@ -182,7 +184,7 @@ def _pairs(file: str, halves: Mapping[str, Mapping[str, Tensor]], problems: list
     for name, parts in halves.items():
         if name in single or name in lonely or "down" not in parts:
             continue
-        down, up, mid = parts["down"], parts["up"], parts.get("mid")
+        down, up, mid = _wide(parts["down"]), _wide(parts["up"]), parts.get("mid")
         fits = down.ndim == up.ndim and down.ndim in {2, 4} and down.shape[0] == up.shape[1] > 0
         if mid is not None and fits:
             # The k x k kernel between two of 1 x 1 belongs to down: the same update, in fp32.
@@ -193,8 +195,8 @@ def _pairs(file: str, halves: Mapping[str, Mapping[str, Tensor]], problems: list
             shapes = f"down {list(down.shape)} and up {list(up.shape)}"
             told = f"{file} has {shapes} for {name}: [r, in] and [out, r] go together."
             problems.append(Problem(told, "Export it again."))
-        elif not (down.is_floating_point() and up.is_floating_point()):
-            told = f"{file} holds whole numbers for {name}."
+        elif unread := [tensor.dtype for tensor in (down, up) if tensor.dtype not in WIDE]:
+            told = f"{file} holds {str(unread[0]).removeprefix('torch.')} for {name}."
             problems.append(Problem(told, "Export it in fp16, bf16 or fp32."))
         elif "alpha" in parts and parts["alpha"].numel() != 1:
             told = f"{file} has an alpha of shape {list(parts['alpha'].shape)} for {name}, in place of one number."
@@ -202,6 +204,11 @@ def _pairs(file: str, halves: Mapping[str, Mapping[str, Tensor]], problems: list
         else:
             pairs[name] = LoraPair(down, up, float(down.shape[0]))
     return pairs
+
+
+def _wide(tensor: Tensor) -> Tensor:
+    """A tensor that can be computed with: eight bits hold nothing that float32 does not."""
+    return tensor.float() if tensor.dtype in NARROW else tensor
 
 
 def _with_alpha(pair: LoraPair, parts: Mapping[str, Tensor], told: float | None) -> LoraPair:

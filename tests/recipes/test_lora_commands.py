@@ -187,13 +187,47 @@ def test_inspect_tells_what_is_left_of_a_damaged_file(tmp_path, capsys):
     path = tmp_path / "cut.safetensors"
     other = NAME.replace("to_q", "to_k")
     save_file(
-        {key.replace(NAME, name): torch.ones(shape) for name in (NAME, other) for key, shape in GOOD.items()}, path
+        {key.replace(NAME, name): torch.ones(shape) for name in (NAME, other) for key, shape in GOOD.items()},
+        path,
+        metadata={"sshs_model_hash": "0" * 64},
     )
     path.write_bytes(path.read_bytes()[:-8])
     assert main(["inspect", str(path), "--json"]) == 2
     document = json.loads(capsys.readouterr().out)
     assert document["modules"] == 1
     assert any("half a pair" in finding["message"] for finding in document["findings"])
+
+
+def test_a_file_that_was_cut_behind_its_header_is_told(tmp_path, capsys):
+    path = tmp_path / "cut.safetensors"
+    save_file({key: torch.ones(shape) for key, shape in GOOD.items()}, path)
+    content = path.read_bytes()
+    path.write_bytes(content[: 8 + int.from_bytes(content[:8], "little") + 2])
+    assert main(["inspect", str(path)]) == 2
+    assert "cut off" in capsys.readouterr().err
+
+
+def test_what_is_no_lora_by_its_names_is_not_read(tmp_path, capsys):
+    """A base model that was cut off: most of its bytes are holes that nobody should have to read."""
+    path = tmp_path / "base.safetensors"
+    size = 1 << 36
+    header = json.dumps({"model.w": {"dtype": "F16", "shape": [size], "data_offsets": [0, 2 * size]}}).encode()
+    with open(path, "wb") as file:
+        file.write(len(header).to_bytes(8, "little") + header)
+        file.truncate(size)
+    assert main(["inspect", str(path)]) == 2
+    assert "cut off" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
+def test_a_lora_in_eight_bits_is_read_in_float32(dtype, tmp_path, capsys):
+    path, target = tmp_path / "narrow.safetensors", tmp_path / "wide.safetensors"
+    tensors = {key: (torch.randn(shape) if shape else torch.tensor(2.0)).to(dtype) for key, shape in GOOD.items()}
+    save_file(tensors, path)
+    assert main(["inspect", str(path), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["dtypes"] == {str(dtype).removeprefix("torch."): 1}
+    assert main(["convert", str(path), str(target), "--to", "kohya"]) == 0
+    assert torch.equal(load_file(target)[f"{NAME}.lora_up.weight"], tensors[f"{NAME}.lora_up.weight"].float())
 
 
 def test_a_file_that_was_changed_is_told(tmp_path, capsys):
