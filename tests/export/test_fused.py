@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from diffusers.loaders.single_file_utils import swap_scale_shift
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
@@ -115,3 +116,34 @@ def test_the_last_norm_of_a_text_stream_keeps_scale_and_shift_apart(tmp_path: Pa
     for written in (path, other):
         back = read_lora(written)
         assert all(torch.equal(back.modules[module].up, each.up) for module, each in pairs.items())
+
+
+MODULATIONS = {  # module -> the original's name, rows, and whether diffusers' converters of checkpoints swap its halves
+    "sd3": {
+        "transformer_blocks.0.norm1.linear": ("joint_blocks_0_x_block_adaLN_modulation_1", 48, False),
+        "transformer_blocks.0.norm1_context.linear": ("joint_blocks_0_context_block_adaLN_modulation_1", 48, False),
+        "transformer_blocks.1.norm1_context.linear": ("joint_blocks_1_context_block_adaLN_modulation_1", 16, True),
+        "norm_out.linear": ("final_layer_adaLN_modulation_1", 16, True),
+    },
+    "flux": {
+        "transformer_blocks.0.norm1.linear": ("double_blocks_0_img_mod_lin", 48, False),
+        "transformer_blocks.0.norm1_context.linear": ("double_blocks_0_txt_mod_lin", 48, False),
+        "single_transformer_blocks.0.norm.linear": ("single_blocks_0_modulation_lin", 24, False),
+        "norm_out.linear": ("final_layer_adaLN_modulation_1", 16, True),
+    },
+}
+
+
+@pytest.mark.parametrize("family", MODULATIONS)
+def test_modulations_stand_as_diffusers_takes_them_from_checkpoints(family: str, tmp_path: Path) -> None:
+    table = MODULATIONS[family]
+    pairs = {f"transformer.{name}": pair(2, rows, at) for at, (name, (_, rows, _)) in enumerate(table.items())}
+    pairs = {name: LoraPair(torch.randn(2, 8), each.up, 2.0) for name, each in pairs.items()}
+    path, _ = write_lora(
+        tmp_path, "a", LoraWeights(pairs), facts(), dtype=torch.float32, names=names_of(FAMILIES[family])
+    )
+    stored = load_file(path)
+    for name, (original, _, swaps) in table.items():
+        theirs = stored[f"lora_unet_{original}.lora_up.weight"] @ stored[f"lora_unet_{original}.lora_down.weight"]
+        ours = pairs[f"transformer.{name}"].delta()
+        assert torch.allclose(swap_scale_shift(theirs, dim=None) if swaps else theirs, ours, atol=1e-5)
