@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,9 +15,9 @@ from lora_trainer.core.errors import DONE, Problem, UsageError
 from lora_trainer.core.findings import printable_lines
 from lora_trainer.production.base import told
 from lora_trainer.production.counting import counting
-from lora_trainer.production.drawing import BUILT_IN, drawing_of, filled, rows_for, triggers
+from lora_trainer.production.drawing import BUILT_IN, drawing_of, filled, parts_of, rows_for, triggers
 from lora_trainer.production.inputs import read_model
-from lora_trainer.production.reading import read_as_trained
+from lora_trainer.production.reading import read_as_trained, run_beside
 
 if TYPE_CHECKING:
     import torch
@@ -56,7 +57,8 @@ def sample_command(
     if not prompts:
         raise UsageError(Problem("No prompt was given.", 'For example: --prompt "a photo of zobo".'))
     metadata = _readable(path)
-    config = read_as_trained(config, None, metadata)
+    run = run_beside(path)
+    config = read_as_trained(config, None if run is None else run.config, metadata)
     words = triggers(config) or tuple(filter(None, [metadata.get(TRIGGER_PHRASE, "").partition(",")[0].strip()]))
     family, facts = read_model(config)
     chosen = size or (facts.resolution, facts.resolution)
@@ -66,24 +68,31 @@ def sample_command(
     refuse_size(chosen, facts.pixel_step)
     rows = rows_for([filled(prompt, words) for prompt in prompts], list(seeds))
     drawing = drawing_of(config, family, facts, chosen)
+    _refuse_many(rows, drawing)
+    _draw(path, config, Wish(rows, drawing), output or path.parent / "samples", f"{path.stem}_before_after")
+    return DONE
+
+
+def _refuse_many(rows: Sequence[Asked], drawing: Drawing) -> None:
     count = len(rows) * (1 + len(drawing.strengths))
     if count > MOST_PICTURES:
         raise UsageError(Problem(f"{count} pictures were asked for.", f"At most {MOST_PICTURES} are drawn at once."))
-    _draw(path, config, Wish(rows, drawing), output or path.parent / "samples", f"{path.stem}_before_after")
-    return DONE
 
 
 def draw_again(lora: Path, config: Config, found: dict[str, Any], output: Path) -> int:
     """Draw the pictures of a recipe once more. Raises UsageError for another LoRA than the recipe's."""
     from lora_trainer.core.io import sha256_file
     from lora_trainer.evaluation.recipe import changed_since, drawing_of_recipe, rows_of, text_of_recipe
+    from lora_trainer.evaluation.sample import refuse_size
 
     _readable(lora)
     if sha256_file(lora) != found["lora_sha256"]:
         message = f"{lora.name} is not the recipe's {found.get('lora', 'LoRA')}: its SHA-256 is another."
         raise UsageError(Problem(message, f"Name the file whose SHA-256 begins with {found['lora_sha256'][:12]}."))
-    text = text_of_recipe(found)
-    wish = Wish(rows_of(found), drawing_of_recipe(found), str(found.get("dtype")), found.get("at_once"))
+    text, rows, drawing = text_of_recipe(found), rows_of(found), drawing_of_recipe(found)
+    _refuse_many(rows, drawing)
+    refuse_size(drawing.size, read_model(config)[1].pixel_step)
+    wish = Wish(rows, drawing, found["dtype"], found.get("at_once"))
     used = _draw(lora, config, wish, output, f"{lora.stem}_again", text=text)
     if changed := changed_since(found, used):
         say(f"not as it was when the recipe was written: {', '.join(changed)}; the pictures may differ from it")
@@ -124,6 +133,7 @@ def _draw(path: Path, config: Config, wish: Wish, folder: Path, name: str, *, te
                 wish.drawing,
                 where,
                 named=config.model.path or BUILT_IN,
+                parts=parts_of(config),
                 dtype=_dtype(config, wish, device),
                 device=device,
                 usable=usable,
@@ -147,6 +157,11 @@ def _dtype(config: Config, wish: Wish, device: torch.device) -> torch.dtype:
 
 
 def free_name(folder: Path, name: str) -> str:
-    """The name, numbered (`name-2`) where earlier pictures have it."""
+    """The name, numbered (`name-2`) where earlier pictures have it, those of a grid that was never finished among them."""
     names = (name, *(f"{name}-{number}" for number in range(2, 10_000)))
-    return next(each for each in names if not (folder / f"{each}.json").exists())
+    return next(each for each in names if not _taken(folder, each))
+
+
+def _taken(folder: Path, name: str) -> bool:
+    whole = any((folder / f"{name}{ending}").exists() for ending in (".json", ".png"))
+    return whole or any(folder.glob(f"{glob.escape(name)}_*.png"))

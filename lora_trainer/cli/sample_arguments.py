@@ -66,11 +66,12 @@ def add_sample_arguments(parser: argparse.ArgumentParser) -> None:
 def sample(arguments: argparse.Namespace, unknown: Sequence[Problem]) -> int:
     """The command. Raises UsageError for a file, model or recipe that cannot be read, and for flags that contradict."""
     from lora_trainer.cli.sample import draw_again, sample_command
-    from lora_trainer.production.drawing import BUILT_IN
+    from lora_trainer.production.drawing import BUILT_IN, with_parts
 
     problems = [*unknown, *_flag_problems(arguments)]
     size = _size(arguments.size)
     found: dict[str, Any] | None = None
+    named = vars(arguments)["model.path"] is not None
     if arguments.recipe is not None:
         from lora_trainer.evaluation.recipe import read_recipe
 
@@ -81,7 +82,7 @@ def sample(arguments: argparse.Namespace, unknown: Sequence[Problem]) -> int:
     config = resolved_from(arguments, problems, extra=_layers(arguments)).config
     output = Path(arguments.folder) if arguments.folder is not None else Path(arguments.lora).parent / "samples"
     if found is not None:
-        return draw_again(Path(arguments.lora), config, found, output)
+        return draw_again(Path(arguments.lora), with_parts(config, found, named=named), found, output)
     seeds = _seeds(arguments.first_seed or [0], config.sample.seeds if arguments.seeds is None else arguments.seeds)
     return sample_command(arguments.lora, arguments.prompt, config, output=output, seeds=seeds, size=size)
 

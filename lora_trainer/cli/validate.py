@@ -14,7 +14,6 @@ from rich.text import Text
 from lora_trainer.config.schema import Config
 from lora_trainer.core.errors import DONE, LORA_REFUSED, DatasetRefused, Problem, UsageError
 from lora_trainer.core.findings import printable_lines
-from lora_trainer.core.io import read_json
 from lora_trainer.core.tensorfile import METADATA, read_tensor_header
 from lora_trainer.data.manifest import read_manifest
 from lora_trainer.data.sample import Sample
@@ -23,7 +22,7 @@ from lora_trainer.evaluation.report import LoraReport, caveat
 from lora_trainer.monitor.console import Console
 from lora_trainer.production.base import is_builtin, told
 from lora_trainer.production.inputs import data_in_use, read_inputs, read_model, trained_framings
-from lora_trainer.production.reading import read_as_trained
+from lora_trainer.production.reading import Run, read_as_trained, run_beside
 
 MEANINGS = {
     "integrity": "whole, finite, loads, changes pictures",
@@ -31,14 +30,6 @@ MEANINGS = {
     "preservation": "little drift on unrelated prompts",
     "health": "sizes of the updates, modules that learned",
 }
-
-
-@dataclass(frozen=True)
-class Run:
-    """What `run.json` says of the run that a file comes from."""
-
-    config: Config
-    data_hash: str
 
 
 @dataclass(frozen=True)
@@ -72,7 +63,7 @@ def validate_command(
     if not path.is_file():
         raise UsageError(Problem(f"There is no LoRA file {path}.", "Check the path."))
     header = read_tensor_header(path).get(METADATA, {})  # what is no LoRA is refused before a model is looked for
-    run = _run_of(path)
+    run = run_beside(path)
     if model is not None:
         config = _with_model(config, model)
     elif run is not None and run.config.model.path is not None:
@@ -164,19 +155,6 @@ def _run_questions(config: Config, run: Run | None) -> Questions:
     return Questions(
         inputs.train, inputs.train_plan, False, f"nothing was held out: learning is measured on {origin} itself"
     )
-
-
-def _run_of(lora: Path) -> Run | None:
-    """The run that a file lies in."""
-    record = lora.parent / "run.json"
-    if not record.is_file():
-        return None
-    try:
-        document = read_json(record)
-        return Run(Config.model_validate(document["config"]), str(document.get("data_hash", "")))
-    except (OSError, ValueError, KeyError, TypeError):
-        _say(f"{record} cannot be read and is passed over")
-        return None
 
 
 def _with_model(config: Config, model: str | Path) -> Config:

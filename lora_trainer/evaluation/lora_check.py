@@ -50,7 +50,7 @@ from lora_trainer.evaluation.report import LoraReport
 from lora_trainer.evaluation.texts import Told, reads_again, told_by
 from lora_trainer.export.weights import LoraWeights, adaptable_modules
 from lora_trainer.models.family import Family, ModelFacts
-from lora_trainer.models.lora_files import read_lora
+from lora_trainer.models.lora_files import read_lora_with_words
 from lora_trainer.models.memory.phases import PREDICTED_AT_ONCE
 
 GATE = 0.9
@@ -91,7 +91,7 @@ def check_lora(
     device = device or torch.device("cpu")
     if refused := refused_unloaded(lora, base, family, gate):
         return refused
-    weights, findings = read_lora(lora), list[Finding]()
+    weights, findings = read_lora_with_words(lora), list[Finding]()
     encoding = device if usable != 0 else torch.device("cpu")
     facts = family.describe(base)
     neutral = _encoded_prompts(facts, family, prompts, dtype, encoding, usable or None, device)
@@ -132,7 +132,7 @@ def refused_unloaded(lora: Path, base: Path, family: Family, gate: float = GATE)
 
     None for any other. Raises UsageError when the file is no LoRA that can be read at all.
     """
-    weights = read_lora(lora)
+    weights = read_lora_with_words(lora)
     if not_finite := weights.not_finite():
         return _report({"integrity": 0.0}, [_not_finite(not_finite, len(weights.modules))], {}, gate)
     if problems := misfits_by_config(weights, family, base):

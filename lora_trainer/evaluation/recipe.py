@@ -12,13 +12,18 @@ from typing import Any
 
 import torch
 from PIL.PngImagePlugin import PngInfo
+from pydantic import ValidationError
 
 from lora_trainer import __version__
+from lora_trainer.config.schema.inputs import TextSection
+from lora_trainer.config.schema.results import SampleSection
 from lora_trainer.core.errors import Problem, UsageError
 from lora_trainer.core.io import read_json, sha256_file
 from lora_trainer.models.family import Family, TextOptions
 from lora_trainer.models.folder import weights_digest
 
+ANOTHER = "Name another recipe."
+DTYPES = ("float32", "bfloat16", "float16")
 SHORT_HASH = 10  # hex digits of a hash that people compare by eye
 OF_THE_LORA = (
     "lora",
@@ -124,20 +129,21 @@ def read_recipe(path: Path) -> dict[str, Any]:
 
 
 def rows_of(found: Mapping[str, Any]) -> list[Asked]:
-    """The rows of a recipe. Raises UsageError for what is no prompt with a seed."""
+    """The rows of a recipe. Raises UsageError for what is no prompt with a seed, and for none."""
     try:
-        return [Asked(str(each["prompt"]), int(each["seed"])) for each in found["pictures"]]
-    except (KeyError, TypeError, ValueError) as error:
-        raise UsageError(
-            Problem("The recipe's pictures have no prompt and seed each.", "Name another recipe.")
-        ) from error
+        rows = [Asked(str(each["prompt"]), int(each["seed"])) for each in found["pictures"]]
+        if not rows or not all(0 <= row.seed < 2**63 for row in rows):
+            raise ValueError
+    except (KeyError, TypeError, ValueError, OverflowError) as error:
+        raise UsageError(Problem("The recipe's pictures have no prompt and seed each.", ANOTHER)) from error
+    return rows
 
 
 def drawing_of_recipe(found: Mapping[str, Any]) -> Drawing:
-    """How a recipe draws. Raises UsageError for values of another kind."""
+    """How a recipe draws. Raises UsageError for values of another kind, and for those that `[sample]` refuses."""
     try:
         width, height = map(int, found["size"])
-        return Drawing(
+        drawing = Drawing(
             steps=int(found["steps"]),
             guidance=None if found.get("guidance") is None else float(found["guidance"]),
             size=(width, height),
@@ -145,16 +151,31 @@ def drawing_of_recipe(found: Mapping[str, Any]) -> Drawing:
             strengths=tuple(map(float, found["strengths"])),
             zero_terminal_snr=bool(found.get("zero_terminal_snr")),
         )
-    except (TypeError, ValueError) as error:
-        raise UsageError(Problem(f"The recipe cannot be followed: {error}.", "Name another recipe.")) from error
+        said = {"steps": drawing.steps, "strengths": drawing.strengths, "guidance": drawing.guidance or 0.0}
+        SampleSection.model_validate(said)
+        at_once = found.get("at_once")
+        if found.get("dtype") not in DTYPES or not (at_once is None or (type(at_once) is int and at_once > 0)):
+            raise ValueError(f"dtype {found.get('dtype')!r}, {at_once!r} at once")
+    except (TypeError, ValueError, OverflowError) as error:
+        raise UsageError(Problem(f"The recipe cannot be followed: {_reason(error)}.", ANOTHER)) from error
+    return drawing
 
 
 def text_of_recipe(found: Mapping[str, Any]) -> TextOptions:
     """How a recipe's captions are read. Raises UsageError for options of another kind."""
     try:
-        return TextOptions(**{**found["text"], "without": tuple(found["text"].get("without", ()))})
-    except TypeError as error:
-        raise UsageError(Problem(f"The recipe's text cannot be followed: {error}.", "Name another recipe.")) from error
+        text = TextOptions(**{**found["text"], "without": tuple(found["text"].get("without", ()))})
+        said = {"clip_skip": text.clip_skip, "max_tokens": text.clip_tokens, "t5_tokens": text.t5_tokens}
+        TextSection.model_validate(said)
+    except (TypeError, ValueError) as error:
+        raise UsageError(Problem(f"The recipe's text cannot be followed: {_reason(error)}.", ANOTHER)) from error
+    return text
+
+
+def _reason(error: Exception) -> str:
+    if isinstance(error, ValidationError):
+        return "; ".join(f"{'.'.join(map(str, each['loc']))}: {each['msg']}" for each in error.errors())
+    return str(error)
 
 
 def changed_since(found: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
@@ -174,9 +195,9 @@ def same_base(kept: Mapping[str, Any], wanted: Mapping[str, Any]) -> bool:
 
 def embedded_text(used: Mapping[str, Any], row: Asked | None, strength: float | None) -> PngInfo:
     """The recipe for a PNG: as programs of this field show it (`parameters`) and whole (`recipe`). It names no folder."""
-    model = used["model"].rstrip("/\\").replace("\\", "/").rsplit("/", 1)[-1]
     info = PngInfo()
-    own = {**used, "model": model}
+    parts = {name: _last(value) if isinstance(value, str) else value for name, value in used["model_parts"].items()}
+    own = {**used, "model": _last(used["model"]), "model_parts": parts}
     if row is not None:
         own |= {"pictures": [asdict(row)], "strengths": [] if strength is None else [strength]}
         if strength is None:
@@ -184,6 +205,10 @@ def embedded_text(used: Mapping[str, Any], row: Asked | None, strength: float | 
         info.add_text("parameters", parameters(own, row, strength))
     info.add_text("recipe", json.dumps(own, ensure_ascii=False))
     return info
+
+
+def _last(path: str) -> str:
+    return path.rstrip("/\\").replace("\\", "/").rsplit("/", 1)[-1]
 
 
 def parameters(used: Mapping[str, Any], row: Asked, strength: float | None) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,7 +30,7 @@ from lora_trainer.evaluation.sheet import Group, Row, contact_sheet, save_pictur
 from lora_trainer.export.weights import LoraWeights, shapes_of
 from lora_trainer.models.drawing import prompted, read_prompts, texts_of
 from lora_trainer.models.family import Family
-from lora_trainer.models.lora_files import read_lora
+from lora_trainer.models.lora_files import read_lora_with_words
 from lora_trainer.models.words import Words, add_words, from_embeddings
 
 DRAWN_AT_ONCE = 8  # on a processor; on a card one, since the decoder's memory grows with each
@@ -67,6 +67,7 @@ def compare(
     where: Where,
     *,
     named: str | None = None,
+    parts: Mapping[str, Any] | None = None,
     dtype: torch.dtype = torch.float32,
     device: torch.device | None = None,
     usable: int | None = None,
@@ -78,11 +79,11 @@ def compare(
 
     Where another grid in the folder has the same recipe but for its LoRA, its pictures of the untouched base are taken
     in place of drawing them once more. What is drawn stays when this is interrupted. The pipeline is gone when this
-    returns. `named` is what the user calls the base; `usable` is what of the device's memory may be filled, in bytes;
+    returns. `named` is what the user calls the base, and `parts` what else of its settings the recipe keeps; `usable` is what of the device's memory may be filled, in bytes;
     None means no limit. Returns the recipe. Raises UsageError when the file cannot be read or does not fit the base.
     """
     device = device or torch.device("cpu")
-    weights = read_lora(lora)
+    weights = read_lora_with_words(lora)
     if problems := misfits_by_config(weights, family, base):
         raise UsageError(problems[:PROBLEMS_SHOWN])
     pipeline = fresh_pipeline(family, base, dtype, torch.device("cpu"))
@@ -98,7 +99,12 @@ def compare(
         say(f"drawing with {placed.words}")
     at_once = at_once or (1 if device.type == "cuda" else DRAWN_AT_ONCE)
     used = recipe(pipeline, family, base, named or base.name, lora, rows, drawing)
-    used |= {"dtype": str(dtype).removeprefix("torch."), "device": device.type, "at_once": at_once}
+    used |= {
+        "model_parts": dict(parts or {}),
+        "dtype": str(dtype).removeprefix("torch."),
+        "device": device.type,
+        "at_once": at_once,
+    }
     used |= {"tiled": placed.tiled}
     place = device if placed.in_turn else None
     try:

@@ -38,6 +38,14 @@ def read_lora(path: Path) -> LoraWeights:
     return with_family(lora_file.read_lora(path, all_names()))
 
 
+def read_lora_with_words(path: Path) -> LoraWeights:
+    """The same, with the learned words that lie beside a file which has none itself, as one in diffusers' form."""
+    from lora_trainer.export.lora_file import words_beside
+
+    weights = read_lora(path)
+    return weights if weights.embeddings else replace(weights, embeddings=words_beside(path))
+
+
 def with_family(weights: LoraWeights) -> LoraWeights:
     """The same weights, their family named if names, header or shapes tell it."""
     return (
@@ -57,12 +65,9 @@ def convert_lora(
     from lora_trainer.core.tensorfile import read_tensor_header
     from lora_trainer.export.convert import convert
     from lora_trainer.export.earlier import earlier_of
-    from lora_trainer.export.lora_file import words_beside
 
-    weights = read_lora(path)
+    weights = read_lora_with_words(path) if to == "kohya" else read_lora(path)
     keys = list(read_tensor_header(path))
-    if to == "kohya" and not weights.embeddings:
-        weights = replace(weights, embeddings=words_beside(path))
     form: Form = "kohya" if any(key.endswith(KOHYA_DOWN) for key in keys) else "diffusers"
     earlier = earlier_of(weights.metadata)
     numbered = any(key.startswith(NUMBERED) for key in keys) or (earlier is not None and earlier.numbered)

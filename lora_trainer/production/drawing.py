@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+from pydantic import ValidationError
 
 from lora_trainer.config.schema import Config
+from lora_trainer.core.errors import Problem, UsageError
 from lora_trainer.data.captions import TRIGGER
 from lora_trainer.models.family import Family, ModelFacts
 from lora_trainer.production.inputs import Inputs
@@ -18,6 +21,7 @@ if TYPE_CHECKING:
 
 BEFORE_AFTER = "before_after"
 BUILT_IN = "built-in"
+MODEL_PARTS = ("revision", "vae", "text_encoders", "without_t5")  # of [model], what pictures hang on beside its name
 
 
 def drawing_of(config: Config, family: Family, facts: ModelFacts, size: tuple[int, int]) -> Drawing:
@@ -31,8 +35,29 @@ def drawing_of(config: Config, family: Family, facts: ModelFacts, size: tuple[in
         size=size,
         negative=sample.negative if manner.negative else None,
         strengths=tuple(dict.fromkeys(sample.strengths)),
-        zero_terminal_snr=config.noise.zero_terminal_snr,
+        zero_terminal_snr=config.noise.zero_terminal_snr and facts.prediction != "flow",
     )
+
+
+def parts_of(config: Config) -> dict[str, Any]:
+    """What of the model's settings a recipe holds beside its name: those that are set."""
+    return {name: value for name in MODEL_PARTS if (value := getattr(config.model, name))}
+
+
+def with_parts(config: Config, found: Mapping[str, Any], *, named: bool) -> Config:
+    """The settings with a recipe's parts of the model, but for those that are set. `named`: the model is not the recipe's.
+
+    Raises UsageError for parts of another kind.
+    """
+    told = found.get("model_parts") or {}
+    try:
+        own = {**parts_of(config), **({"revision": config.model.revision} if named else {})}
+        parts = {name: told[name] for name in MODEL_PARTS if name in told and name not in own}
+        model = type(config.model).model_validate({**config.model.model_dump(), **parts})
+    except (TypeError, ValidationError) as error:
+        message = "The recipe's model_parts are not those of a model."
+        raise UsageError(Problem(message, "Name another recipe.")) from error
+    return config.model_copy(update={"model": model})
 
 
 def rows_for(prompts: list[str], seeds: list[int]) -> list[Asked]:
@@ -98,6 +123,7 @@ def draw_comparison(
             drawing,
             where,
             named=config.model.path or BUILT_IN,
+            parts=parts_of(config),
             dtype=dtype,
             device=device,
             usable=usable,

@@ -2,15 +2,42 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from pydantic import ValidationError
 
 from lora_trainer.config.schema import Config
 from lora_trainer.config.schema.inputs import TextSection
 from lora_trainer.core.errors import Problem, UsageError
+from lora_trainer.core.io import read_json
 from lora_trainer.export.keys import OWN_VERSION, T5_TOKENS, WITHOUT
 from lora_trainer.models.family import Family, TextOptions
+from lora_trainer.production.base import on_stderr
 
 READING = ("clip_skip", "max_tokens", "t5_tokens")  # what of [text] says how captions are read
+
+
+@dataclass(frozen=True)
+class Run:
+    """What `run.json` says of the run that a file comes from."""
+
+    config: Config
+    data_hash: str
+
+
+def run_beside(lora: Path, say: Callable[[str], None] = on_stderr) -> Run | None:
+    """The run that a file lies in."""
+    record = lora.parent / "run.json"
+    if not record.is_file():
+        return None
+    try:
+        document = read_json(record)
+        return Run(Config.model_validate(document["config"]), str(document.get("data_hash", "")))
+    except (OSError, ValueError, KeyError, TypeError):
+        say(f"{record} cannot be read and is passed over")
+        return None
 
 
 def reading(config: Config, family: Family) -> Family:
@@ -30,23 +57,33 @@ def text_options(config: Config, family: Family) -> TextOptions:
     return TextOptions(config.text.clip_skip, config.text.max_tokens, config.text.t5_tokens, without)
 
 
-def read_as_trained(config: Config, run: Config | None, header: Mapping[str, str]) -> Config:
-    """The settings, with captions read as a LoRA file's run read them, unless the settings say themselves how.
+def read_as_trained(
+    config: Config, run: Config | None, header: Mapping[str, str], say: Callable[[str], None] = on_stderr
+) -> Config:
+    """The settings, with captions read as a LoRA file's run read them, unless the settings say themselves how, and its
+    noise schedule without signal at the end.
 
     The run's own settings say it, where they lie beside the file, else the header of a file of this program's. Headers
     of others are not followed: they name a `clip_skip` that their program ignored.
     """
     if run is not None:
-        text, without = run.text, run.model.without_t5
+        text, without, zero = run.text, run.model.without_t5, run.noise.zero_terminal_snr
     elif OWN_VERSION in header:
         said = {
             "clip_skip": _number(header.get("ss_clip_skip")),
             "max_tokens": _number(header.get("ss_max_token_length")) or TextSection().max_tokens,
             "t5_tokens": _number(header.get(T5_TOKENS)),
         }
-        text, without = TextSection.model_validate(said), header.get(WITHOUT) == "True"
+        try:
+            text = TextSection.model_validate(said)
+        except ValidationError:
+            say(f"how captions were read cannot be told by the file's header ({said}): the usual way is followed")
+            text = TextSection()
+        without, zero = header.get(WITHOUT) == "True", header.get("ss_zero_terminal_snr") == "True"
     else:
         return config
+    if zero:
+        config = config.model_copy(update={"noise": config.noise.model_copy(update={"zero_terminal_snr": True})})
     own = {name: getattr(config.text, name) for name in READING}
     if own != {name: getattr(TextSection(), name) for name in READING}:
         return config

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -18,10 +19,12 @@ from lora_trainer.core.io import write_json
 from lora_trainer.data.manifest import read_manifest
 from lora_trainer.evaluation import encode
 from lora_trainer.evaluation.lora_check import check_lora
-from lora_trainer.export.lora_file import write_lora
+from lora_trainer.export.keys import OWN_VERSION
+from lora_trainer.export.lora_file import write_lora, write_words
 from lora_trainer.export.weights import LoraPair, LoraWeights
 from lora_trainer.models import FAMILIES
 from lora_trainer.models.lora_files import read_lora
+from lora_trainer.production.reading import read_as_trained
 from tests.export.tiny import facts, random_lora, tiny_pipeline
 
 
@@ -167,3 +170,37 @@ def test_sample_writes_a_sheet(lora: Path, base: Path, capsys: pytest.CaptureFix
     assert again == sheet.with_name("cat_before_after-2.png")
     assert again.is_file()
     assert sheet.read_bytes() == before
+
+
+def test_captions_are_read_as_the_run_beside_the_file_read_them(
+    lora: Path, base: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = Config.model_validate({"model": {"path": str(base)}, "text": {"max_tokens": 150}})
+    write_json(lora.parent / "run.json", {"config": run.model_dump(mode="json", by_alias=True)})
+    assert sample_command(lora, ["a ring"], on(base, steps=1)) == 0
+    recipe = Path(capsys.readouterr().out.strip()).with_suffix(".json")
+    assert json.loads(recipe.read_text(encoding="utf-8"))["text"]["clip_tokens"] == 150
+
+
+def test_a_header_says_the_schedule_and_odd_numbers_in_it_are_passed_over() -> None:
+    said: list[str] = []
+    header = {OWN_VERSION: "0", "ss_clip_skip": "99", "ss_zero_terminal_snr": "True"}
+    read = read_as_trained(Config(), None, header, said.append)
+    assert read.text == Config().text
+    assert read.noise.zero_terminal_snr
+    assert "99" in said[0]
+    assert not read_as_trained(Config(), None, {"ss_zero_terminal_snr": "True"}).noise.zero_terminal_snr
+
+
+def test_words_beside_a_file_are_judged_with_it(base: Path, tmp_path: Path) -> None:
+    unet = FAMILIES["sd15"].load_denoiser(base, torch.float32, torch.device("cpu"))
+    weights = replace(random_lora(unet, size=0.05), embeddings={"<zobo>.string_to_param.*": torch.randn(2, 32) * 9})
+    written = write_lora(tmp_path, "cat", weights, facts())
+    (word,) = write_words(tmp_path, "cat", weights)
+    drifts = [_drift(path, base) for path in written]
+    word.unlink()
+    assert drifts[0] == drifts[1] != _drift(written[1], base)
+
+
+def _drift(lora: Path, base: Path) -> object:
+    return check_lora(lora, base, FAMILIES["sd15"], [], prompts=("a <zobo>",)).numbers["drift"]

@@ -11,12 +11,13 @@ from PIL import Image
 
 from lora_trainer.cli.main import main
 from lora_trainer.core.interrupt import Stopped
+from lora_trainer.core.io import write_json
 from lora_trainer.evaluation import sample
 from lora_trainer.evaluation.sheet import Group, Row, contact_sheet
 from lora_trainer.export.lora_file import write_lora
 from lora_trainer.export.weights import LoraPair, LoraWeights
 from lora_trainer.models import FAMILIES
-from tests.export.tiny import facts, random_lora, tiny_pipeline
+from tests.export.tiny import facts, random_lora, tiny_pipeline, tiny_vae
 
 QUICK = ("--steps", "2", "--size", "64x48")
 
@@ -158,3 +159,51 @@ def test_many_pictures_make_a_sheet_that_can_be_opened(tmp_path: Path) -> None:
     sheet = contact_sheet("cat", "20 steps", ["base", "1", "2", "3", "4"], [Group("a prompt " * 40, rows)])
     assert sheet.width * sheet.height < 60_000_000
     assert sheet.width <= 4300
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        ({"size": [63, 64]}, "The nearest: 64x64"),
+        ({"steps": 0}, "steps"),
+        ({"pictures": []}, "no prompt and seed each"),
+        ({"strengths": ["nan"]}, "strengths"),
+        ({"dtype": "int8"}, "int8"),
+        ({"at_once": "x"}, "'x' at once"),
+        ({"text": {"clip_skip": 99}}, "clip_skip"),
+        ({"model_parts": {"vae": 3}}, "model_parts"),
+    ],
+)
+def test_a_recipe_that_cannot_be_followed_is_wrong_usage(
+    wrong: dict[str, object],
+    said: str,
+    grid: Path,
+    lora: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(sample, "fresh_pipeline", lambda *_: pytest.fail("the base was loaded"))
+    found = json.loads((grid / "cat_before_after.json").read_text(encoding="utf-8"))
+    write_json(tmp_path / "wrong.json", found | wrong)
+    assert main(["sample", str(lora), "--recipe", str(tmp_path / "wrong.json")]) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_a_recipe_keeps_the_autoencoder_and_unfinished_pictures_stay(
+    base: Path, lora: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    torch.manual_seed(5)
+    tiny_vae().save_pretrained(tmp_path / "vae")
+    kept = tmp_path / "out" / "cat_before_after_00_with.png"
+    kept.parent.mkdir()
+    kept.write_bytes(b"of a grid that was killed")
+    asked = ("--model", str(base), "--set", f"model.vae={tmp_path / 'vae'}", "--prompt", "a ring", *QUICK)
+    assert main(["sample", str(lora), *asked, "--output", str(tmp_path / "out")]) == 0
+    recipe = tmp_path / "out" / "cat_before_after-2.json"
+    assert main(["sample", str(lora), "--recipe", str(recipe), "--output", str(tmp_path / "again")]) == 0
+    assert "not as it was" not in capsys.readouterr().err
+    assert drawn(tmp_path / "again", "again_00_with") == drawn(tmp_path / "out", "before_after-2_00_with")
+    assert kept.read_bytes() == b"of a grid that was killed"
+    with Image.open(tmp_path / "out" / "cat_before_after-2_00_with.png") as picture:
+        assert str(tmp_path) not in json.dumps(picture.text)  # type: ignore[attr-defined]
