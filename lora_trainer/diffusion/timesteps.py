@@ -62,6 +62,14 @@ class Times:
         """The time [0, 1] that a share `draw` [0, 1) of all times lies below, for latents of this height and width."""
         return shifted(self._unshifted(draw), self.shift.of(size))
 
+    def told(self, size: tuple[int, int]) -> str:
+        """For people: the distribution, and the shift for latents of this height and width."""
+        numbers = {
+            "logit_normal": f" (mean {self.logit_mean:g}, spread {self.logit_spread:g})",
+            "mode": f" {self.mode_scale:g}",
+        }
+        return f"{self.kind}{numbers.get(self.kind, '')}, shift {self.shift.of(size):.4g}"
+
     def _unshifted(self, draw: float) -> float:
         if self.kind == "logit_normal":
             return logit_normal(draw, self.logit_mean, self.logit_spread)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass, replace
 from math import floor
+from pathlib import Path
 from typing import Literal, cast
 
 import torch
@@ -34,6 +35,7 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32} 
 LARGEST_MICRO_ON_A_PROCESSOR = 4  # more gains nothing there
 ENCODER_DTYPE = torch.float32  # encoders run once and their output is kept: exactness matters more than speed
 OUTSIDE_GIB = 0.6  # of a card, that CUDA takes outside of torch's allocator
+ASKED = "asked for"
 LEFT_GIB = 0.2  # of what is free on a card, for kernels that are loaded later
 
 
@@ -83,12 +85,15 @@ def choose(resolved: Resolved, family: Family, architecture: Architecture, devic
     config = resolved.config
     asked = asked_by_user(resolved, "memory.base_precision")
     precision = choose_precision(config.memory.base_precision, device, asked=asked)
+    origin = Path(resolved.origin["memory.base_precision"].removeprefix("--config "))
+    if precision.reason == ASKED and origin.name == "config.toml":  # a run's own holds what was decided for it
+        precision = replace(precision, reason=f"as {origin} has it")
     if precision.value == "nf4":
         need_library()
     if device.type != "cuda":
         micro, reason = choose_micro(config, world)
         checkpointing = "none" if config.memory.checkpointing == "auto" else config.memory.checkpointing
-        why = "asked for" if checkpointing == config.memory.checkpointing else "no GPU: memory is not short"
+        why = ASKED if checkpointing == config.memory.checkpointing else "no GPU: memory is not short"
         return Choices(
             device,
             DTYPES[precision.value],
@@ -159,14 +164,14 @@ def choose_precision(wanted: str, device: torch.device, *, asked: bool) -> Choic
     """The wanted precision where the device is good at it."""
     if device.type == "cpu":
         if wanted == "fp32" or asked:
-            return Choice(wanted, "asked for")
+            return Choice(wanted, ASKED)
         units = "has" if cpu_supports_bf16() else "has no"
         return Choice(
             "fp32", f"{wanted} is for GPUs; on a processor (which {units} bf16 units) fp32 is the safe choice"
         )
     if wanted == "bf16" and not has_bf16(device):
         return Choice("fp16", "this card has no bf16 units; with a loss scaler")
-    return Choice(wanted, "asked for" if asked else "the preset's")
+    return Choice(wanted, ASKED if asked else "the preset's")
 
 
 def computed_in(precision: str, device: torch.device) -> torch.dtype:

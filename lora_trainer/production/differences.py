@@ -24,7 +24,7 @@ def differences(
 
     Settings that no weight hangs on are left out.
     """
-    settings = changes(earlier.get("config", {}), config)
+    settings = changes(earlier, config)
     before = earlier or repeated_record(order.resolved)
     return (
         *(f"{name} {change}" for name, change in settings.items() if name not in CHANGES_NOTHING),
@@ -34,7 +34,7 @@ def differences(
 
 def told_differences(order: Order, earlier: Mapping[str, Any], now: Record) -> tuple[str, ...]:
     """For people: what differs, all settings among it, and of a repeated run whether its data is what it was."""
-    lines = [f"changed: {name} {change}" for name, change in changes(earlier.get("config", {}), now.config).items()]
+    lines = [f"changed: {name} {change}" for name, change in changes(earlier, now.config).items()]
     repeated = {} if earlier else repeated_record(order.resolved)
     if versions := other_versions((earlier or repeated).get("versions", {}), now.versions):
         lines.append(f"other versions: {', '.join(versions)}; {ROUNDING_DIFFERS}")
@@ -45,13 +45,32 @@ def told_differences(order: Order, earlier: Mapping[str, Any], now: Record) -> t
 
 
 def changes(earlier: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, str]:
-    """Settings of two records' configs that differ: `optim.learning_rate` to `0.0001 → 0.0002`."""
-    return {
-        f"{section}.{key}": f"{shown(earlier[section][key])} → {shown(value)}"
+    """Settings of a config that differ from an earlier record's: `optim.learning_rate` to `0.0001 → 0.0002`.
+
+    What the run's own `config.toml` holds in place of what was left open is no change of anybody's.
+    """
+    before, held = earlier.get("config", {}), earlier.get("pinned", {})
+    found = {
+        f"{section}.{key}": (before[section][key], value)
         for section, values in now.items()
         if section != "run"
         for key, value in values.items()
-        if key in earlier.get(section, {}) and earlier[section][key] != value
+        if key in before.get(section, {}) and before[section][key] != value
+    }
+    return {
+        name: f"{shown(old)} → {shown(new)}"
+        for name, (old, new) in found.items()
+        if not (old in held.get(name, ()) and new in held.get(name, ()))
+    }
+
+
+def pinned(config: Mapping[str, Any], decided: Mapping[str, Mapping[str, Any]]) -> dict[str, list[Any]]:
+    """For the record: each setting that was decided otherwise than it stands in a record's config, with both values."""
+    return {
+        f"{section}.{key}": [config[section][key], value]
+        for section, values in decided.items()
+        for key, value in values.items()
+        if config[section][key] != value
     }
 
 

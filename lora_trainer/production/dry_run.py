@@ -8,7 +8,7 @@ from lora_trainer.production.base import told
 from lora_trainer.production.caching import cache_folder, plan_caches
 from lora_trainer.production.choices import card_gib, choose
 from lora_trainer.production.inputs import Inputs, arithmetic, own_architecture
-from lora_trainer.production.messages import show_captions, show_views
+from lora_trainer.production.messages import model_lines, show_captions, show_views
 from lora_trainer.production.order import Order
 from lora_trainer.production.plan import Plan, make_plan
 from lora_trainer.production.plan_view import show_plan as show_memory
@@ -25,6 +25,8 @@ def show_plan(order: Order, inputs: Inputs) -> None:
     steps = arithmetic(config, inputs.train, choices.micro, processes.world)
     held_out = f", {len(inputs.held_out)} held out for validation" if inputs.held_out else ", none held out"
     console.print(f"model: {told(config.model)} ({inputs.family.name}, {inputs.resolution} px)")
+    for line in model_lines(config, inputs):
+        console.print(line)
     console.print(f"samples: {len(inputs.train)} trained{held_out}")
     show_views(config, inputs, steps, console)
     console.print(f"steps: {steps.line}")

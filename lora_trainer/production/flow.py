@@ -29,10 +29,11 @@ from lora_trainer.monitor.memory import held_on, highest_memory_gib
 from lora_trainer.monitor.progress import Phase, Progress, step_line
 from lora_trainer.monitor.trackers import VALIDATION, Trackers, read_lines
 from lora_trainer.production.curve import still_falling
-from lora_trainer.production.differences import ROUNDING_DIFFERS, other_machine, repeated_record
+from lora_trainer.production.differences import ROUNDING_DIFFERS, other_machine, pinned, repeated_record
 from lora_trainer.production.disk import lora_bytes
 from lora_trainer.production.drawing import draw_comparison
 from lora_trainer.production.inputs import Inputs, with_absolute_paths
+from lora_trainer.production.messages import model_lines
 from lora_trainer.production.order import Order
 from lora_trainer.production.record import Record, write_record
 from lora_trainer.production.release import (
@@ -135,9 +136,15 @@ def with_preparation(record: Record, prepared: Prepared, settings: dict[str, Any
         record.with_seconds(cache=prepared.cache_seconds),
         hardware=hardware,
         changed=(*record.changed, *moved),
+        pinned=record.pinned | pinned(record.config, decided(session, prepared.built.attention)),
         model={**record.model, "sha256": settings["model"]},
         arithmetic=session.steps.to_json(),
-        choices=(*session.order.resolved.notes, *session.choices.lines, *prepared.built.notes),
+        choices=(
+            *session.order.resolved.notes,
+            *model_lines(session.config, session.inputs),
+            *session.choices.lines,
+            *prepared.built.notes,
+        ),
     )
 
 
@@ -166,16 +173,19 @@ def repeatable(session: Session, attention: str) -> Config:
 
     In a file these count as asked for, and what was asked for never falls back.
     """
-    decided = {"base_precision": session.choices.precision.value, "attention": attention}
     config = with_absolute_paths(session.config)
-    found = {"max_micro": session.choices.micro} if config.batch.find_micro else {}
-    return config.model_copy(
-        update={
-            "batch": config.batch.model_copy(update=found),
-            "memory": config.memory.model_copy(update=decided),
-            "run": config.run.model_copy(update={"name": session.folder.name}),
-        }
-    )
+    held = {"run": {"name": session.folder.name}, **decided(session, attention)}
+    sections = {name: getattr(config, name).model_copy(update=values) for name, values in held.items()}
+    return config.model_copy(update=sections)
+
+
+def decided(session: Session, attention: str) -> dict[str, dict[str, Any]]:
+    """What the hardware, or a measurement, made of settings that leave it open; by section and key."""
+    found = {"max_micro": session.choices.micro} if session.config.batch.find_micro else {}
+    return {
+        "memory": {"base_precision": session.choices.precision.value, "attention": attention},
+        "batch": found,
+    }
 
 
 def memory_told(device: torch.device) -> dict[str, float]:

@@ -14,6 +14,7 @@ from lora_trainer.core.findings import counted, printable
 from lora_trainer.data.captions import most_choices
 from lora_trainer.data.sample import Sample
 from lora_trainer.data.steps import StepArithmetic
+from lora_trainer.diffusion.timesteps import flow_times
 from lora_trainer.evaluation.report import caveat
 from lora_trainer.monitor.progress import duration
 from lora_trainer.production.inputs import Inputs, caption_rules, latent_bytes, own_architecture
@@ -25,6 +26,20 @@ if TYPE_CHECKING:
 
 MOST_FINDINGS = 8
 CAPTIONS_SHOWN, TEXTS_SHOWN = 3, 2
+
+
+def model_lines(config: Config, inputs: Inputs) -> tuple[str, ...]:
+    """What stands in for the model's own autoencoder, and the times that a flow is trained at."""
+    lines = [f"autoencoder: {config.model.vae}"] if config.model.vae is not None else []
+    own = inputs.family.make_process(inputs.facts.path)
+    if own.prediction == "flow":
+        facts, asked = inputs.facts, config.flow.shift
+        side = inputs.resolution // facts.downscale
+        size = f" at {inputs.resolution} px"
+        whence = {"model": "the model's own", "resolution": "by resolution"}.get(str(asked), "flow.shift")
+        times = flow_times(config.flow, own.times.shift)
+        lines.append(f"times: {times.told((side, side))}{size if times.shift.by_size else ''} ({whence})")
+    return tuple(lines)
 
 
 def show_unheld(config: Config, inputs: Inputs, console: Console) -> None:

@@ -29,6 +29,7 @@ class Record:
     steps: int = 0
     config: dict[str, Any] = field(default_factory=dict)
     origins: dict[str, str] = field(default_factory=dict)
+    pinned: dict[str, list[Any]] = field(default_factory=dict)  # settings: as asked, and as `config.toml` holds them
     scores: dict[str, float | None] = field(default_factory=lambda: {"dataset": None, "lora": None})
     files: dict[str, str | None] = field(default_factory=lambda: {"kohya": None, "diffusers": None, "report": None})
     seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))

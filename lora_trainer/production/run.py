@@ -384,6 +384,7 @@ def first_record(order: Order, inputs: Inputs, earlier: Mapping[str, Any]) -> Re
         started=earlier.get("started") or time.time(),
         config=config,
         origins=dict(order.resolved.origin),
+        pinned=dict(earlier.get("pinned", {})),
         sessions=int(earlier.get("sessions") or 1) + 1 if earlier else 1,
         gates_enforced=order.enforce_gates,
         scores={"dataset": round(inputs.report.score, 4), "lora": None},

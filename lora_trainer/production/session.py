@@ -29,7 +29,7 @@ from lora_trainer.production.compiling import compiling_pays
 from lora_trainer.production.feed import Feed, fresh_latents, make_feed
 from lora_trainer.production.find_micro import earlier_find, find_micro, smallest
 from lora_trainer.production.inputs import Inputs, arithmetic, own_architecture
-from lora_trainer.production.messages import show_captions, show_unheld, show_views
+from lora_trainer.production.messages import model_lines, show_captions, show_unheld, show_views
 from lora_trainer.production.order import Order
 from lora_trainer.production.record import read_record
 from lora_trainer.production.release import draw_while_training, export_step, withdraw_after
@@ -96,7 +96,7 @@ def prepare(session: Session, settings: dict[str, Any]) -> Prepared:
     """Fill the caches, then build the learner; `settings` go into each checkpoint. Raises UserError."""
     inputs, console = session.inputs, session.console
     show_views(session.config, inputs, session.steps, console)
-    for line in (session.steps.line, *session.choices.lines):
+    for line in (session.steps.line, *model_lines(session.config, inputs), *session.choices.lines):
         console.print(line)
     show_unheld(session.config, inputs, console)
     show_captions(session.config, inputs, console, session.choices.encoder_dtype.itemsize)

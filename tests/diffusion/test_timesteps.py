@@ -113,3 +113,9 @@ def test_only_flows_draw_their_times_by_the_settings():
     own = Process(usual_process("flow").alphas_cumprod, "flow", Times(shift=Shift(3.0)))
     assert trained_process(own, Config(), cpu).times.shift == Shift(3.0)
     assert trained_process(own, Config(), cpu).times.kind == "logit_normal"
+
+
+def test_times_are_told() -> None:
+    assert Times("mode", mode_scale=1.29, shift=Shift(0.5)).told((8, 8)) == "mode 1.29, shift 0.5"
+    grown = Times("logit_normal", shift=Shift(by_size=True, tokens=(16, 64), mus=(0.0, 1.0)))
+    assert grown.told((8, 8)) == "logit_normal (mean 0, spread 1), shift 1"

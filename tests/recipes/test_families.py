@@ -51,6 +51,8 @@ def test_loss_falls(trained):
     assert last["loss"] < first["loss"]
     document = record(trained.folder("cat"))
     assert document["status"] == "done"
+    told = [line for line in document["choices"] if line.startswith("times: ")]
+    assert len(told) == (family_of(trained) not in ("sd15", "sd2", "sdxl"))
     assert document["lora"]["parts"]["integrity"] == 1.0
     assert document["lora"]["parts"]["learning"] > 0.0
 
