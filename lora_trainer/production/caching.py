@@ -79,7 +79,7 @@ class CachePlans:
     def lines(self) -> tuple[str, ...]:
         if self.texts.keys:
             return self.latents.filled.line, self.texts.filled.line
-        return self.latents.filled.line, "no captions, as text encoders are trained"
+        return self.latents.filled.line, "no captions: they are read in every step, as what reads them is trained"
 
 
 def cache_folder(config: Config) -> Path:

@@ -179,6 +179,7 @@ def read_data(config: Config, facts: ModelFacts, *, decode: bool = True) -> tupl
             caption_limit=facts.caption_tokens,
             rules=caption_rules(config),
             words=config.text.tokens,
+            word_vectors=config.text.token_vectors,
             gate=config.gates.dataset,
             decode=decode,
             progress=count("pictures decoded"),

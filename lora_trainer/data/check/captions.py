@@ -34,16 +34,27 @@ def check_captions(looked: Looked) -> list[Finding]:
 def _of_one(sample: Sample, looked: Looked) -> list[Finding]:
     found = []
     trained = canonical_text(sample, looked.rules)
-    if looked.caption_limit is not None and len(trained) > looked.caption_limit:
+    places, rest = _without_words(trained, looked)
+    if looked.caption_limit is not None and len(rest) + places > looked.caption_limit - 2:
         # A token has one letter at least: only longer captions need counting.
-        tokens = estimate_tokens(trained)
+        tokens = estimate_tokens(rest) + places
         if tokens > looked.caption_limit:
-            message = f"has a caption of about {tokens} tokens; the model reads {looked.caption_limit}."
+            new = f", {places} of them of new words" if places else ""
+            message = f"has a caption of about {tokens} tokens{new}; the model reads {looked.caption_limit}."
             found.append(Finding("long_caption", "note", message, "Shorten it; what matters first.", path=sample.path))
     if not sample.caption.isascii() and (shown := garbled(sample.caption)):
         message = f"has a caption with letters that were read in a wrong encoding ({shown})."
         found.append(Finding("garbled_caption", "warning", message, "Write it again as UTF-8.", path=sample.path))
     return found
+
+
+def _without_words(text: str, looked: Looked) -> tuple[int, str]:
+    """The tokens that new words of a text are, one for each embedding, and the text without them."""
+    found = 0
+    for word in looked.words:
+        text, times = re.subn(re.escape(word), " ", text, flags=re.IGNORECASE)
+        found += times
+    return found * looked.word_vectors, text
 
 
 def garbled(caption: str) -> str:
@@ -94,17 +105,28 @@ def _of_all(samples: Sequence[Sample], looked: Looked) -> list[Finding]:
 
 
 def _words(samples: Sequence[Sample], looked: Looked) -> list[Finding]:
-    """New words that no caption holds: nothing would be learned of them."""
+    """New words that no caption holds, of which nothing would be learned, or that only some hold."""
     texts = [canonical_text(sample, looked.rules).lower() for sample in samples] if looked.words else []
-    lacking = [word for word in looked.words if not any(word.lower() in text for text in texts)]
-    return [
+    holding = {word: sum(word.lower() in text for text in texts) for word in looked.words}
+    some = [
+        Finding(
+            "word_in_some",
+            "note",
+            f"{times} of {len(texts)} captions hold the new word {word!r}; the others teach nothing of it.",
+            f"Write it into all captions of what it names, or set captions.trigger={word}.",
+        )
+        for word, times in holding.items()
+        if 0 < times < len(texts)
+    ]
+    return some + [
         Finding(
             "unused_word",
             "warning",
             f"No caption holds the new word {word!r}: nothing can be learned of it.",
             f"Write it into the captions, or set captions.trigger={word} to put it in front of each.",
         )
-        for word in lacking
+        for word, times in holding.items()
+        if not times
     ]
 
 

@@ -57,13 +57,14 @@ def check_dataset(
     caption_limit: int | None = None,
     rules: Sequence[CaptionsSection] = (),
     words: Sequence[str] = (),
+    word_vectors: int = 1,
     gate: float = 0.8,
     decode: bool = True,
     progress: Progress | None = None,
 ) -> DataReport:
     """Decode every picture and judge the set. `framings` says of each source how it is
     trained and `rules` how its captions are changed; `caption_limit` is in tokens with start and end;
-    `words` are new ones that captions must hold.
+    `words` are new ones that captions must hold, of `word_vectors` tokens each.
     Without `decode` only what headers and captions say is judged, and a note says so.
     """
     samples = manifest.samples
@@ -81,6 +82,7 @@ def check_dataset(
         caption_limit,
         tuple(rules),
         tuple(words),
+        word_vectors,
         look_at_masks(samples) if decode else {},
     )
     found = {name: check(looked) for name, check in CHECKS.items()}

@@ -33,6 +33,7 @@ class Looked:
     caption_limit: int | None
     rules: tuple[CaptionsSection, ...] = ()
     words: tuple[str, ...] = ()  # new ones, whose embeddings are learned
+    word_vectors: int = 1  # embeddings of each, and so places that it takes of a caption
     masks: Mapping[str, Seen] = field(default_factory=dict)  # what mask files show, by their content
 
 
