@@ -12,7 +12,7 @@ from lora_trainer.config.layers import Layer, Resolved
 from lora_trainer.config.presets import AUTO, preset_layers, selectable
 from lora_trainer.config.toml import parse_assignment, parse_value, read_toml, setting_names
 from lora_trainer.core.errors import Problem, UsageError, nearest
-from lora_trainer.core.findings import printable_lines
+from lora_trainer.core.findings import folded, printable_lines
 from lora_trainer.core.launch import is_main_process
 from lora_trainer.production.settings import go_offline, settle
 
@@ -252,4 +252,4 @@ def _flag_layers(arguments: argparse.Namespace, problems: list[Problem]) -> list
 def say(text: str) -> None:
     """One line for the user on stderr, from the main process only."""
     if is_main_process():
-        print(printable_lines(text), file=sys.stderr)
+        print(folded(printable_lines(text), sys.stderr), file=sys.stderr)

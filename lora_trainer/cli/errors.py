@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from lora_trainer.core.disk import FULL, refusal
 from lora_trainer.core.errors import TRAINING_FAILED, WRONG_USAGE, Problem, UserError, first_line, is_out_of_memory
-from lora_trainer.core.findings import printable_lines
+from lora_trainer.core.findings import folded, printable_lines
 from lora_trainer.core.launch import is_main_process
 
 BUG = 1
@@ -46,6 +46,6 @@ def _print_problems(problems: Sequence[Problem]) -> None:
         print(f"error: {len(problems)} problems", file=sys.stderr)
     for number, problem in enumerate(problems, start=1):
         lead = "error: " if len(problems) == 1 else f"  {number}. "
-        print(f"{lead}{printable_lines(problem.message)}", file=sys.stderr)
-        if problem.fix:
-            print(f"{' ' * len(lead)}{printable_lines(problem.fix)}", file=sys.stderr)
+        for start, text in ((lead, problem.message), (" " * len(lead), problem.fix)):
+            if text:
+                print(f"{start}{folded(printable_lines(text), sys.stderr, len(lead))}", file=sys.stderr)

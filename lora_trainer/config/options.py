@@ -14,7 +14,7 @@ from lora_trainer.core.errors import UsageError
 NEEDS = {
     "loss.min_snr_gamma": (
         ("epsilon", "v_prediction"),
-        "min-SNR weighs by a signal-to-noise ratio, which only diffusion models have",
+        "a flow has no signal-to-noise ratio to weigh by",
     ),
     **{
         f"flow.{name}": (("flow",), "only models of flow matching are trained at times that can be chosen")
@@ -26,7 +26,7 @@ NEEDS = {
         ("noise.offset", "noise.multires_iterations"),
         (
             ("epsilon", "v_prediction"),
-            "a flow starts drawing from plain noise and must be trained on it; large areas need no help there",
+            "a flow starts drawing from plain noise",
         ),
     ),
     "noise.zero_terminal_snr": (

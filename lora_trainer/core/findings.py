@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import shutil
+import textwrap
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Literal, TextIO
 
+NARROWEST = 30  # columns
 Severity = Literal["error", "warning", "note"]
 
 
@@ -20,6 +23,18 @@ def printable(name: str) -> str:
 def printable_lines(text: str) -> str:
     """A text as it is, line by line, but for what would command a terminal."""
     return text if text.isprintable() else "\n".join(map(printable, text.split("\n")))
+
+
+def folded(text: str, stream: TextIO, indent: int = 0) -> str:
+    """A text for a terminal, folded at words; elsewhere each line whole, so that it can be searched.
+
+    Lines after the first are indented by so many columns, where the first stands behind as many.
+    """
+    if not stream.isatty():
+        return text
+    width = max(shutil.get_terminal_size().columns - indent, NARROWEST)
+    lines = (textwrap.wrap(line, width, break_long_words=False, break_on_hyphens=False) for line in text.split("\n"))
+    return f"\n{' ' * indent}".join(part for line in lines for part in line or [""])
 
 
 def counted(count: float, one: str, many: str = "") -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import subprocess
 import sys
 from pathlib import Path
@@ -13,6 +14,7 @@ from lora_trainer.cli import main as cli
 from lora_trainer.cli.main import COMMANDS, Command, main
 from lora_trainer.config.layers import Resolved
 from lora_trainer.core.errors import DatasetRefused
+from lora_trainer.core.findings import folded
 
 
 def run(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[int, str, str]:
@@ -296,3 +298,17 @@ def test_a_command_that_is_over_does_not_look_for_garbage(checkout: Path) -> Non
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=checkout, check=True)
     assert done.stdout.split()[-1] == "True"
+
+
+def test_lines_are_folded_for_a_terminal_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    text = "a note of many words that is wider than the terminal of its reader"
+    monkeypatch.setenv("COLUMNS", "40")
+    assert folded(text, io.StringIO(), 7) == text
+    lines = folded(text, Terminal(), 7).split("\n")
+    assert len(lines) > 1
+    assert all(line.startswith(" " * 7) and len(line) <= 40 for line in lines[1:])
+    assert " ".join(line.strip() for line in lines) == text

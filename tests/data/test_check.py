@@ -17,11 +17,23 @@ from tests.data.conftest import Draw, noise_picture
 
 
 def check(
-    folder: Path, *, allow_missing: bool = False, allow_upscale: bool = False, limit: int | None = 77
+    folder: Path,
+    *,
+    allow_missing: bool = False,
+    allow_upscale: bool = False,
+    limit: int | None = 77,
+    words: tuple[str, ...] = (),
+    vectors: int = 1,
 ) -> DataReport:
     manifest, findings = read_manifest([folder], allow_missing_captions=allow_missing)
     return check_dataset(
-        manifest, findings, framings=[Framing((128,), 16)], allow_upscale=allow_upscale, caption_limit=limit
+        manifest,
+        findings,
+        framings=[Framing((128,), 16)],
+        allow_upscale=allow_upscale,
+        caption_limit=limit,
+        words=words,
+        word_vectors=vectors,
     )
 
 
@@ -144,6 +156,24 @@ def test_captions_too_long_and_all_the_same(tmp_path: Path, draw: Draw) -> None:
     report = check(tmp_path)
     assert codes(report) == {("long_caption", "note"), ("same_caption", "note")}
     assert report.score == 1.0
+
+
+def test_a_new_word_takes_as_many_places_as_it_has_embeddings(tmp_path: Path, draw: Draw) -> None:
+    for seed in range(6):
+        draw(tmp_path / f"{seed}.png", 128, 128, seed=seed, caption=f"a <zobo> with {'one red ball and ' * 3}{seed}")
+    few, many = (check(tmp_path, words=("<zobo>",), vectors=vectors) for vectors in (4, 64))
+    assert codes(few) == set()
+    assert codes(many) == {("long_caption", "note")}
+    assert "of about 81 tokens, 64 of them of new words; the model reads 77" in many.findings[0].message
+
+
+def test_a_new_word_that_some_captions_hold_is_noted(tmp_path: Path, draw: Draw) -> None:
+    for seed in range(6):
+        caption = f"a {'<Zobo>' if seed else 'robot'} number {seed}"
+        draw(tmp_path / f"{seed}.png", 128, 128, seed=seed, caption=caption)
+    (found,) = check(tmp_path, words=("<zobo>",)).findings
+    assert (found.code, found.severity) == ("word_in_some", "note")
+    assert found.message.startswith("5 of 6 captions hold the new word '<zobo>'")
 
 
 def test_few_pictures_cost_score(tmp_path: Path, draw: Draw) -> None:

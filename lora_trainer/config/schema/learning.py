@@ -54,7 +54,7 @@ class OptimSection(Section):
     beta1: Annotated[float, Field(ge=0.0, lt=1.0)] = Field(0.9, description="decay of the mean of the gradients")
     beta2: Annotated[float, Field(ge=0.0, lt=1.0)] = Field(0.999, description="decay of the mean of their squares")
     weight_decay: NotNegative = Field(
-        0.01, description="decoupled weight decay; none on biases, norms, DoRA magnitudes and trained tokens"
+        0.01, description="decoupled weight decay; none on biases, norms and trained tokens"
     )
     clip_norm: NotNegative = Field(1.0, description="largest norm of the gradient; 0 means no clipping")
     clip_value: Positive | None = Field(
