@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
 from lora_trainer.models import FAMILIES
@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
 Reads = Literal["whole", "in part", "not", "unknown"]
 KOHYA = ("kohya", "kohya, first code")
+T5 = ".encoder.block."  # in the names of its modules
 
 
 @dataclass(frozen=True)
@@ -31,6 +32,16 @@ def clients(file: Inspected) -> list[Client]:
 
 
 def _diffusers(file: Inspected) -> Client:
+    found = _diffusers_without_t5(file)
+    t5 = sum(T5 in module for module in file.weights.modules)
+    if not t5:
+        return found
+    if found.reads == "not":  # convert refuses such a file, too
+        return replace(found, why=f"{found.why.partition(';')[0]}, and no LoRA on T5 in any form")
+    return Client(found.name, "in part", f"it passes over T5, {t5} modules, without a word")
+
+
+def _diffusers_without_t5(file: Inspected) -> Client:
     name, readers = "diffusers", _readers(file)
     if file.words:
         return Client(

@@ -268,5 +268,5 @@ FAMILY = Family(
     check_text=check_text,
     manner=manner,
     prompted=prompted,
-    lora_readers=("diffusers: kohya",),
+    lora_readers=("diffusers: kohya", "ComfyUI: diffusers"),
 )

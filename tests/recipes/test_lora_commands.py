@@ -183,6 +183,27 @@ def test_inspect_tells_what_a_file_holds(tmp_path, capsys):
     )
 
 
+def test_inspect_tells_that_diffusers_passes_over_t5(tmp_path, capsys):
+    """sd-scripts trains T5 too; diffusers loads such a file of FLUX.1 without a word about what it leaves out."""
+    path = tmp_path / "strange.safetensors"
+    t5 = "lora_te3_encoder_block_0_layer_0_SelfAttention_q"
+    for family, original in (("flux", "double_blocks_0_img_attn_proj"), ("sd3", "joint_blocks_0_x_block_attn_proj")):
+        shapes = {
+            f"{name}.lora_{part}.weight": (4, 4) for name in (f"lora_unet_{original}", t5) for part in ("down", "up")
+        }
+        saved(shapes)(path)
+        main(["inspect", str(path), "--json"])
+        document = json.loads(capsys.readouterr().out)
+        assert document["family"] == family
+        found = {each["name"]: each for each in document["clients"]}
+        assert found["diffusers"]["reads"] == ("in part" if family == "flux" else "not")
+        assert "T5" in found["diffusers"]["why"]
+        assert "convert" not in found["diffusers"]["why"]  # which refuses it
+        assert (found["ComfyUI"]["reads"], found["sd-scripts"]["reads"]) == ("whole", "whole")
+        assert main(["convert", str(path), str(tmp_path / "out.safetensors"), "--to", "diffusers"]) == 2
+        assert "no LoRA on T5" in capsys.readouterr().err
+
+
 def test_inspect_tells_what_is_left_of_a_damaged_file(tmp_path, capsys):
     path = tmp_path / "cut.safetensors"
     other = NAME.replace("to_q", "to_k")
