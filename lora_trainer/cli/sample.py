@@ -13,8 +13,9 @@ from lora_trainer.cli.arguments import say
 from lora_trainer.config.schema import Config
 from lora_trainer.core.errors import DONE, Problem, UsageError
 from lora_trainer.core.findings import printable_lines
+from lora_trainer.data.captions import TRIGGER
 from lora_trainer.production.base import told
-from lora_trainer.production.counting import counting
+from lora_trainer.production.counting import DRAWN, counting
 from lora_trainer.production.drawing import BUILT_IN, drawing_of, filled, parts_of, rows_for, triggers
 from lora_trainer.production.inputs import read_model
 from lora_trainer.production.reading import read_as_trained, run_beside
@@ -60,6 +61,9 @@ def sample_command(
     run = run_beside(path)
     config = read_as_trained(config, None if run is None else run.config, metadata)
     words = triggers(config) or tuple(filter(None, [metadata.get(TRIGGER_PHRASE, "").partition(",")[0].strip()]))
+    if not words and any(TRIGGER in prompt for prompt in prompts):
+        message = f"A prompt holds {TRIGGER}, and neither captions.trigger nor the header of {path.name} names a word."
+        raise UsageError(Problem(message, "Write the word itself, or add --set captions.trigger=WORD."))
     family, facts = read_model(config)
     chosen = size or (facts.resolution, facts.resolution)
 
@@ -122,7 +126,7 @@ def _draw(path: Path, config: Config, wish: Wish, folder: Path, name: str, *, te
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     where = Where(folder, free_name(folder, name))
     with counting() as count:
-        progress = count("pictures drawn")
+        progress = count(DRAWN)
 
         def drawn(usable: int | None) -> dict[str, Any]:
             return compare(

@@ -13,7 +13,7 @@ from rich.text import Text
 
 from lora_trainer.config.schema import Config
 from lora_trainer.core.errors import DONE, LORA_REFUSED, DatasetRefused, Problem, UsageError
-from lora_trainer.core.findings import printable_lines
+from lora_trainer.core.findings import counted, printable_lines
 from lora_trainer.core.tensorfile import METADATA, read_tensor_header
 from lora_trainer.data.manifest import read_manifest
 from lora_trainer.data.sample import Sample
@@ -21,6 +21,7 @@ from lora_trainer.data.views import BucketPlan, plan_plain
 from lora_trainer.evaluation.report import LoraReport, caveat
 from lora_trainer.monitor.console import Console
 from lora_trainer.production.base import is_builtin, told
+from lora_trainer.production.counting import JUDGED, counting
 from lora_trainer.production.inputs import data_in_use, read_inputs, read_model, trained_framings
 from lora_trainer.production.reading import Run, read_as_trained, run_beside
 
@@ -106,18 +107,20 @@ def _judge(path: Path, config: Config, questions: Questions) -> LoraReport:
         raise UsageError(refused.problems) from refused
 
     def judged(usable: int | None) -> LoraReport:
-        return check_lora(
-            path,
-            facts.path,
-            family,
-            samples,
-            held_out=questions.held_out,
-            dtype=computed_in(choose_precision(config.memory.base_precision, device, asked=False).value, device),
-            device=device,
-            usable=usable,
-            gate=config.gates.lora,
-            progress=_say,
-        )
+        with counting() as count:
+            return check_lora(
+                path,
+                facts.path,
+                family,
+                samples,
+                held_out=questions.held_out,
+                dtype=computed_in(choose_precision(config.memory.base_precision, device, asked=False).value, device),
+                device=device,
+                usable=usable,
+                gate=config.gates.lora,
+                progress=_say,
+                watch=count(JUDGED),
+            )
 
     return with_less(judged, usable_bytes(config, device), device, _say)
 
@@ -128,7 +131,7 @@ def _given_questions(config: Config, data: Path) -> Questions:
     _say(*(f"left out: {finding.path} {finding.message}" for finding in findings if finding.severity == "error"))
     plan = plan_plain(manifest.samples, trained_framings(config, facts)[:1])
     return Questions(
-        manifest.samples, plan, True, f"learning is measured on {len(manifest.samples)} pictures of {data}"
+        manifest.samples, plan, True, f"learning is measured on {counted(len(manifest.samples), 'picture')} of {data}"
     )
 
 
@@ -147,10 +150,10 @@ def _run_questions(config: Config, run: Run | None) -> Questions:
         samples, plan = inputs.held_out, inputs.held_out_plan
         if not samples:
             samples, plan = inputs.train, inputs.train_plan
-        told = f"the run's data has changed since: its {len(samples)} pictures may have been trained on"
+        told = f"the run's data has changed since: its {counted(len(samples), 'picture')} may have been trained on"
         return Questions(samples, plan, False, f"{told}; name others with --data")
     if inputs.held_out:
-        told = f"learning is measured on {len(inputs.held_out)} held-out pictures of {origin}"
+        told = f"learning is measured on {counted(len(inputs.held_out), 'held-out picture')} of {origin}"
         return Questions(inputs.held_out, inputs.held_out_plan, True, told)
     return Questions(
         inputs.train, inputs.train_plan, False, f"nothing was held out: learning is measured on {origin} itself"

@@ -13,6 +13,7 @@ from lora_trainer.diffusion.process import Process
 from lora_trainer.diffusion.timesteps import stratified_timesteps
 from lora_trainer.evaluation.held_out import Predict
 
+VISITS = 10  # places on the way to a picture
 NEUTRAL_PROMPTS = (
     "",
     "a red circle on a blue background",
@@ -42,7 +43,7 @@ def base_visits(
     sizes: Tensor,
     shape: tuple[int, ...],
     *,
-    steps: int = 10,
+    steps: int = VISITS,
 ) -> list[Visit]:
     """Where the base goes when it draws B prompts from fixed noise, each step that of `Process.parts`.
 

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from lora_trainer.export.weights import LoraPair
 
+NAMED = 5  # dead modules that are kept by name
 DEAD = 1e-7  # ||delta|| / ||W|| under which a module has learned nothing; fp16 cannot show less
 
 
@@ -27,6 +28,7 @@ class Health:
     rank_used: float
     dead: int
     modules: int
+    dead_modules: tuple[str, ...] = ()  # the first few by name
 
 
 def singular_values(pair: LoraPair) -> Tensor:
@@ -61,4 +63,5 @@ def examine(modules: Mapping[str, LoraPair], base_norms: Mapping[str, float]) ->
         rank_used=sum(used) / len(used) if used else 0.0,
         dead=len(ratios) - len(used),
         modules=len(ratios),
+        dead_modules=tuple(name for name, ratio in ratios.items() if ratio <= DEAD)[:NAMED],
     )

@@ -17,6 +17,7 @@ from lora_trainer.models.family import Caption
 # (noisy [B, C, h, w], t [B], conditioning, sizes [B, 6]) -> prediction [B, C, h, w]
 Predict = Callable[[Tensor, Tensor, Mapping[str, Tensor], Tensor], Tensor]
 
+MICRO = 4  # timesteps of one sample that are asked together
 BOOTSTRAP_DRAWS = 2000
 FEWEST_TO_RESAMPLE = 4  # with fewer samples an interval over samples means nothing
 
@@ -45,7 +46,7 @@ def held_out_losses(
     *,
     seed: int,
     timesteps: int = 8,
-    micro: int = 4,
+    micro: int = MICRO,
     device: torch.device | str = "cpu",
     dtype: torch.dtype = torch.float32,
 ) -> Tensor:

@@ -30,11 +30,11 @@ import torch
 from torch import Tensor
 
 from lora_trainer.core.errors import Problem
-from lora_trainer.core.findings import Finding
-from lora_trainer.evaluation.drift import NEUTRAL_PROMPTS, base_visits, drift
+from lora_trainer.core.findings import Finding, counted
+from lora_trainer.evaluation.drift import NEUTRAL_PROMPTS, VISITS, base_visits, drift
 from lora_trainer.evaluation.encode import text_reader
 from lora_trainer.evaluation.health import Health, examine
-from lora_trainer.evaluation.held_out import EncodedSample, Improvement, Predict, held_out_losses, improvement
+from lora_trainer.evaluation.held_out import MICRO, EncodedSample, Improvement, Predict, held_out_losses, improvement
 from lora_trainer.evaluation.loading import (
     adapted_modules,
     components_of,
@@ -81,11 +81,13 @@ def check_lora(
     usable: int | None = None,
     gate: float = GATE,
     progress: Callable[[str], None] = lambda message: None,
+    watch: Callable[[int, int], None] = lambda done, total: None,
 ) -> LoraReport:
     """Judge a LoRA file on a base model's folder.
 
     `samples` were not trained on, unless `held_out` is False, which is said in a finding.
-    `usable` is what of the device's memory may be filled, in bytes; None means no limit.
+    `usable` is what of the device's memory may be filled, in bytes; None means no limit. `watch` is told after each of the
+    model's answers how many of all there are.
     Raises UsageError when the file is no LoRA that can be read at all.
     """
     device = device or torch.device("cpu")
@@ -116,7 +118,7 @@ def check_lora(
     placed = bring_denoiser(denoiser, family, device, usable, places)
     if placed.resident is not None:
         progress(f"judging with {placed.words}")
-    predict = partial(in_parts, partial(family.predict, denoiser))
+    predict = partial(in_parts, watched(partial(family.predict, denoiser), answers(len(prompts), len(samples)), watch))
     progress("measuring drift on unrelated prompts")
     drifted = _measure_drift(pipeline, predict, base, family, told.prompts, changed.prompts, device)
     progress("measuring held-out loss with and without the LoRA")
@@ -240,6 +242,33 @@ def in_parts(predict: Predict, noisy: Tensor, t: Tensor, cond: Mapping[str, Tens
     )
 
 
+def watched(predict: Predict, total: int, watch: Callable[[int, int], None]) -> Predict:
+    """The same predictions; how many there were of `total` is told after each."""
+    done = 0
+
+    def told(noisy: Tensor, t: Tensor, cond: Mapping[str, Tensor], sizes: Tensor) -> Tensor:
+        nonlocal done
+        found = predict(noisy, t, cond, sizes)
+        done += 1
+        watch(done, max(done, total))
+        return found
+
+    return told
+
+
+def answers(prompts: int, samples: int) -> int:
+    """How often the model is asked, with and without the LoRA: on its way to pictures, and about held-out samples."""
+    asked = VISITS * -(-prompts // PREDICTED_AT_ONCE)
+    if samples:
+        whole, rest = divmod(timesteps_for(samples), MICRO)
+        asked += samples * (whole * -(-MICRO // PREDICTED_AT_ONCE) + -(-rest // PREDICTED_AT_ONCE))
+    return 2 * asked
+
+
+def timesteps_for(samples: int) -> int:
+    return max(8, min(64, CELLS // samples))
+
+
 def _measure_learning(
     pipeline: Any,
     predict: Any,
@@ -253,13 +282,12 @@ def _measure_learning(
     """Of the `samples` by the base, and of the same as text encoders with the LoRA on them read their captions."""
     if not samples:
         return None
-    timesteps = max(8, min(64, CELLS // len(samples)))
     losses = partial(
         held_out_losses,
         predict,
         process=family.make_process(base),
         seed=SEED,
-        timesteps=timesteps,
+        timesteps=timesteps_for(len(samples)),
         device=device,
         dtype=dtype,
     )
@@ -298,7 +326,7 @@ def _learning_findings(found: Improvement | None, held_out: bool, samples: int) 
         fix = "Give pictures with captions of the subject: --data."
         return [Finding("no_samples", "warning", "Learning could not be measured: no pictures were given.", fix)]
     findings = []
-    interval = f"{found.mean:.1%}, 95 % interval {found.low:.1%} to {found.high:.1%}"
+    interval = f"{found.mean:.2%}, 95 % interval {found.low:.2%} to {found.high:.2%}"
     if found.mean <= 0:
         message = f"Held-out loss is not lower with the LoRA ({interval})."
         findings.append(Finding("learned_nothing", "error", message, "Train longer, or at another learning rate."))
@@ -306,10 +334,10 @@ def _learning_findings(found: Improvement | None, held_out: bool, samples: int) 
         message = f"The improvement of held-out loss may be luck ({interval})."
         findings.append(Finding("learning_uncertain", "warning", message, "Train longer, or hold out more pictures."))
     elif found.mean < ENOUGH_IMPROVEMENT:
-        message = f"Held-out loss improved by little ({interval}; enough is {ENOUGH_IMPROVEMENT:.1%})."
+        message = f"Held-out loss improved by little ({interval}; enough is {ENOUGH_IMPROVEMENT:.2%})."
         findings.append(Finding("learned_little", "warning", message, "Train longer, or at a higher learning rate."))
     if not held_out:
-        message = f"No picture was held out: learning was measured on {samples} pictures that may have been trained on."
+        message = f"No picture was held out: learning was measured on {counted(samples, 'picture')} that may have been trained on."
         findings.append(Finding("not_held_out", "note", message, "Give at least 8 pictures, or --data with others."))
     elif not found.over_samples:
         pictures = "picture was" if samples == 1 else "pictures were"
@@ -329,13 +357,17 @@ def _preservation_findings(drifted: float) -> list[Finding]:
     ]
 
 
+def _named(found: Health) -> str:
+    return ", ".join((*found.dead_modules, *(["…"] if found.dead > len(found.dead_modules) else [])))
+
+
 def _health_findings(found: Health) -> list[Finding]:
     findings = []
     if found.largest > NORM_FREE:
         message = f"{found.largest_module} changes by {found.largest:.2f} of its size (good: up to {NORM_FREE})."
         findings.append(Finding("large_update", "warning", message, "Lower the learning rate."))
     if found.dead:
-        message = f"{found.dead} of {found.modules} modules learned nothing."
+        message = f"{found.dead} of {found.modules} modules learned nothing ({_named(found)})."
         findings.append(
             Finding("dead_modules", "warning", message, "Train them longer, or leave them out of lora.targets.")
         )

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from lora_trainer.core.errors import Problem, UsageError
+from lora_trainer.core.findings import counted
 from lora_trainer.export.layout import Layout
 
 if TYPE_CHECKING:  # facts are read without torch
@@ -282,9 +283,9 @@ class Family:
             known = ", ".join(names) or "none"
             raise UsageError(
                 Problem(
-                    f"text.learning_rates holds {len(rates)} rates, and of the text encoders of {self.name} these can be "
+                    f"text.learning_rates holds {counted(len(rates), 'rate')}, and of the text encoders of {self.name} these can be "
                     f"trained: {known}. diffusers reads no LoRA on T5 or on a language model, and none is trained here.",
-                    f"Give at most {len(names)} rates: --set text.learning_rates={[1e-5] * len(names)}"
+                    f"Give at most {counted(len(names), 'rate')}: --set text.learning_rates={list(rates[: len(names)])}"
                     if names
                     else "Leave text.learning_rates empty.",
                 )

@@ -20,9 +20,14 @@ def target_modules(denoiser: nn.Module, family: Family, targets: str | tuple[str
     """Names of the modules that a `lora.targets` value means. Raises UsageError when a pattern finds none.
 
     A value is `attention`, `attention+ff`, or patterns (`*.attn2.to_k`) of linear and
-    convolution modules.
+    convolution modules. Modules that change nothing are left out.
     """
-    adaptable = [name for name, module in denoiser.named_modules() if isinstance(module, nn.Linear | nn.Conv2d)]
+    unread = unread_modules(denoiser)
+    adaptable = [
+        name
+        for name, module in denoiser.named_modules()
+        if isinstance(module, nn.Linear | nn.Conv2d) and name not in unread
+    ]
     named = family.lora_targets.get(targets) if isinstance(targets, str) else None
     patterns = named or ((targets,) if isinstance(targets, str) else targets)
     problems = [
@@ -36,6 +41,13 @@ def target_modules(denoiser: nn.Module, family: Family, targets: str | tuple[str
     if problems:
         raise UsageError(problems)
     return [name for name in adaptable if any(fnmatchcase(name, pattern) for pattern in patterns)]
+
+
+def unread_modules(denoiser: nn.Module) -> set[str]:
+    """Names of modules whose output reaches nothing: where an attention's text ends (SD3's last), its text asks no more."""
+    return {
+        f"{name}.add_q_proj" for name, module in denoiser.named_modules() if getattr(module, "context_pre_only", None)
+    }
 
 
 def matching_modules(model: nn.Module, patterns: Sequence[str]) -> list[str]:

@@ -215,7 +215,8 @@ def _no_base(folder: Path, origin: str) -> Problem:
             f"{folder} holds single checkpoints and no model_index.json.", f"Name one of its files: {named}."
         )
     what = "is empty" if not files else "holds no model_index.json"
-    return Problem(f"{folder} {what}.", EXPECTED)
+    inside = [path.parent for path in folder.glob("*/model_index.json")]
+    return Problem(f"{folder} {what}.", f"Did you mean {inside[0]}?" if len(inside) == 1 else EXPECTED)
 
 
 def _no_model(text: str, origin: str) -> Problem:

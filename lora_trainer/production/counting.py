@@ -16,6 +16,8 @@ from lora_trainer.data.pictures.workers import Progress
 QUIET_SECONDS = 1.5  # what takes less is not worth a word
 LINE_SECONDS = 10.0
 
+JUDGED, DRAWN = "answers of the model", "pictures drawn"  # what the gate and drawing count
+
 Counter = Callable[[str], Progress]  # names what is counted
 
 

@@ -104,6 +104,7 @@ def draw_comparison(
     say: Callable[[str], None],
     *,
     name: str = BEFORE_AFTER,
+    progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Path:
     """Pictures of the run's prompts without the file and with it, same seeds, into `folder`; the sheet's path."""
     from lora_trainer.evaluation.placing import with_less
@@ -128,6 +129,7 @@ def draw_comparison(
             device=device,
             usable=usable,
             say=say,
+            progress=progress,
         )
 
     with_less(drawn, usable_bytes(config, device), device, say)

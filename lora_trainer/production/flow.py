@@ -28,6 +28,7 @@ from lora_trainer.monitor.events import Event
 from lora_trainer.monitor.memory import held_on, highest_memory_gib
 from lora_trainer.monitor.progress import Phase, Progress, step_line
 from lora_trainer.monitor.trackers import VALIDATION, Trackers, read_lines
+from lora_trainer.production.counting import DRAWN, counting
 from lora_trainer.production.curve import still_falling
 from lora_trainer.production.differences import ROUNDING_DIFFERS, other_machine, pinned, repeated_record
 from lora_trainer.production.disk import lora_bytes
@@ -243,14 +244,18 @@ def release(prepared: Prepared, record: Record, state: TrainState) -> Outcome:
     console.print("validating the LoRA from its file")
     watch("validating")
     say, device, dtype = console.print, choices.device, choices.dtype
-    report = judge_lora(kohya, config, session.inputs, prepared.held_out, device, dtype, say)
+    report = judge_lora(kohya, config, session.inputs, prepared.held_out, device, dtype, console)
     if note := still_falling(read_lines(folder / VALIDATION), state.step):
         report = replace(report, findings=(*report.findings, note))
     record = replace(record, scores={**record.scores, "lora": round(report.score, 4)}, lora=report.to_json())
     comparison = None
     watch("drawing")
     try:
-        comparison = draw_comparison(kohya, folder / "samples", config, session.inputs, device, dtype, say)
+        with counting(console) as count:
+            progress = count(DRAWN)
+            comparison = draw_comparison(
+                kohya, folder / "samples", config, session.inputs, device, dtype, say, progress=progress
+            )
         record = replace(record, files={**record.files, "before_after": comparison.relative_to(folder).as_posix()})
     except (
         RuntimeError,

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 
 from lora_trainer.config.schema import CaptionsSection, Config
+from lora_trainer.core.errors import UserError
 from lora_trainer.core.findings import counted, printable
 from lora_trainer.data.captions import most_choices
 from lora_trainer.data.sample import Sample
@@ -177,8 +178,9 @@ def show_end(record: Record, report: LoraReport, folder: Path, comparison: Path 
     for finding in report.findings:
         console.print(f"  {finding.severity}: {finding.message} {finding.fix}".rstrip())
     console.print(f"released        step {record.released['step']}: {record.released['reason']}")
+    kohya = folder / f"{record.name}.safetensors"
     where = {
-        "for ComfyUI, Forge, A1111": folder / f"{record.name}.safetensors",
+        f"for {readers(kohya)}": kohya,
         "for diffusers": folder / f"{record.name}.diffusers.safetensors",
         "before / after": comparison,
         "the run's report": folder / "report.html" if record.files.get("report") else None,
@@ -187,3 +189,17 @@ def show_end(record: Record, report: LoraReport, folder: Path, comparison: Path 
     for what, path in where.items():
         if path is not None:
             console.print(f"{what:<26}{path}", soft_wrap=True)
+    for name in (file for kind, file in record.files.items() if file and kind.startswith("embedding-")):
+        console.print(f"{'a new word':<26}{folder / name} (ComfyUI: models/embeddings)", soft_wrap=True)
+
+
+def readers(lora: Path) -> str:
+    """The programs which draw with a LoRA file, as `inspect` says of it: `ComfyUI, A1111, Forge`."""
+    from lora_trainer.models.lora_clients import clients
+    from lora_trainer.models.lora_files import inspect_lora
+
+    try:
+        found = [each.name for each in clients(inspect_lora(lora)) if each.reads in ("whole", "in part")]
+    except UserError:
+        return "other programs"
+    return ", ".join(name for name in found if name not in ("diffusers", "sd-scripts")) or "other programs"

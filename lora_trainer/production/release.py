@@ -7,10 +7,12 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from rich.console import Console
 from torch import Tensor
 
 from lora_trainer import __version__
@@ -33,6 +35,7 @@ from lora_trainer.models.memory.streaming import bring
 from lora_trainer.models.words import to_embeddings
 from lora_trainer.optim.schedules import warmup_length
 from lora_trainer.production.choices import Choices, usable_bytes
+from lora_trainer.production.counting import JUDGED, counting
 from lora_trainer.production.drawing import draw_comparison, triggers
 from lora_trainer.production.inputs import Inputs, trained_framings
 from lora_trainer.training.build import Built, trained_process
@@ -224,7 +227,7 @@ def judge_lora(
     samples: Sequence[EncodedSample],
     device: torch.device,
     dtype: torch.dtype,
-    say: Callable[[str], None],
+    console: Console,
 ) -> LoraReport:
     """The LoRA gate's report on the exported file; on training samples where none are held out.
 
@@ -232,18 +235,22 @@ def judge_lora(
     """
 
     def judge(usable: int | None) -> LoraReport:
-        return check_lora(
-            lora,
-            inputs.facts.path,
-            inputs.family,
-            samples,
-            held_out=bool(inputs.held_out),
-            dtype=dtype,
-            device=device,
-            usable=usable,
-            gate=config.gates.lora,
-        )
+        with counting(console) as count:
+            return check_lora(
+                lora,
+                inputs.facts.path,
+                inputs.family,
+                samples,
+                held_out=bool(inputs.held_out),
+                dtype=dtype,
+                device=device,
+                usable=usable,
+                gate=config.gates.lora,
+                progress=say,
+                watch=count(JUDGED),
+            )
 
+    say = partial(console.print, markup=False)
     try:
         return with_less(judge, usable_bytes(config, device), device, say)
     except torch.OutOfMemoryError as error:
