@@ -71,7 +71,7 @@ def validate_command(
         config = config.model_copy(update={"model": run.config.model})
     config = read_as_trained(config, None if run is None else run.config, header)
     _say(f"base model: {told(config.model)}")
-    questions = _given_questions(config, Path(data)) if data is not None else _run_questions(config, run)
+    questions = _given_questions(config, Path(data), run) if data is not None else _run_questions(config, run)
     _say(questions.origin)
     report = _judge(path, config, questions)
     if as_json:
@@ -125,14 +125,28 @@ def _judge(path: Path, config: Config, questions: Questions) -> LoraReport:
     return with_less(judged, usable_bytes(config, device), device, _say)
 
 
-def _given_questions(config: Config, data: Path) -> Questions:
+def _given_questions(config: Config, data: Path, run: Run | None) -> Questions:
+    """The pictures of a folder. Those that the file's run trained on, by their contents, do not count as held out."""
     _, facts = read_model(config)
     manifest, findings = read_manifest([data], allow_missing_captions=True)
     _say(*(f"left out: {finding.path} {finding.message}" for finding in findings if finding.severity == "error"))
     plan = plan_plain(manifest.samples, trained_framings(config, facts)[:1])
-    return Questions(
-        manifest.samples, plan, True, f"learning is measured on {counted(len(manifest.samples), 'picture')} of {data}"
-    )
+    trained = _trained_contents(run)
+    known = sum(sample.content in trained for sample in manifest.samples)
+    origin = f"learning is measured on {counted(len(manifest.samples), 'picture')} of {data}"
+    if known:
+        origin += f", of which the run that the file lies in trained on {known}"
+    return Questions(manifest.samples, plan, known == 0, origin)
+
+
+def _trained_contents(run: Run | None) -> set[str]:
+    """Contents of the pictures that a run trained on, by its data as it lies there now; none where that cannot be read."""
+    if run is None:
+        return set()
+    try:
+        return {sample.content for sample in read_inputs(run.config).train}
+    except (UsageError, DatasetRefused):
+        return set()
 
 
 def _run_questions(config: Config, run: Run | None) -> Questions:

@@ -6,7 +6,7 @@ import contextlib
 import gc
 import logging
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 from lora_trainer.core.errors import Problem
+from lora_trainer.core.findings import counted
 from lora_trainer.core.tensorfile import METADATA, read_tensor_header
 from lora_trainer.export.diffusers import diffusers_tensors
 from lora_trainer.export.keys import EMBEDDING, KOHYA_DOWN
@@ -24,6 +25,7 @@ from lora_trainer.models.family import Family
 from lora_trainer.models.folder import read_config
 from lora_trainer.models.frozen import empty_clip
 
+WORST_SHOWN = 5  # modules that do not fit, of many
 COMPLAINTS = ("unexpected keys", "missing keys", "were ignored", "unsuccessful", "not found")
 OF_T5 = ".encoder.block."  # which no other text encoder's modules are called
 
@@ -123,7 +125,15 @@ def without_lora(pipeline: Any) -> Iterator[None]:
 
 
 def misfits(weights: LoraWeights, shapes: Mapping[str, tuple[int, ...]], family: Family, base: Path) -> list[Problem]:
-    """What of a LoRA does not fit a base, module by module; before that, what base its header says it is for."""
+    """What of a LoRA does not fit a base, module by module; before that, what base its header says it is for.
+
+    Of a LoRA that is another family's by its header only that, even where names and shapes fit.
+    """
+    made_for, own = weights.metadata.get("ss_base_model_version", ""), family.base_names(family.describe(base))[0]
+    if made_for and weights.family not in (None, family.name):
+        kinds = f"{made_for}; {base.name} is {own}" if made_for else f"{weights.family}; {base.name} is {family.name}"
+        message = f"The LoRA was trained on another kind of model: {kinds}."
+        return [Problem(message, "Name a model of its kind with --model.")]
     unread = tuple(f"{part}." for part in (*family.untrained_texts, *({"text_encoder"} - set(family.text_targets))))
     others = [name for name in weights.modules if name.startswith(unread) or OF_T5 in name]
     rest = {name: pair for name, pair in weights.modules.items() if name not in others}
@@ -132,11 +142,25 @@ def misfits(weights: LoraWeights, shapes: Mapping[str, tuple[int, ...]], family:
         message = f"{len(others)} modules of the LoRA are on T5 or a language model (first: {others[0]})"
         fix = "Use a LoRA without them: diffusers does not load them."
         problems.insert(0, Problem(f"{message}, which pictures here are neither drawn nor judged with.", fix))
-    made_for, own = weights.metadata.get("ss_base_model_version", ""), family.base_names(family.describe(base))[0]
     if problems and made_for not in ("", own):
         message = f"The LoRA was trained on another kind of model: {made_for}; {base.name} is {own}."
         problems.insert(0, Problem(message, "Name a model of its kind with --model."))
     return problems
+
+
+def in_short(problems: Sequence[Problem]) -> list[Problem]:
+    """The first of many and how many more; what to do is said once where it is the same."""
+    shown = list(problems[:WORST_SHOWN])
+    more = len(problems) - len(shown)
+    if more:
+        shown.append(
+            Problem(f"{counted(more, 'more key')} {'does' if more == 1 else 'do'} not fit this base.", shown[-1].fix)
+        )
+    fixes = [problem.fix for problem in shown]
+    return [
+        replace(problem, fix="" if problem.fix in fixes[place + 1 :] else problem.fix)
+        for place, problem in enumerate(shown)
+    ]
 
 
 def misfits_by_config(weights: LoraWeights, family: Family, base: Path) -> list[Problem]:

@@ -40,6 +40,7 @@ from lora_trainer.evaluation.loading import (
     components_of,
     free_memory,
     fresh_pipeline,
+    in_short,
     judged,
     misfits,
     misfits_by_config,
@@ -62,7 +63,6 @@ ENOUGH_IMPROVEMENT = 0.005  # LoRAs that people keep improve held-out loss by 1 
 DRIFT_FREE, DRIFT_RUINED = 0.30, 3.0
 NORM_FREE, NORM_RUINED = 0.5, 10.0
 UNMEASURED_LEARNING = 0.5  # no evidence is no proof of failure, but the score stays under 0.71
-WORST_SHOWN = 5  # keys listed in one finding
 
 SEED = 20_240_229  # the gate's own, so that a LoRA's score does not depend on the run's seed
 CELLS = 128  # samples x timesteps: few samples are asked about more timesteps
@@ -309,11 +309,7 @@ def _loading_findings(pipeline: Any, family: Family, lora: Path, weights: LoraWe
 
 
 def _key_findings(problems: list[Problem]) -> list[Finding]:
-    shown = [Finding("key_does_not_fit", "error", problem.message, problem.fix) for problem in problems[:WORST_SHOWN]]
-    if len(problems) > WORST_SHOWN:
-        message = f"{len(problems) - WORST_SHOWN} more keys do not fit this base."
-        shown.append(Finding("key_does_not_fit", "error", message, "Validate it on the base that it was trained on."))
-    return shown
+    return [Finding("key_does_not_fit", "error", problem.message, problem.fix) for problem in in_short(problems)]
 
 
 def _not_finite(names: list[str], total: int) -> Finding:

@@ -19,6 +19,7 @@ from lora_trainer.evaluation.loading import (
     components_of,
     free_memory,
     fresh_pipeline,
+    in_short,
     misfits,
     misfits_by_config,
     put_on,
@@ -34,7 +35,6 @@ from lora_trainer.models.lora_files import read_lora_with_words
 from lora_trainer.models.words import Words, add_words, from_embeddings
 
 DRAWN_AT_ONCE = 8  # on a processor; on a card one, since the decoder's memory grows with each
-PROBLEMS_SHOWN = 5
 SHORT_NAME = 40  # characters of a file's name in the sheet's heading
 Progress = Callable[[int, int], None]
 
@@ -85,10 +85,10 @@ def compare(
     device = device or torch.device("cpu")
     weights = read_lora_with_words(lora)
     if problems := misfits_by_config(weights, family, base):
-        raise UsageError(problems[:PROBLEMS_SHOWN])
+        raise UsageError(in_short(problems))
     pipeline = fresh_pipeline(family, base, dtype, torch.device("cpu"))
     if problems := misfits(weights, shapes_of(components_of(pipeline, family)), family, base):
-        raise UsageError(problems[:PROBLEMS_SHOWN])
+        raise UsageError(in_short(problems))
     put_on(pipeline, weights)
     if drawing.zero_terminal_snr:
         # Drawing must begin at the very last timestep then (arXiv:2305.08891, 3.3).

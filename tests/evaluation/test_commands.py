@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -94,7 +95,7 @@ def test_the_runs_own_held_out_pictures_are_found(
     write_json(lora.parent / "run.json", document)
     code = validate_command(lora, None, None, False, Config())
     said = capsys.readouterr()
-    assert "1 held-out pictures of the run's data" in said.err
+    assert "1 held-out picture of the run's data" in said.err
     assert code == 4
     assert "refused" in said.out
     assert "held-out loss" in said.out
@@ -113,6 +114,11 @@ def test_pictures_of_changed_data_do_not_count_as_held_out(
     assert "the run's data has changed" in said.err
     assert json.loads(said.out)["numbers"]["held_out"] is False
     validate_command(lora, None, pictures, True, Config())
+    said = capsys.readouterr()
+    assert json.loads(said.out)["numbers"]["held_out"] is False
+    assert re.search(r"on (\d+) pictures of .*, of which the run that the file lies in trained on \d+", said.err)
+    (lora.parent / "run.json").unlink()
+    validate_command(lora, base, pictures, True, Config())
     assert json.loads(capsys.readouterr().out)["numbers"]["held_out"] is True
 
 

@@ -83,7 +83,9 @@ def codes(report: LoraReport) -> set[str]:
 
 
 def test_a_trained_lora_has_learned(trained: Path, base: Path, samples: list[EncodedSample]) -> None:
-    report = check(trained, base, samples[4:])
+    told: list[tuple[int, int]] = []
+    report = check(trained, base, samples[4:], watch=lambda *share: told.append(share))
+    assert told == [(done + 1, len(told)) for done in range(len(told))]
     assert report.parts["integrity"] == 1.0
     assert report.parts["learning"] == 1.0
     assert report.score > 0.3

@@ -129,7 +129,40 @@ def test_a_lora_of_another_family_is_refused_before_the_base_is_loaded(
     foreign = LoraWeights({module: LoraPair(torch.ones(2, 9), torch.ones(9, 2), 2.0)})
     path, _ = write_lora(tmp_path, "other", foreign, facts(base_version="sdxl_base_v1-0"))
     assert main(["sample", str(path), "--model", str(base), "--prompt", "a"]) == 2
+    said = capsys.readouterr().err
+    assert "another kind of model: sdxl_base_v1-0; my-model is sd_v1" in said
+    assert "nowhere" not in said
+
+
+def test_a_lora_whose_header_names_another_family_is_refused_though_all_fits(
+    base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sample, "fresh_pipeline", lambda *_: pytest.fail("the base was loaded"))
+    unet = FAMILIES["sd15"].load_denoiser(base, torch.float32, torch.device("cpu"))
+    path, _ = write_lora(tmp_path, "other", random_lora(unet, size=0.2), facts(base_version="sdxl_base_v1-0"))
+    assert main(["sample", str(path), "--model", str(base), "--prompt", "a"]) == 2
     assert "another kind of model: sdxl_base_v1-0; my-model is sd_v1" in capsys.readouterr().err
+
+
+def test_what_does_not_fit_is_told_in_short(
+    base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pair = LoraPair(torch.ones(2, 9), torch.ones(9, 2), 2.0)
+    weights = LoraWeights({f"unet.down_blocks.{number}.attentions.7.proj_in": pair for number in range(8)})
+    path, _ = write_lora(tmp_path, "other", weights, facts())
+    assert main(["sample", str(path), "--model", str(base), "--prompt", "a"]) == 2
+    said = capsys.readouterr().err
+    assert "3 more keys do not fit" in said
+    assert said.count("another kind of model?") == 1
+
+
+def test_a_trigger_that_nothing_names_is_refused(
+    base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    unet = FAMILIES["sd15"].load_denoiser(base, torch.float32, torch.device("cpu"))
+    path, _ = write_lora(tmp_path, "plain", random_lora(unet), facts(trigger=None))
+    assert main(["sample", str(path), "--model", str(base), "--prompt", "a [trigger] cat"]) == 2
+    assert "--set captions.trigger=WORD" in capsys.readouterr().err
 
 
 def test_what_is_drawn_stays_when_it_is_interrupted(

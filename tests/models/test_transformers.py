@@ -102,7 +102,7 @@ def test_the_lora_sits_on_both_streams_and_learns(name):
     assert any("ff_context" in each for each in both)
     parameters = inject_lora(denoiser.requires_grad_(False), both, rank=2, alpha=2.0, dropout=0.0, seed=0)
     family.predict(denoiser, torch.randn(2, 16, 8, 8), torch.tensor([1, 2]), cond, torch.zeros(2, 6)).sum().backward()
-    assert all(parameter.grad is not None for parameter in parameters.values())
+    assert all(parameter.grad.any() for key, parameter in parameters.items() if "lora_B" in key)
 
 
 @pytest.mark.parametrize("name", SMALL)

@@ -245,3 +245,8 @@ def test_a_checkpoint_of_a_hub_and_an_autoencoder_for_a_hubs_model(
         for name, tensor in encoded(single.folder).items():
             assert torch.equal(encoded(whole.folder)[name], tensor)
         assert find_base(ModelSection(path="some/single/old/sd.safetensors"), offline=True).folder == single.folder
+
+
+def test_a_folder_too_high_names_the_model_in_it(folder: Path) -> None:
+    with pytest.raises(UsageError, match=f"Did you mean {folder}"):
+        found(folder.parent)
