@@ -127,10 +127,10 @@ def without_lora(pipeline: Any) -> Iterator[None]:
 def misfits(weights: LoraWeights, shapes: Mapping[str, tuple[int, ...]], family: Family, base: Path) -> list[Problem]:
     """What of a LoRA does not fit a base, module by module; before that, what base its header says it is for.
 
-    Of a LoRA that is another family's by its header only that, even where names and shapes fit.
+    Of a LoRA that is another family's by its names or its header only that, even where names and shapes fit.
     """
     made_for, own = weights.metadata.get("ss_base_model_version", ""), family.base_names(family.describe(base))[0]
-    if made_for and weights.family not in (None, family.name):
+    if weights.family not in (None, family.name):
         kinds = f"{made_for}; {base.name} is {own}" if made_for else f"{weights.family}; {base.name} is {family.name}"
         message = f"The LoRA was trained on another kind of model: {kinds}."
         return [Problem(message, "Name a model of its kind with --model.")]

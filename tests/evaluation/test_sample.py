@@ -17,6 +17,7 @@ from lora_trainer.evaluation.sheet import Group, Row, contact_sheet
 from lora_trainer.export.lora_file import write_lora
 from lora_trainer.export.weights import LoraPair, LoraWeights
 from lora_trainer.models import FAMILIES
+from lora_trainer.production.messages import readers
 from tests.export.tiny import facts, random_lora, tiny_pipeline, tiny_vae
 
 QUICK = ("--steps", "2", "--size", "64x48")
@@ -240,3 +241,8 @@ def test_a_recipe_keeps_the_autoencoder_and_unfinished_pictures_stay(
     assert kept.read_bytes() == b"of a grid that was killed"
     with Image.open(tmp_path / "out" / "cat_before_after-2_00_with.png") as picture:
         assert str(tmp_path) not in json.dumps(picture.text)  # type: ignore[attr-defined]
+
+
+def test_the_summary_names_the_programs_that_inspect_names(lora: Path) -> None:
+    assert readers(lora) == "ComfyUI, A1111, Forge"
+    assert readers(lora.with_name("cat.diffusers.safetensors")) == "ComfyUI"
