@@ -17,6 +17,7 @@ from lora_trainer.data.sample import Sample
 from lora_trainer.data.steps import StepArithmetic
 from lora_trainer.diffusion.timesteps import flow_times
 from lora_trainer.evaluation.report import caveat
+from lora_trainer.models.folder import read_config
 from lora_trainer.monitor.progress import duration
 from lora_trainer.production.inputs import Inputs, caption_rules, latent_bytes, own_architecture
 from lora_trainer.production.record import Record
@@ -31,7 +32,12 @@ CAPTIONS_SHOWN, TEXTS_SHOWN = 3, 2
 
 def model_lines(config: Config, inputs: Inputs) -> tuple[str, ...]:
     """What stands in for the model's own autoencoder, and the times that a flow is trained at."""
-    lines = [f"autoencoder: {config.model.vae}"] if config.model.vae is not None else []
+    lines = []
+    if config.model.vae is not None:
+        scale = read_config(inputs.facts.path, "vae/config.json").get("scaling_factor")
+        a_file = Path(config.model.vae).expanduser().is_file()
+        untold = f" (a file tells no scaling_factor: this model's {scale} is taken, so it must be of the same family)"
+        lines.append(f"autoencoder: {config.model.vae}{untold if a_file else ''}")
     own = inputs.family.make_process(inputs.facts.path)
     if own.prediction == "flow":
         facts, asked = inputs.facts, config.flow.shift

@@ -12,10 +12,13 @@ from lora_trainer.config.contradictions import from_user
 from lora_trainer.config.layers import Resolved
 from lora_trainer.config.schema import Config
 from lora_trainer.core.errors import UsageError
+from lora_trainer.core.findings import counted
 from lora_trainer.core.io import user_cache_folder
 from lora_trainer.data.captions import canonical, settled
+from lora_trainer.data.check.pictures import UPSCALE_LIMIT
 from lora_trainer.data.sample import Sample
 from lora_trainer.data.split import split_held_out
+from lora_trainer.data.views import plan_views
 from lora_trainer.models import FAMILIES
 from lora_trainer.models.family import PLAIN, Architecture, Family, ModelFacts, public_architecture
 from lora_trainer.models.folder import read_config
@@ -32,6 +35,7 @@ from lora_trainer.production.inputs import (
     list_data,
     read_architecture,
     read_model,
+    trained_framings,
     trained_resolution,
 )
 from lora_trainer.production.memory import (
@@ -175,7 +179,11 @@ def make_plan(
         steps=steps,
         disk_gib=(cached + run_bytes(config, demand.shapes, steps)) / GIB,
         phases=plan_phases(demand, fit, architecture.facts, config.cache.batch, family.text.without),
-        advice=(*uncounted(config), *advice(demand, fit, architecture)),
+        advice=(
+            *too_small(config, architecture.facts, (*train, *held_out)),
+            *uncounted(config),
+            *advice(demand, fit, architecture),
+        ),
         computed=computed_in(config, fit.precision),
         attention=config.memory.attention,
         tracing=partial(tracing_gauge, family, architecture, config) if every_setting else None,
@@ -304,6 +312,19 @@ def planned_data(config: Config) -> Data:
     train, held_out = split_held_out(manifest.samples, config.data.held_out, config.data.held_out_seed)
     rules = caption_rules(config)
     return settled(train, rules), tuple(map(canonical, settled(held_out, rules)))
+
+
+def too_small(config: Config, facts: ModelFacts, samples: tuple[Sample, ...]) -> list[str]:
+    """Pictures that a run would refuse, by their sizes alone."""
+    if config.data.allow_upscale or not samples:
+        return []
+    fits = plan_views(samples, trained_framings(config, facts)).fits
+    factors = [fit.scale_from(each.width, each.height) for each, fit in zip(samples, fits, strict=True)]
+    small = [factor for factor in factors if factor > UPSCALE_LIMIT]
+    if not small:
+        return []
+    told = f"{len(small)} of {counted(len(samples), 'picture')} would be enlarged up to {max(small):.1f} times"
+    return [f"{told}: train refuses them. Set data.resolution lower, or data.allow_upscale=true."]
 
 
 def planned_steps(config: Config, samples: tuple[Sample, ...], fit: Fit) -> int | None:

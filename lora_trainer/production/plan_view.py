@@ -13,6 +13,7 @@ from lora_trainer.production.printed import show
 WIDTH = 40  # characters of a bar that fills the card
 COLOURS = {"weights": "blue", "adapter": "cyan", "optimizer": "magenta", "activations": "green", "overhead": "yellow"}
 NO_DATA = "unknown without --data, where train takes its built-in data set"
+PUBLISHED = "cache, validate, draw: this model's weights, with what published models of its family hold beside them"
 FULL, EIGHTHS = "█", ("", "▏", "▎", "▍", "▌", "▋", "▊", "▉")
 
 
@@ -98,6 +99,7 @@ def lines(plan: Plan) -> list[str]:
         f"streamed {fit.streamed} of {fit.streamable} blocks: {fit.reasons[3]}{hosted}",
         *least,
         *(f"{name}: {phase.peak_gib:.2f} GiB, {phase.placement}" for name, phase in plan.phases.items()),
+        *([PUBLISHED] if demand.gauge.traced else []),
         f"disk: {plan.disk_gib:.2f} GiB for caches, checkpoints and the LoRA",
     ]
 

@@ -162,6 +162,9 @@ def test_another_autoencoder_is_trained_and_drawn_with_and_made_anew(
     shutil.rmtree(laid_out_models())
     assert bench.run("vae", "--resume", steps=4, model__vae=tmp_path / "vae", **settings) == 0
     assert bench.run("file", steps=3, model__vae=file, **settings) == 0
+    told = {name: record(bench.folder(name))["choices"] for name in ("vae", "file")}
+    assert f"autoencoder: {tmp_path / 'vae'}" in told["vae"]
+    assert any(line.startswith(f"autoencoder: {file} (a file tells no scaling_factor") for line in told["file"])
     assert losses(bench.folder("file")) == losses(bench.folder("vae"))[:3]
     assert bench.run("vae", "--resume", steps=5, **settings) == 2  # it began with another autoencoder
 

@@ -42,6 +42,16 @@ def test_a_model_of_ones_own_is_traced_once_and_remembered(bench: Bench, capsys,
     assert json.loads(capsys.readouterr().out) == first
 
 
+def test_pictures_that_train_would_refuse_are_noted(bench: Bench, capsys):
+    from lora_trainer.cli.main import main
+
+    for settings, told in (({}, False), ({"data__resolution": 512}, True)):
+        assert main(bench.arguments("planned", command="plan", **settings)) == 0
+        said = capsys.readouterr().out
+        assert ("10 of 10 pictures would be enlarged" in said) == told
+        assert "with what published models of its family hold" in said
+
+
 def test_settings_are_traced_only_where_asked_for(bench: Bench, capsys, monkeypatch):
     """Each costs seconds of a large model: a plan of one takes no more traces than its choice needs."""
     from lora_trainer.training.memory import gauge
