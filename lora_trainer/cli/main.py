@@ -206,7 +206,10 @@ def _cache(arguments: argparse.Namespace, unknown: list[Problem]) -> int:
 def _add_validate_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("lora", metavar="LORA", help="the LoRA file, in either format")
     parser.add_argument(
-        "--model", dest="model.path", metavar="MODEL", help="the base model, as for train; the built-in one without it"
+        "--model",
+        dest="model.path",
+        metavar="MODEL",
+        help="the base model, as for train; without it that of the run beside the file, else the built-in one",
     )
     parser.add_argument("--data", dest="held_out", metavar="DIR", help="pictures that the LoRA was not trained on")
     parser.add_argument("--json", action="store_true", help="one JSON document on stdout")

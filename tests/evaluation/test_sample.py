@@ -246,3 +246,13 @@ def test_a_recipe_keeps_the_autoencoder_and_unfinished_pictures_stay(
 def test_the_summary_names_the_programs_that_inspect_names(lora: Path) -> None:
     assert readers(lora) == "ComfyUI, A1111, Forge"
     assert readers(lora.with_name("cat.diffusers.safetensors")) == "ComfyUI"
+
+
+def test_without_a_model_that_of_the_run_beside_the_file_is_taken(
+    base: Path, lora: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "cat.safetensors"
+    path.write_bytes(lora.read_bytes())
+    write_json(tmp_path / "run.json", {"config": {"model": {"path": str(base)}}, "data_hash": ""})
+    assert main(["sample", str(path), "--prompt", "a", *QUICK]) == 0
+    assert f"base model: {base}" in capsys.readouterr().err
