@@ -57,7 +57,7 @@ def caption_command(arguments: argparse.Namespace, unknown: list[Problem]) -> in
     from rich.progress import Progress
 
     from lora_trainer.models.captioner import load_captioner
-    from lora_trainer.production.base import go_offline
+    from lora_trainer.production.bases.base import go_offline
     from lora_trainer.production.captioning import caption_pictures, find_wanted
 
     if arguments.offline:

@@ -35,7 +35,7 @@ def plan_command(arguments: argparse.Namespace, unknown: list[Problem]) -> int:
     presets, user = layers_from(arguments, problems)
     model = settle(presets, user, problems).config.model
     if arguments.all:
-        from lora_trainer.production.plan_table import plans_page
+        from lora_trainer.production.plans.table import plans_page
 
         sys.stdout.write(plans_page())
         return DONE
@@ -45,7 +45,7 @@ def plan_command(arguments: argparse.Namespace, unknown: list[Problem]) -> int:
     resolved = settled(presets, user, [], builtin_if_none=model.family is None)
     if explained(arguments, resolved):
         return DONE
-    from lora_trainer.production.plan import make_plan
+    from lora_trainer.production.plans.plan import make_plan
 
     card = card_if_auto(arguments)
     plan = make_plan(resolved, card_gib=card, every_setting=arguments.settings, here=card is not None)
@@ -53,7 +53,7 @@ def plan_command(arguments: argparse.Namespace, unknown: list[Problem]) -> int:
         sys.stdout.write(json.dumps(plan.to_json(), indent=2) + "\n")
     else:
         from lora_trainer.monitor.console import Console
-        from lora_trainer.production.plan_view import show_plan
+        from lora_trainer.production.plans.view import show_plan
 
         show_plan(plan, Console(highlight=False))
     return WRONG_USAGE if plan.fits is False else DONE

@@ -14,7 +14,7 @@ from lora_trainer.config.schema import Config
 from lora_trainer.core.errors import DONE, Problem, UsageError
 from lora_trainer.core.findings import printable_lines
 from lora_trainer.data.captions import TRIGGER
-from lora_trainer.production.base import told
+from lora_trainer.production.bases.base import told
 from lora_trainer.production.counting import DRAWN, counting
 from lora_trainer.production.drawing import BUILT_IN, drawing_of, filled, parts_of, rows_for, triggers
 from lora_trainer.production.inputs import read_model

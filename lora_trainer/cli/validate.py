@@ -20,7 +20,7 @@ from lora_trainer.data.sample import Sample
 from lora_trainer.data.views import BucketPlan, plan_plain
 from lora_trainer.evaluation.report import LoraReport, caveat
 from lora_trainer.monitor.console import Console
-from lora_trainer.production.base import is_builtin, told
+from lora_trainer.production.bases.base import is_builtin, told
 from lora_trainer.production.counting import JUDGED, counting
 from lora_trainer.production.inputs import data_in_use, read_inputs, read_model, trained_framings
 from lora_trainer.production.reading import Run, read_as_trained, run_beside

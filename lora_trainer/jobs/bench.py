@@ -39,7 +39,7 @@ from lora_trainer.jobs.versus import ABOUT as VERSUS_ABOUT
 from lora_trainer.jobs.versus import VERSUS_COLUMNS, NotRun, rows_versus
 from lora_trainer.models.lora import ADAPTER
 from lora_trainer.models.memory.ledger import Sizes
-from lora_trainer.production.plan import gauge_of
+from lora_trainer.production.plans.plan import gauge_of
 from lora_trainer.training.micro import Micro
 from lora_trainer.training.processes import join_processes
 

@@ -11,7 +11,7 @@ from lora_trainer.config.layers import Layer, Resolved
 from lora_trainer.config.toml import EMPTY, read_toml
 from lora_trainer.core.errors import Problem, UsageError
 from lora_trainer.data.pictures.images import PICTURE_ENDINGS
-from lora_trainer.production.base import as_hub_model
+from lora_trainer.production.bases.base import as_hub_model
 from lora_trainer.production.settings import settle
 
 SETTINGS_FILE = "lora.toml"

@@ -27,7 +27,7 @@ from lora_trainer.production.memory import (
     refuse_what_does_not_fit,
     usable_gib,
 )
-from lora_trainer.production.plan import make_demand, storable_here
+from lora_trainer.production.plans.plan import make_demand, storable_here
 from lora_trainer.training.layout import NARROW, Layout
 
 # What is computed in, where a card has bf16 units; weights in fewer bits are widened for it.

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from lora_trainer.config.layers import DEFAULT, flattened
 from lora_trainer.config.toml import shown
-from lora_trainer.production.base import told
+from lora_trainer.production.bases.base import told
 from lora_trainer.production.caching import cache_folder, plan_caches
 from lora_trainer.production.choices import card_gib, choose
 from lora_trainer.production.inputs import Inputs, arithmetic, own_architecture
 from lora_trainer.production.messages import model_lines, show_captions, show_views
 from lora_trainer.production.order import Order
-from lora_trainer.production.plan import Plan, make_plan
-from lora_trainer.production.plan_view import show_plan as show_memory
+from lora_trainer.production.plans.plan import Plan, make_plan
+from lora_trainer.production.plans.view import show_plan as show_memory
 from lora_trainer.production.room import Room, room_for
 from lora_trainer.training.checkpoints.checkpoint import list_checkpoints, step_of
 from lora_trainer.training.processes import join_processes

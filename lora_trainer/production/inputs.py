@@ -26,7 +26,7 @@ from lora_trainer.data.views import BucketPlan, Framing, View, framings_of, note
 from lora_trainer.models import FAMILIES
 from lora_trainer.models.family import USUAL_FAMILY, Architecture, Family, ModelFacts
 from lora_trainer.models.folder import detect_family, read_config, without_weights
-from lora_trainer.production.base import absolute, find_base, on_stderr
+from lora_trainer.production.bases.base import absolute, find_base, on_stderr
 from lora_trainer.production.counting import counting
 from lora_trainer.production.reading import reading
 

@@ -14,7 +14,7 @@ from lora_trainer.core.errors import Problem, UsageError
 from lora_trainer.core.io import read_json
 from lora_trainer.export.keys import OWN_VERSION, T5_TOKENS, WITHOUT
 from lora_trainer.models.family import Family, TextOptions
-from lora_trainer.production.base import on_stderr
+from lora_trainer.production.bases.base import on_stderr
 
 READING = ("clip_skip", "max_tokens", "t5_tokens")  # what of [text] says how captions are read
 

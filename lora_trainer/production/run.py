@@ -36,7 +36,7 @@ from lora_trainer.core.launch import is_main_process
 from lora_trainer.models import FAMILIES
 from lora_trainer.models.family import Family
 from lora_trainer.monitor.progress import Progress, Watch, unwatched
-from lora_trainer.production.base import named_absolutely, on_stderr, silent
+from lora_trainer.production.bases.base import named_absolutely, on_stderr, silent
 from lora_trainer.production.differences import differences, told_differences
 from lora_trainer.production.folder import (
     LOCK,

@@ -17,7 +17,7 @@ from lora_trainer.core.errors import Problem, UsageError
 from lora_trainer.models.attention.packages import lacking
 from lora_trainer.models.family import USUAL_FAMILY
 from lora_trainer.models.folder import detect_family
-from lora_trainer.production import base as bases
+from lora_trainer.production.bases import base as bases
 
 
 def settle(

@@ -19,10 +19,10 @@ from lora_trainer.core.hardware import cuda_memory_gib
 from lora_trainer.core.quiet import quieten_libraries
 from lora_trainer.data.check import DataReport
 from lora_trainer.monitor.progress import Watch, unwatched
-from lora_trainer.production.base import on_stderr, silent
+from lora_trainer.production.bases.base import on_stderr, silent
 from lora_trainer.production.inputs import read_architecture, read_data, read_model
 from lora_trainer.production.order import plain_console, run_folder
-from lora_trainer.production.plan import Plan, make_plan
+from lora_trainer.production.plans.plan import Plan, make_plan
 from lora_trainer.production.run import RunResult, train
 from lora_trainer.production.settings import go_offline, settle
 

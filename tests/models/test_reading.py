@@ -16,7 +16,7 @@ from lora_trainer.models.family import Encoders, TextOptions, public_architectur
 from lora_trainer.models.unet import load_tokenizer
 from lora_trainer.models.weighting import read_tokens
 from lora_trainer.production.inputs import read_model
-from lora_trainer.production.plan import gauge_of
+from lora_trainer.production.plans.plan import gauge_of
 from tests.export.tiny import text_config, tiny_pipeline
 
 CPU = torch.device("cpu")

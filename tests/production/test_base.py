@@ -18,8 +18,8 @@ from lora_trainer.models.folder import detect_family, places_of_weights
 from lora_trainer.models.places import laid_out_models
 from lora_trainer.models.single import tokenizers
 from lora_trainer.models.single.recognise import recognise
-from lora_trainer.production.base import absolute, find_base
-from lora_trainer.production.hub_header import stand_in
+from lora_trainer.production.bases.base import absolute, find_base
+from lora_trainer.production.bases.hub_header import stand_in
 from tests.models.single.originals import unet_checkpoint, write
 from tests.models.single.tiny import tiny_pipeline
 from tests.production.local_hub import COMMIT, local_hub

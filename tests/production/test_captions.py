@@ -15,7 +15,7 @@ from lora_trainer.data.sample import Sample
 from lora_trainer.production.drawing import sample_prompts, triggers
 from lora_trainer.production.inputs import Inputs, read_inputs
 from lora_trainer.production.messages import caption_told, show_captions
-from lora_trainer.production.plan import planned_data
+from lora_trainer.production.plans.plan import planned_data
 from tests.recipes.recipe import draw_pictures
 
 

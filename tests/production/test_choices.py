@@ -18,7 +18,7 @@ from lora_trainer.models.storage import four_bits
 from lora_trainer.production import choices
 from lora_trainer.production.choices import Choices, choose
 from lora_trainer.production.memory import CONTEXT_GIB, GIB, LARGEST_SHARE, usable_gib
-from lora_trainer.production.plan import make_plan
+from lora_trainer.production.plans.plan import make_plan
 
 
 @pytest.fixture

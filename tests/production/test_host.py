@@ -13,8 +13,8 @@ from lora_trainer.models.family import public_architecture
 from lora_trainer.production import choices
 from lora_trainer.production.choices import Choices, choose
 from lora_trainer.production.memory import GIB
-from lora_trainer.production.plan import make_plan
-from lora_trainer.production.plan_view import lines
+from lora_trainer.production.plans.plan import make_plan
+from lora_trainer.production.plans.view import lines
 
 SET = {"model": {"family": "flux"}, "memory": {"base_precision": "bf16"}}
 RESOLVED = resolve([*preset_layers(["6gb"]).layers, Layer("--set", SET)])

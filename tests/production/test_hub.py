@@ -13,9 +13,9 @@ from lora_trainer.cli.main import main
 from lora_trainer.config.schema.inputs import ModelSection
 from lora_trainer.core.errors import UsageError
 from lora_trainer.models.weight_files import weights_of
-from lora_trainer.production import hub as hub_module
-from lora_trainer.production.base import Base, find_base
-from lora_trainer.production.hub_files import choose_files
+from lora_trainer.production.bases import hub as hub_module
+from lora_trainer.production.bases.base import Base, find_base
+from lora_trainer.production.bases.hub_files import choose_files
 from tests.production.local_hub import COMMIT, LocalHub, local_hub
 
 NAME = "some/model"

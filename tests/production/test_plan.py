@@ -28,9 +28,9 @@ from lora_trainer.production.memory import (
     refuse_what_does_not_fit,
     ways,
 )
-from lora_trainer.production.plan import Plan, computed_in, make_plan
-from lora_trainer.production.plan_table import every_plan, plans_page
-from lora_trainer.production.plan_view import duration
+from lora_trainer.production.plans.plan import Plan, computed_in, make_plan
+from lora_trainer.production.plans.table import every_plan, plans_page
+from lora_trainer.production.plans.view import duration
 from lora_trainer.production.settings import settle
 
 PARTS = ("weights_gib", "adapter_gib", "optimizer_gib", "activations_gib", "overhead_gib")

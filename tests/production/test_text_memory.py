@@ -16,7 +16,7 @@ from lora_trainer.models.memory.texts import TextSizes
 from lora_trainer.models.unet import CLIP_TARGETS
 from lora_trainer.production.find_micro import Kept
 from lora_trainer.production.memory import parts_of
-from lora_trainer.production.plan import architecture_of, make_demand, make_plan
+from lora_trainer.production.plans.plan import architecture_of, make_demand, make_plan
 from lora_trainer.production.settings import settle
 from lora_trainer.training.texts import checkpoint_layers
 

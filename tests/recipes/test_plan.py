@@ -17,7 +17,7 @@ from lora_trainer.models import FAMILIES
 from lora_trainer.models.family import public_architecture
 from lora_trainer.production.choices import Choice, planned_choices
 from lora_trainer.production.disk import CHECKPOINT_HEAD, NAMED, STATE_OF, cache_bytes, run_bytes
-from lora_trainer.production.plan import architecture_of, make_demand, make_plan, planned_data
+from lora_trainer.production.plans.plan import architecture_of, make_demand, make_plan, planned_data
 from lora_trainer.production.settings import settle
 from tests.recipes.recipe import Bench, exported, losses, record
 

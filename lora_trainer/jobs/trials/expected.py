@@ -13,7 +13,7 @@ from lora_trainer.models.family import Architecture, Family
 from lora_trainer.models.memory.checkpointing import checkpointed_blocks
 from lora_trainer.models.memory.streaming import streamed_count
 from lora_trainer.production.memory import CONTEXT_GIB, FRAGMENTATION, GIB, Demand, Parts, parts_of
-from lora_trainer.production.plan import architecture_of, make_demand
+from lora_trainer.production.plans.plan import architecture_of, make_demand
 from lora_trainer.training.micro import Micro
 
 

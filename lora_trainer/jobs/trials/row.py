@@ -24,7 +24,7 @@ from lora_trainer.jobs.usual import USUAL, add_usual_adapter, use_adapter, usual
 from lora_trainer.models.memory.checkpointing import checkpointable_blocks, checkpointed_blocks
 from lora_trainer.models.memory.streaming import streamable_blocks
 from lora_trainer.production.memory import GIB, choose_fit, refuse_what_does_not_fit, usable_gib
-from lora_trainer.production.plan import make_demand
+from lora_trainer.production.plans.plan import make_demand
 from lora_trainer.production.settings import settle
 from lora_trainer.training.micro import Micro
 

@@ -50,8 +50,8 @@ from lora_trainer.production.memory import (
     too_large,
     what_would_fit,
 )
-from lora_trainer.production.plan_phases import PhasePlan, other_peaks, plan_phases
-from lora_trainer.production.plan_settings import Bought, what_settings_buy
+from lora_trainer.production.plans.phases import PhasePlan, other_peaks, plan_phases
+from lora_trainer.production.plans.settings import Bought, what_settings_buy
 from lora_trainer.production.reading import reading
 from lora_trainer.training.memory.gauge import traced_gauge
 

@@ -21,7 +21,7 @@ from lora_trainer.core.bounded import TextError, read_json_object
 from lora_trainer.core.digests import remembered_sha256
 from lora_trainer.core.disk import FULL, free_bytes, size_words
 from lora_trainer.core.errors import Problem, UsageError, first_line
-from lora_trainer.production.hub_files import (
+from lora_trainer.production.bases.hub_files import (
     INDEX,
     MOST_SMALL_BYTES,
     PICKLES,
@@ -184,7 +184,7 @@ def _fetched(model: HubModel, *, weights: bool, without_t5: bool, say: Say) -> S
 
 def _header_alone(model: HubModel, commit: str, size: int, say: Say) -> Path:
     """A folder with a file in the checkpoint's place that has its header alone."""
-    from lora_trainer.production.hub_header import read_range, stand_in
+    from lora_trainer.production.bases.hub_header import read_range, stand_in
 
     say(f"reading the header of {model} at {commit[:12]} from the hub: the file has {size_words(size)}")
     about, headers = _asked_of(model, commit, str(model.file), size)
@@ -273,7 +273,7 @@ def _fetch(model: HubModel, commit: str, name: str, size: int, say: Say) -> None
 def _asked_of(model: HubModel, commit: str, name: str, size: int) -> tuple[Any, dict[str, str]]:
     """Where a file of the listing lies, and how to ask for it. Raises UsageError where the hub says otherwise now."""
     from huggingface_hub import get_hf_file_metadata, hf_hub_url
-    from huggingface_hub.utils._headers import build_hf_headers
+    from huggingface_hub.utils import build_hf_headers
 
     url = hf_hub_url(model.name, name, revision=commit)
     about = get_hf_file_metadata(url, timeout=WAIT)

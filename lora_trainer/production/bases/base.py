@@ -26,7 +26,7 @@ from lora_trainer.models import FAMILIES
 from lora_trainer.models.folder import EXPECTED, detect_family, read_config
 
 if TYPE_CHECKING:  # read when a base asks for them: every command begins with this file
-    from lora_trainer.production.hub import HubModel
+    from lora_trainer.production.bases.hub import HubModel
 
 HUB_ID = re.compile(r"(?P<name>[A-Za-z0-9][\w.-]{0,95}/[\w.-]{1,96})(?:/(?P<file>[^\\]+\.safetensors))?", re.ASCII)
 FILES = (".safetensors", ".ckpt", ".pt", ".pth", ".bin", ".gguf")
@@ -108,7 +108,7 @@ def _named(model: ModelSection, *, offline: bool, weights: bool, origin: str, sa
     if model.path is None:
         return Base(BASE_FOLDER, BASE_FOLDER.name)
     if (asked := as_hub_model(model.path, model.revision)) is not None:
-        from lora_trainer.production.hub import find_snapshot
+        from lora_trainer.production.bases.hub import find_snapshot
 
         found = find_snapshot(asked, weights=weights, without_t5=model.without_t5, offline=offline, say=say)
         folder = found.folder / asked.file if asked.file is not None else found.folder
@@ -194,7 +194,7 @@ def as_hub_model(text: str, revision: str | None = None) -> HubModel | None:
         return None
     if found["file"] is None and text.endswith(FILES):
         return None
-    from lora_trainer.production.hub import HubModel
+    from lora_trainer.production.bases.hub import HubModel
 
     return HubModel(found["name"], revision, found["file"])
 

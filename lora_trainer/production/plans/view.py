@@ -7,7 +7,7 @@ from rich.table import Table
 from rich.text import Text
 
 from lora_trainer.production.memory import LARGEST_SHARE
-from lora_trainer.production.plan import Plan
+from lora_trainer.production.plans.plan import Plan
 from lora_trainer.production.printed import show
 
 WIDTH = 40  # characters of a bar that fills the card

@@ -1,0 +1,1 @@
+"""What `--model` names becomes a folder in diffusers' layout."""

@@ -1,0 +1,1 @@
+"""Memory, disk, steps and time, predicted."""
