@@ -273,7 +273,7 @@ def _fetch(model: HubModel, commit: str, name: str, size: int, say: Say) -> None
 def _asked_of(model: HubModel, commit: str, name: str, size: int) -> tuple[Any, dict[str, str]]:
     """Where a file of the listing lies, and how to ask for it. Raises UsageError where the hub says otherwise now."""
     from huggingface_hub import get_hf_file_metadata, hf_hub_url
-    from huggingface_hub.utils import build_hf_headers
+    from huggingface_hub.utils._headers import build_hf_headers
 
     url = hf_hub_url(model.name, name, revision=commit)
     about = get_hf_file_metadata(url, timeout=WAIT)

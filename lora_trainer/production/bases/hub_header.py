@@ -53,7 +53,7 @@ def read_range(url: str, headers: Mapping[str, str], begin: int, end: int) -> by
 
     Raises UsageError for an answer that is too short, and where too much would be thrown away.
     """
-    from huggingface_hub.utils import hf_raise_for_status, http_stream_backoff
+    from huggingface_hub.utils._http import hf_raise_for_status, http_stream_backoff
 
     asked = {**headers, "Range": f"bytes={begin}-{end - 1}", "Accept-Encoding": "identity"}
     found = bytearray()
