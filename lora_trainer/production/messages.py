@@ -15,7 +15,6 @@ from lora_trainer.core.findings import counted, printable
 from lora_trainer.data.captions import most_choices
 from lora_trainer.data.sample import Sample
 from lora_trainer.data.steps import StepArithmetic
-from lora_trainer.diffusion.timesteps import flow_times
 from lora_trainer.evaluation.report import caveat
 from lora_trainer.models.folder import read_config
 from lora_trainer.monitor.progress import duration
@@ -44,6 +43,8 @@ def model_lines(config: Config, inputs: Inputs) -> tuple[str, ...]:
         side = inputs.resolution // facts.downscale
         size = f" at {inputs.resolution} px"
         whence = {"model": "the model's own", "resolution": "by resolution"}.get(str(asked), "flow.shift")
+        from lora_trainer.diffusion.timesteps import flow_times
+
         times = flow_times(config.flow, own.times.shift)
         lines.append(f"times: {times.told((side, side))}{size if times.shift.by_size else ''} ({whence})")
     return tuple(lines)

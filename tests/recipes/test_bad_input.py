@@ -155,7 +155,7 @@ def test_a_truncated_lora_is_refused_before_its_model_is_read(finished, tmp_path
     half.write_bytes(whole.read_bytes()[:-100])
     assert main(["validate", str(half), "--model", str(finished.model)]) == 2
     said = said_plainly(capsys)
-    assert "half.safetensors holds" in said
+    assert "half.safetensors is cut off" in said
     assert "base model" not in said
 
 
