@@ -39,13 +39,16 @@ GIB = 2**30
 SDXL_DENOISER = 2_567_463_684 * 2  # bytes in bf16
 
 
+KNOWN_AS = {"sd15": "sd_v1", "sdxl": "sdxl_base_v1-0"}
+
+
 @pytest.fixture(scope="module", params=["sd15", "sdxl"])
 def subject(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path, Path]:
     """A family, a base of it and a LoRA for that."""
     folder = tmp_path_factory.mktemp(request.param)
     tiny_pipeline(folder / "tokenizer", request.param).save_pretrained(folder / "base")
     denoiser = FAMILIES[request.param].load_denoiser(folder / "base", torch.float32, CPU)
-    lora, _ = write_lora(folder, "lora", random_lora(denoiser), facts())
+    lora, _ = write_lora(folder, "lora", random_lora(denoiser), facts(base_version=KNOWN_AS[request.param]))
     return request.param, folder / "base", lora
 
 
