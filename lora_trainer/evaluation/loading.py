@@ -72,6 +72,10 @@ def _loaded(pipeline: Any, lora: Any, **named: Any) -> list[str]:
             pipeline.load_lora_weights(lora, **named)
         except (ValueError, LookupError, AssertionError) as error:  # what diffusers makes of names it does not know
             return [" ".join(f"{type(error).__name__}: {error}".split())]
+    return _complaints(said)
+
+
+def _complaints(said: Sequence[str]) -> list[str]:
     return [line for line in said if any(complaint in line for complaint in COMPLAINTS)]
 
 
@@ -82,7 +86,7 @@ def put_on(pipeline: Any, weights: LoraWeights) -> list[str]:
     """
     with heard() as said:
         pipeline.load_lora_weights(dict(diffusers_tensors(folded(weights, torch.float32))))
-    return [line for line in said if any(complaint in line for complaint in COMPLAINTS)]
+    return _complaints(said)
 
 
 def judged(pipeline: Any, family: Family, lora: Path, weights: LoraWeights) -> list[str]:

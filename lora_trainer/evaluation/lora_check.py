@@ -91,9 +91,9 @@ def check_lora(
     Raises UsageError when the file is no LoRA that can be read at all.
     """
     device = device or torch.device("cpu")
-    if refused := refused_unloaded(lora, base, family, gate):
-        return refused
     weights, findings = read_lora_with_words(lora), list[Finding]()
+    if refused := refused_unloaded(weights, base, family, gate):
+        return refused
     encoding = device if usable != 0 else torch.device("cpu")
     facts = family.describe(base)
     neutral = _encoded_prompts(facts, family, prompts, dtype, encoding, usable or None, device)
@@ -129,12 +129,11 @@ def check_lora(
     return judge(drifted, learned, health, held_out=held_out, gate=gate, samples=len(samples))
 
 
-def refused_unloaded(lora: Path, base: Path, family: Family, gate: float = GATE) -> LoraReport | None:
+def refused_unloaded(weights: LoraWeights, base: Path, family: Family, gate: float = GATE) -> LoraReport | None:
     """The report on a LoRA whose numbers, names or shapes refuse it, before anything of the base is loaded.
 
-    None for any other. Raises UsageError when the file is no LoRA that can be read at all.
+    None for any other.
     """
-    weights = read_lora_with_words(lora)
     if not_finite := weights.not_finite():
         return _report({"integrity": 0.0}, [_not_finite(not_finite, len(weights.modules))], {}, gate)
     if problems := misfits_by_config(weights, family, base):

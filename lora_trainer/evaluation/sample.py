@@ -104,8 +104,8 @@ def compare(
         "dtype": str(dtype).removeprefix("torch."),
         "device": device.type,
         "at_once": at_once,
+        "tiled": placed.tiled,
     }
-    used |= {"tiled": placed.tiled}
     place = device if placed.in_turn else None
     try:
         _draw_columns(pipeline, family, weights, rows, drawing, where, used, place, progress)

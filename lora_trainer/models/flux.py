@@ -18,7 +18,7 @@ from lora_trainer.models.encoders import encoders_from
 from lora_trainer.models.family import PLAIN, Caption, Family, Manner, ModelFacts, TextOptions, TextParts
 from lora_trainer.models.flow_schedule import make_process, make_scheduler
 from lora_trainer.models.folder import fingerprint, read_config
-from lora_trainer.models.frozen import load_denoiser, load_frozen
+from lora_trainer.models.frozen import load_frozen
 from lora_trainer.models.t5 import load_t5, load_t5_tokenizer, read_t5_tokens
 from lora_trainer.models.transformer import PATCH, STREAMS, refuse_widths, transformer_config, transformer_facts
 from lora_trainer.models.unet import CLIP_TARGETS, load_tokenizer
@@ -172,7 +172,7 @@ def load_transformer(folder: Path, dtype: torch.dtype, device: torch.device, nar
     """The transformer, frozen, on the device."""
     from diffusers import FluxTransformer2DModel
 
-    return cast("nn.Module", load_denoiser(FluxTransformer2DModel, folder / "transformer", dtype, device, narrow))
+    return cast("nn.Module", load_frozen(FluxTransformer2DModel, folder / "transformer", dtype, device, narrow))
 
 
 def predict(denoiser: nn.Module, noisy: Tensor, t: Tensor, cond: Mapping[str, Tensor], sizes: Tensor) -> Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from pathlib import Path
@@ -66,6 +66,17 @@ def _entries(config: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
             waiting.extend(value.items())
         elif isinstance(value, list):
             waiting.extend((key, each) for each in value)
+
+
+def named_parts(folder: Path, names: Sequence[str]) -> tuple[str, ...]:
+    """Those of the parts that model_index.json does not say are left out (`null`, or `[null, null]`)."""
+    index = read_config(folder, "model_index.json")
+    return tuple(name for name in names if index.get(name) not in (None, [None, None]))
+
+
+def tokenizer_of(text_encoder: str) -> str:
+    """`tokenizer_2` for `text_encoder_2`."""
+    return text_encoder.replace("text_encoder", "tokenizer")
 
 
 def whole_number(path: Path, config: Mapping[str, Any], key: str, least: int, most: int) -> int:

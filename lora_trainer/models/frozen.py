@@ -62,9 +62,6 @@ def load_frozen(
     return model.eval().requires_grad_(False)
 
 
-load_denoiser = load_frozen
-
-
 def _as_named(model: nn.Module, places: Mapping[str, Place]) -> dict[str, Place]:
     """The places by the names that this version of its library has for the model's weights."""
     found = dict(places)

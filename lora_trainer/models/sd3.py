@@ -16,17 +16,16 @@ from lora_trainer.models.clip import LAST_BUT_ONE, ask_clip, check_clip
 from lora_trainer.models.encoders import encoders_from
 from lora_trainer.models.family import PLAIN, Caption, Family, Manner, ModelFacts, TextOptions, TextParts
 from lora_trainer.models.flow_schedule import make_process, make_scheduler
-from lora_trainer.models.folder import fingerprint, read_config, whole_number
-from lora_trainer.models.frozen import load_denoiser, load_frozen
+from lora_trainer.models.folder import fingerprint, named_parts, read_config, tokenizer_of, whole_number
+from lora_trainer.models.frozen import load_frozen
 from lora_trainer.models.t5 import load_t5, load_t5_tokenizer, read_t5_tokens
 from lora_trainer.models.transformer import (
     STREAMS,
-    named_parts,
     refuse_widths,
     transformer_config,
     transformer_facts,
 )
-from lora_trainer.models.unet import CLIP_TARGETS, CLIP_TOKENS, load_tokenizer, tokenizer_of
+from lora_trainer.models.unet import CLIP_TARGETS, CLIP_TOKENS, load_tokenizer
 
 if TYPE_CHECKING:
     import torch
@@ -200,7 +199,7 @@ def load_transformer(folder: Path, dtype: torch.dtype, device: torch.device, nar
     from diffusers import SD3Transformer2DModel
 
     return cast(
-        "nn.Module", load_denoiser(SD3Transformer2DModel, folder / "transformer", dtype, device, narrow, crop_positions)
+        "nn.Module", load_frozen(SD3Transformer2DModel, folder / "transformer", dtype, device, narrow, crop_positions)
     )
 
 

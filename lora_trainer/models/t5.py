@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lora_trainer.core.errors import Problem, UsageError
+from lora_trainer.models.folder import tokenizer_of
 from lora_trainer.models.frozen import load_frozen, load_words
-from lora_trainer.models.unet import tokenizer_of
 from lora_trainer.models.weighting import Tokens, words_of
 
 if TYPE_CHECKING:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -72,9 +72,3 @@ def refuse_widths(folder: Path, what: str, asked: object, given: object) -> None
     if asked != given:
         message = f"{folder}: the transformer takes {what} {asked} wide, the text encoders give {given}."
         raise UsageError(Problem(message, "Use the text encoders that the model came with."))
-
-
-def named_parts(folder: Path, names: Sequence[str]) -> tuple[str, ...]:
-    """Those of the parts that model_index.json does not say are left out (`null`, or `[null, null]`)."""
-    index: Mapping[str, Any] = read_config(folder, "model_index.json")
-    return tuple(name for name in names if index.get(name) not in (None, [None, None]))

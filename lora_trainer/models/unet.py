@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any, cast
 from lora_trainer.core.errors import Problem, UsageError
 from lora_trainer.models.autoencoder import levels, vae_facts
 from lora_trainer.models.family import ModelFacts
-from lora_trainer.models.folder import check_components, read_config, whole_number
-from lora_trainer.models.frozen import load_denoiser, load_words
+from lora_trainer.models.folder import check_components, read_config, tokenizer_of, whole_number
+from lora_trainer.models.frozen import load_frozen, load_words
 from lora_trainer.models.noise_schedule import read_noise_schedule
 
 if TYPE_CHECKING:
@@ -57,11 +57,6 @@ def unet_facts(folder: Path, family: str, text_encoders: Sequence[str] = ("text_
     )
 
 
-def tokenizer_of(text_encoder: str) -> str:
-    """`tokenizer_2` for `text_encoder_2`."""
-    return text_encoder.replace("text_encoder", "tokenizer")
-
-
 def caption_tokens(folder: Path, text_encoder: str) -> int:
     """The longest caption in tokens, start and end among them: what tokenizer and text encoder both take."""
     encoder = read_config(folder, f"{text_encoder}/config.json")
@@ -79,7 +74,7 @@ def load_unet(folder: Path, dtype: torch.dtype, device: torch.device, narrow: Na
     """The U-Net, frozen, on the device."""
     from diffusers import UNet2DConditionModel
 
-    return cast("nn.Module", load_denoiser(UNet2DConditionModel, folder / "unet", dtype, device, narrow))
+    return cast("nn.Module", load_frozen(UNet2DConditionModel, folder / "unet", dtype, device, narrow))
 
 
 def load_tokenizer(folder: Path, text_encoder: str) -> Any:

@@ -16,7 +16,7 @@ from lora_trainer.models.encoders import encoders_from
 from lora_trainer.models.family import PLAIN, Caption, Family, Manner, ModelFacts, TextOptions, TextParts
 from lora_trainer.models.flow_schedule import make_process, make_scheduler, read_flow_schedule
 from lora_trainer.models.folder import check_components, fingerprint, read_config
-from lora_trainer.models.frozen import load_denoiser, load_frozen, load_words
+from lora_trainer.models.frozen import load_frozen, load_words
 from lora_trainer.models.transformer import PATCH, refuse_widths, transformer_config
 from lora_trainer.models.weighting import Tokens, words_of
 
@@ -196,7 +196,7 @@ def load_transformer(folder: Path, dtype: torch.dtype, device: torch.device, nar
     """The transformer, frozen, on the device."""
     from diffusers import ZImageTransformer2DModel
 
-    return cast("nn.Module", load_denoiser(ZImageTransformer2DModel, folder / "transformer", dtype, device, narrow))
+    return cast("nn.Module", load_frozen(ZImageTransformer2DModel, folder / "transformer", dtype, device, narrow))
 
 
 def predict(denoiser: nn.Module, noisy: Tensor, t: Tensor, cond: Mapping[str, Tensor], sizes: Tensor) -> Tensor:

@@ -16,7 +16,7 @@ from typing import Any
 from lora_trainer.core.errors import Problem, UsageError
 from lora_trainer.core.io import write_json
 from lora_trainer.core.tensorfile import read_tensor_header
-from lora_trainer.models.folder import check_part, detect_family, places_of_weights, read_config
+from lora_trainer.models.folder import check_part, detect_family, places_of_weights, read_config, tokenizer_of
 from lora_trainer.models.places import laid_out_models, write_places
 from lora_trainer.models.single.fitting import check_vae
 from lora_trainer.models.single.recognise import Checkpoint, recognise
@@ -91,14 +91,10 @@ def lacking_parts(base: Path) -> set[str]:
         kinds = TEXTS.get(checkpoint.family, {})
         absent = {name for name, (_, prefix) in kinds.items() if not checkpoint.part(prefix).shapes}
         return absent | {
-            _tokenizer_of(name) for name, (kind, _) in kinds.items() if name in absent or kind in LACK_WORDS
+            tokenizer_of(name) for name, (kind, _) in kinds.items() if name in absent or kind in LACK_WORDS
         }
     names = TEXTS.get(detect_family(base), {})
-    return {part for name in names for part in (name, _tokenizer_of(name)) if not (base / part).is_dir()}
-
-
-def _tokenizer_of(text_encoder: str) -> str:
-    return text_encoder.replace("text_encoder", "tokenizer")
+    return {part for name in names for part in (name, tokenizer_of(name)) if not (base / part).is_dir()}
 
 
 def _key(base: Path, parts: Parts) -> str:
@@ -129,7 +125,7 @@ def _from_checkpoint(checkpoint: Checkpoint, given: dict[str, Path | None], targ
     except UsageError as error:
         problems.extend(error.problems)
     for name, (kind, _) in texts.items():
-        tokenizer = _tokenizer_of(name)
+        tokenizer = tokenizer_of(name)
         try:
             copy_tokenizer(kind, given.get(tokenizer), target / tokenizer)
         except UsageError as error:
@@ -141,7 +137,7 @@ def _from_checkpoint(checkpoint: Checkpoint, given: dict[str, Path | None], targ
     for name, part in components.items():
         _write_part(part, target / name)
     write_json(target / "scheduler" / "scheduler_config.json", _scheduler(checkpoint, published["scheduler"]))
-    absent = {name: [None, None] for text in set(TEXTS[family]) - set(texts) for name in (text, _tokenizer_of(text))}
+    absent = {name: [None, None] for text in set(TEXTS[family]) - set(texts) for name in (text, tokenizer_of(text))}
     write_json(target / "model_index.json", published["model_index"] | absent)
 
 

@@ -23,7 +23,7 @@ from lora_trainer.core.errors import Problem, UsageError
 from lora_trainer.core.findings import printable_lines
 from lora_trainer.core.launch import is_main_process
 from lora_trainer.models import FAMILIES
-from lora_trainer.models.folder import EXPECTED, detect_family, read_config
+from lora_trainer.models.folder import EXPECTED, detect_family, named_parts, tokenizer_of
 
 if TYPE_CHECKING:  # read when a base asks for them: every command begins with this file
     from lora_trainer.production.bases.hub import HubModel
@@ -136,8 +136,8 @@ def _parts(model: ModelSection, base: Path) -> dict[str, Path | None]:
     try:
         if model.without_t5:
             spare = FAMILIES[detect_family(base)].spare_texts
-            left_out = [part for name in spare for part in (name, name.replace("text_encoder", "tokenizer"))]
-            parts |= dict.fromkeys(part for part in left_out if base.is_file() or _has(base, part))
+            left_out = [part for name in spare for part in (name, tokenizer_of(name))]
+            parts |= dict.fromkeys(left_out if base.is_file() else named_parts(base, left_out))
         if model.text_encoders is not None:
             wanted = lacking_parts(base) - set(parts)
             parts |= text_folders(local_path(model.text_encoders), wanted)
@@ -151,11 +151,6 @@ def _parts(model: ModelSection, base: Path) -> dict[str, Path | None]:
     if problems:
         raise UsageError(problems)
     return parts
-
-
-def _has(folder: Path, part: str) -> bool:
-    """Whether a folder's model_index.json names a part."""
-    return read_config(folder, "model_index.json").get(part) not in (None, [None, None])
 
 
 def local_path(text: str) -> Path:

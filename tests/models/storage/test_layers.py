@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from lora_trainer.core.errors import UsageError
 from lora_trainer.jobs.random_weights import with_random_weights
-from lora_trainer.models.frozen import load_denoiser
+from lora_trainer.models.frozen import load_frozen
 from lora_trainer.models.kept import keep_loaded
 from lora_trainer.models.places import Place
 from lora_trainer.models.sd15 import FAMILY
@@ -35,7 +35,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def loaded(part: Path, dtype: torch.dtype = torch.float32, stored: str = "bf16") -> nn.Module:
-    return load_denoiser(UNet2DConditionModel, part, dtype, CPU, narrower(stored))  # type: ignore[arg-type]
+    return load_frozen(UNet2DConditionModel, part, dtype, CPU, narrower(stored))  # type: ignore[arg-type]
 
 
 def library(part: Path, dtype: torch.dtype, **how: object) -> dict[str, Tensor]:
@@ -215,7 +215,7 @@ def test_predictions_stay_near_those_of_fp32(model: Path, stored: str) -> None:
     def predicted(dtype: torch.dtype, stored: str) -> Tensor:
         name, products = stored.partition(" ")[::2]
         narrow = narrower(name, products=bool(products))  # type: ignore[arg-type]
-        denoiser = load_denoiser(UNet2DConditionModel, model / "unet", dtype, CPU, narrow)
+        denoiser = load_frozen(UNet2DConditionModel, model / "unet", dtype, CPU, narrow)
         generator = torch.Generator().manual_seed(0)
         x = torch.randn(4, 4, 16, 16, generator=generator).to(dtype)
         embeds = torch.randn(4, 77, int(denoiser.config.cross_attention_dim), generator=generator).to(dtype)
