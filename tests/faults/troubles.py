@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import os
-import shutil
 import signal
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from transformers import CLIPTextModel
 from lora_trainer.monitor.trackers import Trackers
 from lora_trainer.production import flow
 from tests.faults.disk import Page
+from tests.recipes.recipe import delete_under_a_run
 
 PAGES: list[Page] = []
 SHORT = "CUDA out of memory. Tried to allocate 2.00 GiB."
@@ -142,7 +143,7 @@ def after_step(step: int, act: Callable[[], Any]) -> None:
 
 def vanish(folder: str, step: int) -> None:
     """The run's folder is deleted after a step."""
-    after_step(step, lambda: shutil.rmtree(folder))
+    after_step(step, lambda: delete_under_a_run(Path(folder)))
 
 
 TROUBLES: dict[str, Callable[..., Any]] = {

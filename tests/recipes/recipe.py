@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import json
+import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -112,6 +113,14 @@ def contents(folder: Path) -> dict[str, str]:
         for path in sorted(folder.rglob("*"))
         if path.is_file()
     }
+
+
+def delete_under_a_run(folder: Path) -> None:
+    """As `rm -rf` does: what the run's writing thread renames or makes meanwhile is listed again."""
+    while folder.exists():
+        with suppress(OSError):
+            shutil.rmtree(folder)
+            return  # it may be made again at once
 
 
 @contextmanager

@@ -20,7 +20,7 @@ from lora_trainer.core import disk
 from lora_trainer.monitor.trackers import EVENTS
 from lora_trainer.production import flow
 from lora_trainer.training import run as loop
-from tests.recipes.recipe import Bench, exported, losses, patched, record, rows
+from tests.recipes.recipe import Bench, delete_under_a_run, exported, losses, patched, record, rows
 
 SETTINGS = {"checkpoint__every_steps": 2, "validate__every_steps": 2, "data__held_out": 0.2}
 BALLAST = "ballast"
@@ -238,7 +238,7 @@ def test_a_folder_deleted_under_a_run_is_made_again(bench, undisturbed, capsys):
         seen.append((record(folder), {path.name for path in folder.iterdir()}))
         seen.append(bench.run("run", "--resume", **SETTINGS))
 
-    with at_step(3, lambda: shutil.rmtree(folder)), at_step(5, look):
+    with at_step(3, lambda: delete_under_a_run(folder)), at_step(5, look):
         assert bench.run("run", **SETTINGS) == 0
     (found, names), second = seen
     assert (found["status"], found["exit_code"]) == ("running", None)
@@ -260,7 +260,7 @@ def test_parts_deleted_under_a_run_end_nothing(bench, undisturbed):
     def delete() -> None:
         for name in ("run.json", "metrics.jsonl", "config.toml", "checkpoints", "logs"):
             place = folder / name
-            shutil.rmtree(place) if place.is_dir() else place.unlink()
+            delete_under_a_run(place) if place.is_dir() else place.unlink()
 
     with at_step(3, delete):
         assert bench.run("run", **SETTINGS) == 0
