@@ -52,7 +52,7 @@ def clean_command(folder: Path | None, limit_gb: float | None = None, *, verify:
         lines.append(f"compiled blocks that nothing used for {KEPT_DAYS} days: {size_words(pruned[1])} removed")
     if folder is None and (gone := prune_laid_out())[0]:
         lines.append(
-            f"{counted(gone[0], 'laid-out model')} whose files are gone or changed: {size_words(gone[1])} removed"
+            f"{counted(gone[0], 'laid-out model')} whose files are gone or changed, or that nothing used for long: {size_words(gone[1])} removed"
         )
     sys.stdout.write("\n".join(lines) + "\n")
     return DONE

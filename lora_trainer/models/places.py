@@ -8,8 +8,10 @@ folder it would lead a library to any file.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import math
+import os
 import shutil
 import time
 from collections.abc import Iterable, Mapping
@@ -28,7 +30,8 @@ VERSION = 1
 MOST_TABLE_BYTES = 1 << 26
 READ_AT_ONCE = 1 << 24  # bytes, of a file that is hashed
 SHOWN_OF_NAME = 80
-PART_SECONDS = 86400.0  # after which what is half made is nobody's
+DAY = 86400.0  # seconds, after which what is half made is nobody's
+KEPT_DAYS = 90  # that what nothing uses is kept
 
 
 @dataclass(frozen=True)
@@ -72,12 +75,14 @@ def laid_out_kept() -> tuple[Path, int, int]:
     return place, len(folders), sum(_bytes_in(folder) for folder in folders)
 
 
-def prune_laid_out() -> tuple[int, int]:
-    """Remove those of which a file with weights is gone or changed, and what killed commands left: how many, and their bytes."""
-    place, oldest = laid_out_models(), time.time() - PART_SECONDS
+def prune_laid_out(spared_days: float = 0.0) -> tuple[int, int]:
+    """Remove those of which a file with weights is gone or changed, those that nothing used for `KEPT_DAYS`, and what
+    killed commands left: how many, and their bytes. What was used within `spared_days` stays.
+    """
+    place = laid_out_models()
     count = size = 0
     for folder in sorted(place.iterdir()) if place.is_dir() else ():
-        if not folder.is_dir() or folder.is_symlink() or not _is_stale(folder, oldest):
+        if not folder.is_dir() or folder.is_symlink() or not _is_stale(folder, spared_days):
             continue
         held = _bytes_in(folder)
         shutil.rmtree(folder, ignore_errors=True)
@@ -86,9 +91,15 @@ def prune_laid_out() -> tuple[int, int]:
     return count, size
 
 
-def _is_stale(folder: Path, oldest: float) -> bool:
+def _is_stale(folder: Path, spared_days: float) -> bool:
+    try:
+        days = (time.time() - folder.stat().st_mtime) / DAY
+    except OSError:
+        return False  # another process removed it
     if folder.name.endswith(".part"):
-        return folder.stat().st_mtime < oldest
+        return days > 1
+    if days > KEPT_DAYS or days < spared_days:
+        return days > KEPT_DAYS
     try:
         for table in folder.glob(f"*/{WEIGHTS}"):
             read_places(table.parent)
@@ -98,7 +109,11 @@ def _is_stale(folder: Path, oldest: float) -> bool:
 
 
 def _bytes_in(folder: Path) -> int:
-    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+    size = 0
+    for path in folder.rglob("*"):
+        with contextlib.suppress(OSError):  # another process removed it
+            size += path.stat().st_size if path.is_file() else 0
+    return size
 
 
 def is_laid_out(folder: Path) -> bool:
@@ -114,14 +129,14 @@ def is_laid_out(folder: Path) -> bool:
 
 
 def write_places(folder: Path, places: Mapping[str, Place]) -> None:
-    """Write the table of a part. Files are known again by their path, size and time of change."""
+    """Write the table of a part. Files are known again by their path, good from any folder, size and time of change."""
     files = sorted({place.file for place in places.values()})
     numbers = {file: number for number, file in enumerate(files)}
     rows = {
         name: [numbers[place.file], place.key, [list(each) for each in place.rows], place.squeezed, place.transposed]
         for name, place in places.items()
     }
-    listed = [[str(file), *_state(file)] for file in files]
+    listed = [[os.path.abspath(file), *_state(file)] for file in files]
     write_json(folder / WEIGHTS, {"version": VERSION, "files": listed, "weights": rows})
 
 

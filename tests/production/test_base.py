@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import struct
+import time
 from pathlib import Path
 
 import pytest
@@ -250,3 +252,31 @@ def test_a_checkpoint_of_a_hub_and_an_autoencoder_for_a_hubs_model(
 def test_a_folder_too_high_names_the_model_in_it(folder: Path) -> None:
     with pytest.raises(UsageError, match=f"Did you mean {folder}"):
         found(folder.parent)
+
+
+def test_a_checkpoint_named_by_a_relative_path_is_found_from_any_folder(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (checkpoint.parent / "deep").mkdir()
+    monkeypatch.chdir(checkpoint.parent)
+    first = found(Path(checkpoint.name))
+    monkeypatch.chdir("deep")
+    assert found(Path("..", checkpoint.name)) == first == found(checkpoint)
+    assert FAMILIES["sdxl"].describe(first).family == "sdxl"
+
+
+def test_laid_out_folders_do_not_pile_up(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was laid out of a file that is gone leaves when another is laid out, unless it was used today."""
+    monkeypatch.setenv("LORA_TRAINER_CACHE", str(tmp_path / "cache"))
+    others = [Path(shutil.copy(checkpoint, tmp_path / f"{name}.safetensors")) for name in ("long", "idle", "today")]
+    long, idle, today = (found(file) for file in others)
+    for file in others[0], others[2]:
+        file.unlink()
+    for folder, days in ((long, 2), (idle, 91)):
+        os.utime(folder, (time.time() - days * 86400,) * 2)
+    kept = found(checkpoint)
+    assert [folder.is_dir() for folder in (long, idle, today, kept)] == [False, False, True, True]
+    os.utime(kept, (time.time() - 91 * 86400,) * 2)
+    found(checkpoint)  # used again
+    found(Path(shutil.copy(checkpoint, tmp_path / "new.safetensors")))
+    assert kept.is_dir()

@@ -17,7 +17,7 @@ from lora_trainer.core.errors import Problem, UsageError
 from lora_trainer.core.io import write_json
 from lora_trainer.core.tensorfile import read_tensor_header
 from lora_trainer.models.folder import check_part, detect_family, places_of_weights, read_config, tokenizer_of
-from lora_trainer.models.places import laid_out_models, write_places
+from lora_trainer.models.places import laid_out_models, prune_laid_out, write_places
 from lora_trainer.models.single.fitting import check_vae
 from lora_trainer.models.single.recognise import Checkpoint, recognise
 from lora_trainer.models.single.stored import Part, Stored
@@ -27,7 +27,7 @@ from lora_trainer.models.single.transformers import TRANSFORMERS
 from lora_trainer.models.single.unet import unet_part
 from lora_trainer.models.single.vae import vae_part
 
-VERSION = 2  # of what is laid out; raise it when the same file becomes another folder
+VERSION = 3  # of what is laid out; raise it when the same file becomes another folder
 SHOWN_OF_NAME = 40
 VAE_PREFIXES = ("first_stage_model.", "vae.")
 VAE_OF_2_1 = 768  # pixels, of models that predict velocity
@@ -65,7 +65,10 @@ def lay_out(base: Path, parts: Parts | None = None) -> Path:
     given = dict(parts or {})
     target = laid_out_models() / f"{base.stem[:SHOWN_OF_NAME]}-{_key(base, given)[:16]}"
     if (target / "model_index.json").exists():
+        with contextlib.suppress(OSError):
+            os.utime(target)  # it is used
         return target
+    prune_laid_out(spared_days=1)  # what users moved and replaced does not pile up; running commands keep theirs
     target.parent.mkdir(parents=True, exist_ok=True)
     temporary = Path(tempfile.mkdtemp(prefix=f".{target.name}.", suffix=".part", dir=target.parent))
     try:
