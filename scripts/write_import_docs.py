@@ -53,6 +53,8 @@ that multiply beyond 100,000 values. One thing no import can carry over: all lay
 
 How times of flow matching are drawn (docs/flow.md) is carried over where it is the same here. Programs that take the n-th
 of their scheduler's timesteps count from noise, so the mean of their logits changes its sign.
+Scripts for SD3 whose loss is of clean latents count a time by its square; that is said, and `sigma_sqrt` undoes it exactly.
+What only diffusion has (min-SNR, noise offset, multi-resolution noise, zero terminal SNR) is left out of configs for flows.
 
 `--data dataset.toml` reads a kohya dataset TOML without any import, and refuses keys that it does not know.
 """

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from lora_trainer.config.imports.aitoolkit_keys import DATASET_DEFAULTS, DATASET_RULES, DEFAULTS, RULES
+from lora_trainer.config.imports.flow_words import AITOOLKIT_DEFAULTS, NOT_OF_FLOWS, is_aitoolkit_flow, of_flows
 from lora_trainer.config.imports.merge import add_together, flattened, nothing_held_out, read_tables
 from lora_trainer.config.imports.reading import Line, Reading
 from lora_trainer.core.errors import Problem
@@ -38,7 +39,10 @@ def read(path: Path, document: Mapping[str, Any]) -> Reading:
     meta = document.get("meta")
     keys.update({f"meta.{key}": value for key, value in meta.items()} if isinstance(meta, Mapping) else {})
     keys.update(flattened(process))
-    reading.take_all(_named(keys, str(config.get("name", ""))), RULES, DEFAULTS)
+    flow = is_aitoolkit_flow(keys)
+    rules = of_flows(RULES, NOT_OF_FLOWS, "changed") if flow else RULES
+    defaults = {**DEFAULTS, **(AITOOLKIT_DEFAULTS if flow else {})}
+    reading.take_all(_named(keys, str(config.get("name", ""))), rules, defaults)
     nothing_held_out(reading)
     tables = [each for each in datasets if isinstance(each, Mapping)] if isinstance(datasets, list) else []
     if not tables:

@@ -57,7 +57,7 @@ from lora_trainer.config.imports.words import (
 ALL_LINEAR = ("*.attentions.*", "*.time_emb_proj", "*embedding.*", "*.conv_shortcut")
 DRAWING = "pictures while training are drawn in this program's own way"
 VIDEO = "of films and sound"
-FAMILIES = ("sd1", "sd15", "sd2", "sdxl", "sd", "sd3", "flux")
+FAMILIES = ("sd1", "sd15", "sd2", "sdxl", "sd", "sd3", "flux", "zimage")
 
 
 def _linear(value: Any, around: Around) -> Took:
@@ -279,7 +279,7 @@ RULES: Mapping[str, Rule] = {
     **_all(
         "train.",
         "linear_timesteps linear_timesteps2 next_sample_timesteps",
-        lacking("train.timestep_type says which times are drawn"),
+        lacking("read together with train.timestep_type"),
     ),
     **_all("train.", "xformers sdp attention_backend single_item_batching", nothing(SPEED)),
     **_all("train.", "unload_text_encoder cache_text_embeddings", nothing(CACHED)),

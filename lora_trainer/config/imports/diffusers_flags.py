@@ -7,7 +7,12 @@ from pathlib import Path
 from typing import Any
 
 from lora_trainer.config.imports.documents import SCRIPT
-from lora_trainer.config.imports.flow_words import DIFFUSERS
+from lora_trainer.config.imports.flow_words import (
+    DIFFUSERS,
+    DIFFUSERS_DEFAULTS,
+    DIFFUSERS_TARGETS,
+    diffusers_family,
+)
 from lora_trainer.config.imports.kohya_dataset import NEW_EACH_TIME
 from lora_trainer.config.imports.kohya_keys import CACHED, LOGS, READ_FROM_MODEL, SPEED, UPLOADS
 from lora_trainer.config.imports.merge import nothing_held_out
@@ -215,11 +220,11 @@ def read(path: Path, document: Mapping[str, Any]) -> Reading:
     reading = Reading(TOOL, path)
     script = str(document.get(SCRIPT, ""))
     of_script = next(more for words, more in OF_SCRIPTS if all(word in script for word in words))
-    flow = {"weighting_scheme": "none"} if any(word in script for word in ("sd3", "flux")) else {}
-    reading.take_all(document, RULES, {**OF_ALL, **of_script, **flow})
+    family = diffusers_family(script)
+    reading.take_all(document, RULES, {**OF_ALL, **of_script, **DIFFUSERS_DEFAULTS.get(family, {})})
     nothing_held_out(reading)
     reading.settings.setdefault("data.max_aspect", 1.0)
     reading.origin.setdefault("data.max_aspect", "diffusers' scripts crop to one square")
-    reading.settings.setdefault("lora.targets", "attention")
+    reading.settings.setdefault("lora.targets", DIFFUSERS_TARGETS.get(family, "attention"))
     reading.origin.setdefault("lora.targets", "what diffusers' scripts train")
     return reading

@@ -7,15 +7,23 @@ logits have the other sign.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from lora_trainer.config.imports.documents import SCRIPT
-from lora_trainer.config.imports.reading import Around, Rule, Took
-from lora_trainer.config.imports.rules import by, is_on, lacking, number, part_of, text, truth
+from lora_trainer.config.imports.reading import Around, Rule, Took, Verdict
+from lora_trainer.config.imports.rules import by, is_on, lacking, nothing, number, part_of, text, truth
+from lora_trainer.config.options import NEEDS
 
 ALL = "flow.timesteps flow.logit_mean flow.logit_spread flow.mode_scale flow.shift"
 NO_FLOW = "of models with flow matching, which this is not"
+TOLD_NO_GUIDANCE = "distilled models are told a guidance of 1 while they learn"
 WEIGHED = "without its weighting of the loss"
+SQUARED = "its loss counts a time by its square there; all times count alike here"
+OF_DIFFUSION = frozenset(name for name, (predictions, _) in NEEDS.items() if "flow" not in predictions)
+NOT_READ = "its program does not read it for models with flow matching"
+NOT_OF_FLOWS = "a flow has no such thing here (docs/flow.md)"
 # Keys of kohya's that only its scripts for SD3, or for FLUX and later models, read.
 OF_SD3 = ("clip_g", "training_shift", "sd3_cache_text_encoder_outputs")
 OF_FLUX = ("ae", "timestep_sampling", "model_prediction_type", "guidance_scale", "discrete_flow_shift")
@@ -55,8 +63,29 @@ def number_with(key: str) -> Rule:
     return by(read, "", f"read together with {key}")
 
 
-def by_weighting(scheme: str, around: Around, shift: float | str, *, backwards: bool) -> Took:
-    """The distributions of diffusers' scripts for SD3, which others took over. `backwards`: timesteps count from noise."""
+def of_flows(rules: Mapping[str, Rule], why: str, verdict: Verdict) -> dict[str, Rule]:
+    """The rules of a program for models with flow matching: what only diffusion has is left out."""
+    return {key: replace(rule, read=partial(_left_out, rule, why, verdict)) for key, rule in rules.items()}
+
+
+def _left_out(rule: Rule, why: str, verdict: Verdict, value: Any, around: Around) -> Took:
+    took = rule.read(value, around)
+    kept = {name: each for name, each in took.settings.items() if name not in OF_DIFFUSION}
+    return took if len(kept) == len(took.settings) else Took(kept, why, verdict)
+
+
+def by_weighting(scheme: str, around: Around, shift: float | str, *, backwards: bool, squared: bool = False) -> Took:
+    """The distributions of diffusers' scripts for SD3, which others took over. `backwards`: timesteps count from noise.
+
+    `squared`: the loss is of clean latents, by which a time counts as its square, unless `sigma_sqrt` divides by that.
+    """
+    if squared and scheme == "sigma_sqrt":
+        return Took(times("uniform", shift=shift))
+    plain = _distribution(scheme, around, shift, backwards)
+    return Took(plain.settings, SQUARED, "changed") if squared and plain.why != WEIGHED else plain
+
+
+def _distribution(scheme: str, around: Around, shift: float | str, backwards: bool) -> Took:
     if scheme == "logit_normal":
         mean = number_of(around, "logit_mean", 0.0) * (-1.0 if backwards else 1.0)
         return Took(times("logit_normal", mean=mean, spread=number_of(around, "logit_std", 1.0), shift=shift))
@@ -106,7 +135,7 @@ def _kohya_weighting(value: Any, around: Around) -> Took:
             {}, "read together with timestep_sampling" if family else NO_FLOW, "mapped" if family else "ignored"
         )
     shift = number_of(around, "training_shift", 1.0)
-    return by_weighting(text(value).lower(), around, shift, backwards=False)
+    return by_weighting(text(value).lower(), around, shift, backwards=False, squared=True)
 
 
 def of_flow(rule: Rule) -> Rule:
@@ -127,12 +156,21 @@ KOHYA: Mapping[str, Rule] = {
         for key in ("logit_mean", "logit_std", "mode_scale", "training_shift")
     },
     "model_prediction_type": of_flow(lacking("the flow's own velocity is learned", off=("raw",))),
-    "guidance_scale": of_flow(lacking("distilled models are told a guidance of 1 while they learn", off=(1, 1.0))),
+    "guidance_scale": of_flow(lacking(TOLD_NO_GUIDANCE, off=(1, 1.0))),
 }
 
 
+SIMPLETUNER_FLOWS = ("sd3", "flux", "z_image")
+SIMPLETUNER_DEFAULTS: Mapping[str, Any] = {"flow_schedule_shift": 3.0}
+
+
+def is_simpletuner_flow(keys: Mapping[str, Any]) -> bool:
+    return str(keys.get("model_family")).lower() in SIMPLETUNER_FLOWS
+
+
 def _simpletuner_shift(around: Around) -> float | str:
-    shift = number_of(around, "flow_schedule_shift", number_of(around, "flux_schedule_shift", 0.0))
+    old = number_of(around, "flux_schedule_shift", 0.0)  # the name of earlier versions, beside the new one's default
+    shift = old or number_of(around, "flow_schedule_shift", 0.0)
     if is_on(around["flow_schedule_auto_shift"] or False):
         return "resolution"
     return shift if shift > 0 else 1.0
@@ -140,7 +178,7 @@ def _simpletuner_shift(around: Around) -> float | str:
 
 def _simpletuner(value: Any, around: Around) -> Took:
     """Of whichever of its keys comes first: all of them together."""
-    if str(around["model_family"] or "flux").lower().startswith("sd") and around["model_family"] != "sd3":
+    if around["model_family"] is not None and not is_simpletuner_flow(around.keys):
         return Took({}, NO_FLOW, "ignored")
     if is_on(around["flow_use_uniform_schedule"] or False):
         return Took(times("uniform", shift=_simpletuner_shift(around)))
@@ -159,12 +197,20 @@ SIMPLETUNER: Mapping[str, Rule] = {
         ).split()
     },
     **{key: part_of("flow_use_beta_schedule") for key in ("flow_beta_schedule_alpha", "flow_beta_schedule_beta")},
+    **{
+        key: lacking("there is no such drawing of times here")
+        for key in ("flux_fast_schedule", "flow_custom_timesteps", "flow_cubic_schedule_weights")
+    },
+    "flux_guidance_mode": lacking(TOLD_NO_GUIDANCE, off=("constant",)),
+    "flux_guidance_value": lacking(TOLD_NO_GUIDANCE, off=(1, 1.0)),
+    **{key: nothing("of flux_guidance_mode") for key in ("flux_guidance_min", "flux_guidance_max")},
 }
-ONETRAINER_FLOWS = ("STABLE_DIFFUSION_3", "STABLE_DIFFUSION_35", "FLUX_DEV_1")
+ONETRAINER_FLOWS = ("STABLE_DIFFUSION_3", "STABLE_DIFFUSION_35", "FLUX_DEV_1", "Z_IMAGE")
 
 
-def is_onetrainer_flow(around: Around) -> bool:
-    return str(around["model_type"]).upper() in ONETRAINER_FLOWS
+def is_onetrainer_flow(around: Around | Mapping[str, Any]) -> bool:
+    given = around.keys if isinstance(around, Around) else around
+    return str(given.get("model_type")).upper() in ONETRAINER_FLOWS
 
 
 def _onetrainer(value: Any, around: Around) -> Took:
@@ -202,6 +248,7 @@ ONETRAINER: Mapping[str, Rule] = {
     "dynamic_timestep_shifting": by(_onetrainer_switch, ALL),
 }
 AITOOLKIT_FLOWS = ("flux", "sd3", "flex1", "zimage")
+AITOOLKIT_DEFAULTS: Mapping[str, Any] = {"train.timestep_type": "sigmoid"}
 
 
 def is_aitoolkit_flow(keys: Mapping[str, Any]) -> bool:
@@ -216,9 +263,11 @@ def _aitoolkit(value: Any, around: Around) -> Took:
     known = {
         "sigmoid": times("logit_normal", shift=1.0),
         "linear": times("uniform", shift=1.0),
-        "shift": times("uniform"),
-        "flux_shift": times("uniform", shift="resolution"),
+        # By size where the model's scheduler says so, by its number otherwise.
+        **dict.fromkeys(("shift", "flux_shift", "lumina2_shift"), times("uniform")),
     }
+    if any(is_on(around[f"train.{key}"] or False) for key in ("linear_timesteps", "linear_timesteps2")):
+        word = "weighted"
     if word in known:
         return Took(known[word])
     return Took(times("uniform", shift=1.0), WEIGHED if word == "weighted" else "uniform here", "changed")
@@ -227,15 +276,44 @@ def _aitoolkit(value: Any, around: Around) -> Took:
 AITOOLKIT: Mapping[str, Rule] = {"train.timestep_type": by(_aitoolkit, ALL)}
 
 
+# What the parsers of its scripts hold for each family, and the layers that learn unless lora_layers says others.
+OF_ITS_FLOWS = {"learning_rate": 1e-4, "resolution": 512, "adam_weight_decay": 1e-4}
+DIFFUSERS_DEFAULTS: Mapping[str, Mapping[str, Any]] = {
+    "sd3": {
+        **OF_ITS_FLOWS,
+        "weighting_scheme": "logit_normal",
+        "precondition_outputs": 1,
+        "max_sequence_length": 77,
+    },
+    "flux": {**OF_ITS_FLOWS, "weighting_scheme": "none", "guidance_scale": 3.5},
+    "z_image": {**OF_ITS_FLOWS, "weighting_scheme": "none"},
+}
+ATTENTION = tuple(f"*.attn.{name}" for name in ("to_[qkv]", "to_out.0", "add_[qkv]_proj", "to_add_out"))
+DIFFUSERS_TARGETS: Mapping[str, Any] = {
+    "sd3": list(ATTENTION),
+    "flux": [*ATTENTION, *(f"*.{part}.net.{layer}" for part in ("ff", "ff_context") for layer in ("0.proj", "2"))],
+}
+
+
+def diffusers_family(script: str) -> str:
+    """`sd3`, `flux`, `z_image`, or nothing for a script of diffusion models."""
+    return next((name for name in DIFFUSERS_DEFAULTS if name in script), "")
+
+
 def _diffusers(value: Any, around: Around) -> Took:
     """Its FLUX scripts take the scheduler's timesteps before they are shifted by size, the others shifted ones."""
     shift: float | str = 1.0 if "flux" in str(around[SCRIPT]) else "model"
-    return by_weighting(text(value).lower(), around, shift, backwards=True)
+    squared = is_on(around["precondition_outputs"] or 0)
+    return by_weighting(text(value).lower(), around, shift, backwards=True, squared=squared)
+
+
+def _guidance(value: Any, around: Around) -> Took:
+    return Took({}) if "flux" in str(around[SCRIPT]) and number(value) != 1.0 else Took({}, "as here", "ignored")
 
 
 DIFFUSERS: Mapping[str, Rule] = {
     "weighting_scheme": by(_diffusers, ALL),
     **{key: number_with("weighting_scheme") for key in ("logit_mean", "logit_std", "mode_scale")},
-    "guidance_scale": lacking("distilled models are told a guidance of 1 while they learn", off=(1, 1.0)),
-    "precondition_outputs": lacking("the flow's own velocity is learned"),
+    "guidance_scale": by(_guidance, "", TOLD_NO_GUIDANCE, changes=True),
+    "precondition_outputs": part_of("weighting_scheme"),
 }

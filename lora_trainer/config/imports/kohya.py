@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from lora_trainer.config.imports.documents import read_document
-from lora_trainer.config.imports.flow_words import KOHYA_DEFAULTS, kohya_family
+from lora_trainer.config.imports.flow_words import KOHYA_DEFAULTS, NOT_READ, kohya_family, of_flows
 from lora_trainer.config.imports.kohya_dataset import (
     AREA_OF_MASK,
     DATASET_RULES,
@@ -181,7 +181,8 @@ def read(path: Path, document: Mapping[str, Any]) -> Reading:
     if not is_empty(keys.get("dataset_config")):
         for key in set(DATA_RULES) & set(defaults):
             del defaults[key]
-    reading.take_all(keys, RULES, {**defaults, **KOHYA_DEFAULTS.get(kohya_family(keys), {})})
+    rules = of_flows(RULES, NOT_READ, "ignored") if kohya_family(keys) else RULES
+    reading.take_all(keys, rules, {**defaults, **KOHYA_DEFAULTS.get(kohya_family(keys), {})})
     add_dataset(reading, keys)
     return reading
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from lora_trainer.config.imports import kohya
-from lora_trainer.config.imports.flow_words import KOHYA_DEFAULTS, kohya_family, of_flow
+from lora_trainer.config.imports.flow_words import KOHYA_DEFAULTS, NOT_READ, kohya_family, of_flow, of_flows
 from lora_trainer.config.imports.kohya_keys import (
     IN_STEPS,
     OTHER_FAMILY,
@@ -219,7 +219,9 @@ def read(path: Path, document: Mapping[str, Any]) -> Reading:
     if any(name.startswith("additional_parameters.") for name in keys):
         del keys["additional_parameters"]
     rules["additional_parameters"] = nothing("not set")
-    defaults = {**DEFAULTS, **KOHYA_DEFAULTS.get(kohya_family({"LoRA_type": "", **keys}), {})}
+    family = kohya_family({"LoRA_type": "", **keys})
+    rules = of_flows(rules, NOT_READ, "ignored") if family else rules
+    defaults = {**DEFAULTS, **KOHYA_DEFAULTS.get(family, {})}
     # A file without steps but with epochs was written when steps followed from epochs.
     if "max_train_steps" not in keys and is_on(keys.get("epoch") or 0):
         del defaults["max_train_steps"]

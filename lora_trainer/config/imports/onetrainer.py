@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from lora_trainer.config.imports.documents import read_document
+from lora_trainer.config.imports.flow_words import NOT_OF_FLOWS, is_onetrainer_flow, of_flows
 from lora_trainer.config.imports.merge import add_together, flattened, nothing_held_out, read_tables
 from lora_trainer.config.imports.onetrainer_concepts import CONCEPT_DEFAULTS, CONCEPT_RULES
 from lora_trainer.config.imports.onetrainer_keys import DEFAULTS, RULES, UNREAD_TABLES
@@ -37,7 +38,8 @@ def read(path: Path, document: Mapping[str, Any]) -> Reading:
     keys.update(dict.fromkeys(tables, "{…}"))  # of these no key matters here; some hold passwords
     if isinstance(document.get("samples"), list):
         keys["samples"] = document["samples"]
-    reading.take_all(keys, RULES, DEFAULTS)
+    rules = of_flows(RULES, NOT_OF_FLOWS, "changed") if is_onetrainer_flow(keys) else RULES
+    reading.take_all(keys, rules, DEFAULTS)
     nothing_held_out(reading)
     concepts = document.get("concepts")
     if not isinstance(concepts, list) and not reading.problems:

@@ -140,8 +140,10 @@ def _kind(value: Any, around: Around) -> Took:
 
 
 def _texts(value: Any, around: Around) -> Took:
-    """Of either text encoder's switch: the rates of both."""
+    """Of either text encoder's switch: the rates of both. Language models learn in neither program."""
     truth(value)
+    if str(around["model_type"]).upper() == "Z_IMAGE":
+        return Took({}, "not trained, as here", "ignored")
     rates = []
     for part in ("text_encoder", "text_encoder_2"):
         rate = around[f"{part}.learning_rate"] or around["learning_rate"]
@@ -378,6 +380,7 @@ DEFAULTS: Mapping[str, Any] = {
     "lora_rank": 16,
     "lora_alpha": 1.0,
     "layer_filter_preset": "full",
+    "timestep_distribution": "UNIFORM",
     "text_encoder.train": True,
     "unmasked_weight": 0.1,
     "normalize_masked_area_loss": False,

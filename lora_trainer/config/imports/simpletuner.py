@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from lora_trainer.config.imports.documents import read_document
+from lora_trainer.config.imports.flow_words import NOT_READ, SIMPLETUNER_DEFAULTS, is_simpletuner_flow, of_flows
 from lora_trainer.config.imports.merge import add_together, flattened, nothing_held_out, read_tables
 from lora_trainer.config.imports.reading import Line, Reading, is_empty, located
 from lora_trainer.config.imports.simpletuner_keys import BACKEND_DEFAULTS, BACKEND_RULES, DEFAULTS, RULES
@@ -41,7 +42,9 @@ def read(path: Path, document: Mapping[str, Any]) -> Reading:
     defaults = dict(DEFAULTS)
     if not is_empty(keys.get("max_train_steps")) and str(keys["max_train_steps"]) != "0":
         defaults.pop("num_train_epochs", None)
-    reading.take_all(keys, RULES, defaults)
+    flow = is_simpletuner_flow(keys)
+    rules = of_flows(RULES, NOT_READ, "ignored") if flow else RULES
+    reading.take_all(keys, rules, {**defaults, **(SIMPLETUNER_DEFAULTS if flow else {})})
     nothing_held_out(reading)
     named = keys.get("data_backend_config")
     if isinstance(named, str) and named and not reading.problems:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from lora_trainer.config.imports.flow_words import SIMPLETUNER
+from lora_trainer.config.imports.flow_words import SIMPLETUNER, SIMPLETUNER_FLOWS
 from lora_trainer.config.imports.kohya_keys import CACHED, LOGS, OTHER_FAMILY, READ_FROM_MODEL, SPEED, UPLOADS
 from lora_trainer.config.imports.merge import RESOLUTIONS
 from lora_trainer.config.imports.reading import SOURCES, Around, Rule, Took, located
@@ -44,7 +44,7 @@ from lora_trainer.config.imports.words import (
 USUAL_STEP = 64  # pixels between its buckets
 MEGAPIXEL = 1024  # the side of the square that it means by an area of 1.0
 DRAWING = "pictures while training are drawn in this program's own way"
-FAMILIES = ("sdxl", "sd1x", "sd2x", "sd15", "sd2", "sd3", "flux")
+FAMILIES = ("sdxl", "sd1x", "sd2x", "sd15", "sd2", *SIMPLETUNER_FLOWS)
 
 
 def _kind(value: Any, around: Around) -> Took:

@@ -9,7 +9,12 @@ from typing import Any
 import pytest
 
 from lora_trainer.config.imports.imported import Imported, import_file
+from lora_trainer.config.layers import Resolved
+from lora_trainer.config.options import suited
 from lora_trainer.config.schema import Config
+from lora_trainer.models import FAMILIES
+from lora_trainer.models.lora import target_modules
+from tests.export.tiny import tiny_transformer
 
 
 def imported_text(folder: Path, name: str, text: str) -> Imported:
@@ -99,7 +104,7 @@ def test_times_of_ai_toolkit_simple_tuner_and_diffusers(tmp_path: Path) -> None:
         return imported_text(tmp_path, "a.json", json.dumps(job)).config
 
     assert drawn(toolkit("sigmoid")) == ("logit_normal", 0.0, 1.0, 1.0)
-    assert drawn(toolkit("shift")) == ("uniform", "model")
+    assert drawn(toolkit("shift")) == drawn(toolkit("flux_shift")) == ("uniform", "model")
     assert drawn(toolkit("weighted")) == ("uniform", 1.0)
 
     def tuner(**keys: object) -> Config:
@@ -120,6 +125,112 @@ def test_times_of_ai_toolkit_simple_tuner_and_diffusers(tmp_path: Path) -> None:
     ):
         command = f"accelerate launch {script}.py {flags} {more}\n"
         assert drawn(imported_text(tmp_path, "d.sh", command).config) == expected
+
+
+def toolkit_job(arch: str, **train: object) -> str:
+    process = {"type": "sd_trainer", "model": {"name_or_path": "m", "arch": arch}, "train": train}
+    return json.dumps({"job": "extension", "config": {"name": "a", "process": [process]}})
+
+
+def tuner(family: str, **keys: object) -> str:
+    return json.dumps({"model_family": family, "lora_type": "standard", "model_type": "lora", **keys})
+
+
+def one_trainer(kind: str, **keys: object) -> str:
+    start = {"training_method": "LORA", "base_model_name": "m", "concepts": [{"path": "p"}], "model_type": kind}
+    return json.dumps({**start, **keys})
+
+
+def script(family: str, flags: str = "") -> str:
+    paths = "--pretrained_model_name_or_path=m --instance_data_dir=p --rank=8"
+    return f"accelerate launch train_dreambooth_lora_{family}.py {paths} {flags}\n"
+
+
+def line_of(imported: Imported, key: str) -> tuple[str, str]:
+    (found,) = [line for line in imported.lines if line.key == key]
+    return found.verdict, found.why
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "expected"),
+    [
+        ("a.json", toolkit_job("flux"), ("logit_normal", 0.0, 1.0, 1.0)),
+        ("a.json", toolkit_job("zimage"), ("logit_normal", 0.0, 1.0, 1.0)),
+        ("a.json", toolkit_job("flux", linear_timesteps=True), ("uniform", 1.0)),
+        ("s.json", tuner("flux"), ("logit_normal", 0.0, 1.0, 3.0)),
+        ("s.json", tuner("z_image", flow_schedule_auto_shift=True), ("logit_normal", 0.0, 1.0, "resolution")),
+        ("o.json", one_trainer("Z_IMAGE"), ("uniform", 1.0)),
+        ("d.sh", script("sd3"), ("logit_normal", 0.0, 1.0, "model")),
+        ("d.sh", script("z_image"), ("uniform", "model")),
+    ],
+)
+def test_times_that_a_program_draws_unless_told_otherwise(
+    name: str, text: str, expected: tuple[Any, ...], tmp_path: Path
+) -> None:
+    assert drawn(imported_text(tmp_path, name, text).config) == expected
+
+
+@pytest.mark.parametrize(
+    "text", [toolkit_job("sdxl"), tuner("sdxl"), one_trainer("STABLE_DIFFUSION_15"), script("sdxl")]
+)
+def test_nothing_is_said_of_times_for_a_diffusion_model(text: str, tmp_path: Path) -> None:
+    name = "d.sh" if text.startswith("accelerate") else "x.json"
+    assert not {each for each in imported_text(tmp_path, name, text).settings if each.startswith("flow.")}
+
+
+@pytest.mark.parametrize(
+    ("text", "verdict"),
+    [
+        (toolkit_job("zimage", min_snr_gamma=5, noise_offset=0.1), "changed"),
+        (tuner("z_image", snr_gamma=5, offset_noise=True, noise_offset=0.1), "ignored"),
+        (one_trainer("Z_IMAGE", loss_weight_fn="MIN_SNR_GAMMA", offset_noise_weight=0.1), "changed"),
+    ],
+)
+def test_what_only_diffusion_has_is_left_out_for_a_flow(text: str, verdict: str, tmp_path: Path) -> None:
+    """A config that kept it could not be trained: it is refused of users."""
+    imported = imported_text(tmp_path, "x.json", text)
+    config = imported.config
+    assert (config.loss.min_snr_gamma, config.noise.offset) == (None, 0.0)
+    assert suited(Resolved(config, dict(imported.origin)), "flow").config == config
+    of_diffusion = [
+        line for line in imported.lines if "snr" in line.key or "offset" in line.key or "weight_fn" in line.key
+    ]
+    assert {line.verdict for line in of_diffusion if line.key != "noise_offset"} == {verdict}
+    assert not any("not trained here" in line.why for line in imported.lines), "it is a family of this program"
+
+
+def test_kohyas_scripts_for_flows_read_no_noise_options(tmp_path: Path) -> None:
+    options = {"min_snr_gamma": 5, "noise_offset": 0.05, "multires_noise_iterations": 6}
+    for mark in ({"ae": "a"}, {"clip_g": "g"}):
+        imported = kohya(tmp_path, **mark, **options)
+        assert (imported.config.loss.min_snr_gamma, imported.config.noise.multires_iterations) == (None, 0)
+        assert {line_of(imported, key)[0] for key in options} == {"ignored"}
+    assert kohya(tmp_path, **options).config.loss.min_snr_gamma == 5.0
+
+
+def test_a_loss_of_clean_latents_is_told_unless_its_weighting_undoes_it(tmp_path: Path) -> None:
+    """kohya's script for SD3, and diffusers' unless told otherwise, multiply the error of the velocity by the time."""
+    assert "by its square" in line_of(kohya(tmp_path, clip_g="g"), "weighting_scheme")[1]
+    assert line_of(kohya(tmp_path, clip_g="g", weighting_scheme="sigma_sqrt"), "weighting_scheme") == ("mapped", "")
+    assert line_of(kohya(tmp_path, clip_g="g", weighting_scheme="cosmap"), "weighting_scheme")[0] == "changed"
+    for flags, squared in (("", True), ("--precondition_outputs=0", False), ("--weighting_scheme=sigma_sqrt", False)):
+        imported = imported_text(tmp_path, "d.sh", script("sd3", flags))
+        assert ("by its square" in line_of(imported, "weighting_scheme")[1]) == squared, flags
+
+
+def test_other_defaults_of_diffusers_scripts_for_flows(tmp_path: Path) -> None:
+    found = {family: imported_text(tmp_path, "d.sh", script(family)) for family in ("sd3", "flux", "z_image")}
+    for imported in found.values():
+        assert imported.config.optim.learning_rate == imported.config.optim.weight_decay == 1e-4
+    assert found["sd3"].config.text.t5_tokens == 77
+    assert line_of(found["flux"], "guidance_scale")[0] == "changed", "3.5 there"
+    assert "guidance_scale" not in {line.key for line in found["z_image"].lines}
+    assert found["z_image"].config.lora.targets == "attention"
+    transformer = tiny_transformer("flux")
+    learned = target_modules(transformer, FAMILIES["flux"], found["flux"].config.lora.targets)
+    suffixes = "attn.to_k attn.to_q attn.to_v attn.to_out.0 attn.add_k_proj attn.add_q_proj attn.add_v_proj".split()
+    suffixes += "attn.to_add_out ff.net.0.proj ff.net.2 ff_context.net.0.proj ff_context.net.2".split()
+    assert set(learned) == {name for name, _ in transformer.named_modules() if name.endswith(tuple(suffixes))}
 
 
 @pytest.mark.parametrize(
