@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import errno
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import Any
@@ -41,6 +42,18 @@ class UserError(Exception):
 
 class UsageError(UserError):
     """A flag, config value or input file that cannot be used."""
+
+
+@contextmanager
+def known_as(place: object, name: str) -> Iterator[None]:
+    """Inside the block, problems that name a place say what people know it by instead."""
+    try:
+        yield
+    except UsageError as error:
+        told = [(problem.message, problem.fix) for problem in error.problems]
+        if all(str(place) not in text for texts in told for text in texts):
+            raise
+        raise UsageError(Problem(*(text.replace(str(place), name) for text in texts)) for texts in told) from error
 
 
 class Refused(UserError):

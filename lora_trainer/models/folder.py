@@ -35,7 +35,22 @@ SD2_TEXT_WIDTH = 1024  # 1.x and 2.x share a pipeline; their text encoders do no
 MOST_CONFIG_BYTES = 1 << 24  # those of models with a hundred thousand labels have five megabytes
 LARGEST_NUMBER = 10**8  # in a config; the largest honest ones are sizes of vocabularies
 COPY = "Copy or download the model again."
-FLOATING = "Get the model in float16, bfloat16 or float32; memory.base_precision narrows it."
+UNQUANTISED = "Get it in float16, bfloat16, float32 or plain float8; memory.base_precision narrows it."
+READ = ("F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2")
+# Ends of names that stand beside weights which are not what is stored: whoever leaves them out has another model.
+QUANTISED = (
+    (".bitsandbytes__nf4", "bitsandbytes in 4 bits"),
+    (".bitsandbytes__fp4", "bitsandbytes in 4 bits"),
+    (".absmax", "bitsandbytes"),
+    (".SCB", "bitsandbytes in 8 bits"),
+    (".qweight", "whole numbers"),
+    ("weight._data", "whole numbers with scales"),
+    ("scaled_fp8", "fp8 with scales"),
+    (".scale_weight", "fp8 with scales"),
+    (".weight_scale", "fp8 with scales"),
+    (".weight_scale_inv", "fp8 with scales"),
+    (".comfy_quant", "another program's form"),
+)
 # What makes a library read other files than those that were checked, fetch code or run it.
 UNTRUSTED = ("quantization_config", "transformers_weights")
 ATTENTION = ("attn_implementation", "_attn_implementation", "_attn_implementation_internal", "experts_implementation")
@@ -95,10 +110,6 @@ def detect_family(folder: Path, origin: str = "--model") -> str:
     """
     if not folder.exists():
         raise UsageError(Problem(f"There is no model at {folder}.", f"Check {origin}."))
-    if folder.is_file():
-        from lora_trainer.models.single.recognise import recognise
-
-        return recognise(folder).family
     pipeline = str(read_config(folder, "model_index.json").get("_class_name", ""))
     if pipeline not in FAMILY_OF_PIPELINE:
         known = ", ".join(FAMILY_OF_PIPELINE)
@@ -208,7 +219,8 @@ def check_part(folder: Path) -> int:
     other files than these, fetch code or run it: an index that leads elsewhere, an adapter, a config with code of its own.
     """
     if laid_out := is_laid_out(folder):
-        stored = _refuse_whole(folder, stored_weights(read_places(folder)))
+        stored = stored_weights(read_places(folder))
+        refuse_quantised(folder, {name: entry["dtype"] for name, entry in stored.items()})
     elif not (files := sorted(folder.glob("*.safetensors"))) and not _CONFIGS_ALONE.get():
         _first_of_weights(folder)  # says what is there in place of weights
     if (adapter := folder / "adapter_config.json").exists():
@@ -221,20 +233,30 @@ def check_part(folder: Path) -> int:
 
 
 def _weights_header(path: Path) -> dict[str, Any]:
-    """The header of a file of weights. Raises UsageError as `_refuse_whole` does."""
-    return _refuse_whole(path, read_tensor_header(path))
-
-
-def _refuse_whole(where: Path, header: dict[str, Any]) -> dict[str, Any]:
-    """Raise UsageError for layers that are stored in whole or complex numbers.
-
-    A library would take such for the values themselves. Buffers, such as positions, may be whole.
-    """
-    for name, entry in header.items():
-        if name.endswith((".weight", ".bias")) and not entry["dtype"].startswith(("F", "BF")):
-            message = f"{where}: {name[:80]!r} is stored as {entry['dtype']}, in place of floating point."
-            raise UsageError(Problem(message, FLOATING))
+    """The header of a file of weights. Raises UsageError as `refuse_quantised` does."""
+    header = read_tensor_header(path)
+    refuse_quantised(path, {name: entry["dtype"] for name, entry in header.items() if name != METADATA})
     return header
+
+
+def how_quantised(types: Mapping[str, str]) -> str:
+    """How tensors, types by names, are quantised; empty where they are not, or in plain float8.
+
+    A library would take what is stored for the values themselves. Buffers, such as positions, may be whole.
+    """
+    for ending, how in QUANTISED:
+        if found := next((name for name in types if name.endswith(ending)), None):
+            return f"{how}; it holds {found[:80]!r}"
+    for name, dtype in types.items():
+        if name.endswith((".weight", ".bias")) and dtype not in READ:
+            return f"{name[:80]!r} is stored as {dtype}"
+    return ""
+
+
+def refuse_quantised(where: Path, types: Mapping[str, str]) -> None:
+    """Raise UsageError for tensors that are not the weights themselves."""
+    if how := how_quantised(types):
+        raise UsageError(Problem(f"{where} is quantised ({how}).", UNQUANTISED))
 
 
 def _check_index(index: Path, names: set[str]) -> dict[str, str]:

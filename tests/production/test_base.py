@@ -15,9 +15,11 @@ from safetensors.torch import load_file
 from lora_trainer.cli.main import main
 from lora_trainer.config.schema.inputs import ModelSection
 from lora_trainer.core.errors import UsageError
+from lora_trainer.core.tensorfile import read_tensor_header
 from lora_trainer.models import FAMILIES
 from lora_trainer.models.folder import detect_family, places_of_weights
 from lora_trainer.models.places import laid_out_models
+from lora_trainer.models.single import recognise as recognise_file
 from lora_trainer.models.single import tokenizers
 from lora_trainer.models.single.recognise import recognise
 from lora_trainer.production.bases.base import absolute, find_base
@@ -226,8 +228,33 @@ def test_values_that_tell_a_variant_are_fetched_with_the_header(tmp_path: Path) 
 def test_what_is_no_checkpoint_is_refused_by_its_header(tmp_path: Path, data: bytes) -> None:
     with local_hub(tmp_path / "hf") as hub:
         hub.repositories["some/single"] = {"sd.safetensors": data}
-        with pytest.raises(UsageError, match=r"some/single/sd\.safetensors"):
+        with pytest.raises(UsageError, match=r"^some/single/sd\.safetensors"):
             find_base(ModelSection(path="some/single/sd.safetensors"), weights=False, say=hub.listing.get)
+
+
+def test_a_hubs_checkpoint_is_called_by_its_id(checkpoint: Path, tmp_path: Path) -> None:
+    """Not by the place of the file that stands in for it."""
+    lora = write({"unet.x.lora_A.weight": torch.zeros(1)}, tmp_path / "lora.safetensors").read_bytes()
+    less = without(checkpoint, "conditioner.embedders.1.", "first_stage_model.").read_bytes()
+    for data, count in ((lora, 1), (less, 2)):
+        with local_hub(tmp_path / f"hf{count}") as hub:
+            hub.repositories["some/single"] = {"sd.safetensors": data}
+            with pytest.raises(UsageError) as caught:
+                find_base(ModelSection(path="some/single/sd.safetensors"), weights=False, say=hub.listing.get)
+        assert [problem.message[:27] for problem in caught.value.problems] == ["some/single/sd.safetensors "] * count
+
+
+def test_a_checkpoint_s_header_is_read_once(checkpoint: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    read: list[Path] = []
+
+    def counted(path: Path) -> dict[str, object]:
+        read.append(path)
+        return read_tensor_header(path)
+
+    monkeypatch.setattr(recognise_file, "read_tensor_header", counted)
+    less = without(checkpoint, "conditioner.embedders.1.")
+    found(less, text_encoders=folder, vae=folder)
+    assert read == [less]
 
 
 def test_a_checkpoint_of_a_hub_and_an_autoencoder_for_a_hubs_model(

@@ -299,6 +299,17 @@ def test_headers_are_checked_before_anything_is_read(model: Path, data: bytes) -
     assert len(described(model)) < 2000
 
 
+@pytest.mark.parametrize("beside", ["weight_scale", "scale_weight", "comfy_quant", "weight_scale_inv", "weight.absmax"])
+def test_weights_that_are_half_of_the_truth_are_refused(model: Path, beside: str) -> None:
+    """Float8 with scales beside it loads without a word in a library, as another model."""
+    path = model / "unet" / "diffusion_pytorch_model.safetensors"
+    tensors = load_file(path)
+    tensors[f"conv_in.{beside}"] = torch.ones(1)
+    save_file(tensors, path)
+    assert f"conv_in.{beside}" in described(model)
+    assert "is quantised" in described(model)
+
+
 def test_too_many_tensors_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tensorfile, "MOST_TENSORS", 1000)
     path = tmp_path / "many.safetensors"

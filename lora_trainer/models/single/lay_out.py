@@ -8,7 +8,7 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,15 @@ from typing import Any
 from lora_trainer.core.errors import Problem, UsageError
 from lora_trainer.core.io import write_json
 from lora_trainer.core.tensorfile import read_tensor_header
-from lora_trainer.models.folder import check_part, detect_family, places_of_weights, read_config, tokenizer_of
+from lora_trainer.models.folder import (
+    check_part,
+    detect_family,
+    how_quantised,
+    places_of_weights,
+    read_config,
+    refuse_quantised,
+    tokenizer_of,
+)
 from lora_trainer.models.places import laid_out_models, prune_laid_out, write_places
 from lora_trainer.models.single.fitting import check_vae
 from lora_trainer.models.single.recognise import Checkpoint, recognise
@@ -54,7 +62,7 @@ MAY_LACK = {"sd3": "text_encoder_3"}  # which the family works without
 Parts = Mapping[str, Path | None]
 
 
-def lay_out(base: Path, parts: Parts | None = None) -> Path:
+def lay_out(base: Path | Checkpoint, parts: Parts | None = None) -> Path:
     """A folder in diffusers' layout for a checkpoint, or for a folder some of whose parts are others. No weight is copied.
 
     `parts` names by component what takes the place of the base's own, or what it lacks: a component's folder
@@ -63,7 +71,8 @@ def lay_out(base: Path, parts: Parts | None = None) -> Path:
     and for parts that are nowhere.
     """
     given = dict(parts or {})
-    target = laid_out_models() / f"{base.stem[:SHOWN_OF_NAME]}-{_key(base, given)[:16]}"
+    place = base.file if isinstance(base, Checkpoint) else base
+    target = laid_out_models() / f"{place.stem[:SHOWN_OF_NAME]}-{_key(place, given)[:16]}"
     if (target / "model_index.json").exists():
         with contextlib.suppress(OSError):
             os.utime(target)  # it is used
@@ -72,8 +81,8 @@ def lay_out(base: Path, parts: Parts | None = None) -> Path:
     target.parent.mkdir(parents=True, exist_ok=True)
     temporary = Path(tempfile.mkdtemp(prefix=f".{target.name}.", suffix=".part", dir=target.parent))
     try:
-        if base.is_file():
-            _from_checkpoint(recognise(base), given, temporary)
+        if isinstance(base, Checkpoint) or base.is_file():
+            _from_checkpoint(base if isinstance(base, Checkpoint) else recognise(base), given, temporary)
         else:
             _from_folder(base, given, temporary)
         os.chmod(temporary, 0o755)
@@ -87,17 +96,21 @@ def lay_out(base: Path, parts: Parts | None = None) -> Path:
     return target
 
 
-def lacking_parts(base: Path) -> set[str]:
+def lacking_parts(base: Path | Checkpoint) -> set[str]:
     """The text encoders and tokenizers of its family that a checkpoint or a folder has not. Raises UsageError."""
-    if base.is_file():
-        checkpoint = recognise(base)
-        kinds = TEXTS.get(checkpoint.family, {})
-        absent = {name for name, (_, prefix) in kinds.items() if not checkpoint.part(prefix).shapes}
+    if isinstance(base, Checkpoint):
+        kinds = TEXTS.get(base.family, {})
+        absent = {name for name, (_, prefix) in kinds.items() if not _is_usable(base.part(prefix))}
         return absent | {
             tokenizer_of(name) for name, (kind, _) in kinds.items() if name in absent or kind in LACK_WORDS
         }
     names = TEXTS.get(detect_family(base), {})
     return {part for name in names for part in (name, tokenizer_of(name)) if not (base / part).is_dir()}
+
+
+def _is_usable(stored: Stored) -> bool:
+    """Whether there is such a part, whose tensors are the weights themselves."""
+    return bool(stored.shapes) and not how_quantised(stored.types)
 
 
 def _key(base: Path, parts: Parts) -> str:
@@ -123,10 +136,16 @@ def _from_checkpoint(checkpoint: Checkpoint, given: dict[str, Path | None], targ
             components[name] = _text_part(checkpoint, name, kind, prefix, given.get(name))
         except UsageError as error:
             problems.extend(error.problems)
-    try:
-        components["vae"] = _vae(checkpoint, published["vae"], given.get("vae"))
-    except UsageError as error:
-        problems.extend(error.problems)
+    denoiser = "transformer" if family in TRANSFORMERS else "unet"
+    others: dict[str, Callable[[], Part | Path]] = {
+        denoiser: lambda: _denoiser(checkpoint),
+        "vae": lambda: _vae(checkpoint, published["vae"], given.get("vae")),
+    }
+    for name, part in others.items():
+        try:
+            components[name] = part()
+        except UsageError as error:
+            problems.extend(error.problems)
     for name, (kind, _) in texts.items():
         tokenizer = tokenizer_of(name)
         try:
@@ -135,10 +154,8 @@ def _from_checkpoint(checkpoint: Checkpoint, given: dict[str, Path | None], targ
             problems.extend(error.problems)
     if problems:
         raise UsageError(problems)
-    denoiser = "transformer" if family in TRANSFORMERS else "unet"
-    components[denoiser] = _denoiser(checkpoint)
-    for name, part in components.items():
-        _write_part(part, target / name)
+    for name, component in components.items():
+        _write_part(component, target / name)
     write_json(target / "scheduler" / "scheduler_config.json", _scheduler(checkpoint, published["scheduler"]))
     absent = {name: [None, None] for text in set(TEXTS[family]) - set(texts) for name in (text, tokenizer_of(text))}
     write_json(target / "model_index.json", published["model_index"] | absent)
@@ -177,15 +194,18 @@ def _text_part(checkpoint: Checkpoint, name: str, kind: str, prefix: str, given:
     if given is not None:
         return _of_kind(kind, Stored.of(given, read_tensor_header(given), ""))
     stored = checkpoint.part(prefix)
-    if not stored.shapes:
+    if not _is_usable(stored):
         may = ", or set model.without_t5" if MAY_LACK.get(checkpoint.family) == name else ""
         message = f"{checkpoint.file} holds no {name} ({prefix}…)."
+        if stored.shapes:
+            message = f"{checkpoint.file} holds {name} quantised ({how_quantised(stored.types)})."
         fix = f"Name a folder that holds {name}/ with model.text_encoders{may}."
         raise UsageError(Problem(message, fix))
     return _of_kind(kind, stored)
 
 
 def _of_kind(kind: str, stored: Stored) -> Part:
+    refuse_quantised(stored.file, stored.types)
     if kind == "t5":
         return t5_part(stored)
     if kind == "qwen3":
@@ -203,10 +223,11 @@ def _vae(checkpoint: Checkpoint, published: Mapping[str, Any], given: Path | Non
     own = None if stored is None else vae_part(stored, published)
     if given is not None:
         return _replaced_vae(given, published if own is None else own.config)
-    if own is not None:
-        return own
-    message = f"{checkpoint.file} holds no autoencoder."
-    raise UsageError(Problem(message, "Name one with model.vae: its folder, or its .safetensors file."))
+    if stored is None or own is None:
+        message = f"{checkpoint.file} holds no autoencoder."
+        raise UsageError(Problem(message, "Name one with model.vae: its folder, or its .safetensors file."))
+    refuse_quantised(stored.file, stored.types)
+    return own
 
 
 def _replaced_vae(given: Path, own: Mapping[str, Any]) -> Part | Path:
@@ -222,6 +243,7 @@ def vae_of_file(file: Path, published: Mapping[str, Any]) -> Part:
     for prefix in (*VAE_PREFIXES, ""):
         stored = Stored.of(file, header, prefix)
         if "encoder.conv_in.weight" in stored.shapes:
+            refuse_quantised(file, stored.types)
             return vae_part(stored, published)
     raise UsageError(Problem(f"{file} is no autoencoder.", "Name one with model.vae."))
 

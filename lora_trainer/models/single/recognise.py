@@ -12,14 +12,12 @@ from typing import Any
 
 from lora_trainer.core.errors import Problem, UsageError
 from lora_trainer.core.tensorfile import METADATA, data_begins, read_tensor_header
+from lora_trainer.models.folder import refuse_quantised
 from lora_trainer.models.single.stored import Stored
 
 PREFIXES = ("model.diffusion_model.", "diffusion_model.", "")
-GGUF = b"GGUF"
-READ = ("F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2")
-UNQUANTISED = "Get it in float16, bfloat16, float32 or plain float8; memory.base_precision narrows it."
 USE_BASE = "Name a base model with --model: a checkpoint, a folder in diffusers' layout or a hub id."
-SD2_TEXT_WIDTH, SDXL_TEXT_WIDTH, REFINER_TEXT_WIDTH = 1024, 2048, 1280
+SD2_TEXT_WIDTH, REFINER_TEXT_WIDTH = 1024, 1280
 UNUSUAL_CHANNELS = {5: "a depth model", 7: "an upscaler", 8: "a model of instructions", 9: "an inpainting model"}
 # The norm that tells 2.x models of velocity from those of noise: theirs spreads more (as ComfyUI tells them apart).
 SD2_NORM, SD2_SPREAD = "output_blocks.11.1.transformer_blocks.0.norm1.bias", 0.09
@@ -51,17 +49,6 @@ LATER_KINDS = (
         "Put it into the folder that model.text_encoders names, beside a base model.",
     ),
 )  # fmt: skip
-QUANTISED = (
-    ("quant_state.bitsandbytes__nf4", "bitsandbytes in 4 bits"),
-    ("quant_state.bitsandbytes__fp4", "bitsandbytes in 4 bits"),
-    (".absmax", "bitsandbytes"),
-    (".SCB", "bitsandbytes in 8 bits"),
-    (".qweight", "whole numbers"),
-    ("scaled_fp8", "fp8 with scales"),
-    (".scale_weight", "fp8 with scales"),
-    (".weight_scale", "fp8 with scales"),
-    (".comfy_quant", "another program's form"),
-)
 
 
 @dataclass(frozen=True)
@@ -88,20 +75,18 @@ def recognise(file: Path) -> Checkpoint:
     Raises UsageError for a file that is damaged or a pickle, for models that cannot be trained, and for files that
     hold something else, naming what.
     """
-    _refuse_gguf(file)
     header = read_tensor_header(file)
     names = [name for name in header if name != METADATA]
     for endings, kind in OTHER_KINDS:
         if any(name.endswith(endings) for name in names):
             raise UsageError(Problem(f"{file} is {kind}, no base model.", USE_BASE))
-    _refuse_quantised(file, names)
     for prefix in PREFIXES:
         for first, known in KNOWN.items():
             if prefix + first in header:
-                denoiser = Stored.of(file, header, prefix)
-                found = known(Checkpoint(file, "", denoiser if prefix else _own(denoiser), header))
-                _refuse_other_types(found)
-                return found
+                denoiser = Stored.of(file, header, prefix) if prefix else _own(Stored.of(file, header, prefix))
+                refuse_quantised(file, denoiser.types)
+                return known(Checkpoint(file, "", denoiser, header))
+    refuse_quantised(file, {name: header[name]["dtype"] for name in names})
     raise UsageError(_unknown(file, names))
 
 
@@ -110,37 +95,11 @@ def values_read(header: Mapping[str, Any]) -> list[tuple[int, int]]:
     return [tuple(entry["data_offsets"]) for name, entry in header.items() if name.endswith(SD2_NORM)]
 
 
-def _refuse_gguf(file: Path) -> None:
-    try:
-        with open(file, "rb") as opened:
-            beginning = opened.read(len(GGUF))
-    except OSError:
-        return  # which the reading of the header puts into words
-    if beginning == GGUF:
-        message = f"{file} is a GGUF file, whose weights are quantised."
-        raise UsageError(Problem(message, "Get the model as .safetensors; memory.base_precision narrows it."))
-
-
-def _refuse_quantised(file: Path, names: list[str]) -> None:
-    for ending, how in QUANTISED:
-        if found := next((name for name in names if name.endswith(ending)), None):
-            message = f"{file} is quantised ({how}; it holds {found[:80]})."
-            raise UsageError(Problem(message, UNQUANTISED))
-
-
-def _refuse_other_types(found: Checkpoint) -> None:
-    """Raise UsageError for layers that are stored in whole numbers, or in floating point of less than 8 bits."""
-    for name, dtype in found.denoiser.types.items():
-        if name.endswith(".weight") and dtype not in READ:
-            message = f"{found.file} is quantised: {name[:80]!r} is stored as {dtype}."
-            raise UsageError(Problem(message, UNQUANTISED))
-
-
 def _own(denoiser: Stored) -> Stored:
     """Of a bare transformer's file only what is no other part's."""
     others = ("vae.", "first_stage_model.", "text_encoders.", "cond_stage_model.", "conditioner.", "model_ema.")
     shapes = {name: shape for name, shape in denoiser.shapes.items() if not name.startswith(others)}
-    return Stored(denoiser.file, "", shapes, denoiser.types)
+    return Stored(denoiser.file, "", shapes, {name: denoiser.types[name] for name in shapes})
 
 
 def _unknown(file: Path, names: list[str]) -> Problem:
@@ -152,7 +111,7 @@ def _unknown(file: Path, names: list[str]) -> Problem:
         if any(name.endswith(endings) for name in names):
             return Problem(f"{file} is {kind}, no base model.", fix)
     seen = ", ".join(sorted(names)[:3])[:200] or "nothing"
-    families = "Stable Diffusion 1.x, 2.x, XL, 3 and 3.5, and FLUX.1"
+    families = "Stable Diffusion 1.x, 2.x, XL, 3 and 3.5, FLUX.1 and Z-Image"
     return Problem(f"{file} is of no known architecture: it holds {seen}.", f"What can be read: {families}.")
 
 
@@ -169,6 +128,8 @@ def _unet(found: Checkpoint) -> Checkpoint:
     width = stored.side(reads, 1)
     if "label_emb.0.0.weight" not in stored.shapes:
         family = "sd2" if width == SD2_TEXT_WIDTH else "sd15"
+    elif width == SD2_TEXT_WIDTH:
+        raise UsageError(Problem(f"{file} is an unCLIP model, which reads pictures, too.", USE_BASE))
     elif width == REFINER_TEXT_WIDTH or "conditioner.embedders.0.model.text_projection" in found.header:
         raise UsageError(Problem(f"{file} is the refiner of SDXL.", "Use the base model of SDXL."))
     else:
@@ -178,7 +139,7 @@ def _unet(found: Checkpoint) -> Checkpoint:
             raise UsageError(Problem(f"{file} noises in a way that cannot be followed ({key}).", USE_BASE))
     told = str((found.header.get(METADATA) or {}).get("modelspec.prediction_type", ""))
     velocity = "v_pred" in found.header or told.lower() in ("v", "v_prediction", "v-prediction")
-    velocity = velocity or (family == "sd2" and told == "" and _spreads(stored))
+    velocity = velocity or (family == "sd2" and told == "" and _spreads(found))
     return Checkpoint(
         file,
         family,
@@ -189,14 +150,13 @@ def _unet(found: Checkpoint) -> Checkpoint:
     )
 
 
-def _spreads(stored: Stored) -> bool:
+def _spreads(found: Checkpoint) -> bool:
     """Whether a 2.x model predicts velocity, by a norm of its last block."""
-    if SD2_NORM not in stored.shapes:
+    if SD2_NORM not in found.denoiser.shapes:
         return False
-    name = stored.prefix + SD2_NORM
-    entry = read_tensor_header(stored.file)[name]
-    with open(stored.file, "rb") as file:
-        file.seek(data_begins(stored.file) + entry["data_offsets"][0])
+    entry = found.header[found.denoiser.prefix + SD2_NORM]
+    with open(found.file, "rb") as file:
+        file.seek(data_begins(found.file) + entry["data_offsets"][0])
         data = file.read(entry["data_offsets"][1] - entry["data_offsets"][0])
     return statistics.pstdev(_numbers(data, entry["dtype"])) > SD2_SPREAD
 

@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from lora_trainer.core.errors import Problem, UsageError
 from lora_trainer.core.tensorfile import METADATA
@@ -15,6 +15,7 @@ from lora_trainer.export.layout import Layout, Rule
 from lora_trainer.models.places import Place
 
 NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)|^\d+(?=\.)")
+COUNTED = re.compile(r"\d{1,3}(?=\.)", re.ASCII)  # no model has a thousand layers
 SHOWN = 3  # names in a message
 
 
@@ -43,15 +44,14 @@ class Stored:
 
     def count(self, before: str) -> int:
         """How many numbered things stand behind `before`: 24 where `layers.23.…` is the last of `layers.`."""
-        numbers = [int(name[len(before) :].partition(".")[0]) for name in self.shapes if name.startswith(before)]
-        return max(numbers, default=-1) + 1
+        found = [COUNTED.match(name, len(before)) for name in self.shapes if name.startswith(before)]
+        return max((int(number[0]) for number in found if number), default=-1) + 1
 
     def side(self, name: str, axis: int) -> int:
         """A side of a tensor. Raises UsageError where there is none, or nothing in it."""
         shape = self.shapes.get(name, ())
         if not -len(shape) <= axis < len(shape) or not shape[axis]:
-            message = f"{self.file} lacks {self.prefix}{name}, or it has other sides than that of a known model."
-            raise UsageError(Problem(message, "Copy or download the file again."))
+            refuse_sides(self, name)
         return shape[axis]
 
 
@@ -96,6 +96,12 @@ def by_layout(stored: Stored, layout: Layout, known: Iterable[str] = ()) -> dict
     if unknown:
         refuse_unknown(stored, unknown)
     return found
+
+
+def refuse_sides(stored: Stored, name: str) -> NoReturn:
+    """Raise UsageError for a tensor that is not there, or no known model's."""
+    message = f"{stored.file} lacks {stored.prefix}{name}, or it has other sides than that of a known model."
+    raise UsageError(Problem(message, "Copy or download the file again."))
 
 
 def refuse_unknown(stored: Stored, names: Iterable[str]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import struct
 from dataclasses import replace
 from pathlib import Path
@@ -12,7 +13,7 @@ from typing import Any
 from lora_trainer.core.io import atomic_path
 from lora_trainer.export.layout import Layout, Rule, fused
 from lora_trainer.models.places import Place, laid_out_models
-from lora_trainer.models.single.stored import Part, Stored, by_layout, renamed
+from lora_trainer.models.single.stored import Part, Stored, by_layout, refuse_sides, renamed
 
 HEAD = 64  # channels, in every published CLIP and T5
 BIAS = "encoder.block.0.layer.0.SelfAttention.relative_attention_bias.weight"
@@ -26,6 +27,7 @@ PUBLISHED: dict[str, Any] = {
     "pad_token_id": 1,
 }
 LAYER = "text_model.encoder.layers.{}"
+LAYER_NUMBER = re.compile(r"text_model\.encoder\.layers\.(\d{1,3})\.", re.ASCII)
 BLOCK = "transformer.resblocks.{}"
 OPEN_CLIP: Layout = (
     *(
@@ -45,7 +47,9 @@ OPEN_CLIP: Layout = (
     Rule("text_model.embeddings.position_embedding.weight", "positional_embedding"),
     Rule(PROJECTION, "text_projection"),
 )
-NOT_WEIGHTS = ("logit_scale", "attn_mask", "position_ids", "text_model.embeddings.position_ids")
+NOT_WEIGHTS = ("logit_scale", "attn_mask", "position_ids")
+TEXT_MODEL = ("embeddings.", "encoder.", "final_layer_norm.")  # of CLIP, whose other half reads pictures
+WIDEST = 8192  # channels of a CLIP; published ones have up to 1280
 
 
 def clip_part(stored: Stored, activation: str, *, projected: bool, as_it_is: bool = False) -> Part:
@@ -58,9 +62,8 @@ def clip_part(stored: Stored, activation: str, *, projected: bool, as_it_is: boo
     def rename(name: str) -> str | None:
         if name == PROJECTION:
             return name if projected and not as_it_is else None
-        if name.endswith(NOT_WEIGHTS):
-            return None
-        return name if name.startswith("text_model.") else f"text_model.{name}"
+        own = name.removeprefix("text_model.")
+        return f"text_model.{own}" if own.startswith(TEXT_MODEL) and not own.endswith(NOT_WEIGHTS) else None
 
     places = renamed(stored, rename)
     if as_it_is:
@@ -81,7 +84,10 @@ def open_clip_part(stored: Stored, *, projected: bool) -> Part:
 
 
 def _width(stored: Stored, places: dict[str, Place]) -> int:
-    return stored.side(_name(stored, places, "text_model.embeddings.token_embedding.weight"), 1)
+    words = _name(stored, places, "text_model.embeddings.token_embedding.weight")
+    if (width := stored.side(words, 1)) > WIDEST:  # a projection of as many squared is written for it
+        refuse_sides(stored, words)
+    return width
 
 
 def _name(stored: Stored, places: dict[str, Place], ours: str) -> str:
@@ -93,7 +99,7 @@ def _clip(stored: Stored, places: dict[str, Place], activation: str, projection:
     """`projection`: what the file calls it, where it must hold one."""
     words = _name(stored, places, "text_model.embeddings.token_embedding.weight")
     width = stored.side(words, 1)
-    layers = 1 + max((int(name.split(".")[3]) for name in places if ".encoder.layers." in name), default=-1)
+    layers = 1 + max((int(found[1]) for name in places if (found := LAYER_NUMBER.match(name))), default=-1)
     projected_to = width
     if projection:
         sides = stored.side(projection, 0), stored.side(projection, 1)

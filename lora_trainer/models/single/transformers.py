@@ -29,7 +29,8 @@ SD3_REST: Layout = (
 )
 FLUX_REST: Layout = (
     *(
-        Rule(f"{ours}.weight", f"{theirs}.scale")
+        Rule(f"{ours}.weight", f"{theirs}.{leaf}")
+        for leaf in ("scale", "weight")  # the first code's, and that of what ComfyUI saves
         for ours, theirs in (
             ("transformer_blocks.{}.attn.norm_q", "double_blocks.{}.img_attn.norm.query_norm"),
             ("transformer_blocks.{}.attn.norm_k", "double_blocks.{}.img_attn.norm.key_norm"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
+from lora_trainer.core.errors import Problem, UsageError
 from lora_trainer.models.family import public_architecture
 from lora_trainer.models.single.stored import Part, Stored, refuse_unknown, renamed
 
@@ -49,6 +50,7 @@ def unet_part(stored: Stored, family: str) -> Part:
             return f"{blocks[matched[1]]}.{leaf}"
         return f"{blocks[matched[1]]}.{RENAMED.get(module, module)}.{leaf}"
 
+    _refuse_uneven(stored, down, up)
     if unknown := [name for name in stored.shapes if rename(name) is None]:
         refuse_unknown(stored, unknown)
     return Part(_config(stored, family, down, up), renamed(stored, rename))
@@ -81,6 +83,25 @@ def _blocks(stored: Stored) -> tuple[dict[str, str], list[list[int]], list[list[
             else:
                 blocks[f"{before}.{place}"] = f"up_blocks.{level}.attentions.{layer}"
     return blocks, down, up
+
+
+def _refuse_uneven(stored: Stored, down: list[list[int]], up: list[list[int]]) -> None:
+    """Raise UsageError where levels do not mirror each other, or blocks of one level are not alike.
+
+    So are the U-Nets that were made smaller by leaving blocks out: SSD-1B, Vega, KOALA.
+    """
+    falling, rising = (
+        [[stored.count(f"{way}_blocks.{number}.1.transformer_blocks.") for number in numbers] for numbers in side]
+        for way, side in (("input", down), ("output", up))
+    )
+    layers, deepest = len(falling[0]), stored.count("middle_block.1.transformer_blocks.")
+    depths = [level[0] if level else 0 for level in falling]
+    even = [[depth] * layers for depth in depths], [[depth] * (layers + 1) for depth in reversed(depths)]
+    if (falling, rising) != even or deepest != (depths[-1] or max(1, deepest)):
+        message = (
+            f"{stored.file} is a U-Net with blocks left out, as in SSD-1B, Vega or KOALA, which cannot be trained."
+        )
+        raise UsageError(Problem(message, "Use the base that it was made from."))
 
 
 def _config(stored: Stored, family: str, down: list[list[int]], up: list[list[int]]) -> dict[str, Any]:

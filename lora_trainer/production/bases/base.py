@@ -19,13 +19,14 @@ from typing import TYPE_CHECKING
 
 from lora_trainer.builtin import BASE_FOLDER
 from lora_trainer.config.schema.inputs import ModelSection
-from lora_trainer.core.errors import Problem, UsageError
+from lora_trainer.core.errors import Problem, UsageError, known_as
 from lora_trainer.core.findings import printable_lines
 from lora_trainer.core.launch import is_main_process
 from lora_trainer.models import FAMILIES
 from lora_trainer.models.folder import EXPECTED, detect_family, named_parts, tokenizer_of
 
 if TYPE_CHECKING:  # read when a base asks for them: every command begins with this file
+    from lora_trainer.models.single.recognise import Checkpoint
     from lora_trainer.production.bases.hub import HubModel
 
 HUB_ID = re.compile(r"(?P<name>[A-Za-z0-9][\w.-]{0,95}/[\w.-]{1,96})(?:/(?P<file>[^\\]+\.safetensors))?", re.ASCII)
@@ -87,20 +88,27 @@ def find_base(
         fix = f"Fetch it first with `hf download {'/'.join(model.vae.split('/')[:2])}`, and name the folder that this prints."
         raise UsageError(Problem(message, fix))
     base = _named(model, offline=offline, weights=weights, origin=origin, say=say)
-    parts = _parts(model, base.folder) if base.whole or base.folder.is_file() else {}
-    if not parts and not base.folder.is_file():
+    if base.folder.is_file():
+        with known_as(base.folder, str(base.folder) if base.whole else base.named):
+            return _of_checkpoint(model, base)
+    parts = _parts(model, base.folder) if base.whole else {}
+    if not parts:
         return base
     from lora_trainer.models.single.lay_out import lay_out
 
-    note = ""
-    if base.folder.is_file():
-        from lora_trainer.models.single.recognise import recognise
+    return replace(base, folder=lay_out(base.folder, parts))
 
-        note = recognise(base.folder).note
-    folder = lay_out(base.folder, parts)
+
+def _of_checkpoint(model: ModelSection, base: Base) -> Base:
+    """The folder that a checkpoint becomes; its header is read once."""
+    from lora_trainer.models.single.lay_out import lay_out
+    from lora_trainer.models.single.recognise import recognise
+
+    checkpoint = recognise(base.folder)
+    folder = lay_out(checkpoint, _parts(model, base.folder, checkpoint))
     if not base.whole:  # of a header alone, whose file goes too
         atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    return replace(base, folder=folder, note=note)
+    return replace(base, folder=folder, note=checkpoint.note)
 
 
 def _named(model: ModelSection, *, offline: bool, weights: bool, origin: str, say: Callable[[str], None]) -> Base:
@@ -124,8 +132,11 @@ def _named(model: ModelSection, *, offline: bool, weights: bool, origin: str, sa
     return Base(path, path.name)
 
 
-def _parts(model: ModelSection, base: Path) -> dict[str, Path | None]:
-    """What takes the place of the base's own parts, and what it lacks. Raises UsageError, all problems at once."""
+def _parts(model: ModelSection, base: Path, checkpoint: Checkpoint | None = None) -> dict[str, Path | None]:
+    """What takes the place of the parts of a base, a folder or a checkpoint, and what it lacks.
+
+    Raises UsageError, all problems at once.
+    """
     if model.vae is None and model.text_encoders is None and not model.without_t5:
         return {}
     from lora_trainer.models.single.fitting import text_folders, vae_folder
@@ -135,11 +146,12 @@ def _parts(model: ModelSection, base: Path) -> dict[str, Path | None]:
     problems: list[Problem] = []
     try:
         if model.without_t5:
-            spare = FAMILIES[detect_family(base)].spare_texts
+            family = detect_family(base) if checkpoint is None else checkpoint.family
+            spare = FAMILIES[family].spare_texts
             left_out = [part for name in spare for part in (name, tokenizer_of(name))]
-            parts |= dict.fromkeys(left_out if base.is_file() else named_parts(base, left_out))
+            parts |= dict.fromkeys(left_out if checkpoint is not None else named_parts(base, left_out))
         if model.text_encoders is not None:
-            wanted = lacking_parts(base) - set(parts)
+            wanted = lacking_parts(checkpoint or base) - set(parts)
             parts |= text_folders(local_path(model.text_encoders), wanted)
     except UsageError as error:
         problems.extend(error.problems)

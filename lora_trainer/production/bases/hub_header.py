@@ -13,7 +13,7 @@ import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from lora_trainer.core.errors import Problem, UsageError
+from lora_trainer.core.errors import Problem, UsageError, known_as
 from lora_trainer.core.tensorfile import LARGEST_HEADER, read_tensor_header
 from lora_trainer.models.single.recognise import values_read
 
@@ -39,7 +39,8 @@ def stand_in(name: str, size: int, read: ReadRange) -> Path:
     with open(path, "wb") as file:
         file.write(beginning + (read(8, 8 + length) if sound and length else b""))
         file.truncate(size)
-    header = read_tensor_header(path)  # refuses what is damaged
+    with known_as(path, name):
+        header = read_tensor_header(path)  # refuses what is damaged
     with open(path, "r+b") as file:
         for begin, end in values_read(header):
             if 0 < end - begin <= MOST_VALUES:

@@ -23,7 +23,8 @@ from lora_trainer.models import FAMILIES
 from lora_trainer.models.folder import detect_family
 from lora_trainer.models.places import laid_out_models
 from lora_trainer.models.single import tokenizers
-from lora_trainer.models.single.lay_out import lay_out
+from lora_trainer.models.single.lay_out import lacking_parts, lay_out
+from lora_trainer.models.single.recognise import recognise
 from lora_trainer.models.single.stored import Stored
 from lora_trainer.models.single.texts import BIAS
 from lora_trainer.models.single.transformers import flux_part
@@ -74,7 +75,7 @@ def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
 
 def test_a_checkpoint_is_its_folder(model: tuple[str, Path, Path]) -> None:
     name, folder, file = model
-    assert detect_family(file) == name
+    assert recognise(file).family == name
     family, laid_out = FAMILIES[name], lay_out(file)
     assert detect_family(laid_out) == name
     theirs, ours = family.describe(folder), family.describe(laid_out)
@@ -131,7 +132,7 @@ def test_a_flow_s_checkpoint_is_its_folder(flow: tuple[str, Any, Path], tmp_path
         encoders = [path.name for path in folder.glob("text_encoder*")]
         parts |= {part: folder / part for part in (*encoders, "vae")}
     file = write(flow_checkpoint(pipeline, bare=bare), tmp_path / "model.safetensors")
-    assert detect_family(file) == name
+    assert recognise(file).family == name
     laid_out, family = lay_out(file, parts), FAMILIES[name]
     theirs, ours = family.describe(folder), family.describe(laid_out)
     assert (ours.resolution, ours.latent_channels, ours.caption_tokens, ours.pixel_step) == (
@@ -225,6 +226,53 @@ def test_a_weight_that_is_lacking_is_named_with_its_file(tmp_path: Path, monkeyp
     tensors["model.diffusion_model.middle_block.9.norm.bias"] = torch.zeros(1)
     with pytest.raises(UsageError, match=r"1 tensors that no known model has: model.diffusion_model.middle_block.9"):
         lay_out(write(tensors, file))
+
+
+def test_a_quantised_text_encoder_is_lacking_and_comes_from_elsewhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in files of SD3.5 whose T5 is in float8 with scales: as it is stored it would be another encoder."""
+    pipeline = tiny_flow_pipeline(tmp_path / "words", "sd3")
+    monkeypatch.setattr(tokenizers, "CLIP", tmp_path / "words")
+    pipeline.save_pretrained(tmp_path / "folder")
+    tensors = flow_checkpoint(pipeline)
+    plain = lay_out(
+        write(tensors, tmp_path / "plain.safetensors"), {"tokenizer_3": tmp_path / "folder" / "tokenizer_3"}
+    )
+    for name in [name for name in tensors if name.startswith("text_encoders.t5xxl.") and tensors[name].ndim == 2]:
+        tensors[f"{name.removesuffix('.weight')}.scale_weight"] = torch.tensor(0.5)
+        tensors[name] = (tensors[name] * 2).to(torch.float8_e4m3fn)
+    scaled = recognise(write(tensors, tmp_path / "scaled.safetensors"))
+    assert lacking_parts(scaled) == {"text_encoder_3", "tokenizer_3"}
+    with pytest.raises(UsageError, match=r"holds text_encoder_3 quantised \(fp8 with scales.*model.without_t5"):
+        lay_out(scaled, {"tokenizer_3": tmp_path / "folder" / "tokenizer_3"})
+    given = {part: tmp_path / "folder" / part for part in ("text_encoder_3", "tokenizer_3")}
+    read, told = both(FAMILIES["sd3"].load_encoders, plain, lay_out(scaled, given))
+    same(read.encode_text(["a ring"]), told.encode_text(["a ring"]))
+
+
+def test_flux_as_comfyui_saves_it_has_other_names_of_norms(tmp_path: Path) -> None:
+    with torch.device("meta"):
+        model = FluxTransformer2DModel(num_layers=1, num_single_layers=1, guidance_embeds=True)
+        shapes = {
+            name.replace("_norm.scale", "_norm.weight"): each.shape for name, each in flux_original(model).items()
+        }
+    assert any(name.endswith("key_norm.weight") for name in shapes)
+    places = flux_part(Stored(tmp_path / "model.safetensors", "", shapes)).places
+    assert places.keys() == model.state_dict().keys()
+
+
+@pytest.mark.parametrize(
+    "left_out", ["middle_block.1.", "input_blocks.5.1.transformer_blocks.1.", "output_blocks.1.1.transformer_blocks.1."]
+)
+def test_a_unet_with_blocks_left_out_is_refused(left_out: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """SSD-1B, Vega and KOALA are such."""
+    tensors = unet_checkpoint(tiny_pipeline(tmp_path / "words", "sdxl"), "sdxl")
+    monkeypatch.setattr(tokenizers, "CLIP", tmp_path / "words")
+    fewer = {name: each for name, each in tensors.items() if not name.startswith(f"model.diffusion_model.{left_out}")}
+    assert len(fewer) < len(tensors)
+    with pytest.raises(UsageError, match="blocks left out"):
+        lay_out(write(fewer, tmp_path / "model.safetensors"))
 
 
 def test_sd3_reads_no_projection_of_its_first_encoder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,13 +7,15 @@ import math
 import os
 import struct
 import zipfile
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from lora_trainer.core.errors import UsageError
-from lora_trainer.models.folder import detect_family
 from lora_trainer.models.single.lay_out import lay_out
 from lora_trainer.models.single.recognise import SD2_NORM, _numbers, recognise
 from tests.models.single.originals import write
@@ -75,6 +77,12 @@ OTHERS = {
     "quantised (bitsandbytes in 4 bits": {**FLUX, "img_in.weight.quant_state.bitsandbytes__nf4": [4]},
     "quantised (fp8 with scales": {**FLUX, "scaled_fp8": [4]},
     "quantised (fp8 with scales;": {**UNET, "model.diffusion_model.input_blocks.0.0.scale_weight": [4]},
+    "quantised (another program's form": {**FLUX, "img_in.comfy_quant": [4]},
+    "an unCLIP model": {
+        **UNET,
+        "model.diffusion_model.label_emb.0.0.weight": [8, 2048],
+        "model.diffusion_model.output_blocks.1.1.transformer_blocks.0.attn2.to_k.weight": [8, 1024],
+    },
 }  # fmt: skip
 
 
@@ -82,8 +90,6 @@ OTHERS = {
 def test_what_is_no_base_is_named(said: str, shapes: dict[str, list[int]], tmp_path: Path) -> None:
     path = file_of(tmp_path / "given.safetensors", shapes)
     assert said in refused(path)
-    with pytest.raises(UsageError):
-        detect_family(path)
 
 
 def test_whole_numbers_are_quantised(tmp_path: Path) -> None:
@@ -152,3 +158,33 @@ def test_all_that_a_checkpoint_lacks_is_said_at_once(tmp_path: Path, monkeypatch
     assert "model.text_encoders" in said
     assert "model.vae" in said
     assert not list((tmp_path / "cache" / "models").iterdir())
+
+
+NAMES = st.sampled_from(sorted({name for shapes in OTHERS.values() for name in shapes} | {*UNET, *FLUX}))
+ODD = st.sampled_from(
+    """double_blocks.x.y double_blocks.\u00b2.y joint_blocks.99999999999.x_block.attn.qkv.weight layers.-1.w pos_embed
+    joint_blocks.0.x_block.attn.qkv.weight cap_pad_token layers.0.attention.q_norm.weight input_blocks.1.0.op.weight
+    cond_stage_model.transformer.vision_model.encoder.layers.0.mlp.fc1.weight first_stage_model.encoder.down.a.b
+    model.diffusion_model.input_blocks.99999999999.0.op.weight model.diffusion_model.output_blocks.3.1.b
+    cond_stage_model.transformer.text_model.encoder.layers.x.mlp.fc1.weight first_stage_model.encoder.conv_in.weight
+    cond_stage_model.transformer.text_model.embeddings.token_embedding.weight""".split()
+)
+
+
+@given(st.dictionaries(NAMES | ODD, st.lists(st.sampled_from([0, 1, 4, 64, 768, 1024]), max_size=4), max_size=12))
+@settings(max_examples=150, deadline=None, database=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_names_and_sides_of_strangers_are_a_message_or_a_model(tmp_path: Path, shapes: dict[str, list[int]]) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("LORA_TRAINER_CACHE", str(tmp_path / "cache"))
+        patch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
+        with suppress(UsageError):
+            lay_out(file_of(tmp_path / "given.safetensors", shapes))
+
+
+def test_a_projection_of_terabytes_is_not_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """SD3's first encoder gets one of its own width squared."""
+    monkeypatch.setenv("LORA_TRAINER_CACHE", str(tmp_path / "cache"))
+    begin = "text_encoders.clip_l.transformer.text_model"
+    wide = {f"{begin}.embeddings.token_embedding.weight": [1, 1_000_000]}
+    with pytest.raises(UsageError, match=r"token_embedding.weight, or it has other sides"):
+        lay_out(file_of(tmp_path / "sd3.safetensors", {"joint_blocks.0.x_block.attn.qkv.weight": [6, 2], **wide}))

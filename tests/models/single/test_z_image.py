@@ -13,7 +13,6 @@ from lora_trainer.config.schema.inputs import ModelSection
 from lora_trainer.core.errors import UsageError
 from lora_trainer.models import FAMILIES
 from lora_trainer.models.family import public_architecture
-from lora_trainer.models.folder import detect_family
 from lora_trainer.models.single.lay_out import lacking_parts, lay_out
 from lora_trainer.models.single.recognise import recognise
 from lora_trainer.models.single.transformers import z_image_part
@@ -46,8 +45,8 @@ def test_a_checkpoint_is_its_folder(pipeline: Any, bare: bool, tmp_path: Path) -
     if bare:
         parts |= {"text_encoder": folder / "text_encoder", "vae": folder / "vae"}
     file = write(tensors, tmp_path / "model.safetensors")
-    assert detect_family(file) == "z_image"
-    assert lacking_parts(file) == ({"text_encoder", "tokenizer"} if bare else {"tokenizer"})
+    assert recognise(file).family == "z_image"
+    assert lacking_parts(recognise(file)) == ({"text_encoder", "tokenizer"} if bare else {"tokenizer"})
     section = ModelSection(path=str(file), text_encoders=str(folder), vae=str(folder / "vae"))
     said: list[str] = []
     settle([], [Layer("--model", {"model": section.model_dump(exclude_none=True)})], say=said.append)
