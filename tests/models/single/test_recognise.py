@@ -172,7 +172,7 @@ ODD = st.sampled_from(
 
 
 @given(st.dictionaries(NAMES | ODD, st.lists(st.sampled_from([0, 1, 4, 64, 768, 1024]), max_size=4), max_size=12))
-@settings(max_examples=150, deadline=None, database=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=80, deadline=None, database=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_names_and_sides_of_strangers_are_a_message_or_a_model(tmp_path: Path, shapes: dict[str, list[int]]) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("LORA_TRAINER_CACHE", str(tmp_path / "cache"))
