@@ -45,8 +45,10 @@ def plan_command(arguments: argparse.Namespace, unknown: list[Problem]) -> int:
     resolved = settled(presets, user, [], builtin_if_none=model.family is None)
     if explained(arguments, resolved):
         return DONE
+    from lora_trainer.core.imports import OPTIONAL, hide
     from lora_trainer.production.plans.plan import make_plan
 
+    hide(OPTIONAL)  # a trace has no use for them
     card = card_if_auto(arguments)
     plan = make_plan(resolved, card_gib=card, every_setting=arguments.settings, here=card is not None)
     if arguments.json:

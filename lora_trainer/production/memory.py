@@ -148,6 +148,12 @@ def parts_of(demand: Demand, micro: int, checkpointed: int, precision: str, stre
     )
 
 
+def weights_fit(demand: Demand, precision: str) -> bool:
+    """Whether the base alone does, but for blocks that visit."""
+    share = LARGEST_SHARE * (math.inf if demand.limit_gib is None else demand.limit_gib)
+    return bool(demand.streamed) or demand.gauge.weights(precision) <= share * GIB
+
+
 def accumulation_of(demand: Demand, micro: int) -> int:
     return math.ceil(demand.samples / micro)
 
@@ -191,9 +197,22 @@ def ways(demand: Demand) -> Iterator[Fit]:
     """Ways to train, the cheapest first; of each precision the last one needs least memory."""
     most = min(demand.samples, demand.max_micro or demand.samples)
     for precision in demand.precisions:
-        yield from _micro_batches(demand, most, precision)
-        if demand.checkpointing == "auto":
-            yield _few_blocks(demand, precision)
+        if demand.checkpointing != "auto":
+            yield from _micro_batches(demand, most, precision)
+            continue
+        wide = _micro_batches(demand, most, precision)
+        if weights_fit(demand, precision):
+            first = next(wide)
+            yield first
+            if first.fits:
+                continue
+        leanest = _way(demand, 1, demand.gauge.blocks, precision, "even all of them are too few")
+        if not leanest.fits:  # nor does what lies between; a trace of it would take seconds
+            yield leanest
+            continue
+        if most == 1 or _way(demand, 1, 0, precision, "not needed").fits:
+            yield from wide
+        yield _few_blocks(demand, precision)
     if demand.streaming == "auto" and demand.gauge.streamable:
         yield _few_streamed(demand, demand.precisions[-1])
 

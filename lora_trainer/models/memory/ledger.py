@@ -64,9 +64,9 @@ class Footprint:
 class Gauge:
     """How much memory the steps of one model take, with one choice of LoRA targets.
 
-    Of so many `streamable` blocks any number can visit the card. `shapes` gives the LoRA's tensors for a rank,
-    `footprint` the peak for sizes and a precision of the base. `stride` is by how many blocks to try more
-    checkpointing: asking costs nothing of a ledger, and seconds where it is `traced`.
+    Of so many `streamable` blocks any number can visit the card. `shapes` gives the LoRA's tensors for a rank, `weights` the
+    bytes of the base in a precision, `footprint` the peak for sizes and a precision. `stride` is by how many blocks to try
+    more checkpointing: a footprint costs nothing of a ledger, and seconds where it is `traced`.
     """
 
     source: str
@@ -74,6 +74,7 @@ class Gauge:
     stride: int
     streamable: int
     shapes: Callable[[int], Sequence[tuple[int, ...]]]
+    weights: Callable[[str], int]
     footprint: Callable[[Sizes, str], Footprint]
     traced: bool = False
 
@@ -205,12 +206,20 @@ def stored_gauge(architecture: Architecture, targets: str | tuple[str, ...]) -> 
     if half is None:
         return None
 
-    def footprint(sizes: Sizes, precision: str) -> Footprint:
-        ledger = stored_ledger(family, targets, precision, sizes.recompute)
-        assert ledger is not None
-        return in_fp32(ledger.footprint(sizes)) if precision == "fp32" else ledger.footprint(sizes)
+    def ledger(precision: str, recompute: str = "all") -> Ledger:
+        found = stored_ledger(family, targets, precision, recompute)
+        assert found is not None
+        return found
 
-    return Gauge(f"ledger of the published {family}", half.blocks, 1, len(half.freed) - 1, half.shapes, footprint)
+    def weights(precision: str) -> int:
+        return (2 if precision == "fp32" else 1) * ledger(precision).weights
+
+    def footprint(sizes: Sizes, precision: str) -> Footprint:
+        found = ledger(precision, sizes.recompute).footprint(sizes)
+        return in_fp32(found) if precision == "fp32" else found
+
+    source = f"ledger of the published {family}"
+    return Gauge(source, half.blocks, 1, len(half.freed) - 1, half.shapes, weights, footprint)
 
 
 def in_fp32(half: Footprint) -> Footprint:

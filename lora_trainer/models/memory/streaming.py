@@ -51,8 +51,20 @@ def streamed_blocks(denoiser: nn.Module, count: int) -> list[nn.Module]:
 
 def visiting_bytes(blocks: list[nn.Module]) -> int:
     """What streamed blocks hold of the card in place of all their weights: two of the largest."""
-    sizes = sorted((-(-frozen_bytes(block) // ALIGNMENT) * ALIGNMENT for block in blocks), reverse=True)
-    return 2 * sizes[0] if len(sizes) > 1 else sum(sizes)
+    sizes = [_aligned(frozen_bytes(block)) for block in blocks]
+    return 2 * max(sizes) if len(sizes) > 1 else sum(sizes)
+
+
+def freed_by_streaming(denoiser: nn.Module) -> list[int]:
+    """Bytes that are not on the card when none, one, two, … blocks visit it."""
+    blocks = streamable_blocks(denoiser)
+    sizes, freed, largest, count = [*map(frozen_bytes, blocks)], [0], 0, 0
+    away = 0
+    for index in _spread(len(blocks)):
+        away, count = away + sizes[index], count + 1
+        largest = max(largest, _aligned(sizes[index]))
+        freed.append(max(0, away - 2 * largest) if count > 1 else 0)
+    return freed
 
 
 def frozen_bytes(block: nn.Module) -> int:
@@ -114,6 +126,10 @@ def bring(denoiser: nn.Module, device: torch.device) -> None:
     visiting = {id(tensor) for guest in streaming.guests for tensor in guest.tensors}
     for module in denoiser.modules():
         module._apply(lambda tensor: tensor if id(tensor) in visiting else tensor.to(device), recurse=False)
+
+
+def _aligned(size: int) -> int:
+    return -(-size // ALIGNMENT) * ALIGNMENT
 
 
 def _spread(count: int) -> list[int]:

@@ -109,7 +109,7 @@ def narrow_to_8_bits(layer: nn.Linear | nn.Conv2d, storage: torch.dtype) -> None
     weight = torch.empty_like(wide, dtype=storage)
     scale = torch.empty((len(wide), *[1] * (wide.dim() - 1)), dtype=held_in, device=wide.device)
     rows = max(1, AT_ONCE * len(wide) // max(1, wide.numel()))
-    for some in range(0, len(wide), rows):
+    for some in range(0, 0 if wide.is_meta else len(wide), rows):
         part = wide[some : some + rows].to(torch.float32, copy=True)
         largest = part.abs().amax(dim=tuple(range(1, wide.dim())), keepdim=True)
         scale[some : some + rows] = (largest / LARGEST[storage]).clamp(min=torch.finfo(held_in).tiny)

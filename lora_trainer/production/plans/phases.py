@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
 from lora_trainer.models.family import ModelFacts
-from lora_trainer.models.memory.ledger import Sizes
 from lora_trainer.models.memory.phases import (
     caching_bytes,
     captions_at_once,
@@ -77,12 +77,9 @@ def other_peaks(
 
 def denoiser_bytes(demand: Demand, fit: Fit) -> int:
     """Of the denoiser that judges and draws, with its LoRA: the base is never in fewer bits there."""
-    if fit.precision not in WIDE:
-        found = demand.gauge.footprint(Sizes(demand.rank, 1, demand.area, demand.gauge.blocks), "bf16")
-    else:
-        sizes = Sizes(demand.rank, fit.micro, demand.area, fit.checkpointed, demand.recompute)
-        found = demand.gauge.footprint(sizes, fit.precision)
-    return found.weights + found.copies
+    precision = fit.precision if fit.precision in WIDE else "bf16"
+    adapter = sum(map(math.prod, demand.gauge.shapes(demand.rank)))
+    return demand.gauge.weights(precision) + (4 if precision == "fp32" else 2) * adapter
 
 
 def _phase(live: int, placement: str, host: int = 0) -> PhasePlan:

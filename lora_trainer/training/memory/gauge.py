@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, cast
 from lora_trainer import __version__
 from lora_trainer.core.io import read_json, write_json
 from lora_trainer.models.family import Architecture, Family
-from lora_trainer.models.memory.ledger import Footprint, Gauge, Sizes
+from lora_trainer.models.memory.ledger import FORM_OF, Footprint, Gauge, Sizes
 
 if TYPE_CHECKING:
     from lora_trainer.config.schema import Precision, Recompute
@@ -58,7 +58,7 @@ def traced_gauge(
             targets=targets,
             dtype=dtype,
             stored=cast("Precision", precision),
-            products=products,
+            products=products and precision == "int8",
         )
 
     def shapes(rank: int) -> list[tuple[int, ...]]:
@@ -66,23 +66,32 @@ def traced_gauge(
         return [tuple(shape) for shape in found]
 
     def freed(precision: str) -> list[int]:
-        found: list[int] = remembered(f"freed {precision}", lambda: subject(rank, precision).freed_by_streaming())
+        found: list[int] = remembered(f"freed {precision}", lambda: subject(rank, precision).freed)
+        return found
+
+    def weights(precision: str) -> int:
+        kept = "bf16" if precision == "fp16" else precision
+        found: int = remembered(f"weights {kept}", lambda: subject(rank, kept).weights)
         return found
 
     def footprint(sizes: Sizes, precision: str) -> Footprint:
         kept = "bf16" if precision == "fp16" else precision
         resident = replace(sizes, streamed=0)
+        # Narrow weights are widened in the same way whatever their form, but where int8 is multiplied as it is.
+        alike = FORM_OF[kept] == "narrow" and not (products and kept == "int8")
+        form = "fp8" if alike else kept
 
         def measure() -> dict[str, int]:
-            return asdict(traced_footprint(subject(sizes.rank, kept), resident))
+            return asdict(traced_footprint(subject(sizes.rank, form), resident))
 
-        found = Footprint(**remembered(f"{kept} {resident}", measure))
+        found = Footprint(**remembered(f"{form} {resident}", measure))
         away = freed(kept)[sizes.streamed] if sizes.streamed else 0
-        return replace(found, weights=found.weights - away)
+        return replace(found, weights=weights(kept) - away)
 
     blocks = remembered("blocks", lambda: subject(rank, "bf16").blocks)
     stride = max(1, blocks // STEPS_OF_CHECKPOINTING)
-    return Gauge("traced on this model", blocks, stride, len(freed("bf16")) - 1, shapes, footprint, traced=True)
+    most = len(freed("bf16")) - 1
+    return Gauge("traced on this model", blocks, stride, most, shapes, weights, footprint, traced=True)
 
 
 def _memory(path: Path) -> Callable[[str, Callable[[], Any]], Any]:

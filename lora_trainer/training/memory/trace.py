@@ -8,7 +8,7 @@ a card. Nothing is loaded, and no GPU is needed.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 from operator import sub
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.library import Library
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_map_only
 from torch.utils.flop_counter import flop_registry
 
 from lora_trainer.config.schema import LossSection, OptimSection, Precision, Recompute
@@ -28,7 +28,7 @@ from lora_trainer.models.family import Architecture, Family
 from lora_trainer.models.lora import inject_lora, target_modules
 from lora_trainer.models.memory.checkpointing import checkpoint_blocks, checkpointable_blocks
 from lora_trainer.models.memory.offload import AHEAD, Offload
-from lora_trainer.models.memory.streaming import frozen_bytes, streamable_blocks, streamed_blocks, visiting_bytes
+from lora_trainer.models.memory.streaming import freed_by_streaming
 from lora_trainer.models.storage.store import narrower, store_layers
 from lora_trainer.optim.clipping import make_clip
 from lora_trainer.optim.state_size import ROUNDING
@@ -83,11 +83,18 @@ class Subject:
     def shapes(self) -> list[tuple[int, ...]]:
         return [tuple(copy.shape) for copy in self.adapter.copies.values()]
 
-    def freed_by_streaming(self) -> list[int]:
+    @property
+    def freed(self) -> list[int]:
         """Bytes that are not on the card when none, one, two, … blocks visit it."""
-        counts = range(len(streamable_blocks(self.denoiser)) + 1)
-        visiting = [streamed_blocks(self.denoiser, count) for count in counts]
-        return [max(0, sum(map(frozen_bytes, blocks)) - visiting_bytes(blocks)) for blocks in visiting]
+        return freed_by_streaming(self.denoiser)
+
+    @property
+    def weights(self) -> int:
+        """Bytes of all that is frozen, as a card's allocator holds it."""
+        copies = {id(copy) for copy in self.adapter.copies.values()}
+        every = (*self.denoiser.parameters(), *self.denoiser.buffers())
+        frozen = [tensor.untyped_storage() for tensor in every if id(tensor) not in copies]
+        return sum({storage._cdata: _held(storage.nbytes()) for storage in frozen}.values())
 
 
 def make_subject(
@@ -136,15 +143,9 @@ def trace(
     checkpoint_blocks(subject.denoiser, checkpointed, recompute)
     copies = list(subject.adapter.copies.values())
     account = Account(split, kinds, subject.made)
-    frozen = (*subject.denoiser.parameters(), *subject.denoiser.buffers())
-    mine = {id(copy) for copy in copies}
-    for tensor in frozen:
-        if id(tensor) not in mine:
-            account.follow(tensor)
-    weights = sum(account.live)
-    for copy in copies:
-        account.follow(copy)
-    resident = list(account.live)
+    for tensor in (*subject.denoiser.parameters(), *subject.denoiser.buffers(), *copies):
+        account.follow(tensor)
+    resident, weights = list(account.live), subject.weights
     with META:
         learner = _learner(subject)
         if offloaded:
@@ -175,7 +176,7 @@ class Account(TorchDispatchMode):
         key = storage._cdata
         if key in self.followed:
             return
-        size = -(-storage.nbytes() // ROUNDING) * ROUNDING
+        size = _held(storage.nbytes())
         parts = [(kind, round(size * share)) for kind, share in self.split(storage.nbytes())]
 
         def forget(_: object) -> None:
@@ -196,9 +197,8 @@ class Account(TorchDispatchMode):
             operations = count(*arguments, **(named or {}), out_val=result)
             for kind, share in self.split(operations):
                 self.flops[kind] += round(operations * share)
-        for leaf in (result,) if isinstance(result, Tensor) else tree_leaves(result):
-            if isinstance(leaf, Tensor):
-                self.follow(leaf)
+        for leaf in _tensors(result):
+            self.follow(leaf)
         self.line.append(tuple(self.live))
         return result
 
@@ -206,11 +206,11 @@ class Account(TorchDispatchMode):
         """What the operator gives. Blocks repeat, so what is new memory is made again from its shape, which is quicker."""
         key = (function, _described(arguments), _described(tuple(named.items())))
         if key in self.made:
-            return tree_map_only(_Made, _Made.again, self.made[key])
+            made = self.made[key]
+            return made.again() if isinstance(made, _Made) else tree_map_only(_Made, _Made.again, made)
         result = function(*arguments, **named)
-        given = {leaf.untyped_storage()._cdata for leaf in tree_leaves((arguments, named)) if isinstance(leaf, Tensor)}
-        leaves = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
-        if all(leaf.is_meta and leaf.untyped_storage()._cdata not in given for leaf in leaves):
+        given = {leaf.untyped_storage()._cdata for leaf in _tensors((arguments, tuple(named.values())))}
+        if all(leaf.is_meta and leaf.untyped_storage()._cdata not in given for leaf in _tensors(result)):
             self.made[key] = tree_map_only(Tensor, lambda leaf: _Made(leaf.shape, leaf.stride(), leaf.dtype), result)
         return result
 
@@ -249,6 +249,20 @@ class _Made:
 
     def again(self) -> Tensor:
         return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=META)
+
+
+def _held(size: int) -> int:
+    """What a card's allocator holds for so many bytes."""
+    return -(-size // ROUNDING) * ROUNDING
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    """The tensors in an operator's arguments or results."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, list | tuple):
+        for each in value:
+            yield from _tensors(each)
 
 
 def _described(value: Any) -> Any:

@@ -23,6 +23,7 @@ from lora_trainer.models.memory.streaming import (
     STREAMING,
     _spread,
     bring,
+    freed_by_streaming,
     frozen_bytes,
     stream_blocks,
     streamable_blocks,
@@ -327,6 +328,7 @@ def test_what_stays_on_the_card_is_told_without_weights() -> None:
         left.append(frozen_bytes(denoiser) - sum(map(frozen_bytes, blocks)) + visiting_bytes(blocks))
     assert left[0] == frozen_bytes(denoiser)
     assert left[3] > left[4] > left[5]
+    assert freed_by_streaming(denoiser) == [max(0, left[0] - each) for each in left]
 
 
 class Line:

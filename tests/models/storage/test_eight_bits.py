@@ -2,13 +2,27 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from peft import LoraConfig, inject_adapter_in_model
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from lora_trainer.config.schema import Precision
 from lora_trainer.models.storage.store import narrower, store_layers
+
+
+class Operators(TorchDispatchMode):
+    """Counts operators."""
+
+    count = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, arguments: Any = (), named: Any = None) -> Any:
+        self.count += 1
+        return function(*arguments, **(named or {}))
+
 
 LAYERS = {
     "linear": (lambda: nn.Linear(48, 96), (3, 5, 48)),
@@ -32,6 +46,19 @@ def pulled(layer: nn.Module, x: Tensor) -> tuple[Tensor, Tensor]:
     y = layer(x)
     (gradient,) = torch.autograd.grad(y, x, torch.linspace(-1, 1, y.numel()).view_as(y))
     return y.detach(), gradient
+
+
+@EIGHT
+def test_a_layer_without_data_becomes_as_one_with_it(stored: Precision) -> None:
+    """In one operator for each tensor: a plan narrows hundreds of the widest so."""
+    real, empty = nn.Linear(48, 96), nn.Linear(48, 96, device="meta")
+    with Operators() as operators:
+        store(stored, empty)
+    store(stored, real)
+    assert {name: (each.shape, each.dtype) for name, each in (*empty.named_parameters(), *empty.named_buffers())} == {
+        name: (each.shape, each.dtype) for name, each in (*real.named_parameters(), *real.named_buffers())
+    }
+    assert operators.count < 8
 
 
 @EIGHT

@@ -1,0 +1,46 @@
+"""A model without a ledger is planned with few traces, and chosen for as if all were known."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lora_trainer.models.memory.ledger import Footprint, Sizes
+from lora_trainer.production.memory import _few_blocks, _micro_batches, choose_fit
+from tests.production.test_plan import plan_for
+
+
+@given(
+    st.sampled_from(("sd15", "sdxl", "flux")),
+    st.integers(1, 9),
+    st.floats(2.0, 40.0),
+    st.one_of(st.none(), st.integers(1, 6)),
+)
+def test_few_sizes_are_asked_for_and_the_choice_is_that_of_all(
+    family: str, samples: int, limit: float, most: int | None
+) -> None:
+    """A footprint of a model without a ledger takes seconds."""
+    demand = plan_for(family=family, memory__limit_gib=24.0).demand
+    asked, gauge = set[tuple[Sizes, str]](), demand.gauge
+
+    def footprint(sizes: Sizes, precision: str) -> Footprint:
+        asked.add((sizes, precision))
+        return gauge.footprint(sizes, precision)
+
+    few_blocks = replace(gauge, footprint=footprint, stride=-(-gauge.blocks // 6))
+    demand = replace(demand, samples=samples, limit_gib=limit, max_micro=most, gauge=few_blocks)
+    chosen = choose_fit(demand)
+    few = len({each for each in asked if not each[0].streamed})
+    every = [
+        way
+        for precision in demand.precisions
+        for way in (
+            *_micro_batches(demand, min(samples, most or samples), precision),
+            _few_blocks(demand, precision),
+        )
+    ]
+    fitting = next((way for way in every if way.fits), None)
+    assert chosen == fitting if fitting else (chosen.streamed or not chosen.fits)
+    assert few <= 3 * len(demand.precisions) + 8
