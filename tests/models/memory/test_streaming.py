@@ -322,11 +322,8 @@ def test_what_stays_on_the_card_is_told_without_weights() -> None:
     sizes = [frozen_bytes(block) for block in streamable_blocks(denoiser)]
     assert len(sizes) == 5
     assert frozen_bytes(denoiser) > sum(sizes)
-    left = []
-    for count in range(len(sizes) + 1):
-        blocks = streamed_blocks(denoiser, count)
-        left.append(frozen_bytes(denoiser) - sum(map(frozen_bytes, blocks)) + visiting_bytes(blocks))
-    assert left[0] == frozen_bytes(denoiser)
+    visiting = [streamed_blocks(denoiser, count) for count in range(len(sizes) + 1)]
+    left = [frozen_bytes(denoiser) - sum(map(frozen_bytes, each)) + visiting_bytes(each) for each in visiting]
     assert left[3] > left[4] > left[5]
     assert freed_by_streaming(denoiser) == [max(0, left[0] - each) for each in left]
 
