@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import errno
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from difflib import get_close_matches
@@ -45,15 +45,21 @@ class UsageError(UserError):
 
 
 @contextmanager
-def known_as(place: object, name: str) -> Iterator[None]:
-    """Inside the block, problems that name a place say what people know it by instead."""
+def known_as(names: Mapping[str, str]) -> Iterator[None]:
+    """Inside the block, problems that name a place say what people know it by instead; `names` may grow meanwhile."""
+
+    def told(text: str) -> str:
+        for place in sorted(names, key=len, reverse=True):
+            text = text.replace(place, names[place])
+        return text
+
     try:
         yield
     except UsageError as error:
-        told = [(problem.message, problem.fix) for problem in error.problems]
-        if all(str(place) not in text for texts in told for text in texts):
+        found = [Problem(told(problem.message), told(problem.fix)) for problem in error.problems]
+        if found == list(error.problems):
             raise
-        raise UsageError(Problem(*(text.replace(str(place), name) for text in texts)) for texts in told) from error
+        raise UsageError(found) from error
 
 
 class Refused(UserError):

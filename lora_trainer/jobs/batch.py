@@ -88,7 +88,7 @@ def run_folders(order: BatchOrder, folders: Mapping[str, Path], console: Console
 
 def show_batch(order: BatchOrder, console: Console) -> int:
     """`--dry-run`: what each folder's run would do; the largest exit code that is known already."""
-    folders, code = check_order(order), DONE
+    folders, code = check_order(order, weights=False), DONE
     for name, folder in folders.items():
         console.rule(name, style="dim")
         try:
@@ -100,8 +100,11 @@ def show_batch(order: BatchOrder, console: Console) -> int:
     return code
 
 
-def check_order(order: BatchOrder) -> dict[str, Path]:
-    """The dataset folders by the name of their run. Raises UsageError with all that is wrong with the batch."""
+def check_order(order: BatchOrder, *, weights: bool = True) -> dict[str, Path]:
+    """The dataset folders by the name of their run. Raises UsageError with all that is wrong with the batch.
+
+    Without `weights` nothing but configs is fetched of a hub's model.
+    """
     problems: list[Problem] = []
     folders: dict[str, Path] = {}
     config = order.resolved.config
@@ -110,7 +113,7 @@ def check_order(order: BatchOrder) -> dict[str, Path]:
     for check in (
         lambda: executor(order.executor),
         lambda: folders.update(read_root(order.root)),
-        lambda: read_model(config),
+        lambda: read_model(config, weights=weights),
         lambda: refuse_used_output(order),
     ):
         try:

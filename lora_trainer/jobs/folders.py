@@ -11,7 +11,7 @@ from lora_trainer.config.layers import Layer, Resolved
 from lora_trainer.config.toml import EMPTY, read_toml
 from lora_trainer.core.errors import Problem, UsageError
 from lora_trainer.data.pictures.images import PICTURE_ENDINGS
-from lora_trainer.production.bases.base import as_hub_model
+from lora_trainer.production.bases.names import as_hub_part, local_path
 from lora_trainer.production.settings import settle
 
 SETTINGS_FILE = "lora.toml"
@@ -119,7 +119,7 @@ def _folder_values(folder: Path) -> dict[str, Any]:
     for section, key in PATHS:
         place = values.get(section)
         if isinstance(place, dict) and isinstance(place.get(key), str) and place[key] != EMPTY:
-            inside = folder / place[key]
-            if inside.exists() or as_hub_model(place[key]) is None:
+            inside = folder / local_path(place[key])
+            if inside.exists() or as_hub_part(place[key]) is None:
                 values[section] = {**place, key: str(inside.resolve())}
     return values

@@ -200,6 +200,11 @@ def without_weights() -> Iterator[None]:
         _CONFIGS_ALONE.reset(token)
 
 
+def weights_are_here(folder: Path) -> bool:
+    """Whether a part has a complete set of weights, which only inside `without_weights` it may lack."""
+    return not _CONFIGS_ALONE.get() or is_laid_out(folder) or bool(_complete_set(folder))
+
+
 def check_components(folder: Path, components: tuple[str, ...]) -> None:
     """Raise one UsageError with every missing, damaged or hostile file of the components."""
     problems: list[Problem] = []
@@ -225,7 +230,7 @@ def check_part(folder: Path) -> int:
         _first_of_weights(folder)  # says what is there in place of weights
     if (adapter := folder / "adapter_config.json").exists():
         raise UsageError(Problem(f"{adapter} would put other weights onto these.", "Delete it, or merge the adapter."))
-    for index in folder.glob("*.safetensors.index.json"):
+    for index in folder.glob("*.safetensors.index.json") if weights_are_here(folder) else ():
         _check_index(index, {path.name for path in folder.glob("*.safetensors")})
     for key, value in _entries(read_config(folder, "config.json")):
         _refuse_entry(folder / "config.json", key, value)

@@ -11,7 +11,7 @@ from typing import Any
 
 from lora_trainer.builtin import DATA_FOLDER
 from lora_trainer.config.schema import CaptionsSection, Config, SourceSection
-from lora_trainer.core.errors import Problem, UsageError
+from lora_trainer.core.errors import Problem, UsageError, known_as
 from lora_trainer.core.findings import Finding
 from lora_trainer.core.io import user_cache_folder
 from lora_trainer.data.buckets import Bucket
@@ -26,7 +26,8 @@ from lora_trainer.data.views import BucketPlan, Framing, View, framings_of, note
 from lora_trainer.models import FAMILIES
 from lora_trainer.models.family import USUAL_FAMILY, Architecture, Family, ModelFacts
 from lora_trainer.models.folder import detect_family, read_config, without_weights
-from lora_trainer.production.bases.base import absolute, find_base, on_stderr
+from lora_trainer.production.bases.base import find_base, on_stderr
+from lora_trainer.production.bases.names import absolute
 from lora_trainer.production.counting import counting
 from lora_trainer.production.reading import reading
 
@@ -118,13 +119,14 @@ def read_model(
         message = f"model.family={config.model.family} needs --model: the built-in base is {USUAL_FAMILY}."
         raise UsageError(Problem(message, "Name the model's folder with --model."))
     base = find_base(config.model, offline=config.run.offline, weights=weights, say=say)
-    family = reading(config, families[config.model.family or detect_family(base.folder)])
+    with known_as(base.places):
+        family = reading(config, families[config.model.family or detect_family(base.folder)])
     family.text_rates(config.text.learning_rates)  # refuses what cannot be trained
     if config.text.tokens and base.whole:
         from lora_trainer.models.words import refuse_words  # loads torch, which most settings need not here
 
         refuse_words(base.folder, tuple(family.text_targets), config.text)
-    with contextlib.nullcontext() if base.whole else without_weights():
+    with known_as(base.places), contextlib.nullcontext() if base.whole else without_weights():
         facts = replace(family.describe(base.folder), named=base.named, whole=base.whole)
     if config.sample.negative and not family.manner(base.folder).negative:
         message = f"sample.negative is {config.sample.negative!r}, and {base.named} is drawn without classifier-free guidance."

@@ -34,7 +34,7 @@ def model_lines(config: Config, inputs: Inputs) -> tuple[str, ...]:
     lines = []
     if config.model.vae is not None:
         scale = read_config(inputs.facts.path, "vae/config.json").get("scaling_factor")
-        a_file = Path(config.model.vae).expanduser().is_file()
+        a_file = config.model.vae.endswith(".safetensors")
         untold = f" (a file tells no scaling_factor: this model's {scale} is taken, so it must be of the same family)"
         lines.append(f"autoencoder: {config.model.vae}{untold if a_file else ''}")
     own = inputs.family.make_process(inputs.facts.path)

@@ -13,11 +13,14 @@ from lora_trainer.config.presets import family_layers
 from lora_trainer.config.schema import Config
 from lora_trainer.config.schema.inputs import ModelSection
 from lora_trainer.config.toml import EMPTY
-from lora_trainer.core.errors import Problem, UsageError
+from lora_trainer.core.errors import Problem, UsageError, known_as
 from lora_trainer.models.attention.packages import lacking
 from lora_trainer.models.family import USUAL_FAMILY
 from lora_trainer.models.folder import detect_family
 from lora_trainer.production.bases import base as bases
+from lora_trainer.production.bases.names import as_hub_part
+
+NAMED_THERE = ("path", "vae", "text_encoders")  # settings that may name a hub's
 
 
 def settle(
@@ -82,12 +85,14 @@ def _family_layers(
     origin = named if named == "--model" else f"model.path (from {named})"
     if offline:
         bases.go_offline()
-    if refused and bases.as_hub_model(str(path)) is not None:
+    if refused and any(as_hub_part(str(model[name])) is not None for name in NAMED_THERE if name in model):
         return family_layers(str(asked), builtin=False), []
     family, commit = str(asked), None
+    parts: Mapping[str, str] = {}
     try:
         base = bases.find_base(_plain_section(model), offline=offline, weights=False, origin=origin, say=say)
-        family, commit = detect_family(base.folder, origin), base.commit
+        with known_as(base.places):
+            family, commit, parts = detect_family(base.folder, origin), base.commit, base.held
         if base.note:
             say(base.note)
         if asked not in (EMPTY, family):
@@ -98,8 +103,10 @@ def _family_layers(
     held = commit or EMPTY
     now = model.get("revision") or EMPTY
     changed = any("revision" in _section(layer, "model") for layer in user) or commit is not None
-    holding = [Layer("commit of the model", {"model": {"revision": held}})] if changed and now != held else []
-    return family_layers(family, builtin=False), holding
+    holding = {name: value for name, value in parts.items() if model.get(name) != value}
+    if changed and now != held:
+        holding["revision"] = held
+    return family_layers(family, builtin=False), [Layer("commit of the model", {"model": holding})] if holding else []
 
 
 def _model_of(user: Sequence[Layer]) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import struct
@@ -17,13 +18,14 @@ from lora_trainer.config.schema.inputs import ModelSection
 from lora_trainer.core.errors import UsageError
 from lora_trainer.core.tensorfile import read_tensor_header
 from lora_trainer.models import FAMILIES
-from lora_trainer.models.folder import detect_family, places_of_weights
+from lora_trainer.models.folder import detect_family, places_of_weights, weights_digest, without_weights
 from lora_trainer.models.places import laid_out_models
 from lora_trainer.models.single import recognise as recognise_file
 from lora_trainer.models.single import tokenizers
 from lora_trainer.models.single.recognise import recognise
-from lora_trainer.production.bases.base import absolute, find_base
+from lora_trainer.production.bases.base import find_base
 from lora_trainer.production.bases.hub_header import stand_in
+from lora_trainer.production.bases.names import absolute
 from tests.models.single.originals import unet_checkpoint, write
 from tests.models.single.tiny import tiny_pipeline
 from tests.production.local_hub import COMMIT, local_hub
@@ -151,13 +153,6 @@ def test_a_stray_shard_beside_a_whole_set_is_passed_over(folder: Path) -> None:
     half = file.rename(unet / "diffusion_pytorch_model.fp16.safetensors")
     shutil.copy(half, unet / "diffusion_pytorch_model-00001-of-00002.safetensors")
     assert {place.file for place in places_of_weights(unet).values()} == {half}
-
-
-def test_an_autoencoder_of_a_hub_is_told_how_to_fetch(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(folder)
-    for named in ("some/sd-vae", "some/sd-vae/one.safetensors"):
-        with pytest.raises(UsageError, match="`hf download some/sd-vae`"):
-            find_base(ModelSection(path=str(folder), vae=named))
 
 
 def test_what_is_laid_out_leaves_with_its_file(
@@ -307,3 +302,106 @@ def test_laid_out_folders_do_not_pile_up(checkpoint: Path, tmp_path: Path, monke
     found(checkpoint)  # used again
     found(Path(shutil.copy(checkpoint, tmp_path / "new.safetensors")))
     assert kept.is_dir()
+
+
+@pytest.mark.parametrize("inside", ["", "vae/"])
+def test_an_autoencoder_of_a_hub(folder: Path, checkpoint: Path, tmp_path: Path, inside: str) -> None:
+    """A repository that is one, or a whole model's: fetched once, held to its commit, its config before its weights."""
+    plain = folder / "vae"
+    with local_hub(tmp_path / "hf") as hub:
+        files = {f"{inside}{path.name}": path.read_bytes() for path in plain.iterdir()}
+        hub.repositories["some/vae"] = {**files, "other.safetensors": b"x", "README.md": b"read me"}
+        for base in (folder, checkpoint, without(checkpoint, "first_stage_model.")):
+            shutil.rmtree(tmp_path / "hf", ignore_errors=True)
+            hub.asked.clear()
+            model = ModelSection(path=str(base), vae="some/vae")
+            told = find_base(model, weights=False, say=hub.listing.get)
+            assert hub.fetched() == [f"{inside}config.json"]
+            assert (told.whole, told.held) == (False, {"vae": f"some/vae@{COMMIT}"})
+            with without_weights():
+                assert FAMILIES["sdxl"].describe(told.folder).latent_channels == 4
+            whole = find_base(model, say=hub.listing.get)
+            assert (whole.whole, whole.commit) == (True, None)
+            assert hub.fetched()[1:] == [f"{inside}diffusion_pytorch_model.safetensors"]
+            hub.asked.clear()
+            held = ModelSection(path=str(base), vae=f"some/vae@{COMMIT}")
+            assert find_base(held, offline=True) == whole
+            assert hub.asked == []
+            assert weights_digest(whole.folder / "vae") == weights_digest(found(base, vae=folder) / "vae")
+
+
+def test_an_autoencoder_in_one_file_of_a_hub(folder: Path, tmp_path: Path) -> None:
+    (file,) = (folder / "vae").glob("*.safetensors")
+    with local_hub(tmp_path / "hf") as hub:
+        hub.repositories["some/vae"] = {"one.safetensors": file.read_bytes()}
+        model = ModelSection(path=str(folder), vae="some/vae/one.safetensors")
+        told = find_base(model, weights=False, say=hub.listing.get)
+        assert (told.whole, told.held) == (False, {"vae": f"some/vae@{COMMIT}/one.safetensors"})
+        assert not list((tmp_path / "hf").rglob("one.safetensors"))
+        whole = find_base(ModelSection(path=str(folder), vae=told.held["vae"]), say=hub.listing.get)
+        assert weights_digest(whole.folder / "vae") == weights_digest(found(folder, vae=file) / "vae")
+        for named in ("some/vae", "some/vae@v1"):
+            with pytest.raises(UsageError, match=r"holds no vae/.*Name one of its files: some/vae/one.safetensors"):
+                find_base(ModelSection(path=str(folder), vae=named), say=hub.listing.get)
+
+
+def test_an_autoencoder_of_a_hub_that_does_not_fit_is_refused_by_its_config(folder: Path, tmp_path: Path) -> None:
+    with local_hub(tmp_path / "hf") as hub:
+        hub.repositories["some/vae"] = {"config.json": b'{"_class_name": "AutoencoderKL", "latent_channels": 16}'}
+        hub.repositories["some/vae"] |= {"diffusion_pytorch_model.safetensors": b"never fetched"}
+        hub.repositories["some/unet"] = {"config.json": b'{"_class_name": "UNet2DConditionModel"}'}
+        hub.repositories["some/bin"] = {"config.json": b"{}", "diffusion_pytorch_model.bin": b"x"}
+        for named, words in (
+            ("some/vae", "model.vae: some/vae has 16 latent channels, and the model's own has 4"),
+            ("some/unet", "some/unet is a UNet2DConditionModel"),
+            ("some/lost", r"some/lost is neither.*Check model.vae"),
+        ):
+            with pytest.raises(UsageError, match=words):
+                find_base(ModelSection(path=str(folder), vae=named), weights=False, say=hub.listing.get)
+        with pytest.raises(UsageError, match=r"some/bin: it holds only .*, a pickle"):
+            find_base(ModelSection(path=str(folder), vae="some/bin"), say=hub.listing.get)
+        with pytest.raises(UsageError, match="some/other at main is not in the Hugging Face cache"):
+            find_base(ModelSection(path=str(folder), vae="some/other"), offline=True)
+        assert set(hub.fetched()) == {"config.json"}
+
+
+def test_text_encoders_of_a_hub(folder: Path, checkpoint: Path, tmp_path: Path) -> None:
+    """Only what the base lacks is fetched."""
+    less = without(checkpoint, "conditioner.embedders.1.")
+    model = ModelSection(path=str(less), text_encoders="some/model")
+    with local_hub(tmp_path / "hf") as hub:
+        hub.holds("some/model", folder)
+        assert not find_base(model, weights=False, say=hub.listing.get).whole
+        assert not [name for name in hub.fetched() if name.endswith(".safetensors")]
+        laid_out = find_base(model, say=hub.listing.get)
+        assert {name.partition("/")[0] for name in hub.fetched()} == {"text_encoder_2", "tokenizer_2"}
+        assert laid_out.held == {"text_encoders": f"some/model@{COMMIT}"}
+        hub.asked.clear()
+        assert find_base(model, say=hub.listing.get) == laid_out
+        assert hub.asked == []
+        for name, tensor in encoded(found(checkpoint)).items():
+            assert torch.equal(encoded(laid_out.folder)[name], tensor)
+        with pytest.raises(UsageError, match="the model has its own"):
+            find_base(ModelSection(path=str(folder), text_encoders="some/model"), say=hub.listing.get)
+
+
+def test_a_fetch_of_shards_that_was_cut_off_is_gone_on_with(folder: Path, tmp_path: Path) -> None:
+    """The index names shards that are not here yet; the configs are read first all the same."""
+    (file,) = (folder / "unet").glob("*.safetensors")
+    tensors = load_file(file)
+    file.unlink()
+    shards = [f"{file.stem}-0000{number}-of-00002.safetensors" for number in (1, 2)]
+    placed = {name: shards[number % 2] for number, name in enumerate(tensors)}
+    for shard in shards:
+        write({name: tensors[name] for name in tensors if placed[name] == shard}, file.with_name(shard))
+    (file.parent / f"{file.name}.index.json").write_text(json.dumps({"metadata": {}, "weight_map": placed}))
+    with local_hub(tmp_path / "hf") as hub:
+        hub.holds("some/model", folder)
+        hub.status[shards[1]] = (403, "")
+        with pytest.raises(UsageError, match="error 403"):
+            find_base(ModelSection(path="some/model"), say=hub.listing.get)
+        hub.status.clear()
+        told = find_base(ModelSection(path="some/model"), weights=False, say=hub.listing.get)
+        with without_weights():
+            assert FAMILIES["sdxl"].describe(told.folder).family == "sdxl"
+        assert find_base(ModelSection(path="some/model"), say=hub.listing.get).whole

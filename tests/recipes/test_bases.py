@@ -138,6 +138,8 @@ def test_a_batch_fetches_its_base_once(hub: LocalHub, fetched: Bench, tmp_path: 
     settings = fetched.arguments("unused", steps=1, gates__dataset=0, gates__lora=0)
     places = [word for word in settings[settings.index("--max-steps") :] if word]
     batch = ["batch", str(tmp_path / "root"), "--model", NAME, "--output", str(fetched.output), *places]
+    assert main([*batch, "--dry-run"]) == 0
+    assert not [name for name in hub.fetched() if name.endswith(".safetensors")]
     assert main(batch) == 0
     assert len(hub.fetched()) == len(set(hub.fetched()))
     assert {record(fetched.folder(name))["model"]["commit"] for name in ("cedar", "birch")} == {COMMIT}
@@ -274,3 +276,22 @@ def test_a_process_of_its_own_opens_no_socket(
     assert done.returncode == 0, done.stderr
     assert "a socket was opened" not in done.stderr
     assert f"offline {offline} telemetry False" in done.stdout
+
+
+def test_an_autoencoder_of_a_hub_is_held_to_its_commit(
+    hub: LocalHub, bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.manual_seed(7)
+    tiny_vae().save_pretrained(tmp_path / "vae")
+    hub.holds("some/vae", tmp_path / "vae")
+    assert bench.run("vae", "--dry-run", steps=1, model__vae="some/vae") == 0
+    assert hub.fetched() == ["config.json"]
+    assert bench.run("vae", steps=1, model__vae="some/vae") == 0
+    folder = bench.folder("vae")
+    held = f"some/vae@{COMMIT}"
+    assert record(folder)["config"]["model"]["vae"] == held
+    assert tomllib.loads((folder / "config.toml").read_text("utf-8"))["model"]["vae"] == held
+    no_socket(monkeypatch)
+    again = ["train", "--config", str(folder / "config.toml"), "--resume", "--offline", "--max-steps", "2"]
+    assert main(again) == 0
+    assert len(losses(folder)) == 2

@@ -132,7 +132,7 @@ def autoencoder(value: Any, around: Around) -> Took:
     if Path(written).suffix.lower() in PICKLES:
         return Took({}, f"left out: {PICKLED}, and set model.vae to it", "changed")
     if not Path(found).exists() and Path(written).suffix.lower() != ".safetensors" and is_hub_id(written):
-        return Took({}, "left out: an autoencoder of a hub; download it and set model.vae to its folder", "changed")
+        return Took({"model.vae": written}, "an autoencoder of a hub: it is downloaded unless it is there already")
     return Took({"model.vae": found})
 
 
@@ -180,5 +180,5 @@ OPTIMIZER = by(optimizer, "optim.name optim.weight_decay optim.beta2", "others t
 SCHEDULE = by(schedule, "schedule.name", "others than ours are replaced")
 PRECISION: Rule = by(precision, "memory.base_precision")
 MODEL = by(model_path, "model.path", f"where {PICKLED}")
-VAE = by(autoencoder, "model.vae", "autoencoders of a hub are left out")
+VAE = by(autoencoder, "model.vae", f"where {PICKLED}")
 CLIP_SKIP = by(clip_skip, "text.clip_skip")

@@ -30,11 +30,11 @@ class ModelSection(Section):
     )
     vae: str | None = Field(
         None,
-        description="autoencoder in place of the model's own, with the same latents: a diffusers folder of it or of a whole model, or one `.safetensors` file",
+        description="autoencoder in place of the model's own, with the same latents: a diffusers folder of it or of a whole model, one `.safetensors` file, or a hub id of either, such as `owner/name`; the commit that was used is written into `config.toml` as `owner/name@commit`",
     )
     text_encoders: str | None = Field(
         None,
-        description="folder with text encoders and tokenizers that the model lacks, such as a checkpoint without them: `text_encoder_2/`, `tokenizer_2/` and so on, as in a diffusers folder",
+        description="folder with text encoders and tokenizers that the model lacks, such as a checkpoint without them: `text_encoder_2/`, `tokenizer_2/` and so on, as in a diffusers folder; or a hub id of such a model, likewise",
     )
     without_t5: bool = Field(False, description="leave the T5 text encoder out, where the family works without it")
 

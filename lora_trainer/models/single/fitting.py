@@ -43,7 +43,7 @@ def vae_folder(named: Path) -> Path:
         raise UsageError(Problem(f"There is no autoencoder at {named}.", "Check model.vae: its folder, or its file."))
     if named.is_file():
         return named
-    folder = named if (named / "config.json").exists() else named / "vae"
+    folder = named / "vae" if (named / "vae" / "config.json").exists() else named
     if not (folder / "config.json").exists():
         message = f"{named} holds no autoencoder: neither config.json nor vae/config.json."
         raise UsageError(Problem(message, "Name a diffusers folder of an autoencoder, or its .safetensors file."))

@@ -24,6 +24,7 @@ from lora_trainer.models.folder import (
     read_config,
     refuse_quantised,
     tokenizer_of,
+    weights_are_here,
 )
 from lora_trainer.models.places import laid_out_models, prune_laid_out, write_places
 from lora_trainer.models.single.fitting import check_vae
@@ -62,17 +63,18 @@ MAY_LACK = {"sd3": "text_encoder_3"}  # which the family works without
 Parts = Mapping[str, Path | None]
 
 
-def lay_out(base: Path | Checkpoint, parts: Parts | None = None) -> Path:
+def lay_out(base: Path | Checkpoint, parts: Parts | None = None, *, kept: bool = True) -> Path:
     """A folder in diffusers' layout for a checkpoint, or for a folder some of whose parts are others. No weight is copied.
 
     `parts` names by component what takes the place of the base's own, or what it lacks: a component's folder
     (`text_encoder_2`, `tokenizer_2`, `vae`) or one file of its weights; None leaves a text encoder out. The folder lies
     in the user's cache and is made once for each state of the files. Raises UsageError for a file that is no base or is damaged,
-    and for parts that are nowhere.
+    and for parts that are nowhere. One that is not `kept` is this process's own, and whose it is removes it.
     """
     given = dict(parts or {})
     place = base.file if isinstance(base, Checkpoint) else base
-    target = laid_out_models() / f"{place.stem[:SHOWN_OF_NAME]}-{_key(place, given)[:16]}"
+    name = f"{place.stem[:SHOWN_OF_NAME]}-{_key(place, given)[:16]}"
+    target = laid_out_models() / (name if kept else f"{name}.{os.getpid()}.part")
     if (target / "model_index.json").exists():
         with contextlib.suppress(OSError):
             os.utime(target)  # it is used
@@ -254,7 +256,8 @@ def _write_part(part: Part | Path, target: Path) -> None:
     if isinstance(part, Path):
         check_part(part)
         copy_small(part, target)
-        write_places(target, places_of_weights(part))
+        if weights_are_here(part):
+            write_places(target, places_of_weights(part))
     else:
         write_json(target / "config.json", part.config)
         write_places(target, part.places)

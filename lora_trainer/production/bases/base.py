@@ -8,29 +8,24 @@ was deleted. Nothing below this file knows of anything but folders.
 from __future__ import annotations
 
 import atexit
+import contextlib
 import os
 import re
 import shutil
 import sys
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from lora_trainer.builtin import BASE_FOLDER
 from lora_trainer.config.schema.inputs import ModelSection
 from lora_trainer.core.errors import Problem, UsageError, known_as
 from lora_trainer.core.findings import printable_lines
 from lora_trainer.core.launch import is_main_process
-from lora_trainer.models import FAMILIES
-from lora_trainer.models.folder import EXPECTED, detect_family, named_parts, tokenizer_of
+from lora_trainer.models.folder import EXPECTED, without_weights
+from lora_trainer.production.bases.names import absolute, as_hub_model, local_path
+from lora_trainer.production.bases.parts import find_parts
 
-if TYPE_CHECKING:  # read when a base asks for them: every command begins with this file
-    from lora_trainer.models.single.recognise import Checkpoint
-    from lora_trainer.production.bases.hub import HubModel
-
-HUB_ID = re.compile(r"(?P<name>[A-Za-z0-9][\w.-]{0,95}/[\w.-]{1,96})(?:/(?P<file>[^\\]+\.safetensors))?", re.ASCII)
-FILES = (".safetensors", ".ckpt", ".pt", ".pth", ".bin", ".gguf")
 WEB = re.compile(r"https?://(?:www\.)?(?:huggingface\.co|hf\.co)/(?P<id>[^/?#]+/[^/?#]+)")
 
 
@@ -41,9 +36,9 @@ OFFLINE_VARIABLES = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "HF_DATASETS_OFFL
 class Base:
     """`folder` is in diffusers' layout; `named` is what people call it: an id of a hub, or the last part of a path.
 
-    `commit` is the one that a model of a hub was taken from; of one that is not `whole` the configs alone are here,
-    or of a checkpoint its header.
-    `note` says what was assumed of a checkpoint that does not tell it.
+    `commit` is the one that a model of a hub was taken from, and `held` says with theirs what settings name of a hub besides.
+    Of one that is not `whole` the configs alone are here, or of a checkpoint its header.
+    `note` says what was assumed of a checkpoint that does not tell it. `places` are paths with what people call them.
     """
 
     folder: Path
@@ -51,6 +46,8 @@ class Base:
     commit: str | None = None
     whole: bool = True
     note: str = ""
+    held: Mapping[str, str] = field(default_factory=dict)
+    places: Mapping[str, str] = field(default_factory=dict)
 
 
 def on_stderr(line: str) -> None:
@@ -83,32 +80,26 @@ def find_base(
 
     Raises UsageError for what is no model here or on the hub; `origin` is what it was named by.
     """
-    if model.vae is not None and as_hub_model(model.vae) is not None:
-        message = f"model.vae = {model.vae}: there is no such path, and an autoencoder is not fetched from a hub."
-        fix = f"Fetch it first with `hf download {'/'.join(model.vae.split('/')[:2])}`, and name the folder that this prints."
-        raise UsageError(Problem(message, fix))
     base = _named(model, offline=offline, weights=weights, origin=origin, say=say)
-    if base.folder.is_file():
-        with known_as(base.folder, str(base.folder) if base.whole else base.named):
-            return _of_checkpoint(model, base)
-    parts = _parts(model, base.folder) if base.whole else {}
-    if not parts:
+    places = dict(base.places)
+    checkpoint = None
+    with known_as(places):
+        if base.folder.is_file():
+            from lora_trainer.models.single.recognise import recognise
+
+            checkpoint = recognise(base.folder)
+        replaced = find_parts(model, checkpoint or base.folder, places, offline=offline, weights=weights, say=say)
+    whole = base.whole and replaced.whole
+    base = replace(base, whole=whole, held=replaced.held, places=places, note=checkpoint.note if checkpoint else "")
+    if not replaced.parts and checkpoint is None:
         return base
     from lora_trainer.models.single.lay_out import lay_out
 
-    return replace(base, folder=lay_out(base.folder, parts))
-
-
-def _of_checkpoint(model: ModelSection, base: Base) -> Base:
-    """The folder that a checkpoint becomes; its header is read once."""
-    from lora_trainer.models.single.lay_out import lay_out
-    from lora_trainer.models.single.recognise import recognise
-
-    checkpoint = recognise(base.folder)
-    folder = lay_out(checkpoint, _parts(model, base.folder, checkpoint))
-    if not base.whole:  # of a header alone, whose file goes too
+    with known_as(places), contextlib.nullcontext() if whole else without_weights():
+        folder = lay_out(checkpoint or base.folder, replaced.parts, kept=whole)
+    if not whole:
         atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    return replace(base, folder=folder, note=checkpoint.note)
+    return replace(base, folder=folder, places={**places, str(folder): model.path or base.named})
 
 
 def _named(model: ModelSection, *, offline: bool, weights: bool, origin: str, say: Callable[[str], None]) -> Base:
@@ -120,7 +111,8 @@ def _named(model: ModelSection, *, offline: bool, weights: bool, origin: str, sa
 
         found = find_snapshot(asked, weights=weights, without_t5=model.without_t5, offline=offline, say=say)
         folder = found.folder / asked.file if asked.file is not None else found.folder
-        return Base(folder, str(asked), found.commit, found.whole)
+        places = {str(found.folder): asked.name} | ({str(folder): str(asked)} if asked.file else {})
+        return Base(folder, str(asked), found.commit, found.whole, places=places)
     path = local_path(model.path)
     if not path.exists():
         raise UsageError(_no_model(model.path, origin))
@@ -130,43 +122,6 @@ def _named(model: ModelSection, *, offline: bool, weights: bool, origin: str, sa
     if path.is_dir() and not (path / "model_index.json").exists():
         raise UsageError(_no_base(path, origin))
     return Base(path, path.name)
-
-
-def _parts(model: ModelSection, base: Path, checkpoint: Checkpoint | None = None) -> dict[str, Path | None]:
-    """What takes the place of the parts of a base, a folder or a checkpoint, and what it lacks.
-
-    Raises UsageError, all problems at once.
-    """
-    if model.vae is None and model.text_encoders is None and not model.without_t5:
-        return {}
-    from lora_trainer.models.single.fitting import text_folders, vae_folder
-    from lora_trainer.models.single.lay_out import lacking_parts
-
-    parts: dict[str, Path | None] = {}
-    problems: list[Problem] = []
-    try:
-        if model.without_t5:
-            family = detect_family(base) if checkpoint is None else checkpoint.family
-            spare = FAMILIES[family].spare_texts
-            left_out = [part for name in spare for part in (name, tokenizer_of(name))]
-            parts |= dict.fromkeys(left_out if checkpoint is not None else named_parts(base, left_out))
-        if model.text_encoders is not None:
-            wanted = lacking_parts(checkpoint or base) - set(parts)
-            parts |= text_folders(local_path(model.text_encoders), wanted)
-    except UsageError as error:
-        problems.extend(error.problems)
-    if model.vae is not None:
-        try:
-            parts["vae"] = vae_folder(local_path(model.vae))
-        except UsageError as error:
-            problems.extend(error.problems)
-    if problems:
-        raise UsageError(problems)
-    return parts
-
-
-def local_path(text: str) -> Path:
-    return Path(text).expanduser()
 
 
 def told(model: ModelSection) -> str:
@@ -184,26 +139,6 @@ def named_absolutely(model: ModelSection) -> dict[str, str]:
 
 def is_builtin(model: ModelSection) -> bool:
     return model.path is None or local_path(model.path).resolve() == BASE_FOLDER
-
-
-def absolute(text: str) -> str:
-    """The same base named from the root of the disk; an id of a hub stays as it is."""
-    return text if as_hub_model(text) is not None else str(local_path(text).resolve())
-
-
-def as_hub_model(text: str, revision: str | None = None) -> HubModel | None:
-    """`owner/name` or `owner/name/file.safetensors`, where it is no path: nothing of that name lies here.
-
-    Where a folder `owner` is here, it is a mistyped path.
-    """
-    found = HUB_ID.fullmatch(text)
-    if found is None or ".." in text or local_path(text).exists() or Path(text.partition("/")[0]).exists():
-        return None
-    if found["file"] is None and text.endswith(FILES):
-        return None
-    from lora_trainer.production.bases.hub import HubModel
-
-    return HubModel(found["name"], revision, found["file"])
 
 
 def _no_base(folder: Path, origin: str) -> Problem:

@@ -10,8 +10,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Self
@@ -19,16 +18,24 @@ from urllib.parse import urlsplit
 
 from lora_trainer.core.bounded import TextError, read_json_object
 from lora_trainer.core.digests import remembered_sha256
-from lora_trainer.core.disk import FULL, free_bytes, size_words
-from lora_trainer.core.errors import Problem, UsageError, first_line
+from lora_trainer.core.disk import free_bytes, size_words
+from lora_trainer.core.errors import Problem, UsageError
+from lora_trainer.core.findings import counted
 from lora_trainer.production.bases.hub_files import (
     INDEX,
     MOST_SMALL_BYTES,
-    PICKLES,
-    Chosen,
     choose_files,
+    choose_parts,
     is_plain,
-    single_checkpoints,
+    parts_in,
+)
+from lora_trainer.production.bases.hub_refusals import (
+    incomplete,
+    no_parts,
+    no_pipeline,
+    no_such_file,
+    not_here,
+    told,
 )
 
 COMMIT = re.compile(r"[0-9a-f]{40}")
@@ -39,7 +46,6 @@ MOST_INDEX_BYTES = 1 << 20
 SAID_EVERY = 0.1  # of a file's bytes
 WAIT = 20.0  # seconds for an answer
 ROOM = 1.01  # of what is fetched: file systems need some for themselves
-TRY_AGAIN = "Run the same command again: what was fetched is kept, and it goes on from there."
 
 Say = Callable[[str], None]
 _HEADERS: dict[tuple[Path, HubModel], Snapshot] = {}  # stand-ins of checkpoints, which live as long as this process
@@ -47,11 +53,15 @@ _HEADERS: dict[tuple[Path, HubModel], Snapshot] = {}  # stand-ins of checkpoints
 
 @dataclass(frozen=True)
 class HubModel:
-    """`owner/name` at a branch, tag or commit; `file` names a single checkpoint in it."""
+    """`owner/name` at a branch, tag or commit. `file` names a single checkpoint in it, `parts` those that are wanted of a
+    model: all where none is named. `origin` is what it was named by.
+    """
 
     name: str
     revision: str | None = None
     file: str | None = None
+    parts: tuple[str, ...] = ()
+    origin: str = "--model"
 
     @property
     def asked(self) -> str:
@@ -84,10 +94,13 @@ def find_snapshot(model: HubModel, *, weights: bool, without_t5: bool, offline: 
             if not _lacking(found, model, weights=whole, without_t5=without_t5):
                 return replace(found, whole=whole)
     if offline or _is_offline():
-        raise UsageError(_not_here(model, found, weights=weights, without_t5=without_t5))
+        if found is not None and _parts_here(found, model, weights=weights):
+            return replace(found, whole=weights)
+        lacks = () if found is None else _lacking(found, model, weights=weights, without_t5=without_t5)
+        raise UsageError(not_here(model, _storage(model).parent, lacks))
     if not weights and (known := _HEADERS.get((_storage(model), model))) is not None:
         return known
-    with _told(model):
+    with told(model):
         return _fetched(model, weights=weights, without_t5=without_t5, say=say)
 
 
@@ -129,10 +142,23 @@ def _lacking(found: Snapshot, model: HubModel, *, weights: bool, without_t5: boo
     """What the cache lacks of the model, in words."""
     if model.file is not None:
         return () if (found.folder / model.file).is_file() else (f"{model.file} is missing",)
+    if model.parts:
+        return choose_parts(_names(found.folder), model.parts, weights=weights).lacking
     if not (found.folder / INDEX).is_file():
         return (f"{INDEX} is missing",)
-    names = [f"{path.parent.name}/{path.name}" for path in found.folder.glob("*/*") if path.is_file()]
-    return choose_files(names, _index(found.folder), weights=weights, without_t5=without_t5).lacking
+    return choose_files(_names(found.folder), _index(found.folder), weights=weights, without_t5=without_t5).lacking
+
+
+def _parts_here(found: Snapshot, model: HubModel, *, weights: bool) -> bool:
+    """Whether of the wanted parts some are here whole, and the others not at all: whoever looks for those is told."""
+    names = _names(found.folder)
+    here = parts_in(names, model.parts)
+    return bool(here) and not choose_parts(names, here, weights=weights).lacking
+
+
+def _names(folder: Path) -> list[str]:
+    """The files at the top of a folder, and those of its parts."""
+    return [path.relative_to(folder).as_posix() for path in (*folder.glob("*"), *folder.glob("*/*")) if path.is_file()]
 
 
 def _index(folder: Path) -> dict[str, Any]:
@@ -142,35 +168,28 @@ def _index(folder: Path) -> dict[str, Any]:
         raise UsageError(Problem(f"{folder / INDEX} {error}.", "Delete that file; it is fetched again.")) from error
 
 
-def _not_here(model: HubModel, found: Snapshot | None, *, weights: bool, without_t5: bool) -> Problem:
-    if found is None:
-        what = f"{model} at {model.asked} is not in the Hugging Face cache ({_storage(model).parent})"
-    else:
-        lacks = _lacking(found, model, weights=weights, without_t5=without_t5)
-        what = f"{model} is not whole in the Hugging Face cache: {', '.join(lacks)}"
-    return Problem(
-        f"{what}, and offline nothing is fetched.",
-        "Run once without --offline (and without HF_HUB_OFFLINE), or name a folder of the model.",
-    )
-
-
 def _fetched(model: HubModel, *, weights: bool, without_t5: bool, say: Say) -> Snapshot:
     commit, sizes = _listing(model)
     folder = _storage(model) / "snapshots" / commit
     if model.file is not None:
         if model.file not in sizes:
-            raise UsageError(_no_such_file(model, sizes))
+            raise UsageError(no_such_file(model, sizes))
         if weights:
             _fetch_all(model, commit, [model.file], sizes, say)
         else:
             folder = _header_alone(model, commit, sizes[model.file], say)
     else:
-        if INDEX not in sizes:
-            raise UsageError(_no_pipeline(model, sizes))
-        _fetch(model, commit, INDEX, _small(model, INDEX, sizes), say)
-        chosen = choose_files(sizes, _index(folder), weights=weights, without_t5=without_t5)
+        if model.parts:
+            if not (parts := parts_in(sizes, model.parts)):
+                raise UsageError(no_parts(model, sizes))
+            chosen = choose_parts(sizes, parts, weights=weights)
+        else:
+            if INDEX not in sizes:
+                raise UsageError(no_pipeline(model, sizes))
+            _fetch(model, commit, INDEX, _small(model, INDEX, sizes), say)
+            chosen = choose_files(sizes, _index(folder), weights=weights, without_t5=without_t5)
         if chosen.lacking:
-            raise UsageError(_incomplete(model, chosen))
+            raise UsageError(incomplete(model, chosen))
         for name in chosen.small:
             _small(model, name, sizes)
         _fetch_all(model, commit, chosen.names, sizes, say)
@@ -203,7 +222,7 @@ def _fetch_all(model: HubModel, commit: str, names: Any, sizes: Mapping[str, int
         )
         raise UsageError(Problem(message, "Free some space, or set HF_HOME to a folder on another disk."))
     if left:
-        say(f"fetching {model} at {commit[:12]} from the hub: {size_words(needed)} in {len(left)} files")
+        say(f"fetching {model} at {commit[:12]} from the hub: {size_words(needed)} in {counted(len(left), 'file')}")
     for name, size in left.items():
         _fetch(model, commit, name, size, say)
 
@@ -213,12 +232,6 @@ def _remember(model: HubModel, commit: str) -> None:
     path = _storage(model) / "refs" / model.asked
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(commit, encoding="ascii")
-
-
-def _endpoint() -> str:
-    from huggingface_hub import constants
-
-    return str(constants.ENDPOINT)
 
 
 def _listing(model: HubModel) -> tuple[str, dict[str, int]]:
@@ -319,66 +332,3 @@ def _small(model: HubModel, name: str, sizes: Mapping[str, int]) -> int:
         )
         raise UsageError(Problem(message, "Choose another model."))
     return sizes[name]
-
-
-def _no_such_file(model: HubModel, sizes: Mapping[str, int]) -> Problem:
-    there = ", ".join(single_checkpoints(sizes)[:5]) or "none"
-    return Problem(f"{model.name} has no file {model.file}.", f"Its .safetensors files: {there}.")
-
-
-def _no_pipeline(model: HubModel, sizes: Mapping[str, int]) -> Problem:
-    """Of a repository that is no diffusers folder: what it is instead, and how to name it."""
-    single = single_checkpoints(sizes)
-    if "adapter_config.json" in sizes or any("lora" in name.lower() for name in single):
-        return Problem(f"{model} holds a LoRA, not a model to train on.", "Name the base that it was trained on.")
-    if single:
-        named = ", ".join(f"{model.name}/{name}" for name in single[:5])
-        return Problem(f"{model} holds single checkpoints and no {INDEX}.", f"Name one of its files: {named}.")
-    pickles = sorted(name for name in sizes if name.endswith(PICKLES))
-    what = f"only {pickles[0][:80]}, a pickle" if pickles else f"no {INDEX}"
-    return Problem(f"{model} holds {what}.", "Only models in .safetensors are loaded; look for another repository.")
-
-
-def _incomplete(model: HubModel, chosen: Chosen) -> list[Problem]:
-    fix = "Only whole models in .safetensors are loaded; look for another repository or revision."
-    return [Problem(f"{model}: {what}.", fix) for what in chosen.lacking]
-
-
-@contextmanager
-def _told(model: HubModel) -> Iterator[None]:
-    """Errors of the hub and of the network as UsageError: what happened, and what to do."""
-    import httpx2
-    from huggingface_hub import errors
-
-    page = f"{_endpoint()}/{model.name}"
-    try:
-        yield
-    except errors.GatedRepoError as error:
-        fix = f"Agree to its terms on {page}, then `hf auth login` or set HF_TOKEN."
-        raise UsageError(Problem(f"{model} is gated: the hub asks for a licence to be agreed to.", fix)) from error
-    except errors.RevisionNotFoundError as error:
-        raise UsageError(
-            Problem(f"{model} has no revision {model.asked}.", f"See {page}; check model.revision.")
-        ) from error
-    except errors.RepositoryNotFoundError as error:
-        message = f"{model.name} is neither a folder here nor a model of the hub that this user may see."
-        fix = f"Check --model: a folder is written ./{model.name}; a private model needs `hf auth login` or HF_TOKEN."
-        raise UsageError(Problem(message, fix)) from error
-    except errors.HfHubHTTPError as error:
-        code = error.response.status_code
-        if code in (401, 403):
-            message = f"The hub refuses {model} to this user (error {code})."
-            raise UsageError(Problem(message, "Log in with `hf auth login`, or check HF_TOKEN.")) from error
-        raise UsageError(
-            Problem(f"The hub answers {model} with error {code}.", f"Try again later. {TRY_AGAIN}")
-        ) from error
-    except (httpx2.HTTPError, errors.LocalEntryNotFoundError, errors.OfflineModeIsEnabled) as error:
-        message = f"The hub cannot be reached for {model}: {first_line(error)}."
-        raise UsageError(
-            Problem(message, f"Check the network and HF_ENDPOINT; a folder is written ./{model}. {TRY_AGAIN}")
-        ) from error
-    except OSError as error:
-        reason = "the disk is full" if error.errno in FULL else first_line(error)
-        raise UsageError(Problem(f"{model} could not be fetched: {reason}.", TRY_AGAIN)) from error
-    except (errors.HFValidationError, errors.FileMetadataError, ValueError) as error:
-        raise UsageError(Problem(f"{model} could not be fetched: {first_line(error)}.", "Check --model.")) from error

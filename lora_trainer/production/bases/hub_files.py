@@ -39,30 +39,52 @@ def choose_files(names: Collection[str], index: Mapping[str, Any], *, weights: b
 
     Of a T5 that is left out what describes it is taken where it is there, and no weights.
     """
+    parts = parts_of(index)
+    left_out = [part for part in parts if without_t5 and "T5" in str(index[part])]
+    inside = [name for name in names if "/" in name]
+    found = choose_parts(inside, parts, weights=weights, left_out=left_out)
+    return Chosen((*found.small, INDEX), found.weights, found.lacking)
+
+
+def choose_parts(
+    names: Collection[str], parts: Collection[str], *, weights: bool, left_out: Collection[str] = ()
+) -> Chosen:
+    """The files of some parts, of which those that are left out may lack anything. An autoencoder may be all of a repository."""
     small: list[str] = []
     heavy: list[str] = []
     lacking: list[str] = []
-    for part in parts_of(index):
-        left_out = without_t5 and "T5" in str(index[part])
-        inside = {name.partition("/")[2] for name in names if name.startswith(f"{part}/")}
+    for part in sorted(parts):
+        place = "" if part == "vae" and is_autoencoder(names) else f"{part}/"
+        inside = {name.removeprefix(place) for name in names if name.startswith(place)}
         inside = {name for name in inside if _FILE.fullmatch(name)}
         if part.startswith("tokenizer"):
-            small += [f"{part}/{name}" for name in sorted(inside) if name.endswith(WORDS)]
-            if not left_out and not any(inside.issuperset(files) for files in VOCABULARIES):
-                lacking.append(f"{part}/ holds no vocabulary")
+            small += [f"{place}{name}" for name in sorted(inside) if name.endswith(WORDS)]
+            if part not in left_out and not any(inside.issuperset(files) for files in VOCABULARIES):
+                lacking.append(f"{place} holds no vocabulary")
             continue
         config = "scheduler_config.json" if part == "scheduler" else "config.json"
         if config in inside:
-            small.append(f"{part}/{config}")
-        elif not left_out:
-            lacking.append(f"{part}/{config} is missing")
-        if part == "scheduler" or left_out or not weights:
+            small.append(f"{place}{config}")
+        elif part not in left_out:
+            lacking.append(f"{place}{config} is missing")
+        if part == "scheduler" or part in left_out or not weights:
             continue
         found = weights_of(inside)
-        heavy += [f"{part}/{name}" for name in found]
+        heavy += [f"{place}{name}" for name in found]
         if not found:
-            lacking.append(f"{part}/ {_instead(inside)}")
-    return Chosen((*small, INDEX), tuple(heavy), tuple(lacking))
+            lacking.append(f"{place or 'it'} {_instead(inside)}")
+    return Chosen(tuple(small), tuple(heavy), tuple(lacking))
+
+
+def is_autoencoder(names: Collection[str]) -> bool:
+    """Whether a repository, or a folder, is one part itself: it has a config, and no autoencoder in a folder of its own."""
+    return "config.json" in names and "vae/config.json" not in names
+
+
+def parts_in(names: Collection[str], wanted: Collection[str]) -> tuple[str, ...]:
+    """Those of the wanted parts that a repository has."""
+    there = {name.partition("/")[0] for name in names if "/" in name}
+    return tuple(sorted(part for part in wanted if part in there or (part == "vae" and is_autoencoder(names))))
 
 
 def parts_of(index: Mapping[str, Any]) -> list[str]:

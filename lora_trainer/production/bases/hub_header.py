@@ -39,7 +39,7 @@ def stand_in(name: str, size: int, read: ReadRange) -> Path:
     with open(path, "wb") as file:
         file.write(beginning + (read(8, 8 + length) if sound and length else b""))
         file.truncate(size)
-    with known_as(path, name):
+    with known_as({str(path): name}):
         header = read_tensor_header(path)  # refuses what is damaged
     with open(path, "r+b") as file:
         for begin, end in values_read(header):

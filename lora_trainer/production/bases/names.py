@@ -1,0 +1,48 @@
+"""What a user names is a path here, or a model of a hub. No torch."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:  # read when a base asks for it: every command begins with this file
+    from lora_trainer.production.bases.hub import HubModel
+
+HUB_ID = re.compile(r"(?P<name>[A-Za-z0-9][\w.-]{0,95}/[\w.-]{1,96})(?:/(?P<file>[^\\]+\.safetensors))?", re.ASCII)
+FILES = (".safetensors", ".ckpt", ".pt", ".pth", ".bin", ".gguf")
+AT = re.compile(r"(?P<name>[^@]+)@(?P<revision>[^@/]+)(?P<file>/[^@]+)?")
+
+
+def local_path(text: str) -> Path:
+    return Path(text).expanduser()
+
+
+def absolute(text: str) -> str:
+    """The same base or part named from the root of the disk; an id of a hub stays as it is."""
+    return text if as_hub_part(text) is not None else str(local_path(text).resolve())
+
+
+def as_hub_model(text: str, revision: str | None = None) -> HubModel | None:
+    """`owner/name` or `owner/name/file.safetensors`, where it is no path: nothing of that name lies here.
+
+    Where a folder `owner` is here, it is a mistyped path.
+    """
+    found = HUB_ID.fullmatch(text)
+    if found is None or ".." in text or local_path(text).exists() or Path(text.partition("/")[0]).exists():
+        return None
+    if found["file"] is None and text.endswith(FILES):
+        return None
+    from lora_trainer.production.bases.hub import HubModel
+
+    return HubModel(found["name"], revision, found["file"])
+
+
+def as_hub_part(text: str, parts: tuple[str, ...] = (), origin: str = "--model") -> HubModel | None:
+    """The same for parts of a model, whose revision stands behind the name: `owner/name@revision`."""
+    at = AT.fullmatch(text)
+    if at is not None and local_path(text).exists():
+        return None
+    found = as_hub_model(text) if at is None else as_hub_model(at["name"] + (at["file"] or ""), at["revision"])
+    return None if found is None else replace(found, parts=parts, origin=origin)

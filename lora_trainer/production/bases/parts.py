@@ -1,0 +1,105 @@
+"""What takes the place of a base's own parts, or gives what it lacks: from this disk, or from a hub. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from lora_trainer.config.schema.inputs import ModelSection
+from lora_trainer.core.errors import Problem, UsageError
+from lora_trainer.models import FAMILIES
+from lora_trainer.models.folder import detect_family, named_parts, tokenizer_of
+from lora_trainer.production.bases.names import as_hub_part, local_path
+
+if TYPE_CHECKING:  # read when a checkpoint is named: every command begins with this file
+    from lora_trainer.models.single.recognise import Checkpoint
+
+
+@dataclass(frozen=True)
+class Replaced:
+    """`parts` by component, None what is left out; `held` names those of a hub with their commits, by setting.
+
+    Of parts that are not `whole` the configs alone are here.
+    """
+
+    parts: Mapping[str, Path | None] = field(default_factory=dict)
+    held: Mapping[str, str] = field(default_factory=dict)
+    whole: bool = True
+
+
+@dataclass(frozen=True)
+class _Found:
+    """Where a part that was named lies, and of a hub what it is called with its commit."""
+
+    path: Path
+    held: str | None = None
+    called: str = ""
+    whole: bool = True
+
+
+def find_parts(
+    model: ModelSection,
+    base: Path | Checkpoint,
+    places: dict[str, str],
+    *,
+    offline: bool,
+    weights: bool,
+    say: Callable[[str], None],
+) -> Replaced:
+    """What takes the place of the base's own parts, and what it lacks. `places` learns what people call their folders.
+
+    Raises UsageError, all problems at once.
+    """
+    if model.vae is None and model.text_encoders is None and not model.without_t5:
+        return Replaced()
+    from lora_trainer.models.single.fitting import text_folders, vae_folder
+    from lora_trainer.models.single.lay_out import lacking_parts
+
+    def find(setting: str, named: str, parts: tuple[str, ...]) -> Path:
+        one = _find(f"model.{setting}", named, parts, offline=offline, weights=weights, say=say)
+        if one.held is not None:
+            held[setting] = one.held
+            places[str(one.path)] = one.called
+        wholes.append(one.whole)
+        return one.path
+
+    parts: dict[str, Path | None] = {}
+    held: dict[str, str] = {}
+    wholes: list[bool] = []
+    problems: list[Problem] = []
+    try:
+        if model.without_t5:
+            spare = FAMILIES[detect_family(base) if isinstance(base, Path) else base.family].spare_texts
+            left_out = [part for name in spare for part in (name, tokenizer_of(name))]
+            parts |= dict.fromkeys(named_parts(base, left_out) if isinstance(base, Path) else left_out)
+        if model.text_encoders is not None:
+            wanted = lacking_parts(base) - set(parts)
+            parts |= text_folders(find("text_encoders", model.text_encoders, tuple(sorted(wanted))), wanted)
+    except UsageError as error:
+        problems.extend(error.problems)
+    if model.vae is not None:
+        try:
+            parts["vae"] = vae_folder(find("vae", model.vae, ("vae",)))
+        except UsageError as error:
+            problems.extend(error.problems)
+    if problems:
+        raise UsageError(problems)
+    return Replaced(parts, held, all(wholes))
+
+
+def _find(
+    origin: str, named: str, parts: tuple[str, ...], *, offline: bool, weights: bool, say: Callable[[str], None]
+) -> _Found:
+    """What a setting names: a path as it is, or the parts of a hub's model that are wanted. Raises UsageError."""
+    asked = as_hub_part(named, parts, origin)
+    if asked is None:
+        return _Found(local_path(named))
+    if not parts:
+        raise UsageError(Problem(f"{origin}: {named} is not needed: the model has its own.", f"Remove {origin}."))
+    from lora_trainer.production.bases.hub import find_snapshot
+
+    found = find_snapshot(asked, weights=weights, without_t5=False, offline=offline, say=say)
+    held = "/".join(filter(None, (f"{asked.name}@{found.commit}", asked.file)))
+    return _Found(found.folder / asked.file if asked.file else found.folder, held, str(asked), found.whole)
