@@ -219,7 +219,7 @@ def test_exit_codes(
 
 def test_in_one_pipe_an_error_stands_last(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "lora_trainer", "train", "--data", str(tmp_path / "absent")]
-    ended = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, check=False, timeout=120)
+    ended = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, check=False, timeout=300)
     said = ended.stdout.decode()
     assert ended.returncode == 2
     assert 0 <= said.index("No --model") < said.index("error: ")

@@ -7,6 +7,7 @@ import errno
 import os
 import shutil
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -153,7 +154,7 @@ def test_a_loop_stands_by_while_its_writer_waits(tmp_path):
         writer = threading.Thread(target=context.run, args=(until_written, "the checkpoint", tmp_path, write))
         writer.start()
         while not patience.waiting:
-            pass
+            time.sleep(0.001)
         threading.Timer(0.05, free.set).start()
         stand_by()
         order.append("goes on")
@@ -163,7 +164,7 @@ def test_a_loop_stands_by_while_its_writer_waits(tmp_path):
 
 def test_the_error_at_the_end_names_what_waited_first(tmp_path):
     lines = list[str]()
-    with patient(waiting(lines, minutes=0.02)) as patience:
+    with patient(waiting(lines, minutes=60.0)) as patience:
         context = contextvars.copy_context()
         raised = list[str]()
 
@@ -173,10 +174,16 @@ def test_the_error_at_the_end_names_what_waited_first(tmp_path):
             except TrainingFailed as error:
                 raised.append(str(error))
 
+        def both_wait() -> None:
+            while len(patience.waiting) < 2:
+                time.sleep(0.001)
+            patience.minutes = 0.0  # now they are over
+
         writer = threading.Thread(target=context.run, args=(checkpoint,))
         writer.start()
         while not lines:
-            pass
+            time.sleep(0.001)
+        threading.Thread(target=both_wait).start()
         with pytest.raises(TrainingFailed) as ended:
             until_written("metrics.jsonl", tmp_path, failing(10**6), size=412)
         writer.join()

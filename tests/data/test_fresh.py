@@ -64,9 +64,9 @@ def test_pictures_are_decoded_ahead_and_no_further_than_is_allowed(monkeypatch):
     with closing(Fresh(shown, encode, 1)) as latents:
         latents.expect(REFS)
         for _ in range(3):
-            assert enough.acquire(timeout=10)
+            assert enough.acquire(timeout=300)
         latents.read(REFS[0])
-        assert enough.acquire(timeout=10)
+        assert enough.acquire(timeout=300)
         assert not enough.acquire(timeout=0.05)
         assert decoded == [0, 1, 2, 3]
     assert threading.active_count() == before

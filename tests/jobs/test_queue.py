@@ -76,7 +76,12 @@ def test_the_claim_of_a_dead_process_is_given_back(tmp_path, checkout):
         "import sys, pathlib; from lora_trainer.jobs import queue; print(queue.claim(pathlib.Path(sys.argv[1])).name)"
     )
     dead = subprocess.run(
-        [sys.executable, "-c", program, str(path)], capture_output=True, text=True, cwd=checkout, check=True, timeout=60
+        [sys.executable, "-c", program, str(path)],
+        capture_output=True,
+        text=True,
+        cwd=checkout,
+        check=True,
+        timeout=300,
     )
     assert dead.stdout.strip() == "one"
     assert statuses(path)["one"] == "running"

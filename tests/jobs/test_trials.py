@@ -228,7 +228,7 @@ def test_a_row_that_fails_says_why_and_costs_no_other(rows_here, tmp_path):
         Spec("plain", "sd15", plain),
         Spec("checkpointed", "sd15", plain | {"memory.checkpointing": "all"}, like="plain"),
     ]
-    found = table.fill(specs, {}, Asking(1, 2, tiny=True), tmp_path / "rows.json", "here", 600.0)
+    found = table.fill(specs, {}, Asking(1, 2, tiny=True), tmp_path / "rows.json", "here", 36_000.0)
     assert "nothing" in str(found["bad"].failed)
     assert found["plain"].ratio == 1.0
     assert found["checkpointed"].loss_most == 0.0, "checkpointing changes no loss"

@@ -109,6 +109,7 @@ def test_a_pipeline_of_a_kept_base_draws_what_a_fresh_one_draws(model):
 def test_another_precision_is_another_base_and_a_full_memory_keeps_one(model, monkeypatch):
     reads: list[str] = []
     family = counted(model, reads)
+    monkeypatch.setattr(kept, "MEMORY_FULL", 101.0)  # percent: never, whatever other programs hold
     assert family.load_denoiser(model, torch.bfloat16, CPU).dtype == torch.bfloat16
     family.load_denoiser(model, torch.float32, CPU)
     family.load_denoiser(model, torch.bfloat16, CPU)

@@ -78,7 +78,7 @@ def test_the_watch_looks_in_a_thread_until_the_card_stops_answering():
     looks = iter([Card(0.5, 0.5, 50.0)] * 3)
     watch = CardWatch(every=0.001)
     watch.start(lambda: next(looks))
-    for _ in range(1000):
+    for _ in range(60_000):
         if len(watch.seen) == 3:
             break
         time.sleep(0.005)

@@ -10,11 +10,17 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lora_trainer.monitor import watches
+from lora_trainer.monitor import memory, watches
 from lora_trainer.monitor.card import Card
 from lora_trainer.monitor.memory import LOOKED_EVERY, Held
 from lora_trainer.monitor.slowness import KNOWN, LASTING, WINDOW, Change, Pace, paced
 from lora_trainer.monitor.watches import Watches
+
+
+@pytest.fixture(autouse=True)
+def half_the_memory_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the system's, whatever other programs hold."""
+    monkeypatch.setattr(memory, "system_memory", lambda: (16 * 2**30, 8 * 2**30))
 
 
 def watched(steps: list[tuple[float, float]], *, cached: bool = True) -> tuple[Pace, list[tuple[int, Change]]]:

@@ -29,7 +29,7 @@ except ImportError:
 
 
 def test_in_an_own_process_what_is_hidden_is_not_found_and_what_is_imported_stays():
-    done = subprocess.run([sys.executable, "-c", HIDDEN], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", HIDDEN], capture_output=True, text=True, timeout=300)
     assert done.stdout.strip() == "hidden, and found again", done.stderr
 
 
@@ -95,5 +95,5 @@ print(chosen.precision.value, type(model[0].base_layer).__name__, is_bitsandbyte
 
 
 def test_what_the_plan_chose_is_found_though_it_is_hidden_from_others():
-    done = subprocess.run([sys.executable, "-c", CHOSEN], capture_output=True, text=True, timeout=120)
+    done = subprocess.run([sys.executable, "-c", CHOSEN], capture_output=True, text=True, timeout=300)
     assert done.stdout.split() == ["nf4", "Linear4", "False"], done.stderr

@@ -41,7 +41,7 @@ def start(night: Night, checkout: Path, *extra: str) -> subprocess.Popen[str]:
 
 
 def until(condition: Callable[[], bool]) -> None:
-    for _ in range(1500):
+    for _ in range(3000):
         if condition():
             return
         time.sleep(0.1)
@@ -80,7 +80,7 @@ def test_two_workers_are_told_to_stop(number: str, code: int, night: Night, chec
     process = start(night, checkout, "--jobs", "2")
     until(lambda: has_steps(night, "ash", 3) and has_steps(night, "birch", 3))
     process.send_signal(getattr(signal, number))
-    said, _ = process.communicate(timeout=200)
+    said, _ = process.communicate(timeout=400)
     assert process.returncode == code, said
     assert "Go on with --resume" in said
     assert night.jobs("status") == {"ash": "stopped", "birch": "stopped", "cedar": "waiting"}
@@ -92,7 +92,7 @@ def test_workers_do_not_outlive_a_batch_that_was_killed(night: Night, checkout: 
     process = start(night, checkout, "--jobs", "2")
     until(lambda: has_steps(night, "ash", 3))
     process.kill()
-    process.communicate(timeout=200)  # ends when the workers have closed what they inherited
+    process.communicate(timeout=400)  # ends when the workers have closed what they inherited
     path = night.output / queue.FILE
     until(lambda: all(job.status != "running" for job in queue.read_jobs(path)))
     assert {job.status for job in queue.read_jobs(path)} <= {"stopped", "waiting", "done"}

@@ -123,7 +123,7 @@ class Together(Processes):
 
 def together(world: int) -> list[Together]:
     """The processes of one run. Dropout, which draws from torch's own generator, is not for them."""
-    barrier, given = threading.Barrier(world, timeout=60), dict[int, Tensor]()
+    barrier, given = threading.Barrier(world, timeout=300), dict[int, Tensor]()
 
     def summing(rank: int) -> Callable[[Tensor], Tensor]:
         def reduce(tensor: Tensor) -> Tensor:

@@ -63,7 +63,7 @@ class Gate:
     def write(self, name: str) -> Callable[[], None]:
         def write() -> None:
             self.began.set()
-            assert self.open.wait(20)
+            assert self.open.wait(300)
             self.written.append(name)
 
         return write
@@ -73,7 +73,7 @@ def test_one_waits_a_newer_one_replaces_it_and_the_last_is_written() -> None:
     gate = Gate()
     with Writer() as writer:
         writer.put("checkpoint", gate.write("1"), {})
-        assert gate.began.wait(20)
+        assert gate.began.wait(300)
         for name in ("2", "3", "4"):
             writer.put("checkpoint", gate.write(name), writer.buffers("checkpoint"))
         assert gate.written == []
@@ -93,7 +93,7 @@ def test_buffers_are_used_again_but_never_those_of_what_is_to_be_written() -> No
     sets: list[dict[str, torch.Tensor]] = [{"a": torch.zeros(1)} for _ in range(3)]
     with Writer() as writer:
         writer.put("checkpoint", gate.write("1"), sets[0])
-        assert gate.began.wait(20)
+        assert gate.began.wait(300)
         assert writer.buffers("checkpoint") == {}
         writer.put("checkpoint", gate.write("2"), sets[1])
         writer.put("checkpoint", gate.write("3"), sets[2])
@@ -161,7 +161,7 @@ def test_a_slow_disk_skips_some_and_loses_nothing(place: TinyPlace) -> None:
     opened = threading.Event()
 
     def late(folder: Any, checkpoint: Checkpoint) -> Any:
-        assert opened.wait(20)
+        assert opened.wait(300)
         return save_checkpoint(folder, checkpoint)
 
     def samples_in(step: int) -> int:
@@ -186,7 +186,7 @@ def test_a_disk_that_refuses_ends_the_run_at_the_next_step_at_the_latest(place: 
     def samples_in(step: int) -> int:
         asked.append(step)
         job.writer._changed.acquire()
-        job.writer._changed.wait_for(lambda: not job.writer._busy, timeout=20)  # as slow a loop as a real one
+        job.writer._changed.wait_for(lambda: not job.writer._busy, timeout=300)  # as slow a loop as a real one
         job.writer._changed.release()
         return job.samples_in(step)
 
