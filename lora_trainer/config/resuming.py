@@ -56,6 +56,7 @@ FIXED_IN_EFFECT = (
     "model.revision",
     "model.vae",
     "model.text_encoders",
+    "model.variant",
     "model.without_t5",
     "data.sources",
     "data.allow_missing_captions",

@@ -21,7 +21,8 @@ if TYPE_CHECKING:
 
 BEFORE_AFTER = "before_after"
 BUILT_IN = "built-in"
-MODEL_PARTS = ("revision", "vae", "text_encoders", "without_t5")  # of [model], what pictures hang on beside its name
+# Of [model], what pictures hang on beside its name.
+MODEL_PARTS = ("revision", "vae", "text_encoders", "variant", "without_t5")
 
 
 def drawing_of(config: Config, family: Family, facts: ModelFacts, size: tuple[int, int]) -> Drawing:

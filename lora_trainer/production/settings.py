@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, get_args
 
 from lora_trainer.config.contradictions import from_user
 from lora_trainer.config.imports.data_files import with_data_files
@@ -12,6 +12,7 @@ from lora_trainer.config.layers import Layer, Resolved, resolve, valid_settings
 from lora_trainer.config.presets import family_layers
 from lora_trainer.config.schema import Config
 from lora_trainer.config.schema.inputs import ModelSection
+from lora_trainer.config.schema.types import Variant
 from lora_trainer.config.toml import EMPTY
 from lora_trainer.core.errors import Problem, UsageError, known_as
 from lora_trainer.models.attention.packages import lacking
@@ -124,6 +125,8 @@ def _plain_section(model: Mapping[str, Any]) -> ModelSection:
     """The same as a section; values of a wrong kind are left out here and refused with all the other settings."""
     texts = ("path", "revision", "vae", "text_encoders")
     values: dict[str, Any] = {key: model[key] for key in texts if isinstance(model.get(key), str)}
+    if model.get("variant") in get_args(Variant):
+        values["variant"] = model["variant"]
     return ModelSection(**values, without_t5=model.get("without_t5") is True)
 
 

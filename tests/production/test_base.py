@@ -102,8 +102,9 @@ def test_what_a_base_has_stays_its_own(folder: Path, checkpoint: Path, tmp_path:
 def test_a_folder_of_text_encoders_without_any_is_refused(folder: Path, tmp_path: Path) -> None:
     for place, words in (
         (tmp_path / "lost", "is nothing"),
-        (folder / "unet", "neither text_encoder/"),
-        (folder / "model_index.json", "is a file"),
+        (folder / "tokenizer", "neither text_encoder/"),
+        (folder / "unet", "has its own"),
+        (folder / "model_index.json", "has its own"),
     ):
         with pytest.raises(UsageError, match=words):
             found(folder, text_encoders=place)

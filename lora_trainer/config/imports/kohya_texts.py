@@ -12,7 +12,7 @@ from lora_trainer.config.imports.rules import by, is_on, lacking, nothing, numbe
 from lora_trainer.config.imports.words import CLIP_SKIP, TEXT_RATES, VAE, text_rates
 
 STAY = "text encoders stay as they are, as here"
-OF_FILES = "files of text encoders are not read singly: set model.text_encoders to a folder with them"
+OF_FILES = "set model.text_encoders to a folder with such files: keys tell which is which"
 
 
 def trains_texts(around: Around) -> bool:

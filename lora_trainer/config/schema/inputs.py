@@ -16,6 +16,7 @@ from lora_trainer.config.schema.types import (
     Section,
     Share,
     Side,
+    Variant,
 )
 
 
@@ -34,7 +35,10 @@ class ModelSection(Section):
     )
     text_encoders: str | None = Field(
         None,
-        description="folder with text encoders and tokenizers that the model lacks, such as a checkpoint without them: `text_encoder_2/`, `tokenizer_2/` and so on, as in a diffusers folder; or a hub id of such a model, likewise",
+        description="folder with text encoders and tokenizers that the model lacks, such as a checkpoint without them: `text_encoder_2/`, `tokenizer_2/` and so on, as in a diffusers folder, or single `.safetensors` files of them; one such file; or a hub id, likewise",
+    )
+    variant: Variant | None = Field(
+        None, description="which of two models of one form a checkpoint is, where no key tells it, as with Z-Image"
     )
     without_t5: bool = Field(False, description="leave the T5 text encoder out, where the family works without it")
 

@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 FamilyName = Literal["sd15", "sd2", "sdxl", "sd3", "flux", "z_image"]
+Variant = Literal["base", "turbo"]  # of models of one form
 Precision = Literal["bf16", "fp16", "fp32", "fp8", "int8", "nf4"]
 OptimizerName = Literal["adamw", "adamw8bit", "paged_adamw8bit", "adafactor", "lion", "prodigy", "schedule_free"]
 ScheduleName = Literal["constant", "linear", "cosine", "restarts", "polynomial", "one_cycle"]

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from lora_trainer.core.errors import Problem, UsageError
-from lora_trainer.models.folder import read_config
+from lora_trainer.core.tensorfile import read_tensor_header
+from lora_trainer.models.folder import read_config, refuse_quantised
+from lora_trainer.models.single.stored import Stored
+from lora_trainer.models.single.texts import TEXTS, kind_of_file
 
+SHOWN = 6  # names in a message
 USUAL_SCALE = 0.18215  # diffusers' own, where a config names none
 
 
@@ -55,25 +59,67 @@ def vae_folder(named: Path) -> Path:
     return folder
 
 
-def text_folders(named: Path, wanted: set[str]) -> dict[str, Path]:
-    """Those of the wanted parts that a folder of text encoders has. Raises UsageError where it has none of them."""
-    if not named.is_dir():
-        what = "a file" if named.exists() else "nothing"
-        message = f"model.text_encoders: {named} is {what}, and a folder is meant."
+def given_texts(named: Path, wanted: set[str], family: str) -> dict[str, Path]:
+    """Those of the wanted parts of a family that are there: folders of parts in a folder, or single files of text encoders.
+
+    `named` is a folder or one file. Raises UsageError where it has none of them, and for files of which none is meant
+    more than another.
+    """
+    if not named.exists():
+        message = f"model.text_encoders: {named} is nothing."
         raise UsageError(Problem(message, "Name a folder that holds text_encoder_2/, tokenizer_2/ and so on."))
     there = {
         path.name: path
-        for path in named.iterdir()
+        for path in (named.iterdir() if named.is_dir() else ())
         if path.is_dir() and path.name.startswith(("text_encoder", "tokenizer"))
     }
-    if not there:
-        message = f"model.text_encoders: {named} holds neither text_encoder/ nor tokenizer/, with or without a number."
+    files = [named] if named.is_file() else sorted(named.glob("*.safetensors"))
+    sought = {name: TEXTS[family][name][0] for name in sorted(wanted - set(there)) if name in TEXTS.get(family, {})}
+    held = [*sorted(there), *(file.name for file in files)]
+    if not held:
+        message = f"model.text_encoders: {named} holds neither text_encoder/ nor tokenizer/, with or without a number, nor files."
         raise UsageError(Problem(message, "Name a diffusers folder, or one laid out likewise."))
-    used = {name: path for name, path in there.items() if name in wanted}
+    used = {name: path for name, path in there.items() if name in wanted} | _single_files(files, sought)
     if not used:
-        held = ", ".join(sorted(there))
         lacks = f"lacks {', '.join(sorted(wanted))}" if wanted else "has its own"
-        message = f"model.text_encoders: {named} holds {held}, and the model {lacks}."
+        message = f"model.text_encoders: {named} holds {', '.join(held[:SHOWN])}, and the model {lacks}."
         fix = f"Name a folder that holds {', '.join(sorted(wanted))}." if wanted else "Remove model.text_encoders."
         raise UsageError(Problem(message, fix))
     return used
+
+
+def _single_files(files: Sequence[Path], sought: Mapping[str, str]) -> dict[str, Path]:
+    """Of files of text encoders the one of each kind that is sought: the largest, which was narrowed least.
+
+    Files that cannot be read or are quantised are passed over, and are the reasons where a kind is found in no other.
+    """
+    found: dict[str, list[Path]] = {name: [] for name in sought}
+    problems: list[Problem] = []
+    for file in files if sought else ():
+        try:
+            stored = Stored.of(file, read_tensor_header(file), "")
+            names = [
+                name
+                for name, kind in sought.items()
+                if kind_of_file(stored) == kind.removeprefix("open_").removesuffix("_projected")
+            ]
+            if names:
+                refuse_quantised(file, stored.types)
+        except UsageError as error:
+            problems.extend(error.problems)
+            continue
+        for name in names:
+            found[name].append(file)
+    if problems and not all(found.values()):
+        raise UsageError(problems)
+    chosen = {}
+    for name, same in found.items():
+        sizes = sorted((file.stat().st_size for file in same), reverse=True)
+        if len(sizes) > 1 and sizes[0] == sizes[1]:
+            told = " and ".join(str(file) for file in same if file.stat().st_size == sizes[0])
+            raise UsageError(
+                Problem(f"model.text_encoders: {told} may both be {name}.", "Name a folder with one of them.")
+            )
+        if same:
+            chosen[name] = max(same, key=lambda file: file.stat().st_size)
+    return chosen

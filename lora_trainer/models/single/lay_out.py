@@ -30,7 +30,7 @@ from lora_trainer.models.places import laid_out_models, prune_laid_out, write_pl
 from lora_trainer.models.single.fitting import check_vae
 from lora_trainer.models.single.recognise import Checkpoint, recognise
 from lora_trainer.models.single.stored import Part, Stored
-from lora_trainer.models.single.texts import clip_part, open_clip_part, qwen_part, t5_part
+from lora_trainer.models.single.texts import MAY_LACK, TEXTS, text_part
 from lora_trainer.models.single.tokenizers import LACK_WORDS, copy_small, copy_tokenizer
 from lora_trainer.models.single.transformers import TRANSFORMERS
 from lora_trainer.models.single.unet import unet_part
@@ -40,26 +40,7 @@ VERSION = 3  # of what is laid out; raise it when the same file becomes another 
 SHOWN_OF_NAME = 40
 VAE_PREFIXES = ("first_stage_model.", "vae.")
 VAE_OF_2_1 = 768  # pixels, of models that predict velocity
-CLIP_L, CLIP_G, T5, QWEN = (f"text_encoders.{name}.transformer." for name in ("clip_l", "clip_g", "t5xxl", "qwen3_4b"))
-# Where a checkpoint of a family keeps its text encoders, and what each is.
-TEXTS: dict[str, dict[str, tuple[str, str]]] = {
-    "sd15": {"text_encoder": ("clip_l", "cond_stage_model.transformer.")},
-    "sd2": {"text_encoder": ("open_clip_h", "cond_stage_model.model.")},
-    "sdxl": {
-        "text_encoder": ("clip_l", "conditioner.embedders.0.transformer."),
-        "text_encoder_2": ("open_clip_g", "conditioner.embedders.1.model."),
-    },
-    "sd3": {
-        "text_encoder": ("clip_l_projected", CLIP_L),
-        "text_encoder_2": ("clip_g", CLIP_G),
-        "text_encoder_3": ("t5", T5),
-    },
-    "flux": {"text_encoder": ("clip_l", CLIP_L), "text_encoder_2": ("t5", T5)},
-    "z_image": {"text_encoder": ("qwen3", QWEN)},
-}
 NEEDED = ("unet", "transformer", "vae", "scheduler", "text_encoder", "tokenizer")  # beginnings of parts that are used
-MAY_LACK = {"sd3": "text_encoder_3"}  # which the family works without
-
 Parts = Mapping[str, Path | None]
 
 
@@ -72,8 +53,10 @@ def lay_out(base: Path | Checkpoint, parts: Parts | None = None, *, kept: bool =
     and for parts that are nowhere. One that is not `kept` is this process's own, and whose it is removes it.
     """
     given = dict(parts or {})
-    place = base.file if isinstance(base, Checkpoint) else base
-    name = f"{place.stem[:SHOWN_OF_NAME]}-{_key(place, given)[:16]}"
+    if isinstance(base, Path) and base.is_file():
+        base = recognise(base)
+    place, variant = (base.file, base.variant) if isinstance(base, Checkpoint) else (base, "")
+    name = f"{place.stem[:SHOWN_OF_NAME]}-{_key(place, variant, given)[:16]}"
     target = laid_out_models() / (name if kept else f"{name}.{os.getpid()}.part")
     if (target / "model_index.json").exists():
         with contextlib.suppress(OSError):
@@ -83,8 +66,8 @@ def lay_out(base: Path | Checkpoint, parts: Parts | None = None, *, kept: bool =
     target.parent.mkdir(parents=True, exist_ok=True)
     temporary = Path(tempfile.mkdtemp(prefix=f".{target.name}.", suffix=".part", dir=target.parent))
     try:
-        if isinstance(base, Checkpoint) or base.is_file():
-            _from_checkpoint(base if isinstance(base, Checkpoint) else recognise(base), given, temporary)
+        if isinstance(base, Checkpoint):
+            _from_checkpoint(base, given, temporary)
         else:
             _from_folder(base, given, temporary)
         os.chmod(temporary, 0o755)
@@ -115,9 +98,14 @@ def _is_usable(stored: Stored) -> bool:
     return bool(stored.shapes) and not how_quantised(stored.types)
 
 
-def _key(base: Path, parts: Parts) -> str:
+def _key(base: Path, variant: str, parts: Parts) -> str:
     """A hash of which files these are, and in which state."""
-    told: list[Any] = [VERSION, _state(base), *([name, path and _state(path)] for name, path in sorted(parts.items()))]
+    told: list[Any] = [
+        VERSION,
+        variant,
+        _state(base),
+        *([name, path and _state(path)] for name, path in sorted(parts.items())),
+    ]
     return hashlib.sha256(json.dumps(told).encode("utf-8", "surrogatepass")).hexdigest()
 
 
@@ -158,7 +146,7 @@ def _from_checkpoint(checkpoint: Checkpoint, given: dict[str, Path | None], targ
         raise UsageError(problems)
     for name, component in components.items():
         _write_part(component, target / name)
-    write_json(target / "scheduler" / "scheduler_config.json", _scheduler(checkpoint, published["scheduler"]))
+    write_json(target / "scheduler" / "scheduler_config.json", _scheduler(checkpoint, published))
     absent = {name: [None, None] for text in set(TEXTS[family]) - set(texts) for name in (text, tokenizer_of(text))}
     write_json(target / "model_index.json", published["model_index"] | absent)
 
@@ -179,14 +167,12 @@ def _denoiser(checkpoint: Checkpoint) -> Part:
 
 
 def _scheduler(checkpoint: Checkpoint, published: Mapping[str, Any]) -> dict[str, Any]:
-    config = dict(published)
+    config = published["scheduler"] | published.get("scheduler_of", {}).get(checkpoint.variant, {})
     if checkpoint.prediction is not None:
         config["prediction_type"] = checkpoint.prediction
     if checkpoint.zero_terminal:
         config["rescale_betas_zero_snr"] = True
-    if checkpoint.schnell:
-        config |= {"shift": 1.0, "use_dynamic_shifting": False}
-    return config
+    return dict(config)
 
 
 def _text_part(checkpoint: Checkpoint, name: str, kind: str, prefix: str, given: Path | None) -> Part | Path:
@@ -194,29 +180,16 @@ def _text_part(checkpoint: Checkpoint, name: str, kind: str, prefix: str, given:
     if given is not None and given.is_dir():
         return given
     if given is not None:
-        return _of_kind(kind, Stored.of(given, read_tensor_header(given), ""))
+        return text_part(kind, Stored.of(given, read_tensor_header(given), ""))
     stored = checkpoint.part(prefix)
     if not _is_usable(stored):
         may = ", or set model.without_t5" if MAY_LACK.get(checkpoint.family) == name else ""
         message = f"{checkpoint.file} holds no {name} ({prefix}…)."
         if stored.shapes:
             message = f"{checkpoint.file} holds {name} quantised ({how_quantised(stored.types)})."
-        fix = f"Name a folder that holds {name}/ with model.text_encoders{may}."
+        fix = f"Name a folder that holds {name}/, or its .safetensors file, with model.text_encoders{may}."
         raise UsageError(Problem(message, fix))
-    return _of_kind(kind, stored)
-
-
-def _of_kind(kind: str, stored: Stored) -> Part:
-    refuse_quantised(stored.file, stored.types)
-    if kind == "t5":
-        return t5_part(stored)
-    if kind == "qwen3":
-        return qwen_part(stored)
-    if any(name.startswith("transformer.resblocks.") for name in stored.shapes):
-        return open_clip_part(stored, projected=kind != "open_clip_h")
-    activation = "quick_gelu" if kind.startswith("clip_l") else "gelu"
-    as_it_is = kind == "clip_l_projected"
-    return clip_part(stored, activation, projected=as_it_is or kind.endswith("clip_g"), as_it_is=as_it_is)
+    return text_part(kind, stored)
 
 
 def _vae(checkpoint: Checkpoint, published: Mapping[str, Any], given: Path | None) -> Part | Path:
@@ -276,7 +249,7 @@ def _from_folder(base: Path, given: dict[str, Path | None], target: Path) -> Non
         if name == "vae" and name in added:
             part = _replaced_vae(given["vae"] or base / name, read_config(base, "vae/config.json"))
         elif name in kinds and isinstance(part, Path) and part.is_file():
-            part = _of_kind(kinds[name][0], Stored.of(part, read_tensor_header(part), ""))
+            part = text_part(kinds[name][0], Stored.of(part, read_tensor_header(part), ""))
         if isinstance(part, Path) and not (part / "config.json").exists():
             copy_small(part, target / name)  # a tokenizer or the scheduler
         else:

@@ -6,7 +6,7 @@ import math
 import statistics
 import struct
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ SD2_TEXT_WIDTH, REFINER_TEXT_WIDTH = 1024, 1280
 UNUSUAL_CHANNELS = {5: "a depth model", 7: "an upscaler", 8: "a model of instructions", 9: "an inpainting model"}
 # The norm that tells 2.x models of velocity from those of noise: theirs spreads more (as ComfyUI tells them apart).
 SD2_NORM, SD2_SPREAD = "output_blocks.11.1.transformer_blocks.0.norm1.bias", 0.09
+OF_ONE_FORM = {"z_image": ("base", "turbo")}  # models of a family that no key tells apart
 FIRST_OF_FLUX = 64  # input channels of the plain model: 16 of latents, of four places
 # Ends of names, and what they say a file is. The first that is found counts.
 OTHER_KINDS: tuple[tuple[tuple[str, ...], str], ...] = (
@@ -61,7 +62,7 @@ class Checkpoint:
     header: Mapping[str, Any]
     prediction: str | None = None  # of models with a noise schedule
     zero_terminal: bool = False  # the last step of the schedule holds no signal
-    schnell: bool = False  # a flow that was distilled to a few steps
+    variant: str = ""  # which of the models of one form, where that is another schedule
     note: str = ""  # what was assumed where the file does not say it, and what to do if it is otherwise
 
     def part(self, prefix: str) -> Stored:
@@ -69,8 +70,8 @@ class Checkpoint:
         return Stored.of(self.file, self.header, prefix)
 
 
-def recognise(file: Path) -> Checkpoint:
-    """Family and variant of a checkpoint, from its header alone.
+def recognise(file: Path, variant: str | None = None) -> Checkpoint:
+    """Family and variant of a checkpoint, from its header alone; `variant` is which one it is where no key tells.
 
     Raises UsageError for a file that is damaged or a pickle, for models that cannot be trained, and for files that
     hold something else, naming what.
@@ -85,9 +86,22 @@ def recognise(file: Path) -> Checkpoint:
             if prefix + first in header:
                 denoiser = Stored.of(file, header, prefix) if prefix else _own(Stored.of(file, header, prefix))
                 refuse_quantised(file, denoiser.types)
-                return known(Checkpoint(file, "", denoiser, header))
+                return _of_variant(known(Checkpoint(file, "", denoiser, header)), variant)
     refuse_quantised(file, {name: header[name]["dtype"] for name in names})
     raise UsageError(_unknown(file, names))
+
+
+def _of_variant(found: Checkpoint, variant: str | None) -> Checkpoint:
+    """The checkpoint as the user says it is. Raises UsageError where its keys tell, or its family has no such model."""
+    if variant is None:
+        return found
+    variants = OF_ONE_FORM.get(found.family, ())
+    if variant not in variants:
+        message = f"model.variant = {variant}: {found.file} tells by its keys what it is."
+        if variants:
+            message = f"model.variant = {variant}: {found.file} may be {' or '.join(variants)}."
+        raise UsageError(Problem(message, "Remove model.variant." if not variants else f"Set {variants[0]}."))
+    return replace(found, variant=variant, note="")
 
 
 def values_read(header: Mapping[str, Any]) -> list[tuple[int, int]]:
@@ -198,15 +212,17 @@ def _flux(found: Checkpoint) -> Checkpoint:
     if channels > FIRST_OF_FLUX and channels % FIRST_OF_FLUX == 0:
         message = f"{found.file} is a Fill or Control model: {channels} input channels in place of {FIRST_OF_FLUX}."
         raise UsageError(Problem(message, "Use FLUX.1 dev or schnell."))
-    return Checkpoint(
-        found.file, "flux", stored, found.header, schnell="guidance_in.in_layer.weight" not in stored.shapes
-    )
+    variant = "dev" if "guidance_in.in_layer.weight" in stored.shapes else "schnell"
+    return Checkpoint(found.file, "flux", stored, found.header, variant=variant)
 
 
 def _z_image(found: Checkpoint) -> Checkpoint:
+    told = "turbo" in found.file.name.lower()  # as in the published file's name
     note = f"{found.file.name} is taken for Z-Image Turbo (drawn in 9 steps, without guidance): base and Turbo have one form."
-    fix = "For the base name its folder in diffusers' layout."
-    return Checkpoint(found.file, "z_image", found.denoiser, found.header, note=f"{note} {fix}")
+    fix = "If it is the base, set model.variant=base."
+    return Checkpoint(
+        found.file, "z_image", found.denoiser, found.header, variant="turbo", note="" if told else f"{note} {fix}"
+    )
 
 
 KNOWN: dict[str, Callable[[Checkpoint], Checkpoint]] = {

@@ -12,9 +12,28 @@ from typing import Any
 
 from lora_trainer.core.io import atomic_path
 from lora_trainer.export.layout import Layout, Rule, fused
+from lora_trainer.models.folder import refuse_quantised
 from lora_trainer.models.places import Place, laid_out_models
 from lora_trainer.models.single.stored import Part, Stored, by_layout, refuse_sides, renamed
 
+CLIP_L, CLIP_G, T5, QWEN = (f"text_encoders.{name}.transformer." for name in ("clip_l", "clip_g", "t5xxl", "qwen3_4b"))
+# Where a checkpoint of a family keeps its text encoders, and what each is.
+TEXTS: dict[str, dict[str, tuple[str, str]]] = {
+    "sd15": {"text_encoder": ("clip_l", "cond_stage_model.transformer.")},
+    "sd2": {"text_encoder": ("open_clip_h", "cond_stage_model.model.")},
+    "sdxl": {
+        "text_encoder": ("clip_l", "conditioner.embedders.0.transformer."),
+        "text_encoder_2": ("open_clip_g", "conditioner.embedders.1.model."),
+    },
+    "sd3": {
+        "text_encoder": ("clip_l_projected", CLIP_L),
+        "text_encoder_2": ("clip_g", CLIP_G),
+        "text_encoder_3": ("t5", T5),
+    },
+    "flux": {"text_encoder": ("clip_l", CLIP_L), "text_encoder_2": ("t5", T5)},
+    "z_image": {"text_encoder": ("qwen3", QWEN)},
+}
+MAY_LACK = {"sd3": "text_encoder_3"}  # which the family works without
 HEAD = 64  # channels, in every published CLIP and T5
 BIAS = "encoder.block.0.layer.0.SelfAttention.relative_attention_bias.weight"
 PROJECTION = "text_projection.weight"
@@ -47,9 +66,37 @@ OPEN_CLIP: Layout = (
     Rule("text_model.embeddings.position_embedding.weight", "positional_embedding"),
     Rule(PROJECTION, "text_projection"),
 )
+LAYERS_OF_H = 24  # the CLIP of 2.x, between the two others
+QWEN_NORM = "layers.0.self_attn.q_norm.weight"
 NOT_WEIGHTS = ("logit_scale", "attn_mask", "position_ids")
 TEXT_MODEL = ("embeddings.", "encoder.", "final_layer_norm.")  # of CLIP, whose other half reads pictures
 WIDEST = 8192  # channels of a CLIP; published ones have up to 1280
+
+
+def text_part(kind: str, stored: Stored) -> Part:
+    """Config and places of a text encoder of a kind. Raises UsageError for one that is quantised, or damaged."""
+    refuse_quantised(stored.file, stored.types)
+    if kind == "t5":
+        return t5_part(stored)
+    if kind == "qwen3":
+        return qwen_part(stored)
+    if any(name.startswith("transformer.resblocks.") for name in stored.shapes):
+        return open_clip_part(stored, projected=kind != "open_clip_h")
+    activation = "quick_gelu" if kind.startswith("clip_l") else "gelu"
+    as_it_is = kind == "clip_l_projected"
+    return clip_part(stored, activation, projected=as_it_is or kind.endswith("clip_g"), as_it_is=as_it_is)
+
+
+def kind_of_file(stored: Stored) -> str | None:
+    """What a file of its own holds that is a text encoder, as ComfyUI keeps them: `clip_l`, `clip_g`, `t5` or `qwen3`."""
+    if BIAS in stored.shapes:
+        return "t5"
+    if any(name.removeprefix("model.") == QWEN_NORM for name in stored.shapes):
+        return "qwen3"
+    layers = max(stored.count("text_model.encoder.layers."), stored.count("transformer.resblocks."))
+    if not layers:
+        return None
+    return "clip_g" if layers > LAYERS_OF_H else "clip_l" if layers < LAYERS_OF_H - 1 else None
 
 
 def clip_part(stored: Stored, activation: str, *, projected: bool, as_it_is: bool = False) -> Part:

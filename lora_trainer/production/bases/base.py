@@ -81,13 +81,16 @@ def find_base(
     Raises UsageError for what is no model here or on the hub; `origin` is what it was named by.
     """
     base = _named(model, offline=offline, weights=weights, origin=origin, say=say)
+    if model.variant is not None and not base.folder.is_file():
+        message = f"model.variant = {model.variant}: {base.named} is a folder, whose scheduler tells."
+        raise UsageError(Problem(message, "Remove model.variant."))
     places = dict(base.places)
     checkpoint = None
     with known_as(places):
         if base.folder.is_file():
             from lora_trainer.models.single.recognise import recognise
 
-            checkpoint = recognise(base.folder)
+            checkpoint = recognise(base.folder, model.variant)
         replaced = find_parts(model, checkpoint or base.folder, places, offline=offline, weights=weights, say=say)
     whole = base.whole and replaced.whole
     base = replace(base, whole=whole, held=replaced.held, places=places, note=checkpoint.note if checkpoint else "")

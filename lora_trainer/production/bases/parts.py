@@ -54,7 +54,7 @@ def find_parts(
     """
     if model.vae is None and model.text_encoders is None and not model.without_t5:
         return Replaced()
-    from lora_trainer.models.single.fitting import text_folders, vae_folder
+    from lora_trainer.models.single.fitting import given_texts, vae_folder
     from lora_trainer.models.single.lay_out import lacking_parts
 
     def find(setting: str, named: str, parts: tuple[str, ...]) -> Path:
@@ -70,13 +70,15 @@ def find_parts(
     wholes: list[bool] = []
     problems: list[Problem] = []
     try:
+        family = detect_family(base) if isinstance(base, Path) else base.family
         if model.without_t5:
-            spare = FAMILIES[detect_family(base) if isinstance(base, Path) else base.family].spare_texts
+            spare = FAMILIES[family].spare_texts
             left_out = [part for name in spare for part in (name, tokenizer_of(name))]
             parts |= dict.fromkeys(named_parts(base, left_out) if isinstance(base, Path) else left_out)
         if model.text_encoders is not None:
             wanted = lacking_parts(base) - set(parts)
-            parts |= text_folders(find("text_encoders", model.text_encoders, tuple(sorted(wanted))), wanted)
+            named = find("text_encoders", model.text_encoders, tuple(sorted(wanted)))
+            parts |= given_texts(named, wanted, family)
     except UsageError as error:
         problems.extend(error.problems)
     if model.vae is not None:

@@ -108,8 +108,8 @@ def test_variants_are_told_apart(tmp_path: Path) -> None:
     assert recognise(given(xl)).family == "sdxl"
     velocity = recognise(given({**xl, "v_pred": [1], "ztsnr": [1]}))
     assert (velocity.prediction, velocity.zero_terminal) == ("v_prediction", True)
-    assert recognise(given(FLUX)).schnell
-    assert not recognise(given({**FLUX, "guidance_in.in_layer.weight": [2, 8]})).schnell
+    assert recognise(given(FLUX)).variant == "schnell"
+    assert recognise(given({**FLUX, "guidance_in.in_layer.weight": [2, 8]})).variant == "dev"
     bare = {f"model.diffusion_model.{name}": shape for name, shape in FLUX.items()}
     assert recognise(given(bare)).family == "flux"
     assert recognise(given({"joint_blocks.0.x_block.attn.qkv.weight": [6, 2]})).family == "sd3"

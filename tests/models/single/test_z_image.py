@@ -16,6 +16,7 @@ from lora_trainer.models.family import public_architecture
 from lora_trainer.models.single.lay_out import lacking_parts, lay_out
 from lora_trainer.models.single.recognise import recognise
 from lora_trainer.models.single.transformers import z_image_part
+from lora_trainer.production.bases.base import find_base
 from lora_trainer.production.settings import settle
 from tests.models.single.originals import write, z_image_checkpoint, z_image_original
 from tests.models.single.test_published import empty_file
@@ -73,6 +74,31 @@ def test_without_the_language_model_what_lacks_is_said_at_once(pipeline: Any, tm
         lay_out(file)
     said = " ".join(problem.message for problem in refused.value.problems)
     assert all(part in said for part in ("text_encoder", "autoencoder", "Qwen3 without its tokenizer"))
+
+
+def test_base_and_turbo_are_told_by_the_setting_or_the_name(pipeline: Any, tmp_path: Path) -> None:
+    """Published schedulers: shift 6 and 3."""
+    folder, tensors = tmp_path / "folder", z_image_checkpoint(pipeline)
+    for name, variant, shift, noted in (
+        ("z.safetensors", None, 3.0, True),
+        ("z_turbo.safetensors", None, 3.0, False),
+        ("z.safetensors", "turbo", 3.0, False),
+        ("z_turbo.safetensors", "base", 6.0, False),
+    ):
+        path = write(tensors, tmp_path / name)
+        model = ModelSection.model_validate({"path": str(path), "text_encoders": str(folder), "variant": variant})
+        found = find_base(model)
+        assert bool(found.note) == noted
+        assert FAMILY.make_process(found.folder).times.shift.factor == shift
+        assert FAMILY.describe(found.folder).variant == ("base" if shift == 6 else "turbo")
+    for path, words in ((folder, "whose scheduler tells"), (flux_file(tmp_path), "tells by its keys")):
+        with pytest.raises(UsageError, match=words):
+            find_base(ModelSection(path=str(path), variant="base"))
+
+
+def flux_file(folder: Path) -> Path:
+    names = ("double_blocks.0.img_attn.qkv", "img_in", "txt_in", "vector_in.in_layer")
+    return write({f"{name}.weight": torch.ones(64, 64) for name in names}, folder / "flux.safetensors")
 
 
 def test_the_published_transformer_is_told_by_its_form(tmp_path: Path) -> None:

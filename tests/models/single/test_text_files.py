@@ -1,0 +1,110 @@
+"""Text encoders as single files, as ComfyUI keeps them: recognised by their keys, and the same as those of a folder."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from lora_trainer.config.schema.inputs import ModelSection
+from lora_trainer.core.errors import UsageError
+from lora_trainer.models import FAMILIES
+from lora_trainer.models.single import tokenizers
+from lora_trainer.production.bases.base import find_base
+from tests.models.single.originals import Tensors, flow_checkpoint, write
+from tests.models.single.tiny import tiny_flow_pipeline
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A FLUX.1 in one bare file, its folder of diffusers, and its text encoders as files."""
+    place = tmp_path_factory.mktemp("made")
+    pipeline = tiny_flow_pipeline(place / "words", "flux-dev")
+    pipeline.save_pretrained(place / "folder")
+    write(flow_checkpoint(pipeline, bare=True), place / "flux.safetensors")
+    whole = flow_checkpoint(pipeline)
+    (place / "files").mkdir()
+    for name in ("clip_l", "t5xxl"):
+        begin = f"text_encoders.{name}.transformer."
+        own = {key.removeprefix(begin): each for key, each in whole.items() if key.startswith(begin)}
+        write(own, place / "files" / f"{name}.safetensors")
+    shutil.copytree(place / "folder" / "tokenizer_2", place / "files" / "tokenizer_2")
+    return place
+
+
+@pytest.fixture
+def files(made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("LORA_TRAINER_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(tokenizers, "CLIP", made / "words")
+    return shutil.copytree(made / "files", tmp_path / "files")
+
+
+def laid_out(made: Path, texts: Path) -> Path:
+    named = {"path": made / "flux.safetensors", "text_encoders": texts, "vae": made / "folder"}
+    return find_base(ModelSection.model_validate({key: str(value) for key, value in named.items()})).folder
+
+
+def encoded(folder: Path) -> dict[str, Tensor]:
+    return FAMILIES["flux"].load_encoders(folder, torch.float32, CPU).encode_text(["a red ring", ""])
+
+
+def scaled(tensors: Tensors) -> Tensors:
+    found = dict(tensors)
+    for name in [name for name, each in tensors.items() if each.ndim == 2]:
+        found[f"{name.removesuffix('.weight')}.scale_weight"] = torch.tensor(0.5)
+        found[name] = (tensors[name] * 2).to(torch.float8_e4m3fn)
+    return found
+
+
+def test_files_are_the_encoders_of_a_folder(made: Path, files: Path) -> None:
+    """Of several of one kind the one that was narrowed least; what is quantised or no text encoder is passed over."""
+    t5 = load_file(files / "t5xxl.safetensors")
+    write({name: each.to(torch.float8_e4m3fn) for name, each in t5.items()}, files / "t5xxl_fp8.safetensors")
+    write(scaled(t5), files / "t5xxl_fp8_scaled.safetensors")
+    write({"a.b": torch.ones(10**5)}, files / "other.safetensors")
+    (files / "broken.safetensors").write_bytes(b"PK\3\4 and more of a pickle")
+    one, two = encoded(made / "folder"), encoded(laid_out(made, files))
+    assert one.keys() == two.keys()
+    assert all(torch.equal(one[name], two[name]) for name in one)
+
+
+def test_a_quantised_or_damaged_file_is_the_reason_where_no_other_serves(made: Path, files: Path) -> None:
+    path = files / "t5xxl.safetensors"
+    write(scaled(load_file(path)), path)
+    with pytest.raises(UsageError, match=r"t5xxl\.safetensors is quantised \(fp8 with scales"):
+        laid_out(made, files)
+    path.write_bytes(path.read_bytes()[:-1])
+    with pytest.raises(UsageError, match=r"t5xxl\.safetensors is cut off"):
+        laid_out(made, files)
+    path.unlink()
+    with pytest.raises(UsageError, match=r"holds no text_encoder_2 .* or its \.safetensors file"):
+        laid_out(made, files)
+
+
+def test_two_files_of_one_size_are_asked_about(made: Path, files: Path) -> None:
+    shutil.copy(files / "clip_l.safetensors", files / "clip_other.safetensors")
+    with pytest.raises(
+        UsageError, match=r"clip_l\.safetensors and .*clip_other\.safetensors may both be text_encoder\."
+    ):
+        laid_out(made, files)
+
+
+def test_one_file_may_be_named(made: Path, files: Path, tmp_path: Path) -> None:
+    whole = load_file(made / "flux.safetensors")
+    clip = load_file(files / "clip_l.safetensors")
+    whole |= {f"text_encoders.clip_l.transformer.{name}": each for name, each in clip.items()}
+    file = write(whole, tmp_path / "with_clip.safetensors")
+    hub = tmp_path / "hub" / "models--black-forest-labs--FLUX.1-dev" / "snapshots" / "0"
+    shutil.copytree(made / "folder" / "tokenizer_2", hub / "tokenizer_2")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
+        named = {"path": file, "text_encoders": files / "t5xxl.safetensors", "vae": made / "folder"}
+        found = find_base(ModelSection.model_validate({key: str(value) for key, value in named.items()})).folder
+    one, two = encoded(made / "folder"), encoded(found)
+    assert all(torch.equal(one[name], two[name]) for name in one)
