@@ -16,11 +16,9 @@ from safetensors.torch import load_file
 from lora_trainer.cli.main import main
 from lora_trainer.config.schema.inputs import ModelSection
 from lora_trainer.core.errors import UsageError
-from lora_trainer.core.tensorfile import read_tensor_header
 from lora_trainer.models import FAMILIES
 from lora_trainer.models.folder import detect_family, places_of_weights, weights_digest, without_weights
 from lora_trainer.models.places import laid_out_models
-from lora_trainer.models.single import recognise as recognise_file
 from lora_trainer.models.single import tokenizers
 from lora_trainer.models.single.recognise import recognise
 from lora_trainer.production.bases.base import find_base
@@ -238,19 +236,6 @@ def test_a_hubs_checkpoint_is_called_by_its_id(checkpoint: Path, tmp_path: Path)
             with pytest.raises(UsageError) as caught:
                 find_base(ModelSection(path="some/single/sd.safetensors"), weights=False, say=hub.listing.get)
         assert [problem.message[:27] for problem in caught.value.problems] == ["some/single/sd.safetensors "] * count
-
-
-def test_a_checkpoint_s_header_is_read_once(checkpoint: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    read: list[Path] = []
-
-    def counted(path: Path) -> dict[str, object]:
-        read.append(path)
-        return read_tensor_header(path)
-
-    monkeypatch.setattr(recognise_file, "read_tensor_header", counted)
-    less = without(checkpoint, "conditioner.embedders.1.")
-    found(less, text_encoders=folder, vae=folder)
-    assert read == [less]
 
 
 def test_a_checkpoint_of_a_hub_and_an_autoencoder_for_a_hubs_model(

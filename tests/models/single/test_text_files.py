@@ -12,7 +12,9 @@ from torch import Tensor
 
 from lora_trainer.config.schema.inputs import ModelSection
 from lora_trainer.core.errors import UsageError
+from lora_trainer.core.tensorfile import read_tensor_header
 from lora_trainer.models import FAMILIES
+from lora_trainer.models.single import recognise as recognise_file
 from lora_trainer.models.single import tokenizers
 from lora_trainer.production.bases.base import find_base
 from tests.models.single.originals import Tensors, flow_checkpoint, write
@@ -108,3 +110,15 @@ def test_one_file_may_be_named(made: Path, files: Path, tmp_path: Path) -> None:
         found = find_base(ModelSection.model_validate({key: str(value) for key, value in named.items()})).folder
     one, two = encoded(made / "folder"), encoded(found)
     assert all(torch.equal(one[name], two[name]) for name in one)
+
+
+def test_a_checkpoint_s_header_is_read_once(made: Path, files: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    read: list[Path] = []
+
+    def counted(path: Path) -> dict[str, object]:
+        read.append(path)
+        return read_tensor_header(path)
+
+    monkeypatch.setattr(recognise_file, "read_tensor_header", counted)
+    laid_out(made, files)
+    assert read == [made / "flux.safetensors"]
