@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from lora_trainer.core.errors import Problem, UsageError
+from lora_trainer.core.findings import counted
 from lora_trainer.export import diffusers as diffusers_form
 from lora_trainer.export import kohya as kohya_form
 from lora_trainer.export.earlier import EARLIER, Earlier, earlier_of, remembered, restored
@@ -19,12 +20,13 @@ from lora_trainer.export.keys import KOHYA_ALPHA
 from lora_trainer.export.layout import Names
 from lora_trainer.export.lora_file import write_tensors, write_words
 from lora_trainer.export.metadata import with_hashes
-from lora_trainer.export.reading import some, weights_of
+from lora_trainer.export.reading import some, values, weights_of
 from lora_trainer.export.weights import LoraPair, LoraWeights
 
 Form = Literal["kohya", "diffusers"]
 # The largest difference of a module's update, as a share of it, that rounding to each type may make.
 ROUNDING = {torch.float16: 2.0**-10, torch.bfloat16: 2.0**-7, torch.float32: 2.0**-20, torch.float64: 2.0**-40}
+DENOISERS = ("unet.", "transformer.")
 OF_ONE_FORM = (
     "format",
     diffusers_form.ADAPTER_METADATA_KEY,
@@ -61,9 +63,8 @@ def convert(
 
     Raises UsageError, and writes nothing, for what the form cannot hold exactly.
     """
-    if bad := source.not_finite():
-        told = f"{len(bad)} of {len(source.modules)} modules hold NaN or infinity (first: {bad[0]})."
-        raise UsageError(Problem(told, "Train it again with a lower learning rate."))
+    if problems := [*values("The LoRA", source), *_of_others(source, names)]:
+        raise UsageError(problems)
     earlier = earlier_of(source.metadata)
     back = earlier if earlier is not None and earlier.form == to != form else None
     weights = _cast(source if back is None else restored(source, back), dtype)
@@ -93,6 +94,17 @@ def convert(
             path.unlink(missing_ok=True)
         raise
     return Converted((target, *words), len(source.modules), difference, tuple(notes))
+
+
+def _of_others(weights: LoraWeights, names: Names) -> list[Problem]:
+    """A denoiser of another kind than the family has."""
+    others = [
+        name for name in weights.modules if name.startswith(DENOISERS) and not name.startswith(f"{names.denoiser}.")
+    ]
+    if not others:
+        return []
+    told = f"{counted(len(others), 'module')} of the LoRA belong to no part of {names.family} ({some(others)})."
+    return [Problem(told, "Is --family right?")]
 
 
 def _cast(weights: LoraWeights, dtype: torch.dtype | None) -> LoraWeights:
@@ -171,16 +183,23 @@ def _folded_exactly(pair: LoraPair) -> LoraPair:
 
 def _difference(source: LoraWeights, again: LoraWeights, to: Form) -> float:
     """The largest difference of any module's update, as a share of it. Raises OSError beyond what rounding explains."""
-    ours = {name for name, pair in source.modules.items() if bool(pair.up.any()) and bool(pair.down.any())}
-    if (lost := ours - set(again.modules)) or (more := set(again.modules) - set(source.modules)):
+    ours, theirs = ({name for name, pair in each.modules.items() if _changes(pair)} for each in (source, again))
+    # A part of a fused layer that had no pair comes back with one of zeros where the others share their down.
+    if (lost := ours - set(again.modules)) or (more := theirs - set(source.modules)):
         raise OSError(f"what was written reads back with other modules: {some(sorted(lost or more))}")
     worst = 0.0
     for name, pair in again.modules.items():
+        if name not in source.modules:
+            continue
         share = relative_difference(source.modules[name], pair)
         if share > ROUNDING.get(pair.up.dtype, 2.0**-3):
             raise OSError(f"what was written of {name} differs by {share:.1e} of its size")
         worst = max(worst, share)
     return worst
+
+
+def _changes(pair: LoraPair) -> bool:
+    return bool(pair.up.any()) and bool(pair.down.any())
 
 
 def relative_difference(one: LoraPair, other: LoraPair) -> float:

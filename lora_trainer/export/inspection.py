@@ -18,14 +18,15 @@ from torch import Tensor
 from lora_trainer.core.errors import Problem, UsageError
 from lora_trainer.core.tensorfile import LARGEST_HEADER, METADATA, check_places, read_tensor_header
 from lora_trainer.export.convert import size_of_update
-from lora_trainer.export.keys import read_key
+from lora_trainer.export.keys import EMBEDDING, NUMBERED, PEFT, read_key
 from lora_trainer.export.layout import Names
 from lora_trainer.export.lora_file import beside, open_tensors, refuse_reaching
-from lora_trainer.export.reading import collect, some
+from lora_trainer.export.reading import Collected, collect, other_method, some, values
 from lora_trainer.export.tensor_file import DTYPES
 from lora_trainer.export.weights import LoraPair, LoraWeights
 
 HASHED_AT_ONCE = 1 << 22  # bytes
+OF_XLABS = re.compile(r"\.processor\.(?:qkv|proj)_lora")
 BLOCK = re.compile(r"(.*?\.\d+)\.")
 
 
@@ -56,6 +57,7 @@ class Inspected:
     warnings: Sequence[Problem] = ()
     tensors: int = 0
     alpha_keys: bool = False  # alpha stands in tensors of its own
+    numbered: bool = False  # the first text encoder's keys have a number, as where there are several
     words: Sequence[str] = field(default=())
 
 
@@ -83,8 +85,8 @@ def inspect(path: Path, families: Sequence[Names]) -> Inspected:
     warnings = _doubts(path, pairs, hashes)
     return Inspected(
         path=path,
-        kind=_kind(metadata, found.weights),
-        style=_style(list(tensors), found.form),
+        kind=other_method(list(tensors)) or _kind(metadata, found.weights),
+        style=_style(list(tensors), found),
         weights=found.weights,
         ranks=dict(Counter(pair.rank for pair in pairs.values())),
         scales=dict(Counter(round(pair.scale, 6) for pair in pairs.values())),
@@ -96,6 +98,7 @@ def inspect(path: Path, families: Sequence[Names]) -> Inspected:
         warnings=tuple(warnings),
         tensors=len(tensors),
         alpha_keys=any(key.endswith(".alpha") for key in tensors),
+        numbered=any(key.startswith(NUMBERED) for key in tensors),
         words=sorted({name.partition(".")[0] for name in found.weights.embeddings}),
     )
 
@@ -137,19 +140,42 @@ def _kind(metadata: Mapping[str, str], weights: LoraWeights) -> str:
     return f"{told} and learned words" if weights.embeddings else told
 
 
-def _style(keys: Sequence[str], form: str) -> str:
-    """How most keys of the denoiser, or of what there is, are named."""
-    if form == "old":
-        return "old diffusers"
-    if any(key.startswith("base_model.model.") for key in keys):
-        return "peft"
-    if any(key.startswith(("diffusion_model.", "model.diffusion_model.", "text_encoders.")) for key in keys):
-        return "original"
+def _style(keys: Sequence[str], found: Collected) -> str:
+    """How the denoiser's keys are named, or those that there are."""
+    if found.form == "old":
+        return _old_style(keys)
+    ours = any(place.modules[0].startswith("transformer.") and not place.rules for place in found.names.values())
+    theirs = not ours and any(place.rules for place in found.names.values())
+    if any(PEFT in key for key in keys):
+        outside = all(key.startswith(PEFT) for key in keys)
+        return f"peft, original names{_halves(found)}" if outside and theirs else "peft" if outside else "peft inside"
+    if any(key.startswith(("diffusion_model.", "text_encoders.")) for key in keys):
+        return f"original, diffusers' names{_halves(found)}" if ours else f"original{_halves(found)}"
+    if any(key.startswith("model.diffusion_model.") for key in keys):
+        return "original, model first"
     if any(key.startswith(("unet.", "transformer.", "text_encoder")) for key in keys):
-        return "diffusers"
-    if form == "kohya":
-        return "kohya, first code" if any("_input_blocks_" in key or "_output_blocks_" in key for key in keys) else form
-    return "no prefix"
+        return f"diffusers, original names{_halves(found)}" if theirs else f"diffusers{_halves(found)}"
+    for beginning, style in (("lora_transformer_", "OneTrainer"), ("lycoris_", "LyCORIS")):
+        if any(key.startswith(beginning) for key in keys):
+            return style
+    if found.form != "kohya" or not all(key.startswith(("lora_", EMBEDDING)) for key in keys):
+        return "original, no prefix" if theirs else "no prefix"
+    if any("_input_blocks_" in key or "_output_blocks_" in key or "_middle_block_" in key for key in keys):
+        return "kohya, first code"
+    return "kohya, diffusers' names" if ours else "kohya"
+
+
+def _old_style(keys: Sequence[str]) -> str:
+    if any(OF_XLABS.search(key) for key in keys):
+        return "XLabs"
+    if not any(key.startswith(("unet.", "text_encoder")) for key in keys):
+        return "old diffusers, no prefix"
+    layers = [key for key in keys if key.startswith("unet.")]
+    return "old diffusers, by layer" if any("_lora." not in key for key in layers) else "old diffusers"
+
+
+def _halves(found: Collected) -> str:
+    return ", kohya's halves" if found.form == "kohya" else ""
 
 
 def _is_up(key: str) -> bool:
@@ -185,10 +211,7 @@ def _order(block: str) -> list[tuple[int, str]]:
 
 
 def _values(path: Path, weights: LoraWeights) -> list[Problem]:
-    problems = []
-    if bad := weights.not_finite():
-        told = f"{path.name} holds NaN or infinity in {len(bad)} modules ({some(bad)})."
-        problems.append(Problem(told, "Train it again with a lower learning rate."))
+    problems = values(path.name, weights)
     dead = [name for name, pair in weights.modules.items() if not (bool(pair.up.any()) and bool(pair.down.any()))]
     if dead and len(dead) == len(weights.modules):
         problems.append(Problem(f"{path.name} changes nothing: every update is zero.", "It was not trained."))

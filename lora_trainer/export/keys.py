@@ -40,6 +40,9 @@ COMPONENT_OF_DOTTED: Mapping[str, str] = {
     "text_encoders.clip_l.transformer.": "text_encoder",
     "text_encoders.clip_g.transformer.": "text_encoder_2",
     "text_encoders.t5xxl.transformer.": "text_encoder_3",
+    "clip_l.": "text_encoder",
+    "clip_g.": "text_encoder_2",
+    "t5.": "text_encoder_3",
 }
 PEFT = "base_model.model."
 NUMBERED = "lora_te1"  # how the keys of the first of several text encoders begin in kohya's form
@@ -55,7 +58,7 @@ _ENDINGS = re.compile(
     r"(?P<name>.+?)(?:"
     r"\.lora_(?P<kohya>down|up|mid)\.weight"
     r"|\.lora_(?P<peft>[AB])(?:\.[^.]+)?(?:\.weight)?"
-    r"|[._]lora\.(?P<old>down|up)\.weight"
+    r"|[._]lora(?P<stream>[12]?)\.(?P<old>down|up)\.weight"
     r"|\.lora_linear_layer\.(?P<older>down|up)\.weight"
     r"|\.(?P<alpha>alpha))"
 )
@@ -116,7 +119,8 @@ def read_key(key: str) -> Key | None:
         return Key(match["name"], "down" if match["peft"] == "A" else "up", "diffusers")
     if match["kohya"]:
         return Key(match["name"], match["kohya"], "kohya")
-    return Key(match["name"], match["old"] or match["older"], "old")
+    stream = f"_lora{match['stream']}" if match["stream"] else ""  # XLabs': 1 of the picture, 2 of the text
+    return Key(match["name"] + stream, match["old"] or match["older"], "old")
 
 
 def resolve(names: Iterable[str], families: Sequence[Names], hint: str = "") -> tuple[dict[str, Found], Names | None]:
@@ -124,7 +128,7 @@ def resolve(names: Iterable[str], families: Sequence[Names], hint: str = "") -> 
 
     `hint` is text of the header: where names fit several families, the one that it names.
     """
-    parsed = {name: side for name in names if (side := _side(name)) is not None}
+    parsed = {name: _side(name) for name in names}
     family, sure = _family_of(parsed.values(), families, hint)
     found = {name: place for name, side in parsed.items() if (place := _found(*side, family)) is not None}
     return found, family if sure else None
@@ -146,18 +150,26 @@ def _family_of(sides: Iterable[tuple[str, str]], families: Sequence[Names], hint
 
 def _match(rest: str, family: Names) -> int:
     """Whether the family knows a name; the original's weigh more, since families share diffusers' names."""
-    if rules_of_original(family.layout, rest):
+    if _original(family, rest):
         return ORIGINAL
-    return 1 if rules_of_ours(family.layout, _diffusers(rest)) else 0
+    return 1 if _ours(family, rest) else 0
 
 
-def _side(name: str) -> tuple[str, str] | None:
+def _original(family: Names, rest: str) -> tuple[tuple[Rule, ...], tuple[str, ...]] | None:
+    return rules_of_original(family.layout, rest) or rules_of_original(family.also, rest)
+
+
+def _ours(family: Names, rest: str) -> str | None:
+    return rules_of_ours(family.layout, rest) or rules_of_ours(family.layout, _diffusers(rest))
+
+
+def _side(name: str) -> tuple[str, str]:
     """Component (or DENOISER) and the rest of a name, still as the file has it."""
     if "." not in name:
         for prefix in sorted(COMPONENT_OF_PREFIX, key=len, reverse=True):
             if name.startswith(prefix + "_"):
                 return COMPONENT_OF_PREFIX[prefix], name.removeprefix(prefix + "_")
-        return (DENOISER, name) if _is_unet(name) else None
+        return DENOISER, name  # a layer outside of all blocks, of a file whose names have no beginning
     rest = name.removeprefix(PEFT)
     for prefix, component in COMPONENT_OF_DOTTED.items():
         if rest.startswith(prefix):
@@ -170,12 +182,12 @@ def _side(name: str) -> tuple[str, str] | None:
 def _found(component: str, rest: str, family: Names | None) -> Found | None:
     """`rest` has no dots where the file's form has none."""
     if component.startswith("text_encoder"):
-        return Found((_text_module(component, _diffusers(rest), family),))
+        return Found((_text_module(component, _with_dots(rest), family),))
     if family is not None:
-        if match := rules_of_original(family.layout, rest):
+        if match := _original(family, rest):
             rules, numbers = match
             return Found(tuple(f"{family.denoiser}.{rule.ours.format(*numbers)}" for rule in rules), rules)
-        if ours := rules_of_ours(family.layout, _diffusers(rest)):
+        if ours := _ours(family, rest):
             return Found((f"{family.denoiser}.{ours}",))
     dotted = _diffusers(rest)
     if _is_unet(dotted):
@@ -195,10 +207,12 @@ def _text_module(component: str, rest: str, family: Names | None) -> str:
 
 def _diffusers(rest: str) -> str:
     """A name with its dots, and without what diffusers put between before it used peft."""
-    if "." not in rest:
-        return dotted(rest)
-    rest = rest.replace(".processor.", ".")
-    return f"{rest}.0" if rest.endswith(".to_out") else rest
+    named = _with_dots(rest)
+    return f"{named}.0" if named.endswith(".to_out") else named
+
+
+def _with_dots(rest: str) -> str:
+    return rest.replace(".processor.", ".") if "." in rest else dotted(rest)
 
 
 def _is_unet(rest: str) -> bool:

@@ -43,13 +43,15 @@ def fused(original: str, *ours: str, shares: tuple[int, ...] = ()) -> Layout:
 class Names:
     """How LoRA files call the modules of one family.
 
-    `denoiser` is the component's name in diffusers' form; `prefixes` begin each component's keys in kohya's.
+    `denoiser` is the component's name in diffusers' form; `prefixes` begin each component's keys in kohya's. `also` are
+    names that are read and never written.
     """
 
     family: str
     denoiser: str  # `unet` or `transformer`
     prefixes: Mapping[str, str]
     layout: Layout = field(default=(), repr=False)
+    also: Layout = field(default=(), repr=False)
 
 
 def rules_of_original(layout: Layout, name: str) -> tuple[tuple[Rule, ...], tuple[str, ...]] | None:

@@ -155,6 +155,9 @@ def beside(path: Path, tensors: Mapping[str, Tensor]) -> dict[str, Any] | None:
 
 
 def open_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
+    if path.is_dir():
+        inside = ", ".join(sorted(file.name for file in path.glob("*.safetensors"))) or "none"
+        raise UsageError(Problem(f"{path} is a folder, not a LoRA file.", f"LoRA files in it: {inside}."))
     if not path.is_file():
         raise UsageError(Problem(f"There is no LoRA file {path}.", "Check the path."))
     with open(path, "rb") as file:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from lora_trainer.core.errors import Problem, UsageError
+from lora_trainer.core.findings import counted
 from lora_trainer.export import diffusers as diffusers_form
 from lora_trainer.export.fused import split, turned
 from lora_trainer.export.keys import COMPONENT_OF_PREFIX, EMBEDDING, Found, Key, read_key, resolve
@@ -34,15 +35,20 @@ OTHER_METHODS = {  # beginnings or ends of what stands behind a module's name
     ".on_input": "IA3",
     ".vera_lambda": "VeRA",
     ".w_norm": "LoRA with changes of norms",
+    ".b_norm": "LoRA with changes of norms",
     ".diff_b": "LoRA with changes of biases",
     ".diff": "LoRA with changes of whole weights",
     ".set_weight": "LoRA with whole weights",
     ".lora_B.bias": "LoRA with changes of biases",
     ".lora_up.bias": "LoRA with changes of biases",
+    ".lora_A.bias": "LoRA with changes of biases",
+    ".lora_down.bias": "LoRA with changes of biases",
     ".reshape_weight": "LoRA that widens layers",
 }
 OTHER_FILES = (  # by a beginning of any key, the surest first
     ("control_model.", "a ControlNet"),
+    ("lora_controlnet", "a Control-LoRA"),
+    ("image_proj.", "an IP-Adapter"),
     ("controlnet_", "a ControlNet"),
     ("model.diffusion_model.", "a base model"),
     ("first_stage_model.", "an autoencoder (VAE)"),
@@ -100,8 +106,16 @@ def weights_of(
     """
     collected = collect(file, tensors, metadata, families, peft_config)
     if collected.problems:
-        raise UsageError(collected.problems)
+        raise UsageError([*collected.problems, *values(file, collected.weights)])
     return collected.weights
+
+
+def values(file: str, weights: LoraWeights) -> list[Problem]:
+    """What is wrong with the numbers of a file whose names and shapes are right: NaN, infinity."""
+    if not (bad := weights.not_finite()):
+        return []
+    told = f"{file} holds NaN or infinity in {counted(len(bad), 'module')} ({some(bad)})."
+    return [Problem(told, "Train it again with a lower learning rate.")]
 
 
 def collect(
@@ -120,12 +134,14 @@ def collect(
     problems: list[Problem] = []
     unknown = sorted(key for key in tensors if key not in keys and not key.startswith(EMBEDDING))
     if unknown:
-        problems.append(Problem(f"{file} holds {len(unknown)} unknown keys ({some(unknown)}).", "Export it again."))
+        problems.append(
+            Problem(f"{file} holds {counted(len(unknown), 'unknown key')} ({some(unknown)}).", "Export it again.")
+        )
     halves = _halves(keys, tensors)
     found, family = resolve(halves, families, " ".join(metadata.get(key, "") for key in HINTS).lower())
     if foreign := sorted(set(halves) - set(found)):
         fix = f"Known beginnings: {', '.join(COMPONENT_OF_PREFIX)}. Was it made for another kind of model?"
-        told = f"{file} holds {len(foreign)} names of unknown parts ({some(foreign)})."
+        told = f"{file} holds {counted(len(foreign), 'name')} of unknown parts ({some(foreign)})."
         problems.append(Problem(told, fix))
     pairs = _pairs(file, {name: parts for name, parts in halves.items() if name in found}, problems)
     alphas = {} if "kohya" in forms else _header_alphas(file, metadata, peft_config, found, pairs, problems)
@@ -138,7 +154,7 @@ def collect(
 def _wrong_kind(file: str, tensors: Sequence[str], keys: Mapping[str, Key], forms: Sequence[str]) -> Problem | None:
     if method := other_method(tensors):
         fix = "Its update is not exact in other programs: convert it to a LoRA with the program that made it."
-        return Problem(f"{file} is a {method}, not a plain LoRA.", fix)
+        return Problem(f"{file} is {method}, not a plain LoRA.", fix)
     if len(forms) > 1:
         counts = [f"{sum(read.form == form for read in keys.values())} keys in {FORMS[form]}" for form in forms]
         fix = "Programs load one half silently: export it again in one form."
@@ -180,7 +196,7 @@ def _pairs(file: str, halves: Mapping[str, Mapping[str, Tensor]], problems: list
     single = sorted(name for name, parts in halves.items() if len({"down", "up"} & set(parts)) == 1)
     if single:
         fix = "Programs fill the other half with random numbers or skip it: export it again."
-        problems.append(Problem(f"{file} has half a pair for {len(single)} modules ({some(single)}).", fix))
+        problems.append(Problem(f"{file} has half a pair for {counted(len(single), 'module')} ({some(single)}).", fix))
     for name, parts in halves.items():
         if name in single or name in lonely or "down" not in parts:
             continue
@@ -259,6 +275,6 @@ def _modules(
                 twice.append(place.modules[part])
             modules[place.modules[part]] = each
     if twice:
-        told = f"{file} names {len(twice)} modules twice, in two ways ({some(sorted(twice))})."
+        told = f"{file} names {counted(len(twice), 'module')} twice, in two ways ({some(sorted(twice))})."
         problems.append(Problem(told, "Programs take one of them: export it again."))
     return modules

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, fields, replace
 from hashlib import sha256
 from importlib.resources import files
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from lora_trainer.core.errors import Problem, UsageError
 from lora_trainer.core.findings import counted
@@ -176,7 +176,6 @@ class TextParts:
         return next(iter(next(iter(self.encoders.values())).parameters())).device
 
 
-Reader = Literal["diffusers: kohya", "ComfyUI: diffusers", "ComfyUI: peft", "sd-scripts: kohya"]
 JoinText = Callable[[Mapping[str, "Tensor"], Mapping[str, "Tensor"]], dict[str, "Tensor"]]
 EncodeText = Callable[[TextParts, Sequence[Caption], TextOptions], dict[str, "Tensor"]]
 LoadImageEncoder = Callable[[Path, "torch.dtype", "torch.device"], Callable[["Tensor"], tuple["Tensor", "Tensor"]]]
@@ -228,7 +227,8 @@ class Family:
     `load_texts` and `encode_text` are what `load_encoders` is made of (`encoders.encoders_from`): the second keeps gradients, so
     that text encoders can be trained, and draws with those of a pipeline. `text_targets` are the patterns of modules
     that a LoRA on each text encoder may change; those without stay as they are. `layout` pairs names of diffusers with
-    those of the original code, and is empty where LoRA files of all programs use diffusers' own.
+    those of the original code, and is empty where LoRA files of all programs use diffusers' own; `also` are names that LoRA
+    files are read by and never written.
     `joined_text` of (what `encode_text` gives with only the encoders of `text_targets`, what it gave with all of them before)
     is the first with what the others, which are never trained, said of the same captions; None where there are no others.
     Those others are `untrained_texts`: nobody needs them once captions are read.
@@ -241,7 +241,7 @@ class Family:
     of what `encode_text` returns for one caption. `base_names` are what LoRA files call the
     base: `ss_base_model_version` and `modelspec.architecture`. `manner` says how a folder's model is drawn with, and
     `prompted` what of `encode_text` its pipeline is called with. `lora_readers` are the programs that were seen to read the
-    family's LoRA files, each with the form.
+    family's LoRA files whole, each with the style of their names, and `passed_over` the modules that they leave out then.
     """
 
     name: str
@@ -264,6 +264,7 @@ class Family:
     base_names: Callable[[ModelFacts], tuple[str, str]]
     text_targets: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     layout: Layout = ()
+    also: Layout = ()
     check_text: Callable[[Path, TextOptions], None] = refuse_options
     spare_texts: tuple[str, ...] = ()
     manner: Callable[[Path], Manner] = usual_manner
@@ -271,7 +272,8 @@ class Family:
     text: TextOptions = PLAIN
     joined_text: JoinText | None = None
     untrained_texts: tuple[str, ...] = ()
-    lora_readers: tuple[Reader, ...] = ()
+    lora_readers: tuple[str, ...] = ()  # `PROGRAM: STYLE`, a style of `export.inspection`
+    passed_over: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # program -> beginnings of modules
 
     def text_rates(self, rates: Sequence[float]) -> dict[str, float]:
         """The rate of each text encoder that is trained, by component, of `text.learning_rates`.

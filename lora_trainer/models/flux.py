@@ -75,6 +75,17 @@ LAYOUT = (
     Rule("norm_out.linear", "final_layer.adaLN_modulation.1", swapped=True),
     Rule("proj_out", "final_layer.linear"),
 )
+# What is read as well: XLabs' names, of attention alone, and each part of a fused layer by its number, as in OMI's.
+ALSO = (
+    *fused("double_blocks.{}.processor.qkv_lora1", *(f"transformer_blocks.{{}}.attn.{name}" for name in STREAMS[:3])),
+    *fused("double_blocks.{}.processor.qkv_lora2", *(f"transformer_blocks.{{}}.attn.{name}" for name in STREAMS[4:7])),
+    Rule("transformer_blocks.{}.attn.to_out.0", "double_blocks.{}.processor.proj_lora1"),
+    Rule("transformer_blocks.{}.attn.to_add_out", "double_blocks.{}.processor.proj_lora2"),
+    *fused("single_blocks.{}.processor.qkv", *(f"single_transformer_blocks.{{}}.attn.to_{name}" for name in "qkv")),
+    Rule("single_transformer_blocks.{}.proj_out", "single_blocks.{}.processor.proj"),
+    *(Rule(rule.ours, f"{rule.original}.{rule.part}") for rule in LAYOUT if len(rule.shares) > 1),
+    Rule("x_embedder", "img_in.proj"),
+)
 
 
 def describe(folder: Path) -> ModelFacts:
@@ -263,9 +274,28 @@ FAMILY = Family(
     base_names=base_names,
     text_targets={CLIP: CLIP_TARGETS},
     layout=LAYOUT,
+    also=ALSO,
     check_text=check_text,
     manner=manner,
     joined_text=joined_text,
     untrained_texts=(T5,),
-    lora_readers=("diffusers: kohya", "ComfyUI: diffusers", "sd-scripts: kohya"),
+    lora_readers=(
+        "diffusers: kohya",
+        "diffusers: original, kohya's halves",
+        "diffusers: XLabs",
+        "diffusers: diffusers, alpha keys",
+        "ComfyUI: kohya",
+        "ComfyUI: original",
+        "ComfyUI: original, kohya's halves",
+        "ComfyUI: diffusers",
+        "ComfyUI: diffusers, kohya's halves",
+        "ComfyUI: OneTrainer",
+        "ComfyUI: LyCORIS",
+        "ComfyUI: no prefix",
+        "sd-scripts: kohya",
+    ),
+    passed_over={
+        "diffusers": ("x_embedder", "context_embedder", "time_text_embed.", "norm_out.", "proj_out"),
+        "sd-scripts": ("norm_out.", "proj_out"),
+    },
 )

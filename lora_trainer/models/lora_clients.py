@@ -1,20 +1,23 @@
-"""Which program reads which LoRA file whole, by the form of its names and the family: looked at with their own code."""
+"""Which program reads which LoRA file whole, by the style of its names and the family: looked at with their own code."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
+from lora_trainer.export.keys import NUMBERED
 from lora_trainer.models import FAMILIES
-from lora_trainer.models.family import Reader
 
 if TYPE_CHECKING:
     from lora_trainer.export.inspection import Inspected
     from lora_trainer.export.weights import LoraWeights
+    from lora_trainer.models.family import Family
 
 Reads = Literal["whole", "in part", "not", "unknown"]
+PROGRAMS = ("diffusers", "ComfyUI", "A1111, Forge", "sd-scripts")
 KOHYA = ("kohya", "kohya, first code")
 T5 = ".encoder.block."  # in the names of its modules
+WORDS = "it passes over the learned words"
 
 
 @dataclass(frozen=True)
@@ -27,12 +30,15 @@ class Client:
 
 
 def clients(file: Inspected) -> list[Client]:
-    """diffusers, ComfyUI, A1111 with Forge, and sd-scripts."""
-    return [_diffusers(file), _comfyui(file), _webui(file), _sd_scripts(file)]
+    """diffusers, ComfyUI, A1111 with Forge, and sd-scripts; of a file that is not sound nothing is known."""
+    if file.errors:
+        return [Client(name, "unknown", "the file is not sound") for name in PROGRAMS]
+    family = _family(file)
+    return [_diffusers(file, family), _comfyui(file, family), _webui(file), _sd_scripts(file, family)]
 
 
-def _diffusers(file: Inspected) -> Client:
-    found = _diffusers_without_t5(file)
+def _diffusers(file: Inspected, family: Family | None) -> Client:
+    found = _diffusers_without_t5(file, family)
     t5 = sum(T5 in module for module in file.weights.modules)
     if not t5:
         return found
@@ -41,49 +47,51 @@ def _diffusers(file: Inspected) -> Client:
     return Client(found.name, "in part", f"it passes over T5, {t5} modules, without a word")
 
 
-def _diffusers_without_t5(file: Inspected) -> Client:
-    name, readers = "diffusers", _readers(file)
+def _diffusers_without_t5(file: Inspected, family: Family | None) -> Client:
+    name = "diffusers"
     if file.words:
         return Client(
             name, "not", "it refuses files with learned words inside; convert --to diffusers writes them apart"
         )
-    if file.style in KOHYA:
-        if readers is None:
-            return Client(name, "unknown")
-        if "diffusers: kohya" not in readers:
-            return Client(name, "not", "it knows these names for other families only; convert --to diffusers")
-        if _has_unet(file) and several_alphas(file.weights):
-            return Client(name, "in part", "it misnames alphas that differ between modules; convert --to diffusers")
-        return Client(name, "whole")
     if file.style == "diffusers":
-        if not file.alpha_keys:
-            return Client(name, "whole")
-        if readers is None:
-            return Client(name, "unknown")
-        if _has_unet(file) or "diffusers: kohya" not in readers:
-            return Client(name, "not", "it refuses alpha keys in its own form; convert --to diffusers")
+        return _diffusers_own(file, family)
+    if family is None:
+        return Client(name, "unknown")
+    if f"{name}: {file.style}" not in family.lora_readers:
+        what = f"it does not know {_named(file)}" if file.style not in KOHYA else "it knows these names for others only"
+        return Client(name, "not", f"{what}; convert --to diffusers")
+    if file.style in KOHYA and _has_unet(file) and several_alphas(file.weights):
+        return Client(name, "in part", "it misnames alphas that differ between modules; convert --to diffusers")
+    return _of_the_rest(file, family, name)
+
+
+def _diffusers_own(file: Inspected, family: Family | None) -> Client:
+    """Its own form, in which it refuses alpha keys but for one family's."""
+    name = "diffusers"
+    if not file.alpha_keys:
         return Client(name, "whole")
-    if file.style == "old diffusers":
-        return Client(name, "whole" if _has_unet(file) else "unknown")
-    return Client(name, "not", f"it does not know {_named(file)}; convert --to diffusers")
+    if family is None:
+        return Client(name, "unknown")
+    if "diffusers: diffusers, alpha keys" in family.lora_readers:
+        return Client(name, "whole")
+    return Client(name, "not", "it refuses alpha keys in its own form; convert --to diffusers")
 
 
-def _comfyui(file: Inspected) -> Client:
-    name, readers = "ComfyUI", _readers(file)
-    words = "it passes over the learned words" if file.words else ""
-    if file.style in (*KOHYA, "original"):
-        return Client(name, "in part" if words else "whole", words)
-    if file.style == "old diffusers":
-        return Client(name, "whole" if _has_unet(file) else "unknown")
-    if file.style == "peft" and (readers is None or "ComfyUI: peft" not in readers):
-        return Client(name, "not", "it does not know peft's names for this family; convert --to kohya")
-    if file.style == "diffusers" and _has_unet(file):
+def _comfyui(file: Inspected, family: Family | None) -> Client:
+    name = "ComfyUI"
+    if family is None:  # a text encoder's names are the same for all
+        return Client(name, "whole" if file.style in (*KOHYA, "original") and not file.words else "unknown")
+    if file.style in ("diffusers", "no prefix") and _has_unet(file):
         return Client(name, "in part", "it loads a part of these names with a line in its log; convert --to kohya")
+    if file.style == "XLabs":
+        return Client(name, "unknown", "it knows these names where the file has all of the model's blocks")
+    if f"{name}: {file.style}" not in family.lora_readers:
+        return Client(name, "not", f"it does not know {_named(file)} for this family; convert --to kohya")
     if not file.alpha_keys and not set(file.scales) <= {1.0}:
         return Client(
             name, "in part", "it never reads alpha from the header, so its strength differs; convert --to kohya"
         )
-    return Client(name, "whole" if readers and "ComfyUI: diffusers" in readers else "unknown")
+    return Client(name, "in part" if file.words else "whole", WORDS if file.words else "")
 
 
 def _webui(file: Inspected) -> Client:
@@ -95,13 +103,28 @@ def _webui(file: Inspected) -> Client:
     return Client(name, "unknown", "not looked at; Forge is known to load these names, A1111 not")
 
 
-def _sd_scripts(file: Inspected) -> Client:
-    name, readers = "sd-scripts", _readers(file)
-    if file.style not in KOHYA:
-        return Client(name, "not", "it reads kohya's form only; convert --to kohya")
-    if not readers or "sd-scripts: kohya" not in readers:
+def _sd_scripts(file: Inspected, family: Family | None) -> Client:
+    name = "sd-scripts"
+    if family is None and file.style in KOHYA:
         return Client(name, "unknown")
-    return Client(name, "in part" if file.words else "whole", "it passes over the learned words" if file.words else "")
+    if family is None or f"{name}: {file.style}" not in family.lora_readers:
+        if file.style == "kohya":
+            return Client(name, "unknown")  # a family that it does not run
+        return Client(name, "not", f"it does not know {_named(file)} for this family; convert --to kohya")
+    if file.words:
+        return Client(name, "in part", WORDS)
+    if file.numbered and family.kohya_prefixes.get("text_encoder", NUMBERED) != NUMBERED:
+        return Client(name, "in part", "it knows the one text encoder without a number; convert --to kohya")
+    return _of_the_rest(file, family, name)
+
+
+def _of_the_rest(file: Inspected, family: Family, name: str) -> Client:
+    """Whole, but for modules that the program leaves out without a word."""
+    left_out = () if "diffusers' names" in file.style else family.passed_over.get(name, ())
+    passed = [module for module in file.weights.modules if left_out and module.partition(".")[2].startswith(left_out)]
+    if passed:
+        return Client(name, "in part", f"it passes over {len(passed)} modules outside of the blocks without a word")
+    return Client(name, "whole")
 
 
 def _has_unet(file: Inspected) -> bool:
@@ -111,12 +134,13 @@ def _has_unet(file: Inspected) -> bool:
     return any(module.startswith("unet.") for module in file.weights.modules)
 
 
-def _readers(file: Inspected) -> tuple[Reader, ...] | None:
-    """None where the family is not known."""
+def _family(file: Inspected) -> Family | None:
+    """The file's family, or any with a U-Net where that is all that is known."""
     if family := file.weights.family:
-        return FAMILIES[family].lora_readers
-    unets = (each.lora_readers for each in FAMILIES.values() if each.denoiser_prefix == "unet")
-    return next(unets, None) if _has_unet(file) else None
+        return FAMILIES[family]
+    return (
+        next((each for each in FAMILIES.values() if each.denoiser_prefix == "unet"), None) if _has_unet(file) else None
+    )
 
 
 def several_alphas(weights: LoraWeights) -> bool:
@@ -126,6 +150,4 @@ def several_alphas(weights: LoraWeights) -> bool:
 
 
 def _named(file: Inspected) -> str:
-    return {"peft": "peft's names", "original": "the original's names in this form"}.get(
-        file.style, "names without a prefix"
-    )
+    return {"no prefix": "names without a prefix"}.get(file.style, f"this form ({file.style})")

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 def names_of(family: Family) -> Names:
     """How LoRA files call the family's modules."""
-    return Names(family.name, family.denoiser_prefix, family.kohya_prefixes, family.layout)
+    return Names(family.name, family.denoiser_prefix, family.kohya_prefixes, family.layout, family.also)
 
 
 def all_names() -> list[Names]:

@@ -18,7 +18,9 @@ from lora_trainer.models.noise_schedule import make_process, make_scheduler
 from lora_trainer.models.unet import (
     CLIP_TARGETS,
     CLIP_TOKENS,
+    LORA_READERS,
     LORA_TARGETS,
+    PASSED_OVER,
     THINNESS,
     load_tokenizer,
     load_unet,
@@ -129,5 +131,6 @@ FAMILY = Family(
     base_names=base_names,
     text_targets={"text_encoder": CLIP_TARGETS},
     check_text=check_text,
-    lora_readers=("diffusers: kohya", "sd-scripts: kohya"),
+    lora_readers=LORA_READERS,
+    passed_over=PASSED_OVER,
 )

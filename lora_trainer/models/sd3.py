@@ -290,5 +290,15 @@ FAMILY = Family(
     manner=manner,
     joined_text=joined_text,
     untrained_texts=(T5,),
-    lora_readers=("ComfyUI: diffusers", "ComfyUI: peft", "sd-scripts: kohya"),
+    lora_readers=(
+        "ComfyUI: kohya",
+        "ComfyUI: original",
+        "ComfyUI: original, kohya's halves",
+        "ComfyUI: diffusers",
+        "ComfyUI: diffusers, kohya's halves",
+        "ComfyUI: peft",
+        "ComfyUI: OneTrainer",
+        "ComfyUI: LyCORIS",
+        "sd-scripts: kohya",
+    ),
 )

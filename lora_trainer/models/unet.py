@@ -27,6 +27,20 @@ LARGEST_SIDE = 1024
 ATTENTION = tuple(f"*.attentions.*.{name}" for name in ("to_q", "to_k", "to_v", "to_out.0"))
 FEED_FORWARD = tuple(f"*.attentions.*.{name}" for name in ("ff.net.0.proj", "ff.net.2"))
 CLIP_TARGETS = tuple(f"*.{name}" for name in ("q_proj", "k_proj", "v_proj", "out_proj", "fc1", "fc2"))
+LORA_READERS = (  # which program reads LoRA files of U-Nets whole, in which style
+    "diffusers: kohya",
+    "diffusers: old diffusers",
+    "diffusers: old diffusers, by layer",
+    "ComfyUI: kohya",
+    "ComfyUI: kohya, first code",
+    "ComfyUI: LyCORIS",
+    "ComfyUI: original",
+    "ComfyUI: original, kohya's halves",
+    "ComfyUI: old diffusers",
+    "ComfyUI: old diffusers, no prefix",
+    "sd-scripts: kohya",
+)
+PASSED_OVER = {"sd-scripts": ("conv_in", "conv_out", "time_embedding.", "add_embedding.")}
 LORA_TARGETS = {"attention": ATTENTION, "attention+ff": (*ATTENTION, *FEED_FORWARD)}
 
 

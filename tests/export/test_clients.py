@@ -149,4 +149,42 @@ def test_a_files_of_no_known_family_has_unknown_readers(tmp_path: Path) -> None:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_family_says_who_reads_its_files(family: str) -> None:
     assert FAMILIES[family].lora_readers
+    assert {each.partition(": ")[0] for each in FAMILIES[family].lora_readers} <= {"diffusers", "ComfyUI", "sd-scripts"}
     assert names_of(FAMILIES[family]).prefixes
+
+
+DOUBLE, ORIGINAL = "transformer_blocks.0.attn.to_out.0", "double_blocks.0.img_attn.proj"
+
+
+@pytest.mark.parametrize(
+    ("name", "halves", "style", "told"),
+    [
+        (f"lora_unet_{ORIGINAL}", "lora_", "kohya", "whole whole whole"),
+        (f"lora_unet_{DOUBLE}", "lora_", "kohya, diffusers' names", "not not not"),
+        (f"lora_transformer_{DOUBLE}", "lora_", "OneTrainer", "not whole not"),
+        (f"lycoris_{DOUBLE}", "lora_", "LyCORIS", "not whole not"),
+        (f"diffusion_model.{ORIGINAL}", "A", "original", "not whole not"),
+        (f"diffusion_model.{ORIGINAL}", "lora_", "original, kohya's halves", "whole whole not"),
+        (f"diffusion_model.{DOUBLE}", "A", "original, diffusers' names", "not not not"),
+        (f"model.diffusion_model.{ORIGINAL}", "A", "original, model first", "not not not"),
+        (f"transformer.{DOUBLE}", "A", "diffusers", "whole whole not"),
+        (f"transformer.{DOUBLE}", "lora_", "diffusers, kohya's halves", "not whole not"),
+        (f"transformer.{ORIGINAL}", "A", "diffusers, original names", "not not not"),
+        (f"base_model.model.{DOUBLE}", "A", "peft", "not not not"),
+        (f"transformer.base_model.model.{DOUBLE}", "A", "peft inside", "not not not"),
+        (DOUBLE, "A", "no prefix", "not whole not"),
+        (ORIGINAL, "A", "original, no prefix", "not not not"),
+        ("double_blocks.0.processor.proj_lora1", "", "XLabs", "whole unknown not"),
+        ("lora_unet_final_layer_linear", "lora_", "kohya", "in_part whole in_part"),
+    ],
+)
+def test_what_each_program_makes_of_each_style(name: str, halves: str, style: str, told: str, tmp_path: Path) -> None:
+    """As diffusers 0.42.1, ComfyUI 0.33.0 and sd-scripts were seen to, with files of FLUX.1."""
+    key = name.replace(".", "_") if name.startswith(("lora_", "lycoris_")) else name
+    down, up = {"A": ("lora_A", "lora_B")}.get(halves, (f"{halves}down", f"{halves}up"))
+    tensors = {f"{key}.{down}.weight": torch.randn(4, 8), f"{key}.{up}.weight": torch.randn(8, 4)}
+    path = saved(tmp_path / "a.safetensors", tensors, {"modelspec.architecture": "flux-1-dev/lora"})
+    found = inspect_lora(path)
+    reads = {each.name: each.reads.replace(" ", "_") for each in clients(found)}
+    assert (found.style, found.weights.family) == (style, "flux")
+    assert " ".join(reads[name] for name in ("diffusers", "ComfyUI", "sd-scripts")) == told

@@ -238,7 +238,7 @@ def tensors(shapes: dict[str, tuple[int, ...]]) -> dict[str, Tensor]:
     [
         ({key: shape for key, shape in GOOD.items() if "lora_up" not in key}, "half a pair"),
         (GOOD | {f"{NAME}.lora_up.weight": (8, 5)}, "down .* and up"),
-        (GOOD | {"something.else": (1,)}, "1 unknown keys"),
+        (GOOD | {"something.else": (1,)}, "1 unknown key "),
         (GOOD | {"lora_te9_x.lora_down.weight": (4, 8), "lora_te9_x.lora_up.weight": (8, 4)}, "unknown parts"),
         (GOOD | {f"{DIFFUSERS}.lora_A.weight": (4, 8), f"{DIFFUSERS}.lora_B.weight": (8, 4)}, "mixes"),
         (GOOD | {f"{NAME}.dora_scale": (8,)}, "DoRA"),
@@ -283,7 +283,7 @@ def truncated(path: Path) -> None:
         ("renamed.safetensors", lambda path: torch.save({"a": torch.ones(2)}, path), "pickle"),
         ("plain.safetensors", lambda path: path.write_bytes(pickle.dumps({"a": 1})), "pickle"),
         ("absent.safetensors", lambda path: None, "no LoRA file"),
-        ("folder.safetensors", lambda path: path.mkdir(), "no LoRA file"),
+        ("folder.safetensors", lambda path: path.mkdir(), "not a LoRA file"),
     ],
 )
 def test_damaged_files_are_refused(name: str, make: Callable[[Path], object], message: str, tmp_path: Path) -> None:

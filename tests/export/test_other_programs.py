@@ -40,6 +40,7 @@ def peft_keys(name: str, pair: LoraPair, middle: str = "") -> Tensors:
     return {f"{name}.lora_A{middle}.weight": pair.down, f"{name}.lora_B{middle}.weight": pair.up}
 
 
+CLIP = "text_encoder.text_model.encoder.layers"
 ONE = random_pair(4, 1)
 HALF = random_pair(4, 1, alpha=2.0)
 STABLE = random_pair(4, 1, alpha=4 * math.sqrt(4))
@@ -113,6 +114,22 @@ STABLE = random_pair(4, 1, alpha=4 * math.sqrt(4))
             HALF,
         ),
         (kohya_keys("lora_te2_text_projection", HALF), {}, "text_encoder_2.text_projection", HALF),
+        (
+            {
+                f"text_encoder.text_model.encoder.layers.1.self_attn.to_out_lora.{half}.weight": t
+                for half, t in (("down", ONE.down), ("up", ONE.up))
+            },
+            {},
+            "text_encoder.text_model.encoder.layers.1.self_attn.out_proj",
+            ONE,
+        ),
+        (
+            kohya_keys("transformer.double_blocks.3.txt_attn.qkv.1", HALF),
+            {},
+            "transformer.transformer_blocks.3.attn.add_k_proj",
+            HALF,
+        ),
+        (kohya_keys("clip_l.text_model.encoder.layers.0.mlp.fc2", ONE), {}, f"{CLIP}.0.mlp.fc2", ONE),
     ],
 )
 def test_one_module_of_each_program(
@@ -225,6 +242,55 @@ def test_names_of_transformers(family: str, style: str, tmp_path: Path) -> None:
     weights = read_lora(path)
     assert weights.family == family
     assert torch.allclose(weights.modules[f"transformer.{module}"].delta(), expected)
+
+
+@pytest.mark.parametrize("style", ["lora_transformer_{}", "lora_unet_{}", "lycoris_{}", "diffusion_model.{}", "{}"])
+@pytest.mark.parametrize("family", TRANSFORMERS)
+def test_every_module_by_diffusers_names(family: str, style: str, tmp_path: Path) -> None:
+    """Also those outside of the blocks, whose names may have no dot, and those with underscores of their own."""
+    modules = [rule.ours.format(1) for rule in FAMILIES[family].layout]
+    pairs = {name: random_pair(2, seed, alpha=1.0) for seed, name in enumerate(modules)}
+    dots = "." in style or style == "{}"
+    tensors: Tensors = {}
+    for name, pair in pairs.items():
+        tensors |= kohya_keys(style.format(name if dots else name.replace(".", "_")), pair)
+    path = tmp_path / "theirs.safetensors"
+    save_file(tensors, path, metadata={"modelspec.architecture": f"{family}/lora"})
+    weights = read_lora(path)
+    assert weights.family == family
+    ambiguous = {rule.ours for rule in FAMILIES[family].layout if rule.ours == rule.original or rule.swapped}
+    for name, pair in pairs.items():
+        if name not in ambiguous:
+            assert torch.allclose(weights.modules[f"transformer.{name}"].delta(), pair.delta())
+    assert set(weights.modules) == {f"transformer.{name}" for name in modules}
+
+
+def test_xlabs_names_are_attention_of_both_streams_and_of_the_single_blocks(tmp_path: Path) -> None:
+    places = {
+        "double_blocks.1.processor.qkv_lora1": ("transformer_blocks.1.attn", ("to_q", "to_k", "to_v")),
+        "double_blocks.1.processor.qkv_lora2": (
+            "transformer_blocks.1.attn",
+            ("add_q_proj", "add_k_proj", "add_v_proj"),
+        ),
+        "double_blocks.1.processor.proj_lora1": ("transformer_blocks.1.attn", ("to_out.0",)),
+        "double_blocks.1.processor.proj_lora2": ("transformer_blocks.1.attn", ("to_add_out",)),
+        "single_blocks.0.processor.qkv_lora": ("single_transformer_blocks.0.attn", ("to_q", "to_k", "to_v")),
+        "single_blocks.0.processor.proj_lora": ("single_transformer_blocks.0", ("proj_out",)),
+    }
+    tensors, expected = {}, {}
+    for seed, (name, (block, leaves)) in enumerate(places.items()):
+        pair = random_pair(3, seed, outs=WIDTH * len(leaves))
+        tensors |= {f"{name}.down.weight": pair.down, f"{name}.up.weight": pair.up}
+        for leaf, rows in zip(leaves, pair.delta().split(WIDTH), strict=True):
+            expected[f"transformer.{block}.{leaf}"] = rows
+    path, target = tmp_path / "xlabs.safetensors", tmp_path / "kohya.safetensors"
+    save_file(tensors, path)
+    convert_lora(path, target, "kohya")
+    for file in (path, target):
+        weights = read_lora(file)
+        assert weights.family == "flux"
+        assert {name for name, pair in weights.modules.items() if pair.up.any()} == set(expected)
+        assert all(torch.allclose(weights.modules[name].delta(), rows) for name, rows in expected.items())
 
 
 def other_scale(tmp_path: Path) -> Path:

@@ -42,7 +42,7 @@ def pickled(path: Path) -> None:
 BAD: dict[str, tuple[Callable[[Path], None], str]] = {
     "half a pair": (saved({key: shape for key, shape in GOOD.items() if "lora_up" not in key}), "half a pair"),
     "wrong shape": (saved(GOOD | {f"{NAME}.lora_up.weight": (32, 5)}), "go together"),
-    "unknown key": (saved(GOOD | {"something.else": (1,)}), "unknown keys"),
+    "unknown key": (saved(GOOD | {"something.else": (1,)}), "unknown key"),
     "unknown part": (
         saved(GOOD | {"lora_te9_x.lora_down.weight": (4, 8), "lora_te9_x.lora_up.weight": (8, 4)}),
         "unknown parts",
@@ -122,6 +122,44 @@ def test_convert_there_and_back_keeps_every_bit_and_never_overwrites(tmp_path, c
     assert back.read_bytes() == before
     assert main(["convert", str(there), str(back), "--to", "kohya", "--dtype", "fp32", "--yes"]) == 0
     assert load_file(back)[f"{NAME}.lora_up.weight"].dtype == torch.float32
+
+
+def test_a_family_with_another_denoiser_is_refused(tmp_path, capsys):
+    path, target = tmp_path / "flux2.safetensors", tmp_path / "out.safetensors"
+    name = "transformer.single_transformer_blocks.0.attn.to_qkv_mlp_proj"
+    saved({f"{name}.lora_A.weight": (4, 8), f"{name}.lora_B.weight": (8, 4)})(path)
+    assert main(["convert", str(path), str(target), "--to", "diffusers", "--family", "sd15"]) == 2
+    assert "no part of sd15" in capsys.readouterr().err
+    assert not target.exists()
+
+
+def test_a_folder_tells_what_lies_in_it(tmp_path, capsys):
+    """As peft saves one."""
+    saved(GOOD)(tmp_path / "adapter_model.safetensors")
+    for command in (
+        ["inspect", str(tmp_path)],
+        ["convert", str(tmp_path), str(tmp_path / "o.safetensors"), "--to", "kohya"],
+    ):
+        assert main(command) == 2
+        assert "adapter_model.safetensors" in capsys.readouterr().err
+
+
+def test_another_method_is_named_and_nobody_is_said_to_read_it(tmp_path, capsys):
+    path = tmp_path / "dora.safetensors"
+    saved(GOOD | {f"{NAME}.dora_scale": (32,)})(path)
+    assert main(["inspect", str(path), "--json"]) == 2
+    told = json.loads(capsys.readouterr().out)
+    assert told["kind"] == "DoRA"
+    assert {each["reads"] for each in told["clients"]} == {"unknown"}
+
+
+def test_nan_is_told_beside_what_else_is_wrong(tmp_path, capsys):
+    path = tmp_path / "bad.safetensors"
+    saved(GOOD | {"something.else": (1,)}, float("nan"))(path)
+    assert main(["convert", str(path), str(tmp_path / "out.safetensors"), "--to", "diffusers"]) == 2
+    told = capsys.readouterr().err
+    assert "unknown key" in told
+    assert "NaN" in told
 
 
 def test_words_that_cannot_be_written_leave_nothing_behind(tmp_path, capsys):
