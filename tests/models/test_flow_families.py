@@ -146,34 +146,43 @@ def test_latents_have_the_autoencoders_scale_and_shift(model):
 
 @pytest.mark.parametrize("size", [(64, 64), (48, 96), (112, 32)])
 def test_the_denoiser_is_asked_as_the_pipeline_asks_it(model, size):
+    """On all of its way to a picture: at its first time alone, all noise, no scale of the times could be wrong."""
     family = family_of(model)
     pipeline = family.make_pipeline(model, torch.float32, CPU)
     seen: list[tuple[torch.Tensor, torch.Tensor]] = []
+    times: list[torch.Tensor] = []
+    step = pipeline.scheduler.step
 
     def watch(module: torch.nn.Module, args: tuple[Any, ...], given: dict[str, Any], out: tuple[Any, ...]) -> None:
         seen.append((given["hidden_states"], out[0]))
 
+    def watch_step(velocity: torch.Tensor, time: torch.Tensor, *args: Any, **given: Any) -> Any:
+        times.append(time)
+        return step(velocity, time, *args, **given)
+
     pipeline.transformer.register_forward_hook(watch, with_kwargs=True)
+    pipeline.scheduler.step = watch_step
     width, height = size
     read = read_prompts(pipeline, family, ["a ring"])
     pipeline(
         **prompted(pipeline, family, read, ["a ring"], None),
-        num_inference_steps=2,
+        num_inference_steps=3,
         generator=torch.manual_seed(0),
-        output_type="pt",
+        output_type="latent",
         guidance_scale=1.0,
         width=width,
         height=height,
     )
-    noisy, expected = seen[0]  # at the first of the times, which is all noise
-    if model.name.startswith("flux"):
-        noisy, expected = (pipeline._unpack_latents(each, height, width, 8) for each in (noisy, expected))
-    assert noisy.shape[-2:] == (height // 8, width // 8)
     cond = family.load_encoders(model, torch.float32, CPU).encode_text(["a ring"])
-    with torch.no_grad():
-        asked = (noisy, torch.tensor([999]), cond, torch.zeros(1, 6))
-        ours = family.predict(family.load_denoiser(model, torch.float32, CPU), *asked)
-    assert torch.allclose(ours, expected, atol=1e-5)
+    denoiser = family.load_denoiser(model, torch.float32, CPU)
+    assert times[0] == 1000 > times[1] > times[2] > 0
+    for time, (noisy, expected) in zip(times, seen, strict=True):
+        if model.name.startswith("flux"):
+            noisy, expected = (pipeline._unpack_latents(each, height, width, 8) for each in (noisy, expected))
+        assert noisy.shape[-2:] == (height // 8, width // 8)
+        with torch.no_grad():
+            ours = family.predict(denoiser, noisy, time[None] - 1, cond, torch.zeros(1, 6))
+        assert torch.allclose(ours, expected, atol=1e-5)
 
 
 @pytest.mark.parametrize("sides", [(8, 8), (6, 14), (256, 4)])

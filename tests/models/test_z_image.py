@@ -69,24 +69,28 @@ def test_the_denoiser_is_asked_as_the_pipeline_asks_it(model, size):
     pipeline = FAMILY.make_pipeline(model, torch.float32, CPU)
     asked: list[torch.Tensor] = []
     told: list[torch.Tensor] = []
+    times: list[torch.Tensor] = []
     step = pipeline.scheduler.step
 
     def watch(module: torch.nn.Module, args: tuple[Any, ...]) -> None:
         asked.append(torch.stack(args[0]).squeeze(2))
 
-    def watch_step(velocity: torch.Tensor, *args: Any, **given: Any) -> Any:
+    def watch_step(velocity: torch.Tensor, time: torch.Tensor, *args: Any, **given: Any) -> Any:
         told.append(velocity)
-        return step(velocity, *args, **given)
+        times.append(time)
+        return step(velocity, time, *args, **given)
 
     pipeline.transformer.register_forward_pre_hook(watch)
     pipeline.scheduler.step = watch_step
-    given = {"num_inference_steps": 1, "guidance_scale": 0.0, "output_type": "latent"}
+    given = {"num_inference_steps": 3, "guidance_scale": 0.0, "output_type": "latent"}
     pipeline("a ring", width=size[0], height=size[1], generator=torch.manual_seed(0), **given)
     cond = FAMILY.load_encoders(model, torch.float32, CPU).encode_text(["a ring"])
-    with torch.no_grad():
-        transformer = FAMILY.load_denoiser(model, torch.float32, CPU)
-        ours = FAMILY.predict(transformer, asked[0], torch.tensor([999]), cond, torch.zeros(1, 6))
-    assert torch.allclose(ours, told[0], atol=1e-5)
+    transformer = FAMILY.load_denoiser(model, torch.float32, CPU)
+    assert times[0] == 1000 > times[1] > times[2] > 0
+    for time, noisy, expected in zip(times, asked, told, strict=True):
+        with torch.no_grad():
+            ours = FAMILY.predict(transformer, noisy, time[None] - 1, cond, torch.zeros(1, 6))
+        assert torch.allclose(ours, expected, atol=1e-5)
 
 
 def test_captions_of_different_lengths_change_nothing_for_each_other(model):
