@@ -38,14 +38,15 @@ def transformer_facts(
     side: int,
     variant: str,
 ) -> ModelFacts:
-    """Facts from the config files. `per_latent` input channels of the transformer are one of the latents.
+    """Facts from the config files. `per_latent` input channels of the transformer are one of the latents. Either CLIPs or T5
+    read captions, or both.
 
     `side`: of the latents that the model was made for. Raises UsageError when a part is missing, damaged or of another kind.
     """
     config = read_config(folder, "transformer/config.json", ("in_channels",))
     channels, downscale = vae_facts(folder)
     read_flow_schedule(folder)
-    clip_tokens = min(caption_tokens(folder, name) for name in clips)
+    clip_tokens = min((caption_tokens(folder, name) for name in clips), default=t5_tokens)
     check_components(folder, ("transformer", "vae", *clips, *([t5] if t5 else [])))
     if t5:
         check_t5_tokenizer(folder, t5)

@@ -24,6 +24,7 @@ from lora_trainer.models.flow_schedule import read_flow_schedule
 from lora_trainer.models.folder import detect_family
 from lora_trainer.models.storage import layers
 from lora_trainer.models.t5 import read_t5_tokens
+from lora_trainer.models.transformer import transformer_facts
 from lora_trainer.production.inputs import refuse_large
 from tests.export.tiny import T5_WIDTH, TRANSFORMERS, t5_tokenizer, tiny_pipeline
 
@@ -212,6 +213,14 @@ def test_the_whole_table_of_positions_never_gets_to_the_device(tmp_path, monkeyp
     sd3.load_transformer(tmp_path, torch.float32, CPU)
     tables = [shape for shape in moved if len(shape) == 3]
     assert [shape[:2] for shape in tables] == [(1, 128 * 128)]
+
+
+def test_a_family_may_read_captions_with_t5_alone(tmp_path):
+    tiny_pipeline(tmp_path / "tokens", "flux").save_pretrained(tmp_path / "flux")
+    facts = transformer_facts(
+        tmp_path / "flux", "x", clips=(), t5="text_encoder_2", t5_tokens=300, per_latent=4, side=128, variant=""
+    )
+    assert facts.caption_tokens == 300
 
 
 def test_facts_and_names_tell_the_kinds_apart(model):
