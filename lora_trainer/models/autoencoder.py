@@ -21,9 +21,16 @@ MOST_LEVELS, MOST_CHANNELS = 8, 1024
 def vae_facts(folder: Path) -> tuple[int, int]:
     """(channels of the latents, pixels per latent along a side), from the config. Raises UsageError.
 
-    Refused is one that shifts each channel by itself.
+    Refused is one of another kind, one that shifts each channel by itself, and one whose scale is none.
     """
+    if (kind := read_config(folder, "vae/config.json").get("_class_name", "AutoencoderKL")) != "AutoencoderKL":
+        message = f"{folder}/vae is a {str(kind)[:80]}, not an AutoencoderKL."
+        raise UsageError(Problem(message, "Name another autoencoder with model.vae, or another model."))
     vae = read_config(folder, "vae/config.json", ("block_out_channels",))
+    scale = vae.get("scaling_factor", 1.0)
+    if not isinstance(scale, int | float) or not 0 < scale < math.inf:
+        message = f"{folder}/vae/config.json: scaling_factor is {str(scale)[:40]}; a number above 0 is meant."
+        raise UsageError(Problem(message, COPY))
     if vae.get("latents_mean") is not None:
         raise UsageError(
             Problem(

@@ -41,6 +41,8 @@ LORA_READERS = (  # which program reads LoRA files of U-Nets whole, in which sty
     "sd-scripts: kohya",
 )
 PASSED_OVER = {"sd-scripts": ("conv_in", "conv_out", "time_embedding.", "add_embedding.")}
+# Of a config: other things that a U-Net is told, such as pictures (unCLIP, IP-Adapter) or a guidance (LCM).
+TOLD_MORE = ("class_embed_type", "num_class_embeds", "encoder_hid_dim_type", "time_cond_proj_dim")
 LORA_TARGETS = {"attention": ATTENTION, "attention+ff": (*ATTENTION, *FEED_FORWARD)}
 
 
@@ -51,12 +53,7 @@ def unet_facts(folder: Path, family: str, text_encoders: Sequence[str] = ("text_
     schedule = read_noise_schedule(folder)
     tokens = min(caption_tokens(folder, name) for name in text_encoders)
     check_components(folder, ("unet", "vae", *text_encoders))
-    if unet["in_channels"] != channels:
-        raise UsageError(
-            Problem(
-                f"{folder} is an inpainting or depth model ({unet['in_channels']} input channels).", "Use the base."
-            )
-        )
+    _refuse_more_than_text(folder, unet, channels)
     unet_levels = levels(folder / "unet", unet)
     side = whole_number(folder / "unet/config.json", unet, "sample_size", 1, LARGEST_SIDE)
     return ModelFacts(
@@ -69,6 +66,25 @@ def unet_facts(folder: Path, family: str, text_encoders: Sequence[str] = ("text_
         prediction=schedule.prediction,
         caption_tokens=tokens,
     )
+
+
+def _refuse_more_than_text(folder: Path, unet: Mapping[str, Any], channels: int) -> None:
+    """Raise UsageError for a U-Net that reads other latents than its autoencoder makes, or more than noise and text."""
+    reads = unet["in_channels"]
+    if reads == unet.get("out_channels", 4) != channels:
+        message = f"{folder}: the U-Net takes {reads} latent channels, and the autoencoder makes {channels}."
+        raise UsageError(Problem(message, "Use the autoencoder that the model came with."))
+    if reads != channels:
+        message = (
+            f"{folder} is a model for inpainting, depth or editing ({reads} input channels in place of {channels})."
+        )
+        raise UsageError(Problem(message, "Use the text-to-image base that it was made from."))
+    told = [key for key in TOLD_MORE if unet.get(key) is not None]
+    if unet.get("addition_embed_type") not in (None, "text_time"):
+        told.append("addition_embed_type")
+    if told:
+        message = f"{folder}: the U-Net is told more than noise and text ({told[0]} is {str(unet[told[0]])[:40]!r})."
+        raise UsageError(Problem(message, "Use the text-to-image base that it was made from."))
 
 
 def caption_tokens(folder: Path, text_encoder: str) -> int:

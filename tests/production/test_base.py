@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import struct
 import time
 from pathlib import Path
 
@@ -14,58 +13,14 @@ import torch
 from safetensors.torch import load_file
 
 from lora_trainer.cli.main import main
-from lora_trainer.config.schema.inputs import ModelSection
 from lora_trainer.core.errors import UsageError
 from lora_trainer.models import FAMILIES
-from lora_trainer.models.folder import detect_family, places_of_weights, weights_digest, without_weights
+from lora_trainer.models.folder import detect_family, places_of_weights
 from lora_trainer.models.places import laid_out_models
 from lora_trainer.models.single import tokenizers
-from lora_trainer.models.single.recognise import recognise
-from lora_trainer.production.bases.base import find_base
-from lora_trainer.production.bases.hub_header import stand_in
 from lora_trainer.production.bases.names import absolute
-from tests.models.single.originals import unet_checkpoint, write
-from tests.models.single.tiny import tiny_pipeline
-from tests.production.local_hub import COMMIT, local_hub
-
-CPU = torch.device("cpu")
-
-
-def found(path: Path, **more: object) -> Path:
-    return find_base(
-        ModelSection.model_validate({"path": str(path), **{key: str(value) for key, value in more.items()}})
-    ).folder
-
-
-@pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder of diffusers, and the same model in one file with its text encoders and autoencoder."""
-    place = tmp_path_factory.mktemp("made")
-    pipeline = tiny_pipeline(place / "words", "sdxl")
-    pipeline.save_pretrained(place / "folder")
-    write(unet_checkpoint(pipeline, "sdxl"), place / "model.safetensors")
-    return place
-
-
-@pytest.fixture
-def folder(made: Path, tmp_path: Path) -> Path:
-    return shutil.copytree(made / "folder", tmp_path / "folder")
-
-
-@pytest.fixture
-def checkpoint(made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr(tokenizers, "CLIP", made / "words")
-    return Path(shutil.copy(made / "model.safetensors", tmp_path))
-
-
-def without(file: Path, *beginnings: str) -> Path:
-    tensors = {name: tensor for name, tensor in load_file(file).items() if not name.startswith(beginnings)}
-    return write(tensors, file.with_name("less.safetensors"))
-
-
-def encoded(folder: Path) -> dict[str, torch.Tensor]:
-    family = FAMILIES[detect_family(folder)]
-    return family.load_encoders(folder, torch.float32, CPU).encode_text(["a red square"])
+from tests.models.single.originals import write
+from tests.production.base_folders import encoded, found, without
 
 
 def test_what_a_checkpoint_lacks_comes_from_another_folder(folder: Path, checkpoint: Path) -> None:
@@ -178,85 +133,6 @@ def test_an_id_of_a_hub_stays_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert absolute("model.safetensors") == str(tmp_path / "model.safetensors")
 
 
-@pytest.mark.parametrize("ranged", [True, False])
-def test_of_a_checkpoint_of_a_hub_the_header_alone_is_fetched_first(
-    checkpoint: Path, tmp_path: Path, ranged: bool
-) -> None:
-    model = ModelSection(path="some/single/sd.safetensors")
-    whole = FAMILIES["sdxl"].describe(found(checkpoint))
-    with local_hub(tmp_path / "hf") as hub:
-        hub.ranged = ranged
-        hub.repositories["some/single"] = {"sd.safetensors": checkpoint.read_bytes()}
-        header = find_base(model, weights=False, say=hub.listing.get)
-        assert (header.named, header.commit, header.whole) == ("some/single/sd.safetensors", COMMIT, False)
-        told = FAMILIES["sdxl"].describe(header.folder)
-        assert (told.resolution, told.prediction, told.latent_channels) == (
-            whole.resolution,
-            whole.prediction,
-            whole.latent_channels,
-        )
-        asked = [span for how, _, span in hub.asked if how == "GET" and span]
-        (length,) = struct.unpack("<Q", checkpoint.read_bytes()[:8])
-        assert asked == ["bytes=0-7", f"bytes=8-{7 + length}"]
-        assert not list((tmp_path / "hf").rglob("sd.safetensors"))
-        hub.asked.clear()
-        assert find_base(model, weights=False, say=hub.listing.get) == header
-        assert hub.asked == []
-        fetched = find_base(model, say=hub.listing.get)
-        assert fetched.whole
-        assert fetched.folder != header.folder
-        assert find_base(model, weights=False, offline=True) == fetched
-
-
-def test_values_that_tell_a_variant_are_fetched_with_the_header(tmp_path: Path) -> None:
-    norm = "model.diffusion_model.output_blocks.11.1.transformer_blocks.0.norm1.bias"
-    reads = "model.diffusion_model.output_blocks.11.1.transformer_blocks.0.attn2.to_k.weight"
-    tensors = {norm: torch.linspace(-1, 1, 320), reads: torch.zeros(8, 1024)}
-    tensors["model.diffusion_model.input_blocks.0.0.weight"] = torch.zeros(8, 4, 3, 3)
-    data = write(tensors, tmp_path / "sd2.safetensors").read_bytes()
-    folder = stand_in("some/sd2.safetensors", len(data), lambda begin, end: data[begin:end])
-    assert recognise(folder / "some/sd2.safetensors").prediction == "v_prediction"
-
-
-@pytest.mark.parametrize("data", [b"", b"PK\3\4....more", b"\xff" * 20, b"\x08" + bytes(7) + b"no json!" + bytes(9)])
-def test_what_is_no_checkpoint_is_refused_by_its_header(tmp_path: Path, data: bytes) -> None:
-    with local_hub(tmp_path / "hf") as hub:
-        hub.repositories["some/single"] = {"sd.safetensors": data}
-        with pytest.raises(UsageError, match=r"^some/single/sd\.safetensors"):
-            find_base(ModelSection(path="some/single/sd.safetensors"), weights=False, say=hub.listing.get)
-
-
-def test_a_hubs_checkpoint_is_called_by_its_id(checkpoint: Path, tmp_path: Path) -> None:
-    """Not by the place of the file that stands in for it."""
-    lora = write({"unet.x.lora_A.weight": torch.zeros(1)}, tmp_path / "lora.safetensors").read_bytes()
-    less = without(checkpoint, "conditioner.embedders.1.", "first_stage_model.").read_bytes()
-    for data, count in ((lora, 1), (less, 2)):
-        with local_hub(tmp_path / f"hf{count}") as hub:
-            hub.repositories["some/single"] = {"sd.safetensors": data}
-            with pytest.raises(UsageError) as caught:
-                find_base(ModelSection(path="some/single/sd.safetensors"), weights=False, say=hub.listing.get)
-        assert [problem.message[:27] for problem in caught.value.problems] == ["some/single/sd.safetensors "] * count
-
-
-def test_a_checkpoint_of_a_hub_and_an_autoencoder_for_a_hubs_model(
-    folder: Path, checkpoint: Path, tmp_path: Path
-) -> None:
-    with local_hub(tmp_path / "hf") as hub:
-        hub.repositories["some/single"] = {"old/sd.safetensors": checkpoint.read_bytes()}
-        hub.holds("some/model", folder)
-        single = find_base(ModelSection(path="some/single/old/sd.safetensors"), say=hub.listing.get)
-        assert (single.named, single.commit) == ("some/single/old/sd.safetensors", COMMIT)
-        replaced = ModelSection(path="some/model", vae=str(folder))
-        alone = find_base(replaced, weights=False, say=hub.listing.get)
-        assert not alone.whole  # what is not here cannot be laid out: its configs tell what it is
-        whole = find_base(replaced, say=hub.listing.get)
-        assert whole.folder.is_relative_to(laid_out_models())
-        assert (whole.named, whole.commit, whole.whole) == ("some/model", COMMIT, True)
-        for name, tensor in encoded(single.folder).items():
-            assert torch.equal(encoded(whole.folder)[name], tensor)
-        assert find_base(ModelSection(path="some/single/old/sd.safetensors"), offline=True).folder == single.folder
-
-
 def test_a_folder_too_high_names_the_model_in_it(folder: Path) -> None:
     with pytest.raises(UsageError, match=f"Did you mean {folder}"):
         found(folder.parent)
@@ -290,104 +166,32 @@ def test_laid_out_folders_do_not_pile_up(checkpoint: Path, tmp_path: Path, monke
     assert kept.is_dir()
 
 
-@pytest.mark.parametrize("inside", ["", "vae/"])
-def test_an_autoencoder_of_a_hub(folder: Path, checkpoint: Path, tmp_path: Path, inside: str) -> None:
-    """A repository that is one, or a whole model's: fetched once, held to its commit, its config before its weights."""
-    plain = folder / "vae"
-    with local_hub(tmp_path / "hf") as hub:
-        files = {f"{inside}{path.name}": path.read_bytes() for path in plain.iterdir()}
-        hub.repositories["some/vae"] = {**files, "other.safetensors": b"x", "README.md": b"read me"}
-        for base in (folder, checkpoint, without(checkpoint, "first_stage_model.")):
-            shutil.rmtree(tmp_path / "hf", ignore_errors=True)
-            hub.asked.clear()
-            model = ModelSection(path=str(base), vae="some/vae")
-            told = find_base(model, weights=False, say=hub.listing.get)
-            assert hub.fetched() == [f"{inside}config.json"]
-            assert (told.whole, told.held) == (False, {"vae": f"some/vae@{COMMIT}"})
-            with without_weights():
-                assert FAMILIES["sdxl"].describe(told.folder).latent_channels == 4
-            whole = find_base(model, say=hub.listing.get)
-            assert (whole.whole, whole.commit) == (True, None)
-            assert hub.fetched()[1:] == [f"{inside}diffusion_pytorch_model.safetensors"]
-            hub.asked.clear()
-            held = ModelSection(path=str(base), vae=f"some/vae@{COMMIT}")
-            assert find_base(held, offline=True) == whole
-            assert hub.asked == []
-            assert weights_digest(whole.folder / "vae") == weights_digest(found(base, vae=folder) / "vae")
+@pytest.mark.parametrize(
+    ("file", "entry", "words"),
+    [
+        ("unet/config.json", {"in_channels": 9}, "inpainting.*9 input channels in place of 4"),
+        ("unet/config.json", {"class_embed_type": "projection"}, "told more than noise and text"),
+        ("unet/config.json", {"encoder_hid_dim_type": "ip_image_proj"}, "told more than noise and text"),
+        ("unet/config.json", {"time_cond_proj_dim": 256}, "told more than noise and text"),
+        ("vae/config.json", {"latent_channels": 16}, "takes 4 latent channels, and the autoencoder makes 16"),
+        ("vae/config.json", {"_class_name": "AutoencoderTiny"}, "is a AutoencoderTiny, not an AutoencoderKL"),
+        ("vae/config.json", {"scaling_factor": None}, "scaling_factor is None"),
+        ("vae/config.json", {"scaling_factor": 0}, "scaling_factor is 0"),
+    ],
+)
+def test_a_folder_that_is_another_kind_of_model(folder: Path, file: str, entry: dict[str, object], words: str) -> None:
+    (folder / file).write_text(json.dumps(json.loads((folder / file).read_text()) | entry))
+    with pytest.raises(UsageError, match=words):
+        FAMILIES["sdxl"].describe(found(folder))
 
 
-def test_an_autoencoder_in_one_file_of_a_hub(folder: Path, tmp_path: Path) -> None:
-    (file,) = (folder / "vae").glob("*.safetensors")
-    with local_hub(tmp_path / "hf") as hub:
-        hub.repositories["some/vae"] = {"one.safetensors": file.read_bytes()}
-        model = ModelSection(path=str(folder), vae="some/vae/one.safetensors")
-        told = find_base(model, weights=False, say=hub.listing.get)
-        assert (told.whole, told.held) == (False, {"vae": f"some/vae@{COMMIT}/one.safetensors"})
-        assert not list((tmp_path / "hf").rglob("one.safetensors"))
-        whole = find_base(ModelSection(path=str(folder), vae=told.held["vae"]), say=hub.listing.get)
-        assert weights_digest(whole.folder / "vae") == weights_digest(found(folder, vae=file) / "vae")
-        for named in ("some/vae", "some/vae@v1"):
-            with pytest.raises(UsageError, match=r"holds no vae/.*Name one of its files: some/vae/one.safetensors"):
-                find_base(ModelSection(path=str(folder), vae=named), say=hub.listing.get)
-
-
-def test_an_autoencoder_of_a_hub_that_does_not_fit_is_refused_by_its_config(folder: Path, tmp_path: Path) -> None:
-    with local_hub(tmp_path / "hf") as hub:
-        hub.repositories["some/vae"] = {"config.json": b'{"_class_name": "AutoencoderKL", "latent_channels": 16}'}
-        hub.repositories["some/vae"] |= {"diffusion_pytorch_model.safetensors": b"never fetched"}
-        hub.repositories["some/unet"] = {"config.json": b'{"_class_name": "UNet2DConditionModel"}'}
-        hub.repositories["some/bin"] = {"config.json": b"{}", "diffusion_pytorch_model.bin": b"x"}
-        for named, words in (
-            ("some/vae", "model.vae: some/vae has 16 latent channels, and the model's own has 4"),
-            ("some/unet", "some/unet is a UNet2DConditionModel"),
-            ("some/lost", r"some/lost is neither.*Check model.vae"),
-        ):
-            with pytest.raises(UsageError, match=words):
-                find_base(ModelSection(path=str(folder), vae=named), weights=False, say=hub.listing.get)
-        with pytest.raises(UsageError, match=r"some/bin: it holds only .*, a pickle"):
-            find_base(ModelSection(path=str(folder), vae="some/bin"), say=hub.listing.get)
-        with pytest.raises(UsageError, match="some/other at main is not in the Hugging Face cache"):
-            find_base(ModelSection(path=str(folder), vae="some/other"), offline=True)
-        assert set(hub.fetched()) == {"config.json"}
-
-
-def test_text_encoders_of_a_hub(folder: Path, checkpoint: Path, tmp_path: Path) -> None:
-    """Only what the base lacks is fetched."""
-    less = without(checkpoint, "conditioner.embedders.1.")
-    model = ModelSection(path=str(less), text_encoders="some/model")
-    with local_hub(tmp_path / "hf") as hub:
-        hub.holds("some/model", folder)
-        assert not find_base(model, weights=False, say=hub.listing.get).whole
-        assert not [name for name in hub.fetched() if name.endswith(".safetensors")]
-        laid_out = find_base(model, say=hub.listing.get)
-        assert {name.partition("/")[0] for name in hub.fetched()} == {"text_encoder_2", "tokenizer_2"}
-        assert laid_out.held == {"text_encoders": f"some/model@{COMMIT}"}
-        hub.asked.clear()
-        assert find_base(model, say=hub.listing.get) == laid_out
-        assert hub.asked == []
-        for name, tensor in encoded(found(checkpoint)).items():
-            assert torch.equal(encoded(laid_out.folder)[name], tensor)
-        with pytest.raises(UsageError, match="the model has its own"):
-            find_base(ModelSection(path=str(folder), text_encoders="some/model"), say=hub.listing.get)
-
-
-def test_a_fetch_of_shards_that_was_cut_off_is_gone_on_with(folder: Path, tmp_path: Path) -> None:
-    """The index names shards that are not here yet; the configs are read first all the same."""
-    (file,) = (folder / "unet").glob("*.safetensors")
-    tensors = load_file(file)
-    file.unlink()
-    shards = [f"{file.stem}-0000{number}-of-00002.safetensors" for number in (1, 2)]
-    placed = {name: shards[number % 2] for number, name in enumerate(tensors)}
-    for shard in shards:
-        write({name: tensors[name] for name in tensors if placed[name] == shard}, file.with_name(shard))
-    (file.parent / f"{file.name}.index.json").write_text(json.dumps({"metadata": {}, "weight_map": placed}))
-    with local_hub(tmp_path / "hf") as hub:
-        hub.holds("some/model", folder)
-        hub.status[shards[1]] = (403, "")
-        with pytest.raises(UsageError, match="error 403"):
-            find_base(ModelSection(path="some/model"), say=hub.listing.get)
-        hub.status.clear()
-        told = find_base(ModelSection(path="some/model"), weights=False, say=hub.listing.get)
-        with without_weights():
-            assert FAMILIES["sdxl"].describe(told.folder).family == "sdxl"
-        assert find_base(ModelSection(path="some/model"), say=hub.listing.get).whole
+def test_all_parts_that_a_folder_lacks_are_named_at_once(folder: Path) -> None:
+    for part in ("unet", "vae", "tokenizer_2"):
+        shutil.rmtree(folder / part)
+    with pytest.raises(UsageError) as caught:
+        found(folder)
+    assert [problem.message for problem in caught.value.problems] == [
+        f"{folder}/tokenizer_2/ holds no vocabulary.",
+        f"{folder}/unet/config.json is missing.",
+        f"{folder}/vae/config.json is missing.",
+    ]

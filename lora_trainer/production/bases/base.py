@@ -24,7 +24,7 @@ from lora_trainer.core.findings import printable_lines
 from lora_trainer.core.launch import is_main_process
 from lora_trainer.models.folder import EXPECTED, without_weights
 from lora_trainer.production.bases.names import absolute, as_hub_model, local_path
-from lora_trainer.production.bases.parts import find_parts
+from lora_trainer.production.bases.parts import find_parts, refuse_missing
 
 WEB = re.compile(r"https?://(?:www\.)?(?:huggingface\.co|hf\.co)/(?P<id>[^/?#]+/[^/?#]+)")
 
@@ -92,6 +92,8 @@ def find_base(
 
             checkpoint = recognise(base.folder, model.variant)
         replaced = find_parts(model, checkpoint or base.folder, places, offline=offline, weights=weights, say=say)
+        if base.commit is None and checkpoint is None:  # of a hub's it was seen to
+            refuse_missing(base.folder, replaced.parts)
     whole = base.whole and replaced.whole
     base = replace(base, whole=whole, held=replaced.held, places=places, note=checkpoint.note if checkpoint else "")
     if not replaced.parts and checkpoint is None:

@@ -26,6 +26,7 @@ from lora_trainer.production.bases.hub_files import (
     MOST_SMALL_BYTES,
     choose_files,
     choose_parts,
+    files_in,
     is_plain,
     parts_in,
 )
@@ -143,22 +144,17 @@ def _lacking(found: Snapshot, model: HubModel, *, weights: bool, without_t5: boo
     if model.file is not None:
         return () if (found.folder / model.file).is_file() else (f"{model.file} is missing",)
     if model.parts:
-        return choose_parts(_names(found.folder), model.parts, weights=weights).lacking
+        return choose_parts(files_in(found.folder), model.parts, weights=weights).lacking
     if not (found.folder / INDEX).is_file():
         return (f"{INDEX} is missing",)
-    return choose_files(_names(found.folder), _index(found.folder), weights=weights, without_t5=without_t5).lacking
+    return choose_files(files_in(found.folder), _index(found.folder), weights=weights, without_t5=without_t5).lacking
 
 
 def _parts_here(found: Snapshot, model: HubModel, *, weights: bool) -> bool:
     """Whether of the wanted parts some are here whole, and the others not at all: whoever looks for those is told."""
-    names = _names(found.folder)
+    names = files_in(found.folder)
     here = parts_in(names, model.parts)
     return bool(here) and not choose_parts(names, here, weights=weights).lacking
-
-
-def _names(folder: Path) -> list[str]:
-    """The files at the top of a folder, and those of its parts."""
-    return [path.relative_to(folder).as_posix() for path in (*folder.glob("*"), *folder.glob("*/*")) if path.is_file()]
 
 
 def _index(folder: Path) -> dict[str, Any]:

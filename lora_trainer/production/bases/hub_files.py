@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from lora_trainer.models.weight_files import weights_of
@@ -92,6 +93,11 @@ def parts_of(index: Mapping[str, Any]) -> list[str]:
     return sorted(
         part for part, value in index.items() if PART.fullmatch(part) and isinstance(value, list) and any(value)
     )
+
+
+def files_in(folder: Path) -> list[str]:
+    """The files at the top of a folder, and those of its parts."""
+    return [path.relative_to(folder).as_posix() for path in (*folder.glob("*"), *folder.glob("*/*")) if path.is_file()]
 
 
 def single_checkpoints(names: Collection[str]) -> list[str]:

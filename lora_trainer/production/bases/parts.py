@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING
 from lora_trainer.config.schema.inputs import ModelSection
 from lora_trainer.core.errors import Problem, UsageError
 from lora_trainer.models import FAMILIES
-from lora_trainer.models.folder import detect_family, named_parts, tokenizer_of
+from lora_trainer.models.folder import EXPECTED, detect_family, named_parts, read_config, tokenizer_of
+from lora_trainer.production.bases.hub_files import INDEX, choose_parts, files_in, parts_of
 from lora_trainer.production.bases.names import as_hub_part, local_path
 
 if TYPE_CHECKING:  # read when a checkpoint is named: every command begins with this file
@@ -89,6 +90,13 @@ def find_parts(
     if problems:
         raise UsageError(problems)
     return Replaced(parts, held, all(wholes))
+
+
+def refuse_missing(base: Path, given: Collection[str]) -> None:
+    """Raise one UsageError for all parts that a folder's index names, and that are neither there nor given."""
+    wanted = set(parts_of(read_config(base, INDEX))) - set(given)
+    if lacking := choose_parts(files_in(base), wanted, weights=False).lacking:
+        raise UsageError([Problem(f"{base / what}.", EXPECTED) for what in lacking])
 
 
 def _find(
