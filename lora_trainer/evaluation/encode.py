@@ -15,7 +15,7 @@ from lora_trainer.evaluation.held_out import EncodedSample
 from lora_trainer.evaluation.loading import free_memory
 from lora_trainer.models.encoders import visiting_text
 from lora_trainer.models.family import Caption, Encoders, Family, ModelFacts
-from lora_trainer.models.memory.phases import CAPTIONS_AT_ONCE, captions_at_once, costs_of
+from lora_trainer.models.memory.phases import captions_at_once, captions_on_a_processor, costs_of
 
 EncodeTexts = Callable[[Sequence[Caption]], dict[str, Tensor]]
 
@@ -24,12 +24,14 @@ def text_reader(
     family: Family, facts: ModelFacts, dtype: torch.dtype, device: torch.device, usable: int | None
 ) -> EncodeTexts:
     """The family's text encoders, placed as they are when a run's caches are filled: whole on the device where that fits
-    `usable` bytes, else visiting it layer by layer; so many captions at once as fit. None as `usable` means no limit.
+    `usable` bytes, else visiting it layer by layer; so many captions at once as fit. None as `usable` means a
+    processor, where large ones are never whole in memory.
     """
+    costs = costs_of(facts, family.text.without)
     if usable is None:
-        in_turn, together = False, CAPTIONS_AT_ONCE
+        in_turn, together = captions_on_a_processor(dtype.itemsize, costs)
     else:
-        in_turn, together = captions_at_once(dtype.itemsize, costs_of(facts, family.text.without), usable)
+        in_turn, together = captions_at_once(dtype.itemsize, costs, usable)
     if in_turn:
         encode = visiting_text(family, facts.path, dtype, device)
     else:

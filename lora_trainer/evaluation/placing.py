@@ -10,8 +10,17 @@ from torch import nn
 
 from lora_trainer.core.errors import memory_may_run_out
 from lora_trainer.evaluation.loading import free_memory
+from lora_trainer.models.drawing import texts_of
+from lora_trainer.models.encoders import visit, widen
 from lora_trainer.models.family import Family
-from lora_trainer.models.memory.phases import TILE, Placement, phase_costs, place_drawing, place_gate
+from lora_trainer.models.memory.phases import (
+    TILE,
+    Placement,
+    phase_costs,
+    place_drawing,
+    place_gate,
+    widened_in_turn,
+)
 
 Result = TypeVar("Result")
 
@@ -39,14 +48,17 @@ def bring_pipeline(
 ) -> Placement:
     """Bring the pipeline, with its LoRA, to the device so that drawing one picture of `size` fits `usable` bytes."""
     denoiser: nn.Module = getattr(pipeline, family.denoiser_prefix)
-    others = [part for part in pipeline.components.values() if isinstance(part, nn.Module) and part is not denoiser]
-    pixels = size[0] * size[1]
+    stored = stored_texts(pipeline, family)
+    others = [part for part in pipeline.components.values() if isinstance(part, nn.Module)]
+    others = [part for part in others if all(part is not each for each in (denoiser, *stored))]
+    dtype, pixels = next(denoiser.parameters()).dtype, size[0] * size[1]
+    widened = dtype.itemsize * sum(tensor.numel() for part in stored for tensor in part.parameters())
     placed = place_drawing(
         denoiser=bytes_of(denoiser),
-        encoders=bytes_of(*others),
+        encoders=bytes_of(*others) + widened,
         places=pixels // pipeline.vae_scale_factor**2,
         pixels=pixels,
-        itemsize=next(denoiser.parameters()).element_size(),
+        itemsize=dtype.itemsize,
         decoder_itemsize=next(pipeline.vae.parameters()).element_size(),
         costs=phase_costs(family.name),
         usable=usable,
@@ -55,6 +67,10 @@ def bring_pipeline(
         tile(pipeline.vae)
     if not placed.in_turn:
         pipeline.to(device)
+    each = visit if placed.in_turn or (device.type == "cpu" and widened_in_turn(widened)) else widen
+    for part in stored:
+        each(part, dtype, device)
+    if not placed.in_turn:
         return placed
     from accelerate import cpu_offload
 
@@ -62,6 +78,11 @@ def bring_pipeline(
         cpu_offload(part, device, offload_buffers=True)
     keep(denoiser, device, placed.resident)
     return placed
+
+
+def stored_texts(pipeline: Any, family: Family) -> list[nn.Module]:
+    """The text encoders that no LoRA is on: a pipeline has them as they are stored, mapped."""
+    return [encoder for name, encoder in texts_of(pipeline).encoders.items() if name not in family.text_targets]
 
 
 def keep(module: nn.Module, device: torch.device, resident: int | None) -> None:

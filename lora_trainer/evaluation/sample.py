@@ -32,9 +32,9 @@ from lora_trainer.export.weights import LoraWeights, shapes_of
 from lora_trainer.models.drawing import prompted, read_prompts, texts_of
 from lora_trainer.models.family import Family
 from lora_trainer.models.lora_files import read_lora_with_words
+from lora_trainer.models.memory.phases import DRAWN_AT_ONCE, drawn_on_a_processor, phase_costs
 from lora_trainer.models.words import Words, add_words, from_embeddings
 
-DRAWN_AT_ONCE = 8  # on a processor; on a card one, since the decoder's memory grows with each
 SHORT_NAME = 40  # characters of a file's name in the sheet's heading
 Progress = Callable[[int, int], None]
 
@@ -97,7 +97,9 @@ def compare(
     placed = bring_pipeline(pipeline, family, device, usable, drawing.size)
     if placed.in_turn:
         say(f"drawing with {placed.words}")
-    at_once = at_once or (1 if device.type == "cuda" else DRAWN_AT_ONCE)
+    pixels = drawing.size[0] * drawing.size[1]
+    fitting = drawn_on_a_processor(pixels, torch.float32.itemsize, phase_costs(family.name))
+    at_once = at_once or (1 if device.type == "cuda" else fitting)
     used = recipe(pipeline, family, base, named or base.name, lora, rows, drawing)
     used |= {
         "model_parts": dict(parts or {}),
@@ -106,9 +108,8 @@ def compare(
         "at_once": at_once,
         "tiled": placed.tiled,
     }
-    place = device if placed.in_turn else None
     try:
-        _draw_columns(pipeline, family, weights, rows, drawing, where, used, place, progress)
+        _draw_columns(pipeline, family, weights, rows, drawing, where, used, device, progress)
     except (Stopped, KeyboardInterrupt):
         write_sheet(where, used)
         raise
@@ -126,7 +127,7 @@ def _draw_columns(
     drawing: Drawing,
     where: Where,
     used: dict[str, Any],
-    place: torch.device | None,
+    place: torch.device,
     progress: Progress,
 ) -> None:
     """The untouched base first, then one strength after the other; each picture is a file as soon as it is there."""

@@ -72,6 +72,22 @@ def visiting_text(
     return encode
 
 
+def widen(module: nn.Module, dtype: torch.dtype, device: torch.device) -> None:
+    """Bring a frozen module that is as it was stored to a device, where its numbers take `dtype`."""
+    import torch
+
+    wide = set(kept_wide(type(module), dtype))
+    for path, part in module.named_modules():
+        kept = dtype if wide.isdisjoint(path.split(".")) else torch.float32
+        for name, tensor in (*part.named_parameters(recurse=False), *part.named_buffers(recurse=False)):
+            stays = not tensor.is_floating_point() or name in part._non_persistent_buffers_set
+            moved = tensor.detach().to(device, tensor.dtype if stays else kept)
+            if isinstance(tensor, torch.nn.Parameter):
+                tensor.data = moved  # in place, for those that share it
+            else:
+                part._buffers[name] = moved
+
+
 def visit(module: nn.Module, dtype: torch.dtype, device: torch.device) -> None:
     """Let the layers of a frozen module in host memory visit the device one by one, where their numbers take `dtype`."""
     import torch

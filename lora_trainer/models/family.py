@@ -239,7 +239,8 @@ class Family:
     nothing), with random weights; `thin` makes of a config one with the same kinds of
     blocks and a few percent of the weights, as `thinness` says in words. `cond_shapes` gives, for a denoiser's config, the shapes
     of what `encode_text` returns for one caption. `base_names` are what LoRA files call the
-    base: `ss_base_model_version` and `modelspec.architecture`. `manner` says how a folder's model is drawn with, and
+    base: `ss_base_model_version` and `modelspec.architecture`. `make_pipeline` leaves text encoders
+    that no LoRA is on as they are stored (`evaluation/placing.py` widens them). `manner` says how a folder's model is drawn with, and
     `prompted` what of `encode_text` its pipeline is called with. `lora_readers` are the programs that were seen to read the
     family's LoRA files whole, each with the style of their names, and `passed_over` the modules that they leave out then.
     """

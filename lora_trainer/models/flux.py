@@ -125,13 +125,20 @@ def load_texts(
     folder: Path, dtype: torch.dtype | None, device: torch.device, without: Collection[str] = (), /
 ) -> TextParts:
     """Both text encoders, frozen, on the device, and their tokenizers; without T5 only CLIP."""
+    return _texts(folder, dtype, dtype, device, without)
+
+
+def _texts(
+    folder: Path, dtype: torch.dtype | None, t5: torch.dtype | None, device: torch.device, without: Collection[str] = ()
+) -> TextParts:
+    """The same, T5 in a precision of its own."""
     from transformers import CLIPTextModel
 
     encoders: dict[str, Any] = {CLIP: load_frozen(CLIPTextModel, folder / CLIP, dtype, device)}
     tokenizers = {CLIP: load_tokenizer(folder, CLIP)}
     if T5 not in without:
         longest = _tokens(read_config(folder, "transformer/config.json"))
-        encoders[T5], tokenizers[T5] = load_t5(folder, T5, dtype, device), load_t5_tokenizer(folder, T5, longest)
+        encoders[T5], tokenizers[T5] = load_t5(folder, T5, t5, device), load_t5_tokenizer(folder, T5, longest)
     return TextParts(encoders, tokenizers)
 
 
@@ -219,7 +226,7 @@ def make_pipeline(folder: Path, dtype: torch.dtype, device: torch.device) -> Any
     """diffusers' pipeline of the untouched base, for drawing pictures."""
     from diffusers import FluxPipeline
 
-    texts = load_texts(folder, dtype, device)
+    texts = _texts(folder, dtype, None, device)
     pipeline = FluxPipeline(
         vae=drawing_vae(folder, dtype, device),
         text_encoder=texts.encoders[CLIP],

@@ -129,9 +129,16 @@ def load_texts(
     folder: Path, dtype: torch.dtype | None, device: torch.device, without: Collection[str] = (), /
 ) -> TextParts:
     """The text encoders, frozen, on the device, and their tokenizers; T5 where the model has it and it is wanted."""
+    return _texts(folder, dtype, dtype, device, without)
+
+
+def _texts(
+    folder: Path, dtype: torch.dtype | None, t5: torch.dtype | None, device: torch.device, without: Collection[str] = ()
+) -> TextParts:
+    """The same, T5 in a precision of its own."""
     encoders, tokenizers = load_clips(folder, dtype, device), {name: load_tokenizer(folder, name) for name in CLIPS}
     if T5 in text_encoders(folder) and T5 not in without:
-        encoders[T5] = load_t5(folder, T5, dtype, device)
+        encoders[T5] = load_t5(folder, T5, t5, device)
         tokenizers[T5] = load_t5_tokenizer(folder, T5, T5_TOKENS)
     width = int(read_config(folder, "transformer/config.json")["joint_attention_dim"])
     return TextParts(encoders, tokenizers, width=width)
@@ -226,7 +233,7 @@ def make_pipeline(folder: Path, dtype: torch.dtype, device: torch.device) -> Any
     """diffusers' pipeline of the untouched base, for drawing pictures."""
     from diffusers import StableDiffusion3Pipeline
 
-    texts = load_texts(folder, dtype, device)
+    texts = _texts(folder, dtype, None, device)
     named = (*CLIPS, T5)
     pipeline = StableDiffusion3Pipeline(
         vae=drawing_vae(folder, dtype, device),

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 def load_t5(folder: Path, text_encoder: str, dtype: torch.dtype | None, device: torch.device) -> Any:
-    """The encoder, frozen, on the device."""
+    """The encoder, frozen, on the device; without `dtype` as it is stored."""
     from transformers import T5EncoderModel
 
     return load_frozen(T5EncoderModel, folder / text_encoder, dtype, device)

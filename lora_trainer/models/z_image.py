@@ -216,7 +216,7 @@ def make_pipeline(folder: Path, dtype: torch.dtype, device: torch.device) -> Any
     """diffusers' pipeline of the untouched base, for drawing pictures."""
     from diffusers import ZImagePipeline
 
-    texts = load_texts(folder, dtype, device)
+    texts = load_texts(folder, None, device)
     pipeline = ZImagePipeline(
         vae=drawing_vae(folder, dtype, device),
         text_encoder=texts.encoders[QWEN],

@@ -8,10 +8,11 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 
 import psutil
 import torch
+
+from lora_trainer.monitor.system import system_memory
 
 LARGEST_SYSTEM_SHARE = 0.85  # of the system's memory, above which it is called full
 COLLECTED_SHARE = 0.7  # above which garbage is collected
@@ -38,21 +39,6 @@ def highest_memory_gib(device: torch.device) -> float:
 
     highest = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return float(highest) / (2**30 if sys.platform == "darwin" else 2**20)
-
-
-def system_memory() -> tuple[int, int]:
-    """Bytes that this process's system has, and those that are free: of its container, where that has fewer."""
-    memory = psutil.virtual_memory()
-    total, available = int(memory.total), int(memory.available)
-    group = Path("/sys/fs/cgroup")
-    try:
-        limit = int((group / "memory.max").read_text("ascii"))
-        kept = dict(line.split() for line in (group / "memory.stat").read_text("ascii").splitlines())
-        # Pages of files that nobody has used lately leave when they are wanted.
-        used = int((group / "memory.current").read_text("ascii")) - int(kept["inactive_file"])
-    except (OSError, ValueError, KeyError):  # no container, or one without a limit
-        return total, available
-    return min(total, limit), max(0, min(available, limit - used))
 
 
 @dataclass(frozen=True)

@@ -37,8 +37,8 @@ from lora_trainer.evaluation.loading import free_memory
 from lora_trainer.models.encoders import visiting_text
 from lora_trainer.models.family import Encoders
 from lora_trainer.models.memory.phases import (
-    CAPTIONS_AT_ONCE,
     captions_at_once,
+    captions_on_a_processor,
     costs_of,
     encoding_bytes,
     phase_costs,
@@ -219,11 +219,10 @@ def pictures_together(config: Config, inputs: Inputs, choices: Choices, *, missi
 
 
 def captions_together(config: Config, inputs: Inputs, choices: Choices) -> tuple[bool, int]:
-    """As the plan says: whether text encoders visit the card layer by layer, and how many captions they read at once."""
+    """As the plan says: whether text encoders are there layer by layer, and how many captions they read at once."""
+    itemsize, costs = choices.encoder_dtype.itemsize, costs_of(inputs.facts, inputs.family.text.without)
     usable = usable_bytes(config, choices.device)
-    if usable is None:
-        return False, CAPTIONS_AT_ONCE
-    return captions_at_once(choices.encoder_dtype.itemsize, costs_of(inputs.facts, inputs.family.text.without), usable)
+    return captions_on_a_processor(itemsize, costs) if usable is None else captions_at_once(itemsize, costs, usable)
 
 
 def in_halves(encode: EncodeImage, device: torch.device, say: Say = nothing_said) -> EncodeImage:

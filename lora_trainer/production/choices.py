@@ -16,8 +16,9 @@ from lora_trainer.config.schema import Config, Precision
 from lora_trainer.core.hardware import cpu_supports_bf16, cuda_memory_gib
 from lora_trainer.models.family import Architecture, Family
 from lora_trainer.models.storage.four_bits import need_library
-from lora_trainer.monitor.memory import set_allocator, system_memory
-from lora_trainer.production.host import host_of, host_words
+from lora_trainer.monitor.memory import set_allocator
+from lora_trainer.monitor.system import system_memory
+from lora_trainer.production.host import base_words, host_of, host_words, weights_held
 from lora_trainer.production.memory import (
     CONTEXT_GIB,
     GIB,
@@ -94,6 +95,7 @@ def choose(resolved: Resolved, family: Family, architecture: Architecture, devic
         micro, reason = choose_micro(config, world)
         checkpointing = "none" if config.memory.checkpointing == "auto" else config.memory.checkpointing
         why = ASKED if checkpointing == config.memory.checkpointing else "no GPU: memory is not short"
+        held = weights_held(family, architecture.facts, precision.value)
         return Choices(
             device,
             DTYPES[precision.value],
@@ -103,6 +105,7 @@ def choose(resolved: Resolved, family: Family, architecture: Architecture, devic
             reason,
             checkpointing,
             why,
+            base_words(held, int(os.environ.get("LOCAL_WORLD_SIZE", world)), *system_memory()),
             streamed=asked_to_stream(config),
         )
     demand = make_demand(resolved, family, architecture, card_gib(config), world=world, precision=precision.value)

@@ -22,7 +22,8 @@ from lora_trainer.config.toml import read_toml
 from lora_trainer.core.errors import UsageError, memory_may_run_out
 from lora_trainer.data.loader import CachedData
 from lora_trainer.evaluation.loading import free_memory
-from lora_trainer.monitor.memory import LARGEST_SYSTEM_SHARE, system_memory
+from lora_trainer.monitor.memory import LARGEST_SYSTEM_SHARE
+from lora_trainer.monitor.system import system_memory
 from lora_trainer.optim.state_size import optimizer_state_on_card
 from lora_trainer.production.choices import card_gib
 from lora_trainer.production.inputs import Inputs

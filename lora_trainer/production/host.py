@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from lora_trainer.core.errors import Problem, UsageError
+from lora_trainer.models.family import Family, ModelFacts
+from lora_trainer.models.memory.phases import held_bytes
 from lora_trainer.production.memory import GIB, Demand, Fit, parts_of
 
 
@@ -30,6 +32,32 @@ def host_of(demand: Demand, fit: Fit) -> Host:
         on_card = replace(demand, offloaded=False)
         most += parts_of(on_card, fit.micro, fit.checkpointed, fit.precision, fit.streamed).activations
     return Host(least, most)
+
+
+def weights_held(family: Family, facts: ModelFacts, precision: str) -> int:
+    """Bytes of the base that a run on a processor holds: none of it that is stored in the precision that it computes in.
+
+    Raises UsageError for weights that cannot be read. Narrower ones are not counted: they are less than they were.
+    """
+    dtype = {"fp32": "F32", "bf16": "BF16", "fp16": "F16"}.get(precision)
+    return 0 if dtype is None else held_bytes(facts, family.denoiser_prefix, 0, dtype)
+
+
+def base_words(held: int, processes: int, total: int, available: int) -> str | None:
+    """What to say of a base on a processor of so many bytes of memory; None where it is plenty.
+
+    Raises UsageError where the system has not even room for the base.
+    """
+    each = f" in each of {processes} processes" if processes > 1 else ""
+    needs = f"Without a card the base alone needs {held / GIB:.1f} GiB of host memory{each}"
+    if processes * held > total:
+        fix = "Use a card, a smaller model, or --set memory.base_precision=bf16 (int8 takes half of that)."
+        raise UsageError(Problem(f"{needs}; this system has {total / GIB:.1f}.", fix))
+    return (
+        None
+        if processes * held <= available
+        else f"{needs}, of which {available / GIB:.1f} are free: close other programs"
+    )
 
 
 def host_words(host: Host, processes: int, total: int, available: int) -> str:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from lora_trainer.monitor import memory
-from lora_trainer.monitor.memory import LOOKED_EVERY, MemoryWatch, system_memory
+from lora_trainer.monitor.memory import LOOKED_EVERY, MemoryWatch
+from lora_trainer.monitor.system import system_memory
 
 
 def test_a_full_system_is_said_once_each_time(monkeypatch):

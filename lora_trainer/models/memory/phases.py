@@ -24,7 +24,10 @@ from lora_trainer.models.places import stored_weights
 FRAGMENTATION = 1.05  # of what comes and goes
 PREDICTED_AT_ONCE = 2  # rows of a prediction: with and without the prompt, or two of the gate's questions
 CAPTIONS_AT_ONCE = 32
-STORED_IN = 2  # bytes of a value in published text encoders
+DRAWN_AT_ONCE = 8  # on a processor; on a card one, since the decoder's memory grows with each
+DECODED_ON_A_PROCESSOR = 8 << 30  # bytes, of pictures that are drawn at once there
+LARGE_TEXTS = 4 << 30  # bytes of text encoders, above which a processor holds them as they are stored, mapped
+CAPTIONS_ON_A_PROCESSOR = 2 << 30  # bytes, of captions that are read at once then
 TILE = 512  # pixels, side of a picture's part that is decoded by itself
 
 
@@ -78,16 +81,17 @@ def costs_of(facts: ModelFacts, without: Collection[str] = ()) -> PhaseCosts:
     )
 
 
-def stored_text_bytes(facts: ModelFacts, without: Collection[str] = ()) -> int:
-    """Of the text encoders in a folder's files, without those of `without`; of a published model in 16 bits.
+def held_bytes(facts: ModelFacts, part: str, values: int, dtype: str) -> int:
+    """Host memory of a part that is brought into it as `dtype`, `F32`, `F16` or `BF16`: what is stored so stays mapped.
 
-    Raises UsageError for weights that cannot be read.
+    A published model is taken to hold `values` as BF16. Raises UsageError for weights that cannot be read.
     """
+    width = 4 if dtype == "F32" else 2
     if not facts.whole or not facts.path.is_dir():
-        return STORED_IN * sum(costs_of(facts, without).text_encoders)
-    parts = [path for path in facts.path.glob("text_encoder*") if path.is_dir() and path.name not in without]
-    stored = [entry for part in parts for entry in stored_weights(places_of_weights(part)).values()]
-    return sum(end - begin for begin, end in (entry["data_offsets"] for entry in stored))
+        return 0 if dtype == "BF16" else width * values
+    stored = stored_weights(places_of_weights(facts.path / part)).values()
+    counts: list[int] = [math.prod(entry["shape"]) for entry in stored if entry["dtype"] != dtype]
+    return width * sum(counts)
 
 
 def _sizes(component: Path) -> list[int]:
@@ -140,7 +144,7 @@ def place_drawing(
 ) -> Placement:
     """For one picture at a time of so many `pixels`. `encoders` are the bytes of text encoders and autoencoder."""
     predicting, layer = prediction_bytes(places, itemsize, costs), costs.layer * itemsize
-    decoding = int(FRAGMENTATION * costs.decode * pixels * decoder_itemsize)
+    decoding = decoding_bytes(pixels, decoder_itemsize, costs)
     whole = denoiser + encoders + max(predicting, decoding)
     if usable is None or whole <= usable:
         return Placement(None, False, False, whole)
@@ -149,6 +153,16 @@ def place_drawing(
         decoding = decoding * min(pixels, TILE * TILE) // pixels
     resident, peak = _kept(denoiser, max(predicting, decoding) + layer, usable)
     return Placement(resident, True, tiled, peak)
+
+
+def drawn_on_a_processor(pixels: int, itemsize: int, costs: PhaseCosts) -> int:
+    """How many pictures of so many `pixels` are drawn at once there."""
+    return max(1, min(DRAWN_AT_ONCE, DECODED_ON_A_PROCESSOR // decoding_bytes(pixels, itemsize, costs)))
+
+
+def decoding_bytes(pixels: int, itemsize: int, costs: PhaseCosts) -> int:
+    """Held while a picture is decoded, beside the weights."""
+    return int(FRAGMENTATION * costs.decode * pixels * itemsize)
 
 
 def _kept(denoiser: int, active: int, usable: int) -> tuple[int | None, int]:
@@ -198,6 +212,21 @@ def captions_at_once(itemsize: int, costs: PhaseCosts, usable: int | None) -> tu
     if usable is None or itemsize * sum(costs.text_encoders) + CAPTIONS_AT_ONCE * each <= usable:
         return False, CAPTIONS_AT_ONCE
     return True, max(1, min(CAPTIONS_AT_ONCE, (usable - itemsize * costs.layer) // each))
+
+
+def captions_on_a_processor(itemsize: int, costs: PhaseCosts) -> tuple[bool, int]:
+    """The same on a processor, for host memory: whether each layer is widened only while it is used.
+
+    That takes a few percent of the time of reading so many captions at once as there are then.
+    """
+    if not widened_in_turn(itemsize * sum(costs.text_encoders)):
+        return False, CAPTIONS_AT_ONCE
+    return True, max(1, min(CAPTIONS_AT_ONCE, CAPTIONS_ON_A_PROCESSOR // _caption_bytes(itemsize, costs)))
+
+
+def widened_in_turn(size: int) -> bool:
+    """Whether text encoders of so many bytes are not held whole on a processor."""
+    return size > LARGE_TEXTS
 
 
 def _caption_bytes(itemsize: int, costs: PhaseCosts) -> int:

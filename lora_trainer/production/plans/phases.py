@@ -10,14 +10,11 @@ from typing import Any
 from lora_trainer.models.family import ModelFacts
 from lora_trainer.models.memory.phases import (
     caching_bytes,
-    captions_at_once,
     costs_of,
     pictures_at_once,
     place_drawing,
     place_gate,
-    stored_text_bytes,
 )
-from lora_trainer.production.host import host_of
 from lora_trainer.production.memory import CONTEXT_GIB, GIB, Demand, Fit, usable_gib
 
 WIDE = ("bf16", "fp16", "fp32")
@@ -30,7 +27,7 @@ class PhasePlan:
 
     peak_gib: float
     placement: str
-    host_gib: float = 0.0  # of encoders that visit from there
+    host_gib: float = 0.0  # of host memory, beside the program's own and what is mapped from files
 
     def to_json(self) -> dict[str, Any]:
         return {"peak_gib": round(self.peak_gib, 4), "placement": self.placement, "host_gib": round(self.host_gib, 4)}
@@ -57,11 +54,9 @@ def plan_phases(
         trained += f", {fit.streamed} of {fit.streamable} blocks streamed"
     if any(demand.encoder):
         trained += ", with the autoencoder beside"
-    in_turn, _ = captions_at_once(ENCODED_IN, costs, usable)
-    visiting = stored_text_bytes(facts, without) if in_turn else 0
     return {
-        "cache": _phase(*caching_bytes(together, pixels, ENCODED_IN, costs, usable), host=visiting),
-        "train": PhasePlan(fit.parts.peak, trained, host_of(demand, fit).most),
+        "cache": _phase(*caching_bytes(together, pixels, ENCODED_IN, costs, usable)),
+        "train": PhasePlan(fit.parts.peak, trained),
         "validate": _phase(gate.peak, gate.words),
         "draw": _phase(drawing.peak, drawing.words),
     }
@@ -82,5 +77,5 @@ def denoiser_bytes(demand: Demand, fit: Fit) -> int:
     return demand.gauge.weights(precision) + (4 if precision == "fp32" else 2) * adapter
 
 
-def _phase(live: int, placement: str, host: int = 0) -> PhasePlan:
-    return PhasePlan(live / GIB + CONTEXT_GIB, placement, host / GIB)
+def _phase(live: int, placement: str) -> PhasePlan:
+    return PhasePlan(live / GIB + CONTEXT_GIB, placement)

@@ -50,6 +50,7 @@ from lora_trainer.production.memory import (
     too_large,
     what_would_fit,
 )
+from lora_trainer.production.plans.hosted import host_phases
 from lora_trainer.production.plans.phases import PhasePlan, other_peaks, plan_phases
 from lora_trainer.production.plans.settings import Bought, what_settings_buy
 from lora_trainer.production.reading import reading
@@ -131,6 +132,7 @@ class Plan:
             "weight_precision": fit.precision,
             "streamed": fit.streamed,
             "host_gib": round(self.host.most, 4),
+            "host_peak_gib": round(max(phase.host_gib for phase in self.phases.values()), 4),
             "streamable": fit.streamable,
             "reasons": dict(zip(DECIDED, fit.reasons, strict=True)),
             "train_tflop_per_step": round(parts.tflop, 4),
@@ -178,7 +180,7 @@ def make_plan(
         fit=fit,
         steps=steps,
         disk_gib=(cached + run_bytes(config, demand.shapes, steps)) / GIB,
-        phases=plan_phases(demand, fit, architecture.facts, config.cache.batch, family.text.without),
+        phases=phases_of(resolved, demand, fit, family, architecture.facts),
         advice=(
             *too_small(config, architecture.facts, (*train, *held_out)),
             *uncounted(config),
@@ -188,6 +190,15 @@ def make_plan(
         attention=config.memory.attention,
         tracing=partial(tracing_gauge, family, architecture, config) if every_setting else None,
     )
+
+
+def phases_of(resolved: Resolved, demand: Demand, fit: Fit, family: Family, facts: ModelFacts) -> dict[str, PhasePlan]:
+    """What each phase holds of the card, and of host memory."""
+    pictures, asked = resolved.config.cache.batch, from_user(resolved.origin["memory.base_precision"])
+    on_card = plan_phases(demand, fit, facts, pictures, family.text.without)
+    own = resolved.config.memory.base_precision if asked else "fp32"
+    hosted = host_phases(demand, fit, family, facts, pictures, own)
+    return {name: replace(phase, host_gib=hosted[name]) for name, phase in on_card.items()}
 
 
 def computed_in(config: Config, precision: str) -> str:

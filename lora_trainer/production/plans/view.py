@@ -6,10 +6,12 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from lora_trainer.production.memory import LARGEST_SHARE
+from lora_trainer.monitor.system import system_memory
+from lora_trainer.production.memory import GIB, LARGEST_SHARE
 from lora_trainer.production.plans.plan import Plan
 from lora_trainer.production.printed import show
 
+LEAST_HOST_GIB = 0.5
 WIDTH = 40  # characters of a bar that fills the card
 COLOURS = {"weights": "blue", "adapter": "cyan", "optimizer": "magenta", "activations": "green", "overhead": "yellow"}
 NO_DATA = "unknown without --data, where train takes its built-in data set"
@@ -99,9 +101,20 @@ def lines(plan: Plan) -> list[str]:
         f"streamed {fit.streamed} of {fit.streamable} blocks: {fit.reasons[3]}{hosted}",
         *least,
         *(f"{name}: {phase.peak_gib:.2f} GiB, {phase.placement}" for name, phase in plan.phases.items()),
+        *host_lines(plan, system_memory()[0] / GIB),
         *([PUBLISHED] if demand.gauge.traced else []),
         f"disk: {plan.disk_gib:.2f} GiB for caches, checkpoints and the LoRA",
     ]
+
+
+def host_lines(plan: Plan, total: float) -> list[str]:
+    """Host memory of the phase that holds most of it, against this machine's; nothing where it is next to nothing."""
+    name, most = max(((name, phase.host_gib) for name, phase in plan.phases.items()), key=lambda pair: pair[1])
+    if most < LEAST_HOST_GIB:
+        return []
+    where = "" if plan.demand.limit_gib is not None else ", without a card"
+    said = f"host memory{where}: up to {most:.1f} GiB ({name}) beside the program's own; this machine has {total:.1f}"
+    return [said if most < total else f"{said}, which is too little for it"]
 
 
 def _times(plan: Plan, tflop: float) -> str:

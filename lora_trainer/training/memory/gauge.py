@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -44,22 +44,7 @@ def traced_gauge(
     """
     remembered = _memory(folder / "plans" / f"{_key(family, architecture, targets, products=products)}.json")
 
-    @cache
-    def subject(rank: int, precision: str) -> Subject:
-        import torch
-
-        from lora_trainer.training.memory.trace import make_subject
-
-        dtype = torch.float32 if precision == "fp32" else torch.bfloat16
-        return make_subject(
-            family,
-            architecture,
-            rank=rank,
-            targets=targets,
-            dtype=dtype,
-            stored=cast("Precision", precision),
-            products=products and precision == "int8",
-        )
+    subject = cache(partial(_subject, family, architecture, targets, products))
 
     def shapes(rank: int) -> list[tuple[int, ...]]:
         found = remembered(f"shapes {rank}", lambda: [list(shape) for shape in subject(rank, "bf16").shapes])
@@ -92,6 +77,29 @@ def traced_gauge(
     stride = max(1, blocks // STEPS_OF_CHECKPOINTING)
     most = len(freed("bf16")) - 1
     return Gauge("traced on this model", blocks, stride, most, shapes, weights, footprint, traced=True)
+
+
+def _subject(
+    family: Family,
+    architecture: Architecture,
+    targets: str | tuple[str, ...],
+    products: bool,
+    rank: int,
+    precision: str,
+) -> Subject:
+    import torch
+
+    from lora_trainer.training.memory.trace import make_subject
+
+    return make_subject(
+        family,
+        architecture,
+        rank=rank,
+        targets=targets,
+        dtype=torch.float32 if precision == "fp32" else torch.bfloat16,
+        stored=cast("Precision", precision),
+        products=products and precision == "int8",
+    )
 
 
 def _memory(path: Path) -> Callable[[str, Callable[[], Any]], Any]:
