@@ -26,7 +26,7 @@ def remembered_digest(path: Path, part: str, read: Callable[[Path], str]) -> str
     if found.st_size < LEAST_REMEMBERED:
         return read(path)
     known = [os.path.abspath(path), found.st_size, found.st_mtime_ns, found.st_ctime_ns, found.st_ino]
-    named = hashlib.sha256(f"{known[0]}{part}".encode()).hexdigest()[:32]
+    named = hashlib.sha256(f"{known[0]}{part}".encode("utf-8", "surrogatepass")).hexdigest()[:32]
     note = user_cache_folder() / "digests" / f"{named}.json"
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
         document = read_json(note)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from pathlib import Path
@@ -50,6 +50,10 @@ QUANTISED = (
     (".weight_scale", "fp8 with scales"),
     (".weight_scale_inv", "fp8 with scales"),
     (".comfy_quant", "another program's form"),
+)
+NEVER_READ = (
+    *(".bin", ".bin.index.json", ".ckpt", ".gguf", ".h5", ".msgpack", ".onnx", ".onnx_data", ".pb", ".pt", ".pth"),
+    *(".md", ".db", ".ini"),
 )
 # What makes a library read other files than those that were checked, fetch code or run it.
 UNTRUSTED = ("quantization_config", "transformers_weights")
@@ -288,12 +292,23 @@ def _refuse_entry(path: Path, key: str, value: Any) -> None:
         )
 
 
+def _is_read(name: str, taken: Collection[str]) -> bool:
+    """Whether a file beside the weights of `taken` is one that a part is loaded from.
+
+    Other weights, those of other programs, and what file managers leave are not.
+    """
+    if name.startswith(".") or name.lower().endswith(NEVER_READ):
+        return False
+    return not taken or name in taken or ".safetensors" not in name
+
+
 def fingerprint(folder: Path, *components: str) -> str:
-    """A hash of every file of the components: changes when weights, config or vocabulary change."""
+    """A hash of the components: changes when weights, config or vocabulary change, whatever else lies beside them."""
     digest = hashlib.sha256()
     for component in components:
+        taken = set(_complete_set(folder / component))
         for path in sorted((folder / component).iterdir()):
-            if path.is_file():
+            if path.is_file() and _is_read(path.name, taken):
                 # A table of places tells of files and times; the weights themselves are what counts.
                 told = weights_digest(path.parent) if path.name == WEIGHTS else remembered_sha256(path)
                 line = f"{component}/{path.name}:{told}\n"

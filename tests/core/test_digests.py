@@ -69,3 +69,8 @@ def test_a_damaged_note_is_passed_over(
     note.write_text("{", encoding="utf-8")
     assert remembered_sha256(large) == first
     assert len(hashed) == 2
+
+
+def test_a_name_need_not_be_utf_8(large: Path) -> None:
+    other = large.rename(os.fsdecode(os.fsencode(large.parent) + b"/\xff.safetensors"))
+    assert remembered_sha256(other) == hashlib.sha256(bytes(LEAST_REMEMBERED)).hexdigest()

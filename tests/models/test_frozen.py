@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from diffusers import AutoencoderKL
 from safetensors.torch import load_file, save_file
 from transformers import CLIPTextConfig, CLIPTextModel, CLIPTextModelWithProjection, T5Config, T5EncoderModel
 
+from lora_trainer.core.io import sha256_file
 from lora_trainer.models.folder import fingerprint, weights_digest
 from lora_trainer.models.frozen import load_frozen
 from lora_trainer.models.places import Place, laid_out_models, write_places
@@ -111,3 +113,25 @@ def test_weights_that_lie_elsewhere(part: tuple[Any, Path], tmp_path: Path, monk
     write_places(laid_out, places)
     assert weights_digest(laid_out) != first[0]
     assert fingerprint(laid_out.parent, "part") != first[1]
+
+
+def test_what_caches_go_by_changes_with_what_is_read_alone(tmp_path: Path) -> None:
+    """Other weights, other programs' files and what file managers leave are not."""
+    folder = tmp_path / "text_encoder"
+    T5EncoderModel(T5Config(**T5)).save_pretrained(folder, max_shard_size="4KB")
+    assert len(list(folder.glob("*.safetensors"))) > 1
+    (folder / "vocab.json").write_text("{}")
+    first = fingerprint(tmp_path, "text_encoder")
+    lines = (f"text_encoder/{path.name}:{sha256_file(path)}\n" for path in sorted(folder.iterdir()))
+    assert first == hashlib.sha256("".join(lines).encode()).hexdigest()[:32], "as caches of earlier versions have it"
+    others = ("model.fp16.safetensors", "pytorch_model.bin", "pytorch_model.bin.index.json", "README.md", ".DS_Store")
+    for name in (*others, "model.safetensors.index.fp16.json", "flax_model.msgpack", "Thumbs.db", "desktop.ini"):
+        (folder / name).write_bytes(b"other")
+        assert fingerprint(tmp_path, "text_encoder") == first, name
+    for name in ("config.json", "vocab.json", next(folder.glob("*-of-*")).name, "model.safetensors.index.json"):
+        before = (folder / name).read_bytes()
+        (folder / name).write_bytes(before + b" ")
+        assert fingerprint(tmp_path, "text_encoder") != first, name
+        (folder / name).write_bytes(before)
+    (folder / "added_tokens.json").write_text("{}")
+    assert fingerprint(tmp_path, "text_encoder") != first
