@@ -6,6 +6,7 @@ import json
 import math
 import re
 from collections.abc import Iterator, Mapping
+from functools import cache
 from typing import Any
 
 from torch import Tensor
@@ -23,6 +24,7 @@ DESCRIBING = frozenset(
 )
 UNSET = {"megatron_core": ("megatron.core",), "init_lora_weights": (True, "gaussian")}  # as peft writes them
 NUMBERED = re.compile(r"(^|\.)\d+\.")  # inside a block: no other module's name ends so
+PLAIN = re.compile(r"[\w.-]+")
 REPEATED_GROUP = re.compile(r"\)\s*[*+{]|[*+}][*+]")  # what lets a pattern take for ever
 
 
@@ -102,18 +104,24 @@ def alphas(
 
 
 def _by_pattern(pattern: Mapping[str, Any], name: str, default: Any) -> Any:
-    """As peft looks a module up: a key is the end of its name, or matches it."""
+    """As peft looks a module up: by the first key that is the end of its name, or matches it."""
     names = (name, name.removeprefix("text_model."))
     for key, value in pattern.items():
-        if any(each == key or each.endswith(f".{key}") for each in names):
+        matches = _matcher(key)
+        if any(each == key or each.endswith(f".{key}") or (matches and matches.fullmatch(each)) for each in names):
             return value
-    for key, value in pattern.items():
-        try:
-            if any(re.fullmatch(rf"(.*\.)?({key})", each) for each in names):
-                return value
-        except re.error:
-            raise ValueError(f"{key!r} is no pattern") from None
     return default
+
+
+@cache
+def _matcher(key: str) -> re.Pattern[str] | None:
+    """None for a plain name. Raises ValueError for what is no pattern."""
+    if PLAIN.fullmatch(key):
+        return None
+    try:
+        return re.compile(rf"(.*\.)?({key})")
+    except re.error:
+        raise ValueError(f"{key!r} is no pattern") from None
 
 
 def _document(metadata: Mapping[str, str]) -> dict[str, Any]:

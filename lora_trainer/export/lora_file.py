@@ -28,7 +28,6 @@ from lora_trainer.export.reading import some, weights_of
 from lora_trainer.export.weights import LoraWeights, check_keys, folded
 
 ONE_ENCODER_SLOT = "string_to_param.*"  # what a word is called inside a file, of one text encoder
-CLIP_SLOTS = ("clip_l", "clip_g")
 MOST_CONFIG_BYTES = 1 << 20
 PEFT_CONFIG = "adapter_config.json"  # what peft writes beside its file: without it nothing tells alpha
 
@@ -66,12 +65,12 @@ def write_lora(
 def write_words(folder: Path, name: str, weights: LoraWeights, *, dtype: torch.dtype = torch.float16) -> list[Path]:
     """Write each learned word as a file of its own, `NAME.embedding-WORD.safetensors`, as ComfyUI, A1111 and diffusers load it.
 
-    The embeddings of one text encoder are called `emb_params`, those of two `clip_l` and `clip_g`.
+    The embeddings of the only text encoder are called `emb_params`, others as they are called in the LoRA (`clip_l`, `t5`).
     """
     words: dict[str, dict[str, Tensor]] = {}
     for key, tensor in folded(LoraWeights({}, embeddings=weights.embeddings), dtype).embeddings.items():
         word, _, slot = key.partition(".")
-        words.setdefault(word, {})[slot if slot in CLIP_SLOTS else "emb_params"] = tensor
+        words.setdefault(word, {})["emb_params" if slot == ONE_ENCODER_SLOT else slot] = tensor
     paths: list[Path] = []
     try:
         for word, tensors in words.items():

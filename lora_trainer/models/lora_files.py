@@ -106,10 +106,11 @@ def _with_base(weights: LoraWeights, family: str) -> LoraWeights:
 
 
 def _told(weights: LoraWeights) -> str | None:
-    """The family whose base the header names."""
+    """The family whose base the header names, if it has such a denoiser."""
     told = weights.metadata.get("ss_base_model_version", "")
+    denoisers = {module.partition(".")[0] for module in weights.modules if not module.startswith("text_encoder")}
     for name, family in FAMILIES.items():
-        if not told:
+        if not told or not denoisers <= {family.denoiser_prefix}:
             continue
         version, _ = family.base_names(public_architecture(name).facts)
         if told.startswith(version) or version.startswith(told):

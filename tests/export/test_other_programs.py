@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from peft.utils.other import get_pattern_key
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -150,6 +151,21 @@ def test_pefts_own_config_beside_the_file_tells_alpha(tmp_path: Path) -> None:
     (tmp_path / "adapter_config.json").write_text(json.dumps({"r": 4, "init_lora_weights": "pissa"}))
     with pytest.raises(UsageError, match="init_lora_weights"):
         read_lora(path)
+
+
+def test_of_several_patterns_the_first_counts(tmp_path: Path) -> None:
+    """As peft takes them, in their order; a key may be the end of a name or match it."""
+    modules = [f"{UNET}.attn1.to_q", f"{UNET}.attn2.to_q", f"{UNET}.attn1.to_k"]
+    patterns = {r"attn\d\.to_q": 8, "attn1.to_q": 2, "to_k": 16}
+    expected = [patterns[get_pattern_key(list(patterns), name)] for name in modules]
+    tensors: Tensors = {}
+    for seed, name in enumerate(modules):
+        tensors |= peft_keys(f"unet.{name}", random_pair(4, seed))
+    document = {"unet.r": 4, "unet.lora_alpha": 4, "unet.alpha_pattern": patterns}
+    path = tmp_path / "theirs.safetensors"
+    save_file(tensors, path, metadata={"lora_adapter_metadata": json.dumps(document)})
+    read = read_lora(path).modules
+    assert [read[f"unet.{name}"].alpha for name in modules] == expected == [8, 8, 16]
 
 
 def test_a_kernel_between_two_of_one_pixel_is_multiplied_into_down(tmp_path: Path) -> None:
@@ -327,6 +343,24 @@ def test_learned_words_come_along(tmp_path: Path) -> None:
     convert_lora(there, back, "kohya")
     again = load_file(back)
     assert all(torch.equal(again[key], tensor) for key, tensor in words.items())
+
+
+def test_a_word_of_any_text_encoder_comes_along(tmp_path: Path) -> None:
+    """OneTrainer's names: T5's, and what is added behind an encoder."""
+    source, there, back = (tmp_path / f"{name}.safetensors" for name in ("words", "there", "back"))
+    words = {f"bundle_emb.zobo.{slot}": torch.randn(2, 8) for slot in ("clip_l", "t5", "clip_l_out", "t5_out")}
+    save_file(kohya_keys("lora_te1_text_model_encoder_layers_0_mlp_fc2", ONE) | words, source)
+    convert_lora(source, there, "diffusers", family="flux")
+    convert_lora(there, back, "kohya", family="flux")
+    again = load_file(back)
+    assert all(torch.equal(again[key], tensor) for key, tensor in words.items())
+
+
+def test_a_header_of_another_kind_of_denoiser_is_not_believed(tmp_path: Path) -> None:
+    path = tmp_path / "flux.safetensors"
+    name = "transformer.single_transformer_blocks.0.attn.to_q"
+    save_file(peft_keys(name, ONE), path, metadata={"ss_base_model_version": "sd_v1"})
+    assert read_lora(path).family == "flux"
 
 
 def test_what_t5_learned_is_not_written_for_diffusers(tmp_path: Path) -> None:
