@@ -18,6 +18,7 @@ from lora_trainer.export.layout import Names, rule_of
 from lora_trainer.export.weights import LoraWeights
 from lora_trainer.models import FAMILIES
 from lora_trainer.models.folder import detect_family
+from lora_trainer.models.storage.store import is_narrow, narrower
 from lora_trainer.models.z_image import LAYOUT, read_chat
 from tests.export.tiny import qwen_tokenizer, random_lora, tiny_pipeline, tiny_transformer
 
@@ -91,6 +92,19 @@ def test_the_denoiser_is_asked_as_the_pipeline_asks_it(model, size):
         with torch.no_grad():
             ours = FAMILY.predict(transformer, noisy, time[None] - 1, cond, torch.zeros(1, 6))
         assert torch.allclose(ours, expected, atol=1e-5)
+
+
+@pytest.mark.parametrize("stored", ["fp8", "int8", "nf4"])
+def test_narrow_weights_change_what_is_told_of_a_time_by_little(model, stored):
+    """The transformer makes its time embedding in the type of a layer's weight, which must not be a narrow one."""
+    cond = FAMILY.load_encoders(model, torch.float32, CPU).encode_text(CAPTIONS[:1])
+    noisy, t, sizes = torch.randn(1, 16, 8, 12, generator=torch.manual_seed(0)), torch.tensor([500]), torch.zeros(1, 6)
+    wide = FAMILY.load_denoiser(model, torch.float32, CPU)
+    narrow = FAMILY.load_denoiser(model, torch.float32, CPU, narrower(stored))
+    assert is_narrow(narrow.t_embedder.mlp[0])
+    with torch.no_grad():
+        told, expected = (FAMILY.predict(each, noisy, t, cond, sizes) for each in (narrow, wide))
+    assert (told - expected).norm() < 0.3 * expected.norm()
 
 
 def test_captions_of_different_lengths_change_nothing_for_each_other(model):

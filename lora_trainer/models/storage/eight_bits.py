@@ -1,7 +1,8 @@
 """Frozen weights stored in 8 bits with a scale for each output channel.
 
 Either float8 e4m3 (arXiv:2209.05433) or int8, symmetric around 0. A layer holds its weight in one byte a number, its
-scale [out, 1, …] and its bias in what is computed in: nothing else stands on the card between steps.
+scale [out, 1, …] and its bias in what is computed in: nothing else stands on the card between steps. Float8 is held as
+its bits, in uint8: models that look at a weight's type (Z-Image's time embedding) would compute in any floating one.
 
 A linear layer's backward pass needs its weight. Casting a layer up before its forward pass, as diffusers' layer-wise
 casting and torchao's weight-only layers do, makes autograd keep the wide copy of every layer until then, so that
@@ -16,14 +17,15 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-LARGEST = {torch.float8_e4m3fn: torch.finfo(torch.float8_e4m3fn).max, torch.int8: 127.0}
+FLOAT8 = torch.float8_e4m3fn
+LARGEST = {FLOAT8: torch.finfo(FLOAT8).max, torch.int8: 127.0}
 SCALE = "weight_scale"
 AT_ONCE = 1 << 20  # numbers that are narrowed together: wide copies of a large layer would need room of their own
 
 
 def widened(weight: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """The weight [out, …] in the precision of the forward pass."""
-    return weight.to(dtype).mul_(scale)
+    """The weight [out, …] in the precision of the forward pass, of what is stored."""
+    return (weight.view(FLOAT8) if weight.dtype == torch.uint8 else weight).to(dtype).mul_(scale)
 
 
 class _Linear(torch.autograd.Function):
@@ -116,6 +118,6 @@ def narrow_to_8_bits(layer: nn.Linear | nn.Conv2d, storage: torch.dtype) -> None
         # Divided by the very scale that multiplies later, so that its own rounding is no error.
         part.div_(scale[some : some + rows].float()).clamp_(-LARGEST[storage], LARGEST[storage])
         weight[some : some + rows] = part.round_() if storage == torch.int8 else part
-    layer.weight = nn.Parameter(weight, requires_grad=False)
+    layer.weight = nn.Parameter(weight.view(torch.uint8) if storage == FLOAT8 else weight, requires_grad=False)
     layer.register_buffer(SCALE, scale, persistent=False)
     layer.__class__ = Linear8 if isinstance(layer, nn.Linear) else Conv2d8

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lora_trainer.config.schema import Precision
+from lora_trainer.models.storage.eight_bits import widened
 from lora_trainer.models.storage.store import narrower, store_layers
 
 
@@ -75,7 +76,7 @@ def test_a_layer_computes_with_its_rounded_weight(kind: str, stored: Precision) 
         assert 0 < float((one - other).norm() / other.norm()) < ERRORS[stored]
     # The very weight that is stored gives the very same numbers in a plain layer.
     plain = make().requires_grad_(False)
-    plain.load_state_dict({"weight": layer.weight.float() * layer.weight_scale, **bias_of(layer)})
+    plain.load_state_dict({"weight": widened(layer.weight, layer.weight_scale, torch.float32), **bias_of(layer)})
     for one, other in zip((found, found_back), pulled(plain, x), strict=True):
         assert torch.allclose(one, other, atol=1e-5)
 
@@ -126,7 +127,7 @@ def test_rows_of_zeros_and_of_very_large_and_small_numbers_stay_finite(stored: P
     y = layer(torch.randn(4, 32).bfloat16())
     assert torch.isfinite(y).all()
     assert float(y[:, 3].abs().max()) == 0.0
-    wide = layer.weight.float() * layer.weight_scale.float()
+    wide = widened(layer.weight, layer.weight_scale, torch.float32)
     assert float((wide - exact)[4].norm() / exact[4].norm()) < ERRORS[stored]
 
 
