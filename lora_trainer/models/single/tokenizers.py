@@ -39,7 +39,7 @@ def copy_tokenizer(kind: str, given: Path | None, target: Path) -> None:
         given = _on_this_computer(kind)
         if given is None:
             encoder, known = TOLD[kind]
-            message = f"The file of the model holds {encoder} without its tokenizer."
+            message = f"{encoder} without its tokenizer: files of models hold none."
             fix = f"Name a folder with {target.name}/tokenizer.json with model.text_encoders; {known}."
             raise UsageError(Problem(message, fix))
     if given is not None:

@@ -88,7 +88,7 @@ def _blocks(stored: Stored) -> tuple[dict[str, str], list[list[int]], list[list[
 def _refuse_uneven(stored: Stored, down: list[list[int]], up: list[list[int]]) -> None:
     """Raise UsageError where levels do not mirror each other, or blocks of one level are not alike.
 
-    So are the U-Nets that were made smaller by leaving blocks out: SSD-1B, Vega, KOALA.
+    So are U-Nets that were made smaller by leaving blocks out: SSD-1B, Vega, KOALA 700M.
     """
     falling, rising = (
         [[stored.count(f"{way}_blocks.{number}.1.transformer_blocks.") for number in numbers] for numbers in side]
@@ -98,9 +98,7 @@ def _refuse_uneven(stored: Stored, down: list[list[int]], up: list[list[int]]) -
     depths = [level[0] if level else 0 for level in falling]
     even = [[depth] * layers for depth in depths], [[depth] * (layers + 1) for depth in reversed(depths)]
     if (falling, rising) != even or deepest != (depths[-1] or max(1, deepest)):
-        message = (
-            f"{stored.file} is a U-Net with blocks left out, as in SSD-1B, Vega or KOALA, which cannot be trained."
-        )
+        message = f"{stored.file} is a U-Net with blocks left out, as in SSD-1B or Vega, which cannot be trained."
         raise UsageError(Problem(message, "Use the base that it was made from."))
 
 

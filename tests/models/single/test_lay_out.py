@@ -266,7 +266,7 @@ def test_flux_as_comfyui_saves_it_has_other_names_of_norms(tmp_path: Path) -> No
     "left_out", ["middle_block.1.", "input_blocks.5.1.transformer_blocks.1.", "output_blocks.1.1.transformer_blocks.1."]
 )
 def test_a_unet_with_blocks_left_out_is_refused(left_out: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """SSD-1B, Vega and KOALA are such."""
+    """SSD-1B and Vega are such."""
     tensors = unet_checkpoint(tiny_pipeline(tmp_path / "words", "sdxl"), "sdxl")
     monkeypatch.setattr(tokenizers, "CLIP", tmp_path / "words")
     fewer = {name: each for name, each in tensors.items() if not name.startswith(f"model.diffusion_model.{left_out}")}
