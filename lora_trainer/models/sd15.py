@@ -25,6 +25,7 @@ from lora_trainer.models.unet import (
     load_tokenizer,
     load_unet,
     make_denoiser,
+    refuse_other_texts,
     thin,
     unet_facts,
 )
@@ -39,6 +40,7 @@ def describe(folder: Path) -> ModelFacts:
     facts = unet_facts(folder, "sd15")
     if read_config(folder, "unet/config.json").get("cross_attention_dim") == SD2_TEXT_WIDTH:
         raise UsageError(Problem(f"{folder} is a Stable Diffusion 2.x model.", "Leave model.family empty."))
+    refuse_other_texts(folder)
     return facts
 
 

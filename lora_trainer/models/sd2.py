@@ -9,7 +9,7 @@ from lora_trainer.core.errors import Problem, UsageError
 from lora_trainer.models import sd15
 from lora_trainer.models.family import ModelFacts
 from lora_trainer.models.folder import SD2_TEXT_WIDTH, read_config
-from lora_trainer.models.unet import unet_facts
+from lora_trainer.models.unet import refuse_other_texts, unet_facts
 
 
 def describe(folder: Path) -> ModelFacts:
@@ -23,6 +23,7 @@ def describe(folder: Path) -> ModelFacts:
                 "Leave model.family empty.",
             )
         )
+    refuse_other_texts(folder)
     return facts
 
 

@@ -24,6 +24,7 @@ from lora_trainer.models.unet import (
     load_tokenizer,
     load_unet,
     make_denoiser,
+    refuse_other_texts,
     thin,
     unet_facts,
 )
@@ -39,11 +40,18 @@ SIZE_NUMBERS = 6  # original height, width, crop top, left, target height, width
 def describe(folder: Path) -> ModelFacts:
     """Facts from the config files. Raises UsageError when a part is missing, damaged or of another kind."""
     facts = unet_facts(folder, "sdxl", TEXT_ENCODERS)
-    kind = read_config(folder, "unet/config.json").get("addition_embed_type")
+    unet = read_config(folder, "unet/config.json")
+    kind = unet.get("addition_embed_type")
     if kind != "text_time":
         raise UsageError(
             Problem(f"{folder}: the U-Net takes no pooled text and sizes ({kind}).", "Use a base model of SDXL 1.0.")
         )
+    refuse_other_texts(folder, TEXT_ENCODERS)
+    takes = unet.get("projection_class_embeddings_input_dim")
+    gives = read_config(folder, f"{TEXT_ENCODERS[1]}/config.json").get("projection_dim") or 0
+    if takes != (given := SIZE_NUMBERS * unet.get("addition_time_embed_dim", 0) + gives):
+        message = f"{folder}: the U-Net takes a summary with sizes {takes} wide, {TEXT_ENCODERS[1]} gives {given}."
+        raise UsageError(Problem(message, "Use the text encoders that the model came with."))
     return facts
 
 

@@ -87,6 +87,16 @@ def _refuse_more_than_text(folder: Path, unet: Mapping[str, Any], channels: int)
         raise UsageError(Problem(message, "Use the text-to-image base that it was made from."))
 
 
+def refuse_other_texts(folder: Path, names: Sequence[str] = ("text_encoder",)) -> None:
+    """Raise UsageError for text encoders that say something of another width than the U-Net reads."""
+    widths = [read_config(folder, f"{name}/config.json").get("hidden_size") for name in names]
+    reads = read_config(folder, "unet/config.json").get("cross_attention_dim")
+    if isinstance(reads, int) and reads != sum(width for width in widths if isinstance(width, int)):
+        given = " + ".join(map(str, widths))
+        message = f"{folder}: the U-Net takes text {reads} wide, the text encoders give {given}."
+        raise UsageError(Problem(message, "Use the text encoders that the model came with."))
+
+
 def caption_tokens(folder: Path, text_encoder: str) -> int:
     """The longest caption in tokens, start and end among them: what tokenizer and text encoder both take."""
     encoder = read_config(folder, f"{text_encoder}/config.json")

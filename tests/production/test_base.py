@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import time
 from pathlib import Path
@@ -13,13 +14,16 @@ import torch
 from safetensors.torch import load_file
 
 from lora_trainer.cli.main import main
+from lora_trainer.config.schema.inputs import ModelSection
 from lora_trainer.core.errors import UsageError
 from lora_trainer.models import FAMILIES
 from lora_trainer.models.folder import detect_family, places_of_weights
 from lora_trainer.models.places import laid_out_models
 from lora_trainer.models.single import tokenizers
+from lora_trainer.production.bases.base import find_base
 from lora_trainer.production.bases.names import absolute
-from tests.models.single.originals import write
+from tests.models.single.originals import unet_checkpoint, write
+from tests.models.single.tiny import tiny_pipeline
 from tests.production.base_folders import encoded, found, without
 
 
@@ -170,6 +174,8 @@ def test_laid_out_folders_do_not_pile_up(checkpoint: Path, tmp_path: Path, monke
     ("file", "entry", "words"),
     [
         ("unet/config.json", {"in_channels": 9}, "inpainting.*9 input channels in place of 4"),
+        ("text_encoder_2/config.json", {"hidden_size": 64}, r"takes text 192 wide, the text encoders give 64 \+ 64"),
+        ("text_encoder_2/config.json", {"projection_dim": 32}, "takes a summary with sizes 1600 wide.* gives 1568"),
         ("unet/config.json", {"class_embed_type": "projection"}, "told more than noise and text"),
         ("unet/config.json", {"encoder_hid_dim_type": "ip_image_proj"}, "told more than noise and text"),
         ("unet/config.json", {"time_cond_proj_dim": 256}, "told more than noise and text"),
@@ -195,3 +201,36 @@ def test_all_parts_that_a_folder_lacks_are_named_at_once(folder: Path) -> None:
         f"{folder}/unet/config.json is missing.",
         f"{folder}/vae/config.json is missing.",
     ]
+
+
+def test_an_autoencoder_out_of_another_family_s_checkpoint_is_refused(
+    folder: Path, checkpoint: Path, tmp_path: Path
+) -> None:
+    """Its family tells the scale, which no file does."""
+    other = write(unet_checkpoint(tiny_pipeline(tmp_path / "words", "sd15"), "sd15"), tmp_path / "sd.safetensors")
+    with pytest.raises(UsageError, match=r"scaling_factor of 0.18215, and the model's own has 0.13025"):
+        found(folder, vae=other)
+    assert found(folder, vae=checkpoint).is_dir()
+
+
+def test_what_is_no_model_is_told_with_what_is_meant(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("link").symlink_to("gone")
+    page = "https://huggingface.co/some/model"
+    for named, words in (
+        ("link", "is a link to gone, where nothing is"),
+        ("lost", "looked for in"),
+        (" ", "--model is empty"),
+        ("some/model@v1", "Name it as some/model, with model.revision=v1"),
+        (f"{page}/resolve/main/old/sd.safetensors", "Name the model as some/model/old/sd.safetensors"),
+        ("https://elsewhere.org/sd", "Download the file"),
+        (str(folder / "model_index.json"), f"Name its folder: {folder}"),
+        (str(folder / "unet"), f"Name all of it: {folder}"),
+    ):
+        with pytest.raises(UsageError, match=re.escape(words)):
+            find_base(ModelSection(path=named))
+    for vae, words in ((page, "Name the model as some/model"), (str(folder / "text_encoder"), "is a clip_text_model")):
+        with pytest.raises(UsageError, match=words):
+            found(folder, vae=vae)

@@ -51,7 +51,9 @@ def vae_folder(named: Path) -> Path:
     if not (folder / "config.json").exists():
         message = f"{named} holds no autoencoder: neither config.json nor vae/config.json."
         raise UsageError(Problem(message, "Name a diffusers folder of an autoencoder, or its .safetensors file."))
-    kind = read_config(folder, "config.json").get("_class_name", "AutoencoderKL")
+    config = read_config(folder, "config.json")
+    usual = "AutoencoderKL" if "block_out_channels" in config else config.get("model_type", "part of another kind")
+    kind = config.get("_class_name", usual)
     if kind != "AutoencoderKL":
         raise UsageError(
             Problem(f"{folder} is a {str(kind)[:80]}, not an AutoencoderKL.", "Name an autoencoder with model.vae.")

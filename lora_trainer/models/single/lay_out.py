@@ -36,7 +36,7 @@ from lora_trainer.models.single.transformers import TRANSFORMERS
 from lora_trainer.models.single.unet import unet_part
 from lora_trainer.models.single.vae import vae_part
 
-VERSION = 3  # of what is laid out; raise it when the same file becomes another folder
+VERSION = 4  # of what is laid out; raise it when the same file becomes another folder
 SHOWN_OF_NAME = 40
 VAE_PREFIXES = ("first_stage_model.", "vae.")
 VAE_OF_2_1 = 768  # pixels, of models that predict velocity
@@ -213,8 +213,13 @@ def _replaced_vae(given: Path, own: Mapping[str, Any]) -> Part | Path:
 
 
 def vae_of_file(file: Path, published: Mapping[str, Any]) -> Part:
-    """An autoencoder in a file of its own, by either's names. Raises UsageError for what is none."""
+    """An autoencoder in a file of its own, by either's names, or in a checkpoint, whose family tells its scale.
+
+    Raises UsageError for what is none.
+    """
     header = read_tensor_header(file)
+    with contextlib.suppress(UsageError):
+        published = _published(recognise(file).family)["vae"]
     for prefix in (*VAE_PREFIXES, ""):
         stored = Stored.of(file, header, prefix)
         if "encoder.conv_in.weight" in stored.shapes:

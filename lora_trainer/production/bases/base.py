@@ -10,7 +10,6 @@ from __future__ import annotations
 import atexit
 import contextlib
 import os
-import re
 import shutil
 import sys
 from collections.abc import Callable, Mapping
@@ -23,11 +22,9 @@ from lora_trainer.core.errors import Problem, UsageError, known_as
 from lora_trainer.core.findings import printable_lines
 from lora_trainer.core.launch import is_main_process
 from lora_trainer.models.folder import EXPECTED, without_weights
-from lora_trainer.production.bases.names import absolute, as_hub_model, local_path
+from lora_trainer.production.bases.hub_files import INDEX
+from lora_trainer.production.bases.names import absolute, as_hub_model, as_hub_part, local_path, page_of_the_web
 from lora_trainer.production.bases.parts import find_parts, refuse_missing
-
-WEB = re.compile(r"https?://(?:www\.)?(?:huggingface\.co|hf\.co)/(?P<id>[^/?#]+/[^/?#]+)")
-
 
 OFFLINE_VARIABLES = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "HF_DATASETS_OFFLINE")
 
@@ -118,7 +115,11 @@ def _named(model: ModelSection, *, offline: bool, weights: bool, origin: str, sa
         folder = found.folder / asked.file if asked.file is not None else found.folder
         places = {str(found.folder): asked.name} | ({str(folder): str(asked)} if asked.file else {})
         return Base(folder, str(asked), found.commit, found.whole, places=places)
+    if not model.path.strip():
+        raise UsageError(Problem(f"{origin} is empty.", "Name a model; without it the built-in base is used."))
     path = local_path(model.path)
+    if path.name == INDEX and path.is_file():
+        raise UsageError(Problem(f"{path} is the index of a model.", f"Name its folder: {path.parent}."))
     if not path.exists():
         raise UsageError(_no_model(model.path, origin))
     if model.revision is not None:
@@ -155,7 +156,9 @@ def _no_base(folder: Path, origin: str) -> Problem:
             f"{folder} holds a LoRA, not a model to train on.", f"Name the base that it was trained on as {origin}."
         )
     if "config.json" in files:
-        return Problem(f"{folder} is one part of a model: it has config.json and no model_index.json.", EXPECTED)
+        message = f"{folder} is one part of a model: it has config.json and no model_index.json."
+        whole = folder.absolute().parent
+        return Problem(message, f"Name all of it: {whole}." if (whole / INDEX).is_file() else EXPECTED)
     if checkpoints:
         named = ", ".join(str(folder / name) for name in checkpoints[:5])
         return Problem(
@@ -168,11 +171,16 @@ def _no_base(folder: Path, origin: str) -> Problem:
 
 def _no_model(text: str, origin: str) -> Problem:
     """Why nothing is there, and how models are named."""
-    if web := WEB.match(text):
-        return Problem(f"{text} is a page of the web.", f"Name the model as {web['id']}.")
-    parts = text.split("/")
+    if page := page_of_the_web(text, origin):
+        return page
+    path, parts = local_path(text), text.split("/")
+    if path.is_symlink():
+        return Problem(f"{text} is a link to {path.readlink()}, where nothing is.", f"Check {origin}.")
+    if (asked := as_hub_part(text)) is not None and asked.revision:
+        return Problem(f"There is no model at {text}.", f"Name it as {asked}, with model.revision={asked.revision}.")
     if len(parts) == 2 and Path(parts[0]).is_dir():
         message = f"There is no model at {text}; the folder {parts[0]} is here, so it is no id of a hub."
         return Problem(message, f"Check {origin}.")
+    where = "" if path.is_absolute() else f" (looked for in {Path.cwd()})"
     fix = f"Check {origin}. A base is a folder, a .safetensors file, or owner/name of a hub."
-    return Problem(f"There is no model at {text}.", fix)
+    return Problem(f"There is no model at {text}{where}.", fix)

@@ -7,12 +7,18 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from lora_trainer.core.errors import Problem
+
 if TYPE_CHECKING:  # read when a base asks for it: every command begins with this file
     from lora_trainer.production.bases.hub import HubModel
 
 HUB_ID = re.compile(r"(?P<name>[A-Za-z0-9][\w.-]{0,95}/[\w.-]{1,96})(?:/(?P<file>[^\\]+\.safetensors))?", re.ASCII)
 FILES = (".safetensors", ".ckpt", ".pt", ".pth", ".bin", ".gguf")
 AT = re.compile(r"(?P<name>[^@]+)@(?P<revision>[^@/]+)(?P<file>/[^@]+)?")
+WEB = re.compile(
+    r"https?://(?:www\.)?(?:huggingface\.co|hf\.co)/(?P<id>[^/?#]+/[^/?#]+)"
+    r"(?:/(?:resolve|blob)/[^/?#]+/(?P<file>[^?#]+\.safetensors))?"
+)
 
 
 def local_path(text: str) -> Path:
@@ -46,3 +52,13 @@ def as_hub_part(text: str, parts: tuple[str, ...] = (), origin: str = "--model")
         return None
     found = as_hub_model(text) if at is None else as_hub_model(at["name"] + (at["file"] or ""), at["revision"])
     return None if found is None else replace(found, parts=parts, origin=origin)
+
+
+def page_of_the_web(text: str, origin: str) -> Problem | None:
+    """How what lies behind an address is named."""
+    if not text.startswith(("http://", "https://")):
+        return None
+    web = WEB.match(text)
+    named = "/".join(filter(None, (web["id"], web["file"]))) if web else ""
+    fix = f"Name the model as {named}." if web else f"Download the file, and name it as {origin}."
+    return Problem(f"{text} is a page of the web.", fix)

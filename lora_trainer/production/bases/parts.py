@@ -12,7 +12,7 @@ from lora_trainer.core.errors import Problem, UsageError
 from lora_trainer.models import FAMILIES
 from lora_trainer.models.folder import EXPECTED, detect_family, named_parts, read_config, tokenizer_of
 from lora_trainer.production.bases.hub_files import INDEX, choose_parts, files_in, parts_of
-from lora_trainer.production.bases.names import as_hub_part, local_path
+from lora_trainer.production.bases.names import as_hub_part, local_path, page_of_the_web
 
 if TYPE_CHECKING:  # read when a checkpoint is named: every command begins with this file
     from lora_trainer.models.single.recognise import Checkpoint
@@ -103,6 +103,8 @@ def _find(
     origin: str, named: str, parts: tuple[str, ...], *, offline: bool, weights: bool, say: Callable[[str], None]
 ) -> _Found:
     """What a setting names: a path as it is, or the parts of a hub's model that are wanted. Raises UsageError."""
+    if page := page_of_the_web(named, origin):
+        raise UsageError(page)
     asked = as_hub_part(named, parts, origin)
     if asked is None:
         return _Found(local_path(named))
