@@ -12,6 +12,7 @@ from torch import nn
 from lora_trainer.core.errors import Problem, UsageError, nearest
 from lora_trainer.models.family import Family
 from lora_trainer.models.kernels import update
+from lora_trainer.models.storage.store import COMPUTED_IN, is_narrow
 
 ADAPTER = update.ADAPTER
 
@@ -76,4 +77,7 @@ def inject_lora(
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         inject_adapter_in_model(config, denoiser, adapter_name=ADAPTER)
+    for module in denoiser.modules():  # models that look at a layer see the adapter's, around the narrow one
+        if is_narrow(base := getattr(module, "base_layer", None)):
+            setattr(module, COMPUTED_IN, getattr(base, COMPUTED_IN))
     return {name: parameter for name, parameter in denoiser.named_parameters() if parameter.requires_grad}

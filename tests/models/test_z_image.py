@@ -18,6 +18,7 @@ from lora_trainer.export.layout import Names, rule_of
 from lora_trainer.export.weights import LoraWeights
 from lora_trainer.models import FAMILIES
 from lora_trainer.models.folder import detect_family
+from lora_trainer.models.lora import inject_lora
 from lora_trainer.models.storage.store import is_narrow, narrower
 from lora_trainer.models.z_image import LAYOUT, read_chat
 from tests.export.tiny import qwen_tokenizer, random_lora, tiny_pipeline, tiny_transformer
@@ -105,6 +106,14 @@ def test_narrow_weights_change_what_is_told_of_a_time_by_little(model, stored):
     with torch.no_grad():
         told, expected = (FAMILY.predict(each, noisy, t, cond, sizes) for each in (narrow, wide))
     assert (told - expected).norm() < 0.3 * expected.norm()
+    narrow = FAMILY.load_denoiser(model, torch.bfloat16, CPU, narrower(stored))
+    learned = inject_lora(narrow, ["t_embedder.mlp.0"], rank=4, alpha=4.0, dropout=0.0, seed=0)
+    for parameter in learned.values():
+        parameter.data = parameter.data.bfloat16()
+    half = {name: value if value.dtype == torch.bool else value.bfloat16() for name, value in cond.items()}
+    with torch.no_grad():
+        again = FAMILY.predict(narrow, noisy.bfloat16(), t, half, sizes)
+    assert (again.float() - expected).norm() < 0.3 * expected.norm()
 
 
 def test_captions_of_different_lengths_change_nothing_for_each_other(model):

@@ -63,7 +63,7 @@ def counted_products(denoiser: nn.Module) -> str:
     return f"int8 products in {count} of {len(linears)} linear layers, where a sample has {LEAST_ROWS} rows or more"
 
 
-def is_narrow(layer: nn.Module) -> bool:
+def is_narrow(layer: nn.Module | None) -> bool:
     """Whether a layer's weight is stored in fewer bits than it computes in."""
     return hasattr(layer, COMPUTED_IN)
 
