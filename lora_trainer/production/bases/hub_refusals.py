@@ -52,7 +52,7 @@ def no_pipeline(model: HubModel, sizes: Collection[str]) -> Problem:
 def no_parts(model: HubModel, names: Collection[str]) -> Problem:
     """Of a repository that has none of the parts that are wanted."""
     wanted = ", ".join(f"{part}/" for part in model.parts)
-    single = single_checkpoints(names) if "vae" in model.parts else []
+    single = single_checkpoints(names)
     named = ", ".join(f"{model.name}/{name}" for name in single[:5])
     fix = f"Name one of its files: {named}." if single else "Look for another repository."
     return Problem(f"{model.origin}: {model} holds no {wanted}.", fix)
