@@ -41,7 +41,6 @@ from lora_trainer.models.memory.phases import (
     captions_on_a_processor,
     costs_of,
     encoding_bytes,
-    phase_costs,
     pictures_at_once,
 )
 from lora_trainer.production.choices import Choices, usable_bytes
@@ -208,7 +207,7 @@ def pictures_together(config: Config, inputs: Inputs, choices: Choices, *, missi
     buckets = (*inputs.train_plan.counts, *inputs.held_out_plan.counts)
     pixels = max(bucket.width * bucket.height for bucket in buckets)
     usable, itemsize = usable_bytes(config, choices.device), choices.encoder_dtype.itemsize
-    costs = phase_costs(inputs.family.name)
+    costs = costs_of(inputs.facts)  # the model's own autoencoder, as the plan counts it
     encoder, each = encoding_bytes(costs, itemsize)
     if missing and usable is not None and encoder + each * pixels > usable:
         needed = f"{(encoder + each * pixels) / GIB:.2f} GiB, and the card has {usable / GIB:.2f} for it"
