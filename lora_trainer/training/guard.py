@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from typing import NoReturn
 
 import torch
+from torch import nn
 from torch.nn.utils import get_total_norm
 
 from lora_trainer.config.schema import Config
@@ -146,6 +147,8 @@ def left(job: Job, state: TrainState) -> str:
 
 def remedy(job: Job) -> str:
     """What to do about numbers that are not finite, by what the run is."""
+    if damaged := damaged_weight(job.learner.denoiser):
+        return f"The base itself is damaged: its {damaged} is not finite. Get its files again, and use another --name."
     others = {"fp32": "", "bf16": "fp32"}.get(str(job.settings.get("precision")), "bf16 or fp32")
     anew = f", or train anew, with another --name and memory.base_precision={others}" if others else ""
     return f"Lower optim.learning_rate{anew}."
@@ -168,6 +171,15 @@ def with_settings(state: TrainState, config: Config) -> TrainState:
 def weights_are_finite(learner: Learner) -> bool:
     """Looked at once for all of them: the largest is not finite where any is not."""
     return math.isfinite(float(get_total_norm(learner.masters, math.inf)))
+
+
+def damaged_weight(denoiser: nn.Module) -> str | None:
+    """The first frozen weight that is not finite. Asked where a run fails: while it loads, that would read all of the files."""
+    for name, weight in denoiser.named_parameters():
+        looked_at = weight.is_floating_point() and not weight.is_meta and not weight.requires_grad
+        if looked_at and not bool(torch.isfinite(weight.float()).all()):
+            return name
+    return None
 
 
 def blamed_samples(losses: Sequence[torch.Tensor], names: Sequence[str]) -> str:

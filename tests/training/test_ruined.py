@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 
 from lora_trainer.config.schema import Config, ControlSection, OptimSection
 from lora_trainer.core.errors import TrainingFailed
@@ -75,6 +77,18 @@ def test_the_advice_is_what_the_run_is_not_yet(place: TinyPlace, precision, said
     job = place.job(precision, memory__base_precision=precision, **SETTINGS)
     assert (remedy(job) == "Lower optim.learning_rate.") == (said is None)
     assert said is None or said in remedy(job)
+
+
+def test_a_damaged_base_is_said(place: TinyPlace):
+    """No lower rate mends it."""
+    job = place.job("a", steps=9, control__most_not_finite=3, **SETTINGS)
+    name, weight = next(each for each in job.learner.denoiser.named_parameters() if not each[1].requires_grad)
+    with torch.no_grad():
+        weight.view(-1)[0] = math.nan
+    with pytest.raises(TrainingFailed) as ended:
+        place.train(job)
+    assert f"The base itself is damaged: its {name} is not finite." in str(ended.value)
+    assert "learning_rate" not in str(ended.value)
 
 
 def test_the_line_says_that_the_newest_steps_were_left_out():
