@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import json
 import logging
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
@@ -18,16 +19,15 @@ from torch import nn
 from lora_trainer.core.errors import Problem
 from lora_trainer.core.findings import counted
 from lora_trainer.core.tensorfile import METADATA, read_tensor_header
-from lora_trainer.export.diffusers import diffusers_tensors
+from lora_trainer.export.diffusers import adapter_metadata, diffusers_tensors
 from lora_trainer.export.keys import EMBEDDING, KOHYA_DOWN
 from lora_trainer.export.weights import LoraWeights, check_keys, folded, shapes_of
 from lora_trainer.models.family import Family
-from lora_trainer.models.folder import read_config
-from lora_trainer.models.frozen import empty_clip
+from lora_trainer.models.folder import named_parts, read_config
+from lora_trainer.models.frozen import empty_text_encoder
 
 WORST_SHOWN = 5  # modules that do not fit, of many
 COMPLAINTS = ("unexpected keys", "missing keys", "were ignored", "unsuccessful", "not found")
-OF_T5 = ".encoder.block."  # which no other text encoder's modules are called
 
 
 @contextlib.contextmanager
@@ -79,14 +79,44 @@ def _complaints(said: Sequence[str]) -> list[str]:
     return [line for line in said if any(complaint in line for complaint in COMPLAINTS)]
 
 
-def put_on(pipeline: Any, weights: LoraWeights) -> list[str]:
+def put_on(pipeline: Any, family: Family, weights: LoraWeights) -> list[str]:
     """Put a LoRA that is read onto a pipeline, whatever form its file has: every program's files are drawn alike.
 
     Returns what the libraries complained of.
     """
     with heard() as said:
         pipeline.load_lora_weights(dict(diffusers_tensors(folded(weights, torch.float32))))
-    return _complaints(said)
+    return _complaints(said) + put_rest_on(pipeline, family, weights)
+
+
+def put_rest_on(pipeline: Any, family: Family, weights: LoraWeights) -> list[str]:
+    """Put on T5 what a LoRA changes of it, which diffusers passes over; returns what the libraries complained of.
+
+    The pipeline then switches and scales it with the rest.
+    """
+    from peft import LoraConfig
+
+    ready, said = folded(replace(weights, embeddings={}), torch.float32), list[str]()
+    for component in family.cached_texts:
+        prefix = f"{component}."
+        own = {name: pair for name, pair in ready.modules.items() if name.startswith(prefix)}
+        if not own:
+            continue
+        told = json.loads(adapter_metadata(replace(ready, modules=own)))
+        tensors = diffusers_tensors(replace(ready, modules=own))
+        encoder, state = getattr(pipeline, component), {key.removeprefix(prefix): each for key, each in tensors.items()}
+        with heard() as complaints:
+            encoder.load_adapter(
+                adapter_name="default_0",  # as diffusers calls the first of the others
+                adapter_state_dict=state,
+                peft_config=LoraConfig(**{key.removeprefix(prefix): value for key, value in told.items()}),
+            )
+        for name, parameter in encoder.named_parameters():
+            if (exact := state.get(name.replace(".default_0.", "."))) is not None:
+                parameter.data = exact  # the encoder is as it was stored: its precision is not the LoRA's
+        pipeline._lora_loadable_modules = [*pipeline._lora_loadable_modules, component]
+        said += _complaints(complaints)
+    return said
 
 
 def judged(pipeline: Any, family: Family, lora: Path, weights: LoraWeights) -> list[str]:
@@ -101,12 +131,14 @@ def judged(pipeline: Any, family: Family, lora: Path, weights: LoraWeights) -> l
     foreign = not all(
         key.startswith((f"{family.denoiser_prefix}.", "text_encoder", "lora_", EMBEDDING)) for key in keys
     )
-    return put_on(pipeline, weights) if fused or foreign else load_onto(pipeline, lora)
+    if fused or foreign:
+        return put_on(pipeline, family, weights)
+    return load_onto(pipeline, lora) or put_rest_on(pipeline, family, weights)
 
 
 def components_of(pipeline: Any, family: Family) -> dict[str, nn.Module]:
     """The parts of a pipeline that a LoRA may change: the denoiser and the text encoders."""
-    names = (family.denoiser_prefix, "text_encoder", "text_encoder_2")
+    names = (family.denoiser_prefix, *family.text_targets)
     return {name: part for name in names if isinstance(part := getattr(pipeline, name, None), nn.Module)}
 
 
@@ -138,14 +170,17 @@ def misfits(weights: LoraWeights, shapes: Mapping[str, tuple[int, ...]], family:
         kinds = f"{made_for}; {base.name} is {own}" if made_for else f"{weights.family}; {base.name} is {family.name}"
         message = f"The LoRA was trained on another kind of model: {kinds}."
         return [Problem(message, "Name a model of its kind with --model.")]
-    unread = tuple(f"{part}." for part in (*family.untrained_texts, *({"text_encoder"} - set(family.text_targets))))
-    others = [name for name in weights.modules if name.startswith(unread) or OF_T5 in name]
+    there = {name.partition(".")[0] for name in shapes}
+    others = [
+        name for name in weights.modules if name.startswith("text_encoder") and name.partition(".")[0] not in there
+    ]
     rest = {name: pair for name, pair in weights.modules.items() if name not in others}
     problems = check_keys(replace(weights, modules=rest), shapes)
     if others:
-        message = f"{len(others)} modules of the LoRA are on T5 or a language model (first: {others[0]})"
-        fix = "Use a LoRA without them: diffusers does not load them."
-        problems.insert(0, Problem(f"{message}, which pictures here are neither drawn nor judged with.", fix))
+        message = (
+            f"{len(others)} modules of the LoRA are on a text encoder that {base.name} lacks (first: {others[0]})."
+        )
+        problems.insert(0, Problem(message, "Name a base that has it, or use a LoRA without them."))
     if problems and made_for not in ("", own):
         message = f"The LoRA was trained on another kind of model: {made_for}; {base.name} is {own}."
         problems.insert(0, Problem(message, "Name a model of its kind with --model."))
@@ -172,7 +207,8 @@ def misfits_by_config(weights: LoraWeights, family: Family, base: Path) -> list[
     with torch.device("meta"):
         denoiser = family.make_denoiser(read_config(base, f"{family.denoiser_prefix}/config.json"))
     changed = {name.partition(".")[0] for name in weights.modules}
-    texts = {name: empty_clip(base / name) for name in family.text_targets if name in changed}
+    there = named_parts(base, tuple(name for name in family.text_targets if name in changed))
+    texts = {name: empty_text_encoder(base / name) for name in there}
     return misfits(weights, shapes_of({family.denoiser_prefix: denoiser, **texts}), family, base)
 
 

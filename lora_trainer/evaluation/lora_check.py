@@ -113,7 +113,7 @@ def check_lora(
 
     told = changed = Told(neutral, samples)
     if reads_again(weights, samples, family):
-        told, changed = told_by(pipeline, family, prompts, told, encoding, dtype, weights.embeddings)
+        told, changed = told_by(pipeline, family, prompts, told, encoding, dtype, weights)
     places = max([(facts.resolution // facts.downscale) ** 2, *(sample.latents[0].numel() for sample in samples)])
     placed = bring_denoiser(denoiser, family, device, usable, places)
     if placed.resident is not None:

@@ -81,8 +81,9 @@ def bring_pipeline(
 
 
 def stored_texts(pipeline: Any, family: Family) -> list[nn.Module]:
-    """The text encoders that no LoRA is on: a pipeline has them as they are stored, mapped."""
-    return [encoder for name, encoder in texts_of(pipeline).encoders.items() if name not in family.text_targets]
+    """The large text encoders, which a pipeline has as they are stored, mapped, but for a LoRA on them."""
+    wide = family.word_texts
+    return [encoder for name, encoder in texts_of(pipeline).encoders.items() if name not in wide]
 
 
 def keep(module: nn.Module, device: torch.device, resident: int | None) -> None:

@@ -89,7 +89,7 @@ def compare(
     pipeline = fresh_pipeline(family, base, dtype, torch.device("cpu"))
     if problems := misfits(weights, shapes_of(components_of(pipeline, family)), family, base):
         raise UsageError(in_short(problems))
-    put_on(pipeline, weights)
+    put_on(pipeline, family, weights)
     if drawing.zero_terminal_snr:
         # Drawing must begin at the very last timestep then (arXiv:2305.08891, 3.3).
         changes = {"rescale_betas_zero_snr": True, "timestep_spacing": "trailing"}
@@ -131,7 +131,7 @@ def _draw_columns(
     progress: Progress,
 ) -> None:
     """The untouched base first, then one strength after the other; each picture is a file as soon as it is there."""
-    words: Words = from_embeddings(weights.embeddings, tuple(family.text_targets))
+    words: Words = from_embeddings(weights.embeddings, family.word_texts)
     texts_change = bool(words) or any(name.startswith("text_encoder") for name in weights.modules)
     columns: list[float | None] = [None, *drawing.strengths]
     done, total = 0, len(rows) * len(columns)

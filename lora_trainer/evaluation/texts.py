@@ -13,6 +13,7 @@ from lora_trainer.evaluation.held_out import EncodedSample
 from lora_trainer.evaluation.loading import free_memory, without_lora
 from lora_trainer.export.weights import LoraWeights
 from lora_trainer.models.drawing import texts_of
+from lora_trainer.models.encoders import visit
 from lora_trainer.models.family import Caption, Family, TextParts
 from lora_trainer.models.words import add_words, from_embeddings
 
@@ -27,9 +28,14 @@ class Told:
 
 def reads_again(weights: LoraWeights, samples: Sequence[EncodedSample], family: Family) -> bool:
     """Whether captions must be read anew: the LoRA is on a text encoder too, it has new words, or they are not encoded yet."""
-    trained = tuple(f"{name}." for name in family.text_targets)
-    changed = bool(weights.embeddings) or any(name.startswith(trained) for name in weights.modules)
+    changed = bool(weights.embeddings) or bool(changed_texts(weights, family))
     return changed or not all(sample.cond for sample in samples)
+
+
+def changed_texts(weights: LoraWeights, family: Family) -> list[str]:
+    """The text encoders that a LoRA changes."""
+    components = {name.partition(".")[0] for name in weights.modules}
+    return [name for name in family.text_targets if name in components]
 
 
 def told_by(
@@ -39,23 +45,28 @@ def told_by(
     known: Told,
     device: torch.device,
     dtype: torch.dtype,
-    embeddings: Mapping[str, Tensor],
+    weights: LoraWeights,
 ) -> tuple[Told, Told]:
     """The same prompts and samples as the pipeline's encoders read them (without the LoRA, with it and its new words).
 
-    They visit `device` for it. `known` holds what the encoders said that no LoRA is ever on, if the family has such.
-    `embeddings` are the file's words. Raises UsageError for words of another kind of model.
+    They visit `device` for it. `known` holds what all of them said of the captions; what is not in it, or is of a large
+    encoder that the LoRA changes, is read by that, too. Raises UsageError for words of another kind of model.
     """
     every = texts_of(pipeline, device)
-    parts = replace(every, encoders={name: every.encoders[name] for name in family.text_targets})
-    for encoder in parts.encoders.values():
-        encoder.to(device)
+    there = all(sample.cond for sample in known.samples)
+    left = family.left_in_cache(changed_texts(weights, family)) if there else ()
+    parts = replace(every, encoders={name: part for name, part in every.encoders.items() if name not in left})
+    for name, encoder in parts.encoders.items():
+        if name in family.word_texts:
+            encoder.to(device)
+        else:  # it is as it was stored
+            visit(encoder, dtype, device)
     with without_lora(pipeline):
         without = _told(family, parts, prompts, known, dtype)
-    add_words(parts, from_embeddings(embeddings, tuple(family.text_targets)))
+    add_words(parts, from_embeddings(weights.embeddings, family.word_texts))
     with_lora = _told(family, parts, prompts, known, dtype)
-    for encoder in parts.encoders.values():
-        encoder.to("cpu")
+    for name in family.word_texts:
+        parts.encoders[name].to("cpu")
     free_memory(device)
     return without, with_lora
 

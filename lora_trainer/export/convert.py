@@ -151,13 +151,15 @@ def _to_diffusers(
     weights: LoraWeights, metadata: Mapping[str, str], back: Earlier | None
 ) -> tuple[dict[str, Tensor], dict[str, str], list[str]]:
     """A power of two goes into up; any other scale stays in the header, where no rounding touches it."""
-    if t5 := [name for name in weights.modules if ".encoder.block." in name]:
-        told = f"diffusers loads no LoRA on T5, and {len(t5)} modules are of it ({some(t5)})."
-        raise UsageError(Problem(told, "Keep kohya's form, which ComfyUI and sd-scripts load."))
     modules = {name: pair if back else _folded_exactly(pair) for name, pair in weights.modules.items()}
     ready = replace(weights, modules=modules)
     kept = [name for name, pair in modules.items() if pair.scale != 1.0]
     notes = []
+    if t5 := [name for name in modules if ".encoder.block." in name]:
+        notes.append(
+            f"{len(t5)} modules are on T5: diffusers' load_lora_weights passes over them without a word "
+            "(docs/text.md says how to load them there). ComfyUI and sd-scripts read kohya's form whole."
+        )
     if kept:
         notes.append(
             f"{len(kept)} modules keep their alpha in the header, "

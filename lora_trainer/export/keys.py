@@ -196,7 +196,8 @@ def _found(component: str, rest: str, family: Names | None) -> Found | None:
 
 
 def _text_module(component: str, rest: str, family: Names | None) -> str:
-    if rest.startswith(("encoder.block.", "shared")):  # T5 comes after the family's other text encoders
+    if rest.startswith(("encoder.block.", "shared")) and component != "text_encoder_2":
+        # T5 comes after the family's other text encoders, whichever number a program gives it for all families.
         others = 2 if family is None else sum(name.startswith("text_encoder") for name in family.prefixes)
         return f"text_encoder{f'_{others + 1}' if others else ''}.{rest}"
     if rest.startswith(("encoder.layers.", "embeddings.")):

@@ -91,7 +91,8 @@ def weights_from_peft(
 
 def _with_text_model(component: str, module: str) -> str:
     # transformers >= 5.6 dropped `text_model` from CLIPTextModel; files keep it, or other clients ignore the keys.
-    if component.startswith("text_encoder") and not module.startswith(("text_model.", "text_projection")):
+    others = ("text_model.", "text_projection", "encoder.block.")  # the last are T5's
+    if component.startswith("text_encoder") and not module.startswith(others):
         return f"text_model.{module}"
     return module
 

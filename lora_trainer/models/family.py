@@ -229,9 +229,9 @@ class Family:
     that a LoRA on each text encoder may change; those without stay as they are. `layout` pairs names of diffusers with
     those of the original code, and is empty where LoRA files of all programs use diffusers' own; `also` are names that LoRA
     files are read by and never written.
-    `joined_text` of (what `encode_text` gives with only the encoders of `text_targets`, what it gave with all of them before)
-    is the first with what the others, which are never trained, said of the same captions; None where there are no others.
-    Those others are `untrained_texts`: nobody needs them once captions are read.
+    Large ones among the text encoders are `cached_texts`: what they say is cached and they leave memory, unless they are trained.
+    `joined_text` of (what `encode_text` gives without them, what it gave with all before) is the first with what they said
+    of the same captions; None where there are none. The others, of CLIP, are `word_texts`: they can learn new words.
     `check_text` raises UsageError for options that the text encoders of a folder cannot follow; `spare_texts` are
     encoders that the model works without.
     `lora_targets` maps `attention` and `attention+ff` to patterns of module names.
@@ -272,7 +272,7 @@ class Family:
     prompted: Callable[[Mapping[str, Tensor], Mapping[str, Tensor] | None], dict[str, Any]] = prompt_embeds
     text: TextOptions = PLAIN
     joined_text: JoinText | None = None
-    untrained_texts: tuple[str, ...] = ()
+    cached_texts: tuple[str, ...] = ()
     lora_readers: tuple[str, ...] = ()  # `PROGRAM: STYLE`, a style of `export.inspection`
     passed_over: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # program -> beginnings of modules
 
@@ -287,26 +287,35 @@ class Family:
             raise UsageError(
                 Problem(
                     f"text.learning_rates holds {counted(len(rates), 'rate')}, and of the text encoders of {self.name} these can be "
-                    f"trained: {known}. diffusers reads no LoRA on T5 or on a language model, and none is trained here.",
+                    f"trained: {known}. None is trained on a language model: diffusers reads none there.",
                     f"Give at most {counted(len(names), 'rate')}: --set text.learning_rates={list(rates[: len(names)])}"
                     if names
                     else "Leave text.learning_rates empty.",
                 )
             )
-        return {name: rate for name, rate in zip(names, rates, strict=False) if rate}
+        trained = {name: rate for name, rate in zip(names, rates, strict=False) if rate}
+        if left_out := [name for name in trained if name in self.text.without]:
+            message = f"text.learning_rates has a rate for {left_out[0]}, which model.without_t5 leaves out."
+            raise UsageError(Problem(message, "Set its rate to 0, or remove model.without_t5."))
+        return trained
 
     @property
-    def learns_words(self) -> bool:
-        """Whether it has CLIP text encoders, which new words can be added to."""
-        return bool(self.text_targets)
+    def word_texts(self) -> tuple[str, ...]:
+        """Its CLIP text encoders, which new words can be added to."""
+        return tuple(name for name in self.text_targets if name not in self.cached_texts)
+
+    def left_in_cache(self, changed: Collection[str]) -> tuple[str, ...]:
+        """Of `cached_texts` those that nobody needs once captions are read, where `changed` encoders are trained."""
+        return tuple(name for name in self.cached_texts if name not in changed)
 
     def told(self, parts: TextParts, captions: Sequence[Caption], known: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The conditioning of B captions, with gradients, by the encoders of `text_targets` as they are now.
+        """The conditioning of B captions, with gradients, by the encoders of `parts` as they are now.
 
-        `known` is what `encode_text` gave for these captions with all encoders, where others have their part in it.
+        `known` is what `encode_text` gave for these captions with all encoders, where some are not among the parts.
         """
         said = self.encode_text(parts, captions, self.text)
-        return said if self.joined_text is None else self.joined_text(said, known)
+        whole = all(name in parts.encoders for name in self.cached_texts)
+        return said if self.joined_text is None or whole else self.joined_text(said, known)
 
     def reading(self, text: TextOptions) -> Family:
         """The same family, whose encoders read captions by these options wherever they are loaded.

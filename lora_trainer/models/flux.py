@@ -19,7 +19,7 @@ from lora_trainer.models.family import PLAIN, Caption, Family, Manner, ModelFact
 from lora_trainer.models.flow_schedule import make_process, make_scheduler
 from lora_trainer.models.folder import fingerprint, read_config
 from lora_trainer.models.frozen import load_frozen
-from lora_trainer.models.t5 import load_t5, load_t5_tokenizer, read_t5_tokens
+from lora_trainer.models.t5 import T5_TARGETS, load_t5, load_t5_tokenizer, read_t5_tokens
 from lora_trainer.models.transformer import PATCH, STREAMS, refuse_widths, transformer_config, transformer_facts
 from lora_trainer.models.unet import CLIP_TARGETS, load_tokenizer
 
@@ -279,13 +279,13 @@ FAMILY = Family(
     thin=thin,
     thinness=THINNESS,
     base_names=base_names,
-    text_targets={CLIP: CLIP_TARGETS},
+    text_targets={CLIP: CLIP_TARGETS, T5: T5_TARGETS},
     layout=LAYOUT,
     also=ALSO,
     check_text=check_text,
     manner=manner,
     joined_text=joined_text,
-    untrained_texts=(T5,),
+    cached_texts=(T5,),
     lora_readers=(
         "diffusers: kohya",
         "diffusers: original, kohya's halves",

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from lora_trainer.core.errors import Problem, UsageError, is_out_of_memory
 from lora_trainer.core.findings import printable
-from lora_trainer.models.folder import COPY, check_part, places_of_weights
+from lora_trainer.models.folder import COPY, check_part, places_of_weights, read_config
 from lora_trainer.models.places import Place, is_laid_out, read_places
 
 if TYPE_CHECKING:
@@ -99,15 +99,18 @@ def _empty(kind: Any, folder: Path) -> nn.Module:
     return cast("nn.Module", kind(kind.config_class.from_pretrained(folder, local_files_only=True)))
 
 
-def empty_clip(folder: Path) -> nn.Module:
-    """A CLIP text encoder as its config describes it, on the meta device, with a projection whether it has one or not.
+def empty_text_encoder(folder: Path) -> nn.Module:
+    """T5, or CLIP with a projection whether it has one or not, as its config describes it, on the meta device.
 
     Raises UsageError as `load_frozen`.
     """
-    from transformers import CLIPTextModelWithProjection
+    from transformers import CLIPTextModelWithProjection, T5EncoderModel
 
+    kind = (
+        T5EncoderModel if read_config(folder, "config.json").get("model_type") == "t5" else CLIPTextModelWithProjection
+    )
     try:
-        return check_size(lambda: _empty(CLIPTextModelWithProjection, folder), check_part(folder), folder)
+        return check_size(lambda: _empty(kind, folder), check_part(folder), folder)
     except UsageError:
         raise
     except Exception as error:  # as above

@@ -38,13 +38,18 @@ def clients(file: Inspected) -> list[Client]:
 
 
 def _diffusers(file: Inspected, family: Family | None) -> Client:
-    found = _diffusers_without_t5(file, family)
-    t5 = sum(T5 in module for module in file.weights.modules)
+    found, t5 = _diffusers_without_t5(file, family), of_t5(file)
     if not t5:
         return found
-    if found.reads == "not":  # convert refuses such a file, too
-        return replace(found, why=f"{found.why.partition(';')[0]}, and no LoRA on T5 in any form")
-    return Client(found.name, "in part", f"it passes over T5, {t5} modules, without a word")
+    passes = f"it passes over T5, {t5} modules, without a word"
+    if found.reads == "not":
+        return replace(found, why=f"{found.why}, though there {passes}")
+    return Client(found.name, "in part", passes)
+
+
+def of_t5(file: Inspected) -> int:
+    """How many modules are of T5."""
+    return sum(T5 in module for module in file.weights.modules)
 
 
 def _diffusers_without_t5(file: Inspected, family: Family | None) -> Client:
@@ -91,6 +96,8 @@ def _comfyui(file: Inspected, family: Family | None) -> Client:
         return Client(
             name, "in part", "it never reads alpha from the header, so its strength differs; convert --to kohya"
         )
+    if file.style == "diffusers" and (t5 := of_t5(file)):
+        return Client(name, "in part", f"it passes over T5's {t5} modules by these names; convert --to kohya")
     return Client(name, "in part" if file.words else "whole", WORDS if file.words else "")
 
 

@@ -18,7 +18,7 @@ from lora_trainer.models.family import PLAIN, Caption, Family, Manner, ModelFact
 from lora_trainer.models.flow_schedule import make_process, make_scheduler
 from lora_trainer.models.folder import fingerprint, named_parts, read_config, tokenizer_of, whole_number
 from lora_trainer.models.frozen import load_frozen
-from lora_trainer.models.t5 import load_t5, load_t5_tokenizer, read_t5_tokens
+from lora_trainer.models.t5 import T5_TARGETS, load_t5, load_t5_tokenizer, read_t5_tokens
 from lora_trainer.models.transformer import (
     STREAMS,
     refuse_widths,
@@ -290,13 +290,13 @@ FAMILY = Family(
     thin=thin,
     thinness=THINNESS,
     base_names=base_names,
-    text_targets=dict.fromkeys(CLIPS, CLIP_TARGETS),
+    text_targets={**dict.fromkeys(CLIPS, CLIP_TARGETS), T5: T5_TARGETS},
     layout=LAYOUT,
     check_text=check_text,
     spare_texts=(T5,),
     manner=manner,
     joined_text=joined_text,
-    untrained_texts=(T5,),
+    cached_texts=(T5,),
     lora_readers=(
         "ComfyUI: kohya",
         "ComfyUI: original",

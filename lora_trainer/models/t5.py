@@ -1,7 +1,4 @@
-"""T5 as a text encoder: loaded, and captions to its tokens.
-
-A LoRA on it is not offered: diffusers cannot load one.
-"""
+"""T5 as a text encoder: loaded, and captions to its tokens."""
 
 from __future__ import annotations
 
@@ -18,6 +15,11 @@ if TYPE_CHECKING:
     import torch
 
     from lora_trainer.models.family import Caption
+
+# What sd-scripts puts a LoRA on: all that multiplies.
+T5_TARGETS = tuple(
+    f"encoder.block.*.{name}" for name in (*(f"SelfAttention.{part}" for part in "qkvo"), "DenseReluDense.w*")
+)
 
 
 def load_t5(folder: Path, text_encoder: str, dtype: torch.dtype | None, device: torch.device) -> Any:

@@ -29,7 +29,7 @@ from lora_trainer.models.folder import detect_family, read_config, without_weigh
 from lora_trainer.production.bases.base import find_base, on_stderr
 from lora_trainer.production.bases.names import absolute
 from lora_trainer.production.counting import counting
-from lora_trainer.production.reading import reading
+from lora_trainer.production.reading import reading, refuse_lacking
 
 LATENT_BYTES = 4  # of each number of the cached latents: that of `caching.LATENT_DTYPE`, told without torch
 
@@ -121,11 +121,11 @@ def read_model(
     base = find_base(config.model, offline=config.run.offline, weights=weights, say=say)
     with known_as(base.places):
         family = reading(config, families[config.model.family or detect_family(base.folder)])
-    family.text_rates(config.text.learning_rates)  # refuses what cannot be trained
+        refuse_lacking(family.text_rates(config.text.learning_rates), base)
     if config.text.tokens and base.whole:
         from lora_trainer.models.words import refuse_words  # loads torch, which most settings need not here
 
-        refuse_words(base.folder, tuple(family.text_targets), config.text)
+        refuse_words(base.folder, family.word_texts, config.text)
     with known_as(base.places), contextlib.nullcontext() if base.whole else without_weights():
         facts = replace(family.describe(base.folder), named=base.named, whole=base.whole)
     if config.sample.negative and not family.manner(base.folder).negative:

@@ -30,7 +30,7 @@ CAPTIONS_SHOWN, TEXTS_SHOWN = 3, 2
 
 
 def model_lines(config: Config, inputs: Inputs) -> tuple[str, ...]:
-    """What stands in for the model's own autoencoder, and the times that a flow is trained at."""
+    """What stands in for the model's own autoencoder, the times that a flow is trained at, and what no diffusers reads."""
     lines = []
     if config.model.vae is not None:
         scale = read_config(inputs.facts.path, "vae/config.json").get("scaling_factor")
@@ -47,6 +47,12 @@ def model_lines(config: Config, inputs: Inputs) -> tuple[str, ...]:
 
         times = flow_times(config.flow, own.times.shift)
         lines.append(f"times: {times.told((side, side))}{size if times.shift.by_size else ''} ({whence})")
+    trained = inputs.family.text_rates(config.text.learning_rates)
+    lines += [
+        f"{name}, T5, is trained: ComfyUI and sd-scripts read its LoRA, diffusers' load_lora_weights passes over it"
+        for name in inputs.family.cached_texts
+        if name in trained
+    ]
     return tuple(lines)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,7 +14,8 @@ from lora_trainer.core.errors import Problem, UsageError
 from lora_trainer.core.io import read_json
 from lora_trainer.export.keys import OWN_VERSION, T5_TOKENS, WITHOUT
 from lora_trainer.models.family import Family, TextOptions
-from lora_trainer.production.bases.base import on_stderr
+from lora_trainer.models.folder import named_parts
+from lora_trainer.production.bases.base import Base, on_stderr
 
 READING = ("clip_skip", "max_tokens", "t5_tokens")  # what of [text] says how captions are read
 
@@ -45,10 +46,18 @@ def reading(config: Config, family: Family) -> Family:
     if config.model.without_t5 and not family.spare_texts:
         message = f"model.without_t5=true: models of {family.name} have no T5 text encoder that they work without."
         raise UsageError(Problem(message, "Remove it."))
-    if config.text.tokens and not family.learns_words:
+    if config.text.tokens and not family.word_texts:
         message = f"text.tokens: models of {family.name} have no CLIP text encoder that could learn new words."
         raise UsageError(Problem(message, "Remove it."))
     return family.reading(text_options(config, family))
+
+
+def refuse_lacking(trained: Collection[str], base: Base) -> None:
+    """Raise UsageError for text encoders that shall be trained and that the base does not have."""
+    there = named_parts(base.folder, tuple(trained))
+    if lacking := [name for name in trained if name not in there]:
+        message = f"text.learning_rates has a rate for {lacking[0]}, which {base.named} lacks."
+        raise UsageError(Problem(message, "Set its rate to 0, or leave it away."))
 
 
 def text_options(config: Config, family: Family) -> TextOptions:
@@ -97,5 +106,5 @@ def _number(said: str | None) -> int | None:
 
 
 def caches_texts(config: Config, family: Family) -> bool:
-    """Whether captions are cached: where no text encoder is trained, or some of the model's never are."""
-    return not config.text.trained or family.joined_text is not None
+    """Whether captions are cached: where no text encoder is trained, or a large one is not."""
+    return not config.text.trained or bool(family.left_in_cache(family.text_rates(config.text.learning_rates)))

@@ -100,7 +100,7 @@ def lora_weights(config: Config, inputs: Inputs, trained: Mapping[str, Tensor]) 
     for prefix in encoders:
         own = {name.removeprefix(prefix): value for name, value in trained.items() if name.startswith(prefix)}
         found |= weights_from_peft(own, prefix.removesuffix("."), alpha).modules
-    words = to_embeddings(trained, tuple(inputs.family.text_targets), config.text.tokens) if config.text.tokens else {}
+    words = to_embeddings(trained, inputs.family.word_texts, config.text.tokens) if config.text.tokens else {}
     return LoraWeights(found, embeddings=words)
 
 

@@ -53,7 +53,10 @@ def build_texts(
     """
     if not config.text.trained:
         return None
-    parts = family.load_texts(facts.path, dtype, device, family.untrained_texts)
+    trained = family.text_rates(config.text.learning_rates)
+    parts = family.load_texts(facts.path, dtype, device, (*family.left_in_cache(trained), *family.text.without))
+    for encoder in parts.encoders.values():
+        drop_nothing(encoder)
     shapes = shapes_of(parts.encoders)
 
     def encode(captions: Sequence[Caption], known: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -63,7 +66,7 @@ def build_texts(
         return family.encode_text(parts, ("",), family.text)
 
     parameters, rates, notes = dict[str, nn.Parameter](), list[tuple[float, Collection[str]]](), list[str]()
-    for component, rate in family.text_rates(config.text.learning_rates).items():
+    for component, rate in trained.items():
         encoder = parts.encoders[component]
         names = used_modules(encoder, matching_modules(encoder, family.text_targets[component]), encode_alone)
         own = put_text_lora_on(encoder, names, config, component)
@@ -73,7 +76,7 @@ def build_texts(
         if checkpointed:
             checkpoint_layers(encoder)
     if config.text.tokens:
-        words = learned_words(parts, tuple(family.text_targets), config, checkpointed=checkpointed)
+        words = learned_words(parts, family.word_texts, config, checkpointed=checkpointed)
         parameters |= words
         rates.append((config.text.token_learning_rate, words.keys()))
         named = f"{', '.join(config.text.tokens)} of {config.text.token_vectors} embeddings each"
@@ -138,6 +141,18 @@ def used_modules(encoder: nn.Module, names: list[str], encode: Callable[[], Mapp
         for hook in hooks:
             hook.remove()
     return [name for name, gradient in zip(names, found, strict=True) if gradient is not None]
+
+
+def drop_nothing(encoder: nn.Module) -> None:
+    """Keep a frozen encoder from dropping values at random while it is trained along, as T5 would by its config.
+
+    Captions are then read as they are while drawing, and a step's numbers hang on its place in the run alone.
+    """
+    for module in encoder.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+        elif isinstance(getattr(module, "dropout", None), float):
+            module.dropout = 0.0  # type: ignore[assignment]  # of attention, a number of its own
 
 
 def checkpoint_layers(encoder: Any) -> None:

@@ -7,17 +7,21 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import save_file
 
 from lora_trainer.cli.main import main
+from lora_trainer.evaluation.loading import adapted_modules, components_of, judged, load_onto, without_lora
 from lora_trainer.evaluation.lora_check import check_lora
+from lora_trainer.evaluation.placing import bring_pipeline
+from lora_trainer.evaluation.sample import at_strength
 from lora_trainer.export.lora_file import write_lora
-from lora_trainer.export.weights import shapes_of
+from lora_trainer.export.weights import LoraWeights
 from lora_trainer.models import FAMILIES
-from lora_trainer.models.lora_files import names_of
-from tests.export.tiny import facts, random_lora, tiny_pipeline
+from lora_trainer.models.drawing import read_prompts
+from lora_trainer.models.lora_files import names_of, read_lora
+from tests.export.tiny import facts, random_lora, tiny_pipeline, tiny_t5
 
 CPU = torch.device("cpu")
+ENDINGS = ("to_q", "proj_out", "SelfAttention.q", "wi_0", "wo")
 
 
 @pytest.mark.parametrize(("kind", "name", "guidance"), [("sd3", "sd3", 4.5), ("flux-schnell", "flux", None)])
@@ -42,24 +46,69 @@ def test_fused_files_are_judged_and_drawn(
     assert guidance or "without classifier-free guidance" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(("kind", "name", "encoder"), [("sd3", "sd3", "3"), ("flux", "flux", "2")])
-def test_a_lora_on_t5_is_refused_for_what_it_is(
-    kind: str, name: str, encoder: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(("kind", "name"), [("sd3", "sd3"), ("flux", "flux")])
+def test_what_t5_learned_is_drawn_and_judged_and_switched_off_with_the_rest(
+    kind: str, name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """diffusers passes over T5 without a word, in its own form, too: what is read of the file is put on."""
     family, base = FAMILIES[name], tmp_path / "base"
-    tiny_pipeline(tmp_path / "tokenizer", kind).save_pretrained(base)
-    own = shapes_of({"transformer": family.load_denoiser(base, torch.float32, CPU)})
-    denoiser = next(module for module in own if module.endswith("attn.to_q"))
-    shapes = {
-        denoiser: own[denoiser],
-        f"text_encoder_{encoder}.encoder.block.0.layer.0.SelfAttention.q": (8, 8),
+    (t5,) = family.cached_texts
+    made = tiny_pipeline(tmp_path / "tokenizer", kind)
+    getattr(made, t5).bfloat16()  # as it is published
+    made.save_pretrained(base)
+    pipeline = family.make_pipeline(base, torch.float32, CPU)
+    bring_pipeline(pipeline, family, CPU, None, (64, 64))
+    parts = components_of(pipeline, family)
+    modules = {
+        module: pair
+        for component in (family.denoiser_prefix, t5)
+        for module, pair in random_lora(parts[component], component=component, endings=ENDINGS).modules.items()
     }
-    tensors = {}
-    for module, (out, into) in shapes.items():
-        tensors |= {f"{module}.lora_A.weight": torch.ones(2, into), f"{module}.lora_B.weight": torch.ones(out, 2)}
-    save_file(tensors, tmp_path / "t5.safetensors")
-    asked = (str(tmp_path / "t5.safetensors"), "--model", str(base))
-    said = "1 modules of the LoRA are on T5 or a language model (first: text_encoder_3.encoder.block.0"
+    version, _ = family.base_names(family.describe(base))
+    before = read_prompts(pipeline, family, ["a ring"])["a ring"]["embeds"]
+    kohya, diffusers = write_lora(
+        tmp_path, "cat", LoraWeights(modules), facts(base_version=version), names=names_of(family)
+    )
+    weights = read_lora(diffusers)
+    assert read_lora(kohya).modules.keys() == weights.modules.keys() == modules.keys()
+    assert load_onto(family.make_pipeline(base, torch.float32, CPU), diffusers) == []  # and nothing said
+    for file in (kohya, diffusers):
+        fresh = family.make_pipeline(base, torch.float32, CPU)
+        assert judged(fresh, family, file, read_lora(file)) == []
+        assert adapted_modules(fresh, family) == len(modules)
+        delta = (
+            getattr(fresh, t5).get_submodule("encoder.block.0.layer.0.SelfAttention.q").get_delta_weight("default_0")
+        )
+        wanted = modules[f"{t5}.encoder.block.0.layer.0.SelfAttention.q"].delta()
+        assert torch.allclose(delta, wanted, atol=2e-4)  # bf16 would be 20 times as far
+        bring_pipeline(fresh, family, CPU, None, (64, 64))
+        with without_lora(fresh):
+            assert torch.equal(read_prompts(fresh, family, ["a ring"])["a ring"]["embeds"], before)
+        with_lora, told = read_prompts(fresh, family, ["a ring"])["a ring"]["embeds"], {}
+        for strength in (1.0, 0.5):
+            with at_strength(fresh, strength):
+                told[strength] = read_prompts(fresh, family, ["a ring"])["a ring"]["embeds"]
+        assert torch.equal(told[1.0], with_lora)
+        for other in (before, told[0.5]):
+            assert not torch.allclose(with_lora, other, atol=1e-3)
+    assert main(["validate", str(kohya), "--model", str(base), "--json", "--set", "text.t5_tokens=16"]) in (0, 4)
+    assert json.loads(capsys.readouterr().out)["parts"]["integrity"] == 1.0
+
+
+def test_a_lora_on_t5_is_refused_by_a_base_without_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    family, base = FAMILIES["sd3"], tmp_path / "base"
+    tiny_pipeline(tmp_path / "tokenizer", "sd3-without-t5").save_pretrained(base)
+    transformer = random_lora(family.load_denoiser(base, torch.float32, CPU), component="transformer")
+    t5 = random_lora(tiny_t5(), component="text_encoder_3", endings=ENDINGS)
+    kohya, _ = write_lora(
+        tmp_path,
+        "cat",
+        LoraWeights({**transformer.modules, **t5.modules}),
+        facts(base_version="sd3"),
+        names=names_of(family),
+    )
+    asked = (str(kohya), "--model", str(base))
+    said = f"{len(t5.modules)} modules of the LoRA are on a text encoder that base lacks (first: text_encoder_3."
     assert main(["sample", *asked, "--prompt", "a ring"]) == 2
     assert said in capsys.readouterr().err
     assert main(["validate", *asked, "--json"]) == 4

@@ -217,11 +217,17 @@ def tiny_vae(channels: int = 4, **more: Any) -> AutoencoderKL:
 
 
 def random_lora(
-    unet: torch.nn.Module, *, rank: int = 4, alpha: float = 2.0, size: float = 0.3, endings: tuple[str, ...] = ENDINGS
+    part: torch.nn.Module,
+    *,
+    rank: int = 4,
+    alpha: float = 2.0,
+    size: float = 0.3,
+    endings: tuple[str, ...] = ENDINGS,
+    component: str = "unet",
 ) -> LoraWeights:
     generator = torch.Generator().manual_seed(7)
     modules = {}
-    for name, shape in shapes_of({"unet": unet}).items():
+    for name, shape in shapes_of({component: part}).items():
         if not name.endswith(endings):
             continue
         down = torch.randn(rank, *shape[1:], generator=generator) * size

@@ -6,19 +6,20 @@ from dataclasses import replace
 
 import pytest
 import torch
-from transformers import CLIPTextConfig, CLIPTextModel
+from transformers import CLIPTextConfig, CLIPTextModel, T5Config, T5EncoderModel
 
 from lora_trainer.config.layers import Layer
 from lora_trainer.models import FAMILIES
 from lora_trainer.models.kernels.update import sum_updates
 from lora_trainer.models.lora import inject_lora, matching_modules
-from lora_trainer.models.memory.texts import TextSizes
+from lora_trainer.models.memory.texts import EncoderSize, TextSizes
+from lora_trainer.models.t5 import T5_TARGETS
 from lora_trainer.models.unet import CLIP_TARGETS
 from lora_trainer.production.find_micro import Kept
 from lora_trainer.production.memory import parts_of
 from lora_trainer.production.plans.plan import architecture_of, make_demand, make_plan
 from lora_trainer.production.settings import settle
-from lora_trainer.training.texts import checkpoint_layers
+from lora_trainer.training.texts import checkpoint_layers, drop_nothing
 
 LAYERS, WIDTH, INNER, RANK = 3, 128, 512, 8
 
@@ -38,11 +39,45 @@ def test_what_a_clip_keeps_is_what_it_was_said_to(checkpointed):
         said = encoder(torch.zeros(2, 77, dtype=torch.long))[0].sum()
         forward = kept.most
         said.backward()
-    sizes = TextSizes(layers=((LAYERS, WIDTH, INNER),), ranks=(RANK,), tokens=77)
+    sizes = EncoderSize(LAYERS, WIDTH, INNER, rank=RANK, tokens=77)
     expected = 4 * sizes.kept(2, checkpointed=checkpointed)
     if checkpointed:  # its layers' own come one after the other, where the hooks do not look
         expected -= 4 * 2 * 77 * (8 * WIDTH + 3 * INNER + 6 * RANK)
     assert forward == pytest.approx(expected, rel=0.08)
+    trained = [tuple(each.shape) for each in encoder.parameters() if each.requires_grad]
+    assert sorted(trained) == sorted(sizes.shapes)
+
+
+@pytest.mark.parametrize("checkpointed", [False, True])
+def test_what_t5_keeps_is_what_it_was_said_to(checkpointed):
+    heads, each, tokens = 2, 32, 96
+    config = T5Config(
+        vocab_size=99,
+        d_model=WIDTH,
+        d_kv=each,
+        num_heads=heads,
+        d_ff=INNER,
+        num_layers=LAYERS,
+        feed_forward_proj="gated-gelu",
+    )
+    encoder = T5EncoderModel(config).requires_grad_(False).bfloat16().train()
+    drop_nothing(encoder)
+    inject_lora(encoder, matching_modules(encoder, T5_TARGETS), rank=RANK, alpha=8.0, dropout=0.0, seed=0)
+    encoder.bfloat16()
+    sum_updates(encoder)
+    if checkpointed:
+        checkpoint_layers(encoder)
+    kept = Kept(encoder)
+    with torch.autograd.graph.saved_tensors_hooks(kept.pack, kept.unpack):
+        said = encoder(torch.zeros(2, tokens, dtype=torch.long))[0].sum()
+        forward = kept.most
+        said.backward()
+    sizes = EncoderSize(LAYERS, WIDTH, INNER, attention=heads * each, scores=heads, rank=RANK, tokens=tokens)
+    expected = 2 * sizes.kept(2, checkpointed=checkpointed)
+    if checkpointed:  # its layers' own come one after the other, where the hooks do not look
+        assert forward < expected
+        expected -= 2 * 2 * tokens * (8 * WIDTH + 4 * heads * each + 7 * INNER + 7 * RANK)
+    assert forward == pytest.approx(expected, rel=0.3 if checkpointed else 0.08)
     trained = [tuple(each.shape) for each in encoder.parameters() if each.requires_grad]
     assert sorted(trained) == sorted(sizes.shapes)
 
@@ -59,7 +94,7 @@ def demand_of(family: str, **settings: object):
 
 @pytest.mark.parametrize("family", ["sd15", "sdxl", "sd3", "flux"])
 def test_the_plan_counts_them(family):
-    rates = (1e-5,) * len(FAMILIES[family].text_targets)
+    rates = (1e-5,) * len(FAMILIES[family].word_texts)
     _, without = demand_of(family)
     resolved, along = demand_of(family, text__learning_rates=rates, text__lora_rank=4)
     less, more = (parts_of(each, 1, 0, "bf16") for each in (without, along))
@@ -69,9 +104,19 @@ def test_the_plan_counts_them(family):
     assert more.adapter > less.adapter
     assert more.tflop > less.tflop
     assert parts_of(along, 1, 1, "bf16").activations < more.activations
-    half = replace(along, texts=replace(along.texts, layers=along.texts.layers[:1], ranks=along.texts.ranks[:1]))
+    half = replace(along, texts=replace(along.texts, encoders=along.texts.encoders[:1]))
     assert parts_of(half, 1, 0, "bf16").activations <= more.activations
     assert make_plan(resolved).to_json()["peak_gib"] > 0.0
+
+
+@pytest.mark.parametrize("family", ["sd3", "flux"])
+def test_t5_is_counted_where_it_is_trained(family):
+    _, without = demand_of(family)
+    _, along = demand_of(family, text__learning_rates=(*([0.0] * len(FAMILIES[family].word_texts)), 1e-5))
+    less, more = (parts_of(each, 1, 0, "bf16") for each in (without, along))
+    assert (more.weights - less.weights) * 2**30 > 2 * 4_762_310_656
+    assert [encoder.layers for encoder in along.texts.encoders] == [24]
+    assert sum(a * b for a, b in along.texts.shapes) == 24 * 16 * (4 * 2 * 4096 + 3 * (4096 + 10240))
 
 
 def test_nothing_is_counted_where_none_is_trained():
@@ -79,5 +124,5 @@ def test_nothing_is_counted_where_none_is_trained():
     _, idle = demand_of("sdxl", text__learning_rates=(0.0, 0.0))
     assert without.texts == idle.texts == TextSizes()
     _, one = demand_of("sdxl", text__learning_rates=(0.0, 1e-5))
-    assert one.texts.layers == ((32, 1280, 5120),)
+    assert [(each.layers, each.width) for each in one.texts.encoders] == [(32, 1280)]
     assert one.texts.held > 8e8  # the other reads captions beside it

@@ -145,6 +145,16 @@ CASES: dict[str, Case] = {
         "memory__checkpointing": "all",
         "cache__latents": False,
     },
+    "t5": {
+        "family": "sd3",
+        "text__learning_rates": (0.0, 5e-3, 1e-2),
+        "text__t5_tokens": 16,
+        "lora__dropout": 0.1,
+        "captions__dropout": 0.3,
+        "memory__base_precision": "bf16",
+        "memory__checkpointing": "all",
+        "validate__every_steps": 2,
+    },
     "uncached": {"cache__latents": False, "data__flip": True, "cache__workers": 2},
 }
 QUICK_CASES = (

@@ -52,7 +52,7 @@ SPEED_OF_FLOWS = (
     "sd3_text_encoder_batch_size show_timesteps_resolution model_type split_qkv sd3_clip_l sd3_t5xxl"
 ).split()
 OF_FLOWS = (
-    "t5xxl_lr train_blocks enable_all_linear train_t5xxl img_attn_dim img_mlp_dim img_mod_dim single_dim txt_attn_dim "
+    "train_blocks enable_all_linear img_attn_dim img_mlp_dim img_mod_dim single_dim txt_attn_dim "
     "txt_mlp_dim txt_mod_dim single_mod_dim in_dims train_double_block_indices train_single_block_indices "
     "clip_g_dropout_rate sd3_clip_l_dropout_rate sd3_t5_dropout_rate sd3_enable_scaled_pos_embed "
     "pos_emb_random_crop_rate"
@@ -158,6 +158,9 @@ def _rules() -> dict[str, Rule]:
         **{key: lacking(OTHER_FAMILY) for key in FAMILIES},
         **{key: nothing(SPEED) for key in SPEED_OF_FLOWS},
         **{key: of_flow(lacking("there is no such thing here", off=("all",))) for key in OF_FLOWS},
+        **{
+            key: of_flow(lacking("T5's rate is the last of text.learning_rates")) for key in ("t5xxl_lr", "train_t5xxl")
+        },
         **{key: nothing(SPEED) for key in OF_THE_GUI},
         "save_every_n_epochs": nothing(IN_STEPS),
         "sample_every_n_steps": same("sample.every_steps", whole),

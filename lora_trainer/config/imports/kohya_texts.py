@@ -8,7 +8,7 @@ from typing import Any
 
 from lora_trainer.config.imports.flow_words import NO_FLOW, kohya_family, of_flow
 from lora_trainer.config.imports.reading import Around, Rule, Took
-from lora_trainer.config.imports.rules import by, is_on, lacking, nothing, number, same, truth, whole
+from lora_trainer.config.imports.rules import by, is_on, lacking, nothing, number, part_of, same, truth, whole
 from lora_trainer.config.imports.words import CLIP_SKIP, TEXT_RATES, VAE, text_rates
 
 STAY = "text encoders stay as they are, as here"
@@ -24,17 +24,17 @@ def trains_texts(around: Around) -> bool:
 
 
 def rates_of_texts(rate: Any, around: Around) -> Took:
-    """A rate for all text encoders, or one for each: CLIP's, since T5 learns only where it is asked by another key."""
+    """A rate for all text encoders, or one for each: of CLIP, and of T5 where `train_t5xxl` asks for it."""
     listed = (
         re.split(r"[\s,]+", rate.strip("[] ")) if isinstance(rate, str) else rate if isinstance(rate, list) else [rate]
     )
     rates = [number(each) for each in listed]
-    encoders = 2 if kohya_family(around) == "sd3" or is_on(around["sdxl"] or False) else 1
+    family = kohya_family(around)
+    encoders = 2 if family == "sd3" or is_on(around["sdxl"] or False) else 1
+    encoders += bool(family) and str(around["network_args.train_t5xxl"]) == "True"  # as it is spelt there
     if not any(rates):
         return Took({}, STAY, "ignored")
-    if len(rates) > encoders and kohya_family(around) and any(rates[encoders:]):
-        return Took(text_rates(rates[:encoders], around["network_alpha"]), "T5 does not learn", "changed")
-    kept = rates * encoders if len(rates) == 1 else rates[:encoders] if kohya_family(around) else rates
+    kept = rates * encoders if len(rates) == 1 else rates[:encoders] if family else rates
     return Took(text_rates(kept, around["network_alpha"]))
 
 
@@ -68,5 +68,5 @@ RULES: Mapping[str, Rule] = {
     "t5xxl_max_token_length": of_flow(same("text.t5_tokens", whole)),
     "apply_t5_attn_mask": of_flow(lacking("T5's padding is seen, as the model was trained")),
     "split_mode": nothing(NO_FLOW),
-    "network_args.train_t5xxl": lacking("T5 does not learn"),
+    "network_args.train_t5xxl": part_of("text_encoder_lr", TEXT_RATES.split()[0]),
 }

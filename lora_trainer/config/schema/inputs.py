@@ -58,7 +58,7 @@ class TextSection(Section):
     )
     learning_rates: tuple[NotNegative, ...] = Field(
         (),
-        description="train a LoRA on each text encoder with a rate of its own, in the model's order: `[5e-5]`, `[5e-5, 1e-5]`; 0 leaves one as it is, empty trains none",
+        description="train a LoRA on each text encoder with a rate of its own, in the model's order: `[5e-5]`, `[5e-5, 1e-5]`; T5 comes after CLIP; 0 leaves one as it is, empty trains none",
     )
     lora_rank: Annotated[int, Field(ge=1, le=4096)] | None = Field(
         None, description="rank of the text encoders' LoRA; empty means `lora.rank`"

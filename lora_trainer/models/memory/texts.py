@@ -4,46 +4,78 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-# Values that a layer of CLIP keeps of a token for its backward pass, with its base frozen and a LoRA on all of its
-# products: for each of its width, of its inner width, of the LoRA's rank. Counted on the processor (tests/production).
-OF_WIDTH, OF_INNER, OF_RANK = 8, 3, 6
+# Values that a layer keeps of a token for its backward pass, with its base frozen and a LoRA on all of its products: for
+# each of its width, of its attention's, of its inner width, of the LoRA's rank. Counted on the processor (tests/production),
+# T5's in bf16, whose norms keep fp32.
+OF_CLIP = (4, 4, 3, 6)
+OF_T5 = (8, 4, 7, 7)
 
 
 @dataclass(frozen=True)
-class TextSizes:
-    """`held` counts the weights of all text encoders that stay in memory.
+class EncoderSize:
+    """A text encoder that gradients go through. `rank` is that of its LoRA, 0 for none; `tokens` are those of a caption.
 
-    `layers` are (layers, width, inner width) of each encoder that gradients go through; those with a LoRA have its
-    rank in `ranks`, 0 for none. `tokens` are those of a caption.
+    T5 has `scores`, the heads of a bias that each of its layers keeps [heads, tokens, tokens] of, and a gate.
     """
 
-    held: int = 0
-    layers: tuple[tuple[int, int, int], ...] = ()
-    ranks: tuple[int, ...] = ()
+    layers: int
+    width: int
+    inner: int
+    attention: int = 0  # its width where that is another
+    scores: int = 0
+    rank: int = 0
     tokens: int = 0
 
     @property
     def shapes(self) -> list[tuple[int, ...]]:
-        """The LoRA's tensors: of four products from width to width, one to the inner width and one back."""
-        found: list[tuple[int, ...]] = []
-        for (count, width, inner), rank in zip(self.layers, self.ranks, strict=True):
-            square = [(rank, width), (width, rank)] * 4
-            found += [*square, (rank, width), (inner, rank), (rank, inner), (width, rank)] * count if rank else []
-        return found
+        """The LoRA's tensors: of three products into attention and one out, of one or two to the inner width, one back."""
+        if not self.rank:
+            return []
+        width, inner, rank = self.width, self.inner, self.rank
+        wide = self.attention or width
+        into = [(rank, width), (wide, rank)] * 3 + [(rank, wide), (width, rank)]
+        inner_too = [(rank, width), (inner, rank)] * (2 if self.scores else 1) + [(rank, inner), (width, rank)]
+        return [*(into + inner_too) * self.layers]
 
     def kept(self, samples: int, *, checkpointed: bool) -> int:
         """Values that wait for the backward pass, of so many samples in one forward pass."""
-        values = 0
-        for (count, width, inner), rank in zip(self.layers, self.ranks, strict=True):
-            layer = OF_WIDTH * width + OF_INNER * inner + OF_RANK * rank
-            values += (count + 1) * width + layer if checkpointed else count * layer + 2 * width
-        return samples * self.tokens * values
+        of_width, of_attention, of_inner, of_rank = OF_T5 if self.scores else OF_CLIP
+        layer = (
+            of_width * self.width
+            + of_attention * (self.attention or self.width)
+            + of_inner * self.inner
+            + of_rank * self.rank
+        )
+        values = (self.layers + 1) * self.width + layer if checkpointed else self.layers * layer + 2 * self.width
+        biases = 2 if checkpointed else self.layers
+        return samples * self.tokens * values + biases * self.scores * self.tokens**2
+
+    @property
+    def products(self) -> int:
+        """Weights that a token is multiplied with."""
+        return self.layers * (4 * (self.attention or self.width) + (3 if self.scores else 2) * self.inner) * self.width
+
+
+@dataclass(frozen=True)
+class TextSizes:
+    """`held` counts the weights of all text encoders that stay in memory; `encoders` are those that gradients go through."""
+
+    held: int = 0
+    encoders: tuple[EncoderSize, ...] = ()
+
+    @property
+    def shapes(self) -> list[tuple[int, ...]]:
+        """Of the LoRA's tensors."""
+        return [shape for encoder in self.encoders for shape in encoder.shapes]
+
+    def kept(self, samples: int, *, checkpointed: bool) -> int:
+        """Values that wait for the backward pass, of so many samples in one forward pass."""
+        return sum(encoder.kept(samples, checkpointed=checkpointed) for encoder in self.encoders)
 
     def flops(self, samples: int, *, checkpointed: bool) -> int:
         """Operations of a forward and backward pass of so many samples; the base's weights get no gradients."""
         times = 6 if checkpointed else 4
-        weights = sum(count * (4 * width * width + 2 * width * inner) for count, width, inner in self.layers)
-        return times * weights * samples * self.tokens
+        return times * samples * sum(encoder.products * encoder.tokens for encoder in self.encoders)
 
 
 NO_TEXTS = TextSizes()

@@ -35,7 +35,7 @@ class Base:
 
     facts: ModelFacts
     denoiser: tuple[str, int]
-    trainable: tuple[tuple[str, int], ...]  # text encoders that a LoRA can be on
+    trainable: tuple[tuple[str, int], ...]  # text encoders that are brought into the precision that is computed in
     others: tuple[tuple[str, int], ...]  # text encoders that stay as they are stored
     autoencoder: int
 
@@ -92,7 +92,7 @@ def _base(demand: Demand, family: Family, facts: ModelFacts, costs: PhaseCosts) 
     return Base(
         facts=facts,
         denoiser=(family.denoiser_prefix, demand.gauge.weights("bf16") // 2),
-        trainable=tuple(part for part in texts if part[0] in family.text_targets),
-        others=tuple(part for part in texts if part[0] not in family.text_targets),
+        trainable=tuple(part for part in texts if part[0] in family.word_texts),
+        others=tuple(part for part in texts if part[0] not in family.word_texts),
         autoencoder=costs.autoencoder,
     )

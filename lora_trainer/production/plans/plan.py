@@ -21,11 +21,8 @@ from lora_trainer.data.split import split_held_out
 from lora_trainer.data.views import plan_views
 from lora_trainer.models import FAMILIES
 from lora_trainer.models.family import PLAIN, Architecture, Family, ModelFacts, public_architecture
-from lora_trainer.models.folder import read_config
 from lora_trainer.models.memory.ledger import Gauge, stored_gauge
-from lora_trainer.models.memory.phases import costs_of, encoding_bytes, phase_costs
-from lora_trainer.models.memory.texts import NO_TEXTS, TextSizes
-from lora_trainer.models.unet import CLIP_TOKENS
+from lora_trainer.models.memory.phases import costs_of, encoding_bytes
 from lora_trainer.production.card_rates import least_seconds
 from lora_trainer.production.disk import cache_bytes, run_bytes
 from lora_trainer.production.host import Host, host_of
@@ -53,6 +50,7 @@ from lora_trainer.production.memory import (
 from lora_trainer.production.plans.hosted import host_phases
 from lora_trainer.production.plans.phases import PhasePlan, other_peaks, plan_phases
 from lora_trainer.production.plans.settings import Bought, what_settings_buy
+from lora_trainer.production.plans.texts import text_sizes
 from lora_trainer.production.reading import reading
 from lora_trainer.training.memory.gauge import traced_gauge
 
@@ -250,35 +248,6 @@ def make_demand(
         others=partial(other_peaks, facts=facts, pictures=config.cache.batch, without=family.text.without),
         texts=text_sizes(config, family, facts),
     )
-
-
-def text_sizes(config: Config, family: Family, facts: ModelFacts) -> TextSizes:
-    """What of the text encoders is in memory while training, and trained. Raises UsageError as `text_rates`."""
-    rates = family.text_rates(config.text.learning_rates)
-    if not config.text.trained:
-        return NO_TEXTS
-    costs, names = costs_of(facts), tuple(family.text_targets)
-    trained = {
-        name: layers
-        for name, layers in zip(names, text_layers(family, facts), strict=True)
-        if config.text.tokens or name in rates
-    }
-    rank = config.text.lora_rank or config.lora.rank
-    return TextSizes(
-        held=sum(costs.text_encoders[: len(names)]),
-        layers=tuple(trained.values()),
-        ranks=tuple(rank if name in rates else 0 for name in trained),
-        tokens=CLIP_TOKENS * family.text.pieces,
-    )
-
-
-def text_layers(family: Family, facts: ModelFacts) -> tuple[tuple[int, int, int], ...]:
-    """(layers, width, inner width) of each text encoder that can be trained: a folder's own, or the published model's."""
-    if not facts.path.is_dir():
-        return phase_costs(family.name).text_layers
-    asked = ("num_hidden_layers", "hidden_size", "intermediate_size")
-    configs = [read_config(facts.path, f"{name}/config.json", asked) for name in family.text_targets]
-    return tuple((int(each[asked[0]]), int(each[asked[1]]), int(each[asked[2]])) for each in configs)
 
 
 def storable_here(demand: Demand) -> Demand:

@@ -244,6 +244,8 @@ def test_other_defaults_of_diffusers_scripts_for_flows(tmp_path: Path) -> None:
         ({"text_encoder_lr": 0}, ()),
         ({"cache_text_encoder_outputs": True}, ()),
         ({"ae": "a", "text_encoder_lr": [5e-5, 1e-5]}, (5e-5,)),
+        ({"ae": "a", "text_encoder_lr": [5e-5, 1e-5], "network_args": ["train_t5xxl=True"]}, (5e-5, 1e-5)),
+        ({"ae": "a", "text_encoder_lr": 5e-5, "network_args": ["train_t5xxl=True"]}, (5e-5, 5e-5)),
     ],
 )
 def test_rates_of_kohyas_text_encoders(keys: dict[str, object], rates: tuple[float, ...], tmp_path: Path) -> None:

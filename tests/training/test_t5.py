@@ -1,0 +1,77 @@
+"""T5 trained along: read anew in each step, whole, and nothing of it left to chance."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from lora_trainer.core.errors import UsageError
+from lora_trainer.models import FAMILIES
+from lora_trainer.training.step import backward
+from tests.training.test_texts import gradients, lit
+
+RATES = {"sd3": (0.0, 0.0, 1e-3), "flux": (0.0, 1e-3)}
+SETTINGS: dict[str, object] = {"text__t5_tokens": 16, "data__resolution": 64}
+
+
+@pytest.fixture(params=RATES)
+def here(request, place, tiny_models):
+    return replace(place, model=tiny_models(request.param))
+
+
+def rates(here) -> tuple[float, ...]:
+    return RATES["sd3" if (here.model / "text_encoder_3").is_dir() else "flux"]
+
+
+def test_its_attention_and_its_feed_forward_layers_learn_what_sd_scripts_trains(here):
+    job = here.job("a", text__learning_rates=rates(here), text__lora_rank=2, **SETTINGS)
+    found = gradients(lit(job))
+    t5 = {name: gradient for name, gradient in found.items() if ".encoder.block." in name}
+    assert {name.rpartition(".lora_")[0].rpartition(".")[2] for name in t5} == {*"qkvo", "wi_0", "wi_1", "wo"}
+    assert len(t5) == 2 * 2 * 7  # halves, blocks, products
+    assert all(float(gradient.abs().max()) > 0.0 for gradient in t5.values())
+    names = [name for name in found if name.startswith("text_encoder")]
+    assert len(names) == len(t5)  # no other encoder learns
+
+
+def test_it_drops_nothing_and_reads_captions_as_those_who_draw_do(here):
+    cached = here.job("a", **SETTINGS)
+    spoken = here.job("b", text__learning_rates=rates(here), **SETTINGS)
+    for one, other in zip(cached.micros(0), spoken.micros(0), strict=True):
+        assert not other.cond  # nothing of it is cached
+        said = spoken.learner.texts.encode(other.captions, {})
+        assert said.keys() == one.cond.keys()
+        assert all(torch.allclose(said[name], value, atol=1e-5) for name, value in one.cond.items())
+
+
+def test_a_step_is_the_same_in_ones_and_at_once_and_with_layers_computed_again(here):
+    def gradient(job) -> torch.Tensor:
+        micros = lit(job).micros(0)
+        for micro in micros:
+            backward(job.learner, micro, sum(len(each.latents) for each in micros))
+        return torch.cat([master.grad.flatten() for master in job.learner.adapter.masters.values()])
+
+    common = {**SETTINGS, "text__learning_rates": rates(here), "batch__effective": 2}
+    whole, ones, again = (
+        gradient(here.job(name, steps=1, **common, **more))
+        for name, more in (
+            ("a", {}),
+            ("b", {"batch__max_micro": 1}),
+            ("c", {"memory__checkpointing": "all"}),
+        )
+    )
+    assert float((ones - whole).norm() / whole.norm()) < 1e-5
+    assert torch.equal(again, whole)
+
+
+def test_a_rate_for_an_encoder_that_is_not_there_is_refused(place, tiny_models):
+    family = FAMILIES["sd3"]
+    with pytest.raises(UsageError, match=r"text_encoder_3, which model\.without_t5 leaves out"):
+        replace(place, model=tiny_models("sd3")).job("a", text__learning_rates=RATES["sd3"], model__without_t5=True)
+    with pytest.raises(UsageError, match=r"text_encoder_3, which .* lacks"):
+        replace(place, model=tiny_models("sd3-without-t5")).job("a", text__learning_rates=RATES["sd3"])
+    with pytest.raises(UsageError, match="language model"):
+        FAMILIES["z_image"].text_rates((1e-3,))
+    assert family.word_texts == ("text_encoder", "text_encoder_2")
