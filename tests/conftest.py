@@ -1,12 +1,17 @@
-"""What holds for every test: one thread, no network, no shared cache, GPU tests only on a GPU."""
+"""What holds for every test: one thread, no network, no shared cache, GPU tests only on a GPU, no signal but its own."""
 
 from __future__ import annotations
 
 import os
+import signal
+from collections.abc import Iterator
 from pathlib import Path
+from types import FrameType
 
 import pytest
 from hypothesis import settings
+
+from lora_trainer.core.interrupt import Interrupt
 
 # Before any test imports torch: tests run side by side, and two threads each would fight for the cores.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -38,6 +43,39 @@ def own_cache_folder(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pyte
     folder = tmp_path_factory.mktemp("cache")
     monkeypatch.setenv("LORA_TRAINER_CACHE", str(folder))
     return folder
+
+
+@pytest.fixture(autouse=True)
+def signals_are_the_tests_own(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A signal from outside, as `timeout` sends it, ends the session.
+
+    A run in this process would take it for its user's and save, and an innocent test would fail.
+    """
+    kill, raise_signal, caught = os.kill, signal.raise_signal, Interrupt.caught
+    own, others = list[int](), list[str]()
+
+    def killed(process: int, number: int) -> None:
+        if process == os.getpid():
+            own.append(number)
+        kill(process, number)
+
+    def raised(number: int) -> None:
+        own.append(number)
+        raise_signal(number)
+
+    def told(interrupt: Interrupt, number: int, frame: FrameType | None) -> None:
+        if number in own:
+            own.remove(number)
+        else:
+            others.append(signal.Signals(number).name)
+        caught(interrupt, number, frame)
+
+    monkeypatch.setattr(os, "kill", killed)
+    monkeypatch.setattr(signal, "raise_signal", raised)
+    monkeypatch.setattr(Interrupt, "caught", told)
+    yield
+    if others:
+        request.session.shouldfail = f"{others[0]} came from outside while {request.node.nodeid} ran"
 
 
 @pytest.fixture

@@ -9,8 +9,15 @@ from pathlib import Path
 
 import pytest
 
+from lora_trainer.monitor import memory
 from tests.recipes.recipe import draw_pictures, save_tiny_model
 from tests.training.tiny_job import TinyPlace
+
+
+@pytest.fixture(autouse=True)
+def half_the_memory_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the system's, whatever other programs hold: a run that finds it full tells so among its events."""
+    monkeypatch.setattr(memory, "system_memory", lambda: (16 * 2**30, 8 * 2**30))
 
 
 @pytest.fixture(scope="session")

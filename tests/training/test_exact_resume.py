@@ -57,7 +57,7 @@ CASES: dict[str, Case] = {
         "validate__every_steps": 2,
     },
     "fp16": {"memory__base_precision": "fp16", "lora__dropout": 0.1, "train__ema_decay": 0.9},
-    "fp8": {"family": "sdxl", "memory__base_precision": "fp8", "lora__targets": "attention+ff"},
+    "fp8": {"memory__base_precision": "fp8", "lora__targets": "attention+ff"},
     "int8": {"memory__base_precision": "int8", "lora__dropout": 0.1},
     "int8 products": {"memory__base_precision": "int8", "memory__int8_products": True, "lora__targets": "attention+ff"},
     "nf4": {"memory__base_precision": "nf4", "lora__targets": "attention+ff", "memory__checkpointing": "all"},

@@ -57,7 +57,7 @@ def start(checkout: Path, how: str, minutes: float) -> list[subprocess.Popen[str
 @pytest.mark.parametrize(
     ("how", "minutes", "code", "words"),
     [
-        ("SIGKILL", 2.0, 5, "its connection broke"),  # noticed at once, not by its silence
+        ("SIGKILL", 20.0, 5, "its connection broke"),  # noticed at once, not by its silence
         pytest.param("SIGSTOP", 0.05, 5, "has not been heard of for", marks=pytest.mark.slow),
         pytest.param("works", 0.05, 0, "together", marks=pytest.mark.slow),
     ],
