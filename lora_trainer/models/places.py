@@ -16,6 +16,7 @@ import shutil
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -181,7 +182,7 @@ def stored_weights(places: Mapping[str, Place]) -> dict[str, dict[str, Any]]:
 
     Raises UsageError for files that are damaged or lack a weight.
     """
-    headers = {file: read_tensor_header(file) for file in {place.file for place in places.values()}}
+    headers = {file: _header_of(file) for file in {place.file for place in places.values()}}
     found = {}
     for name, place in places.items():
         entry = headers[place.file].get(place.key)
@@ -192,6 +193,19 @@ def stored_weights(places: Mapping[str, Place]) -> dict[str, dict[str, Any]]:
         except ValueError as error:
             raise UsageError(Problem(f"{place.file}: {error}.", "Copy it again.")) from error
     return found
+
+
+def _header_of(file: Path) -> Mapping[str, Any]:
+    """A file's header, read once for each state of it: every part of a checkpoint asks for the same. Raises UsageError."""
+    try:
+        return _read_once(file, _state(file))
+    except OSError:
+        return read_tensor_header(file)  # which puts it into words
+
+
+@lru_cache(maxsize=4)
+def _read_once(file: Path, _: tuple[int, int]) -> Mapping[str, Any]:
+    return read_tensor_header(file)
 
 
 def numbers_of(stored: Mapping[str, Mapping[str, Any]]) -> int:

@@ -13,7 +13,7 @@ from torch import Tensor
 from lora_trainer.config.schema.inputs import ModelSection
 from lora_trainer.core.errors import UsageError
 from lora_trainer.core.tensorfile import read_tensor_header
-from lora_trainer.models import FAMILIES
+from lora_trainer.models import FAMILIES, places
 from lora_trainer.models.single import recognise as recognise_file
 from lora_trainer.models.single import tokenizers
 from lora_trainer.production.bases.base import find_base
@@ -113,12 +113,18 @@ def test_one_file_may_be_named(made: Path, files: Path, tmp_path: Path) -> None:
 
 
 def test_a_checkpoint_s_header_is_read_once(made: Path, files: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once to tell what it is, once more for all its parts."""
     read: list[Path] = []
 
     def counted(path: Path) -> dict[str, object]:
         read.append(path)
         return read_tensor_header(path)
 
-    monkeypatch.setattr(recognise_file, "read_tensor_header", counted)
-    laid_out(made, files)
+    for module in (recognise_file, places):
+        monkeypatch.setattr(module, "read_tensor_header", counted)
+    places._read_once.cache_clear()
+    found = laid_out(made, files)
     assert read == [made / "flux.safetensors"]
+    for _ in range(2):
+        FAMILIES["flux"].describe(found)
+    assert read.count(made / "flux.safetensors") == 2
