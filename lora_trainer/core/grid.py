@@ -7,7 +7,7 @@ def strength_name(strength: float | None) -> str:
     """How files of a grid end: `without`, `with` at full strength, else `with_0.5`."""
     if strength is None:
         return "without"
-    return "with" if strength == 1.0 else f"with_{strength:g}"
+    return "with" if strength == 1.0 else f"with_{strength:.12g}"
 
 
 def picture_name(name: str, row: int, strength: float | None) -> str:

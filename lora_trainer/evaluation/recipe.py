@@ -211,6 +211,11 @@ def _last(path: str) -> str:
     return path.rstrip("/\\").replace("\\", "/").rsplit("/", 1)[-1]
 
 
+def _quoted(text: str) -> str:
+    """As AUTOMATIC1111's web UI puts what holds one of its own signs."""
+    return json.dumps(text, ensure_ascii=False) if any(sign in text for sign in ",:\n") else text
+
+
 def parameters(used: Mapping[str, Any], row: Asked, strength: float | None) -> str:
     """Three lines as AUTOMATIC1111's web UI writes them: prompt with the LoRA's tag, negative prompt, numbers."""
     lines = [row.prompt]
@@ -218,7 +223,7 @@ def parameters(used: Mapping[str, Any], row: Asked, strength: float | None) -> s
     numbers = {"Steps": used["steps"], "Sampler": used["scheduler"].removesuffix("Scheduler")}
     if used["guidance"] is not None:
         numbers["CFG scale"] = f"{used['guidance']:g}"
-    numbers |= {"Seed": row.seed, "Size": f"{width}x{height}", "Model": used["model"]}
+    numbers |= {"Seed": row.seed, "Size": f"{width}x{height}", "Model": _quoted(used["model"])}
     if denoiser := used["model_sha256"].get("unet") or used["model_sha256"].get("transformer"):
         numbers["Model hash"] = denoiser[:SHORT_HASH]
     if (skip := used["text"].get("clip_skip")) is not None:
@@ -226,7 +231,7 @@ def parameters(used: Mapping[str, Any], row: Asked, strength: float | None) -> s
     if strength is not None:
         stem = used["lora"].removesuffix(".safetensors")
         lines[0] = f"{row.prompt} <lora:{stem}:{strength:g}>"
-        numbers["Lora hashes"] = f'"{stem}: {used["lora_hash"][:12]}"'
+        numbers["Lora hashes"] = json.dumps(f"{stem}: {used['lora_hash'][:12]}", ensure_ascii=False)
     numbers["Version"] = used["program"]
     if used["negative"]:
         lines.append(f"Negative prompt: {used['negative']}")

@@ -86,6 +86,7 @@ def compare(
     weights = read_lora_with_words(lora)
     if problems := misfits_by_config(weights, family, base):
         raise UsageError(in_short(problems))
+    where.folder.mkdir(parents=True, exist_ok=True)  # what is in its way is found before the base is loaded
     pipeline = fresh_pipeline(family, base, dtype, torch.device("cpu"))
     if problems := misfits(weights, shapes_of(components_of(pipeline, family)), family, base):
         raise UsageError(in_short(problems))
@@ -137,16 +138,21 @@ def _draw_columns(
     done, total = 0, len(rows) * len(columns)
     read: dict[str, dict[str, torch.Tensor]] = {}
     for strength in columns:
-        base_drawn = earlier_base(where, used) if strength is None else None
-        if strength is not None and words:
+        known = earlier_base(where, used) if strength is None else None
+        if strength == 0:  # nothing of the file, its words neither
+            known = where
+        if strength and words:
             add_words(texts_of(pipeline, place), words)
             words = {}
         with at_strength(pipeline, strength):
-            if base_drawn is None and (not read or texts_change):
+            if known is None and (not read or texts_change):
                 prompts = [*(row.prompt for row in rows), *([] if drawing.negative is None else [drawing.negative])]
                 with torch.no_grad():
                     read = read_prompts(pipeline, family, prompts, place)
-            drawn = iter(base_drawn) if base_drawn else draw(pipeline, family, read, rows, drawing, used["at_once"])
+            if known is None:
+                drawn = draw(pipeline, family, read, rows, drawing, used["at_once"])
+            else:
+                drawn = untouched(known, len(rows))
             for index, (row, picture) in enumerate(zip(rows, drawn, strict=True)):
                 save_picture(where.picture(index, strength), picture, embedded_text(used, row, strength))
                 done += 1
@@ -184,7 +190,7 @@ def draw(
         chosen = rows[start : start + at_once]
         yield from pipeline(
             **prompted(
-                pipeline, family, read, [row.prompt for row in chosen], drawing.negative if guidance > 1 else None
+                pipeline, family, read, [row.prompt for row in chosen], drawing.negative if guidance > 0 else None
             ),
             generator=[torch.Generator("cpu").manual_seed(row.seed) for row in chosen],
             num_inference_steps=drawing.steps,
@@ -194,18 +200,25 @@ def draw(
         ).images
 
 
-def earlier_base(where: Where, wanted: dict[str, Any]) -> list[Image.Image] | None:
-    """Pictures of the untouched base that another grid in the folder has of the same recipe; None when there are none."""
+def earlier_base(where: Where, wanted: dict[str, Any]) -> Where | None:
+    """Another grid in the folder that has all pictures of the untouched base of the same recipe; None when there is none."""
     for path in sorted(where.folder.glob("*.json")):
         try:
             if same_base(read_json(path), wanted):
                 other = Where(where.folder, path.stem)
-                return [
-                    Image.open(other.picture(index, None)).convert("RGB") for index in range(len(wanted["pictures"]))
-                ]
+                for _ in untouched(other, len(wanted["pictures"])):
+                    pass  # each can be read
+                return other
         except (OSError, ValueError, AttributeError):
             continue
     return None
+
+
+def untouched(where: Where, rows: int) -> Iterator[Image.Image]:
+    """A grid's pictures of the untouched base, one after the other. Raises OSError for one that is missing or damaged."""
+    for index in range(rows):
+        with Image.open(where.picture(index, None)) as picture:
+            yield picture.convert("RGB")
 
 
 def write_sheet(where: Where, used: dict[str, Any]) -> Path:
@@ -218,9 +231,10 @@ def write_sheet(where: Where, used: dict[str, Any]) -> Path:
     guidance = "" if used["guidance"] is None else f" · guidance {used['guidance']:g}"
     width, height = used["size"]
     title = f"{shortened(used['lora'])} on {shortened(Path(used['model']).name)}"
-    details = f"{used['steps']} steps{guidance} · {width}x{height}"
+    sampler = used["scheduler"].removesuffix("Scheduler")
+    details = f"{used['steps']} steps · {sampler}{guidance} · {width}x{height}"
     if used["negative"]:
-        details += f" · without: {used['negative']}"
+        details += f" · negative prompt: {used['negative']}"
     headings = ["untouched base", *(f"LoRA at {strength:g}" for strength in used["strengths"])]
     sheet = contact_sheet(
         title, details, headings, [Group(prompt or "(empty prompt)", r) for prompt, r in groups.items()]

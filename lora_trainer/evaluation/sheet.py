@@ -10,12 +10,14 @@ from PIL import Image, ImageDraw, ImageFont
 from PIL.PngImagePlugin import PngInfo
 
 from lora_trainer.core.io import atomic_path
+from lora_trainer.evaluation.lettering import Font, fonts_for, legible
 
 SMALLEST, LARGEST = 256, 640  # sides of shown pictures, in pixels
 WIDEST, MOST_PIXELS = 4096, 40_000_000  # of a sheet: browsers of phones refuse far larger ones
+MOST_COLUMNS = 12  # beside each other; further ones go below
 LEAST_TEXT, LETTERS = 18, 46  # so many letters go into a line: as wide as a phone, a sheet is still read
+MOST_LINES = 16  # of a prompt, more than CLIP reads; the recipe holds it whole
 INK, FAINT, PAPER, GAP = (20, 20, 20), (96, 96, 96), (255, 255, 255), (232, 232, 232)
-Font = ImageFont.FreeTypeFont | ImageFont.ImageFont
 
 
 @dataclass(frozen=True)
@@ -35,22 +37,26 @@ class Group:
 
 
 def contact_sheet(title: str, details: str, headings: Sequence[str], groups: Sequence[Group]) -> Image.Image:
-    """All groups under a title and one heading for each column, repeated above every group."""
-    cell = cell_size(groups, len(headings))
+    """All groups under a title and one heading for each column, repeated above every group; prompts between lines."""
+    together = min(len(headings), MOST_COLUMNS)
+    cell = cell_size(groups, together)
     margin = max(8, cell[0] // 24)
-    width = margin + len(headings) * (cell[0] + margin)
+    width = margin + together * (cell[0] + margin)
     size = max(LEAST_TEXT, width // LETTERS)
-    large, usual = ImageFont.load_default(size=size), ImageFont.load_default(size=max(LEAST_TEXT, round(size * 0.8)))
+    written = "".join([title, details, *headings, *(group.heading for group in groups)])
+    large, usual = fonts_for(written, size, max(LEAST_TEXT, round(size * 0.8)))
     writer = Writer(width, margin)
     writer.text(title, large, INK)
     writer.text(details, usual, FAINT)
     for group in groups:
-        writer.space(margin)
+        writer.rule()
         writer.text(group.heading, large, INK)
-        writer.columns(headings, usual, cell[0])
-        for row in group.rows:
-            writer.text(row.label, usual, FAINT)
-            writer.pictures(row.pictures, cell)
+        for start in range(0, len(headings), together):
+            part = slice(start, start + together)
+            writer.columns(headings[part], usual, cell[0])
+            for row in group.rows:
+                writer.text(row.label, usual, FAINT)
+                writer.pictures(row.pictures[part], cell)
     return writer.sheet()
 
 
@@ -61,12 +67,15 @@ class Writer:
         self.width, self.margin, self.top = width, margin, margin
         self.words: list[tuple[tuple[int, int], str, Font, tuple[int, int, int]]] = []
         self.places: list[tuple[tuple[int, int], Path, tuple[int, int]]] = []
+        self.rules: list[int] = []
 
-    def space(self, pixels: int) -> None:
-        self.top += pixels
+    def rule(self) -> None:
+        """A line from side to side, with space around it."""
+        self.rules.append(self.top + self.margin // 2)
+        self.top += 2 * self.margin
 
     def text(self, text: str, font: Font, ink: tuple[int, int, int]) -> None:
-        for line in wrapped(text, font, self.width - 2 * self.margin):
+        for line in shortened(wrapped(legible(text, font), font, self.width - 2 * self.margin)):
             self.words.append(((self.margin, self.top), line, font, ink))
             self.top += height_of(font)
 
@@ -87,6 +96,8 @@ class Writer:
         """One picture after the other is opened: a sheet of many takes no more memory than itself."""
         sheet = Image.new("RGB", (self.width, self.top), PAPER)
         pen = ImageDraw.Draw(sheet)
+        for top in self.rules:
+            pen.line((self.margin, top, self.width - self.margin - 1, top), fill=GAP, width=max(2, self.margin // 8))
         for place, line, font, ink in self.words:
             pen.text(place, line, fill=ink, font=font)
         for place, path, cell in self.places:
@@ -100,7 +111,7 @@ class Writer:
 
 def cell_size(groups: Sequence[Group], columns: int) -> tuple[int, int]:
     """Width and height of every picture on the sheet: small ones enlarged, and less where there are very many."""
-    rows = sum(len(group.rows) for group in groups)
+    rows = sum(-(-len(row.pictures) // columns) for group in groups for row in group.rows)
     width, height = 1, 1
     for path in (path for group in groups for row in group.rows for path in row.pictures):
         if path.is_file():
@@ -125,15 +136,24 @@ def height_of(font: Font) -> int:
 
 
 def wrapped(text: str, font: Font, width: int) -> list[str]:
-    """The text in lines of at most `width` pixels; a longer word stands alone."""
+    """The text in lines of at most `width` pixels; a word that is longer goes on in the next line."""
     lines: list[str] = [""]
     for word in text.split():
         longer = f"{lines[-1]} {word}".strip()
-        if font.getlength(longer) <= width or not lines[-1]:
+        if font.getlength(longer) <= width:
             lines[-1] = longer
-        else:
-            lines.append(word)
+            continue
+        if lines[-1]:
+            lines.append("")
+        for letter in word:
+            if lines[-1] and font.getlength(lines[-1] + letter) > width:
+                lines.append("")
+            lines[-1] += letter
     return lines
+
+
+def shortened(lines: list[str]) -> list[str]:
+    return lines if len(lines) <= MOST_LINES else [*lines[: MOST_LINES - 1], f"{lines[MOST_LINES - 1][:-3]}..."]
 
 
 def save_picture(path: Path, picture: Image.Image, text: PngInfo | None = None) -> None:

@@ -7,13 +7,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from PIL import Image
+from PIL import Image, ImageFont
 
 from lora_trainer.cli.main import main
 from lora_trainer.core.interrupt import Stopped
 from lora_trainer.core.io import write_json
-from lora_trainer.evaluation import sample
-from lora_trainer.evaluation.sheet import Group, Row, contact_sheet
+from lora_trainer.evaluation import lettering, sample
+from lora_trainer.evaluation.recipe import Asked, parameters
+from lora_trainer.evaluation.sheet import Group, Row, contact_sheet, wrapped
 from lora_trainer.export.lora_file import write_lora
 from lora_trainer.export.weights import LoraPair, LoraWeights
 from lora_trainer.models import FAMILIES
@@ -256,3 +257,68 @@ def test_without_a_model_that_of_the_run_beside_the_file_is_taken(
     write_json(tmp_path / "run.json", {"config": {"model": {"path": str(base)}}, "data_hash": ""})
     assert main(["sample", str(path), "--prompt", "a", *QUICK]) == 0
     assert f"base model: {base}" in capsys.readouterr().err
+
+
+def test_strength_zero_is_the_untouched_base_even_where_words_are_learned(base: Path, tmp_path: Path) -> None:
+    unet = FAMILIES["sd15"].load_denoiser(base, torch.float32, torch.device("cpu"))
+    weights = random_lora(unet, size=0.2)
+    word = LoraWeights(weights.modules, embeddings={"<zobo>.string_to_param.*": torch.randn(2, 32)})
+    path, _ = write_lora(tmp_path, "cat", word, facts())
+    asked = ("--prompt", "a <zobo>", "--strength", "1", "--strength", "0", *QUICK, "--output", str(tmp_path))
+    assert main(["sample", str(path), "--model", str(base), *asked]) == 0
+    without, nothing, whole = drawn(tmp_path, *(f"before_after_00_{end}" for end in ("without", "with_0", "with")))
+    assert without == nothing != whole
+
+
+def test_a_recipe_of_a_model_named_from_here_is_followed_from_elsewhere(
+    base: Path, lora: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(base.parent)
+    asked = ("--model", base.name, "--prompt", "a ring", *QUICK, "--output", str(tmp_path))
+    assert main(["sample", str(lora), *asked]) == 0
+    monkeypatch.chdir(tmp_path)
+    assert main(["sample", str(lora), "--recipe", "cat_before_after.json", "--output", "again"]) == 0
+    assert drawn(tmp_path / "again", "again_00_with") == drawn(tmp_path, "before_after_00_with")
+
+
+def test_a_file_in_the_folders_place_is_found_before_the_base_is_loaded(
+    base: Path, lora: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sample, "fresh_pipeline", lambda *_: pytest.fail("the base was loaded"))
+    (tmp_path / "out").touch()
+    asked = ("--prompt", "a ring", *QUICK, "--output", str(tmp_path / "out"))
+    assert main(["sample", str(lora), "--model", str(base), *asked]) == 2
+    assert "File exists" in capsys.readouterr().err
+
+
+def test_no_letter_of_a_sheet_is_clipped_or_an_empty_box(monkeypatch: pytest.MonkeyPatch) -> None:
+    font = ImageFont.load_default(size=20)
+    text = "word " + "x" * 300 + " last"
+    lines = wrapped(text, font, 400)
+    assert "".join(lines).replace(" ", "") == text.replace(" ", "")
+    assert max(font.getlength(line) for line in lines) <= 400
+    monkeypatch.setattr(lettering, "FONTS", ())
+    own, _ = lettering.fonts_for("\u65e5", 20, 18)
+    shown = lettering.legible("a \u65e5\u672c, \U0001f431!", own)
+    assert shown == "a [2 letters: cjk], [cat face]!"
+    assert not lettering.lacking(shown, own)
+
+
+def test_very_many_strengths_go_below_each_other(tmp_path: Path) -> None:
+    path = tmp_path / "one.png"
+    Image.new("RGB", (64, 64), "red").save(path)
+    few, many = (
+        contact_sheet(
+            "cat", "20 steps", [str(each) for each in range(count)], [Group("a", [Row("seed 0", [path] * count)])]
+        )
+        for count in (12, 60)
+    )
+    assert many.width == few.width
+    assert many.height > few.height + 4 * 256
+
+
+def test_a_model_named_with_signs_of_their_own_is_put_in_quotes(grid: Path) -> None:
+    used = json.loads((grid / "cat_before_after.json").read_text(encoding="utf-8"))
+    text = parameters({**used, "model": "mine, v1: best", "lora": 'c"at.safetensors'}, Asked("a", 1), 1.0)
+    assert ', Model: "mine, v1: best", ' in text
+    assert 'Lora hashes: "c\\"at: ' in text
