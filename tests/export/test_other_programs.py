@@ -363,24 +363,6 @@ def test_a_header_of_another_kind_of_denoiser_is_not_believed(tmp_path: Path) ->
     assert read_lora(path).family == "flux"
 
 
-@pytest.mark.parametrize(("family", "component"), [("sd3", "text_encoder_3"), ("flux", "text_encoder_2")])
-def test_what_t5_learned_goes_there_and_back(family: str, component: str, tmp_path: Path) -> None:
-    """diffusers passes over it, which is said; the numbers of the pipeline's part are kept for those who load it."""
-    source, there, back = (tmp_path / f"{name}.safetensors" for name in ("source", "there", "back"))
-    original = {"sd3": "joint_blocks_0_x_block_attn_proj", "flux": "double_blocks_0_img_attn_proj"}[family]
-    t5 = kohya_keys("lora_te3_encoder_block_0_layer_0_SelfAttention_q", ONE)
-    save_file(kohya_keys(f"lora_unet_{original}", HALF) | t5, source)
-    done = convert_lora(source, there, "diffusers")
-    assert any("T5" in note for note in done.notes)
-    assert any(
-        key.startswith(f"{component}.encoder.block.0.layer.0.SelfAttention.q.lora_A") for key in load_file(there)
-    )
-    convert_lora(there, back, "kohya")
-    wanted, again = load_file(source), load_file(back)
-    assert again.keys() == wanted.keys()
-    assert all(torch.equal(again[key], tensor) for key, tensor in wanted.items())
-
-
 def test_the_same_module_twice_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "twice.safetensors"
     name = "lora_unet_input_blocks_4_1_transformer_blocks_0_attn1_to_q"

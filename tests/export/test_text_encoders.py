@@ -6,12 +6,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from lora_trainer.evaluation.loading import load_onto
 from lora_trainer.export.lora_file import write_lora
 from lora_trainer.export.weights import LoraPair, LoraWeights, shapes_of
 from lora_trainer.models import FAMILIES
-from lora_trainer.models.lora_files import names_of
+from lora_trainer.models.lora_files import convert_lora, names_of
+from tests.export.test_other_programs import HALF, ONE, kohya_keys
 from tests.export.tiny import ENDINGS, facts, tiny_pipeline
 
 TEXT_ENDINGS = ("q_proj", "k_proj", "v_proj", "out_proj", "fc1", "fc2")
@@ -49,3 +51,21 @@ def test_text_encoders_load_with_ranks_and_alphas_of_their_own(family: str, mixe
         for name, change in loaded.items():
             assert torch.allclose(change, modules[name].delta(), atol=1e-6), name
         pipeline.unload_lora_weights()
+
+
+@pytest.mark.parametrize(("family", "component"), [("sd3", "text_encoder_3"), ("flux", "text_encoder_2")])
+def test_what_t5_learned_goes_there_and_back(family: str, component: str, tmp_path: Path) -> None:
+    """diffusers passes over it, which is said; the numbers of the pipeline's part are kept for those who load it."""
+    source, there, back = (tmp_path / f"{name}.safetensors" for name in ("source", "there", "back"))
+    original = {"sd3": "joint_blocks_0_x_block_attn_proj", "flux": "double_blocks_0_img_attn_proj"}[family]
+    t5 = kohya_keys("lora_te3_encoder_block_0_layer_0_SelfAttention_q", ONE)
+    save_file(kohya_keys(f"lora_unet_{original}", HALF) | t5, source)
+    done = convert_lora(source, there, "diffusers")
+    assert any("T5" in note for note in done.notes)
+    assert any(
+        key.startswith(f"{component}.encoder.block.0.layer.0.SelfAttention.q.lora_A") for key in load_file(there)
+    )
+    convert_lora(there, back, "kohya")
+    wanted, again = load_file(source), load_file(back)
+    assert again.keys() == wanted.keys()
+    assert all(torch.equal(again[key], tensor) for key, tensor in wanted.items())
