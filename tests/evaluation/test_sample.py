@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from lora_trainer.cli.main import main
 from lora_trainer.core.interrupt import Stopped
 from lora_trainer.core.io import write_json
 from lora_trainer.evaluation import lettering, sample
-from lora_trainer.evaluation.recipe import Asked, parameters
+from lora_trainer.evaluation.recipe import Asked, Drawing, parameters
 from lora_trainer.evaluation.sheet import Group, Row, contact_sheet, wrapped
 from lora_trainer.export.lora_file import write_lora
 from lora_trainer.export.weights import LoraPair, LoraWeights
@@ -322,3 +323,20 @@ def test_a_model_named_with_signs_of_their_own_is_put_in_quotes(grid: Path) -> N
     text = parameters({**used, "model": "mine, v1: best", "lora": 'c"at.safetensors'}, Asked("a", 1), 1.0)
     assert ', Model: "mine, v1: best", ' in text
     assert 'Lora hashes: "c\\"at: ' in text
+
+
+def test_guidance_below_one_hears_the_negative_prompt_too() -> None:
+    """Z-Image's pipeline is guided above 0, the others above 1; those pass over what they do not need."""
+    asked: list[dict[str, torch.Tensor]] = []
+
+    class Pipeline:
+        config: dict[str, object] = {}  # noqa: RUF012  as diffusers has it
+
+        def __call__(self, **given: torch.Tensor) -> SimpleNamespace:
+            asked.append(given)
+            return SimpleNamespace(images=[])
+
+    read = {name: {"embeds": torch.full((1, 3, 4), value)} for name, value in (("a", 1.0), ("b", 2.0))}
+    drawing = Drawing(steps=1, guidance=0.5, size=(64, 64), negative="b")
+    list(sample.draw(Pipeline(), FAMILIES["sd15"], read, [Asked("a", 0)], drawing))
+    assert torch.equal(asked[0]["negative_prompt_embeds"], read["b"]["embeds"])
