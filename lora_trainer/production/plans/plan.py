@@ -47,7 +47,7 @@ from lora_trainer.production.memory import (
     too_large,
     what_would_fit,
 )
-from lora_trainer.production.plans.hosted import host_phases
+from lora_trainer.production.plans.host_phases import host_phases
 from lora_trainer.production.plans.phases import PhasePlan, other_peaks, plan_phases
 from lora_trainer.production.plans.settings import Bought, what_settings_buy
 from lora_trainer.production.plans.texts import text_sizes
