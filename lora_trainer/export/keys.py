@@ -140,8 +140,8 @@ def _family_of(sides: Iterable[tuple[str, str]], families: Sequence[Names], hint
     rests = [rest for component, rest in sides if not component.startswith("text_encoder") and not _is_unet(rest)]
     known = [(family, [_match(rest, family) for rest in rests]) for family in families if family.layout]
     most = max((sum(matches) for _, matches in known), default=0)
-    if not most:
-        return None, False
+    if not most:  # of text encoders alone the header tells
+        return next((family for family, _ in known if not rests and family.family in hint), None), False
     best = [(family, matches) for family, matches in known if sum(matches) == most]
     told = [each for each in best if each[0].family in hint] or best
     family, matches = told[0]

@@ -139,7 +139,7 @@ def parts_of(demand: Demand, micro: int, checkpointed: int, precision: str, stre
     overhead = CONTEXT_GIB * GIB + FRAGMENTATION * (adapter + state + activations)
     flops = found.flops * demand.samples / micro + texts.flops(demand.samples, checkpointed=again)
     return Parts(
-        weights=(found.weights + autoencoder + itemsize * texts.held) / GIB,
+        weights=(found.weights + autoencoder + itemsize * sum(texts.held.values())) / GIB,
         adapter=adapter / GIB,
         optimizer=state / GIB,
         activations=activations / GIB,

@@ -12,7 +12,7 @@ from lora_trainer.evaluation.loading import load_onto
 from lora_trainer.export.lora_file import write_lora
 from lora_trainer.export.weights import LoraPair, LoraWeights, shapes_of
 from lora_trainer.models import FAMILIES
-from lora_trainer.models.lora_files import convert_lora, names_of
+from lora_trainer.models.lora_files import convert_lora, names_of, read_lora
 from tests.export.test_other_programs import HALF, ONE, kohya_keys
 from tests.export.tiny import ENDINGS, facts, tiny_pipeline
 
@@ -51,6 +51,25 @@ def test_text_encoders_load_with_ranks_and_alphas_of_their_own(family: str, mixe
         for name, change in loaded.items():
             assert torch.allclose(change, modules[name].delta(), atol=1e-6), name
         pipeline.unload_lora_weights()
+
+
+@pytest.mark.parametrize(
+    ("header", "family", "component"),
+    [
+        ({"ss_base_model_version": "flux1"}, "flux", "text_encoder_2"),
+        ({"modelspec.architecture": "flux-1-dev/lora"}, None, "text_encoder_2"),
+        ({"ss_base_model_version": "sd3"}, "sd3", "text_encoder_3"),
+        ({}, None, "text_encoder_3"),
+    ],
+)
+def test_of_a_file_with_t5_alone_the_header_tells_which_it_is(
+    header: dict[str, str], family: str | None, component: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "t5.safetensors"
+    save_file(kohya_keys("lora_te3_encoder_block_0_layer_0_SelfAttention_q", ONE), path, metadata=header)
+    found = read_lora(path)
+    assert found.family == family
+    assert list(found.modules) == [f"{component}.encoder.block.0.layer.0.SelfAttention.q"]
 
 
 @pytest.mark.parametrize(("family", "component"), [("sd3", "text_encoder_3"), ("flux", "text_encoder_2")])

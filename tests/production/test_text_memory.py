@@ -119,10 +119,23 @@ def test_t5_is_counted_where_it_is_trained(family):
     assert sum(a * b for a, b in along.texts.shapes) == 24 * 16 * (4 * 2 * 4096 + 3 * (4096 + 10240))
 
 
+def test_a_processor_holds_t5_where_it_is_trained():
+    """Published in bf16: in fp32 it is brought in, in bf16 it stays mapped."""
+
+    def training(precision: str, *rates: float) -> float:
+        resolved, _ = demand_of("flux", text__learning_rates=rates, memory__base_precision=precision)
+        return make_plan(resolved).phases["train"].host_gib
+
+    clip = 4 * 123_060_480 / 2**30
+    assert clip < training("fp32", 1e-5) - training("fp32") < 2 * clip
+    assert training("fp32", 1e-5, 1e-5) - training("fp32", 1e-5) > 4 * 4_762_310_656 / 2**30
+    assert training("bf16", 1e-5, 1e-5) - training("bf16") < 8.0
+
+
 def test_nothing_is_counted_where_none_is_trained():
     _, without = demand_of("sdxl")
     _, idle = demand_of("sdxl", text__learning_rates=(0.0, 0.0))
     assert without.texts == idle.texts == TextSizes()
     _, one = demand_of("sdxl", text__learning_rates=(0.0, 1e-5))
     assert [(each.layers, each.width) for each in one.texts.encoders] == [(32, 1280)]
-    assert one.texts.held > 8e8  # the other reads captions beside it
+    assert sum(one.texts.held.values()) > 8e8  # the other reads captions beside it

@@ -158,9 +158,7 @@ def _rules() -> dict[str, Rule]:
         **{key: lacking(OTHER_FAMILY) for key in FAMILIES},
         **{key: nothing(SPEED) for key in SPEED_OF_FLOWS},
         **{key: of_flow(lacking("there is no such thing here", off=("all",))) for key in OF_FLOWS},
-        **{
-            key: of_flow(lacking("T5's rate is the last of text.learning_rates")) for key in ("t5xxl_lr", "train_t5xxl")
-        },
+        **{key: of_flow(part_of("text_encoder_lr", "text.learning_rates")) for key in ("t5xxl_lr", "train_t5xxl")},
         **{key: nothing(SPEED) for key in OF_THE_GUI},
         "save_every_n_epochs": nothing(IN_STEPS),
         "sample_every_n_steps": same("sample.every_steps", whole),

@@ -24,17 +24,23 @@ def trains_texts(around: Around) -> bool:
 
 
 def rates_of_texts(rate: Any, around: Around) -> Took:
-    """A rate for all text encoders, or one for each: of CLIP, and of T5 where `train_t5xxl` asks for it."""
+    """A rate for all text encoders, or one for each: of CLIP, and of T5 where `train_t5xxl` asks for it.
+
+    Of a list that is too short for a flow's encoders the last rate is that of the rest.
+    """
     listed = (
         re.split(r"[\s,]+", rate.strip("[] ")) if isinstance(rate, str) else rate if isinstance(rate, list) else [rate]
     )
     rates = [number(each) for each in listed]
-    family = kohya_family(around)
-    encoders = 2 if family == "sd3" or is_on(around["sdxl"] or False) else 1
-    encoders += bool(family) and str(around["network_args.train_t5xxl"]) == "True"  # as it is spelt there
     if not any(rates):
         return Took({}, STAY, "ignored")
-    kept = rates * encoders if len(rates) == 1 else rates[:encoders] if family else rates
+    family, t5, of_t5 = kohya_family(around), str(around["network_args.train_t5xxl"]) == "True", around["t5xxl_lr"]
+    if family and around["LoRA_type"] is not None:  # the GUI, which has a list made of its two fields
+        t5 = t5 or (family == "flux" and is_on(around["train_t5xxl"] or False))
+        rates = [*rates, number(of_t5)] if is_on(of_t5 or 0) else rates
+    encoders = (2 if family == "sd3" or is_on(around["sdxl"] or False) else 1) + (bool(family) and t5)
+    alike = bool(family) or len(rates) == 1
+    kept = (rates + rates[-1:] * encoders)[:encoders] if alike else rates
     return Took(text_rates(kept, around["network_alpha"]))
 
 

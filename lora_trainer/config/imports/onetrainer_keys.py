@@ -140,17 +140,27 @@ def _kind(value: Any, around: Around) -> Took:
 
 
 def _texts(value: Any, around: Around) -> Took:
-    """Of either text encoder's switch: the rates of both. Language models learn in neither program."""
+    """Of any text encoder's switch: the rates of all that the model has. Language models learn in neither program."""
     truth(value)
-    if str(around["model_type"]).upper() == "Z_IMAGE":
-        return Took({}, "not trained, as here", "ignored")
     rates = []
-    for part in ("text_encoder", "text_encoder_2"):
+    for part in texts_of(around):
         rate = around[f"{part}.learning_rate"] or around["learning_rate"]
-        rates.append(number(rate) if is_on(around[f"{part}.train"] or False) else 0.0)
-    if not any(rates):
+        learns = is_on(around[f"{part}.train"] or False) and around[f"{part}.include"] is not False
+        rates.append(number(rate) if learns else 0.0)
+    while rates and not rates[-1]:
+        rates.pop()
+    if not rates:
         return Took({}, "not trained, as here", "ignored")
-    return Took(text_rates(rates if rates[1] else rates[:1], around["lora_alpha"]))
+    return Took(text_rates(rates, around["lora_alpha"]))
+
+
+def texts_of(around: Around) -> tuple[str, ...]:
+    """The text encoders of the model: a file has switches of four, on unless they were turned off."""
+    model = str(around["model_type"] or "").upper()
+    if model == "Z_IMAGE":
+        return ()
+    one = model.startswith(FAMILIES[:3])
+    return ("text_encoder", "text_encoder_2", "text_encoder_3")[: 1 if one else 3 if "DIFFUSION_3" in model else 2]
 
 
 def _skipped(value: Any, around: Around) -> Took:
@@ -226,6 +236,7 @@ OTHER_PARTS = (
 OF_PARTS = (
     "model_name include stop_training_after stop_training_after_unit train_embedding attention_mask guidance_scale"
 )
+NOT_OTHERS = (("transformer", "learning_rate"), ("text_encoder_3", "train"), ("text_encoder_3", "learning_rate"))
 MORE_OF_PARTS = "offload_fraction activation_offloading gradient_checkpointing"
 RULES: Mapping[str, Rule] = {
     "__version": nothing("the version of its file"),
@@ -293,6 +304,7 @@ RULES: Mapping[str, Rule] = {
     "masked_prior_preservation_weight": lacking("there is no such loss here"),
     "text_encoder.train": by(_texts, TEXT_RATES),
     "text_encoder_2.train": by(_texts, TEXT_RATES),
+    "text_encoder_3.train": by(_texts, TEXT_RATES),
     "transformer.learning_rate": by(_transformer_rate, "optim.learning_rate"),
     "text_encoder.dropout_probability": unless_off("captions.dropout", number),
     "text_encoder_2.dropout_probability": nothing("as text_encoder.dropout_probability"),
@@ -313,6 +325,7 @@ RULES: Mapping[str, Rule] = {
     "bundle_additional_embeddings": nothing("learned words are always bundled"),
     **named("text_encoder.", "learning_rate", part_of("text_encoder.train", "text.learning_rates")),
     **named("text_encoder_2.", "learning_rate", part_of("text_encoder_2.train", "text.learning_rates")),
+    **named("text_encoder_3.", "learning_rate", part_of("text_encoder_3.train", "text.learning_rates")),
     **named("text_encoder.", "weight_dtype", nothing(SPEED)),
     **named("text_encoder_2.", "weight_dtype", nothing(SPEED)),
     **named("", "generalized_offset_noise", UNUSED),
@@ -328,7 +341,7 @@ RULES: Mapping[str, Rule] = {
         f"{part}.{key}": nothing("of other model families")
         for part in ["text_encoder_3", "text_encoder_4", *OTHER_PARTS.split()]
         for key in "train learning_rate weight_dtype dropout_probability".split()
-        if (part, key) != ("transformer", "learning_rate")
+        if (part, key) not in NOT_OTHERS
     },
     "unet.dropout_probability": nothing("dropout_probability rules"),
     **named("", "latent_caching clear_cache_before_training cache_dir only_cache", nothing(CACHED)),

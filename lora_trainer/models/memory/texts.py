@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 # Values that a layer keeps of a token for its backward pass, with its base frozen and a LoRA on all of its products: for
 # each of its width, of its attention's, of its inner width, of the LoRA's rank. Counted on the processor (tests/production),
@@ -58,9 +59,10 @@ class EncoderSize:
 
 @dataclass(frozen=True)
 class TextSizes:
-    """`held` counts the weights of all text encoders that stay in memory; `encoders` are those that gradients go through."""
+    """`held` counts the weights of all text encoders that stay in memory, by component; `encoders` are those that
+    gradients go through."""
 
-    held: int = 0
+    held: Mapping[str, int] = field(default_factory=dict)
     encoders: tuple[EncoderSize, ...] = ()
 
     @property

@@ -68,9 +68,10 @@ def host_phases(
     )
     whole = width * sum(values for _, values in base.others)
     visiting = width * costs.layer if widened_in_turn(whole) else whole
+    held = base.held(dtype, base.denoiser, *demand.texts.held.items())
     return {
         "cache": _caching(demand, base, costs, pictures) / GIB,
-        "train": base.held(dtype, base.denoiser) / GIB + parts.adapter + parts.optimizer + step,
+        "train": held / GIB + parts.adapter + parts.optimizer + step,
         "validate": (base.pipeline(dtype) + prediction_bytes(places, width, costs)) / GIB,
         "draw": (base.pipeline(dtype) + visiting + drawing) / GIB,
     }

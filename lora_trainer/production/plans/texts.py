@@ -30,7 +30,7 @@ def text_sizes(config: Config, family: Family, facts: ModelFacts) -> TextSizes:
     rank, sizes = config.text.lora_rank or config.lora.rank, text_layers(family, facts)
     trained = [name for name in held if name in rates or name in words]
     return TextSizes(
-        held=sum(held.values()),
+        held=held,
         encoders=tuple(replace(sizes[name], rank=rank if name in rates else 0) for name in trained),
     )
 

@@ -246,12 +246,54 @@ def test_other_defaults_of_diffusers_scripts_for_flows(tmp_path: Path) -> None:
         ({"ae": "a", "text_encoder_lr": [5e-5, 1e-5]}, (5e-5,)),
         ({"ae": "a", "text_encoder_lr": [5e-5, 1e-5], "network_args": ["train_t5xxl=True"]}, (5e-5, 1e-5)),
         ({"ae": "a", "text_encoder_lr": 5e-5, "network_args": ["train_t5xxl=True"]}, (5e-5, 5e-5)),
+        # of SD3: the last rate of a short list is that of all the rest
+        ({"t5xxl": "t", "clip_g": "g", "text_encoder_lr": [5e-5, 1e-5]}, (5e-5, 1e-5)),
+        (
+            {"t5xxl": "t", "clip_g": "g", "text_encoder_lr": [5e-5, 1e-5], "network_args": ["train_t5xxl=True"]},
+            (5e-5, 1e-5, 1e-5),
+        ),
     ],
 )
 def test_rates_of_kohyas_text_encoders(keys: dict[str, object], rates: tuple[float, ...], tmp_path: Path) -> None:
     config = kohya(tmp_path, network_alpha=4, **keys).config
     assert config.text.learning_rates == rates
     assert config.text.lora_alpha == (4.0 if rates else None)
+
+
+@pytest.mark.parametrize(
+    ("keys", "rates"),
+    [
+        ({"flux1_checkbox": True, "train_t5xxl": True, "t5xxl_lr": 1e-5}, (5e-5, 1e-5)),
+        ({"flux1_checkbox": True, "train_t5xxl": True, "t5xxl_lr": 0}, (5e-5, 5e-5)),
+        ({"flux1_checkbox": True, "train_t5xxl": False, "t5xxl_lr": 1e-5}, (5e-5,)),
+        ({"sd3_checkbox": True, "train_t5xxl": True, "t5xxl_lr": 1e-5}, (5e-5, 1e-5)),  # for CLIP's second there
+        ({"train_t5xxl": True, "t5xxl_lr": 1e-5}, (5e-5,)),
+    ],
+)
+def test_rates_of_t5_of_the_gui(keys: dict[str, object], rates: tuple[float, ...], tmp_path: Path) -> None:
+    start = {"LoRA_type": "Flux1", "max_resolution": "512,512", "noise_offset_type": "Original", "lr_warmup": 0}
+    start |= {"pretrained_model_name_or_path": "m", "train_data_dir": "p", "text_encoder_lr": 5e-5}
+    assert imported_text(tmp_path, "g.json", json.dumps({**start, **keys})).config.text.learning_rates == rates
+
+
+@pytest.mark.parametrize(
+    ("model", "rates"),
+    [
+        ("STABLE_DIFFUSION_15", (1e-5,)),  # its file has switches of four text encoders, all on by themselves
+        ("STABLE_DIFFUSION_XL_10_BASE", (1e-5, 2e-5)),
+        ("STABLE_DIFFUSION_35", (1e-5, 2e-5, 3e-5)),
+        ("FLUX_DEV_1", (1e-5, 2e-5)),
+        ("Z_IMAGE", ()),
+    ],
+)
+def test_rates_of_one_trainers_text_encoders(model: str, rates: tuple[float, ...], tmp_path: Path) -> None:
+    start: dict[str, object] = {"training_method": "LORA", "base_model_name": "m", "concepts": [], "model_type": model}
+    names = ("text_encoder", "text_encoder_2", "text_encoder_3", "text_encoder_4")
+    parts = {name: {"train": True, "learning_rate": float(f"{number}e-5")} for number, name in enumerate(names, 1)}
+    assert imported_text(tmp_path, "o.json", json.dumps({**start, **parts})).config.text.learning_rates == rates
+    parts["text_encoder_3"]["include"] = False
+    left = imported_text(tmp_path, "o.json", json.dumps({**start, **parts})).config.text.learning_rates
+    assert left == rates[:2]
 
 
 def test_what_text_encoders_read(tmp_path: Path) -> None:
