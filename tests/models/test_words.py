@@ -36,7 +36,7 @@ def texts(folder: Path) -> TextParts:
 
 
 def components(folder: Path) -> tuple[str, ...]:
-    return tuple(FAMILIES[folder.name].text_targets)
+    return FAMILIES[folder.name].word_texts
 
 
 @torch.no_grad()
