@@ -16,6 +16,7 @@ from lora_trainer.models.weight_files import weights_of
 from lora_trainer.production.bases import hub as hub_module
 from lora_trainer.production.bases.base import Base, find_base
 from lora_trainer.production.bases.hub_files import choose_files
+from lora_trainer.production.bases.names import HubModel
 from tests.production.local_hub import COMMIT, LocalHub, local_hub
 
 NAME = "some/model"
@@ -209,7 +210,7 @@ def test_a_single_checkpoint_of_a_repository(hub: LocalHub) -> None:
     hub.repositories[NAME] = {"sd.safetensors": b"not one", "old/deep.safetensors": b"nor this"}
     assert "has no file lost.safetensors" in refused(f"{NAME}/lost.safetensors")
     found = hub_module.find_snapshot(
-        hub_module.HubModel(NAME, file="old/deep.safetensors"),
+        HubModel(NAME, file="old/deep.safetensors"),
         weights=True,
         without_t5=False,
         offline=False,

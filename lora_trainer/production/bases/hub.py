@@ -38,6 +38,7 @@ from lora_trainer.production.bases.hub_refusals import (
     not_here,
     told,
 )
+from lora_trainer.production.bases.names import HubModel
 
 COMMIT = re.compile(r"[0-9a-f]{40}")
 REVISION = re.compile(r"\w[\w./-]{0,200}", re.ASCII)
@@ -50,26 +51,6 @@ ROOM = 1.01  # of what is fetched: file systems need some for themselves
 
 Say = Callable[[str], None]
 _HEADERS: dict[tuple[Path, HubModel], Snapshot] = {}  # stand-ins of checkpoints, which live as long as this process
-
-
-@dataclass(frozen=True)
-class HubModel:
-    """`owner/name` at a branch, tag or commit. `file` names a single checkpoint in it, `parts` those that are wanted of a
-    model: all where none is named. `origin` is what it was named by.
-    """
-
-    name: str
-    revision: str | None = None
-    file: str | None = None
-    parts: tuple[str, ...] = ()
-    origin: str = "--model"
-
-    @property
-    def asked(self) -> str:
-        return self.revision or "main"
-
-    def __str__(self) -> str:
-        return "/".join(filter(None, (self.name, self.file)))
 
 
 @dataclass(frozen=True)

@@ -5,14 +5,11 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from lora_trainer.core.disk import FULL
 from lora_trainer.core.errors import Problem, UsageError, first_line
 from lora_trainer.production.bases.hub_files import INDEX, PICKLES, Chosen, single_checkpoints
-
-if TYPE_CHECKING:
-    from lora_trainer.production.bases.hub import HubModel
+from lora_trainer.production.bases.names import HubModel
 
 TRY_AGAIN = "Run the same command again: what was fetched is kept, and it goes on from there."
 

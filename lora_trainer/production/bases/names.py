@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 import re
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from lora_trainer.core.errors import Problem
-
-if TYPE_CHECKING:  # read when a base asks for it: every command begins with this file
-    from lora_trainer.production.bases.hub import HubModel
 
 HUB_ID = re.compile(r"(?P<name>[A-Za-z0-9][\w.-]{0,95}/[\w.-]{1,96})(?:/(?P<file>[^\\]+\.safetensors))?", re.ASCII)
 FILES = (".safetensors", ".ckpt", ".pt", ".pth", ".bin", ".gguf")
@@ -19,6 +15,26 @@ WEB = re.compile(
     r"https?://(?:www\.)?(?:huggingface\.co|hf\.co)/(?P<id>[^/?#]+/[^/?#]+)"
     r"(?:/(?:resolve|blob)/[^/?#]+/(?P<file>[^?#]+\.safetensors))?"
 )
+
+
+@dataclass(frozen=True)
+class HubModel:
+    """`owner/name` at a branch, tag or commit. `file` names a single checkpoint in it, `parts` those that are wanted of a
+    model: all where none is named. `origin` is what it was named by.
+    """
+
+    name: str
+    revision: str | None = None
+    file: str | None = None
+    parts: tuple[str, ...] = ()
+    origin: str = "--model"
+
+    @property
+    def asked(self) -> str:
+        return self.revision or "main"
+
+    def __str__(self) -> str:
+        return "/".join(filter(None, (self.name, self.file)))
 
 
 def local_path(text: str) -> Path:
@@ -40,8 +56,6 @@ def as_hub_model(text: str, revision: str | None = None) -> HubModel | None:
         return None
     if found["file"] is None and text.endswith(FILES):
         return None
-    from lora_trainer.production.bases.hub import HubModel
-
     return HubModel(found["name"], revision, found["file"])
 
 
