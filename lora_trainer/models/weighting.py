@@ -67,16 +67,28 @@ def read_tokens(tokenizer: Any, captions: Sequence[Caption], device: torch.devic
     learned = learned_words(tokenizer)
     weights: list[Tensor | None] = []
     for number, caption in enumerate(captions):
-        words = words_of(tokenizer, caption, learned)
-        for piece in range(pieces):
-            own, row = words[piece * room : (piece + 1) * room], ids[number * pieces + piece]
-            end = len(own) + 1
+        for piece, own in enumerate(_in_pieces(words_of(tokenizer, caption, learned), room, pieces, learned)):
+            row, end = ids[number * pieces + piece], len(own) + 1
             row[1:end] = torch.tensor([token for token, _ in own], dtype=ids.dtype)
             row[end] = tokenizer.eos_token_id
             factors = torch.ones(size)
             factors[1:end] = torch.tensor([weight for _, weight in own])
             weights.append(None if isinstance(caption, str) else factors.to(device))
     return Tokens(ids.to(device), tuple(weights), pieces)
+
+
+def _in_pieces(
+    words: list[tuple[int, float]], room: int, pieces: int, learned: Mapping[int, Sequence[int]]
+) -> list[list[tuple[int, float]]]:
+    """The tokens of each piece. A learned word that a piece has no room for stands whole in the next, where there is one."""
+    found, start = [], 0
+    for _ in range(pieces - 1):
+        end = start + room
+        cut = (at for at, (token, _) in enumerate(words[start:end], start) if at + len(learned.get(token, ())) > end)
+        end = next(cut, end)
+        found.append(words[start:end])
+        start = end
+    return [*found, words[start : start + room]]
 
 
 def words_of(

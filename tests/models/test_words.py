@@ -17,6 +17,7 @@ from lora_trainer.export.weights import LoraWeights
 from lora_trainer.models import FAMILIES
 from lora_trainer.models.drawing import texts_of
 from lora_trainer.models.family import PLAIN, TextParts
+from lora_trainer.models.weighting import read_tokens
 from lora_trainer.models.words import add_words, from_embeddings, new_words, to_embeddings
 from tests.export.tiny import tiny_pipeline
 
@@ -83,6 +84,22 @@ def test_a_word_that_starts_as_others_is_read_as_they_are(folder: Path) -> None:
     assert said_by_clip(folder, wanted)
     for one, other in zip(said_by_clip(folder, found), said_by_clip(folder, wanted), strict=True):
         torch.testing.assert_close(one, other)
+
+
+def test_a_word_is_not_divided_between_two_pieces(folder: Path) -> None:
+    """As A1111 has it, and ComfyUI for words of less than 8 embeddings; in the last piece it is cut as ever."""
+    parts = texts(folder)
+    add_words(parts, random_words(folder, parts))
+    tokenizer = parts.tokenizers["text_encoder"]
+    few, word = tokenizer("a " * 73, add_special_tokens=False).input_ids, tokenizer.convert_tokens_to_ids(WORD)
+    own, a, end = [word, word + 1, word + 2], few[0], tokenizer.eos_token_id
+    for caption in ("a " * 73 + f"{WORD} a", (("a " * 73, 1.0), (f"{WORD} ", 1.2), ("a", 1.0))):
+        long, short = (read_tokens(tokenizer, [caption], CPU, pieces).ids.tolist() for pieces in (2, 1))
+        assert long[0][1:76] == [*few, end, tokenizer.pad_token_id]
+        assert long[1][1:6] == [*own, a, end]
+        assert short[0][1:77] == [*few, *own[:2], end]
+    fits = read_tokens(tokenizer, ["a " * 72 + f"{WORD} a"], CPU, 2).ids.tolist()
+    assert (fits[0][1:77], fits[1][1:3]) == ([*few[1:], *own, end], [a, end])
 
 
 def test_words_start_from_the_mean_where_nothing_is_named(folder: Path) -> None:
