@@ -43,6 +43,8 @@ from lora_trainer.production.release import (
     judge_lora,
     lora_weights,
     training_facts,
+    untrained_word,
+    untrained_words,
 )
 from lora_trainer.production.resuming import find_start, fixed_settings
 from lora_trainer.production.room import refuse_without_room, room_for
@@ -228,10 +230,14 @@ def release(prepared: Prepared, record: Record, state: TrainState) -> Outcome:
     console.print(f"releasing step {released.step}: {released.reason}")
     facts = training_facts(config, session.inputs, name, released.step, session.steps, session.choices, record.started)
     weights = lora_weights(config, session.inputs, released.weights)
+    untrained = untrained_words(config.text.tokens, session.inputs.train)
+    embeddings = {key: value for key, value in weights.embeddings.items() if key.partition(".")[0] not in untrained}
     export = partial(export_lora, folder, name, weights, facts, built.shapes, session.inputs.family)
     with remembering():  # the record names the files whatever becomes of the gate
         kohya, diffusers = until_written("the LoRA", folder, export, lora_bytes(weight_shapes(built.learner)))
-        words = until_written("new words", folder, partial(write_words, folder, name, weights), 0)
+        words = until_written(
+            "new words", folder, partial(write_words, folder, name, replace(weights, embeddings=embeddings)), 0
+        )
         files = {**record.files, "kohya": kohya.name, "diffusers": diffusers.name}
         files |= {path.stem.removeprefix(f"{name}."): path.name for path in words}
         record = replace(record, files=files, released=released.to_json())
@@ -247,6 +253,7 @@ def release(prepared: Prepared, record: Record, state: TrainState) -> Outcome:
     report = judge_lora(kohya, config, session.inputs, prepared.held_out, device, dtype, console)
     if note := still_falling(read_lines(folder / VALIDATION), state.step):
         report = replace(report, findings=(*report.findings, note))
+    report = replace(report, findings=(*report.findings, *map(untrained_word, untrained)))
     record = replace(record, scores={**record.scores, "lora": round(report.score, 4)}, lora=report.to_json())
     comparison = None
     watch("drawing")

@@ -18,7 +18,9 @@ from torch import Tensor
 from lora_trainer import __version__
 from lora_trainer.config.schema import Config
 from lora_trainer.core.errors import Problem, TrainingFailed
+from lora_trainer.core.findings import Finding
 from lora_trainer.core.interrupt import can_be_given_up
+from lora_trainer.data.sample import Sample
 from lora_trainer.data.steps import StepArithmetic
 from lora_trainer.diffusion.process import Process
 from lora_trainer.evaluation.held_out import EncodedSample
@@ -102,6 +104,19 @@ def lora_weights(config: Config, inputs: Inputs, trained: Mapping[str, Tensor]) 
         found |= weights_from_peft(own, prefix.removesuffix("."), alpha).modules
     words = to_embeddings(trained, inputs.family.word_texts, config.text.tokens) if config.text.tokens else {}
     return LoraWeights(found, embeddings=words)
+
+
+def untrained_words(words: Sequence[str], train: Sequence[Sample]) -> tuple[str, ...]:
+    """New words that no trained text of the samples holds: their embeddings are as they were at the start."""
+    texts = {text.lower() for sample in train for text in sample.texts} if words else ()
+    return tuple(word for word in words if not any(word.lower() in text for text in texts))
+
+
+def untrained_word(word: str) -> Finding:
+    """What the summary and the record say of such a word beside the LoRA's score, which does not ask for it."""
+    message = f"The new word {word!r} is untrained: no caption of the run held it, and no file of its own is written."
+    fix = f"Write it into the captions, or set captions.trigger={word}, and train again."
+    return Finding("untrained_word", "warning", message, fix)
 
 
 def in_effect(config: Config, alpha: float, rank: int) -> float:

@@ -76,6 +76,19 @@ def test_new_words_are_learned_bundled_and_drawn_with(bench: Bench, capsys: pyte
     assert '"integrity": 1.0' in capsys.readouterr().out
 
 
+def test_a_word_that_no_caption_holds_has_no_file_and_the_summary_says_why(
+    bench: Bench, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = {"text__tokens": '["<zobo>", "<RING>"]', "captions__trigger": "<ring>", "text__token_learning_rate": 0.1}
+    assert bench.run("lacking", steps=1, **words) == 0
+    folder, told = bench.folder("lacking"), capsys.readouterr().out
+    assert "The new word '<zobo>' is untrained" in told
+    assert "The new word '<RING>'" not in told
+    assert [path.name for path in folder.glob("*embedding*")] == ["lacking.embedding-RING.safetensors"]
+    assert "embedding-zobo" not in record(folder)["files"]
+    assert "untrained_word" in [finding["code"] for finding in record(folder)["lora"]["findings"]]
+
+
 def test_words_that_no_caption_holds_and_words_that_are_none_are_said(
     bench: Bench, capsys: pytest.CaptureFixture[str]
 ) -> None:
