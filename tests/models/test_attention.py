@@ -21,7 +21,7 @@ from lora_trainer.models.attention.install import install_attention, remember_si
 from lora_trainer.models.attention.kinds import KINDS
 from lora_trainer.models.attention.probe import probe, time_attention
 from lora_trainer.models.attention.shapes import AttentionShape, shapes_of, small_shapes
-from tests.export.tiny import tiny_unet
+from tests.export.tiny import tiny_transformer, tiny_unet
 
 CPU = torch.device("cpu")
 SMALL = (AttentionShape(1, 2, 64, 64, 16),)
@@ -188,6 +188,16 @@ def test_the_sizes_of_a_denoiser_are_those_that_it_computes(family):
     assert sum(shape.layers for shape in found) == sum(hasattr(m, "to_q") for m in unet.modules())
     assert {shape.size for shape in found} == {shape.size for shape in small_shapes(unet)}
     assert not any(parameter.is_meta for parameter in unet.parameters())
+
+
+def test_nothing_of_a_pass_without_data_stays_in_the_denoiser():
+    """Z-Image keeps its table of places from the first pass, and a run on a card looks at the sizes before it."""
+    family, denoiser = FAMILIES["z_image"], tiny_transformer("z_image")
+    cond = {"embeds": (4, 64), "padding": (4,)}
+    assert shapes_of(denoiser, family.predict, (1, 16, 8, 8), cond, torch.float32)
+    told = {"embeds": torch.randn(1, 4, 64), "padding": torch.zeros(1, 4, dtype=torch.bool)}
+    velocity = family.predict(denoiser, torch.randn(1, 16, 8, 8), torch.tensor([500]), told, torch.zeros(1, 6))
+    assert velocity.isfinite().all()
 
 
 def flux() -> tuple[nn.Module, dict[str, torch.Tensor]]:

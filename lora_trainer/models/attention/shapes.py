@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -48,7 +49,7 @@ def shapes_of(
     weights = {**dict(denoiser.named_parameters()), **dict(denoiser.named_buffers())}
     shown = {name: torch.empty_like(value, device=META) for name, value in weights.items()}
     batch = latents[0]
-    with torch.no_grad(), META, _Spy() as spy:
+    with torch.no_grad(), _forgetting(denoiser), META, _Spy() as spy:
         given = {name: torch.empty(batch, *shape, dtype=dtype) for name, shape in cond.items()}
         noisy, t, sizes = (
             torch.empty(*latents, dtype=dtype),
@@ -68,6 +69,24 @@ def small_shapes(denoiser: nn.Module) -> tuple[AttentionShape, ...]:
         if isinstance(heads, int) and isinstance(query, nn.Linear):
             found.add(query.out_features // heads)
     return tuple(AttentionShape(1, 2, FEW_TOKENS, FEW_TOKENS, size) for size in sorted(found))
+
+
+@contextmanager
+def _forgetting(denoiser: nn.Module) -> Iterator[None]:
+    """Leave the modules' plain attributes as they were, and those of plain objects that modules hold.
+
+    Tables of places that are computed in the first pass and kept there, as Z-Image's are, would have no data.
+    """
+    modules = list(denoiser.modules())
+    plain = [value for module in modules for value in vars(module).values() if hasattr(value, "__dict__")]
+    held = [(vars(owner), dict(vars(owner))) for owner in [*modules, *plain] if not isinstance(owner, type | Tensor)]
+    try:
+        yield
+    finally:
+        for now, before in held:
+            if any(now[name] is not before.get(name, now) for name in now):
+                now.clear()
+                now.update(before)
 
 
 class _OnMeta:
