@@ -63,10 +63,13 @@ class Architecture:
 
 
 def public_architecture(name: str) -> Architecture:
-    """The published model of a family, for planning and measuring where there is no folder; or `small`, 30 M weights."""
-    text = (files("lora_trainer.models") / "architectures" / f"{name}.json").read_text(encoding="utf-8")
-    document = json.loads(text)
-    facts = ModelFacts(path=Path(name), **{"family": name, **document["facts"]})
+    """The published model of a family, for planning and measuring where there is no folder; or `small`, 30 M weights.
+
+    Its path is the file that describes it: whatever lies where the command was started, it is no folder of a model.
+    """
+    file = files("lora_trainer.models") / "architectures" / f"{name}.json"
+    document = json.loads(file.read_text(encoding="utf-8"))
+    facts = ModelFacts(path=Path(str(file)), named=name, **{"family": name, **document["facts"]})
     return Architecture(facts, document["denoiser"])
 
 

@@ -308,6 +308,19 @@ def test_json_has_the_fields_that_scripts_read(capsys: pytest.CaptureFixture[str
     assert found["margin_gib"] > 1.2  # type: ignore[operator]
 
 
+def test_a_folder_named_as_a_family_is_not_taken_for_the_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Nor does it say how wide the text encoders are that are trained."""
+    asked = ["plan", "--json", "--set", "model.family=sdxl", "--set", "text.learning_rates=[1e-5]"]
+    monkeypatch.chdir(tmp_path)
+    assert main(asked) == 0
+    published = capsys.readouterr().out
+    (tmp_path / "sdxl" / "text_encoder").mkdir(parents=True)
+    assert main(asked) == 0
+    assert capsys.readouterr().out == published
+
+
 def test_what_does_not_fit_ends_with_2_and_says_so(capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["--preset", "6gb", "--set", "model.family=sdxl"]
     arguments += ["--set", "memory.checkpointing=none", "--set", "memory.streaming=none"]
