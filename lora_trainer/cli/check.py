@@ -158,7 +158,7 @@ def show_findings(report: DataReport, console: Console) -> None:
         for line in (*reasons, f"in {some(names)}" if listed else "", first.fix):
             if line:
                 show(console, Padding(Text(line), (0, 0, 0, 9)))
-    if not report.samples:
+    if not report.samples and all(finding.severity != "error" for finding in report.findings):
         show(console, Text(str(report.refusals[-1]), style=COLOURS["error"]))
 
 

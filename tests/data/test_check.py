@@ -90,7 +90,7 @@ def test_nothing_usable_scores_zero(tmp_path: Path) -> None:
     report = check(tmp_path)
     assert report.score == 0.0
     assert report.samples == ()
-    assert len(report.refusals) == 2
+    assert len(report.refusals) == 1
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -126,6 +126,21 @@ def test_small_pictures(good_folder: Path, draw: Draw) -> None:
     allowed = check(good_folder, allow_upscale=True)
     assert codes(allowed) == {("upscaled", "warning")}
     assert allowed.passed
+
+
+def test_where_every_picture_is_too_small_one_problem_names_the_resolution_that_fits(
+    tmp_path: Path, draw: Draw
+) -> None:
+    for number, side in enumerate((40, 50, 56)):
+        draw(tmp_path / f"{number}.png", side, side, seed=number)
+    report = check(tmp_path, allow_missing=True)
+    (problem,) = report.refusals
+    assert "3 of 3 files" in problem.message
+    assert problem.fix.startswith("Set data.resolution=32, ")
+    manifest, findings = read_manifest([tmp_path], allow_missing_captions=True)
+    refitted = check_dataset(manifest, findings, framings=[Framing((32,), 16)])
+    assert len(refitted.samples) == 3
+    assert not refitted.refusals
 
 
 def test_duplicates_uniform_animated_misnamed_cropped(good_folder: Path, draw: Draw) -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 from lora_trainer.core.findings import Finding, Severity
 from lora_trainer.data.buckets import Fit
@@ -13,6 +15,7 @@ from lora_trainer.data.pictures.measures import Seen
 from lora_trainer.data.sample import Sample
 
 UPSCALE_LIMIT = 2.0  # enlarged further, a picture teaches its own blur
+SMALLEST_SIDE = 32  # pixels that data.resolution can be set to
 CROP_LIMIT = 0.5  # less of the picture than this is left by the crop
 UNIFORM_SPREAD = 2.0  # largest standard deviation of a channel, 0 to 255
 BLUR_EDGE = 4.5  # pixels of the bucket that the sharpest edges take; a Gaussian of 1.8 pixels
@@ -57,9 +60,31 @@ def check_readable(looked: Looked) -> list[Finding]:
     return found
 
 
+def check_sizes(looked: Looked) -> list[Finding]:
+    """What the bucket asks of each picture: enlarged, or cut down to little."""
+    found = _sizes(looked)
+    if (side := _side_that_fits(looked)) is None:
+        return found
+    fix = f"Set data.resolution={side}, or data.allow_upscale=true, or replace them by larger ones."
+    return [replace(each, fix=fix) if each.code == "too_small" else each for each in found]
+
+
+def _side_that_fits(looked: Looked) -> int | None:
+    """The resolution at which the smallest is not enlarged, where all are far too small for theirs; None elsewhere."""
+    if looked.allow_upscale or not looked.samples:
+        return None
+    least = math.inf
+    for sample, fit in zip(looked.samples, looked.fits, strict=True):
+        factor = fit.scale_from(sample.width, sample.height)
+        if factor <= UPSCALE_LIMIT:
+            return None
+        step = looked.framings[sample.source].step
+        least = min(least, math.sqrt(fit.bucket.width * fit.bucket.height) / factor // step * step)
+    return int(least) if least >= SMALLEST_SIDE else None
+
+
 @of_each
-def check_sizes(looked: Looked, sample: Sample, fit: Fit, seen: Seen) -> Iterator[Finding]:
-    """What the bucket asks of the picture: enlarged, or cut down to little."""
+def _sizes(looked: Looked, sample: Sample, fit: Fit, seen: Seen) -> Iterator[Finding]:
     factor = fit.scale_from(sample.width, sample.height)
     size = f"{sample.width}×{sample.height}"
     framing = looked.framings[sample.source]

@@ -74,7 +74,7 @@ class DataReport:
             if finding.severity == "error":
                 grouped.setdefault(finding.code, []).append(finding)
         problems = [self.refusal(code, group) for code, group in grouped.items()]
-        if not self.samples:
+        if not self.samples and not problems:
             problems.append(Problem("No picture of the data can be used.", "Mend or replace the pictures."))
         return tuple(problems)
 
