@@ -101,7 +101,7 @@ def text_rates(settings: Settings) -> list[Yields]:
     if settings["optim.name"] != "prodigy" or list(rates) == same:
         return []
     reason = f"Prodigy finds one rate for all that is trained, and optim.learning_rate={factor:g} is the factor on it"
-    fix = f"Set text.learning_rates={same}, or another optim.name."
+    fix = f"Set text.learning_rates={shown(same)}, or another optim.name."
     return [Yields("text.learning_rates", same, reason, fix)]
 
 

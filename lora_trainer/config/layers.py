@@ -21,7 +21,7 @@ from lora_trainer.config.contradictions import (
     unfit_words,
 )
 from lora_trainer.config.schema import Config, Section
-from lora_trainer.config.toml import EMPTY, can_be_emptied, section_types, setting_names
+from lora_trainer.config.toml import EMPTY, can_be_emptied, is_a_list, section_types, setting_names
 from lora_trainer.core.errors import Problem, UsageError, nearest
 
 DEFAULT = "default"
@@ -94,10 +94,14 @@ def valid_settings(layer: Layer, found: list[Problem]) -> list[tuple[str, str, A
 
 
 def plain_values(kind: type[Section], given: Mapping[str, Any]) -> dict[str, Any]:
-    """A section's values with TOML's lists as tuples, and its "none" as None where the setting can be empty."""
-    return {
-        key: None if value == EMPTY and can_be_emptied(kind, key) else _tuples(value) for key, value in given.items()
-    }
+    """A section's values with TOML's lists as tuples, and its "none" as None where the setting can be empty.
+
+    A lone value of a setting that is a list is a list of one: `text.learning_rates=5e-5`.
+    """
+    values = {key: _tuples(value) for key, value in given.items()}
+    alone = {key for key, value in values.items() if value != EMPTY and not isinstance(value, tuple)}
+    values |= {key: (values[key],) for key in alone if is_a_list(kind, key)}
+    return {key: None if value == EMPTY and can_be_emptied(kind, key) else value for key, value in values.items()}
 
 
 def _tuples(value: Any) -> Any:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 import stat
 import tomllib
 from collections.abc import Mapping
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any
+from types import NoneType
+from typing import Any, get_args, get_origin
 
 import tomli_w
 
@@ -15,6 +17,7 @@ from lora_trainer.config.schema import CaptionsSection, Config, Section, SourceS
 from lora_trainer.core.errors import Problem, UsageError
 
 MOST_BYTES = 4_000_000
+EXPONENT = re.compile(r"e\+?(-?)0*(\d+)$")
 EMPTY = "none"
 """How a setting is emptied in TOML, which has no word for it: `loss.min_snr_gamma = "none"`."""
 
@@ -141,6 +144,19 @@ def can_be_emptied(section_type: type[Section], key: str) -> bool:
     return field is not None and field.default is None
 
 
+def is_a_list(section_type: type[Section], key: str) -> bool:
+    """Whether the key takes a list and, but for "none", nothing else."""
+    field = section_type.model_fields.get(key)
+    kinds = (
+        ()
+        if field is None
+        else get_args(field.annotation)
+        if NoneType in get_args(field.annotation)
+        else (field.annotation,)
+    )
+    return bool(kinds) and all(get_origin(kind) is tuple or kind is NoneType for kind in kinds)
+
+
 def shown(value: Any) -> str:
     """A value as a user would write it."""
     if value is None:
@@ -156,4 +172,6 @@ def shown(value: Any) -> str:
         if set(said) == {"path"}:
             return shown(said["path"])
         return f"{{{', '.join(f'{key} = {shown(item)}' for key, item in said.items())}}}"
+    if isinstance(value, float):
+        return EXPONENT.sub(r"e\1\2", str(value))  # 5e-5, not 5e-05
     return f'"{value}"' if isinstance(value, str) else str(value)

@@ -67,10 +67,12 @@ def test_a_wrong_value_is_told_although_a_later_layer_overrides_it() -> None:
         ("data", "allow_upscale", "yes", "must be true or false."),
         ("data", "sources", ["a", 1], "must be a list of paths or tables."),
         ("sample", "strengths", [1.0, 9.0], "sample.strengths = [1.0, 9.0] (from f): 9.0 must be at most 4."),
-        ("sample", "prompts", 3, 'must be a list such as ["a", "b"].'),
-        ("text", "learning_rates", 1e-4, "must be a list such as [0.0001]."),
+        ("sample", "prompts", 3, "sample.prompts = [3] (from f): 3 must be text."),
+        ("sample", "prompts", "none", 'must be a list such as ["none"].'),
+        ("text", "learning_rates", True, "text.learning_rates = [true] (from f): true must be a number."),
+        ("text", "learning_rates", [5e-5, 99e9, -1e-7], "[5e-5, 99000000000.0, -1e-7] (from f): -1e-7 must be"),
         ("text", "learning_rates", [-1], "text.learning_rates = [-1] (from f): -1 must be at least 0."),
-        ("data", "resolutions", "x", "must be a list such as [512, 768]."),
+        ("data", "resolutions", "x", '"x" must be a whole number.'),
         ("run", "output", "none", ""),
     ],
 )
@@ -80,6 +82,28 @@ def test_wrong_values_are_told_in_plain_words(section: str, key: str, value: obj
         assert flattened(resolve([layer]).config)[f"{section}.{key}"] == value
     else:
         assert expected in problems_of(layer)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "held"),
+    [
+        ("text.learning_rates", 5e-5, (5e-5,)),
+        ("text.tokens", "<zobo>", ("<zobo>",)),
+        ("sample.prompts", "a cat", ("a cat",)),
+        ("sample.strengths", 0.5, (0.5,)),
+        ("data.resolutions", 512, (512,)),
+        ("data.resolutions", [], ()),
+        ("lora.targets", "attention", "attention"),
+    ],
+)
+def test_a_lone_value_is_a_list_of_one(name: str, value: object, held: object) -> None:
+    section, key = name.split(".")
+    assert flattened(resolve([Layer("--set", {section: {key: value}})]).config)[name] == held
+
+
+def test_a_lone_folder_is_the_data() -> None:
+    config = resolve([Layer("--set", {"data": {"sources": "pictures"}})]).config
+    assert [source.path for source in config.data.sources] == ["pictures"]
 
 
 def test_a_setting_without_its_section_is_shown_its_home() -> None:
