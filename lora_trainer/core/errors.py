@@ -62,6 +62,15 @@ def known_as(names: Mapping[str, str]) -> Iterator[None]:
         raise UsageError(found) from error
 
 
+@contextmanager
+def gathering(problems: list[Problem]) -> Iterator[None]:
+    """Add what a UsageError in the block says to `problems` and leave the block, so that what else is wrong is told with it."""
+    try:
+        yield
+    except UsageError as error:
+        problems.extend(problem for problem in error.problems if problem not in problems)
+
+
 class Refused(UserError):
     """A gate's no. `report` is what the gate found: a DataReport or a LoraReport, or None."""
 

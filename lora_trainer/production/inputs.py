@@ -11,7 +11,7 @@ from typing import Any
 
 from lora_trainer.builtin import DATA_FOLDER
 from lora_trainer.config.schema import CaptionsSection, Config, SourceSection
-from lora_trainer.core.errors import Problem, UsageError, known_as
+from lora_trainer.core.errors import Problem, UsageError, gathering, known_as
 from lora_trainer.core.findings import Finding
 from lora_trainer.core.io import user_cache_folder
 from lora_trainer.data.buckets import Bucket
@@ -110,8 +110,12 @@ def read_model(
     *,
     weights: bool = True,
     say: Callable[[str], None] = on_stderr,
+    suits: Callable[[str], object] = lambda prediction: None,
 ) -> tuple[Family, ModelFacts]:
-    """The model's family, reading captions as the settings say, and facts. Raises UsageError for a model that cannot be trained.
+    """The model's family, reading captions as the settings say, and facts.
+
+    Raises UsageError, all problems at once, for a model that cannot be trained as they say; `suits` is asked about what it
+    predicts, and may add its own.
 
     Without `weights` what lies on a hub is told by its configs alone, which are all that is fetched then.
     """
@@ -119,19 +123,38 @@ def read_model(
         message = f"model.family={config.model.family} needs --model: the built-in base is {USUAL_FAMILY}."
         raise UsageError(Problem(message, "Name the model's folder with --model."))
     base = find_base(config.model, offline=config.run.offline, weights=weights, say=say)
+    problems: list[Problem] = []
     with known_as(base.places):
-        family = reading(config, families[config.model.family or detect_family(base.folder)])
-        refuse_lacking(family.text_rates(config.text.learning_rates), base)
+        family = plain = families[config.model.family or detect_family(base.folder)]
+        with gathering(problems):
+            family = reading(config, plain)
+        with gathering(problems):
+            refuse_lacking(family.text_rates(config.text.learning_rates), base)
+    with known_as(base.places), contextlib.nullcontext() if base.whole else without_weights():
+        facts = _described((family, plain), base.folder, problems)
     if config.text.tokens and base.whole:
         from lora_trainer.models.words import refuse_words  # loads torch, which most settings need not here
 
-        refuse_words(base.folder, family.word_texts, config.text)
-    with known_as(base.places), contextlib.nullcontext() if base.whole else without_weights():
-        facts = replace(family.describe(base.folder), named=base.named, whole=base.whole)
+        with gathering(problems):
+            refuse_words(base.folder, family.word_texts, config.text)
+    if facts is None:
+        raise UsageError(problems)
+    with gathering(problems):
+        suits(facts.prediction)
     if config.sample.negative and not family.manner(base.folder).negative:
         message = f"sample.negative is {config.sample.negative!r}, and {base.named} is drawn without classifier-free guidance."
-        raise UsageError(Problem(message, "Leave the negative prompt empty with this model."))
-    return family, facts
+        problems.append(Problem(message, "Leave the negative prompt empty with this model."))
+    if problems:
+        raise UsageError(problems)
+    return family, replace(facts, named=base.named, whole=base.whole)
+
+
+def _described(families: Sequence[Family], folder: Path, problems: list[Problem]) -> ModelFacts | None:
+    """By the first of them that takes the folder: the plain one does where options of the other are refused."""
+    for family in families:
+        with gathering(problems):
+            return family.describe(folder)
+    return None
 
 
 def own_architecture(inputs: Inputs) -> Architecture:

@@ -9,6 +9,7 @@ import time
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -179,8 +180,8 @@ def cache(resolved: Resolved) -> None:
 
 def for_its_model(order: Order) -> Order:
     """The order without the options that presets want and its model lacks, which are said. Raises UserError."""
-    _, facts = read_model(order.config, order.families, weights=False)
-    resolved = suited(order.resolved, facts.prediction)
+    suits = partial(suited, order.resolved)
+    resolved = suits(read_model(order.config, order.families, weights=False, suits=suits)[1].prediction)
     for note in resolved.notes[len(order.resolved.notes) :]:
         order.console.print(note)
     return replace(order, resolved=resolved)

@@ -109,6 +109,14 @@ def test_words_that_no_caption_holds_and_words_that_are_none_are_said(
     assert "text.token_start" in capsys.readouterr().err
 
 
+def test_all_that_a_model_refuses_is_said_at_once(bench: Bench, capsys: pytest.CaptureFixture[str]) -> None:
+    asked = {"text__clip_skip": 9, "flow__shift": 3, "text__learning_rates": "[1e-4, 1e-4, 1e-4]"}
+    assert bench.run("wrong", **asked) == 2
+    told = capsys.readouterr().err
+    assert all(name in told for name in ("text.clip_skip", "flow.shift", "text.learning_rates"))
+    assert "3 problems" in told
+
+
 def test_t5_that_is_left_out_is_never_loaded(tmp_path: Path) -> None:
     """Nor looked for, as where it was not fetched: what trains, is judged and draws has no T5 then."""
     tiny_pipeline(tmp_path / "tokens", "sd3").save_pretrained(tmp_path / "sd3", safe_serialization=True)
