@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import shlex
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -19,6 +20,7 @@ from lora_trainer.evaluation.report import caveat
 from lora_trainer.models.folder import read_config
 from lora_trainer.monitor.progress import duration
 from lora_trainer.production.inputs import Inputs, caption_rules, latent_bytes, own_architecture
+from lora_trainer.production.order import Order
 from lora_trainer.production.record import Record
 
 if TYPE_CHECKING:
@@ -204,6 +206,21 @@ def show_end(record: Record, report: LoraReport, folder: Path, comparison: Path 
             console.print(f"{what:<26}{path}", soft_wrap=True)
     for name in (file for kind, file in record.files.items() if file and kind.startswith("embedding-")):
         console.print(f"{'a new word':<26}{folder / name} (ComfyUI: models/embeddings)", soft_wrap=True)
+
+
+def left_behind(order: Order, record: Record) -> str:
+    """What a signal leaves, and the command that goes on."""
+    kept = order.folder / "config.toml"
+    command = f"lora-trainer {'produce' if order.enforce_gates else 'train'} --config {shlex.quote(str(kept))} --resume"
+    again = command if kept.is_file() else f"the same command, --name {shlex.quote(record.name)} and --resume"
+    if not record.steps:
+        return f"stopped before the first step: nothing is trained yet; what was cached is kept. Go on with: {again}"
+    if lora := record.files.get("kohya"):  # of this session
+        return (
+            f"stopped after the training: {order.folder / lora} is whole and can be used; only its score and its pictures are"
+            f" missing. What makes them and trains no step again: {again}"
+        )
+    return f"stopped at step {record.steps}; everything up to it is saved. Go on with: {again}"
 
 
 def readers(lora: Path) -> str:

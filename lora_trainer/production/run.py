@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shlex
 import signal
 import time
 from collections.abc import Mapping
@@ -58,7 +57,7 @@ from lora_trainer.production.inputs import (
     read_model,
     with_absolute_paths,
 )
-from lora_trainer.production.messages import announce, show_end, show_report
+from lora_trainer.production.messages import announce, left_behind, show_end, show_report
 from lora_trainer.production.order import Order, plain_console, run_folder
 from lora_trainer.production.record import FILE as RECORD
 from lora_trainer.production.record import PHASES, SHOWN_EVENTS, Record, latest, read_record, write_record
@@ -270,16 +269,6 @@ def record_signal(order: Order, record: Record) -> None:
     event = Event(record.steps, "signal", f"{signal.Signals(number).name}: left at once, outside of training")
     with suppress(OSError):
         append_text(order.folder / EVENTS, json.dumps(event.to_json()) + "\n")
-
-
-def left_behind(order: Order, record: Record) -> str:
-    """What a signal leaves, and the command that goes on."""
-    kept = order.folder / "config.toml"
-    command = f"lora-trainer {'produce' if order.enforce_gates else 'train'} --config {shlex.quote(str(kept))} --resume"
-    again = command if kept.is_file() else f"the same command, --name {shlex.quote(record.name)} and --resume"
-    if not record.steps:
-        return f"stopped before the first step: nothing is trained yet; what was cached is kept. Go on with: {again}"
-    return f"stopped at step {record.steps}; everything up to it is saved. Go on with: {again}"
 
 
 def conclude(order: Order, outcome: Outcome, seconds: float) -> RunResult:

@@ -36,7 +36,7 @@ PHASES: dict[str, tuple[Any, str, int, int]] = {
     "a slow step": (step, "backward", 5, 2),
     "validation": (session, "held_out_losses", 2, 3),
     "a checkpoint": (saving, "save_checkpoint", 1, 4),  # it is finished, and one more step as well
-    "pictures": (release, "compare", 1, 4),
+    "pictures": (release, "draw_comparison", 1, 4),
     "the release": (flow, "choose_released", 1, 6),
     "the gate": (flow, "judge_lora", 1, 6),
     "the last pictures": (flow, "draw_comparison", 1, 6),
@@ -84,6 +84,9 @@ def test_a_signal_in_each_phase(phase: str, bench: Bench, finished: Bench, capfd
         stopped = record(bench.folder("first"))
         assert (stopped["status"], stopped["exit_code"], stopped["steps"]) == ("stopped", 143, trained)
         assert "--resume" in said.out
+        assert ("only its score and its pictures are missing" in said.out) == (
+            phase in ("the gate", "the last pictures")
+        )
         assert [each["kind"] for each in stopped["events"]].count("signal") == 1, "wherever it came"
         left = [path.name for path in bench.folder("first").rglob("*") if path.name.endswith((".part", ".old"))]
         assert not left, "nothing is half written"
