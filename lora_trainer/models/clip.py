@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lora_trainer.core.errors import Problem, UsageError
+from lora_trainer.core.findings import counted
 from lora_trainer.models.family import Caption, TextOptions, TextParts
 from lora_trainer.models.folder import read_config
 from lora_trainer.models.weighting import read_tokens
@@ -56,8 +57,9 @@ def check_clip(folder: Path, names: Sequence[str], options: TextOptions, *, t5: 
     for name in names:
         layers = read_config(folder, f"{name}/config.json").get("num_hidden_layers")
         if options.clip_skip is not None and isinstance(layers, int) and options.clip_skip > layers:
-            message = f"text.clip_skip={options.clip_skip}: {name} of {folder} has {layers} layers."
-            problems.append(Problem(message, f"Set it to {layers} or lower, or remove it."))
+            message = f"text.clip_skip={options.clip_skip}: {name} of {folder} has {counted(layers, 'layer')}."
+            highest = f"{layers} or lower" if layers > 1 else "1"
+            problems.append(Problem(message, f"Set it to {highest}, or remove it."))
     if not t5:
         problems += refuse_t5(options)
     if problems:

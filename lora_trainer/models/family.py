@@ -286,16 +286,14 @@ class Family:
         """
         names = tuple(self.text_targets)
         if any(rates[len(names) :]):
-            known = ", ".join(names) or "none"
-            raise UsageError(
-                Problem(
-                    f"text.learning_rates holds {counted(len(rates), 'rate')}, and of the text encoders of {self.name} these can be "
-                    f"trained: {known}. None is trained on a language model: diffusers reads none there.",
-                    f"Give at most {counted(len(names), 'rate')}: --set text.learning_rates={list(rates[: len(names)])}"
-                    if names
-                    else "Leave text.learning_rates empty.",
-                )
-            )
+            told = f"text.learning_rates holds {counted(len(rates), 'rate')}, and of the text encoders of {self.name} "
+            if not names:
+                why = "none can be trained: no LoRA is trained on a language model, where diffusers reads none."
+                raise UsageError(Problem(told + why, "Leave text.learning_rates empty."))
+            from lora_trainer.config.toml import shown
+
+            fix = f"Give at most {counted(len(names), 'rate')}: --set 'text.learning_rates={shown(rates[: len(names)])}'"
+            raise UsageError(Problem(f"{told}these can be trained: {', '.join(names)}.", fix))
         trained = {name: rate for name, rate in zip(names, rates, strict=False) if rate}
         if left_out := [name for name in trained if name in self.text.without]:
             message = f"text.learning_rates has a rate for {left_out[0]}, which model.without_t5 leaves out."

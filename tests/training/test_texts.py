@@ -172,7 +172,7 @@ def test_held_out_captions_are_read_by_the_encoders_as_they_are(place):
 def test_more_rates_than_encoders_that_can_be_trained_are_refused(place):
     with pytest.raises(UsageError, match=r"text.learning_rates holds 2 rates"):
         place.job("a", text__learning_rates=(1e-3, 1e-3))
-    with pytest.raises(UsageError, match=r"at most 1 rate: --set text.learning_rates=\[0\.002\]"):
+    with pytest.raises(UsageError, match=r"at most 1 rate: --set 'text.learning_rates=\[0\.002\]'"):
         FAMILIES["sd15"].text_rates((2e-3, 1e-3))
     assert FAMILIES["sdxl"].text_rates((0.0, 1e-4, 0.0)) == {"text_encoder_2": 1e-4}
 
