@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -42,11 +43,16 @@ Settings come in layers, later wins: defaults, family preset, presets, --config,
 """
 
 
+NO_NUMBER = re.compile(r"argument (?P<flag>\S+): invalid (?P<kind>int|float) value: '(?P<value>.*)'")  # of argparse
+
+
 class Parser(argparse.ArgumentParser):
     """argparse that reports a mistake as UsageError, so that it is shown like every other."""
 
     def error(self, message: str) -> NoReturn:
         usage = " ".join(self.prog.split()[1:])
+        if number := NO_NUMBER.fullmatch(message):
+            message = f"{number['flag']} {number['value']} is no {'whole ' * (number['kind'] == 'int')}number"
         raise UsageError(Problem(message[0].upper() + message[1:] + ".", f"See: lora-trainer {usage} --help".strip()))
 
 

@@ -56,7 +56,7 @@ def sample_command(
     path = Path(lora)
     prompts = list(prompts) or list(config.sample.prompts)
     if not prompts:
-        raise UsageError(Problem("No prompt was given.", 'For example: --prompt "a photo of zobo".'))
+        raise UsageError(Problem("No prompt was given.", 'For example: --prompt "a photo of my cat".'))
     metadata = _readable(path)
     run = run_beside(path)
     config = read_as_trained(config, None if run is None else run.config, metadata)

@@ -100,7 +100,7 @@ def _flag_problems(arguments: argparse.Namespace) -> list[Problem]:
                 Problem(f"--recipe and {', '.join(both)} were given.", "The recipe says it: leave them out.")
             )
     elif not arguments.prompt and not arguments.config:
-        problems.append(Problem("No prompt was given.", 'For example: --prompt "a photo of zobo".'))
+        problems.append(Problem("No prompt was given.", 'For example: --prompt "a photo of my cat".'))
     if arguments.seeds is not None and not 1 <= arguments.seeds <= MOST_SEEDS:
         problems.append(Problem(f"--seeds is {arguments.seeds}.", f"1 to {MOST_SEEDS} are drawn at once."))
     if arguments.seeds is not None and len(arguments.first_seed or []) > 1:

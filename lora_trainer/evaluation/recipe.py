@@ -119,8 +119,10 @@ def read_recipe(path: Path) -> dict[str, Any]:
     fix = "Name the .json file that lies beside the pictures."
     try:
         found = read_json(path)
-    except (OSError, ValueError) as error:
-        raise UsageError(Problem(f"{path} cannot be read as a recipe: {error}.", fix)) from error
+    except OSError as error:
+        raise UsageError(Problem(f"{path} cannot be read as a recipe: {error.strerror}.", fix)) from error
+    except ValueError as error:
+        raise UsageError(Problem(f"{path} cannot be read as a recipe: it is no JSON.", fix)) from error
     wrong = not isinstance(found, dict) or [key for key, kind in NEEDED.items() if not isinstance(found.get(key), kind)]
     if wrong:
         lacking = "no object" if wrong is True else f"without a sound {', '.join(wrong)}"

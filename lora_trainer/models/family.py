@@ -292,7 +292,9 @@ class Family:
                 raise UsageError(Problem(told + why, "Leave text.learning_rates empty."))
             from lora_trainer.config.toml import shown
 
-            fix = f"Give at most {counted(len(names), 'rate')}: --set 'text.learning_rates={shown(rates[: len(names)])}'"
+            fix = (
+                f"Give at most {counted(len(names), 'rate')}: --set 'text.learning_rates={shown(rates[: len(names)])}'"
+            )
             raise UsageError(Problem(f"{told}these can be trained: {', '.join(names)}.", fix))
         trained = {name: rate for name, rate in zip(names, rates, strict=False) if rate}
         if left_out := [name for name in trained if name in self.text.without]:
