@@ -118,10 +118,11 @@ def check_lora(
     placed = bring_denoiser(denoiser, family, device, usable, places)
     if placed.resident is not None:
         progress(f"judging with {placed.words}")
-    predict = partial(in_parts, watched(partial(family.predict, denoiser), answers(len(prompts), len(samples)), watch))
-    progress("measuring drift on unrelated prompts")
+    in_all, of_drift = answers(len(prompts), len(samples)), answers(len(prompts), 0)
+    predict = partial(in_parts, watched(partial(family.predict, denoiser), in_all, watch))
+    progress(f"measuring drift on unrelated prompts: {of_drift} answers of the model at {facts.resolution} px")
     drifted = _measure_drift(pipeline, predict, base, family, told.prompts, changed.prompts, device)
-    progress("measuring held-out loss with and without the LoRA")
+    progress(f"measuring held-out loss with and without the LoRA: {in_all - of_drift} answers of the model")
     learned = _measure_learning(pipeline, predict, base, family, told.samples, changed.samples, dtype, device)
     health = examine(weights.modules, norms)
     del pipeline, denoiser, modules, predict

@@ -12,6 +12,7 @@ from rich.progress import Progress as Bar
 
 from lora_trainer.core.launch import is_main_process
 from lora_trainer.data.pictures.workers import Progress
+from lora_trainer.monitor.progress import duration
 
 QUIET_SECONDS = 1.5  # what takes less is not worth a word
 LINE_SECONDS = 10.0
@@ -63,12 +64,16 @@ def _bar(console: Console) -> Iterator[Counter]:
 
 def _lines(name: str, console: Console) -> Progress:
     begun = said = time.monotonic()
+    first: tuple[float, int] | None = None  # what comes before the first is another work, such as loading
 
     def show(done: int, total: int) -> None:
-        nonlocal said
+        nonlocal said, first
         now = time.monotonic()
+        since, before = first = first or (now, done)
         if now - said >= LINE_SECONDS or (done == total and now - begun >= LINE_SECONDS):
             said = now
-            console.print(f"{name} {done}/{total}", highlight=False)
+            known = before < done < total
+            left = f"  left about {duration((now - since) / (done - before) * (total - done))}" if known else ""
+            console.print(f"{name} {done}/{total}{left}", highlight=False)
 
     return show

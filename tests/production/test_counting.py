@@ -1,0 +1,22 @@
+"""What a log says of how far something is."""
+
+from __future__ import annotations
+
+import io
+
+import pytest
+from rich.console import Console
+
+from lora_trainer.production import counting
+
+
+def test_a_log_says_how_long_the_rest_takes_by_what_was_done_since_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = [0.0]
+    monkeypatch.setattr(counting.time, "monotonic", lambda: clock[0])
+    log = io.StringIO()
+    with counting.counting(Console(file=log, width=80)) as count:
+        show = count("answers")
+        for now, done in ((100.0, 1), (105.0, 2), (130.0, 4), (400.0, 31)):  # loaded for 100 s
+            clock[0] = now
+            show(done, 31)
+    assert log.getvalue().splitlines() == ["answers 1/31", "answers 4/31  left about 4 min 30 s", "answers 31/31"]
