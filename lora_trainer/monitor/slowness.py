@@ -16,6 +16,7 @@ OVER = 1.5  # times what is usual, under which a jump is over
 EARLY_JUMP = 3.0  # the same among the first looks, which say less of what is usual
 LASTING = 5  # looks in a row: noise never lasts
 STARVED, STARVED_WITH_CACHES = 0.05, 0.01  # of a step's time, waited for data
+UNDER_WAY = 60.0  # seconds of training before waits are judged: short runs have nothing to gain
 LEAST_WAIT = 0.001  # seconds a step; less is no matter, whatever its share
 
 Change = Literal["slow", "not_slow", "starved", "not_starved"]
@@ -45,9 +46,14 @@ class Pace:
         return sum(waited for waited, _ in self.waits) / taken if taken > 0 else 0.0
 
 
-def paced(pace: Pace, seconds: float, waited: float, *, cached: bool) -> tuple[Pace, tuple[Change, ...]]:
-    """The pace after a look at steps that took `seconds` each, `waited` of them for data; what began or ended with it."""
-    pace, changes = _with_wait(pace, seconds, waited, cached=cached)
+def paced(
+    pace: Pace, seconds: float, waited: float, *, cached: bool, under_way: float
+) -> tuple[Pace, tuple[Change, ...]]:
+    """The pace after a look at steps that took `seconds` each, `waited` of them for data; what began or ended with it.
+
+    `under_way` are the seconds since training began.
+    """
+    pace, changes = _with_wait(pace, seconds, waited, cached=cached, under_way=under_way)
     first = (*pace.usual, seconds)
     if len(first) < KNOWN and not pace.slow:
         return replace(pace, usual=first), changes
@@ -77,9 +83,11 @@ def _before_the_jump(first: tuple[float, ...]) -> tuple[float, ...]:
     return tuple(each for each in first[:-LASTING] if each <= EARLY_JUMP * quick)
 
 
-def _with_wait(pace: Pace, seconds: float, waited: float, *, cached: bool) -> tuple[Pace, tuple[Change, ...]]:
+def _with_wait(
+    pace: Pace, seconds: float, waited: float, *, cached: bool, under_way: float
+) -> tuple[Pace, tuple[Change, ...]]:
     pace = replace(pace, waits=(*pace.waits, (waited, seconds))[-WINDOW:])
-    if len(pace.waits) < WINDOW:
+    if len(pace.waits) < WINDOW or under_way < UNDER_WAY:
         return pace, ()
     limit = STARVED_WITH_CACHES if cached else STARVED
     mean = sum(each for each, _ in pace.waits) / len(pace.waits)

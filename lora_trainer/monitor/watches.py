@@ -31,7 +31,7 @@ class Watches:
         self.memory, self.card, self.pace = MemoryWatch(), CardWatch(), Pace()
         self._device, self._cached = device, cached
         self._way: object = None
-        self._clock, self._next = clock, 0.0
+        self._clock, self._start, self._next = clock, clock(), 0.0
         self._retries, self._looks, self._throttled = 0, 0, False
         self._crowded = False
         self._began = psutil.cpu_times()
@@ -56,7 +56,8 @@ class Watches:
             self._way, self.pace = way, Pace()
         if full := self.memory.look():
             say("system_memory", full)
-        self.pace, changes = paced(self.pace, seconds, waited, cached=self._cached)
+        under_way = self._clock() - self._start
+        self.pace, changes = paced(self.pace, seconds, waited, cached=self._cached, under_way=under_way)
         for change in changes:
             say(*self._words(change, seconds))
         if len(self.card.seen) > self._looks:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from lora_trainer.monitor import memory, watches
 from lora_trainer.monitor.card import Card
 from lora_trainer.monitor.memory import LOOKED_EVERY, Held
-from lora_trainer.monitor.slowness import KNOWN, LASTING, WINDOW, Change, Pace, paced
+from lora_trainer.monitor.slowness import KNOWN, LASTING, UNDER_WAY, WINDOW, Change, Pace, paced
 from lora_trainer.monitor.watches import Watches
 
 
@@ -26,7 +26,7 @@ def half_the_memory_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
 def watched(steps: list[tuple[float, float]], *, cached: bool = True) -> tuple[Pace, list[tuple[int, Change]]]:
     pace, found = Pace(), list[tuple[int, Change]]()
     for number, (seconds, waited) in enumerate(steps):
-        pace, changes = paced(pace, seconds, waited, cached=cached)
+        pace, changes = paced(pace, seconds, waited, cached=cached, under_way=UNDER_WAY)
         found += [(number, change) for change in changes]
     return pace, found
 
@@ -95,6 +95,15 @@ def test_a_starving_loader_is_said_by_its_limit(cached, waited, said):
 
 def test_a_wait_that_nobody_notices_is_not_said():
     assert watched([(0.005, 0.0005)] * (2 * WINDOW))[1] == []
+
+
+def test_waits_of_a_short_run_are_not_said():
+    now, said = [0.0], list[tuple[float, str]]()
+    watch = Watches(torch.device("cpu"), clock=lambda: now[0])
+    for _ in range(4 * WINDOW):
+        now[0] += 0.5
+        watch.look(0.5, 0.1, lambda kind, message: said.append((now[0], kind)))
+    assert said == [(UNDER_WAY, "starved")]
 
 
 CUDA = torch.device("cuda")
