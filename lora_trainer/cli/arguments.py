@@ -15,6 +15,7 @@ from lora_trainer.config.toml import parse_assignment, parse_value, read_toml, s
 from lora_trainer.core.errors import Problem, UsageError, nearest
 from lora_trainer.core.findings import folded, printable_lines
 from lora_trainer.core.launch import is_main_process
+from lora_trainer.production.reading import model_of_run
 from lora_trainer.production.settings import go_offline, settle
 
 # Flag, the setting that it sets, the word for its value, help. Text is kept as it is.
@@ -145,16 +146,19 @@ def resolved_from(
     presets_if_none: Sequence[str] = (),
     builtin_if_none: bool = True,
     extra: Sequence[Layer] = (),
+    lora: Path | None = None,
 ) -> Resolved:
     """Family preset, presets, --config and flags as one config; notes go to stderr. `extra` are a command's own flags.
 
-    Without a model the built-in base's preset applies, unless `builtin_if_none` is false.
+    Without a model that of the run is taken which `lora` lies in. Without that the built-in base's preset applies,
+    unless `builtin_if_none` is false.
 
     Raises UsageError with all problems of all of them, and `unknown` first.
     """
     problems = list(unknown)
     presets, user = layers_from(arguments, problems, presets_if_none=presets_if_none)
-    return settled(presets, [*user, *extra], problems, builtin_if_none=builtin_if_none)
+    below = [] if lora is None else model_of_run(lora, user)
+    return settled(presets, [*below, *user, *extra], problems, builtin_if_none=builtin_if_none)
 
 
 def settled(

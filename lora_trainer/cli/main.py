@@ -218,12 +218,10 @@ def _add_validate_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _validate(arguments: argparse.Namespace, unknown: list[Problem]) -> int:
-    resolved = resolved_from(arguments, unknown)
+    resolved = resolved_from(arguments, unknown, lora=Path(arguments.lora))
     from lora_trainer.cli.validate import validate_command
 
-    return validate_command(
-        arguments.lora, resolved.config.model.path, arguments.held_out, arguments.json, resolved.config
-    )
+    return validate_command(arguments.lora, arguments.held_out, arguments.json, resolved.config)
 
 
 def _add_report_arguments(parser: argparse.ArgumentParser) -> None:

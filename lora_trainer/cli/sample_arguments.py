@@ -80,8 +80,8 @@ def sample(arguments: argparse.Namespace, unknown: Sequence[Problem]) -> int:
         given = vars(arguments)
         if given["model.path"] is None and found["model"] != BUILT_IN:
             given["model.path"] = found["model"]
-    extra = [*([] if found is not None else _model_of_run(arguments)), *_layers(arguments)]
-    config = resolved_from(arguments, problems, extra=extra).config
+    lora = None if found is not None else Path(arguments.lora)
+    config = resolved_from(arguments, problems, extra=_layers(arguments), lora=lora).config
     output = Path(arguments.folder) if arguments.folder is not None else Path(arguments.lora).parent / "samples"
     if found is not None:
         return draw_again(Path(arguments.lora), with_parts(config, found, named=named), found, output)
@@ -112,19 +112,6 @@ def _flag_problems(arguments: argparse.Namespace) -> list[Problem]:
 
 def _wrong_seeds(seeds: Sequence[int]) -> int | None:
     return next((seed for seed in seeds if not 0 <= seed < 2**63 - MOST_SEEDS), None)
-
-
-def _model_of_run(arguments: argparse.Namespace) -> list[Layer]:
-    """The model of the run that the file lies in, where nothing else names one."""
-    from lora_trainer.production.reading import run_beside
-
-    given = vars(arguments)
-    if given["model.path"] is not None or arguments.config or any(each.startswith("model.") for each in arguments.set):
-        return []
-    run = run_beside(Path(arguments.lora), lambda message: None)  # the command says it
-    if run is None or run.config.model.path is None:
-        return []
-    return [Layer("run.json", {"model": run.config.model.model_dump(mode="json", exclude_defaults=True)})]
 
 
 def _layers(arguments: argparse.Namespace) -> list[Layer]:

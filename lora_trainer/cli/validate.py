@@ -47,9 +47,7 @@ NO_QUESTIONS = BucketPlan(())
 
 
 @data_in_use()
-def validate_command(
-    lora: str | Path, model: str | Path | None, data: str | Path | None, as_json: bool, config: Config
-) -> int:
+def validate_command(lora: str | Path, data: str | Path | None, as_json: bool, config: Config) -> int:
     """Judge a LoRA file; print the report. 0 when it passes `gates.lora`, 4 when it does not.
 
     Without `data`, the pictures that its run held out are taken from the `run.json` beside the
@@ -65,10 +63,6 @@ def validate_command(
         raise UsageError(Problem(f"There is no LoRA file {path}.", "Check the path."))
     header = read_tensor_header(path).get(METADATA, {})  # what is no LoRA is refused before a model is looked for
     run = run_beside(path)
-    if model is not None:
-        config = _with_model(config, model)
-    elif run is not None and run.config.model.path is not None:
-        config = config.model_copy(update={"model": run.config.model})
     config = read_as_trained(config, None if run is None else run.config, header)
     _say(f"base model: {told(config.model)}")
     questions = _given_questions(config, Path(data), run) if data is not None else _run_questions(config, run)
@@ -173,10 +167,6 @@ def _run_questions(config: Config, run: Run | None) -> Questions:
     return Questions(
         inputs.train, inputs.train_plan, False, f"nothing was held out: learning is measured on {origin} itself"
     )
-
-
-def _with_model(config: Config, model: str | Path) -> Config:
-    return config.model_copy(update={"model": config.model.model_copy(update={"path": str(model)})})
 
 
 def print_report(path: Path, report: LoraReport) -> None:

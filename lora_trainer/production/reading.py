@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from pydantic import ValidationError
 
+from lora_trainer.config.layers import Layer
 from lora_trainer.config.schema import Config
 from lora_trainer.config.schema.inputs import TextSection
 from lora_trainer.core.errors import Problem, UsageError
@@ -15,7 +16,7 @@ from lora_trainer.core.io import read_json
 from lora_trainer.export.keys import OWN_VERSION, T5_TOKENS, WITHOUT
 from lora_trainer.models.family import Family, TextOptions
 from lora_trainer.models.folder import named_parts
-from lora_trainer.production.bases.base import Base, on_stderr
+from lora_trainer.production.bases.base import Base, on_stderr, silent
 
 READING = ("clip_skip", "max_tokens", "t5_tokens")  # what of [text] says how captions are read
 
@@ -39,6 +40,17 @@ def run_beside(lora: Path, say: Callable[[str], None] = on_stderr) -> Run | None
     except (OSError, ValueError, KeyError, TypeError):
         say(f"{record} cannot be read and is passed over")
         return None
+
+
+def model_of_run(lora: Path, user: Sequence[Layer]) -> list[Layer]:
+    """The model of the run that a file lies in, to stand below the user's layers where none of them names a model."""
+    sections = [layer.values.get("model") for layer in user]
+    if any(isinstance(section, Mapping) and "path" in section for section in sections):
+        return []
+    run = run_beside(lora, silent)  # the command says it
+    if run is None or run.config.model.path is None:
+        return []
+    return [Layer("run.json", {"model": run.config.model.model_dump(mode="json", exclude_defaults=True)})]
 
 
 def reading(config: Config, family: Family) -> Family:

@@ -115,7 +115,7 @@ def test_all_problems_are_told_at_once(capsys: pytest.CaptureFixture[str], tmp_p
         "Unknown flag --rank.\n     Use --set lora.rank=VALUE.",
         "Unexpected argument stray.",
         "There is no preset named 12bg.\n     Did you mean 12gb",
-        "There is no model at no-such-model.",
+        "There is no model at no-such-model (looked for in ",
         "mine.toml) is not a setting.\n     Did you mean rank?",
         "train.max_steps = 0 (from --max-steps): must be at least 1.",
         "optim.learning_rate = 20 (from --set): must be at most 10.",

@@ -12,6 +12,7 @@ import torch
 from PIL import Image
 from safetensors.torch import save_file
 
+from lora_trainer.cli.main import main
 from lora_trainer.cli.sample import sample_command
 from lora_trainer.cli.validate import validate_command
 from lora_trainer.config.schema import Config
@@ -76,7 +77,7 @@ def test_a_file_in_names_that_diffusers_does_not_know_is_judged_alike(lora: Path
 def test_json_is_one_document_on_stdout(
     lora: Path, base: Path, pictures: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    code = validate_command(str(lora), str(base), str(pictures), True, Config())
+    code = validate_command(str(lora), str(pictures), True, on(base))
     said = capsys.readouterr()
     document = json.loads(said.out)
     assert document["numbers"]["samples"] == 9
@@ -93,7 +94,7 @@ def test_the_runs_own_held_out_pictures_are_found(
     data_hash = read_manifest([pictures])[0].data_hash
     document = {"config": run.model_dump(mode="json", by_alias=True), "data_hash": data_hash}
     write_json(lora.parent / "run.json", document)
-    code = validate_command(lora, None, None, False, Config())
+    code = main(["validate", str(lora)])
     said = capsys.readouterr()
     assert "1 held-out picture of the run's data" in said.err
     assert code == 4
@@ -109,16 +110,16 @@ def test_pictures_of_changed_data_do_not_count_as_held_out(
     document = {"config": run.model_dump(mode="json", by_alias=True), "data_hash": data_hash}
     write_json(lora.parent / "run.json", document)
     (pictures / "3.txt").write_text("another caption", encoding="utf-8")
-    validate_command(lora, None, None, True, Config())
+    main(["validate", str(lora), "--json"])
     said = capsys.readouterr()
     assert "the run's data has changed" in said.err
     assert json.loads(said.out)["numbers"]["held_out"] is False
-    validate_command(lora, None, pictures, True, Config())
+    main(["validate", str(lora), "--data", str(pictures), "--json"])
     said = capsys.readouterr()
     assert json.loads(said.out)["numbers"]["held_out"] is False
     assert re.search(r"on (\d+) pictures of .*, of which the run that the file lies in trained on \d+", said.err)
     (lora.parent / "run.json").unlink()
-    validate_command(lora, base, pictures, True, Config())
+    validate_command(lora, pictures, True, on(base))
     assert json.loads(capsys.readouterr().out)["numbers"]["held_out"] is True
 
 
@@ -126,7 +127,7 @@ def test_a_picture_that_cannot_be_read_is_named(lora: Path, base: Path, pictures
     whole = (pictures / "4.png").read_bytes()
     (pictures / "4.png").write_bytes(whole[: len(whole) * 2 // 3])
     with pytest.raises(UsageError, match=r"4\.png"):
-        validate_command(lora, base, pictures, True, Config())
+        validate_command(lora, pictures, True, on(base))
 
 
 def test_a_lora_of_another_family_is_refused_before_pictures_are_encoded(
@@ -134,23 +135,23 @@ def test_a_lora_of_another_family_is_refused_before_pictures_are_encoded(
 ) -> None:
     monkeypatch.setattr(encode, "encode_samples", lambda *_: pytest.fail("pictures were encoded"))
     foreign = LoraWeights({"unet.mid_block.nowhere": LoraPair(torch.ones(2, 9), torch.ones(9, 2), 2.0)})
-    assert validate_command(write_lora(tmp_path, "other", foreign, facts())[0], base, pictures, True, Config()) == 4
+    assert validate_command(write_lora(tmp_path, "other", foreign, facts())[0], pictures, True, on(base)) == 4
     assert json.loads(capsys.readouterr().out)["findings"][0]["code"] == "key_does_not_fit"
 
 
 def test_without_pictures_learning_is_not_claimed(lora: Path, base: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert validate_command(lora, base, None, True, Config()) == 4
+    assert validate_command(lora, None, True, on(base)) == 4
     document = json.loads(capsys.readouterr().out)
     assert [finding["code"] for finding in document["findings"]].count("no_samples") == 1
 
 
 def test_wrong_paths_are_wrong_usage(lora: Path, base: Path, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="no LoRA file"):
-        validate_command(tmp_path / "absent.safetensors", base, None, True, Config())
+        validate_command(tmp_path / "absent.safetensors", None, True, on(base))
     with pytest.raises(UsageError, match="no model"):
-        validate_command(lora, tmp_path / "absent", None, True, Config())
+        validate_command(lora, None, True, on(tmp_path / "absent"))
     with pytest.raises(UsageError, match="no folder"):
-        validate_command(lora, base, tmp_path / "absent", True, Config())
+        validate_command(lora, tmp_path / "absent", True, on(base))
     foreign = LoraWeights({"unet.mid_block.nowhere": LoraPair(torch.ones(2, 9), torch.ones(9, 2), 2.0)})
     other = write_lora(tmp_path, "other", foreign, facts())[0]
     with pytest.raises(UsageError, match="no module of the model"):
@@ -186,6 +187,20 @@ def test_captions_are_read_as_the_run_beside_the_file_read_them(
     assert sample_command(lora, ["a ring"], on(base, steps=1)) == 0
     recipe = Path(capsys.readouterr().out.strip()).with_suffix(".json")
     assert json.loads(recipe.read_text(encoding="utf-8"))["text"]["clip_tokens"] == 150
+
+
+def test_settings_of_the_model_are_of_the_run_beside_the_file(
+    lora: Path, base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """They stand over what the run had, and are no reason to look for another model."""
+    run = Config.model_validate({"model": {"path": str(base)}})
+    write_json(lora.parent / "run.json", {"config": run.model_dump(mode="json", by_alias=True)})
+    drawn = ["sample", str(lora), "--prompt", "a ring", "--steps", "1", "--size", "64x64"]
+    assert main([*drawn, "--set", "model.without_t5=false"]) == 0
+    assert f"base model: {base}" in capsys.readouterr().err
+    for command in (drawn, ["validate", str(lora)]):
+        assert main([*command, "--set", f"model.vae={tmp_path / 'absent'}"]) == 2
+        assert "There is no autoencoder at" in capsys.readouterr().err
 
 
 def test_a_header_says_the_schedule_and_odd_numbers_in_it_are_passed_over() -> None:
