@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -12,15 +11,6 @@ import pytest
 
 from lora_trainer.evaluation import lora_check
 from tests.recipes.recipe import Bench, draw_pictures, save_tiny_model
-
-
-@pytest.fixture(scope="session", autouse=True)
-def frozen_libraries() -> Iterator[None]:
-    """The libraries' objects stay: collecting garbage need not walk through them each time."""
-    gc.collect()
-    gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 @contextmanager

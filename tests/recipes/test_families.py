@@ -138,7 +138,7 @@ def test_a_model_that_predicts_velocity_down_to_no_signal(tmp_path):
     assert tuple(header[key] for key in keys) == ("sdxl_base_v1-0", "v", "True")
 
 
-@pytest.mark.parametrize("family", ["sd3", "flux"])
+@pytest.mark.parametrize("family", ["sd3", pytest.param("flux", marks=pytest.mark.slow)])
 def test_text_encoders_too_large_for_a_card_are_read_layer_by_layer(family, tmp_path, capsys):
     """As the plan says, and to the bit as those that stand there whole."""
     model, data = save_tiny_model(tmp_path, family), draw_pictures(tmp_path / "data", 4)

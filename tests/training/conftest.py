@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import gc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 
@@ -18,15 +17,6 @@ from tests.training.tiny_job import TinyPlace
 def half_the_memory_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of the system's, whatever other programs hold: a run that finds it full tells so among its events."""
     monkeypatch.setattr(memory, "system_memory", lambda: (16 * 2**30, 8 * 2**30))
-
-
-@pytest.fixture(scope="session")
-def quick_collection() -> Iterator[None]:
-    """The libraries' objects stay: collecting garbage, as caching does, need not walk through them each time."""
-    gc.collect()
-    gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 @pytest.fixture(scope="session")
@@ -46,8 +36,6 @@ def tiny_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def place(
-    tiny_models: Callable[[str], Path], few_pictures: Path, tiny_cache: Path, tmp_path: Path, quick_collection: None
-) -> TinyPlace:
+def place(tiny_models: Callable[[str], Path], few_pictures: Path, tiny_cache: Path, tmp_path: Path) -> TinyPlace:
     """The tiny sd15 and shared caches; runs in a folder of the test's own."""
     return TinyPlace(tiny_models("sd15"), few_pictures, tmp_path / "runs", tiny_cache)

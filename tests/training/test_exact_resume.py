@@ -157,19 +157,8 @@ CASES: dict[str, Case] = {
     },
     "uncached": {"cache__latents": False, "data__flip": True, "cache__workers": 2},
 }
-QUICK_CASES = (
-    "plain",
-    "adamw8bit",
-    "schedule_free",
-    "lion",
-    "fp16",
-    "fp8",
-    "split",
-    "captions",
-    "texts",
-    "words",
-    "schnell",
-)
+# Lion is gone on with by two processes in test_exact_split; every family by itself in tests/recipes/test_families.py.
+QUICK_CASES = ("plain", "adamw8bit", "schedule_free", "fp16", "split", "captions", "texts", "words")
 EVERY_CASE = [pytest.param(name, marks=() if name in QUICK_CASES else pytest.mark.slow) for name in CASES]
 
 

@@ -46,7 +46,7 @@ def test_numbers_that_wait_change_nothing(place: TinyPlace, policy, monkeypatch)
         assert ended(place, bad_sample(guarded(place.job(guard, **settings), guard), BAD)) == at_once
 
 
-@pytest.mark.parametrize("guard", get_args(Guard))
+@pytest.mark.parametrize("guard", ["on_device", "late", pytest.param("ahead", marks=pytest.mark.slow)])
 def test_too_many_in_a_row_are_too_many_whenever_they_are_seen(place: TinyPlace, guard, monkeypatch):
     """Good steps behind them hide nothing, and a stop in between moves nothing."""
     looked_at_every(6, monkeypatch)
@@ -81,7 +81,8 @@ def test_overflows_in_a_row_are_too_many_whenever_they_are_seen(place: TinyPlace
     assert [row["step"] for row in rows] == [1, 2, 3]
 
 
-@pytest.mark.parametrize("guard", ["on_device", "late"])
+# On the device: test_exact_resume's run that is stopped between two looks.
+@pytest.mark.parametrize("guard", ["late", pytest.param("on_device", marks=pytest.mark.slow)])
 def test_a_stop_anywhere_between_two_looks_changes_nothing(place: TinyPlace, guard, monkeypatch):
     looked_at_every(6, monkeypatch)
     straight = ended(place, bad_sample(guarded(place.job("straight", steps=8, **RARELY), guard), 1, 4))
