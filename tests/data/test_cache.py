@@ -112,7 +112,7 @@ def test_the_reason_is_said(data: Path, cache: Path, draw: Draw) -> None:
     draw(data / "new.png", seed=72)
     assert fill(data, cache).line == "6 latents: 3 reused, 3 rebuilt (2 pictures changed, 1 new)"
     assert fill(data, cache, resolution=48).reasons == {"size changed": 6}
-    assert fill(data, cache, resolution=48, encoder="other").reasons == {"encoder changed": 6}
+    assert fill(data, cache, resolution=48, encoder="other").reasons == {"new for this encoder": 6}
     assert fill(data, cache, resolution=48, encoder="other", dtype=torch.float32).reasons == {"precision changed": 6}
     assert fill(data, cache).rebuilt == 0
 
@@ -298,7 +298,7 @@ def test_texts_with_the_empty_one_always(data: Path, cache: Path) -> None:
         fill_texts(texts_of(data, cache), encode_text, batch=4).line
         == "7 texts: 6 reused, 1 rebuilt (1 caption changed)"
     )
-    assert fill_texts(texts_of(data, cache, "clip2"), encode_text, batch=4).reasons == {"encoder changed": 7}
+    assert fill_texts(texts_of(data, cache, "clip2"), encode_text, batch=4).reasons == {"new for this encoder": 7}
 
 
 def test_progress_counts_to_the_end(data: Path, cache: Path) -> None:

@@ -43,7 +43,7 @@ REASONS = {
     "weights": ("weighted words changed", "weighted words changed"),
     "size": ("size changed", "sizes changed"),
     "mask": ("mask changed", "masks changed"),
-    "encoder": ("encoder changed", "encoder changed"),
+    "encoder": ("new for this encoder", "new for this encoder"),
     "dtype": ("precision changed", "precision changed"),
 }
 PLURALS = dict(REASONS.values())
