@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
+import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lora_trainer.core.errors import DONE, WRONG_USAGE, Problem, UsageError
-from lora_trainer.core.findings import printable_lines
+from lora_trainer.core.findings import folded, printable_lines
 from lora_trainer.core.io import finite
 
 if TYPE_CHECKING:
     from lora_trainer.export.inspection import Component, Inspected
 
 EXAMPLES = "examples:\n  lora-trainer inspect cat.safetensors\n  lora-trainer inspect cat.safetensors --json\n"
+PAIR = re.compile(r"\((\d+), (\d+)\)")  # width and height, as kohya's headers have them
 WIDTH, NAME, MOST_BARS = 80, 34, 40
 HEADER = {  # what is told of a header, in words
     "ss_output_name": "name",
@@ -105,8 +108,8 @@ def lines(found: Inspected) -> Iterator[str]:
     yield f"  stored as  {_counted(found.dtypes)}"
     if found.words:
         yield f"  words      {', '.join(found.words)}"
-    for name, (told, real) in found.hashes.items():
-        yield f"  {name} {told[:12]} {'is right' if told == real else f'is wrong: {real[:12]}'}"
+    for told, real in found.hashes.values():
+        yield f"  checksum   {'is right' if told == real else 'is wrong: the file was changed after it was written'}"
     for name, part in found.components.items():
         yield ""
         yield f"{name}: {part.modules} modules, size of the update {part.norm:.3g}, by block:"
@@ -117,14 +120,15 @@ def lines(found: Inspected) -> Iterator[str]:
     if header:
         yield ""
         yield "header:"
-        yield from (_cut(f"  {words:<20} {value}") for words, value in header)
+        yield from (_cut(f"  {words:<20} {_plain(value)}") for words, value in header)
     yield ""
     yield "read by:"
     for client in clients(found):
-        yield f"  {client.name:<13}{client.reads:<8} {client.why}".rstrip()
+        reads = "no" if client.reads == "not" else client.reads
+        yield f"  {client.name:<13}{reads:<8} {folded(client.why, sys.stdout, 24)}".rstrip()
     for severity, problems in (("error", found.errors), ("warning", found.warnings)):
         for problem in problems:
-            yield f"{severity}: {problem}"
+            yield folded(f"{severity}: {problem}", sys.stdout)
 
 
 def _bars(part: Component) -> Iterator[str]:
@@ -150,6 +154,17 @@ def _counted(values: Mapping[Any, int]) -> str:
 
 def _short(value: Any) -> str:
     return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def _plain(value: str) -> str:
+    """`64x64` of `(64, 64)`, and `algo: lora, dropout: 0.1` of a JSON object."""
+    if size := PAIR.fullmatch(value):
+        return f"{size[1]}x{size[2]}"
+    try:
+        read = json.loads(value) if value.startswith("{") else None
+    except (ValueError, RecursionError):
+        return value
+    return ", ".join(f"{key}: {item}" for key, item in read.items()) if read else value
 
 
 def _cut(line: str) -> str:
