@@ -30,7 +30,7 @@ from lora_trainer.production.memory import (
 )
 from lora_trainer.production.plans.plan import Plan, computed_in, make_plan
 from lora_trainer.production.plans.table import every_plan, plans_page
-from lora_trainer.production.plans.view import duration
+from lora_trainer.production.plans.view import duration, lines
 from lora_trainer.production.settings import settle
 
 PARTS = ("weights_gib", "adapter_gib", "optimizer_gib", "activations_gib", "overhead_gib")
@@ -306,6 +306,12 @@ def test_json_has_the_fields_that_scripts_read(capsys: pytest.CaptureFixture[str
     names = {"micro_batch", "accumulation", "checkpointing", "weight_precision", "train_tflop_per_step", "disk_gib"}
     assert {*names, "advice"} <= set(found)
     assert found["margin_gib"] > 1.2  # type: ignore[operator]
+
+
+def test_the_peak_of_the_run_is_that_of_its_highest_phase() -> None:
+    assert "peak of the run: 6.95 GiB (cache)" in lines(plan_for("12gb", family="sd2"))
+    plan = plan_for("12gb", family="sdxl")
+    assert f"peak of the run: {plan.fit.parts.peak:.2f} GiB (train)" in lines(plan)
 
 
 def test_a_folder_named_as_a_family_is_not_taken_for_the_model(

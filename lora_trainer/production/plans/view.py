@@ -50,7 +50,7 @@ def bars(plan: Plan) -> Table:
         size = getattr(parts, name)
         table.add_row(name, f"{size:.2f} GiB", _bar(start, size, scale, colour))
         start += size
-    table.add_row("peak", f"{parts.peak:.2f} GiB", "")
+    table.add_row("a step", f"{parts.peak:.2f} GiB", "")
     if limit is not None:
         table.add_row("margin", f"{limit - parts.peak:.2f} GiB", _bar(start, limit - parts.peak, scale, "dim", "░"))
     return table
@@ -101,10 +101,17 @@ def lines(plan: Plan) -> list[str]:
         f"streamed {fit.streamed} of {fit.streamable} blocks: {fit.reasons[3]}{hosted}",
         *least,
         *(f"{name}: {phase.peak_gib:.2f} GiB, {phase.placement}" for name, phase in plan.phases.items()),
+        most_line(plan),
         *host_lines(plan, system_memory()[0] / GIB),
         *([PUBLISHED] if demand.gauge.traced else []),
         f"disk: {plan.disk_gib:.2f} GiB for caches, checkpoints and the LoRA",
     ]
+
+
+def most_line(plan: Plan) -> str:
+    """The peak of the whole run, which is not the training's in every run."""
+    name, phase = max(plan.phases.items(), key=lambda pair: pair[1].peak_gib)
+    return f"peak of the run: {phase.peak_gib:.2f} GiB ({name})"
 
 
 def host_lines(plan: Plan, total: float) -> list[str]:
