@@ -25,6 +25,7 @@ from lora_trainer.production.record import Record
 
 if TYPE_CHECKING:
     from lora_trainer.evaluation.report import LoraReport
+    from lora_trainer.models.lora_clients import Client
 
 
 MOST_FINDINGS = 8
@@ -203,7 +204,8 @@ def show_end(record: Record, report: LoraReport, folder: Path, comparison: Path 
     }
     for what, path in where.items():
         if path is not None:
-            console.print(f"{what:<26}{path}", soft_wrap=True)
+            passed = passed_over(path) if what == "for diffusers" else ""
+            console.print(f"{what:<26}{path}{passed and f' ({passed})'}", soft_wrap=True, markup=False)
     for name in (file for kind, file in record.files.items() if file and kind.startswith("embedding-")):
         console.print(f"{'a new word':<26}{folder / name} (ComfyUI: models/embeddings)", soft_wrap=True)
 
@@ -223,13 +225,23 @@ def left_behind(order: Order, record: Record) -> str:
     return f"stopped at step {record.steps}; everything up to it is saved. Go on with: {again}"
 
 
+def passed_over(lora: Path) -> str:
+    """What diffusers leaves out of its own file, as `inspect` says it; empty where it reads all."""
+    return next((each.why for each in _clients(lora) if each.name == "diffusers"), "")
+
+
 def readers(lora: Path) -> str:
     """The programs which draw with a LoRA file, as `inspect` says of it: `ComfyUI, A1111, Forge`."""
+    found = [each.name for each in _clients(lora) if each.reads in ("whole", "in part")]
+    return ", ".join(name for name in found if name not in ("diffusers", "sd-scripts")) or "other programs"
+
+
+def _clients(lora: Path) -> list[Client]:
+    """Nothing of a file that cannot be read."""
     from lora_trainer.models.lora_clients import clients
     from lora_trainer.models.lora_files import inspect_lora
 
     try:
-        found = [each.name for each in clients(inspect_lora(lora)) if each.reads in ("whole", "in part")]
+        return clients(inspect_lora(lora))
     except UserError:
-        return "other programs"
-    return ", ".join(name for name in found if name not in ("diffusers", "sd-scripts")) or "other programs"
+        return []
