@@ -158,7 +158,10 @@ def judge(
         message = (
             f"The LoRA changes nothing: predictions move by {drifted:.1e} of their size (least: {LEAST_CHANGE:.0e})."
         )
-        findings.append(Finding("changes_nothing", "error", message, "It was not trained, or only for a few steps."))
+        fix = (
+            "It was trained for too few steps or at too low a rate: set train.max_steps or optim.learning_rate higher."
+        )
+        findings.append(Finding("changes_nothing", "error", message, fix))
         return _report({"integrity": 0.0}, findings, numbers, gate)
     parts = {
         "integrity": 1.0,

@@ -38,6 +38,7 @@ from lora_trainer.production.messages import model_lines
 from lora_trainer.production.order import Order
 from lora_trainer.production.record import Record, write_record
 from lora_trainer.production.release import (
+    cause_told,
     choose_released,
     export_lora,
     judge_lora,
@@ -253,7 +254,8 @@ def release(prepared: Prepared, record: Record, state: TrainState) -> Outcome:
     report = judge_lora(kohya, config, session.inputs, prepared.held_out, device, dtype, console)
     if note := still_falling(read_lines(folder / VALIDATION), state.step):
         report = replace(report, findings=(*report.findings, note))
-    report = replace(report, findings=(*report.findings, *map(untrained_word, untrained)))
+    findings = (cause_told(each, config, released.step) for each in report.findings)
+    report = replace(report, findings=(*findings, *map(untrained_word, untrained)))
     record = replace(record, scores={**record.scores, "lora": round(report.score, 4)}, lora=report.to_json())
     comparison = None
     watch("drawing")

@@ -6,7 +6,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ from torch import Tensor
 from lora_trainer import __version__
 from lora_trainer.config.schema import Config
 from lora_trainer.core.errors import Problem, TrainingFailed
-from lora_trainer.core.findings import Finding
+from lora_trainer.core.findings import Finding, counted
 from lora_trainer.core.interrupt import can_be_given_up
 from lora_trainer.data.sample import Sample
 from lora_trainer.data.steps import StepArithmetic
@@ -117,6 +117,16 @@ def untrained_word(word: str) -> Finding:
     message = f"The new word {word!r} is untrained: no caption of the run held it, and no file of its own is written."
     fix = f"Write it into the captions, or set captions.trigger={word}, and train again."
     return Finding("untrained_word", "warning", message, fix)
+
+
+def cause_told(finding: Finding, config: Config, step: int) -> Finding:
+    """The finding that a LoRA changes nothing with what its training was; others as they are."""
+    if finding.code != "changes_nothing":
+        return finding
+    was = f"{counted(step, 'step')} at optim.learning_rate={config.optim.learning_rate:g}"
+    return replace(
+        finding, fix=f"It was trained for {was}, which is too little: set train.max_steps or the rate higher."
+    )
 
 
 def in_effect(config: Config, alpha: float, rank: int) -> float:
