@@ -181,9 +181,11 @@ def print_report(path: Path, report: LoraReport) -> None:
     console.print(Text(f"{path.name}: score {report.score:.2f}, {verdict} (gate {report.gate:.2f})", style="bold"))
     console.print(table)
     for line in _numbers(report.numbers):
-        console.print(Text(f"  {line}"), soft_wrap=True)
+        console.print(Text(f"  {line}"), soft_wrap=not console.is_terminal)
     for finding in report.findings:
-        console.print(Text(f"  {finding.severity}: {finding.message} {finding.fix}".rstrip()), soft_wrap=True)
+        console.print(
+            Text(f"  {finding.severity}: {finding.message} {finding.fix}".rstrip()), soft_wrap=not console.is_terminal
+        )
 
 
 def _numbers(numbers: Any) -> list[str]:
