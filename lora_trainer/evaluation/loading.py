@@ -167,8 +167,7 @@ def misfits(weights: LoraWeights, shapes: Mapping[str, tuple[int, ...]], family:
     """
     made_for, own = weights.metadata.get("ss_base_model_version", ""), family.base_names(family.describe(base))[0]
     if weights.family not in (None, family.name):
-        kinds = f"{made_for}; {base.name} is {own}" if made_for else f"{weights.family}; {base.name} is {family.name}"
-        message = f"The LoRA was trained on another kind of model: {kinds}."
+        message = f"The LoRA was trained on another kind of model: {weights.family}; the base is of {family.name}."
         return [Problem(message, "Name a model of its kind with --model.")]
     there = {name.partition(".")[0] for name in shapes}
     others = [
@@ -178,11 +177,11 @@ def misfits(weights: LoraWeights, shapes: Mapping[str, tuple[int, ...]], family:
     problems = check_keys(replace(weights, modules=rest), shapes)
     if others:
         message = (
-            f"{len(others)} modules of the LoRA are on a text encoder that {base.name} lacks (first: {others[0]})."
+            f"{len(others)} modules of the LoRA are on a text encoder that the base lacks (first: {others[0]})."
         )
         problems.insert(0, Problem(message, "Name a base that has it, or use a LoRA without them."))
     if problems and made_for not in ("", own):
-        message = f"The LoRA was trained on another kind of model: {made_for}; {base.name} is {own}."
+        message = f"The LoRA was trained on another kind of model: {made_for}; the base is {own}."
         problems.insert(0, Problem(message, "Name a model of its kind with --model."))
     return problems
 

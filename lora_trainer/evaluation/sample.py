@@ -230,7 +230,7 @@ def write_sheet(where: Where, used: dict[str, Any]) -> Path:
         groups.setdefault(row.prompt, []).append(Row(f"seed {row.seed}", paths))
     guidance = "" if used["guidance"] is None else f" · guidance {used['guidance']:g}"
     width, height = used["size"]
-    title = f"{shortened(used['lora'])} on {shortened(Path(used['model']).name)}"
+    title = f"{shortened(used['lora'])} on {shortened(short_path(used['model']))}"
     sampler = used["scheduler"].removesuffix("Scheduler")
     details = f"{used['steps']} steps · {sampler}{guidance} · {width}x{height}"
     if used["negative"]:
@@ -242,6 +242,12 @@ def write_sheet(where: Where, used: dict[str, Any]) -> Path:
     save_picture(where.sheet, sheet, embedded_text(used, None, None))
     write_json(where.recipe, used)
     return where.sheet
+
+
+def short_path(model: str) -> str:
+    """A file's name, a folder's last two (many a folder is called `model`), all of a hub's id."""
+    path = Path(model)
+    return path.name if path.suffix == ".safetensors" else "/".join(path.parts[-2:]).lstrip("/")
 
 
 def shortened(name: str) -> str:

@@ -26,7 +26,7 @@ from lora_trainer.data.views import BucketPlan, Framing, View, framings_of, note
 from lora_trainer.models import FAMILIES
 from lora_trainer.models.family import USUAL_FAMILY, Architecture, Family, ModelFacts
 from lora_trainer.models.folder import detect_family, read_config, without_weights
-from lora_trainer.production.bases.base import find_base, on_stderr
+from lora_trainer.production.bases.base import find_base, on_stderr, told
 from lora_trainer.production.bases.names import absolute
 from lora_trainer.production.counting import counting
 from lora_trainer.production.reading import reading, refuse_lacking
@@ -142,7 +142,7 @@ def read_model(
     with gathering(problems):
         suits(facts.prediction)
     if config.sample.negative and not family.manner(base.folder).negative:
-        message = f"sample.negative is {config.sample.negative!r}, and {base.named} is drawn without classifier-free guidance."
+        message = f"sample.negative is {config.sample.negative!r}, and {told(config.model)} is drawn without classifier-free guidance."
         problems.append(Problem(message, "Leave the negative prompt empty with this model."))
     if problems:
         raise UsageError(problems)

@@ -124,6 +124,14 @@ def test_wrong_wishes_are_wrong_usage(
     assert said in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("model", "said"),
+    [("/disk/sdxl/model", "sdxl/model"), ("/m", "m"), ("/disk/sdxl.safetensors", "sdxl.safetensors"), ("a/b", "a/b")],
+)
+def test_a_grid_names_its_base_in_short(model: str, said: str) -> None:
+    assert sample.short_path(model) == said
+
+
 @pytest.mark.parametrize("module", ["unet.mid_block.nowhere", "text_encoder.text_model.encoder.layers.0.mlp.fc1"])
 def test_a_lora_of_another_family_is_refused_before_the_base_is_loaded(
     module: str, base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
@@ -133,7 +141,7 @@ def test_a_lora_of_another_family_is_refused_before_the_base_is_loaded(
     path, _ = write_lora(tmp_path, "other", foreign, facts(base_version="sdxl_base_v1-0"))
     assert main(["sample", str(path), "--model", str(base), "--prompt", "a"]) == 2
     said = capsys.readouterr().err
-    assert "another kind of model: sdxl_base_v1-0; my-model is sd_v1" in said
+    assert "another kind of model: sdxl; the base is of sd15" in said
     assert "nowhere" not in said
 
 
@@ -144,7 +152,7 @@ def test_a_lora_whose_header_names_another_family_is_refused_though_all_fits(
     unet = FAMILIES["sd15"].load_denoiser(base, torch.float32, torch.device("cpu"))
     path, _ = write_lora(tmp_path, "other", random_lora(unet, size=0.2), facts(base_version="sdxl_base_v1-0"))
     assert main(["sample", str(path), "--model", str(base), "--prompt", "a"]) == 2
-    assert "another kind of model: sdxl_base_v1-0; my-model is sd_v1" in capsys.readouterr().err
+    assert "another kind of model: sdxl; the base is of sd15" in capsys.readouterr().err
 
 
 def test_what_does_not_fit_is_told_in_short(
