@@ -176,9 +176,7 @@ def misfits(weights: LoraWeights, shapes: Mapping[str, tuple[int, ...]], family:
     rest = {name: pair for name, pair in weights.modules.items() if name not in others}
     problems = check_keys(replace(weights, modules=rest), shapes)
     if others:
-        message = (
-            f"{len(others)} modules of the LoRA are on a text encoder that the base lacks (first: {others[0]})."
-        )
+        message = f"{len(others)} modules of the LoRA are on a text encoder that the base lacks (first: {others[0]})."
         problems.insert(0, Problem(message, "Name a base that has it, or use a LoRA without them."))
     if problems and made_for not in ("", own):
         message = f"The LoRA was trained on another kind of model: {made_for}; the base is {own}."
