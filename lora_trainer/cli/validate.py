@@ -174,7 +174,7 @@ def print_report(path: Path, report: LoraReport) -> None:
     console = Console(highlight=False)
     table = Table(box=None, show_header=False, pad_edge=False)
     for name, value in report.parts.items():
-        told = caveat(report.numbers) if name == "learning" else ""
+        told = "says little" if name == "learning" and caveat(report.numbers) else ""  # why is among the findings
         meaning = "; ".join(filter(None, (MEANINGS.get(name, ""), told)))
         table.add_row(Text(f"  {name}"), f"{value:.2f}", Text(meaning, style="dim"))
     verdict = "passed" if report.passed else "refused"

@@ -228,7 +228,7 @@ def release(prepared: Prepared, record: Record, state: TrainState) -> Outcome:
     watch = partial(reached, session, state)
     began, name = time.monotonic(), session.folder.name
     released = choose_released(config, prepared.job.checkpoints, state, built.learner)
-    console.print(f"releasing step {released.step}: {released.reason}")
+    console.print(f"releasing step {released.step}")
     facts = training_facts(config, session.inputs, name, released.step, session.steps, session.choices, record.started)
     weights = lora_weights(config, session.inputs, released.weights)
     untrained = untrained_words(config.text.tokens, session.inputs.train)

@@ -189,8 +189,8 @@ def show_end(record: Record, report: LoraReport, folder: Path, comparison: Path 
     console.rule(f"{record.name}: {record.steps} steps in {duration(record.training['seconds'])}", style="dim")
     parts = ", ".join(f"{name} {value:.2f}" for name, value in report.parts.items())
     console.print(f"data set score  {record.scores['dataset']:.2f}")
-    told = caveat(report.numbers)
-    console.print(f"LoRA score      {report.score:.2f}{told and f', learning {told}'}  ({parts})")
+    told = ", learning says little" if caveat(report.numbers) else ""  # why is among the findings
+    console.print(f"LoRA score      {report.score:.2f}{told}  ({parts})")
     for finding in report.findings:
         console.print(f"  {finding.severity}: {finding.message} {finding.fix}".rstrip())
     console.print(f"released        step {record.released['step']}: {record.released['reason']}")

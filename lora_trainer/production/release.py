@@ -78,7 +78,7 @@ def choose_released(config: Config, checkpoints: Path, state: TrainState, learne
     elif config.checkpoint.release == "last":
         reason = f"checkpoint.release asks for {last}"
     elif state.best_step is None:
-        reason = f"nothing was held out; {last}"
+        reason = "the last, as nothing was held out"
     else:
         reason = f"held-out loss was lowest at the end: {state.validation:.4f}"
     return Released(state.step, state.validation, learner.shown(), reason)

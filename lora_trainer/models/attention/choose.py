@@ -47,7 +47,7 @@ def choose_attention(
             continue
         failure = probe(name, dtype, device, shapes)
         if failure is None:
-            return AttentionChoice(name, "; ".join([*reasons, f"{name} {works}"]))
+            return AttentionChoice(name, "; ".join([*reasons, f"{name} {works}"]) if reasons else works)
         reasons.append(failure)
     raise UsageError(Problem(f"No attention works here: {'; '.join(reasons)}.", "Check the installation of torch."))
 
