@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import textwrap
+from collections.abc import Iterable
 from typing import Any
 
 from rich.console import Console as RichConsole
@@ -20,7 +21,7 @@ class Console(RichConsole):
     """
 
     def print(self, *objects: Any, **options: Any) -> None:
-        shown = map(harmless, objects)
+        shown: Iterable[Any] = map(harmless, objects)
         if self.is_terminal and self.soft_wrap and "soft_wrap" not in options:
             shown = (self._folded(each) if isinstance(each, str) else each for each in shown)
         super().print(*shown, **options)
