@@ -336,7 +336,7 @@ def test_what_does_not_fit_ends_with_2_and_says_so(capsys: pytest.CaptureFixture
     assert main(["plan", *arguments]) == 2
     shown = capsys.readouterr().out
     assert "does not fit" in shown
-    assert "unknown without --data, where train takes its built-in data set" in shown
+    assert "not known without pictures: name them with --data" in shown
     assert all(part in shown for part in ("weights", "adapter", "optimizer", "activations", "overhead", "margin"))
 
 

@@ -14,7 +14,7 @@ from lora_trainer.production.printed import show
 LEAST_HOST_GIB = 0.5
 WIDTH = 40  # characters of a bar that fills the card
 COLOURS = {"weights": "blue", "adapter": "cyan", "optimizer": "magenta", "activations": "green", "overhead": "yellow"}
-NO_DATA = "unknown without --data, where train takes its built-in data set"
+NO_DATA = "not known without pictures: name them with --data"
 PUBLISHED = "cache, validate, draw: this model's weights, with what published models of its family hold beside them"
 FULL, EIGHTHS = "█", ("", "▏", "▎", "▍", "▌", "▋", "▊", "▉")
 
