@@ -25,6 +25,7 @@ from lora_trainer.evaluation.sample import Where, compare
 from lora_trainer.export.lora_file import read_lora, write_lora
 from lora_trainer.export.weights import LoraPair, LoraWeights, weights_from_peft
 from lora_trainer.models import FAMILIES
+from lora_trainer.models.drawing import read_prompts
 from lora_trainer.models.family import Encoders
 from lora_trainer.models.lora import inject_lora, target_modules
 from lora_trainer.models.memory.phases import Placement
@@ -249,6 +250,7 @@ def test_a_card_draws_one_picture_at_a_time(
 ) -> None:
     """The pipeline itself stays on the processor here."""
     monkeypatch.setattr(sample, "bring_pipeline", lambda *_: Placement(None, False, False, 0))
+    monkeypatch.setattr(sample, "read_prompts", lambda *given: read_prompts(*given[:3]))
     drawn: list[int] = []
     made: list[weakref.ref[DiffusionPipeline]] = []
 
