@@ -30,7 +30,7 @@ MODULES = {
     "socketserver", "xmlrpc", "requests", "urllib.request", "huggingface_hub", "ftplib", "telnetlib", "xml",
 }  # fmt: skip
 # The one place that makes requests, and what of it reads a header alone.
-ASK_THE_HUB = {f"lora_trainer/production/bases/{name}.py" for name in ("hub", "hub_header")}
+ASK_THE_HUB = {f"lora_trainer/production/bases/{name}.py" for name in ("hub", "hub_header", "hub_refusals")}
 NEEDS = {  # of a call's name, the keyword that must stand in it, and its value
     "torch.load": ("weights_only", True),
     "np.load": ("allow_pickle", False),
