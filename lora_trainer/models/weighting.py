@@ -50,10 +50,14 @@ class Tokens:
 
 def _weighed(states: Tensor, weights: Tensor) -> Tensor:
     """[L, D], in fp32 inside: a mean of many small numbers is lost in fewer bits."""
+    import torch
+
     wide = states.float()
     weighed = wide * weights[:, None]
     before, after = wide.mean(), weighed.mean()
-    return (weighed * (before / after) if after != 0 else weighed).to(states.dtype)
+    # Chosen on the device, which nobody waits for; a divisor of 0 would make gradients of nothing.
+    divisor = torch.where(after == 0, torch.ones_like(after), after)
+    return (weighed * torch.where(after == 0, torch.ones_like(after), before / divisor)).to(states.dtype)
 
 
 def read_tokens(tokenizer: Any, captions: Sequence[Caption], device: torch.device, pieces: int = 1) -> Tokens:
