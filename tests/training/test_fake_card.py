@@ -57,6 +57,8 @@ CROSSING = ("copy_", "_to_copy", "_foreach_copy_")
 INDEXED = ("index", "index_put", "index_put_", "_unsafe_index", "_index_put_impl_")  # by numbers of either place
 SAME_TYPE = ("mm", "addmm", "bmm", "baddbmm", "convolution", "linear", "_scaled_dot_product", "embedding_renorm")
 
+SUMS_BESIDE = ("attention_backward", "attention_for_cpu_backward")  # fused: they are given their sums in fp32
+
 
 class Card(TorchDispatchMode):
     """Refuses what a card refuses: tensors of both places in one operation, and products of two precisions."""
@@ -74,7 +76,7 @@ class Card(TorchDispatchMode):
         if name not in CROSSING and (len(places) > 1 or (CARD in {leaf.device for leaf in met} and places - {CARD})):
             raise RuntimeError(f"{function}: tensors on the card and beside the processor")
         kinds = {leaf.dtype for leaf in met if leaf.is_floating_point() and leaf.ndim > 1}
-        if name.startswith(SAME_TYPE) and len(kinds) > 1:
+        if name.startswith(SAME_TYPE) and not name.endswith(SUMS_BESIDE) and len(kinds) > 1:
             raise RuntimeError(f"{function}: {kinds}")
         if name == "_local_scalar_dense" and given[0].device == CARD:
             self.asked.append(name)
