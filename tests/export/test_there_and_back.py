@@ -81,28 +81,20 @@ def there_and_back(first: Path, form: str) -> None:
     assert {name: pair.alpha for name, pair in before.items()} == {name: pair.alpha for name, pair in after.items()}
 
 
+@pytest.mark.parametrize("form", ["kohya", "diffusers"])
 @pytest.mark.parametrize("family", FAMILIES)
 @given(data=st.data())
 @settings(deadline=None, max_examples=12)
-def test_kohyas_form_comes_back(family: str, data: st.DataObject) -> None:
+def test_a_form_comes_back(family: str, form: str, data: st.DataObject) -> None:
     weights = data.draw(loras(family))
-    with tempfile.TemporaryDirectory() as folder:
-        first = Path(folder) / "first.safetensors"
+    if form == "kohya":
         tensors, told = kohya_tensors(weights, names_of(FAMILIES[family]), as_they_are=True)
-        save_file(tensors, first, metadata=HEADERS[family] | told)
-        there_and_back(first, "kohya")
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-@given(data=st.data())
-@settings(deadline=None, max_examples=12)
-def test_diffusers_form_comes_back(family: str, data: st.DataObject) -> None:
-    weights = data.draw(loras(family))
+    else:
+        tensors, told = diffusers_tensors(weights), {ADAPTER_METADATA_KEY: adapter_metadata(weights)}
     with tempfile.TemporaryDirectory() as folder:
         first = Path(folder) / "first.safetensors"
-        header = HEADERS[family] | {ADAPTER_METADATA_KEY: adapter_metadata(weights)}
-        save_file(diffusers_tensors(weights), first, metadata=header)
-        there_and_back(first, "diffusers")
+        save_file(tensors, first, metadata=HEADERS[family] | told)
+        there_and_back(first, form)
 
 
 def test_one_text_encoders_number_comes_back(tmp_path: Path) -> None:

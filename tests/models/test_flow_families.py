@@ -5,8 +5,6 @@ from __future__ import annotations
 import gc
 import json
 import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -19,6 +17,7 @@ from transformers import T5Config, T5EncoderModel
 
 from lora_trainer.core.errors import UsageError
 from lora_trainer.data.buckets import Bucket
+from lora_trainer.jobs.turns import little_garbage
 from lora_trainer.models import FAMILIES, sd3
 from lora_trainer.models.drawing import prompted, read_prompts
 from lora_trainer.models.encoders import visiting_text
@@ -330,27 +329,13 @@ def test_text_encoders_that_visit_stay_in_the_files_precision(
         return product(layer, given)
 
     monkeypatch.setattr(torch.nn.Linear, "forward", watched)
-    with all_there_passed_over():
+    with little_garbage():  # what was there before is none of the objects that are looked through
         told = visiting_text(family, tmp_path / "flux", dtype, CPU)(CAPTIONS[:2])
     file = tmp_path / "flux" / "text_encoder_2" / "model.safetensors"
     assert times > 50
     assert file.stat().st_size < most < 1.2 * file.stat().st_size
     assert {name: value.dtype for name, value in told.items()} == {name: value.dtype for name, value in whole.items()}
     assert all(torch.equal(whole[name], told[name]) for name in whole)
-
-
-@contextmanager
-def all_there_passed_over() -> Iterator[None]:
-    """What exists is none of the collector's objects inside of the block: they are few, and looked through quickly."""
-    frozen = gc.get_freeze_count() > 0  # by the fixture of another folder
-    gc.collect()
-    gc.freeze()
-    try:
-        yield
-    finally:
-        gc.unfreeze()
-        if frozen:
-            gc.freeze()
 
 
 def storages() -> dict[int, int]:
