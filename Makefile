@@ -1,7 +1,7 @@
 # Every target makes its own environment first, in .venv, and only when something changed.
 PYTHON := .venv/bin/python
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-gpu demo test check format faults
+.PHONY: help setup setup-gpu demo test check format slow faults test-matrix
 
 help:
 	@echo "make setup      make .venv and install the package with what it needs"
@@ -9,7 +9,9 @@ help:
 	@echo "make demo       train the built-in example: checks, training, validation, pictures"
 	@echo "make test       run the tests"
 	@echo "make check      lint, format, types, imports"
-	@echo "make faults     run the long fault suite"
+	@echo "make slow       run the tests that take too long for make test (an hour on two cores)"
+	@echo "make faults     run the long fault suite and print its table (an hour on two cores)"
+	@echo "make test-matrix  run the tests of exactness under other instruction sets and threads"
 
 setup:
 	@scripts/setup_environment.sh
@@ -38,9 +40,14 @@ format: setup
 	@$(PYTHON) -m ruff check --fix .
 	@$(PYTHON) -m ruff format .
 
+slow: setup
+	@$(PYTHON) -m pytest -q -m slow --ignore tests/faults -n logical --maxprocesses 8 --dist worksteal
+
 faults: setup
-	@echo "The fault suite: tests marked slow, in tests/"
 	@results=$$(mktemp -d); code=0; \
-	FAULT_RESULTS=$$results $(PYTHON) -m pytest -q -m slow -n logical --maxprocesses 8 --dist worksteal || code=$$?; \
+	FAULT_RESULTS=$$results $(PYTHON) -m pytest -q -m slow -n logical --maxprocesses 8 --dist worksteal tests/faults || code=$$?; \
 	$(PYTHON) scripts/write_fault_table.py "$$results" || code=$$?; \
 	rm -rf "$$results"; exit $$code
+
+test-matrix: setup
+	@scripts/test_matrix.sh

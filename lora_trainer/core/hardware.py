@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import os
 import platform
 from importlib import metadata
+from pathlib import Path
 
 PACKAGES = (
     "torch",
@@ -38,6 +40,43 @@ def cpu_supports_bf16() -> bool:
     except OSError:
         return False
     return "amx_bf16" in flags or "avx512_bf16" in flags
+
+
+def available_cpus() -> int:
+    """How many CPUs this process may keep busy: those it is bound to, at most what its container allows."""
+    bound = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    quota = cpu_quota()
+    return bound if quota is None else max(1, min(bound, math.ceil(quota)))
+
+
+def cpu_quota(groups: Path = Path("/proc/self/cgroup"), mount: Path = Path("/sys/fs/cgroup")) -> float | None:
+    """CPUs that Linux grants this process: the least quota of its control groups (version 1 or 2) and all above them.
+
+    None where there is no quota, and on other systems.
+    """
+    try:
+        lines = groups.read_text("ascii").splitlines()
+    except (OSError, ValueError):
+        return None
+    found = []
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if controllers and "cpu" not in controllers.split(","):
+            continue
+        root = mount / "cpu" if controllers else mount
+        own = root / path.strip("/")
+        for folder in (own, *own.parents):
+            if not folder.is_relative_to(root):
+                break
+            try:
+                if controllers:
+                    quota, period = ((folder / f"cpu.cfs_{name}_us").read_text("ascii") for name in ("quota", "period"))
+                else:
+                    quota, period = (folder / "cpu.max").read_text("ascii").split()
+                found.append(int(quota) / int(period))
+            except (OSError, ValueError):  # no such group in this container's view, or "max"
+                continue
+    return min((cpus for cpus in found if cpus > 0), default=None)  # -1: no quota, in version 1
 
 
 def package_versions() -> dict[str, str]:

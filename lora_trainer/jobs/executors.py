@@ -13,6 +13,7 @@ from pathlib import Path
 
 from lora_trainer.core.disk import Patience, patient
 from lora_trainer.core.errors import TRAINING_FAILED, Problem, TrainingFailed, UsageError
+from lora_trainer.core.hardware import available_cpus
 from lora_trainer.jobs import queue
 from lora_trainer.jobs.worker import SAFE, SIGNALLED, WAIT_MINUTES, work
 from lora_trainer.models import FAMILIES
@@ -93,7 +94,7 @@ def worker_environment(index: int, workers: int) -> dict[str, str]:
     if cards:
         found["CUDA_VISIBLE_DEVICES"] = cards[index % len(cards)]
     if "OMP_NUM_THREADS" not in os.environ:
-        found["OMP_NUM_THREADS"] = str(max(1, (os.cpu_count() or 1) // workers))
+        found["OMP_NUM_THREADS"] = str(max(1, available_cpus() // workers))
     return found
 
 

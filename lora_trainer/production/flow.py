@@ -189,6 +189,7 @@ def decided(session: Session, attention: str) -> dict[str, dict[str, Any]]:
     return {
         "memory": {"base_precision": session.choices.precision.value, "attention": attention},
         "batch": found,
+        "hardware": {"threads": torch.get_num_threads()} if session.choices.device.type == "cpu" else {},
     }
 
 

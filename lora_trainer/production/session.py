@@ -34,7 +34,7 @@ from lora_trainer.production.order import Order
 from lora_trainer.production.record import read_record
 from lora_trainer.production.release import draw_while_training, export_step, withdraw_after
 from lora_trainer.training.build import Built, build_learner
-from lora_trainer.training.hardware import set_hardware
+from lora_trainer.training.hardware import rounds_alike_anywhere, set_hardware
 from lora_trainer.training.job import Job
 from lora_trainer.training.layout import Layout
 from lora_trainer.training.processes import Processes, join_processes
@@ -44,6 +44,10 @@ from lora_trainer.training.texts import told_now
 
 VALIDATION_TIMESTEPS = 8
 TIMED_ATTENTION = "timed_attention"  # in the record's hardware
+UNEVEN_PRODUCTS = (
+    "warning: matrix products of this process round by the address of their operands, so results differ in rounding "
+    "from run to run. Import lora_trainer before anything is computed, or set MKL_CBWR=AUTO,STRICT."
+)
 
 
 @dataclass(frozen=True)
@@ -88,7 +92,12 @@ def open_session(order: Order, inputs: Inputs) -> Session:
         order.console.print(crowded)
     choices = choose(order.resolved, inputs.family, own_architecture(inputs), processes.device, processes.world)
     steps = arithmetic(order.config, inputs.train, choices.micro, processes.world)
-    set_hardware(order.config, processes.device)
+    earlier = (read_record(order.folder) or {}).get("hardware") if order.resume else None
+    threads = set_hardware(order.config, processes.device, earlier.get("threads") if earlier else None)
+    if processes.device.type == "cpu":
+        order.console.print(f"threads: {threads.count} ({threads.reason})")
+        if not rounds_alike_anywhere():
+            order.console.print(UNEVEN_PRODUCTS)
     return Session(order, inputs, processes, choices, steps)
 
 

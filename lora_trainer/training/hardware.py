@@ -2,49 +2,49 @@
 
 from __future__ import annotations
 
-import os
 from contextlib import suppress
-from functools import cache
 
 import torch
 from torch import nn
 
 from lora_trainer.config.schema import Config
-from lora_trainer.core.findings import counted
+from lora_trainer.training.threads import Threads, choose_threads
 
-MOST_THREADS = 8  # of a processor: more wait for each other at a batch of few samples
-THREADS_SET = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")  # the user's own word
 FEW_SHAPES = 8  # of micro batches: cuDNN tries its ways anew for each
 FEWEST_CONVOLUTIONS = 8  # that look at neighbours: fewer are a transformer's patches
 
 
-@cache
-def threads_found() -> int:
-    """Threads of a processor's computations as this process began with them."""
-    return torch.get_num_threads()
+def set_hardware(config: Config, device: torch.device, recorded_threads: int | None = None) -> Threads:
+    """Let torch compute as `[hardware]` says; the threads that compute on the CPU. Each run of a process sets it anew.
 
-
-def set_hardware(config: Config, device: torch.device) -> None:
-    """Let torch compute as `[hardware]` says. Each run of a process says all of it anew.
-
-    cuDNN's trials wait for `try_convolutions`, when it is known how many sizes the run meets.
+    `recorded_threads` are those of the run that is resumed. cuDNN's trials wait for `try_convolutions`, when it is
+    known how many sizes the run meets.
     """
-    wanted = wanted_threads(config.hardware.threads, threads_found())
-    if wanted != torch.get_num_threads():
-        torch.set_num_threads(wanted)
+    threads = choose_threads(config.hardware.threads, recorded_threads)
+    if threads.count != torch.get_num_threads():
+        torch.set_num_threads(threads.count)
     with suppress(RuntimeError):  # once a process, and only before anything ran
         torch.set_num_interop_threads(1)
     if device.type == "cuda":
         # By the older names: those by operator make the older ones raise when read, and Inductor reads them.
         torch.set_float32_matmul_precision("high" if config.hardware.tf32 else "highest")
         torch.backends.cudnn.allow_tf32 = config.hardware.tf32
+    return threads
 
 
-def wanted_threads(asked: int | None, now: int) -> int:
-    """Threads of a processor's computations: as asked where there are as many, else as the user's environment says, else all up to 8."""
-    if asked is not None:
-        return min(asked, os.cpu_count() or asked)
-    return now if any(os.environ.get(name) for name in THREADS_SET) else min(now, MOST_THREADS)
+def rounds_alike_anywhere() -> bool:
+    """Whether a matrix product on the CPU has the same bits wherever in memory its operands start.
+
+    MKL only promises it in its strict mode, which is set where the package is imported before anything is computed.
+    """
+    weight, row = torch.linspace(-1, 1, 32 * 32).sin().view(32, 32), torch.linspace(-1, 1, 32).cos().view(1, 32)
+    memory = torch.empty(weight.numel() + 32)
+    first = -(memory.data_ptr() // 4) % 16  # of 64 aligned bytes
+    answers = []
+    for offset in range(0, 16, 2):  # in steps of 8 bytes, as in a file
+        moved = memory[first + offset :][: weight.numel()].view_as(weight).copy_(weight)
+        answers.append(nn.functional.linear(row, moved))
+    return all(torch.equal(answers[0], answer) for answer in answers)
 
 
 def try_convolutions(config: Config, device: torch.device, shapes: int) -> bool:
@@ -75,16 +75,9 @@ def convolutions(denoiser: nn.Module) -> int:
     return sum(max(each.kernel_size) > max(each.stride) for each in found)
 
 
-def threads_told(asked: int | None) -> str:
-    """How many threads compute, and where that is fewer than were asked for."""
-    now = torch.get_num_threads()
-    fewer = f" ({asked} were asked for, and there are no more processors)" if asked is not None and asked > now else ""
-    return f"{counted(now, 'thread')}{fewer}"
-
-
 def hardware_note(config: Config, device: torch.device, *, last: bool, tried: bool) -> str:
     """What was set, as a sentence."""
-    said = [threads_told(config.hardware.threads)] if device.type == "cpu" else []
+    said = []
     if device.type == "cuda":
-        said += [f"TF32 {'on' if config.hardware.tf32 else 'off'}", f"cuDNN's trials {'on' if tried else 'off'}"]
+        said = [f"TF32 {'on' if config.hardware.tf32 else 'off'}", f"cuDNN's trials {'on' if tried else 'off'}"]
     return ", ".join([*said, f"channels {'last' if last else 'first'}"])

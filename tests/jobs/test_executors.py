@@ -22,7 +22,7 @@ def test_cards_are_named_as_the_user_named_them(named, count, cards, monkeypatch
 
 def test_workers_take_the_cards_in_turn_and_share_the_processor(monkeypatch):
     monkeypatch.setattr(executors, "visible_cards", lambda: ["4", "7"])
-    monkeypatch.setattr("os.cpu_count", lambda: 8)
+    monkeypatch.setattr(executors, "available_cpus", lambda: 8)
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     seen = [executors.worker_environment(index, 3) for index in range(3)]
     assert [each["CUDA_VISIBLE_DEVICES"] for each in seen] == ["4", "7", "4"]

@@ -70,6 +70,7 @@ def smaller(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 LONG = [pytest.param(kind, marks=pytest.mark.slow) for kind in KINDS if kind != "sd15"]
 
 
+@pytest.mark.exact
 @pytest.mark.parametrize("kind", ["sd15", *LONG])
 def test_a_checkpoint_trains_as_its_folder_does(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     plain, single, more = made(kind, tmp_path, monkeypatch)

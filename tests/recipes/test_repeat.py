@@ -15,6 +15,8 @@ from lora_trainer.monitor.trackers import Trackers
 from tests.recipes.recipe import Bench, contents, exported, losses, patched, record, rows
 from tests.recipes.test_resume import stop
 
+pytestmark = pytest.mark.exact
+
 
 def test_its_config_repeats_a_run_from_another_folder(
     bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

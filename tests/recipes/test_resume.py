@@ -15,6 +15,8 @@ from lora_trainer.cli.main import main
 from lora_trainer.monitor.trackers import Trackers
 from tests.recipes.recipe import Bench, contents, draw_pictures, exported, losses, patched, record, rows
 
+pytestmark = pytest.mark.exact
+
 # Through the whole command; every kind of run, stopped at every step, in tests/training/test_exact_resume.py.
 KINDS: dict[str, dict[str, object]] = {
     # A rank that brings the down projections to the size from which state is kept in 8 bits.

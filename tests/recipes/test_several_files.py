@@ -7,12 +7,15 @@ import signal
 from dataclasses import replace
 from pathlib import Path
 
+import pytest
 from diffusers import UNet2DConditionModel
 from transformers import CLIPTextModel
 
 from lora_trainer.monitor.trackers import Trackers
 from tests.recipes.recipe import Bench, exported, patched, record
 from tests.recipes.test_resume import stop
+
+pytestmark = pytest.mark.exact
 
 
 def in_several_files(model: Path, folder: Path) -> Path:

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import pytest
+
 from lora_trainer.production import release
 from tests.recipes.recipe import exported, losses, record
+
+pytestmark = pytest.mark.exact
 
 
 def test_a_run_whose_blocks_visit_is_the_same_run(bench, finished, monkeypatch, capsys):

@@ -22,6 +22,8 @@ from lora_trainer.training.job import Job
 from tests.recipes.recipe import draw_pictures
 from tests.training.tiny_job import TinyPlace, looked_at_every, outcome, told_in
 
+pytestmark = pytest.mark.exact
+
 STEPS = 6  # nine pictures are trained: at two a step an epoch ends with a step of one, the fifth
 Case = dict[str, object]
 

@@ -12,6 +12,8 @@ from lora_trainer.monitor import trackers
 from tests.recipes.recipe import patched
 from tests.training.tiny_job import TinyPlace, outcome
 
+pytestmark = pytest.mark.exact
+
 WRITES = 10  # six rows of steps, four of validations
 SETTINGS: dict[str, object] = {"checkpoint__every_steps": 2, "validate__every_steps": 2}
 

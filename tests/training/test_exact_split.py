@@ -14,6 +14,8 @@ from lora_trainer.training.micro import Micro
 from lora_trainer.training.step import backward
 from tests.training.tiny_job import TinyPlace, outcome, together
 
+pytestmark = pytest.mark.exact
+
 STEPS = 6
 
 

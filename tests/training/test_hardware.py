@@ -10,14 +10,12 @@ from torch import nn
 
 from lora_trainer.config.layers import Layer, resolve
 from lora_trainer.config.schema import Config
-from lora_trainer.models.memory.ledger import no_more
-from lora_trainer.training import hardware
 from lora_trainer.training.hardware import (
     hardware_note,
+    rounds_alike_anywhere,
     set_hardware,
     set_memory_order,
     try_convolutions,
-    wanted_threads,
 )
 from tests.training.tiny_job import TinyPlace
 
@@ -36,33 +34,6 @@ def as_before() -> Iterator[None]:
     torch.set_num_threads(threads)
     torch.set_float32_matmul_precision(products)
     backends.cudnn.allow_tf32, backends.cudnn.benchmark = found
-
-
-def test_threads_are_as_asked_else_as_the_environment_says_else_at_most_eight(monkeypatch) -> None:
-    for name in hardware.THREADS_SET:
-        monkeypatch.delenv(name, raising=False)
-    assert [wanted_threads(None, now) for now in (2, 8, 64)] == [2, 8, 8]
-    monkeypatch.setattr(hardware.os, "cpu_count", lambda: 64)
-    assert wanted_threads(12, 64) == 12
-    assert wanted_threads(1000, 64) == 64
-    monkeypatch.setenv("OMP_NUM_THREADS", "16")
-    assert wanted_threads(None, 16) == 16
-
-
-def test_more_threads_and_blocks_than_there_are_are_told() -> None:
-    now = torch.get_num_threads()
-    assert hardware.threads_told(None) == hardware.threads_told(now) == ("1 thread" if now == 1 else f"{now} threads")
-    assert hardware.threads_told(1000).endswith("(1000 were asked for, and there are no more processors)")
-    assert no_more(1000, 5) == "; 1000 were asked for, and there are no more"
-    assert no_more("all", 5) == no_more(5, 5) == ""
-
-
-def test_threads_of_one_run_are_not_those_of_the_next() -> None:
-    found = hardware.threads_found()
-    set_hardware(config(threads=found + 1), PROCESSOR)
-    assert torch.get_num_threads() == found + 1
-    set_hardware(config(), PROCESSOR)
-    assert torch.get_num_threads() == wanted_threads(None, found)
 
 
 @pytest.mark.parametrize(("wanted", "exactness", "named"), [(True, "tf32", "high"), (False, "ieee", "highest")])
@@ -113,3 +84,7 @@ def test_a_run_with_channels_last_learns_the_same_but_for_rounding(place: TinyPl
     assert convolution.weight.is_contiguous(memory_format=torch.channels_last)
     for name, value in usual.learner.adapter.masters.items():
         torch.testing.assert_close(other.learner.adapter.masters[name], value, rtol=1e-3, atol=1e-5)
+
+
+def test_products_round_alike_wherever_their_operands_lie() -> None:
+    assert rounds_alike_anywhere()

@@ -120,6 +120,7 @@ def test_only_layers_that_are_read_are_trained(place, tiny_models):
     assert not any(name.startswith(last) for name in found)
 
 
+@pytest.mark.exact
 @pytest.mark.parametrize(
     "settings",
     [

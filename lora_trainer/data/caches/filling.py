@@ -24,6 +24,7 @@ from torch import Tensor
 
 from lora_trainer.core.disk import until_written
 from lora_trainer.core.errors import Problem, TrainingFailed
+from lora_trainer.core.hardware import available_cpus
 from lora_trainer.data.caches.claims import Claims, in_use, upkeep
 from lora_trainer.data.caches.packing import SMALL, pack
 from lora_trainer.data.caches.shards import Layout, layout_of
@@ -58,8 +59,7 @@ class Work(Generic[Prepared]):
 
 def usual_workers() -> int:
     """One for each processor that this process may use, at most eight."""
-    count = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    return min(MOST_WORKERS, count or 1)
+    return min(MOST_WORKERS, available_cpus())
 
 
 def build_missing(work: Work[Prepared], progress: Progress | None = None) -> int:

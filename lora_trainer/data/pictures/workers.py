@@ -20,6 +20,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from lora_trainer.core.hardware import available_cpus
+
 FEWEST_EACH = 24  # tasks that are worth starting one more worker for
 MOST_WORKERS = 32
 START_SECONDS = 60.0
@@ -129,10 +131,8 @@ def _close_all() -> None:
 
 def processors() -> int:
     """How many this process may use, shared with the other processes of its run on this machine."""
-    affinity = getattr(os, "sched_getaffinity", None)
-    count = len(affinity(0)) if affinity is not None else os.cpu_count() or 1
     local = os.environ.get("LOCAL_WORLD_SIZE", "1")
-    return max(1, count // (int(local) if local.isdigit() and int(local) else 1))
+    return max(1, available_cpus() // (int(local) if local.isdigit() and int(local) else 1))
 
 
 class _Room:

@@ -228,6 +228,7 @@ def test_a_weight_that_is_lacking_is_named_with_its_file(tmp_path: Path, monkeyp
         lay_out(write(tensors, file))
 
 
+@pytest.mark.exact
 def test_a_quantised_text_encoder_is_lacking_and_comes_from_elsewhere(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -275,6 +276,7 @@ def test_a_unet_with_blocks_left_out_is_refused(left_out: str, tmp_path: Path, m
         lay_out(write(fewer, tmp_path / "model.safetensors"))
 
 
+@pytest.mark.exact
 def test_sd3_reads_no_projection_of_its_first_encoder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As diffusers' converter, which puts ones on the diagonal whatever the file holds."""
     pipeline = tiny_flow_pipeline(tmp_path / "words", "sd3")

@@ -25,6 +25,8 @@ from lora_trainer.training.state import Fit, TrainState
 from lora_trainer.training.validation import MOST_ASKED_AT_ONCE
 from tests.training.tiny_job import TinyPlace, outcome, together, told_in
 
+pytestmark = pytest.mark.exact
+
 SHORT = "CUDA out of memory. Tried to allocate 2.00 GiB."
 FOUR = {"batch__effective": 4, "checkpoint__every_steps": 3, "validate__every_steps": 0}
 

@@ -1,0 +1,113 @@
+"""How many threads compute on the CPU: the user's word, the launcher's, the container's limit, other processes."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from lora_trainer.core.hardware import available_cpus, cpu_quota
+from lora_trainer.training.threads import MOST, choose_threads
+
+CHOICE = "from lora_trainer.training.threads import choose_threads; print(choose_threads({}).count)"
+USERS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "LOCAL_WORLD_SIZE", "ACCELERATE_MIXED_PRECISION")
+
+
+def chosen(program: str = CHOICE.format("None"), **environment: str) -> int:
+    """What a process of its own chooses, with nothing set but `environment`."""
+    clean = {name: value for name, value in os.environ.items() if name not in USERS}
+    done = subprocess.run(
+        [sys.executable, "-c", program], env=clean | environment, capture_output=True, text=True, check=True
+    )
+    return int(done.stdout)
+
+
+def launched_by(flags: Sequence[str], tmp_path: Path, **environment: str) -> int:
+    """The same in a process that `accelerate launch` starts."""
+    script = tmp_path / "script.py"
+    script.write_text(CHOICE.format("None"), encoding="utf-8")
+    launch = f"import sys; from accelerate.commands.accelerate_cli import main; sys.argv = {['accelerate', 'launch', *flags, str(script)]!r}; main()"
+    return chosen(launch, **environment)
+
+
+def test_a_number_in_the_config_counts_up_to_the_available_cpus() -> None:
+    cpus = available_cpus()
+    assert choose_threads(1).count == 1
+    more = choose_threads(cpus + 5, recorded=1)
+    assert (more.count, more.reason) == (cpus, f"hardware.threads={cpus + 5}, but {cpus} CPUs are available")
+
+
+def test_the_users_environment_counts_before_what_a_run_began_with() -> None:
+    assert chosen(CHOICE.format("None, recorded=2"), OMP_NUM_THREADS="1") == 1
+    assert chosen(CHOICE.format("None, recorded=1")) == 1
+
+
+def test_one_thread_of_the_users_stays_one_under_the_launcher_and_one_of_the_launchers_does_not(tmp_path) -> None:
+    flags = ["--quiet", "--num_processes", "1", "--num_machines", "1", "--mixed_precision", "no"]
+    flags += ["--dynamo_backend", "no"]
+    assert launched_by(flags, tmp_path, OMP_NUM_THREADS="1") == 1
+    assert launched_by([*flags, "--num_cpu_threads_per_process", "1"], tmp_path) == 1
+    if available_cpus() > 1 and os.getloadavg()[0] < 1:  # a busy machine leaves one
+        assert launched_by(flags, tmp_path) > 1
+
+
+def test_processes_of_one_machine_share_its_cpus(monkeypatch) -> None:
+    for name in USERS:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    assert choose_threads(None).count == max(1, min(MOST, available_cpus() // 2))
+
+
+@contextmanager
+def busy_processes(count: int) -> Iterator[None]:
+    found = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(count)]
+    try:
+        yield
+    finally:
+        for process in found:
+            process.kill()
+            process.wait()
+
+
+@pytest.mark.slow  # the average over a minute needs most of one to rise
+@pytest.mark.skipif(sys.platform != "linux", reason="loads are measured on Linux")
+def test_a_run_leaves_what_others_have_kept_busy_for_a_while() -> None:
+    cpus = available_cpus()
+    with busy_processes(cpus):
+        deadline = time.monotonic() + 300
+        while os.getloadavg()[0] < cpus - 0.4:
+            assert time.monotonic() < deadline
+            time.sleep(1)
+        assert chosen() == 1
+
+
+@pytest.mark.parametrize(
+    ("groups", "files", "quota"),
+    [
+        ("0::/", {"cpu.max": "150000 100000"}, 1.5),
+        ("0::/a/b", {"cpu.max": "max 100000", "a/cpu.max": "200000 100000", "a/b/cpu.max": "max 100000"}, 2.0),
+        ("0::/a/b", {"a/cpu.max": "200000 100000", "a/b/cpu.max": "50000 100000"}, 0.5),
+        ("0::/elsewhere", {"cpu.max": "max 100000"}, None),
+        ("3:cpu,cpuacct:/x", {"cpu/x/cpu.cfs_quota_us": "300000", "cpu/x/cpu.cfs_period_us": "100000"}, 3.0),
+        ("3:cpu:/", {"cpu/cpu.cfs_quota_us": "-1", "cpu/cpu.cfs_period_us": "100000"}, None),
+        ("3:memory:/x\n0::/", {"memory/x/cpu.cfs_quota_us": "1"}, None),
+        ("3:cpu:/docker/1", {"cpu/cpu.cfs_quota_us": "100000", "cpu/cpu.cfs_period_us": "100000"}, 1.0),
+    ],
+)
+def test_the_quota_of_a_container_is_read_in_both_versions(groups, files, quota, tmp_path) -> None:
+    (tmp_path / "own").write_text(groups + "\n", encoding="ascii")
+    for name, text in files.items():
+        file = tmp_path / "cgroup" / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text + "\n", encoding="ascii")
+    assert cpu_quota(tmp_path / "own", tmp_path / "cgroup") == quota
+
+
+def test_without_control_groups_there_is_no_quota(tmp_path) -> None:
+    assert cpu_quota(tmp_path / "absent", tmp_path) is None
