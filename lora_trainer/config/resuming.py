@@ -130,7 +130,6 @@ CHANGES_ROUNDING = (
     "hardware.cudnn_benchmark",
     "hardware.channels_last",
     "hardware.threads",
-    "hardware.kernels",
     "cache.latents",
     "cache.batch",
     "train.deterministic",

@@ -74,6 +74,3 @@ class HardwareSection(Section):
         "auto", description="memory order of pictures that convolutions like; `auto` for a U-Net on a card"
     )
     threads: Count | None = Field(None, description="threads of a processor's computations; empty means all, at most 8")
-    kernels: bool = Field(
-        False, description="own Triton kernel for the update of adapted layers, on a card where it runs; unproven"
-    )
