@@ -21,7 +21,7 @@ import torch
 
 from lora_trainer.core.errors import Problem, TrainingFailed, UsageError
 from lora_trainer.core.io import read_json, write_json
-from lora_trainer.jobs.measures import TIMES, Asked, Column, Report
+from lora_trainer.jobs.measures import OWN, TIMES, Asked, Column, Report
 from lora_trainer.jobs.trials.steps import layers_of
 
 STEPS = 20
@@ -65,9 +65,10 @@ def measure(asked: Asked) -> Report:
         problem = "bench scaling measures a family's published architecture."
         raise UsageError(Problem(problem, "Name one: --set model.family=sdxl, with --tiny on a processor."))
     cards = torch.cuda.device_count()
+    order = {"layers": layers_of(asked.resolved), "steps": asked.steps or STEPS, "tiny": asked.tiny, "named": OWN}
     rows: list[ScalingRow] = []
     for count in counts(cards or 2):
-        found = launched(asked, count, on_cards=bool(cards))
+        found = launched(CHILD, order, count, on_cards=bool(cards))
         alone = rows[0].samples_per_second if rows else found["samples_per_second"]
         rows.append(
             ScalingRow(
@@ -117,15 +118,15 @@ def launch_file(count: int, *, on_cards: bool) -> dict[str, Any]:
     }
 
 
-def launched(asked: Asked, count: int, *, on_cards: bool) -> dict[str, Any]:
-    """What the first of so many processes wrote. Raises TrainingFailed where they do not come to their end."""
+def launched(child: str, order: Mapping[str, Any], count: int, *, on_cards: bool) -> dict[str, Any]:
+    """What the first of so many processes of the module `child` wrote. Raises TrainingFailed where they do not end well."""
     with tempfile.TemporaryDirectory() as name:
-        order, answer = Path(name) / "order.json", Path(name) / "answer.json"
-        write_json(order, {"layers": layers_of(asked.resolved), "steps": asked.steps or STEPS, "tiny": asked.tiny})
+        asked, answer = Path(name) / "order.json", Path(name) / "answer.json"
+        write_json(asked, order)
         launch = Path(name) / "launch.json"
         write_json(launch, launch_file(count, on_cards=on_cards))
         command = [sys.executable, "-m", "accelerate.commands.launch", "--quiet", "--config_file", str(launch)]
-        command += ["--main_process_port", "0", "--module", CHILD, str(order), str(answer)]
+        command += ["--main_process_port", "0", "--module", child, str(asked), str(answer)]
         local = {"GLOO_SOCKET_IFNAME": "lo"} if sys.platform == "linux" else {}
         threads = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
         try:
