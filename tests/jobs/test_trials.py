@@ -186,6 +186,24 @@ def test_two_processes_sum_what_one_does_not(capsys):
     assert (one["efficiency"], one["summed_bytes"]) == (1.0, 0)
     assert two["summed_bytes"] > 0
     assert two["efficiency"] == pytest.approx(two["samples_per_second"] / 2 / one["samples_per_second"])
+    assert (one["met"], two["met"]) == (None, two["efficiency"] >= two["target"])
+
+
+@pytest.mark.parametrize(("together", "met"), [(19.0, True), (18.9, False)])
+def test_scaling_is_judged_by_its_target(together, met, monkeypatch, capsys):
+    """Of 10 samples a second alone; nothing is launched."""
+
+    def launched(child: str, order: object, count: int, *, on_cards: bool) -> dict[str, Any]:
+        figures = {"model": "m", "median": 0.2, "p10": 0.1, "p90": 0.3, "summed": 8}
+        return figures | {"samples_per_second": 10.0 if count == 1 else together}
+
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    monkeypatch.setattr(scaling, "launched", launched)
+    one, two = measured("scaling", capsys)["rows"]
+    assert (one["met"], two["met"], two["target"]) == (None, met, 0.95)
+    assert main(["bench", "scaling", "--set", THIN[0]]) == 0
+    assert f"{together / 20:.1%}" in (shown := capsys.readouterr().out)
+    assert f"95% {'met' if met else 'missed'}" in shown
 
 
 def test_gradients_averaged_between_micro_batches_come_to_the_same_sum():

@@ -30,14 +30,18 @@ SECONDS = 600.0  # that a launch may take
 CHILD = "lora_trainer.jobs.trials.together"
 ABOUT = {
     "samples/s": "of all processes together",
-    "efficiency": f"samples a second over those of one process times their number; {TARGET:.0%} is the aim",
+    "efficiency": "samples a second over those of one process times their number",
+    "target": f"whether the efficiency is at least {TARGET:.0%}",
     "MB summed": "what a step sums over the processes: gradients, losses",
 }
 
 
 @dataclass(frozen=True)
 class ScalingRow:
-    """So many processes. `ratio` is time for a step over that of one process."""
+    """So many processes. `ratio` is time for a step over that of one process.
+
+    `met` says whether the efficiency reaches the `target`; None for one process, which is what the others are judged by.
+    """
 
     name: str
     model: str
@@ -48,12 +52,15 @@ class ScalingRow:
     samples_per_second: float
     efficiency: float
     summed_bytes: int
+    target: float = TARGET
+    met: bool | None = None
 
 
 COLUMNS: tuple[Column, ...] = (
     *TIMES,
     ("samples/s", lambda row: f"{row.samples_per_second:.2f}"),
     ("efficiency", lambda row: f"{row.efficiency:.1%}"),
+    ("target", lambda row: "" if row.met is None else f"{row.target:.0%} {'met' if row.met else 'missed'}"),
     ("MB summed", lambda row: f"{row.summed_bytes / 1e6:.1f}"),
 )
 
@@ -70,6 +77,7 @@ def measure(asked: Asked) -> Report:
     for count in counts(cards or 2):
         found = launched(CHILD, order, count, on_cards=bool(cards))
         alone = rows[0].samples_per_second if rows else found["samples_per_second"]
+        efficiency = found["samples_per_second"] / count / alone
         rows.append(
             ScalingRow(
                 name=str(count),
@@ -79,8 +87,9 @@ def measure(asked: Asked) -> Report:
                 seconds_p90=found["p90"],
                 ratio=found["median"] / (rows[0].seconds_median if rows else found["median"]),
                 samples_per_second=found["samples_per_second"],
-                efficiency=found["samples_per_second"] / count / alone,
+                efficiency=efficiency,
                 summed_bytes=found["summed"],
+                met=efficiency >= TARGET if rows else None,
             )
         )
     if cards == 1:
