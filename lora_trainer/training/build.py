@@ -35,7 +35,10 @@ from lora_trainer.training.texts import TrainedTexts, build_texts
 
 @dataclass(frozen=True)
 class Built:
-    """The learner, the weight shapes of the untouched denoiser, and of trained text encoders, by name, and what was decided, also as sentences."""
+    """The learner, the weight shapes of the untouched denoiser, and of trained text encoders, by name, and what was decided, also as sentences.
+
+    `details` are sentences for the record alone.
+    """
 
     learner: Learner
     shapes: dict[str, tuple[int, ...]]
@@ -43,6 +46,7 @@ class Built:
     checkpointed: int  # blocks
     notes: tuple[str, ...]
     streamed: int = 0  # blocks
+    details: tuple[str, ...] = ()
 
 
 def build_learner(
@@ -99,7 +103,8 @@ def build_learner(
         *said,
     )
     shapes |= texts.shapes if texts else {}
-    return Built(replace(learner, compiled=compiled), shapes, attention.name, checkpointed, notes, streamed)
+    details = (f"not used for attention: {'; '.join(attention.failures)}",) if attention.failures else ()
+    return Built(replace(learner, compiled=compiled), shapes, attention.name, checkpointed, notes, streamed, details)
 
 
 def make_learner(
