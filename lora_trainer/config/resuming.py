@@ -129,6 +129,7 @@ CHANGES_ROUNDING = (
     "hardware.tf32",
     "hardware.cudnn_benchmark",
     "hardware.channels_last",
+    "hardware.onednn",
     "hardware.threads",
     "cache.latents",
     "cache.batch",
