@@ -16,9 +16,8 @@ help:
 setup:
 	@scripts/setup_environment.sh
 
-# Its package asks for another torch, which would replace the tested one: hence --no-deps.
 setup-gpu: setup
-	@$(PYTHON) -m pip install --quiet --no-deps -c constraints.txt xformers nvidia-ml-py
+	@$(PYTHON) -m pip install --quiet -c constraints.txt xformers nvidia-ml-py
 
 # The real path, as on a card of 12 GB; each demo has a folder of its own.
 demo: setup

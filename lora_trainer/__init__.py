@@ -1,4 +1,4 @@
-"""Train LoRAs for diffusion models: the data is checked before, the LoRA after."""
+"""Train LoRAs for diffusion models, and score the dataset and the LoRA of every run."""
 
 import os
 

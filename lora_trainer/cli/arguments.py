@@ -107,7 +107,6 @@ def add_run_arguments(parser: argparse.ArgumentParser, hidden: Sequence[str] = (
     ):
         other.add_argument(flag, action="store_true", help=meant(flag, text))
     other.add_argument("--explain", action="store_true", help="show each setting and where it came from; train nothing")
-    other.add_argument("--yes", action="store_true", help=meant("--yes", "never ask"))
 
 
 def add_debug_argument(parser: argparse.ArgumentParser) -> None:

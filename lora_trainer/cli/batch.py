@@ -30,7 +30,7 @@ def add_batch_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--jobs", type=int, default=1, metavar="N", help="jobs at once, each with a copy of the base (1)"
     )
-    group.add_argument("--executor", default="local", metavar="local|ray|slurm", help="where the jobs run (local)")
+    group.add_argument("--executor", default="local", metavar="local", help="where the jobs run (local)")
     add_run_arguments(parser, hidden=("--data", "--name"))  # they are refused below
 
 

@@ -134,7 +134,8 @@ def _overview() -> Parser:
     parser = Parser(
         prog="lora-trainer",
         usage="lora-trainer COMMAND [ARGUMENTS]",
-        description="Train LoRAs for diffusion models, with proof that they learned.\n\ncommands:\n" + "\n".join(lines),
+        description="Train LoRAs for diffusion models, and score the dataset and the LoRA of every run.\n\ncommands:\n"
+        + "\n".join(lines),
         epilog="lora-trainer COMMAND --help shows a command's arguments and examples.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

@@ -14,7 +14,7 @@ EXAMPLES = """examples:
   lora-trainer plan --preset 12gb,quality --set model.family=sdxl
   lora-trainer plan --preset 8gb --model ./my-sd15 --data ./pictures --json
 """
-UNHEEDED = ("all", "offline", "yes", "debug")  # of no concern to the page of --all
+UNHEEDED = ("all", "offline", "debug")  # of no concern to the page of --all
 SETTINGS = "what each single change buys, also where it must be traced for that: half a minute or more"
 
 
@@ -23,7 +23,7 @@ def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="one JSON document on stdout")
     parser.add_argument("--all", action="store_true", help="every tier, goal and family as a Markdown page")
     parser.add_argument("--settings", action="store_true", help=SETTINGS)
-    add_run_arguments(parser, hidden=("--resume", "--dry-run", "--yes"))
+    add_run_arguments(parser, hidden=("--resume", "--dry-run"))
 
 
 def plan_command(arguments: argparse.Namespace, unknown: list[Problem]) -> int:

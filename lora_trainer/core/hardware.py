@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import platform
+import re
 from importlib import metadata
 from pathlib import Path
 
@@ -91,15 +92,18 @@ def package_versions() -> dict[str, str]:
 
 
 def describe_machine() -> dict[str, str | int | float | None]:
-    """System, processor count and card, for the run's record. Imports torch."""
+    """System, CPUs, what computes on them, and the GPU, for the run's record. Imports torch."""
     import torch
 
+    onednn = re.search(r"MKL-DNN v([\d.]+)", torch.__config__.show())
     card = torch.cuda.get_device_name(0) if torch.cuda.is_available() else None
     return {
         "system": f"{platform.system()} {platform.release()}",
         "machine": platform.machine(),
         "cpus": os.cpu_count(),
         "threads": torch.get_num_threads(),  # sums on a processor are split by it
+        "cpu_capability": torch.backends.cpu.get_cpu_capability(),  # the instructions that torch's own code uses
+        "onednn": onednn[1] if onednn else None,
         "gpu": card,
         "gpu_gib": cuda_memory_gib(),
     }

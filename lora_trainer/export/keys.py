@@ -256,12 +256,6 @@ def kohya_name(module: str, prefixes: Mapping[str, str] = KOHYA_PREFIXES) -> str
     return f"{prefixes[component]}_{SPECIAL.get(rest) or rest.replace('.', '_')}"
 
 
-def module_of_kohya(name: str, families: Sequence[Names] = ()) -> str | None:
-    """The one module that a kohya name stands for; None when it is of no known part, or of several."""
-    found = resolve([name], families)[0].get(name)
-    return found.modules[0] if found and len(found.modules) == 1 else None
-
-
 def dotted(underscored: str) -> str:
     """Put the dots back, taking the longest known compound at each place."""
     words = underscored.split("_")
@@ -275,8 +269,3 @@ def dotted(underscored: str) -> str:
         parts.append(part)
         at += length
     return ".".join(parts)
-
-
-def ambiguous_names(modules: Iterable[str], prefixes: Mapping[str, str] = KOHYA_PREFIXES) -> list[str]:
-    """Modules whose kohya name does not lead back to them: these must not be written in kohya's form."""
-    return [module for module in modules if module_of_kohya(kohya_name(module, prefixes)) != module]

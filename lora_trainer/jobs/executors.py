@@ -136,15 +136,10 @@ def _follow_parent() -> None:
 
 
 EXECUTORS: dict[str, Executor] = {"local": run_local}
-PLANNED = ("ray", "slurm")
 
 
 def executor(name: str) -> Executor:
-    """The executor of that name. Raises UsageError for one that cannot be used."""
+    """The executor of that name. Raises UsageError where there is none."""
     if name in EXECUTORS:
         return EXECUTORS[name]
-    if name in PLANNED:
-        message = f"The executor {name} cannot be used yet; this version has {', '.join(EXECUTORS)}."
-        fix = "Use --executor local, with --jobs for several at once; or start lora-trainer produce for each folder."
-        raise UsageError(Problem(message, fix))
-    raise UsageError(Problem(f"There is no executor {name}.", f"Known: {', '.join((*EXECUTORS, *PLANNED))}."))
+    raise UsageError(Problem(f"There is no executor {name}.", f"Known: {', '.join(EXECUTORS)}."))

@@ -25,7 +25,7 @@ from lora_trainer.training.reporter import Reporter
 from lora_trainer.training.run import READ_AHEAD, read_steps, steps
 from lora_trainer.training.state import TrainState
 
-Way = Callable[[int], None]  # does the step of that number
+Way = Callable[[int], object]  # does the step of that number
 NEVER = 10**9  # steps
 STILL = 1e-8  # a rate that leaves the weights as they are for the other ways
 T = TypeVar("T")

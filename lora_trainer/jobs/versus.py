@@ -68,7 +68,7 @@ class NotRun:
 
 # What changes nothing on a processor.
 OF_A_CARD = (
-    *("hardware.tf32", "hardware.cudnn_benchmark", "hardware.kernels", "memory.expandable_segments"),
+    *("hardware.tf32", "hardware.cudnn_benchmark", "memory.expandable_segments"),
     *("memory.offload_activations", "memory.limit_gib", "memory.grow_after_steps"),
 )
 

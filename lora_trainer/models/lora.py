@@ -7,14 +7,14 @@ from fnmatch import fnmatchcase
 
 import torch
 from peft import LoraConfig, inject_adapter_in_model
-from torch import nn
+from peft.tuners.lora.layer import Linear
+from torch import Tensor, nn
 
 from lora_trainer.core.errors import Problem, UsageError, nearest
 from lora_trainer.models.family import Family
-from lora_trainer.models.kernels import update
 from lora_trainer.models.storage.store import COMPUTED_IN, is_narrow
 
-ADAPTER = update.ADAPTER
+ADAPTER = "default"
 
 
 def target_modules(denoiser: nn.Module, family: Family, targets: str | tuple[str, ...]) -> list[str]:
@@ -81,3 +81,29 @@ def inject_lora(
         if is_narrow(base := getattr(module, "base_layer", None)):
             setattr(module, COMPUTED_IN, getattr(base, COMPUTED_IN))
     return {name: parameter for name, parameter in denoiser.named_parameters() if parameter.requires_grad}
+
+
+class SummedLinear(Linear):  # type: ignore[misc]  # peft is untyped
+    """A linear layer with one adapter and nothing else on it; whatever else is asked of it, peft does.
+
+    peft multiplies the update by its scale and adds it in operations of their own, each of which reads and writes
+    [M, out]. Here one product adds onto the base's output: base [M, out] + scale * small [M, rank] up [out, rank]^T
+    (arXiv:2106.09685, section 4.1).
+    """
+
+    def forward(self, x: Tensor, *arguments: object, **named: object) -> Tensor:
+        plain = not (arguments or named or self.merged or self.disable_adapters or self.lora_variant)
+        if not plain or self.active_adapters != [ADAPTER] or not isinstance(self.lora_dropout[ADAPTER], nn.Identity):
+            return super().forward(x, *arguments, **named)  # type: ignore[no-any-return]
+        down, up, scale = self.lora_A[ADAPTER].weight, self.lora_B[ADAPTER].weight, self.scaling[ADAPTER]
+        base = self.base_layer(x)
+        small = nn.functional.linear(x.to(down.dtype), down).flatten(0, -2)
+        summed = torch.addmm(base.flatten(0, -2), small.to(base.dtype), up.to(base.dtype).t(), alpha=scale)
+        return summed.view(base.shape)
+
+
+def sum_updates(denoiser: nn.Module) -> None:
+    """Let the adapted linear layers add their update in one sum. A layer changes its class and stays the same object."""
+    for module in denoiser.modules():
+        if type(module) is Linear:
+            module.__class__ = SummedLinear

@@ -18,8 +18,10 @@ LARGEST_SYSTEM_SHARE = 0.85  # of the system's memory, above which it is called 
 COLLECTED_SHARE = 0.7  # above which garbage is collected
 LOOKED_EVERY = 30.0  # seconds
 ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
-# Above this share of what the process may hold, what is in no use is given back before more is asked for.
-OURS = ("garbage_collection_threshold:0.8", "expandable_segments:True,garbage_collection_threshold:0.8")
+GROWING = "expandable_segments:True"
+# Pieces of fixed size in no use are given back above this share of what the process may hold, before more is asked for.
+# Torch skips pieces of a pool that grows when it collects them (pull request 134338), so the two are never set together.
+OURS = ("expandable_segments:False,garbage_collection_threshold:0.8", GROWING)
 
 
 def peak_memory_gib(device: torch.device) -> float:
@@ -86,6 +88,11 @@ def set_allocator(*, expandable: bool) -> None:
     os.environ[ALLOCATOR[0]] = settings
     if torch.cuda.is_initialized():  # the environment was read already
         torch.cuda.memory._set_allocator_settings(settings)
+
+
+def grows_in_place() -> bool:
+    """Whether torch's pool of a card's memory was set to grow in place, by the run or by the user's environment."""
+    return any(GROWING in os.environ.get(name, "") for name in ALLOCATOR)
 
 
 class MemoryWatch:

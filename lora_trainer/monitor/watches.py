@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable
 from statistics import mean
@@ -13,12 +14,16 @@ import torch
 
 from lora_trainer.monitor.card import CardWatch, open_card, spills
 from lora_trainer.monitor.events import Kind
-from lora_trainer.monitor.memory import LOOKED_EVERY, Held, MemoryWatch, held_on
+from lora_trainer.monitor.memory import LOOKED_EVERY, Held, MemoryWatch, grows_in_place, held_on
 from lora_trainer.monitor.slowness import KNOWN, STARVED, STARVED_WITH_CACHES, Pace, paced
 
 FULL = 0.95  # of what may be used of a card, above which it is called full
 FRAGMENTED = 0.2  # of what may be used of a card, held but in no use
 CROWDED = "Close other programs on the card, or set batch.max_micro=1 or memory.checkpointing=all."
+SMALLER = "Smaller pieces find room: set batch.max_micro=1 or memory.checkpointing=all."
+GROW = (
+    "Set memory.expandable_segments=true; if you set PYTORCH_ALLOC_CONF yourself, add expandable_segments:True to it."
+)
 Say = Callable[[Kind, str], None]
 
 
@@ -137,9 +142,10 @@ class Watches:
 
 
 def fragmented(held: Held) -> str:
-    """A sentence with the figures."""
+    """The figures, and what helps that is not set already. Only on Linux can the pool grow in place."""
     unused, limit = held.unused / 2**30, held.limit / 2**30
+    advice = SMALLER if grows_in_place() or sys.platform != "linux" else GROW
     return (
         f"the card's memory is fragmented: {unused:.1f} of {limit:.1f} GiB are held but in no use, and "
-        f"{held.retries} times it was given back for want of a whole piece. Set memory.expandable_segments=true."
+        f"{held.retries} times it was given back for want of a whole piece. {advice}"
     )

@@ -14,7 +14,7 @@ from lora_trainer.production.record import Record, read_record
 
 ROUNDING_DIFFERS = "results may differ in rounding"
 # What the last bits of a result hang on, of what a record says of the machine.
-MACHINE = ("machine", "cpus", "threads", "gpu", "device", "processes")
+MACHINE = ("machine", "cpus", "threads", "cpu_capability", "onednn", "gpu", "device", "processes")
 
 
 def differences(

@@ -148,6 +148,7 @@ def with_preparation(record: Record, prepared: Prepared, settings: dict[str, Any
             *model_lines(session.config, session.inputs),
             *session.choices.lines,
             *prepared.built.notes,
+            *prepared.built.details,
         ),
     )
 

@@ -15,8 +15,7 @@ from lora_trainer.diffusion.process import Process, zero_terminal_alphas
 from lora_trainer.diffusion.timesteps import flow_times
 from lora_trainer.export.weights import shapes_of
 from lora_trainer.models.family import Family, ModelFacts
-from lora_trainer.models.kernels.update import sum_updates, use_own_kernels
-from lora_trainer.models.lora import inject_lora, target_modules
+from lora_trainer.models.lora import inject_lora, sum_updates, target_modules
 from lora_trainer.models.memory.checkpointing import checkpoint_blocks, checkpointable_blocks
 from lora_trainer.models.memory.ledger import count_of, no_more
 from lora_trainer.models.memory.offload import offload_note, offloaded
@@ -36,7 +35,10 @@ from lora_trainer.training.texts import TrainedTexts, build_texts
 
 @dataclass(frozen=True)
 class Built:
-    """The learner, the weight shapes of the untouched denoiser, and of trained text encoders, by name, and what was decided, also as sentences."""
+    """The learner, the weight shapes of the untouched denoiser, and of trained text encoders, by name, and what was decided, also as sentences.
+
+    `details` are sentences for the record alone.
+    """
 
     learner: Learner
     shapes: dict[str, tuple[int, ...]]
@@ -44,6 +46,7 @@ class Built:
     checkpointed: int  # blocks
     notes: tuple[str, ...]
     streamed: int = 0  # blocks
+    details: tuple[str, ...] = ()
 
 
 def build_learner(
@@ -77,7 +80,6 @@ def build_learner(
         denoiser, config, family, latents, dtype=dtype, device=device, asked=attention_asked, reduce=reduce
     )
     parameters = put_lora_on(denoiser, names, config)
-    kernels = (use_own_kernels(denoiser, device),) if config.hardware.kernels else ()
     streamed = stream_blocks(denoiser, layout.streamed, device)
     bring(denoiser.train(), device)
     blocks = len(checkpointable_blocks(denoiser))
@@ -98,11 +100,11 @@ def build_learner(
         *streaming_note(denoiser, layout.streamed),
         *offload_note(config.memory.offload_activations, device),
         hardware_note(config, device, last=last, tried=tried),
-        *kernels,
         *said,
     )
     shapes |= texts.shapes if texts else {}
-    return Built(replace(learner, compiled=compiled), shapes, attention.name, checkpointed, notes, streamed)
+    details = (f"not used for attention: {'; '.join(attention.failures)}",) if attention.failures else ()
+    return Built(replace(learner, compiled=compiled), shapes, attention.name, checkpointed, notes, streamed, details)
 
 
 def make_learner(

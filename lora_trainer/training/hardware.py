@@ -25,6 +25,7 @@ def set_hardware(config: Config, device: torch.device, recorded_threads: int | N
         torch.set_num_threads(threads.count)
     with suppress(RuntimeError):  # once a process, and only before anything ran
         torch.set_num_interop_threads(1)
+    torch.backends.mkldnn.enabled = config.hardware.onednn  # type: ignore[assignment]  # a property of the module
     if device.type == "cuda":
         # By the older names: those by operator make the older ones raise when read, and Inductor reads them.
         torch.set_float32_matmul_precision("high" if config.hardware.tf32 else "highest")
@@ -77,7 +78,7 @@ def convolutions(denoiser: nn.Module) -> int:
 
 def hardware_note(config: Config, device: torch.device, *, last: bool, tried: bool) -> str:
     """What was set, as a sentence."""
-    said = []
+    said = [f"oneDNN {'on' if config.hardware.onednn else 'off'}"] if device.type == "cpu" else []
     if device.type == "cuda":
         said = [f"TF32 {'on' if config.hardware.tf32 else 'off'}", f"cuDNN's trials {'on' if tried else 'off'}"]
     return ", ".join([*said, f"channels {'last' if last else 'first'}"])

@@ -19,8 +19,7 @@ from lora_trainer.core.randomness import position_key
 from lora_trainer.evaluation.held_out import EncodedSample
 from lora_trainer.export.weights import shapes_of
 from lora_trainer.models.family import Caption, Family, ModelFacts, TextParts
-from lora_trainer.models.kernels.update import sum_updates
-from lora_trainer.models.lora import inject_lora, matching_modules
+from lora_trainer.models.lora import inject_lora, matching_modules, sum_updates
 from lora_trainer.models.words import add_words, new_words
 from lora_trainer.optim.optimizers import Rates
 

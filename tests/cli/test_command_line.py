@@ -266,7 +266,7 @@ def test_a_closed_pipe_is_no_error() -> None:
 
 
 def test_flags_of_no_use_are_not_in_the_help(capsys: pytest.CaptureFixture[str]) -> None:
-    for command, absent in (("plan", ("--resume", "--dry-run", "--yes")), ("batch", ("--data", "--name"))):
+    for command, absent in (("plan", ("--resume", "--dry-run")), ("batch", ("--data", "--name"))):
         assert main([command, "--help"]) == 0
         said = capsys.readouterr().out
         assert "--preset" in said

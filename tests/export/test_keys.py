@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lora_trainer.export.keys import ambiguous_names, kohya_name, module_of_kohya
+from lora_trainer.export.keys import kohya_name, resolve
+from lora_trainer.export.kohya import kohya_pairs
+from lora_trainer.export.weights import LoraPair, LoraWeights
 from lora_trainer.models import FAMILIES
 
 BLOCK = st.sampled_from(["down_blocks", "up_blocks"])
@@ -25,12 +28,17 @@ PATHS = st.one_of(
 )
 
 
+def modules_of(name: str) -> tuple[str, ...]:
+    """The modules that a kohya name stands for."""
+    found = resolve([name], [])[0].get(name)
+    return found.modules if found else ()
+
+
 @pytest.mark.parametrize("family", ["sd15", "sd2", "sdxl"])
 @given(PATHS)
 def test_round_trip(family: str, module: str) -> None:
     prefixes = FAMILIES[family].kohya_prefixes
-    assert module_of_kohya(kohya_name(module, prefixes)) == module
-    assert not ambiguous_names([module], prefixes)
+    assert modules_of(kohya_name(module, prefixes)) == (module,)
 
 
 def test_the_name_that_other_programs_expect() -> None:
@@ -44,17 +52,19 @@ def test_the_size_embedding_has_the_name_that_every_program_knows() -> None:
     for layer, name in (("linear_1", "label_emb_0_0"), ("linear_2", "label_emb_0_2")):
         module = f"unet.add_embedding.{layer}"
         assert kohya_name(module) == f"lora_unet_{name}"
-        assert module_of_kohya(f"lora_unet_{name}") == module
-        assert module_of_kohya(f"lora_unet_add_embedding_{layer}") == module  # as others may write it
+        assert modules_of(f"lora_unet_{name}") == (module,)
+        assert modules_of(f"lora_unet_add_embedding_{layer}") == (module,)  # as others may write it
 
 
 def test_prefixes_that_begin_alike_are_told_apart() -> None:
     """One text encoder is `lora_te`; of two, kohya numbers both."""
-    assert module_of_kohya("lora_te_text_model_final") == "text_encoder.text_model.final"
-    assert module_of_kohya("lora_te1_text_model_final") == "text_encoder.text_model.final"
-    assert module_of_kohya("lora_te2_text_model_final") == "text_encoder_2.text_model.final"
-    assert module_of_kohya("lora_other_x") is None
+    assert modules_of("lora_te_text_model_final") == ("text_encoder.text_model.final",)
+    assert modules_of("lora_te1_text_model_final") == ("text_encoder.text_model.final",)
+    assert modules_of("lora_te2_text_model_final") == ("text_encoder_2.text_model.final",)
+    assert modules_of("lora_other_x") == ()
 
 
-def test_a_name_that_would_not_come_back_is_found() -> None:
-    assert ambiguous_names(["unet.some_new.layer"]) == ["unet.some_new.layer"]
+def test_a_name_that_would_not_come_back_is_not_written() -> None:
+    pair = LoraPair(torch.zeros(1, 2), torch.zeros(2, 1), 1.0)
+    with pytest.raises(ValueError, match=r"no unambiguous kohya name for unet\.some_new\.layer"):
+        kohya_pairs(LoraWeights({"unet.mid_block.attentions.0.proj_in": pair, "unet.some_new.layer": pair}))

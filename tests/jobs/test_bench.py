@@ -262,11 +262,11 @@ def test_what_holds_for_a_process_is_measured_alone(place, capsys):
 def test_a_setting_that_does_nothing_here_has_no_figures(place, tmp_path, capsys):
     arguments = place.arguments("x", command="bench", memory__base_precision="fp32", data__resolution=64)
     file = tmp_path / "best.toml"
-    extra = ["--vs", "hardware.kernels=true", "--export-preset", str(file)]
-    row = measured([arguments[0], "step", *arguments[1:], *extra], capsys)["hardware.kernels=true"]
+    extra = ["--vs", "hardware.tf32=false", "--export-preset", str(file)]
+    row = measured([arguments[0], "step", *arguments[1:], *extra], capsys)["hardware.tf32=false"]
     assert row["not_run"] == "it is for cards, and there is none"
     assert (row["ratio"], row["seconds_median"], row["loss_mean"]) == (None, None, None)
-    assert "kernels" not in file.read_text(), "nothing is recommended of it"
+    assert "tf32" not in file.read_text(), "nothing is recommended of it"
 
 
 def test_blocks_that_were_not_compiled_are_not_measured(tmp_path):

@@ -1,10 +1,9 @@
-"""Which part of the machine each of several workers gets, and which executors there are."""
+"""Which part of the machine each of several workers gets."""
 
 from __future__ import annotations
 
 import pytest
 
-from lora_trainer.core.errors import UsageError
 from lora_trainer.jobs import executors
 
 
@@ -29,10 +28,3 @@ def test_workers_take_the_cards_in_turn_and_share_the_processor(monkeypatch):
     assert {each["OMP_NUM_THREADS"] for each in seen} == {"2"}
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     assert "OMP_NUM_THREADS" not in executors.worker_environment(0, 3), "the user's own word stands"
-
-
-def test_executors_that_cannot_be_used_are_refused_by_name():
-    assert executors.executor("local") is executors.run_local
-    for name in executors.PLANNED:
-        with pytest.raises(UsageError, match=f"{name} cannot be used yet"):
-            executors.executor(name)

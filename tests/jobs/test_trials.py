@@ -20,7 +20,7 @@ import torch
 from lora_trainer.cli.main import main
 from lora_trainer.core.errors import UsageError
 from lora_trainer.jobs import subject
-from lora_trainer.jobs.trials import batch, optimizer, resolution, row, saving, scaling, table
+from lora_trainer.jobs.trials import batch, optimizer, resolution, row, saving, scaling, sums, table
 from lora_trainer.jobs.trials.row import Asking, Spec, settings_of
 from lora_trainer.models import unet
 from lora_trainer.training import compiling
@@ -186,6 +186,52 @@ def test_two_processes_sum_what_one_does_not(capsys):
     assert (one["efficiency"], one["summed_bytes"]) == (1.0, 0)
     assert two["summed_bytes"] > 0
     assert two["efficiency"] == pytest.approx(two["samples_per_second"] / 2 / one["samples_per_second"])
+    assert (one["met"], two["met"]) == (None, two["efficiency"] >= two["target"])
+
+
+@pytest.mark.parametrize(("together", "met"), [(19.0, True), (18.9, False)])
+def test_scaling_is_judged_by_its_target(together, met, monkeypatch, capsys):
+    """Of 10 samples a second alone; nothing is launched."""
+
+    def launched(child: str, order: object, count: int, *, on_cards: bool) -> dict[str, Any]:
+        figures = {"model": "m", "median": 0.2, "p10": 0.1, "p90": 0.3, "summed": 8}
+        return figures | {"samples_per_second": 10.0 if count == 1 else together}
+
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    monkeypatch.setattr(scaling, "launched", launched)
+    one, two = measured("scaling", capsys)["rows"]
+    assert (one["met"], two["met"], two["target"]) == (None, met, 0.95)
+    assert main(["bench", "scaling", "--set", THIN[0]]) == 0
+    assert f"{together / 20:.1%}" in (shown := capsys.readouterr().out)
+    assert f"95% {'met' if met else 'missed'}" in shown
+
+
+def test_gradients_averaged_between_micro_batches_come_to_the_same_sum():
+    """Of this process and another, whose first gradients are known here."""
+    own, other = [torch.tensor([1.0, 2.0]), torch.tensor([3.0, 5.0])], [torch.tensor([7.0, 11.0])]
+    summed = []
+
+    def reduce(flat: torch.Tensor) -> torch.Tensor:
+        summed.append(flat.clone())
+        return flat.add_(other[0])
+
+    master = torch.nn.Parameter(torch.zeros(2))
+    learner = SimpleNamespace(masters=[master], reduce=reduce, world=2)
+    for gradient in sums.averaged_between(learner, own):
+        master.grad = gradient.clone() if master.grad is None else master.grad + gradient
+    assert [each.tolist() for each in summed] == [[1.0, 2.0]], "the last is left to the step itself"
+    # Both bring the mean once, and what came after it: 2 * (1 + 7) / 2 + 3.
+    shares = 2 * (master.grad - own[1]) + own[1]
+    assert torch.equal(shares, own[0] + other[0] + own[1])
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="the launcher's CPU path is tested on Linux")
+def test_no_sync_is_measured_between_two_processes(capsys):
+    (row,) = measured("ladder", capsys, "--only", "no sync")["rows"]
+    assert row["left_out"] is None
+    assert row["gain"] == pytest.approx(1 / row["ratio"])
+    assert row["seconds_median"] > 0
 
 
 @pytest.fixture

@@ -154,8 +154,18 @@ def test_heat_is_said_once_until_it_is_over(monkeypatch):
     assert "900 of 1800 MHz (91 degrees)" in said[0][1]
 
 
-def test_fragmented_memory_is_said_when_it_costs_something(monkeypatch):
+@pytest.mark.parametrize(
+    ("platform", "allocator", "advice"),
+    [
+        ("linux", "garbage_collection_threshold:0.8", "Set memory.expandable_segments=true"),
+        ("linux", "expandable_segments:True", "set batch.max_micro=1"),
+        ("win32", "garbage_collection_threshold:0.8", "set batch.max_micro=1"),
+    ],
+)
+def test_fragmented_memory_is_said_when_it_costs_something(monkeypatch, platform, allocator, advice):
     gib, now, held = 2**30, [0.0], list[Held]()
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", allocator)
+    monkeypatch.setattr(watches.sys, "platform", platform)
     monkeypatch.setattr(watches, "held_on", lambda device: held[-1])
     watch, said = Watches(CUDA, clock=lambda: now[0]), list[str]()
     for allocated, retries in ((4, 0), (4, 3), (4, 3), (7, 5)):
@@ -165,6 +175,7 @@ def test_fragmented_memory_is_said_when_it_costs_something(monkeypatch):
     (message,) = said
     assert "3.0 of 8.0 GiB are held but in no use" in message
     assert "3 times" in message
+    assert advice in message
 
 
 def test_a_processor_is_known_without_a_card():

@@ -10,8 +10,7 @@ from transformers import CLIPTextConfig, CLIPTextModel, T5Config, T5EncoderModel
 
 from lora_trainer.config.layers import Layer
 from lora_trainer.models import FAMILIES
-from lora_trainer.models.kernels.update import sum_updates
-from lora_trainer.models.lora import inject_lora, matching_modules
+from lora_trainer.models.lora import inject_lora, matching_modules, sum_updates
 from lora_trainer.models.memory.texts import EncoderSize, TextSizes
 from lora_trainer.models.t5 import T5_TARGETS
 from lora_trainer.models.unet import CLIP_TARGETS

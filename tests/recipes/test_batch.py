@@ -302,8 +302,10 @@ def wrong_root(night: Night, tmp_path: Path) -> dict[str, tuple[list[str], str]]
         "data": ([str(night.root), *output, "--data", "x"], "--data is not for a batch"),
         "a name": ([str(night.root), *output, "--name", "x"], "--name is not for a batch"),
         "no jobs": ([str(night.root), *output, "--jobs", "0"], "--jobs 0 is too few"),
-        "slurm": ([str(night.root), *output, "--executor", "slurm"], "slurm cannot be used yet"),
-        "another executor": ([str(night.root), *output, "--executor", "cloud"], "no executor cloud"),
+        "an unknown executor": (
+            [str(night.root), *output, "--executor", "cloud"],
+            "no executor cloud.\n       Known: local.",
+        ),
         "an unknown key": ([str(night.root), *output, "--set", "lora.rang=1"], "lora.rang (from --set)"),
         "no model": ([str(night.root), *output, "--model", str(empty)], "is empty"),
     }
@@ -318,14 +320,14 @@ def test_what_is_wrong_with_all_of_it_is_refused_before_anything(night, tmp_path
         assert told in said, what
         assert "Traceback" not in said
         assert contents(tmp_path).keys() == before.keys(), what
-    assert main(["batch", str(tmp_path / "absent"), "--executor", "ray", "--jobs", "0"]) == 2
+    assert main(["batch", str(tmp_path / "absent"), "--executor", "cloud", "--jobs", "0"]) == 2
     assert "3 problems" in capsys.readouterr().err
 
 
 def test_a_dry_run_shows_every_folder_and_writes_nothing(night, tmp_path, capsys):
     (night.root / "cedar" / "lora.toml").write_text("[data]\nsources = ['x']\n[run]\noutput = 'y'\n", encoding="utf-8")
     before = contents(tmp_path)
-    assert night.run("--dry-run") == 2
+    assert night.run("--dry-run", "--executor", "local") == 2
     shown = capsys.readouterr().out
     assert shown.count("9 trained, 1 held out") == 2
     assert "data.sources (from lora.toml) cannot be set by a folder" in shown

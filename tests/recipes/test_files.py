@@ -39,6 +39,7 @@ def test_the_record_says_what_the_run_was(finished):
     assert document["seconds"]["total"] >= document["seconds"]["train"] > 0.0
     assert document["versions"]["torch"]
     assert document["hardware"]["processes"] == 1
+    assert set(document["hardware"]) >= {"cpus", "threads", "cpu_capability", "onednn"}
     assert len(document["data_hash"]) >= 16
 
 

@@ -30,10 +30,26 @@ def config(**hardware: object) -> Config:
 def as_before() -> Iterator[None]:
     threads, backends = torch.get_num_threads(), torch.backends
     products, found = torch.get_float32_matmul_precision(), (backends.cudnn.allow_tf32, backends.cudnn.benchmark)
+    onednn = backends.mkldnn.enabled
     yield
+    backends.mkldnn.enabled = onednn
     torch.set_num_threads(threads)
     torch.set_float32_matmul_precision(products)
     backends.cudnn.allow_tf32, backends.cudnn.benchmark = found
+
+
+@pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="this build of torch has no oneDNN")
+def test_onednn_computes_unless_a_run_does_without() -> None:
+    """Also in the next run of the same process; the answers are the same but for rounding."""
+    x, weight = torch.randn(4, 8, 32, 32), torch.randn(8, 8, 3, 3)
+    answers = []
+    for wanted in (True, False, True):
+        set_hardware(config(onednn=wanted), PROCESSOR)
+        with torch.profiler.profile() as seen:
+            answers.append(torch.conv2d(x, weight))
+        assert any("mkldnn" in event.key for event in seen.key_averages()) == wanted
+    torch.testing.assert_close(answers[1], answers[0], rtol=1e-4, atol=1e-4)
+    assert "oneDNN off" in hardware_note(config(onednn=False), PROCESSOR, last=False, tried=False)
 
 
 @pytest.mark.parametrize(("wanted", "exactness", "named"), [(True, "tf32", "high"), (False, "ieee", "highest")])

@@ -12,11 +12,10 @@ from lora_trainer.models.memory.offload import offloaded
 from lora_trainer.models.memory.streaming import (
     STREAMING,
     bring,
+    freed_by_streaming,
     frozen_bytes,
     stream_blocks,
     streamable_blocks,
-    streamed_blocks,
-    visiting_bytes,
 )
 from tests.models.memory.test_streaming import KINDS, Tried, ask_flux, same, tiny_flux
 
@@ -65,9 +64,8 @@ def test_two_blocks_stand_on_the_card(card: torch.device, monkeypatch: pytest.Mo
     bring(tried.denoiser, card)
     tried.step()
     held = torch.cuda.memory_allocated(card) - before
-    streamed = streamed_blocks(tried.denoiser, len(blocks))
-    stays = frozen_bytes(tried.denoiser) - sum(map(frozen_bytes, streamed))
-    assert held < stays + visiting_bytes(streamed) + 4 * sum(each.nbytes for each in tried.trained) + ALLOCATOR
+    stays = frozen_bytes(tried.denoiser) - freed_by_streaming(tried.denoiser)[-1]
+    assert held < stays + 4 * sum(each.nbytes for each in tried.trained) + ALLOCATOR
 
 
 def test_activations_that_wait_elsewhere_change_no_bit_and_hold_less(card: torch.device) -> None:

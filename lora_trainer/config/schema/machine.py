@@ -73,7 +73,7 @@ class HardwareSection(Section):
     channels_last: bool | Literal["auto"] = Field(
         "auto", description="memory order of pictures that convolutions like; `auto` for a U-Net on a card"
     )
-    threads: Count | None = Field(None, description="threads of a processor's computations; empty means all, at most 8")
-    kernels: bool = Field(
-        False, description="own Triton kernel for the update of adapted layers, on a card where it runs; unproven"
+    onednn: bool = Field(
+        True, description="let oneDNN do a CPU's convolutions and products; without it torch's own code does them"
     )
+    threads: Count | None = Field(None, description="threads of a processor's computations; empty means all, at most 8")

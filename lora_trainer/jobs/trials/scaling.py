@@ -21,7 +21,7 @@ import torch
 
 from lora_trainer.core.errors import Problem, TrainingFailed, UsageError
 from lora_trainer.core.io import read_json, write_json
-from lora_trainer.jobs.measures import TIMES, Asked, Column, Report
+from lora_trainer.jobs.measures import OWN, TIMES, Asked, Column, Report
 from lora_trainer.jobs.trials.steps import layers_of
 
 STEPS = 20
@@ -30,14 +30,18 @@ SECONDS = 600.0  # that a launch may take
 CHILD = "lora_trainer.jobs.trials.together"
 ABOUT = {
     "samples/s": "of all processes together",
-    "efficiency": f"samples a second over those of one process times their number; {TARGET:.0%} is the aim",
+    "efficiency": "samples a second over those of one process times their number",
+    "target": f"whether the efficiency is at least {TARGET:.0%}",
     "MB summed": "what a step sums over the processes: gradients, losses",
 }
 
 
 @dataclass(frozen=True)
 class ScalingRow:
-    """So many processes. `ratio` is time for a step over that of one process."""
+    """So many processes. `ratio` is time for a step over that of one process.
+
+    `met` says whether the efficiency reaches the `target`; None for one process, which is what the others are judged by.
+    """
 
     name: str
     model: str
@@ -48,12 +52,15 @@ class ScalingRow:
     samples_per_second: float
     efficiency: float
     summed_bytes: int
+    target: float = TARGET
+    met: bool | None = None
 
 
 COLUMNS: tuple[Column, ...] = (
     *TIMES,
     ("samples/s", lambda row: f"{row.samples_per_second:.2f}"),
     ("efficiency", lambda row: f"{row.efficiency:.1%}"),
+    ("target", lambda row: "" if row.met is None else f"{row.target:.0%} {'met' if row.met else 'missed'}"),
     ("MB summed", lambda row: f"{row.summed_bytes / 1e6:.1f}"),
 )
 
@@ -65,10 +72,12 @@ def measure(asked: Asked) -> Report:
         problem = "bench scaling measures a family's published architecture."
         raise UsageError(Problem(problem, "Name one: --set model.family=sdxl, with --tiny on a processor."))
     cards = torch.cuda.device_count()
+    order = {"layers": layers_of(asked.resolved), "steps": asked.steps or STEPS, "tiny": asked.tiny, "named": OWN}
     rows: list[ScalingRow] = []
     for count in counts(cards or 2):
-        found = launched(asked, count, on_cards=bool(cards))
+        found = launched(CHILD, order, count, on_cards=bool(cards))
         alone = rows[0].samples_per_second if rows else found["samples_per_second"]
+        efficiency = found["samples_per_second"] / count / alone
         rows.append(
             ScalingRow(
                 name=str(count),
@@ -78,8 +87,9 @@ def measure(asked: Asked) -> Report:
                 seconds_p90=found["p90"],
                 ratio=found["median"] / (rows[0].seconds_median if rows else found["median"]),
                 samples_per_second=found["samples_per_second"],
-                efficiency=found["samples_per_second"] / count / alone,
+                efficiency=efficiency,
                 summed_bytes=found["summed"],
+                met=efficiency >= TARGET if rows else None,
             )
         )
     if cards == 1:
@@ -117,15 +127,15 @@ def launch_file(count: int, *, on_cards: bool) -> dict[str, Any]:
     }
 
 
-def launched(asked: Asked, count: int, *, on_cards: bool) -> dict[str, Any]:
-    """What the first of so many processes wrote. Raises TrainingFailed where they do not come to their end."""
+def launched(child: str, order: Mapping[str, Any], count: int, *, on_cards: bool) -> dict[str, Any]:
+    """What the first of so many processes of the module `child` wrote. Raises TrainingFailed where they do not end well."""
     with tempfile.TemporaryDirectory() as name:
-        order, answer = Path(name) / "order.json", Path(name) / "answer.json"
-        write_json(order, {"layers": layers_of(asked.resolved), "steps": asked.steps or STEPS, "tiny": asked.tiny})
+        asked, answer = Path(name) / "order.json", Path(name) / "answer.json"
+        write_json(asked, order)
         launch = Path(name) / "launch.json"
         write_json(launch, launch_file(count, on_cards=on_cards))
         command = [sys.executable, "-m", "accelerate.commands.launch", "--quiet", "--config_file", str(launch)]
-        command += ["--main_process_port", "0", "--module", CHILD, str(order), str(answer)]
+        command += ["--main_process_port", "0", "--module", child, str(asked), str(answer)]
         local = {"GLOO_SOCKET_IFNAME": "lo"} if sys.platform == "linux" else {}
         threads = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
         try:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -92,13 +92,18 @@ def inputs_of(subject: Subject, count: int = INPUTS) -> list[list[Micro]]:
     return [subject.micros(number) for number in range(count)]
 
 
-def own_way(learner: Learner, inputs: Sequence[list[Micro]], rate: float = RATE) -> Callable[[int], Tensor]:
-    """The trainer's step by its number: the loss [], left on the device."""
+def own_way(
+    learner: Learner,
+    inputs: Sequence[list[Micro]],
+    rate: float = RATE,
+    feed: Callable[[list[Micro]], Iterable[Micro]] = iter,
+) -> Callable[[int], Tensor]:
+    """The trainer's step by its number: the loss [], left on the device. `feed` hands a step its micro batches."""
 
     def step(number: int) -> Tensor:
         micros = inputs[number % len(inputs)]
         samples = sum(len(micro.latents) for micro in micros) * learner.world
-        return train_step(learner, micros, samples, rate).loss
+        return train_step(learner, feed(micros), samples, rate).loss
 
     return step
 

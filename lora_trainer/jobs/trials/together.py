@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import tempfile
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,29 +17,47 @@ from lora_trainer.core.quiet import quieten_libraries
 from lora_trainer.jobs.subject import subject_of
 from lora_trainer.jobs.trials.steps import INPUTS, inputs_of, own_way, take_steps
 from lora_trainer.training.micro import Micro
-from lora_trainer.training.processes import join_processes
+from lora_trainer.training.processes import Processes, join_processes
+from lora_trainer.training.step import Learner
 
 WARM_UP = 3
 
 
-def work(order: Mapping[str, Any], answer: Path) -> None:
-    """Take steps with the others; the first process writes its times."""
+@dataclass(frozen=True)
+class Joined:
+    """One of several processes that train together: its learner and the micro batches of its steps."""
+
+    name: str
+    processes: Processes
+    learner: Learner
+    inputs: list[list[Micro]]
+
+
+def join(order: Mapping[str, Any], summed: list[int]) -> Joined:
+    """Join the others and build what the order names; the bytes of each sum over processes are noted in `summed`."""
     processes = join_processes()
     resolved = resolve([Layer(name, values) for name, values in order["layers"].items()])
     with tempfile.TemporaryDirectory() as folder:
-        subject = subject_of(resolved, Path(folder), tiny=order["tiny"])
-    summed: list[int] = []
+        subject = subject_of(resolved, Path(folder), tiny=order["tiny"], named=order["named"])
     learner = replace(subject.learner, rank=processes.rank, world=processes.world)
     if processes.reduce is not None:
         reduce = noting(processes.reduce, summed)
         learner = replace(learner, reduce=reduce, await_card=processes.await_card)
-    own: list[list[Micro]] = inputs_of(subject, INPUTS * processes.world)[processes.rank :: processes.world]
+    inputs = inputs_of(subject, INPUTS * processes.world)[processes.rank :: processes.world]
     processes.wait()
-    steps = take_steps(own_way(learner, own), learner.device, WARM_UP, order["steps"])
-    samples = sum(len(micro.t) for micro in own[0]) * processes.world
+    return Joined(subject.name, processes, learner, inputs)
+
+
+def work(order: Mapping[str, Any], answer: Path) -> None:
+    """Take steps with the others; the first process writes its times."""
+    summed: list[int] = []
+    joined = join(order, summed)
+    processes, learner = joined.processes, joined.learner
+    steps = take_steps(own_way(learner, joined.inputs), learner.device, WARM_UP, order["steps"])
+    samples = sum(len(micro.t) for micro in joined.inputs[0]) * processes.world
     low, high = steps.tenths
     if processes.is_main:
-        found = {"model": subject.name, "median": steps.median, "p10": low, "p90": high}
+        found = {"model": joined.name, "median": steps.median, "p10": low, "p90": high}
         write_json(answer, {**found, "samples_per_second": samples / steps.median, "summed": max(summed, default=0)})
     processes.wait()
 

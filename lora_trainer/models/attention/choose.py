@@ -19,10 +19,11 @@ TIMED = 5  # times each attention runs before the fastest is taken
 
 @dataclass(frozen=True)
 class AttentionChoice:
-    """The implementation chosen and the sentence that says why."""
+    """The implementation chosen, the sentence that says why, and why those that were tried before do not work here."""
 
     name: str
     reason: str
+    failures: tuple[str, ...] = ()
 
 
 def choose_attention(
@@ -32,7 +33,7 @@ def choose_attention(
 
     Raises UsageError when `wanted` does not work and `order` is empty, or nothing works.
     """
-    reasons: list[str] = []
+    failures: list[str] = []
     works = f"works forward and backward at {_sizes(shapes)}"
     if wanted != "auto":
         failure = probe(wanted, dtype, device, shapes)
@@ -41,15 +42,15 @@ def choose_attention(
         if not order:
             install = "Install it, or set" if "not installed" in failure else "Set"
             raise UsageError(Problem(f"memory.attention={wanted}: {failure}.", f"{install} memory.attention=auto."))
-        reasons.append(failure)
+        failures.append(failure)
     for name in order:
         if name == wanted:
             continue
         failure = probe(name, dtype, device, shapes)
         if failure is None:
-            return AttentionChoice(name, "; ".join([*reasons, f"{name} {works}"]) if reasons else works)
-        reasons.append(failure)
-    raise UsageError(Problem(f"No attention works here: {'; '.join(reasons)}.", "Check the installation of torch."))
+            return AttentionChoice(name, works, tuple(failures))
+        failures.append(failure)
+    raise UsageError(Problem(f"No attention works here: {'; '.join(failures)}.", "Check the installation of torch."))
 
 
 def fastest_attention(
@@ -80,8 +81,8 @@ def fastest_attention(
             )
         )
     told = [f"{name} {1000 * each:.2f} ms" for each, name in sorted(zip(taken, names, strict=True)) if each < inf]
-    left_out = [failure for failure in failures if failure]
-    return AttentionChoice(best, "; ".join([f"forward and backward in all layers: {', '.join(told)}", *left_out]))
+    reason = f"forward and backward in all layers: {', '.join(told)}"
+    return AttentionChoice(best, reason, tuple(filter(None, failures)))
 
 
 def _sizes(shapes: Sequence[AttentionShape]) -> str:

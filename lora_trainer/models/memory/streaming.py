@@ -49,14 +49,8 @@ def streamed_blocks(denoiser: nn.Module, count: int) -> list[nn.Module]:
     return [blocks[index] for index in sorted(_spread(len(blocks))[:count])]
 
 
-def visiting_bytes(blocks: list[nn.Module]) -> int:
-    """What streamed blocks hold of the card in place of all their weights: two of the largest."""
-    sizes = [_aligned(frozen_bytes(block)) for block in blocks]
-    return 2 * max(sizes) if len(sizes) > 1 else sum(sizes)
-
-
 def freed_by_streaming(denoiser: nn.Module) -> list[int]:
-    """Bytes that are not on the card when none, one, two, … blocks visit it."""
+    """Bytes that are not on the card when none, one, two, … blocks visit it: there lie two of the largest that do."""
     blocks = streamable_blocks(denoiser)
     sizes, freed, largest, count = [*map(frozen_bytes, blocks)], [0], 0, 0
     away = 0
