@@ -10,6 +10,7 @@ from torch import nn
 
 from lora_trainer.config.layers import Layer, resolve
 from lora_trainer.config.schema import Config
+from lora_trainer.models.memory.ledger import no_more
 from lora_trainer.training.hardware import (
     hardware_note,
     rounds_alike_anywhere,
@@ -104,3 +105,8 @@ def test_a_run_with_channels_last_learns_the_same_but_for_rounding(place: TinyPl
 
 def test_products_round_alike_wherever_their_operands_lie() -> None:
     assert rounds_alike_anywhere()
+
+
+def test_more_blocks_than_there_are_is_reported():
+    assert no_more(1000, 5) == "; 1000 were asked for, and there are no more"
+    assert no_more("all", 5) == no_more(5, 5) == ""

@@ -10,7 +10,7 @@ import torch
 
 from lora_trainer.models import FAMILIES
 from lora_trainer.models.family import public_architecture
-from lora_trainer.models.memory.ledger import Footprint, Sizes, is_published, no_more, stored_gauge, stored_ledger
+from lora_trainer.models.memory.ledger import Footprint, Sizes, is_published, stored_gauge, stored_ledger
 from lora_trainer.training.memory.trace import make_subject, trace
 
 GIB = 2**30
@@ -176,8 +176,3 @@ def test_only_the_published_architecture_has_a_ledger():
     without = {key: value for key, value in config.items() if key != "transformer_layers_per_block"}
     assert not is_published(replace(published, denoiser=without))
     assert stored_gauge(published, ("*.attn2.to_k",)) is None
-
-
-def test_more_blocks_than_there_are_is_reported():
-    assert no_more(1000, 5) == "; 1000 were asked for, and there are no more"
-    assert no_more("all", 5) == no_more(5, 5) == ""
