@@ -39,11 +39,15 @@ def said(job: Job) -> list[str]:
     return [event["message"] for event in read_lines(job.folder / EVENTS) if event["kind"] == "compile"]
 
 
-@pytest.fixture
-def traced() -> Iterator[None]:
-    """No other test's compilations are used, and none of these stays."""
+@pytest.fixture(autouse=True)
+def alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
+    """No other test's compilations are used, and neither these nor what compiling sets for the process stay."""
+    import torch._inductor.config as inductor
+
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "compiled"))
     torch._dynamo.reset()
-    yield
+    with inductor.patch(deterministic=False, fallback_random=False):
+        yield
     torch._dynamo.reset()
 
 
@@ -89,7 +93,6 @@ def use_compiler(
     monkeypatch.setattr(torch, "compile", lambda function, *, mode, **given: true(function, backend=backend, **given))
 
 
-@pytest.mark.usefixtures("traced")
 @pytest.mark.parametrize(("forward", "backward"), [(fail, as_it_is), (as_it_is, fail)])
 def test_where_it_fails_the_step_is_done_again_without(
     one_form: TinyPlace,
@@ -112,7 +115,6 @@ def test_where_it_fails_the_step_is_done_again_without(
     assert len(said(again)) == 1
 
 
-@pytest.mark.usefixtures("traced")
 @pytest.mark.parametrize(("precision", "factor", "eager"), [("fp32", 1.0, False), ("bf16", 1.2, True)])
 def test_gradients_are_held_against_eagers_before_the_first_step(
     one_form: TinyPlace, monkeypatch: pytest.MonkeyPatch, precision: str, factor: float, eager: bool
@@ -136,7 +138,6 @@ def test_gradients_are_held_against_eagers_before_the_first_step(
         assert torch.equal(value, again.learner.adapter.masters[name])
 
 
-@pytest.mark.usefixtures("traced")
 def test_a_graph_break_ends_the_run_where_none_is_wanted(one_form: TinyPlace, monkeypatch: pytest.MonkeyPatch) -> None:
     from diffusers.models.attention import JointTransformerBlock
 
@@ -147,16 +148,6 @@ def test_a_graph_break_ends_the_run_where_none_is_wanted(one_form: TinyPlace, mo
     strict = one_form.job("strict", steps=1, memory__compile_fullgraph=True, data__held_out=0.0, **ONE_SIZE)
     with pytest.raises(TrainingFailed, match="cannot be compiled whole"):
         one_form.train(strict)
-
-
-@pytest.fixture
-def own_settings(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """What compiling sets for the process is undone. Nothing is compiled before a block is called."""
-    import torch._inductor.config as inductor
-
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "kept elsewhere")
-    with inductor.patch(deterministic=False):
-        yield
 
 
 def lines_of(layout: Layout, **settings: object) -> tuple[str, ...]:
@@ -174,7 +165,6 @@ def test_without_a_compiler_blocks_stay_as_they_are(place: TinyPlace) -> None:
     assert line.endswith("a processor needs a C++ compiler (g++, clang or MSVC)")
 
 
-@pytest.mark.usefixtures("own_settings")
 def test_the_same_bits_are_wanted_of_the_run_that_asks_for_them_alone(place: TinyPlace) -> None:
     import torch._inductor.config as inductor
 
@@ -183,7 +173,6 @@ def test_the_same_bits_are_wanted_of_the_run_that_asks_for_them_alone(place: Tin
         assert inductor.deterministic is wanted
 
 
-@pytest.mark.usefixtures("own_settings")
 @pytest.mark.parametrize(("shapes", "dynamic", "said"), [(33, False, True), (32, False, False), (33, "auto", False)])
 def test_sizes_that_are_too_many_to_compile_each_for_itself_are_said(shapes: int, dynamic: object, said: bool) -> None:
     layout = Layout(torch.float32, "fp32", "none", compiled=True, shapes=shapes)
@@ -191,7 +180,6 @@ def test_sizes_that_are_too_many_to_compile_each_for_itself_are_said(shapes: int
     assert any(line.startswith(f"{shapes} sizes of micro batch are more") for line in lines) is said
 
 
-@pytest.mark.usefixtures("traced")
 @pytest.mark.parametrize(("precision", "beginnings"), [("bf16", 4), ("fp32", 1)])
 def test_graphs_begin_anew_with_each_micro_batch_where_its_gradients_are_copied_out(
     one_form: TinyPlace, monkeypatch: pytest.MonkeyPatch, precision: str, beginnings: int
@@ -217,11 +205,7 @@ def test_auto_decides_by_the_steps_of_the_run_and_its_device() -> None:
 
 
 @pytest.mark.slow
-def test_compiled_for_real_it_learns_the_same_and_resumes_to_the_bit(
-    place: TinyPlace, monkeypatch: pytest.MonkeyPatch, tmp_path
-) -> None:
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
-    torch._dynamo.reset()
+def test_compiled_for_real_it_learns_the_same_and_resumes_to_the_bit(place: TinyPlace) -> None:
     settings = {"memory__compile": True, "checkpoint__every_steps": 2}
     usual, straight = place.job("usual", steps=4), place.job("straight", steps=4, **settings)
     place.train(usual)
