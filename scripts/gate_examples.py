@@ -73,15 +73,15 @@ def good(folder: Path, make: Make = photo, count: int = COUNT) -> list[Path]:
     return paths
 
 
-def changed(paths: list[Path], change: Callable[[Image.Image], Image.Image]) -> None:
-    """Every other picture in place of itself."""
-    for path in paths[::2]:
+def changed(paths: list[Path], change: Callable[[Image.Image], Image.Image], each: int = 2) -> None:
+    """Every other picture in place of itself, or with `each` of 1 all of them."""
+    for path in paths[::each]:
         change(Image.open(path).convert("RGB")).save(path, compress_level=1)
 
 
-def worn(picture: Image.Image) -> Image.Image:
+def worn(picture: Image.Image, quality: int = 10) -> Image.Image:
     file = io.BytesIO()
-    picture.save(file, "JPEG", quality=10)
+    picture.save(file, "JPEG", quality=quality)
     return Image.open(file).convert("RGB")
 
 
@@ -123,6 +123,11 @@ def garbled(paths: list[Path]) -> None:
         path.with_suffix(".txt").write_text("a cafÃ© in MÃ¼nchen", encoding="utf-8")
 
 
+def typed(paths: list[Path], count: int) -> None:
+    for path in paths[:count]:
+        path.with_suffix(".txt").write_text("asdf", encoding="utf-8")
+
+
 def misnamed(paths: list[Path]) -> None:
     for path in paths[::2]:
         path.rename(path.with_suffix(".jpg"))
@@ -145,6 +150,13 @@ SETS: dict[str, Callable[[Path], object]] = {
     "half copies of one": lambda folder: copied(good(folder)),
     "half one picture in other sizes": lambda folder: saved_again(good(folder)),
     "half with garbled captions": lambda folder: garbled(good(folder)),
+    "one blurred": lambda folder: changed(good(folder), lambda each: each.filter(ImageFilter.GaussianBlur(3)), COUNT),
+    "one with the caption asdf": lambda folder: typed(good(folder), 1),
+    "all blurred": lambda folder: changed(good(folder), lambda each: each.filter(ImageFilter.GaussianBlur(3)), 1),
+    "all saved as JPEG 8 before": lambda folder: changed(good(folder), lambda each: worn(each, 8), 1),
+    "all with black bars": lambda folder: changed(good(folder), boxed, 1),
+    "all with the caption asdf": lambda folder: typed(good(folder), COUNT),
+    "all enlarged 1.3 times": lambda folder: changed(good(folder), lambda each: each.resize((400, 400)), 1),
     "half with a wrong ending": lambda folder: misnamed(good(folder)),
 }  # fmt: skip
 

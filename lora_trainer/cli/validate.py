@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -68,6 +68,8 @@ def validate_command(lora: str | Path, data: str | Path | None, as_json: bool, c
     questions = _given_questions(config, Path(data), run) if data is not None else _run_questions(config, run)
     _say(questions.origin)
     report = _judge(path, config, questions)
+    if run is not None and run.unseen is not None:
+        report = replace(report, findings=(*report.findings, run.unseen))
     if as_json:
         print(json.dumps(report.to_json(), indent=2, ensure_ascii=False, allow_nan=False))
     else:

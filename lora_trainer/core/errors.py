@@ -86,7 +86,7 @@ class DatasetRefused(Refused):
 
 
 class LoraRefused(Refused):
-    """The LoRA scores below the gate; it stays on disk, marked."""
+    """The LoRA scores below the gate or has not seen every image; it stays on disk, marked."""
 
     exit_code = LORA_REFUSED
 

@@ -13,11 +13,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from lora_trainer.core.findings import Finding, counted
 from lora_trainer.core.io import atomic_path
 from lora_trainer.data.sample import Sample
 from lora_trainer.data.steps import Ref, StepPlan
 
 FILE = "ledger.csv"
+NEVER_TRAINED = "images_never_trained"
 BucketOf = Callable[[Ref], object]
 TextOf = Callable[[Ref, int], str | None]  # of a sample in a step; None where its caption was dropped
 
@@ -96,6 +98,36 @@ def count_trained(plan: StepPlan, steps: int, bucket_of: BucketOf, text_of: Text
             dropped += text is None
     ranked = sorted(buckets.items(), key=lambda entry: (-entry[1], entry[0]))
     return Ledger(steps, plan.samples, tuple(times), captions, dict(ranked), dropped)
+
+
+def never_trained(plan: StepPlan, released: int, trained: int) -> Finding | None:
+    """The error of weights that have not seen every image: those of step `released`, of a run of `trained` steps.
+
+    Images that are held out are not in the plan, and regularisation images need not all be seen.
+    """
+    images = {index for index, sample in enumerate(plan.samples) if not sample.regularisation}
+    waiting, times, step = set(images), 0, 0
+    while waiting and step < released:
+        shown = [ref.index for ref in plan.refs(step) if ref.index in images]
+        waiting.difference_update(shown)
+        times, step = times + len(shown), step + 1
+    if not waiting:
+        return None
+    never, first = len(waiting), plan.samples[min(waiting)].path.name
+    while waiting:
+        waiting.difference_update(ref.index for ref in plan.refs(step))
+        step += 1
+    message = (
+        f"{counted(len(images), 'image')}, {counted(times, 'sample')} trained in {counted(released, 'step')}:"
+        f" {counted(never, 'image was', 'images were')} never trained (first: {first})."
+    )
+    fix = f"{step} steps train each at least once: set train.max_steps higher, or leave it out for train.exposures."
+    if trained >= step:
+        fix = (
+            f"Held-out loss was lowest at step {released} of {trained}: lower optim.learning_rate,"
+            " or set checkpoint.release=last."
+        )
+    return Finding(NEVER_TRAINED, "error", message, fix)
 
 
 def write_ledger(folder: Path, ledger: Ledger) -> str:

@@ -129,6 +129,7 @@ def _sample(
         asked.section.regularisation,
         found.span,
         found.mask,
+        own_caption=found.caption is not None,
     )
     if found.mask is None:
         return sample
@@ -160,7 +161,8 @@ def _weight_of(found: Found, asked: Asked, reading: Reading) -> float:
 
 
 def _caption_of(found: Found, asked: Asked, reading: Reading) -> str:
-    text = asked.section.caption if found.caption is None else found.caption
+    given = (found.caption, asked.section.caption, found.folder_caption)
+    text = next((each for each in given if each is not None), None)
     caption = tidy(text or "", keep_lines=asked.captions.wildcards)
     if caption or found.path in reading.told:
         return caption

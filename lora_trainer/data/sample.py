@@ -36,7 +36,8 @@ class Sample:
     `path` names the picture; its bytes are that file's, or, inside of a larger file, those of
     `span`. `caption` is as it was written, or, once captions are settled, the canonical text with
     `variants` beside it: what is trained, in turn; `weighted` says that their brackets are weights;
-    `written` is the caption as it stands in the data set, once settled.
+    `written` is the caption as it stands in the data set, once settled; without `own_caption` it is that of its
+    source or folder, not written for this picture.
     `width` and `height` are as the picture is seen, after EXIF rotation. `content` is the hex sha256 of the picture file's bytes. `repeats` is
     how often an epoch shows it, 0.5 means every other epoch. `weight` multiplies its loss.
     `source` counts the data's sources from 0. Regularisation samples keep the model's own idea
@@ -57,6 +58,7 @@ class Sample:
     variants: tuple[str, ...] = ()
     weighted: bool = False
     written: str | None = None
+    own_caption: bool = True
 
     @property
     def texts(self) -> tuple[str, ...]:

@@ -22,7 +22,15 @@ class LoraReport:
 
     @property
     def passed(self) -> bool:
-        return self.score >= self.gate
+        """A gate of 0 refuses nothing; any other refuses an error, whatever the score."""
+        return self.gate == 0 or not self.reasons
+
+    @property
+    def reasons(self) -> tuple[str, ...]:
+        """Why a gate refuses the LoRA, in sentences."""
+        under = (f"The LoRA scores {self.score:.2f}, under the gate of {self.gate:.2f}.",)
+        errors = tuple(finding.message for finding in self.findings if finding.severity == "error")
+        return (*(under if self.score < self.gate else ()), *errors)
 
     def to_json(self) -> dict[str, Any]:
         """As `validate --json` prints it; numbers that are not finite become null."""

@@ -10,7 +10,7 @@ import traceback
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any, cast
+from typing import IO, cast
 
 from lora_trainer.core.errors import DATASET_REFUSED, DONE, LORA_REFUSED, DatasetRefused, UserError
 from lora_trainer.core.interrupt import leave_if_told
@@ -84,7 +84,8 @@ def attempt(path: Path, shared: Shared, job: queue.QueuedJob, families: Mapping[
                 console=console,
                 watch=telling(path, job.name),
             )
-            return ending_of(result.exit_code, result.record)
+            scores = result.record.get("scores") or dict(NO_SCORES)
+            return Ending(result.exit_code, result.record.get("reason"), scores)
         except (Exception, KeyboardInterrupt, SystemExit) as error:  # noqa: BLE001  the other jobs must go on
             ended = ended_by(error, Record(job.name))
             log.write(last_words(error))
@@ -101,14 +102,6 @@ def last_words(error: BaseException) -> str:
     if isinstance(error, KeyboardInterrupt | SystemExit):
         return "stopped by a signal; lora-trainer batch … --resume goes on\n"
     return traceback.format_exc()
-
-
-def ending_of(code: int, record: Mapping[str, Any]) -> Ending:
-    """The end of a run that returned: done, stopped by a signal, or judged by an earlier attempt."""
-    reason = record.get("reason")
-    if code == LORA_REFUSED and not reason:
-        reason = "The LoRA scores under its gate."
-    return Ending(code, reason, record.get("scores") or dict(NO_SCORES))
 
 
 def telling(path: Path, name: str) -> Watch:

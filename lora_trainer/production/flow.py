@@ -20,7 +20,7 @@ from lora_trainer.core.hardware import describe_machine
 from lora_trainer.core.interrupt import leave_if_told, remembering
 from lora_trainer.core.io import write_text
 from lora_trainer.data.ledger import FILE as LEDGER
-from lora_trainer.data.ledger import write_ledger
+from lora_trainer.data.ledger import never_trained, write_ledger
 from lora_trainer.evaluation.report import LoraReport
 from lora_trainer.export.lora_file import write_words
 from lora_trainer.models.memory.streaming import bring
@@ -254,10 +254,11 @@ def release(prepared: Prepared, record: Record, state: TrainState) -> Outcome:
     watch("validating")
     say, device, dtype = console.print, choices.device, choices.dtype
     report = judge_lora(kohya, config, session.inputs, prepared.held_out, device, dtype, console)
-    if note := still_falling(read_lines(folder / VALIDATION), state.step):
-        report = replace(report, findings=(*report.findings, note))
+    unseen = never_trained(prepared.feed.plan, released.step, state.step)
+    falling = still_falling(read_lines(folder / VALIDATION), state.step)
     findings = (cause_told(each, config, released.step) for each in report.findings)
-    report = replace(report, findings=(*findings, *map(untrained_word, untrained)))
+    of_the_run = (*filter(None, (unseen, falling)), *map(untrained_word, untrained))
+    report = replace(report, findings=(*findings, *of_the_run))
     record = replace(record, scores={**record.scores, "lora": round(report.score, 4)}, lora=report.to_json())
     comparison = None
     watch("drawing")

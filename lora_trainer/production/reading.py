@@ -12,7 +12,9 @@ from lora_trainer.config.layers import Layer
 from lora_trainer.config.schema import Config
 from lora_trainer.config.schema.inputs import TextSection
 from lora_trainer.core.errors import Problem, UsageError
+from lora_trainer.core.findings import Finding
 from lora_trainer.core.io import read_json
+from lora_trainer.data.ledger import NEVER_TRAINED
 from lora_trainer.export.keys import OWN_VERSION, T5_TOKENS, WITHOUT
 from lora_trainer.models.family import Family, TextOptions
 from lora_trainer.models.folder import named_parts
@@ -27,6 +29,7 @@ class Run:
 
     config: Config
     data_hash: str
+    unseen: Finding | None = None  # the error of a LoRA that has not seen every image
 
 
 def run_beside(lora: Path, say: Callable[[str], None] = on_stderr) -> Run | None:
@@ -36,8 +39,11 @@ def run_beside(lora: Path, say: Callable[[str], None] = on_stderr) -> Run | None
         return None
     try:
         document = read_json(record)
-        return Run(Config.model_validate(document["config"]), str(document.get("data_hash", "")))
-    except (OSError, ValueError, KeyError, TypeError):
+        judged = document.get("lora", {}) if lora.name in document.get("files", {}).values() else {}
+        found = [each for each in judged.get("findings", ()) if each["code"] == NEVER_TRAINED]
+        unseen = Finding(NEVER_TRAINED, "error", str(found[0]["message"]), str(found[0]["fix"])) if found else None
+        return Run(Config.model_validate(document["config"]), str(document.get("data_hash", "")), unseen)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
         say(f"{record} cannot be read and is passed over")
         return None
 

@@ -285,16 +285,15 @@ def conclude(order: Order, outcome: Outcome, seconds: float) -> RunResult:
     refused = order.enforce_gates and not report.passed
     mark_refused(folder, report if refused else None)
     code = LORA_REFUSED if refused else DONE
-    record = finish(order, replace(record, status="refused" if refused else "done", exit_code=code))
+    record = replace(record, status="refused" if refused else "done", exit_code=code)
+    if refused and record.reason is None:
+        record = replace(record, reason=" ".join(report.reasons))
+    record = finish(order, record)
     show_end(record, report, folder, outcome.comparison, order.console)
     if refused:
-        raise LoraRefused(
-            Problem(
-                f"The LoRA scores {report.score:.2f}, under the gate of {report.gate:.2f}; it stays in {folder}, marked.",
-                "The findings above say what to change.",
-            ),
-            report,
-        )
+        fixes = " ".join(finding.fix for finding in report.findings if finding.severity == "error")
+        message = f"{' '.join(report.reasons)} It stays in {folder}, marked as refused."
+        raise LoraRefused(Problem(message, fixes or "The findings above say what to change."), report)
     return RunResult(folder, asdict(record), code)
 
 
@@ -304,7 +303,7 @@ def mark_refused(folder: Path, report: LoraReport | None) -> None:
     if report is None:
         note.unlink(missing_ok=True)
         return
-    lines = [f"{folder.name}.safetensors was refused: score {report.score:.2f}, under the gate of {report.gate:.2f}."]
+    lines = [f"{folder.name}.safetensors was refused: score {report.score:.2f}, gate {report.gate:.2f}."]
     lines += [f"{finding.severity}: {finding.message} {finding.fix}".rstrip() for finding in report.findings]
     text = "\n".join(lines) + "\n"
     until_written(note.name, folder, lambda: write_text(note, text), len(text))

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lora_trainer.core.randomness import position_turn, position_uniform
-from lora_trainer.data.ledger import Ledger, count_trained, write_ledger
+from lora_trainer.data.ledger import Ledger, count_trained, never_trained, write_ledger
 from lora_trainer.data.sample import Sample
 from lora_trainer.data.steps import Ref, StepPlan, plan_steps
 
@@ -59,3 +59,28 @@ def test_the_line_and_the_file_say_what_was_trained(tmp_path: Path):
     assert {row["name"]: int(row["times"]) for row in rows if row["kind"] == "caption"} == ledger.captions
     assert [int(row["times"]) for row in rows if row["kind"] in ("picture", "regularisation")] == list(ledger.times)
     assert {row["name"]: int(row["times"]) for row in rows if row["kind"] == "bucket"} == ledger.buckets
+
+
+@given(st.integers(1, 7), st.integers(0, 2**40), st.integers(0, 60), st.booleans())
+def test_weights_that_have_not_seen_every_image_are_told_with_the_least_that_would(effective, seed, steps, regularised):
+    """Every image of every source counts, however many repeats it has; regularization images do not."""
+    plan = plan_steps([*SAMPLES, *(KEPT if regularised else [])], effective, seed)
+    found = never_trained(plan, steps, steps)
+    times = ledger_of(plan, steps).times[: len(SAMPLES)]
+    assert (found is None) == (0 not in times)
+    if found is None:
+        return
+    assert found.message.startswith(f"9 images, {sum(times)} sample")
+    assert f"{times.count(0)} image" in found.message
+    least = int(found.fix.split()[0])
+    assert least > steps
+    assert never_trained(plan, least - 1, least) is not None
+    assert never_trained(plan, least, least) is None
+
+
+def test_weights_of_an_early_step_name_the_training_that_came_after():
+    plan = plan_steps(SAMPLES, 2, 0)
+    found = never_trained(plan, 1, 100)
+    assert found is not None
+    assert found.message.startswith("9 images, 2 samples trained in 1 step: 7 images were never trained (first: ")
+    assert found.fix.startswith("Held-out loss was lowest at step 1 of 100")

@@ -12,6 +12,7 @@ from lora_trainer.jobs import executors
     [(None, 0, []), (None, 3, ["0", "1", "2"]), ("2,5", 2, ["2", "5"]), ("GPU-a, GPU-b", 2, ["GPU-a", "GPU-b"])],
 )
 def test_cards_are_named_as_the_user_named_them(named, count, cards, monkeypatch):
+    """How many there are is the machine's answer, which alone is replaced."""
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     if named is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", named)
@@ -20,7 +21,9 @@ def test_cards_are_named_as_the_user_named_them(named, count, cards, monkeypatch
 
 
 def test_workers_take_the_cards_in_turn_and_share_the_processor(monkeypatch):
-    monkeypatch.setattr(executors, "visible_cards", lambda: ["4", "7"])
+    """Of a machine with eight cores and two GPUs that are the user's; the rest is as it runs."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,7")
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
     monkeypatch.setattr(executors, "available_cpus", lambda: 8)
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     seen = [executors.worker_environment(index, 3) for index in range(3)]

@@ -8,8 +8,7 @@ import shutil
 import subprocess
 import sys
 import time
-from contextlib import nullcontext, suppress
-from pathlib import Path
+from contextlib import suppress
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,12 +17,11 @@ import pytest
 import torch
 
 from lora_trainer.cli.main import main
-from lora_trainer.core.errors import UsageError
-from lora_trainer.jobs import subject
-from lora_trainer.jobs.trials import batch, optimizer, resolution, row, saving, scaling, sums, table
+from lora_trainer.jobs import subject, turns
+from lora_trainer.jobs.trials import batch, resolution, row, scaling, sums, table
 from lora_trainer.jobs.trials.row import Asking, Spec, settings_of
 from lora_trainer.models import unet
-from lora_trainer.training import compiling
+from lora_trainer.models.compiled import MOST_SHAPES
 from tests.jobs.childs_work import end_at_once, sleep
 from tests.recipes.recipe import Bench, draw_pictures, patched, save_tiny_model
 
@@ -115,9 +113,9 @@ def test_a_rung_shows_its_price_beside_its_gain(capsys):
     assert "34-48 %" in row["claimed"]
 
 
-@pytest.mark.slow
-def test_saving_beside_the_loop_and_in_it(capsys):
-    (row,) = measured("ladder", capsys, "--only", "background")["rows"]
+@pytest.mark.parametrize("rung", [pytest.param("background", marks=pytest.mark.slow), "fused optimizer"])
+def test_what_is_no_setting_is_measured_too(rung, capsys):
+    (row,) = measured("ladder", capsys, "--only", rung)["rows"]
     assert row["ratio"] > 0
     assert row["memory_ratio"] is None
     assert row["loss_mean"] is None
@@ -152,26 +150,12 @@ def test_what_takes_too_long_leaves_no_process(tmp_path):
             time.sleep(0.05)
 
 
-def test_two_ways_of_a_rung_come_first_in_turn(monkeypatch, tmp_path):
-    device = torch.device("cpu")
-    learner = SimpleNamespace(masters=[torch.zeros(2)], device=device)
-    job = SimpleNamespace(learner=learner, writer=nullcontext())
-    for module in (optimizer, saving):
-        monkeypatch.setattr(module, "subject_of", lambda *_, **__: SimpleNamespace(name="m", learner=learner, job=job))
-    order: list[object] = []
-    step = torch.optim.AdamW.step
-    monkeypatch.setattr(torch.optim.AdamW, "step", lambda self: (order.append(self.defaults["fused"]), step(self)))
-    asked = SimpleNamespace(resolved=None, tiny=True)
-    optimizer.fused_pair(asked, tmp_path, 4)
-    assert order[:4] == [False, True, True, False]
-    order.clear()
-    monkeypatch.setattr(saving, "replace", lambda job, **_: job)
-    monkeypatch.setattr(saving, "inputs_of", lambda _: None)
-    monkeypatch.setattr(saving, "own_way", lambda *_: lambda number: None)
-    monkeypatch.setattr(saving, "save", lambda *_: order.append("beside"))
-    monkeypatch.setattr(saving, "in_the_loop", lambda *_: order.append("in it"))
-    saving.saving_pair(asked, tmp_path, 10)
-    assert order[:4] == ["in it", "beside", "beside", "in it"]
+def test_of_two_ways_each_comes_first_in_turn():
+    order: list[str] = []
+    ways = {"one": lambda number: order.append("one"), "other": lambda number: order.append("other")}
+    timed = turns.timed_in_turn(ways, 2, torch.device("cpu"))
+    assert order[:4] == ["one", "other", "other", "one"]
+    assert [len(each.wall) for each in timed.values()] == [2, 2]
 
 
 def test_scaling_is_of_a_public_architecture(capsys):
@@ -234,82 +218,72 @@ def test_no_sync_is_measured_between_two_processes(capsys):
     assert row["seconds_median"] > 0
 
 
-@pytest.fixture
-def rows_here(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rows are measured in this process, thinner still."""
-
-    def here(work: Any, arguments: tuple[Any, ...], path: Path, seconds: float) -> Any:
-        work(*arguments, str(path))
-        return json.loads(path.read_text("utf-8"))
-
-    monkeypatch.setattr(table, "in_child", here)
-    monkeypatch.setattr(unet, "THINNER", 10)
-
-
-def test_the_table_is_written_row_by_row_and_gone_on_with(rows_here, tmp_path, capsys):
+@pytest.mark.slow
+def test_the_table_is_written_row_by_row_and_gone_on_with(tmp_path, capsys):
     file = tmp_path / "rows.json"
-    arguments = ["bench", "table", "--tiny", "--only", "sd15 512", "--steps", "2", "--rows", str(file)]
-    assert main(arguments) == 0
+    arguments = ["bench", "table", "--tiny", "--steps", "2", "--rows", str(file), "--only"]
+    assert main([*arguments, "sd15 512 batch 4"]) == 0
     said = capsys.readouterr()
     assert "| sd15 512 batch 4 |" in said.out
-    assert said.err.splitlines() == ["sd15 512 …", "sd15 512 batch 4 …"]
-    first = json.loads(file.read_text("utf-8"))
-    assert [row["micro"] for row in first["rows"]] == [1, 4]
-    assert all(len(row["losses"]) == 3 and row["peak_gib"] > 0 for row in first["rows"])  # one more warmed up
-    file.write_text(json.dumps(first | {"rows": first["rows"][:1]}), encoding="utf-8")
-    assert main([*arguments, "--json"]) == 0
+    assert said.err.splitlines() == ["sd15 512 batch 4 …"]
+    (first,) = json.loads(file.read_text("utf-8"))["rows"]
+    assert main([*arguments, "sd15 512", "--json"]) == 0
     said = capsys.readouterr()
-    assert said.err.splitlines() == ["sd15 512 batch 4 …"], "what is there already is not measured again"
-    again = json.loads(said.out)["rows"]
-    assert again[0]["seconds_median"] == first["rows"][0]["seconds_median"]
-    assert again[1]["losses"] == first["rows"][1]["losses"], "the same weights, samples and noise in every process"
-    file.write_text(json.dumps(first | {"device": "another"}), encoding="utf-8")
-    assert main(arguments) == 2
+    assert said.err.splitlines() == ["sd15 512 …"], "what is there already is not measured again"
+    rows = json.loads(said.out)["rows"]
+    assert [row["micro"] for row in rows] == [1, 4]
+    assert rows[1]["seconds_median"] == first["seconds_median"]
+    assert all(len(row["losses"]) == 3 and row["peak_gib"] > 0 for row in rows)  # one more warmed up
+    file.write_text(json.dumps(json.loads(file.read_text("utf-8")) | {"device": "another"}), encoding="utf-8")
+    assert main([*arguments, "sd15 512"]) == 2
     assert "is of another" in capsys.readouterr().err
 
 
-def test_a_row_that_fails_says_why_and_costs_no_other(rows_here, tmp_path):
+@pytest.mark.slow
+def test_a_row_that_fails_says_why_and_costs_no_other(tmp_path):
     plain = {"data.resolution": 512, "batch.effective": 1}
     specs = [
         Spec("bad", "sd15", plain | {"lora.targets": ("nothing",)}),
         Spec("plain", "sd15", plain),
+        Spec("again", "sd15", plain, like="plain"),
         Spec("checkpointed", "sd15", plain | {"memory.checkpointing": "all"}, like="plain"),
     ]
     found = table.fill(specs, {}, Asking(1, 2, tiny=True), tmp_path / "rows.json", "here", 36_000.0)
     assert "nothing" in str(found["bad"].failed)
     assert found["plain"].ratio == 1.0
+    assert found["again"].loss_most == 0.0, "the same weights, samples and noise in every process"
     assert found["checkpointed"].loss_most == 0.0, "checkpointing changes no loss"
     assert found["checkpointed"].checkpointed
     assert found["checkpointed"].ratio == found["checkpointed"].seconds_median / found["plain"].seconds_median
     assert table.fill(specs, {}, Asking(), tmp_path / "rows.json", "here", 0.0) == {}, "no time, no row"
 
 
-def test_a_row_that_was_to_be_compiled_is_never_one_that_was_not(rows_here, tmp_path, monkeypatch):
-    for where in (compiling, subject):
-        monkeypatch.setattr(where, "why_not", lambda *_: "no compiler was found")
+def test_a_row_that_was_to_be_compiled_is_never_one_that_was_not(tmp_path):
+    import torch._inductor.config as inductor
+
     spec = Spec("compiled", "sd15", {"data.resolution": 512, "memory.compile": True})
-    found = table.fill([spec], {}, Asking(1, 2, tiny=True), tmp_path / "rows.json", "here", 600.0)
-    assert "Not compiled: no compiler was found" in str(found["compiled"].failed)
-    assert found["compiled"].seconds_median is None
+    with inductor.patch({"cpp.cxx": ("no-such-compiler",)}):
+        row.child(spec, Asking(1, 2, tiny=True), str(tmp_path / "row.json"))
+    found = json.loads((tmp_path / "row.json").read_text("utf-8"))
+    assert "Not compiled: " in found["failed"]
+    assert "a processor needs a C++ compiler" in found["failed"]
+    assert found["seconds_median"] is None
 
 
 def test_a_process_that_ends_or_hangs_is_a_row_that_failed(tmp_path, monkeypatch):
     monkeypatch.setattr(table, "PRELOADED", [])
     assert table.in_child(end_at_once, (), tmp_path / "row", 60.0) == {"failed": "the process ended with code 9"}
-    assert table.in_child(sleep, (), tmp_path / "row", 3.0)["failed"] == "took longer than 3 s"
+    assert table.in_child(sleep, (), tmp_path / "row", 0.5)["failed"] == "took longer than 0.5 s"
 
 
-def test_a_row_of_several_sizes_is_built_for_them(monkeypatch):
-    seen = []
-
-    def build(config, family, facts, layout, **_):
-        seen.append(layout.shapes)
-        raise UsageError("Enough.")
-
-    monkeypatch.setattr(subject, "build_learner", build)
-    with pytest.raises(UsageError):
-        row.measured_row(Spec("a", "sd15", {"data.resolution": 512}, shapes=8), Asking(1, 2, tiny=True))
-    assert seen == [8]
+@pytest.mark.parametrize(("shapes", "dynamic"), [(MOST_SHAPES, False), (MOST_SHAPES + 1, True)])
+def test_a_row_of_several_sizes_is_built_for_them(shapes, dynamic, tmp_path):
+    """Built, and not compiled before its first step."""
+    spec = Spec("sizes", "sd15", {"data.resolution": 512, "memory.compile": True})
+    settings = settings_of(spec, Asking(tiny=True), torch.device("cpu"))
+    made = subject.subject_as_asked(settings, tmp_path, tiny=True, shapes=shapes).learner.compiled
+    assert made is not None
+    assert made.dynamic is dynamic
 
 
 def test_rows_of_a_card_are_what_the_plan_chose_for_it():

@@ -1,4 +1,8 @@
-"""The card as NVML tells of it, by a library that is no more than a fake here."""
+"""The card as NVML tells of it: what is made of its readings.
+
+The readings alone are made up, at the border of the machine, where the driver would give them; on a GPU the last test
+reads real ones.
+"""
 
 from __future__ import annotations
 
@@ -125,3 +129,17 @@ def test_what_the_user_told_the_allocator_stays(monkeypatch, name):
     assert {each: memory.os.environ[each] for each in ALLOCATOR if each in memory.os.environ} == {
         name: "max_split_size_mb:64"
     }
+
+
+@pytest.mark.gpu
+def test_a_card_that_is_there_is_read() -> None:
+    pytest.importorskip("pynvml", reason="nvidia-ml-py is not installed: pip install nvidia-ml-py")
+    device = torch.device("cuda", torch.cuda.current_device())
+    kept = torch.zeros(2**24, device=device)
+    look, held = open_card(device), held_on(device)
+    assert look is not None
+    assert held is not None
+    assert 0.0 <= look().utilisation <= 1.0
+    assert 0.0 < look().memory <= 1.0
+    assert 0.0 < look().celsius < 120.0
+    assert kept.nbytes <= held.allocated <= held.reserved <= held.most_reserved <= held.limit

@@ -1,8 +1,12 @@
-"""What a card without bf16 units makes of the settings: fp16 in place of bf16, also under weights in 8 bits."""
+"""What a card without bf16 units makes of the settings: fp16 in place of bf16, also under weights in 8 bits.
+
+Of a GPU that is not there only what torch would read from its driver is replaced: its size, what is free, its units.
+"""
 
 from __future__ import annotations
 
-from importlib import import_module
+import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,17 +18,25 @@ from lora_trainer.config.presets import preset_layers
 from lora_trainer.config.schema import Config
 from lora_trainer.models import FAMILIES
 from lora_trainer.models.family import public_architecture
-from lora_trainer.models.storage import four_bits
 from lora_trainer.production import choices
 from lora_trainer.production.choices import Choices, choose
 from lora_trainer.production.memory import CONTEXT_GIB, GIB, LARGEST_SHARE, usable_gib
 from lora_trainer.production.plans.plan import make_plan
 
 
+def put_in_card(monkeypatch: pytest.MonkeyPatch, gib: float, free: float | None = None, *, bf16: bool = True) -> None:
+    """Of so many GiB, of which so many are free: all but a twentieth where nothing else is said."""
+    total, left = int(gib * GIB), int((0.95 * gib if free is None else free) * GIB)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=total))
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda **_: bf16)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (left, total))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 0)
+
+
 @pytest.fixture
 def old_card(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda **_: False)
-    monkeypatch.setattr(choices, "cuda_memory_gib", lambda: 5.8)
+    put_in_card(monkeypatch, 5.8, bf16=False)
 
 
 def chosen(family: str, *user: Layer, tier: str = "6gb") -> Choices:
@@ -45,29 +57,27 @@ def test_an_old_card_computes_in_fp16_and_its_own_config_repeats_that(
 
 
 @pytest.mark.parametrize(("works", "precision"), [(True, "nf4"), (False, "fp8")])
-def test_a_run_and_a_plan_for_its_card_agree_on_what_nf4_needs(works, precision, monkeypatch):
+def test_a_run_and_a_plan_for_its_card_agree_on_what_nf4_needs(works, precision, monkeypatch, tmp_path):
     """A library that is there and does not start is as good as none. Nobody tries it where nf4 would not be chosen."""
-    monkeypatch.setattr(choices, "cuda_memory_gib", lambda: 11.8)
-    tried = []
-
-    def importing(name: str, *given: object) -> object:
-        if name != "bitsandbytes":
-            return import_module(name, *given)
-        tried.append(name)
-        if not works:
-            raise OSError("libcudart.so.11.0: cannot open shared object file")
-        return None
-
-    monkeypatch.setattr(four_bits.importlib, "import_module", importing)
+    put_in_card(monkeypatch, 11.8)
+    pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed: pip install bitsandbytes")
+    tried = tmp_path / "tried"
+    if not works:
+        broken = (
+            f"open({str(tried)!r}, 'w').close()\nraise OSError('libcudart.so.11.0: cannot open shared object file')\n"
+        )
+        (tmp_path / "bitsandbytes.py").write_text(broken, encoding="utf-8")
+        monkeypatch.syspath_prepend(tmp_path)
+        monkeypatch.delitem(sys.modules, "bitsandbytes")
+    chosen("sdxl", tier="12gb")
+    assert not tried.exists()
     found = chosen("flux", tier="12gb")
     resolved = resolve([*preset_layers(["12gb"]).layers, Layer("--set", {"model": {"family": "flux"}})])
     assert (found.precision.value, make_plan(resolved, here=True).fit.precision) == (precision, precision)
+    assert tried.exists() is not works
     elsewhere = make_plan(resolved)
     assert elsewhere.fit.precision == "nf4"
     assert "pip install bitsandbytes" in elsewhere.advice[0]
-    del tried[:]
-    chosen("sdxl", tier="12gb")
-    assert not tried
 
 
 @given(st.one_of(st.none(), st.floats(1.0, 48.0)), st.floats(2.0, 48.0), st.floats(0.0, 1.0))
@@ -82,12 +92,11 @@ def test_a_capped_process_stays_in_its_card_and_what_the_plan_allows_fits_under_
 
 def test_a_crowded_card_is_said(monkeypatch):
     caps = []
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (4 * GIB, 8 * GIB))
-    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 0)
+    put_in_card(monkeypatch, 8.0, 4.0)
     monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", lambda share, device: caps.append(share))
     said = choices.cap_memory(Config(), torch.device("cuda"))
     assert said == "other programs hold 4.0 of the card's 8.0 GiB: this run stays under 3.8"
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (8 * GIB, 8 * GIB))
+    put_in_card(monkeypatch, 8.0, 8.0)
     assert choices.cap_memory(Config(), torch.device("cuda")) is None
     assert caps == [pytest.approx(3.8 / 8), pytest.approx(LARGEST_SHARE)]
     assert choices.cap_memory(Config(), torch.device("cpu")) is None
@@ -95,11 +104,7 @@ def test_a_crowded_card_is_said(monkeypatch):
 
 def test_a_run_is_planned_for_what_other_programs_leave_of_its_card(monkeypatch):
     def planned(free: float) -> Choices:
-        monkeypatch.setattr(choices, "cuda_memory_gib", lambda: 12.0)
-        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-        monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda **_: True)
-        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (int(free * GIB), 12 * GIB))
-        monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 0)
+        put_in_card(monkeypatch, 12.0, free)
         batch = Layer("--set", {"batch": {"effective": 16}, "memory": {"base_precision": "bf16"}})
         return chosen("sd15", batch, tier="12gb")
 

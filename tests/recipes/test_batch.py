@@ -143,6 +143,16 @@ def test_good_folders_are_trained_and_bad_ones_have_their_reason(over):
     assert not (night.output / "fir").exists()
 
 
+def test_a_batch_refuses_what_has_not_seen_every_image(night):
+    shutil.rmtree(night.root / "birch")
+    shutil.rmtree(night.root / "cedar")
+    assert night.run(gates__lora="1e-9") == 4
+    assert night.jobs("status") == {"ash": "refused"}
+    assert "9 images, 6 samples trained in 3 steps: 3 images were never trained" in night.jobs("reason")["ash"]
+    assert night.run("--resume", gates__lora="1e-9") == 4
+    assert "3 images were never trained" in night.jobs("reason")["ash"]
+
+
 def test_nothing_is_written_beside_the_pictures(over):
     assert contents(over.night.root) == over.before
 

@@ -18,6 +18,8 @@ from safetensors.numpy import load_file
 
 from tests.recipes.recipe import Bench, exported, losses, record, rows
 
+WITHOUT_GPUS = ("--gpu_ids=-1,-1", "--main_process_port", "0")  # accelerate's own flags; port 0: any that is free
+
 
 def launch(
     checkout: Path,
@@ -44,6 +46,7 @@ def launch(
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the launcher's CPU path is tested on Linux")
 def test_two_processes_train_what_one_trains(bench: Bench, checkout: Path):
+    """Launched by the file for several GPUs on one machine, with every GPU hidden: over gloo, on the CPU."""
     settings: dict[str, object] = {
         "batch__effective": 3,
         "validate__every_steps": 3,
@@ -52,7 +55,7 @@ def test_two_processes_train_what_one_trains(bench: Bench, checkout: Path):
         "captions__shuffle": "true",
         "captions__dropout": 0.3,
     }
-    ended = launch(checkout, bench.arguments("two", **settings))
+    ended = launch(checkout, bench.arguments("two", **settings), "accelerate_configs/multi_gpu.yaml", *WITHOUT_GPUS)
     assert ended.returncode == 0, ended.stderr[-3000:]
     assert ended.stdout.count("validating the LoRA") == 1, "only one process speaks"
     assert bench.run("one", **settings) == 0

@@ -99,6 +99,13 @@ def test_a_finished_run_has_its_page(finished: Bench) -> None:
     assert all(choice in page.text for choice in document["choices"])
 
 
+def test_what_was_seen_of_the_machine_is_kept_and_shown(finished: Bench) -> None:
+    found = record(finished.folder("first"))
+    assert 0.0 < found["seen"]["system_memory"] <= 1.0
+    assert found["memory"]["peak_gib"] > 0.0
+    assert "The machine" in page_of(finished.folder("first")).text
+
+
 def test_the_page_is_the_same_in_a_moved_folder(finished: Bench, tmp_path: Path, capsys) -> None:
     moved = tmp_path / "elsewhere" / "first"
     shutil.copytree(finished.folder("first"), moved)

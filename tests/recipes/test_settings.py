@@ -109,6 +109,33 @@ def test_an_untrained_lora_is_refused_and_kept(bench, capsys):
     assert bench.run("idle-too", steps=1, optim__learning_rate=1e-12) == 0, "train scores, produce refuses"
 
 
+def test_a_lora_that_has_not_seen_every_image_is_refused_by_name(bench, capsys):
+    """9 of the 10 pictures are trained, one is held out; an epoch is 5 steps."""
+    unseen = "9 images, 4 samples trained in 2 steps: 5 images were never trained"
+    low = {"gates__lora": 1e-9, "validate__every_steps": 0}
+    assert bench.run("brief", command="produce", steps=2, **low) == 4
+    said = capsys.readouterr()
+    assert unseen in said.err
+    assert "5 steps train each at least once" in said.err
+    folder = bench.folder("brief")
+    document = record(folder)
+    assert (document["status"], document["exit_code"], document["lora"]["passed"]) == ("refused", 4, False)
+    assert unseen in document["reason"]
+    assert unseen in (folder / "brief.refused.txt").read_text("utf-8")
+    assert unseen in (folder / "report.html").read_text("utf-8")
+    assert (folder / "brief.safetensors").is_file()
+    assert main(["validate", str(folder / "brief.safetensors"), "--set", "gates.lora=1e-9"]) == 4
+    assert unseen in capsys.readouterr().out
+    bench.run("brief", "--resume", command="produce", steps=5, **low)
+    assert record(folder)["steps"] == 5
+    assert "images_never_trained" not in {finding["code"] for finding in record(folder)["lora"]["findings"]}
+    capsys.readouterr()
+    assert bench.run("told", steps=2, **low) == 0, "train tells, produce refuses"
+    assert unseen in capsys.readouterr().out
+    assert "Done, but not past its gates" in (bench.folder("told") / "report.html").read_text("utf-8")
+    assert bench.run("off", command="produce", steps=2, gates__lora=0) == 0, "a gate of 0 refuses nothing"
+
+
 def test_old_checkpoints_go(bench):
     assert bench.run("pruned", checkpoint__every_steps=1, checkpoint__keep_last=2) == 0
     kept = sorted(path.name for path in (bench.folder("pruned") / "checkpoints").glob("step-*"))

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 from lora_trainer.core.findings import Finding
-from lora_trainer.data.captions import TRIGGER, canonical_text, lacks_trigger
+from lora_trainer.data.captions import TRIGGER, canonical_text, has_trigger, lacks_trigger, rules_of
 from lora_trainer.data.check.looked import Looked
 from lora_trainer.data.sample import Sample
 
@@ -21,6 +21,23 @@ NOT_ASCII = re.compile(r"\S*[\x80-\uffff]\S*")
 FEWEST_CAPTIONS = 5  # fewer show no habit
 OFTEN = 0.5  # share of the captions
 SHORT, LONG = 2, 12  # words
+# Keys beside each other, in either direction, on keyboards of English, German and French.
+KEY_ROWS = ("qwertyuiop", "asdfghjkl", "zxcvbnm", "qwertzuiop", "yxcvbnm", "azertyuiop", "qsdfghjklm", "wxcvbn")
+FEWEST_KEYS, SHORTEST_NOISE = 3, 4  # keys of one run, letters of a word of nothing but runs
+RUNS = sorted(
+    {
+        row[start:end]
+        for keys in KEY_ROWS
+        for row in (keys, keys[::-1])
+        for start in range(len(row))
+        for end in range(start + FEWEST_KEYS, len(row) + 1)
+    },
+    key=len,
+    reverse=True,
+)
+# Possessive: a long caption takes no longer for all the ways in which runs can be divided.
+NOISE = re.compile(rf"(?=\w{{{SHORTEST_NOISE}}})(?:{'|'.join(RUNS)}|(\w)\1{{2,}})++")
+LETTERS = re.compile(r"[^\W\d_]+")
 
 
 def check_captions(looked: Looked) -> list[Finding]:
@@ -42,6 +59,10 @@ def _of_one(sample: Sample, looked: Looked) -> list[Finding]:
             new = f", {places} of them of new words" if places else ""
             message = f"has a caption of about {tokens} tokens{new}; the model reads {looked.caption_limit}."
             found.append(Finding("long_caption", "note", message, "Shorten it; what matters first.", path=sample.path))
+    if says_nothing(sample, looked):
+        message = f"has a caption without a word ({_cut(sample.caption)})."
+        fix = "Write what it shows. If this is the word to learn, name it: captions.trigger."
+        found.append(Finding("meaningless_caption", "warning", message, fix, path=sample.path))
     if not sample.caption.isascii() and (shown := garbled(sample.caption)):
         message = f"has a caption with letters that were read in a wrong encoding ({shown})."
         found.append(Finding("garbled_caption", "warning", message, "Write it again as UTF-8.", path=sample.path))
@@ -55,6 +76,21 @@ def _without_words(text: str, looked: Looked) -> tuple[int, str]:
         text, times = re.subn(re.escape(word), " ", text, flags=re.IGNORECASE)
         found += times
     return found * looked.word_vectors, text
+
+
+def says_nothing(sample: Sample, looked: Looked) -> bool:
+    """Whether a caption that was written for its picture is only signs, or only keys that lie beside each other.
+
+    A trigger or a new word says something, whatever its letters. So do a number and rare words such as `sks`.
+    """
+    caption = sample.caption
+    if not sample.own_caption or not caption.isascii() or not caption:
+        return False
+    known = [*looked.words, *([rules_of(sample, looked.rules).trigger] if sample.source < len(looked.rules) else [])]
+    if any(word and has_trigger(caption, word) for word in (*known, TRIGGER)):
+        return False
+    words = LETTERS.findall(caption.lower())
+    return all(map(NOISE.fullmatch, words)) if words else not any(map(str.isdigit, caption))
 
 
 def garbled(caption: str) -> str:

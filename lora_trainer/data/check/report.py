@@ -180,6 +180,7 @@ MANY = {
     "orphan_caption": "are captions without a picture",
     "absent_picture": "name pictures that are not there",
     "garbled_caption": "have a caption with garbled letters",
+    "meaningless_caption": "have a caption without a word",
     "long_caption": "have a caption longer than the model reads",
     "upscaled": "are smaller than trained at",
     "cropped": "are cut down to less than half",

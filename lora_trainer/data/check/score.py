@@ -12,8 +12,11 @@ from lora_trainer.data.sample import Sample
 FACTORS = {"error": 0.0, "warning": 0.85, "note": 1.0}
 ENOUGH_PICTURES = 5
 PAIR_COST = 0.2  # of one file's share
+COMMON_COST = 0.25  # of the whole score, for a fault that every file has
 CUT_SHORT = frozenset({"damaged_tar"})  # files that hold samples, of which some are lost
 UNCHARGED = frozenset({"near_duplicate"})  # counted by `variety` instead
+# A good set may have these throughout: enlarged as far as it may be, and copies, which train as repeats do.
+MAY_BE_COMMON = frozenset({"upscaled", "duplicate"})
 
 
 def by_file(samples: Sequence[Sample], findings: Sequence[Finding]) -> dict[Path, tuple[Finding, ...]]:
@@ -48,13 +51,36 @@ def score_of(
         for path, factor in each.items():
             worth[path] *= factor
     enough, variety = _enough(samples, files), 1.0 - PAIR_COST * pairs / count
+    common = 1.0 - COMMON_COST * common_share(found, paths, files) ** 2
     wholes = {name: _whole(group, paths) for name, group in found.items()}
     parts = {
         name: wholes[name] * (1.0 + sum(factor - 1.0 for factor in each.values()) / count)
         for name, each in factors.items()
     }
     mean = sum(worth.values()) / count * math.prod(wholes.values())
-    return enough * variety * mean if paths else 0.0, parts | {"variety": variety, "count": enough}
+    score = enough * variety * common * mean if paths else 0.0
+    return score, parts | {"variety": variety, "count": enough, "common": common}
+
+
+def common_share(
+    found: dict[str, list[Finding]], paths: Sequence[Path], files: dict[Path, tuple[Finding, ...]]
+) -> float:
+    """The share of the files that the most frequent fault has, one warning of each file that a check warns of.
+
+    Files with an error count with every fault: breaking a file that has one makes the fault no rarer.
+    """
+    broken = {path for path in paths if has_error(files[path])}
+    counted = frozenset(paths)
+    faulty = [
+        {
+            finding.path
+            for finding in group
+            if finding.severity == "warning" and finding.code not in UNCHARGED | MAY_BE_COMMON
+        }
+        & counted
+        for group in found.values()
+    ]
+    return max((len(each | broken) for each in faulty), default=0) / max(1, len(paths))
 
 
 def _whole(found: Sequence[Finding], paths: Sequence[Path]) -> float:

@@ -59,9 +59,8 @@ def read_folder(listing: Listing, asked: Asked, reading: Reading) -> list[Found]
         caption, instead = caption_beside(path, names[folder], asked, reading)
         if caption is None:
             caption = row.text
-        if caption is None and asked.section.caption is None and kohya:
-            caption = kohya[1]
-        found.append(Found(path, caption, repeats, row.weight, instead=instead))
+        named = kohya[1] if kohya else None
+        found.append(Found(path, caption, repeats, row.weight, instead=instead, folder_caption=named))
     _find_unused(listing, asked, reading)
     return found
 

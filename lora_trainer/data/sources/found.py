@@ -13,7 +13,8 @@ from lora_trainer.data.sample import Mask, Span
 
 @dataclass(frozen=True)
 class Found:
-    """One picture that a source holds. `caption` is None where nobody wrote one.
+    """One picture that a source holds. `caption` is None where nobody wrote one for it, `folder_caption` what the name
+    of its folder says of all in it.
 
     `instead` says what stood there in place of a caption that was looked for, `table` which
     table may hold it. `weight` is as it was written, None where nobody wrote one. `mask` has no content yet.
@@ -27,6 +28,7 @@ class Found:
     mask: Mask | None = None
     instead: str = ""
     table: Path | None = None
+    folder_caption: str | None = None
 
 
 @dataclass(frozen=True)

@@ -26,15 +26,16 @@ RANKS = {"error": 0, "warning": 1, "note": 2}
 
 @dataclass(frozen=True)
 class Score:
-    """A gate's score in [0, 1] with its parts; None where it was not measured."""
+    """A gate's score in [0, 1] with its parts; None where it was not measured. `refused`: for more than the score."""
 
     value: float | None
     gate: float | None
     parts: tuple[tuple[str, float], ...]
+    refused: bool = False
 
     @property
     def passed(self) -> bool:
-        return self.value is not None and (self.gate is None or self.value >= self.gate)
+        return self.value is not None and (self.gate is None or self.value >= self.gate) and not self.refused
 
 
 @dataclass(frozen=True)
@@ -135,7 +136,12 @@ def read_run(folder: Path) -> RunReport:
         folder=folder,
         record=record,
         dataset=Score(number(scores.get("dataset")), number(gates.get("dataset")), parts_of(data)),
-        lora=Score(number(scores.get("lora")), number(lora.get("gate", gates.get("lora"))), parts_of(lora)),
+        lora=Score(
+            number(scores.get("lora")),
+            number(lora.get("gate", gates.get("lora"))),
+            parts_of(lora),
+            refused=lora.get("passed") is False,
+        ),
         data_findings=grouped(data.get("findings")),
         lora_findings=grouped(lora.get("findings")),
         series={name: column(rows, name) for name in SERIES},

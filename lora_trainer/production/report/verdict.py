@@ -32,7 +32,7 @@ def verdict_of(run: RunReport) -> Verdict:
             "bad",
             "refused",
             "The LoRA is refused",
-            (*under_gate(run), "Its files stay in the folder, marked.", *released(run), *little_said(run)),
+            (*not_passed(run), "Its files stay in the folder, marked.", *released(run), *little_said(run)),
         )
     safe, command = (*what_is_safe(run),), resume_command(run)
     of = f" of {run.planned}" if run.planned else ""
@@ -59,16 +59,18 @@ def done(run: RunReport) -> Verdict:
         return Verdict("fair", "done", "Trained, not judged", early)
     if run.lora.passed and run.dataset.passed:
         return Verdict("good", "done", "Ready to use", ("Data set and LoRA pass their gates.", *early))
-    return Verdict("fair", "done", "Done, but under a gate", (*under_gate(run), *early))
+    return Verdict("fair", "done", "Done, but not past its gates", (*not_passed(run), *early))
 
 
-def under_gate(run: RunReport) -> tuple[str, ...]:
-    """A sentence for each score that is under its gate."""
-    return tuple(
+def not_passed(run: RunReport) -> tuple[str, ...]:
+    """A sentence for each score that is under its gate, and for each error that refuses a LoRA."""
+    under = tuple(
         f"The {what} scores {score.value:.2f}, under the gate of {score.gate:.2f}."
         for what, score in (("data set", run.dataset), ("LoRA", run.lora))
-        if score.value is not None and score.gate is not None and not score.passed
+        if score.value is not None and score.gate is not None and score.value < score.gate
     )
+    errors = (group for group in run.lora_findings if group.severity == "error" and not run.lora.passed)
+    return (*under, *(message for group in errors for _, message in group.about))
 
 
 def little_said(run: RunReport) -> tuple[str, ...]:

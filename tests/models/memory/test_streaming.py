@@ -35,7 +35,6 @@ from lora_trainer.models.storage.store import narrower, store_layers
 from tests.export.tiny import tiny_unet
 
 pytestmark = pytest.mark.exact
-
 CPU = torch.device("cpu")
 LAYERS = ("to_q", "to_v", "add_k_proj", "ff.net.2")
 

@@ -1,0 +1,30 @@
+"""A run whose steps become slow by something outside of it says so, by its own clock."""
+
+from __future__ import annotations
+
+import time
+
+from lora_trainer.monitor.slowness import KNOWN, LASTING
+from lora_trainer.monitor.trackers import EVENTS, read_lines
+from tests.training.tiny_job import TinyPlace
+
+QUICK = KNOWN + 2  # steps
+
+
+def test_steps_that_take_longer_than_before_are_said_with_both_times(place: TinyPlace) -> None:
+    """What slows them is real: a hook that sleeps in the forward pass, many times as long as the step takes."""
+    job = place.job("slow", steps=QUICK + LASTING, batch__effective=1, data__held_out=0.0)
+    asked: list[object] = []
+
+    def sleep(*_: object) -> None:
+        asked.append(None)
+        if len(asked) > QUICK:
+            time.sleep(0.3)
+
+    job.learner.denoiser.register_forward_pre_hook(sleep)
+    place.train(job)
+    assert len(asked) == QUICK + LASTING
+    events = [event for event in read_lines(job.folder / EVENTS) if event["kind"] == "slow"]
+    assert events[-1]["step"] == QUICK + LASTING
+    assert "a step takes 0." in events[-1]["message"]
+    assert "see what else runs on this machine" in events[-1]["message"]
