@@ -152,7 +152,6 @@ def training_facts(
         base_version=base_version,
         architecture=architecture,
         base_name=inputs.facts.name,
-        rank=config.lora.rank,
         alpha=config.lora.alpha or float(config.lora.rank),
         targets=targets if isinstance(targets, str) else ", ".join(targets),
         resolution=(inputs.resolution, inputs.resolution),
@@ -199,7 +198,6 @@ def captions_read(config: Config) -> dict[str, Any]:
         "t5_tokens": config.text.t5_tokens,
         "without_t5": config.model.without_t5,
         "text_rates": config.text.learning_rates,
-        "text_rank": text_rank(config),
         "text_alpha": text_alpha(config),
     }
 
