@@ -98,6 +98,13 @@ def tensor_bytes(path: Path) -> dict[str, bytes]:
         return {name: file.get_tensor(name).tobytes() for name in file.keys()}  # noqa: SIM118  safe_open is no dict
 
 
+def stored_as(lora: Path) -> set[str]:
+    """The types of a file's tensors, without alphas."""
+    with safe_open(lora, framework="numpy") as file:
+        keys = [key for key in file.keys() if not key.endswith(".alpha")]  # noqa: SIM118  safe_open is no dict
+        return {file.get_slice(key).get_dtype() for key in keys}
+
+
 def header_of(lora: Path) -> dict[str, str]:
     """The header of a file in kohya's form, whose ranks and alphas are those of its tensors."""
     with safe_open(lora, framework="numpy") as file:

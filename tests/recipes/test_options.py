@@ -20,7 +20,7 @@ from lora_trainer.models.lora import inject_lora, target_modules
 from lora_trainer.production import flow
 from lora_trainer.production.release import lora_weights
 from tests.export.tiny import facts, tiny_pipeline
-from tests.recipes.recipe import Bench, exported, header_of, losses, patched, record, rows
+from tests.recipes.recipe import Bench, exported, header_of, losses, patched, record, rows, stored_as
 
 
 def v_model(bench: Bench, folder: Path) -> Bench:
@@ -148,6 +148,26 @@ def test_the_file_changes_each_layer_as_the_network_in_memory_does(stabilised, r
         for name, pair in written.modules.items():
             expected = unet.get_submodule(name.removeprefix("unet.")).get_delta_weight("default").detach()
             assert torch.allclose(pair.delta(), expected, rtol=1e-6, atol=1e-6 * float(expected.abs().max()))
+
+
+def test_lora_files_hold_the_precision_that_is_asked_for(bench):
+    settings = {"steps": 2, "lora__alpha": 2.6, "checkpoint__weights_every_steps": 1}
+    settings |= {"text__tokens": '["<zobo>"]', "captions__trigger": "<zobo>", "sample__prompts": '["<zobo>"]'}
+    written = {}
+    for name, dtype in (("fp32", torch.float32), ("fp16", torch.float16), ("bf16", torch.bfloat16)):
+        assert bench.run(name, checkpoint__export_dtype=name, **settings) == 0
+        folder = bench.folder(name)
+        kohya, diffusers = folder / f"{name}.safetensors", folder / f"{name}.diffusers.safetensors"
+        others = (folder / "weights" / f"{name}-step-000001.safetensors", folder / f"{name}.embedding-zobo.safetensors")
+        for file in (kohya, diffusers, *others):
+            assert stored_as(file) == {name.replace("fp", "F").upper()}
+        assert record(folder)["lora"]["parts"]["integrity"] == 1.0
+        written[dtype] = load_file(kohya)
+        modules = read_lora(diffusers).modules
+        assert all(torch.equal(pair.up, modules[key].up) for key, pair in read_lora(kohya).modules.items())
+    wide = written.pop(torch.float32)
+    for dtype, tensors in written.items():
+        assert all(torch.equal(tensors[key], wide[key].to(value.dtype)) for key, value in tensors.items()), dtype
 
 
 def test_a_rank_stabilised_run_says_so_and_must_stay_so(bench, capsys):
