@@ -5,9 +5,12 @@ from collections.abc import Sequence
 
 
 def entry(arguments: Sequence[str] | None = None) -> int:
-    """Run the command of these arguments, by default this process's; its exit code. No signal does anything later."""
+    """Run the command of these arguments, by default this process's; its exit code.
+
+    No signal does anything later. What the command hid from libraries is found again.
+    """
     before = signal.signal(signal.SIGINT, signal.SIG_DFL)  # while it loads, Ctrl-C ends it without a traceback
-    from lora_trainer.core.imports import importing, own_process
+    from lora_trainer.core.imports import hide, importing, own_process
 
     own_process()
     with importing():
@@ -15,10 +18,13 @@ def entry(arguments: Sequence[str] | None = None) -> int:
         from lora_trainer.core.interrupt import end_quickly, listening
 
     signal.signal(signal.SIGINT, before)
-    with listening(to_the_end=True):
-        code = main(arguments)
-        end_quickly()
-        return code
+    try:
+        with listening(to_the_end=True):
+            code = main(arguments)
+            end_quickly()
+            return code
+    finally:
+        hide(())
 
 
 if __name__ == "__main__":

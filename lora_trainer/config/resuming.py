@@ -126,6 +126,7 @@ CHANGES_ROUNDING = (
     "memory.compile_mode",
     "memory.compile_dynamic",
     "memory.compile_fullgraph",
+    "checkpoint.export_dtype",
     "hardware.tf32",
     "hardware.cudnn_benchmark",
     "hardware.channels_last",

@@ -15,13 +15,18 @@ from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 
 OPTIONAL = ("bitsandbytes", "torchao", "xformers")
+LOOK_FOR_OPTIONAL = ("accelerate", "diffusers", "peft", "transformers")
 _ours: list[bool] = []
 _hidden: set[str] = set()
 
 
 def own_process() -> None:
-    """Say that this process does nothing but one command: what libraries find in it concerns nobody else."""
-    _ours.append(True)
+    """Say that this process does nothing but one command: what libraries find in it concerns nobody else.
+
+    A process that imported one of these libraries before (a notebook, `runpy`) is not ours alone: the library may know
+    already what is installed, and would fail when it imports that.
+    """
+    _ours[:] = [True] if sys.modules.keys().isdisjoint(LOOK_FOR_OPTIONAL) else []
 
 
 def hide(names: Collection[str]) -> None:

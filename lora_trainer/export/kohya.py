@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -73,9 +74,7 @@ def kohya_tensors(
     `as_they_are` keeps alphas that differ between modules, also where they could be one.
     Raises ValueError as `kohya_pairs` does.
     """
-    pairs, told = kohya_pairs(weights, names)
-    if not names.layout and not as_they_are:
-        pairs = one_alpha(pairs, names)
+    pairs, told = kohya_pairs(weights if as_they_are else one_alpha(weights, names), names)
     tensors: dict[str, Tensor] = {}
     for name, pair in pairs.items():
         tensors[name + KOHYA_DOWN] = pair.down.contiguous()
@@ -84,23 +83,27 @@ def kohya_tensors(
     return tensors | {EMBEDDING + word: tensor for word, tensor in weights.embeddings.items()}, told
 
 
-def one_alpha(pairs: Mapping[str, LoraPair], names: Names) -> dict[str, LoraPair]:
+def one_alpha(weights: LoraWeights, names: Names) -> LoraWeights:
     """The same changes with one alpha for each component, where powers of two in `up` make that exact.
 
     Of a U-Net's file diffusers 0.42 applies the commonest alpha to every module, so that ranks that differ would change
-    the scale. Modules whose `up` would not come back bit for bit keep their alpha.
+    the scale. Modules whose `up` would not come back bit for bit keep their alpha, and so do all of a transformer's.
     """
-    result = dict(pairs)
-    for prefix in names.prefixes.values():
-        own = {name: pair for name, pair in pairs.items() if name.startswith(f"{prefix}_")}
-        common = min(
-            (pair.alpha for pair in own.values()), default=0.0
-        )  # the least: larger numbers lose no bits of fp16
-        for name, pair in own.items():
-            factor = pair.alpha / common if common > 0 else 0.0
-            if factor > 0 and math.frexp(factor)[0] == 0.5 and torch.equal(pair.up * factor / factor, pair.up):
-                result[name] = LoraPair(pair.down, pair.up * factor, common)
-    return result
+    if names.layout:
+        return weights
+    least: dict[str, float] = {}  # larger numbers in `up` lose no bits of fp16
+    for name, pair in weights.modules.items():
+        component = name.partition(".")[0]
+        least[component] = min(pair.alpha, least.get(component, pair.alpha))
+    modules = {name: _with_alpha(pair, least[name.partition(".")[0]]) for name, pair in weights.modules.items()}
+    return replace(weights, modules=modules)
+
+
+def _with_alpha(pair: LoraPair, alpha: float) -> LoraPair:
+    factor = pair.alpha / alpha if alpha > 0 else 0.0
+    if factor > 0 and math.frexp(factor)[0] == 0.5 and torch.equal(pair.up * factor / factor, pair.up):
+        return LoraPair(pair.down, pair.up * factor, alpha)
+    return pair
 
 
 def fused_ranks(metadata: Mapping[str, str]) -> dict[str, list[int]]:

@@ -52,13 +52,13 @@ def write_lora(
     ready = folded(weights, dtype)
     if shapes is not None and (problems := check_keys(ready, shapes)):
         raise TrainingFailed(problems)
-    description = header(facts)
-    kohya, told = kohya_form.kohya_tensors(ready, names)
+    one_alpha = kohya_form.one_alpha(ready, names)
+    kohya, told = kohya_form.kohya_tensors(one_alpha, names)
     diffusers = diffusers_form.diffusers_tensors(ready)
     adapter = {diffusers_form.ADAPTER_METADATA_KEY: diffusers_form.adapter_metadata(ready)}
     kohya_path, diffusers_path = folder / f"{name}.safetensors", folder / f"{name}.diffusers.safetensors"
-    write_tensors(kohya_path, kohya, with_hashes(kohya, description | told))
-    write_tensors(diffusers_path, diffusers, {**description, "format": "pt", **adapter})
+    write_tensors(kohya_path, kohya, with_hashes(kohya, header(facts, one_alpha) | told))
+    write_tensors(diffusers_path, diffusers, {**header(facts, ready), "format": "pt", **adapter})
     return kohya_path, diffusers_path
 
 

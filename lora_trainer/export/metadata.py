@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 
@@ -15,6 +16,7 @@ from safetensors.torch import save
 from torch import Tensor
 
 from lora_trainer.export.keys import OWN_VERSION, T5_TOKENS, WITHOUT
+from lora_trainer.export.weights import LoraPair, LoraWeights
 
 PLAIN_TOKENS = 75  # of which programs say nothing
 LEGACY_FROM, LEGACY_BYTES = 0x100000, 0x10000
@@ -43,8 +45,7 @@ class TrainingFacts:
     base_version: str  # `sd_v1`, …: programs choose by it which models a LoRA is shown for
     architecture: str  # modelspec's name: `stable-diffusion-v1/lora`, …
     base_name: str  # the model's folder or file name
-    rank: int
-    alpha: float
+    alpha: float  # of the training: the tensors have their own
     targets: str  # lora.targets as text
     resolution: tuple[int, int]  # width, height in pixels
     steps: int
@@ -90,24 +91,26 @@ class TrainingFacts:
     t5_tokens: int | None = None
     without_t5: bool = False
     text_rates: tuple[float, ...] = ()  # of the LoRA on each text encoder, 0 for those left as they are
-    text_rank: int | None = None  # where it is not `rank`
-    text_alpha: float | None = None
+    text_alpha: float | None = None  # of the training, on text encoders
     flow: FlowFacts | None = None
     buckets: Mapping[tuple[int, int], int] = field(default_factory=dict)  # (width, height) -> samples
     dataset_dirs: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
     tag_frequency: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
 
 
-def header(facts: TrainingFacts) -> dict[str, str]:
-    """The header without hashes."""
+def header(facts: TrainingFacts, weights: LoraWeights) -> dict[str, str]:
+    """The header without hashes of a file with these tensors. Rank and alpha are those of most of the denoiser's."""
     width, height = facts.resolution
+    texts = [pair for name, pair in weights.modules.items() if name.startswith("text_encoder")]
+    denoiser = [pair for name, pair in weights.modules.items() if not name.startswith("text_encoder")]
+    rank, alpha = _most(denoiser or texts)
     values: dict[str, object] = {
         "ss_v2": facts.base_version.startswith("sd_v2"),
         "ss_base_model_version": facts.base_version,
         "ss_network_module": "networks.lora",
-        "ss_network_dim": facts.rank,
-        "ss_network_alpha": facts.alpha,
-        "ss_network_args": json.dumps(_network_args(facts), sort_keys=True),
+        "ss_network_dim": rank,
+        "ss_network_alpha": alpha,
+        "ss_network_args": json.dumps(_network_args(facts, texts), sort_keys=True),
         "ss_network_dropout": facts.dropout or None,
         "ss_output_name": facts.name,
         "ss_sd_model_name": facts.base_name,
@@ -141,6 +144,7 @@ def header(facts: TrainingFacts) -> dict[str, str]:
         **_flow(facts.flow),
         OWN_VERSION: facts.version,
         "lora_trainer.alpha": facts.alpha,
+        "lora_trainer.text_encoder_alpha": facts.text_alpha if texts else None,
         "lora_trainer.ema_decay": facts.ema_decay,
         "lora_trainer.held_out": facts.held_out,
     }
@@ -152,13 +156,17 @@ def header(facts: TrainingFacts) -> dict[str, str]:
     return {key: str(value) for key, value in values.items()}
 
 
-def _network_args(facts: TrainingFacts) -> dict[str, object]:
+def _most(pairs: Collection[LoraPair]) -> tuple[int, float] | tuple[None, None]:
+    """Rank and alpha of most of these modules."""
+    return Counter((pair.rank, pair.alpha) for pair in pairs).most_common(1)[0][0] if pairs else (None, None)
+
+
+def _network_args(facts: TrainingFacts, texts: Collection[LoraPair]) -> dict[str, object]:
     args: dict[str, object] = {"algo": "lora", "targets": facts.targets, "alpha_folded": True}
     if facts.rank_stabilised:
         args["rank_stabilised"] = True
-    if any(facts.text_rates):
-        args["text_encoder_dim"] = facts.rank if facts.text_rank is None else facts.text_rank
-        args["text_encoder_alpha"] = args["text_encoder_dim"] if facts.text_alpha is None else facts.text_alpha
+    if texts:
+        args["text_encoder_dim"], args["text_encoder_alpha"] = _most(texts)
     return args
 
 

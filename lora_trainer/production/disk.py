@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from lora_trainer.config.schema import Config
 from lora_trainer.data.caches.ours import ROW_HEAD
@@ -15,7 +15,8 @@ from lora_trainer.optim.state_size import optimizer_state_bytes
 from lora_trainer.production.inputs import measured_among, trained_framings, view_bytes
 from lora_trainer.production.reading import caches_texts
 
-LORA_BYTES, LORA_FILES = 2, 2
+LORA_BYTES: Mapping[str, int] = {"fp16": 2, "bf16": 2, "fp32": 4}
+LORA_FILES = 2
 CACHED_BYTES = 4  # of each number in the cache of texts: fp32
 # Of a cache beside its entries: a shard's header, the index's least size and what it keeps of an entry.
 SHARD_HEAD, INDEX_LEAST, INDEXED = 400, 12_288, 120
@@ -71,9 +72,9 @@ def checkpoint_bytes(config: Config, shapes: Sequence[tuple[int, ...]]) -> int:
     return 4 * sum(map(math.prod, shapes)) * averaged + optimizer_state_bytes(config.optim.name, shapes)
 
 
-def lora_bytes(shapes: Sequence[tuple[int, ...]]) -> int:
+def lora_bytes(config: Config, shapes: Sequence[tuple[int, ...]]) -> int:
     """Both LoRA files, without their headers."""
-    return LORA_FILES * LORA_BYTES * sum(map(math.prod, shapes))
+    return LORA_FILES * LORA_BYTES[config.checkpoint.export_dtype] * sum(map(math.prod, shapes))
 
 
 def highest_bytes(config: Config, shapes: Sequence[tuple[int, ...]], there: int, done: int, total: int) -> int:
@@ -94,8 +95,8 @@ def highest_bytes(config: Config, shapes: Sequence[tuple[int, ...]], there: int,
     return (
         most * (checkpoint_bytes(config, shapes) + CHECKPOINT_HEAD + (5 * NAMED + 3 * STATE_OF) * tensors)
         + best * (4 * values + NAMED * tensors)
-        + (lora_bytes(shapes) + 2 * LORA_HEAD + 4 * NAMED * tensors)
-        + kept * (lora_bytes(shapes) // 2 + LORA_HEAD + 2 * NAMED * tensors)
+        + (lora_bytes(config, shapes) + 2 * LORA_HEAD + 4 * NAMED * tensors)
+        + kept * (lora_bytes(config, shapes) // LORA_FILES + LORA_HEAD + 2 * NAMED * tensors)
         + left * ROW
     )
 

@@ -28,6 +28,7 @@ from lora_trainer.monitor.events import Event
 from lora_trainer.monitor.memory import held_on, highest_memory_gib
 from lora_trainer.monitor.progress import Phase, Progress, step_line
 from lora_trainer.monitor.trackers import VALIDATION, Trackers, read_lines
+from lora_trainer.production.choices import DTYPES
 from lora_trainer.production.counting import DRAWN, counting
 from lora_trainer.production.curve import still_falling
 from lora_trainer.production.differences import ROUNDING_DIFFERS, other_machine, pinned, repeated_record
@@ -235,12 +236,12 @@ def release(prepared: Prepared, record: Record, state: TrainState) -> Outcome:
     weights = lora_weights(config, session.inputs, released.weights)
     untrained = untrained_words(config.text.tokens, session.inputs.train)
     embeddings = {key: value for key, value in weights.embeddings.items() if key.partition(".")[0] not in untrained}
-    export = partial(export_lora, folder, name, weights, facts, built.shapes, session.inputs.family)
+    stored = DTYPES[config.checkpoint.export_dtype]
+    export = partial(export_lora, folder, name, weights, facts, built.shapes, session.inputs.family, stored)
     with remembering():  # the record names the files whatever becomes of the gate
-        kohya, diffusers = until_written("the LoRA", folder, export, lora_bytes(weight_shapes(built.learner)))
-        words = until_written(
-            "new words", folder, partial(write_words, folder, name, replace(weights, embeddings=embeddings)), 0
-        )
+        kohya, diffusers = until_written("the LoRA", folder, export, lora_bytes(config, weight_shapes(built.learner)))
+        write = partial(write_words, folder, name, replace(weights, embeddings=embeddings), dtype=stored)
+        words = until_written("new words", folder, write, 0)
         files = {**record.files, "kohya": kohya.name, "diffusers": diffusers.name}
         files |= {path.stem.removeprefix(f"{name}."): path.name for path in words}
         record = replace(record, files=files, released=released.to_json())

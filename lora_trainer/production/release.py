@@ -36,7 +36,7 @@ from lora_trainer.models.lora_files import names_of
 from lora_trainer.models.memory.streaming import bring
 from lora_trainer.models.words import to_embeddings
 from lora_trainer.optim.schedules import warmup_length
-from lora_trainer.production.choices import Choices, usable_bytes
+from lora_trainer.production.choices import DTYPES, Choices, usable_bytes
 from lora_trainer.production.counting import JUDGED, counting
 from lora_trainer.production.drawing import draw_comparison, triggers
 from lora_trainer.production.inputs import Inputs, trained_framings
@@ -152,7 +152,6 @@ def training_facts(
         base_version=base_version,
         architecture=architecture,
         base_name=inputs.facts.name,
-        rank=config.lora.rank,
         alpha=config.lora.alpha or float(config.lora.rank),
         targets=targets if isinstance(targets, str) else ", ".join(targets),
         resolution=(inputs.resolution, inputs.resolution),
@@ -199,7 +198,6 @@ def captions_read(config: Config) -> dict[str, Any]:
         "t5_tokens": config.text.t5_tokens,
         "without_t5": config.model.without_t5,
         "text_rates": config.text.learning_rates,
-        "text_rank": text_rank(config),
         "text_alpha": text_alpha(config),
     }
 
@@ -237,12 +235,13 @@ def export_lora(
     facts: TrainingFacts,
     shapes: Mapping[str, tuple[int, ...]],
     family: Family,
+    dtype: torch.dtype,
 ) -> tuple[Path, Path]:
     """Write both files, every key held against the model's `shapes` before they take their names; kohya's path first.
 
     Raises TrainingFailed, and leaves no file, when a value is not finite or a key does not fit.
     """
-    return write_lora(folder, name, weights, facts, shapes=shapes, names=names_of(family))
+    return write_lora(folder, name, weights, facts, dtype=dtype, shapes=shapes, names=names_of(family))
 
 
 def judge_lora(
@@ -298,7 +297,8 @@ def draw_while_training(
     samples, name = folder / "samples", step_name(state.step)
     facts = training_facts(config, inputs, name, state.step, steps, choices, time.time() - state.seconds)
     weights = lora_weights(config, inputs, built.learner.shown())
-    kohya, diffusers = export_lora(samples, name, weights, facts, built.shapes, inputs.family)
+    dtype = DTYPES[config.checkpoint.export_dtype]
+    kohya, diffusers = export_lora(samples, name, weights, facts, built.shapes, inputs.family, dtype)
     diffusers.unlink()
     with making_room(built, config, choices), can_be_given_up():
         draw_comparison(kohya, samples, config, inputs, choices.device, choices.dtype, say, name=name)
@@ -318,7 +318,8 @@ def export_step(
     name = f"{folder.name}-{step_name(step)}"
     facts = training_facts(config, inputs, name, step, steps, choices, time.time())
     weights = lora_weights(config, inputs, trained)
-    _, diffusers = export_lora(folder / WEIGHTS, name, weights, facts, shapes, inputs.family)
+    dtype = DTYPES[config.checkpoint.export_dtype]
+    _, diffusers = export_lora(folder / WEIGHTS, name, weights, facts, shapes, inputs.family, dtype)
     diffusers.unlink()
 
 

@@ -96,7 +96,10 @@ def test_mixed_ranks_keep_their_scales_in_diffusers(pipeline: StableDiffusionPip
     mixed = LoraWeights({name: (wide if index % 3 else narrow).modules[name] for index, name in enumerate(names)})
     expected = predict_by_hand(pipeline, mixed)
     # Not the kohya file: diffusers 0.42 misnames the modules of its alphas where they differ.
-    _, path = write_lora(tmp_path, "mixed", mixed, facts(), dtype=torch.float32)
+    kohya, path = write_lora(tmp_path, "mixed", mixed, facts(), dtype=torch.float32)
+    for file in (kohya, path):
+        told = read_lora(file).metadata
+        assert (told["ss_network_dim"], told["ss_network_alpha"]) == ("6", "6.0"), "as most modules have it"
     pipeline.load_lora_weights(tmp_path, weight_name=path.name)
     assert torch.allclose(predict(pipeline), expected, atol=2e-4)
     pipeline.unload_lora_weights()
@@ -184,19 +187,20 @@ def test_the_header_of_a_flow_tells_its_times_and_what_text_encoders_learned() -
         prediction="flow",
         flow=FlowFacts("logit_normal", 0.0, 1.0, 1.29, 3.0),
         text_rates=(5e-5, 0.0),
-        text_rank=8,
         clip_skip=2,
         max_tokens=150,
     )
-    words = header(told)
+    pair = LoraPair(torch.ones(8, 3), torch.ones(4, 8), 8.0)
+    words = header(told, LoraWeights({"text_encoder.text_model.encoder.layers.0.mlp.fc1": pair}))
     assert "modelspec.prediction_type" not in words  # a flow has none
     assert words["ss_weighting_scheme"] == "logit_normal"
     assert words["ss_discrete_flow_shift"] == "3.0"
     assert words["ss_timestep_sampling"] == "sigma"
     assert words["ss_text_encoder_lr"] == "[5e-05, 0.0]"
     assert json.loads(words["ss_network_args"])["text_encoder_dim"] == 8
+    assert words["ss_network_dim"] == "8"
     assert (words["ss_clip_skip"], words["ss_max_token_length"]) == ("2", "150")
-    by_size = header(facts(prediction="flow", flow=FlowFacts("uniform", 0.0, 1.0, 0.0, None)))
+    by_size = header(facts(prediction="flow", flow=FlowFacts("uniform", 0.0, 1.0, 0.0, None)), LoraWeights({}))
     assert (by_size["ss_timestep_sampling"], by_size["ss_weighting_scheme"]) == ("flux_shift", "none")
 
 

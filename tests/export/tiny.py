@@ -242,7 +242,6 @@ def facts(**changes: object) -> TrainingFacts:
         "architecture": "stable-diffusion-v1/lora",
         "name": "cat",
         "base_name": "my-sd15",
-        "rank": 4,
         "alpha": 2.0,
         "targets": "attention",
         "resolution": (512, 768),

@@ -40,6 +40,25 @@ def test_in_a_process_of_others_nothing_is_hidden():
     assert wave is not None
 
 
+IN_A_SESSION = """
+import runpy, sys
+{before}
+sys.argv = ["lora-trainer", "plan", "--json"]
+try:
+    runpy.run_module("lora_trainer", run_name="__main__")
+except SystemExit as end:
+    assert end.code == 0, end.code
+import bitsandbytes
+"""
+
+
+@pytest.mark.parametrize("before", ["", "import diffusers"])
+def test_a_command_harms_no_session_that_it_runs_in(before):
+    program = [sys.executable, "-c", IN_A_SESSION.format(before=before)]
+    done = subprocess.run(program, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+
+
 @pytest.mark.parametrize(
     ("settings", "card", "seen"),
     [

@@ -98,6 +98,36 @@ def tensor_bytes(path: Path) -> dict[str, bytes]:
         return {name: file.get_tensor(name).tobytes() for name in file.keys()}  # noqa: SIM118  safe_open is no dict
 
 
+def stored_as(lora: Path) -> set[str]:
+    """The types of a file's tensors, without alphas."""
+    with safe_open(lora, framework="numpy") as file:
+        keys = [key for key in file.keys() if not key.endswith(".alpha")]  # noqa: SIM118  safe_open is no dict
+        return {file.get_slice(key).get_dtype() for key in keys}
+
+
+def header_of(lora: Path) -> dict[str, str]:
+    """The header of a file in kohya's form, whose ranks and alphas are those of its tensors."""
+    with safe_open(lora, framework="numpy") as file:
+        header, keys = dict(file.metadata()), list(file.keys())
+        stored = [
+            (
+                key.startswith("lora_te"),
+                file.get_slice(f"{module}.lora_down.weight").get_shape()[0],
+                file.get_tensor(key),
+            )
+            for key in keys
+            if (module := key.removesuffix(".alpha")) != key
+        ]
+    args = json.loads(header["ss_network_args"])
+    of_texts = (args.get("text_encoder_dim"), args.get("text_encoder_alpha"))
+    of_denoiser = (int(header["ss_network_dim"]), float(header["ss_network_alpha"]))
+    for texts, (rank, alpha) in ((True, of_texts), (False, of_denoiser)):
+        own = [(dim, float(value)) for of_text, dim, value in stored if of_text == texts]
+        assert not own or (rank, alpha) in own
+        assert all(value / dim == alpha / rank for dim, value in own)  # fused layers have the sums of both
+    return header
+
+
 def exported(folder: Path) -> dict[str, dict[str, bytes]]:
     """The tensors of both exported files, by file."""
     name = folder.name

@@ -8,7 +8,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from safetensors import safe_open
 
 from lora_trainer.cli.main import main
 from lora_trainer.evaluation.loading import adapted_modules, judged, without_lora
@@ -17,7 +16,17 @@ from lora_trainer.models.folder import detect_family
 from lora_trainer.models.lora_files import read_lora
 from lora_trainer.monitor.trackers import Trackers
 from lora_trainer.production import caching
-from tests.recipes.recipe import Bench, draw_pictures, exported, losses, patched, record, rows, save_tiny_model
+from tests.recipes.recipe import (
+    Bench,
+    draw_pictures,
+    exported,
+    header_of,
+    losses,
+    patched,
+    record,
+    rows,
+    save_tiny_model,
+)
 from tests.recipes.test_resume import stop
 
 CPU = torch.device("cpu")
@@ -105,10 +114,9 @@ def test_the_header_names_the_base_as_other_programs_know_it(trained):
         "z_image": ("z_image", "False", "z-image-turbo/lora", None),
     }
     keys = ("ss_base_model_version", "ss_v2", "modelspec.architecture", "modelspec.prediction_type")
-    with safe_open(trained.folder("cat") / "cat.safetensors", framework="numpy") as file:
-        header = file.metadata()
+    header = header_of(trained.folder("cat") / "cat.safetensors")
     assert tuple(header.get(key) for key in keys) == expected[kind_of(trained)]
-    assert (header["ss_network_dim"], header["ss_network_alpha"]) == ("4", "8.0")
+    assert (header["ss_network_dim"], header["ss_network_alpha"], header["lora_trainer.alpha"]) == ("4", "4.0", "8.0")
 
 
 def test_it_is_refused_on_another_family(trained, tiny_model, tmp_path, capsys):
@@ -132,8 +140,7 @@ def test_a_model_that_predicts_velocity_down_to_no_signal(tmp_path):
     first, last = rows(made.folder("v"), "validation.jsonl")
     assert last["loss"] < first["loss"]
     assert record(made.folder("v"))["lora"]["parts"]["integrity"] == 1.0
-    with safe_open(made.folder("v") / "v.safetensors", framework="numpy") as file:
-        header = file.metadata()
+    header = header_of(made.folder("v") / "v.safetensors")
     keys = ("ss_base_model_version", "modelspec.prediction_type", "ss_zero_terminal_snr")
     assert tuple(header[key] for key in keys) == ("sdxl_base_v1-0", "v", "True")
 

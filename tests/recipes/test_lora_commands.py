@@ -214,6 +214,7 @@ def test_inspect_tells_what_a_file_holds(tmp_path, capsys):
     assert main(["inspect", str(path)]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert any("####" in line for line in lines)
+    assert {"alpha 4.0", "alpha as trained 2.0"} <= {" ".join(line.split()) for line in lines}
     assert all(
         len(line) <= 80
         for line in lines

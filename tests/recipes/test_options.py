@@ -20,7 +20,7 @@ from lora_trainer.models.lora import inject_lora, target_modules
 from lora_trainer.production import flow
 from lora_trainer.production.release import lora_weights
 from tests.export.tiny import facts, tiny_pipeline
-from tests.recipes.recipe import Bench, exported, losses, patched, record, rows
+from tests.recipes.recipe import Bench, exported, header_of, losses, patched, record, rows, stored_as
 
 
 def v_model(bench: Bench, folder: Path) -> Bench:
@@ -140,21 +140,41 @@ def test_the_file_changes_each_layer_as_the_network_in_memory_does(stabilised, r
             parameter.normal_()
     config = Config.model_validate({"lora": {"rank": rank, "alpha": 2.7, "rank_stabilised": stabilised}})
     weights = lora_weights(config, SimpleNamespace(family=family), made)
-    told = facts(rank=rank, alpha=2.7, rank_stabilised=stabilised)
+    told = facts(alpha=2.7, rank_stabilised=stabilised)
     for path in write_lora(tmp_path, "cat", weights, told, dtype=torch.float32):
         written = read_lora(path)
         assert len(written.modules) == len(names)
         assert json.loads(written.metadata["ss_network_args"]).get("rank_stabilised", False) is stabilised
-        assert float(written.metadata["ss_network_alpha"]) == 2.7
         for name, pair in written.modules.items():
             expected = unet.get_submodule(name.removeprefix("unet.")).get_delta_weight("default").detach()
             assert torch.allclose(pair.delta(), expected, rtol=1e-6, atol=1e-6 * float(expected.abs().max()))
 
 
+def test_lora_files_hold_the_precision_that_is_asked_for(bench):
+    settings = {"steps": 2, "lora__alpha": 2.6, "checkpoint__weights_every_steps": 1}
+    settings |= {"text__tokens": '["<zobo>"]', "captions__trigger": "<zobo>", "sample__prompts": '["<zobo>"]'}
+    written = {}
+    for name, dtype in (("fp32", torch.float32), ("fp16", torch.float16), ("bf16", torch.bfloat16)):
+        assert bench.run(name, checkpoint__export_dtype=name, **settings) == 0
+        folder = bench.folder(name)
+        kohya, diffusers = folder / f"{name}.safetensors", folder / f"{name}.diffusers.safetensors"
+        others = (folder / "weights" / f"{name}-step-000001.safetensors", folder / f"{name}.embedding-zobo.safetensors")
+        for file in (kohya, diffusers, *others):
+            assert stored_as(file) == {name.replace("fp", "F").upper()}
+        assert record(folder)["lora"]["parts"]["integrity"] == 1.0
+        written[dtype] = load_file(kohya)
+        modules = read_lora(diffusers).modules
+        assert all(torch.equal(pair.up, modules[key].up) for key, pair in read_lora(kohya).modules.items())
+    wide = written.pop(torch.float32)
+    for dtype, tensors in written.items():
+        assert all(torch.equal(tensors[key], wide[key].to(value.dtype)) for key, value in tensors.items()), dtype
+
+
 def test_a_rank_stabilised_run_says_so_and_must_stay_so(bench, capsys):
     assert bench.run("stable", steps=2, checkpoint__every_steps=1, lora__rank_stabilised="true", lora__alpha=2) == 0
-    header = read_lora(bench.folder("stable") / "stable.safetensors").metadata
+    header = header_of(bench.folder("stable") / "stable.safetensors")
     assert json.loads(header["ss_network_args"])["rank_stabilised"] is True
+    assert (header["ss_network_alpha"], header["lora_trainer.alpha"]) == ("4.0", "2.0")
     (bench.folder("stable") / "run.json").write_text('{"status": "stopped", "steps": 2}', encoding="utf-8")
     assert bench.run("stable", "--resume", steps=2, lora__alpha=2) == 2
     assert "lora.rank_stabilised was true and is now false" in capsys.readouterr().err

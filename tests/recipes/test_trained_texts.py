@@ -15,7 +15,7 @@ from lora_trainer.models import FAMILIES
 from lora_trainer.models.folder import detect_family
 from lora_trainer.models.lora_files import read_lora
 from lora_trainer.training.checkpoints.checkpoint import newest_valid
-from tests.recipes.recipe import Bench, draw_pictures, record, rows, save_tiny_model
+from tests.recipes.recipe import Bench, draw_pictures, header_of, record, rows, save_tiny_model
 
 CPU = torch.device("cpu")
 RATES = {"sd15": "[1e-2]", "sd2": "[1e-2]", "sdxl": "[1e-2, 5e-3]", "sd3": "[1e-2, 5e-3, 1e-2]", "flux": "[1e-2]"}
@@ -94,8 +94,9 @@ def test_both_files_change_a_fresh_pipeline_as_was_trained(trained, ending):
 
 
 def test_names_keep_the_part_that_other_programs_look_for(trained):
+    header = header_of(trained.folder("cat") / "cat.safetensors")
     with safe_open(trained.folder("cat") / "cat.safetensors", framework="numpy") as file:
-        keys, header = [key for key in file.keys() if "_te" in key], file.metadata()  # noqa: SIM118  safe_open is no dict
+        keys = [key for key in file.keys() if "_te" in key]  # noqa: SIM118  safe_open is no dict
     assert keys
     assert all("_text_model_encoder_layers_" in key or key.startswith("lora_te3_encoder_block_") for key in keys)
     with safe_open(trained.folder("cat") / "cat.diffusers.safetensors", framework="numpy") as file:
@@ -104,6 +105,7 @@ def test_names_keep_the_part_that_other_programs_look_for(trained):
     assert all(".text_model.encoder.layers." in key or "_3.encoder.block." in key for key in others)
     assert header["ss_text_encoder_lr"] == str(json.loads(RATES[detect_family(trained.model)]))
     assert json.loads(header["ss_network_args"])["text_encoder_dim"] == TEXT_RANK
+    assert (header["lora_trainer.alpha"], header["lora_trainer.text_encoder_alpha"]) == ("8.0", "6.0")
 
 
 def test_a_finished_run_is_judged_again_from_its_file(trained, capsys):

@@ -40,6 +40,7 @@ from lora_trainer.config.imports.rules import (
 from lora_trainer.config.imports.words import (
     ALL_OF_BLOCKS,
     CHECKPOINTING,
+    EXPORT_DTYPE,
     MODEL,
     NOT_LORA,
     OF_BLOCKS,
@@ -217,7 +218,8 @@ RULES: Mapping[str, Rule] = {
     **_all("network.", "transformer_only split_multistage_loras layer_offloading", nothing(SPEED)),
     "save.save_every": unless_off("checkpoint.every_steps", whole),
     "save.max_step_saves_to_keep": unless_off("checkpoint.keep_last", whole),
-    **_all("save.", "dtype save_format", nothing("both formats are written, as safetensors")),
+    "save.dtype": EXPORT_DTYPE,
+    **_all("save.", "save_format", nothing("both formats are written, as safetensors")),
     **_all("save.", "push_to_hub hf_repo_id hf_private", nothing(UPLOADS)),
     **_all("logging.", "log_every verbose use_wandb use_ui_logger project_name run_name", nothing(LOGS)),
     "model.name_or_path": MODEL,

@@ -104,6 +104,10 @@ def _crop(value: Any, around: Around) -> Took:
     return Took({"data.crop": "centre"}, verdict="mapped") if truth(value) else Took({"data.crop": "random"})
 
 
+def _upcast(value: Any, around: Around) -> Took:
+    return Took({"checkpoint.export_dtype": "fp32"}) if truth(value) else Took({}, "off", "ignored")
+
+
 ONLY_MISSING = Rule(
     "changed", (SOURCES,), "the caption of pictures that have none of their own", lambda value, around: Took({})
 )
@@ -154,6 +158,7 @@ RULES: Mapping[str, Rule] = {
     "gradient_checkpointing": CHECKPOINTING,
     "snr_gamma": unless_off("loss.min_snr_gamma", number),
     "noise_offset": unless_off("noise.offset", number),
+    "upcast_before_saving": by(_upcast, "checkpoint.export_dtype"),
     "checkpointing_steps": unless_off("checkpoint.every_steps", whole),
     "checkpoints_total_limit": unless_off("checkpoint.keep_last", whole),
     "validation_prompt": by(lambda value, around: Took({"sample.prompts": [text(value)]}), "sample.prompts"),

@@ -147,6 +147,7 @@ DEFAULTS: Mapping[str, Any] = {
     "lr_scheduler_num_cycles": 1,
     "lr_scheduler_power": 1,
     "mixed_precision": "no",
+    "save_precision": "float",
     "sample_every_n_steps": 0,
 }
 

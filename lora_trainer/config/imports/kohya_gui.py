@@ -10,7 +10,6 @@ from typing import Any
 from lora_trainer.config.imports import kohya
 from lora_trainer.config.imports.flow_words import KOHYA_DEFAULTS, NOT_READ, kohya_family, of_flow, of_flows
 from lora_trainer.config.imports.kohya_keys import (
-    IN_STEPS,
     OTHER_FAMILY,
     READ_FROM_MODEL,
     RULES,
@@ -160,7 +159,6 @@ def _rules() -> dict[str, Rule]:
         **{key: of_flow(lacking("there is no such thing here", off=("all",))) for key in OF_FLOWS},
         **{key: of_flow(part_of("text_encoder_lr", "text.learning_rates")) for key in ("t5xxl_lr", "train_t5xxl")},
         **{key: nothing(SPEED) for key in OF_THE_GUI},
-        "save_every_n_epochs": nothing(IN_STEPS),
         "sample_every_n_steps": same("sample.every_steps", whole),
     }
 

@@ -28,6 +28,7 @@ from lora_trainer.config.imports.words import (
     ALL_OF_ATTENTION,
     ALL_OF_BLOCKS,
     ALL_WITH_CONVOLUTIONS,
+    EXPORT_DTYPE,
     MODEL,
     NOT_LORA,
     OF_BLOCKS,
@@ -42,6 +43,7 @@ UPLOADS = "nothing is uploaded"
 SPEED = "a matter of memory or speed: it changes nothing that is learned"
 READ_FROM_MODEL = "read from the model's files"
 IN_STEPS = "counted in steps here"
+SAVED_TOO = "checkpoints are written every checkpoint.every_steps steps too"
 OTHER_FAMILY = "of model families that are not trained here"
 CACHED = "latents and texts are always cached, and rebuilt when anything changed"
 PLAIN_MODULES = ("networks.lora", "networks.lora_fa")
@@ -142,15 +144,28 @@ def _fp8(value: Any, around: Around) -> Took:
     return Took({"memory.base_precision": "fp8"}) if truth(value) else Took({}, "off", "ignored")
 
 
-def _kept(every: str) -> Rule:
-    """Checkpoints kept: the last n steps or epochs over the distance between two."""
+def _kept(value: Any, around: Around) -> Took:
+    """Checkpoints kept: the last n steps over the distance between two."""
+    if not is_on(value):
+        return Took({}, "off", "ignored")
+    return Took({"checkpoint.keep_last": max(1, whole(value) // count(around, "save_every_n_steps"))})
 
-    def read(value: Any, around: Around) -> Took:
-        if not is_on(value):
-            return Took({}, "off", "ignored")
-        return Took({"checkpoint.keep_last": max(1, whole(value) // count(around, every))})
 
-    return by(read, "checkpoint.keep_last", changes=True, why=f"so many checkpoints as {every} puts into it")
+def _saved(value: Any, around: Around) -> Took:
+    """Epochs between checkpoints, beside which ours are written by steps, too."""
+    if not is_on(value):
+        return Took({}, "off", "ignored")
+    also = is_on(around["save_every_n_steps"] or 0)
+    return Took({"checkpoint.every_epochs": whole(value)}, "" if also else SAVED_TOO, "mapped" if also else "changed")
+
+
+def _saved_files(value: Any, around: Around) -> Took:
+    """At least so many files over all epochs."""
+    if not is_on(value):
+        return Took({}, "off", "ignored")
+    if not is_on(around["max_train_epochs"] or 0):
+        return Took({}, "a share of epochs that only the data tell; checkpoint.every_steps rules", "changed")
+    return _saved(max(1, whole(around["max_train_epochs"]) // whole(value)), around)
 
 
 def _loss(value: Any, around: Around) -> Took:
@@ -223,8 +238,15 @@ RULES: Mapping[str, Rule] = {
     "gradient_checkpointing": by(_checkpointing, "memory.checkpointing"),
     "vae_batch_size": unless_off("cache.batch", whole),
     "save_every_n_steps": unless_off("checkpoint.every_steps", whole),
-    "save_last_n_steps": _kept("save_every_n_steps"),
-    "save_last_n_epochs": _kept("save_every_n_epochs"),
+    "save_every_n_epochs": by(
+        _saved, "checkpoint.every_epochs", f"without save_every_n_steps {SAVED_TOO}", changes=True
+    ),
+    "save_n_epoch_ratio": by(
+        _saved_files, "checkpoint.every_epochs", f"without save_every_n_steps {SAVED_TOO}", changes=True
+    ),
+    "save_precision": EXPORT_DTYPE,
+    "save_last_n_steps": by(_kept, "checkpoint.keep_last", "so many as save_every_n_steps puts into it", changes=True),
+    "save_last_n_epochs": unless_off("checkpoint.keep_last", whole),
     "validate_every_n_steps": unless_off("validate.every_steps", whole),
     "sample_every_n_steps": same("sample.every_steps", whole),
     "sample_prompts": by(prompts, "sample.prompts", "options behind -- are left out"),
@@ -307,8 +329,7 @@ RULES: Mapping[str, Rule] = {
     **{key: nothing(CACHED) for key in ["cache_latents", "cache_latents_to_disk", "cache_text_encoder_outputs"]},
     **{key: nothing(CACHED) for key in ["cache_text_encoder_outputs_to_disk", "skip_cache_check"]},
     **{key: nothing(READ_FROM_MODEL) for key in ["v2", "v_parameterization", "sdxl", "no_token_padding"]},
-    **{key: nothing(IN_STEPS) for key in ["save_every_n_epochs", "save_n_epoch_ratio", "validate_every_n_epochs"]},
-    "sample_every_n_epochs": nothing(IN_STEPS),
+    **{key: nothing(IN_STEPS) for key in ["validate_every_n_epochs", "sample_every_n_epochs"]},
     "training_comment": nothing("a note"),
     **{
         key: nothing("checkpoints hold everything that resuming needs")
@@ -316,7 +337,7 @@ RULES: Mapping[str, Rule] = {
     },
     **{
         key: nothing("both formats are written, as safetensors")
-        for key in "save_model_as save_precision no_metadata use_safetensors".split()
+        for key in "save_model_as no_metadata use_safetensors".split()
     },
     **{
         key: nothing(SPEED)

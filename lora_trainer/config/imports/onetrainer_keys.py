@@ -28,6 +28,7 @@ from lora_trainer.config.imports.rules import (
 from lora_trainer.config.imports.words import (
     ALL_OF_ATTENTION,
     ALL_OF_BLOCKS,
+    EXPORT_DTYPE,
     MODEL,
     NOT_LORA,
     OPTIMIZER,
@@ -44,7 +45,6 @@ from lora_trainer.config.imports.words import (
 FAMILIES = ("STABLE_DIFFUSION_15", "STABLE_DIFFUSION_20", "STABLE_DIFFUSION_21", "STABLE_DIFFUSION_XL_10_BASE")
 LAYERS: Mapping[str, Any] = {"attn-mlp": list(ALL_OF_ATTENTION), "attn-only": "attention", "full": ["*"]}
 SMALL_WEIGHTS = ("FLOAT_8", "INT_8", "NFLOAT_4", "FLOAT_W8A8", "INT_W8A8")
-OF_STEPS = ("STEP",)
 
 
 def _model_type(value: Any, around: Around) -> Took:
@@ -173,15 +173,16 @@ def _skipped(value: Any, around: Around) -> Took:
     return Took({})
 
 
-def _every(ours: str, unit: str) -> Rule:
-    """A distance that means something here only in steps."""
+def _every(unit: str, section: str, **units: str) -> Rule:
+    """A distance whose unit another key says; those of `units` are ours."""
 
     def read(value: Any, around: Around) -> Took:
-        if str(around[unit] or "").upper() not in OF_STEPS:
-            return Took({}, "counted in steps here", "ignored")
-        return Took({ours: whole(value)})
+        ours = units.get(str(around[unit] or "").upper())
+        if ours is None or not is_on(value):
+            return Took({}, "off, or in a unit that is not counted in here", "ignored")
+        return Took({f"{section}.{ours}": whole(value)})
 
-    return by(read, ours)
+    return by(read, " ".join(f"{section}.{ours}" for ours in units.values()))
 
 
 def _checkpointing(value: Any, around: Around) -> Took:
@@ -292,8 +293,7 @@ RULES: Mapping[str, Rule] = {
     "offset_noise_weight": unless_off("noise.offset", number),
     "perturbation_noise_weight": unless_off("noise.input_perturbation", number),
     "rescale_noise_scheduler_to_zero_terminal_snr": same("noise.zero_terminal_snr", truth),
-    "force_v_prediction": lacking("the model's own prediction is trained"),
-    "force_epsilon_prediction": lacking("the model's own prediction is trained"),
+    **named("", "force_v_prediction force_epsilon_prediction", lacking("the model's own prediction is trained")),
     **ONETRAINER,
     "min_noising_strength": lacking("all timesteps are trained"),
     "max_noising_strength": lacking("all timesteps are trained", off=(1, 1.0)),
@@ -302,19 +302,18 @@ RULES: Mapping[str, Rule] = {
     "unmasked_probability": lacking("masks always count"),
     "normalize_masked_area_loss": by(_normalized, "", AREA_OF_MASK, changes=True),
     "masked_prior_preservation_weight": lacking("there is no such loss here"),
-    "text_encoder.train": by(_texts, TEXT_RATES),
-    "text_encoder_2.train": by(_texts, TEXT_RATES),
-    "text_encoder_3.train": by(_texts, TEXT_RATES),
+    **named("", "text_encoder.train text_encoder_2.train text_encoder_3.train", by(_texts, TEXT_RATES)),
     "transformer.learning_rate": by(_transformer_rate, "optim.learning_rate"),
     "text_encoder.dropout_probability": unless_off("captions.dropout", number),
     "text_encoder_2.dropout_probability": nothing("as text_encoder.dropout_probability"),
     "text_encoder_layer_skip": by(_skipped, "text.clip_skip", "the text encoder's usual layer is used", changes=True),
     "text_encoder_2_layer_skip": lacking("as text_encoder_layer_skip"),
     "validation": lacking("set data.held_out, which keeps pictures for validation"),
-    "save_every": _every("checkpoint.every_steps", "save_every_unit"),
-    "backup_after": _every("checkpoint.every_steps", "backup_after_unit"),
+    "save_every": _every("save_every_unit", "checkpoint", STEP="every_steps", EPOCH="every_epochs"),
+    "backup_after": _every("backup_after_unit", "checkpoint", STEP="every_steps", EPOCH="every_epochs"),
+    **named("", "save_every_unit backup_after_unit", part_of("save_every and backup_after")),
     "rolling_backup_count": unless_off("checkpoint.keep_last", whole),
-    "sample_after": _every("sample.every_steps", "sample_after_unit"),
+    "sample_after": _every("sample_after_unit", "sample", STEP="every_steps"),
     "samples": by(_samples, "sample.prompts", "their own sizes and seeds are left out", changes=True),
     "unet.train": nothing("the denoiser learns"),
     "vae.model_name": VAE,
@@ -326,8 +325,7 @@ RULES: Mapping[str, Rule] = {
     **named("text_encoder.", "learning_rate", part_of("text_encoder.train", "text.learning_rates")),
     **named("text_encoder_2.", "learning_rate", part_of("text_encoder_2.train", "text.learning_rates")),
     **named("text_encoder_3.", "learning_rate", part_of("text_encoder_3.train", "text.learning_rates")),
-    **named("text_encoder.", "weight_dtype", nothing(SPEED)),
-    **named("text_encoder_2.", "weight_dtype", nothing(SPEED)),
+    **named("", "text_encoder.weight_dtype text_encoder_2.weight_dtype", nothing(SPEED)),
     **named("", "generalized_offset_noise", UNUSED),
     **named("", "custom_conditioning_image force_circular_padding preserve_embedding_norm vb_loss_strength", UNUSED),
     **{f"optimizer.{flag}": nothing("the optimizer's usual settings are taken") for flag in OPTIMIZER_FLAGS.split()},
@@ -353,8 +351,8 @@ RULES: Mapping[str, Rule] = {
     ),
     **named(
         "",
-        "continue_last_backup prevent_overwrites include_train_config save_every_unit save_skip_first "
-        "save_filename_prefix backup_after_unit rolling_backup backup_before_save",
+        "continue_last_backup prevent_overwrites include_train_config save_skip_first "
+        "save_filename_prefix rolling_backup backup_before_save",
         nothing("checkpoints are kept in this program's own way"),
     ),
     **named(
@@ -363,7 +361,8 @@ RULES: Mapping[str, Rule] = {
         "samples_to_tensorboard non_ema_sampling sample_definition_file_name",
         nothing("pictures while training are drawn in this program's own way"),
     ),
-    **named("", "output_dtype output_model_format", nothing("the LoRA's file is this program's own")),
+    "output_dtype": EXPORT_DTYPE,
+    **named("", "output_model_format", nothing("the LoRA's file is this program's own")),
     **named("", "lora_weight_dtype embedding_weight_dtype", nothing("the LoRA learns in fp32")),
     **named(
         "",
@@ -389,6 +388,7 @@ DEFAULTS: Mapping[str, Any] = {
     "learning_rate_scheduler": "CONSTANT",
     "learning_rate_warmup_steps": 200,
     "train_dtype": "FLOAT_16",
+    "output_dtype": "FLOAT_32",
     "unet.gradient_checkpointing": True,
     "lora_rank": 16,
     "lora_alpha": 1.0,

@@ -164,6 +164,16 @@ def is_empty(value: Any) -> bool:
     return value is None or (isinstance(value, str) and value.strip() in ("", "None"))
 
 
+def found_upwards(folder: Path, written: str) -> Path | None:
+    """A file of the original: in its folder or one above it, or where the command runs; None where it is in none."""
+    own = folder.resolve()
+    for base in (own, *own.parents, Path.cwd()):
+        with contextlib.suppress(OSError, RuntimeError, ValueError):  # no name of a file, or a home that is not known
+            if (found := base / Path(written).expanduser()).is_file():
+                return found
+    return None
+
+
 def located(folder: Path, written: str) -> str:
     """A path of the original from the root of the disk.
 

@@ -10,12 +10,13 @@ from typing import Any
 from lora_trainer.config.imports.documents import read_document
 from lora_trainer.config.imports.flow_words import NOT_READ, SIMPLETUNER_DEFAULTS, is_simpletuner_flow, of_flows
 from lora_trainer.config.imports.merge import add_together, flattened, nothing_held_out, read_tables
-from lora_trainer.config.imports.reading import Line, Reading, is_empty, located
+from lora_trainer.config.imports.reading import Line, Reading, found_upwards, is_empty
 from lora_trainer.config.imports.simpletuner_keys import BACKEND_DEFAULTS, BACKEND_RULES, DEFAULTS, RULES
 from lora_trainer.core.errors import Problem, UsageError
 
 TOOL = "SimpleTuner"
 MARKS = ("data_backend_config", "model_family", "model_type", "lora_type", "base_model_precision", "model_flavour")
+MARKS_OF_DATA = ("instance_data_dir", "dataset_type", "dataset_name", "metadata_backend")
 KINDS_OF_PICTURES = ("image", "conditioning")
 
 
@@ -27,7 +28,7 @@ def is_simpletuner(document: Any) -> bool:
 def is_backends(document: Any) -> bool:
     """Whether a parsed JSON is a list of its data sets."""
     tables = isinstance(document, list) and all(isinstance(each, Mapping) for each in document)
-    return tables and any("instance_data_dir" in each or "dataset_type" in each for each in document)
+    return tables and any(key in each for each in document for key in MARKS_OF_DATA)
 
 
 def without_dashes(document: Mapping[str, Any]) -> dict[str, Any]:
@@ -48,16 +49,23 @@ def read(path: Path, document: Mapping[str, Any]) -> Reading:
     nothing_held_out(reading)
     named = keys.get("data_backend_config")
     if isinstance(named, str) and named and not reading.problems:
-        backends = Path(located(path.parent, named))
-        try:
-            listed = read_document(backends)
-            if not is_backends(listed):
-                raise UsageError(Problem(f"{backends} lists no data sets.", "Name the file with data_backend_config."))
-        except UsageError as error:
-            reading.problems.extend(error.problems)
-        else:
-            add_backends(reading, listed, keys, Path(backends).parent)
+        add_backends_of_file(reading, named, keys)
     return reading
+
+
+def add_backends_of_file(reading: Reading, named: str, keys: Mapping[str, Any]) -> None:
+    """The data sets of the file that `data_backend_config` names; none where it is nowhere, which its rule says."""
+    backends = found_upwards(reading.path.parent, named)
+    if backends is None:
+        return
+    try:
+        listed = read_document(backends)
+        if not is_backends(listed):
+            raise UsageError(Problem(f"{backends} lists no data sets.", "Name the file with data_backend_config."))
+    except UsageError as error:
+        reading.problems.extend(error.problems)
+    else:
+        add_backends(reading, listed, keys, backends.parent)
 
 
 def read_backends(path: Path, document: Sequence[Mapping[str, Any]]) -> Reading:

@@ -9,7 +9,7 @@ from typing import Any
 from lora_trainer.config.imports.flow_words import SIMPLETUNER, SIMPLETUNER_FLOWS
 from lora_trainer.config.imports.kohya_keys import CACHED, LOGS, OTHER_FAMILY, READ_FROM_MODEL, SPEED, UPLOADS
 from lora_trainer.config.imports.merge import RESOLUTIONS
-from lora_trainer.config.imports.reading import SOURCES, Around, Rule, Took, located
+from lora_trainer.config.imports.reading import SOURCES, Around, Rule, Took, found_upwards, located
 from lora_trainer.config.imports.rules import (
     by,
     count,
@@ -18,7 +18,6 @@ from lora_trainer.config.imports.rules import (
     lookup,
     nothing,
     number,
-    other_file,
     part_of,
     path_to,
     same,
@@ -44,7 +43,13 @@ from lora_trainer.config.imports.words import (
 USUAL_STEP = 64  # pixels between its buckets
 MEGAPIXEL = 1024  # the side of the square that it means by an area of 1.0
 DRAWING = "pictures while training are drawn in this program's own way"
+NOWHERE = "it is neither in the config's folder, nor above it, nor here: name the pictures with --data"
 FAMILIES = ("sdxl", "sd1x", "sd2x", "sd15", "sd2", *SIMPLETUNER_FLOWS)
+
+
+def _backends(value: Any, around: Around) -> Took:
+    found = found_upwards(around.folder, text(value))
+    return Took({}, f"{SOURCES}, read from {found}", "mapped") if found else Took({}, NOWHERE)
 
 
 def _kind(value: Any, around: Around) -> Took:
@@ -183,7 +188,7 @@ RULES: Mapping[str, Rule] = {
     "lora_type": by(_kind, "lora.targets", f"where it is not standard, {NOT_LORA}"),
     "output_dir": path_to("run.output"),
     "tracker_run_name": same("run.name", text),
-    "data_backend_config": other_file(SOURCES),
+    "data_backend_config": by(_backends, SOURCES, f"where {NOWHERE}", changes=True),
     "max_train_steps": by(_steps, "train.max_steps"),
     "num_train_epochs": by(_epochs, "train.max_epochs"),
     "train_batch_size": batch_of("gradient_accumulation_steps", "num_processes"),
@@ -224,6 +229,7 @@ RULES: Mapping[str, Rule] = {
     "resolution_type": part_of("resolution", "data.resolution"),
     "aspect_bucket_alignment": same("data.bucket_step", whole),
     "checkpoint_step_interval": unless_off("checkpoint.every_steps", whole),
+    "checkpoint_epoch_interval": unless_off("checkpoint.every_epochs", whole),
     "checkpointing_steps": unless_off("checkpoint.every_steps", whole),
     "checkpoints_total_limit": unless_off("checkpoint.keep_last", whole),
     "vae_batch_size": unless_off("cache.batch", whole),
@@ -267,7 +273,7 @@ RULES: Mapping[str, Rule] = {
         "validation_resolution validation_seed validation_guidance_rescale validation_negative_prompt "
         "validation_torch_compile validation_on_startup validation_noise_scheduler validation_disable "
         "validation_disable_unconditional validation_prompt_library user_prompt_library validation_randomize "
-        "evaluation_type eval_steps_interval validation_epoch_interval checkpoint_epoch_interval "
+        "evaluation_type eval_steps_interval validation_epoch_interval "
         "training_scheduler_timestep_spacing inference_scheduler_timestep_spacing",
         nothing(DRAWING),
     ),

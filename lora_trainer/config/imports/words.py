@@ -106,6 +106,11 @@ def precision(value: Any, around: Around) -> Took:
     return Took({"memory.base_precision": lookup(PRECISIONS, value, "a precision")})
 
 
+def export_dtype(value: Any, around: Around) -> Took:
+    ours = PRECISIONS.get(text(value).strip().lower())
+    return Took({"checkpoint.export_dtype": ours}, verdict="mapped") if ours else Took({})
+
+
 def model_path(value: Any, around: Around) -> Took:
     """The base model: a folder here, or what must be made one."""
     written = text(value)
@@ -179,6 +184,9 @@ CHECKPOINTING = by(checkpointing, "memory.checkpointing")
 OPTIMIZER = by(optimizer, "optim.name optim.weight_decay optim.beta2", "others than ours are replaced")
 SCHEDULE = by(schedule, "schedule.name", "others than ours are replaced")
 PRECISION: Rule = by(precision, "memory.base_precision")
+EXPORT_DTYPE = by(
+    export_dtype, "checkpoint.export_dtype", "others than fp16, bf16 and fp32 are fp16 here", changes=True
+)
 MODEL = by(model_path, "model.path", f"where {PICKLED}")
 VAE = by(autoencoder, "model.vae", f"where {PICKLED}")
 CLIP_SKIP = by(clip_skip, "text.clip_skip")

@@ -6,7 +6,7 @@ from typing import Annotated
 
 from pydantic import Field
 
-from lora_trainer.config.schema.types import Count, CountOrZero, NotNegative, ReleaseName, Section, Share
+from lora_trainer.config.schema.types import Count, CountOrZero, ExportDtype, NotNegative, ReleaseName, Section, Share
 
 
 class CheckpointSection(Section):
@@ -21,6 +21,9 @@ class CheckpointSection(Section):
     keep_last: Count = Field(2, description="newest checkpoints kept")
     release: ReleaseName = Field(
         "best", description="weights that are exported: of the lowest held-out loss, or the last"
+    )
+    export_dtype: ExportDtype = Field(
+        "fp16", description="precision of the tensors in LoRA files; `fp32` keeps all bits and takes twice the room"
     )
 
 

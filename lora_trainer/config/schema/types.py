@@ -12,6 +12,7 @@ Precision = Literal["bf16", "fp16", "fp32", "fp8", "int8", "nf4"]
 OptimizerName = Literal["adamw", "adamw8bit", "paged_adamw8bit", "adafactor", "lion", "prodigy", "schedule_free"]
 ScheduleName = Literal["constant", "linear", "cosine", "restarts", "polynomial", "one_cycle"]
 LossName = Literal["squared", "huber"]
+ExportDtype = Literal["fp16", "bf16", "fp32"]
 ReleaseName = Literal["best", "last"]
 AttentionName = Literal[
     "auto", "fastest", "sdpa", "flash", "efficient", "cudnn", "math", "xformers", "flash2", "flash3"

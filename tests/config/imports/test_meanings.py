@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from lora_trainer.cli.main import main
 from lora_trainer.config.imports.imported import Imported, import_file
 
 
@@ -123,3 +124,91 @@ def test_diffusers_crops_anywhere_unless_told(script: str, tmp_path: Path) -> No
     assert usual.config.data.crop == "random"
     assert "drawn anew each time there" in verdict_of(usual, "center_crop")[1]
     assert imported_text(tmp_path, "b.sh", f"{command} --center_crop\n").config.data.crop == "centre"
+
+
+@pytest.mark.parametrize(
+    ("text", "every", "verdict"),
+    [
+        ("save_every_n_epochs = 2", 2, "changed"),
+        ("save_every_n_epochs = 2\nsave_every_n_steps = 50", 2, "mapped"),
+        ("save_every_n_epochs = 0", None, "ignored"),
+        ("save_n_epoch_ratio = 4\nmax_train_epochs = 10", 2, "changed"),
+        ("save_n_epoch_ratio = 40\nmax_train_epochs = 10", 1, "changed"),
+        ("save_n_epoch_ratio = 4", None, "changed"),
+    ],
+)
+def test_epochs_between_checkpoints_of_kohya(text: str, every: int | None, verdict: str, tmp_path: Path) -> None:
+    imported = kohya_with(tmp_path, f"{text}\nsave_last_n_epochs = 3")
+    assert (imported.config.checkpoint.every_epochs, imported.config.checkpoint.keep_last) == (every, 3)
+    assert verdict_of(imported, text.split(maxsplit=1)[0])[0] == verdict
+
+
+@pytest.mark.parametrize(
+    ("unit", "steps", "epochs"), [("EPOCH", 500, 3), ("STEP", 3, None), ("MINUTE", 500, None), ("NEVER", 500, None)]
+)
+def test_what_onetrainer_saves_is_counted_as_its_unit_says(unit: str, steps: int, epochs: int, tmp_path: Path) -> None:
+    for key in ("save_every", "backup_after"):
+        kept = one_trainer(tmp_path, **{key: 3, f"{key}_unit": unit}).config.checkpoint
+        assert (kept.every_steps, kept.every_epochs) == (steps, epochs)
+
+
+def test_simpletuner_saves_by_steps_and_by_epochs(tmp_path: Path) -> None:
+    keys = {"model_family": "sdxl", "model_type": "lora", "checkpoint_epoch_interval": 2}
+    kept = imported_text(tmp_path, "s.json", json.dumps(keys)).config.checkpoint
+    assert (kept.every_steps, kept.every_epochs) == (500, 2)
+
+
+@pytest.mark.parametrize(
+    ("written", "ours", "verdict"),
+    [("float", "fp32", "mapped"), ("fp16", "fp16", "mapped"), ("bf16", "bf16", "mapped"), ("fp8", "fp16", "changed")],
+)
+def test_the_precision_of_files_is_that_of_the_original(written: str, ours: str, verdict: str, tmp_path: Path) -> None:
+    imported = kohya_with(tmp_path, f'save_precision = "{written}"')
+    assert imported.config.checkpoint.export_dtype == ours
+    assert verdict_of(imported, "save_precision")[0] == verdict
+
+
+def test_programs_that_write_fp32_unless_asked_otherwise_do_so_here(tmp_path: Path) -> None:
+    assert kohya_with(tmp_path, "").config.checkpoint.export_dtype == "fp32"
+    assert one_trainer(tmp_path).config.checkpoint.export_dtype == "fp32"
+    assert one_trainer(tmp_path, output_dtype="BFLOAT_16").config.checkpoint.export_dtype == "bf16"
+    script = "train_dreambooth_lora_flux.py --instance_data_dir=p --instance_prompt=cat --rank=4"
+    for flag, ours in (("", "fp16"), (" --upcast_before_saving", "fp32")):
+        config = imported_text(tmp_path, "d.sh", f"accelerate launch {script}{flag}\n").config
+        assert config.checkpoint.export_dtype == ours
+
+
+@pytest.mark.parametrize("place", ["run/config/examples/flux", "run/config", "run", "elsewhere"])
+def test_data_sets_of_simpletuner_are_looked_for_upwards_and_where_the_command_runs(
+    place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, other = tmp_path / "run" / "config" / "examples" / "flux", tmp_path / "elsewhere"
+    folder.mkdir(parents=True)
+    other.mkdir()
+    monkeypatch.chdir(other)
+    (tmp_path / place / "data").mkdir()
+    backends = tmp_path / place / "data" / "sets.json"
+    backends.write_text(json.dumps([{"id": "a", "type": "local", "instance_data_dir": "cats"}]), encoding="utf-8")
+    keys = {"model_family": "flux", "model_type": "lora", "data_backend_config": "data/sets.json"}
+    imported = imported_text(folder, "config.json", json.dumps(keys))
+    assert verdict_of(imported, "data_backend_config") == ("mapped", f"data.sources, read from {backends}")
+    assert len(imported.config.data.sources) == 1
+
+
+@pytest.mark.parametrize("named", ["nowhere/sets.json", "/nowhere/sets.json", "~nobody/sets.json", "x" * 5000])
+def test_a_config_whose_data_sets_are_nowhere_is_imported_without(
+    named: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    keys = {"model_family": "flux", "model_type": "lora", "lora_rank": 7, "data_backend_config": named}
+    (tmp_path / "config.json").write_text(json.dumps(keys), encoding="utf-8")
+    assert main(["import", str(tmp_path / "config.json"), "--json"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert document["settings"]["lora.rank"] == 7
+    (line,) = [each for each in document["keys"] if each["key"] == "data_backend_config"]
+    assert line["verdict"] == "changed"
+    assert "name the pictures with --data" in line["why"]
+
+
+def test_data_sets_of_a_hub_are_left_out_by_name(tmp_path: Path) -> None:
+    hub = [{"id": "a", "type": "huggingface", "dataset_name": "a/b", "metadata_backend": "huggingface"}]
+    assert verdict_of(imported_text(tmp_path, "sets.json", json.dumps(hub)), "backends[0]")[0] == "changed"
