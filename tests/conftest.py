@@ -5,7 +5,9 @@ from __future__ import annotations
 import gc
 import os
 import signal
+import tomllib
 from collections.abc import Iterator
+from fnmatch import fnmatchcase
 from pathlib import Path
 from types import FrameType
 
@@ -26,8 +28,22 @@ settings.load_profile("house")
 CHECKOUT = Path(__file__).resolve().parents[1]
 
 
+def matches(name: str, pattern: str) -> bool:
+    """Whether a test's name, with its parameters in brackets, is a pattern's: only `*` is special there."""
+    return fnmatchcase(name, pattern.replace("[", "[[]"))
+
+
+@pytest.hookimpl(tryfirst=True)  # before `-m` chooses
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip tests marked `gpu` where there is no CUDA device; torch is imported only if one was collected."""
+    """Mark as slow what `slow.toml` names; skip tests marked `gpu` where there is no CUDA device.
+
+    Torch is imported only if one of those was collected.
+    """
+    slow = tomllib.loads((CHECKOUT / "tests" / "slow.toml").read_text("utf-8"))
+    for item in items:
+        patterns = slow.get(item.path.relative_to(CHECKOUT).as_posix(), ())
+        if any(matches(item.name, pattern) for pattern in patterns):
+            item.add_marker(pytest.mark.slow)
     marked = [item for item in items if item.get_closest_marker("gpu")]
     if not marked:
         return

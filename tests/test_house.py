@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 import yaml
 
+from tests.conftest import matches
+
 MOST_FILE_LINES = 400
 MOST_FUNCTION_LINES = 60
 # The one page that everybody reads.
@@ -108,3 +110,19 @@ def test_constraints_pin_every_dependency_exactly(checkout: Path) -> None:
     ]
     needed = {need.split(">")[0].split(";")[0].strip().lower() for need in wanted}
     assert needed - names == set()
+
+
+@pytest.mark.slow
+def test_slow_tests_and_what_shows_their_behavior_in_every_suite_exist(checkout: Path) -> None:
+    slow = tomllib.loads((checkout / "tests" / "slow.toml").read_text("utf-8"))
+
+    def collected(marks: str) -> set[str]:
+        command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-m", marks, *slow]
+        done = subprocess.run(command, cwd=checkout, capture_output=True, text=True, check=True)
+        return {line for line in done.stdout.splitlines() if "::" in line}
+
+    left_out, in_every_suite = collected("slow"), collected("not slow")
+    for file, patterns in slow.items():
+        for pattern, shown_by in patterns.items():
+            assert any(matches(name, f"{file}::{pattern}") for name in left_out), pattern
+            assert any(matches(name, f"{file}::{shown_by}") for name in in_every_suite), shown_by

@@ -321,7 +321,6 @@ def test_what_stays_on_the_card_is_told_without_weights() -> None:
     with torch.device("meta"):
         denoiser = tiny_flux().requires_grad_(False)
     sizes = [frozen_bytes(block) for block in streamable_blocks(denoiser)]
-    assert len(sizes) == 5
     assert frozen_bytes(denoiser) > sum(sizes)
     visiting = [[*map(frozen_bytes, streamed_blocks(denoiser, count))] for count in range(len(sizes) + 1)]
     # Two of the largest lie there: one computes while the next one comes.
