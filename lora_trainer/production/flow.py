@@ -271,10 +271,10 @@ def measure(prepared: Prepared, record: Record, state: TrainState, kohya: Path, 
         console.print("gates.lora_check=off: the LoRA is not scored, and no images are made with it")
         report = LoraReport(None, config.gates.lora, {})
     unseen = never_trained(prepared.feed.plan, step, state.step)
+    judged = (cause_told(each, config, step) for each in report.findings)
     falling = still_falling(read_lines(session.folder / VALIDATION), state.step)
-    findings = (cause_told(each, config, step) for each in report.findings)
-    of_the_run = (*filter(None, (unseen, falling)), *map(untrained_word, untrained))
-    report = replace(report, findings=(*findings, *of_the_run))
+    findings = (unseen, *judged, falling, *map(untrained_word, untrained))
+    report = replace(report, findings=tuple(filter(None, findings)))
     score = None if report.score is None else round(report.score, 4)
     record = replace(record, scores={**record.scores, "lora": score}, lora=report.to_json())
     if not checked:
