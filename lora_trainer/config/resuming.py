@@ -159,6 +159,7 @@ CHANGES_NOTHING = (
     "sample.seeds",
     "gates.dataset",
     "gates.lora",
+    "gates.lora_check",
     "run.output",
     "run.name",
     "run.offline",

@@ -8,6 +8,7 @@ LoRAs that are untrained, ruined or not finite is held by tests/evaluation on sm
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -51,6 +52,26 @@ def test_the_default_run_passes_both_gates(subject, seed, tmp_path):
     record = train(tmp_path, subject, seed)
     assert record["scores"]["dataset"] >= 0.8
     assert record["scores"]["lora"] >= 0.9, record["lora"]
+
+
+def test_the_demo_that_make_runs_fails_on_a_refused_lora(checkout, tmp_path, monkeypatch, capsys):
+    """Its score is good after three steps already; most of the images have not been seen."""
+    monkeypatch.chdir(tmp_path)
+    (command,) = re.findall(
+        r"^demo: setup\n\t@\S*/lora-trainer (.*)$", (checkout / "Makefile").read_text("utf-8"), re.M
+    )
+    assert main([*command.split(), *QUICK, "--max-steps", "3", "--set", "gates.lora_check=lite"]) == 4
+    said = capsys.readouterr()
+    assert "22 images, 6 samples trained in 3 steps: 16 images were never trained" in said.err
+    assert "11 steps train each at least once" in said.err
+    folder = tmp_path / "runs" / "demo"
+    document = json.loads((folder / "run.json").read_text(encoding="utf-8"))
+    assert (document["status"], document["exit_code"]) == ("refused", 4)
+    assert document["scores"]["lora"] >= 0.9
+    for place in ("demo.safetensors", "samples/before_after.png", "report.html"):
+        assert str(Path("runs", "demo", place)) in said.out
+        assert (folder / place).is_file()
+    assert (folder / "demo.refused.txt").is_file()
 
 
 def test_a_short_run_passes_both_gates(tmp_path):

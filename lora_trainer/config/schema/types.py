@@ -14,6 +14,7 @@ ScheduleName = Literal["constant", "linear", "cosine", "restarts", "polynomial",
 LossName = Literal["squared", "huber"]
 ExportDtype = Literal["fp16", "bf16", "fp32"]
 ReleaseName = Literal["best", "last"]
+LoraCheckName = Literal["full", "lite", "off"]
 AttentionName = Literal[
     "auto", "fastest", "sdpa", "flash", "efficient", "cudnn", "math", "xformers", "flash2", "flash3"
 ]
