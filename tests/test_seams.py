@@ -10,6 +10,7 @@ import pytest
 
 from lora_trainer.config import schema
 from lora_trainer.diffusion.loss import ERRORS
+from lora_trainer.evaluation.lora_check import LORA_CHECKS
 from lora_trainer.models import FAMILIES
 from lora_trainer.models.attention.kinds import KINDS
 from lora_trainer.models.folder import FAMILY_OF_PIPELINE
@@ -28,6 +29,7 @@ from lora_trainer.production.release import RELEASED_STEP
         (schema.LossName, ERRORS),
         (schema.Precision, DTYPES),
         (schema.ReleaseName, RELEASED_STEP),
+        (schema.LoraCheckName, LORA_CHECKS),
     ],
 )
 def test_each_literal_equals_its_dict(names, functions):

@@ -81,7 +81,7 @@ def _judge(path: Path, config: Config, questions: Questions) -> LoraReport:
     import torch
 
     from lora_trainer.evaluation.encode import EncodeTexts, encode_samples, text_reader
-    from lora_trainer.evaluation.lora_check import check_lora, refused_unloaded
+    from lora_trainer.evaluation.lora_check import LORA_CHECKS, check_lora, refused_unloaded
     from lora_trainer.evaluation.placing import with_less
     from lora_trainer.models.family import Encoders
     from lora_trainer.models.lora_files import read_lora_with_words
@@ -115,6 +115,7 @@ def _judge(path: Path, config: Config, questions: Questions) -> LoraReport:
                 device=device,
                 usable=usable,
                 gate=config.gates.lora,
+                share=LORA_CHECKS[config.gates.lora_check] or LORA_CHECKS["full"],  # what is asked for is measured
                 progress=_say,
                 watch=count(JUDGED),
             )

@@ -158,6 +158,7 @@ CHANGES_NOTHING = (
     "sample.seeds",
     "gates.dataset",
     "gates.lora",
+    "gates.lora_check",
     "run.output",
     "run.name",
     "run.offline",

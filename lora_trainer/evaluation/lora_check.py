@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -66,6 +66,8 @@ UNMEASURED_LEARNING = 0.5  # no evidence is no proof of failure, but the score s
 
 SEED = 20_240_229  # the gate's own, so that a LoRA's score does not depend on the run's seed
 CELLS = 128  # samples x timesteps: few samples are asked about more timesteps
+FEWEST_TIMESTEPS, MOST_TIMESTEPS = 8, 64
+LORA_CHECKS: Mapping[str, float] = {"full": 1.0, "lite": 0.25, "off": 0.0}  # shares of samples x timesteps and prompts
 
 
 def check_lora(
@@ -80,37 +82,36 @@ def check_lora(
     device: torch.device | None = None,
     usable: int | None = None,
     gate: float = GATE,
+    share: float = LORA_CHECKS["full"],
     progress: Callable[[str], None] = lambda message: None,
     watch: Callable[[int, int], None] = lambda done, total: None,
 ) -> LoraReport:
     """Judge a LoRA file on a base model's folder.
 
     `samples` were not trained on, unless `held_out` is False, which is said in a finding.
-    `usable` is what of the device's memory may be filled, in bytes; None means no limit. `watch` is told after each of the
-    model's answers how many of all there are.
+    `usable` is what of the device's memory may be filled, in bytes; None means no limit. `share`, one of `LORA_CHECKS`,
+    says how much is measured. `watch` gets how many forward passes are done, after each, and how many there are.
     Raises UsageError when the file is no LoRA that can be read at all.
     """
     device = device or torch.device("cpu")
-    weights, findings = read_lora_with_words(lora), list[Finding]()
+    weights = read_lora_with_words(lora)
     if refused := refused_unloaded(weights, base, family, gate):
         return refused
     encoding = device if usable != 0 else torch.device("cpu")
     facts = family.describe(base)
+    prompts, samples, timesteps = questions(prompts, samples, share)
     neutral = _encoded_prompts(facts, family, prompts, dtype, encoding, usable or None, device)
     progress("loading the LoRA on a fresh copy of the base")
     # Only the denoiser is asked anything: the rest of the pipeline need not fit on the card beside it.
     pipeline = fresh_pipeline(family, base, dtype, torch.device("cpu"))
     denoiser = getattr(pipeline, family.denoiser_prefix)
     modules = adaptable_modules(components_of(pipeline, family))
-    shapes = {name: tuple(module.weight.shape) for name, module in modules.items()}
-    findings += _key_findings(misfits(weights, shapes, family, base))
     of_base = [name for name in weights.modules if name in modules]
     norms = {name: float(modules[name].weight.detach().to(device).float().norm()) for name in of_base}
-    if not findings:
-        findings += _loading_findings(pipeline, family, lora, weights)
-    if findings:
+    shapes = {name: tuple(module.weight.shape) for name, module in modules.items()}
+    problems = _key_findings(misfits(weights, shapes, family, base))
+    if findings := problems or _loading_findings(pipeline, family, lora, weights):
         return _report({"integrity": 0.0}, findings, {}, gate)
-
     told = changed = Told(neutral, samples)
     if reads_again(weights, samples, family):
         told, changed = told_by(pipeline, family, prompts, told, encoding, dtype, weights)
@@ -118,16 +119,17 @@ def check_lora(
     placed = bring_denoiser(denoiser, family, device, usable, places)
     if placed.resident is not None:
         progress(f"judging with {placed.words}")
-    in_all, of_drift = answers(len(prompts), len(samples)), answers(len(prompts), 0)
+    in_all, of_drift = answers(len(prompts), len(samples), timesteps), answers(len(prompts), 0, timesteps)
     predict = partial(in_parts, watched(partial(family.predict, denoiser), in_all, watch))
     progress(f"measuring drift on unrelated prompts: {of_drift} answers of the model at {facts.resolution} px")
     drifted = _measure_drift(pipeline, predict, base, family, told.prompts, changed.prompts, device)
     progress(f"measuring held-out loss with and without the LoRA: {in_all - of_drift} answers of the model")
-    learned = _measure_learning(pipeline, predict, base, family, told.samples, changed.samples, dtype, device)
+    learned = _measure_learning(pipeline, predict, base, family, told, changed, timesteps, dtype, device)
     health = examine(weights.modules, norms)
     del pipeline, denoiser, modules, predict
     free_memory(device)
-    return judge(drifted, learned, health, held_out=held_out, gate=gate, samples=len(samples))
+    report = judge(drifted, learned, health, held_out=held_out, gate=gate, samples=len(samples))
+    return replace(report, findings=(*report.findings, *_share_findings(share, in_all)))
 
 
 def refused_unloaded(weights: LoraWeights, base: Path, family: Family, gate: float = GATE) -> LoraReport | None:
@@ -259,17 +261,23 @@ def watched(predict: Predict, total: int, watch: Callable[[int, int], None]) -> 
     return told
 
 
-def answers(prompts: int, samples: int) -> int:
+def questions(
+    prompts: Sequence[str], samples: Sequence[EncodedSample], share: float
+) -> tuple[Sequence[str], Sequence[EncodedSample], int]:
+    """The prompts and samples that a share of the gate asks about, and at how many timesteps each of the samples."""
+    cells = int(CELLS * share)
+    if share < LORA_CHECKS["full"]:
+        prompts, samples = prompts[:: int(1 / share)], samples[: max(1, cells // FEWEST_TIMESTEPS)]
+    return prompts, samples, max(FEWEST_TIMESTEPS, min(MOST_TIMESTEPS, cells // max(1, len(samples))))
+
+
+def answers(prompts: int, samples: int, timesteps: int) -> int:
     """How often the model is asked, with and without the LoRA: on its way to pictures, and about held-out samples."""
     asked = VISITS * -(-prompts // PREDICTED_AT_ONCE)
     if samples:
-        whole, rest = divmod(timesteps_for(samples), MICRO)
+        whole, rest = divmod(timesteps, MICRO)
         asked += samples * (whole * -(-MICRO // PREDICTED_AT_ONCE) + -(-rest // PREDICTED_AT_ONCE))
     return 2 * asked
-
-
-def timesteps_for(samples: int) -> int:
-    return max(8, min(64, CELLS // samples))
 
 
 def _measure_learning(
@@ -277,26 +285,27 @@ def _measure_learning(
     predict: Any,
     base: Path,
     family: Family,
-    samples: Sequence[EncodedSample],
-    changed: Sequence[EncodedSample],
+    told: Told,
+    changed: Told,
+    timesteps: int,
     dtype: torch.dtype,
     device: torch.device,
 ) -> Improvement | None:
-    """Of the `samples` by the base, and of the same as text encoders with the LoRA on them read their captions."""
-    if not samples:
+    """Of the samples by the base, and of the same as text encoders with the LoRA on them read their captions."""
+    if not told.samples:
         return None
     losses = partial(
         held_out_losses,
         predict,
         process=family.make_process(base),
         seed=SEED,
-        timesteps=timesteps_for(len(samples)),
+        timesteps=timesteps,
         device=device,
         dtype=dtype,
     )
     with without_lora(pipeline):
-        before = losses(samples)
-    return improvement(before, losses(changed))
+        before = losses(told.samples)
+    return improvement(before, losses(changed.samples))
 
 
 def _loading_findings(pipeline: Any, family: Family, lora: Path, weights: LoraWeights) -> list[Finding]:
@@ -318,6 +327,14 @@ def _key_findings(problems: list[Problem]) -> list[Finding]:
 def _not_finite(names: list[str], total: int) -> Finding:
     message = f"{len(names)} of {total} modules hold NaN or infinity (first: {names[0]})."
     return Finding("not_finite", "error", message, "Train again with a lower learning rate.")
+
+
+def _share_findings(share: float, passes: int) -> list[Finding]:
+    if share == LORA_CHECKS["full"]:
+        return []
+    message = f"Measured in brief, with {counted(passes, 'forward pass', 'forward passes')}: the score is less certain."
+    fix = "Measure it in full with gates.lora_check=full, or with `validate`."
+    return [Finding("lite_check", "note", message, fix)]
 
 
 def _learning_findings(found: Improvement | None, held_out: bool, samples: int) -> list[Finding]:

@@ -12,9 +12,9 @@ from lora_trainer.core.io import finite
 
 @dataclass(frozen=True)
 class LoraReport:
-    """The score in [0, 1], its parts, and the numbers behind them."""
+    """The score in [0, 1], its parts, and the numbers behind them; a score of None was not measured."""
 
-    score: float
+    score: float | None
     gate: float
     parts: Mapping[str, float]
     findings: tuple[Finding, ...] = ()
@@ -23,21 +23,22 @@ class LoraReport:
     @property
     def passed(self) -> bool:
         """A gate of 0 refuses nothing; any other refuses an error, whatever the score."""
-        return self.gate == 0 or not self.reasons
+        return self.gate == 0 or (self.score is not None and not self.reasons)
 
     @property
     def reasons(self) -> tuple[str, ...]:
         """Why a gate refuses the LoRA, in sentences."""
-        under = (f"The LoRA scores {self.score:.2f}, under the gate of {self.gate:.2f}.",)
         errors = tuple(finding.message for finding in self.findings if finding.severity == "error")
-        return (*(under if self.score < self.gate else ()), *errors)
+        if self.score is None or self.score >= self.gate:
+            return errors
+        return (f"The LoRA scores {self.score:.2f}, under the gate of {self.gate:.2f}.", *errors)
 
     def to_json(self) -> dict[str, Any]:
         """As `validate --json` prints it; numbers that are not finite become null."""
         document: dict[str, Any] = finite(
             {
                 "score": self.score,
-                "passed": self.passed,
+                "passed": None if self.score is None else self.passed,
                 "gate": self.gate,
                 "parts": dict(self.parts),
                 "findings": [finding.to_json() for finding in self.findings],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -105,16 +106,21 @@ def draw_comparison(
     say: Callable[[str], None],
     *,
     name: str = BEFORE_AFTER,
+    most: int | None = None,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Path:
-    """Pictures of the run's prompts without the file and with it, same seeds, into `folder`; the sheet's path."""
+    """Pictures of the run's prompts without the file and with it, same seeds, into `folder`; the sheet's path.
+
+    At most `most` prompts and strengths, where it is set.
+    """
     from lora_trainer.evaluation.placing import with_less
     from lora_trainer.evaluation.sample import Where, compare
     from lora_trainer.production.choices import usable_bytes
 
     seeds = [config.train.seed + index for index in range(config.sample.seeds)]
-    rows = rows_for(sample_prompts(config, inputs), seeds)
+    rows = rows_for(sample_prompts(config, inputs), seeds)[:most]
     drawing, where = run_drawing(config, inputs), Where(folder, name)
+    drawing = replace(drawing, strengths=drawing.strengths[:most])
 
     def drawn(usable: int | None) -> object:
         return compare(

@@ -224,8 +224,7 @@ def run_training(
 def release(prepared: Prepared, record: Record, state: TrainState) -> Outcome:
     """Export, judge and draw; the record with scores and files."""
     session, built = prepared.session, prepared.built
-    config, console, folder, choices = session.config, session.console, session.folder, session.choices
-    watch = partial(reached, session, state)
+    config, console, folder = session.config, session.console, session.folder
     began, name = time.monotonic(), session.folder.name
     released = choose_released(config, prepared.job.checkpoints, state, built.learner)
     console.print(f"releasing step {released.step}")
@@ -247,26 +246,53 @@ def release(prepared: Prepared, record: Record, state: TrainState) -> Outcome:
     if words:
         console.print(f"new words, also in {kohya.name}: {', '.join(path.name for path in words)}", markup=False)
     leave_if_told()
-    free_learner(built.learner)
-    console.print("validating the LoRA from its file")
-    watch("validating")
-    say, device, dtype = console.print, choices.device, choices.dtype
-    report = judge_lora(kohya, config, session.inputs, prepared.held_out, device, dtype, console)
-    unseen = never_trained(prepared.feed.plan, released.step, state.step)
-    falling = still_falling(read_lines(folder / VALIDATION), state.step)
-    findings = (cause_told(each, config, released.step) for each in report.findings)
+    outcome = measure(prepared, record, state, kohya, untrained)
+    return replace(outcome, record=outcome.record.with_seconds(validate=time.monotonic() - began))
+
+
+def measure(prepared: Prepared, record: Record, state: TrainState, kohya: Path, untrained: Sequence[str]) -> Outcome:
+    """Judge the exported file and draw with it, where `gates.lora_check` asks for it; the record with what came of it."""
+    session, config, console = prepared.session, prepared.session.config, prepared.session.console
+    step, checked = record.released["step"], config.gates.lora_check != "off"
+    if checked:
+        free_learner(prepared.built.learner)
+        console.print("validating the LoRA from its file")
+        reached(session, state, "validating")
+        report = judge_lora(
+            kohya,
+            config,
+            session.inputs,
+            prepared.held_out,
+            session.choices.device,
+            session.choices.dtype,
+            console,
+        )
+    else:
+        console.print("gates.lora_check=off: the LoRA is not scored, and no images are made with it")
+        report = LoraReport(None, config.gates.lora, {})
+    unseen = never_trained(prepared.feed.plan, step, state.step)
+    falling = still_falling(read_lines(session.folder / VALIDATION), state.step)
+    findings = (cause_told(each, config, step) for each in report.findings)
     of_the_run = (*filter(None, (unseen, falling)), *map(untrained_word, untrained))
     report = replace(report, findings=(*findings, *of_the_run))
-    record = replace(record, scores={**record.scores, "lora": round(report.score, 4)}, lora=report.to_json())
-    comparison = None
-    watch("drawing")
+    score = None if report.score is None else round(report.score, 4)
+    record = replace(record, scores={**record.scores, "lora": score}, lora=report.to_json())
+    if not checked:
+        return Outcome(record, report, None)
+    reached(session, state, "drawing")
     try:
         with counting(console) as count:
-            progress = count(DRAWN)
             comparison = draw_comparison(
-                kohya, folder / "samples", config, session.inputs, device, dtype, say, progress=progress
+                kohya,
+                session.folder / "samples",
+                config,
+                session.inputs,
+                session.choices.device,
+                session.choices.dtype,
+                console.print,
+                most=1 if config.gates.lora_check == "lite" else None,
+                progress=count(DRAWN),
             )
-        record = replace(record, files={**record.files, "before_after": comparison.relative_to(folder).as_posix()})
     except (
         RuntimeError,
         ValueError,
@@ -274,7 +300,9 @@ def release(prepared: Prepared, record: Record, state: TrainState) -> Outcome:
         MemoryError,
     ) as error:  # the LoRA is whole and judged: pictures are not worth its loss
         console.print(f"the before/after pictures could not be drawn: {first_line(error)}")
-    return Outcome(record.with_seconds(validate=time.monotonic() - began), report, comparison)
+        return Outcome(record, report, None)
+    files = {**record.files, "before_after": comparison.relative_to(session.folder).as_posix()}
+    return Outcome(replace(record, files=files), report, comparison)
 
 
 def reached(session: Session, state: TrainState, phase: Phase) -> None:

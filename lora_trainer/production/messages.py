@@ -187,10 +187,14 @@ def show_end(record: Record, report: LoraReport, folder: Path, comparison: Path 
     """Both scores with what was found, and where everything is. The time is that of the steps, over all sessions."""
     console.print()
     console.rule(f"{record.name}: {record.steps} steps in {duration(record.training['seconds'])}", style="dim")
-    parts = ", ".join(f"{name} {value:.2f}" for name, value in report.parts.items())
     console.print(f"data set score  {record.scores['dataset']:.2f}")
-    told = ", learning says little" if caveat(report.numbers) else ""  # why is among the findings
-    console.print(f"LoRA score      {report.score:.2f}{told}  ({parts})")
+    if report.score is None:
+        lora = folder / f"{record.name}.safetensors"
+        console.print(f"LoRA score      not measured: lora-trainer validate {lora}", soft_wrap=True, markup=False)
+    else:
+        parts = ", ".join(f"{name} {value:.2f}" for name, value in report.parts.items())
+        told = ", learning says little" if caveat(report.numbers) else ""  # why is among the findings
+        console.print(f"LoRA score      {report.score:.2f}{told}  ({parts})")
     for finding in report.findings:
         console.print(f"  {finding.severity}: {finding.message} {finding.fix}".rstrip())
     console.print(f"released        step {record.released['step']}: {record.released['reason']}")

@@ -25,7 +25,7 @@ from lora_trainer.data.steps import StepArithmetic
 from lora_trainer.diffusion.process import Process
 from lora_trainer.evaluation.held_out import EncodedSample
 from lora_trainer.evaluation.loading import free_memory
-from lora_trainer.evaluation.lora_check import check_lora
+from lora_trainer.evaluation.lora_check import LORA_CHECKS, check_lora
 from lora_trainer.evaluation.placing import with_less
 from lora_trainer.evaluation.report import LoraReport
 from lora_trainer.export.lora_file import write_lora
@@ -271,6 +271,7 @@ def judge_lora(
                 device=device,
                 usable=usable,
                 gate=config.gates.lora,
+                share=LORA_CHECKS[config.gates.lora_check],
                 progress=say,
                 watch=count(JUDGED),
             )

@@ -16,6 +16,7 @@ from rich.console import Console
 
 from lora_trainer.config.layers import Resolved
 from lora_trainer.config.options import suited
+from lora_trainer.config.schema import GatesSection
 from lora_trainer.core.disk import FULL, Patience, patient, refusal, until_written
 from lora_trainer.core.errors import (
     DONE,
@@ -110,6 +111,8 @@ def train(
     `watch` is called as the run moves on. Raises UserError for everything a user
     can mend; what was trained until then is saved and recorded.
     """
+    if enforce_gates:
+        refuse_unmeasured(resolved.config.gates)
     if not dry_run:
         refuse_missing_attention(resolved)
     console = console or plain_console(quiet=not is_main_process())
@@ -192,6 +195,14 @@ def with_weights(order: Order, inputs: Inputs) -> Inputs:
         return inputs
     say = silent if order.console.quiet else on_stderr
     return replace(inputs, facts=read_model(order.config, order.families, say=say)[1])
+
+
+def refuse_unmeasured(gates: GatesSection) -> None:
+    """Raise UsageError for a gate that is enforced on a score that is not measured."""
+    if gates.lora_check == "off" and gates.lora > 0:
+        message = f"gates.lora_check=off measures no score, and gates.lora={gates.lora:g} is enforced here."
+        fix = "Set gates.lora_check=lite or full, or gates.lora=0, which refuses no LoRA; `train` enforces neither."
+        raise UsageError(Problem(message, fix))
 
 
 def refuse_data(inputs: Inputs, *, enforce_gates: bool) -> None:
@@ -303,7 +314,7 @@ def mark_refused(folder: Path, report: LoraReport | None) -> None:
     if report is None:
         note.unlink(missing_ok=True)
         return
-    lines = [f"{folder.name}.safetensors was refused: score {report.score:.2f}, gate {report.gate:.2f}."]
+    lines = [f"{folder.name}.safetensors was refused. {' '.join(report.reasons)}"]
     lines += [f"{finding.severity}: {finding.message} {finding.fix}".rstrip() for finding in report.findings]
     text = "\n".join(lines) + "\n"
     until_written(note.name, folder, lambda: write_text(note, text), len(text))

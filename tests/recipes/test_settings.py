@@ -136,6 +136,34 @@ def test_a_lora_that_has_not_seen_every_image_is_refused_by_name(bench, capsys):
     assert bench.run("off", command="produce", steps=2, gates__lora=0) == 0, "a gate of 0 refuses nothing"
 
 
+def test_the_check_of_the_lora_can_be_cut_short_or_left_out(bench, capsys):
+    full, lite, off = (
+        {"gates__lora_check": each, "sample__count": 2, "sample__strengths": "[0.5, 1.0]"}
+        for each in ("full", "lite", "off")
+    )
+    drawn = {}
+    for name, settings in (("full", full), ("lite", lite), ("off", off)):
+        assert bench.run(name, steps=5, **settings) == 0
+        drawn[name] = len(list((bench.folder(name) / "samples").glob("before_after_*.png")))
+    assert drawn == {"full": 6, "lite": 2, "off": 0}
+    assert exported(bench.folder("off")) == exported(bench.folder("full"))
+    lite, off = record(bench.folder("lite")), record(bench.folder("off"))
+    assert lite["scores"]["lora"] is not None
+    assert "lite_check" in {finding["code"] for finding in lite["lora"]["findings"]}
+    assert (off["status"], off["scores"]["lora"], off["lora"]["passed"]) == ("done", None, None)
+    assert off["config"]["gates"]["lora_check"] == "off"
+    assert "before_after" not in off["files"]
+    assert "Trained, not judged" in (bench.folder("off") / "report.html").read_text("utf-8")
+    assert "LoRA score      not measured" in capsys.readouterr().out
+
+
+def test_an_enforced_gate_needs_a_score(bench, capsys):
+    assert bench.run("unmeasured", command="produce", gates__lora_check="off") == 2
+    assert "Set gates.lora_check=lite or full, or gates.lora=0" in capsys.readouterr().err
+    assert not bench.folder("unmeasured").exists()
+    assert bench.run("unmeasured", command="produce", steps=5, gates__lora_check="off", gates__lora=0) == 0
+
+
 def test_old_checkpoints_go(bench):
     assert bench.run("pruned", checkpoint__every_steps=1, checkpoint__keep_last=2) == 0
     kept = sorted(path.name for path in (bench.folder("pruned") / "checkpoints").glob("step-*"))

@@ -6,7 +6,15 @@ from typing import Annotated
 
 from pydantic import Field
 
-from lora_trainer.config.schema.types import Count, CountOrZero, NotNegative, ReleaseName, Section, Share
+from lora_trainer.config.schema.types import (
+    Count,
+    CountOrZero,
+    LoraCheckName,
+    NotNegative,
+    ReleaseName,
+    Section,
+    Share,
+)
 
 
 class CheckpointSection(Section):
@@ -47,7 +55,12 @@ class SampleSection(Section):
 
 class GatesSection(Section):
     dataset: Share = Field(0.8, description="score below which a data set is refused by `produce`")
-    lora: Share = Field(0.9, description="score below which a LoRA is refused by `produce`")
+    lora: Share = Field(0.9, description="score below which a LoRA is refused by `produce`; 0 refuses none")
+    lora_check: LoraCheckName = Field(
+        "full",
+        description="how much of the LoRA is measured at the end: `lite` takes a quarter of the forward passes and one "
+        "image with and without the LoRA, `off` neither scores it nor makes images",
+    )
 
 
 class RunSection(Section):

@@ -13,6 +13,7 @@ OptimizerName = Literal["adamw", "adamw8bit", "paged_adamw8bit", "adafactor", "l
 ScheduleName = Literal["constant", "linear", "cosine", "restarts", "polynomial", "one_cycle"]
 LossName = Literal["squared", "huber"]
 ReleaseName = Literal["best", "last"]
+LoraCheckName = Literal["full", "lite", "off"]
 AttentionName = Literal[
     "auto", "fastest", "sdpa", "flash", "efficient", "cudnn", "math", "xformers", "flash2", "flash3"
 ]
