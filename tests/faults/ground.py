@@ -29,6 +29,7 @@ SHORT = {
     "checkpoint.wait_minutes": 0,
     "validate.every_steps": EVERY,
     "sample.every_steps": 0,
+    "gates.lora_check": "full",
     "sample.steps": 1,
     "sample.count": 1,
 }

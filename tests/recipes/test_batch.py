@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from lora_trainer.cli.main import main
+from lora_trainer.config.schema import Config
 from lora_trainer.jobs import queue
 from lora_trainer.models import FAMILIES, kept
 from lora_trainer.monitor.trackers import Trackers
@@ -37,7 +38,8 @@ class Night:
     cache: Path
 
     def arguments(self, *extra: str, **settings: object) -> list[str]:
-        given = QUICK | {"cache.folder": str(self.cache), "checkpoint.every_steps": "1", "gates.lora": "0"}
+        given = QUICK | {"cache.folder": str(self.cache), "checkpoint.every_steps": "1"}
+        given["gates.lora"] = "0"  # nothing is scored
         given |= {key.replace("__", "."): str(value) for key, value in settings.items()}
         chosen = [part for key, value in given.items() for part in ("--set", f"{key}={value}")]
         places = ["--model", str(self.model), "--output", str(self.output)]
@@ -143,13 +145,25 @@ def test_good_folders_are_trained_and_bad_ones_have_their_reason(over):
     assert not (night.output / "fir").exists()
 
 
+def test_each_job_is_held_to_the_whole_gate(night):
+    (night.root / "ash" / "lora.toml").write_text("[optim]\nlearning_rate = 1e-12\n", encoding="utf-8")
+    shutil.rmtree(night.root / "cedar")
+    gate = Config().gates
+    given = {"gates__lora": gate.lora, "gates__lora_check": gate.lora_check}
+    assert night.run("--max-steps", "6", **given) == 4
+    assert night.jobs("status") == {"ash": "refused", "birch": "done"}
+    scores = {name: each["lora"] for name, each in night.jobs("scores").items()}
+    assert scores["ash"] < gate.lora <= scores["birch"]
+    assert "under the gate of 0.90" in night.jobs("reason")["ash"]
+
+
 def test_a_batch_refuses_what_has_not_seen_every_image(night):
     shutil.rmtree(night.root / "birch")
     shutil.rmtree(night.root / "cedar")
-    assert night.run(gates__lora="1e-9") == 4
+    assert night.run(gates__lora="1e-9", gates__lora_check="lite") == 4
     assert night.jobs("status") == {"ash": "refused"}
     assert "9 images, 6 samples trained in 3 steps: 3 images were never trained" in night.jobs("reason")["ash"]
-    assert night.run("--resume", gates__lora="1e-9") == 4
+    assert night.run("--resume", gates__lora="1e-9", gates__lora_check="lite") == 4
     assert "3 images were never trained" in night.jobs("reason")["ash"]
 
 

@@ -37,10 +37,10 @@ def test_a_second_run_loads_no_encoder_to_train(own, capsys, monkeypatch):
         return family.load_encoders(*arguments)
 
     monkeypatch.setitem(FAMILIES, "sd15", replace(family, load_encoders=load_encoders))
-    assert own.run("first", steps=1) == 0
+    assert own.run("first", steps=1, gates__lora_check="lite") == 0
     assert "10 latents: 0 reused, 10 rebuilt (10 new)" in capsys.readouterr().out
     first = len(loads)
-    assert own.run("second", steps=1) == 0
+    assert own.run("second", steps=1, gates__lora_check="lite") == 0
     shown = capsys.readouterr().out
     assert "10 latents: 10 reused, 0 rebuilt" in shown
     assert "11 texts: 11 reused, 0 rebuilt" in shown

@@ -15,7 +15,6 @@ VARIED = {
     "captions__variants": 4,
     "captions__weighted_words": "true",
     "checkpoint__every_steps": 3,
-    "gates__lora": 0.0,
 }
 
 

@@ -55,7 +55,12 @@ def test_two_processes_train_what_one_trains(bench: Bench, checkout: Path):
         "captions__shuffle": "true",
         "captions__dropout": 0.3,
     }
-    ended = launch(checkout, bench.arguments("two", **settings), "accelerate_configs/multi_gpu.yaml", *WITHOUT_GPUS)
+    ended = launch(
+        checkout,
+        bench.arguments("two", gates__lora_check="lite", **settings),
+        "accelerate_configs/multi_gpu.yaml",
+        *WITHOUT_GPUS,
+    )
     assert ended.returncode == 0, ended.stderr[-3000:]
     assert ended.stdout.count("validating the LoRA") == 1, "only one process speaks"
     assert bench.run("one", **settings) == 0
@@ -117,7 +122,14 @@ def test_two_machines_are_two_launches(bench: Bench, checkout: Path, tmp_path: P
     path.write_text(yaml.safe_dump(config | filled | {"gpu_ids": "-1", "use_cpu": True}), encoding="utf-8")
     with ThreadPoolExecutor() as both:
         machines = [
-            both.submit(launch, checkout, bench.arguments("two", steps=4), str(path), "--machine_rank", str(rank))
+            both.submit(
+                launch,
+                checkout,
+                bench.arguments("two", steps=4, gates__lora_check="lite"),
+                str(path),
+                "--machine_rank",
+                str(rank),
+            )
             for rank in (0, 1)
         ]
         ended = [machine.result() for machine in machines]

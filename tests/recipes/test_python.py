@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from lora_trainer.config.toml import parse_value
 from lora_trainer.core.errors import DatasetRefused, LoraRefused, UsageError
 from lora_trainer.monitor.progress import Progress
 from lora_trainer.production import ProductionTrainer
@@ -17,10 +18,9 @@ from tests.recipes.recipe import QUICK, Bench, draw_pictures, exported, record
 
 def settings_of(bench: Bench, **more: object) -> dict[str, object]:
     """The recipes' quick settings as Python values."""
-    values = {name: text if name == "memory.base_precision" else float(text) for name, text in QUICK.items()}
-    whole = {name: int(value) if isinstance(value, float) and value >= 1 else value for name, value in values.items()}
-    whole |= {"validate.every_steps": 0, "sample.every_steps": 0, "cache.folder": bench.cache, "train.max_steps": 6}
-    return whole | {key.replace("__", "."): value for key, value in more.items()}
+    values = {name: parse_value(text) for name, text in QUICK.items()}
+    values |= {"cache.folder": bench.cache, "train.max_steps": 6}
+    return values | {key.replace("__", "."): value for key, value in more.items()}
 
 
 def trainer_of(bench: Bench, name: str, **more: object) -> ProductionTrainer:
@@ -50,7 +50,7 @@ def test_the_documented_example_runs(bench, tmp_path, monkeypatch, checkout, cap
 
 def test_it_trains_what_the_command_trains(finished, bench):
     seen: list[Progress] = []
-    settings = settings_of(bench, checkpoint__every_steps=3, validate__every_steps=3)
+    settings = settings_of(bench, checkpoint__every_steps=3, validate__every_steps=3, gates__lora_check="full")
     trainer = ProductionTrainer(
         bench.model, bench.data, settings=settings, output=bench.output, name="first", quiet=True, progress=seen.append
     )
@@ -76,12 +76,12 @@ def test_refusals_carry_what_the_gate_found(bench, tmp_path):
     data = draw_pictures(tmp_path / "bare")
     for caption in sorted(data.glob("*.txt"))[:4]:
         caption.unlink()
-    bare = trainer_of(Bench(bench.model, data, bench.output, bench.cache), "bare")
+    bare = trainer_of(Bench(bench.model, data, bench.output, bench.cache), "bare", gates__lora_check="full")
     assert not bare.check().passed
     with pytest.raises(DatasetRefused, match="4 of 10 files have no caption") as refused:
         bare.produce()
     assert refused.value.report.score == bare.check().score
-    idle = trainer_of(bench, "idle", optim__learning_rate=1e-12, train__max_steps=1)
+    idle = trainer_of(bench, "idle", optim__learning_rate=1e-12, train__max_steps=1, gates__lora_check="full")
     with pytest.raises(LoraRefused, match="under the gate") as refused:
         idle.produce()
     assert refused.value.report.parts["integrity"] == 0.0

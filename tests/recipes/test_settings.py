@@ -82,7 +82,7 @@ def test_targets_decide_what_is_trained(targets, present, absent, bench):
 
 
 def test_pictures_while_training_do_not_change_the_run(finished, bench):
-    assert bench.run("first", sample__every_steps=2) == 0
+    assert bench.run("first", sample__every_steps=2, gates__lora_check="lite") == 0
     drawn = {path.name for path in (bench.folder("first") / "samples").iterdir()}
     assert {"step-000002.png", "step-000004.png", "before_after.png"} <= drawn
     assert exported(bench.folder("first")) == exported(finished.folder("first"))
@@ -106,13 +106,15 @@ def test_an_untrained_lora_is_refused_and_kept(bench, capsys):
     assert document["scores"]["lora"] <= 0.3
     assert (bench.folder("idle") / "idle.safetensors").is_file()
     assert "changes nothing" in (bench.folder("idle") / "idle.refused.txt").read_text("utf-8")
-    assert bench.run("idle-too", steps=1, optim__learning_rate=1e-12) == 0, "train scores, produce refuses"
+    assert bench.run("idle-too", steps=1, optim__learning_rate=1e-12, gates__lora_check="lite") == 0, (
+        "train scores, produce refuses"
+    )
 
 
 def test_a_lora_that_has_not_seen_every_image_is_refused_by_name(bench, capsys):
     """9 of the 10 pictures are trained, one is held out; an epoch is 5 steps."""
     unseen = "9 images, 4 samples trained in 2 steps: 5 images were never trained"
-    low = {"gates__lora": 1e-9, "validate__every_steps": 0}
+    low = {"gates__lora": 1e-9, "gates__lora_check": "lite"}
     assert bench.run("brief", command="produce", steps=2, **low) == 4
     said = capsys.readouterr()
     assert unseen in said.err
@@ -133,7 +135,9 @@ def test_a_lora_that_has_not_seen_every_image_is_refused_by_name(bench, capsys):
     assert bench.run("told", steps=2, **low) == 0, "train tells, produce refuses"
     assert unseen in capsys.readouterr().out
     assert "Done, but not past its gates" in (bench.folder("told") / "report.html").read_text("utf-8")
-    assert bench.run("off", command="produce", steps=2, gates__lora=0) == 0, "a gate of 0 refuses nothing"
+    assert bench.run("off", command="produce", steps=2, gates__lora=0, gates__lora_check="off") == 0, (
+        "a gate of 0 refuses nothing"
+    )
 
 
 def test_the_check_of_the_lora_can_be_cut_short_or_left_out(bench, capsys):

@@ -43,6 +43,7 @@ PHASES: dict[str, tuple[Any, str, int, int]] = {
 }
 IN_EVERY_SUITE = ("caching", "a slow step", "validation", "the gate")
 SETTINGS: dict[str, object] = {"checkpoint__every_steps": 3, "validate__every_steps": 3}
+LITE = {"gates__lora_check": "lite"}
 
 
 def told_in(target: Any, name: str, call: int, number: int = signal.SIGTERM) -> Callable[..., Any]:
@@ -72,7 +73,9 @@ def same(one: Bench, other: Bench) -> None:
 )
 def test_a_signal_in_each_phase(phase: str, bench: Bench, finished: Bench, capfd: pytest.CaptureFixture[str]) -> None:
     target, name, call, trained = PHASES[phase]
-    settings = SETTINGS | ({"sample__every_steps": 4} if phase == "pictures" else {})
+    settings = SETTINGS | {"pictures": {"sample__every_steps": 4}, "the gate": LITE, "the last pictures": LITE}.get(
+        phase, {}
+    )
     hurried = settings | ({"train__grace_seconds": 1e-9} if phase in ("a slow step", "pictures") else {})
     with patched(target, name, told_in(target, name, call)):
         assert bench.run("first", **hurried) == 143

@@ -58,7 +58,7 @@ def test_captions_are_read_as_the_file_was_trained_unless_asked_otherwise() -> N
 
 def test_new_words_are_learned_bundled_and_drawn_with(bench: Bench, capsys: pytest.CaptureFixture[str]) -> None:
     words = {"text__tokens": '["<zobo>"]', "text__token_vectors": 2, "captions__trigger": "<zobo>"}
-    drawn = {"sample__prompts": '["a [trigger] on a blue background"]', "gates__lora": 0.0}
+    drawn = {"sample__prompts": '["a [trigger] on a blue background"]', "gates__lora_check": "lite"}
     assert bench.run("words", steps=3, text__token_learning_rate=0.1, **words, **drawn) == 0
     folder, files = bench.folder("words"), record(bench.folder("words"))["files"]
     assert files["embedding-zobo"] == "words.embedding-zobo.safetensors"

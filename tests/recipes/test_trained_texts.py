@@ -37,6 +37,7 @@ def trained(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
         "sample__every_steps": 6,
         "checkpoint__release": "last",
         "captions__dropout": 0.2,
+        "gates__lora_check": "lite",
     }
     assert made.run("cat", steps=12, **settings, **more) == 0
     return made

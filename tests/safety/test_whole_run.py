@@ -56,7 +56,7 @@ def ran(sound_model: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Be
         patch.setenv("LORA_TRAINER_CACHE", str(folder / "cache"))
         said = _heard(heard)
         code = bench.run(
-            "own", "--offline", steps=2, sample__count=1, checkpoint__every_steps=1, validate__every_steps=1
+            "own", "--offline", steps=2, checkpoint__every_steps=1, validate__every_steps=1, gates__lora_check="full"
         )
         text = "".join(said)
     assert code == 0, text
@@ -132,7 +132,13 @@ def test_no_secret_is_written_by_a_batch(sound_model: Path, tmp_path: Path, monk
         monkeypatch.setenv(name, value)
     draw_pictures(tmp_path / "root" / "one", 6)
     bench = Bench(sound_model, tmp_path / "root", tmp_path / "out", tmp_path / "cache")
-    settings = {**QUICK, "cache.folder": str(bench.cache), "gates.dataset": "0", "gates.lora": "0"}
+    settings = {
+        **QUICK,
+        "cache.folder": str(bench.cache),
+        "gates.dataset": "0",
+        "gates.lora": "0",
+        "gates.lora_check": "full",
+    }
     asked = [part for key, value in settings.items() for part in ("--set", f"{key}={value}")]
     places = ["--model", str(sound_model), "--output", str(bench.output), "--max-steps", "1"]
     assert main(["batch", str(bench.data), *places, *asked]) == 0
