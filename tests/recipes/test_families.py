@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import signal
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -32,6 +33,7 @@ from tests.recipes.test_resume import stop
 CPU = torch.device("cpu")
 LEARNING = {"data__resolution": 64, "lora__alpha": 8, "checkpoint__every_steps": 3, "captions__dropout": 0.3}  # rank 4
 KINDS = {"sd3-without-t5": "sd3", "sd3.5": "sd3", "flux-schnell": "flux"}  # further ones of a family
+AT_1024 = ("flux", "z_image")  # pixels that the gate asks them at, for no config of theirs says less: ten times as long
 
 
 @pytest.fixture(scope="module", params=[*FAMILIES, *(pytest.param(kind, marks=pytest.mark.slow) for kind in KINDS)])
@@ -42,7 +44,8 @@ def trained(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
         save_tiny_model(folder, request.param), draw_pictures(folder / "data"), folder / "runs", folder / "cache"
     )
     assert detect_family(made.model) == KINDS.get(request.param, request.param)
-    assert made.run("cat", steps=12, validate__every_steps=12, gates__lora_check="lite", **LEARNING) == 0
+    check = "off" if detect_family(made.model) in AT_1024 else "lite"
+    assert made.run("cat", steps=12, validate__every_steps=12, gates__lora_check=check, **LEARNING) == 0
     return made
 
 
@@ -62,8 +65,21 @@ def test_loss_falls(trained):
     assert document["status"] == "done"
     told = [line for line in document["choices"] if line.startswith("times: ")]
     assert len(told) == (family_of(trained) not in ("sd15", "sd2", "sdxl"))
-    assert document["lora"]["parts"]["integrity"] == 1.0
-    assert document["lora"]["parts"]["learning"] > 0.0
+    if family_of(trained) not in AT_1024:
+        assert learned(document)
+
+
+def learned(document: dict[str, Any]) -> bool:
+    parts = document["lora"]["parts"]
+    return bool(parts["integrity"] == 1.0 and parts["learning"] > 0.0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", AT_1024)
+def test_the_gate_measures_what_was_learned_at_1024_px(family, tmp_path):
+    made = Bench(save_tiny_model(tmp_path, family), draw_pictures(tmp_path / "data"), tmp_path, tmp_path / "cache")
+    assert made.run("cat", steps=12, gates__lora_check="lite", **LEARNING) == 0
+    assert learned(record(made.folder("cat")))
 
 
 def test_a_stopped_run_goes_on_exactly(trained):
