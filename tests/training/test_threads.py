@@ -6,9 +6,8 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
 import pytest
 
@@ -19,21 +18,12 @@ CHOICE = "from lora_trainer.training.threads import choose_threads; print(choose
 USERS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "LOCAL_WORLD_SIZE", "ACCELERATE_MIXED_PRECISION")
 
 
-def chosen(program: str = CHOICE.format("None"), **environment: str) -> int:
+def chosen(*command: str, **environment: str) -> int:
     """What a process of its own chooses, with nothing set but `environment`."""
     clean = {name: value for name, value in os.environ.items() if name not in USERS}
-    done = subprocess.run(
-        [sys.executable, "-c", program], env=clean | environment, capture_output=True, text=True, check=True
-    )
+    program = [sys.executable, *(command or ("-c", CHOICE.format("None")))]
+    done = subprocess.run(program, env=clean | environment, capture_output=True, text=True, check=True)
     return int(done.stdout)
-
-
-def launched_by(flags: Sequence[str], tmp_path: Path, **environment: str) -> int:
-    """The same in a process that `accelerate launch` starts."""
-    script = tmp_path / "script.py"
-    script.write_text(CHOICE.format("None"), encoding="utf-8")
-    launch = f"import sys; from accelerate.commands.accelerate_cli import main; sys.argv = {['accelerate', 'launch', *flags, str(script)]!r}; main()"
-    return chosen(launch, **environment)
 
 
 def test_a_number_in_the_config_counts_up_to_the_available_cpus() -> None:
@@ -44,17 +34,19 @@ def test_a_number_in_the_config_counts_up_to_the_available_cpus() -> None:
 
 
 def test_the_users_environment_counts_before_what_a_run_began_with() -> None:
-    assert chosen(CHOICE.format("None, recorded=2"), OMP_NUM_THREADS="1") == 1
-    assert chosen(CHOICE.format("None, recorded=1")) == 1
+    assert chosen("-c", CHOICE.format("None, recorded=2"), OMP_NUM_THREADS="1") == 1
+    assert chosen("-c", CHOICE.format("None, recorded=1")) == 1
 
 
 def test_one_thread_of_the_users_stays_one_under_the_launcher_and_one_of_the_launchers_does_not(tmp_path) -> None:
-    flags = ["--quiet", "--num_processes", "1", "--num_machines", "1", "--mixed_precision", "no"]
-    flags += ["--dynamo_backend", "no"]
-    assert launched_by(flags, tmp_path, OMP_NUM_THREADS="1") == 1
-    assert launched_by([*flags, "--num_cpu_threads_per_process", "1"], tmp_path) == 1
+    script = tmp_path / "script.py"
+    script.write_text(CHOICE.format("None"), encoding="utf-8")
+    launch = ["-m", "accelerate.commands.launch", "--quiet", "--num_processes", "1", "--num_machines", "1"]
+    launch += ["--mixed_precision", "no", "--dynamo_backend", "no"]
+    assert chosen(*launch, str(script), OMP_NUM_THREADS="1") == 1
+    assert chosen(*launch, "--num_cpu_threads_per_process", "1", str(script)) == 1
     if available_cpus() > 1 and os.getloadavg()[0] < 1:  # a busy machine leaves one
-        assert launched_by(flags, tmp_path) > 1
+        assert chosen(*launch, str(script)) > 1
 
 
 def test_processes_of_one_machine_share_its_cpus(monkeypatch) -> None:
