@@ -16,9 +16,12 @@ from lora_trainer.production import session
 from tests.recipes.recipe import Bench, exported, patched, record, rows, tensor_bytes
 from tests.recipes.test_resume import at_step, stop
 
-# A rate so high that the tiny model is best at its third step.
+# The second step is best: the rate rises until it and the decay together throw the weights about. Figures are smooth
+# until then, and the same on every CPU to four digits: 1.0789, 1.0755, 1.0704, 1.0723, 1.0730, 1.0892, 1.2215.
 HASTY: dict[str, object] = {
-    "optim__learning_rate": 0.5,
+    "optim__learning_rate": 0.05,
+    "optim__weight_decay": 80.0,
+    "schedule__warmup_steps": 6,
     "validate__every_steps": 1,
     "checkpoint__every_steps": 2,
     "checkpoint__keep_last": 1,
@@ -111,21 +114,23 @@ def test_what_validation_shows_is_said(bench: Bench, capsys: pytest.CaptureFixtu
     assert "of the base alone" in said
     assert "the lowest so far (was" in said
     assert "step 4: held-out loss" in said
-    assert "at step 3)" in said
-    assert "releasing step 3" in said
+    assert "at step 2)" in said
+    assert "releasing step 2" in said
 
 
-def test_a_signal_in_the_last_step_leaves_nothing_unmeasured(hasty: Bench, bench: Bench) -> None:
-    settings = HASTY | {"validate__every_steps": 5}
+def test_a_signal_in_the_last_step_leaves_nothing_unmeasured(bench: Bench) -> None:
+    settings = {"optim__learning_rate": 3e-3, "validate__every_steps": 5}
+    assert bench.run("straight", **settings) == 0
+    measured = rows(bench.folder("straight"), "validation.jsonl")
+    assert [row["step"] for row in measured] == [0, 5, 6]
+    assert measured[2]["loss"] < measured[1]["loss"], "else this shows nothing"
     with patched(Trackers, "steps", at_step(6, lambda: os.kill(os.getpid(), signal.SIGTERM))):
         assert bench.run("run", **settings) == 143
     folder = bench.folder("run")
     assert record(folder)["steps"] == 6
-    assert [row["step"] for row in rows(folder, "validation.jsonl")] == [0, 5]
+    assert rows(folder, "validation.jsonl") == measured[:2]
     assert bench.run("run", "--resume", **settings) == 0
-    measured = [row for row in rows(hasty.folder("run"), "validation.jsonl") if row["step"] in (0, 5, 6)]
     assert rows(folder, "validation.jsonl") == measured
-    assert measured[2]["loss"] < measured[1]["loss"], "else this shows nothing"
     assert record(folder)["released"]["step"] == 6
     assert record(folder)["released"]["held_out"] == measured[2]["loss"]
 
