@@ -146,6 +146,12 @@ def _overview() -> Parser:
 # Commands
 
 
+def _add_train_arguments(parser: argparse.ArgumentParser) -> None:
+    add_run_arguments(parser)
+    text = "print also what is only recorded otherwise, such as attentions that do not work here"
+    parser.add_argument("-v", "--verbose", action="store_true", help=text)
+
+
 def _train(arguments: argparse.Namespace, unknown: list[Problem]) -> int:
     return _run(arguments, resolved_from(arguments, unknown), enforce_gates=False)
 
@@ -168,7 +174,13 @@ def _run(arguments: argparse.Namespace, resolved: Resolved, *, enforce_gates: bo
         return DONE
     from lora_trainer.production.run import train
 
-    ended = train(resolved, resume=arguments.resume, dry_run=arguments.dry_run, enforce_gates=enforce_gates)
+    ended = train(
+        resolved,
+        resume=arguments.resume,
+        dry_run=arguments.dry_run,
+        enforce_gates=enforce_gates,
+        verbose=arguments.verbose,
+    )
     return ended.exit_code
 
 
@@ -255,10 +267,10 @@ def _presets(arguments: argparse.Namespace, unknown: list[Problem]) -> int:
 
 
 COMMANDS = {
-    "train": Command("train one LoRA and score it", add_run_arguments, _train, EXAMPLES),
+    "train": Command("train one LoRA and score it", _add_train_arguments, _train, EXAMPLES),
     "produce": Command(
         "check, train and validate, and refuse what scores too low",
-        add_run_arguments,
+        _add_train_arguments,
         _produce,
         EXAMPLES.replace(" train ", " produce "),
     ),
@@ -267,7 +279,7 @@ COMMANDS = {
     ),
     "demo": Command(
         "produce the built-in example, in minutes, without a GPU",
-        add_run_arguments,
+        _add_train_arguments,
         _demo,
         "example:\n  lora-trainer demo\n",
     ),

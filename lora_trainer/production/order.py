@@ -28,7 +28,7 @@ class Order:
     """`console` takes the lines that people read, `watch` is told how far the run is.
 
     With `enforce_gates` a data set or a LoRA that scores below its gate is refused; without,
-    only data that cannot be trained on.
+    only data that cannot be trained on. With `verbose` what is only recorded otherwise is printed too.
     """
 
     resolved: Resolved
@@ -38,6 +38,7 @@ class Order:
     families: Mapping[str, Family] = field(default_factory=lambda: FAMILIES)
     resume: bool = False
     enforce_gates: bool = False
+    verbose: bool = False
     differences: tuple[str, ...] = ()  # from the run that is gone on with or repeated: said once it is
 
     @property

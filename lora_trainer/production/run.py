@@ -100,6 +100,7 @@ def train(
     resume: bool = False,
     dry_run: bool = False,
     enforce_gates: bool = False,
+    verbose: bool = False,
     families: Mapping[str, Family] = FAMILIES,
     console: Console | None = None,
     watch: Watch = unwatched,
@@ -107,7 +108,7 @@ def train(
     """Train one LoRA.
 
     With `enforce_gates` a data set or a LoRA that scores below its gate is refused;
-    without, only data that cannot be trained on. Lines go to `console`, by default stdout;
+    without, only data that cannot be trained on. With `verbose` what is only recorded otherwise is printed too. Lines go to `console`, by default stdout;
     `watch` is called as the run moves on. Raises UserError for everything a user
     can mend; what was trained until then is saved and recorded.
     """
@@ -118,7 +119,7 @@ def train(
     console = console or plain_console(quiet=not is_main_process())
     announce(resolved.config, console)
     folder = run_folder(resolved.config)
-    order = Order(resolved, folder, console, watch, families, resume, enforce_gates)
+    order = Order(resolved, folder, console, watch, families, resume, enforce_gates, verbose)
     found = None if dry_run else claim(order)
     if found is not None and is_finished(found) and not asks_for_more(order, found):
         return nothing_to_do(order, found)

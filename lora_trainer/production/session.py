@@ -115,7 +115,7 @@ def prepare(session: Session, settings: dict[str, Any]) -> Prepared:
     cache_seconds = time.monotonic() - began
     held_out = validation_samples(session.config, inputs, plans)
     built = build(session)
-    for note in built.notes:
+    for note in (*built.notes, *(built.details if session.order.verbose else ())):
         console.print(note)
     data = cached_data(session.config, inputs, plans)
     if not session.config.cache.latents:

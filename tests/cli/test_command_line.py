@@ -163,10 +163,10 @@ def test_presets_are_listed_and_shown(capsys: pytest.CaptureFixture[str]) -> Non
 
 
 def test_what_was_asked_reaches_the_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    asked: list[tuple[str | None, bool, bool, bool]] = []
+    asked: list[tuple[str | None, set[str]]] = []
 
-    def train(resolved: Resolved, *, resume: bool, dry_run: bool, enforce_gates: bool) -> SimpleNamespace:
-        asked.append((resolved.config.run.name, resume, dry_run, enforce_gates))
+    def train(resolved: Resolved, **flags: bool) -> SimpleNamespace:
+        asked.append((resolved.config.run.name, {name for name, given in flags.items() if given}))
         return SimpleNamespace(exit_code=4)
 
     module = ModuleType("lora_trainer.production.run")
@@ -177,8 +177,9 @@ def test_what_was_asked_reaches_the_run(monkeypatch: pytest.MonkeyPatch, tmp_pat
     (tmp_path / "runs" / "demo-2").mkdir()
     assert main(["train", "--resume", "--name", "cat"]) == 4
     assert main(["produce", "--dry-run"]) == 4
-    assert main(["demo"]) == 4
-    assert asked == [("cat", True, False, False), (None, False, True, True), ("demo-3", False, False, True)]
+    assert main(["demo", "-v"]) == 4
+    expected = [("cat", {"resume"}), (None, {"dry_run", "enforce_gates"}), ("demo-3", {"enforce_gates", "verbose"})]
+    assert asked == expected
 
 
 def fails(monkeypatch: pytest.MonkeyPatch, error: BaseException) -> None:

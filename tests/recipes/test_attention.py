@@ -49,6 +49,12 @@ def test_the_fastest_is_timed_once_and_kept_on_resuming(bench, capsys):
     assert told["hardware"]["timed_attention"] == slower
 
 
+def test_what_does_not_work_here_is_one_line_of_a_verbose_run(bench, capsys):
+    assert bench.run("verbose", "-v", steps=1, memory__attention="fastest") == 0
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("not used for attention")]
+    assert "xformers" in line
+
+
 def test_an_attention_that_cannot_be_had_is_refused_with_what_would_do(bench, capsys):
     assert bench.run("asked", steps=1, memory__attention="flash3") == 2
     said = capsys.readouterr().err
