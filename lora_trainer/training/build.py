@@ -103,7 +103,11 @@ def build_learner(
         *said,
     )
     shapes |= texts.shapes if texts else {}
-    details = (f"not used for attention: {'; '.join(attention.failures)}",) if attention.failures else ()
+    # What is not here is of no concern; what is here and fails may make each step slower.
+    absent = [failure for failure in attention.failures if "not installed" in failure or "cannot be used" in failure]
+    broken = [failure for failure in attention.failures if failure not in absent]
+    notes += (f"warning: an attention does not work here: {'; '.join(broken)}",) if broken else ()
+    details = (f"not used for attention: {'; '.join(absent)}",) if absent else ()
     return Built(replace(learner, compiled=compiled), shapes, attention.name, checkpointed, notes, streamed, details)
 
 
