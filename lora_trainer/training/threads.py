@@ -7,17 +7,16 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
-from functools import cache
 
 import psutil
-import torch
 
 from lora_trainer.core.hardware import available_cpus
 from lora_trainer.core.launch import launched
 
 MOST = 8  # more wait for each other at a batch of few samples
 VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
-FLAG_OF_LAUNCHER = "--num_cpu_threads_per_process"
+FLAG_OF_LAUNCHER = "--num-cpu-threads-per-process"
+LAUNCHERS = ("accelerate", "torchrun", "torch.distributed")
 SAMPLE_SECONDS = 0.2  # over which the use of the CPUs is measured
 
 
@@ -29,29 +28,25 @@ class Threads:
     reason: str
 
 
-@cache
-def initial_threads() -> int:
-    """Threads that torch began with, which the environment may set."""
-    return torch.get_num_threads()
-
-
 def choose_threads(requested: int | None, recorded: int | None = None) -> Threads:
     """The first of these that is there: `requested`, the user's environment, `recorded`, what the machine leaves.
 
-    `requested` is `hardware.threads`, `recorded` what the run began with; neither exceeds the available CPUs. Of those,
-    each of several processes on this machine takes its share, and a single one leaves what others keep busy.
+    `requested` is `hardware.threads`, at most the available CPUs; `recorded` is what the run began with. That, and the
+    choice, are at most this process's share of the CPUs; a single process leaves what others keep busy.
     """
     cpus = available_cpus()
     if requested is not None:
         fewer = f", but {cpus} CPUs are available" if requested > cpus else ""
         return Threads(min(requested, cpus), f"hardware.threads={requested}{fewer}")
     if name := user_variable():
-        return Threads(initial_threads(), f"{name}={os.environ[name]}")
+        return Threads(int(os.environ[name]), f"{name}={os.environ[name]}")
+    local = os.environ.get("LOCAL_WORLD_SIZE", "")
+    processes = int(local) if local.isdigit() and int(local) else 1
+    share = max(1, cpus // processes)
     if recorded is not None:
-        return Threads(min(recorded, cpus), "as when the run began")
-    processes = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        return Threads(min(recorded, share), "as when the run began" if recorded <= share else f"{cpus} CPUs")
     if processes > 1:
-        return Threads(max(1, min(MOST, cpus // processes)), f"{cpus} CPUs, {processes} processes")
+        return Threads(min(MOST, share), f"{cpus} CPUs, {processes} processes")
     total, busy = cpus_in_use()
     count = max(1, min(MOST, cpus, round(total - busy)))
     others = f", {busy:.1f} busy with other processes" if count < min(MOST, cpus) else ""
@@ -61,18 +56,22 @@ def choose_threads(requested: int | None, recorded: int | None = None) -> Thread
 def user_variable() -> str | None:
     """The name of the environment variable by which the user sets the threads, or None.
 
-    `accelerate launch` and torch's launcher set OMP_NUM_THREADS=1 where the user sets nothing, so what counts is
-    their own environment, and accelerate's flag.
+    `accelerate launch` and torch's launcher set OMP_NUM_THREADS=1 where the user sets nothing, so under them what
+    counts is their own environment, and accelerate's flag.
     """
-    name = next((name for name in VARIABLES if os.environ.get(name)), None)
-    if name is None or not launched():
-        return name
+    named = [name for name in VARIABLES if os.environ.get(name, "").isdigit() and int(os.environ[name])]
+    if not named or not launched():
+        return named[0] if named else None
     try:
         launcher = psutil.Process(os.getppid())
-        flagged = any(part.split("=")[0] == FLAG_OF_LAUNCHER for part in launcher.cmdline())
-        return name if flagged or launcher.environ().get(name) else None
+        words, found = launcher.cmdline(), launcher.environ()
     except psutil.Error:  # it may not be asked: what is set counts
-        return name
+        return named[0]
+    if not any(name in word for word in words for name in LAUNCHERS):  # a variable of accelerate's alone is no launch
+        return named[0]
+    if any(word.split("=")[0].replace("_", "-") == FLAG_OF_LAUNCHER for word in words):
+        return VARIABLES[0]
+    return next((name for name in named if found.get(name)), None)
 
 
 def cpus_in_use() -> tuple[int, float]:

@@ -49,6 +49,28 @@ def test_one_thread_of_the_users_stays_one_under_the_launcher_and_one_of_the_lau
         assert chosen(*launch, str(script)) > 1
 
 
+def test_mkls_variable_counts_under_the_launcher_too_and_so_does_the_flag_with_dashes(tmp_path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(CHOICE.format("None"), encoding="utf-8")
+    launch = ["-m", "accelerate.commands.launch", "--quiet", "--num-processes", "1", "--num-machines", "1"]
+    launch += ["--mixed-precision", "no", "--dynamo-backend", "no"]
+    assert chosen(*launch, str(script), MKL_NUM_THREADS="1") == 1
+    assert chosen(*launch, "--num-cpu-threads-per-process=3", str(script)) == 3
+
+
+def test_a_variable_of_accelerates_alone_is_no_launch(monkeypatch) -> None:
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "no")
+    monkeypatch.setenv("OMP_NUM_THREADS", "4")
+    assert choose_threads(None).count == 4
+
+
+def test_a_run_resumed_by_more_processes_shares_the_cpus(monkeypatch) -> None:
+    for name in USERS:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    assert choose_threads(None, recorded=64).count == max(1, available_cpus() // 2)
+
+
 def test_processes_of_one_machine_share_its_cpus(monkeypatch) -> None:
     for name in USERS:
         monkeypatch.delenv(name, raising=False)

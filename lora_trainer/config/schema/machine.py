@@ -76,4 +76,7 @@ class HardwareSection(Section):
     onednn: bool = Field(
         True, description="let oneDNN do a CPU's convolutions and products; without it torch's own code does them"
     )
-    threads: Count | None = Field(None, description="threads of a processor's computations; empty means all, at most 8")
+    threads: Count | None = Field(
+        None,
+        description="threads that compute on a CPU; empty means as OMP_NUM_THREADS says, else what the run began with, else the available CPUs that others leave, at most 8",
+    )
