@@ -267,7 +267,8 @@ def questions(
     """The prompts and samples that a share of the gate asks about, and at how many timesteps each of the samples."""
     cells = int(CELLS * share)
     if share < LORA_CHECKS["full"]:
-        prompts, samples = prompts[:: int(1 / share)], samples[: max(1, cells // FEWEST_TIMESTEPS)]
+        stride = -(-len(samples) // max(1, cells // FEWEST_TIMESTEPS)) or 1
+        prompts, samples = prompts[:: int(1 / share)], samples[::stride]
     return prompts, samples, max(FEWEST_TIMESTEPS, min(MOST_TIMESTEPS, cells // max(1, len(samples))))
 
 

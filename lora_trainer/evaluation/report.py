@@ -38,7 +38,8 @@ class LoraReport:
         document: dict[str, Any] = finite(
             {
                 "score": self.score,
-                "passed": None if self.score is None else self.passed,
+                # Unmeasured is neither passed nor refused; an error, such as an image never trained, refuses all the same.
+                "passed": None if self.score is None and (self.passed or not self.reasons) else self.passed,
                 "gate": self.gate,
                 "parts": dict(self.parts),
                 "findings": [finding.to_json() for finding in self.findings],
