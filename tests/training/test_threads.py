@@ -6,7 +6,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import pytest
@@ -38,24 +38,34 @@ def test_the_users_environment_counts_before_what_a_run_began_with() -> None:
     assert chosen("-c", CHOICE.format("None, recorded=1")) == 1
 
 
-def test_one_thread_of_the_users_stays_one_under_the_launcher_and_one_of_the_launchers_does_not(tmp_path) -> None:
+@pytest.fixture
+def chosen_under_the_launcher(tmp_path: Path) -> Callable[..., int]:
+    """What a script chooses that `accelerate launch` starts with these flags and variables."""
     script = tmp_path / "script.py"
     script.write_text(CHOICE.format("None"), encoding="utf-8")
     launch = ["-m", "accelerate.commands.launch", "--quiet", "--num_processes", "1", "--num_machines", "1"]
     launch += ["--mixed_precision", "no", "--dynamo_backend", "no"]
-    assert chosen(*launch, str(script), OMP_NUM_THREADS="1") == 1
-    assert chosen(*launch, "--num_cpu_threads_per_process", "1", str(script)) == 1
+
+    def choose(*flags: str, **environment: str) -> int:
+        return chosen(*launch, *flags, str(script), **environment)
+
+    return choose
+
+
+def test_one_thread_of_the_users_stays_one_under_the_launcher_and_one_of_the_launchers_does_not(
+    chosen_under_the_launcher,
+) -> None:
+    assert chosen_under_the_launcher(OMP_NUM_THREADS="1") == 1
+    assert chosen_under_the_launcher("--num_cpu_threads_per_process", "1") == 1
     if available_cpus() > 1 and os.getloadavg()[0] < 1:  # a busy machine leaves one
-        assert chosen(*launch, str(script)) > 1
+        assert chosen_under_the_launcher() > 1
 
 
-def test_mkls_variable_counts_under_the_launcher_too_and_so_does_the_flag_with_dashes(tmp_path) -> None:
-    script = tmp_path / "script.py"
-    script.write_text(CHOICE.format("None"), encoding="utf-8")
-    launch = ["-m", "accelerate.commands.launch", "--quiet", "--num-processes", "1", "--num-machines", "1"]
-    launch += ["--mixed-precision", "no", "--dynamo-backend", "no"]
-    assert chosen(*launch, str(script), MKL_NUM_THREADS="1") == 1
-    assert chosen(*launch, "--num-cpu-threads-per-process=3", str(script)) == 3
+def test_mkls_variable_counts_under_the_launcher_too_and_so_does_the_flag_with_dashes(
+    chosen_under_the_launcher,
+) -> None:
+    assert chosen_under_the_launcher(MKL_NUM_THREADS="1") == 1
+    assert chosen_under_the_launcher("--num-cpu-threads-per-process=3") == 3
 
 
 def test_a_variable_of_accelerates_alone_is_no_launch(monkeypatch) -> None:
