@@ -13,3 +13,9 @@ def is_main_process() -> bool:
 def launched() -> bool:
     """Whether `accelerate launch`, or torch's own launcher, started this process."""
     return any(name.startswith(("ACCELERATE_", "TORCHELASTIC_")) for name in os.environ)
+
+
+def processes_here() -> int:
+    """How many processes of this run share this machine."""
+    local = os.environ.get("LOCAL_WORLD_SIZE", "")
+    return int(local) if local.isdigit() and int(local) else 1

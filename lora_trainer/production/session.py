@@ -92,8 +92,7 @@ def open_session(order: Order, inputs: Inputs) -> Session:
         order.console.print(crowded)
     choices = choose(order.resolved, inputs.family, own_architecture(inputs), processes.device, processes.world)
     steps = arithmetic(order.config, inputs.train, choices.micro, processes.world)
-    earlier = (read_record(order.folder) or {}).get("hardware") if order.resume else None
-    threads = set_hardware(order.config, processes.device, earlier.get("threads") if earlier else None)
+    threads = set_hardware(order.config, processes.device, earlier_threads(order.folder) if order.resume else None)
     if processes.device.type == "cpu":
         order.console.print(f"threads: {threads.count} ({threads.reason})")
         if not rounds_alike_anywhere():
@@ -221,6 +220,13 @@ def with_attention_of_before(session: Session) -> tuple[Config, bool]:
         return config, asked_by_user(order.resolved, "memory.attention")
     session.console.print(f"attention {name}: the fastest when the run began (memory.attention=fastest)")
     return config.model_copy(update={"memory": config.memory.model_copy(update={"attention": name})}), False
+
+
+def earlier_threads(folder: Path) -> int | None:
+    """How many threads the run's own record says that it began with; None where it says no such number."""
+    hardware = (read_record(folder) or {}).get("hardware")
+    count = hardware.get("threads") if isinstance(hardware, dict) else None
+    return count if isinstance(count, int) and count > 0 else None
 
 
 def earlier_attention(folder: Path) -> str | None:

@@ -37,7 +37,7 @@ from lora_trainer.training.texts import TrainedTexts, build_texts
 class Built:
     """The learner, the weight shapes of the untouched denoiser, and of trained text encoders, by name, and what was decided, also as sentences.
 
-    `details` are sentences for the record alone.
+    `details` are sentences for the record, printed in a verbose run alone.
     """
 
     learner: Learner

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import psutil
 
 from lora_trainer.core.hardware import available_cpus
-from lora_trainer.core.launch import launched
+from lora_trainer.core.launch import launched, processes_here
 
 MOST = 8  # more wait for each other at a batch of few samples
 VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
@@ -40,8 +40,7 @@ def choose_threads(requested: int | None, recorded: int | None = None) -> Thread
         return Threads(min(requested, cpus), f"hardware.threads={requested}{fewer}")
     if name := user_variable():
         return Threads(int(os.environ[name]), f"{name}={os.environ[name]}")
-    local = os.environ.get("LOCAL_WORLD_SIZE", "")
-    processes = int(local) if local.isdigit() and int(local) else 1
+    processes = processes_here()
     share = max(1, cpus // processes)
     if recorded is not None:
         return Threads(min(recorded, share), "as when the run began" if recorded <= share else f"{cpus} CPUs")

@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from lora_trainer.core.hardware import available_cpus
+from lora_trainer.core.launch import processes_here
 
 FEWEST_EACH = 24  # tasks that are worth starting one more worker for
 MOST_WORKERS = 32
@@ -131,8 +132,7 @@ def _close_all() -> None:
 
 def processors() -> int:
     """How many this process may use, shared with the other processes of its run on this machine."""
-    local = os.environ.get("LOCAL_WORLD_SIZE", "1")
-    return max(1, available_cpus() // (int(local) if local.isdigit() and int(local) else 1))
+    return max(1, available_cpus() // processes_here())
 
 
 class _Room:
