@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import signal
+import sys
 import tomllib
 from collections.abc import Iterator
 from fnmatch import fnmatchcase
@@ -20,6 +21,13 @@ from lora_trainer.core.interrupt import Interrupt
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
+
+# Tests start many processes of their own: each would compile the package anew.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
+
+# Importing the libraries and rewriting the tests' assertions makes millions of objects and no garbage to speak of.
+gc.disable()
 
 # A slow machine is no failure, and the same tests run everywhere.
 settings.register_profile("house", deadline=None, derandomize=True)
@@ -52,6 +60,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if not torch.cuda.is_available():
         for item in marked:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+def pytest_collection_finish() -> None:
+    """Collect garbage from here on."""
+    gc.enable()
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -50,7 +50,7 @@ def test_the_documented_example_runs(bench, tmp_path, monkeypatch, checkout, cap
 
 def test_it_trains_what_the_command_trains(finished, bench):
     seen: list[Progress] = []
-    settings = settings_of(bench, checkpoint__every_steps=3, validate__every_steps=3, gates__lora_check="full")
+    settings = settings_of(bench, checkpoint__every_steps=3, validate__every_steps=3, gates__lora_check="lite")
     trainer = ProductionTrainer(
         bench.model, bench.data, settings=settings, output=bench.output, name="first", quiet=True, progress=seen.append
     )
@@ -81,7 +81,7 @@ def test_refusals_carry_what_the_gate_found(bench, tmp_path):
     with pytest.raises(DatasetRefused, match="4 of 10 files have no caption") as refused:
         bare.produce()
     assert refused.value.report.score == bare.check().score
-    idle = trainer_of(bench, "idle", optim__learning_rate=1e-12, train__max_steps=1, gates__lora_check="full")
+    idle = trainer_of(bench, "idle", optim__learning_rate=1e-12, train__max_steps=1, gates__lora_check="lite")
     with pytest.raises(LoraRefused, match="under the gate") as refused:
         idle.produce()
     assert refused.value.report.parts["integrity"] == 0.0
