@@ -1,0 +1,114 @@
+"""Record tensor hashes and losses of many tiny runs, to hold a change of the code against what was before it.
+
+    python scripts/record_runs.py before.json
+    python scripts/record_runs.py after.json --against before.json
+
+Runs every family with every training preset straight through, resumed in its middle and with its steps split, and
+every family in two processes. Both files must come from the same machine. Ends with 1 if a run differs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+CHECKOUT = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(CHECKOUT), str(CHECKOUT / "scripts")]
+
+from tests.recipes.recipe import Bench, draw_pictures, exported, losses, rows, save_tiny_model  # noqa: E402
+
+FAMILIES = ("sd15", "sd2", "sdxl", "sd3", "flux", "z_image")
+PRESETS = ("speed", "balanced", "quality")
+STEPS = 4
+# Every random decision of a run, so that a changed purpose or position shows.
+SETTINGS: dict[str, object] = {
+    "data__resolution": 64,
+    "data__colour_variants": 1,
+    "data__crop": "random",
+    "data__flip": "true",
+    "data__held_out": 0.2,
+    "captions__shuffle": "true",
+    "captions__dropout": 0.3,
+    "lora__dropout": 0.1,
+    "batch__effective": 4,
+    "validate__every_steps": 2,
+    "checkpoint__every_steps": 2,
+    "memory__compile": "false",
+}
+SPLIT: dict[str, object] = {"batch__max_micro": 1}
+
+
+def summary(folder: Path) -> dict[str, Any]:
+    """Hashes of both LoRA files' tensors, and all losses."""
+    hashes = {}
+    for form, tensors in exported(folder).items():
+        digest = hashlib.sha256()
+        for name in sorted(tensors):
+            digest.update(name.encode() + tensors[name])
+        hashes[form] = digest.hexdigest()
+    validation = [row["loss"] for row in rows(folder, "validation.jsonl")]
+    return {"tensors": hashes, "losses": losses(folder), "validation": validation}
+
+
+def launched(bench: Bench, name: str, preset: str) -> None:
+    """The same run in two processes."""
+    arguments = bench.arguments(name, "--preset", preset, steps=STEPS, **SETTINGS)
+    config = str(CHECKOUT / "accelerate_configs" / "cpu_2.yaml")
+    launch = [sys.executable, "-m", "accelerate.commands.accelerate_cli", "launch", "--config_file", config]
+    script = str(CHECKOUT / "scripts" / "train_lora.py")
+    environment = os.environ | {"PYTHONPATH": str(CHECKOUT), "HF_HUB_OFFLINE": "1"}
+    subprocess.run([*launch, script, *arguments[1:]], check=True, stdout=subprocess.DEVNULL, env=environment)
+
+
+def record_family(family: str, root: Path) -> dict[str, dict[str, Any]]:
+    """Every run of one family, by name."""
+    model = save_tiny_model(root / family, family)
+    data = root / "data"
+    bench = Bench(model, data if data.is_dir() else draw_pictures(data), root / family / "runs", root / "cache")
+    found = {}
+
+    def run(name: str, preset: str, *extra: str, steps: int = STEPS, **settings: object) -> None:
+        if code := bench.run(name, "--preset", preset, *extra, steps=steps, **SETTINGS | settings):
+            raise SystemExit(f"{family} {name} ended with {code}")
+        found[f"{family} {name}"] = summary(bench.folder(name))
+
+    for preset in PRESETS:
+        run(f"{preset} straight", preset)
+        run(f"{preset} resumed", preset, steps=2)
+        run(f"{preset} resumed", preset, "--resume")
+        run(f"{preset} split", preset, **SPLIT)
+    launched(bench, "two processes", "balanced")
+    found[f"{family} two processes"] = summary(bench.folder("two processes"))
+    return found
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("output", type=Path)
+    parser.add_argument("--against", type=Path)
+    parser.add_argument("--families", nargs="*", default=FAMILIES)
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        os.environ["LORA_TRAINER_CACHE"] = str(Path(folder, "user cache"))
+        found = {}
+        for family in arguments.families:
+            found |= record_family(family, Path(folder))
+    arguments.output.write_text(json.dumps(found, indent=1), encoding="utf-8")
+    if arguments.against is None:
+        return 0
+    before = json.loads(arguments.against.read_text(encoding="utf-8"))
+    changed = [name for name in found if found[name] != before.get(name)]
+    print(f"{len(found) - len(changed)} of {len(found)} runs are the same", *changed, sep="\n")
+    return 1 if changed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
