@@ -94,14 +94,14 @@ def commands(folder: Path, *, big: bool) -> dict[str, list[str]]:
     model = big_model(BASE_FOLDER, folder / "model") if big else BASE_FOLDER
     side = (256 if big else 128) // 8
     own = [sys.executable, "-m", "lora_trainer", "train", "--preset", PRESET, "--model", str(model), "--output", "OUT"]
-    own += ["--name", "run", "--max-steps", "1000", "--set", "sample.every_steps=0", "--set", f"lora.rank={RANK}"]
-    own += ["--set", f"cache.folder={folder / 'cache'}", *(["--set", "data.resolution=256"] if big else [])]
-    own += ["--set", f"batch.effective={BATCH}", "--set", "lora.targets=attention+ff"]
+    own += ["--name", "run", "--max-steps", "1000", "--set", "sample.every_n_steps=0", "--set", f"lora.rank={RANK}"]
+    own += ["--set", f"cache.dir={folder / 'cache'}", *(["--set", "data.resolution=256"] if big else [])]
+    own += ["--set", f"train.effective_batch_size={BATCH}", "--set", "lora.target_modules=attention+ff"]
     bare = [str(model), "DONE", str(BATCH), str(side), str(RANK)]
     return {
         "bare": [sys.executable, "-c", BARE, "", *bare],
         "bare_hidden": [sys.executable, "-c", BARE, ",".join(OPTIONAL), *bare],
-        "ours": [*own, "--set", "data.held_out=0"],
+        "ours": [*own, "--set", "validation.split=0"],
         "ours_validated": own,
     }
 

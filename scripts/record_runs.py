@@ -31,19 +31,19 @@ STEPS = 4
 # Every random decision of a run, so that a changed purpose or position shows.
 SETTINGS: dict[str, object] = {
     "data__resolution": 64,
-    "data__colour_variants": 1,
+    "data__color_variants": 1,
     "data__crop": "random",
     "data__flip": "true",
-    "data__held_out": 0.2,
+    "validation__split": 0.2,
     "captions__shuffle": "true",
     "captions__dropout": 0.3,
     "lora__dropout": 0.1,
-    "batch__effective": 4,
-    "validate__every_steps": 2,
-    "checkpoint__every_steps": 2,
-    "memory__compile": "false",
+    "train__effective_batch_size": 4,
+    "validation__every_n_steps": 2,
+    "checkpoint__every_n_steps": 2,
+    "compile__enabled": "false",
 }
-SPLIT: dict[str, object] = {"batch__max_micro": 1}
+SPLIT: dict[str, object] = {"train__max_micro_batch_size": 1}
 
 
 def summary(folder: Path) -> dict[str, Any]:

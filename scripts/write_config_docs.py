@@ -63,7 +63,7 @@ LIMITS = {
 
 def config_page() -> str:
     """The whole page."""
-    schema = Config.model_json_schema(by_alias=True)
+    schema = Config.model_json_schema()
     parts = [INTRODUCTION]
     for section, field in Config.model_fields.items():
         name = field.alias or section

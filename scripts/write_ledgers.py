@@ -24,7 +24,7 @@ from typing import Any, get_args
 import numpy as np
 import torch
 
-from lora_trainer.config.schema import Precision, Recompute
+from lora_trainer.config.schema import CheckpointingMode, Precision
 from lora_trainer.core.io import write_text
 from lora_trainer.core.quiet import quieten_libraries
 from lora_trainer.models import FAMILIES
@@ -85,7 +85,9 @@ def largest_prime(number: int) -> int:
     return factor
 
 
-def step(subject: Subject, checkpointed: int, recompute: Recompute, split: Split) -> tuple[list[list[int]], list[int]]:
+def step(
+    subject: Subject, checkpointed: int, recompute: CheckpointingMode, split: Split
+) -> tuple[list[list[int]], list[int]]:
     """The moments that can be the peak and the operations, with so many blocks checkpointed."""
     traced = trace(
         subject,
@@ -127,8 +129,8 @@ def steps_of(family: str, targets: str, stored: Precision) -> tuple[dict[str, An
     """What is held, as JSON values, for both ways to recompute; and the adapted layers."""
     subject = subject_of(family, targets, stored)
     split, found = split_of(family), {}
-    for recompute in get_args(Recompute):
-        counts = counts_of(subject, few=recompute == "cheap")
+    for recompute in get_args(CheckpointingMode):
+        counts = counts_of(subject, few=recompute == "selective")
         print(f"{family} {targets} {stored} {recompute}: {counts}", flush=True)
         steps = [step(subject, count, recompute, split) for count in counts]
         found[recompute] = {

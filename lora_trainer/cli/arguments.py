@@ -38,7 +38,7 @@ EXAMPLES = """examples:
   lora-trainer train --preset 12gb --data ./pictures --name cat
   lora-trainer train --preset 12gb,quality --model ./my-sd15 --data ./pictures --dry-run
   lora-trainer train --config runs/cat/config.toml --resume
-  lora-trainer train --data ./pictures --set lora.rank=8 --set optim.learning_rate=2e-4 --explain
+  lora-trainer train --data ./pictures --set lora.rank=8 --set optimizer.learning_rate=2e-4 --explain
 
 Settings come in layers, later wins: defaults, family preset, presets, --config, flags.
 """

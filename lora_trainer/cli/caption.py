@@ -12,7 +12,7 @@ from lora_trainer.core.errors import DONE, Problem, UsageError
 
 EXAMPLES = """examples:
   lora-trainer caption ./pictures --model ./blip-large --output ./captions
-  lora-trainer caption ./pictures --model ./tagger --threshold 0.5 --beside
+  lora-trainer caption ./pictures --model ./tagger --threshold 0.5 --in-place
 
 Pictures with a caption in .txt, .caption or metadata.jsonl, .csv or .parquet are left out; captions with other
 endings are not seen. No file is written over. A run that was stopped goes on where it was.
@@ -30,8 +30,8 @@ def add_caption_arguments(parser: argparse.ArgumentParser) -> None:
         help="a local folder: a captioner such as BLIP or GIT, or an image classifier with many labels",
     )
     parser.add_argument("--output", metavar="DIR", help="write the captions here, in folders as the pictures are")
-    parser.add_argument("--beside", action="store_true", help="write each caption beside its picture")
-    parser.add_argument("--batch", type=int, default=8, metavar="N", help="pictures at once (8)")
+    parser.add_argument("--in-place", action="store_true", help="write each caption beside its picture")
+    parser.add_argument("--batch-size", type=int, default=8, metavar="N", help="pictures at once (8)")
     parser.add_argument(
         "--threshold", type=float, default=0.35, metavar="X", help="tags: least probability of a label (0.35)"
     )
@@ -42,10 +42,10 @@ def add_caption_arguments(parser: argparse.ArgumentParser) -> None:
 def caption_command(arguments: argparse.Namespace, unknown: list[Problem]) -> int:
     """Caption what has no caption. Raises UsageError for wrong arguments, data or model."""
     problems = list(unknown)
-    if bool(arguments.output) == arguments.beside:
-        fix = "--output DIR writes into a folder of its own, --beside into the data."
-        problems.append(Problem("Say where captions go: --output or --beside, one of them.", fix))
-    for flag, count in (("--batch", arguments.batch), ("--max-tokens", arguments.max_tokens)):
+    if bool(arguments.output) == arguments.in_place:
+        fix = "--output DIR writes into a folder of its own, --in-place into the data."
+        problems.append(Problem("Say where captions go: --output or --in-place, one of them.", fix))
+    for flag, count in (("--batch-size", arguments.batch_size), ("--max-tokens", arguments.max_tokens)):
         if count < 1:
             problems.append(Problem(f"{flag} {count} is out of range.", "It is at least 1."))
     if not 0.0 < arguments.threshold < 1.0:
@@ -80,7 +80,7 @@ def caption_command(arguments: argparse.Namespace, unknown: list[Problem]) -> in
         done = caption_pictures(
             wanted,
             captioner.describe,
-            batch=arguments.batch,
+            batch=arguments.batch_size,
             existing=existing,
             watch=lambda part, whole: bar.update(task, completed=part, total=whole),
         )

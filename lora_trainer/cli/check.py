@@ -52,7 +52,9 @@ def check_command(
         raise UsageError(problems)
     manifest, report = read_data(config, facts, decode=decode)
     train, held_out = held_out_split(config, report)
-    steps = arithmetic(config, train, config.batch.max_micro or config.batch.effective, processes=1)
+    steps = arithmetic(
+        config, train, config.train.max_micro_batch_size or config.train.effective_batch_size, processes=1
+    )
     document: dict[str, Any] = {}
     if as_json:
         document = report.to_json(steps.to_json() | {"held_out": len(held_out)}) | {"decoded": decode}
@@ -75,7 +77,9 @@ def target_problems(config: Config, page: Path | None, fix: Path | None, *, deco
     sources = [place for source in data_sources(config) for place in named_places(source)]
     problems = []
     if fix is not None and not decode:
-        problems.append(Problem("--fix needs to see the pictures, and --headers opens none.", "Leave one of them out."))
+        problems.append(
+            Problem("--clean-copy needs to see the pictures, and --quick opens none.", "Leave one of them out.")
+        )
     if fix is not None:
         problems += place_problems(fix, sources)
     if page is not None:

@@ -11,7 +11,7 @@ from lora_trainer.core.errors import Problem
 
 EXAMPLES = (
     "examples:\n  lora-trainer check ./pictures\n  lora-trainer check ./pictures --html page.html\n"
-    "  lora-trainer check ./pictures --fix ./cleaned\n"
+    "  lora-trainer check ./pictures --clean-copy ./cleaned\n"
 )
 
 
@@ -25,8 +25,10 @@ def add_check_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--json", action="store_true", help="one JSON document on stdout")
     parser.add_argument("--html", metavar="FILE", type=Path, help="write one page with pictures of what is wrong")
-    parser.add_argument("--headers", action="store_true", help="a quick look: headers and captions, nothing is decoded")
-    parser.add_argument("--fix", metavar="DIR", type=Path, help="write a cleaned copy; the data itself stays as it is")
+    parser.add_argument("--quick", action="store_true", help="a quick look: headers and captions, nothing is decoded")
+    parser.add_argument(
+        "--clean-copy", metavar="DIR", type=Path, help="write a cleaned copy; the data itself stays as it is"
+    )
     add_offline_argument(parser)
     add_settings_arguments(parser)
 
@@ -60,5 +62,5 @@ def check(arguments: argparse.Namespace, unknown: list[Problem]) -> int:
         named = "the built-in base"
     more = "" if config.model.path else "; name the model that you train with --model"
     say(f"judged for {named} at {', '.join(map(str, sides))} px{more}")
-    decode = not arguments.headers
-    return check_command(config, arguments.json, facts, arguments.html, arguments.fix, decode=decode)
+    decode = not arguments.quick
+    return check_command(config, arguments.json, facts, arguments.html, arguments.clean_copy, decode=decode)

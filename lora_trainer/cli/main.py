@@ -197,7 +197,7 @@ def _add_cache_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _cache(arguments: argparse.Namespace, unknown: list[Problem]) -> int:
     resolved = resolved_from(arguments, unknown)
-    folder = arguments.folder or (Path(resolved.config.cache.folder) if resolved.config.cache.folder else None)
+    folder = arguments.folder or (Path(resolved.config.cache.dir) if resolved.config.cache.dir else None)
     if arguments.action is None:
         if explained(arguments, resolved):
             return DONE
@@ -211,9 +211,9 @@ def _cache(arguments: argparse.Namespace, unknown: list[Problem]) -> int:
 
     if arguments.action == "status":
         return status_command(folder, arguments.json)
-    if arguments.action == "clean":
+    if arguments.action == "prune":
         return clean_command(folder, arguments.limit_gb, verify=arguments.verify)
-    raise UsageError(Problem(f"Unknown action {arguments.action}.", nearest(arguments.action, ["status", "clean"])))
+    raise UsageError(Problem(f"Unknown action {arguments.action}.", nearest(arguments.action, ["status", "prune"])))
 
 
 def _add_validate_arguments(parser: argparse.ArgumentParser) -> None:
@@ -294,7 +294,7 @@ COMMANDS = {
         _add_cache_arguments,
         _cache,
         "examples:\n  lora-trainer cache --data ./pictures --model ./my-sd15\n"
-        "  lora-trainer cache status\n  lora-trainer cache clean --limit-gb 20\n",
+        "  lora-trainer cache status\n  lora-trainer cache prune --limit-gb 20\n",
     ),
     "plan": Command(
         "predict memory, disk, steps and least time, without a GPU and without weights",

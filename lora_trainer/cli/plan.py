@@ -22,7 +22,7 @@ def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
     """What a run takes, and how to show it."""
     parser.add_argument("--json", action="store_true", help="one JSON document on stdout")
     parser.add_argument("--all", action="store_true", help="every tier, goal and family as a Markdown page")
-    parser.add_argument("--settings", action="store_true", help=SETTINGS)
+    parser.add_argument("--what-if", action="store_true", help=SETTINGS)
     add_run_arguments(parser, hidden=("--resume", "--dry-run"))
 
 
@@ -50,7 +50,7 @@ def plan_command(arguments: argparse.Namespace, unknown: list[Problem]) -> int:
 
     hide(OPTIONAL)  # a trace has no use for them
     card = card_if_auto(arguments)
-    plan = make_plan(resolved, card_gib=card, every_setting=arguments.settings, here=card is not None)
+    plan = make_plan(resolved, card_gib=card, every_setting=arguments.what_if, here=card is not None)
     if arguments.json:
         sys.stdout.write(json.dumps(plan.to_json(), indent=2) + "\n")
     else:

@@ -79,7 +79,7 @@ def _with_families(problem: Problem, asked: Sequence[str]) -> Problem:
 def explain(resolved: Resolved, *, as_json: bool = False) -> None:
     """Every setting, its value and where it came from; what differs from the default stands out. Or as one document."""
     if as_json:
-        values = resolved.config.model_dump(by_alias=True, mode="json")
+        values = resolved.config.model_dump(mode="json")
         settings = {
             name: {"value": values[name.partition(".")[0]][name.partition(".")[2]], "from": origin}
             for name, origin in resolved.origin.items()

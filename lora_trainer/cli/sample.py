@@ -62,8 +62,10 @@ def sample_command(
     config = read_as_trained(config, None if run is None else run.config, metadata)
     words = triggers(config) or tuple(filter(None, [metadata.get(TRIGGER_PHRASE, "").partition(",")[0].strip()]))
     if not words and any(TRIGGER in prompt for prompt in prompts):
-        message = f"A prompt holds {TRIGGER}, and neither captions.trigger nor the header of {path.name} names a word."
-        raise UsageError(Problem(message, "Write the word itself, or add --set captions.trigger=WORD."))
+        message = (
+            f"A prompt holds {TRIGGER}, and neither captions.trigger_word nor the header of {path.name} names a word."
+        )
+        raise UsageError(Problem(message, "Write the word itself, or add --set captions.trigger_word=WORD."))
     family, facts = read_model(config)
     chosen = size or (facts.resolution, facts.resolution)
 
@@ -158,7 +160,7 @@ def _dtype(config: Config, wish: Wish, device: torch.device) -> torch.dtype:
     from lora_trainer.production.choices import choose_precision, computed_in
 
     named = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}.get(wish.dtype or "")
-    return named or computed_in(choose_precision(config.memory.base_precision, device, asked=False).value, device)
+    return named or computed_in(choose_precision(config.memory.weight_dtype, device, asked=False).value, device)
 
 
 def free_name(folder: Path, name: str) -> str:

@@ -111,7 +111,7 @@ def _judge(path: Path, config: Config, questions: Questions) -> LoraReport:
                 family,
                 samples,
                 held_out=questions.held_out,
-                dtype=computed_in(choose_precision(config.memory.base_precision, device, asked=False).value, device),
+                dtype=computed_in(choose_precision(config.memory.weight_dtype, device, asked=False).value, device),
                 device=device,
                 usable=usable,
                 gate=config.gates.lora,
@@ -152,7 +152,11 @@ def _run_questions(config: Config, run: Run | None) -> Questions:
     if run is None and not is_builtin(config.model):
         origin = "no --data and no run.json beside the file: learning cannot be measured"
         return Questions((), NO_QUESTIONS, True, origin)
-    trained_with = config if run is None else run.config.model_copy(update={"model": config.model, "text": config.text})
+    trained_with = (
+        config
+        if run is None
+        else run.config.model_copy(update={"model": config.model, "text_encoder": config.text_encoder})
+    )
     try:
         inputs = read_inputs(trained_with)
     except UsageError as error:

@@ -92,7 +92,7 @@ def _wrong_in_table(
 def _wrong_value(
     layer: str, name: str, kind: type[Section], key: str, value: Any, details: Sequence[ErrorDetails]
 ) -> Problem:
-    """`optim.learning_rate = 20 (from --set): must be at most 10.`"""
+    """`optimizer.learning_rate = 20 (from --set): must be at most 10.`"""
     wanted: list[str] = []
     items: list[str] = []  # what is said of items of a list
     for detail in details:

@@ -56,9 +56,9 @@ def refuse_large(path: Path, size: int) -> None:
 
 
 def parse_assignment(text: str, flag: str = "--set") -> tuple[str, str, Any] | Problem:
-    """`optim.learning_rate=1e-3` as (section, key, value).
+    """`optimizer.learning_rate=1e-3` as (section, key, value).
 
-    The value is read as TOML and a bare word as text, so neither `lora.targets=attention`
+    The value is read as TOML and a bare word as text, so neither `lora.target_modules=attention`
     nor a path needs quotes. An empty value means "none".
     """
     name, equals, raw = text.partition("=")
@@ -67,7 +67,8 @@ def parse_assignment(text: str, flag: str = "--set") -> tuple[str, str, Any] | P
         return Problem(f"{flag} {text}: {section} is not a setting.", settings_like(section))
     if not (equals and dot and section and key):
         return Problem(
-            f"{flag} {text} is not of the form section.key=value.", f"For example: {flag} memory.checkpointing=all"
+            f"{flag} {text} is not of the form section.key=value.",
+            f"For example: {flag} memory.gradient_checkpointing=true",
         )
     value = parse_value(raw)
     if isinstance(value, Problem):
@@ -97,7 +98,7 @@ def to_toml(config: Config) -> str:
     An empty setting is written as "none", so that nothing below the file fills it.
     """
     document: dict[str, dict[str, Any]] = {}
-    for section, values in config.model_dump(by_alias=True, mode="json").items():
+    for section, values in config.model_dump(mode="json").items():
         kept = document.setdefault(section, {})
         section_type = section_types()[section]
         for key, value in values.items():

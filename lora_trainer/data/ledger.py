@@ -18,7 +18,7 @@ from lora_trainer.core.io import atomic_path
 from lora_trainer.data.sample import Sample
 from lora_trainer.data.steps import Ref, StepPlan
 
-FILE = "ledger.csv"
+FILE = "sample_counts.csv"
 NEVER_TRAINED = "images_never_trained"
 BucketOf = Callable[[Ref], object]
 TextOf = Callable[[Ref, int], str | None]  # of a sample in a step; None where its caption was dropped
@@ -121,11 +121,11 @@ def never_trained(plan: StepPlan, released: int, trained: int) -> Finding | None
         f"{counted(len(images), 'image')}, {counted(times, 'sample')} trained in {counted(released, 'step')}:"
         f" {counted(never, 'image was', 'images were')} never trained (first: {first})."
     )
-    fix = f"{step} steps train each at least once: set train.max_steps higher, or leave it out for train.exposures."
+    fix = f"{step} steps train each at least once: set train.max_steps higher, or leave it out for train.total_repeats."
     if trained >= step:
         fix = (
-            f"Held-out loss was lowest at step {released} of {trained}: lower optim.learning_rate,"
-            " or set checkpoint.release=last."
+            f"Held-out loss was lowest at step {released} of {trained}: lower optimizer.learning_rate,"
+            " or set checkpoint.export_weights=last."
         )
     return Finding(NEVER_TRAINED, "error", message, fix)
 

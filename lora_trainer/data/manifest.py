@@ -76,7 +76,7 @@ def _read_manifest(
     if not asked:
         reading.problem("No data was given.", "Name a folder of pictures with --data.")
     found = [(each, read_source(places, each, reading)) for each, places in given]
-    if not reading.problems and all(each.section.regularisation for each in asked):
+    if not reading.problems and all(each.section.is_reg for each in asked):
         reading.problem("All data is regularisation.", "Name what is to be learned, too.")
     if reading.problems:
         raise UsageError(reading.problems)
@@ -126,7 +126,7 @@ def _sample(
         found.repeats,
         _weight_of(found, asked, reading),
         asked.number,
-        asked.section.regularisation,
+        asked.section.is_reg,
         found.span,
         found.mask,
         own_caption=found.caption is not None,
@@ -146,7 +146,7 @@ def _sample(
 
 def _weight_of(found: Found, asked: Asked, reading: Reading) -> float:
     """The weight that a table gives times the source's; a finding where no loss can be multiplied by it."""
-    weight, own = found.weight, asked.section.weight
+    weight, own = found.weight, asked.section.loss_weight
     if weight is None:
         return own
     if isinstance(weight, int | float) and not isinstance(weight, bool):
@@ -161,7 +161,7 @@ def _weight_of(found: Found, asked: Asked, reading: Reading) -> float:
 
 
 def _caption_of(found: Found, asked: Asked, reading: Reading) -> str:
-    given = (found.caption, asked.section.caption, found.folder_caption)
+    given = (found.caption, asked.section.default_caption, found.folder_caption)
     text = next((each for each in given if each is not None), None)
     caption = tidy(text or "", keep_lines=asked.captions.wildcards)
     if caption or found.path in reading.told:

@@ -169,11 +169,11 @@ def split_micros(
 @dataclass(frozen=True)
 class Lengths:
     """What decides how long a run is: the first that is set among steps and epochs, the lesser of both,
-    else `exposures`, the times that each picture is seen."""
+    else `total_repeats`, the times that each picture is seen."""
 
     max_steps: int | None = None
     max_epochs: int | None = None
-    exposures: int = 100
+    total_repeats: int = 100
 
 
 @dataclass(frozen=True)
@@ -195,14 +195,14 @@ class StepArithmetic:
         repeats = (self.passes - self.regularisation) / self.images if self.images else 0
         return {
             "images": self.images,
-            "regularisation": self.regularisation,
+            "regularization": self.regularisation,
             "repeats": int(repeats) if repeats == int(repeats) else round(repeats, 3),
             "batch": self.batch,
             "accumulation": self.accumulation,
             "processes": self.processes,
             "epochs": self.epochs,
             "total": self.total,
-            "effective": self.effective,
+            "effective_batch_size": self.effective,
             "steps_per_epoch": self.steps_per_epoch,
         }
 
@@ -232,7 +232,7 @@ def step_arithmetic(
     accumulation = math.ceil(share_of_process / (max_micro or share_of_process))
     batch = math.ceil(share_of_process / accumulation)
     if lengths.max_steps is None and lengths.max_epochs is None:
-        epochs = math.ceil(lengths.exposures * len(trained) / (passes - prior or 1)) if passes else 0
+        epochs = math.ceil(lengths.total_repeats * len(trained) / (passes - prior or 1)) if passes else 0
         total = epochs * per_epoch
     else:
         by_epochs = per_epoch * lengths.max_epochs if lengths.max_epochs is not None else None

@@ -94,11 +94,11 @@ def framing_of(data: DataSection, own: int, pixel_step: int, source: SourceSecti
         max_aspect=data.max_aspect,
         shortest=data.bucket_min,
         longest=data.bucket_max,
-        allow_upscale=data.allow_upscale,
-        no_upscale=data.no_upscale,
+        allow_upscale=data.allow_small_images,
+        no_upscale=data.bucket_no_upscale,
         crops=data.crop_variants if crop == "random" else 1,
         flip=data.flip if said.flip is None else said.flip,
-        colours=data.colour_variants if said.colour_variants is None else said.colour_variants,
+        colours=data.color_variants if said.color_variants is None else said.color_variants,
     )
     if problems := _wrong(framing, pixel_step):
         raise UsageError(problems)

@@ -160,9 +160,7 @@ def judge(
         message = (
             f"The LoRA changes nothing: predictions move by {drifted:.1e} of their size (least: {LEAST_CHANGE:.0e})."
         )
-        fix = (
-            "It was trained for too few steps or at too low a rate: set train.max_steps or optim.learning_rate higher."
-        )
+        fix = "It was trained for too few steps or at too low a rate: set train.max_steps or optimizer.learning_rate higher."
         findings.append(Finding("changes_nothing", "error", message, fix))
         return _report({"integrity": 0.0}, findings, numbers, gate)
     parts = {
@@ -386,7 +384,7 @@ def _health_findings(found: Health) -> list[Finding]:
     if found.dead:
         message = f"{found.dead} of {found.modules} modules learned nothing ({_named(found)})."
         findings.append(
-            Finding("dead_modules", "warning", message, "Train them longer, or leave them out of lora.targets.")
+            Finding("dead_modules", "warning", message, "Train them longer, or leave them out of lora.target_modules.")
         )
     if found.rank_used < 0.1:
         message = f"The updates use {found.rank_used:.0%} of their rank."

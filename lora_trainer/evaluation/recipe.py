@@ -15,7 +15,7 @@ from PIL.PngImagePlugin import PngInfo
 from pydantic import ValidationError
 
 from lora_trainer import __version__
-from lora_trainer.config.schema.inputs import TextSection
+from lora_trainer.config.schema.inputs import TextEncoderSection
 from lora_trainer.config.schema.results import SampleSection
 from lora_trainer.core.errors import Problem, UsageError
 from lora_trainer.core.io import read_json, sha256_file
@@ -153,7 +153,11 @@ def drawing_of_recipe(found: Mapping[str, Any]) -> Drawing:
             strengths=tuple(map(float, found["strengths"])),
             zero_terminal_snr=bool(found.get("zero_terminal_snr")),
         )
-        said = {"steps": drawing.steps, "strengths": drawing.strengths, "guidance": drawing.guidance or 0.0}
+        said = {
+            "num_inference_steps": drawing.steps,
+            "strengths": drawing.strengths,
+            "guidance_scale": drawing.guidance or 0.0,
+        }
         SampleSection.model_validate(said)
         at_once = found.get("at_once")
         if found.get("dtype") not in DTYPES or not (at_once is None or (type(at_once) is int and at_once > 0)):
@@ -167,8 +171,8 @@ def text_of_recipe(found: Mapping[str, Any]) -> TextOptions:
     """How a recipe's captions are read. Raises UsageError for options of another kind."""
     try:
         text = TextOptions(**{**found["text"], "without": tuple(found["text"].get("without", ()))})
-        said = {"clip_skip": text.clip_skip, "max_tokens": text.clip_tokens, "t5_tokens": text.t5_tokens}
-        TextSection.model_validate(said)
+        said = {"clip_skip": text.clip_skip, "max_tokens": text.clip_tokens, "max_sequence_length": text.t5_tokens}
+        TextEncoderSection.model_validate(said)
     except (TypeError, ValueError) as error:
         raise UsageError(Problem(f"The recipe's text cannot be followed: {_reason(error)}.", ANOTHER)) from error
     return text

@@ -46,7 +46,7 @@ class TrainingFacts:
     architecture: str  # modelspec's name: `stable-diffusion-v1/lora`, …
     base_name: str  # the model's folder or file name
     alpha: float  # of the training: the tensors have their own
-    targets: str  # lora.targets as text
+    targets: str  # lora.target_modules as text
     resolution: tuple[int, int]  # width, height in pixels
     steps: int
     epochs: int

@@ -120,7 +120,7 @@ def check_order(order: BatchOrder, *, weights: bool = True) -> dict[str, Path]:
             check()
         except UsageError as error:
             problems.extend(error.problems)
-    for place, flag in ((order.output, "--output"), (cache_folder(config), "--set cache.folder")):
+    for place, flag in ((order.output, "--output"), (cache_folder(config), "--set cache.dir")):
         if place.resolve().is_relative_to(order.root.resolve()):
             message = f"{place} lies in {order.root}; nothing is written there."
             problems.append(Problem(message, f"Choose another {flag}."))

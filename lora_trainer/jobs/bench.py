@@ -44,8 +44,8 @@ from lora_trainer.training.micro import Micro
 from lora_trainer.training.processes import join_processes
 
 NOT_COMPILED = (
-    "memory.compile is auto, which goes by the steps of a run: an architecture alone has none and is not compiled; "
-    "--set memory.compile=true measures it on a card"
+    "compile.enabled is auto, which goes by the steps of a run: an architecture alone has none and is not compiled; "
+    "--set compile.enabled=true measures it on a card"
 )
 PEAK_STEPS = 2  # the first makes the optimizer's state
 ABOUT = {
@@ -110,7 +110,7 @@ def bench_model(asked: Asked, named: str, folder: Path) -> tuple[Sequence[Row | 
     steps = asked.steps or STEPS
     rows, notes = rows_and_notes(asked, named, steps, folder)
     config = asked.resolved.config
-    if config.memory.compile == "auto" and architecture_named(config, named) is not None:
+    if config.compile.enabled == "auto" and architecture_named(config, named) is not None:
         notes = [*notes, NOT_COMPILED]
     return rows, notes
 

@@ -131,7 +131,7 @@ MEASURES: Mapping[str, Measure] = {
     "loader": Measure("what its data costs a step", "bench_loader", frozenset({"tiny"})),
     "attention": Measure("every implementation at the model's sizes", "trials.attention", frozenset({"tiny"})),
     "batch": Measure("how many samples at once pay", "trials.batch", frozenset({"tiny"})),
-    "ladder": Measure("each optimisation: claimed, measured", "trials.ladder", frozenset({"tiny", "only"})),
+    "ablation": Measure("each optimization: claimed, measured", "trials.ablation", frozenset({"tiny", "only"})),
     "resolution": Measure("what larger pictures cost and bring", "trials.resolution", frozenset({"tiny"})),
     "scaling": Measure("several processes over one", "trials.scaling", frozenset({"tiny"})),
     "table": Measure("all rows of a card", "trials.table", frozenset({"tiny", "minutes", "rows", "only"})),

@@ -81,14 +81,14 @@ def given(source: Iterator[list[Micro]], split: Split) -> Iterator[list[Micro]]:
 def undisturbed(config: Config, rate: float | None) -> Config:
     """Nothing but steps."""
     checkpoint = config.checkpoint.model_copy(
-        update={"every_steps": NEVER, "every_epochs": None, "weights_every_steps": 0}
+        update={"every_n_steps": NEVER, "every_n_epochs": None, "export_every_n_steps": 0}
     )
     changed: dict[str, object] = {
         "checkpoint": checkpoint,
-        "validation": config.validation.model_copy(update={"every_steps": 0}),
-        "sample": config.sample.model_copy(update={"every_steps": 0}),
+        "validation": config.validation.model_copy(update={"every_n_steps": 0}),
+        "sample": config.sample.model_copy(update={"every_n_steps": 0}),
         "train": config.train.model_copy(update={"max_hours": None}),
     }
     if rate is not None:
-        changed["optim"] = config.optim.model_copy(update={"learning_rate": rate})
+        changed["optimizer"] = config.optimizer.model_copy(update={"learning_rate": rate})
     return config.model_copy(update=changed)

@@ -113,7 +113,7 @@ def subject_as_asked(
     """
     subject = subject_of(resolved, folder, tiny=tiny, named=named, shapes=shapes)
     learner = subject.learner
-    if resolved.config.memory.compile is True and learner.compiled is None:
+    if resolved.config.compile.enabled is True and learner.compiled is None:
         reason = why_not(learner.denoiser, learner.device)
         raise UsageError(Problem(f"Not compiled: {reason}.", "Measure it where it can be, or without."))
     return subject
@@ -165,10 +165,10 @@ def public_built(
         config,
         with_random_weights(family, architecture),
         architecture.facts,
-        replace(choices.layout, compiled=config.memory.compile is True, shapes=shapes),
+        replace(choices.layout, compiled=config.compile.enabled is True, shapes=shapes),
         device=choices.device,
         reduce=None,
-        attention_asked=asked_by_user(resolved, "memory.attention"),
+        attention_asked=asked_by_user(resolved, "hardware.attention_backend"),
         latents=(choices.micro, facts.latent_channels, side // facts.downscale, side // facts.downscale),
     )
     called = "U-Net of 30 M weights" if named == SMALL else named
@@ -186,7 +186,7 @@ def public_subject(resolved: Resolved, named: str, folder: Path, *, tiny: bool =
     copied = copied_ahead(learner.device, learner.dtype)
 
     def micros(step: int) -> list[Micro]:
-        refs = [Ref(index, f"random-{index}", 0) for index in range(config.batch.effective)]
+        refs = [Ref(index, f"random-{index}", 0) for index in range(config.train.effective_batch_size)]
         groups = [refs[first : first + choices.micro] for first in range(0, len(refs), choices.micro)]
         batches = [random_batch(group, architecture, cond_shapes, sides, choices.dtype) for group in groups]
         return copied([make_micro(batch, step, config.train.seed, config.noise, learner.process) for batch in batches])
@@ -199,8 +199,8 @@ def public_subject(resolved: Resolved, named: str, folder: Path, *, tiny: bool =
         planned=Fit(choices.micro, built.checkpointed, streamed=built.streamed),
         total_steps=ENDLESS,
         steps_per_epoch=ENDLESS,
-        samples_in=lambda step: config.batch.effective,
-        names_in=lambda step: [f"random-{index}" for index in range(config.batch.effective)],
+        samples_in=lambda step: config.train.effective_batch_size,
+        names_in=lambda step: [f"random-{index}" for index in range(config.train.effective_batch_size)],
         micros=micros,
         validate=None,
         sample=None,

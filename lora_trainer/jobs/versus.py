@@ -69,7 +69,7 @@ class NotRun:
 # What changes nothing on a processor.
 OF_A_CARD = (
     *("hardware.tf32", "hardware.cudnn_benchmark", "memory.expandable_segments"),
-    *("memory.offload_activations", "memory.limit_gib", "memory.grow_after_steps"),
+    *("memory.offload_activations", "memory.limit_gib", "memory.oom_recovery_steps"),
 )
 
 
@@ -123,7 +123,7 @@ def untaken(settings: Config, base: Config, subject: Subject, folder: Path) -> s
     if differs and not on_card and set(differs) <= set(OF_A_CARD):
         return "it is for cards, and there is none"
     compiled = subject.learner.compiled
-    if "memory.compile" in differs and settings.memory.compile is True and (compiled is None or not compiled.on):
+    if "compile.enabled" in differs and settings.compile.enabled is True and (compiled is None or not compiled.on):
         said = [event["message"] for event in read_lines(folder / EVENTS) if event.get("kind") == "compile"]
         reasons = [*(line for line in subject.said if line.startswith("not compiled")), *said]
         return reasons[-1] if reasons else "blocks were not compiled"

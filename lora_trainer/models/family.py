@@ -280,25 +280,23 @@ class Family:
     passed_over: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # program -> beginnings of modules
 
     def text_rates(self, rates: Sequence[float]) -> dict[str, float]:
-        """The rate of each text encoder that is trained, by component, of `text.learning_rates`.
+        """The rate of each text encoder that is trained, by component, of `text_encoder.learning_rates`.
 
         Raises UsageError for one that cannot be trained.
         """
         names = tuple(self.text_targets)
         if any(rates[len(names) :]):
-            told = f"text.learning_rates holds {counted(len(rates), 'rate')}, and of the text encoders of {self.name} "
+            told = f"text_encoder.learning_rates holds {counted(len(rates), 'rate')}, and of the text encoders of {self.name} "
             if not names:
                 why = "none can be trained: no LoRA is trained on a language model, where diffusers reads none."
-                raise UsageError(Problem(told + why, "Leave text.learning_rates empty."))
+                raise UsageError(Problem(told + why, "Leave text_encoder.learning_rates empty."))
             from lora_trainer.config.toml import shown
 
-            fix = (
-                f"Give at most {counted(len(names), 'rate')}: --set 'text.learning_rates={shown(rates[: len(names)])}'"
-            )
+            fix = f"Give at most {counted(len(names), 'rate')}: --set 'text_encoder.learning_rates={shown(rates[: len(names)])}'"
             raise UsageError(Problem(f"{told}these can be trained: {', '.join(names)}.", fix))
         trained = {name: rate for name, rate in zip(names, rates, strict=False) if rate}
         if left_out := [name for name in trained if name in self.text.without]:
-            message = f"text.learning_rates has a rate for {left_out[0]}, which model.without_t5 leaves out."
+            message = f"text_encoder.learning_rates has a rate for {left_out[0]}, which model.without_t5 leaves out."
             raise UsageError(Problem(message, "Set its rate to 0, or remove model.without_t5."))
         return trained
 

@@ -164,7 +164,9 @@ def check_text(folder: Path, options: TextOptions) -> None:
     """Of CLIP only the summary is read: of its last layer, of one piece."""
     asked = {"clip_skip": options.clip_skip, "max_tokens": options.clip_tokens if options.pieces > 1 else None}
     problems = [
-        Problem(f"text.{name}={value}: FLUX.1 takes only a summary from CLIP; T5 reads the words.", "Remove it.")
+        Problem(
+            f"text_encoder.{name}={value}: FLUX.1 takes only a summary from CLIP; T5 reads the words.", "Remove it."
+        )
         for name, value in asked.items()
         if value is not None
     ]

@@ -35,7 +35,7 @@ SD2_TEXT_WIDTH = 1024  # 1.x and 2.x share a pipeline; their text encoders do no
 MOST_CONFIG_BYTES = 1 << 24  # those of models with a hundred thousand labels have five megabytes
 LARGEST_NUMBER = 10**8  # in a config; the largest honest ones are sizes of vocabularies
 COPY = "Copy or download the model again."
-UNQUANTISED = "Get it in float16, bfloat16, float32 or plain float8; memory.base_precision narrows it."
+UNQUANTISED = "Get it in float16, bfloat16, float32 or plain float8; memory.weight_dtype narrows it."
 READ = ("F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2")
 # Ends of names that stand beside weights which are not what is stored: whoever leaves them out has another model.
 QUANTISED = (
@@ -285,7 +285,7 @@ def _refuse_entry(path: Path, key: str, value: Any) -> None:
         raise UsageError(Problem(message, "Get the model without it."))
     if key in ATTENTION and value not in (None, "eager", "sdpa"):
         message = f"{path}: {key} is {value!r}, which may be code from a hub."
-        raise UsageError(Problem(message, "Remove it; memory.attention chooses."))
+        raise UsageError(Problem(message, "Remove it; hardware.attention_backend chooses."))
     if isinstance(value, int) and abs(value) > LARGEST_NUMBER:
         raise UsageError(
             Problem(f"{path}: {key} is {value}; no model has more than {LARGEST_NUMBER} of anything.", COPY)

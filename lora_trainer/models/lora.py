@@ -18,7 +18,7 @@ ADAPTER = "default"
 
 
 def target_modules(denoiser: nn.Module, family: Family, targets: str | tuple[str, ...]) -> list[str]:
-    """Names of the modules that a `lora.targets` value means. Raises UsageError when a pattern finds none.
+    """Names of the modules that a `lora.target_modules` value means. Raises UsageError when a pattern finds none.
 
     A value is `attention`, `attention+ff`, or patterns (`*.attn2.to_k`) of linear and
     convolution modules. Modules that change nothing are left out.
@@ -33,7 +33,7 @@ def target_modules(denoiser: nn.Module, family: Family, targets: str | tuple[str
     patterns = named or ((targets,) if isinstance(targets, str) else targets)
     problems = [
         Problem(
-            f"lora.targets: {pattern!r} matches none of {len(adaptable)} modules.",
+            f"lora.target_modules: {pattern!r} matches none of {len(adaptable)} modules.",
             f"Give {', '.join(family.lora_targets)}, or a pattern such as '*.attn2.to_k'. {nearest(pattern, family.lora_targets)}",
         )
         for pattern in (patterns if named is None else ())

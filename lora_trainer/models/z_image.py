@@ -94,7 +94,9 @@ def check_text(folder: Path, options: TextOptions) -> None:
     """There is no CLIP whose layer or pieces could be chosen."""
     asked = {"clip_skip": options.clip_skip, "max_tokens": options.clip_tokens if options.pieces > 1 else None}
     problems = [
-        Problem(f"text.{name}={value}: Z-Image reads captions with a language model, not with CLIP.", "Remove it.")
+        Problem(
+            f"text_encoder.{name}={value}: Z-Image reads captions with a language model, not with CLIP.", "Remove it."
+        )
         for name, value in asked.items()
         if value is not None
     ]

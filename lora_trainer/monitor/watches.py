@@ -19,8 +19,8 @@ from lora_trainer.monitor.slowness import KNOWN, STARVED, STARVED_WITH_CACHES, P
 
 FULL = 0.95  # of what may be used of a card, above which it is called full
 FRAGMENTED = 0.2  # of what may be used of a card, held but in no use
-CROWDED = "Close other programs on the card, or set batch.max_micro=1 or memory.checkpointing=all."
-SMALLER = "Smaller pieces find room: set batch.max_micro=1 or memory.checkpointing=all."
+CROWDED = "Close other programs on the card, or set train.max_micro_batch_size=1 or memory.gradient_checkpointing=true."
+SMALLER = "Smaller pieces find room: set train.max_micro_batch_size=1 or memory.gradient_checkpointing=true."
 GROW = (
     "Set memory.expandable_segments=true; if you set PYTORCH_ALLOC_CONF yourself, add expandable_segments:True to it."
 )
@@ -78,7 +78,7 @@ class Watches:
             return "starved", "steps wait for their data no more"
         if change == "starved":
             limit = STARVED_WITH_CACHES if self._cached else STARVED
-            fix = "Put cache.folder on a faster disk" if self._cached else "Set cache.latents=true"
+            fix = "Put cache.dir on a faster disk" if self._cached else "Set cache.latents=true"
             told = f"steps wait {self.pace.waited_share:.1%} of their time for data, more than {limit:.0%}"
             return "starved", f"{told}. {fix}, and see what else the processor does."
         usual = self.pace.usual_seconds

@@ -39,7 +39,7 @@ STATE_TENSORS: dict[str, Callable[[Shape], list[int]]] = {
     "adafactor": factored,
     "lion": full_tensors(1),
     "prodigy": full_tensors(4),
-    "schedule_free": full_tensors(2),
+    "adamw_schedulefree": full_tensors(2),
 }
 
 

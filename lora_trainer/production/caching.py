@@ -83,7 +83,7 @@ class CachePlans:
 
 def cache_folder(config: Config) -> Path:
     """As set, else the user's cache folder."""
-    return Path(config.cache.folder).expanduser() if config.cache.folder else user_cache_folder()
+    return Path(config.cache.dir).expanduser() if config.cache.dir else user_cache_folder()
 
 
 def plan_caches(config: Config, inputs: Inputs, choices: Choices) -> CachePlans:
@@ -191,7 +191,7 @@ def refuse_full_disk(inputs: Inputs, choices: Choices, plans: CachePlans) -> Non
     room = _with_packing(needed)
     if room > free:
         message = f"Filling the caches needs {size_words(room)}, and the disk of {plans.latents.folder} has {size_words(free)} free."
-        raise UsageError(Problem(message, "Free space there, or set cache.folder to another disk."))
+        raise UsageError(Problem(message, "Free space there, or set cache.dir to another disk."))
 
 
 def _with_packing(needed: int) -> int:
@@ -200,7 +200,7 @@ def _with_packing(needed: int) -> int:
 
 
 def pictures_together(config: Config, inputs: Inputs, choices: Choices, *, missing: bool) -> int:
-    """`cache.batch`, or fewer where the card is too small for that many.
+    """`cache.batch_size`, or fewer where the card is too small for that many.
 
     Raises UsageError for a card that is too small for one picture which is yet to be encoded.
     """
@@ -214,7 +214,7 @@ def pictures_together(config: Config, inputs: Inputs, choices: Choices, *, missi
         message = f"Encoding one picture of {pixels / 1e6:.1f} megapixels needs {needed}."
         fix = "Set data.resolution lower, or fill the caches elsewhere first: lora-trainer cache."
         raise UsageError(Problem(message, fix))
-    return pictures_at_once(config.cache.batch, pixels, itemsize, costs, usable)
+    return pictures_at_once(config.cache.batch_size, pixels, itemsize, costs, usable)
 
 
 def captions_together(config: Config, inputs: Inputs, choices: Choices) -> tuple[bool, int]:
@@ -280,9 +280,9 @@ def cached_data(config: Config, inputs: Inputs, plans: CachePlans) -> CachedData
         empty_key=plans.texts.keys[-1] if plans.texts.keys else "",
         latents=Store(plans.latents.folder, "latents", plans.latents.keys),
         texts=Store(plans.texts.folder, "texts", plans.texts.keys),
-        prior_weight=config.loss.prior_weight,
+        prior_weight=config.loss.prior_loss_weight,
         captions=caption_rules(config),
-        spoken=config.text.trained,
+        spoken=config.trains_text,
     )
 
 

@@ -46,7 +46,7 @@ def find_wanted(folders: Sequence[Path], output: Path | None) -> tuple[list[Want
     Captions go into `output`, or beside without it; none is ever written over or in place of one that is there.
 
     Names of kohya folders are no captions. Raises UsageError for data that is no folder, and for an
-    `output` inside of the data, which is for `--beside` alone to write into.
+    `output` inside of the data, which is for `--in-place` alone to write into.
     """
     problems = [
         Problem(f"{folder} is not a folder.", "Captions are written for folders of pictures; unpack it first.")
@@ -55,7 +55,7 @@ def find_wanted(folders: Sequence[Path], output: Path | None) -> tuple[list[Want
     ]
     for folder in folders if output is not None else ():
         if output is not None and output.resolve().is_relative_to(folder.resolve()):
-            fix = "Name a folder outside of it, or write beside the pictures with --beside."
+            fix = "Name a folder outside of it, or write beside the pictures with --in-place."
             problems.append(Problem(f"{output} lies inside of the data {folder}.", fix))
     if problems:
         raise UsageError(problems)
@@ -89,7 +89,7 @@ def _pictures(folder: Path, number: int) -> tuple[list[Found], dict[Path, str]]:
     """
     reading = Reading(allow_missing_captions=True)
     # With a caption of its own, a source does not fall back on the names of kohya folders.
-    section = SourceSection(path=str(folder), caption="")
+    section = SourceSection(path=str(folder), default_caption="")
     found = read_source([folder], Asked(number, section, CaptionsSection()), reading)
     if reading.problems:
         raise UsageError(reading.problems)

@@ -6,13 +6,13 @@ import os
 from dataclasses import dataclass, replace
 from math import floor
 from pathlib import Path
-from typing import Literal, cast
+from typing import cast
 
 import torch
 
 from lora_trainer.config.contradictions import from_user
 from lora_trainer.config.layers import Resolved
-from lora_trainer.config.schema import Config, Precision
+from lora_trainer.config.schema import Blocks, Config, Precision
 from lora_trainer.core.hardware import cpu_supports_bf16, cuda_memory_gib
 from lora_trainer.models.family import Architecture, Family
 from lora_trainer.models.storage.four_bits import need_library
@@ -58,7 +58,7 @@ class Choices:
     precision: Choice
     micro: int
     micro_reason: str
-    checkpointing: Literal["none", "all", "auto"] | int
+    checkpointing: Blocks
     checkpointing_reason: str
     predicted: str | None = None  # the peak, on a card
     streamed: int = 0  # blocks that visit the device one after the other
@@ -84,17 +84,19 @@ def choose(resolved: Resolved, family: Family, architecture: Architecture, devic
     for nf4 without bitsandbytes.
     """
     config = resolved.config
-    asked = asked_by_user(resolved, "memory.base_precision")
-    precision = choose_precision(config.memory.base_precision, device, asked=asked)
-    origin = Path(resolved.origin["memory.base_precision"].removeprefix("--config "))
+    asked = asked_by_user(resolved, "memory.weight_dtype")
+    precision = choose_precision(config.memory.weight_dtype, device, asked=asked)
+    origin = Path(resolved.origin["memory.weight_dtype"].removeprefix("--config "))
     if precision.reason == ASKED and origin.name == "config.toml":  # a run's own holds what was decided for it
         precision = replace(precision, reason=f"as {origin} has it")
     if precision.value == "nf4":
         need_library()
     if device.type != "cuda":
         micro, reason = choose_micro(config, world)
-        checkpointing = "none" if config.memory.checkpointing == "auto" else config.memory.checkpointing
-        why = ASKED if checkpointing == config.memory.checkpointing else "no GPU: memory is not short"
+        checkpointing = (
+            False if config.memory.gradient_checkpointing == "auto" else config.memory.gradient_checkpointing
+        )
+        why = ASKED if checkpointing == config.memory.gradient_checkpointing else "no GPU: memory is not short"
         held = weights_held(family, architecture.facts, precision.value)
         return Choices(
             device,
@@ -155,7 +157,7 @@ def planned_choices(
 
 def asked_to_stream(config: Config) -> int:
     """Blocks that are to visit by their number."""
-    return config.memory.streaming if isinstance(config.memory.streaming, int) else 0
+    return config.memory.blocks_to_swap if isinstance(config.memory.blocks_to_swap, int) else 0
 
 
 def asked_by_user(resolved: Resolved, name: str) -> bool:
@@ -190,12 +192,12 @@ def has_bf16(device: torch.device) -> bool:
 
 def choose_micro(config: Config, world: int) -> tuple[int, str]:
     """Samples per forward pass on a processor."""
-    per_process = -(-config.batch.effective // world)
-    if config.batch.max_micro is not None:
-        return min(config.batch.max_micro, per_process), "batch.max_micro"
+    per_process = -(-config.train.effective_batch_size // world)
+    if config.train.max_micro_batch_size is not None:
+        return min(config.train.max_micro_batch_size, per_process), "train.max_micro_batch_size"
     if per_process <= LARGEST_MICRO_ON_A_PROCESSOR:
         return per_process, "the whole step at once"
-    return LARGEST_MICRO_ON_A_PROCESSOR, "more gains nothing on a processor; batch.max_micro changes it"
+    return LARGEST_MICRO_ON_A_PROCESSOR, "more gains nothing on a processor; train.max_micro_batch_size changes it"
 
 
 def cap_memory(config: Config, device: torch.device) -> str | None:

@@ -1,4 +1,4 @@
-"""Whether compiling is earned back by the steps of a run (`memory.compile=auto`): by counts, never by clocks."""
+"""Whether compiling is earned back by the steps of a run (`compile.enabled=auto`): by counts, never by clocks."""
 
 from __future__ import annotations
 
@@ -16,5 +16,5 @@ def compiling_pays(config: Config, device: torch.device, steps: int) -> bool:
     All steps of the run count, also those before it was resumed, so that it decides as it did when it began. On a
     processor `auto` never compiles: minutes of compiling gained nothing that could be measured.
     """
-    asked = config.memory.compile
+    asked = config.compile.enabled
     return asked if asked != "auto" else device.type == "cuda" and steps >= FEWEST_STEPS

@@ -32,10 +32,10 @@ def drawing_of(config: Config, family: Family, facts: ModelFacts, size: tuple[in
 
     manner, sample = family.manner(facts.path), config.sample
     return Drawing(
-        steps=sample.steps or manner.steps,
-        guidance=sample.guidance if manner.guided else None,
+        steps=sample.num_inference_steps or manner.steps,
+        guidance=sample.guidance_scale if manner.guided else None,
         size=size,
-        negative=sample.negative if manner.negative else None,
+        negative=sample.negative_prompt if manner.negative else None,
         strengths=tuple(dict.fromkeys(sample.strengths)),
         zero_terminal_snr=config.noise.zero_terminal_snr and facts.prediction != "flow",
     )
@@ -76,8 +76,8 @@ def filled(prompt: str, words: tuple[str, ...]) -> str:
 
 def triggers(config: Config) -> tuple[str, ...]:
     """The words that are learned, each once: the run's first, then those of sources with captions of their own, then new ones."""
-    own = [source.captions for source in config.data.sources if source.captions and not source.regularisation]
-    named = (*(rules.trigger for rules in (config.captions, *own)), *config.text.tokens)
+    own = [source.captions for source in config.data.sources if source.captions and not source.is_reg]
+    named = (*(rules.trigger_word for rules in (config.captions, *own)), *config.textual_inversion.placeholder_tokens)
     return tuple(dict.fromkeys(trigger for trigger in named if trigger))
 
 
@@ -117,7 +117,7 @@ def draw_comparison(
     from lora_trainer.evaluation.sample import Where, compare
     from lora_trainer.production.choices import usable_bytes
 
-    seeds = [config.train.seed + index for index in range(config.sample.seeds)]
+    seeds = [config.train.seed + index for index in range(config.sample.num_images_per_prompt)]
     rows = rows_for(sample_prompts(config, inputs), seeds)[:most]
     drawing, where = run_drawing(config, inputs), Where(folder, name)
     drawing = replace(drawing, strengths=drawing.strengths[:most])

@@ -55,7 +55,7 @@ def make_feed(config: Config, data: CachedData, learner: Learner, processes: Pro
     What comes out depends on nothing but the step: any may be asked for first.
     """
     seed = config.train.seed
-    plan = plan_steps(data.samples, config.batch.effective, seed)
+    plan = plan_steps(data.samples, config.train.effective_batch_size, seed)
     copied = copied_ahead(learner.device, learner.dtype)
 
     def groups_of(refs: tuple[Ref, ...]) -> tuple[tuple[Ref, ...], ...]:

@@ -1,4 +1,4 @@
-"""How many samples fit in one forward pass, tried before training in place of predicted (`batch.find_micro`).
+"""How many samples fit in one forward pass, tried before training in place of predicted (`train.auto_find_micro_batch_size`).
 
 Forward and backward pass of the real step run on samples of the largest bucket; weights, optimizer and every draw of
 the run stay untouched.
@@ -65,7 +65,9 @@ def find_micro(config: Config, inputs: Inputs, learner: Learner, data: CachedDat
         return held is not None and held <= usable
 
     found = largest_that_fits(fits, most)
-    return max(1, found), f"found by trying up to {most} (batch.find_micro): {told(trials, found, usable, where)}"
+    return max(
+        1, found
+    ), f"found by trying up to {most} (train.auto_find_micro_batch_size): {told(trials, found, usable, where)}"
 
 
 def largest_that_fits(fits: Callable[[int], bool], most: int) -> int:
@@ -99,7 +101,7 @@ def held_by(learner: Learner, micro: Micro, *, again: bool, config: Config) -> i
     """
     device, held = learner.device, None
     shapes = [tuple(master.shape) for master in learner.masters]
-    state = optimizer_state_on_card(config.optim.name, shapes)
+    state = optimizer_state_on_card(config.optimizer.name, shapes)
     with memory_may_run_out():
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)
@@ -200,8 +202,8 @@ def smallest(micro: int, processes: Processes) -> int:
 def earlier_find(folder: Path) -> int | None:
     """What the run's own config says was found when it began; None where it says nothing."""
     try:
-        found = read_toml(folder / CONFIG)["batch"]
-        return int(found["max_micro"]) if found.get("find_micro") else None
+        found = read_toml(folder / CONFIG)["train"]
+        return int(found["max_micro_batch_size"]) if found.get("auto_find_micro_batch_size") else None
     except (UsageError, KeyError, TypeError, ValueError, AttributeError):
         return None
 

@@ -102,7 +102,7 @@ def run_session(order: Order, inputs: Inputs, record: Record) -> Outcome:
             raise
         finally:
             prepared.feed.close()
-        early = stopped_early(session.config.control, state.control)
+        early = stopped_early(session.config.safeguards, state.control)
         trained = state.seconds - (start.state.seconds if start else 0.0)
         record = replace(
             record.with_seconds(train=trained),
@@ -132,7 +132,7 @@ def with_preparation(record: Record, prepared: Prepared, settings: dict[str, Any
     session = prepared.session
     device, world = str(session.choices.device), session.processes.world
     hardware = {**describe_machine(), "device": device, "processes": world}
-    if session.config.memory.attention == "fastest":
+    if session.config.hardware.attention_backend == "fastest":
         hardware[TIMED_ATTENTION] = prepared.built.attention
     moved = other_machine(record.hardware or repeated_record(session.order.resolved).get("hardware", {}), hardware)
     if moved:
@@ -187,11 +187,12 @@ def repeatable(session: Session, attention: str) -> Config:
 
 def decided(session: Session, attention: str) -> dict[str, dict[str, Any]]:
     """What the hardware, or a measurement, made of settings that leave it open; by section and key."""
-    found = {"max_micro": session.choices.micro} if session.config.batch.find_micro else {}
+    found = {"max_micro_batch_size": session.choices.micro} if session.config.train.auto_find_micro_batch_size else {}
+    threads = {"threads": torch.get_num_threads()} if session.choices.device.type == "cpu" else {}
     return {
-        "memory": {"base_precision": session.choices.precision.value, "attention": attention},
-        "batch": found,
-        "hardware": {"threads": torch.get_num_threads()} if session.choices.device.type == "cpu" else {},
+        "memory": {"weight_dtype": session.choices.precision.value},
+        "train": found,
+        "hardware": {"attention_backend": attention, **threads},
     }
 
 
@@ -233,7 +234,7 @@ def release(prepared: Prepared, record: Record, state: TrainState) -> Outcome:
     console.print(f"releasing step {released.step}")
     facts = training_facts(config, session.inputs, name, released.step, session.steps, session.choices, record.started)
     weights = lora_weights(config, session.inputs, released.weights)
-    untrained = untrained_words(config.text.tokens, session.inputs.train)
+    untrained = untrained_words(config.textual_inversion.placeholder_tokens, session.inputs.train)
     embeddings = {key: value for key, value in weights.embeddings.items() if key.partition(".")[0] not in untrained}
     stored = DTYPES[config.checkpoint.export_dtype]
     export = partial(export_lora, folder, name, weights, facts, built.shapes, session.inputs.family, stored)

@@ -51,7 +51,7 @@ def base_words(held: int, processes: int, total: int, available: int) -> str | N
     each = f" in each of {processes} processes" if processes > 1 else ""
     needs = f"Without a card the base alone needs {held / GIB:.1f} GiB of host memory{each}"
     if processes * held > total:
-        fix = "Use a card, a smaller model, or --set memory.base_precision=bf16 (int8 takes half of that)."
+        fix = "Use a card, a smaller model, or --set memory.weight_dtype=bf16 (int8 takes half of that)."
         raise UsageError(Problem(f"{needs}; this system has {total / GIB:.1f}.", fix))
     return (
         None
@@ -70,7 +70,7 @@ def host_words(host: Host, processes: int, total: int, available: int) -> str:
     each = f" in each of {processes} processes" if processes > 1 else ""
     if processes * host.least * GIB > total:
         message = f"Streamed blocks need {host.least:.1f} GiB of host memory{each}; this system has {total / GIB:.1f}."
-        fix = "Set memory.base_precision=nf4 (or fp8), a lower memory.streaming, or fewer processes."
+        fix = "Set memory.weight_dtype=nf4 (or fp8), a lower memory.blocks_to_swap, or fewer processes."
         raise UsageError(Problem(message, fix))
     said = f", up to {host.most:.1f} GiB of host memory{each}"
     if processes * host.most * GIB > available:

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import Literal
 
+from lora_trainer.config.schema import Blocks
 from lora_trainer.core.errors import Problem, UsageError
 from lora_trainer.models.memory.ledger import Gauge, Sizes, count_of
 from lora_trainer.models.memory.texts import NO_TEXTS, TextSizes
@@ -53,15 +54,15 @@ class Demand:
     pixel_step: int
     samples: int
     max_micro: int | None
-    checkpointing: Literal["none", "all", "auto"] | int
+    checkpointing: Blocks
     precisions: tuple[str, ...]
     optimizer: str
     averaged: bool
     limit_gib: float | None
     encoder: tuple[int, int] = (0, 0)
     several: bool = False  # resolutions are given as a list
-    streaming: Literal["none", "auto"] | int = "none"
-    recompute: str = "all"
+    streaming: Literal["auto"] | int = 0
+    recompute: str = "full"
     offloaded: bool = False
     texts: TextSizes = NO_TEXTS
     others: Callable[[Demand, Fit], Mapping[str, float]] = field(default=no_other_phases, compare=False)
@@ -277,7 +278,7 @@ def _way(
     if micro == demand.samples:
         whole = "the whole step at once"
     elif micro == demand.max_micro:
-        whole = "batch.max_micro"
+        whole = "train.max_micro_batch_size"
     return Fit(
         micro=micro,
         accumulation=accumulation_of(demand, micro),
@@ -352,22 +353,22 @@ def milder(demand: Demand) -> Iterator[tuple[str, Demand]]:
     """Single changes and then some together, as (settings, demand), mildest first."""
     free = replace(demand, checkpointing="auto")
     if demand.checkpointing != "auto":
-        yield "memory.checkpointing=auto", free
-    if demand.recompute != "all":
-        yield "memory.recompute=all", replace(demand, recompute="all")
-    small = replace(free, precisions=("fp8",), recompute="all")
+        yield "memory.gradient_checkpointing=auto", free
+    if demand.recompute != "full":
+        yield "memory.checkpointing_mode=full", replace(demand, recompute="full")
+    small = replace(free, precisions=("fp8",), recompute="full")
     if not set(demand.precisions) & {"fp8", "int8", "nf4"}:
-        yield "memory.base_precision=fp8", replace(demand, precisions=("fp8",))
+        yield "memory.weight_dtype=fp8", replace(demand, precisions=("fp8",))
         if demand.checkpointing != "auto":
-            yield "memory.base_precision=fp8 --set memory.checkpointing=auto", small
+            yield "memory.weight_dtype=fp8 --set memory.gradient_checkpointing=auto", small
     if demand.precisions[-1] != "nf4":
-        yield "memory.base_precision=nf4", replace(demand, precisions=("nf4",))
+        yield "memory.weight_dtype=nf4", replace(demand, precisions=("nf4",))
     if demand.streaming != "auto":
-        yield "memory.streaming=auto", replace(demand, streaming="auto")
+        yield "memory.blocks_to_swap=auto", replace(demand, streaming="auto")
     if (demand.max_micro or 0) > 1:
-        yield "batch.max_micro=1", replace(demand, max_micro=1)
+        yield "train.max_micro_batch_size=1", replace(demand, max_micro=1)
     if demand.optimizer not in ("adamw8bit", "paged_adamw8bit", "adafactor"):
-        yield "optim.name=adamw8bit", replace(demand, optimizer="adamw8bit")
+        yield "optimizer.name=adamw8bit", replace(demand, optimizer="adamw8bit")
     for rank in SMALLER_RANKS:
         if rank < demand.rank:
             yield f"lora.rank={rank}", replace(demand, rank=rank)
@@ -375,4 +376,4 @@ def milder(demand: Demand) -> Iterator[tuple[str, Demand]]:
         yield demand.at(side), replace(demand, resolution=side)
     for side in range(demand.resolution - STEP_DOWN, demand.pixel_step * 4 - 1, -STEP_DOWN):
         both = replace(small, resolution=side, rank=min(demand.rank, SMALLER_RANKS[-2]))
-        yield f"memory.base_precision=fp8 --set lora.rank={both.rank} --set {demand.at(side)}", both
+        yield f"memory.weight_dtype=fp8 --set lora.rank={both.rank} --set {demand.at(side)}", both

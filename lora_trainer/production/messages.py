@@ -50,7 +50,7 @@ def model_lines(config: Config, inputs: Inputs) -> tuple[str, ...]:
 
         times = flow_times(config.flow, own.times.shift)
         lines.append(f"times: {times.told((side, side))}{size if times.shift.by_size else ''} ({whence})")
-    trained = inputs.family.text_rates(config.text.learning_rates)
+    trained = inputs.family.text_rates(config.text_encoder.learning_rates)
     lines += [
         f"{name}, T5, is trained: ComfyUI and sd-scripts read its LoRA, diffusers' load_lora_weights passes over it"
         for name in inputs.family.cached_texts
@@ -61,9 +61,9 @@ def model_lines(config: Config, inputs: Inputs) -> tuple[str, ...]:
 
 def show_unheld(config: Config, inputs: Inputs, console: Console) -> None:
     """What was asked to look at held-out losses and has none to look at."""
-    for name in ("plateau", "early_stopping"):
-        if getattr(config.control, name) and not inputs.held_out:
-            console.print(f"control.{name} does nothing here: the data is too small for any picture to be held out")
+    for name in ("reduce_lr_on_plateau", "early_stopping"):
+        if getattr(config.safeguards, name) and not inputs.held_out:
+            console.print(f"safeguards.{name} does nothing here: the data is too small for any picture to be held out")
 
 
 def announce(config: Config, console: Console) -> None:

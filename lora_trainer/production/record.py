@@ -48,7 +48,7 @@ class Record:
     memory: dict[str, float] = field(default_factory=dict)
     seen: dict[str, float] = field(default_factory=dict)  # by the watches of the last session (monitor/watches.py)
     samples: tuple[str, ...] = ()
-    weights: tuple[str, ...] = ()  # LoRA files of `checkpoint.weights_every_steps`
+    weights: tuple[str, ...] = ()  # LoRA files of `checkpoint.export_every_n_steps`
     checkpoints: dict[str, Any] = field(default_factory=dict)  # of the last session: how many, and what they took
     events: tuple[dict[str, Any], ...] = ()  # of events.jsonl, the newest `SHOWN_EVENTS`
 

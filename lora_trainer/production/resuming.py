@@ -22,7 +22,7 @@ TRAINED_TEXTS = "trained text encoders"
 
 def fixed_settings(config: Config, inputs: Inputs, choices: Choices) -> dict[str, Any]:
     """What a checkpoint is only good for: settings, data and model."""
-    dumped = config.model_dump(mode="json", by_alias=True)
+    dumped = config.model_dump(mode="json")
     values = {name: dumped[name.split(".")[0]][name.split(".")[1]] for name in FIXED}
     own = {number: source["captions"] for number, source in enumerate(dumped["data"]["sources"]) if source["captions"]}
     values |= {"data.sources with captions of their own": list(own)}
@@ -40,7 +40,7 @@ def fixed_settings(config: Config, inputs: Inputs, choices: Choices) -> dict[str
         "model": weights_digest(folder / family.denoiser_prefix),
         "autoencoder": image_key,
         "text encoder": text_key,
-        TRAINED_TEXTS: list(family.text_rates(config.text.learning_rates)),
+        TRAINED_TEXTS: list(family.text_rates(config.text_encoder.learning_rates)),
         "the model's noise": f"{process.prediction}, {process.timesteps} timesteps, signal {first:.6g} to {last:.6g}{shift}",
         "data": inputs.manifest.data_hash,
         "precision": choices.precision.value,

@@ -148,7 +148,7 @@ def nothing_to_do(order: Order, record: Mapping[str, Any]) -> RunResult:
     if ended_early(order, dict(record)):
         order.console.print(
             f"{order.folder} stopped early at step {steps}: {record.get('reason')}."
-            " Nothing to do; a higher control.patience goes on from there."
+            " Nothing to do; a higher safeguards.patience goes on from there."
         )
         return RunResult(order.folder, record, int(record.get("exit_code") or DONE))
     order.console.print(
@@ -158,7 +158,7 @@ def nothing_to_do(order: Order, record: Mapping[str, Any]) -> RunResult:
 
 
 def total_steps(order: Order, inputs: Inputs) -> int:
-    return arithmetic(order.config, inputs.train, order.config.batch.effective, processes=1).total
+    return arithmetic(order.config, inputs.train, order.config.train.effective_batch_size, processes=1).total
 
 
 @listening()
@@ -378,7 +378,7 @@ def ended_by(error: BaseException, record: Record) -> Record:
 
 def first_record(order: Order, inputs: Inputs, earlier: Mapping[str, Any]) -> Record:
     """What is known before training; durations of earlier sessions of the run are kept, and where it last ran."""
-    config = with_absolute_paths(order.config).model_dump(mode="json", by_alias=True)
+    config = with_absolute_paths(order.config).model_dump(mode="json")
     versions = package_versions()
     return Record(
         name=order.folder.name,

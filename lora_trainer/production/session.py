@@ -128,17 +128,20 @@ def prepare(session: Session, settings: dict[str, Any]) -> Prepared:
 
 
 def with_found_micro(session: Session, learner: Learner, data: CachedData) -> Session:
-    """The session with the micro batch that `batch.find_micro` finds, which is said with its numbers.
+    """The session with the micro batch that `train.auto_find_micro_batch_size` finds, which is said with its numbers.
 
     A run that is gone on with keeps what was found when it began: another size would change its rounding.
     """
     config, processes = session.config, session.processes
-    if not config.batch.find_micro:
+    if not config.train.auto_find_micro_batch_size:
         return session
-    most = min(-(-config.batch.effective // processes.world), config.batch.max_micro or config.batch.effective)
+    most = min(
+        -(-config.train.effective_batch_size // processes.world),
+        config.train.max_micro_batch_size or config.train.effective_batch_size,
+    )
     found = earlier_find(session.folder) if session.order.resume else None
     if found is not None:
-        micro, reason = min(found, most), "as it was found when the run began (batch.find_micro)"
+        micro, reason = min(found, most), "as it was found when the run began (train.auto_find_micro_batch_size)"
     else:
         with nullcontext() if learner.compiled is None else learner.compiled.off():
             micro, reason = find_micro(config, session.inputs, learner, data, most)
@@ -216,10 +219,14 @@ def with_attention_of_before(session: Session) -> tuple[Config, bool]:
     Another time might give another answer, and another attention rounds otherwise.
     """
     config, order = session.config, session.order
-    if config.memory.attention != "fastest" or not order.resume or (name := earlier_attention(order.folder)) is None:
-        return config, asked_by_user(order.resolved, "memory.attention")
-    session.console.print(f"attention {name}: the fastest when the run began (memory.attention=fastest)")
-    return config.model_copy(update={"memory": config.memory.model_copy(update={"attention": name})}), False
+    if (
+        config.hardware.attention_backend != "fastest"
+        or not order.resume
+        or (name := earlier_attention(order.folder)) is None
+    ):
+        return config, asked_by_user(order.resolved, "hardware.attention_backend")
+    session.console.print(f"attention {name}: the fastest when the run began (hardware.attention_backend=fastest)")
+    return config.model_copy(update={"hardware": config.hardware.model_copy(update={"attention_backend": name})}), False
 
 
 def earlier_threads(folder: Path) -> int | None:

@@ -31,7 +31,7 @@ Source = str | os.PathLike[str]
 
 @dataclass(frozen=True)
 class Setting:
-    """One setting of a run: `optim.learning_rate`, its value, and which default, preset, file or argument gave it."""
+    """One setting of a run: `optimizer.learning_rate`, its value, and which default, preset, file or argument gave it."""
 
     name: str
     value: Any

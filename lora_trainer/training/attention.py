@@ -36,7 +36,7 @@ def put_attention_on(
     `reduce` sums over processes: all take the same where the fastest is wanted. Raises UsageError where what the user
     `asked` for does not work, or nothing does.
     """
-    wanted = config.memory.attention
+    wanted = config.hardware.attention_backend
     shapes: tuple[AttentionShape, ...]
     if device.type == "cuda" or wanted not in TORCH_ALONE:
         cond = family.cond_shapes(dict(denoiser.config))  # type: ignore[arg-type]  # diffusers' own
@@ -53,11 +53,11 @@ def put_attention_on(
 
 def attention_order(config: Config, asked: bool) -> tuple[str, ...]:
     """What to try when the wanted implementation fails; nothing when a user insisted on it."""
-    if asked and config.memory.attention != "auto":
+    if asked and config.hardware.attention_backend != "auto":
         return ()
     if config.train.deterministic:  # xformers does not say whether it gives the same bits each time
         return ("sdpa", "math")
-    if config.memory.attention == "xformers":
+    if config.hardware.attention_backend == "xformers":
         return ("xformers", "sdpa", "math")
     return ("sdpa", "xformers", "math")
 

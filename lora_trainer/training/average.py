@@ -53,7 +53,7 @@ def shown_weights(optimizer: torch.optim.Optimizer, adapter: Adapter, average: A
     """
     if average is not None:
         return lambda: average.values
-    if name == "schedule_free":
+    if name == "adamw_schedulefree":
         return partial(schedule_free_weights, optimizer, adapter.masters)
     return lambda: adapter.masters
 

@@ -69,13 +69,13 @@ def build_learner(
     """
     dtype = layout.dtype
     on_the_way = torch.device("cpu") if layout.streamed else device
-    products, no_products = int8_products(config.memory.int8_products, layout.stored, device)
+    products, no_products = int8_products(config.memory.int8_matmul, layout.stored, device)
     narrow = narrower(layout.stored, products=products, by=device)
     denoiser = family.load_denoiser(facts.path, dtype, on_the_way, narrow)
     shapes = shapes_of({family.denoiser_prefix: denoiser})
     last = set_memory_order(denoiser, config, device)
     tried = try_convolutions(config, device, layout.shapes)
-    names = target_modules(denoiser, family, config.lora.targets)
+    names = target_modules(denoiser, family, config.lora.target_modules)
     attention = put_attention_on(
         denoiser, config, family, latents, dtype=dtype, device=device, asked=attention_asked, reduce=reduce
     )
@@ -84,7 +84,7 @@ def build_learner(
     bring(denoiser.train(), device)
     blocks = len(checkpointable_blocks(denoiser))
     checkpointed = count_of(layout.checkpointing, blocks)
-    checkpoint_blocks(denoiser, checkpointed, config.memory.recompute)
+    checkpoint_blocks(denoiser, checkpointed, config.memory.checkpointing_mode)
     compiled, said = compiled_as_wanted(denoiser, config, layout, device)
     texts = build_texts(config, family, facts, dtype=dtype, device=device, checkpointed=checkpointed > 0)
     learner = make_learner(
@@ -126,7 +126,7 @@ def make_learner(
     """What a step works on, from a denoiser that stands ready with its LoRA's `parameters`, and trained `texts`."""
     adapter = make_adapter({**parameters, **(texts.parameters if texts else {})}, dtype)
     rates = texts.rates if texts else ()
-    optimizer = make_optimizer(adapter.masters, config.optim, rates)
+    optimizer = make_optimizer(adapter.masters, config.optimizer, rates)
     average = make_average(config, adapter)
     process = trained_process(family.make_process(facts.path), config, device)
     scaler = torch.amp.GradScaler(device.type) if dtype == torch.float16 else None
@@ -138,17 +138,17 @@ def make_learner(
         loss=make_loss(config.loss, process),
         adapter=adapter,
         average=average,
-        shown=shown_weights(optimizer, adapter, average, config.optim.name),
+        shown=shown_weights(optimizer, adapter, average, config.optimizer.name),
         optimizer=optimizer,
         scaler=scaler,
         reduce=reduce,
         device=device,
         dtype=dtype,
-        clip=make_clip(config.optim),
+        clip=make_clip(config.optimizer),
         guard=choose_guard(config, device, scaled=scaler is not None),
-        optimizer_waits=config.optim.name in WAITING,
+        optimizer_waits=config.optimizer.name in WAITING,
         texts=texts,
-        shares=shares_of(adapter.masters, config.optim, rates),
+        shares=shares_of(adapter.masters, config.optimizer, rates),
     )
 
 
@@ -160,7 +160,7 @@ def choose_guard(config: Config, device: torch.device, *, scaled: bool) -> Guard
     """
     if device.type == "cpu":
         return "ahead"
-    if config.optim.name == "adamw" and config.control.not_finite == "skip":
+    if config.optimizer.name == "adamw" and config.safeguards.on_nonfinite == "skip":
         return "on_device"
     return "ahead" if scaled else "late"
 
@@ -178,7 +178,7 @@ def put_lora_on(denoiser: nn.Module, names: list[str], config: Config) -> dict[s
         alpha=lora.alpha or float(lora.rank),
         dropout=lora.dropout,
         seed=position_key(config.train.seed, "lora_init") % 2**32,
-        rank_stabilised=lora.rank_stabilised,
+        rank_stabilised=lora.use_rslora,
     )
     sum_updates(denoiser)
     return parameters

@@ -33,7 +33,7 @@ from lora_trainer.training.reporter import Reporter
 from lora_trainer.training.state import Fit, TrainState
 from lora_trainer.training.step import HalfChanged, StepResult, Unsummed, give_up_step
 
-WITHOUT = "training goes on without compiling (memory.compile=false says so from the start)"
+WITHOUT = "training goes on without compiling (compile.enabled=false says so from the start)"
 
 
 def compiled_as_wanted(
@@ -44,25 +44,23 @@ def compiled_as_wanted(
         return None, ()
     if (reason := why_not(denoiser, device)) is not None:
         return None, (f"not compiled: {reason}",)
-    memory, notes = config.memory, list[str]()
+    settings, notes = config.compile, list[str]()
     if (lost := keep_compilations()) is not None:
         notes.append(lost)
-    mode: str = memory.compile_mode
+    mode: str = settings.mode
     if mode in WITH_GRAPHS and layout.streamed:
         mode = {"reduce-overhead": "default"}.get(mode, "max-autotune-no-cudagraphs")
-        notes.append(
-            f"memory.compile_mode is {mode}: CUDA graphs need weights that stay in their places, and some stream"
-        )
-    dynamic = layout.shapes > MOST_SHAPES if memory.compile_dynamic == "auto" else memory.compile_dynamic
+        notes.append(f"compile.mode is {mode}: CUDA graphs need weights that stay in their places, and some stream")
+    dynamic = layout.shapes > MOST_SHAPES if settings.dynamic == "auto" else settings.dynamic
     import torch._inductor.config as inductor  # where something is compiled alone
 
     inductor.deterministic = config.train.deterministic  # nothing that timing chose
     inductor.fallback_random = bool(config.lora.dropout)  # the masks that eager draws
-    compiled = compile_blocks(denoiser, mode=mode, dynamic=dynamic, fullgraph=memory.compile_fullgraph)
+    compiled = compile_blocks(denoiser, mode=mode, dynamic=dynamic, fullgraph=settings.fullgraph)
     if not dynamic and (layout.shapes > MOST_COMPILATIONS or layout.shapes * compiled.forms > MOST_OF_A_CLASS):
         notes.append(
             f"{layout.shapes} sizes of micro batch are more than torch compiles each for itself: blocks run as they are at "
-            "those that come last (memory.compile_dynamic=true compiles once for all)"
+            "those that come last (compile.dynamic=true compiles once for all)"
         )
     return compiled, (compiled.line, *notes)
 
@@ -91,8 +89,8 @@ def done_compiled(
             if not compiled.on or not failed_by_it(error):
                 raise
             if compiled.fullgraph and type(error).__name__ in ("Unsupported", "FailOnRecompileLimitHit"):
-                message = f"memory.compile_fullgraph: a block cannot be compiled whole ({first_line(error)})."
-                raise TrainingFailed(Problem(message, "Set memory.compile_fullgraph=false.")) from error
+                message = f"compile.fullgraph: a block cannot be compiled whole ({first_line(error)})."
+                raise TrainingFailed(Problem(message, "Set compile.fullgraph=false.")) from error
             reason = said_by_the_compiler(error)
         if reason is None:
             if compiled.on and (news := compiled.news()) is not None:

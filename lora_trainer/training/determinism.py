@@ -44,7 +44,7 @@ def only_deterministic(wanted: bool, checkpoints: Path) -> Iterator[None]:
         raise TrainingFailed(
             Problem(
                 f"{what} has no form that gives the same bits each time, and train.deterministic asks for nothing else.",
-                f"{kept(checkpoints)} Set train.deterministic=false, or memory.attention=math where attention is meant.",
+                f"{kept(checkpoints)} Set train.deterministic=false, or hardware.attention_backend=math where attention is meant.",
             )
         ) from error
     finally:

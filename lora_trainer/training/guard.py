@@ -1,4 +1,4 @@
-"""A step whose loss or gradient is not finite: its update was left out, and `control.not_finite` says what follows."""
+"""A step whose loss or gradient is not finite: its update was left out, and `safeguards.on_nonfinite` says what follows."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from lora_trainer.training.step import Learner, StepResult
 MOST_OVERFLOWS = 50  # steps in a row that fp16 may leave out before the run is called failed
 SMALLEST_SCALE = 1.0  # of fp16's losses: under it even gradients as they are overflow
 MOST_NAMED = 5  # samples that a message names
-OTHER_PRECISION = "Train anew, with another --name and memory.base_precision=bf16 or fp32."
+OTHER_PRECISION = "Train anew, with another --name and memory.weight_dtype=bf16 or fp32."
 
 
 def watchful(learner: Learner, state: TrainState) -> Learner:
@@ -42,7 +42,7 @@ def not_finite(job: Job, state: TrainState, step: int, result: StepResult, repor
 
     `state` stands at the newest step that was trained: on a card there may be good ones since.
     """
-    policy, loss, norm = job.config.control.not_finite, float(result.loss), float(result.grad_norm)
+    policy, loss, norm = job.config.safeguards.on_nonfinite, float(result.loss), float(result.grad_norm)
     what = f"the loss or its gradient is not finite (loss {loss:.4g}, gradient {norm:.4g})"
     if result.guard == "late":  # the update was made: the steps are trained again, looking ahead
         raise GoBack(state, "not_finite", f"{what} at step {step}", watched_until=state.step)
@@ -55,7 +55,7 @@ def not_finite(job: Job, state: TrainState, step: int, result: StepResult, repor
     if policy == "stop":
         why = f"T{what[1:]} at step {step}; {blamed}."
         stop(job, replace(state, step=step - 1), why, f"{remedy(job)} If that step fails again, start anew.", reporter)
-    if policy == "restore":
+    if policy == "rollback":
         restore_good(job, state, step, f"{what}; {blamed}", reporter)
     reporter.event(step, "not_finite", f"{what}: the step is left out; {blamed}")
     control = replace(state.control, not_finite=state.control.not_finite + 1)
@@ -64,7 +64,7 @@ def not_finite(job: Job, state: TrainState, step: int, result: StepResult, repor
 
 def not_finite_weights(job: Job, state: TrainState, step: int, reporter: Reporter) -> NoReturn:
     """No step can be left out for these: the run goes back, or stops without saving them."""
-    if job.config.control.not_finite == "stop":
+    if job.config.safeguards.on_nonfinite == "stop":
         stop(job, state, f"The weights are not finite any more, at step {step}.", remedy(job), reporter)
     restore_good(job, state, step, "the weights are not finite any more", reporter)
 
@@ -93,7 +93,7 @@ class Hopeless:
 
 def hopeless(job: Job, state: TrainState, step: int, result: StepResult) -> Hopeless | None:
     """Asked after each step: too many in a row were left out, or fp16's scale has collapsed. `state` counts up to it."""
-    if (left_out := state.control.not_finite) >= job.config.control.most_not_finite:
+    if (left_out := state.control.not_finite) >= job.config.safeguards.max_nonfinite_steps:
         what = f"the loss or its gradient was not finite in {left_out} steps in a row, up to step {step}"
         return Hopeless("not_finite", what, remedy(job))
     if (overflows := state.skipped_in_a_row) >= MOST_OVERFLOWS:
@@ -115,7 +115,7 @@ def refuse(job: Job, state: TrainState, step: int, why: Hopeless, reporter: Repo
 def restore_good(job: Job, state: TrainState, step: int, what: str, reporter: Reporter) -> NoReturn:
     """Go back to weights that were good, with a lower rate. Raises GoBack, or TrainingFailed after too many returns."""
     at = "" if step == state.step else f", at step {step}"  # the event says the newest
-    if state.restored >= job.config.control.most_not_finite:
+    if state.restored >= job.config.safeguards.max_nonfinite_steps:
         reporter.event(state.step, "not_finite", f"{what}{at}, after {state.restored} returns: the run ends")
         why = f"After {state.restored} returns to an earlier checkpoint {what}, at step {step} again."
         raise TrainingFailed(Problem(why, f"{left(job, state)} {remedy(job)}"))
@@ -150,8 +150,8 @@ def remedy(job: Job) -> str:
     if damaged := damaged_weight(job.learner.denoiser):
         return f"The base itself is damaged: its {damaged} is not finite. Get its files again, and use another --name."
     others = {"fp32": "", "bf16": "fp32"}.get(str(job.settings.get("precision")), "bf16 or fp32")
-    anew = f", or train anew, with another --name and memory.base_precision={others}" if others else ""
-    return f"Lower optim.learning_rate{anew}."
+    anew = f", or train anew, with another --name and memory.weight_dtype={others}" if others else ""
+    return f"Lower optimizer.learning_rate{anew}."
 
 
 def with_settings(state: TrainState, config: Config) -> TrainState:
@@ -159,8 +159,10 @@ def with_settings(state: TrainState, config: Config) -> TrainState:
 
     A rate that was halved for them stays so, unless another is asked for.
     """
-    said = config.model_dump_json(include={"optim", "control", "schedule"})
-    now = replace(state, asked=hashlib.sha256(said.encode()).hexdigest()[:16], asked_rate=config.optim.learning_rate)
+    said = config.model_dump_json(include={"optimizer", "safeguards", "lr_scheduler"})
+    now = replace(
+        state, asked=hashlib.sha256(said.encode()).hexdigest()[:16], asked_rate=config.optimizer.learning_rate
+    )
     if not state.asked or state.asked == now.asked:
         return now
     scale = state.rate_factor if state.asked_rate == now.asked_rate else state.rate_scale

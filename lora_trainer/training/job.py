@@ -58,7 +58,11 @@ class Job:
 
 def rate_of(job: Job, state: TrainState, step: int) -> float:
     """The learning rate of `step`, counted from 0: the schedule's, times what the run itself made of it."""
-    return job.config.optim.learning_rate * state.rate_factor * rate_share(job.config.schedule, step, job.total_steps)
+    return (
+        job.config.optimizer.learning_rate
+        * state.rate_factor
+        * rate_share(job.config.lr_scheduler, step, job.total_steps)
+    )
 
 
 def is_regular(job: Job, step: int) -> bool:
@@ -67,8 +71,8 @@ def is_regular(job: Job, step: int) -> bool:
 
 
 def due_to_save(section: CheckpointSection, steps_per_epoch: int, step: int) -> bool:
-    """The rhythm of `checkpoint.every_steps` and `checkpoint.every_epochs`: either is enough."""
-    epochs = section.every_epochs
+    """The rhythm of `checkpoint.every_n_steps` and `checkpoint.every_n_epochs`: either is enough."""
+    epochs = section.every_n_epochs
     return step > 0 and (
-        step % section.every_steps == 0 or (epochs is not None and step % (epochs * steps_per_epoch) == 0)
+        step % section.every_n_steps == 0 or (epochs is not None and step % (epochs * steps_per_epoch) == 0)
     )

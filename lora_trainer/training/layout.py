@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 
-from lora_trainer.config.schema import Precision
+from lora_trainer.config.schema import Blocks, Precision
 
 NARROW: tuple[Precision, ...] = ("fp8", "int8", "nf4")  # stored in fewer bits than what is computed in
 
@@ -23,7 +22,7 @@ class Layout:
 
     dtype: torch.dtype
     stored: Precision
-    checkpointing: Literal["none", "all", "auto"] | int = "none"
+    checkpointing: Blocks = False
     streamed: int = 0
     compiled: bool = False
     shapes: int = 1

@@ -78,7 +78,7 @@ def look(job: Job, state: TrainState, pending: list[Pending], reporter: Reporter
 def after_good(job: Job, state: TrainState, each: Pending, loss: float, norm: float, reporter: Reporter) -> TrainState:
     """The state after a step with a finite loss and gradient, and what the run makes of it."""
     good = replace(state.control, not_finite=0, last_finite=each.step)
-    control, decisions = after_step(job.config.control, good, each.step, loss, norm)
+    control, decisions = after_step(job.config.safeguards, good, each.step, loss, norm)
     for decision in decisions:
         of = f"; its samples: {by_loss(each.result.losses, job.names_in(each.step - 1))}"
         reporter.event(each.step, decision.kind, decision.message + (of if decision.kind == "spike" else ""))

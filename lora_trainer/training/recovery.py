@@ -17,11 +17,9 @@ from lora_trainer.training.state import TrainState
 
 # Resolution, precision and rank belong to a run: they are changed in a new one.
 SMALLER_RUN = (
-    "Close other programs that hold memory, or train anew with a lower data.resolution or memory.base_precision=fp8."
+    "Close other programs that hold memory, or train anew with a lower data.resolution or memory.weight_dtype=fp8."
 )
-SMALLER_STATE = (
-    "Close other programs that hold memory, or train anew with optim.name=adamw8bit or adafactor, or a lower lora.rank."
-)
+SMALLER_STATE = "Close other programs that hold memory, or train anew with optimizer.name=adamw8bit or adafactor, or a lower lora.rank."
 
 
 class GoBack(Exception):

@@ -59,7 +59,7 @@ def train(
                     return state, interrupt
                 if state.step > 0:
                     save(job, state, last=True)
-            if state.step >= job.total_steps or stopped_early(job.config.control, state.control):
+            if state.step >= job.total_steps or stopped_early(job.config.safeguards, state.control):
                 return state, interrupt
             while True:
                 with closing(prefetch(read_steps(job, state.step), READ_AHEAD)) as source:
@@ -71,7 +71,7 @@ def train(
                         state = gone_back(job, first, back, reporter)
             if interrupt:
                 tell_signal(state, reporter, interrupt)
-            elif state.step < job.total_steps and not stopped_early(job.config.control, state.control):
+            elif state.step < job.total_steps and not stopped_early(job.config.safeguards, state.control):
                 over = f"train.max_hours={job.config.train.max_hours:g} is over: the training ends here"
                 reporter.event(state.step, "early_stop", over)
             return state, interrupt
@@ -117,16 +117,16 @@ def steps(
         try:
             state = replace(state, fit=agreed(job, fit, state.step, reporter))
             last = state.step == job.total_steps or stopping.told(state)
-            sampling = due(config.sample.every_steps, state.step) and not last and job.sample is not None
+            sampling = due(config.sample.every_n_steps, state.step) and not last and job.sample is not None
             saving = last or sampling or is_regular(job, state.step)
-            keeping = due(config.checkpoint.weights_every_steps, state.step)
-            validating = due(config.validation.every_steps, state.step) or (last and not stopping.signalled)
+            keeping = due(config.checkpoint.export_every_n_steps, state.step)
+            validating = due(config.validation.every_n_steps, state.step) or (last and not stopping.signalled)
             if saving or keeping or validating or look_now(job, state, pending):
                 state = look(job, state, pending, reporter)
             checked = finite_to_save(job, state, reporter) if saving or validating else 0.0
             if validating:
                 state = validate(job, state, reporter)
-                if unvalidated(job, state) or stopped_early(config.control, state.control):
+                if unvalidated(job, state) or stopped_early(config.safeguards, state.control):
                     # Given up for a signal, it is done on resuming.
                     saving, last, sampling = True, True, False
             if keeping:
@@ -198,7 +198,7 @@ def one_step(
 
 def unvalidated(job: Job, state: TrainState) -> bool:
     """Whether the weights of this step, which were to be validated, were not: a signal came meanwhile."""
-    wanted = due(job.config.validation.every_steps, state.step) or state.step in (0, job.total_steps)
+    wanted = due(job.config.validation.every_n_steps, state.step) or state.step in (0, job.total_steps)
     return job.validate is not None and wanted and state.validated_step != state.step
 
 

@@ -16,7 +16,7 @@ class Fit:
     checkpointed: int | None = None  # blocks whose activations are computed again in the backward pass
     asked: int | None = None  # most held-out questions at once
     eager: bool = False  # compiled blocks failed, and are not used any more
-    since: int = 0  # step from which this holds; it is tried to grow back after `memory.grow_after_steps`
+    since: int = 0  # step from which this holds; it is tried to grow back after `memory.oom_recovery_steps`
     grown: bool = False  # the last change was such a try
     failed: int = 0  # tries after which memory ran out again: each doubles the waiting
     streamed: int | None = None  # blocks that visit the card one after the other
@@ -59,7 +59,7 @@ class TrainState:
     restored: int = 0  # times among them that the loss or gradient was not finite: each halves the rate
     failed_at: int = 0  # the step that the newest of those was for,
     returned_to: int = 0  # and the checkpoint that it came to
-    # `optim.learning_rate`, and a digest of the settings that steps may fail by: with others the run may do what it
+    # `optimizer.learning_rate`, and a digest of the settings that steps may fail by: with others the run may do what it
     # failed at before.
     asked_rate: float | None = None
     asked: str = ""

@@ -60,11 +60,11 @@ def validate(job: Job, state: TrainState, reporter: Reporter) -> TrainState:
 
 def judged(job: Job, state: TrainState, reporter: Reporter) -> TrainState:
     """What the run makes of a held-out loss that it measured in its rhythm; others, at an end, change nothing."""
-    every = job.config.validation.every_steps
+    every = job.config.validation.every_n_steps
     if state.step == 0 or state.validation is None or not every or state.step % every:
         return state
-    control, decisions = after_validation(job.config.control, state.control, state.validation, state.rate_factor)
-    if state.step > warmup_length(job.config.schedule, job.total_steps):
+    control, decisions = after_validation(job.config.safeguards, state.control, state.validation, state.rate_factor)
+    if state.step > warmup_length(job.config.lr_scheduler, job.total_steps):
         control, worse = after_worse(control, state.validation, state.base_validation)
         decisions = [*decisions, *worse]
     for decision in decisions:

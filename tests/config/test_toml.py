@@ -20,7 +20,7 @@ sources = st.fixed_dictionaries(
     {"path": words},
     optional={
         "repeats": st.floats(1e-3, 1e3),
-        "regularisation": st.booleans(),
+        "is_reg": st.booleans(),
         "resolutions": st.lists(st.integers(32, 4096), max_size=2),
         "captions": st.fixed_dictionaries({}, optional={"shuffle": st.booleans(), "trigger": words, "prefix": words}),
     },
@@ -86,10 +86,10 @@ def test_a_byte_order_mark_is_no_part_of_the_settings(tmp_path: Path) -> None:
     ("text", "value"),
     [
         ("lora.rank=8", 8),
-        ("optim.learning_rate=1e-4", 1e-4),
-        ("lora.targets=attention+ff", "attention+ff"),
-        ('lora.targets=["*.to_k", "*.to_q"]', ["*.to_k", "*.to_q"]),
-        ("data.allow_upscale=true", True),
+        ("optimizer.learning_rate=1e-4", 1e-4),
+        ("lora.target_modules=attention+ff", "attention+ff"),
+        ('lora.target_modules=["*.to_k", "*.to_q"]', ["*.to_k", "*.to_q"]),
+        ("data.allow_small_images=true", True),
         ("model.path=C:\\models\\sd15", "C:\\models\\sd15"),
         ("run.name='a = b'", "a = b"),
         ("loss.min_snr_gamma=", "none"),

@@ -122,7 +122,7 @@ def test_small_pictures(good_folder: Path, draw: Draw) -> None:
     (problem,) = report.refusals
     assert "1 of 22 files" in problem.message
     assert "60×60" in problem.message
-    assert "data.allow_upscale=true" in problem.fix
+    assert "data.allow_small_images=true" in problem.fix
     allowed = check(good_folder, allow_upscale=True)
     assert codes(allowed) == {("upscaled", "warning")}
     assert allowed.passed
@@ -208,7 +208,7 @@ def test_token_estimate(caption: str, least: int, most: int) -> None:
 
 
 USUAL = public_architecture("sd15").facts
-CONFIG = Config.model_validate({"data": {"resolution": 128}, "batch": {"effective": 4}, "train": {"max_epochs": 3}})
+CONFIG = Config.model_validate({"data": {"resolution": 128}, "train": {"effective_batch_size": 4, "max_epochs": 3}})
 
 
 def over(folder: Path, config: Config) -> Config:
@@ -239,7 +239,7 @@ def test_the_command_judges_at_the_trained_resolution(good_folder: Path, capsys:
     """The model's own, under the tier's ceiling."""
     buckets = []
     for ceiling in (None, 256):
-        config = Config.model_validate({"data": {"resolution_ceiling": ceiling}, "batch": {"effective": 4}})
+        config = Config.model_validate({"data": {"resolution_ceiling": ceiling}, "train": {"effective_batch_size": 4}})
         check_command(over(good_folder, config), as_json=True, facts=USUAL)
         buckets.append(json.loads(capsys.readouterr().out)["buckets"])
     assert "512x512" in buckets[0]

@@ -1,4 +1,4 @@
-"""`check --fix`: the copy is better, says what was done, and the original stays as it was."""
+"""`check --clean-copy`: the copy is better, says what was done, and the original stays as it was."""
 
 from __future__ import annotations
 

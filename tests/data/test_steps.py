@@ -152,7 +152,7 @@ def test_epochs_make_steps(repeats: list[int], effective: int, epochs: int) -> N
         (Lengths(), 500, 10),
         (Lengths(max_steps=120), 120, 3),
         (Lengths(max_steps=120, max_epochs=2), 100, 2),
-        (Lengths(max_epochs=3, exposures=7), 150, 3),
+        (Lengths(max_epochs=3, total_repeats=7), 150, 3),
     ],
 )
 def test_lengths(lengths: Lengths, total: int, epochs: int) -> None:

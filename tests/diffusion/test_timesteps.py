@@ -106,7 +106,7 @@ def test_shift_equals_the_schedulers_own():
 
 def test_only_flows_draw_their_times_by_the_settings():
     """A diffusion model stays uniform; a flow keeps its scheduler's shift unless it is asked otherwise."""
-    cpu, config = torch.device("cpu"), Config.model_validate({"flow": {"timesteps": "mode", "shift": 2.0}})
+    cpu, config = torch.device("cpu"), Config.model_validate({"flow": {"timestep_sampling": "mode", "shift": 2.0}})
     diffusion = Process(scaled_linear_alphas(1000, 0.00085, 0.012), "epsilon")
     assert trained_process(diffusion, config, cpu).times == Times()
     assert trained_process(usual_process("flow"), config, cpu).times == Times("mode", mode_scale=1.29, shift=Shift(2.0))

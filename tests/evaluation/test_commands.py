@@ -92,7 +92,7 @@ def test_the_runs_own_held_out_pictures_are_found(
 ) -> None:
     run = Config.model_validate({"model": {"path": str(base)}, "data": {"sources": [str(pictures)]}})
     data_hash = read_manifest([pictures])[0].data_hash
-    document = {"config": run.model_dump(mode="json", by_alias=True), "data_hash": data_hash}
+    document = {"config": run.model_dump(mode="json"), "data_hash": data_hash}
     write_json(lora.parent / "run.json", document)
     code = main(["validate", str(lora)])
     said = capsys.readouterr()
@@ -107,7 +107,7 @@ def test_pictures_of_changed_data_do_not_count_as_held_out(
 ) -> None:
     run = Config.model_validate({"model": {"path": str(base)}, "data": {"sources": [str(pictures)]}})
     data_hash = read_manifest([pictures])[0].data_hash
-    document = {"config": run.model_dump(mode="json", by_alias=True), "data_hash": data_hash}
+    document = {"config": run.model_dump(mode="json"), "data_hash": data_hash}
     write_json(lora.parent / "run.json", document)
     (pictures / "3.txt").write_text("another caption", encoding="utf-8")
     main(["validate", str(lora), "--json"])
@@ -182,8 +182,8 @@ def test_sample_writes_a_sheet(lora: Path, base: Path, capsys: pytest.CaptureFix
 def test_captions_are_read_as_the_run_beside_the_file_read_them(
     lora: Path, base: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    run = Config.model_validate({"model": {"path": str(base)}, "text": {"max_tokens": 150}})
-    write_json(lora.parent / "run.json", {"config": run.model_dump(mode="json", by_alias=True)})
+    run = Config.model_validate({"model": {"path": str(base)}, "text_encoder": {"max_tokens": 150}})
+    write_json(lora.parent / "run.json", {"config": run.model_dump(mode="json")})
     assert sample_command(lora, ["a ring"], on(base, steps=1)) == 0
     recipe = Path(capsys.readouterr().out.strip()).with_suffix(".json")
     assert json.loads(recipe.read_text(encoding="utf-8"))["text"]["clip_tokens"] == 150
@@ -194,8 +194,8 @@ def test_settings_of_the_model_are_of_the_run_beside_the_file(
 ) -> None:
     """They stand over what the run had, and are no reason to look for another model."""
     run = Config.model_validate({"model": {"path": str(base)}})
-    write_json(lora.parent / "run.json", {"config": run.model_dump(mode="json", by_alias=True)})
-    drawn = ["sample", str(lora), "--prompt", "a ring", "--steps", "1", "--size", "64x64"]
+    write_json(lora.parent / "run.json", {"config": run.model_dump(mode="json")})
+    drawn = ["sample", str(lora), "--prompt", "a ring", "--num-inference-steps", "1", "--size", "64x64"]
     assert main([*drawn, "--set", "model.without_t5=false"]) == 0
     assert f"base model: {base}" in capsys.readouterr().err
     for command in (drawn, ["validate", str(lora)]):

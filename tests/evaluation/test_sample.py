@@ -22,7 +22,7 @@ from lora_trainer.models import FAMILIES
 from lora_trainer.production.messages import readers
 from tests.export.tiny import facts, random_lora, tiny_pipeline, tiny_vae
 
-QUICK = ("--steps", "2", "--size", "64x48")
+QUICK = ("--num-inference-steps", "2", "--size", "64x48")
 
 
 @pytest.fixture(scope="module")
@@ -53,7 +53,7 @@ def grid(base: Path, lora: Path, tmp_path_factory: pytest.TempPathFactory) -> Pa
     folder = tmp_path_factory.mktemp("grid")
     prompts = ("--prompt", "[trigger] in red", "--prompt", "a blue square")
     strengths = [part for value in ("0.5", "1", "-1") for part in ("--strength", value)]
-    more = ("--seeds", "2", "--seed", "5", "--negative", "green", "--output", str(folder))
+    more = ("--num-images-per-prompt", "2", "--seed", "5", "--negative-prompt", "green", "--output", str(folder))
     assert main(["sample", str(lora), "--model", str(base), *prompts, *strengths, *QUICK, *more]) == 0
     return folder
 
@@ -100,8 +100,8 @@ def test_a_recipe_draws_the_same_bits_again(
     other = lora.with_name("cat.diffusers.safetensors")
     assert main(["sample", str(other), "--recipe", str(recipe), "--output", str(tmp_path / "b")]) == 2
     assert "its SHA-256 is another" in capsys.readouterr().err
-    assert main(["sample", str(lora), "--recipe", str(recipe), "--steps", "3"]) == 2
-    assert "--recipe and --steps were given" in capsys.readouterr().err
+    assert main(["sample", str(lora), "--recipe", str(recipe), "--num-inference-steps", "3"]) == 2
+    assert "--recipe and --num-inference-steps were given" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -109,9 +109,12 @@ def test_a_recipe_draws_the_same_bits_again(
     [
         (("--prompt", "a", "--size", "70x64"), "The nearest: 64x64"),
         (("--prompt", "a", "--size", "big"), "--size big is no size"),
-        (("--prompt", "a", "--seeds", "0"), "--seeds is 0"),
+        (("--prompt", "a", "--num-images-per-prompt", "0"), "--num-images-per-prompt is 0"),
         (("--prompt", "a", "--seed", "-1"), "--seed is -1"),
-        (("--prompt", "a", "--seeds", "2", "--seed", "1", "--seed", "4"), "--seeds and several --seed"),
+        (
+            ("--prompt", "a", "--num-images-per-prompt", "2", "--seed", "1", "--seed", "4"),
+            "--num-images-per-prompt and several --seed",
+        ),
         (("--prompt", "a", "--strength", "9"), "sample.strengths"),
         ((), "No prompt was given"),
         (("--recipe", "absent.json"), "cannot be read as a recipe"),
@@ -173,7 +176,7 @@ def test_a_trigger_that_nothing_names_is_refused(
     unet = FAMILIES["sd15"].load_denoiser(base, torch.float32, torch.device("cpu"))
     path, _ = write_lora(tmp_path, "plain", random_lora(unet), facts(trigger=None))
     assert main(["sample", str(path), "--model", str(base), "--prompt", "a [trigger] cat"]) == 2
-    assert "--set captions.trigger=WORD" in capsys.readouterr().err
+    assert "--set captions.trigger_word=WORD" in capsys.readouterr().err
 
 
 def test_what_is_drawn_stays_when_it_is_interrupted(
@@ -214,7 +217,7 @@ def test_many_pictures_make_a_sheet_that_can_be_opened(tmp_path: Path) -> None:
         ({"strengths": ["nan"]}, "strengths"),
         ({"dtype": "int8"}, "int8"),
         ({"at_once": "x"}, "'x' at once"),
-        ({"text": {"clip_skip": 99}}, "clip_skip"),
+        ({"text_encoder": {"clip_skip": 99}}, "clip_skip"),
         ({"model_parts": {"vae": 3}}, "model_parts"),
     ],
 )

@@ -134,7 +134,7 @@ def test_a_run_writes_what_it_trained(tmp_path):
     """Through the command: linears and convolutions, alpha ≠ rank, against the last checkpoint merged by peft."""
     made = Bench(save_tiny_model(tmp_path), draw_pictures(tmp_path / "data"), tmp_path / "runs", tmp_path / "cache")
     patterns = '["*.attentions.*", "*.resnets.*"]'
-    assert made.run("cat", lora__alpha=ALPHA, lora__targets=patterns, lora__rank_stabilised="true") == 0
+    assert made.run("cat", lora__alpha=ALPHA, lora__target_modules=patterns, lora__use_rslora="true") == 0
     folder = made.folder("cat")
     masters = load_file(folder / "checkpoints" / "step-000006" / "adapter.safetensors")
     unet = UNet2DConditionModel.from_pretrained(made.model / "unet")

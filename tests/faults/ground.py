@@ -23,14 +23,14 @@ STEPS, EVERY = 4, 2
 NEVER = -1
 SHORT = {
     "lora.rank": 1,
-    "lora.targets": '["*.attn2.to_k"]',
-    "optim.learning_rate": 0.05,
-    "checkpoint.every_steps": EVERY,
+    "lora.target_modules": '["*.attn2.to_k"]',
+    "optimizer.learning_rate": 0.05,
+    "checkpoint.every_n_steps": EVERY,
     "checkpoint.wait_minutes": 0,
-    "validate.every_steps": EVERY,
-    "sample.every_steps": 0,
+    "validation.every_n_steps": EVERY,
+    "sample.every_n_steps": 0,
     "gates.lora_check": "full",
-    "sample.steps": 1,
+    "sample.num_inference_steps": 1,
     "sample.count": 1,
 }
 

@@ -34,7 +34,7 @@ from tests.faults.troubles import PLACES
 SIGNALS = {signal.SIGINT: 130, signal.SIGTERM: 143}
 if hasattr(signal, "SIGUSR1"):
     SIGNALS[signal.SIGUSR1] = 138
-PICTURES = {"sample__every_steps": EVERY}  # a picture while training too
+PICTURES = {"sample__every_n_steps": EVERY}  # a picture while training too
 SPLIT = "else to rounding: their micro batch was split"
 LEFT_OUT = "else said: a step left out, weights restored, or a number that is not finite"
 

@@ -158,8 +158,8 @@ def test_heat_is_said_once_until_it_is_over(monkeypatch):
     ("platform", "allocator", "advice"),
     [
         ("linux", "garbage_collection_threshold:0.8", "Set memory.expandable_segments=true"),
-        ("linux", "expandable_segments:True", "set batch.max_micro=1"),
-        ("win32", "garbage_collection_threshold:0.8", "set batch.max_micro=1"),
+        ("linux", "expandable_segments:True", "set train.max_micro_batch_size=1"),
+        ("win32", "garbage_collection_threshold:0.8", "set train.max_micro_batch_size=1"),
     ],
 )
 def test_fragmented_memory_is_said_when_it_costs_something(monkeypatch, platform, allocator, advice):

@@ -8,12 +8,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lora_trainer.config.schema import ScheduleSection
+from lora_trainer.config.schema import LrSchedulerSection
 from lora_trainer.optim.schedules import SHAPES, rate_share, warmup_length
 
 
 def shares_of(total: int, **settings: object) -> list[float]:
-    config = ScheduleSection.model_validate(settings)
+    config = LrSchedulerSection.model_validate(settings)
     return [rate_share(config, step, total) for step in range(total)]
 
 
@@ -22,7 +22,7 @@ def test_rates_stay_in_range_and_rise_through_the_warm_up(name, total, cycles, p
     warmup = data.draw(st.one_of(st.none(), st.integers(0, total)))
     settings = {"name": name, "warmup_steps": warmup, "cycles": cycles, "power": power}
     shares = shares_of(total, **settings)
-    length = warmup_length(ScheduleSection.model_validate(settings), total)
+    length = warmup_length(LrSchedulerSection.model_validate(settings), total)
     assert all(0.0 <= share <= 1.0 for share in shares)
     assert shares[0] > 0.0
     assert shares[:length] == sorted(shares[:length])
@@ -44,7 +44,7 @@ def test_restarts_fall_and_start_again_as_often_as_asked(cycles, length):
 
 def test_shapes_stand_where_they_should():
     def at(step: int, **settings: object) -> float:
-        return rate_share(ScheduleSection.model_validate({"warmup_steps": 10, **settings}), step, 100)
+        return rate_share(LrSchedulerSection.model_validate({"warmup_steps": 10, **settings}), step, 100)
 
     assert at(99, name="constant") == 1.0
     assert at(55, name="linear") == pytest.approx(0.5)
@@ -60,7 +60,7 @@ def test_shapes_stand_where_they_should():
 
 @given(st.one_of(st.none(), st.integers(0, 1000)), st.integers(1, 1000), st.sampled_from(sorted(SHAPES)))
 def test_warm_up_is_three_percent_unless_set_and_ten_for_one_cycle(asked, total, name):
-    length = warmup_length(ScheduleSection(name=name, warmup_steps=asked), total)
+    length = warmup_length(LrSchedulerSection(name=name, warmup_steps=asked), total)
     assert 0 <= length <= total
     if asked is None:
         share = 0.1 if name == "one_cycle" else 0.03

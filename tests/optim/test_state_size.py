@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from lora_trainer.config.schema import OptimSection
+from lora_trainer.config.schema import OptimizerSection
 from lora_trainer.optim.optimizers import OPTIMIZERS, make_optimizer
 from lora_trainer.optim.state_size import ROUNDING, STATE_TENSORS, optimizer_state_bytes, optimizer_state_on_card
 
@@ -17,7 +17,7 @@ OF_ALL_8_BIT_TENSORS = 2 * 256 * 4  # two tables of code values, which all tenso
 @pytest.mark.parametrize("name", sorted(OPTIMIZERS))
 def test_state_is_as_large_as_predicted(name: str) -> None:
     parameters = {f"layer.{index}": nn.Parameter(torch.ones(shape)) for index, shape in enumerate(SHAPES)}
-    optimizer = make_optimizer(parameters, OptimSection(name=name))  # type: ignore[arg-type]
+    optimizer = make_optimizer(parameters, OptimizerSection(name=name))  # type: ignore[arg-type]
     for parameter in parameters.values():
         parameter.grad = torch.full_like(parameter, 0.1)
     optimizer.step()

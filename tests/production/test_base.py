@@ -122,7 +122,7 @@ def test_what_is_laid_out_leaves_with_its_file(
     other.unlink()
     assert main(["cache", "status"]) == 0
     assert "2 laid-out models" in capsys.readouterr().out
-    assert main(["cache", "clean"]) == 0
+    assert main(["cache", "prune"]) == 0
     assert "1 laid-out model whose files are gone or changed" in capsys.readouterr().out
     assert kept.is_dir()
     assert not gone.exists()

@@ -122,7 +122,7 @@ def test_written_where_asked_and_never_over_a_caption(
     assert "0 captions written, 5 were there" in capsys.readouterr().out
     assert (output / "10_cat" / "c.txt").read_text("utf-8") == "corrected"
     # Beside, only when asked.
-    assert main(["caption", str(data), "--model", str(tagger), "--beside"]) == 0
+    assert main(["caption", str(data), "--model", str(tagger), "--in-place"]) == 0
     assert (data / "a.txt").read_text("utf-8") == "mine"
     assert (data / "10_cat" / "c.txt").read_text("utf-8") == "safe, blue sky, red hair\n"
     assert not (data / "d.txt").exists()
@@ -135,7 +135,7 @@ def test_a_caption_that_check_refuses_is_left_as_it_is_and_named(
     draw(data / "a.png", data / "b.png", data / "c.png")
     (data / "a.txt").write_bytes("caf\u00e9".encode("latin-1"))
     (data / "b.txt").write_bytes(b" \n")
-    for place in (["--output", str(output)], ["--beside"]):
+    for place in (["--output", str(output)], ["--in-place"]):
         assert main(["caption", str(data), "--model", str(tagger), *place]) == 0
         out, said = capsys.readouterr()
         assert "1 captions written, 2 were there" in out
@@ -253,7 +253,7 @@ def test_code_of_a_model_is_neither_run_nor_asked_about(
     asked: list[str] = []
     monkeypatch.setattr("builtins.input", lambda question="": asked.append(question) or "yes")
     draw(tmp_path / "data" / "a.png")
-    assert main(["caption", str(tmp_path / "data"), "--model", str(model), "--beside"]) == 2
+    assert main(["caption", str(tmp_path / "data"), "--model", str(model), "--in-place"]) == 2
     said = capsys.readouterr().err
     assert said.count("code of its own, which is never run") == 1
     assert "Traceback" not in said
@@ -270,10 +270,13 @@ def test_wrong_arguments_are_told_before_anything_is_read(tmp_path: Path, capsys
     assert "Say where captions go" in capsys.readouterr().err
     assert main(["caption", data, "--model", "none", "--output", f"{data}/captions"]) == 2
     assert "lies inside of the data" in capsys.readouterr().err
-    assert main(["caption", f"{data}/a.png", "--model", "none", "--beside", "--batch", "0", "--threshold", "3"]) == 2
+    assert (
+        main(["caption", f"{data}/a.png", "--model", "none", "--in-place", "--batch-size", "0", "--threshold", "3"])
+        == 2
+    )
     said = capsys.readouterr().err
-    assert "--batch 0 is out of range" in said
+    assert "--batch-size 0 is out of range" in said
     assert "--threshold 3 is out of range" in said
     assert "--max-tokens" not in said
-    assert main(["caption", f"{data}/a.png", "--model", "none", "--beside"]) == 2
+    assert main(["caption", f"{data}/a.png", "--model", "none", "--in-place"]) == 2
     assert "is not a folder" in capsys.readouterr().err

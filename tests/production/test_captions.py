@@ -33,11 +33,11 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> Config:
     sources = [
         str(root / "plain"),
         {"path": str(root / "own"), "captions": own},
-        {"path": str(root / "class"), "regularisation": True},
+        {"path": str(root / "class"), "is_reg": True},
     ]
     values = {
-        "data": {"sources": sources, "resolution": 64, "allow_upscale": True},
-        "captions": {"trigger": "zobo", "shuffle": True, "dropout": 0.1},
+        "data": {"sources": sources, "resolution": 64, "allow_small_images": True},
+        "captions": {"trigger_word": "zobo", "shuffle": True, "dropout": 0.1},
         "sample": {"prompts": ["[trigger] at sea"]},
     }
     return resolve([Layer("a test", values)]).config

@@ -51,7 +51,7 @@ def test_an_old_card_computes_in_fp16_and_its_own_config_repeats_that(
     first = chosen(family)
     assert (first.precision.value, first.dtype) == (precision, torch.float16)
     # As a run's config.toml has it: what was decided counts as asked for.
-    again = chosen(family, Layer("--config", {"memory": {"base_precision": precision}}))
+    again = chosen(family, Layer("--config", {"memory": {"weight_dtype": precision}}))
     assert (again.precision.value, again.dtype) == (precision, torch.float16)
     assert (again.micro, again.checkpointing) == (first.micro, first.checkpointing)
 
@@ -105,7 +105,7 @@ def test_a_crowded_card_is_said(monkeypatch):
 def test_a_run_is_planned_for_what_other_programs_leave_of_its_card(monkeypatch):
     def planned(free: float) -> Choices:
         put_in_card(monkeypatch, 12.0, free)
-        batch = Layer("--set", {"batch": {"effective": 16}, "memory": {"base_precision": "bf16"}})
+        batch = Layer("--set", {"train": {"effective_batch_size": 16}, "memory": {"weight_dtype": "bf16"}})
         return chosen("sd15", batch, tier="12gb")
 
     alone, crowded, hardly = (planned(free) for free in (11.5, 4.0, 1.5))

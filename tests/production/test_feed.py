@@ -70,7 +70,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> CachedData:
 
 def feeds(data: CachedData, seed: int, effective: int, world: int, most: int) -> list[Feed]:
     config = Config.model_validate(
-        {"train": {"seed": seed}, "batch": {"effective": effective}, "noise": {"offset": 0.1}}
+        {"train": {"seed": seed, "effective_batch_size": effective}, "noise": {"offset": 0.1}}
     )
     places = [Processes(rank, world, CPU, None, lambda: None) for rank in range(world)]
     return [make_feed(config, data, LEARNER, place, most, total=1000) for place in places]

@@ -22,7 +22,7 @@ from lora_trainer.production.plans.plan import Plan, make_plan
 from lora_trainer.production.plans.view import host_lines, lines
 from tests.recipes.recipe import save_tiny_model
 
-SET = {"model": {"family": "flux"}, "memory": {"base_precision": "bf16"}}
+SET = {"model": {"family": "flux"}, "memory": {"weight_dtype": "bf16"}}
 RESOLVED = resolve([*preset_layers(["6gb"]).layers, Layer("--set", SET)])
 
 

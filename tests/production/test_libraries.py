@@ -64,11 +64,11 @@ def test_a_command_harms_no_session_that_it_runs_in(before):
     [
         ({}, False, set()),
         ({}, True, {"xformers"}),
-        ({"memory": {"attention": "sdpa"}}, True, set()),
-        ({"memory": {"attention": "xformers"}}, False, set()),
-        ({"optim": {"name": "paged_adamw8bit"}}, False, {"bitsandbytes"}),
-        ({"memory": {"base_precision": "nf4"}}, False, {"bitsandbytes"}),
-        ({"memory": {"base_precision": "int8"}}, False, set()),
+        ({"hardware": {"attention_backend": "sdpa"}}, True, set()),
+        ({"hardware": {"attention_backend": "xformers"}}, False, set()),
+        ({"optimizer": {"name": "paged_adamw8bit"}}, False, {"bitsandbytes"}),
+        ({"memory": {"weight_dtype": "nf4"}}, False, {"bitsandbytes"}),
+        ({"memory": {"weight_dtype": "int8"}}, False, set()),
     ],
 )
 def test_what_a_run_may_use_stays_visible(monkeypatch, settings, card, seen):

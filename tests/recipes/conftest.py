@@ -34,5 +34,5 @@ def bench(tiny_model: Path, pictures: Path, shared_cache: Path, tmp_path: Path) 
 def finished(tiny_model: Path, pictures: Path, shared_cache: Path, tmp_path_factory: pytest.TempPathFactory) -> Bench:
     """A finished run named `first`, judged in brief, to look at only."""
     made = Bench(tiny_model, pictures, tmp_path_factory.mktemp("finished"), shared_cache)
-    assert made.run("first", checkpoint__every_steps=3, validate__every_steps=3, gates__lora_check="lite") == 0
+    assert made.run("first", checkpoint__every_n_steps=3, validation__every_n_steps=3, gates__lora_check="lite") == 0
     return made

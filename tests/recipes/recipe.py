@@ -21,13 +21,13 @@ from tests.export.tiny import tiny_pipeline
 COLOURS = ("red", "green", "blue", "orange", "purple", "teal", "brown", "navy", "olive", "maroon")
 QUICK = {
     "lora.rank": "4",
-    "batch.effective": "2",
-    "memory.base_precision": "fp32",
-    "optim.learning_rate": "1e-2",
-    "validate.every_steps": "0",
-    "sample.steps": "2",
+    "train.effective_batch_size": "2",
+    "memory.weight_dtype": "fp32",
+    "optimizer.learning_rate": "1e-2",
+    "validation.every_n_steps": "0",
+    "sample.num_inference_steps": "2",
     "sample.count": "1",
-    "sample.every_steps": "0",
+    "sample.every_n_steps": "0",
     "gates.lora_check": "off",  # it would take most of a tiny run's time; a test of it asks for it by name
     "train.grace_seconds": "3600",  # a busy machine takes longer for a tiny step than a signal leaves by default
 }
@@ -68,7 +68,7 @@ class Bench:
         self, name: str, *extra: str, command: str = "train", steps: int = 6, **settings: object
     ) -> list[str]:
         """The command's arguments. Settings are named with two underscores: `lora__rank=8`; None leaves one out."""
-        given = QUICK | {"cache.folder": str(self.cache)}
+        given = QUICK | {"cache.dir": str(self.cache)}
         if command == "produce":  # enforces the gate, which needs its score
             given["gates.lora_check"] = "full"
         given |= {key.replace("__", "."): str(value) for key, value in settings.items()}

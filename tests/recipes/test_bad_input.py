@@ -203,7 +203,7 @@ def test_equal_names_in_two_folders_are_told_apart(bench, tmp_path, capsys):
 
 
 def test_a_cache_folder_that_is_not_there(tmp_path, capsys):
-    for action in ("status", "clean"):
+    for action in ("status", "prune"):
         assert main(["cache", action, str(tmp_path / "nope")]) == 2
         assert "There is no folder" in said_plainly(capsys)
 
@@ -221,7 +221,7 @@ def test_steps_and_epochs_together(bench, capsys):
         (("--preset", "12gbb"), ("12gbb", "12gb")),
         (("--stepps", "3"), ("--stepps",)),
         (("--set", "lora.rnk=3"), ("lora.rnk", "rank")),
-        (("--set", "optim.name=adamx"), ("optim.name", "adamw")),
+        (("--set", "optimizer.name=adamx"), ("optimizer.name", "adamw")),
         (("--set", "lora.rank=-1"), ("lora.rank", "at least 1")),
         (("--seed", "many"), ("train.seed", "whole number")),
     ],
@@ -247,16 +247,16 @@ def test_a_folder_that_is_no_run(bench, capsys):
 
 
 def test_all_mistakes_are_told_at_once(bench, capsys):
-    extra = ["--preset", "12gbb", "--rank", "8", "--set", "lora.rankk=3", "--set", "optim.learning_rate=quick"]
+    extra = ["--preset", "12gbb", "--rank", "8", "--set", "lora.rankk=3", "--set", "optimizer.learning_rate=quick"]
     assert main([*bench.arguments("wrong"), *extra]) == 2
     said = said_plainly(capsys)
-    for word in ("12gbb", "12gb", "--rank", "lora.rank", "rankk", "optim.learning_rate", "quick"):
+    for word in ("12gbb", "12gb", "--rank", "lora.rank", "rankk", "optimizer.learning_rate", "quick"):
         assert word in said, said
     assert not bench.folder("wrong").exists()
 
 
 def test_a_pattern_that_matches_nothing(bench, capsys):
-    assert bench.run("pattern", lora__targets="*.no_such_layer") == 2
+    assert bench.run("pattern", lora__target_modules="*.no_such_layer") == 2
     assert "'*.no_such_layer' matches none" in said_plainly(capsys)
     assert not bench.folder("pattern").exists(), "corrected, the same command must run"
 
@@ -281,11 +281,16 @@ def nan_at(step: int) -> Callable[..., torch.Tensor]:
 def test_a_loss_that_is_not_finite_ends_the_run_and_names_what_is_safe(bench, capsys):
     # Steps of one micro batch, so that the fourth call is the fourth step.
     with patched(loss_module, "squared_error", nan_at(4)):
-        assert bench.run("nan", control__not_finite="stop", batch__effective=1, checkpoint__every_steps=2) == 5
+        assert (
+            bench.run(
+                "nan", safeguards__on_nonfinite="stop", train__effective_batch_size=1, checkpoint__every_n_steps=2
+            )
+            == 5
+        )
     said = said_plainly(capsys)
     assert "not finite (loss nan, gradient nan) at step 4" in said
     assert "step-000003 is safe" in said
-    assert "optim.learning_rate" in said
+    assert "optimizer.learning_rate" in said
     folder = bench.folder("nan")
     document = record(folder)
     assert (document["status"], document["exit_code"], document["steps"]) == ("failed", 5, 3)
@@ -293,7 +298,7 @@ def test_a_loss_that_is_not_finite_ends_the_run_and_names_what_is_safe(bench, ca
     assert [row["step"] for row in rows(folder)] == [1, 2, 3]
     assert [path.name for path in sorted((folder / "checkpoints").iterdir())] == ["step-000002", "step-000003"]
     assert not list(folder.glob("*.safetensors"))
-    assert bench.run("nan", "--resume", batch__effective=1, checkpoint__every_steps=2) == 0
+    assert bench.run("nan", "--resume", train__effective_batch_size=1, checkpoint__every_n_steps=2) == 0
     assert record(folder)["status"] == "done"
 
 
@@ -310,7 +315,7 @@ def test_out_of_memory_ends_the_run_and_names_what_is_safe(bench, capsys):
 
 
 def test_a_rate_beyond_reason_trains_or_fails_plainly(bench, capsys):
-    assert bench.run("wild", optim__learning_rate=10) in (0, 5)
+    assert bench.run("wild", optimizer__learning_rate=10) in (0, 5)
     said_plainly(capsys)
     assert record(bench.folder("wild"))["status"] in ("done", "failed")
 
@@ -384,7 +389,7 @@ def test_a_finished_run_is_not_offered_to_be_resumed(finished, capsys):
 
 
 def test_a_negative_cache_limit_is_refused(capsys):
-    assert main(["cache", "clean", "--limit-gb", "-1"]) == 2
+    assert main(["cache", "prune", "--limit-gb", "-1"]) == 2
     assert "negative" in capsys.readouterr().err
 
 

@@ -38,7 +38,7 @@ class Night:
     cache: Path
 
     def arguments(self, *extra: str, **settings: object) -> list[str]:
-        given = QUICK | {"cache.folder": str(self.cache), "checkpoint.every_steps": "1"}
+        given = QUICK | {"cache.dir": str(self.cache), "checkpoint.every_n_steps": "1"}
         given["gates.lora"] = "0"  # nothing is scored
         given |= {key.replace("__", "."): str(value) for key, value in settings.items()}
         chosen = [part for key, value in given.items() for part in ("--set", f"{key}={value}")]
@@ -177,7 +177,7 @@ def test_a_folders_own_file_has_the_last_word(over):
     assert (ash["config"]["lora"]["rank"], ash["origins"]["lora.rank"]) == (4, "--set")
     cedar = record(over.night.output / "cedar [x]")
     assert (ash["model"]["family"], cedar["model"]["family"]) == ("sd15", "sdxl")
-    assert (cedar["origins"]["model.path"], cedar["origins"]["sample.steps"]) == ("lora.toml", "--set")
+    assert (cedar["origins"]["model.path"], cedar["origins"]["sample.num_inference_steps"]) == ("lora.toml", "--set")
     assert "family preset sdxl" in cedar["origins"].values(), "another model brings its family's settings"
 
 
@@ -320,7 +320,7 @@ def wrong_root(night: Night, tmp_path: Path) -> dict[str, tuple[list[str], str]]
         "one name twice": ([str(same)], "a and b would both become the run Twin"),
         "output inside": ([str(night.root), "--output", str(night.root / "out")], "nothing is written there"),
         "cache inside": (
-            [str(night.root), *output, "--set", f"cache.folder={night.root / 'cache'}"],
+            [str(night.root), *output, "--set", f"cache.dir={night.root / 'cache'}"],
             "nothing is written there",
         ),
         "data": ([str(night.root), *output, "--data", "x"], "--data is not for a batch"),

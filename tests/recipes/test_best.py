@@ -19,11 +19,11 @@ from tests.recipes.test_resume import at_step, stop
 # The second step is best: the rate rises until it and the decay together throw the weights about. Figures are smooth
 # until then, and the same on every CPU to four digits: 1.0789, 1.0755, 1.0704, 1.0723, 1.0730, 1.0892, 1.2215.
 HASTY: dict[str, object] = {
-    "optim__learning_rate": 0.05,
-    "optim__weight_decay": 80.0,
-    "schedule__warmup_steps": 6,
-    "validate__every_steps": 1,
-    "checkpoint__every_steps": 2,
+    "optimizer__learning_rate": 0.05,
+    "optimizer__weight_decay": 80.0,
+    "lr_scheduler__warmup_steps": 6,
+    "validation__every_n_steps": 1,
+    "checkpoint__every_n_steps": 2,
     "checkpoint__keep_last": 1,
 }
 
@@ -56,7 +56,7 @@ def test_the_best_step_is_released_and_recorded(hasty: Bench) -> None:
 
 
 def test_the_last_step_is_released_when_asked_for(hasty: Bench, bench: Bench) -> None:
-    assert bench.run("run", **HASTY, checkpoint__release="last") == 0
+    assert bench.run("run", **HASTY, checkpoint__export_weights="last") == 0
     assert record(bench.folder("run"))["released"]["step"] == 6
     assert exported(bench.folder("run")) != exported(hasty.folder("run"))
 
@@ -100,7 +100,7 @@ def test_best_weights_that_are_damaged_are_named_and_the_last_are_released(bench
 
 
 def test_nothing_held_out_releases_the_last(bench: Bench) -> None:
-    assert bench.run("run", **HASTY | {"data__held_out": 0.0}, steps=2) == 0
+    assert bench.run("run", **HASTY | {"validation__split": 0.0}, steps=2) == 0
     released = record(bench.folder("run"))["released"]
     assert (released["step"], released["held_out"]) == (2, None)
     assert "nothing was held out" in released["reason"]
@@ -119,7 +119,7 @@ def test_what_validation_shows_is_said(bench: Bench, capsys: pytest.CaptureFixtu
 
 
 def test_a_signal_in_the_last_step_leaves_nothing_unmeasured(bench: Bench) -> None:
-    settings = {"optim__learning_rate": 3e-3, "validate__every_steps": 5}
+    settings = {"optimizer__learning_rate": 3e-3, "validation__every_n_steps": 5}
     assert bench.run("straight", **settings) == 0
     measured = rows(bench.folder("straight"), "validation.jsonl")
     assert [row["step"] for row in measured] == [0, 5, 6]

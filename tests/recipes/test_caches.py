@@ -92,7 +92,7 @@ def test_a_dry_run_shows_the_plan_and_writes_nothing(own, tmp_path, capsys):
 
 def test_data_that_cannot_be_read_any_more_loses_no_step(bench, finished, monkeypatch, capsys):
     """The entry's file and the fix are said once, what was trained is saved, and --resume goes on."""
-    settings = {"checkpoint__every_steps": 3, "validate__every_steps": 3}
+    settings = {"checkpoint__every_n_steps": 3, "validation__every_n_steps": 3}
     true = feed.read_micro
 
     def gone(data: CachedData, refs: Sequence[Ref], step: int, *rest: Any) -> Batch:
@@ -118,7 +118,7 @@ def test_a_disk_without_room_is_refused_before_anything_is_built(own, capsys, mo
     said = capsys.readouterr().err
     assert "Filling the caches needs" in said
     assert "1 KB free" in said
-    assert "cache.folder" in said
+    assert "cache.dir" in said
     assert not list(own.cache.rglob("*.safetensors"))
 
 

@@ -10,11 +10,11 @@ VARIED = {
     "captions__shuffle": "true",
     "captions__tag_dropout": 0.25,
     "captions__dropout": 0.2,
-    "captions__dropout_every_epochs": 3,
-    "captions__trigger": "zobo",
+    "captions__dropout_every_n_epochs": 3,
+    "captions__trigger_word": "zobo",
     "captions__variants": 4,
-    "captions__weighted_words": "true",
-    "checkpoint__every_steps": 3,
+    "captions__prompt_weighting": "true",
+    "checkpoint__every_n_steps": 3,
 }
 
 
@@ -49,13 +49,13 @@ def test_six_steps_are_three_and_three_with_captions_that_vary(own, capsys):
     whole = record(own.folder("whole"))["ledger"]
     assert whole == record(own.folder("halves"))["ledger"]
     assert whole["captions"]["dropped"] > 0
-    ledger = (own.folder("whole") / "ledger.csv").read_text(encoding="utf-8")
+    ledger = (own.folder("whole") / "sample_counts.csv").read_text(encoding="utf-8")
     assert all("zobo" in line for line in ledger.splitlines() if line.startswith("caption,") and "ring" in line)
     capsys.readouterr()
 
     first = texts_of(own, capsys)
     assert ", 0 to build" in first
-    later = {"captions__dropout": 0.5, "captions__dropout_every_epochs": 0, "train__seed": 7}
+    later = {"captions__dropout": 0.5, "captions__dropout_every_n_epochs": 0, "train__seed": 7}
     assert texts_of(own, capsys, **later) == first
     (own.data / "picture_0.txt").write_text("a ring, zobo alone, there", encoding="utf-8")
     changed = texts_of(own, capsys)

@@ -101,7 +101,7 @@ def test_a_file_is_judged_and_drawn_on_a_checkpoint_as_on_its_folder(
         assert main(["validate", str(lora), *given, "--data", str(plain.data), "--json"]) in (0, 4)
         reports.append(json.loads(capsys.readouterr().out))
         target = tmp_path / f"drawn_{len(drawn)}"
-        words = ["--prompt", "a ring", "--steps", "2", "--output", str(target)]
+        words = ["--prompt", "a ring", "--num-inference-steps", "2", "--output", str(target)]
         assert main(["sample", str(lora), *given, *words]) == 0
         drawn.append([Image.open(path).tobytes() for path in sorted(target.rglob("*_with*.png"))])
     assert reports[0]["parts"]["integrity"] == 1.0

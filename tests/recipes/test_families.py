@@ -31,7 +31,12 @@ from tests.recipes.recipe import (
 from tests.recipes.test_resume import stop
 
 CPU = torch.device("cpu")
-LEARNING = {"data__resolution": 64, "lora__alpha": 8, "checkpoint__every_steps": 3, "captions__dropout": 0.3}  # rank 4
+LEARNING = {
+    "data__resolution": 64,
+    "lora__alpha": 8,
+    "checkpoint__every_n_steps": 3,
+    "captions__dropout": 0.3,
+}  # rank 4
 KINDS = {"sd3-without-t5": "sd3", "sd3.5": "sd3", "flux-schnell": "flux"}  # further ones of a family
 AT_1024 = ("flux", "z_image")  # pixels that the gate asks them at, for no config of theirs says less: ten times as long
 
@@ -45,7 +50,7 @@ def trained(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     )
     assert detect_family(made.model) == KINDS.get(request.param, request.param)
     check = "off" if detect_family(made.model) in AT_1024 else "lite"
-    assert made.run("cat", steps=12, validate__every_steps=12, gates__lora_check=check, **LEARNING) == 0
+    assert made.run("cat", steps=12, validation__every_n_steps=12, gates__lora_check=check, **LEARNING) == 0
     return made
 
 
@@ -83,7 +88,7 @@ def test_the_gate_measures_what_was_learned_at_1024_px(family, tmp_path):
 
 
 def test_a_stopped_run_goes_on_exactly(trained):
-    settings = {"validate__every_steps": 12, **LEARNING}
+    settings = {"validation__every_n_steps": 12, **LEARNING}
     with patched(Trackers, "steps", stop(signal.SIGTERM)):
         assert trained.run("broken", steps=12, **settings) == 143
     assert record(trained.folder("broken"))["steps"] == 3
@@ -152,7 +157,7 @@ def test_a_model_that_predicts_velocity_down_to_no_signal(tmp_path):
     changes = {"prediction_type": "v_prediction", "rescale_betas_zero_snr": True, "timestep_spacing": "trailing"}
     scheduler.write_text(json.dumps(json.loads(scheduler.read_text("utf-8")) | changes), encoding="utf-8")
     made = Bench(model, draw_pictures(tmp_path / "data"), tmp_path / "runs", tmp_path / "cache")
-    assert made.run("v", steps=8, validate__every_steps=8, loss__min_snr_gamma=5, gates__lora_check="lite") == 0
+    assert made.run("v", steps=8, validation__every_n_steps=8, loss__min_snr_gamma=5, gates__lora_check="lite") == 0
     first, last = rows(made.folder("v"), "validation.jsonl")
     assert last["loss"] < first["loss"]
     assert record(made.folder("v"))["lora"]["parts"]["integrity"] == 1.0

@@ -22,7 +22,7 @@ from lora_trainer.production import flow
 from lora_trainer.training import run as loop
 from tests.recipes.recipe import Bench, delete_under_a_run, exported, losses, patched, record, rows
 
-SETTINGS = {"checkpoint__every_steps": 2, "validate__every_steps": 2, "data__held_out": 0.2}
+SETTINGS = {"checkpoint__every_n_steps": 2, "validation__every_n_steps": 2, "validation__split": 0.2}
 BALLAST = "ballast"
 
 
@@ -326,8 +326,8 @@ def test_the_forecast_covers_what_a_run_really_held(bench, monkeypatch):
 
     monkeypatch.setattr(os, "replace", weigh)
     monkeypatch.setattr(room, "highest_bytes", need)
-    several = {"checkpoint__every_steps": 1, "validate__every_steps": 1, "checkpoint__keep_last": 2}
-    assert bench.run("run", data__held_out=0.2, checkpoint__weights_every_steps=2, **several) == 0
+    several = {"checkpoint__every_n_steps": 1, "validation__every_n_steps": 1, "checkpoint__keep_last": 2}
+    assert bench.run("run", validation__split=0.2, checkpoint__export_every_n_steps=2, **several) == 0
     page = (folder / "report.html").stat().st_size
     assert max(weights) - page <= forecast[0] <= 2 * max(weights)
 

@@ -52,7 +52,7 @@ def test_a_run_of_kohyas_config_to_its_end(bench: Bench, tmp_path: Path, capsys:
     assert main(["import", str(config), "--output", str(ours)]) == 0
     assert f"lora-trainer train --config {ours}" in capsys.readouterr().out
     # As it was imported, but for where caches lie and for the gate and its images, which take most of so short a run.
-    quick = {"cache.folder": bench.cache, "gates.lora_check": "off"}
+    quick = {"cache.dir": bench.cache, "gates.lora_check": "off"}
     settings = [part for name, value in quick.items() for part in ("--set", f"{name}={value}")]
     assert main(["train", "--config", str(ours), *settings]) == 0
     folder = bench.folder("theirs")

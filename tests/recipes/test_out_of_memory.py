@@ -43,7 +43,7 @@ def test_gate_and_pictures_are_made_with_less(bench, finished, monkeypatch, caps
     monkeypatch.setattr(release, "free_memory", freed.append)
     monkeypatch.setattr(release, "check_lora", short_of_memory(check_lora))
     monkeypatch.setattr(sample_module, "compare", short_of_memory(compare))
-    settings = {"checkpoint__every_steps": 3, "validate__every_steps": 3, "sample__every_steps": 3}
+    settings = {"checkpoint__every_n_steps": 3, "validation__every_n_steps": 3, "sample__every_n_steps": 3}
     assert bench.run("first", gates__lora_check="lite", **settings) == 0
     assert len(freed) == 2
     assert exported(bench.folder("first")) == exported(finished.folder("first"))
@@ -163,7 +163,7 @@ def test_pictures_encoded_beside_the_steps_wait_for_memory(bench, monkeypatch):
 
 def test_pictures_without_memory_while_training_change_no_step(bench, finished, monkeypatch, capsys):
     monkeypatch.setattr(sample_module, "compare", never)
-    assert bench.run("first", checkpoint__every_steps=3, validate__every_steps=3, sample__every_steps=2) == 0
+    assert bench.run("first", checkpoint__every_n_steps=3, validation__every_n_steps=3, sample__every_n_steps=2) == 0
     said = capsys.readouterr().out
     assert "no pictures at step 2: Out of memory with nothing left to reduce" in said
     assert losses(bench.folder("first")) == losses(finished.folder("first"))
@@ -181,7 +181,7 @@ def test_a_step_without_memory_is_told_in_the_record_and_the_report(bench, finis
 
     true = loss_module.squared_error
     monkeypatch.setattr(loss_module, "squared_error", squared_error)
-    assert bench.run("first", checkpoint__every_steps=3, validate__every_steps=3) == 0
+    assert bench.run("first", checkpoint__every_n_steps=3, validation__every_n_steps=3) == 0
     folder = bench.folder("first")
     assert "out of memory (CUDA out of memory. Tried to allocate 2.00 GiB)" in capsys.readouterr().out
     assert [row["kind"] for row in rows(folder, "events.jsonl")] == ["memory"]

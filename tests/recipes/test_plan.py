@@ -25,7 +25,7 @@ CARD = torch.device("cuda")
 
 
 def test_a_model_of_ones_own_is_traced_once_and_remembered(bench: Bench, capsys, monkeypatch):
-    arguments = bench.arguments("planned", "--json", command="plan", memory__base_precision=None)
+    arguments = bench.arguments("planned", "--json", command="plan", memory__weight_dtype=None)
     from lora_trainer.cli.main import main
 
     assert main(arguments) == 0
@@ -58,13 +58,13 @@ def test_settings_are_traced_only_where_asked_for(bench: Bench, capsys, monkeypa
 
     traced, true = [], gauge.traced_footprint
     monkeypatch.setattr(gauge, "traced_footprint", lambda *given: traced.append(given) or true(*given))
-    settings = {"memory__base_precision": None, "lora__rank": 6, "memory__limit_gib": 24.0}
+    settings = {"memory__weight_dtype": None, "lora__rank": 6, "memory__limit_gib": 24.0}
     assert bench.run("planned", "--json", command="plan", **settings) == 0
     assert json.loads(capsys.readouterr().out)["settings"] == []
     assert len(traced) == 1
-    assert bench.run("planned", "--json", "--settings", command="plan", **settings) == 0
+    assert bench.run("planned", "--json", "--what-if", command="plan", **settings) == 0
     bought = {row["setting"]: row for row in json.loads(capsys.readouterr().out)["settings"]}
-    assert {"memory.offload_activations=true", "memory.checkpointing=all", "lora.rank=3"} <= set(bought)
+    assert {"memory.offload_activations=true", "memory.gradient_checkpointing=true", "lora.rank=3"} <= set(bought)
     assert len(traced) > 5
 
 
@@ -80,8 +80,8 @@ def bytes_in(folder: Path, *endings: str) -> int:
 @pytest.mark.parametrize("latents", ["true", "false"])
 def test_the_disk_that_a_run_takes_is_planned(bench: Bench, tmp_path, latents):
     """Caches within 5 %, never less than there is. A run's folder held one checkpoint more than at the end."""
-    settings = {"cache__folder": tmp_path / "cache", "cache__latents": latents, "lora__rank": 16}
-    settings |= {"checkpoint__every_steps": 2, "checkpoint__keep_last": 2, "data__flip": "true"}
+    settings = {"cache__dir": tmp_path / "cache", "cache__latents": latents, "lora__rank": 16}
+    settings |= {"checkpoint__every_n_steps": 2, "checkpoint__keep_last": 2, "data__flip": "true"}
     settings |= {"captions__variants": 3, "captions__shuffle": "true"}
     assert bench.run("written", **settings) == 0
     folder = bench.folder("written")
@@ -110,7 +110,7 @@ def test_a_dry_run_shows_the_memory(bench: Bench, capsys):
 
 
 def test_fp8_weights_train_resume_exactly_and_are_judged_on_the_base(bench: Bench):
-    settings = {"memory__base_precision": "fp8", "checkpoint__every_steps": 2, "memory__checkpointing": "all"}
+    settings = {"memory__weight_dtype": "fp8", "checkpoint__every_n_steps": 2, "memory__gradient_checkpointing": "true"}
     assert bench.run("narrow", steps=4, gates__lora_check="lite", **settings) == 0
     straight = bench.folder("narrow")
     document = record(straight)

@@ -27,8 +27,8 @@ def test_its_config_repeats_a_run_from_another_folder(
     shutil.copytree(bench.data, home / "pictures")
     elsewhere.mkdir()
     monkeypatch.chdir(home)
-    settings = ['sample.prompts=["a ring"]', "sample.steps=2", "cache.folder=caches", "lora.dropout=0.1"]
-    settings += ["data.resolution=64", "batch.effective=2", "validate.every_steps=2", "lora.rank=4"]
+    settings = ['sample.prompts=["a ring"]', "sample.num_inference_steps=2", "cache.dir=caches", "lora.dropout=0.1"]
+    settings += ["data.resolution=64", "train.effective_batch_size=2", "validation.every_n_steps=2", "lora.rank=4"]
     settings += ["gates.lora_check=lite"]
     chosen = [part for each in settings for part in ("--set", each)]
     places = ["--model", "model", "--data", "pictures", "--output", "runs", "--name", "first"]
@@ -58,15 +58,15 @@ def test_a_resumed_run_says_what_differs(bench, capsys):
         assert bench.run("moved") == 143
     change_record(bench.folder("moved"), versions={"torch": "2.0.0"}, hardware={"threads": 64})
     capsys.readouterr()
-    assert bench.run("moved", "--resume", optim__learning_rate="2e-2", gates__lora="0.5") == 0
+    assert bench.run("moved", "--resume", optimizer__learning_rate="2e-2", gates__lora="0.5") == 0
     said = capsys.readouterr().out
     versions = record(bench.folder("moved"))["versions"]
-    assert "changed: optim.learning_rate 0.01 → 0.02" in said
+    assert "changed: optimizer.learning_rate 0.01 → 0.02" in said
     assert "changed: gates.lora 0.9 → 0.5" in said
     assert f"other versions: torch 2.0.0 → {versions['torch']}; results may differ in rounding" in said
     assert "another machine: threads 64 → " in said
     threads = record(bench.folder("moved"))["hardware"]["threads"]
-    told = ["optim.learning_rate 0.01 → 0.02", f"torch 2.0.0 → {versions['torch']}", f"threads 64 → {threads}"]
+    told = ["optimizer.learning_rate 0.01 → 0.02", f"torch 2.0.0 → {versions['torch']}", f"threads 64 → {threads}"]
     assert record(bench.folder("moved"))["changed"] == told
     (event,) = [event for event in record(bench.folder("moved"))["events"] if event["kind"] == "resumed"]
     assert event == {"step": 3, "kind": "resumed", "message": "; ".join(["went on from step 3", *told])}

@@ -184,7 +184,7 @@ def test_hostile_captions_and_names_are_text(bench: Bench, tmp_path: Path) -> No
     shutil.copy(data / "picture_0.png", named)
     named.with_suffix(".txt").write_text(HOSTILE, encoding="utf-8")
     hostile = Bench(bench.model, data, bench.output, bench.cache)
-    assert hostile.run("hostile", sample__every_steps=2, steps=4, gates__lora_check="lite") == 0
+    assert hostile.run("hostile", sample__every_n_steps=2, steps=4, gates__lora_check="lite") == 0
     page = page_of(bench.folder("hostile"))
     assert HOSTILE in page.text
     assert "<b>bold&.png" in page.text
@@ -194,7 +194,12 @@ def test_hostile_captions_and_names_are_text(bench: Bench, tmp_path: Path) -> No
 
 def test_a_failed_run_says_where_and_what_is_safe(bench: Bench) -> None:
     with patched(loss_module, "squared_error", nan_at(4)):
-        assert bench.run("nan", control__not_finite="stop", batch__effective=1, checkpoint__every_steps=2) == 5
+        assert (
+            bench.run(
+                "nan", safeguards__on_nonfinite="stop", train__effective_batch_size=1, checkpoint__every_n_steps=2
+            )
+            == 5
+        )
     folder = bench.folder("nan")
     page, document = page_of(folder), record(folder)
     assert "Failed after step 3 of 6" in page.text
@@ -205,7 +210,7 @@ def test_a_failed_run_says_where_and_what_is_safe(bench: Bench) -> None:
     assert document["choices"]
     assert "Not judged" in page.text
     assert "No pictures were drawn" in page.text
-    assert bench.run("nan", "--resume", batch__effective=1, checkpoint__every_steps=2) == 0
+    assert bench.run("nan", "--resume", train__effective_batch_size=1, checkpoint__every_n_steps=2) == 0
     page = page_of(folder)
     assert "Failed" not in page.text
     assert "2 sessions" in page.text
@@ -214,7 +219,7 @@ def test_a_failed_run_says_where_and_what_is_safe(bench: Bench) -> None:
 
 def test_the_command_of_a_stopped_run_goes_on_with_it(bench: Bench) -> None:
     with patched(Trackers, "steps", at_step(3, lambda: signal.raise_signal(signal.SIGTERM))):
-        assert bench.run("halted", sample__every_steps=2, gates__lora_check="lite") == 143
+        assert bench.run("halted", sample__every_n_steps=2, gates__lora_check="lite") == 143
     page = page_of(bench.folder("halted"))
     assert "Stopped at step 4 of 6" in page.text
     assert "checkpoints/step-000004 is safe" in page.text
@@ -239,7 +244,7 @@ def test_a_run_that_was_killed_does_not_claim_an_end(finished: Bench, tmp_path: 
 
 
 def test_a_refused_lora_says_so(bench: Bench) -> None:
-    assert bench.run("poor", command="produce", optim__learning_rate="1e-12", gates__lora_check="lite") == 4
+    assert bench.run("poor", command="produce", optimizer__learning_rate="1e-12", gates__lora_check="lite") == 4
     page = page_of(bench.folder("poor"))
     assert "The LoRA is refused" in page.text
     assert "under the gate of 0.90" in page.text
@@ -275,7 +280,7 @@ def test_runs_are_compared(finished: Bench, tmp_path: Path, capsys) -> None:
     assert "lora.rank 4 77" in seen.text
     assert "<i>second" in seen.text
     assert seen.charts == {"held-out", "loss"}
-    assert "optim.learning_rate" not in seen.text
+    assert "optimizer.learning_rate" not in seen.text
 
 
 def test_folders_without_a_run_are_all_named(tmp_path: Path, capsys) -> None:

@@ -42,7 +42,7 @@ PHASES: dict[str, tuple[Any, str, int, int]] = {
     "the last pictures": (flow, "draw_comparison", 1, 6),
 }
 IN_EVERY_SUITE = ("caching", "a slow step", "validation", "the gate")
-SETTINGS: dict[str, object] = {"checkpoint__every_steps": 3, "validate__every_steps": 3}
+SETTINGS: dict[str, object] = {"checkpoint__every_n_steps": 3, "validation__every_n_steps": 3}
 LITE = {"gates__lora_check": "lite"}
 
 
@@ -73,7 +73,7 @@ def same(one: Bench, other: Bench) -> None:
 )
 def test_a_signal_in_each_phase(phase: str, bench: Bench, finished: Bench, capfd: pytest.CaptureFixture[str]) -> None:
     target, name, call, trained = PHASES[phase]
-    settings = SETTINGS | {"pictures": {"sample__every_steps": 4}, "the gate": LITE, "the last pictures": LITE}.get(
+    settings = SETTINGS | {"pictures": {"sample__every_n_steps": 4}, "the gate": LITE, "the last pictures": LITE}.get(
         phase, {}
     )
     hurried = settings | ({"train__grace_seconds": 1e-9} if phase in ("a slow step", "pictures") else {})

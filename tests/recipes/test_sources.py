@@ -56,7 +56,7 @@ def test_a_run_over_mixed_sources_and_again_from_its_record(
     before = {path: path.stat().st_mtime_ns for path in config.parent.rglob("*")}
 
     def train(name: str, *extra: str, steps: int = 4) -> int:
-        arguments = bench.arguments(name, *extra, steps=steps, checkpoint__every_steps=2)
+        arguments = bench.arguments(name, *extra, steps=steps, checkpoint__every_n_steps=2)
         place = arguments.index("--data")
         del arguments[place : place + 2]
         return main(arguments)

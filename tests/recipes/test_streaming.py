@@ -13,10 +13,14 @@ pytestmark = pytest.mark.exact
 def test_a_run_whose_blocks_visit_is_the_same_run(bench, finished, monkeypatch, capsys):
     """Also where the trained denoiser makes room for pictures and comes back, and with all other means of memory on."""
     monkeypatch.setattr(release, "usable_bytes", lambda *_: 0)
-    settings = {"memory__streaming": 99, "memory__checkpointing": "all", "memory__recompute": "cheap"}
+    settings = {
+        "memory__blocks_to_swap": 99,
+        "memory__gradient_checkpointing": "true",
+        "memory__checkpointing_mode": "selective",
+    }
     assert (
         bench.run(
-            "first", memory__offload_activations="true", sample__every_steps=3, gates__lora_check="lite", **settings
+            "first", memory__offload_activations="true", sample__every_n_steps=3, gates__lora_check="lite", **settings
         )
         == 0
     )

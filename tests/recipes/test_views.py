@@ -53,7 +53,7 @@ path = {json.dumps(str(made / "plain"))}
 
 
 def run(bench: Bench, name: str, *extra: str, **settings: object) -> int:
-    arguments = bench.arguments(name, *extra, batch__effective=4, **settings)
+    arguments = bench.arguments(name, *extra, train__effective_batch_size=4, **settings)
     arguments[arguments.index("--data")] = "--config"
     return main(arguments)
 
@@ -90,6 +90,6 @@ def test_a_stopped_run_of_many_views_goes_on_exactly(varied, straight, capsys):
 def test_split_or_uncached_many_views_learn_alike_and_masks_count(varied, straight):
     """Each stays in one bucket and has its own masks."""
     whole = losses(straight)[:3]
-    assert begun(varied, "split", batch__max_micro=1) == pytest.approx(whole, rel=1e-3)
+    assert begun(varied, "split", train__max_micro_batch_size=1) == pytest.approx(whole, rel=1e-3)
     assert begun(varied, "uncached", cache__latents="false") == pytest.approx(whole, rel=1e-3)
     assert begun(varied, "unmasked", loss__unmasked_weight=1) != pytest.approx(whole, rel=1e-3)

@@ -15,9 +15,9 @@ from tests.recipes.recipe import Bench, draw_pictures, exported, losses, patched
 from tests.recipes.test_resume import at_step, stop
 
 SETTINGS: dict[str, object] = {
-    "checkpoint__every_steps": 3,
-    "validate__every_steps": 3,
-    "batch__effective": 3,
+    "checkpoint__every_n_steps": 3,
+    "validation__every_n_steps": 3,
+    "train__effective_batch_size": 3,
     "data__flip": "true",
 }
 
@@ -57,7 +57,12 @@ def test_the_same_lora_comes_out_whole_resumed_and_split(own: Bench, capsys: pyt
 
 def test_a_picture_that_changes_ends_the_run_with_its_name_and_what_was_trained(own: Bench, capsys):
     (own.cache.parent / "later").mkdir()
-    settings = {"cache__latents": "false", "batch__effective": 1, "cache__workers": 2, "checkpoint__every_steps": 50}
+    settings = {
+        "cache__latents": "false",
+        "train__effective_batch_size": 1,
+        "cache__workers": 2,
+        "checkpoint__every_n_steps": 50,
+    }
 
     def change() -> None:
         for picture in own.data.glob("*.png"):
@@ -75,7 +80,7 @@ def test_a_picture_that_changes_ends_the_run_with_its_name_and_what_was_trained(
     assert 2 <= steps < 40
     ledger = record(own.folder("gone"))["ledger"]
     assert ledger["steps"] == ledger["samples"] == steps
-    table = (own.folder("gone") / "ledger.csv").read_text("utf-8")
+    table = (own.folder("gone") / "sample_counts.csv").read_text("utf-8")
     assert sum(int(line.split(",")[1]) for line in table.splitlines() if line.startswith("picture,")) == steps
     assert f"step-{steps:06d} is safe" in said.out + said.err
 

@@ -119,7 +119,7 @@ def test_a_batch_of_hostile_folders(sound_model: Path, tmp_path: Path, capsys: p
         "--max-steps",
         "1",
     ]
-    code = main([*arguments, "--set", f"cache.folder={tmp_path / 'runs' / 'cache'}", "--dry-run"])
+    code = main([*arguments, "--set", f"cache.dir={tmp_path / 'runs' / 'cache'}", "--dry-run"])
     said = capsys.readouterr()
     assert code in (2, 3)
     assert "run.offline" in said.out + said.err

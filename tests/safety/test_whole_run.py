@@ -56,7 +56,12 @@ def ran(sound_model: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Be
         patch.setenv("LORA_TRAINER_CACHE", str(folder / "cache"))
         said = _heard(heard)
         code = bench.run(
-            "own", "--offline", steps=2, checkpoint__every_steps=1, validate__every_steps=1, gates__lora_check="full"
+            "own",
+            "--offline",
+            steps=2,
+            checkpoint__every_n_steps=1,
+            validation__every_n_steps=1,
+            gates__lora_check="full",
         )
         text = "".join(said)
     assert code == 0, text
@@ -134,7 +139,7 @@ def test_no_secret_is_written_by_a_batch(sound_model: Path, tmp_path: Path, monk
     bench = Bench(sound_model, tmp_path / "root", tmp_path / "out", tmp_path / "cache")
     settings = {
         **QUICK,
-        "cache.folder": str(bench.cache),
+        "cache.dir": str(bench.cache),
         "gates.dataset": "0",
         "gates.lora": "0",
         "gates.lora_check": "full",

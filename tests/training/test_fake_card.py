@@ -114,7 +114,7 @@ def card(monkeypatch: pytest.MonkeyPatch) -> Iterator[Card]:
 
 
 def settings(**sections: Any) -> Config:
-    return Config.model_validate({"optim": {"name": "lion"}, "lora": {"rank": 2}, **sections})
+    return Config.model_validate({"optimizer": {"name": "lion"}, "lora": {"rank": 2}, **sections})
 
 
 def told_of(family: Any, model: Path) -> dict[str, Tensor]:

@@ -65,7 +65,7 @@ class Within(TorchDispatchMode):
 def asked_in_steps(place: TinyPlace, patch: pytest.MonkeyPatch, guard: str, **settings: object) -> list[str]:
     """What some of the loop's own steps ask where numbers are looked at every tenth step, as on a card."""
     looked_at_every(10, patch)
-    settings = {"validate__every_steps": 0, "checkpoint__every_steps": 100, "data__held_out": 0, **settings}
+    settings = {"validation__every_n_steps": 0, "checkpoint__every_n_steps": 100, "validation__split": 0, **settings}
     job = place.job("run", steps=8, **settings)
     job = replace(job, learner=replace(job.learner, guard=guard))
     reporter = Reporter(None, unwatched, print)
@@ -83,8 +83,13 @@ def asked_in_steps(place: TinyPlace, patch: pytest.MonkeyPatch, guard: str, **se
 @pytest.mark.parametrize(
     "settings",
     [
-        {"optim__clip_norm": 1e-3},
-        {"batch__effective": 4, "batch__max_micro": 1, "memory__base_precision": "bf16", "train__ema_decay": 0.99},
+        {"optimizer__max_grad_norm": 1e-3},
+        {
+            "train__effective_batch_size": 4,
+            "train__max_micro_batch_size": 1,
+            "memory__weight_dtype": "bf16",
+            "train__ema_decay": 0.99,
+        },
     ],
     ids=["fp32", "bf16"],
 )
@@ -103,7 +108,7 @@ def test_what_waits_is_seen(place, monkeypatch):
 def test_the_card_is_not_waited_for(place, monkeypatch):
     """Torch's own eyes: any call that waits for the card is an error."""
     looked_at_every(10, monkeypatch)
-    job = place.job("run", steps=8, validate__every_steps=0, checkpoint__every_steps=100, data__held_out=0)
+    job = place.job("run", steps=8, validation__every_n_steps=0, checkpoint__every_n_steps=100, validation__split=0)
     assert job.learner.device.type == "cuda"
     assert job.learner.guard == "on_device"
     try:

@@ -64,7 +64,18 @@ def test_checkpointing_frees_memory_and_keeps_the_losses(capsys):
         "2",
         "--json",
     ]
-    assert main([*arguments, "--vs", "memory.checkpointing=all", "--set", "memory.checkpointing=none"]) == 0
+    assert (
+        main(
+            [
+                *arguments,
+                "--compare",
+                "memory.gradient_checkpointing=true",
+                "--set",
+                "memory.gradient_checkpointing=false",
+            ]
+        )
+        == 0
+    )
     without, checkpointed = json.loads(capsys.readouterr().out)["rows"]
     assert checkpointed["peak_gib"] < without["peak_gib"]
     assert checkpointed["loss_mean"] < 1e-2
@@ -75,8 +86,8 @@ def test_memory_is_found_where_it_is_and_activations_wait_elsewhere(capsys):
     assert main(["bench", "memory", *asked]) == 0
     ratios = {row["name"]: row["ratio"] for row in json.loads(capsys.readouterr().out)["rows"]}
     assert all(ratios[part] == pytest.approx(1.0, rel=0.02) for part in ("weights", "adapter"))
-    plain = ["--set", "memory.checkpointing=none"]
-    assert main(["bench", "step", *asked, *plain, "--vs", "memory.offload_activations=true"]) == 0
+    plain = ["--set", "memory.gradient_checkpointing=false"]
+    assert main(["bench", "step", *asked, *plain, "--compare", "memory.offload_activations=true"]) == 0
     without, offloaded = json.loads(capsys.readouterr().out)["rows"]
     assert offloaded["peak_gib"] < without["peak_gib"]
     assert offloaded["loss_mean"] < 1e-2
@@ -88,7 +99,7 @@ def test_the_cap_of_a_capped_row_holds(tmp_path):
 
 def test_a_row_of_the_table_is_measured_in_a_process_of_its_own(tmp_path, capsys):
     file = tmp_path / "rows.json"
-    assert main(["bench", "table", "--only", "sd15 512 batch 4", "--steps", "3", "--rows", str(file), "--json"]) == 0
+    assert main(["bench", "table", "--filter", "sd15 512 batch 4", "--steps", "3", "--rows", str(file), "--json"]) == 0
     (row,) = json.loads(capsys.readouterr().out)["rows"]
     assert row["failed"] is None
     assert 0.0 < row["seconds_p10"] <= row["seconds_median"] <= row["seconds_p90"]

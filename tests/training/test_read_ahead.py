@@ -41,7 +41,7 @@ def without_data_of(job: Job, step: int, error: Exception) -> Job:
     ],
 )
 def test_what_was_trained_is_saved_and_the_rest_comes_out_the_same(place: TinyPlace, error: Exception, words: str):
-    settings: dict[str, Any] = {"steps": 6, "checkpoint__every_steps": 100}
+    settings: dict[str, Any] = {"steps": 6, "checkpoint__every_n_steps": 100}
     whole = place.job("whole", **settings)
     place.train(whole)
     broken = without_data_of(place.job("broken", **settings), 4, error)

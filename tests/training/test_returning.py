@@ -18,11 +18,11 @@ from tests.training.test_guard import bad_sample
 from tests.training.tiny_job import TinyPlace, told_in
 
 SETTINGS: dict[str, object] = {
-    "control__not_finite": "restore",
-    "checkpoint__every_steps": 4,
-    "checkpoint__weights_every_steps": 2,
-    "sample__every_steps": 2,  # each saves a checkpoint before
-    "validate__every_steps": 2,
+    "safeguards__on_nonfinite": "rollback",
+    "checkpoint__every_n_steps": 4,
+    "checkpoint__export_every_n_steps": 2,
+    "sample__every_n_steps": 2,  # each saves a checkpoint before
+    "validation__every_n_steps": 2,
 }
 
 
@@ -99,14 +99,14 @@ def test_only_the_runs_own_files_of_later_steps_are_withdrawn(tmp_path) -> None:
 @pytest.mark.parametrize("trouble", ["another rhythm", "a damaged one"])
 def test_without_a_regular_checkpoint_it_goes_back_to_the_newest(place: TinyPlace, trouble: str) -> None:
     """And not to the start, which would throw the whole run away."""
-    settings: dict[str, object] = {"control__not_finite": "restore", "validate__every_steps": 0}
-    first = told_in(place.job("a", steps=8, checkpoint__every_steps=4, **settings), 4)
+    settings: dict[str, object] = {"safeguards__on_nonfinite": "rollback", "validation__every_n_steps": 0}
+    first = told_in(place.job("a", steps=8, checkpoint__every_n_steps=4, **settings), 4)
     place.train(first)
     assert [step_of(path) for path in list_checkpoints(first.checkpoints)] == [5, 4]
     if trouble == "a damaged one":
         (first.checkpoints / "step-000004" / "state.json").write_text("{}")
     every = 7 if trouble == "another rhythm" else 4
-    job = bad_once(place.job("a", steps=8, checkpoint__every_steps=every, **settings), 5)
+    job = bad_once(place.job("a", steps=8, checkpoint__every_n_steps=every, **settings), 5)
     state, _ = place.resume(job)
     assert went_on_from(job) == ["step 5"]
     assert (state.step, state.restored) == (8, 1)
@@ -115,7 +115,7 @@ def test_without_a_regular_checkpoint_it_goes_back_to_the_newest(place: TinyPlac
 
 def test_a_regular_checkpoint_comes_before_a_newer_one(place: TinyPlace) -> None:
     """A run that was stopped goes back as far as one that was not."""
-    settings: dict[str, object] = {"control__not_finite": "restore", "checkpoint__every_steps": 4}
+    settings: dict[str, object] = {"safeguards__on_nonfinite": "rollback", "checkpoint__every_n_steps": 4}
     place.train(told_in(place.job("a", steps=8, **settings), 4))
     job = bad_once(place.job("a", steps=8, **settings), 5)
     place.resume(job)

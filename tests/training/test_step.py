@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from lora_trainer.config.schema import LossSection, OptimSection
+from lora_trainer.config.schema import LossSection, OptimizerSection
 from lora_trainer.diffusion.loss import make_loss
 from lora_trainer.diffusion.process import Process, scaled_linear_alphas
 from lora_trainer.models import FAMILIES
@@ -51,7 +51,7 @@ def make_learner(unet: nn.Module, dtype: torch.dtype = torch.float32, **changes)
         adapter=adapter,
         average=None,
         shown=lambda: adapter.masters,
-        optimizer=make_optimizer(adapter.masters, OptimSection(name=name)),
+        optimizer=make_optimizer(adapter.masters, OptimizerSection(name=name)),
         scaler=None,
         reduce=None,
         device=torch.device("cpu"),

@@ -1,7 +1,7 @@
 """The loop on a tiny model through the real preparation, without gate, export and pictures: half a second a run.
 
     place = TinyPlace(model, pictures, folder, cache)
-    job = place.job("a", steps=6, optim__name="lion")
+    job = place.job("a", steps=6, optimizer__name="lion")
     state, interrupt = place.train(job)
 
 `job.learner`, `job.folder` and `job.checkpoints` are there to be looked at; `dataclasses.replace(job, …)` puts
@@ -64,7 +64,7 @@ class TinyPlace:
 
         `processes` makes it the job of one of several.
         """
-        given: dict[str, object] = {**QUICK, "cache.folder": str(self.cache), "data.sources": (str(self.data),)}
+        given: dict[str, object] = {**QUICK, "cache.dir": str(self.cache), "data.sources": (str(self.data),)}
         given |= {"model.path": str(self.model), "run.output": str(self.folder), "run.name": name}
         given |= {"train.max_steps": steps, **{key.replace("__", "."): value for key, value in settings.items()}}
         values: dict[str, dict[str, Any]] = {}

@@ -50,11 +50,11 @@ def _conditioning(value: Any, around: Around) -> Took:
 
 
 def _crop(value: Any, around: Around) -> Took:
-    return Took({"source.crop": "random"}) if truth(value) else Took({"source.crop": "centre"}, verdict="mapped")
+    return Took({"source.crop": "random"}) if truth(value) else Took({"source.crop": "center"}, verdict="mapped")
 
 
 def _colours(value: Any, around: Around) -> Took:
-    return Took({"source.colour_variants": COLOURS}) if truth(value) else Took({}, "off", "ignored")
+    return Took({"source.color_variants": COLOURS}) if truth(value) else Took({}, "off", "ignored")
 
 
 def _buckets(value: Any, around: Around) -> Took:
@@ -90,23 +90,23 @@ def _of_buckets(ours: str) -> Rule:
 SUBSET_RULES: Mapping[str, Rule] = {
     "image_dir": path_to("source.path"),
     "metadata_file": path_to("source.captions_file"),
-    "class_tokens": same("source.caption", text),
+    "class_tokens": same("source.default_caption", text),
     "num_repeats": same("source.repeats", whole),
-    "is_reg": same("source.regularisation", truth),
+    "is_reg": same("source.is_reg", truth),
     "caption_extension": same("captions.extension", text),
     "shuffle_caption": same("captions.shuffle", truth),
     "keep_tokens": same("captions.keep_tokens", whole),
-    "keep_tokens_separator": same("captions.keep_separator", text),
+    "keep_tokens_separator": same("captions.keep_tokens_separator", text),
     "secondary_separator": lacking("tags are split at one separator only"),
     "caption_separator": same("captions.separator", text),
     "caption_prefix": same("captions.prefix", text),
     "caption_suffix": same("captions.suffix", text),
     "enable_wildcard": same("captions.wildcards", truth),
     "caption_dropout_rate": same("captions.dropout", number),
-    "caption_dropout_every_n_epochs": same("captions.dropout_every_epochs", whole),
+    "caption_dropout_every_n_epochs": same("captions.dropout_every_n_epochs", whole),
     "caption_tag_dropout_rate": same("captions.tag_dropout", number),
     "flip_aug": same("source.flip", truth),
-    "color_aug": by(_colours, "source.colour_variants", NEW_EACH_TIME, changes=True),
+    "color_aug": by(_colours, "source.color_variants", NEW_EACH_TIME, changes=True),
     "random_crop": by(_crop, "source.crop", NEW_EACH_TIME, changes=True),
     "face_crop_aug_range": lacking("crops are not placed at faces"),
     "alpha_mask": by(_alpha, "source.masks", AREA_OF_MASK, changes=True),
@@ -124,14 +124,14 @@ SUBSET_RULES: Mapping[str, Rule] = {
 }
 DATASET_RULES: Mapping[str, Rule] = {
     "resolution": by(_resolution, "data.resolution"),
-    "batch_size": same("batch.effective", whole),
+    "batch_size": same("train.effective_batch_size", whole),
     "enable_bucket": by(_buckets, "data.max_aspect"),
     "min_bucket_reso": _of_buckets("data.bucket_min"),
     "max_bucket_reso": _of_buckets("data.bucket_max"),
     "bucket_reso_steps": _of_buckets("data.bucket_step"),
-    "bucket_no_upscale": same("data.no_upscale", truth),
-    "validation_split": same("data.held_out", number),
-    "validation_seed": same("data.held_out_seed", whole),
+    "bucket_no_upscale": same("data.bucket_no_upscale", truth),
+    "validation_split": same("validation.split", number),
+    "validation_seed": same("validation.split_seed", whole),
     "network_multiplier": lacking("the LoRA's strength is 1 in training", off=(1, 1.0)),
 }
 RULES: Mapping[str, Rule] = {**DATASET_RULES, **SUBSET_RULES}

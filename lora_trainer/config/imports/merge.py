@@ -13,9 +13,9 @@ from typing import Any
 from lora_trainer.config.imports.reading import SOURCES, Around, Line, Reading, Rule, is_empty
 from lora_trainer.config.toml import shown
 
-VIEWS = ("flip", "colour_variants", "crop")  # said once in [data] where all sources agree
+VIEWS = ("flip", "color_variants", "crop")  # said once in [data] where all sources agree
 RESOLUTIONS = "source.resolutions"
-HELD_OUT: Mapping[str, Any] = {"data.held_out": 0.0, "checkpoint.release": "last"}
+HELD_OUT: Mapping[str, Any] = {"validation.split": 0.0, "checkpoint.export_weights": "last"}
 
 
 def read_tables(

@@ -57,7 +57,7 @@ def _balancing(value: Any, around: Around) -> Took:
 def _type(value: Any, around: Around) -> Took:
     if text(value).upper() == "PRIOR_PREDICTION":
         why = "trained on the pictures themselves here, not on what the base predicts"
-        return Took({"source.regularisation": True}, why, "changed")
+        return Took({"source.is_reg": True}, why, "changed")
     return Took({}, "trained", "ignored")
 
 
@@ -75,15 +75,15 @@ def _prompt_source(value: Any, around: Around) -> Took:
     if not lines:
         return Took({}, f"its prompts are not there: {path}", "changed")
     why = "the first of its lines, where a picture has no caption of its own"
-    return Took({"source.caption": lines[0].strip()}, why, "changed")
+    return Took({"source.default_caption": lines[0].strip()}, why, "changed")
 
 
 def _crop(value: Any, around: Around) -> Took:
-    return Took({"source.crop": "random"}) if truth(value) else Took({"source.crop": "centre"}, verdict="mapped")
+    return Took({"source.crop": "random"}) if truth(value) else Took({"source.crop": "center"}, verdict="mapped")
 
 
 def _colours(value: Any, around: Around) -> Took:
-    return Took({"source.colour_variants": COLOURS}) if truth(value) else Took({}, "off", "ignored")
+    return Took({"source.color_variants": COLOURS}) if truth(value) else Took({}, "off", "ignored")
 
 
 def _tag_dropout(value: Any, around: Around) -> Took:
@@ -121,12 +121,12 @@ def _strength(switch: str, why: str = "how strong is fixed here") -> Rule:
     return by(read, "", why, changes=True)
 
 
-COLOUR = by(_colours, "source.colour_variants", NEW_EACH_TIME, changes=True)
+COLOUR = by(_colours, "source.color_variants", NEW_EACH_TIME, changes=True)
 CONCEPT_RULES: Mapping[str, Rule] = {
     "name": nothing("a name"),
     "path": by(_path, "source.path source.masks"),
     "enabled": nothing("enabled"),
-    "type": by(_type, "source.regularisation"),
+    "type": by(_type, "source.is_reg"),
     "include_subdirectories": Rule(
         "changed",
         (),
@@ -135,7 +135,7 @@ CONCEPT_RULES: Mapping[str, Rule] = {
     ),
     "balancing": by(_balancing, "source.repeats"),
     "balancing_strategy": part_of("balancing", "source.repeats"),
-    "loss_weight": same("source.weight", number),
+    "loss_weight": same("source.loss_weight", number),
     "image.enable_crop_jitter": by(_crop, "source.crop", NEW_EACH_TIME, changes=True),
     "image.enable_random_flip": same("source.flip", truth),
     "image.enable_random_brightness": COLOUR,
@@ -144,8 +144,8 @@ CONCEPT_RULES: Mapping[str, Rule] = {
     "image.enable_random_hue": COLOUR,
     "image.enable_resolution_override": part_of("image.resolution_override", "source.resolutions"),
     "image.resolution_override": by(_override, "source.resolutions"),
-    "text.prompt_source": by(_prompt_source, "captions.extension source.caption"),
-    "text.prompt_path": part_of("text.prompt_source", "source.caption"),
+    "text.prompt_source": by(_prompt_source, "captions.extension source.default_caption"),
+    "text.prompt_path": part_of("text.prompt_source", "source.default_caption"),
     "text.enable_tag_shuffling": same("captions.shuffle", truth),
     "text.tag_delimiter": same("captions.separator", text),
     "text.keep_tags_count": same("captions.keep_tokens", whole),

@@ -54,7 +54,7 @@ def _backends(value: Any, around: Around) -> Took:
 
 def _kind(value: Any, around: Around) -> Took:
     plain = text(value).lower() == "standard"
-    return Took({"lora.targets": "attention"}, "" if plain else NOT_LORA, "mapped" if plain else "changed")
+    return Took({"lora.target_modules": "attention"}, "" if plain else NOT_LORA, "mapped" if plain else "changed")
 
 
 def _steps(value: Any, around: Around) -> Took:
@@ -71,9 +71,10 @@ def _clipping(value: Any, around: Around) -> Took:
     """Its default clips each entry of the gradient, not the norm."""
     limit = number(value)
     if limit == 0 or str(around["grad_clip_method"] or "value").lower() == "norm":
-        return Took({"optim.clip_norm": limit})
+        return Took({"optimizer.max_grad_norm": limit})
     return Took(
-        {"optim.clip_value": limit, "optim.clip_norm": 0.0}, "entries of the gradient are clipped, not its norm"
+        {"optimizer.clip_value": limit, "optimizer.max_grad_norm": 0.0},
+        "entries of the gradient are clipped, not its norm",
     )
 
 
@@ -88,7 +89,7 @@ def _precision_of_base(value: Any, around: Around) -> Took:
     word = text(value).lower()
     if word == "no_change":
         return Took({}, "as mixed_precision", "ignored")
-    return Took({"memory.base_precision": "fp8"})
+    return Took({"memory.weight_dtype": "fp8"})
 
 
 def _family(value: Any, around: Around) -> Took:
@@ -97,8 +98,8 @@ def _family(value: Any, around: Around) -> Took:
 
 
 def _loss(value: Any, around: Around) -> Took:
-    kind = lookup({"l2": "squared", "huber": "huber", "smooth_l1": "huber"}, value, "a loss")
-    return Took({"loss.kind": kind}, "pseudo-Huber" if kind == "huber" else "", "changed" if kind == "huber" else None)
+    kind = lookup({"l2": "mse", "huber": "huber", "smooth_l1": "huber"}, value, "a loss")
+    return Took({"loss.type": kind}, "pseudo-Huber" if kind == "huber" else "", "changed" if kind == "huber" else None)
 
 
 def _huber(value: Any, around: Around) -> Took:
@@ -127,7 +128,7 @@ def _shape(value: Any, around: Around) -> Took:
 
 
 def _place(around: Around) -> dict[str, Any]:
-    return {"source.crop": "random" if str(around["crop_style"] or "random").lower() == "random" else "centre"}
+    return {"source.crop": "random" if str(around["crop_style"] or "random").lower() == "random" else "center"}
 
 
 def _resolution(value: Any, around: Around) -> Took:
@@ -185,39 +186,39 @@ RULES: Mapping[str, Rule] = {
     "pretrained_model_name_or_path": MODEL,
     "model_family": by(_family, "", OTHER_FAMILY),
     "model_type": lacking("only a LoRA is trained", off=("lora",)),
-    "lora_type": by(_kind, "lora.targets", f"where it is not standard, {NOT_LORA}"),
+    "lora_type": by(_kind, "lora.target_modules", f"where it is not standard, {NOT_LORA}"),
     "output_dir": path_to("run.output"),
     "tracker_run_name": same("run.name", text),
     "data_backend_config": by(_backends, SOURCES, f"where {NOWHERE}", changes=True),
     "max_train_steps": by(_steps, "train.max_steps"),
     "num_train_epochs": by(_epochs, "train.max_epochs"),
     "train_batch_size": batch_of("gradient_accumulation_steps", "num_processes"),
-    "gradient_accumulation_steps": part_of("train_batch_size", "batch.effective"),
-    "num_processes": part_of("train_batch_size", "batch.effective"),
+    "gradient_accumulation_steps": part_of("train_batch_size", "train.effective_batch_size"),
+    "num_processes": part_of("train_batch_size", "train.effective_batch_size"),
     "seed": same("train.seed", whole),
     "lora_rank": same("lora.rank", whole),
     "lora_alpha": same("lora.alpha", number),
     "lora_dropout": same("lora.dropout", number),
     "optimizer": OPTIMIZER,
-    "learning_rate": same("optim.learning_rate", number),
-    "adam_beta1": same("optim.beta1", number),
-    "adam_beta2": same("optim.beta2", number),
-    "optimizer_beta1": same("optim.beta1", number),
-    "optimizer_beta2": same("optim.beta2", number),
-    "adam_weight_decay": same("optim.weight_decay", number),
-    "max_grad_norm": by(_clipping, "optim.clip_value optim.clip_norm"),
+    "learning_rate": same("optimizer.learning_rate", number),
+    "adam_beta1": same("optimizer.beta1", number),
+    "adam_beta2": same("optimizer.beta2", number),
+    "optimizer_beta1": same("optimizer.beta1", number),
+    "optimizer_beta2": same("optimizer.beta2", number),
+    "adam_weight_decay": same("optimizer.weight_decay", number),
+    "max_grad_norm": by(_clipping, "optimizer.clip_value optimizer.max_grad_norm"),
     "grad_clip_method": part_of("max_grad_norm"),
     "lr_scheduler": SCHEDULE,
-    "lr_warmup_steps": same("schedule.warmup_steps", whole),
-    "lr_num_cycles": unless_off("schedule.cycles", whole),
-    "lr_power": same("schedule.power", number),
+    "lr_warmup_steps": same("lr_scheduler.warmup_steps", whole),
+    "lr_num_cycles": unless_off("lr_scheduler.cycles", whole),
+    "lr_power": same("lr_scheduler.power", number),
     "mixed_precision": PRECISION,
-    "base_model_precision": by(_precision_of_base, "memory.base_precision", "kept in fp8 here", changes=True),
+    "base_model_precision": by(_precision_of_base, "memory.weight_dtype", "kept in fp8 here", changes=True),
     "gradient_checkpointing": CHECKPOINTING,
     "use_ema": average_with("ema_decay", 0.995),
     "ema_decay": part_of("use_ema", "train.ema_decay"),
     "snr_gamma": unless_off("loss.min_snr_gamma", number),
-    "loss_type": by(_loss, "loss.kind", "huber is pseudo-Huber here"),
+    "loss_type": by(_loss, "loss.type", "huber is pseudo-Huber here"),
     "huber_c": by(_huber, "loss.huber_delta"),
     "huber_schedule": nothing("the same at every timestep here"),
     "offset_noise": by(_offset, "noise.offset"),
@@ -228,26 +229,26 @@ RULES: Mapping[str, Rule] = {
     "resolution": by(_resolution_of_all, "data.resolution"),
     "resolution_type": part_of("resolution", "data.resolution"),
     "aspect_bucket_alignment": same("data.bucket_step", whole),
-    "checkpoint_step_interval": unless_off("checkpoint.every_steps", whole),
-    "checkpoint_epoch_interval": unless_off("checkpoint.every_epochs", whole),
-    "checkpointing_steps": unless_off("checkpoint.every_steps", whole),
+    "checkpoint_step_interval": unless_off("checkpoint.every_n_steps", whole),
+    "checkpoint_epoch_interval": unless_off("checkpoint.every_n_epochs", whole),
+    "checkpointing_steps": unless_off("checkpoint.every_n_steps", whole),
     "checkpoints_total_limit": unless_off("checkpoint.keep_last", whole),
-    "vae_batch_size": unless_off("cache.batch", whole),
-    "validation_step_interval": same("sample.every_steps", whole),
-    "validation_steps": same("sample.every_steps", whole),
+    "vae_batch_size": unless_off("cache.batch_size", whole),
+    "validation_step_interval": same("sample.every_n_steps", whole),
+    "validation_steps": same("sample.every_n_steps", whole),
     "validation_prompt": by(_prompt, "sample.prompts"),
-    "validation_guidance": same("sample.guidance", number),
-    "validation_num_inference_steps": same("sample.steps", whole),
+    "validation_guidance": same("sample.guidance_scale", number),
+    "validation_num_inference_steps": same("sample.num_inference_steps", whole),
     "num_validation_images": same("sample.count", whole),
     "train_text_encoder": by(_texts, TEXT_RATES),
     "text_encoder_lr": part_of("train_text_encoder", TEXT_RATES.split()[0]),
-    "tokenizer_max_length": nothing("the family's own length (text.t5_tokens)"),
+    "tokenizer_max_length": nothing("the family's own length (text_encoder.max_sequence_length)"),
     "lycoris_config": lacking(NOT_LORA),
     "use_dora": lacking(NOT_LORA),
     "init_lora": lacking("training does not start from a LoRA"),
     "lora_init_type": lacking("the LoRA starts as peft has it", off=("default",)),
     "peft_lora_mode": lacking(NOT_LORA, off=("standard",)),
-    "peft_lora_target_modules": lacking("lora.targets says which layers learn"),
+    "peft_lora_target_modules": lacking("lora.target_modules says which layers learn"),
     "prediction_type": lacking("the model's own prediction is trained"),
     "pretrained_vae_model_name_or_path": VAE,
     "vae_path": VAE,
@@ -331,10 +332,10 @@ BACKEND_RULES: Mapping[str, Rule] = {
     "crop": by(_shape, "data.max_aspect source.crop"),
     "crop_aspect": part_of("crop", "data.max_aspect"),
     "crop_style": part_of("crop", "source.crop"),
-    "instance_prompt": same("source.caption", text),
+    "instance_prompt": same("source.default_caption", text),
     "caption_strategy": by(_strategy, "captions.extension", "captions come from text files or from one file"),
-    "is_regularisation_data": same("source.regularisation", truth),
-    "is_regularization_data": same("source.regularisation", truth),
+    "is_regularisation_data": same("source.is_reg", truth),
+    "is_regularization_data": same("source.is_reg", truth),
     "conditioning_data": by(_mask, "source.masks"),
     "parquet.path": path_to("source.captions_file"),
     "parquet.caption_column": nothing("the column is found by its name"),

@@ -49,7 +49,7 @@ REASONS = {
 PLURALS = dict(REASONS.values())
 
 # Entries of fewer bytes than this are read and checked when they are planned, which takes a quarter of a second.
-# Of more, damage shows when a row is first read; `cache clean --verify` looks for it.
+# Of more, damage shows when a row is first read; `cache prune --verify` looks for it.
 CHECKED_AT_START = 2**28
 
 Item = TypeVar("Item")

@@ -107,7 +107,7 @@ def _claims(folder: Path) -> Claims:
 def refused(folder: Path, error: OSError) -> TrainingFailed:
     """The disk's no."""
     message = f"The cache {folder} cannot be written ({(error.strerror or str(error)).lower()})."
-    return TrainingFailed(Problem(message, "Free space there, or set cache.folder to another disk."))
+    return TrainingFailed(Problem(message, "Free space there, or set cache.dir to another disk."))
 
 
 class _Filling(Generic[Prepared]):
@@ -177,7 +177,7 @@ class _Filling(Generic[Prepared]):
         for row, place in enumerate(places):
             if not all(bool(torch.isfinite(tensor[row]).all()) for tensor in tensors.values()):
                 message = f"The encoder gave values that are not finite for {work.name(place)}."
-                raise TrainingFailed(Problem(message, "Set memory.base_precision=fp32, or bf16 in place of fp16."))
+                raise TrainingFailed(Problem(message, "Set memory.weight_dtype=fp32, or bf16 in place of fp16."))
         layout, keys = layout_of(tensors), [work.keys[place] for place in places]
         try:
             size = sum(tensor.nbytes for tensor in tensors.values())

@@ -74,13 +74,13 @@ class CacheStatus:
                 used = time.strftime("%Y-%m-%d %H:%M", time.localtime(kind.last_used))
                 lines.append(f"  {name}: {size_words(kind.bytes)} in {_files(kind.shards)}, last used {used}")
             if kind.damaged:
-                lines.append(f"  {name}: {_files(kind.damaged)} cannot be read; `cache clean` removes them")
+                lines.append(f"  {name}: {_files(kind.damaged)} cannot be read; `cache prune` removes them")
         if self.former:
             lines.append(
-                f"  {_files(self.former)} of a former version, which nothing reads; `cache clean` removes them"
+                f"  {_files(self.former)} of a former version, which nothing reads; `cache prune` removes them"
             )
         if self.unpacked:
-            lines.append(f"  {size_words(self.unpacked)} of pictures out of Parquet files; `cache clean` removes them")
+            lines.append(f"  {size_words(self.unpacked)} of pictures out of Parquet files; `cache prune` removes them")
         if self.remembered:
             lines.append(f"  {size_words(self.remembered)} about pictures that were read before")
         if self.in_use:

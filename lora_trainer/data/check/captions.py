@@ -61,7 +61,7 @@ def _of_one(sample: Sample, looked: Looked) -> list[Finding]:
             found.append(Finding("long_caption", "note", message, "Shorten it; what matters first.", path=sample.path))
     if says_nothing(sample, looked):
         message = f"has a caption without a word ({_cut(sample.caption)})."
-        fix = "Write what it shows. If this is the word to learn, name it: captions.trigger."
+        fix = "Write what it shows. If this is the word to learn, name it: captions.trigger_word."
         found.append(Finding("meaningless_caption", "warning", message, fix, path=sample.path))
     if not sample.caption.isascii() and (shown := garbled(sample.caption)):
         message = f"has a caption with letters that were read in a wrong encoding ({shown})."
@@ -86,7 +86,10 @@ def says_nothing(sample: Sample, looked: Looked) -> bool:
     caption = sample.caption
     if not sample.own_caption or not caption.isascii() or not caption:
         return False
-    known = [*looked.words, *([rules_of(sample, looked.rules).trigger] if sample.source < len(looked.rules) else [])]
+    known = [
+        *looked.words,
+        *([rules_of(sample, looked.rules).trigger_word] if sample.source < len(looked.rules) else []),
+    ]
     if any(word and has_trigger(caption, word) for word in (*known, TRIGGER)):
         return False
     words = LETTERS.findall(caption.lower())
@@ -149,7 +152,7 @@ def _words(samples: Sequence[Sample], looked: Looked) -> list[Finding]:
             "word_in_some",
             "note",
             f"{times} of {len(texts)} captions hold the new word {word!r}; the others teach nothing of it.",
-            f"Write it into all captions of what it names, or set captions.trigger={word}.",
+            f"Write it into all captions of what it names, or set captions.trigger_word={word}.",
         )
         for word, times in holding.items()
         if 0 < times < len(texts)
@@ -159,7 +162,7 @@ def _words(samples: Sequence[Sample], looked: Looked) -> list[Finding]:
             "unused_word",
             "warning",
             f"No caption holds the new word {word!r}: nothing can be learned of it.",
-            f"Write it into the captions, or set captions.trigger={word} to put it in front of each.",
+            f"Write it into the captions, or set captions.trigger_word={word} to put it in front of each.",
         )
         for word, times in holding.items()
         if not times
@@ -171,7 +174,7 @@ def _triggers(samples: Sequence[Sample], looked: Looked) -> list[Finding]:
     lacking = [sample for sample in samples if lacks_trigger(sample, looked.rules)]
     if not lacking:
         return []
-    trigger, first = looked.rules[lacking[0].source].trigger, _cut(lacking[0].caption)
+    trigger, first = looked.rules[lacking[0].source].trigger_word, _cut(lacking[0].caption)
     message = (
         f"{len(lacking)} of {len(samples)} captions lack the trigger {trigger!r} (first: {first}); it is put in front."
     )

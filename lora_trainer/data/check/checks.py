@@ -31,7 +31,7 @@ from lora_trainer.data.pictures.workers import Progress
 from lora_trainer.data.sample import Manifest, Sample
 from lora_trainer.data.views import BucketPlan, Framing, plan_views
 
-HEADERS_ONLY = "only headers and captions were judged; check without --headers decodes the pictures, too."
+HEADERS_ONLY = "only headers and captions were judged; check without --quick decodes the pictures, too."
 
 CHECKS: dict[str, Check] = {
     "readable": check_readable,

@@ -1,4 +1,4 @@
-"""`check --fix`: a cleaned copy of a data set. The original is only read.
+"""`check --clean-copy`: a cleaned copy of a data set. The original is only read.
 
 Only what a finding says is changed: what cannot be trained on and what is there twice is
 left out, endings are put right, animations become their first frame, bars and narrow frames are cut off,
@@ -111,14 +111,14 @@ def write_fixed(
             os.replace(whole, target)
     except OSError as error:
         message = f"The copy cannot be written to {target} ({(error.strerror or str(error)).lower()})."
-        raise UsageError(Problem(message, "Free some space or name another folder with --fix.")) from error
+        raise UsageError(Problem(message, "Free some space or name another folder with --clean-copy.")) from error
     return FixedCopy(target, tuple(target / lot.copy for lot in lots), tuple(files))
 
 
 def place_problems(target: Path, places: Sequence[Path], pictures: Iterable[Path] = ()) -> list[Problem]:
     """Why a copy should not be written there: in the data, around it, or over something else."""
     real = target.resolve()
-    elsewhere = "Name a folder elsewhere with --fix."
+    elsewhere = "Name a folder elsewhere with --clean-copy."
     for place in places:
         there = place.resolve()
         if real.is_relative_to(there) or there.is_relative_to(real):
@@ -126,14 +126,16 @@ def place_problems(target: Path, places: Sequence[Path], pictures: Iterable[Path
     if any(picture.is_relative_to(real) for picture in pictures):  # those of a table lie anywhere
         return [Problem(f"{target} holds pictures of the data.", elsewhere)]
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
-        return [Problem(f"{target} is not an empty folder.", "Name a new one with --fix.")]
+        return [Problem(f"{target} is not an empty folder.", "Name a new one with --clean-copy.")]
     return []
 
 
 def _lots(asked: Sequence[Asked], places: Sequence[Sequence[Path]], manifest: Manifest) -> list[_Lot]:
     """Where each source lies in the copy. One folder is the copy itself, unless its name says its repeats; sources of
     the same pictures with other captions lie apart."""
-    keys = [(each.section.path, each.section.captions_file, each.section.caption, each.captions) for each in asked]
+    keys = [
+        (each.section.path, each.section.captions_file, each.section.default_caption, each.captions) for each in asked
+    ]
     first = [keys.index(key) for key in keys]
     elsewhere = _tables(places, manifest)
     lots: list[_Lot] = []
@@ -312,7 +314,7 @@ def _kohya_caption(name: str) -> str | None:
 
 def own_weight(sample: Sample, asked: Asked) -> float:
     """What a table says of it: without its source's weight, which is not written into the copy."""
-    shared = asked.section.weight
+    shared = asked.section.loss_weight
     return float(f"{sample.weight / shared:.12g}") if shared else 1.0
 
 

@@ -65,7 +65,7 @@ def check_sizes(looked: Looked) -> list[Finding]:
     found = _sizes(looked)
     if (side := _side_that_fits(looked)) is None:
         return found
-    fix = f"Set data.resolution={side}, or data.allow_upscale=true, or replace them by larger ones."
+    fix = f"Set data.resolution={side}, or data.allow_small_images=true, or replace them by larger ones."
     return [replace(each, fix=fix) if each.code == "too_small" else each for each in found]
 
 
@@ -89,15 +89,17 @@ def _sizes(looked: Looked, sample: Sample, fit: Fit, seen: Seen) -> Iterator[Fin
     size = f"{sample.width}×{sample.height}"
     framing = looked.framings[sample.source]
     if framing.no_upscale and min(sample.width, sample.height) < framing.step:
-        message = f"is {size}; a bucket's sides are at least {framing.step} px, and data.no_upscale enlarges nothing."
-        fix = "Remove such pictures, or set data.no_upscale=false."
+        message = (
+            f"is {size}; a bucket's sides are at least {framing.step} px, and data.bucket_no_upscale enlarges nothing."
+        )
+        fix = "Remove such pictures, or set data.bucket_no_upscale=false."
         yield said(sample, "too_small", "error", message, fix)
     elif factor > 1.0:
         message = f"is {size}, smaller than {fit.bucket}; enlarged {factor:.2f} times."
         fix = "Replace it by a larger one, remove it, or set data.resolution lower."
         severe = factor > UPSCALE_LIMIT and not looked.allow_upscale
         if severe:
-            fix = "Remove such pictures, set data.resolution lower, or set data.allow_upscale=true."
+            fix = "Remove such pictures, set data.resolution lower, or set data.allow_small_images=true."
         code = "too_small" if severe else "upscaled"
         yield said(sample, code, "error" if severe else "warning", message, fix)
     if fit.kept < CROP_LIMIT:

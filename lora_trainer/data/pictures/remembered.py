@@ -20,7 +20,7 @@ from lora_trainer.core.io import user_cache_folder
 NAME = "pictures.sqlite"
 LAYOUT = 1  # a file of another layout is put aside
 AT_ONCE = 400  # names in one question; SQLite takes 999 in its oldest builds
-MOST_BYTES = 10**9  # of the file, after `cache clean`
+MOST_BYTES = 10**9  # of the file, after `cache prune`
 WAIT = 10.0  # seconds for another process that writes
 
 TABLES = """

@@ -32,7 +32,7 @@ UNSUSPECTED, MOST_TIMES = 2**26, 16  # bytes from which on pictures that shrink 
 MOST_CELL = 2**28  # bytes of one picture
 BUFFER = 2**20  # bytes read at once
 LAYOUT = "2"  # part of the name of what is unpacked
-UNPACKED = "unpacked"  # the folder for it in the user's cache folder; `cache clean` empties it
+UNPACKED = "unpacked"  # the folder for it in the user's cache folder; `cache prune` empties it
 
 
 @dataclass(frozen=True)

@@ -73,7 +73,7 @@ def _choices(inner: str) -> Sequence[str]:
 
 
 # Sources that differ in one of these make other samples of the same pictures.
-DIFFERING = ("resolutions", "flip", "colour_variants", "crop", "caption", "captions_file", "masks", "captions")
+DIFFERING = ("resolutions", "flip", "color_variants", "crop", "default_caption", "captions_file", "masks", "captions")
 
 
 def find_overlaps(given: Sequence[tuple[Asked, Sequence[Path]]], reading: Reading) -> None:

@@ -22,7 +22,7 @@ from lora_trainer.training.step import give_up_step
 
 WARM_UP, STEPS = 3, 10
 MOST, MOST_ON_A_PROCESSOR = 256, 8
-ONE = {"batch.effective": 1, "batch.max_micro": 1, "batch.find_micro": False}
+ONE = {"train.effective_batch_size": 1, "train.max_micro_batch_size": 1, "train.auto_find_micro_batch_size": False}
 ABOUT = {
     "samples/s": "samples trained in a second",
     "ratio": "time for each sample over that of one sample at a time",

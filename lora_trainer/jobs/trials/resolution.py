@@ -76,7 +76,7 @@ def measure(asked: Asked) -> Report:
     rows: list[ResolutionRow] = []
     notes: list[str] = []
     for side in sides_of(asked.resolved, tiny=asked.tiny):
-        settings = {"data.resolution": side, "batch.effective": 1, "batch.max_micro": 1}
+        settings = {"data.resolution": side, "train.effective_batch_size": 1, "train.max_micro_batch_size": 1}
         try:
             row = row_of(changed(asked.resolved, settings), asked, side, rows)
         except UsageError as error:  # it does not fit this card, and larger ones do not either
@@ -135,7 +135,7 @@ def what_it_brings(subject: Subject) -> tuple[float | None, float | None]:
     if job.validate is None:
         return None, None
     before = job.validate(TOGETHER)
-    way = own_way(subject.learner, [job.micros(step) for step in range(TRAINED)], job.config.optim.learning_rate)
+    way = own_way(subject.learner, [job.micros(step) for step in range(TRAINED)], job.config.optimizer.learning_rate)
     for step in range(TRAINED):
         way(step)
     return before, job.validate(TOGETHER)

@@ -97,8 +97,8 @@ def settings_of(spec: Spec, asking: Asking, card: torch.device) -> Resolved:
     if spec.cap_gib is not None:
         values |= planned_settings(resolved, spec.cap_gib, tiny=asking.tiny)
         del values["memory.limit_gib"]
-    if values.get("memory.base_precision", "bf16") == "bf16":
-        values["memory.base_precision"] = "fp32"  # at such sizes a processor is slower with less
+    if values.get("memory.weight_dtype", "bf16") == "bf16":
+        values["memory.weight_dtype"] = "fp32"  # at such sizes a processor is slower with less
     if asking.tiny:
         values["data.resolution"] = values["data.resolution"] // TINY
     return laid(values)
@@ -128,10 +128,10 @@ def planned_settings(resolved: Resolved, cap_gib: float, *, tiny: bool) -> dict[
         checkpointed = share_of(checkpointed, demand.gauge.blocks, len(checkpointable_blocks(denoiser)))
         streamed = share_of(streamed, demand.gauge.streamable, len(streamable_blocks(denoiser)))
     return {
-        "memory.base_precision": fit.precision,
-        "memory.checkpointing": checkpointed or "none",
-        "memory.streaming": streamed or "none",
-        "batch.max_micro": fit.micro,
+        "memory.weight_dtype": fit.precision,
+        "memory.gradient_checkpointing": checkpointed,
+        "memory.blocks_to_swap": streamed,
+        "train.max_micro_batch_size": fit.micro,
     }
 
 

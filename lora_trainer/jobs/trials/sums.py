@@ -26,7 +26,10 @@ from lora_trainer.training.micro import Micro
 from lora_trainer.training.step import Learner, all_gradients, spread
 
 CHILD = "lora_trainer.jobs.trials.sums"
-ACCUMULATED = {"batch.effective": 4, "batch.max_micro": 1}  # of each process: four micro batches a step
+ACCUMULATED = {
+    "train.effective_batch_size": 4,
+    "train.max_micro_batch_size": 1,
+}  # of each process: four micro batches a step
 
 
 def sums_pair(asked: Asked, folder: Path, steps: int) -> Pair:

@@ -46,7 +46,11 @@ def read_rows() -> tuple[Spec, ...]:
 def spec_of(row: Mapping[str, Any], document: Mapping[str, Any]) -> Spec:
     own = dict(row)
     batch = own.pop("batch", 1)
-    settings = {"data.resolution": own.pop("side"), "batch.effective": batch, "batch.max_micro": batch}
+    settings = {
+        "data.resolution": own.pop("side"),
+        "train.effective_batch_size": batch,
+        "train.max_micro_batch_size": batch,
+    }
     for each in (document["always"], *(document["settings"][name] for name in own.pop("settings", ()))):
         settings |= each
     return Spec(settings=settings, **own)
@@ -63,7 +67,7 @@ def measure(asked: Asked) -> Report:
         raise UsageError(Problem("There is no CUDA card here.", "bench table --tiny shows that every row runs."))
     asking = Asking(1, asked.steps or 2, tiny=True) if asked.tiny else Asking(steps=asked.steps or Asking.steps)
     wanted = [spec for spec in SPECS if asked.only is None or asked.only in spec.name]
-    late = [spec for spec in wanted if spec.settings.get("memory.compile") and not on_card and asked.only is None]
+    late = [spec for spec in wanted if spec.settings.get("compile.enabled") and not on_card and asked.only is None]
     wanted = [spec for spec in wanted if spec not in late]
     if not wanted:
         raise UsageError(

@@ -16,8 +16,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
-from typing import Any, Literal
+from typing import Any
 
+from lora_trainer.config.schema import Blocks
 from lora_trainer.models.family import Architecture
 
 UNIMPORTANT = ("sample_size",)  # of a denoiser's config
@@ -35,7 +36,7 @@ class Sizes:
     micro: int
     area: int
     checkpointed: int
-    recompute: str = "all"
+    recompute: str = "full"
     streamed: int = 0
     offloaded: bool = False
 
@@ -144,7 +145,7 @@ FORM_OF = {"bf16": "half", "fp16": "half", "fp32": "half", "fp8": "narrow", "int
 
 
 @cache
-def stored_ledger(family: str, targets: str, precision: str, recompute: str = "all") -> Ledger | None:
+def stored_ledger(family: str, targets: str, precision: str, recompute: str = "full") -> Ledger | None:
     """The ledger of a family's published model; None where none was written.
 
     Weights in fewer bits are widened in the same way, whatever their form, so that one trace stands for all of them.
@@ -184,16 +185,16 @@ def is_published(architecture: Architecture) -> bool:
     return not lacking and not different
 
 
-def count_of(setting: Literal["none", "all", "auto"] | int, blocks: int) -> int:
+def count_of(setting: Blocks, blocks: int) -> int:
     """How many of the blocks a setting means; `auto`, where nothing was planned, means none."""
-    if isinstance(setting, int):
-        return min(setting, blocks)
-    return blocks if setting == "all" else 0
+    if setting is True:
+        return blocks
+    return 0 if setting == "auto" else min(setting, blocks)
 
 
-def no_more(setting: Literal["none", "all", "auto"] | int, blocks: int) -> str:
+def no_more(setting: Blocks, blocks: int) -> str:
     """What is said where more blocks were asked for than there are."""
-    more = isinstance(setting, int) and setting > blocks
+    more = setting != "auto" and setting > blocks
     return f"; {setting} were asked for, and there are no more" if more else ""
 
 
@@ -206,7 +207,7 @@ def stored_gauge(architecture: Architecture, targets: str | tuple[str, ...]) -> 
     if half is None:
         return None
 
-    def ledger(precision: str, recompute: str = "all") -> Ledger:
+    def ledger(precision: str, recompute: str = "full") -> Ledger:
         found = stored_ledger(family, targets, precision, recompute)
         assert found is not None
         return found

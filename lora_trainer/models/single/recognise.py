@@ -97,10 +97,10 @@ def _of_variant(found: Checkpoint, variant: str | None) -> Checkpoint:
         return found
     variants = OF_ONE_FORM.get(found.family, ())
     if variant not in variants:
-        message = f"model.variant = {variant}: {found.file} tells by its keys what it is."
+        message = f"model.flavor = {variant}: {found.file} tells by its keys what it is."
         if variants:
-            message = f"model.variant = {variant}: {found.file} may be {' or '.join(variants)}."
-        raise UsageError(Problem(message, "Remove model.variant." if not variants else f"Set {variants[0]}."))
+            message = f"model.flavor = {variant}: {found.file} may be {' or '.join(variants)}."
+        raise UsageError(Problem(message, "Remove model.flavor." if not variants else f"Set {variants[0]}."))
     return replace(found, variant=variant, note="")
 
 
@@ -219,7 +219,7 @@ def _flux(found: Checkpoint) -> Checkpoint:
 def _z_image(found: Checkpoint) -> Checkpoint:
     told = "turbo" in found.file.name.lower()  # as in the published file's name
     note = f"{found.file.name} is taken for Z-Image Turbo (drawn in 9 steps, without guidance): base and Turbo have one form."
-    fix = "If it is the base, set model.variant=base."
+    fix = "If it is the base, set model.flavor=base."
     return Checkpoint(
         found.file, "z_image", found.denoiser, found.header, variant="turbo", note="" if told else f"{note} {fix}"
     )

@@ -32,8 +32,8 @@ def need_library() -> None:
         with shown("bitsandbytes"):  # hidden where the settings do not name it: the plan may choose it later
             importlib.import_module("bitsandbytes")
     except Exception as error:  # a library that is there and fails to start raises every kind
-        message = f"memory.base_precision=nf4 needs bitsandbytes, which cannot be used ({str(error)[:100]})."
-        raise UsageError(Problem(message, "pip install bitsandbytes, or set memory.base_precision=int8.")) from error
+        message = f"memory.weight_dtype=nf4 needs bitsandbytes, which cannot be used ({str(error)[:100]})."
+        raise UsageError(Problem(message, "pip install bitsandbytes, or set memory.weight_dtype=int8.")) from error
 
 
 def widened(packed: Tensor, scale: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tensor:

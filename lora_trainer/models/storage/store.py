@@ -1,6 +1,6 @@
 """Which frozen layers are stored in fewer bits, and in which form.
 
-| `memory.base_precision` | linear layers | convolutions |
+| `memory.weight_dtype` | linear layers | convolutions |
 |---|---|---|
 | `fp8`, `int8` | 8 bits a number and a scale for each output channel | the same |
 | `nf4` | 4 bits a number and a scale of 16 bits for each 64 numbers | as in `int8` |

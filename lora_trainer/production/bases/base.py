@@ -78,16 +78,16 @@ def find_base(
     Raises UsageError for what is no model here or on the hub; `origin` is what it was named by.
     """
     base = _named(model, offline=offline, weights=weights, origin=origin, say=say)
-    if model.variant is not None and not base.folder.is_file():
-        message = f"model.variant = {model.variant}: {base.named} is a folder, whose scheduler tells."
-        raise UsageError(Problem(message, "Remove model.variant."))
+    if model.flavor is not None and not base.folder.is_file():
+        message = f"model.flavor = {model.flavor}: {base.named} is a folder, whose scheduler tells."
+        raise UsageError(Problem(message, "Remove model.flavor."))
     places = dict(base.places)
     checkpoint = None
     with known_as(places):
         if base.folder.is_file():
             from lora_trainer.models.single.recognise import recognise
 
-            checkpoint = recognise(base.folder, model.variant)
+            checkpoint = recognise(base.folder, model.flavor)
         replaced = find_parts(model, checkpoint or base.folder, places, offline=offline, weights=weights, say=say)
         if base.commit is None and checkpoint is None:  # of a hub's it was seen to
             refuse_missing(base.folder, replaced.parts)

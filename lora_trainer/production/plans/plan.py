@@ -54,7 +54,7 @@ from lora_trainer.production.plans.texts import text_sizes
 from lora_trainer.production.reading import reading
 from lora_trainer.training.memory.gauge import traced_gauge
 
-DECIDED = ("micro_batch", "checkpointing", "weight_precision", "streamed")
+DECIDED = ("micro_batch_size", "gradient_checkpointing", "weight_dtype", "blocks_to_swap")
 WORTH_FREEING_GIB = 0.1
 KEEPS_SCORES = ("math",)
 Data = tuple[tuple[Sample, ...], tuple[Sample, ...]]  # trained, held out
@@ -123,15 +123,15 @@ class Plan:
             "peak_gib": round(sum(round(size, 4) for size in sizes.values()), 4),
             **{f"{name}_gib": round(size, 4) for name, size in sizes.items()},
             "margin_gib": None if demand.limit_gib is None else round(demand.limit_gib - parts.peak, 4),
-            "micro_batch": fit.micro,
-            "accumulation": fit.accumulation,
-            "checkpointing": fit.checkpointed,
+            "micro_batch_size": fit.micro,
+            "gradient_accumulation_steps": fit.accumulation,
+            "gradient_checkpointing": fit.checkpointed,
             "blocks": fit.blocks,
-            "weight_precision": fit.precision,
-            "streamed": fit.streamed,
+            "weight_dtype": fit.precision,
+            "blocks_to_swap": fit.streamed,
             "host_gib": round(self.host.most, 4),
             "host_peak_gib": round(max(phase.host_gib for phase in self.phases.values()), 4),
-            "streamable": fit.streamable,
+            "swappable_blocks": fit.streamable,
             "reasons": dict(zip(DECIDED, fit.reasons, strict=True)),
             "train_tflop_per_step": round(parts.tflop, 4),
             "seconds_per_step_at_least": {card: round(time, 5) for card, time in self.least(parts.tflop).items()},
@@ -185,16 +185,16 @@ def make_plan(
             *advice(demand, fit, architecture),
         ),
         computed=computed_in(config, fit.precision),
-        attention=config.memory.attention,
+        attention=config.hardware.attention_backend,
         tracing=partial(tracing_gauge, family, architecture, config) if every_setting else None,
     )
 
 
 def phases_of(resolved: Resolved, demand: Demand, fit: Fit, family: Family, facts: ModelFacts) -> dict[str, PhasePlan]:
     """What each phase holds of the card, and of host memory."""
-    pictures, asked = resolved.config.cache.batch, from_user(resolved.origin["memory.base_precision"])
+    pictures, asked = resolved.config.cache.batch_size, from_user(resolved.origin["memory.weight_dtype"])
     on_card = plan_phases(demand, fit, facts, pictures, family.text.without)
-    own = resolved.config.memory.base_precision if asked else "fp32"
+    own = resolved.config.memory.weight_dtype if asked else "fp32"
     hosted = host_phases(demand, fit, family, facts, pictures, own)
     return {name: replace(phase, host_gib=hosted[name]) for name, phase in on_card.items()}
 
@@ -203,7 +203,7 @@ def computed_in(config: Config, precision: str) -> str:
     """What products of weights stored so are computed in, on a card that has it."""
     if precision == "fp32":
         return "tf32" if config.hardware.tf32 else "fp32"
-    return "int8" if precision == "int8" and config.memory.int8_products else "bf16"
+    return "int8" if precision == "int8" and config.memory.int8_matmul else "bf16"
 
 
 def architecture_of(config: Config, families: Mapping[str, Family]) -> tuple[Family, Architecture]:
@@ -223,10 +223,10 @@ def make_demand(
     world: int = 1,
     precision: str | None = None,
 ) -> Demand:
-    """The settings as a demand on a card. `precision` stands for `memory.base_precision` where the card changes it."""
+    """The settings as a demand on a card. `precision` stands for `memory.weight_dtype` where the card changes it."""
     config, facts = resolved.config, architecture.facts
-    first = precision or config.memory.base_precision
-    asked = from_user(resolved.origin["memory.base_precision"]) or limit_gib is None or first == "fp32"
+    first = precision or config.memory.weight_dtype
+    asked = from_user(resolved.origin["memory.weight_dtype"]) or limit_gib is None or first == "fp32"
     return Demand(
         gauge=gauge_of(family, architecture, config),
         rank=config.lora.rank,
@@ -234,18 +234,18 @@ def make_demand(
         several=bool(config.data.resolutions),
         downscale=facts.downscale,
         pixel_step=facts.pixel_step,
-        samples=math.ceil(config.batch.effective / world),
-        max_micro=config.batch.max_micro,
-        checkpointing=config.memory.checkpointing,
+        samples=math.ceil(config.train.effective_batch_size / world),
+        max_micro=config.train.max_micro_batch_size,
+        checkpointing=config.memory.gradient_checkpointing,
         precisions=(first,) if asked else (first, *NARROWER[NARROWER.index(first) + 1 if first in NARROWER else 0 :]),
-        streaming=config.memory.streaming,
-        recompute=config.memory.recompute,
+        streaming=config.memory.blocks_to_swap,
+        recompute=config.memory.checkpointing_mode,
         offloaded=config.memory.offload_activations,
-        optimizer=config.optim.name,
+        optimizer=config.optimizer.name,
         averaged=config.train.ema_decay is not None,
         limit_gib=limit_gib,
         encoder=(0, 0) if config.cache.latents else encoding_bytes(costs_of(facts)),
-        others=partial(other_peaks, facts=facts, pictures=config.cache.batch, without=family.text.without),
+        others=partial(other_peaks, facts=facts, pictures=config.cache.batch_size, without=family.text.without),
         texts=text_sizes(config, family, facts),
     )
 
@@ -274,13 +274,13 @@ def gauge_of(family: Family, architecture: Architecture, config: Config) -> Gaug
     captions of another length than the model's own need.
     """
     lengths = replace(family.text, clip_skip=None, without=()) != PLAIN  # which change no length
-    unwritten = config.memory.offload_activations or config.memory.int8_products or lengths
-    stored = None if unwritten else stored_gauge(architecture, config.lora.targets)
+    unwritten = config.memory.offload_activations or config.memory.int8_matmul or lengths
+    stored = None if unwritten else stored_gauge(architecture, config.lora.target_modules)
     return stored or tracing_gauge(family, architecture, config)
 
 
 def tracing_gauge(family: Family, architecture: Architecture, config: Config) -> Gauge:
-    targets, rank, products = config.lora.targets, config.lora.rank, config.memory.int8_products
+    targets, rank, products = config.lora.target_modules, config.lora.rank, config.memory.int8_matmul
     return traced_gauge(family, architecture, targets, user_cache_folder(), rank, products=products)
 
 
@@ -289,14 +289,14 @@ def planned_data(config: Config) -> Data:
     if not config.data.sources:
         return (), ()
     manifest, _ = list_data(config, allow_missing_captions=True)
-    train, held_out = split_held_out(manifest.samples, config.data.held_out, config.data.held_out_seed)
+    train, held_out = split_held_out(manifest.samples, config.validation.split, config.validation.split_seed)
     rules = caption_rules(config)
     return settled(train, rules), tuple(map(canonical, settled(held_out, rules)))
 
 
 def too_small(config: Config, facts: ModelFacts, samples: tuple[Sample, ...]) -> list[str]:
     """Pictures that a run would refuse, by their sizes alone."""
-    if config.data.allow_upscale or not samples:
+    if config.data.allow_small_images or not samples:
         return []
     fits = plan_views(samples, trained_framings(config, facts)).fits
     factors = [fit.scale_from(each.width, each.height) for each, fit in zip(samples, fits, strict=True)]
@@ -304,7 +304,7 @@ def too_small(config: Config, facts: ModelFacts, samples: tuple[Sample, ...]) ->
     if not small:
         return []
     told = f"{len(small)} of {counted(len(samples), 'picture')} would be enlarged up to {max(small):.1f} times"
-    return [f"{told}: train refuses them. Set data.resolution lower, or data.allow_upscale=true."]
+    return [f"{told}: train refuses them. Set data.resolution lower, or data.allow_small_images=true."]
 
 
 def planned_steps(config: Config, samples: tuple[Sample, ...], fit: Fit) -> int | None:
@@ -315,11 +315,11 @@ def planned_steps(config: Config, samples: tuple[Sample, ...], fit: Fit) -> int 
 
 def uncounted(config: Config) -> list[str]:
     """What the plan leaves out of what these settings hold on a card."""
-    if config.memory.attention not in KEEPS_SCORES:
+    if config.hardware.attention_backend not in KEEPS_SCORES:
         return []
-    named = f"memory.attention={config.memory.attention}"
+    named = f"hardware.attention_backend={config.hardware.attention_backend}"
     return [
-        f"{named} keeps every score, which is not counted, so a fit is not promised: memory.attention=auto keeps none."
+        f"{named} keeps every score, which is not counted, so a fit is not promised: hardware.attention_backend=auto keeps none."
     ]
 
 
@@ -341,7 +341,7 @@ def advice(demand: Demand, fit: Fit, architecture: Architecture) -> list[str]:
     light = replace(demand, optimizer="adamw8bit")
     freed = fit.parts.peak - parts_of(light, fit.micro, fit.checkpointed, fit.precision, fit.streamed).peak
     if freed > WORTH_FREEING_GIB:
-        found.append(f"optim.name=adamw8bit would free {freed:.1f} GiB.")
+        found.append(f"optimizer.name=adamw8bit would free {freed:.1f} GiB.")
     native = architecture.facts.resolution
     if demand.gauge.traced:
         return found  # other sizes would be traced for it

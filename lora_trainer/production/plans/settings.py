@@ -45,26 +45,30 @@ def what_settings_buy(demand: Demand, fit: Fit, tracing: Gauge | None = None) ->
 
 def changes(demand: Demand, fit: Fit) -> Iterator[tuple[str, Demand, Fit]]:
     """(setting, demand, way to train) with one thing changed."""
-    for word, count in (("none", 0), ("all", fit.blocks)):
+    for word, count in (("false", 0), ("true", fit.blocks)):
         if fit.checkpointed != count:
-            yield f"memory.checkpointing={word}", demand, replace(fit, checkpointed=count)
+            yield f"memory.gradient_checkpointing={word}", demand, replace(fit, checkpointed=count)
     if fit.checkpointed:
-        other = "all" if demand.recompute == "cheap" else "cheap"
-        yield f"memory.recompute={other}", replace(demand, recompute=other), fit
+        other = "full" if demand.recompute == "selective" else "selective"
+        yield f"memory.checkpointing_mode={other}", replace(demand, recompute=other), fit
     other = str(not demand.offloaded).lower()
     yield f"memory.offload_activations={other}", replace(demand, offloaded=not demand.offloaded), fit
     for precision in STORED:
         if precision != fit.precision:
-            yield f"memory.base_precision={precision}", demand, replace(fit, precision=precision)
+            yield f"memory.weight_dtype={precision}", demand, replace(fit, precision=precision)
     for count in sorted({0, fit.streamable // 4, fit.streamable} - {fit.streamed}):
-        yield f"memory.streaming={count or 'none'}", demand, replace(fit, streamed=count)
+        yield f"memory.blocks_to_swap={count}", demand, replace(fit, streamed=count)
     if demand.optimizer != "adamw8bit":
-        yield "optim.name=adamw8bit", replace(demand, optimizer="adamw8bit"), fit
+        yield "optimizer.name=adamw8bit", replace(demand, optimizer="adamw8bit"), fit
     if demand.rank > 1:
         yield f"lora.rank={demand.rank // 2}", replace(demand, rank=demand.rank // 2), fit
     smaller = demand.resolution - SMALLER
     if smaller >= SMALLER:
         yield demand.at(smaller), replace(demand, resolution=smaller), fit
     for micro in sorted({1, min(2 * fit.micro, demand.samples)} - {fit.micro}):
-        # A larger batch.max_micro allows that many, and asks for none.
-        yield ("batch.max_micro=1" if micro == 1 else f"{micro} samples at once"), demand, replace(fit, micro=micro)
+        # A larger train.max_micro_batch_size allows that many, and asks for none.
+        yield (
+            ("train.max_micro_batch_size=1" if micro == 1 else f"{micro} samples at once"),
+            demand,
+            replace(fit, micro=micro),
+        )

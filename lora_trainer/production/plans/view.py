@@ -30,7 +30,7 @@ def show_plan(plan: Plan, console: Console) -> None:
     if plan.settings:
         show(console, settings(plan))
     else:
-        show(console, Text("What each single setting would buy must be traced for this model: plan --settings"))
+        show(console, Text("What each single setting would buy must be traced for this model: plan --what-if"))
     for sentence in plan.advice:
         show(console, Text(f"- {sentence}"))
     for sentence in plan.shortages:

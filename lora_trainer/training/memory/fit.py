@@ -86,45 +86,45 @@ def refit(micros: list[Micro], most: int | None) -> list[Micro]:
 
 
 def reduced(job: Job, fit: Fit, largest: int, step: int) -> Fit | None:
-    """One rung down from micro batches of at most `largest`: half of it, then more blocks; None below the last.
+    """One fallback down from micro batches of at most `largest`: half of it, then more blocks; None below the last.
 
     More blocks are checkpointed first: a block computed again costs less than one that is waited for.
     """
     failed = fit.failed + fit.grown
     if largest > 1:
         return replace(fit, micro=-(-largest // 2), since=step, grown=False, failed=failed)
-    more = [count for count in rungs(job) if count > checkpointed(job, fit)]
+    more = [count for count in checkpointing_fallbacks(job) if count > checkpointed(job, fit)]
     if more:
         return replace(fit, checkpointed=more[0], since=step, grown=False, failed=failed)
-    visiting = [count for count in streaming_rungs(job) if count > streamed(job, fit)]
+    visiting = [count for count in swap_fallbacks(job) if count > streamed(job, fit)]
     return replace(fit, streamed=visiting[0], since=step, grown=False, failed=failed) if visiting else None
 
 
 def grown(job: Job, state: TrainState) -> Fit:
-    """One rung up, after enough steps in which memory sufficed; else the same."""
+    """One fallback up, after enough steps in which memory sufficed; else the same."""
     fit = state.fit
-    waiting = job.config.memory.grow_after_steps * 2**fit.failed
+    waiting = job.config.memory.oom_recovery_steps * 2**fit.failed
     as_planned = (fit.micro, fit.checkpointed, fit.streamed) == (None, None, None)
     if not waiting or as_planned or state.step - fit.since < waiting:
         return fit
     if fit.streamed is not None:
-        fewer = [count for count in streaming_rungs(job) if count < fit.streamed]
+        fewer = [count for count in swap_fallbacks(job) if count < fit.streamed]
         return replace(fit, streamed=fewer[-1] if len(fewer) > 1 else None, since=state.step, grown=True)
     if fit.checkpointed is not None:
-        fewer = [count for count in rungs(job) if count < fit.checkpointed]
+        fewer = [count for count in checkpointing_fallbacks(job) if count < fit.checkpointed]
         return replace(fit, checkpointed=fewer[-1] if len(fewer) > 1 else None, since=state.step, grown=True)
     assert fit.micro is not None
     micro = fit.micro * 2
     return replace(fit, micro=None if micro >= (job.planned.micro or 1) else micro, since=state.step, grown=True)
 
 
-def rungs(job: Job) -> list[int]:
+def checkpointing_fallbacks(job: Job) -> list[int]:
     """Numbers of checkpointed blocks: as planned, then twice as many but at least half of all, then all."""
     blocks, planned = len(checkpointable_blocks(job.learner.denoiser)), job.planned.checkpointed or 0
     return sorted({planned, min(blocks, max(2 * planned, -(-blocks // 2))), blocks})
 
 
-def streaming_rungs(job: Job) -> list[int]:
+def swap_fallbacks(job: Job) -> list[int]:
     """Numbers of blocks that visit the card: as planned, then a quarter of all or twice as many, then half, then all.
 
     As planned on a processor, where more would free nothing, where nothing is to visit, and with CUDA graphs.
@@ -132,7 +132,7 @@ def streaming_rungs(job: Job) -> list[int]:
     planned, compiled = job.planned.streamed or 0, job.learner.compiled
     frees_nothing = job.learner.device.type == "cpu" and not planned
     held_in_place = compiled is not None and compiled.on and compiled.mode in WITH_GRAPHS
-    if job.config.memory.streaming == "none" or frees_nothing or held_in_place:
+    if job.config.memory.blocks_to_swap == 0 or frees_nothing or held_in_place:
         return [planned]
     blocks = len(streamable_blocks(job.learner.denoiser))
     more = {max(2 * planned, -(-blocks // 4)), max(2 * planned, -(-blocks // 2)), blocks}
@@ -153,7 +153,7 @@ def install(job: Job, fit: Fit) -> None:
     """Checkpoint as many blocks as a fit says, let as many visit, and leave out compiled ones that failed."""
     if job.learner.compiled is not None:
         job.learner.compiled.on = not fit.eager
-    checkpoint_blocks(job.learner.denoiser, checkpointed(job, fit), job.config.memory.recompute)
+    checkpoint_blocks(job.learner.denoiser, checkpointed(job, fit), job.config.memory.checkpointing_mode)
     stream_blocks(job.learner.denoiser, streamed(job, fit), job.learner.device)
 
 

@@ -21,7 +21,7 @@ from lora_trainer.models.family import Architecture, Family
 from lora_trainer.models.memory.ledger import FORM_OF, Footprint, Gauge, Sizes
 
 if TYPE_CHECKING:
-    from lora_trainer.config.schema import Precision, Recompute
+    from lora_trainer.config.schema import CheckpointingMode, Precision
     from lora_trainer.training.memory.trace import Subject
 
 STEPS_OF_CHECKPOINTING = 6  # that are tried
@@ -127,7 +127,7 @@ def traced_footprint(subject: Subject, sizes: Sizes) -> Footprint:
         height=side,
         width=side,
         checkpointed=sizes.checkpointed,
-        recompute=cast("Recompute", sizes.recompute),
+        recompute=cast("CheckpointingMode", sizes.recompute),
         offloaded=sizes.offloaded,
     )
     return Footprint(found.weights, found.copies, 0, found.peak, sum(found.flops))

@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 from torch.utils.flop_counter import flop_registry
 
-from lora_trainer.config.schema import LossSection, OptimSection, Precision, Recompute
+from lora_trainer.config.schema import CheckpointingMode, LossSection, OptimizerSection, Precision
 from lora_trainer.diffusion.loss import make_loss
 from lora_trainer.diffusion.process import Prediction, Process
 from lora_trainer.models.family import Architecture, Family
@@ -130,7 +130,7 @@ def trace(
     height: int,
     width: int,
     checkpointed: int,
-    recompute: Recompute = "all",
+    recompute: CheckpointingMode = "full",
     offloaded: bool = False,
     split: Split = lambda size: ((0, 1.0),),
     kinds: int = 1,
@@ -291,7 +291,7 @@ def _learner(subject: Subject) -> Learner:
         reduce=None,
         device=META,
         dtype=subject.dtype,
-        clip=make_clip(OptimSection()),
+        clip=make_clip(OptimizerSection()),
     )
 
 

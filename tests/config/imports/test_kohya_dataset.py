@@ -114,7 +114,7 @@ def test_every_key_of_a_whole_file() -> None:
     cat, reg, small = resolve([Layer("d", nested(reading.settings))]).config.data.sources
     assert (cat.repeats, cat.caption, cat.masks, cat.flip, cat.resolutions) == (10, "sks cat", "alpha", True, (1024,))
     assert cat.captions is not None
-    assert (cat.captions.prefix, cat.captions.tag_dropout, cat.captions.dropout_every_epochs) == ("photo of", 0.05, 4)
+    assert (cat.captions.prefix, cat.captions.tag_dropout, cat.captions.dropout_every_n_epochs) == ("photo of", 0.05, 4)
     assert reg.regularisation
     assert reg.captions_file == str(FILE.parent / "pictures" / "cats.json")
     assert (small.resolutions, small.colour_variants, small.crop) == ((512,), 4, "random")
@@ -131,11 +131,11 @@ def test_data_named_by_a_dataset_toml_is_settled_like_any_other(tmp_path: Path) 
     plain, cats = resolved.config.data.sources
     assert plain.path == "x"
     assert (cats.path, cats.repeats, cats.weight) == (str(tmp_path / "a"), 5, 0.5)
-    assert resolved.config.batch.effective == 3
-    assert resolved.origin["batch.effective"] == str(path)
+    assert resolved.config.train.effective_batch_size == 3
+    assert resolved.origin["train.effective_batch_size"] == str(path)
     assert any("color_aug = true: drawn anew each time there" in note for note in resolved.notes)
-    own = Layer("--set", {"batch": {"effective": 2}})
-    assert settle([], [Layer("--data", {"data": {"sources": [str(path)]}}), own]).config.batch.effective == 2
+    own = Layer("--set", {"train": {"effective_batch_size": 2}})
+    assert settle([], [Layer("--data", {"data": {"sources": [str(path)]}}), own]).config.train.effective_batch_size == 2
 
 
 @pytest.mark.parametrize(

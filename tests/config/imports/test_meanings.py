@@ -123,7 +123,7 @@ def test_diffusers_crops_anywhere_unless_told(script: str, tmp_path: Path) -> No
     usual = imported_text(tmp_path, "a.sh", f"{command}\n")
     assert usual.config.data.crop == "random"
     assert "drawn anew each time there" in verdict_of(usual, "center_crop")[1]
-    assert imported_text(tmp_path, "b.sh", f"{command} --center_crop\n").config.data.crop == "centre"
+    assert imported_text(tmp_path, "b.sh", f"{command} --center_crop\n").config.data.crop == "center"
 
 
 @pytest.mark.parametrize(
@@ -139,7 +139,7 @@ def test_diffusers_crops_anywhere_unless_told(script: str, tmp_path: Path) -> No
 )
 def test_epochs_between_checkpoints_of_kohya(text: str, every: int | None, verdict: str, tmp_path: Path) -> None:
     imported = kohya_with(tmp_path, f"{text}\nsave_last_n_epochs = 3")
-    assert (imported.config.checkpoint.every_epochs, imported.config.checkpoint.keep_last) == (every, 3)
+    assert (imported.config.checkpoint.every_n_epochs, imported.config.checkpoint.keep_last) == (every, 3)
     assert verdict_of(imported, text.split(maxsplit=1)[0])[0] == verdict
 
 

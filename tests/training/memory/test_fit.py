@@ -28,7 +28,7 @@ from tests.training.tiny_job import TinyPlace, outcome, together, told_in
 pytestmark = pytest.mark.exact
 
 SHORT = "CUDA out of memory. Tried to allocate 2.00 GiB."
-FOUR = {"batch__effective": 4, "checkpoint__every_steps": 3, "validate__every_steps": 0}
+FOUR = {"train__effective_batch_size": 4, "checkpoint__every_n_steps": 3, "validation__every_n_steps": 0}
 
 
 class ShortBackward(torch.autograd.Function):
@@ -110,7 +110,7 @@ FIRST = [in_forward, in_backward, in_clipping, in_update]
 @pytest.mark.parametrize("place_of", FIRST)
 def test_a_first_step_without_memory_is_done_in_halves(place: TinyPlace, place_of: Callable[..., Job]):
     """Bit for bit the run that was split so from its start, wherever in the step memory ran out."""
-    asked = place.job("asked", steps=4, batch__max_micro=2, **FOUR)
+    asked = place.job("asked", steps=4, train__max_micro_batch_size=2, **FOUR)
     place.train(asked)
     short = place_of(place.job("short", steps=4, **FOUR), lambda call: call == 0)
     state, _ = place.train(short)
@@ -145,8 +145,8 @@ def test_another_error_is_not_taken_for_it(place: TinyPlace):
 
 @pytest.mark.slow
 def test_fp16_takes_a_step_again_that_was_unscaled_already(place: TinyPlace):
-    settings = FOUR | {"memory__base_precision": "fp16", "steps": 2}
-    asked = place.job("asked", batch__max_micro=2, **settings)
+    settings = FOUR | {"memory__weight_dtype": "fp16", "steps": 2}
+    asked = place.job("asked", train__max_micro_batch_size=2, **settings)
     place.train(asked)
     short = in_clipping(place.job("short", **settings), lambda call: call == 0)
     place.train(short)
@@ -172,7 +172,7 @@ def test_an_update_that_ran_out_is_done_again_from_the_last_checkpoint(place: Ti
 
 def test_blocks_are_checkpointed_when_one_sample_does_not_fit(place: TinyPlace):
     """And that changes not one bit."""
-    settings = FOUR | {"batch__effective": 1, "steps": 4}
+    settings = FOUR | {"train__effective_batch_size": 1, "steps": 4}
     calm = place.job("calm", **settings)
     place.train(calm)
     short = in_forward(place.job("short", **settings), lambda call: call in (2, 3))
@@ -185,7 +185,7 @@ def test_blocks_are_checkpointed_when_one_sample_does_not_fit(place: TinyPlace):
 
 
 def test_nothing_left_to_reduce_saves_what_was_trained(place: TinyPlace):
-    short = in_forward(place.job("short", **FOUR | {"checkpoint__every_steps": 100}), lambda call: call >= 9)
+    short = in_forward(place.job("short", **FOUR | {"checkpoint__every_n_steps": 100}), lambda call: call >= 9)
     with pytest.raises(TrainingFailed, match="nothing left to reduce") as failed:
         place.train(short)
     problem = failed.value.problems[0]
@@ -202,7 +202,7 @@ def test_nothing_left_to_reduce_saves_what_was_trained(place: TinyPlace):
 
 
 def test_a_run_grows_back_and_waits_twice_as_long_after_a_failed_try(place: TinyPlace):
-    settings = FOUR | {"memory__grow_after_steps": 2, "steps": 9}
+    settings = FOUR | {"memory__oom_recovery_steps": 2, "steps": 9}
     short = on_card(place.job("short", **settings), room=2)
     place.train(short)
     told = [(step, "trying" in message) for step, message in events(short)]
@@ -211,7 +211,7 @@ def test_a_run_grows_back_and_waits_twice_as_long_after_a_failed_try(place: Tiny
 
 @pytest.mark.slow
 def test_a_run_that_fits_again_trains_as_planned(place: TinyPlace):
-    settings = FOUR | {"memory__grow_after_steps": 2, "batch__effective": 1, "steps": 9}
+    settings = FOUR | {"memory__oom_recovery_steps": 2, "train__effective_batch_size": 1, "steps": 9}
     short = in_forward(place.job("short", **settings), lambda call: call in (0, 1))
     state, _ = place.train(short)
     assert (state.fit.micro, state.fit.checkpointed, state.fit.failed) == (None, None, 0)
@@ -221,7 +221,7 @@ def test_a_run_that_fits_again_trains_as_planned(place: TinyPlace):
 
 def test_a_run_that_was_short_of_memory_is_resumed_to_the_bit(place: TinyPlace):
     """Stopped after any step, on the same card: the same steps in the same parts, and the same tries to grow."""
-    settings = FOUR | {"memory__grow_after_steps": 2, "steps": 8, "checkpoint__every_steps": 100}
+    settings = FOUR | {"memory__oom_recovery_steps": 2, "steps": 8, "checkpoint__every_n_steps": 100}
     whole = on_card(place.job("whole", **settings), room=2)
     place.train(whole)
     for stop in (2, 4, 7):
@@ -247,7 +247,7 @@ def asked_on_card(job: Job, room: int) -> Job:
 
 def test_a_validation_without_memory_is_asked_in_smaller_parts(place: TinyPlace):
     """The same losses, to rounding; the size of the parts is kept, also by a resumed run, bit for bit."""
-    settings = FOUR | {"validate__every_steps": 2}
+    settings = FOUR | {"validation__every_n_steps": 2}
     calm = place.job("calm", **settings)
     place.train(calm)
     whole = asked_on_card(place.job("whole", **settings), room=1)
@@ -267,7 +267,7 @@ def test_a_validation_without_memory_is_asked_in_smaller_parts(place: TinyPlace)
 
 def test_a_validation_that_fits_in_no_way_saves_what_was_trained(place: TinyPlace):
     asked = iter(range(100))
-    job = place.job("short", **FOUR | {"validate__every_steps": 2, "checkpoint__every_steps": 100})
+    job = place.job("short", **FOUR | {"validation__every_n_steps": 2, "checkpoint__every_n_steps": 100})
     true = job.validate
     assert true is not None
 
@@ -325,11 +325,16 @@ def test_of_two_processes_one_without_memory_for_the_sum_saves_and_leaves(place:
 
 def test_blocks_visit_when_all_are_checkpointed_already(place: TinyPlace):
     """More and more of them, as the last that can be done, and back again; and that changes not one bit."""
-    settings = FOUR | {"batch__effective": 1, "steps": 8, "memory__streaming": 1, "memory__checkpointing": "all"}
+    settings = FOUR | {
+        "train__effective_batch_size": 1,
+        "steps": 8,
+        "memory__blocks_to_swap": 1,
+        "memory__gradient_checkpointing": "true",
+    }
     calm = place.job("calm", **settings)
     place.train(calm)
     assert calm.planned.streamed == streamed_count(calm.learner.denoiser) == 1
-    short = in_forward(place.job("short", memory__grow_after_steps=3, **settings), lambda call: call in (2, 3, 4))
+    short = in_forward(place.job("short", memory__oom_recovery_steps=3, **settings), lambda call: call in (2, 3, 4))
     state, _ = place.train(short)
     blocks = len(streamable_blocks(short.learner.denoiser))
     told = [message.split(" in place of ")[0].split(" and ")[-1] for _, message in events(short)]
@@ -341,7 +346,12 @@ def test_blocks_visit_when_all_are_checkpointed_already(place: TinyPlace):
 
 
 def test_a_run_whose_blocks_visit_is_resumed_to_the_bit(place: TinyPlace):
-    settings = FOUR | {"batch__effective": 1, "steps": 6, "memory__streaming": 2, "memory__checkpointing": "all"}
+    settings = FOUR | {
+        "train__effective_batch_size": 1,
+        "steps": 6,
+        "memory__blocks_to_swap": 2,
+        "memory__gradient_checkpointing": "true",
+    }
     whole = in_forward(place.job("whole", **settings), lambda call: call == 1)
     place.train(whole)
     place.train(told_in(in_forward(place.job("stopped", **settings), lambda call: call == 1), 3))
@@ -354,8 +364,13 @@ def test_a_run_whose_blocks_visit_is_resumed_to_the_bit(place: TinyPlace):
 
 def test_a_card_without_room_to_grow_goes_on_as_before(place: TinyPlace, monkeypatch: pytest.MonkeyPatch):
     """Blocks that were to stay again may not find room on the card: the step is done with them visiting."""
-    settings = FOUR | {"batch__effective": 1, "steps": 6, "memory__streaming": 1, "memory__checkpointing": "all"}
-    short = in_forward(place.job("short", memory__grow_after_steps=2, **settings), lambda call: call == 0)
+    settings = FOUR | {
+        "train__effective_batch_size": 1,
+        "steps": 6,
+        "memory__blocks_to_swap": 1,
+        "memory__gradient_checkpointing": "true",
+    }
+    short = in_forward(place.job("short", memory__oom_recovery_steps=2, **settings), lambda call: call == 0)
     monkeypatch.setattr(streaming.Guest, "settle", counted(lambda call: call == 0, streaming.Guest.settle))
     state, _ = place.train(short)
     assert state.step == 6
@@ -370,7 +385,7 @@ def test_a_checkpoint_without_streaming_is_read():
 
 def test_of_two_processes_both_take_the_fewest_that_stay(place: TinyPlace):
     """Of processes whose micro batches and checkpointed blocks are alike, the one that streams most says how many."""
-    settings = FOUR | {"memory__streaming": 1, "memory__checkpointing": "all"}
+    settings = FOUR | {"memory__blocks_to_swap": 1, "memory__gradient_checkpointing": "true"}
     jobs = [place.job("short", processes=each, **settings) for each in together(2)]
     given = [Fit(), Fit(streamed=3, since=7, failed=1)]
     reporters = [Reporter(None, unwatched, lambda line: None) for _ in jobs]

@@ -1,4 +1,4 @@
-"""`bench ladder`: what is said to be gained by each optimisation, and what is gained here, one at a time."""
+"""`bench ablation`: what is said to be gained by each optimisation, and what is gained here, one at a time."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from lora_trainer.jobs.trials.sums import sums_pair
 from lora_trainer.training.processes import join_processes
 
 WARM_UP, STEPS, STEPS_ON_A_PROCESSOR = 10, 30, 10
-PLAIN = {"memory.checkpointing": "none", "memory.compile": False}
-SLOW = {"memory.base_precision": "fp32", "memory.attention": "math", "hardware.cudnn_benchmark": False}
+PLAIN = {"memory.gradient_checkpointing": "false", "compile.enabled": False}
+SLOW = {"memory.weight_dtype": "fp32", "hardware.attention_backend": "math", "hardware.cudnn_benchmark": False}
 ON_A_CARD = "needs a card"
 
 
 @dataclass(frozen=True)
-class Rung:
+class Optimization:
     """`without` and `with_it` are settings; or `pair` measures what is no setting. `why_not` on a processor."""
 
     name: str
@@ -35,38 +35,47 @@ class Rung:
     why_not: str | None = None
 
 
-RUNGS: tuple[Rung, ...] = (
-    Rung(
+OPTIMIZATIONS: tuple[Optimization, ...] = (
+    Optimization(
         "mixed precision",
         "1.4-2 x, half the memory",
-        {"memory.base_precision": "fp32"},
-        {"memory.base_precision": "bf16"},
+        {"memory.weight_dtype": "fp32"},
+        {"memory.weight_dtype": "bf16"},
     ),
-    Rung("compile", "1.1-1.3 x", {}, {"memory.compile": True}, why_not=ON_A_CARD),
-    Rung("attention", "1.3-3 x on attention, less memory", {"memory.attention": "math"}, {"memory.attention": "sdpa"}),
-    Rung(
+    Optimization("compile", "1.1-1.3 x", {}, {"compile.enabled": True}, why_not=ON_A_CARD),
+    Optimization(
+        "attention",
+        "1.3-3 x on attention, less memory",
+        {"hardware.attention_backend": "math"},
+        {"hardware.attention_backend": "sdpa"},
+    ),
+    Optimization(
         "cuDNN benchmark",
         "1.05-1.1 x",
         {"hardware.cudnn_benchmark": False},
         {"hardware.cudnn_benchmark": True},
         why_not=ON_A_CARD,
     ),
-    Rung("fused optimizer", "1.2-1.3 x on its step", pair=fused_pair),
-    Rung("no sync while accumulating", "1.15-1.25 x", pair=sums_pair),
-    Rung("checkpointing", "-35 % memory for +34-48 % operations", {}, {"memory.checkpointing": "all"}),
-    Rung("background checkpoints", "+2 %", pair=saving_pair),
-    Rung(
+    Optimization("fused optimizer", "1.2-1.3 x on its step", pair=fused_pair),
+    Optimization("no sync while accumulating", "1.15-1.25 x", pair=sums_pair),
+    Optimization("checkpointing", "-35 % memory for +34-48 % operations", {}, {"memory.gradient_checkpointing": True}),
+    Optimization("background checkpoints", "+2 %", pair=saving_pair),
+    Optimization(
         "all together",
         "2-3 x, 40-50 % less memory",
         SLOW,
-        {"memory.base_precision": "bf16", "memory.attention": "sdpa"},
+        {"memory.weight_dtype": "bf16", "hardware.attention_backend": "sdpa"},
     ),
 )
-FASTEST = {"memory.compile": True, "memory.attention": "fastest", "hardware.cudnn_benchmark": True}  # on a card
+FASTEST = {
+    "compile.enabled": True,
+    "hardware.attention_backend": "fastest",
+    "hardware.cudnn_benchmark": True,
+}  # on a card
 
 
 @dataclass(frozen=True)
-class LadderRow:
+class AblationRow:
     """One optimisation. `ratio` is time with it over time without; `gain` its inverse. None where not measured."""
 
     name: str
@@ -99,42 +108,42 @@ COLUMNS: tuple[Column, ...] = (
 
 
 def measure(asked: Asked) -> Report:
-    """Measure the rungs. Raises UserError."""
-    wanted = [rung for rung in RUNGS if asked.only is None or asked.only in rung.name]
+    """Measure the optimizations. Raises UserError."""
+    wanted = [option for option in OPTIMIZATIONS if asked.only is None or asked.only in option.name]
     if not wanted:
-        known = ", ".join(rung.name for rung in RUNGS)
-        raise UsageError(Problem(f"No rung has {asked.only!r} in its name.", f"There are: {known}."))
+        known = ", ".join(option.name for option in OPTIMIZATIONS)
+        raise UsageError(Problem(f"No optimization has {asked.only!r} in its name.", f"There are: {known}."))
     on_card = join_processes().device.type == "cuda"
     steps = asked.steps or (STEPS if on_card else STEPS_ON_A_PROCESSOR)
     with tempfile.TemporaryDirectory() as folder:
-        rows = [row_of(rung, asked, Path(folder) / rung.name, steps, on_card=on_card) for rung in wanted]
+        rows = [row_of(option, asked, Path(folder) / option.name, steps, on_card=on_card) for option in wanted]
     model = next((row.model for row in rows if row.model), "")
     notes = [f"{row.name}: {row.left_out}." for row in rows if row.left_out]
     if on_card:
         notes.append("Each with the card for itself, one after the other.")
     else:
         notes.append("In turn, step by step. What holds on a processor may not on a card.")
-    rows = [LadderRow(**(vars(row) | {"model": row.model or model})) for row in rows]
+    rows = [AblationRow(**(vars(row) | {"model": row.model or model})) for row in rows]
     return Report(rows, ABOUT, notes, COLUMNS, first="optimisation")
 
 
-def row_of(rung: Rung, asked: Asked, folder: Path, steps: int, *, on_card: bool) -> LadderRow:
-    """A rung measured, or why it was not."""
-    if rung.why_not and not (on_card and rung.with_it):
-        return LadderRow(rung.name, "", rung.claimed, left_out=rung.why_not)
+def row_of(option: Optimization, asked: Asked, folder: Path, steps: int, *, on_card: bool) -> AblationRow:
+    """An optimization measured, or why it was not."""
+    if option.why_not and not (on_card and option.with_it):
+        return AblationRow(option.name, "", option.claimed, left_out=option.why_not)
     folder.mkdir(parents=True)
     try:
-        pair = pair_of(rung, asked, folder, steps, on_card=on_card)
+        pair = pair_of(option, asked, folder, steps, on_card=on_card)
     except UserError as error:
         if asked.only:
             raise
-        return LadderRow(rung.name, "", rung.claimed, left_out=" ".join(each.message for each in error.problems))
+        return AblationRow(option.name, "", option.claimed, left_out=" ".join(each.message for each in error.problems))
     low, high = pair.with_it.tenths
     mean, most = pair.losses or (None, None)
-    return LadderRow(
-        name=rung.name,
+    return AblationRow(
+        name=option.name,
         model=pair.model,
-        claimed=rung.claimed,
+        claimed=option.claimed,
         seconds_median=pair.with_it.median,
         seconds_p10=low,
         seconds_p90=high,
@@ -146,10 +155,10 @@ def row_of(rung: Rung, asked: Asked, folder: Path, steps: int, *, on_card: bool)
     )
 
 
-def pair_of(rung: Rung, asked: Asked, folder: Path, steps: int, *, on_card: bool) -> Pair:
-    if rung.pair is not None:
-        return rung.pair(asked, folder, steps)
-    fast = FASTEST if on_card and rung.without is SLOW else {}
-    without = changed(asked.resolved, PLAIN | dict(rung.without))
-    with_it = changed(asked.resolved, PLAIN | dict(rung.with_it) | fast)
+def pair_of(option: Optimization, asked: Asked, folder: Path, steps: int, *, on_card: bool) -> Pair:
+    if option.pair is not None:
+        return option.pair(asked, folder, steps)
+    fast = FASTEST if on_card and option.without is SLOW else {}
+    without = changed(asked.resolved, PLAIN | dict(option.without))
+    with_it = changed(asked.resolved, PLAIN | dict(option.with_it) | fast)
     return measured_pair(without, with_it, folder, tiny=asked.tiny, warm_up=WARM_UP if on_card else 3, steps=steps)
