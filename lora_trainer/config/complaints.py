@@ -9,7 +9,7 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from lora_trainer.config.schema import CaptionsSection, Section, SourceSection
-from lora_trainer.config.toml import section_types, setting_names, shown
+from lora_trainer.config.toml import homes_of, section_types, shown
 from lora_trainer.core.errors import Problem, nearest
 
 _WORDS = {
@@ -145,5 +145,5 @@ def _nearest_setting(section: str, key: str) -> str:
     near = nearest(key, section_types()[section].model_fields)
     if near.startswith("Did"):
         return near
-    homes = [name for name in setting_names() if name.partition(".")[2] == key]
+    homes = homes_of(key)
     return f"Did you mean {' or '.join(homes)}?" if homes else f"{near[:-1]} in [{section}]."

@@ -21,7 +21,7 @@ from lora_trainer.config.contradictions import (
     unfit_words,
 )
 from lora_trainer.config.schema import Config, Section
-from lora_trainer.config.toml import EMPTY, can_be_emptied, is_a_list, section_types, setting_names
+from lora_trainer.config.toml import EMPTY, can_be_emptied, homes_of, is_a_list, section_types, setting_names
 from lora_trainer.core.errors import Problem, UsageError, nearest
 
 DEFAULT = "default"
@@ -113,7 +113,7 @@ def _tuples(value: Any) -> Any:
 
 def _nearest_section(section: str, given: Any) -> str:
     """Also for a setting written without its section: `learning_rate = 1e-4` at the top of a file."""
-    homes = [name for name in setting_names() if name.partition(".")[2] == section]
+    homes = homes_of(section)
     if homes and not isinstance(given, Mapping):
         return f"Did you mean {' or '.join(homes)}?"
     return nearest(section, section_types())

@@ -131,11 +131,17 @@ def setting_names() -> list[str]:
     return [f"{section}.{key}" for section, kind in section_types().items() for key in kind.model_fields]
 
 
+def homes_of(key: str) -> list[str]:
+    """Every `section.key` of a key; what is rarely meant, such as the rate of new tokens, comes last."""
+    homes = [name for name in setting_names() if name.partition(".")[2] == key]
+    return sorted(homes, key=lambda name: name.startswith("textual_inversion."))
+
+
 def settings_like(word: str) -> str:
     """`Did you mean …?` for a word that should have been `section.key`."""
-    keys = {name: name.partition(".")[2] for name in setting_names()}
-    near = [word] if word in keys.values() else get_close_matches(word, set(keys.values()), n=3, cutoff=0.6)
-    homes = [name for key in near for name in keys if keys[name] == key]
+    keys = {name.partition(".")[2] for name in setting_names()}
+    near = [word] if word in keys else get_close_matches(word, keys, n=3, cutoff=0.6)
+    homes = [name for key in near for name in homes_of(key)]
     return f"Did you mean {' or '.join(homes)}?" if homes else "--explain lists all settings, each as section.key."
 
 

@@ -132,7 +132,7 @@ PLAIN = TextOptions()
 
 def refuse_options(folder: Path, options: TextOptions) -> None:
     """For families that read captions in one way. Raises UsageError for options."""
-    raise UsageError(Problem(f"{folder} reads captions in one way only.", "Remove the settings of [text]."))
+    raise UsageError(Problem(f"{folder} reads captions in one way only.", "Remove the settings of [text_encoder]."))
 
 
 @dataclass(frozen=True)

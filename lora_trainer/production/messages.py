@@ -113,7 +113,7 @@ def show_views(config: Config, inputs: Inputs, steps: StepArithmetic, console: C
     console.print(f"up to {plan.most} views of each picture, used in turn: {held}")
     if config.cache.latents and size > limit / 2:
         console.print(
-            f"note: that is most of cache.limit_gb={limit:g}. Set data.crop_variants or colour_variants lower."
+            f"note: that is most of cache.limit_gb={limit:g}. Set data.crop_variants or data.color_variants lower."
         )
     seen = steps.total * steps.effective / max(1, steps.images)
     if seen < plan.most:

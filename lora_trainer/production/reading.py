@@ -1,4 +1,4 @@
-"""How captions are read: the settings of `[text]` as a model family takes them. No torch."""
+"""How captions are read: the settings of `[text_encoder]` as a model family takes them. No torch."""
 
 from __future__ import annotations
 

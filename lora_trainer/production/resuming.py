@@ -70,7 +70,7 @@ def find_start(folder: Path, settings: dict[str, Any], console: Console, config:
     path, checkpoint = found
     saved = {TRAINED_TEXTS: [], **checkpoint.settings}  # older runs trained none
     changed = {name: old for name, old in saved.items() if settings.get(name) != old}
-    if any(name.startswith("text.") for name in changed):
+    if any(name.startswith(("text_encoder.", "textual_inversion.")) for name in changed):
         changed.pop("text encoder", None)  # how captions are read is part of its key
     if changed:
         raise UsageError([differing(name, old, settings.get(name), folder, config) for name, old in changed.items()])

@@ -1,4 +1,4 @@
-"""What a run changes by itself where it was asked to: pure functions of its numbers (`[control]`).
+"""What a run changes by itself where it was asked to: pure functions of its numbers (`[safeguards]`).
 
 Everything is decided from step numbers: at validations of the run's own rhythm, and at steps that are multiples of
 `JUDGED_EVERY`, so that a run stopped and gone on with anywhere decides the same at the same step.

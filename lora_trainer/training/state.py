@@ -24,7 +24,7 @@ class Fit:
 
 @dataclass(frozen=True)
 class Control:
-    """What the run has made of itself so far (`[control]`)."""
+    """What the run has made of itself so far (`[safeguards]`)."""
 
     held_out: tuple[float, ...] = ()  # the newest of them, for the plateau's window
     lowest_held_out: float | None = None

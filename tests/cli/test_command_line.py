@@ -49,7 +49,7 @@ def test_the_overview_lists_every_command(capsys: pytest.CaptureFixture[str]) ->
 
 def test_explain_shows_each_value_and_its_origin(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     file = tmp_path / "mine.toml"
-    file.write_text("[lora]\nrank = 9\n[optim]\nbeta1 = 0.5\n", encoding="utf-8")
+    file.write_text("[lora]\nrank = 9\n[optimizer]\nbeta1 = 0.5\n", encoding="utf-8")
     model = tmp_path / "my model"
     model.mkdir()
     (model / "model_index.json").write_text('{"_class_name": "StableDiffusionPipeline"}', encoding="utf-8")

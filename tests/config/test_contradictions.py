@@ -25,7 +25,7 @@ def user(**settings: object) -> Layer:
 
 CLASHES = [
     ({"optimizer__name": "prodigy"}, {"optimizer__learning_rate": 1e-4}, 1.0),
-    ({"optimizer__name": "adamw_schedulefree"}, {"lr_scheduler__name": "cosine"}, "constant"),
+    ({"optimizer__name": "adamw_schedulefree"}, {"lr_scheduler__name": "cosine"}, "constant_with_warmup"),
     ({"optimizer__name": "adamw_schedulefree"}, {"train__ema_decay": 0.99}, None),
     ({"optimizer__name": "adamw_schedulefree"}, {"optimizer__beta1": 0.0}, 0.9),
     ({"optimizer__clip_value": 0.5}, {"optimizer__max_grad_norm": 2.0}, 0.0),
@@ -45,8 +45,8 @@ CLASHES = [
     ({"train__deterministic": True}, {"hardware__attention_backend": "xformers"}, "sdpa"),
     ({"train__deterministic": True, "compile__enabled": True}, {"compile__mode": "max-autotune"}, "default"),
     ({"train__deterministic": True}, {"hardware__cudnn_benchmark": True}, False),
-    ({"memory__gradient_checkpointing": "false"}, {"memory__checkpointing_mode": "selective"}, "all"),
-    ({"compile__enabled": True}, {"memory__checkpointing_mode": "selective"}, "all"),
+    ({"memory__gradient_checkpointing": False}, {"memory__checkpointing_mode": "selective"}, "full"),
+    ({"compile__enabled": True}, {"memory__checkpointing_mode": "selective"}, "full"),
     ({"compile__enabled": True, "memory__blocks_to_swap": 4}, {"compile__mode": "max-autotune"}, "default"),
     (
         {"compile__enabled": "auto", "memory__offload_activations": True},

@@ -36,10 +36,10 @@ def test_the_later_layer_wins_and_is_named() -> None:
 
 def test_every_problem_of_every_layer_is_told_at_once() -> None:
     text = problems_of(
-        Layer("a.toml", {"optim": {"learning_rte": 1e-3}, "sampel": {"steps": 1}}),
+        Layer("a.toml", {"optimizer": {"learning_rte": 1e-3}, "sampel": {"count": 1}}),
         Layer("--set", {"optimizer": {"learning_rate": 20}, "lora": {"rank": 1.5}}),
     )
-    assert "optim.learning_rte (from a.toml) is not a setting. Did you mean learning_rate?" in text
+    assert "optimizer.learning_rte (from a.toml) is not a setting. Did you mean learning_rate?" in text
     assert "sampel (from a.toml) is not a section. Did you mean sample?" in text
     assert "optimizer.learning_rate = 20 (from --set): must be at most 10." in text
     assert "lora.rank = 1.5 (from --set): must be a whole number." in text
@@ -58,20 +58,30 @@ def test_a_wrong_value_is_told_although_a_later_layer_overrides_it() -> None:
         ("lora", "rank", "16", 'lora.rank = "16" (from f): must be a whole number.'),
         ("lora", "rank", True, "lora.rank = true (from f): must be a whole number."),
         ("lora", "dropout", 1.0, "lora.dropout = 1.0 (from f): must be less than 1."),
-        ("lora", "targets", 3, 'must be text or a list such as ["a", "b"].'),
-        ("optim", "learning_rate", 0, "must be more than 0."),
-        ("optim", "weight_decay", float("nan"), "must be"),
-        ("optim", "name", "adam8bit", "Did you mean adamw8bit"),
-        ("memory", "checkpointing", "al", "must be one of none, all or auto or a whole number. Did you mean all?"),
-        ("memory", "checkpointing", -1, "must be one of none, all or auto or at least 0."),
-        ("data", "allow_upscale", "yes", "must be true or false."),
+        ("lora", "target_modules", 3, 'must be text or a list such as ["a", "b"].'),
+        ("optimizer", "learning_rate", 0, "must be more than 0."),
+        ("optimizer", "weight_decay", float("nan"), "must be"),
+        ("optimizer", "name", "adam8bit", "Did you mean adamw8bit"),
+        (
+            "memory",
+            "gradient_checkpointing",
+            "aut",
+            "must be true or false or one of auto or a whole number. Did you mean auto?",
+        ),
+        ("memory", "gradient_checkpointing", -1, "must be true or false or one of auto or at least 0."),
+        ("data", "allow_small_images", "yes", "must be true or false."),
         ("data", "sources", ["a", 1], "must be a list of paths or tables."),
         ("sample", "strengths", [1.0, 9.0], "sample.strengths = [1.0, 9.0] (from f): 9.0 must be at most 4."),
         ("sample", "prompts", 3, "sample.prompts = [3] (from f): 3 must be text."),
         ("sample", "prompts", "none", 'must be a list such as ["none"].'),
-        ("text", "learning_rates", True, "text_encoder.learning_rates = [true] (from f): true must be a number."),
-        ("text", "learning_rates", [5e-5, 99e9, -1e-7], "[5e-5, 99000000000.0, -1e-7] (from f): -1e-7 must be"),
-        ("text", "learning_rates", [-1], "text_encoder.learning_rates = [-1] (from f): -1 must be at least 0."),
+        (
+            "text_encoder",
+            "learning_rates",
+            True,
+            "text_encoder.learning_rates = [true] (from f): true must be a number.",
+        ),
+        ("text_encoder", "learning_rates", [5e-5, 99e9, -1e-7], "[5e-5, 99000000000.0, -1e-7] (from f): -1e-7 must be"),
+        ("text_encoder", "learning_rates", [-1], "text_encoder.learning_rates = [-1] (from f): -1 must be at least 0."),
         ("data", "resolutions", "x", '"x" must be a whole number.'),
         ("run", "output", "none", ""),
     ],
@@ -107,9 +117,11 @@ def test_a_lone_folder_is_the_data() -> None:
 
 
 def test_a_setting_without_its_section_is_shown_its_home() -> None:
-    assert "Did you mean optimizer.learning_rate?" in problems_of(Layer("f", {"learning_rate": 1e-3}))
+    assert "Did you mean optimizer.learning_rate or textual_inversion.learning_rate?" in problems_of(
+        Layer("f", {"learning_rate": 1e-3})
+    )
     assert "lora is a section" in problems_of(Layer("f", {"lora": 3})).replace(" (from f)", "")
-    assert "Did you mean lora.rank?" in problems_of(Layer("f", {"optim": {"rank": 3}}))
+    assert "Did you mean lora.rank?" in problems_of(Layer("f", {"optimizer": {"rank": 3}}))
 
 
 def test_steps_and_epochs_contradict() -> None:
@@ -154,7 +166,7 @@ def test_the_config_cannot_be_changed() -> None:
         ),
         ({"repeats": 3}, 'data.sources, table 2: path is missing (from f). For example: path = "pictures".'),
         ({"path": "a", "repeats": 0}, "data.sources, table 2 (a): repeats = 0 (from f): must be more than 0."),
-        ({"path": "a", "crop": "center"}, 'crop = "center" (from f): must be one of centre or random. Did you mean'),
+        ({"path": "a", "crop": "centre"}, 'crop = "centre" (from f): must be one of center or random. Did you mean'),
         (
             {"path": "a", "captions": {"shufle": True}},
             "captions.shufle (from f) is not a setting. Did you mean shuffle?",

@@ -77,7 +77,7 @@ def test_no_setting_is_both_a_limit_and_a_wish() -> None:
 
 
 def test_no_preset_chooses_prodigy_whose_rate_is_a_factor() -> None:
-    names = {preset.values.get("optim", {}).get("name") for preset in presets().values()}
+    names = {preset.values.get("optimizer", {}).get("name") for preset in presets().values()}
     assert names == {None, "adamw", "adamw8bit"}
 
 

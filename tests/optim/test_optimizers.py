@@ -14,7 +14,7 @@ from lora_trainer.core.errors import UsageError
 from lora_trainer.optim.optimizers import OPTIMIZERS, averaged, make_optimizer, set_rate, shares_of
 
 # A rate under which each gets near the minimum below in a few hundred steps.
-RATES = dict.fromkeys(OPTIMIZERS, 0.01) | {"prodigy": 1.0, "schedule_free": 3e-2}
+RATES = dict.fromkeys(OPTIMIZERS, 0.01) | {"prodigy": 1.0, "adamw_schedulefree": 3e-2}
 LORA_A, LORA_B = "blocks.0.to_q.lora_A.default.weight", "blocks.0.to_q.lora_B.default.weight"
 
 
@@ -36,11 +36,13 @@ def test_each_optimizer_fits_a_low_rank_change(name):
 
     first = float(error(parameters[LORA_B], parameters[LORA_A]).detach())
     for step in range(300):
-        set_rate(optimizer, RATES[name] * (1.0 - step / 300 if name != "schedule_free" else 1.0))
+        set_rate(optimizer, RATES[name] * (1.0 - step / 300 if name != "adamw_schedulefree" else 1.0))
         error(parameters[LORA_B], parameters[LORA_A]).backward()
         optimizer.step()
         optimizer.zero_grad()
-    used = [averaged(optimizer, each) if name == "schedule_free" else each.detach() for each in parameters.values()]
+    used = [
+        averaged(optimizer, each) if name == "adamw_schedulefree" else each.detach() for each in parameters.values()
+    ]
     assert float(error(used[1], used[0])) < 0.1 * first
 
 
@@ -75,7 +77,7 @@ def test_every_optimizer_decays_as_told(name):
     left = float(parameters["a"].detach().mean())
     if name == "prodigy":
         assert optimizer.param_groups[0]["weight_decay"] == 0.1
-    elif name == "schedule_free":
+    elif name == "adamw_schedulefree":
         assert 0.9 < left < 1.0
     else:
         assert left == pytest.approx(0.95, abs=1e-4)
@@ -120,7 +122,7 @@ def test_equal_rates_group_nothing_that_others_would_not(rates):
 
 def test_the_schedule_free_average_is_the_librarys_own():
     parameters = pair()
-    optimizer = make_optimizer(parameters, OptimizerSection(name="schedule_free", learning_rate=0.1))
+    optimizer = make_optimizer(parameters, OptimizerSection(name="adamw_schedulefree", learning_rate=0.1))
     for step in range(5):
         for parameter in parameters.values():
             parameter.grad = torch.full_like(parameter, float(step - 1))

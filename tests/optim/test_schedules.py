@@ -28,13 +28,13 @@ def test_rates_stay_in_range_and_rise_through_the_warm_up(name, total, cycles, p
     assert shares[:length] == sorted(shares[:length])
     # Both sides of the warm-up's end stand at the peak.
     assert all(share == pytest.approx(1.0) for share in shares[max(0, length - 1) : length + 1])
-    if name != "restarts":
+    if name != "cosine_with_restarts":
         assert shares[length:] == sorted(shares[length:], reverse=True)
 
 
 @given(st.integers(2, 6), st.integers(20, 100))
 def test_restarts_fall_and_start_again_as_often_as_asked(cycles, length):
-    shares = shares_of(cycles * length, name="restarts", cycles=cycles, warmup_steps=0)
+    shares = shares_of(cycles * length, name="cosine_with_restarts", cycles=cycles, warmup_steps=0)
     first = shares[:length]
     assert first == sorted(first, reverse=True)
     for start in range(0, cycles * length, length):
@@ -46,14 +46,14 @@ def test_shapes_stand_where_they_should():
     def at(step: int, **settings: object) -> float:
         return rate_share(LrSchedulerSection.model_validate({"warmup_steps": 10, **settings}), step, 100)
 
-    assert at(99, name="constant") == 1.0
+    assert at(99, name="constant_with_warmup") == 1.0
     assert at(55, name="linear") == pytest.approx(0.5)
     assert at(55, name="cosine") == pytest.approx(0.5)
     assert at(55, name="polynomial", power=3.0) == pytest.approx(0.125)
     assert at(55, name="one_cycle") == pytest.approx(0.5)
     assert at(4, name="one_cycle") == pytest.approx((1 + 1 / 25) / 2)
     assert at(4, name="linear") == pytest.approx(0.5)
-    for name in ("cosine", "one_cycle", "restarts", "polynomial"):
+    for name in ("cosine", "one_cycle", "cosine_with_restarts", "polynomial"):
         assert at(99, name=name) < 0.01
     assert at(99, name="linear") == pytest.approx(1 / 90)
 

@@ -52,7 +52,7 @@ MARKS = ("instance_data_dir", "instance_prompt", "train_data_dir", "dataset_name
 def _pictures(value: Any, around: Around) -> Took:
     source: dict[str, Any] = {"path": located(around.folder, text(value)), "repeats": count(around, "repeats")}
     if around["instance_prompt"] is not None:
-        source["caption"] = text(around["instance_prompt"])
+        source["default_caption"] = text(around["instance_prompt"])
     return Took({SOURCES: [source]})
 
 
@@ -61,7 +61,7 @@ def _class_pictures(value: Any, around: Around) -> Took:
         return Took({}, "means nothing without with_prior_preservation", "ignored")
     source: dict[str, Any] = {"path": located(around.folder, text(value)), "is_reg": True}
     if around["class_prompt"] is not None:
-        source["caption"] = text(around["class_prompt"])
+        source["default_caption"] = text(around["class_prompt"])
     return Took({SOURCES: [source]})
 
 

@@ -66,7 +66,7 @@ def together(found: Sequence[Mapping[str, Any]]) -> tuple[dict[str, Any], list[t
     differs: list[tuple[int, str]] = []
     whole = {f"data.{key}" for key in VIEWS}
     for name in dict.fromkeys(name for each in found for name in each):
-        if name in whole or not name.startswith(("data.", "batch.", "loss.")):
+        if name in whole or not name.startswith(("data.", "validation.", "train.", "loss.")):
             continue
         values = [each.get(name) for each in found]
         shared[name] = next(value for value in values if value is not None)

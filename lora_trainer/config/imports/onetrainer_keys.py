@@ -76,11 +76,9 @@ def _rate(value: Any, around: Around) -> Took:
 
 
 def _transformer_rate(value: Any, around: Around) -> Took:
-    return (
-        Took({"optimizer.learning_rate": number(value)})
-        if is_onetrainer_flow(around)
-        else Took({}, "not there", "ignored")
-    )
+    if not is_onetrainer_flow(around):
+        return Took({}, "not there", "ignored")
+    return Took({"optimizer.learning_rate": number(value)})
 
 
 def _warmup(value: Any, around: Around) -> Took:
@@ -326,9 +324,7 @@ RULES: Mapping[str, Rule] = {
     "embedding_learning_rate": lacking("set textual_inversion.learning_rate"),
     "additional_embeddings": lacking("name new words in textual_inversion.placeholder_tokens"),
     "bundle_additional_embeddings": nothing("learned words are always bundled"),
-    **named("text_encoder.", "learning_rate", part_of("text_encoder.train", "text_encoder.learning_rates")),
-    **named("text_encoder_2.", "learning_rate", part_of("text_encoder_2.train", "text_encoder.learning_rates")),
-    **named("text_encoder_3.", "learning_rate", part_of("text_encoder_3.train", "text_encoder.learning_rates")),
+    **{f"{name}.learning_rate": part_of(f"{name}.train", "text_encoder.learning_rates") for name in PARTS.split()[:3]},
     **named("", "text_encoder.weight_dtype text_encoder_2.weight_dtype", nothing(SPEED)),
     **named("", "generalized_offset_noise", UNUSED),
     **named("", "custom_conditioning_image force_circular_padding preserve_embedding_norm vb_loss_strength", UNUSED),

@@ -31,8 +31,8 @@ def kohya(folder: Path, **keys: object) -> Imported:
 def drawn(config: Config) -> tuple[Any, ...]:
     """Distribution, the numbers that it asks for, and the shift."""
     flow = config.flow
-    numbers = {"uniform": (), "logit_normal": (flow.logit_mean, flow.logit_spread), "mode": (flow.mode_scale,)}
-    return (flow.timesteps, *numbers[flow.timesteps], flow.shift)
+    numbers = {"uniform": (), "logit_normal": (flow.logit_mean, flow.logit_std), "mode": (flow.mode_scale,)}
+    return (flow.timestep_sampling, *numbers[flow.timestep_sampling], flow.shift)
 
 
 @pytest.mark.parametrize(
@@ -297,7 +297,7 @@ def test_rates_of_one_trainers_text_encoders(model: str, rates: tuple[float, ...
 
 
 def test_what_text_encoders_read(tmp_path: Path) -> None:
-    text = kohya(tmp_path, clip_skip=2, max_token_length=225).config.text
+    text = kohya(tmp_path, clip_skip=2, max_token_length=225).config.text_encoder
     assert (text.clip_skip, text.max_tokens) == (2, 225)
     assert kohya(tmp_path, clip_skip=1, max_token_length=75).config.text_encoder.clip_skip is None
     start = {"training_method": "LORA", "base_model_name": "m", "concepts": [], "text_encoder_layer_skip": 1}

@@ -197,7 +197,7 @@ def test_kohya_trains_as_its_own_defaults_say(tmp_path: Path) -> None:
     assert config.train.max_steps == 1600
     assert config.optimizer.learning_rate == 2e-6
     assert (config.lora.rank, config.lora.alpha) == (4, 1.0)
-    assert (config.lr_scheduler.name, config.lr_scheduler.warmup_steps) == ("constant", 0)
+    assert (config.lr_scheduler.name, config.lr_scheduler.warmup_steps) == ("constant_with_warmup", 0)
     assert config.memory.weight_dtype == "fp32"
     assert config.captions.extension == ".caption"
     assert config.data.max_aspect == 1.0  # no buckets: all pictures are cropped to one shape
@@ -240,7 +240,10 @@ def test_a_value_that_is_out_of_range_here_is_left_out_and_said(tmp_path: Path) 
 def test_a_contradiction_gives_way_and_is_said(tmp_path: Path) -> None:
     text = 'train_data_dir = "p"\noptimizer_type = "AdamWScheduleFree"\nlr_scheduler = "cosine"\nnetwork_dim = 8\n'
     imported = imported_text(tmp_path, "k.toml", text)
-    assert (imported.config.optimizer.name, imported.config.lr_scheduler.name) == ("schedule_free", "constant")
+    assert (imported.config.optimizer.name, imported.config.lr_scheduler.name) == (
+        "adamw_schedulefree",
+        "constant_with_warmup",
+    )
     assert any(line.key == "lr_scheduler" and "averages weights" in line.why for line in imported.lines)
 
 

@@ -149,13 +149,13 @@ def test_epochs_between_checkpoints_of_kohya(text: str, every: int | None, verdi
 def test_what_onetrainer_saves_is_counted_as_its_unit_says(unit: str, steps: int, epochs: int, tmp_path: Path) -> None:
     for key in ("save_every", "backup_after"):
         kept = one_trainer(tmp_path, **{key: 3, f"{key}_unit": unit}).config.checkpoint
-        assert (kept.every_steps, kept.every_epochs) == (steps, epochs)
+        assert (kept.every_n_steps, kept.every_n_epochs) == (steps, epochs)
 
 
 def test_simpletuner_saves_by_steps_and_by_epochs(tmp_path: Path) -> None:
     keys = {"model_family": "sdxl", "model_type": "lora", "checkpoint_epoch_interval": 2}
     kept = imported_text(tmp_path, "s.json", json.dumps(keys)).config.checkpoint
-    assert (kept.every_steps, kept.every_epochs) == (500, 2)
+    assert (kept.every_n_steps, kept.every_n_epochs) == (500, 2)
 
 
 @pytest.mark.parametrize(
