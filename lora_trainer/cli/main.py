@@ -50,6 +50,7 @@ from lora_trainer.config.layers import Resolved
 from lora_trainer.core.errors import DONE, WRONG_USAGE, Problem, UsageError, nearest
 from lora_trainer.core.interrupt import Stopped, code_of_signal, listening
 from lora_trainer.core.quiet import quieten_libraries
+from lora_trainer.core.terminal import survive_closed_terminal
 
 INTERRUPTED = 130
 BROKEN_PIPE = 1  # as rich has it
@@ -68,6 +69,7 @@ class Command:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code; errors of the user are printed without a traceback."""
     arguments = list(sys.argv[1:] if argv is None else argv)
+    survive_closed_terminal()
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             # A name that the console cannot show must not end a run; inside of JSON the escape is JSON's own.
