@@ -49,7 +49,7 @@ repeats = 10
 
 [[data.sources]]
 path = "pictures/other_cats"
-regularisation = true
+is_reg = true
 ```
 """
 WORDS = {"integer": "integer", "number": "number", "string": "text", "boolean": "true or false", "null": "empty"}

@@ -83,7 +83,7 @@ def settings_of(texts: Sequence[str], problems: list[Problem]) -> dict[str, Mapp
             message = f"--compare {text}: {section}.{key} changes what is trained, so that times and losses cannot be compared."
             problems.append(Problem(message, "Measure twice, each with its own --set, for its time alone."))
         valid_settings(Layer(f"--compare {text}", {section: {key: value}}), problems)
-        if (section, key) == ("memory", "attention") and (missing := lacking(str(value))) is not None:
+        if (section, key) == ("hardware", "attention_backend") and (missing := lacking(str(value))) is not None:
             problems.append(Problem(f"--compare {missing.message}", missing.fix))
         found[text] = {f"{section}.{key}": value}
     return found

@@ -152,11 +152,8 @@ def _run_questions(config: Config, run: Run | None) -> Questions:
     if run is None and not is_builtin(config.model):
         origin = "no --data and no run.json beside the file: learning cannot be measured"
         return Questions((), NO_QUESTIONS, True, origin)
-    trained_with = (
-        config
-        if run is None
-        else run.config.model_copy(update={"model": config.model, "text_encoder": config.text_encoder})
-    )
+    asked = {name: getattr(config, name) for name in ("model", "text_encoder", "textual_inversion")}
+    trained_with = config if run is None else run.config.model_copy(update=asked)
     try:
         inputs = read_inputs(trained_with)
     except UsageError as error:

@@ -19,7 +19,7 @@ PATHS = (
     ("model", "path"),
     ("model", "vae"),
     ("model", "text_encoders"),
-    ("cache", "folder"),
+    ("cache", "dir"),
 )  # in a folder's file they are meant from that folder
 THE_BATCH_DECIDES = (("data", "sources"), ("run", "output"), ("run", "offline"))
 

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 BEFORE_AFTER = "before_after"
 BUILT_IN = "built-in"
 # Of [model], what pictures hang on beside its name.
-MODEL_PARTS = ("revision", "vae", "text_encoders", "variant", "without_t5")
+MODEL_PARTS = ("revision", "vae", "text_encoders", "flavor", "without_t5")
 
 
 def drawing_of(config: Config, family: Family, facts: ModelFacts, size: tuple[int, int]) -> Drawing:

@@ -125,8 +125,8 @@ def _plain_section(model: Mapping[str, Any]) -> ModelSection:
     """The same as a section; values of a wrong kind are left out here and refused with all the other settings."""
     texts = ("path", "revision", "vae", "text_encoders")
     values: dict[str, Any] = {key: model[key] for key in texts if isinstance(model.get(key), str)}
-    if model.get("variant") in get_args(Flavor):
-        values["variant"] = model["variant"]
+    if model.get("flavor") in get_args(Flavor):
+        values["flavor"] = model["flavor"]
     return ModelSection(**values, without_t5=model.get("without_t5") is True)
 
 

@@ -272,14 +272,14 @@ def test_a_picture_that_changes_meanwhile_is_refused(data: Path, cache: Path, dr
 
 
 def test_values_that_are_not_finite_stop_the_run(data: Path, cache: Path) -> None:
-    with pytest.raises(TrainingFailed, match=r"not finite for 0\.png.*memory\.base_precision"):
+    with pytest.raises(TrainingFailed, match=r"not finite for 0\.png.*memory\.weight_dtype"):
         fill_latents(plan_of(data, cache), lambda pixels: (encode_image(pixels)[0] / 0, pixels), batch=5)
     assert cache_status(cache).bytes == 0
 
 
 def test_a_cache_folder_that_is_a_file(data: Path, tmp_path: Path) -> None:
     (tmp_path / "cache").write_bytes(b"")
-    with pytest.raises(TrainingFailed, match=r"cache\.folder"):
+    with pytest.raises(TrainingFailed, match=r"cache\.dir"):
         fill(data, tmp_path / "cache")
 
 

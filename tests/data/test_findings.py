@@ -139,10 +139,10 @@ def test_what_is_named_as_a_trigger_or_for_a_whole_source_is_meant(good: Path) -
     for text in good.glob("*.txt"):
         text.write_text("asdf", encoding="utf-8")
     assert not judged(of(good)).passed
-    assert judged(of(good), rules=CaptionsSection(trigger="asdf")).score == 1.0
+    assert judged(of(good), rules=CaptionsSection(trigger_word="asdf")).score == 1.0
     for text in good.glob("*.txt"):
         text.unlink()
-    assert judged(of(good, caption="asdf")).score == 1.0
+    assert judged(of(good, default_caption="asdf")).score == 1.0
     assert judged(of(good.rename(good.with_name("10_asdf")))).score == 1.0
 
 
@@ -223,11 +223,11 @@ def test_captions_as_a_whole(good: Path) -> None:
         text = f"sks {number}" if number < 5 else "a long text about many things that can be seen here " + str(number)
         (good / f"{number}.txt").write_text(text, encoding="utf-8")
     assert codes(judged(of(good))) == {("uneven_captions", "note")}
-    report = judged(of(good), rules=CaptionsSection(trigger="sks"))
+    report = judged(of(good), rules=CaptionsSection(trigger_word="sks"))
     assert codes(report) == {("uneven_captions", "note"), ("missing_trigger", "note")}
     assert "5 of 10 captions lack the trigger 'sks'" in " ".join(each.message for each in report.general)
     assert ("missing_trigger", "note") not in codes(
-        judged(of(good), rules=CaptionsSection(trigger="sks", suffix="sks"))
+        judged(of(good), rules=CaptionsSection(trigger_word="sks", suffix="sks"))
     )
     (good / "0.txt").write_text("a cafÃ© sks", encoding="utf-8")
     assert ("garbled_caption", "warning") in codes(judged(of(good)))
@@ -252,12 +252,12 @@ def test_text_that_is_right_is_left_alone(text: str) -> None:
 def test_regularisation_is_not_what_is_learned(good: Path, tmp_path: Path) -> None:
     for number in range(2):
         save(tmp_path / "class", f"{number}", drawing(160, SIDE, 50 + number), "a thing")
-    report = judged(of(good), of(tmp_path / "class", regularisation=True))
+    report = judged(of(good), of(tmp_path / "class", is_reg=True))
     assert codes(report) == {("few_regularisation", "note")}
     for number in range(3, 10):
         (good / f"{number}.png").unlink()
         (good / f"{number}.txt").unlink()
-    report = judged(of(good), of(tmp_path / "class", regularisation=True))
+    report = judged(of(good), of(tmp_path / "class", is_reg=True))
     assert ("few_pictures", "warning") in codes(report)
     assert report.parts["count"] == pytest.approx(0.8)
 

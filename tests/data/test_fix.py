@@ -207,7 +207,7 @@ def test_alternatives_survive_where_nobody_says_that_they_are_some(good: Path, t
 def test_a_rows_own_weight_is_carried(good: Path, tmp_path: Path) -> None:
     rows = [{"file_name": f"{number}.png", "weight": 0.5 if number else 1} for number in range(8)]
     (good / "metadata.jsonl").write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
-    source = SourceSection(path=str(good), weight=0.25)
+    source = SourceSection(path=str(good), loss_weight=0.25)
     copy = fixed(tmp_path / "copy", source)
     assert [each[3] for each in rows_of(source)] == [0.25] + [0.125] * 7
     assert rows_of(*moved(copy, source)) == rows_of(source)

@@ -37,8 +37,8 @@ def test_what_a_source_says_of_its_pictures(tmp_path: Path, draw: Draw) -> None:
     draw(tmp_path / "dogs" / "5_dog" / "c.png", seed=3, caption=None)
     manifest, findings = read_manifest(
         [
-            source(tmp_path / "10_cat", repeats=0.5, weight=2.0, caption="a tom"),
-            source(tmp_path / "dogs", regularisation=True),
+            source(tmp_path / "10_cat", repeats=0.5, loss_weight=2.0, default_caption="a tom"),
+            source(tmp_path / "dogs", is_reg=True),
         ]
     )
     assert findings == ()
@@ -55,7 +55,7 @@ def test_regularisation_is_seen_as_often_as_the_rest_and_all_of_it_in_time(tmp_p
         draw(tmp_path / "2_sks dog" / f"{number}.png", seed=number, caption=None)
     for number in range(10):
         draw(tmp_path / "class" / f"{number}.png", seed=10 + number, caption=None)
-    asked = [source(tmp_path / "2_sks dog"), source(tmp_path / "class", regularisation=True, caption="a dog")]
+    asked = [source(tmp_path / "2_sks dog"), source(tmp_path / "class", is_reg=True, default_caption="a dog")]
     samples = read_manifest(asked)[0].samples
     prior = [group for group in make_groups(samples, seed=1) if samples[group.indices[0]].regularisation]
     assert [group.seen for group in prior] == [4]
@@ -130,7 +130,7 @@ def test_a_captions_file_keeps_weights_that_it_says_nothing_of(tmp_path: Path, d
     (tmp_path / "new.txt").write_text("a.png|new\nb.png|new\n", "utf-8")
 
     def weights(name: str) -> dict[str, float]:
-        manifest = read_manifest([source(tmp_path, captions_file=str(tmp_path / name), weight=10.0)])[0]
+        manifest = read_manifest([source(tmp_path, captions_file=str(tmp_path / name), loss_weight=10.0)])[0]
         assert captions_of(manifest) == {"a.png": "new", "b.png": "new", "c.png": "old"}
         return {sample.path.stem: sample.weight for sample in manifest.samples}
 
@@ -207,7 +207,7 @@ def test_a_caption_file_too_large_or_no_file_is_a_finding(tmp_path: Path, draw: 
 def test_the_same_folder_twice_only_with_other_settings(tmp_path: Path, draw: Draw) -> None:
     draw(tmp_path / "a.png")
     with pytest.raises(UsageError, match="twice"):
-        read_manifest([source(tmp_path, repeats=2), source(tmp_path, weight=3)])
+        read_manifest([source(tmp_path, repeats=2), source(tmp_path, loss_weight=3)])
     manifest, findings = read_manifest([source(tmp_path, resolutions=(512,)), source(tmp_path, resolutions=(768,))])
     assert [(sample.path.name, sample.source) for sample in manifest.samples] == [("a.png", 0), ("a.png", 1)]
     assert findings == ()

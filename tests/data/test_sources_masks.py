@@ -109,7 +109,7 @@ def test_masks_of_pictures_in_a_tar(tmp_path: Path, draw: Draw) -> None:
         tar.add(draw(tmp_path / "made" / "b.png", 60, 40, seed=2), "in/b.png")
     grey(tmp_path / "masks" / "in" / "a.png", 60, 40)
     grey(tmp_path / "masks" / "b-masklabel.png", 30, 20)
-    asked = SourceSection(path=str(tmp_path / "x.tar"), masks=str(tmp_path / "masks"), caption="a thing")
+    asked = SourceSection(path=str(tmp_path / "x.tar"), masks=str(tmp_path / "masks"), default_caption="a thing")
     samples = read_manifest([asked])[0].samples
     assert [sample.mask and sample.mask.path and sample.mask.path.name for sample in samples] == [
         "a.png",

@@ -210,7 +210,7 @@ def test_a_resolution_between_two_steps_is_told() -> None:
 
 
 def test_a_source_has_its_own_say() -> None:
-    own = SourceSection(path="b", resolutions=(256,), flip=True, colour_variants=2, crop="random")
+    own = SourceSection(path="b", resolutions=(256,), flip=True, color_variants=2, crop="random")
     data = DataSection(sources=(SourceSection(path="a"), own), resolutions=(512, 768), crop_variants=3)
     first, second = framings_of(data, 512, 64)
     assert (first.resolutions, first.crops, first.flip, first.colours) == ((768, 512), 1, False, 0)

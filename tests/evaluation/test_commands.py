@@ -161,7 +161,7 @@ def test_wrong_paths_are_wrong_usage(lora: Path, base: Path, tmp_path: Path) -> 
 
 
 def test_sample_writes_a_sheet(lora: Path, base: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    config = on(base, steps=2)
+    config = on(base, num_inference_steps=2)
     assert sample_command(lora, ["a red circle"], config, seeds=[5]) == 0
     sheet = Path(capsys.readouterr().out.strip())
     assert sheet == lora.parent / "samples" / "cat_before_after.png"
@@ -184,7 +184,7 @@ def test_captions_are_read_as_the_run_beside_the_file_read_them(
 ) -> None:
     run = Config.model_validate({"model": {"path": str(base)}, "text_encoder": {"max_tokens": 150}})
     write_json(lora.parent / "run.json", {"config": run.model_dump(mode="json")})
-    assert sample_command(lora, ["a ring"], on(base, steps=1)) == 0
+    assert sample_command(lora, ["a ring"], on(base, num_inference_steps=1)) == 0
     recipe = Path(capsys.readouterr().out.strip()).with_suffix(".json")
     assert json.loads(recipe.read_text(encoding="utf-8"))["text"]["clip_tokens"] == 150
 
@@ -207,7 +207,7 @@ def test_a_header_says_the_schedule_and_odd_numbers_in_it_are_passed_over() -> N
     said: list[str] = []
     header = {OWN_VERSION: "0", "ss_clip_skip": "99", "ss_zero_terminal_snr": "True"}
     read = read_as_trained(Config(), None, header, said.append)
-    assert read.text == Config().text
+    assert read.text_encoder == Config().text_encoder
     assert read.noise.zero_terminal_snr
     assert "99" in said[0]
     assert not read_as_trained(Config(), None, {"ss_zero_terminal_snr": "True"}).noise.zero_terminal_snr

@@ -217,7 +217,7 @@ def test_many_pictures_make_a_sheet_that_can_be_opened(tmp_path: Path) -> None:
         ({"strengths": ["nan"]}, "strengths"),
         ({"dtype": "int8"}, "int8"),
         ({"at_once": "x"}, "'x' at once"),
-        ({"text_encoder": {"clip_skip": 99}}, "clip_skip"),
+        ({"text": {"clip_skip": 99}}, "clip_skip"),
         ({"model_parts": {"vae": 3}}, "model_parts"),
     ],
 )

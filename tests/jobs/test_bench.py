@@ -246,11 +246,9 @@ def test_the_best_settings_are_a_file_that_config_takes(place, tmp_path, capsys)
     assert "best.toml: compile.enabled=true" in capsys.readouterr().out
     text = file.read_text()
     assert "loss.min_snr_gamma" not in text.partition("# Tried beside:")[0], "it changes what is learned"
-    assert (
-        "memory.gradient_checkpointing=false: 0.960 (0.910 to 1.010) of the time"
-        in text.partition("# Tried beside:")[2]
-    )
-    assert "[memory]\n# 0.800 (0.750 to 0.850) of the time, +0.000 GiB, losses 0.10% off\ncompile = true" in text
+    passed = text.partition("# Tried beside:")[2]
+    assert "memory.gradient_checkpointing=false: 0.960 (0.910 to 1.010) of the time" in passed
+    assert "[compile]\n# 0.800 (0.750 to 0.850) of the time, +0.000 GiB, losses 0.10% off\nenabled = true" in text
     assert "#   memory.weight_dtype=int8: 0.500 (0.450 to 0.550) of the time" in text
     assert main(["train", "--config", str(file), "--explain"]) == 0
     assert "--config" in capsys.readouterr().out
@@ -290,7 +288,7 @@ def test_a_setting_that_does_nothing_here_has_no_figures(place, tmp_path, capsys
 
 def test_blocks_that_were_not_compiled_are_not_measured(tmp_path):
     whole = Config()
-    wanted = whole.model_copy(update={"memory": whole.memory.model_copy(update={"compile": True})})
+    wanted = whole.model_copy(update={"compile": whole.compile.model_copy(update={"enabled": True})})
 
     def why(compiled: object) -> str | None:
         learner = SimpleNamespace(device=torch.device("cpu"), compiled=compiled)
@@ -324,10 +322,10 @@ def test_what_noise_may_have_made_is_said():
 
 
 def test_a_wrong_setting_to_compare_is_named_with_the_nearest(capsys):
-    assert main(["bench", "step", "--compare", "nonsense", "--compare", "memory.compil=true"]) == 2
+    assert main(["bench", "step", "--compare", "nonsense", "--compare", "compile.enable=true"]) == 2
     told = capsys.readouterr().err
     assert "--compare nonsense is not of the form section.key=value" in told
-    assert "Did you mean compile or" in told
+    assert "Did you mean enabled?" in told
 
 
 def test_a_flag_of_another_measurement_is_refused(capsys):

@@ -48,15 +48,15 @@ def test_a_baseline_of_another_measurement(tmp_path: Path, capsys):
 def test_what_is_compared_must_be_a_setting_of_that_value(capsys):
     settings = [
         "bogus=1",
-        "compile=true",
-        "memory.compil=true",
+        "fullgraph=true",
+        "compile.enable=true",
         "memory.gradient_checkpointing=0.5",
         "hardware.attention_backend=flash3",
     ]
     told = refused(["step", *(part for setting in settings for part in ("--compare", setting))], capsys)
     assert "--compare bogus=1: bogus is not a setting." in told
-    assert "Did you mean compile.enabled?" in told
-    assert "memory.compil (from --compare memory.compil=true) is not a setting" in told
+    assert "Did you mean compile.fullgraph?" in told
+    assert "compile.enable (from --compare compile.enable=true) is not a setting" in told
     assert "memory.gradient_checkpointing = 0.5 (from --compare" in told
     assert "flash3 is not installed (the folder hopper of FlashAttention's sources).\n     Install it, or" in told
 

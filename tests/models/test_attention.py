@@ -42,7 +42,7 @@ def test_it_falls_back_with_a_reason_and_refuses_when_insisted_on(monkeypatch):
     assert choice.name == "sdpa"
     assert "64 tokens" in choice.reason
     assert choice.failures == ("xformers does not run on cpu in float32 at head size 16",)
-    with pytest.raises(UsageError, match=r"memory\.attention=xformers"):
+    with pytest.raises(UsageError, match=r"hardware\.attention_backend=xformers"):
         choose("xformers", ())
 
 
@@ -324,7 +324,7 @@ def test_an_attention_of_an_unknown_kind_is_refused():
         if hasattr(module, "set_processor"):
             module.set_processor(Odd())
     install_attention(model, "sdpa")  # leaves what is there
-    with pytest.raises(UsageError, match=r"Set memory\.attention=sdpa"):
+    with pytest.raises(UsageError, match=r"Set hardware\.attention_backend=sdpa"):
         install_attention(model, "math")
 
 

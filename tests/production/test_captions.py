@@ -29,7 +29,7 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> Config:
             text.write_text(f"{written}, number {index}", encoding="utf-8")
             picture = text.with_suffix(".png")
             picture.write_bytes(picture.read_bytes() + name.encode())  # other content in each folder
-    own = {"wildcards": True, "weighted_words": True, "variants": 4, "keep_tokens": 1, "suffix": "{1|2|3|4|5}"}
+    own = {"wildcards": True, "prompt_weighting": True, "variants": 4, "keep_tokens": 1, "suffix": "{1|2|3|4|5}"}
     sources = [
         str(root / "plain"),
         {"path": str(root / "own"), "captions": own},
@@ -83,12 +83,12 @@ def test_what_is_told_of_them(config: Config, inputs: Inputs) -> None:
 def test_what_is_shown_of_a_caption_is_what_is_trained() -> None:
     plain = Sample(Path("a.png"), "a cat", 8, 8, "0")
     assert caption_told(plain) == ["a.png: trained on 'a cat'"]
-    rules = CaptionsSection(wildcards=True, weighted_words=True, shuffle=True, keep_tokens=9, variants=8)
+    rules = CaptionsSection(wildcards=True, prompt_weighting=True, shuffle=True, keep_tokens=9, variants=8)
     (sample,) = settled([replace(plain, caption="a (cat:1.2), {red|blue}")], [rules])
     head, *texts = caption_told(sample)
     assert head == "a.png: canonical 'a cat, red', trained on 2 texts:"
     assert sorted(texts) == ["  'a (cat:1.2), blue'", "  'a (cat:1.2), red'"]
-    rules = CaptionsSection(trigger="sks", shuffle=True, keep_tokens=1, tag_dropout=1.0)
+    rules = CaptionsSection(trigger_word="sks", shuffle=True, keep_tokens=1, tag_dropout=1.0)
     (sample,) = settled([replace(plain, caption="cat, red, big")], [rules])
     assert caption_told(sample) == ["a.png: canonical 'sks, cat, red, big', trained on 1 text:", "  'sks, cat'"]
 
@@ -105,18 +105,18 @@ def test_triggers_of_sources_are_known_where_the_run_has_none(config: Config, in
     plain, own, kept = config.data.sources
     sources = (
         plain,
-        *(own.model_copy(update={"captions": CaptionsSection(trigger=word)}) for word in ("sks", "zobo", "sks")),
-        kept.model_copy(update={"captions": CaptionsSection(trigger="none")}),
+        *(own.model_copy(update={"captions": CaptionsSection(trigger_word=word)}) for word in ("sks", "zobo", "sks")),
+        kept.model_copy(update={"captions": CaptionsSection(trigger_word="none")}),
     )
     several = config.model_copy(
         update={
             "data": config.data.model_copy(update={"sources": sources}),
-            "captions": config.captions.model_copy(update={"trigger": None}),
+            "captions": config.captions.model_copy(update={"trigger_word": None}),
         }
     )
     assert triggers(several) == ("sks", "zobo")
     assert sample_prompts(several, inputs) == ["sks at sea"]
-    assert triggers(several.model_copy(update={"captions": CaptionsSection(trigger="zobo")})) == ("zobo", "sks")
+    assert triggers(several.model_copy(update={"captions": CaptionsSection(trigger_word="zobo")})) == ("zobo", "sks")
     assert triggers(several.model_copy(update={"data": config.data, "captions": CaptionsSection()})) == ()
 
 

@@ -70,7 +70,7 @@ def test_without_a_card_every_phase_is_counted() -> None:
     assert hosted["train"] > 44.3 + plan.fit.parts.adapter
     assert 3.0 < hosted["cache"] < 14.0, "pictures, and the captions' own, but no T5"
     assert 50.0 < hosted["draw"] < 62.0
-    half = published("flux", memory={"base_precision": "bf16"})
+    half = published("flux", memory={"weight_dtype": "bf16"})
     assert half.phases["validate"].host_gib < 1.5, "the weights stay mapped as they are stored"
     assert half.phases["train"].host_gib < hosted["train"] - 44.0
 
@@ -93,7 +93,7 @@ def test_a_plan_says_where_host_memory_is_too_small() -> None:
     assert line.startswith("host memory, without a card: up to ")
     assert line.endswith("this machine has 64.0, which is too little for it")
     assert "too little" not in host_lines(plan, 256.0)[0]
-    assert host_lines(published("sd15", memory={"base_precision": "bf16", "limit_gib": 24.0}), 64.0) == []
+    assert host_lines(published("sd15", memory={"weight_dtype": "bf16", "limit_gib": 24.0}), 64.0) == []
 
 
 def test_a_base_that_no_processor_holds_is_refused() -> None:

@@ -24,7 +24,7 @@ def test_the_models_own_autoencoder_is_counted(monkeypatch: pytest.MonkeyPatch) 
     inputs: Any = SimpleNamespace(
         train_plan=plans, held_out_plan=plans, family=SimpleNamespace(name="sdxl"), facts=SimpleNamespace()
     )
-    config: Any = SimpleNamespace(cache=SimpleNamespace(batch=8))
+    config: Any = SimpleNamespace(cache=SimpleNamespace(batch_size=8))
     choices: Any = SimpleNamespace(device=torch.device("cpu"), encoder_dtype=torch.float32)
     monkeypatch.setattr(caching, "costs_of", lambda facts, without=(): costs)
     assert pictures_together(config, inputs, choices, missing=True) == 3

@@ -36,7 +36,7 @@ def test_the_fastest_is_timed_once_and_kept_on_resuming(bench, capsys):
     (left,) = [line for line in told["choices"] if line.startswith("not used for attention")]
     assert "xformers" in left
     assert left not in capsys.readouterr().out, "what is not here is of no concern"
-    assert read_toml(bench.folder("timed") / "config.toml")["memory"]["attention"] == fastest
+    assert read_toml(bench.folder("timed") / "config.toml")["hardware"]["attention_backend"] == fastest
 
     slower = max(times, key=times.__getitem__)
     told["hardware"]["timed_attention"] = slower

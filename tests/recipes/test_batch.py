@@ -146,7 +146,7 @@ def test_good_folders_are_trained_and_bad_ones_have_their_reason(over):
 
 
 def test_each_job_is_held_to_the_whole_gate(night):
-    (night.root / "ash" / "lora.toml").write_text("[optim]\nlearning_rate = 1e-12\n", encoding="utf-8")
+    (night.root / "ash" / "lora.toml").write_text("[optimizer]\nlearning_rate = 1e-12\n", encoding="utf-8")
     shutil.rmtree(night.root / "cedar")
     gate = Config().gates
     given = {"gates__lora": gate.lora, "gates__lora_check": gate.lora_check}
@@ -286,7 +286,7 @@ def test_what_goes_wrong_in_one_job_is_its_own(night):
         return true(resolved, **arguments)
 
     # Shows when the model is loaded: the run's folder is there already.
-    (night.root / "birch" / "lora.toml").write_text('[lora]\ntargets = "nothing.*"\n', encoding="utf-8")
+    (night.root / "birch" / "lora.toml").write_text('[lora]\ntarget_modules = "nothing.*"\n', encoding="utf-8")
     with patched(worker, "train", train):
         assert night.run() == 2
     assert night.jobs("status") == {"ash": "failed", "birch": "failed", "cedar": "done"}

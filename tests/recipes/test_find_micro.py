@@ -64,7 +64,7 @@ def test_what_is_found_is_used_recorded_and_leaves_no_trace(bench, monkeypatch, 
     assert "found by trying up to 5" in chosen(bench, "found")
     assert "4 run out of memory" in chosen(bench, "found")
     assert record(bench.folder("found"))["arithmetic"]["batch"] == 3
-    assert read_toml(bench.folder("found") / "config.toml")["batch"]["max_micro"] == 3
+    assert read_toml(bench.folder("found") / "config.toml")["train"]["max_micro_batch_size"] == 3
     # Repeated from its own config, now that there would be room for more.
     repeated = ["train", "--config", str(bench.folder("found") / "config.toml"), "--name", "again"]
     assert main(repeated) == 0

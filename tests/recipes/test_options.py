@@ -122,7 +122,7 @@ def test_clipping_by_value_replaces_clipping_by_norm(bench, capsys):
     assert bench.run("both", optimizer__clip_value=0.5, optimizer__max_grad_norm=2.0) == 2
     assert "by value (optimizer.clip_value) or by norm, not both" in capsys.readouterr().err
     assert bench.run("value", steps=2, optimizer__clip_value=1e-12) == 0
-    assert record(bench.folder("value"))["config"]["optim"]["clip_norm"] == 0.0
+    assert record(bench.folder("value"))["config"]["optimizer"]["max_grad_norm"] == 0.0
     assert bench.run("norm", steps=2) == 0
     assert losses(bench.folder("value"))[0] == losses(bench.folder("norm"))[0]
     assert exported(bench.folder("value")) != exported(bench.folder("norm"))

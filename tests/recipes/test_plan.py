@@ -145,7 +145,7 @@ def test_a_card_decides_precision_and_checkpointing(limit, precision, dtype, mon
 
 
 def test_a_card_refuses_what_was_set_and_does_not_fit():
-    with pytest.raises(UsageError, match=r"memory\.checkpointing=auto"):
+    with pytest.raises(UsageError, match=r"memory\.gradient_checkpointing=auto"):
         planned_choices(
-            demand_on_a_card(6.0, checkpointing="none", streaming="none"), Choice("bf16", "the preset's"), CARD
+            demand_on_a_card(6.0, gradient_checkpointing=False, blocks_to_swap=0), Choice("bf16", "the preset's"), CARD
         )

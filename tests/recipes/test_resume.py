@@ -105,14 +105,16 @@ def test_a_damaged_checkpoint_is_passed_over(finished, bench, capsys):
 def test_what_a_run_decided_for_itself_is_no_change_of_anybodys(bench, capsys):
     assert bench.run("first", steps=2, memory__weight_dtype=None) == 0
     config = bench.folder("first") / "config.toml"
-    assert 'base_precision = "fp32"' in config.read_text("utf-8")
+    assert 'weight_dtype = "fp32"' in config.read_text("utf-8")
     capsys.readouterr()
     assert main(["train", "--config", str(config), "--resume", "--max-steps", "3"]) == 0
     said = capsys.readouterr().out
     assert [line for line in said.splitlines() if line.startswith("changed: ")] == ["changed: train.max_steps 2 → 3"]
     assert f"precision fp32: as {config} has it" in said
     assert bench.run("first", "--resume", steps=4, memory__weight_dtype=None) == 0  # the first flags again
-    assert "changed: memory" not in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "changed: memory" not in said
+    assert "changed: hardware" not in said
     assert bench.run("first", "--resume", steps=5, hardware__attention_backend="math") == 0
     assert 'changed: hardware.attention_backend "auto" → "math"' in capsys.readouterr().out
 

@@ -41,8 +41,8 @@ def lay_out(root: Path) -> Path:
             (root / name / path.with_suffix(".txt").name).write_text(caption, encoding="utf-8")
     config = root / "config.toml"
     tables = [
-        'path = "2_sks ring"', 'path = "shard-{0..0}.tar"\nrepeats = 1.5', 'path = "more.parquet"\nweight = 0.8',
-        'path = "class"\nregularisation = true', 'path = "clear"\nmasks = "alpha"',
+        'path = "2_sks ring"', 'path = "shard-{0..0}.tar"\nrepeats = 1.5', 'path = "more.parquet"\nloss_weight = 0.8',
+        'path = "class"\nis_reg = true', 'path = "clear"\nmasks = "alpha"',
     ]  # fmt: skip
     config.write_text("".join(f"[[data.sources]]\n{table}\n" for table in tables), encoding="utf-8")
     return config

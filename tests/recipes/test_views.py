@@ -43,7 +43,7 @@ masks = "alpha"
 resolutions = [48, 80]
 crop = "random"
 flip = true
-colour_variants = 1
+color_variants = 1
 
 [[data.sources]]
 path = {json.dumps(str(made / "plain"))}

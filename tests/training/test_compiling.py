@@ -160,7 +160,7 @@ def test_without_a_compiler_blocks_stay_as_they_are(place: TinyPlace) -> None:
 
     with inductor.patch({"cpp.cxx": ("no-such-compiler",)}):
         assert place.job("none", steps=1, compile__enabled=True).learner.compiled is None
-        (line,) = lines_of(Layout(torch.float32, "fp32", "none", compiled=True))
+        (line,) = lines_of(Layout(torch.float32, "fp32", False, compiled=True))
     assert line.startswith("not compiled: ")
     assert line.endswith("a processor needs a C++ compiler (g++, clang or MSVC)")
 
@@ -175,8 +175,8 @@ def test_the_same_bits_are_wanted_of_the_run_that_asks_for_them_alone(place: Tin
 
 @pytest.mark.parametrize(("shapes", "dynamic", "said"), [(33, False, True), (32, False, False), (33, "auto", False)])
 def test_sizes_that_are_too_many_to_compile_each_for_itself_are_said(shapes: int, dynamic: object, said: bool) -> None:
-    layout = Layout(torch.float32, "fp32", "none", compiled=True, shapes=shapes)
-    lines = lines_of(layout, compile_dynamic=dynamic)
+    layout = Layout(torch.float32, "fp32", False, compiled=True, shapes=shapes)
+    lines = lines_of(layout, dynamic=dynamic)
     assert any(line.startswith(f"{shapes} sizes of micro batch are more") for line in lines) is said
 
 
@@ -201,14 +201,14 @@ def test_graphs_begin_anew_with_each_micro_batch_where_its_gradients_are_copied_
 
 
 def test_auto_decides_by_the_steps_of_the_run_and_its_device() -> None:
-    def compiles(device: str, steps: int, **memory: object) -> bool:
-        config = resolve([Layer("test", {"memory": memory})]).config
+    def compiles(device: str, steps: int, **settings: object) -> bool:
+        config = resolve([Layer("test", {"compile": settings})]).config
         return compiling_pays(config, torch.device(device), steps)
 
     assert not compiles("cuda", 10**6)
-    assert compiles("cpu", 1, compile=True)
-    assert [compiles("cuda", steps, compile="auto") for steps in (1499, 1500)] == [False, True]
-    assert not compiles("cpu", 10**6, compile="auto")
+    assert compiles("cpu", 1, enabled=True)
+    assert [compiles("cuda", steps, enabled="auto") for steps in (1499, 1500)] == [False, True]
+    assert not compiles("cpu", 10**6, enabled="auto")
 
 
 @pytest.mark.slow

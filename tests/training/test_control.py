@@ -16,8 +16,8 @@ from lora_trainer.training.validation import validation_line
 from tests.training.test_guard import numbers, weights
 from tests.training.tiny_job import TinyPlace, told_in
 
-PLATEAU = SafeguardsSection(plateau=True)
-JUMP = SafeguardsSection(jump=True)
+PLATEAU = SafeguardsSection(reduce_lr_on_plateau=True)
+JUMP = SafeguardsSection(clip_on_loss_spike=True)
 PATIENT = SafeguardsSection(early_stopping=True)
 losses = st.floats(0.001, 2.0)
 
@@ -64,7 +64,7 @@ def test_no_plateau_where_the_loss_moves(held_out):
 
 @given(st.lists(losses, min_size=1, max_size=40), st.integers(1, 6), st.sampled_from([0.0, 0.05]))
 def test_patience_ends_at_the_first_run_without_gain(held_out, patience, change):
-    config = SafeguardsSection(early_stopping=True, patience=patience, min_change=change)
+    config = SafeguardsSection(early_stopping=True, patience=patience, min_delta=change)
     lowest, without, ends = float("inf"), 0, None
     for number, loss in enumerate(held_out):
         gained = loss < lowest - change
@@ -130,14 +130,14 @@ def test_one_bad_mini_batch_is_no_jump():
 
 @given(st.lists(losses, min_size=1, max_size=FIRST_JUDGED - 1))
 def test_the_first_steps_judge_nothing(steps):
-    config = SafeguardsSection(jump=True, spike=1.5)
+    config = SafeguardsSection(clip_on_loss_spike=True, grad_spike_factor=1.5)
     assert stepped(config, steps)[1] == []
 
 
 @given(st.lists(losses, min_size=60, max_size=130), st.data())
 def test_a_stop_between_changes_no_decision(steps, data):
     """In the middle of every window: the state holds all that decides, also after a way through JSON."""
-    config = SafeguardsSection(jump=True, jump_ratio=1.05, spike=2.0, plateau=True, plateau_spread=0.5)
+    config = SafeguardsSection(clip_on_loss_spike=True, loss_spike_ratio=1.05, grad_spike_factor=2.0, reduce_lr_on_plateau=True, plateau_spread=0.5)
     k = data.draw(st.integers(0, len(steps)))
     straight = stepped(config, steps)
     half, told = stepped(config, steps[:k])
@@ -147,7 +147,7 @@ def test_a_stop_between_changes_no_decision(steps, data):
 
 
 def test_a_spike_is_told_and_does_not_become_the_usual():
-    config = SafeguardsSection(spike=10.0)
+    config = SafeguardsSection(grad_spike_factor=10.0)
     control, told = stepped(config, [0.1] * 60 + [50.0, 50.0] + [0.1] * 8)
     assert told == [(61, "spike"), (62, "spike")]
     assert control.norm_sum < 0.2

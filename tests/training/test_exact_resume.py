@@ -200,7 +200,7 @@ def several_sources(folder: Path) -> tuple[dict[str, Any], ...]:
         for path in sorted(draw_pictures(folder / "kept", 9).glob("*.png"))[:6]:  # those of the other folder
             path.unlink()
             path.with_suffix(".txt").unlink()
-    masked = {"path": str(folder / "masked"), "masks": str(folder / "masks"), "weight": 0.5, "repeats": 1.5}
+    masked = {"path": str(folder / "masked"), "masks": str(folder / "masks"), "loss_weight": 0.5, "repeats": 1.5}
     return masked, {"path": str(folder / "kept"), "is_reg": True}
 
 
@@ -325,13 +325,12 @@ def test_every_word_of_a_setting_has_a_case(setting):
 
 
 # Sections whose settings change what a step does, and those of them that do it before any step, or in the data's choice.
-OF_A_STEP = ("lora", "optim", "schedule", "noise", "loss", "captions", "data")
+OF_A_STEP = ("lora", "optimizer", "lr_scheduler", "noise", "loss", "captions", "data")
 BEFORE_ANY_STEP = {
     "captions.extension",
     *(f"captions.{name}" for name in ("separator", "keep_tokens_separator", "prefix", "suffix")),
     *(f"data.{name}" for name in ("resolution", "resolution_ceiling", "allow_missing_captions", "allow_small_images")),
     *(f"data.{name}" for name in ("bucket_no_upscale", "max_aspect", "bucket_step", "bucket_min", "bucket_max")),
-    *(f"validation.{name}" for name in ("split", "split_seed")),
 }
 
 

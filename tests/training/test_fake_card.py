@@ -138,8 +138,8 @@ def test_a_step_mixes_no_places(card: Card, kind: Kind) -> None:
     facts = family.describe(model)
     flow = facts.prediction == "flow"
     noise = {"multires_iterations": 3, "offset": 0.1, "input_perturbation": 0.1}
-    loss = {"kind": "huber"} if flow else {"min_snr_gamma": 5.0}
-    config = settings(noise=noise, loss=loss, text={"learning_rates": rates})
+    loss = {"type": "huber"} if flow else {"min_snr_gamma": 5.0}
+    config = settings(noise=noise, loss=loss, text_encoder={"learning_rates": rates})
     built = build.build_learner(
         config,
         family,

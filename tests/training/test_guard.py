@@ -219,7 +219,7 @@ def test_stop_saves_what_was_before(place: TinyPlace):
 
 
 @pytest.mark.parametrize("guard", get_args(Guard))
-def test_restore_goes_back_with_half_the_rate(place: TinyPlace, guard):
+def test_rollback_goes_back_with_half_the_rate(place: TinyPlace, guard):
     """The steps in between are trained again, and the rate stays lower."""
     seen = [0]
 
@@ -236,7 +236,7 @@ def test_restore_goes_back_with_half_the_rate(place: TinyPlace, guard):
     assert "at step" not in events(job)[-1]["message"], "the event says the step"
 
 
-def test_restore_returns_to_the_start_where_nothing_was_saved(place: TinyPlace):
+def test_rollback_returns_to_the_start_where_nothing_was_saved(place: TinyPlace):
     settings = {**SETTINGS, "checkpoint__every_n_steps": 100, "safeguards__max_nonfinite_steps": 2}
     job = bad_sample(place.job("a", safeguards__on_nonfinite="rollback", **settings), BAD)
     with pytest.raises(TrainingFailed, match=r"After 2 returns to an earlier checkpoint .* at step 4 again"):
@@ -346,8 +346,8 @@ def test_a_scale_that_collapses_ends_the_run_with_what_was_good(place: TinyPlace
 
 def test_the_three_guards_are_chosen_by_device_and_optimizer():
     card, adamw = torch.device("cuda"), Config()
-    other = Config(optim=OptimizerSection(name="lion"))
-    stopping = Config(control=SafeguardsSection(not_finite="stop"))
+    other = Config(optimizer=OptimizerSection(name="lion"))
+    stopping = Config(safeguards=SafeguardsSection(on_nonfinite="stop"))
     assert choose_guard(adamw, torch.device("cpu"), scaled=True) == "ahead"
     assert choose_guard(adamw, card, scaled=True) == "on_device"
     assert choose_guard(other, card, scaled=False) == choose_guard(stopping, card, scaled=False) == "late"

@@ -53,29 +53,9 @@ def test_the_step_stays_under_the_tier_that_it_is_given(capsys):
 
 
 def test_checkpointing_frees_memory_and_keeps_the_losses(capsys):
-    arguments = [
-        "bench",
-        "step",
-        "--set",
-        "model.family=sd15",
-        "--set",
-        "data.resolution=512",
-        "--steps",
-        "2",
-        "--json",
-    ]
-    assert (
-        main(
-            [
-                *arguments,
-                "--compare",
-                "memory.gradient_checkpointing=true",
-                "--set",
-                "memory.gradient_checkpointing=false",
-            ]
-        )
-        == 0
-    )
+    asked = ["--set", "model.family=sd15", "--set", "data.resolution=512", "--steps", "2", "--json"]
+    ways = ["--compare", "memory.gradient_checkpointing=true", "--set", "memory.gradient_checkpointing=false"]
+    assert main(["bench", "step", *asked, *ways]) == 0
     without, checkpointed = json.loads(capsys.readouterr().out)["rows"]
     assert checkpointed["peak_gib"] < without["peak_gib"]
     assert checkpointed["loss_mean"] < 1e-2

@@ -24,7 +24,7 @@ def failing(place: TinyPlace, name: str, **settings: object) -> Job:
     return bad_sample(place.job(name, **{"safeguards__max_nonfinite_steps": 3, **SETTINGS, **settings}), 3, 4, 5)
 
 
-def test_restore_goes_further_back_where_the_same_step_fails_again(place: TinyPlace):
+def test_rollback_goes_further_back_where_the_same_step_fails_again(place: TinyPlace):
     """And the checkpoint that is written on the way is new, and tried first."""
     began: list[int] = []
     job = place.job(
@@ -59,10 +59,10 @@ def test_returns_are_forgotten_with_the_settings_they_were_made_by():
     config = Config()
     before = replace(with_settings(TrainState(), config), restored=3, rate_scale=0.5, failed_at=6, returned_to=5)
     assert with_settings(before, config) == before
-    patient = Config(control=SafeguardsSection(most_not_finite=20))
+    patient = Config(safeguards=SafeguardsSection(max_nonfinite_steps=20))
     after = with_settings(before, patient)
     assert (after.restored, after.failed_at, after.rate_factor) == (0, 0, before.rate_factor)
-    slower = with_settings(before, Config(optim=OptimizerSection(learning_rate=1e-5)))
+    slower = with_settings(before, Config(optimizer=OptimizerSection(learning_rate=1e-5)))
     assert (slower.restored, slower.rate_factor) == (0, 0.5)
     unknown = replace(before, asked="", asked_rate=None)  # of a checkpoint that an earlier version wrote
     assert with_settings(unknown, config) == before
@@ -74,7 +74,7 @@ def test_the_checkpoint_from_before_the_failures_is_named(place: TinyPlace):
         place.train(job)
 
 
-@pytest.mark.parametrize(("precision", "said"), [("bf16", "base_precision=fp32"), ("fp32", None)])
+@pytest.mark.parametrize(("precision", "said"), [("bf16", "weight_dtype=fp32"), ("fp32", None)])
 def test_the_advice_is_what_the_run_is_not_yet(place: TinyPlace, precision, said):
     job = place.job(precision, memory__weight_dtype=precision, **SETTINGS)
     assert (remedy(job) == "Lower optimizer.learning_rate.") == (said is None)

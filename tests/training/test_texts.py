@@ -66,7 +66,7 @@ def test_each_has_its_rate_after_warm_up_and_schedule(place, tiny_models):
         assert rate == pytest.approx(last / share)
 
 
-@pytest.mark.parametrize("name", ["adamw", "prodigy", "schedule_free"])
+@pytest.mark.parametrize("name", ["adamw", "prodigy", "adamw_schedulefree"])
 def test_a_run_goes_on_with_other_rates_whichever_were_equal(name, place, tiny_models):
     here = replace(place, model=tiny_models("sdxl"))
     fixed = {

@@ -36,7 +36,7 @@ def ended(place: TinyPlace, job: Job, *stops: int) -> tuple[str, dict[str, bytes
     return words, weights(job), numbers(job), [path.name for path in list_checkpoints(job.checkpoints)]
 
 
-@pytest.mark.parametrize("policy", ["skip", "restore", "stop"])
+@pytest.mark.parametrize("policy", ["skip", "rollback", "stop"])
 def test_numbers_that_wait_change_nothing(place: TinyPlace, policy, monkeypatch):
     """Looked at every sixth step, as a card is every tenth, with good steps behind a bad one."""
     settings = {**RARELY, "steps": 8, "safeguards__on_nonfinite": policy, "safeguards__max_nonfinite_steps": 2}

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, StrictBool
 
 FamilyName = Literal["sd15", "sd2", "sdxl", "sd3", "flux", "z_image"]
 Blocks = Annotated[
-    bool | Literal["auto"] | Annotated[int, Field(ge=0)], Field(union_mode="left_to_right")
-]  # all, none, as few as needed, a number
+    StrictBool | Literal["auto"] | Annotated[int, Field(ge=0)], Field(union_mode="left_to_right")
+]  # all, none, as few as needed, a number: 1 is one block and not `true`
 Flavor = Literal["base", "turbo"]  # of models with the same architecture
 Precision = Literal["bf16", "fp16", "fp32", "fp8", "int8", "nf4"]
 OptimizerName = Literal["adamw", "adamw8bit", "paged_adamw8bit", "adafactor", "lion", "prodigy", "adamw_schedulefree"]

@@ -18,7 +18,7 @@ from lora_trainer.jobs.trials.sums import sums_pair
 from lora_trainer.training.processes import join_processes
 
 WARM_UP, STEPS, STEPS_ON_A_PROCESSOR = 10, 30, 10
-PLAIN = {"memory.gradient_checkpointing": "false", "compile.enabled": False}
+PLAIN = {"memory.gradient_checkpointing": False, "compile.enabled": False}
 SLOW = {"memory.weight_dtype": "fp32", "hardware.attention_backend": "math", "hardware.cudnn_benchmark": False}
 ON_A_CARD = "needs a card"
 

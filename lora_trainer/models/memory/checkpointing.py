@@ -61,7 +61,7 @@ def checkpointed_blocks(denoiser: nn.Module) -> int:
 
 
 def checkpoint_blocks(denoiser: Any, count: int, recompute: CheckpointingMode = "full") -> None:
-    """CheckpointingMode the activations of the first `count` blocks in the backward pass: all, or what is cheap to compute."""
+    """Recompute the activations of the first `count` blocks in the backward pass: all, or what is cheap to compute."""
     blocks = checkpointable_blocks(denoiser)
     if is_transformer(denoiser):
         denoiser.enable_gradient_checkpointing(_where_flagged(recompute))

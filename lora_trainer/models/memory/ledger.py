@@ -194,7 +194,7 @@ def count_of(setting: Blocks, blocks: int) -> int:
 
 def no_more(setting: Blocks, blocks: int) -> str:
     """What is said where more blocks were asked for than there are."""
-    more = setting != "auto" and setting > blocks
+    more = setting is not True and setting != "auto" and setting > blocks
     return f"; {setting} were asked for, and there are no more" if more else ""
 
 

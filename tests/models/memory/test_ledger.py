@@ -127,7 +127,7 @@ def test_between_stored_counts_memory_lies_on_a_line_or_under_it(family, targets
 @pytest.mark.parametrize(
     ("family", "blocks"), [("sd3", (0, 7, 19, 24)), ("flux", (0, 13, 45, 57)), ("z_image", (0, 7, 20, 34))]
 )
-@pytest.mark.parametrize("recompute", ["all", "cheap"])
+@pytest.mark.parametrize("recompute", ["full", "selective"])
 @pytest.mark.parametrize("precision", ["bf16", "fp8", "nf4"])
 def test_the_ledgers_of_transformers_are_what_traces_find(family, blocks, recompute, precision):
     for count in blocks:

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from lora_trainer.config.schema import Precision, Recompute
+from lora_trainer.config.schema import CheckpointingMode, Precision
 from lora_trainer.models import FAMILIES
 from lora_trainer.models.family import Architecture, public_architecture
 from lora_trainer.models.memory import recompute
@@ -25,7 +25,7 @@ def test_what_is_kept_changes_no_bit(kind: str, stored: Precision, monkeypatch: 
     monkeypatch.setattr(recompute, "DEAR", 16)  # for layers as small as these
     tried = Tried(kind, stored=stored)
     expected, work = tried.step(), []
-    for chosen in ("all", "cheap"):
+    for chosen in ("full", "selective"):
         checkpoint_blocks(tried.denoiser, 99, chosen)
         assert same(tried.step(), expected)
         with FlopCounterMode(display=False) as counted:  # this itself has some layers computed otherwise
@@ -46,7 +46,7 @@ def kept_by(block: nn.Module, *given: torch.Tensor) -> list[str]:
             ran.append(str(operator))
             return operator(*args, **(kwargs or {}))
 
-    result = recomputing("cheap")(block, *given)
+    result = recomputing("selective")(block, *given)
     with Watched():
         result.sum().backward()
     return ran
@@ -77,9 +77,9 @@ def test_attention_is_kept() -> None:
     assert any("exp" in name for name in ran)
 
 
-@pytest.mark.parametrize("chosen", ["all", "cheap"])
-def test_memory_lies_between_none_and_all(chosen: Recompute) -> None:
-    """Of the published model, by the trace: and with `cheap` there is next to no work more than without."""
+@pytest.mark.parametrize("chosen", ["full", "selective"])
+def test_memory_lies_between_none_and_all(chosen: CheckpointingMode) -> None:
+    """Of the published model, by the trace: and with `selective` there is next to no work more than without."""
     architecture: Architecture = public_architecture("sd15")
     subject = make_subject(FAMILIES["sd15"], architecture, rank=16, targets="attention", dtype=torch.bfloat16)
     none, some = (
@@ -87,6 +87,6 @@ def test_memory_lies_between_none_and_all(chosen: Recompute) -> None:
         for count in (0, subject.blocks)
     )
     work = sum(some.flops) / sum(none.flops)
-    assert (1.3 < work < 1.4) if chosen == "all" else (1.0 < work < 1.01)
-    assert some.peak < (0.4 if chosen == "all" else 0.85) * none.peak
-    assert some.peak > (0.2 if chosen == "all" else 0.6) * none.peak
+    assert (1.3 < work < 1.4) if chosen == "full" else (1.0 < work < 1.01)
+    assert some.peak < (0.4 if chosen == "full" else 0.85) * none.peak
+    assert some.peak > (0.2 if chosen == "full" else 0.6) * none.peak

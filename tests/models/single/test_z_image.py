@@ -86,14 +86,14 @@ def test_base_and_turbo_are_told_by_the_setting_or_the_name(pipeline: Any, tmp_p
         ("z_turbo.safetensors", "base", 6.0, False),
     ):
         path = write(tensors, tmp_path / name)
-        model = ModelSection.model_validate({"path": str(path), "text_encoders": str(folder), "variant": variant})
+        model = ModelSection.model_validate({"path": str(path), "text_encoders": str(folder), "flavor": variant})
         found = find_base(model)
         assert bool(found.note) == noted
         assert FAMILY.make_process(found.folder).times.shift.factor == shift
         assert FAMILY.describe(found.folder).variant == ("base" if shift == 6 else "turbo")
     for path, words in ((folder, "whose scheduler tells"), (flux_file(tmp_path), "tells by its keys")):
         with pytest.raises(UsageError, match=words):
-            find_base(ModelSection(path=str(path), variant="base"))
+            find_base(ModelSection(path=str(path), flavor="base"))
 
 
 def flux_file(folder: Path) -> Path:

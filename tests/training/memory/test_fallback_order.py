@@ -36,10 +36,10 @@ def test_a_processor_streams_only_where_it_is_asked_to(place: TinyPlace):
     card = replace(job, learner=replace(job.learner, device=torch.device("cuda")))
     blocks = len(streamable_blocks(job.learner.denoiser))
     assert swap_fallbacks(card) == [0, -(-blocks // 4), -(-blocks // 2), blocks]
-    recorded = {"compile": "auto", "compile_mode": "reduce-overhead"}
-    wanted = card.config.model_copy(update={"memory": card.config.memory.model_copy(update=recorded)})
+    recorded = {"enabled": "auto", "mode": "reduce-overhead"}
+    wanted = card.config.model_copy(update={"compile": card.config.compile.model_copy(update=recorded)})
     assert len(swap_fallbacks(replace(card, config=wanted))) == 4, "nothing is compiled"
     with_graphs = replace(card.learner, compiled=Compiled("reduce-overhead", dynamic=False, fullgraph=False))
     assert swap_fallbacks(replace(card, config=wanted, learner=with_graphs)) == [0]
-    settled = card.config.model_copy(update={"memory": card.config.memory.model_copy(update={"streaming": "none"})})
+    settled = card.config.model_copy(update={"memory": card.config.memory.model_copy(update={"blocks_to_swap": 0})})
     assert swap_fallbacks(replace(card, config=settled)) == [0]

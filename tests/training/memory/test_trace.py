@@ -75,7 +75,7 @@ def test_a_trace_says_what_offloading_leaves_on_a_card(place: TinyPlace, monkeyp
     assert most < 0.5 * whole
 
 
-@pytest.mark.parametrize(("checkpointed", "chosen"), [(0, "all"), (99, "all"), (99, "cheap")])
+@pytest.mark.parametrize(("checkpointed", "chosen"), [(0, "full"), (99, "full"), (99, "selective")])
 def test_a_trace_counts_what_products_in_int8_hold(place: TinyPlace, checkpointed, chosen):
     subject, learner = subject_of(place, products=True), place.job("products").learner
     store_layers(learner.denoiser, narrower("int8", products=True))
