@@ -2,7 +2,7 @@
 
     python scripts/bench_precisions.py FOLDER --steps 150 --seeds 42 7
 
-Prints, for each precision, the held-out loss at the start and along the run for each seed, its distance from that of
+Prints, for each precision, the validation loss at the start and along the run for each seed, its distance from that of
 fp32, and the error of the untouched denoiser's prediction against fp32; `spread` is what another seed changes.
 """
 
@@ -17,8 +17,8 @@ import torch
 
 from lora_trainer.builtin import BASE_FOLDER, DATA_FOLDER
 from lora_trainer.config.layers import Layer
+from lora_trainer.models.quantization.store import make_quantizer
 from lora_trainer.models.sd15 import FAMILY
-from lora_trainer.models.storage.store import narrower
 from lora_trainer.monitor.progress import unwatched
 from lora_trainer.monitor.trackers import VALIDATION, Trackers, read_lines
 from lora_trainer.production.inputs import read_inputs
@@ -39,7 +39,7 @@ WAYS: dict[str, dict[str, object]] = {
 
 
 def held_out_losses(folder: Path, way: str, seed: int, steps: int, every: int) -> dict[int, float]:
-    """Held-out loss by step of one run: the loop alone, without gate and pictures."""
+    """Validation loss by step of one run: the loop alone, without gate and images."""
     name = f"{way.replace(', ', '-')}-{seed}"
     given: dict[str, object] = {"memory.weight_dtype": "fp32", **WAYS[way], "validation.every_n_steps": every}
     given |= {"train.seed": seed, "train.max_steps": steps, "run.output": str(folder), "run.name": name}
@@ -69,7 +69,7 @@ def prediction_errors() -> dict[str, float]:
     for way, settings in WAYS.items():
         stored = settings.get("memory.weight_dtype", "fp32")
         dtype = torch.float32 if stored == "fp32" else torch.bfloat16
-        narrow = narrower(stored, products="memory.int8_matmul" in settings)
+        narrow = make_quantizer(stored, products="memory.int8_matmul" in settings)
         denoiser = FAMILY.load_denoiser(BASE_FOLDER, dtype, torch.device("cpu"), narrow)
         width = int(denoiser.config.cross_attention_dim)
         generator = torch.Generator().manual_seed(0)

@@ -5,7 +5,7 @@
 Whole processes in turn: `bare` is a script that imports torch, diffusers and peft, loads the same model, puts the same
 LoRA on it and trains on what lies ready, nothing else; `bare_hidden` the same with the optional libraries hidden that
 no step needs; `ours` is `lora-trainer train` with warm caches, from its config to its step, `ours_validated` with the
-held-out loss of the base before it, as is the default. Both write a line when a step is done; a step's time is when
+validation loss of the base before it, as is the default. Both write a line when a step is done; a step's time is when
 that line is seen. Memory is the most that lay in RAM until then (VmHWM). Linux only.
 """
 
@@ -174,7 +174,7 @@ def show(started: Mapping[str, Sequence[Start]]) -> None:
         figures = f"{statistics.median(e.wall for e in found):7.2f} {statistics.median(e.cpu for e in found):7.2f}"
         ratios = f"{statistics.median(wall):13.3f}, {wall[0]:.3f}, {wall[-1]:.3f} {cpu:24.3f}"
         print(f"{name:16} {figures} {ratios} {held:12.0f} {more:+9.0f}")
-    print(f"load of the machine: {os.getloadavg()[0]:.1f} on {os.cpu_count()} processors")
+    print(f"load of the machine: {os.getloadavg()[0]:.1f} on {os.cpu_count()} CPUs")
 
 
 if __name__ == "__main__":

@@ -23,7 +23,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 CHECKOUT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(CHECKOUT), str(CHECKOUT / "scripts")]
 
-from tests.recipes.recipe import Bench, draw_pictures, exported, losses, rows, save_tiny_model  # noqa: E402
+from tests.recipes.recipe import Bench, draw_images, exported, losses, rows, save_tiny_model  # noqa: E402
 
 FAMILIES = ("sd15", "sd2", "sdxl", "sd3", "flux", "z_image")
 PRESETS = ("speed", "balanced", "quality")
@@ -72,7 +72,7 @@ def record_family(family: str, root: Path) -> dict[str, dict[str, Any]]:
     """Every run of one family, by name."""
     model = save_tiny_model(root / family, family)
     data = root / "data"
-    bench = Bench(model, data if data.is_dir() else draw_pictures(data), root / family / "runs", root / "cache")
+    bench = Bench(model, data if data.is_dir() else draw_images(data), root / family / "runs", root / "cache")
     found = {}
 
     def run(name: str, preset: str, *extra: str, steps: int = STEPS, **settings: object) -> None:

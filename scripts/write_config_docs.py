@@ -44,11 +44,11 @@ SOURCES = """### One source of data
 
 ```toml
 [[data.sources]]
-path = "pictures/cat"
+path = "images/cat"
 repeats = 10
 
 [[data.sources]]
-path = "pictures/other_cats"
+path = "images/other_cats"
 is_reg = true
 ```
 """

@@ -72,7 +72,7 @@ def add_bench_arguments(parser: argparse.ArgumentParser) -> None:
         "--baseline",
         type=Path,
         metavar="FILE",
-        help="an earlier --save or --json of this device: exit code 5 where a ratio, peak or a card's time is 5 %% worse",
+        help="an earlier --save or --json of this device: exit code 5 where a ratio, peak or a GPU's time is 5 %% worse",
     )
     parser.add_argument("--save", type=Path, metavar="FILE", help="write the JSON document to a file")
     parser.add_argument("--minutes", type=float, metavar="M", help="table: what all rows may take (25)")

@@ -226,7 +226,7 @@ def _add_validate_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="MODEL",
         help="the base model, as for train; without it that of the run beside the file, else the built-in one",
     )
-    parser.add_argument("--data", dest="held_out", metavar="DIR", help="pictures that the LoRA was not trained on")
+    parser.add_argument("--data", dest="held_out", metavar="DIR", help="images that the LoRA was not trained on")
     parser.add_argument("--json", action="store_true", help="one JSON document on stdout")
     add_offline_argument(parser)
     add_settings_arguments(parser)
@@ -277,7 +277,7 @@ COMMANDS = {
         EXAMPLES.replace(" train ", " produce "),
     ),
     "batch": Command(
-        "produce one LoRA for each folder of pictures under ROOT", add_batch_arguments, batch_command, BATCH_EXAMPLES
+        "produce one LoRA for each folder of images under ROOT", add_batch_arguments, batch_command, BATCH_EXAMPLES
     ),
     "demo": Command(
         "produce the built-in example, in minutes, without a GPU",
@@ -286,7 +286,7 @@ COMMANDS = {
         "example:\n  lora-trainer demo\n",
     ),
     "check": Command(
-        "score a data set and name what is wrong with its files",
+        "score a dataset and name what is wrong with its files",
         add_check_arguments,
         check,
         CHECK_EXAMPLES,
@@ -295,7 +295,7 @@ COMMANDS = {
         "fill the caches of a run, describe them, or prune them",
         _add_cache_arguments,
         _cache,
-        "examples:\n  lora-trainer cache --data ./pictures --model ./my-sd15\n"
+        "examples:\n  lora-trainer cache --data ./images --model ./my-sd15\n"
         "  lora-trainer cache status\n  lora-trainer cache prune --limit-gb 20\n",
     ),
     "plan": Command(
@@ -311,7 +311,7 @@ COMMANDS = {
         "example:\n  lora-trainer validate runs/cat/cat.safetensors --model ./my-sd15 --data ./held-out\n",
     ),
     "sample": Command(
-        "draw with and without a LoRA, same seeds, as one labelled picture",
+        "draw with and without a LoRA, same seeds, as one labeled image",
         add_sample_arguments,
         sample,
         SAMPLE_EXAMPLES,
@@ -341,7 +341,7 @@ COMMANDS = {
         BENCH_EXAMPLES,
     ),
     "caption": Command(
-        "write captions or tags of pictures that have none, by a local model",
+        "write captions or tags of images that have none, by a local model",
         add_caption_arguments,
         caption_command,
         CAPTION_EXAMPLES,

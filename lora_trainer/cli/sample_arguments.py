@@ -66,11 +66,9 @@ def add_sample_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--guidance-scale", type=float, metavar="G", help="guidance scale (default: the family's)")
     parser.add_argument("--size", metavar="WxH", help="width and height in pixels (default: the model's own)")
+    parser.add_argument("--recipe", metavar="FILE", help="draw the images of this .json again, beside earlier images")
     parser.add_argument(
-        "--recipe", metavar="FILE", help="draw the pictures of this .json again, beside earlier pictures"
-    )
-    parser.add_argument(
-        "--output", dest="folder", metavar="DIR", help="folder for the pictures (default: samples, beside the file)"
+        "--output", dest="folder", metavar="DIR", help="folder for the images (default: samples, beside the file)"
     )
     add_offline_argument(parser)
     add_settings_arguments(parser)

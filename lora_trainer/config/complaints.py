@@ -70,7 +70,7 @@ def _place(loc: tuple[int | str, ...]) -> tuple[int | str, ...]:
 def _wrong_in_table(
     layer: str, section: str, tables: Any, place: tuple[int | str, ...], details: Sequence[ErrorDetails]
 ) -> Problem:
-    """`data.sources, table 2 (pictures/cat): repeat (from a.toml) is not a setting. Did you mean repeats?`"""
+    """`data.sources, table 2 (images/cat): repeat (from a.toml) is not a setting. Did you mean repeats?`"""
     number, keys = int(place[1]), [str(key) for key in place[2:]]
     table = tables[number]
     if isinstance(table, str):  # a bare path
@@ -82,7 +82,7 @@ def _wrong_in_table(
         kind, table = _TABLES[key], table[key]
     name, key = ".".join(keys), keys[-1]
     if details[0]["type"] == "missing":
-        return Problem(f"{where}{name} is missing (from {layer}).", f'For example: {name} = "pictures".')
+        return Problem(f"{where}{name} is missing (from {layer}).", f'For example: {name} = "images".')
     if key not in kind.model_fields:
         return Problem(f"{where}{name} (from {layer}) is not a setting.", nearest(key, kind.model_fields))
     problem = _wrong_value(layer, name, kind, key, table[key], details)

@@ -225,10 +225,10 @@ def control(settings: Settings) -> list[Yields]:
         if not settings[name]:
             continue
         if settings["validation.every_n_steps"] == 0:
-            reason = "it looks at held-out losses while training, and validation.every_n_steps=0 measures none"
+            reason = "it looks at validation losses while training, and validation.every_n_steps=0 measures none"
             found.append(Yields(name, False, reason, "Set validation.every_n_steps to 100 or so."))
         elif settings["validation.split"] == 0.0:
-            reason = "it looks at held-out losses, and validation.split=0 holds no picture out"
+            reason = "it looks at validation losses, and validation.split=0 holds no image out"
             found.append(Yields(name, False, reason, "Set validation.split to 0.1 or so."))
     if settings["safeguards.reduce_lr_on_plateau"] and settings["optimizer.name"] == "adamw_schedulefree":
         reason = "optimizer.name=adamw_schedulefree averages weights in place of lowering its rate"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from lora_trainer.config.schema import CaptionsSection
 
-# What says which part of a picture is trained, at which size and how changed.
+# What says which part of an image is trained, at which size and how changed.
 SHOWN_BY = (
     "resolution",
     "resolutions",
@@ -40,7 +40,7 @@ FIXED = (
     "textual_inversion.placeholder_tokens",
     "textual_inversion.num_vectors",
     "textual_inversion.initializer_token",
-    "noise.zero_terminal_snr",  # held-out losses of two schedules cannot be compared
+    "noise.zero_terminal_snr",  # validation losses of two schedules cannot be compared
     "train.ema_decay",
     "train.seed",
     "train.effective_batch_size",

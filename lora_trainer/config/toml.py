@@ -42,7 +42,7 @@ def read_toml(path: Path) -> dict[str, Any]:
     except RecursionError:
         raise UsageError(Problem(f"{path} is nested too deeply.", "Name a config of this program.")) from None
     except tomllib.TOMLDecodeError as error:
-        hint = 'Text stands in double quotes, lists in brackets: sources = ["./pictures"]. A Windows path needs single '
+        hint = 'Text stands in double quotes, lists in brackets: sources = ["./images"]. A Windows path needs single '
         raise UsageError(
             Problem(f"{path} is not valid TOML: {error}.", hint + "quotes: path = 'C:\\models'.")
         ) from None

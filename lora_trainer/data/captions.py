@@ -36,7 +36,7 @@ class Texts:
     """What becomes of a written caption.
 
     `canonical` has the first of all choices, its tags in their order, none left out, no
-    weights: pictures are drawn with it and held-out losses measured. `variants` are what is
+    weights: images are drawn with it and validation losses measured. `variants` are what is
     trained, in turn; one where nothing varies.
     """
 
@@ -218,12 +218,12 @@ def _words(count: int, *position: int | str) -> tuple[int, ...]:
 def settled(samples: Sequence[Sample], rules: Sequence[CaptionsSection]) -> tuple[Sample, ...]:
     """The samples with canonical captions and their variants; `rules` stand in the order of the data's sources.
 
-    Regularisation pictures show the model's own idea of a class, so they get no trigger.
+    Regularization images show the model's own idea of a class, so they get no trigger.
     """
     known: dict[tuple[str, int, bool], Texts] = {}
     found = []
     for sample in samples:
-        key = (sample.caption, sample.source, sample.regularisation)
+        key = (sample.caption, sample.source, sample.regularization)
         if key not in known:
             known[key] = make_texts(sample.caption, rules_of(sample, rules))
         texts = known[key]
@@ -264,13 +264,13 @@ def most_choices(sample: Sample, rules: Sequence[CaptionsSection]) -> int:
 def rules_of(sample: Sample, rules: Sequence[CaptionsSection]) -> CaptionsSection:
     """What holds for a sample's caption."""
     found = rules[sample.source]
-    return found.model_copy(update={"trigger_word": None}) if sample.regularisation and found.trigger_word else found
+    return found.model_copy(update={"trigger_word": None}) if sample.regularization and found.trigger_word else found
 
 
 def variant_taken(sample: Sample, visit: int, seed: int, views: int = 1) -> int:
     """Which of its variants a sample is trained on at a visit: each in turn, so that all are used equally often.
 
-    With `views` versions of the picture in turn beside it, each variant meets each of them.
+    With `views` versions of the image in turn beside it, each variant meets each of them.
     """
     count = len(sample.texts)
     return position_turn(count, visit + visit // math.lcm(count, views), seed, "caption", sample.id)

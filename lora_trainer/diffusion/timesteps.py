@@ -1,6 +1,6 @@
 """Which timestep a sample is trained or validated at.
 
-A time lies in [0, 1], 1 where nothing is left of the picture; a process cuts times into timesteps.
+A time lies in [0, 1], 1 where nothing is left of the image; a process cuts times into timesteps.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ SMALLEST_DRAW = 2.0**-54  # half of the smallest draw above 0, which has no logi
 class Shift:
     """How far a flow's times are moved towards noise: t' = s t / (1 + (s - 1) t) (arXiv:2403.03206, eq. 23).
 
-    Large pictures keep more of their signal under the same noise, so they need more of it. s is `factor`, or with
-    `by_size` exp(mu), with mu on the line through `mus` at `tokens` of a picture, as FLUX.1 is drawn. A token is
+    Large images keep more of their signal under the same noise, so they need more of it. s is `factor`, or with
+    `by_size` exp(mu), with mu on the line through `mus` at `tokens` of an image, as FLUX.1 is drawn. A token is
     `patch` latents high and wide.
     """
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from lora_trainer.core.errors import Problem, UsageError, nearest
 from lora_trainer.models.family import Family
-from lora_trainer.models.storage.store import COMPUTED_IN, is_narrow
+from lora_trainer.models.quantization.store import COMPUTED_IN, is_narrow
 
 ADAPTER = "default"
 
@@ -65,14 +65,14 @@ def inject_lora(
     alpha: float,
     dropout: float,
     seed: int,
-    rank_stabilised: bool = False,
+    rank_stabilized: bool = False,
 ) -> dict[str, nn.Parameter]:
     """Put a LoRA on the modules, in place; return its trainable parameters by name.
 
     The update is scaled by alpha / rank, or by alpha / sqrt(rank) (arXiv:2312.03732). Down projections start as peft does (Kaiming uniform) from `seed`, up projections at 0.
     """
     config = LoraConfig(
-        r=rank, lora_alpha=alpha, lora_dropout=dropout, target_modules=modules, use_rslora=rank_stabilised
+        r=rank, lora_alpha=alpha, lora_dropout=dropout, target_modules=modules, use_rslora=rank_stabilized
     )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)

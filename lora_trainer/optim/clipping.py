@@ -38,7 +38,7 @@ def clip_by_value(parameters: Sequence[nn.Parameter], scale: float = 1.0, *, lar
 
 
 def is_here(norm: Tensor) -> bool:
-    """Looking at the norm costs nothing on a processor, and a multiplication by one as much as half of all this."""
+    """Looking at the norm costs nothing on a CPU, and a multiplication by one as much as half of all this."""
     return norm.device.type == "cpu"
 
 

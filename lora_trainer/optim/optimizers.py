@@ -79,7 +79,7 @@ def adamw8bit(groups: Groups, config: OptimizerSection, *, paged: bool = False) 
 
 
 def paged_adamw8bit(groups: Groups, config: OptimizerSection) -> torch.optim.Optimizer:
-    """The same with state that moves to system memory when the card is full; on a processor there is nothing to page."""
+    """The same with state that moves to system memory when the GPU is full; on a CPU there is nothing to page."""
     return adamw8bit(groups, config, paged=all(each.is_cuda for group in groups for each in group["params"]))
 
 
@@ -122,7 +122,7 @@ OPTIMIZERS: dict[str, Build] = {
     "adamw_schedulefree": schedule_free,
 }
 
-# They wait for a card in each step: bitsandbytes' after each parameter, Prodigy for the distance that it finds.
+# They wait for a GPU in each step: bitsandbytes' after each parameter, Prodigy for the distance that it finds.
 WAITING = ("adamw8bit", "paged_adamw8bit", "prodigy")
 
 
@@ -141,7 +141,7 @@ def from_library(module: str, name: str, wanted: str) -> Callable[..., torch.opt
     return kind
 
 
-def set_rate(optimizer: torch.optim.Optimizer, rate: float, shares: Sequence[float] = ()) -> None:
+def set_lr(optimizer: torch.optim.Optimizer, rate: float, shares: Sequence[float] = ()) -> None:
     """Set the rate of every group, or its share of it."""
     for group, share in zip(optimizer.param_groups, shares or (1.0,) * len(optimizer.param_groups), strict=True):
         group["lr"] = rate * share

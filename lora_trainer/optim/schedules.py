@@ -53,7 +53,7 @@ def warmup_length(config: LrSchedulerSection, total_steps: int) -> int:
     return min(wanted, total_steps)
 
 
-def rate_share(config: LrSchedulerSection, step: int, total_steps: int) -> float:
+def lr_multiplier(config: LrSchedulerSection, step: int, total_steps: int) -> float:
     """The share of the peak rate, in [0, 1], for `step` counted from 0.
 
     Rises over the warm-up, to 1 at its last step, then follows the shape over the remaining

@@ -32,7 +32,7 @@ def cache_bytes(
     train: tuple[Sample, ...],
     held_out: tuple[Sample, ...],
 ) -> int:
-    """Both caches: each view of a picture and each text once, those too that losses are measured on."""
+    """Both caches: each view of an image and each text once, those too that losses are measured on."""
     samples, facts = (*train, *held_out), architecture.facts
     if not samples:
         return 0
@@ -61,7 +61,7 @@ def cache_bytes(
 
 
 def run_bytes(config: Config, shapes: Sequence[tuple[int, ...]], steps: int | None) -> int:
-    """The most that a run's folder holds at once, without pictures; of as many steps as fill it where none is known."""
+    """The most that a run's folder holds at once, without images; of as many steps as fill it where none is known."""
     checkpoint = config.checkpoint
     return highest_bytes(config, shapes, 0, 0, steps or (checkpoint.keep_last + 2) * max(1, checkpoint.every_n_steps))
 

@@ -45,9 +45,7 @@ def claim(order: Order) -> dict[str, Any] | None:
     for source in (Path(each.path).expanduser() for each in data_sources(order.config)):
         if source.is_dir() and folder.resolve().is_relative_to(source.resolve()):
             raise UsageError(
-                Problem(
-                    f"{folder} lies in the data set {source}; nothing is written there.", "Choose another --output."
-                )
+                Problem(f"{folder} lies in the dataset {source}; nothing is written there.", "Choose another --output.")
             )
     existing = next(parent for parent in (folder, *folder.absolute().parents) if parent.exists())
     if not existing.is_dir() or not os.access(existing, os.W_OK):

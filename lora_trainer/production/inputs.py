@@ -141,7 +141,7 @@ def read_model(
         raise UsageError(problems)
     with gathering(problems):
         suits(facts.prediction)
-    if config.sample.negative_prompt and not family.manner(base.folder).negative:
+    if config.sample.negative_prompt and not family.sampling_defaults(base.folder).negative:
         message = f"sample.negative_prompt is {config.sample.negative_prompt!r}, and {told(config.model)} is drawn without classifier-free guidance."
         problems.append(Problem(message, "Leave the negative prompt empty with this model."))
     if problems:
@@ -168,7 +168,7 @@ def read_architecture(family: Family, facts: ModelFacts) -> Architecture:
 
 
 def trained_framings(config: Config, facts: ModelFacts) -> tuple[Framing, ...]:
-    """How each source's pictures are shown; the model's own resolution, under the tier's ceiling, where none is set.
+    """How each source's images are shown; the model's own resolution, under the tier's ceiling, where none is set.
 
     Raises UsageError, all problems at once, for sides that no bucket can have.
     """
@@ -207,35 +207,35 @@ def read_data(config: Config, facts: ModelFacts, *, decode: bool = True) -> tupl
             word_vectors=config.textual_inversion.num_vectors,
             gate=config.gates.dataset,
             decode=decode,
-            progress=count("pictures decoded"),
+            progress=count("images decoded"),
         )
     return manifest, replace(report, general=(*report.general, *_plan_findings(config, report)))
 
 
 def held_out_split(config: Config, report: DataReport) -> tuple[tuple[Sample, ...], tuple[Sample, ...]]:
-    """(train, held_out); pictures that look the same stay on one side."""
+    """(train, held_out); images that look the same stay on one side."""
     return split_held_out(report.samples, config.validation.split, config.validation.split_seed, report.kin)
 
 
 def _plan_findings(config: Config, report: DataReport) -> list[Finding]:
-    """Whether the steps, the rank and the buckets suit so many pictures."""
+    """Whether the steps, the rank and the buckets suit so many images."""
     train = held_out_split(config, report)[0]
-    learned = {sample.content for sample in train if not sample.regularisation}
+    learned = {sample.content for sample in train if not sample.regularization}
     if not learned:
         return []
     micro = config.train.max_micro_batch_size or config.train.effective_batch_size
     steps = arithmetic(config, train, micro, processes=1)
-    share = sum(not sample.regularisation for sample in train) / len(train)
+    share = sum(not sample.regularization for sample in train) / len(train)
     exposures = steps.total * config.train.effective_batch_size * share / len(learned)
     found = check_plan(len(learned), exposures, config.lora.rank)
     return found + check_buckets([row.samples for row in report.rows], micro)
 
 
 def read_inputs(config: Config, families: Mapping[str, Family] = FAMILIES, *, weights: bool = True) -> Inputs:
-    """Read model facts and data, decode every picture, judge the set and split it.
+    """Read model facts and data, decode every image, judge the set and split it.
 
     `weights` as for `read_model`. Raises UsageError for a model or folder that cannot be read. What is wrong with single
-    pictures stands in `report`, which the caller holds against the gate.
+    images stands in `report`, which the caller holds against the gate.
     """
     family, facts = read_model(config, families, weights=weights)
     manifest, report = read_data(config, facts)
@@ -305,6 +305,6 @@ def view_bytes(sample: Sample, view: View, facts: ModelFacts) -> int:
 
 
 def arithmetic(config: Config, train: tuple[Sample, ...], max_micro: int, processes: int) -> StepArithmetic:
-    """How many steps come of how many pictures."""
+    """How many steps come of how many images."""
     lengths = Lengths(config.train.max_steps, config.train.max_epochs, config.train.total_repeats)
     return step_arithmetic(train, config.train.effective_batch_size, lengths, max_micro=max_micro, processes=processes)

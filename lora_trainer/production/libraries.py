@@ -9,7 +9,7 @@ from lora_trainer.core.imports import OPTIONAL, hide
 
 
 def import_libraries(config: Config) -> None:
-    """Import diffusers and peft, which do not find what these settings do not use. xformers runs on a card alone."""
+    """Import diffusers and peft, which do not find what these settings do not use. xformers runs on a GPU alone."""
     needed = {"bitsandbytes"} if config.memory.weight_dtype == "nf4" else set()
     if "8bit" in config.optimizer.name:
         needed.add("bitsandbytes")

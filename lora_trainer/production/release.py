@@ -33,7 +33,7 @@ from lora_trainer.export.metadata import FlowFacts, TrainingFacts
 from lora_trainer.export.weights import LoraWeights, weights_from_peft
 from lora_trainer.models.family import Family
 from lora_trainer.models.lora_files import names_of
-from lora_trainer.models.memory.streaming import bring
+from lora_trainer.models.memory.block_swap import move_to_device
 from lora_trainer.models.words import to_embeddings
 from lora_trainer.optim.schedules import warmup_length
 from lora_trainer.production.choices import DTYPES, Choices, usable_bytes
@@ -44,16 +44,16 @@ from lora_trainer.training.build import Built, trained_process
 from lora_trainer.training.checkpoints.best import read_best
 from lora_trainer.training.checkpoints.checkpoint import step_name
 from lora_trainer.training.state import TrainState
-from lora_trainer.training.step import Learner
+from lora_trainer.training.step import StepContext
 from lora_trainer.training.texts import text_alpha, text_rank
 
 WEIGHTS = "weights"  # the folder of LoRA files that are kept for good
-ROOM_TO_DRAW = 2.0  # of the denoiser's size: a whole pipeline and its pictures take less
+ROOM_TO_DRAW = 2.0  # of the denoiser's size: a whole pipeline and its images take less
 
 
 @dataclass(frozen=True)
 class Released:
-    """The weights that are exported: of which step, its held-out loss, and why that step."""
+    """The weights that are exported: of which step, its validation loss, and why that step."""
 
     step: int
     held_out: float | None
@@ -64,14 +64,14 @@ class Released:
         return {"step": self.step, "held_out": self.held_out, "reason": self.reason}
 
 
-def choose_released(config: Config, checkpoints: Path, state: TrainState, learner: Learner) -> Released:
+def choose_released(config: Config, checkpoints: Path, state: TrainState, learner: StepContext) -> Released:
     """The weights of the best step where something was held out and they are asked for; else the last."""
     step = RELEASED_STEP[config.checkpoint.export_weights](state)
     last = f"the last, step {state.step}"
     if state.validation is not None:
-        last += f", has held-out loss {state.validation:.4f}"
+        last += f", has validation loss {state.validation:.4f}"
     if step != state.step and (weights := read_best(checkpoints, step)) is not None:
-        reason = f"held-out loss was lowest at step {step}: {state.best_validation:.4f}; {last}"
+        reason = f"validation loss was lowest at step {step}: {state.best_validation:.4f}; {last}"
         return Released(step, state.best_validation, weights, reason)
     if step != state.step:
         reason = f"the weights of step {step}, the best, cannot be read; {last}"
@@ -80,7 +80,7 @@ def choose_released(config: Config, checkpoints: Path, state: TrainState, learne
     elif state.best_step is None:
         reason = "the last, as nothing was held out"
     else:
-        reason = f"held-out loss was lowest at the end: {state.validation:.4f}"
+        reason = f"validation loss was lowest at the end: {state.validation:.4f}"
     return Released(state.step, state.validation, learner.shown(), reason)
 
 
@@ -180,11 +180,11 @@ def training_facts(
         input_perturbation=config.noise.input_perturbation or None,
         zero_terminal_snr=process.prediction != "flow" and bool(process.alphas_cumprod[-1] == 0),
         dropout=config.lora.dropout,
-        rank_stabilised=config.lora.use_rslora,
+        rank_stabilized=config.lora.use_rslora,
         ema_decay=config.train.ema_decay,
         flow=flow_facts(process),
         **captions_read(config),
-        **pictures_shown(config, inputs),
+        **images_shown(config, inputs),
     )
 
 
@@ -215,20 +215,20 @@ def flow_facts(process: Process) -> FlowFacts | None:
     return FlowFacts(times.kind, times.logit_mean, times.logit_spread, times.mode_scale, shift)
 
 
-def pictures_shown(config: Config, inputs: Inputs) -> dict[str, Any]:
-    """What the file's header says of how the pictures were shown, and of how many there were."""
+def images_shown(config: Config, inputs: Inputs) -> dict[str, Any]:
+    """What the file's header says of how the images were shown, and of how many there were."""
     framings = trained_framings(config, inputs.facts)
-    kept = sum(sample.regularisation for sample in inputs.train)
+    kept = sum(sample.regularization for sample in inputs.train)
     return {
         "samples": len(inputs.train) - kept,
-        "regularisation": kept,
+        "regularization": kept,
         "held_out": len(inputs.held_out),
         "buckets": {(bucket.width, bucket.height): count for bucket, count in inputs.train_plan.counts.items()},
         "bucket_sides": (config.data.bucket_min, config.data.bucket_max),
         "no_upscale": config.data.bucket_no_upscale,
         "flip": any(framing.flip for framing in framings),
         "random_crop": any(framing.crops > 1 for framing in framings),
-        "recoloured": any(framing.colours for framing in framings),
+        "recolored": any(framing.colors for framing in framings),
     }
 
 
@@ -259,7 +259,7 @@ def judge_lora(
 ) -> LoraReport:
     """The LoRA gate's report on the exported file; on training samples where none are held out.
 
-    Raises TrainingFailed, which says how to judge it later, when the card is too small for that even layer by layer.
+    Raises TrainingFailed, which says how to judge it later, when the GPU is too small for that even layer by layer.
     """
 
     def judge(usable: int | None) -> LoraReport:
@@ -345,10 +345,10 @@ def making_room(built: Built, config: Config, choices: Choices) -> Iterator[None
     if usable is None or usable > ROOM_TO_DRAW * another:
         yield
         return
-    bring(denoiser, torch.device("cpu"))
+    move_to_device(denoiser, torch.device("cpu"))
     free_memory(device)
     try:
         yield
     finally:
         free_memory(device)
-        bring(denoiser, device)
+        move_to_device(denoiser, device)

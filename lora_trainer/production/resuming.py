@@ -48,7 +48,7 @@ def fixed_settings(config: Config, inputs: Inputs, choices: Choices) -> dict[str
 
 
 def shown_by_source(config: Config) -> list[dict[str, Any]]:
-    """What sources say of their pictures in place of `[data]`; empty where none does."""
+    """What sources say of their images in place of `[data]`; empty where none does."""
     said = [source.model_dump(mode="json", include=set(SHOWN_BY), exclude_none=True) for source in config.data.sources]
     return said if any(said) else []
 
@@ -96,9 +96,9 @@ def differing(name: str, old: Any, new: Any, folder: Path, config: Config) -> Pr
         return Problem(f"The model's {name} differs from the one that the run began with.", fix)
     if name == "data":
         now, before = [source.path for source in with_absolute_paths(config).data.sources], earlier_sources(folder)
-        here = ", ".join(now) or "the built-in data set"
+        here = ", ".join(now) or "the built-in dataset"
         where = f"{', '.join(before)} → {here}" if before and before != now else here
-        return Problem(f"The pictures, captions or weights differ: {where}.", fix)
+        return Problem(f"The images, captions or weights differ: {where}.", fix)
     return Problem(f"{name} was {shown(old)} and is now {shown(new)}.", fix)
 
 

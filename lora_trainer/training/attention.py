@@ -31,7 +31,7 @@ def put_attention_on(
     asked: bool,
     reduce: Callable[[Tensor], Tensor] | None = None,
 ) -> AttentionChoice:
-    """Choose the attention and install it. `latents` is the shape [B, C, h, w] of the run's largest micro batch.
+    """Choose the attention and install it. `latents` is the shape [B, C, h, w] of the run's largest micro-batch.
 
     `reduce` sums over processes: all take the same where the fastest is wanted. Raises UsageError where what the user
     `asked` for does not work, or nothing does.
@@ -65,7 +65,7 @@ def attention_order(config: Config, asked: bool) -> tuple[str, ...]:
 def timed_attentions(
     config: Config, device: torch.device, shapes: Sequence[AttentionShape], dtype: torch.dtype
 ) -> tuple[str, ...]:
-    """What `fastest` tries. Nothing that keeps every score on a card, where no plan of its memory would hold, or of many."""
+    """What `fastest` tries. Nothing that keeps every score on a GPU, where no plan of its memory would hold, or of many."""
     names = ALIKE if config.train.deterministic else tuple(KINDS)
     scores = max((shape.batch * shape.heads * shape.queries * shape.keys for shape in shapes), default=0)
     keeps = device.type != "cuda" and scores * dtype.itemsize <= MOST_SCORES

@@ -16,7 +16,7 @@ from lora_trainer.training.state import Control
 JUDGED_EVERY = 10  # steps
 NEWEST = 0.02  # weight of the newest step in the means of losses and of gradients' norms
 FIRST_JUDGED = 50  # steps until those means say anything
-FAR_WORSE, WORSE_IN_A_ROW = 1.5, 2  # times the base's held-out loss, and validations, that the rate is too high for
+FAR_WORSE, WORSE_IN_A_ROW = 1.5, 2  # times the base's validation loss, and validations, that the rate is too high for
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ def after_jump(config: SafeguardsSection, control: Control) -> tuple[Control, li
 def after_validation(
     config: SafeguardsSection, control: Control, loss: float, rate_factor: float
 ) -> tuple[Control, list[Decision]]:
-    """After a held-out loss of the run's rhythm: patience and plateau. One that is not finite is no gain, and no plateau."""
+    """After a validation loss of the run's rhythm: patience and plateau. One that is not finite is no gain, and no plateau."""
     lowest = control.lowest_held_out
     gained = math.isfinite(loss) and (lowest is None or loss < lowest - config.min_delta)
     control = replace(
@@ -77,7 +77,7 @@ def after_validation(
     )
     found = []
     if stopped_early(config, control):
-        message = f"the held-out loss got no lower in {control.without_gain} validations: the training ends here"
+        message = f"the validation loss got no lower in {control.without_gain} validations: the training ends here"
         found.append(Decision("early_stop", message))
     if not config.reduce_lr_on_plateau or not math.isfinite(loss):
         return control, found
@@ -87,21 +87,21 @@ def after_validation(
         return replace(control, held_out=window), found
     rate = rate_factor * config.plateau_factor
     message = (
-        f"the held-out loss moved by {spread:.2g} in {len(window)} validations:"
+        f"the validation loss moved by {spread:.2g} in {len(window)} validations:"
         f" the rate falls to {rate:.4g} of the schedule's"
     )
     return replace(control, held_out=()), [*found, Decision("plateau", message, config.plateau_factor)]
 
 
 def after_worse(control: Control, loss: float, base: float | None) -> tuple[Control, list[Decision]]:
-    """After a held-out loss past the warm-up: one that stays far above the base's is told, once, and nothing is changed."""
+    """After a validation loss past the warm-up: one that stays far above the base's is told, once, and nothing is changed."""
     if base is None or loss <= FAR_WORSE * base:
         return replace(control, worse=0), []
     control = replace(control, worse=control.worse + 1)
     if control.worse != WORSE_IN_A_ROW:
         return control, []
     message = (
-        f"the held-out loss is {loss:.5g}, and that of the base alone was {base:.5g}: the LoRA makes the model worse."
+        f"the validation loss is {loss:.5g}, and that of the base alone was {base:.5g}: the LoRA makes the model worse."
         " The learning rate is too high: stop, and train anew with a lower optimizer.learning_rate"
     )
     return control, [Decision("diverging", message)]

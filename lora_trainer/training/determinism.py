@@ -14,7 +14,7 @@ from lora_trainer.core.errors import Problem, TrainingFailed
 from lora_trainer.training.checkpoints.checkpoint import kept
 
 LACKING = "does not have a deterministic implementation"
-# cuBLAS sums in one order only with work space of a fixed size; read when a card is first computed on.
+# cuBLAS sums in one order only with work space of a fixed size; read when a GPU is first computed on.
 WORKSPACE, ITS_SIZE = "CUBLAS_WORKSPACE_CONFIG", ":4096:8"
 
 

@@ -15,15 +15,15 @@ NARROW: tuple[Precision, ...] = ("fp8", "int8", "nf4")  # stored in fewer bits t
 class Layout:
     """What the plan, or the settings, made of a denoiser.
 
-    `dtype` is computed in and `stored` is what the frozen weights are kept in. `checkpointing` and `streamed` count
-    blocks: those that are computed again in the backward pass, those that visit the card one after the other.
-    `shapes` is how many sizes of micro batches the run meets at most.
+    `dtype` is computed in and `stored` is what the frozen weights are kept in. `checkpointing` and `swapped` count
+    blocks: those that are computed again in the backward pass, those that visit the GPU one after the other.
+    `shapes` is how many sizes of micro-batches the run meets at most.
     """
 
     dtype: torch.dtype
     stored: Precision
     checkpointing: Blocks = False
-    streamed: int = 0
+    swapped: int = 0
     compiled: bool = False
     shapes: int = 1
 

@@ -107,7 +107,7 @@ def put_text_lora_on(encoder: nn.Module, names: list[str], config: Config, compo
         alpha=text_alpha(config),
         dropout=config.lora.dropout,
         seed=position_key(config.train.seed, "lora_init", component) % 2**32,
-        rank_stabilised=config.lora.use_rslora,
+        rank_stabilized=config.lora.use_rslora,
     )
     sum_updates(encoder)
     return {f"{component}.{name}": parameter for name, parameter in own.items()}

@@ -112,8 +112,8 @@ def test_a_lone_value_is_a_list_of_one(name: str, value: object, held: object) -
 
 
 def test_a_lone_folder_is_the_data() -> None:
-    config = resolve([Layer("--set", {"data": {"sources": "pictures"}})]).config
-    assert [source.path for source in config.data.sources] == ["pictures"]
+    config = resolve([Layer("--set", {"data": {"sources": "images"}})]).config
+    assert [source.path for source in config.data.sources] == ["images"]
 
 
 def test_a_setting_without_its_section_is_shown_its_home() -> None:
@@ -164,9 +164,9 @@ def test_the_config_cannot_be_changed() -> None:
             {"path": "a", "repeat": 3},
             "data.sources, table 2 (a): repeat (from f) is not a setting. Did you mean repeats",
         ),
-        ({"repeats": 3}, 'data.sources, table 2: path is missing (from f). For example: path = "pictures".'),
+        ({"repeats": 3}, 'data.sources, table 2: path is missing (from f). For example: path = "images".'),
         ({"path": "a", "repeats": 0}, "data.sources, table 2 (a): repeats = 0 (from f): must be more than 0."),
-        ({"path": "a", "crop": "centre"}, 'crop = "centre" (from f): must be one of center or random. Did you mean'),
+        ({"path": "a", "crop": "center"}, 'crop = "center" (from f): must be one of center or random. Did you mean'),
         (
             {"path": "a", "captions": {"shufle": True}},
             "captions.shufle (from f) is not a setting. Did you mean shuffle?",
@@ -177,7 +177,7 @@ def test_the_config_cannot_be_changed() -> None:
     ],
 )
 def test_what_is_wrong_in_a_source_names_its_table(source: dict[str, object], expected: str) -> None:
-    assert expected in problems_of(Layer("f", {"data": {"sources": ["pictures", source]}}))
+    assert expected in problems_of(Layer("f", {"data": {"sources": ["images", source]}}))
 
 
 def test_lists_inside_of_a_source_are_read() -> None:

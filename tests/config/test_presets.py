@@ -154,7 +154,7 @@ def test_a_name_given_twice_counts_once() -> None:
         (23.6, "24gb"),
     ],
 )
-def test_auto_takes_the_nominal_tier_of_the_card(gib: float, tier: str) -> None:
+def test_auto_takes_the_nominal_tier_of_the_gpu(gib: float, tier: str) -> None:
     layer, note = auto_layer(gib)
     assert layer.values == presets()[tier].values
     assert tier in layer.name

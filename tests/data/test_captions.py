@@ -75,7 +75,9 @@ def test_each_tag_is_missing_in_its_share_of_the_variants(tags: list[str], share
 @given(TAGS, st.text("{}|[]()\\, abc\n", max_size=30))
 def test_the_trigger_is_always_there(tags: list[str], rough: str) -> None:
     for written in (", ".join(tags), ", ".join(["photo of [trigger]", *tags]), ", ".join([*tags, "SKS"]), rough, ""):
-        texts = make_texts(written, rules(trigger_word="sks", shuffle=True, tag_dropout=0.75, wildcards=True, variants=8))
+        texts = make_texts(
+            written, rules(trigger_word="sks", shuffle=True, tag_dropout=0.75, wildcards=True, variants=8)
+        )
         assert all(has_trigger(text, "sks") for text in (texts.canonical, *texts.variants))
 
 
@@ -214,7 +216,7 @@ def test_tags_are_not_split_inside_of_weights() -> None:
 def test_samples_are_settled_by_their_source_and_without_a_trigger_where_they_preserve(captions: list[str]) -> None:
     sources = (rules(shuffle=True, trigger_word="sks"), rules())
     samples = [
-        Sample(Path(f"{index}.png"), caption, 8, 8, f"{index:064d}", source=source, regularisation=preserve)
+        Sample(Path(f"{index}.png"), caption, 8, 8, f"{index:064d}", source=source, regularization=preserve)
         for index, caption in enumerate(captions)
         for source in (0, 1)
         for preserve in (False, True)
@@ -222,7 +224,7 @@ def test_samples_are_settled_by_their_source_and_without_a_trigger_where_they_pr
     for before, after in zip(samples, settled(samples, sources), strict=True):
         if before.source == 1:
             assert after.texts == (before.caption,)
-        elif before.regularisation:
+        elif before.regularization:
             assert not has_trigger(after.caption, "sks")
         else:
             assert has_trigger(after.caption, "sks")

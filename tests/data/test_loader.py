@@ -169,8 +169,8 @@ def test_prefetch_closes_its_source_in_the_thread_that_read_it() -> None:
     assert not threads[0].is_alive()
 
 
-def test_regularisation_has_a_weight_of_its_own(data: CachedData) -> None:
-    samples = [replace(sample, weight=2.0, regularisation=n % 2 == 0) for n, sample in enumerate(data.samples)]
+def test_regularization_has_a_weight_of_its_own(data: CachedData) -> None:
+    samples = [replace(sample, weight=2.0, regularization=n % 2 == 0) for n, sample in enumerate(data.samples)]
     refs = (ref(data, 0), ref(data, 2))
     assert read_micro(replace(data, samples=samples, prior_weight=0.25), refs, 0, 0, 0).weights.tolist() == [0.5, 0.5]
     assert read_micro(replace(data, samples=samples), (ref(data, 1),), 0, 0, 0).weights.tolist() == [2.0]

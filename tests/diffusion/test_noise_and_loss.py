@@ -176,8 +176,8 @@ def test_multires_noise_keeps_unit_spread_and_is_smoother(size):
     assert coarse.shape == plain.shape
     assert float(coarse.std()) == pytest.approx(1.0, abs=1e-4)
     if min(size) > 4:
-        neighbours = (coarse[:, :, 1:] - coarse[:, :, :-1]).std()
-        assert neighbours < (plain[:, :, 1:] - plain[:, :, :-1]).std()
+        neighbors = (coarse[:, :, 1:] - coarse[:, :, :-1]).std()
+        assert neighbors < (plain[:, :, 1:] - plain[:, :, :-1]).std()
 
 
 def test_offset_moves_whole_channels():

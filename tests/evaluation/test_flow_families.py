@@ -38,8 +38,8 @@ def test_fused_files_are_judged_and_drawn(
     assert main(["sample", str(written[0]), "--model", str(base), *flags, "--num-inference-steps", "2"]) == 0
     recipe = json.loads((tmp_path / "out" / "cat_before_after.json").read_text(encoding="utf-8"))
     assert recipe["guidance"] == guidance
-    pictures = [(tmp_path / "out" / f"cat_before_after_00_{side}.png").read_bytes() for side in ("without", "with")]
-    assert pictures[0] != pictures[1]
+    images = [(tmp_path / "out" / f"cat_before_after_00_{side}.png").read_bytes() for side in ("without", "with")]
+    assert images[0] != images[1]
     capsys.readouterr()
     code = main(["sample", str(written[0]), "--model", str(base), *flags, "--negative-prompt", "green"])
     assert code == (0 if guidance else 2)

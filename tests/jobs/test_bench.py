@@ -21,10 +21,10 @@ from lora_trainer.jobs.measures import COLUMNS, SMALL, SUBJECTS, Report
 from lora_trainer.models import FAMILIES, unet
 from lora_trainer.models.family import public_architecture
 from lora_trainer.production import feed
-from lora_trainer.production.card_rates import rate_of_card
+from lora_trainer.production.gpu_rates import rate_of_gpu
 from lora_trainer.production.settings import settle
 from lora_trainer.training import run
-from tests.recipes.recipe import Bench, draw_pictures, patched, save_tiny_model
+from tests.recipes.recipe import Bench, draw_images, patched, save_tiny_model
 
 TINY_SD15 = {"model": {"family": "sd15"}, "data": {"resolution": 64}, "memory": {"weight_dtype": "fp32"}}
 
@@ -32,7 +32,7 @@ TINY_SD15 = {"model": {"family": "sd15"}, "data": {"resolution": 64}, "memory": 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Bench:
     folder = tmp_path_factory.mktemp("bench")
-    return Bench(save_tiny_model(folder), draw_pictures(folder / "data", 4), folder / "runs", folder / "cache")
+    return Bench(save_tiny_model(folder), draw_images(folder / "data", 4), folder / "runs", folder / "cache")
 
 
 @pytest.fixture(autouse=True)
@@ -81,7 +81,7 @@ def test_every_way_of_a_step_is_measured_beside_the_bare_one(place, precision, c
 
 
 def test_the_usual_way_encodes_what_ours_trains(place, monkeypatch, tmp_path):
-    """Several views of a picture, of several sizes: in each micro batch the same pictures, at the same sizes."""
+    """Several views of an image, of several sizes: in each micro-batch the same images, at the same sizes."""
     settings = {
         "data__resolutions": "[64,128]",
         "data__flip": "true",
@@ -95,7 +95,7 @@ def test_the_usual_way_encodes_what_ours_trains(place, monkeypatch, tmp_path):
     measured_of = subject.subject_of(seen[0].resolved, tmp_path)
     encode = measured_of.load_encode()
     monkeypatch.setattr(torch, "randn_like", torch.zeros_like)
-    monkeypatch.setattr(feed, "make_micro", lambda batch, *_: batch)
+    monkeypatch.setattr(feed, "make_micro_batch", lambda batch, *_: batch)
     sizes = set()
     for number in range(4):
         for (latents, cond), batch in zip(encode(number), measured_of.micros(number), strict=True):
@@ -185,7 +185,7 @@ def test_several_models_are_measured_in_one_call(place, capsys):
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_a_thin_model_takes_small_pictures_of_its_own_step(name):
+def test_a_thin_model_takes_small_images_of_its_own_step(name):
     whole = public_architecture(name)
     thin = subject.thinned(whole).facts
     assert thin.pixel_step <= thin.resolution <= whole.facts.resolution / 8
@@ -212,8 +212,8 @@ def test_the_small_model_has_the_weights_that_its_name_says():
         ("Radeon", None),
     ],
 )
-def test_a_card_is_known_by_its_name(name, rate):
-    assert rate_of_card(name) == rate
+def test_a_gpu_is_known_by_its_name(name, rate):
+    assert rate_of_gpu(name) == rate
 
 
 def test_a_setting_is_shown_with_what_it_gains_and_what_it_costs(place, capsys):
@@ -281,7 +281,7 @@ def test_a_setting_that_does_nothing_here_has_no_figures(place, tmp_path, capsys
     file = tmp_path / "best.toml"
     extra = ["--compare", "hardware.tf32=false", "--export-preset", str(file)]
     row = measured([arguments[0], "step", *arguments[1:], *extra], capsys)["hardware.tf32=false"]
-    assert row["not_run"] == "it is for cards, and there is none"
+    assert row["not_run"] == "it is for GPUs, and there is none"
     assert (row["ratio"], row["seconds_median"], row["loss_mean"]) == (None, None, None)
     assert "tf32" not in file.read_text(), "nothing is recommended of it"
 

@@ -1,4 +1,4 @@
-"""`bench memory` and its neighbours through the command, on models that are small enough."""
+"""`bench memory` and its neighbors through the command, on models that are small enough."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from lora_trainer.jobs.trials.row import Asking, Spec, settings_of
 from lora_trainer.models import unet
 from lora_trainer.models.compiled import MOST_SHAPES
 from tests.jobs.childs_work import end_at_once, sleep
-from tests.recipes.recipe import Bench, draw_pictures, patched, save_tiny_model
+from tests.recipes.recipe import Bench, draw_images, patched, save_tiny_model
 
 THIN = ("model.family=sd15", "data.resolution=64", "lora.rank=16")
 
@@ -31,7 +31,7 @@ THIN = ("model.family=sd15", "data.resolution=64", "lora.rank=16")
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Bench:
     folder = tmp_path_factory.mktemp("trials")
-    return Bench(save_tiny_model(folder), draw_pictures(folder / "data", 4), folder / "runs", folder / "cache")
+    return Bench(save_tiny_model(folder), draw_images(folder / "data", 4), folder / "runs", folder / "cache")
 
 
 def measured(what: str, capsys: pytest.CaptureFixture[str], *more: str, settings: tuple[str, ...] = THIN) -> Any:
@@ -122,18 +122,18 @@ def test_what_is_no_setting_is_measured_too(optimization, capsys):
     assert row["loss_mean"] is None
 
 
-def test_what_a_processor_cannot_measure_is_said(capsys):
+def test_what_a_cpu_cannot_measure_is_said(capsys):
     document = measured("ablation", capsys, "--filter", "cuDNN")
     assert document["rows"][0]["seconds_median"] is None
-    assert "cuDNN benchmark: needs a card." in document["notes"]
+    assert "cuDNN benchmark: needs a GPU." in document["notes"]
     assert main(["bench", "ablation", "--filter", "nonsense"]) == 2
     assert "There are: mixed precision, compile" in capsys.readouterr().err
 
 
 def test_processes_are_launched_by_powers_of_two():
     assert [scaling.counts(most) for most in (1, 2, 3, 8)] == [[1], [1, 2], [1, 2, 3], [1, 2, 4, 8]]
-    assert scaling.launch_file(2, on_cards=True)["gpu_ids"] == "all"
-    assert scaling.launch_file(1, on_cards=False)["distributed_type"] == "NO"
+    assert scaling.launch_file(2, on_gpus=True)["gpu_ids"] == "all"
+    assert scaling.launch_file(1, on_gpus=False)["distributed_type"] == "NO"
 
 
 @pytest.mark.skipif(shutil.which("setsid") is None, reason="by a shell and its job")
@@ -178,7 +178,7 @@ def test_two_processes_sum_what_one_does_not(capsys):
 def test_scaling_is_judged_by_its_target(together, met, monkeypatch, capsys):
     """Of 10 samples a second alone; nothing is launched."""
 
-    def launched(child: str, order: object, count: int, *, on_cards: bool) -> dict[str, Any]:
+    def launched(child: str, order: object, count: int, *, on_gpus: bool) -> dict[str, Any]:
         figures = {"model": "m", "median": 0.2, "p10": 0.1, "p90": 0.3, "summed": 8}
         return figures | {"samples_per_second": 10.0 if count == 1 else together}
 
@@ -267,7 +267,7 @@ def test_a_row_that_was_to_be_compiled_is_never_one_that_was_not(tmp_path):
         row.child(spec, Asking(1, 2, tiny=True), str(tmp_path / "row.json"))
     found = json.loads((tmp_path / "row.json").read_text("utf-8"))
     assert "Not compiled: " in found["failed"]
-    assert "a processor needs a C++ compiler" in found["failed"]
+    assert "a CPU needs a C++ compiler" in found["failed"]
     assert found["seconds_median"] is None
 
 
@@ -287,7 +287,7 @@ def test_a_row_of_several_sizes_is_built_for_them(shapes, dynamic, tmp_path):
     assert made.dynamic is dynamic
 
 
-def test_rows_of_a_card_are_what_the_plan_chose_for_it():
+def test_rows_of_a_gpu_are_what_the_plan_chose_for_it():
     specs = {spec.name: spec for spec in table.SPECS}
     settings = settings_of(specs["sdxl 1024 in 8 GB"], Asking(tiny=True), torch.device("cpu")).config
     assert settings.memory.gradient_checkpointing not in (False, "auto")

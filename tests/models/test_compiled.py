@@ -261,7 +261,7 @@ def test_the_cache_commands_tell_and_prune_what_is_compiled(monkeypatch: pytest.
     assert main(["cache", "prune", str(tmp_path / "compiled")]) == 2  # is no cache of entries
 
 
-def test_regions_are_given_sequences_in_order_on_a_processor() -> None:
+def test_regions_are_given_sequences_in_order_on_a_cpu() -> None:
     """So an order of sides is no new case to compile, but for images, whose order is wanted."""
     made, plain = denoiser((8,)), denoiser((8,))
     with_regions(made)

@@ -104,7 +104,9 @@ def test_a_word_is_not_divided_between_two_pieces(folder: Path) -> None:
 
 def test_words_start_from_the_mean_where_nothing_is_named(folder: Path) -> None:
     parts = texts(folder)
-    started = new_words(parts, components(folder), TextualInversionSection(placeholder_tokens=(WORD, "zub"), num_vectors=2))
+    started = new_words(
+        parts, components(folder), TextualInversionSection(placeholder_tokens=(WORD, "zub"), num_vectors=2)
+    )
     for name in components(folder):
         mean = parts.encoders[name].get_input_embeddings().weight.mean(dim=0)
         assert started["zub"][name].shape == (2, len(mean))

@@ -11,7 +11,7 @@ from torch import nn
 
 from lora_trainer.config.schema import OptimizerSection
 from lora_trainer.core.errors import UsageError
-from lora_trainer.optim.optimizers import OPTIMIZERS, averaged, make_optimizer, set_rate, shares_of
+from lora_trainer.optim.optimizers import OPTIMIZERS, averaged, make_optimizer, set_lr, shares_of
 
 # A rate under which each gets near the minimum below in a few hundred steps.
 RATES = dict.fromkeys(OPTIMIZERS, 0.01) | {"prodigy": 1.0, "adamw_schedulefree": 3e-2}
@@ -36,7 +36,7 @@ def test_each_optimizer_fits_a_low_rank_change(name):
 
     first = float(error(parameters[LORA_B], parameters[LORA_A]).detach())
     for step in range(300):
-        set_rate(optimizer, RATES[name] * (1.0 - step / 300 if name != "adamw_schedulefree" else 1.0))
+        set_lr(optimizer, RATES[name] * (1.0 - step / 300 if name != "adamw_schedulefree" else 1.0))
         error(parameters[LORA_B], parameters[LORA_A]).backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -91,7 +91,7 @@ def test_every_optimizer_moves_a_group_by_its_share_of_the_rate(name):
     assert shares_of(parameters, section, rates) == (1.0, 0.1)
     gradient = torch.randn(80, 80, generator=torch.Generator().manual_seed(0))
     for rate in (1e-2, 5e-3):
-        set_rate(optimizer, rate, (1.0, 0.1))
+        set_lr(optimizer, rate, (1.0, 0.1))
         for parameter in parameters.values():
             parameter.grad = gradient.clone()
         optimizer.step()

@@ -9,12 +9,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lora_trainer.config.schema import LrSchedulerSection
-from lora_trainer.optim.schedules import SHAPES, rate_share, warmup_length
+from lora_trainer.optim.schedules import SHAPES, lr_multiplier, warmup_length
 
 
 def shares_of(total: int, **settings: object) -> list[float]:
     config = LrSchedulerSection.model_validate(settings)
-    return [rate_share(config, step, total) for step in range(total)]
+    return [lr_multiplier(config, step, total) for step in range(total)]
 
 
 @given(st.sampled_from(sorted(SHAPES)), st.integers(1, 500), st.integers(1, 6), st.floats(0.2, 4.0), st.data())
@@ -44,7 +44,7 @@ def test_restarts_fall_and_start_again_as_often_as_asked(cycles, length):
 
 def test_shapes_stand_where_they_should():
     def at(step: int, **settings: object) -> float:
-        return rate_share(LrSchedulerSection.model_validate({"warmup_steps": 10, **settings}), step, 100)
+        return lr_multiplier(LrSchedulerSection.model_validate({"warmup_steps": 10, **settings}), step, 100)
 
     assert at(99, name="constant_with_warmup") == 1.0
     assert at(55, name="linear") == pytest.approx(0.5)

@@ -60,7 +60,7 @@ def test_a_command_harms_no_session_that_it_runs_in(before):
 
 
 @pytest.mark.parametrize(
-    ("settings", "card", "seen"),
+    ("settings", "gpu", "seen"),
     [
         ({}, False, set()),
         ({}, True, {"xformers"}),
@@ -71,10 +71,10 @@ def test_a_command_harms_no_session_that_it_runs_in(before):
         ({"memory": {"weight_dtype": "int8"}}, False, set()),
     ],
 )
-def test_what_a_run_may_use_stays_visible(monkeypatch, settings, card, seen):
+def test_what_a_run_may_use_stays_visible(monkeypatch, settings, gpu, seen):
     found = []
     monkeypatch.setattr(libraries, "hide", found.extend)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: card)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
     libraries.import_libraries(Config.model_validate(settings))
     assert set(OPTIONAL) - set(found) == seen
 
@@ -98,7 +98,7 @@ assert sys.modules["bitsandbytes"] is None
 from lora_trainer.models import FAMILIES
 from lora_trainer.models.family import public_architecture
 from lora_trainer.models.lora import inject_lora
-from lora_trainer.models.storage.store import narrower, store_layers
+from lora_trainer.models.quantization.store import narrower, store_layers
 from lora_trainer.production import choices
 choices.cuda_memory_gib = lambda: 11.6
 torch.cuda.is_bf16_supported = lambda **_: True

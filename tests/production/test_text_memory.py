@@ -118,7 +118,7 @@ def test_t5_is_counted_where_it_is_trained(family):
     assert sum(a * b for a, b in along.texts.shapes) == 24 * 16 * (4 * 2 * 4096 + 3 * (4096 + 10240))
 
 
-def test_a_processor_holds_t5_where_it_is_trained():
+def test_a_cpu_holds_t5_where_it_is_trained():
     """Published in bf16: in fp32 it is brought in, in bf16 it stays mapped."""
 
     def training(precision: str, *rates: float) -> float:

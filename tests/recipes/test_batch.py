@@ -19,7 +19,7 @@ from lora_trainer.jobs import queue
 from lora_trainer.models import FAMILIES, kept
 from lora_trainer.monitor.trackers import Trackers
 from lora_trainer.training import run as run_module
-from tests.recipes.recipe import QUICK, contents, draw_pictures, exported, patched, record, rows, save_tiny_model
+from tests.recipes.recipe import QUICK, contents, draw_images, exported, patched, record, rows, save_tiny_model
 
 STEPS = 3
 
@@ -59,16 +59,16 @@ class Night:
         return (self.output / name / "logs" / "console.txt").read_text(encoding="utf-8")
 
 
-def make_root(root: Path, pictures: Path, *names: str) -> Path:
+def make_root(root: Path, images: Path, *names: str) -> Path:
     for name in names:
-        shutil.copytree(pictures, root / name)
+        shutil.copytree(images, root / name)
     return root
 
 
 @pytest.fixture
-def night(tmp_path: Path, pictures: Path, tiny_model: Path, shared_cache: Path) -> Night:
-    """Three good folders with the same pictures."""
-    root = make_root(tmp_path / "root", pictures, "ash", "birch", "cedar")
+def night(tmp_path: Path, images: Path, tiny_model: Path, shared_cache: Path) -> Night:
+    """Three good folders with the same images."""
+    root = make_root(tmp_path / "root", images, "ash", "birch", "cedar")
     return Night(root, tmp_path / "night", tiny_model, shared_cache)
 
 
@@ -83,16 +83,16 @@ class Seen:
 
 
 @pytest.fixture(scope="module")
-def over(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path, pictures: Path) -> Seen:
+def over(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path, images: Path) -> Seen:
     """Six folders, two of them bad, in caches of their own."""
     place = tmp_path_factory.mktemp("over")
-    root = make_root(place / "root", pictures, "ash", "birch", "cedar [x]", "elm", "fir")
+    root = make_root(place / "root", images, "ash", "birch", "cedar [x]", "elm", "fir")
     (root / "elm" / "lora.toml").write_text("[lora]\nrank = 8\n", encoding="utf-8")
     other = save_tiny_model(place / "models", "sdxl")
     path = os.path.relpath(other, root / "cedar [x]").replace("\\", "/")
     (root / "cedar [x]" / "lora.toml").write_text(f"[model]\npath = '{path}'\n", encoding="utf-8")
     (root / "fir" / "lora.toml").write_text("[lora]\nrang = 8\nalpha = -1\n", encoding="utf-8")
-    for caption in sorted(draw_pictures(root / "dull").glob("*.txt"))[:5]:
+    for caption in sorted(draw_images(root / "dull").glob("*.txt"))[:5]:
         caption.unlink()
     night = Night(root, place / "night", tiny_model, place / "caches")
     reads: list[str] = []
@@ -167,7 +167,7 @@ def test_a_batch_refuses_what_has_not_seen_every_image(night):
     assert "3 images were never trained" in night.jobs("reason")["ash"]
 
 
-def test_nothing_is_written_beside_the_pictures(over):
+def test_nothing_is_written_beside_the_images(over):
     assert contents(over.night.root) == over.before
 
 
@@ -306,17 +306,17 @@ def wrong_root(night: Night, tmp_path: Path) -> dict[str, tuple[list[str], str]]
     """Batches that are refused as a whole: the arguments and what is said."""
     empty, mixed, same = tmp_path / "empty", tmp_path / "mixed", tmp_path / "same"
     empty.mkdir()
-    draw_pictures(mixed, 2)
+    draw_images(mixed, 2)
     for name in ("a", "b"):
-        draw_pictures(same / name, 1)
+        draw_images(same / name, 1)
         (same / name / "lora.toml").write_text('[run]\nname = "Twin"\n', encoding="utf-8")
     output = ["--output", str(night.output)]
     return {
         "no ROOT": ([], "batch needs ROOT"),
         "an absent one": ([str(tmp_path / "absent")], "does not exist"),
-        "a file": ([str(mixed / "picture_0.png")], "is a file"),
+        "a file": ([str(mixed / "image_0.png")], "is a file"),
         "no folders": ([str(empty)], "holds no folder"),
-        "pictures": ([str(mixed)], "lora-trainer train --data"),
+        "images": ([str(mixed)], "lora-trainer train --data"),
         "one name twice": ([str(same)], "a and b would both become the run Twin"),
         "output inside": ([str(night.root), "--output", str(night.root / "out")], "nothing is written there"),
         "cache inside": (

@@ -1,4 +1,4 @@
-"""The weights of the lowest held-out loss are kept, survive a stop, and are what is exported."""
+"""The weights of the lowest validation loss are kept, survive a stop, and are what is exported."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ HASTY: dict[str, object] = {
 
 
 @pytest.fixture(scope="module")
-def hasty(tiny_model: Path, pictures: Path, shared_cache: Path, tmp_path_factory: pytest.TempPathFactory) -> Bench:
-    made = Bench(tiny_model, pictures, tmp_path_factory.mktemp("hasty"), shared_cache)
+def hasty(tiny_model: Path, images: Path, shared_cache: Path, tmp_path_factory: pytest.TempPathFactory) -> Bench:
+    made = Bench(tiny_model, images, tmp_path_factory.mktemp("hasty"), shared_cache)
     assert made.run("run", **HASTY) == 0
     return made
 
@@ -110,10 +110,10 @@ def test_nothing_held_out_releases_the_last(bench: Bench) -> None:
 def test_what_validation_shows_is_said(bench: Bench, capsys: pytest.CaptureFixture[str]) -> None:
     assert bench.run("run", **HASTY, steps=4) == 0
     said = capsys.readouterr().out
-    assert "step 0: held-out loss" in said
+    assert "step 0: validation loss" in said
     assert "of the base alone" in said
     assert "the lowest so far (was" in said
-    assert "step 4: held-out loss" in said
+    assert "step 4: validation loss" in said
     assert "at step 2)" in said
     assert "releasing step 2" in said
 
@@ -149,4 +149,4 @@ def test_a_held_out_loss_that_is_no_number_is_never_the_best(bench: Bench, capsy
     measured_at = {row["step"]: row["loss"] for row in rows(bench.folder("run"), "validation.jsonl")}
     assert measured_at[1] is None
     assert record(bench.folder("run"))["released"]["step"] == min((2, 3), key=measured_at.__getitem__)
-    assert "step 1: held-out loss nan\n" in capsys.readouterr().out
+    assert "step 1: validation loss nan\n" in capsys.readouterr().out

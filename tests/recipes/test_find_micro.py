@@ -47,7 +47,7 @@ def short_above(most: int, asked: list[int]) -> Callable[..., Any]:
 
 
 def chosen(bench: Bench, name: str) -> str:
-    (line,) = [line for line in record(bench.folder(name))["choices"] if line.startswith("micro batch")]
+    (line,) = [line for line in record(bench.folder(name))["choices"] if line.startswith("micro-batch")]
     return str(line)
 
 
@@ -79,12 +79,12 @@ def test_a_resumed_run_keeps_what_was_found(bench, monkeypatch):
         assert bench.run("whole", **settings) == 0
         assert bench.run("found", **settings | {"steps": 2}) == 0
     assert bench.run("found", "--resume", **settings) == 0
-    assert chosen(bench, "found").startswith("micro batch 2: as it was found when the run began")
+    assert chosen(bench, "found").startswith("micro-batch 2: as it was found when the run began")
     assert losses(bench.folder("found")) == losses(bench.folder("whole"))
 
 
 @pytest.mark.slow
-def test_on_a_processor_free_memory_is_never_filled(bench, monkeypatch):
+def test_on_a_cpu_free_memory_is_never_filled(bench, monkeypatch):
     once = FIVE | {"steps": 1, "train__auto_find_micro_batch_size": "true"}
     held = finding.held_by
     needs = {}
@@ -109,5 +109,5 @@ def test_on_a_processor_free_memory_is_never_filled(bench, monkeypatch):
     # Not even one fits, and that is said; the step has its own ways to need less.
     monkeypatch.setattr(finding, "system_memory", lambda: (100, 0))
     assert bench.run("one", **once) == 0
-    assert chosen(bench, "one").startswith("micro batch 1")
+    assert chosen(bench, "one").startswith("micro-batch 1")
     assert "not even one sample fits" in chosen(bench, "one")

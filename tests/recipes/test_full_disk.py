@@ -27,17 +27,15 @@ BALLAST = "ballast"
 
 
 @pytest.fixture(scope="module")
-def undisturbed(
-    tiny_model: Path, pictures: Path, shared_cache: Path, tmp_path_factory: pytest.TempPathFactory
-) -> Bench:
+def undisturbed(tiny_model: Path, images: Path, shared_cache: Path, tmp_path_factory: pytest.TempPathFactory) -> Bench:
     """A run named `run` that nothing happened to."""
-    made = Bench(tiny_model, pictures, tmp_path_factory.mktemp("undisturbed"), shared_cache)
+    made = Bench(tiny_model, images, tmp_path_factory.mktemp("undisturbed"), shared_cache)
     assert made.run("run", **SETTINGS) == 0
     return made
 
 
 @pytest.fixture(scope="module", autouse=True)
-def no_pictures() -> Iterator[None]:
+def no_images() -> Iterator[None]:
     """They take half of a run's time, and no file of the run hangs on them."""
 
     def draw(*_: Any, **__: Any) -> None:

@@ -50,7 +50,7 @@ def test_zero_terminal_snr_needs_a_model_that_predicts_velocity(bench, tmp_path,
     assert drawn[0] != drawn[1], "drawn on the schedule that was trained on"
 
 
-def test_weights_of_pictures_multiply_their_loss(bench, tmp_path):
+def test_weights_of_images_multiply_their_loss(bench, tmp_path):
     assert bench.run("plain", steps=1) == 0
     data = Path(shutil.copytree(bench.data, tmp_path / "weighted"))
     lines = [json.dumps({"file_name": path.name, "weight": 2.5}) for path in sorted(data.glob("*.png"))]
@@ -128,23 +128,23 @@ def test_clipping_by_value_replaces_clipping_by_norm(bench, capsys):
     assert exported(bench.folder("value")) != exported(bench.folder("norm"))
 
 
-@pytest.mark.parametrize("stabilised", [True, False])
+@pytest.mark.parametrize("stabilized", [True, False])
 @pytest.mark.parametrize("rank", [4, 6])
-def test_the_file_changes_each_layer_as_the_network_in_memory_does(stabilised, rank, tmp_path):
+def test_the_file_changes_each_layer_as_the_network_in_memory_does(stabilized, rank, tmp_path):
     """Linear layers and convolutions, alpha unlike the rank: the scale is alpha / rank or alpha / sqrt(rank)."""
     family, unet = FAMILIES["sd15"], tiny_pipeline(tmp_path).unet.requires_grad_(False)
     names = target_modules(unet, family, ("*.to_q", "*.ff.net.*", "*.resnets.*.conv?", "*.conv_shortcut"))
-    made = inject_lora(unet, names, rank=rank, alpha=2.7, dropout=0.0, seed=1, rank_stabilised=stabilised)
+    made = inject_lora(unet, names, rank=rank, alpha=2.7, dropout=0.0, seed=1, rank_stabilized=stabilized)
     with torch.no_grad():
         for parameter in made.values():
             parameter.normal_()
-    config = Config.model_validate({"lora": {"rank": rank, "alpha": 2.7, "use_rslora": stabilised}})
+    config = Config.model_validate({"lora": {"rank": rank, "alpha": 2.7, "use_rslora": stabilized}})
     weights = lora_weights(config, SimpleNamespace(family=family), made)
-    told = facts(alpha=2.7, rank_stabilised=stabilised)
+    told = facts(alpha=2.7, rank_stabilized=stabilized)
     for path in write_lora(tmp_path, "cat", weights, told, dtype=torch.float32):
         written = read_lora(path)
         assert len(written.modules) == len(names)
-        assert json.loads(written.metadata["ss_network_args"]).get("rank_stabilised", False) is stabilised
+        assert json.loads(written.metadata["ss_network_args"]).get("rank_stabilized", False) is stabilized
         for name, pair in written.modules.items():
             expected = unet.get_submodule(name.removeprefix("unet.")).get_delta_weight("default").detach()
             assert torch.allclose(pair.delta(), expected, rtol=1e-6, atol=1e-6 * float(expected.abs().max()))
@@ -174,10 +174,10 @@ def test_lora_files_hold_the_precision_that_is_asked_for(bench):
         assert all(torch.equal(tensors[key], wide[key].to(value.dtype)) for key, value in tensors.items()), dtype
 
 
-def test_a_rank_stabilised_run_says_so_and_must_stay_so(bench, capsys):
+def test_a_rank_stabilized_run_says_so_and_must_stay_so(bench, capsys):
     assert bench.run("stable", steps=2, checkpoint__every_n_steps=1, lora__use_rslora="true", lora__alpha=2) == 0
     header = header_of(bench.folder("stable") / "stable.safetensors")
-    assert json.loads(header["ss_network_args"])["rank_stabilised"] is True
+    assert json.loads(header["ss_network_args"])["rank_stabilized"] is True
     assert (header["ss_network_alpha"], header["lora_trainer.alpha"]) == ("4.0", "2.0")
     (bench.folder("stable") / "run.json").write_text('{"status": "stopped", "steps": 2}', encoding="utf-8")
     assert bench.run("stable", "--resume", steps=2, lora__alpha=2) == 2

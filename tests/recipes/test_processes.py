@@ -28,7 +28,7 @@ def launch(
     *flags: str,
     script: str = "scripts/train_lora.py",
 ) -> subprocess.CompletedProcess[str]:
-    """`accelerate launch` of the command's arguments, on two processes of the processor unless a file says other."""
+    """`accelerate launch` of the command's arguments, on two processes of the CPU unless a file says other."""
     command = [sys.executable, "-m", "accelerate.commands.accelerate_cli", "launch"]
     config = ["--config_file", str(checkout / config_file), *flags]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(checkout)}
@@ -112,7 +112,7 @@ def outcome_of(bench: Bench, name: str) -> tuple[list[float], dict[str, dict[str
 
 @pytest.mark.slow
 def test_two_machines_are_two_launches(bench: Bench, checkout: Path, tmp_path: Path):
-    """The launch file for several machines, with what is to be filled in, and the processor in place of cards."""
+    """The launch file for several machines, with what is to be filled in, and the CPU in place of GPUs."""
     with socket.socket() as free:
         free.bind(("", 0))
         port = free.getsockname()[1]
@@ -212,7 +212,7 @@ def test_one_process_of_two_runs_out_of_memory_and_takes_smaller_parts(bench: Be
     short, calm = bench.folder("short"), bench.folder("calm")
     (event,) = rows(short, "events.jsonl")
     assert (event["step"], event["kind"]) == (10, "memory")
-    assert "another process ran out of memory: all go on with micro batches of 1 " in event["message"]
+    assert "another process ran out of memory: all go on with micro-batches of 1 " in event["message"]
     assert record(short)["training"]["fit"]["micro"] == 1
     mine, theirs = ([row["loss"] for row in rows(folder)] for folder in (short, calm))
     assert len(mine) == 12

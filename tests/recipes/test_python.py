@@ -13,7 +13,7 @@ from lora_trainer.config.toml import parse_value
 from lora_trainer.core.errors import DatasetRefused, LoraRefused, UsageError
 from lora_trainer.monitor.progress import Progress
 from lora_trainer.production import ProductionTrainer
-from tests.recipes.recipe import QUICK, Bench, draw_pictures, exported, record
+from tests.recipes.recipe import QUICK, Bench, draw_images, exported, record
 
 
 def settings_of(bench: Bench, **more: object) -> dict[str, object]:
@@ -32,7 +32,7 @@ def trainer_of(bench: Bench, name: str, **more: object) -> ProductionTrainer:
 def test_the_documented_example_runs(bench, tmp_path, monkeypatch, checkout, capsys):
     (block,) = re.findall(r"^```python\n(.*?)^```", (checkout / "docs/python.md").read_text("utf-8"), re.M | re.S)
     (tmp_path / "my-sd15").symlink_to(bench.model)
-    (tmp_path / "pictures").symlink_to(bench.data)
+    (tmp_path / "images").symlink_to(bench.data)
     monkeypatch.chdir(tmp_path)
     exec(compile(block.replace("800", "6"), "docs/python.md", "exec"), {})
     shown = capsys.readouterr().out
@@ -73,7 +73,7 @@ def test_quiet_says_nothing(bench, capsys):
 
 
 def test_refusals_carry_what_the_gate_found(bench, tmp_path):
-    data = draw_pictures(tmp_path / "bare")
+    data = draw_images(tmp_path / "bare")
     for caption in sorted(data.glob("*.txt"))[:4]:
         caption.unlink()
     bare = trainer_of(Bench(bench.model, data, bench.output, bench.cache), "bare", gates__lora_check="full")

@@ -13,7 +13,7 @@ import pytest
 
 from lora_trainer.cli.main import main
 from lora_trainer.monitor.trackers import Trackers
-from tests.recipes.recipe import Bench, contents, draw_pictures, exported, losses, patched, record, rows
+from tests.recipes.recipe import Bench, contents, draw_images, exported, losses, patched, record, rows
 
 pytestmark = pytest.mark.exact
 
@@ -198,10 +198,10 @@ def test_settings_that_the_weights_hang_on_must_not_change(bench, capsys):
     assert "train.seed was 42 and is now 7" in said
     assert "optimizer.weight_decay was 0.01 and is now 0.5" in said
     assert "Traceback" not in said
-    other = draw_pictures(bench.output.parent / "other", count=11)
+    other = draw_images(bench.output.parent / "other", count=11)
     assert main([*bench.arguments("changed", "--resume"), "--data", str(other)]) == 2
     said = capsys.readouterr().err
-    assert f"The pictures, captions or weights differ: {bench.data} → {bench.data}, {other}." in said
+    assert f"The images, captions or weights differ: {bench.data} → {bench.data}, {other}." in said
     assert record(bench.folder("changed")) == before, "a resume that was refused changes nothing"
 
 
@@ -236,12 +236,12 @@ def test_the_ledger_is_the_same_after_a_stop_in_the_middle_of_an_epoch(bench, fi
     assert record(bench.folder("first"))["ledger"]["samples"] == 2 * record(bench.folder("first"))["steps"]
     assert bench.run("first", "--resume", **settings) == 0
     whole, resumed = (record(place.folder("first")) for place in (finished, bench))
-    # Five steps an epoch for nine pictures, the last of one picture, and one step more.
-    assert whole["ledger"]["pictures"] == {"count": 9, "least": 1, "most": 2, "never": 0}
-    assert whole["ledger"]["line"] == "every picture 1–2 times"
-    assert "trained: every picture 1–2 times" in capsys.readouterr().out
+    # Five steps an epoch for nine images, the last of one image, and one step more.
+    assert whole["ledger"]["images"] == {"count": 9, "least": 1, "most": 2, "never": 0}
+    assert whole["ledger"]["line"] == "every image 1–2 times"
+    assert "trained: every image 1–2 times" in capsys.readouterr().out
     assert resumed["ledger"] == whole["ledger"]
     tables = [(place.folder("first") / "sample_counts.csv").read_text("utf-8") for place in (finished, bench)]
     assert tables[0] == tables[1]
     assert resumed["files"]["ledger"] == "sample_counts.csv"
-    assert "Trained: every picture 1–2 times." in (bench.folder("first") / "report.html").read_text("utf-8")
+    assert "Trained: every image 1–2 times." in (bench.folder("first") / "report.html").read_text("utf-8")

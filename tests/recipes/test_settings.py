@@ -12,14 +12,14 @@ from lora_trainer.config.schema import Config
 from lora_trainer.production import room
 from lora_trainer.production import session as session_module
 from lora_trainer.training import run as run_module
-from lora_trainer.training.micro import Micro
+from lora_trainer.training.micro_batch import MicroBatch
 from tests.recipes.recipe import Bench, exported, losses, patched, record
 
 
 @pytest.mark.parametrize(("micro", "calls"), [(4, (1, 2)), (2, (2, 3)), (1, (4, 4))])
 def test_micro_batches_change_neither_samples_nor_noise(micro, calls, bench):
-    """Four samples of two buckets make one or two micro batches of four, two or three of two, four of one."""
-    seen: list[list[Micro]] = []
+    """Four samples of two buckets make one or two micro-batches of four, two or three of two, four of one."""
+    seen: list[list[MicroBatch]] = []
     true = run_module.train_step
 
     def train_step(learner, micros, *others):
@@ -54,7 +54,9 @@ def test_gradient_checkpointing_changes_nothing(bench):
     for setting in ("false", "true", 2):
         assert bench.run(f"blocks-{setting}", steps=2, memory__gradient_checkpointing=setting) == 0
     for setting in ("true", 2):
-        assert losses(bench.folder(f"blocks-{setting}")) == pytest.approx(losses(bench.folder("blocks-false")), rel=1e-5)
+        assert losses(bench.folder(f"blocks-{setting}")) == pytest.approx(
+            losses(bench.folder("blocks-false")), rel=1e-5
+        )
 
 
 def test_a_model_that_predicts_v(bench, tmp_path):
@@ -84,7 +86,7 @@ def test_targets_decide_what_is_trained(targets, present, absent, bench):
     assert not any(absent in name for name in names)
 
 
-def test_pictures_while_training_do_not_change_the_run(finished, bench):
+def test_images_while_training_do_not_change_the_run(finished, bench):
     assert bench.run("first", sample__every_n_steps=2, gates__lora_check="lite") == 0
     drawn = {path.name for path in (bench.folder("first") / "samples").iterdir()}
     assert {"step-000002.png", "step-000004.png", "before_after.png"} <= drawn
@@ -115,7 +117,7 @@ def test_an_untrained_lora_is_refused_and_kept(bench, capsys):
 
 
 def test_a_lora_that_has_not_seen_every_image_is_refused_by_name(bench, capsys):
-    """9 of the 10 pictures are trained, one is held out; an epoch is 5 steps."""
+    """9 of the 10 images are trained, one is held out; an epoch is 5 steps."""
     unseen = "9 images, 4 samples trained in 2 steps: 5 images were never trained"
     low = {"gates__lora": 1e-9, "gates__lora_check": "lite"}
     assert bench.run("brief", command="produce", steps=2, **low) == 4

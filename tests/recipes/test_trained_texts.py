@@ -15,7 +15,7 @@ from lora_trainer.models import FAMILIES
 from lora_trainer.models.folder import detect_family
 from lora_trainer.models.lora_files import read_lora
 from lora_trainer.training.checkpoints.checkpoint import newest_valid
-from tests.recipes.recipe import Bench, draw_pictures, header_of, record, rows, save_tiny_model
+from tests.recipes.recipe import Bench, draw_images, header_of, record, rows, save_tiny_model
 
 CPU = torch.device("cpu")
 RATES = {"sd15": "[1e-2]", "sd2": "[1e-2]", "sdxl": "[1e-2, 5e-3]", "sd3": "[1e-2, 5e-3, 1e-2]", "flux": "[1e-2]"}
@@ -27,7 +27,7 @@ FAMILY_CASES = [pytest.param(name, marks=() if name == "sdxl" else pytest.mark.s
 def trained(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Bench:
     """A family's tiny model, and a finished run named `cat` of twelve steps on it and its text encoders."""
     folder = tmp_path_factory.mktemp(request.param)
-    data = draw_pictures(folder / "data")
+    data = draw_images(folder / "data")
     made = Bench(save_tiny_model(folder, request.param), data, folder / "runs", folder / "cache")
     settings = {
         "text_encoder__learning_rates": RATES[request.param],

@@ -22,7 +22,7 @@ from lora_trainer.models.compiled import Compiled
 from lora_trainer.monitor.trackers import EVENTS, read_lines
 from lora_trainer.production.compiling import compiling_pays
 from lora_trainer.training import compiling
-from lora_trainer.training.job import Job
+from lora_trainer.training.job import LoopContext
 from lora_trainer.training.layout import Layout
 from tests.export.tiny import tiny_unet
 from tests.training.tiny_job import TinyPlace, outcome
@@ -30,12 +30,12 @@ from tests.training.tiny_job import TinyPlace, outcome
 pytestmark = pytest.mark.filterwarnings("ignore")  # torch's own, while it traces
 
 
-def blocks_of(job: Job) -> Compiled:
+def blocks_of(job: LoopContext) -> Compiled:
     assert job.learner.compiled is not None
     return job.learner.compiled
 
 
-def said(job: Job) -> list[str]:
+def said(job: LoopContext) -> list[str]:
     return [event["message"] for event in read_lines(job.folder / EVENTS) if event["kind"] == "compile"]
 
 
@@ -162,7 +162,7 @@ def test_without_a_compiler_blocks_stay_as_they_are(place: TinyPlace) -> None:
         assert place.job("none", steps=1, compile__enabled=True).learner.compiled is None
         (line,) = lines_of(Layout(torch.float32, "fp32", False, compiled=True))
     assert line.startswith("not compiled: ")
-    assert line.endswith("a processor needs a C++ compiler (g++, clang or MSVC)")
+    assert line.endswith("a CPU needs a C++ compiler (g++, clang or MSVC)")
 
 
 def test_the_same_bits_are_wanted_of_the_run_that_asks_for_them_alone(place: TinyPlace) -> None:
@@ -177,7 +177,7 @@ def test_the_same_bits_are_wanted_of_the_run_that_asks_for_them_alone(place: Tin
 def test_sizes_that_are_too_many_to_compile_each_for_itself_are_said(shapes: int, dynamic: object, said: bool) -> None:
     layout = Layout(torch.float32, "fp32", False, compiled=True, shapes=shapes)
     lines = lines_of(layout, dynamic=dynamic)
-    assert any(line.startswith(f"{shapes} sizes of micro batch are more") for line in lines) is said
+    assert any(line.startswith(f"{shapes} sizes of micro-batch are more") for line in lines) is said
 
 
 @pytest.mark.parametrize(("precision", "beginnings"), [("bf16", 4), ("fp32", 1)])

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from lora_trainer.config.schema import SafeguardsSection
 from lora_trainer.monitor.trackers import EVENTS, METRICS, read_lines
 from lora_trainer.training.control import FIRST_JUDGED, after_step, after_validation, after_worse, stopped_early
-from lora_trainer.training.job import Job
+from lora_trainer.training.job import LoopContext
 from lora_trainer.training.state import Control, TrainState
 from lora_trainer.training.validation import validation_line
 from tests.training.test_guard import numbers, weights
@@ -96,15 +96,19 @@ def test_a_run_worse_than_its_base_says_so(place: TinyPlace):
     (event,) = [each for each in read_lines(job.folder / EVENTS) if each["kind"] == "diverging"]
     assert event["step"] == 3
     assert "1, and that of the base alone was 0.3" in event["message"]
-    assert "step 1: held-out loss 1.2000, the lowest so far; worse than the base alone (0.3000)" in lines
+    assert "step 1: validation loss 1.2000, the lowest so far; worse than the base alone (0.3000)" in lines
 
 
 def test_a_line_shows_what_four_digits_hide():
     before = TrainState(step=48, best_validation=1.01733, best_step=48)
     now = TrainState(step=50, validation=1.01731, best_validation=1.01731, best_step=50)
-    assert validation_line(before, now) == "step 50: held-out loss 1.0173, the lowest so far (by 2e-05, since step 48)"
+    assert (
+        validation_line(before, now) == "step 50: validation loss 1.0173, the lowest so far (by 2e-05, since step 48)"
+    )
     lower = replace(now, validation=1.0, best_validation=1.0)
-    assert validation_line(before, lower) == "step 50: held-out loss 1.0000, the lowest so far (was 1.0173 at step 48)"
+    assert (
+        validation_line(before, lower) == "step 50: validation loss 1.0000, the lowest so far (was 1.0173 at step 48)"
+    )
 
 
 def test_a_held_out_loss_that_is_not_finite_is_no_gain_and_no_plateau():
@@ -137,7 +141,13 @@ def test_the_first_steps_judge_nothing(steps):
 @given(st.lists(losses, min_size=60, max_size=130), st.data())
 def test_a_stop_between_changes_no_decision(steps, data):
     """In the middle of every window: the state holds all that decides, also after a way through JSON."""
-    config = SafeguardsSection(clip_on_loss_spike=True, loss_spike_ratio=1.05, grad_spike_factor=2.0, reduce_lr_on_plateau=True, plateau_spread=0.5)
+    config = SafeguardsSection(
+        clip_on_loss_spike=True,
+        loss_spike_ratio=1.05,
+        grad_spike_factor=2.0,
+        reduce_lr_on_plateau=True,
+        plateau_spread=0.5,
+    )
     k = data.draw(st.integers(0, len(steps)))
     straight = stepped(config, steps)
     half, told = stepped(config, steps[:k])
@@ -153,8 +163,8 @@ def test_a_spike_is_told_and_does_not_become_the_usual():
     assert control.norm_sum < 0.2
 
 
-def scripted(job: Job, held_out: list[float]) -> Job:
-    """The job with these held-out losses in place of measured ones, by the step; the first is of step 0."""
+def scripted(job: LoopContext, held_out: list[float]) -> LoopContext:
+    """The job with these validation losses in place of measured ones, by the step; the first is of step 0."""
     place = [0]
     true = job.samples_in
 
@@ -171,7 +181,7 @@ def test_a_held_out_loss_that_is_not_finite_is_told_and_chooses_nothing(place: T
     assert state.best_step == 1
     rows = read_lines(job.folder / EVENTS)
     told = [(event["step"], event["message"]) for event in rows if event["kind"] == "not_finite"]
-    said = "the held-out loss is not finite: no weights are chosen by it"
+    said = "the validation loss is not finite: no weights are chosen by it"
     assert told == [(0, said), (2, said)]
 
 

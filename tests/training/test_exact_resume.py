@@ -18,13 +18,13 @@ from lora_trainer.config.toml import setting_names
 from lora_trainer.models import FAMILIES
 from lora_trainer.training import control
 from lora_trainer.training.checkpoints.checkpoint import newest_valid
-from lora_trainer.training.job import Job
-from tests.recipes.recipe import draw_pictures
+from lora_trainer.training.job import LoopContext
+from tests.recipes.recipe import draw_images
 from tests.training.tiny_job import TinyPlace, looked_at_every, outcome, told_in
 
 pytestmark = pytest.mark.exact
 
-STEPS = 6  # nine pictures are trained: at two a step an epoch ends with a step of one, the fifth
+STEPS = 6  # nine images are trained: at two a step an epoch ends with a step of one, the fifth
 Case = dict[str, object]
 
 # Each case is a run of all it names together. Small ones run in every suite, the others with the faults.
@@ -191,13 +191,13 @@ EVERY_CASE = [pytest.param(name, marks=() if name in QUICK_CASES else pytest.mar
 
 
 def several_sources(folder: Path) -> tuple[dict[str, Any], ...]:
-    """Pictures with masks, weighted and repeated, and pictures that keep what the model knows. Drawn once."""
+    """Images with masks, weighted and repeated, and images that keep what the model knows. Drawn once."""
     if not folder.exists():
-        for path in sorted(draw_pictures(folder / "masked", 6).glob("*.png")):
+        for path in sorted(draw_images(folder / "masked", 6).glob("*.png")):
             (folder / "masks").mkdir(exist_ok=True)
-            with Image.open(path) as picture:
-                Image.linear_gradient("L").resize(picture.size).save(folder / "masks" / path.name)
-        for path in sorted(draw_pictures(folder / "kept", 9).glob("*.png"))[:6]:  # those of the other folder
+            with Image.open(path) as image:
+                Image.linear_gradient("L").resize(image.size).save(folder / "masks" / path.name)
+        for path in sorted(draw_images(folder / "kept", 9).glob("*.png"))[:6]:  # those of the other folder
             path.unlink()
             path.with_suffix(".txt").unlink()
     masked = {"path": str(folder / "masked"), "masks": str(folder / "masks"), "loss_weight": 0.5, "repeats": 1.5}
@@ -205,10 +205,10 @@ def several_sources(folder: Path) -> tuple[dict[str, Any], ...]:
 
 
 @pytest.fixture
-def makes(place: TinyPlace, tiny_models: Callable[[str], Path], tmp_path: Path) -> Callable[..., Job]:
+def makes(place: TinyPlace, tiny_models: Callable[[str], Path], tmp_path: Path) -> Callable[..., LoopContext]:
     """A fresh job of a case, in a folder of a name."""
 
-    def make(case: str, name: str, **changes: object) -> Job:
+    def make(case: str, name: str, **changes: object) -> LoopContext:
         settings = {**CASES[case], **changes}
         here = replace(place, model=tiny_models(str(settings.pop("family", "sd15"))))
         if settings.pop("sources", False):
@@ -234,7 +234,7 @@ def test_stopped_after_every_step(case, place, makes):
 
 
 def test_stopped_between_two_looks(place, makes, monkeypatch):
-    """Numbers wait, as on a card: spikes, jumps and steps left out are those of the straight run wherever it stops."""
+    """Numbers wait, as on a GPU: spikes, jumps and steps left out are those of the straight run wherever it stops."""
     looked_at_every(3, monkeypatch)
     for name, value in {"JUDGED_EVERY": 3, "FIRST_JUDGED": 2}.items():
         monkeypatch.setattr(control, name, value)
@@ -246,7 +246,7 @@ def test_stopped_between_two_looks(place, makes, monkeypatch):
     }
     settings |= {"checkpoint__every_n_steps": 100, "validation__every_n_steps": 0}
 
-    def losing(name: str) -> Job:
+    def losing(name: str) -> LoopContext:
         job = makes("plain", name, **settings)
         true, seen = job.micros, 3.0
 
@@ -269,7 +269,7 @@ def test_stopped_between_two_looks(place, makes, monkeypatch):
     assert outcome(broken) == found
 
 
-def told_in_forward(job: Job, number: int) -> Job:
+def told_in_forward(job: LoopContext, number: int) -> LoopContext:
     """The same job, to which a signal comes before its `number`th forward pass of training."""
     predict, left = job.learner.predict, [number]
 
@@ -283,7 +283,7 @@ def told_in_forward(job: Job, number: int) -> Job:
 
 
 def test_stopped_inside_of_accumulations(place, makes):
-    """Where there is no time to finish the step it is given up: of its three micro batches nothing is left."""
+    """Where there is no time to finish the step it is given up: of its three micro-batches nothing is left."""
     straight = makes("split", "straight")
     place.train(straight)
     for forward, step in ((2, 0), (5, 1), (6, 2)):  # the last is given up before its third
@@ -364,7 +364,7 @@ def test_8bit_state_is_8bit_before_and_after(case, place, makes):
 def test_fp16_overflows_again_where_it_overflowed(place, makes):
     """The scale halves and the step is left out, before a stop or after one; the scale goes on from there."""
 
-    def hot(name: str) -> Job:
+    def hot(name: str) -> LoopContext:
         job = makes("fp16", name)
         job.learner.scaler.load_state_dict(job.learner.scaler.state_dict() | {"scale": 2.0**26})
         return job

@@ -1,4 +1,4 @@
-"""A step trains the same however it is split: over micro batches, over processes, over sessions of either."""
+"""A step trains the same however it is split: over micro-batches, over processes, over sessions of either."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from lora_trainer.builtin import BASE_FOLDER
-from lora_trainer.training.job import Job
-from lora_trainer.training.micro import Micro
+from lora_trainer.training.job import LoopContext
+from lora_trainer.training.micro_batch import MicroBatch
 from lora_trainer.training.step import backward
 from tests.training.tiny_job import TinyPlace, outcome, together
 
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.exact
 STEPS = 6
 
 
-def asked(micros: list[Micro]) -> Counter[tuple[bytes, ...]]:
+def asked(micros: list[MicroBatch]) -> Counter[tuple[bytes, ...]]:
     """Each sample with its latents, noise and timestep."""
     parts = [(micro.latents, micro.noise, micro.t) for micro in micros]
     return Counter(
@@ -27,7 +27,7 @@ def asked(micros: list[Micro]) -> Counter[tuple[bytes, ...]]:
     )
 
 
-def gradient(job: Job, micros: list[Micro]) -> torch.Tensor:
+def gradient(job: LoopContext, micros: list[MicroBatch]) -> torch.Tensor:
     """Of the first step, all parameters in one row."""
     for micro in micros:
         backward(job.learner, micro, 4)
@@ -49,12 +49,12 @@ def test_a_step_of_the_builtin_base_is_the_same_in_ones_twos_and_at_once(rates, 
     assert all(float((part - whole).norm() / whole.norm()) < 1e-5 for part in split)
 
 
-def jobs_of(place: TinyPlace, name: str, world: int, **settings: object) -> list[Job]:
+def jobs_of(place: TinyPlace, name: str, world: int, **settings: object) -> list[LoopContext]:
     given = {"train__effective_batch_size": 3, "checkpoint__every_n_steps": 1, "checkpoint__keep_last": 9, **settings}
     return [place.job(name, steps=STEPS, processes=each, **given) for each in together(world)]
 
 
-def later_ones_gone(jobs: list[Job], step: int) -> None:
+def later_ones_gone(jobs: list[LoopContext], step: int) -> None:
     """As if the run had been killed after the checkpoint of `step`."""
     for path in jobs[0].checkpoints.glob("step-*"):
         if int(path.name.removeprefix("step-")) > step:
@@ -90,7 +90,7 @@ def test_two_processes_gone_on_with_from_any_step_are_two_that_never_stopped(kin
         assert outcome(jobs[0]) == expected, f"from step {step}"
 
 
-def numbers(job: Job) -> tuple[list[float], torch.Tensor]:
+def numbers(job: LoopContext) -> tuple[list[float], torch.Tensor]:
     """The losses of all steps, and the weights at the end."""
     weights = torch.cat([master.detach().flatten() for master in job.learner.masters])
     return [row["loss"] for row in outcome(job)["metrics.jsonl"]], weights

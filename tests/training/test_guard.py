@@ -18,21 +18,21 @@ from lora_trainer.monitor.trackers import EVENTS, METRICS, read_lines
 from lora_trainer.training.build import choose_guard
 from lora_trainer.training.checkpoints.checkpoint import list_checkpoints
 from lora_trainer.training.guard import weights_are_finite
-from lora_trainer.training.job import Job
+from lora_trainer.training.job import LoopContext
 from lora_trainer.training.step import Guard
 from tests.training.tiny_job import OF_THE_CLOCK, TinyPlace, together, told_in
 
 NAN = float("nan")
 BAD = 3  # the step, counted from 0, that is not finite
-Wound = Callable[[Job, Guard], Job]
+Wound = Callable[[LoopContext, Guard], LoopContext]
 
 
-def guarded(job: Job, guard: Guard) -> Job:
+def guarded(job: LoopContext, guard: Guard) -> LoopContext:
     return replace(job, learner=replace(job.learner, guard=guard))
 
 
-def bad_sample(job: Job, *steps: int, row: int = 0) -> Job:
-    """One sample of the last micro batch of these steps has latents that are not finite."""
+def bad_sample(job: LoopContext, *steps: int, row: int = 0) -> LoopContext:
+    """One sample of the last micro-batch of these steps has latents that are not finite."""
     true = job.micros
 
     def micros(step: int) -> list[Any]:
@@ -46,7 +46,7 @@ def bad_sample(job: Job, *steps: int, row: int = 0) -> Job:
     return replace(job, micros=micros)
 
 
-def bad_loss(job: Job, change: Callable[[Tensor, Tensor], Tensor], *steps: int) -> Job:
+def bad_loss(job: LoopContext, change: Callable[[Tensor, Tensor], Tensor], *steps: int) -> LoopContext:
     """In these steps what `change` makes of the samples' losses and the prediction, by the step's noise."""
     true, marked = job.learner.loss, set()
 
@@ -88,7 +88,7 @@ KINDS: dict[str, dict[str, object]] = {
 }
 
 
-def weights(job: Job) -> dict[str, bytes]:
+def weights(job: LoopContext) -> dict[str, bytes]:
     found = {name: master.detach().numpy().tobytes() for name, master in job.learner.adapter.masters.items()}
     average = job.learner.average
     return found | (
@@ -96,15 +96,15 @@ def weights(job: Job) -> dict[str, bytes]:
     )
 
 
-def numbers(job: Job) -> list[dict[str, Any]]:
+def numbers(job: LoopContext) -> list[dict[str, Any]]:
     return [{key: row[key] for key in row if key not in OF_THE_CLOCK} for row in read_lines(job.folder / METRICS)]
 
 
-def events(job: Job, kind: str = "not_finite") -> list[dict[str, Any]]:
+def events(job: LoopContext, kind: str = "not_finite") -> list[dict[str, Any]]:
     return [each for each in read_lines(job.folder / EVENTS) if each["kind"] == kind]
 
 
-def optimizer_numbers(job: Job) -> list[Any]:
+def optimizer_numbers(job: LoopContext) -> list[Any]:
     """All of an optimizer's state but zeros, which one that has not stepped yet has not made."""
     state = [value for each in job.learner.optimizer.state.values() for value in each.values()]
     groups = [value for group in job.learner.optimizer.param_groups for key, value in group.items() if key != "params"]
@@ -180,7 +180,7 @@ def test_samples_are_named_where_only_the_gradient_is_bad(place: TinyPlace):
     job = bad_loss(place.job("a", **SETTINGS), gradient_without_nan, BAD)
     place.train(job)
     (event,) = events(job)
-    assert f"the pictures of the step: {', '.join(job.names_in(BAD))}; none of them alone" in event["message"]
+    assert f"the images of the step: {', '.join(job.names_in(BAD))}; none of them alone" in event["message"]
 
 
 @pytest.mark.parametrize("guard", get_args(Guard))
@@ -345,13 +345,13 @@ def test_a_scale_that_collapses_ends_the_run_with_what_was_good(place: TinyPlace
 
 
 def test_the_three_guards_are_chosen_by_device_and_optimizer():
-    card, adamw = torch.device("cuda"), Config()
+    gpu, adamw = torch.device("cuda"), Config()
     other = Config(optimizer=OptimizerSection(name="lion"))
     stopping = Config(safeguards=SafeguardsSection(on_nonfinite="stop"))
     assert choose_guard(adamw, torch.device("cpu"), scaled=True) == "ahead"
-    assert choose_guard(adamw, card, scaled=True) == "on_device"
-    assert choose_guard(other, card, scaled=False) == choose_guard(stopping, card, scaled=False) == "late"
-    assert choose_guard(other, card, scaled=True) == "ahead"
+    assert choose_guard(adamw, gpu, scaled=True) == "on_device"
+    assert choose_guard(other, gpu, scaled=False) == choose_guard(stopping, gpu, scaled=False) == "late"
+    assert choose_guard(other, gpu, scaled=True) == "ahead"
 
 
 def test_one_process_with_a_bad_sample_is_all_of_them(place: TinyPlace):

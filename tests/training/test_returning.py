@@ -13,7 +13,7 @@ from lora_trainer.monitor.trackers import EVENTS, METRICS, read_lines
 from lora_trainer.production.release import withdraw_after
 from lora_trainer.training.checkpoints.best import best_files
 from lora_trainer.training.checkpoints.checkpoint import list_checkpoints, newest_valid, step_of
-from lora_trainer.training.job import Job
+from lora_trainer.training.job import LoopContext
 from tests.training.test_guard import bad_sample
 from tests.training.tiny_job import TinyPlace, told_in
 
@@ -26,7 +26,7 @@ SETTINGS: dict[str, object] = {
 }
 
 
-def bad_once(job: Job, step: int) -> Job:
+def bad_once(job: LoopContext, step: int) -> LoopContext:
     """The first visit to a step, counted from 0, is not finite."""
     bad, visits = bad_sample(job, step).micros, [0]
 
@@ -37,11 +37,11 @@ def bad_once(job: Job, step: int) -> Job:
     return replace(job, micros=micros)
 
 
-def fresh(place: TinyPlace, name: str) -> Job:
+def fresh(place: TinyPlace, name: str) -> LoopContext:
     return replace(place.job(name, steps=8, **SETTINGS), sample=lambda state: None)
 
 
-def went_on_from(job: Job) -> list[str]:
+def went_on_from(job: LoopContext) -> list[str]:
     return [
         each["message"].rpartition("the run goes on from ")[2]
         for each in read_lines(job.folder / EVENTS)

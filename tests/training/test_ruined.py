@@ -13,13 +13,13 @@ from lora_trainer.config.schema import Config, OptimizerSection, SafeguardsSecti
 from lora_trainer.core.errors import TrainingFailed
 from lora_trainer.monitor.progress import Progress, figures
 from lora_trainer.training.guard import remedy, with_settings
-from lora_trainer.training.job import Job
+from lora_trainer.training.job import LoopContext
 from lora_trainer.training.state import TrainState
 from tests.training.test_guard import SETTINGS, bad_sample, events
 from tests.training.tiny_job import TinyPlace
 
 
-def failing(place: TinyPlace, name: str, **settings: object) -> Job:
+def failing(place: TinyPlace, name: str, **settings: object) -> LoopContext:
     """A run of which steps 4, 5 and 6 are not finite, as far as it comes."""
     return bad_sample(place.job(name, **{"safeguards__max_nonfinite_steps": 3, **SETTINGS, **settings}), 3, 4, 5)
 

@@ -13,12 +13,12 @@ from lora_trainer.core.errors import UsageError
 from lora_trainer.models import FAMILIES
 from lora_trainer.training.checkpoints.checkpoint import newest_valid
 from lora_trainer.training.checkpoints.save import restore
-from lora_trainer.training.job import Job
+from lora_trainer.training.job import LoopContext
 from lora_trainer.training.step import backward
 from tests.training.tiny_job import TinyPlace, outcome
 
 
-def gradients(job: Job, count: int = 2) -> dict[str, torch.Tensor]:
+def gradients(job: LoopContext, count: int = 2) -> dict[str, torch.Tensor]:
     """Of the first step, by name."""
     for micro in job.micros(0):
         backward(job.learner, micro, count)
@@ -27,7 +27,7 @@ def gradients(job: Job, count: int = 2) -> dict[str, torch.Tensor]:
     }
 
 
-def lit(job: Job) -> Job:
+def lit(job: LoopContext) -> LoopContext:
     """With up projections that are not zero, so that every gradient says something."""
     draw = torch.Generator().manual_seed(1)
     with torch.no_grad():
@@ -83,7 +83,7 @@ def test_a_run_goes_on_with_other_rates_whichever_were_equal(name, place, tiny_m
             "textual_inversion__learning_rate": texts[2],
         }
 
-    def second_moments(job: Job) -> dict[str, torch.Tensor]:
+    def second_moments(job: LoopContext) -> dict[str, torch.Tensor]:
         of = job.learner.optimizer.state
         return {name: of[master]["exp_avg_sq"].clone() for name, master in job.learner.adapter.masters.items()}
 

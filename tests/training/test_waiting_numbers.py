@@ -1,4 +1,4 @@
-"""Numbers of steps that wait before somebody looks at them, as on a card: what is decided does not hang on when."""
+"""Numbers of steps that wait before somebody looks at them, as on a GPU: what is decided does not hang on when."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 
 from lora_trainer.core.errors import TrainingFailed
 from lora_trainer.training.checkpoints.checkpoint import list_checkpoints
-from lora_trainer.training.job import Job
+from lora_trainer.training.job import LoopContext
 from lora_trainer.training.step import Guard
 from tests.training.test_guard import (
     BAD,
@@ -24,7 +24,9 @@ from tests.training.tiny_job import TinyPlace, looked_at_every, told_in
 RARELY: dict[str, object] = {"checkpoint__every_n_steps": 6, "validation__every_n_steps": 0}
 
 
-def ended(place: TinyPlace, job: Job, *stops: int) -> tuple[str, dict[str, bytes], list[dict[str, Any]], list[str]]:
+def ended(
+    place: TinyPlace, job: LoopContext, *stops: int
+) -> tuple[str, dict[str, bytes], list[dict[str, Any]], list[str]]:
     """How a run ends that is stopped after these steps, gone on with each time: words, weights, rows, checkpoints."""
     words = ""
     try:
@@ -38,7 +40,7 @@ def ended(place: TinyPlace, job: Job, *stops: int) -> tuple[str, dict[str, bytes
 
 @pytest.mark.parametrize("policy", ["skip", "rollback", "stop"])
 def test_numbers_that_wait_change_nothing(place: TinyPlace, policy, monkeypatch):
-    """Looked at every sixth step, as a card is every tenth, with good steps behind a bad one."""
+    """Looked at every sixth step, as a GPU is every tenth, with good steps behind a bad one."""
     settings = {**RARELY, "steps": 8, "safeguards__on_nonfinite": policy, "safeguards__max_nonfinite_steps": 2}
     at_once = ended(place, bad_sample(place.job("at once", **settings), BAD))
     looked_at_every(6, monkeypatch)

@@ -1,4 +1,4 @@
-"""The keys of an ai-toolkit process and of its data sets."""
+"""The keys of an ai-toolkit process and of its datasets."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ from lora_trainer.config.imports.words import (
 
 # Linear layers and 1x1 convolutions of the whole U-Net; with `conv` its other convolutions too.
 ALL_LINEAR = ("*.attentions.*", "*.time_emb_proj", "*embedding.*", "*.conv_shortcut")
-DRAWING = "pictures while training are drawn in this program's own way"
+DRAWING = "images while training are drawn in this program's own way"
 VIDEO = "of films and sound"
 FAMILIES = ("sd1", "sd15", "sd2", "sdxl", "sd", "sd3", "flux", "zimage")
 
@@ -123,7 +123,7 @@ def _quantized(value: Any, around: Around) -> Took:
     return Took({"memory.weight_dtype": "fp8"}) if truth(value) else Took({}, "off", "ignored")
 
 
-def _no_pictures(value: Any, around: Around) -> Took:
+def _no_images(value: Any, around: Around) -> Took:
     return Took({"sample.every_n_steps": 0}) if truth(value) else Took({}, "off", "ignored")
 
 
@@ -148,10 +148,10 @@ def _resolutions(value: Any, around: Around) -> Took:
 
 
 def _buckets(value: Any, around: Around) -> Took:
-    """A picture keeps its shape and is never enlarged; without buckets it becomes a square."""
+    """An image keeps its shape and is never enlarged; without buckets it becomes a square."""
     if truth(value):
         return Took({"data.max_aspect": 8.0, "data.bucket_no_upscale": True}, "any shape, never enlarged")
-    return Took({"data.max_aspect": 1.0}, "all pictures become squares")
+    return Took({"data.max_aspect": 1.0}, "all images become squares")
 
 
 def _extension(value: Any, around: Around) -> Took:
@@ -275,7 +275,7 @@ RULES: Mapping[str, Rule] = {
         "the model's own schedule is followed", off=("ddpm", "ddim", "euler", "flowmatch")
     ),
     **AITOOLKIT,
-    "train.disable_sampling": by(_no_pictures, "sample.every_n_steps"),
+    "train.disable_sampling": by(_no_images, "sample.every_n_steps"),
     "train.skip_first_sample": nothing(DRAWING),
     "train.force_first_sample": nothing(DRAWING),
     **_all(
@@ -342,7 +342,7 @@ DATASET_RULES: Mapping[str, Rule] = {
     "alpha_mask": by(_alpha_mask, "source.masks"),
     "mask_path": path_to("source.masks"),
     "mask_min_value": same("loss.unmasked_weight", number),
-    "type": lacking("only pictures are read", off=("image",)),
+    "type": lacking("only images are read", off=("image",)),
     **_all("", DATA_LACKS, UNUSED),
     **_all("", "control_from_same_folder clip_image_from_same_folder", UNUSED),
     **_all(

@@ -49,14 +49,14 @@ TOOL = "diffusers"
 MARKS = ("instance_data_dir", "instance_prompt", "train_data_dir", "dataset_name", "rank", "validation_prompt")
 
 
-def _pictures(value: Any, around: Around) -> Took:
+def _images(value: Any, around: Around) -> Took:
     source: dict[str, Any] = {"path": located(around.folder, text(value)), "repeats": count(around, "repeats")}
     if around["instance_prompt"] is not None:
         source["default_caption"] = text(around["instance_prompt"])
     return Took({SOURCES: [source]})
 
 
-def _class_pictures(value: Any, around: Around) -> Took:
+def _class_images(value: Any, around: Around) -> Took:
     if not is_on(around["with_prior_preservation"] or False):
         return Took({}, "means nothing without with_prior_preservation", "ignored")
     source: dict[str, Any] = {"path": located(around.folder, text(value)), "is_reg": True}
@@ -109,26 +109,26 @@ def _upcast(value: Any, around: Around) -> Took:
 
 
 ONLY_MISSING = Rule(
-    "changed", (SOURCES,), "the caption of pictures that have none of their own", lambda value, around: Took({})
+    "changed", (SOURCES,), "the caption of images that have none of their own", lambda value, around: Took({})
 )
 RULES: Mapping[str, Rule] = {
     "pretrained_model_name_or_path": MODEL,
     "output_dir": path_to("run.output"),
-    "instance_data_dir": by(_pictures, SOURCES),
-    "train_data_dir": by(_pictures, SOURCES),
+    "instance_data_dir": by(_images, SOURCES),
+    "train_data_dir": by(_images, SOURCES),
     "instance_prompt": ONLY_MISSING,
     "repeats": part_of("instance_data_dir", SOURCES),
-    "class_data_dir": by(_class_pictures, SOURCES),
+    "class_data_dir": by(_class_images, SOURCES),
     "class_prompt": ONLY_MISSING,
     "with_prior_preservation": part_of("class_data_dir", SOURCES),
-    "num_class_images": lacking("class pictures are not drawn: those that are there are used"),
+    "num_class_images": lacking("class images are not drawn: those that are there are used"),
     "prior_loss_weight": same("loss.prior_loss_weight", number),
-    "prior_generation_precision": nothing("class pictures are not drawn"),
-    "dataset_name": lacking("data sets of a hub are not read: name a local folder with --data"),
-    "dataset_config_name": lacking("data sets of a hub are not read"),
+    "prior_generation_precision": nothing("class images are not drawn"),
+    "dataset_name": lacking("datasets of a hub are not read: name a local folder with --data"),
+    "dataset_config_name": lacking("datasets of a hub are not read"),
     "image_column": nothing("the column is found by its name"),
     "caption_column": nothing("the column is found by its name"),
-    "max_train_samples": lacking("all pictures are trained"),
+    "max_train_samples": lacking("all images are trained"),
     "resolution": same("data.resolution", side),
     "center_crop": by(_crop, "data.crop", NEW_EACH_TIME, changes=True),
     "random_flip": same("data.flip", truth),
@@ -221,7 +221,7 @@ def is_flags(document: Any) -> bool:
 
 
 def read(path: Path, document: Mapping[str, Any]) -> Reading:
-    """What a command's flags say. Pictures are cropped to one square, and nothing is held out."""
+    """What a command's flags say. Images are cropped to one square, and nothing is held out."""
     reading = Reading(TOOL, path)
     script = str(document.get(SCRIPT, ""))
     of_script = next(more for words, more in OF_SCRIPTS if all(word in script for word in words))

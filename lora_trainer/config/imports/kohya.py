@@ -41,7 +41,7 @@ def _train_source(value: Any, around: Around) -> Took:
     return Took({SOURCES: [source]})
 
 
-def _regularisation(value: Any, around: Around) -> Took:
+def _regularization(value: Any, around: Around) -> Took:
     if around["dataset_config"] is not None:
         return Took({}, "dataset_config names the data", "ignored")
     return Took({SOURCES: [{"path": located(around.folder, text(value)), "is_reg": True}]})
@@ -112,7 +112,7 @@ _SHARED = {
 DATA_RULES: Mapping[str, Rule] = {
     "dataset_config": other_file(SOURCES),
     "train_data_dir": by(_train_source, SOURCES),
-    "reg_data_dir": by(_regularisation, SOURCES),
+    "reg_data_dir": by(_regularization, SOURCES),
     "in_json": part_of("train_data_dir", SOURCES),
     "dataset_repeats": part_of("train_data_dir", SOURCES),
     "alpha_mask": by(_alpha, SOURCES, AREA_OF_MASK, changes=True),

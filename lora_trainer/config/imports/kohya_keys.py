@@ -136,7 +136,7 @@ def _algorithm(value: Any, around: Around) -> Took:
 
 def _checkpointing(value: Any, around: Around) -> Took:
     if not truth(value):
-        return Took({}, "as few blocks as fit the card (memory.gradient_checkpointing=auto)", "ignored")
+        return Took({}, "as few blocks as fit the GPU (memory.gradient_checkpointing=auto)", "ignored")
     return Took({"memory.gradient_checkpointing": True})
 
 
@@ -187,9 +187,7 @@ def prompts(value: Any, around: Around) -> Took:
     path = Path(located(around.folder, text(value)))
     if len(lines) == 1 and path.suffix.lower() in (".txt", ".toml", ".json"):
         if path.suffix.lower() != ".txt":
-            return Took(
-                {}, "prompts are read from text files only; pictures are drawn of the data's captions", "changed"
-            )
+            return Took({}, "prompts are read from text files only; images are drawn of the data's captions", "changed")
         try:
             if not path.is_file() or path.stat().st_size > 1_000_000:
                 return Took({}, f"there is no such text file: {path}", "changed")

@@ -310,7 +310,7 @@ RULES: Mapping[str, Rule] = {
         _skipped, "text_encoder.clip_skip", "the text encoder's usual layer is used", changes=True
     ),
     "text_encoder_2_layer_skip": lacking("as text_encoder_layer_skip"),
-    "validation": lacking("set validation.split, which keeps pictures for validation"),
+    "validation": lacking("set validation.split, which keeps images for validation"),
     "save_every": _every("save_every_unit", "checkpoint", STEP="every_n_steps", EPOCH="every_n_epochs"),
     "backup_after": _every("backup_after_unit", "checkpoint", STEP="every_n_steps", EPOCH="every_n_epochs"),
     **named("", "save_every_unit backup_after_unit", part_of("save_every and backup_after")),
@@ -359,7 +359,7 @@ RULES: Mapping[str, Rule] = {
         "",
         "sample_after_unit sample_skip_first sample_image_format sample_video_format sample_audio_format "
         "samples_to_tensorboard non_ema_sampling sample_definition_file_name",
-        nothing("pictures while training are drawn in this program's own way"),
+        nothing("images while training are drawn in this program's own way"),
     ),
     "output_dtype": EXPORT_DTYPE,
     **named("", "output_model_format", nothing("the LoRA's file is this program's own")),

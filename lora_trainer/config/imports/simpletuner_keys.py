@@ -1,4 +1,4 @@
-"""The keys of SimpleTuner's config and of its data sets."""
+"""The keys of SimpleTuner's config and of its datasets."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ from lora_trainer.config.imports.words import (
 
 USUAL_STEP = 64  # pixels between its buckets
 MEGAPIXEL = 1024  # the side of the square that it means by an area of 1.0
-DRAWING = "pictures while training are drawn in this program's own way"
-NOWHERE = "it is neither in the config's folder, nor above it, nor here: name the pictures with --data"
+DRAWING = "images while training are drawn in this program's own way"
+NOWHERE = "it is neither in the config's folder, nor above it, nor here: name the images with --data"
 FAMILIES = ("sdxl", "sd1x", "sd2x", "sd15", "sd2", *SIMPLETUNER_FLOWS)
 
 
@@ -123,7 +123,7 @@ def _shape(value: Any, around: Around) -> Took:
     """Cropped to squares, or shapes as they are."""
     aspect = str(around["crop_aspect"] or "square").lower()
     if truth(value) and aspect == "square":
-        return Took({"data.max_aspect": 1.0, **_place(around)}, "all pictures are cropped to squares")
+        return Took({"data.max_aspect": 1.0, **_place(around)}, "all images are cropped to squares")
     return Took({"data.max_aspect": 8.0, **(_place(around) if truth(value) else {})}, "shapes of all aspects")
 
 
@@ -162,7 +162,7 @@ def _strategy(value: Any, around: Around) -> Took:
         return Took({}, "the captions' file", "mapped")
     if word == "instanceprompt":
         return Took({}, "instance_prompt stands for captions that are missing; remove other captions", "changed")
-    return Took({}, "captions are read from text files beside the pictures", "changed")
+    return Took({}, "captions are read from text files beside the images", "changed")
 
 
 def _shuffle_count(value: Any, around: Around) -> Took:
@@ -175,7 +175,7 @@ def _split_on(value: Any, around: Around) -> Took:
 
 def _mask(value: Any, around: Around) -> Took:
     found = located(around.folder, text(value))
-    return Took({"source.masks": found}, "masks of these pictures")
+    return Took({"source.masks": found}, "masks of these images")
 
 
 def _all(names: str, rule: Rule) -> dict[str, Rule]:
@@ -262,12 +262,12 @@ RULES: Mapping[str, Rule] = {
     "refiner_training": lacking("refiners are not trained"),
     "controlnet": lacking("only a LoRA is trained"),
     "distillation_method": lacking("only a LoRA is trained"),
-    "instance_prompt": lacking("a data set's own instance_prompt is read"),
+    "instance_prompt": lacking("a dataset's own instance_prompt is read"),
     "aspect_bucket_rounding": lacking("buckets stand data.bucket_step pixels apart, whatever their aspect"),
-    "minimum_image_size": lacking("no picture is left out for its size"),
-    "maximum_image_size": lacking("pictures are resized once, to their bucket"),
-    "target_downsample_size": lacking("pictures are resized once, to their bucket"),
-    **_all("caption_strategy metadata_update_interval", nothing("each data set says it")),
+    "minimum_image_size": lacking("no image is left out for its size"),
+    "maximum_image_size": lacking("images are resized once, to their bucket"),
+    "target_downsample_size": lacking("images are resized once, to their bucket"),
+    **_all("caption_strategy metadata_update_interval", nothing("each dataset says it")),
     **SIMPLETUNER,
     "t5_padding": nothing("T5's padding is seen, as the model was trained"),
     **_all(
@@ -280,7 +280,7 @@ RULES: Mapping[str, Rule] = {
     ),
     **_all(
         "report_to tracker_project_name logging_dir disable_benchmark webhook_config print_filenames "
-        "print_sampler_statistics model_card_note model_card_private model_card_safe_for_work seed_for_each_device",
+        "print_sampler_statistics model_gpu_note model_gpu_private model_gpu_safe_for_work seed_for_each_device",
         nothing(LOGS),
     ),
     **_all("push_to_hub push_checkpoints_to_hub hub_model_id push_to_hub_background", nothing(UPLOADS)),
@@ -296,7 +296,7 @@ RULES: Mapping[str, Rule] = {
     ),
     **_all(
         "cache_dir cache_dir_vae cache_dir_text skip_file_discovery preserve_data_backend_cache "
-        "vae_cache_scan_behaviour vae_cache_ondemand vae_cache_disable text_encoder_batch_size override_dataset_config "
+        "vae_cache_scan_behavior vae_cache_ondemand vae_cache_disable text_encoder_batch_size override_dataset_config "
         "compress_disk_cache aspect_bucket_disable_rebuild delete_unwanted_images delete_problematic_images",
         nothing(CACHED),
     ),
@@ -324,7 +324,7 @@ DEFAULTS: Mapping[str, Any] = {
 BACKEND_RULES: Mapping[str, Rule] = {
     "id": nothing("a name"),
     "type": nothing("a local folder"),
-    "dataset_type": nothing("pictures"),
+    "dataset_type": nothing("images"),
     "instance_data_dir": path_to("source.path"),
     "repeats": by(_repeats, "source.repeats"),
     "resolution": by(_resolution, "source.resolutions"),
@@ -340,8 +340,8 @@ BACKEND_RULES: Mapping[str, Rule] = {
     "parquet.path": path_to("source.captions_file"),
     "parquet.caption_column": nothing("the column is found by its name"),
     "parquet.filename_column": nothing("the column is found by its name"),
-    "parquet.width_column": nothing("sizes are read from the pictures"),
-    "parquet.height_column": nothing("sizes are read from the pictures"),
+    "parquet.width_column": nothing("sizes are read from the images"),
+    "parquet.height_column": nothing("sizes are read from the images"),
     "parquet.identifier_includes_extension": nothing("names are found with and without an ending"),
     "caption_shuffle.enable": same("captions.shuffle", truth),
     "caption_shuffle.count": by(_shuffle_count, "captions.variants"),
@@ -349,18 +349,18 @@ BACKEND_RULES: Mapping[str, Rule] = {
     "caption_shuffle.split_on": by(_split_on, "captions.separator"),
     "caption_shuffle.seed": nothing("train.seed rules"),
     "caption_shuffle.include_original": nothing("the written order is one of the variants"),
-    "probability": lacking("data sets are not drawn at random: source.repeats weighs them", off=(1, 1.0)),
+    "probability": lacking("datasets are not drawn at random: source.repeats weighs them", off=(1, 1.0)),
     "prepend_instance_prompt": lacking("instance_prompt stands only for captions that are missing"),
     "only_instance_prompt": lacking("instance_prompt stands only for captions that are missing"),
     "disable_multiline_split": lacking("a caption is one text unless captions.wildcards is set", off=(True,)),
     "caption_filter_list": lacking("captions are not rewritten"),
     **_all(
         "minimum_image_size maximum_image_size target_downsample_size",
-        lacking("pictures are resized once, to their bucket"),
+        lacking("images are resized once, to their bucket"),
     ),
     **_all(
         "minimum_aspect_ratio maximum_aspect_ratio max_upscale_threshold max_num_samples",
-        lacking("no picture is left out"),
+        lacking("no image is left out"),
     ),
     **_all("start_epoch start_step", lacking("all sources are trained from the start", off=(1,))),
     **_all("end_epoch end_step", lacking("all sources are trained to the end")),
@@ -373,8 +373,8 @@ BACKEND_RULES: Mapping[str, Rule] = {
         nothing(CACHED),
     ),
     **_all("skip_file_discovery metadata_backend metadata_update_interval", nothing("files are looked for each time")),
-    **_all("disabled disable", nothing("the data set is trained")),
-    "default": nothing("of data sets of caches"),
-    "ignore_epochs": nothing("an epoch is once through all pictures"),
+    **_all("disabled disable", nothing("the dataset is trained")),
+    "default": nothing("of datasets of caches"),
+    "ignore_epochs": nothing("an epoch is once through all images"),
 }
 BACKEND_DEFAULTS: Mapping[str, Any] = {"repeats": 0, "crop": True, "caption_strategy": "filename"}

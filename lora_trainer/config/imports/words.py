@@ -137,7 +137,7 @@ def autoencoder(value: Any, around: Around) -> Took:
     if Path(written).suffix.lower() in PICKLES:
         return Took({}, f"left out: {PICKLED}, and set model.vae to it", "changed")
     if not Path(found).exists() and Path(written).suffix.lower() != ".safetensors" and is_hub_id(written):
-        return Took({"model.vae": written}, "an autoencoder of a hub: it is downloaded unless it is there already")
+        return Took({"model.vae": written}, "a VAE of a hub: it is downloaded unless it is there already")
     return Took({"model.vae": found})
 
 
@@ -159,7 +159,7 @@ def text_rates(rates: Sequence[float], alpha: Any = None) -> dict[str, Any]:
 
 def checkpointing(value: Any, around: Around) -> Took:
     if not truth(value):
-        return Took({}, "as few blocks as fit the card (memory.gradient_checkpointing=auto)", "ignored")
+        return Took({}, "as few blocks as fit the GPU (memory.gradient_checkpointing=auto)", "ignored")
     return Took({"memory.gradient_checkpointing": True})
 
 

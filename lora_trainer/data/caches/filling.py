@@ -22,7 +22,7 @@ from typing import Generic, TypeVar
 import torch
 from torch import Tensor
 
-from lora_trainer.core.disk import until_written
+from lora_trainer.core.disk import write_with_retry
 from lora_trainer.core.errors import Problem, TrainingFailed
 from lora_trainer.core.hardware import available_cpus
 from lora_trainer.data.caches.claims import Claims, in_use, upkeep
@@ -58,7 +58,7 @@ class Work(Generic[Prepared]):
 
 
 def usual_workers() -> int:
-    """One for each processor that this process may use, at most eight."""
+    """One for each CPU that this process may use, at most eight."""
     return min(MOST_WORKERS, available_cpus())
 
 
@@ -183,7 +183,7 @@ class _Filling(Generic[Prepared]):
             size = sum(tensor.nbytes for tensor in tensors.values())
             what = f"{len(keys)} {'entry' if len(keys) == 1 else 'entries'} of the cache"
             write = partial(write_entries, work.folder, work.kind, keys, tensors)
-            path = until_written(what, work.folder, write, size)
+            path = write_with_retry(what, work.folder, write, size)
         except OSError as error:
             raise refused(work.folder, error) from error
         for key in keys:

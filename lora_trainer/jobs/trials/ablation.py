@@ -1,4 +1,4 @@
-"""`bench ablation`: what is said to be gained by each optimisation, and what is gained here, one at a time."""
+"""`bench ablation`: what is said to be gained by each optimization, and what is gained here, one at a time."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from lora_trainer.training.processes import join_processes
 WARM_UP, STEPS, STEPS_ON_A_PROCESSOR = 10, 30, 10
 PLAIN = {"memory.gradient_checkpointing": False, "compile.enabled": False}
 SLOW = {"memory.weight_dtype": "fp32", "hardware.attention_backend": "math", "hardware.cudnn_benchmark": False}
-ON_A_CARD = "needs a card"
+ON_A_GPU = "needs a GPU"
 
 
 @dataclass(frozen=True)
 class Optimization:
-    """`without` and `with_it` are settings; or `pair` measures what is no setting. `why_not` on a processor."""
+    """`without` and `with_it` are settings; or `pair` measures what is no setting. `why_not` on a CPU."""
 
     name: str
     claimed: str
@@ -42,7 +42,7 @@ OPTIMIZATIONS: tuple[Optimization, ...] = (
         {"memory.weight_dtype": "fp32"},
         {"memory.weight_dtype": "bf16"},
     ),
-    Optimization("compile", "1.1-1.3 x", {}, {"compile.enabled": True}, why_not=ON_A_CARD),
+    Optimization("compile", "1.1-1.3 x", {}, {"compile.enabled": True}, why_not=ON_A_GPU),
     Optimization(
         "attention",
         "1.3-3 x on attention, less memory",
@@ -54,7 +54,7 @@ OPTIMIZATIONS: tuple[Optimization, ...] = (
         "1.05-1.1 x",
         {"hardware.cudnn_benchmark": False},
         {"hardware.cudnn_benchmark": True},
-        why_not=ON_A_CARD,
+        why_not=ON_A_GPU,
     ),
     Optimization("fused optimizer", "1.2-1.3 x on its step", pair=fused_pair),
     Optimization("no sync while accumulating", "1.15-1.25 x", pair=sums_pair),
@@ -71,12 +71,12 @@ FASTEST = {
     "compile.enabled": True,
     "hardware.attention_backend": "fastest",
     "hardware.cudnn_benchmark": True,
-}  # on a card
+}  # on a GPU
 
 
 @dataclass(frozen=True)
 class AblationRow:
-    """One optimisation. `ratio` is time with it over time without; `gain` its inverse. None where not measured."""
+    """One optimization. `ratio` is time with it over time without; `gain` its inverse. None where not measured."""
 
     name: str
     model: str
@@ -113,27 +113,27 @@ def measure(asked: Asked) -> Report:
     if not wanted:
         known = ", ".join(option.name for option in OPTIMIZATIONS)
         raise UsageError(Problem(f"No optimization has {asked.only!r} in its name.", f"There are: {known}."))
-    on_card = join_processes().device.type == "cuda"
-    steps = asked.steps or (STEPS if on_card else STEPS_ON_A_PROCESSOR)
+    on_gpu = join_processes().device.type == "cuda"
+    steps = asked.steps or (STEPS if on_gpu else STEPS_ON_A_PROCESSOR)
     with tempfile.TemporaryDirectory() as folder:
-        rows = [row_of(option, asked, Path(folder) / option.name, steps, on_card=on_card) for option in wanted]
+        rows = [row_of(option, asked, Path(folder) / option.name, steps, on_gpu=on_gpu) for option in wanted]
     model = next((row.model for row in rows if row.model), "")
     notes = [f"{row.name}: {row.left_out}." for row in rows if row.left_out]
-    if on_card:
-        notes.append("Each with the card for itself, one after the other.")
+    if on_gpu:
+        notes.append("Each with the GPU for itself, one after the other.")
     else:
-        notes.append("In turn, step by step. What holds on a processor may not on a card.")
+        notes.append("In turn, step by step. What holds on a CPU may not on a GPU.")
     rows = [AblationRow(**(vars(row) | {"model": row.model or model})) for row in rows]
-    return Report(rows, ABOUT, notes, COLUMNS, first="optimisation")
+    return Report(rows, ABOUT, notes, COLUMNS, first="optimization")
 
 
-def row_of(option: Optimization, asked: Asked, folder: Path, steps: int, *, on_card: bool) -> AblationRow:
+def row_of(option: Optimization, asked: Asked, folder: Path, steps: int, *, on_gpu: bool) -> AblationRow:
     """An optimization measured, or why it was not."""
-    if option.why_not and not (on_card and option.with_it):
+    if option.why_not and not (on_gpu and option.with_it):
         return AblationRow(option.name, "", option.claimed, left_out=option.why_not)
     folder.mkdir(parents=True)
     try:
-        pair = pair_of(option, asked, folder, steps, on_card=on_card)
+        pair = pair_of(option, asked, folder, steps, on_gpu=on_gpu)
     except UserError as error:
         if asked.only:
             raise
@@ -155,10 +155,10 @@ def row_of(option: Optimization, asked: Asked, folder: Path, steps: int, *, on_c
     )
 
 
-def pair_of(option: Optimization, asked: Asked, folder: Path, steps: int, *, on_card: bool) -> Pair:
+def pair_of(option: Optimization, asked: Asked, folder: Path, steps: int, *, on_gpu: bool) -> Pair:
     if option.pair is not None:
         return option.pair(asked, folder, steps)
-    fast = FASTEST if on_card and option.without is SLOW else {}
+    fast = FASTEST if on_gpu and option.without is SLOW else {}
     without = changed(asked.resolved, PLAIN | dict(option.without))
     with_it = changed(asked.resolved, PLAIN | dict(option.with_it) | fast)
-    return measured_pair(without, with_it, folder, tiny=asked.tiny, warm_up=WARM_UP if on_card else 3, steps=steps)
+    return measured_pair(without, with_it, folder, tiny=asked.tiny, warm_up=WARM_UP if on_gpu else 3, steps=steps)

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-from lora_trainer.models.memory.ledger import Gauge
-from lora_trainer.production.memory import Demand, Fit, Parts, fits, parts_of
+from lora_trainer.models.memory.profiles import MemoryModel
+from lora_trainer.production.memory import Demand, MemoryPlan, Parts, fits, parts_of
 
 STORED = ("bf16", "fp8", "int8", "nf4")
 SMALLER = 256  # pixels of a side
@@ -30,20 +30,20 @@ class Bought:
         }
 
 
-def what_settings_buy(demand: Demand, fit: Fit, tracing: Gauge | None = None) -> list[Bought]:
+def what_settings_buy(demand: Demand, fit: MemoryPlan, tracing: MemoryModel | None = None) -> list[Bought]:
     """The step after each single change, in the order of the settings; what is in no ledger where `tracing` says it."""
     found = []
     for setting, changed, other in changes(demand, fit):
-        if changed.offloaded and not changed.gauge.traced:
+        if changed.offloaded and not changed.memory_model.traced:
             if tracing is None:
                 continue
-            changed = replace(changed, gauge=tracing)
-        parts = parts_of(changed, other.micro, other.checkpointed, other.precision, other.streamed)
+            changed = replace(changed, memory_model=tracing)
+        parts = parts_of(changed, other.micro, other.checkpointed, other.precision, other.swapped)
         found.append(Bought(setting, parts, fits(changed, parts)))
     return found
 
 
-def changes(demand: Demand, fit: Fit) -> Iterator[tuple[str, Demand, Fit]]:
+def changes(demand: Demand, fit: MemoryPlan) -> Iterator[tuple[str, Demand, MemoryPlan]]:
     """(setting, demand, way to train) with one thing changed."""
     for word, count in (("false", 0), ("true", fit.blocks)):
         if fit.checkpointed != count:
@@ -56,8 +56,8 @@ def changes(demand: Demand, fit: Fit) -> Iterator[tuple[str, Demand, Fit]]:
     for precision in STORED:
         if precision != fit.precision:
             yield f"memory.weight_dtype={precision}", demand, replace(fit, precision=precision)
-    for count in sorted({0, fit.streamable // 4, fit.streamable} - {fit.streamed}):
-        yield f"memory.blocks_to_swap={count}", demand, replace(fit, streamed=count)
+    for count in sorted({0, fit.swappable // 4, fit.swappable} - {fit.swapped}):
+        yield f"memory.blocks_to_swap={count}", demand, replace(fit, swapped=count)
     if demand.optimizer != "adamw8bit":
         yield "optimizer.name=adamw8bit", replace(demand, optimizer="adamw8bit"), fit
     if demand.rank > 1:

@@ -119,10 +119,10 @@ def test_what_another_key_overrides_is_said_to_be(tmp_path: Path) -> None:
     assert lines["checkpointing_steps"].settings == {"checkpoint.every_n_steps": 200}
     assert "overridden: data.max_aspect = 1.0" in lines["backends[1].crop"].why
     assert lines["backends[1]"].verdict == "changed"
-    assert "one value for all data sets here: 1.0" in lines["backends[1]"].why
+    assert "one value for all datasets here: 1.0" in lines["backends[1]"].why
 
 
-def test_changes_of_pictures_that_are_not_done_here_are_no_small_print(tmp_path: Path) -> None:
+def test_changes_of_images_that_are_not_done_here_are_no_small_print(tmp_path: Path) -> None:
     image = {"enable_random_rotate": True, "random_rotate_max_angle": 10.0, "enable_fixed_hue": True}
     off = {"random_hue_max_strength": 0.2, "random_contrast_max_strength": 0.3, "enable_fixed_flip": False}
     imported = imported_text(tmp_path, "c.json", json.dumps([{"path": "p", "image": {**image, **off}, "text": {}}]))
@@ -144,7 +144,7 @@ def test_masked_training_needs_masks_and_says_it(tmp_path: Path) -> None:
     assert [source.masks for source in imported.config.data.sources] == [None, str(tmp_path / "later")]
     whys = {line.key: line.why for line in imported.lines if line.verdict == "changed"}
     assert "so masks are left out" in whys["concepts[0].path"]
-    assert "needs masks beside the pictures" in whys["concepts[1].path"]
+    assert "needs masks beside the images" in whys["concepts[1].path"]
     (tmp_path / "p" / "a-masklabel.png").write_bytes(b"")
     imported = imported_text(tmp_path, "o.json", json.dumps(document))
     assert imported.config.data.sources[0].masks == str(tmp_path / "p")
@@ -200,7 +200,7 @@ def test_kohya_trains_as_its_own_defaults_say(tmp_path: Path) -> None:
     assert (config.lr_scheduler.name, config.lr_scheduler.warmup_steps) == ("constant_with_warmup", 0)
     assert config.memory.weight_dtype == "fp32"
     assert config.captions.extension == ".caption"
-    assert config.data.max_aspect == 1.0  # no buckets: all pictures are cropped to one shape
+    assert config.data.max_aspect == 1.0  # no buckets: all images are cropped to one shape
     assert (config.validation.split, config.checkpoint.export_weights) == (0.0, "last")
 
 
@@ -212,7 +212,7 @@ def test_the_gui_counts_warmup_in_percent_and_epochs_where_no_steps_are(tmp_path
     assert (epochs.train.max_steps, epochs.train.max_epochs, epochs.lr_scheduler.warmup_steps) == (None, 3, None)
 
 
-def test_times_that_a_picture_is_seen(tmp_path: Path) -> None:
+def test_times_that_a_image_is_seen(tmp_path: Path) -> None:
     backends = [
         {"id": "a", "instance_data_dir": "a", "repeats": 0},
         {"id": "b", "instance_data_dir": "b", "repeats": 9},

@@ -80,7 +80,7 @@ def test_a_subset_without_repeats_is_left_out_as_kohya_does(tmp_path: Path) -> N
     assert [line.key for line in imported.lines if line.verdict == "ignored"] == ["datasets[0].subsets[0]"]
     with pytest.raises(UsageError) as caught:
         data_file_settings(written(tmp_path, f"[[datasets]]\n{none}"), [])
-    assert [problem.message for problem in caught.value.problems] == [f"{path} names no pictures."]
+    assert [problem.message for problem in caught.value.problems] == [f"{path} names no images."]
 
 
 def test_every_key_of_a_whole_file() -> None:
@@ -91,7 +91,7 @@ def test_every_key_of_a_whole_file() -> None:
     for line in reading.lines:
         by_verdict.setdefault(line.verdict, []).append(line.key)
     subset = "datasets[1].subsets[0]"
-    assert by_verdict["unknown"] == [f"{subset}.colour_aug"]
+    assert by_verdict["unknown"] == [f"{subset}.color_aug"]
     assert by_verdict["changed"] == [
         "general.resize_interpolation",
         "datasets[0].subsets[0].alpha_mask",
@@ -99,7 +99,7 @@ def test_every_key_of_a_whole_file() -> None:
         f"{subset}.random_crop",
         f"{subset}.conditioning_data_dir",
         f"{subset}.secondary_separator",
-        # One for all data sets here:
+        # One for all datasets here:
         "datasets[1].batch_size",
         "datasets[1].min_bucket_reso",
         "datasets[1].max_bucket_reso",
@@ -122,7 +122,7 @@ def test_every_key_of_a_whole_file() -> None:
     assert cat.captions is not None
     assert (cat.captions.prefix, cat.captions.tag_dropout, cat.captions.dropout_every_n_epochs) == ("photo of", 0.05, 4)
     assert reg.is_reg
-    assert reg.captions_file == str(FILE.parent / "pictures" / "cats.json")
+    assert reg.captions_file == str(FILE.parent / "images" / "cats.json")
     assert (small.resolutions, small.color_variants, small.crop) == ((512,), 4, "random")
     assert small.masks == str(FILE.parent / "masks")
 
@@ -147,7 +147,7 @@ def test_data_named_by_a_dataset_toml_is_settled_like_any_other(tmp_path: Path) 
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("[[datasets]]\nresolution = 512\n", "names no pictures"),
+        ("[[datasets]]\nresolution = 512\n", "names no images"),
         ("[[datasets]]\n[[datasets.subsets]]\nnum_repeats = 2\n", "datasets[0].subsets[0] has no image_dir"),
         ('[[datasets]]\n[[datasets.subsets]]\nimage_dir = "a"\nnum_repeat = 2\n', "Did you mean num_repeats"),
         ('[[datasets]]\n[[datasets.subsets]]\nimage_dir = "a"\nnum_repeats = "x"\n', "is not a number"),

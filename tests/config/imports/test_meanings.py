@@ -206,7 +206,7 @@ def test_a_config_whose_data_sets_are_nowhere_is_imported_without(
     assert document["settings"]["lora.rank"] == 7
     (line,) = [each for each in document["keys"] if each["key"] == "data_backend_config"]
     assert line["verdict"] == "changed"
-    assert "name the pictures with --data" in line["why"]
+    assert "name the images with --data" in line["why"]
 
 
 def test_data_sets_of_a_hub_are_left_out_by_name(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from tests.models.memory.test_streaming import CPU, Tried, same
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -11,12 +12,11 @@ from lora_trainer.config.schema import CheckpointingMode, Precision
 from lora_trainer.models import FAMILIES
 from lora_trainer.models.family import Architecture, public_architecture
 from lora_trainer.models.memory import recompute
+from lora_trainer.models.memory.block_swap import swap_blocks, swappable_blocks
 from lora_trainer.models.memory.checkpointing import checkpoint_blocks
 from lora_trainer.models.memory.recompute import recomputing
-from lora_trainer.models.memory.streaming import stream_blocks, streamable_blocks
-from lora_trainer.models.storage.store import narrower, store_layers
+from lora_trainer.models.quantization.store import make_quantizer, store_layers
 from lora_trainer.training.memory.trace import make_subject, trace
-from tests.models.memory.test_streaming import CPU, Tried, same
 
 
 @pytest.mark.parametrize(("kind", "stored"), [("flux", "bf16"), ("sd3", "int8"), ("sdxl", "fp8")])
@@ -32,7 +32,7 @@ def test_what_is_kept_changes_no_bit(kind: str, stored: Precision, monkeypatch: 
             tried.step()
         work.append(counted.get_total_flops())
     assert work[1] < work[0]
-    stream_blocks(tried.denoiser, len(streamable_blocks(tried.denoiser)), CPU)
+    swap_blocks(tried.denoiser, len(swappable_blocks(tried.denoiser)), CPU)
     assert same(tried.step(), expected)
     assert same(tried.step(), expected)
 
@@ -63,7 +63,7 @@ def test_dear_results_are_kept_and_cheap_ones_computed_again() -> None:
 def test_products_in_int8_are_computed_again() -> None:
     """Their numbers take twice the bytes of what comes of them. The second is the backward pass's own."""
     layer = nn.Linear(512, 512).requires_grad_(False)
-    store_layers(layer, narrower("int8", products=True))
+    store_layers(layer, make_quantizer("int8", products=True))
     ran = kept_by(lambda x: layer(x).sin(), torch.randn(1, 32, 512, requires_grad=True))
     assert sum("_int_mm" in name for name in ran) == 2
 

@@ -24,7 +24,7 @@ from lora_trainer.training.checkpoints.checkpoint import (
 )
 from lora_trainer.training.checkpoints.save import save, settle, take
 from lora_trainer.training.checkpoints.writer import Item, Kind, Writer, still_wanted
-from lora_trainer.training.job import Job
+from lora_trainer.training.job import LoopContext
 from lora_trainer.training.state import TrainState
 from tests.recipes.recipe import patched
 from tests.training.tiny_job import TinyPlace, outcome
@@ -135,7 +135,7 @@ def test_a_snapshot_does_not_change_with_the_weights(place: TinyPlace) -> None:
     taken: list[Checkpoint] = []
     copies: list[dict[str, torch.Tensor]] = []
 
-    def remembered(job: Job, state: TrainState, *buffers: Any) -> Checkpoint:
+    def remembered(job: LoopContext, state: TrainState, *buffers: Any) -> Checkpoint:
         taken.append(take(job, state))
         copies.append({name: value.detach().clone() for name, value in job.learner.adapter.masters.items()})
         return take(job, state, *buffers)
@@ -207,7 +207,7 @@ def test_a_stop_never_takes_the_place_of_a_regular_checkpoint(place: TinyPlace) 
     settle(job)
 
 
-def test_pictures_come_after_the_checkpoint_of_their_step(place: TinyPlace) -> None:
+def test_images_come_after_the_checkpoint_of_their_step(place: TinyPlace) -> None:
     job = place.job("run", steps=4, checkpoint__every_n_steps=4, sample__every_n_steps=2)
     there: list[list[int]] = []
     drawn = replace(

@@ -7,10 +7,10 @@ from dataclasses import replace
 import torch
 
 from lora_trainer.models.compiled import Compiled
+from lora_trainer.models.memory.block_swap import swappable_blocks, swapped_count
 from lora_trainer.models.memory.checkpointing import checkpointed_blocks
-from lora_trainer.models.memory.streaming import streamable_blocks, streamed_count
-from lora_trainer.training.memory.fit import streamed, swap_fallbacks
-from lora_trainer.training.state import Fit
+from lora_trainer.training.memory.oom_fallback import swap_fallbacks, swapped
+from lora_trainer.training.state import OomFallback
 from tests.training.memory.test_fit import FOUR, in_forward
 from tests.training.tiny_job import TinyPlace, told_in
 
@@ -25,21 +25,21 @@ def test_a_resumed_run_that_is_to_spare_more_does(place: TinyPlace):
     state, _ = place.resume(again)
     assert state.fit.checkpointed == stopped.fit.checkpointed < checkpointed_blocks(again.learner.denoiser)
     assert checkpointed_blocks(again.learner.denoiser) == again.planned.checkpointed
-    assert streamed_count(again.learner.denoiser) == 3
+    assert swapped_count(again.learner.denoiser) == 3
     fewer = place.job("more", memory__blocks_to_swap=1, **settings)
-    assert (streamed(fewer, Fit(streamed=3)), streamed(again, Fit(streamed=2))) == (3, 3)
+    assert (swapped(fewer, OomFallback(swapped=3)), swapped(again, OomFallback(swapped=2))) == (3, 3)
 
 
-def test_a_processor_streams_only_where_it_is_asked_to(place: TinyPlace):
+def test_a_cpu_streams_only_where_it_is_asked_to(place: TinyPlace):
     job = place.job("plain", **FOUR)
     assert swap_fallbacks(job) == [0]
-    card = replace(job, learner=replace(job.learner, device=torch.device("cuda")))
-    blocks = len(streamable_blocks(job.learner.denoiser))
-    assert swap_fallbacks(card) == [0, -(-blocks // 4), -(-blocks // 2), blocks]
+    gpu = replace(job, learner=replace(job.learner, device=torch.device("cuda")))
+    blocks = len(swappable_blocks(job.learner.denoiser))
+    assert swap_fallbacks(gpu) == [0, -(-blocks // 4), -(-blocks // 2), blocks]
     recorded = {"enabled": "auto", "mode": "reduce-overhead"}
-    wanted = card.config.model_copy(update={"compile": card.config.compile.model_copy(update=recorded)})
-    assert len(swap_fallbacks(replace(card, config=wanted))) == 4, "nothing is compiled"
-    with_graphs = replace(card.learner, compiled=Compiled("reduce-overhead", dynamic=False, fullgraph=False))
-    assert swap_fallbacks(replace(card, config=wanted, learner=with_graphs)) == [0]
-    settled = card.config.model_copy(update={"memory": card.config.memory.model_copy(update={"blocks_to_swap": 0})})
-    assert swap_fallbacks(replace(card, config=settled)) == [0]
+    wanted = gpu.config.model_copy(update={"compile": gpu.config.compile.model_copy(update=recorded)})
+    assert len(swap_fallbacks(replace(gpu, config=wanted))) == 4, "nothing is compiled"
+    with_graphs = replace(gpu.learner, compiled=Compiled("reduce-overhead", dynamic=False, fullgraph=False))
+    assert swap_fallbacks(replace(gpu, config=wanted, learner=with_graphs)) == [0]
+    settled = gpu.config.model_copy(update={"memory": gpu.config.memory.model_copy(update={"blocks_to_swap": 0})})
+    assert swap_fallbacks(replace(gpu, config=settled)) == [0]
