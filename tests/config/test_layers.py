@@ -166,7 +166,7 @@ def test_the_config_cannot_be_changed() -> None:
         ),
         ({"repeats": 3}, 'data.sources, table 2: path is missing (from f). For example: path = "images".'),
         ({"path": "a", "repeats": 0}, "data.sources, table 2 (a): repeats = 0 (from f): must be more than 0."),
-        ({"path": "a", "crop": "center"}, 'crop = "center" (from f): must be one of center or random. Did you mean'),
+        ({"path": "a", "crop": "centre"}, 'crop = "centre" (from f): must be one of center or random. Did you mean'),
         (
             {"path": "a", "captions": {"shufle": True}},
             "captions.shufle (from f) is not a setting. Did you mean shuffle?",

@@ -84,8 +84,8 @@ def test_as_few_blocks_as_fit() -> None:
 @pytest.mark.parametrize(
     ("settings", "expected"),
     [
-        ({"memory__gradient_checkpointing": "false"}, {"checkpointed": 0}),
-        ({"memory__gradient_checkpointing": "true"}, {"checkpointed": 18}),
+        ({"memory__gradient_checkpointing": False}, {"checkpointed": 0}),
+        ({"memory__gradient_checkpointing": True}, {"checkpointed": 18}),
         ({"memory__gradient_checkpointing": 5}, {"checkpointed": 5}),
         ({"train__max_micro_batch_size": 2}, {"micro": 2, "accumulation": 2}),
         ({"memory__weight_dtype": "fp8"}, {"precision": "fp8"}),
@@ -101,7 +101,7 @@ def test_what_the_user_set_stands(settings: dict[str, object], expected: dict[st
 @pytest.mark.parametrize(
     "settings",
     [
-        {"memory__gradient_checkpointing": "false"},
+        {"memory__gradient_checkpointing": False},
         {"memory__weight_dtype": "bf16"},
         {"memory__weight_dtype": "bf16", "memory__gradient_checkpointing": 0},
         {"lora__rank": 4096},
@@ -110,7 +110,7 @@ def test_what_the_user_set_stands(settings: dict[str, object], expected: dict[st
     ],
 )
 def test_a_refusal_names_what_would_fit(settings: dict[str, object]) -> None:
-    settings = {"memory__blocks_to_swap": "0", **settings}
+    settings = {"memory__blocks_to_swap": 0, **settings}
     plan = plan_for("6gb", **settings)
     assert not plan.fit.fits
     with pytest.raises(UsageError) as refused:
@@ -204,7 +204,7 @@ def test_a_set_precision_streams_where_it_must() -> None:
     assert plan.fit.swapped > 0
     kept = plan_for("12gb", family="flux", memory__weight_dtype="fp8", memory__blocks_to_swap=50)
     assert (kept.fit.swapped, kept.fit.reasons[3]) == (50, "as set")
-    alone = plan_for("12gb", family="flux", memory__weight_dtype="fp8", memory__blocks_to_swap="0")
+    alone = plan_for("12gb", family="flux", memory__weight_dtype="fp8", memory__blocks_to_swap=0)
     assert not alone.fit.fits
     assert "memory.blocks_to_swap=auto" in alone.advice[0]
 

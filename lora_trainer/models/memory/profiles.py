@@ -189,7 +189,7 @@ def count_of(setting: Blocks, blocks: int) -> int:
     """How many of the blocks a setting means; `auto`, where nothing was planned, means none."""
     if setting is True:
         return blocks
-    return 0 if setting == "auto" else min(setting, blocks)
+    return 0 if setting == "auto" else min(int(setting), blocks)
 
 
 def no_more(setting: Blocks, blocks: int) -> str:

@@ -91,7 +91,7 @@ def test_every_key_of_a_whole_file() -> None:
     for line in reading.lines:
         by_verdict.setdefault(line.verdict, []).append(line.key)
     subset = "datasets[1].subsets[0]"
-    assert by_verdict["unknown"] == [f"{subset}.color_aug"]
+    assert by_verdict["unknown"] == [f"{subset}.colour_aug"]
     assert by_verdict["changed"] == [
         "general.resize_interpolation",
         "datasets[0].subsets[0].alpha_mask",
