@@ -54,7 +54,9 @@ def test_gradient_checkpointing_changes_nothing(bench):
     for setting in ("false", "true", 2):
         assert bench.run(f"blocks-{setting}", steps=2, memory__gradient_checkpointing=setting) == 0
     for setting in ("true", 2):
-        assert losses(bench.folder(f"blocks-{setting}")) == pytest.approx(losses(bench.folder("blocks-false")), rel=1e-5)
+        assert losses(bench.folder(f"blocks-{setting}")) == pytest.approx(
+            losses(bench.folder("blocks-false")), rel=1e-5
+        )
 
 
 def test_a_model_that_predicts_v(bench, tmp_path):

@@ -46,10 +46,12 @@ def test_long_captions_train_and_the_file_says_how_they_were_read(
 
 def test_captions_are_read_as_the_file_was_trained_unless_asked_otherwise() -> None:
     plain, family = Config(), FAMILIES["sd15"]
-    run = Config.model_validate({
+    run = Config.model_validate(
+        {
             "text_encoder": {"clip_skip": 2, "max_tokens": 225},
             "textual_inversion": {"placeholder_tokens": ["<zobo>"]},
-        })
+        }
+    )
     own = {"lora_trainer.version": "1", "ss_clip_skip": "2", "ss_max_token_length": "225"}
     for config in (read_as_trained(plain, run, {}), read_as_trained(plain, None, own)):
         assert text_options(config, family) == text_options(run, family)
