@@ -226,7 +226,7 @@ def test_one_process_of_two_runs_out_of_memory_and_takes_smaller_parts(bench: Be
 def test_one_process_of_two_runs_out_of_memory_in_its_update(bench: Bench, checkout: Path, tmp_path: Path):
     """The other has gone on: the run ends, says where and what is safe, and nobody waits for ever."""
     script = tmp_path / "short.py"
-    script.write_text(SHORT_IN_ONE.format(where="step.update", call=3), encoding="utf-8")
+    script.write_text(SHORT_IN_ONE.format(where="torch.optim.AdamW.step", call=3), encoding="utf-8")
     ended = launch(
         checkout,
         bench.arguments("short", train__effective_batch_size=4, checkpoint__every_n_steps=2),
