@@ -26,7 +26,7 @@ from lora_trainer.export.tensor_file import DTYPES
 from lora_trainer.export.weights import LoraPair, LoraWeights
 
 HASHED_AT_ONCE = 1 << 22  # bytes
-OF_XLABS = re.compile(r"\.CPU\.(?:qkv|proj)_lora")
+OF_XLABS = re.compile(r"\.processor\.(?:qkv|proj)_lora")
 BLOCK = re.compile(r"(.*?\.\d+)\.")
 
 

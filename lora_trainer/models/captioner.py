@@ -27,7 +27,7 @@ NAMELESS = re.compile(r"LABEL_\d+")
 LOCAL: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}  # without the latter it asks
 EXPECTED = (
     "Expected a transformers folder (BLIP, GIT or an image classifier): config.json, *.safetensors and the files of its "
-    "image CPU (and tokenizer)."
+    "image processor (and tokenizer)."
 )
 
 

@@ -77,12 +77,12 @@ LAYOUT = (
 )
 # What is read as well: XLabs' names, of attention alone, and each part of a fused layer by its number, as in OMI's.
 ALSO = (
-    *fused("double_blocks.{}.CPU.qkv_lora1", *(f"transformer_blocks.{{}}.attn.{name}" for name in STREAMS[:3])),
-    *fused("double_blocks.{}.CPU.qkv_lora2", *(f"transformer_blocks.{{}}.attn.{name}" for name in STREAMS[4:7])),
-    Rule("transformer_blocks.{}.attn.to_out.0", "double_blocks.{}.CPU.proj_lora1"),
-    Rule("transformer_blocks.{}.attn.to_add_out", "double_blocks.{}.CPU.proj_lora2"),
-    *fused("single_blocks.{}.CPU.qkv", *(f"single_transformer_blocks.{{}}.attn.to_{name}" for name in "qkv")),
-    Rule("single_transformer_blocks.{}.proj_out", "single_blocks.{}.CPU.proj"),
+    *fused("double_blocks.{}.processor.qkv_lora1", *(f"transformer_blocks.{{}}.attn.{name}" for name in STREAMS[:3])),
+    *fused("double_blocks.{}.processor.qkv_lora2", *(f"transformer_blocks.{{}}.attn.{name}" for name in STREAMS[4:7])),
+    Rule("transformer_blocks.{}.attn.to_out.0", "double_blocks.{}.processor.proj_lora1"),
+    Rule("transformer_blocks.{}.attn.to_add_out", "double_blocks.{}.processor.proj_lora2"),
+    *fused("single_blocks.{}.processor.qkv", *(f"single_transformer_blocks.{{}}.attn.to_{name}" for name in "qkv")),
+    Rule("single_transformer_blocks.{}.proj_out", "single_blocks.{}.processor.proj"),
     *(Rule(rule.ours, f"{rule.original}.{rule.part}") for rule in LAYOUT if len(rule.shares) > 1),
     Rule("x_embedder", "img_in.proj"),
 )

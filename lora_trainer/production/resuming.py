@@ -38,7 +38,7 @@ def fixed_settings(config: Config, inputs: Inputs, choices: Choices) -> dict[str
         "data.sources": shown_by_source(config),
         "trained resolution": inputs.resolution,  # also where it is the model's own under a tier's ceiling
         "model": weights_digest(folder / family.denoiser_prefix),
-        "autoencoder": image_key,
+        "VAE": image_key,
         "text encoder": text_key,
         TRAINED_TEXTS: list(family.text_rates(config.text_encoder.learning_rates)),
         "the model's noise": f"{process.prediction}, {process.timesteps} timesteps, signal {first:.6g} to {last:.6g}{shift}",
@@ -92,7 +92,7 @@ def differing(name: str, old: Any, new: Any, folder: Path, config: Config) -> Pr
     fix = "Set it back, or start a new --name."
     if name == "model":
         return Problem("The model's weights differ from those that the run began with.", fix)
-    if name in ("autoencoder", "text encoder"):
+    if name in ("VAE", "text encoder"):
         return Problem(f"The model's {name} differs from the one that the run began with.", fix)
     if name == "data":
         now, before = [source.path for source in with_absolute_paths(config).data.sources], earlier_sources(folder)

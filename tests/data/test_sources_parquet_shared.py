@@ -71,7 +71,7 @@ def test_what_a_changed_file_was_leaves(tmp_path: Path) -> None:
     os.utime(path, (1000, 1000))
     (after,) = unpacked_of(read_manifest([path])[0].samples)
     assert before != after
-    assert sorted(file.name for file in after.parent.iterdir()) == [after.stem + ".json", after.name]
+    assert sorted(file.name for file in after.parent.iterdir()) == [after.name, after.stem + ".json"]
 
 
 def test_several_unpack_a_file_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

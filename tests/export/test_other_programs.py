@@ -67,7 +67,10 @@ STABLE = random_pair(4, 1, alpha=4 * math.sqrt(4))
             ONE,
         ),
         (
-            {f"unet.{UNET}.attn1.CPU.to_out_lora.{half}.weight": t for half, t in (("down", ONE.down), ("up", ONE.up))},
+            {
+                f"unet.{UNET}.attn1.processor.to_out_lora.{half}.weight": t
+                for half, t in (("down", ONE.down), ("up", ONE.up))
+            },
             {},
             f"unet.{UNET}.attn1.to_out.0",
             ONE,

@@ -98,13 +98,13 @@ assert sys.modules["bitsandbytes"] is None
 from lora_trainer.models import FAMILIES
 from lora_trainer.models.family import public_architecture
 from lora_trainer.models.lora import inject_lora
-from lora_trainer.models.quantization.store import narrower, store_layers
+from lora_trainer.models.quantization.store import make_quantizer, store_layers
 from lora_trainer.production import choices
 choices.cuda_memory_gib = lambda: 11.6
 torch.cuda.is_bf16_supported = lambda **_: True
 chosen = choices.choose(resolved, FAMILIES["flux"], public_architecture("flux"), torch.device("cuda"), 1)
 model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Linear(64, 64)).requires_grad_(False)
-store_layers(model, narrower(chosen.precision.value))
+store_layers(model, make_quantizer(chosen.precision.value))
 parameters = inject_lora(model, ["0", "1"], rank=2, alpha=2.0, dropout=0.0, seed=0)
 model(torch.randn(3, 64)).sum().backward()
 assert all(each.grad is not None for each in parameters.values())

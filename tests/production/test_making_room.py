@@ -33,7 +33,7 @@ def test_it_leaves_where_a_wide_one_would_not_fit_beside_it(
     went: list[str] = []
     monkeypatch.setattr(release, "usable_bytes", lambda config, device: usable)
     monkeypatch.setattr(release, "free_memory", lambda device: None)
-    monkeypatch.setattr(release, "bring", lambda denoiser, device: went.append(device.type))
+    monkeypatch.setattr(release, "move_to_device", lambda denoiser, device: went.append(device.type))
     with making_room(built, cast("Config", None), choices):
         assert went == ["cpu"] * leaves
     assert went == ["cpu", "cuda"] * leaves

@@ -295,7 +295,7 @@ def test_an_autoencoder_that_stays_is_counted() -> None:
     assert fresh.fit.parts.weights - cached.fit.parts.weights == pytest.approx(0.31, abs=0.05)
     assert fresh.fit.parts.activations > cached.fit.parts.activations
     assert fresh.phases["train"].peak_gib == fresh.fit.parts.peak
-    assert "autoencoder" in fresh.phases["train"].placement
+    assert "VAE" in fresh.phases["train"].placement
     assert not any(cached.demand.encoder)
 
 

@@ -49,9 +49,9 @@ def draw_images(folder: Path, count: int = 10) -> Path:
         pen = ImageDraw.Draw(image)
         pen.ellipse((10 + index, 12, 50 + index, 52 + index), fill="white", outline="black")
         pen.line((0, height, width, index * 5), fill="yellow", width=6)
-        image.save(folder / f"picture_{index}.png")
+        image.save(folder / f"image_{index}.png")
         caption = f"a ring on a {COLORS[index % len(COLORS)]} background, picture {index}"
-        (folder / f"picture_{index}.txt").write_text(caption, encoding="utf-8")
+        (folder / f"image_{index}.txt").write_text(caption, encoding="utf-8")
     return folder
 
 

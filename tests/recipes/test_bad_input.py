@@ -329,7 +329,7 @@ def test_brackets_in_names_and_captions_are_no_markup(bench, tmp_path, capsys):
         caption.with_name(f"[bold]{caption.name}").write_text(f"[/] a [red] ring :cat: {caption.stem}", "utf-8")
     assert with_data(bench, data).run("markup", "--dry-run") == 0
     shown = capsys.readouterr().out
-    assert "[bold]picture_" in shown
+    assert "[bold]image_" in shown
     assert "[/] a [red] ring :cat:" in shown
 
 

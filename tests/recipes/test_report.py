@@ -203,7 +203,7 @@ def test_a_failed_run_says_where_and_what_is_safe(bench: Bench) -> None:
     folder = bench.folder("nan")
     page, document = page_of(folder), record(folder)
     assert "Failed after step 3 of 6" in page.text
-    assert "at step 4; not finite is the loss of picture_" in page.text
+    assert "at step 4; not finite is the loss of image_" in page.text
     assert "checkpoints/step-000003 is safe" in page.text
     assert "--resume" in page.text
     assert document["hardware"]["device"] == "cpu"

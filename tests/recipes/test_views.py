@@ -23,15 +23,15 @@ def varied(tiny_model: Path, shared_cache: Path, tmp_path_factory: pytest.TempPa
     made = tmp_path_factory.mktemp("varied")
     draw_images(made / "masked", 4)
     for number in range(4):
-        path = made / "masked" / f"picture_{number}.png"
+        path = made / "masked" / f"image_{number}.png"
         with Image.open(path) as image:
             pixels = np.asarray(image.convert("RGBA")).copy()
         pixels[:, : pixels.shape[1] // 2, 3] = 0
         Image.fromarray(pixels).save(path)
     draw_images(made / "plain", 10)
     for number in range(4):
-        (made / "plain" / f"picture_{number}.png").unlink()
-        (made / "plain" / f"picture_{number}.txt").unlink()
+        (made / "plain" / f"image_{number}.png").unlink()
+        (made / "plain" / f"image_{number}.txt").unlink()
     settings = f"""
 [data]
 resolutions = [64]

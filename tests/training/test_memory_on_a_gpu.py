@@ -6,7 +6,6 @@ from functools import partial
 
 import pytest
 import torch
-from tests.models.memory.test_streaming import KINDS, Tried, ask_flux, same, tiny_flux
 
 from lora_trainer.models.memory.block_swap import (
     STREAMING,
@@ -18,6 +17,7 @@ from lora_trainer.models.memory.block_swap import (
 )
 from lora_trainer.models.memory.checkpointing import checkpoint_blocks
 from lora_trainer.models.memory.offload import offloaded
+from tests.models.memory.test_block_swap import KINDS, Tried, ask_flux, same, tiny_flux
 
 pytestmark = pytest.mark.gpu
 ALLOCATOR = 2**21  # bytes: blocks of its own size, as torch's allocator takes them

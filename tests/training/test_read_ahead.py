@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from lora_trainer.core.errors import TrainingFailed
-from lora_trainer.training import micro as micros_ahead
+from lora_trainer.training import micro_batch as micros_ahead
 from lora_trainer.training import processes
 from lora_trainer.training.checkpoints.checkpoint import list_checkpoints
 from lora_trainer.training.job import LoopContext

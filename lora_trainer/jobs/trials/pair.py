@@ -70,9 +70,7 @@ def in_turn(first: Subject, second: Subject, warm_up: int, steps: int) -> tuple[
             taken, loss = timed(ways[which], number)
             seconds[which].append(taken)
             losses[which].append(loss)
-    held: list[Held] = [
-        on_cpu(each.learner, given[0])[1] for each, given in zip((first, second), inputs, strict=True)
-    ]
+    held: list[Held] = [on_cpu(each.learner, given[0])[1] for each, given in zip((first, second), inputs, strict=True)]
     made = [
         Steps(
             tuple(seconds[which][warm_up:]),

@@ -196,14 +196,14 @@ def caching_bytes(images: int, pixels: int, itemsize: int, costs: PhaseCosts, us
 
     Text encoders that do not fit visit layer by layer, with as many captions at once as fit beside them.
     """
-    images = itemsize * (costs.autoencoder + int(FRAGMENTATION * images * costs.encode * pixels))
+    encoding = itemsize * (costs.autoencoder + int(FRAGMENTATION * images * costs.encode * pixels))
     each = _caption_bytes(itemsize, costs)
     told = counted(images, "image") + " at once"
     in_turn, together = captions_at_once(itemsize, costs, usable)
     if not in_turn:
-        return max(images, itemsize * sum(costs.text_encoders) + together * each), told
+        return max(encoding, itemsize * sum(costs.text_encoders) + together * each), told
     said = f"{told}, text encoders layer by layer, {counted(together, 'caption')} at once"
-    return max(images, itemsize * costs.layer + together * each), said
+    return max(encoding, itemsize * costs.layer + together * each), said
 
 
 def captions_at_once(itemsize: int, costs: PhaseCosts, usable: int | None) -> tuple[bool, int]:

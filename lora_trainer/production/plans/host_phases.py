@@ -80,10 +80,10 @@ def host_phases(
 def _caching(demand: Demand, base: Base, costs: PhaseCosts, images: int) -> float:
     """Images first, then captions, each with their own encoders alone."""
     pixels = demand.area * demand.downscale**2
-    images = base.held("F32", ("vae", base.autoencoder)) + images * pixels * encoding_bytes(costs, FP32)[1]
+    encoding = base.held("F32", ("vae", base.autoencoder)) + images * pixels * encoding_bytes(costs, FP32)[1]
     in_turn, together = captions_on_a_cpu(FP32, costs)
     texts = FP32 * costs.layer if in_turn else base.held("F32", *base.trainable, *base.others)
-    return max(images, texts + together * FP32 * FRAGMENTATION * costs.caption)
+    return max(encoding, texts + together * FP32 * FRAGMENTATION * costs.caption)
 
 
 def _base(demand: Demand, family: Family, facts: ModelFacts, costs: PhaseCosts) -> Base:

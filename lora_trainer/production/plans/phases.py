@@ -51,7 +51,7 @@ def plan_phases(
     drawing = place_drawing(denoiser, encoders, demand.area, pixels, itemsize, itemsize, costs, usable)
     trained = f"micro-batch {fit.micro}, {fit.checkpointed} of {fit.blocks} blocks checkpointed, {fit.precision}"
     if fit.swapped:
-        trained += f", {fit.swapped} of {fit.swappable} blocks streamed"
+        trained += f", {fit.swapped} of {fit.swappable} blocks swapped"
     if any(demand.encoder):
         trained += ", with the VAE beside"
     return {

@@ -338,7 +338,7 @@ def advice(demand: Demand, fit: MemoryPlan, architecture: Architecture) -> list[
         )
     if fit.precision != demand.precisions[0]:
         wide = parts_of(demand, fit.micro, fit.blocks, demand.precisions[0], fit.swapped)
-        visiting = f" and {fit.swapped} of {fit.swappable} streamed" if fit.swapped else ""
+        visiting = f" and {fit.swapped} of {fit.swappable} swapped" if fit.swapped else ""
         found.append(f"{demand.precisions[0]} weights need {wide.peak:.1f} GiB with all blocks checkpointed{visiting}.")
     light = replace(demand, optimizer="adamw8bit")
     freed = fit.parts.peak - parts_of(light, fit.micro, fit.checkpointed, fit.precision, fit.swapped).peak
@@ -349,7 +349,7 @@ def advice(demand: Demand, fit: MemoryPlan, architecture: Architecture) -> list[
         return found  # other sizes would be traced for it
     if demand.limit_gib is not None and demand.resolution < native:
         whole = choose_fit(replace(demand, resolution=native))
-        visiting = f" and {whole.swapped} of {whole.swappable} streamed" if whole.swapped else ""
+        visiting = f" and {whole.swapped} of {whole.swappable} swapped" if whole.swapped else ""
         verdict = (
             f"fits too, at {whole.parts.peak:.1f} GiB with {whole.precision} weights, {whole.checkpointed} of "
             f"{whole.blocks} blocks checkpointed{visiting}: --set {demand.at(native)}"

@@ -16,7 +16,7 @@ Written by `lora-trainer plan --all`; a test holds it current. Each row is a tie
 model, predicted without a GPU as `docs/memory.md` says. Sizes are in GiB; at most 90 % of a GPU are used.
 """
 HEADER = (
-    "| preset | px | rank | micro-batch | blocks checkpointed | streamed | weights | weights GiB | adapter | optimizer "
+    "| preset | px | rank | micro-batch | blocks checkpointed | blocks swapped | weights | weights GiB | adapter | optimizer "
     "| activations | overhead | peak | margin | TFLOP a step |\n" + "|---" * 15 + "|\n"
 )
 

@@ -98,7 +98,7 @@ def lines(plan: Plan) -> list[str]:
         f"micro-batch {fit.micro} x {fit.accumulation}: {fit.reasons[0]}",
         f"gradient checkpointing {fit.checkpointed} of {fit.blocks} blocks: {fit.reasons[1]}",
         f"weights {fit.precision}: {fit.reasons[2]}",
-        f"streamed {fit.swapped} of {fit.swappable} blocks: {fit.reasons[3]}{hosted}",
+        f"swapped {fit.swapped} of {fit.swappable} blocks: {fit.reasons[3]}{hosted}",
         *least,
         *(f"{name}: {phase.peak_gib:.2f} GiB, {phase.placement}" for name, phase in plan.phases.items()),
         most_line(plan),

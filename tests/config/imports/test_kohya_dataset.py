@@ -122,7 +122,7 @@ def test_every_key_of_a_whole_file() -> None:
     assert cat.captions is not None
     assert (cat.captions.prefix, cat.captions.tag_dropout, cat.captions.dropout_every_n_epochs) == ("photo of", 0.05, 4)
     assert reg.is_reg
-    assert reg.captions_file == str(FILE.parent / "images" / "cats.json")
+    assert reg.captions_file == str(FILE.parent / "pictures" / "cats.json")
     assert (small.resolutions, small.color_variants, small.crop) == ((512,), 4, "random")
     assert small.masks == str(FILE.parent / "masks")
 

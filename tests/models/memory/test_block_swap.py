@@ -17,14 +17,14 @@ from torch import Tensor, nn
 from lora_trainer.config.schema import Precision
 from lora_trainer.models.compiled import compile_blocks
 from lora_trainer.models.lora import inject_lora
-from lora_trainer.models.memory import streaming
+from lora_trainer.models.memory import block_swap
 from lora_trainer.models.memory.block_swap import (
     ALIGNMENT,
     STREAMING,
     _spread,
-    bring,
     freed_by_swapping,
     frozen_bytes,
+    move_to_device,
     streamed_blocks,
     swap_blocks,
     swappable_blocks,
@@ -227,7 +227,7 @@ def test_what_is_read_between_steps_is_there() -> None:
         state = tried.denoiser.state_dict()
         assert all(torch.equal(state[name], value) for name, value in plain.denoiser.state_dict().items())
         if each == 1:
-            bring(tried.denoiser, CPU)
+            move_to_device(tried.denoiser, CPU)
             assert not any(guest.visiting for guest in tried.denoiser.__dict__[STREAMING].guests)
     assert same(tried.step(), expected)
     trained = {id(each) for each in tried.trained}
@@ -257,14 +257,14 @@ def test_a_change_that_runs_out_of_memory_can_be_taken_back(monkeypatch: pytest.
     tried = Tried("flux")
     expected = tried.step()
     swap_blocks(tried.denoiser, 2, CPU)
-    true, made = streaming.SwappedBlock, iter(range(9))
+    true, made = block_swap.SwappedBlock, iter(range(9))
 
     def guest(*given: Any) -> Any:
         if next(made):
             raise torch.OutOfMemoryError("CUDA out of memory.")
         return true(*given)
 
-    monkeypatch.setattr(streaming, "Guest", guest)
+    monkeypatch.setattr(block_swap, "Guest", guest)
     with pytest.raises(torch.OutOfMemoryError):
         swap_blocks(tried.denoiser, 5, CPU)
     assert swapped_count(tried.denoiser) == 3
@@ -288,10 +288,10 @@ def test_memory_that_cannot_be_locked_leaves_no_error_to_the_next_kernel(monkeyp
             raise RuntimeError(f"CUDA error {left.pop()}: out of memory")
         return ones(*given, **named)
 
-    guest = streaming.SwappedBlock(nn.Linear(8, 8).requires_grad_(False), CPU)
+    guest = block_swap.SwappedBlock(nn.Linear(8, 8).requires_grad_(False), CPU)
     monkeypatch.setattr(torch.cuda, "cudart", Refuses)
     monkeypatch.setattr(torch, "ones", launched)
-    assert not streaming._pin(guest)
+    assert not block_swap._pin(guest)
     assert launched(1, device=CPU) == 1
 
 

@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from tests.models.memory.test_streaming import CPU, Tried, same
 from torch import Tensor, nn
 
 from lora_trainer.config.schema import Precision
@@ -14,6 +13,7 @@ from lora_trainer.models.memory import offload
 from lora_trainer.models.memory.block_swap import swap_blocks
 from lora_trainer.models.memory.checkpointing import checkpoint_blocks
 from lora_trainer.models.memory.offload import LEAVING, Offload, offloaded
+from tests.models.memory.test_block_swap import CPU, Tried, same
 
 
 @pytest.fixture(autouse=True)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tests.models.memory.test_streaming import CPU, Tried, same
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -17,6 +16,7 @@ from lora_trainer.models.memory.checkpointing import checkpoint_blocks
 from lora_trainer.models.memory.recompute import recomputing
 from lora_trainer.models.quantization.store import make_quantizer, store_layers
 from lora_trainer.training.memory.trace import make_subject, trace
+from tests.models.memory.test_block_swap import CPU, Tried, same
 
 
 @pytest.mark.parametrize(("kind", "stored"), [("flux", "bf16"), ("sd3", "int8"), ("sdxl", "fp8")])

@@ -73,7 +73,7 @@ def test_without_the_language_model_what_lacks_is_said_at_once(pipeline: Any, tm
     with pytest.raises(UsageError) as refused:
         lay_out(file)
     said = " ".join(problem.message for problem in refused.value.problems)
-    assert all(part in said for part in ("text_encoder", "autoencoder", "Qwen3 without its tokenizer"))
+    assert all(part in said for part in ("text_encoder", "VAE", "Qwen3 without its tokenizer"))
 
 
 def test_base_and_turbo_are_told_by_the_setting_or_the_name(pipeline: Any, tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from lora_trainer.core.errors import TrainingFailed
-from lora_trainer.models.memory import streaming
+from lora_trainer.models.memory import block_swap
 from lora_trainer.models.memory.block_swap import swappable_blocks, swapped_count
 from lora_trainer.models.memory.checkpointing import checkpointed_blocks
 from lora_trainer.monitor.progress import unwatched
@@ -372,7 +372,7 @@ def test_a_gpu_without_room_to_grow_goes_on_as_before(place: TinyPlace, monkeypa
     }
     short = in_forward(place.job("short", memory__oom_recovery_steps=2, **settings), lambda call: call == 0)
     monkeypatch.setattr(
-        streaming.SwappedBlock, "settle", counted(lambda call: call == 0, streaming.SwappedBlock.settle)
+        block_swap.SwappedBlock, "settle", counted(lambda call: call == 0, block_swap.SwappedBlock.settle)
     )
     state, _ = place.train(short)
     assert state.step == 6
