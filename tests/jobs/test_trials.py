@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from contextlib import suppress
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -94,8 +95,9 @@ def test_attention_is_measured_at_the_sizes_of_the_model(capsys):
 
 
 @pytest.mark.slow
-def test_a_resolution_shows_what_it_brings(place, capsys):
-    arguments = place.arguments("x", command="bench", memory__weight_dtype="fp32", validation__split=1)
+def test_a_resolution_shows_what_it_brings(place, tmp_path, capsys):
+    enough = replace(place, data=draw_pictures(tmp_path / "data", 10))  # for one to be held out
+    arguments = enough.arguments("x", command="bench", memory__weight_dtype="fp32", validation__split=0.1)
     with patched(resolution, "TRAINED", 2):
         assert main([arguments[0], "resolution", *arguments[1:], "--json", "--steps", "2"]) == 0
     rows = json.loads(capsys.readouterr().out)["rows"]
@@ -247,7 +249,7 @@ def test_a_row_that_fails_says_why_and_costs_no_other(tmp_path):
         Spec("bad", "sd15", plain | {"lora.target_modules": ("nothing",)}),
         Spec("plain", "sd15", plain),
         Spec("again", "sd15", plain, like="plain"),
-        Spec("checkpointed", "sd15", plain | {"memory.gradient_checkpointing": "true"}, like="plain"),
+        Spec("checkpointed", "sd15", plain | {"memory.gradient_checkpointing": True}, like="plain"),
     ]
     found = table.fill(specs, {}, Asking(1, 2, tiny=True), tmp_path / "rows.json", "here", 36_000.0)
     assert "nothing" in str(found["bad"].failed)
