@@ -96,7 +96,7 @@ def test_attention_is_measured_at_the_sizes_of_the_model(capsys):
 
 @pytest.mark.slow
 def test_a_resolution_shows_what_it_brings(place, tmp_path, capsys):
-    enough = replace(place, data=draw_pictures(tmp_path / "data", 10))  # for one to be held out
+    enough = replace(place, data=draw_images(tmp_path / "data", 10))  # for one to be held out
     arguments = enough.arguments("x", command="bench", memory__weight_dtype="fp32", validation__split=0.1)
     with patched(resolution, "TRAINED", 2):
         assert main([arguments[0], "resolution", *arguments[1:], "--json", "--steps", "2"]) == 0

@@ -9,9 +9,9 @@ import torch
 
 from lora_trainer.models.memory.block_swap import (
     STREAMING,
-    bring,
     freed_by_swapping,
     frozen_bytes,
+    move_to_device,
     swap_blocks,
     swappable_blocks,
 )
@@ -35,7 +35,7 @@ def test_streaming_on_the_gpu_changes_no_bit(gpu: torch.device, kind: str) -> No
     """While it is busy, so that copies and computing overlap, and for several numbers of blocks one after the other."""
     tried = Tried(kind)
     tried.ask = on(gpu, tried.ask)
-    bring(tried.denoiser, gpu)
+    move_to_device(tried.denoiser, gpu)
     expected = tried.step()
     assert same(tried.step(), expected), "this GPU's own kernels differ from step to step"
     busy = torch.randn(2048, 2048, device=gpu)
@@ -49,8 +49,8 @@ def test_streaming_on_the_gpu_changes_no_bit(gpu: torch.device, kind: str) -> No
                 assert same(tried.step(), expected)
     swap_blocks(tried.denoiser, 99, gpu)
     assert all(guest.pinned for guest in tried.denoiser.__dict__[STREAMING].guests)
-    bring(tried.denoiser, torch.device("cpu"))
-    bring(tried.denoiser, gpu)
+    move_to_device(tried.denoiser, torch.device("cpu"))
+    move_to_device(tried.denoiser, gpu)
     assert same(tried.step(), expected)
 
 
@@ -61,7 +61,7 @@ def test_two_blocks_stand_on_the_gpu(gpu: torch.device, monkeypatch: pytest.Monk
     tried.ask = on(gpu, tried.ask)
     blocks = swappable_blocks(tried.denoiser)
     swap_blocks(tried.denoiser, len(blocks), gpu)
-    bring(tried.denoiser, gpu)
+    move_to_device(tried.denoiser, gpu)
     tried.step()
     held = torch.cuda.memory_allocated(gpu) - before
     stays = frozen_bytes(tried.denoiser) - freed_by_swapping(tried.denoiser)[-1]

@@ -264,7 +264,7 @@ def test_a_change_that_runs_out_of_memory_can_be_taken_back(monkeypatch: pytest.
             raise torch.OutOfMemoryError("CUDA out of memory.")
         return true(*given)
 
-    monkeypatch.setattr(block_swap, "Guest", guest)
+    monkeypatch.setattr(block_swap, "SwappedBlock", guest)
     with pytest.raises(torch.OutOfMemoryError):
         swap_blocks(tried.denoiser, 5, CPU)
     assert swapped_count(tried.denoiser) == 3
