@@ -172,7 +172,7 @@ def qwen_tokenizer() -> Qwen2Tokenizer:
 
 def t5_tokenizer() -> T5TokenizerFast:
     """One of letters and a few words, with T5's own tokens at its own places."""
-    words = [(f"▁{word}", -6.0) for word in "a ring on background image red green blue".split()]
+    words = [(f"▁{word}", -6.0) for word in "a ring on background picture red green blue".split()]
     letters = [(chr(code), -8.0) for code in range(33, 127)]
     vocabulary = [("<pad>", 0.0), ("</s>", 0.0), ("<unk>", 0.0), ("▁", -2.0), *words, *letters]
     return T5TokenizerFast(vocab=vocabulary, extra_ids=4, model_max_length=512)

@@ -217,8 +217,8 @@ def test_what_was_asked_for_is_said_and_streamed_blocks_are_not_left_out() -> No
     assert left_open.fit.reasons[1] == "all of them, as streaming is slower"
     small = plan_for("6gb", family="flux", data__resolution=768)
     wide, own = (next(each for each in small.advice if key in each) for key in ("bf16 weights", "own 1024 px"))
-    assert f"checkpointed and {small.fit.swapped} of 57 streamed." in wide
-    assert re.search(r"57 of 57 blocks checkpointed and \d+ of 57 streamed: --set data.resolution=1024", own)
+    assert f"checkpointed and {small.fit.swapped} of 57 swapped." in wide
+    assert re.search(r"57 of 57 blocks checkpointed and \d+ of 57 swapped: --set data.resolution=1024", own)
 
 
 def test_each_setting_says_what_it_buys() -> None:

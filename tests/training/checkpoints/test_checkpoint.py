@@ -167,7 +167,7 @@ def test_a_newer_version_is_refused_with_the_reason_and_not_passed_over(tmp_path
     document = json.loads((newer / "state.json").read_text())
     del document["sha256"]
     (newer / "state.json").write_bytes(sealed_text(document | {"version": 99}))
-    with pytest.raises(UsageError, match="version 99, and this program reads up to 3"):
+    with pytest.raises(UsageError, match="version 99, and this program reads up to 4"):
         newest_valid(tmp_path)
 
 
