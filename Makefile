@@ -5,7 +5,7 @@ PYTHON := .venv/bin/python
 
 help:
 	@echo "make setup      make .venv and install the package with what it needs"
-	@echo "make setup-gpu  the same, with xformers and NVML for NVIDIA cards"
+	@echo "make setup-gpu  the same, with xformers and NVML for NVIDIA GPUs"
 	@echo "make demo       produce the built-in example: check, train, score, images; fails if refused"
 	@echo "make test       run the tests"
 	@echo "make check      lint, format, types, imports"

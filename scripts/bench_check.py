@@ -1,9 +1,9 @@
-"""What reading and decoding many pictures costs, beside the plain library doing the same.
+"""What reading and decoding many images costs, beside the plain library doing the same.
 
-    python scripts/bench_check.py --pictures 100000
+    python scripts/bench_check.py --images 100000
 
 Draws that many JPEGs of 96 to 256 pixels with captions into a folder of their own (or takes
-`--data DIR`), then prints wall and processor time of each way, its ratio to the plain one,
+`--data DIR`), then prints wall and CPU time of each way, its ratio to the plain one,
 and the load of the machine. Caches go to a temporary folder: the first reading is a cold one
 for us, the files themselves are in the system's memory for all ways.
 """
@@ -25,13 +25,13 @@ import numpy as np
 import psutil
 from PIL import Image, ImageDraw
 
+from lora_trainer.data.images import workers
+from lora_trainer.data.images.images import IMAGE_ENDINGS
+from lora_trainer.data.images.look import look_at
 from lora_trainer.data.manifest import read_manifest
-from lora_trainer.data.pictures import workers
-from lora_trainer.data.pictures.images import PICTURE_ENDINGS
-from lora_trainer.data.pictures.look import look_at
 from lora_trainer.data.sample import Sample
 
-FOLDER = 5000  # pictures in one folder
+FOLDER = 5000  # images in one folder
 
 
 def draw(root: Path, count: int, first: int = 0) -> None:
@@ -42,33 +42,33 @@ def draw(root: Path, count: int, first: int = 0) -> None:
         coarse = random.normal(128.0, 40.0, (8, 8, 3)).clip(0, 255).astype(np.uint8)
         smooth = np.asarray(Image.fromarray(coarse).resize((width, height), Image.Resampling.BICUBIC), dtype=np.float32)
         noisy = smooth + random.normal(0.0, 12.0, smooth.shape).astype(np.float32)
-        picture = Image.fromarray(noisy.clip(0, 255).astype(np.uint8))
-        pen = ImageDraw.Draw(picture)
+        image = Image.fromarray(noisy.clip(0, 255).astype(np.uint8))
+        pen = ImageDraw.Draw(image)
         for _ in range(4):
             left, top, red, green = (int(value) for value in random.integers(0, 90, 4))
             pen.ellipse((left, top, left + 40, top + 30), fill=(red * 2, green * 2, number % 256))
         folder = root / f"{number // FOLDER:03d}"
         folder.mkdir(parents=True, exist_ok=True)
-        picture.save(folder / f"{number:07d}.jpg", quality=88)
-        (folder / f"{number:07d}.txt").write_text(f"picture {number} of shapes over noise", "utf-8")
+        image.save(folder / f"{number:07d}.jpg", quality=88)
+        (folder / f"{number:07d}.txt").write_text(f"image {number} of shapes over noise", "utf-8")
 
 
 def drawn(root: Path, count: int) -> None:
-    """All pictures, drawn by all processors."""
+    """All images, drawn by all CPUs."""
     share = -(-count // workers.processors())
     with ThreadPoolExecutor(workers.processors()) as pool:
         list(pool.map(lambda first: draw(root, min(share, count - first), first), range(0, count, share)))
 
 
 def seconds() -> float:
-    """Processor seconds of this process and of those that it started and that have ended."""
+    """CPU seconds of this process and of those that it started and that have ended."""
     workers._close_all()
     spent = psutil.Process().cpu_times()
     return float(spent.user + spent.system + spent.children_user + spent.children_system)
 
 
 def timed(name: str, do: Callable[[], object], plain: tuple[float, float] | None = None) -> tuple[float, float]:
-    """Run it, print a row and return (wall, processor) seconds."""
+    """Run it, print a row and return (wall, CPU) seconds."""
     busy, begun = seconds(), time.perf_counter()
     do()
     wall, spent = time.perf_counter() - begun, seconds() - busy
@@ -79,20 +79,20 @@ def timed(name: str, do: Callable[[], object], plain: tuple[float, float] | None
 
 
 def plain_header(path: Path) -> tuple[int, int]:
-    """What the usual script does for one picture: its size, its hash and its caption."""
+    """What the usual script does for one image: its size, its hash and its caption."""
     data = path.read_bytes()
     hashlib.sha256(data).hexdigest()
     caption = path.with_suffix(".txt")
     if caption.is_file():
         caption.read_text("utf-8")
-    with Image.open(io.BytesIO(data)) as picture:
-        picture.getexif()
-        return picture.size
+    with Image.open(io.BytesIO(data)) as image:
+        image.getexif()
+        return image.size
 
 
 def plain_decode(path: Path) -> None:
-    with Image.open(path) as picture:
-        picture.load()
+    with Image.open(path) as image:
+        image.load()
 
 
 def on_all_processors(do: Callable[[Path], object], paths: Sequence[Path]) -> None:
@@ -103,9 +103,9 @@ def on_all_processors(do: Callable[[Path], object], paths: Sequence[Path]) -> No
 
 
 def measure(root: Path, most_decoded: int) -> None:
-    paths = sorted(path for path in root.rglob("*") if path.suffix.lower() in PICTURE_ENDINGS)
+    paths = sorted(path for path in root.rglob("*") if path.suffix.lower() in IMAGE_ENDINGS)
     size = sum(path.stat().st_size for path in paths) / max(1, len(paths)) / 1024
-    print(f"{len(paths):,} pictures of {size:.1f} KiB on average; {workers.processors()} processors")
+    print(f"{len(paths):,} images of {size:.1f} KiB on average; {workers.processors()} CPUs")
     print(f"{'':34} {'wall s':>9} {'CPU s':>9} {'wall':>8} {'CPU':>8} {'load':>6}")
     samples: list[Sample] = []
 
@@ -128,13 +128,13 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--pictures", type=int, default=100_000)
     parser.add_argument("--decode", type=int, default=10_000, help="how many of them are decoded in full")
-    parser.add_argument("--data", type=Path, help="pictures of your own in place of drawn ones")
+    parser.add_argument("--data", type=Path, help="images of your own in place of drawn ones")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="bench_check_") as scratch:
         os.environ["LORA_TRAINER_CACHE"] = str(Path(scratch) / "cache")
-        root = arguments.data or Path(scratch) / "pictures"
+        root = arguments.data or Path(scratch) / "images"
         if arguments.data is None:
-            drawn(root, arguments.pictures)
+            drawn(root, arguments.images)
             time.sleep(2.5)  # a file written just now is not remembered
         measure(root, arguments.decode)
     return 0

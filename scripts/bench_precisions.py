@@ -2,7 +2,7 @@
 
     python scripts/bench_precisions.py FOLDER --steps 150 --seeds 42 7
 
-Prints, for each precision, the held-out loss at the start and along the run for each seed, its distance from that of
+Prints, for each precision, the validation loss at the start and along the run for each seed, its distance from that of
 fp32, and the error of the untouched denoiser's prediction against fp32; `spread` is what another seed changes.
 """
 
@@ -17,8 +17,8 @@ import torch
 
 from lora_trainer.builtin import BASE_FOLDER, DATA_FOLDER
 from lora_trainer.config.layers import Layer
+from lora_trainer.models.quantization.store import make_quantizer
 from lora_trainer.models.sd15 import FAMILY
-from lora_trainer.models.storage.store import narrower
 from lora_trainer.monitor.progress import unwatched
 from lora_trainer.monitor.trackers import VALIDATION, Trackers, read_lines
 from lora_trainer.production.inputs import read_inputs
@@ -30,22 +30,22 @@ from lora_trainer.training.run import train
 
 WAYS: dict[str, dict[str, object]] = {
     "fp32": {},
-    "bf16": {"memory.base_precision": "bf16"},
-    "fp8": {"memory.base_precision": "fp8"},
-    "int8": {"memory.base_precision": "int8"},
-    "int8, products": {"memory.base_precision": "int8", "memory.int8_products": True},
-    "nf4": {"memory.base_precision": "nf4"},
+    "bf16": {"memory.weight_dtype": "bf16"},
+    "fp8": {"memory.weight_dtype": "fp8"},
+    "int8": {"memory.weight_dtype": "int8"},
+    "int8, products": {"memory.weight_dtype": "int8", "memory.int8_matmul": True},
+    "nf4": {"memory.weight_dtype": "nf4"},
 }
 
 
 def held_out_losses(folder: Path, way: str, seed: int, steps: int, every: int) -> dict[int, float]:
-    """Held-out loss by step of one run: the loop alone, without gate and pictures."""
+    """Validation loss by step of one run: the loop alone, without gate and images."""
     name = f"{way.replace(', ', '-')}-{seed}"
-    given: dict[str, object] = {"memory.base_precision": "fp32", **WAYS[way], "validate.every_steps": every}
+    given: dict[str, object] = {"memory.weight_dtype": "fp32", **WAYS[way], "validation.every_n_steps": every}
     given |= {"train.seed": seed, "train.max_steps": steps, "run.output": str(folder), "run.name": name}
-    given |= {"model.path": str(BASE_FOLDER), "data.sources": (str(DATA_FOLDER),), "sample.every_steps": 0}
+    given |= {"model.path": str(BASE_FOLDER), "data.sources": (str(DATA_FOLDER),), "sample.every_n_steps": 0}
     values: dict[str, dict[str, object]] = {}
-    for key, value in (given | {"cache.folder": str(folder / "cache")}).items():
+    for key, value in (given | {"cache.dir": str(folder / "cache")}).items():
         section, _, setting = key.partition(".")
         values.setdefault(section, {})[setting] = value
     resolved = settle([], [Layer("bench", values)])
@@ -67,9 +67,9 @@ def prediction_errors() -> dict[str, float]:
     """Relative error of the untouched denoiser's prediction against fp32, over noise levels; weights stored, by way."""
     found: dict[str, torch.Tensor] = {}
     for way, settings in WAYS.items():
-        stored = settings.get("memory.base_precision", "fp32")
+        stored = settings.get("memory.weight_dtype", "fp32")
         dtype = torch.float32 if stored == "fp32" else torch.bfloat16
-        narrow = narrower(stored, products="memory.int8_products" in settings)
+        narrow = make_quantizer(stored, products="memory.int8_matmul" in settings)
         denoiser = FAMILY.load_denoiser(BASE_FOLDER, dtype, torch.device("cpu"), narrow)
         width = int(denoiser.config.cross_attention_dim)
         generator = torch.Generator().manual_seed(0)

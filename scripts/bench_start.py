@@ -5,7 +5,7 @@
 Whole processes in turn: `bare` is a script that imports torch, diffusers and peft, loads the same model, puts the same
 LoRA on it and trains on what lies ready, nothing else; `bare_hidden` the same with the optional libraries hidden that
 no step needs; `ours` is `lora-trainer train` with warm caches, from its config to its step, `ours_validated` with the
-held-out loss of the base before it, as is the default. Both write a line when a step is done; a step's time is when
+validation loss of the base before it, as is the default. Both write a line when a step is done; a step's time is when
 that line is seen. Memory is the most that lay in RAM until then (VmHWM). Linux only.
 """
 
@@ -94,14 +94,14 @@ def commands(folder: Path, *, big: bool) -> dict[str, list[str]]:
     model = big_model(BASE_FOLDER, folder / "model") if big else BASE_FOLDER
     side = (256 if big else 128) // 8
     own = [sys.executable, "-m", "lora_trainer", "train", "--preset", PRESET, "--model", str(model), "--output", "OUT"]
-    own += ["--name", "run", "--max-steps", "1000", "--set", "sample.every_steps=0", "--set", f"lora.rank={RANK}"]
-    own += ["--set", f"cache.folder={folder / 'cache'}", *(["--set", "data.resolution=256"] if big else [])]
-    own += ["--set", f"batch.effective={BATCH}", "--set", "lora.targets=attention+ff"]
+    own += ["--name", "run", "--max-steps", "1000", "--set", "sample.every_n_steps=0", "--set", f"lora.rank={RANK}"]
+    own += ["--set", f"cache.dir={folder / 'cache'}", *(["--set", "data.resolution=256"] if big else [])]
+    own += ["--set", f"train.effective_batch_size={BATCH}", "--set", "lora.target_modules=attention+ff"]
     bare = [str(model), "DONE", str(BATCH), str(side), str(RANK)]
     return {
         "bare": [sys.executable, "-c", BARE, "", *bare],
         "bare_hidden": [sys.executable, "-c", BARE, ",".join(OPTIONAL), *bare],
-        "ours": [*own, "--set", "data.held_out=0"],
+        "ours": [*own, "--set", "validation.split=0"],
         "ours_validated": own,
     }
 
@@ -174,7 +174,7 @@ def show(started: Mapping[str, Sequence[Start]]) -> None:
         figures = f"{statistics.median(e.wall for e in found):7.2f} {statistics.median(e.cpu for e in found):7.2f}"
         ratios = f"{statistics.median(wall):13.3f}, {wall[0]:.3f}, {wall[-1]:.3f} {cpu:24.3f}"
         print(f"{name:16} {figures} {ratios} {held:12.0f} {more:+9.0f}")
-    print(f"load of the machine: {os.getloadavg()[0]:.1f} on {os.cpu_count()} processors")
+    print(f"load of the machine: {os.getloadavg()[0]:.1f} on {os.cpu_count()} CPUs")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The picture of a data set's page in the README: a set with one of most faults, its page, and what a browser shows.
+"""The image of a dataset's page in the README: a set with one of most faults, its page, and what a browser shows.
 
     python scripts/check_page.py --keep DIR     and docs/check.png is made anew
 
@@ -19,11 +19,11 @@ from gate_examples import boxed, good, worn
 from lora_trainer.cli.main import main as command
 
 SIZE = (1280, 1918)
-PICTURE = Path(__file__).parents[1] / "docs" / "check.png"
+IMAGE = Path(__file__).parents[1] / "docs" / "check.png"
 
 
 def faulty(folder: Path) -> None:
-    """Of twenty good pictures one is cut short, two are blurred, and others have one fault each."""
+    """Of twenty good images one is cut short, two are blurred, and others have one fault each."""
     paths = good(folder)
     paths[0].write_bytes(paths[0].read_bytes()[:5000])
     Image.open(paths[1]).resize((560, 600)).save(paths[2])
@@ -33,8 +33,8 @@ def faulty(folder: Path) -> None:
     paths[14].with_suffix(".txt").unlink()
 
 
-def soft(picture: Image.Image) -> Image.Image:
-    return picture.filter(ImageFilter.GaussianBlur(4))
+def soft(image: Image.Image) -> Image.Image:
+    return image.filter(ImageFilter.GaussianBlur(4))
 
 
 def main() -> int:
@@ -42,7 +42,7 @@ def main() -> int:
     parser.add_argument(
         "--keep", type=Path, metavar="DIR", required=True, help="an empty folder for the set and its page"
     )
-    parser.add_argument("--picture", type=Path, metavar="FILE", default=PICTURE)
+    parser.add_argument("--picture", type=Path, metavar="FILE", default=IMAGE)
     arguments = parser.parse_args()
     data, page = arguments.keep / "faulty", arguments.keep / "check.html"
     faulty(data)
@@ -53,9 +53,9 @@ def main() -> int:
     shot = arguments.keep / "shot.png"
     options = ["--headless", "--no-sandbox", "--hide-scrollbars", f"--window-size={SIZE[0]},{SIZE[1]}"]
     subprocess.run([browser, *options, f"--screenshot={shot}", page.resolve().as_uri()], check=True, timeout=60)
-    # 256 colours are enough for a page and a quarter of the bytes.
-    Image.open(shot).convert("RGB").quantize(256).save(arguments.picture, optimize=True)
-    print(f"{arguments.picture}: {arguments.picture.stat().st_size / 1000:.0f} kB")
+    # 256 colors are enough for a page and a quarter of the bytes.
+    Image.open(shot).convert("RGB").quantize(256).save(arguments.image, optimize=True)
+    print(f"{arguments.image}: {arguments.image.stat().st_size / 1000:.0f} kB")
     return 0
 
 

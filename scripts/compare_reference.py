@@ -9,7 +9,7 @@ stored ledgers, in a second.
 from __future__ import annotations
 
 from lora_trainer.models.family import public_architecture
-from lora_trainer.models.memory.ledger import Footprint, Sizes, stored_gauge
+from lora_trainer.models.memory.profiles import Footprint, Sizes, stored_memory_model
 
 GIB = 2**30
 DOWNSCALE = 8  # pixels of a place of the latents
@@ -33,10 +33,11 @@ def main() -> None:
     print("| model | live GiB, no checkpointing / all blocks | against the reference | TFLOP | against the reference |")
     print("|---|---|---|---|---|")
     for family, side, micro, gib, tflop in FIGURES:
-        gauge = stored_gauge(public_architecture(family), "attention")
-        assert gauge is not None
+        memory_model = stored_memory_model(public_architecture(family), "attention")
+        assert memory_model is not None
         steps = [
-            gauge.footprint(Sizes(16, micro, (side // DOWNSCALE) ** 2, blocks), "bf16") for blocks in (0, gauge.blocks)
+            memory_model.footprint(Sizes(16, micro, (side // DOWNSCALE) ** 2, blocks), "bf16")
+            for blocks in (0, memory_model.blocks)
         ]
         cells = [f"{family} {side}, {micro}"]
         for sizes, known, places in (

@@ -1,4 +1,4 @@
-"""Data sets of our own making, good and bad, with their scores and findings: the table in docs/scores.md.
+"""Datasets of our own making, good and bad, with their scores and findings: the table in docs/scores.md.
 
 python scripts/gate_examples.py             print the table
 python scripts/gate_examples.py --keep DIR  write the sets there, to look at
@@ -25,7 +25,7 @@ SIDE, COUNT = 512, 20
 Make = Callable[[int, int, int], Image.Image]
 
 
-def colour(draw: np.random.Generator) -> tuple[int, int, int]:
+def color(draw: np.random.Generator) -> tuple[int, int, int]:
     red, green, blue = (int(value) for value in draw.integers(0, 256, 3))
     return red, green, blue
 
@@ -39,29 +39,29 @@ def photo(width: int, height: int, seed: int) -> Image.Image:
     planes = np.real(np.fft.ifft2(waves)).transpose(1, 2, 0)
     planes = planes / planes.std()
     mixed = 0.9 * planes.mean(axis=2, keepdims=True) + 0.5 * planes
-    picture = Image.fromarray(np.clip(128 + 50 * mixed, 0, 255).astype(np.uint8))
-    pen = ImageDraw.Draw(picture)
+    image = Image.fromarray(np.clip(128 + 50 * mixed, 0, 255).astype(np.uint8))
+    pen = ImageDraw.Draw(image)
     for _ in range(12):
         left, top = int(draw.integers(0, width)), int(draw.integers(0, height))
         across, down = draw.integers(width // 16, width // 4, 2)
-        pen.ellipse((left, top, left + int(across), top + int(down)), fill=colour(draw))
-    return picture
+        pen.ellipse((left, top, left + int(across), top + int(down)), fill=color(draw))
+    return image
 
 
 def drawing(width: int, height: int, seed: int) -> Image.Image:
     """Flat areas with outlines, softened a little by scaling, as much of drawn art is."""
     draw = np.random.default_rng(seed)
-    picture = Image.new("RGB", (2 * width, 2 * height), colour(draw))
-    pen = ImageDraw.Draw(picture)
+    image = Image.new("RGB", (2 * width, 2 * height), color(draw))
+    pen = ImageDraw.Draw(image)
     for _ in range(7):
         x, y = int(draw.integers(0, 2 * width)), int(draw.integers(0, 2 * height))
         radius = int(draw.integers(width // 4, width))
-        pen.ellipse((x - radius, y - radius, x + radius, y + radius), colour(draw), (20, 20, 20), 6)
-    return picture.resize((width, height), Image.Resampling.LANCZOS)
+        pen.ellipse((x - radius, y - radius, x + radius, y + radius), color(draw), (20, 20, 20), 6)
+    return image.resize((width, height), Image.Resampling.LANCZOS)
 
 
 def good(folder: Path, make: Make = photo, count: int = COUNT) -> list[Path]:
-    """Pictures of several shapes, each with its own caption."""
+    """Images of several shapes, each with its own caption."""
     folder.mkdir(parents=True)
     paths = []
     for number in range(count):
@@ -74,27 +74,27 @@ def good(folder: Path, make: Make = photo, count: int = COUNT) -> list[Path]:
 
 
 def changed(paths: list[Path], change: Callable[[Image.Image], Image.Image], each: int = 2) -> None:
-    """Every other picture in place of itself, or with `each` of 1 all of them."""
+    """Every other image in place of itself, or with `each` of 1 all of them."""
     for path in paths[::each]:
         change(Image.open(path).convert("RGB")).save(path, compress_level=1)
 
 
-def worn(picture: Image.Image, quality: int = 10) -> Image.Image:
+def worn(image: Image.Image, quality: int = 10) -> Image.Image:
     file = io.BytesIO()
-    picture.save(file, "JPEG", quality=quality)
+    image.save(file, "JPEG", quality=quality)
     return Image.open(file).convert("RGB")
 
 
-def boxed(picture: Image.Image) -> Image.Image:
-    bar = picture.height // 8
-    whole = Image.new("RGB", (picture.width, picture.height + 2 * bar), "black")
-    whole.paste(picture, (0, bar))
+def boxed(image: Image.Image) -> Image.Image:
+    bar = image.height // 8
+    whole = Image.new("RGB", (image.width, image.height + 2 * bar), "black")
+    whole.paste(image, (0, bar))
     return whole
 
 
-def enlarged(picture: Image.Image) -> Image.Image:
-    small = picture.resize((picture.width // 5, picture.height // 5))
-    return small.resize(picture.size, Image.Resampling.BICUBIC)
+def enlarged(image: Image.Image) -> Image.Image:
+    small = image.resize((image.width // 5, image.height // 5))
+    return small.resize(image.size, Image.Resampling.BICUBIC)
 
 
 def cut_short(paths: list[Path]) -> None:
@@ -114,8 +114,8 @@ def copied(paths: list[Path]) -> None:
 
 def saved_again(paths: list[Path]) -> None:
     for number, path in enumerate(paths[::2]):
-        picture = Image.open(paths[1]).convert("RGB")
-        picture.resize((SIDE + 8 * number, SIDE + 6 * number)).save(path)
+        image = Image.open(paths[1]).convert("RGB")
+        image.resize((SIDE + 8 * number, SIDE + 6 * number)).save(path)
 
 
 def garbled(paths: list[Path]) -> None:
@@ -146,9 +146,9 @@ SETS: dict[str, Callable[[Path], object]] = {
     "half enlarged before, 5 times": lambda folder: changed(good(folder), enlarged),
     "half saved as JPEG 10 before": lambda folder: changed(good(folder), worn),
     "half with black bars": lambda folder: changed(good(folder), boxed),
-    "half of one colour": lambda folder: changed(good(folder), lambda each: Image.new("RGB", each.size, "navy")),
+    "half of one color": lambda folder: changed(good(folder), lambda each: Image.new("RGB", each.size, "navy")),
     "half copies of one": lambda folder: copied(good(folder)),
-    "half one picture in other sizes": lambda folder: saved_again(good(folder)),
+    "half one image in other sizes": lambda folder: saved_again(good(folder)),
     "half with garbled captions": lambda folder: garbled(good(folder)),
     "one blurred": lambda folder: changed(good(folder), lambda each: each.filter(ImageFilter.GaussianBlur(3)), COUNT),
     "one with the caption asdf": lambda folder: typed(good(folder), 1),

@@ -1,8 +1,8 @@
-"""What a cache of many pictures costs: files, disk, memory, start-up. Entries are made up; nothing is encoded.
+"""What a cache of many images costs: files, disk, memory, start-up. Entries are made up; nothing is encoded.
 
     python scripts/measure_caches.py --entries 100000 --side 16 --folder scratch
 
-`--side` is the latents' side: 64 is a picture of 512 px at 128 KiB an entry. Times are CPU seconds, memory is what the
+`--side` is the latents' side: 64 is an image of 512 px at 128 KiB an entry. Times are CPU seconds, memory is what the
 process holds beside files (Linux).
 """
 

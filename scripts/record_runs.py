@@ -23,7 +23,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 CHECKOUT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(CHECKOUT), str(CHECKOUT / "scripts")]
 
-from tests.recipes.recipe import Bench, draw_pictures, exported, losses, rows, save_tiny_model  # noqa: E402
+from tests.recipes.recipe import Bench, draw_images, exported, losses, rows, save_tiny_model  # noqa: E402
 
 FAMILIES = ("sd15", "sd2", "sdxl", "sd3", "flux", "z_image")
 PRESETS = ("speed", "balanced", "quality")
@@ -31,19 +31,19 @@ STEPS = 4
 # Every random decision of a run, so that a changed purpose or position shows.
 SETTINGS: dict[str, object] = {
     "data__resolution": 64,
-    "data__colour_variants": 1,
+    "data__color_variants": 1,
     "data__crop": "random",
     "data__flip": "true",
-    "data__held_out": 0.2,
+    "validation__split": 0.2,
     "captions__shuffle": "true",
     "captions__dropout": 0.3,
     "lora__dropout": 0.1,
-    "batch__effective": 4,
-    "validate__every_steps": 2,
-    "checkpoint__every_steps": 2,
-    "memory__compile": "false",
+    "train__effective_batch_size": 4,
+    "validation__every_n_steps": 2,
+    "checkpoint__every_n_steps": 2,
+    "compile__enabled": "false",
 }
-SPLIT: dict[str, object] = {"batch__max_micro": 1}
+SPLIT: dict[str, object] = {"train__max_micro_batch_size": 1}
 
 
 def summary(folder: Path) -> dict[str, Any]:
@@ -72,7 +72,7 @@ def record_family(family: str, root: Path) -> dict[str, dict[str, Any]]:
     """Every run of one family, by name."""
     model = save_tiny_model(root / family, family)
     data = root / "data"
-    bench = Bench(model, data if data.is_dir() else draw_pictures(data), root / family / "runs", root / "cache")
+    bench = Bench(model, data if data.is_dir() else draw_images(data), root / family / "runs", root / "cache")
     found = {}
 
     def run(name: str, preset: str, *extra: str, steps: int = STEPS, **settings: object) -> None:

@@ -44,12 +44,12 @@ SOURCES = """### One source of data
 
 ```toml
 [[data.sources]]
-path = "pictures/cat"
+path = "images/cat"
 repeats = 10
 
 [[data.sources]]
-path = "pictures/other_cats"
-regularisation = true
+path = "images/other_cats"
+is_reg = true
 ```
 """
 WORDS = {"integer": "integer", "number": "number", "string": "text", "boolean": "true or false", "null": "empty"}
@@ -63,7 +63,7 @@ LIMITS = {
 
 def config_page() -> str:
     """The whole page."""
-    schema = Config.model_json_schema(by_alias=True)
+    schema = Config.model_json_schema()
     parts = [INTRODUCTION]
     for section, field in Config.model_fields.items():
         name = field.alias or section

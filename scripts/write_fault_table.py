@@ -43,14 +43,14 @@ gone on with. What stands on the disk under its name must be whole, no failure m
 traceback, `--resume` must end with 0, and nothing half written may stay behind.
 
 - *lost*: the most steps that had to be trained again after one try, because of it.
-- *same bytes*: tries after which both LoRA files, the losses and the held-out losses are those of a run that nothing
+- *same bytes*: tries after which both LoRA files, the losses and the validation losses are those of a run that nothing
   disturbed, to the byte. Where that is not to be had, the notes say what was asked for instead.
 - *wrong*: tries that ended as they must not.
 
 Operations on the disk (write, open, flush, rename, mkdir, unlink, truncate) are counted below Python, SQLite and
 safetensors, in the calls to the C library (`tests/faults/disk.c`). SIGKILL leaves what the system had taken; a power cut
 is simulated: SIGKILL, and what was not flushed is gone. Runs are forked from a process that has imported everything, but
-for "a real command". Neither gate nor pictures are made where the fault comes before them.
+for "a real command". Neither gate nor images are made where the fault comes before them.
 
 What the table does not show: the thread that writes and the loop take turns as the system lets them, so that "every" is
 every number of an operation, and two tries may meet the same one. A run of 4 steps never deletes an old checkpoint; that

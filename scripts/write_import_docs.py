@@ -41,8 +41,8 @@ change in meaning (how); defaults of the other trainer that differ from ours, wr
 keys that are ignored (why); keys that mean the same here. `--json` gives all of it as one document. The TOML names
 behind each setting the key that it comes from. An existing file is never overwritten.
 
-A setting below is named `source.flip` where each data set has its own. The listing names where it stands in the TOML:
-`data.flip` where all data sets agree, else `data.sources[1].flip`. What another key overrides is said to be overridden.
+A setting below is named `source.flip` where each dataset has its own. The listing names where it stands in the TOML:
+`data.flip` where all datasets agree, else `data.sources[1].flip`. What another key overrides is said to be overridden.
 
 Relative paths are looked for from the file's folder and the two above it, since these programs are started from the root
 of their checkout. A value that is out of range here is left out and said; settings that contradict each other here
@@ -62,7 +62,7 @@ TABLES: tuple[tuple[str, str, Mapping[str, Rule], Mapping[str, Any]], ...] = (
     ("kohya config", "`train_network.py --config_file`: section names mean nothing.", kohya.RULES, kohya.DEFAULTS),
     (
         "kohya dataset TOML",
-        "A subset beats its data set, which beats general. What all subsets share is said once; the rest in sources.",
+        "A subset beats its dataset, which beats general. What all subsets share is said once; the rest in sources.",
         kohya_dataset.RULES,
         kohya_dataset.DEFAULTS,
     ),
@@ -81,7 +81,7 @@ TABLES: tuple[tuple[str, str, Mapping[str, Rule], Mapping[str, Any]], ...] = (
         simpletuner_keys.DEFAULTS,
     ),
     (
-        "SimpleTuner data sets",
+        "SimpleTuner datasets",
         "`multidatabackend.json`. `repeats: 0` means seen once, which is 1 here.",
         simpletuner_keys.BACKEND_RULES,
         simpletuner_keys.BACKEND_DEFAULTS,

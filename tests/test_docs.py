@@ -118,16 +118,16 @@ def test_the_preset_tables_are_what_the_presets_set() -> None:
         values = preset.values
         if preset.kind == "tiers":
             samples, rank, attention = told[name].split(" | ")
-            assert (int(samples), int(rank)) == (values["batch"]["effective"], values["lora"]["rank"])
-            assert attention.startswith("xformers") == (values["memory"]["attention"] == "xformers")
+            assert (int(samples), int(rank)) == (values["train"]["effective_batch_size"], values["lora"]["rank"])
+            assert attention.startswith("xformers") == (values["hardware"]["attention_backend"] == "xformers")
         elif preset.kind == "goals":
             optimizer, rate, schedule, extras, exposures = told[name].split(" | ")
-            assert ("8-bit" in optimizer) == (values["optim"]["name"] == "adamw8bit")
-            assert float(rate) == values["optim"]["learning_rate"]
-            assert schedule == values["schedule"]["name"]
+            assert ("8-bit" in optimizer) == (values["optimizer"]["name"] == "adamw8bit")
+            assert float(rate) == values["optimizer"]["learning_rate"]
+            assert schedule == values["lr_scheduler"]["name"]
             assert ("min-SNR 5" in extras) == (values["loss"]["min_snr_gamma"] == 5.0)
             assert ("multi-resolution" in extras) == (values["noise"]["multires_iterations"] > 0)
-            assert int(exposures) == values["train"]["exposures"]
+            assert int(exposures) == values["train"]["total_repeats"]
 
 
 CONSTANTS = re.findall(

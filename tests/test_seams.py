@@ -25,10 +25,10 @@ from lora_trainer.production.release import RELEASED_STEP
     [
         (schema.FamilyName, FAMILIES),
         (schema.OptimizerName, OPTIMIZERS),
-        (schema.ScheduleName, SHAPES),
+        (schema.SchedulerName, SHAPES),
         (schema.LossName, ERRORS),
         (schema.Precision, DTYPES),
-        (schema.ReleaseName, RELEASED_STEP),
+        (schema.ExportWeightsName, RELEASED_STEP),
         (schema.LoraCheckName, LORA_CHECKS),
     ],
 )

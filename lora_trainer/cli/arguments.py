@@ -35,10 +35,10 @@ SETTING_FLAGS = (
 _TEXT_SETTINGS = ("model.path", "run.output", "run.name")
 
 EXAMPLES = """examples:
-  lora-trainer train --preset 12gb --data ./pictures --name cat
-  lora-trainer train --preset 12gb,quality --model ./my-sd15 --data ./pictures --dry-run
+  lora-trainer train --preset 12gb --data ./images --name cat
+  lora-trainer train --preset 12gb,quality --model ./my-sd15 --data ./images --dry-run
   lora-trainer train --config runs/cat/config.toml --resume
-  lora-trainer train --data ./pictures --set lora.rank=8 --set optim.learning_rate=2e-4 --explain
+  lora-trainer train --data ./images --set lora.rank=8 --set optimizer.learning_rate=2e-4 --explain
 
 Settings come in layers, later wins: defaults, family preset, presets, --config, flags.
 """
@@ -70,7 +70,7 @@ def add_settings_arguments(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="NAME",
-        help=f"repeatable or with commas: {', '.join(selectable())}, or {AUTO} (the tier of the card found)",
+        help=f"repeatable or with commas: {', '.join(selectable())}, or {AUTO} (the tier of the GPU found)",
     )
     group.add_argument("--config", metavar="FILE", help="TOML file of settings, such as a run's config.toml")
     group.add_argument(
@@ -94,8 +94,8 @@ def add_run_arguments(parser: argparse.ArgumentParser, hidden: Sequence[str] = (
         metavar="PATH",
         help=meant(
             "--data",
-            "pictures with captions (repeatable): a folder, a picture, .tar, .parquet, a table .jsonl .json .csv .tsv, "
-            "or a kohya dataset .toml; the built-in data set without it",
+            "images with captions (repeatable): a folder, an image, .tar, .parquet, a table .jsonl .json .csv .tsv, "
+            "or a kohya dataset .toml; the built-in dataset without it",
         ),
     )
     add_offline_argument(group)
@@ -185,7 +185,7 @@ def layers_from(
 ) -> tuple[list[Layer], list[Layer]]:
     """Layers of the presets asked for, and of --config and the flags; what is wrong is added to `problems`."""
     asked = arguments.preset or presets_if_none
-    chosen = preset_layers(asked, _card_memory_gib() if _asks_auto(asked) else None)
+    chosen = preset_layers(asked, _gpu_memory_gib() if _asks_auto(asked) else None)
     problems.extend(chosen.problems)
     for note in chosen.notes:
         say(note)
@@ -213,12 +213,12 @@ def _asks_auto(asked: Sequence[str]) -> bool:
     return any(name.strip() == AUTO for part in asked for name in part.split(","))
 
 
-def card_if_auto(arguments: argparse.Namespace) -> float | None:
-    """The card's memory, when `--preset auto` asks for the card that is there."""
-    return _card_memory_gib() if _asks_auto(arguments.preset) else None
+def gpu_if_auto(arguments: argparse.Namespace) -> float | None:
+    """The GPU's memory, when `--preset auto` asks for the GPU that is there."""
+    return _gpu_memory_gib() if _asks_auto(arguments.preset) else None
 
 
-def _card_memory_gib() -> float | None:
+def _gpu_memory_gib() -> float | None:
     from lora_trainer.core.hardware import cuda_memory_gib
 
     return cuda_memory_gib()

@@ -15,7 +15,7 @@ EXAMPLES = """examples:
 A folder's own lora.toml has the last word for that folder, over the flags too.
 """
 NOT_HERE = {
-    "data.sources": Problem("--data is not for a batch.", "The folders under ROOT are the data sets."),
+    "data.sources": Problem("--data is not for a batch.", "The folders under ROOT are the datasets."),
     "run.name": Problem(
         "--name is not for a batch.", "Runs are named after their folders, or by [run] name in lora.toml."
     ),
@@ -23,9 +23,7 @@ NOT_HERE = {
 
 
 def add_batch_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "root", nargs="?", metavar="ROOT", help="folder that holds one folder of pictures for each LoRA"
-    )
+    parser.add_argument("root", nargs="?", metavar="ROOT", help="folder that holds one folder of images for each LoRA")
     group = parser.add_argument_group("the batch")
     group.add_argument(
         "--jobs", type=int, default=1, metavar="N", help="jobs at once, each with a copy of the base (1)"

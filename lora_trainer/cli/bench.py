@@ -26,7 +26,7 @@ EXAMPLES = (
     "  lora-trainer bench loader --json\n"
     "  lora-trainer bench step --subject own --subject small --save before.json\n"
     "  lora-trainer bench step --subject own --subject small --baseline before.json\n"
-    "  lora-trainer bench step --vs memory.compile=true --vs memory.base_precision=fp8\n"
+    "  lora-trainer bench step --compare compile.enabled=true --compare memory.weight_dtype=fp8\n"
     "  lora-trainer bench step --preset 12gb --set model.family=sdxl --export-preset best.toml\n"
 )
 WIDE = 132  # columns of what is not a terminal
@@ -54,7 +54,7 @@ def add_bench_arguments(parser: argparse.ArgumentParser) -> None:
         help=f"repeatable: {'; '.join(f'{name}, {text}' for name, text in SUBJECTS.items())}",
     )
     parser.add_argument(
-        "--vs",
+        "--compare",
         action="append",
         default=[],
         dest="versus",
@@ -66,20 +66,22 @@ def add_bench_arguments(parser: argparse.ArgumentParser) -> None:
         type=Path,
         dest="best",
         metavar="FILE",
-        help="write the settings that are quicker and learn the same, of --vs or of the usual ones, as TOML for --config",
+        help="write the settings that are quicker and learn the same, of --compare or of the usual ones, as TOML for --config",
     )
     parser.add_argument(
         "--baseline",
         type=Path,
         metavar="FILE",
-        help="an earlier --save or --json of this device: exit code 5 where a ratio, peak or a card's time is 5 %% worse",
+        help="an earlier --save or --json of this device: exit code 5 where a ratio, peak or a GPU's time is 5 %% worse",
     )
     parser.add_argument("--save", type=Path, metavar="FILE", help="write the JSON document to a file")
     parser.add_argument("--minutes", type=float, metavar="M", help="table: what all rows may take (25)")
     parser.add_argument(
         "--rows", type=Path, metavar="FILE", help="table: kept here, and gone on with (bench-table.json)"
     )
-    parser.add_argument("--only", metavar="WORDS", help="table, ladder: rows with these words in their names")
+    parser.add_argument(
+        "--filter", dest="only", metavar="TEXT", help="table, ablation: rows with these words in their names"
+    )
     parser.add_argument("--json", action="store_true", help="one JSON document on stdout")
     add_run_arguments(parser)
 
@@ -114,7 +116,7 @@ def bench_command(arguments: argparse.Namespace, unknown: list[Problem]) -> int:
 
 
 def refuse_what_clashes(resolved: Resolved, versus: Mapping[str, Mapping[str, Any]]) -> None:
-    """Raise UsageError for settings of `--vs` that do not go together with the others, all of them."""
+    """Raise UsageError for settings of `--compare` that do not go together with the others, all of them."""
     from lora_trainer.jobs.trials.steps import changed
 
     problems: list[Problem] = []

@@ -19,14 +19,14 @@ from lora_trainer.models.attention.packages import lacking
 FLAGS = {  # that not every measurement takes
     "tiny": "--tiny",
     "subjects": "--subject",
-    "versus": "--vs",
+    "versus": "--compare",
     "best": "--export-preset",
     "minutes": "--minutes",
     "rows": "--rows",
-    "only": "--only",
+    "only": "--filter",
 }
 # Of another weight, sample or step. A base in another precision trains the same, less exactly.
-INCOMPARABLE = frozenset((*FIXED, *FIXED_IN_EFFECT)) - {"memory.base_precision"}
+INCOMPARABLE = frozenset((*FIXED, *FIXED_IN_EFFECT)) - {"memory.weight_dtype"}
 WRITTEN = {"save": "--save", "best": "--export-preset", "rows": "--rows"}
 
 
@@ -71,21 +71,19 @@ def cannot_be_written(path: Path, flag: str) -> list[Problem]:
 
 
 def settings_of(texts: Sequence[str], problems: list[Problem]) -> dict[str, Mapping[str, Any]]:
-    """What `--vs` sets, by how it was written; what is wrong is added to `problems`."""
+    """What `--compare` sets, by how it was written; what is wrong is added to `problems`."""
     found: dict[str, Mapping[str, Any]] = {}
     for text in texts:
-        parsed = parse_assignment(text, "--vs")
+        parsed = parse_assignment(text, "--compare")
         if isinstance(parsed, Problem):
             problems.append(parsed)
             continue
         section, key, value = parsed
         if f"{section}.{key}" in INCOMPARABLE:
-            message = (
-                f"--vs {text}: {section}.{key} changes what is trained, so that times and losses cannot be compared."
-            )
+            message = f"--compare {text}: {section}.{key} changes what is trained, so that times and losses cannot be compared."
             problems.append(Problem(message, "Measure twice, each with its own --set, for its time alone."))
-        valid_settings(Layer(f"--vs {text}", {section: {key: value}}), problems)
-        if (section, key) == ("memory", "attention") and (missing := lacking(str(value))) is not None:
-            problems.append(Problem(f"--vs {missing.message}", missing.fix))
+        valid_settings(Layer(f"--compare {text}", {section: {key: value}}), problems)
+        if (section, key) == ("hardware", "attention_backend") and (missing := lacking(str(value))) is not None:
+            problems.append(Problem(f"--compare {missing.message}", missing.fix))
         found[text] = {f"{section}.{key}": value}
     return found

@@ -1,4 +1,4 @@
-"""`lora-trainer cache status` and `cache clean`: what the caches hold, and pruning them."""
+"""`lora-trainer cache status` and `cache prune`: what the caches hold, and pruning them."""
 
 from __future__ import annotations
 

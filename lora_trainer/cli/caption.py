@@ -1,4 +1,4 @@
-"""`lora-trainer caption`: captions or tags for pictures that have none, by a model on this machine."""
+"""`lora-trainer caption`: captions or tags for images that have none, by a model on this machine."""
 
 from __future__ import annotations
 
@@ -11,27 +11,27 @@ from lora_trainer.cli.arguments import add_offline_argument, say
 from lora_trainer.core.errors import DONE, Problem, UsageError
 
 EXAMPLES = """examples:
-  lora-trainer caption ./pictures --model ./blip-large --output ./captions
-  lora-trainer caption ./pictures --model ./tagger --threshold 0.5 --beside
+  lora-trainer caption ./images --model ./blip-large --output ./captions
+  lora-trainer caption ./images --model ./tagger --threshold 0.5 --in-place
 
-Pictures with a caption in .txt, .caption or metadata.jsonl, .csv or .parquet are left out; captions with other
+Images with a caption in .txt, .caption or metadata.jsonl, .csv or .parquet are left out; captions with other
 endings are not seen. No file is written over. A run that was stopped goes on where it was.
 """
 SHOWN = 10  # files of one kind that are named
 
 
 def add_caption_arguments(parser: argparse.ArgumentParser) -> None:
-    """The pictures, the model, and where its texts go."""
-    parser.add_argument("data", nargs="+", metavar="DATA", help="folders of pictures")
+    """The images, the model, and where its texts go."""
+    parser.add_argument("data", nargs="+", metavar="DATA", help="folders of images")
     parser.add_argument(
         "--model",
         required=True,
         metavar="DIR",
         help="a local folder: a captioner such as BLIP or GIT, or an image classifier with many labels",
     )
-    parser.add_argument("--output", metavar="DIR", help="write the captions here, in folders as the pictures are")
-    parser.add_argument("--beside", action="store_true", help="write each caption beside its picture")
-    parser.add_argument("--batch", type=int, default=8, metavar="N", help="pictures at once (8)")
+    parser.add_argument("--output", metavar="DIR", help="write the captions here, in folders as the images are")
+    parser.add_argument("--in-place", action="store_true", help="write each caption beside its image")
+    parser.add_argument("--batch-size", type=int, default=8, metavar="N", help="images at once (8)")
     parser.add_argument(
         "--threshold", type=float, default=0.35, metavar="X", help="tags: least probability of a label (0.35)"
     )
@@ -42,10 +42,10 @@ def add_caption_arguments(parser: argparse.ArgumentParser) -> None:
 def caption_command(arguments: argparse.Namespace, unknown: list[Problem]) -> int:
     """Caption what has no caption. Raises UsageError for wrong arguments, data or model."""
     problems = list(unknown)
-    if bool(arguments.output) == arguments.beside:
-        fix = "--output DIR writes into a folder of its own, --beside into the data."
-        problems.append(Problem("Say where captions go: --output or --beside, one of them.", fix))
-    for flag, count in (("--batch", arguments.batch), ("--max-tokens", arguments.max_tokens)):
+    if bool(arguments.output) == arguments.in_place:
+        fix = "--output DIR writes into a folder of its own, --in-place into the data."
+        problems.append(Problem("Say where captions go: --output or --in-place, one of them.", fix))
+    for flag, count in (("--batch-size", arguments.batch_size), ("--max-tokens", arguments.max_tokens)):
         if count < 1:
             problems.append(Problem(f"{flag} {count} is out of range.", "It is at least 1."))
     if not 0.0 < arguments.threshold < 1.0:
@@ -58,13 +58,13 @@ def caption_command(arguments: argparse.Namespace, unknown: list[Problem]) -> in
 
     from lora_trainer.models.captioner import load_captioner
     from lora_trainer.production.bases.base import go_offline
-    from lora_trainer.production.captioning import caption_pictures, find_wanted
+    from lora_trainer.production.captioning import caption_images, find_wanted
 
     if arguments.offline:
         go_offline()
     folders = [Path(folder) for folder in arguments.data]
     wanted, existing, unusable = find_wanted(folders, Path(arguments.output) if arguments.output else None)
-    say(f"{len(wanted) + existing} pictures: {existing} have a caption, {len(wanted)} have none")
+    say(f"{len(wanted) + existing} images: {existing} have a caption, {len(wanted)} have none")
     if unusable:
         _name("left as it is", [f"{path} {why}" for path, why in unusable])
         say("  training refuses these: mend the caption, or remove it to have one written")
@@ -77,10 +77,10 @@ def caption_command(arguments: argparse.Namespace, unknown: list[Problem]) -> in
     say(f"{arguments.model} writes {captioner.kind} on {device.type}")
     with Progress(console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty()) as bar:
         task = bar.add_task("captioning", total=len(wanted))
-        done = caption_pictures(
+        done = caption_images(
             wanted,
             captioner.describe,
-            batch=arguments.batch,
+            batch=arguments.batch_size,
             existing=existing,
             watch=lambda part, whole: bar.update(task, completed=part, total=whole),
         )
@@ -88,7 +88,7 @@ def caption_command(arguments: argparse.Namespace, unknown: list[Problem]) -> in
     _name("cannot be used", [f"{path} {why}" for path, why in done.broken])
     print(
         f"{done.written} captions written, {done.existing} were there, {len(done.silent)} without words, "
-        f"{len(done.broken)} pictures that cannot be used"
+        f"{len(done.broken)} images that cannot be used"
     )
     return DONE
 

@@ -31,7 +31,7 @@ from lora_trainer.production.inputs import (
 )
 from lora_trainer.production.printed import show
 
-COLOURS = {"error": "red", "warning": "yellow", "note": "cyan"}
+COLORS = {"error": "red", "warning": "yellow", "note": "cyan"}
 MOST_NAMES = 12  # files listed under one finding
 MOST_REASONS = 3  # differing messages shown of one kind of finding, beside the first
 
@@ -52,7 +52,9 @@ def check_command(
         raise UsageError(problems)
     manifest, report = read_data(config, facts, decode=decode)
     train, held_out = held_out_split(config, report)
-    steps = arithmetic(config, train, config.batch.max_micro or config.batch.effective, processes=1)
+    steps = arithmetic(
+        config, train, config.train.max_micro_batch_size or config.train.effective_batch_size, processes=1
+    )
     document: dict[str, Any] = {}
     if as_json:
         document = report.to_json(steps.to_json() | {"held_out": len(held_out)}) | {"decoded": decode}
@@ -75,7 +77,9 @@ def target_problems(config: Config, page: Path | None, fix: Path | None, *, deco
     sources = [place for source in data_sources(config) for place in named_places(source)]
     problems = []
     if fix is not None and not decode:
-        problems.append(Problem("--fix needs to see the pictures, and --headers opens none.", "Leave one of them out."))
+        problems.append(
+            Problem("--clean-copy needs to see the images, and --quick opens none.", "Leave one of them out.")
+        )
     if fix is not None:
         problems += place_problems(fix, sources)
     if page is not None:
@@ -150,7 +154,7 @@ def show_findings(report: DataReport, console: Console) -> None:
         told = Table.grid(padding=(0, 2, 0, 0))
         told.add_column(min_width=7)
         told.add_column()
-        told.add_row(Text(first.severity, style=COLOURS[first.severity]), Text(message))
+        told.add_row(Text(first.severity, style=COLORS[first.severity]), Text(message))
         show(console, told)
         names = [report.name_of(finding.path) for finding in group if finding.path]
         reasons = reasons_of(report, group)
@@ -159,7 +163,7 @@ def show_findings(report: DataReport, console: Console) -> None:
             if line:
                 show(console, Padding(Text(line), (0, 0, 0, 9)))
     if not report.samples and all(finding.severity != "error" for finding in report.findings):
-        show(console, Text(str(report.refusals[-1]), style=COLOURS["error"]))
+        show(console, Text(str(report.refusals[-1]), style=COLORS["error"]))
 
 
 def reasons_of(report: DataReport, group: Sequence[Finding]) -> list[str]:

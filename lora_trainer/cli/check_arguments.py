@@ -10,13 +10,13 @@ from lora_trainer.cli.arguments import add_offline_argument, add_settings_argume
 from lora_trainer.core.errors import Problem
 
 EXAMPLES = (
-    "examples:\n  lora-trainer check ./pictures\n  lora-trainer check ./pictures --html page.html\n"
-    "  lora-trainer check ./pictures --fix ./cleaned\n"
+    "examples:\n  lora-trainer check ./images\n  lora-trainer check ./images --html page.html\n"
+    "  lora-trainer check ./images --clean-copy ./cleaned\n"
 )
 
 
 def add_check_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("data", nargs="*", metavar="DATA", help="folders or files; the built-in data set without any")
+    parser.add_argument("data", nargs="*", metavar="DATA", help="folders or files; the built-in dataset without any")
     parser.add_argument(
         "--model",
         dest="model.path",
@@ -24,9 +24,11 @@ def add_check_arguments(parser: argparse.ArgumentParser) -> None:
         help="judge for this model; for SD1.5, not the built-in base, without it",
     )
     parser.add_argument("--json", action="store_true", help="one JSON document on stdout")
-    parser.add_argument("--html", metavar="FILE", type=Path, help="write one page with pictures of what is wrong")
-    parser.add_argument("--headers", action="store_true", help="a quick look: headers and captions, nothing is decoded")
-    parser.add_argument("--fix", metavar="DIR", type=Path, help="write a cleaned copy; the data itself stays as it is")
+    parser.add_argument("--html", metavar="FILE", type=Path, help="write one page with images of what is wrong")
+    parser.add_argument("--quick", action="store_true", help="a quick look: headers and captions, nothing is decoded")
+    parser.add_argument(
+        "--clean-copy", metavar="DIR", type=Path, help="write a cleaned copy; the data itself stays as it is"
+    )
     add_offline_argument(parser)
     add_settings_arguments(parser)
 
@@ -41,7 +43,7 @@ def check(arguments: argparse.Namespace, unknown: list[Problem]) -> int:
     from lora_trainer.production.inputs import read_model, trained_framings
     from lora_trainer.production.reading import text_options
 
-    # The built-in pictures are made for the built-in base; people's own are judged for a usual model, or the one named.
+    # The built-in images are made for the built-in base; people's own are judged for a usual model, or the one named.
     builtin = all(Path(source).resolve() == DATA_FOLDER for source in arguments.data)
     config = resolved_from(arguments, unknown, builtin_if_none=builtin).config
     if builtin and not arguments.data and config.data.sources:  # people's own, named in the file of settings
@@ -60,5 +62,5 @@ def check(arguments: argparse.Namespace, unknown: list[Problem]) -> int:
         named = "the built-in base"
     more = "" if config.model.path else "; name the model that you train with --model"
     say(f"judged for {named} at {', '.join(map(str, sides))} px{more}")
-    decode = not arguments.headers
-    return check_command(config, arguments.json, facts, arguments.html, arguments.fix, decode=decode)
+    decode = not arguments.quick
+    return check_command(config, arguments.json, facts, arguments.html, arguments.clean_copy, decode=decode)

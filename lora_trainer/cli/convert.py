@@ -24,7 +24,7 @@ def add_convert_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--to", required=True, metavar="|".join(FORMS), help="the form to write")
     parser.add_argument("--family", metavar="FAMILY", help="the kind of model, where the file does not tell")
     parser.add_argument("--dtype", metavar="|".join(DTYPES), help="cast the weights (default: as they are)")
-    parser.add_argument("--yes", action="store_true", help="write over OUT")
+    parser.add_argument("--overwrite", action="store_true", help="write over OUT")
 
 
 def convert_command(arguments: argparse.Namespace, unknown: list[Problem]) -> int:
@@ -39,10 +39,10 @@ def convert_command(arguments: argparse.Namespace, unknown: list[Problem]) -> in
             problems.append(Problem(f"--{flag} {value} is not known.", f"One of: {', '.join(known)}."))
     if target.suffix != ".safetensors" or target.is_dir():
         problems.append(Problem(f"{target} does not name a .safetensors file.", "Programs know LoRA files by it."))
-    elif not arguments.yes and (
+    elif not arguments.overwrite and (
         target.exists() or list(target.parent.glob(f"{glob.escape(target.stem)}.embedding-*.safetensors"))
     ):
-        problems.append(Problem(f"{target} is there already.", "Name another file, or write over it with --yes."))
+        problems.append(Problem(f"{target} is there already.", "Name another file, or write over it with --overwrite."))
     if problems:
         raise UsageError(problems)
     import torch

@@ -26,7 +26,7 @@ def report_error(error: Exception, *, debug: bool) -> int:
             _print_problems(error.problems)
         return error.exit_code
     if is_out_of_memory(error):
-        fix = "Set batch.max_micro or data.resolution lower, memory.checkpointing=all or cache.batch=1; add --resume."
+        fix = "Set train.max_micro_batch_size or data.resolution lower, memory.gradient_checkpointing=true or cache.batch_size=1; add --resume."
         _print_problems([Problem(f"Out of memory: {first_line(error)}.", fix)])
         return TRAINING_FAILED
     if isinstance(error, OSError) and refusal(error) in FULL:

@@ -130,7 +130,7 @@ def _what_next(imported: Imported, output: Path | None) -> list[str]:
     """The command that trains, and what is still missing."""
     lines = [f"\nTrain it with: lora-trainer train --config {output or 'FILE.toml'}"]
     if not imported.config.data.sources:
-        lines.append("It names no data: add --data DIR, or the built-in data set is trained.")
+        lines.append("It names no data: add --data DIR, or the built-in dataset is trained.")
     if imported.config.model.path is None:
         lines.append("It names no model: add --model DIR, or the built-in base is trained.")
     return lines

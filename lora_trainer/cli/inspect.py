@@ -33,7 +33,7 @@ HEADER = {  # what is told of a header, in words
     "ss_network_args": "network",
     "ss_steps": "steps",
     "ss_epoch": "epochs",
-    "ss_num_train_images": "pictures",
+    "ss_num_train_images": "images",
     "ss_resolution": "resolution",
     "ss_learning_rate": "learning rate",
     "ss_text_encoder_lr": "text encoders' rate",

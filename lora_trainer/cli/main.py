@@ -50,6 +50,7 @@ from lora_trainer.config.layers import Resolved
 from lora_trainer.core.errors import DONE, WRONG_USAGE, Problem, UsageError, nearest
 from lora_trainer.core.interrupt import Stopped, code_of_signal, listening
 from lora_trainer.core.quiet import quieten_libraries
+from lora_trainer.core.terminal import survive_closed_terminal
 
 INTERRUPTED = 130
 BROKEN_PIPE = 1  # as rich has it
@@ -68,6 +69,7 @@ class Command:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code; errors of the user are printed without a traceback."""
     arguments = list(sys.argv[1:] if argv is None else argv)
+    survive_closed_terminal()
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             # A name that the console cannot show must not end a run; inside of JSON the escape is JSON's own.
@@ -197,7 +199,7 @@ def _add_cache_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _cache(arguments: argparse.Namespace, unknown: list[Problem]) -> int:
     resolved = resolved_from(arguments, unknown)
-    folder = arguments.folder or (Path(resolved.config.cache.folder) if resolved.config.cache.folder else None)
+    folder = arguments.folder or (Path(resolved.config.cache.dir) if resolved.config.cache.dir else None)
     if arguments.action is None:
         if explained(arguments, resolved):
             return DONE
@@ -211,9 +213,9 @@ def _cache(arguments: argparse.Namespace, unknown: list[Problem]) -> int:
 
     if arguments.action == "status":
         return status_command(folder, arguments.json)
-    if arguments.action == "clean":
+    if arguments.action == "prune":
         return clean_command(folder, arguments.limit_gb, verify=arguments.verify)
-    raise UsageError(Problem(f"Unknown action {arguments.action}.", nearest(arguments.action, ["status", "clean"])))
+    raise UsageError(Problem(f"Unknown action {arguments.action}.", nearest(arguments.action, ["status", "prune"])))
 
 
 def _add_validate_arguments(parser: argparse.ArgumentParser) -> None:
@@ -224,7 +226,7 @@ def _add_validate_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="MODEL",
         help="the base model, as for train; without it that of the run beside the file, else the built-in one",
     )
-    parser.add_argument("--data", dest="held_out", metavar="DIR", help="pictures that the LoRA was not trained on")
+    parser.add_argument("--data", dest="held_out", metavar="DIR", help="images that the LoRA was not trained on")
     parser.add_argument("--json", action="store_true", help="one JSON document on stdout")
     add_offline_argument(parser)
     add_settings_arguments(parser)
@@ -275,7 +277,7 @@ COMMANDS = {
         EXAMPLES.replace(" train ", " produce "),
     ),
     "batch": Command(
-        "produce one LoRA for each folder of pictures under ROOT", add_batch_arguments, batch_command, BATCH_EXAMPLES
+        "produce one LoRA for each folder of images under ROOT", add_batch_arguments, batch_command, BATCH_EXAMPLES
     ),
     "demo": Command(
         "produce the built-in example, in minutes, without a GPU",
@@ -284,7 +286,7 @@ COMMANDS = {
         "example:\n  lora-trainer demo\n",
     ),
     "check": Command(
-        "score a data set and name what is wrong with its files",
+        "score a dataset and name what is wrong with its files",
         add_check_arguments,
         check,
         CHECK_EXAMPLES,
@@ -293,8 +295,8 @@ COMMANDS = {
         "fill the caches of a run, describe them, or prune them",
         _add_cache_arguments,
         _cache,
-        "examples:\n  lora-trainer cache --data ./pictures --model ./my-sd15\n"
-        "  lora-trainer cache status\n  lora-trainer cache clean --limit-gb 20\n",
+        "examples:\n  lora-trainer cache --data ./images --model ./my-sd15\n"
+        "  lora-trainer cache status\n  lora-trainer cache prune --limit-gb 20\n",
     ),
     "plan": Command(
         "predict memory, disk, steps and least time, without a GPU and without weights",
@@ -309,7 +311,7 @@ COMMANDS = {
         "example:\n  lora-trainer validate runs/cat/cat.safetensors --model ./my-sd15 --data ./held-out\n",
     ),
     "sample": Command(
-        "draw with and without a LoRA, same seeds, as one labelled picture",
+        "draw with and without a LoRA, same seeds, as one labeled image",
         add_sample_arguments,
         sample,
         SAMPLE_EXAMPLES,
@@ -339,7 +341,7 @@ COMMANDS = {
         BENCH_EXAMPLES,
     ),
     "caption": Command(
-        "write captions or tags of pictures that have none, by a local model",
+        "write captions or tags of images that have none, by a local model",
         add_caption_arguments,
         caption_command,
         CAPTION_EXAMPLES,

@@ -6,13 +6,13 @@ import argparse
 import json
 import sys
 
-from lora_trainer.cli.arguments import add_run_arguments, card_if_auto, explained, layers_from, say, settled
+from lora_trainer.cli.arguments import add_run_arguments, explained, gpu_if_auto, layers_from, say, settled
 from lora_trainer.core.errors import DONE, WRONG_USAGE, Problem
 from lora_trainer.production.settings import settle
 
 EXAMPLES = """examples:
   lora-trainer plan --preset 12gb,quality --set model.family=sdxl
-  lora-trainer plan --preset 8gb --model ./my-sd15 --data ./pictures --json
+  lora-trainer plan --preset 8gb --model ./my-sd15 --data ./images --json
 """
 UNHEEDED = ("all", "offline", "debug")  # of no concern to the page of --all
 SETTINGS = "what each single change buys, also where it must be traced for that: half a minute or more"
@@ -22,7 +22,7 @@ def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
     """What a run takes, and how to show it."""
     parser.add_argument("--json", action="store_true", help="one JSON document on stdout")
     parser.add_argument("--all", action="store_true", help="every tier, goal and family as a Markdown page")
-    parser.add_argument("--settings", action="store_true", help=SETTINGS)
+    parser.add_argument("--what-if", action="store_true", help=SETTINGS)
     add_run_arguments(parser, hidden=("--resume", "--dry-run"))
 
 
@@ -49,8 +49,8 @@ def plan_command(arguments: argparse.Namespace, unknown: list[Problem]) -> int:
     from lora_trainer.production.plans.plan import make_plan
 
     hide(OPTIONAL)  # a trace has no use for them
-    card = card_if_auto(arguments)
-    plan = make_plan(resolved, card_gib=card, every_setting=arguments.settings, here=card is not None)
+    gpu = gpu_if_auto(arguments)
+    plan = make_plan(resolved, gpu_gib=gpu, every_setting=arguments.what_if, here=gpu is not None)
     if arguments.json:
         sys.stdout.write(json.dumps(plan.to_json(), indent=2) + "\n")
     else:

@@ -19,7 +19,7 @@ from lora_trainer.monitor.console import Console
 from lora_trainer.production.printed import show
 
 _KINDS = {
-    TIERS: "tiers: what the card can hold (pick one)",
+    TIERS: "tiers: what the GPU can hold (pick one)",
     GOALS: "goals: what the run should be good at (pick one, with or without a tier)",
     FAMILIES: "families: applied by themselves, below the others",
 }
@@ -45,7 +45,7 @@ def list_presets() -> int:
             if preset.kind == kind:
                 show(console, Text(f"  {preset.name:<10}{preset.description}"))
         if kind == TIERS:
-            show(console, Text(f"  {AUTO:<10}The tier of the card that is found."))
+            show(console, Text(f"  {AUTO:<10}The tier of the GPU that is found."))
     console.print("Use: lora-trainer train --preset 12gb --preset quality", soft_wrap=True)
     return 0
 
@@ -79,7 +79,7 @@ def _with_families(problem: Problem, asked: Sequence[str]) -> Problem:
 def explain(resolved: Resolved, *, as_json: bool = False) -> None:
     """Every setting, its value and where it came from; what differs from the default stands out. Or as one document."""
     if as_json:
-        values = resolved.config.model_dump(by_alias=True, mode="json")
+        values = resolved.config.model_dump(mode="json")
         settings = {
             name: {"value": values[name.partition(".")[0]][name.partition(".")[2]], "from": origin}
             for name, origin in resolved.origin.items()

@@ -1,4 +1,4 @@
-"""`sample LORA`: a grid of pictures without a LoRA file and with it, same seeds; or those of a recipe once more."""
+"""`sample LORA`: a grid of images without a LoRA file and with it, same seeds; or those of a recipe once more."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from lora_trainer.evaluation.recipe import Asked, Drawing
 
-MOST_PICTURES = 4096
+MOST_IMAGES = 4096
 TRIGGER_PHRASE = "modelspec.trigger_phrase"  # in a LoRA file's header
 
 
@@ -48,9 +48,9 @@ def sample_command(
     seeds: Sequence[int] = (0,),
     size: tuple[int, int] | None = None,
 ) -> int:
-    """Draw each prompt with each seed, without the LoRA and at each strength; write pictures, sheet and recipe.
+    """Draw each prompt with each seed, without the LoRA and at each strength; write images, sheet and recipe.
 
-    Pictures go to `output`, by default the folder `samples` beside the file, and never over earlier ones; prompts are
+    Images go to `output`, by default the folder `samples` beside the file, and never over earlier ones; prompts are
     the config's where none are given. Raises UsageError for a file or model that cannot be read or do not go together.
     """
     path = Path(lora)
@@ -62,8 +62,10 @@ def sample_command(
     config = read_as_trained(config, None if run is None else run.config, metadata)
     words = triggers(config) or tuple(filter(None, [metadata.get(TRIGGER_PHRASE, "").partition(",")[0].strip()]))
     if not words and any(TRIGGER in prompt for prompt in prompts):
-        message = f"A prompt holds {TRIGGER}, and neither captions.trigger nor the header of {path.name} names a word."
-        raise UsageError(Problem(message, "Write the word itself, or add --set captions.trigger=WORD."))
+        message = (
+            f"A prompt holds {TRIGGER}, and neither captions.trigger_word nor the header of {path.name} names a word."
+        )
+        raise UsageError(Problem(message, "Write the word itself, or add --set captions.trigger_word=WORD."))
     family, facts = read_model(config)
     chosen = size or (facts.resolution, facts.resolution)
 
@@ -79,12 +81,12 @@ def sample_command(
 
 def _refuse_many(rows: Sequence[Asked], drawing: Drawing) -> None:
     count = len(rows) * (1 + len(drawing.strengths))
-    if count > MOST_PICTURES:
-        raise UsageError(Problem(f"{count} pictures were asked for.", f"At most {MOST_PICTURES} are drawn at once."))
+    if count > MOST_IMAGES:
+        raise UsageError(Problem(f"{count} images were asked for.", f"At most {MOST_IMAGES} are drawn at once."))
 
 
 def draw_again(lora: Path, config: Config, found: dict[str, Any], output: Path) -> int:
-    """Draw the pictures of a recipe once more. Raises UsageError for another LoRA than the recipe's."""
+    """Draw the images of a recipe once more. Raises UsageError for another LoRA than the recipe's."""
     from lora_trainer.core.io import sha256_file
     from lora_trainer.evaluation.recipe import changed_since, drawing_of_recipe, rows_of, text_of_recipe
     from lora_trainer.evaluation.sample import refuse_size
@@ -99,7 +101,7 @@ def draw_again(lora: Path, config: Config, found: dict[str, Any], output: Path) 
     wish = Wish(rows, drawing, found["dtype"], found.get("at_once"))
     used = _draw(lora, config, wish, output, f"{lora.stem}_again", text=text)
     if changed := changed_since(found, used):
-        say(f"not as it was when the recipe was written: {', '.join(changed)}; the pictures may differ from it")
+        say(f"not as it was when the recipe was written: {', '.join(changed)}; the images may differ from it")
     return DONE
 
 
@@ -158,11 +160,11 @@ def _dtype(config: Config, wish: Wish, device: torch.device) -> torch.dtype:
     from lora_trainer.production.choices import choose_precision, computed_in
 
     named = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}.get(wish.dtype or "")
-    return named or computed_in(choose_precision(config.memory.base_precision, device, asked=False).value, device)
+    return named or computed_in(choose_precision(config.memory.weight_dtype, device, asked=False).value, device)
 
 
 def free_name(folder: Path, name: str) -> str:
-    """The name, numbered (`name-2`) where earlier pictures have it, those of a grid that was never finished among them."""
+    """The name, numbered (`name-2`) where earlier images have it, those of a grid that was never finished among them."""
     names = (name, *(f"{name}-{number}" for number in range(2, 10_000)))
     return next(each for each in names if not _taken(folder, each))
 

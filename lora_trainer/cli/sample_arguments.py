@@ -14,12 +14,21 @@ from lora_trainer.core.errors import Problem, UsageError
 
 EXAMPLES = """examples:
   lora-trainer sample runs/cat/cat.safetensors --model ./my-sd15 --prompt "a photo of my cat"
-  lora-trainer sample cat.safetensors --model ./my-sd15 --prompt "my cat" --strength 0.5 --strength 1 --seeds 3
+  lora-trainer sample cat.safetensors --model ./my-sd15 --prompt "my cat" --strength 0.5 --strength 1 --num-images-per-prompt 3
   lora-trainer sample cat.safetensors --recipe runs/cat/samples/before_after.json --output ./again
 """
 MOST_SEEDS = 64
 LARGEST_SIDE = 8192
-BY_RECIPE = ("prompt", "strength", "seeds", "first_seed", "negative", "steps", "guidance", "size")
+BY_RECIPE = (
+    "prompt",
+    "strength",
+    "num_images_per_prompt",
+    "seed",
+    "negative_prompt",
+    "num_inference_steps",
+    "guidance_scale",
+    "size",
+)
 
 
 def add_sample_arguments(parser: argparse.ArgumentParser) -> None:
@@ -41,24 +50,25 @@ def add_sample_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--strength", action="append", type=float, metavar="X", help="strength of the LoRA (repeatable; default: 1)"
     )
-    parser.add_argument("--negative", metavar="TEXT", help="what the pictures shall not show")
-    parser.add_argument("--seeds", type=int, metavar="N", help="pictures of each prompt, with seeds that count up")
+    parser.add_argument("--negative-prompt", metavar="TEXT", help="what the images must not show")
+    parser.add_argument(
+        "--num-images-per-prompt", type=int, metavar="N", help="images of each prompt, with seeds that count up"
+    )
     parser.add_argument(
         "--seed",
-        dest="first_seed",
         action="append",
         type=int,
         metavar="S",
         help="the first seed, or each of them (repeatable; default: 0)",
     )
-    parser.add_argument("--steps", type=int, metavar="N", help="sampler steps (default: what is usual for the model)")
-    parser.add_argument("--guidance", type=float, metavar="G", help="guidance scale (default: the family's)")
-    parser.add_argument("--size", metavar="WxH", help="width and height in pixels (default: the model's own)")
     parser.add_argument(
-        "--recipe", metavar="FILE", help="draw the pictures of this .json again, beside earlier pictures"
+        "--num-inference-steps", type=int, metavar="N", help="sampler steps (default: usual for the model)"
     )
+    parser.add_argument("--guidance-scale", type=float, metavar="G", help="guidance scale (default: the family's)")
+    parser.add_argument("--size", metavar="WxH", help="width and height in pixels (default: the model's own)")
+    parser.add_argument("--recipe", metavar="FILE", help="draw the images of this .json again, beside earlier images")
     parser.add_argument(
-        "--output", dest="folder", metavar="DIR", help="folder for the pictures (default: samples, beside the file)"
+        "--output", dest="folder", metavar="DIR", help="folder for the images (default: samples, beside the file)"
     )
     add_offline_argument(parser)
     add_settings_arguments(parser)
@@ -85,7 +95,12 @@ def sample(arguments: argparse.Namespace, unknown: Sequence[Problem]) -> int:
     output = Path(arguments.folder) if arguments.folder is not None else Path(arguments.lora).parent / "samples"
     if found is not None:
         return draw_again(Path(arguments.lora), with_parts(config, found, named=named), found, output)
-    seeds = _seeds(arguments.first_seed or [0], config.sample.seeds if arguments.seeds is None else arguments.seeds)
+    seeds = _seeds(
+        arguments.seed or [0],
+        config.sample.num_images_per_prompt
+        if arguments.num_images_per_prompt is None
+        else arguments.num_images_per_prompt,
+    )
     return sample_command(arguments.lora, arguments.prompt, config, output=output, seeds=seeds, size=size)
 
 
@@ -94,18 +109,25 @@ def _flag_problems(arguments: argparse.Namespace) -> list[Problem]:
     given = vars(arguments)
     problems: list[Problem] = []
     if arguments.recipe is not None:
-        both = [f"--{name.replace('first_', '')}" for name in BY_RECIPE if given[name] not in (None, [])]
+        both = [f"--{name.replace('_', '-')}" for name in BY_RECIPE if given[name] not in (None, [])]
         if both:
             problems.append(
                 Problem(f"--recipe and {', '.join(both)} were given.", "The recipe says it: leave them out.")
             )
     elif not arguments.prompt and not arguments.config:
         problems.append(Problem("No prompt was given.", 'For example: --prompt "a photo of my cat".'))
-    if arguments.seeds is not None and not 1 <= arguments.seeds <= MOST_SEEDS:
-        problems.append(Problem(f"--seeds is {arguments.seeds}.", f"1 to {MOST_SEEDS} are drawn at once."))
-    if arguments.seeds is not None and len(arguments.first_seed or []) > 1:
-        problems.append(Problem("--seeds and several --seed were given.", "Count the seeds, or name each of them."))
-    if (wrong := _wrong_seeds(arguments.first_seed or [])) is not None:
+    if arguments.num_images_per_prompt is not None and not 1 <= arguments.num_images_per_prompt <= MOST_SEEDS:
+        problems.append(
+            Problem(
+                f"--num-images-per-prompt is {arguments.num_images_per_prompt}.",
+                f"1 to {MOST_SEEDS} are generated at once.",
+            )
+        )
+    if arguments.num_images_per_prompt is not None and len(arguments.seed or []) > 1:
+        problems.append(
+            Problem("--num-images-per-prompt and several --seed were given.", "Give a number, or each seed.")
+        )
+    if (wrong := _wrong_seeds(arguments.seed or [])) is not None:
         problems.append(Problem(f"--seed is {wrong}.", "Seeds are whole numbers from 0 to 2^63 - 1."))
     return problems
 
@@ -117,9 +139,9 @@ def _wrong_seeds(seeds: Sequence[int]) -> int | None:
 def _layers(arguments: argparse.Namespace) -> list[Layer]:
     """The flags that are settings of `[sample]`, each under its own name."""
     flags = {
-        "--steps": ("steps", arguments.steps),
-        "--guidance": ("guidance", arguments.guidance),
-        "--negative": ("negative", arguments.negative),
+        "--num-inference-steps": ("num_inference_steps", arguments.num_inference_steps),
+        "--guidance-scale": ("guidance_scale", arguments.guidance_scale),
+        "--negative-prompt": ("negative_prompt", arguments.negative_prompt),
         "--strength": ("strengths", arguments.strength),
     }
     return [Layer(flag, {"sample": {key: value}}) for flag, (key, value) in flags.items() if value is not None]

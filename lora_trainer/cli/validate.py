@@ -26,8 +26,8 @@ from lora_trainer.production.inputs import data_in_use, read_inputs, read_model,
 from lora_trainer.production.reading import Run, read_as_trained, run_beside
 
 MEANINGS = {
-    "integrity": "whole, finite, loads, changes pictures",
-    "learning": "held-out loss against the base, same noise",
+    "integrity": "whole, finite, loads, changes images",
+    "learning": "validation loss against the base, same noise",
     "preservation": "little drift on unrelated prompts",
     "health": "sizes of the updates, modules that learned",
 }
@@ -35,7 +35,7 @@ MEANINGS = {
 
 @dataclass(frozen=True)
 class Questions:
-    """The pictures that learning is measured on, where each goes, and where they come from."""
+    """The images that learning is measured on, where each goes, and where they come from."""
 
     samples: tuple[Sample, ...]
     plan: BucketPlan
@@ -50,9 +50,9 @@ NO_QUESTIONS = BucketPlan(())
 def validate_command(lora: str | Path, data: str | Path | None, as_json: bool, config: Config) -> int:
     """Judge a LoRA file; print the report. 0 when it passes `gates.lora`, 4 when it does not.
 
-    Without `data`, the pictures that its run held out are taken from the `run.json` beside the
+    Without `data`, the images that its run held out are taken from the `run.json` beside the
     file, and count as held out while the data is what it was; without that, and on the built-in
-    base, those of the built-in data set.
+    base, those of the built-in dataset.
     Raises UsageError for a file, model or folder that cannot be read.
     """
     path = Path(lora)
@@ -111,7 +111,7 @@ def _judge(path: Path, config: Config, questions: Questions) -> LoraReport:
                 family,
                 samples,
                 held_out=questions.held_out,
-                dtype=computed_in(choose_precision(config.memory.base_precision, device, asked=False).value, device),
+                dtype=computed_in(choose_precision(config.memory.weight_dtype, device, asked=False).value, device),
                 device=device,
                 usable=usable,
                 gate=config.gates.lora,
@@ -124,21 +124,21 @@ def _judge(path: Path, config: Config, questions: Questions) -> LoraReport:
 
 
 def _given_questions(config: Config, data: Path, run: Run | None) -> Questions:
-    """The pictures of a folder. Those that the file's run trained on, by their contents, do not count as held out."""
+    """The images of a folder. Those that the file's run trained on, by their contents, do not count as held out."""
     _, facts = read_model(config)
     manifest, findings = read_manifest([data], allow_missing_captions=True)
     _say(*(f"left out: {finding.path} {finding.message}" for finding in findings if finding.severity == "error"))
     plan = plan_plain(manifest.samples, trained_framings(config, facts)[:1])
     trained = _trained_contents(run)
     known = sum(sample.content in trained for sample in manifest.samples)
-    origin = f"learning is measured on {counted(len(manifest.samples), 'picture')} of {data}"
+    origin = f"learning is measured on {counted(len(manifest.samples), 'image')} of {data}"
     if known:
         origin += f", of which the run that the file lies in trained on {known}"
     return Questions(manifest.samples, plan, known == 0, origin)
 
 
 def _trained_contents(run: Run | None) -> set[str]:
-    """Contents of the pictures that a run trained on, by its data as it lies there now; none where that cannot be read."""
+    """Contents of the images that a run trained on, by its data as it lies there now; none where that cannot be read."""
     if run is None:
         return set()
     try:
@@ -152,20 +152,21 @@ def _run_questions(config: Config, run: Run | None) -> Questions:
     if run is None and not is_builtin(config.model):
         origin = "no --data and no run.json beside the file: learning cannot be measured"
         return Questions((), NO_QUESTIONS, True, origin)
-    trained_with = config if run is None else run.config.model_copy(update={"model": config.model, "text": config.text})
+    asked = {name: getattr(config, name) for name in ("model", "text_encoder", "textual_inversion")}
+    trained_with = config if run is None else run.config.model_copy(update=asked)
     try:
         inputs = read_inputs(trained_with)
     except UsageError as error:
         return Questions((), NO_QUESTIONS, True, f"learning cannot be measured: {error}")
-    origin = "the built-in data set" if run is None else "the run's data"
+    origin = "the built-in dataset" if run is None else "the run's data"
     if run is not None and inputs.manifest.data_hash != run.data_hash:
         samples, plan = inputs.held_out, inputs.held_out_plan
         if not samples:
             samples, plan = inputs.train, inputs.train_plan
-        told = f"the run's data has changed since: its {counted(len(samples), 'picture')} may have been trained on"
+        told = f"the run's data has changed since: its {counted(len(samples), 'image')} may have been trained on"
         return Questions(samples, plan, False, f"{told}; name others with --data")
     if inputs.held_out:
-        told = f"learning is measured on {counted(len(inputs.held_out), 'held-out picture')} of {origin}"
+        told = f"learning is measured on {counted(len(inputs.held_out), 'validation image')} of {origin}"
         return Questions(inputs.held_out, inputs.held_out_plan, True, told)
     return Questions(
         inputs.train, inputs.train_plan, False, f"nothing was held out: learning is measured on {origin} itself"
@@ -195,7 +196,7 @@ def _numbers(numbers: Any) -> list[str]:
     lines = []
     if learned := numbers.get("learning"):
         lines.append(
-            f"held-out loss {learned['base']:.4f} -> {learned['lora']:.4f}: {learned['mean']:.1%} lower "
+            f"validation loss {learned['base']:.4f} -> {learned['lora']:.4f}: {learned['mean']:.1%} lower "
             f"(95 % interval {learned['low']:.1%} to {learned['high']:.1%})"
         )
     if "drift" in numbers:

@@ -9,7 +9,7 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from lora_trainer.config.schema import CaptionsSection, Section, SourceSection
-from lora_trainer.config.toml import section_types, setting_names, shown
+from lora_trainer.config.toml import homes_of, section_types, shown
 from lora_trainer.core.errors import Problem, nearest
 
 _WORDS = {
@@ -70,7 +70,7 @@ def _place(loc: tuple[int | str, ...]) -> tuple[int | str, ...]:
 def _wrong_in_table(
     layer: str, section: str, tables: Any, place: tuple[int | str, ...], details: Sequence[ErrorDetails]
 ) -> Problem:
-    """`data.sources, table 2 (pictures/cat): repeat (from a.toml) is not a setting. Did you mean repeats?`"""
+    """`data.sources, table 2 (images/cat): repeat (from a.toml) is not a setting. Did you mean repeats?`"""
     number, keys = int(place[1]), [str(key) for key in place[2:]]
     table = tables[number]
     if isinstance(table, str):  # a bare path
@@ -82,7 +82,7 @@ def _wrong_in_table(
         kind, table = _TABLES[key], table[key]
     name, key = ".".join(keys), keys[-1]
     if details[0]["type"] == "missing":
-        return Problem(f"{where}{name} is missing (from {layer}).", f'For example: {name} = "pictures".')
+        return Problem(f"{where}{name} is missing (from {layer}).", f'For example: {name} = "images".')
     if key not in kind.model_fields:
         return Problem(f"{where}{name} (from {layer}) is not a setting.", nearest(key, kind.model_fields))
     problem = _wrong_value(layer, name, kind, key, table[key], details)
@@ -92,7 +92,7 @@ def _wrong_in_table(
 def _wrong_value(
     layer: str, name: str, kind: type[Section], key: str, value: Any, details: Sequence[ErrorDetails]
 ) -> Problem:
-    """`optim.learning_rate = 20 (from --set): must be at most 10.`"""
+    """`optimizer.learning_rate = 20 (from --set): must be at most 10.`"""
     wanted: list[str] = []
     items: list[str] = []  # what is said of items of a list
     for detail in details:
@@ -145,5 +145,5 @@ def _nearest_setting(section: str, key: str) -> str:
     near = nearest(key, section_types()[section].model_fields)
     if near.startswith("Did"):
         return near
-    homes = [name for name in setting_names() if name.partition(".")[2] == key]
+    homes = homes_of(key)
     return f"Did you mean {' or '.join(homes)}?" if homes else f"{near[:-1]} in [{section}]."

@@ -15,7 +15,7 @@ from lora_trainer.core.errors import Problem
 
 SMALLEST_FACTOR = 0.01  # under this a rate is meant for AdamW, not as a factor on Prodigy's own
 SUGGESTED_FACTOR = 1.0
-MOVES_NOTHING = ("none", "auto", False)  # with `auto` the run looks to it by itself
+MOVES_NOTHING = (0, "auto", False)  # with `auto` the run looks to it by itself
 WITH_GRAPHS = ("reduce-overhead", "max-autotune")  # compile modes that record CUDA graphs
 
 
@@ -43,7 +43,7 @@ class Settings:
         return values
 
     def told(self, name: str) -> str:
-        """`schedule.name = "cosine" (from preset quality)`."""
+        """`lr_scheduler.name = "cosine" (from preset quality)`."""
         return f"{name} = {shown(self[name])} (from {self.origin[name]})"
 
 
@@ -80,52 +80,63 @@ def note_on(settings: Settings, clash: Yields) -> str:
 
 
 def prodigy_rate(settings: Settings) -> list[Yields]:
-    rate, name = settings["optim.learning_rate"], "optim.learning_rate"
+    rate, name = settings["optimizer.learning_rate"], "optimizer.learning_rate"
     # A preset's rate is meant for AdamW whatever its size.
     meant_for_adamw = rate < SMALLEST_FACTOR or not from_user(settings.origin[name])
-    if settings["optim.name"] != "prodigy" or not meant_for_adamw or rate == SUGGESTED_FACTOR:
+    if settings["optimizer.name"] != "prodigy" or not meant_for_adamw or rate == SUGGESTED_FACTOR:
         return []
     reason = "Prodigy finds the rate itself, and this is a factor on it"
-    return [Yields(name, SUGGESTED_FACTOR, reason, "Set optim.learning_rate=1.0, or remove it.")]
+    return [Yields(name, SUGGESTED_FACTOR, reason, "Set optimizer.learning_rate=1.0, or remove it.")]
 
 
 def text_rates(settings: Settings) -> list[Yields]:
     """Rates of text encoders where the optimizer knows one only; a LoRA on them where none is trained."""
-    rates = settings["text.learning_rates"]
+    rates = settings["text_encoder.learning_rates"]
     if not any(rates):
-        reason = "no text encoder is trained (text.learning_rates is empty)"
-        named = [name for name in ("text.lora_rank", "text.lora_alpha") if settings[name] is not None]
-        return [Yields(name, None, reason, f"Set text.learning_rates, or remove {name}.") for name in named]
-    (factor,) = {clash.value for clash in prodigy_rate(settings)} or {settings["optim.learning_rate"]}
+        reason = "no text encoder is trained (text_encoder.learning_rates is empty)"
+        named = [name for name in ("text_encoder.lora_rank", "text_encoder.lora_alpha") if settings[name] is not None]
+        return [Yields(name, None, reason, f"Set text_encoder.learning_rates, or remove {name}.") for name in named]
+    (factor,) = {clash.value for clash in prodigy_rate(settings)} or {settings["optimizer.learning_rate"]}
     same = [factor if rate else 0.0 for rate in rates]
-    if settings["optim.name"] != "prodigy" or list(rates) == same:
+    if settings["optimizer.name"] != "prodigy" or list(rates) == same:
         return []
-    reason = f"Prodigy finds one rate for all that is trained, and optim.learning_rate={factor:g} is the factor on it"
-    fix = f"Set text.learning_rates={shown(same)}, or another optim.name."
-    return [Yields("text.learning_rates", same, reason, fix)]
+    reason = (
+        f"Prodigy finds one rate for all that is trained, and optimizer.learning_rate={factor:g} is the factor on it"
+    )
+    fix = f"Set text_encoder.learning_rates={shown(same)}, or another optimizer.name."
+    return [Yields("text_encoder.learning_rates", same, reason, fix)]
 
 
 def schedule_free(settings: Settings) -> list[Yields]:
-    if settings["optim.name"] != "schedule_free":
+    if settings["optimizer.name"] != "adamw_schedulefree":
         return []
     found = []
-    if settings["schedule.name"] != "constant":
-        reason = "optim.name=schedule_free averages weights in place of a schedule"
-        found.append(Yields("schedule.name", "constant", reason, "Set schedule.name=constant, or another optim.name."))
+    if settings["lr_scheduler.name"] != "constant_with_warmup":
+        reason = "optimizer.name=adamw_schedulefree averages weights in place of a schedule"
+        found.append(
+            Yields(
+                "lr_scheduler.name",
+                "constant_with_warmup",
+                reason,
+                "Set lr_scheduler.name=constant_with_warmup, or another optimizer.name.",
+            )
+        )
     if settings["train.ema_decay"] is not None:
-        reason = "optim.name=schedule_free keeps an average of the weights already"
-        found.append(Yields("train.ema_decay", None, reason, "Set train.ema_decay=none, or another optim.name."))
-    if settings["optim.beta1"] == 0.0:
-        reason = "optim.name=schedule_free divides by beta1"
-        found.append(Yields("optim.beta1", 0.9, reason, "Set optim.beta1 above 0."))
+        reason = "optimizer.name=adamw_schedulefree keeps an average of the weights already"
+        found.append(Yields("train.ema_decay", None, reason, "Set train.ema_decay=none, or another optimizer.name."))
+    if settings["optimizer.beta1"] == 0.0:
+        reason = "optimizer.name=adamw_schedulefree divides by beta1"
+        found.append(Yields("optimizer.beta1", 0.9, reason, "Set optimizer.beta1 above 0."))
     return found
 
 
 def clipping(settings: Settings) -> list[Yields]:
-    if settings["optim.clip_value"] is None or settings["optim.clip_norm"] == 0.0:
+    if settings["optimizer.clip_value"] is None or settings["optimizer.max_grad_norm"] == 0.0:
         return []
-    reason = "gradients are clipped by value (optim.clip_value) or by norm, not both"
-    return [Yields("optim.clip_norm", 0.0, reason, "Set optim.clip_norm=0, or remove optim.clip_value.")]
+    reason = "gradients are clipped by value (optimizer.clip_value) or by norm, not both"
+    return [
+        Yields("optimizer.max_grad_norm", 0.0, reason, "Set optimizer.max_grad_norm=0, or remove optimizer.clip_value.")
+    ]
 
 
 def sizes(settings: Settings) -> list[Yields]:
@@ -133,9 +144,9 @@ def sizes(settings: Settings) -> list[Yields]:
     if settings["data.resolutions"] and settings["data.resolution"] is not None:
         reason = "data.resolutions says what is trained"
         found.append(Yields("data.resolution", None, reason, "Remove one of them."))
-    if settings["data.no_upscale"] and settings["data.allow_upscale"]:
-        reason = "with data.no_upscale nothing is enlarged"
-        found.append(Yields("data.allow_upscale", False, reason, "Remove one of them."))
+    if settings["data.bucket_no_upscale"] and settings["data.allow_small_images"]:
+        reason = "with data.bucket_no_upscale nothing is enlarged"
+        found.append(Yields("data.allow_small_images", False, reason, "Remove one of them."))
     return found
 
 
@@ -144,19 +155,24 @@ def captions(settings: Settings) -> list[Yields]:
     if settings["captions.dropout"] == 1.0:
         reason = "every caption would be empty, and nothing of them learned"
         found.append(Yields("captions.dropout", 0.0, reason, "Set captions.dropout to 0.1 or so."))
-    if settings["captions.dropout_every_epochs"] == 1:
+    if settings["captions.dropout_every_n_epochs"] == 1:
         reason = "every caption of every epoch would be empty, and nothing of them learned"
         found.append(
-            Yields("captions.dropout_every_epochs", 0, reason, "Set captions.dropout_every_epochs to 2 or more.")
+            Yields("captions.dropout_every_n_epochs", 0, reason, "Set captions.dropout_every_n_epochs to 2 or more.")
         )
-    kept = settings["captions.keep_tokens"] or settings["captions.keep_separator"]
+    kept = settings["captions.keep_tokens"] or settings["captions.keep_tokens_separator"]
     if settings["captions.tag_dropout"] == 1.0 and not kept:
         reason = "every tag would be left out of every caption"
         found.append(Yields("captions.tag_dropout", 0.0, reason, "Set it lower, or captions.keep_tokens to 1 or more."))
-    if settings["captions.keep_separator"] == settings["captions.separator"]:
+    if settings["captions.keep_tokens_separator"] == settings["captions.separator"]:
         reason = "the end of the kept tags cannot be told from the end of a tag (captions.separator)"
         found.append(
-            Yields("captions.keep_separator", None, reason, "Set captions.keep_separator to text such as |||.")
+            Yields(
+                "captions.keep_tokens_separator",
+                None,
+                reason,
+                "Set captions.keep_tokens_separator to text such as |||.",
+            )
         )
     varying = [name for name in ("shuffle", "wildcards", "tag_dropout") if settings[f"captions.{name}"]]
     if varying and settings["captions.variants"] == 1:
@@ -168,14 +184,16 @@ def captions(settings: Settings) -> list[Yields]:
 def determinism(settings: Settings) -> list[Yields]:
     if not settings["train.deterministic"]:
         return []
-    attention, mode = settings["memory.attention"], settings["memory.compile_mode"]
+    attention, mode = settings["hardware.attention_backend"], settings["compile.mode"]
     same, found = "train.deterministic asks for the same bits each time", []
     if attention not in ("auto", "fastest", "sdpa", "flash", "math"):
-        fix = "Set memory.attention=sdpa, or train.deterministic=false."
-        found.append(Yields("memory.attention", "sdpa", f"{same}, and {attention} does not promise them", fix))
-    if settings["memory.compile"] and mode.startswith("max-autotune"):
-        fix = "Set memory.compile_mode=default, or train.deterministic=false."
-        found.append(Yields("memory.compile_mode", "default", f"{same}, and {mode} chooses by the clock", fix))
+        fix = "Set hardware.attention_backend=sdpa, or train.deterministic=false."
+        found.append(
+            Yields("hardware.attention_backend", "sdpa", f"{same}, and {attention} does not promise them", fix)
+        )
+    if settings["compile.enabled"] and mode.startswith("max-autotune"):
+        fix = "Set compile.mode=default, or train.deterministic=false."
+        found.append(Yields("compile.mode", "default", f"{same}, and {mode} chooses by the clock", fix))
     if settings["hardware.cudnn_benchmark"] is True:
         fix = "Set hardware.cudnn_benchmark=auto, or train.deterministic=false."
         found.append(Yields("hardware.cudnn_benchmark", False, f"{same}, and cuDNN's trials choose by the clock", fix))
@@ -184,84 +202,104 @@ def determinism(settings: Settings) -> list[Yields]:
 
 def memory(settings: Settings) -> list[Yields]:
     found = []
-    if settings["memory.recompute"] == "cheap":
-        name, fix = "memory.recompute", "Set memory.recompute=all"
-        if settings["memory.checkpointing"] in ("none", 0):
-            reason = "memory.checkpointing=none computes nothing again"
-            found.append(Yields(name, "all", reason, f"{fix}, or memory.checkpointing=all."))
-        elif settings["memory.compile"] is True:
+    if settings["memory.checkpointing_mode"] == "selective":
+        name, fix = "memory.checkpointing_mode", "Set memory.checkpointing_mode=full"
+        if settings["memory.gradient_checkpointing"] in (False, 0):
+            reason = "memory.gradient_checkpointing=false computes nothing again"
+            found.append(Yields(name, "full", reason, f"{fix}, or memory.gradient_checkpointing=true."))
+        elif settings["compile.enabled"] is True:
             reason = "a compiled block is one piece, of which no single results are kept"
-            found.append(Yields(name, "all", reason, f"{fix}, or memory.compile=false."))
-    moves = [name for name in ("streaming", "offload_activations") if settings[f"memory.{name}"] not in MOVES_NOTHING]
-    if moves and settings["memory.compile"] and settings["memory.compile_mode"] in WITH_GRAPHS:
-        name, reason = "memory.compile_mode", f"CUDA graphs hold addresses, and memory.{moves[0]} changes them"
+            found.append(Yields(name, "full", reason, f"{fix}, or compile.enabled=false."))
+    moves = [
+        name for name in ("blocks_to_swap", "offload_activations") if settings[f"memory.{name}"] not in MOVES_NOTHING
+    ]
+    if moves and settings["compile.enabled"] and settings["compile.mode"] in WITH_GRAPHS:
+        name, reason = "compile.mode", f"CUDA graphs hold addresses, and memory.{moves[0]} changes them"
         found.append(Yields(name, "default", reason, f"Set {name}=default, or remove memory.{moves[0]}."))
     return found
 
 
 def control(settings: Settings) -> list[Yields]:
     found = []
-    for name in ("control.plateau", "control.early_stopping"):
+    for name in ("safeguards.reduce_lr_on_plateau", "safeguards.early_stopping"):
         if not settings[name]:
             continue
-        if settings["validate.every_steps"] == 0:
-            reason = "it looks at held-out losses while training, and validate.every_steps=0 measures none"
-            found.append(Yields(name, False, reason, "Set validate.every_steps to 100 or so."))
-        elif settings["data.held_out"] == 0.0:
-            reason = "it looks at held-out losses, and data.held_out=0 holds no picture out"
-            found.append(Yields(name, False, reason, "Set data.held_out to 0.1 or so."))
-    if settings["control.plateau"] and settings["optim.name"] == "schedule_free":
-        reason = "optim.name=schedule_free averages weights in place of lowering its rate"
-        found.append(Yields("control.plateau", False, reason, "Remove control.plateau, or set another optim.name."))
-    if settings["control.early_stopping"] and settings["checkpoint.release"] == "last":
-        reason = "control.early_stopping trains past the best weights to know them, and releases these"
-        fix = "Set checkpoint.release=best, or remove control.early_stopping."
-        found.append(Yields("checkpoint.release", "best", reason, fix))
-    if settings["control.jump"] and settings["optim.clip_norm"] == 0.0 and settings["optim.clip_value"] is None:
-        reason = "it clips gradients harder, and optim.clip_norm=0 does not clip them"
-        found.append(Yields("control.jump", False, reason, "Set optim.clip_norm to 1.0 or so."))
+        if settings["validation.every_n_steps"] == 0:
+            reason = "it looks at validation losses while training, and validation.every_n_steps=0 measures none"
+            found.append(Yields(name, False, reason, "Set validation.every_n_steps to 100 or so."))
+        elif settings["validation.split"] == 0.0:
+            reason = "it looks at validation losses, and validation.split=0 holds no image out"
+            found.append(Yields(name, False, reason, "Set validation.split to 0.1 or so."))
+    if settings["safeguards.reduce_lr_on_plateau"] and settings["optimizer.name"] == "adamw_schedulefree":
+        reason = "optimizer.name=adamw_schedulefree averages weights in place of lowering its rate"
+        found.append(
+            Yields(
+                "safeguards.reduce_lr_on_plateau",
+                False,
+                reason,
+                "Remove safeguards.reduce_lr_on_plateau, or set another optimizer.name.",
+            )
+        )
+    if settings["safeguards.early_stopping"] and settings["checkpoint.export_weights"] == "last":
+        reason = "safeguards.early_stopping trains past the best weights to know them, and releases these"
+        fix = "Set checkpoint.export_weights=best, or remove safeguards.early_stopping."
+        found.append(Yields("checkpoint.export_weights", "best", reason, fix))
+    if (
+        settings["safeguards.clip_on_loss_spike"]
+        and settings["optimizer.max_grad_norm"] == 0.0
+        and settings["optimizer.clip_value"] is None
+    ):
+        reason = "it clips gradients harder, and optimizer.max_grad_norm=0 does not clip them"
+        found.append(
+            Yields("safeguards.clip_on_loss_spike", False, reason, "Set optimizer.max_grad_norm to 1.0 or so.")
+        )
     return found
 
 
 def narrow_weights(settings: Settings) -> list[Yields]:
-    if not settings["memory.int8_products"] or settings["memory.base_precision"] == "int8":
+    if not settings["memory.int8_matmul"] or settings["memory.weight_dtype"] == "int8":
         return []
     reason = "only weights that are stored in int8 are multiplied so"
-    fix = "Set memory.base_precision=int8, or remove memory.int8_products."
-    return [Yields("memory.int8_products", False, reason, fix)]
+    fix = "Set memory.weight_dtype=int8, or remove memory.int8_matmul."
+    return [Yields("memory.int8_matmul", False, reason, fix)]
 
 
 def flow_times(settings: Settings) -> list[Yields]:
     """Settings of a distribution of times that is not the one drawn from."""
-    name = settings["flow.timesteps"]
+    name = settings["flow.timestep_sampling"]
     of_others = [
         each
-        for kind, names in {"logit_normal": ("logit_mean", "logit_spread"), "mode": ("mode_scale",)}.items()
+        for kind, names in {"logit_normal": ("logit_mean", "logit_std"), "mode": ("mode_scale",)}.items()
         if kind != name
         for each in names
     ]
     return [
-        Yields(f"flow.{each}", default, f"flow.timesteps={name} does not ask for it", f"Remove flow.{each}.")
+        Yields(f"flow.{each}", default, f"flow.timestep_sampling={name} does not ask for it", f"Remove flow.{each}.")
         for each in of_others
         if settings[f"flow.{each}"] != (default := settings.default(f"flow.{each}"))
     ]
 
 
 def words(settings: Settings) -> list[Yields]:
-    name = "text.token_learning_rate"
-    if not settings["text.tokens"]:
-        of_words = {each: settings.default(each) for each in ("text.token_start", "text.token_vectors", name)}
-        reason = "it is of new words, and text.tokens names none"
+    name = "textual_inversion.learning_rate"
+    if not settings["textual_inversion.placeholder_tokens"]:
+        of_words = {
+            each: settings.default(each)
+            for each in ("textual_inversion.initializer_token", "textual_inversion.num_vectors", name)
+        }
+        reason = "it is of new words, and textual_inversion.placeholder_tokens names none"
         return [
-            Yields(each, default, reason, f"Set text.tokens, or remove {each}.")
+            Yields(each, default, reason, f"Set textual_inversion.placeholder_tokens, or remove {each}.")
             for each, default in of_words.items()
             if settings[each] != default
         ]
-    (factor,) = {clash.value for clash in prodigy_rate(settings)} or {settings["optim.learning_rate"]}
-    if settings["optim.name"] != "prodigy" or settings[name] == factor:
+    (factor,) = {clash.value for clash in prodigy_rate(settings)} or {settings["optimizer.learning_rate"]}
+    if settings["optimizer.name"] != "prodigy" or settings[name] == factor:
         return []
-    reason = f"Prodigy finds one rate for all that is trained, and optim.learning_rate={factor:g} is the factor on it"
-    return [Yields(name, factor, reason, f"Set {name}={factor:g}, or another optim.name.")]
+    reason = (
+        f"Prodigy finds one rate for all that is trained, and optimizer.learning_rate={factor:g} is the factor on it"
+    )
+    return [Yields(name, factor, reason, f"Set {name}={factor:g}, or another optimizer.name.")]
 
 
 def unfit_words(settings: Settings) -> list[Problem]:
@@ -269,19 +307,24 @@ def unfit_words(settings: Settings) -> list[Problem]:
 
     Tokenizers find them inside other words, too, and do not tell large letters from small ones.
     """
-    given = [str(word) for word in settings["text.tokens"]]
+    given = [str(word) for word in settings["textual_inversion.placeholder_tokens"]]
     named = [word.lower() for word in given]
     twice = sorted({word for word in named if named.count(word) > 1})
     found = [
         Problem(
-            f"{settings.told('text.tokens')}: {word!r} would be found inside other words, too.",
+            f"{settings.told('textual_inversion.placeholder_tokens')}: {word!r} would be found inside other words, too.",
             f"Write <{word.strip('<>')}>, in captions as well.",
         )
         for word in dict.fromkeys(given)
         if word[:1].isalnum() or word[-1:].isalnum()
     ]
     if twice:
-        found.append(Problem(f"{settings.told('text.tokens')} names {twice[0]!r} twice.", "Name each word once."))
+        found.append(
+            Problem(
+                f"{settings.told('textual_inversion.placeholder_tokens')} names {twice[0]!r} twice.",
+                "Name each word once.",
+            )
+        )
     return found
 
 

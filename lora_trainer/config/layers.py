@@ -1,6 +1,6 @@
 """From layers of settings to one frozen config that knows where each value came from.
 
-A layer is a name and nested values, `{"optim": {"learning_rate": 1e-4}}`; later layers win.
+A layer is a name and nested values, `{"optimizer": {"learning_rate": 1e-4}}`; later layers win.
 Every problem of every layer is collected before anything is refused.
 """
 
@@ -21,7 +21,7 @@ from lora_trainer.config.contradictions import (
     unfit_words,
 )
 from lora_trainer.config.schema import Config, Section
-from lora_trainer.config.toml import EMPTY, can_be_emptied, is_a_list, section_types, setting_names
+from lora_trainer.config.toml import EMPTY, can_be_emptied, homes_of, is_a_list, section_types, setting_names
 from lora_trainer.core.errors import Problem, UsageError, nearest
 
 DEFAULT = "default"
@@ -69,7 +69,7 @@ def resolve(layers: Sequence[Layer], problems: Iterable[Problem] = ()) -> Resolv
 
 def flattened(config: Config) -> dict[str, Any]:
     """`section.key` to value, in the order of the schema."""
-    dumped = config.model_dump(by_alias=True)
+    dumped = config.model_dump()
     return {f"{section}.{key}": value for section, values in dumped.items() for key, value in values.items()}
 
 
@@ -96,7 +96,7 @@ def valid_settings(layer: Layer, found: list[Problem]) -> list[tuple[str, str, A
 def plain_values(kind: type[Section], given: Mapping[str, Any]) -> dict[str, Any]:
     """A section's values with TOML's lists as tuples, and its "none" as None where the setting can be empty.
 
-    A lone value of a setting that is a list is a list of one: `text.learning_rates=5e-5`.
+    A lone value of a setting that is a list is a list of one: `text_encoder.learning_rates=5e-5`.
     """
     values = {key: _tuples(value) for key, value in given.items()}
     alone = {key for key, value in values.items() if value != EMPTY and not isinstance(value, tuple)}
@@ -113,7 +113,7 @@ def _tuples(value: Any) -> Any:
 
 def _nearest_section(section: str, given: Any) -> str:
     """Also for a setting written without its section: `learning_rate = 1e-4` at the top of a file."""
-    homes = [name for name in setting_names() if name.partition(".")[2] == section]
+    homes = homes_of(section)
     if homes and not isinstance(given, Mapping):
         return f"Did you mean {' or '.join(homes)}?"
     return nearest(section, section_types())

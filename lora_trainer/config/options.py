@@ -42,7 +42,7 @@ def suited(resolved: Resolved, prediction: str) -> Resolved:
     What a preset wants and the model lacks is dropped and noted. Raises UsageError where the
     user wants it.
     """
-    settings = Settings(resolved.config.model_dump(by_alias=True), resolved.origin)
+    settings = Settings(resolved.config.model_dump(), resolved.origin)
     lacking = [
         Yields(name, settings.default(name), f"the model predicts {prediction}, and {why}", f"Remove {name}.")
         for name, (predictions, why) in NEEDS.items()

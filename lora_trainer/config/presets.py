@@ -1,6 +1,6 @@
 """Presets: plain TOML files of settings, in three kinds.
 
-Tiers are limits (what the card can hold), goals are wishes (what the run should be good
+Tiers are limits (what the GPU can hold), goals are wishes (what the run should be good
 at), families are what a model family needs. A setting is never in both tiers and goals,
 so the order of the names changes nothing.
 """
@@ -20,8 +20,8 @@ from lora_trainer.core.errors import Problem, nearest
 AUTO = "auto"
 TIERS, GOALS, FAMILIES = "tiers", "goals", "families"
 
-# A card reports less than its name says: a 16 GB T4 14.56 GiB, a 24 GB A10 21.98 GiB. An 11 GB
-# card (10.91 GiB) must not pass for 12 GB.
+# A GPU reports less than its name says: a 16 GB T4 14.56 GiB, a 24 GB A10 21.98 GiB. An 11 GB
+# GPU (10.91 GiB) must not pass for 12 GB.
 _REPORTED_SHARE = 0.91
 
 
@@ -90,7 +90,7 @@ def family_layers(family: str, *, builtin: bool) -> list[Layer]:
 def preset_layers(asked: Sequence[str], memory_gib: float | None = None) -> Chosen:
     """Layers for names as given to --preset, each of which may hold several with commas.
 
-    `memory_gib` is what the largest CUDA card reports, None without one; only `auto` asks.
+    `memory_gib` is what the largest CUDA GPU reports, None without one; only `auto` asks.
     """
     names = [name.strip() for part in asked for name in part.split(",") if name.strip()]
     names = list(dict.fromkeys(names))
@@ -120,18 +120,18 @@ _OTHER = {"tier": "goal", "goal": "tier"}
 
 
 def auto_layer(memory_gib: float | None) -> tuple[Layer, str]:
-    """The tier of the card found, and one sentence about the choice."""
+    """The tier of the GPU found, and one sentence about the choice."""
     tiers = sorted(size for name in selectable() if (size := tier_gb(name)) is not None)
     if memory_gib is None:
         note = "preset auto: no GPU found, so no tier's limit applies; using 12gb without its memory limit"
         return Layer("preset auto (12gb)", _without_limit("12gb")), note
-    found = f"preset auto: the card reports {memory_gib:.1f} GiB"
+    found = f"preset auto: the GPU reports {memory_gib:.1f} GiB"
     if memory_gib > tiers[-1]:
         name = f"{tiers[-1]}gb"
         return Layer(f"preset auto ({name})", _without_limit(name)), f"{found}; using {name} without its memory limit"
     fitting = [size for size in tiers if memory_gib >= _REPORTED_SHARE * size]
     name = f"{fitting[-1] if fitting else tiers[0]}gb"
-    smaller = "" if fitting else ", the smallest tier, though the card is smaller still"
+    smaller = "" if fitting else ", the smallest tier, though the GPU is smaller still"
     return Layer(f"preset auto ({name})", presets()[name].values), f"{found}; using {name}{smaller}"
 
 

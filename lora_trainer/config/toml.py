@@ -42,7 +42,7 @@ def read_toml(path: Path) -> dict[str, Any]:
     except RecursionError:
         raise UsageError(Problem(f"{path} is nested too deeply.", "Name a config of this program.")) from None
     except tomllib.TOMLDecodeError as error:
-        hint = 'Text stands in double quotes, lists in brackets: sources = ["./pictures"]. A Windows path needs single '
+        hint = 'Text stands in double quotes, lists in brackets: sources = ["./images"]. A Windows path needs single '
         raise UsageError(
             Problem(f"{path} is not valid TOML: {error}.", hint + "quotes: path = 'C:\\models'.")
         ) from None
@@ -56,9 +56,9 @@ def refuse_large(path: Path, size: int) -> None:
 
 
 def parse_assignment(text: str, flag: str = "--set") -> tuple[str, str, Any] | Problem:
-    """`optim.learning_rate=1e-3` as (section, key, value).
+    """`optimizer.learning_rate=1e-3` as (section, key, value).
 
-    The value is read as TOML and a bare word as text, so neither `lora.targets=attention`
+    The value is read as TOML and a bare word as text, so neither `lora.target_modules=attention`
     nor a path needs quotes. An empty value means "none".
     """
     name, equals, raw = text.partition("=")
@@ -67,7 +67,8 @@ def parse_assignment(text: str, flag: str = "--set") -> tuple[str, str, Any] | P
         return Problem(f"{flag} {text}: {section} is not a setting.", settings_like(section))
     if not (equals and dot and section and key):
         return Problem(
-            f"{flag} {text} is not of the form section.key=value.", f"For example: {flag} memory.checkpointing=all"
+            f"{flag} {text} is not of the form section.key=value.",
+            f"For example: {flag} memory.gradient_checkpointing=true",
         )
     value = parse_value(raw)
     if isinstance(value, Problem):
@@ -97,7 +98,7 @@ def to_toml(config: Config) -> str:
     An empty setting is written as "none", so that nothing below the file fills it.
     """
     document: dict[str, dict[str, Any]] = {}
-    for section, values in config.model_dump(by_alias=True, mode="json").items():
+    for section, values in config.model_dump(mode="json").items():
         kept = document.setdefault(section, {})
         section_type = section_types()[section]
         for key, value in values.items():
@@ -130,11 +131,17 @@ def setting_names() -> list[str]:
     return [f"{section}.{key}" for section, kind in section_types().items() for key in kind.model_fields]
 
 
+def homes_of(key: str) -> list[str]:
+    """Every `section.key` of a key; what is rarely meant, such as the rate of new tokens, comes last."""
+    homes = [name for name in setting_names() if name.partition(".")[2] == key]
+    return sorted(homes, key=lambda name: name.startswith("textual_inversion."))
+
+
 def settings_like(word: str) -> str:
     """`Did you mean …?` for a word that should have been `section.key`."""
-    keys = {name: name.partition(".")[2] for name in setting_names()}
-    near = [word] if word in keys.values() else get_close_matches(word, set(keys.values()), n=3, cutoff=0.6)
-    homes = [name for key in near for name in keys if keys[name] == key]
+    keys = {name.partition(".")[2] for name in setting_names()}
+    near = [word] if word in keys else get_close_matches(word, keys, n=3, cutoff=0.6)
+    homes = [name for key in near for name in homes_of(key)]
     return f"Did you mean {' or '.join(homes)}?" if homes else "--explain lists all settings, each as section.key."
 
 

@@ -1,7 +1,7 @@
 """Writing to a disk that may refuse: full, read-only, unplugged. The run waits, paused, and goes on by itself.
 
 What a refused write does hangs on the command, not on who writes. So a run opens `patient` once, and everything
-that it writes goes through `until_written`; outside of `patient` the disk's error is raised as it came. A thread that
+that it writes goes through `write_with_retry`; outside of `patient` the disk's error is raised as it came. A thread that
 writes for a run is started in a copy of its context.
 """
 
@@ -80,7 +80,7 @@ current = _patience.get
 
 @contextmanager
 def patient(patience: Patience) -> Iterator[Patience]:
-    """Inside the block every `until_written` waits as `patience` says."""
+    """Inside the block every `write_with_retry` waits as `patience` says."""
     if patience.home is not None:
         patience.disk = _disk_of(patience.home)
     token = _patience.set(patience)
@@ -90,7 +90,7 @@ def patient(patience: Patience) -> Iterator[Patience]:
         _patience.reset(token)
 
 
-def until_written(what: str, place: Path, write: Callable[[], T], size: int | None = None) -> T:
+def write_with_retry(what: str, place: Path, write: Callable[[], T], size: int | None = None) -> T:
     """What `write` returns, called again until the disk takes it; a call that fails must leave nothing half done.
 
     `what` and the folder `place` are named in the message, with `size` bytes where they are known. Raises

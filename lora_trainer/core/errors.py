@@ -102,7 +102,7 @@ OUT_OF_MEMORY = (
     "out of memory",
     "alloc_failed",  # CUBLAS_STATUS_ALLOC_FAILED, CUDNN_STATUS_ALLOC_FAILED
     "cudaerrormemoryallocation",
-    "can't allocate memory",  # torch on a processor
+    "can't allocate memory",  # torch on a CPU
     "not enough memory",  # the same on Windows
     "cannot allocate memory",
     "bad_alloc",
@@ -110,7 +110,7 @@ OUT_OF_MEMORY = (
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether memory ran out, of a card or of the system, in whatever words a library says it. Loads nothing."""
+    """Whether memory ran out, of a GPU or of the system, in whatever words a library says it. Loads nothing."""
     if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
         return True
     if isinstance(error, OSError):

@@ -1,4 +1,4 @@
-"""How the files of a grid of pictures are called."""
+"""How the files of a grid of images are called."""
 
 from __future__ import annotations
 
@@ -10,6 +10,6 @@ def strength_name(strength: float | None) -> str:
     return "with" if strength == 1.0 else f"with_{strength:.12g}"
 
 
-def picture_name(name: str, row: int, strength: float | None) -> str:
-    """The file of one picture of a grid."""
+def image_name(name: str, row: int, strength: float | None) -> str:
+    """The file of one image of a grid."""
     return f"{name}_{row:02d}_{strength_name(strength)}.png"

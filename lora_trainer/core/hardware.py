@@ -25,7 +25,7 @@ PACKAGES = (
 
 
 def cuda_memory_gib() -> float | None:
-    """Memory of the first CUDA card in GiB, or None without one. Imports torch."""
+    """Memory of the first CUDA GPU in GiB, or None without one. Imports torch."""
     import torch
 
     if not torch.cuda.is_available():
@@ -34,7 +34,7 @@ def cuda_memory_gib() -> float | None:
 
 
 def cpu_supports_bf16() -> bool:
-    """Whether the processor multiplies bf16 in hardware (Linux and x86 only; elsewhere False)."""
+    """Whether the CPU multiplies bf16 in hardware (Linux and x86 only; elsewhere False)."""
     try:
         with open("/proc/cpuinfo", encoding="utf-8") as file:
             flags = next((line for line in file if line.startswith("flags")), "")
@@ -96,14 +96,14 @@ def describe_machine() -> dict[str, str | int | float | None]:
     import torch
 
     onednn = re.search(r"MKL-DNN v([\d.]+)", torch.__config__.show())
-    card = torch.cuda.get_device_name(0) if torch.cuda.is_available() else None
+    gpu = torch.cuda.get_device_name(0) if torch.cuda.is_available() else None
     return {
         "system": f"{platform.system()} {platform.release()}",
         "machine": platform.machine(),
         "cpus": os.cpu_count(),
-        "threads": torch.get_num_threads(),  # sums on a processor are split by it
+        "threads": torch.get_num_threads(),  # sums on a CPU are split by it
         "cpu_capability": torch.backends.cpu.get_cpu_capability(),  # the instructions that torch's own code uses
         "onednn": onednn[1] if onednn else None,
-        "gpu": card,
+        "gpu": gpu,
         "gpu_gib": cuda_memory_gib(),
     }

@@ -5,7 +5,7 @@ on what is under way:
 
 - what can be done again (reading, checking, caching, building, export, the gate) is left at once: `Stopped` is raised;
 - inside `remembering()` nothing is raised: whoever opened it asks `told()` when it suits (an update, a checkpoint);
-- inside `can_be_given_up()` `GivenUp` is raised where what is under way would not end in time.
+- inside `can_be_given_up()` `StepAborted` is raised where what is under way would not end in time.
 
 A second signal leaves at once, by the system's own way: all files are whole or absent at every moment. SIGHUP is no
 second one: a terminal that closes sends it by several ways, and a system that ends sends it after SIGTERM.
@@ -33,7 +33,7 @@ FOR_SAVING = 0.5  # share of the grace time that is kept for saving
 # A launcher passes on what the terminal has told its processes already: until then the same signal counts once.
 ECHO_SECONDS = 5.0
 
-Manner = Literal["leave", "remember", "give up"]
+SamplingDefaults = Literal["leave", "remember", "give up"]
 
 
 class Stopped(SystemExit):
@@ -44,7 +44,7 @@ class Stopped(SystemExit):
         self.exit_code = exit_code
 
 
-class GivenUp(BaseException):
+class StepAborted(BaseException):
     """Leaves a step, a validation or a drawing for a signal; nothing of it counts, and it can be done again."""
 
 
@@ -55,7 +55,7 @@ class Interrupt:
         self.signal: int | None = None
         self.at = 0.0
         self.grace = GRACE_SECONDS
-        self.manner: Manner = "leave"
+        self.sampling_defaults: SamplingDefaults = "leave"
         self.ends = math.inf  # when what can be given up should end by itself
         self.silent = silent
         # Known while they live: a closed one is none any more.
@@ -100,10 +100,10 @@ class Interrupt:
         self._say()
         if number == HANG_UP:
             self._without_terminals()
-        if self.manner == "leave":
+        if self.sampling_defaults == "leave":
             raise Stopped(self.exit_code)
-        if self.manner == "give up" and not self.in_time(self.ends):
-            raise GivenUp
+        if self.sampling_defaults == "give up" and not self.in_time(self.ends):
+            raise StepAborted
 
     def _without_terminals(self) -> None:
         """What is written to them goes nowhere from here on: a closed one refuses every write."""
@@ -117,7 +117,7 @@ class Interrupt:
             return
         what = (
             "leaving at once; what was saved before stays"
-            if self.manner == "leave"
+            if self.sampling_defaults == "leave"
             else f"saving and leaving within {self.grace:g} s; a second signal leaves at once"
         )
         # Not by print: the signal may have come in the middle of another one.
@@ -202,14 +202,14 @@ def can_be_given_up(seconds: float = math.inf) -> Iterator[None]:
         if _now is not None:
             _now.ends = time.monotonic() + seconds
             if not _now.in_time(_now.ends):
-                raise GivenUp
+                raise StepAborted
         yield
 
 
-def give_up_if_late() -> None:
+def abort_if_late() -> None:
     """Raise GivenUp where a signal came and the time that is not kept for saving is over."""
-    if _now is not None and _now.manner == "give up" and not _now.in_time(time.monotonic()):
-        raise GivenUp
+    if _now is not None and _now.sampling_defaults == "give up" and not _now.in_time(time.monotonic()):
+        raise StepAborted
 
 
 def end_quickly() -> None:
@@ -218,19 +218,19 @@ def end_quickly() -> None:
 
 
 @contextmanager
-def _manner(manner: Manner) -> Iterator[None]:
+def _manner(sampling_defaults: SamplingDefaults) -> Iterator[None]:
     if _now is None or threading.current_thread() is not threading.main_thread():
         yield
         return
-    interrupt, before = _now, _now.manner
-    interrupt.manner = manner
+    interrupt, before = _now, _now.sampling_defaults
+    interrupt.sampling_defaults = sampling_defaults
     try:
         yield
     finally:
-        interrupt.manner = before
+        interrupt.sampling_defaults = before
 
 
-def no_more_giving_up() -> None:
+def no_more_aborting() -> None:
     """What `can_be_given_up` is around has come so far that it is finished now: it would be half done otherwise."""
-    if _now is not None and _now.manner == "give up":
-        _now.manner = "remember"
+    if _now is not None and _now.sampling_defaults == "give up":
+        _now.sampling_defaults = "remember"

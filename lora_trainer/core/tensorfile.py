@@ -26,10 +26,10 @@ NO_TENSORS = "is not a safetensors file"
 AGAIN = "Copy or download it again."
 # How other files begin that get the name of a model's: bytes, what they are, what helps.
 OTHERS = (
-    (b"\x89PNG", "is a picture (PNG)", "Name a .safetensors file."),
-    (b"\xff\xd8\xff", "is a picture (JPEG)", "Name a .safetensors file."),
-    (b"RIFF", "is a picture or sound (RIFF)", "Name a .safetensors file."),
-    (b"GIF8", "is a picture (GIF)", "Name a .safetensors file."),
+    (b"\x89PNG", "is an image (PNG)", "Name a .safetensors file."),
+    (b"\xff\xd8\xff", "is an image (JPEG)", "Name a .safetensors file."),
+    (b"RIFF", "is an image or sound (RIFF)", "Name a .safetensors file."),
+    (b"GIF8", "is an image (GIF)", "Name a .safetensors file."),
     (b"GGUF", "is a GGUF file", "Name the model as .safetensors: GGUF is not read."),
     (b"version ", "is a pointer of Git LFS, not the file itself", "Fetch the file: git lfs pull."),
     (b"%PDF", "is a PDF", "Name a .safetensors file."),

@@ -1,9 +1,9 @@
-"""Which pictures are nearly the same: re-encoded, resized, slightly cut, or mirrored.
+"""Which images are nearly the same: re-encoded, resized, slightly cut, or mirrored.
 
-Two pictures are alike when their 64-bit hashes differ in few bits and their 8×8 thumbs
+Two images are alike when their 64-bit hashes differ in few bits and their 8×8 thumbs
 agree. Of two hashes that differ in at most 7 bits, one of four bands of 16 bits differs
-in at most one: only pictures that share such a band are compared, so that the time grows
-with the number of pictures and not with its square (multi-index hashing, Norouzi 2012,
+in at most one: only images that share such a band are compared, so that the time grows
+with the number of images and not with its square (multi-index hashing, Norouzi 2012,
 arXiv:1307.2982).
 """
 
@@ -15,25 +15,25 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from lora_trainer.data.pictures.measures import THUMB_SIDE, Seen
+from lora_trainer.data.images.measures import THUMB_SIDE, Seen
 
 MOST_BITS = 6  # of 64
-LEAST_AGREEMENT = 0.985  # correlation of two thumbs over pixels and colours
+LEAST_AGREEMENT = 0.985  # correlation of two thumbs over pixels and colors
 MIRROR_AGREEMENT = 0.997  # a subject that is the same on both sides is no mirror image of itself elsewhere
-LEAST_SPREAD = 2.0  # a picture of one colour is like every other
-MOST_COMPARED = 32  # pictures of one band: thousands of frames of one scene are not compared with one another
+LEAST_SPREAD = 2.0  # an image of one color is like every other
+MOST_COMPARED = 32  # images of one band: thousands of frames of one scene are not compared with one another
 BAND = 16  # bits
-CHUNK = 4096  # pictures looked up at once
+CHUNK = 4096  # images looked up at once
 
 Places = NDArray[np.int64]
 
 
 @dataclass(frozen=True)
 class Alike:
-    """`groups` of places of pictures that are nearly the same, and `mirrored` pairs that are so after a flip.
+    """`groups` of places of images that are nearly the same, and `mirrored` pairs that are so after a flip.
 
-    `pairs` counts how many pairs of pictures that are alike can be taken from the groups,
-    each picture once, the first that fits.
+    `pairs` counts how many pairs of images that are alike can be taken from the groups,
+    each image once, the first that fits.
     """
 
     groups: tuple[tuple[int, ...], ...] = ()
@@ -57,7 +57,7 @@ class Alike:
 
 
 def find_alike(seen: Sequence[Seen]) -> Alike:
-    """Compare all pictures by their hashes. Each place stands in at most one group; all are in order."""
+    """Compare all images by their hashes. Each place stands in at most one group; all are in order."""
     usable = [place for place, each in enumerate(seen) if each.broken is None and each.spread >= LEAST_SPREAD]
     if len(usable) < 2:
         return Alike()
@@ -74,7 +74,7 @@ def find_alike(seen: Sequence[Seen]) -> Alike:
 
 
 def _connected(hashes: NDArray[np.uint64], thumbs: NDArray[np.uint8]) -> Places:
-    """[N] of each picture the first one that it is connected with by pictures that are alike."""
+    """[N] of each image the first one that it is connected with by images that are alike."""
     leaders = np.arange(len(hashes), dtype=np.int64)
     for first, second in _candidates(hashes, hashes):
         # What is connected already need not be compared: that keeps thousands of frames of one scene quick.
@@ -140,7 +140,7 @@ def _candidates(hashes: NDArray[np.uint64], asked: NDArray[np.uint64]) -> Iterat
                 keys = chunk ^ mask
                 bands = (keys >> np.uint64(64 - BAND)).astype(np.int64)
                 starts, lengths = edges[bands], edges[bands + 1] - edges[bands]
-                full = lengths > MOST_COMPARED  # of a full band only the neighbours in order
+                full = lengths > MOST_COMPARED  # of a full band only the neighbors in order
                 middle = np.searchsorted(ranked, keys[full]) - MOST_COMPARED // 2
                 starts[full] = np.clip(middle, starts[full], starts[full] + lengths[full] - MOST_COMPARED)
                 lengths[full] = MOST_COMPARED
@@ -155,7 +155,7 @@ def _turned(hashes: NDArray[np.uint64], shift: int) -> NDArray[np.uint64]:
 
 
 def _agreement(one: NDArray[np.uint8], other: NDArray[np.uint8]) -> NDArray[np.float64]:
-    """Correlation [P] of thumbs [P, 8, 8, 3]: brightness and contrast may differ, colours may not."""
+    """Correlation [P] of thumbs [P, 8, 8, 3]: brightness and contrast may differ, colors may not."""
     left, right = (each.reshape(len(each), 3 * THUMB_SIDE**2).astype(np.float32) for each in (one, other))
     left -= left.mean(axis=1, keepdims=True)
     right -= right.mean(axis=1, keepdims=True)

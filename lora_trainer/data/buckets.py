@@ -1,8 +1,8 @@
 """Aspect buckets: pure arithmetic on sizes in pixels.
 
-A bucket is a size that pictures of similar shape are brought to, so that they can stand
+A bucket is a size that images of similar shape are brought to, so that they can stand
 in one tensor. Every bucket's area is at most resolution², its sides are multiples of
-`step`, and no picture is ever dropped.
+`step`, and no image is ever dropped.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ class Bucket:
 
 
 @dataclass(frozen=True, slots=True)
-class Fit:
-    """How a picture is brought to its bucket: resize to cover, then cut out from (left, top)."""
+class ResizeCrop:
+    """How an image is brought to its bucket: resize to cover, then cut out from (left, top)."""
 
     resized_width: int
     resized_height: int
@@ -38,12 +38,12 @@ class Fit:
     bucket: Bucket
 
     def scale_from(self, width: int, height: int) -> float:
-        """Factor by which a picture of this size is enlarged; above 1 means upscaling."""
+        """Factor by which an image of this size is enlarged; above 1 means upscaling."""
         return max(self.bucket.width / width, self.bucket.height / height)
 
     @property
     def kept(self) -> float:
-        """Share of the picture's area that the crop keeps."""
+        """Share of the image's area that the crop keeps."""
         return self.bucket.width * self.bucket.height / (self.resized_width * self.resized_height)
 
 
@@ -53,7 +53,7 @@ def make_buckets(
 ) -> tuple[Bucket, ...]:
     """All buckets, sorted: for each long side the largest short side that the area allows.
 
-    `shortest` and `longest` bound their sides. At the longest all short sides are there, so that long pictures are
+    `shortest` and `longest` bound their sides. At the longest all short sides are there, so that long images are
     not cut to squarer ones. Raises UsageError when not even one step fits into the resolution.
     """
     if resolution < step:
@@ -65,7 +65,7 @@ def make_buckets(
     long = short = square
     most = None if longest is None else longest // step * step
     while short >= max(step, shortest or 0) and long / short <= max_aspect:
-        # The square and its neighbour can share a short side when the resolution is no multiple of the step.
+        # The square and its neighbor can share a short side when the resolution is no multiple of the step.
         if short <= long:
             found |= {Bucket(long, short), Bucket(short, long)}
         if long == most:
@@ -79,10 +79,10 @@ def make_buckets(
 def own_bucket(
     width: int, height: int, resolution: int, step: int, max_aspect: float, longest: int | None = None
 ) -> Bucket:
-    """The bucket of a picture's own size, for one that no bucket of the resolution can hold without enlarging it.
+    """The bucket of an image's own size, for one that no bucket of the resolution can hold without enlarging it.
 
-    Its sides are the picture's rounded down to the step (at least one step), no longer than `max_aspect` times
-    the other or `longest`; a picture of more area than the resolution's is reduced to that first.
+    Its sides are the image's rounded down to the step (at least one step), no longer than `max_aspect` times
+    the other or `longest`; an image of more area than the resolution's is reduced to that first.
     """
     scale = min(1.0, resolution / math.sqrt(width * height))
     across, down = (max(step, math.floor(side * scale) // step * step) for side in (width, height))
@@ -119,7 +119,7 @@ def nearest_bucket(width: int, height: int, ranked: Ranked) -> Bucket:
     return ranked.buckets[min(range(max(0, place - 1), min(len(ranked.aspects), place + 1)), key=distance)]
 
 
-def fit_to(width: int, height: int, bucket: Bucket, place: tuple[float, float] = (0.5, 0.5)) -> Fit:
+def fit_to(width: int, height: int, bucket: Bucket, place: tuple[float, float] = (0.5, 0.5)) -> ResizeCrop:
     """The smallest resize with the same aspect that covers the bucket, and the crop.
 
     `place` says where in its room the crop lies, across and down: (0, 0) is the top left, (1, 1) the bottom right.
@@ -129,4 +129,4 @@ def fit_to(width: int, height: int, bucket: Bucket, place: tuple[float, float] =
     resized_height = max(bucket.height, round(height * scale))
     left = math.floor((resized_width - bucket.width) * place[0])
     top = math.floor((resized_height - bucket.height) * place[1])
-    return Fit(resized_width, resized_height, left, top, bucket)
+    return ResizeCrop(resized_width, resized_height, left, top, bucket)

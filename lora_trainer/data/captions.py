@@ -36,7 +36,7 @@ class Texts:
     """What becomes of a written caption.
 
     `canonical` has the first of all choices, its tags in their order, none left out, no
-    weights: pictures are drawn with it and held-out losses measured. `variants` are what is
+    weights: images are drawn with it and validation losses measured. `variants` are what is
     trained, in turn; one where nothing varies.
     """
 
@@ -52,7 +52,7 @@ def make_texts(written: str, rules: CaptionsSection) -> Texts:
         variants = _variants(written, rules)
     if len(set(variants)) == 1:
         variants = variants[:1]
-    return Texts(plain(whole) if rules.weighted_words else whole, tuple(variants))
+    return Texts(plain(whole) if rules.prompt_weighting else whole, tuple(variants))
 
 
 def canonical_text(sample: Sample, rules: Sequence[CaptionsSection]) -> str:
@@ -61,7 +61,7 @@ def canonical_text(sample: Sample, rules: Sequence[CaptionsSection]) -> str:
         return sample.caption
     own = rules_of(sample, rules)
     whole = _first(sample.caption, own)
-    return plain(whole) if own.weighted_words else whole
+    return plain(whole) if own.prompt_weighting else whole
 
 
 def _first(written: str, rules: CaptionsSection) -> str:
@@ -90,7 +90,7 @@ def _filled(written: str, rules: CaptionsSection, pick: Pick) -> str:
     text = _joined(_joined(rules.prefix, text), rules.suffix)
     if rules.wildcards:
         text = filled(text, pick)
-    return text.replace(TRIGGER, rules.trigger) if rules.trigger else text
+    return text.replace(TRIGGER, rules.trigger_word) if rules.trigger_word else text
 
 
 def _joined(before: str, after: str) -> str:
@@ -115,8 +115,8 @@ class _Tags:
 
 def _tags(text: str, rules: CaptionsSection) -> _Tags:
     """The tags of a text, the trigger put in front where it is missing."""
-    missing = [rules.trigger] if rules.trigger and not has_trigger(text, rules.trigger) else []
-    keep = rules.keep_separator
+    missing = [rules.trigger_word] if rules.trigger_word and not has_trigger(text, rules.trigger_word) else []
+    keep = rules.keep_tokens_separator
     if keep and keep in text:
         front, free, back = (_split(part, rules) for part in [*text.split(keep, 2), ""][:3])
     else:
@@ -128,7 +128,7 @@ def _tags(text: str, rules: CaptionsSection) -> _Tags:
 def _split(text: str, rules: CaptionsSection) -> list[str]:
     """A text at its separators, but not inside of the brackets of weighted words."""
     found = text.split(rules.separator)
-    if rules.weighted_words:
+    if rules.prompt_weighting:
         whole: list[str] = []
         depth = 0
         for part in found:
@@ -146,12 +146,12 @@ def _split(text: str, rules: CaptionsSection) -> list[str]:
 
 def _whole(text: str, rules: CaptionsSection) -> str:
     """A text with nothing shuffled or dropped: as it is, but for the trigger and the keep separator."""
-    if rules.keep_separator and rules.keep_separator in text:
+    if rules.keep_tokens_separator and rules.keep_tokens_separator in text:
         return _tags(text, rules).text(rules)
-    if has_trigger(text, rules.trigger):
+    if has_trigger(text, rules.trigger_word):
         return text
-    assert rules.trigger is not None
-    return _Tags([rules.trigger], [text] if text else [], []).text(rules)
+    assert rules.trigger_word is not None
+    return _Tags([rules.trigger_word], [text] if text else [], []).text(rules)
 
 
 def _variants(written: str, rules: CaptionsSection) -> list[str]:
@@ -185,7 +185,7 @@ def _free(tags: Sequence[str], name: str, rules: CaptionsSection, number: int) -
         order = _orders(count, rules.variants, name, "shuffle")[number]
     if not rules.tag_dropout:
         return [tags[place] for place in order]
-    missing, trigger = _missing(count, name, rules.variants, rules.tag_dropout), rules.trigger
+    missing, trigger = _missing(count, name, rules.variants, rules.tag_dropout), rules.trigger_word
     return [
         tags[place]
         for place in order
@@ -218,16 +218,16 @@ def _words(count: int, *position: int | str) -> tuple[int, ...]:
 def settled(samples: Sequence[Sample], rules: Sequence[CaptionsSection]) -> tuple[Sample, ...]:
     """The samples with canonical captions and their variants; `rules` stand in the order of the data's sources.
 
-    Regularisation pictures show the model's own idea of a class, so they get no trigger.
+    Regularization images show the model's own idea of a class, so they get no trigger.
     """
     known: dict[tuple[str, int, bool], Texts] = {}
     found = []
     for sample in samples:
-        key = (sample.caption, sample.source, sample.regularisation)
+        key = (sample.caption, sample.source, sample.regularization)
         if key not in known:
             known[key] = make_texts(sample.caption, rules_of(sample, rules))
         texts = known[key]
-        weighted = rules[sample.source].weighted_words
+        weighted = rules[sample.source].prompt_weighting
         found.append(
             replace(sample, caption=texts.canonical, variants=texts.variants, weighted=weighted, written=sample.caption)
         )
@@ -244,7 +244,9 @@ def lacks_trigger(sample: Sample, rules: Sequence[CaptionsSection]) -> bool:
     if sample.source >= len(rules):
         return False
     own = rules_of(sample, rules)
-    return bool(own.trigger) and not has_trigger(_filled(sample.caption, own, lambda count, place: 0), own.trigger)
+    return bool(own.trigger_word) and not has_trigger(
+        _filled(sample.caption, own, lambda count, place: 0), own.trigger_word
+    )
 
 
 def most_choices(sample: Sample, rules: Sequence[CaptionsSection]) -> int:
@@ -262,13 +264,13 @@ def most_choices(sample: Sample, rules: Sequence[CaptionsSection]) -> int:
 def rules_of(sample: Sample, rules: Sequence[CaptionsSection]) -> CaptionsSection:
     """What holds for a sample's caption."""
     found = rules[sample.source]
-    return found.model_copy(update={"trigger": None}) if sample.regularisation and found.trigger else found
+    return found.model_copy(update={"trigger_word": None}) if sample.regularization and found.trigger_word else found
 
 
 def variant_taken(sample: Sample, visit: int, seed: int, views: int = 1) -> int:
     """Which of its variants a sample is trained on at a visit: each in turn, so that all are used equally often.
 
-    With `views` versions of the picture in turn beside it, each variant meets each of them.
+    With `views` versions of the image in turn beside it, each variant meets each of them.
     """
     count = len(sample.texts)
     return position_turn(count, visit + visit // math.lcm(count, views), seed, "caption", sample.id)
@@ -276,7 +278,7 @@ def variant_taken(sample: Sample, visit: int, seed: int, views: int = 1) -> int:
 
 def drops_caption(rules: CaptionsSection, seed: int, step: int, epoch: int, place: tuple[str, int]) -> bool:
     """Whether a sample is trained on the empty caption. `place` is its id and occurrence in the step; all count from 0."""
-    every = rules.dropout_every_epochs
+    every = rules.dropout_every_n_epochs
     if every > 0 and (epoch + 1) % every == 0:
         return True
     return rules.dropout > 0.0 and position_uniform(seed, "caption_dropout", step, *place) < rules.dropout

@@ -1,4 +1,4 @@
-"""Latents made when they are asked for, in place of cached ones: pictures decoded ahead by threads, then encoded."""
+"""Latents made when they are asked for, in place of cached ones: images decoded ahead by threads, then encoded."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 
 from lora_trainer.core.errors import Problem, TrainingFailed
-from lora_trainer.data.pictures.pixels import EncodeImage, Shown, encode_shown, read_shown
+from lora_trainer.data.images.pixels import EncodeImage, Shown, encode_shown, read_shown
 from lora_trainer.data.sample import Sample
 from lora_trainer.data.steps import Ref
 from lora_trainer.data.views import View
 
-MOST_AHEAD = 32  # pictures; of 1024 x 1024 pixels they take 400 MB
+MOST_AHEAD = 32  # images; of 1024 x 1024 pixels they take 400 MB
 
 Place = Callable[[Ref], tuple[Sample, View]]
 
@@ -23,15 +23,15 @@ Place = Callable[[Ref], tuple[Sample, View]]
 class Fresh:
     """What `Store` is for cached latents, by place in place of key. For one reading thread; `close` it at the end.
 
-    Pictures are encoded one by one, so that how a step is split changes nothing.
+    Images are encoded one by one, so that how a step is split changes nothing.
     """
 
     def __init__(self, place: Place, encode: EncodeImage, workers: int, dtype: torch.dtype = torch.float32) -> None:
-        """`place` says what a place of a step shows; with no workers pictures are decoded when they are asked for."""
+        """`place` says what a place of a step shows; with no workers images are decoded when they are asked for."""
         self.place = place
         self._encode: EncodeImage | None = encode
         self._dtype = dtype
-        self._pool = ThreadPoolExecutor(workers, thread_name_prefix="pictures") if workers else None
+        self._pool = ThreadPoolExecutor(workers, thread_name_prefix="images") if workers else None
         self._begun: dict[Ref, Future[Shown]] = {}
         self._next: deque[Ref] = deque()
 
@@ -46,8 +46,8 @@ class Fresh:
     def read(self, ref: Ref) -> Mapping[str, Tensor]:
         """Mean and spread [C, h, w] of what a place shows, and its mask [1, h, w] where it has one.
 
-        Raises DatasetRefused, naming the file, for a picture that cannot be read or changed,
-        TrainingFailed for latents that are not finite or too little memory for one picture.
+        Raises DatasetRefused, naming the file, for an image that cannot be read or changed,
+        TrainingFailed for latents that are not finite or too little memory for one image.
         """
         assert self._encode is not None, "closed"
         begun = self._begun.pop(ref, None)
@@ -58,7 +58,7 @@ class Fresh:
         entry = {name: tensor[0].cpu() for name, tensor in encode_shown([shown], self._encode, self._dtype).items()}
         if not all(bool(torch.isfinite(tensor).all()) for tensor in entry.values()):
             message = f"The encoder gave values that are not finite for {self.place(ref)[0].path}."
-            raise TrainingFailed(Problem(message, "Look at the picture, or remove it."))
+            raise TrainingFailed(Problem(message, "Look at the image, or remove it."))
         return entry
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""From places in a step to tensors: cached latents and texts of a micro batch, read ahead."""
+"""From places in a step to tensors: cached latents and texts of a micro-batch, read ahead."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from lora_trainer.config.schema import CaptionsSection
-from lora_trainer.core.interrupt import give_up_if_late
+from lora_trainer.core.interrupt import abort_if_late
 from lora_trainer.data.buckets import Bucket
 from lora_trainer.data.caches.store import Store
 from lora_trainer.data.captions import drops_caption, variant_taken
@@ -31,7 +31,7 @@ class CachedData:
     """Samples with where their tensors lie. The four sequences stand in one order.
 
     `latent_keys` has a key for each of a sample's `views`. `prior_weight` is a factor on the
-    loss of regularisation samples. `fresh` makes latents in place of `latents`, and keys, where it is set.
+    loss of regularization samples. `fresh` makes latents in place of `latents`, and keys, where it is set.
     `spoken`: captions go along, since text encoders are trained; without `text_keys` nothing of them is cached then.
     """
 
@@ -50,7 +50,7 @@ class CachedData:
     def weight_of(self, index: int) -> float:
         """What a sample's loss is multiplied by."""
         sample = self.samples[index]
-        return sample.weight * self.prior_weight if sample.regularisation else sample.weight
+        return sample.weight * self.prior_weight if sample.regularization else sample.weight
 
     def read_latents(self, ref: Ref, turn: int) -> Mapping[str, Tensor]:
         """The tensors of the view that a place uses."""
@@ -63,7 +63,7 @@ class CachedData:
         return turn_of(ref, len(self.views[ref.index]), seed)
 
     def bucket(self, ref: Ref, seed: int) -> Bucket:
-        """The bucket of that view: a micro batch stays inside one."""
+        """The bucket of that view: a micro-batch stays inside one."""
         return self.views[ref.index][self.turn(ref, seed)].fit.bucket
 
     def text(self, ref: Ref, step: int, epoch: int, seed: int) -> int | None:
@@ -104,7 +104,7 @@ class Batch:
 
 
 def read_micro(data: CachedData, refs: Sequence[Ref], step: int, epoch: int, seed: int) -> Batch:
-    """Read one micro batch, all of one bucket. Raises TrainingFailed when an entry is gone or damaged."""
+    """Read one micro-batch, all of one bucket. Raises TrainingFailed when an entry is gone or damaged."""
     turns = [data.turn(ref, seed) for ref in refs]
     latents = [data.read_latents(ref, turn) for ref, turn in zip(refs, turns, strict=True)]
     texts = [
@@ -129,7 +129,7 @@ def read_micro(data: CachedData, refs: Sequence[Ref], step: int, epoch: int, see
 
 
 def size_row(sample: Sample, view: View) -> tuple[float, ...]:
-    """What SDXL is told of a picture's size (arXiv:2307.01952, 2.2): six numbers, in pixels."""
+    """What SDXL is told of an image's size (arXiv:2307.01952, 2.2): six numbers, in pixels."""
     bucket = view.fit.bucket
     row = (sample.height, sample.width, *view.crop, bucket.height, bucket.width)
     return tuple(float(value) for value in row)
@@ -183,7 +183,7 @@ def prefetch(source: Iterator[Item], depth: int = 2) -> Generator[Item, None, No
             try:
                 return ready.get(timeout=1.0)
             except queue.Empty:
-                give_up_if_late()
+                abort_if_late()
 
     thread = threading.Thread(target=work, name="prefetch", daemon=True)
     thread.start()

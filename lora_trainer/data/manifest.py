@@ -1,9 +1,9 @@
-"""Reading a data set: sources -> manifest, without decoding a picture.
+"""Reading a dataset: sources -> manifest, without decoding an image.
 
 A source is a folder (plain, kohya's `10_name`, Hugging Face's image folder), a tar, a
-Parquet file, a table of pictures or one picture; `data/sources/` has a file for each.
+Parquet file, a table of images or one image; `data/sources/` has a file for each.
 Captions come from, first found wins: the source's `captions_file`, a text beside the
-picture, the folder's metadata, the source's `caption`, the name of a kohya folder. One bad
+image, the folder's metadata, the source's `caption`, the name of a kohya folder. One bad
 file never stops the reading: it becomes a finding.
 """
 
@@ -19,10 +19,10 @@ from pathlib import Path
 from lora_trainer.config.schema import CaptionsSection, SourceSection
 from lora_trainer.core.errors import UsageError
 from lora_trainer.core.findings import Finding, Severity
-from lora_trainer.data.pictures.images import BrokenPictureError
-from lora_trainer.data.pictures.jobs import Facts
-from lora_trainer.data.pictures.scan import read_headers
-from lora_trainer.data.pictures.workers import Progress
+from lora_trainer.data.images.images import BrokenImageError
+from lora_trainer.data.images.jobs import Facts
+from lora_trainer.data.images.scan import read_headers
+from lora_trainer.data.images.workers import Progress
 from lora_trainer.data.sample import Manifest, Mask, Sample, Span
 from lora_trainer.data.sources.found import Asked, Found, Reading
 from lora_trainer.data.sources.masks import judged_alpha, judged_mask
@@ -42,10 +42,10 @@ def read_manifest(
     captions: CaptionsSection | None = None,
     progress: Progress | None = None,
 ) -> tuple[Manifest, tuple[Finding, ...]]:
-    """Read all sources; pictures that cannot be read become findings, not samples.
+    """Read all sources; images that cannot be read become findings, not samples.
 
     `captions` rules how captions are looked for where a source does not say. Raises UsageError,
-    all problems at once, for a source that is missing, given twice or holds no picture.
+    all problems at once, for a source that is missing, given twice or holds no image.
     """
     with _no_collecting():
         return _read_manifest(sources, allow_missing_captions, captions, progress)
@@ -74,10 +74,10 @@ def _read_manifest(
     given = [(each, places_of(each, reading)) for each in asked]
     find_overlaps(given, reading)
     if not asked:
-        reading.problem("No data was given.", "Name a folder of pictures with --data.")
+        reading.problem("No data was given.", "Name a folder of images with --data.")
     found = [(each, read_source(places, each, reading)) for each, places in given]
-    if not reading.problems and all(each.section.regularisation for each in asked):
-        reading.problem("All data is regularisation.", "Name what is to be learned, too.")
+    if not reading.problems and all(each.section.is_reg for each in asked):
+        reading.problem("All data is regularization.", "Name what is to be learned, too.")
     if reading.problems:
         raise UsageError(reading.problems)
     samples = _samples(found, reading, progress)
@@ -93,20 +93,20 @@ def asked_for(number: int, source: SourceSection | Path, captions: CaptionsSecti
 def _samples(
     found: Sequence[tuple[Asked, Sequence[Found]]], reading: Reading, progress: Progress | None
 ) -> tuple[Sample, ...]:
-    """Every picture whose header can be read, in the order of the sources; each file is read once."""
+    """Every image whose header can be read, in the order of the sources; each file is read once."""
     places: dict[Place, None] = {}
-    for _, pictures in found:
-        for each in pictures:
+    for _, images in found:
+        for each in images:
             places[each.path, each.span] = None
             if each.mask is not None and each.mask.path is not None:
                 places[each.mask.path, each.mask.span] = None
     facts = dict(zip(places, read_headers(list(places), progress), strict=True))
     told: set[Place] = set()
     samples = []
-    for asked, pictures in found:
-        for each in pictures:
+    for asked, images in found:
+        for each in images:
             read = facts[each.path, each.span]
-            if not isinstance(read, BrokenPictureError):
+            if not isinstance(read, BrokenImageError):
                 samples.append(_sample(each, read, asked, facts, reading))
             elif (each.path, each.span) not in told:
                 told.add((each.path, each.span))
@@ -115,7 +115,7 @@ def _samples(
 
 
 def _sample(
-    found: Found, read: Facts, asked: Asked, facts: dict[Place, Facts | BrokenPictureError], reading: Reading
+    found: Found, read: Facts, asked: Asked, facts: dict[Place, Facts | BrokenImageError], reading: Reading
 ) -> Sample:
     sample = Sample(
         found.path,
@@ -126,7 +126,7 @@ def _sample(
         found.repeats,
         _weight_of(found, asked, reading),
         asked.number,
-        asked.section.regularisation,
+        asked.section.is_reg,
         found.span,
         found.mask,
         own_caption=found.caption is not None,
@@ -136,7 +136,7 @@ def _sample(
     if found.mask.path is None:
         return judged_alpha(sample, reading)
     mask = facts[found.mask.path, found.mask.span]
-    if isinstance(mask, BrokenPictureError):
+    if isinstance(mask, BrokenImageError):
         message = f"has a mask that cannot be used: {found.mask.path.name} {mask.message}"
         reading.find("unreadable_mask", "error", message, mask.fix, found.path)
         return replace(sample, mask=None)
@@ -146,7 +146,7 @@ def _sample(
 
 def _weight_of(found: Found, asked: Asked, reading: Reading) -> float:
     """The weight that a table gives times the source's; a finding where no loss can be multiplied by it."""
-    weight, own = found.weight, asked.section.weight
+    weight, own = found.weight, asked.section.loss_weight
     if weight is None:
         return own
     if isinstance(weight, int | float) and not isinstance(weight, bool):
@@ -161,7 +161,7 @@ def _weight_of(found: Found, asked: Asked, reading: Reading) -> float:
 
 
 def _caption_of(found: Found, asked: Asked, reading: Reading) -> str:
-    given = (found.caption, asked.section.caption, found.folder_caption)
+    given = (found.caption, asked.section.default_caption, found.folder_caption)
     text = next((each for each in given if each is not None), None)
     caption = tidy(text or "", keep_lines=asked.captions.wildcards)
     if caption or found.path in reading.told:

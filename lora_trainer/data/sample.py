@@ -19,9 +19,9 @@ class Span:
 
 @dataclass(frozen=True)
 class Mask:
-    """Where a sample's loss counts: a grey picture, or the picture's own transparency where `path` is None.
+    """Where a sample's loss counts: a gray image, or the image's own transparency where `path` is None.
 
-    `content` is the hex sha256 of the mask file's bytes, empty for the picture's own.
+    `content` is the hex sha256 of the mask file's bytes, empty for the image's own.
     """
 
     path: Path | None
@@ -31,16 +31,16 @@ class Mask:
 
 @dataclass(frozen=True)
 class Sample:
-    """One picture with its caption.
+    """One image with its caption.
 
-    `path` names the picture; its bytes are that file's, or, inside of a larger file, those of
+    `path` names the image; its bytes are that file's, or, inside of a larger file, those of
     `span`. `caption` is as it was written, or, once captions are settled, the canonical text with
     `variants` beside it: what is trained, in turn; `weighted` says that their brackets are weights;
-    `written` is the caption as it stands in the data set, once settled; without `own_caption` it is that of its
-    source or folder, not written for this picture.
-    `width` and `height` are as the picture is seen, after EXIF rotation. `content` is the hex sha256 of the picture file's bytes. `repeats` is
+    `written` is the caption as it stands in the dataset, once settled; without `own_caption` it is that of its
+    source or folder, not written for this image.
+    `width` and `height` are as the image is seen, after EXIF rotation. `content` is the hex sha256 of the image file's bytes. `repeats` is
     how often an epoch shows it, 0.5 means every other epoch. `weight` multiplies its loss.
-    `source` counts the data's sources from 0. Regularisation samples keep the model's own idea
+    `source` counts the data's sources from 0. Regularization samples keep the model's own idea
     of a class: they are never held out.
     """
 
@@ -52,7 +52,7 @@ class Sample:
     repeats: float = 1
     weight: float = 1.0
     source: int = 0
-    regularisation: bool = False
+    regularization: bool = False
     span: Span | None = None
     mask: Mask | None = None
     variants: tuple[str, ...] = ()
@@ -69,7 +69,7 @@ class Sample:
     def facts(self) -> tuple[str, str, float, float, bool, str]:
         """What the sample is, wherever it lies and whatever it is called; as what it is ordered by."""
         mask = "" if self.mask is None else self.mask.content or "alpha"
-        return self.content, self.caption, float(self.repeats), self.weight, self.regularisation, mask
+        return self.content, self.caption, float(self.repeats), self.weight, self.regularization, mask
 
     @property
     def id(self) -> str:
@@ -86,6 +86,6 @@ class Manifest:
 
     @property
     def data_hash(self) -> str:
-        """Changes when a picture, a caption, a mask, a repeat count or a weight changes; names and places do not count."""
+        """Changes when an image, a caption, a mask, a repeat count or a weight changes; names and places do not count."""
         rows = sorted(sample.facts for sample in self.samples)
         return hashlib.sha256(json.dumps(rows, ensure_ascii=True).encode("ascii")).hexdigest()

@@ -1,4 +1,4 @@
-"""The held-out split: which pictures are kept for validation."""
+"""The held-out split: which images are kept for validation."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 
 from lora_trainer.data.sample import Sample
 
-FEWEST_PICTURES = 8  # below this, none can be spared
+FEWEST_IMAGES = 8  # below this, none can be spared
 MOST_HELD_OUT = 16  # more would cost time at every validation and tell little
 
 
@@ -16,20 +16,20 @@ def split_held_out(
 ) -> tuple[tuple[Sample, ...], tuple[Sample, ...]]:
     """(train, held_out), each in the order given.
 
-    Chosen by a hash of the content and the seed: the split of a data set does not depend on names or
-    order, a new picture moves at most as many as the count changes and one more, and
-    copies of one picture stay on one side. So do pictures that look the same, mirrored or not: `kin` leads
-    from a content to the one that stands for all that look like it. Regularisation pictures are all trained
+    Chosen by a hash of the content and the seed: the split of a dataset does not depend on names or
+    order, a new image moves at most as many as the count changes and one more, and
+    copies of one image stay on one side. So do images that look the same, mirrored or not: `kin` leads
+    from a content to the one that stands for all that look like it. Regularization images are all trained
     on, and so is what looks like one of them.
     """
     leaders = kin or {}
     groups: dict[str, set[str]] = {}
     for sample in samples:
-        if not sample.regularisation:
+        if not sample.regularization:
             groups.setdefault(leaders.get(sample.content, sample.content), set()).add(sample.content)
-    kept = {leaders.get(sample.content, sample.content) for sample in samples if sample.regularisation}
+    kept = {leaders.get(sample.content, sample.content) for sample in samples if sample.regularization}
     contents = sum(map(len, groups.values()))
-    if contents < FEWEST_PICTURES or share <= 0.0:
+    if contents < FEWEST_IMAGES or share <= 0.0:
         return tuple(samples), ()
     left = min(MOST_HELD_OUT, max(1, round(share * contents)))
     chosen: set[str] = set()
@@ -40,7 +40,7 @@ def split_held_out(
             left -= len(group)
         if left == 0:
             break
-    held = [not sample.regularisation and sample.content in chosen for sample in samples]
+    held = [not sample.regularization and sample.content in chosen for sample in samples]
     train = tuple(sample for sample, out in zip(samples, held, strict=True) if not out)
     held_out = tuple(sample for sample, out in zip(samples, held, strict=True) if out)
     return train, held_out

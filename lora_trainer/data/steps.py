@@ -1,6 +1,6 @@
 """Steps as positions: which samples stand in which step, as pure functions of (seed, step).
 
-A step is a list of samples fixed before it is split into micro batches or over
+A step is a list of samples fixed before it is split into micro-batches or over
 processes, so neither changes what is learned. An epoch is every sample as often as its
 repeats say; its last step may be short, and nothing is dropped or carried over.
 """
@@ -28,7 +28,7 @@ class Ref:
     """One sample's place in a step.
 
     `index` is the sample's index in the list that the plan was made of. `occurrence`
-    counts earlier places of the same content in the same step, so that a picture which
+    counts earlier places of the same content in the same step, so that an image which
     stands twice gets different noise. Random draws use (step, id, occurrence). `visit`
     counts how often the run saw this sample before: what is taken in turn goes by it.
     """
@@ -57,14 +57,14 @@ class Group:
 
 
 def make_groups(samples: Sequence[Sample], seed: int) -> tuple[Group, ...]:
-    """How often an epoch sees whom: by the samples' repeats; regularisation samples as often as all others.
+    """How often an epoch sees whom: by the samples' repeats; regularization samples as often as all others.
 
     Samples go by what they are, so their names, their order and the order of sources change no step.
     """
     trained: dict[float, list[int]] = {}
     kept: list[int] = []
     for index in sorted(range(len(samples)), key=lambda index: _order_key(samples[index])):
-        if samples[index].regularisation:
+        if samples[index].regularization:
             kept.append(index)
         else:
             trained.setdefault(float(samples[index].repeats), []).append(index)
@@ -150,10 +150,10 @@ def share(refs: Sequence[Ref], rank: int, world: int) -> tuple[Ref, ...]:
 def split_micros(
     refs: Sequence[Ref], bucket_of: Callable[[Ref], Hashable], max_micro: int
 ) -> tuple[tuple[Ref, ...], ...]:
-    """Micro batches: each inside one bucket, at most `max_micro` samples, every ref once.
+    """Micro-batches: each inside one bucket, at most `max_micro` samples, every ref once.
 
     `bucket_of` maps a place to the bucket of the view that it uses. Sizes within a bucket differ by at
-    most one, so that no micro batch is needlessly small.
+    most one, so that no micro-batch is needlessly small.
     """
     groups: dict[Hashable, list[Ref]] = {}
     for ref in refs:
@@ -169,40 +169,40 @@ def split_micros(
 @dataclass(frozen=True)
 class Lengths:
     """What decides how long a run is: the first that is set among steps and epochs, the lesser of both,
-    else `exposures`, the times that each picture is seen."""
+    else `total_repeats`, the times that each image is seen."""
 
     max_steps: int | None = None
     max_epochs: int | None = None
-    exposures: int = 100
+    total_repeats: int = 100
 
 
 @dataclass(frozen=True)
 class StepArithmetic:
-    """How many steps come of how many pictures."""
+    """How many steps come of how many images."""
 
-    images: int  # regularisation not among them
-    passes: int  # samples of one epoch: images times their repeats, and regularisation
-    regularisation: int  # how many of the passes are regularisation
+    images: int  # regularization not among them
+    passes: int  # samples of one epoch: images times their repeats, and regularization
+    regularization: int  # how many of the passes are regularization
     effective: int
-    batch: int  # largest micro batch of one process
-    accumulation: int  # micro batches of one process in a step, where all are of one bucket
+    batch: int  # largest micro-batch of one process
+    accumulation: int  # micro-batches of one process in a step, where all are of one bucket
     processes: int
     steps_per_epoch: int
     epochs: int
     total: int
 
     def to_json(self) -> dict[str, float]:
-        repeats = (self.passes - self.regularisation) / self.images if self.images else 0
+        repeats = (self.passes - self.regularization) / self.images if self.images else 0
         return {
             "images": self.images,
-            "regularisation": self.regularisation,
+            "regularization": self.regularization,
             "repeats": int(repeats) if repeats == int(repeats) else round(repeats, 3),
             "batch": self.batch,
             "accumulation": self.accumulation,
             "processes": self.processes,
             "epochs": self.epochs,
             "total": self.total,
-            "effective": self.effective,
+            "effective_batch_size": self.effective,
             "steps_per_epoch": self.steps_per_epoch,
         }
 
@@ -210,7 +210,7 @@ class StepArithmetic:
     def line(self) -> str:
         """For people: `18 images x 10 repeats = 180 a pass / 4 a step = 45 steps x 3 epochs = 135 steps`."""
         repeats = self.to_json()["repeats"]
-        prior = f" + {self.regularisation} regularisation" if self.regularisation else ""
+        prior = f" + {self.regularization} regularization" if self.regularization else ""
         images, times = counted(self.images, "image"), counted(repeats, "repeat")
         text = (
             f"{images} × {times}{prior} = {self.passes} a pass, / {self.effective} a step"
@@ -225,14 +225,14 @@ def step_arithmetic(
 ) -> StepArithmetic:
     """Count the steps of a run over the samples that are trained on (held-out ones not among them)."""
     passes = sum(group.seen for group in make_groups(samples, seed=0))
-    trained = [sample for sample in samples if not sample.regularisation]
+    trained = [sample for sample in samples if not sample.regularization]
     prior = passes - sum(group.seen for group in make_groups(trained, seed=0))
     per_epoch = math.ceil(passes / effective)
     share_of_process = math.ceil(effective / processes)
     accumulation = math.ceil(share_of_process / (max_micro or share_of_process))
     batch = math.ceil(share_of_process / accumulation)
     if lengths.max_steps is None and lengths.max_epochs is None:
-        epochs = math.ceil(lengths.exposures * len(trained) / (passes - prior or 1)) if passes else 0
+        epochs = math.ceil(lengths.total_repeats * len(trained) / (passes - prior or 1)) if passes else 0
         total = epochs * per_epoch
     else:
         by_epochs = per_epoch * lengths.max_epochs if lengths.max_epochs is not None else None
@@ -244,7 +244,7 @@ def step_arithmetic(
 
 
 def micro_shapes(steps: StepArithmetic, buckets: int) -> int:
-    """How many sizes of micro batches a run meets at most, where its samples stand in so many buckets."""
+    """How many sizes of micro-batches a run meets at most, where its samples stand in so many buckets."""
     if buckets != 1:
         return buckets * steps.batch
 

@@ -1,7 +1,7 @@
-"""Views: the ways in which a picture is shown to the model. No torch, no picture is opened.
+"""Views: the ways in which an image is shown to the model. No torch, no image is opened.
 
-A view is a bucket with the part that is cut out for it, mirrored or not, its colours
-changed or not. Which views a picture has depends on its size, its content and the
+A view is a bucket with the part that is cut out for it, mirrored or not, its colors
+changed or not. Which views an image has depends on its size, its content and the
 settings, never on the run's seed, so that runs with other seeds share the caches. Which
 of them a place of a step uses is drawn by position: each in turn.
 """
@@ -20,8 +20,8 @@ from lora_trainer.core.findings import counted
 from lora_trainer.core.randomness import position_turn, position_uniform
 from lora_trainer.data.buckets import (
     Bucket,
-    Fit,
     Ranked,
+    ResizeCrop,
     fit_to,
     make_buckets,
     nearest_bucket,
@@ -31,22 +31,22 @@ from lora_trainer.data.buckets import (
 from lora_trainer.data.sample import Sample
 from lora_trainer.data.steps import Ref
 
-# Up to so many combinations of crop, flip and colour all are cached; of more, only so many that each occurs.
+# Up to so many combinations of crop, flip and color all are cached; of more, only so many that each occurs.
 MOST_COMBINED = 8
-CENTRE = (0.5, 0.5)
+CENTER = (0.5, 0.5)
 
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """One way to show a picture: what is cut out, then mirrored, then recoloured. Colour 0 is as it is."""
+    """One way to show an image: what is cut out, then mirrored, then recolored. Color 0 is as it is."""
 
-    fit: Fit
+    fit: ResizeCrop
     flip: bool = False
-    colour: int = 0
+    color: int = 0
 
     @property
     def crop(self) -> tuple[int, int]:
-        """(top, left) of the cut in the resized picture, in pixels, counted in the mirrored picture where it is."""
+        """(top, left) of the cut in the resized image, in pixels, counted in the mirrored image where it is."""
         left = self.fit.left
         if self.flip:
             left = self.fit.resized_width - self.fit.bucket.width - left
@@ -55,9 +55,9 @@ class View:
 
 @dataclass(frozen=True)
 class Framing:
-    """What the settings say of a source's pictures. Lengths in pixels; `resolutions` stand largest first.
+    """What the settings say of a source's images. Lengths in pixels; `resolutions` stand largest first.
 
-    `crops` counts the places that are cut out, `colours` the changed versions beside the picture's own.
+    `crops` counts the places that are cut out, `colors` the changed versions beside the image's own.
     """
 
     resolutions: tuple[int, ...]
@@ -69,7 +69,7 @@ class Framing:
     no_upscale: bool = False
     crops: int = 1
     flip: bool = False
-    colours: int = 0
+    colors: int = 0
 
     def buckets(self, resolution: int) -> tuple[Bucket, ...]:
         return make_buckets(resolution, self.step, self.max_aspect, self.shortest, self.longest)
@@ -94,11 +94,11 @@ def framing_of(data: DataSection, own: int, pixel_step: int, source: SourceSecti
         max_aspect=data.max_aspect,
         shortest=data.bucket_min,
         longest=data.bucket_max,
-        allow_upscale=data.allow_upscale,
-        no_upscale=data.no_upscale,
+        allow_upscale=data.allow_small_images,
+        no_upscale=data.bucket_no_upscale,
         crops=data.crop_variants if crop == "random" else 1,
         flip=data.flip if said.flip is None else said.flip,
-        colours=data.colour_variants if said.colour_variants is None else said.colour_variants,
+        colors=data.color_variants if said.color_variants is None else said.color_variants,
     )
     if problems := _wrong(framing, pixel_step):
         raise UsageError(problems)
@@ -157,46 +157,46 @@ def notes_on(framings: Sequence[Framing]) -> tuple[str, ...]:
 
 
 def views_of(sample: Sample, framing: Framing) -> tuple[View, ...]:
-    """All views of a sample; the first is the plain one: the largest resolution, centre, neither mirrored nor recoloured.
+    """All views of a sample; the first is the plain one: the largest resolution, center, neither mirrored nor recolored.
 
-    Neighbours differ in resolution first. All combinations of crop, flip and colour are there up to
-    MOST_COMBINED for a resolution; of more, as many that every crop is seen both ways and every colour occurs.
-    Two views may be the same where the picture leaves a crop no room.
+    Neighbors differ in resolution first. All combinations of crop, flip and color are there up to
+    MOST_COMBINED for a resolution; of more, as many that every crop is seen both ways and every color occurs.
+    Two views may be the same where the image leaves a crop no room.
     """
     plain = plain_fits(sample.width, sample.height, framing)
     cuts = [plain]
     for number in range(1, framing.crops):
         place = place_of(sample.content, number)
         cuts.append(tuple(fit_to(sample.width, sample.height, fit.bucket, place) for fit in plain))
-    combined = _combined(framing.crops, framing.flip, framing.colours)
-    return tuple(View(fit, flip, colour) for crop, flip, colour in combined for fit in cuts[crop])
+    combined = _combined(framing.crops, framing.flip, framing.colors)
+    return tuple(View(fit, flip, color) for crop, flip, color in combined for fit in cuts[crop])
 
 
 @lru_cache(maxsize=64)
-def _combined(crops: int, flip: bool, colours: int) -> tuple[tuple[int, bool, int], ...]:
-    """(crop, flip, colour) of each version of one resolution; the plain one first."""
-    flips, kinds = 1 + flip, 1 + colours
+def _combined(crops: int, flip: bool, colors: int) -> tuple[tuple[int, bool, int], ...]:
+    """(crop, flip, color) of each version of one resolution; the plain one first."""
+    flips, kinds = 1 + flip, 1 + colors
     ways = crops * flips
     count = min(ways * kinds, ways * -(-max(MOST_COMBINED, kinds) // ways))
     found = []
     for number in range(count):
         way = number % ways
         # Shifted by one each time that both would begin anew, so that pairs do not come again before all were there.
-        colour = (number + number // math.lcm(ways, kinds)) % kinds
-        found.append((way // flips, bool(way % flips), colour))
+        color = (number + number // math.lcm(ways, kinds)) % kinds
+        found.append((way // flips, bool(way % flips), color))
     return tuple(found)
 
 
 def place_of(content: str, number: int) -> tuple[float, float]:
-    """Where the cut lies in the room that it has, across and down, each in [0, 1]. Number 0 is the centre."""
+    """Where the cut lies in the room that it has, across and down, each in [0, 1]. Number 0 is the center."""
     if number == 0:
-        return CENTRE
+        return CENTER
     return (position_uniform(0, "crop", content, number, "x"), position_uniform(0, "crop", content, number, "y"))
 
 
 @lru_cache(maxsize=2**18)
-def plain_fits(width: int, height: int, framing: Framing) -> tuple[Fit, ...]:
-    """The centre crop at each resolution that a picture of this size suits, largest first; at least one."""
+def plain_fits(width: int, height: int, framing: Framing) -> tuple[ResizeCrop, ...]:
+    """The center crop at each resolution that an image of this size suits, largest first; at least one."""
     fits = []
     for resolution in framing.resolutions:
         fit = fit_to(width, height, nearest_bucket(width, height, framing.ranked[resolution]))
@@ -217,7 +217,7 @@ class BucketPlan:
     views: tuple[tuple[View, ...], ...]
 
     @cached_property
-    def fits(self) -> tuple[Fit, ...]:
+    def fits(self) -> tuple[ResizeCrop, ...]:
         """The plain view's fit of each sample."""
         return tuple(views[0].fit for views in self.views)
 
@@ -247,7 +247,7 @@ def plan_views(samples: Sequence[Sample], framings: Sequence[Framing]) -> Bucket
 
 
 def plan_plain(samples: Sequence[Sample], framings: Sequence[Framing]) -> BucketPlan:
-    """Every sample with its plain view alone: what is judged, and what held-out pictures are asked at."""
+    """Every sample with its plain view alone: what is judged, and what validation images are asked at."""
     fits = (plain_fits(sample.width, sample.height, framings[sample.source])[0] for sample in samples)
     return BucketPlan(tuple((View(fit),) for fit in fits))
 

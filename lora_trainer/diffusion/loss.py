@@ -27,7 +27,7 @@ Error = Callable[..., Tensor]
 
 def make_loss(config: LossSection, process: Process) -> Loss:
     """The training loss that the settings ask for. A mask in [0, 1] says where it counts, 0 as `unmasked_weight`."""
-    error = ERRORS[config.kind](config)
+    error = ERRORS[config.type](config)
     gamma = config.min_snr_gamma
 
     def loss(predicted: Tensor, target: Tensor, t: Tensor, mask: Tensor | None = None) -> Tensor:
@@ -71,7 +71,7 @@ def difference(predicted: Tensor, target: Tensor) -> Tensor:
 
 
 ERRORS: dict[str, Callable[[LossSection], Error]] = {
-    "squared": lambda config: squared_error,
+    "mse": lambda config: squared_error,
     "huber": lambda config: partial(huber_error, delta=config.huber_delta),
 }
 

@@ -1,6 +1,6 @@
 """Which timestep a sample is trained or validated at.
 
-A time lies in [0, 1], 1 where nothing is left of the picture; a process cuts times into timesteps.
+A time lies in [0, 1], 1 where nothing is left of the image; a process cuts times into timesteps.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from lora_trainer.config.schema import FlowSection
-from lora_trainer.config.schema.types import TimestepsName
+from lora_trainer.config.schema.types import TimestepSamplingName
 
 SMALLEST_DRAW = 2.0**-54  # half of the smallest draw above 0, which has no logit
 
@@ -23,8 +23,8 @@ SMALLEST_DRAW = 2.0**-54  # half of the smallest draw above 0, which has no logi
 class Shift:
     """How far a flow's times are moved towards noise: t' = s t / (1 + (s - 1) t) (arXiv:2403.03206, eq. 23).
 
-    Large pictures keep more of their signal under the same noise, so they need more of it. s is `factor`, or with
-    `by_size` exp(mu), with mu on the line through `mus` at `tokens` of a picture, as FLUX.1 is drawn. A token is
+    Large images keep more of their signal under the same noise, so they need more of it. s is `factor`, or with
+    `by_size` exp(mu), with mu on the line through `mus` at `tokens` of an image, as FLUX.1 is drawn. A token is
     `patch` latents high and wide.
     """
 
@@ -52,7 +52,7 @@ class Shift:
 class Times:
     """How likely each time is drawn (arXiv:2403.03206, section 3.1): a distribution, then a shift. Plain: uniform."""
 
-    kind: TimestepsName = "uniform"
+    kind: TimestepSamplingName = "uniform"
     logit_mean: float = 0.0
     logit_spread: float = 1.0
     mode_scale: float = 0.0
@@ -107,7 +107,7 @@ def flow_times(flow: FlowSection, own: Shift) -> Times:
         shift = replace(own, by_size=True)
     else:
         shift = Shift(flow.shift)
-    return Times(flow.timesteps, flow.logit_mean, flow.logit_spread, flow.mode_scale, shift)
+    return Times(flow.timestep_sampling, flow.logit_mean, flow.logit_std, flow.mode_scale, shift)
 
 
 def drawn_timesteps(draws: Sequence[float], times: Times, timesteps: int, size: tuple[int, int]) -> Tensor:

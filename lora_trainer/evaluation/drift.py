@@ -13,7 +13,7 @@ from lora_trainer.diffusion.process import Process
 from lora_trainer.diffusion.timesteps import stratified_timesteps
 from lora_trainer.evaluation.held_out import Predict
 
-VISITS = 10  # places on the way to a picture
+VISITS = 10  # places on the way to an image
 NEUTRAL_PROMPTS = (
     "",
     "a red circle on a blue background",
@@ -28,7 +28,7 @@ NEUTRAL_PROMPTS = (
 
 @dataclass(frozen=True)
 class Visit:
-    """A place on the base's own way to a picture: latents [B, C, h, w] of B prompts at timestep t, and its prediction."""
+    """A place on the base's own way to an image: latents [B, C, h, w] of B prompts at timestep t, and its prediction."""
 
     t: int
     latents: Tensor

@@ -1,4 +1,4 @@
-"""Pictures and captions brought to the form in which the denoiser is asked about them."""
+"""Images and captions brought to the form in which the denoiser is asked about them."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from lora_trainer.data.images.pixels import read_pixels
 from lora_trainer.data.loader import size_row
-from lora_trainer.data.pictures.pixels import read_pixels
 from lora_trainer.data.sample import Sample
 from lora_trainer.data.views import BucketPlan
 from lora_trainer.evaluation.held_out import EncodedSample
 from lora_trainer.evaluation.loading import free_memory
 from lora_trainer.models.encoders import visiting_text
 from lora_trainer.models.family import Caption, Encoders, Family, ModelFacts
-from lora_trainer.models.memory.phases import captions_at_once, captions_on_a_processor, costs_of
+from lora_trainer.models.memory.phases import captions_at_once, captions_on_a_cpu, costs_of
 
 EncodeTexts = Callable[[Sequence[Caption]], dict[str, Tensor]]
 
@@ -25,11 +25,11 @@ def text_reader(
 ) -> EncodeTexts:
     """The family's text encoders, placed as they are when a run's caches are filled: whole on the device where that fits
     `usable` bytes, else visiting it layer by layer; so many captions at once as fit. None as `usable` means a
-    processor, where large ones are never whole in memory.
+    CPU, where large ones are never whole in memory.
     """
     costs = costs_of(facts, family.text.without)
     if usable is None:
-        in_turn, together = captions_on_a_processor(dtype.itemsize, costs)
+        in_turn, together = captions_on_a_cpu(dtype.itemsize, costs)
     else:
         in_turn, together = captions_at_once(dtype.itemsize, costs, usable)
     if in_turn:
@@ -53,8 +53,8 @@ def encode_samples(
 ) -> list[EncodedSample]:
     """Each sample's latents (the posterior's mean) and conditioning, fp32 on the CPU, without any cache.
 
-    `plan` places the samples in their order; the plain view of each is taken. `encoders` are asked for the pictures, then
-    `texts` for the captions, each loaded to `device` when asked, so that the two kinds are never there together. Raises DatasetRefused for a picture that cannot be read.
+    `plan` places the samples in their order; the plain view of each is taken. `encoders` are asked for the images, then
+    `texts` for the captions, each loaded to `device` when asked, so that the two kinds are never there together. Raises DatasetRefused for an image that cannot be read.
     """
     encode_image = encoders().encode_image
     latents = [

@@ -1,4 +1,4 @@
-"""What the weights of a LoRA say of its training, without a picture."""
+"""What the weights of a LoRA say of its training, without an image."""
 
 from __future__ import annotations
 

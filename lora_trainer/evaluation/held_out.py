@@ -1,4 +1,4 @@
-"""Held-out loss at fixed noise: what a model has learned, without the luck of the draw."""
+"""Validation loss at fixed noise: what a model has learned, without the luck of the draw."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ FEWEST_TO_RESAMPLE = 4  # with fewer samples an interval over samples means noth
 
 @dataclass(frozen=True)
 class EncodedSample:
-    """One picture and its caption as the denoiser sees them.
+    """One image and its caption as the denoiser sees them.
 
     `latents` [C, h, w] is the posterior's mean; `cond` holds the text encoder's tensors
     without the batch dimension, and is empty where it is encoded from `caption` each time; `sizes` [6] is original height and width, crop top and

@@ -5,7 +5,7 @@ Score = integrity x learning^0.5 x preservation^0.3 x health^0.2.
 - **integrity** is 1 or 0: every value finite, every pair complete, every key a module of the
   base with its shape, loaded by a fresh diffusers pipeline without an ignored key, and the
   prediction changed by more than `LEAST_CHANGE`. A LoRA that was never trained stops here.
-- **learning** compares held-out loss with and without the LoRA at the same noise. It is
+- **learning** compares validation loss with and without the LoRA at the same noise. It is
   size x certainty: size rises from 0 (no improvement) to 1 at `ENOUGH_IMPROVEMENT` of the
   base's loss; certainty from 0 (a coin's throw) to 1 when the 95 % interval lies above 0.
   Most of a denoising loss cannot be learned away, so certainty matters more than size.
@@ -59,7 +59,7 @@ WEIGHTS: Mapping[str, float] = {"learning": 0.5, "preservation": 0.3, "health": 
 
 # The thresholds, in one place, set on the built-in base only. The reason stands beside each.
 LEAST_CHANGE = 1e-4  # fp16 rounding of the weights alone moves a prediction by about this much
-ENOUGH_IMPROVEMENT = 0.005  # LoRAs that people keep improve held-out loss by 1 to 5 %
+ENOUGH_IMPROVEMENT = 0.005  # LoRAs that people keep improve validation loss by 1 to 5 %
 DRIFT_FREE, DRIFT_RUINED = 0.30, 3.0
 NORM_FREE, NORM_RUINED = 0.5, 10.0
 UNMEASURED_LEARNING = 0.5  # no evidence is no proof of failure, but the score stays under 0.71
@@ -102,7 +102,7 @@ def check_lora(
     prompts, samples, timesteps = questions(prompts, samples, share)
     neutral = _encoded_prompts(facts, family, prompts, dtype, encoding, usable or None, device)
     progress("loading the LoRA on a fresh copy of the base")
-    # Only the denoiser is asked anything: the rest of the pipeline need not fit on the card beside it.
+    # Only the denoiser is asked anything: the rest of the pipeline need not fit on the GPU beside it.
     pipeline = fresh_pipeline(family, base, dtype, torch.device("cpu"))
     denoiser = getattr(pipeline, family.denoiser_prefix)
     modules = adaptable_modules(components_of(pipeline, family))
@@ -123,7 +123,7 @@ def check_lora(
     predict = partial(in_parts, watched(partial(family.predict, denoiser), in_all, watch))
     progress(f"measuring drift on unrelated prompts: {of_drift} answers of the model at {facts.resolution} px")
     drifted = _measure_drift(pipeline, predict, base, family, told.prompts, changed.prompts, device)
-    progress(f"measuring held-out loss with and without the LoRA: {in_all - of_drift} answers of the model")
+    progress(f"measuring validation loss with and without the LoRA: {in_all - of_drift} answers of the model")
     learned = _measure_learning(pipeline, predict, base, family, told, changed, timesteps, dtype, device)
     health = examine(weights.modules, norms)
     del pipeline, denoiser, modules, predict
@@ -160,9 +160,7 @@ def judge(
         message = (
             f"The LoRA changes nothing: predictions move by {drifted:.1e} of their size (least: {LEAST_CHANGE:.0e})."
         )
-        fix = (
-            "It was trained for too few steps or at too low a rate: set train.max_steps or optim.learning_rate higher."
-        )
+        fix = "It was trained for too few steps or at too low a rate: set train.max_steps or optimizer.learning_rate higher."
         findings.append(Finding("changes_nothing", "error", message, fix))
         return _report({"integrity": 0.0}, findings, numbers, gate)
     parts = {
@@ -273,7 +271,7 @@ def questions(
 
 
 def answers(prompts: int, samples: int, timesteps: int) -> int:
-    """How often the model is asked, with and without the LoRA: on its way to pictures, and about held-out samples."""
+    """How often the model is asked, with and without the LoRA: on its way to images, and about held-out samples."""
     asked = VISITS * -(-prompts // PREDICTED_AT_ONCE)
     if samples:
         whole, rest = divmod(timesteps, MICRO)
@@ -340,26 +338,26 @@ def _share_findings(share: float, passes: int) -> list[Finding]:
 
 def _learning_findings(found: Improvement | None, held_out: bool, samples: int) -> list[Finding]:
     if found is None:
-        fix = "Give pictures with captions of the subject: --data."
-        return [Finding("no_samples", "warning", "Learning could not be measured: no pictures were given.", fix)]
+        fix = "Give images with captions of the subject: --data."
+        return [Finding("no_samples", "warning", "Learning could not be measured: no images were given.", fix)]
     findings = []
     interval = f"{found.mean:.2%}, 95 % interval {found.low:.2%} to {found.high:.2%}"
     if found.mean <= 0:
-        message = f"Held-out loss is not lower with the LoRA ({interval})."
+        message = f"Validation loss is not lower with the LoRA ({interval})."
         findings.append(Finding("learned_nothing", "error", message, "Train longer, or at another learning rate."))
     elif found.low <= 0:
-        message = f"The improvement of held-out loss may be luck ({interval})."
-        findings.append(Finding("learning_uncertain", "warning", message, "Train longer, or hold out more pictures."))
+        message = f"The improvement of validation loss may be luck ({interval})."
+        findings.append(Finding("learning_uncertain", "warning", message, "Train longer, or hold out more images."))
     elif found.mean < ENOUGH_IMPROVEMENT:
-        message = f"Held-out loss improved by little ({interval}; enough is {ENOUGH_IMPROVEMENT:.2%})."
+        message = f"Validation loss improved by little ({interval}; enough is {ENOUGH_IMPROVEMENT:.2%})."
         findings.append(Finding("learned_little", "warning", message, "Train longer, or at a higher learning rate."))
     if not held_out:
-        message = f"No picture was held out: learning was measured on {counted(samples, 'picture')} that may have been trained on."
-        findings.append(Finding("not_held_out", "note", message, "Give at least 8 pictures, or --data with others."))
+        message = f"No image was held out: learning was measured on {counted(samples, 'image')} that may have been trained on."
+        findings.append(Finding("not_held_out", "note", message, "Give at least 8 images, or --data with others."))
     elif not found.over_samples:
-        pictures = "picture was" if samples == 1 else "pictures were"
-        message = f"Only {samples} {pictures} held out: the interval covers noise, not the choice of pictures."
-        findings.append(Finding("few_held_out", "note", message, "Hold out at least 4 pictures."))
+        images = "image was" if samples == 1 else "images were"
+        message = f"Only {samples} {images} held out: the interval covers noise, not the choice of images."
+        findings.append(Finding("few_held_out", "note", message, "Hold out at least 4 images."))
     return findings
 
 
@@ -386,7 +384,7 @@ def _health_findings(found: Health) -> list[Finding]:
     if found.dead:
         message = f"{found.dead} of {found.modules} modules learned nothing ({_named(found)})."
         findings.append(
-            Finding("dead_modules", "warning", message, "Train them longer, or leave them out of lora.targets.")
+            Finding("dead_modules", "warning", message, "Train them longer, or leave them out of lora.target_modules.")
         )
     if found.rank_used < 0.1:
         message = f"The updates use {found.rank_used:.0%} of their rank."

@@ -1,4 +1,4 @@
-"""Parts of a pipeline brought to a card in a way that fits it; what comes out is the same, to rounding."""
+"""Parts of a pipeline brought to a GPU in a way that fits it; what comes out is the same, to rounding."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def bring_denoiser(
 def bring_pipeline(
     pipeline: Any, family: Family, device: torch.device, usable: int | None, size: tuple[int, int]
 ) -> Placement:
-    """Bring the pipeline, with its LoRA, to the device so that drawing one picture of `size` fits `usable` bytes."""
+    """Bring the pipeline, with its LoRA, to the device so that drawing one image of `size` fits `usable` bytes."""
     denoiser: nn.Module = getattr(pipeline, family.denoiser_prefix)
     stored = stored_texts(pipeline, family)
     others = [part for part in pipeline.components.values() if isinstance(part, nn.Module)]
@@ -104,7 +104,7 @@ def keep(module: nn.Module, device: torch.device, resident: int | None) -> None:
 
 
 def tile(vae: Any) -> None:
-    """Decode pictures in overlapping parts. That changes them a little, so it is the last resort."""
+    """Decode images in overlapping parts. That changes them a little, so it is the last resort."""
     vae.enable_tiling()
     vae.tile_sample_min_size = TILE
     vae.tile_latent_min_size = TILE // 2 ** (len(vae.config.block_out_channels) - 1)
@@ -116,14 +116,14 @@ def with_less(
     device: torch.device,
     say: Callable[[str], None],
 ) -> Result:
-    """`attempt(usable)`; where the card runs out of memory all the same, with half of that, and with none.
+    """`attempt(usable)`; where the GPU runs out of memory all the same, with half of that, and with none.
 
     Raises torch.OutOfMemoryError when nothing is left to reduce.
     """
     rooms = (usable, 0) if usable is None else (usable, usable // 2, 0)
     for tried, room in enumerate(rooms):
         if tried:
-            say("out of memory: once more with less on the card")
+            say("out of memory: once more with less on the GPU")
         with memory_may_run_out():  # its frames hold what must be freed
             return attempt(room)
         free_memory(device)

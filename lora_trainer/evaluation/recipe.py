@@ -1,4 +1,4 @@
-"""What drew a picture, as one value: enough to draw it again, in a file and in the picture itself."""
+"""What drew an image, as one value: enough to draw it again, in a file and in the image itself."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from PIL.PngImagePlugin import PngInfo
 from pydantic import ValidationError
 
 from lora_trainer import __version__
-from lora_trainer.config.schema.inputs import TextSection
+from lora_trainer.config.schema.inputs import TextEncoderSection
 from lora_trainer.config.schema.results import SampleSection
 from lora_trainer.core.errors import Problem, UsageError
 from lora_trainer.core.io import read_json, sha256_file
@@ -34,7 +34,7 @@ OF_THE_LORA = (
 NEEDED = {
     "model": str,
     "lora_sha256": str,
-    "pictures": list,
+    "images": list,
     "strengths": list,
     "steps": int,
     "size": list,
@@ -52,7 +52,7 @@ class Asked:
 
 @dataclass(frozen=True)
 class Drawing:
-    """How pictures are drawn: sampler steps, guidance scale, width and height in pixels, strengths of the LoRA.
+    """How images are drawn: sampler steps, guidance scale, width and height in pixels, strengths of the LoRA.
 
     `guidance` is None for models that know none, `negative` for those that cannot be told what not to draw.
     `zero_terminal_snr`: on the schedule that `noise.zero_terminal_snr` trained on.
@@ -69,7 +69,7 @@ class Drawing:
 def recipe(
     pipeline: Any, family: Family, base: Path, named: str, lora: Path, rows: Sequence[Asked], drawing: Drawing
 ) -> dict[str, Any]:
-    """Everything that is needed to draw the same pictures elsewhere. `named` is what the user calls the base."""
+    """Everything that is needed to draw the same images elsewhere. `named` is what the user calls the base."""
     import diffusers
     import transformers
 
@@ -86,7 +86,7 @@ def recipe(
         "lora_sha256": sha256_file(lora),
         "lora_hash": tensors_hash(lora),
         "strengths": list(drawing.strengths),
-        "pictures": [asdict(row) for row in rows],
+        "images": [asdict(row) for row in rows],
         "negative": drawing.negative,
         "steps": drawing.steps,
         "guidance": drawing.guidance,
@@ -115,8 +115,8 @@ def tensors_hash(path: Path) -> str:
 
 
 def read_recipe(path: Path) -> dict[str, Any]:
-    """A recipe that was kept beside its pictures. Raises UsageError when it is missing, damaged or none."""
-    fix = "Name the .json file that lies beside the pictures."
+    """A recipe that was kept beside its images. Raises UsageError when it is missing, damaged or none."""
+    fix = "Name the .json file that lies beside the images."
     try:
         found = read_json(path)
     except OSError as error:
@@ -126,18 +126,18 @@ def read_recipe(path: Path) -> dict[str, Any]:
     wrong = not isinstance(found, dict) or [key for key, kind in NEEDED.items() if not isinstance(found.get(key), kind)]
     if wrong:
         lacking = "no object" if wrong is True else f"without a sound {', '.join(wrong)}"
-        raise UsageError(Problem(f"{path} is no recipe of pictures: it is {lacking}.", fix))
+        raise UsageError(Problem(f"{path} is no recipe of images: it is {lacking}.", fix))
     return dict(found)
 
 
 def rows_of(found: Mapping[str, Any]) -> list[Asked]:
     """The rows of a recipe. Raises UsageError for what is no prompt with a seed, and for none."""
     try:
-        rows = [Asked(str(each["prompt"]), int(each["seed"])) for each in found["pictures"]]
+        rows = [Asked(str(each["prompt"]), int(each["seed"])) for each in found["images"]]
         if not rows or not all(0 <= row.seed < 2**63 for row in rows):
             raise ValueError
     except (KeyError, TypeError, ValueError, OverflowError) as error:
-        raise UsageError(Problem("The recipe's pictures have no prompt and seed each.", ANOTHER)) from error
+        raise UsageError(Problem("The recipe's images have no prompt and seed each.", ANOTHER)) from error
     return rows
 
 
@@ -153,7 +153,11 @@ def drawing_of_recipe(found: Mapping[str, Any]) -> Drawing:
             strengths=tuple(map(float, found["strengths"])),
             zero_terminal_snr=bool(found.get("zero_terminal_snr")),
         )
-        said = {"steps": drawing.steps, "strengths": drawing.strengths, "guidance": drawing.guidance or 0.0}
+        said = {
+            "num_inference_steps": drawing.steps,
+            "strengths": drawing.strengths,
+            "guidance_scale": drawing.guidance or 0.0,
+        }
         SampleSection.model_validate(said)
         at_once = found.get("at_once")
         if found.get("dtype") not in DTYPES or not (at_once is None or (type(at_once) is int and at_once > 0)):
@@ -167,8 +171,8 @@ def text_of_recipe(found: Mapping[str, Any]) -> TextOptions:
     """How a recipe's captions are read. Raises UsageError for options of another kind."""
     try:
         text = TextOptions(**{**found["text"], "without": tuple(found["text"].get("without", ()))})
-        said = {"clip_skip": text.clip_skip, "max_tokens": text.clip_tokens, "t5_tokens": text.t5_tokens}
-        TextSection.model_validate(said)
+        said = {"clip_skip": text.clip_skip, "max_tokens": text.clip_tokens, "max_sequence_length": text.t5_tokens}
+        TextEncoderSection.model_validate(said)
     except (TypeError, ValueError) as error:
         raise UsageError(Problem(f"The recipe's text cannot be followed: {_reason(error)}.", ANOTHER)) from error
     return text
@@ -181,7 +185,7 @@ def _reason(error: Exception) -> str:
 
 
 def changed_since(found: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """What is not as it was when the recipe's pictures were drawn, in words; with nothing of it they are the same."""
+    """What is not as it was when the recipe's images were drawn, in words; with nothing of it they are the same."""
     names = ("model_sha256", "lora_sha256", "scheduler", "scheduler_config", "dtype", "device", "versions")
     return [name.removesuffix("_sha256") for name in names if found.get(name) != now.get(name)]
 
@@ -201,7 +205,7 @@ def embedded_text(used: Mapping[str, Any], row: Asked | None, strength: float | 
     parts = {name: _last(value) if isinstance(value, str) else value for name, value in used["model_parts"].items()}
     own = {**used, "model": _last(used["model"]), "model_parts": parts}
     if row is not None:
-        own |= {"pictures": [asdict(row)], "strengths": [] if strength is None else [strength]}
+        own |= {"images": [asdict(row)], "strengths": [] if strength is None else [strength]}
         if strength is None:
             own = {key: value for key, value in own.items() if not key.startswith("lora")}
         info.add_text("parameters", parameters(own, row, strength))

@@ -50,12 +50,12 @@ class LoraReport:
 
 
 def caveat(numbers: Mapping[str, Any]) -> str:
-    """How little the learning says, from a report's numbers: `measured on 1 picture: says little`; else empty."""
+    """How little the learning says, from a report's numbers: `measured on 1 image: says little`; else empty."""
     learning, samples = numbers.get("learning"), numbers.get("samples")
     if not isinstance(learning, Mapping) or not isinstance(samples, int):
         return ""
     few, trained = not learning.get("over_samples", True), not numbers.get("held_out", True)
     if not few and not trained:
         return ""
-    told = f"measured on {samples} picture{'' if samples == 1 else 's'}"
+    told = f"measured on {samples} image{'' if samples == 1 else 's'}"
     return told + (" that may have been trained on" if trained else "") + ": says little"

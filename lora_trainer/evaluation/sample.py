@@ -1,4 +1,4 @@
-"""Pictures from the saved file, with and without it, same seeds: a grid of prompts, strengths and seeds."""
+"""Images from the saved file, with and without it, same seeds: a grid of prompts, strengths and seeds."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 from PIL import Image
 
 from lora_trainer.core.errors import Problem, UsageError
-from lora_trainer.core.grid import picture_name
+from lora_trainer.core.grid import image_name
 from lora_trainer.core.interrupt import Stopped
 from lora_trainer.core.io import read_json, write_json
 from lora_trainer.evaluation.loading import (
@@ -27,12 +27,12 @@ from lora_trainer.evaluation.loading import (
 )
 from lora_trainer.evaluation.placing import bring_pipeline
 from lora_trainer.evaluation.recipe import Asked, Drawing, embedded_text, recipe, same_base
-from lora_trainer.evaluation.sheet import Group, Row, contact_sheet, save_picture
+from lora_trainer.evaluation.sheet import Group, Row, contact_sheet, save_image
 from lora_trainer.export.weights import LoraWeights, shapes_of
 from lora_trainer.models.drawing import prompted, read_prompts, texts_of
 from lora_trainer.models.family import Family
 from lora_trainer.models.lora_files import read_lora_with_words
-from lora_trainer.models.memory.phases import DRAWN_AT_ONCE, drawn_on_a_processor, phase_costs
+from lora_trainer.models.memory.phases import DRAWN_AT_ONCE, drawn_on_a_cpu, phase_costs
 from lora_trainer.models.words import Words, add_words, from_embeddings
 
 SHORT_NAME = 40  # characters of a file's name in the sheet's heading
@@ -41,7 +41,7 @@ Progress = Callable[[int, int], None]
 
 @dataclass(frozen=True)
 class Where:
-    """The files of one grid: `NAME.png`, `NAME.json` and one for each picture, in `folder`."""
+    """The files of one grid: `NAME.png`, `NAME.json` and one for each image, in `folder`."""
 
     folder: Path
     name: str
@@ -54,8 +54,8 @@ class Where:
     def recipe(self) -> Path:
         return self.folder / f"{self.name}.json"
 
-    def picture(self, row: int, strength: float | None) -> Path:
-        return self.folder / picture_name(self.name, row, strength)
+    def image(self, row: int, strength: float | None) -> Path:
+        return self.folder / image_name(self.name, row, strength)
 
 
 def compare(
@@ -75,9 +75,9 @@ def compare(
     say: Callable[[str], None] = lambda message: None,
     progress: Progress = lambda done, total: None,
 ) -> dict[str, Any]:
-    """Draw every row on a fresh base, without the LoRA file and at each strength; write pictures, sheet and recipe.
+    """Draw every row on a fresh base, without the LoRA file and at each strength; write images, sheet and recipe.
 
-    Where another grid in the folder has the same recipe but for its LoRA, its pictures of the untouched base are taken
+    Where another grid in the folder has the same recipe but for its LoRA, its images of the untouched base are taken
     in place of drawing them once more. What is drawn stays when this is interrupted. The pipeline is gone when this
     returns. `named` is what the user calls the base, and `parts` what else of its settings the recipe keeps; `usable` is what of the device's memory may be filled, in bytes;
     None means no limit. Returns the recipe. Raises UsageError when the file cannot be read or does not fit the base.
@@ -99,7 +99,7 @@ def compare(
     if placed.in_turn:
         say(f"drawing with {placed.words}")
     pixels = drawing.size[0] * drawing.size[1]
-    fitting = drawn_on_a_processor(pixels, torch.float32.itemsize, phase_costs(family.name))
+    fitting = drawn_on_a_cpu(pixels, torch.float32.itemsize, phase_costs(family.name))
     at_once = at_once or (1 if device.type == "cuda" else fitting)
     used = recipe(pipeline, family, base, named or base.name, lora, rows, drawing)
     used |= {
@@ -131,7 +131,7 @@ def _draw_columns(
     place: torch.device,
     progress: Progress,
 ) -> None:
-    """The untouched base first, then one strength after the other; each picture is a file as soon as it is there."""
+    """The untouched base first, then one strength after the other; each image is a file as soon as it is there."""
     words: Words = from_embeddings(weights.embeddings, family.word_texts)
     texts_change = bool(words) or any(name.startswith("text_encoder") for name in weights.modules)
     columns: list[float | None] = [None, *drawing.strengths]
@@ -153,8 +153,8 @@ def _draw_columns(
                 drawn = draw(pipeline, family, read, rows, drawing, used["at_once"])
             else:
                 drawn = untouched(known, len(rows))
-            for index, (row, picture) in enumerate(zip(rows, drawn, strict=True)):
-                save_picture(where.picture(index, strength), picture, embedded_text(used, row, strength))
+            for index, (row, image) in enumerate(zip(rows, drawn, strict=True)):
+                save_image(where.image(index, strength), image, embedded_text(used, row, strength))
                 done += 1
                 progress(done, total)
 
@@ -180,9 +180,9 @@ def draw(
     drawing: Drawing,
     at_once: int = DRAWN_AT_ONCE,
 ) -> Iterator[Image.Image]:
-    """One picture for each row, in batches; `read` is what the text encoders said of every prompt.
+    """One image for each row, in batches; `read` is what the text encoders said of every prompt.
 
-    Each picture has its own generator on the CPU: neither the batch nor the device changes its noise.
+    Each image has its own generator on the CPU: neither the batch nor the device changes its noise.
     """
     width, height = drawing.size
     guidance = 0.0 if drawing.guidance is None else drawing.guidance
@@ -201,12 +201,12 @@ def draw(
 
 
 def earlier_base(where: Where, wanted: dict[str, Any]) -> Where | None:
-    """Another grid in the folder that has all pictures of the untouched base of the same recipe; None when there is none."""
+    """Another grid in the folder that has all images of the untouched base of the same recipe; None when there is none."""
     for path in sorted(where.folder.glob("*.json")):
         try:
             if same_base(read_json(path), wanted):
                 other = Where(where.folder, path.stem)
-                for _ in untouched(other, len(wanted["pictures"])):
+                for _ in untouched(other, len(wanted["images"])):
                     pass  # each can be read
                 return other
         except (OSError, ValueError, AttributeError):
@@ -215,18 +215,18 @@ def earlier_base(where: Where, wanted: dict[str, Any]) -> Where | None:
 
 
 def untouched(where: Where, rows: int) -> Iterator[Image.Image]:
-    """A grid's pictures of the untouched base, one after the other. Raises OSError for one that is missing or damaged."""
+    """A grid's images of the untouched base, one after the other. Raises OSError for one that is missing or damaged."""
     for index in range(rows):
-        with Image.open(where.picture(index, None)) as picture:
-            yield picture.convert("RGB")
+        with Image.open(where.image(index, None)) as image:
+            yield image.convert("RGB")
 
 
 def write_sheet(where: Where, used: dict[str, Any]) -> Path:
-    """Write the sheet of all pictures that are there, with gaps for the others, and the recipe beside it."""
+    """Write the sheet of all images that are there, with gaps for the others, and the recipe beside it."""
     strengths: list[float | None] = [None, *used["strengths"]]
     groups: dict[str, list[Row]] = {}
-    for index, row in enumerate(Asked(**each) for each in used["pictures"]):
-        paths = [where.picture(index, strength) for strength in strengths]
+    for index, row in enumerate(Asked(**each) for each in used["images"]):
+        paths = [where.image(index, strength) for strength in strengths]
         groups.setdefault(row.prompt, []).append(Row(f"seed {row.seed}", paths))
     guidance = "" if used["guidance"] is None else f" · guidance {used['guidance']:g}"
     width, height = used["size"]
@@ -239,7 +239,7 @@ def write_sheet(where: Where, used: dict[str, Any]) -> Path:
     sheet = contact_sheet(
         title, details, headings, [Group(prompt or "(empty prompt)", r) for prompt, r in groups.items()]
     )
-    save_picture(where.sheet, sheet, embedded_text(used, None, None))
+    save_image(where.sheet, sheet, embedded_text(used, None, None))
     write_json(where.recipe, used)
     return where.sheet
 

@@ -12,7 +12,7 @@ from PIL.PngImagePlugin import PngInfo
 from lora_trainer.core.io import atomic_path
 from lora_trainer.evaluation.lettering import Font, fonts_for, legible
 
-SMALLEST, LARGEST = 256, 640  # sides of shown pictures, in pixels
+SMALLEST, LARGEST = 256, 640  # sides of shown images, in pixels
 WIDEST, MOST_PIXELS = 4096, 40_000_000  # of a sheet: browsers of phones refuse far larger ones
 MOST_COLUMNS = 12  # beside each other; further ones go below
 LEAST_TEXT, LETTERS = 18, 46  # so many letters go into a line: as wide as a phone, a sheet is still read
@@ -22,10 +22,10 @@ INK, FAINT, PAPER, GAP = (20, 20, 20), (96, 96, 96), (255, 255, 255), (232, 232,
 
 @dataclass(frozen=True)
 class Row:
-    """Pictures beside each other, as files, and a few words above them. A file that is not there leaves a gap."""
+    """Images beside each other, as files, and a few words above them. A file that is not there leaves a gap."""
 
     label: str
-    pictures: Sequence[Path]
+    images: Sequence[Path]
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ def contact_sheet(title: str, details: str, headings: Sequence[str], groups: Seq
             writer.columns(headings[part], usual, cell[0])
             for row in group.rows:
                 writer.text(row.label, usual, FAINT)
-                writer.pictures(row.pictures[part], cell)
+                writer.images(row.images[part], cell)
     return writer.sheet()
 
 
@@ -87,13 +87,13 @@ class Writer:
                 self.words.append((place, line, font, INK))
         self.top += max(map(len, lines)) * height_of(font)
 
-    def pictures(self, paths: Sequence[Path], cell: tuple[int, int]) -> None:
+    def images(self, paths: Sequence[Path], cell: tuple[int, int]) -> None:
         for column, path in enumerate(paths):
             self.places.append(((self.margin + column * (cell[0] + self.margin), self.top), path, cell))
         self.top += cell[1] + self.margin
 
     def sheet(self) -> Image.Image:
-        """One picture after the other is opened: a sheet of many takes no more memory than itself."""
+        """One image after the other is opened: a sheet of many takes no more memory than itself."""
         sheet = Image.new("RGB", (self.width, self.top), PAPER)
         pen = ImageDraw.Draw(sheet)
         for top in self.rules:
@@ -104,19 +104,19 @@ class Writer:
             if not path.is_file():
                 pen.rectangle((*place, place[0] + cell[0] - 1, place[1] + cell[1] - 1), fill=GAP)
                 continue
-            with Image.open(path) as picture:
-                sheet.paste(fitted(picture.convert("RGB"), cell), place)
+            with Image.open(path) as image:
+                sheet.paste(fitted(image.convert("RGB"), cell), place)
         return sheet
 
 
 def cell_size(groups: Sequence[Group], columns: int) -> tuple[int, int]:
-    """Width and height of every picture on the sheet: small ones enlarged, and less where there are very many."""
-    rows = sum(-(-len(row.pictures) // columns) for group in groups for row in group.rows)
+    """Width and height of every image on the sheet: small ones enlarged, and less where there are very many."""
+    rows = sum(-(-len(row.images) // columns) for group in groups for row in group.rows)
     width, height = 1, 1
-    for path in (path for group in groups for row in group.rows for path in row.pictures):
+    for path in (path for group in groups for row in group.rows for path in row.images):
         if path.is_file():
-            with Image.open(path) as picture:
-                width, height = picture.size
+            with Image.open(path) as image:
+                width, height = image.size
             break
     side = min(max(width, height, SMALLEST), LARGEST, WIDEST // columns)
     shape = (width / max(width, height), height / max(width, height))
@@ -125,8 +125,8 @@ def cell_size(groups: Sequence[Group], columns: int) -> tuple[int, int]:
     return max(1, round(side * shape[0])), max(1, round(side * shape[1]))
 
 
-def fitted(picture: Image.Image, cell: tuple[int, int]) -> Image.Image:
-    return picture if picture.size == cell else picture.resize(cell, Image.Resampling.LANCZOS)
+def fitted(image: Image.Image, cell: tuple[int, int]) -> Image.Image:
+    return image if image.size == cell else image.resize(cell, Image.Resampling.LANCZOS)
 
 
 def height_of(font: Font) -> int:
@@ -156,7 +156,7 @@ def shortened(lines: list[str]) -> list[str]:
     return lines if len(lines) <= MOST_LINES else [*lines[: MOST_LINES - 1], f"{lines[MOST_LINES - 1][:-3]}..."]
 
 
-def save_picture(path: Path, picture: Image.Image, text: PngInfo | None = None) -> None:
+def save_image(path: Path, image: Image.Image, text: PngInfo | None = None) -> None:
     """Write a PNG atomically, with text beside its pixels."""
     with atomic_path(path) as temporary:
-        picture.save(temporary, format="PNG", pnginfo=text)
+        image.save(temporary, format="PNG", pnginfo=text)

@@ -85,7 +85,7 @@ def alphas(
 ) -> dict[str, float]:
     """The alpha of each module as diffusers would take it: from the header's JSON, else alpha = rank.
 
-    Where the header says nothing, `peft_config` counts for all components. A rank-stabilised scale, alpha / sqrt(rank),
+    Where the header says nothing, `peft_config` counts for all components. A rank-stabilized scale, alpha / sqrt(rank),
     is told as the alpha that makes alpha / rank of it. Raises ValueError when the JSON cannot be read.
     """
     document = _document(metadata)

@@ -108,7 +108,7 @@ def _spans(used: Sequence[Tensor], ranks: Sequence[int] | None) -> dict[int, tup
 
 
 def _by_widths(widths: Mapping[int, int], used: Sequence[Tensor]) -> dict[int, tuple[int, int]] | None:
-    """Neighbouring columns of these widths, if they fill the layer and no part uses others."""
+    """Neighboring columns of these widths, if they fill the layer and no part uses others."""
     edges = [0, *accumulate(widths.values())]
     spans = {part: span for part, span in zip(widths, pairwise(edges), strict=True) if span[0] < span[1]}
     if edges[-1] != used[0].shape[0]:

@@ -44,7 +44,7 @@ class Inspected:
     """A file, looked at. `style` is how the file names its modules; `hashes` are as told and as found."""
 
     path: Path
-    kind: str  # `LoRA`, `rank-stabilised LoRA`, …
+    kind: str  # `LoRA`, `rank-stabilized LoRA`, …
     style: str
     weights: LoraWeights
     ranks: Mapping[int, int]  # rank -> modules
@@ -131,10 +131,10 @@ def _tensor(file: BinaryIO, data: int, entry: Mapping[str, Any]) -> Tensor:
 
 
 def _kind(metadata: Mapping[str, str], weights: LoraWeights) -> str:
-    rank_stabilised = '"rank_stabilised": true' in metadata.get("ss_network_args", "") or bool(
+    rank_stabilized = '"rank_stabilized": true' in metadata.get("ss_network_args", "") or bool(
         re.search(r'"use_rslora": true', metadata.get("lora_adapter_metadata", ""))
     )
-    told = "rank-stabilised LoRA" if rank_stabilised else "LoRA"
+    told = "rank-stabilized LoRA" if rank_stabilized else "LoRA"
     if any(pair.down.ndim == 4 and pair.down.shape[-1] > 1 for pair in weights.modules.values()):
         told += " with convolutions"
     return f"{told} and learned words" if weights.embeddings else told

@@ -119,7 +119,7 @@ def read_key(key: str) -> Key | None:
         return Key(match["name"], "down" if match["peft"] == "A" else "up", "diffusers")
     if match["kohya"]:
         return Key(match["name"], match["kohya"], "kohya")
-    stream = f"_lora{match['stream']}" if match["stream"] else ""  # XLabs': 1 of the picture, 2 of the text
+    stream = f"_lora{match['stream']}" if match["stream"] else ""  # XLabs': 1 of the image, 2 of the text
     return Key(match["name"] + stream, match["old"] or match["older"], "old")
 
 

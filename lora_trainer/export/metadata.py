@@ -24,7 +24,7 @@ LEGACY_FROM, LEGACY_BYTES = 0x100000, 0x10000
 
 @dataclass(frozen=True)
 class FlowFacts:
-    """At which times a flow was trained. `shift` is a factor, or None for one that grows with the picture."""
+    """At which times a flow was trained. `shift` is a factor, or None for one that grows with the image."""
 
     timesteps: str
     logit_mean: float
@@ -46,7 +46,7 @@ class TrainingFacts:
     architecture: str  # modelspec's name: `stable-diffusion-v1/lora`, …
     base_name: str  # the model's folder or file name
     alpha: float  # of the training: the tensors have their own
-    targets: str  # lora.targets as text
+    targets: str  # lora.target_modules as text
     resolution: tuple[int, int]  # width, height in pixels
     steps: int
     epochs: int
@@ -77,13 +77,13 @@ class TrainingFacts:
     keep_tokens: int = 0
     flip: bool = False
     random_crop: bool = False
-    recoloured: bool = False
+    recolored: bool = False
     no_upscale: bool = False
     bucket_sides: tuple[int | None, int | None] = (None, None)  # shortest and longest, in pixels
-    regularisation: int = 0  # samples that keep the model's own idea of a class, not among `samples`
+    regularization: int = 0  # samples that keep the model's own idea of a class, not among `samples`
     trigger: str | None = None
     dropout: float = 0.0
-    rank_stabilised: bool = False
+    rank_stabilized: bool = False
     ema_decay: float | None = None
     held_out: int = 0
     clip_skip: int | None = None
@@ -119,11 +119,11 @@ def header(facts: TrainingFacts, weights: LoraWeights) -> dict[str, str]:
         "ss_training_started_at": facts.started,
         "ss_training_finished_at": facts.finished,
         "ss_resolution": f"({width}, {height})",
-        **_pictures(facts),
+        **_images(facts),
         "ss_dataset_dirs": json.dumps(facts.dataset_dirs, sort_keys=True),
         "ss_tag_frequency": json.dumps(facts.tag_frequency, sort_keys=True),
         "ss_num_train_images": facts.samples,
-        "ss_num_reg_images": facts.regularisation,
+        "ss_num_reg_images": facts.regularization,
         "ss_total_batch_size": facts.batch,
         "ss_steps": facts.steps,
         "ss_max_train_steps": facts.steps,
@@ -163,8 +163,8 @@ def _most(pairs: Collection[LoraPair]) -> tuple[int, float] | tuple[None, None]:
 
 def _network_args(facts: TrainingFacts, texts: Collection[LoraPair]) -> dict[str, object]:
     args: dict[str, object] = {"algo": "lora", "targets": facts.targets, "alpha_folded": True}
-    if facts.rank_stabilised:
-        args["rank_stabilised"] = True
+    if facts.rank_stabilized:
+        args["rank_stabilized"] = True
     if texts:
         args["text_encoder_dim"], args["text_encoder_alpha"] = _most(texts)
     return args
@@ -189,7 +189,7 @@ def _specification(facts: TrainingFacts) -> dict[str, object]:
 
 
 def _flow(flow: FlowFacts | None) -> dict[str, object]:
-    """As sd-scripts names it, which calls plain times `none` and a shift by the picture's size `flux_shift`."""
+    """As sd-scripts names it, which calls plain times `none` and a shift by the image's size `flux_shift`."""
     if flow is None:
         return {}
     return {
@@ -203,7 +203,7 @@ def _flow(flow: FlowFacts | None) -> dict[str, object]:
     }
 
 
-def _pictures(facts: TrainingFacts) -> dict[str, object]:
+def _images(facts: TrainingFacts) -> dict[str, object]:
     return {
         "ss_bucket_info": json.dumps(_bucket_info(facts.buckets)),
         "ss_enable_bucket": bool(facts.buckets),
@@ -212,7 +212,7 @@ def _pictures(facts: TrainingFacts) -> dict[str, object]:
         "ss_max_bucket_reso": facts.bucket_sides[1],
         "ss_flip_aug": facts.flip,
         "ss_random_crop": facts.random_crop,
-        "ss_color_aug": facts.recoloured,
+        "ss_color_aug": facts.recolored,
     }
 
 

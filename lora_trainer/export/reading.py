@@ -1,6 +1,6 @@
 """The tensors of a LoRA file become weights by diffusers' names, whichever program wrote them, or are refused.
 
-Exact where the file holds LoRA, rank-stabilised LoRA or LoRA on convolutions; every other method is named.
+Exact where the file holds LoRA, rank-stabilized LoRA or LoRA on convolutions; every other method is named.
 """
 
 from __future__ import annotations
@@ -51,15 +51,15 @@ OTHER_FILES = (  # by a beginning of any key, the surest first
     ("image_proj.", "an IP-Adapter"),
     ("controlnet_", "a ControlNet"),
     ("model.diffusion_model.", "a base model"),
-    ("first_stage_model.", "an autoencoder (VAE)"),
+    ("first_stage_model.", "a VAE (VAE)"),
     ("cond_stage_model.", "a text encoder"),
     ("bundle_emb.", "a set of learned words"),
     ("emb_params", "a learned word (textual inversion)"),
     ("clip_g", "a learned word (textual inversion)"),
     ("clip_l", "a learned word (textual inversion)"),
     ("string_to_param", "a learned word (textual inversion)"),
-    ("decoder.up", "an autoencoder (VAE)"),
-    ("quant_conv.", "an autoencoder (VAE)"),
+    ("decoder.up", "a VAE (VAE)"),
+    ("quant_conv.", "a VAE (VAE)"),
     ("encoder.block.", "a text encoder (T5)"),
     ("text_model.", "a text encoder (CLIP)"),
     ("down_blocks.", "a base model's U-Net"),

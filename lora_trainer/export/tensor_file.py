@@ -42,7 +42,7 @@ class DamagedFile(ValueError):
 
 
 def write_sealed(path: Path, tensors: Mapping[str, Tensor], label: str) -> str:
-    """Write tensors of the processor's memory, flushed to the disk; the digest. Raises OSError.
+    """Write tensors of the CPU's memory, flushed to the disk; the digest. Raises OSError.
 
     `label` is told again when the file is read, so that a file cannot stand in another's place.
     """

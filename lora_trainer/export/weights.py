@@ -106,14 +106,14 @@ def folded(weights: LoraWeights, dtype: torch.dtype = torch.float16) -> LoraWeig
     bad = weights.not_finite()
     if bad:
         first = f"{len(bad)} of {len(weights.modules)} LoRA modules hold NaN or infinity (first: {bad[0]})."
-        raise TrainingFailed(Problem(first, "Lower optim.learning_rate and train again."))
+        raise TrainingFailed(Problem(first, "Lower optimizer.learning_rate and train again."))
     modules = {name: _folded_pair(pair, dtype) for name, pair in weights.modules.items()}
     words = {name: tensor.detach().cpu().to(dtype).contiguous() for name, tensor in weights.embeddings.items()}
     result = replace(weights, modules=modules, embeddings=words)
     bad = result.not_finite()
     if bad:
         first = f"{len(bad)} LoRA modules are too large for {str(dtype).removeprefix('torch.')} (first: {bad[0]})."
-        raise TrainingFailed(Problem(first, "The training has run away: lower optim.learning_rate."))
+        raise TrainingFailed(Problem(first, "The training has run away: lower optimizer.learning_rate."))
     return result
 
 

@@ -1,7 +1,7 @@
 """An earlier measurement on the same device, to hold a new one against. No torch.
 
-A row has become worse where its ratio, its peak, or on a card its time is more than 5 % above the baseline's, and above
-what nine tenths of the baseline's own steps had. On a processor times hang on what else it does and are not compared.
+A row has become worse where its ratio, its peak, or on a GPU its time is more than 5 % above the baseline's, and above
+what nine tenths of the baseline's own steps had. On a CPU times hang on what else it does and are not compared.
 """
 
 from __future__ import annotations
@@ -66,12 +66,12 @@ def held_against(baseline: Mapping[str, Any], document: Mapping[str, Any]) -> tu
         raise UsageError(
             Problem("The baseline has none of the rows that were measured.", "Name one of the same bench.")
         )
-    on_card = "CPU" not in document["device"]
+    on_gpu = "CPU" not in document["device"]
     found = [
         Problem(f"{name} of {model}: {worse}.", FIX)
         for (name, model), row in rows.items()
         if (name, model) in earlier
-        for worse in worse_figures(row, earlier[name, model], on_card=on_card)
+        for worse in worse_figures(row, earlier[name, model], on_gpu=on_gpu)
     ]
     return sorted(said), found
 
@@ -80,12 +80,12 @@ def by_name(rows: Sequence[Mapping[str, Any]]) -> dict[tuple[str, str], Mapping[
     return {(str(row.get("name")), str(row.get("model"))): row for row in rows}
 
 
-def worse_figures(row: Mapping[str, Any], earlier: Mapping[str, Any], *, on_card: bool) -> list[str]:
+def worse_figures(row: Mapping[str, Any], earlier: Mapping[str, Any], *, on_gpu: bool) -> list[str]:
     """Each figure that is more than 5 % above the earlier one, with both."""
     found = []
     for name, (title, noise) in FIGURES.items():
         now, then, most = row.get(name), earlier.get(name), earlier.get(noise)
-        if name == "seconds_median" and not on_card:
+        if name == "seconds_median" and not on_gpu:
             continue
         if not is_number(now) or not is_number(then) or now <= WORSE * then or (is_number(most) and now <= most):
             continue

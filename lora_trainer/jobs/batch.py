@@ -13,7 +13,7 @@ from lora_trainer.core.disk import Patience, patient
 from lora_trainer.core.errors import DATASET_REFUSED, DONE, Problem, UsageError, UserError
 from lora_trainer.core.interrupt import listening
 from lora_trainer.jobs import queue
-from lora_trainer.jobs.executors import executor, visible_cards
+from lora_trainer.jobs.executors import executor, visible_gpus
 from lora_trainer.jobs.folders import Shared, job_settings, read_root
 from lora_trainer.jobs.summary import FILE as SUMMARY
 from lora_trainer.jobs.summary import ROOT, largest_code, write_summary
@@ -56,7 +56,7 @@ def run_folders(order: BatchOrder, folders: Mapping[str, Path], console: Console
     path = order.output / queue.FILE
     enlist(order, folders, path)
     left = sum(job.status == "waiting" for job in queue.read_jobs(path))
-    console.print(f"batch of {len(folders)} data sets in {order.root}, {left} to run; output in {order.output}")
+    console.print(f"batch of {len(folders)} datasets in {order.root}, {left} to run; output in {order.output}")
     show_wrong_settings(order.shared, folders, console)
     workers = min(order.jobs, max(1, left))
     if workers > 1:
@@ -120,7 +120,7 @@ def check_order(order: BatchOrder, *, weights: bool = True) -> dict[str, Path]:
             check()
         except UsageError as error:
             problems.extend(error.problems)
-    for place, flag in ((order.output, "--output"), (cache_folder(config), "--set cache.folder")):
+    for place, flag in ((order.output, "--output"), (cache_folder(config), "--set cache.dir")):
         if place.resolve().is_relative_to(order.root.resolve()):
             message = f"{place} lies in {order.root}; nothing is written there."
             problems.append(Problem(message, f"Choose another {flag}."))
@@ -178,12 +178,12 @@ def show_wrong_settings(shared: Shared, folders: Mapping[str, Path], console: Co
 
 def describe_workers(workers: int) -> str:
     """How several workers share this machine. Loads torch."""
-    cards = len(visible_cards())
-    if cards == 0:
-        return f"{workers} jobs at once, each with a copy of the base and its share of the processor"
-    if cards < workers:
+    gpus = len(visible_gpus())
+    if gpus == 0:
+        return f"{workers} jobs at once, each with a copy of the base and its share of the CPU"
+    if gpus < workers:
         return (
-            f"warning: {workers} jobs at once on {cards} GPU{'s' if cards > 1 else ''}: "
-            "those that share a card share its memory and its speed"
+            f"warning: {workers} jobs at once on {gpus} GPU{'s' if gpus > 1 else ''}: "
+            "those that share a GPU share its memory and its speed"
         )
     return f"{workers} jobs at once, each on a GPU of its own"

@@ -30,7 +30,7 @@ from lora_trainer.jobs.best import rows_and_best
 from lora_trainer.jobs.held import holding
 from lora_trainer.jobs.measures import COLUMNS, NOISY, OWN, STEPS, Asked, Column, Report, Row, row_of, too_noisy
 from lora_trainer.jobs.own_loop import STILL, Way, own_loop
-from lora_trainer.jobs.rates import rate_of
+from lora_trainer.jobs.rates import lr_at
 from lora_trainer.jobs.split import PARTS, Split
 from lora_trainer.jobs.subject import Subject, architecture_named, subject_of
 from lora_trainer.jobs.turns import SPLIT_STEPS, WARM_UP, Timed, split_of, timed_in_turn
@@ -38,14 +38,14 @@ from lora_trainer.jobs.usual import USUAL, add_usual_adapter, use_adapter, usual
 from lora_trainer.jobs.versus import ABOUT as VERSUS_ABOUT
 from lora_trainer.jobs.versus import VERSUS_COLUMNS, NotRun, rows_versus
 from lora_trainer.models.lora import ADAPTER
-from lora_trainer.models.memory.ledger import Sizes
+from lora_trainer.models.memory.profiles import Sizes
 from lora_trainer.production.plans.plan import gauge_of
-from lora_trainer.training.micro import Micro
+from lora_trainer.training.micro_batch import MicroBatch
 from lora_trainer.training.processes import join_processes
 
 NOT_COMPILED = (
-    "memory.compile is auto, which goes by the steps of a run: an architecture alone has none and is not compiled; "
-    "--set memory.compile=true measures it on a card"
+    "compile.enabled is auto, which goes by the steps of a run: an architecture alone has none and is not compiled; "
+    "--set compile.enabled=true measures it on a GPU"
 )
 PEAK_STEPS = 2  # the first makes the optimizer's state
 ABOUT = {
@@ -54,11 +54,11 @@ ABOUT = {
     "usual": "the step as other scripts do it, encoding in every step where there are encoders",
     "usual_cached": "the same with everything encoded beforehand",
     "ratio": "time over `bare`, the median of the ratios step by step",
-    "CPU ratio": "the same of processor time, in all threads: what else the machine does changes it less",
+    "CPU ratio": "the same of CPU time, in all threads: what else the machine does changes it less",
     "optimizer": "clipping, update, and what the loop does beside; of the four parts the medians of other steps, in ms",
     "TFLOP/s": "operations of the step, what is computed again among them, by its time",
     "of floor": "share of what the device can do",
-    "peak GiB": "what was held at most: on a card by the allocator, on a processor all storages of a step, counted",
+    "peak GiB": "what was held at most: on a GPU by the allocator, on a CPU all storages of a step, counted",
 }
 
 
@@ -66,8 +66,8 @@ ABOUT = {
 class StepRow(Row):
     """`split` is seconds of the step's parts; `tflop` its operations, with what checkpointing computes again.
 
-    `mfu` is the share of the device's rate: one where a step takes no longer than its operations must. On a processor
-    `cpu_ratio` is processor time over that of the first row: other programs change it less than time by the clock.
+    `mfu` is the share of the device's rate: one where a step takes no longer than its operations must. On a CPU
+    `cpu_ratio` is CPU time over that of the first row: other programs change it less than time by the clock.
     """
 
     split: Mapping[str, float] | None = None
@@ -110,7 +110,7 @@ def bench_model(asked: Asked, named: str, folder: Path) -> tuple[Sequence[Row | 
     steps = asked.steps or STEPS
     rows, notes = rows_and_notes(asked, named, steps, folder)
     config = asked.resolved.config
-    if config.memory.compile == "auto" and architecture_named(config, named) is not None:
+    if config.compile.enabled == "auto" and architecture_named(config, named) is not None:
         notes = [*notes, NOT_COMPILED]
     return rows, notes
 
@@ -128,10 +128,10 @@ def bench_step(subject: Subject, steps: int, folder: Path) -> tuple[list[StepRow
     learner, notes = subject.learner, list[str]()
     device, split = learner.device, Split(learner.device)
     watched = range(PEAK_STEPS + WARM_UP + steps, PEAK_STEPS + WARM_UP + steps + SPLIT_STEPS)
-    resident: list[list[Micro]] = []
+    resident: list[list[MicroBatch]] = []
 
     def bare() -> Way:
-        # Not before `ours` is there: on a card these batches take room that a run does not need.
+        # Not before `ours` is there: on a GPU these batches take room that a run does not need.
         resident.extend(subject.micros(number) for number in range(watched.stop))
         return bare_step(subject, resident, split)
 
@@ -202,7 +202,7 @@ def use(subject: Subject, name: str) -> None:
 
 
 def with_encoding(
-    subject: Subject, rows: Sequence[StepRow], bare: Way, resident: list[list[Micro]], steps: int
+    subject: Subject, rows: Sequence[StepRow], bare: Way, resident: list[list[MicroBatch]], steps: int
 ) -> tuple[list[StepRow], list[str]]:
     """The rows with that of the usual step which encodes, and a note where there is none."""
     *others, cached = rows
@@ -222,7 +222,7 @@ def with_encoding(
     return [*others, replace(beside(USUAL, subject, times[USUAL], times["bare"]), encodes=True), cached], []
 
 
-def bare_step(subject: Subject, resident: list[list[Micro]], split: Split) -> Way:
+def bare_step(subject: Subject, resident: list[list[MicroBatch]], split: Split) -> Way:
     """Forward, backward and update on batches that lie ready."""
     learner = subject.learner
     ready = [[micro.to(learner.device, learner.dtype) for micro in micros] for micros in resident]
@@ -247,18 +247,18 @@ def bare_step(subject: Subject, resident: list[list[Micro]], split: Split) -> Wa
 
 def beside(name: str, subject: Subject, own: Timed, base: Timed) -> StepRow:
     row = StepRow(**asdict(row_of(name, subject.name, own.wall, base.wall)))
-    if subject.learner.device.type != "cpu" or not all(base.cpu):  # some systems count processor time in coarse ticks
+    if subject.learner.device.type != "cpu" or not all(base.cpu):  # some systems count CPU time in coarse ticks
         return row
     ratio = statistics.median(one / other for one, other in zip(own.cpu, base.cpu, strict=True))
     return replace(row, cpu_seconds_median=statistics.median(own.cpu), cpu_ratio=ratio)
 
 
 def with_rates(
-    subject: Subject, rows: Sequence[StepRow], resident: Sequence[list[Micro]]
+    subject: Subject, rows: Sequence[StepRow], resident: Sequence[list[MicroBatch]]
 ) -> tuple[list[StepRow], list[str]]:
     """The rows with operations and rates, and where the device's rate is from."""
     tflop = tflop_of(subject, resident)
-    rate, source = rate_of(subject.learner.device, subject.learner.dtype)
+    rate, source = lr_at(subject.learner.device, subject.learner.dtype)
     found = []
     for row in rows:
         tflops = tflop / row.seconds_median
@@ -266,14 +266,14 @@ def with_rates(
     return found, [f"floor: {rate:.3g} TFLOP/s, {source}" if rate else f"floor: {source}"]
 
 
-def tflop_of(subject: Subject, resident: Sequence[list[Micro]]) -> float:
-    """Operations of a step on average, in TFLOP: of the commonest micro batch as the plan has it, of others by their size."""
+def tflop_of(subject: Subject, resident: Sequence[list[MicroBatch]]) -> float:
+    """Operations of a step on average, in TFLOP: of the commonest micro-batch as the plan has it, of others by their size."""
     shapes = Counter(tuple(micro.latents.shape) for micros in resident for micro in micros)
     (samples, _, height, width), _ = shapes.most_common(1)[0]
     config = subject.job.config
-    gauge = gauge_of(subject.family, subject.architecture, config)
+    memory_model = gauge_of(subject.family, subject.architecture, config)
     sizes = Sizes(config.lora.rank, samples, height * width, subject.job.planned.checkpointed or 0)
-    flops = gauge.footprint(sizes, subject.precision).flops
+    flops = memory_model.footprint(sizes, subject.precision).flops
     numbers = sum(math.prod(shape) * count for shape, count in shapes.items())
     of_one = samples * next(iter(shapes))[1] * height * width
     return flops * numbers / of_one / len(resident) / 1e12

@@ -1,7 +1,7 @@
 """How fast cached latents are read: shards as the trainer reads them, beside the plain ways.
 
 All rows read the same random entries of 4x64x64, mean and spread in fp32 (128 KiB an
-entry), in micro batches of four, from files that the system holds in memory, in turns in
+entry), in micro-batches of four, from files that the system holds in memory, in turns in
 one process.
 
 `mapped` is the least that reading can be: rows of one mapped file, stacked, nothing looked
@@ -41,7 +41,7 @@ ABOUT = {
     "npz_each": "one of numpy's files for each entry",
     "ratio": "time over `mapped`, the median of the ratios round by round",
 }
-Read = Callable[[Sequence[int]], dict[str, Tensor]]  # places of a micro batch -> tensors stacked
+Read = Callable[[Sequence[int]], dict[str, Tensor]]  # places of a micro-batch -> tensors stacked
 
 
 @dataclass(frozen=True)

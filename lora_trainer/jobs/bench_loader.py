@@ -1,10 +1,10 @@
 """What data costs a step: steps with the loader beside steps on batches that lie ready, in turn in one process.
 
-`resident` is the trainer's step on micro batches that were made beforehand. `cached` makes them ahead from the
-caches, `uncached` from the pictures, decoded and encoded; their ratio is over `resident`, step by step. In the time of
+`resident` is the trainer's step on micro-batches that were made beforehand. `cached` makes them ahead from the
+caches, `uncached` from the images, decoded and encoded; their ratio is over `resident`, step by step. In the time of
 such a step exactly one step is made ahead, and it ends when both are done: what is read for one row never runs in
 another's time. `cached_wait` and `uncached_wait` are what steps waited for their data, their ratio the share of the
-step. `cached_alone` and `uncached_alone` make micro batches and train nothing: seconds a micro batch, micro batches a
+step. `cached_alone` and `uncached_alone` make micro-batches and train nothing: seconds a micro-batch, micro-batches a
 second, and as ratio their share of a step's time; `decoded_alone` is `uncached_alone` without the encoder.
 """
 
@@ -25,7 +25,7 @@ from rich.console import Console
 from lora_trainer.config.layers import Resolved
 from lora_trainer.config.schema import Config
 from lora_trainer.core.errors import UsageError
-from lora_trainer.data.buckets import Bucket, Fit
+from lora_trainer.data.buckets import Bucket, ResizeCrop
 from lora_trainer.data.caches.store import Store, write_entries
 from lora_trainer.data.fresh import Fresh
 from lora_trainer.data.loader import CachedData, prefetch
@@ -42,19 +42,19 @@ from lora_trainer.production.inputs import read_inputs, trained_resolution
 from lora_trainer.production.order import Order
 from lora_trainer.production.reading import reading
 from lora_trainer.production.session import open_session, prepare
-from lora_trainer.training.micro import Micro
+from lora_trainer.training.micro_batch import MicroBatch
 from lora_trainer.training.processes import join_processes
 from lora_trainer.training.run import READ_AHEAD
-from lora_trainer.training.step import Learner, train_step
+from lora_trainer.training.step import StepContext, train_step
 
 ABOUT = {
     "resident": "steps on batches that lie ready: what training alone takes",
     "cached": "steps on batches read ahead from the caches",
-    "uncached": "steps on pictures decoded and encoded ahead (cache.latents=false)",
+    "uncached": "steps on images decoded and encoded ahead (cache.latents=false)",
     "cached_wait": "what steps of `cached` waited for their data",
     "uncached_wait": "what steps of `uncached` waited for their data",
-    "cached_alone": "making a micro batch from the caches, training nothing",
-    "uncached_alone": "making a micro batch from pictures, training nothing",
+    "cached_alone": "making a micro-batch from the caches, training nothing",
+    "uncached_alone": "making a micro-batch from images, training nothing",
     "decoded_alone": "the same without the encoder",
     "ratio": "time over `resident`, the median step by step; of a wait: its share of that row's step; "
     "of a row alone: its share of a step of `resident`",
@@ -101,7 +101,9 @@ def rows_of(model: str, timed: Mapping[str, Measured], alone: Mapping[str, list[
         )
 
 
-def timed_in_turn(learner: Learner, resident: list[list[Micro]], feeds: Mapping[str, Feed]) -> dict[str, Measured]:
+def timed_in_turn(
+    learner: StepContext, resident: list[list[MicroBatch]], feeds: Mapping[str, Feed]
+) -> dict[str, Measured]:
     """The steps of `resident`, from it and from each feed in turn; those of the warm-up are not timed."""
     numbers = range(len(resident))
     found = {way: Measured([], []) for way in ("resident", *feeds)}
@@ -121,7 +123,7 @@ def timed_in_turn(learner: Learner, resident: list[list[Micro]], feeds: Mapping[
     return found
 
 
-def from_memory(learner: Learner, resident: list[list[Micro]]) -> Step:
+def from_memory(learner: StepContext, resident: list[list[MicroBatch]]) -> Step:
     def step(number: int) -> float:
         train(learner, resident[number])
         return 0.0
@@ -130,11 +132,11 @@ def from_memory(learner: Learner, resident: list[list[Micro]]) -> Step:
 
 
 @contextmanager
-def from_feed(learner: Learner, feed: Feed, count: int) -> Iterator[Step]:
+def from_feed(learner: StepContext, feed: Feed, count: int) -> Iterator[Step]:
     """Steps read ahead as the trainer does; in the time of each exactly one more is made."""
     permits, made = threading.Semaphore(READ_AHEAD), threading.Semaphore(0)
 
-    def source() -> Iterator[list[Micro]]:
+    def source() -> Iterator[list[MicroBatch]]:
         for number in range(count + READ_AHEAD):
             permits.acquire()
             try:
@@ -163,12 +165,12 @@ def from_feed(learner: Learner, feed: Feed, count: int) -> Iterator[Step]:
         ahead.close()
 
 
-def train(learner: Learner, micros: list[Micro]) -> None:
+def train(learner: StepContext, micros: list[MicroBatch]) -> None:
     train_step(learner, micros, sum(len(micro.latents) for micro in micros), RATE)
 
 
 def made_alone(feed: Feed, count: int) -> list[float]:
-    """Seconds of each micro batch of so many steps, made with nothing else going on."""
+    """Seconds of each micro-batch of so many steps, made with nothing else going on."""
     seconds = []
     for number in range(count):
         started = time.perf_counter()
@@ -177,7 +179,7 @@ def made_alone(feed: Feed, count: int) -> list[float]:
     return seconds
 
 
-def subject_of(resolved: Resolved, folder: Path, *, tiny: bool) -> tuple[str, Learner, dict[str, Feed]]:
+def subject_of(resolved: Resolved, folder: Path, *, tiny: bool) -> tuple[str, StepContext, dict[str, Feed]]:
     """The model's name, what is trained, and how it can be fed: a run's own, or an architecture with random entries."""
     config = resolved.config
     if config.model.family is not None and config.model.path is None:
@@ -196,8 +198,8 @@ def subject_of(resolved: Resolved, folder: Path, *, tiny: bool) -> tuple[str, Le
     return session.inputs.facts.name, prepared.built.learner, {"cached": prepared.feed, "uncached": uncached}
 
 
-def without_encoder(config: Config, learner: Learner, feed: Feed) -> Feed:
-    """The feed of pictures as they are decoded one after the other, thinned to the size of latents."""
+def without_encoder(config: Config, learner: StepContext, feed: Feed) -> Feed:
+    """The feed of images as they are decoded one after the other, thinned to the size of latents."""
     assert feed.data.fresh is not None
     fresh = Fresh(feed.data.fresh.place, lambda pixels: (pixels[..., ::8, ::8], pixels[..., ::8, ::8]), workers=0)
     return make_feed(config, replace(feed.data, fresh=fresh), learner, join_processes(), 1, ENDLESS)
@@ -207,7 +209,9 @@ def with_cached_latents(config: Config) -> Config:
     return config.model_copy(update={"cache": config.cache.model_copy(update={"latents": True})})
 
 
-def public_subject(resolved: Resolved, named: str, folder: Path, *, tiny: bool) -> tuple[str, Learner, dict[str, Feed]]:
+def public_subject(
+    resolved: Resolved, named: str, folder: Path, *, tiny: bool
+) -> tuple[str, StepContext, dict[str, Feed]]:
     """A published denoiser with random weights, fed from a cache of random entries in `folder`; there are no encoders."""
     name, built, architecture, choices = public_built(resolved, named, tiny=tiny)
     config = resolved.config
@@ -227,7 +231,7 @@ def random_cache(family: Family, architecture: Architecture, side: int, folder: 
     shapes = family.cond_shapes(architecture.denoiser).items()
     texts = {name: torch.randn((RANDOM_SAMPLES, *each), generator=generator) for name, each in shapes}
     write_entries(folder, "texts", keys, texts)
-    view = View(Fit(side, side, 0, 0, Bucket(side, side)))
+    view = View(ResizeCrop(side, side, 0, 0, Bucket(side, side)))
     return CachedData(
         samples=[Sample(Path(f"{key}.png"), key, side, side, key[::-1]) for key in keys],
         views=[(view,)] * RANDOM_SAMPLES,

@@ -20,7 +20,7 @@ from lora_trainer.jobs.versus import NotRun, VersusRow, rows_versus
 
 QUICKER = 0.98  # of the time: less is not worth a setting
 LOSS_KEPT = 0.01  # of the losses on average: what rounding may change
-ATTENTION_ON_A_CARD = ("sdpa", "flash", "efficient", "cudnn", "xformers", "flash2")
+ATTENTION_ON_A_GPU = ("sdpa", "flash", "efficient", "cudnn", "xformers", "flash2")
 BEST = "best together"
 Settings = Mapping[str, Any]
 
@@ -47,12 +47,12 @@ def rows_and_best(asked: Asked, named: str, steps: int, folder: Path) -> tuple[l
 
 def usual_settings(config: Config) -> dict[str, Settings]:
     """What may be quicker on this device."""
-    names: list[tuple[str, Any]] = [("memory.checkpointing", "none")]
-    halves = {config.batch.effective // 2, config.batch.effective // 4} - {0}
-    names += [("batch.max_micro", half) for half in sorted(halves, reverse=True)]
+    names: list[tuple[str, Any]] = [("memory.gradient_checkpointing", False)]
+    halves = {config.train.effective_batch_size // 2, config.train.effective_batch_size // 4} - {0}
+    names += [("train.max_micro_batch_size", half) for half in sorted(halves, reverse=True)]
     if torch.cuda.is_available():
-        names += [("memory.attention", name) for name in ATTENTION_ON_A_CARD]
-        names += [("memory.compile", True), ("hardware.channels_last", True)]
+        names += [("hardware.attention_backend", name) for name in ATTENTION_ON_A_GPU]
+        names += [("compile.enabled", True), ("hardware.channels_last", True)]
     return {f"{name}={shown(value).strip(chr(34))}": {name: value} for name, value in names}
 
 

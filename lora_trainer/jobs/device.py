@@ -12,14 +12,14 @@ from lora_trainer.training.hardware import set_hardware
 
 
 def device_measured(config: Config) -> str:
-    """What is measured on with these settings, which also say how many threads a processor has."""
+    """What is measured on with these settings, which also say how many threads a CPU has."""
     if not torch.cuda.is_available():
         set_hardware(config, torch.device("cpu"))
     return device_name()
 
 
 def device_name() -> str:
-    """The GPU's name, or what the processor is called."""
+    """The GPU's name, or what the CPU is called."""
     if torch.cuda.is_available():
         return torch.cuda.get_device_name(0)
     return f"{platform.machine()} CPU, {counted(torch.get_num_threads(), 'thread')}"

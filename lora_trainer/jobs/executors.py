@@ -55,7 +55,7 @@ def kept_families(families: Mapping[str, Family]) -> Mapping[str, Family]:
 
 
 def _run_processes(path: Path, workers: int) -> int | None:
-    # Spawned, not forked: a forked process cannot use a card, and threads do not come along.
+    # Spawned, not forked: a forked process cannot use a GPU, and threads do not come along.
     context = multiprocessing.get_context("spawn")
     processes = [
         context.Process(target=_work_alone, args=(str(path), worker_environment(index, workers)))
@@ -88,18 +88,18 @@ def _stop(processes: list[SpawnProcess]) -> None:
 
 
 def worker_environment(index: int, workers: int) -> dict[str, str]:
-    """What one of several workers is to see: its card, and its share of the processor."""
+    """What one of several workers is to see: its GPU, and its share of the CPU."""
     found: dict[str, str] = {}
-    cards = visible_cards()
-    if cards:
-        found["CUDA_VISIBLE_DEVICES"] = cards[index % len(cards)]
+    gpus = visible_gpus()
+    if gpus:
+        found["CUDA_VISIBLE_DEVICES"] = gpus[index % len(gpus)]
     if "OMP_NUM_THREADS" not in os.environ:
         found["OMP_NUM_THREADS"] = str(max(1, available_cpus() // workers))
     return found
 
 
-def visible_cards() -> list[str]:
-    """The names of the cards that this process may use. Loads torch."""
+def visible_gpus() -> list[str]:
+    """The names of the GPUs that this process may use. Loads torch."""
     import torch
 
     count = torch.cuda.device_count()

@@ -10,7 +10,7 @@ from typing import Any
 from lora_trainer.config.layers import Layer, Resolved
 from lora_trainer.config.toml import EMPTY, read_toml
 from lora_trainer.core.errors import Problem, UsageError
-from lora_trainer.data.pictures.images import PICTURE_ENDINGS
+from lora_trainer.data.images.images import IMAGE_ENDINGS
 from lora_trainer.production.bases.names import as_hub_part, local_path
 from lora_trainer.production.settings import settle
 
@@ -19,7 +19,7 @@ PATHS = (
     ("model", "path"),
     ("model", "vae"),
     ("model", "text_encoders"),
-    ("cache", "folder"),
+    ("cache", "dir"),
 )  # in a folder's file they are meant from that folder
 THE_BATCH_DECIDES = (("data", "sources"), ("run", "output"), ("run", "offline"))
 
@@ -48,23 +48,21 @@ def read_root(root: Path) -> dict[str, Path]:
     """The dataset folders directly under ROOT by the name of their run, in the order of their names.
 
     Hidden folders are passed over. Raises UsageError, all problems at once, for a ROOT that is
-    no folder, has no folders or holds pictures itself, and for two runs of one name.
+    no folder, has no folders or holds images itself, and for two runs of one name.
     """
     if not root.is_dir():
         what = "is a file" if root.exists() else "does not exist"
         raise UsageError(Problem(f"{root} {what}.", "ROOT is a folder that holds one folder for each LoRA."))
     entries = sorted((entry for entry in root.iterdir() if not entry.name.startswith(".")), key=lambda each: each.name)
     folders = [entry for entry in entries if entry.is_dir()]
-    pictures = [entry for entry in entries if entry.is_file() and entry.suffix.lower() in PICTURE_ENDINGS]
+    images = [entry for entry in entries if entry.is_file() and entry.suffix.lower() in IMAGE_ENDINGS]
     problems = []
-    if pictures:
-        message = (
-            f"{root} holds {len(pictures)} pictures itself (first: {pictures[0].name}) and {len(folders)} folders."
-        )
+    if images:
+        message = f"{root} holds {len(images)} images itself (first: {images[0].name}) and {len(folders)} folders."
         fix = f'A batch trains one LoRA for each folder. For one LoRA of all of it: lora-trainer train --data "{root}"'
         problems.append(Problem(message, fix))
     elif not folders:
-        problems.append(Problem(f"{root} holds no folder.", "ROOT holds one folder of pictures for each LoRA."))
+        problems.append(Problem(f"{root} holds no folder.", "ROOT holds one folder of images for each LoRA."))
     found: dict[str, Path] = {}
     by_spelling: dict[str, Path] = {}
     for folder in folders:

@@ -1,4 +1,4 @@
-"""What a way of a step holds: by the allocator on a card, by counting storages on a processor."""
+"""What a way of a step holds: by the allocator on a GPU, by counting storages on a CPU."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from lora_trainer.jobs.trials.memory import own_tensors, state_of
 from lora_trainer.jobs.trials.steps import Counted
 from lora_trainer.production.memory import GIB
-from lora_trainer.training.step import Learner
+from lora_trainer.training.step import StepContext
 
 
 @dataclass
@@ -22,10 +22,10 @@ class Held:
 
 
 @contextmanager
-def holding(learner: Learner, without: int = 0, *, own_optimizer: bool = True) -> Iterator[Held]:
-    """What is held at most inside the block. On a card `without` bytes, which others hold, are not counted.
+def holding(learner: StepContext, without: int = 0, *, own_optimizer: bool = True) -> Iterator[Held]:
+    """What is held at most inside the block. On a GPU `without` bytes, which others hold, are not counted.
 
-    On a processor the learner's own tensors stand there from the start, with what its optimizer keeps unless the block
+    On a CPU the learner's own tensors stand there from the start, with what its optimizer keeps unless the block
     uses another; what is compiled is not seen.
     """
     held, device = Held(), learner.device

@@ -53,7 +53,7 @@ class Row:
     ratio: float
     encodes: bool = False
     peak_gib: float | None = None
-    per_second: float | None = None  # micro batches, where they are what is timed
+    per_second: float | None = None  # micro-batches, where they are what is timed
     ratio_p10: float | None = None
     ratio_p90: float | None = None
 
@@ -131,10 +131,10 @@ MEASURES: Mapping[str, Measure] = {
     "loader": Measure("what its data costs a step", "bench_loader", frozenset({"tiny"})),
     "attention": Measure("every implementation at the model's sizes", "trials.attention", frozenset({"tiny"})),
     "batch": Measure("how many samples at once pay", "trials.batch", frozenset({"tiny"})),
-    "ladder": Measure("each optimisation: claimed, measured", "trials.ladder", frozenset({"tiny", "only"})),
-    "resolution": Measure("what larger pictures cost and bring", "trials.resolution", frozenset({"tiny"})),
+    "ablation": Measure("each optimization: claimed, measured", "trials.ablation", frozenset({"tiny", "only"})),
+    "resolution": Measure("what larger images cost and bring", "trials.resolution", frozenset({"tiny"})),
     "scaling": Measure("several processes over one", "trials.scaling", frozenset({"tiny"})),
-    "table": Measure("all rows of a card", "trials.table", frozenset({"tiny", "minutes", "rows", "only"})),
+    "table": Measure("all rows of a GPU", "trials.table", frozenset({"tiny", "minutes", "rows", "only"})),
     "memory": Measure("what a step holds, beside what the plan says", "trials.memory", frozenset({"tiny"})),
 }
 

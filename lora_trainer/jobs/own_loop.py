@@ -18,9 +18,9 @@ from lora_trainer.data.loader import prefetch
 from lora_trainer.jobs.split import Split
 from lora_trainer.monitor.progress import step_line
 from lora_trainer.monitor.trackers import Trackers
-from lora_trainer.training.job import Job
-from lora_trainer.training.micro import Micro
-from lora_trainer.training.recovery import GoBack
+from lora_trainer.training.job import LoopContext
+from lora_trainer.training.micro_batch import MicroBatch
+from lora_trainer.training.recovery import Rollback
 from lora_trainer.training.reporter import Reporter
 from lora_trainer.training.run import READ_AHEAD, read_steps, steps
 from lora_trainer.training.state import TrainState
@@ -32,7 +32,7 @@ T = TypeVar("T")
 
 
 @contextmanager
-def own_loop(job: Job, folder: Path, split: Split, rate: float | None = STILL) -> Iterator[Way]:
+def own_loop(job: LoopContext, folder: Path, split: Split, rate: float | None = STILL) -> Iterator[Way]:
     """The loop as `train` runs it, with its data read ahead, its guards, its numbers written below `folder`.
 
     Steps come in order, whatever number is asked for. Nothing is validated, saved or drawn. `rate` stands for the
@@ -61,7 +61,7 @@ def own_loop(job: Job, folder: Path, split: Split, rate: float | None = STILL) -
         def step(number: int) -> None:
             try:
                 next(loop, None)  # a signal ends it
-            except GoBack as back:
+            except Rollback as back:
                 message = f"The loop would have gone back from step {back.state.step} ({back.reason})."
                 raise TrainingFailed(Problem(message, "Measure with settings that train.")) from back
             leave_if_told()
@@ -69,7 +69,7 @@ def own_loop(job: Job, folder: Path, split: Split, rate: float | None = STILL) -
         yield step
 
 
-def given(source: Iterator[list[Micro]], split: Split) -> Iterator[list[Micro]]:
+def given(source: Iterator[list[MicroBatch]], split: Split) -> Iterator[list[MicroBatch]]:
     """What the loop is given, with a mark where it waits and where it has it."""
     while True:
         split.mark("data")
@@ -81,14 +81,14 @@ def given(source: Iterator[list[Micro]], split: Split) -> Iterator[list[Micro]]:
 def undisturbed(config: Config, rate: float | None) -> Config:
     """Nothing but steps."""
     checkpoint = config.checkpoint.model_copy(
-        update={"every_steps": NEVER, "every_epochs": None, "weights_every_steps": 0}
+        update={"every_n_steps": NEVER, "every_n_epochs": None, "export_every_n_steps": 0}
     )
     changed: dict[str, object] = {
         "checkpoint": checkpoint,
-        "validation": config.validation.model_copy(update={"every_steps": 0}),
-        "sample": config.sample.model_copy(update={"every_steps": 0}),
+        "validation": config.validation.model_copy(update={"every_n_steps": 0}),
+        "sample": config.sample.model_copy(update={"every_n_steps": 0}),
         "train": config.train.model_copy(update={"max_hours": None}),
     }
     if rate is not None:
-        changed["optim"] = config.optim.model_copy(update={"learning_rate": rate})
+        changed["optimizer"] = config.optimizer.model_copy(update={"learning_rate": rate})
     return config.model_copy(update=changed)

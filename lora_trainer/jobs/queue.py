@@ -24,7 +24,7 @@ from typing import Any, Concatenate, Literal, ParamSpec, TypeVar
 
 import psutil
 
-from lora_trainer.core.disk import refusal, until_written
+from lora_trainer.core.disk import refusal, write_with_retry
 from lora_trainer.core.errors import TRAINING_FAILED, Problem, UsageError
 
 FILE = "batch.sqlite"
@@ -91,7 +91,7 @@ def patiently(act: Callable[Concatenate[Path, P], T]) -> Callable[Concatenate[Pa
 
     @wraps(act)
     def waiting(path: Path, /, *arguments: P.args, **named: P.kwargs) -> T:
-        return until_written(FILE, path.parent, lambda: act(path, *arguments, **named))
+        return write_with_retry(FILE, path.parent, lambda: act(path, *arguments, **named))
 
     return waiting
 

@@ -1,7 +1,7 @@
 """Random weights that are the same on every device, made in no time: one short row of numbers, repeated.
 
 Drawing twelve thousand million numbers takes longer than training on them for a while, and each device draws others;
-a loss on a card with weights in 8 bits could not be held against one in 16.
+a loss on a GPU with weights in 8 bits could not be held against one in 16.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 from accelerate import init_empty_weights
 from torch import Tensor, nn
 
-from lora_trainer.models.storage.store import Narrow
+from lora_trainer.models.quantization.store import Narrow
 
 NUMBERS = 2**20 + 7  # no width of a model divides it
 

@@ -7,19 +7,19 @@ import time
 
 import torch
 
-from lora_trainer.production.card_rates import rate_of_card
+from lora_trainer.production.gpu_rates import rate_of_gpu
 
-SIDE, ROUNDS = 1024, 9  # of the product that a processor is measured by
+SIDE, ROUNDS = 1024, 9  # of the product that a CPU is measured by
 
 
-def rate_of(device: torch.device, dtype: torch.dtype) -> tuple[float | None, str]:
+def lr_at(device: torch.device, dtype: torch.dtype) -> tuple[float | None, str]:
     """TFLOP/s that the device can do in that precision, and where the figure is from."""
     if device.type != "cuda":
         return measured_rate(device, dtype), f"measured: a {SIDE}x{SIDE} product in {str(dtype).removeprefix('torch.')}"
     name = torch.cuda.get_device_name(device)
     if dtype not in (torch.bfloat16, torch.float16):
         return None, f"of {name} only the rates of 16 bits are known"
-    rate = rate_of_card(name)
+    rate = rate_of_gpu(name)
     return rate, f"the known rate of {name} in 16 bits" if rate else f"the rate of {name} is not known"
 
 

@@ -1,6 +1,6 @@
 """Where a step's time goes: data, forward, backward, optimizer.
 
-Marks are set as a step passes them, on a card as events in its stream, so that nothing waits. A split that is not
+Marks are set as a step passes them, on a GPU as events in its stream, so that nothing waits. A split that is not
 watching costs a call each.
 """
 
@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lora_trainer.training.step import Learner
+from lora_trainer.training.step import StepContext
 
 PARTS = ("data", "forward", "backward", "optimizer")
 END = "end"
@@ -67,8 +67,8 @@ class Split:
     def _between(self, start: Any, end: Any) -> float:
         return float(start.elapsed_time(end)) / 1000 if self.device.type == "cuda" else float(end - start)
 
-    def watched(self, learner: Learner) -> Learner:
-        """The same learner, that marks its parts: a micro batch goes forward, its losses go backward, then it is clipped."""
+    def watched(self, learner: StepContext) -> StepContext:
+        """The same learner, that marks its parts: a micro-batch goes forward, its losses go backward, then it is clipped."""
 
         def predict(*arguments: Any) -> Tensor:
             self.mark("forward")

@@ -17,9 +17,9 @@ from lora_trainer.config.options import suited
 from lora_trainer.config.schema import Config
 from lora_trainer.core.errors import Problem, UsageError
 from lora_trainer.core.randomness import position_key
+from lora_trainer.data.images.images import load_rgb
+from lora_trainer.data.images.render import render
 from lora_trainer.data.loader import Batch
-from lora_trainer.data.pictures.images import load_rgb
-from lora_trainer.data.pictures.render import render
 from lora_trainer.data.steps import Ref
 from lora_trainer.diffusion.process import Prediction, Process, usual_process
 from lora_trainer.jobs.measures import OWN, SMALL
@@ -27,22 +27,22 @@ from lora_trainer.jobs.random_weights import with_random_weights as random_modul
 from lora_trainer.models import FAMILIES
 from lora_trainer.models.compiled import why_not
 from lora_trainer.models.family import Architecture, Caption, Family, public_architecture
-from lora_trainer.models.storage.store import Narrow
+from lora_trainer.models.quantization.store import Narrow
 from lora_trainer.production.choices import Choices, asked_by_user, cap_memory, choose
 from lora_trainer.production.inputs import own_architecture, read_inputs, trained_resolution
 from lora_trainer.production.order import Order
 from lora_trainer.production.reading import reading
 from lora_trainer.production.session import Prepared, open_session, prepare
-from lora_trainer.training.build import Built, build_learner
+from lora_trainer.training.build import Built, build_step_context
 from lora_trainer.training.hardware import set_hardware
-from lora_trainer.training.job import Job
-from lora_trainer.training.micro import Micro, copied_ahead, make_micro
+from lora_trainer.training.job import LoopContext
+from lora_trainer.training.micro_batch import MicroBatch, copied_ahead, make_micro_batch
 from lora_trainer.training.processes import join_processes
-from lora_trainer.training.state import Fit
-from lora_trainer.training.step import Learner
+from lora_trainer.training.state import OomFallback
+from lora_trainer.training.step import StepContext
 
 Encoded = tuple[Tensor, Mapping[str, Tensor]]  # latents [B, C, h, w] and conditioning
-Encode = Callable[[int], list[Encoded]]  # reads and encodes the pictures and captions of a step
+Encode = Callable[[int], list[Encoded]]  # reads and encodes the images and captions of a step
 
 TINY_NEEDS_A_FAMILY = Problem(
     "--tiny makes a public architecture thinner, and this is a run's own model or the built-in base.",
@@ -58,7 +58,7 @@ class Subject:
     """`job` is what the trainer's loop is given; `load_encode` loads the encoders, None where there are none."""
 
     name: str
-    job: Job
+    job: LoopContext
     load_encode: Callable[[], Encode] | None
     choices: Choices
     family: Family
@@ -66,12 +66,12 @@ class Subject:
     said: tuple[str, ...] = ()  # what was decided when it was built
 
     @property
-    def learner(self) -> Learner:
+    def learner(self) -> StepContext:
         return self.job.learner
 
     @property
-    def micros(self) -> Callable[[int], list[Micro]]:
-        """A step's number -> its micro batches."""
+    def micros(self) -> Callable[[int], list[MicroBatch]]:
+        """A step's number -> its micro-batches."""
         return self.job.micros
 
     @property
@@ -82,7 +82,7 @@ class Subject:
 def subject_of(resolved: Resolved, folder: Path, *, tiny: bool = False, named: str = OWN, shapes: int = 1) -> Subject:
     """What is measured: the small U-Net, or the public architecture when only a family is named, or the run's own model.
 
-    An architecture alone will meet micro batches of so many `shapes`.
+    An architecture alone will meet micro-batches of so many `shapes`.
 
     Raises UserError.
     """
@@ -113,7 +113,7 @@ def subject_as_asked(
     """
     subject = subject_of(resolved, folder, tiny=tiny, named=named, shapes=shapes)
     learner = subject.learner
-    if resolved.config.memory.compile is True and learner.compiled is None:
+    if resolved.config.compile.enabled is True and learner.compiled is None:
         reason = why_not(learner.denoiser, learner.device)
         raise UsageError(Problem(f"Not compiled: {reason}.", "Measure it where it can be, or without."))
     return subject
@@ -161,14 +161,14 @@ def public_built(
     set_hardware(config, processes.device)
     facts = architecture.facts
     side = trained_resolution(config, facts)
-    built = build_learner(
+    built = build_step_context(
         config,
         with_random_weights(family, architecture),
         architecture.facts,
-        replace(choices.layout, compiled=config.memory.compile is True, shapes=shapes),
+        replace(choices.layout, compiled=config.compile.enabled is True, shapes=shapes),
         device=choices.device,
         reduce=None,
-        attention_asked=asked_by_user(resolved, "memory.attention"),
+        attention_asked=asked_by_user(resolved, "hardware.attention_backend"),
         latents=(choices.micro, facts.latent_channels, side // facts.downscale, side // facts.downscale),
     )
     called = "U-Net of 30 M weights" if named == SMALL else named
@@ -185,22 +185,24 @@ def public_subject(resolved: Resolved, named: str, folder: Path, *, tiny: bool =
     cond_shapes = family.cond_shapes(architecture.denoiser)
     copied = copied_ahead(learner.device, learner.dtype)
 
-    def micros(step: int) -> list[Micro]:
-        refs = [Ref(index, f"random-{index}", 0) for index in range(config.batch.effective)]
+    def micros(step: int) -> list[MicroBatch]:
+        refs = [Ref(index, f"random-{index}", 0) for index in range(config.train.effective_batch_size)]
         groups = [refs[first : first + choices.micro] for first in range(0, len(refs), choices.micro)]
         batches = [random_batch(group, architecture, cond_shapes, sides, choices.dtype) for group in groups]
-        return copied([make_micro(batch, step, config.train.seed, config.noise, learner.process) for batch in batches])
+        return copied(
+            [make_micro_batch(batch, step, config.train.seed, config.noise, learner.process) for batch in batches]
+        )
 
-    job = Job(
+    job = LoopContext(
         config=config,
         folder=folder,
         learner=learner,
         processes=join_processes(),
-        planned=Fit(choices.micro, built.checkpointed, streamed=built.streamed),
+        planned=OomFallback(choices.micro, built.checkpointed, swapped=built.swapped),
         total_steps=ENDLESS,
         steps_per_epoch=ENDLESS,
-        samples_in=lambda step: config.batch.effective,
-        names_in=lambda step: [f"random-{index}" for index in range(config.batch.effective)],
+        samples_in=lambda step: config.train.effective_batch_size,
+        names_in=lambda step: [f"random-{index}" for index in range(config.train.effective_batch_size)],
         micros=micros,
         validate=None,
         sample=None,
@@ -251,7 +253,7 @@ def random_batch(
 
 
 def thinned(architecture: Architecture) -> Architecture:
-    """The same kinds of blocks, narrow and few, for small pictures: for machines without a GPU."""
+    """The same kinds of blocks, narrow and few, for small images: for machines without a GPU."""
     facts = architecture.facts
     side = max(facts.pixel_step, facts.resolution // TINY // facts.pixel_step * facts.pixel_step)
     thin = FAMILIES[facts.family].thin(architecture.denoiser)

@@ -22,7 +22,7 @@ SPLIT_STEPS = 5  # that are watched, after those that are timed
 
 @dataclass(frozen=True)
 class Timed:
-    """Seconds of a way's steps: by the clock, and of the processor in all threads of this process."""
+    """Seconds of a way's steps: by the clock, and of the CPU in all threads of this process."""
 
     wall: list[float] = field(default_factory=list)
     cpu: list[float] = field(default_factory=list)

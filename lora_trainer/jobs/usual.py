@@ -2,7 +2,7 @@
 
 accelerate prepares model, optimizer and schedule; the LoRA stays in fp32 under autocast;
 noise and timesteps come from the device's generator; loss is gathered and read, and the
-progress line redrawn, in every step. With `encode` the pictures are read and encoded in
+progress line redrawn, in every step. With `encode` the images are read and encoded in
 every step too, as diffusers' example scripts do.
 """
 
@@ -23,7 +23,7 @@ from tqdm import tqdm  # type: ignore[import-untyped]
 
 from lora_trainer.jobs.subject import Encode, Subject
 from lora_trainer.models.lora import ADAPTER
-from lora_trainer.training.micro import Micro
+from lora_trainer.training.micro_batch import MicroBatch
 
 USUAL = "usual"
 AUTOCAST = {torch.float32: "no", torch.bfloat16: "bf16", torch.float16: "fp16"}
@@ -64,7 +64,7 @@ def use_adapter(denoiser: nn.Module, name: str) -> None:
 def usual_step(
     subject: Subject,
     parameters: list[nn.Parameter],
-    resident: list[list[Micro]],
+    resident: list[list[MicroBatch]],
     encode: Encode | None,
 ) -> Callable[[int], None]:
     """The step, by its number. With `encode` None, latents and conditioning are taken ready from `resident`."""

@@ -1,7 +1,7 @@
 """Before and after of a setting: the trainer's own loop without and with it, and what that does to the losses.
 
 Both take the same samples with the same noise, in turn in one process, each on a model of its own. Settings that hold
-for a whole process, and two models that do not fit the card together, are measured one after the other, which is said.
+for a whole process, and two models that do not fit the GPU together, are measured one after the other, which is said.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ OF_THE_PROCESS = ("hardware.", "memory.limit_gib", "memory.expandable_segments",
 ABOUT = {
     "ours": "this trainer's own loop with the settings as they are",
     "ratio": "time over `ours`, the median of the ratios step by step",
-    "peak GiB": "what was held at most: on a card by the allocator, on a processor all storages of a step, counted",
+    "peak GiB": "what was held at most: on a GPU by the allocator, on a CPU all storages of a step, counted",
     "loss off": f"mean difference of the losses of the first {FIRST} steps from those of `ours`, relative",
     "at most": "the largest of them",
 }
@@ -66,10 +66,10 @@ class NotRun:
     loss_most: None = None
 
 
-# What changes nothing on a processor.
-OF_A_CARD = (
+# What changes nothing on a CPU.
+OF_A_GPU = (
     *("hardware.tf32", "hardware.cudnn_benchmark", "memory.expandable_segments"),
-    *("memory.offload_activations", "memory.limit_gib", "memory.grow_after_steps"),
+    *("memory.offload_activations", "memory.limit_gib", "memory.oom_recovery_steps"),
 )
 
 
@@ -118,12 +118,12 @@ def rows_versus(asked: Asked, named: str, steps: int, folder: Path) -> tuple[lis
 
 def untaken(settings: Config, base: Config, subject: Subject, folder: Path) -> str | None:
     """Why what differs from `base` did not take effect; None where it did."""
-    now, before, on_card = flattened(settings), flattened(base), subject.learner.device.type == "cuda"
+    now, before, on_gpu = flattened(settings), flattened(base), subject.learner.device.type == "cuda"
     differs = [name for name in now if now[name] != before[name]]
-    if differs and not on_card and set(differs) <= set(OF_A_CARD):
-        return "it is for cards, and there is none"
+    if differs and not on_gpu and set(differs) <= set(OF_A_GPU):
+        return "it is for GPUs, and there is none"
     compiled = subject.learner.compiled
-    if "memory.compile" in differs and settings.memory.compile is True and (compiled is None or not compiled.on):
+    if "compile.enabled" in differs and settings.compile.enabled is True and (compiled is None or not compiled.on):
         said = [event["message"] for event in read_lines(folder / EVENTS) if event.get("kind") == "compile"]
         reasons = [*(line for line in subject.said if line.startswith("not compiled")), *said]
         return reasons[-1] if reasons else "blocks were not compiled"
@@ -138,7 +138,7 @@ def both_taken(
     if taken is not None:
         return taken, []
     free_memory(join_processes().device)  # both models are let go of by now
-    why = "the card has no room for both" if together else "it holds for a whole process"
+    why = "the GPU has no room for both" if together else "it holds for a whole process"
     alone = {
         name: one_alone(asked, named, name, side, steps, folder / str(number))
         for number, (name, side) in enumerate(sides.items())

@@ -148,7 +148,7 @@ class RunLog(io.TextIOBase):
     """What a run says, in its own folder, from the moment when that folder holds a run.
 
     Until then it is kept in memory: a folder with files that is no run would be refused, and a
-    refused data set leaves no folder. Likewise while the disk refuses: no job waits for its log.
+    refused dataset leaves no folder. Likewise while the disk refuses: no job waits for its log.
     """
 
     def __init__(self, folder: Path) -> None:

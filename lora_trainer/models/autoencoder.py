@@ -1,4 +1,4 @@
-"""The autoencoder of every family: what its config says, and pictures to scaled latents."""
+"""The VAE of every family: what its config says, and images to scaled latents."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def vae_facts(folder: Path) -> tuple[int, int]:
     """
     if (kind := read_config(folder, "vae/config.json").get("_class_name", "AutoencoderKL")) != "AutoencoderKL":
         message = f"{folder}/vae is a {str(kind)[:80]}, not an AutoencoderKL."
-        raise UsageError(Problem(message, "Name another autoencoder with model.vae, or another model."))
+        raise UsageError(Problem(message, "Name another VAE with model.vae, or another model."))
     vae = read_config(folder, "vae/config.json", ("block_out_channels",))
     scale = vae.get("scaling_factor", 1.0)
     if not isinstance(scale, int | float) or not 0 < scale < math.inf:
@@ -35,7 +35,7 @@ def vae_facts(folder: Path) -> tuple[int, int]:
         raise UsageError(
             Problem(
                 f"{folder}/vae/config.json: latents_mean shifts each channel, which cannot be followed.",
-                "Use a model whose autoencoder has a scaling_factor only.",
+                "Use a model whose VAE has a scaling_factor only.",
             )
         )
     config = {"latent_channels": 4, **vae}
@@ -53,7 +53,7 @@ def levels(folder: Path, config: Mapping[str, Any]) -> int:
 
 
 def vae_dtype(folder: Path, dtype: torch.dtype) -> torch.dtype:
-    """fp32 in place of fp16 for an autoencoder whose activations overflow fp16, which its config says."""
+    """fp32 in place of fp16 for a VAE whose activations overflow fp16, which its config says."""
     import torch
 
     overflows = read_config(folder, "vae/config.json").get("force_upcast", True)
@@ -67,7 +67,7 @@ def load_vae(folder: Path, dtype: torch.dtype, device: torch.device) -> Any:
 
 
 def drawing_vae(folder: Path, dtype: torch.dtype, device: torch.device) -> Any:
-    """The autoencoder in the precision that it bears, whatever the latents come in."""
+    """The VAE in the precision that it bears, whatever the latents come in."""
     vae = load_vae(folder, vae_dtype(folder, dtype), device)
     # A pipeline hands latents on in the denoiser's precision.
     first = vae.decoder if vae.post_quant_conv is None else vae.post_quant_conv
@@ -78,16 +78,16 @@ def drawing_vae(folder: Path, dtype: torch.dtype, device: torch.device) -> Any:
 def image_encoder(vae: Any, device: torch.device) -> Callable[[Tensor], tuple[Tensor, Tensor]]:
     """Pixels [B, 3, H, W] in [-1, 1] -> mean and spread [B, C, h, w] of the scaled latents' posterior, fp32.
 
-    Scaled latents are (z - shift) * scale. Raises UsageError for numbers that make nothing of every picture.
+    Scaled latents are (z - shift) * scale. Raises UsageError for numbers that make nothing of every image.
     """
     import torch
 
     scale, shift = float(vae.config.scaling_factor), float(getattr(vae.config, "shift_factor", None) or 0.0)
     if not (math.isfinite(scale) and scale > 0):
-        message = f"The autoencoder's scaling_factor is {scale}, which makes nothing of every picture."
+        message = f"The VAE's scaling_factor is {scale}, which makes nothing of every image."
         raise UsageError(Problem(message, COPY))
     if not math.isfinite(shift):
-        raise UsageError(Problem(f"The autoencoder's shift_factor is {shift}.", COPY))
+        raise UsageError(Problem(f"The VAE's shift_factor is {shift}.", COPY))
 
     @torch.no_grad()
     def encode_image(pixels: Tensor) -> tuple[Tensor, Tensor]:
@@ -101,7 +101,7 @@ def image_encoder(vae: Any, device: torch.device) -> Callable[[Tensor], tuple[Te
 def load_whole_image_encoder(
     folder: Path, dtype: torch.dtype, device: torch.device
 ) -> Callable[[Tensor], tuple[Tensor, Tensor]]:
-    """For the families of 1024 px: in the precision that the autoencoder bears, a picture at a time."""
+    """For the families of 1024 px: in the precision that the VAE bears, an image at a time."""
     vae = load_vae(folder, vae_dtype(folder, dtype), device)
-    vae.enable_slicing()  # at 1024 px each picture takes gigabytes
+    vae.enable_slicing()  # at 1024 px each image takes gigabytes
     return image_encoder(vae, device)

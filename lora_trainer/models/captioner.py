@@ -1,6 +1,6 @@
-"""What a picture shows, in words or tags, by a model in a local folder: safetensors only, no network, no code of its own.
+"""What an image shows, in words or tags, by a model in a local folder: safetensors only, no network, no code of its own.
 
-Two kinds: models that write a sentence from a picture alone (BLIP, GIT, an image encoder with a text
+Two kinds: models that write a sentence from an image alone (BLIP, GIT, an image encoder with a text
 decoder), and classifiers with many labels, which give tags.
 """
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from PIL import Image
 
 TAGS = "selected_tags.csv"  # names of a tagger's labels, as the well-known taggers bring them
-RATING = "9"  # the category of labels that rate a picture in place of describing it
+RATING = "9"  # the category of labels that rate an image in place of describing it
 NAMELESS = re.compile(r"LABEL_\d+")
 LOCAL: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}  # without the latter it asks
 EXPECTED = (
@@ -33,7 +33,7 @@ EXPECTED = (
 
 @dataclass(frozen=True)
 class Captioner:
-    """`describe` gives one text for each RGB picture; an empty one where the model has nothing to say."""
+    """`describe` gives one text for each RGB image; an empty one where the model has nothing to say."""
 
     kind: Literal["captions", "tags"]
     describe: Callable[[Sequence[Image.Image]], list[str]]
@@ -84,16 +84,16 @@ def _writer(folder: Path, config: dict[str, Any], device: torch.device, most_tok
     kind = str(config.get("model_type"))
     if kind not in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES:
         fix = "Name a captioner (BLIP, GIT, …) or an image classifier with many labels."
-        raise UsageError(Problem(f"{folder} holds a {kind} model, which describes no pictures.", fix))
+        raise UsageError(Problem(f"{folder} holds a {kind} model, which describes no images.", fix))
     if (folder / "chat_template.jinja").exists() or (folder / "chat_template.json").exists():
         message = f"{folder} holds a {kind} model that answers in a conversation."
-        raise UsageError(Problem(message, "Name one that describes a picture by itself, such as BLIP or GIT."))
+        raise UsageError(Problem(message, "Name one that describes an image by itself, such as BLIP or GIT."))
     processor = AutoImageProcessor.from_pretrained(folder, backend="pil", **LOCAL)
     tokenizer = AutoTokenizer.from_pretrained(folder, **LOCAL)
     model = _load(AutoModelForImageTextToText, folder, device, held)
 
-    def describe(pictures: Sequence[Image.Image]) -> list[str]:
-        pixels = processor(images=list(pictures), return_tensors="pt")["pixel_values"].to(device)
+    def describe(images: Sequence[Image.Image]) -> list[str]:
+        pixels = processor(images=list(images), return_tensors="pt")["pixel_values"].to(device)
         with torch.inference_mode():
             tokens = model.generate(pixel_values=pixels, max_new_tokens=most_tokens, do_sample=False)
         return [" ".join(text.split()) for text in tokenizer.batch_decode(tokens, skip_special_tokens=True)]
@@ -110,8 +110,8 @@ def _tagger(folder: Path, device: torch.device, threshold: float, held: int) -> 
     labels = _labels(folder, model.config.id2label)
     together = model.config.problem_type == "multi_label_classification" or (folder / TAGS).exists()
 
-    def describe(pictures: Sequence[Image.Image]) -> list[str]:
-        pixels = processor(images=list(pictures), return_tensors="pt")["pixel_values"].to(device)
+    def describe(images: Sequence[Image.Image]) -> list[str]:
+        pixels = processor(images=list(images), return_tensors="pt")["pixel_values"].to(device)
         with torch.inference_mode():
             scores = model(pixel_values=pixels).logits.float()
         shares = scores.sigmoid() if together else scores.softmax(-1)  # [B, labels]

@@ -57,7 +57,7 @@ def check_clip(folder: Path, names: Sequence[str], options: TextOptions, *, t5: 
     for name in names:
         layers = read_config(folder, f"{name}/config.json").get("num_hidden_layers")
         if options.clip_skip is not None and isinstance(layers, int) and options.clip_skip > layers:
-            message = f"text.clip_skip={options.clip_skip}: {name} of {folder} has {counted(layers, 'layer')}."
+            message = f"text_encoder.clip_skip={options.clip_skip}: {name} of {folder} has {counted(layers, 'layer')}."
             highest = f"{layers} or lower" if layers > 1 else "1"
             problems.append(Problem(message, f"Set it to {highest}, or remove it."))
     if not t5:
@@ -70,4 +70,8 @@ def refuse_t5(options: TextOptions) -> list[Problem]:
     """Options of a T5 text encoder, for a model that has none."""
     if options.t5_tokens is None:
         return []
-    return [Problem(f"text.t5_tokens={options.t5_tokens}: the model has no T5 text encoder.", "Remove it.")]
+    return [
+        Problem(
+            f"text_encoder.max_sequence_length={options.t5_tokens}: the model has no T5 text encoder.", "Remove it."
+        )
+    ]

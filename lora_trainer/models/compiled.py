@@ -1,7 +1,7 @@
 """The denoiser's repeated blocks compiled in place: the adapter inside each region, the checkpoint around it.
 
 A region is a form of block: a class and the shapes of its weights, which are inputs of what is compiled, so that all
-blocks of a form share one compilation for each size of micro batch. Without gradients (held-out losses, pictures)
+blocks of a form share one compilation for each size of micro-batch. Without gradients (validation losses, images)
 blocks run as they are: a second compilation of each, for the little that is done so, would not be earned back.
 """
 
@@ -22,7 +22,7 @@ from lora_trainer.core.findings import counted
 
 # Repeated too, though diffusers lists them for no model: the convolutions of U-Nets, and blocks of two streams.
 UNLISTED = ("ResnetBlock2D", "BasicTransformerBlock", "JointTransformerBlock")
-MOST_SHAPES = 8  # of micro batches that are compiled each for itself; with more there is one compilation for all
+MOST_SHAPES = 8  # of micro-batches that are compiled each for itself; with more there is one compilation for all
 MOST_COMPILATIONS = 4 * MOST_SHAPES  # of one form: a first block needs no gradient of its input, memory may run out
 MOST_OF_A_CLASS = 1024
 WITH_GRAPHS = ("reduce-overhead", "max-autotune")  # modes that record CUDA graphs, which hold addresses of weights
@@ -90,7 +90,7 @@ class Compiled:
 
 
 def in_order(value: Any) -> Any:
-    """A sequence [B, N, C] in the order of its sides, on a processor.
+    """A sequence [B, N, C] in the order of its sides, on a CPU.
 
     U-Nets give their first transformer block of a level a transposed view, and torch 2.13's compiler vectorises the
     gradient of a layer norm of such a one wrongly (docs/tried.md).
@@ -167,13 +167,13 @@ def why_not(denoiser: nn.Module, device: torch.device) -> str | None:
     if device.type == "cuda":
         from torch.utils._triton import has_triton
 
-        return None if has_triton() else "there is no Triton that works on this card (Linux: pip install triton)"
+        return None if has_triton() else "there is no Triton that works on this GPU (Linux: pip install triton)"
     from torch._inductor.cpp_builder import get_cpp_compiler
 
     try:
         get_cpp_compiler()
     except RuntimeError as error:
-        return f"{first_line(error)}; a processor needs a C++ compiler (g++, clang or MSVC)"
+        return f"{first_line(error)}; a CPU needs a C++ compiler (g++, clang or MSVC)"
     return None
 
 

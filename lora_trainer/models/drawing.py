@@ -29,7 +29,7 @@ def texts_of(pipeline: Any, place: torch.device | None = None) -> TextParts:
 def read_prompts(
     pipeline: Any, family: Family, prompts: Sequence[str], place: torch.device | None = None
 ) -> dict[str, dict[str, Tensor]]:
-    """What the text encoders say of each prompt, [1, ...], each read by itself: its neighbours change nothing.
+    """What the text encoders say of each prompt, [1, ...], each read by itself: its neighbors change nothing.
 
     `place` is where the encoders compute when their layers visit it.
     """
@@ -49,7 +49,7 @@ def prompted(
     prompts: Sequence[str],
     negative: str | None,
 ) -> dict[str, Any]:
-    """The pipeline's arguments for a batch of prompts; `negative` None where nothing shall be left out of pictures."""
+    """The pipeline's arguments for a batch of prompts; `negative` None where nothing shall be left out of images."""
     import torch
 
     def together(chosen: Sequence[str]) -> dict[str, Tensor]:

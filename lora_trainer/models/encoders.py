@@ -1,4 +1,4 @@
-"""How a family's parts for pictures and captions become its `load_encoders`."""
+"""How a family's parts for images and captions become its `load_encoders`."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ if TYPE_CHECKING:  # facts are read without torch
     from torch import Tensor, nn
 
     from lora_trainer.diffusion.process import Process
-    from lora_trainer.models.storage.store import Narrow
+    from lora_trainer.models.quantization.store import Narrow
 
 USUAL_FAMILY = "sd15"  # the built-in base's, and what is assumed where no model is named
 Caption = str | tuple[tuple[str, float], ...]  # text, or pieces of it with the weight of each
@@ -40,11 +40,11 @@ class ModelFacts:
     resolution: int  # the model's own, pixels
     latent_channels: int
     downscale: int  # pixels per latent along a side
-    pixel_step: int  # sides of pictures must be multiples of this
+    pixel_step: int  # sides of images must be multiples of this
     prediction: str  # "epsilon", "v_prediction" or "flow"
     caption_tokens: int  # the text encoder's limit, with start and end
     variant: str = ""  # which of the family's models: `medium`, `schnell`; empty where there is one kind
-    largest_side: int | None = None  # pixels; None where pictures may be as large as they are
+    largest_side: int | None = None  # pixels; None where images may be as large as they are
     named: str = ""  # what people call the model, where that is not its folder
     whole: bool = True  # false where its configs alone are here
 
@@ -91,7 +91,7 @@ class Encoders:
 
     encode_image: Callable[[Tensor], tuple[Tensor, Tensor]]
     encode_text: Callable[[Sequence[Caption]], dict[str, Tensor]]
-    image_key: str  # changes when the autoencoder's weights, config or precision change
+    image_key: str  # changes when the VAE's weights, config or precision change
     text_key: str  # likewise for text encoders and tokenizers
 
 
@@ -132,11 +132,11 @@ PLAIN = TextOptions()
 
 def refuse_options(folder: Path, options: TextOptions) -> None:
     """For families that read captions in one way. Raises UsageError for options."""
-    raise UsageError(Problem(f"{folder} reads captions in one way only.", "Remove the settings of [text]."))
+    raise UsageError(Problem(f"{folder} reads captions in one way only.", "Remove the settings of [text_encoder]."))
 
 
 @dataclass(frozen=True)
-class Manner:
+class SamplingDefaults:
     """How a model is drawn with: the sampler steps that are usual, whether a guidance scale means anything to it, and
     whether it can be told what not to draw."""
 
@@ -145,9 +145,9 @@ class Manner:
     negative: bool = True
 
 
-def usual_manner(folder: Path) -> Manner:
+def usual_manner(folder: Path) -> SamplingDefaults:
     """Of models with classifier-free guidance (arXiv:2207.12598)."""
-    return Manner()
+    return SamplingDefaults()
 
 
 def prompt_embeds(cond: Mapping[str, Tensor], negative: Mapping[str, Tensor] | None) -> dict[str, Any]:
@@ -162,7 +162,7 @@ def prompt_embeds(cond: Mapping[str, Tensor], negative: Mapping[str, Tensor] | N
 class TextParts:
     """Text encoders in memory and their tokenizers, both by the component's name: `text_encoder`, `text_encoder_2`.
 
-    `place` is where they compute, for encoders whose layers visit a card: their weights do not say it. `width` is that of
+    `place` is where they compute, for encoders whose layers visit a GPU: their weights do not say it. `width` is that of
     the text which the denoiser takes, where it may be wider than what the encoders say; 0 where it is not.
     """
 
@@ -187,7 +187,7 @@ LoadImageEncoder = Callable[[Path, "torch.dtype", "torch.device"], Callable[["Te
 class LoadTexts(Protocol):
     """Loads a folder's text encoders, frozen, on a device, but for those of `without` that it works without.
 
-    Without `dtype` they keep the file's own precision, and on a processor stay mapped: to be held, not asked.
+    Without `dtype` they keep the file's own precision, and on a CPU stay mapped: to be held, not asked.
     """
 
     def __call__(
@@ -196,7 +196,7 @@ class LoadTexts(Protocol):
 
 
 class LoadEncoders(Protocol):
-    """Loads a folder's encoders, frozen, on a device: autoencoder and text encoders each when they are first asked."""
+    """Loads a folder's encoders, frozen, on a device: VAE and text encoders each when they are first asked."""
 
     def __call__(
         self, folder: Path, dtype: torch.dtype, device: torch.device, text: TextOptions = PLAIN, /
@@ -243,7 +243,7 @@ class Family:
     blocks and a few percent of the weights, as `thinness` says in words. `cond_shapes` gives, for a denoiser's config, the shapes
     of what `encode_text` returns for one caption. `base_names` are what LoRA files call the
     base: `ss_base_model_version` and `modelspec.architecture`. `make_pipeline` leaves text encoders
-    that no LoRA is on as they are stored (`evaluation/placing.py` widens them). `manner` says how a folder's model is drawn with, and
+    that no LoRA is on as they are stored (`evaluation/placing.py` widens them). `sampling_defaults` says how a folder's model is drawn with, and
     `prompted` what of `encode_text` its pipeline is called with. `lora_readers` are the programs that were seen to read the
     family's LoRA files whole, each with the style of their names, and `passed_over` the modules that they leave out then.
     """
@@ -271,7 +271,7 @@ class Family:
     also: Layout = ()
     check_text: Callable[[Path, TextOptions], None] = refuse_options
     spare_texts: tuple[str, ...] = ()
-    manner: Callable[[Path], Manner] = usual_manner
+    sampling_defaults: Callable[[Path], SamplingDefaults] = usual_manner
     prompted: Callable[[Mapping[str, Tensor], Mapping[str, Tensor] | None], dict[str, Any]] = prompt_embeds
     text: TextOptions = PLAIN
     joined_text: JoinText | None = None
@@ -280,25 +280,23 @@ class Family:
     passed_over: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # program -> beginnings of modules
 
     def text_rates(self, rates: Sequence[float]) -> dict[str, float]:
-        """The rate of each text encoder that is trained, by component, of `text.learning_rates`.
+        """The rate of each text encoder that is trained, by component, of `text_encoder.learning_rates`.
 
         Raises UsageError for one that cannot be trained.
         """
         names = tuple(self.text_targets)
         if any(rates[len(names) :]):
-            told = f"text.learning_rates holds {counted(len(rates), 'rate')}, and of the text encoders of {self.name} "
+            told = f"text_encoder.learning_rates holds {counted(len(rates), 'rate')}, and of the text encoders of {self.name} "
             if not names:
                 why = "none can be trained: no LoRA is trained on a language model, where diffusers reads none."
-                raise UsageError(Problem(told + why, "Leave text.learning_rates empty."))
+                raise UsageError(Problem(told + why, "Leave text_encoder.learning_rates empty."))
             from lora_trainer.config.toml import shown
 
-            fix = (
-                f"Give at most {counted(len(names), 'rate')}: --set 'text.learning_rates={shown(rates[: len(names)])}'"
-            )
+            fix = f"Give at most {counted(len(names), 'rate')}: --set 'text_encoder.learning_rates={shown(rates[: len(names)])}'"
             raise UsageError(Problem(f"{told}these can be trained: {', '.join(names)}.", fix))
         trained = {name: rate for name, rate in zip(names, rates, strict=False) if rate}
         if left_out := [name for name in trained if name in self.text.without]:
-            message = f"text.learning_rates has a rate for {left_out[0]}, which model.without_t5 leaves out."
+            message = f"text_encoder.learning_rates has a rate for {left_out[0]}, which model.without_t5 leaves out."
             raise UsageError(Problem(message, "Set its rate to 0, or remove model.without_t5."))
         return trained
 

@@ -32,8 +32,8 @@ OTHER_TIMES = (
 class FlowSchedule:
     """A rectified flow (arXiv:2403.03206) and how far its times are shifted towards noise while drawing.
 
-    `shift` is the factor for every size of picture. Where `dynamic` is true, it is exp(mu) instead, and mu goes straight from
-    `base_shift` at `base_tokens` tokens of a picture to `max_shift` at `max_tokens`.
+    `shift` is the factor for every size of image. Where `dynamic` is true, it is exp(mu) instead, and mu goes straight from
+    `base_shift` at `base_tokens` tokens of an image to `max_shift` at `max_tokens`.
     """
 
     steps: int

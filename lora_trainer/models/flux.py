@@ -15,7 +15,7 @@ from lora_trainer.export.layout import Rule, fused
 from lora_trainer.models.autoencoder import drawing_vae, load_whole_image_encoder, vae_dtype
 from lora_trainer.models.clip import LAST, ask_clip, check_clip
 from lora_trainer.models.encoders import encoders_from
-from lora_trainer.models.family import PLAIN, Caption, Family, Manner, ModelFacts, TextOptions, TextParts
+from lora_trainer.models.family import PLAIN, Caption, Family, ModelFacts, SamplingDefaults, TextOptions, TextParts
 from lora_trainer.models.flow_schedule import make_process, make_scheduler
 from lora_trainer.models.folder import fingerprint, read_config
 from lora_trainer.models.frozen import load_frozen
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor, nn
 
-    from lora_trainer.models.storage.store import Narrow
+    from lora_trainer.models.quantization.store import Narrow
 
 CLIP, T5 = "text_encoder", "text_encoder_2"
 DEV_TOKENS, SCHNELL_TOKENS = 512, 256
@@ -164,7 +164,9 @@ def check_text(folder: Path, options: TextOptions) -> None:
     """Of CLIP only the summary is read: of its last layer, of one piece."""
     asked = {"clip_skip": options.clip_skip, "max_tokens": options.clip_tokens if options.pieces > 1 else None}
     problems = [
-        Problem(f"text.{name}={value}: FLUX.1 takes only a summary from CLIP; T5 reads the words.", "Remove it.")
+        Problem(
+            f"text_encoder.{name}={value}: FLUX.1 takes only a summary from CLIP; T5 reads the words.", "Remove it."
+        )
         for name, value in asked.items()
         if value is not None
     ]
@@ -173,10 +175,10 @@ def check_text(folder: Path, options: TextOptions) -> None:
     check_clip(folder, (CLIP,), options, t5=True)
 
 
-def manner(folder: Path) -> Manner:
+def sampling_defaults(folder: Path) -> SamplingDefaults:
     """Guidance, where the model knows it, is told to it: it is asked once for each step, and never what not to draw."""
     guided = bool(read_config(folder, "transformer/config.json").get("guidance_embeds"))
-    return Manner(steps=50 if guided else 4, guided=guided, negative=False)
+    return SamplingDefaults(steps=50 if guided else 4, guided=guided, negative=False)
 
 
 def make_denoiser(config: Mapping[str, Any]) -> nn.Module:
@@ -196,7 +198,7 @@ def load_transformer(folder: Path, dtype: torch.dtype, device: torch.device, nar
 def predict(denoiser: nn.Module, noisy: Tensor, t: Tensor, cond: Mapping[str, Tensor], sizes: Tensor) -> Tensor:
     """The velocity [B, 16, h, w] at t [B] under cond["embeds"] [B, 512 or 256, 4096] and cond["pooled"] [B, 768].
 
-    Four neighbouring places of the latents are one token; the position of each is its row and column.
+    Four neighboring places of the latents are one token; the position of each is its row and column.
     """
     import torch
 
@@ -223,7 +225,7 @@ def predict(denoiser: nn.Module, noisy: Tensor, t: Tensor, cond: Mapping[str, Te
 
 
 def make_pipeline(folder: Path, dtype: torch.dtype, device: torch.device) -> Any:
-    """diffusers' pipeline of the untouched base, for drawing pictures."""
+    """diffusers' pipeline of the untouched base, for drawing images."""
     from diffusers import FluxPipeline
 
     texts = _texts(folder, dtype, None, device)
@@ -283,7 +285,7 @@ FAMILY = Family(
     layout=LAYOUT,
     also=ALSO,
     check_text=check_text,
-    manner=manner,
+    sampling_defaults=sampling_defaults,
     joined_text=joined_text,
     cached_texts=(T5,),
     lora_readers=(

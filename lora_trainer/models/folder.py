@@ -35,10 +35,10 @@ SD2_TEXT_WIDTH = 1024  # 1.x and 2.x share a pipeline; their text encoders do no
 MOST_CONFIG_BYTES = 1 << 24  # those of models with a hundred thousand labels have five megabytes
 LARGEST_NUMBER = 10**8  # in a config; the largest honest ones are sizes of vocabularies
 COPY = "Copy or download the model again."
-UNQUANTISED = "Get it in float16, bfloat16, float32 or plain float8; memory.base_precision narrows it."
+UNQUANTISED = "Get it in float16, bfloat16, float32 or plain float8; memory.weight_dtype narrows it."
 READ = ("F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2")
 # Ends of names that stand beside weights which are not what is stored: whoever leaves them out has another model.
-QUANTISED = (
+QUANTIZED = (
     (".bitsandbytes__nf4", "bitsandbytes in 4 bits"),
     (".bitsandbytes__fp4", "bitsandbytes in 4 bits"),
     (".absmax", "bitsandbytes"),
@@ -229,7 +229,7 @@ def check_part(folder: Path) -> int:
     """
     if laid_out := is_laid_out(folder):
         stored = stored_weights(read_places(folder))
-        refuse_quantised(folder, {name: entry["dtype"] for name, entry in stored.items()})
+        refuse_quantized(folder, {name: entry["dtype"] for name, entry in stored.items()})
     elif not (files := sorted(folder.glob("*.safetensors"))) and not _CONFIGS_ALONE.get():
         _first_of_weights(folder)  # says what is there in place of weights
     if (adapter := folder / "adapter_config.json").exists():
@@ -242,18 +242,18 @@ def check_part(folder: Path) -> int:
 
 
 def _weights_header(path: Path) -> dict[str, Any]:
-    """The header of a file of weights. Raises UsageError as `refuse_quantised` does."""
+    """The header of a file of weights. Raises UsageError as `refuse_quantized` does."""
     header = read_tensor_header(path)
-    refuse_quantised(path, {name: entry["dtype"] for name, entry in header.items() if name != METADATA})
+    refuse_quantized(path, {name: entry["dtype"] for name, entry in header.items() if name != METADATA})
     return header
 
 
-def how_quantised(types: Mapping[str, str]) -> str:
-    """How tensors, types by names, are quantised; empty where they are not, or in plain float8.
+def how_quantized(types: Mapping[str, str]) -> str:
+    """How tensors, types by names, are quantized; empty where they are not, or in plain float8.
 
     A library would take what is stored for the values themselves. Buffers, such as positions, may be whole.
     """
-    for ending, how in QUANTISED:
+    for ending, how in QUANTIZED:
         if found := next((name for name in types if name.endswith(ending)), None):
             return f"{how}; it holds {found[:80]!r}"
     for name, dtype in types.items():
@@ -262,10 +262,10 @@ def how_quantised(types: Mapping[str, str]) -> str:
     return ""
 
 
-def refuse_quantised(where: Path, types: Mapping[str, str]) -> None:
+def refuse_quantized(where: Path, types: Mapping[str, str]) -> None:
     """Raise UsageError for tensors that are not the weights themselves."""
-    if how := how_quantised(types):
-        raise UsageError(Problem(f"{where} is quantised ({how}).", UNQUANTISED))
+    if how := how_quantized(types):
+        raise UsageError(Problem(f"{where} is quantized ({how}).", UNQUANTISED))
 
 
 def _check_index(index: Path, names: set[str]) -> dict[str, str]:
@@ -285,7 +285,7 @@ def _refuse_entry(path: Path, key: str, value: Any) -> None:
         raise UsageError(Problem(message, "Get the model without it."))
     if key in ATTENTION and value not in (None, "eager", "sdpa"):
         message = f"{path}: {key} is {value!r}, which may be code from a hub."
-        raise UsageError(Problem(message, "Remove it; memory.attention chooses."))
+        raise UsageError(Problem(message, "Remove it; hardware.attention_backend chooses."))
     if isinstance(value, int) and abs(value) > LARGEST_NUMBER:
         raise UsageError(
             Problem(f"{path}: {key} is {value}; no model has more than {LARGEST_NUMBER} of anything.", COPY)

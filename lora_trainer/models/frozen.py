@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
-    from lora_trainer.models.storage.store import Narrow
+    from lora_trainer.models.quantization.store import Narrow
 
 # Tied weights stand once in a file and twice in a model.
 MOST_TIMES_HELD = 2
@@ -43,7 +43,7 @@ def load_frozen(
     Raises UsageError for a part that `check_part` refuses, whose config asks for more than its weights hold, which lacks weights
     (a library would fill them with random numbers), or which the library cannot build.
     """
-    from lora_trainer.models.storage.layers import fill_layers, fill_the_rest
+    from lora_trainer.models.quantization.layers import fill_layers, fill_the_rest
 
     held = check_part(folder)
     places = places_of_weights(folder)
@@ -65,7 +65,7 @@ def load_frozen(
 def _as_named(model: nn.Module, places: Mapping[str, Place]) -> dict[str, Place]:
     """The places by the names that this version of its library has for the model's weights."""
     found = dict(places)
-    if hasattr(model, "_fix_state_dict_keys_on_load"):  # attention of the first autoencoders, in diffusers
+    if hasattr(model, "_fix_state_dict_keys_on_load"):  # attention of the first VAEs, in diffusers
         model._fix_state_dict_keys_on_load(found)  # type: ignore[operator]
     for name in model.state_dict():
         for prefix in PREFIXES:

@@ -1,7 +1,7 @@
 """Bases kept in memory from job to job, and handed out so that no job can change them.
 
 What is kept stays in system memory and is never used itself. A caller gets a twin: modules of
-its own over the same weights, which the processor shares and a card copies. So a LoRA that is
+its own over the same weights, which the CPU shares and a GPU copies. So a LoRA that is
 put on a twin, a precision or an attention that is chosen for it, are gone with it.
 """
 
@@ -19,13 +19,13 @@ import torch
 from torch import nn
 
 from lora_trainer.models.family import Family
-from lora_trainer.models.storage.layers import place_layers
-from lora_trainer.models.storage.store import Narrow
+from lora_trainer.models.quantization.layers import place_layers
+from lora_trainer.models.quantization.store import Narrow
 
 MEMORY_FULL = 70.0  # percent in use from which another base takes the place of those that are kept
 CPU = torch.device("cpu")
 
-Bases = dict[tuple[str, Path, torch.dtype], Any]  # family, folder, precision -> pipeline on the processor
+Bases = dict[tuple[str, Path, torch.dtype], Any]  # family, folder, precision -> pipeline on the CPU
 
 
 def keep_loaded(families: Mapping[str, Family]) -> dict[str, Family]:

@@ -12,13 +12,13 @@ from torch import Tensor, nn
 
 from lora_trainer.core.errors import Problem, UsageError, nearest
 from lora_trainer.models.family import Family
-from lora_trainer.models.storage.store import COMPUTED_IN, is_narrow
+from lora_trainer.models.quantization.store import COMPUTED_IN, is_narrow
 
 ADAPTER = "default"
 
 
 def target_modules(denoiser: nn.Module, family: Family, targets: str | tuple[str, ...]) -> list[str]:
-    """Names of the modules that a `lora.targets` value means. Raises UsageError when a pattern finds none.
+    """Names of the modules that a `lora.target_modules` value means. Raises UsageError when a pattern finds none.
 
     A value is `attention`, `attention+ff`, or patterns (`*.attn2.to_k`) of linear and
     convolution modules. Modules that change nothing are left out.
@@ -33,7 +33,7 @@ def target_modules(denoiser: nn.Module, family: Family, targets: str | tuple[str
     patterns = named or ((targets,) if isinstance(targets, str) else targets)
     problems = [
         Problem(
-            f"lora.targets: {pattern!r} matches none of {len(adaptable)} modules.",
+            f"lora.target_modules: {pattern!r} matches none of {len(adaptable)} modules.",
             f"Give {', '.join(family.lora_targets)}, or a pattern such as '*.attn2.to_k'. {nearest(pattern, family.lora_targets)}",
         )
         for pattern in (patterns if named is None else ())
@@ -65,14 +65,14 @@ def inject_lora(
     alpha: float,
     dropout: float,
     seed: int,
-    rank_stabilised: bool = False,
+    rank_stabilized: bool = False,
 ) -> dict[str, nn.Parameter]:
     """Put a LoRA on the modules, in place; return its trainable parameters by name.
 
     The update is scaled by alpha / rank, or by alpha / sqrt(rank) (arXiv:2312.03732). Down projections start as peft does (Kaiming uniform) from `seed`, up projections at 0.
     """
     config = LoraConfig(
-        r=rank, lora_alpha=alpha, lora_dropout=dropout, target_modules=modules, use_rslora=rank_stabilised
+        r=rank, lora_alpha=alpha, lora_dropout=dropout, target_modules=modules, use_rslora=rank_stabilized
     )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)

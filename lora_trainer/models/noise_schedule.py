@@ -110,7 +110,7 @@ def make_scheduler(folder: Path) -> DDIMScheduler:
     from diffusers import DDIMScheduler
 
     schedule = read_noise_schedule(folder)
-    # Not from the source's config: Euler, PNDM and others lack keys whose DDIM defaults wash pictures out.
+    # Not from the source's config: Euler, PNDM and others lack keys whose DDIM defaults wash images out.
     return DDIMScheduler(
         num_train_timesteps=schedule.steps,
         beta_start=schedule.beta_start,

@@ -87,7 +87,7 @@ def predict(denoiser: nn.Module, noisy: Tensor, t: Tensor, cond: Mapping[str, Te
 
 
 def make_pipeline(folder: Path, dtype: torch.dtype, device: torch.device) -> Any:
-    """diffusers' pipeline of the untouched base, for drawing pictures."""
+    """diffusers' pipeline of the untouched base, for drawing images."""
     from diffusers import StableDiffusionPipeline
 
     pipeline = StableDiffusionPipeline(

@@ -1,4 +1,4 @@
-"""Stable Diffusion 3 and 3.5: a transformer that reads pictures and text side by side (arXiv:2403.03206).
+"""Stable Diffusion 3 and 3.5: a transformer that reads images and text side by side (arXiv:2403.03206).
 
 Three text encoders: two of CLIP and T5, without which the model works, too.
 """
@@ -14,7 +14,7 @@ from lora_trainer.export.layout import Rule, fused
 from lora_trainer.models.autoencoder import drawing_vae, load_whole_image_encoder, vae_dtype
 from lora_trainer.models.clip import LAST_BUT_ONE, ask_clip, check_clip
 from lora_trainer.models.encoders import encoders_from
-from lora_trainer.models.family import PLAIN, Caption, Family, Manner, ModelFacts, TextOptions, TextParts
+from lora_trainer.models.family import PLAIN, Caption, Family, ModelFacts, SamplingDefaults, TextOptions, TextParts
 from lora_trainer.models.flow_schedule import make_process, make_scheduler
 from lora_trainer.models.folder import fingerprint, named_parts, read_config, tokenizer_of, whole_number
 from lora_trainer.models.frozen import load_frozen
@@ -32,11 +32,11 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from lora_trainer.models.places import Place
-    from lora_trainer.models.storage.store import Narrow
+    from lora_trainer.models.quantization.store import Narrow
 
 CLIPS, T5 = ("text_encoder", "text_encoder_2"), "text_encoder_3"
 T5_TOKENS = 256
-# The stored table of positions is 384 patches wide, 0.84 GiB in fp32; no picture needs more than its middle.
+# The stored table of positions is 384 patches wide, 0.84 GiB in fp32; no image needs more than its middle.
 POSITIONS = "pos_embed.pos_embed"
 LARGEST_SIDE = 128  # patches, of 16 pixels each
 MOST_SIDE = 4096  # places of the latents, or of the table
@@ -183,9 +183,9 @@ def check_text(folder: Path, options: TextOptions) -> None:
     check_clip(folder, CLIPS, options, t5=T5 in text_encoders(folder) and T5 not in options.without)
 
 
-def manner(folder: Path) -> Manner:
+def sampling_defaults(folder: Path) -> SamplingDefaults:
     """As the authors of the medium model draw."""
-    return Manner(steps=40)
+    return SamplingDefaults(steps=40)
 
 
 def make_denoiser(config: Mapping[str, Any]) -> nn.Module:
@@ -211,7 +211,7 @@ def load_transformer(folder: Path, dtype: torch.dtype, device: torch.device, nar
 
 
 def crop_positions(model: nn.Module, places: dict[str, Place]) -> None:
-    """Keep of an empty transformer's table of positions the middle, before it is read: the whole never gets to a card."""
+    """Keep of an empty transformer's table of positions the middle, before it is read: the whole never gets to a GPU."""
     table: Any = model.pos_embed
     side = int(table.pos_embed_max_size)
     kept = _cropped(side)
@@ -230,7 +230,7 @@ def predict(denoiser: nn.Module, noisy: Tensor, t: Tensor, cond: Mapping[str, Te
 
 
 def make_pipeline(folder: Path, dtype: torch.dtype, device: torch.device) -> Any:
-    """diffusers' pipeline of the untouched base, for drawing pictures."""
+    """diffusers' pipeline of the untouched base, for drawing images."""
     from diffusers import StableDiffusion3Pipeline
 
     texts = _texts(folder, dtype, None, device)
@@ -294,7 +294,7 @@ FAMILY = Family(
     layout=LAYOUT,
     check_text=check_text,
     spare_texts=(T5,),
-    manner=manner,
+    sampling_defaults=sampling_defaults,
     joined_text=joined_text,
     cached_texts=(T5,),
     lora_readers=(

@@ -100,7 +100,7 @@ def predict(denoiser: nn.Module, noisy: Tensor, t: Tensor, cond: Mapping[str, Te
 
 
 def make_pipeline(folder: Path, dtype: torch.dtype, device: torch.device) -> Any:
-    """diffusers' pipeline of the untouched base, for drawing pictures."""
+    """diffusers' pipeline of the untouched base, for drawing images."""
     from diffusers import StableDiffusionXLPipeline
 
     index = read_config(folder, "model_index.json")

@@ -1,4 +1,4 @@
-"""What the families with a U-Net share: facts from the configs, frozen parts, the autoencoder, the LoRA's targets."""
+"""What the families with a U-Net share: facts from the configs, frozen parts, the VAE, the LoRA's targets."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
-    from lora_trainer.models.storage.store import Narrow
+    from lora_trainer.models.quantization.store import Narrow
 
 CLIP_TOKENS = 77
 LEAST_TOKENS, MOST_TOKENS = 3, 4096  # start, a word and end
@@ -41,7 +41,7 @@ LORA_READERS = (  # which program reads LoRA files of U-Nets whole, in which sty
     "sd-scripts: kohya",
 )
 PASSED_OVER = {"sd-scripts": ("conv_in", "conv_out", "time_embedding.", "add_embedding.")}
-# Of a config: other things that a U-Net is told, such as pictures (unCLIP, IP-Adapter) or a guidance (LCM).
+# Of a config: other things that a U-Net is told, such as images (unCLIP, IP-Adapter) or a guidance (LCM).
 TOLD_MORE = ("class_embed_type", "num_class_embeds", "encoder_hid_dim_type", "time_cond_proj_dim")
 LORA_TARGETS = {"attention": ATTENTION, "attention+ff": (*ATTENTION, *FEED_FORWARD)}
 
@@ -69,11 +69,11 @@ def unet_facts(folder: Path, family: str, text_encoders: Sequence[str] = ("text_
 
 
 def _refuse_more_than_text(folder: Path, unet: Mapping[str, Any], channels: int) -> None:
-    """Raise UsageError for a U-Net that reads other latents than its autoencoder makes, or more than noise and text."""
+    """Raise UsageError for a U-Net that reads other latents than its VAE makes, or more than noise and text."""
     reads = unet["in_channels"]
     if reads == unet.get("out_channels", 4) != channels:
-        message = f"{folder}: the U-Net takes {reads} latent channels, and the autoencoder makes {channels}."
-        raise UsageError(Problem(message, "Use the autoencoder that the model came with."))
+        message = f"{folder}: the U-Net takes {reads} latent channels, and the VAE makes {channels}."
+        raise UsageError(Problem(message, "Use the VAE that the model came with."))
     if reads != channels:
         message = (
             f"{folder} is a model for inpainting, depth or editing ({reads} input channels in place of {channels})."

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from lora_trainer.config.schema.inputs import TextSection
+from lora_trainer.config.schema.inputs import TextualInversionSection
 from lora_trainer.core.errors import Problem, UsageError
 from lora_trainer.models.family import TextParts
 from lora_trainer.models.unet import load_tokenizer
@@ -45,43 +45,48 @@ class WithWords(nn.Module):
         return torch.where(new[..., None], learned, known)
 
 
-def new_words(parts: TextParts, components: Sequence[str], text: TextSection) -> Words:
-    """The embeddings that `text.tokens` start from, fp32. Raises UsageError for a start that has no tokens."""
-    found: dict[str, dict[str, Tensor]] = {word: {} for word in text.tokens}
+def new_words(parts: TextParts, components: Sequence[str], settings: TextualInversionSection) -> Words:
+    """The embeddings that `textual_inversion.placeholder_tokens` start from, fp32. Raises UsageError for a start that has no tokens."""
+    found: dict[str, dict[str, Tensor]] = {word: {} for word in settings.placeholder_tokens}
     for component in components:
         tokenizer, encoder = parts.tokenizers[component], parts.encoders[component]
         table = _body(encoder).embeddings.token_embedding.weight.detach().float()
-        if text.token_start is None:
+        if settings.initializer_token is None:
             rows = table.mean(dim=0, keepdim=True)
         else:
-            rows = table[tokenizer(text.token_start, add_special_tokens=False, return_tensors="pt").input_ids[0].long()]
+            rows = table[
+                tokenizer(settings.initializer_token, add_special_tokens=False, return_tensors="pt").input_ids[0].long()
+            ]
         if not len(rows):
-            raise UsageError(_no_start(text))
-        for word in text.tokens:
-            chosen = list(islice(cycle(range(len(rows))), text.token_vectors))
+            raise UsageError(_no_start(settings))
+        for word in settings.placeholder_tokens:
+            chosen = list(islice(cycle(range(len(rows))), settings.num_vectors))
             found[word][component] = rows[chosen].clone()
     return found
 
 
-def refuse_words(folder: Path, components: Sequence[str], text: TextSection) -> None:
+def refuse_words(folder: Path, components: Sequence[str], settings: TextualInversionSection) -> None:
     """Raise UsageError, all problems at once, for words that cannot be learned. Reads tokenizers and no weights."""
     problems: dict[str, Problem] = {}
     for component in components:
         tokenizer = load_tokenizer(folder, component)
-        if text.token_start is not None and not tokenizer(text.token_start, add_special_tokens=False).input_ids:
-            problems["start"] = _no_start(text)
-        for word in text.tokens:
+        if (
+            settings.initializer_token is not None
+            and not tokenizer(settings.initializer_token, add_special_tokens=False).input_ids
+        ):
+            problems["start"] = _no_start(settings)
+        for word in settings.placeholder_tokens:
             try:
-                _add_tokens(tokenizer, word, text.token_vectors)
+                _add_tokens(tokenizer, word, settings.num_vectors)
             except UsageError as error:
                 problems[word] = error.problems[0]
     if problems:
         raise UsageError(list(problems.values()))
 
 
-def _no_start(text: TextSection) -> Problem:
-    message = f"text.token_start={text.token_start!r} is no word that the model's tokenizer knows."
-    return Problem(message, "Set text.token_start to a word such as `person`, or remove it.")
+def _no_start(settings: TextualInversionSection) -> Problem:
+    message = f"textual_inversion.initializer_token={settings.initializer_token!r} is no word that the model's tokenizer knows."
+    return Problem(message, "Set textual_inversion.initializer_token to a word such as `person`, or remove it.")
 
 
 def add_words(parts: TextParts, words: Words) -> dict[str, nn.Parameter]:

@@ -1,4 +1,4 @@
-"""Z-Image: a transformer of 6 billion weights that reads pictures and text as one sequence (arXiv:2511.22699).
+"""Z-Image: a transformer of 6 billion weights that reads images and text as one sequence (arXiv:2511.22699).
 
 Its text encoder is a language model, Qwen3, asked as in a chat; captions keep their own lengths.
 """
@@ -13,7 +13,7 @@ from lora_trainer.core.errors import Problem, UsageError
 from lora_trainer.export.layout import Rule, fused
 from lora_trainer.models.autoencoder import drawing_vae, load_whole_image_encoder, vae_dtype, vae_facts
 from lora_trainer.models.encoders import encoders_from
-from lora_trainer.models.family import PLAIN, Caption, Family, Manner, ModelFacts, TextOptions, TextParts
+from lora_trainer.models.family import PLAIN, Caption, Family, ModelFacts, SamplingDefaults, TextOptions, TextParts
 from lora_trainer.models.flow_schedule import make_process, make_scheduler, read_flow_schedule
 from lora_trainer.models.folder import check_components, fingerprint, read_config
 from lora_trainer.models.frozen import load_frozen, load_words
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor, nn
 
-    from lora_trainer.models.storage.store import Narrow
+    from lora_trainer.models.quantization.store import Narrow
 
 QWEN, WORDS = "text_encoder", "tokenizer"
 TOKENS = 512  # of a caption, the chat's own among them
@@ -94,7 +94,9 @@ def check_text(folder: Path, options: TextOptions) -> None:
     """There is no CLIP whose layer or pieces could be chosen."""
     asked = {"clip_skip": options.clip_skip, "max_tokens": options.clip_tokens if options.pieces > 1 else None}
     problems = [
-        Problem(f"text.{name}={value}: Z-Image reads captions with a language model, not with CLIP.", "Remove it.")
+        Problem(
+            f"text_encoder.{name}={value}: Z-Image reads captions with a language model, not with CLIP.", "Remove it."
+        )
         for name, value in asked.items()
         if value is not None
     ]
@@ -102,8 +104,8 @@ def check_text(folder: Path, options: TextOptions) -> None:
         raise UsageError(problems)
 
 
-def manner(folder: Path) -> Manner:
-    return Manner(steps=9, guided=False, negative=False) if is_turbo(folder) else Manner(steps=50)
+def sampling_defaults(folder: Path) -> SamplingDefaults:
+    return SamplingDefaults(steps=9, guided=False, negative=False) if is_turbo(folder) else SamplingDefaults(steps=50)
 
 
 def prompted(cond: Mapping[str, Tensor], negative: Mapping[str, Tensor] | None) -> dict[str, Any]:
@@ -140,7 +142,7 @@ def load_texts(folder: Path, dtype: torch.dtype | None, device: torch.device, _:
 def encode_text(parts: TextParts, captions: Sequence[Caption], options: TextOptions = PLAIN) -> dict[str, Tensor]:
     """B captions -> `embeds` [B, T, D]: the last state but one; `padding` [B, T], bool: where there are no words.
 
-    As bool it stays beside the processor while training, where `predict` asks for lengths without waiting for a card.
+    As bool it stays beside the CPU while training, where `predict` asks for lengths without waiting for a GPU.
     """
     import torch
 
@@ -202,18 +204,18 @@ def load_transformer(folder: Path, dtype: torch.dtype, device: torch.device, nar
 def predict(denoiser: nn.Module, noisy: Tensor, t: Tensor, cond: Mapping[str, Tensor], sizes: Tensor) -> Tensor:
     """The velocity [B, 16, h, w] at t [B] under the words of cond["embeds"] [B, T, D], which cond["padding"] [B, T] tells.
 
-    The model's own time runs from noise, 0, to the picture, 1, and its velocity with it.
+    The model's own time runs from noise, 0, to the image, 1, and its velocity with it.
     """
     import torch
 
     words = _cut(cond["embeds"], cond["padding"])
-    pictures = list(noisy.unsqueeze(2).unbind(0))
-    velocity = denoiser(pictures, (TIMESTEPS - 1 - t) / TIMESTEPS, words, return_dict=False)[0]
+    images = list(noisy.unsqueeze(2).unbind(0))
+    velocity = denoiser(images, (TIMESTEPS - 1 - t) / TIMESTEPS, words, return_dict=False)[0]
     return -torch.stack(velocity).squeeze(2)
 
 
 def make_pipeline(folder: Path, dtype: torch.dtype, device: torch.device) -> Any:
-    """diffusers' pipeline of the untouched base, for drawing pictures."""
+    """diffusers' pipeline of the untouched base, for drawing images."""
     from diffusers import ZImagePipeline
 
     texts = load_texts(folder, None, device)
@@ -266,7 +268,7 @@ FAMILY = Family(
     base_names=base_names,
     layout=LAYOUT,
     check_text=check_text,
-    manner=manner,
+    sampling_defaults=sampling_defaults,
     prompted=prompted,
     lora_readers=(
         "diffusers: kohya",

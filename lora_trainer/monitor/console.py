@@ -15,7 +15,7 @@ from lora_trainer.core.interrupt import told
 
 
 class Console(RichConsole):
-    """What would command a terminal is escaped in every text that is printed; rich's own colours are not.
+    """What would command a terminal is escaped in every text that is printed; rich's own colors are not.
 
     One that leaves lines whole folds them at words on a terminal, never within a path, unless `soft_wrap` is asked for.
     """

@@ -45,7 +45,7 @@ def highest_memory_gib(device: torch.device) -> float:
 
 @dataclass(frozen=True)
 class Held:
-    """Bytes of a card that torch's allocator holds for this process: in use, held, held at most, and what it may hold.
+    """Bytes of a GPU that torch's allocator holds for this process: in use, held, held at most, and what it may hold.
 
     `retries` counts how often it gave back what it held for want of a whole piece.
     """
@@ -63,7 +63,7 @@ class Held:
 
 
 def held_on(device: torch.device) -> Held | None:
-    """What the allocator holds of a card; None on a processor."""
+    """What the allocator holds of a GPU; None on a CPU."""
     if device.type != "cuda":
         return None
     found = torch.cuda.memory_stats(device)
@@ -78,7 +78,7 @@ def held_on(device: torch.device) -> Held | None:
 
 
 def set_allocator(*, expandable: bool) -> None:
-    """Torch's pool of a card's memory, before it holds any: how it grows, and when it gives back what nobody uses.
+    """Torch's pool of a GPU's memory, before it holds any: how it grows, and when it gives back what nobody uses.
 
     What the user set in the environment stays. Segments that grow in place are known on Linux alone.
     """
@@ -91,7 +91,7 @@ def set_allocator(*, expandable: bool) -> None:
 
 
 def grows_in_place() -> bool:
-    """Whether torch's pool of a card's memory was set to grow in place, by the run or by the user's environment."""
+    """Whether torch's pool of a GPU's memory was set to grow in place, by the run or by the user's environment."""
     return any(GROWING in os.environ.get(name, "") for name in ALLOCATOR)
 
 

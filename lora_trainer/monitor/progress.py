@@ -19,7 +19,7 @@ Phase = Literal["checking", "caching", "training", "validating", "drawing"]
 
 @dataclass(frozen=True)
 class Progress:
-    """How far a run is. `loss` is smoothed, `held_out` the newest and `best` the lowest held-out loss."""
+    """How far a run is. `loss` is smoothed, `held_out` the newest and `best` the lowest validation loss."""
 
     phase: Phase
     step: int = 0
@@ -55,7 +55,7 @@ def step_line(console: Console, total: int, done: int, watch: Watch = unwatched)
 
 @contextmanager
 def live_line(console: Console, total: int, done: int) -> Iterator[Watch]:
-    """Phase, bar, and of step, time left, loss, speed, held-out loss, rate and memory what fits on one line."""
+    """Phase, bar, and of step, time left, loss, speed, validation loss, rate and memory what fits on one line."""
     with Bar(TextColumn("{task.description}"), BarColumn(BAR_WIDTH), Fitting(), console=console) as bar:
         task = bar.add_task("training", total=total, completed=done, parts=[f"{done}/{total}"], room=lambda: 0)
 
@@ -102,13 +102,13 @@ def log_line(console: Console, total: int, done: int) -> Iterator[Watch]:
 
 
 def figures(progress: Progress) -> str:
-    """The step's numbers as one line; the held-out loss where there is one."""
+    """The step's numbers as one line; the validation loss where there is one."""
     loss, speed, *held_out, rate, memory = ranked(progress)
     return "  ".join([loss, *held_out, rate, speed, memory])
 
 
 def ranked(progress: Progress) -> list[str]:
-    """The step's numbers, what matters most first: loss, speed, the held-out loss if there is one, rate, memory."""
+    """The step's numbers, what matters most first: loss, speed, the validation loss if there is one, rate, memory."""
     seconds = progress.seconds
     speed = f"{seconds:.2f} s/step" if seconds >= 1.0 else f"{1.0 / max(seconds, 1e-9):.1f} steps/s"
     of_base = " (step 0)" if progress.held_out_step == 0 and progress.step else ""  # not of what is trained since

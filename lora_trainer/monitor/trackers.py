@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lora_trainer.core.disk import current, until_written
+from lora_trainer.core.disk import current, write_with_retry
 from lora_trainer.core.io import append_text, finite, flush_file, write_text
 from lora_trainer.monitor.events import Event
 
@@ -23,7 +23,7 @@ def append_lines(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
     """Add one JSON object per line, all or none; waits where the disk refuses."""
     text = "".join(json.dumps(finite(dict(row)), allow_nan=False) + "\n" for row in rows)
     if text:
-        until_written(path.name, path.parent, lambda: append_text(path, text), len(text))
+        write_with_retry(path.name, path.parent, lambda: append_text(path, text), len(text))
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
@@ -51,7 +51,7 @@ def forget_after(path: Path, step: int) -> None:
     with contextlib.suppress(FileNotFoundError):
         if path.stat().st_size == len(text):  # all of it stays: ASCII, as this file writes it
             return
-        until_written(path.name, path.parent, lambda: write_text(path, text), len(text))
+        write_with_retry(path.name, path.parent, lambda: write_text(path, text), len(text))
 
 
 def record_pauses(folder: Path, step: int) -> None:
@@ -64,7 +64,7 @@ class Trackers:
     """The open files of one run: `metrics.jsonl`, `validation.jsonl`, `events.jsonl` and TensorBoard's folder.
 
     What an earlier session wrote of steps after `resume_step` is forgotten: it is written again.
-    -1 forgets all of it. The JSON lines wait for a disk that refuses; TensorBoard's pictures of
+    -1 forgets all of it. The JSON lines wait for a disk that refuses; TensorBoard's images of
     them are not worth that: `say` is told once, and the run goes on without.
     """
 
@@ -89,7 +89,7 @@ class Trackers:
         record_pauses(self._folder, self._step)
 
     def validation(self, row: dict[str, Any]) -> None:
-        """Write one held-out loss."""
+        """Write one validation loss."""
         append_lines(self._validation, [row])
         self._to_board("validation", [row])
 
@@ -111,7 +111,7 @@ class Trackers:
         """Force the rows to the disk, so that a power cut loses none that a checkpoint covers."""
         for path in (self._metrics, self._validation, self._events):
             if path.exists():
-                until_written(path.name, path.parent, partial(flush_file, path))
+                write_with_retry(path.name, path.parent, partial(flush_file, path))
 
     def close(self) -> None:
         record_pauses(self._folder, self._step)

@@ -8,17 +8,17 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from lora_trainer.config.schema import OptimSection
+from lora_trainer.config.schema import OptimizerSection
 
 # Changes gradients in place; returns their joint norm [] from before. The number is a factor on the bound.
 Clip = Callable[[Sequence[nn.Parameter], float], Tensor]
 
 
-def make_clip(config: OptimSection) -> Clip:
-    """By value where `optim.clip_value` is set, else by norm."""
+def make_clip(config: OptimizerSection) -> Clip:
+    """By value where `optimizer.clip_value` is set, else by norm."""
     if config.clip_value is not None:
         return partial(clip_by_value, largest=config.clip_value)
-    return partial(clip_by_norm, largest=config.clip_norm)
+    return partial(clip_by_norm, largest=config.max_grad_norm)
 
 
 def clip_by_norm(parameters: Sequence[nn.Parameter], scale: float = 1.0, *, largest: float) -> Tensor:
@@ -38,7 +38,7 @@ def clip_by_value(parameters: Sequence[nn.Parameter], scale: float = 1.0, *, lar
 
 
 def is_here(norm: Tensor) -> bool:
-    """Looking at the norm costs nothing on a processor, and a multiplication by one as much as half of all this."""
+    """Looking at the norm costs nothing on a CPU, and a multiplication by one as much as half of all this."""
     return norm.device.type == "cpu"
 
 

@@ -12,12 +12,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lora_trainer.config.schema import OptimSection
+from lora_trainer.config.schema import OptimizerSection
 from lora_trainer.core.errors import Problem, UsageError
 
 Groups = list[dict[str, Any]]
-Rates = Sequence[tuple[float, Collection[str]]]  # rates that are not `optim.learning_rate`, and whose they are by name
-Build = Callable[[Groups, OptimSection], torch.optim.Optimizer]
+Rates = Sequence[
+    tuple[float, Collection[str]]
+]  # rates that are not `optimizer.learning_rate`, and whose they are by name
+Build = Callable[[Groups, OptimizerSection], torch.optim.Optimizer]
 
 # As peft names them: DoRA's magnitudes (a convolution's have four dimensions) and trained tokens.
 UNDECAYED = ("lora_magnitude_vector", "trainable_tokens", "token_embedding")
@@ -29,9 +31,9 @@ def decays(name: str, parameter: Tensor) -> bool:
 
 
 def make_optimizer(
-    parameters: Mapping[str, nn.Parameter], config: OptimSection, rates: Rates = ()
+    parameters: Mapping[str, nn.Parameter], config: OptimizerSection, rates: Rates = ()
 ) -> torch.optim.Optimizer:
-    """The optimizer that `optim.name` means. Raises UsageError when its library does not load."""
+    """The optimizer that `optimizer.name` means. Raises UsageError when its library does not load."""
     return OPTIMIZERS[config.name](
         [
             {"params": params, "weight_decay": decay, "lr": share * config.learning_rate}
@@ -42,7 +44,7 @@ def make_optimizer(
 
 
 def grouped(
-    parameters: Mapping[str, nn.Parameter], config: OptimSection, rates: Rates
+    parameters: Mapping[str, nn.Parameter], config: OptimizerSection, rates: Rates
 ) -> list[tuple[float, float, list[nn.Parameter]]]:
     """(share of the rate, weight decay, parameters): those at the rate itself, then those of each of `rates`.
 
@@ -60,28 +62,28 @@ def grouped(
     return found
 
 
-def shares_of(parameters: Mapping[str, nn.Parameter], config: OptimSection, rates: Rates) -> tuple[float, ...]:
+def shares_of(parameters: Mapping[str, nn.Parameter], config: OptimizerSection, rates: Rates) -> tuple[float, ...]:
     """What each group of the optimizer takes of the rate."""
     return tuple(share for share, _, _ in grouped(parameters, config, rates))
 
 
-def adamw(groups: Groups, config: OptimSection) -> torch.optim.Optimizer:
+def adamw(groups: Groups, config: OptimizerSection) -> torch.optim.Optimizer:
     """torch's AdamW (arXiv:1711.05101), in its fused form: one kernel for all parameters."""
     return torch.optim.AdamW(groups, lr=config.learning_rate, betas=(config.beta1, config.beta2), fused=True)
 
 
-def adamw8bit(groups: Groups, config: OptimSection, *, paged: bool = False) -> torch.optim.Optimizer:
+def adamw8bit(groups: Groups, config: OptimizerSection, *, paged: bool = False) -> torch.optim.Optimizer:
     """bitsandbytes' AdamW with 8-bit state (arXiv:2110.02861); tensors below 4,096 elements keep fp32 state."""
     kind = from_library("bitsandbytes.optim", "AdamW8bit", config.name)
     return kind(groups, lr=config.learning_rate, betas=(config.beta1, config.beta2), is_paged=paged)
 
 
-def paged_adamw8bit(groups: Groups, config: OptimSection) -> torch.optim.Optimizer:
-    """The same with state that moves to system memory when the card is full; on a processor there is nothing to page."""
+def paged_adamw8bit(groups: Groups, config: OptimizerSection) -> torch.optim.Optimizer:
+    """The same with state that moves to system memory when the GPU is full; on a CPU there is nothing to page."""
     return adamw8bit(groups, config, paged=all(each.is_cuda for group in groups for each in group["params"]))
 
 
-def adafactor(groups: Groups, config: OptimSection) -> torch.optim.Optimizer:
+def adafactor(groups: Groups, config: OptimizerSection) -> torch.optim.Optimizer:
     """Adafactor (arXiv:1804.04235) without momentum: squares of gradients kept as rows and columns.
 
     The rate is used as it is. transformers' form is taken because torch's always scales it by
@@ -91,20 +93,20 @@ def adafactor(groups: Groups, config: OptimSection) -> torch.optim.Optimizer:
     return kind(groups, lr=config.learning_rate, scale_parameter=False, relative_step=False)
 
 
-def lion(groups: Groups, config: OptimSection) -> torch.optim.Optimizer:
+def lion(groups: Groups, config: OptimizerSection) -> torch.optim.Optimizer:
     """Lion (arXiv:2302.06675): the sign of a momentum. Wants a third to a tenth of AdamW's rate."""
     kind = from_library("pytorch_optimizer", "Lion", config.name)
     return kind(groups, lr=config.learning_rate, betas=(config.beta1, config.beta2))
 
 
-def prodigy(groups: Groups, config: OptimSection) -> torch.optim.Optimizer:
+def prodigy(groups: Groups, config: OptimizerSection) -> torch.optim.Optimizer:
     """Prodigy (arXiv:2306.06101): finds the rate itself; ours is a factor on it, 1.0 as a rule."""
     kind = from_library("pytorch_optimizer", "Prodigy", config.name)
     betas = (config.beta1, config.beta2)
     return kind(groups, lr=config.learning_rate, betas=betas, bias_correction=True, safeguard_warmup=True)
 
 
-def schedule_free(groups: Groups, config: OptimSection) -> torch.optim.Optimizer:
+def schedule_free(groups: Groups, config: OptimizerSection) -> torch.optim.Optimizer:
     """Schedule-free AdamW (arXiv:2405.15682): trains at one point, and is used at an average of all (`averaged`)."""
     kind = from_library("pytorch_optimizer", "ScheduleFreeAdamW", config.name)
     return kind(groups, lr=config.learning_rate, betas=(config.beta1, config.beta2))
@@ -117,10 +119,10 @@ OPTIMIZERS: dict[str, Build] = {
     "adafactor": adafactor,
     "lion": lion,
     "prodigy": prodigy,
-    "schedule_free": schedule_free,
+    "adamw_schedulefree": schedule_free,
 }
 
-# They wait for a card in each step: bitsandbytes' after each parameter, Prodigy for the distance that it finds.
+# They wait for a GPU in each step: bitsandbytes' after each parameter, Prodigy for the distance that it finds.
 WAITING = ("adamw8bit", "paged_adamw8bit", "prodigy")
 
 
@@ -132,14 +134,14 @@ def from_library(module: str, name: str, wanted: str) -> Callable[..., torch.opt
     except (ImportError, RuntimeError, OSError, AttributeError) as error:
         raise UsageError(
             Problem(
-                f"optim.name={wanted} needs {library}, which does not load ({error}).",
-                f"Run: pip install {library}. Or set optim.name=adamw.",
+                f"optimizer.name={wanted} needs {library}, which does not load ({error}).",
+                f"Run: pip install {library}. Or set optimizer.name=adamw.",
             )
         ) from error
     return kind
 
 
-def set_rate(optimizer: torch.optim.Optimizer, rate: float, shares: Sequence[float] = ()) -> None:
+def set_lr(optimizer: torch.optim.Optimizer, rate: float, shares: Sequence[float] = ()) -> None:
     """Set the rate of every group, or its share of it."""
     for group, share in zip(optimizer.param_groups, shares or (1.0,) * len(optimizer.param_groups), strict=True):
         group["lr"] = rate * share

@@ -5,39 +5,39 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
-from lora_trainer.config.schema import ScheduleSection
+from lora_trainer.config.schema import LrSchedulerSection
 
 # (share of the steps after the warm-up that are done, in [0, 1], settings) -> share of the peak rate
-Shape = Callable[[float, ScheduleSection], float]
+Shape = Callable[[float, LrSchedulerSection], float]
 
 
-def constant(progress: float, config: ScheduleSection) -> float:
+def constant(progress: float, config: LrSchedulerSection) -> float:
     return 1.0
 
 
-def linear(progress: float, config: ScheduleSection) -> float:
+def linear(progress: float, config: LrSchedulerSection) -> float:
     return 1.0 - progress
 
 
-def cosine(progress: float, config: ScheduleSection) -> float:
+def cosine(progress: float, config: LrSchedulerSection) -> float:
     """Half a wave from 1 to 0 (arXiv:1608.03983, eq. 5, without restarts)."""
     return 0.5 * (1.0 + math.cos(math.pi * progress))
 
 
-def restarts(progress: float, config: ScheduleSection) -> float:
-    """`schedule.cycles` such half waves of equal length, each from 1 to 0 (arXiv:1608.03983)."""
+def restarts(progress: float, config: LrSchedulerSection) -> float:
+    """`lr_scheduler.cycles` such half waves of equal length, each from 1 to 0 (arXiv:1608.03983)."""
     return cosine((config.cycles * progress) % 1.0, config) if progress < 1.0 else 0.0
 
 
-def polynomial(progress: float, config: ScheduleSection) -> float:
+def polynomial(progress: float, config: LrSchedulerSection) -> float:
     return float((1.0 - progress) ** config.power)
 
 
 SHAPES: dict[str, Shape] = {
-    "constant": constant,
+    "constant_with_warmup": constant,
     "linear": linear,
     "cosine": cosine,
-    "restarts": restarts,
+    "cosine_with_restarts": restarts,
     "polynomial": polynomial,
     "one_cycle": cosine,
 }
@@ -45,7 +45,7 @@ WARMUP_SHARE, ONE_CYCLE_WARMUP_SHARE = 0.03, 0.1
 ONE_CYCLE_START = 1.0 / 25.0  # of the peak rate, as in torch's OneCycleLR
 
 
-def warmup_length(config: ScheduleSection, total_steps: int) -> int:
+def warmup_length(config: LrSchedulerSection, total_steps: int) -> int:
     """Steps of warm-up: as set, else 3 % of the steps (one_cycle: 10 %); never more than all of them."""
     wanted = config.warmup_steps
     if wanted is None:
@@ -53,7 +53,7 @@ def warmup_length(config: ScheduleSection, total_steps: int) -> int:
     return min(wanted, total_steps)
 
 
-def rate_share(config: ScheduleSection, step: int, total_steps: int) -> float:
+def lr_multiplier(config: LrSchedulerSection, step: int, total_steps: int) -> float:
     """The share of the peak rate, in [0, 1], for `step` counted from 0.
 
     Rises over the warm-up, to 1 at its last step, then follows the shape over the remaining

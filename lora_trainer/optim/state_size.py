@@ -10,7 +10,7 @@ Shape = tuple[int, ...]
 FEWEST_IN_8_BITS = 4096  # bitsandbytes keeps smaller tensors in fp32
 BLOCK = 256  # elements that share one fp32 scale in 8-bit state
 NUMBER = 4  # bytes of a tensor of one number
-ROUNDING = 512  # bytes, to which a card's allocator rounds every tensor
+ROUNDING = 512  # bytes, to which a GPU's allocator rounds every tensor
 
 
 def full_tensors(count: int, numbers: int = 0) -> Callable[[Shape], list[int]]:
@@ -39,7 +39,7 @@ STATE_TENSORS: dict[str, Callable[[Shape], list[int]]] = {
     "adafactor": factored,
     "lion": full_tensors(1),
     "prodigy": full_tensors(4),
-    "schedule_free": full_tensors(2),
+    "adamw_schedulefree": full_tensors(2),
 }
 
 
@@ -48,6 +48,6 @@ def optimizer_state_bytes(name: str, shapes: Iterable[Shape]) -> int:
     return sum(sum(STATE_TENSORS[name](shape)) for shape in shapes)
 
 
-def optimizer_state_on_card(name: str, shapes: Iterable[Shape]) -> int:
-    """The same as a card's allocator holds it: each tensor takes whole pieces of ROUNDING bytes."""
+def optimizer_state_on_gpu(name: str, shapes: Iterable[Shape]) -> int:
+    """The same as a GPU's allocator holds it: each tensor takes whole pieces of ROUNDING bytes."""
     return sum(-(-size // ROUNDING) * ROUNDING for shape in shapes for size in STATE_TENSORS[name](shape))

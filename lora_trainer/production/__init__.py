@@ -11,7 +11,7 @@ __all__ = ["ProductionTrainer"]
 
 
 def __getattr__(name: str) -> Any:
-    """Imported when asked for: `--help` reads settings only, and must not wait for pictures and models."""
+    """Imported when asked for: `--help` reads settings only, and must not wait for images and models."""
     if name == "ProductionTrainer":
         from lora_trainer.production.trainer import ProductionTrainer
 

@@ -38,17 +38,17 @@ from lora_trainer.models.encoders import visiting_text
 from lora_trainer.models.family import Encoders
 from lora_trainer.models.memory.phases import (
     captions_at_once,
-    captions_on_a_processor,
+    captions_on_a_cpu,
     costs_of,
     encoding_bytes,
-    pictures_at_once,
+    images_at_once,
 )
 from lora_trainer.production.choices import Choices, usable_bytes
 from lora_trainer.production.inputs import Inputs, caption_rules, measured_among, own_architecture, view_bytes
 from lora_trainer.production.memory import GIB
 from lora_trainer.production.reading import caches_texts
 
-LATENT_DTYPE = torch.float32  # mean and spread of 4 x 64 x 64 are 128 KiB a picture: cheap, and exact
+LATENT_DTYPE = torch.float32  # mean and spread of 4 x 64 x 64 are 128 KiB an image: cheap, and exact
 EncodeText = Callable[[Sequence[Caption]], Mapping[str, Tensor]]
 EncodeImage = Callable[[Tensor], tuple[Tensor, Tensor]]
 Progress = Callable[[str, int, int], None]  # (what, done, to build)
@@ -83,7 +83,7 @@ class CachePlans:
 
 def cache_folder(config: Config) -> Path:
     """As set, else the user's cache folder."""
-    return Path(config.cache.folder).expanduser() if config.cache.folder else user_cache_folder()
+    return Path(config.cache.dir).expanduser() if config.cache.dir else user_cache_folder()
 
 
 def plan_caches(config: Config, inputs: Inputs, choices: Choices) -> CachePlans:
@@ -122,11 +122,11 @@ def fill_caches(
     start: float = 0.0,
     say: Say = nothing_said,
 ) -> None:
-    """Build what is missing, pictures first. Each kind's encoders are loaded when they are needed, and leave memory.
+    """Build what is missing, images first. Each kind's encoders are loaded when they are needed, and leave memory.
 
     Any number of processes may do this at once, each beginning at another `start`, a share of the way: nothing is
     built twice, and each returns when all is there. Raises UsageError for a disk with too little room,
-    TrainingFailed when not even one picture or caption fits in memory.
+    TrainingFailed when not even one image or caption fits in memory.
     """
     refuse_full_disk(inputs, choices, plans)
     device = choices.device
@@ -147,7 +147,7 @@ def fill_caches(
     fill_latents(
         plans.latents,
         in_halves(lambda pixels: encoders().encode_image(pixels), device, say),
-        pictures_together(config, inputs, choices, missing=bool(plans.latents.missing)),
+        images_together(config, inputs, choices, missing=bool(plans.latents.missing)),
         lambda done, all_: progress("latents", done, all_),
         workers=config.cache.workers,
         start=start,
@@ -191,7 +191,7 @@ def refuse_full_disk(inputs: Inputs, choices: Choices, plans: CachePlans) -> Non
     room = _with_packing(needed)
     if room > free:
         message = f"Filling the caches needs {size_words(room)}, and the disk of {plans.latents.folder} has {size_words(free)} free."
-        raise UsageError(Problem(message, "Free space there, or set cache.folder to another disk."))
+        raise UsageError(Problem(message, "Free space there, or set cache.dir to another disk."))
 
 
 def _with_packing(needed: int) -> int:
@@ -199,33 +199,33 @@ def _with_packing(needed: int) -> int:
     return needed + min(needed, LARGE)
 
 
-def pictures_together(config: Config, inputs: Inputs, choices: Choices, *, missing: bool) -> int:
-    """`cache.batch`, or fewer where the card is too small for that many.
+def images_together(config: Config, inputs: Inputs, choices: Choices, *, missing: bool) -> int:
+    """`cache.batch_size`, or fewer where the GPU is too small for that many.
 
-    Raises UsageError for a card that is too small for one picture which is yet to be encoded.
+    Raises UsageError for a GPU that is too small for one image which is yet to be encoded.
     """
     buckets = (*inputs.train_plan.counts, *inputs.held_out_plan.counts)
     pixels = max(bucket.width * bucket.height for bucket in buckets)
     usable, itemsize = usable_bytes(config, choices.device), choices.encoder_dtype.itemsize
-    costs = costs_of(inputs.facts)  # the model's own autoencoder, as the plan counts it
+    costs = costs_of(inputs.facts)  # the model's own VAE, as the plan counts it
     encoder, each = encoding_bytes(costs, itemsize)
     if missing and usable is not None and encoder + each * pixels > usable:
-        needed = f"{(encoder + each * pixels) / GIB:.2f} GiB, and the card has {usable / GIB:.2f} for it"
-        message = f"Encoding one picture of {pixels / 1e6:.1f} megapixels needs {needed}."
+        needed = f"{(encoder + each * pixels) / GIB:.2f} GiB, and the GPU has {usable / GIB:.2f} for it"
+        message = f"Encoding one image of {pixels / 1e6:.1f} megapixels needs {needed}."
         fix = "Set data.resolution lower, or fill the caches elsewhere first: lora-trainer cache."
         raise UsageError(Problem(message, fix))
-    return pictures_at_once(config.cache.batch, pixels, itemsize, costs, usable)
+    return images_at_once(config.cache.batch_size, pixels, itemsize, costs, usable)
 
 
 def captions_together(config: Config, inputs: Inputs, choices: Choices) -> tuple[bool, int]:
     """As the plan says: whether text encoders are there layer by layer, and how many captions they read at once."""
     itemsize, costs = choices.encoder_dtype.itemsize, costs_of(inputs.facts, inputs.family.text.without)
     usable = usable_bytes(config, choices.device)
-    return captions_on_a_processor(itemsize, costs) if usable is None else captions_at_once(itemsize, costs, usable)
+    return captions_on_a_cpu(itemsize, costs) if usable is None else captions_at_once(itemsize, costs, usable)
 
 
 def in_halves(encode: EncodeImage, device: torch.device, say: Say = nothing_said) -> EncodeImage:
-    """The same function, asked about half as many pictures at once for as long as memory runs out.
+    """The same function, asked about half as many images at once for as long as memory runs out.
 
     What was too large once is not tried again.
     """
@@ -239,11 +239,11 @@ def in_halves(encode: EncodeImage, device: torch.device, say: Say = nothing_said
             free_memory(device)
             too_large = min(too_large, pixels.numel())
             if len(pixels) > 1:
-                say(f"out of memory: {-(-len(pixels) // 2)} pictures are encoded at once in place of {len(pixels)}")
+                say(f"out of memory: {-(-len(pixels) // 2)} images are encoded at once in place of {len(pixels)}")
         if len(pixels) == 1:
             side = f"{pixels.shape[-1]}x{pixels.shape[-2]}"
             raise TrainingFailed(
-                Problem(f"Out of memory while encoding one picture of {side} px.", "Set data.resolution lower.")
+                Problem(f"Out of memory while encoding one image of {side} px.", "Set data.resolution lower.")
             )
         parts = [encode_some(part) for part in pixels.chunk(2)]
         return torch.cat([mean for mean, _ in parts]), torch.cat([spread for _, spread in parts])
@@ -280,9 +280,9 @@ def cached_data(config: Config, inputs: Inputs, plans: CachePlans) -> CachedData
         empty_key=plans.texts.keys[-1] if plans.texts.keys else "",
         latents=Store(plans.latents.folder, "latents", plans.latents.keys),
         texts=Store(plans.texts.folder, "texts", plans.texts.keys),
-        prior_weight=config.loss.prior_weight,
+        prior_weight=config.loss.prior_loss_weight,
         captions=caption_rules(config),
-        spoken=config.text.trained,
+        spoken=config.trains_text,
     )
 
 

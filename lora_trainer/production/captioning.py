@@ -1,4 +1,4 @@
-"""Captions for pictures that have none, written where asked and never over one that is there."""
+"""Captions for images that have none, written where asked and never over one that is there."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from PIL import Image
 from lora_trainer.config.schema import CaptionsSection, SourceSection
 from lora_trainer.core.errors import Problem, UsageError, memory_may_run_out
 from lora_trainer.core.io import write_text
-from lora_trainer.data.pictures.images import BrokenPictureError, load_rgb
+from lora_trainer.data.images.images import BrokenImageError, load_rgb
 from lora_trainer.data.sources.found import Asked, Found, Reading
 from lora_trainer.data.sources.read import read_source
 
@@ -24,7 +24,7 @@ Watch = Callable[[int, int], None]  # (done, of)
 
 @dataclass(frozen=True)
 class Captioned:
-    """What became of the pictures."""
+    """What became of the images."""
 
     written: int = 0
     existing: int = 0  # had a caption, or theirs was written before
@@ -34,28 +34,28 @@ class Captioned:
 
 @dataclass(frozen=True)
 class Wanted:
-    """A picture and the file that its caption goes into."""
+    """An image and the file that its caption goes into."""
 
-    picture: Path
+    image: Path
     target: Path
 
 
 def find_wanted(folders: Sequence[Path], output: Path | None) -> tuple[list[Wanted], int, list[tuple[Path, str]]]:
-    """Pictures without a caption, how many have one, and which of these is empty or cannot be read.
+    """Images without a caption, how many have one, and which of these is empty or cannot be read.
 
     Captions go into `output`, or beside without it; none is ever written over or in place of one that is there.
 
     Names of kohya folders are no captions. Raises UsageError for data that is no folder, and for an
-    `output` inside of the data, which is for `--beside` alone to write into.
+    `output` inside of the data, which is for `--in-place` alone to write into.
     """
     problems = [
-        Problem(f"{folder} is not a folder.", "Captions are written for folders of pictures; unpack it first.")
+        Problem(f"{folder} is not a folder.", "Captions are written for folders of images; unpack it first.")
         for folder in folders
         if not folder.is_dir()
     ]
     for folder in folders if output is not None else ():
         if output is not None and output.resolve().is_relative_to(folder.resolve()):
-            fix = "Name a folder outside of it, or write beside the pictures with --beside."
+            fix = "Name a folder outside of it, or write beside the images with --in-place."
             problems.append(Problem(f"{output} lies inside of the data {folder}.", fix))
     if problems:
         raise UsageError(problems)
@@ -63,7 +63,7 @@ def find_wanted(folders: Sequence[Path], output: Path | None) -> tuple[list[Want
     unusable: list[tuple[Path, str]] = []
     existing = 0
     for number, folder in enumerate(folders):
-        found, unreadable = _pictures(folder, number)
+        found, unreadable = _images(folder, number)
         stems = Counter(each.path.with_suffix("") for each in found)
         place = None if output is None else output / folder.resolve().name if len(folders) > 1 else output
         for each in found:
@@ -82,14 +82,14 @@ def find_wanted(folders: Sequence[Path], output: Path | None) -> tuple[list[Want
     return wanted, existing, unusable
 
 
-def _pictures(folder: Path, number: int) -> tuple[list[Found], dict[Path, str]]:
-    """Pictures below a folder, and what is wrong with captions that cannot be read.
+def _images(folder: Path, number: int) -> tuple[list[Found], dict[Path, str]]:
+    """Images below a folder, and what is wrong with captions that cannot be read.
 
     `caption` is None where nobody wrote one, or where it cannot be read.
     """
     reading = Reading(allow_missing_captions=True)
     # With a caption of its own, a source does not fall back on the names of kohya folders.
-    section = SourceSection(path=str(folder), caption="")
+    section = SourceSection(path=str(folder), default_caption="")
     found = read_source([folder], Asked(number, section, CaptionsSection()), reading)
     if reading.problems:
         raise UsageError(reading.problems)
@@ -97,7 +97,7 @@ def _pictures(folder: Path, number: int) -> tuple[list[Found], dict[Path, str]]:
     return [each for each in found if each.span is None], unreadable
 
 
-def caption_pictures(
+def caption_images(
     wanted: Sequence[Wanted],
     describe: Callable[[Sequence[Image.Image]], list[str]],
     *,
@@ -105,7 +105,7 @@ def caption_pictures(
     existing: int = 0,
     watch: Watch | None = None,
 ) -> Captioned:
-    """Describe pictures and write each text atomically as soon as it is known, so that a stopped run goes on.
+    """Describe images and write each text atomically as soon as it is known, so that a stopped run goes on.
 
     What cannot be read is left out and named. A batch that does not fit the memory is halved.
     """
@@ -113,22 +113,22 @@ def caption_pictures(
     silent: list[Path] = []
     broken: list[tuple[Path, str]] = []
     for part in _batches(wanted, batch):
-        pictures: list[tuple[Wanted, Image.Image]] = []
+        images: list[tuple[Wanted, Image.Image]] = []
         for each in part:
             try:
-                pictures.append((each, load_rgb(each.picture)))
-            except BrokenPictureError as error:
-                broken.append((each.picture, error.message))
-        texts = _described([picture for _, picture in pictures], describe)
-        for (each, _), text in zip(pictures, texts, strict=True):
+                images.append((each, load_rgb(each.image)))
+            except BrokenImageError as error:
+                broken.append((each.image, error.message))
+        texts = _described([image for _, image in images], describe)
+        for (each, _), text in zip(images, texts, strict=True):
             if not text:
-                silent.append(each.picture)
+                silent.append(each.image)
             elif os.path.exists(each.target):  # another run was quicker
                 existing += 1
             elif _wrote(each.target, text):
                 written += 1
             else:
-                broken.append((each.picture, f"has a name too long for its caption ({each.target.name})"))
+                broken.append((each.image, f"has a name too long for its caption ({each.target.name})"))
         done += len(part)
         if watch is not None:
             watch(done, len(wanted))
@@ -152,12 +152,12 @@ def _batches(wanted: Iterable[Wanted], size: int) -> Iterator[list[Wanted]]:
         yield part
 
 
-def _described(pictures: list[Image.Image], describe: Callable[[Sequence[Image.Image]], list[str]]) -> list[str]:
-    if not pictures:
+def _described(images: list[Image.Image], describe: Callable[[Sequence[Image.Image]], list[str]]) -> list[str]:
+    if not images:
         return []
-    if len(pictures) == 1:
-        return describe(pictures)
+    if len(images) == 1:
+        return describe(images)
     with memory_may_run_out():
-        return describe(pictures)
-    half = len(pictures) // 2
-    return [*_described(pictures[:half], describe), *_described(pictures[half:], describe)]
+        return describe(images)
+    half = len(images) // 2
+    return [*_described(images[:half], describe), *_described(images[half:], describe)]

@@ -1,4 +1,4 @@
-"""What the hardware decides, each with its reason: device, precision, micro batch, attention, checkpointing."""
+"""What the hardware decides, each with its reason: device, precision, micro-batch, attention, checkpointing."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ import os
 from dataclasses import dataclass, replace
 from math import floor
 from pathlib import Path
-from typing import Literal, cast
+from typing import cast
 
 import torch
 
 from lora_trainer.config.contradictions import from_user
 from lora_trainer.config.layers import Resolved
-from lora_trainer.config.schema import Config, Precision
+from lora_trainer.config.schema import Blocks, Config, Precision
 from lora_trainer.core.hardware import cpu_supports_bf16, cuda_memory_gib
 from lora_trainer.models.family import Architecture, Family
-from lora_trainer.models.storage.four_bits import need_library
+from lora_trainer.models.quantization.four_bits import need_library
 from lora_trainer.monitor.memory import set_allocator
 from lora_trainer.monitor.system import system_memory
 from lora_trainer.production.host import base_words, host_of, host_words, weights_held
@@ -31,13 +31,13 @@ from lora_trainer.production.memory import (
 from lora_trainer.production.plans.plan import make_demand, storable_here
 from lora_trainer.training.layout import NARROW, Layout
 
-# What is computed in, where a card has bf16 units; weights in fewer bits are widened for it.
+# What is computed in, where a GPU has bf16 units; weights in fewer bits are widened for it.
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32} | dict.fromkeys(NARROW, torch.bfloat16)
 LARGEST_MICRO_ON_A_PROCESSOR = 4  # more gains nothing there
 ENCODER_DTYPE = torch.float32  # encoders run once and their output is kept: exactness matters more than speed
-OUTSIDE_GIB = 0.6  # of a card, that CUDA takes outside of torch's allocator
+OUTSIDE_GIB = 0.6  # of a GPU, that CUDA takes outside of torch's allocator
 ASKED = "asked for"
-LEFT_GIB = 0.2  # of what is free on a card, for kernels that are loaded later
+LEFT_GIB = 0.2  # of what is free on a GPU, for kernels that are loaded later
 
 
 @dataclass(frozen=True)
@@ -58,43 +58,45 @@ class Choices:
     precision: Choice
     micro: int
     micro_reason: str
-    checkpointing: Literal["none", "all", "auto"] | int
+    checkpointing: Blocks
     checkpointing_reason: str
-    predicted: str | None = None  # the peak, on a card
-    streamed: int = 0  # blocks that visit the device one after the other
+    predicted: str | None = None  # the peak, on a GPU
+    swapped: int = 0  # blocks that visit the device one after the other
 
     @property
     def layout(self) -> Layout:
         """What of it concerns the denoiser."""
-        return Layout(self.dtype, cast("Precision", self.precision.value), self.checkpointing, streamed=self.streamed)
+        return Layout(self.dtype, cast("Precision", self.precision.value), self.checkpointing, swapped=self.swapped)
 
     @property
     def lines(self) -> tuple[str, ...]:
         return (
             *([self.predicted] if self.predicted else []),
             f"precision {self.precision.value}: {self.precision.reason}",
-            f"micro batch {self.micro}: {self.micro_reason}",
+            f"micro-batch {self.micro}: {self.micro_reason}",
         )
 
 
 def choose(resolved: Resolved, family: Family, architecture: Architecture, device: torch.device, world: int) -> Choices:
-    """Decide for a device: on a card what the plan says, on a processor what was asked.
+    """Decide for a device: on a GPU what the plan says, on a CPU what was asked.
 
-    Raises UsageError, with settings that would fit, when nothing that was left open makes the run fit the card, and
+    Raises UsageError, with settings that would fit, when nothing that was left open makes the run fit the GPU, and
     for nf4 without bitsandbytes.
     """
     config = resolved.config
-    asked = asked_by_user(resolved, "memory.base_precision")
-    precision = choose_precision(config.memory.base_precision, device, asked=asked)
-    origin = Path(resolved.origin["memory.base_precision"].removeprefix("--config "))
+    asked = asked_by_user(resolved, "memory.weight_dtype")
+    precision = choose_precision(config.memory.weight_dtype, device, asked=asked)
+    origin = Path(resolved.origin["memory.weight_dtype"].removeprefix("--config "))
     if precision.reason == ASKED and origin.name == "config.toml":  # a run's own holds what was decided for it
         precision = replace(precision, reason=f"as {origin} has it")
     if precision.value == "nf4":
         need_library()
     if device.type != "cuda":
         micro, reason = choose_micro(config, world)
-        checkpointing = "none" if config.memory.checkpointing == "auto" else config.memory.checkpointing
-        why = ASKED if checkpointing == config.memory.checkpointing else "no GPU: memory is not short"
+        checkpointing = (
+            False if config.memory.gradient_checkpointing == "auto" else config.memory.gradient_checkpointing
+        )
+        why = ASKED if checkpointing == config.memory.gradient_checkpointing else "no GPU: memory is not short"
         held = weights_held(family, architecture.facts, precision.value)
         return Choices(
             device,
@@ -106,10 +108,10 @@ def choose(resolved: Resolved, family: Family, architecture: Architecture, devic
             checkpointing,
             why,
             base_words(held, int(os.environ.get("LOCAL_WORLD_SIZE", world)), *system_memory()),
-            streamed=asked_to_stream(config),
+            swapped=blocks_requested(config),
         )
-    demand = make_demand(resolved, family, architecture, card_gib(config), world=world, precision=precision.value)
-    # All processes of a run must choose alike, and what is free differs from card to card.
+    demand = make_demand(resolved, family, architecture, gpu_gib(config), world=world, precision=precision.value)
+    # All processes of a run must choose alike, and what is free differs from GPU to GPU.
     return planned_choices(
         storable_here(demand),
         precision,
@@ -122,10 +124,10 @@ def choose(resolved: Resolved, family: Family, architecture: Architecture, devic
 def planned_choices(
     demand: Demand, precision: Choice, device: torch.device, left: float | None = None, processes: int = 1
 ) -> Choices:
-    """The choices of the plan for a card, of so many processes of a system. Raises UsageError when nothing fits.
+    """The choices of the plan for a GPU, of so many processes of a system. Raises UsageError when nothing fits.
 
-    Where other programs leave only as much as a card of `left` GiB has, the run is split for that; but it stores the
-    weights as on the whole card, since that belongs to a run, and another program must not decide it.
+    Where other programs leave only as much as a GPU of `left` GiB has, the run is split for that; but it stores the
+    weights as on the whole GPU, since that belongs to a run, and another program must not decide it.
     """
     fit, crowded = choose_fit(demand), ""
     refuse_what_does_not_fit(demand, fit)
@@ -149,13 +151,13 @@ def planned_choices(
         fit.checkpointed,
         fit.reasons[1],
         predicted,
-        fit.streamed,
+        fit.swapped,
     )
 
 
-def asked_to_stream(config: Config) -> int:
+def blocks_requested(config: Config) -> int:
     """Blocks that are to visit by their number."""
-    return config.memory.streaming if isinstance(config.memory.streaming, int) else 0
+    return config.memory.blocks_to_swap if isinstance(config.memory.blocks_to_swap, int) else 0
 
 
 def asked_by_user(resolved: Resolved, name: str) -> bool:
@@ -169,37 +171,35 @@ def choose_precision(wanted: str, device: torch.device, *, asked: bool) -> Choic
         if wanted == "fp32" or asked:
             return Choice(wanted, ASKED)
         units = "has" if cpu_supports_bf16() else "has no"
-        return Choice(
-            "fp32", f"{wanted} is for GPUs; on a processor (which {units} bf16 units) fp32 is the safe choice"
-        )
+        return Choice("fp32", f"{wanted} is for GPUs; on a CPU (which {units} bf16 units) fp32 is the safe choice")
     if wanted == "bf16" and not has_bf16(device):
-        return Choice("fp16", "this card has no bf16 units; with a loss scaler")
+        return Choice("fp16", "this GPU has no bf16 units; with a loss scaler")
     return Choice(wanted, ASKED if asked else "the preset's")
 
 
 def computed_in(precision: str, device: torch.device) -> torch.dtype:
-    """The forward pass's precision: fp16, with a loss scaler, in place of bf16 on a card without bf16 units."""
+    """The forward pass's precision: fp16, with a loss scaler, in place of bf16 on a GPU without bf16 units."""
     dtype = DTYPES[precision]
     return torch.float16 if dtype == torch.bfloat16 and not has_bf16(device) else dtype
 
 
 def has_bf16(device: torch.device) -> bool:
-    """Whether bf16 can be computed in: everywhere but on older cards."""
+    """Whether bf16 can be computed in: everywhere but on older GPUs."""
     return device.type != "cuda" or torch.cuda.is_bf16_supported(including_emulation=False)
 
 
 def choose_micro(config: Config, world: int) -> tuple[int, str]:
-    """Samples per forward pass on a processor."""
-    per_process = -(-config.batch.effective // world)
-    if config.batch.max_micro is not None:
-        return min(config.batch.max_micro, per_process), "batch.max_micro"
+    """Samples per forward pass on a CPU."""
+    per_process = -(-config.train.effective_batch_size // world)
+    if config.train.max_micro_batch_size is not None:
+        return min(config.train.max_micro_batch_size, per_process), "train.max_micro_batch_size"
     if per_process <= LARGEST_MICRO_ON_A_PROCESSOR:
         return per_process, "the whole step at once"
-    return LARGEST_MICRO_ON_A_PROCESSOR, "more gains nothing on a processor; batch.max_micro changes it"
+    return LARGEST_MICRO_ON_A_PROCESSOR, "more gains nothing on a CPU; train.max_micro_batch_size changes it"
 
 
 def cap_memory(config: Config, device: torch.device) -> str | None:
-    """Hold the process under the tier's limit and 90 % of the card, and under what is free there.
+    """Hold the process under the tier's limit and 90 % of the GPU, and under what is free there.
 
     So nothing spills to system memory: the allocator raises in its place. Returns a line for people where other
     programs hold so much that what is free decides. Before it the allocator is told how to grow.
@@ -213,17 +213,17 @@ def cap_memory(config: Config, device: torch.device) -> str | None:
     if share >= capped_share(config.memory.limit_gib, total, total):
         return None
     others = (total - free) / GIB
-    return f"other programs hold {others:.1f} of the card's {total / GIB:.1f} GiB: this run stays under {share * total / GIB:.1f}"
+    return f"other programs hold {others:.1f} of the GPU's {total / GIB:.1f} GiB: this run stays under {share * total / GIB:.1f}"
 
 
 def free_and_total(device: torch.device) -> tuple[int, int]:
-    """Bytes of a card that are free or this process's own, beside its context, which stands then; and all."""
+    """Bytes of a GPU that are free or this process's own, beside its context, which stands then; and all."""
     free, total = torch.cuda.mem_get_info(device)
     return free + torch.cuda.memory_reserved(device), total
 
 
 def left_gib(device: torch.device) -> float | None:
-    """The size of a card on which a run may use what others leave of this one; None where there is none to ask."""
+    """The size of a GPU on which a run may use what others leave of this one; None where there is none to ask."""
     if not torch.cuda.is_available():
         return None
     usable = free_and_total(device)[0] / GIB - LEFT_GIB
@@ -231,21 +231,21 @@ def left_gib(device: torch.device) -> float | None:
 
 
 def capped_share(limit_gib: float | None, free: int, total: int) -> float:
-    """The share of a card's `total` bytes that torch's allocator may hold, of which `free` are free or its own."""
+    """The share of a GPU's `total` bytes that torch's allocator may hold, of which `free` are free or its own."""
     tier = total if limit_gib is None else max(limit_gib - OUTSIDE_GIB, 0.0) * GIB
     return min(LARGEST_SHARE, tier / total, max(free - LEFT_GIB * GIB, 0.0) / total)
 
 
-def card_gib(config: Config) -> float | None:
-    """The memory that may be used: the tier's limit or the card's, whichever is smaller; None without a card."""
-    card = cuda_memory_gib()
+def gpu_gib(config: Config) -> float | None:
+    """The memory that may be used: the tier's limit or the GPU's, whichever is smaller; None without a GPU."""
+    gpu = cuda_memory_gib()
     limit = config.memory.limit_gib
-    return card if card is None or limit is None else min(card, limit)
+    return gpu if gpu is None or limit is None else min(gpu, limit)
 
 
 def usable_bytes(config: Config, device: torch.device) -> int | None:
-    """What of the card the next phase may fill, beside what stands there now; None where nothing limits it."""
-    limit = card_gib(config)
+    """What of the GPU the next phase may fill, beside what stands there now; None where nothing limits it."""
+    limit = gpu_gib(config)
     if device.type != "cuda" or limit is None:
         return None
     return max(0, int(usable_gib(limit) * GIB) - torch.cuda.memory_allocated(device))

@@ -11,13 +11,13 @@ from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemaini
 from rich.progress import Progress as Bar
 
 from lora_trainer.core.launch import is_main_process
-from lora_trainer.data.pictures.workers import Progress
+from lora_trainer.data.images.workers import Progress
 from lora_trainer.monitor.progress import duration
 
 QUIET_SECONDS = 1.5  # what takes less is not worth a word
 LINE_SECONDS = 10.0
 
-JUDGED, DRAWN = "answers of the model", "pictures drawn"  # what the gate and drawing count
+JUDGED, DRAWN = "answers of the model", "images drawn"  # what the gate and drawing count
 
 Counter = Callable[[str], Progress]  # names what is counted
 

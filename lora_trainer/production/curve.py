@@ -1,4 +1,4 @@
-"""What the held-out losses of a run say beside its LoRA's score."""
+"""What the validation losses of a run say beside its LoRA's score."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ STILL = 0.2  # share of the whole fall that the last third of an ended training 
 
 
 def still_falling(rows: Sequence[Mapping[str, Any]], steps: int) -> Finding | None:
-    """A note when much of the fall of the held-out loss came in the last third of the steps.
+    """A note when much of the fall of the validation loss came in the last third of the steps.
 
     `rows` are those of `validation.jsonl`. Nothing is said without a measurement between the
     beginning and that third. The gate cannot know how far a loss could fall; its slope at the
@@ -25,6 +25,6 @@ def still_falling(rows: Sequence[Mapping[str, Any]], steps: int) -> Finding | No
     if share <= STILL:
         return None
     message = (
-        f"Held-out loss was still falling at the end: {share:.0%} of its fall came in the last third of the steps."
+        f"Validation loss was still falling at the end: {share:.0%} of its fall came in the last third of the steps."
     )
     return Finding("still_falling", "note", message, "More steps would teach more: --resume with a higher --max-steps.")

@@ -20,7 +20,7 @@ MACHINE = ("machine", "cpus", "threads", "cpu_capability", "onednn", "gpu", "dev
 def differences(
     order: Order, earlier: Mapping[str, Any], config: Mapping[str, Any], versions: Mapping[str, str]
 ) -> tuple[str, ...]:
-    """For the record: `optim.learning_rate 0.0001 → 0.0002`, `torch 2.12.0 → 2.13.0`. `earlier` is the run's own record.
+    """For the record: `optimizer.learning_rate 0.0001 → 0.0002`, `torch 2.12.0 → 2.13.0`. `earlier` is the run's own record.
 
     Settings that no weight hangs on are left out.
     """
@@ -45,7 +45,7 @@ def told_differences(order: Order, earlier: Mapping[str, Any], now: Record) -> t
 
 
 def changes(earlier: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, str]:
-    """Settings of a config that differ from an earlier record's: `optim.learning_rate` to `0.0001 → 0.0002`.
+    """Settings of a config that differ from an earlier record's: `optimizer.learning_rate` to `0.0001 → 0.0002`.
 
     What the run's own `config.toml` holds in place of what was left open is no change of anybody's.
     """

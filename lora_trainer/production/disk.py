@@ -32,7 +32,7 @@ def cache_bytes(
     train: tuple[Sample, ...],
     held_out: tuple[Sample, ...],
 ) -> int:
-    """Both caches: each view of a picture and each text once, those too that losses are measured on."""
+    """Both caches: each view of an image and each text once, those too that losses are measured on."""
     samples, facts = (*train, *held_out), architecture.facts
     if not samples:
         return 0
@@ -61,15 +61,15 @@ def cache_bytes(
 
 
 def run_bytes(config: Config, shapes: Sequence[tuple[int, ...]], steps: int | None) -> int:
-    """The most that a run's folder holds at once, without pictures; of as many steps as fill it where none is known."""
+    """The most that a run's folder holds at once, without images; of as many steps as fill it where none is known."""
     checkpoint = config.checkpoint
-    return highest_bytes(config, shapes, 0, 0, steps or (checkpoint.keep_last + 2) * max(1, checkpoint.every_steps))
+    return highest_bytes(config, shapes, 0, 0, steps or (checkpoint.keep_last + 2) * max(1, checkpoint.every_n_steps))
 
 
 def checkpoint_bytes(config: Config, shapes: Sequence[tuple[int, ...]]) -> int:
     """One checkpoint of an adapter of these shapes, without its headers."""
     averaged = 2 if config.train.ema_decay is not None else 1
-    return 4 * sum(map(math.prod, shapes)) * averaged + optimizer_state_bytes(config.optim.name, shapes)
+    return 4 * sum(map(math.prod, shapes)) * averaged + optimizer_state_bytes(config.optimizer.name, shapes)
 
 
 def lora_bytes(config: Config, shapes: Sequence[tuple[int, ...]]) -> int:
@@ -84,14 +84,14 @@ def highest_bytes(config: Config, shapes: Sequence[tuple[int, ...]], there: int,
     superfluous only when it is whole; and the best weights that each of them names, with those being written.
     """
     checkpoint, tensors, left = config.checkpoint, len(shapes), max(0, total - done)
-    drawn = config.sample.every_steps  # it saves before it draws
-    most = checkpoint.keep_last + (2 if checkpoint.keep_last == 1 or drawn % checkpoint.every_steps else 1)
-    if checkpoint.every_epochs is None:
-        beside = visits(drawn, done, total) if drawn % checkpoint.every_steps else 0
-        most = min(most, there + visits(checkpoint.every_steps, done, total) + beside)
+    drawn = config.sample.every_n_steps  # it saves before it draws
+    most = checkpoint.keep_last + (2 if checkpoint.keep_last == 1 or drawn % checkpoint.every_n_steps else 1)
+    if checkpoint.every_n_epochs is None:
+        beside = visits(drawn, done, total) if drawn % checkpoint.every_n_steps else 0
+        most = min(most, there + visits(checkpoint.every_n_steps, done, total) + beside)
     values = sum(map(math.prod, shapes))
-    best = min(most + 1, there + visits(config.validation.every_steps, done, total))
-    kept = visits(checkpoint.weights_every_steps, done, total) if checkpoint.weights_every_steps else 0
+    best = min(most + 1, there + visits(config.validation.every_n_steps, done, total))
+    kept = visits(checkpoint.export_every_n_steps, done, total) if checkpoint.export_every_n_steps else 0
     return (
         most * (checkpoint_bytes(config, shapes) + CHECKPOINT_HEAD + (5 * NAMED + 3 * STATE_OF) * tensors)
         + best * (4 * values + NAMED * tensors)

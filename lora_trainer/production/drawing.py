@@ -22,20 +22,20 @@ if TYPE_CHECKING:
 
 BEFORE_AFTER = "before_after"
 BUILT_IN = "built-in"
-# Of [model], what pictures hang on beside its name.
-MODEL_PARTS = ("revision", "vae", "text_encoders", "variant", "without_t5")
+# Of [model], what images hang on beside its name.
+MODEL_PARTS = ("revision", "vae", "text_encoders", "flavor", "without_t5")
 
 
 def drawing_of(config: Config, family: Family, facts: ModelFacts, size: tuple[int, int]) -> Drawing:
-    """How pictures are drawn, by the config and by what the model knows."""
+    """How images are drawn, by the config and by what the model knows."""
     from lora_trainer.evaluation.recipe import Drawing
 
-    manner, sample = family.manner(facts.path), config.sample
+    sampling_defaults, sample = family.sampling_defaults(facts.path), config.sample
     return Drawing(
-        steps=sample.steps or manner.steps,
-        guidance=sample.guidance if manner.guided else None,
+        steps=sample.num_inference_steps or sampling_defaults.steps,
+        guidance=sample.guidance_scale if sampling_defaults.guided else None,
         size=size,
-        negative=sample.negative if manner.negative else None,
+        negative=sample.negative_prompt if sampling_defaults.negative else None,
         strengths=tuple(dict.fromkeys(sample.strengths)),
         zero_terminal_snr=config.noise.zero_terminal_snr and facts.prediction != "flow",
     )
@@ -76,8 +76,8 @@ def filled(prompt: str, words: tuple[str, ...]) -> str:
 
 def triggers(config: Config) -> tuple[str, ...]:
     """The words that are learned, each once: the run's first, then those of sources with captions of their own, then new ones."""
-    own = [source.captions for source in config.data.sources if source.captions and not source.regularisation]
-    named = (*(rules.trigger for rules in (config.captions, *own)), *config.text.tokens)
+    own = [source.captions for source in config.data.sources if source.captions and not source.is_reg]
+    named = (*(rules.trigger_word for rules in (config.captions, *own)), *config.textual_inversion.placeholder_tokens)
     return tuple(dict.fromkeys(trigger for trigger in named if trigger))
 
 
@@ -86,12 +86,12 @@ def sample_prompts(config: Config, inputs: Inputs) -> list[str]:
     if config.sample.prompts:
         return [filled(prompt, triggers(config)) for prompt in config.sample.prompts]
     samples = (*inputs.held_out, *inputs.train)
-    learned = [sample for sample in samples if not sample.regularisation] or samples
+    learned = [sample for sample in samples if not sample.regularization] or samples
     return list(dict.fromkeys(sample.caption for sample in learned))[: config.sample.count]
 
 
 def run_drawing(config: Config, inputs: Inputs) -> Drawing:
-    """How a run draws its pictures: squares of the resolution that it trains at."""
+    """How a run draws its images: squares of the resolution that it trains at."""
     side = inputs.resolution // inputs.facts.pixel_step * inputs.facts.pixel_step
     return drawing_of(config, inputs.family, inputs.facts, (side, side))
 
@@ -109,7 +109,7 @@ def draw_comparison(
     most: int | None = None,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Path:
-    """Pictures of the run's prompts without the file and with it, same seeds, into `folder`; the sheet's path.
+    """Images of the run's prompts without the file and with it, same seeds, into `folder`; the sheet's path.
 
     At most `most` prompts and strengths, where it is set.
     """
@@ -117,7 +117,7 @@ def draw_comparison(
     from lora_trainer.evaluation.sample import Where, compare
     from lora_trainer.production.choices import usable_bytes
 
-    seeds = [config.train.seed + index for index in range(config.sample.seeds)]
+    seeds = [config.train.seed + index for index in range(config.sample.num_images_per_prompt)]
     rows = rows_for(sample_prompts(config, inputs), seeds)[:most]
     drawing, where = run_drawing(config, inputs), Where(folder, name)
     drawing = replace(drawing, strengths=drawing.strengths[:most])

@@ -6,7 +6,7 @@ from lora_trainer.config.layers import DEFAULT, flattened
 from lora_trainer.config.toml import shown
 from lora_trainer.production.bases.base import told
 from lora_trainer.production.caching import cache_folder, plan_caches
-from lora_trainer.production.choices import card_gib, choose
+from lora_trainer.production.choices import choose, gpu_gib
 from lora_trainer.production.inputs import Inputs, arithmetic, own_architecture
 from lora_trainer.production.messages import model_lines, show_captions, show_views
 from lora_trainer.production.order import Order
@@ -38,12 +38,12 @@ def show_plan(order: Order, inputs: Inputs) -> None:
     else:  # entries go by what the weights hold
         console.print("  all to build, unless the same weights were used before: they are not here yet")
     data = (inputs.train, inputs.held_out)
-    plan = make_plan(resolved, order.families, card_gib(config), data, here=choices.device.type == "cuda")
-    if choices.device.type == "cuda":  # the plan names the micro batch too
-        console.print("memory, on a card:")
+    plan = make_plan(resolved, order.families, gpu_gib(config), data, here=choices.device.type == "cuda")
+    if choices.device.type == "cuda":  # the plan names the micro-batch too
+        console.print("memory, on a GPU:")
         show_memory(plan, console)
     else:
-        for line in (*choices.lines, *on_a_card(plan)):
+        for line in (*choices.lines, *on_a_gpu(plan)):
             console.print(line)
     console.print(f"would write to {order.folder}")
     room = room_of(order, plan, steps.total)
@@ -59,14 +59,14 @@ def show_plan(order: Order, inputs: Inputs) -> None:
             console.print(f"  {name} = {text}  ({resolved.origin[name]})")
 
 
-def on_a_card(plan: Plan) -> tuple[str, ...]:
-    """What a plan says of the card that a preset names, where there is none."""
+def on_a_gpu(plan: Plan) -> tuple[str, ...]:
+    """What a plan says of the GPU that a preset names, where there is none."""
     limit = plan.demand.limit_gib
     if limit is None:
         return ()
     fits = "" if plan.fits is not False else ", which does not fit"
     peak = f"{plan.fit.parts.peak:.2f} GiB of {limit:g}{fits}"
-    return (f"memory, on a card: peak {peak}; lora-trainer plan shows the parts",)
+    return (f"memory, on a GPU: peak {peak}; lora-trainer plan shows the parts",)
 
 
 def room_of(order: Order, plan: Plan, total: int) -> Room:

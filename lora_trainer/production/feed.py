@@ -1,4 +1,4 @@
-"""What the loop is fed with: the micro batches of any step, and what the steps until then have trained."""
+"""What the loop is fed with: the micro-batches of any step, and what the steps until then have trained."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from lora_trainer.config.schema import Config
 from lora_trainer.core.errors import memory_may_run_out
 from lora_trainer.data.caches.filling import usual_workers
 from lora_trainer.data.fresh import Fresh
-from lora_trainer.data.ledger import Ledger, count_trained
+from lora_trainer.data.images.pixels import EncodeImage
 from lora_trainer.data.loader import CachedData, read_micro
-from lora_trainer.data.pictures.pixels import EncodeImage
 from lora_trainer.data.sample import Sample
+from lora_trainer.data.sample_counts import SampleCounts, count_trained
 from lora_trainer.data.steps import Ref, StepPlan, plan_steps, share, split_micros
 from lora_trainer.data.views import View, turn_of
 from lora_trainer.evaluation.loading import free_memory
 from lora_trainer.production.caching import LATENT_DTYPE, in_halves
 from lora_trainer.production.choices import Choices
 from lora_trainer.production.inputs import Inputs
-from lora_trainer.training.micro import Micro, copied_ahead, make_micro
+from lora_trainer.training.micro_batch import MicroBatch, copied_ahead, make_micro_batch
 from lora_trainer.training.processes import Processes
-from lora_trainer.training.step import Learner
+from lora_trainer.training.step import StepContext
 
 DECODED_AHEAD = 2  # steps
 WAITS = (0.0, 0.3, 1.0, 3.0, 10.0)  # seconds, until memory is tried again beside the steps
@@ -33,29 +33,31 @@ WAITS = (0.0, 0.3, 1.0, 3.0, 10.0)  # seconds, until memory is tried again besid
 
 @dataclass(frozen=True)
 class Feed:
-    """`micros(step)` gives this process's micro batches of a step, `groups(step)` the places that each is made of,
+    """`micros(step)` gives this process's micro-batches of a step, `groups(step)` the places that each is made of,
     `ledger(steps)` what so many steps trained,
-    `names(step)` the names of a step's pictures, process by process and in each micro batch by micro batch.
+    `names(step)` the names of a step's images, process by process and in each micro-batch by micro-batch.
 
-    `close` ends threads and frees the autoencoder, where there are any; no micro batch can be made afterwards.
+    `close` ends threads and frees the VAE, where there are any; no micro-batch can be made afterwards.
     """
 
     plan: StepPlan
     data: CachedData
-    micros: Callable[[int], list[Micro]]
+    micros: Callable[[int], list[MicroBatch]]
     groups: Callable[[int], tuple[tuple[Ref, ...], ...]]
-    ledger: Callable[[int], Ledger]
+    ledger: Callable[[int], SampleCounts]
     names: Callable[[int], list[str]]
     close: Callable[[], None]
 
 
-def make_feed(config: Config, data: CachedData, learner: Learner, processes: Processes, micro: int, total: int) -> Feed:
-    """The feed of one process over `total` steps; `micro` is the largest micro batch.
+def make_feed(
+    config: Config, data: CachedData, learner: StepContext, processes: Processes, micro: int, total: int
+) -> Feed:
+    """The feed of one process over `total` steps; `micro` is the largest micro-batch.
 
     What comes out depends on nothing but the step: any may be asked for first.
     """
     seed = config.train.seed
-    plan = plan_steps(data.samples, config.batch.effective, seed)
+    plan = plan_steps(data.samples, config.train.effective_batch_size, seed)
     copied = copied_ahead(learner.device, learner.dtype)
 
     def groups_of(refs: tuple[Ref, ...]) -> tuple[tuple[Ref, ...], ...]:
@@ -64,20 +66,20 @@ def make_feed(config: Config, data: CachedData, learner: Learner, processes: Pro
     def own_groups(step: int) -> tuple[tuple[Ref, ...], ...]:
         return groups_of(share(plan.refs(step), processes.rank, processes.world))
 
-    def micros(step: int) -> list[Micro]:
+    def micros(step: int) -> list[MicroBatch]:
         groups = own_groups(step)
         if data.fresh is not None:
             later = (own_groups(near) for near in range(step + 1, min(step + 1 + DECODED_AHEAD, total)))
             data.fresh.expect(ref for each in (groups, *later) for group in each for ref in group)
         epoch = step // plan.steps_per_epoch
         batches = [read_micro(data, group, step, epoch, seed) for group in groups]
-        return copied([make_micro(batch, step, seed, config.noise, learner.process) for batch in batches])
+        return copied([make_micro_batch(batch, step, seed, config.noise, learner.process) for batch in batches])
 
     def text_of(ref: Ref, step: int) -> str | None:
         number = data.text(ref, step, step // plan.steps_per_epoch, seed)
         return None if number is None else data.samples[ref.index].texts[number]
 
-    def ledger(steps: int) -> Ledger:
+    def ledger(steps: int) -> SampleCounts:
         return count_trained(plan, steps, lambda ref: data.bucket(ref, seed), text_of)
 
     def names(step: int) -> list[str]:
@@ -93,9 +95,9 @@ def make_feed(config: Config, data: CachedData, learner: Learner, processes: Pro
 
 
 def fresh_latents(config: Config, inputs: Inputs, choices: Choices, world: int) -> Fresh:
-    """For a run without cached latents: pictures are decoded by threads and encoded while the step before is trained.
+    """For a run without cached latents: images are decoded by threads and encoded while the step before is trained.
 
-    On a card the encoder works on a stream of its own, so that no step waits for it. It stays in memory until the
+    On a GPU the encoder works on a stream of its own, so that no step waits for it. It stays in memory until the
     fresh latents are closed.
     """
     seed, plan, device = config.train.seed, inputs.train_plan, choices.device
@@ -125,7 +127,7 @@ def patiently(encode: EncodeImage, device: torch.device) -> EncodeImage:
 
 
 def beside_training(encode: EncodeImage, device: torch.device) -> EncodeImage:
-    """The same encoding, on a card in a stream of its own; its results on the processor."""
+    """The same encoding, on a GPU in a stream of its own; its results on the CPU."""
     if device.type != "cuda":
         return encode
     stream = torch.cuda.Stream(device)

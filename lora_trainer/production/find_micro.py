@@ -1,4 +1,4 @@
-"""How many samples fit in one forward pass, tried before training in place of predicted (`batch.find_micro`).
+"""How many samples fit in one forward pass, tried before training in place of predicted (`train.auto_find_micro_batch_size`).
 
 Forward and backward pass of the real step run on samples of the largest bucket; weights, optimizer and every draw of
 the run stay untouched.
@@ -24,15 +24,15 @@ from lora_trainer.data.loader import CachedData
 from lora_trainer.evaluation.loading import free_memory
 from lora_trainer.monitor.memory import LARGEST_SYSTEM_SHARE
 from lora_trainer.monitor.system import system_memory
-from lora_trainer.optim.state_size import optimizer_state_on_card
-from lora_trainer.production.choices import card_gib
+from lora_trainer.optim.state_size import optimizer_state_on_gpu
+from lora_trainer.production.choices import gpu_gib
 from lora_trainer.production.inputs import Inputs
 from lora_trainer.production.memory import GIB, usable_gib
-from lora_trainer.training.micro import Micro
+from lora_trainer.training.micro_batch import MicroBatch
 from lora_trainer.training.processes import Processes
-from lora_trainer.training.step import Learner, backward, give_up_step
+from lora_trainer.training.step import StepContext, abort_step, backward
 
-MARGIN = 1.5  # on a processor, on what the backward pass was seen to keep: what comes and goes is not seen
+MARGIN = 1.5  # on a CPU, on what the backward pass was seen to keep: what comes and goes is not seen
 MIDDLE = 500  # a timestep: all cost the same
 CONFIG = "config.toml"
 
@@ -48,14 +48,14 @@ class Trial:
     held: int | None
 
 
-def find_micro(config: Config, inputs: Inputs, learner: Learner, data: CachedData, most: int) -> tuple[int, str]:
-    """The largest micro batch up to `most` that fits this process's memory, at least 1, and why."""
+def find_micro(config: Config, inputs: Inputs, learner: StepContext, data: CachedData, most: int) -> tuple[int, str]:
+    """The largest micro-batch up to `most` that fits this process's memory, at least 1, and why."""
     usable, where = room(config, learner)
     sample = largest_sample(inputs, data)
     trials: list[Trial] = []
 
     def fits(count: int) -> bool:
-        # A card says when it is full; a processor's system may end the process instead.
+        # A GPU says when it is full; a CPU's system may end the process instead.
         expected = 0 if learner.device.type == "cuda" else expected_bytes(trials, count)
         if expected > usable:
             trials.append(Trial(count, expected))
@@ -65,7 +65,9 @@ def find_micro(config: Config, inputs: Inputs, learner: Learner, data: CachedDat
         return held is not None and held <= usable
 
     found = largest_that_fits(fits, most)
-    return max(1, found), f"found by trying up to {most} (batch.find_micro): {told(trials, found, usable, where)}"
+    return max(
+        1, found
+    ), f"found by trying up to {most} (train.auto_find_micro_batch_size): {told(trials, found, usable, where)}"
 
 
 def largest_that_fits(fits: Callable[[int], bool], most: int) -> int:
@@ -83,23 +85,23 @@ def largest_that_fits(fits: Callable[[int], bool], most: int) -> int:
     return good
 
 
-def room(config: Config, learner: Learner) -> tuple[int, str]:
-    """Bytes that a step may hold, and of what. On a card beside nothing else; on a processor beside what stands now."""
-    limit = card_gib(config)
+def room(config: Config, learner: StepContext) -> tuple[int, str]:
+    """Bytes that a step may hold, and of what. On a GPU beside nothing else; on a CPU beside what stands now."""
+    limit = gpu_gib(config)
     if learner.device.type == "cuda" and limit is not None:
-        return int(usable_gib(limit) * GIB), f"a card of {limit:.1f} GiB"
+        return int(usable_gib(limit) * GIB), f"a GPU of {limit:.1f} GiB"
     total, available = system_memory()
     return max(0, int(available - (1.0 - LARGEST_SYSTEM_SHARE) * total)), "free system memory"
 
 
-def held_by(learner: Learner, micro: Micro, *, again: bool, config: Config) -> int | None:
-    """Bytes that a step with this micro batch holds, with the optimizer's state to come; None where memory runs out.
+def held_by(learner: StepContext, micro: MicroBatch, *, again: bool, config: Config) -> int | None:
+    """Bytes that a step with this micro-batch holds, with the optimizer's state to come; None where memory runs out.
 
-    `again` where gradients of earlier micro batches stand beside it. No trace is left.
+    `again` where gradients of earlier micro-batches stand beside it. No trace is left.
     """
     device, held = learner.device, None
     shapes = [tuple(master.shape) for master in learner.masters]
-    state = optimizer_state_on_card(config.optim.name, shapes)
+    state = optimizer_state_on_gpu(config.optimizer.name, shapes)
     with memory_may_run_out():
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)
@@ -111,7 +113,7 @@ def held_by(learner: Learner, micro: Micro, *, again: bool, config: Config) -> i
             with torch.autograd.graph.saved_tensors_hooks(kept.pack, kept.unpack):
                 backward(learner, micro.to(device, learner.dtype), len(micro.t))
             held = int(MARGIN * kept.most) + state
-    give_up_step(learner)
+    abort_step(learner)
     free_memory(device)
     return held
 
@@ -162,8 +164,8 @@ def expected_bytes(trials: Sequence[Trial], count: int) -> int:
     return math.ceil((largest.held or 0) * count / largest.count)
 
 
-def largest_sample(inputs: Inputs, data: CachedData) -> Micro:
-    """One sample of the largest bucket with a caption of the data; its latents are no picture's."""
+def largest_sample(inputs: Inputs, data: CachedData) -> MicroBatch:
+    """One sample of the largest bucket with a caption of the data; its latents are no image's."""
     bucket = max(inputs.train_plan.counts, key=lambda bucket: bucket.width * bucket.height)
     side = inputs.facts.downscale
     shape = (1, inputs.facts.latent_channels, bucket.height // side, bucket.width // side)
@@ -171,12 +173,12 @@ def largest_sample(inputs: Inputs, data: CachedData) -> Micro:
     cond = {name: value[None] for name, value in data.texts.read(data.empty_key).items()} if data.text_keys else {}
     longest = max((text for sample in data.samples for text in sample.texts), key=len)
     sizes = torch.tensor([[bucket.height, bucket.width, 0, 0, bucket.height, bucket.width]], dtype=torch.float32)
-    return Micro(
+    return MicroBatch(
         torch.zeros(shape), noise, noise, torch.tensor([MIDDLE]), cond, sizes, torch.ones(1), captions=(longest,)
     )
 
 
-def repeated(sample: Micro, count: int) -> Micro:
+def repeated(sample: MicroBatch, count: int) -> MicroBatch:
     """So many of one sample."""
 
     def many(value: Tensor) -> Tensor:
@@ -185,7 +187,7 @@ def repeated(sample: Micro, count: int) -> Micro:
     noise = many(sample.noise)
     cond = {name: many(value) for name, value in sample.cond.items()}
     latents, t, sizes, weights = map(many, (sample.latents, sample.t, sample.sizes, sample.weights))
-    return Micro(latents, noise, noise, t, cond, sizes, weights, captions=sample.captions * count)
+    return MicroBatch(latents, noise, noise, t, cond, sizes, weights, captions=sample.captions * count)
 
 
 def smallest(micro: int, processes: Processes) -> int:
@@ -200,8 +202,8 @@ def smallest(micro: int, processes: Processes) -> int:
 def earlier_find(folder: Path) -> int | None:
     """What the run's own config says was found when it began; None where it says nothing."""
     try:
-        found = read_toml(folder / CONFIG)["batch"]
-        return int(found["max_micro"]) if found.get("find_micro") else None
+        found = read_toml(folder / CONFIG)["train"]
+        return int(found["max_micro_batch_size"]) if found.get("auto_find_micro_batch_size") else None
     except (UsageError, KeyError, TypeError, ValueError, AttributeError):
         return None
 

@@ -14,16 +14,16 @@ import torch
 
 from lora_trainer.config.schema import Config
 from lora_trainer.config.toml import to_toml
-from lora_trainer.core.disk import current, until_written
+from lora_trainer.core.disk import current, write_with_retry
 from lora_trainer.core.errors import UserError, first_line
 from lora_trainer.core.hardware import describe_machine
 from lora_trainer.core.interrupt import leave_if_told, remembering
 from lora_trainer.core.io import write_text
-from lora_trainer.data.ledger import FILE as LEDGER
-from lora_trainer.data.ledger import never_trained, write_ledger
+from lora_trainer.data.sample_counts import FILE as LEDGER
+from lora_trainer.data.sample_counts import never_trained, write_sample_counts
 from lora_trainer.evaluation.report import LoraReport
 from lora_trainer.export.lora_file import write_words
-from lora_trainer.models.memory.streaming import bring
+from lora_trainer.models.memory.block_swap import move_to_device
 from lora_trainer.monitor.events import Event
 from lora_trainer.monitor.memory import held_on, highest_memory_gib
 from lora_trainer.monitor.progress import Phase, Progress, step_line
@@ -53,10 +53,10 @@ from lora_trainer.production.room import refuse_without_room, room_for
 from lora_trainer.production.session import TIMED_ATTENTION, Prepared, Session, open_session, prepare
 from lora_trainer.training.checkpoints.checkpoint import Checkpoint, newest_valid
 from lora_trainer.training.control import stopped_early
-from lora_trainer.training.job import Job
+from lora_trainer.training.job import LoopContext
 from lora_trainer.training.run import train
 from lora_trainer.training.state import TrainState
-from lora_trainer.training.step import Learner
+from lora_trainer.training.step import StepContext
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,7 @@ def run_session(order: Order, inputs: Inputs, record: Record) -> Outcome:
         text, file = to_toml(repeatable(prepared.session, prepared.built.attention)), order.folder / "config.toml"
         keep = partial(write_text, file, text)
         current().keep(file.name, keep)
-        until_written(file.name, order.folder, keep, len(text))
+        write_with_retry(file.name, order.folder, keep, len(text))
     record = with_preparation(record, prepared, settings)
     if session.processes.is_main:  # a run that fails from here on says what it ran on
         write_record(order.folder, record)
@@ -102,13 +102,13 @@ def run_session(order: Order, inputs: Inputs, record: Record) -> Outcome:
             raise
         finally:
             prepared.feed.close()
-        early = stopped_early(session.config.control, state.control)
+        early = stopped_early(session.config.safeguards, state.control)
         trained = state.seconds - (start.state.seconds if start else 0.0)
         record = replace(
             record.with_seconds(train=trained),
             steps=state.step,
             training=asdict(state) | {"stopped_early": early},
-            reason=f"the held-out loss got no lower in {state.control.without_gain} validations" if early else None,
+            reason=f"the validation loss got no lower in {state.control.without_gain} validations" if early else None,
             checkpoints=prepared.job.writer.told(),
             memory=memory_told(session.choices.device),
             seen=prepared.job.watches.told(),
@@ -122,7 +122,7 @@ def run_session(order: Order, inputs: Inputs, record: Record) -> Outcome:
     return release(prepared, record, state)
 
 
-def weight_shapes(learner: Learner) -> list[tuple[int, ...]]:
+def weight_shapes(learner: StepContext) -> list[tuple[int, ...]]:
     """Of the trained weights."""
     return [tuple(value.shape) for value in learner.adapter.masters.values()]
 
@@ -132,7 +132,7 @@ def with_preparation(record: Record, prepared: Prepared, settings: dict[str, Any
     session = prepared.session
     device, world = str(session.choices.device), session.processes.world
     hardware = {**describe_machine(), "device": device, "processes": world}
-    if session.config.memory.attention == "fastest":
+    if session.config.hardware.attention_backend == "fastest":
         hardware[TIMED_ATTENTION] = prepared.built.attention
     moved = other_machine(record.hardware or repeated_record(session.order.resolved).get("hardware", {}), hardware)
     if moved:
@@ -167,7 +167,7 @@ def with_ledger(record: Record, prepared: Prepared, state: TrainState) -> Record
     session.console.print(f"trained: {told}")
     summary = ledger.to_json() | {"skipped_steps": state.skipped, "line": told}
     try:
-        file: str | None = write_ledger(session.folder, ledger)
+        file: str | None = write_sample_counts(session.folder, ledger)
     except OSError as error:
         session.console.print(f"{LEDGER} could not be written: {error}")
         file = None
@@ -187,16 +187,17 @@ def repeatable(session: Session, attention: str) -> Config:
 
 def decided(session: Session, attention: str) -> dict[str, dict[str, Any]]:
     """What the hardware, or a measurement, made of settings that leave it open; by section and key."""
-    found = {"max_micro": session.choices.micro} if session.config.batch.find_micro else {}
+    found = {"max_micro_batch_size": session.choices.micro} if session.config.train.auto_find_micro_batch_size else {}
+    threads = {"threads": torch.get_num_threads()} if session.choices.device.type == "cpu" else {}
     return {
-        "memory": {"base_precision": session.choices.precision.value, "attention": attention},
-        "batch": found,
-        "hardware": {"threads": torch.get_num_threads()} if session.choices.device.type == "cpu" else {},
+        "memory": {"weight_dtype": session.choices.precision.value},
+        "train": found,
+        "hardware": {"attention_backend": attention, **threads},
     }
 
 
 def memory_told(device: torch.device) -> dict[str, float]:
-    """For the record: the peak, and on a card what was held for it, what is held but in no use, how often it was tight."""
+    """For the record: the peak, and on a GPU what was held for it, what is held but in no use, how often it was tight."""
     told = {"peak_gib": round(highest_memory_gib(device), 3)}
     if held := held_on(device):
         told |= {"held_gib": round(held.most_reserved / 2**30, 3), "unused_gib": round(held.unused / 2**30, 3)}
@@ -205,7 +206,7 @@ def memory_told(device: torch.device) -> dict[str, float]:
 
 
 def run_training(
-    session: Session, job: Job, start: Checkpoint | None, changed: Sequence[str]
+    session: Session, job: LoopContext, start: Checkpoint | None, changed: Sequence[str]
 ) -> tuple[TrainState, int | None]:
     """Run the loop with its trackers and progress line. `changed` is what a resumed run does otherwise than before."""
     console, total = session.console, session.steps.total
@@ -233,14 +234,16 @@ def release(prepared: Prepared, record: Record, state: TrainState) -> Outcome:
     console.print(f"releasing step {released.step}")
     facts = training_facts(config, session.inputs, name, released.step, session.steps, session.choices, record.started)
     weights = lora_weights(config, session.inputs, released.weights)
-    untrained = untrained_words(config.text.tokens, session.inputs.train)
+    untrained = untrained_words(config.textual_inversion.placeholder_tokens, session.inputs.train)
     embeddings = {key: value for key, value in weights.embeddings.items() if key.partition(".")[0] not in untrained}
     stored = DTYPES[config.checkpoint.export_dtype]
     export = partial(export_lora, folder, name, weights, facts, built.shapes, session.inputs.family, stored)
     with remembering():  # the record names the files whatever becomes of the gate
-        kohya, diffusers = until_written("the LoRA", folder, export, lora_bytes(config, weight_shapes(built.learner)))
+        kohya, diffusers = write_with_retry(
+            "the LoRA", folder, export, lora_bytes(config, weight_shapes(built.learner))
+        )
         write = partial(write_words, folder, name, replace(weights, embeddings=embeddings), dtype=stored)
-        words = until_written("new words", folder, write, 0)
+        words = write_with_retry("new words", folder, write, 0)
         files = {**record.files, "kohya": kohya.name, "diffusers": diffusers.name}
         files |= {path.stem.removeprefix(f"{name}."): path.name for path in words}
         record = replace(record, files=files, released=released.to_json())
@@ -258,7 +261,7 @@ def measure(prepared: Prepared, record: Record, state: TrainState, kohya: Path, 
     session, config, console = prepared.session, prepared.session.config, prepared.session.console
     step, checked = record.released["step"], config.gates.lora_check != "off"
     if checked:
-        free_learner(prepared.built.learner)
+        free_step_context(prepared.built.learner)
         console.print("validating the LoRA from its file")
         reached(session, state, "validating")
         report = judge_lora(
@@ -301,8 +304,8 @@ def measure(prepared: Prepared, record: Record, state: TrainState, kohya: Path, 
         ValueError,
         OSError,
         MemoryError,
-    ) as error:  # the LoRA is whole and judged: pictures are not worth its loss
-        console.print(f"the before/after pictures could not be drawn: {first_line(error)}")
+    ) as error:  # the LoRA is whole and judged: images are not worth its loss
+        console.print(f"the before/after images could not be drawn: {first_line(error)}")
         return Outcome(record, report, None)
     files = {**record.files, "before_after": comparison.relative_to(session.folder).as_posix()}
     return Outcome(replace(record, files=files), report, comparison)
@@ -322,9 +325,9 @@ def reached(session: Session, state: TrainState, phase: Phase) -> None:
     )
 
 
-def free_learner(learner: Learner) -> None:
-    """Take what was trained off the card: judging and drawing load a fresh base."""
-    bring(learner.denoiser, torch.device("cpu"))
+def free_step_context(learner: StepContext) -> None:
+    """Take what was trained off the GPU: judging and drawing load a fresh base."""
+    move_to_device(learner.denoiser, torch.device("cpu"))
     for module in learner.modules[1:]:
         module.to("cpu")
     learner.optimizer.state.clear()

@@ -25,7 +25,7 @@ RESERVE, RESERVED = ".last-record.part", 2**16  # bytes; the name of something h
 WITHOUT_LOCKS = {errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOTSUP, errno.EINVAL}
 OWN = (RECORD, "config.toml", "metrics.jsonl", "validation.jsonl", "events.jsonl")
 # With one of these changed, a finished run may have steps left.
-LENGTHS = ("max_steps", "max_epochs", "exposures", "max_hours")
+LENGTHS = ("max_steps", "max_epochs", "total_repeats", "max_hours")
 
 
 def claim(order: Order) -> dict[str, Any] | None:
@@ -45,9 +45,7 @@ def claim(order: Order) -> dict[str, Any] | None:
     for source in (Path(each.path).expanduser() for each in data_sources(order.config)):
         if source.is_dir() and folder.resolve().is_relative_to(source.resolve()):
             raise UsageError(
-                Problem(
-                    f"{folder} lies in the data set {source}; nothing is written there.", "Choose another --output."
-                )
+                Problem(f"{folder} lies in the dataset {source}; nothing is written there.", "Choose another --output.")
             )
     existing = next(parent for parent in (folder, *folder.absolute().parents) if parent.exists())
     if not existing.is_dir() or not os.access(existing, os.W_OK):
@@ -97,7 +95,7 @@ def asks_for_more(order: Order, record: dict[str, Any]) -> bool:
 def ended_early(order: Order, record: dict[str, Any]) -> bool:
     """Whether a run stopped early that would do so again, by the patience that is asked for now."""
     training = record.get("training", {})
-    control = order.config.control
+    control = order.config.safeguards
     without_gain = training.get("control", {}).get("without_gain", 0)
     return bool(training.get("stopped_early")) and control.early_stopping and without_gain >= control.patience
 

@@ -84,13 +84,13 @@ def with_absolute_paths(config: Config) -> Config:
     """The same config, good from any folder."""
     places = {name: getattr(config.model, name) for name in ("path", "vae", "text_encoders")}
     model = {name: absolute(place) for name, place in places.items() if place is not None}
-    cache = config.cache.folder and str(Path(config.cache.folder).expanduser().resolve())
+    cache = config.cache.dir and str(Path(config.cache.dir).expanduser().resolve())
     sources = tuple(source.model_copy(update=_absolute(source)) for source in config.data.sources)
     return config.model_copy(
         update={
             "model": config.model.model_copy(update=model),
             "data": config.data.model_copy(update={"sources": sources}),
-            "cache": config.cache.model_copy(update={"folder": cache}),
+            "cache": config.cache.model_copy(update={"dir": cache}),
             "run": config.run.model_copy(update={"output": str(Path(config.run.output).resolve())}),
         }
     )
@@ -129,20 +129,20 @@ def read_model(
         with gathering(problems):
             family = reading(config, plain)
         with gathering(problems):
-            refuse_lacking(family.text_rates(config.text.learning_rates), base)
+            refuse_lacking(family.text_rates(config.text_encoder.learning_rates), base)
     with known_as(base.places), contextlib.nullcontext() if base.whole else without_weights():
         facts = _described((family, plain), base.folder, problems)
-    if config.text.tokens and base.whole:
+    if config.textual_inversion.placeholder_tokens and base.whole:
         from lora_trainer.models.words import refuse_words  # loads torch, which most settings need not here
 
         with gathering(problems):
-            refuse_words(base.folder, family.word_texts, config.text)
+            refuse_words(base.folder, family.word_texts, config.textual_inversion)
     if facts is None:
         raise UsageError(problems)
     with gathering(problems):
         suits(facts.prediction)
-    if config.sample.negative and not family.manner(base.folder).negative:
-        message = f"sample.negative is {config.sample.negative!r}, and {told(config.model)} is drawn without classifier-free guidance."
+    if config.sample.negative_prompt and not family.sampling_defaults(base.folder).negative:
+        message = f"sample.negative_prompt is {config.sample.negative_prompt!r}, and {told(config.model)} is drawn without classifier-free guidance."
         problems.append(Problem(message, "Leave the negative prompt empty with this model."))
     if problems:
         raise UsageError(problems)
@@ -168,7 +168,7 @@ def read_architecture(family: Family, facts: ModelFacts) -> Architecture:
 
 
 def trained_framings(config: Config, facts: ModelFacts) -> tuple[Framing, ...]:
-    """How each source's pictures are shown; the model's own resolution, under the tier's ceiling, where none is set.
+    """How each source's images are shown; the model's own resolution, under the tier's ceiling, where none is set.
 
     Raises UsageError, all problems at once, for sides that no bucket can have.
     """
@@ -200,42 +200,42 @@ def read_data(config: Config, facts: ModelFacts, *, decode: bool = True) -> tupl
             manifest,
             findings,
             framings=framings,
-            allow_upscale=config.data.allow_upscale,
+            allow_upscale=config.data.allow_small_images,
             caption_limit=facts.caption_tokens,
             rules=caption_rules(config),
-            words=config.text.tokens,
-            word_vectors=config.text.token_vectors,
+            words=config.textual_inversion.placeholder_tokens,
+            word_vectors=config.textual_inversion.num_vectors,
             gate=config.gates.dataset,
             decode=decode,
-            progress=count("pictures decoded"),
+            progress=count("images decoded"),
         )
     return manifest, replace(report, general=(*report.general, *_plan_findings(config, report)))
 
 
 def held_out_split(config: Config, report: DataReport) -> tuple[tuple[Sample, ...], tuple[Sample, ...]]:
-    """(train, held_out); pictures that look the same stay on one side."""
-    return split_held_out(report.samples, config.data.held_out, config.data.held_out_seed, report.kin)
+    """(train, held_out); images that look the same stay on one side."""
+    return split_held_out(report.samples, config.validation.split, config.validation.split_seed, report.kin)
 
 
 def _plan_findings(config: Config, report: DataReport) -> list[Finding]:
-    """Whether the steps, the rank and the buckets suit so many pictures."""
+    """Whether the steps, the rank and the buckets suit so many images."""
     train = held_out_split(config, report)[0]
-    learned = {sample.content for sample in train if not sample.regularisation}
+    learned = {sample.content for sample in train if not sample.regularization}
     if not learned:
         return []
-    micro = config.batch.max_micro or config.batch.effective
+    micro = config.train.max_micro_batch_size or config.train.effective_batch_size
     steps = arithmetic(config, train, micro, processes=1)
-    share = sum(not sample.regularisation for sample in train) / len(train)
-    exposures = steps.total * config.batch.effective * share / len(learned)
+    share = sum(not sample.regularization for sample in train) / len(train)
+    exposures = steps.total * config.train.effective_batch_size * share / len(learned)
     found = check_plan(len(learned), exposures, config.lora.rank)
     return found + check_buckets([row.samples for row in report.rows], micro)
 
 
 def read_inputs(config: Config, families: Mapping[str, Family] = FAMILIES, *, weights: bool = True) -> Inputs:
-    """Read model facts and data, decode every picture, judge the set and split it.
+    """Read model facts and data, decode every image, judge the set and split it.
 
     `weights` as for `read_model`. Raises UsageError for a model or folder that cannot be read. What is wrong with single
-    pictures stands in `report`, which the caller holds against the gate.
+    images stands in `report`, which the caller holds against the gate.
     """
     family, facts = read_model(config, families, weights=weights)
     manifest, report = read_data(config, facts)
@@ -305,6 +305,6 @@ def view_bytes(sample: Sample, view: View, facts: ModelFacts) -> int:
 
 
 def arithmetic(config: Config, train: tuple[Sample, ...], max_micro: int, processes: int) -> StepArithmetic:
-    """How many steps come of how many pictures."""
-    lengths = Lengths(config.train.max_steps, config.train.max_epochs, config.train.exposures)
-    return step_arithmetic(train, config.batch.effective, lengths, max_micro=max_micro, processes=processes)
+    """How many steps come of how many images."""
+    lengths = Lengths(config.train.max_steps, config.train.max_epochs, config.train.total_repeats)
+    return step_arithmetic(train, config.train.effective_batch_size, lengths, max_micro=max_micro, processes=processes)

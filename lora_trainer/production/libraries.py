@@ -9,11 +9,11 @@ from lora_trainer.core.imports import OPTIONAL, hide
 
 
 def import_libraries(config: Config) -> None:
-    """Import diffusers and peft, which do not find what these settings do not use. xformers runs on a card alone."""
-    needed = {"bitsandbytes"} if config.memory.base_precision == "nf4" else set()
-    if "8bit" in config.optim.name:
+    """Import diffusers and peft, which do not find what these settings do not use. xformers runs on a GPU alone."""
+    needed = {"bitsandbytes"} if config.memory.weight_dtype == "nf4" else set()
+    if "8bit" in config.optimizer.name:
         needed.add("bitsandbytes")
-    if torch.cuda.is_available() and config.memory.attention != "sdpa":
+    if torch.cuda.is_available() and config.hardware.attention_backend != "sdpa":
         needed.add("xformers")
     hide([name for name in OPTIONAL if name not in needed])
     import diffusers.models.modeling_utils  # noqa: F401

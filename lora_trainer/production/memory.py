@@ -1,7 +1,7 @@
-"""Which micro batch, checkpointing, precision of the base and streaming fit a card. No torch.
+"""Which micro-batch, checkpointing, precision of the base and streaming fit a GPU. No torch.
 
-In this order: the largest micro batch that fits as it is; if not even one sample does, as few checkpointed blocks as
-are needed; then weights stored in 8 bits, and in 4; then as few blocks as needed visit the card. Every way trains the
+In this order: the largest micro-batch that fits as it is; if not even one sample does, as few checkpointed blocks as
+are needed; then weights stored in 8 bits, and in 4; then as few blocks as needed visit the GPU. Every way trains the
 same but for what is rounded; each further one costs more time.
 """
 
@@ -14,57 +14,58 @@ from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import Literal
 
+from lora_trainer.config.schema import Blocks
 from lora_trainer.core.errors import Problem, UsageError
-from lora_trainer.models.memory.ledger import Gauge, Sizes, count_of
+from lora_trainer.models.memory.profiles import MemoryModel, Sizes, count_of
 from lora_trainer.models.memory.texts import NO_TEXTS, TextSizes
-from lora_trainer.optim.state_size import optimizer_state_on_card
+from lora_trainer.optim.state_size import optimizer_state_on_gpu
 
 GIB = 2**30
-# Nothing of this was measured on a card yet: docs/memory.md.
+# Nothing of this was measured on a GPU yet: docs/memory.md.
 CONTEXT_GIB = 0.7  # the CUDA context, libraries and workspaces
 FRAGMENTATION = 0.05  # of what comes and goes in a step
 ROUNDING = 1e-6  # GiB, of phases that take what there is
-LARGEST_SHARE = 0.9  # of the card, so that the driver and other programs never make it spill
+LARGEST_SHARE = 0.9  # of the GPU, so that the driver and other programs never make it spill
 NARROWER = ("fp8", "nf4")  # what the base may be stored in where the wanted precision does not fit
 SMALLER_RANKS = (64, 32, 16, 8, 4)
 STEP_DOWN = 64  # pixels
 
 
-def no_other_phases(demand: Demand, fit: Fit) -> Mapping[str, float]:
+def no_other_phases(demand: Demand, fit: MemoryPlan) -> Mapping[str, float]:
     """Training alone."""
     return {}
 
 
 @dataclass(frozen=True)
 class Demand:
-    """What settings and model ask of a card. `samples` are those of a step in one process.
+    """What settings and model ask of a GPU. `samples` are those of a step in one process.
 
-    `precisions` are the ones to try, best first. `encoder` is for pictures that are encoded while training, one by
-    one: bytes of the autoencoder, and bytes that it holds for each pixel. `texts` are the text encoders that are trained.
+    `precisions` are the ones to try, best first. `encoder` is for images that are encoded while training, one by
+    one: bytes of the VAE, and bytes that it holds for each pixel. `texts` are the text encoders that are trained.
 
     `streaming` is a number of blocks that visit, or `auto`; `recompute` is what checkpointed blocks compute again;
     `offloaded`: activations wait in host memory. `others` says the peaks in GiB of a run's phases besides training.
     """
 
-    gauge: Gauge
+    memory_model: MemoryModel
     rank: int
     resolution: int
     downscale: int
     pixel_step: int
     samples: int
     max_micro: int | None
-    checkpointing: Literal["none", "all", "auto"] | int
+    checkpointing: Blocks
     precisions: tuple[str, ...]
     optimizer: str
     averaged: bool
     limit_gib: float | None
     encoder: tuple[int, int] = (0, 0)
     several: bool = False  # resolutions are given as a list
-    streaming: Literal["none", "auto"] | int = "none"
-    recompute: str = "all"
+    streaming: Literal["auto"] | int = 0
+    recompute: str = "full"
     offloaded: bool = False
     texts: TextSizes = NO_TEXTS
-    others: Callable[[Demand, Fit], Mapping[str, float]] = field(default=no_other_phases, compare=False)
+    others: Callable[[Demand, MemoryPlan], Mapping[str, float]] = field(default=no_other_phases, compare=False)
 
     @property
     def area(self) -> int:
@@ -74,12 +75,12 @@ class Demand:
     @property
     def shapes(self) -> list[tuple[int, ...]]:
         """Of all that is trained."""
-        return [*self.gauge.shapes(self.rank), *self.texts.shapes]
+        return [*self.memory_model.shapes(self.rank), *self.texts.shapes]
 
     @property
-    def streamed(self) -> int:
+    def swapped(self) -> int:
         """Blocks that visit because they were asked for."""
-        return 0 if isinstance(self.streaming, str) else min(self.streaming, self.gauge.streamable)
+        return 0 if isinstance(self.streaming, str) else min(self.streaming, self.memory_model.swappable)
 
     def at(self, side: int) -> str:
         """The setting that trains at a resolution."""
@@ -88,7 +89,7 @@ class Demand:
 
 @dataclass(frozen=True)
 class Parts:
-    """What stands on the card at the peak of a step, in GiB, and the operations of a step, in TFLOP."""
+    """What stands on the GPU at the peak of a step, in GiB, and the operations of a step, in TFLOP."""
 
     weights: float
     adapter: float
@@ -103,7 +104,7 @@ class Parts:
 
 
 @dataclass(frozen=True)
-class Fit:
+class MemoryPlan:
     """A way to train: what was chosen, why, and what it takes."""
 
     micro: int
@@ -113,22 +114,22 @@ class Fit:
     precision: str
     parts: Parts
     fits: bool
-    reasons: tuple[str, str, str, str]  # of micro batch, checkpointing, precision and streaming
-    streamed: int = 0
-    streamable: int = 0
+    reasons: tuple[str, str, str, str]  # of micro-batch, checkpointing, precision and streaming
+    swapped: int = 0
+    swappable: int = 0
 
 
-def parts_of(demand: Demand, micro: int, checkpointed: int, precision: str, streamed: int | None = None) -> Parts:
-    """The peak of a step, be it in a backward pass or in the update; `streamed` blocks, or those asked for."""
-    visiting = demand.streamed if streamed is None else streamed
+def parts_of(demand: Demand, micro: int, checkpointed: int, precision: str, swapped: int | None = None) -> Parts:
+    """The peak of a step, be it in a backward pass or in the update; `swapped` blocks, or those asked for."""
+    visiting = demand.swapped if swapped is None else swapped
     sizes = Sizes(demand.rank, micro, demand.area, checkpointed, demand.recompute, visiting, demand.offloaded)
-    found = demand.gauge.footprint(sizes, precision)
+    found = demand.memory_model.footprint(sizes, precision)
     shapes, texts, itemsize = demand.shapes, demand.texts, 4 if precision == "fp32" else 2
     masters = 4 * sum(map(math.prod, shapes))
     copies = found.copies + itemsize * sum(map(math.prod, texts.shapes))
     own = copies if precision == "fp32" else copies + masters
-    state = optimizer_state_on_card(demand.optimizer, shapes) + (masters if demand.averaged else 0)
-    earlier = masters if accumulation_of(demand, micro) > 1 else 0  # gradients of the micro batches before
+    state = optimizer_state_on_gpu(demand.optimizer, shapes) + (masters if demand.averaged else 0)
+    earlier = masters if accumulation_of(demand, micro) > 1 else 0  # gradients of the micro-batches before
     again = checkpointed > 0
     adapter = own + earlier + found.gradients
     activations = found.activations + itemsize * texts.kept(micro, checkpointed=again)
@@ -151,7 +152,7 @@ def parts_of(demand: Demand, micro: int, checkpointed: int, precision: str, stre
 def weights_fit(demand: Demand, precision: str) -> bool:
     """Whether the base alone does, but for blocks that visit."""
     share = LARGEST_SHARE * (math.inf if demand.limit_gib is None else demand.limit_gib)
-    return bool(demand.streamed) or demand.gauge.weights(precision) <= share * GIB
+    return bool(demand.swapped) or demand.memory_model.weights(precision) <= share * GIB
 
 
 def accumulation_of(demand: Demand, micro: int) -> int:
@@ -162,7 +163,7 @@ def fits(demand: Demand, parts: Parts) -> bool:
     return demand.limit_gib is None or parts.peak <= LARGEST_SHARE * demand.limit_gib
 
 
-def too_large(demand: Demand, fit: Fit) -> dict[str, float]:
+def too_large(demand: Demand, fit: MemoryPlan) -> dict[str, float]:
     """The phases besides training that do not fit, with their peaks in GiB."""
     if demand.limit_gib is None:
         return {}
@@ -177,11 +178,11 @@ def all_fits(demand: Demand) -> bool:
 
 
 def usable_gib(limit_gib: float) -> float:
-    """What of a card torch's allocator may fill."""
+    """What of a GPU torch's allocator may fill."""
     return LARGEST_SHARE * limit_gib - CONTEXT_GIB
 
 
-def choose_fit(demand: Demand) -> Fit:
+def choose_fit(demand: Demand) -> MemoryPlan:
     """The way to train that costs least and fits; where none does, the one that needs least, with `fits` false."""
     tried = smallest = None
     for tried in ways(demand):
@@ -193,7 +194,7 @@ def choose_fit(demand: Demand) -> Fit:
     return smallest
 
 
-def ways(demand: Demand) -> Iterator[Fit]:
+def ways(demand: Demand) -> Iterator[MemoryPlan]:
     """Ways to train, the cheapest first; of each precision the last one needs least memory."""
     most = min(demand.samples, demand.max_micro or demand.samples)
     for precision in demand.precisions:
@@ -206,19 +207,19 @@ def ways(demand: Demand) -> Iterator[Fit]:
             yield first
             if first.fits:
                 continue
-        leanest = _way(demand, 1, demand.gauge.blocks, precision, "even all of them are too few")
+        leanest = _way(demand, 1, demand.memory_model.blocks, precision, "even all of them are too few")
         if not leanest.fits:  # nor does what lies between; a trace of it would take seconds
             yield leanest
             continue
         if most == 1 or _way(demand, 1, 0, precision, "not needed").fits:
             yield from wide
         yield _few_blocks(demand, precision)
-    if demand.streaming == "auto" and demand.gauge.streamable:
+    if demand.streaming == "auto" and demand.memory_model.swappable:
         yield _few_streamed(demand, demand.precisions[-1])
 
 
-def _micro_batches(demand: Demand, most: int, precision: str) -> Iterator[Fit]:
-    """Micro batches from the largest down, checkpointed as asked. Sizes that need as many passes are left out."""
+def _micro_batches(demand: Demand, most: int, precision: str) -> Iterator[MemoryPlan]:
+    """Micro-batches from the largest down, checkpointed as asked. Sizes that need as many passes are left out."""
     checkpointed = _asked_blocks(demand)
     why = "asked for" if demand.checkpointing != "auto" else "not needed"
     passes = 0
@@ -232,9 +233,9 @@ def _micro_batches(demand: Demand, most: int, precision: str) -> Iterator[Fit]:
         yield _way(demand, micro, checkpointed, precision, why)
 
 
-def _few_blocks(demand: Demand, precision: str) -> Fit:
+def _few_blocks(demand: Demand, precision: str) -> MemoryPlan:
     """One sample at a time with as few checkpointed blocks as fit; all of them where none fits."""
-    most, stride = demand.gauge.blocks, demand.gauge.stride
+    most, stride = demand.memory_model.blocks, demand.memory_model.stride
     blocks = range(most - (most - 1) // stride * stride, most + 1, stride)  # the last is all of them
     found = bisect_left(blocks, True, key=lambda count: fits(demand, parts_of(demand, 1, count, precision)))
     if found == len(blocks):
@@ -242,10 +243,10 @@ def _few_blocks(demand: Demand, precision: str) -> Fit:
     return _way(demand, 1, blocks[found], precision, "as few as fit; one sample does not fit without")
 
 
-def _few_streamed(demand: Demand, precision: str) -> Fit:
+def _few_streamed(demand: Demand, precision: str) -> MemoryPlan:
     """One sample at a time, checkpointed as far as may be, with as few streamed blocks as fit; all where none fits."""
-    checkpointed = demand.gauge.blocks if demand.checkpointing == "auto" else _asked_blocks(demand)
-    counts = range(1, demand.gauge.streamable + 1)
+    checkpointed = demand.memory_model.blocks if demand.checkpointing == "auto" else _asked_blocks(demand)
+    counts = range(1, demand.memory_model.swappable + 1)
     found = bisect_left(
         counts, True, key=lambda count: fits(demand, parts_of(demand, 1, checkpointed, precision, count))
     )
@@ -255,7 +256,7 @@ def _few_streamed(demand: Demand, precision: str) -> Fit:
 
 
 def _asked_blocks(demand: Demand) -> int:
-    return count_of(demand.checkpointing, demand.gauge.blocks)
+    return count_of(demand.checkpointing, demand.memory_model.blocks)
 
 
 def _way(
@@ -264,25 +265,25 @@ def _way(
     checkpointed: int,
     precision: str,
     why: str,
-    streamed: int | None = None,
+    swapped: int | None = None,
     why_streamed: str = "as set",
-) -> Fit:
-    streamed = demand.streamed if streamed is None else streamed
-    parts = parts_of(demand, micro, checkpointed, precision, streamed)
+) -> MemoryPlan:
+    swapped = demand.swapped if swapped is None else swapped
+    parts = parts_of(demand, micro, checkpointed, precision, swapped)
     first = demand.precisions[0]
     if demand.limit_gib is None:
-        whole = "no card's limit applies"
+        whole = "no GPU's limit applies"
     else:
         whole = f"the largest that fits {demand.limit_gib:g} GiB"
     if micro == demand.samples:
         whole = "the whole step at once"
     elif micro == demand.max_micro:
-        whole = "batch.max_micro"
-    return Fit(
+        whole = "train.max_micro_batch_size"
+    return MemoryPlan(
         micro=micro,
         accumulation=accumulation_of(demand, micro),
         checkpointed=checkpointed,
-        blocks=demand.gauge.blocks,
+        blocks=demand.memory_model.blocks,
         precision=precision,
         parts=parts,
         fits=fits(demand, parts),
@@ -290,10 +291,10 @@ def _way(
             whole,
             why,
             "as set" if precision == first else _why_not(demand, precision),
-            why_streamed if streamed or demand.streaming != "auto" else "not needed",
+            why_streamed if swapped or demand.streaming != "auto" else "not needed",
         ),
-        streamed=streamed,
-        streamable=demand.gauge.streamable,
+        swapped=swapped,
+        swappable=demand.memory_model.swappable,
     )
 
 
@@ -302,33 +303,33 @@ def _why_not(demand: Demand, precision: str) -> str:
     precision = demand.precisions[demand.precisions.index(precision) - 1]
     if demand.checkpointing == "auto":
         return f"{precision} does not fit even with all blocks checkpointed"
-    count = count_of(demand.checkpointing, demand.gauge.blocks)
+    count = count_of(demand.checkpointing, demand.memory_model.blocks)
     return f"{precision} does not fit with {count} blocks checkpointed, as asked for"
 
 
-def refuse_what_does_not_fit(demand: Demand, fit: Fit) -> None:
+def refuse_what_does_not_fit(demand: Demand, fit: MemoryPlan) -> None:
     """Raise UsageError with both numbers and the settings that would fit."""
     if not fit.fits:
         raise UsageError(Problem(shortage(demand, fit), " ".join(what_would_fit(demand))))
 
 
-def shortage(demand: Demand, fit: Fit) -> str:
+def shortage(demand: Demand, fit: MemoryPlan) -> str:
     """The two numbers."""
     limit = demand.limit_gib or math.inf
     return (
         f"Training needs {fit.parts.peak:.1f} GiB at its peak, with {fit.precision} weights, {fit.checkpointed} of "
-        f"{fit.blocks} blocks checkpointed and {fit.streamed} of {fit.streamable} streamed; {to_use(limit)}."
+        f"{fit.blocks} blocks checkpointed and {fit.swapped} of {fit.swappable} streamed; {to_use(limit)}."
     )
 
 
 def to_use(limit_gib: float) -> str:
     """`a card of 8 GiB has 7.2 to use`; with two digits of a very small one."""
     share = LARGEST_SHARE * limit_gib
-    return f"a card of {limit_gib:g} GiB has {share:.{1 if share >= 1.0 else 2}f} to use"
+    return f"a GPU of {limit_gib:g} GiB has {share:.{1 if share >= 1.0 else 2}f} to use"
 
 
 def what_would_fit(demand: Demand) -> list[str]:
-    """Sentences that name settings with which the demand fits, mildest first; what card would do, where none does."""
+    """Sentences that name settings with which the demand fits, mildest first; what GPU would do, where none does."""
     ways_out = milder(demand)
     fitting = (assignment for assignment, changed in ways_out if all_fits(changed))
     found = list(islice(fitting, 1))
@@ -339,8 +340,8 @@ def what_would_fit(demand: Demand) -> list[str]:
     open_to_all = replace(demand, precisions=tuple(dict.fromkeys((*demand.precisions, *NARROWER))), streaming="auto")
     leanest = choose_fit(open_to_all)
     needed = max(leanest.parts.peak, *too_large(open_to_all, leanest).values(), 0.0)
-    card = math.ceil(needed / LARGEST_SHARE)
-    return [f"It would fit with --set {assignment}." for assignment in found] or [f"It would fit a card of {card} GiB."]
+    gpu = math.ceil(needed / LARGEST_SHARE)
+    return [f"It would fit with --set {assignment}." for assignment in found] or [f"It would fit a GPU of {gpu} GiB."]
 
 
 def _is_other(assignment: str, name: str) -> bool:
@@ -352,22 +353,22 @@ def milder(demand: Demand) -> Iterator[tuple[str, Demand]]:
     """Single changes and then some together, as (settings, demand), mildest first."""
     free = replace(demand, checkpointing="auto")
     if demand.checkpointing != "auto":
-        yield "memory.checkpointing=auto", free
-    if demand.recompute != "all":
-        yield "memory.recompute=all", replace(demand, recompute="all")
-    small = replace(free, precisions=("fp8",), recompute="all")
+        yield "memory.gradient_checkpointing=auto", free
+    if demand.recompute != "full":
+        yield "memory.checkpointing_mode=full", replace(demand, recompute="full")
+    small = replace(free, precisions=("fp8",), recompute="full")
     if not set(demand.precisions) & {"fp8", "int8", "nf4"}:
-        yield "memory.base_precision=fp8", replace(demand, precisions=("fp8",))
+        yield "memory.weight_dtype=fp8", replace(demand, precisions=("fp8",))
         if demand.checkpointing != "auto":
-            yield "memory.base_precision=fp8 --set memory.checkpointing=auto", small
+            yield "memory.weight_dtype=fp8 --set memory.gradient_checkpointing=auto", small
     if demand.precisions[-1] != "nf4":
-        yield "memory.base_precision=nf4", replace(demand, precisions=("nf4",))
+        yield "memory.weight_dtype=nf4", replace(demand, precisions=("nf4",))
     if demand.streaming != "auto":
-        yield "memory.streaming=auto", replace(demand, streaming="auto")
+        yield "memory.blocks_to_swap=auto", replace(demand, streaming="auto")
     if (demand.max_micro or 0) > 1:
-        yield "batch.max_micro=1", replace(demand, max_micro=1)
+        yield "train.max_micro_batch_size=1", replace(demand, max_micro=1)
     if demand.optimizer not in ("adamw8bit", "paged_adamw8bit", "adafactor"):
-        yield "optim.name=adamw8bit", replace(demand, optimizer="adamw8bit")
+        yield "optimizer.name=adamw8bit", replace(demand, optimizer="adamw8bit")
     for rank in SMALLER_RANKS:
         if rank < demand.rank:
             yield f"lora.rank={rank}", replace(demand, rank=rank)
@@ -375,4 +376,4 @@ def milder(demand: Demand) -> Iterator[tuple[str, Demand]]:
         yield demand.at(side), replace(demand, resolution=side)
     for side in range(demand.resolution - STEP_DOWN, demand.pixel_step * 4 - 1, -STEP_DOWN):
         both = replace(small, resolution=side, rank=min(demand.rank, SMALLER_RANKS[-2]))
-        yield f"memory.base_precision=fp8 --set lora.rank={both.rank} --set {demand.at(side)}", both
+        yield f"memory.weight_dtype=fp8 --set lora.rank={both.rank} --set {demand.at(side)}", both

@@ -33,13 +33,13 @@ CAPTIONS_SHOWN, TEXTS_SHOWN = 3, 2
 
 
 def model_lines(config: Config, inputs: Inputs) -> tuple[str, ...]:
-    """What stands in for the model's own autoencoder, the times that a flow is trained at, and what no diffusers reads."""
+    """What stands in for the model's own VAE, the times that a flow is trained at, and what no diffusers reads."""
     lines = []
     if config.model.vae is not None:
         scale = read_config(inputs.facts.path, "vae/config.json").get("scaling_factor")
         a_file = config.model.vae.endswith(".safetensors")
         untold = f" (a file tells no scaling_factor: this model's {scale} is taken, so it must be of the same family)"
-        lines.append(f"autoencoder: {config.model.vae}{untold if a_file else ''}")
+        lines.append(f"VAE: {config.model.vae}{untold if a_file else ''}")
     own = inputs.family.make_process(inputs.facts.path)
     if own.prediction == "flow":
         facts, asked = inputs.facts, config.flow.shift
@@ -50,7 +50,7 @@ def model_lines(config: Config, inputs: Inputs) -> tuple[str, ...]:
 
         times = flow_times(config.flow, own.times.shift)
         lines.append(f"times: {times.told((side, side))}{size if times.shift.by_size else ''} ({whence})")
-    trained = inputs.family.text_rates(config.text.learning_rates)
+    trained = inputs.family.text_rates(config.text_encoder.learning_rates)
     lines += [
         f"{name}, T5, is trained: ComfyUI and sd-scripts read its LoRA, diffusers' load_lora_weights passes over it"
         for name in inputs.family.cached_texts
@@ -60,10 +60,10 @@ def model_lines(config: Config, inputs: Inputs) -> tuple[str, ...]:
 
 
 def show_unheld(config: Config, inputs: Inputs, console: Console) -> None:
-    """What was asked to look at held-out losses and has none to look at."""
-    for name in ("plateau", "early_stopping"):
-        if getattr(config.control, name) and not inputs.held_out:
-            console.print(f"control.{name} does nothing here: the data is too small for any picture to be held out")
+    """What was asked to look at validation losses and has none to look at."""
+    for name in ("reduce_lr_on_plateau", "early_stopping"):
+        if getattr(config.safeguards, name) and not inputs.held_out:
+            console.print(f"safeguards.{name} does nothing here: the data is too small for any image to be held out")
 
 
 def announce(config: Config, console: Console) -> None:
@@ -73,14 +73,14 @@ def announce(config: Config, console: Console) -> None:
         if config.data.sources:
             console.print("Its small size suits tries only; check without --model judges for the whole one (512 px).")
     if not config.data.sources:
-        console.print("No --data: using the built-in data set of a small robot named zobo.")
+        console.print("No --data: using the built-in dataset of a small robot named zobo.")
 
 
 def show_report(inputs: Inputs, console: Console) -> None:
-    """The data set's score and what was found, worst first."""
+    """The dataset's score and what was found, worst first."""
     report = inputs.report
     console.print(
-        f"data set: {counted(len(report.samples), 'sample')}, score {report.score:.2f} (gate {report.gate:.2f})"
+        f"dataset: {counted(len(report.samples), 'sample')}, score {report.score:.2f} (gate {report.gate:.2f})"
     )
     # Errors end the run: they are told there, each kind once.
     found = [(code, group) for code, group in report.grouped if group[0].severity != "error"]
@@ -101,7 +101,7 @@ def of_each_source(samples: Sequence[Sample], most: int) -> list[Sample]:
 
 
 def show_views(config: Config, inputs: Inputs, steps: StepArithmetic, console: Console) -> None:
-    """The buckets, and where pictures have several views what these take on disk and how many are used."""
+    """The buckets, and where images have several views what these take on disk and how many are used."""
     plan = inputs.train_plan
     for line in plan.lines:
         console.print(line)
@@ -110,14 +110,14 @@ def show_views(config: Config, inputs: Inputs, steps: StepArithmetic, console: C
     size, limit = latent_bytes(inputs.train, plan, inputs.facts) / 1e9, config.cache.limit_gb
     told = in_gigabytes(size)
     held = f"{told} of latents on disk" if config.cache.latents else "encoded while training"
-    console.print(f"up to {plan.most} views of each picture, used in turn: {held}")
+    console.print(f"up to {plan.most} views of each image, used in turn: {held}")
     if config.cache.latents and size > limit / 2:
         console.print(
-            f"note: that is most of cache.limit_gb={limit:g}. Set data.crop_variants or colour_variants lower."
+            f"note: that is most of cache.limit_gb={limit:g}. Set data.crop_variants or data.color_variants lower."
         )
     seen = steps.total * steps.effective / max(1, steps.images)
     if seen < plan.most:
-        console.print(f"note: {steps.total} steps show a picture about {seen:.1f} times, so not all of its views")
+        console.print(f"note: {steps.total} steps show an image about {seen:.1f} times, so not all of its views")
 
 
 def in_gigabytes(size: float) -> str:
@@ -126,7 +126,7 @@ def in_gigabytes(size: float) -> str:
 
 
 def show_captions(config: Config, inputs: Inputs, console: Console, itemsize: int) -> None:
-    """Of three pictures the canonical text and what is trained, what variants take on disk, and what settings do not do.
+    """Of three images the canonical text and what is trained, what variants take on disk, and what settings do not do.
 
     `itemsize` is the bytes of a number in the cache of texts.
     """
@@ -142,7 +142,7 @@ def show_captions(config: Config, inputs: Inputs, console: Console, itemsize: in
 
 
 def caption_told(sample: Sample) -> list[str]:
-    """The text that a picture is trained on; where it is not the canonical one, that and the first texts trained."""
+    """The text that an image is trained on; where it is not the canonical one, that and the first texts trained."""
     name, texts = printable(sample.path.name), list(dict.fromkeys(sample.texts))
     if texts == [sample.caption]:
         return [f"{name}: trained on {sample.caption!r}"]
@@ -187,7 +187,7 @@ def show_end(record: Record, report: LoraReport, folder: Path, comparison: Path 
     """Both scores with what was found, and where everything is. The time is that of the steps, over all sessions."""
     console.print()
     console.rule(f"{record.name}: {record.steps} steps in {duration(record.training['seconds'])}", style="dim")
-    console.print(f"data set score  {record.scores['dataset']:.2f}")
+    console.print(f"dataset score  {record.scores['dataset']:.2f}")
     if report.score is None:
         lora = folder / f"{record.name}.safetensors"
         console.print(f"LoRA score      not measured: lora-trainer validate {lora}", soft_wrap=True, markup=False)
@@ -223,7 +223,7 @@ def left_behind(order: Order, record: Record) -> str:
         return f"stopped before the first step: nothing is trained yet; what was cached is kept. Go on with: {again}"
     if lora := record.files.get("kohya"):  # of this session
         return (
-            f"stopped after the training: {order.folder / lora} is whole and can be used; only its score and its pictures are"
+            f"stopped after the training: {order.folder / lora} is whole and can be used; only its score and its images are"
             f" missing. What makes them and trains no step again: {again}"
         )
     return f"stopped at step {record.steps}; everything up to it is saved. Go on with: {again}"

@@ -27,7 +27,7 @@ WINDOWS = re.compile(r'[<>:"|?*]|[. ]$')
 class Order:
     """`console` takes the lines that people read, `watch` is told how far the run is.
 
-    With `enforce_gates` a data set or a LoRA that scores below its gate is refused; without,
+    With `enforce_gates` a dataset or a LoRA that scores below its gate is refused; without,
     only data that cannot be trained on. With `verbose` what is only recorded otherwise is printed too.
     """
 

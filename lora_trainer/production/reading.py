@@ -1,4 +1,4 @@
-"""How captions are read: the settings of `[text]` as a model family takes them. No torch."""
+"""How captions are read: the settings of `[text_encoder]` as a model family takes them. No torch."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from pydantic import ValidationError
 
 from lora_trainer.config.layers import Layer
 from lora_trainer.config.schema import Config
-from lora_trainer.config.schema.inputs import TextSection
+from lora_trainer.config.schema.inputs import TextEncoderSection
 from lora_trainer.core.errors import Problem, UsageError
 from lora_trainer.core.findings import Finding
 from lora_trainer.core.io import read_json
-from lora_trainer.data.ledger import NEVER_TRAINED
+from lora_trainer.data.sample_counts import NEVER_TRAINED
 from lora_trainer.export.keys import OWN_VERSION, T5_TOKENS, WITHOUT
 from lora_trainer.models.family import Family, TextOptions
 from lora_trainer.models.folder import named_parts
 from lora_trainer.production.bases.base import Base, on_stderr, silent
 
-READING = ("clip_skip", "max_tokens", "t5_tokens")  # what of [text] says how captions are read
+READING = ("clip_skip", "max_tokens", "max_sequence_length")  # what of [text_encoder] says how captions are read
 
 
 @dataclass(frozen=True)
@@ -64,8 +64,8 @@ def reading(config: Config, family: Family) -> Family:
     if config.model.without_t5 and not family.spare_texts:
         message = f"model.without_t5=true: models of {family.name} have no T5 text encoder that they work without."
         raise UsageError(Problem(message, "Remove it."))
-    if config.text.tokens and not family.word_texts:
-        message = f"text.tokens: models of {family.name} have no CLIP text encoder that could learn new words."
+    if config.textual_inversion.placeholder_tokens and not family.word_texts:
+        message = f"textual_inversion.placeholder_tokens: models of {family.name} have no CLIP text encoder that could learn new words."
         raise UsageError(Problem(message, "Remove it."))
     return family.reading(text_options(config, family))
 
@@ -74,14 +74,16 @@ def refuse_lacking(trained: Collection[str], base: Base) -> None:
     """Raise UsageError for text encoders that shall be trained and that the base does not have."""
     there = named_parts(base.folder, tuple(trained))
     if lacking := [name for name in trained if name not in there]:
-        message = f"text.learning_rates has a rate for {lacking[0]}, which {base.named} lacks."
+        message = f"text_encoder.learning_rates has a rate for {lacking[0]}, which {base.named} lacks."
         raise UsageError(Problem(message, "Set its rate to 0, or leave it away."))
 
 
 def text_options(config: Config, family: Family) -> TextOptions:
-    """What `[text]` and `model.without_t5` say of how captions are read."""
+    """What `[text_encoder]` and `model.without_t5` say of how captions are read."""
     without = family.spare_texts if config.model.without_t5 else ()
-    return TextOptions(config.text.clip_skip, config.text.max_tokens, config.text.t5_tokens, without)
+    return TextOptions(
+        config.text_encoder.clip_skip, config.text_encoder.max_tokens, config.text_encoder.max_sequence_length, without
+    )
 
 
 def read_as_trained(
@@ -94,29 +96,29 @@ def read_as_trained(
     of others are not followed: they name a `clip_skip` that their program ignored.
     """
     if run is not None:
-        text, without, zero = run.text, run.model.without_t5, run.noise.zero_terminal_snr
+        text, without, zero = run.text_encoder, run.model.without_t5, run.noise.zero_terminal_snr
     elif OWN_VERSION in header:
         said = {
             "clip_skip": _number(header.get("ss_clip_skip")),
-            "max_tokens": _number(header.get("ss_max_token_length")) or TextSection().max_tokens,
-            "t5_tokens": _number(header.get(T5_TOKENS)),
+            "max_tokens": _number(header.get("ss_max_token_length")) or TextEncoderSection().max_tokens,
+            "max_sequence_length": _number(header.get(T5_TOKENS)),
         }
         try:
-            text = TextSection.model_validate(said)
+            text = TextEncoderSection.model_validate(said)
         except ValidationError:
             say(f"how captions were read cannot be told by the file's header ({said}): the usual way is followed")
-            text = TextSection()
+            text = TextEncoderSection()
         without, zero = header.get(WITHOUT) == "True", header.get("ss_zero_terminal_snr") == "True"
     else:
         return config
     if zero:
         config = config.model_copy(update={"noise": config.noise.model_copy(update={"zero_terminal_snr": True})})
-    own = {name: getattr(config.text, name) for name in READING}
-    if own != {name: getattr(TextSection(), name) for name in READING}:
+    own = {name: getattr(config.text_encoder, name) for name in READING}
+    if own != {name: getattr(TextEncoderSection(), name) for name in READING}:
         return config
-    read = config.text.model_copy(update={name: getattr(text, name) for name in READING})
+    read = config.text_encoder.model_copy(update={name: getattr(text, name) for name in READING})
     model = config.model.model_copy(update={"without_t5": config.model.without_t5 or without})
-    return config.model_copy(update={"text": read, "model": model})
+    return config.model_copy(update={"text_encoder": read, "model": model})
 
 
 def _number(said: str | None) -> int | None:
@@ -125,4 +127,4 @@ def _number(said: str | None) -> int | None:
 
 def caches_texts(config: Config, family: Family) -> bool:
     """Whether captions are cached: where no text encoder is trained, or a large one is not."""
-    return not config.text.trained or bool(family.left_in_cache(family.text_rates(config.text.learning_rates)))
+    return not config.trains_text or bool(family.left_in_cache(family.text_rates(config.text_encoder.learning_rates)))

@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from lora_trainer.core.disk import current, until_written
+from lora_trainer.core.disk import current, write_with_retry
 from lora_trainer.core.io import read_json, write_json
 
 FILE = "run.json"
@@ -17,7 +17,7 @@ Status = Literal["running", "done", "refused", "failed", "stopped"]
 
 @dataclass(frozen=True)
 class Record:
-    """The document. `seconds` has `PHASES`, over all sessions; `samples` names the recipes of drawn pictures."""
+    """The document. `seconds` has `PHASES`, over all sessions; `samples` names the recipes of drawn images."""
 
     name: str
     status: Status = "running"
@@ -48,7 +48,7 @@ class Record:
     memory: dict[str, float] = field(default_factory=dict)
     seen: dict[str, float] = field(default_factory=dict)  # by the watches of the last session (monitor/watches.py)
     samples: tuple[str, ...] = ()
-    weights: tuple[str, ...] = ()  # LoRA files of `checkpoint.weights_every_steps`
+    weights: tuple[str, ...] = ()  # LoRA files of `checkpoint.export_every_n_steps`
     checkpoints: dict[str, Any] = field(default_factory=dict)  # of the last session: how many, and what they took
     events: tuple[dict[str, Any], ...] = ()  # of events.jsonl, the newest `SHOWN_EVENTS`
 
@@ -66,7 +66,7 @@ def write_record(folder: Path, record: Record) -> None:
         write_json(folder / FILE, asdict(replace(record, steps=max(record.steps, run.step))))
 
     run.keep(FILE, again)
-    until_written(FILE, folder, lambda: write_json(folder / FILE, asdict(record)))
+    write_with_retry(FILE, folder, lambda: write_json(folder / FILE, asdict(record)))
 
 
 def latest(folder: Path, record: Record) -> Record:

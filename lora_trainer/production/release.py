@@ -33,7 +33,7 @@ from lora_trainer.export.metadata import FlowFacts, TrainingFacts
 from lora_trainer.export.weights import LoraWeights, weights_from_peft
 from lora_trainer.models.family import Family
 from lora_trainer.models.lora_files import names_of
-from lora_trainer.models.memory.streaming import bring
+from lora_trainer.models.memory.block_swap import move_to_device
 from lora_trainer.models.words import to_embeddings
 from lora_trainer.optim.schedules import warmup_length
 from lora_trainer.production.choices import DTYPES, Choices, usable_bytes
@@ -44,16 +44,16 @@ from lora_trainer.training.build import Built, trained_process
 from lora_trainer.training.checkpoints.best import read_best
 from lora_trainer.training.checkpoints.checkpoint import step_name
 from lora_trainer.training.state import TrainState
-from lora_trainer.training.step import Learner
+from lora_trainer.training.step import StepContext
 from lora_trainer.training.texts import text_alpha, text_rank
 
 WEIGHTS = "weights"  # the folder of LoRA files that are kept for good
-ROOM_TO_DRAW = 2.0  # of the denoiser's size: a whole pipeline and its pictures take less
+ROOM_TO_DRAW = 2.0  # of the denoiser's size: a whole pipeline and its images take less
 
 
 @dataclass(frozen=True)
 class Released:
-    """The weights that are exported: of which step, its held-out loss, and why that step."""
+    """The weights that are exported: of which step, its validation loss, and why that step."""
 
     step: int
     held_out: float | None
@@ -64,23 +64,23 @@ class Released:
         return {"step": self.step, "held_out": self.held_out, "reason": self.reason}
 
 
-def choose_released(config: Config, checkpoints: Path, state: TrainState, learner: Learner) -> Released:
+def choose_released(config: Config, checkpoints: Path, state: TrainState, learner: StepContext) -> Released:
     """The weights of the best step where something was held out and they are asked for; else the last."""
-    step = RELEASED_STEP[config.checkpoint.release](state)
+    step = RELEASED_STEP[config.checkpoint.export_weights](state)
     last = f"the last, step {state.step}"
     if state.validation is not None:
-        last += f", has held-out loss {state.validation:.4f}"
+        last += f", has validation loss {state.validation:.4f}"
     if step != state.step and (weights := read_best(checkpoints, step)) is not None:
-        reason = f"held-out loss was lowest at step {step}: {state.best_validation:.4f}; {last}"
+        reason = f"validation loss was lowest at step {step}: {state.best_validation:.4f}; {last}"
         return Released(step, state.best_validation, weights, reason)
     if step != state.step:
         reason = f"the weights of step {step}, the best, cannot be read; {last}"
-    elif config.checkpoint.release == "last":
-        reason = f"checkpoint.release asks for {last}"
+    elif config.checkpoint.export_weights == "last":
+        reason = f"checkpoint.export_weights asks for {last}"
     elif state.best_step is None:
         reason = "the last, as nothing was held out"
     else:
-        reason = f"held-out loss was lowest at the end: {state.validation:.4f}"
+        reason = f"validation loss was lowest at the end: {state.validation:.4f}"
     return Released(state.step, state.validation, learner.shown(), reason)
 
 
@@ -102,7 +102,11 @@ def lora_weights(config: Config, inputs: Inputs, trained: Mapping[str, Tensor]) 
     for prefix in encoders:
         own = {name.removeprefix(prefix): value for name, value in trained.items() if name.startswith(prefix)}
         found |= weights_from_peft(own, prefix.removesuffix("."), alpha).modules
-    words = to_embeddings(trained, inputs.family.word_texts, config.text.tokens) if config.text.tokens else {}
+    words = (
+        to_embeddings(trained, inputs.family.word_texts, config.textual_inversion.placeholder_tokens)
+        if config.textual_inversion.placeholder_tokens
+        else {}
+    )
     return LoraWeights(found, embeddings=words)
 
 
@@ -115,7 +119,7 @@ def untrained_words(words: Sequence[str], train: Sequence[Sample]) -> tuple[str,
 def untrained_word(word: str) -> Finding:
     """What the summary and the record say of such a word beside the LoRA's score, which does not ask for it."""
     message = f"The new word {word!r} is untrained: no caption of the run held it, and no file of its own is written."
-    fix = f"Write it into the captions, or set captions.trigger={word}, and train again."
+    fix = f"Write it into the captions, or set captions.trigger_word={word}, and train again."
     return Finding("untrained_word", "warning", message, fix)
 
 
@@ -123,7 +127,7 @@ def cause_told(finding: Finding, config: Config, step: int) -> Finding:
     """The finding that a LoRA changes nothing with what its training was; others as they are."""
     if finding.code != "changes_nothing":
         return finding
-    was = f"{counted(step, 'step')} at optim.learning_rate={config.optim.learning_rate:g}"
+    was = f"{counted(step, 'step')} at optimizer.learning_rate={config.optimizer.learning_rate:g}"
     return replace(
         finding, fix=f"It was trained for {was}, which is too little: set train.max_steps or the rate higher."
     )
@@ -131,7 +135,7 @@ def cause_told(finding: Finding, config: Config, step: int) -> Finding:
 
 def in_effect(config: Config, alpha: float, rank: int) -> float:
     """The alpha that gives the scale of the training, as alpha / rank."""
-    return alpha * math.sqrt(rank) if config.lora.rank_stabilised else alpha
+    return alpha * math.sqrt(rank) if config.lora.use_rslora else alpha
 
 
 def training_facts(
@@ -144,7 +148,7 @@ def training_facts(
     started: float,
 ) -> TrainingFacts:
     """What the file's header says of the run; `trained` is the step that the weights are of."""
-    targets = config.lora.targets
+    targets = config.lora.target_modules
     base_version, architecture = inputs.family.base_names(inputs.facts)
     process = trained_process(inputs.family.make_process(inputs.facts.path), config, torch.device("cpu"))
     return TrainingFacts(
@@ -157,30 +161,30 @@ def training_facts(
         resolution=(inputs.resolution, inputs.resolution),
         steps=trained,
         epochs=-(-trained // steps.steps_per_epoch),
-        batch=config.batch.effective,
-        learning_rate=config.optim.learning_rate,
-        optimizer=config.optim.name,
-        schedule=config.schedule.name,
+        batch=config.train.effective_batch_size,
+        learning_rate=config.optimizer.learning_rate,
+        optimizer=config.optimizer.name,
+        schedule=config.lr_scheduler.name,
         seed=config.train.seed,
         started=started,
         finished=time.time(),
         version=__version__,
         prediction=inputs.facts.prediction,
-        warmup_steps=warmup_length(config.schedule, steps.total),
+        warmup_steps=warmup_length(config.lr_scheduler, steps.total),
         mixed_precision={torch.float32: "no", torch.bfloat16: "bf16", torch.float16: "fp16"}[choices.dtype],
         min_snr_gamma=config.loss.min_snr_gamma,
-        huber_delta=config.loss.huber_delta if config.loss.kind == "huber" else None,
+        huber_delta=config.loss.huber_delta if config.loss.type == "huber" else None,
         noise_offset=config.noise.offset or None,
         multires_iterations=config.noise.multires_iterations or None,
         multires_discount=config.noise.multires_discount if config.noise.multires_iterations else None,
         input_perturbation=config.noise.input_perturbation or None,
         zero_terminal_snr=process.prediction != "flow" and bool(process.alphas_cumprod[-1] == 0),
         dropout=config.lora.dropout,
-        rank_stabilised=config.lora.rank_stabilised,
+        rank_stabilized=config.lora.use_rslora,
         ema_decay=config.train.ema_decay,
         flow=flow_facts(process),
         **captions_read(config),
-        **pictures_shown(config, inputs),
+        **images_shown(config, inputs),
     )
 
 
@@ -188,16 +192,16 @@ def captions_read(config: Config) -> dict[str, Any]:
     """What the file's header says of how captions were changed and read, and of the text encoders' own LoRA."""
     return {
         "caption_dropout": config.captions.dropout,
-        "caption_dropout_every_epochs": config.captions.dropout_every_epochs,
+        "caption_dropout_every_epochs": config.captions.dropout_every_n_epochs,
         "caption_tag_dropout": config.captions.tag_dropout,
         "shuffle_captions": config.captions.shuffle,
         "keep_tokens": config.captions.keep_tokens,
         "trigger": ", ".join(triggers(config)) or None,
-        "clip_skip": config.text.clip_skip,
-        "max_tokens": config.text.max_tokens,
-        "t5_tokens": config.text.t5_tokens,
+        "clip_skip": config.text_encoder.clip_skip,
+        "max_tokens": config.text_encoder.max_tokens,
+        "t5_tokens": config.text_encoder.max_sequence_length,
         "without_t5": config.model.without_t5,
-        "text_rates": config.text.learning_rates,
+        "text_rates": config.text_encoder.learning_rates,
         "text_alpha": text_alpha(config),
     }
 
@@ -211,20 +215,20 @@ def flow_facts(process: Process) -> FlowFacts | None:
     return FlowFacts(times.kind, times.logit_mean, times.logit_spread, times.mode_scale, shift)
 
 
-def pictures_shown(config: Config, inputs: Inputs) -> dict[str, Any]:
-    """What the file's header says of how the pictures were shown, and of how many there were."""
+def images_shown(config: Config, inputs: Inputs) -> dict[str, Any]:
+    """What the file's header says of how the images were shown, and of how many there were."""
     framings = trained_framings(config, inputs.facts)
-    kept = sum(sample.regularisation for sample in inputs.train)
+    kept = sum(sample.regularization for sample in inputs.train)
     return {
         "samples": len(inputs.train) - kept,
-        "regularisation": kept,
+        "regularization": kept,
         "held_out": len(inputs.held_out),
         "buckets": {(bucket.width, bucket.height): count for bucket, count in inputs.train_plan.counts.items()},
         "bucket_sides": (config.data.bucket_min, config.data.bucket_max),
-        "no_upscale": config.data.no_upscale,
+        "no_upscale": config.data.bucket_no_upscale,
         "flip": any(framing.flip for framing in framings),
         "random_crop": any(framing.crops > 1 for framing in framings),
-        "recoloured": any(framing.colours for framing in framings),
+        "recolored": any(framing.colors for framing in framings),
     }
 
 
@@ -255,7 +259,7 @@ def judge_lora(
 ) -> LoraReport:
     """The LoRA gate's report on the exported file; on training samples where none are held out.
 
-    Raises TrainingFailed, which says how to judge it later, when the card is too small for that even layer by layer.
+    Raises TrainingFailed, which says how to judge it later, when the GPU is too small for that even layer by layer.
     """
 
     def judge(usable: int | None) -> LoraReport:
@@ -341,10 +345,10 @@ def making_room(built: Built, config: Config, choices: Choices) -> Iterator[None
     if usable is None or usable > ROOM_TO_DRAW * another:
         yield
         return
-    bring(denoiser, torch.device("cpu"))
+    move_to_device(denoiser, torch.device("cpu"))
     free_memory(device)
     try:
         yield
     finally:
         free_memory(device)
-        bring(denoiser, device)
+        move_to_device(denoiser, device)

@@ -22,7 +22,7 @@ TRAINED_TEXTS = "trained text encoders"
 
 def fixed_settings(config: Config, inputs: Inputs, choices: Choices) -> dict[str, Any]:
     """What a checkpoint is only good for: settings, data and model."""
-    dumped = config.model_dump(mode="json", by_alias=True)
+    dumped = config.model_dump(mode="json")
     values = {name: dumped[name.split(".")[0]][name.split(".")[1]] for name in FIXED}
     own = {number: source["captions"] for number, source in enumerate(dumped["data"]["sources"]) if source["captions"]}
     values |= {"data.sources with captions of their own": list(own)}
@@ -38,9 +38,9 @@ def fixed_settings(config: Config, inputs: Inputs, choices: Choices) -> dict[str
         "data.sources": shown_by_source(config),
         "trained resolution": inputs.resolution,  # also where it is the model's own under a tier's ceiling
         "model": weights_digest(folder / family.denoiser_prefix),
-        "autoencoder": image_key,
+        "VAE": image_key,
         "text encoder": text_key,
-        TRAINED_TEXTS: list(family.text_rates(config.text.learning_rates)),
+        TRAINED_TEXTS: list(family.text_rates(config.text_encoder.learning_rates)),
         "the model's noise": f"{process.prediction}, {process.timesteps} timesteps, signal {first:.6g} to {last:.6g}{shift}",
         "data": inputs.manifest.data_hash,
         "precision": choices.precision.value,
@@ -48,7 +48,7 @@ def fixed_settings(config: Config, inputs: Inputs, choices: Choices) -> dict[str
 
 
 def shown_by_source(config: Config) -> list[dict[str, Any]]:
-    """What sources say of their pictures in place of `[data]`; empty where none does."""
+    """What sources say of their images in place of `[data]`; empty where none does."""
     said = [source.model_dump(mode="json", include=set(SHOWN_BY), exclude_none=True) for source in config.data.sources]
     return said if any(said) else []
 
@@ -70,7 +70,7 @@ def find_start(folder: Path, settings: dict[str, Any], console: Console, config:
     path, checkpoint = found
     saved = {TRAINED_TEXTS: [], **checkpoint.settings}  # older runs trained none
     changed = {name: old for name, old in saved.items() if settings.get(name) != old}
-    if any(name.startswith("text.") for name in changed):
+    if any(name.startswith(("text_encoder.", "textual_inversion.")) for name in changed):
         changed.pop("text encoder", None)  # how captions are read is part of its key
     if changed:
         raise UsageError([differing(name, old, settings.get(name), folder, config) for name, old in changed.items()])
@@ -92,13 +92,13 @@ def differing(name: str, old: Any, new: Any, folder: Path, config: Config) -> Pr
     fix = "Set it back, or start a new --name."
     if name == "model":
         return Problem("The model's weights differ from those that the run began with.", fix)
-    if name in ("autoencoder", "text encoder"):
+    if name in ("VAE", "text encoder"):
         return Problem(f"The model's {name} differs from the one that the run began with.", fix)
     if name == "data":
         now, before = [source.path for source in with_absolute_paths(config).data.sources], earlier_sources(folder)
-        here = ", ".join(now) or "the built-in data set"
+        here = ", ".join(now) or "the built-in dataset"
         where = f"{', '.join(before)} → {here}" if before and before != now else here
-        return Problem(f"The pictures, captions or weights differ: {where}.", fix)
+        return Problem(f"The images, captions or weights differ: {where}.", fix)
     return Problem(f"{name} was {shown(old)} and is now {shown(new)}.", fix)
 
 

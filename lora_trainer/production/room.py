@@ -53,7 +53,7 @@ def patience_of(order: Order) -> Patience:
 def room_for(config: Config, folder: Path, shapes: Sequence[tuple[int, ...]], done: int, total: int) -> Room:
     """Room for the steps from `done` to `total` of an adapter of these shapes.
 
-    Pictures are not counted: a full disk costs a run its pictures and no more.
+    Images are not counted: a full disk costs a run its images and no more.
     """
     there = list_checkpoints(folder / "checkpoints")
     written = [*(folder / "checkpoints").rglob("*"), *folder.glob(f"{folder.name}*.safetensors")]

@@ -17,7 +17,7 @@ from rich.console import Console
 from lora_trainer.config.layers import Resolved
 from lora_trainer.config.options import suited
 from lora_trainer.config.schema import GatesSection
-from lora_trainer.core.disk import FULL, Patience, patient, refusal, until_written
+from lora_trainer.core.disk import FULL, Patience, patient, refusal, write_with_retry
 from lora_trainer.core.errors import (
     DONE,
     LORA_REFUSED,
@@ -107,7 +107,7 @@ def train(
 ) -> RunResult:
     """Train one LoRA.
 
-    With `enforce_gates` a data set or a LoRA that scores below its gate is refused;
+    With `enforce_gates` a dataset or a LoRA that scores below its gate is refused;
     without, only data that cannot be trained on. With `verbose` what is only recorded otherwise is printed too. Lines go to `console`, by default stdout;
     `watch` is called as the run moves on. Raises UserError for everything a user
     can mend; what was trained until then is saved and recorded.
@@ -127,7 +127,7 @@ def train(
     order = for_its_model(order)
     inputs = read_inputs(order.config, families, weights=False)
     show_report(inputs, console)
-    if dry_run and inputs.train:  # a refused data set's plan is worth seeing too
+    if dry_run and inputs.train:  # a refused dataset's plan is worth seeing too
         from lora_trainer.production.dry_run import show_plan
 
         show_plan(order, inputs)
@@ -148,7 +148,7 @@ def nothing_to_do(order: Order, record: Mapping[str, Any]) -> RunResult:
     if ended_early(order, dict(record)):
         order.console.print(
             f"{order.folder} stopped early at step {steps}: {record.get('reason')}."
-            " Nothing to do; a higher control.patience goes on from there."
+            " Nothing to do; a higher safeguards.patience goes on from there."
         )
         return RunResult(order.folder, record, int(record.get("exit_code") or DONE))
     order.console.print(
@@ -158,7 +158,7 @@ def nothing_to_do(order: Order, record: Mapping[str, Any]) -> RunResult:
 
 
 def total_steps(order: Order, inputs: Inputs) -> int:
-    return arithmetic(order.config, inputs.train, order.config.batch.effective, processes=1).total
+    return arithmetic(order.config, inputs.train, order.config.train.effective_batch_size, processes=1).total
 
 
 @listening()
@@ -214,7 +214,7 @@ def refuse_data(inputs: Inputs, *, enforce_gates: bool) -> None:
     if enforce_gates and not report.passed:
         raise DatasetRefused(
             Problem(
-                f"The data set scores {report.score:.2f}, under the gate of {report.gate:.2f}.",
+                f"The dataset scores {report.score:.2f}, under the gate of {report.gate:.2f}.",
                 "lora-trainer check shows what to mend; --set gates.dataset=… changes the gate.",
             ),
             report,
@@ -237,7 +237,7 @@ def run_recorded(order: Order, inputs: Inputs) -> RunResult:
         from lora_trainer.training.processes import join_processes
 
     began, folder = time.monotonic(), order.folder
-    set_allocator(expandable=order.config.memory.expandable_segments)  # before a card is woken
+    set_allocator(expandable=order.config.memory.expandable_segments)  # before a GPU is woken
     join_processes(
         order.config.train.process_timeout_minutes
     ).wait()  # all must have found the folder free before one of them claims it
@@ -318,7 +318,7 @@ def mark_refused(folder: Path, report: LoraReport | None) -> None:
     lines = [f"{folder.name}.safetensors was refused. {' '.join(report.reasons)}"]
     lines += [f"{finding.severity}: {finding.message} {finding.fix}".rstrip() for finding in report.findings]
     text = "\n".join(lines) + "\n"
-    until_written(note.name, folder, lambda: write_text(note, text), len(text))
+    write_with_retry(note.name, folder, lambda: write_text(note, text), len(text))
 
 
 def keep(folder: Path, record: Record) -> None:
@@ -378,7 +378,7 @@ def ended_by(error: BaseException, record: Record) -> Record:
 
 def first_record(order: Order, inputs: Inputs, earlier: Mapping[str, Any]) -> Record:
     """What is known before training; durations of earlier sessions of the run are kept, and where it last ran."""
-    config = with_absolute_paths(order.config).model_dump(mode="json", by_alias=True)
+    config = with_absolute_paths(order.config).model_dump(mode="json")
     versions = package_versions()
     return Record(
         name=order.folder.name,

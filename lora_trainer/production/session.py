@@ -15,13 +15,13 @@ from torch import Tensor
 
 from lora_trainer.config.schema import AttentionName, Config
 from lora_trainer.core.errors import UserError, first_line
-from lora_trainer.core.interrupt import GivenUp, can_be_given_up
+from lora_trainer.core.interrupt import StepAborted, can_be_given_up
 from lora_trainer.data.caches.upkeep import keep_limit
 from lora_trainer.data.loader import CachedData
 from lora_trainer.data.steps import StepArithmetic, micro_shapes
 from lora_trainer.evaluation.held_out import EncodedSample, held_out_losses
 from lora_trainer.evaluation.loading import free_memory
-from lora_trainer.models.memory.streaming import bring
+from lora_trainer.models.memory.block_swap import move_to_device
 from lora_trainer.monitor.progress import Progress
 from lora_trainer.production.caching import CachePlans, cached_data, fill_caches, plan_caches, validation_samples
 from lora_trainer.production.choices import Choices, asked_by_user, cap_memory, choose
@@ -33,13 +33,13 @@ from lora_trainer.production.messages import model_lines, show_captions, show_un
 from lora_trainer.production.order import Order
 from lora_trainer.production.record import read_record
 from lora_trainer.production.release import draw_while_training, export_step, withdraw_after
-from lora_trainer.training.build import Built, build_learner
+from lora_trainer.training.build import Built, build_step_context
 from lora_trainer.training.hardware import rounds_alike_anywhere, set_hardware
-from lora_trainer.training.job import Job
+from lora_trainer.training.job import LoopContext
 from lora_trainer.training.layout import Layout
 from lora_trainer.training.processes import Processes, join_processes
-from lora_trainer.training.state import Fit, TrainState
-from lora_trainer.training.step import Learner
+from lora_trainer.training.state import OomFallback, TrainState
+from lora_trainer.training.step import StepContext
 from lora_trainer.training.texts import told_now
 
 VALIDATION_TIMESTEPS = 8
@@ -80,7 +80,7 @@ class Prepared:
     session: Session
     built: Built
     feed: Feed
-    job: Job
+    job: LoopContext
     held_out: list[EncodedSample]
     cache_seconds: float
 
@@ -118,7 +118,7 @@ def prepare(session: Session, settings: dict[str, Any]) -> Prepared:
         console.print(note)
     data = cached_data(session.config, inputs, plans)
     if not session.config.cache.latents:
-        console.print("latents are encoded while training (cache.latents=false); the autoencoder stays loaded")
+        console.print("latents are encoded while training (cache.latents=false); the VAE stays loaded")
         fresh = fresh_latents(session.config, inputs, session.choices, session.processes.world)
         data = replace(data, fresh=fresh)
     session = with_found_micro(session, built.learner, data)
@@ -127,23 +127,26 @@ def prepare(session: Session, settings: dict[str, Any]) -> Prepared:
     return Prepared(session, built, feed, job, held_out, cache_seconds)
 
 
-def with_found_micro(session: Session, learner: Learner, data: CachedData) -> Session:
-    """The session with the micro batch that `batch.find_micro` finds, which is said with its numbers.
+def with_found_micro(session: Session, learner: StepContext, data: CachedData) -> Session:
+    """The session with the micro-batch that `train.auto_find_micro_batch_size` finds, which is said with its numbers.
 
     A run that is gone on with keeps what was found when it began: another size would change its rounding.
     """
     config, processes = session.config, session.processes
-    if not config.batch.find_micro:
+    if not config.train.auto_find_micro_batch_size:
         return session
-    most = min(-(-config.batch.effective // processes.world), config.batch.max_micro or config.batch.effective)
+    most = min(
+        -(-config.train.effective_batch_size // processes.world),
+        config.train.max_micro_batch_size or config.train.effective_batch_size,
+    )
     found = earlier_find(session.folder) if session.order.resume else None
     if found is not None:
-        micro, reason = min(found, most), "as it was found when the run began (batch.find_micro)"
+        micro, reason = min(found, most), "as it was found when the run began (train.auto_find_micro_batch_size)"
     else:
         with nullcontext() if learner.compiled is None else learner.compiled.off():
             micro, reason = find_micro(config, session.inputs, learner, data, most)
         micro = smallest(micro, processes)
-    session.console.print(f"micro batch {micro}: {reason}")
+    session.console.print(f"micro-batch {micro}: {reason}")
     choices = replace(session.choices, micro=micro, micro_reason=reason)
     steps = arithmetic(config, session.inputs.train, micro, processes.world)
     return replace(session, choices=choices, steps=steps)
@@ -194,7 +197,7 @@ def layout_of(session: Session) -> Layout:
 def build(session: Session) -> Built:
     processes = session.processes
     config, asked = with_attention_of_before(session)
-    built = build_learner(
+    built = build_step_context(
         config,
         session.inputs.family,
         session.inputs.facts,
@@ -206,7 +209,7 @@ def build(session: Session) -> Built:
     )
     return replace(
         built,
-        learner=replace(built.learner, rank=processes.rank, world=processes.world, await_card=processes.await_card),
+        learner=replace(built.learner, rank=processes.rank, world=processes.world, await_gpu=processes.await_gpu),
     )
 
 
@@ -216,10 +219,14 @@ def with_attention_of_before(session: Session) -> tuple[Config, bool]:
     Another time might give another answer, and another attention rounds otherwise.
     """
     config, order = session.config, session.order
-    if config.memory.attention != "fastest" or not order.resume or (name := earlier_attention(order.folder)) is None:
-        return config, asked_by_user(order.resolved, "memory.attention")
-    session.console.print(f"attention {name}: the fastest when the run began (memory.attention=fastest)")
-    return config.model_copy(update={"memory": config.memory.model_copy(update={"attention": name})}), False
+    if (
+        config.hardware.attention_backend != "fastest"
+        or not order.resume
+        or (name := earlier_attention(order.folder)) is None
+    ):
+        return config, asked_by_user(order.resolved, "hardware.attention_backend")
+    session.console.print(f"attention {name}: the fastest when the run began (hardware.attention_backend=fastest)")
+    return config.model_copy(update={"hardware": config.hardware.model_copy(update={"attention_backend": name})}), False
 
 
 def earlier_threads(folder: Path) -> int | None:
@@ -237,7 +244,7 @@ def earlier_attention(folder: Path) -> str | None:
 
 
 def largest_latents(session: Session) -> tuple[int, int, int, int]:
-    """The shape [B, C, h, w] of a micro batch of the run's largest bucket."""
+    """The shape [B, C, h, w] of a micro-batch of the run's largest bucket."""
     facts, buckets = session.inputs.facts, session.inputs.train_plan.counts
     bucket = max(buckets, key=lambda bucket: bucket.width * bucket.height)
     height, width = bucket.height // facts.downscale, bucket.width // facts.downscale
@@ -246,8 +253,8 @@ def largest_latents(session: Session) -> tuple[int, int, int, int]:
 
 def make_job(
     session: Session, built: Built, feed: Feed, held_out: list[EncodedSample], settings: dict[str, Any]
-) -> Job:
-    """The loop's job: how to get the micro batches of a step, validate and sample."""
+) -> LoopContext:
+    """The loop's job: how to get the micro-batches of a step, validate and sample."""
     config, learner = session.config, built.learner
 
     def predict(*arguments: Any) -> Tensor:
@@ -282,12 +289,12 @@ def make_job(
     def export(step: int, weights: Mapping[str, Tensor]) -> None:
         export_step(session.folder, config, session.inputs, session.steps, session.choices, built.shapes, step, weights)
 
-    return Job(
+    return LoopContext(
         config=config,
         folder=session.folder,
         learner=learner,
         processes=session.processes,
-        planned=Fit(session.choices.micro, built.checkpointed, streamed=built.streamed),
+        planned=OomFallback(session.choices.micro, built.checkpointed, swapped=built.swapped),
         total_steps=session.steps.total,
         steps_per_epoch=session.steps.steps_per_epoch,
         samples_in=feed.plan.size,
@@ -303,7 +310,7 @@ def make_job(
 
 
 def try_to_draw(session: Session, built: Built, state: TrainState) -> None:
-    """Pictures while training. Out of memory or a full disk there must not end the training: it is said, no more."""
+    """Images while training. Out of memory or a full disk there must not end the training: it is said, no more."""
     try:
         draw_while_training(
             session.folder,
@@ -315,7 +322,7 @@ def try_to_draw(session: Session, built: Built, state: TrainState) -> None:
             state,
             session.console.print,
         )
-    except GivenUp:
+    except StepAborted:
         reason = "a signal came"
     except (RuntimeError, ValueError, OSError, MemoryError, UserError) as error:
         reason = first_line(error)
@@ -323,5 +330,5 @@ def try_to_draw(session: Session, built: Built, state: TrainState) -> None:
         return
     # Out here nothing holds the pipeline that drew any more, and there is room for the denoiser, where it made way.
     free_memory(session.choices.device)
-    bring(built.learner.denoiser, session.choices.device)
-    session.console.print(f"no pictures at step {state.step}: {reason}")
+    move_to_device(built.learner.denoiser, session.choices.device)
+    session.console.print(f"no images at step {state.step}: {reason}")

@@ -12,7 +12,7 @@ from lora_trainer.config.layers import Layer, Resolved, resolve, valid_settings
 from lora_trainer.config.presets import family_layers
 from lora_trainer.config.schema import Config
 from lora_trainer.config.schema.inputs import ModelSection
-from lora_trainer.config.schema.types import Variant
+from lora_trainer.config.schema.types import Flavor
 from lora_trainer.config.toml import EMPTY
 from lora_trainer.core.errors import Problem, UsageError, known_as
 from lora_trainer.models.attention.packages import lacking
@@ -58,8 +58,8 @@ def go_offline(config: Config) -> None:
 
 def refuse_missing_attention(resolved: Resolved) -> None:
     """Raise UsageError, before anything is loaded, for an attention that the user named and whose package is not here."""
-    problem = lacking(resolved.config.memory.attention)
-    if problem is not None and from_user(resolved.origin["memory.attention"]):
+    problem = lacking(resolved.config.hardware.attention_backend)
+    if problem is not None and from_user(resolved.origin["hardware.attention_backend"]):
         raise UsageError(problem)
 
 
@@ -125,8 +125,8 @@ def _plain_section(model: Mapping[str, Any]) -> ModelSection:
     """The same as a section; values of a wrong kind are left out here and refused with all the other settings."""
     texts = ("path", "revision", "vae", "text_encoders")
     values: dict[str, Any] = {key: model[key] for key in texts if isinstance(model.get(key), str)}
-    if model.get("variant") in get_args(Variant):
-        values["variant"] = model["variant"]
+    if model.get("flavor") in get_args(Flavor):
+        values["flavor"] = model["flavor"]
     return ModelSection(**values, without_t5=model.get("without_t5") is True)
 
 

@@ -31,7 +31,7 @@ Source = str | os.PathLike[str]
 
 @dataclass(frozen=True)
 class Setting:
-    """One setting of a run: `optim.learning_rate`, its value, and which default, preset, file or argument gave it."""
+    """One setting of a run: `optimizer.learning_rate`, its value, and which default, preset, file or argument gave it."""
 
     name: str
     value: Any
@@ -42,7 +42,7 @@ class ProductionTrainer:
     """One LoRA: check the data, settle the settings, train watched, judge, release or refuse.
 
     Everything may be left out: without `model` the built-in base is used, without `data` the
-    built-in data set. `presets` are names such as `12gb` and `quality`, or `auto`. `settings`
+    built-in dataset. `presets` are names such as `12gb` and `quality`, or `auto`. `settings`
     are `{"lora.rank": 8}` or `{"lora": {"rank": 8}}`. Layers, later wins: defaults, family
     preset, `presets`, `config` (a TOML file), `settings`, the other arguments.
 
@@ -65,8 +65,8 @@ class ProductionTrainer:
     ) -> None:
         quieten_libraries()
         asked = [presets] if isinstance(presets, str) else list(presets)
-        wants_card = any(each.strip() == AUTO for part in asked for each in part.split(","))
-        chosen = preset_layers(asked, cuda_memory_gib() if wants_card else None)
+        wants_gpu = any(each.strip() == AUTO for part in asked for each in part.split(","))
+        chosen = preset_layers(asked, cuda_memory_gib() if wants_gpu else None)
         problems = list(chosen.problems)
         layers = [Layer(f"config {os.fspath(config)}", read_toml(Path(config)))] if config is not None else []
         layers.append(Layer("settings", _nested(settings or {}, problems)))
@@ -107,7 +107,7 @@ class ProductionTrainer:
         return make_plan(self._resolved)
 
     def choices(self) -> tuple[str, ...]:
-        """What this machine makes of the settings, each with its reason: precision, micro batch."""
+        """What this machine makes of the settings, each with its reason: precision, micro-batch."""
         from lora_trainer.production.choices import choose
         from lora_trainer.training.processes import join_processes
 

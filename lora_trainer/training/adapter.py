@@ -3,7 +3,7 @@
 Small updates vanish when they are added to bf16 weights, and fp32 adapters on a bf16 base
 cost a cast and a saved input in every layer. So both are kept: the layers hold copies in
 the base's precision, the optimizer holds fp32 masters, and gradients and weights cross
-between them once a micro batch and once a step.
+between them once a micro-batch and once a step.
 """
 
 from __future__ import annotations

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from lora_trainer.models.compiled import Compiled
 from lora_trainer.training.adapter import Adapter
-from lora_trainer.training.micro import Micro
-from lora_trainer.training.step import Learner, backward, give_up_step
+from lora_trainer.training.micro_batch import MicroBatch
+from lora_trainer.training.step import StepContext, abort_step, backward
 
 MARGIN = 4.0  # compiled blocks round at other places, and sum in another order
 TF32 = 2.0**-10  # its last digit
@@ -35,7 +35,7 @@ class Agreement:
 
 
 def agreement(
-    learner: Learner, compiled: Compiled, micros: Sequence[Micro], samples: int, *, tf32: bool
+    learner: StepContext, compiled: Compiled, micros: Sequence[MicroBatch], samples: int, *, tf32: bool
 ) -> Agreement | None:
     """Compiled and eager gradients of the same samples and noise; None where eager's are zero or not finite.
 
@@ -57,13 +57,13 @@ def agreement(
     return Agreement(float((found - wanted).norm()) / length, max(float((again - wanted).norm()) / length, unit))
 
 
-def gradients(learner: Learner, micros: Sequence[Micro], samples: int) -> Tensor:
-    """All of a step's gradients, one after the other, on the processor in float64; the masters keep none."""
+def gradients(learner: StepContext, micros: Sequence[MicroBatch], samples: int) -> Tensor:
+    """All of a step's gradients, one after the other, on the CPU in float64; the masters keep none."""
     torch.manual_seed(0)  # for dropout, which a step seeds by its place
     for micro in micros:
         backward(replace(learner, scaler=None), micro, samples)
     parts = [master.grad.flatten().cpu() for master in learner.masters if master.grad is not None]
-    give_up_step(learner)
+    abort_step(learner)
     return torch.cat(parts).double() if parts else torch.zeros(1, dtype=torch.float64)
 
 
@@ -78,7 +78,7 @@ def none_at_zero(adapter: Adapter) -> dict[str, Tensor]:
     }
 
 
-def nudged(micro: Micro, unit: float) -> Micro:
+def nudged(micro: MicroBatch, unit: float) -> MicroBatch:
     """The same with latents and noise larger or smaller by the share `unit`."""
     draw = torch.Generator().manual_seed(0)
     signs = torch.randint(0, 2, micro.latents.shape, generator=draw).mul_(2).sub_(1).to(micro.latents.device)

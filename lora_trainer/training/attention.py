@@ -31,12 +31,12 @@ def put_attention_on(
     asked: bool,
     reduce: Callable[[Tensor], Tensor] | None = None,
 ) -> AttentionChoice:
-    """Choose the attention and install it. `latents` is the shape [B, C, h, w] of the run's largest micro batch.
+    """Choose the attention and install it. `latents` is the shape [B, C, h, w] of the run's largest micro-batch.
 
     `reduce` sums over processes: all take the same where the fastest is wanted. Raises UsageError where what the user
     `asked` for does not work, or nothing does.
     """
-    wanted = config.memory.attention
+    wanted = config.hardware.attention_backend
     shapes: tuple[AttentionShape, ...]
     if device.type == "cuda" or wanted not in TORCH_ALONE:
         cond = family.cond_shapes(dict(denoiser.config))  # type: ignore[arg-type]  # diffusers' own
@@ -53,11 +53,11 @@ def put_attention_on(
 
 def attention_order(config: Config, asked: bool) -> tuple[str, ...]:
     """What to try when the wanted implementation fails; nothing when a user insisted on it."""
-    if asked and config.memory.attention != "auto":
+    if asked and config.hardware.attention_backend != "auto":
         return ()
     if config.train.deterministic:  # xformers does not say whether it gives the same bits each time
         return ("sdpa", "math")
-    if config.memory.attention == "xformers":
+    if config.hardware.attention_backend == "xformers":
         return ("xformers", "sdpa", "math")
     return ("sdpa", "xformers", "math")
 
@@ -65,7 +65,7 @@ def attention_order(config: Config, asked: bool) -> tuple[str, ...]:
 def timed_attentions(
     config: Config, device: torch.device, shapes: Sequence[AttentionShape], dtype: torch.dtype
 ) -> tuple[str, ...]:
-    """What `fastest` tries. Nothing that keeps every score on a card, where no plan of its memory would hold, or of many."""
+    """What `fastest` tries. Nothing that keeps every score on a GPU, where no plan of its memory would hold, or of many."""
     names = ALIKE if config.train.deterministic else tuple(KINDS)
     scores = max((shape.batch * shape.heads * shape.queries * shape.keys for shape in shapes), default=0)
     keeps = device.type != "cuda" and scores * dtype.itemsize <= MOST_SCORES

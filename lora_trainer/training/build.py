@@ -16,20 +16,20 @@ from lora_trainer.diffusion.timesteps import flow_times
 from lora_trainer.export.weights import shapes_of
 from lora_trainer.models.family import Family, ModelFacts
 from lora_trainer.models.lora import inject_lora, sum_updates, target_modules
+from lora_trainer.models.memory.block_swap import block_swap_note, move_to_device, swap_blocks
 from lora_trainer.models.memory.checkpointing import checkpoint_blocks, checkpointable_blocks
-from lora_trainer.models.memory.ledger import count_of, no_more
 from lora_trainer.models.memory.offload import offload_note, offloaded
-from lora_trainer.models.memory.streaming import bring, stream_blocks, streaming_note
-from lora_trainer.models.storage.store import counted_products, int8_products, narrower
+from lora_trainer.models.memory.profiles import count_of, no_more
+from lora_trainer.models.quantization.store import counted_products, int8_products, make_quantizer
 from lora_trainer.optim.clipping import make_clip
 from lora_trainer.optim.optimizers import WAITING, make_optimizer, shares_of
 from lora_trainer.training.adapter import make_adapter
 from lora_trainer.training.attention import put_attention_on
-from lora_trainer.training.average import make_average, shown_weights
 from lora_trainer.training.compiling import compiled_as_wanted
+from lora_trainer.training.ema import make_ema, shown_weights
 from lora_trainer.training.hardware import hardware_note, set_memory_order, try_convolutions
 from lora_trainer.training.layout import Layout
-from lora_trainer.training.step import Guard, Learner
+from lora_trainer.training.step import Guard, StepContext
 from lora_trainer.training.texts import TrainedTexts, build_texts
 
 
@@ -40,16 +40,16 @@ class Built:
     `details` are sentences for the record, printed in a verbose run alone.
     """
 
-    learner: Learner
+    learner: StepContext
     shapes: dict[str, tuple[int, ...]]
     attention: str
     checkpointed: int  # blocks
     notes: tuple[str, ...]
-    streamed: int = 0  # blocks
+    swapped: int = 0  # blocks
     details: tuple[str, ...] = ()
 
 
-def build_learner(
+def build_step_context(
     config: Config,
     family: Family,
     facts: ModelFacts,
@@ -62,32 +62,32 @@ def build_learner(
 ) -> Built:
     """Load the denoiser frozen, put the LoRA on it and make its optimizer.
 
-    `latents` is the shape [B, C, h, w] of the run's largest micro batch, which the attention is tried at.
+    `latents` is the shape [B, C, h, w] of the run's largest micro-batch, which the attention is tried at.
     Weights that are stored in fewer bits are narrowed one layer at a time, so that the wide ones are never all in memory.
     Raises UsageError for targets that match nothing, an attention that was asked for and
     does not work, or an optimizer that is not installed.
     """
     dtype = layout.dtype
-    on_the_way = torch.device("cpu") if layout.streamed else device
-    products, no_products = int8_products(config.memory.int8_products, layout.stored, device)
-    narrow = narrower(layout.stored, products=products, by=device)
+    on_the_way = torch.device("cpu") if layout.swapped else device
+    products, no_products = int8_products(config.memory.int8_matmul, layout.stored, device)
+    narrow = make_quantizer(layout.stored, products=products, by=device)
     denoiser = family.load_denoiser(facts.path, dtype, on_the_way, narrow)
     shapes = shapes_of({family.denoiser_prefix: denoiser})
     last = set_memory_order(denoiser, config, device)
     tried = try_convolutions(config, device, layout.shapes)
-    names = target_modules(denoiser, family, config.lora.targets)
+    names = target_modules(denoiser, family, config.lora.target_modules)
     attention = put_attention_on(
         denoiser, config, family, latents, dtype=dtype, device=device, asked=attention_asked, reduce=reduce
     )
     parameters = put_lora_on(denoiser, names, config)
-    streamed = stream_blocks(denoiser, layout.streamed, device)
-    bring(denoiser.train(), device)
+    swapped = swap_blocks(denoiser, layout.swapped, device)
+    move_to_device(denoiser.train(), device)
     blocks = len(checkpointable_blocks(denoiser))
     checkpointed = count_of(layout.checkpointing, blocks)
-    checkpoint_blocks(denoiser, checkpointed, config.memory.recompute)
+    checkpoint_blocks(denoiser, checkpointed, config.memory.checkpointing_mode)
     compiled, said = compiled_as_wanted(denoiser, config, layout, device)
     texts = build_texts(config, family, facts, dtype=dtype, device=device, checkpointed=checkpointed > 0)
-    learner = make_learner(
+    learner = make_step_context(
         config, family, facts, denoiser, parameters, dtype=dtype, device=device, reduce=reduce, texts=texts
     )
     whole = ", the text encoders' among them" if texts else ""
@@ -97,7 +97,7 @@ def build_learner(
         f"attention {attention.name}: {attention.reason}",
         f"gradient checkpointing {checkpointed} of {blocks} blocks{no_more(layout.checkpointing, blocks)}",
         *([counted_products(denoiser)] if products else [no_products] if no_products else []),
-        *streaming_note(denoiser, layout.streamed),
+        *block_swap_note(denoiser, layout.swapped),
         *offload_note(config.memory.offload_activations, device),
         hardware_note(config, device, last=last, tried=tried),
         *said,
@@ -108,10 +108,10 @@ def build_learner(
     broken = [failure for failure in attention.failures if failure not in absent]
     notes += (f"warning: an attention does not work here: {'; '.join(broken)}",) if broken else ()
     details = (f"not used for attention: {'; '.join(absent)}",) if absent else ()
-    return Built(replace(learner, compiled=compiled), shapes, attention.name, checkpointed, notes, streamed, details)
+    return Built(replace(learner, compiled=compiled), shapes, attention.name, checkpointed, notes, swapped, details)
 
 
-def make_learner(
+def make_step_context(
     config: Config,
     family: Family,
     facts: ModelFacts,
@@ -122,45 +122,45 @@ def make_learner(
     device: torch.device,
     reduce: Callable[[Tensor], Tensor] | None,
     texts: TrainedTexts | None = None,
-) -> Learner:
+) -> StepContext:
     """What a step works on, from a denoiser that stands ready with its LoRA's `parameters`, and trained `texts`."""
     adapter = make_adapter({**parameters, **(texts.parameters if texts else {})}, dtype)
     rates = texts.rates if texts else ()
-    optimizer = make_optimizer(adapter.masters, config.optim, rates)
-    average = make_average(config, adapter)
+    optimizer = make_optimizer(adapter.masters, config.optimizer, rates)
+    average = make_ema(config, adapter)
     process = trained_process(family.make_process(facts.path), config, device)
     scaler = torch.amp.GradScaler(device.type) if dtype == torch.float16 else None
     moves = config.memory.offload_activations and device.type == "cuda"
-    return Learner(
+    return StepContext(
         denoiser=denoiser,
         predict=offloaded(family.predict, device, denoiser) if moves else family.predict,
         process=process,
         loss=make_loss(config.loss, process),
         adapter=adapter,
         average=average,
-        shown=shown_weights(optimizer, adapter, average, config.optim.name),
+        shown=shown_weights(optimizer, adapter, average, config.optimizer.name),
         optimizer=optimizer,
         scaler=scaler,
         reduce=reduce,
         device=device,
         dtype=dtype,
-        clip=make_clip(config.optim),
+        clip=make_clip(config.optimizer),
         guard=choose_guard(config, device, scaled=scaler is not None),
-        optimizer_waits=config.optim.name in WAITING,
+        optimizer_waits=config.optimizer.name in WAITING,
         texts=texts,
-        shares=shares_of(adapter.masters, config.optim, rates),
+        shares=shares_of(adapter.masters, config.optimizer, rates),
     )
 
 
 def choose_guard(config: Config, device: torch.device, *, scaled: bool) -> Guard:
-    """How an update that is not finite is left out without waiting for the card in every step.
+    """How an update that is not finite is left out without waiting for the GPU in every step.
 
-    A processor has nothing to wait for. AdamW in torch's fused form leaves it out by itself. The others must be
+    A CPU has nothing to wait for. AdamW in torch's fused form leaves it out by itself. The others must be
     waited for, and with fp16, where overflows are no rare thing, they are; otherwise a bad step is found late.
     """
     if device.type == "cpu":
         return "ahead"
-    if config.optim.name == "adamw" and config.control.not_finite == "skip":
+    if config.optimizer.name == "adamw" and config.safeguards.on_nonfinite == "skip":
         return "on_device"
     return "ahead" if scaled else "late"
 
@@ -178,7 +178,7 @@ def put_lora_on(denoiser: nn.Module, names: list[str], config: Config) -> dict[s
         alpha=lora.alpha or float(lora.rank),
         dropout=lora.dropout,
         seed=position_key(config.train.seed, "lora_init") % 2**32,
-        rank_stabilised=lora.rank_stabilised,
+        rank_stabilized=lora.use_rslora,
     )
     sum_updates(denoiser)
     return parameters

@@ -26,14 +26,14 @@ from lora_trainer.models.compiled import (
     why_not,
 )
 from lora_trainer.training.agreement import agreement
-from lora_trainer.training.job import Job
+from lora_trainer.training.job import LoopContext
 from lora_trainer.training.layout import Layout
-from lora_trainer.training.micro import Micro
+from lora_trainer.training.micro_batch import MicroBatch
 from lora_trainer.training.reporter import Reporter
-from lora_trainer.training.state import Fit, TrainState
-from lora_trainer.training.step import HalfChanged, StepResult, Unsummed, give_up_step
+from lora_trainer.training.state import OomFallback, TrainState
+from lora_trainer.training.step import OomDuringAllReduce, OomDuringUpdate, StepResult, abort_step
 
-WITHOUT = "training goes on without compiling (memory.compile=false says so from the start)"
+WITHOUT = "training goes on without compiling (compile.enabled=false says so from the start)"
 
 
 def compiled_as_wanted(
@@ -44,32 +44,30 @@ def compiled_as_wanted(
         return None, ()
     if (reason := why_not(denoiser, device)) is not None:
         return None, (f"not compiled: {reason}",)
-    memory, notes = config.memory, list[str]()
+    settings, notes = config.compile, list[str]()
     if (lost := keep_compilations()) is not None:
         notes.append(lost)
-    mode: str = memory.compile_mode
-    if mode in WITH_GRAPHS and layout.streamed:
+    mode: str = settings.mode
+    if mode in WITH_GRAPHS and layout.swapped:
         mode = {"reduce-overhead": "default"}.get(mode, "max-autotune-no-cudagraphs")
-        notes.append(
-            f"memory.compile_mode is {mode}: CUDA graphs need weights that stay in their places, and some stream"
-        )
-    dynamic = layout.shapes > MOST_SHAPES if memory.compile_dynamic == "auto" else memory.compile_dynamic
+        notes.append(f"compile.mode is {mode}: CUDA graphs need weights that stay in their places, and some stream")
+    dynamic = layout.shapes > MOST_SHAPES if settings.dynamic == "auto" else settings.dynamic
     import torch._inductor.config as inductor  # where something is compiled alone
 
     inductor.deterministic = config.train.deterministic  # nothing that timing chose
     inductor.fallback_random = bool(config.lora.dropout)  # the masks that eager draws
-    compiled = compile_blocks(denoiser, mode=mode, dynamic=dynamic, fullgraph=memory.compile_fullgraph)
+    compiled = compile_blocks(denoiser, mode=mode, dynamic=dynamic, fullgraph=settings.fullgraph)
     if not dynamic and (layout.shapes > MOST_COMPILATIONS or layout.shapes * compiled.forms > MOST_OF_A_CLASS):
         notes.append(
-            f"{layout.shapes} sizes of micro batch are more than torch compiles each for itself: blocks run as they are at "
-            "those that come last (memory.compile_dynamic=true compiles once for all)"
+            f"{layout.shapes} sizes of micro-batch are more than torch compiles each for itself: blocks run as they are at "
+            "those that come last (compile.dynamic=true compiles once for all)"
         )
     return compiled, (compiled.line, *notes)
 
 
 def done_compiled(
-    job: Job, state: TrainState, attempt: Callable[[list[Micro]], StepResult], reporter: Reporter
-) -> Callable[[list[Micro]], StepResult]:
+    job: LoopContext, state: TrainState, attempt: Callable[[list[MicroBatch]], StepResult], reporter: Reporter
+) -> Callable[[list[MicroBatch]], StepResult]:
     """`attempt`, done again without the compiled blocks where these fail: same samples, same noise, nothing lost.
 
     Gradients that are too far from eager's, in the first step of this process, are such a failure too.
@@ -79,7 +77,7 @@ def done_compiled(
     if compiled is None:
         return attempt
 
-    def made(micros: list[Micro]) -> StepResult:
+    def made(micros: list[MicroBatch]) -> StepResult:
         compiled.begin_step()
         reason = None
         try:
@@ -91,15 +89,15 @@ def done_compiled(
             if not compiled.on or not failed_by_it(error):
                 raise
             if compiled.fullgraph and type(error).__name__ in ("Unsupported", "FailOnRecompileLimitHit"):
-                message = f"memory.compile_fullgraph: a block cannot be compiled whole ({first_line(error)})."
-                raise TrainingFailed(Problem(message, "Set memory.compile_fullgraph=false.")) from error
+                message = f"compile.fullgraph: a block cannot be compiled whole ({first_line(error)})."
+                raise TrainingFailed(Problem(message, "Set compile.fullgraph=false.")) from error
             reason = said_by_the_compiler(error)
         if reason is None:
             if compiled.on and (news := compiled.news()) is not None:
                 reporter.event(state.step + 1, "compile", news)
             return result
         # Out here nothing refers to the frames of the attempt.
-        give_up_step(job.learner)
+        abort_step(job.learner)
         compiled.on = False
         reporter.event(
             state.step + 1, "compile", f"compiled blocks failed ({reason}): {WITHOUT}; this step is done so too"
@@ -109,7 +107,9 @@ def done_compiled(
     return made
 
 
-def disagreement(job: Job, compiled: Compiled, micros: list[Micro], step: int, reporter: Reporter) -> str | None:
+def disagreement(
+    job: LoopContext, compiled: Compiled, micros: list[MicroBatch], step: int, reporter: Reporter
+) -> str | None:
     """What is wrong with the compiled blocks' gradients; None where they agree, which is told, or it cannot be said yet."""
     tf32 = bool(job.config.hardware.tf32) and job.learner.device.type == "cuda"
     found = agreement(job.learner, compiled, micros, job.samples_in(step), tf32=tf32)
@@ -124,12 +124,12 @@ def disagreement(job: Job, compiled: Compiled, micros: list[Micro], step: int, r
 
 def failed_by_it(error: Exception) -> bool:
     """Whether the step can be done again without compiling, and may go better then."""
-    if isinstance(error, HalfChanged | Unsummed | UserError) or is_out_of_memory(error):
+    if isinstance(error, OomDuringUpdate | OomDuringAllReduce | UserError) or is_out_of_memory(error):
         return False
     return of_the_compiler(error)
 
 
-def with_compiling(job: Job, fit: Fit) -> Fit:
+def with_compiling(job: LoopContext, fit: OomFallback) -> OomFallback:
     """The fit, which also says that compiled blocks failed: so a resumed run goes on as this one does."""
     compiled = job.learner.compiled
     return fit if compiled is None or compiled.on == (not fit.eager) else replace(fit, eager=not compiled.on)

@@ -1,4 +1,4 @@
-"""What a run changes by itself where it was asked to: pure functions of its numbers (`[control]`).
+"""What a run changes by itself where it was asked to: pure functions of its numbers (`[safeguards]`).
 
 Everything is decided from step numbers: at validations of the run's own rhythm, and at steps that are multiples of
 `JUDGED_EVERY`, so that a run stopped and gone on with anywhere decides the same at the same step.
@@ -9,14 +9,14 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
-from lora_trainer.config.schema import ControlSection
+from lora_trainer.config.schema import SafeguardsSection
 from lora_trainer.monitor.events import Kind
 from lora_trainer.training.state import Control
 
 JUDGED_EVERY = 10  # steps
 NEWEST = 0.02  # weight of the newest step in the means of losses and of gradients' norms
 FIRST_JUDGED = 50  # steps until those means say anything
-FAR_WORSE, WORSE_IN_A_ROW = 1.5, 2  # times the base's held-out loss, and validations, that the rate is too high for
+FAR_WORSE, WORSE_IN_A_ROW = 1.5, 2  # times the base's validation loss, and validations, that the rate is too high for
 
 
 @dataclass(frozen=True)
@@ -29,19 +29,19 @@ class Decision:
 
 
 def after_step(
-    config: ControlSection, control: Control, step: int, loss: float, norm: float
+    config: SafeguardsSection, control: Control, step: int, loss: float, norm: float
 ) -> tuple[Control, list[Decision]]:
     """After a good step, counted from 1: spikes of the gradient, and at steps that are judged, jumps of the loss."""
     found = []
-    if config.spike is not None:
+    if config.grad_spike_factor is not None:
         usual = mean_of(control.norm_sum, control.norms)
-        spiked = usual is not None and control.norms >= FIRST_JUDGED and norm > config.spike * usual
+        spiked = usual is not None and control.norms >= FIRST_JUDGED and norm > config.grad_spike_factor * usual
         if spiked and usual:
             message = f"the gradient's norm is {norm:.3g}, {norm / usual:.3g} times its usual {usual:.3g}"
             found.append(Decision("spike", message))
-        kept = config.spike * usual if spiked and usual else norm  # a spike is not to become the usual
+        kept = config.grad_spike_factor * usual if spiked and usual else norm  # a spike is not to become the usual
         control = replace(control, norm_sum=moved(control.norm_sum, kept), norms=control.norms + 1)
-    if config.jump:
+    if config.clip_on_loss_spike:
         control = replace(control, loss_sum=moved(control.loss_sum, loss), losses=control.losses + 1)
         if step % JUDGED_EVERY == 0:
             control, jumped = after_jump(config, control)
@@ -49,14 +49,14 @@ def after_step(
     return control, found
 
 
-def after_jump(config: ControlSection, control: Control) -> tuple[Control, list[Decision]]:
+def after_jump(config: SafeguardsSection, control: Control) -> tuple[Control, list[Decision]]:
     """Clip harder where the smoothed loss is far above the lowest that it was since the last jump."""
     now, lowest = mean_of(control.loss_sum, control.losses), control.lowest_loss
     if now is None or control.losses < FIRST_JUDGED:
         return control, []
-    if lowest is None or now <= config.jump_ratio * lowest:
+    if lowest is None or now <= config.loss_spike_ratio * lowest:
         return replace(control, lowest_loss=now if lowest is None else min(lowest, now)), []
-    scale = control.clip_scale * config.jump_clip
+    scale = control.clip_scale * config.loss_spike_clip
     message = (
         f"the smoothed loss rose to {now:.4g}, {now / lowest:.3g} times its lowest {lowest:.4g}:"
         f" gradients are clipped at {scale:.3g} of what was set"
@@ -65,11 +65,11 @@ def after_jump(config: ControlSection, control: Control) -> tuple[Control, list[
 
 
 def after_validation(
-    config: ControlSection, control: Control, loss: float, rate_factor: float
+    config: SafeguardsSection, control: Control, loss: float, rate_factor: float
 ) -> tuple[Control, list[Decision]]:
-    """After a held-out loss of the run's rhythm: patience and plateau. One that is not finite is no gain, and no plateau."""
+    """After a validation loss of the run's rhythm: patience and plateau. One that is not finite is no gain, and no plateau."""
     lowest = control.lowest_held_out
-    gained = math.isfinite(loss) and (lowest is None or loss < lowest - config.min_change)
+    gained = math.isfinite(loss) and (lowest is None or loss < lowest - config.min_delta)
     control = replace(
         control,
         without_gain=0 if gained else control.without_gain + 1,
@@ -77,9 +77,9 @@ def after_validation(
     )
     found = []
     if stopped_early(config, control):
-        message = f"the held-out loss got no lower in {control.without_gain} validations: the training ends here"
+        message = f"the validation loss got no lower in {control.without_gain} validations: the training ends here"
         found.append(Decision("early_stop", message))
-    if not config.plateau or not math.isfinite(loss):
+    if not config.reduce_lr_on_plateau or not math.isfinite(loss):
         return control, found
     window = (*control.held_out, loss)[-config.plateau_window :]
     spread = max(window) - min(window)
@@ -87,27 +87,27 @@ def after_validation(
         return replace(control, held_out=window), found
     rate = rate_factor * config.plateau_factor
     message = (
-        f"the held-out loss moved by {spread:.2g} in {len(window)} validations:"
+        f"the validation loss moved by {spread:.2g} in {len(window)} validations:"
         f" the rate falls to {rate:.4g} of the schedule's"
     )
     return replace(control, held_out=()), [*found, Decision("plateau", message, config.plateau_factor)]
 
 
 def after_worse(control: Control, loss: float, base: float | None) -> tuple[Control, list[Decision]]:
-    """After a held-out loss past the warm-up: one that stays far above the base's is told, once, and nothing is changed."""
+    """After a validation loss past the warm-up: one that stays far above the base's is told, once, and nothing is changed."""
     if base is None or loss <= FAR_WORSE * base:
         return replace(control, worse=0), []
     control = replace(control, worse=control.worse + 1)
     if control.worse != WORSE_IN_A_ROW:
         return control, []
     message = (
-        f"the held-out loss is {loss:.5g}, and that of the base alone was {base:.5g}: the LoRA makes the model worse."
-        " The learning rate is too high: stop, and train anew with a lower optim.learning_rate"
+        f"the validation loss is {loss:.5g}, and that of the base alone was {base:.5g}: the LoRA makes the model worse."
+        " The learning rate is too high: stop, and train anew with a lower optimizer.learning_rate"
     )
     return control, [Decision("diverging", message)]
 
 
-def stopped_early(config: ControlSection, control: Control) -> bool:
+def stopped_early(config: SafeguardsSection, control: Control) -> bool:
     """Whether patience is over."""
     return config.early_stopping and control.without_gain >= config.patience
 

@@ -14,7 +14,7 @@ from lora_trainer.core.errors import Problem, TrainingFailed
 from lora_trainer.training.checkpoints.checkpoint import kept
 
 LACKING = "does not have a deterministic implementation"
-# cuBLAS sums in one order only with work space of a fixed size; read when a card is first computed on.
+# cuBLAS sums in one order only with work space of a fixed size; read when a GPU is first computed on.
 WORKSPACE, ITS_SIZE = "CUBLAS_WORKSPACE_CONFIG", ":4096:8"
 
 
@@ -44,7 +44,7 @@ def only_deterministic(wanted: bool, checkpoints: Path) -> Iterator[None]:
         raise TrainingFailed(
             Problem(
                 f"{what} has no form that gives the same bits each time, and train.deterministic asks for nothing else.",
-                f"{kept(checkpoints)} Set train.deterministic=false, or memory.attention=math where attention is meant.",
+                f"{kept(checkpoints)} Set train.deterministic=false, or hardware.attention_backend=math where attention is meant.",
             )
         ) from error
     finally:

@@ -92,11 +92,11 @@ class Group:
         """Wait until something is ready, awake for signals. Raises ProcessLost where it never will be."""
         pause = 0.0
         while not ready():
-            self.look()
+            self.flush_metrics()
             time.sleep(pause)
             pause = min(pause + 0.0001, 0.005)
 
-    def look(self) -> None:
+    def flush_metrics(self) -> None:
         """Raise ProcessLost where another process is dead, silent for too long, or has left before its time."""
         now = time.monotonic()
         for other, (heard, word) in self._heard.items():

@@ -1,4 +1,4 @@
-"""A step whose loss or gradient is not finite: its update was left out, and `control.not_finite` says what follows."""
+"""A step whose loss or gradient is not finite: its update was left out, and `safeguards.on_nonfinite` says what follows."""
 
 from __future__ import annotations
 
@@ -18,34 +18,34 @@ from lora_trainer.core.errors import Problem, TrainingFailed
 from lora_trainer.monitor.events import Kind
 from lora_trainer.training.checkpoints.checkpoint import kept, newest_valid, step_of
 from lora_trainer.training.checkpoints.save import save
-from lora_trainer.training.job import Job
-from lora_trainer.training.recovery import GoBack
+from lora_trainer.training.job import LoopContext
+from lora_trainer.training.recovery import Rollback
 from lora_trainer.training.reporter import Reporter
 from lora_trainer.training.state import TrainState
-from lora_trainer.training.step import Learner, StepResult
+from lora_trainer.training.step import StepContext, StepResult
 
 MOST_OVERFLOWS = 50  # steps in a row that fp16 may leave out before the run is called failed
 SMALLEST_SCALE = 1.0  # of fp16's losses: under it even gradients as they are overflow
 MOST_NAMED = 5  # samples that a message names
-OTHER_PRECISION = "Train anew, with another --name and memory.base_precision=bf16 or fp32."
+OTHER_PRECISION = "Train anew, with another --name and memory.weight_dtype=bf16 or fp32."
 
 
-def watchful(learner: Learner, state: TrainState) -> Learner:
+def watchful(learner: StepContext, state: TrainState) -> StepContext:
     """The learner for the step after `state`: one that does not look ahead does where it once was too late."""
     if state.step < state.watched_until:
         return replace(learner, guard="ahead")
     return learner
 
 
-def not_finite(job: Job, state: TrainState, step: int, result: StepResult, reporter: Reporter) -> TrainState:
+def not_finite(job: LoopContext, state: TrainState, step: int, result: StepResult, reporter: Reporter) -> TrainState:
     """The state after `step`, whose loss or gradient was not finite. Raises GoBack and TrainingFailed.
 
-    `state` stands at the newest step that was trained: on a card there may be good ones since.
+    `state` stands at the newest step that was trained: on a GPU there may be good ones since.
     """
-    policy, loss, norm = job.config.control.not_finite, float(result.loss), float(result.grad_norm)
+    policy, loss, norm = job.config.safeguards.on_nonfinite, float(result.loss), float(result.grad_norm)
     what = f"the loss or its gradient is not finite (loss {loss:.4g}, gradient {norm:.4g})"
     if result.guard == "late":  # the update was made: the steps are trained again, looking ahead
-        raise GoBack(state, "not_finite", f"{what} at step {step}", watched_until=state.step)
+        raise Rollback(state, "not_finite", f"{what} at step {step}", watched_until=state.step)
     if overflowed(job, result):
         state = state.with_loss(loss)
         return replace(state, skipped=state.skipped + 1, skipped_in_a_row=state.skipped_in_a_row + 1)
@@ -55,21 +55,21 @@ def not_finite(job: Job, state: TrainState, step: int, result: StepResult, repor
     if policy == "stop":
         why = f"T{what[1:]} at step {step}; {blamed}."
         stop(job, replace(state, step=step - 1), why, f"{remedy(job)} If that step fails again, start anew.", reporter)
-    if policy == "restore":
+    if policy == "rollback":
         restore_good(job, state, step, f"{what}; {blamed}", reporter)
     reporter.event(step, "not_finite", f"{what}: the step is left out; {blamed}")
     control = replace(state.control, not_finite=state.control.not_finite + 1)
     return replace(state, skipped=state.skipped + 1, control=control)
 
 
-def not_finite_weights(job: Job, state: TrainState, step: int, reporter: Reporter) -> NoReturn:
+def not_finite_weights(job: LoopContext, state: TrainState, step: int, reporter: Reporter) -> NoReturn:
     """No step can be left out for these: the run goes back, or stops without saving them."""
-    if job.config.control.not_finite == "stop":
+    if job.config.safeguards.on_nonfinite == "stop":
         stop(job, state, f"The weights are not finite any more, at step {step}.", remedy(job), reporter)
     restore_good(job, state, step, "the weights are not finite any more", reporter)
 
 
-def finite_to_save(job: Job, state: TrainState, reporter: Reporter) -> float:
+def finite_to_save(job: LoopContext, state: TrainState, reporter: Reporter) -> float:
     """Raise GoBack or TrainingFailed rather than have weights saved that are not finite; the seconds that it took."""
     began = time.perf_counter()
     if not weights_are_finite(job.learner):
@@ -77,7 +77,7 @@ def finite_to_save(job: Job, state: TrainState, reporter: Reporter) -> float:
     return time.perf_counter() - began
 
 
-def overflowed(job: Job, result: StepResult) -> bool:
+def overflowed(job: LoopContext, result: StepResult) -> bool:
     """Of a step that was not finite: whether fp16's scale was too high for its gradient, which the scaler mends."""
     return job.learner.scaler is not None and math.isfinite(float(result.loss))
 
@@ -91,9 +91,9 @@ class Hopeless:
     fix: str
 
 
-def hopeless(job: Job, state: TrainState, step: int, result: StepResult) -> Hopeless | None:
+def hopeless(job: LoopContext, state: TrainState, step: int, result: StepResult) -> Hopeless | None:
     """Asked after each step: too many in a row were left out, or fp16's scale has collapsed. `state` counts up to it."""
-    if (left_out := state.control.not_finite) >= job.config.control.most_not_finite:
+    if (left_out := state.control.not_finite) >= job.config.safeguards.max_nonfinite_steps:
         what = f"the loss or its gradient was not finite in {left_out} steps in a row, up to step {step}"
         return Hopeless("not_finite", what, remedy(job))
     if (overflows := state.skipped_in_a_row) >= MOST_OVERFLOWS:
@@ -105,26 +105,28 @@ def hopeless(job: Job, state: TrainState, step: int, result: StepResult) -> Hope
     return None
 
 
-def refuse(job: Job, state: TrainState, step: int, why: Hopeless, reporter: Reporter) -> NoReturn:
+def refuse(job: LoopContext, state: TrainState, step: int, why: Hopeless, reporter: Reporter) -> NoReturn:
     """Save what stood after `step` and raise TrainingFailed; with later steps trained, GoBack to come there again."""
     if step < state.step:
-        raise GoBack(state, why.kind, why.what, watched_until=state.step)
+        raise Rollback(state, why.kind, why.what, watched_until=state.step)
     stop(job, state, f"{why.what[0].upper()}{why.what[1:]}.", why.fix, reporter, why.kind)
 
 
-def restore_good(job: Job, state: TrainState, step: int, what: str, reporter: Reporter) -> NoReturn:
+def restore_good(job: LoopContext, state: TrainState, step: int, what: str, reporter: Reporter) -> NoReturn:
     """Go back to weights that were good, with a lower rate. Raises GoBack, or TrainingFailed after too many returns."""
     at = "" if step == state.step else f", at step {step}"  # the event says the newest
-    if state.restored >= job.config.control.most_not_finite:
+    if state.restored >= job.config.safeguards.max_nonfinite_steps:
         reporter.event(state.step, "not_finite", f"{what}{at}, after {state.restored} returns: the run ends")
         why = f"After {state.restored} returns to an earlier checkpoint {what}, at step {step} again."
         raise TrainingFailed(Problem(why, f"{left(job, state)} {remedy(job)}"))
     lower = replace(state, restored=state.restored + 1)
     told = f"{what}{at}: the rate falls to {lower.rate_factor:.4g} of the schedule's"
-    raise GoBack(lower, "not_finite", told, failed_at=step)
+    raise Rollback(lower, "not_finite", told, failed_at=step)
 
 
-def stop(job: Job, state: TrainState, why: str, fix: str, reporter: Reporter, kind: Kind = "not_finite") -> NoReturn:
+def stop(
+    job: LoopContext, state: TrainState, why: str, fix: str, reporter: Reporter, kind: Kind = "not_finite"
+) -> NoReturn:
     """Save what is good and raise TrainingFailed; all processes come here at the same step."""
     reporter.event(state.step, kind, f"{why[0].lower()}{why[1:].rstrip('.')}: the run ends")
     if state.step > 0 and weights_are_finite(job.learner):
@@ -132,7 +134,7 @@ def stop(job: Job, state: TrainState, why: str, fix: str, reporter: Reporter, ki
     raise TrainingFailed(Problem(why, f"{left(job, state)} {fix}"))
 
 
-def left(job: Job, state: TrainState) -> str:
+def left(job: LoopContext, state: TrainState) -> str:
     """What can be gone on from. Finite weights may be ruined all the same: those that no step was finite with."""
     newest, _ = newest_valid(job.checkpoints)
     last = state.control.last_finite
@@ -145,13 +147,13 @@ def left(job: Job, state: TrainState) -> str:
     return f"{ruined} {older[0]} is from before that: delete the later ones there, and --resume goes on from it."
 
 
-def remedy(job: Job) -> str:
+def remedy(job: LoopContext) -> str:
     """What to do about numbers that are not finite, by what the run is."""
     if damaged := damaged_weight(job.learner.denoiser):
         return f"The base itself is damaged: its {damaged} is not finite. Get its files again, and use another --name."
     others = {"fp32": "", "bf16": "fp32"}.get(str(job.settings.get("precision")), "bf16 or fp32")
-    anew = f", or train anew, with another --name and memory.base_precision={others}" if others else ""
-    return f"Lower optim.learning_rate{anew}."
+    anew = f", or train anew, with another --name and memory.weight_dtype={others}" if others else ""
+    return f"Lower optimizer.learning_rate{anew}."
 
 
 def with_settings(state: TrainState, config: Config) -> TrainState:
@@ -159,8 +161,10 @@ def with_settings(state: TrainState, config: Config) -> TrainState:
 
     A rate that was halved for them stays so, unless another is asked for.
     """
-    said = config.model_dump_json(include={"optim", "control", "schedule"})
-    now = replace(state, asked=hashlib.sha256(said.encode()).hexdigest()[:16], asked_rate=config.optim.learning_rate)
+    said = config.model_dump_json(include={"optimizer", "safeguards", "lr_scheduler"})
+    now = replace(
+        state, asked=hashlib.sha256(said.encode()).hexdigest()[:16], asked_rate=config.optimizer.learning_rate
+    )
     if not state.asked or state.asked == now.asked:
         return now
     scale = state.rate_factor if state.asked_rate == now.asked_rate else state.rate_scale
@@ -168,7 +172,7 @@ def with_settings(state: TrainState, config: Config) -> TrainState:
     return replace(now, control=forgiven, skipped_in_a_row=0, restored=0, failed_at=0, returned_to=0, rate_scale=scale)
 
 
-def weights_are_finite(learner: Learner) -> bool:
+def weights_are_finite(learner: StepContext) -> bool:
     """Looked at once for all of them: the largest is not finite where any is not."""
     return math.isfinite(float(get_total_norm(learner.masters, math.inf)))
 
@@ -189,8 +193,8 @@ def blamed_samples(losses: Sequence[torch.Tensor], names: Sequence[str]) -> str:
     if blamed:
         return f"not finite is the loss of {named(blamed)}"
     if len(set(names)) == 1:
-        return f"the picture of the step: {named(names)}; its own loss is finite"
-    return f"the pictures of the step: {named(names)}; none of them alone"
+        return f"the image of the step: {named(names)}; its own loss is finite"
+    return f"the images of the step: {named(names)}; none of them alone"
 
 
 def by_loss(losses: Sequence[torch.Tensor], names: Sequence[str]) -> str:

@@ -1,4 +1,4 @@
-"""How card and processor compute (`[hardware]`): set once a process, before the first computation, in this place alone."""
+"""How GPU and CPU compute (`[hardware]`): set once a process, before the first computation, in this place alone."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from torch import nn
 from lora_trainer.config.schema import Config
 from lora_trainer.training.threads import Threads, choose_threads
 
-FEW_SHAPES = 8  # of micro batches: cuDNN tries its ways anew for each
-FEWEST_CONVOLUTIONS = 8  # that look at neighbours: fewer are a transformer's patches
+FEW_SHAPES = 8  # of micro-batches: cuDNN tries its ways anew for each
+FEWEST_CONVOLUTIONS = 8  # that look at neighbors: fewer are a transformer's patches
 
 
 def set_hardware(config: Config, device: torch.device, recorded_threads: int | None = None) -> Threads:
@@ -49,7 +49,7 @@ def rounds_alike_anywhere() -> bool:
 
 
 def try_convolutions(config: Config, device: torch.device, shapes: int) -> bool:
-    """Whether cuDNN times its ways of convolving, for a run whose micro batches have so many shapes; and let it."""
+    """Whether cuDNN times its ways of convolving, for a run whose micro-batches have so many shapes; and let it."""
     if device.type != "cuda":
         return False
     asked = config.hardware.cudnn_benchmark
@@ -59,7 +59,7 @@ def try_convolutions(config: Config, device: torch.device, shapes: int) -> bool:
 
 
 def set_memory_order(denoiser: nn.Module, config: Config, device: torch.device) -> bool:
-    """Whether weights and pictures have their channels last; and put the weights so. `auto`: a U-Net on a card.
+    """Whether weights and images have their channels last; and put the weights so. `auto`: a U-Net on a GPU.
 
     Call it before the LoRA is injected: what is trained and saved keeps the order that files have.
     """
@@ -71,7 +71,7 @@ def set_memory_order(denoiser: nn.Module, config: Config, device: torch.device) 
 
 
 def convolutions(denoiser: nn.Module) -> int:
-    """How many of its convolutions look at neighbours and overlap."""
+    """How many of its convolutions look at neighbors and overlap."""
     found = (module for module in denoiser.modules() if isinstance(module, nn.Conv2d))
     return sum(max(each.kernel_size) > max(each.stride) for each in found)
 

@@ -12,12 +12,12 @@ from torch import Tensor
 
 from lora_trainer.config.schema import CheckpointSection, Config
 from lora_trainer.monitor.watches import Watches
-from lora_trainer.optim.schedules import rate_share
+from lora_trainer.optim.schedules import lr_multiplier
 from lora_trainer.training.checkpoints.writer import Writer
-from lora_trainer.training.micro import Micro
+from lora_trainer.training.micro_batch import MicroBatch
 from lora_trainer.training.processes import Processes
-from lora_trainer.training.state import Fit, TrainState
-from lora_trainer.training.step import Learner
+from lora_trainer.training.state import OomFallback, TrainState
+from lora_trainer.training.step import StepContext
 
 
 def keep_all(step: int) -> None:
@@ -25,20 +25,20 @@ def keep_all(step: int) -> None:
 
 
 @dataclass(frozen=True)
-class Job:
-    """All that the loop needs. `micros(step)` gives this process's micro batches of a step."""
+class LoopContext:
+    """All that the loop needs. `micros(step)` gives this process's micro-batches of a step."""
 
     config: Config
     folder: Path
-    learner: Learner
+    learner: StepContext
     processes: Processes
-    planned: Fit  # the largest micro batch and the checkpointed blocks, as they were chosen
+    planned: OomFallback  # the largest micro-batch and the checkpointed blocks, as they were chosen
     total_steps: int
     steps_per_epoch: int
     samples_in: Callable[[int], int]  # step -> samples over all processes
     names_in: Callable[[int], list[str]]  # step -> what people call its samples: process by process, micro by micro
-    micros: Callable[[int], list[Micro]]
-    validate: Callable[[int], float] | None  # the held-out loss, by so many questions at once
+    micros: Callable[[int], list[MicroBatch]]
+    validate: Callable[[int], float] | None  # the validation loss, by so many questions at once
     sample: Callable[[TrainState], None] | None
     settings: dict[str, Any]  # kept in each checkpoint
     say: Callable[[str], None]  # a line for people
@@ -56,19 +56,23 @@ class Job:
         return self.folder / "checkpoints"
 
 
-def rate_of(job: Job, state: TrainState, step: int) -> float:
+def lr_at(job: LoopContext, state: TrainState, step: int) -> float:
     """The learning rate of `step`, counted from 0: the schedule's, times what the run itself made of it."""
-    return job.config.optim.learning_rate * state.rate_factor * rate_share(job.config.schedule, step, job.total_steps)
+    return (
+        job.config.optimizer.learning_rate
+        * state.rate_factor
+        * lr_multiplier(job.config.lr_scheduler, step, job.total_steps)
+    )
 
 
-def is_regular(job: Job, step: int) -> bool:
+def is_regular(job: LoopContext, step: int) -> bool:
     """Whether the run's own rhythm saves after `step` steps, by steps or by epochs."""
     return due_to_save(job.config.checkpoint, job.steps_per_epoch, step)
 
 
 def due_to_save(section: CheckpointSection, steps_per_epoch: int, step: int) -> bool:
-    """The rhythm of `checkpoint.every_steps` and `checkpoint.every_epochs`: either is enough."""
-    epochs = section.every_epochs
+    """The rhythm of `checkpoint.every_n_steps` and `checkpoint.every_n_epochs`: either is enough."""
+    epochs = section.every_n_epochs
     return step > 0 and (
-        step % section.every_steps == 0 or (epochs is not None and step % (epochs * steps_per_epoch) == 0)
+        step % section.every_n_steps == 0 or (epochs is not None and step % (epochs * steps_per_epoch) == 0)
     )

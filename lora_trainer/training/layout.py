@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 
-from lora_trainer.config.schema import Precision
+from lora_trainer.config.schema import Blocks, Precision
 
 NARROW: tuple[Precision, ...] = ("fp8", "int8", "nf4")  # stored in fewer bits than what is computed in
 
@@ -16,15 +15,15 @@ NARROW: tuple[Precision, ...] = ("fp8", "int8", "nf4")  # stored in fewer bits t
 class Layout:
     """What the plan, or the settings, made of a denoiser.
 
-    `dtype` is computed in and `stored` is what the frozen weights are kept in. `checkpointing` and `streamed` count
-    blocks: those that are computed again in the backward pass, those that visit the card one after the other.
-    `shapes` is how many sizes of micro batches the run meets at most.
+    `dtype` is computed in and `stored` is what the frozen weights are kept in. `checkpointing` and `swapped` count
+    blocks: those that are computed again in the backward pass, those that visit the GPU one after the other.
+    `shapes` is how many sizes of micro-batches the run meets at most.
     """
 
     dtype: torch.dtype
     stored: Precision
-    checkpointing: Literal["none", "all", "auto"] | int = "none"
-    streamed: int = 0
+    checkpointing: Blocks = False
+    swapped: int = 0
     compiled: bool = False
     shapes: int = 1
 

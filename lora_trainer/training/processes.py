@@ -25,8 +25,8 @@ class Processes:
     `wait` returns when all have come there; `patiently` when what it is given says True. They and `reduce` raise
     ProcessLost when another process is dead.
 
-    On a card `reduce` is only sent off. Where the host reads what follows from it, it would wait for a dead process as
-    long as for a slow one: it calls `await_card` before, or takes `sum_of_all`.
+    On a GPU `reduce` is only sent off. Where the host reads what follows from it, it would wait for a dead process as
+    long as for a slow one: it calls `await_gpu` before, or takes `sum_of_all`.
     """
 
     rank: int
@@ -40,18 +40,18 @@ class Processes:
     def is_main(self) -> bool:
         return self.rank == 0
 
-    def await_card(self) -> None:
-        """Return when the card has done all that it was given until now. Raises ProcessLost where it never will."""
+    def await_gpu(self) -> None:
+        """Return when the GPU has done all that it was given until now. Raises ProcessLost where it never will."""
         if self.reduce is not None:
             self.patiently(when_done(self.device))
 
     def sum_of_all(self, mine: Tensor) -> Tensor:
-        """What the processes hold on the processor, summed there, for a host to read; `mine` itself when alone."""
+        """What the processes hold on the CPU, summed there, for a host to read; `mine` itself when alone."""
         if self.reduce is None:
             return mine
-        self.await_card()  # the copy to the card waits for what came before it
+        self.await_gpu()  # the copy to the GPU waits for what came before it
         total = self.reduce(mine.to(self.device))
-        self.await_card()
+        self.await_gpu()
         return total.cpu()
 
 
@@ -90,7 +90,7 @@ def _together(rank: int, world: int, device: torch.device, timeout_minutes: floa
     def reduce(tensor: Tensor) -> Tensor:
         try:
             work = all_reduce(tensor, async_op=True)
-            if tensor.device.type == "cpu":  # on a card the host does not wait for it
+            if tensor.device.type == "cpu":  # on a GPU the host does not wait for it
                 group.patiently(work.is_completed)
             work.wait()
         except RuntimeError as error:

@@ -1,4 +1,4 @@
-"""Going on after a step that failed: with less on the card, or from an earlier checkpoint."""
+"""Going on after a step that failed: with less on the GPU, or from an earlier checkpoint."""
 
 from __future__ import annotations
 
@@ -11,20 +11,18 @@ from lora_trainer.monitor.events import Kind
 from lora_trainer.training.checkpoints.checkpoint import Checkpoint, kept
 from lora_trainer.training.checkpoints.save import forget_after, restore, returning_point, save_alone
 from lora_trainer.training.group import ProcessLost
-from lora_trainer.training.job import Job
+from lora_trainer.training.job import LoopContext
 from lora_trainer.training.reporter import Reporter
 from lora_trainer.training.state import TrainState
 
 # Resolution, precision and rank belong to a run: they are changed in a new one.
 SMALLER_RUN = (
-    "Close other programs that hold memory, or train anew with a lower data.resolution or memory.base_precision=fp8."
+    "Close other programs that hold memory, or train anew with a lower data.resolution or memory.weight_dtype=fp8."
 )
-SMALLER_STATE = (
-    "Close other programs that hold memory, or train anew with optim.name=adamw8bit or adafactor, or a lower lora.rank."
-)
+SMALLER_STATE = "Close other programs that hold memory, or train anew with optimizer.name=adamw8bit or adafactor, or a lower lora.rank."
 
 
-class GoBack(Exception):
+class Rollback(Exception):
     """Leaves the loop at `state`; it goes on from `returning_point`, or the start, with `changes` to its state.
 
     All processes must raise it at the same step. Draws are functions of position, so the steps in between come out
@@ -41,7 +39,7 @@ class GoBack(Exception):
         self.changes: Mapping[str, Any] = changes
 
 
-def gone_back(job: Job, first: Checkpoint, back: GoBack, reporter: Reporter) -> TrainState:
+def rolled_back(job: LoopContext, first: Checkpoint, back: Rollback, reporter: Reporter) -> TrainState:
     """The state to go on from, with weights and optimizer as they were there. Nothing that was written stays of later."""
     now, failed_at = back.state, back.failed_at
     point = returning_point(job) or first
@@ -64,7 +62,7 @@ def gone_back(job: Job, first: Checkpoint, back: GoBack, reporter: Reporter) -> 
     return replace(restored, **{**carried, **back.changes})
 
 
-def saved_and_failed(job: Job, state: TrainState, error: UserError) -> TrainingFailed:
+def saved_and_failed(job: LoopContext, state: TrainState, error: UserError) -> TrainingFailed:
     """For a step that cannot be done: what was trained is saved first, if weights are still those of a step."""
     if state.step > 0 and not isinstance(error, WeightsLost) and not out_of_reach(job, error):
         save_alone(job, state)
@@ -76,8 +74,8 @@ def saved_and_failed(job: Job, state: TrainState, error: UserError) -> TrainingF
     return failed
 
 
-def out_of_reach(job: Job, error: UserError) -> bool:
-    """Whether the weights cannot be had: a card that waits for a lost process gives nothing away any more."""
+def out_of_reach(job: LoopContext, error: UserError) -> bool:
+    """Whether the weights cannot be had: a GPU that waits for a lost process gives nothing away any more."""
     return isinstance(error, ProcessLost) and job.learner.device.type != "cpu"
 
 

@@ -28,7 +28,7 @@ class Reporter:
             self.trackers.steps(rows)
 
     def validation(self, row: dict[str, Any], line: str) -> None:
-        """A held-out loss, for validation.jsonl, and what is said of it."""
+        """A validation loss, for validation.jsonl, and what is said of it."""
         if self.trackers:
             self.trackers.validation(row)
             self.say(line)

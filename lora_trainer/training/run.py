@@ -12,7 +12,7 @@ import torch
 
 from lora_trainer.core.disk import stand_by
 from lora_trainer.core.errors import Problem, TrainingFailed, UserError, first_line, is_out_of_memory
-from lora_trainer.core.interrupt import GivenUp, Interrupt, listening, remembering
+from lora_trainer.core.interrupt import Interrupt, StepAborted, listening, remembering
 from lora_trainer.core.randomness import position_key
 from lora_trainer.data.loader import prefetch
 from lora_trainer.monitor.progress import Watch
@@ -23,14 +23,14 @@ from lora_trainer.training.compiling import done_compiled, with_compiling
 from lora_trainer.training.control import stopped_early
 from lora_trainer.training.group import ProcessLost
 from lora_trainer.training.guard import finite_to_save, watchful, with_settings
-from lora_trainer.training.job import Job, is_regular, rate_of
-from lora_trainer.training.memory.fit import agreed, install, step_that_fits
-from lora_trainer.training.micro import Micro
-from lora_trainer.training.numbers import Pending, look, look_now
-from lora_trainer.training.recovery import GoBack, gone_back, out_of_reach, saved_and_failed
+from lora_trainer.training.job import LoopContext, is_regular, lr_at
+from lora_trainer.training.memory.oom_fallback import agreed, install, step_with_oom_fallback
+from lora_trainer.training.metrics import Pending, flush_metrics, metrics_due
+from lora_trainer.training.micro_batch import MicroBatch
+from lora_trainer.training.recovery import Rollback, out_of_reach, rolled_back, saved_and_failed
 from lora_trainer.training.reporter import Reporter
-from lora_trainer.training.state import Fit, TrainState
-from lora_trainer.training.step import StepResult, changing_weights, give_up_step, train_step
+from lora_trainer.training.state import OomFallback, TrainState
+from lora_trainer.training.step import StepResult, abort_step, changing_weights, train_step
 from lora_trainer.training.stopping import Stopping
 from lora_trainer.training.validation import validate
 
@@ -39,7 +39,7 @@ UNREAD = "See that the disk is well and that other programs leave memory; --resu
 
 
 def train(
-    job: Job, start: Checkpoint | None, trackers: Trackers | None, line: AbstractContextManager[Watch]
+    job: LoopContext, start: Checkpoint | None, trackers: Trackers | None, line: AbstractContextManager[Watch]
 ) -> tuple[TrainState, Interrupt]:
     """Train until the promised steps are done, a signal comes, or `train.max_hours` is over.
 
@@ -59,7 +59,7 @@ def train(
                     return state, interrupt
                 if state.step > 0:
                     save(job, state, last=True)
-            if state.step >= job.total_steps or stopped_early(job.config.control, state.control):
+            if state.step >= job.total_steps or stopped_early(job.config.safeguards, state.control):
                 return state, interrupt
             while True:
                 with closing(prefetch(read_steps(job, state.step), READ_AHEAD)) as source:
@@ -67,11 +67,11 @@ def train(
                         for newer in steps(job, state, source, reporter, interrupt):
                             state = newer
                         break
-                    except GoBack as back:
-                        state = gone_back(job, first, back, reporter)
+                    except Rollback as back:
+                        state = rolled_back(job, first, back, reporter)
             if interrupt:
                 tell_signal(state, reporter, interrupt)
-            elif state.step < job.total_steps and not stopped_early(job.config.control, state.control):
+            elif state.step < job.total_steps and not stopped_early(job.config.safeguards, state.control):
                 over = f"train.max_hours={job.config.train.max_hours:g} is over: the training ends here"
                 reporter.event(state.step, "early_stop", over)
             return state, interrupt
@@ -83,7 +83,7 @@ def tell_signal(state: TrainState, reporter: Reporter, interrupt: Interrupt) -> 
 
 
 def steps(
-    job: Job, state: TrainState, source: Iterator[list[Micro]], reporter: Reporter, interrupt: Interrupt
+    job: LoopContext, state: TrainState, source: Iterator[list[MicroBatch]], reporter: Reporter, interrupt: Interrupt
 ) -> Iterator[TrainState]:
     """Train on what `source` gives; the state after each step from `state` on, the last of which is saved.
 
@@ -96,16 +96,16 @@ def steps(
         stand_by()  # nothing is trained while what was trained cannot be written
         job.writer.check()
         started = time.perf_counter()
-        rate, samples = rate_of(job, state, state.step), job.samples_in(state.step)
+        rate, samples = lr_at(job, state, state.step), job.samples_in(state.step)
         try:
             with stopping.waiting():
                 micros = given(source, state.step)
             waited = time.perf_counter() - started
             make = partial(made, job, state, micros, samples, rate, reporter)
             result, fit = stopping.attempt(state, make)
-        except GivenUp:
-            give_up_step(job.learner)
-            state = look(job, state, pending, reporter)
+        except StepAborted:
+            abort_step(job.learner)
+            state = flush_metrics(job, state, pending, reporter)
             if state.step > 0:
                 save(job, state, reporter.flush, last=True)
             yield state
@@ -117,22 +117,22 @@ def steps(
         try:
             state = replace(state, fit=agreed(job, fit, state.step, reporter))
             last = state.step == job.total_steps or stopping.told(state)
-            sampling = due(config.sample.every_steps, state.step) and not last and job.sample is not None
+            sampling = due(config.sample.every_n_steps, state.step) and not last and job.sample is not None
             saving = last or sampling or is_regular(job, state.step)
-            keeping = due(config.checkpoint.weights_every_steps, state.step)
-            validating = due(config.validation.every_steps, state.step) or (last and not stopping.signalled)
-            if saving or keeping or validating or look_now(job, state, pending):
-                state = look(job, state, pending, reporter)
+            keeping = due(config.checkpoint.export_every_n_steps, state.step)
+            validating = due(config.validation.every_n_steps, state.step) or (last and not stopping.signalled)
+            if saving or keeping or validating or metrics_due(job, state, pending):
+                state = flush_metrics(job, state, pending, reporter)
             checked = finite_to_save(job, state, reporter) if saving or validating else 0.0
             if validating:
                 state = validate(job, state, reporter)
-                if unvalidated(job, state) or stopped_early(config.control, state.control):
+                if unvalidated(job, state) or stopped_early(config.safeguards, state.control):
                     # Given up for a signal, it is done on resuming.
                     saving, last, sampling = True, True, False
             if keeping:
                 keep_weights(job, state.step)
             if saving:
-                # Pictures have ended more than one run.
+                # Images have ended more than one run.
                 save(job, state, reporter.flush, last=last or sampling, held_up=checked)
             if sampling and job.sample is not None:
                 job.sample(state)
@@ -143,13 +143,17 @@ def steps(
             return
 
 
-def ended(job: Job, state: TrainState, pending: list[Pending], reporter: Reporter, error: UserError) -> TrainingFailed:
+def ended(
+    job: LoopContext, state: TrainState, pending: list[Pending], reporter: Reporter, error: UserError
+) -> TrainingFailed:
     """The error that a run ends with, once all that can be saved is saved."""
-    return saved_and_failed(job, state if out_of_reach(job, error) else look(job, state, pending, reporter), error)
+    return saved_and_failed(
+        job, state if out_of_reach(job, error) else flush_metrics(job, state, pending, reporter), error
+    )
 
 
-def given(source: Iterator[list[Micro]], step: int) -> list[Micro]:
-    """The micro batches of the step after `step`. Raises TrainingFailed where memory or the disk fails in making them."""
+def given(source: Iterator[list[MicroBatch]], step: int) -> list[MicroBatch]:
+    """The micro-batches of the step after `step`. Raises TrainingFailed where memory or the disk fails in making them."""
     try:
         return next(source)
     except Exception as error:
@@ -160,29 +164,35 @@ def given(source: Iterator[list[Micro]], step: int) -> list[Micro]:
         raise TrainingFailed(Problem(message, UNREAD)) from error
 
 
-def read_steps(job: Job, first: int) -> Iterator[list[Micro]]:
-    """The micro batches of each step still to come; made ahead, in another thread."""
+def read_steps(job: LoopContext, first: int) -> Iterator[list[MicroBatch]]:
+    """The micro-batches of each step still to come; made ahead, in another thread."""
     for step in range(first, job.total_steps):
         yield job.micros(step)
 
 
 def made(
-    job: Job,
+    job: LoopContext,
     state: TrainState,
-    micros: list[Micro],
+    micros: list[MicroBatch],
     samples: int,
     rate: float,
     reporter: Reporter,
     settle: Callable[[], None],
-) -> tuple[StepResult, Fit]:
+) -> tuple[StepResult, OomFallback]:
     """The step after `state`, in what memory there is, and what that was."""
     step = partial(one_step, job, state, samples=samples, rate=rate, settle=settle)
-    result, fit = step_that_fits(job, state, micros, done_compiled(job, state, step, reporter), reporter)
+    result, fit = step_with_oom_fallback(job, state, micros, done_compiled(job, state, step, reporter), reporter)
     return result, with_compiling(job, fit)
 
 
 def one_step(
-    job: Job, state: TrainState, micros: list[Micro], *, samples: int, rate: float, settle: Callable[[], None]
+    job: LoopContext,
+    state: TrainState,
+    micros: list[MicroBatch],
+    *,
+    samples: int,
+    rate: float,
+    settle: Callable[[], None],
 ) -> StepResult:
     """Make a step; `settle` is called when its gradients are there, before anything is changed by them."""
     step, control = state.step, state.control
@@ -196,9 +206,9 @@ def one_step(
     return result
 
 
-def unvalidated(job: Job, state: TrainState) -> bool:
+def unvalidated(job: LoopContext, state: TrainState) -> bool:
     """Whether the weights of this step, which were to be validated, were not: a signal came meanwhile."""
-    wanted = due(job.config.validation.every_steps, state.step) or state.step in (0, job.total_steps)
+    wanted = due(job.config.validation.every_n_steps, state.step) or state.step in (0, job.total_steps)
     return job.validate is not None and wanted and state.validated_step != state.step
 
 

@@ -9,22 +9,22 @@ RESTORED_RATE = 0.5  # factor on the rate after a return to good weights
 
 
 @dataclass(frozen=True)
-class Fit:
-    """How a step is brought onto the card after memory ran out. None: as it was planned."""
+class OomFallback:
+    """How a step is brought onto the GPU after memory ran out. None: as it was planned."""
 
-    micro: int | None = None  # most samples of a micro batch
+    micro: int | None = None  # most samples of a micro-batch
     checkpointed: int | None = None  # blocks whose activations are computed again in the backward pass
-    asked: int | None = None  # most held-out questions at once
+    asked: int | None = None  # most validation samples at once
     eager: bool = False  # compiled blocks failed, and are not used any more
-    since: int = 0  # step from which this holds; it is tried to grow back after `memory.grow_after_steps`
+    since: int = 0  # step from which this holds; it is tried to grow back after `memory.oom_recovery_steps`
     grown: bool = False  # the last change was such a try
     failed: int = 0  # tries after which memory ran out again: each doubles the waiting
-    streamed: int | None = None  # blocks that visit the card one after the other
+    swapped: int | None = None  # blocks that visit the GPU one after the other
 
 
 @dataclass(frozen=True)
 class Control:
-    """What the run has made of itself so far (`[control]`)."""
+    """What the run has made of itself so far (`[safeguards]`)."""
 
     held_out: tuple[float, ...] = ()  # the newest of them, for the plateau's window
     lowest_held_out: float | None = None
@@ -46,9 +46,9 @@ class TrainState:
 
     step: int = 0
     loss_average: float | None = None  # exponential, weight 0.02 for the newest step
-    validation: float | None = None  # newest held-out loss
+    validation: float | None = None  # newest validation loss
     validated_step: int | None = None  # the step that it was measured at
-    base_validation: float | None = None  # held-out loss of the base alone: the one of step 0
+    base_validation: float | None = None  # validation loss of the base alone: the one of step 0
     best_validation: float | None = None
     best_step: int | None = None
     skipped: int = 0  # steps that were left out: an overflow of fp16, or a gradient that was not finite
@@ -59,12 +59,12 @@ class TrainState:
     restored: int = 0  # times among them that the loss or gradient was not finite: each halves the rate
     failed_at: int = 0  # the step that the newest of those was for,
     returned_to: int = 0  # and the checkpoint that it came to
-    # `optim.learning_rate`, and a digest of the settings that steps may fail by: with others the run may do what it
+    # `optimizer.learning_rate`, and a digest of the settings that steps may fail by: with others the run may do what it
     # failed at before.
     asked_rate: float | None = None
     asked: str = ""
     watched_until: int = 0  # up to here each step's loss is looked at before its update, whatever that costs
-    fit: Fit = Fit()
+    fit: OomFallback = OomFallback()
     control: Control = Control()
 
     @property
@@ -84,7 +84,7 @@ class TrainState:
     def from_json(value: dict[str, Any]) -> TrainState:
         """The inverse; what an older version did not know has its default. Raises TypeError for unknown names."""
         known = dict(value)
-        known["fit"] = Fit(**known.get("fit", {}))
+        known["fit"] = OomFallback(**known.get("fit", {}))
         control = dict(known.get("control", {}))
         known["control"] = Control(**control | {"held_out": tuple(control.get("held_out", ()))})
         return TrainState(**known)

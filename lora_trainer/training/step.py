@@ -1,4 +1,4 @@
-"""One optimizer step: forward and backward over its micro batches, reduce, clip, update."""
+"""One optimizer step: forward and backward over its micro-batches, reduce, clip, update."""
 
 from __future__ import annotations
 
@@ -12,25 +12,25 @@ import torch
 from torch import Tensor, nn
 
 from lora_trainer.core.errors import first_line, is_out_of_memory
-from lora_trainer.core.interrupt import give_up_if_late, no_more_giving_up
+from lora_trainer.core.interrupt import abort_if_late, no_more_aborting
 from lora_trainer.diffusion.loss import Loss
 from lora_trainer.diffusion.process import Process
 from lora_trainer.models.compiled import Compiled
 from lora_trainer.optim.clipping import Clip
-from lora_trainer.optim.optimizers import set_rate
+from lora_trainer.optim.optimizers import set_lr
 from lora_trainer.training.adapter import Adapter
-from lora_trainer.training.average import Average, Shown
-from lora_trainer.training.micro import Micro
+from lora_trainer.training.ema import Ema, Shown
+from lora_trainer.training.micro_batch import MicroBatch
 from lora_trainer.training.texts import TrainedTexts
 
-# How an update whose loss or gradient is not finite is left out: looked at before it, which a card must be waited for;
+# How an update whose loss or gradient is not finite is left out: looked at before it, which a GPU must be waited for;
 # by the optimizer itself, on the device; or not at all, and the step is trained again once it was seen.
 Guard = Literal["ahead", "on_device", "late"]
 Predict = Callable[[nn.Module, Tensor, Tensor, Mapping[str, Tensor], Tensor], Tensor]
 
 
 @dataclass(frozen=True)
-class Learner:
+class StepContext:
     """What a step works on. `reduce` sums a tensor over all processes; None in a run of one.
 
     `shown` gives the weights that are validated, drawn with and exported: with an average, or
@@ -42,7 +42,7 @@ class Learner:
     process: Process
     loss: Loss
     adapter: Adapter
-    average: Average | None
+    average: Ema | None
     shown: Shown
     optimizer: torch.optim.Optimizer
     scaler: torch.amp.GradScaler | None
@@ -52,8 +52,8 @@ class Learner:
     clip: Clip
     guard: Guard = "ahead"
     compiled: Compiled | None = None  # the denoiser's blocks, where they are
-    optimizer_waits: bool = False  # for the card, inside its step
-    await_card: Callable[[], None] = lambda: None  # unlike any other waiting, not for a lost process
+    optimizer_waits: bool = False  # for the GPU, inside its step
+    await_gpu: Callable[[], None] = lambda: None  # unlike any other waiting, not for a lost process
     rank: int = 0
     world: int = 1
     texts: TrainedTexts | None = None
@@ -73,7 +73,7 @@ class Learner:
 class StepResult:
     """Left on the device, so that nothing waits for it: loss and gradient norm (before clipping), each [].
 
-    `losses`, one after the other, are the samples' own: process by process, micro batch by micro batch. An update is
+    `losses`, one after the other, are the samples' own: process by process, micro-batch by micro-batch. An update is
     left out where loss or norm is not finite; `skipped` says so where that is known here already, as with the guard
     `ahead`. With the guard `late` it was made.
     """
@@ -86,11 +86,11 @@ class StepResult:
     scale: Tensor | None = None  # [] of fp16's losses, after the step
 
 
-class HalfChanged(Exception):
+class OomDuringUpdate(Exception):
     """Memory ran out while weights, optimizer or average were changed: they are no longer those of a step."""
 
 
-class Unsummed(Exception):
+class OomDuringAllReduce(Exception):
     """Memory ran out while gradients were summed or clipped: other processes have gone on, and the step cannot be done again.
 
     The weights are still those of the step before.
@@ -98,7 +98,7 @@ class Unsummed(Exception):
 
 
 @contextmanager
-def changing_weights(kind: type[Exception] = HalfChanged) -> Iterator[None]:
+def changing_weights(kind: type[Exception] = OomDuringUpdate) -> Iterator[None]:
     """Memory that runs out inside the block is raised as `kind`: the step cannot simply be done again."""
     try:
         yield
@@ -112,14 +112,14 @@ def changing_weights(kind: type[Exception] = HalfChanged) -> Iterator[None]:
 
 
 def train_step(
-    learner: Learner,
-    micros: Iterable[Micro],
+    learner: StepContext,
+    micros: Iterable[MicroBatch],
     samples: int,
     rate: float,
     clip_scale: float = 1.0,
-    settle: Callable[[], None] = no_more_giving_up,
+    settle: Callable[[], None] = no_more_aborting,
 ) -> StepResult:
-    """One update from the micro batches of a step that has `samples` samples over all processes.
+    """One update from the micro-batches of a step that has `samples` samples over all processes.
 
     The loss is the sum over samples divided by their number, so it does not depend on how
     the step is split. Gradients are summed over processes by hand: a process with no
@@ -141,20 +141,20 @@ def train_step(
         summed = [total, *losses, *all_gradients(learner.masters)]
         flat = torch.cat([each.flatten() for each in summed])
     # What processes have settled together cannot be done again by one of them alone.
-    with nullcontext() if learner.reduce is None else changing_weights(Unsummed):
+    with nullcontext() if learner.reduce is None else changing_weights(OomDuringAllReduce):
         settle()
         if learner.reduce is not None:
             spread(learner.reduce(flat), summed)
-        set_rate(learner.optimizer, rate, learner.shares)
+        set_lr(learner.optimizer, rate, learner.shares)
         norm, skipped = update(learner, total, clip_scale)
     # A product, since the scaler changes its own in place; and on the device, since nobody waits for it.
     scale = learner.scaler.scale(torch.ones((), device=learner.device)) if learner.scaler else None
     return StepResult(total, norm, losses, learner.guard, skipped, scale)
 
 
-def backward(learner: Learner, micro: Micro, samples: int) -> tuple[Tensor, Tensor]:
-    """Forward and backward of one micro batch: its part of the step's loss [] and its samples' own [B], detached."""
-    give_up_if_late()
+def backward(learner: StepContext, micro: MicroBatch, samples: int) -> tuple[Tensor, Tensor]:
+    """Forward and backward of one micro-batch: its part of the step's loss [] and its samples' own [B], detached."""
+    abort_if_late()
     process = learner.process
     noisy = process.add_noise(micro.latents, micro.added, micro.t).to(learner.dtype)
     cond = micro.cond if learner.texts is None else learner.texts.encode(micro.captions, micro.cond)
@@ -167,7 +167,7 @@ def backward(learner: Learner, micro: Micro, samples: int) -> tuple[Tensor, Tens
     return loss.detach(), losses.detach()
 
 
-def in_the_step(learner: Learner, losses: tuple[Tensor, ...], samples: int) -> Tensor:
+def in_the_step(learner: StepContext, losses: tuple[Tensor, ...], samples: int) -> Tensor:
     """This process's losses in their places among those of the step [samples], 0 elsewhere: a sum joins them."""
     world, joined = learner.world, torch.zeros(samples, device=learner.device)
     start = sum(math.ceil((samples - rank) / world) for rank in range(min(learner.rank, samples)))
@@ -191,15 +191,15 @@ def spread(flat: Tensor, into: list[Tensor]) -> None:
         each.copy_(part.view_as(each))
 
 
-def update(learner: Learner, loss: Tensor, clip_scale: float) -> tuple[Tensor, bool]:
+def update(learner: StepContext, loss: Tensor, clip_scale: float) -> tuple[Tensor, bool]:
     """Clip, step, publish, clear. Returns the norm before clipping, and whether the update was seen to be left out."""
     scaler, optimizer = learner.scaler, learner.optimizer
     if scaler is not None:
         scaler.unscale_(optimizer)
     norm = learner.clip(learner.masters, clip_scale)
     if learner.guard == "ahead" or learner.optimizer_waits:
-        learner.await_card()
-    # The scaler's own `step` would look at gradients alone, and wait for the card to do so.
+        learner.await_gpu()
+    # The scaler's own `step` would look at gradients alone, and wait for the GPU to do so.
     skipped = learner.guard == "ahead" and not (math.isfinite(float(loss)) and math.isfinite(float(norm)))
     with changing_weights():
         if learner.guard == "on_device":
@@ -225,7 +225,7 @@ def step_if(optimizer: torch.optim.Optimizer, good: Tensor) -> None:
         del optimizer.found_inf  # type: ignore[attr-defined]
 
 
-def give_up_step(learner: Learner) -> None:
+def abort_step(learner: StepContext) -> None:
     """Leave no trace of a step that was not finished: it can be done again, as if for the first time."""
     for parameter in (*learner.masters, *learner.adapter.copies.values()):
         parameter.grad = None

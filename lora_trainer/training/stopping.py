@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from lora_trainer.config.schema import Config
-from lora_trainer.core.interrupt import SIGNALS, GivenUp, Interrupt, can_be_given_up, no_more_giving_up
-from lora_trainer.training.job import Job
+from lora_trainer.core.interrupt import SIGNALS, Interrupt, StepAborted, can_be_given_up, no_more_aborting
+from lora_trainer.training.job import LoopContext
 from lora_trainer.training.state import TrainState
 
 T = TypeVar("T")
@@ -21,15 +21,15 @@ T = TypeVar("T")
 class Stopping:
     """Asked in each step. Processes vote before they sum their gradients, so that none goes on alone.
 
-    On the processor the votes are read at once, and a step that is given up in one process is given up in all. On cards
-    the host would have to wait for them: they are read one step later, and several cards finish their step.
+    On the CPU the votes are read at once, and a step that is given up in one process is given up in all. On GPUs
+    the host would have to wait for them: they are read one step later, and several GPUs finish their step.
     """
 
-    def __init__(self, job: Job, interrupt: Interrupt) -> None:
+    def __init__(self, job: LoopContext, interrupt: Interrupt) -> None:
         self._job, self._interrupt = job, interrupt
         self._alone = job.processes.reduce is None
         self._seconds = 0.0  # of the newest step
-        self._votes: Tensor | None = None  # of the newest step, on the processor once `_there` has come
+        self._votes: Tensor | None = None  # of the newest step, on the CPU once `_there` has come
         self._there: torch.cuda.Event | None = None
         self._late = False
         self._agreed = False  # all processes end the loop after this step,
@@ -49,9 +49,9 @@ class Stopping:
         self._late, began = out_of_time(self._job.config, state), time.monotonic()
         if self._alone:
             with can_be_given_up(self._seconds):
-                result = make(no_more_giving_up)
+                result = make(no_more_aborting)
         elif self._job.learner.device.type != "cpu":
-            result = make(self._vote_on_card)
+            result = make(self._vote_on_gpu)
         else:
             result = self._attempt_together(make)
         self._seconds = time.monotonic() - began
@@ -73,15 +73,15 @@ class Stopping:
 
         def settle() -> None:
             nonlocal voted
-            no_more_giving_up()
+            no_more_aborting()
             voted = True
             if self._count(self._vote(given_up=False)):
-                raise GivenUp
+                raise StepAborted
 
         try:
             with can_be_given_up(self._seconds):
                 return make(settle)
-        except GivenUp:
+        except StepAborted:
             if not voted:
                 self._count(self._vote(given_up=True))
             raise
@@ -93,10 +93,10 @@ class Stopping:
         votes = torch.zeros(len(mine), device=self._job.learner.device)
         for place, said in enumerate(mine):
             if said:
-                votes[place].fill_(1.0)  # by the card itself: a copy to it would wait for all that it has to do before
+                votes[place].fill_(1.0)  # by the GPU itself: a copy to it would wait for all that it has to do before
         return self._job.processes.reduce(votes)
 
-    def _vote_on_card(self) -> None:
+    def _vote_on_gpu(self) -> None:
         """Take the votes of the step before, which are there, and send off those of this one."""
         if self._votes is not None and self._there is not None:
             self._job.processes.patiently(self._there.query)
@@ -118,7 +118,7 @@ class Stopping:
         return bool(given_up > 0.0)
 
 
-def any_given_up(job: Job, mine: bool) -> bool:
+def any_given_up(job: LoopContext, mine: bool) -> bool:
     """Whether any process gave up what all of them were doing."""
     if job.processes.reduce is None:
         return mine

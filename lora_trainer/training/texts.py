@@ -50,9 +50,9 @@ def build_texts(
 
     `checkpointed`: their layers compute their activations again in the backward pass. Raises UsageError as `text_rates`.
     """
-    if not config.text.trained:
+    if not config.trains_text:
         return None
-    trained = family.text_rates(config.text.learning_rates)
+    trained = family.text_rates(config.text_encoder.learning_rates)
     parts = family.load_texts(facts.path, dtype, device, (*family.left_in_cache(trained), *family.text.without))
     for encoder in parts.encoders.values():
         drop_nothing(encoder)
@@ -74,12 +74,12 @@ def build_texts(
         notes.append(f"{component}: LoRA rank {text_rank(config)} on {len(names)} modules at rate {rate:g}")
         if checkpointed:
             checkpoint_layers(encoder)
-    if config.text.tokens:
+    if config.textual_inversion.placeholder_tokens:
         words = learned_words(parts, family.word_texts, config, checkpointed=checkpointed)
         parameters |= words
-        rates.append((config.text.token_learning_rate, words.keys()))
-        named = f"{', '.join(config.text.tokens)} of {config.text.token_vectors} embeddings each"
-        notes.append(f"new words {named} at rate {config.text.token_learning_rate:g}")
+        rates.append((config.textual_inversion.learning_rate, words.keys()))
+        named = f"{', '.join(config.textual_inversion.placeholder_tokens)} of {config.textual_inversion.num_vectors} embeddings each"
+        notes.append(f"new words {named} at rate {config.textual_inversion.learning_rate:g}")
     for encoder in parts.encoders.values():
         encoder.train()
     return TrainedTexts(parts, encode, parameters, tuple(rates), shapes, tuple(notes))
@@ -88,8 +88,8 @@ def build_texts(
 def learned_words(
     parts: TextParts, components: Sequence[str], config: Config, *, checkpointed: bool
 ) -> dict[str, nn.Parameter]:
-    """Teach every CLIP encoder the words of `text.tokens`; their embeddings by name, the component first."""
-    own = add_words(parts, new_words(parts, components, config.text))
+    """Teach every CLIP encoder the words of `textual_inversion.placeholder_tokens`; their embeddings by name, the component first."""
+    own = add_words(parts, new_words(parts, components, config.textual_inversion))
     for parameter in own.values():
         parameter.requires_grad_(True)
     for component in components:
@@ -107,18 +107,18 @@ def put_text_lora_on(encoder: nn.Module, names: list[str], config: Config, compo
         alpha=text_alpha(config),
         dropout=config.lora.dropout,
         seed=position_key(config.train.seed, "lora_init", component) % 2**32,
-        rank_stabilised=config.lora.rank_stabilised,
+        rank_stabilized=config.lora.use_rslora,
     )
     sum_updates(encoder)
     return {f"{component}.{name}": parameter for name, parameter in own.items()}
 
 
 def text_rank(config: Config) -> int:
-    return config.text.lora_rank or config.lora.rank
+    return config.text_encoder.lora_rank or config.lora.rank
 
 
 def text_alpha(config: Config) -> float:
-    return config.text.lora_alpha or float(text_rank(config))
+    return config.text_encoder.lora_alpha or float(text_rank(config))
 
 
 def used_modules(encoder: nn.Module, names: list[str], encode: Callable[[], Mapping[str, Tensor]]) -> list[str]:

@@ -31,14 +31,16 @@ class Threads:
 def choose_threads(requested: int | None, recorded: int | None = None) -> Threads:
     """The first of these that is there: `requested`, the user's environment, `recorded`, what the machine leaves.
 
-    `requested` is `hardware.threads`, at most the available CPUs; `recorded` is what the run began with. That, and the
-    choice, are at most this process's share of the CPUs; a single process leaves what others keep busy.
+    `requested` is `hardware.threads`, at most the available CPUs or what the environment sets beyond them; `recorded` is
+    what the run began with. That, and the choice, are at most this process's share of the CPUs; a single process leaves
+    what others keep busy.
     """
-    cpus = available_cpus()
+    cpus, name = available_cpus(), user_variable()
     if requested is not None:
-        fewer = f", but {cpus} CPUs are available" if requested > cpus else ""
-        return Threads(min(requested, cpus), f"hardware.threads={requested}{fewer}")
-    if name := user_variable():
+        count = min(requested, max(cpus, int(os.environ[name]) if name else 0))
+        fewer = f", but {cpus} CPUs are available" if requested > count else ""
+        return Threads(count, f"hardware.threads={requested}{fewer}")
+    if name:
         return Threads(int(os.environ[name]), f"{name}={os.environ[name]}")
     processes = processes_here()
     share = max(1, cpus // processes)

@@ -1,4 +1,4 @@
-"""The held-out loss while training: measured, told, and the weights of the lowest kept."""
+"""The validation loss while training: measured, told, and the weights of the lowest kept."""
 
 from __future__ import annotations
 
@@ -9,35 +9,35 @@ from dataclasses import replace
 import torch
 
 from lora_trainer.core.errors import first_line, is_out_of_memory
-from lora_trainer.core.interrupt import GivenUp
+from lora_trainer.core.interrupt import StepAborted
 from lora_trainer.evaluation.loading import free_memory
 from lora_trainer.monitor.progress import Phase
 from lora_trainer.optim.schedules import warmup_length
 from lora_trainer.training.checkpoints.save import keep_best
 from lora_trainer.training.control import after_validation, after_worse
-from lora_trainer.training.job import Job, rate_of
-from lora_trainer.training.numbers import progress_of
+from lora_trainer.training.job import LoopContext, lr_at
+from lora_trainer.training.metrics import progress_of
 from lora_trainer.training.recovery import nothing_left, saved_and_failed
 from lora_trainer.training.reporter import Reporter
-from lora_trainer.training.state import Fit, TrainState
+from lora_trainer.training.state import OomFallback, TrainState
 from lora_trainer.training.stopping import any_given_up
 
 VALIDATING: Phase = "validating"
 MOST_ASKED_AT_ONCE = 4
 
 
-def validate(job: Job, state: TrainState, reporter: Reporter) -> TrainState:
-    """Measure the held-out loss, where something is held out; keep the weights of the lowest.
+def validate(job: LoopContext, state: TrainState, reporter: Reporter) -> TrainState:
+    """Measure the validation loss, where something is held out; keep the weights of the lowest.
 
     Given up for a signal, it leaves the state as it was.
     """
     if job.validate is None:
         return state
-    reporter.progress(progress_of(job, state, rate_of(job, state, state.step), 0.0, VALIDATING))
+    reporter.progress(progress_of(job, state, lr_at(job, state, state.step), 0.0, VALIDATING))
     given_up, loss, fit = False, math.nan, state.fit
     try:
         loss, fit = loss_that_fits(job, job.validate, state, reporter)
-    except GivenUp:
+    except StepAborted:
         given_up = True
     if any_given_up(job, given_up):
         return state
@@ -52,19 +52,19 @@ def validate(job: Job, state: TrainState, reporter: Reporter) -> TrainState:
         state = replace(state, best_validation=loss, best_step=state.step)
     reporter.validation({"step": state.step, "loss": loss}, validation_line(before, state))
     if not math.isfinite(loss):
-        reporter.event(state.step, "not_finite", "the held-out loss is not finite: no weights are chosen by it")
+        reporter.event(state.step, "not_finite", "the validation loss is not finite: no weights are chosen by it")
     if best:
         keep_best(job, state.step)
     return judged(job, state, reporter)
 
 
-def judged(job: Job, state: TrainState, reporter: Reporter) -> TrainState:
-    """What the run makes of a held-out loss that it measured in its rhythm; others, at an end, change nothing."""
-    every = job.config.validation.every_steps
+def judged(job: LoopContext, state: TrainState, reporter: Reporter) -> TrainState:
+    """What the run makes of a validation loss that it measured in its rhythm; others, at an end, change nothing."""
+    every = job.config.validation.every_n_steps
     if state.step == 0 or state.validation is None or not every or state.step % every:
         return state
-    control, decisions = after_validation(job.config.control, state.control, state.validation, state.rate_factor)
-    if state.step > warmup_length(job.config.schedule, job.total_steps):
+    control, decisions = after_validation(job.config.safeguards, state.control, state.validation, state.rate_factor)
+    if state.step > warmup_length(job.config.lr_scheduler, job.total_steps):
         control, worse = after_worse(control, state.validation, state.base_validation)
         decisions = [*decisions, *worse]
     for decision in decisions:
@@ -73,17 +73,17 @@ def judged(job: Job, state: TrainState, reporter: Reporter) -> TrainState:
     return replace(state, control=control)
 
 
-def of_all(job: Job, loss: float) -> float:
-    """The main process's held-out loss, for all of them: what they decide by it must be the same to the bit."""
+def of_all(job: LoopContext, loss: float) -> float:
+    """The main process's validation loss, for all of them: what they decide by it must be the same to the bit."""
     if job.processes.reduce is None:
         return loss
     return float(job.processes.sum_of_all(torch.tensor([loss if job.processes.is_main else 0.0])))
 
 
 def loss_that_fits(
-    job: Job, measure: Callable[[int], float], state: TrainState, reporter: Reporter
-) -> tuple[float, Fit]:
-    """The held-out loss, asked in smaller and smaller parts for as long as memory runs out; and what did fit.
+    job: LoopContext, measure: Callable[[int], float], state: TrainState, reporter: Reporter
+) -> tuple[float, OomFallback]:
+    """The validation loss, asked in smaller and smaller parts for as long as memory runs out; and what did fit.
 
     Measured anew each time, so that what comes out depends on the size of the parts alone. Raises TrainingFailed when
     not even one question fits; what was trained is saved.
@@ -109,7 +109,7 @@ def loss_that_fits(
 def validation_line(before: TrainState, now: TrainState) -> str:
     """What a measurement showed, beside the lowest until then and the base alone."""
     loss, base = now.validation or 0.0, now.base_validation
-    line = f"step {now.step}: held-out loss {loss:.4f}"
+    line = f"step {now.step}: validation loss {loss:.4f}"
     if now.step == 0:
         return f"{line}, of the base alone"
     worse = "" if base is None or not loss > base else f"; worse than the base alone ({base:.4f})"

@@ -49,7 +49,7 @@ def test_the_overview_lists_every_command(capsys: pytest.CaptureFixture[str]) ->
 
 def test_explain_shows_each_value_and_its_origin(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     file = tmp_path / "mine.toml"
-    file.write_text("[lora]\nrank = 9\n[optim]\nbeta1 = 0.5\n", encoding="utf-8")
+    file.write_text("[lora]\nrank = 9\n[optimizer]\nbeta1 = 0.5\n", encoding="utf-8")
     model = tmp_path / "my model"
     model.mkdir()
     (model / "model_index.json").write_text('{"_class_name": "StableDiffusionPipeline"}', encoding="utf-8")
@@ -57,16 +57,16 @@ def test_explain_shows_each_value_and_its_origin(capsys: pytest.CaptureFixture[s
     (model / "unet" / "config.json").write_text('{"cross_attention_dim": 768}', encoding="utf-8")
     code, out, err = run(
         capsys, "train", "--preset", "12gb", "--preset=quality", "--config", str(file), "--data", "a", "--data", "b c",
-        "--set", "optim.beta1=0.6", "--max-steps", "7", "--model", str(model), "--offline", "--explain",
+        "--set", "optimizer.beta1=0.6", "--max-steps", "7", "--model", str(model), "--offline", "--explain",
     )  # fmt: skip
     assert (code, err) == (0, "")
     assert row(out, "lora.rank") == ["lora.rank", "9", f"--config {file}"]
-    assert row(out, "optim.beta1") == ["optim.beta1", "0.6", "--set"]
+    assert row(out, "optimizer.beta1") == ["optimizer.beta1", "0.6", "--set"]
     assert row(out, "memory.limit_gib")[2] == "preset 12gb"
     assert row(out, "noise.multires_iterations")[2] == "preset quality"
     assert row(out, "train.max_steps")[2] == "--max-steps"
     assert row(out, "train.seed")[2] == "default"
-    assert row(out, "sample.guidance")[2] == "family preset sd15"
+    assert row(out, "sample.guidance_scale")[2] == "family preset sd15"
     assert '["a", "b c"]' in out
     assert "family preset builtin" not in out  # a model is named
 
@@ -83,9 +83,9 @@ def test_every_command_that_takes_explain_explains_and_does_no_more(
 
 def test_the_builtin_base_brings_its_own_settings(capsys: pytest.CaptureFixture[str]) -> None:
     _, out, _ = run(capsys, "train", "--explain")
-    assert row(out, "optim.learning_rate")[2] == "family preset builtin"
+    assert row(out, "optimizer.learning_rate")[2] == "family preset builtin"
     _, out, _ = run(capsys, "train", "--preset", "balanced", "--explain")
-    assert row(out, "optim.learning_rate")[2] == "preset balanced"
+    assert row(out, "optimizer.learning_rate")[2] == "preset balanced"
 
 
 def test_a_model_that_is_missing_is_told_with_where_it_was_named(
@@ -106,7 +106,7 @@ def test_all_problems_are_told_at_once(capsys: pytest.CaptureFixture[str], tmp_p
     file.write_text("[lora]\nrnk = 9\n", encoding="utf-8")
     code, out, err = run(
         capsys, "train", "--reume", "--rank", "8", "--preset", "12bg", "--config", str(file), "--max-steps", "0",
-        "--set", "optim.learning_rate=20", "--set", "nonsense", "stray", "--model", "no-such-model",
+        "--set", "optimizer.learning_rate=20", "--set", "nonsense", "stray", "--model", "no-such-model",
     )  # fmt: skip
     assert (code, out) == (2, "")
     assert err.startswith("error: 9 problems\n")
@@ -118,7 +118,7 @@ def test_all_problems_are_told_at_once(capsys: pytest.CaptureFixture[str], tmp_p
         "There is no model at no-such-model (looked for in ",
         "mine.toml) is not a setting.\n     Did you mean rank?",
         "train.max_steps = 0 (from --max-steps): must be at least 1.",
-        "optim.learning_rate = 20 (from --set): must be at most 10.",
+        "optimizer.learning_rate = 20 (from --set): must be at most 10.",
         "--set nonsense is not of the form section.key=value.",
     ):
         assert expected in err
@@ -158,7 +158,7 @@ def test_presets_are_listed_and_shown(capsys: pytest.CaptureFixture[str]) -> Non
     code, out, _ = run(capsys, "presets", "show", "12gb", "quality")
     assert code == 0
     assert row(out, "lora.rank")[2] == "preset 12gb"
-    assert row(out, "optim.learning_rate")[2] == "preset quality"
+    assert row(out, "optimizer.learning_rate")[2] == "preset quality"
     assert "run.output" not in out
 
 

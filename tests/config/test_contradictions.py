@@ -11,7 +11,7 @@ from lora_trainer.config.layers import Layer, Resolved, flattened, resolve
 from lora_trainer.config.options import suited
 from lora_trainer.core.errors import UsageError
 
-QUALITY = Layer("preset quality", {"schedule": {"name": "cosine"}, "optim": {"learning_rate": 1e-4}})
+QUALITY = Layer("preset quality", {"lr_scheduler": {"name": "cosine"}, "optimizer": {"learning_rate": 1e-4}})
 
 
 def user(**settings: object) -> Layer:
@@ -24,45 +24,45 @@ def user(**settings: object) -> Layer:
 
 
 CLASHES = [
-    ({"optim__name": "prodigy"}, {"optim__learning_rate": 1e-4}, 1.0),
-    ({"optim__name": "schedule_free"}, {"schedule__name": "cosine"}, "constant"),
-    ({"optim__name": "schedule_free"}, {"train__ema_decay": 0.99}, None),
-    ({"optim__name": "schedule_free"}, {"optim__beta1": 0.0}, 0.9),
-    ({"optim__clip_value": 0.5}, {"optim__clip_norm": 2.0}, 0.0),
+    ({"optimizer__name": "prodigy"}, {"optimizer__learning_rate": 1e-4}, 1.0),
+    ({"optimizer__name": "adamw_schedulefree"}, {"lr_scheduler__name": "cosine"}, "constant_with_warmup"),
+    ({"optimizer__name": "adamw_schedulefree"}, {"train__ema_decay": 0.99}, None),
+    ({"optimizer__name": "adamw_schedulefree"}, {"optimizer__beta1": 0.0}, 0.9),
+    ({"optimizer__clip_value": 0.5}, {"optimizer__max_grad_norm": 2.0}, 0.0),
     ({}, {"captions__dropout": 1.0}, 0.0),
-    ({}, {"captions__dropout_every_epochs": 1}, 0),
+    ({}, {"captions__dropout_every_n_epochs": 1}, 0),
     ({}, {"captions__tag_dropout": 1.0}, 0.0),
-    ({"captions__separator": ";"}, {"captions__keep_separator": ";"}, None),
+    ({"captions__separator": ";"}, {"captions__keep_tokens_separator": ";"}, None),
     ({"captions__shuffle": True}, {"captions__variants": 1}, 8),
     ({"data__resolutions": (512, 768)}, {"data__resolution": 512}, None),
-    ({"validate__every_steps": 0}, {"control__plateau": True}, False),
-    ({"validate__every_steps": 0}, {"control__early_stopping": True}, False),
-    ({"data__held_out": 0.0}, {"control__early_stopping": True}, False),
-    ({"optim__name": "schedule_free"}, {"control__plateau": True}, False),
-    ({"control__early_stopping": True}, {"checkpoint__release": "last"}, "best"),
-    ({"optim__clip_norm": 0.0}, {"control__jump": True}, False),
-    ({"data__no_upscale": True}, {"data__allow_upscale": True}, False),
-    ({"train__deterministic": True}, {"memory__attention": "xformers"}, "sdpa"),
-    ({"train__deterministic": True, "memory__compile": True}, {"memory__compile_mode": "max-autotune"}, "default"),
+    ({"validation__every_n_steps": 0}, {"safeguards__reduce_lr_on_plateau": True}, False),
+    ({"validation__every_n_steps": 0}, {"safeguards__early_stopping": True}, False),
+    ({"validation__split": 0.0}, {"safeguards__early_stopping": True}, False),
+    ({"optimizer__name": "adamw_schedulefree"}, {"safeguards__reduce_lr_on_plateau": True}, False),
+    ({"safeguards__early_stopping": True}, {"checkpoint__export_weights": "last"}, "best"),
+    ({"optimizer__max_grad_norm": 0.0}, {"safeguards__clip_on_loss_spike": True}, False),
+    ({"data__bucket_no_upscale": True}, {"data__allow_small_images": True}, False),
+    ({"train__deterministic": True}, {"hardware__attention_backend": "xformers"}, "sdpa"),
+    ({"train__deterministic": True, "compile__enabled": True}, {"compile__mode": "max-autotune"}, "default"),
     ({"train__deterministic": True}, {"hardware__cudnn_benchmark": True}, False),
-    ({"memory__checkpointing": "none"}, {"memory__recompute": "cheap"}, "all"),
-    ({"memory__compile": True}, {"memory__recompute": "cheap"}, "all"),
-    ({"memory__compile": True, "memory__streaming": 4}, {"memory__compile_mode": "max-autotune"}, "default"),
+    ({"memory__gradient_checkpointing": False}, {"memory__checkpointing_mode": "selective"}, "full"),
+    ({"compile__enabled": True}, {"memory__checkpointing_mode": "selective"}, "full"),
+    ({"compile__enabled": True, "memory__blocks_to_swap": 4}, {"compile__mode": "max-autotune"}, "default"),
     (
-        {"memory__compile": "auto", "memory__offload_activations": True},
-        {"memory__compile_mode": "reduce-overhead"},
+        {"compile__enabled": "auto", "memory__offload_activations": True},
+        {"compile__mode": "reduce-overhead"},
         "default",
     ),
-    ({"memory__base_precision": "fp8"}, {"memory__int8_products": True}, False),
+    ({"memory__weight_dtype": "fp8"}, {"memory__int8_matmul": True}, False),
     (
-        {"optim__name": "prodigy", "optim__learning_rate": 1.0},
-        {"text__learning_rates": (1e-4, 0.0, 1.0)},
+        {"optimizer__name": "prodigy", "optimizer__learning_rate": 1.0},
+        {"text_encoder__learning_rates": (1e-4, 0.0, 1.0)},
         (1.0, 0.0, 1.0),
     ),
-    ({"text__learning_rates": (0.0,)}, {"text__lora_rank": 4}, None),
-    ({}, {"text__lora_alpha": 4.0}, None),
-    ({"flow__timesteps": "mode"}, {"flow__logit_spread": 2.0}, 1.0),
-    ({"flow__timesteps": "uniform"}, {"flow__mode_scale": 0.5}, 1.29),
+    ({"text_encoder__learning_rates": (0.0,)}, {"text_encoder__lora_rank": 4}, None),
+    ({}, {"text_encoder__lora_alpha": 4.0}, None),
+    ({"flow__timestep_sampling": "mode"}, {"flow__logit_std": 2.0}, 1.0),
+    ({"flow__timestep_sampling": "uniform"}, {"flow__mode_scale": 0.5}, 1.29),
 ]
 
 
@@ -101,14 +101,14 @@ def test_what_a_preset_set_gives_way_and_is_named(asked, other, value):
 @pytest.mark.parametrize(
     "settings",
     [
-        {"optim__name": "prodigy", "optim__learning_rate": 0.5},
-        {"optim__clip_value": 0.5, "optim__clip_norm": 0.0},
-        {"optim__name": "schedule_free", "schedule__name": "constant"},
-        {"train__ema_decay": 0.999, "schedule__name": "cosine"},
+        {"optimizer__name": "prodigy", "optimizer__learning_rate": 0.5},
+        {"optimizer__clip_value": 0.5, "optimizer__max_grad_norm": 0.0},
+        {"optimizer__name": "adamw_schedulefree", "lr_scheduler__name": "constant_with_warmup"},
+        {"train__ema_decay": 0.999, "lr_scheduler__name": "cosine"},
         {"captions__tag_dropout": 1.0, "captions__keep_tokens": 1},
         {"captions__variants": 1},
-        {"optim__name": "prodigy", "optim__learning_rate": 0.5, "text__learning_rates": (0.0, 0.5)},
-        {"text__learning_rates": (5e-5,), "text__lora_rank": 4},
+        {"optimizer__name": "prodigy", "optimizer__learning_rate": 0.5, "text_encoder__learning_rates": (0.0, 0.5)},
+        {"text_encoder__learning_rates": (5e-5,), "text_encoder__lora_rank": 4},
     ],
 )
 def test_what_goes_together_is_left_alone(settings):
@@ -130,13 +130,13 @@ def test_captions_of_a_source_are_held_to_the_same():
 
 def test_prodigy_never_takes_a_rate_meant_for_adamw():
     """Not the default's, and not that of the built-in base's preset, which is large enough to pass for a factor."""
-    for layers in ([], [QUALITY], [Layer("family preset builtin", {"optim": {"learning_rate": 0.02}})]):
-        assert resolve([*layers, user(optim__name="prodigy")]).config.optim.learning_rate == 1.0
+    for layers in ([], [QUALITY], [Layer("family preset builtin", {"optimizer": {"learning_rate": 0.02}})]):
+        assert resolve([*layers, user(optimizer__name="prodigy")]).config.optimizer.learning_rate == 1.0
 
 
 def test_a_resolved_config_resolves_to_itself():
-    first = resolve([QUALITY, user(optim__name="schedule_free", optim__clip_value=0.5)])
-    file = Layer("--config run.toml", first.config.model_dump(by_alias=True))
+    first = resolve([QUALITY, user(optimizer__name="adamw_schedulefree", optimizer__clip_value=0.5)])
+    file = Layer("--config run.toml", first.config.model_dump())
     again = resolve([file])
     assert again.config == first.config
     assert again.notes == ()
@@ -177,7 +177,9 @@ def test_what_only_diffusion_has_is_refused_on_a_flow(settings, reason):
         suited(resolve([user(**settings)]), "flow")
 
 
-@pytest.mark.parametrize("settings", [{"flow__timesteps": "uniform"}, {"flow__shift": 3.0}, {"flow__logit_mean": 0.5}])
+@pytest.mark.parametrize(
+    "settings", [{"flow__timestep_sampling": "uniform"}, {"flow__shift": 3.0}, {"flow__logit_mean": 0.5}]
+)
 def test_times_of_a_flow_are_refused_on_a_diffusion_model(settings):
     asked = resolve([user(**settings)])
     assert suited(asked, "flow") == asked

@@ -21,14 +21,14 @@ def test_no_layers_give_the_defaults() -> None:
     assert resolved.config == Config()
     assert set(resolved.origin.values()) == {"default"}
     assert list(resolved.origin) == setting_names() == list(flattened(Config()))
-    assert "validate.every_steps" in resolved.origin  # the key, not the field's name
+    assert "validation.every_n_steps" in resolved.origin  # the key, not the field's name
 
 
 def test_the_later_layer_wins_and_is_named() -> None:
-    file = Layer("a.toml", {"lora": {"rank": 8, "alpha": 4}, "validate": {"every_steps": 7}})
+    file = Layer("a.toml", {"lora": {"rank": 8, "alpha": 4}, "validation": {"every_n_steps": 7}})
     resolved = resolve([Layer("preset 12gb", {"lora": {"rank": 64}}), file, Layer("--set", {"lora": {"alpha": 2}})])
     assert (resolved.config.lora.rank, resolved.config.lora.alpha) == (8, 2.0)
-    assert resolved.config.validation.every_steps == 7
+    assert resolved.config.validation.every_n_steps == 7
     assert resolved.origin["lora.rank"] == "a.toml"
     assert resolved.origin["lora.alpha"] == "--set"
     assert resolved.origin["lora.dropout"] == "default"
@@ -36,12 +36,12 @@ def test_the_later_layer_wins_and_is_named() -> None:
 
 def test_every_problem_of_every_layer_is_told_at_once() -> None:
     text = problems_of(
-        Layer("a.toml", {"optim": {"learning_rte": 1e-3}, "sampel": {"steps": 1}}),
-        Layer("--set", {"optim": {"learning_rate": 20}, "lora": {"rank": 1.5}}),
+        Layer("a.toml", {"optimizer": {"learning_rte": 1e-3}, "sampel": {"count": 1}}),
+        Layer("--set", {"optimizer": {"learning_rate": 20}, "lora": {"rank": 1.5}}),
     )
-    assert "optim.learning_rte (from a.toml) is not a setting. Did you mean learning_rate?" in text
+    assert "optimizer.learning_rte (from a.toml) is not a setting. Did you mean learning_rate?" in text
     assert "sampel (from a.toml) is not a section. Did you mean sample?" in text
-    assert "optim.learning_rate = 20 (from --set): must be at most 10." in text
+    assert "optimizer.learning_rate = 20 (from --set): must be at most 10." in text
     assert "lora.rank = 1.5 (from --set): must be a whole number." in text
     assert len(text.splitlines()) == 4
 
@@ -58,20 +58,30 @@ def test_a_wrong_value_is_told_although_a_later_layer_overrides_it() -> None:
         ("lora", "rank", "16", 'lora.rank = "16" (from f): must be a whole number.'),
         ("lora", "rank", True, "lora.rank = true (from f): must be a whole number."),
         ("lora", "dropout", 1.0, "lora.dropout = 1.0 (from f): must be less than 1."),
-        ("lora", "targets", 3, 'must be text or a list such as ["a", "b"].'),
-        ("optim", "learning_rate", 0, "must be more than 0."),
-        ("optim", "weight_decay", float("nan"), "must be"),
-        ("optim", "name", "adam8bit", "Did you mean adamw8bit"),
-        ("memory", "checkpointing", "al", "must be one of none, all or auto or a whole number. Did you mean all?"),
-        ("memory", "checkpointing", -1, "must be one of none, all or auto or at least 0."),
-        ("data", "allow_upscale", "yes", "must be true or false."),
+        ("lora", "target_modules", 3, 'must be text or a list such as ["a", "b"].'),
+        ("optimizer", "learning_rate", 0, "must be more than 0."),
+        ("optimizer", "weight_decay", float("nan"), "must be"),
+        ("optimizer", "name", "adam8bit", "Did you mean adamw8bit"),
+        (
+            "memory",
+            "gradient_checkpointing",
+            "aut",
+            "must be true or false or one of auto or a whole number. Did you mean auto?",
+        ),
+        ("memory", "gradient_checkpointing", -1, "must be true or false or one of auto or at least 0."),
+        ("data", "allow_small_images", "yes", "must be true or false."),
         ("data", "sources", ["a", 1], "must be a list of paths or tables."),
         ("sample", "strengths", [1.0, 9.0], "sample.strengths = [1.0, 9.0] (from f): 9.0 must be at most 4."),
         ("sample", "prompts", 3, "sample.prompts = [3] (from f): 3 must be text."),
         ("sample", "prompts", "none", 'must be a list such as ["none"].'),
-        ("text", "learning_rates", True, "text.learning_rates = [true] (from f): true must be a number."),
-        ("text", "learning_rates", [5e-5, 99e9, -1e-7], "[5e-5, 99000000000.0, -1e-7] (from f): -1e-7 must be"),
-        ("text", "learning_rates", [-1], "text.learning_rates = [-1] (from f): -1 must be at least 0."),
+        (
+            "text_encoder",
+            "learning_rates",
+            True,
+            "text_encoder.learning_rates = [true] (from f): true must be a number.",
+        ),
+        ("text_encoder", "learning_rates", [5e-5, 99e9, -1e-7], "[5e-5, 99000000000.0, -1e-7] (from f): -1e-7 must be"),
+        ("text_encoder", "learning_rates", [-1], "text_encoder.learning_rates = [-1] (from f): -1 must be at least 0."),
         ("data", "resolutions", "x", '"x" must be a whole number.'),
         ("run", "output", "none", ""),
     ],
@@ -87,13 +97,13 @@ def test_wrong_values_are_told_in_plain_words(section: str, key: str, value: obj
 @pytest.mark.parametrize(
     ("name", "value", "held"),
     [
-        ("text.learning_rates", 5e-5, (5e-5,)),
-        ("text.tokens", "<zobo>", ("<zobo>",)),
+        ("text_encoder.learning_rates", 5e-5, (5e-5,)),
+        ("textual_inversion.placeholder_tokens", "<zobo>", ("<zobo>",)),
         ("sample.prompts", "a cat", ("a cat",)),
         ("sample.strengths", 0.5, (0.5,)),
         ("data.resolutions", 512, (512,)),
         ("data.resolutions", [], ()),
-        ("lora.targets", "attention", "attention"),
+        ("lora.target_modules", "attention", "attention"),
     ],
 )
 def test_a_lone_value_is_a_list_of_one(name: str, value: object, held: object) -> None:
@@ -102,14 +112,16 @@ def test_a_lone_value_is_a_list_of_one(name: str, value: object, held: object) -
 
 
 def test_a_lone_folder_is_the_data() -> None:
-    config = resolve([Layer("--set", {"data": {"sources": "pictures"}})]).config
-    assert [source.path for source in config.data.sources] == ["pictures"]
+    config = resolve([Layer("--set", {"data": {"sources": "images"}})]).config
+    assert [source.path for source in config.data.sources] == ["images"]
 
 
 def test_a_setting_without_its_section_is_shown_its_home() -> None:
-    assert "Did you mean optim.learning_rate?" in problems_of(Layer("f", {"learning_rate": 1e-3}))
+    assert "Did you mean optimizer.learning_rate or textual_inversion.learning_rate?" in problems_of(
+        Layer("f", {"learning_rate": 1e-3})
+    )
     assert "lora is a section" in problems_of(Layer("f", {"lora": 3})).replace(" (from f)", "")
-    assert "Did you mean lora.rank?" in problems_of(Layer("f", {"optim": {"rank": 3}}))
+    assert "Did you mean lora.rank?" in problems_of(Layer("f", {"optimizer": {"rank": 3}}))
 
 
 def test_steps_and_epochs_contradict() -> None:
@@ -125,7 +137,10 @@ def test_none_empties_a_setting_that_can_be_empty() -> None:
     assert resolved.config.loss.min_snr_gamma is None
     assert resolved.config.train.max_steps == 3
     assert resolved.origin["loss.min_snr_gamma"] == "--set"
-    assert resolve([Layer("f", {"memory": {"checkpointing": "none"}})]).config.memory.checkpointing == "none"
+    assert (
+        resolve([Layer("f", {"memory": {"gradient_checkpointing": False}})]).config.memory.gradient_checkpointing
+        is False
+    )
     assert resolve([Layer("f", {"model": {"path": "none"}})]).config.model.path is None
     assert resolve([Layer("f", {"model": {"path": "./none"}})]).config.model.path == "./none"
     assert "must be a whole number" in problems_of(Layer("f", {"lora": {"rank": "none"}}))
@@ -149,9 +164,9 @@ def test_the_config_cannot_be_changed() -> None:
             {"path": "a", "repeat": 3},
             "data.sources, table 2 (a): repeat (from f) is not a setting. Did you mean repeats",
         ),
-        ({"repeats": 3}, 'data.sources, table 2: path is missing (from f). For example: path = "pictures".'),
+        ({"repeats": 3}, 'data.sources, table 2: path is missing (from f). For example: path = "images".'),
         ({"path": "a", "repeats": 0}, "data.sources, table 2 (a): repeats = 0 (from f): must be more than 0."),
-        ({"path": "a", "crop": "center"}, 'crop = "center" (from f): must be one of centre or random. Did you mean'),
+        ({"path": "a", "crop": "centre"}, 'crop = "centre" (from f): must be one of center or random. Did you mean'),
         (
             {"path": "a", "captions": {"shufle": True}},
             "captions.shufle (from f) is not a setting. Did you mean shuffle?",
@@ -162,7 +177,7 @@ def test_the_config_cannot_be_changed() -> None:
     ],
 )
 def test_what_is_wrong_in_a_source_names_its_table(source: dict[str, object], expected: str) -> None:
-    assert expected in problems_of(Layer("f", {"data": {"sources": ["pictures", source]}}))
+    assert expected in problems_of(Layer("f", {"data": {"sources": ["images", source]}}))
 
 
 def test_lists_inside_of_a_source_are_read() -> None:

@@ -77,7 +77,7 @@ def test_no_setting_is_both_a_limit_and_a_wish() -> None:
 
 
 def test_no_preset_chooses_prodigy_whose_rate_is_a_factor() -> None:
-    names = {preset.values.get("optim", {}).get("name") for preset in presets().values()}
+    names = {preset.values.get("optimizer", {}).get("name") for preset in presets().values()}
     assert names == {None, "adamw", "adamw8bit"}
 
 
@@ -92,9 +92,9 @@ def test_golden_6gb_speed() -> None:
         "data.resolution_ceiling": 768,
         "lora.rank": 32,
         "memory.limit_gib": 6.0,
-        "memory.attention": "xformers",
-        "memory.compile": "auto",
-        "train.exposures": 60,
+        "hardware.attention_backend": "xformers",
+        "compile.enabled": "auto",
+        "train.total_repeats": 60,
     }
 
 
@@ -102,16 +102,18 @@ def test_golden_16gb_balanced() -> None:
     assert changed("balanced", "16gb") == {
         "data.resolution_ceiling": 1024,
         "lora.rank": 128,
-        "batch.effective": 4,
+        "train.effective_batch_size": 4,
         "memory.limit_gib": 16.0,
-        "memory.attention": "sdpa",
-        "optim.name": "adamw8bit",
+        "hardware.attention_backend": "sdpa",
+        "optimizer.name": "adamw8bit",
         "loss.min_snr_gamma": 5.0,
     }
 
 
 def test_the_builtin_base_learns_faster_than_its_family() -> None:
-    rates = [resolve(family_layers("sd15", builtin=builtin)).config.optim.learning_rate for builtin in (True, False)]
+    rates = [
+        resolve(family_layers("sd15", builtin=builtin)).config.optimizer.learning_rate for builtin in (True, False)
+    ]
     assert rates[0] > rates[1]
 
 
@@ -152,7 +154,7 @@ def test_a_name_given_twice_counts_once() -> None:
         (23.6, "24gb"),
     ],
 )
-def test_auto_takes_the_nominal_tier_of_the_card(gib: float, tier: str) -> None:
+def test_auto_takes_the_nominal_tier_of_the_gpu(gib: float, tier: str) -> None:
     layer, note = auto_layer(gib)
     assert layer.values == presets()[tier].values
     assert tier in layer.name

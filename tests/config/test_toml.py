@@ -20,9 +20,11 @@ sources = st.fixed_dictionaries(
     {"path": words},
     optional={
         "repeats": st.floats(1e-3, 1e3),
-        "regularisation": st.booleans(),
+        "is_reg": st.booleans(),
         "resolutions": st.lists(st.integers(32, 4096), max_size=2),
-        "captions": st.fixed_dictionaries({}, optional={"shuffle": st.booleans(), "trigger": words, "prefix": words}),
+        "captions": st.fixed_dictionaries(
+            {}, optional={"shuffle": st.booleans(), "trigger_word": words, "prefix": words}
+        ),
     },
 )
 settings = st.fixed_dictionaries(
@@ -34,16 +36,16 @@ settings = st.fixed_dictionaries(
             optional={
                 "sources": st.lists(st.one_of(words, sources), max_size=3),
                 "resolution": st.integers(32, 4096),
-                "held_out": st.floats(0, 0.5),
             },
         ),
+        "validation": st.fixed_dictionaries({}, optional={"split": st.floats(0, 0.5)}),
         "lora": st.fixed_dictionaries(
-            {"targets": st.one_of(words, st.lists(words, max_size=2)), "alpha": st.floats(1e-6, 1e6)}
+            {"target_modules": st.one_of(words, st.lists(words, max_size=2)), "alpha": st.floats(1e-6, 1e6)}
         ),
         "memory": st.fixed_dictionaries(
-            {"checkpointing": st.one_of(st.sampled_from(["none", "all"]), st.integers(0, 99))}
+            {"gradient_checkpointing": st.one_of(st.booleans(), st.just("auto"), st.integers(0, 99))}
         ),
-        "optim": st.fixed_dictionaries({"learning_rate": st.floats(1e-30, 10)}),
+        "optimizer": st.fixed_dictionaries({"learning_rate": st.floats(1e-30, 10)}),
         "loss": st.fixed_dictionaries({"min_snr_gamma": st.just("none")}),
         "run": st.fixed_dictionaries({"name": words, "offline": st.booleans()}),
     },
@@ -86,10 +88,10 @@ def test_a_byte_order_mark_is_no_part_of_the_settings(tmp_path: Path) -> None:
     ("text", "value"),
     [
         ("lora.rank=8", 8),
-        ("optim.learning_rate=1e-4", 1e-4),
-        ("lora.targets=attention+ff", "attention+ff"),
-        ('lora.targets=["*.to_k", "*.to_q"]', ["*.to_k", "*.to_q"]),
-        ("data.allow_upscale=true", True),
+        ("optimizer.learning_rate=1e-4", 1e-4),
+        ("lora.target_modules=attention+ff", "attention+ff"),
+        ('lora.target_modules=["*.to_k", "*.to_q"]', ["*.to_k", "*.to_q"]),
+        ("data.allow_small_images=true", True),
         ("model.path=C:\\models\\sd15", "C:\\models\\sd15"),
         ("run.name='a = b'", "a = b"),
         ("loss.min_snr_gamma=", "none"),

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from lora_trainer.core import disk
-from lora_trainer.core.disk import Patience, patient, refusal, size_words, stand_by, until_written
+from lora_trainer.core.disk import Patience, patient, refusal, size_words, stand_by, write_with_retry
 from lora_trainer.core.errors import Problem, TrainingFailed
 
 
@@ -46,7 +46,7 @@ def waiting(lines: list[str], minutes: float = 1.0, home: Path | None = None) ->
 def test_a_pause_is_said_once_and_ends_by_itself(number, tmp_path):
     lines = list[str]()
     with patient(waiting(lines)) as patience:
-        assert until_written("the checkpoint", tmp_path, failing(3, number)) == "written"
+        assert write_with_retry("the checkpoint", tmp_path, failing(3, number)) == "written"
     first, second = lines
     assert str(tmp_path) in first
     assert "Step 4 is safe." in first
@@ -70,7 +70,7 @@ def test_a_full_disk_is_named_with_both_numbers(tmp_path, monkeypatch):
             raise OSError(errno.ENOSPC, "No space left on device")
 
     with patient(waiting(lines)):
-        until_written("the checkpoint of step 6", tmp_path, write, size=2_000_000)
+        write_with_retry("the checkpoint of step 6", tmp_path, write, size=2_000_000)
     assert "The checkpoint of step 6 needs 2.0 MB" in lines[0]
     assert "has 1.5 MB free" in lines[0]
     assert len(tries) == 2  # not tried while there is too little
@@ -79,13 +79,13 @@ def test_a_full_disk_is_named_with_both_numbers(tmp_path, monkeypatch):
 def test_the_minutes_are_over(tmp_path):
     lines = list[str]()
     with patient(waiting(lines, minutes=0.0)), pytest.raises(TrainingFailed, match=r"Step 4 is safe.*--resume"):
-        until_written("the record", tmp_path, failing(1))
+        write_with_retry("the record", tmp_path, failing(1))
     assert not lines
     with patient(waiting(lines, minutes=0.0005)) as patience:
         with pytest.raises(TrainingFailed):
-            until_written("the record", tmp_path, failing(10**6))
+            write_with_retry("the record", tmp_path, failing(10**6))
         with pytest.raises(OSError, match="No space"):  # what comes afterwards is not waited for again
-            until_written("the record", tmp_path, failing(1))
+            write_with_retry("the record", tmp_path, failing(1))
     assert patience.given_up
 
 
@@ -93,7 +93,7 @@ def test_a_signal_ends_a_pause_and_what_is_not_saved_is_said(tmp_path):
     lines = list[str]()
     patience = replace(waiting(lines), asked_to_leave=lambda: 143)
     with patient(patience), pytest.raises(SystemExit) as left:
-        until_written("the checkpoint of step 6", tmp_path, failing(10**6))
+        write_with_retry("the checkpoint of step 6", tmp_path, failing(10**6))
     assert left.value.code == 143
     assert lines[-1].startswith("the checkpoint of step 6 is not written")
     assert "Step 4 is safe." in lines[-1]
@@ -104,9 +104,9 @@ def test_other_errors_are_raised_as_they_come(tmp_path):
         raise TrainingFailed("not finite")
 
     with patient(waiting([])), pytest.raises(TrainingFailed, match="not finite"):
-        until_written("the LoRA", tmp_path, wrong)
+        write_with_retry("the LoRA", tmp_path, wrong)
     with pytest.raises(OSError, match="No space"):
-        until_written("the LoRA", tmp_path, failing(1))  # nobody is patient
+        write_with_retry("the LoRA", tmp_path, failing(1))  # nobody is patient
 
 
 def test_what_another_error_came_from_and_other_languages_words():
@@ -121,7 +121,7 @@ def test_a_deleted_folder_is_made_again(tmp_path):
     home.mkdir(parents=True)
     with patient(waiting(lines, home=home)) as patience:
         shutil.rmtree(tmp_path / "out")
-        until_written("the record", home, lambda: (home / "run.json").write_text("{}"))
+        write_with_retry("the record", home, lambda: (home / "run.json").write_text("{}"))
     assert (home / "run.json").is_file()
     assert "was deleted" in lines[0]
     assert "was deleted" in patience.take_ended()[0]
@@ -137,7 +137,7 @@ def test_a_mount_point_without_its_disk_is_not_written_to(tmp_path):
 
     with patient(Patience(1.0, say, home=home)) as patience:
         patience.disk = -1  # as if another disk had been there
-        until_written("the record", home, lambda: (home / "new").write_text("x"))
+        write_with_retry("the record", home, lambda: (home / "new").write_text("x"))
     assert "cannot be written" in lines[0]
 
 
@@ -151,7 +151,7 @@ def test_a_loop_stands_by_while_its_writer_waits(tmp_path):
 
     with patient(waiting([])) as patience:
         context = contextvars.copy_context()
-        writer = threading.Thread(target=context.run, args=(until_written, "the checkpoint", tmp_path, write))
+        writer = threading.Thread(target=context.run, args=(write_with_retry, "the checkpoint", tmp_path, write))
         writer.start()
         while not patience.waiting:
             time.sleep(0.001)
@@ -170,7 +170,7 @@ def test_the_error_at_the_end_names_what_waited_first(tmp_path):
 
         def checkpoint() -> None:
             try:
-                until_written("the checkpoint of step 6", tmp_path, failing(10**6), size=10**15)
+                write_with_retry("the checkpoint of step 6", tmp_path, failing(10**6), size=10**15)
             except TrainingFailed as error:
                 raised.append(str(error))
 
@@ -185,7 +185,7 @@ def test_the_error_at_the_end_names_what_waited_first(tmp_path):
             time.sleep(0.001)
         threading.Thread(target=both_wait).start()
         with pytest.raises(TrainingFailed) as ended:
-            until_written("metrics.jsonl", tmp_path, failing(10**6), size=412)
+            write_with_retry("metrics.jsonl", tmp_path, failing(10**6), size=412)
         writer.join()
     assert len(lines) == 1
     assert patience.given_up
@@ -205,7 +205,7 @@ def test_what_a_deleted_folder_held_is_done_again_once_and_not_without_a_run(tmp
         patience.keep("lock", lambda: done.append("lock"))
         patience.keep("record", failing(1))  # type: ignore[arg-type]
         shutil.rmtree(home)
-        until_written("metrics.jsonl", home, lambda: (home / "metrics.jsonl").write_text("x"))
+        write_with_retry("metrics.jsonl", home, lambda: (home / "metrics.jsonl").write_text("x"))
     assert done == ["lock"]
     disk.NONE.keep("lock", lambda: None)
     assert not disk.NONE.again

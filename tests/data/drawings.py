@@ -1,4 +1,4 @@
-"""Pictures of our own making, those of scripts/gate_examples.py, and how they come back from files."""
+"""Images of our own making, those of scripts/gate_examples.py, and how they come back from files."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from gate_examples import drawing, photo
 __all__ = ["drawing", "photo", "saved"]
 
 
-def saved(picture: Image.Image, kind: str = "PNG", **settings: object) -> Image.Image:
-    """The same picture as a file of that kind gives it back, still to be decoded."""
+def saved(image: Image.Image, kind: str = "PNG", **settings: object) -> Image.Image:
+    """The same image as a file of that kind gives it back, still to be decoded."""
     file = io.BytesIO()
-    picture.save(file, kind, **settings)
+    image.save(file, kind, **settings)
     return Image.open(file)

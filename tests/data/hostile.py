@@ -25,7 +25,7 @@ def chunk(kind: bytes, data: bytes, crc: int | None = None) -> bytes:
 
 
 def png(width: int, height: int, *extra: bytes, crc: int | None = None) -> bytes:
-    """A grey PNG of one bit; only the first rows are there when it is large."""
+    """A gray PNG of one bit; only the first rows are there when it is large."""
     head = chunk(b"IHDR", struct.pack(">IIBBBBB", width, height, 1, 0, 0, 0, 0), crc)
     rows = zlib.compress(bytes(min(2**20, ((width + 7) // 8 + 1) * height)))
     return b"\x89PNG\r\n\x1a\n" + head + b"".join(extra) + chunk(b"IDAT", rows) + chunk(b"IEND", b"")
@@ -41,7 +41,7 @@ def gif(frames: int, width: int = 4, height: int = 4) -> bytes:
 
 
 def tiff(width: int, height: int, next_directory: int = 0) -> bytes:
-    """A grey TIFF of one bit whose pixels are not there; `next_directory` may lead in a circle."""
+    """A gray TIFF of one bit whose pixels are not there; `next_directory` may lead in a circle."""
     tags = [
         (256, 4, width),
         (257, 4, height),
@@ -63,8 +63,8 @@ def webp(width: int, height: int) -> bytes:
     return b"RIFF" + struct.pack("<I", 12 + len(data)) + b"WEBPVP8L" + struct.pack("<I", len(data)) + data
 
 
-def saved(path: Path, picture: Image.Image, **options: object) -> bytes:
-    picture.save(path, **options)
+def saved(path: Path, image: Image.Image, **options: object) -> bytes:
+    image.save(path, **options)
     data = path.read_bytes()
     path.unlink()
     return data

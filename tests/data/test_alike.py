@@ -1,4 +1,4 @@
-"""Pictures that look the same: found among many, each group once, and nothing else."""
+"""Images that look the same: found among many, each group once, and nothing else."""
 
 from __future__ import annotations
 
@@ -10,26 +10,26 @@ from PIL import Image
 
 from lora_trainer.data import alike
 from lora_trainer.data.alike import Alike, find_alike
-from lora_trainer.data.pictures.measures import Seen, measure
+from lora_trainer.data.images.measures import Seen, measure
 from tests.data.drawings import drawing, photo, saved
 
 
 def seen_of(hashes: list[int], seed: int = 0) -> list[Seen]:
-    """Pictures with these hashes that all have one thumb."""
+    """Images with these hashes that all have one thumb."""
     thumb = np.random.default_rng(seed).integers(0, 256, 192, dtype=np.uint8).tobytes()
     return [Seen(hash=each, mirror_hash=~each & (2**64 - 1), thumb=thumb, spread=50.0) for each in hashes]
 
 
 @pytest.mark.parametrize("make", [photo, drawing])
-def test_copies_are_found_and_other_pictures_are_not(make: object) -> None:
-    pictures = [make(160, 128, seed) for seed in range(6)]  # type: ignore[operator]
+def test_copies_are_found_and_other_images_are_not(make: object) -> None:
+    images = [make(160, 128, seed) for seed in range(6)]  # type: ignore[operator]
     copies = [
-        saved(pictures[1], "JPEG", quality=40),
-        saved(pictures[3].resize((80, 64))),
-        saved(pictures[1], "WEBP", quality=50),
-        saved(pictures[4].transpose(Image.Transpose.FLIP_LEFT_RIGHT)),
+        saved(images[1], "JPEG", quality=40),
+        saved(images[3].resize((80, 64))),
+        saved(images[1], "WEBP", quality=50),
+        saved(images[4].transpose(Image.Transpose.FLIP_LEFT_RIGHT)),
     ]
-    found = find_alike([measure(saved(each)) for each in pictures] + [measure(each) for each in copies])
+    found = find_alike([measure(saved(each)) for each in images] + [measure(each) for each in copies])
     assert found.groups == ((1, 6, 8), (3, 7))
     assert found.mirrored == ((4, 9),)
     assert found.pairs == 2
@@ -41,8 +41,8 @@ def test_leaders_go_through_groups_and_mirror_images() -> None:
     assert found.leaders == dict.fromkeys(range(6), 0)
 
 
-def test_neither_broken_nor_plain_pictures_look_the_same() -> None:
-    plain = [measure(saved(Image.new("RGB", (64, 64), colour))) for colour in ("red", "red", "blue")]
+def test_neither_broken_nor_plain_images_look_the_same() -> None:
+    plain = [measure(saved(Image.new("RGB", (64, 64), color))) for color in ("red", "red", "blue")]
     broken = [Seen(broken=("unreadable", "is empty.", "Replace it."))] * 2
     assert find_alike([*plain, *broken]) == Alike()
     assert find_alike([]) == Alike()
@@ -70,7 +70,7 @@ def test_every_pair_within_the_bits_is_in_one_group(first: list[int], changed: l
 
 @settings(max_examples=40, deadline=None)
 @given(st.lists(st.integers(0, 2**14 - 1), min_size=2, max_size=14), st.data())
-def test_without_one_picture_there_is_one_pair_less_at_most(hashes: list[int], data: st.DataObject) -> None:
+def test_without_one_image_there_is_one_pair_less_at_most(hashes: list[int], data: st.DataObject) -> None:
     """What the score's proof rests on. The bits are spread, so that chains and stars come up."""
     spread = [sum((each >> bit & 1) * (7 << (4 * bit)) for bit in range(14)) for each in hashes]
     gone = data.draw(st.integers(0, len(spread) - 1))

@@ -32,7 +32,7 @@ def test_buckets_keep_area_step_and_aspect(chosen: tuple[int, int, float]) -> No
 
 
 @given(sides, sides, settings_of_buckets)
-def test_a_picture_goes_to_the_nearest_aspect(width: int, height: int, chosen: tuple[int, int, float]) -> None:
+def test_a_image_goes_to_the_nearest_aspect(width: int, height: int, chosen: tuple[int, int, float]) -> None:
     buckets = make_buckets(*chosen)
 
     def gap(bucket: Bucket) -> float:

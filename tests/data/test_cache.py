@@ -110,7 +110,7 @@ def test_the_reason_is_said(data: Path, cache: Path, draw: Draw) -> None:
     draw(data / "0.png", seed=70)
     draw(data / "2.png", seed=71)
     draw(data / "new.png", seed=72)
-    assert fill(data, cache).line == "6 latents: 3 reused, 3 rebuilt (2 pictures changed, 1 new)"
+    assert fill(data, cache).line == "6 latents: 3 reused, 3 rebuilt (2 images changed, 1 new)"
     assert fill(data, cache, resolution=48).reasons == {"size changed": 6}
     assert fill(data, cache, resolution=48, encoder="other").reasons == {"new for this encoder": 6}
     assert fill(data, cache, resolution=48, encoder="other", dtype=torch.float32).reasons == {"precision changed": 6}
@@ -261,7 +261,7 @@ def test_two_runs_may_fill_at_once(data: Path, cache: Path) -> None:
     assert not list(cache.rglob("*.part"))
 
 
-def test_a_picture_that_changes_meanwhile_is_refused(data: Path, cache: Path, draw: Draw) -> None:
+def test_a_image_that_changes_meanwhile_is_refused(data: Path, cache: Path, draw: Draw) -> None:
     plan = plan_of(data, cache)
     draw(data / "0.png", seed=99)
     with pytest.raises(DatasetRefused, match=r"0\.png changed"):
@@ -272,14 +272,14 @@ def test_a_picture_that_changes_meanwhile_is_refused(data: Path, cache: Path, dr
 
 
 def test_values_that_are_not_finite_stop_the_run(data: Path, cache: Path) -> None:
-    with pytest.raises(TrainingFailed, match=r"not finite for 0\.png.*memory\.base_precision"):
+    with pytest.raises(TrainingFailed, match=r"not finite for 0\.png.*memory\.weight_dtype"):
         fill_latents(plan_of(data, cache), lambda pixels: (encode_image(pixels)[0] / 0, pixels), batch=5)
     assert cache_status(cache).bytes == 0
 
 
 def test_a_cache_folder_that_is_a_file(data: Path, tmp_path: Path) -> None:
     (tmp_path / "cache").write_bytes(b"")
-    with pytest.raises(TrainingFailed, match=r"cache\.folder"):
+    with pytest.raises(TrainingFailed, match=r"cache\.dir"):
         fill(data, tmp_path / "cache")
 
 

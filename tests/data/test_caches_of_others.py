@@ -78,5 +78,5 @@ def test_status_removes_nothing(tmp_path: Path) -> None:
 
 
 def test_the_folder_may_stand_behind_a_flag(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["cache", "clean", "--verify", str(tmp_path)]) == 2
+    assert main(["cache", "prune", "--verify", str(tmp_path)]) == 2
     assert "is no cache of lora-trainer" in " ".join(capsys.readouterr().err.split())

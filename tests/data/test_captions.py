@@ -75,26 +75,28 @@ def test_each_tag_is_missing_in_its_share_of_the_variants(tags: list[str], share
 @given(TAGS, st.text("{}|[]()\\, abc\n", max_size=30))
 def test_the_trigger_is_always_there(tags: list[str], rough: str) -> None:
     for written in (", ".join(tags), ", ".join(["photo of [trigger]", *tags]), ", ".join([*tags, "SKS"]), rough, ""):
-        texts = make_texts(written, rules(trigger="sks", shuffle=True, tag_dropout=0.75, wildcards=True, variants=8))
+        texts = make_texts(
+            written, rules(trigger_word="sks", shuffle=True, tag_dropout=0.75, wildcards=True, variants=8)
+        )
         assert all(has_trigger(text, "sks") for text in (texts.canonical, *texts.variants))
 
 
 def test_where_the_trigger_goes() -> None:
-    settings = rules(trigger="sks")
+    settings = rules(trigger_word="sks")
     assert make_texts("a [trigger] cat", settings).canonical == "a sks cat"
     assert make_texts("a sks cat", settings).canonical == "a sks cat"
     assert make_texts("a sksx cat", settings).canonical == "sks, a sksx cat"
     assert make_texts("", settings).canonical == "sks"
-    kept = make_texts("one, two, three", rules(trigger="sks", shuffle=True, keep_tokens=1)).variants
+    kept = make_texts("one, two, three", rules(trigger_word="sks", shuffle=True, keep_tokens=1)).variants
     assert all(tags_of(variant)[:2] == ["sks", "one"] for variant in kept)
 
 
 def test_kept_parts_are_marked_by_a_separator() -> None:
-    settings = rules(shuffle=True, tag_dropout=0.5, keep_separator="|||")
+    settings = rules(shuffle=True, tag_dropout=0.5, keep_tokens_separator="|||")
     texts = make_texts("cat, tom ||| red, blue, green ||| best", settings)
     assert texts.canonical == "cat, tom, red, blue, green, best"
     assert all(tags_of(variant)[:2] == ["cat", "tom"] and tags_of(variant)[-1] == "best" for variant in texts.variants)
-    assert make_texts("cat ||| red", rules(keep_separator="|||")).variants == ("cat, red",)
+    assert make_texts("cat ||| red", rules(keep_tokens_separator="|||")).variants == ("cat, red",)
 
 
 def test_prefix_and_suffix_come_before_tags_are_counted() -> None:
@@ -200,21 +202,21 @@ def test_any_text_has_pieces(text: str) -> None:
 
 
 def test_tags_are_not_split_inside_of_weights() -> None:
-    settings = rules(weighted_words=True, shuffle=True)
+    settings = rules(prompt_weighting=True, shuffle=True)
     texts = make_texts("(red, blue:1.3), cat, \\(x, [a, b]", settings)
     assert texts.canonical == "red, blue, cat, (x, a, b"
     for variant in texts.variants:
         assert "(red, blue:1.3)" in variant
         assert "[a, b]" in variant
     assert make_texts("(cat:1.3)", rules()).canonical == "(cat:1.3)"
-    assert make_texts("(cat:1.3)", rules(weighted_words=True)).variants == ("(cat:1.3)",)
+    assert make_texts("(cat:1.3)", rules(prompt_weighting=True)).variants == ("(cat:1.3)",)
 
 
 @given(st.lists(TAGS.map(", ".join), min_size=1, max_size=4))
 def test_samples_are_settled_by_their_source_and_without_a_trigger_where_they_preserve(captions: list[str]) -> None:
-    sources = (rules(shuffle=True, trigger="sks"), rules())
+    sources = (rules(shuffle=True, trigger_word="sks"), rules())
     samples = [
-        Sample(Path(f"{index}.png"), caption, 8, 8, f"{index:064d}", source=source, regularisation=preserve)
+        Sample(Path(f"{index}.png"), caption, 8, 8, f"{index:064d}", source=source, regularization=preserve)
         for index, caption in enumerate(captions)
         for source in (0, 1)
         for preserve in (False, True)
@@ -222,7 +224,7 @@ def test_samples_are_settled_by_their_source_and_without_a_trigger_where_they_pr
     for before, after in zip(samples, settled(samples, sources), strict=True):
         if before.source == 1:
             assert after.texts == (before.caption,)
-        elif before.regularisation:
+        elif before.regularization:
             assert not has_trigger(after.caption, "sks")
         else:
             assert has_trigger(after.caption, "sks")
@@ -240,7 +242,7 @@ def test_variants_are_used_equally_often_and_meet_every_view(count: int, views: 
 
 
 def test_empty_captions_come_by_rate_and_by_epoch() -> None:
-    every = rules(dropout_every_epochs=3)
+    every = rules(dropout_every_n_epochs=3)
     assert [drops_caption(every, 0, 0, epoch, ("id", 0)) for epoch in range(6)] == [False, False, True] * 2
     half = [drops_caption(rules(dropout=0.5), 7, step, 0, ("id", 0)) for step in range(2000)]
     assert abs(sum(half) - 1000) < 120

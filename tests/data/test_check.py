@@ -13,7 +13,7 @@ from lora_trainer.data.check import DataReport, check_dataset, estimate_tokens
 from lora_trainer.data.manifest import read_manifest
 from lora_trainer.data.views import Framing
 from lora_trainer.models.family import public_architecture
-from tests.data.conftest import Draw, noise_picture
+from tests.data.conftest import Draw, noise_image
 
 
 def check(
@@ -114,7 +114,7 @@ def test_breaking_one_more_file_never_raises_the_score(good_folder: Path, draw: 
     assert before == 0.0
 
 
-def test_small_pictures(good_folder: Path, draw: Draw) -> None:
+def test_small_images(good_folder: Path, draw: Draw) -> None:
     draw(good_folder / "slightly.png", 100, 100, seed=30)
     draw(good_folder / "far.png", 60, 60, seed=31)
     report = check(good_folder)
@@ -122,15 +122,13 @@ def test_small_pictures(good_folder: Path, draw: Draw) -> None:
     (problem,) = report.refusals
     assert "1 of 22 files" in problem.message
     assert "60×60" in problem.message
-    assert "data.allow_upscale=true" in problem.fix
+    assert "data.allow_small_images=true" in problem.fix
     allowed = check(good_folder, allow_upscale=True)
     assert codes(allowed) == {("upscaled", "warning")}
     assert allowed.passed
 
 
-def test_where_every_picture_is_too_small_one_problem_names_the_resolution_that_fits(
-    tmp_path: Path, draw: Draw
-) -> None:
+def test_where_every_image_is_too_small_one_problem_names_the_resolution_that_fits(tmp_path: Path, draw: Draw) -> None:
     for number, side in enumerate((40, 50, 56)):
         draw(tmp_path / f"{number}.png", side, side, seed=number)
     report = check(tmp_path, allow_missing=True)
@@ -146,10 +144,10 @@ def test_where_every_picture_is_too_small_one_problem_names_the_resolution_that_
 def test_duplicates_uniform_animated_misnamed_cropped(good_folder: Path, draw: Draw) -> None:
     draw(good_folder / "copy.png", 128, 128, seed=4)
     Image.new("RGB", (128, 128), "navy").save(good_folder / "plain.png")
-    frames = [noise_picture(128, 128, seed) for seed in (50, 51)]
+    frames = [noise_image(128, 128, seed) for seed in (50, 51)]
     frames[0].save(good_folder / "moving.gif", save_all=True, append_images=frames[1:])
-    noise_picture(128, 128, 52).save(good_folder / "really.jpg", format="PNG")
-    noise_picture(900, 128, 53).save(good_folder / "panorama.png")
+    noise_image(128, 128, 52).save(good_folder / "really.jpg", format="PNG")
+    noise_image(900, 128, 53).save(good_folder / "panorama.png")
     for name in ("plain", "moving", "really", "panorama"):
         (good_folder / f"{name}.txt").write_text(name, encoding="utf-8")
     report = check(good_folder)
@@ -191,11 +189,11 @@ def test_a_new_word_that_some_captions_hold_is_noted(tmp_path: Path, draw: Draw)
     assert found.message.startswith("5 of 6 captions hold the new word '<zobo>'")
 
 
-def test_few_pictures_cost_score(tmp_path: Path, draw: Draw) -> None:
+def test_few_images_cost_score(tmp_path: Path, draw: Draw) -> None:
     for seed in range(2):
         draw(tmp_path / f"{seed}.png", 128, 128, seed=seed, caption=str(seed))
     report = check(tmp_path)
-    assert codes(report) == {("few_pictures", "warning")}
+    assert codes(report) == {("few_images", "warning")}
     assert report.score == pytest.approx(0.7)
     assert report.refusals == ()
 
@@ -208,11 +206,11 @@ def test_token_estimate(caption: str, least: int, most: int) -> None:
 
 
 USUAL = public_architecture("sd15").facts
-CONFIG = Config.model_validate({"data": {"resolution": 128}, "batch": {"effective": 4}, "train": {"max_epochs": 3}})
+CONFIG = Config.model_validate({"data": {"resolution": 128}, "train": {"effective_batch_size": 4, "max_epochs": 3}})
 
 
 def over(folder: Path, config: Config) -> Config:
-    """The same settings for the folder's pictures."""
+    """The same settings for the folder's images."""
     return config.model_copy(
         update={"data": config.data.model_copy(update={"sources": (SourceSection(path=str(folder)),)})}
     )
@@ -239,7 +237,7 @@ def test_the_command_judges_at_the_trained_resolution(good_folder: Path, capsys:
     """The model's own, under the tier's ceiling."""
     buckets = []
     for ceiling in (None, 256):
-        config = Config.model_validate({"data": {"resolution_ceiling": ceiling}, "batch": {"effective": 4}})
+        config = Config.model_validate({"data": {"resolution_ceiling": ceiling}, "train": {"effective_batch_size": 4}})
         check_command(over(good_folder, config), as_json=True, facts=USUAL)
         buckets.append(json.loads(capsys.readouterr().out)["buckets"])
     assert "512x512" in buckets[0]
@@ -268,4 +266,4 @@ def test_the_command_gives_each_reason_once_and_no_name_commands_the_terminal(
     assert "\x1b" not in out
     assert "Write one into \\x1b[32mgreen.txt" in out
     assert out.count("is empty (0 bytes)") == 1
-    assert out.count("is not a picture in a known format") == 1
+    assert out.count("is not an image in a known format") == 1

@@ -201,7 +201,7 @@ def files_at_most(size: int) -> Iterator[None]:
 
 @pytest.mark.skipif(sys.platform == "win32", reason="no such limit")
 def test_a_disk_that_refuses_leaves_nothing_half_written(tmp_path: Path) -> None:
-    with files_at_most(400), pytest.raises(TrainingFailed, match=r"cannot be written.*cache\.folder"):
+    with files_at_most(400), pytest.raises(TrainingFailed, match=r"cannot be written.*cache\.dir"):
         build_missing(work_of(tmp_path, 10))
     assert not list((tmp_path / "latents").iterdir())
     build_missing(work_of(tmp_path, 10))

@@ -1,4 +1,4 @@
-"""Each finding of the gate on a data set made for it; none of them on a good one."""
+"""Each finding of the gate on a dataset made for it; none of them on a good one."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ def judged(*sources: SourceSection, resolution: int = SIDE, rules: CaptionsSecti
     return check_dataset(manifest, found, framings=framings, caption_limit=77, rules=several)
 
 
-def save(folder: Path, name: str, picture: Image.Image, caption: str | None = None) -> Path:
+def save(folder: Path, name: str, image: Image.Image, caption: str | None = None) -> Path:
     folder.mkdir(exist_ok=True, parents=True)
-    picture.save(folder / f"{name}.png")
+    image.save(folder / f"{name}.png")
     (folder / f"{name}.txt").write_text(caption or f"a thing, called {name}", encoding="utf-8")
     return folder / f"{name}.png"
 
@@ -71,9 +71,9 @@ def test_photographs_and_drawings_are_good(good: Path) -> None:
         (lambda each: Image.new("RGB", each.size, "red"), "uniform", "contents"),
     ],
 )
-def test_a_bad_picture_is_one_warning(good: Path, change: object, code: str, part: str) -> None:
-    picture = photo(160, SIDE, 0)
-    save(good, "0", change(picture))  # type: ignore[operator]
+def test_a_bad_image_is_one_warning(good: Path, change: object, code: str, part: str) -> None:
+    image = photo(160, SIDE, 0)
+    save(good, "0", change(image))  # type: ignore[operator]
     report = judged(of(good))
     assert codes(report) == {(code, "warning")}
     assert report.score == pytest.approx(0.985 * (1 - 0.25 * 0.1**2))
@@ -96,8 +96,8 @@ def test_a_fault_costs_by_its_share(code: str, tmp_path: Path) -> None:
     report, scores = judged(of(tmp_path)), {}
     for number, path in enumerate(sorted(tmp_path.glob("*.png")), start=1):
         if code in FAULTS:
-            with Image.open(path) as picture:
-                FAULTS[code](picture.convert("RGB")).save(path)
+            with Image.open(path) as image:
+                FAULTS[code](image.convert("RGB")).save(path)
         else:
             path.with_suffix(".txt").write_text("asdf", encoding="utf-8")
         if number in (1, 2, 12, 18, 23, 24):
@@ -139,10 +139,10 @@ def test_what_is_named_as_a_trigger_or_for_a_whole_source_is_meant(good: Path) -
     for text in good.glob("*.txt"):
         text.write_text("asdf", encoding="utf-8")
     assert not judged(of(good)).passed
-    assert judged(of(good), rules=CaptionsSection(trigger="asdf")).score == 1.0
+    assert judged(of(good), rules=CaptionsSection(trigger_word="asdf")).score == 1.0
     for text in good.glob("*.txt"):
         text.unlink()
-    assert judged(of(good, caption="asdf")).score == 1.0
+    assert judged(of(good, default_caption="asdf")).score == 1.0
     assert judged(of(good.rename(good.with_name("10_asdf")))).score == 1.0
 
 
@@ -174,7 +174,7 @@ def test_a_broad_frame_may_be_a_background_and_holes_are_told(good: Path) -> Non
     assert report.score == 1.0
 
 
-def test_pictures_that_look_the_same_are_named_once_and_paired_off(good: Path) -> None:
+def test_images_that_look_the_same_are_named_once_and_paired_off(good: Path) -> None:
     for number in range(3):
         save(good, f"again{number}", photo(160, SIDE, 4).resize((168 + 8 * number, 134 + 6 * number)))
     save(good, "mirrored", photo(160, SIDE, 6).transpose(Image.Transpose.FLIP_LEFT_RIGHT))
@@ -189,7 +189,7 @@ def test_pictures_that_look_the_same_are_named_once_and_paired_off(good: Path) -
     assert report.heading("near_duplicate", [finding]) == "4 of 14 files look the same"
 
 
-def test_pictures_that_look_the_same_stay_on_one_side_of_the_split(good: Path) -> None:
+def test_images_that_look_the_same_stay_on_one_side_of_the_split(good: Path) -> None:
     for number in range(4):
         twin = photo(160, SIDE, number * 2).resize((168, 134))
         save(good, f"again{number}", twin if number < 2 else twin.transpose(Image.Transpose.FLIP_LEFT_RIGHT))
@@ -209,9 +209,9 @@ def test_pictures_that_look_the_same_stay_on_one_side_of_the_split(good: Path) -
 
 def test_sets_of_one_thing_have_little_variety(tmp_path: Path) -> None:
     for number in range(10):
-        picture = drawing(160, SIDE, 3)
-        picture.paste(Image.new("RGB", (40, 40), (25 * number, 250 - 25 * number, 128)), (10 * number, 8 * number))
-        save(tmp_path, f"{number}", picture)
+        image = drawing(160, SIDE, 3)
+        image.paste(Image.new("RGB", (40, 40), (25 * number, 250 - 25 * number, 128)), (10 * number, 8 * number))
+        save(tmp_path, f"{number}", image)
     assert ("little_variety", "note") in codes(judged(of(tmp_path)))
 
 
@@ -223,11 +223,11 @@ def test_captions_as_a_whole(good: Path) -> None:
         text = f"sks {number}" if number < 5 else "a long text about many things that can be seen here " + str(number)
         (good / f"{number}.txt").write_text(text, encoding="utf-8")
     assert codes(judged(of(good))) == {("uneven_captions", "note")}
-    report = judged(of(good), rules=CaptionsSection(trigger="sks"))
+    report = judged(of(good), rules=CaptionsSection(trigger_word="sks"))
     assert codes(report) == {("uneven_captions", "note"), ("missing_trigger", "note")}
     assert "5 of 10 captions lack the trigger 'sks'" in " ".join(each.message for each in report.general)
     assert ("missing_trigger", "note") not in codes(
-        judged(of(good), rules=CaptionsSection(trigger="sks", suffix="sks"))
+        judged(of(good), rules=CaptionsSection(trigger_word="sks", suffix="sks"))
     )
     (good / "0.txt").write_text("a cafÃ© sks", encoding="utf-8")
     assert ("garbled_caption", "warning") in codes(judged(of(good)))
@@ -249,20 +249,20 @@ def test_text_that_is_right_is_left_alone(text: str) -> None:
         assert before == after or after.encode("utf-8").decode("cp1252") == before
 
 
-def test_regularisation_is_not_what_is_learned(good: Path, tmp_path: Path) -> None:
+def test_regularization_is_not_what_is_learned(good: Path, tmp_path: Path) -> None:
     for number in range(2):
         save(tmp_path / "class", f"{number}", drawing(160, SIDE, 50 + number), "a thing")
-    report = judged(of(good), of(tmp_path / "class", regularisation=True))
-    assert codes(report) == {("few_regularisation", "note")}
+    report = judged(of(good), of(tmp_path / "class", is_reg=True))
+    assert codes(report) == {("few_regularization", "note")}
     for number in range(3, 10):
         (good / f"{number}.png").unlink()
         (good / f"{number}.txt").unlink()
-    report = judged(of(good), of(tmp_path / "class", regularisation=True))
-    assert ("few_pictures", "warning") in codes(report)
+    report = judged(of(good), of(tmp_path / "class", is_reg=True))
+    assert ("few_images", "warning") in codes(report)
     assert report.parts["count"] == pytest.approx(0.8)
 
 
-def test_steps_and_rank_against_the_pictures() -> None:
+def test_steps_and_rank_against_the_images() -> None:
     assert check_plan(20, 100.0, 16) == []
     assert [each.code for each in check_plan(20, 900.0, 16)] == ["many_exposures"]
     assert [each.code for each in check_plan(20, 2.0, 16)] == ["few_exposures"]

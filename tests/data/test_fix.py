@@ -1,4 +1,4 @@
-"""`check --fix`: the copy is better, says what was done, and the original stays as it was."""
+"""`check --clean-copy`: the copy is better, says what was done, and the original stays as it was."""
 
 from __future__ import annotations
 
@@ -139,9 +139,9 @@ def test_of_exact_copies_the_one_with_a_caption_is_kept(good: Path, tmp_path: Pa
 
 
 def test_what_is_no_sample_is_left_out_with_its_reason(good: Path, tmp_path: Path) -> None:
-    (good / "text.png").write_text("no picture", encoding="utf-8")
+    (good / "text.png").write_text("no image", encoding="utf-8")
     told = done_of(fixed(tmp_path / "copy", good))["text.png"]
-    assert told == (None, "left out: is not a picture in a known format.")
+    assert told == (None, "left out: is not an image in a known format.")
 
 
 def test_folders_with_repeats_and_metadata_survive(good: Path, tmp_path: Path) -> None:
@@ -207,7 +207,7 @@ def test_alternatives_survive_where_nobody_says_that_they_are_some(good: Path, t
 def test_a_rows_own_weight_is_carried(good: Path, tmp_path: Path) -> None:
     rows = [{"file_name": f"{number}.png", "weight": 0.5 if number else 1} for number in range(8)]
     (good / "metadata.jsonl").write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
-    source = SourceSection(path=str(good), weight=0.25)
+    source = SourceSection(path=str(good), loss_weight=0.25)
     copy = fixed(tmp_path / "copy", source)
     assert [each[3] for each in rows_of(source)] == [0.25] + [0.125] * 7
     assert rows_of(*moved(copy, source)) == rows_of(source)
@@ -215,7 +215,7 @@ def test_a_rows_own_weight_is_carried(good: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("ending", [".jsonl", ".csv"])
 def test_the_rows_of_a_table_stay_rows(good: Path, tmp_path: Path, ending: str) -> None:
-    """Several rows for one picture are several samples; those without a text have one beside the picture."""
+    """Several rows for one image are several samples; those without a text have one beside the image."""
     shutil.copy(good / "1.png", good / "copy.png")
     lines = [(f"good/{name}.png", text) for name in (*range(8), "copy") for text in (f"of {name}", f"a {name}")]
     lines.append(("good/2.png", ""))
@@ -254,15 +254,15 @@ def test_a_range_of_tars_is_one_source(good: Path, tmp_path: Path) -> None:
     assert rows_of(*copy.roots) == rows_of(tars)
 
 
-def test_the_copy_may_not_hold_pictures_that_a_table_names(good: Path, tmp_path: Path) -> None:
+def test_the_copy_may_not_hold_images_that_a_table_names(good: Path, tmp_path: Path) -> None:
     table = tmp_path / "tables" / "rows.jsonl"
     table.parent.mkdir()
     table.write_text("".join(json.dumps({"file_name": f"../good/{n}.png", "text": "a"}) + "\n" for n in range(8)))
-    with pytest.raises(UsageError, match="holds pictures of the data"):
+    with pytest.raises(UsageError, match="holds images of the data"):
         fixed(good, table)
 
 
-def test_five_different_pictures_are_kept(good: Path, tmp_path: Path) -> None:
+def test_five_different_images_are_kept(good: Path, tmp_path: Path) -> None:
     """Fewer would score less than the copies cost."""
     for number in range(5, 8):
         photo(160, 128, 1).resize((160 + 8 * number, 128 + 6 * number)).save(good / f"{number}.png")
@@ -304,5 +304,5 @@ def test_nothing_is_left_behind_when_the_disk_is_full(
 def test_nothing_left_is_said(tmp_path: Path) -> None:
     (tmp_path / "data").mkdir()
     drawing(160, 128, 1).save(tmp_path / "data" / "lonely.png")
-    with pytest.raises(UsageError, match="No picture of the data would be left"):
+    with pytest.raises(UsageError, match="No image of the data would be left"):
         fixed(tmp_path / "copy", tmp_path / "data")

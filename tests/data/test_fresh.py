@@ -12,13 +12,13 @@ from torch import Tensor
 
 from lora_trainer.core.errors import DatasetRefused, Problem, TrainingFailed
 from lora_trainer.data import fresh
-from lora_trainer.data.buckets import Bucket, Fit
+from lora_trainer.data.buckets import Bucket, ResizeCrop
 from lora_trainer.data.fresh import Fresh
 from lora_trainer.data.sample import Sample
 from lora_trainer.data.steps import Ref
 from lora_trainer.data.views import View
 
-VIEW = View(Fit(8, 8, 0, 0, Bucket(8, 8)))
+VIEW = View(ResizeCrop(8, 8, 0, 0, Bucket(8, 8)))
 REFS = [Ref(index, f"{index}", 0) for index in range(12)]
 
 
@@ -30,16 +30,16 @@ def encode(pixels: Tensor) -> tuple[Tensor, Tensor]:
     return pixels, pixels * 0 + 1
 
 
-def picture(sample: Sample, view: View) -> tuple[Tensor, Tensor | None]:
+def image(sample: Sample, view: View) -> tuple[Tensor, Tensor | None]:
     mask = torch.full((1, 8, 8), 0.5) if int(sample.path.stem) % 2 else None
     return torch.full((3, 8, 8), float(sample.path.stem)), mask
 
 
 @settings(max_examples=30)
 @given(st.lists(st.lists(st.sampled_from(REFS), unique=True), max_size=6), st.integers(0, 3))
-def test_every_place_gets_its_picture_whatever_was_expected(steps, workers):
+def test_every_place_gets_its_image_whatever_was_expected(steps, workers):
     with pytest.MonkeyPatch.context() as patch, closing(Fresh(shown, encode, workers)) as latents:
-        patch.setattr(fresh, "read_shown", picture)
+        patch.setattr(fresh, "read_shown", image)
         for number, step in enumerate(steps):
             latents.expect([ref for later in steps[number : number + 2] for ref in reversed(later)])
             for ref in step:
@@ -49,14 +49,14 @@ def test_every_place_gets_its_picture_whatever_was_expected(steps, workers):
                 assert ("mask" in entry) == bool(ref.index % 2)
 
 
-def test_pictures_are_decoded_ahead_and_no_further_than_is_allowed(monkeypatch):
+def test_images_are_decoded_ahead_and_no_further_than_is_allowed(monkeypatch):
     decoded: list[int] = []
     enough = threading.Semaphore(0)
 
     def read(sample: Sample, view: View) -> tuple[Tensor, Tensor | None]:
         decoded.append(int(sample.path.stem))
         enough.release()
-        return picture(sample, view)
+        return image(sample, view)
 
     monkeypatch.setattr(fresh, "MOST_AHEAD", 3)
     monkeypatch.setattr(fresh, "read_shown", read)
@@ -72,11 +72,11 @@ def test_pictures_are_decoded_ahead_and_no_further_than_is_allowed(monkeypatch):
     assert threading.active_count() == before
 
 
-def test_a_picture_that_cannot_be_read_is_told_where_its_turn_comes(monkeypatch):
+def test_a_image_that_cannot_be_read_is_told_where_its_turn_comes(monkeypatch):
     def read(sample: Sample, view: View) -> tuple[Tensor, Tensor | None]:
         if sample.path.stem == "1":
             raise DatasetRefused(Problem(f"{sample.path} is gone.", "Bring it back."))
-        return picture(sample, view)
+        return image(sample, view)
 
     monkeypatch.setattr(fresh, "read_shown", read)
     with closing(Fresh(shown, encode, 2)) as latents:
@@ -87,8 +87,8 @@ def test_a_picture_that_cannot_be_read_is_told_where_its_turn_comes(monkeypatch)
         latents.read(REFS[2])
 
 
-def test_values_that_are_not_finite_name_the_picture(monkeypatch):
-    monkeypatch.setattr(fresh, "read_shown", picture)
+def test_values_that_are_not_finite_name_the_image(monkeypatch):
+    monkeypatch.setattr(fresh, "read_shown", image)
     latents = Fresh(shown, lambda pixels: (pixels / 0.0, pixels), 0)
     with pytest.raises(TrainingFailed, match=r"not finite for 4\.png"):
         latents.read(REFS[4])

@@ -14,9 +14,9 @@ import pytest
 from lora_trainer.core.findings import Finding
 from lora_trainer.core.io import write_json
 from lora_trainer.data.check import DataReport, check_dataset, checks
+from lora_trainer.data.images import images, jobs
+from lora_trainer.data.images.jobs import read_facts
 from lora_trainer.data.manifest import read_manifest
-from lora_trainer.data.pictures import images, jobs
-from lora_trainer.data.pictures.jobs import read_facts
 from lora_trainer.data.views import Framing
 from tests.data.hostile import HOSTILE, ODD, noise, state_of
 
@@ -38,7 +38,7 @@ def zoo(tmp_path_factory: pytest.TempPathFactory) -> Path:
         odd(folder / name)
     for name in (*HOSTILE, *ODD):
         (folder / f"{name}.txt" if len(name) < 240 else folder / f"{name[:-4]}.txt").write_text(
-            f"a picture of {len(name)}"
+            f"an image of {len(name)}"
         )
     (folder / "folder.png").mkdir()
     (folder / "folder.png" / "round").symlink_to("..")
@@ -79,7 +79,7 @@ def test_names_are_shown_on_one_line(zoo: Path) -> None:
 
 
 def _counts(finding: Finding) -> bool:
-    """The pictures are noise of 64 pixels: what the gate says of how they look is not the question here."""
+    """The images are noise of 64 pixels: what the gate says of how they look is not the question here."""
     return finding.severity == "error" or finding.code == "animated"
 
 
@@ -160,7 +160,7 @@ def test_a_file_that_may_not_be_read_by_what_the_system_says(tmp_path: Path, mon
     assert "facts" in read_facts((str(tmp_path / "0.png"), 0, -1))
 
 
-def test_a_picture_that_changes_while_it_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_image_that_changes_while_it_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     good(tmp_path)
     path = tmp_path / "1.png"
     true, seed = jobs.header_of, iter(range(100))

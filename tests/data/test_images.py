@@ -7,12 +7,12 @@ import pytest
 from PIL import Image
 
 from lora_trainer.data.buckets import Bucket, fit_to
-from lora_trainer.data.pictures.images import BrokenPictureError, header_of, load_rgb, read_header
-from lora_trainer.data.pictures.render import render
-from lora_trainer.data.pictures.spans import content_of
+from lora_trainer.data.images.images import BrokenImageError, header_of, load_rgb, read_header
+from lora_trainer.data.images.render import render
+from lora_trainer.data.images.spans import content_of
 from lora_trainer.data.sample import Span
 from lora_trainer.data.views import View
-from tests.data.conftest import noise_picture
+from tests.data.conftest import noise_image
 
 # Left half dark, right half bright, upper edge wider than high: every turn shows.
 LANDSCAPE = np.zeros((20, 40, 3), dtype=np.uint8)
@@ -37,21 +37,21 @@ def test_exif_rotation_agrees_between_header_and_pixels(tmp_path: Path, ending: 
 
 @pytest.mark.parametrize("mode", ["RGBA", "LA", "P"])
 def test_transparency_is_laid_on_white(tmp_path: Path, mode: str) -> None:
-    picture = Image.new("RGBA", (8, 8), (200, 0, 0, 255))
-    picture.paste((0, 0, 0, 0), (0, 0, 4, 8))
+    image = Image.new("RGBA", (8, 8), (200, 0, 0, 255))
+    image.paste((0, 0, 0, 0), (0, 0, 4, 8))
     path = tmp_path / "clear.png"
-    picture.convert(mode).save(path)
+    image.convert(mode).save(path)
     pixels = np.asarray(load_rgb(path))
     assert (pixels[:, :4] == 255).all()
     assert (pixels[:, 4:] != 255).any(axis=-1).all()
 
 
-def test_a_palette_with_one_transparent_colour(tmp_path: Path) -> None:
-    picture = Image.new("P", (4, 4), 1)
-    picture.putpalette([10, 20, 30, 40, 50, 60])
-    picture.putpixel((0, 0), 0)
+def test_a_palette_with_one_transparent_color(tmp_path: Path) -> None:
+    image = Image.new("P", (4, 4), 1)
+    image.putpalette([10, 20, 30, 40, 50, 60])
+    image.putpixel((0, 0), 0)
     path = tmp_path / "palette.png"
-    picture.save(path, transparency=0)
+    image.save(path, transparency=0)
     loaded = load_rgb(path)
     assert loaded.getpixel((0, 0)) == (255, 255, 255)
     assert loaded.getpixel((1, 1)) == (40, 50, 60)
@@ -72,7 +72,7 @@ def test_sixteen_bits_are_scaled_not_clipped(tmp_path: Path, ending: str) -> Non
     assert np.abs(flat - np.arange(256)).max() <= 1
 
 
-def test_a_dark_sixteen_bit_picture_stays_dark(tmp_path: Path) -> None:
+def test_a_dark_sixteen_bit_image_stays_dark(tmp_path: Path) -> None:
     path = tmp_path / "dark.png"
     Image.fromarray(np.full((4, 4), 257 * 3, dtype=np.uint16)).save(path)
     assert load_rgb(path).getpixel((0, 0)) == (3, 3, 3)
@@ -86,10 +86,10 @@ def test_floats_are_scaled_by_their_range(tmp_path: Path, top: float) -> None:
     assert np.asarray(load_rgb(path))[..., 0].tolist() in ([[0, 128], [255, 0]], [[0, 127], [255, 0]])
 
 
-@pytest.mark.parametrize(("mode", "colour"), [("CMYK", (0, 255, 255, 0)), ("L", 100), ("1", 1), ("RGB", (255, 0, 0))])
-def test_other_modes_keep_their_colour(tmp_path: Path, mode: str, colour: int | tuple[int, ...]) -> None:
+@pytest.mark.parametrize(("mode", "color"), [("CMYK", (0, 255, 255, 0)), ("L", 100), ("1", 1), ("RGB", (255, 0, 0))])
+def test_other_modes_keep_their_color(tmp_path: Path, mode: str, color: int | tuple[int, ...]) -> None:
     path = tmp_path / "plain.tiff"
-    Image.new(mode, (4, 4), colour).save(path)
+    Image.new(mode, (4, 4), color).save(path)
     wanted = {"CMYK": (255, 0, 0), "L": (100, 100, 100), "1": (255, 255, 255), "RGB": (255, 0, 0)}[mode]
     loaded = load_rgb(path)
     assert loaded.mode == "RGB"
@@ -106,7 +106,7 @@ def test_a_cmyk_jpeg(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("ending", ["gif", "webp", "png"])
 def test_an_animation_gives_its_first_frame(tmp_path: Path, ending: str) -> None:
-    frames = [Image.new("RGB", (8, 8), colour) for colour in ("red", "blue")]
+    frames = [Image.new("RGB", (8, 8), color) for color in ("red", "blue")]
     path = tmp_path / f"moving.{ending}"
     frames[0].save(path, save_all=True, append_images=frames[1:], lossless=True)
     assert header_of(path).frames == 2
@@ -114,35 +114,35 @@ def test_an_animation_gives_its_first_frame(tmp_path: Path, ending: str) -> None
     assert red > 200 > 50 > blue
 
 
-def test_broken_pictures_say_how(tmp_path: Path) -> None:
+def test_broken_images_say_how(tmp_path: Path) -> None:
     whole = tmp_path / "whole.png"
     Image.fromarray(np.random.default_rng(0).integers(0, 256, (64, 64, 3), dtype=np.uint8)).save(whole)
     cut = tmp_path / "cut.png"
     cut.write_bytes(whole.read_bytes()[:4000])
     assert read_header(cut) == (64, 64)
-    with pytest.raises(BrokenPictureError) as truncated:
+    with pytest.raises(BrokenImageError) as truncated:
         load_rgb(cut)
     assert truncated.value.code == "unreadable"
-    for name, content, word in [("empty.png", b"", "0 bytes"), ("text.png", b"not a picture", "known format")]:
+    for name, content, word in [("empty.png", b"", "0 bytes"), ("text.png", b"not an image", "known format")]:
         path = tmp_path / name
         path.write_bytes(content)
-        with pytest.raises(BrokenPictureError, match=word):
+        with pytest.raises(BrokenImageError, match=word):
             read_header(path)
 
 
 def test_a_decompression_bomb_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "bomb.png"
     Image.new("1", (20_000, 10_000)).save(path)
-    with pytest.raises(BrokenPictureError) as bomb:
+    with pytest.raises(BrokenImageError) as bomb:
         load_rgb(path)
     assert bomb.value.code == "too_large"
 
 
-def test_pixels_cover_the_bucket_from_the_centre(tmp_path: Path) -> None:
+def test_pixels_cover_the_bucket_from_the_center(tmp_path: Path) -> None:
     path = tmp_path / "wide.png"
-    picture = np.zeros((32, 96, 3), dtype=np.uint8)
-    picture[:, 32:64] = 255
-    Image.fromarray(picture).save(path)
+    image = np.zeros((32, 96, 3), dtype=np.uint8)
+    image[:, 32:64] = 255
+    Image.fromarray(image).save(path)
     pixels = render(load_rgb(path), View(fit_to(96, 32, Bucket(32, 32))), "")
     assert pixels.shape == (32, 32, 3)
     assert pixels.dtype == np.uint8
@@ -169,9 +169,9 @@ def test_the_crop_is_where_the_fit_says(tmp_path: Path, size: tuple[int, int]) -
     assert np.abs(render(load_rgb(path), View(fit), "").astype(int)[inner] - wanted[inner]).max() <= 3
 
 
-def test_a_picture_inside_of_a_larger_file(tmp_path: Path) -> None:
+def test_a_image_inside_of_a_larger_file(tmp_path: Path) -> None:
     path = tmp_path / "a.png"
-    noise_picture(40, 30, seed=3).save(path)
+    noise_image(40, 30, seed=3).save(path)
     data = path.read_bytes()
     (tmp_path / "all.bin").write_bytes(b"before" * 7 + data + b"behind" * 9)
     span = Span(tmp_path / "all.bin", 42, len(data))
@@ -179,5 +179,5 @@ def test_a_picture_inside_of_a_larger_file(tmp_path: Path) -> None:
     assert read_header(named, span) == (40, 30)
     assert load_rgb(named, span).tobytes() == load_rgb(path).tobytes()
     assert content_of(named, span) == content_of(path, None)
-    with pytest.raises(BrokenPictureError):
+    with pytest.raises(BrokenImageError):
         load_rgb(named, Span(tmp_path / "all.bin", 42, len(data) - 500))

@@ -9,18 +9,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lora_trainer.core.randomness import position_turn, position_uniform
-from lora_trainer.data.ledger import Ledger, count_trained, never_trained, write_ledger
 from lora_trainer.data.sample import Sample
+from lora_trainer.data.sample_counts import SampleCounts, count_trained, never_trained, write_sample_counts
 from lora_trainer.data.steps import Ref, StepPlan, plan_steps
 
 SAMPLES = [
     Sample(Path("data") / f"{n}.png", f"caption {n}", 64, 64, f"{n:064x}"[::-1], (1, 2, 0.5)[n % 3], source=n % 3)
     for n in range(9)
 ]
-KEPT = [replace(SAMPLES[n], path=Path(f"kept_{n}.png"), regularisation=True, source=3) for n in range(4)]
+KEPT = [replace(SAMPLES[n], path=Path(f"kept_{n}.png"), regularization=True, source=3) for n in range(4)]
 
 
-def ledger_of(plan: StepPlan, steps: int, share: float = 0.3) -> Ledger:
+def ledger_of(plan: StepPlan, steps: int, share: float = 0.3) -> SampleCounts:
     def text_of(ref: Ref, step: int) -> str | None:
         if position_uniform(plan.seed, "drop", step, ref.id, ref.occurrence) < share:
             return None
@@ -46,18 +46,18 @@ def test_the_line_and_the_file_say_what_was_trained(tmp_path: Path):
     plan = plan_steps([*SAMPLES[0:4:3], *KEPT, replace(SAMPLES[6], caption='a "b",\nc')], 2, 0)
     steps = 3 * plan.steps_per_epoch
     ledger = ledger_of(plan, steps, 0.0)
-    # Three pictures an epoch, and as many places for the four that are kept.
-    assert ledger.line == "every picture 3 times, every regularisation picture 2–3 times"
+    # Three images an epoch, and as many places for the four that are kept.
+    assert ledger.line == "every image 3 times, every regularization image 2–3 times"
     dropped = ledger_of(plan, steps, 1.0)
     assert dropped.line.endswith("; captions dropped 100.0 %")
     assert dropped.to_json()["captions"] == {"texts": 1, "dropped": 18, "dropped_share": 1.0}
-    assert ledger_of(plan, 1).to_json()["pictures"] == {"count": 7, "least": 0, "most": 1, "never": 5}
+    assert ledger_of(plan, 1).to_json()["images"] == {"count": 7, "least": 0, "most": 1, "never": 5}
     assert ledger_of(plan, 1).line.startswith("every ")
     assert ", but 5 of 7 never" in ledger_of(plan, 1).line
-    with open(tmp_path / write_ledger(tmp_path, ledger), encoding="utf-8", newline="") as file:
+    with open(tmp_path / write_sample_counts(tmp_path, ledger), encoding="utf-8", newline="") as file:
         rows = list(csv.DictReader(file))
     assert {row["name"]: int(row["times"]) for row in rows if row["kind"] == "caption"} == ledger.captions
-    assert [int(row["times"]) for row in rows if row["kind"] in ("picture", "regularisation")] == list(ledger.times)
+    assert [int(row["times"]) for row in rows if row["kind"] in ("image", "regularization")] == list(ledger.times)
     assert {row["name"]: int(row["times"]) for row in rows if row["kind"] == "bucket"} == ledger.buckets
 
 
@@ -83,4 +83,4 @@ def test_weights_of_an_early_step_name_the_training_that_came_after():
     found = never_trained(plan, 1, 100)
     assert found is not None
     assert found.message.startswith("9 images, 2 samples trained in 1 step: 7 images were never trained (first: ")
-    assert found.fix.startswith("Held-out loss was lowest at step 1 of 100")
+    assert found.fix.startswith("Validation loss was lowest at step 1 of 100")

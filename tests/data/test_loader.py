@@ -97,7 +97,7 @@ def test_dropout_depends_on_the_place_only_and_keeps_its_share(seed: int, share:
 def test_a_sample_takes_its_texts_in_turn_and_none_in_an_epoch_without(data: CachedData) -> None:
     sample = replace(data.samples[0], variants=("a", "b", "c"))
     keys = [tuple(f"{number + 1:064x}" for number in (0, 2, 4)), *data.text_keys[1:]]
-    several = told(replace(data, samples=[sample, *data.samples[1:]], text_keys=keys), dropout_every_epochs=4)
+    several = told(replace(data, samples=[sample, *data.samples[1:]], text_keys=keys), dropout_every_n_epochs=4)
 
     def embedded(visit: int, epoch: int) -> float:
         place = Ref(0, sample.id, 0, visit)
@@ -113,7 +113,7 @@ def test_a_sample_takes_its_texts_in_turn_and_none_in_an_epoch_without(data: Cac
 def test_texts_are_the_same_whoever_reads_them_and_wherever_one_goes_on(
     seed: int, effective: int, world: int, start: int
 ) -> None:
-    rules = (CaptionsSection(shuffle=True, tag_dropout=0.25, dropout=0.2, dropout_every_epochs=3),)
+    rules = (CaptionsSection(shuffle=True, tag_dropout=0.25, dropout=0.2, dropout_every_n_epochs=3),)
     written = [Sample(Path(f"{n}.png"), f"a, b, c {n}", 9, 9, f"{n:064d}"[::-1], repeats=1 + n % 2) for n in range(5)]
     samples = settled(written, rules)
     keys = [tuple(f"{n}:{text}" for text in sample.texts) for n, sample in enumerate(samples)]
@@ -169,8 +169,8 @@ def test_prefetch_closes_its_source_in_the_thread_that_read_it() -> None:
     assert not threads[0].is_alive()
 
 
-def test_regularisation_has_a_weight_of_its_own(data: CachedData) -> None:
-    samples = [replace(sample, weight=2.0, regularisation=n % 2 == 0) for n, sample in enumerate(data.samples)]
+def test_regularization_has_a_weight_of_its_own(data: CachedData) -> None:
+    samples = [replace(sample, weight=2.0, regularization=n % 2 == 0) for n, sample in enumerate(data.samples)]
     refs = (ref(data, 0), ref(data, 2))
     assert read_micro(replace(data, samples=samples, prior_weight=0.25), refs, 0, 0, 0).weights.tolist() == [0.5, 0.5]
     assert read_micro(replace(data, samples=samples), (ref(data, 1),), 0, 0, 0).weights.tolist() == [2.0]

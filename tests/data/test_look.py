@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from lora_trainer.data.pictures import look, workers
-from lora_trainer.data.pictures.images import opened
-from lora_trainer.data.pictures.jobs import Facts
-from lora_trainer.data.pictures.look import look_at
-from lora_trainer.data.pictures.measures import Seen, measure
-from lora_trainer.data.pictures.scan import read_headers
-from lora_trainer.data.pictures.workers import Task, answers
+from lora_trainer.data.images import look, workers
+from lora_trainer.data.images.images import opened
+from lora_trainer.data.images.jobs import Facts
+from lora_trainer.data.images.look import look_at
+from lora_trainer.data.images.measures import Seen, measure
+from lora_trainer.data.images.scan import read_headers
+from lora_trainer.data.images.workers import Task, answers
 from lora_trainer.data.sample import Sample
 
 
@@ -28,7 +28,7 @@ def sample(path: Path, seed: int, size: tuple[int, int] = (32, 24)) -> Sample:
     return Sample(path, "", facts.width, facts.height, facts.content)
 
 
-def test_pictures_are_measured_in_order_and_once_for_each_content(
+def test_images_are_measured_in_order_and_once_for_each_content(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     samples = [sample(tmp_path / f"{number}.png", number // 2) for number in range(6)]
@@ -36,8 +36,8 @@ def test_pictures_are_measured_in_order_and_once_for_each_content(
     seen = look_at(samples, lambda done, total: told.append((done, total)))
     assert told[-1] == (3, 3)
     for each, found in zip(samples, seen, strict=True):
-        with opened(each.path) as picture:
-            assert found == measure(picture)
+        with opened(each.path) as image:
+            assert found == measure(image)
     monkeypatch.setattr(look, "answers", lambda job, tasks: iter(()) if not tasks else pytest.fail("decoded again"))
     for each in samples:
         each.path.unlink()  # measures are kept by content
@@ -59,7 +59,7 @@ def test_other_measures_are_taken_anew(tmp_path: Path, monkeypatch: pytest.Monke
     assert asked == [1]
 
 
-def test_a_picture_exchanged_after_it_was_listed_is_said(tmp_path: Path) -> None:
+def test_a_image_exchanged_after_it_was_listed_is_said(tmp_path: Path) -> None:
     one = sample(tmp_path / "1.png", 1)
     sample(tmp_path / "1.png", 2)
     (seen,) = look_at([one])
@@ -68,10 +68,10 @@ def test_a_picture_exchanged_after_it_was_listed_is_said(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize(("how", "word"), [("crash", "crashes"), ("hang", "too long")])
-def test_a_decoder_that_dies_or_hangs_costs_its_picture_only(
+def test_a_decoder_that_dies_or_hangs_costs_its_image_only(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str, word: str
 ) -> None:
-    """The worker of one picture is killed each time it is asked for; the others are measured."""
+    """The worker of one image is killed each time it is asked for; the others are measured."""
     samples = [sample(tmp_path / f"{number}.png", number) for number in range(5)]
     true = workers.Worker.ask
 
@@ -103,7 +103,7 @@ def test_without_processes_the_work_is_done_here(tmp_path: Path, monkeypatch: py
     assert seen.broken is None
 
 
-def test_large_pictures_are_not_in_hand_together() -> None:
+def test_large_images_are_not_in_hand_together() -> None:
     room, order = workers._Room(100), []
 
     def second() -> None:

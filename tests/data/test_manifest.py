@@ -30,7 +30,7 @@ def test_plain_folders_are_read_in_depth_and_in_order(tmp_path: Path, draw: Draw
     assert findings == ()
 
 
-def test_captions_beside_the_picture(tmp_path: Path, draw: Draw) -> None:
+def test_captions_beside_the_image(tmp_path: Path, draw: Draw) -> None:
     for seed, name in enumerate("abcd"):
         draw(tmp_path / f"{name}.png", seed=seed, caption=None)
     (tmp_path / "a.txt").write_text("from  text\n", encoding="utf-8-sig")
@@ -90,7 +90,7 @@ def test_an_image_folder_with_metadata(tmp_path: Path, draw: Draw) -> None:
     _, findings = read_manifest([tmp_path])
     assert {(finding.code, finding.severity) for finding in findings} == {
         ("bad_metadata", "error"),
-        ("absent_picture", "warning"),
+        ("absent_image", "warning"),
     }
     assert "line 5" in next(finding.message for finding in findings if finding.code == "bad_metadata")
 
@@ -116,7 +116,7 @@ def test_weights_of_metadata(tmp_path: Path, draw: Draw) -> None:
     assert manifest.data_hash != unweighted.data_hash
 
 
-def test_a_single_picture(tmp_path: Path, draw: Draw) -> None:
+def test_a_single_image(tmp_path: Path, draw: Draw) -> None:
     path = draw(tmp_path / "one.png", 30, 20)
     manifest, _ = read_manifest([path])
     (sample,) = manifest.samples
@@ -140,7 +140,7 @@ def test_a_caption_that_is_not_text(tmp_path: Path, draw: Draw) -> None:
     assert [(finding.code, finding.severity) for finding in findings] == [("unreadable_caption", "error")]
 
 
-def test_all_unreadable_pictures_are_reported_together(tmp_path: Path, draw: Draw) -> None:
+def test_all_unreadable_images_are_reported_together(tmp_path: Path, draw: Draw) -> None:
     draw(tmp_path / "good.png")
     for name in ("x.png", "y.jpg"):
         (tmp_path / name).write_bytes(b"nonsense")

@@ -13,17 +13,17 @@ from lora_trainer.config.schema import SourceSection
 from lora_trainer.data.caches.cache import CachePlan, fill_latents, plan_latents
 from lora_trainer.data.caches.store import Store
 from lora_trainer.data.check import check_dataset
+from lora_trainer.data.images.spans import content_of
 from lora_trainer.data.loader import masks_of
 from lora_trainer.data.manifest import read_manifest
-from lora_trainer.data.pictures.spans import content_of
 from lora_trainer.data.sample import Mask
 from lora_trainer.data.views import Framing, views_of
 from tests.data.conftest import Draw
 from tests.data.test_cache import encode_image, fill
 
 
-def test_a_mask_is_cached_in_every_view_of_its_picture(tmp_path: Path, draw: Draw) -> None:
-    """Reduced to the latents' places; a picture without one keeps the key and the entry that it had."""
+def test_a_mask_is_cached_in_every_view_of_its_image(tmp_path: Path, draw: Draw) -> None:
+    """Reduced to the latents' places; an image without one keeps the key and the entry that it had."""
     folder, cache = tmp_path / "data", tmp_path / "cache"
     for number in range(3):
         draw(folder / f"{number}.png", seed=number)

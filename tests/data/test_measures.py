@@ -1,4 +1,4 @@
-"""Measures against pictures of our own making: what is wrong shows, what is good does not."""
+"""Measures against images of our own making: what is wrong shows, what is good does not."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from PIL import Image, ImageDraw, ImageFilter
 
-from lora_trainer.data.pictures.measures import Seen, block_steps, measure, middle, seen_from_json
+from lora_trainer.data.images.measures import Seen, block_steps, measure, middle, seen_from_json
 from tests.data.drawings import drawing, photo, saved
 
 Make = Callable[[int, int, int], Image.Image]
@@ -18,7 +18,7 @@ blurred = ImageFilter.GaussianBlur
 
 @both
 @pytest.mark.parametrize("seed", range(3))
-def test_a_good_picture_shows_nothing(make: Make, seed: int) -> None:
+def test_a_good_image_shows_nothing(make: Make, seed: int) -> None:
     seen = measure(saved(make(320, 256, seed)))
     assert seen.broken is None
     assert seen.edge < 1.6
@@ -38,12 +38,12 @@ def test_edges_widen_with_blur(make: Make) -> None:
 
 
 def test_a_sharp_subject_before_a_soft_background_is_sharp() -> None:
-    picture = photo(320, 256, 2).filter(blurred(6))
-    ImageDraw.Draw(picture).ellipse((100, 60, 220, 200), fill="black", outline="white", width=3)
-    assert measure(saved(picture)).edge < 2
+    image = photo(320, 256, 2).filter(blurred(6))
+    ImageDraw.Draw(image).ellipse((100, 60, 220, 200), fill="black", outline="white", width=3)
+    assert measure(saved(image)).edge < 2
 
 
-def test_a_picture_without_edges_is_not_judged() -> None:
+def test_a_image_without_edges_is_not_judged() -> None:
     assert measure(saved(Image.new("RGB", (200, 200), "navy"))).edge == 0.0
     assert measure(saved(Image.new("RGB", (200, 1), "navy"))).edge == 0.0
 
@@ -68,14 +68,14 @@ def enlarged(side: int, seed: int) -> Image.Image:
     return small.resize((small.width * side, small.height * side), Image.Resampling.NEAREST).crop((0, 0, 320, 256))
 
 
-def noisy(picture: Image.Image, levels: int) -> Image.Image:
-    values = np.asarray(picture, dtype=np.int16)
+def noisy(image: Image.Image, levels: int) -> Image.Image:
+    values = np.asarray(image, dtype=np.int16)
     noise = np.random.default_rng(levels).integers(-levels, levels + 1, values.shape)
     return Image.fromarray((values + noise).clip(0, 255).astype(np.uint8))
 
 
-def dithered(picture: Image.Image) -> Image.Image:
-    return picture.convert("P", palette=Image.Palette.WEB, dither=Image.Dither.FLOYDSTEINBERG).convert("RGB")
+def dithered(image: Image.Image) -> Image.Image:
+    return image.convert("P", palette=Image.Palette.WEB, dither=Image.Dither.FLOYDSTEINBERG).convert("RGB")
 
 
 def tiles_of_noise(side: int) -> Image.Image:
@@ -90,7 +90,7 @@ def tiles_of_noise(side: int) -> Image.Image:
 
 
 @pytest.mark.parametrize("side", [4, 5, 6, 7, 8, 9, 10, 12, 16, 20, 24, 32, 40])
-def test_tiled_pictures_have_no_blocks(side: int) -> None:
+def test_tiled_images_have_no_blocks(side: int) -> None:
     tiles = enlarged(side, 3)
     off = tiles.crop((3, 2, 320, 256))
     good = {
@@ -106,7 +106,7 @@ def test_tiled_pictures_have_no_blocks(side: int) -> None:
         "softened": tiles.filter(blurred(0.6)),
         "map": tiles_of_noise(side),
     }
-    found = {name: measured for name, picture in good.items() if (measured := block_steps(middle(picture))) >= 1.0}
+    found = {name: measured for name, image in good.items() if (measured := block_steps(middle(image))) >= 1.0}
     assert found == {}
 
 
@@ -128,44 +128,44 @@ def test_letterbox_pillars_and_frame(make: Make) -> None:
         (300, 220, 20, 20): ("left", "top", "right", "bottom"),
     }
     for (width, height, left, top), named in boxes.items():
-        for colour in ("black", "white"):
-            picture = Image.new("RGB", (width, height), colour)
-            picture.paste(inner, (left, top))
-            borders = measure(saved(picture)).borders
+        for color in ("black", "white"):
+            image = Image.new("RGB", (width, height), color)
+            image.paste(inner, (left, top))
+            borders = measure(saved(image)).borders
             assert tuple(side for side in ("left", "top", "right", "bottom") if getattr(borders, side)) == named
             assert borders.top == pytest.approx(top / height, abs=0.01)
             assert borders.left == pytest.approx(left / width, abs=0.01)
 
 
 def test_a_subject_on_a_plain_background_has_no_border() -> None:
-    picture = Image.new("RGB", (256, 256), "white")
-    ImageDraw.Draw(picture).polygon([(128, 20), (20, 220), (230, 220)], fill="blue")
-    assert not measure(saved(picture)).borders
+    image = Image.new("RGB", (256, 256), "white")
+    ImageDraw.Draw(image).polygon([(128, 20), (20, 220), (230, 220)], fill="blue")
+    assert not measure(saved(image)).borders
     assert not measure(saved(Image.new("RGB", (256, 256), "white"))).borders
 
 
 @both
-def test_hashes_survive_saving_and_tell_pictures_apart(make: Make) -> None:
+def test_hashes_survive_saving_and_tell_images_apart(make: Make) -> None:
     def apart(one: int, other: int) -> int:
         return (one ^ other).bit_count()
 
-    picture = make(320, 256, 5)
-    seen = measure(saved(picture))
+    image = make(320, 256, 5)
+    seen = measure(saved(image))
     for copy in (
-        saved(picture, "JPEG", quality=40),
-        saved(picture.resize((160, 128))),
-        saved(picture.filter(blurred(2))),
+        saved(image, "JPEG", quality=40),
+        saved(image.resize((160, 128))),
+        saved(image.filter(blurred(2))),
     ):
         assert apart(seen.hash, measure(copy).hash) <= 6
-    mirrored = measure(saved(picture.transpose(Image.Transpose.FLIP_LEFT_RIGHT)))
+    mirrored = measure(saved(image.transpose(Image.Transpose.FLIP_LEFT_RIGHT)))
     assert apart(seen.mirror_hash, mirrored.hash) <= 2
     assert apart(seen.hash, measure(saved(make(320, 256, 6))).hash) > 10
 
 
-def test_values_are_of_the_picture_as_it_is_seen() -> None:
-    picture = drawing(320, 200, 7)
+def test_values_are_of_the_image_as_it_is_seen() -> None:
+    image = drawing(320, 200, 7)
     boxed = Image.new("RGB", (320, 260), "black")
-    boxed.paste(picture, (0, 30))
+    boxed.paste(image, (0, 30))
     exif = Image.Exif()
     exif[0x0112] = 6
     turned = measure(saved(boxed.transpose(Image.Transpose.ROTATE_90), "PNG", exif=exif))
@@ -174,7 +174,7 @@ def test_values_are_of_the_picture_as_it_is_seen() -> None:
     assert (turned.hash ^ plain.hash).bit_count() <= 2
 
 
-def test_animation_transparency_and_deep_pictures() -> None:
+def test_animation_transparency_and_deep_images() -> None:
     frames = [drawing(64, 64, seed) for seed in (1, 2)]
     moving = measure(saved(frames[0], "GIF", save_all=True, append_images=frames[1:]))
     assert (moving.format, moving.frames) == ("GIF", 2)

@@ -1,4 +1,4 @@
-"""What is remembered of pictures: its size is told, and what is of no use leaves."""
+"""What is remembered of images: its size is told, and what is of no use leaves."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ import os
 from pathlib import Path
 
 from lora_trainer.data.caches.upkeep import cache_clean, cache_status
+from lora_trainer.data.images.look import look_at
+from lora_trainer.data.images.measures import MEASURES
+from lora_trainer.data.images.remembered import Kept, Place, Remembered, Stamp, remembered
 from lora_trainer.data.manifest import read_manifest
-from lora_trainer.data.pictures.look import look_at
-from lora_trainer.data.pictures.measures import MEASURES
-from lora_trainer.data.pictures.remembered import Kept, Place, Remembered, Stamp, remembered
 from lora_trainer.data.sample import Sample
 from tests.data.conftest import Draw
 
 
 def known(samples: tuple[Sample, ...]) -> tuple[list[str], list[str]]:
-    """Names of the pictures whose headers, and of those whose measures are remembered."""
+    """Names of the images whose headers, and of those whose measures are remembered."""
     with remembered() as store:
         headers = store.headers([Place(bytes(each.path), 0, -1) for each in samples])
         measures = store.measures([each.content for each in samples], MEASURES)
@@ -33,7 +33,7 @@ def test_what_is_remembered_of_files_that_are_gone_leaves(tmp_path: Path, own_ca
     every = ["0.png", "1.png", "2.png"]
     assert known(samples) == (every, every)
     assert cache_status(own_cache_folder).remembered > 0
-    assert "about pictures that were read before" in cache_status(own_cache_folder).lines[-1]
+    assert "about images that were read before" in cache_status(own_cache_folder).lines[-1]
     cache_clean(own_cache_folder)
     assert known(samples) == (every, every)
     (tmp_path / "set" / "1.png").unlink()
@@ -61,7 +61,7 @@ def test_above_the_bound_the_oldest_leave_first(tmp_path: Path) -> None:
         assert 20 < len(kept) < 100
         assert kept == list(range(len(kept)))
         assert len(store.measures(contents, 1)) == len(kept)
-    assert (tmp_path / "cache" / "pictures.sqlite").stat().st_size <= 200_000
+    assert (tmp_path / "cache" / "images.sqlite").stat().st_size <= 200_000
 
 
 def left(store: Remembered, places: list[Place]) -> list[int]:

@@ -8,27 +8,27 @@ import pytest
 from PIL import Image
 
 from lora_trainer.core.io import sha256_file
-from lora_trainer.data.pictures import remembered, scan
-from lora_trainer.data.pictures.images import BrokenPictureError
-from lora_trainer.data.pictures.jobs import Facts
-from lora_trainer.data.pictures.scan import read_headers
+from lora_trainer.data.images import remembered, scan
+from lora_trainer.data.images.images import BrokenImageError
+from lora_trainer.data.images.jobs import Facts
+from lora_trainer.data.images.scan import read_headers
 from lora_trainer.data.sample import Span
 
 LONG_AGO = 1_000_000_000
 
 
-def picture(path: Path, colour: int = 0, size: tuple[int, int] = (8, 6)) -> Path:
-    Image.new("RGB", size, (colour % 256, colour // 256, 9)).save(path)
+def image(path: Path, color: int = 0, size: tuple[int, int] = (8, 6)) -> Path:
+    Image.new("RGB", size, (color % 256, color // 256, 9)).save(path)
     os.utime(path, (LONG_AGO, LONG_AGO))
     return path
 
 
-def read(*paths: Path) -> list[Facts | BrokenPictureError]:
+def read(*paths: Path) -> list[Facts | BrokenImageError]:
     return read_headers([(path, None) for path in paths])
 
 
 def untouched(monkeypatch: pytest.MonkeyPatch) -> None:
-    """From here on no picture may be opened."""
+    """From here on no image may be opened."""
 
     def answers(job: str, tasks: list[object]) -> list[object]:
         assert not tasks, "read again"
@@ -38,7 +38,7 @@ def untouched(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_headers_come_in_order_with_their_content(tmp_path: Path) -> None:
-    paths = [picture(tmp_path / f"{number}.png", number, (8 + number, 6)) for number in range(60)]
+    paths = [image(tmp_path / f"{number}.png", number, (8 + number, 6)) for number in range(60)]
     told: list[tuple[int, int]] = []
     found = read_headers([(path, None) for path in paths], lambda done, total: told.append((done, total)))
     for number, (path, facts) in enumerate(zip(paths, found, strict=True)):
@@ -57,7 +57,7 @@ def test_sizes_are_as_seen(tmp_path: Path) -> None:
 
 
 def test_parts_of_a_larger_file(tmp_path: Path) -> None:
-    one, two = picture(tmp_path / "1.png", 1).read_bytes(), picture(tmp_path / "2.png", 2, (9, 9)).read_bytes()
+    one, two = image(tmp_path / "1.png", 1).read_bytes(), image(tmp_path / "2.png", 2, (9, 9)).read_bytes()
     shard = tmp_path / "shard.tar"
     shard.write_bytes(b"x" * 100 + one + two)
     spans = [Span(shard, 100, len(one)), Span(shard, 100 + len(one), len(two)), Span(shard, 100, len(one) + 10_000)]
@@ -66,13 +66,13 @@ def test_parts_of_a_larger_file(tmp_path: Path) -> None:
     assert first.content == sha256_file(tmp_path / "1.png")
     assert isinstance(second, Facts)
     assert (second.width, second.content) == (9, sha256_file(tmp_path / "2.png"))
-    assert isinstance(beyond, BrokenPictureError)
+    assert isinstance(beyond, BrokenImageError)
 
 
 def test_what_was_read_is_remembered_until_the_file_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    paths = [picture(tmp_path / f"{number}.png", number) for number in range(3)]
+    paths = [image(tmp_path / f"{number}.png", number) for number in range(3)]
     first = read(*paths)
-    picture(paths[1], 77)  # same size in bytes, same mtime: the time of its entry tells
+    image(paths[1], 77)  # same size in bytes, same mtime: the time of its entry tells
     changed = read(*paths)
     assert [a == b for a, b in zip(first, changed, strict=True)] == [True, False, True]
     assert changed[1] == Facts(8, 6, "PNG", 1, sha256_file(paths[1]), paths[1].stat().st_size)
@@ -81,7 +81,7 @@ def test_what_was_read_is_remembered_until_the_file_changes(tmp_path: Path, monk
 
 
 def test_a_file_written_just_now_is_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = picture(tmp_path / "1.png")
+    path = image(tmp_path / "1.png")
     os.utime(path)
     read(path)
     untouched(monkeypatch)
@@ -90,7 +90,7 @@ def test_a_file_written_just_now_is_read_again(tmp_path: Path, monkeypatch: pyte
 
 
 def test_a_damaged_memory_is_put_aside(tmp_path: Path, own_cache_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = picture(tmp_path / "1.png")
+    path = image(tmp_path / "1.png")
     file = own_cache_folder / remembered.NAME
     file.write_bytes(b"not a database, but long enough to be taken for one" * 40)
     first = read(path)
@@ -101,7 +101,7 @@ def test_a_damaged_memory_is_put_aside(tmp_path: Path, own_cache_folder: Path, m
 
 
 def test_damage_inside_costs_only_time(tmp_path: Path, own_cache_folder: Path) -> None:
-    paths = [picture(tmp_path / f"{number}.png", number) for number in range(200)]
+    paths = [image(tmp_path / f"{number}.png", number) for number in range(200)]
     first = read(*paths)
     file = own_cache_folder / remembered.NAME
     with sqlite3.connect(file) as connection:
@@ -117,6 +117,6 @@ def test_damage_inside_costs_only_time(tmp_path: Path, own_cache_folder: Path) -
 def test_a_cache_folder_that_cannot_be_written_costs_only_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").write_text("no folder")
     monkeypatch.setenv("LORA_TRAINER_CACHE", str(tmp_path / "file" / "cache"))
-    path = picture(tmp_path / "1.png")
+    path = image(tmp_path / "1.png")
     assert read(path) == read(path)
     assert isinstance(read(path)[0], Facts)

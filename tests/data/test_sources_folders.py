@@ -31,18 +31,18 @@ def codes(findings: tuple[Finding, ...]) -> list[tuple[str, str]]:
     return [(finding.code, finding.severity) for finding in findings]
 
 
-def test_what_a_source_says_of_its_pictures(tmp_path: Path, draw: Draw) -> None:
+def test_what_a_source_says_of_its_images(tmp_path: Path, draw: Draw) -> None:
     draw(tmp_path / "10_cat" / "a.png", seed=1, caption=None)
     draw(tmp_path / "10_cat" / "b.png", seed=2, caption="its own")
     draw(tmp_path / "dogs" / "5_dog" / "c.png", seed=3, caption=None)
     manifest, findings = read_manifest(
         [
-            source(tmp_path / "10_cat", repeats=0.5, weight=2.0, caption="a tom"),
-            source(tmp_path / "dogs", regularisation=True),
+            source(tmp_path / "10_cat", repeats=0.5, loss_weight=2.0, default_caption="a tom"),
+            source(tmp_path / "dogs", is_reg=True),
         ]
     )
     assert findings == ()
-    read = [(s.path.name, s.caption, s.repeats, s.weight, s.source, s.regularisation) for s in manifest.samples]
+    read = [(s.path.name, s.caption, s.repeats, s.weight, s.source, s.regularization) for s in manifest.samples]
     assert read == [
         ("a.png", "a tom", 0.5, 2.0, 0, False),
         ("b.png", "its own", 0.5, 2.0, 0, False),
@@ -50,21 +50,21 @@ def test_what_a_source_says_of_its_pictures(tmp_path: Path, draw: Draw) -> None:
     ]
 
 
-def test_regularisation_is_seen_as_often_as_the_rest_and_all_of_it_in_time(tmp_path: Path, draw: Draw) -> None:
+def test_regularization_is_seen_as_often_as_the_rest_and_all_of_it_in_time(tmp_path: Path, draw: Draw) -> None:
     for number in range(2):
         draw(tmp_path / "2_sks dog" / f"{number}.png", seed=number, caption=None)
     for number in range(10):
         draw(tmp_path / "class" / f"{number}.png", seed=10 + number, caption=None)
-    asked = [source(tmp_path / "2_sks dog"), source(tmp_path / "class", regularisation=True, caption="a dog")]
+    asked = [source(tmp_path / "2_sks dog"), source(tmp_path / "class", is_reg=True, default_caption="a dog")]
     samples = read_manifest(asked)[0].samples
-    prior = [group for group in make_groups(samples, seed=1) if samples[group.indices[0]].regularisation]
+    prior = [group for group in make_groups(samples, seed=1) if samples[group.indices[0]].regularization]
     assert [group.seen for group in prior] == [4]
     seen = {prior[0].place(epoch, number)[0] for epoch in range(3) for number in range(4)}
     assert len(seen) == 10
     steps = step_arithmetic(samples, 1, Lengths(max_epochs=3))
-    assert (steps.images, steps.passes, steps.regularisation, steps.total) == (2, 8, 4, 24)
-    assert "2 images × 2 repeats + 4 regularisation = 8 a pass" in steps.line
-    with pytest.raises(UsageError, match="All data is regularisation"):
+    assert (steps.images, steps.passes, steps.regularization, steps.total) == (2, 8, 4, 24)
+    assert "2 images × 2 repeats + 4 regularization = 8 a pass" in steps.line
+    with pytest.raises(UsageError, match="All data is regularization"):
         read_manifest(asked[1:])
 
 
@@ -130,7 +130,7 @@ def test_a_captions_file_keeps_weights_that_it_says_nothing_of(tmp_path: Path, d
     (tmp_path / "new.txt").write_text("a.png|new\nb.png|new\n", "utf-8")
 
     def weights(name: str) -> dict[str, float]:
-        manifest = read_manifest([source(tmp_path, captions_file=str(tmp_path / name), weight=10.0)])[0]
+        manifest = read_manifest([source(tmp_path, captions_file=str(tmp_path / name), loss_weight=10.0)])[0]
         assert captions_of(manifest) == {"a.png": "new", "b.png": "new", "c.png": "old"}
         return {sample.path.stem: sample.weight for sample in manifest.samples}
 
@@ -139,7 +139,7 @@ def test_a_captions_file_keeps_weights_that_it_says_nothing_of(tmp_path: Path, d
 
 
 @pytest.mark.parametrize("given", ["metadata.jsonl", "captions.jsonl"])
-def test_several_rows_of_one_picture_are_told(tmp_path: Path, draw: Draw, given: str) -> None:
+def test_several_rows_of_one_image_are_told(tmp_path: Path, draw: Draw, given: str) -> None:
     for seed, name in enumerate("ab"):
         draw(tmp_path / f"{name}.png", seed=seed, caption=None)
     texts = [("a", "first"), ("a", "second"), ("b", "same"), ("a", "third"), ("b", "same")]
@@ -152,7 +152,7 @@ def test_several_rows_of_one_picture_are_told(tmp_path: Path, draw: Draw, given:
     assert findings[0].message.startswith("2 lines are not used")
 
 
-def test_a_captions_file_of_other_pictures_is_a_mistake(tmp_path: Path, draw: Draw) -> None:
+def test_a_captions_file_of_other_images_is_a_mistake(tmp_path: Path, draw: Draw) -> None:
     draw(tmp_path / "set" / "a.png")
     (tmp_path / "all.csv").write_text("file_name,text\nzebra.png,striped\n", encoding="utf-8")
     with pytest.raises(UsageError, match=r"names zebra\.png, the data has a\.png"):
@@ -207,7 +207,7 @@ def test_a_caption_file_too_large_or_no_file_is_a_finding(tmp_path: Path, draw: 
 def test_the_same_folder_twice_only_with_other_settings(tmp_path: Path, draw: Draw) -> None:
     draw(tmp_path / "a.png")
     with pytest.raises(UsageError, match="twice"):
-        read_manifest([source(tmp_path, repeats=2), source(tmp_path, weight=3)])
+        read_manifest([source(tmp_path, repeats=2), source(tmp_path, loss_weight=3)])
     manifest, findings = read_manifest([source(tmp_path, resolutions=(512,)), source(tmp_path, resolutions=(768,))])
     assert [(sample.path.name, sample.source) for sample in manifest.samples] == [("a.png", 0), ("a.png", 1)]
     assert findings == ()

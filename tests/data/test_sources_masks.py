@@ -17,7 +17,7 @@ from lora_trainer.data.sample import Mask
 from tests.data.conftest import Draw
 
 
-def grey(path: Path, width: int, height: int) -> Path:
+def gray(path: Path, width: int, height: int) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     Image.new("L", (width, height), 200).save(path)
     return path
@@ -26,10 +26,10 @@ def grey(path: Path, width: int, height: int) -> Path:
 def test_a_folder_of_masks(tmp_path: Path, draw: Draw) -> None:
     for seed, name in enumerate(["a.png", "in/b.jpg", "c.png", "d.png", "e.png"]):
         draw(tmp_path / "set" / name, 60, 40, seed=seed)
-    grey(tmp_path / "masks" / "a.png", 60, 40)
-    grey(tmp_path / "masks" / "in" / "b.png", 31, 20)  # half the size, a side rounded up
-    grey(tmp_path / "masks" / "c.png", 40, 60)
-    (tmp_path / "masks" / "d.png").write_bytes(b"no picture")
+    gray(tmp_path / "masks" / "a.png", 60, 40)
+    gray(tmp_path / "masks" / "in" / "b.png", 31, 20)  # half the size, a side rounded up
+    gray(tmp_path / "masks" / "c.png", 40, 60)
+    (tmp_path / "masks" / "d.png").write_bytes(b"no image")
     manifest, findings = read_manifest([SourceSection(path=str(tmp_path / "set"), masks=str(tmp_path / "masks"))])
     masks = {sample.path.stem: sample.mask for sample in manifest.samples}
     content = hashlib.sha256((tmp_path / "masks" / "a.png").read_bytes()).hexdigest()
@@ -42,18 +42,18 @@ def test_a_folder_of_masks(tmp_path: Path, draw: Draw) -> None:
         ("e", "missing_mask", "warning"),
     ]
     before = manifest.data_hash
-    grey(tmp_path / "masks" / "a.png", 30, 20)
+    gray(tmp_path / "masks" / "a.png", 30, 20)
     asked = [SourceSection(path=str(tmp_path / "set"), masks=str(tmp_path / "masks"))]
     assert read_manifest(asked)[0].data_hash != before
 
 
 @pytest.mark.parametrize("kind", ["folder", "table"])
-def test_one_mask_is_never_that_of_two_pictures(tmp_path: Path, draw: Draw, kind: str) -> None:
+def test_one_mask_is_never_that_of_two_images(tmp_path: Path, draw: Draw, kind: str) -> None:
     names = ["one/1.png", "two/1.png", "two/2.png", "1.png"]
     for seed, name in enumerate(names):
         draw(tmp_path / "set" / name, 60, 40, seed=seed)
     for name in ("1.png", "2.png", "two/1.png"):
-        grey(tmp_path / "masks" / name, 60, 40)
+        gray(tmp_path / "masks" / name, 60, 40)
     given = tmp_path / "set"
     if kind == "table":
         given = given / "table.jsonl"
@@ -71,9 +71,9 @@ def test_one_mask_is_never_that_of_two_pictures(tmp_path: Path, draw: Draw, kind
     ]
 
 
-def test_masks_beside_the_pictures_and_inside_of_the_folder(tmp_path: Path, draw: Draw) -> None:
+def test_masks_beside_the_images_and_inside_of_the_folder(tmp_path: Path, draw: Draw) -> None:
     draw(tmp_path / "a.png", 60, 40, seed=1)
-    grey(tmp_path / "a-masklabel.png", 60, 40)
+    gray(tmp_path / "a-masklabel.png", 60, 40)
     manifest, _ = read_manifest([SourceSection(path=str(tmp_path), masks=str(tmp_path))])
     assert [(s.path.name, s.mask and s.mask.path) for s in manifest.samples] == [
         ("a.png", tmp_path / "a-masklabel.png")
@@ -82,19 +82,19 @@ def test_masks_beside_the_pictures_and_inside_of_the_folder(tmp_path: Path, draw
     assert [(sample.path.name, sample.mask) for sample in unmasked.samples] == [("a.png", None)]
     assert any("1 masks" in note for note in unmasked.notes)
     assert findings == ()
-    (tmp_path / "a-masklabel.png").rename(grey(tmp_path / "masks" / "a.png", 60, 40))
+    (tmp_path / "a-masklabel.png").rename(gray(tmp_path / "masks" / "a.png", 60, 40))
     inside, _ = read_manifest([SourceSection(path=str(tmp_path), masks=str(tmp_path / "masks"))])
     assert [sample.path.name for sample in inside.samples] == ["a.png"]
     with pytest.raises(UsageError, match="holds no mask"):
-        read_manifest([SourceSection(path=str(tmp_path), masks=str(grey(tmp_path / "m" / "x.png", 4, 4).parent))])
+        read_manifest([SourceSection(path=str(tmp_path), masks=str(gray(tmp_path / "m" / "x.png", 4, 4).parent))])
 
 
 def test_transparency_as_the_mask(tmp_path: Path, draw: Draw) -> None:
     draw(tmp_path / "plain.png", seed=1)
     draw(tmp_path / "clear.png", seed=2)
-    picture = Image.open(tmp_path / "clear.png")
-    picture.putalpha(128)
-    picture.save(tmp_path / "clear.png")
+    image = Image.open(tmp_path / "clear.png")
+    image.putalpha(128)
+    image.save(tmp_path / "clear.png")
     manifest, findings = read_manifest([SourceSection(path=str(tmp_path), masks="alpha")])
     assert {sample.path.name: sample.mask for sample in manifest.samples} == {
         "clear.png": Mask(None),
@@ -103,13 +103,13 @@ def test_transparency_as_the_mask(tmp_path: Path, draw: Draw) -> None:
     assert [(finding.code, finding.path) for finding in findings] == [("missing_mask", tmp_path / "plain.png")]
 
 
-def test_masks_of_pictures_in_a_tar(tmp_path: Path, draw: Draw) -> None:
+def test_masks_of_images_in_a_tar(tmp_path: Path, draw: Draw) -> None:
     with tarfile.open(tmp_path / "x.tar", "w") as tar:
         tar.add(draw(tmp_path / "made" / "a.png", 60, 40, seed=1), "in/a.png")
         tar.add(draw(tmp_path / "made" / "b.png", 60, 40, seed=2), "in/b.png")
-    grey(tmp_path / "masks" / "in" / "a.png", 60, 40)
-    grey(tmp_path / "masks" / "b-masklabel.png", 30, 20)
-    asked = SourceSection(path=str(tmp_path / "x.tar"), masks=str(tmp_path / "masks"), caption="a thing")
+    gray(tmp_path / "masks" / "in" / "a.png", 60, 40)
+    gray(tmp_path / "masks" / "b-masklabel.png", 30, 20)
+    asked = SourceSection(path=str(tmp_path / "x.tar"), masks=str(tmp_path / "masks"), default_caption="a thing")
     samples = read_manifest([asked])[0].samples
     assert [sample.mask and sample.mask.path and sample.mask.path.name for sample in samples] == [
         "a.png",

@@ -1,4 +1,4 @@
-"""Parquet: tables of captions, and files that hold the pictures."""
+"""Parquet: tables of captions, and files that hold the images."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ import pytest
 
 from lora_trainer.config.schema import SourceSection
 from lora_trainer.core.errors import UsageError
+from lora_trainer.data.images.images import load_rgb
 from lora_trainer.data.manifest import read_manifest
-from lora_trainer.data.pictures.images import load_rgb
-from tests.data.conftest import Draw, noise_picture
+from tests.data.conftest import Draw, noise_image
 
 
 def png(seed: int) -> bytes:
     out = io.BytesIO()
-    noise_picture(20, 12, seed).save(out, "PNG")
+    noise_image(20, 12, seed).save(out, "PNG")
     return out.getvalue()
 
 
@@ -41,7 +41,7 @@ def test_metadata_parquet_and_a_captions_file(tmp_path: Path, draw: Draw) -> Non
 
 
 @pytest.mark.parametrize("layout", ["hugging face", "bytes"])
-def test_pictures_inside(tmp_path: Path, layout: str, own_cache_folder: Path) -> None:
+def test_images_inside(tmp_path: Path, layout: str, own_cache_folder: Path) -> None:
     if layout == "bytes":
         columns: dict[str, Any] = {"jpg": [png(n) for n in range(5)], "caption": [f"number {n}" for n in range(5)]}
     else:
@@ -54,11 +54,11 @@ def test_pictures_inside(tmp_path: Path, layout: str, own_cache_folder: Path) ->
     assert all((sample.width, sample.height) == (20, 12) for sample in manifest.samples)
     third = manifest.samples[3]
     assert third.path.parent == path
-    assert load_rgb(third.path, third.span).tobytes() == noise_picture(20, 12, 3).tobytes()
-    unpacked = {file: file.stat().st_mtime_ns for file in (own_cache_folder / "unpacked").glob("*.pictures")}
+    assert load_rgb(third.path, third.span).tobytes() == noise_image(20, 12, 3).tobytes()
+    unpacked = {file: file.stat().st_mtime_ns for file in (own_cache_folder / "unpacked").glob("*.images")}
     again, _ = read_manifest([tmp_path])
     assert again.samples == manifest.samples
-    assert {file: file.stat().st_mtime_ns for file in (own_cache_folder / "unpacked").glob("*.pictures")} == unpacked
+    assert {file: file.stat().st_mtime_ns for file in (own_cache_folder / "unpacked").glob("*.images")} == unpacked
     assert list(tmp_path.iterdir()) == [path]
 
 
@@ -72,18 +72,18 @@ def test_what_was_unpacked_and_damaged_is_unpacked_again(tmp_path: Path, own_cac
     assert read_manifest([path])[0].samples[0].content != before[0].content
 
 
-def test_rows_without_a_picture_and_files_that_are_none(tmp_path: Path, draw: Draw) -> None:
+def test_rows_without_a_image_and_files_that_are_none(tmp_path: Path, draw: Draw) -> None:
     path = write(
         tmp_path / "x.parquet", {"image": [png(1), None, b"junk"], "text": ["a", "b", "c"], "weight": [1, 1, 2]}
     )
     manifest, findings = read_manifest([path])
     assert len(manifest.samples) == 1
     assert [(finding.code, finding.severity) for finding in findings] == [
-        ("absent_picture", "warning"),
+        ("absent_image", "warning"),
         ("unreadable", "error"),
     ]
     path.write_bytes(path.read_bytes()[:-40])
-    with pytest.raises(UsageError, match="no picture that can be used"):
+    with pytest.raises(UsageError, match="no image that can be used"):
         read_manifest([path])
     draw(tmp_path / "a.png")
     manifest, findings = read_manifest([tmp_path])

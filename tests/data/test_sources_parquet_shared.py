@@ -1,4 +1,4 @@
-"""Parquet files of pictures that several read, that others clean away, and that unpack to more than they say."""
+"""Parquet files of images that several read, that others clean away, and that unpack to more than they say."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from lora_trainer.core.bounded import TextError
 from lora_trainer.core.errors import UsageError
 from lora_trainer.data.caches.claims import in_use, oldest_user
 from lora_trainer.data.caches.upkeep import cache_clean, keep_limit
+from lora_trainer.data.images.images import load_rgb
 from lora_trainer.data.manifest import read_manifest
-from lora_trainer.data.pictures.images import load_rgb
 from lora_trainer.data.sample import Sample
 from lora_trainer.data.sources import parquet, rows
 from lora_trainer.production import inputs
@@ -27,7 +27,7 @@ from tests.data.conftest import Draw
 from tests.data.test_sources_parquet import png, write
 
 
-def test_pictures_that_a_living_run_reads_stay(tmp_path: Path, own_cache_folder: Path) -> None:
+def test_images_that_a_living_run_reads_stay(tmp_path: Path, own_cache_folder: Path) -> None:
     path = write(tmp_path / "x.parquet", {"image": [png(1), png(2)], "text": ["a", "b"]})
     (blob,) = unpacked_of(read_manifest([path])[0].samples)
     index = blob.with_suffix(".json")
@@ -71,7 +71,7 @@ def test_what_a_changed_file_was_leaves(tmp_path: Path) -> None:
     os.utime(path, (1000, 1000))
     (after,) = unpacked_of(read_manifest([path])[0].samples)
     assert before != after
-    assert sorted(file.name for file in after.parent.iterdir()) == [after.stem + ".json", after.name]
+    assert sorted(file.name for file in after.parent.iterdir()) == [after.name, after.stem + ".json"]
 
 
 def test_several_unpack_a_file_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -106,7 +106,7 @@ def test_a_bomb_is_refused(tmp_path: Path, own_cache_folder: Path, dictionary: b
     assert not list((own_cache_folder / "unpacked").iterdir())
 
 
-def test_a_group_of_rows_and_a_picture_have_a_bound(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_group_of_rows_and_a_image_have_a_bound(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = write(tmp_path / "x.parquet", {"image": [png(1), png(2), png(3)], "text": ["a", "b", "c"]})
     monkeypatch.setattr(parquet, "MOST_CELL", 100)
     with pytest.raises(UsageError, match=r"in row 1; the most is 0\.0 MB"):

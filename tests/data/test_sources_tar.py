@@ -16,16 +16,16 @@ from hypothesis import strategies as st
 
 from lora_trainer.config.schema import CaptionsSection, SourceSection
 from lora_trainer.core.errors import UsageError
+from lora_trainer.data.images.images import BrokenImageError, load_rgb
 from lora_trainer.data.manifest import read_manifest
-from lora_trainer.data.pictures.images import BrokenPictureError, load_rgb
 from lora_trainer.data.sources.found import Asked, Reading
 from lora_trainer.data.sources.tar import read_tar
-from tests.data.conftest import Draw, noise_picture
+from tests.data.conftest import Draw, noise_image
 
 
-def picture(seed: int, kind: str = "PNG") -> bytes:
+def image(seed: int, kind: str = "PNG") -> bytes:
     out = io.BytesIO()
-    noise_picture(24, 16, seed).save(out, kind)
+    noise_image(24, 16, seed).save(out, kind)
     return out.getvalue()
 
 
@@ -40,8 +40,8 @@ def write_tar(path: Path, members: dict[str, bytes], style: int = tarfile.USTAR_
 
 def one_shard(path: Path, first: int = 0) -> Path:
     text = json.dumps({"caption": "from json", "weight": 2, "width": 24}).encode()
-    members = {f"{first:05}.png": picture(first), f"{first:05}.txt": b"a cat\n", f"{first:05}.cls": b"3"}
-    members |= {f"{first + 1:05}.jpg": picture(first + 1, "JPEG"), f"{first + 1:05}.json": text}
+    members = {f"{first:05}.png": image(first), f"{first:05}.txt": b"a cat\n", f"{first:05}.cls": b"3"}
+    members |= {f"{first + 1:05}.jpg": image(first + 1, "JPEG"), f"{first + 1:05}.json": text}
     return write_tar(path, members)
 
 
@@ -53,12 +53,12 @@ def test_members_of_one_key_are_a_sample(tmp_path: Path) -> None:
     first, second = manifest.samples
     assert (first.path, first.caption, first.weight) == (path / "00000.png", "a cat", 1.0)
     assert (second.path, second.caption, second.weight) == (path / "00001.jpg", "from json", 2.0)
-    assert load_rgb(first.path, first.span).tobytes() == noise_picture(24, 16, 0).tobytes()
+    assert load_rgb(first.path, first.span).tobytes() == noise_image(24, 16, 0).tobytes()
     assert path.read_bytes() == before
     assert sorted(tmp_path.iterdir()) == [path]
 
 
-def test_shards_by_range_by_folder_and_side_by_side_with_pictures(tmp_path: Path, draw: Draw) -> None:
+def test_shards_by_range_by_folder_and_side_by_side_with_images(tmp_path: Path, draw: Draw) -> None:
     for number in range(3):
         one_shard(tmp_path / f"data-{number:03}.tar", 2 * number)
     ranged, _ = read_manifest([tmp_path / "data-{000..002}.tar"])
@@ -87,13 +87,13 @@ def test_compressed_tars_are_refused_with_the_fix(tmp_path: Path) -> None:
     assert all("compressed" in problem.message and "npack" in problem.fix for problem in caught.value.problems)
 
 
-@pytest.mark.parametrize("damage", ["cut in a picture", "cut in a header", "overwritten header", "overwritten picture"])
+@pytest.mark.parametrize("damage", ["cut in an image", "cut in a header", "overwritten header", "overwritten image"])
 def test_what_stands_before_damage_is_used(tmp_path: Path, damage: str) -> None:
-    path = write_tar(tmp_path / "data.tar", {f"{n}.png": picture(n) for n in range(3)})
+    path = write_tar(tmp_path / "data.tar", {f"{n}.png": image(n) for n in range(3)})
     data = bytearray(path.read_bytes())
     with tarfile.open(path) as tar:
         last = tar.getmembers()[2]
-    if damage == "cut in a picture":
+    if damage == "cut in an image":
         del data[last.offset_data + 100 :]
     elif damage == "cut in a header":
         del data[last.offset + 200 :]
@@ -105,7 +105,7 @@ def test_what_stands_before_damage_is_used(tmp_path: Path, damage: str) -> None:
     manifest, findings = read_manifest([path], allow_missing_captions=True)
     errors = [(finding.code, finding.path) for finding in findings if finding.severity != "note"]
     assert [sample.path.name for sample in manifest.samples] == ["0.png", "1.png"]
-    assert errors == [("unreadable", path / "2.png") if damage == "overwritten picture" else ("damaged_tar", path)]
+    assert errors == [("unreadable", path / "2.png") if damage == "overwritten image" else ("damaged_tar", path)]
 
 
 @pytest.mark.parametrize("content", [b"", b"no tar at all" * 100, b"\0" * 1024])
@@ -123,7 +123,7 @@ def test_hostile_members_are_only_names(tmp_path: Path) -> None:
     with tarfile.open(path, "w", format=tarfile.PAX_FORMAT, errors="surrogateescape") as tar:
         for seed, name in enumerate(names):
             member = tarfile.TarInfo(name)
-            member.size = len(data := picture(seed))
+            member.size = len(data := image(seed))
             tar.addfile(member, io.BytesIO(data))
         for kind, name in ((tarfile.SYMTYPE, "link.png"), (tarfile.FIFOTYPE, "pipe.png"), (tarfile.CHRTYPE, "dev.png")):
             member = tarfile.TarInfo(name)
@@ -137,16 +137,16 @@ def test_hostile_members_are_only_names(tmp_path: Path) -> None:
     assert sorted(tmp_path.rglob("*")) == [path.parent, path]
 
 
-def test_keys_with_dots_and_pictures_that_belong_to_another(tmp_path: Path) -> None:
-    members = {"1.jpg": picture(1, "JPEG"), "1.mask.png": picture(2), "1.txt": b"one"}
-    members |= {"my.photo.a.png": picture(3), "my.photo.a.txt": b"a", "my.photo.b.png": picture(4), "my.txt": b"all"}
-    members |= {"two.png": picture(5), "two.webp": picture(6, "WEBP"), "two.caption": b"two"}
+def test_keys_with_dots_and_images_that_belong_to_another(tmp_path: Path) -> None:
+    members = {"1.jpg": image(1, "JPEG"), "1.mask.png": image(2), "1.txt": b"one"}
+    members |= {"my.photo.a.png": image(3), "my.photo.a.txt": b"a", "my.photo.b.png": image(4), "my.txt": b"all"}
+    members |= {"two.png": image(5), "two.webp": image(6, "WEBP"), "two.caption": b"two"}
     manifest, findings = read_manifest([write_tar(tmp_path / "x.tar", members)])
     assert {sample.path.name: sample.caption for sample in manifest.samples} == {
         "1.jpg": "one", "my.photo.a.png": "a", "my.photo.b.png": "all", "two.png": "two",
     }  # fmt: skip
-    assert [finding.code for finding in findings] == ["two_pictures"]
-    assert [note for note in manifest.notes if "1 pictures beside another of their key" in note]
+    assert [finding.code for finding in findings] == ["two_images"]
+    assert [note for note in manifest.notes if "1 images beside another of their key" in note]
     tags = read_manifest(
         [tmp_path / "x.tar"], captions=CaptionsSection(extension="caption"), allow_missing_captions=True
     )
@@ -154,8 +154,8 @@ def test_keys_with_dots_and_pictures_that_belong_to_another(tmp_path: Path) -> N
 
 
 def test_texts_of_a_tar_that_cannot_be_used(tmp_path: Path) -> None:
-    members = {"a.png": picture(1), "a.txt": b"caf\xe9", "b.png": picture(2), "b.json": b"[" * 90_000}
-    members |= {"c.png": picture(3), "c.txt": b"x" * (1 << 20) + b"x", "d.png": picture(4), "d.json": b'{"weight": -1}'}
+    members = {"a.png": image(1), "a.txt": b"caf\xe9", "b.png": image(2), "b.json": b"[" * 90_000}
+    members |= {"c.png": image(3), "c.txt": b"x" * (1 << 20) + b"x", "d.png": image(4), "d.json": b'{"weight": -1}'}
     _, findings = read_manifest([write_tar(tmp_path / "x.tar", members)], allow_missing_captions=True)
     errors = sorted(
         (finding.path.name, finding.code) for finding in findings if finding.severity == "error" and finding.path
@@ -173,7 +173,7 @@ def test_texts_of_a_tar_that_cannot_be_used(tmp_path: Path) -> None:
     "size", [b"\xff" * 12, b"\xff" * 11 + b"\x00", b"\x80" + b"\x00" * 5 + b"\xff" * 6, b"77777777777\0"]
 )
 def test_sizes_that_no_member_has_end_the_reading(tmp_path: Path, kind: bytes, size: bytes) -> None:
-    path = write_tar(tmp_path / "x.tar", {"a.png": picture(1), "b.png": picture(2)})
+    path = write_tar(tmp_path / "x.tar", {"a.png": image(1), "b.png": image(2)})
     data = bytearray(path.read_bytes())
     with tarfile.open(path) as tar:
         place = tar.getmembers()[1].offset
@@ -210,5 +210,5 @@ def test_whatever_is_overwritten_nothing_but_findings_comes_of_it(
     for found in read_tar(path, asked, reading):
         assert found.span is not None
         assert found.span.offset + found.span.size <= len(data)
-        with contextlib.suppress(BrokenPictureError):
+        with contextlib.suppress(BrokenImageError):
             load_rgb(found.path, found.span)

@@ -22,8 +22,8 @@ def test_every_sample_is_on_one_side(names: list[str], share: float) -> None:
     train, held_out = split_held_out(samples, share)
     assert sorted([*train, *held_out], key=str) == sorted(samples, key=str)
     assert not {s.content for s in train} & {s.content for s in held_out}
-    pictures = len({s.content for s in held_out})
-    assert pictures == 0 if len(set(names)) < 8 or share == 0 else 1 <= pictures <= 16
+    images = len({s.content for s in held_out})
+    assert images == 0 if len(set(names)) < 8 or share == 0 else 1 <= images <= 16
 
 
 @given(contents.filter(lambda names: len(set(names)) >= 8), st.randoms())
@@ -35,7 +35,7 @@ def test_order_and_names_do_not_matter(names: list[str], random: object) -> None
 
 
 @given(st.integers(8, 300))
-def test_one_more_picture_moves_at_most_one_and_itself(count: int) -> None:
+def test_one_more_image_moves_at_most_one_and_itself(count: int) -> None:
     names = [f"{n:064x}" for n in range(count)]
     before = {s.content for s in split_held_out(samples_of(names), 0.1)[1]}
     after = {s.content for s in split_held_out(samples_of([*names, "f" * 64]), 0.1)[1]}
@@ -48,21 +48,21 @@ def test_usual_sizes() -> None:
     assert held == {7: 0, 8: 1, 20: 2, 40: 4, 1000: 16}
 
 
-def test_another_seed_keeps_other_pictures_and_regularisation_none() -> None:
+def test_another_seed_keeps_other_images_and_regularization_none() -> None:
     samples = samples_of([str(k) for k in range(100)])
     first, second = ({s.content for s in split_held_out(samples, 0.1, seed)[1]} for seed in (0, 1))
     assert first != second
-    kept = [replace(sample, regularisation=sample.content in first) for sample in samples]
+    kept = [replace(sample, regularization=sample.content in first) for sample in samples]
     train, held_out = split_held_out(kept, 0.1)
-    assert not any(sample.regularisation for sample in held_out)
-    assert {s.content for s in train if s.regularisation} == first
+    assert not any(sample.regularization for sample in held_out)
+    assert {s.content for s in train if s.regularization} == first
 
 
-def test_what_looks_like_a_regularisation_picture_is_never_held_out() -> None:
+def test_what_looks_like_a_regularization_image_is_never_held_out() -> None:
     samples = samples_of([str(k) for k in range(100)])
     first = split_held_out(samples, 0.1)[1]
-    copies = [replace(sample, path=Path(f"class/{sample.path}"), regularisation=True) for sample in first[:5]]
-    twins = [replace(sample, content=f"near {sample.content}", regularisation=True) for sample in first[5:]]
+    copies = [replace(sample, path=Path(f"class/{sample.path}"), regularization=True) for sample in first[:5]]
+    twins = [replace(sample, content=f"near {sample.content}", regularization=True) for sample in first[5:]]
     kin = {twin.content: sample.content for twin, sample in zip(twins, first[5:], strict=True)}
     train, held_out = split_held_out([*samples, *copies, *twins], 0.1, kin=kin)
     assert len(held_out) == 10

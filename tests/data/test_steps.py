@@ -49,7 +49,7 @@ def test_resuming_anywhere_gives_the_same_tail(plan: StepPlan, start: int) -> No
 mixed_samples = st.lists(
     st.builds(
         lambda content, repeats, source, kept: Sample(
-            Path("a.png"), "", 64, 64, f"{content:064x}"[::-1], repeats, source=source, regularisation=kept
+            Path("a.png"), "", 64, 64, f"{content:064x}"[::-1], repeats, source=source, regularization=kept
         ),
         st.integers(0, 6),
         st.sampled_from([0.3, 0.5, 1, 1.5, 2, 3]),
@@ -63,7 +63,7 @@ mixed_samples = st.lists(
 
 @given(mixed_samples, st.integers(1, 7), st.integers(0, 2**40), st.integers(0, 40), st.integers(1, 4))
 def test_any_number_of_processes_resumes_anywhere_with_the_same_samples(samples, effective, seed, start, most):
-    """Repeats, fractions of them, regularisation, copies and buckets: each step's samples and visits are the same."""
+    """Repeats, fractions of them, regularization, copies and buckets: each step's samples and visits are the same."""
     whole = [Counter(plan_steps(samples, effective, seed).refs(step)) for step in range(start + 4)]
     for world in (1, 2, 3):
         resumed = [plan_steps(samples, effective, seed) for _ in range(world)]
@@ -91,7 +91,7 @@ def test_visits_count_up_and_no_sample_of_a_source_is_ahead_of_another_by_two(sa
 
 
 @given(mixed_samples, st.integers(1, 7), st.integers(0, 2**40), st.randoms())
-def test_renamed_and_moved_pictures_change_no_step(samples, effective, seed, random):
+def test_renamed_and_moved_images_change_no_step(samples, effective, seed, random):
     """Other names give another order of files; swapped sources change numbers and order."""
     moved = [replace(sample, path=Path(f"{random.random()}.png"), source=2 - sample.source) for sample in samples]
     random.shuffle(moved)
@@ -152,7 +152,7 @@ def test_epochs_make_steps(repeats: list[int], effective: int, epochs: int) -> N
         (Lengths(), 500, 10),
         (Lengths(max_steps=120), 120, 3),
         (Lengths(max_steps=120, max_epochs=2), 100, 2),
-        (Lengths(max_epochs=3, exposures=7), 150, 3),
+        (Lengths(max_epochs=3, total_repeats=7), 150, 3),
     ],
 )
 def test_lengths(lengths: Lengths, total: int, epochs: int) -> None:

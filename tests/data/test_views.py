@@ -1,4 +1,4 @@
-"""Which views a picture has, how they are cut out, and how often each is used."""
+"""Which views an image has, how they are cut out, and how often each is used."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from PIL import Image
 
 from lora_trainer.config.schema import DataSection, SourceSection
 from lora_trainer.core.errors import UsageError
-from lora_trainer.data.pictures.images import load_alpha, load_rgb
-from lora_trainer.data.pictures.render import recoloured, render, render_mask
+from lora_trainer.data.images.images import load_alpha, load_rgb
+from lora_trainer.data.images.render import recolored, render, render_mask
 from lora_trainer.data.sample import Sample
 from lora_trainer.data.steps import plan_steps
 from lora_trainer.data.views import Framing, View, framings_of, notes_on, plan_plain, plan_views, turn_of, views_of
-from tests.data.conftest import noise_picture
+from tests.data.conftest import noise_image
 
 STEP = 32
 sides = st.integers(1, 3000)
@@ -42,12 +42,12 @@ framings = st.builds(
     no_upscale=st.booleans(),
     crops=st.integers(1, 5),
     flip=st.booleans(),
-    colours=st.integers(0, 4),
+    colors=st.integers(0, 4),
 )
 
 
 @given(samples, framings)
-def test_every_view_lies_in_a_bucket_of_multiples_inside_of_the_picture(sample: Sample, framing: Framing) -> None:
+def test_every_view_lies_in_a_bucket_of_multiples_inside_of_the_image(sample: Sample, framing: Framing) -> None:
     views = views_of(sample, framing)
     assert views
     for view in views:
@@ -62,9 +62,9 @@ def test_every_view_lies_in_a_bucket_of_multiples_inside_of_the_picture(sample: 
 
 
 @given(samples, framings)
-def test_the_first_view_is_the_plain_one_and_held_out_pictures_have_no_other(sample: Sample, framing: Framing) -> None:
+def test_the_first_view_is_the_plain_one_and_held_out_images_have_no_other(sample: Sample, framing: Framing) -> None:
     first = views_of(sample, framing)[0]
-    assert (first.flip, first.colour) == (False, 0)
+    assert (first.flip, first.color) == (False, 0)
     assert first.fit.left == (first.fit.resized_width - first.fit.bucket.width) // 2
     assert first.fit.top == (first.fit.resized_height - first.fit.bucket.height) // 2
     assert plan_plain([sample], [framing]).views == ((first,),)
@@ -80,7 +80,7 @@ def test_no_upscale_enlarges_nothing(width: int, height: int, framing: Framing) 
 
 
 @given(samples, framings)
-def test_resolutions_that_would_enlarge_a_picture_are_left_out_while_one_does_not(
+def test_resolutions_that_would_enlarge_a_image_are_left_out_while_one_does_not(
     sample: Sample, framing: Framing
 ) -> None:
     factors = [view.fit.scale_from(sample.width, sample.height) for view in views_of(sample, framing)]
@@ -103,24 +103,24 @@ def test_resolutions_that_would_enlarge_a_picture_are_left_out_while_one_does_no
         ((40, 300), {"no_upscale": True}, ["64x128"]),  # smaller than a step: an error of the gate
     ],
 )
-def test_each_picture_is_trained_at_the_resolutions_that_it_suits(size, settings, expected) -> None:
+def test_each_image_is_trained_at_the_resolutions_that_it_suits(size, settings, expected) -> None:
     views = views_of(sample_of(*size), Framing((1024, 768, 512), 64, **settings))
     assert [str(view.fit.bucket) for view in views] == expected
 
 
 @given(st.integers(1, 6), st.booleans(), st.integers(0, 6))
-def test_versions_show_each_crop_both_ways_and_every_colour(crops: int, flip: bool, colours: int) -> None:
-    """On a picture that leaves each crop room, so that no two are the same."""
-    framing = Framing((256,), 64, crops=crops, flip=flip, colours=colours)
+def test_versions_show_each_crop_both_ways_and_every_color(crops: int, flip: bool, colors: int) -> None:
+    """On an image that leaves each crop room, so that no two are the same."""
+    framing = Framing((256,), 64, crops=crops, flip=flip, colors=colors)
     views = views_of(sample_of(1001, 300), framing)
     assert len(set(views)) == len(views)
-    assert len(views) < max(8, 1 + colours) + crops * (1 + flip)
+    assert len(views) < max(8, 1 + colors) + crops * (1 + flip)
     shares = [Counter((view.fit.left, view.flip) for view in views), Counter(view.flip for view in views)]
     assert all(max(share.values()) == min(share.values()) for share in shares)
     assert len(shares[0]) == crops * (1 + flip)
-    by_colour = Counter(view.colour for view in views)
-    assert set(by_colour) == set(range(1 + colours))
-    assert max(by_colour.values()) - min(by_colour.values()) <= max(1, len(views) // 8)
+    by_color = Counter(view.color for view in views)
+    assert set(by_color) == set(range(1 + colors))
+    assert max(by_color.values()) - min(by_color.values()) <= max(1, len(views) // 8)
 
 
 @given(
@@ -142,36 +142,36 @@ def whole(plan, epoch: int, step: int):
 
 
 @given(st.integers(64, 300), st.integers(64, 300), st.integers(0, 9), st.integers(0, 3))
-def test_mirroring_twice_is_the_identity(width: int, height: int, place: int, colour: int) -> None:
-    picture = noise_picture(width, height, 1)
+def test_mirroring_twice_is_the_identity(width: int, height: int, place: int, color: int) -> None:
+    image = noise_image(width, height, 1)
     fit = views_of(sample_of(width, height), Framing((64,), STEP, crops=10))[place].fit
-    mirrored = render(picture, View(fit, True, colour), "content")
-    assert (mirrored[:, ::-1] == render(picture, View(fit, False, colour), "content")).all()
+    mirrored = render(image, View(fit, True, color), "content")
+    assert (mirrored[:, ::-1] == render(image, View(fit, False, color), "content")).all()
     assert View(fit).crop == (fit.top, fit.left)
     assert View(fit, flip=True).crop == (fit.top, fit.resized_width - fit.bucket.width - fit.left)
 
 
-def test_the_crop_that_is_told_is_where_the_mirrored_picture_was_cut() -> None:
-    picture = noise_picture(300, 100, 2)
+def test_the_crop_that_is_told_is_where_the_mirrored_image_was_cut() -> None:
+    image = noise_image(300, 100, 2)
     (_, view) = views_of(sample_of(300, 100), Framing((64,), 16, flip=True))
-    mirrored = picture.transpose(Image.Transpose.FLIP_LEFT_RIGHT)
+    mirrored = image.transpose(Image.Transpose.FLIP_LEFT_RIGHT)
     fit, (top, left) = view.fit, view.crop
     resized = mirrored.resize((fit.resized_width, fit.resized_height), Image.Resampling.LANCZOS)
     cut = resized.crop((left, top, left + fit.bucket.width, top + fit.bucket.height))
-    assert np.abs(np.asarray(cut, dtype=int) - render(picture, view, "content")).max() <= 1
+    assert np.abs(np.asarray(cut, dtype=int) - render(image, view, "content")).max() <= 1
 
 
-def test_colours_change_mildly_each_in_its_own_way() -> None:
-    picture = Image.new("RGB", (8, 8), (180, 120, 60))
-    versions = [np.asarray(recoloured(picture, "content", number), dtype=int)[0, 0] for number in range(1, 9)]
+def test_colors_change_mildly_each_in_its_own_way() -> None:
+    image = Image.new("RGB", (8, 8), (180, 120, 60))
+    versions = [np.asarray(recolored(image, "content", number), dtype=int)[0, 0] for number in range(1, 9)]
     assert len({tuple(version) for version in versions}) > 4
     assert all(0 < np.abs(version - (180, 120, 60)).max() < 60 for version in versions)
-    again = np.asarray(recoloured(picture, "content", 1), dtype=int)[0, 0]
+    again = np.asarray(recolored(image, "content", 1), dtype=int)[0, 0]
     assert (again == versions[0]).all()
 
 
-def test_a_mask_is_cut_as_its_picture_is_whatever_its_own_size() -> None:
-    """A white square of a black picture, and the same square in a mask of half the size."""
+def test_a_mask_is_cut_as_its_image_is_whatever_its_own_size() -> None:
+    """A white square of a black image, and the same square in a mask of half the size."""
     pixels = np.zeros((240, 480, 3), dtype=np.uint8)
     pixels[40:120, 300:420] = 255
     mask = Image.fromarray(pixels[::2, ::2, 0])
@@ -180,7 +180,7 @@ def test_a_mask_is_cut_as_its_picture_is_whatever_its_own_size() -> None:
         assert np.abs(shown - render_mask(mask, view)).mean() < 6
 
 
-def test_transparency_is_a_mask_and_the_picture_lies_on_white(tmp_path: Path) -> None:
+def test_transparency_is_a_mask_and_the_image_lies_on_white(tmp_path: Path) -> None:
     pixels = np.full((60, 80, 4), (200, 10, 10, 255), dtype=np.uint8)
     pixels[:, :40, 3] = 0
     Image.fromarray(pixels).save(tmp_path / "clear.png")
@@ -210,11 +210,11 @@ def test_a_resolution_between_two_steps_is_told() -> None:
 
 
 def test_a_source_has_its_own_say() -> None:
-    own = SourceSection(path="b", resolutions=(256,), flip=True, colour_variants=2, crop="random")
+    own = SourceSection(path="b", resolutions=(256,), flip=True, color_variants=2, crop="random")
     data = DataSection(sources=(SourceSection(path="a"), own), resolutions=(512, 768), crop_variants=3)
     first, second = framings_of(data, 512, 64)
-    assert (first.resolutions, first.crops, first.flip, first.colours) == ((768, 512), 1, False, 0)
-    assert (second.resolutions, second.crops, second.flip, second.colours) == ((256,), 3, True, 2)
+    assert (first.resolutions, first.crops, first.flip, first.colors) == ((768, 512), 1, False, 0)
+    assert (second.resolutions, second.crops, second.flip, second.colors) == ((256,), 3, True, 2)
     shown = [sample_of(900, 900), Sample(Path("b"), "", 900, 900, "b" * 64, source=1)]
     plan = plan_views(shown, (first, second))
     assert [str(bucket) for bucket in sorted(plan.counts)] == ["256x256", "512x512", "768x768"]

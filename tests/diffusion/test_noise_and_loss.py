@@ -103,11 +103,11 @@ def test_losses_are_what_the_settings_ask_for():
     weight = min_snr_weight(process, t, 5.0)
     assert torch.equal(loss(min_snr_gamma=5.0), squared_error(predicted, target) * weight)
     huber = huber_error(predicted, target, delta=0.3)
-    assert torch.equal(loss(kind="huber", huber_delta=0.3, min_snr_gamma=5.0), huber * weight)
+    assert torch.equal(loss(type="huber", huber_delta=0.3, min_snr_gamma=5.0), huber * weight)
 
 
 @pytest.mark.parametrize(
-    "settings", [{}, {"kind": "huber"}, {"min_snr_gamma": 5.0}, {"kind": "huber", "min_snr_gamma": 1.0}]
+    "settings", [{}, {"type": "huber"}, {"min_snr_gamma": 5.0}, {"type": "huber", "min_snr_gamma": 1.0}]
 )
 def test_a_mask_says_where_the_loss_counts(settings):
     """Of a white mask nothing changes to the last bit; a black half is as if it were not there; a black one gives 0."""
@@ -176,8 +176,8 @@ def test_multires_noise_keeps_unit_spread_and_is_smoother(size):
     assert coarse.shape == plain.shape
     assert float(coarse.std()) == pytest.approx(1.0, abs=1e-4)
     if min(size) > 4:
-        neighbours = (coarse[:, :, 1:] - coarse[:, :, :-1]).std()
-        assert neighbours < (plain[:, :, 1:] - plain[:, :, :-1]).std()
+        neighbors = (coarse[:, :, 1:] - coarse[:, :, :-1]).std()
+        assert neighbors < (plain[:, :, 1:] - plain[:, :, :-1]).std()
 
 
 def test_offset_moves_whole_channels():

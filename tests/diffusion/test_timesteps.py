@@ -22,9 +22,9 @@ SHIFTS = st.one_of(FACTORS, st.sampled_from(["model", "resolution"]))
 SIZE = (64, 64)
 FLOWS = st.builds(
     FlowSection,
-    timesteps=st.sampled_from(["uniform", "logit_normal", "mode"]),
+    timestep_sampling=st.sampled_from(["uniform", "logit_normal", "mode"]),
     logit_mean=st.floats(-3.0, 3.0),
-    logit_spread=st.floats(0.1, 3.0),
+    logit_std=st.floats(0.1, 3.0),
     mode_scale=st.floats(-1.0, 1.75),
     shift=SHIFTS,
 )
@@ -77,19 +77,21 @@ def test_what_each_setting_prefers():
         t = drawn_timesteps(draws, times, 1000, SIZE).double() / 1000
         return float(((t > 1 / 3) & (t < 2 / 3)).double().mean()), float(t.mean())
 
-    assert share(timesteps="uniform") == pytest.approx((1 / 3, 0.5), abs=2e-3)
+    assert share(timestep_sampling="uniform") == pytest.approx((1 / 3, 0.5), abs=2e-3)
     # P(|z| < log 2) of a standard normal z
-    assert share(timesteps="logit_normal") == pytest.approx((math.erf(math.log(2) / math.sqrt(2)), 0.5), abs=2e-3)
-    assert share(timesteps="mode")[0] > 0.4
-    assert share(timesteps="mode", mode_scale=-0.5)[0] < 1 / 3
+    assert share(timestep_sampling="logit_normal") == pytest.approx(
+        (math.erf(math.log(2) / math.sqrt(2)), 0.5), abs=2e-3
+    )
+    assert share(timestep_sampling="mode")[0] > 0.4
+    assert share(timestep_sampling="mode", mode_scale=-0.5)[0] < 1 / 3
     # a uniform time shifted by s has the mean s / (s - 1) - s ln s / (s - 1)^2
-    assert share(timesteps="uniform", shift=3)[1] == pytest.approx(1.5 - 0.75 * math.log(3), abs=2e-3)
+    assert share(timestep_sampling="uniform", shift=3)[1] == pytest.approx(1.5 - 0.75 * math.log(3), abs=2e-3)
 
 
 def test_resolution_shifts_as_flux_is_drawn():
     from diffusers.pipelines.flux.pipeline_flux import calculate_shift
 
-    times = flow_times(FlowSection(timesteps="uniform", shift="resolution"), Shift())
+    times = flow_times(FlowSection(timestep_sampling="uniform", shift="resolution"), Shift())
     for side in (32, 64, 90, 128):
         factor = math.exp(calculate_shift((side // 2) ** 2))
         assert times.at(0.3, (side, side)) == pytest.approx(factor * 0.3 / (1 + (factor - 1) * 0.3), rel=1e-9)
@@ -106,7 +108,7 @@ def test_shift_equals_the_schedulers_own():
 
 def test_only_flows_draw_their_times_by_the_settings():
     """A diffusion model stays uniform; a flow keeps its scheduler's shift unless it is asked otherwise."""
-    cpu, config = torch.device("cpu"), Config.model_validate({"flow": {"timesteps": "mode", "shift": 2.0}})
+    cpu, config = torch.device("cpu"), Config.model_validate({"flow": {"timestep_sampling": "mode", "shift": 2.0}})
     diffusion = Process(scaled_linear_alphas(1000, 0.00085, 0.012), "epsilon")
     assert trained_process(diffusion, config, cpu).times == Times()
     assert trained_process(usual_process("flow"), config, cpu).times == Times("mode", mode_scale=1.29, shift=Shift(2.0))

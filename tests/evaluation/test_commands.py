@@ -44,8 +44,8 @@ def lora(base: Path, tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def pictures(tmp_path: Path) -> Path:
-    folder = tmp_path / "pictures"
+def images(tmp_path: Path) -> Path:
+    folder = tmp_path / "images"
     folder.mkdir()
     for index in range(9):
         Image.new("RGB", (64, 64), (index * 20, 90, 30)).save(folder / f"{index}.png")
@@ -75,71 +75,71 @@ def test_a_file_in_names_that_diffusers_does_not_know_is_judged_alike(lora: Path
 
 
 def test_json_is_one_document_on_stdout(
-    lora: Path, base: Path, pictures: Path, capsys: pytest.CaptureFixture[str]
+    lora: Path, base: Path, images: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    code = validate_command(str(lora), str(pictures), True, on(base))
+    code = validate_command(str(lora), str(images), True, on(base))
     said = capsys.readouterr()
     document = json.loads(said.out)
     assert document["numbers"]["samples"] == 9
     assert set(document["parts"]) == {"integrity", "learning", "preservation", "health"}
     assert document["passed"] is (document["score"] >= 0.9)
     assert code == (0 if document["passed"] else 4)
-    assert "9 pictures" in said.err
+    assert "9 images" in said.err
 
 
-def test_the_runs_own_held_out_pictures_are_found(
-    lora: Path, base: Path, pictures: Path, capsys: pytest.CaptureFixture[str]
+def test_the_runs_own_held_out_images_are_found(
+    lora: Path, base: Path, images: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    run = Config.model_validate({"model": {"path": str(base)}, "data": {"sources": [str(pictures)]}})
-    data_hash = read_manifest([pictures])[0].data_hash
-    document = {"config": run.model_dump(mode="json", by_alias=True), "data_hash": data_hash}
+    run = Config.model_validate({"model": {"path": str(base)}, "data": {"sources": [str(images)]}})
+    data_hash = read_manifest([images])[0].data_hash
+    document = {"config": run.model_dump(mode="json"), "data_hash": data_hash}
     write_json(lora.parent / "run.json", document)
     code = main(["validate", str(lora)])
     said = capsys.readouterr()
-    assert "1 held-out picture of the run's data" in said.err
+    assert "1 validation image of the run's data" in said.err
     assert code == 4
     assert "refused" in said.out
-    assert "held-out loss" in said.out
+    assert "validation loss" in said.out
 
 
-def test_pictures_of_changed_data_do_not_count_as_held_out(
-    lora: Path, base: Path, pictures: Path, capsys: pytest.CaptureFixture[str]
+def test_images_of_changed_data_do_not_count_as_held_out(
+    lora: Path, base: Path, images: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    run = Config.model_validate({"model": {"path": str(base)}, "data": {"sources": [str(pictures)]}})
-    data_hash = read_manifest([pictures])[0].data_hash
-    document = {"config": run.model_dump(mode="json", by_alias=True), "data_hash": data_hash}
+    run = Config.model_validate({"model": {"path": str(base)}, "data": {"sources": [str(images)]}})
+    data_hash = read_manifest([images])[0].data_hash
+    document = {"config": run.model_dump(mode="json"), "data_hash": data_hash}
     write_json(lora.parent / "run.json", document)
-    (pictures / "3.txt").write_text("another caption", encoding="utf-8")
+    (images / "3.txt").write_text("another caption", encoding="utf-8")
     main(["validate", str(lora), "--json"])
     said = capsys.readouterr()
     assert "the run's data has changed" in said.err
     assert json.loads(said.out)["numbers"]["held_out"] is False
-    main(["validate", str(lora), "--data", str(pictures), "--json"])
+    main(["validate", str(lora), "--data", str(images), "--json"])
     said = capsys.readouterr()
     assert json.loads(said.out)["numbers"]["held_out"] is False
-    assert re.search(r"on (\d+) pictures of .*, of which the run that the file lies in trained on \d+", said.err)
+    assert re.search(r"on (\d+) images of .*, of which the run that the file lies in trained on \d+", said.err)
     (lora.parent / "run.json").unlink()
-    validate_command(lora, pictures, True, on(base))
+    validate_command(lora, images, True, on(base))
     assert json.loads(capsys.readouterr().out)["numbers"]["held_out"] is True
 
 
-def test_a_picture_that_cannot_be_read_is_named(lora: Path, base: Path, pictures: Path) -> None:
-    whole = (pictures / "4.png").read_bytes()
-    (pictures / "4.png").write_bytes(whole[: len(whole) * 2 // 3])
+def test_a_image_that_cannot_be_read_is_named(lora: Path, base: Path, images: Path) -> None:
+    whole = (images / "4.png").read_bytes()
+    (images / "4.png").write_bytes(whole[: len(whole) * 2 // 3])
     with pytest.raises(UsageError, match=r"4\.png"):
-        validate_command(lora, pictures, True, on(base))
+        validate_command(lora, images, True, on(base))
 
 
-def test_a_lora_of_another_family_is_refused_before_pictures_are_encoded(
-    base: Path, pictures: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_a_lora_of_another_family_is_refused_before_images_are_encoded(
+    base: Path, images: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(encode, "encode_samples", lambda *_: pytest.fail("pictures were encoded"))
+    monkeypatch.setattr(encode, "encode_samples", lambda *_: pytest.fail("images were encoded"))
     foreign = LoraWeights({"unet.mid_block.nowhere": LoraPair(torch.ones(2, 9), torch.ones(9, 2), 2.0)})
-    assert validate_command(write_lora(tmp_path, "other", foreign, facts())[0], pictures, True, on(base)) == 4
+    assert validate_command(write_lora(tmp_path, "other", foreign, facts())[0], images, True, on(base)) == 4
     assert json.loads(capsys.readouterr().out)["findings"][0]["code"] == "key_does_not_fit"
 
 
-def test_without_pictures_learning_is_not_claimed(lora: Path, base: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_without_images_learning_is_not_claimed(lora: Path, base: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert validate_command(lora, None, True, on(base)) == 4
     document = json.loads(capsys.readouterr().out)
     assert [finding["code"] for finding in document["findings"]].count("no_samples") == 1
@@ -161,7 +161,7 @@ def test_wrong_paths_are_wrong_usage(lora: Path, base: Path, tmp_path: Path) -> 
 
 
 def test_sample_writes_a_sheet(lora: Path, base: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    config = on(base, steps=2)
+    config = on(base, num_inference_steps=2)
     assert sample_command(lora, ["a red circle"], config, seeds=[5]) == 0
     sheet = Path(capsys.readouterr().out.strip())
     assert sheet == lora.parent / "samples" / "cat_before_after.png"
@@ -182,9 +182,9 @@ def test_sample_writes_a_sheet(lora: Path, base: Path, capsys: pytest.CaptureFix
 def test_captions_are_read_as_the_run_beside_the_file_read_them(
     lora: Path, base: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    run = Config.model_validate({"model": {"path": str(base)}, "text": {"max_tokens": 150}})
-    write_json(lora.parent / "run.json", {"config": run.model_dump(mode="json", by_alias=True)})
-    assert sample_command(lora, ["a ring"], on(base, steps=1)) == 0
+    run = Config.model_validate({"model": {"path": str(base)}, "text_encoder": {"max_tokens": 150}})
+    write_json(lora.parent / "run.json", {"config": run.model_dump(mode="json")})
+    assert sample_command(lora, ["a ring"], on(base, num_inference_steps=1)) == 0
     recipe = Path(capsys.readouterr().out.strip()).with_suffix(".json")
     assert json.loads(recipe.read_text(encoding="utf-8"))["text"]["clip_tokens"] == 150
 
@@ -194,20 +194,20 @@ def test_settings_of_the_model_are_of_the_run_beside_the_file(
 ) -> None:
     """They stand over what the run had, and are no reason to look for another model."""
     run = Config.model_validate({"model": {"path": str(base)}})
-    write_json(lora.parent / "run.json", {"config": run.model_dump(mode="json", by_alias=True)})
-    drawn = ["sample", str(lora), "--prompt", "a ring", "--steps", "1", "--size", "64x64"]
+    write_json(lora.parent / "run.json", {"config": run.model_dump(mode="json")})
+    drawn = ["sample", str(lora), "--prompt", "a ring", "--num-inference-steps", "1", "--size", "64x64"]
     assert main([*drawn, "--set", "model.without_t5=false"]) == 0
     assert f"base model: {base}" in capsys.readouterr().err
     for command in (drawn, ["validate", str(lora)]):
         assert main([*command, "--set", f"model.vae={tmp_path / 'absent'}"]) == 2
-        assert "There is no autoencoder at" in capsys.readouterr().err
+        assert "There is no VAE at" in capsys.readouterr().err
 
 
 def test_a_header_says_the_schedule_and_odd_numbers_in_it_are_passed_over() -> None:
     said: list[str] = []
     header = {OWN_VERSION: "0", "ss_clip_skip": "99", "ss_zero_terminal_snr": "True"}
     read = read_as_trained(Config(), None, header, said.append)
-    assert read.text == Config().text
+    assert read.text_encoder == Config().text_encoder
     assert read.noise.zero_terminal_snr
     assert "99" in said[0]
     assert not read_as_trained(Config(), None, {"ss_zero_terminal_snr": "True"}).noise.zero_terminal_snr

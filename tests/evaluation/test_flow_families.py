@@ -35,13 +35,13 @@ def test_fused_files_are_judged_and_drawn(
     written = write_lora(tmp_path, "cat", type(weights)(modules), facts(), names=names_of(family))
     assert check_lora(written[0], base, family, [], prompts=("a ring",)).parts["integrity"] == 1.0
     flags = ("--prompt", "a ring", "--size", "64x32", "--output", str(tmp_path / "out"))
-    assert main(["sample", str(written[0]), "--model", str(base), *flags, "--steps", "2"]) == 0
+    assert main(["sample", str(written[0]), "--model", str(base), *flags, "--num-inference-steps", "2"]) == 0
     recipe = json.loads((tmp_path / "out" / "cat_before_after.json").read_text(encoding="utf-8"))
     assert recipe["guidance"] == guidance
-    pictures = [(tmp_path / "out" / f"cat_before_after_00_{side}.png").read_bytes() for side in ("without", "with")]
-    assert pictures[0] != pictures[1]
+    images = [(tmp_path / "out" / f"cat_before_after_00_{side}.png").read_bytes() for side in ("without", "with")]
+    assert images[0] != images[1]
     capsys.readouterr()
-    code = main(["sample", str(written[0]), "--model", str(base), *flags, "--negative", "green"])
+    code = main(["sample", str(written[0]), "--model", str(base), *flags, "--negative-prompt", "green"])
     assert code == (0 if guidance else 2)
     assert guidance or "without classifier-free guidance" in capsys.readouterr().err
 
@@ -91,7 +91,9 @@ def test_what_t5_learned_is_drawn_and_judged_and_switched_off_with_the_rest(
         assert torch.equal(told[1.0], with_lora)
         for other in (before, told[0.5]):
             assert not torch.allclose(with_lora, other, atol=1e-3)
-    assert main(["validate", str(kohya), "--model", str(base), "--json", "--set", "text.t5_tokens=16"]) in (0, 4)
+    assert main(
+        ["validate", str(kohya), "--model", str(base), "--json", "--set", "text_encoder.max_sequence_length=16"]
+    ) in (0, 4)
     assert json.loads(capsys.readouterr().out)["parts"]["integrity"] == 1.0
 
 

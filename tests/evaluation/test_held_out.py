@@ -1,4 +1,4 @@
-"""Held-out loss asks the same questions each time; the comparison knows what it can know."""
+"""Validation loss asks the same questions each time; the comparison knows what it can know."""
 
 from __future__ import annotations
 
@@ -89,15 +89,15 @@ def test_drift_is_the_relative_change_of_the_prediction(prediction: str) -> None
 
 
 @pytest.mark.parametrize("process", [PROCESS, usual_process("v_prediction"), usual_process("flow")])
-def test_the_way_to_a_known_picture_ends_there(process: Process) -> None:
-    """With a perfect predictor for one picture, DDIM arrives at it, and Euler along a flow."""
-    picture = torch.linspace(-1, 1, 4 * 4 * 4).view(1, 4, 4, 4)
+def test_the_way_to_a_known_image_ends_there(process: Process) -> None:
+    """With a perfect predictor for one image, DDIM arrives at it, and Euler along a flow."""
+    image = torch.linspace(-1, 1, 4 * 4 * 4).view(1, 4, 4, 4)
 
     def oracle(noisy: Tensor, t: Tensor, cond: Mapping[str, Tensor], sizes: Tensor) -> Tensor:
         signal = process.add_noise(torch.ones_like(noisy), torch.zeros_like(noisy), t)
         spread = process.add_noise(torch.zeros_like(noisy), torch.ones_like(noisy), t)
-        return process.target(picture.expand_as(noisy), (noisy - signal * picture) / spread, t)
+        return process.target(image.expand_as(noisy), (noisy - signal * image) / spread, t)
 
     last = base_visits(oracle, process, {"embeds": torch.zeros(2, 1, 1)}, torch.zeros(2, 6), (4, 4, 4), steps=20)[-1]
     clean, _ = process.parts(last.latents, last.prediction, torch.tensor([last.t] * 2))
-    assert torch.allclose(clean, picture.expand(2, -1, -1, -1), atol=1e-4)
+    assert torch.allclose(clean, image.expand(2, -1, -1, -1), atol=1e-4)

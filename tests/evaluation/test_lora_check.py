@@ -91,7 +91,7 @@ def test_a_trained_lora_has_learned(trained: Path, base: Path, samples: list[Enc
     assert report.parts["learning"] == 1.0
     assert report.score > 0.3
     assert "few_held_out" in codes(report)
-    assert caveat(report.numbers) == f"measured on {len(samples[4:])} pictures: says little"
+    assert caveat(report.numbers) == f"measured on {len(samples[4:])} images: says little"
     assert json.loads(json.dumps(report.to_json(), allow_nan=False))["parts"]["learning"] == 1.0
     again = check(trained.with_name("trained.diffusers.safetensors"), base, samples[4:])
     assert again.score == report.score
@@ -116,10 +116,10 @@ def test_the_gate_measures_what_the_file_does(trained: Path, base: Path, samples
     assert learning["lora"] == pytest.approx(loss(), rel=1e-4)
 
 
-def test_without_held_out_pictures_the_report_says_so(trained: Path, base: Path, samples: list[EncodedSample]) -> None:
+def test_without_held_out_images_the_report_says_so(trained: Path, base: Path, samples: list[EncodedSample]) -> None:
     itself = check(trained, base, samples, held_out=False)
     assert "not_held_out" in codes(itself)
-    assert caveat(itself.numbers) == f"measured on {len(samples)} pictures that may have been trained on: says little"
+    assert caveat(itself.numbers) == f"measured on {len(samples)} images that may have been trained on: says little"
     assert caveat(check(trained, base, samples).numbers) == ""
     report = check(trained, base, [])
     assert "no_samples" in codes(report)
@@ -245,10 +245,10 @@ def test_the_gates_encoders_are_gone_before_the_pipeline_comes(trained: Path, ba
 
 
 @pytest.mark.parametrize(("device", "at_once"), [("cpu", 2), ("cuda", 1)])
-def test_a_card_draws_one_picture_at_a_time(
+def test_a_gpu_draws_one_image_at_a_time(
     device: str, at_once: int, trained: Path, base: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """The pipeline itself stays on the processor here."""
+    """The pipeline itself stays on the CPU here."""
     monkeypatch.setattr(sample, "bring_pipeline", lambda *_: Placement(None, False, False, 0))
     monkeypatch.setattr(sample, "read_prompts", lambda *given: read_prompts(*given[:3]))
     drawn: list[int] = []
@@ -269,27 +269,27 @@ def test_a_card_draws_one_picture_at_a_time(
 
 
 def pixels(path: Path) -> bytes:
-    with Image.open(path) as picture:
-        return picture.convert("RGB").tobytes()
+    with Image.open(path) as image:
+        return image.convert("RGB").tobytes()
 
 
 def test_before_and_after(trained: Path, base: Path, tmp_path: Path) -> None:
     rows = [Asked("a red circle", 1), Asked("a blue square on a white background", 2)]
     drawing, where = Drawing(steps=2, guidance=3.0, size=(64, 64)), Where(tmp_path, "before_after")
     compare(FAMILY, base, trained, rows, drawing, where)
-    whole = pixels(where.picture(0, None))
-    assert whole != pixels(where.picture(0, 1.0))
-    assert read_json(where.recipe)["pictures"][1] == {"prompt": rows[1].prompt, "seed": 2}
-    with Image.open(where.sheet) as picture:
-        assert picture.width >= 2 * 256
-        assert picture.height >= 2 * 256
-    second = pixels(where.picture(1, None))
+    whole = pixels(where.image(0, None))
+    assert whole != pixels(where.image(0, 1.0))
+    assert read_json(where.recipe)["images"][1] == {"prompt": rows[1].prompt, "seed": 2}
+    with Image.open(where.sheet) as image:
+        assert image.width >= 2 * 256
+        assert image.height >= 2 * 256
+    second = pixels(where.image(1, None))
     kept = Image.new("RGB", (64, 64), "red")
-    kept.save(where.picture(1, None))
+    kept.save(where.image(1, None))
     again = Where(tmp_path, "c")  # whose untouched base is taken from the first
     compare(FAMILY, base, trained, rows, drawing, again)
-    assert [pixels(again.picture(index, None)) for index in (0, 1)] == [whole, kept.tobytes()]
+    assert [pixels(again.image(index, None)) for index in (0, 1)] == [whole, kept.tobytes()]
     alone = Where(tmp_path, "alone")
     compare(FAMILY, base, trained, rows[1:], drawing, alone)
-    difference = torch.tensor(list(pixels(alone.picture(0, None)))).int() - torch.tensor(list(second)).int()
-    assert difference.abs().max() <= 2  # alone or in a batch, the same picture up to rounding
+    difference = torch.tensor(list(pixels(alone.image(0, None)))).int() - torch.tensor(list(second)).int()
+    assert difference.abs().max() <= 2  # alone or in a batch, the same image up to rounding

@@ -1,4 +1,4 @@
-"""Whatever stays on the card, the gate's numbers and the pictures are the same; and what is chosen fits."""
+"""Whatever stays on the GPU, the gate's numbers and the images are the same; and what is chosen fits."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ from lora_trainer.models.family import Encoders
 from lora_trainer.models.memory.phases import (
     Placement,
     caching_bytes,
+    images_at_once,
     phase_costs,
-    pictures_at_once,
     place_drawing,
     place_gate,
     prediction_bytes,
@@ -86,7 +86,7 @@ def test_the_gate_says_the_same_wherever_the_denoiser_is(
     whole = numbers(None)
     assert not any("layer by layer" in line for line in said)
     assert numbers(half(base, name) if name == "sd15" else 0) == whole
-    assert any("of the denoiser on the card and the rest layer by layer" in line for line in said)
+    assert any("of the denoiser on the GPU and the rest layer by layer" in line for line in said)
 
 
 def test_the_gate_reads_prompts_layer_by_layer_where_the_encoders_do_not_fit(
@@ -105,19 +105,19 @@ def test_the_gate_reads_prompts_layer_by_layer_where_the_encoders_do_not_fit(
     assert report.numbers["drift"] == pytest.approx(drifted, rel=1e-5)  # one at a time: to rounding
 
 
-def test_pictures_are_the_same_wherever_the_parts_are(subject: tuple[str, Path, Path], tmp_path: Path) -> None:
+def test_images_are_the_same_wherever_the_parts_are(subject: tuple[str, Path, Path], tmp_path: Path) -> None:
     name, base, lora = subject
     said: list[str] = []
 
     def drawn(usable: int | None) -> list[np.ndarray]:
         where, drawing = Where(tmp_path / str(usable), "grid"), Drawing(2, 3.0, (64, 64))
         compare(FAMILIES[name], base, lora, [Asked("a ring", 1)], drawing, where, usable=usable, say=said.append)
-        return [np.asarray(Image.open(where.picture(0, strength)), dtype=int) for strength in (None, 1.0)]
+        return [np.asarray(Image.open(where.image(0, strength)), dtype=int) for strength in (None, 1.0)]
 
-    whole, streamed = drawn(None), drawn(0)
+    whole, swapped = drawn(None), drawn(0)
     assert "encoders layer by layer" in said[0]
     assert np.abs(whole[0] - whole[1]).max() > 0
-    for one, other in zip(whole, streamed, strict=True):
+    for one, other in zip(whole, swapped, strict=True):
         assert np.abs(one - other).max() <= 1
 
 
@@ -161,7 +161,7 @@ def test_out_of_memory_is_tried_again_with_less(monkeypatch: pytest.MonkeyPatch)
     usable=st.integers(GIB, 24 * GIB),
 )
 def test_what_is_chosen_fits(family: str, denoiser: int, side: int, usable: int) -> None:
-    """Unless nothing of the denoiser is left to take off the card; and nothing is moved without need."""
+    """Unless nothing of the denoiser is left to take off the GPU; and nothing is moved without need."""
     costs, places = phase_costs(family), (side // 8) ** 2
 
     def check(placed: Placement, whole: int) -> None:
@@ -173,15 +173,15 @@ def test_what_is_chosen_fits(family: str, denoiser: int, side: int, usable: int)
     drawing = [place_drawing(denoiser, GIB, places, side * side, 2, 2, costs, limit) for limit in (usable, None)]
     assert drawing[0].in_turn == (drawing[1].peak > usable)
     assert drawing[0].peak <= usable or drawing[0].resident == 0
-    pictures = pictures_at_once(8, side * side, 4, costs, usable)
-    assert 1 <= pictures <= 8
-    assert pictures == 1 or caching_bytes(pictures, side * side, 4, costs, None)[0] <= max(
+    images = images_at_once(8, side * side, 4, costs, usable)
+    assert 1 <= images <= 8
+    assert images == 1 or caching_bytes(images, side * side, 4, costs, None)[0] <= max(
         usable, 4 * (sum(costs.text_encoders) + 34 * costs.caption)
     )
 
 
 @pytest.mark.parametrize(("side", "kept_gib"), [(768, 3.5), (1024, 2.9)])
-def test_sdxl_is_judged_and_drawn_on_the_smallest_card(side: int, kept_gib: float) -> None:
+def test_sdxl_is_judged_and_drawn_on_the_smallest_gpu(side: int, kept_gib: float) -> None:
     """6 GiB, of which 4.7 can be used: the published sizes, in bf16. Most of the denoiser stays, nothing is tiled."""
     costs, usable = phase_costs("sdxl"), int(4.7 * GIB)
     encoders = 2 * (sum(costs.text_encoders) + costs.autoencoder)
@@ -195,7 +195,7 @@ def test_sdxl_is_judged_and_drawn_on_the_smallest_card(side: int, kept_gib: floa
     assert gate.resident > 4.0 * GIB
     peak, said = caching_bytes(1, side * side, 4, costs, usable)
     assert peak <= usable
-    assert said == "1 picture at once"
+    assert said == "1 image at once"
 
 
 def test_text_encoders_that_do_not_fit_visit_layer_by_layer() -> None:

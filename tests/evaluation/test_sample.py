@@ -22,7 +22,7 @@ from lora_trainer.models import FAMILIES
 from lora_trainer.production.messages import readers
 from tests.export.tiny import facts, random_lora, tiny_pipeline, tiny_vae
 
-QUICK = ("--steps", "2", "--size", "64x48")
+QUICK = ("--num-inference-steps", "2", "--size", "64x48")
 
 
 @pytest.fixture(scope="module")
@@ -39,8 +39,8 @@ def lora(base: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def pixels(path: Path) -> bytes:
-    with Image.open(path) as picture:
-        return picture.convert("RGB").tobytes()
+    with Image.open(path) as image:
+        return image.convert("RGB").tobytes()
 
 
 def drawn(folder: Path, *names: str) -> list[bytes]:
@@ -53,7 +53,7 @@ def grid(base: Path, lora: Path, tmp_path_factory: pytest.TempPathFactory) -> Pa
     folder = tmp_path_factory.mktemp("grid")
     prompts = ("--prompt", "[trigger] in red", "--prompt", "a blue square")
     strengths = [part for value in ("0.5", "1", "-1") for part in ("--strength", value)]
-    more = ("--seeds", "2", "--seed", "5", "--negative", "green", "--output", str(folder))
+    more = ("--num-images-per-prompt", "2", "--seed", "5", "--negative-prompt", "green", "--output", str(folder))
     assert main(["sample", str(lora), "--model", str(base), *prompts, *strengths, *QUICK, *more]) == 0
     return folder
 
@@ -64,7 +64,7 @@ def test_the_grid_has_every_prompt_seed_and_strength(grid: Path) -> None:
     columns = drawn(grid, f"{name}_without", f"{name}_with_0.5", f"{name}_with", f"{name}_with_-1")
     assert len(set(columns)) == 4
     recipe = json.loads((grid / "cat_before_after.json").read_text(encoding="utf-8"))
-    asked = [(each["prompt"], each["seed"]) for each in recipe["pictures"]]
+    asked = [(each["prompt"], each["seed"]) for each in recipe["images"]]
     assert asked == [("zobo in red", 5), ("zobo in red", 6), ("a blue square", 5), ("a blue square", 6)]
     assert (recipe["strengths"], recipe["negative"], recipe["size"]) == ([0.5, 1.0, -1.0], "green", [64, 48])
     assert set(recipe["model_sha256"]) == {"unet", "vae", "text_encoder"}
@@ -73,19 +73,19 @@ def test_the_grid_has_every_prompt_seed_and_strength(grid: Path) -> None:
         assert sheet.height > 4 * 150
 
 
-def test_a_picture_says_how_it_was_drawn_and_names_no_folder(grid: Path, base: Path) -> None:
-    with Image.open(grid / "cat_before_after_01_with_0.5.png") as picture:
-        text = picture.text  # type: ignore[attr-defined]
+def test_a_image_says_how_it_was_drawn_and_names_no_folder(grid: Path, base: Path) -> None:
+    with Image.open(grid / "cat_before_after_01_with_0.5.png") as image:
+        text = image.text  # type: ignore[attr-defined]
     lines = text["parameters"].splitlines()
     assert lines[0] == "zobo in red <lora:cat:0.5>"
     assert lines[1] == "Negative prompt: green"
     assert "Steps: 2, Sampler: DDIM, CFG scale: 7.5, Seed: 6, Size: 64x48, Model: my-model," in lines[2]
     assert json.loads(text["recipe"])["strengths"] == [0.5]
     for path in grid.glob("*.png"):
-        with Image.open(path) as picture:
-            assert str(base.parent) not in json.dumps(picture.text)  # type: ignore[attr-defined]
-    with Image.open(grid / "cat_before_after_01_without.png") as picture:
-        assert "lora" not in picture.text["parameters"].partition("\nSteps")[0]  # type: ignore[attr-defined]
+        with Image.open(path) as image:
+            assert str(base.parent) not in json.dumps(image.text)  # type: ignore[attr-defined]
+    with Image.open(grid / "cat_before_after_01_without.png") as image:
+        assert "lora" not in image.text["parameters"].partition("\nSteps")[0]  # type: ignore[attr-defined]
 
 
 def test_a_recipe_draws_the_same_bits_again(
@@ -100,8 +100,8 @@ def test_a_recipe_draws_the_same_bits_again(
     other = lora.with_name("cat.diffusers.safetensors")
     assert main(["sample", str(other), "--recipe", str(recipe), "--output", str(tmp_path / "b")]) == 2
     assert "its SHA-256 is another" in capsys.readouterr().err
-    assert main(["sample", str(lora), "--recipe", str(recipe), "--steps", "3"]) == 2
-    assert "--recipe and --steps were given" in capsys.readouterr().err
+    assert main(["sample", str(lora), "--recipe", str(recipe), "--num-inference-steps", "3"]) == 2
+    assert "--recipe and --num-inference-steps were given" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -109,9 +109,12 @@ def test_a_recipe_draws_the_same_bits_again(
     [
         (("--prompt", "a", "--size", "70x64"), "The nearest: 64x64"),
         (("--prompt", "a", "--size", "big"), "--size big is no size"),
-        (("--prompt", "a", "--seeds", "0"), "--seeds is 0"),
+        (("--prompt", "a", "--num-images-per-prompt", "0"), "--num-images-per-prompt is 0"),
         (("--prompt", "a", "--seed", "-1"), "--seed is -1"),
-        (("--prompt", "a", "--seeds", "2", "--seed", "1", "--seed", "4"), "--seeds and several --seed"),
+        (
+            ("--prompt", "a", "--num-images-per-prompt", "2", "--seed", "1", "--seed", "4"),
+            "--num-images-per-prompt and several --seed",
+        ),
         (("--prompt", "a", "--strength", "9"), "sample.strengths"),
         ((), "No prompt was given"),
         (("--recipe", "absent.json"), "cannot be read as a recipe"),
@@ -173,20 +176,20 @@ def test_a_trigger_that_nothing_names_is_refused(
     unet = FAMILIES["sd15"].load_denoiser(base, torch.float32, torch.device("cpu"))
     path, _ = write_lora(tmp_path, "plain", random_lora(unet), facts(trigger=None))
     assert main(["sample", str(path), "--model", str(base), "--prompt", "a [trigger] cat"]) == 2
-    assert "--set captions.trigger=WORD" in capsys.readouterr().err
+    assert "--set captions.trigger_word=WORD" in capsys.readouterr().err
 
 
 def test_what_is_drawn_stays_when_it_is_interrupted(
     base: Path, lora: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    true = sample.save_picture
+    true = sample.save_image
 
-    def save_picture(path: Path, *given: object) -> None:
+    def save_image(path: Path, *given: object) -> None:
         if path.name.endswith("_with.png"):
             raise Stopped(130)
         true(path, *given)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(sample, "save_picture", save_picture)
+    monkeypatch.setattr(sample, "save_image", save_image)
     flags = ("--prompt", "a ring", *QUICK, "--output", str(tmp_path))
     assert main(["sample", str(lora), "--model", str(base), *flags]) == 130
     assert {path.name for path in tmp_path.iterdir()} == {
@@ -196,7 +199,7 @@ def test_what_is_drawn_stays_when_it_is_interrupted(
     }
 
 
-def test_many_pictures_make_a_sheet_that_can_be_opened(tmp_path: Path) -> None:
+def test_many_images_make_a_sheet_that_can_be_opened(tmp_path: Path) -> None:
     path = tmp_path / "one.png"
     Image.new("RGB", (768, 1344), "red").save(path)
     rows = [Row(f"seed {seed}", [path] * 5) for seed in range(64)]
@@ -210,7 +213,7 @@ def test_many_pictures_make_a_sheet_that_can_be_opened(tmp_path: Path) -> None:
     [
         ({"size": [63, 64]}, "The nearest: 64x64"),
         ({"steps": 0}, "steps"),
-        ({"pictures": []}, "no prompt and seed each"),
+        ({"images": []}, "no prompt and seed each"),
         ({"strengths": ["nan"]}, "strengths"),
         ({"dtype": "int8"}, "int8"),
         ({"at_once": "x"}, "'x' at once"),
@@ -234,7 +237,7 @@ def test_a_recipe_that_cannot_be_followed_is_wrong_usage(
     assert said in capsys.readouterr().err
 
 
-def test_a_recipe_keeps_the_autoencoder_and_unfinished_pictures_stay(
+def test_a_recipe_keeps_the_autoencoder_and_unfinished_images_stay(
     base: Path, lora: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     torch.manual_seed(5)
@@ -249,8 +252,8 @@ def test_a_recipe_keeps_the_autoencoder_and_unfinished_pictures_stay(
     assert "not as it was" not in capsys.readouterr().err
     assert drawn(tmp_path / "again", "again_00_with") == drawn(tmp_path / "out", "before_after-2_00_with")
     assert kept.read_bytes() == b"of a grid that was killed"
-    with Image.open(tmp_path / "out" / "cat_before_after-2_00_with.png") as picture:
-        assert str(tmp_path) not in json.dumps(picture.text)  # type: ignore[attr-defined]
+    with Image.open(tmp_path / "out" / "cat_before_after-2_00_with.png") as image:
+        assert str(tmp_path) not in json.dumps(image.text)  # type: ignore[attr-defined]
 
 
 def test_the_summary_names_the_programs_that_inspect_names(lora: Path) -> None:

@@ -13,7 +13,7 @@ from lora_trainer.evaluation.placing import bring_pipeline, stored_texts
 from lora_trainer.models import FAMILIES, encoders
 from lora_trainer.models.drawing import read_prompts
 from lora_trainer.models.memory import phases
-from lora_trainer.models.memory.phases import CAPTIONS_AT_ONCE, captions_on_a_processor, phase_costs
+from lora_trainer.models.memory.phases import CAPTIONS_AT_ONCE, captions_on_a_cpu, phase_costs
 from tests.export.tiny import tiny_pipeline
 
 CPU = torch.device("cpu")
@@ -31,7 +31,7 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 @pytest.fixture
 def visited(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """What is widened layer by layer, by its class: everything on a processor."""
+    """What is widened layer by layer, by its class: everything on a CPU."""
     names: list[str] = []
     true = encoders.visit
 
@@ -71,11 +71,11 @@ def same(one: list[dict[str, torch.Tensor]], other: list[dict[str, torch.Tensor]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-def test_small_ones_are_widened_where_pictures_are_drawn(model: Path, dtype: torch.dtype) -> None:
+def test_small_ones_are_widened_where_images_are_drawn(model: Path, dtype: torch.dtype) -> None:
     assert same(drawn_with(model, dtype), whole(model, dtype))
 
 
-def test_large_ones_are_widened_layer_by_layer_where_pictures_are_drawn(model: Path, visited: list[str]) -> None:
+def test_large_ones_are_widened_layer_by_layer_where_images_are_drawn(model: Path, visited: list[str]) -> None:
     assert same(drawn_with(model, torch.float32), whole(model, torch.float32))
     assert visited == ["Qwen3Model" if model.name == "z_image" else "T5EncoderModel"]
 
@@ -88,9 +88,9 @@ def test_large_ones_are_widened_layer_by_layer_where_captions_are_read(model: Pa
 
 
 @pytest.mark.parametrize(("family", "in_turn"), [("sd15", False), ("sdxl", False), ("sd3", True), ("flux", True)])
-def test_a_processor_holds_no_t5_whole(family: str, in_turn: bool) -> None:
+def test_a_cpu_holds_no_t5_whole(family: str, in_turn: bool) -> None:
     costs = phase_costs(family)
-    found, together = captions_on_a_processor(4, costs)
+    found, together = captions_on_a_cpu(4, costs)
     assert found == in_turn
     assert together == CAPTIONS_AT_ONCE if not in_turn else together * 4 * costs.caption <= 2 * GIB
     assert together >= 1

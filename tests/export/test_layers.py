@@ -18,7 +18,7 @@ from lora_trainer.export.weights import weights_from_peft
 from lora_trainer.models import FAMILIES
 from lora_trainer.models.lora_files import names_of
 from tests.export.tiny import UNETS, facts, random_lora, tiny_pipeline, tiny_unet
-from tests.recipes.recipe import Bench, draw_pictures, save_tiny_model
+from tests.recipes.recipe import Bench, draw_images, save_tiny_model
 
 RANK, ALPHA = 4, 2.6
 OTHER_RANK, OTHER_ALPHA = 3, 5.0  # of the ResNet blocks
@@ -132,9 +132,9 @@ def test_diffusers_takes_every_module_that_can_be_trained(family, tmp_path):
 
 def test_a_run_writes_what_it_trained(tmp_path):
     """Through the command: linears and convolutions, alpha ≠ rank, against the last checkpoint merged by peft."""
-    made = Bench(save_tiny_model(tmp_path), draw_pictures(tmp_path / "data"), tmp_path / "runs", tmp_path / "cache")
+    made = Bench(save_tiny_model(tmp_path), draw_images(tmp_path / "data"), tmp_path / "runs", tmp_path / "cache")
     patterns = '["*.attentions.*", "*.resnets.*"]'
-    assert made.run("cat", lora__alpha=ALPHA, lora__targets=patterns, lora__rank_stabilised="true") == 0
+    assert made.run("cat", lora__alpha=ALPHA, lora__target_modules=patterns, lora__use_rslora="true") == 0
     folder = made.folder("cat")
     masters = load_file(folder / "checkpoints" / "step-000006" / "adapter.safetensors")
     unet = UNet2DConditionModel.from_pretrained(made.model / "unet")

@@ -281,7 +281,7 @@ def truncated(path: Path) -> None:
         ("page.safetensors", lambda path: path.write_bytes(b"\n<!DOCTYPE html><title>Log in"), "page of the web"),
         ("short.safetensors", lambda path: path.write_bytes(b"<html>\n"), "page of the web"),
         ("answer.safetensors", lambda path: path.write_bytes(b'{"error":"Access denied"}'), "text .JSON."),
-        ("picture.safetensors", lambda path: path.write_bytes(b"\x89PNG\r\n\x1a\n" + bytes(90)), "picture .PNG."),
+        ("image.safetensors", lambda path: path.write_bytes(b"\x89PNG\r\n\x1a\n" + bytes(90)), "image .PNG."),
         ("lfs.safetensors", lambda path: path.write_bytes(b"version https://git-lfs"), "pointer of Git LFS"),
         ("old.ckpt", lambda path: path.write_bytes(b"anything"), "pickle"),
         ("renamed.safetensors", lambda path: torch.save({"a": torch.ones(2)}, path), "pickle"),

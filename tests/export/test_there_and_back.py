@@ -38,7 +38,7 @@ HEADERS = {
         "z_image": "z_image",
     }.items()
 }
-# Alpha over rank: powers of two, others, and what rank-stabilised LoRA makes of alpha 2.
+# Alpha over rank: powers of two, others, and what rank-stabilized LoRA makes of alpha 2.
 SCALES = st.sampled_from([1.0, 0.5, 0.25, 4.0, 0.65, 1 / 3])
 
 

@@ -251,7 +251,7 @@ def facts(**changes: object) -> TrainingFacts:
         "batch": 2,
         "learning_rate": 1e-4,
         "optimizer": "adamw",
-        "schedule": "constant",
+        "schedule": "constant_with_warmup",
         "seed": 42,
         "started": 1_700_000_000.0,
         "finished": 1_700_000_100.0,

@@ -20,7 +20,7 @@ RESULTS = "FAULT_RESULTS"  # names a folder: each row of the table becomes a fil
 
 @pytest.fixture(scope="session")
 def ground(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ground]:
-    """A process to fork from, with a model, pictures and full caches."""
+    """A process to fork from, with a model, images and full caches."""
     if reason := unavailable():
         pytest.skip(reason)
     made = Ground(tmp_path_factory.mktemp("faults"))

@@ -1,4 +1,4 @@
-"""Where the tries of the fault suite happen: model, pictures, caches, the undisturbed run, and one try after another."""
+"""Where the tries of the fault suite happen: model, images, caches, the undisturbed run, and one try after another."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ from diffusers import UNet2DConditionModel
 
 from tests.export.tiny import tiny_pipeline
 from tests.faults.disk import Mode, compiled
-from tests.recipes.recipe import Bench, draw_pictures
+from tests.recipes.recipe import Bench, draw_images
 
 CHECKOUT = Path(__file__).resolve().parents[2]
 STEPS, EVERY = 4, 2
 NEVER = -1
 SHORT = {
     "lora.rank": 1,
-    "lora.targets": '["*.attn2.to_k"]',
-    "optim.learning_rate": 0.05,
-    "checkpoint.every_steps": EVERY,
+    "lora.target_modules": '["*.attn2.to_k"]',
+    "optimizer.learning_rate": 0.05,
+    "checkpoint.every_n_steps": EVERY,
     "checkpoint.wait_minutes": 0,
-    "validate.every_steps": EVERY,
-    "sample.every_steps": 0,
+    "validation.every_n_steps": EVERY,
+    "sample.every_n_steps": 0,
     "gates.lora_check": "full",
-    "sample.steps": 1,
+    "sample.num_inference_steps": 1,
     "sample.count": 1,
 }
 
@@ -79,7 +79,7 @@ class Ground:
 
     def __post_init__(self) -> None:
         self.model = save_least_model(self.folder / "tiny")
-        self.data = draw_pictures(self.folder / "pictures", 8)
+        self.data = draw_images(self.folder / "images", 8)
         environment = os.environ | {
             "LD_PRELOAD": str(compiled()),
             "OMP_NUM_THREADS": "1",
@@ -155,7 +155,7 @@ class Ground:
         """Run the command in a forked child; the operation numbered `at` fails as `mode` says.
 
         It is killed after so many `seconds`, or `delay` seconds after a `phase` began. A `brief` one neither asks the
-        gate again nor draws pictures at its end.
+        gate again nor draws images at its end.
         """
         out = self.said_at(place)
         start = out.stat().st_size if out.exists() else 0

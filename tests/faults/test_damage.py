@@ -127,7 +127,7 @@ def test_all_checkpoints_damaged(ground: Ground, killed: Path, expected: Expecte
 @pytest.mark.slow
 @pytest.mark.parametrize("hurt", HURTS)
 def test_damaged_caches(hurt: str, ground: Ground, expected: Expected, tell: Callable[[Row], None]) -> None:
-    """Each file of the caches and of what is remembered of pictures: built again, and the end is the same."""
+    """Each file of the caches and of what is remembered of images: built again, and the end is the same."""
     row = Row(f"caches: {hurt}", "each file")
     whole = ground.new_place()
     files = [path for folder in ("cache", "user") for path in sorted((whole / folder).rglob("*")) if path.is_file()]
@@ -136,7 +136,7 @@ def test_damaged_caches(hurt: str, ground: Ground, expected: Expected, tell: Cal
             place = copied(ground, whole)
             ended = ground.run(place, brief=True)
             _, differ = judged(place, ended, expected, STEPS, None)
-            # A picture encoded again alone and not among those of its batch has other last bits: said, and near.
+            # An image encoded again alone and not among those of its batch has other last bits: said, and near.
             told = ended.exit == 0 and " rebuilt (" in ended.said
             problems = nearly(run_folder(place), expected) if told else differ
             row.add(Tried(f"{file.relative_to(whole)} at {share:.1%}", 0, problems, not differ))

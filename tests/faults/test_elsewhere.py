@@ -34,8 +34,8 @@ from tests.faults.troubles import PLACES
 SIGNALS = {signal.SIGINT: 130, signal.SIGTERM: 143}
 if hasattr(signal, "SIGUSR1"):
     SIGNALS[signal.SIGUSR1] = 138
-PICTURES = {"sample__every_steps": EVERY}  # a picture while training too
-SPLIT = "else to rounding: their micro batch was split"
+IMAGES = {"sample__every_n_steps": EVERY}  # an image while training too
+SPLIT = "else to rounding: their micro-batch was split"
 LEFT_OUT = "else said: a step left out, weights restored, or a number that is not finite"
 
 
@@ -46,13 +46,13 @@ def test_memory_runs_out(where: str, ground: Ground, expected_uncached: Expected
     row = Row("out of memory, once", where)
     for at in itertools.count(1):
         place = ground.new_place(cached=False)
-        ended = ground.run(place, trouble=["out_of_memory", where, at], **PICTURES)
+        ended = ground.run(place, trouble=["out_of_memory", where, at], **IMAGES)
         if not ended.happened:
             break
         problems, same = told(ended.exit, ended.said, (0, 5)), False
         steps = ended.steps
         if ended.exit != 0:
-            again = ground.run(place, "--resume", **PICTURES)
+            again = ground.run(place, "--resume", **IMAGES)
             steps += again.steps
             problems += [] if again.exit == 0 else [f"--resume ended with {again.exit}: {last_line(again)}"]
         if not problems:
@@ -71,7 +71,7 @@ def test_not_finite(where: str, ground: Ground, expected_uncached: Expected, tel
     row = Row("NaN, once", where)
     for at in itertools.count(1):
         place = ground.new_place(cached=False)
-        ended = ground.run(place, trouble=["not_finite", where, at], **PICTURES)
+        ended = ground.run(place, trouble=["not_finite", where, at], **IMAGES)
         if not ended.happened:
             break
         problems, folder, same = told(ended.exit, ended.said, (0, 4, 5)), run_folder(place), False

@@ -101,10 +101,10 @@ def try_at(
 ) -> Tried:
     """Disturb a run at one operation, look at what it leaves, go on, and compare.
 
-    Before the first file of a picture both are brief: the gate touches no disk.
+    Before the first file of an image both are brief: the gate touches no disk.
     """
-    pictures = (index for index, operation in enumerate(expected.operations) if "/samples" in operation)
-    brief = at < next(pictures, len(expected.operations))
+    images = (index for index, operation in enumerate(expected.operations) if "/samples" in operation)
+    brief = at < next(images, len(expected.operations))
     place = ground.new_place(cached=cached)
     ended = ground.run(place, at=at, mode=mode, number=number, brief=brief)
     named = expected.operations[at] if at < len(expected.operations) else "the end"

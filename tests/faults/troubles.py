@@ -21,7 +21,7 @@ from tests.recipes.recipe import delete_under_a_run
 PAGES: list[Page] = []
 SHORT = "CUDA out of memory. Tried to allocate 2.00 GiB."
 PLACES: dict[str, tuple[Any, str]] = {
-    "denoiser": (UNet2DConditionModel, "forward"),  # of a step, a validation, the gate and a picture
+    "denoiser": (UNet2DConditionModel, "forward"),  # of a step, a validation, the gate and an image
     "backward": (torch.Tensor, "backward"),
     "encoding": (AutoencoderKL, "encode"),
     "decoding": (AutoencoderKL, "decode"),

@@ -42,7 +42,7 @@ def warm_up(arguments: list[str]) -> None:
     for _ in range(2):
         if main(arguments) != 0:
             raise SystemExit("the undisturbed run failed")
-        arguments = [*arguments, "--name", "again"]  # pictures are remembered once they are some seconds old
+        arguments = [*arguments, "--name", "again"]  # images are remembered once they are some seconds old
     gc.collect()
     gc.freeze()
     threads = len(os.listdir("/proc/self/task"))
@@ -57,7 +57,7 @@ def judged(true: Callable[..., Any], *given: Any) -> Any:
 
 
 def be_brief() -> None:
-    """Neither ask the gate again nor draw the pictures: half of a try's time, where they are not what is tested."""
+    """Neither ask the gate again nor draw the images: half of a try's time, where they are not what is tested."""
 
     def left_out(*_: Any, **__: Any) -> None:
         raise RuntimeError("left out in this try")

@@ -20,7 +20,7 @@ from lora_trainer.cli.main import main
 
 FUNGO = Path(__file__).resolve().parents[1] / "data_sets" / "fungo"
 SUBJECTS = {"zobo": (), "fungo": ("--data", str(FUNGO))}
-QUICK = ("--set", "sample.every_steps=0", "--set", "sample.count=1", "--set", "sample.steps=4")
+QUICK = ("--set", "sample.every_n_steps=0", "--set", "sample.count=1", "--set", "sample.num_inference_steps=4")
 
 
 def train(folder: Path, subject: str, seed: int, *extra: str) -> dict:
@@ -84,7 +84,7 @@ def test_a_short_run_passes_both_gates(tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("subject", ["zobo", "fungo"])
 def test_an_untrained_lora_fails(subject, tmp_path):
-    record = train(tmp_path, subject, 42, "--max-steps", "2", "--set", "optim.learning_rate=1e-12")
+    record = train(tmp_path, subject, 42, "--max-steps", "2", "--set", "optimizer.learning_rate=1e-12")
     assert record["scores"]["lora"] <= 0.3
 
 
@@ -100,7 +100,7 @@ def test_an_untrained_lora_fails(subject, tmp_path):
 @pytest.mark.slow
 def test_a_hundredfold_rate_fails(subject, seed, tmp_path):
     """A rate a hundred times the preset's, for long enough to do its harm."""
-    record = train(tmp_path, subject, seed, "--set", "optim.learning_rate=0.15", "--max-steps", "150")
+    record = train(tmp_path, subject, seed, "--set", "optimizer.learning_rate=0.15", "--max-steps", "150")
     assert record["scores"]["lora"] <= 0.6, record["lora"]
 
 

@@ -17,22 +17,22 @@ from tests.recipes.recipe import patched
 ROW = {"name": "ours", "model": "m", "ratio": 1.0, "ratio_p90": 1.02, "seconds_median": 0.1, "seconds_p90": 0.11}
 
 
-def document(device: str = "A card", **changed: Any) -> dict[str, Any]:
+def document(device: str = "A GPU", **changed: Any) -> dict[str, Any]:
     return {"device": device, "rows": [{**ROW, "peak_gib": 2.0, **changed}]}
 
 
 @pytest.mark.parametrize(
     ("changed", "device", "worse"),
     [
-        ({}, "A card", []),
-        ({"ratio": 1.04, "seconds_median": 0.104, "peak_gib": 2.09}, "A card", []),
-        ({"ratio": 1.06}, "A card", ["ratio 1.06 where it was 1, 6.0% more"]),
+        ({}, "A GPU", []),
+        ({"ratio": 1.04, "seconds_median": 0.104, "peak_gib": 2.09}, "A GPU", []),
+        ({"ratio": 1.06}, "A GPU", ["ratio 1.06 where it was 1, 6.0% more"]),
         ({"ratio": 1.06}, "x86_64 CPU, 1 thread", ["ratio 1.06 where it was 1, 6.0% more"]),
-        ({"seconds_median": 0.109}, "A card", []),  # nine tenths of the baseline's own steps reached that
-        ({"seconds_median": 0.12}, "A card", ["seconds 0.12 where it was 0.1, 20.0% more"]),
+        ({"seconds_median": 0.109}, "A GPU", []),  # nine tenths of the baseline's own steps reached that
+        ({"seconds_median": 0.12}, "A GPU", ["seconds 0.12 where it was 0.1, 20.0% more"]),
         ({"seconds_median": 0.12}, "x86_64 CPU, 1 thread", []),
-        ({"peak_gib": 2.2}, "A card", ["peak GiB 2.2 where it was 2, 10.0% more"]),
-        ({"peak_gib": None}, "A card", []),
+        ({"peak_gib": 2.2}, "A GPU", ["peak GiB 2.2 where it was 2, 10.0% more"]),
+        ({"peak_gib": None}, "A GPU", []),
     ],
 )
 def test_what_is_five_per_cent_worse_is_told_with_both_figures(changed, device, worse):
@@ -51,8 +51,8 @@ def test_rows_that_only_one_has_are_told(tmp_path):
 
 def test_another_device_is_refused_with_both_names(tmp_path: Path):
     file = tmp_path / "base.json"
-    file.write_text(json.dumps(document("A card")))
-    with pytest.raises(UsageError, match=r"measured on A card, this is Another"):
+    file.write_text(json.dumps(document("A GPU")))
+    with pytest.raises(UsageError, match=r"measured on A GPU, this is Another"):
         read_baseline(file, "Another")
 
 

@@ -21,18 +21,18 @@ from lora_trainer.jobs.measures import COLUMNS, SMALL, SUBJECTS, Report
 from lora_trainer.models import FAMILIES, unet
 from lora_trainer.models.family import public_architecture
 from lora_trainer.production import feed
-from lora_trainer.production.card_rates import rate_of_card
+from lora_trainer.production.gpu_rates import rate_of_gpu
 from lora_trainer.production.settings import settle
 from lora_trainer.training import run
-from tests.recipes.recipe import Bench, draw_pictures, patched, save_tiny_model
+from tests.recipes.recipe import Bench, draw_images, patched, save_tiny_model
 
-TINY_SD15 = {"model": {"family": "sd15"}, "data": {"resolution": 64}, "memory": {"base_precision": "fp32"}}
+TINY_SD15 = {"model": {"family": "sd15"}, "data": {"resolution": 64}, "memory": {"weight_dtype": "fp32"}}
 
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Bench:
     folder = tmp_path_factory.mktemp("bench")
-    return Bench(save_tiny_model(folder), draw_pictures(folder / "data", 4), folder / "runs", folder / "cache")
+    return Bench(save_tiny_model(folder), draw_images(folder / "data", 4), folder / "runs", folder / "cache")
 
 
 @pytest.fixture(autouse=True)
@@ -56,7 +56,7 @@ def measured(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> dict[s
     "precision", ["fp32", *(pytest.param(each, marks=pytest.mark.slow) for each in ("int8", "bf16", "fp8"))]
 )
 def test_every_way_of_a_step_is_measured_beside_the_bare_one(place, precision, capsys):
-    arguments = place.arguments("x", command="bench", memory__base_precision=precision)
+    arguments = place.arguments("x", command="bench", memory__weight_dtype=precision)
     rows = measured([arguments[0], "step", *arguments[1:]], capsys)
     assert list(rows) == ["bare", "ours", "usual", "usual_cached"]
     told = list(legend(bench.ABOUT, list(rows), COLUMNS))
@@ -81,16 +81,21 @@ def test_every_way_of_a_step_is_measured_beside_the_bare_one(place, precision, c
 
 
 def test_the_usual_way_encodes_what_ours_trains(place, monkeypatch, tmp_path):
-    """Several views of a picture, of several sizes: in each micro batch the same pictures, at the same sizes."""
-    settings = {"data__resolutions": "[64,128]", "data__flip": "true", "batch__effective": 4, "batch__max_micro": 2}
-    arguments = place.arguments("x", command="bench", memory__base_precision="fp32", **settings)
+    """Several views of an image, of several sizes: in each micro-batch the same images, at the same sizes."""
+    settings = {
+        "data__resolutions": "[64,128]",
+        "data__flip": "true",
+        "train__effective_batch_size": 4,
+        "train__max_micro_batch_size": 2,
+    }
+    arguments = place.arguments("x", command="bench", memory__weight_dtype="fp32", **settings)
     seen: list[object] = []
     monkeypatch.setattr(bench, "measure", lambda asked: seen.append(asked) or Report([], {}))
     assert main([arguments[0], "step", *arguments[1:]]) == 0
     measured_of = subject.subject_of(seen[0].resolved, tmp_path)
     encode = measured_of.load_encode()
     monkeypatch.setattr(torch, "randn_like", torch.zeros_like)
-    monkeypatch.setattr(feed, "make_micro", lambda batch, *_: batch)
+    monkeypatch.setattr(feed, "make_micro_batch", lambda batch, *_: batch)
     sizes = set()
     for number in range(4):
         for (latents, cond), batch in zip(encode(number), measured_of.micros(number), strict=True):
@@ -105,7 +110,9 @@ def test_random_samples_are_the_same_however_they_are_split(tmp_path):
     whole, parts = (
         subject.public_subject(
             settle(
-                [], [Layer("test", {**TINY_SD15, "batch": {"effective": 4, "max_micro": micro}})], builtin_if_none=False
+                [],
+                [Layer("test", {**TINY_SD15, "train": {"effective_batch_size": 4, "max_micro_batch_size": micro}})],
+                builtin_if_none=False,
             ),
             "sd15",
             tmp_path,
@@ -132,19 +139,21 @@ def test_a_signal_in_a_measured_step_ends_the_command(place, number, code, at, m
         return train_step(*given)
 
     monkeypatch.setattr(run, "train_step", told)
-    arguments = place.arguments("x", command="bench", memory__base_precision="fp32", data__resolution=64)
+    arguments = place.arguments("x", command="bench", memory__weight_dtype="fp32", data__resolution=64)
     assert main([arguments[0], "step", *arguments[1:], "--steps", "4"]) == code
     assert "bug" not in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("text", ["train.seed=2", "batch.effective=2", "data.resolution=64", "model.family=sdxl"])
+@pytest.mark.parametrize(
+    "text", ["train.seed=2", "train.effective_batch_size=2", "data.resolution=64", "model.family=sdxl"]
+)
 def test_what_trains_something_else_is_not_compared(text, capsys):
-    assert main(["bench", "step", "--vs", text]) == 2
+    assert main(["bench", "step", "--compare", text]) == 2
     assert "changes what is trained" in capsys.readouterr().err
 
 
 def test_a_family_alone_is_its_public_architecture(capsys):
-    settings = ["model.family=sd15", "data.resolution=64", "lora.rank=4", "memory.compile=auto"]
+    settings = ["model.family=sd15", "data.resolution=64", "lora.rank=4", "compile.enabled=auto"]
     with patched(unet, "THINNER", 10):
         arguments = ["bench", "step", "--tiny", *(p for s in settings for p in ("--set", s)), "--steps", "2", "--json"]
         assert main(arguments) == 0
@@ -166,7 +175,7 @@ def test_a_device_is_named_with_the_threads_that_are_measured_with(monkeypatch, 
 
 @pytest.mark.slow
 def test_several_models_are_measured_in_one_call(place, capsys):
-    arguments = place.arguments("x", command="bench", memory__base_precision="fp32", data__resolution=64)
+    arguments = place.arguments("x", command="bench", memory__weight_dtype="fp32", data__resolution=64)
     small = public_architecture(SMALL)
     narrow = replace(small, denoiser={**small.denoiser, "block_out_channels": [32, 32, 32, 32]})
     with patched(subject, "public_architecture", {SMALL: narrow}.__getitem__):
@@ -176,7 +185,7 @@ def test_several_models_are_measured_in_one_call(place, capsys):
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_a_thin_model_takes_small_pictures_of_its_own_step(name):
+def test_a_thin_model_takes_small_images_of_its_own_step(name):
     whole = public_architecture(name)
     thin = subject.thinned(whole).facts
     assert thin.pixel_step <= thin.resolution <= whole.facts.resolution / 8
@@ -203,16 +212,16 @@ def test_the_small_model_has_the_weights_that_its_name_says():
         ("Radeon", None),
     ],
 )
-def test_a_card_is_known_by_its_name(name, rate):
-    assert rate_of_card(name) == rate
+def test_a_gpu_is_known_by_its_name(name, rate):
+    assert rate_of_gpu(name) == rate
 
 
 def test_a_setting_is_shown_with_what_it_gains_and_what_it_costs(place, capsys):
-    arguments = place.arguments("x", command="bench", memory__base_precision="fp32", data__resolution=64)
-    extra = ["--vs", "memory.checkpointing=all", "--vs", "memory.base_precision=bf16"]
+    arguments = place.arguments("x", command="bench", memory__weight_dtype="fp32", data__resolution=64)
+    extra = ["--compare", "memory.gradient_checkpointing=true", "--compare", "memory.weight_dtype=bf16"]
     rows = measured([arguments[0], "step", *arguments[1:], *extra], capsys)
-    assert list(rows) == ["ours", "memory.checkpointing=all", "memory.base_precision=bf16"]
-    exact, rounded = rows["memory.checkpointing=all"], rows["memory.base_precision=bf16"]
+    assert list(rows) == ["ours", "memory.gradient_checkpointing=true", "memory.weight_dtype=bf16"]
+    exact, rounded = rows["memory.gradient_checkpointing=true"], rows["memory.weight_dtype=bf16"]
     assert (rows["ours"]["ratio"], rows["ours"]["loss_mean"], rows["ours"]["loss_most"]) == (1.0, 0.0, 0.0)
     assert exact["loss_most"] < 1e-4
     assert 1e-4 < rounded["loss_mean"] <= rounded["loss_most"] < 0.5
@@ -227,51 +236,59 @@ def test_the_best_settings_are_a_file_that_config_takes(place, tmp_path, capsys)
         figures = {"peak_gib": 1.0, "loss_mean": off, "loss_most": off}
         return versus.VersusRow(name, "m", ratio, ratio, ratio, ratio, **spread, **figures)
 
-    found = [row("ours", 1.0, 0.0), row("memory.compile=true", 0.8, 0.001), row("memory.base_precision=int8", 0.5, 0.2)]
-    found += [row("memory.checkpointing=none", 0.96, 0.0), row("loss.min_snr_gamma=5", 0.7, 0.0)]
+    found = [row("ours", 1.0, 0.0), row("compile.enabled=true", 0.8, 0.001), row("memory.weight_dtype=int8", 0.5, 0.2)]
+    found += [row("memory.gradient_checkpointing=false", 0.96, 0.0), row("loss.min_snr_gamma=5", 0.7, 0.0)]
     file = tmp_path / "best.toml"
     asked = [row.name for row in found[1:]]
-    extra = [*(part for name in asked for part in ("--vs", name)), "--export-preset", str(file)]
+    extra = [*(part for name in asked for part in ("--compare", name)), "--export-preset", str(file)]
     with patched(best, "rows_versus", lambda *_: (found, [])):
         assert main([*place.arguments("x", command="bench")[:1], "step", *extra, "--steps", "2"]) == 0
-    assert "best.toml: memory.compile=true" in capsys.readouterr().out
+    assert "best.toml: compile.enabled=true" in capsys.readouterr().out
     text = file.read_text()
     assert "loss.min_snr_gamma" not in text.partition("# Tried beside:")[0], "it changes what is learned"
-    assert "memory.checkpointing=none: 0.960 (0.910 to 1.010) of the time" in text.partition("# Tried beside:")[2]
-    assert "[memory]\n# 0.800 (0.750 to 0.850) of the time, +0.000 GiB, losses 0.10% off\ncompile = true" in text
-    assert "#   memory.base_precision=int8: 0.500 (0.450 to 0.550) of the time" in text
+    passed = text.partition("# Tried beside:")[2]
+    assert "memory.gradient_checkpointing=false: 0.960 (0.910 to 1.010) of the time" in passed
+    assert "[compile]\n# 0.800 (0.750 to 0.850) of the time, +0.000 GiB, losses 0.10% off\nenabled = true" in text
+    assert "#   memory.weight_dtype=int8: 0.500 (0.450 to 0.550) of the time" in text
     assert main(["train", "--config", str(file), "--explain"]) == 0
     assert "--config" in capsys.readouterr().out
 
 
 def test_the_best_settings_are_measured(place, tmp_path, capsys):
     file = tmp_path / "best.toml"
-    arguments = place.arguments("x", command="bench", memory__base_precision="fp32", data__resolution=64)
-    extra = ["--vs", "memory.checkpointing=all", "--vs", "memory.base_precision=fp16", "--export-preset", str(file)]
+    arguments = place.arguments("x", command="bench", memory__weight_dtype="fp32", data__resolution=64)
+    extra = [
+        "--compare",
+        "memory.gradient_checkpointing=true",
+        "--compare",
+        "memory.weight_dtype=fp16",
+        "--export-preset",
+        str(file),
+    ]
     rows = measured([arguments[0], "step", *arguments[1:], *extra], capsys)
-    assert set(rows) >= {"ours", "memory.checkpointing=all"}
+    assert set(rows) >= {"ours", "memory.gradient_checkpointing=true"}
     assert "# Measured on" in file.read_text()
 
 
 def test_what_holds_for_a_process_is_measured_alone(place, capsys):
-    arguments = place.arguments("x", command="bench", memory__base_precision="fp32", data__resolution=64)
-    assert main([arguments[0], "step", *arguments[1:], "--vs", "hardware.threads=1", "--steps", "2"]) == 0
+    arguments = place.arguments("x", command="bench", memory__weight_dtype="fp32", data__resolution=64)
+    assert main([arguments[0], "step", *arguments[1:], "--compare", "hardware.threads=1", "--steps", "2"]) == 0
     assert "it holds for a whole process" in capsys.readouterr().out
 
 
 def test_a_setting_that_does_nothing_here_has_no_figures(place, tmp_path, capsys):
-    arguments = place.arguments("x", command="bench", memory__base_precision="fp32", data__resolution=64)
+    arguments = place.arguments("x", command="bench", memory__weight_dtype="fp32", data__resolution=64)
     file = tmp_path / "best.toml"
-    extra = ["--vs", "hardware.tf32=false", "--export-preset", str(file)]
+    extra = ["--compare", "hardware.tf32=false", "--export-preset", str(file)]
     row = measured([arguments[0], "step", *arguments[1:], *extra], capsys)["hardware.tf32=false"]
-    assert row["not_run"] == "it is for cards, and there is none"
+    assert row["not_run"] == "it is for GPUs, and there is none"
     assert (row["ratio"], row["seconds_median"], row["loss_mean"]) == (None, None, None)
     assert "tf32" not in file.read_text(), "nothing is recommended of it"
 
 
 def test_blocks_that_were_not_compiled_are_not_measured(tmp_path):
     whole = Config()
-    wanted = whole.model_copy(update={"memory": whole.memory.model_copy(update={"compile": True})})
+    wanted = whole.model_copy(update={"compile": whole.compile.model_copy(update={"enabled": True})})
 
     def why(compiled: object) -> str | None:
         learner = SimpleNamespace(device=torch.device("cpu"), compiled=compiled)
@@ -305,10 +322,10 @@ def test_what_noise_may_have_made_is_said():
 
 
 def test_a_wrong_setting_to_compare_is_named_with_the_nearest(capsys):
-    assert main(["bench", "step", "--vs", "nonsense", "--vs", "memory.compil=true"]) == 2
+    assert main(["bench", "step", "--compare", "nonsense", "--compare", "compile.enable=true"]) == 2
     told = capsys.readouterr().err
-    assert "--vs nonsense is not of the form section.key=value" in told
-    assert "Did you mean compile or" in told
+    assert "--compare nonsense is not of the form section.key=value" in told
+    assert "Did you mean enabled?" in told
 
 
 def test_a_flag_of_another_measurement_is_refused(capsys):
@@ -319,7 +336,7 @@ def test_a_flag_of_another_measurement_is_refused(capsys):
 
 
 def test_the_loader_is_measured_beside_steps_without_it(place, capsys):
-    arguments = place.arguments("x", command="bench", memory__base_precision="fp32")
+    arguments = place.arguments("x", command="bench", memory__weight_dtype="fp32")
     before = threading.active_count()
     rows = measured([arguments[0], "loader", *arguments[1:]], capsys)
     assert threading.active_count() == before

@@ -46,24 +46,30 @@ def test_a_baseline_of_another_measurement(tmp_path: Path, capsys):
 
 
 def test_what_is_compared_must_be_a_setting_of_that_value(capsys):
-    settings = ["bogus=1", "compile=true", "memory.compil=true", "memory.checkpointing=0.5", "memory.attention=flash3"]
-    told = refused(["step", *(part for setting in settings for part in ("--vs", setting))], capsys)
-    assert "--vs bogus=1: bogus is not a setting." in told
-    assert "Did you mean memory.compile?" in told
-    assert "memory.compil (from --vs memory.compil=true) is not a setting" in told
-    assert "memory.checkpointing = 0.5 (from --vs" in told
+    settings = [
+        "bogus=1",
+        "fullgraph=true",
+        "compile.enable=true",
+        "memory.gradient_checkpointing=0.5",
+        "hardware.attention_backend=flash3",
+    ]
+    told = refused(["step", *(part for setting in settings for part in ("--compare", setting))], capsys)
+    assert "--compare bogus=1: bogus is not a setting." in told
+    assert "Did you mean compile.fullgraph?" in told
+    assert "compile.enable (from --compare compile.enable=true) is not a setting" in told
+    assert "memory.gradient_checkpointing = 0.5 (from --compare" in told
     assert "flash3 is not installed (the folder hopper of FlashAttention's sources).\n     Install it, or" in told
 
 
 def test_compared_settings_that_contradict_others(capsys):
-    told = refused(["step", "--set", "train.deterministic=true", "--vs", "hardware.cudnn_benchmark=true"], capsys)
+    told = refused(["step", "--set", "train.deterministic=true", "--compare", "hardware.cudnn_benchmark=true"], capsys)
     assert "cuDNN's trials choose by the clock" in told
 
 
 @pytest.mark.parametrize("command", ["train", "bench step"])
 def test_an_attention_without_its_package_is_refused_before_the_run(command: str, tmp_path: Path, capsys):
     folder = ["--output", str(tmp_path), "--name", "x"]
-    assert main([*command.split(), *folder, "--set", "memory.attention=flash3"]) == 2
+    assert main([*command.split(), *folder, "--set", "hardware.attention_backend=flash3"]) == 2
     assert "flash3 is not installed" in capsys.readouterr().err
     assert not (tmp_path / "x").exists()
 

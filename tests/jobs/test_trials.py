@@ -1,4 +1,4 @@
-"""`bench memory` and its neighbours through the command, on models that are small enough."""
+"""`bench memory` and its neighbors through the command, on models that are small enough."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from contextlib import suppress
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -23,7 +24,7 @@ from lora_trainer.jobs.trials.row import Asking, Spec, settings_of
 from lora_trainer.models import unet
 from lora_trainer.models.compiled import MOST_SHAPES
 from tests.jobs.childs_work import end_at_once, sleep
-from tests.recipes.recipe import Bench, draw_pictures, patched, save_tiny_model
+from tests.recipes.recipe import Bench, draw_images, patched, save_tiny_model
 
 THIN = ("model.family=sd15", "data.resolution=64", "lora.rank=16")
 
@@ -31,7 +32,7 @@ THIN = ("model.family=sd15", "data.resolution=64", "lora.rank=16")
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Bench:
     folder = tmp_path_factory.mktemp("trials")
-    return Bench(save_tiny_model(folder), draw_pictures(folder / "data", 4), folder / "runs", folder / "cache")
+    return Bench(save_tiny_model(folder), draw_images(folder / "data", 4), folder / "runs", folder / "cache")
 
 
 def measured(what: str, capsys: pytest.CaptureFixture[str], *more: str, settings: tuple[str, ...] = THIN) -> Any:
@@ -43,7 +44,8 @@ def measured(what: str, capsys: pytest.CaptureFixture[str], *more: str, settings
 
 
 @pytest.mark.parametrize(
-    "settings", [(), pytest.param(("memory.checkpointing=all", "batch.effective=2"), marks=pytest.mark.slow)]
+    "settings",
+    [(), pytest.param(("memory.gradient_checkpointing=true", "train.effective_batch_size=2"), marks=pytest.mark.slow)],
 )
 def test_memory_is_predicted_part_by_part(settings, capsys):
     document = measured("memory", capsys, settings=(*THIN, *settings))
@@ -60,7 +62,7 @@ def test_memory_is_predicted_part_by_part(settings, capsys):
 
 
 def test_memory_of_a_run_of_ones_own(place, capsys):
-    arguments = place.arguments("x", command="bench", memory__base_precision="fp32")
+    arguments = place.arguments("x", command="bench", memory__weight_dtype="fp32")
     assert main([arguments[0], "memory", *arguments[1:], "--json", "--steps", "2"]) == 0
     rows = json.loads(capsys.readouterr().out)["rows"]
     assert rows[0]["model"] == place.model.name
@@ -93,8 +95,9 @@ def test_attention_is_measured_at_the_sizes_of_the_model(capsys):
 
 
 @pytest.mark.slow
-def test_a_resolution_shows_what_it_brings(place, capsys):
-    arguments = place.arguments("x", command="bench", memory__base_precision="fp32", data__held_out=1)
+def test_a_resolution_shows_what_it_brings(place, tmp_path, capsys):
+    enough = replace(place, data=draw_images(tmp_path / "data", 10))  # for one to be held out
+    arguments = enough.arguments("x", command="bench", memory__weight_dtype="fp32", validation__split=0.1)
     with patched(resolution, "TRAINED", 2):
         assert main([arguments[0], "resolution", *arguments[1:], "--json", "--steps", "2"]) == 0
     rows = json.loads(capsys.readouterr().out)["rows"]
@@ -105,34 +108,34 @@ def test_a_resolution_shows_what_it_brings(place, capsys):
 
 
 @pytest.mark.slow
-def test_a_rung_shows_its_price_beside_its_gain(capsys):
-    (row,) = measured("ladder", capsys, "--only", "checkpointing")["rows"]
+def test_an_optimization_shows_its_price_beside_its_gain(capsys):
+    (row,) = measured("ablation", capsys, "--filter", "checkpointing")["rows"]
     assert row["gain"] == pytest.approx(1 / row["ratio"])
     assert row["loss_most"] == 0.0
     assert row["memory_ratio"] <= 1.0
     assert "34-48 %" in row["claimed"]
 
 
-@pytest.mark.parametrize("rung", [pytest.param("background", marks=pytest.mark.slow), "fused optimizer"])
-def test_what_is_no_setting_is_measured_too(rung, capsys):
-    (row,) = measured("ladder", capsys, "--only", rung)["rows"]
+@pytest.mark.parametrize("optimization", [pytest.param("background", marks=pytest.mark.slow), "fused optimizer"])
+def test_what_is_no_setting_is_measured_too(optimization, capsys):
+    (row,) = measured("ablation", capsys, "--filter", optimization)["rows"]
     assert row["ratio"] > 0
     assert row["memory_ratio"] is None
     assert row["loss_mean"] is None
 
 
-def test_what_a_processor_cannot_measure_is_said(capsys):
-    document = measured("ladder", capsys, "--only", "cuDNN")
+def test_what_a_cpu_cannot_measure_is_said(capsys):
+    document = measured("ablation", capsys, "--filter", "cuDNN")
     assert document["rows"][0]["seconds_median"] is None
-    assert "cuDNN benchmark: needs a card." in document["notes"]
-    assert main(["bench", "ladder", "--only", "nonsense"]) == 2
+    assert "cuDNN benchmark: needs a GPU." in document["notes"]
+    assert main(["bench", "ablation", "--filter", "nonsense"]) == 2
     assert "There are: mixed precision, compile" in capsys.readouterr().err
 
 
 def test_processes_are_launched_by_powers_of_two():
     assert [scaling.counts(most) for most in (1, 2, 3, 8)] == [[1], [1, 2], [1, 2, 3], [1, 2, 4, 8]]
-    assert scaling.launch_file(2, on_cards=True)["gpu_ids"] == "all"
-    assert scaling.launch_file(1, on_cards=False)["distributed_type"] == "NO"
+    assert scaling.launch_file(2, on_gpus=True)["gpu_ids"] == "all"
+    assert scaling.launch_file(1, on_gpus=False)["distributed_type"] == "NO"
 
 
 @pytest.mark.skipif(shutil.which("setsid") is None, reason="by a shell and its job")
@@ -177,7 +180,7 @@ def test_two_processes_sum_what_one_does_not(capsys):
 def test_scaling_is_judged_by_its_target(together, met, monkeypatch, capsys):
     """Of 10 samples a second alone; nothing is launched."""
 
-    def launched(child: str, order: object, count: int, *, on_cards: bool) -> dict[str, Any]:
+    def launched(child: str, order: object, count: int, *, on_gpus: bool) -> dict[str, Any]:
         figures = {"model": "m", "median": 0.2, "p10": 0.1, "p90": 0.3, "summed": 8}
         return figures | {"samples_per_second": 10.0 if count == 1 else together}
 
@@ -212,7 +215,7 @@ def test_gradients_averaged_between_micro_batches_come_to_the_same_sum():
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="the launcher's CPU path is tested on Linux")
 def test_no_sync_is_measured_between_two_processes(capsys):
-    (row,) = measured("ladder", capsys, "--only", "no sync")["rows"]
+    (row,) = measured("ablation", capsys, "--filter", "no sync")["rows"]
     assert row["left_out"] is None
     assert row["gain"] == pytest.approx(1 / row["ratio"])
     assert row["seconds_median"] > 0
@@ -221,7 +224,7 @@ def test_no_sync_is_measured_between_two_processes(capsys):
 @pytest.mark.slow
 def test_the_table_is_written_row_by_row_and_gone_on_with(tmp_path, capsys):
     file = tmp_path / "rows.json"
-    arguments = ["bench", "table", "--tiny", "--steps", "2", "--rows", str(file), "--only"]
+    arguments = ["bench", "table", "--tiny", "--steps", "2", "--rows", str(file), "--filter"]
     assert main([*arguments, "sd15 512 batch 4"]) == 0
     said = capsys.readouterr()
     assert "| sd15 512 batch 4 |" in said.out
@@ -241,12 +244,12 @@ def test_the_table_is_written_row_by_row_and_gone_on_with(tmp_path, capsys):
 
 @pytest.mark.slow
 def test_a_row_that_fails_says_why_and_costs_no_other(tmp_path):
-    plain = {"data.resolution": 512, "batch.effective": 1}
+    plain = {"data.resolution": 512, "train.effective_batch_size": 1}
     specs = [
-        Spec("bad", "sd15", plain | {"lora.targets": ("nothing",)}),
+        Spec("bad", "sd15", plain | {"lora.target_modules": ("nothing",)}),
         Spec("plain", "sd15", plain),
         Spec("again", "sd15", plain, like="plain"),
-        Spec("checkpointed", "sd15", plain | {"memory.checkpointing": "all"}, like="plain"),
+        Spec("checkpointed", "sd15", plain | {"memory.gradient_checkpointing": True}, like="plain"),
     ]
     found = table.fill(specs, {}, Asking(1, 2, tiny=True), tmp_path / "rows.json", "here", 36_000.0)
     assert "nothing" in str(found["bad"].failed)
@@ -261,12 +264,12 @@ def test_a_row_that_fails_says_why_and_costs_no_other(tmp_path):
 def test_a_row_that_was_to_be_compiled_is_never_one_that_was_not(tmp_path):
     import torch._inductor.config as inductor
 
-    spec = Spec("compiled", "sd15", {"data.resolution": 512, "memory.compile": True})
+    spec = Spec("compiled", "sd15", {"data.resolution": 512, "compile.enabled": True})
     with inductor.patch({"cpp.cxx": ("no-such-compiler",)}):
         row.child(spec, Asking(1, 2, tiny=True), str(tmp_path / "row.json"))
     found = json.loads((tmp_path / "row.json").read_text("utf-8"))
     assert "Not compiled: " in found["failed"]
-    assert "a processor needs a C++ compiler" in found["failed"]
+    assert "a CPU needs a C++ compiler" in found["failed"]
     assert found["seconds_median"] is None
 
 
@@ -279,17 +282,17 @@ def test_a_process_that_ends_or_hangs_is_a_row_that_failed(tmp_path, monkeypatch
 @pytest.mark.parametrize(("shapes", "dynamic"), [(MOST_SHAPES, False), (MOST_SHAPES + 1, True)])
 def test_a_row_of_several_sizes_is_built_for_them(shapes, dynamic, tmp_path):
     """Built, and not compiled before its first step."""
-    spec = Spec("sizes", "sd15", {"data.resolution": 512, "memory.compile": True})
+    spec = Spec("sizes", "sd15", {"data.resolution": 512, "compile.enabled": True})
     settings = settings_of(spec, Asking(tiny=True), torch.device("cpu"))
     made = subject.subject_as_asked(settings, tmp_path, tiny=True, shapes=shapes).learner.compiled
     assert made is not None
     assert made.dynamic is dynamic
 
 
-def test_rows_of_a_card_are_what_the_plan_chose_for_it():
+def test_rows_of_a_gpu_are_what_the_plan_chose_for_it():
     specs = {spec.name: spec for spec in table.SPECS}
     settings = settings_of(specs["sdxl 1024 in 8 GB"], Asking(tiny=True), torch.device("cpu")).config
-    assert settings.memory.checkpointing not in ("none", "auto")
+    assert settings.memory.gradient_checkpointing not in (False, "auto")
     assert settings.memory.limit_gib is None
     assert settings.data.resolution == 128
     assert row.share_of(1, 57, 9) == 1

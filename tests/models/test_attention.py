@@ -42,7 +42,7 @@ def test_it_falls_back_with_a_reason_and_refuses_when_insisted_on(monkeypatch):
     assert choice.name == "sdpa"
     assert "64 tokens" in choice.reason
     assert choice.failures == ("xformers does not run on cpu in float32 at head size 16",)
-    with pytest.raises(UsageError, match=r"memory\.attention=xformers"):
+    with pytest.raises(UsageError, match=r"hardware\.attention_backend=xformers"):
         choose("xformers", ())
 
 
@@ -192,7 +192,7 @@ def test_the_sizes_of_a_denoiser_are_those_that_it_computes(family):
 
 
 def test_nothing_of_a_pass_without_data_stays_in_the_denoiser():
-    """Z-Image keeps its table of places from the first pass, and a run on a card looks at the sizes before it."""
+    """Z-Image keeps its table of places from the first pass, and a run on a GPU looks at the sizes before it."""
     family, denoiser = FAMILIES["z_image"], tiny_transformer("z_image")
     cond = {"embeds": (4, 64), "padding": (4,)}
     assert shapes_of(denoiser, family.predict, (1, 16, 8, 8), cond, torch.float32)
@@ -255,8 +255,8 @@ def z_image(lengths: tuple[int, int] = (5, 5)) -> tuple[nn.Module, dict[str, obj
         axes_dims=[4, 6, 6],
         axes_lens=[128, 32, 32],
     )
-    pictures = [torch.randn(4, 1, 8, 6) for _ in lengths]
-    return model, {"x": pictures, "t": torch.tensor([0.1, 0.7]), "cap_feats": [torch.randn(n, 12) for n in lengths]}
+    images = [torch.randn(4, 1, 8, 6) for _ in lengths]
+    return model, {"x": images, "t": torch.tensor([0.1, 0.7]), "cap_feats": [torch.randn(n, 12) for n in lengths]}
 
 
 def test_sequences_of_other_lengths_are_masked_whatever_is_installed():
@@ -324,7 +324,7 @@ def test_an_attention_of_an_unknown_kind_is_refused():
         if hasattr(module, "set_processor"):
             module.set_processor(Odd())
     install_attention(model, "sdpa")  # leaves what is there
-    with pytest.raises(UsageError, match=r"Set memory\.attention=sdpa"):
+    with pytest.raises(UsageError, match=r"Set hardware\.attention_backend=sdpa"):
         install_attention(model, "math")
 
 

@@ -251,17 +251,17 @@ def test_the_cache_commands_tell_and_prune_what_is_compiled(monkeypatch: pytest.
     assert f"{tmp_path / 'compiled'}: " in (told := capsys.readouterr().out)
     assert "of compiled blocks" in told
     (tmp_path / "compiled").chmod(0o770)
-    assert main(["cache", "clean"]) == 0
+    assert main(["cache", "prune"]) == 0
     assert (folder / "old").exists()  # others may have put it there
     (tmp_path / "compiled").chmod(0o700)
-    assert main(["cache", "clean"]) == 0
+    assert main(["cache", "prune"]) == 0
     assert "1 KB removed" in capsys.readouterr().out
     assert sorted(path.name for path in folder.iterdir()) == ["link", "new"]
     assert outside.exists()
-    assert main(["cache", "clean", str(tmp_path / "compiled")]) == 2  # is no cache of entries
+    assert main(["cache", "prune", str(tmp_path / "compiled")]) == 2  # is no cache of entries
 
 
-def test_regions_are_given_sequences_in_order_on_a_processor() -> None:
+def test_regions_are_given_sequences_in_order_on_a_cpu() -> None:
     """So an order of sides is no new case to compile, but for images, whose order is wanted."""
     made, plain = denoiser((8,)), denoiser((8,))
     with_regions(made)

@@ -24,7 +24,7 @@ from lora_trainer.models.encoders import visiting_text
 from lora_trainer.models.family import Family, TextOptions, public_architecture
 from lora_trainer.models.flow_schedule import read_flow_schedule
 from lora_trainer.models.folder import detect_family
-from lora_trainer.models.storage import layers
+from lora_trainer.models.quantization import layers
 from lora_trainer.models.t5 import read_t5_tokens
 from lora_trainer.models.transformer import transformer_facts
 from lora_trainer.production.inputs import refuse_large
@@ -155,7 +155,7 @@ def test_latents_have_the_autoencoders_scale_and_shift(model):
     "size", [(48, 96), *(pytest.param(size, marks=pytest.mark.slow) for size in ((64, 64), (112, 32)))]
 )
 def test_the_denoiser_is_asked_as_the_pipeline_asks_it(model, size):
-    """On all of its way to a picture: at its first time alone, all noise, no scale of the times could be wrong."""
+    """On all of its way to an image: at its first time alone, all noise, no scale of the times could be wrong."""
     family = family_of(model)
     pipeline = family.make_pipeline(model, torch.float32, CPU)
     seen: list[tuple[torch.Tensor, torch.Tensor]] = []
@@ -348,7 +348,7 @@ def storages() -> dict[int, int]:
     return {each.data_ptr(): each.nbytes() for each in every}
 
 
-def test_pictures_larger_than_the_table_of_positions_are_refused_before_anything_is_loaded():
+def test_images_larger_than_the_table_of_positions_are_refused_before_anything_is_loaded():
     facts = replace(public_architecture("sd3").facts, largest_side=2048)
     refuse_large(facts, [Bucket(2048, 512), Bucket(1024, 1024)])
     with pytest.raises(UsageError, match="2064 px") as refused:

@@ -88,8 +88,8 @@ def test_the_summary_is_that_of_the_last_layer_whatever_is_read(folder: Path) ->
 
 
 def test_more_layers_than_there_are_is_refused_with_both_numbers(folder: Path) -> None:
-    for settings in ({"clip_skip": LAYERS + 1}, {"t5_tokens": 256}):
-        config = Config.model_validate({"model": {"path": str(folder)}, "text": settings})
+    for settings in ({"clip_skip": LAYERS + 1}, {"max_sequence_length": 256}):
+        config = Config.model_validate({"model": {"path": str(folder)}, "text_encoder": settings})
         with pytest.raises(UsageError) as refused:
             read_model(config)
         told = str(refused.value)
@@ -136,13 +136,15 @@ def test_how_captions_are_read_is_part_of_the_key(folder: Path) -> None:
 
 def test_facts_say_how_long_captions_may_be(folder: Path) -> None:
     def limit(**settings: Any) -> int:
-        return read_model(Config.model_validate({"model": {"path": str(folder)}, "text": settings}))[1].caption_tokens
+        return read_model(Config.model_validate({"model": {"path": str(folder)}, "text_encoder": settings}))[
+            1
+        ].caption_tokens
 
     assert (limit(), limit(max_tokens=150), limit(max_tokens=225)) == (77, 152, 227)
 
 
 def test_the_plan_of_a_published_model_follows_the_length_of_captions() -> None:
-    from lora_trainer.models.memory.ledger import Sizes
+    from lora_trainer.models.memory.profiles import Sizes
 
     architecture, sizes = public_architecture("sd15"), Sizes(rank=16, micro=4, area=64 * 64, checkpointed=0)
     family, config = FAMILIES["sd15"], Config()
@@ -151,7 +153,7 @@ def test_the_plan_of_a_published_model_follows_the_length_of_captions() -> None:
     assert plain.activations < long.activations < 1.2 * plain.activations
 
 
-def test_the_plan_without_t5_is_that_of_the_stored_ledger() -> None:
+def test_the_plan_without_t5_is_that_of_the_stored_profile() -> None:
     """Zeros stand in its place, so that no size of a step is another, and nothing is traced."""
     family, architecture = FAMILIES["sd3"], public_architecture("sd3")
     for text in (TextOptions(without=family.spare_texts), TextOptions(without=family.spare_texts, clip_skip=3)):

@@ -1,4 +1,4 @@
-"""SDXL's own: two text encoders, sizes as time ids, an autoencoder that overflows fp16, schedules without terminal signal."""
+"""SDXL's own: two text encoders, sizes as time ids, a VAE that overflows fp16, schedules without terminal signal."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from lora_trainer.data.sample import Sample
 from lora_trainer.data.views import Framing, views_of
 from lora_trainer.evaluation.drift import base_visits, drift
 from lora_trainer.models import FAMILIES
-from lora_trainer.training.micro import Micro
+from lora_trainer.training.micro_batch import MicroBatch
 from tests.export.tiny import UNETS, tiny_pipeline
 
 CPU = torch.device("cpu")
@@ -61,7 +61,7 @@ def test_a_dropped_caption_is_the_empty_one_encoded_not_zeros(model):
 
 
 def test_sizes_are_what_diffusers_tells_the_model(model):
-    """A picture of 3:1 in a bucket of at most 2:1 loses its left and right."""
+    """An image of 3:1 in a bucket of at most 2:1 loses its left and right."""
     sample = Sample(Path("wide.png"), "", width=300, height=100, content="0" * 64)
     view = views_of(sample, Framing((64,), 16))[0]
     fit = view.fit
@@ -101,7 +101,7 @@ def test_the_denoiser_is_asked_as_diffusers_asks_it(model):
 def test_sizes_keep_every_pixel_in_any_precision(model):
     rows = torch.tensor([[3001.0, 1023, 7, 1, 1024, 1008]])
     one = torch.zeros(1, 4, 8, 8)
-    micro = Micro(one, one, one, torch.tensor([5]), {"embeds": torch.zeros(1, 77, 56)}, rows, torch.ones(1))
+    micro = MicroBatch(one, one, one, torch.tensor([5]), {"embeds": torch.zeros(1, 77, 56)}, rows, torch.ones(1))
     moved = micro.to(CPU, torch.bfloat16)
     assert torch.equal(moved.sizes, rows)
     unet = SDXL.load_denoiser(model, torch.bfloat16, CPU)
@@ -111,7 +111,7 @@ def test_sizes_keep_every_pixel_in_any_precision(model):
 
 
 def overflowing(model: Path, target: Path) -> Path:
-    """The same model with an autoencoder whose first activations are beyond fp16's largest number."""
+    """The same model with a VAE whose first activations are beyond fp16's largest number."""
     other = Path(shutil.copytree(model, target / "overflowing"))
     vae = SDXL.make_pipeline(model, torch.float32, CPU).vae
     with torch.no_grad():
@@ -133,7 +133,7 @@ def test_an_autoencoder_that_overflows_fp16_encodes_and_draws_finite(model, tmp_
 
     edit(other / "vae" / "config.json", force_upcast=False)  # a config that promises what these weights do not hold
     mean, _ = SDXL.load_encoders(other, torch.float16, CPU).encode_image(pixels)
-    assert not mean.isfinite().all(), "the autoencoder of this test overflows"
+    assert not mean.isfinite().all(), "the VAE of this test overflows"
     pipeline = SDXL.make_pipeline(other, torch.float16, CPU)
     assert pipeline.vae.dtype == torch.float16
 

@@ -67,7 +67,7 @@ class Echo(torch.nn.Module):
         return (packed,)
 
 
-def test_flux_packs_neighbours_as_diffusers_does():
+def test_flux_packs_neighbors_as_diffusers_does():
     from diffusers import FluxPipeline
 
     echo = Echo()

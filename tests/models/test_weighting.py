@@ -45,7 +45,7 @@ def test_weights_scale_their_words_and_keep_the_mean(encoders: Encoders) -> None
     weighted = (("a ", 1.0), ("red", 1.4), (" ring", 1.0))
     told = encoders.encode_text(["a red ring", weighted, "a red ring", (("a red ring", 1.0),)])
     plain, heavy = told["embeds"][0], told["embeds"][1]
-    assert torch.equal(told["embeds"][2], plain)  # a neighbour in the batch changes nothing
+    assert torch.equal(told["embeds"][2], plain)  # a neighbor in the batch changes nothing
     torch.testing.assert_close(told["embeds"][3], plain)
     assert torch.equal(told["embeds"][1], encoders.encode_text(["x", weighted])["embeds"][1])
     widths = (32, 24) if "pooled" in told else (32,)

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from lora_trainer.config.schema.inputs import TextSection
+from lora_trainer.config.schema.inputs import TextualInversionSection
 from lora_trainer.core.errors import UsageError
 from lora_trainer.export.lora_file import write_words
 from lora_trainer.export.weights import LoraWeights
@@ -78,7 +78,7 @@ def test_a_word_that_starts_as_others_is_read_as_they_are(folder: Path) -> None:
     parts = texts(folder)
     count = len(parts.tokenizers["text_encoder"]("red ring", add_special_tokens=False).input_ids)
     wanted = said(folder, parts, "a red ring beside a ring")
-    text = TextSection(tokens=(WORD,), token_vectors=count, token_start="red ring")
+    text = TextualInversionSection(placeholder_tokens=(WORD,), num_vectors=count, initializer_token="red ring")
     add_words(parts, new_words(parts, components(folder), text))
     found = said(folder, parts, f"a {WORD} beside a ring")
     assert said_by_clip(folder, wanted)
@@ -104,7 +104,9 @@ def test_a_word_is_not_divided_between_two_pieces(folder: Path) -> None:
 
 def test_words_start_from_the_mean_where_nothing_is_named(folder: Path) -> None:
     parts = texts(folder)
-    started = new_words(parts, components(folder), TextSection(tokens=(WORD, "zub"), token_vectors=2))
+    started = new_words(
+        parts, components(folder), TextualInversionSection(placeholder_tokens=(WORD, "zub"), num_vectors=2)
+    )
     for name in components(folder):
         mean = parts.encoders[name].get_input_embeddings().weight.mean(dim=0)
         assert started["zub"][name].shape == (2, len(mean))

@@ -19,7 +19,7 @@ from lora_trainer.export.weights import LoraWeights
 from lora_trainer.models import FAMILIES
 from lora_trainer.models.folder import detect_family
 from lora_trainer.models.lora import inject_lora
-from lora_trainer.models.storage.store import is_narrow, narrower
+from lora_trainer.models.quantization.store import is_narrow, make_quantizer
 from lora_trainer.models.z_image import LAYOUT, read_chat
 from tests.export.tiny import qwen_tokenizer, random_lora, tiny_pipeline, tiny_transformer
 
@@ -101,12 +101,12 @@ def test_narrow_weights_change_what_is_told_of_a_time_by_little(model, stored):
     cond = FAMILY.load_encoders(model, torch.float32, CPU).encode_text(CAPTIONS[:1])
     noisy, t, sizes = torch.randn(1, 16, 8, 12, generator=torch.manual_seed(0)), torch.tensor([500]), torch.zeros(1, 6)
     wide = FAMILY.load_denoiser(model, torch.float32, CPU)
-    narrow = FAMILY.load_denoiser(model, torch.float32, CPU, narrower(stored))
+    narrow = FAMILY.load_denoiser(model, torch.float32, CPU, make_quantizer(stored))
     assert is_narrow(narrow.t_embedder.mlp[0])
     with torch.no_grad():
         told, expected = (FAMILY.predict(each, noisy, t, cond, sizes) for each in (narrow, wide))
     assert (told - expected).norm() < 0.3 * expected.norm()
-    narrow = FAMILY.load_denoiser(model, torch.bfloat16, CPU, narrower(stored))
+    narrow = FAMILY.load_denoiser(model, torch.bfloat16, CPU, make_quantizer(stored))
     learned = inject_lora(narrow, ["t_embedder.mlp.0"], rank=4, alpha=4.0, dropout=0.0, seed=0)
     for parameter in learned.values():
         parameter.data = parameter.data.bfloat16()

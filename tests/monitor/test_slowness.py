@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lora_trainer.monitor import memory, watches
-from lora_trainer.monitor.card import Card
+from lora_trainer.monitor.gpu import GPU
 from lora_trainer.monitor.memory import LOOKED_EVERY, Held
 from lora_trainer.monitor.slowness import KNOWN, LASTING, UNDER_WAY, WINDOW, Change, Pace, paced
 from lora_trainer.monitor.watches import Watches
@@ -74,11 +74,11 @@ def test_spilling_from_the_fifth_step_on_is_said_as_soon_as_anything_is_usual():
 
 
 @pytest.mark.parametrize(("used", "spilling", "said"), [(0.97, True, 1), (0.97, False, 0), (0.9, True, 0)])
-def test_a_card_that_is_full_from_the_first_step_is_said_once_where_it_may_spill(monkeypatch, used, spilling, said):
+def test_a_gpu_that_is_full_from_the_first_step_is_said_once_where_it_may_spill(monkeypatch, used, spilling, said):
     monkeypatch.setattr(watches, "held_on", lambda device: None)
     monkeypatch.setattr(watches, "spills", lambda: spilling)
     watch = Watches(CUDA)
-    watch.card.seen.append(Card(0.9, used, 60.0))
+    watch.gpu.seen.append(GPU(0.9, used, 60.0))
     found = heard(watch, [30.0] * 30)
     assert [kind for kind, _ in found] == ["memory"] * said
     assert all("97% full since the start" in message for _, message in found)
@@ -125,7 +125,7 @@ def test_what_makes_steps_slow_is_said(monkeypatch, reserved, used, told):
     held = Held(gib, int(reserved * gib), int(reserved * gib), int(7.4 * gib), 0)
     monkeypatch.setattr(watches, "held_on", lambda device: held)
     watch = Watches(CUDA)
-    watch.card.seen.append(Card(0.9, used, 60.0))
+    watch.gpu.seen.append(GPU(0.9, used, 60.0))
     ((kind, message), end) = heard(watch, [0.5] * 20 + [30.0] * 20 + [0.5] * 20)
     assert kind == "slow"
     assert "a step takes 30.00 s where it took 0.50" in message
@@ -144,11 +144,11 @@ def test_steps_that_are_split_otherwise_are_not_slow():
 def test_heat_is_said_once_until_it_is_over(monkeypatch):
     monkeypatch.setattr(watches, "held_on", lambda device: None)
     watch = Watches(CUDA)
-    hot = Card(0.99, 0.9, 91.0, clock=900.0, clock_most=1800.0, reasons=0x40)
+    hot = GPU(0.99, 0.9, 91.0, clock=900.0, clock_most=1800.0, reasons=0x40)
     said = []
-    cool = Card(0.9, 0.9, 70.0, clock=1790.0, clock_most=1800.0)
-    for card in (hot, hot, cool, hot, cool, hot, cool, cool, hot):  # at the edge it comes and goes
-        watch.card.seen.append(card)
+    cool = GPU(0.9, 0.9, 70.0, clock=1790.0, clock_most=1800.0)
+    for gpu in (hot, hot, cool, hot, cool, hot, cool, cool, hot):  # at the edge it comes and goes
+        watch.gpu.seen.append(gpu)
         said += heard(watch, [0.5, 0.5])
     assert [kind for kind, _ in said] == ["throttled", "throttled"]
     assert "900 of 1800 MHz (91 degrees)" in said[0][1]
@@ -158,8 +158,8 @@ def test_heat_is_said_once_until_it_is_over(monkeypatch):
     ("platform", "allocator", "advice"),
     [
         ("linux", "garbage_collection_threshold:0.8", "Set memory.expandable_segments=true"),
-        ("linux", "expandable_segments:True", "set batch.max_micro=1"),
-        ("win32", "garbage_collection_threshold:0.8", "set batch.max_micro=1"),
+        ("linux", "expandable_segments:True", "set train.max_micro_batch_size=1"),
+        ("win32", "garbage_collection_threshold:0.8", "set train.max_micro_batch_size=1"),
     ],
 )
 def test_fragmented_memory_is_said_when_it_costs_something(monkeypatch, platform, allocator, advice):
@@ -178,7 +178,7 @@ def test_fragmented_memory_is_said_when_it_costs_something(monkeypatch, platform
     assert advice in message
 
 
-def test_a_processor_is_known_without_a_card():
+def test_a_cpu_is_known_without_a_gpu():
     with Watches(torch.device("cpu")) as watch:
         assert heard(watch, [0.5] * 20) == []
     told = watch.told()

@@ -9,12 +9,12 @@ import pytest
 import torch
 from torch import nn
 
-from lora_trainer.config.schema import OptimSection
+from lora_trainer.config.schema import OptimizerSection
 from lora_trainer.core.errors import UsageError
-from lora_trainer.optim.optimizers import OPTIMIZERS, averaged, make_optimizer, set_rate, shares_of
+from lora_trainer.optim.optimizers import OPTIMIZERS, averaged, make_optimizer, set_lr, shares_of
 
 # A rate under which each gets near the minimum below in a few hundred steps.
-RATES = dict.fromkeys(OPTIMIZERS, 0.01) | {"prodigy": 1.0, "schedule_free": 3e-2}
+RATES = dict.fromkeys(OPTIMIZERS, 0.01) | {"prodigy": 1.0, "adamw_schedulefree": 3e-2}
 LORA_A, LORA_B = "blocks.0.to_q.lora_A.default.weight", "blocks.0.to_q.lora_B.default.weight"
 
 
@@ -29,18 +29,20 @@ def test_each_optimizer_fits_a_low_rank_change(name):
     """Also one that starts at 0, where an optimizer that scales its rate by the weights stands still."""
     parameters = pair()
     target = torch.randn(12, 4) @ torch.randn(4, 10) * 0.3
-    optimizer = make_optimizer(parameters, OptimSection(name=name, learning_rate=RATES[name], weight_decay=0.0))
+    optimizer = make_optimizer(parameters, OptimizerSection(name=name, learning_rate=RATES[name], weight_decay=0.0))
 
     def error(up: torch.Tensor, down: torch.Tensor) -> torch.Tensor:
         return (up @ down - target).square().mean()
 
     first = float(error(parameters[LORA_B], parameters[LORA_A]).detach())
     for step in range(300):
-        set_rate(optimizer, RATES[name] * (1.0 - step / 300 if name != "schedule_free" else 1.0))
+        set_lr(optimizer, RATES[name] * (1.0 - step / 300 if name != "adamw_schedulefree" else 1.0))
         error(parameters[LORA_B], parameters[LORA_A]).backward()
         optimizer.step()
         optimizer.zero_grad()
-    used = [averaged(optimizer, each) if name == "schedule_free" else each.detach() for each in parameters.values()]
+    used = [
+        averaged(optimizer, each) if name == "adamw_schedulefree" else each.detach() for each in parameters.values()
+    ]
     assert float(error(used[1], used[0])) < 0.1 * first
 
 
@@ -55,7 +57,7 @@ def test_decay_is_for_matrices_and_kernels_alone():
         "text_model.embeddings.token_embedding.trainable_tokens_delta.default": (2, 768),
     }
     parameters = {name: nn.Parameter(torch.ones(shape)) for name, shape in shapes.items()}
-    optimizer = make_optimizer(parameters, OptimSection(weight_decay=0.02, learning_rate=0.5))
+    optimizer = make_optimizer(parameters, OptimizerSection(weight_decay=0.02, learning_rate=0.5))
     assert [(len(group["params"]), group["weight_decay"]) for group in optimizer.param_groups] == [(2, 0.02), (5, 0.0)]
     for parameter in parameters.values():
         parameter.grad = torch.zeros_like(parameter)
@@ -69,13 +71,13 @@ def test_decay_is_for_matrices_and_kernels_alone():
 def test_every_optimizer_decays_as_told(name):
     """A decay of 0.1 at a rate of 0.5 takes 5 % from a weight without a gradient; Prodigy's own rate is tiny yet."""
     parameters = {"a": nn.Parameter(torch.ones(80, 80))}
-    optimizer = make_optimizer(parameters, OptimSection(name=name, weight_decay=0.1, learning_rate=0.5))
+    optimizer = make_optimizer(parameters, OptimizerSection(name=name, weight_decay=0.1, learning_rate=0.5))
     parameters["a"].grad = torch.zeros(80, 80)
     optimizer.step()
     left = float(parameters["a"].detach().mean())
     if name == "prodigy":
         assert optimizer.param_groups[0]["weight_decay"] == 0.1
-    elif name == "schedule_free":
+    elif name == "adamw_schedulefree":
         assert 0.9 < left < 1.0
     else:
         assert left == pytest.approx(0.95, abs=1e-4)
@@ -84,12 +86,12 @@ def test_every_optimizer_decays_as_told(name):
 @pytest.mark.parametrize("name", sorted(set(OPTIMIZERS) - {"prodigy"}))  # which knows one rate for all
 def test_every_optimizer_moves_a_group_by_its_share_of_the_rate(name):
     parameters = {"a": nn.Parameter(torch.zeros(80, 80)), "b": nn.Parameter(torch.zeros(80, 80))}
-    section, rates = OptimSection(name=name, weight_decay=0.0, learning_rate=1e-2), ((1e-3, {"b"}),)
+    section, rates = OptimizerSection(name=name, weight_decay=0.0, learning_rate=1e-2), ((1e-3, {"b"}),)
     optimizer = make_optimizer(parameters, section, rates)
     assert shares_of(parameters, section, rates) == (1.0, 0.1)
     gradient = torch.randn(80, 80, generator=torch.Generator().manual_seed(0))
     for rate in (1e-2, 5e-3):
-        set_rate(optimizer, rate, (1.0, 0.1))
+        set_lr(optimizer, rate, (1.0, 0.1))
         for parameter in parameters.values():
             parameter.grad = gradient.clone()
         optimizer.step()
@@ -109,7 +111,7 @@ def test_equal_rates_group_nothing_that_others_would_not(rates):
         "text_encoder.token_embedding.learned",
     )
     parameters = {name: nn.Parameter(torch.ones((4,) if "bias" in name else (4, 4))) for name in names}
-    section = OptimSection(learning_rate=rates[0], weight_decay=0.1)
+    section = OptimizerSection(learning_rate=rates[0], weight_decay=0.1)
     owned = tuple((rate, {name}) for rate, name in zip(rates[1:], names[2:], strict=True))
     groups = make_optimizer(parameters, section, owned).param_groups
     assert [[id(each) for each in group["params"]] for group in groups] == [[id(each)] for each in parameters.values()]
@@ -120,7 +122,7 @@ def test_equal_rates_group_nothing_that_others_would_not(rates):
 
 def test_the_schedule_free_average_is_the_librarys_own():
     parameters = pair()
-    optimizer = make_optimizer(parameters, OptimSection(name="schedule_free", learning_rate=0.1))
+    optimizer = make_optimizer(parameters, OptimizerSection(name="adamw_schedulefree", learning_rate=0.1))
     for step in range(5):
         for parameter in parameters.values():
             parameter.grad = torch.full_like(parameter, float(step - 1))
@@ -139,5 +141,5 @@ def test_an_absent_library_is_named_with_its_installation(name, library, monkeyp
         monkeypatch.delitem(sys.modules, module)
     monkeypatch.setitem(sys.modules, library, None)
     with pytest.raises(UsageError, match=f"needs {library}.*pip install {library}") as caught:
-        make_optimizer(pair(), OptimSection(name=name))
-    assert f"optim.name={name}" in str(caught.value)
+        make_optimizer(pair(), OptimizerSection(name=name))
+    assert f"optimizer.name={name}" in str(caught.value)

@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import nn
 
-from lora_trainer.config.schema import OptimSection
+from lora_trainer.config.schema import OptimizerSection
 from lora_trainer.optim.optimizers import OPTIMIZERS, make_optimizer
-from lora_trainer.optim.state_size import ROUNDING, STATE_TENSORS, optimizer_state_bytes, optimizer_state_on_card
+from lora_trainer.optim.state_size import ROUNDING, STATE_TENSORS, optimizer_state_bytes, optimizer_state_on_gpu
 
 SHAPES = [(16, 640), (640, 16), (4, 320), (8, 16, 3, 3), (640,)]
 OF_ALL_8_BIT_TENSORS = 2 * 256 * 4  # two tables of code values, which all tensors share
@@ -17,7 +17,7 @@ OF_ALL_8_BIT_TENSORS = 2 * 256 * 4  # two tables of code values, which all tenso
 @pytest.mark.parametrize("name", sorted(OPTIMIZERS))
 def test_state_is_as_large_as_predicted(name: str) -> None:
     parameters = {f"layer.{index}": nn.Parameter(torch.ones(shape)) for index, shape in enumerate(SHAPES)}
-    optimizer = make_optimizer(parameters, OptimSection(name=name))  # type: ignore[arg-type]
+    optimizer = make_optimizer(parameters, OptimizerSection(name=name))  # type: ignore[arg-type]
     for parameter in parameters.values():
         parameter.grad = torch.full_like(parameter, 0.1)
     optimizer.step()
@@ -25,9 +25,9 @@ def test_state_is_as_large_as_predicted(name: str) -> None:
     for parameter in parameters.values():
         gather(optimizer.state[parameter], held)
     assert sum(held.values()) == pytest.approx(optimizer_state_bytes(name, SHAPES), rel=0.01, abs=OF_ALL_8_BIT_TENSORS)
-    on_card = sum(-(-size // ROUNDING) * ROUNDING for size in held.values())
+    on_gpu = sum(-(-size // ROUNDING) * ROUNDING for size in held.values())
     of_all = OF_ALL_8_BIT_TENSORS if "8bit" in name else 0
-    assert on_card == optimizer_state_on_card(name, SHAPES) + of_all
+    assert on_gpu == optimizer_state_on_gpu(name, SHAPES) + of_all
 
 
 def gather(state: object, held: dict[int, int]) -> None:

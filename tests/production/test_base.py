@@ -81,7 +81,7 @@ def test_a_laid_out_folder_that_vanished_is_made_anew(checkpoint: Path) -> None:
 
 
 def test_a_folder_that_leads_elsewhere_is_not_followed(folder: Path, tmp_path: Path) -> None:
-    """A table of places in a stranger's autoencoder would name any file."""
+    """A table of places in a stranger's VAE would name any file."""
     vae = shutil.copytree(folder / "vae", tmp_path / "vae")
     (vae / "weights.json").write_text('{"version": 1, "files": [["/etc/passwd", 1, 1]], "weights": {}}')
     with pytest.raises(UsageError, match="only read from the cache"):
@@ -122,7 +122,7 @@ def test_what_is_laid_out_leaves_with_its_file(
     other.unlink()
     assert main(["cache", "status"]) == 0
     assert "2 laid-out models" in capsys.readouterr().out
-    assert main(["cache", "clean"]) == 0
+    assert main(["cache", "prune"]) == 0
     assert "1 laid-out model whose files are gone or changed" in capsys.readouterr().out
     assert kept.is_dir()
     assert not gone.exists()
@@ -179,7 +179,7 @@ def test_laid_out_folders_do_not_pile_up(checkpoint: Path, tmp_path: Path, monke
         ("unet/config.json", {"class_embed_type": "projection"}, "told more than noise and text"),
         ("unet/config.json", {"encoder_hid_dim_type": "ip_image_proj"}, "told more than noise and text"),
         ("unet/config.json", {"time_cond_proj_dim": 256}, "told more than noise and text"),
-        ("vae/config.json", {"latent_channels": 16}, "takes 4 latent channels, and the autoencoder makes 16"),
+        ("vae/config.json", {"latent_channels": 16}, "takes 4 latent channels, and the VAE makes 16"),
         ("vae/config.json", {"_class_name": "AutoencoderTiny"}, "is a AutoencoderTiny, not an AutoencoderKL"),
         ("vae/config.json", {"scaling_factor": None}, "scaling_factor is None"),
         ("vae/config.json", {"scaling_factor": 0}, "scaling_factor is 0"),

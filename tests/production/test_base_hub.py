@@ -16,7 +16,7 @@ from lora_trainer.core.errors import UsageError
 from lora_trainer.models import FAMILIES
 from lora_trainer.models.folder import weights_digest, without_weights
 from lora_trainer.models.places import laid_out_models
-from lora_trainer.models.single.recognise import recognise
+from lora_trainer.models.single.recognize import recognize
 from lora_trainer.production.bases.base import find_base
 from lora_trainer.production.bases.hub_header import stand_in
 from tests.models.single.originals import write
@@ -61,7 +61,7 @@ def test_values_that_tell_a_variant_are_fetched_with_the_header(tmp_path: Path) 
     tensors["model.diffusion_model.input_blocks.0.0.weight"] = torch.zeros(8, 4, 3, 3)
     data = write(tensors, tmp_path / "sd2.safetensors").read_bytes()
     folder = stand_in("some/sd2.safetensors", len(data), lambda begin, end: data[begin:end])
-    assert recognise(folder / "some/sd2.safetensors").prediction == "v_prediction"
+    assert recognize(folder / "some/sd2.safetensors").prediction == "v_prediction"
 
 
 @pytest.mark.parametrize("data", [b"", b"PK\3\4....more", b"\xff" * 20, b"\x08" + bytes(7) + b"no json!" + bytes(9)])

@@ -23,7 +23,7 @@ from transformers import (
 from lora_trainer.cli.main import main
 from lora_trainer.core.errors import UsageError
 from lora_trainer.models.captioner import load_captioner
-from lora_trainer.production.captioning import Wanted, caption_pictures, find_wanted
+from lora_trainer.production.captioning import Wanted, caption_images, find_wanted
 
 WORDS = "[PAD] [UNK] [CLS] [SEP] [MASK] [DEC] a cat dog on the sofa".split()
 SIDE = {"height": 32, "width": 32}
@@ -79,24 +79,24 @@ def draw(*paths: Path) -> None:
         Image.new("RGB", (40, 30), "red").save(path)
 
 
-def test_a_captioner_writes_a_text_for_each_picture(writer: Path) -> None:
+def test_a_captioner_writes_a_text_for_each_image(writer: Path) -> None:
     captioner = load_captioner(writer, CPU, most_tokens=4)
     assert captioner.kind == "captions"
     assert captioner.describe([Image.new("RGB", (50, 20)), Image.new("RGB", (20, 50))]) == ["cat cat cat cat"] * 2
 
 
 def test_a_tagger_gives_its_surest_labels_first(tagger: Path, tmp_path: Path) -> None:
-    picture = [Image.new("RGB", (40, 40))]
-    assert load_captioner(tagger, CPU).describe(picture) == ["safe, blue sky, red hair"]
-    assert load_captioner(tagger, CPU, threshold=0.8).describe(picture) == ["safe, blue sky"]
-    assert load_captioner(tagger, CPU, threshold=0.99).describe(picture) == [""]
+    image = [Image.new("RGB", (40, 40))]
+    assert load_captioner(tagger, CPU).describe(image) == ["safe, blue sky, red hair"]
+    assert load_captioner(tagger, CPU, threshold=0.8).describe(image) == ["safe, blue sky"]
+    assert load_captioner(tagger, CPU, threshold=0.99).describe(image) == [""]
     # A list of tags beside the model rules names; ratings are no tags.
     named = tmp_path / "named"
     shutil.copytree(tagger, named)
     (named / "selected_tags.csv").write_text(
         "tag_id,name,category,count\n1,general,9,1\n2,long_hair,0,1\n3,^_^,0,1\n4,tree,0,1\n", encoding="utf-8"
     )
-    assert load_captioner(named, CPU).describe(picture) == ["^_^, long hair"]
+    assert load_captioner(named, CPU).describe(image) == ["^_^, long hair"]
 
 
 def test_written_where_asked_and_never_over_a_caption(
@@ -106,12 +106,10 @@ def test_written_where_asked_and_never_over_a_caption(
     draw(data / "a.png", data / "deep" / "b.png", data / "deep" / "b.jpg", data / "10_cat" / "c.png", data / "d.png")
     (data / "a.txt").write_text("mine", encoding="utf-8")
     (data / "d.caption").write_text("", encoding="utf-8")
-    (data / "e.png").write_bytes(b"no picture")
+    (data / "e.png").write_bytes(b"no image")
     before = {path: path.read_bytes() for path in data.rglob("*") if path.is_file()}
     assert main(["caption", str(data), "--model", str(tagger), "--output", str(output)]) == 0
-    assert (
-        "3 captions written, 2 were there, 0 without words, 1 pictures that cannot be used" in capsys.readouterr().out
-    )
+    assert "3 captions written, 2 were there, 0 without words, 1 images that cannot be used" in capsys.readouterr().out
     written = sorted(path.relative_to(output).as_posix() for path in output.rglob("*") if path.is_file())
     assert written == ["10_cat/c.txt", "deep/b.jpg.txt", "deep/b.png.txt"]
     assert (output / "10_cat" / "c.txt").read_text("utf-8") == "safe, blue sky, red hair\n"
@@ -122,7 +120,7 @@ def test_written_where_asked_and_never_over_a_caption(
     assert "0 captions written, 5 were there" in capsys.readouterr().out
     assert (output / "10_cat" / "c.txt").read_text("utf-8") == "corrected"
     # Beside, only when asked.
-    assert main(["caption", str(data), "--model", str(tagger), "--beside"]) == 0
+    assert main(["caption", str(data), "--model", str(tagger), "--in-place"]) == 0
     assert (data / "a.txt").read_text("utf-8") == "mine"
     assert (data / "10_cat" / "c.txt").read_text("utf-8") == "safe, blue sky, red hair\n"
     assert not (data / "d.txt").exists()
@@ -135,7 +133,7 @@ def test_a_caption_that_check_refuses_is_left_as_it_is_and_named(
     draw(data / "a.png", data / "b.png", data / "c.png")
     (data / "a.txt").write_bytes("caf\u00e9".encode("latin-1"))
     (data / "b.txt").write_bytes(b" \n")
-    for place in (["--output", str(output)], ["--beside"]):
+    for place in (["--output", str(output)], ["--in-place"]):
         assert main(["caption", str(data), "--model", str(tagger), *place]) == 0
         out, said = capsys.readouterr()
         assert "1 captions written, 2 were there" in out
@@ -149,7 +147,7 @@ def test_a_name_that_is_too_long_is_left_out_and_the_next_goes_on(tmp_path: Path
     long, longer = "a" * 244, "b" * 250
     draw(tmp_path / f"{long}.png", tmp_path / f"{longer}.png", tmp_path / f"{longer}.jpg", tmp_path / "c.png")
     wanted, existing, _ = find_wanted([tmp_path], None)
-    done = caption_pictures(wanted, lambda pictures: ["a"] * len(pictures), batch=1, existing=existing)
+    done = caption_images(wanted, lambda images: ["a"] * len(images), batch=1, existing=existing)
     assert [path.name for path, _ in done.broken] == [f"{longer}.jpg", f"{longer}.png"]
     assert "too long" in done.broken[0][1]
     assert sorted(path.name for path in tmp_path.glob("*.txt")) == [f"{long}.txt", "c.txt"]
@@ -169,7 +167,7 @@ def test_captions_that_are_not_looked_for_are_never_written_over(tmp_path: Path)
     before = {path: path.read_bytes() for path in tmp_path.iterdir()}
     wanted, existing, _ = find_wanted([tmp_path], None)
     assert ([each.target.name for each in wanted], existing) == (["a.txt", "b.txt"], 0)
-    caption_pictures(wanted, lambda pictures: ["new"] * len(pictures), batch=2)
+    caption_images(wanted, lambda images: ["new"] * len(images), batch=2)
     assert {path: path.read_bytes() for path in before} == before
 
 
@@ -177,21 +175,21 @@ def test_a_batch_that_does_not_fit_is_halved_and_a_stopped_run_goes_on(tmp_path:
     draw(*(tmp_path / f"{number}.png" for number in range(5)))
     sizes: list[int] = []
 
-    def describe(pictures: Sequence[Image.Image]) -> list[str]:
-        if len(pictures) > 2:
+    def describe(images: Sequence[Image.Image]) -> list[str]:
+        if len(images) > 2:
             raise torch.OutOfMemoryError
-        sizes.append(len(pictures))
+        sizes.append(len(images))
         if len(sizes) == 2:
             raise KeyboardInterrupt
-        return ["a"] * len(pictures)
+        return ["a"] * len(images)
 
     wanted, existing, _ = find_wanted([tmp_path], None)
     with pytest.raises(KeyboardInterrupt):
-        caption_pictures(wanted, describe, batch=2, existing=existing)
+        caption_images(wanted, describe, batch=2, existing=existing)
     assert len(list(tmp_path.glob("*.txt"))) == 2
     wanted, existing, _ = find_wanted([tmp_path], None)
     assert (len(wanted), existing) == (3, 2)
-    done = caption_pictures(wanted, describe, batch=3, existing=existing)
+    done = caption_images(wanted, describe, batch=3, existing=existing)
     assert (done.written, done.existing) == (3, 2)
     assert max(sizes) == 2
 
@@ -215,7 +213,7 @@ def test_a_folder_that_holds_no_captioner_is_one_message(tagger: Path, writer: P
     other = tmp_path / "other"
     shutil.copytree(tagger, other)
     (other / "config.json").write_text('{"model_type": "bert", "architectures": ["BertModel"]}', encoding="utf-8")
-    assert "describes no pictures" in said(other)
+    assert "describes no images" in said(other)
     cut = tmp_path / "cut"
     shutil.copytree(writer, cut)
     (cut / "model.safetensors").write_bytes((cut / "model.safetensors").read_bytes()[:-40])
@@ -244,7 +242,7 @@ def test_code_of_a_model_is_neither_run_nor_asked_about(
 ) -> None:
     model = tmp_path / "model"
     shutil.copytree(tagger, model)
-    for path in model.glob("*processor*.json"):  # one file, by the name that is asked for first
+    for path in model.glob("*CPU*.json"):  # one file, by the name that is asked for first
         path.rename(model / "preprocessor_config.json")
     described = json.loads((model / name).read_text("utf-8"))
     (model / name).write_text(json.dumps({**described, **more, "auto_map": auto_map}), encoding="utf-8")
@@ -253,7 +251,7 @@ def test_code_of_a_model_is_neither_run_nor_asked_about(
     asked: list[str] = []
     monkeypatch.setattr("builtins.input", lambda question="": asked.append(question) or "yes")
     draw(tmp_path / "data" / "a.png")
-    assert main(["caption", str(tmp_path / "data"), "--model", str(model), "--beside"]) == 2
+    assert main(["caption", str(tmp_path / "data"), "--model", str(model), "--in-place"]) == 2
     said = capsys.readouterr().err
     assert said.count("code of its own, which is never run") == 1
     assert "Traceback" not in said
@@ -270,10 +268,13 @@ def test_wrong_arguments_are_told_before_anything_is_read(tmp_path: Path, capsys
     assert "Say where captions go" in capsys.readouterr().err
     assert main(["caption", data, "--model", "none", "--output", f"{data}/captions"]) == 2
     assert "lies inside of the data" in capsys.readouterr().err
-    assert main(["caption", f"{data}/a.png", "--model", "none", "--beside", "--batch", "0", "--threshold", "3"]) == 2
+    assert (
+        main(["caption", f"{data}/a.png", "--model", "none", "--in-place", "--batch-size", "0", "--threshold", "3"])
+        == 2
+    )
     said = capsys.readouterr().err
-    assert "--batch 0 is out of range" in said
+    assert "--batch-size 0 is out of range" in said
     assert "--threshold 3 is out of range" in said
     assert "--max-tokens" not in said
-    assert main(["caption", f"{data}/a.png", "--model", "none", "--beside"]) == 2
+    assert main(["caption", f"{data}/a.png", "--model", "none", "--in-place"]) == 2
     assert "is not a folder" in capsys.readouterr().err

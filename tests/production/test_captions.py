@@ -16,28 +16,28 @@ from lora_trainer.production.drawing import sample_prompts, triggers
 from lora_trainer.production.inputs import Inputs, read_inputs
 from lora_trainer.production.messages import caption_told, show_captions
 from lora_trainer.production.plans.plan import planned_data
-from tests.recipes.recipe import draw_pictures
+from tests.recipes.recipe import draw_images
 
 
 @pytest.fixture(scope="module")
 def config(tmp_path_factory: pytest.TempPathFactory) -> Config:
-    """A source by the run's rules, one by its own, and one of regularisation pictures."""
+    """A source by the run's rules, one by its own, and one of regularization images."""
     root = tmp_path_factory.mktemp("sources")
     for name, written in {"plain": "ring, red, big", "own": "(ring:1.4), {red|blue}", "class": "a ring"}.items():
-        folder = draw_pictures(root / name, count=6)
+        folder = draw_images(root / name, count=6)
         for index, text in enumerate(sorted(folder.glob("*.txt"))):
             text.write_text(f"{written}, number {index}", encoding="utf-8")
-            picture = text.with_suffix(".png")
-            picture.write_bytes(picture.read_bytes() + name.encode())  # other content in each folder
-    own = {"wildcards": True, "weighted_words": True, "variants": 4, "keep_tokens": 1, "suffix": "{1|2|3|4|5}"}
+            image = text.with_suffix(".png")
+            image.write_bytes(image.read_bytes() + name.encode())  # other content in each folder
+    own = {"wildcards": True, "prompt_weighting": True, "variants": 4, "keep_tokens": 1, "suffix": "{1|2|3|4|5}"}
     sources = [
         str(root / "plain"),
         {"path": str(root / "own"), "captions": own},
-        {"path": str(root / "class"), "regularisation": True},
+        {"path": str(root / "class"), "is_reg": True},
     ]
     values = {
-        "data": {"sources": sources, "resolution": 64, "allow_upscale": True},
-        "captions": {"trigger": "zobo", "shuffle": True, "dropout": 0.1},
+        "data": {"sources": sources, "resolution": 64, "allow_small_images": True},
+        "captions": {"trigger_word": "zobo", "shuffle": True, "dropout": 0.1},
         "sample": {"prompts": ["[trigger] at sea"]},
     }
     return resolve([Layer("a test", values)]).config
@@ -69,7 +69,7 @@ def test_what_is_told_of_them(config: Config, inputs: Inputs) -> None:
     assert "captions, for example, 10% of the time the empty one:" in told
     first = inputs.train[0]
     texts = list(dict.fromkeys(first.texts))
-    assert f"picture_0.png: canonical 'zobo, ring, red, big, number 0', trained on {len(texts)} texts:" in told
+    assert f"image_0.png: canonical 'zobo, ring, red, big, number 0', trained on {len(texts)} texts:" in told
     assert all(f"    {text!r}" in told for text in texts[:2])
     assert f"    … and {len(texts) - 2} more" in told
     varied = [sample for sample in inputs.train if len(sample.texts) > 1]
@@ -77,18 +77,18 @@ def test_what_is_told_of_them(config: Config, inputs: Inputs) -> None:
     size = count * 4 * 77 * 64 / 1e6  # the built-in base's text encoder is 64 wide
     assert f"texts for each of {len(varied)} captions: {count} texts, {size:.1f} MB" in told
     assert "captions.keep_tokens does nothing without" in told
-    assert "captions.variants=4 is fewer than the 5 choices of own/picture_0.png" in told
+    assert "captions.variants=4 is fewer than the 5 choices of own/image_0.png" in told
 
 
 def test_what_is_shown_of_a_caption_is_what_is_trained() -> None:
     plain = Sample(Path("a.png"), "a cat", 8, 8, "0")
     assert caption_told(plain) == ["a.png: trained on 'a cat'"]
-    rules = CaptionsSection(wildcards=True, weighted_words=True, shuffle=True, keep_tokens=9, variants=8)
+    rules = CaptionsSection(wildcards=True, prompt_weighting=True, shuffle=True, keep_tokens=9, variants=8)
     (sample,) = settled([replace(plain, caption="a (cat:1.2), {red|blue}")], [rules])
     head, *texts = caption_told(sample)
     assert head == "a.png: canonical 'a cat, red', trained on 2 texts:"
     assert sorted(texts) == ["  'a (cat:1.2), blue'", "  'a (cat:1.2), red'"]
-    rules = CaptionsSection(trigger="sks", shuffle=True, keep_tokens=1, tag_dropout=1.0)
+    rules = CaptionsSection(trigger_word="sks", shuffle=True, keep_tokens=1, tag_dropout=1.0)
     (sample,) = settled([replace(plain, caption="cat, red, big")], [rules])
     assert caption_told(sample) == ["a.png: canonical 'sks, cat, red, big', trained on 1 text:", "  'sks, cat'"]
 
@@ -96,7 +96,7 @@ def test_what_is_shown_of_a_caption_is_what_is_trained() -> None:
 def test_a_plan_counts_the_same_texts(config: Config, inputs: Inputs) -> None:
     planned = {sample.path: sample.texts for sample in planned_data(config)[0]}
     trained = {sample.path: sample.texts for sample in inputs.train}
-    both = planned.keys() & trained.keys()  # the split knows of copies where pictures are looked at, not in a plan
+    both = planned.keys() & trained.keys()  # the split knows of copies where images are looked at, not in a plan
     assert len(both) > 9
     assert {path: planned[path] for path in both} == {path: trained[path] for path in both}
 
@@ -105,18 +105,18 @@ def test_triggers_of_sources_are_known_where_the_run_has_none(config: Config, in
     plain, own, kept = config.data.sources
     sources = (
         plain,
-        *(own.model_copy(update={"captions": CaptionsSection(trigger=word)}) for word in ("sks", "zobo", "sks")),
-        kept.model_copy(update={"captions": CaptionsSection(trigger="none")}),
+        *(own.model_copy(update={"captions": CaptionsSection(trigger_word=word)}) for word in ("sks", "zobo", "sks")),
+        kept.model_copy(update={"captions": CaptionsSection(trigger_word="none")}),
     )
     several = config.model_copy(
         update={
             "data": config.data.model_copy(update={"sources": sources}),
-            "captions": config.captions.model_copy(update={"trigger": None}),
+            "captions": config.captions.model_copy(update={"trigger_word": None}),
         }
     )
     assert triggers(several) == ("sks", "zobo")
     assert sample_prompts(several, inputs) == ["sks at sea"]
-    assert triggers(several.model_copy(update={"captions": CaptionsSection(trigger="zobo")})) == ("zobo", "sks")
+    assert triggers(several.model_copy(update={"captions": CaptionsSection(trigger_word="zobo")})) == ("zobo", "sks")
     assert triggers(several.model_copy(update={"data": config.data, "captions": CaptionsSection()})) == ()
 
 
@@ -124,5 +124,5 @@ def test_prompts_have_the_trigger_filled_in(config: Config, inputs: Inputs) -> N
     assert sample_prompts(config, inputs) == ["zobo at sea"]
     unasked = config.model_copy(update={"sample": config.sample.model_copy(update={"prompts": (), "count": 99})})
     assert set(sample_prompts(unasked, inputs)) == {
-        sample.caption for sample in (*inputs.train, *inputs.held_out) if not sample.regularisation
+        sample.caption for sample in (*inputs.train, *inputs.held_out) if not sample.regularization
     }

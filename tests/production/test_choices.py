@@ -1,4 +1,4 @@
-"""What a card without bf16 units makes of the settings: fp16 in place of bf16, also under weights in 8 bits.
+"""What a GPU without bf16 units makes of the settings: fp16 in place of bf16, also under weights in 8 bits.
 
 Of a GPU that is not there only what torch would read from its driver is replaced: its size, what is free, its units.
 """
@@ -24,7 +24,7 @@ from lora_trainer.production.memory import CONTEXT_GIB, GIB, LARGEST_SHARE, usab
 from lora_trainer.production.plans.plan import make_plan
 
 
-def put_in_card(monkeypatch: pytest.MonkeyPatch, gib: float, free: float | None = None, *, bf16: bool = True) -> None:
+def put_in_gpu(monkeypatch: pytest.MonkeyPatch, gib: float, free: float | None = None, *, bf16: bool = True) -> None:
     """Of so many GiB, of which so many are free: all but a twentieth where nothing else is said."""
     total, left = int(gib * GIB), int((0.95 * gib if free is None else free) * GIB)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
@@ -35,8 +35,8 @@ def put_in_card(monkeypatch: pytest.MonkeyPatch, gib: float, free: float | None 
 
 
 @pytest.fixture
-def old_card(monkeypatch: pytest.MonkeyPatch) -> None:
-    put_in_card(monkeypatch, 5.8, bf16=False)
+def old_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    put_in_gpu(monkeypatch, 5.8, bf16=False)
 
 
 def chosen(family: str, *user: Layer, tier: str = "6gb") -> Choices:
@@ -45,21 +45,21 @@ def chosen(family: str, *user: Layer, tier: str = "6gb") -> Choices:
 
 
 @pytest.mark.parametrize(("family", "precision"), [("sd15", "fp16"), ("sdxl", "fp8")])
-def test_an_old_card_computes_in_fp16_and_its_own_config_repeats_that(
-    family: str, precision: str, old_card: None
+def test_an_old_gpu_computes_in_fp16_and_its_own_config_repeats_that(
+    family: str, precision: str, old_gpu: None
 ) -> None:
     first = chosen(family)
     assert (first.precision.value, first.dtype) == (precision, torch.float16)
     # As a run's config.toml has it: what was decided counts as asked for.
-    again = chosen(family, Layer("--config", {"memory": {"base_precision": precision}}))
+    again = chosen(family, Layer("--config", {"memory": {"weight_dtype": precision}}))
     assert (again.precision.value, again.dtype) == (precision, torch.float16)
     assert (again.micro, again.checkpointing) == (first.micro, first.checkpointing)
 
 
 @pytest.mark.parametrize(("works", "precision"), [(True, "nf4"), (False, "fp8")])
-def test_a_run_and_a_plan_for_its_card_agree_on_what_nf4_needs(works, precision, monkeypatch, tmp_path):
+def test_a_run_and_a_plan_for_its_gpu_agree_on_what_nf4_needs(works, precision, monkeypatch, tmp_path):
     """A library that is there and does not start is as good as none. Nobody tries it where nf4 would not be chosen."""
-    put_in_card(monkeypatch, 11.8)
+    put_in_gpu(monkeypatch, 11.8)
     pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed: pip install bitsandbytes")
     tried = tmp_path / "tried"
     if not works:
@@ -81,31 +81,31 @@ def test_a_run_and_a_plan_for_its_card_agree_on_what_nf4_needs(works, precision,
 
 
 @given(st.one_of(st.none(), st.floats(1.0, 48.0)), st.floats(2.0, 48.0), st.floats(0.0, 1.0))
-def test_a_capped_process_stays_in_its_card_and_what_the_plan_allows_fits_under_the_cap(limit, card, free):
-    total = int(card * GIB)
+def test_a_capped_process_stays_in_its_gpu_and_what_the_plan_allows_fits_under_the_cap(limit, gpu, free):
+    total = int(gpu * GIB)
     alone, crowded = (choices.capped_share(limit, int(part * total), total) for part in (1.0, free))
     assert 0.0 <= crowded <= alone <= LARGEST_SHARE
     assert crowded * total <= max(free * total - choices.LEFT_GIB * GIB, 0.0) + 1.0
-    usable = usable_gib(min(card, limit or card))  # what the plan gives to torch's allocator
+    usable = usable_gib(min(gpu, limit or gpu))  # what the plan gives to torch's allocator
     assert usable * GIB <= alone * total or alone == 0.0
 
 
-def test_a_crowded_card_is_said(monkeypatch):
+def test_a_crowded_gpu_is_said(monkeypatch):
     caps = []
-    put_in_card(monkeypatch, 8.0, 4.0)
+    put_in_gpu(monkeypatch, 8.0, 4.0)
     monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", lambda share, device: caps.append(share))
     said = choices.cap_memory(Config(), torch.device("cuda"))
-    assert said == "other programs hold 4.0 of the card's 8.0 GiB: this run stays under 3.8"
-    put_in_card(monkeypatch, 8.0, 8.0)
+    assert said == "other programs hold 4.0 of the GPU's 8.0 GiB: this run stays under 3.8"
+    put_in_gpu(monkeypatch, 8.0, 8.0)
     assert choices.cap_memory(Config(), torch.device("cuda")) is None
     assert caps == [pytest.approx(3.8 / 8), pytest.approx(LARGEST_SHARE)]
     assert choices.cap_memory(Config(), torch.device("cpu")) is None
 
 
-def test_a_run_is_planned_for_what_other_programs_leave_of_its_card(monkeypatch):
+def test_a_run_is_planned_for_what_other_programs_leave_of_its_gpu(monkeypatch):
     def planned(free: float) -> Choices:
-        put_in_card(monkeypatch, 12.0, free)
-        batch = Layer("--set", {"batch": {"effective": 16}, "memory": {"base_precision": "bf16"}})
+        put_in_gpu(monkeypatch, 12.0, free)
+        batch = Layer("--set", {"train": {"effective_batch_size": 16}, "memory": {"weight_dtype": "bf16"}})
         return chosen("sd15", batch, tier="12gb")
 
     alone, crowded, hardly = (planned(free) for free in (11.5, 4.0, 1.5))

@@ -33,8 +33,8 @@ class Tags(HTMLParser):
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """Ten pictures; one is broken, one misnamed with a hostile name, two look the same."""
-    folder = tmp_path / "pictures"
+    """Ten images; one is broken, one misnamed with a hostile name, two look the same."""
+    folder = tmp_path / "images"
     folder.mkdir()
     for number in range(8):
         photo(160, 128, number).save(folder / f"{number}.png")
@@ -75,7 +75,7 @@ def test_the_page_shows_what_is_wrong_and_loads_nothing(folder: Path, tmp_path: 
 
 def test_the_page_is_bounded(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dataset, "MOST_EACH", 3)
-    monkeypatch.setattr(dataset, "MOST_PICTURES", 2)
+    monkeypatch.setattr(dataset, "MOST_IMAGES", 2)
     for path in folder.glob("*.txt"):
         path.unlink()
     page = page_of(folder, tmp_path)[1]
@@ -122,7 +122,7 @@ def test_places_to_write_are_judged_at_once_and_before_the_data(folder: Path, tm
     assert told(tmp_path / "page.html") == []  # its own page is written over
 
 
-def test_a_picture_inside_of_a_larger_file_is_shown(tmp_path: Path) -> None:
+def test_a_image_inside_of_a_larger_file_is_shown(tmp_path: Path) -> None:
     import tarfile
 
     Image.new("RGB", (160, 128), "navy").save(tmp_path / "a.png")
@@ -134,5 +134,5 @@ def test_a_picture_inside_of_a_larger_file_is_shown(tmp_path: Path) -> None:
             tar.add(tmp_path / f"{name}.png", f"{name}.png")
             tar.add(tmp_path / f"{name}.txt", f"{name}.txt")
     page = page_of(tmp_path / "set.tar", tmp_path)[1]
-    assert "nearly one colour" in page
+    assert "nearly one color" in page
     assert page.count("<img ") == 1

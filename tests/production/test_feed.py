@@ -20,7 +20,7 @@ from lora_trainer.data.sample import Sample
 from lora_trainer.data.views import Framing, plan_views
 from lora_trainer.diffusion.process import Process, scaled_linear_alphas
 from lora_trainer.production.feed import Feed, make_feed
-from lora_trainer.training.micro import Micro
+from lora_trainer.training.micro_batch import MicroBatch
 from lora_trainer.training.processes import Processes
 
 CPU = torch.device("cpu")
@@ -34,7 +34,7 @@ LEARNER = cast(
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> CachedData:
-    """Pictures of two shapes, at two resolutions and mirrored, with three texts each, repeats, and kept ones; one twice."""
+    """Images of two shapes, at two resolutions and mirrored, with three texts each, repeats, and kept ones; one twice."""
     folder = tmp_path_factory.mktemp("entries")
     samples = [
         Sample(
@@ -45,7 +45,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> CachedData:
             f"{max(n, 1):064d}"[::-1],
             repeats=(1, 2, 0.5)[n // 3],
             source=n // 3,
-            regularisation=n >= 6,
+            regularization=n >= 6,
             variants=(f"{n} a", f"{n} b", f"{n} c"),
         )
         for n in range(9)
@@ -70,13 +70,13 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> CachedData:
 
 def feeds(data: CachedData, seed: int, effective: int, world: int, most: int) -> list[Feed]:
     config = Config.model_validate(
-        {"train": {"seed": seed}, "batch": {"effective": effective}, "noise": {"offset": 0.1}}
+        {"train": {"seed": seed, "effective_batch_size": effective}, "noise": {"offset": 0.1}}
     )
     places = [Processes(rank, world, CPU, None, lambda: None) for rank in range(world)]
     return [make_feed(config, data, LEARNER, place, most, total=1000) for place in places]
 
 
-def rows(micros: list[Micro]) -> Counter[tuple[bytes, ...]]:
+def rows(micros: list[MicroBatch]) -> Counter[tuple[bytes, ...]]:
     """Each sample with all its numbers, as it is trained."""
     found: Counter[tuple[bytes, ...]] = Counter()
     for micro in micros:
@@ -114,7 +114,7 @@ def test_the_ledger_counts_what_was_fed(data, seed, effective, steps):
     assert sum(ledger.times) == sum(map(feed.plan.size, range(steps)))
 
 
-def test_an_entry_that_is_gone_names_its_picture(data, tmp_path):
+def test_an_entry_that_is_gone_names_its_image(data, tmp_path):
     (feed,) = feeds(CachedData(**{**vars(data), "latents": Store(tmp_path, "latents")}), 0, 1, 1, 1)
     name = data.samples[feed.plan.refs(0)[0].index].path.name
     with pytest.raises(TrainingFailed, match=rf"removed or damaged during the run .*{name}"):

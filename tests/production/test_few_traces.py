@@ -7,7 +7,7 @@ from dataclasses import replace
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lora_trainer.models.memory.ledger import Footprint, Sizes
+from lora_trainer.models.memory.profiles import Footprint, Sizes
 from lora_trainer.production.memory import _few_blocks, _micro_batches, choose_fit
 from tests.production.test_plan import plan_for
 
@@ -23,16 +23,16 @@ def test_few_sizes_are_asked_for_and_the_choice_is_that_of_all(
 ) -> None:
     """A footprint of a model without a ledger takes seconds."""
     demand = plan_for(family=family, memory__limit_gib=24.0).demand
-    asked, gauge = set[tuple[Sizes, str]](), demand.gauge
+    asked, memory_model = set[tuple[Sizes, str]](), demand.memory_model
 
     def footprint(sizes: Sizes, precision: str) -> Footprint:
         asked.add((sizes, precision))
-        return gauge.footprint(sizes, precision)
+        return memory_model.footprint(sizes, precision)
 
-    few_blocks = replace(gauge, footprint=footprint, stride=-(-gauge.blocks // 6))
-    demand = replace(demand, samples=samples, limit_gib=limit, max_micro=most, gauge=few_blocks)
+    few_blocks = replace(memory_model, footprint=footprint, stride=-(-memory_model.blocks // 6))
+    demand = replace(demand, samples=samples, limit_gib=limit, max_micro=most, memory_model=few_blocks)
     chosen = choose_fit(demand)
-    few = len({each for each in asked if not each[0].streamed})
+    few = len({each for each in asked if not each[0].swapped})
     every = [
         way
         for precision in demand.precisions
@@ -42,5 +42,5 @@ def test_few_sizes_are_asked_for_and_the_choice_is_that_of_all(
         )
     ]
     fitting = next((way for way in every if way.fits), None)
-    assert chosen == fitting if fitting else (chosen.streamed or not chosen.fits)
+    assert chosen == fitting if fitting else (chosen.swapped or not chosen.fits)
     assert few <= 3 * len(demand.precisions) + 8

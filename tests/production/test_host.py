@@ -13,7 +13,7 @@ from lora_trainer.config.presets import preset_layers
 from lora_trainer.core.errors import UsageError
 from lora_trainer.models import FAMILIES
 from lora_trainer.models.family import public_architecture
-from lora_trainer.models.memory.phases import drawn_on_a_processor, held_bytes, phase_costs
+from lora_trainer.models.memory.phases import drawn_on_a_cpu, held_bytes, phase_costs
 from lora_trainer.production import choices
 from lora_trainer.production.choices import Choices, choose
 from lora_trainer.production.host import base_words, weights_held
@@ -22,17 +22,17 @@ from lora_trainer.production.plans.plan import Plan, make_plan
 from lora_trainer.production.plans.view import host_lines, lines
 from tests.recipes.recipe import save_tiny_model
 
-SET = {"model": {"family": "flux"}, "memory": {"base_precision": "bf16"}}
+SET = {"model": {"family": "flux"}, "memory": {"weight_dtype": "bf16"}}
 RESOLVED = resolve([*preset_layers(["6gb"]).layers, Layer("--set", SET)])
 
 
 def test_a_plan_says_what_streaming_holds_in_host_memory() -> None:
     """Nearly all of FLUX.1's 22 GiB in bf16; T5's weights stay mapped while captions are encoded."""
     plan = make_plan(RESOLVED)
-    assert plan.fit.streamed > 50
+    assert plan.fit.swapped > 50
     assert 20.0 < plan.host.least < plan.host.most < 23.0
     assert plan.to_json()["host_gib"] == pytest.approx(plan.host.most, abs=1e-4)
-    assert any("streamed" in line and f"up to {plan.host.most:.1f} GiB of host memory" in line for line in lines(plan))
+    assert any("swapped" in line and f"up to {plan.host.most:.1f} GiB of host memory" in line for line in lines(plan))
     assert plan.phases["train"].host_gib == plan.host.most
     assert plan.phases["cache"].host_gib == plan.phases["draw"].host_gib == 0.0
     assert plan.to_json()["host_peak_gib"] == plan.to_json()["host_gib"]
@@ -62,15 +62,15 @@ def published(family: str, **settings: dict[str, object]) -> Plan:
     return make_plan(resolve([Layer("--set", values)]))
 
 
-def test_without_a_card_every_phase_is_counted() -> None:
+def test_without_a_gpu_every_phase_is_counted() -> None:
     """FLUX.1 in fp32: 44 GiB of denoiser, and of T5's 18 no more than its largest layer."""
     plan = published("flux")
     hosted = {name: phase.host_gib for name, phase in plan.phases.items()}
     assert 44.0 < hosted["validate"] < 48.0
     assert hosted["train"] > 44.3 + plan.fit.parts.adapter
-    assert 3.0 < hosted["cache"] < 14.0, "pictures, and the captions' own, but no T5"
+    assert 3.0 < hosted["cache"] < 14.0, "images, and the captions' own, but no T5"
     assert 50.0 < hosted["draw"] < 62.0
-    half = published("flux", memory={"base_precision": "bf16"})
+    half = published("flux", memory={"weight_dtype": "bf16"})
     assert half.phases["validate"].host_gib < 1.5, "the weights stay mapped as they are stored"
     assert half.phases["train"].host_gib < hosted["train"] - 44.0
 
@@ -90,13 +90,13 @@ def test_parts_that_are_stored_in_the_precision_stay_mapped(tmp_path: Path) -> N
 def test_a_plan_says_where_host_memory_is_too_small() -> None:
     plan = published("flux")
     (line,) = host_lines(plan, 64.0)
-    assert line.startswith("host memory, without a card: up to ")
+    assert line.startswith("host memory, without a GPU: up to ")
     assert line.endswith("this machine has 64.0, which is too little for it")
     assert "too little" not in host_lines(plan, 256.0)[0]
-    assert host_lines(published("sd15", memory={"base_precision": "bf16", "limit_gib": 24.0}), 64.0) == []
+    assert host_lines(published("sd15", memory={"weight_dtype": "bf16", "limit_gib": 24.0}), 64.0) == []
 
 
-def test_a_base_that_no_processor_holds_is_refused() -> None:
+def test_a_base_that_no_cpu_holds_is_refused() -> None:
     assert base_words(2 * GIB, 1, 16 * GIB, 8 * GIB) is None
     assert base_words(0, 1, 1, 0) is None
     assert "of which 1.0 are free" in str(base_words(2 * GIB, 1, 16 * GIB, 1 * GIB))
@@ -106,6 +106,6 @@ def test_a_base_that_no_processor_holds_is_refused() -> None:
         base_words(8 * GIB, 4, 16 * GIB, 8 * GIB)
 
 
-def test_fewer_large_pictures_are_drawn_at_once_on_a_processor() -> None:
+def test_fewer_large_images_are_drawn_at_once_on_a_cpu() -> None:
     costs = phase_costs("sdxl")
-    assert [drawn_on_a_processor(side * side, 4, costs) for side in (64, 512, 1024, 2048)] == [8, 8, 2, 1]
+    assert [drawn_on_a_cpu(side * side, 4, costs) for side in (64, 512, 1024, 2048)] == [8, 8, 2, 1]

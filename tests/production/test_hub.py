@@ -161,7 +161,7 @@ def test_offline_makes_no_request(hub: LocalHub, monkeypatch: pytest.MonkeyPatch
     assert "offline nothing is fetched" in refused()
 
 
-@pytest.mark.parametrize("problem", [["--frobnicate"], ["--set", "optim.learning_rate=20"]])
+@pytest.mark.parametrize("problem", [["--frobnicate"], ["--set", "optimizer.learning_rate=20"]])
 def test_what_is_refused_already_asks_no_hub(
     hub: LocalHub, capsys: pytest.CaptureFixture[str], problem: list[str]
 ) -> None:

@@ -60,21 +60,21 @@ def test_a_command_harms_no_session_that_it_runs_in(before):
 
 
 @pytest.mark.parametrize(
-    ("settings", "card", "seen"),
+    ("settings", "gpu", "seen"),
     [
         ({}, False, set()),
         ({}, True, {"xformers"}),
-        ({"memory": {"attention": "sdpa"}}, True, set()),
-        ({"memory": {"attention": "xformers"}}, False, set()),
-        ({"optim": {"name": "paged_adamw8bit"}}, False, {"bitsandbytes"}),
-        ({"memory": {"base_precision": "nf4"}}, False, {"bitsandbytes"}),
-        ({"memory": {"base_precision": "int8"}}, False, set()),
+        ({"hardware": {"attention_backend": "sdpa"}}, True, set()),
+        ({"hardware": {"attention_backend": "xformers"}}, False, set()),
+        ({"optimizer": {"name": "paged_adamw8bit"}}, False, {"bitsandbytes"}),
+        ({"memory": {"weight_dtype": "nf4"}}, False, {"bitsandbytes"}),
+        ({"memory": {"weight_dtype": "int8"}}, False, set()),
     ],
 )
-def test_what_a_run_may_use_stays_visible(monkeypatch, settings, card, seen):
+def test_what_a_run_may_use_stays_visible(monkeypatch, settings, gpu, seen):
     found = []
     monkeypatch.setattr(libraries, "hide", found.extend)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: card)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
     libraries.import_libraries(Config.model_validate(settings))
     assert set(OPTIONAL) - set(found) == seen
 
@@ -98,13 +98,13 @@ assert sys.modules["bitsandbytes"] is None
 from lora_trainer.models import FAMILIES
 from lora_trainer.models.family import public_architecture
 from lora_trainer.models.lora import inject_lora
-from lora_trainer.models.storage.store import narrower, store_layers
+from lora_trainer.models.quantization.store import make_quantizer, store_layers
 from lora_trainer.production import choices
 choices.cuda_memory_gib = lambda: 11.6
 torch.cuda.is_bf16_supported = lambda **_: True
 chosen = choices.choose(resolved, FAMILIES["flux"], public_architecture("flux"), torch.device("cuda"), 1)
 model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Linear(64, 64)).requires_grad_(False)
-store_layers(model, narrower(chosen.precision.value))
+store_layers(model, make_quantizer(chosen.precision.value))
 parameters = inject_lora(model, ["0", "1"], rank=2, alpha=2.0, dropout=0.0, seed=0)
 model(torch.randn(3, 64)).sum().backward()
 assert all(each.grad is not None for each in parameters.values())

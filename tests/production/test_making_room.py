@@ -11,7 +11,7 @@ from torch import nn
 
 from lora_trainer.config.schema import Config, Precision
 from lora_trainer.export.weights import shapes_of
-from lora_trainer.models.storage.store import narrower, store_layers
+from lora_trainer.models.quantization.store import make_quantizer, store_layers
 from lora_trainer.production import release
 from lora_trainer.production.release import ROOM_TO_DRAW, making_room
 
@@ -26,14 +26,14 @@ def test_it_leaves_where_a_wide_one_would_not_fit_beside_it(
     if stored == "nf4":
         pytest.importorskip("bitsandbytes")
     denoiser = nn.Sequential(nn.Linear(64, 64, bias=False)).to(torch.bfloat16).requires_grad_(False)
-    if narrow := narrower(stored):
+    if narrow := make_quantizer(stored):
         store_layers(denoiser, narrow)
     built: Any = SimpleNamespace(learner=SimpleNamespace(denoiser=denoiser), shapes=shapes_of({"unet": denoiser}))
     choices: Any = SimpleNamespace(device=torch.device("cuda"), dtype=torch.bfloat16)
     went: list[str] = []
     monkeypatch.setattr(release, "usable_bytes", lambda config, device: usable)
     monkeypatch.setattr(release, "free_memory", lambda device: None)
-    monkeypatch.setattr(release, "bring", lambda denoiser, device: went.append(device.type))
+    monkeypatch.setattr(release, "move_to_device", lambda denoiser, device: went.append(device.type))
     with making_room(built, cast("Config", None), choices):
         assert went == ["cpu"] * leaves
     assert went == ["cpu", "cuda"] * leaves

@@ -19,7 +19,7 @@ from lora_trainer.config.presets import preset_layers
 from lora_trainer.config.toml import parse_assignment
 from lora_trainer.core.errors import UsageError
 from lora_trainer.models import FAMILIES
-from lora_trainer.production.card_rates import OTHER_TFLOPS, USUAL, least_seconds
+from lora_trainer.production.gpu_rates import OTHER_TFLOPS, USUAL, least_seconds
 from lora_trainer.production.memory import (
     LARGEST_SHARE,
     Demand,
@@ -53,7 +53,7 @@ def test_every_preset_fits_every_family() -> None:
         limit = float(tier.removesuffix("gb"))
         assert plan.demand.limit_gib == limit, (family, tier, goal)
         assert plan.fits, (family, tier, goal)
-        assert not plan.fit.streamed or family in ("sd3", "flux", "z_image"), "only the largest must visit"
+        assert not plan.fit.swapped or family in ("sd3", "flux", "z_image"), "only the largest must visit"
         assert plan.fit.parts.peak <= LARGEST_SHARE * limit
         assert plan.fit.micro * plan.fit.accumulation >= plan.demand.samples
         assert (plan.demand.limit_gib - plan.fit.parts.peak) > 0
@@ -64,7 +64,7 @@ def test_the_page_of_plans_is_up_to_date(checkout: Path) -> None:
     assert current == plans_page(), "run: lora-trainer plan --all > docs/plans.md"
 
 
-def test_small_cards_get_less() -> None:
+def test_small_gpus_get_less() -> None:
     plans = [plan_for(tier, "speed", data__resolution=1024) for tier in ("6gb", "8gb", "12gb", "24gb")]
     assert [plan.fit.fits for plan in plans] == [True] * 4
     assert plans[0].fit.precision == "fp8"
@@ -84,16 +84,16 @@ def test_as_few_blocks_as_fit() -> None:
 @pytest.mark.parametrize(
     ("settings", "expected"),
     [
-        ({"memory__checkpointing": "none"}, {"checkpointed": 0}),
-        ({"memory__checkpointing": "all"}, {"checkpointed": 18}),
-        ({"memory__checkpointing": 5}, {"checkpointed": 5}),
-        ({"batch__max_micro": 2}, {"micro": 2, "accumulation": 2}),
-        ({"memory__base_precision": "fp8"}, {"precision": "fp8"}),
-        ({"memory__base_precision": "fp32"}, {"precision": "fp32"}),
+        ({"memory__gradient_checkpointing": False}, {"checkpointed": 0}),
+        ({"memory__gradient_checkpointing": True}, {"checkpointed": 18}),
+        ({"memory__gradient_checkpointing": 5}, {"checkpointed": 5}),
+        ({"train__max_micro_batch_size": 2}, {"micro": 2, "accumulation": 2}),
+        ({"memory__weight_dtype": "fp8"}, {"precision": "fp8"}),
+        ({"memory__weight_dtype": "fp32"}, {"precision": "fp32"}),
     ],
 )
 def test_what_the_user_set_stands(settings: dict[str, object], expected: dict[str, object]) -> None:
-    fit = plan_for(family="sdxl", batch__effective=4, memory__limit_gib=80.0, **settings).fit
+    fit = plan_for(family="sdxl", train__effective_batch_size=4, memory__limit_gib=80.0, **settings).fit
     assert {name: getattr(fit, name) for name in expected} == expected
     assert fit.fits
 
@@ -101,23 +101,23 @@ def test_what_the_user_set_stands(settings: dict[str, object], expected: dict[st
 @pytest.mark.parametrize(
     "settings",
     [
-        {"memory__checkpointing": "none"},
-        {"memory__base_precision": "bf16"},
-        {"memory__base_precision": "bf16", "memory__checkpointing": 0},
+        {"memory__gradient_checkpointing": False},
+        {"memory__weight_dtype": "bf16"},
+        {"memory__weight_dtype": "bf16", "memory__gradient_checkpointing": 0},
         {"lora__rank": 4096},
         {"data__resolution": 4096},
-        {"optim__name": "prodigy", "lora__rank": 512},
+        {"optimizer__name": "prodigy", "lora__rank": 512},
     ],
 )
 def test_a_refusal_names_what_would_fit(settings: dict[str, object]) -> None:
-    settings = {"memory__streaming": "none", **settings}
+    settings = {"memory__blocks_to_swap": 0, **settings}
     plan = plan_for("6gb", **settings)
     assert not plan.fit.fits
     with pytest.raises(UsageError) as refused:
         refuse_what_does_not_fit(plan.demand, plan.fit)
     problem = refused.value.problems[0]
     assert f"{plan.fit.parts.peak:.1f} GiB" in problem.message
-    assert "5.4" in problem.message, "what a card of 6 GiB has to use"
+    assert "5.4" in problem.message, "what a GPU of 6 GiB has to use"
     sentence = problem.fix.split(". ")[0].rstrip(".")
     named = re.findall(r"--set (\S+)", sentence)
     assert named, problem.fix
@@ -128,14 +128,14 @@ def test_a_refusal_names_what_would_fit(settings: dict[str, object]) -> None:
     assert plan_for("6gb", **changed).fit.fits, problem.fix
 
 
-def test_a_card_that_is_too_small_for_anything_is_told_its_size() -> None:
+def test_a_gpu_that_is_too_small_for_anything_is_told_its_size() -> None:
     plan = plan_for(memory__limit_gib=0.9, data__resolution=256)
     assert not plan.fit.fits
-    assert re.search(r"card of \d+ GiB", plan.advice[0])
+    assert re.search(r"GPU of \d+ GiB", plan.advice[0])
 
 
 def test_a_phase_that_does_not_fit_is_in_the_verdict(capsys: pytest.CaptureFixture[str]) -> None:
-    """SDXL at 1024 px on 2 GiB: training streams, and encoding one picture takes more than there is."""
+    """SDXL at 1024 px on 2 GiB: training streams, and encoding one image takes more than there is."""
     plan = plan_for(memory__limit_gib=2.0)
     assert plan.fit.fits
     assert not plan.fits
@@ -147,9 +147,9 @@ def test_a_phase_that_does_not_fit_is_in_the_verdict(capsys: pytest.CaptureFixtu
     code, found = run_json(capsys, "--set", "model.family=sdxl", "--set", "memory.limit_gib=2")
     assert (code, found["fits"], found["advice"]) == (2, False, list(plan.advice))
     tiny = plan_for(memory__limit_gib=0.5)
-    assert any("a card of 0.5 GiB has 0.45 to use" in sentence for sentence in tiny.shortages)
-    (card,) = map(int, re.findall(r"card of (\d+) GiB", tiny.advice[0]))
-    assert plan_for(memory__limit_gib=float(card), memory__streaming="auto").fits
+    assert any("a GPU of 0.5 GiB has 0.45 to use" in sentence for sentence in tiny.shortages)
+    (gpu,) = map(int, re.findall(r"GPU of (\d+) GiB", tiny.advice[0]))
+    assert plan_for(memory__limit_gib=float(gpu), memory__blocks_to_swap="auto").fits
 
 
 @given(samples=st.integers(1, 40), limit=st.floats(5.0, 200.0), most=st.none() | st.integers(1, 50))
@@ -172,12 +172,12 @@ def test_parts_grow_with_what_they_hang_on() -> None:
     assert parts_of(replace(SD15, rank=64), 1, 0, "bf16").adapter > 3 * base.adapter
     one, four = (parts_of(replace(SD15, optimizer=name), 1, 0, "bf16").optimizer for name in ("lion", "prodigy"))
     assert four == pytest.approx(4 * one)
-    steps_counted = 512 * len(SD15.gauge.shapes(SD15.rank)) / 2**30
+    steps_counted = 512 * len(SD15.memory_model.shapes(SD15.rank)) / 2**30
     assert base.optimizer == pytest.approx(2 * one + steps_counted)
     averaged = parts_of(replace(SD15, averaged=True), 1, 0, "bf16")
     assert averaged.optimizer == pytest.approx(base.optimizer + one)
     split = parts_of(replace(SD15, samples=4), 1, 0, "bf16")
-    assert split.adapter > base.adapter, "gradients of the micro batches before"
+    assert split.adapter > base.adapter, "gradients of the micro-batches before"
     assert split.tflop == pytest.approx(4 * base.tflop)
     assert parts_of(SD15, 4, 0, "bf16").activations == pytest.approx(4 * base.activations, rel=0.02)
     assert parts_of(SD15, 1, 0, "fp32").weights == pytest.approx(2 * base.weights)
@@ -187,52 +187,52 @@ def test_narrower_weights_come_before_streaming_and_streaming_last() -> None:
     """FLUX.1: 8-bit weights where they fit, then 4 bits, then blocks that visit; each as little as needed."""
     fits = {limit: plan_for(family="flux", memory__limit_gib=limit).fit for limit in (80.0, 24.0, 12.0, 8.0, 5.0)}
     assert [fit.precision for fit in fits.values()] == ["bf16", "fp8", "nf4", "nf4", "nf4"]
-    assert [fit.streamed > 0 for fit in fits.values()] == [False, False, False, True, True]
-    assert fits[8.0].streamed < fits[5.0].streamed < fits[5.0].streamable
+    assert [fit.swapped > 0 for fit in fits.values()] == [False, False, False, True, True]
+    assert fits[8.0].swapped < fits[5.0].swapped < fits[5.0].swappable
     assert all(fit.fits for fit in fits.values())
     for limit in (8.0, 5.0):
         fit = fits[limit]
         demand = plan_for(family="flux", memory__limit_gib=limit).demand
-        fewer = parts_of(demand, 1, fit.blocks, "nf4", fit.streamed - 1)
+        fewer = parts_of(demand, 1, fit.blocks, "nf4", fit.swapped - 1)
         assert fit.checkpointed == fit.blocks
         assert fewer.peak > LARGEST_SHARE * limit >= fit.parts.peak
 
 
 def test_a_set_precision_streams_where_it_must() -> None:
-    plan = plan_for("12gb", family="flux", memory__base_precision="fp8")
+    plan = plan_for("12gb", family="flux", memory__weight_dtype="fp8")
     assert (plan.fit.precision, plan.fit.fits) == ("fp8", True)
-    assert plan.fit.streamed > 0
-    kept = plan_for("12gb", family="flux", memory__base_precision="fp8", memory__streaming=50)
-    assert (kept.fit.streamed, kept.fit.reasons[3]) == (50, "as set")
-    alone = plan_for("12gb", family="flux", memory__base_precision="fp8", memory__streaming="none")
+    assert plan.fit.swapped > 0
+    kept = plan_for("12gb", family="flux", memory__weight_dtype="fp8", memory__blocks_to_swap=50)
+    assert (kept.fit.swapped, kept.fit.reasons[3]) == (50, "as set")
+    alone = plan_for("12gb", family="flux", memory__weight_dtype="fp8", memory__blocks_to_swap=0)
     assert not alone.fit.fits
-    assert "memory.streaming=auto" in alone.advice[0]
+    assert "memory.blocks_to_swap=auto" in alone.advice[0]
 
 
 def test_what_was_asked_for_is_said_and_streamed_blocks_are_not_left_out() -> None:
-    set_by_hand = plan_for("12gb", family="flux", memory__base_precision="fp8", memory__checkpointing=57)
-    assert set_by_hand.fit.streamed > 0
+    set_by_hand = plan_for("12gb", family="flux", memory__weight_dtype="fp8", memory__gradient_checkpointing=57)
+    assert set_by_hand.fit.swapped > 0
     assert set_by_hand.fit.reasons[1] == "asked for"
-    left_open = plan_for("12gb", family="flux", memory__base_precision="fp8")
+    left_open = plan_for("12gb", family="flux", memory__weight_dtype="fp8")
     assert left_open.fit.reasons[1] == "all of them, as streaming is slower"
     small = plan_for("6gb", family="flux", data__resolution=768)
     wide, own = (next(each for each in small.advice if key in each) for key in ("bf16 weights", "own 1024 px"))
-    assert f"checkpointed and {small.fit.streamed} of 57 streamed." in wide
-    assert re.search(r"57 of 57 blocks checkpointed and \d+ of 57 streamed: --set data.resolution=1024", own)
+    assert f"checkpointed and {small.fit.swapped} of 57 swapped." in wide
+    assert re.search(r"57 of 57 blocks checkpointed and \d+ of 57 swapped: --set data.resolution=1024", own)
 
 
 def test_each_setting_says_what_it_buys() -> None:
     plan = plan_for("24gb", family="flux")
     bought = {each.setting: each for each in plan.settings}
     before = plan.fit.parts
-    assert bought["memory.checkpointing=none"].parts.tflop < before.tflop
-    assert bought["memory.checkpointing=none"].parts.peak > before.peak
-    cheap = bought["memory.recompute=cheap"].parts
-    assert before.peak < cheap.peak < bought["memory.checkpointing=none"].parts.peak
+    assert bought["memory.gradient_checkpointing=false"].parts.tflop < before.tflop
+    assert bought["memory.gradient_checkpointing=false"].parts.peak > before.peak
+    cheap = bought["memory.checkpointing_mode=selective"].parts
+    assert before.peak < cheap.peak < bought["memory.gradient_checkpointing=false"].parts.peak
     assert cheap.tflop < before.tflop
-    assert bought["memory.base_precision=nf4"].parts.weights < 0.6 * before.weights
-    assert bought[f"memory.streaming={plan.fit.streamable}"].parts.weights < 0.1 * before.weights
-    assert bought["memory.base_precision=bf16"].fits is False
+    assert bought["memory.weight_dtype=nf4"].parts.weights < 0.6 * before.weights
+    assert bought[f"memory.blocks_to_swap={plan.fit.swappable}"].parts.weights < 0.1 * before.weights
+    assert bought["memory.weight_dtype=bf16"].fits is False
     said = plan.to_json()["settings"]
     assert [each["setting"] for each in said] == list(bought)
     assert set(said[0]) == {"setting", "peak_gib", "tflop", "fits"}
@@ -244,11 +244,11 @@ def test_the_least_time_is_that_of_the_precision_that_is_computed_in() -> None:
         return found["computed_in"], found["seconds_per_step_at_least"]["RTX 4090"] / found["train_tflop_per_step"]
 
     bf16 = seconds()
-    assert bf16 == seconds(memory__base_precision="fp8") == ("bf16", pytest.approx(1 / 165, rel=1e-3))
-    assert seconds(memory__base_precision="int8") == bf16
-    assert seconds(memory__base_precision="fp32")[0] == "tf32"
-    assert seconds(memory__base_precision="fp32", hardware__tf32=False) == ("fp32", pytest.approx(1 / 82.6, rel=1e-3))
-    resolved = settle([], [Layer("--set", {"memory": {"base_precision": "int8", "int8_products": True}})])
+    assert bf16 == seconds(memory__weight_dtype="fp8") == ("bf16", pytest.approx(1 / 165, rel=1e-3))
+    assert seconds(memory__weight_dtype="int8") == bf16
+    assert seconds(memory__weight_dtype="fp32")[0] == "tf32"
+    assert seconds(memory__weight_dtype="fp32", hardware__tf32=False) == ("fp32", pytest.approx(1 / 82.6, rel=1e-3))
+    resolved = settle([], [Layer("--set", {"memory": {"weight_dtype": "int8", "int8_matmul": True}})])
     assert computed_in(resolved.config, "int8") == "int8"
     assert computed_in(resolved.config, "bf16") == "bf16"
     assert least_seconds(660.6, "int8")["RTX 4090"] == pytest.approx(1.0)
@@ -258,20 +258,22 @@ def test_the_least_time_is_that_of_the_precision_that_is_computed_in() -> None:
 def test_a_fit_is_not_claimed_of_an_attention_that_keeps_what_is_not_counted(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    asked = ("--set", "model.family=sdxl", "--set", "memory.attention=math", "--preset")
+    asked = ("--set", "model.family=sdxl", "--set", "hardware.attention_backend=math", "--preset")
     code, found = run_json(capsys, *asked, "8gb")
     assert (code, found["fits"]) == (0, None)
-    assert "memory.attention=math keeps every score" in str(found["advice"])
+    assert "hardware.attention_backend=math keeps every score" in str(found["advice"])
     code, found = run_json(capsys, *asked, "8gb", "--set", "memory.limit_gib=2")
     assert (code, found["fits"]) == (2, False)
 
 
 def test_more_samples_at_once_are_no_setting() -> None:
-    """`batch.max_micro` is a ceiling: to raise it changes nothing of what was chosen below it."""
-    fit = plan_for("8gb", batch__effective=4, memory__checkpointing=18)
+    """`train.max_micro_batch_size` is a ceiling: to raise it changes nothing of what was chosen below it."""
+    fit = plan_for("8gb", train__effective_batch_size=4, memory__gradient_checkpointing=18)
     names = [each.setting for each in fit.settings]
     assert f"{2 * fit.fit.micro} samples at once" in names
-    assert not any(name.startswith("batch.max_micro") and name != "batch.max_micro=1" for name in names)
+    assert not any(
+        name.startswith("train.max_micro_batch_size") and name != "train.max_micro_batch_size=1" for name in names
+    )
 
 
 @pytest.mark.parametrize("other", [["--json"], ["--explain"], ["--preset", "12gb"], ["--set", "lora.rank=8"]])
@@ -288,12 +290,12 @@ def run_json(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, 
 
 
 def test_an_autoencoder_that_stays_is_counted() -> None:
-    """Without cached latents: 84 M parameters in fp32, and what one picture takes while it is encoded."""
+    """Without cached latents: 84 M parameters in fp32, and what one image takes while it is encoded."""
     cached, fresh = plan_for(), plan_for(cache__latents=False)
     assert fresh.fit.parts.weights - cached.fit.parts.weights == pytest.approx(0.31, abs=0.05)
     assert fresh.fit.parts.activations > cached.fit.parts.activations
     assert fresh.phases["train"].peak_gib == fresh.fit.parts.peak
-    assert "autoencoder" in fresh.phases["train"].placement
+    assert "VAE" in fresh.phases["train"].placement
     assert not any(cached.demand.encoder)
 
 
@@ -303,7 +305,14 @@ def test_json_has_the_fields_that_scripts_read(capsys: pytest.CaptureFixture[str
     assert found["peak_gib"] == pytest.approx(sum(found[part] for part in PARTS), abs=1e-3)  # type: ignore[misc]
     expected = {"family": "sdxl", "resolution": 1024, "fits": True, "limit_gib": 12.0, "steps": 300}
     assert {name: found[name] for name in expected} == expected
-    names = {"micro_batch", "accumulation", "checkpointing", "weight_precision", "train_tflop_per_step", "disk_gib"}
+    names = {
+        "micro_batch_size",
+        "gradient_accumulation_steps",
+        "gradient_checkpointing",
+        "weight_dtype",
+        "train_tflop_per_step",
+        "disk_gib",
+    }
     assert {*names, "advice"} <= set(found)
     assert found["margin_gib"] > 1.2  # type: ignore[operator]
 
@@ -318,7 +327,7 @@ def test_a_folder_named_as_a_family_is_not_taken_for_the_model(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Nor does it say how wide the text encoders are that are trained."""
-    asked = ["plan", "--json", "--set", "model.family=sdxl", "--set", "text.learning_rates=[1e-5]"]
+    asked = ["plan", "--json", "--set", "model.family=sdxl", "--set", "text_encoder.learning_rates=[1e-5]"]
     monkeypatch.chdir(tmp_path)
     assert main(asked) == 0
     published = capsys.readouterr().out
@@ -329,20 +338,20 @@ def test_a_folder_named_as_a_family_is_not_taken_for_the_model(
 
 def test_what_does_not_fit_ends_with_2_and_says_so(capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["--preset", "6gb", "--set", "model.family=sdxl"]
-    arguments += ["--set", "memory.checkpointing=none", "--set", "memory.streaming=none"]
+    arguments += ["--set", "memory.gradient_checkpointing=false", "--set", "memory.blocks_to_swap=0"]
     code, found = run_json(capsys, *arguments)
     assert (code, found["fits"], found["steps"]) == (2, False, None)
     assert "--set" in str(found["advice"])
     assert main(["plan", *arguments]) == 2
     shown = capsys.readouterr().out
     assert "does not fit" in shown
-    assert "not known without pictures: name them with --data" in shown
+    assert "not known without images: name them with --data" in shown
     assert all(part in shown for part in ("weights", "adapter", "optimizer", "activations", "overhead", "margin"))
 
 
 def test_no_limit_without_a_tier(capsys: pytest.CaptureFixture[str]) -> None:
-    code, found = run_json(capsys, "--set", "model.family=sd15", "--set", "batch.effective=6")
-    assert (code, found["limit_gib"], found["fits"], found["micro_batch"]) == (0, None, True, 6)
+    code, found = run_json(capsys, "--set", "model.family=sd15", "--set", "train.effective_batch_size=6")
+    assert (code, found["limit_gib"], found["fits"], found["micro_batch_size"]) == (0, None, True, 6)
 
 
 def test_a_published_model_is_planned_without_torch() -> None:
@@ -366,11 +375,20 @@ def test_every_phase_fits_the_tier_that_it_is_planned_for(capsys: pytest.Capture
         assert plan["resolution"] == side
         small = "layer by layer" in plan["phases"]["validate"]["placement"]
         assert small == (tier == "6gb")
-    assert plan["phases"]["draw"]["placement"] == "everything on the card"
+    assert plan["phases"]["draw"]["placement"] == "everything on the GPU"
 
 
 def test_a_plan_in_a_pipe_says_what_was_asked(capsys: pytest.CaptureFixture[str]) -> None:
-    asked = ("--preset", "8gb", "--set", "model.family=sdxl", "--set", "memory.checkpointing=none", "--max-steps", "9")
+    asked = (
+        "--preset",
+        "8gb",
+        "--set",
+        "model.family=sdxl",
+        "--set",
+        "memory.gradient_checkpointing=false",
+        "--max-steps",
+        "9",
+    )
     assert main(["plan", *asked]) == 0
     said = capsys.readouterr().out
     assert "bf16 does not fit with 0 blocks checkpointed, as asked for" in said

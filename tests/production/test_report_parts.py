@@ -1,4 +1,4 @@
-"""Curves and pictures of the report: whatever a run left, they stand and nothing that matters is lost."""
+"""Curves and images of the report: whatever a run left, they stand and nothing that matters is lost."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 
-from lora_trainer.production.report import pictures
+from lora_trainer.production.report import images
 from lora_trainer.production.report.chart import (
     MOST_POINTS,
     Line,
@@ -105,17 +105,17 @@ def test_numbers_as_people_read_them(value: float, told: str) -> None:
     assert short(value) == told
 
 
-def test_pictures_fit_into_the_pages_budget(tmp_path: Path) -> None:
+def test_images_fit_into_the_pages_budget(tmp_path: Path) -> None:
     random = Random(0)
     paths = [tmp_path / f"{index}.png" for index in range(3)]
     for path in paths:
         Image.frombytes("RGB", (300, 200), random.randbytes(300 * 200 * 3)).save(path)
-    (tmp_path / "broken.png").write_bytes(b"no picture")
+    (tmp_path / "broken.png").write_bytes(b"no image")
     wanted = [*paths, tmp_path / "broken.png", tmp_path / "absent.png"]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(pictures, "BUDGET", 20_000)
-        small = pictures.embedded(wanted)
-    large = pictures.embedded(wanted)
+        patch.setattr(images, "BUDGET", 20_000)
+        small = images.embedded(wanted)
+    large = images.embedded(wanted)
     assert set(small) == set(large) == set(paths)
     sizes = [len(base64.b64decode(uri.partition(",")[2])) for uri in small.values()]
     assert sum(sizes) <= 20_000 < sum(map(len, large.values()))

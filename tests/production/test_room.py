@@ -20,7 +20,7 @@ def needed(**settings: object) -> int:
 def test_what_a_run_keeps_takes_room():
     lora = 2 * sum(8 * 320 for _ in SHAPES)
     assert needed(keep_last=4) > needed(keep_last=2)
-    assert needed(weights_every_steps=100) - needed() >= 20 * lora
+    assert needed(export_every_n_steps=100) - needed() >= 20 * lora
     assert needed(export_dtype="fp32") - needed() == 2 * lora, "both files, twice as wide"
 
 

@@ -26,8 +26,8 @@ def test_paths_of_sources_hold_from_anywhere(tmp_path: Path, monkeypatch: pytest
     root = tmp_path.resolve()
     assert source.path == str(root / "home" / "a-{0..3}.tar")
     assert (source.captions_file, source.masks) == (str(root / "all.csv"), "alpha")
-    (masked,) = with_absolute_paths(config_of(path="a", masks="grey")).data.sources
-    assert masked.masks == str(root / "grey")
+    (masked,) = with_absolute_paths(config_of(path="a", masks="gray")).data.sources
+    assert masked.masks == str(root / "gray")
 
 
 def test_a_run_over_shards_has_a_plain_name() -> None:

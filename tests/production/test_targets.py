@@ -22,15 +22,15 @@ def targets(folder: Path, **record: Any) -> dict[str, Target]:
     return {target.name: target for target in targets_of(run)}
 
 
-def test_a_card_is_judged_by_its_targets(tmp_path):
+def test_a_gpu_is_judged_by_its_targets(tmp_path):
     stalls = {"stall_seconds": {"median": 0.02}}
     found = targets(tmp_path, seen=SEEN, hardware={"device": "cuda:0"}, checkpoints=stalls)
     assert {name: (target.seen, target.met) for name, target in found.items()} == {
-        "card computes": ("91.0 %", True),
-        "card's memory, of what is allowed": ("62.0 %", False),
+        "GPU computes": ("91.0 %", True),
+        "GPU's memory, of what is allowed": ("62.0 %", False),
         "processor": ("30.0 %", True),
         "system memory": ("50.0 %", True),
-        "processor waits for disks": ("20.0 %", False),
+        "CPU waits for disks": ("20.0 %", False),
         "steps wait for data": ("2.0 %", False),  # with caches 1 % is allowed
         "a checkpoint stops the steps": ("20 ms", True),
     }
@@ -38,10 +38,10 @@ def test_a_card_is_judged_by_its_targets(tmp_path):
     assert without["steps wait for data"].met
 
 
-def test_a_processor_and_an_older_run_have_what_was_seen(tmp_path):
+def test_a_cpu_and_an_older_run_have_what_was_seen(tmp_path):
     assert list(targets(tmp_path, seen=SEEN, hardware={"device": "cpu"})) == [
         "system memory",
-        "processor waits for disks",
+        "CPU waits for disks",
         "steps wait for data",
     ]
     assert list(targets(tmp_path)) == ["steps wait for data"]

@@ -95,7 +95,7 @@ def demand_of(family: str, **settings: object):
 def test_the_plan_counts_them(family):
     rates = (1e-5,) * len(FAMILIES[family].word_texts)
     _, without = demand_of(family)
-    resolved, along = demand_of(family, text__learning_rates=rates, text__lora_rank=4)
+    resolved, along = demand_of(family, text_encoder__learning_rates=rates, text_encoder__lora_rank=4)
     less, more = (parts_of(each, 1, 0, "bf16") for each in (without, along))
     clip = {"sd15": 123_060_480, "flux": 123_060_480}.get(family, 123_060_480 + 694_659_840)
     assert (more.weights - less.weights) * 2**30 == pytest.approx(2 * clip, rel=0.01)  # T5 is not there
@@ -111,18 +111,18 @@ def test_the_plan_counts_them(family):
 @pytest.mark.parametrize("family", ["sd3", "flux"])
 def test_t5_is_counted_where_it_is_trained(family):
     _, without = demand_of(family)
-    _, along = demand_of(family, text__learning_rates=(*([0.0] * len(FAMILIES[family].word_texts)), 1e-5))
+    _, along = demand_of(family, text_encoder__learning_rates=(*([0.0] * len(FAMILIES[family].word_texts)), 1e-5))
     less, more = (parts_of(each, 1, 0, "bf16") for each in (without, along))
     assert (more.weights - less.weights) * 2**30 > 2 * 4_762_310_656
     assert [encoder.layers for encoder in along.texts.encoders] == [24]
     assert sum(a * b for a, b in along.texts.shapes) == 24 * 16 * (4 * 2 * 4096 + 3 * (4096 + 10240))
 
 
-def test_a_processor_holds_t5_where_it_is_trained():
+def test_a_cpu_holds_t5_where_it_is_trained():
     """Published in bf16: in fp32 it is brought in, in bf16 it stays mapped."""
 
     def training(precision: str, *rates: float) -> float:
-        resolved, _ = demand_of("flux", text__learning_rates=rates, memory__base_precision=precision)
+        resolved, _ = demand_of("flux", text_encoder__learning_rates=rates, memory__weight_dtype=precision)
         return make_plan(resolved).phases["train"].host_gib
 
     clip = 4 * 123_060_480 / 2**30
@@ -133,8 +133,8 @@ def test_a_processor_holds_t5_where_it_is_trained():
 
 def test_nothing_is_counted_where_none_is_trained():
     _, without = demand_of("sdxl")
-    _, idle = demand_of("sdxl", text__learning_rates=(0.0, 0.0))
+    _, idle = demand_of("sdxl", text_encoder__learning_rates=(0.0, 0.0))
     assert without.texts == idle.texts == TextSizes()
-    _, one = demand_of("sdxl", text__learning_rates=(0.0, 1e-5))
+    _, one = demand_of("sdxl", text_encoder__learning_rates=(0.0, 1e-5))
     assert [(each.layers, each.width) for each in one.texts.encoders] == [(32, 1280)]
     assert sum(one.texts.held.values()) > 8e8  # the other reads captions beside it

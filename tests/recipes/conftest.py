@@ -1,4 +1,4 @@
-"""One tiny model, one data set and one finished run for all recipes."""
+"""One tiny model, one dataset and one finished run for all recipes."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.recipes.recipe import Bench, draw_pictures, save_tiny_model
+from tests.recipes.recipe import Bench, draw_images, save_tiny_model
 
 
 @pytest.fixture(scope="session")
@@ -15,8 +15,8 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def pictures(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return draw_pictures(tmp_path_factory.mktemp("data") / "pictures")
+def images(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return draw_images(tmp_path_factory.mktemp("data") / "images")
 
 
 @pytest.fixture(scope="session")
@@ -25,14 +25,14 @@ def shared_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def bench(tiny_model: Path, pictures: Path, shared_cache: Path, tmp_path: Path) -> Bench:
+def bench(tiny_model: Path, images: Path, shared_cache: Path, tmp_path: Path) -> Bench:
     """The shared model, data and caches; runs in a folder of the test's own."""
-    return Bench(tiny_model, pictures, tmp_path / "runs", shared_cache)
+    return Bench(tiny_model, images, tmp_path / "runs", shared_cache)
 
 
 @pytest.fixture(scope="session")
-def finished(tiny_model: Path, pictures: Path, shared_cache: Path, tmp_path_factory: pytest.TempPathFactory) -> Bench:
+def finished(tiny_model: Path, images: Path, shared_cache: Path, tmp_path_factory: pytest.TempPathFactory) -> Bench:
     """A finished run named `first`, judged in brief, to look at only."""
-    made = Bench(tiny_model, pictures, tmp_path_factory.mktemp("finished"), shared_cache)
-    assert made.run("first", checkpoint__every_steps=3, validate__every_steps=3, gates__lora_check="lite") == 0
+    made = Bench(tiny_model, images, tmp_path_factory.mktemp("finished"), shared_cache)
+    assert made.run("first", checkpoint__every_n_steps=3, validation__every_n_steps=3, gates__lora_check="lite") == 0
     return made

@@ -1,4 +1,4 @@
-"""A tiny random model, a small data set, and the command run in this process."""
+"""A tiny random model, a small dataset, and the command run in this process."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from safetensors import safe_open
 from lora_trainer.cli.main import main
 from tests.export.tiny import tiny_pipeline
 
-COLOURS = ("red", "green", "blue", "orange", "purple", "teal", "brown", "navy", "olive", "maroon")
+COLORS = ("red", "green", "blue", "orange", "purple", "teal", "brown", "navy", "olive", "maroon")
 QUICK = {
     "lora.rank": "4",
-    "batch.effective": "2",
-    "memory.base_precision": "fp32",
-    "optim.learning_rate": "1e-2",
-    "validate.every_steps": "0",
-    "sample.steps": "2",
+    "train.effective_batch_size": "2",
+    "memory.weight_dtype": "fp32",
+    "optimizer.learning_rate": "1e-2",
+    "validation.every_n_steps": "0",
+    "sample.num_inference_steps": "2",
     "sample.count": "1",
-    "sample.every_steps": "0",
+    "sample.every_n_steps": "0",
     "gates.lora_check": "off",  # it would take most of a tiny run's time; a test of it asks for it by name
     "train.grace_seconds": "3600",  # a busy machine takes longer for a tiny step than a signal leaves by default
 }
@@ -40,18 +40,18 @@ def save_tiny_model(folder: Path, family: str = "sd15") -> Path:
     return folder / "model"
 
 
-def draw_pictures(folder: Path, count: int = 10) -> Path:
-    """Captioned pictures of two shapes, so that there are two buckets at 64 px."""
+def draw_images(folder: Path, count: int = 10) -> Path:
+    """Captioned images of two shapes, so that there are two buckets at 64 px."""
     folder.mkdir(parents=True, exist_ok=True)
     for index in range(count):
         width, height = ((96, 96), (120, 72))[index % 2]
-        picture = Image.new("RGB", (width, height), COLOURS[index % len(COLOURS)])
-        pen = ImageDraw.Draw(picture)
+        image = Image.new("RGB", (width, height), COLORS[index % len(COLORS)])
+        pen = ImageDraw.Draw(image)
         pen.ellipse((10 + index, 12, 50 + index, 52 + index), fill="white", outline="black")
         pen.line((0, height, width, index * 5), fill="yellow", width=6)
-        picture.save(folder / f"picture_{index}.png")
-        caption = f"a ring on a {COLOURS[index % len(COLOURS)]} background, picture {index}"
-        (folder / f"picture_{index}.txt").write_text(caption, encoding="utf-8")
+        image.save(folder / f"image_{index}.png")
+        caption = f"a ring on a {COLORS[index % len(COLORS)]} background, picture {index}"
+        (folder / f"image_{index}.txt").write_text(caption, encoding="utf-8")
     return folder
 
 
@@ -68,7 +68,7 @@ class Bench:
         self, name: str, *extra: str, command: str = "train", steps: int = 6, **settings: object
     ) -> list[str]:
         """The command's arguments. Settings are named with two underscores: `lora__rank=8`; None leaves one out."""
-        given = QUICK | {"cache.folder": str(self.cache)}
+        given = QUICK | {"cache.dir": str(self.cache)}
         if command == "produce":  # enforces the gate, which needs its score
             given["gates.lora_check"] = "full"
         given |= {key.replace("__", "."): str(value) for key, value in settings.items()}

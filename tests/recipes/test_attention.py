@@ -1,4 +1,4 @@
-"""`memory.attention` of whole runs: the fastest is timed once, said, and kept on resuming."""
+"""`hardware.attention_backend` of whole runs: the fastest is timed once, said, and kept on resuming."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def attention_of(bench: Bench, name: str) -> tuple[str, dict[str, Any]]:
 
 def test_the_fastest_is_timed_once_and_kept_on_resuming(bench, capsys):
     """Timed for real, so either may win; what is recorded is then swapped, which a second race would not follow."""
-    assert bench.run("timed", steps=1, memory__attention="fastest") == 0
+    assert bench.run("timed", steps=1, hardware__attention_backend="fastest") == 0
     line, told = attention_of(bench, "timed")
     fastest = told["hardware"]["timed_attention"]
     times = {name: float(ms) for name, ms in re.findall(r"(\w+) ([\d.]+) ms", line)}
@@ -36,13 +36,13 @@ def test_the_fastest_is_timed_once_and_kept_on_resuming(bench, capsys):
     (left,) = [line for line in told["choices"] if line.startswith("not used for attention")]
     assert "xformers" in left
     assert left not in capsys.readouterr().out, "what is not here is of no concern"
-    assert read_toml(bench.folder("timed") / "config.toml")["memory"]["attention"] == fastest
+    assert read_toml(bench.folder("timed") / "config.toml")["hardware"]["attention_backend"] == fastest
 
     slower = max(times, key=times.__getitem__)
     told["hardware"]["timed_attention"] = slower
     (bench.folder("timed") / "run.json").write_text(json.dumps(told), encoding="utf-8")
     capsys.readouterr()
-    assert bench.run("timed", "--resume", steps=2, memory__attention="fastest") == 0
+    assert bench.run("timed", "--resume", steps=2, hardware__attention_backend="fastest") == 0
     assert f"attention {slower}: the fastest when the run began" in capsys.readouterr().out
     line, told = attention_of(bench, "timed")
     assert line.startswith(f"attention {slower}: works")
@@ -50,16 +50,16 @@ def test_the_fastest_is_timed_once_and_kept_on_resuming(bench, capsys):
 
 
 def test_what_does_not_work_here_is_one_line_of_a_verbose_run(bench, capsys):
-    assert bench.run("verbose", "-v", steps=1, memory__attention="fastest") == 0
+    assert bench.run("verbose", "-v", steps=1, hardware__attention_backend="fastest") == 0
     (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("not used for attention")]
     assert "xformers" in line
 
 
 def test_an_attention_that_cannot_be_had_is_refused_with_what_would_do(bench, capsys):
-    assert bench.run("asked", steps=1, memory__attention="flash3") == 2
+    assert bench.run("asked", steps=1, hardware__attention_backend="flash3") == 2
     said = capsys.readouterr().err
-    assert "memory.attention=flash3" in said
-    assert "Set memory.attention=auto" in said or "set memory.attention=auto" in said
+    assert "hardware.attention_backend=flash3" in said
+    assert "Set hardware.attention_backend=auto" in said or "set hardware.attention_backend=auto" in said
 
 
 @pytest.mark.parametrize(("tokens", "device", "tried"), [(64, "cpu", True), (4096, "cpu", False), (64, "cuda", False)])

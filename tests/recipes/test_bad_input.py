@@ -17,7 +17,7 @@ from lora_trainer.cli.main import main
 from lora_trainer.diffusion import loss as loss_module
 from lora_trainer.production import run as run_module
 from lora_trainer.production.folder import LOCK
-from tests.recipes.recipe import Bench, draw_pictures, patched, record, rows
+from tests.recipes.recipe import Bench, draw_images, patched, record, rows
 
 
 def with_data(bench: Bench, data: Path) -> Bench:
@@ -35,7 +35,7 @@ def said_plainly(capsys: pytest.CaptureFixture[str]) -> str:
     return said.err
 
 
-def test_a_folder_without_pictures(bench, tmp_path, capsys):
+def test_a_folder_without_images(bench, tmp_path, capsys):
     empty = tmp_path / "empty"
     empty.mkdir()
     assert with_data(bench, empty).run("none") in (2, 3)
@@ -49,8 +49,8 @@ def test_a_folder_that_is_not_there(bench, tmp_path, capsys):
 
 
 @pytest.mark.parametrize("command", ["train", "produce"])
-def test_pictures_without_captions(command, bench, tmp_path, capsys):
-    data = draw_pictures(tmp_path / "bare")
+def test_images_without_captions(command, bench, tmp_path, capsys):
+    data = draw_images(tmp_path / "bare")
     for caption in sorted(data.glob("*.txt"))[:4]:
         caption.unlink()
     assert with_data(bench, data).run("bare", command=command) == 3
@@ -61,9 +61,9 @@ def test_pictures_without_captions(command, bench, tmp_path, capsys):
 
 
 def test_half_the_files_broken(bench, tmp_path, capsys):
-    data = draw_pictures(tmp_path / "broken")
-    for picture in sorted(data.glob("*.png"))[:5]:
-        picture.write_bytes(picture.read_bytes()[:200])
+    data = draw_images(tmp_path / "broken")
+    for image in sorted(data.glob("*.png"))[:5]:
+        image.write_bytes(image.read_bytes()[:200])
     assert with_data(bench, data).run("broken", command="produce") == 3
     assert "5 of 10 files cannot be read" in said_plainly(capsys)
     assert not bench.folder("broken").exists()
@@ -167,7 +167,7 @@ def test_a_single_file_that_is_damaged(bench, tmp_path, capsys):
 
 
 def test_what_is_wrong_with_data_is_said_once(bench, tmp_path, capsys):
-    data = draw_pictures(tmp_path / "bare")
+    data = draw_images(tmp_path / "bare")
     for caption in sorted(data.glob("*.txt"))[:4]:
         caption.unlink()
     assert with_data(bench, data).run("bare") == 3
@@ -176,8 +176,8 @@ def test_what_is_wrong_with_data_is_said_once(bench, tmp_path, capsys):
 
 
 def test_a_dry_run_of_refused_data_shows_its_plan(bench, tmp_path, capsys):
-    data = draw_pictures(tmp_path / "bare")
-    (data / "picture_0.txt").unlink()
+    data = draw_images(tmp_path / "bare")
+    (data / "image_0.txt").unlink()
     assert with_data(bench, data).run("bare", "--dry-run") == 3
     said = capsys.readouterr()
     assert "settings that a preset, file or flag set" in said.out
@@ -185,25 +185,25 @@ def test_a_dry_run_of_refused_data_shows_its_plan(bench, tmp_path, capsys):
 
 
 def test_a_caption_that_may_be_missing(bench, tmp_path, capsys):
-    data = draw_pictures(tmp_path / "bare")
-    (data / "picture_0.txt").unlink()
+    data = draw_images(tmp_path / "bare")
+    (data / "image_0.txt").unlink()
     assert with_data(bench, data).run("bare", "--dry-run", data__allow_missing_captions="true") == 0
     said = capsys.readouterr().out
-    assert "note: picture_0.png has no caption. It is trained on the empty caption" in said
+    assert "note: image_0.png has no caption. It is trained on the empty caption" in said
     assert "allow_missing_captions=true" not in said
 
 
 def test_equal_names_in_two_folders_are_told_apart(bench, tmp_path, capsys):
     for name in ("cats", "dogs"):
-        draw_pictures(tmp_path / "both" / name)
+        draw_images(tmp_path / "both" / name)
     assert with_data(bench, tmp_path / "both").run("both", "--dry-run") == 0
     said = capsys.readouterr().out
     assert "warning: 10 of 20 files are exact copies of others" in said
-    assert "(first: dogs/picture_0.png is the same file as ../cats/picture_0.png)" in said
+    assert "(first: dogs/image_0.png is the same file as ../cats/image_0.png)" in said
 
 
 def test_a_cache_folder_that_is_not_there(tmp_path, capsys):
-    for action in ("status", "clean"):
+    for action in ("status", "prune"):
         assert main(["cache", action, str(tmp_path / "nope")]) == 2
         assert "There is no folder" in said_plainly(capsys)
 
@@ -221,7 +221,7 @@ def test_steps_and_epochs_together(bench, capsys):
         (("--preset", "12gbb"), ("12gbb", "12gb")),
         (("--stepps", "3"), ("--stepps",)),
         (("--set", "lora.rnk=3"), ("lora.rnk", "rank")),
-        (("--set", "optim.name=adamx"), ("optim.name", "adamw")),
+        (("--set", "optimizer.name=adamx"), ("optimizer.name", "adamw")),
         (("--set", "lora.rank=-1"), ("lora.rank", "at least 1")),
         (("--seed", "many"), ("train.seed", "whole number")),
     ],
@@ -247,16 +247,16 @@ def test_a_folder_that_is_no_run(bench, capsys):
 
 
 def test_all_mistakes_are_told_at_once(bench, capsys):
-    extra = ["--preset", "12gbb", "--rank", "8", "--set", "lora.rankk=3", "--set", "optim.learning_rate=quick"]
+    extra = ["--preset", "12gbb", "--rank", "8", "--set", "lora.rankk=3", "--set", "optimizer.learning_rate=quick"]
     assert main([*bench.arguments("wrong"), *extra]) == 2
     said = said_plainly(capsys)
-    for word in ("12gbb", "12gb", "--rank", "lora.rank", "rankk", "optim.learning_rate", "quick"):
+    for word in ("12gbb", "12gb", "--rank", "lora.rank", "rankk", "optimizer.learning_rate", "quick"):
         assert word in said, said
     assert not bench.folder("wrong").exists()
 
 
 def test_a_pattern_that_matches_nothing(bench, capsys):
-    assert bench.run("pattern", lora__targets="*.no_such_layer") == 2
+    assert bench.run("pattern", lora__target_modules="*.no_such_layer") == 2
     assert "'*.no_such_layer' matches none" in said_plainly(capsys)
     assert not bench.folder("pattern").exists(), "corrected, the same command must run"
 
@@ -279,13 +279,18 @@ def nan_at(step: int) -> Callable[..., torch.Tensor]:
 
 
 def test_a_loss_that_is_not_finite_ends_the_run_and_names_what_is_safe(bench, capsys):
-    # Steps of one micro batch, so that the fourth call is the fourth step.
+    # Steps of one micro-batch, so that the fourth call is the fourth step.
     with patched(loss_module, "squared_error", nan_at(4)):
-        assert bench.run("nan", control__not_finite="stop", batch__effective=1, checkpoint__every_steps=2) == 5
+        assert (
+            bench.run(
+                "nan", safeguards__on_nonfinite="stop", train__effective_batch_size=1, checkpoint__every_n_steps=2
+            )
+            == 5
+        )
     said = said_plainly(capsys)
     assert "not finite (loss nan, gradient nan) at step 4" in said
     assert "step-000003 is safe" in said
-    assert "optim.learning_rate" in said
+    assert "optimizer.learning_rate" in said
     folder = bench.folder("nan")
     document = record(folder)
     assert (document["status"], document["exit_code"], document["steps"]) == ("failed", 5, 3)
@@ -293,7 +298,7 @@ def test_a_loss_that_is_not_finite_ends_the_run_and_names_what_is_safe(bench, ca
     assert [row["step"] for row in rows(folder)] == [1, 2, 3]
     assert [path.name for path in sorted((folder / "checkpoints").iterdir())] == ["step-000002", "step-000003"]
     assert not list(folder.glob("*.safetensors"))
-    assert bench.run("nan", "--resume", batch__effective=1, checkpoint__every_steps=2) == 0
+    assert bench.run("nan", "--resume", train__effective_batch_size=1, checkpoint__every_n_steps=2) == 0
     assert record(folder)["status"] == "done"
 
 
@@ -310,21 +315,21 @@ def test_out_of_memory_ends_the_run_and_names_what_is_safe(bench, capsys):
 
 
 def test_a_rate_beyond_reason_trains_or_fails_plainly(bench, capsys):
-    assert bench.run("wild", optim__learning_rate=10) in (0, 5)
+    assert bench.run("wild", optimizer__learning_rate=10) in (0, 5)
     said_plainly(capsys)
     assert record(bench.folder("wild"))["status"] in ("done", "failed")
 
 
 def test_brackets_in_names_and_captions_are_no_markup(bench, tmp_path, capsys):
-    data = draw_pictures(tmp_path / "set [red]")
-    for picture in sorted(data.glob("*.png")):
-        picture.rename(picture.with_name(f"[bold]{picture.name}"))
+    data = draw_images(tmp_path / "set [red]")
+    for image in sorted(data.glob("*.png")):
+        image.rename(image.with_name(f"[bold]{image.name}"))
     for caption in sorted(data.glob("*.txt")):
         caption.rename(caption.with_name(f"[bold]{caption.name}"))
         caption.with_name(f"[bold]{caption.name}").write_text(f"[/] a [red] ring :cat: {caption.stem}", "utf-8")
     assert with_data(bench, data).run("markup", "--dry-run") == 0
     shown = capsys.readouterr().out
-    assert "[bold]picture_" in shown
+    assert "[bold]image_" in shown
     assert "[/] a [red] ring :cat:" in shown
 
 
@@ -332,7 +337,7 @@ def test_output_inside_the_data_is_refused(bench, capsys):
     arguments = bench.arguments("inside")
     arguments[arguments.index("--output") + 1] = str(bench.data / "runs")
     assert main(arguments) == 2
-    assert "lies in the data set" in capsys.readouterr().err
+    assert "lies in the dataset" in capsys.readouterr().err
     assert not (bench.data / "runs").exists()
 
 
@@ -384,7 +389,7 @@ def test_a_finished_run_is_not_offered_to_be_resumed(finished, capsys):
 
 
 def test_a_negative_cache_limit_is_refused(capsys):
-    assert main(["cache", "clean", "--limit-gb", "-1"]) == 2
+    assert main(["cache", "prune", "--limit-gb", "-1"]) == 2
     assert "negative" in capsys.readouterr().err
 
 

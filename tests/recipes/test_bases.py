@@ -1,4 +1,4 @@
-"""What `--model` may name, through the real command: a model of a hub, another autoencoder, and what is refused."""
+"""What `--model` may name, through the real command: a model of a hub, another VAE, and what is refused."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def no_socket(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_model_of_a_hub_is_its_folder_and_is_gone_on_with_offline(
     hub: LocalHub, fetched: Bench, finished: Bench, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert fetched.run("hub", steps=3, checkpoint__every_steps=3, validate__every_steps=3) == 0
+    assert fetched.run("hub", steps=3, checkpoint__every_n_steps=3, validation__every_n_steps=3) == 0
     assert "fetching some/tiny-model at 0123456789ab from the hub" in capsys.readouterr().err
     folder = fetched.folder("hub")
     assert losses(folder) == losses(finished.folder("first"))[:3]
@@ -78,7 +78,7 @@ def test_a_model_of_a_hub_is_its_folder_and_is_gone_on_with_offline(
     assert main(["train", "--config", str(moved / "config.toml"), "--resume", "--offline", "--max-steps", "6"]) == 0
     assert exported(moved)["kohya"].keys() == exported(finished.folder("first"))["kohya"].keys()
     assert losses(moved) == losses(finished.folder("first"))
-    drawn = ["--prompt", "a ring", "--set", "run.offline=true", "--set", "sample.steps=1"]
+    drawn = ["--prompt", "a ring", "--set", "run.offline=true", "--set", "sample.num_inference_steps=1"]
     assert main(["sample", str(moved / "moved.safetensors"), "--model", NAME, *drawn]) == 0
     assert main(["validate", str(moved / "moved.safetensors"), "--set", "gates.lora=0"]) == 0
     assert f"base model: {NAME} at 0123456789ab" in capsys.readouterr().err
@@ -154,7 +154,7 @@ def test_another_autoencoder_is_trained_and_drawn_with_and_made_anew(
     file = tmp_path / "other.safetensors"
     save_file(other.state_dict(), file)
     before = contents(bench.model)
-    settings = {"checkpoint__every_steps": 3, "validate__every_steps": 3}
+    settings = {"checkpoint__every_n_steps": 3, "validation__every_n_steps": 3}
     assert bench.run("vae", steps=3, model__vae=tmp_path / "vae", **settings) == 0
     assert losses(bench.folder("vae"))[0] != losses(finished.folder("first"))[0]
     assert contents(bench.model) == before
@@ -165,10 +165,10 @@ def test_another_autoencoder_is_trained_and_drawn_with_and_made_anew(
     assert bench.run("vae", "--resume", steps=4, model__vae=tmp_path / "vae", **settings) == 0
     assert bench.run("file", steps=3, model__vae=file, **settings) == 0
     told = {name: record(bench.folder(name))["choices"] for name in ("vae", "file")}
-    assert f"autoencoder: {tmp_path / 'vae'}" in told["vae"]
-    assert any(line.startswith(f"autoencoder: {file} (a file tells no scaling_factor") for line in told["file"])
+    assert f"VAE: {tmp_path / 'vae'}" in told["vae"]
+    assert any(line.startswith(f"VAE: {file} (a file tells no scaling_factor") for line in told["file"])
     assert losses(bench.folder("file")) == losses(bench.folder("vae"))[:3]
-    assert bench.run("vae", "--resume", steps=5, **settings) == 2  # it began with another autoencoder
+    assert bench.run("vae", "--resume", steps=5, **settings) == 2  # it began with another VAE
 
 
 def other_channels(folder: Path) -> Path:
@@ -183,10 +183,10 @@ def test_an_autoencoder_that_does_not_fit_is_refused_with_both_numbers(
     (tmp_path / "empty").mkdir()
     for vae, words in (
         (other_channels(tmp_path / "wide"), ("16 latent channels", "own has 4", "1.5305", "0.18215")),
-        (tmp_path / "lost", ("There is no autoencoder at",)),
-        (tmp_path / "empty", ("holds no autoencoder",)),
+        (tmp_path / "lost", ("There is no VAE at",)),
+        (tmp_path / "empty", ("holds no VAE",)),
         (bench.model / "unet", ("is a UNet2DConditionModel",)),
-        (bench.model / "unet/diffusion_pytorch_model.safetensors", ("is no autoencoder",)),
+        (bench.model / "unet/diffusion_pytorch_model.safetensors", ("is no VAE",)),
     ):
         assert bench.run("refused", model__vae=vae) == 2
         said = capsys.readouterr().err

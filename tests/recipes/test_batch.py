@@ -19,7 +19,7 @@ from lora_trainer.jobs import queue
 from lora_trainer.models import FAMILIES, kept
 from lora_trainer.monitor.trackers import Trackers
 from lora_trainer.training import run as run_module
-from tests.recipes.recipe import QUICK, contents, draw_pictures, exported, patched, record, rows, save_tiny_model
+from tests.recipes.recipe import QUICK, contents, draw_images, exported, patched, record, rows, save_tiny_model
 
 STEPS = 3
 
@@ -38,7 +38,7 @@ class Night:
     cache: Path
 
     def arguments(self, *extra: str, **settings: object) -> list[str]:
-        given = QUICK | {"cache.folder": str(self.cache), "checkpoint.every_steps": "1"}
+        given = QUICK | {"cache.dir": str(self.cache), "checkpoint.every_n_steps": "1"}
         given["gates.lora"] = "0"  # nothing is scored
         given |= {key.replace("__", "."): str(value) for key, value in settings.items()}
         chosen = [part for key, value in given.items() for part in ("--set", f"{key}={value}")]
@@ -59,16 +59,16 @@ class Night:
         return (self.output / name / "logs" / "console.txt").read_text(encoding="utf-8")
 
 
-def make_root(root: Path, pictures: Path, *names: str) -> Path:
+def make_root(root: Path, images: Path, *names: str) -> Path:
     for name in names:
-        shutil.copytree(pictures, root / name)
+        shutil.copytree(images, root / name)
     return root
 
 
 @pytest.fixture
-def night(tmp_path: Path, pictures: Path, tiny_model: Path, shared_cache: Path) -> Night:
-    """Three good folders with the same pictures."""
-    root = make_root(tmp_path / "root", pictures, "ash", "birch", "cedar")
+def night(tmp_path: Path, images: Path, tiny_model: Path, shared_cache: Path) -> Night:
+    """Three good folders with the same images."""
+    root = make_root(tmp_path / "root", images, "ash", "birch", "cedar")
     return Night(root, tmp_path / "night", tiny_model, shared_cache)
 
 
@@ -83,16 +83,16 @@ class Seen:
 
 
 @pytest.fixture(scope="module")
-def over(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path, pictures: Path) -> Seen:
+def over(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path, images: Path) -> Seen:
     """Six folders, two of them bad, in caches of their own."""
     place = tmp_path_factory.mktemp("over")
-    root = make_root(place / "root", pictures, "ash", "birch", "cedar [x]", "elm", "fir")
+    root = make_root(place / "root", images, "ash", "birch", "cedar [x]", "elm", "fir")
     (root / "elm" / "lora.toml").write_text("[lora]\nrank = 8\n", encoding="utf-8")
     other = save_tiny_model(place / "models", "sdxl")
     path = os.path.relpath(other, root / "cedar [x]").replace("\\", "/")
     (root / "cedar [x]" / "lora.toml").write_text(f"[model]\npath = '{path}'\n", encoding="utf-8")
     (root / "fir" / "lora.toml").write_text("[lora]\nrang = 8\nalpha = -1\n", encoding="utf-8")
-    for caption in sorted(draw_pictures(root / "dull").glob("*.txt"))[:5]:
+    for caption in sorted(draw_images(root / "dull").glob("*.txt"))[:5]:
         caption.unlink()
     night = Night(root, place / "night", tiny_model, place / "caches")
     reads: list[str] = []
@@ -146,7 +146,7 @@ def test_good_folders_are_trained_and_bad_ones_have_their_reason(over):
 
 
 def test_each_job_is_held_to_the_whole_gate(night):
-    (night.root / "ash" / "lora.toml").write_text("[optim]\nlearning_rate = 1e-12\n", encoding="utf-8")
+    (night.root / "ash" / "lora.toml").write_text("[optimizer]\nlearning_rate = 1e-12\n", encoding="utf-8")
     shutil.rmtree(night.root / "cedar")
     gate = Config().gates
     given = {"gates__lora": gate.lora, "gates__lora_check": gate.lora_check}
@@ -167,7 +167,7 @@ def test_a_batch_refuses_what_has_not_seen_every_image(night):
     assert "3 images were never trained" in night.jobs("reason")["ash"]
 
 
-def test_nothing_is_written_beside_the_pictures(over):
+def test_nothing_is_written_beside_the_images(over):
     assert contents(over.night.root) == over.before
 
 
@@ -177,7 +177,7 @@ def test_a_folders_own_file_has_the_last_word(over):
     assert (ash["config"]["lora"]["rank"], ash["origins"]["lora.rank"]) == (4, "--set")
     cedar = record(over.night.output / "cedar [x]")
     assert (ash["model"]["family"], cedar["model"]["family"]) == ("sd15", "sdxl")
-    assert (cedar["origins"]["model.path"], cedar["origins"]["sample.steps"]) == ("lora.toml", "--set")
+    assert (cedar["origins"]["model.path"], cedar["origins"]["sample.num_inference_steps"]) == ("lora.toml", "--set")
     assert "family preset sdxl" in cedar["origins"].values(), "another model brings its family's settings"
 
 
@@ -286,7 +286,7 @@ def test_what_goes_wrong_in_one_job_is_its_own(night):
         return true(resolved, **arguments)
 
     # Shows when the model is loaded: the run's folder is there already.
-    (night.root / "birch" / "lora.toml").write_text('[lora]\ntargets = "nothing.*"\n', encoding="utf-8")
+    (night.root / "birch" / "lora.toml").write_text('[lora]\ntarget_modules = "nothing.*"\n', encoding="utf-8")
     with patched(worker, "train", train):
         assert night.run() == 2
     assert night.jobs("status") == {"ash": "failed", "birch": "failed", "cedar": "done"}
@@ -306,21 +306,21 @@ def wrong_root(night: Night, tmp_path: Path) -> dict[str, tuple[list[str], str]]
     """Batches that are refused as a whole: the arguments and what is said."""
     empty, mixed, same = tmp_path / "empty", tmp_path / "mixed", tmp_path / "same"
     empty.mkdir()
-    draw_pictures(mixed, 2)
+    draw_images(mixed, 2)
     for name in ("a", "b"):
-        draw_pictures(same / name, 1)
+        draw_images(same / name, 1)
         (same / name / "lora.toml").write_text('[run]\nname = "Twin"\n', encoding="utf-8")
     output = ["--output", str(night.output)]
     return {
         "no ROOT": ([], "batch needs ROOT"),
         "an absent one": ([str(tmp_path / "absent")], "does not exist"),
-        "a file": ([str(mixed / "picture_0.png")], "is a file"),
+        "a file": ([str(mixed / "image_0.png")], "is a file"),
         "no folders": ([str(empty)], "holds no folder"),
-        "pictures": ([str(mixed)], "lora-trainer train --data"),
+        "images": ([str(mixed)], "lora-trainer train --data"),
         "one name twice": ([str(same)], "a and b would both become the run Twin"),
         "output inside": ([str(night.root), "--output", str(night.root / "out")], "nothing is written there"),
         "cache inside": (
-            [str(night.root), *output, "--set", f"cache.folder={night.root / 'cache'}"],
+            [str(night.root), *output, "--set", f"cache.dir={night.root / 'cache'}"],
             "nothing is written there",
         ),
         "data": ([str(night.root), *output, "--data", "x"], "--data is not for a batch"),

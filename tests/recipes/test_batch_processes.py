@@ -21,8 +21,8 @@ STEPS = 40
 
 
 @pytest.fixture
-def night(tmp_path: Path, pictures: Path, tiny_model: Path, shared_cache: Path) -> Night:
-    root = make_root(tmp_path / "root", pictures, "ash", "birch", "cedar")
+def night(tmp_path: Path, images: Path, tiny_model: Path, shared_cache: Path) -> Night:
+    root = make_root(tmp_path / "root", images, "ash", "birch", "cedar")
     return Night(root, tmp_path / "night", tiny_model, shared_cache)
 
 
@@ -60,7 +60,7 @@ def finish(night: Night, checkout: Path, *extra: str) -> None:
     for name in ("ash", "birch", "cedar"):
         assert [row["step"] for row in rows(night.output / name)] == list(range(1, STEPS + 1))
     kohya = [exported(night.output / name)["kohya"] for name in ("ash", "birch", "cedar")]
-    assert kohya[0] == kohya[1] == kohya[2], "the pictures are the same"
+    assert kohya[0] == kohya[1] == kohya[2], "the images are the same"
 
 
 def test_killed_in_the_third_job(night: Night, checkout: Path) -> None:

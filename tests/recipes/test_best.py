@@ -1,4 +1,4 @@
-"""The weights of the lowest held-out loss are kept, survive a stop, and are what is exported."""
+"""The weights of the lowest validation loss are kept, survive a stop, and are what is exported."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ from tests.recipes.test_resume import at_step, stop
 # The second step is best: the rate rises until it and the decay together throw the weights about. Figures are smooth
 # until then, and the same on every CPU to four digits: 1.0789, 1.0755, 1.0704, 1.0723, 1.0730, 1.0892, 1.2215.
 HASTY: dict[str, object] = {
-    "optim__learning_rate": 0.05,
-    "optim__weight_decay": 80.0,
-    "schedule__warmup_steps": 6,
-    "validate__every_steps": 1,
-    "checkpoint__every_steps": 2,
+    "optimizer__learning_rate": 0.05,
+    "optimizer__weight_decay": 80.0,
+    "lr_scheduler__warmup_steps": 6,
+    "validation__every_n_steps": 1,
+    "checkpoint__every_n_steps": 2,
     "checkpoint__keep_last": 1,
 }
 
 
 @pytest.fixture(scope="module")
-def hasty(tiny_model: Path, pictures: Path, shared_cache: Path, tmp_path_factory: pytest.TempPathFactory) -> Bench:
-    made = Bench(tiny_model, pictures, tmp_path_factory.mktemp("hasty"), shared_cache)
+def hasty(tiny_model: Path, images: Path, shared_cache: Path, tmp_path_factory: pytest.TempPathFactory) -> Bench:
+    made = Bench(tiny_model, images, tmp_path_factory.mktemp("hasty"), shared_cache)
     assert made.run("run", **HASTY) == 0
     return made
 
@@ -56,7 +56,7 @@ def test_the_best_step_is_released_and_recorded(hasty: Bench) -> None:
 
 
 def test_the_last_step_is_released_when_asked_for(hasty: Bench, bench: Bench) -> None:
-    assert bench.run("run", **HASTY, checkpoint__release="last") == 0
+    assert bench.run("run", **HASTY, checkpoint__export_weights="last") == 0
     assert record(bench.folder("run"))["released"]["step"] == 6
     assert exported(bench.folder("run")) != exported(hasty.folder("run"))
 
@@ -100,7 +100,7 @@ def test_best_weights_that_are_damaged_are_named_and_the_last_are_released(bench
 
 
 def test_nothing_held_out_releases_the_last(bench: Bench) -> None:
-    assert bench.run("run", **HASTY | {"data__held_out": 0.0}, steps=2) == 0
+    assert bench.run("run", **HASTY | {"validation__split": 0.0}, steps=2) == 0
     released = record(bench.folder("run"))["released"]
     assert (released["step"], released["held_out"]) == (2, None)
     assert "nothing was held out" in released["reason"]
@@ -110,16 +110,16 @@ def test_nothing_held_out_releases_the_last(bench: Bench) -> None:
 def test_what_validation_shows_is_said(bench: Bench, capsys: pytest.CaptureFixture[str]) -> None:
     assert bench.run("run", **HASTY, steps=4) == 0
     said = capsys.readouterr().out
-    assert "step 0: held-out loss" in said
+    assert "step 0: validation loss" in said
     assert "of the base alone" in said
     assert "the lowest so far (was" in said
-    assert "step 4: held-out loss" in said
+    assert "step 4: validation loss" in said
     assert "at step 2)" in said
     assert "releasing step 2" in said
 
 
 def test_a_signal_in_the_last_step_leaves_nothing_unmeasured(bench: Bench) -> None:
-    settings = {"optim__learning_rate": 3e-3, "validate__every_steps": 5}
+    settings = {"optimizer__learning_rate": 3e-3, "validation__every_n_steps": 5}
     assert bench.run("straight", **settings) == 0
     measured = rows(bench.folder("straight"), "validation.jsonl")
     assert [row["step"] for row in measured] == [0, 5, 6]
@@ -149,4 +149,4 @@ def test_a_held_out_loss_that_is_no_number_is_never_the_best(bench: Bench, capsy
     measured_at = {row["step"]: row["loss"] for row in rows(bench.folder("run"), "validation.jsonl")}
     assert measured_at[1] is None
     assert record(bench.folder("run"))["released"]["step"] == min((2, 3), key=measured_at.__getitem__)
-    assert "step 1: held-out loss nan\n" in capsys.readouterr().out
+    assert "step 1: validation loss nan\n" in capsys.readouterr().out

@@ -20,13 +20,13 @@ from lora_trainer.data.steps import Ref
 from lora_trainer.models import FAMILIES
 from lora_trainer.models.family import Encoders
 from lora_trainer.production import caching, feed, session
-from tests.recipes.recipe import Bench, contents, draw_pictures, exported, patched, rows
+from tests.recipes.recipe import Bench, contents, draw_images, exported, patched, rows
 
 
 @pytest.fixture
 def own(bench: Bench, tmp_path: Path) -> Bench:
-    """Pictures that may be changed, and caches that are empty."""
-    return Bench(bench.model, draw_pictures(tmp_path / "own"), bench.output, tmp_path / "caches")
+    """Images that may be changed, and caches that are empty."""
+    return Bench(bench.model, draw_images(tmp_path / "own"), bench.output, tmp_path / "caches")
 
 
 def test_a_second_run_loads_no_encoder_to_train(own, capsys, monkeypatch):
@@ -44,24 +44,24 @@ def test_a_second_run_loads_no_encoder_to_train(own, capsys, monkeypatch):
     shown = capsys.readouterr().out
     assert "10 latents: 10 reused, 0 rebuilt" in shown
     assert "11 texts: 11 reused, 0 rebuilt" in shown
-    # For pictures, for captions, and for the prompts that judging the file asks in both runs.
+    # For images, for captions, and for the prompts that judging the file asks in both runs.
     assert (first, len(loads) - first) == (3, 1)
 
 
 def test_only_what_changed_is_built_again(own, capsys):
     assert own.run("first", steps=1) == 0
-    (own.data / "picture_3.txt").write_text("a ring that moved", encoding="utf-8")
+    (own.data / "image_3.txt").write_text("a ring that moved", encoding="utf-8")
     capsys.readouterr()
     assert own.run("caption", steps=1) == 0
     shown = capsys.readouterr().out
     assert "10 latents: 10 reused, 0 rebuilt" in shown
     assert "11 texts: 10 reused, 1 rebuilt (1 caption changed)" in shown
 
-    picture = Image.open(own.data / "picture_3.png").rotate(180)
-    picture.save(own.data / "picture_3.png")
-    assert own.run("picture", steps=1) == 0
+    image = Image.open(own.data / "image_3.png").rotate(180)
+    image.save(own.data / "image_3.png")
+    assert own.run("image", steps=1) == 0
     shown = capsys.readouterr().out
-    assert "10 latents: 9 reused, 1 rebuilt (1 picture changed)" in shown
+    assert "10 latents: 9 reused, 1 rebuilt (1 image changed)" in shown
     assert "11 texts: 11 reused, 0 rebuilt" in shown
 
 
@@ -92,12 +92,12 @@ def test_a_dry_run_shows_the_plan_and_writes_nothing(own, tmp_path, capsys):
 
 def test_data_that_cannot_be_read_any_more_loses_no_step(bench, finished, monkeypatch, capsys):
     """The entry's file and the fix are said once, what was trained is saved, and --resume goes on."""
-    settings = {"checkpoint__every_steps": 3, "validate__every_steps": 3}
+    settings = {"checkpoint__every_n_steps": 3, "validation__every_n_steps": 3}
     true = feed.read_micro
 
     def gone(data: CachedData, refs: Sequence[Ref], step: int, *rest: Any) -> Batch:
         if step == 4:
-            raise TrainingFailed(Problem("picture_1.png is gone.", "Bring it back."))
+            raise TrainingFailed(Problem("image_1.png is gone.", "Bring it back."))
         return true(data, refs, step, *rest)
 
     before = threading.active_count()
@@ -105,7 +105,7 @@ def test_data_that_cannot_be_read_any_more_loses_no_step(bench, finished, monkey
         assert bench.run("first", **settings) == 5
     assert threading.active_count() == before
     said = capsys.readouterr()
-    assert (said.out + said.err).count("picture_1.png is gone.") == 1
+    assert (said.out + said.err).count("image_1.png is gone.") == 1
     assert "step-000004 is safe: --resume goes on from there. Bring it back." in said.out + said.err
     assert bench.run("first", "--resume", **settings) == 0
     assert exported(bench.folder("first")) == exported(finished.folder("first"))
@@ -118,7 +118,7 @@ def test_a_disk_without_room_is_refused_before_anything_is_built(own, capsys, mo
     said = capsys.readouterr().err
     assert "Filling the caches needs" in said
     assert "1 KB free" in said
-    assert "cache.folder" in said
+    assert "cache.dir" in said
     assert not list(own.cache.rglob("*.safetensors"))
 
 
@@ -142,10 +142,10 @@ def test_a_cache_above_its_limit_keeps_what_the_run_needs(own, capsys):
     assert "10 latents: 10 reused, 0 to build" in capsys.readouterr().out
 
 
-def test_a_card_too_small_for_one_picture_is_refused_before_encoders_are_loaded(own, capsys, monkeypatch):
+def test_a_gpu_too_small_for_one_image_is_refused_before_encoders_are_loaded(own, capsys, monkeypatch):
     monkeypatch.setattr(caching, "usable_bytes", lambda config, device: 2**20)
     assert own.run("small", steps=1) == 2
-    assert "Encoding one picture of" in capsys.readouterr().err
+    assert "Encoding one image of" in capsys.readouterr().err
     monkeypatch.undo()
     assert own.run("filled", steps=1) == 0
     monkeypatch.setattr(caching, "usable_bytes", lambda config, device: 2**20)

@@ -4,24 +4,24 @@ from __future__ import annotations
 
 import pytest
 
-from tests.recipes.recipe import Bench, draw_pictures, exported, losses, record
+from tests.recipes.recipe import Bench, draw_images, exported, losses, record
 
 VARIED = {
     "captions__shuffle": "true",
     "captions__tag_dropout": 0.25,
     "captions__dropout": 0.2,
-    "captions__dropout_every_epochs": 3,
-    "captions__trigger": "zobo",
+    "captions__dropout_every_n_epochs": 3,
+    "captions__trigger_word": "zobo",
     "captions__variants": 4,
-    "captions__weighted_words": "true",
-    "checkpoint__every_steps": 3,
+    "captions__prompt_weighting": "true",
+    "checkpoint__every_n_steps": 3,
 }
 
 
 @pytest.fixture
 def own(bench: Bench, tmp_path) -> Bench:
-    """Pictures with tags, which may be changed, and caches that are empty."""
-    data = draw_pictures(tmp_path / "own", count=6)
+    """Images with tags, which may be changed, and caches that are empty."""
+    data = draw_images(tmp_path / "own", count=6)
     for index, path in enumerate(sorted(data.glob("*.txt"))):
         path.write_text(f"a (ring:1.3), a field, {'one, two' if index else 'zobo, three'}", encoding="utf-8")
     return Bench(bench.model, data, bench.output, tmp_path / "caches")
@@ -39,7 +39,7 @@ def test_six_steps_are_three_and_three_with_captions_that_vary(own, capsys):
     assert own.run("whole", **VARIED) == 0
     shown = capsys.readouterr().out
     assert "captions, for example, 20% of the time the empty one:" in shown
-    assert "  picture_0.png: canonical 'a ring, a field, zobo, three', trained on 4 texts:" in shown
+    assert "  image_0.png: canonical 'a ring, a field, zobo, three', trained on 4 texts:" in shown
     assert "note: 5 of 6 captions lack the trigger 'zobo'" in shown
     assert "up to 4 texts for each of 2 captions: " in shown
     assert own.run("halves", steps=3, **VARIED) == 0
@@ -49,15 +49,15 @@ def test_six_steps_are_three_and_three_with_captions_that_vary(own, capsys):
     whole = record(own.folder("whole"))["ledger"]
     assert whole == record(own.folder("halves"))["ledger"]
     assert whole["captions"]["dropped"] > 0
-    ledger = (own.folder("whole") / "ledger.csv").read_text(encoding="utf-8")
+    ledger = (own.folder("whole") / "sample_counts.csv").read_text(encoding="utf-8")
     assert all("zobo" in line for line in ledger.splitlines() if line.startswith("caption,") and "ring" in line)
     capsys.readouterr()
 
     first = texts_of(own, capsys)
     assert ", 0 to build" in first
-    later = {"captions__dropout": 0.5, "captions__dropout_every_epochs": 0, "train__seed": 7}
+    later = {"captions__dropout": 0.5, "captions__dropout_every_n_epochs": 0, "train__seed": 7}
     assert texts_of(own, capsys, **later) == first
-    (own.data / "picture_0.txt").write_text("a ring, zobo alone, there", encoding="utf-8")
+    (own.data / "image_0.txt").write_text("a ring, zobo alone, there", encoding="utf-8")
     changed = texts_of(own, capsys)
     built = int(changed.partition(" reused, ")[2].split()[0])
     assert 1 <= built <= 5  # its variants, and its canonical text where it is held out

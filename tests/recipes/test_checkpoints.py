@@ -17,7 +17,7 @@ from lora_trainer.models.family import Architecture, public_architecture
 from lora_trainer.models.single import tokenizers, transformers, unet
 from tests.models.single.originals import flow_checkpoint, unet_checkpoint, write, z_image_checkpoint
 from tests.models.single.tiny import FLOWS, tiny_flow_pipeline, tiny_pipeline, tiny_z_image
-from tests.recipes.recipe import Bench, draw_pictures, exported, losses, record
+from tests.recipes.recipe import Bench, draw_images, exported, losses, record
 
 KINDS = {
     "sd15": "epsilon",
@@ -44,7 +44,7 @@ def made(kind: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Benc
     pipeline.save_pretrained(folder / "model")
     smaller(folder / "model", monkeypatch)
     file = write(tensors, folder / "one.safetensors", {"modelspec.prediction_type": "v"} if kind == "sd2" else None)
-    plain = Bench(folder / "model", draw_pictures(folder / "data", 4), folder / "runs", folder / "cache")
+    plain = Bench(folder / "model", draw_images(folder / "data", 4), folder / "runs", folder / "cache")
     more = {"model__text_encoders": str(folder / "model")} if KINDS[kind] == "flow" else {}
     return plain, replace(plain, model=file), more
 
@@ -81,9 +81,9 @@ def test_a_checkpoint_trains_as_its_folder_does(kind: str, tmp_path: Path, monke
     assert exported(plain.folder("folder"))["diffusers"] == exported(plain.folder("single"))["diffusers"]
     folder, alone = (record(plain.folder(name)) for name in ("folder", "single"))
     assert folder["lora"]["parts"] == alone["lora"]["parts"]
-    for picture in sorted((plain.folder("folder") / "samples").glob("*_with*.png")):
-        other = plain.folder("single") / picture.relative_to(plain.folder("folder"))
-        with Image.open(picture) as one, Image.open(other) as two:
+    for image in sorted((plain.folder("folder") / "samples").glob("*_with*.png")):
+        other = plain.folder("single") / image.relative_to(plain.folder("folder"))
+        with Image.open(image) as one, Image.open(other) as two:
             assert one.tobytes() == two.tobytes()
 
 
@@ -101,7 +101,7 @@ def test_a_file_is_judged_and_drawn_on_a_checkpoint_as_on_its_folder(
         assert main(["validate", str(lora), *given, "--data", str(plain.data), "--json"]) in (0, 4)
         reports.append(json.loads(capsys.readouterr().out))
         target = tmp_path / f"drawn_{len(drawn)}"
-        words = ["--prompt", "a ring", "--steps", "2", "--output", str(target)]
+        words = ["--prompt", "a ring", "--num-inference-steps", "2", "--output", str(target)]
         assert main(["sample", str(lora), *given, *words]) == 0
         drawn.append([Image.open(path).tobytes() for path in sorted(target.rglob("*_with*.png"))])
     assert reports[0]["parts"]["integrity"] == 1.0

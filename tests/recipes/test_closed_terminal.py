@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 import select
+import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -24,25 +26,36 @@ def take_terminal() -> None:
     fcntl.ioctl(0, termios.TIOCSCTTY, 0)
 
 
-def test_a_closed_terminal_saves(bench: Bench, checkout: Path) -> None:
+def take_terminal_and_stay() -> None:
+    """As under `nohup`: the signal of a closed terminal is ignored."""
+    take_terminal()
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+
+
+def ended_in_a_closed_terminal(arguments: list[str], checkout: Path, prepare: Callable[[], None]) -> int:
+    """The exit code of a run whose terminal is closed after its first step."""
     import pty
 
     ours, theirs = pty.openpty()
-    process = subprocess.Popen(
-        [sys.executable, "-m", "lora_trainer", *bench.arguments("first", steps=2000)],
-        stdin=theirs,
-        stdout=theirs,
-        stderr=theirs,
-        cwd=checkout,
-        preexec_fn=take_terminal,
-    )
+    command = [sys.executable, "-m", "lora_trainer", *arguments]
+    process = subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs, cwd=checkout, preexec_fn=prepare)
     os.close(theirs)
     said, began = b"", time.monotonic()
     while b"loss 0" not in said and time.monotonic() - began < 300:
         if select.select([ours], [], [], 1.0)[0]:
             said += os.read(ours, 65536)
     os.close(ours)
-    assert process.wait(300) == 129
+    return process.wait(300)
+
+
+def test_a_run_that_ignores_it_trains_on(bench: Bench, checkout: Path) -> None:
+    arguments = bench.arguments("first", steps=60)
+    assert ended_in_a_closed_terminal(arguments, checkout, take_terminal_and_stay) == 0
+    assert record(bench.folder("first"))["steps"] == 60
+
+
+def test_a_closed_terminal_saves(bench: Bench, checkout: Path) -> None:
+    assert ended_in_a_closed_terminal(bench.arguments("first", steps=2000), checkout, take_terminal) == 129
     stopped, folder = record(bench.folder("first")), bench.folder("first")
     assert (stopped["status"], stopped["exit_code"]) == ("stopped", 129)
     assert stopped["steps"] > 0

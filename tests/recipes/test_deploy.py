@@ -54,7 +54,7 @@ def test_kubernetes_runs_what_the_image_has(checkout: Path, bench: Bench, tmp_pa
     user = words["USER"].partition(":")[0]
     assert pod["securityContext"] == {"runAsNonRoot": True, "fsGroup": int(user)}, "a name is not known to be no root"
 
-    places = {"/data/pictures": bench.data, "/data/my-sd15": bench.model, "/data/runs": tmp_path}
+    places = {"/data/images": bench.data, "/data/my-sd15": bench.model, "/data/runs": tmp_path}
     assert all(place.startswith(container["volumeMounts"][0]["mountPath"]) for place in places)
     arguments = [str(places.get(each, each)) for each in container["args"]]
     assert main([*arguments, "--dry-run", "--explain"]) == 0

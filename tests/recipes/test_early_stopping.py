@@ -9,10 +9,10 @@ from tests.recipes.recipe import Bench, record, rows
 
 def test_a_run_that_stopped_early_is_done_and_says_so(bench: Bench, capsys):
     settings: dict[str, object] = {
-        "validate__every_steps": 1,
-        "control__early_stopping": "true",
-        "control__patience": 1,
-        "control__min_change": 10,
+        "validation__every_n_steps": 1,
+        "safeguards__early_stopping": "true",
+        "safeguards__patience": 1,
+        "safeguards__min_delta": 10,
     }
     assert bench.run("early", **settings) == 0
     document = record(bench.folder("early"))
@@ -28,8 +28,8 @@ def test_a_run_that_stopped_early_is_done_and_says_so(bench: Bench, capsys):
     assert bench.run("early", "--resume", **settings) == 0
     said = " ".join(capsys.readouterr().out.split())
     assert "stopped early at step 2" in said
-    assert "control.patience" in said
-    assert bench.run("early", "--resume", **settings | {"control__patience": 3}) == 0
+    assert "safeguards.patience" in said
+    assert bench.run("early", "--resume", **settings | {"safeguards__patience": 3}) == 0
     assert record(bench.folder("early"))["steps"] == 4
     steps = [row["step"] for row in rows(bench.folder("early"))]
     assert all(b == a + 1 for a, b in pairwise(steps))

@@ -19,7 +19,7 @@ from lora_trainer.monitor.trackers import Trackers
 from lora_trainer.production import caching
 from tests.recipes.recipe import (
     Bench,
-    draw_pictures,
+    draw_images,
     exported,
     header_of,
     losses,
@@ -31,7 +31,12 @@ from tests.recipes.recipe import (
 from tests.recipes.test_resume import stop
 
 CPU = torch.device("cpu")
-LEARNING = {"data__resolution": 64, "lora__alpha": 8, "checkpoint__every_steps": 3, "captions__dropout": 0.3}  # rank 4
+LEARNING = {
+    "data__resolution": 64,
+    "lora__alpha": 8,
+    "checkpoint__every_n_steps": 3,
+    "captions__dropout": 0.3,
+}  # rank 4
 KINDS = {"sd3-without-t5": "sd3", "sd3.5": "sd3", "flux-schnell": "flux"}  # further ones of a family
 AT_1024 = ("flux", "z_image")  # pixels that the gate asks them at, for no config of theirs says less: ten times as long
 
@@ -41,11 +46,11 @@ def trained(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     """A family's tiny model, and a finished run named `cat` of twelve steps on it."""
     folder = tmp_path_factory.mktemp(request.param, numbered=False)
     made = Bench(
-        save_tiny_model(folder, request.param), draw_pictures(folder / "data"), folder / "runs", folder / "cache"
+        save_tiny_model(folder, request.param), draw_images(folder / "data"), folder / "runs", folder / "cache"
     )
     assert detect_family(made.model) == KINDS.get(request.param, request.param)
     check = "off" if detect_family(made.model) in AT_1024 else "lite"
-    assert made.run("cat", steps=12, validate__every_steps=12, gates__lora_check=check, **LEARNING) == 0
+    assert made.run("cat", steps=12, validation__every_n_steps=12, gates__lora_check=check, **LEARNING) == 0
     return made
 
 
@@ -77,13 +82,13 @@ def learned(document: dict[str, Any]) -> bool:
 @pytest.mark.slow
 @pytest.mark.parametrize("family", AT_1024)
 def test_the_gate_measures_what_was_learned_at_1024_px(family, tmp_path):
-    made = Bench(save_tiny_model(tmp_path, family), draw_pictures(tmp_path / "data"), tmp_path, tmp_path / "cache")
+    made = Bench(save_tiny_model(tmp_path, family), draw_images(tmp_path / "data"), tmp_path, tmp_path / "cache")
     assert made.run("cat", steps=12, gates__lora_check="lite", **LEARNING) == 0
     assert learned(record(made.folder("cat")))
 
 
 def test_a_stopped_run_goes_on_exactly(trained):
-    settings = {"validate__every_steps": 12, **LEARNING}
+    settings = {"validation__every_n_steps": 12, **LEARNING}
     with patched(Trackers, "steps", stop(signal.SIGTERM)):
         assert trained.run("broken", steps=12, **settings) == 143
     assert record(trained.folder("broken"))["steps"] == 3
@@ -99,18 +104,18 @@ def test_the_file_loads_whole_in_a_fresh_pipeline_and_leaves_the_base_as_it_was(
     pipeline = FAMILIES[name].make_pipeline(trained.model, torch.float32, CPU)
     base = {key: value.clone() for key, value in getattr(pipeline, FAMILIES[name].denoiser_prefix).state_dict().items()}
 
-    def picture() -> torch.Tensor:
+    def image() -> torch.Tensor:
         drawn = pipeline(
             "a ring", num_inference_steps=2, width=64, height=64, output_type="pt", generator=torch.manual_seed(1)
         )
         return drawn.images[0]
 
-    before = picture()
+    before = image()
     assert judged(pipeline, FAMILIES[name], lora, read_lora(lora)) == []
     assert adapted_modules(pipeline, FAMILIES[name]) == len(read_lora(lora).modules) > 0
-    assert not torch.equal(picture(), before)
+    assert not torch.equal(image(), before)
     with without_lora(pipeline):
-        assert torch.equal(picture(), before)
+        assert torch.equal(image(), before)
     pipeline.unload_lora_weights()
     after = getattr(pipeline, FAMILIES[name].denoiser_prefix).state_dict()
     assert base.keys() == after.keys()
@@ -151,8 +156,8 @@ def test_a_model_that_predicts_velocity_down_to_no_signal(tmp_path):
     scheduler = model / "scheduler" / "scheduler_config.json"
     changes = {"prediction_type": "v_prediction", "rescale_betas_zero_snr": True, "timestep_spacing": "trailing"}
     scheduler.write_text(json.dumps(json.loads(scheduler.read_text("utf-8")) | changes), encoding="utf-8")
-    made = Bench(model, draw_pictures(tmp_path / "data"), tmp_path / "runs", tmp_path / "cache")
-    assert made.run("v", steps=8, validate__every_steps=8, loss__min_snr_gamma=5, gates__lora_check="lite") == 0
+    made = Bench(model, draw_images(tmp_path / "data"), tmp_path / "runs", tmp_path / "cache")
+    assert made.run("v", steps=8, validation__every_n_steps=8, loss__min_snr_gamma=5, gates__lora_check="lite") == 0
     first, last = rows(made.folder("v"), "validation.jsonl")
     assert last["loss"] < first["loss"]
     assert record(made.folder("v"))["lora"]["parts"]["integrity"] == 1.0
@@ -162,9 +167,9 @@ def test_a_model_that_predicts_velocity_down_to_no_signal(tmp_path):
 
 
 @pytest.mark.parametrize("family", ["sd3", pytest.param("flux", marks=pytest.mark.slow)])
-def test_text_encoders_too_large_for_a_card_are_read_layer_by_layer(family, tmp_path, capsys):
+def test_text_encoders_too_large_for_a_gpu_are_read_layer_by_layer(family, tmp_path, capsys):
     """As the plan says, and to the bit as those that stand there whole."""
-    model, data = save_tiny_model(tmp_path, family), draw_pictures(tmp_path / "data", 4)
+    model, data = save_tiny_model(tmp_path, family), draw_images(tmp_path / "data", 4)
     settings = {"data__resolution": 64, "steps": 2}
     made = Bench(model, data, tmp_path / "runs", tmp_path / "cache")
     assert made.run("whole", **settings) == 0

@@ -1,4 +1,4 @@
-"""`batch.find_micro`: how many samples fit is tried before training, without a trace but the number."""
+"""`train.auto_find_micro_batch_size`: how many samples fit is tried before training, without a trace but the number."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from lora_trainer.production import find_micro as finding
 from lora_trainer.production.find_micro import largest_that_fits
 from tests.recipes.recipe import Bench, exported, losses, record
 
-FIVE: dict[str, object] = {"batch__effective": 5, "steps": 3, "data__held_out": 0.0}
+FIVE: dict[str, object] = {"train__effective_batch_size": 5, "steps": 3, "validation__split": 0.0}
 
 
 @given(limit=st.integers(0, 200), most=st.integers(1, 128))
@@ -47,16 +47,16 @@ def short_above(most: int, asked: list[int]) -> Callable[..., Any]:
 
 
 def chosen(bench: Bench, name: str) -> str:
-    (line,) = [line for line in record(bench.folder(name))["choices"] if line.startswith("micro batch")]
+    (line,) = [line for line in record(bench.folder(name))["choices"] if line.startswith("micro-batch")]
     return str(line)
 
 
 def test_what_is_found_is_used_recorded_and_leaves_no_trace(bench, monkeypatch, capsys):
     asked: list[int] = []
-    assert bench.run("plain", batch__max_micro=3, **FIVE) == 0
+    assert bench.run("plain", train__max_micro_batch_size=3, **FIVE) == 0
     with monkeypatch.context() as patch:
         patch.setattr(loss_module, "squared_error", short_above(3, asked))
-        assert bench.run("found", batch__find_micro="true", **FIVE) == 0
+        assert bench.run("found", train__auto_find_micro_batch_size="true", **FIVE) == 0
     assert asked[:4] == [1, 2, 4, 3]
     assert max(asked[4:]) == 3
     assert exported(bench.folder("found")) == exported(bench.folder("plain"))
@@ -64,7 +64,7 @@ def test_what_is_found_is_used_recorded_and_leaves_no_trace(bench, monkeypatch, 
     assert "found by trying up to 5" in chosen(bench, "found")
     assert "4 run out of memory" in chosen(bench, "found")
     assert record(bench.folder("found"))["arithmetic"]["batch"] == 3
-    assert read_toml(bench.folder("found") / "config.toml")["batch"]["max_micro"] == 3
+    assert read_toml(bench.folder("found") / "config.toml")["train"]["max_micro_batch_size"] == 3
     # Repeated from its own config, now that there would be room for more.
     repeated = ["train", "--config", str(bench.folder("found") / "config.toml"), "--name", "again"]
     assert main(repeated) == 0
@@ -73,19 +73,19 @@ def test_what_is_found_is_used_recorded_and_leaves_no_trace(bench, monkeypatch, 
 
 @pytest.mark.slow
 def test_a_resumed_run_keeps_what_was_found(bench, monkeypatch):
-    settings = FIVE | {"batch__find_micro": "true", "checkpoint__every_steps": 1}
+    settings = FIVE | {"train__auto_find_micro_batch_size": "true", "checkpoint__every_n_steps": 1}
     with monkeypatch.context() as patch:
         patch.setattr(loss_module, "squared_error", short_above(2, []))
         assert bench.run("whole", **settings) == 0
         assert bench.run("found", **settings | {"steps": 2}) == 0
     assert bench.run("found", "--resume", **settings) == 0
-    assert chosen(bench, "found").startswith("micro batch 2: as it was found when the run began")
+    assert chosen(bench, "found").startswith("micro-batch 2: as it was found when the run began")
     assert losses(bench.folder("found")) == losses(bench.folder("whole"))
 
 
 @pytest.mark.slow
-def test_on_a_processor_free_memory_is_never_filled(bench, monkeypatch):
-    once = FIVE | {"steps": 1, "batch__find_micro": "true"}
+def test_on_a_cpu_free_memory_is_never_filled(bench, monkeypatch):
+    once = FIVE | {"steps": 1, "train__auto_find_micro_batch_size": "true"}
     held = finding.held_by
     needs = {}
 
@@ -109,5 +109,5 @@ def test_on_a_processor_free_memory_is_never_filled(bench, monkeypatch):
     # Not even one fits, and that is said; the step has its own ways to need less.
     monkeypatch.setattr(finding, "system_memory", lambda: (100, 0))
     assert bench.run("one", **once) == 0
-    assert chosen(bench, "one").startswith("micro batch 1")
+    assert chosen(bench, "one").startswith("micro-batch 1")
     assert "not even one sample fits" in chosen(bench, "one")

@@ -24,8 +24,8 @@ from tests.recipes.test_full_disk import BALLAST, fill_up, in_pauses, small_disk
 
 
 @pytest.fixture
-def night(tmp_path: Path, pictures: Path, tiny_model: Path, shared_cache: Path) -> Night:
-    return Night(make_root(tmp_path / "root", pictures, "ash", "birch"), tmp_path / "night", tiny_model, shared_cache)
+def night(tmp_path: Path, images: Path, tiny_model: Path, shared_cache: Path) -> Night:
+    return Night(make_root(tmp_path / "root", images, "ash", "birch"), tmp_path / "night", tiny_model, shared_cache)
 
 
 @pytest.fixture(autouse=True)

@@ -22,22 +22,20 @@ from lora_trainer.production import flow
 from lora_trainer.training import run as loop
 from tests.recipes.recipe import Bench, delete_under_a_run, exported, losses, patched, record, rows
 
-SETTINGS = {"checkpoint__every_steps": 2, "validate__every_steps": 2, "data__held_out": 0.2}
+SETTINGS = {"checkpoint__every_n_steps": 2, "validation__every_n_steps": 2, "validation__split": 0.2}
 BALLAST = "ballast"
 
 
 @pytest.fixture(scope="module")
-def undisturbed(
-    tiny_model: Path, pictures: Path, shared_cache: Path, tmp_path_factory: pytest.TempPathFactory
-) -> Bench:
+def undisturbed(tiny_model: Path, images: Path, shared_cache: Path, tmp_path_factory: pytest.TempPathFactory) -> Bench:
     """A run named `run` that nothing happened to."""
-    made = Bench(tiny_model, pictures, tmp_path_factory.mktemp("undisturbed"), shared_cache)
+    made = Bench(tiny_model, images, tmp_path_factory.mktemp("undisturbed"), shared_cache)
     assert made.run("run", **SETTINGS) == 0
     return made
 
 
 @pytest.fixture(scope="module", autouse=True)
-def no_pictures() -> Iterator[None]:
+def no_images() -> Iterator[None]:
     """They take half of a run's time, and no file of the run hangs on them."""
 
     def draw(*_: Any, **__: Any) -> None:
@@ -326,8 +324,8 @@ def test_the_forecast_covers_what_a_run_really_held(bench, monkeypatch):
 
     monkeypatch.setattr(os, "replace", weigh)
     monkeypatch.setattr(room, "highest_bytes", need)
-    several = {"checkpoint__every_steps": 1, "validate__every_steps": 1, "checkpoint__keep_last": 2}
-    assert bench.run("run", data__held_out=0.2, checkpoint__weights_every_steps=2, **several) == 0
+    several = {"checkpoint__every_n_steps": 1, "validation__every_n_steps": 1, "checkpoint__keep_last": 2}
+    assert bench.run("run", validation__split=0.2, checkpoint__export_every_n_steps=2, **several) == 0
     page = (folder / "report.html").stat().st_size
     assert max(weights) - page <= forecast[0] <= 2 * max(weights)
 

@@ -36,7 +36,7 @@ shuffle_caption = true
 resolution = 64
 batch_size = 2
 [[datasets.subsets]]
-image_dir = "{pictures}"
+image_dir = "{images}"
 num_repeats = 2
 [[datasets.subsets]]
 image_dir = "none"
@@ -48,11 +48,11 @@ num_repeats = 0
 def test_a_run_of_kohyas_config_to_its_end(bench: Bench, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config, ours = tmp_path / "kohya.toml", tmp_path / "ours.toml"
     config.write_text(CONFIG.format(model=BASE_FOLDER.as_posix(), output=bench.output.as_posix()), encoding="utf-8")
-    (tmp_path / "data.toml").write_text(DATA.format(pictures=bench.data.as_posix()), encoding="utf-8")
+    (tmp_path / "data.toml").write_text(DATA.format(images=bench.data.as_posix()), encoding="utf-8")
     assert main(["import", str(config), "--output", str(ours)]) == 0
     assert f"lora-trainer train --config {ours}" in capsys.readouterr().out
     # As it was imported, but for where caches lie and for the gate and its images, which take most of so short a run.
-    quick = {"cache.folder": bench.cache, "gates.lora_check": "off"}
+    quick = {"cache.dir": bench.cache, "gates.lora_check": "off"}
     settings = [part for name, value in quick.items() for part in ("--set", f"{name}={value}")]
     assert main(["train", "--config", str(ours), *settings]) == 0
     folder = bench.folder("theirs")

@@ -120,7 +120,7 @@ def test_convert_there_and_back_keeps_every_bit_and_never_overwrites(tmp_path, c
     assert main(["convert", str(there), str(back), "--to", "kohya"]) == 2
     assert "there already" in capsys.readouterr().err
     assert back.read_bytes() == before
-    assert main(["convert", str(there), str(back), "--to", "kohya", "--dtype", "fp32", "--yes"]) == 0
+    assert main(["convert", str(there), str(back), "--to", "kohya", "--dtype", "fp32", "--overwrite"]) == 0
     assert load_file(back)[f"{NAME}.lora_up.weight"].dtype == torch.float32
 
 
@@ -168,7 +168,7 @@ def test_words_that_cannot_be_written_leave_nothing_behind(tmp_path, capsys):
     save_file({key: torch.ones(shape) for key, shape in GOOD.items()} | words, source)
     (tmp_path / "out.embedding-zobo.safetensors").mkdir()
     target = tmp_path / "out.safetensors"
-    assert main(["convert", str(source), str(target), "--to", "diffusers", "--yes"]) == 2
+    assert main(["convert", str(source), str(target), "--to", "diffusers", "--overwrite"]) == 2
     assert "Nothing was kept" in capsys.readouterr().err
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out.embedding-zobo.safetensors", source.name]
 

@@ -50,7 +50,7 @@ def test_zero_terminal_snr_needs_a_model_that_predicts_velocity(bench, tmp_path,
     assert drawn[0] != drawn[1], "drawn on the schedule that was trained on"
 
 
-def test_weights_of_pictures_multiply_their_loss(bench, tmp_path):
+def test_weights_of_images_multiply_their_loss(bench, tmp_path):
     assert bench.run("plain", steps=1) == 0
     data = Path(shutil.copytree(bench.data, tmp_path / "weighted"))
     lines = [json.dumps({"file_name": path.name, "weight": 2.5}) for path in sorted(data.glob("*.png"))]
@@ -62,7 +62,7 @@ def test_weights_of_pictures_multiply_their_loss(bench, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "settings", [{"noise__input_perturbation": 0.2}, {"loss__kind": "huber", "loss__huber_delta": 0.05}]
+    "settings", [{"noise__input_perturbation": 0.2}, {"loss__type": "huber", "loss__huber_delta": 0.05}]
 )
 def test_options_of_noise_and_loss_change_the_first_loss(settings, finished, bench):
     assert bench.run("option", steps=1, **settings) == 0
@@ -70,7 +70,7 @@ def test_options_of_noise_and_loss_change_the_first_loss(settings, finished, ben
 
 
 def test_the_average_is_what_is_exported_and_validated_and_training_is_the_same(finished, bench):
-    assert bench.run("first", train__ema_decay=0.5, checkpoint__every_steps=3, validate__every_steps=3) == 0
+    assert bench.run("first", train__ema_decay=0.5, checkpoint__every_n_steps=3, validation__every_n_steps=3) == 0
     assert losses(bench.folder("first")) == losses(finished.folder("first"))
     assert exported(bench.folder("first")) != exported(finished.folder("first"))
     validations = [rows(each.folder("first"), "validation.jsonl") for each in (bench, finished)]
@@ -95,7 +95,7 @@ def test_a_schedule_free_run_exports_its_average(bench):
         return released
 
     with patched(flow, "choose_released", looking):
-        assert bench.run("free", optim__name="schedule_free", checkpoint__release="last") == 0
+        assert bench.run("free", optimizer__name="adamw_schedulefree", checkpoint__export_weights="last") == 0
     assert_exported(bench.folder("free"), seen)
 
 
@@ -110,49 +110,53 @@ def assert_exported(folder: Path, expected: dict[str, torch.Tensor]) -> None:
 
 
 def test_prodigy_takes_a_factor_and_refuses_a_rate(bench, capsys):
-    assert bench.run("rate", optim__name="prodigy", optim__learning_rate=1e-4) == 2
+    assert bench.run("rate", optimizer__name="prodigy", optimizer__learning_rate=1e-4) == 2
     assert "Prodigy finds the rate itself" in capsys.readouterr().err
-    assert bench.run("factor", steps=2, optim__name="prodigy", optim__learning_rate=None) == 0
-    assert "optim.learning_rate = 0.0001 (from default) gives way to 1.0" in capsys.readouterr().err
+    assert bench.run("factor", steps=2, optimizer__name="prodigy", optimizer__learning_rate=None) == 0
+    assert "optimizer.learning_rate = 0.0001 (from default) gives way to 1.0" in capsys.readouterr().err
     assert [row["lr"] for row in rows(bench.folder("factor"))] == [1.0, 1.0]
     assert any("gives way" in line for line in record(bench.folder("factor"))["choices"])
 
 
 def test_clipping_by_value_replaces_clipping_by_norm(bench, capsys):
-    assert bench.run("both", optim__clip_value=0.5, optim__clip_norm=2.0) == 2
-    assert "by value (optim.clip_value) or by norm, not both" in capsys.readouterr().err
-    assert bench.run("value", steps=2, optim__clip_value=1e-12) == 0
-    assert record(bench.folder("value"))["config"]["optim"]["clip_norm"] == 0.0
+    assert bench.run("both", optimizer__clip_value=0.5, optimizer__max_grad_norm=2.0) == 2
+    assert "by value (optimizer.clip_value) or by norm, not both" in capsys.readouterr().err
+    assert bench.run("value", steps=2, optimizer__clip_value=1e-12) == 0
+    assert record(bench.folder("value"))["config"]["optimizer"]["max_grad_norm"] == 0.0
     assert bench.run("norm", steps=2) == 0
     assert losses(bench.folder("value"))[0] == losses(bench.folder("norm"))[0]
     assert exported(bench.folder("value")) != exported(bench.folder("norm"))
 
 
-@pytest.mark.parametrize("stabilised", [True, False])
+@pytest.mark.parametrize("stabilized", [True, False])
 @pytest.mark.parametrize("rank", [4, 6])
-def test_the_file_changes_each_layer_as_the_network_in_memory_does(stabilised, rank, tmp_path):
+def test_the_file_changes_each_layer_as_the_network_in_memory_does(stabilized, rank, tmp_path):
     """Linear layers and convolutions, alpha unlike the rank: the scale is alpha / rank or alpha / sqrt(rank)."""
     family, unet = FAMILIES["sd15"], tiny_pipeline(tmp_path).unet.requires_grad_(False)
     names = target_modules(unet, family, ("*.to_q", "*.ff.net.*", "*.resnets.*.conv?", "*.conv_shortcut"))
-    made = inject_lora(unet, names, rank=rank, alpha=2.7, dropout=0.0, seed=1, rank_stabilised=stabilised)
+    made = inject_lora(unet, names, rank=rank, alpha=2.7, dropout=0.0, seed=1, rank_stabilized=stabilized)
     with torch.no_grad():
         for parameter in made.values():
             parameter.normal_()
-    config = Config.model_validate({"lora": {"rank": rank, "alpha": 2.7, "rank_stabilised": stabilised}})
+    config = Config.model_validate({"lora": {"rank": rank, "alpha": 2.7, "use_rslora": stabilized}})
     weights = lora_weights(config, SimpleNamespace(family=family), made)
-    told = facts(alpha=2.7, rank_stabilised=stabilised)
+    told = facts(alpha=2.7, rank_stabilized=stabilized)
     for path in write_lora(tmp_path, "cat", weights, told, dtype=torch.float32):
         written = read_lora(path)
         assert len(written.modules) == len(names)
-        assert json.loads(written.metadata["ss_network_args"]).get("rank_stabilised", False) is stabilised
+        assert json.loads(written.metadata["ss_network_args"]).get("rank_stabilized", False) is stabilized
         for name, pair in written.modules.items():
             expected = unet.get_submodule(name.removeprefix("unet.")).get_delta_weight("default").detach()
             assert torch.allclose(pair.delta(), expected, rtol=1e-6, atol=1e-6 * float(expected.abs().max()))
 
 
 def test_lora_files_hold_the_precision_that_is_asked_for(bench):
-    settings = {"steps": 2, "lora__alpha": 2.6, "checkpoint__weights_every_steps": 1, "gates__lora_check": "lite"}
-    settings |= {"text__tokens": '["<zobo>"]', "captions__trigger": "<zobo>", "sample__prompts": '["<zobo>"]'}
+    settings = {"steps": 2, "lora__alpha": 2.6, "checkpoint__export_every_n_steps": 1, "gates__lora_check": "lite"}
+    settings |= {
+        "textual_inversion__placeholder_tokens": '["<zobo>"]',
+        "captions__trigger_word": "<zobo>",
+        "sample__prompts": '["<zobo>"]',
+    }
     written = {}
     for name, dtype in (("fp32", torch.float32), ("fp16", torch.float16), ("bf16", torch.bfloat16)):
         assert bench.run(name, checkpoint__export_dtype=name, **settings) == 0
@@ -170,11 +174,11 @@ def test_lora_files_hold_the_precision_that_is_asked_for(bench):
         assert all(torch.equal(tensors[key], wide[key].to(value.dtype)) for key, value in tensors.items()), dtype
 
 
-def test_a_rank_stabilised_run_says_so_and_must_stay_so(bench, capsys):
-    assert bench.run("stable", steps=2, checkpoint__every_steps=1, lora__rank_stabilised="true", lora__alpha=2) == 0
+def test_a_rank_stabilized_run_says_so_and_must_stay_so(bench, capsys):
+    assert bench.run("stable", steps=2, checkpoint__every_n_steps=1, lora__use_rslora="true", lora__alpha=2) == 0
     header = header_of(bench.folder("stable") / "stable.safetensors")
-    assert json.loads(header["ss_network_args"])["rank_stabilised"] is True
+    assert json.loads(header["ss_network_args"])["rank_stabilized"] is True
     assert (header["ss_network_alpha"], header["lora_trainer.alpha"]) == ("4.0", "2.0")
     (bench.folder("stable") / "run.json").write_text('{"status": "stopped", "steps": 2}', encoding="utf-8")
     assert bench.run("stable", "--resume", steps=2, lora__alpha=2) == 2
-    assert "lora.rank_stabilised was true and is now false" in capsys.readouterr().err
+    assert "lora.use_rslora was true and is now false" in capsys.readouterr().err

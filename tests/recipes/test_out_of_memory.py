@@ -22,7 +22,7 @@ SHORT = "CUDA out of memory. Tried to allocate 2.00 GiB."
 
 
 def short_of_memory(work: Callable[..., Any]) -> Callable[..., Any]:
-    """The same work, which runs out of memory unless nothing needs to stay on the card."""
+    """The same work, which runs out of memory unless nothing needs to stay on the GPU."""
 
     def work_or_fail(*given: Any, **named: Any) -> Any:
         if named["usable"] != 0:
@@ -36,19 +36,19 @@ def never(*_: Any, **__: Any) -> Any:
     raise torch.OutOfMemoryError(SHORT)
 
 
-def test_gate_and_pictures_are_made_with_less(bench, finished, monkeypatch, capsys):
+def test_gate_and_images_are_made_with_less(bench, finished, monkeypatch, capsys):
     """And the trained denoiser, which makes room for the one that draws, comes back as it was."""
     rooms, freed = iter([0]), []
     monkeypatch.setattr(release, "usable_bytes", lambda *_: next(rooms, None))
     monkeypatch.setattr(release, "free_memory", freed.append)
     monkeypatch.setattr(release, "check_lora", short_of_memory(check_lora))
     monkeypatch.setattr(sample_module, "compare", short_of_memory(compare))
-    settings = {"checkpoint__every_steps": 3, "validate__every_steps": 3, "sample__every_steps": 3}
+    settings = {"checkpoint__every_n_steps": 3, "validation__every_n_steps": 3, "sample__every_n_steps": 3}
     assert bench.run("first", gates__lora_check="lite", **settings) == 0
     assert len(freed) == 2
     assert exported(bench.folder("first")) == exported(finished.folder("first"))
     said = capsys.readouterr().out
-    assert said.count("out of memory: once more with less on the card") == 3
+    assert said.count("out of memory: once more with less on the GPU") == 3
     assert record(bench.folder("first"))["lora"] == record(finished.folder("first"))["lora"]
     assert (bench.folder("first") / "samples" / "before_after.png").is_file()
 
@@ -70,8 +70,8 @@ def test_a_lora_that_cannot_be_judged_is_kept_and_can_be_judged_later(bench, mon
     assert exported(folder) == kept
 
 
-def test_pictures_are_encoded_fewer_at_once(tiny_model, pictures, tmp_path, monkeypatch, capsys):
-    """The same caches to rounding; a picture that does not fit even alone ends the run with what to change."""
+def test_images_are_encoded_fewer_at_once(tiny_model, images, tmp_path, monkeypatch, capsys):
+    """The same caches to rounding; an image that does not fit even alone ends the run with what to change."""
     family, asked = FAMILIES["sd15"], []
 
     def with_room_for(most: int) -> None:
@@ -89,20 +89,20 @@ def test_pictures_are_encoded_fewer_at_once(tiny_model, pictures, tmp_path, monk
         monkeypatch.setitem(FAMILIES, "sd15", replace(family, load_encoders=load_encoders))
 
     with_room_for(0)
-    place = Bench(tiny_model, pictures, tmp_path / "runs", tmp_path / "none")
+    place = Bench(tiny_model, images, tmp_path / "runs", tmp_path / "none")
     assert main(["cache", *place.arguments("first")[1:]]) == 5
-    assert "Out of memory while encoding one picture of" in capsys.readouterr().err
+    assert "Out of memory while encoding one image of" in capsys.readouterr().err
     asked.clear()
     with_room_for(1)
     place = replace(place, cache=tmp_path / "few")
     assert main(["cache", *place.arguments("first")[1:]]) == 0
     assert len(contents(place.cache)) > 0
     assert asked[:3] == [4, 2, 1]
-    assert "out of memory: 2 pictures are encoded at once in place of 4" in capsys.readouterr().out
+    assert "out of memory: 2 images are encoded at once in place of 4" in capsys.readouterr().out
 
 
 @pytest.mark.slow
-def test_captions_are_encoded_fewer_at_once(tiny_model, pictures, tmp_path, monkeypatch, capsys):
+def test_captions_are_encoded_fewer_at_once(tiny_model, images, tmp_path, monkeypatch, capsys):
     """The same captions to rounding; one that does not fit even alone ends the run with what to do."""
     family, asked = FAMILIES["sd15"], []
 
@@ -121,7 +121,7 @@ def test_captions_are_encoded_fewer_at_once(tiny_model, pictures, tmp_path, monk
         monkeypatch.setitem(FAMILIES, "sd15", replace(family, load_encoders=load_encoders))
 
     with_room_for(0)
-    place = Bench(tiny_model, pictures, tmp_path / "runs", tmp_path / "none")
+    place = Bench(tiny_model, images, tmp_path / "runs", tmp_path / "none")
     assert main(["cache", *place.arguments("first")[1:]]) == 5
     assert "Out of memory while encoding one caption" in capsys.readouterr().err
     asked.clear()
@@ -137,7 +137,7 @@ def test_captions_are_encoded_fewer_at_once(tiny_model, pictures, tmp_path, monk
 
 
 @pytest.mark.slow
-def test_pictures_encoded_beside_the_steps_wait_for_memory(bench, monkeypatch):
+def test_images_encoded_beside_the_steps_wait_for_memory(bench, monkeypatch):
     """Without cached latents: tried again when steps leave room, and nothing changes."""
     family, fails, waited = FAMILIES["sd15"], iter([False, True, True, True, False, True]), []
 
@@ -161,17 +161,17 @@ def test_pictures_encoded_beside_the_steps_wait_for_memory(bench, monkeypatch):
     assert exported(bench.folder("short")) == exported(bench.folder("calm"))
 
 
-def test_pictures_without_memory_while_training_change_no_step(bench, finished, monkeypatch, capsys):
+def test_images_without_memory_while_training_change_no_step(bench, finished, monkeypatch, capsys):
     monkeypatch.setattr(sample_module, "compare", never)
-    assert bench.run("first", checkpoint__every_steps=3, validate__every_steps=3, sample__every_steps=2) == 0
+    assert bench.run("first", checkpoint__every_n_steps=3, validation__every_n_steps=3, sample__every_n_steps=2) == 0
     said = capsys.readouterr().out
-    assert "no pictures at step 2: Out of memory with nothing left to reduce" in said
+    assert "no images at step 2: Out of memory with nothing left to reduce" in said
     assert losses(bench.folder("first")) == losses(finished.folder("first"))
     assert exported(bench.folder("first")) == exported(finished.folder("first"))
 
 
 def test_a_step_without_memory_is_told_in_the_record_and_the_report(bench, finished, monkeypatch, capsys):
-    """The whole command: one micro batch runs out, the run goes on, and everybody can read it."""
+    """The whole command: one micro-batch runs out, the run goes on, and everybody can read it."""
     fails = iter([False, False, True])
 
     def squared_error(*given: Any) -> torch.Tensor:
@@ -181,7 +181,7 @@ def test_a_step_without_memory_is_told_in_the_record_and_the_report(bench, finis
 
     true = loss_module.squared_error
     monkeypatch.setattr(loss_module, "squared_error", squared_error)
-    assert bench.run("first", checkpoint__every_steps=3, validate__every_steps=3) == 0
+    assert bench.run("first", checkpoint__every_n_steps=3, validation__every_n_steps=3) == 0
     folder = bench.folder("first")
     assert "out of memory (CUDA out of memory. Tried to allocate 2.00 GiB)" in capsys.readouterr().out
     assert [row["kind"] for row in rows(folder, "events.jsonl")] == ["memory"]

@@ -1,4 +1,4 @@
-"""The plan of a model of one's own, fp8 weights in a real run, and choices for a card without a card."""
+"""The plan of a model of one's own, fp8 weights in a real run, and choices for a GPU without a GPU."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from lora_trainer.production.plans.plan import architecture_of, make_demand, mak
 from lora_trainer.production.settings import settle
 from tests.recipes.recipe import Bench, exported, losses, record
 
-CARD = torch.device("cuda")
+GPU = torch.device("cuda")
 
 
 def test_a_model_of_ones_own_is_traced_once_and_remembered(bench: Bench, capsys, monkeypatch):
-    arguments = bench.arguments("planned", "--json", command="plan", memory__base_precision=None)
+    arguments = bench.arguments("planned", "--json", command="plan", memory__weight_dtype=None)
     from lora_trainer.cli.main import main
 
     assert main(arguments) == 0
@@ -42,29 +42,29 @@ def test_a_model_of_ones_own_is_traced_once_and_remembered(bench: Bench, capsys,
     assert json.loads(capsys.readouterr().out) == first
 
 
-def test_pictures_that_train_would_refuse_are_noted(bench: Bench, capsys):
+def test_images_that_train_would_refuse_are_noted(bench: Bench, capsys):
     from lora_trainer.cli.main import main
 
     for settings, told in (({}, False), ({"data__resolution": 512}, True)):
         assert main(bench.arguments("planned", command="plan", **settings)) == 0
         said = capsys.readouterr().out
-        assert ("10 of 10 pictures would be enlarged" in said) == told
+        assert ("10 of 10 images would be enlarged" in said) == told
         assert "with what published models of its family hold" in said
 
 
 def test_settings_are_traced_only_where_asked_for(bench: Bench, capsys, monkeypatch):
     """Each costs seconds of a large model: a plan of one takes no more traces than its choice needs."""
-    from lora_trainer.training.memory import gauge
+    from lora_trainer.training.memory import memory_model
 
-    traced, true = [], gauge.traced_footprint
-    monkeypatch.setattr(gauge, "traced_footprint", lambda *given: traced.append(given) or true(*given))
-    settings = {"memory__base_precision": None, "lora__rank": 6, "memory__limit_gib": 24.0}
+    traced, true = [], memory_model.traced_footprint
+    monkeypatch.setattr(memory_model, "traced_footprint", lambda *given: traced.append(given) or true(*given))
+    settings = {"memory__weight_dtype": None, "lora__rank": 6, "memory__limit_gib": 24.0}
     assert bench.run("planned", "--json", command="plan", **settings) == 0
     assert json.loads(capsys.readouterr().out)["settings"] == []
     assert len(traced) == 1
-    assert bench.run("planned", "--json", "--settings", command="plan", **settings) == 0
+    assert bench.run("planned", "--json", "--what-if", command="plan", **settings) == 0
     bought = {row["setting"]: row for row in json.loads(capsys.readouterr().out)["settings"]}
-    assert {"memory.offload_activations=true", "memory.checkpointing=all", "lora.rank=3"} <= set(bought)
+    assert {"memory.offload_activations=true", "memory.gradient_checkpointing=true", "lora.rank=3"} <= set(bought)
     assert len(traced) > 5
 
 
@@ -80,8 +80,8 @@ def bytes_in(folder: Path, *endings: str) -> int:
 @pytest.mark.parametrize("latents", ["true", "false"])
 def test_the_disk_that_a_run_takes_is_planned(bench: Bench, tmp_path, latents):
     """Caches within 5 %, never less than there is. A run's folder held one checkpoint more than at the end."""
-    settings = {"cache__folder": tmp_path / "cache", "cache__latents": latents, "lora__rank": 16}
-    settings |= {"checkpoint__every_steps": 2, "checkpoint__keep_last": 2, "data__flip": "true"}
+    settings = {"cache__dir": tmp_path / "cache", "cache__latents": latents, "lora__rank": 16}
+    settings |= {"checkpoint__every_n_steps": 2, "checkpoint__keep_last": 2, "data__flip": "true"}
     settings |= {"captions__variants": 3, "captions__shuffle": "true"}
     assert bench.run("written", **settings) == 0
     folder = bench.folder("written")
@@ -90,7 +90,7 @@ def test_the_disk_that_a_run_takes_is_planned(bench: Bench, tmp_path, latents):
     family, architecture = architecture_of(config, FAMILIES)
     cached, there = cache_bytes(config, family, architecture, *planned_data(config)), bytes_in(tmp_path / "cache")
     assert there <= cached <= 1.05 * there
-    shapes = make_demand(resolved, family, architecture, None).gauge.shapes(16)
+    shapes = make_demand(resolved, family, architecture, None).memory_model.shapes(16)
     needed, left = run_bytes(config, shapes, 6), bytes_in(folder, ".safetensors", ".jsonl", "state.json")
     one_more = bytes_in(folder / "checkpoints" / "step-000006")
     names = 4 * (CHECKPOINT_HEAD + (5 * NAMED + 3 * STATE_OF) * len(shapes))  # of three checkpoints and all else
@@ -101,16 +101,16 @@ def test_the_disk_that_a_run_takes_is_planned(bench: Bench, tmp_path, latents):
 
 
 def test_a_dry_run_shows_the_memory(bench: Bench, capsys):
-    """Without a card in one line, and only where a limit is set that it can be held against."""
+    """Without a GPU in one line, and only where a limit is set that it can be held against."""
     assert bench.run("dry", "--dry-run") == 0
-    assert "memory, on a card" not in capsys.readouterr().out
+    assert "memory, on a GPU" not in capsys.readouterr().out
     assert bench.run("dry", "--dry-run", memory__limit_gib=12.0) == 0
-    (line,) = [line for line in capsys.readouterr().out.splitlines() if "memory, on a card" in line]
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if "memory, on a GPU" in line]
     assert "GiB of 12" in line
 
 
 def test_fp8_weights_train_resume_exactly_and_are_judged_on_the_base(bench: Bench):
-    settings = {"memory__base_precision": "fp8", "checkpoint__every_steps": 2, "memory__checkpointing": "all"}
+    settings = {"memory__weight_dtype": "fp8", "checkpoint__every_n_steps": 2, "memory__gradient_checkpointing": "true"}
     assert bench.run("narrow", steps=4, gates__lora_check="lite", **settings) == 0
     straight = bench.folder("narrow")
     document = record(straight)
@@ -125,7 +125,7 @@ def test_fp8_weights_train_resume_exactly_and_are_judged_on_the_base(bench: Benc
     assert exported(resumed) == before
 
 
-def demand_on_a_card(limit: float, **memory: object):
+def demand_on_a_gpu(limit: float, **memory: object):
     values = {"model": {"family": "sdxl"}, "memory": {"limit_gib": limit, **memory}}
     resolved = settle(preset_layers(["8gb"]).layers, [Layer("--set", values)], builtin_if_none=False)
     family, architecture = architecture_of(resolved.config, FAMILIES)
@@ -136,16 +136,16 @@ def demand_on_a_card(limit: float, **memory: object):
 @pytest.mark.parametrize(
     ("limit", "precision", "dtype"), [(24.0, "bf16", torch.bfloat16), (5.0, "fp8", torch.bfloat16)]
 )
-def test_a_card_decides_precision_and_checkpointing(limit, precision, dtype, monkeypatch):
+def test_a_gpu_decides_precision_and_checkpointing(limit, precision, dtype, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda **_: True)
-    found = planned_choices(demand_on_a_card(limit), Choice("bf16", "the preset's"), CARD)
+    found = planned_choices(demand_on_a_gpu(limit), Choice("bf16", "the preset's"), GPU)
     assert (found.layout.stored, found.layout.dtype, found.layout.narrow) == (precision, dtype, precision == "fp8")
     assert f"of {limit:.1f}" in found.lines[0]
     assert (found.checkpointing == 0) == (limit == 24.0)
 
 
-def test_a_card_refuses_what_was_set_and_does_not_fit():
-    with pytest.raises(UsageError, match=r"memory\.checkpointing=auto"):
+def test_a_gpu_refuses_what_was_set_and_does_not_fit():
+    with pytest.raises(UsageError, match=r"memory\.gradient_checkpointing=auto"):
         planned_choices(
-            demand_on_a_card(6.0, checkpointing="none", streaming="none"), Choice("bf16", "the preset's"), CARD
+            demand_on_a_gpu(6.0, gradient_checkpointing=False, blocks_to_swap=0), Choice("bf16", "the preset's"), GPU
         )

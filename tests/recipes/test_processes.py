@@ -28,7 +28,7 @@ def launch(
     *flags: str,
     script: str = "scripts/train_lora.py",
 ) -> subprocess.CompletedProcess[str]:
-    """`accelerate launch` of the command's arguments, on two processes of the processor unless a file says other."""
+    """`accelerate launch` of the command's arguments, on two processes of the CPU unless a file says other."""
     command = [sys.executable, "-m", "accelerate.commands.accelerate_cli", "launch"]
     config = ["--config_file", str(checkout / config_file), *flags]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(checkout)}
@@ -48,9 +48,9 @@ def launch(
 def test_two_processes_train_what_one_trains(bench: Bench, checkout: Path):
     """Launched by the file for several GPUs on one machine, with every GPU hidden: over gloo, on the CPU."""
     settings: dict[str, object] = {
-        "batch__effective": 3,
-        "validate__every_steps": 3,
-        "checkpoint__every_steps": 3,
+        "train__effective_batch_size": 3,
+        "validation__every_n_steps": 3,
+        "checkpoint__every_n_steps": 3,
         "train__ema_decay": 0.9,
         "captions__shuffle": "true",
         "captions__dropout": 0.3,
@@ -92,8 +92,8 @@ def test_processes_stop_at_the_same_step(bench: Bench, checkout: Path):
 @pytest.mark.skipif(sys.platform != "linux", reason="the launcher's CPU path is tested on Linux")
 def test_two_processes_killed_and_resumed_are_two_that_were_not(bench: Bench, checkout: Path):
     """To the bit, whatever the optimizer keeps, dropout among it: each process has masks of its own."""
-    settings: dict[str, object] = {"optim__name": "adamw8bit", "lora__rank": 128, "lora__dropout": 0.1}
-    settings |= {"batch__effective": 3, "checkpoint__every_steps": 2, "checkpoint__keep_last": 3}
+    settings: dict[str, object] = {"optimizer__name": "adamw8bit", "lora__rank": 128, "lora__dropout": 0.1}
+    settings |= {"train__effective_batch_size": 3, "checkpoint__every_n_steps": 2, "checkpoint__keep_last": 3}
     assert launch(checkout, bench.arguments("straight", **settings)).returncode == 0
     expected = outcome_of(bench, "straight")
     document = record(bench.folder("straight"))
@@ -112,7 +112,7 @@ def outcome_of(bench: Bench, name: str) -> tuple[list[float], dict[str, dict[str
 
 @pytest.mark.slow
 def test_two_machines_are_two_launches(bench: Bench, checkout: Path, tmp_path: Path):
-    """The launch file for several machines, with what is to be filled in, and the processor in place of cards."""
+    """The launch file for several machines, with what is to be filled in, and the CPU in place of GPUs."""
     with socket.socket() as free:
         free.bind(("", 0))
         port = free.getsockname()[1]
@@ -141,7 +141,7 @@ def test_two_machines_are_two_launches(bench: Bench, checkout: Path, tmp_path: P
 @pytest.mark.slow
 def test_two_processes_encode_what_one_encodes(bench: Bench, checkout: Path):
     """Without cached latents each process decodes and encodes its own share of a step."""
-    settings: dict[str, object] = {"batch__effective": 3, "cache__latents": "false", "data__flip": "true"}
+    settings: dict[str, object] = {"train__effective_batch_size": 3, "cache__latents": "false", "data__flip": "true"}
     ended = launch(checkout, bench.arguments("two", **settings))
     assert ended.returncode == 0, ended.stderr[-3000:]
     assert bench.run("one", **settings) == 0
@@ -155,14 +155,14 @@ def test_two_processes_encode_what_one_encodes(bench: Bench, checkout: Path):
 def test_two_processes_train_text_encoders_and_words_as_one_does(bench: Bench, checkout: Path):
     """Each reads the captions of its own samples, with encoders that stay the same in both."""
     settings: dict[str, object] = {
-        "batch__effective": 3,
-        "validate__every_steps": 3,
+        "train__effective_batch_size": 3,
+        "validation__every_n_steps": 3,
         "captions__shuffle": "true",
         "captions__dropout": 0.3,
-        "captions__trigger": "<zobo>",
-        "text__learning_rates": "[5e-3]",
-        "text__tokens": '["<zobo>"]',
-        "text__token_vectors": 2,
+        "captions__trigger_word": "<zobo>",
+        "text_encoder__learning_rates": "[5e-3]",
+        "textual_inversion__placeholder_tokens": '["<zobo>"]',
+        "textual_inversion__num_vectors": 2,
     }
     ended = launch(checkout, bench.arguments("two", **settings))
     assert ended.returncode == 0, ended.stderr[-3000:]
@@ -205,14 +205,14 @@ def test_one_process_of_two_runs_out_of_memory_and_takes_smaller_parts(bench: Be
     """It shrinks alone, nobody waits for it in vain, and the weights are those of an undisturbed run to rounding."""
     script = tmp_path / "short.py"
     script.write_text(SHORT_IN_ONE.format(where="step.backward", call=4), encoding="utf-8")
-    settings: dict[str, object] = {"batch__effective": 4, "steps": 12}
+    settings: dict[str, object] = {"train__effective_batch_size": 4, "steps": 12}
     ended = launch(checkout, bench.arguments("short", **settings), script=str(script))
     assert ended.returncode == 0, ended.stderr[-3000:]
     assert launch(checkout, bench.arguments("calm", **settings)).returncode == 0
     short, calm = bench.folder("short"), bench.folder("calm")
     (event,) = rows(short, "events.jsonl")
     assert (event["step"], event["kind"]) == (10, "memory")
-    assert "another process ran out of memory: all go on with micro batches of 1 " in event["message"]
+    assert "another process ran out of memory: all go on with micro-batches of 1 " in event["message"]
     assert record(short)["training"]["fit"]["micro"] == 1
     mine, theirs = ([row["loss"] for row in rows(folder)] for folder in (short, calm))
     assert len(mine) == 12
@@ -226,9 +226,11 @@ def test_one_process_of_two_runs_out_of_memory_and_takes_smaller_parts(bench: Be
 def test_one_process_of_two_runs_out_of_memory_in_its_update(bench: Bench, checkout: Path, tmp_path: Path):
     """The other has gone on: the run ends, says where and what is safe, and nobody waits for ever."""
     script = tmp_path / "short.py"
-    script.write_text(SHORT_IN_ONE.format(where="step.update", call=3), encoding="utf-8")
+    script.write_text(SHORT_IN_ONE.format(where="torch.optim.AdamW.step", call=3), encoding="utf-8")
     ended = launch(
-        checkout, bench.arguments("short", batch__effective=4, checkpoint__every_steps=2), script=str(script)
+        checkout,
+        bench.arguments("short", train__effective_batch_size=4, checkpoint__every_n_steps=2),
+        script=str(script),
     )
     assert ended.returncode != 0
     assert "Process 1: Out of memory while the weights were changed, at step 4" in ended.stderr

@@ -13,13 +13,13 @@ from lora_trainer.config.toml import parse_value
 from lora_trainer.core.errors import DatasetRefused, LoraRefused, UsageError
 from lora_trainer.monitor.progress import Progress
 from lora_trainer.production import ProductionTrainer
-from tests.recipes.recipe import QUICK, Bench, draw_pictures, exported, record
+from tests.recipes.recipe import QUICK, Bench, draw_images, exported, record
 
 
 def settings_of(bench: Bench, **more: object) -> dict[str, object]:
     """The recipes' quick settings as Python values."""
     values = {name: parse_value(text) for name, text in QUICK.items()}
-    values |= {"cache.folder": bench.cache, "train.max_steps": 6}
+    values |= {"cache.dir": bench.cache, "train.max_steps": 6}
     return values | {key.replace("__", "."): value for key, value in more.items()}
 
 
@@ -32,12 +32,12 @@ def trainer_of(bench: Bench, name: str, **more: object) -> ProductionTrainer:
 def test_the_documented_example_runs(bench, tmp_path, monkeypatch, checkout, capsys):
     (block,) = re.findall(r"^```python\n(.*?)^```", (checkout / "docs/python.md").read_text("utf-8"), re.M | re.S)
     (tmp_path / "my-sd15").symlink_to(bench.model)
-    (tmp_path / "pictures").symlink_to(bench.data)
+    (tmp_path / "images").symlink_to(bench.data)
     monkeypatch.chdir(tmp_path)
     exec(compile(block.replace("800", "6"), "docs/python.md", "exec"), {})
     shown = capsys.readouterr().out
     assert "lora.rank 16 from settings" in shown
-    assert "optim.learning_rate" in shown
+    assert "optimizer.learning_rate" in shown
     assert "training 6/6 loss" in shown
     assert "validating 6/6" in shown
     assert "precision fp32" in shown
@@ -50,7 +50,7 @@ def test_the_documented_example_runs(bench, tmp_path, monkeypatch, checkout, cap
 
 def test_it_trains_what_the_command_trains(finished, bench):
     seen: list[Progress] = []
-    settings = settings_of(bench, checkpoint__every_steps=3, validate__every_steps=3, gates__lora_check="lite")
+    settings = settings_of(bench, checkpoint__every_n_steps=3, validation__every_n_steps=3, gates__lora_check="lite")
     trainer = ProductionTrainer(
         bench.model, bench.data, settings=settings, output=bench.output, name="first", quiet=True, progress=seen.append
     )
@@ -73,7 +73,7 @@ def test_quiet_says_nothing(bench, capsys):
 
 
 def test_refusals_carry_what_the_gate_found(bench, tmp_path):
-    data = draw_pictures(tmp_path / "bare")
+    data = draw_images(tmp_path / "bare")
     for caption in sorted(data.glob("*.txt"))[:4]:
         caption.unlink()
     bare = trainer_of(Bench(bench.model, data, bench.output, bench.cache), "bare", gates__lora_check="full")
@@ -81,7 +81,7 @@ def test_refusals_carry_what_the_gate_found(bench, tmp_path):
     with pytest.raises(DatasetRefused, match="4 of 10 files have no caption") as refused:
         bare.produce()
     assert refused.value.report.score == bare.check().score
-    idle = trainer_of(bench, "idle", optim__learning_rate=1e-12, train__max_steps=1, gates__lora_check="lite")
+    idle = trainer_of(bench, "idle", optimizer__learning_rate=1e-12, train__max_steps=1, gates__lora_check="lite")
     with pytest.raises(LoraRefused, match="under the gate") as refused:
         idle.produce()
     assert refused.value.report.parts["integrity"] == 0.0
@@ -93,7 +93,7 @@ def test_all_mistakes_are_told_at_once(bench):
     with pytest.raises(UsageError) as refused:
         ProductionTrainer(bench.model, bench.data, presets="12gbb", settings=wrong)
     said = str(refused.value)
-    for word in ("12gbb", "lora.rank twice", "lora.rang", "train.max_steps", "optim.learning_rate"):
+    for word in ("12gbb", "lora.rank twice", "lora.rang", "train.max_steps", "optimizer.learning_rate"):
         assert word in said
 
 
@@ -106,7 +106,7 @@ def test_nested_settings_and_a_file_are_layers(bench, tmp_path):
     assert told["lora.alpha"] == (4.0, f"config {file}")
     (source,), origin = told["data.sources"]
     assert (source["path"], origin) == (str(bench.data), "data")
-    assert told["optim.beta1"][1] == "default"
+    assert told["optimizer.beta1"][1] == "default"
 
 
 def test_importing_it_loads_no_torch(checkout: Path):

@@ -24,14 +24,14 @@ def test_its_config_repeats_a_run_from_another_folder(
     """Presets, what the hardware decided, relative paths and prompts, all from the one file."""
     home, elsewhere = tmp_path / "home", tmp_path / "elsewhere"
     shutil.copytree(bench.model, home / "model")
-    shutil.copytree(bench.data, home / "pictures")
+    shutil.copytree(bench.data, home / "images")
     elsewhere.mkdir()
     monkeypatch.chdir(home)
-    settings = ['sample.prompts=["a ring"]', "sample.steps=2", "cache.folder=caches", "lora.dropout=0.1"]
-    settings += ["data.resolution=64", "batch.effective=2", "validate.every_steps=2", "lora.rank=4"]
+    settings = ['sample.prompts=["a ring"]', "sample.num_inference_steps=2", "cache.dir=caches", "lora.dropout=0.1"]
+    settings += ["data.resolution=64", "train.effective_batch_size=2", "validation.every_n_steps=2", "lora.rank=4"]
     settings += ["gates.lora_check=lite"]
     chosen = [part for each in settings for part in ("--set", each)]
-    places = ["--model", "model", "--data", "pictures", "--output", "runs", "--name", "first"]
+    places = ["--model", "model", "--data", "images", "--output", "runs", "--name", "first"]
     assert main(["train", "--preset", "12gb,speed", *places, "--max-steps", "4", *chosen]) == 0
     before = contents(home / "caches")
     monkeypatch.chdir(elsewhere)
@@ -58,15 +58,15 @@ def test_a_resumed_run_says_what_differs(bench, capsys):
         assert bench.run("moved") == 143
     change_record(bench.folder("moved"), versions={"torch": "2.0.0"}, hardware={"threads": 64})
     capsys.readouterr()
-    assert bench.run("moved", "--resume", optim__learning_rate="2e-2", gates__lora="0.5") == 0
+    assert bench.run("moved", "--resume", optimizer__learning_rate="2e-2", gates__lora="0.5") == 0
     said = capsys.readouterr().out
     versions = record(bench.folder("moved"))["versions"]
-    assert "changed: optim.learning_rate 0.01 → 0.02" in said
+    assert "changed: optimizer.learning_rate 0.01 → 0.02" in said
     assert "changed: gates.lora 0.9 → 0.5" in said
     assert f"other versions: torch 2.0.0 → {versions['torch']}; results may differ in rounding" in said
     assert "another machine: threads 64 → " in said
     threads = record(bench.folder("moved"))["hardware"]["threads"]
-    told = ["optim.learning_rate 0.01 → 0.02", f"torch 2.0.0 → {versions['torch']}", f"threads 64 → {threads}"]
+    told = ["optimizer.learning_rate 0.01 → 0.02", f"torch 2.0.0 → {versions['torch']}", f"threads 64 → {threads}"]
     assert record(bench.folder("moved"))["changed"] == told
     (event,) = [event for event in record(bench.folder("moved"))["events"] if event["kind"] == "resumed"]
     assert event == {"step": 3, "kind": "resumed", "message": "; ".join(["went on from step 3", *told])}
@@ -85,10 +85,10 @@ def test_a_repeated_run_says_what_differs(finished, tmp_path, capsys):
 
 
 def test_a_repetition_on_other_data_is_told(bench, tmp_path, capsys):
-    data = Path(shutil.copytree(bench.data, tmp_path / "pictures"))
+    data = Path(shutil.copytree(bench.data, tmp_path / "images"))
     own = Bench(bench.model, data, bench.output, bench.cache)
     assert own.run("first", steps=1) == 0
-    (data / "picture_0.txt").write_text("another caption", encoding="utf-8")
+    (data / "image_0.txt").write_text("another caption", encoding="utf-8")
     config = str(own.folder("first") / "config.toml")
     capsys.readouterr()
     assert main(["train", "--config", config, "--name", "again"]) == 0
@@ -107,6 +107,6 @@ def test_another_autoencoder_or_noise_is_refused_on_resume(bench, tmp_path, caps
     scheduler.write_text(scheduler.read_text("utf-8").replace("0.012", "0.013"), encoding="utf-8")
     assert own.run("swapped", "--resume") == 2
     said = capsys.readouterr().err
-    assert "The model's autoencoder differs from the one that the run began with." in said
+    assert "The model's VAE differs from the one that the run began with." in said
     assert "the model's noise was \"epsilon, 1000 timesteps, signal " in said
     assert "text encoder" not in said

@@ -17,7 +17,7 @@ import pytest
 from lora_trainer.cli.main import main
 from lora_trainer.diffusion import loss as loss_module
 from lora_trainer.monitor.trackers import Trackers
-from tests.recipes.recipe import Bench, draw_pictures, patched, record
+from tests.recipes.recipe import Bench, draw_images, patched, record
 from tests.recipes.test_bad_input import nan_at
 from tests.recipes.test_resume import at_step
 
@@ -124,7 +124,7 @@ def test_what_is_missing_is_said(finished: Bench, tmp_path: Path) -> None:
     (bare / "run.json").write_text(json.dumps(document), encoding="utf-8")
     assert main(["report", str(bare)]) == 0
     page = page_of(bare)
-    assert "No pictures were drawn" in page.text
+    assert "No images were drawn" in page.text
     assert "No step was finished" in page.text
     assert "did not record them" in page.text
     assert page.charts == set()
@@ -142,13 +142,13 @@ def test_a_damaged_record_still_makes_a_page_or_is_refused(content: str, tmp_pat
 def test_the_released_step_is_marked_beside_the_best(finished: Bench, tmp_path: Path) -> None:
     folder = tmp_path / "first"
     shutil.copytree(finished.folder("first"), folder)
-    released = {"step": 3, "held_out": 0.4, "reason": "held-out loss was lowest at step 3: 0.4000"}
+    released = {"step": 3, "held_out": 0.4, "reason": "validation loss was lowest at step 3: 0.4000"}
     (folder / "run.json").write_text(json.dumps(record(folder) | {"released": released}), encoding="utf-8")
     losses = [{"step": 0, "loss": 0.9}, {"step": 3, "loss": 0.4}, {"step": 6, "loss": 0.5}]
     (folder / "validation.jsonl").write_text("\n".join(map(json.dumps, losses)), encoding="utf-8")
     assert main(["report", str(folder)]) == 0
     page = page_of(folder)
-    assert "weights of step 3: held-out loss was lowest" in page.text
+    assert "weights of step 3: validation loss was lowest" in page.text
     assert "best, and the LoRA: step 3" in page.text
     assert "−56 % since step 0, at step 3" in page.text
     worse = [{"step": 0, "loss": 0.2}, {"step": 3, "loss": 0.4}]
@@ -177,14 +177,14 @@ def test_numbers_that_are_not_finite_leave_gaps(finished: Bench, tmp_path: Path)
 
 
 def test_hostile_captions_and_names_are_text(bench: Bench, tmp_path: Path) -> None:
-    data = draw_pictures(tmp_path / "hostile")
+    data = draw_images(tmp_path / "hostile")
     for caption in data.glob("*.txt"):
         caption.write_text(f"{HOSTILE} {caption.stem}", encoding="utf-8")
     named = data / "<b>bold&.png"
-    shutil.copy(data / "picture_0.png", named)
+    shutil.copy(data / "image_0.png", named)
     named.with_suffix(".txt").write_text(HOSTILE, encoding="utf-8")
     hostile = Bench(bench.model, data, bench.output, bench.cache)
-    assert hostile.run("hostile", sample__every_steps=2, steps=4, gates__lora_check="lite") == 0
+    assert hostile.run("hostile", sample__every_n_steps=2, steps=4, gates__lora_check="lite") == 0
     page = page_of(bench.folder("hostile"))
     assert HOSTILE in page.text
     assert "<b>bold&.png" in page.text
@@ -194,18 +194,23 @@ def test_hostile_captions_and_names_are_text(bench: Bench, tmp_path: Path) -> No
 
 def test_a_failed_run_says_where_and_what_is_safe(bench: Bench) -> None:
     with patched(loss_module, "squared_error", nan_at(4)):
-        assert bench.run("nan", control__not_finite="stop", batch__effective=1, checkpoint__every_steps=2) == 5
+        assert (
+            bench.run(
+                "nan", safeguards__on_nonfinite="stop", train__effective_batch_size=1, checkpoint__every_n_steps=2
+            )
+            == 5
+        )
     folder = bench.folder("nan")
     page, document = page_of(folder), record(folder)
     assert "Failed after step 3 of 6" in page.text
-    assert "at step 4; not finite is the loss of picture_" in page.text
+    assert "at step 4; not finite is the loss of image_" in page.text
     assert "checkpoints/step-000003 is safe" in page.text
     assert "--resume" in page.text
     assert document["hardware"]["device"] == "cpu"
     assert document["choices"]
     assert "Not judged" in page.text
-    assert "No pictures were drawn" in page.text
-    assert bench.run("nan", "--resume", batch__effective=1, checkpoint__every_steps=2) == 0
+    assert "No images were drawn" in page.text
+    assert bench.run("nan", "--resume", train__effective_batch_size=1, checkpoint__every_n_steps=2) == 0
     page = page_of(folder)
     assert "Failed" not in page.text
     assert "2 sessions" in page.text
@@ -214,7 +219,7 @@ def test_a_failed_run_says_where_and_what_is_safe(bench: Bench) -> None:
 
 def test_the_command_of_a_stopped_run_goes_on_with_it(bench: Bench) -> None:
     with patched(Trackers, "steps", at_step(3, lambda: signal.raise_signal(signal.SIGTERM))):
-        assert bench.run("halted", sample__every_steps=2, gates__lora_check="lite") == 143
+        assert bench.run("halted", sample__every_n_steps=2, gates__lora_check="lite") == 143
     page = page_of(bench.folder("halted"))
     assert "Stopped at step 4 of 6" in page.text
     assert "checkpoints/step-000004 is safe" in page.text
@@ -239,7 +244,7 @@ def test_a_run_that_was_killed_does_not_claim_an_end(finished: Bench, tmp_path: 
 
 
 def test_a_refused_lora_says_so(bench: Bench) -> None:
-    assert bench.run("poor", command="produce", optim__learning_rate="1e-12", gates__lora_check="lite") == 4
+    assert bench.run("poor", command="produce", optimizer__learning_rate="1e-12", gates__lora_check="lite") == 4
     page = page_of(bench.folder("poor"))
     assert "The LoRA is refused" in page.text
     assert "under the gate of 0.90" in page.text
@@ -275,7 +280,7 @@ def test_runs_are_compared(finished: Bench, tmp_path: Path, capsys) -> None:
     assert "lora.rank 4 77" in seen.text
     assert "<i>second" in seen.text
     assert seen.charts == {"held-out", "loss"}
-    assert "optim.learning_rate" not in seen.text
+    assert "optimizer.learning_rate" not in seen.text
 
 
 def test_folders_without_a_run_are_all_named(tmp_path: Path, capsys) -> None:

@@ -13,15 +13,15 @@ import pytest
 
 from lora_trainer.cli.main import main
 from lora_trainer.monitor.trackers import Trackers
-from tests.recipes.recipe import Bench, contents, draw_pictures, exported, losses, patched, record, rows
+from tests.recipes.recipe import Bench, contents, draw_images, exported, losses, patched, record, rows
 
 pytestmark = pytest.mark.exact
 
 # Through the whole command; every kind of run, stopped at every step, in tests/training/test_exact_resume.py.
 KINDS: dict[str, dict[str, object]] = {
     # A rank that brings the down projections to the size from which state is kept in 8 bits.
-    "adamw8bit": {"optim__name": "adamw8bit", "lora__rank": 128},
-    "bf16 and average": {"memory__base_precision": "bf16", "train__ema_decay": 0.9, "validate__every_steps": 1},
+    "adamw8bit": {"optimizer__name": "adamw8bit", "lora__rank": 128},
+    "bf16 and average": {"memory__weight_dtype": "bf16", "train__ema_decay": 0.9, "validation__every_n_steps": 1},
 }
 
 
@@ -59,7 +59,7 @@ def test_a_stopped_run_goes_on_exactly(kind, bench):
     with patched(Trackers, "steps", stop(signal.SIGTERM)):
         assert bench.run("broken", **settings) == 143
     stopped = record(bench.folder("broken"))
-    steps = 2 if "validate__every_steps" in settings else 3  # the validation of the second step is given up
+    steps = 2 if "validation__every_n_steps" in settings else 3  # the validation of the second step is given up
     assert (stopped["status"], stopped["exit_code"], stopped["steps"]) == ("stopped", 143, steps)
     assert bench.run("broken", "--resume", **settings) == 0
     assert [row["step"] for row in rows(bench.folder("broken"))] == [1, 2, 3, 4, 5, 6]
@@ -82,9 +82,9 @@ def test_a_run_that_died_goes_on_from_its_last_checkpoint(finished, bench):
         raise PowerCut
 
     with patched(Trackers, "steps", at_step(5, die)), pytest.raises(PowerCut):
-        bench.run("first", checkpoint__every_steps=3)
+        bench.run("first", checkpoint__every_n_steps=3)
     assert [row["step"] for row in rows(bench.folder("first"))] == [1, 2, 3, 4]
-    assert bench.run("first", "--resume", checkpoint__every_steps=3) == 0
+    assert bench.run("first", "--resume", checkpoint__every_n_steps=3) == 0
     assert [row["step"] for row in rows(bench.folder("first"))] == [1, 2, 3, 4, 5, 6]
     assert losses(bench.folder("first")) == losses(finished.folder("first"))
     assert exported(bench.folder("first")) == exported(finished.folder("first"))
@@ -92,10 +92,10 @@ def test_a_run_that_died_goes_on_from_its_last_checkpoint(finished, bench):
 
 def test_a_damaged_checkpoint_is_passed_over(finished, bench, capsys):
     with patched(Trackers, "steps", at_step(4, lambda: os.kill(os.getpid(), signal.SIGTERM))):
-        assert bench.run("first", checkpoint__every_steps=3) == 143
+        assert bench.run("first", checkpoint__every_n_steps=3) == 143
     newest = bench.folder("first") / "checkpoints" / "step-000005" / "optimizer.safetensors"
     newest.write_bytes(newest.read_bytes()[:100])
-    assert bench.run("first", "--resume", checkpoint__every_steps=3) == 0
+    assert bench.run("first", "--resume", checkpoint__every_n_steps=3) == 0
     said = capsys.readouterr().out
     assert "step-000005 is damaged and passed over (optimizer.safetensors is cut off)" in said
     assert "resuming from step-000003" in said
@@ -103,18 +103,20 @@ def test_a_damaged_checkpoint_is_passed_over(finished, bench, capsys):
 
 
 def test_what_a_run_decided_for_itself_is_no_change_of_anybodys(bench, capsys):
-    assert bench.run("first", steps=2, memory__base_precision=None) == 0
+    assert bench.run("first", steps=2, memory__weight_dtype=None) == 0
     config = bench.folder("first") / "config.toml"
-    assert 'base_precision = "fp32"' in config.read_text("utf-8")
+    assert 'weight_dtype = "fp32"' in config.read_text("utf-8")
     capsys.readouterr()
     assert main(["train", "--config", str(config), "--resume", "--max-steps", "3"]) == 0
     said = capsys.readouterr().out
     assert [line for line in said.splitlines() if line.startswith("changed: ")] == ["changed: train.max_steps 2 → 3"]
     assert f"precision fp32: as {config} has it" in said
-    assert bench.run("first", "--resume", steps=4, memory__base_precision=None) == 0  # the first flags again
-    assert "changed: memory" not in capsys.readouterr().out
-    assert bench.run("first", "--resume", steps=5, memory__attention="math") == 0
-    assert 'changed: memory.attention "auto" → "math"' in capsys.readouterr().out
+    assert bench.run("first", "--resume", steps=4, memory__weight_dtype=None) == 0  # the first flags again
+    said = capsys.readouterr().out
+    assert "changed: memory" not in said
+    assert "changed: hardware" not in said
+    assert bench.run("first", "--resume", steps=5, hardware__attention_backend="math") == 0
+    assert 'changed: hardware.attention_backend "auto" → "math"' in capsys.readouterr().out
 
 
 def test_a_finished_run_has_nothing_to_resume(finished, capsys):
@@ -125,10 +127,10 @@ def test_a_finished_run_has_nothing_to_resume(finished, capsys):
 
 
 def test_a_finished_run_goes_on_to_more_steps(finished, bench, capsys):
-    assert bench.run("first", steps=3, checkpoint__every_steps=3) == 0
-    assert bench.run("first", "--resume", steps=2, checkpoint__every_steps=3) == 0
+    assert bench.run("first", steps=3, checkpoint__every_n_steps=3) == 0
+    assert bench.run("first", "--resume", steps=2, checkpoint__every_n_steps=3) == 0
     assert "nothing to do" in capsys.readouterr().out
-    assert bench.run("first", "--resume", steps=6, checkpoint__every_steps=3) == 0
+    assert bench.run("first", "--resume", steps=6, checkpoint__every_n_steps=3) == 0
     assert "changed: train.max_steps 3 → 6" in capsys.readouterr().out
     assert record(bench.folder("first"))["steps"] == 6
     assert losses(bench.folder("first")) == losses(finished.folder("first"))
@@ -155,7 +157,7 @@ def test_a_folder_in_use_is_refused(bench, capsys):
 
 
 def test_a_run_whose_checkpoints_are_all_damaged_is_refused_and_left_as_it_is(bench, capsys):
-    assert bench.run("hurt", steps=2, checkpoint__every_steps=1) == 0
+    assert bench.run("hurt", steps=2, checkpoint__every_n_steps=1) == 0
     folder, checkpoints = bench.folder("hurt"), bench.folder("hurt") / "checkpoints"
     cut, bits = (
         checkpoints / "step-000002" / "adapter.safetensors",
@@ -190,16 +192,16 @@ def test_settings_that_the_weights_hang_on_must_not_change(bench, capsys):
     with patched(Trackers, "steps", stop(signal.SIGTERM)):
         bench.run("changed")
     before = record(bench.folder("changed"))
-    assert bench.run("changed", "--resume", lora__rank=8, train__seed=7, optim__weight_decay=0.5) == 2
+    assert bench.run("changed", "--resume", lora__rank=8, train__seed=7, optimizer__weight_decay=0.5) == 2
     said = capsys.readouterr().err
     assert "lora.rank was 4 and is now 8" in said
     assert "train.seed was 42 and is now 7" in said
-    assert "optim.weight_decay was 0.01 and is now 0.5" in said
+    assert "optimizer.weight_decay was 0.01 and is now 0.5" in said
     assert "Traceback" not in said
-    other = draw_pictures(bench.output.parent / "other", count=11)
+    other = draw_images(bench.output.parent / "other", count=11)
     assert main([*bench.arguments("changed", "--resume"), "--data", str(other)]) == 2
     said = capsys.readouterr().err
-    assert f"The pictures, captions or weights differ: {bench.data} → {bench.data}, {other}." in said
+    assert f"The images, captions or weights differ: {bench.data} → {bench.data}, {other}." in said
     assert record(bench.folder("changed")) == before, "a resume that was refused changes nothing"
 
 
@@ -214,7 +216,7 @@ def test_a_moved_run_goes_on(finished, bench):
 
 
 def test_another_base_model_is_refused_on_resume(bench, tmp_path, capsys):
-    assert bench.run("swapped", steps=2, checkpoint__every_steps=1) == 0
+    assert bench.run("swapped", steps=2, checkpoint__every_n_steps=1) == 0
     other = Path(shutil.copytree(bench.model, tmp_path / "other"))
     weights = other / "unet" / "diffusion_pytorch_model.safetensors"
     data = bytearray(weights.read_bytes())
@@ -228,18 +230,18 @@ def test_another_base_model_is_refused_on_resume(bench, tmp_path, capsys):
 
 
 def test_the_ledger_is_the_same_after_a_stop_in_the_middle_of_an_epoch(bench, finished, capsys):
-    settings = {"checkpoint__every_steps": 3, "validate__every_steps": 3}
+    settings = {"checkpoint__every_n_steps": 3, "validation__every_n_steps": 3}
     with patched(Trackers, "steps", stop(signal.SIGTERM)):
         assert bench.run("first", **settings) == 143
     assert record(bench.folder("first"))["ledger"]["samples"] == 2 * record(bench.folder("first"))["steps"]
     assert bench.run("first", "--resume", **settings) == 0
     whole, resumed = (record(place.folder("first")) for place in (finished, bench))
-    # Five steps an epoch for nine pictures, the last of one picture, and one step more.
-    assert whole["ledger"]["pictures"] == {"count": 9, "least": 1, "most": 2, "never": 0}
-    assert whole["ledger"]["line"] == "every picture 1–2 times"
-    assert "trained: every picture 1–2 times" in capsys.readouterr().out
+    # Five steps an epoch for nine images, the last of one image, and one step more.
+    assert whole["ledger"]["images"] == {"count": 9, "least": 1, "most": 2, "never": 0}
+    assert whole["ledger"]["line"] == "every image 1–2 times"
+    assert "trained: every image 1–2 times" in capsys.readouterr().out
     assert resumed["ledger"] == whole["ledger"]
-    tables = [(place.folder("first") / "ledger.csv").read_text("utf-8") for place in (finished, bench)]
+    tables = [(place.folder("first") / "sample_counts.csv").read_text("utf-8") for place in (finished, bench)]
     assert tables[0] == tables[1]
-    assert resumed["files"]["ledger"] == "ledger.csv"
-    assert "Trained: every picture 1–2 times." in (bench.folder("first") / "report.html").read_text("utf-8")
+    assert resumed["files"]["ledger"] == "sample_counts.csv"
+    assert "Trained: every image 1–2 times." in (bench.folder("first") / "report.html").read_text("utf-8")

@@ -12,14 +12,14 @@ from lora_trainer.config.schema import Config
 from lora_trainer.production import room
 from lora_trainer.production import session as session_module
 from lora_trainer.training import run as run_module
-from lora_trainer.training.micro import Micro
+from lora_trainer.training.micro_batch import MicroBatch
 from tests.recipes.recipe import Bench, exported, losses, patched, record
 
 
 @pytest.mark.parametrize(("micro", "calls"), [(4, (1, 2)), (2, (2, 3)), (1, (4, 4))])
 def test_micro_batches_change_neither_samples_nor_noise(micro, calls, bench):
-    """Four samples of two buckets make one or two micro batches of four, two or three of two, four of one."""
-    seen: list[list[Micro]] = []
+    """Four samples of two buckets make one or two micro-batches of four, two or three of two, four of one."""
+    seen: list[list[MicroBatch]] = []
     true = run_module.train_step
 
     def train_step(learner, micros, *others):
@@ -30,7 +30,10 @@ def test_micro_batches_change_neither_samples_nor_noise(micro, calls, bench):
         """What each sample of the first step was asked, by its first value of noise."""
         seen.clear()
         with patched(run_module, "train_step", train_step):
-            assert bench.run(f"micro-{size}", steps=1, batch__effective=4, batch__max_micro=size) == 0
+            assert (
+                bench.run(f"micro-{size}", steps=1, train__effective_batch_size=4, train__max_micro_batch_size=size)
+                == 0
+            )
         return {
             float(micro.noise[row].flatten()[0]): b"".join(
                 part[row].numpy().tobytes() for part in (micro.latents, micro.noise, micro.t, micro.cond["embeds"])
@@ -48,10 +51,12 @@ def test_micro_batches_change_neither_samples_nor_noise(micro, calls, bench):
 
 
 def test_gradient_checkpointing_changes_nothing(bench):
-    for setting in ("none", "all", 2):
-        assert bench.run(f"blocks-{setting}", steps=2, memory__checkpointing=setting) == 0
-    for setting in ("all", 2):
-        assert losses(bench.folder(f"blocks-{setting}")) == pytest.approx(losses(bench.folder("blocks-none")), rel=1e-5)
+    for setting in ("false", "true", 2):
+        assert bench.run(f"blocks-{setting}", steps=2, memory__gradient_checkpointing=setting) == 0
+    for setting in ("true", 2):
+        assert losses(bench.folder(f"blocks-{setting}")) == pytest.approx(
+            losses(bench.folder("blocks-false")), rel=1e-5
+        )
 
 
 def test_a_model_that_predicts_v(bench, tmp_path):
@@ -75,14 +80,14 @@ def test_a_model_that_predicts_v(bench, tmp_path):
     ],
 )
 def test_targets_decide_what_is_trained(targets, present, absent, bench):
-    assert bench.run("targets", steps=1, lora__targets=targets) == 0
+    assert bench.run("targets", steps=1, lora__target_modules=targets) == 0
     names = exported(bench.folder("targets"))["kohya"]
     assert any(present in name for name in names)
     assert not any(absent in name for name in names)
 
 
-def test_pictures_while_training_do_not_change_the_run(finished, bench):
-    assert bench.run("first", sample__every_steps=2, gates__lora_check="lite") == 0
+def test_images_while_training_do_not_change_the_run(finished, bench):
+    assert bench.run("first", sample__every_n_steps=2, gates__lora_check="lite") == 0
     drawn = {path.name for path in (bench.folder("first") / "samples").iterdir()}
     assert {"step-000002.png", "step-000004.png", "before_after.png"} <= drawn
     assert exported(bench.folder("first")) == exported(finished.folder("first"))
@@ -90,14 +95,14 @@ def test_pictures_while_training_do_not_change_the_run(finished, bench):
 
 def test_the_config_of_a_run_with_presets_repeats_it(bench):
     """The tier prefers an attention that this machine may lack: what was used is what the file names."""
-    assert bench.run("tier", "--preset", "12gb,quality", steps=1, memory__base_precision=None) == 0
+    assert bench.run("tier", "--preset", "12gb,quality", steps=1, memory__weight_dtype=None) == 0
     config = str(bench.folder("tier") / "config.toml")
     assert main(["train", "--config", config, "--name", "again"]) == 0
     assert exported(bench.folder("again")) == exported(bench.folder("tier"))
 
 
 def test_an_untrained_lora_is_refused_and_kept(bench, capsys):
-    assert bench.run("idle", command="produce", steps=1, optim__learning_rate=1e-12, gates__lora_check="lite") == 4
+    assert bench.run("idle", command="produce", steps=1, optimizer__learning_rate=1e-12, gates__lora_check="lite") == 4
     said = capsys.readouterr()
     assert "under the gate" in said.err
     assert "Traceback" not in said.err
@@ -106,13 +111,13 @@ def test_an_untrained_lora_is_refused_and_kept(bench, capsys):
     assert document["scores"]["lora"] <= 0.3
     assert (bench.folder("idle") / "idle.safetensors").is_file()
     assert "changes nothing" in (bench.folder("idle") / "idle.refused.txt").read_text("utf-8")
-    assert bench.run("idle-too", steps=1, optim__learning_rate=1e-12, gates__lora_check="lite") == 0, (
+    assert bench.run("idle-too", steps=1, optimizer__learning_rate=1e-12, gates__lora_check="lite") == 0, (
         "train scores, produce refuses"
     )
 
 
 def test_a_lora_that_has_not_seen_every_image_is_refused_by_name(bench, capsys):
-    """9 of the 10 pictures are trained, one is held out; an epoch is 5 steps."""
+    """9 of the 10 images are trained, one is held out; an epoch is 5 steps."""
     unseen = "9 images, 4 samples trained in 2 steps: 5 images were never trained"
     low = {"gates__lora": 1e-9, "gates__lora_check": "lite"}
     assert bench.run("brief", command="produce", steps=2, **low) == 4
@@ -169,7 +174,7 @@ def test_an_enforced_gate_needs_a_score(bench, capsys):
 
 
 def test_old_checkpoints_go(bench):
-    assert bench.run("pruned", checkpoint__every_steps=1, checkpoint__keep_last=2) == 0
+    assert bench.run("pruned", checkpoint__every_n_steps=1, checkpoint__keep_last=2) == 0
     kept = sorted(path.name for path in (bench.folder("pruned") / "checkpoints").glob("step-*"))
     assert kept == ["step-000005", "step-000006"]
 
@@ -184,11 +189,11 @@ def test_time_that_is_over_ends_the_run_whole(bench, capsys):
 
 
 def test_too_little_room_for_what_is_written_is_refused_before_training(bench, capsys, monkeypatch):
-    assert bench.run("large", steps=4, checkpoint__every_steps=2) == 0
+    assert bench.run("large", steps=4, checkpoint__every_n_steps=2) == 0
     written = sum(path.stat().st_size for path in bench.folder("large").rglob("*.safetensors"))
     monkeypatch.setattr(room, "free_bytes", lambda _: written // 4)
     capsys.readouterr()
-    assert bench.run("full", steps=4, checkpoint__every_steps=2) == 2
+    assert bench.run("full", steps=4, checkpoint__every_n_steps=2) == 2
     captured = capsys.readouterr()
     assert "Checkpoints and the LoRA need" in captured.err
     assert f"{written // 4 / 1e6:.1f} MB free" in captured.err

@@ -33,11 +33,11 @@ def test_a_model_in_several_files_trains_resumes_and_releases_as_in_one(
 ) -> None:
     several = replace(bench, model=in_several_files(bench.model, tmp_path / "model"))
     with patched(Trackers, "steps", stop(signal.SIGTERM)):
-        assert several.run("first", checkpoint__every_steps=3) == 143
-    assert several.run("first", "--resume", checkpoint__every_steps=3) == 0
+        assert several.run("first", checkpoint__every_n_steps=3) == 143
+    assert several.run("first", "--resume", checkpoint__every_n_steps=3) == 0
     assert record(several.folder("first"))["status"] == "done"
     assert exported(several.folder("first")) == exported(finished.folder("first"))
     part = several.model / "unet"
     for each in sorted(part.glob("*.safetensors"))[:1]:
         each.write_bytes(each.read_bytes()[:-1] + b"\x01")  # another weight
-    assert several.run("first", "--resume", checkpoint__every_steps=3, steps=8) == 2
+    assert several.run("first", "--resume", checkpoint__every_n_steps=3, steps=8) == 2

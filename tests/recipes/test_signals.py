@@ -31,18 +31,18 @@ pytestmark = pytest.mark.skipif(os.name != "posix", reason="POSIX signals")
 PHASES: dict[str, tuple[Any, str, int, int]] = {
     "checking": (outside, "read_inputs", 1, 0),
     "caching": (session, "fill_caches", 1, 0),
-    "building": (session, "build_learner", 1, 0),
+    "building": (session, "build_step_context", 1, 0),
     "first validation": (session, "held_out_losses", 1, 0),
     "a slow step": (step, "backward", 5, 2),
     "validation": (session, "held_out_losses", 2, 3),
     "a checkpoint": (saving, "save_checkpoint", 1, 4),  # it is finished, and one more step as well
-    "pictures": (release, "draw_comparison", 1, 4),
+    "images": (release, "draw_comparison", 1, 4),
     "the release": (flow, "choose_released", 1, 6),
     "the gate": (flow, "judge_lora", 1, 6),
-    "the last pictures": (flow, "draw_comparison", 1, 6),
+    "the last images": (flow, "draw_comparison", 1, 6),
 }
 IN_EVERY_SUITE = ("caching", "a slow step", "validation", "the gate")
-SETTINGS: dict[str, object] = {"checkpoint__every_steps": 3, "validate__every_steps": 3}
+SETTINGS: dict[str, object] = {"checkpoint__every_n_steps": 3, "validation__every_n_steps": 3}
 LITE = {"gates__lora_check": "lite"}
 
 
@@ -61,7 +61,7 @@ def told_in(target: Any, name: str, call: int, number: int = signal.SIGTERM) -> 
 
 
 def same(one: Bench, other: Bench) -> None:
-    """Both trained `first` to the same losses, held-out losses and tensors."""
+    """Both trained `first` to the same losses, validation losses and tensors."""
     mine, theirs = one.folder("first"), other.folder("first")
     assert losses(mine) == losses(theirs)
     assert rows(mine, "validation.jsonl") == rows(theirs, "validation.jsonl")
@@ -73,10 +73,10 @@ def same(one: Bench, other: Bench) -> None:
 )
 def test_a_signal_in_each_phase(phase: str, bench: Bench, finished: Bench, capfd: pytest.CaptureFixture[str]) -> None:
     target, name, call, trained = PHASES[phase]
-    settings = SETTINGS | {"pictures": {"sample__every_steps": 4}, "the gate": LITE, "the last pictures": LITE}.get(
+    settings = SETTINGS | {"images": {"sample__every_n_steps": 4}, "the gate": LITE, "the last images": LITE}.get(
         phase, {}
     )
-    hurried = settings | ({"train__grace_seconds": 1e-9} if phase in ("a slow step", "pictures") else {})
+    hurried = settings | ({"train__grace_seconds": 1e-9} if phase in ("a slow step", "images") else {})
     with patched(target, name, told_in(target, name, call)):
         assert bench.run("first", **hurried) == 143
     said = capfd.readouterr()
@@ -87,9 +87,7 @@ def test_a_signal_in_each_phase(phase: str, bench: Bench, finished: Bench, capfd
         stopped = record(bench.folder("first"))
         assert (stopped["status"], stopped["exit_code"], stopped["steps"]) == ("stopped", 143, trained)
         assert "--resume" in said.out
-        assert ("only its score and its pictures are missing" in said.out) == (
-            phase in ("the gate", "the last pictures")
-        )
+        assert ("only its score and its images are missing" in said.out) == (phase in ("the gate", "the last images"))
         assert [each["kind"] for each in stopped["events"]].count("signal") == 1, "wherever it came"
         left = [path.name for path in bench.folder("first").rglob("*") if path.name.endswith((".part", ".old"))]
         assert not left, "nothing is half written"

@@ -32,7 +32,7 @@ def ranks(launcher: int) -> dict[int, psutil.Process]:
 
 @pytest.mark.parametrize("told", [0, 1])
 def test_a_signal_to_one_of_two_stops_both(told: int, bench: Bench, checkout: Path) -> None:
-    arguments = bench.arguments("two", steps=400, validate__every_steps=3)[1:]
+    arguments = bench.arguments("two", steps=400, validation__every_n_steps=3)[1:]
     launch = [sys.executable, "-m", "accelerate.commands.accelerate_cli", "launch", "--config_file"]
     script = [str(checkout / "accelerate_configs" / "cpu_2.yaml"), str(checkout / "scripts" / "train_lora.py")]
     process = subprocess.Popen(

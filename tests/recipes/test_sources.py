@@ -13,12 +13,12 @@ import pytest
 from PIL import Image
 
 from lora_trainer.cli.main import main
-from tests.recipes.recipe import Bench, draw_pictures, exported, record
+from tests.recipes.recipe import Bench, draw_images, exported, record
 
 
 def lay_out(root: Path) -> Path:
-    """A config whose sources are a kohya folder, a tar, a Parquet file, regularisation and pictures with transparency."""
-    made = draw_pictures(root / "made", 14)
+    """A config whose sources are a kohya folder, a tar, a Parquet file, regularization and images with transparency."""
+    made = draw_images(root / "made", 14)
     drawn = [(path, path.with_suffix(".txt").read_text("utf-8")) for path in sorted(made.glob("*.png"))]
     (root / "2_sks ring").mkdir()
     for path, _ in drawn[:3]:
@@ -34,15 +34,15 @@ def lay_out(root: Path) -> Path:
     for name, some in (("class", drawn[9:12]), ("clear", drawn[12:14])):
         (root / name).mkdir()
         for path, caption in some:
-            picture = Image.open(path)
+            image = Image.open(path)
             if name == "clear":
-                picture.putalpha(Image.linear_gradient("L").resize(picture.size))
-            picture.save(root / name / path.name)
+                image.putalpha(Image.linear_gradient("L").resize(image.size))
+            image.save(root / name / path.name)
             (root / name / path.with_suffix(".txt").name).write_text(caption, encoding="utf-8")
     config = root / "config.toml"
     tables = [
-        'path = "2_sks ring"', 'path = "shard-{0..0}.tar"\nrepeats = 1.5', 'path = "more.parquet"\nweight = 0.8',
-        'path = "class"\nregularisation = true', 'path = "clear"\nmasks = "alpha"',
+        'path = "2_sks ring"', 'path = "shard-{0..0}.tar"\nrepeats = 1.5', 'path = "more.parquet"\nloss_weight = 0.8',
+        'path = "class"\nis_reg = true', 'path = "clear"\nmasks = "alpha"',
     ]  # fmt: skip
     config.write_text("".join(f"[[data.sources]]\n{table}\n" for table in tables), encoding="utf-8")
     return config
@@ -56,13 +56,13 @@ def test_a_run_over_mixed_sources_and_again_from_its_record(
     before = {path: path.stat().st_mtime_ns for path in config.parent.rglob("*")}
 
     def train(name: str, *extra: str, steps: int = 4) -> int:
-        arguments = bench.arguments(name, *extra, steps=steps, checkpoint__every_steps=2)
+        arguments = bench.arguments(name, *extra, steps=steps, checkpoint__every_n_steps=2)
         place = arguments.index("--data")
         del arguments[place : place + 2]
         return main(arguments)
 
     assert train("mixed", "--config", str(config)) == 0
-    assert "regularisation" in capsys.readouterr().out
+    assert "regularization" in capsys.readouterr().out
     written = record(bench.folder("mixed"))
     assert (written["status"], written["dataset"]["samples"]) == ("done", 14)
     assert {path: path.stat().st_mtime_ns for path in config.parent.rglob("*")} == before

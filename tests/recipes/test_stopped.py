@@ -43,7 +43,7 @@ def test_stopped_in_caching(bench: Bench, tmp_path: Path, capsys: pytest.Capture
     """How much is kept is said, and how to go on; no page is drawn of nothing."""
     bench = replace(bench, cache=tmp_path / "empty")
     with told_after(filling._Filling, "publish"):
-        assert bench.run("first", cache__batch=1, cache__workers=1) == 143
+        assert bench.run("first", cache__batch_size=1, cache__workers=1) == 143
     said = capsys.readouterr().out
     assert "cache: 1 of 10 latents are there and kept" in said
     assert "cache: 0 of " in said

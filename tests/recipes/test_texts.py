@@ -16,7 +16,7 @@ from lora_trainer.core.errors import UsageError
 from lora_trainer.core.tensorfile import METADATA, read_tensor_header
 from lora_trainer.models import FAMILIES
 from lora_trainer.models.lora_files import read_lora
-from lora_trainer.models.storage import layers
+from lora_trainer.models.quantization import layers
 from lora_trainer.production.inputs import read_model
 from lora_trainer.production.reading import read_as_trained, text_options
 from tests.export.tiny import tiny_pipeline
@@ -31,35 +31,44 @@ def test_long_captions_train_and_the_file_says_how_they_were_read(
     bench: Bench, capsys: pytest.CaptureFixture[str]
 ) -> None:
     bench = replace(bench, cache=bench.output / "own_cache")  # others hold captions of 77 states
-    assert bench.run("long", steps=2, text__max_tokens=150) == 0
+    assert bench.run("long", steps=2, text_encoder__max_tokens=150) == 0
     texts = [path for path in bench.cache.rglob("*.safetensors") if "texts" in str(path)]
     with safe_open(texts[0], framework="pt") as shard:
         assert {shard.get_slice(name).get_shape()[-2] for name in shard.keys() if "embeds" in name} == {154}  # noqa: SIM118
     file = bench.folder("long") / "long.safetensors"
     assert header(file)["ss_max_token_length"] == "150"
     capsys.readouterr()
-    assert bench.run("long", "--resume", steps=3, text__max_tokens=75) == 2
+    assert bench.run("long", "--resume", steps=3, text_encoder__max_tokens=75) == 2
     told = capsys.readouterr().err
-    assert "text.max_tokens was 150 and is now 75" in told
+    assert "text_encoder.max_tokens was 150 and is now 75" in told
     assert "text encoder differs" not in told
 
 
 def test_captions_are_read_as_the_file_was_trained_unless_asked_otherwise() -> None:
     plain, family = Config(), FAMILIES["sd15"]
-    run = Config.model_validate({"text": {"clip_skip": 2, "max_tokens": 225, "tokens": ["<zobo>"]}})
+    run = Config.model_validate(
+        {
+            "text_encoder": {"clip_skip": 2, "max_tokens": 225},
+            "textual_inversion": {"placeholder_tokens": ["<zobo>"]},
+        }
+    )
     own = {"lora_trainer.version": "1", "ss_clip_skip": "2", "ss_max_token_length": "225"}
     for config in (read_as_trained(plain, run, {}), read_as_trained(plain, None, own)):
         assert text_options(config, family) == text_options(run, family)
-        assert not config.text.tokens
+        assert not config.textual_inversion.placeholder_tokens
     assert read_as_trained(plain, None, {"ss_clip_skip": "2"}) == plain  # of another program, which may ignore it
-    asked = Config.model_validate({"text": {"clip_skip": 3}})
+    asked = Config.model_validate({"text_encoder": {"clip_skip": 3}})
     assert read_as_trained(asked, run, own) == asked
 
 
 def test_new_words_are_learned_bundled_and_drawn_with(bench: Bench, capsys: pytest.CaptureFixture[str]) -> None:
-    words = {"text__tokens": '["<zobo>"]', "text__token_vectors": 2, "captions__trigger": "<zobo>"}
+    words = {
+        "textual_inversion__placeholder_tokens": '["<zobo>"]',
+        "textual_inversion__num_vectors": 2,
+        "captions__trigger_word": "<zobo>",
+    }
     drawn = {"sample__prompts": '["a [trigger] on a blue background"]', "gates__lora_check": "lite"}
-    assert bench.run("words", steps=3, text__token_learning_rate=0.1, **words, **drawn) == 0
+    assert bench.run("words", steps=3, textual_inversion__learning_rate=0.1, **words, **drawn) == 0
     folder, files = bench.folder("words"), record(bench.folder("words"))["files"]
     assert files["embedding-zobo"] == "words.embedding-zobo.safetensors"
     own = tensor_bytes(folder / files["embedding-zobo"])
@@ -79,7 +88,11 @@ def test_new_words_are_learned_bundled_and_drawn_with(bench: Bench, capsys: pyte
 def test_a_word_that_no_caption_holds_has_no_file_and_the_summary_says_why(
     bench: Bench, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    words = {"text__tokens": '["<zobo>", "<RING>"]', "captions__trigger": "<ring>", "text__token_learning_rate": 0.1}
+    words = {
+        "textual_inversion__placeholder_tokens": '["<zobo>", "<RING>"]',
+        "captions__trigger_word": "<ring>",
+        "textual_inversion__learning_rate": 0.1,
+    }
     assert bench.run("lacking", steps=1, **words) == 0
     folder, told = bench.folder("lacking"), capsys.readouterr().out
     assert "The new word '<zobo>' is untrained" in told
@@ -92,7 +105,16 @@ def test_a_word_that_no_caption_holds_has_no_file_and_the_summary_says_why(
 def test_words_that_no_caption_holds_and_words_that_are_none_are_said(
     bench: Bench, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["check", str(bench.data), "--model", str(bench.model), "--set", 'text.tokens=["<zobo>"]']) in (0, 3)
+    assert main(
+        [
+            "check",
+            str(bench.data),
+            "--model",
+            str(bench.model),
+            "--set",
+            'textual_inversion.placeholder_tokens=["<zobo>"]',
+        ]
+    ) in (0, 3)
     assert "No caption holds the new word" in capsys.readouterr().out
     for tokens, told in (
         ('["a b"]', "without spaces"),
@@ -100,20 +122,27 @@ def test_words_that_no_caption_holds_and_words_that_are_none_are_said(
         ('["sks"]', "Write <sks>"),
         ('["<sks"]', "Write <sks>"),
     ):
-        assert bench.run("wrong", text__tokens=tokens) == 2
+        assert bench.run("wrong", textual_inversion__placeholder_tokens=tokens) == 2
         assert told in capsys.readouterr().err
-    for setting in ({"text__token_start": "ring"}, {"text__token_vectors": 3}, {"text__token_learning_rate": 0.1}):
+    for setting in (
+        {"textual_inversion__initializer_token": "ring"},
+        {"textual_inversion__num_vectors": 3},
+        {"textual_inversion__learning_rate": 0.1},
+    ):
         assert bench.run("wrong", **setting) == 2
-        assert "text.tokens names none" in capsys.readouterr().err
-    assert bench.run("wrong", text__tokens='["<zo>"]', text__token_start='""') == 2
-    assert "text.token_start" in capsys.readouterr().err
+        assert "textual_inversion.placeholder_tokens names none" in capsys.readouterr().err
+    assert (
+        bench.run("wrong", textual_inversion__placeholder_tokens='["<zo>"]', textual_inversion__initializer_token='""')
+        == 2
+    )
+    assert "textual_inversion.initializer_token" in capsys.readouterr().err
 
 
 def test_all_that_a_model_refuses_is_said_at_once(bench: Bench, capsys: pytest.CaptureFixture[str]) -> None:
-    asked = {"text__clip_skip": 9, "flow__shift": 3, "text__learning_rates": "[1e-4, 1e-4, 1e-4]"}
+    asked = {"text_encoder__clip_skip": 9, "flow__shift": 3, "text_encoder__learning_rates": "[1e-4, 1e-4, 1e-4]"}
     assert bench.run("wrong", **asked) == 2
     told = capsys.readouterr().err
-    assert all(name in told for name in ("text.clip_skip", "flow.shift", "text.learning_rates"))
+    assert all(name in told for name in ("text_encoder.clip_skip", "flow.shift", "text_encoder.learning_rates"))
     assert "3 problems" in told
 
 
@@ -140,7 +169,7 @@ def test_words_that_the_tokenizer_knows_are_refused_before_any_weight_is_read(
         raise AssertionError("weights are read")
 
     monkeypatch.setattr(layers, "fill_layers", read)
-    words = {"text__tokens": '["<zobo>", "!", "#"]', "captions__trigger": "<zobo>"}
+    words = {"textual_inversion__placeholder_tokens": '["<zobo>", "!", "#"]', "captions__trigger_word": "<zobo>"}
     assert bench.run("known", steps=3, **words) == 2
     said = " ".join(capsys.readouterr().err.split())
     assert "'!' is a word of the model's tokenizer already" in said

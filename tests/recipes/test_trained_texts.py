@@ -15,7 +15,7 @@ from lora_trainer.models import FAMILIES
 from lora_trainer.models.folder import detect_family
 from lora_trainer.models.lora_files import read_lora
 from lora_trainer.training.checkpoints.checkpoint import newest_valid
-from tests.recipes.recipe import Bench, draw_pictures, header_of, record, rows, save_tiny_model
+from tests.recipes.recipe import Bench, draw_images, header_of, record, rows, save_tiny_model
 
 CPU = torch.device("cpu")
 RATES = {"sd15": "[1e-2]", "sd2": "[1e-2]", "sdxl": "[1e-2, 5e-3]", "sd3": "[1e-2, 5e-3, 1e-2]", "flux": "[1e-2]"}
@@ -27,15 +27,19 @@ FAMILY_CASES = [pytest.param(name, marks=() if name == "sdxl" else pytest.mark.s
 def trained(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Bench:
     """A family's tiny model, and a finished run named `cat` of twelve steps on it and its text encoders."""
     folder = tmp_path_factory.mktemp(request.param)
-    data = draw_pictures(folder / "data")
+    data = draw_images(folder / "data")
     made = Bench(save_tiny_model(folder, request.param), data, folder / "runs", folder / "cache")
-    settings = {"text__learning_rates": RATES[request.param], "text__lora_rank": TEXT_RANK, "text__lora_alpha": 6}
+    settings = {
+        "text_encoder__learning_rates": RATES[request.param],
+        "text_encoder__lora_rank": TEXT_RANK,
+        "text_encoder__lora_alpha": 6,
+    }
     more = {
         "lora__alpha": 8,
         "data__resolution": 64,
-        "validate__every_steps": 4,
-        "sample__every_steps": 6,
-        "checkpoint__release": "last",
+        "validation__every_n_steps": 4,
+        "sample__every_n_steps": 6,
+        "checkpoint__export_weights": "last",
         "captions__dropout": 0.2,
         "gates__lora_check": "lite",
     }
@@ -124,10 +128,15 @@ def test_captions_are_cached_for_encoders_alone_that_are_never_trained(trained):
 
 
 def test_resuming_keeps_which_encoders_are_trained(trained, capsys):
-    settings = {"text__lora_rank": TEXT_RANK, "text__lora_alpha": 6, "lora__alpha": 8, "captions__dropout": 0.2}
+    settings = {
+        "text_encoder__lora_rank": TEXT_RANK,
+        "text_encoder__lora_alpha": 6,
+        "lora__alpha": 8,
+        "captions__dropout": 0.2,
+    }
     settings |= {"data__resolution": 64}
     capsys.readouterr()
     other = "[0.0, 5e-3]" if "," in RATES[detect_family(trained.model)] else "[]"
-    lacking = {} if other != "[]" else {"text__lora_rank": "none", "text__lora_alpha": "none"}
-    assert trained.run("cat", "--resume", steps=13, text__learning_rates=other, **{**settings, **lacking}) == 2
+    lacking = {} if other != "[]" else {"text_encoder__lora_rank": "none", "text_encoder__lora_alpha": "none"}
+    assert trained.run("cat", "--resume", steps=13, text_encoder__learning_rates=other, **{**settings, **lacking}) == 2
     assert "trained text encoders" in " ".join(capsys.readouterr().err.split())

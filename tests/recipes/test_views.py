@@ -1,4 +1,4 @@
-"""Several resolutions, crops, mirrored and recoloured pictures and masks in one run, through the command."""
+"""Several resolutions, crops, mirrored and recolored images and masks in one run, through the command."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from safetensors import safe_open
 
 from lora_trainer.cli.main import main
 from lora_trainer.monitor.trackers import Trackers
-from tests.recipes.recipe import Bench, draw_pictures, exported, losses, patched
+from tests.recipes.recipe import Bench, draw_images, exported, losses, patched
 from tests.recipes.test_resume import stop
 
 
@@ -21,17 +21,17 @@ from tests.recipes.test_resume import stop
 def varied(tiny_model: Path, shared_cache: Path, tmp_path_factory: pytest.TempPathFactory) -> Bench:
     """Two sources: one masked, at two resolutions and in all ways, one as it is."""
     made = tmp_path_factory.mktemp("varied")
-    draw_pictures(made / "masked", 4)
+    draw_images(made / "masked", 4)
     for number in range(4):
-        path = made / "masked" / f"picture_{number}.png"
-        with Image.open(path) as picture:
-            pixels = np.asarray(picture.convert("RGBA")).copy()
+        path = made / "masked" / f"image_{number}.png"
+        with Image.open(path) as image:
+            pixels = np.asarray(image.convert("RGBA")).copy()
         pixels[:, : pixels.shape[1] // 2, 3] = 0
         Image.fromarray(pixels).save(path)
-    draw_pictures(made / "plain", 10)
+    draw_images(made / "plain", 10)
     for number in range(4):
-        (made / "plain" / f"picture_{number}.png").unlink()
-        (made / "plain" / f"picture_{number}.txt").unlink()
+        (made / "plain" / f"image_{number}.png").unlink()
+        (made / "plain" / f"image_{number}.txt").unlink()
     settings = f"""
 [data]
 resolutions = [64]
@@ -43,7 +43,7 @@ masks = "alpha"
 resolutions = [48, 80]
 crop = "random"
 flip = true
-colour_variants = 1
+color_variants = 1
 
 [[data.sources]]
 path = {json.dumps(str(made / "plain"))}
@@ -53,7 +53,7 @@ path = {json.dumps(str(made / "plain"))}
 
 
 def run(bench: Bench, name: str, *extra: str, **settings: object) -> int:
-    arguments = bench.arguments(name, *extra, batch__effective=4, **settings)
+    arguments = bench.arguments(name, *extra, train__effective_batch_size=4, **settings)
     arguments[arguments.index("--data")] = "--config"
     return main(arguments)
 
@@ -75,8 +75,8 @@ def test_a_stopped_run_of_many_views_goes_on_exactly(varied, straight, capsys):
     begun(varied, "broken")
     said = capsys.readouterr().out
     assert "80x80" in said
-    assert "up to 16 views of each picture, used in turn: " in said
-    assert "note: 6 steps show a picture about 2.7 times, so not all of its views" in said
+    assert "up to 16 views of each image, used in turn: " in said
+    assert "note: 6 steps show an image about 2.7 times, so not all of its views" in said
     assert run(varied, "broken", "--resume", data__max_aspect=1.5) == 2
     assert "data.max_aspect was 2.0 and is now 1.5" in capsys.readouterr().err
     assert run(varied, "broken", "--resume") == 0
@@ -90,6 +90,6 @@ def test_a_stopped_run_of_many_views_goes_on_exactly(varied, straight, capsys):
 def test_split_or_uncached_many_views_learn_alike_and_masks_count(varied, straight):
     """Each stays in one bucket and has its own masks."""
     whole = losses(straight)[:3]
-    assert begun(varied, "split", batch__max_micro=1) == pytest.approx(whole, rel=1e-3)
+    assert begun(varied, "split", train__max_micro_batch_size=1) == pytest.approx(whole, rel=1e-3)
     assert begun(varied, "uncached", cache__latents="false") == pytest.approx(whole, rel=1e-3)
     assert begun(varied, "unmasked", loss__unmasked_weight=1) != pytest.approx(whole, rel=1e-3)

@@ -1,4 +1,4 @@
-"""`checkpoint.weights_every_steps`: LoRA files along the way, each as the released one would be, kept for good."""
+"""`checkpoint.export_every_n_steps`: LoRA files along the way, each as the released one would be, kept for good."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from tests.recipes.recipe import Bench, record, tensor_bytes
 
 def test_weights_along_the_way_are_whole_named_and_kept(bench: Bench) -> None:
     settings: dict[str, object] = {
-        "checkpoint__weights_every_steps": 2,
+        "checkpoint__export_every_n_steps": 2,
         "checkpoint__keep_last": 1,
-        "checkpoint__release": "last",
+        "checkpoint__export_weights": "last",
     }
     assert bench.run("run", steps=4, **settings) == 0
     folder = bench.folder("run")

@@ -1,4 +1,4 @@
-"""cache.latents=false: pictures are read and encoded while training, and nothing else changes."""
+"""cache.latents=false: images are read and encoded while training, and nothing else changes."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ import pytest
 from safetensors.numpy import load_file
 
 from lora_trainer.monitor.trackers import Trackers
-from tests.recipes.recipe import Bench, draw_pictures, exported, losses, patched, record
+from tests.recipes.recipe import Bench, draw_images, exported, losses, patched, record
 from tests.recipes.test_resume import at_step, stop
 
 SETTINGS: dict[str, object] = {
-    "checkpoint__every_steps": 3,
-    "validate__every_steps": 3,
-    "batch__effective": 3,
+    "checkpoint__every_n_steps": 3,
+    "validation__every_n_steps": 3,
+    "train__effective_batch_size": 3,
     "data__flip": "true",
 }
 
 
 @pytest.fixture
 def own(bench: Bench, tmp_path: Path) -> Bench:
-    """Pictures that may be changed, and caches that are empty."""
-    return Bench(bench.model, draw_pictures(tmp_path / "own"), bench.output, tmp_path / "caches")
+    """Images that may be changed, and caches that are empty."""
+    return Bench(bench.model, draw_images(tmp_path / "own"), bench.output, tmp_path / "caches")
 
 
 def test_the_same_lora_comes_out_whole_resumed_and_split(own: Bench, capsys: pytest.CaptureFixture[str]):
@@ -36,8 +36,8 @@ def test_the_same_lora_comes_out_whole_resumed_and_split(own: Bench, capsys: pyt
     capsys.readouterr()
     assert place.run("fresh", cache__latents="false", **SETTINGS) == 0
     said = capsys.readouterr().out
-    assert "1 latent: 0 reused, 1 rebuilt (1 new)" in said, "the held-out picture alone is cached"
-    assert "the autoencoder stays loaded" in said
+    assert "1 latent: 0 reused, 1 rebuilt (1 new)" in said, "the validation image alone is cached"
+    assert "the VAE stays loaded" in said
     assert threading.active_count() == before, "no thread is left behind"
 
     fresh = load_file(own.folder("fresh") / "fresh.safetensors")
@@ -55,13 +55,18 @@ def test_the_same_lora_comes_out_whole_resumed_and_split(own: Bench, capsys: pyt
     assert exported(resumed.folder("fresh")) == whole
 
 
-def test_a_picture_that_changes_ends_the_run_with_its_name_and_what_was_trained(own: Bench, capsys):
+def test_a_image_that_changes_ends_the_run_with_its_name_and_what_was_trained(own: Bench, capsys):
     (own.cache.parent / "later").mkdir()
-    settings = {"cache__latents": "false", "batch__effective": 1, "cache__workers": 2, "checkpoint__every_steps": 50}
+    settings = {
+        "cache__latents": "false",
+        "train__effective_batch_size": 1,
+        "cache__workers": 2,
+        "checkpoint__every_n_steps": 50,
+    }
 
     def change() -> None:
-        for picture in own.data.glob("*.png"):
-            picture.rename(own.cache.parent / "later" / picture.name)
+        for image in own.data.glob("*.png"):
+            image.rename(own.cache.parent / "later" / image.name)
 
     before = threading.active_count()
     with patched(Trackers, "steps", at_step(2, change)):
@@ -70,15 +75,15 @@ def test_a_picture_that_changes_ends_the_run_with_its_name_and_what_was_trained(
     said = capsys.readouterr()
     lines = [line for line in (said.out + said.err).splitlines() if "cannot be read" in line]
     assert len(lines) == 1
-    assert str(own.data / "picture_") in lines[0]
+    assert str(own.data / "image_") in lines[0]
     steps = record(own.folder("gone"))["steps"]
     assert 2 <= steps < 40
     ledger = record(own.folder("gone"))["ledger"]
     assert ledger["steps"] == ledger["samples"] == steps
-    table = (own.folder("gone") / "ledger.csv").read_text("utf-8")
-    assert sum(int(line.split(",")[1]) for line in table.splitlines() if line.startswith("picture,")) == steps
+    table = (own.folder("gone") / "sample_counts.csv").read_text("utf-8")
+    assert sum(int(line.split(",")[1]) for line in table.splitlines() if line.startswith("image,")) == steps
     assert f"step-{steps:06d} is safe" in said.out + said.err
 
-    for picture in (own.cache.parent / "later").iterdir():
-        picture.rename(own.data / picture.name)
+    for image in (own.cache.parent / "later").iterdir():
+        image.rename(own.data / image.name)
     assert own.run("gone", "--resume", steps=steps + 2, **settings) == 0

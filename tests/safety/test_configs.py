@@ -26,7 +26,7 @@ CONFIGS = {
     "no text": b"\xff\xfe",
     "nothing known": b"[evil]\nrun = 1\n",
     "other kinds": b"run = 5\ntrain = []\nlora = 'x'\n",
-    "numbers": b"[lora]\nrank = nan\n[optim]\nlearning_rate = inf\n[train]\nmax_steps = 99999999999999999999999\n",
+    "numbers": b"[lora]\nrank = nan\n[optimizer]\nlearning_rate = inf\n[train]\nmax_steps = 99999999999999999999999\n",
     "escapes": b'[run]\nname = "\\u001b[31m"\n"\\u001b[31m" = 1\n',
 }
 

@@ -307,7 +307,7 @@ def test_weights_that_are_half_of_the_truth_are_refused(model: Path, beside: str
     tensors[f"conv_in.{beside}"] = torch.ones(1)
     save_file(tensors, path)
     assert f"conv_in.{beside}" in described(model)
-    assert "is quantised" in described(model)
+    assert "is quantized" in described(model)
 
 
 def test_too_many_tensors_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,10 +12,10 @@ import pytest
 from lora_trainer.cli.main import main
 from lora_trainer.config.schema import Config, SourceSection
 from lora_trainer.core.errors import UsageError
+from lora_trainer.data.images.images import BrokenImageError, load_rgb
 from lora_trainer.data.manifest import read_manifest
-from lora_trainer.data.pictures.images import BrokenPictureError, load_rgb
 from lora_trainer.production.order import LONGEST_NAME, run_folder
-from tests.recipes.recipe import draw_pictures
+from tests.recipes.recipe import draw_images
 
 EVIL = "<script>alert(1)</script>\x1b[31m\u202e"
 RECORDS: dict[str, Any] = {
@@ -57,7 +57,7 @@ def test_the_report_of_a_strangers_run_is_harmless(
     (folder / "metrics.jsonl").write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
     (folder / "events.jsonl").write_text(json.dumps({"step": 1, "kind": EVIL, "message": EVIL}) + "\n", "utf-8")
     (folder / "validation.jsonl").write_text("[" * 100_000, encoding="utf-8")
-    recipe = {"pictures": [{"prompt": EVIL, "seed": 10**400}, 5]}
+    recipe = {"images": [{"prompt": EVIL, "seed": 10**400}, 5]}
     for name in ("step-000001.json", "before_after.json"):
         (folder / "samples" / name).write_text(json.dumps(recipe), encoding="utf-8")
     (folder / "samples" / "step-000001_00_with.png").symlink_to("/etc/passwd")
@@ -107,7 +107,7 @@ def test_a_batch_of_hostile_folders(sound_model: Path, tmp_path: Path, capsys: p
     settings = {"-rf": 'name = ".."', "<b>bold": 'offline = false\noutput = "/tmp/elsewhere"'}
     for name, text in settings.items():
         (root / name / "lora.toml").write_text(f"[run]\n{text}\n", encoding="utf-8")
-    draw_pictures(root / "[red]mark", 2)
+    draw_images(root / "[red]mark", 2)
     before = {path for path in tmp_path.rglob("*") if "runs" not in path.parts}
     arguments = [
         "batch",
@@ -119,7 +119,7 @@ def test_a_batch_of_hostile_folders(sound_model: Path, tmp_path: Path, capsys: p
         "--max-steps",
         "1",
     ]
-    code = main([*arguments, "--set", f"cache.folder={tmp_path / 'runs' / 'cache'}", "--dry-run"])
+    code = main([*arguments, "--set", f"cache.dir={tmp_path / 'runs' / 'cache'}", "--dry-run"])
     said = capsys.readouterr()
     assert code in (2, 3)
     assert "run.offline" in said.out + said.err
@@ -131,10 +131,10 @@ def test_a_batch_of_hostile_folders(sound_model: Path, tmp_path: Path, capsys: p
 
 
 def test_a_table_names_no_other_machine_and_no_impossible_file(tmp_path: Path) -> None:
-    data = draw_pictures(tmp_path / "far" / "away", 2)
+    data = draw_images(tmp_path / "far" / "away", 2)
     rows = [
-        {"file_name": "far/away/picture_0.png", "text": "a"},
-        {"file_name": "../" + tmp_path.name + "/far/../far/away/picture_1.png", "text": "b"},
+        {"file_name": "far/away/image_0.png", "text": "a"},
+        {"file_name": "../" + tmp_path.name + "/far/../far/away/image_1.png", "text": "b"},
         {"file_name": "a\0b/c.png", "text": "c"},
         {"file_name": "\udce9\ud800/c.png", "text": "d"},
         {"file_name": "x" * 5000 + ".png", "text": "e"},
@@ -146,7 +146,7 @@ def test_a_table_names_no_other_machine_and_no_impossible_file(tmp_path: Path) -
     inner = tmp_path / "inner"
     inner.mkdir()
     shutil.move(table, inner / "rows.jsonl")
-    rows = [{"file_name": "../far/away/picture_0.png", "text": "a"}]
+    rows = [{"file_name": "../far/away/image_0.png", "text": "a"}]
     (inner / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
     manifest, _ = read_manifest([SourceSection(path=str(inner / "rows.jsonl"))], allow_missing_captions=True)
     assert any("lie outside" in note for note in manifest.notes)
@@ -159,14 +159,12 @@ def test_a_table_names_no_other_machine_and_no_impossible_file(tmp_path: Path) -
 @pytest.mark.parametrize(
     "start", [b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n", b"8BPS\0\1", b"<svg/>", b"%PDF-1.4\n"]
 )
-def test_no_other_program_is_called_for_a_picture(
-    start: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_other_program_is_called_for_a_image(start: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     called: list[object] = []
     monkeypatch.setattr("subprocess.Popen", lambda *arguments, **_: called.append(arguments))
     monkeypatch.setattr("subprocess.check_call", lambda *arguments, **_: called.append(arguments))
     path = tmp_path / "a.png"
     path.write_bytes(start + bytes(200))
-    with pytest.raises(BrokenPictureError):
+    with pytest.raises(BrokenImageError):
         load_rgb(path)
     assert called == []

@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 import pytest
 
 from lora_trainer.cli.main import main
-from tests.recipes.recipe import QUICK, Bench, draw_pictures
+from tests.recipes.recipe import QUICK, Bench, draw_images
 
 SECRETS = {
     name: f"s3cret-{number}-value"
@@ -29,10 +29,10 @@ NAMES = ("-rf.png", "two\nlines.png", "\x1b[31mred.png", "[red]mark[bold].png", 
 def ran(sound_model: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Bench, str]:
     """A finished run, and all that it said."""
     folder = tmp_path_factory.mktemp("whole")
-    data = draw_pictures(folder / "people" / "pictures of Ann")
-    for picture, name in zip(sorted(data.glob("*.png")), NAMES, strict=False):
-        picture.with_suffix(".txt").unlink()
-        picture.rename(data / name)
+    data = draw_images(folder / "people" / "images of Ann")
+    for image, name in zip(sorted(data.glob("*.png")), NAMES, strict=False):
+        image.with_suffix(".txt").unlink()
+        image.rename(data / name)
         (data / name).with_suffix(".txt").write_text(CAPTION, encoding="utf-8")
     shutil.copytree(sound_model, folder / "model")
     bench = Bench(folder / "model", data, folder / "runs", folder / "cache")
@@ -56,7 +56,12 @@ def ran(sound_model: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Be
         patch.setenv("LORA_TRAINER_CACHE", str(folder / "cache"))
         said = _heard(heard)
         code = bench.run(
-            "own", "--offline", steps=2, checkpoint__every_steps=1, validate__every_steps=1, gates__lora_check="full"
+            "own",
+            "--offline",
+            steps=2,
+            checkpoint__every_n_steps=1,
+            validation__every_n_steps=1,
+            gates__lora_check="full",
         )
         text = "".join(said)
     assert code == 0, text
@@ -103,7 +108,7 @@ def test_nothing_said_commands_a_terminal(ran: tuple[Bench, str]) -> None:
 
 def test_a_shared_lora_tells_no_path_and_no_name_of_the_machine_or_its_user(ran: tuple[Bench, str]) -> None:
     bench, _ = ran
-    private = [str(Path.home()), str(bench.output), str(bench.data), "pictures of Ann", "people", socket.gethostname()]
+    private = [str(Path.home()), str(bench.output), str(bench.data), "images of Ann", "people", socket.gethostname()]
     for path in bench.folder("own").glob("*.safetensors"):
         content = path.read_bytes()
         header = content[8 : 8 + int.from_bytes(content[:8], "little")].decode("utf-8")
@@ -130,11 +135,11 @@ def test_no_page_runs_what_a_name_or_a_caption_holds(ran: tuple[Bench, str]) -> 
 def test_no_secret_is_written_by_a_batch(sound_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in SECRETS.items():
         monkeypatch.setenv(name, value)
-    draw_pictures(tmp_path / "root" / "one", 6)
+    draw_images(tmp_path / "root" / "one", 6)
     bench = Bench(sound_model, tmp_path / "root", tmp_path / "out", tmp_path / "cache")
     settings = {
         **QUICK,
-        "cache.folder": str(bench.cache),
+        "cache.dir": str(bench.cache),
         "gates.dataset": "0",
         "gates.lora": "0",
         "gates.lora_check": "full",

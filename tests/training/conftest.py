@@ -1,4 +1,4 @@
-"""One tiny model of each family and one data set for all tests of the loop."""
+"""One tiny model of each family and one dataset for all tests of the loop."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from lora_trainer.monitor import memory
-from tests.recipes.recipe import draw_pictures, save_tiny_model
+from tests.recipes.recipe import draw_images, save_tiny_model
 from tests.training.tiny_job import TinyPlace
 
 
@@ -26,8 +26,8 @@ def tiny_models(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Pat
 
 
 @pytest.fixture(scope="session")
-def few_pictures(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return draw_pictures(tmp_path_factory.mktemp("data") / "pictures")
+def few_images(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return draw_images(tmp_path_factory.mktemp("data") / "images")
 
 
 @pytest.fixture(scope="session")
@@ -36,6 +36,6 @@ def tiny_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def place(tiny_models: Callable[[str], Path], few_pictures: Path, tiny_cache: Path, tmp_path: Path) -> TinyPlace:
+def place(tiny_models: Callable[[str], Path], few_images: Path, tiny_cache: Path, tmp_path: Path) -> TinyPlace:
     """The tiny sd15 and shared caches; runs in a folder of the test's own."""
-    return TinyPlace(tiny_models("sd15"), few_pictures, tmp_path / "runs", tiny_cache)
+    return TinyPlace(tiny_models("sd15"), few_images, tmp_path / "runs", tiny_cache)

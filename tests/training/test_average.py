@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from lora_trainer.training.adapter import make_adapter
-from lora_trainer.training.average import Average, decay_at
+from lora_trainer.training.ema import Ema, decay_at
 
 
 @given(st.floats(0.5, 0.9999), st.integers(0, 10**6))
@@ -21,7 +21,7 @@ def test_the_decay_warms_up_to_what_is_asked(decay, step):
 
 def test_the_average_is_the_recursion():
     values, expected, masters = {"a": torch.zeros(3)}, 0.0, {"a": torch.zeros(3)}
-    average = Average(values, 0.6)
+    average = Ema(values, 0.6)
     for step in range(30):
         masters["a"].fill_(float(step))
         average.follow(masters, step)

@@ -22,7 +22,7 @@ from lora_trainer.models.compiled import Compiled
 from lora_trainer.monitor.trackers import EVENTS, read_lines
 from lora_trainer.production.compiling import compiling_pays
 from lora_trainer.training import compiling
-from lora_trainer.training.job import Job
+from lora_trainer.training.job import LoopContext
 from lora_trainer.training.layout import Layout
 from tests.export.tiny import tiny_unet
 from tests.training.tiny_job import TinyPlace, outcome
@@ -30,12 +30,12 @@ from tests.training.tiny_job import TinyPlace, outcome
 pytestmark = pytest.mark.filterwarnings("ignore")  # torch's own, while it traces
 
 
-def blocks_of(job: Job) -> Compiled:
+def blocks_of(job: LoopContext) -> Compiled:
     assert job.learner.compiled is not None
     return job.learner.compiled
 
 
-def said(job: Job) -> list[str]:
+def said(job: LoopContext) -> list[str]:
     return [event["message"] for event in read_lines(job.folder / EVENTS) if event["kind"] == "compile"]
 
 
@@ -57,7 +57,7 @@ def one_form(tiny_models: Callable[[str], Path], place: TinyPlace) -> TinyPlace:
     return replace(place, model=tiny_models("sd3"))
 
 
-ONE_SIZE = {"memory__compile": True, "data__max_aspect": 1.0}
+ONE_SIZE = {"compile__enabled": True, "data__max_aspect": 1.0}
 
 
 def as_it_is(tensor: Tensor) -> Tensor:
@@ -100,10 +100,10 @@ def test_where_it_fails_the_step_is_done_again_without(
     forward: Callable[[Tensor], Tensor],
     backward: Callable[[Tensor], Tensor],
 ) -> None:
-    usual = one_form.job("usual", steps=2, **ONE_SIZE | {"memory__compile": False})
+    usual = one_form.job("usual", steps=2, **ONE_SIZE | {"compile__enabled": False})
     one_form.train(usual)
     use_compiler(monkeypatch, forward, backward)
-    job = one_form.job("failing", steps=2, checkpoint__every_steps=1, **ONE_SIZE)
+    job = one_form.job("failing", steps=2, checkpoint__every_n_steps=1, **ONE_SIZE)
     state, _ = one_form.train(job)
     assert (state.step, state.fit.eager, blocks_of(job).on) == (2, True, False)
     assert len(said(job)) == 1
@@ -119,8 +119,8 @@ def test_where_it_fails_the_step_is_done_again_without(
 def test_gradients_are_held_against_eagers_before_the_first_step(
     one_form: TinyPlace, monkeypatch: pytest.MonkeyPatch, precision: str, factor: float, eager: bool
 ) -> None:
-    settings = ONE_SIZE | {"memory__base_precision": precision, "lora__dropout": 0.3, "checkpoint__every_steps": 1}
-    usual = one_form.job("usual", steps=2, **settings | {"memory__compile": False})
+    settings = ONE_SIZE | {"memory__weight_dtype": precision, "lora__dropout": 0.3, "checkpoint__every_n_steps": 1}
+    usual = one_form.job("usual", steps=2, **settings | {"compile__enabled": False})
     one_form.train(usual)
     use_compiler(monkeypatch, as_it_is, lambda gradient: factor * gradient)
     job = one_form.job("off", steps=1, **settings)
@@ -145,13 +145,13 @@ def test_a_graph_break_ends_the_run_where_none_is_wanted(one_form: TinyPlace, mo
         torch._dynamo.graph_break("a reason")
 
     monkeypatch.setattr(JointTransformerBlock, "forward", breaking)
-    strict = one_form.job("strict", steps=1, memory__compile_fullgraph=True, data__held_out=0.0, **ONE_SIZE)
+    strict = one_form.job("strict", steps=1, compile__fullgraph=True, validation__split=0.0, **ONE_SIZE)
     with pytest.raises(TrainingFailed, match="cannot be compiled whole"):
         one_form.train(strict)
 
 
 def lines_of(layout: Layout, **settings: object) -> tuple[str, ...]:
-    config = resolve([Layer("test", {"memory": {"compile": True, **settings}})]).config
+    config = resolve([Layer("test", {"compile": {"enabled": True, **settings}})]).config
     return compiling.compiled_as_wanted(tiny_unet("sd15"), config, layout, torch.device("cpu"))[1]
 
 
@@ -159,25 +159,25 @@ def test_without_a_compiler_blocks_stay_as_they_are(place: TinyPlace) -> None:
     import torch._inductor.config as inductor
 
     with inductor.patch({"cpp.cxx": ("no-such-compiler",)}):
-        assert place.job("none", steps=1, memory__compile=True).learner.compiled is None
-        (line,) = lines_of(Layout(torch.float32, "fp32", "none", compiled=True))
+        assert place.job("none", steps=1, compile__enabled=True).learner.compiled is None
+        (line,) = lines_of(Layout(torch.float32, "fp32", False, compiled=True))
     assert line.startswith("not compiled: ")
-    assert line.endswith("a processor needs a C++ compiler (g++, clang or MSVC)")
+    assert line.endswith("a CPU needs a C++ compiler (g++, clang or MSVC)")
 
 
 def test_the_same_bits_are_wanted_of_the_run_that_asks_for_them_alone(place: TinyPlace) -> None:
     import torch._inductor.config as inductor
 
     for wanted in (True, False):
-        place.job(f"same {wanted}", steps=1, memory__compile=True, train__deterministic=wanted)
+        place.job(f"same {wanted}", steps=1, compile__enabled=True, train__deterministic=wanted)
         assert inductor.deterministic is wanted
 
 
 @pytest.mark.parametrize(("shapes", "dynamic", "said"), [(33, False, True), (32, False, False), (33, "auto", False)])
 def test_sizes_that_are_too_many_to_compile_each_for_itself_are_said(shapes: int, dynamic: object, said: bool) -> None:
-    layout = Layout(torch.float32, "fp32", "none", compiled=True, shapes=shapes)
-    lines = lines_of(layout, compile_dynamic=dynamic)
-    assert any(line.startswith(f"{shapes} sizes of micro batch are more") for line in lines) is said
+    layout = Layout(torch.float32, "fp32", False, compiled=True, shapes=shapes)
+    lines = lines_of(layout, dynamic=dynamic)
+    assert any(line.startswith(f"{shapes} sizes of micro-batch are more") for line in lines) is said
 
 
 @pytest.mark.parametrize(("precision", "beginnings"), [("bf16", 4), ("fp32", 1)])
@@ -185,28 +185,35 @@ def test_graphs_begin_anew_with_each_micro_batch_where_its_gradients_are_copied_
     one_form: TinyPlace, monkeypatch: pytest.MonkeyPatch, precision: str, beginnings: int
 ) -> None:
     """Counted by torch, which counts down. What graphs make of it only a GPU shows."""
-    settings = ONE_SIZE | {"memory__compile_mode": "reduce-overhead", "memory__base_precision": precision}
+    settings = ONE_SIZE | {"compile__mode": "reduce-overhead", "memory__weight_dtype": precision}
     use_compiler(monkeypatch, as_it_is, as_it_is)
-    job = one_form.job(precision, steps=1, batch__effective=4, batch__max_micro=1, data__held_out=0.0, **settings)
+    job = one_form.job(
+        precision,
+        steps=1,
+        train__effective_batch_size=4,
+        train__max_micro_batch_size=1,
+        validation__split=0.0,
+        **settings,
+    )
     before = MarkStepBox.mark_step_counter
     one_form.train(job)
     assert before - MarkStepBox.mark_step_counter == beginnings
 
 
 def test_auto_decides_by_the_steps_of_the_run_and_its_device() -> None:
-    def compiles(device: str, steps: int, **memory: object) -> bool:
-        config = resolve([Layer("test", {"memory": memory})]).config
+    def compiles(device: str, steps: int, **settings: object) -> bool:
+        config = resolve([Layer("test", {"compile": settings})]).config
         return compiling_pays(config, torch.device(device), steps)
 
     assert not compiles("cuda", 10**6)
-    assert compiles("cpu", 1, compile=True)
-    assert [compiles("cuda", steps, compile="auto") for steps in (1499, 1500)] == [False, True]
-    assert not compiles("cpu", 10**6, compile="auto")
+    assert compiles("cpu", 1, enabled=True)
+    assert [compiles("cuda", steps, enabled="auto") for steps in (1499, 1500)] == [False, True]
+    assert not compiles("cpu", 10**6, enabled="auto")
 
 
 @pytest.mark.slow
 def test_compiled_for_real_it_learns_the_same_and_resumes_to_the_bit(place: TinyPlace) -> None:
-    settings = {"memory__compile": True, "checkpoint__every_steps": 2}
+    settings = {"compile__enabled": True, "checkpoint__every_n_steps": 2}
     usual, straight = place.job("usual", steps=4), place.job("straight", steps=4, **settings)
     place.train(usual)
     place.train(straight)

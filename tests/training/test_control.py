@@ -7,22 +7,22 @@ from dataclasses import replace
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lora_trainer.config.schema import ControlSection
+from lora_trainer.config.schema import SafeguardsSection
 from lora_trainer.monitor.trackers import EVENTS, METRICS, read_lines
 from lora_trainer.training.control import FIRST_JUDGED, after_step, after_validation, after_worse, stopped_early
-from lora_trainer.training.job import Job
+from lora_trainer.training.job import LoopContext
 from lora_trainer.training.state import Control, TrainState
 from lora_trainer.training.validation import validation_line
 from tests.training.test_guard import numbers, weights
 from tests.training.tiny_job import TinyPlace, told_in
 
-PLATEAU = ControlSection(plateau=True)
-JUMP = ControlSection(jump=True)
-PATIENT = ControlSection(early_stopping=True)
+PLATEAU = SafeguardsSection(reduce_lr_on_plateau=True)
+JUMP = SafeguardsSection(clip_on_loss_spike=True)
+PATIENT = SafeguardsSection(early_stopping=True)
 losses = st.floats(0.001, 2.0)
 
 
-def validated(config: ControlSection, held_out: list[float]) -> tuple[Control, list[tuple[int, str]], float]:
+def validated(config: SafeguardsSection, held_out: list[float]) -> tuple[Control, list[tuple[int, str]], float]:
     """The state, what was decided at which validation, and the factor on the rate."""
     control, told, rate = Control(), list[tuple[int, str]](), 1.0
     for number, loss in enumerate(held_out):
@@ -34,7 +34,7 @@ def validated(config: ControlSection, held_out: list[float]) -> tuple[Control, l
 
 
 def stepped(
-    config: ControlSection, steps: list[float], control: Control | None = None, first: int = 1
+    config: SafeguardsSection, steps: list[float], control: Control | None = None, first: int = 1
 ) -> tuple[Control, list[tuple[int, str]]]:
     control, told = control or Control(), list[tuple[int, str]]()
     for step, loss in enumerate(steps, first):
@@ -64,7 +64,7 @@ def test_no_plateau_where_the_loss_moves(held_out):
 
 @given(st.lists(losses, min_size=1, max_size=40), st.integers(1, 6), st.sampled_from([0.0, 0.05]))
 def test_patience_ends_at_the_first_run_without_gain(held_out, patience, change):
-    config = ControlSection(early_stopping=True, patience=patience, min_change=change)
+    config = SafeguardsSection(early_stopping=True, patience=patience, min_delta=change)
     lowest, without, ends = float("inf"), 0, None
     for number, loss in enumerate(held_out):
         gained = loss < lowest - change
@@ -89,22 +89,26 @@ def test_a_run_worse_than_its_base_says_so(place: TinyPlace):
     """Past the warm-up, and after a return to the start too; the run goes on to its end."""
     lines: list[str] = []
     measured = {0: 0.3, 1: 1.2, 2: 1.1, 3: 1.0, 4: 0.9}
-    job = place.job("a", steps=4, validate__every_steps=1, schedule__warmup_steps=1)
+    job = place.job("a", steps=4, validation__every_n_steps=1, lr_scheduler__warmup_steps=1)
     asked = iter(measured.values())
     state, _ = place.train(replace(job, validate=lambda at_once: next(asked), say=lines.append))
     assert (state.step, state.base_validation) == (4, 0.3)
     (event,) = [each for each in read_lines(job.folder / EVENTS) if each["kind"] == "diverging"]
     assert event["step"] == 3
     assert "1, and that of the base alone was 0.3" in event["message"]
-    assert "step 1: held-out loss 1.2000, the lowest so far; worse than the base alone (0.3000)" in lines
+    assert "step 1: validation loss 1.2000, the lowest so far; worse than the base alone (0.3000)" in lines
 
 
 def test_a_line_shows_what_four_digits_hide():
     before = TrainState(step=48, best_validation=1.01733, best_step=48)
     now = TrainState(step=50, validation=1.01731, best_validation=1.01731, best_step=50)
-    assert validation_line(before, now) == "step 50: held-out loss 1.0173, the lowest so far (by 2e-05, since step 48)"
+    assert (
+        validation_line(before, now) == "step 50: validation loss 1.0173, the lowest so far (by 2e-05, since step 48)"
+    )
     lower = replace(now, validation=1.0, best_validation=1.0)
-    assert validation_line(before, lower) == "step 50: held-out loss 1.0000, the lowest so far (was 1.0173 at step 48)"
+    assert (
+        validation_line(before, lower) == "step 50: validation loss 1.0000, the lowest so far (was 1.0173 at step 48)"
+    )
 
 
 def test_a_held_out_loss_that_is_not_finite_is_no_gain_and_no_plateau():
@@ -130,14 +134,20 @@ def test_one_bad_mini_batch_is_no_jump():
 
 @given(st.lists(losses, min_size=1, max_size=FIRST_JUDGED - 1))
 def test_the_first_steps_judge_nothing(steps):
-    config = ControlSection(jump=True, spike=1.5)
+    config = SafeguardsSection(clip_on_loss_spike=True, grad_spike_factor=1.5)
     assert stepped(config, steps)[1] == []
 
 
 @given(st.lists(losses, min_size=60, max_size=130), st.data())
 def test_a_stop_between_changes_no_decision(steps, data):
     """In the middle of every window: the state holds all that decides, also after a way through JSON."""
-    config = ControlSection(jump=True, jump_ratio=1.05, spike=2.0, plateau=True, plateau_spread=0.5)
+    config = SafeguardsSection(
+        clip_on_loss_spike=True,
+        loss_spike_ratio=1.05,
+        grad_spike_factor=2.0,
+        reduce_lr_on_plateau=True,
+        plateau_spread=0.5,
+    )
     k = data.draw(st.integers(0, len(steps)))
     straight = stepped(config, steps)
     half, told = stepped(config, steps[:k])
@@ -147,14 +157,14 @@ def test_a_stop_between_changes_no_decision(steps, data):
 
 
 def test_a_spike_is_told_and_does_not_become_the_usual():
-    config = ControlSection(spike=10.0)
+    config = SafeguardsSection(grad_spike_factor=10.0)
     control, told = stepped(config, [0.1] * 60 + [50.0, 50.0] + [0.1] * 8)
     assert told == [(61, "spike"), (62, "spike")]
     assert control.norm_sum < 0.2
 
 
-def scripted(job: Job, held_out: list[float]) -> Job:
-    """The job with these held-out losses in place of measured ones, by the step; the first is of step 0."""
+def scripted(job: LoopContext, held_out: list[float]) -> LoopContext:
+    """The job with these validation losses in place of measured ones, by the step; the first is of step 0."""
     place = [0]
     true = job.samples_in
 
@@ -166,17 +176,17 @@ def scripted(job: Job, held_out: list[float]) -> Job:
 
 
 def test_a_held_out_loss_that_is_not_finite_is_told_and_chooses_nothing(place: TinyPlace):
-    job = scripted(place.job("a", steps=2, validate__every_steps=1), [float("nan"), 0.9, float("inf")])
+    job = scripted(place.job("a", steps=2, validation__every_n_steps=1), [float("nan"), 0.9, float("inf")])
     state, _ = place.train(job)
     assert state.best_step == 1
     rows = read_lines(job.folder / EVENTS)
     told = [(event["step"], event["message"]) for event in rows if event["kind"] == "not_finite"]
-    said = "the held-out loss is not finite: no weights are chosen by it"
+    said = "the validation loss is not finite: no weights are chosen by it"
     assert told == [(0, said), (2, said)]
 
 
 def test_early_stopping_ends_with_the_best(place: TinyPlace):
-    settings = {"validate__every_steps": 1, "control__early_stopping": True, "control__patience": 2}
+    settings = {"validation__every_n_steps": 1, "safeguards__early_stopping": True, "safeguards__patience": 2}
     curve = [1.0, 0.9, 0.8, 0.85, 0.8, 0.1, 0.1]
     job = scripted(place.job("a", **settings), curve)
     state, interrupt = place.train(job)
@@ -188,17 +198,17 @@ def test_early_stopping_ends_with_the_best(place: TinyPlace):
         place.resume(told_in(scripted(place.job("b", **settings), curve), step))
     again, _ = place.resume(scripted(place.job("b", **settings), curve))
     assert (again.step, again.best_step, again.control) == (4, 2, state.control)
-    more, _ = place.resume(scripted(place.job("a", **settings | {"control__patience": 3}), curve))
+    more, _ = place.resume(scripted(place.job("a", **settings | {"safeguards__patience": 3}), curve))
     assert (more.step, more.best_step) == (6, 5)
 
 
 def test_a_plateau_shows_in_the_rates_and_survives_a_stop(place: TinyPlace):
     settings = {
-        "validate__every_steps": 1,
-        "control__plateau": True,
-        "control__plateau_window": 3,
-        "schedule__warmup_steps": 0,
-        "checkpoint__every_steps": 100,
+        "validation__every_n_steps": 1,
+        "safeguards__reduce_lr_on_plateau": True,
+        "safeguards__plateau_window": 3,
+        "lr_scheduler__warmup_steps": 0,
+        "checkpoint__every_n_steps": 100,
     }
     straight = scripted(place.job("straight", steps=8, **settings), [0.5] * 9)
     state, _ = place.train(straight)
@@ -219,11 +229,11 @@ def test_a_plateau_shows_in_the_rates_and_survives_a_stop(place: TinyPlace):
 
 def test_a_jump_clips_the_steps_after_it(place: TinyPlace):
     """`clip_scale` is a factor on the bound: a run that has it trains as one with the lower bound."""
-    settings = {"optim__name": "lion", "optim__clip_norm": 1e-3}
+    settings = {"optimizer__name": "lion", "optimizer__max_grad_norm": 1e-3}
     job = place.job("a", **settings)
     calm = replace(job, learner=replace(job.learner, clip=lambda masters, scale: true(masters, scale * 0.5)))
     true = job.learner.clip
     place.train(calm)
-    lower = place.job("lower", **settings | {"optim__clip_norm": 5e-4})
+    lower = place.job("lower", **settings | {"optimizer__max_grad_norm": 5e-4})
     place.train(lower)
     assert weights(calm) == weights(lower)

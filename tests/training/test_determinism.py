@@ -12,7 +12,7 @@ from tests.training.tiny_job import TinyPlace, outcome
 
 
 def put(*_: object) -> torch.Tensor:
-    """An operation that has no deterministic form, on a processor neither."""
+    """An operation that has no deterministic form, on a CPU neither."""
     return torch.zeros(3).put_(torch.tensor([0]), torch.ones(1))
 
 
@@ -26,7 +26,7 @@ def test_the_command_names_the_operation_and_the_setting(place: TinyPlace, capsy
     assert not torch.are_deterministic_algorithms_enabled()
 
 
-def test_on_a_processor_it_changes_nothing(place: TinyPlace) -> None:
+def test_on_a_cpu_it_changes_nothing(place: TinyPlace) -> None:
     usual, exact = place.job("usual", steps=2), place.job("exact", steps=2, train__deterministic=True)
     place.train(usual)
     with only_deterministic(True, exact.checkpoints):

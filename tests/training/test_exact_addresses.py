@@ -34,7 +34,7 @@ def trained(place: TinyPlace, tmp_path: Path, offset: int) -> object:
     """What a run of two steps comes to, with latents and captions encoded anew, and with its weights elsewhere."""
     model = moved_weights(place.model, tmp_path / f"model_{offset}", offset)
     other = TinyPlace(model, place.data, tmp_path / f"runs_{offset}", tmp_path / f"cache_{offset}")
-    job = other.job("run", steps=2, validate__every_steps=2)
+    job = other.job("run", steps=2, validation__every_n_steps=2)
     other.train(job)
     return outcome(job)
 

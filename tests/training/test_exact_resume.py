@@ -18,89 +18,115 @@ from lora_trainer.config.toml import setting_names
 from lora_trainer.models import FAMILIES
 from lora_trainer.training import control
 from lora_trainer.training.checkpoints.checkpoint import newest_valid
-from lora_trainer.training.job import Job
-from tests.recipes.recipe import draw_pictures
+from lora_trainer.training.job import LoopContext
+from tests.recipes.recipe import draw_images
 from tests.training.tiny_job import TinyPlace, looked_at_every, outcome, told_in
 
 pytestmark = pytest.mark.exact
 
-STEPS = 6  # nine pictures are trained: at two a step an epoch ends with a step of one, the fifth
+STEPS = 6  # nine images are trained: at two a step an epoch ends with a step of one, the fifth
 Case = dict[str, object]
 
 # Each case is a run of all it names together. Small ones run in every suite, the others with the faults.
 CASES: dict[str, Case] = {
-    "plain": {"checkpoint__every_steps": 2, "validate__every_steps": 2},
-    "adamw8bit": {"optim__name": "adamw8bit", "lora__rank": 128, "schedule__name": "linear"},
-    "paged_adamw8bit": {"optim__name": "paged_adamw8bit", "lora__rank": 128, "schedule__name": "cosine"},
-    "adafactor": {"optim__name": "adafactor", "schedule__name": "restarts", "schedule__cycles": 2},
+    "plain": {"checkpoint__every_n_steps": 2, "validation__every_n_steps": 2},
+    "adamw8bit": {"optimizer__name": "adamw8bit", "lora__rank": 128, "lr_scheduler__name": "linear"},
+    "paged_adamw8bit": {"optimizer__name": "paged_adamw8bit", "lora__rank": 128, "lr_scheduler__name": "cosine"},
+    "adafactor": {
+        "optimizer__name": "adafactor",
+        "lr_scheduler__name": "cosine_with_restarts",
+        "lr_scheduler__cycles": 2,
+    },
     "prodigy": {
-        "optim__name": "prodigy",
-        "optim__learning_rate": 1.0,
-        "schedule__name": "polynomial",
-        "schedule__power": 3.0,
-        "schedule__warmup_steps": 2,
-        "optim__clip_norm": 0.01,
+        "optimizer__name": "prodigy",
+        "optimizer__learning_rate": 1.0,
+        "lr_scheduler__name": "polynomial",
+        "lr_scheduler__power": 3.0,
+        "lr_scheduler__warmup_steps": 2,
+        "optimizer__max_grad_norm": 0.01,
     },
     "schedule_free": {
-        "optim__name": "schedule_free",
-        "schedule__name": "constant",
-        "optim__beta1": 0.8,
-        "optim__beta2": 0.9,
-        "optim__weight_decay": 0.1,
-        "validate__every_steps": 1,
+        "optimizer__name": "adamw_schedulefree",
+        "lr_scheduler__name": "constant_with_warmup",
+        "optimizer__beta1": 0.8,
+        "optimizer__beta2": 0.9,
+        "optimizer__weight_decay": 0.1,
+        "validation__every_n_steps": 1,
     },
     "lion": {
-        "optim__name": "lion",
-        "schedule__name": "one_cycle",
-        "optim__clip_value": 0.5,
-        "optim__clip_norm": 0,
+        "optimizer__name": "lion",
+        "lr_scheduler__name": "one_cycle",
+        "optimizer__clip_value": 0.5,
+        "optimizer__max_grad_norm": 0,
         "train__ema_decay": 0.9,
-        "memory__base_precision": "bf16",
-        "validate__every_steps": 2,
+        "memory__weight_dtype": "bf16",
+        "validation__every_n_steps": 2,
     },
-    "fp16": {"memory__base_precision": "fp16", "lora__dropout": 0.1, "train__ema_decay": 0.9},
-    "fp8": {"memory__base_precision": "fp8", "lora__targets": "attention+ff"},
-    "int8": {"memory__base_precision": "int8", "lora__dropout": 0.1},
-    "int8 products": {"memory__base_precision": "int8", "memory__int8_products": True, "lora__targets": "attention+ff"},
-    "nf4": {"memory__base_precision": "nf4", "lora__targets": "attention+ff", "memory__checkpointing": "all"},
+    "fp16": {"memory__weight_dtype": "fp16", "lora__dropout": 0.1, "train__ema_decay": 0.9},
+    "fp8": {"memory__weight_dtype": "fp8", "lora__target_modules": "attention+ff"},
+    "int8": {"memory__weight_dtype": "int8", "lora__dropout": 0.1},
+    "int8 products": {
+        "memory__weight_dtype": "int8",
+        "memory__int8_matmul": True,
+        "lora__target_modules": "attention+ff",
+    },
+    "nf4": {
+        "memory__weight_dtype": "nf4",
+        "lora__target_modules": "attention+ff",
+        "memory__gradient_checkpointing": "true",
+    },
     "sd2": {"family": "sd2", "noise__zero_terminal_snr": True, "loss__min_snr_gamma": 5.0},
-    "sdxl": {"family": "sdxl", "memory__checkpointing": "all", "lora__dropout": 0.2, "lora__alpha": 2.0},
-    "sd3": {"family": "sd3", "memory__checkpointing": "all", "lora__targets": "attention+ff", "captions__dropout": 0.3},
+    "sdxl": {"family": "sdxl", "memory__gradient_checkpointing": "true", "lora__dropout": 0.2, "lora__alpha": 2.0},
+    "sd3": {
+        "family": "sd3",
+        "memory__gradient_checkpointing": "true",
+        "lora__target_modules": "attention+ff",
+        "captions__dropout": 0.3,
+    },
     "sd3 without T5": {"family": "sd3-without-t5", "lora__dropout": 0.1},
     "flux": {
         "family": "flux",
         "data__resolution": 64,
-        "memory__base_precision": "bf16",
-        "memory__checkpointing": "all",
+        "memory__weight_dtype": "bf16",
+        "memory__gradient_checkpointing": "true",
         "lora__dropout": 0.1,
     },
     "schnell": {
         "family": "flux-schnell",
         "data__resolution": 64,
-        "memory__base_precision": "int8",
-        "lora__targets": "attention+ff",
+        "memory__weight_dtype": "int8",
+        "lora__target_modules": "attention+ff",
     },
-    "z_image": {"family": "z_image", "data__resolution": 64, "lora__targets": "attention+ff", "captions__dropout": 0.3},
+    "z_image": {
+        "family": "z_image",
+        "data__resolution": 64,
+        "lora__target_modules": "attention+ff",
+        "captions__dropout": 0.3,
+    },
     "noise": {
         "noise__offset": 0.1,
         "noise__multires_iterations": 3,
         "noise__multires_discount": 0.5,
         "noise__input_perturbation": 0.1,
-        "loss__kind": "huber",
+        "loss__type": "huber",
         "loss__huber_delta": 0.05,
         "loss__min_snr_gamma": 5.0,
-        "lora__rank_stabilised": True,
+        "lora__use_rslora": True,
     },
-    "split": {"batch__effective": 3, "batch__max_micro": 1, "memory__attention": "math"},
+    "split": {
+        "train__effective_batch_size": 3,
+        "train__max_micro_batch_size": 1,
+        "hardware__attention_backend": "math",
+    },
     "captions": {
         "captions__shuffle": True,
         "captions__keep_tokens": 1,
         "captions__tag_dropout": 0.3,
         "captions__dropout": 0.3,
-        "captions__dropout_every_epochs": 2,
+        "captions__dropout_every_n_epochs": 2,
         "captions__wildcards": True,
-        "captions__weighted_words": True,
-        "captions__trigger": "sks",
+        "captions__prompt_weighting": True,
+        "captions__trigger_word": "sks",
         "captions__variants": 3,
     },
     "views": {
@@ -108,54 +134,54 @@ CASES: dict[str, Case] = {
         "data__crop": "random",
         "data__crop_variants": 2,
         "data__flip": True,
-        "data__colour_variants": 1,
+        "data__color_variants": 1,
     },
-    "sources": {"sources": True, "loss__prior_weight": 0.5, "loss__unmasked_weight": 0.1},
+    "sources": {"sources": True, "loss__prior_loss_weight": 0.5, "loss__unmasked_weight": 0.1},
     "control": {
-        "validate__every_steps": 1,
-        "control__plateau": True,
-        "control__plateau_window": 2,
-        "control__plateau_spread": 10.0,
-        "control__jump": True,
-        "control__spike": 1.5,
+        "validation__every_n_steps": 1,
+        "safeguards__reduce_lr_on_plateau": True,
+        "safeguards__plateau_window": 2,
+        "safeguards__plateau_spread": 10.0,
+        "safeguards__clip_on_loss_spike": True,
+        "safeguards__grad_spike_factor": 1.5,
     },
     "texts": {
-        "text__learning_rates": (1e-2,),
-        "text__lora_rank": 2,
-        "text__lora_alpha": 4.0,
+        "text_encoder__learning_rates": (1e-2,),
+        "text_encoder__lora_rank": 2,
+        "text_encoder__lora_alpha": 4.0,
         "lora__dropout": 0.1,
         "captions__dropout": 0.3,
-        "captions__weighted_words": True,
+        "captions__prompt_weighting": True,
         "train__ema_decay": 0.9,
-        "validate__every_steps": 2,
+        "validation__every_n_steps": 2,
     },
     "words": {
-        "text__tokens": ("<zobo>", "<zub>"),
-        "text__token_vectors": 2,
-        "text__token_start": "ring",
+        "textual_inversion__placeholder_tokens": ("<zobo>", "<zub>"),
+        "textual_inversion__num_vectors": 2,
+        "textual_inversion__initializer_token": "ring",
         "captions__prefix": "<zobo> <zub> ",
         "captions__dropout": 0.3,
         "train__ema_decay": 0.9,
-        "validate__every_steps": 2,
+        "validation__every_n_steps": 2,
     },
     "two texts": {
         "family": "sdxl",
-        "text__learning_rates": (1e-2, 5e-3),
-        "text__tokens": ("<zobo>",),
-        "captions__trigger": "<zobo>",
-        "memory__base_precision": "bf16",
-        "memory__checkpointing": "all",
+        "text_encoder__learning_rates": (1e-2, 5e-3),
+        "textual_inversion__placeholder_tokens": ("<zobo>",),
+        "captions__trigger_word": "<zobo>",
+        "memory__weight_dtype": "bf16",
+        "memory__gradient_checkpointing": "true",
         "cache__latents": False,
     },
     "t5": {
         "family": "sd3",
-        "text__learning_rates": (0.0, 5e-3, 1e-2),
-        "text__t5_tokens": 16,
+        "text_encoder__learning_rates": (0.0, 5e-3, 1e-2),
+        "text_encoder__max_sequence_length": 16,
         "lora__dropout": 0.1,
         "captions__dropout": 0.3,
-        "memory__base_precision": "bf16",
-        "memory__checkpointing": "all",
-        "validate__every_steps": 2,
+        "memory__weight_dtype": "bf16",
+        "memory__gradient_checkpointing": "true",
+        "validation__every_n_steps": 2,
     },
     "uncached": {"cache__latents": False, "data__flip": True, "cache__workers": 2},
 }
@@ -165,24 +191,24 @@ EVERY_CASE = [pytest.param(name, marks=() if name in QUICK_CASES else pytest.mar
 
 
 def several_sources(folder: Path) -> tuple[dict[str, Any], ...]:
-    """Pictures with masks, weighted and repeated, and pictures that keep what the model knows. Drawn once."""
+    """Images with masks, weighted and repeated, and images that keep what the model knows. Drawn once."""
     if not folder.exists():
-        for path in sorted(draw_pictures(folder / "masked", 6).glob("*.png")):
+        for path in sorted(draw_images(folder / "masked", 6).glob("*.png")):
             (folder / "masks").mkdir(exist_ok=True)
-            with Image.open(path) as picture:
-                Image.linear_gradient("L").resize(picture.size).save(folder / "masks" / path.name)
-        for path in sorted(draw_pictures(folder / "kept", 9).glob("*.png"))[:6]:  # those of the other folder
+            with Image.open(path) as image:
+                Image.linear_gradient("L").resize(image.size).save(folder / "masks" / path.name)
+        for path in sorted(draw_images(folder / "kept", 9).glob("*.png"))[:6]:  # those of the other folder
             path.unlink()
             path.with_suffix(".txt").unlink()
-    masked = {"path": str(folder / "masked"), "masks": str(folder / "masks"), "weight": 0.5, "repeats": 1.5}
-    return masked, {"path": str(folder / "kept"), "regularisation": True}
+    masked = {"path": str(folder / "masked"), "masks": str(folder / "masks"), "loss_weight": 0.5, "repeats": 1.5}
+    return masked, {"path": str(folder / "kept"), "is_reg": True}
 
 
 @pytest.fixture
-def makes(place: TinyPlace, tiny_models: Callable[[str], Path], tmp_path: Path) -> Callable[..., Job]:
+def makes(place: TinyPlace, tiny_models: Callable[[str], Path], tmp_path: Path) -> Callable[..., LoopContext]:
     """A fresh job of a case, in a folder of a name."""
 
-    def make(case: str, name: str, **changes: object) -> Job:
+    def make(case: str, name: str, **changes: object) -> LoopContext:
         settings = {**CASES[case], **changes}
         here = replace(place, model=tiny_models(str(settings.pop("family", "sd15"))))
         if settings.pop("sources", False):
@@ -208,14 +234,19 @@ def test_stopped_after_every_step(case, place, makes):
 
 
 def test_stopped_between_two_looks(place, makes, monkeypatch):
-    """Numbers wait, as on a card: spikes, jumps and steps left out are those of the straight run wherever it stops."""
+    """Numbers wait, as on a GPU: spikes, jumps and steps left out are those of the straight run wherever it stops."""
     looked_at_every(3, monkeypatch)
     for name, value in {"JUDGED_EVERY": 3, "FIRST_JUDGED": 2}.items():
         monkeypatch.setattr(control, name, value)
-    settings = {"control__jump": True, "control__jump_ratio": 1.01, "control__spike": 1.05, "train__max_steps": 10}
-    settings |= {"checkpoint__every_steps": 100, "validate__every_steps": 0}
+    settings = {
+        "safeguards__clip_on_loss_spike": True,
+        "safeguards__loss_spike_ratio": 1.01,
+        "safeguards__grad_spike_factor": 1.05,
+        "train__max_steps": 10,
+    }
+    settings |= {"checkpoint__every_n_steps": 100, "validation__every_n_steps": 0}
 
-    def losing(name: str) -> Job:
+    def losing(name: str) -> LoopContext:
         job = makes("plain", name, **settings)
         true, seen = job.micros, 3.0
 
@@ -238,7 +269,7 @@ def test_stopped_between_two_looks(place, makes, monkeypatch):
     assert outcome(broken) == found
 
 
-def told_in_forward(job: Job, number: int) -> Job:
+def told_in_forward(job: LoopContext, number: int) -> LoopContext:
     """The same job, to which a signal comes before its `number`th forward pass of training."""
     predict, left = job.learner.predict, [number]
 
@@ -252,7 +283,7 @@ def told_in_forward(job: Job, number: int) -> Job:
 
 
 def test_stopped_inside_of_accumulations(place, makes):
-    """Where there is no time to finish the step it is given up: of its three micro batches nothing is left."""
+    """Where there is no time to finish the step it is given up: of its three micro-batches nothing is left."""
     straight = makes("split", "straight")
     place.train(straight)
     for forward, step in ((2, 0), (5, 1), (6, 2)):  # the last is given up before its third
@@ -267,11 +298,11 @@ def test_stopped_inside_of_accumulations(place, makes):
 
 def test_gone_on_with_in_another_rhythm_of_checkpoints_and_to_more_steps(place, makes):
     """A rate that does not hang on the number of steps goes on as if that had been known."""
-    settings = {"validate__every_steps": 1, "checkpoint__every_steps": 3, "schedule__warmup_steps": 2}
+    settings = {"validation__every_n_steps": 1, "checkpoint__every_n_steps": 3, "lr_scheduler__warmup_steps": 2}
     straight = makes("plain", "straight", **settings)
     place.train(straight)
     place.resume(told_in(makes("plain", "broken", **settings, checkpoint__keep_last=1), 1))
-    shorter = makes("plain", "broken", **{**settings, "checkpoint__every_steps": 1, "train__max_steps": 4})
+    shorter = makes("plain", "broken", **{**settings, "checkpoint__every_n_steps": 1, "train__max_steps": 4})
     assert place.resume(shorter)[0].step == 4
     broken = makes("plain", "broken", **settings)
     place.resume(broken)
@@ -279,13 +310,13 @@ def test_gone_on_with_in_another_rhythm_of_checkpoints_and_to_more_steps(place, 
 
 
 WORDS = {
-    "optim__name": schema.OptimizerName,
-    "schedule__name": schema.ScheduleName,
-    "memory__base_precision": schema.Precision,
-    "loss__kind": schema.LossName,
+    "optimizer__name": schema.OptimizerName,
+    "lr_scheduler__name": schema.SchedulerName,
+    "memory__weight_dtype": schema.Precision,
+    "loss__type": schema.LossName,
     "data__crop": schema.CropName,
 }
-USUAL = {"optim__name": "adamw", "memory__base_precision": "fp32", "loss__kind": "squared", "data__crop": "centre"}
+USUAL = {"optimizer__name": "adamw", "memory__weight_dtype": "fp32", "loss__type": "mse", "data__crop": "center"}
 
 
 @pytest.mark.parametrize("setting", WORDS)
@@ -294,13 +325,12 @@ def test_every_word_of_a_setting_has_a_case(setting):
 
 
 # Sections whose settings change what a step does, and those of them that do it before any step, or in the data's choice.
-OF_A_STEP = ("lora", "optim", "schedule", "noise", "loss", "captions", "data")
+OF_A_STEP = ("lora", "optimizer", "lr_scheduler", "noise", "loss", "captions", "data")
 BEFORE_ANY_STEP = {
     "captions.extension",
-    *(f"captions.{name}" for name in ("separator", "keep_separator", "prefix", "suffix")),
-    *(f"data.{name}" for name in ("resolution", "resolution_ceiling", "allow_missing_captions", "allow_upscale")),
-    *(f"data.{name}" for name in ("no_upscale", "max_aspect", "bucket_step", "bucket_min", "bucket_max")),
-    *(f"data.{name}" for name in ("held_out", "held_out_seed")),
+    *(f"captions.{name}" for name in ("separator", "keep_tokens_separator", "prefix", "suffix")),
+    *(f"data.{name}" for name in ("resolution", "resolution_ceiling", "allow_missing_captions", "allow_small_images")),
+    *(f"data.{name}" for name in ("bucket_no_upscale", "max_aspect", "bucket_step", "bucket_min", "bucket_max")),
 }
 
 
@@ -334,7 +364,7 @@ def test_8bit_state_is_8bit_before_and_after(case, place, makes):
 def test_fp16_overflows_again_where_it_overflowed(place, makes):
     """The scale halves and the step is left out, before a stop or after one; the scale goes on from there."""
 
-    def hot(name: str) -> Job:
+    def hot(name: str) -> LoopContext:
         job = makes("fp16", name)
         job.learner.scaler.load_state_dict(job.learner.scaler.state_dict() | {"scale": 2.0**26})
         return job

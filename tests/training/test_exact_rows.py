@@ -15,7 +15,7 @@ from tests.training.tiny_job import TinyPlace, outcome
 pytestmark = pytest.mark.exact
 
 WRITES = 10  # six rows of steps, four of validations
-SETTINGS: dict[str, object] = {"checkpoint__every_steps": 2, "validate__every_steps": 2}
+SETTINGS: dict[str, object] = {"checkpoint__every_n_steps": 2, "validation__every_n_steps": 2}
 
 
 class PowerCut(BaseException):

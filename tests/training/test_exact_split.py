@@ -1,4 +1,4 @@
-"""A step trains the same however it is split: over micro batches, over processes, over sessions of either."""
+"""A step trains the same however it is split: over micro-batches, over processes, over sessions of either."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from lora_trainer.builtin import BASE_FOLDER
-from lora_trainer.training.job import Job
-from lora_trainer.training.micro import Micro
+from lora_trainer.training.job import LoopContext
+from lora_trainer.training.micro_batch import MicroBatch
 from lora_trainer.training.step import backward
 from tests.training.tiny_job import TinyPlace, outcome, together
 
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.exact
 STEPS = 6
 
 
-def asked(micros: list[Micro]) -> Counter[tuple[bytes, ...]]:
+def asked(micros: list[MicroBatch]) -> Counter[tuple[bytes, ...]]:
     """Each sample with its latents, noise and timestep."""
     parts = [(micro.latents, micro.noise, micro.t) for micro in micros]
     return Counter(
@@ -27,7 +27,7 @@ def asked(micros: list[Micro]) -> Counter[tuple[bytes, ...]]:
     )
 
 
-def gradient(job: Job, micros: list[Micro]) -> torch.Tensor:
+def gradient(job: LoopContext, micros: list[MicroBatch]) -> torch.Tensor:
     """Of the first step, all parameters in one row."""
     for micro in micros:
         backward(job.learner, micro, 4)
@@ -38,9 +38,9 @@ def gradient(job: Job, micros: list[Micro]) -> torch.Tensor:
 def test_a_step_of_the_builtin_base_is_the_same_in_ones_twos_and_at_once(rates, place: TinyPlace):
     """In fp32 within 1e-5, with its text encoder trained too; that of tiny random models in float64 within 1e-9 (test_step.py)."""
     here = replace(place, model=BASE_FOLDER)
-    common: dict[str, object] = {"batch__effective": 4, "data__resolution": 64, "data__max_aspect": 1.0}
-    common["text__learning_rates"] = rates
-    jobs = [here.job(f"by_{most}", steps=1, batch__max_micro=most, **common) for most in (4, 2, 1)]
+    common: dict[str, object] = {"train__effective_batch_size": 4, "data__resolution": 64, "data__max_aspect": 1.0}
+    common["text_encoder__learning_rates"] = rates
+    jobs = [here.job(f"by_{most}", steps=1, train__max_micro_batch_size=most, **common) for most in (4, 2, 1)]
     fed = [job.micros(0) for job in jobs]
     assert [[len(micro.latents) for micro in micros] for micros in fed] == [[4], [2, 2], [1, 1, 1, 1]]
     assert asked(fed[0]) == asked(fed[1]) == asked(fed[2])
@@ -49,12 +49,12 @@ def test_a_step_of_the_builtin_base_is_the_same_in_ones_twos_and_at_once(rates, 
     assert all(float((part - whole).norm() / whole.norm()) < 1e-5 for part in split)
 
 
-def jobs_of(place: TinyPlace, name: str, world: int, **settings: object) -> list[Job]:
-    given = {"batch__effective": 3, "checkpoint__every_steps": 1, "checkpoint__keep_last": 9, **settings}
+def jobs_of(place: TinyPlace, name: str, world: int, **settings: object) -> list[LoopContext]:
+    given = {"train__effective_batch_size": 3, "checkpoint__every_n_steps": 1, "checkpoint__keep_last": 9, **settings}
     return [place.job(name, steps=STEPS, processes=each, **given) for each in together(world)]
 
 
-def later_ones_gone(jobs: list[Job], step: int) -> None:
+def later_ones_gone(jobs: list[LoopContext], step: int) -> None:
     """As if the run had been killed after the checkpoint of `step`."""
     for path in jobs[0].checkpoints.glob("step-*"):
         if int(path.name.removeprefix("step-")) > step:
@@ -63,13 +63,17 @@ def later_ones_gone(jobs: list[Job], step: int) -> None:
 
 # Not bitsandbytes' 8-bit states: its library is not made for threads, which stand for processes here.
 PARTS: dict[str, dict[str, object]] = {
-    "adamw": {"validate__every_steps": 2, "captions__shuffle": True, "captions__dropout": 0.3},
-    "lion": {"optim__name": "lion", "train__ema_decay": 0.9, "memory__base_precision": "bf16"},
-    "prodigy": {"optim__name": "prodigy", "optim__learning_rate": 1.0, "memory__base_precision": "fp16"},
-    "schedule_free": {"optim__name": "schedule_free", "validate__every_steps": 2},
-    "adafactor": {"optim__name": "adafactor", "schedule__name": "cosine"},
-    "words": {"text__tokens": ("<zobo>",), "captions__trigger": "<zobo>", "validate__every_steps": 2},
-    "texts": {"text__learning_rates": (1e-3,), "captions__dropout": 0.3, "validate__every_steps": 2},
+    "adamw": {"validation__every_n_steps": 2, "captions__shuffle": True, "captions__dropout": 0.3},
+    "lion": {"optimizer__name": "lion", "train__ema_decay": 0.9, "memory__weight_dtype": "bf16"},
+    "prodigy": {"optimizer__name": "prodigy", "optimizer__learning_rate": 1.0, "memory__weight_dtype": "fp16"},
+    "schedule_free": {"optimizer__name": "adamw_schedulefree", "validation__every_n_steps": 2},
+    "adafactor": {"optimizer__name": "adafactor", "lr_scheduler__name": "cosine"},
+    "words": {
+        "textual_inversion__placeholder_tokens": ("<zobo>",),
+        "captions__trigger_word": "<zobo>",
+        "validation__every_n_steps": 2,
+    },
+    "texts": {"text_encoder__learning_rates": (1e-3,), "captions__dropout": 0.3, "validation__every_n_steps": 2},
 }
 EVERY_PART = [pytest.param(name, marks=() if name == "lion" else pytest.mark.slow) for name in PARTS]
 
@@ -86,7 +90,7 @@ def test_two_processes_gone_on_with_from_any_step_are_two_that_never_stopped(kin
         assert outcome(jobs[0]) == expected, f"from step {step}"
 
 
-def numbers(job: Job) -> tuple[list[float], torch.Tensor]:
+def numbers(job: LoopContext) -> tuple[list[float], torch.Tensor]:
     """The losses of all steps, and the weights at the end."""
     weights = torch.cat([master.detach().flatten() for master in job.learner.masters])
     return [row["loss"] for row in outcome(job)["metrics.jsonl"]], weights
@@ -98,7 +102,7 @@ def numbers(job: Job) -> tuple[list[float], torch.Tensor]:
 def test_a_run_goes_on_with_more_or_fewer_processes(kind, place):
     """The same samples in the same steps; sums in another order, so the same but for rounding (the built-in base)."""
     here = replace(place, model=BASE_FOLDER)
-    settings = {**PARTS[kind], "data__resolution": 64, "optim__learning_rate": 1e-3, "validate__every_steps": 0}
+    settings = {**PARTS[kind], "data__resolution": 64, "optimizer__learning_rate": 1e-3, "validation__every_n_steps": 0}
     alone = jobs_of(here, "alone", 1, **settings)
     here.resume_together(alone)
     expected, final = numbers(alone[0])

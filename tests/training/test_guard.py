@@ -12,27 +12,27 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lora_trainer.config.schema import Config, ControlSection, OptimSection
+from lora_trainer.config.schema import Config, OptimizerSection, SafeguardsSection
 from lora_trainer.core.errors import TrainingFailed
 from lora_trainer.monitor.trackers import EVENTS, METRICS, read_lines
 from lora_trainer.training.build import choose_guard
 from lora_trainer.training.checkpoints.checkpoint import list_checkpoints
 from lora_trainer.training.guard import weights_are_finite
-from lora_trainer.training.job import Job
+from lora_trainer.training.job import LoopContext
 from lora_trainer.training.step import Guard
 from tests.training.tiny_job import OF_THE_CLOCK, TinyPlace, together, told_in
 
 NAN = float("nan")
 BAD = 3  # the step, counted from 0, that is not finite
-Wound = Callable[[Job, Guard], Job]
+Wound = Callable[[LoopContext, Guard], LoopContext]
 
 
-def guarded(job: Job, guard: Guard) -> Job:
+def guarded(job: LoopContext, guard: Guard) -> LoopContext:
     return replace(job, learner=replace(job.learner, guard=guard))
 
 
-def bad_sample(job: Job, *steps: int, row: int = 0) -> Job:
-    """One sample of the last micro batch of these steps has latents that are not finite."""
+def bad_sample(job: LoopContext, *steps: int, row: int = 0) -> LoopContext:
+    """One sample of the last micro-batch of these steps has latents that are not finite."""
     true = job.micros
 
     def micros(step: int) -> list[Any]:
@@ -46,7 +46,7 @@ def bad_sample(job: Job, *steps: int, row: int = 0) -> Job:
     return replace(job, micros=micros)
 
 
-def bad_loss(job: Job, change: Callable[[Tensor, Tensor], Tensor], *steps: int) -> Job:
+def bad_loss(job: LoopContext, change: Callable[[Tensor, Tensor], Tensor], *steps: int) -> LoopContext:
     """In these steps what `change` makes of the samples' losses and the prediction, by the step's noise."""
     true, marked = job.learner.loss, set()
 
@@ -77,18 +77,18 @@ WOUNDS: dict[str, Wound] = {
     "infinite gradient": lambda job, guard: bad_loss(guarded(job, guard), gradient_without_nan, BAD),
     "infinite norm": lambda job, guard: bad_loss(guarded(job, guard), overflowing_norm, BAD),
 }
-SETTINGS: dict[str, object] = {"checkpoint__every_steps": 2, "validate__every_steps": 2}
+SETTINGS: dict[str, object] = {"checkpoint__every_n_steps": 2, "validation__every_n_steps": 2}
 KINDS: dict[str, dict[str, object]] = {
     "adamw": {},
-    "adamw split": {"batch__max_micro": 1, "train__ema_decay": 0.9},
-    "adamw by value": {"optim__clip_value": 0.5, "optim__clip_norm": 0},
-    "schedule_free": {"optim__name": "schedule_free"},
-    "prodigy": {"optim__name": "prodigy", "optim__learning_rate": 1.0},
-    "lion": {"optim__name": "lion", "memory__base_precision": "bf16"},
+    "adamw split": {"train__max_micro_batch_size": 1, "train__ema_decay": 0.9},
+    "adamw by value": {"optimizer__clip_value": 0.5, "optimizer__max_grad_norm": 0},
+    "schedule_free": {"optimizer__name": "adamw_schedulefree"},
+    "prodigy": {"optimizer__name": "prodigy", "optimizer__learning_rate": 1.0},
+    "lion": {"optimizer__name": "lion", "memory__weight_dtype": "bf16"},
 }
 
 
-def weights(job: Job) -> dict[str, bytes]:
+def weights(job: LoopContext) -> dict[str, bytes]:
     found = {name: master.detach().numpy().tobytes() for name, master in job.learner.adapter.masters.items()}
     average = job.learner.average
     return found | (
@@ -96,15 +96,15 @@ def weights(job: Job) -> dict[str, bytes]:
     )
 
 
-def numbers(job: Job) -> list[dict[str, Any]]:
+def numbers(job: LoopContext) -> list[dict[str, Any]]:
     return [{key: row[key] for key in row if key not in OF_THE_CLOCK} for row in read_lines(job.folder / METRICS)]
 
 
-def events(job: Job, kind: str = "not_finite") -> list[dict[str, Any]]:
+def events(job: LoopContext, kind: str = "not_finite") -> list[dict[str, Any]]:
     return [each for each in read_lines(job.folder / EVENTS) if each["kind"] == kind]
 
 
-def optimizer_numbers(job: Job) -> list[Any]:
+def optimizer_numbers(job: LoopContext) -> list[Any]:
     """All of an optimizer's state but zeros, which one that has not stepped yet has not made."""
     state = [value for each in job.learner.optimizer.state.values() for value in each.values()]
     groups = [value for group in job.learner.optimizer.param_groups for key, value in group.items() if key != "params"]
@@ -158,14 +158,14 @@ def test_a_step_left_out_changes_nothing(place: TinyPlace, guard):
     """Weights, state and the optimizer's own count of steps are those from before."""
     before = guarded(place.job("before", steps=BAD), guard)
     place.train(before)
-    after = bad_sample(guarded(place.job("after", steps=BAD + 1, schedule__warmup_steps=0), guard), BAD)
+    after = bad_sample(guarded(place.job("after", steps=BAD + 1, lr_scheduler__warmup_steps=0), guard), BAD)
     place.train(after)
     assert weights(after) == weights(before)
     assert optimizer_numbers(after) == optimizer_numbers(before)
 
 
 def test_the_samples_are_named(place: TinyPlace):
-    job = place.job("a", batch__effective=4, **SETTINGS)
+    job = place.job("a", train__effective_batch_size=4, **SETTINGS)
     job = bad_sample(job, BAD)
     place.train(job)
     micros = job.micros(BAD)
@@ -180,23 +180,28 @@ def test_samples_are_named_where_only_the_gradient_is_bad(place: TinyPlace):
     job = bad_loss(place.job("a", **SETTINGS), gradient_without_nan, BAD)
     place.train(job)
     (event,) = events(job)
-    assert f"the pictures of the step: {', '.join(job.names_in(BAD))}; none of them alone" in event["message"]
+    assert f"the images of the step: {', '.join(job.names_in(BAD))}; none of them alone" in event["message"]
 
 
 @pytest.mark.parametrize("guard", get_args(Guard))
 def test_too_many_in_a_row_end_the_run(place: TinyPlace, guard):
-    job = bad_sample(guarded(place.job("a", steps=8, control__most_not_finite=3, **SETTINGS), guard), 1, 3, 4, 5)
+    job = bad_sample(guarded(place.job("a", steps=8, safeguards__max_nonfinite_steps=3, **SETTINGS), guard), 1, 3, 4, 5)
     with pytest.raises(TrainingFailed, match=r"not finite in 3 steps in a row, up to step 6\.") as ended:
         place.train(job)
     assert "Since step 3 none was finite, so the weights of " in str(ended.value)
     assert "step-000006 are probably ruined. " in str(ended.value)
-    assert "with another --name. Lower optim.learning_rate." in str(ended.value), "it is in fp32 already"
+    assert "with another --name. Lower optimizer.learning_rate." in str(ended.value), "it is in fp32 already"
     assert events(job)[-1]["message"].endswith("3 steps in a row, up to step 6: the run ends")
     assert [row["step"] for row in numbers(job)] == [1, 2, 3, 4, 5, 6]
 
 
 def test_stop_saves_what_was_before(place: TinyPlace):
-    settings = {**SETTINGS, "checkpoint__every_steps": 100, "schedule__warmup_steps": 0, "control__not_finite": "stop"}
+    settings = {
+        **SETTINGS,
+        "checkpoint__every_n_steps": 100,
+        "lr_scheduler__warmup_steps": 0,
+        "safeguards__on_nonfinite": "stop",
+    }
     straight = place.job("straight", **settings)
     place.train(straight)
     for guard in get_args(Guard):
@@ -214,7 +219,7 @@ def test_stop_saves_what_was_before(place: TinyPlace):
 
 
 @pytest.mark.parametrize("guard", get_args(Guard))
-def test_restore_goes_back_with_half_the_rate(place: TinyPlace, guard):
+def test_rollback_goes_back_with_half_the_rate(place: TinyPlace, guard):
     """The steps in between are trained again, and the rate stays lower."""
     seen = [0]
 
@@ -222,7 +227,7 @@ def test_restore_goes_back_with_half_the_rate(place: TinyPlace, guard):
         seen[0] += predicted.requires_grad
         return losses + NAN if seen[0] <= (2 if guard == "late" else 1) else losses
 
-    job = bad_loss(guarded(place.job("a", control__not_finite="restore", **SETTINGS), guard), once, BAD)
+    job = bad_loss(guarded(place.job("a", safeguards__on_nonfinite="rollback", **SETTINGS), guard), once, BAD)
     state, _ = place.train(job)
     assert (state.step, state.restored, state.skipped) == (6, 1, 0)
     rates = [row["lr"] for row in numbers(job)]
@@ -231,13 +236,13 @@ def test_restore_goes_back_with_half_the_rate(place: TinyPlace, guard):
     assert "at step" not in events(job)[-1]["message"], "the event says the step"
 
 
-def test_restore_returns_to_the_start_where_nothing_was_saved(place: TinyPlace):
-    settings = {**SETTINGS, "checkpoint__every_steps": 100, "control__most_not_finite": 2}
-    job = bad_sample(place.job("a", control__not_finite="restore", **settings), BAD)
+def test_rollback_returns_to_the_start_where_nothing_was_saved(place: TinyPlace):
+    settings = {**SETTINGS, "checkpoint__every_n_steps": 100, "safeguards__max_nonfinite_steps": 2}
+    job = bad_sample(place.job("a", safeguards__on_nonfinite="rollback", **settings), BAD)
     with pytest.raises(TrainingFailed, match=r"After 2 returns to an earlier checkpoint .* at step 4 again"):
         place.train(job)
     assert [row["lr"] for row in numbers(job)] == [0.0025] * 3
-    straight = place.job("straight", optim__learning_rate=0.0025, steps=BAD, **settings)
+    straight = place.job("straight", optimizer__learning_rate=0.0025, steps=BAD, **settings)
     place.train(straight)
     assert weights(job) == weights(straight)
 
@@ -278,7 +283,7 @@ def test_a_stop_in_between_changes_nothing(place: TinyPlace, guard):
 
 def test_weights_that_are_not_finite_are_never_saved(place: TinyPlace):
     """Ruined by an update whose gradient was finite, in the step that a checkpoint follows."""
-    job = place.job("a", control__most_not_finite=2, **SETTINGS)
+    job = place.job("a", safeguards__max_nonfinite_steps=2, **SETTINGS)
     true = job.learner.optimizer.step
 
     def step(*given: Any) -> None:
@@ -317,7 +322,7 @@ def test_all_weights_are_looked_at_with_one_read(place: TinyPlace, value: float)
 
 def test_an_overflow_of_fp16_is_not_a_loss_that_is_not_finite(place: TinyPlace):
     """The scaler mends the one and not the other; only the other is told and counted for the policy."""
-    job = place.job("a", memory__base_precision="fp16", **SETTINGS)
+    job = place.job("a", memory__weight_dtype="fp16", **SETTINGS)
     job.learner.scaler.load_state_dict(job.learner.scaler.state_dict() | {"scale": 2.0**30})
     state, _ = place.train(bad_sample(job, 5))
     rows = numbers(job)
@@ -331,7 +336,7 @@ def test_an_overflow_of_fp16_is_not_a_loss_that_is_not_finite(place: TinyPlace):
 
 
 def test_a_scale_that_collapses_ends_the_run_with_what_was_good(place: TinyPlace):
-    job = place.job("a", memory__base_precision="fp16", **SETTINGS)
+    job = place.job("a", memory__weight_dtype="fp16", **SETTINGS)
     job.learner.scaler.load_state_dict(job.learner.scaler.state_dict() | {"scale": 1.0})
     job = bad_loss(job, gradient_without_nan, BAD)
     with pytest.raises(TrainingFailed, match=r"fell to 0\.5.*at step 4\. .*step-000004 is safe.*bf16 or fp32"):
@@ -340,21 +345,21 @@ def test_a_scale_that_collapses_ends_the_run_with_what_was_good(place: TinyPlace
 
 
 def test_the_three_guards_are_chosen_by_device_and_optimizer():
-    card, adamw = torch.device("cuda"), Config()
-    other = Config(optim=OptimSection(name="lion"))
-    stopping = Config(control=ControlSection(not_finite="stop"))
+    gpu, adamw = torch.device("cuda"), Config()
+    other = Config(optimizer=OptimizerSection(name="lion"))
+    stopping = Config(safeguards=SafeguardsSection(on_nonfinite="stop"))
     assert choose_guard(adamw, torch.device("cpu"), scaled=True) == "ahead"
-    assert choose_guard(adamw, card, scaled=True) == "on_device"
-    assert choose_guard(other, card, scaled=False) == choose_guard(stopping, card, scaled=False) == "late"
-    assert choose_guard(other, card, scaled=True) == "ahead"
+    assert choose_guard(adamw, gpu, scaled=True) == "on_device"
+    assert choose_guard(other, gpu, scaled=False) == choose_guard(stopping, gpu, scaled=False) == "late"
+    assert choose_guard(other, gpu, scaled=True) == "ahead"
 
 
 def test_one_process_with_a_bad_sample_is_all_of_them(place: TinyPlace):
     """The sum carries it to every process; all leave the same step out, and the main one names another's sample."""
-    alone = bad_sample(place.job("alone", batch__effective=3, **SETTINGS), 0)
+    alone = bad_sample(place.job("alone", train__effective_batch_size=3, **SETTINGS), 0)
     refs = alone.names_in(0)
     place.train(alone)
-    jobs = [place.job("two", batch__effective=3, processes=each, **SETTINGS) for each in together(2)]
+    jobs = [place.job("two", train__effective_batch_size=3, processes=each, **SETTINGS) for each in together(2)]
     wounded = [job if job.processes.is_main else bad_sample(job, 0) for job in jobs]
     states = place.resume_together(wounded)
     assert [(state.step, state.skipped) for state in states] == [(6, 1)] * 2

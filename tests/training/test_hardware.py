@@ -10,7 +10,7 @@ from torch import nn
 
 from lora_trainer.config.layers import Layer, resolve
 from lora_trainer.config.schema import Config
-from lora_trainer.models.memory.ledger import no_more
+from lora_trainer.models.memory.profiles import no_more
 from lora_trainer.training.hardware import (
     hardware_note,
     rounds_alike_anywhere,
@@ -20,7 +20,7 @@ from lora_trainer.training.hardware import (
 )
 from tests.training.tiny_job import TinyPlace
 
-PROCESSOR, CARD = torch.device("cpu"), torch.device("cuda")
+PROCESSOR, GPU = torch.device("cpu"), torch.device("cuda")
 
 
 def config(**hardware: object) -> Config:
@@ -56,7 +56,7 @@ def test_onednn_computes_unless_a_run_does_without() -> None:
 @pytest.mark.parametrize(("wanted", "exactness", "named"), [(True, "tf32", "high"), (False, "ieee", "highest")])
 def test_products_in_fp32_are_exact_unless_tf32_is_wanted(wanted: bool, exactness: str, named: str) -> None:
     """By all of torch's names for it: Inductor reads the older ones, which raise where they were set by the newer."""
-    set_hardware(config(tf32=wanted), CARD)
+    set_hardware(config(tf32=wanted), GPU)
     products, convolutions = torch.backends.cuda.matmul, torch.backends.cudnn
     assert products.fp32_precision == exactness
     assert (convolutions.conv.fp32_precision == "tf32") == wanted
@@ -65,18 +65,18 @@ def test_products_in_fp32_are_exact_unless_tf32_is_wanted(wanted: bool, exactnes
 
 
 def test_cudnn_tries_its_ways_where_sizes_are_few_and_same_bits_were_not_asked_for() -> None:
-    assert try_convolutions(config(), CARD, shapes=8)
+    assert try_convolutions(config(), GPU, shapes=8)
     assert torch.backends.cudnn.benchmark
-    assert not try_convolutions(config(), CARD, shapes=9)
+    assert not try_convolutions(config(), GPU, shapes=9)
     assert not torch.backends.cudnn.benchmark
-    assert try_convolutions(config(cudnn_benchmark=True), CARD, shapes=9)
-    assert not try_convolutions(config(cudnn_benchmark=False), CARD, shapes=1)
+    assert try_convolutions(config(cudnn_benchmark=True), GPU, shapes=9)
+    assert not try_convolutions(config(cudnn_benchmark=False), GPU, shapes=1)
     assert not try_convolutions(config(cudnn_benchmark=True), PROCESSOR, shapes=1)
     exact = resolve([Layer("test", {"train": {"deterministic": True}})]).config
-    assert not try_convolutions(exact, CARD, shapes=1)
+    assert not try_convolutions(exact, GPU, shapes=1)
 
 
-def test_channels_come_last_for_a_unet_on_a_card_or_where_asked_for() -> None:
+def test_channels_come_last_for_a_unet_on_a_gpu_or_where_asked_for() -> None:
     def unet() -> nn.Module:
         return nn.Sequential(*[nn.Conv2d(4, 4, 3) for _ in range(8)])
 
@@ -84,13 +84,13 @@ def test_channels_come_last_for_a_unet_on_a_card_or_where_asked_for() -> None:
         return all(each.weight.is_contiguous(memory_format=torch.channels_last) for each in module.children())
 
     patches = nn.Sequential(*[nn.Conv2d(4, 4, 2, stride=2) for _ in range(8)])
-    assert set_memory_order(first := unet(), config(), CARD)
+    assert set_memory_order(first := unet(), config(), GPU)
     assert last(first)
-    assert not set_memory_order(patches, config(), CARD)
+    assert not set_memory_order(patches, config(), GPU)
     assert not set_memory_order(second := unet(), config(), PROCESSOR)
     assert not last(second)
     assert set_memory_order(second, config(channels_last=True), PROCESSOR)
-    assert "channels last" in hardware_note(config(), CARD, last=True, tried=False)
+    assert "channels last" in hardware_note(config(), GPU, last=True, tried=False)
 
 
 def test_a_run_with_channels_last_learns_the_same_but_for_rounding(place: TinyPlace) -> None:
@@ -109,4 +109,4 @@ def test_products_round_alike_wherever_their_operands_lie() -> None:
 
 def test_more_blocks_than_there_are_is_reported():
     assert no_more(1000, 5) == "; 1000 were asked for, and there are no more"
-    assert no_more("all", 5) == no_more(5, 5) == ""
+    assert no_more(True, 5) == no_more(True, 0) == no_more("auto", 5) == no_more(5, 5) == ""

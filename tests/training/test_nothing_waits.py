@@ -1,4 +1,4 @@
-"""No step asks a card for a number: every question that would have to wait for it is counted, also those of torch itself."""
+"""No step asks a GPU for a number: every question that would have to wait for it is counted, also those of torch itself."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from lora_trainer.core.interrupt import Interrupt
 from lora_trainer.data.loader import prefetch
 from lora_trainer.monitor.progress import unwatched
 from lora_trainer.optim import clipping
-from lora_trainer.training.micro import Micro
+from lora_trainer.training.micro_batch import MicroBatch
 from lora_trainer.training.reporter import Reporter
 from lora_trainer.training.run import read_steps, steps
 from lora_trainer.training.state import TrainState
@@ -63,14 +63,14 @@ class Within(TorchDispatchMode):
 
 
 def asked_in_steps(place: TinyPlace, patch: pytest.MonkeyPatch, guard: str, **settings: object) -> list[str]:
-    """What some of the loop's own steps ask where numbers are looked at every tenth step, as on a card."""
+    """What some of the loop's own steps ask where numbers are looked at every tenth step, as on a GPU."""
     looked_at_every(10, patch)
-    settings = {"validate__every_steps": 0, "checkpoint__every_steps": 100, "data__held_out": 0, **settings}
+    settings = {"validation__every_n_steps": 0, "checkpoint__every_n_steps": 100, "validation__split": 0, **settings}
     job = place.job("run", steps=8, **settings)
     job = replace(job, learner=replace(job.learner, guard=guard))
     reporter = Reporter(None, unwatched, print)
     with job.writer, closing(prefetch(read_steps(job, 0), 8)) as source:
-        ready: list[list[Micro]] = list(source)  # the thread that reads ahead works on the processor
+        ready: list[list[MicroBatch]] = list(source)  # the thread that reads ahead works on the CPU
         states = steps(job, TrainState(), iter(ready), reporter, Interrupt())
         next(states)  # the optimizer makes its state
         with Questions() as questions:
@@ -83,14 +83,19 @@ def asked_in_steps(place: TinyPlace, patch: pytest.MonkeyPatch, guard: str, **se
 @pytest.mark.parametrize(
     "settings",
     [
-        {"optim__clip_norm": 1e-3},
-        {"batch__effective": 4, "batch__max_micro": 1, "memory__base_precision": "bf16", "train__ema_decay": 0.99},
+        {"optimizer__max_grad_norm": 1e-3},
+        {
+            "train__effective_batch_size": 4,
+            "train__max_micro_batch_size": 1,
+            "memory__weight_dtype": "bf16",
+            "train__ema_decay": 0.99,
+        },
     ],
     ids=["fp32", "bf16"],
 )
 @pytest.mark.parametrize("guard", ["on_device", "late"])
 def test_a_step_asks_for_no_number(place, monkeypatch, guard, settings):
-    monkeypatch.setattr(clipping, "is_here", lambda norm: False)  # as on a card
+    monkeypatch.setattr(clipping, "is_here", lambda norm: False)  # as on a GPU
     assert asked_in_steps(place, monkeypatch, guard, **settings) == []
 
 
@@ -100,10 +105,10 @@ def test_what_waits_is_seen(place, monkeypatch):
 
 
 @pytest.mark.gpu
-def test_the_card_is_not_waited_for(place, monkeypatch):
-    """Torch's own eyes: any call that waits for the card is an error."""
+def test_the_gpu_is_not_waited_for(place, monkeypatch):
+    """Torch's own eyes: any call that waits for the GPU is an error."""
     looked_at_every(10, monkeypatch)
-    job = place.job("run", steps=8, validate__every_steps=0, checkpoint__every_steps=100, data__held_out=0)
+    job = place.job("run", steps=8, validation__every_n_steps=0, checkpoint__every_n_steps=100, validation__split=0)
     assert job.learner.device.type == "cuda"
     assert job.learner.guard == "on_device"
     try:

@@ -1,4 +1,4 @@
-"""A card that will never have done what it was given, since another process is lost: nothing is waited for blindly."""
+"""A GPU that will never have done what it was given, since another process is lost: nothing is waited for blindly."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from lora_trainer.core.errors import Problem, TrainingFailed
 from lora_trainer.core.interrupt import Interrupt
 from lora_trainer.production.find_micro import smallest
 from lora_trainer.training import processes as rooms
-from lora_trainer.training.job import Job
-from lora_trainer.training.memory.fit import agreed
-from lora_trainer.training.numbers import look
+from lora_trainer.training.job import LoopContext
+from lora_trainer.training.memory.oom_fallback import agreed
+from lora_trainer.training.metrics import flush_metrics
 from lora_trainer.training.processes import Processes
 from lora_trainer.training.reporter import Reporter
-from lora_trainer.training.state import Fit, TrainState
+from lora_trainer.training.state import OomFallback, TrainState
 from lora_trainer.training.stopping import Stopping, any_given_up
 from lora_trainer.training.validation import of_all
 from tests.training.tiny_job import TinyPlace
@@ -39,29 +39,29 @@ class Lost(TrainingFailed):
 
 @pytest.fixture
 def hanging(monkeypatch) -> Processes:
-    """One of two, whose card waits for the other for ever."""
+    """One of two, whose GPU waits for the other for ever."""
     monkeypatch.setattr(rooms, "when_done", lambda device: lambda: False)
     return Processes(0, 2, torch.device("cpu"), lambda tensor: tensor, lambda: None, patiently)
 
 
-def test_a_card_is_called_as_its_tensors_call_it(monkeypatch):
-    """accelerate names the only card `cuda`, which equals no tensor's device."""
+def test_a_gpu_is_called_as_its_tensors_call_it(monkeypatch):
+    """accelerate names the only GPU `cuda`, which equals no tensor's device."""
     alone = SimpleNamespace(process_index=0, num_processes=1, device=torch.device("cuda"))
     monkeypatch.setattr(rooms, "PartialState", lambda **_: alone)
     assert rooms.join_processes().device == torch.device("cuda", 0)
 
 
-READS: dict[str, Callable[[Job, Reporter], object]] = {
-    "numbers of steps": lambda job, reporter: look(job, TrainState(), [], reporter),
-    "what fits": lambda job, reporter: agreed(job, Fit(), 10, reporter),
+READS: dict[str, Callable[[LoopContext, Reporter], object]] = {
+    "numbers of steps": lambda job, reporter: flush_metrics(job, TrainState(), [], reporter),
+    "what fits": lambda job, reporter: agreed(job, OomFallback(), 10, reporter),
     "given up": lambda job, reporter: any_given_up(job, mine=False),
-    "the held-out loss": lambda job, reporter: of_all(job, 1.0),
-    "the smallest micro batch": lambda job, reporter: smallest(2, job.processes),
+    "the validation loss": lambda job, reporter: of_all(job, 1.0),
+    "the smallest micro-batch": lambda job, reporter: smallest(2, job.processes),
 }
 
 
 @pytest.mark.parametrize("read", READS)
-def test_nothing_is_read_before_the_card_has_done_it(place: TinyPlace, hanging, read):
+def test_nothing_is_read_before_the_gpu_has_done_it(place: TinyPlace, hanging, read):
     job = replace(place.job("a"), processes=hanging)
     with pytest.raises(Lost):
         READS[read](job, Reporter(None, lambda progress: None, lambda line: None))
@@ -70,7 +70,7 @@ def test_nothing_is_read_before_the_card_has_done_it(place: TinyPlace, hanging, 
 def test_of_one_process_nothing_waits(monkeypatch):
     monkeypatch.setattr(rooms, "when_done", lambda device: lambda: False)
     alone = Processes(0, 1, torch.device("cpu"), None, lambda: None, patiently)
-    alone.await_card()
+    alone.await_gpu()
     assert alone.sum_of_all(torch.ones(2)).tolist() == [1.0, 1.0]
 
 

@@ -10,21 +10,21 @@ import pytest
 import torch
 
 from lora_trainer.core.errors import TrainingFailed
-from lora_trainer.training import micro as micros_ahead
+from lora_trainer.training import micro_batch as micros_ahead
 from lora_trainer.training import processes
 from lora_trainer.training.checkpoints.checkpoint import list_checkpoints
-from lora_trainer.training.job import Job
-from lora_trainer.training.micro import Micro, copied_ahead
+from lora_trainer.training.job import LoopContext
+from lora_trainer.training.micro_batch import MicroBatch, copied_ahead
 from tests.training.tiny_job import TinyPlace, outcome
 
 SHORT = "CUDA out of memory. Tried to allocate 20.00 MiB."
 
 
-def without_data_of(job: Job, step: int, error: Exception) -> Job:
+def without_data_of(job: LoopContext, step: int, error: Exception) -> LoopContext:
     """The same job, whose data of `step`, counted from 0, cannot be made."""
     made = job.micros
 
-    def micros(at: int) -> list[Micro]:
+    def micros(at: int) -> list[MicroBatch]:
         if at == step:
             raise error
         return made(at)
@@ -41,7 +41,7 @@ def without_data_of(job: Job, step: int, error: Exception) -> Job:
     ],
 )
 def test_what_was_trained_is_saved_and_the_rest_comes_out_the_same(place: TinyPlace, error: Exception, words: str):
-    settings: dict[str, Any] = {"steps": 6, "checkpoint__every_steps": 100}
+    settings: dict[str, Any] = {"steps": 6, "checkpoint__every_n_steps": 100}
     whole = place.job("whole", **settings)
     place.train(whole)
     broken = without_data_of(place.job("broken", **settings), 4, error)
@@ -54,25 +54,25 @@ def test_what_was_trained_is_saved_and_the_rest_comes_out_the_same(place: TinyPl
 
 
 def test_without_memory_to_copy_ahead_the_step_copies_for_itself(monkeypatch: pytest.MonkeyPatch):
-    """On a card; this one only says that its memory is full."""
+    """On a GPU; this one only says that its memory is full."""
 
-    def full(*given: Any) -> Micro:
+    def full(*given: Any) -> MicroBatch:
         raise torch.OutOfMemoryError(SHORT)
 
     for name in ("Stream", "device", "stream"):
         monkeypatch.setattr(micros_ahead.torch.cuda, name, lambda *given: nullcontext())
-    monkeypatch.setattr(Micro, "staged", full)
+    monkeypatch.setattr(MicroBatch, "staged", full)
     values = torch.zeros(2, 4, 8, 8)
-    one = Micro(values, values, values, torch.zeros(2), {}, torch.zeros(2, 6), torch.ones(2))
+    one = MicroBatch(values, values, values, torch.zeros(2), {}, torch.zeros(2, 6), torch.ones(2))
     (found,) = copied_ahead(torch.device("cuda"), torch.bfloat16)([one])
     assert found is one
 
 
-def test_conditioning_that_says_what_counts_stays_beside_the_processor():
+def test_conditioning_that_says_what_counts_stays_beside_the_cpu():
     """Captions' lengths are asked for in every step; the rest is cast for the model."""
     values, padding = torch.zeros(2, 4, 8, 8), torch.tensor([[False, True], [False, False]])
     cond = {"embeds": torch.zeros(2, 2, 3), "padding": padding}
-    one = Micro(values, values, values, torch.zeros(2), cond, torch.zeros(2, 6), torch.ones(2))
+    one = MicroBatch(values, values, values, torch.zeros(2), cond, torch.zeros(2, 6), torch.ones(2))
     moved = one.to(torch.device("meta"), torch.bfloat16)
     assert (moved.cond["embeds"].device.type, moved.cond["embeds"].dtype) == ("meta", torch.bfloat16)
     assert moved.cond["padding"] is padding

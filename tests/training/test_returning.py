@@ -13,20 +13,20 @@ from lora_trainer.monitor.trackers import EVENTS, METRICS, read_lines
 from lora_trainer.production.release import withdraw_after
 from lora_trainer.training.checkpoints.best import best_files
 from lora_trainer.training.checkpoints.checkpoint import list_checkpoints, newest_valid, step_of
-from lora_trainer.training.job import Job
+from lora_trainer.training.job import LoopContext
 from tests.training.test_guard import bad_sample
 from tests.training.tiny_job import TinyPlace, told_in
 
 SETTINGS: dict[str, object] = {
-    "control__not_finite": "restore",
-    "checkpoint__every_steps": 4,
-    "checkpoint__weights_every_steps": 2,
-    "sample__every_steps": 2,  # each saves a checkpoint before
-    "validate__every_steps": 2,
+    "safeguards__on_nonfinite": "rollback",
+    "checkpoint__every_n_steps": 4,
+    "checkpoint__export_every_n_steps": 2,
+    "sample__every_n_steps": 2,  # each saves a checkpoint before
+    "validation__every_n_steps": 2,
 }
 
 
-def bad_once(job: Job, step: int) -> Job:
+def bad_once(job: LoopContext, step: int) -> LoopContext:
     """The first visit to a step, counted from 0, is not finite."""
     bad, visits = bad_sample(job, step).micros, [0]
 
@@ -37,11 +37,11 @@ def bad_once(job: Job, step: int) -> Job:
     return replace(job, micros=micros)
 
 
-def fresh(place: TinyPlace, name: str) -> Job:
+def fresh(place: TinyPlace, name: str) -> LoopContext:
     return replace(place.job(name, steps=8, **SETTINGS), sample=lambda state: None)
 
 
-def went_on_from(job: Job) -> list[str]:
+def went_on_from(job: LoopContext) -> list[str]:
     return [
         each["message"].rpartition("the run goes on from ")[2]
         for each in read_lines(job.folder / EVENTS)
@@ -99,14 +99,14 @@ def test_only_the_runs_own_files_of_later_steps_are_withdrawn(tmp_path) -> None:
 @pytest.mark.parametrize("trouble", ["another rhythm", "a damaged one"])
 def test_without_a_regular_checkpoint_it_goes_back_to_the_newest(place: TinyPlace, trouble: str) -> None:
     """And not to the start, which would throw the whole run away."""
-    settings: dict[str, object] = {"control__not_finite": "restore", "validate__every_steps": 0}
-    first = told_in(place.job("a", steps=8, checkpoint__every_steps=4, **settings), 4)
+    settings: dict[str, object] = {"safeguards__on_nonfinite": "rollback", "validation__every_n_steps": 0}
+    first = told_in(place.job("a", steps=8, checkpoint__every_n_steps=4, **settings), 4)
     place.train(first)
     assert [step_of(path) for path in list_checkpoints(first.checkpoints)] == [5, 4]
     if trouble == "a damaged one":
         (first.checkpoints / "step-000004" / "state.json").write_text("{}")
     every = 7 if trouble == "another rhythm" else 4
-    job = bad_once(place.job("a", steps=8, checkpoint__every_steps=every, **settings), 5)
+    job = bad_once(place.job("a", steps=8, checkpoint__every_n_steps=every, **settings), 5)
     state, _ = place.resume(job)
     assert went_on_from(job) == ["step 5"]
     assert (state.step, state.restored) == (8, 1)
@@ -115,7 +115,7 @@ def test_without_a_regular_checkpoint_it_goes_back_to_the_newest(place: TinyPlac
 
 def test_a_regular_checkpoint_comes_before_a_newer_one(place: TinyPlace) -> None:
     """A run that was stopped goes back as far as one that was not."""
-    settings: dict[str, object] = {"control__not_finite": "restore", "checkpoint__every_steps": 4}
+    settings: dict[str, object] = {"safeguards__on_nonfinite": "rollback", "checkpoint__every_n_steps": 4}
     place.train(told_in(place.job("a", steps=8, **settings), 4))
     job = bad_once(place.job("a", steps=8, **settings), 5)
     place.resume(job)

@@ -9,25 +9,27 @@ from typing import Any
 import pytest
 import torch
 
-from lora_trainer.config.schema import Config, ControlSection, OptimSection
+from lora_trainer.config.schema import Config, OptimizerSection, SafeguardsSection
 from lora_trainer.core.errors import TrainingFailed
 from lora_trainer.monitor.progress import Progress, figures
 from lora_trainer.training.guard import remedy, with_settings
-from lora_trainer.training.job import Job
+from lora_trainer.training.job import LoopContext
 from lora_trainer.training.state import TrainState
 from tests.training.test_guard import SETTINGS, bad_sample, events
 from tests.training.tiny_job import TinyPlace
 
 
-def failing(place: TinyPlace, name: str, **settings: object) -> Job:
+def failing(place: TinyPlace, name: str, **settings: object) -> LoopContext:
     """A run of which steps 4, 5 and 6 are not finite, as far as it comes."""
-    return bad_sample(place.job(name, **{"control__most_not_finite": 3, **SETTINGS, **settings}), 3, 4, 5)
+    return bad_sample(place.job(name, **{"safeguards__max_nonfinite_steps": 3, **SETTINGS, **settings}), 3, 4, 5)
 
 
-def test_restore_goes_further_back_where_the_same_step_fails_again(place: TinyPlace):
+def test_rollback_goes_further_back_where_the_same_step_fails_again(place: TinyPlace):
     """And the checkpoint that is written on the way is new, and tried first."""
     began: list[int] = []
-    job = place.job("a", control__not_finite="restore", checkpoint__every_steps=1, checkpoint__keep_last=9, steps=7)
+    job = place.job(
+        "a", safeguards__on_nonfinite="rollback", checkpoint__every_n_steps=1, checkpoint__keep_last=9, steps=7
+    )
     made = job.micros
 
     def micros(step: int) -> list[Any]:
@@ -46,8 +48,8 @@ def test_other_settings_let_a_run_fail_anew(place: TinyPlace):
     with pytest.raises(TrainingFailed):
         place.train(failing(place, "a", steps=9))
     with pytest.raises(TrainingFailed, match="in 4 steps in a row, up to step 7"):
-        place.resume(bad_sample(place.job("a", steps=9, control__most_not_finite=3, **SETTINGS), 6))
-    lower = place.job("a", steps=9, control__most_not_finite=3, optim__learning_rate=1e-4, **SETTINGS)
+        place.resume(bad_sample(place.job("a", steps=9, safeguards__max_nonfinite_steps=3, **SETTINGS), 6))
+    lower = place.job("a", steps=9, safeguards__max_nonfinite_steps=3, optimizer__learning_rate=1e-4, **SETTINGS)
     state, _ = place.resume(bad_sample(lower, 7))
     assert (state.step, state.skipped) == (9, 5)
 
@@ -57,10 +59,10 @@ def test_returns_are_forgotten_with_the_settings_they_were_made_by():
     config = Config()
     before = replace(with_settings(TrainState(), config), restored=3, rate_scale=0.5, failed_at=6, returned_to=5)
     assert with_settings(before, config) == before
-    patient = Config(control=ControlSection(most_not_finite=20))
+    patient = Config(safeguards=SafeguardsSection(max_nonfinite_steps=20))
     after = with_settings(before, patient)
     assert (after.restored, after.failed_at, after.rate_factor) == (0, 0, before.rate_factor)
-    slower = with_settings(before, Config(optim=OptimSection(learning_rate=1e-5)))
+    slower = with_settings(before, Config(optimizer=OptimizerSection(learning_rate=1e-5)))
     assert (slower.restored, slower.rate_factor) == (0, 0.5)
     unknown = replace(before, asked="", asked_rate=None)  # of a checkpoint that an earlier version wrote
     assert with_settings(unknown, config) == before
@@ -72,16 +74,16 @@ def test_the_checkpoint_from_before_the_failures_is_named(place: TinyPlace):
         place.train(job)
 
 
-@pytest.mark.parametrize(("precision", "said"), [("bf16", "base_precision=fp32"), ("fp32", None)])
+@pytest.mark.parametrize(("precision", "said"), [("bf16", "weight_dtype=fp32"), ("fp32", None)])
 def test_the_advice_is_what_the_run_is_not_yet(place: TinyPlace, precision, said):
-    job = place.job(precision, memory__base_precision=precision, **SETTINGS)
-    assert (remedy(job) == "Lower optim.learning_rate.") == (said is None)
+    job = place.job(precision, memory__weight_dtype=precision, **SETTINGS)
+    assert (remedy(job) == "Lower optimizer.learning_rate.") == (said is None)
     assert said is None or said in remedy(job)
 
 
 def test_a_damaged_base_is_said(place: TinyPlace):
     """No lower rate mends it."""
-    job = place.job("a", steps=9, control__most_not_finite=3, **SETTINGS)
+    job = place.job("a", steps=9, safeguards__max_nonfinite_steps=3, **SETTINGS)
     name, weight = next(each for each in job.learner.denoiser.named_parameters() if not each[1].requires_grad)
     with torch.no_grad():
         weight.view(-1)[0] = math.nan

@@ -13,7 +13,7 @@ QUICK = KNOWN + 2  # steps
 
 def test_steps_that_take_longer_than_before_are_said_with_both_times(place: TinyPlace) -> None:
     """What slows them is real: a hook that sleeps in the forward pass, many times as long as the step takes."""
-    job = place.job("slow", steps=QUICK + LASTING, batch__effective=1, data__held_out=0.0)
+    job = place.job("slow", steps=QUICK + LASTING, train__effective_batch_size=1, validation__split=0.0)
     asked: list[object] = []
 
     def sleep(*_: object) -> None:

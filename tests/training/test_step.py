@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from lora_trainer.config.schema import LossSection, OptimSection
+from lora_trainer.config.schema import LossSection, OptimizerSection
 from lora_trainer.diffusion.loss import make_loss
 from lora_trainer.diffusion.process import Process, scaled_linear_alphas
 from lora_trainer.models import FAMILIES
@@ -19,8 +19,8 @@ from lora_trainer.models.lora import inject_lora, target_modules
 from lora_trainer.optim.clipping import clip_by_norm, clip_by_value
 from lora_trainer.optim.optimizers import make_optimizer
 from lora_trainer.training.adapter import Adapter, make_adapter
-from lora_trainer.training.micro import Micro
-from lora_trainer.training.step import Learner, backward, train_step
+from lora_trainer.training.micro_batch import MicroBatch
+from lora_trainer.training.step import StepContext, backward, train_step
 from tests.export.tiny import tiny_pipeline
 
 PROCESS = Process(scaled_linear_alphas(1000, 0.00085, 0.012), "epsilon")
@@ -31,7 +31,7 @@ def unet(tmp_path: Path) -> nn.Module:
     return tiny_pipeline(tmp_path).unet.requires_grad_(False)
 
 
-def make_learner(unet: nn.Module, dtype: torch.dtype = torch.float32, **changes) -> Learner:
+def make_step_context(unet: nn.Module, dtype: torch.dtype = torch.float32, **changes) -> StepContext:
     family = FAMILIES["sd15"]
     names = target_modules(unet, family, "attention")
     unet.to(dtype)
@@ -43,7 +43,7 @@ def make_learner(unet: nn.Module, dtype: torch.dtype = torch.float32, **changes)
     else:
         adapter = make_adapter(parameters, dtype)
     name = changes.pop("optimizer", "adamw")
-    learner = Learner(
+    learner = StepContext(
         denoiser=unet,
         predict=family.predict,
         process=PROCESS,
@@ -51,7 +51,7 @@ def make_learner(unet: nn.Module, dtype: torch.dtype = torch.float32, **changes)
         adapter=adapter,
         average=None,
         shown=lambda: adapter.masters,
-        optimizer=make_optimizer(adapter.masters, OptimSection(name=name)),
+        optimizer=make_optimizer(adapter.masters, OptimizerSection(name=name)),
         scaler=None,
         reduce=None,
         device=torch.device("cpu"),
@@ -61,7 +61,7 @@ def make_learner(unet: nn.Module, dtype: torch.dtype = torch.float32, **changes)
     return dataclasses.replace(learner, **changes)
 
 
-def random_micro(count: int, dtype: torch.dtype = torch.float32) -> Micro:
+def random_micro(count: int, dtype: torch.dtype = torch.float32) -> MicroBatch:
     generator = torch.Generator().manual_seed(3)
 
     def drawn(*shape: int) -> torch.Tensor:
@@ -69,10 +69,10 @@ def random_micro(count: int, dtype: torch.dtype = torch.float32) -> Micro:
 
     t = torch.randint(0, 1000, (count,), generator=generator)
     latents, noise, embeds = drawn(count, 4, 8, 8), drawn(count, 4, 8, 8), drawn(count, 77, 32)
-    return Micro(latents, noise, noise, t, {"embeds": embeds}, drawn(count, 6), torch.ones(count, dtype=dtype))
+    return MicroBatch(latents, noise, noise, t, {"embeds": embeds}, drawn(count, 6), torch.ones(count, dtype=dtype))
 
 
-def gradients(learner: Learner, micros: list[Micro], samples: int) -> list[torch.Tensor]:
+def gradients(learner: StepContext, micros: list[MicroBatch], samples: int) -> list[torch.Tensor]:
     for micro in micros:
         backward(learner, micro, samples)
     found = [master.grad.clone() for master in learner.masters]
@@ -82,7 +82,7 @@ def gradients(learner: Learner, micros: list[Micro], samples: int) -> list[torch
 
 @pytest.mark.parametrize("bounds", [(0, 2, 4), (0, 1, 4), (0, 1, 2, 3, 4)])
 def test_splitting_a_step_changes_rounding_only(unet, bounds):
-    learner = make_learner(unet, torch.float64)
+    learner = make_step_context(unet, torch.float64)
     for parameter in learner.masters:  # up projections start at zero and would hide most gradients
         parameter.data += 0.01
     micro = random_micro(4, torch.float64)
@@ -96,7 +96,7 @@ def test_splitting_a_step_changes_rounding_only(unet, bounds):
 
 def test_two_processes_sum_to_one(unet):
     """Each process has its share of the samples; summed gradients equal the whole step's."""
-    learner = make_learner(unet, torch.float64)
+    learner = make_step_context(unet, torch.float64)
     micro = random_micro(3, torch.float64)
     whole = gradients(learner, [micro], 3)
     shares = [gradients(learner, [micro.part(a, b)], 3) for a, b in ((0, 2), (2, 3))]
@@ -111,7 +111,7 @@ def test_a_process_without_samples_still_takes_part(unet):
         seen.append(tensor.clone())
         return tensor
 
-    learner = make_learner(unet, reduce=reduce)
+    learner = make_step_context(unet, reduce=reduce)
     result = train_step(learner, [], samples=1, rate=1e-3)
     assert len(seen) == 1
     assert float(seen[0].abs().sum()) == 0.0
@@ -119,7 +119,7 @@ def test_a_process_without_samples_still_takes_part(unet):
 
 
 def test_a_weight_multiplies_its_samples_part(unet):
-    learner = make_learner(unet, torch.float64)
+    learner = make_step_context(unet, torch.float64)
     for parameter in learner.masters:
         parameter.data += 0.01
     micro = random_micro(2, torch.float64)
@@ -132,7 +132,7 @@ def test_a_weight_multiplies_its_samples_part(unet):
 
 def test_masks_split_and_stay_on_their_samples(unet):
     """A mask of ones trains as none does, bit for bit; beside another sample's mask nothing of a sample changes."""
-    learner = make_learner(unet, torch.float64)
+    learner = make_step_context(unet, torch.float64)
     for parameter in learner.masters:
         parameter.data += 0.01
     micro = random_micro(2, torch.float64)
@@ -148,7 +148,7 @@ def test_masks_split_and_stay_on_their_samples(unet):
 
 
 def test_training_lowers_the_loss(unet):
-    learner = make_learner(unet)
+    learner = make_step_context(unet)
     micro = random_micro(4)
     losses = [float(train_step(learner, [micro], 4, 1e-2).loss) for _ in range(12)]
     assert losses[-1] < 0.9 * losses[0]
@@ -171,7 +171,7 @@ def test_clipping_clips_and_reports_the_norm_before():
 
 
 def test_bf16_keeps_fp32_masters_that_small_updates_reach(unet):
-    learner = make_learner(unet, torch.bfloat16)
+    learner = make_step_context(unet, torch.bfloat16)
     before = [master.clone() for master in learner.masters]
     train_step(learner, [random_micro(2).to(learner.device, torch.bfloat16)], 2, 1e-5)
     masters, copies = learner.adapter.masters, learner.adapter.copies
@@ -183,7 +183,7 @@ def test_bf16_keeps_fp32_masters_that_small_updates_reach(unet):
 
 def test_fp16_overflow_is_skipped_and_the_scale_falls(unet):
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**30, growth_interval=1000)
-    learner = make_learner(unet, torch.float16, scaler=scaler)
+    learner = make_step_context(unet, torch.float16, scaler=scaler)
     before = [master.clone() for master in learner.masters]
     result = train_step(learner, [random_micro(2)], 2, 1e-2)
     assert result.skipped
@@ -194,5 +194,5 @@ def test_fp16_overflow_is_skipped_and_the_scale_falls(unet):
     assert any(not torch.equal(master, old) for master, old in zip(calm.masters, before, strict=True))
 
 
-def make_learner_scaled(learner: Learner, scale: float) -> Learner:
+def make_learner_scaled(learner: StepContext, scale: float) -> StepContext:
     return dataclasses.replace(learner, scaler=torch.amp.GradScaler("cpu", init_scale=scale))

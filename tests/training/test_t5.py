@@ -13,7 +13,7 @@ from lora_trainer.training.step import backward
 from tests.training.test_texts import gradients, lit
 
 RATES = {"sd3": (0.0, 0.0, 1e-3), "flux": (0.0, 1e-3)}
-SETTINGS: dict[str, object] = {"text__t5_tokens": 16, "data__resolution": 64}
+SETTINGS: dict[str, object] = {"text_encoder__max_sequence_length": 16, "data__resolution": 64}
 
 
 @pytest.fixture(params=RATES)
@@ -26,7 +26,7 @@ def rates(here) -> tuple[float, ...]:
 
 
 def test_its_attention_and_its_feed_forward_layers_learn_what_sd_scripts_trains(here):
-    job = here.job("a", text__learning_rates=rates(here), text__lora_rank=2, **SETTINGS)
+    job = here.job("a", text_encoder__learning_rates=rates(here), text_encoder__lora_rank=2, **SETTINGS)
     found = gradients(lit(job))
     t5 = {name: gradient for name, gradient in found.items() if ".encoder.block." in name}
     assert {name.rpartition(".lora_")[0].rpartition(".")[2] for name in t5} == {*"qkvo", "wi_0", "wi_1", "wo"}
@@ -38,7 +38,7 @@ def test_its_attention_and_its_feed_forward_layers_learn_what_sd_scripts_trains(
 
 def test_it_drops_nothing_and_reads_captions_as_those_who_draw_do(here):
     cached = here.job("a", **SETTINGS)
-    spoken = here.job("b", text__learning_rates=rates(here), **SETTINGS)
+    spoken = here.job("b", text_encoder__learning_rates=rates(here), **SETTINGS)
     for one, other in zip(cached.micros(0), spoken.micros(0), strict=True):
         assert not other.cond  # nothing of it is cached
         said = spoken.learner.texts.encode(other.captions, {})
@@ -53,13 +53,13 @@ def test_a_step_is_the_same_in_ones_and_at_once_and_with_layers_computed_again(h
             backward(job.learner, micro, sum(len(each.latents) for each in micros))
         return torch.cat([master.grad.flatten() for master in job.learner.adapter.masters.values()])
 
-    common = {**SETTINGS, "text__learning_rates": rates(here), "batch__effective": 2}
+    common = {**SETTINGS, "text_encoder__learning_rates": rates(here), "train__effective_batch_size": 2}
     whole, ones, again = (
         gradient(here.job(name, steps=1, **common, **more))
         for name, more in (
             ("a", {}),
-            ("b", {"batch__max_micro": 1}),
-            ("c", {"memory__checkpointing": "all"}),
+            ("b", {"train__max_micro_batch_size": 1}),
+            ("c", {"memory__gradient_checkpointing": "true"}),
         )
     )
     assert float((ones - whole).norm() / whole.norm()) < 1e-5
@@ -69,9 +69,11 @@ def test_a_step_is_the_same_in_ones_and_at_once_and_with_layers_computed_again(h
 def test_a_rate_for_an_encoder_that_is_not_there_is_refused(place, tiny_models):
     family = FAMILIES["sd3"]
     with pytest.raises(UsageError, match=r"text_encoder_3, which model\.without_t5 leaves out"):
-        replace(place, model=tiny_models("sd3")).job("a", text__learning_rates=RATES["sd3"], model__without_t5=True)
+        replace(place, model=tiny_models("sd3")).job(
+            "a", text_encoder__learning_rates=RATES["sd3"], model__without_t5=True
+        )
     with pytest.raises(UsageError, match=r"text_encoder_3, which .* lacks"):
-        replace(place, model=tiny_models("sd3-without-t5")).job("a", text__learning_rates=RATES["sd3"])
+        replace(place, model=tiny_models("sd3-without-t5")).job("a", text_encoder__learning_rates=RATES["sd3"])
     with pytest.raises(UsageError, match="language model"):
         FAMILIES["z_image"].text_rates((1e-3,))
     assert family.word_texts == ("text_encoder", "text_encoder_2")

@@ -13,12 +13,12 @@ from lora_trainer.core.errors import UsageError
 from lora_trainer.models import FAMILIES
 from lora_trainer.training.checkpoints.checkpoint import newest_valid
 from lora_trainer.training.checkpoints.save import restore
-from lora_trainer.training.job import Job
+from lora_trainer.training.job import LoopContext
 from lora_trainer.training.step import backward
 from tests.training.tiny_job import TinyPlace, outcome
 
 
-def gradients(job: Job, count: int = 2) -> dict[str, torch.Tensor]:
+def gradients(job: LoopContext, count: int = 2) -> dict[str, torch.Tensor]:
     """Of the first step, by name."""
     for micro in job.micros(0):
         backward(job.learner, micro, count)
@@ -27,7 +27,7 @@ def gradients(job: Job, count: int = 2) -> dict[str, torch.Tensor]:
     }
 
 
-def lit(job: Job) -> Job:
+def lit(job: LoopContext) -> LoopContext:
     """With up projections that are not zero, so that every gradient says something."""
     draw = torch.Generator().manual_seed(1)
     with torch.no_grad():
@@ -39,7 +39,7 @@ def lit(job: Job) -> Job:
 
 def test_the_denoisers_weights_have_the_names_that_they_had(place):
     """So that checkpoints of runs without text encoders are read as ever."""
-    alone, both = place.job("a"), place.job("b", text__learning_rates=(1e-3,))
+    alone, both = place.job("a"), place.job("b", text_encoder__learning_rates=(1e-3,))
     names = list(alone.learner.adapter.masters)
     assert list(both.learner.adapter.masters)[: len(names)] == names
     others = list(both.learner.adapter.masters)[len(names) :]
@@ -52,8 +52,10 @@ def test_the_denoisers_weights_have_the_names_that_they_had(place):
 
 def test_each_has_its_rate_after_warm_up_and_schedule(place, tiny_models):
     here = replace(place, model=tiny_models("sdxl"))
-    rates = {"text__learning_rates": (2e-3, 5e-4), "optim__learning_rate": 1e-2}
-    job = here.job("a", steps=3, schedule__name="linear", schedule__warmup_steps=0, optim__weight_decay=0.1, **rates)
+    rates = {"text_encoder__learning_rates": (2e-3, 5e-4), "optimizer__learning_rate": 1e-2}
+    job = here.job(
+        "a", steps=3, lr_scheduler__name="linear", lr_scheduler__warmup_steps=0, optimizer__weight_decay=0.1, **rates
+    )
     here.train(job)
     of = {id(each): group["lr"] for group in job.learner.optimizer.param_groups for each in group["params"]}
     shown = {name: of[id(master)] for name, master in job.learner.adapter.masters.items()}
@@ -64,24 +66,24 @@ def test_each_has_its_rate_after_warm_up_and_schedule(place, tiny_models):
         assert rate == pytest.approx(last / share)
 
 
-@pytest.mark.parametrize("name", ["adamw", "prodigy", "schedule_free"])
+@pytest.mark.parametrize("name", ["adamw", "prodigy", "adamw_schedulefree"])
 def test_a_run_goes_on_with_other_rates_whichever_were_equal(name, place, tiny_models):
     here = replace(place, model=tiny_models("sdxl"))
     fixed = {
-        "optim__name": name,
-        "text__tokens": ("<zobo>",),
-        "schedule__name": "constant",
+        "optimizer__name": name,
+        "textual_inversion__placeholder_tokens": ("<zobo>",),
+        "lr_scheduler__name": "constant_with_warmup",
         "captions__prefix": "<zobo> ",
     }
 
     def settings(rate: float, *texts: float) -> dict[str, object]:
         return fixed | {
-            "optim__learning_rate": rate,
-            "text__learning_rates": texts[:2],
-            "text__token_learning_rate": texts[2],
+            "optimizer__learning_rate": rate,
+            "text_encoder__learning_rates": texts[:2],
+            "textual_inversion__learning_rate": texts[2],
         }
 
-    def second_moments(job: Job) -> dict[str, torch.Tensor]:
+    def second_moments(job: LoopContext) -> dict[str, torch.Tensor]:
         of = job.learner.optimizer.state
         return {name: of[master]["exp_avg_sq"].clone() for name, master in job.learner.adapter.masters.items()}
 
@@ -104,14 +106,14 @@ def test_a_run_goes_on_with_other_rates_whichever_were_equal(name, place, tiny_m
 
 
 def test_a_rate_of_zero_leaves_an_encoder_as_it_is(place, tiny_models):
-    job = replace(place, model=tiny_models("sdxl")).job("a", text__learning_rates=(0.0, 1e-3))
+    job = replace(place, model=tiny_models("sdxl")).job("a", text_encoder__learning_rates=(0.0, 1e-3))
     kinds = {name.partition(".")[0] for name in job.learner.adapter.masters if name.startswith("text")}
     assert kinds == {"text_encoder_2"}
 
 
 def test_only_layers_that_are_read_are_trained(place, tiny_models):
     """SDXL reads the first encoder's last layer but one: what a LoRA on the last one learned would be nothing."""
-    job = replace(place, model=tiny_models("sdxl")).job("a", text__learning_rates=(1e-3, 1e-3))
+    job = replace(place, model=tiny_models("sdxl")).job("a", text_encoder__learning_rates=(1e-3, 1e-3))
     found = gradients(lit(job))
     assert found.keys() == job.learner.adapter.masters.keys()
     assert all(float(gradient.abs().max()) > 0.0 for gradient in found.values())
@@ -124,14 +126,15 @@ def test_only_layers_that_are_read_are_trained(place, tiny_models):
 @pytest.mark.parametrize(
     "settings",
     [
-        {"memory__checkpointing": "all"},
-        {"memory__checkpointing": "all", "memory__recompute": "cheap"},
-        {"memory__streaming": 2},
+        {"memory__gradient_checkpointing": "true"},
+        {"memory__gradient_checkpointing": "true", "memory__checkpointing_mode": "selective"},
+        {"memory__blocks_to_swap": 2},
     ],
 )
 def test_gradients_reach_them_through_a_denoiser_that_saves_memory(settings, place):
     plain, saving = (
-        lit(place.job(name, text__learning_rates=(1e-3,), **more)) for name, more in (("a", {}), ("b", settings))
+        lit(place.job(name, text_encoder__learning_rates=(1e-3,), **more))
+        for name, more in (("a", {}), ("b", settings))
     )
     wanted, found = gradients(plain), gradients(saving)
     assert found.keys() == wanted.keys()
@@ -144,9 +147,9 @@ def test_captions_are_those_that_a_cached_run_is_trained_on(place):
         "captions__dropout": 0.4,
         "captions__shuffle": True,
         "captions__prefix": "(a:1.5) ",
-        "captions__weighted_words": True,
+        "captions__prompt_weighting": True,
     }
-    cached, spoken = place.job("a", **settings), place.job("b", text__learning_rates=(1e-3,), **settings)
+    cached, spoken = place.job("a", **settings), place.job("b", text_encoder__learning_rates=(1e-3,), **settings)
     weighted = 0
     for step in range(4):
         for one, other in zip(cached.micros(step), spoken.micros(step), strict=True):
@@ -159,7 +162,7 @@ def test_captions_are_those_that_a_cached_run_is_trained_on(place):
 
 
 def test_held_out_captions_are_read_by_the_encoders_as_they_are(place):
-    job = place.job("a", text__learning_rates=(1e-2,), validate__every_steps=2)
+    job = place.job("a", text_encoder__learning_rates=(1e-2,), validation__every_n_steps=2)
     before = job.validate(2)
     masters = job.learner.adapter.masters
     with torch.no_grad():
@@ -171,9 +174,9 @@ def test_held_out_captions_are_read_by_the_encoders_as_they_are(place):
 
 
 def test_more_rates_than_encoders_that_can_be_trained_are_refused(place):
-    with pytest.raises(UsageError, match=r"text.learning_rates holds 2 rates"):
-        place.job("a", text__learning_rates=(1e-3, 1e-3))
-    with pytest.raises(UsageError, match=r"at most 1 rate: --set 'text.learning_rates=\[0\.002\]'"):
+    with pytest.raises(UsageError, match=r"text_encoder.learning_rates holds 2 rates"):
+        place.job("a", text_encoder__learning_rates=(1e-3, 1e-3))
+    with pytest.raises(UsageError, match=r"at most 1 rate: --set 'text_encoder.learning_rates=\[0\.002\]'"):
         FAMILIES["sd15"].text_rates((2e-3, 1e-3))
     assert FAMILIES["sdxl"].text_rates((0.0, 1e-4, 0.0)) == {"text_encoder_2": 1e-4}
 
@@ -193,14 +196,16 @@ def twice(place: TinyPlace) -> Callable[..., list[dict]]:
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_a_run_in_fewer_bits_keeps_masters_and_repeats_itself(precision, twice):
-    one, other = twice(text__learning_rates=(1e-3,), memory__base_precision=precision, lora__dropout=0.1)
+    one, other = twice(text_encoder__learning_rates=(1e-3,), memory__weight_dtype=precision, lora__dropout=0.1)
     assert one == other
 
 
 def test_memory_that_runs_out_splits_captions_too(place: TinyPlace, tmp_path: Path):
     """The step is done again in halves, each with its own captions: the same but for rounding."""
     whole, halves = (
-        place.job(name, steps=1, text__learning_rates=(1e-3,), batch__effective=4, data__max_aspect=1.0)
+        place.job(
+            name, steps=1, text_encoder__learning_rates=(1e-3,), train__effective_batch_size=4, data__max_aspect=1.0
+        )
         for name in ("a", "b")
     )
     encode, failed = halves.learner.texts.encode, []
@@ -222,9 +227,18 @@ def test_memory_that_runs_out_splits_captions_too(place: TinyPlace, tmp_path: Pa
 def test_new_words_are_trained_at_their_own_rate_and_nothing_else_of_the_encoders(place, tiny_models):
     """Without a LoRA on the text encoders: the words' embeddings alone, without decay."""
     here = replace(place, model=tiny_models("sdxl"))
-    words = {"text__tokens": ("<zobo>", "<zub>"), "text__token_vectors": 3, "captions__prefix": "<zobo> <zub> "}
+    words = {
+        "textual_inversion__placeholder_tokens": ("<zobo>", "<zub>"),
+        "textual_inversion__num_vectors": 3,
+        "captions__prefix": "<zobo> <zub> ",
+    }
     job = here.job(
-        "a", steps=2, schedule__warmup_steps=0, optim__weight_decay=0.5, text__token_learning_rate=0.05, **words
+        "a",
+        steps=2,
+        lr_scheduler__warmup_steps=0,
+        optimizer__weight_decay=0.5,
+        textual_inversion__learning_rate=0.05,
+        **words,
     )
     parts = job.learner.texts.parts
     before = {

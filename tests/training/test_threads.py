@@ -34,6 +34,12 @@ def test_a_number_in_the_config_counts_up_to_the_available_cpus() -> None:
     assert (more.count, more.reason) == (cpus, f"hardware.threads={cpus + 5}, but {cpus} CPUs are available")
 
 
+def test_a_run_that_the_environment_gave_more_threads_is_repeated_with_them() -> None:
+    more = available_cpus() + 2
+    assert chosen("-c", CHOICE.format(more), OMP_NUM_THREADS=str(more)) == more
+    assert chosen("-c", CHOICE.format(more + 1), OMP_NUM_THREADS=str(more)) == more
+
+
 def test_the_users_environment_counts_before_what_a_run_began_with() -> None:
     assert chosen("-c", CHOICE.format("None, recorded=2"), OMP_NUM_THREADS="1") == 1
     assert chosen("-c", CHOICE.format("None, recorded=1")) == 1

@@ -1,4 +1,4 @@
-"""Numbers of steps that wait before somebody looks at them, as on a card: what is decided does not hang on when."""
+"""Numbers of steps that wait before somebody looks at them, as on a GPU: what is decided does not hang on when."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 
 from lora_trainer.core.errors import TrainingFailed
 from lora_trainer.training.checkpoints.checkpoint import list_checkpoints
-from lora_trainer.training.job import Job
+from lora_trainer.training.job import LoopContext
 from lora_trainer.training.step import Guard
 from tests.training.test_guard import (
     BAD,
@@ -21,10 +21,12 @@ from tests.training.test_guard import (
 )
 from tests.training.tiny_job import TinyPlace, looked_at_every, told_in
 
-RARELY: dict[str, object] = {"checkpoint__every_steps": 6, "validate__every_steps": 0}
+RARELY: dict[str, object] = {"checkpoint__every_n_steps": 6, "validation__every_n_steps": 0}
 
 
-def ended(place: TinyPlace, job: Job, *stops: int) -> tuple[str, dict[str, bytes], list[dict[str, Any]], list[str]]:
+def ended(
+    place: TinyPlace, job: LoopContext, *stops: int
+) -> tuple[str, dict[str, bytes], list[dict[str, Any]], list[str]]:
     """How a run ends that is stopped after these steps, gone on with each time: words, weights, rows, checkpoints."""
     words = ""
     try:
@@ -36,10 +38,10 @@ def ended(place: TinyPlace, job: Job, *stops: int) -> tuple[str, dict[str, bytes
     return words, weights(job), numbers(job), [path.name for path in list_checkpoints(job.checkpoints)]
 
 
-@pytest.mark.parametrize("policy", ["skip", "restore", "stop"])
+@pytest.mark.parametrize("policy", ["skip", "rollback", "stop"])
 def test_numbers_that_wait_change_nothing(place: TinyPlace, policy, monkeypatch):
-    """Looked at every sixth step, as a card is every tenth, with good steps behind a bad one."""
-    settings = {**RARELY, "steps": 8, "control__not_finite": policy, "control__most_not_finite": 2}
+    """Looked at every sixth step, as a GPU is every tenth, with good steps behind a bad one."""
+    settings = {**RARELY, "steps": 8, "safeguards__on_nonfinite": policy, "safeguards__max_nonfinite_steps": 2}
     at_once = ended(place, bad_sample(place.job("at once", **settings), BAD))
     looked_at_every(6, monkeypatch)
     for guard in get_args(Guard) if policy == "skip" else ("ahead", "late"):
@@ -50,7 +52,7 @@ def test_numbers_that_wait_change_nothing(place: TinyPlace, policy, monkeypatch)
 def test_too_many_in_a_row_are_too_many_whenever_they_are_seen(place: TinyPlace, guard, monkeypatch):
     """Good steps behind them hide nothing, and a stop in between moves nothing."""
     looked_at_every(6, monkeypatch)
-    settings = {**RARELY, "steps": 8, "control__most_not_finite": 2}
+    settings = {**RARELY, "steps": 8, "safeguards__max_nonfinite_steps": 2}
     for name, stops in (("straight", ()), ("stopped", (1,)), ("stopped inside", (2,)), ("stopped late", (4,))):
         job = bad_sample(guarded(place.job(name, **settings), guard), 1, 2)
         words, _, rows, checkpoints = ended(place, job, *stops)
@@ -62,7 +64,7 @@ def test_too_many_in_a_row_are_too_many_whenever_they_are_seen(place: TinyPlace,
 @pytest.mark.parametrize("guard", ["ahead", "on_device"])
 def test_a_scale_that_collapsed_is_seen_where_it_did(place: TinyPlace, guard, monkeypatch):
     looked_at_every(6, monkeypatch)
-    job = guarded(place.job("a", steps=8, memory__base_precision="fp16", **RARELY), guard)
+    job = guarded(place.job("a", steps=8, memory__weight_dtype="fp16", **RARELY), guard)
     job.learner.scaler.load_state_dict(job.learner.scaler.state_dict() | {"scale": 1.0})
     words, _, rows, checkpoints = ended(place, bad_loss(job, gradient_without_nan, BAD))
     assert words.startswith("The scale of fp16's losses fell to 0.5")
@@ -75,7 +77,7 @@ def test_a_scale_that_collapsed_is_seen_where_it_did(place: TinyPlace, guard, mo
 def test_overflows_in_a_row_are_too_many_whenever_they_are_seen(place: TinyPlace, guard, monkeypatch):
     looked_at_every(6, monkeypatch)
     monkeypatch.setattr("lora_trainer.training.guard.MOST_OVERFLOWS", 2)
-    job = guarded(place.job("a", steps=8, memory__base_precision="fp16", **RARELY), guard)
+    job = guarded(place.job("a", steps=8, memory__weight_dtype="fp16", **RARELY), guard)
     words, _, rows, _ = ended(place, bad_loss(job, gradient_without_nan, 1, 2))
     assert words == "Gradients overflowed fp16 in 2 steps in a row, up to step 3: nothing is learned."
     assert [row["step"] for row in rows] == [1, 2, 3]

@@ -1,7 +1,7 @@
-"""The loop on a tiny model through the real preparation, without gate, export and pictures: half a second a run.
+"""The loop on a tiny model through the real preparation, without gate, export and images: half a second a run.
 
-    place = TinyPlace(model, pictures, folder, cache)
-    job = place.job("a", steps=6, optim__name="lion")
+    place = TinyPlace(model, images, folder, cache)
+    job = place.job("a", steps=6, optimizer__name="lion")
     state, interrupt = place.train(job)
 
 `job.learner`, `job.folder` and `job.checkpoints` are there to be looked at; `dataclasses.replace(job, …)` puts
@@ -37,10 +37,10 @@ from lora_trainer.production.order import Order, plain_console, run_folder
 from lora_trainer.production.resuming import fixed_settings
 from lora_trainer.production.session import open_session, prepare
 from lora_trainer.production.settings import settle
-from lora_trainer.training import numbers
+from lora_trainer.training import metrics
 from lora_trainer.training.checkpoints.best import best_path
 from lora_trainer.training.checkpoints.checkpoint import Checkpoint, newest_valid
-from lora_trainer.training.job import Job
+from lora_trainer.training.job import LoopContext
 from lora_trainer.training.processes import Processes
 from lora_trainer.training.run import train
 from lora_trainer.training.state import TrainState
@@ -52,19 +52,19 @@ OF_THE_CLOCK = ("seconds", "data_seconds", "samples_per_second", "memory_gib")
 
 @dataclass(frozen=True)
 class TinyPlace:
-    """Where the model, the pictures, the runs and the caches are."""
+    """Where the model, the images, the runs and the caches are."""
 
     model: Path
     data: Path
     folder: Path
     cache: Path
 
-    def job(self, name: str, *, steps: int = 6, processes: Processes | None = None, **settings: object) -> Job:
+    def job(self, name: str, *, steps: int = 6, processes: Processes | None = None, **settings: object) -> LoopContext:
         """A fresh job in `folder/name`, as the command makes it. Settings as `lora__rank=8`; None leaves one out.
 
         `processes` makes it the job of one of several.
         """
-        given: dict[str, object] = {**QUICK, "cache.folder": str(self.cache), "data.sources": (str(self.data),)}
+        given: dict[str, object] = {**QUICK, "cache.dir": str(self.cache), "data.sources": (str(self.data),)}
         given |= {"model.path": str(self.model), "run.output": str(self.folder), "run.name": name}
         given |= {"train.max_steps": steps, **{key.replace("__", "."): value for key, value in settings.items()}}
         values: dict[str, dict[str, Any]] = {}
@@ -83,7 +83,7 @@ class TinyPlace:
         order.folder.mkdir(parents=True, exist_ok=True)
         return prepare(session, fixed_settings(order.config, inputs, session.choices)).job
 
-    def train(self, job: Job, start: Checkpoint | None = None) -> tuple[TrainState, Interrupt]:
+    def train(self, job: LoopContext, start: Checkpoint | None = None) -> tuple[TrainState, Interrupt]:
         """Run the loop, from a checkpoint where one is given."""
         step = start.state.step if start else -1
         trackers = Trackers(job.folder, resume_step=step) if job.processes.is_main else None
@@ -93,17 +93,17 @@ class TinyPlace:
             if trackers is not None:
                 trackers.close()
 
-    def resume(self, job: Job) -> tuple[TrainState, Interrupt]:
+    def resume(self, job: LoopContext) -> tuple[TrainState, Interrupt]:
         """Run the loop from the newest checkpoint of the job's folder; from the start where there is none."""
         found, _ = newest_valid(job.checkpoints)
         return self.train(job, found[1] if found else None)
 
-    def resume_together(self, jobs: Sequence[Job]) -> list[TrainState]:
+    def resume_together(self, jobs: Sequence[LoopContext]) -> list[TrainState]:
         """The same for all processes of a run, whose jobs these are."""
         # Each reads for itself: an optimizer goes on with the tensors that it is given.
         starts = [found[1] if found else None for found, _ in (newest_valid(job.checkpoints) for job in jobs)]
 
-        def one(job: Job, start: Checkpoint | None) -> TrainState:
+        def one(job: LoopContext, start: Checkpoint | None) -> TrainState:
             try:
                 return self.train(job, start)[0]
             except BaseException:
@@ -147,11 +147,11 @@ def together(world: int) -> list[Together]:
 
 
 def looked_at_every(steps: int, patch: pytest.MonkeyPatch) -> None:
-    """Numbers of steps wait as they do on a card, whose own number is ten."""
-    patch.setattr(numbers, "look_every", lambda device: steps)
+    """Numbers of steps wait as they do on a GPU, whose own number is ten."""
+    patch.setattr(metrics, "look_every", lambda device: steps)
 
 
-def told_in(job: Job, step: int, number: int = signal.SIGTERM) -> Job:
+def told_in(job: LoopContext, step: int, number: int = signal.SIGTERM) -> LoopContext:
     """The same job, to which one signal comes at the beginning of `step`, counted from 0."""
     asked, told = job.samples_in, list[int]()
 
@@ -164,7 +164,7 @@ def told_in(job: Job, step: int, number: int = signal.SIGTERM) -> Job:
     return replace(job, samples_in=samples_in)
 
 
-def outcome(job: Job) -> dict[str, Any]:
+def outcome(job: LoopContext) -> dict[str, Any]:
     """All that a run leaves, but for what a clock says: two runs that are the same have the same."""
     found, _ = newest_valid(job.checkpoints)
     assert found is not None

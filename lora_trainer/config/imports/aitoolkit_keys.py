@@ -1,4 +1,4 @@
-"""The keys of an ai-toolkit process and of its data sets."""
+"""The keys of an ai-toolkit process and of its datasets."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ from lora_trainer.config.imports.words import (
 
 # Linear layers and 1x1 convolutions of the whole U-Net; with `conv` its other convolutions too.
 ALL_LINEAR = ("*.attentions.*", "*.time_emb_proj", "*embedding.*", "*.conv_shortcut")
-DRAWING = "pictures while training are drawn in this program's own way"
+DRAWING = "images while training are drawn in this program's own way"
 VIDEO = "of films and sound"
 FAMILIES = ("sd1", "sd15", "sd2", "sdxl", "sd", "sd3", "flux", "zimage")
 
@@ -76,9 +76,9 @@ def _alpha(value: Any, around: Around) -> Took:
 def _kind(value: Any, around: Around) -> Took:
     layers = ["*"] if around["network.conv"] is not None else list(ALL_LINEAR)
     if is_aitoolkit_flow(around.keys):
-        return Took({"lora.targets": ALL_OF_BLOCKS}, OF_BLOCKS, "changed")
+        return Took({"lora.target_modules": ALL_OF_BLOCKS}, OF_BLOCKS, "changed")
     plain = text(value).lower() in ("lora", "locon")
-    return Took({"lora.targets": layers}, "" if plain else NOT_LORA, "mapped" if plain else "changed")
+    return Took({"lora.target_modules": layers}, "" if plain else NOT_LORA, "mapped" if plain else "changed")
 
 
 def _texts(value: Any, around: Around) -> Took:
@@ -100,31 +100,31 @@ def _steps(value: Any, around: Around) -> Took:
 def _rate(value: Any, around: Around) -> Took:
     if around["train.unet_lr"] is not None:
         return Took({}, "train.unet_lr rules", "ignored")
-    return Took({"optim.learning_rate": number(value)})
+    return Took({"optimizer.learning_rate": number(value)})
 
 
 def _schedule(value: Any, around: Around) -> Took:
     took = schedule(value, around)
-    warm = {} if text(value) == "constant_with_warmup" else {"schedule.warmup_steps": 0}
+    warm = {} if text(value) == "constant_with_warmup" else {"lr_scheduler.warmup_steps": 0}
     if text(value) == "linear":
         took = replace(took, why="it rises from a third of the rate there, and falls to 0 here", verdict="changed")
-    cycles = {"schedule.cycles": 1} if text(value) == "cosine_with_restarts" else {}
+    cycles = {"lr_scheduler.cycles": 1} if text(value) == "cosine_with_restarts" else {}
     return replace(took, settings={**took.settings, **warm, **cycles})
 
 
 def _loss(value: Any, around: Around) -> Took:
-    kinds = {"mse": "squared", "mae": "huber", "pseudo_huber": "huber", "wavelet": "squared", "pixelspace": "squared"}
-    kind = lookup({**kinds, "mean_flow": "squared"}, value, "a loss")
+    kinds = {"mse": "mse", "mae": "huber", "pseudo_huber": "huber", "wavelet": "mse", "pixelspace": "mse"}
+    kind = lookup({**kinds, "mean_flow": "mse"}, value, "a loss")
     exact = text(value) in ("mse", "pseudo_huber")
-    return Took({"loss.kind": kind}, "" if exact else "the nearest loss", "mapped" if exact else "changed")
+    return Took({"loss.type": kind}, "" if exact else "the nearest loss", "mapped" if exact else "changed")
 
 
 def _quantized(value: Any, around: Around) -> Took:
-    return Took({"memory.base_precision": "fp8"}) if truth(value) else Took({}, "off", "ignored")
+    return Took({"memory.weight_dtype": "fp8"}) if truth(value) else Took({}, "off", "ignored")
 
 
-def _no_pictures(value: Any, around: Around) -> Took:
-    return Took({"sample.every_steps": 0}) if truth(value) else Took({}, "off", "ignored")
+def _no_images(value: Any, around: Around) -> Took:
+    return Took({"sample.every_n_steps": 0}) if truth(value) else Took({}, "off", "ignored")
 
 
 def _prompts(value: Any, around: Around) -> Took:
@@ -148,10 +148,10 @@ def _resolutions(value: Any, around: Around) -> Took:
 
 
 def _buckets(value: Any, around: Around) -> Took:
-    """A picture keeps its shape and is never enlarged; without buckets it becomes a square."""
+    """An image keeps its shape and is never enlarged; without buckets it becomes a square."""
     if truth(value):
-        return Took({"data.max_aspect": 8.0, "data.no_upscale": True}, "any shape, never enlarged")
-    return Took({"data.max_aspect": 1.0}, "all pictures become squares")
+        return Took({"data.max_aspect": 8.0, "data.bucket_no_upscale": True}, "any shape, never enlarged")
+    return Took({"data.max_aspect": 1.0}, "all images become squares")
 
 
 def _extension(value: Any, around: Around) -> Took:
@@ -167,7 +167,7 @@ def _crop(value: Any, around: Around) -> Took:
 
 
 def _augmented(value: Any, around: Around) -> Took:
-    return Took({"source.colour_variants": 4}) if is_on(value) else Took({}, "off", "ignored")
+    return Took({"source.color_variants": 4}) if is_on(value) else Took({}, "off", "ignored")
 
 
 def _all(section: str, names: str, rule: Rule) -> dict[str, Rule]:
@@ -198,11 +198,11 @@ RULES: Mapping[str, Rule] = {
     "config.name": same("run.name", text),
     "type": lacking("only LoRA training is imported", off=("sd_trainer", "diffusion_trainer", "ui_trainer")),
     "training_folder": path_to("run.output"),
-    "trigger_word": same("captions.trigger", text),
+    "trigger_word": same("captions.trigger_word", text),
     "device": nothing(SPEED),
     "performance_log_every": nothing(LOGS),
     "sqlite_db_path": nothing(LOGS),
-    "network.type": by(_kind, "lora.targets", NOT_LORA),
+    "network.type": by(_kind, "lora.target_modules", NOT_LORA),
     "network.rank": same("lora.rank", whole),
     "network.linear": by(_linear, "lora.rank"),
     "network.alpha": by(_alpha, "lora.alpha"),
@@ -210,13 +210,13 @@ RULES: Mapping[str, Rule] = {
     "network.conv": lacking("the convolutions learn too, with the rank of network.linear"),
     "network.conv_alpha": lacking("all layers have the scale of network.linear_alpha"),
     "network.dropout": unless_off("lora.dropout", number),
-    "network.network_kwargs.only_if_contains": lacking("lora.targets says which layers learn"),
-    "network.network_kwargs.ignore_if_contains": lacking("lora.targets says which layers learn"),
+    "network.network_kwargs.only_if_contains": lacking("lora.target_modules says which layers learn"),
+    "network.network_kwargs.ignore_if_contains": lacking("lora.target_modules says which layers learn"),
     "network.pretrained_lora_path": lacking("training does not start from a LoRA"),
     "network.all_layers": lacking("only linear layers and convolutions learn"),
     **_all("network.", "lokr_full_rank lokr_factor old_lokr_format lorm", nothing("of other kinds of networks")),
     **_all("network.", "transformer_only split_multistage_loras layer_offloading", nothing(SPEED)),
-    "save.save_every": unless_off("checkpoint.every_steps", whole),
+    "save.save_every": unless_off("checkpoint.every_n_steps", whole),
     "save.max_step_saves_to_keep": unless_off("checkpoint.keep_last", whole),
     "save.dtype": EXPORT_DTYPE,
     **_all("save.", "save_format", nothing("both formats are written, as safetensors")),
@@ -240,27 +240,27 @@ RULES: Mapping[str, Rule] = {
     ),
     "train.steps": by(_steps, "train.max_steps"),
     "train.batch_size": batch_of("train.gradient_accumulation", "train.gradient_accumulation_steps"),
-    "train.gradient_accumulation": part_of("train.batch_size", "batch.effective"),
-    "train.gradient_accumulation_steps": part_of("train.batch_size", "batch.effective"),
+    "train.gradient_accumulation": part_of("train.batch_size", "train.effective_batch_size"),
+    "train.gradient_accumulation_steps": part_of("train.batch_size", "train.effective_batch_size"),
     "train.optimizer": OPTIMIZER,
-    "train.optimizer_params.weight_decay": same("optim.weight_decay", number),
-    "train.optimizer_params.betas": by(betas, "optim.beta1 optim.beta2"),
+    "train.optimizer_params.weight_decay": same("optimizer.weight_decay", number),
+    "train.optimizer_params.betas": by(betas, "optimizer.beta1 optimizer.beta2"),
     "train.optimizer_params": nothing("not set"),
-    "train.lr": by(_rate, "optim.learning_rate"),
-    "train.unet_lr": same("optim.learning_rate", number),
-    "train.text_encoder_lr": part_of("train.train_text_encoder", "text.learning_rates"),
-    "train.lr_scheduler": by(_schedule, "schedule.name schedule.warmup_steps", "others than ours are replaced"),
-    "train.lr_scheduler_params.num_warmup_steps": same("schedule.warmup_steps", whole),
+    "train.lr": by(_rate, "optimizer.learning_rate"),
+    "train.unet_lr": same("optimizer.learning_rate", number),
+    "train.text_encoder_lr": part_of("train.train_text_encoder", "text_encoder.learning_rates"),
+    "train.lr_scheduler": by(_schedule, "lr_scheduler.name lr_scheduler.warmup_steps", "others than ours are replaced"),
+    "train.lr_scheduler_params.num_warmup_steps": same("lr_scheduler.warmup_steps", whole),
     "train.lr_scheduler_params": nothing("not set"),
     "train.dtype": PRECISION,
-    "model.quantize": by(_quantized, "memory.base_precision", "weights are kept in fp8 here", changes=True),
+    "model.quantize": by(_quantized, "memory.weight_dtype", "weights are kept in fp8 here", changes=True),
     "train.gradient_checkpointing": CHECKPOINTING,
-    "train.max_grad_norm": same("optim.clip_norm", number),
+    "train.max_grad_norm": same("optimizer.max_grad_norm", number),
     "train.min_snr_gamma": unless_off("loss.min_snr_gamma", number),
     "train.snr_gamma": unless_off("loss.min_snr_gamma", number),
     "train.noise_offset": unless_off("noise.offset", number),
-    "train.loss_type": by(_loss, "loss.kind", "others than ours are replaced"),
-    "train.reg_weight": same("loss.prior_weight", number),
+    "train.loss_type": by(_loss, "loss.type", "others than ours are replaced"),
+    "train.reg_weight": same("loss.prior_loss_weight", number),
     "train.ema_config.use_ema": average_with("train.ema_config.ema_decay", 0.999),
     "train.ema_config.ema_decay": part_of("train.ema_config.use_ema", "train.ema_decay"),
     **_all("train.ema_config.", "use_feedback param_multiplier", UNUSED),
@@ -275,7 +275,7 @@ RULES: Mapping[str, Rule] = {
         "the model's own schedule is followed", off=("ddpm", "ddim", "euler", "flowmatch")
     ),
     **AITOOLKIT,
-    "train.disable_sampling": by(_no_pictures, "sample.every_steps"),
+    "train.disable_sampling": by(_no_images, "sample.every_n_steps"),
     "train.skip_first_sample": nothing(DRAWING),
     "train.force_first_sample": nothing(DRAWING),
     **_all(
@@ -287,11 +287,11 @@ RULES: Mapping[str, Rule] = {
     **_all("train.", "unload_text_encoder cache_text_embeddings", nothing(CACHED)),
     **_all("train.", TRAIN_LACKS, UNUSED),
     **_all("train.", "max_loss_debug audio_loss_multiplier switch_boundary_every", nothing(VIDEO)),
-    "sample.sample_every": same("sample.every_steps", whole),
+    "sample.sample_every": same("sample.every_n_steps", whole),
     "sample.prompts": by(_prompts, "sample.prompts"),
     "sample.samples": by(_samples, "sample.prompts", "their own sizes and seeds are left out", changes=True),
-    "sample.sample_steps": same("sample.steps", whole),
-    "sample.guidance_scale": same("sample.guidance", number),
+    "sample.sample_steps": same("sample.num_inference_steps", whole),
+    "sample.guidance_scale": same("sample.guidance_scale", number),
     **_all(
         "sample.",
         "sampler sample_start_step width height neg seed walk_seed network_multiplier guidance_rescale format "
@@ -321,28 +321,28 @@ DEFAULTS: Mapping[str, Any] = {
 DATASET_RULES: Mapping[str, Rule] = {
     "folder_path": path_to("source.path"),
     "dataset_path": path_to("source.path"),
-    "default_caption": same("source.caption", text),
-    "trigger_word": same("captions.trigger", text),
+    "default_caption": same("source.default_caption", text),
+    "trigger_word": same("captions.trigger_word", text),
     "caption_ext": by(_extension, "captions.extension"),
     "caption_type": by(_extension, "captions.extension"),
     "resolution": by(_resolutions, "source.resolutions"),
     "num_repeats": same("source.repeats", whole),
-    "is_reg": same("source.regularisation", truth),
-    "loss_multiplier": same("source.weight", number),
+    "is_reg": same("source.is_reg", truth),
+    "loss_multiplier": same("source.loss_weight", number),
     "caption_dropout_rate": same("captions.dropout", number),
     "token_dropout_rate": same("captions.tag_dropout", number),
     "shuffle_tokens": same("captions.shuffle", truth),
     "keep_tokens": same("captions.keep_tokens", whole),
     "flip_x": same("source.flip", truth),
-    "buckets": by(_buckets, "data.max_aspect data.no_upscale"),
+    "buckets": by(_buckets, "data.max_aspect data.bucket_no_upscale"),
     "bucket_tolerance": same("data.bucket_step", whole),
     "random_crop": by(_crop, "source.crop", NEW_EACH_TIME, changes=True),
-    "augments": by(_augmented, "source.colour_variants", NEW_EACH_TIME, changes=True),
-    "augmentations": by(_augmented, "source.colour_variants", NEW_EACH_TIME, changes=True),
+    "augments": by(_augmented, "source.color_variants", NEW_EACH_TIME, changes=True),
+    "augmentations": by(_augmented, "source.color_variants", NEW_EACH_TIME, changes=True),
     "alpha_mask": by(_alpha_mask, "source.masks"),
     "mask_path": path_to("source.masks"),
     "mask_min_value": same("loss.unmasked_weight", number),
-    "type": lacking("only pictures are read", off=("image",)),
+    "type": lacking("only images are read", off=("image",)),
     **_all("", DATA_LACKS, UNUSED),
     **_all("", "control_from_same_folder clip_image_from_same_folder", UNUSED),
     **_all(

@@ -49,19 +49,19 @@ TOOL = "diffusers"
 MARKS = ("instance_data_dir", "instance_prompt", "train_data_dir", "dataset_name", "rank", "validation_prompt")
 
 
-def _pictures(value: Any, around: Around) -> Took:
+def _images(value: Any, around: Around) -> Took:
     source: dict[str, Any] = {"path": located(around.folder, text(value)), "repeats": count(around, "repeats")}
     if around["instance_prompt"] is not None:
-        source["caption"] = text(around["instance_prompt"])
+        source["default_caption"] = text(around["instance_prompt"])
     return Took({SOURCES: [source]})
 
 
-def _class_pictures(value: Any, around: Around) -> Took:
+def _class_images(value: Any, around: Around) -> Took:
     if not is_on(around["with_prior_preservation"] or False):
         return Took({}, "means nothing without with_prior_preservation", "ignored")
-    source: dict[str, Any] = {"path": located(around.folder, text(value)), "regularisation": True}
+    source: dict[str, Any] = {"path": located(around.folder, text(value)), "is_reg": True}
     if around["class_prompt"] is not None:
-        source["caption"] = text(around["class_prompt"])
+        source["default_caption"] = text(around["class_prompt"])
     return Took({SOURCES: [source]})
 
 
@@ -73,8 +73,8 @@ def _epochs(value: Any, around: Around) -> Took:
 
 def _warmup(value: Any, around: Around) -> Took:
     if str(around["lr_scheduler"]) == "constant":
-        return Took({"schedule.warmup_steps": 0}, "its constant schedule has no warm-up")
-    return Took({"schedule.warmup_steps": whole(value)})
+        return Took({"lr_scheduler.warmup_steps": 0}, "its constant schedule has no warm-up")
+    return Took({"lr_scheduler.warmup_steps": whole(value)})
 
 
 def _texts(value: Any, around: Around) -> Took:
@@ -88,7 +88,7 @@ def _texts(value: Any, around: Around) -> Took:
 
 
 def _small_states(value: Any, around: Around) -> Took:
-    return Took({"optim.name": "adamw8bit"}) if truth(value) else Took({}, "off", "ignored")
+    return Took({"optimizer.name": "adamw8bit"}) if truth(value) else Took({}, "off", "ignored")
 
 
 def _only_with(key: str, word: str, ours: str, kind: Any) -> Rule:
@@ -101,7 +101,7 @@ def _only_with(key: str, word: str, ours: str, kind: Any) -> Rule:
 
 
 def _crop(value: Any, around: Around) -> Took:
-    return Took({"data.crop": "centre"}, verdict="mapped") if truth(value) else Took({"data.crop": "random"})
+    return Took({"data.crop": "center"}, verdict="mapped") if truth(value) else Took({"data.crop": "random"})
 
 
 def _upcast(value: Any, around: Around) -> Took:
@@ -109,65 +109,65 @@ def _upcast(value: Any, around: Around) -> Took:
 
 
 ONLY_MISSING = Rule(
-    "changed", (SOURCES,), "the caption of pictures that have none of their own", lambda value, around: Took({})
+    "changed", (SOURCES,), "the caption of images that have none of their own", lambda value, around: Took({})
 )
 RULES: Mapping[str, Rule] = {
     "pretrained_model_name_or_path": MODEL,
     "output_dir": path_to("run.output"),
-    "instance_data_dir": by(_pictures, SOURCES),
-    "train_data_dir": by(_pictures, SOURCES),
+    "instance_data_dir": by(_images, SOURCES),
+    "train_data_dir": by(_images, SOURCES),
     "instance_prompt": ONLY_MISSING,
     "repeats": part_of("instance_data_dir", SOURCES),
-    "class_data_dir": by(_class_pictures, SOURCES),
+    "class_data_dir": by(_class_images, SOURCES),
     "class_prompt": ONLY_MISSING,
     "with_prior_preservation": part_of("class_data_dir", SOURCES),
-    "num_class_images": lacking("class pictures are not drawn: those that are there are used"),
-    "prior_loss_weight": same("loss.prior_weight", number),
-    "prior_generation_precision": nothing("class pictures are not drawn"),
-    "dataset_name": lacking("data sets of a hub are not read: name a local folder with --data"),
-    "dataset_config_name": lacking("data sets of a hub are not read"),
+    "num_class_images": lacking("class images are not drawn: those that are there are used"),
+    "prior_loss_weight": same("loss.prior_loss_weight", number),
+    "prior_generation_precision": nothing("class images are not drawn"),
+    "dataset_name": lacking("datasets of a hub are not read: name a local folder with --data"),
+    "dataset_config_name": lacking("datasets of a hub are not read"),
     "image_column": nothing("the column is found by its name"),
     "caption_column": nothing("the column is found by its name"),
-    "max_train_samples": lacking("all pictures are trained"),
+    "max_train_samples": lacking("all images are trained"),
     "resolution": same("data.resolution", side),
     "center_crop": by(_crop, "data.crop", NEW_EACH_TIME, changes=True),
     "random_flip": same("data.flip", truth),
     "max_train_steps": same("train.max_steps", whole),
     "num_train_epochs": by(_epochs, "train.max_epochs"),
     "train_batch_size": batch_of("gradient_accumulation_steps"),
-    "gradient_accumulation_steps": part_of("train_batch_size", "batch.effective"),
+    "gradient_accumulation_steps": part_of("train_batch_size", "train.effective_batch_size"),
     "seed": same("train.seed", whole),
     "rank": same("lora.rank", whole),
     "lora_alpha": same("lora.alpha", number),
     "lora_dropout": unless_off("lora.dropout", number),
-    "lora_layers": lacking("lora.targets says which layers learn"),
+    "lora_layers": lacking("lora.target_modules says which layers learn"),
     "optimizer": OPTIMIZER,
-    "use_8bit_adam": by(_small_states, "optim.name"),
-    "learning_rate": same("optim.learning_rate", number),
-    "adam_beta1": same("optim.beta1", number),
-    "adam_beta2": same("optim.beta2", number),
-    "adam_weight_decay": same("optim.weight_decay", number),
+    "use_8bit_adam": by(_small_states, "optimizer.name"),
+    "learning_rate": same("optimizer.learning_rate", number),
+    "adam_beta1": same("optimizer.beta1", number),
+    "adam_beta2": same("optimizer.beta2", number),
+    "adam_weight_decay": same("optimizer.weight_decay", number),
     "adam_epsilon": nothing("its usual epsilon is taken"),
-    "max_grad_norm": same("optim.clip_norm", number),
+    "max_grad_norm": same("optimizer.max_grad_norm", number),
     "lr_scheduler": SCHEDULE,
-    "lr_warmup_steps": by(_warmup, "schedule.warmup_steps"),
-    "lr_num_cycles": _only_with("lr_scheduler", "restarts", "schedule.cycles", whole),
-    "lr_power": _only_with("lr_scheduler", "polynomial", "schedule.power", number),
+    "lr_warmup_steps": by(_warmup, "lr_scheduler.warmup_steps"),
+    "lr_num_cycles": _only_with("lr_scheduler", "cosine_with_restarts", "lr_scheduler.cycles", whole),
+    "lr_power": _only_with("lr_scheduler", "polynomial", "lr_scheduler.power", number),
     "scale_lr": lacking("the rate is not scaled by the batch"),
     "mixed_precision": PRECISION,
     "gradient_checkpointing": CHECKPOINTING,
     "snr_gamma": unless_off("loss.min_snr_gamma", number),
     "noise_offset": unless_off("noise.offset", number),
     "upcast_before_saving": by(_upcast, "checkpoint.export_dtype"),
-    "checkpointing_steps": unless_off("checkpoint.every_steps", whole),
+    "checkpointing_steps": unless_off("checkpoint.every_n_steps", whole),
     "checkpoints_total_limit": unless_off("checkpoint.keep_last", whole),
     "validation_prompt": by(lambda value, around: Took({"sample.prompts": [text(value)]}), "sample.prompts"),
     "num_validation_images": same("sample.count", whole),
     "resume_from_checkpoint": nothing("--resume goes on with a run of this program"),
     "train_text_encoder": by(_texts, TEXT_RATES),
-    "text_encoder_lr": part_of("train_text_encoder", "text.learning_rates"),
-    "train_text_encoder_ti": lacking("set text.tokens to the words that are learned along"),
-    "max_sequence_length": same("text.t5_tokens", whole),
+    "text_encoder_lr": part_of("train_text_encoder", "text_encoder.learning_rates"),
+    "train_text_encoder_ti": lacking("set textual_inversion.placeholder_tokens to the words that are learned along"),
+    "max_sequence_length": same("text_encoder.max_sequence_length", whole),
     **DIFFUSERS,
     "pretrained_vae_model_name_or_path": VAE,
     "vae_path": VAE,
@@ -221,7 +221,7 @@ def is_flags(document: Any) -> bool:
 
 
 def read(path: Path, document: Mapping[str, Any]) -> Reading:
-    """What a command's flags say. Pictures are cropped to one square, and nothing is held out."""
+    """What a command's flags say. Images are cropped to one square, and nothing is held out."""
     reading = Reading(TOOL, path)
     script = str(document.get(SCRIPT, ""))
     of_script = next(more for words, more in OF_SCRIPTS if all(word in script for word in words))
@@ -230,6 +230,6 @@ def read(path: Path, document: Mapping[str, Any]) -> Reading:
     nothing_held_out(reading)
     reading.settings.setdefault("data.max_aspect", 1.0)
     reading.origin.setdefault("data.max_aspect", "diffusers' scripts crop to one square")
-    reading.settings.setdefault("lora.targets", DIFFUSERS_TARGETS.get(family, "attention"))
-    reading.origin.setdefault("lora.targets", "what diffusers' scripts train")
+    reading.settings.setdefault("lora.target_modules", DIFFUSERS_TARGETS.get(family, "attention"))
+    reading.origin.setdefault("lora.target_modules", "what diffusers' scripts train")
     return reading

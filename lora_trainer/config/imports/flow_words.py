@@ -16,7 +16,7 @@ from lora_trainer.config.imports.reading import Around, Rule, Took, Verdict
 from lora_trainer.config.imports.rules import by, is_on, lacking, nothing, number, part_of, text, truth
 from lora_trainer.config.options import NEEDS
 
-ALL = "flow.timesteps flow.logit_mean flow.logit_spread flow.mode_scale flow.shift"
+ALL = "flow.timestep_sampling flow.logit_mean flow.logit_std flow.mode_scale flow.shift"
 NO_FLOW = "of models with flow matching, which this is not"
 TOLD_NO_GUIDANCE = "distilled models are told a guidance of 1 while they learn"
 WEIGHED = "without its weighting of the loss"
@@ -39,10 +39,10 @@ def times(
     """The settings of a distribution and a shift; only those that it asks for."""
     asked = {
         "uniform": {},
-        "logit_normal": {"flow.logit_mean": mean, "flow.logit_spread": spread},
+        "logit_normal": {"flow.logit_mean": mean, "flow.logit_std": spread},
         "mode": {"flow.mode_scale": scale},
     }
-    return {"flow.timesteps": kind, **asked[kind], "flow.shift": shift}
+    return {"flow.timestep_sampling": kind, **asked[kind], "flow.shift": shift}
 
 
 def number_of(around: Around, key: str, otherwise: float) -> float:

@@ -41,10 +41,10 @@ def _train_source(value: Any, around: Around) -> Took:
     return Took({SOURCES: [source]})
 
 
-def _regularisation(value: Any, around: Around) -> Took:
+def _regularization(value: Any, around: Around) -> Took:
     if around["dataset_config"] is not None:
         return Took({}, "dataset_config names the data", "ignored")
-    return Took({SOURCES: [{"path": located(around.folder, text(value)), "regularisation": True}]})
+    return Took({SOURCES: [{"path": located(around.folder, text(value)), "is_reg": True}]})
 
 
 def _batch(value: Any, around: Around) -> Took:
@@ -53,7 +53,7 @@ def _batch(value: Any, around: Around) -> Took:
     processes = count(around, "num_processes") * count(around, "num_machines")
     product = factors[0] * factors[1] * processes
     shown = " × ".join(str(each) for each in (*factors, *([processes] if processes > 1 else [])))
-    return Took({"batch.effective": product}, "" if product == factors[0] else f"{shown} samples in a step")
+    return Took({"train.effective_batch_size": product}, "" if product == factors[0] else f"{shown} samples in a step")
 
 
 def _alpha(value: Any, around: Around) -> Took:
@@ -92,7 +92,7 @@ def _of_all(name: str) -> str:
 
 def _held_out(value: Any, around: Around) -> Took:
     took = DATASET_RULES["validation_split"].read(value, around)
-    return replace(took, settings={**took.settings, "checkpoint.release": "last"})
+    return replace(took, settings={**took.settings, "checkpoint.export_weights": "last"})
 
 
 _SHARED = {
@@ -100,11 +100,11 @@ _SHARED = {
     for key, rule in {**DATASET_RULES, **SUBSET_RULES}.items()
     if not {
         "source.path",
-        "source.caption",
+        "source.default_caption",
         "source.repeats",
-        "source.regularisation",
+        "source.is_reg",
         "source.masks",
-        "batch.effective",
+        "train.effective_batch_size",
     }
     & {*rule.ours}
     and key not in ("metadata_file", "custom_attributes", "network_multiplier", "validation_split")
@@ -112,7 +112,7 @@ _SHARED = {
 DATA_RULES: Mapping[str, Rule] = {
     "dataset_config": other_file(SOURCES),
     "train_data_dir": by(_train_source, SOURCES),
-    "reg_data_dir": by(_regularisation, SOURCES),
+    "reg_data_dir": by(_regularization, SOURCES),
     "in_json": part_of("train_data_dir", SOURCES),
     "dataset_repeats": part_of("train_data_dir", SOURCES),
     "alpha_mask": by(_alpha, SOURCES, AREA_OF_MASK, changes=True),
@@ -120,9 +120,9 @@ DATA_RULES: Mapping[str, Rule] = {
         _conditioning, SOURCES, f"its scripts read it only from a dataset TOML; {AREA_OF_MASK}", changes=True
     ),
     "masked_loss": by(_masked_loss, SOURCES, AREA_OF_MASK, changes=True),
-    "train_batch_size": by(_batch, "batch.effective"),
-    "gradient_accumulation_steps": part_of("train_batch_size", "batch.effective"),
-    "validation_split": by(_held_out, "data.held_out checkpoint.release"),
+    "train_batch_size": by(_batch, "train.effective_batch_size"),
+    "gradient_accumulation_steps": part_of("train_batch_size", "train.effective_batch_size"),
+    "validation_split": by(_held_out, "validation.split checkpoint.export_weights"),
     **_SHARED,
     "caption_extention": _SHARED["caption_extension"],
 }
@@ -209,9 +209,12 @@ def add_dataset(reading: Reading, keys: Mapping[str, Any]) -> None:
     reading.problems.extend(data.problems)
     reading.lines.extend(data.lines)
     accumulation = count(Around(keys, path.parent), "gradient_accumulation_steps")
-    data.settings["batch.effective"] = data.settings.get("batch.effective", 1) * accumulation
+    data.settings["train.effective_batch_size"] = data.settings.get("train.effective_batch_size", 1) * accumulation
     for name, value in data.settings.items():
         reading.settings[name] = value
         reading.origin[name] = data.origin.get(name, path.name)
-    if "data.held_out" in data.settings:
-        reading.settings["checkpoint.release"], reading.origin["checkpoint.release"] = "last", "kohya exports the last"
+    if "validation.split" in data.settings:
+        reading.settings["checkpoint.export_weights"], reading.origin["checkpoint.export_weights"] = (
+            "last",
+            "kohya exports the last",
+        )

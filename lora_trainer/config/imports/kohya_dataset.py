@@ -1,6 +1,6 @@
 """kohya's dataset TOML: `[general]`, `[[datasets]]` and their `[[datasets.subsets]]`.
 
-A subset's key beats its data set's, which beats `[general]`, which beats the same option of a
+A subset's key beats its dataset's, which beats `[general]`, which beats the same option of a
 config file that names the TOML. Read with `--data FILE.toml` and by `import`.
 """
 
@@ -32,10 +32,10 @@ from lora_trainer.core.errors import Problem
 
 TOOL = "kohya"
 MOST_ASPECT = 8.0
-COLOURS = 4
-AREA_OF_MASK = "here the loss is divided by the mask's area, there not: pictures with small masks count for more"
+COLORS = 4
+AREA_OF_MASK = "here the loss is divided by the mask's area, there not: images with small masks count for more"
 LEFT_OUT = "num_repeats is less than 1: left out, as kohya does"
-NEW_EACH_TIME = "drawn anew each time there; so many versions of each picture are cached here"
+NEW_EACH_TIME = "drawn anew each time there; so many versions of each image are cached here"
 
 
 def _alpha(value: Any, around: Around) -> Took:
@@ -43,24 +43,24 @@ def _alpha(value: Any, around: Around) -> Took:
 
 
 def _conditioning(value: Any, around: Around) -> Took:
-    """A dataset TOML by itself does not say whether its pictures are masks; the config that names it does."""
+    """A dataset TOML by itself does not say whether its images are masks; the config that names it does."""
     if not is_on(around.keys.get("masked_loss", True)):
         return Took({}, "means nothing without masked_loss", "ignored")
     return Took({"source.masks": located(around.folder, text(value))})
 
 
 def _crop(value: Any, around: Around) -> Took:
-    return Took({"source.crop": "random"}) if truth(value) else Took({"source.crop": "centre"}, verdict="mapped")
+    return Took({"source.crop": "random"}) if truth(value) else Took({"source.crop": "center"}, verdict="mapped")
 
 
-def _colours(value: Any, around: Around) -> Took:
-    return Took({"source.colour_variants": COLOURS}) if truth(value) else Took({}, "off", "ignored")
+def _colors(value: Any, around: Around) -> Took:
+    return Took({"source.color_variants": COLORS}) if truth(value) else Took({}, "off", "ignored")
 
 
 def _buckets(value: Any, around: Around) -> Took:
-    """Without buckets every picture is cropped to one shape; with them, shapes lie between the two sides."""
+    """Without buckets every image is cropped to one shape; with them, shapes lie between the two sides."""
     if not truth(value):
-        return Took({"data.max_aspect": 1.0}, "without buckets every picture is cropped to the one shape")
+        return Took({"data.max_aspect": 1.0}, "without buckets every image is cropped to the one shape")
     shortest, longest = around["min_bucket_reso"], around["max_bucket_reso"]
     if shortest is None or longest is None or min(number(shortest), number(longest)) <= 0:
         return Took({}, "shapes lie within data.max_aspect")
@@ -90,48 +90,48 @@ def _of_buckets(ours: str) -> Rule:
 SUBSET_RULES: Mapping[str, Rule] = {
     "image_dir": path_to("source.path"),
     "metadata_file": path_to("source.captions_file"),
-    "class_tokens": same("source.caption", text),
+    "class_tokens": same("source.default_caption", text),
     "num_repeats": same("source.repeats", whole),
-    "is_reg": same("source.regularisation", truth),
+    "is_reg": same("source.is_reg", truth),
     "caption_extension": same("captions.extension", text),
     "shuffle_caption": same("captions.shuffle", truth),
     "keep_tokens": same("captions.keep_tokens", whole),
-    "keep_tokens_separator": same("captions.keep_separator", text),
+    "keep_tokens_separator": same("captions.keep_tokens_separator", text),
     "secondary_separator": lacking("tags are split at one separator only"),
     "caption_separator": same("captions.separator", text),
     "caption_prefix": same("captions.prefix", text),
     "caption_suffix": same("captions.suffix", text),
     "enable_wildcard": same("captions.wildcards", truth),
     "caption_dropout_rate": same("captions.dropout", number),
-    "caption_dropout_every_n_epochs": same("captions.dropout_every_epochs", whole),
+    "caption_dropout_every_n_epochs": same("captions.dropout_every_n_epochs", whole),
     "caption_tag_dropout_rate": same("captions.tag_dropout", number),
     "flip_aug": same("source.flip", truth),
-    "color_aug": by(_colours, "source.colour_variants", NEW_EACH_TIME, changes=True),
+    "color_aug": by(_colors, "source.color_variants", NEW_EACH_TIME, changes=True),
     "random_crop": by(_crop, "source.crop", NEW_EACH_TIME, changes=True),
     "face_crop_aug_range": lacking("crops are not placed at faces"),
     "alpha_mask": by(_alpha, "source.masks", AREA_OF_MASK, changes=True),
     "conditioning_data_dir": by(
         _conditioning,
         "source.masks",
-        f"masks of the loss, never ControlNet's pictures; {AREA_OF_MASK}",
+        f"masks of the loss, never ControlNet's images; {AREA_OF_MASK}",
         changes=True,
     ),
     "token_warmup_min": lacking("captions have all their tags from the start", off=(1,)),
     "token_warmup_step": lacking("captions have all their tags from the start"),
-    "resize_interpolation": lacking("pictures are always resized in the same way here"),
+    "resize_interpolation": lacking("images are always resized in the same way here"),
     "custom_attributes": nothing("notes for other scripts"),
-    "cache_info": nothing("what was read of a picture is always kept"),
+    "cache_info": nothing("what was read of an image is always kept"),
 }
 DATASET_RULES: Mapping[str, Rule] = {
     "resolution": by(_resolution, "data.resolution"),
-    "batch_size": same("batch.effective", whole),
+    "batch_size": same("train.effective_batch_size", whole),
     "enable_bucket": by(_buckets, "data.max_aspect"),
     "min_bucket_reso": _of_buckets("data.bucket_min"),
     "max_bucket_reso": _of_buckets("data.bucket_max"),
     "bucket_reso_steps": _of_buckets("data.bucket_step"),
-    "bucket_no_upscale": same("data.no_upscale", truth),
-    "validation_split": same("data.held_out", number),
-    "validation_seed": same("data.held_out_seed", whole),
+    "bucket_no_upscale": same("data.bucket_no_upscale", truth),
+    "validation_split": same("validation.split", number),
+    "validation_seed": same("validation.split_seed", whole),
     "network_multiplier": lacking("the LoRA's strength is 1 in training", off=(1, 1.0)),
 }
 RULES: Mapping[str, Rule] = {**DATASET_RULES, **SUBSET_RULES}
@@ -150,14 +150,14 @@ DEFAULTS: Mapping[str, Any] = {
 
 @dataclass(frozen=True)
 class Subset:
-    """One subset with all that holds for it, and the number of its data set."""
+    """One subset with all that holds for it, and the number of its dataset."""
 
     dataset: int
     keys: Mapping[str, Any]
 
 
 def is_kohya_dataset(document: Any) -> bool:
-    """Whether a parsed file is a data set's TOML."""
+    """Whether a parsed file is a dataset's TOML."""
     return isinstance(document, Mapping) and isinstance(document.get("datasets"), list) and "model" not in document
 
 
@@ -176,7 +176,7 @@ def dataset_reading(
     if not subsets:
         if not reading.problems:
             reading.problems.append(
-                Problem(f"{path} names no pictures.", "Give [[datasets.subsets]] an image_dir, seen once or more.")
+                Problem(f"{path} names no images.", "Give [[datasets.subsets]] an image_dir, seen once or more.")
             )
         return reading
     written = {line.key.rpartition(".")[2] for line in reading.lines}
@@ -187,7 +187,7 @@ def dataset_reading(
     for place, name in differs:
         key = next(key for key, rule in RULES.items() if name in rule.ours)
         lead = "not set there; " if is_empty(subsets[place].keys.get(key)) else ""
-        why = f"{lead}one for all data sets here: {shown(settings[name])}"
+        why = f"{lead}one for all datasets here: {shown(settings[name])}"
         where = f"datasets[{subsets[place].dataset}].{key}"
         reading.lines.append(Line(where, subsets[place].keys.get(key), "changed", {name: settings[name]}, why))
     reading.settings = settings
@@ -198,7 +198,7 @@ def dataset_reading(
 
 
 def _levels(reading: Reading, document: Mapping[str, Any]) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """[general] and the data sets, each with its subsets as a list of tables."""
+    """[general] and the datasets, each with its subsets as a list of tables."""
     path, general, datasets = reading.path, document.get("general", {}), document.get("datasets", [])
     if wrong := [key for key in document if key not in ("general", "datasets")]:
         message = f"{path}: {', '.join(wrong)} is no part of a dataset TOML."
@@ -240,7 +240,7 @@ def _subsets(
             _lines(reading, where, subset, keys, [])
             if is_empty(keys.get("image_dir")) and is_empty(keys.get("metadata_file")):
                 message = f"{reading.path}: {where} has no image_dir."
-                reading.problems.append(Problem(message, "Name the folder of its pictures."))
+                reading.problems.append(Problem(message, "Name the folder of its images."))
             else:
                 found.append(Subset(index, keys))
     return found
@@ -277,7 +277,7 @@ def _settings(reading: Reading, subset: Subset) -> dict[str, Any]:
         if not is_empty(value):
             with contextlib.suppress(ValueError):
                 found.update(rule.read(value, around).settings)
-    if "source.path" not in found:  # metadata that names its pictures itself, or what is a problem already
+    if "source.path" not in found:  # metadata that names its images itself, or what is a problem already
         found["source.path"] = str(Path(found.get("source.captions_file", "")).parent)
     if "data.resolution" in found:
         found[RESOLUTIONS] = [found.pop("data.resolution")]

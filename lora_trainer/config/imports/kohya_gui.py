@@ -78,9 +78,9 @@ def _kind(value: Any, around: Around) -> Took:
     kind = text(value).strip().lower()
     layers = ALL_WITH_CONVOLUTIONS if kind in WITH_CONVOLUTIONS else ALL_OF_ATTENTION
     if kind.startswith("flux") or kohya_family(around):
-        return Took({"lora.targets": ALL_OF_BLOCKS}, OF_BLOCKS, "changed")
+        return Took({"lora.target_modules": ALL_OF_BLOCKS}, OF_BLOCKS, "changed")
     plain = kind in (*PLAIN, *WITH_CONVOLUTIONS)
-    return Took({"lora.targets": list(layers)}, "" if plain else NOT_LORA, "mapped" if plain else "changed")
+    return Took({"lora.target_modules": list(layers)}, "" if plain else NOT_LORA, "mapped" if plain else "changed")
 
 
 def _with_convolutions(rule: Rule) -> Rule:
@@ -109,9 +109,9 @@ def _percent(value: Any, around: Around) -> Took:
         return Took({}, "lr_warmup_steps rules", "ignored")
     share = number(value) / 100
     if str(around["lr_scheduler"]).lower() == "constant" or not share:
-        return Took({"schedule.warmup_steps": 0})
+        return Took({"lr_scheduler.warmup_steps": 0})
     if not is_on(around["max_train_steps"] or 0):
-        why = f"{share:.0%} of the steps, which only the data tell; 3 % of them here (schedule.warmup_steps)"
+        why = f"{share:.0%} of the steps, which only the data tell; 3 % of them here (lr_scheduler.warmup_steps)"
         return Took({}, why, "changed")
     return share_of_steps(share, around)
 
@@ -136,16 +136,16 @@ def _rules() -> dict[str, Rule]:
         **known,
         **{key: _unless_zero(known[key]) for key in zero},
         **{key: kohya.RULES[f"network_args.{key}"] for key in AS_ARGUMENTS},
-        "LoRA_type": by(_kind, "lora.targets", f"where it is no LoRA or LoCon, {NOT_LORA}"),
+        "LoRA_type": by(_kind, "lora.target_modules", f"where it is no LoRA or LoCon, {NOT_LORA}"),
         "epoch": by(_epochs, "train.max_epochs"),
-        "lr_warmup": by(_percent, "schedule.warmup_steps"),
-        "lr_warmup_steps": _unless_zero(by(warmup, "schedule.warmup_steps")),
+        "lr_warmup": by(_percent, "lr_scheduler.warmup_steps"),
+        "lr_warmup_steps": _unless_zero(by(warmup, "lr_scheduler.warmup_steps")),
         "noise_offset_type": part_of("noise_offset and multires_noise_iterations"),
         "noise_offset": _noise("original", "noise_offset"),
         "multires_noise_iterations": _noise("multires", "multires_noise_iterations"),
         "multires_noise_discount": _noise("multires", "multires_noise_discount"),
-        "num_processes": part_of("train_batch_size", "batch.effective"),
-        "num_machines": part_of("train_batch_size", "batch.effective"),
+        "num_processes": part_of("train_batch_size", "train.effective_batch_size"),
+        "num_machines": part_of("train_batch_size", "train.effective_batch_size"),
         "training_comment": nothing("a note"),
         "stop_text_encoder_training": lacking("text encoders that learn do so to the end", off=(-1,)),
         "stop_text_encoder_training_pct": lacking("text encoders that learn do so to the end", off=(-1,)),
@@ -157,9 +157,12 @@ def _rules() -> dict[str, Rule]:
         **{key: lacking(OTHER_FAMILY) for key in FAMILIES},
         **{key: nothing(SPEED) for key in SPEED_OF_FLOWS},
         **{key: of_flow(lacking("there is no such thing here", off=("all",))) for key in OF_FLOWS},
-        **{key: of_flow(part_of("text_encoder_lr", "text.learning_rates")) for key in ("t5xxl_lr", "train_t5xxl")},
+        **{
+            key: of_flow(part_of("text_encoder_lr", "text_encoder.learning_rates"))
+            for key in ("t5xxl_lr", "train_t5xxl")
+        },
         **{key: nothing(SPEED) for key in OF_THE_GUI},
-        "sample_every_n_steps": same("sample.every_steps", whole),
+        "sample_every_n_steps": same("sample.every_n_steps", whole),
     }
 
 

@@ -43,7 +43,7 @@ UPLOADS = "nothing is uploaded"
 SPEED = "a matter of memory or speed: it changes nothing that is learned"
 READ_FROM_MODEL = "read from the model's files"
 IN_STEPS = "counted in steps here"
-SAVED_TOO = "checkpoints are written every checkpoint.every_steps steps too"
+SAVED_TOO = "checkpoints are written every checkpoint.every_n_steps steps too"
 OTHER_FAMILY = "of model families that are not trained here"
 CACHED = "latents and texts are always cached, and rebuilt when anything changed"
 PLAIN_MODULES = ("networks.lora", "networks.lora_fa")
@@ -60,20 +60,20 @@ def _steps(value: Any, around: Around) -> Took:
 def _rate(value: Any, around: Around) -> Took:
     if around["unet_lr"] is not None and is_on(around["unet_lr"]):
         return Took({}, "unet_lr rules for the denoiser", "ignored")
-    return Took({"optim.learning_rate": number(value)})
+    return Took({"optimizer.learning_rate": number(value)})
 
 
 def _unet_rate(value: Any, around: Around) -> Took:
-    return Took({"optim.learning_rate": number(value)}) if is_on(value) else Took({}, "not set", "ignored")
+    return Took({"optimizer.learning_rate": number(value)}) if is_on(value) else Took({}, "not set", "ignored")
 
 
 def warmup(value: Any, around: Around) -> Took:
     """Steps, or a share of them; kohya's `constant` has no warm-up whatever is asked."""
     if str(around["lr_scheduler"]).lower() == "constant":
-        return Took({"schedule.warmup_steps": 0}, "its constant schedule has no warm-up" if is_on(value) else "")
+        return Took({"lr_scheduler.warmup_steps": 0}, "its constant schedule has no warm-up" if is_on(value) else "")
     steps = number(value)
     if steps == 0 or steps >= 1:
-        return Took({"schedule.warmup_steps": int(steps)})
+        return Took({"lr_scheduler.warmup_steps": int(steps)})
     return share_of_steps(steps, around)
 
 
@@ -82,7 +82,7 @@ def share_of_steps(share: float, around: Around) -> Took:
     if around["max_train_epochs"] is not None and is_on(around["max_train_epochs"]):
         return Took({}, "a share of steps that only the data tell; 3 % of them here", "changed")
     steps = round(share * count(around, "max_train_steps"))
-    return Took({"schedule.warmup_steps": steps}, f"{share:.0%} of {count(around, 'max_train_steps')} steps")
+    return Took({"lr_scheduler.warmup_steps": steps}, f"{share:.0%} of {count(around, 'max_train_steps')} steps")
 
 
 def _only_with(key: str, word: str, ours: str, kind: Any) -> Rule:
@@ -102,9 +102,9 @@ def targets(value: Any, around: Around) -> Took:
     convolutions = is_on(around["network_args.conv_dim"] or 0) or module.startswith("lycoris")
     layers = ALL_WITH_CONVOLUTIONS if convolutions else ALL_OF_ATTENTION
     if module in OF_TRANSFORMERS or kohya_family(around):
-        return Took({"lora.targets": ALL_OF_BLOCKS}, OF_BLOCKS, "changed")
+        return Took({"lora.target_modules": ALL_OF_BLOCKS}, OF_BLOCKS, "changed")
     plain = module in PLAIN_MODULES or (module == "lycoris.kohya" and algorithm in LORA_ALGORITHMS)
-    return Took({"lora.targets": list(layers)}, "" if plain else NOT_LORA, "mapped" if plain else "changed")
+    return Took({"lora.target_modules": list(layers)}, "" if plain else NOT_LORA, "mapped" if plain else "changed")
 
 
 def _alpha(value: Any, around: Around) -> Took:
@@ -127,7 +127,7 @@ def betas(value: Any, around: Around) -> Took:
     parts = value if isinstance(value, list) else str(value).strip("()[] ").split(",")
     if len(parts) < 2:
         raise ValueError("two numbers, such as 0.9,0.99")
-    return Took({"optim.beta1": number(parts[0]), "optim.beta2": number(parts[1])})
+    return Took({"optimizer.beta1": number(parts[0]), "optimizer.beta2": number(parts[1])})
 
 
 def _algorithm(value: Any, around: Around) -> Took:
@@ -136,12 +136,12 @@ def _algorithm(value: Any, around: Around) -> Took:
 
 def _checkpointing(value: Any, around: Around) -> Took:
     if not truth(value):
-        return Took({}, "as few blocks as fit the card (memory.checkpointing=auto)", "ignored")
-    return Took({"memory.checkpointing": "all"})
+        return Took({}, "as few blocks as fit the GPU (memory.gradient_checkpointing=auto)", "ignored")
+    return Took({"memory.gradient_checkpointing": True})
 
 
 def _fp8(value: Any, around: Around) -> Took:
-    return Took({"memory.base_precision": "fp8"}) if truth(value) else Took({}, "off", "ignored")
+    return Took({"memory.weight_dtype": "fp8"}) if truth(value) else Took({}, "off", "ignored")
 
 
 def _kept(value: Any, around: Around) -> Took:
@@ -156,7 +156,7 @@ def _saved(value: Any, around: Around) -> Took:
     if not is_on(value):
         return Took({}, "off", "ignored")
     also = is_on(around["save_every_n_steps"] or 0)
-    return Took({"checkpoint.every_epochs": whole(value)}, "" if also else SAVED_TOO, "mapped" if also else "changed")
+    return Took({"checkpoint.every_n_epochs": whole(value)}, "" if also else SAVED_TOO, "mapped" if also else "changed")
 
 
 def _saved_files(value: Any, around: Around) -> Took:
@@ -164,15 +164,15 @@ def _saved_files(value: Any, around: Around) -> Took:
     if not is_on(value):
         return Took({}, "off", "ignored")
     if not is_on(around["max_train_epochs"] or 0):
-        return Took({}, "a share of epochs that only the data tell; checkpoint.every_steps rules", "changed")
+        return Took({}, "a share of epochs that only the data tell; checkpoint.every_n_steps rules", "changed")
     return _saved(max(1, whole(around["max_train_epochs"]) // whole(value)), around)
 
 
 def _loss(value: Any, around: Around) -> Took:
-    kinds = {"l2": "squared", "mse": "squared", "huber": "huber", "smooth_l1": "huber", "l1": "huber"}
+    kinds = {"l2": "mse", "mse": "mse", "huber": "huber", "smooth_l1": "huber", "l1": "huber"}
     kind = lookup(kinds, value, "a loss")
     why = {"l1": "the nearest loss", "smooth_l1": "pseudo-Huber", "huber": "pseudo-Huber"}.get(str(value).lower(), "")
-    return Took({"loss.kind": kind}, why, "changed" if why else "mapped")
+    return Took({"loss.type": kind}, why, "changed" if why else "mapped")
 
 
 def _huber_schedule(value: Any, around: Around) -> Took:
@@ -187,9 +187,7 @@ def prompts(value: Any, around: Around) -> Took:
     path = Path(located(around.folder, text(value)))
     if len(lines) == 1 and path.suffix.lower() in (".txt", ".toml", ".json"):
         if path.suffix.lower() != ".txt":
-            return Took(
-                {}, "prompts are read from text files only; pictures are drawn of the data's captions", "changed"
-            )
+            return Took({}, "prompts are read from text files only; images are drawn of the data's captions", "changed")
         try:
             if not path.is_file() or path.stat().st_size > 1_000_000:
                 return Took({}, f"there is no such text file: {path}", "changed")
@@ -211,44 +209,44 @@ RULES: Mapping[str, Rule] = {
     "max_train_steps": by(_steps, "train.max_steps"),
     "max_train_epochs": unless_off("train.max_epochs", whole),
     "seed": unless_off("train.seed", whole),
-    "network_module": by(targets, "lora.targets", f"where it is no plain LoRA, {NOT_LORA}"),
+    "network_module": by(targets, "lora.target_modules", f"where it is no plain LoRA, {NOT_LORA}"),
     "network_dim": same("lora.rank", whole),
     "network_alpha": by(_alpha, "lora.alpha"),
     "network_dropout": unless_off("lora.dropout", number),
-    "network_args.conv_dim": _as("network_dim", "lora.targets", "all layers have the rank of network_dim"),
+    "network_args.conv_dim": _as("network_dim", "lora.target_modules", "all layers have the rank of network_dim"),
     "network_args.conv_alpha": _as("network_alpha", "lora.alpha", "all layers have the alpha of network_alpha"),
     "network_args.algo": by(_algorithm, "", NOT_LORA, changes=True),
-    "network_args.preset": lacking("lora.targets says which layers learn", off=("full",)),
+    "network_args.preset": lacking("lora.target_modules says which layers learn", off=("full",)),
     "network_args.dropout": unless_off("lora.dropout", number),
     "optimizer_type": OPTIMIZER,
-    "optimizer_args.weight_decay": same("optim.weight_decay", number),
-    "optimizer_args.betas": by(betas, "optim.beta1 optim.beta2"),
+    "optimizer_args.weight_decay": same("optimizer.weight_decay", number),
+    "optimizer_args.betas": by(betas, "optimizer.beta1 optimizer.beta2"),
     "optimizer_args.decouple": lacking("weight decay is always decoupled", off=("True", "true")),
-    "learning_rate": by(_rate, "optim.learning_rate"),
-    "unet_lr": by(_unet_rate, "optim.learning_rate"),
+    "learning_rate": by(_rate, "optimizer.learning_rate"),
+    "unet_lr": by(_unet_rate, "optimizer.learning_rate"),
     **kohya_texts.RULES,
     **KOHYA,
     "lr_scheduler": SCHEDULE,
-    "lr_warmup_steps": by(warmup, "schedule.warmup_steps"),
-    "lr_scheduler_num_cycles": _only_with("lr_scheduler", "restarts", "schedule.cycles", whole),
-    "lr_scheduler_power": _only_with("lr_scheduler", "polynomial", "schedule.power", number),
-    "max_grad_norm": same("optim.clip_norm", number),
+    "lr_warmup_steps": by(warmup, "lr_scheduler.warmup_steps"),
+    "lr_scheduler_num_cycles": _only_with("lr_scheduler", "cosine_with_restarts", "lr_scheduler.cycles", whole),
+    "lr_scheduler_power": _only_with("lr_scheduler", "polynomial", "lr_scheduler.power", number),
+    "max_grad_norm": same("optimizer.max_grad_norm", number),
     "mixed_precision": PRECISION,
-    "fp8_base": by(_fp8, "memory.base_precision"),
-    "gradient_checkpointing": by(_checkpointing, "memory.checkpointing"),
-    "vae_batch_size": unless_off("cache.batch", whole),
-    "save_every_n_steps": unless_off("checkpoint.every_steps", whole),
+    "fp8_base": by(_fp8, "memory.weight_dtype"),
+    "gradient_checkpointing": by(_checkpointing, "memory.gradient_checkpointing"),
+    "vae_batch_size": unless_off("cache.batch_size", whole),
+    "save_every_n_steps": unless_off("checkpoint.every_n_steps", whole),
     "save_every_n_epochs": by(
-        _saved, "checkpoint.every_epochs", f"without save_every_n_steps {SAVED_TOO}", changes=True
+        _saved, "checkpoint.every_n_epochs", f"without save_every_n_steps {SAVED_TOO}", changes=True
     ),
     "save_n_epoch_ratio": by(
-        _saved_files, "checkpoint.every_epochs", f"without save_every_n_steps {SAVED_TOO}", changes=True
+        _saved_files, "checkpoint.every_n_epochs", f"without save_every_n_steps {SAVED_TOO}", changes=True
     ),
     "save_precision": EXPORT_DTYPE,
     "save_last_n_steps": by(_kept, "checkpoint.keep_last", "so many as save_every_n_steps puts into it", changes=True),
     "save_last_n_epochs": unless_off("checkpoint.keep_last", whole),
-    "validate_every_n_steps": unless_off("validate.every_steps", whole),
-    "sample_every_n_steps": same("sample.every_steps", whole),
+    "validate_every_n_steps": unless_off("validation.every_n_steps", whole),
+    "sample_every_n_steps": same("sample.every_n_steps", whole),
     "sample_prompts": by(prompts, "sample.prompts", "options behind -- are left out"),
     "min_snr_gamma": unless_off("loss.min_snr_gamma", number),
     "noise_offset": unless_off("noise.offset", number),
@@ -256,12 +254,12 @@ RULES: Mapping[str, Rule] = {
     "multires_noise_discount": unless_off("noise.multires_discount", number),
     "ip_noise_gamma": unless_off("noise.input_perturbation", number),
     "zero_terminal_snr": same("noise.zero_terminal_snr", truth),
-    "loss_type": by(_loss, "loss.kind", "others than the squared error are pseudo-Huber here"),
+    "loss_type": by(_loss, "loss.type", "others than the squared error are pseudo-Huber here"),
     "huber_c": _only_with("loss_type", "huber", "loss.huber_delta", number),
     "huber_schedule": by(_huber_schedule, "", "the same at every timestep here", changes=True),
     "huber_scale": lacking("errors are not scaled before they are weighed", off=(1, 1.0)),
-    "prior_loss_weight": same("loss.prior_weight", number),
-    "weighted_captions": same("captions.weighted_words", truth),
+    "prior_loss_weight": same("loss.prior_loss_weight", number),
+    "weighted_captions": same("captions.prompt_weighting", truth),
     "noise_offset_random_strength": lacking("the offset has the same strength always"),
     "ip_noise_gamma_random_strength": lacking("the perturbation has the same strength always"),
     "adaptive_noise_scale": lacking("the offset does not follow the latents' mean"),
@@ -284,8 +282,8 @@ RULES: Mapping[str, Rule] = {
     "full_bf16": lacking("what is trained is kept in fp32"),
     "network_train_text_encoder_only": lacking("the denoiser learns here, always"),
     "lr_scheduler_type": lacking("schedules of one's own are not loaded"),
-    "lr_scheduler_args": lacking("the schedule is schedule.name alone"),
-    "lr_decay_steps": lacking("the descent follows schedule.name"),
+    "lr_scheduler_args": lacking("the schedule is lr_scheduler.name alone"),
+    "lr_decay_steps": lacking("the descent follows lr_scheduler.name"),
     "lr_scheduler_min_lr_ratio": lacking("schedules end at 0"),
     "lr_scheduler_timescale": lacking("there is no such schedule here"),
     "dataset_class": lacking("code of other programs is not loaded"),
@@ -315,14 +313,14 @@ RULES: Mapping[str, Rule] = {
     **{
         f"optimizer_args.{key}": lacking(why)
         for key, why in {
-            "d_coef": "the rate is optim.learning_rate times what the optimizer finds",
+            "d_coef": "the rate is optimizer.learning_rate times what the optimizer finds",
             "d0": "its usual start is taken",
             "growth_rate": "its growth is not limited",
             "use_bias_correction": "without it",
             "safeguard_warmup": "without it",
-            "relative_step": "the rate follows schedule.name",
-            "scale_parameter": "the rate follows schedule.name",
-            "warmup_init": "the rate follows schedule.name",
+            "relative_step": "the rate follows lr_scheduler.name",
+            "scale_parameter": "the rate follows lr_scheduler.name",
+            "warmup_init": "the rate follows lr_scheduler.name",
             "eps": "its usual epsilon is taken",
         }.items()
     },

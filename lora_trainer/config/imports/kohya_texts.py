@@ -60,18 +60,18 @@ def _unet_only(value: Any, around: Around) -> Took:
 
 def _pieces(value: Any, around: Around) -> Took:
     tokens = whole(value) if is_on(value) else 75
-    return Took({"text.max_tokens": tokens}) if tokens not in (75, 77) else Took({}, "as here", "ignored")
+    return Took({"text_encoder.max_tokens": tokens}) if tokens not in (75, 77) else Took({}, "as here", "ignored")
 
 
 RULES: Mapping[str, Rule] = {
     "text_encoder_lr": by(_text_rate, TEXT_RATES),
     "network_train_unet_only": by(_unet_only, TEXT_RATES),
     "clip_skip": CLIP_SKIP,
-    "max_token_length": by(_pieces, "text.max_tokens"),
+    "max_token_length": by(_pieces, "text_encoder.max_tokens"),
     "vae": VAE,
     "ae": of_flow(VAE),
     **{key: of_flow(lacking(OF_FILES)) for key in ("clip_l", "clip_g", "t5xxl")},
-    "t5xxl_max_token_length": of_flow(same("text.t5_tokens", whole)),
+    "t5xxl_max_token_length": of_flow(same("text_encoder.max_sequence_length", whole)),
     "apply_t5_attn_mask": of_flow(lacking("T5's padding is seen, as the model was trained")),
     "split_mode": nothing(NO_FLOW),
     "network_args.train_t5xxl": part_of("text_encoder_lr", TEXT_RATES.split()[0]),

@@ -1,4 +1,4 @@
-"""One config of several data sets: what they share is said once, the rest stands in their sources.
+"""One config of several datasets: what they share is said once, the rest stands in their sources.
 
 While they are read, settings of one source are named `source.repeats`; `captions.shuffle` and `data.flip`
 are meant for that source alone until all are seen.
@@ -13,9 +13,9 @@ from typing import Any
 from lora_trainer.config.imports.reading import SOURCES, Around, Line, Reading, Rule, is_empty
 from lora_trainer.config.toml import shown
 
-VIEWS = ("flip", "colour_variants", "crop")  # said once in [data] where all sources agree
+VIEWS = ("flip", "color_variants", "crop")  # said once in [data] where all sources agree
 RESOLUTIONS = "source.resolutions"
-HELD_OUT: Mapping[str, Any] = {"data.held_out": 0.0, "checkpoint.release": "last"}
+HELD_OUT: Mapping[str, Any] = {"validation.split": 0.0, "checkpoint.export_weights": "last"}
 
 
 def read_tables(
@@ -61,12 +61,12 @@ def flattened(table: Mapping[str, Any], before: str = "") -> dict[str, Any]:
 
 
 def together(found: Sequence[Mapping[str, Any]]) -> tuple[dict[str, Any], list[tuple[int, str]]]:
-    """One config of all data sets, and where a setting that only the whole can have differs: (number, setting)."""
+    """One config of all datasets, and where a setting that only the whole can have differs: (number, setting)."""
     shared: dict[str, Any] = {}
     differs: list[tuple[int, str]] = []
     whole = {f"data.{key}" for key in VIEWS}
     for name in dict.fromkeys(name for each in found for name in each):
-        if name in whole or not name.startswith(("data.", "batch.", "loss.")):
+        if name in whole or not name.startswith(("data.", "validation.", "train.", "loss.")):
             continue
         values = [each.get(name) for each in found]
         shared[name] = next(value for value in values if value is not None)
@@ -92,11 +92,11 @@ def together(found: Sequence[Mapping[str, Any]]) -> tuple[dict[str, Any], list[t
 
 
 def add_together(reading: Reading, place: str, found: Sequence[Mapping[str, Any]]) -> None:
-    """Put the settings of all data sets into the reading; a line where one for all must do."""
+    """Put the settings of all datasets into the reading; a line where one for all must do."""
     settings, differs = together(found)
     for number, name in differs:
         own = f"; this one would have {shown(found[number][name])}" if name in found[number] else ""
-        why = f"one value for all data sets here: {shown(settings[name])}, of the first that sets it{own}"
+        why = f"one value for all datasets here: {shown(settings[name])}, of the first that sets it{own}"
         line = Line(f"{place}[{number}]", found[number].get(name), "changed", {name: settings[name]}, why)
         reading.lines.append(line)
     for name, value in settings.items():
@@ -105,8 +105,8 @@ def add_together(reading: Reading, place: str, found: Sequence[Mapping[str, Any]
 
 
 def nothing_held_out(reading: Reading) -> None:
-    """Most programs keep no pictures for validation and export the last weights."""
-    why = "no pictures are kept for validation there, and the last weights are the result"
+    """Most programs keep no images for validation and export the last weights."""
+    why = "no images are kept for validation there, and the last weights are the result"
     reading.put(Line("(nothing held out)", None, "default", HELD_OUT, why))
 
 

@@ -1,4 +1,4 @@
-"""The keys of OneTrainer's concepts: a folder of pictures, how they are changed, and their captions."""
+"""The keys of OneTrainer's concepts: a folder of images, how they are changed, and their captions."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from lora_trainer.config.imports.kohya_dataset import COLOURS, NEW_EACH_TIME
+from lora_trainer.config.imports.kohya_dataset import COLORS, NEW_EACH_TIME
 from lora_trainer.config.imports.kohya_keys import CACHED
 from lora_trainer.config.imports.merge import RESOLUTIONS
 from lora_trainer.config.imports.onetrainer_keys import UNUSED, named
@@ -26,7 +26,7 @@ from lora_trainer.config.imports.rules import (
 )
 
 MASK_LABEL = "-masklabel.png"
-NOT_ROTATED = "pictures are not rotated"
+NOT_ROTATED = "images are not rotated"
 
 
 def _override(value: Any, around: Around) -> Took:
@@ -41,23 +41,23 @@ def _path(value: Any, around: Around) -> Took:
         return Took({"source.path": found})
     masked = {"source.path": found, "source.masks": found}
     if not Path(found).is_dir():
-        return Took(masked, f"needs masks beside the pictures: name{MASK_LABEL}", "changed")
+        return Took(masked, f"needs masks beside the images: name{MASK_LABEL}", "changed")
     if next(Path(found).rglob(f"*{MASK_LABEL}"), None) is not None:
-        return Took(masked, "with masks beside the pictures")
-    why = f"there is no name{MASK_LABEL} beside the pictures, so masks are left out: all of each picture is trained"
+        return Took(masked, "with masks beside the images")
+    why = f"there is no name{MASK_LABEL} beside the images, so masks are left out: all of each image is trained"
     return Took({"source.path": found}, why, "changed")
 
 
 def _balancing(value: Any, around: Around) -> Took:
     if str(around["balancing_strategy"] or "REPEATS").upper() != "REPEATS":
-        return Took({"source.repeats": 1}, f"{value} pictures in an epoch there; each once here", "changed")
+        return Took({"source.repeats": 1}, f"{value} images in an epoch there; each once here", "changed")
     return Took({"source.repeats": number(value)})
 
 
 def _type(value: Any, around: Around) -> Took:
     if text(value).upper() == "PRIOR_PREDICTION":
-        why = "trained on the pictures themselves here, not on what the base predicts"
-        return Took({"source.regularisation": True}, why, "changed")
+        why = "trained on the images themselves here, not on what the base predicts"
+        return Took({"source.is_reg": True}, why, "changed")
     return Took({}, "trained", "ignored")
 
 
@@ -66,7 +66,7 @@ def _prompt_source(value: Any, around: Around) -> Took:
     if word == "sample":
         return Took({"captions.extension": ".txt"})
     if word == "filename":
-        return Took({}, "captions are read from text files beside the pictures", "changed")
+        return Took({}, "captions are read from text files beside the images", "changed")
     written = around["text.prompt_path"]
     path = Path(located(around.folder, str(written or "")))
     lines: list[str] = []
@@ -74,16 +74,16 @@ def _prompt_source(value: Any, around: Around) -> Took:
         lines = path.read_text(encoding="utf-8-sig", errors="replace").strip().splitlines()
     if not lines:
         return Took({}, f"its prompts are not there: {path}", "changed")
-    why = "the first of its lines, where a picture has no caption of its own"
-    return Took({"source.caption": lines[0].strip()}, why, "changed")
+    why = "the first of its lines, where an image has no caption of its own"
+    return Took({"source.default_caption": lines[0].strip()}, why, "changed")
 
 
 def _crop(value: Any, around: Around) -> Took:
-    return Took({"source.crop": "random"}) if truth(value) else Took({"source.crop": "centre"}, verdict="mapped")
+    return Took({"source.crop": "random"}) if truth(value) else Took({"source.crop": "center"}, verdict="mapped")
 
 
-def _colours(value: Any, around: Around) -> Took:
-    return Took({"source.colour_variants": COLOURS}) if truth(value) else Took({}, "off", "ignored")
+def _colors(value: Any, around: Around) -> Took:
+    return Took({"source.color_variants": COLORS}) if truth(value) else Took({}, "off", "ignored")
 
 
 def _tag_dropout(value: Any, around: Around) -> Took:
@@ -121,12 +121,12 @@ def _strength(switch: str, why: str = "how strong is fixed here") -> Rule:
     return by(read, "", why, changes=True)
 
 
-COLOUR = by(_colours, "source.colour_variants", NEW_EACH_TIME, changes=True)
+COLOR = by(_colors, "source.color_variants", NEW_EACH_TIME, changes=True)
 CONCEPT_RULES: Mapping[str, Rule] = {
     "name": nothing("a name"),
     "path": by(_path, "source.path source.masks"),
     "enabled": nothing("enabled"),
-    "type": by(_type, "source.regularisation"),
+    "type": by(_type, "source.is_reg"),
     "include_subdirectories": Rule(
         "changed",
         (),
@@ -135,17 +135,17 @@ CONCEPT_RULES: Mapping[str, Rule] = {
     ),
     "balancing": by(_balancing, "source.repeats"),
     "balancing_strategy": part_of("balancing", "source.repeats"),
-    "loss_weight": same("source.weight", number),
+    "loss_weight": same("source.loss_weight", number),
     "image.enable_crop_jitter": by(_crop, "source.crop", NEW_EACH_TIME, changes=True),
     "image.enable_random_flip": same("source.flip", truth),
-    "image.enable_random_brightness": COLOUR,
-    "image.enable_random_contrast": COLOUR,
-    "image.enable_random_saturation": COLOUR,
-    "image.enable_random_hue": COLOUR,
+    "image.enable_random_brightness": COLOR,
+    "image.enable_random_contrast": COLOR,
+    "image.enable_random_saturation": COLOR,
+    "image.enable_random_hue": COLOR,
     "image.enable_resolution_override": part_of("image.resolution_override", "source.resolutions"),
     "image.resolution_override": by(_override, "source.resolutions"),
-    "text.prompt_source": by(_prompt_source, "captions.extension source.caption"),
-    "text.prompt_path": part_of("text.prompt_source", "source.caption"),
+    "text.prompt_source": by(_prompt_source, "captions.extension source.default_caption"),
+    "text.prompt_path": part_of("text.prompt_source", "source.default_caption"),
     "text.enable_tag_shuffling": same("captions.shuffle", truth),
     "text.tag_delimiter": same("captions.separator", text),
     "text.keep_tags_count": same("captions.keep_tokens", whole),

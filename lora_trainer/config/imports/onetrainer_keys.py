@@ -72,50 +72,50 @@ def _rate(value: Any, around: Around) -> Took:
     own = "transformer.learning_rate" if is_onetrainer_flow(around) else "unet.learning_rate"
     if around[own] is not None:
         return Took({}, f"{own} rules", "ignored")
-    return Took({"optim.learning_rate": number(value)})
+    return Took({"optimizer.learning_rate": number(value)})
 
 
 def _transformer_rate(value: Any, around: Around) -> Took:
-    return (
-        Took({"optim.learning_rate": number(value)}) if is_onetrainer_flow(around) else Took({}, "not there", "ignored")
-    )
+    if not is_onetrainer_flow(around):
+        return Took({}, "not there", "ignored")
+    return Took({"optimizer.learning_rate": number(value)})
 
 
 def _warmup(value: Any, around: Around) -> Took:
     steps = number(value)
     if 0 < steps <= 1:
         return Took({}, "a share of steps that only the data tell; 3 % of them here", "changed")
-    return Took({"schedule.warmup_steps": int(steps)})
+    return Took({"lr_scheduler.warmup_steps": int(steps)})
 
 
 def _cycles(value: Any, around: Around) -> Took:
     if "RESTARTS" not in str(around["learning_rate_scheduler"]).upper():
         return Took({}, "of schedules with restarts", "ignored")
-    return Took({"schedule.cycles": max(1, round(number(value)))})
+    return Took({"lr_scheduler.cycles": max(1, round(number(value)))})
 
 
 def _dtype(value: Any, around: Around) -> Took:
     if text(value).upper() == "NONE":
-        return Took({"memory.base_precision": "fp32"})
+        return Took({"memory.weight_dtype": "fp32"})
     return precision(value, around)
 
 
 def _weights(value: Any, around: Around) -> Took:
     if text(value).upper() in SMALL_WEIGHTS:
-        return Took({"memory.base_precision": "fp8"}, "kept in fp8 here", "changed")
+        return Took({"memory.weight_dtype": "fp8"}, "kept in fp8 here", "changed")
     return Took({}, "as train_dtype", "ignored")
 
 
 def _layers(value: Any, around: Around) -> Took:
     name = text(value)
     if name == "attn-mlp" and is_onetrainer_flow(around):
-        return Took({"lora.targets": ALL_OF_BLOCKS})
+        return Took({"lora.target_modules": ALL_OF_BLOCKS})
     if name in LAYERS:
-        return Took({"lora.targets": LAYERS[name]})
+        return Took({"lora.target_modules": LAYERS[name]})
     filters = [part.strip() for part in str(around["layer_filter"] or "").split(",") if part.strip()]
     if not filters or is_on(around["layer_filter_regex"] or False):
-        return Took({"lora.targets": ["*"]}, "its filter is not followed: all layers learn", "changed")
-    return Took({"lora.targets": [f"*{part}*" for part in filters]})
+        return Took({"lora.target_modules": ["*"]}, "its filter is not followed: all layers learn", "changed")
+    return Took({"lora.target_modules": [f"*{part}*" for part in filters]})
 
 
 def _weighting(value: Any, around: Around) -> Took:
@@ -132,7 +132,7 @@ def _huber(value: Any, around: Around) -> Took:
     if not is_on(value):
         return Took({}, "off", "ignored")
     delta = around["huber_delta"]
-    return Took({"loss.kind": "huber", "loss.huber_delta": 1.0 if delta is None else number(delta)})
+    return Took({"loss.type": "huber", "loss.huber_delta": 1.0 if delta is None else number(delta)})
 
 
 def _kind(value: Any, around: Around) -> Took:
@@ -169,7 +169,7 @@ def _skipped(value: Any, around: Around) -> Took:
     if not layers:
         return Took({}, "the model's own layer, as here", "ignored")
     if model.startswith(("STABLE_DIFFUSION_15", "STABLE_DIFFUSION_XL")):
-        return Took({"text.clip_skip": layers + (2 if "XL" in model else 1)}, verdict="mapped")
+        return Took({"text_encoder.clip_skip": layers + (2 if "XL" in model else 1)}, verdict="mapped")
     return Took({})
 
 
@@ -250,24 +250,24 @@ RULES: Mapping[str, Rule] = {
     "aspect_ratio_bucketing": by(_buckets, "data.max_aspect"),
     "epochs": same("train.max_epochs", whole),
     "batch_size": batch_of("gradient_accumulation_steps"),
-    "gradient_accumulation_steps": part_of("batch_size", "batch.effective"),
+    "gradient_accumulation_steps": part_of("batch_size", "train.effective_batch_size"),
     "seed": same("train.seed", whole),
     "optimizer.optimizer": OPTIMIZER,
-    "optimizer.beta1": same("optim.beta1", number),
-    "optimizer.beta2": same("optim.beta2", number),
-    "optimizer.weight_decay": same("optim.weight_decay", number),
-    "learning_rate": by(_rate, "optim.learning_rate"),
-    "unet.learning_rate": same("optim.learning_rate", number),
+    "optimizer.beta1": same("optimizer.beta1", number),
+    "optimizer.beta2": same("optimizer.beta2", number),
+    "optimizer.weight_decay": same("optimizer.weight_decay", number),
+    "learning_rate": by(_rate, "optimizer.learning_rate"),
+    "unet.learning_rate": same("optimizer.learning_rate", number),
     "learning_rate_scheduler": SCHEDULE,
-    "learning_rate_warmup_steps": by(_warmup, "schedule.warmup_steps"),
-    "learning_rate_cycles": by(_cycles, "schedule.cycles"),
+    "learning_rate_warmup_steps": by(_warmup, "lr_scheduler.warmup_steps"),
+    "learning_rate_cycles": by(_cycles, "lr_scheduler.cycles"),
     "learning_rate_min_factor": lacking("schedules end at 0"),
     "learning_rate_scaler": lacking("the rate is not scaled by the batch", off=("NONE",)),
-    "clip_grad_norm": same("optim.clip_norm", number),
-    "train_dtype": by(_dtype, "memory.base_precision"),
-    "unet.weight_dtype": by(_weights, "memory.base_precision"),
-    "gradient_checkpointing": by(_checkpointing, "memory.checkpointing"),
-    "unet.gradient_checkpointing": by(_checkpointing, "memory.checkpointing"),
+    "clip_grad_norm": same("optimizer.max_grad_norm", number),
+    "train_dtype": by(_dtype, "memory.weight_dtype"),
+    "unet.weight_dtype": by(_weights, "memory.weight_dtype"),
+    "gradient_checkpointing": by(_checkpointing, "memory.gradient_checkpointing"),
+    "unet.gradient_checkpointing": by(_checkpointing, "memory.gradient_checkpointing"),
     "ema": average_with("ema_decay", 0.999, lambda value: text(value).upper() != "OFF"),
     "ema_decay": part_of("ema", "train.ema_decay"),
     "ema_update_step_interval": lacking("the average follows each step", off=(1,)),
@@ -277,14 +277,14 @@ RULES: Mapping[str, Rule] = {
     "lora_decompose": lacking(NOT_LORA),
     "lora_model_name": lacking("training does not start from a LoRA"),
     "dropout_probability": unless_off("lora.dropout", number),
-    "layer_filter_preset": by(_layers, "lora.targets"),
-    "layer_filter": part_of("layer_filter_preset", "lora.targets"),
-    "layer_filter_regex": part_of("layer_filter_preset", "lora.targets"),
+    "layer_filter_preset": by(_layers, "lora.target_modules"),
+    "layer_filter": part_of("layer_filter_preset", "lora.target_modules"),
+    "layer_filter_regex": part_of("layer_filter_preset", "lora.target_modules"),
     "mse_strength": lacking("the squared error counts in full", off=(1, 1.0)),
     "mae_strength": lacking("there is no such loss here"),
     "log_cosh_strength": lacking("there is no such loss here"),
     "huber_strength": by(
-        _huber, "loss.kind loss.huber_delta", "pseudo-Huber, in place of the squared error", changes=True
+        _huber, "loss.type loss.huber_delta", "pseudo-Huber, in place of the squared error", changes=True
     ),
     "huber_delta": part_of("huber_strength", "loss.huber_delta"),
     "loss_weight_fn": by(_weighting, "loss.min_snr_gamma", "only MIN_SNR_GAMMA is followed", changes=True),
@@ -303,28 +303,28 @@ RULES: Mapping[str, Rule] = {
     "normalize_masked_area_loss": by(_normalized, "", AREA_OF_MASK, changes=True),
     "masked_prior_preservation_weight": lacking("there is no such loss here"),
     **named("", "text_encoder.train text_encoder_2.train text_encoder_3.train", by(_texts, TEXT_RATES)),
-    "transformer.learning_rate": by(_transformer_rate, "optim.learning_rate"),
+    "transformer.learning_rate": by(_transformer_rate, "optimizer.learning_rate"),
     "text_encoder.dropout_probability": unless_off("captions.dropout", number),
     "text_encoder_2.dropout_probability": nothing("as text_encoder.dropout_probability"),
-    "text_encoder_layer_skip": by(_skipped, "text.clip_skip", "the text encoder's usual layer is used", changes=True),
+    "text_encoder_layer_skip": by(
+        _skipped, "text_encoder.clip_skip", "the text encoder's usual layer is used", changes=True
+    ),
     "text_encoder_2_layer_skip": lacking("as text_encoder_layer_skip"),
-    "validation": lacking("set data.held_out, which keeps pictures for validation"),
-    "save_every": _every("save_every_unit", "checkpoint", STEP="every_steps", EPOCH="every_epochs"),
-    "backup_after": _every("backup_after_unit", "checkpoint", STEP="every_steps", EPOCH="every_epochs"),
+    "validation": lacking("set validation.split, which keeps images for validation"),
+    "save_every": _every("save_every_unit", "checkpoint", STEP="every_n_steps", EPOCH="every_n_epochs"),
+    "backup_after": _every("backup_after_unit", "checkpoint", STEP="every_n_steps", EPOCH="every_n_epochs"),
     **named("", "save_every_unit backup_after_unit", part_of("save_every and backup_after")),
     "rolling_backup_count": unless_off("checkpoint.keep_last", whole),
-    "sample_after": _every("sample_after_unit", "sample", STEP="every_steps"),
+    "sample_after": _every("sample_after_unit", "sample", STEP="every_n_steps"),
     "samples": by(_samples, "sample.prompts", "their own sizes and seeds are left out", changes=True),
     "unet.train": nothing("the denoiser learns"),
     "vae.model_name": VAE,
     "custom_learning_rate_scheduler": lacking("schedules of one's own are not loaded"),
-    "scheduler_params": lacking("the schedule is schedule.name alone"),
-    "embedding_learning_rate": lacking("set text.token_learning_rate"),
-    "additional_embeddings": lacking("name new words in text.tokens"),
+    "scheduler_params": lacking("the schedule is lr_scheduler.name alone"),
+    "embedding_learning_rate": lacking("set textual_inversion.learning_rate"),
+    "additional_embeddings": lacking("name new words in textual_inversion.placeholder_tokens"),
     "bundle_additional_embeddings": nothing("learned words are always bundled"),
-    **named("text_encoder.", "learning_rate", part_of("text_encoder.train", "text.learning_rates")),
-    **named("text_encoder_2.", "learning_rate", part_of("text_encoder_2.train", "text.learning_rates")),
-    **named("text_encoder_3.", "learning_rate", part_of("text_encoder_3.train", "text.learning_rates")),
+    **{f"{name}.learning_rate": part_of(f"{name}.train", "text_encoder.learning_rates") for name in PARTS.split()[:3]},
     **named("", "text_encoder.weight_dtype text_encoder_2.weight_dtype", nothing(SPEED)),
     **named("", "generalized_offset_noise", UNUSED),
     **named("", "custom_conditioning_image force_circular_padding preserve_embedding_norm vb_loss_strength", UNUSED),
@@ -359,7 +359,7 @@ RULES: Mapping[str, Rule] = {
         "",
         "sample_after_unit sample_skip_first sample_image_format sample_video_format sample_audio_format "
         "samples_to_tensorboard non_ema_sampling sample_definition_file_name",
-        nothing("pictures while training are drawn in this program's own way"),
+        nothing("images while training are drawn in this program's own way"),
     ),
     "output_dtype": EXPORT_DTYPE,
     **named("", "output_model_format", nothing("the LoRA's file is this program's own")),

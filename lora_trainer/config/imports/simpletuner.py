@@ -17,7 +17,7 @@ from lora_trainer.core.errors import Problem, UsageError
 TOOL = "SimpleTuner"
 MARKS = ("data_backend_config", "model_family", "model_type", "lora_type", "base_model_precision", "model_flavour")
 MARKS_OF_DATA = ("instance_data_dir", "dataset_type", "dataset_name", "metadata_backend")
-KINDS_OF_PICTURES = ("image", "conditioning")
+KINDS_OF_IMAGES = ("image", "conditioning")
 
 
 def is_simpletuner(document: Any) -> bool:
@@ -26,7 +26,7 @@ def is_simpletuner(document: Any) -> bool:
 
 
 def is_backends(document: Any) -> bool:
-    """Whether a parsed JSON is a list of its data sets."""
+    """Whether a parsed JSON is a list of its datasets."""
     tables = isinstance(document, list) and all(isinstance(each, Mapping) for each in document)
     return tables and any(key in each for each in document for key in MARKS_OF_DATA)
 
@@ -37,7 +37,7 @@ def without_dashes(document: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def read(path: Path, document: Mapping[str, Any]) -> Reading:
-    """What a config says, with the data sets of the file that it names."""
+    """What a config says, with the datasets of the file that it names."""
     reading = Reading(TOOL, path)
     keys = without_dashes(document)
     defaults = dict(DEFAULTS)
@@ -54,14 +54,14 @@ def read(path: Path, document: Mapping[str, Any]) -> Reading:
 
 
 def add_backends_of_file(reading: Reading, named: str, keys: Mapping[str, Any]) -> None:
-    """The data sets of the file that `data_backend_config` names; none where it is nowhere, which its rule says."""
+    """The datasets of the file that `data_backend_config` names; none where it is nowhere, which its rule says."""
     backends = found_upwards(reading.path.parent, named)
     if backends is None:
         return
     try:
         listed = read_document(backends)
         if not is_backends(listed):
-            raise UsageError(Problem(f"{backends} lists no data sets.", "Name the file with data_backend_config."))
+            raise UsageError(Problem(f"{backends} lists no datasets.", "Name the file with data_backend_config."))
     except UsageError as error:
         reading.problems.extend(error.problems)
     else:
@@ -69,14 +69,14 @@ def add_backends_of_file(reading: Reading, named: str, keys: Mapping[str, Any]) 
 
 
 def read_backends(path: Path, document: Sequence[Mapping[str, Any]]) -> Reading:
-    """What a list of data sets says by itself."""
+    """What a list of datasets says by itself."""
     reading = Reading(TOOL, path)
     add_backends(reading, document, {}, path.parent)
     return reading
 
 
 def add_backends(reading: Reading, listed: Sequence[Any], keys: Mapping[str, Any], folder: Path) -> None:
-    """Each data set of pictures becomes a source; masks are joined to the pictures that they are of."""
+    """Each dataset of images becomes a source; masks are joined to the images that they are of."""
     tables: list[dict[str, Any]] = []
     masks: dict[str, Any] = {}
     for index, each in enumerate(listed):
@@ -87,12 +87,12 @@ def add_backends(reading: Reading, listed: Sequence[Any], keys: Mapping[str, Any
             reading.lines.append(Line(name, table.get("id"), "ignored", {}, "disabled"))
         elif kind.endswith("_embeds"):
             reading.lines.append(Line(name, table.get("id"), "ignored", {}, "caches are this program's own"))
-        elif kind not in KINDS_OF_PICTURES or store not in ("local", "parquet", "csv"):
-            why = f"left out: {kind} from {store} is not read; name a local folder of pictures with --data"
+        elif kind not in KINDS_OF_IMAGES or store not in ("local", "parquet", "csv"):
+            why = f"left out: {kind} from {store} is not read; name a local folder of images with --data"
             reading.lines.append(Line(name, table.get("id"), "changed", {}, why))
         elif kind == "conditioning":
             masks[str(table.get("id"))] = table
-            why = "masks of the data sets that name it" if table.get("conditioning_type") == "mask" else "not read"
+            why = "masks of the datasets that name it" if table.get("conditioning_type") == "mask" else "not read"
             verdict = "mapped" if table.get("conditioning_type") == "mask" else "changed"
             reading.lines.append(Line(name, table.get("id"), verdict, {}, why))  # type: ignore[arg-type]
         else:

@@ -1,4 +1,4 @@
-"""The keys of SimpleTuner's config and of its data sets."""
+"""The keys of SimpleTuner's config and of its datasets."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ from lora_trainer.config.imports.words import (
 
 USUAL_STEP = 64  # pixels between its buckets
 MEGAPIXEL = 1024  # the side of the square that it means by an area of 1.0
-DRAWING = "pictures while training are drawn in this program's own way"
-NOWHERE = "it is neither in the config's folder, nor above it, nor here: name the pictures with --data"
+DRAWING = "images while training are drawn in this program's own way"
+NOWHERE = "it is neither in the config's folder, nor above it, nor here: name the images with --data"
 FAMILIES = ("sdxl", "sd1x", "sd2x", "sd15", "sd2", *SIMPLETUNER_FLOWS)
 
 
@@ -54,7 +54,7 @@ def _backends(value: Any, around: Around) -> Took:
 
 def _kind(value: Any, around: Around) -> Took:
     plain = text(value).lower() == "standard"
-    return Took({"lora.targets": "attention"}, "" if plain else NOT_LORA, "mapped" if plain else "changed")
+    return Took({"lora.target_modules": "attention"}, "" if plain else NOT_LORA, "mapped" if plain else "changed")
 
 
 def _steps(value: Any, around: Around) -> Took:
@@ -71,9 +71,10 @@ def _clipping(value: Any, around: Around) -> Took:
     """Its default clips each entry of the gradient, not the norm."""
     limit = number(value)
     if limit == 0 or str(around["grad_clip_method"] or "value").lower() == "norm":
-        return Took({"optim.clip_norm": limit})
+        return Took({"optimizer.max_grad_norm": limit})
     return Took(
-        {"optim.clip_value": limit, "optim.clip_norm": 0.0}, "entries of the gradient are clipped, not its norm"
+        {"optimizer.clip_value": limit, "optimizer.max_grad_norm": 0.0},
+        "entries of the gradient are clipped, not its norm",
     )
 
 
@@ -88,7 +89,7 @@ def _precision_of_base(value: Any, around: Around) -> Took:
     word = text(value).lower()
     if word == "no_change":
         return Took({}, "as mixed_precision", "ignored")
-    return Took({"memory.base_precision": "fp8"})
+    return Took({"memory.weight_dtype": "fp8"})
 
 
 def _family(value: Any, around: Around) -> Took:
@@ -97,8 +98,8 @@ def _family(value: Any, around: Around) -> Took:
 
 
 def _loss(value: Any, around: Around) -> Took:
-    kind = lookup({"l2": "squared", "huber": "huber", "smooth_l1": "huber"}, value, "a loss")
-    return Took({"loss.kind": kind}, "pseudo-Huber" if kind == "huber" else "", "changed" if kind == "huber" else None)
+    kind = lookup({"l2": "mse", "huber": "huber", "smooth_l1": "huber"}, value, "a loss")
+    return Took({"loss.type": kind}, "pseudo-Huber" if kind == "huber" else "", "changed" if kind == "huber" else None)
 
 
 def _huber(value: Any, around: Around) -> Took:
@@ -122,12 +123,12 @@ def _shape(value: Any, around: Around) -> Took:
     """Cropped to squares, or shapes as they are."""
     aspect = str(around["crop_aspect"] or "square").lower()
     if truth(value) and aspect == "square":
-        return Took({"data.max_aspect": 1.0, **_place(around)}, "all pictures are cropped to squares")
+        return Took({"data.max_aspect": 1.0, **_place(around)}, "all images are cropped to squares")
     return Took({"data.max_aspect": 8.0, **(_place(around) if truth(value) else {})}, "shapes of all aspects")
 
 
 def _place(around: Around) -> dict[str, Any]:
-    return {"source.crop": "random" if str(around["crop_style"] or "random").lower() == "random" else "centre"}
+    return {"source.crop": "random" if str(around["crop_style"] or "random").lower() == "random" else "center"}
 
 
 def _resolution(value: Any, around: Around) -> Took:
@@ -161,7 +162,7 @@ def _strategy(value: Any, around: Around) -> Took:
         return Took({}, "the captions' file", "mapped")
     if word == "instanceprompt":
         return Took({}, "instance_prompt stands for captions that are missing; remove other captions", "changed")
-    return Took({}, "captions are read from text files beside the pictures", "changed")
+    return Took({}, "captions are read from text files beside the images", "changed")
 
 
 def _shuffle_count(value: Any, around: Around) -> Took:
@@ -174,7 +175,7 @@ def _split_on(value: Any, around: Around) -> Took:
 
 def _mask(value: Any, around: Around) -> Took:
     found = located(around.folder, text(value))
-    return Took({"source.masks": found}, "masks of these pictures")
+    return Took({"source.masks": found}, "masks of these images")
 
 
 def _all(names: str, rule: Rule) -> dict[str, Rule]:
@@ -185,39 +186,39 @@ RULES: Mapping[str, Rule] = {
     "pretrained_model_name_or_path": MODEL,
     "model_family": by(_family, "", OTHER_FAMILY),
     "model_type": lacking("only a LoRA is trained", off=("lora",)),
-    "lora_type": by(_kind, "lora.targets", f"where it is not standard, {NOT_LORA}"),
+    "lora_type": by(_kind, "lora.target_modules", f"where it is not standard, {NOT_LORA}"),
     "output_dir": path_to("run.output"),
     "tracker_run_name": same("run.name", text),
     "data_backend_config": by(_backends, SOURCES, f"where {NOWHERE}", changes=True),
     "max_train_steps": by(_steps, "train.max_steps"),
     "num_train_epochs": by(_epochs, "train.max_epochs"),
     "train_batch_size": batch_of("gradient_accumulation_steps", "num_processes"),
-    "gradient_accumulation_steps": part_of("train_batch_size", "batch.effective"),
-    "num_processes": part_of("train_batch_size", "batch.effective"),
+    "gradient_accumulation_steps": part_of("train_batch_size", "train.effective_batch_size"),
+    "num_processes": part_of("train_batch_size", "train.effective_batch_size"),
     "seed": same("train.seed", whole),
     "lora_rank": same("lora.rank", whole),
     "lora_alpha": same("lora.alpha", number),
     "lora_dropout": same("lora.dropout", number),
     "optimizer": OPTIMIZER,
-    "learning_rate": same("optim.learning_rate", number),
-    "adam_beta1": same("optim.beta1", number),
-    "adam_beta2": same("optim.beta2", number),
-    "optimizer_beta1": same("optim.beta1", number),
-    "optimizer_beta2": same("optim.beta2", number),
-    "adam_weight_decay": same("optim.weight_decay", number),
-    "max_grad_norm": by(_clipping, "optim.clip_value optim.clip_norm"),
+    "learning_rate": same("optimizer.learning_rate", number),
+    "adam_beta1": same("optimizer.beta1", number),
+    "adam_beta2": same("optimizer.beta2", number),
+    "optimizer_beta1": same("optimizer.beta1", number),
+    "optimizer_beta2": same("optimizer.beta2", number),
+    "adam_weight_decay": same("optimizer.weight_decay", number),
+    "max_grad_norm": by(_clipping, "optimizer.clip_value optimizer.max_grad_norm"),
     "grad_clip_method": part_of("max_grad_norm"),
     "lr_scheduler": SCHEDULE,
-    "lr_warmup_steps": same("schedule.warmup_steps", whole),
-    "lr_num_cycles": unless_off("schedule.cycles", whole),
-    "lr_power": same("schedule.power", number),
+    "lr_warmup_steps": same("lr_scheduler.warmup_steps", whole),
+    "lr_num_cycles": unless_off("lr_scheduler.cycles", whole),
+    "lr_power": same("lr_scheduler.power", number),
     "mixed_precision": PRECISION,
-    "base_model_precision": by(_precision_of_base, "memory.base_precision", "kept in fp8 here", changes=True),
+    "base_model_precision": by(_precision_of_base, "memory.weight_dtype", "kept in fp8 here", changes=True),
     "gradient_checkpointing": CHECKPOINTING,
     "use_ema": average_with("ema_decay", 0.995),
     "ema_decay": part_of("use_ema", "train.ema_decay"),
     "snr_gamma": unless_off("loss.min_snr_gamma", number),
-    "loss_type": by(_loss, "loss.kind", "huber is pseudo-Huber here"),
+    "loss_type": by(_loss, "loss.type", "huber is pseudo-Huber here"),
     "huber_c": by(_huber, "loss.huber_delta"),
     "huber_schedule": nothing("the same at every timestep here"),
     "offset_noise": by(_offset, "noise.offset"),
@@ -228,26 +229,26 @@ RULES: Mapping[str, Rule] = {
     "resolution": by(_resolution_of_all, "data.resolution"),
     "resolution_type": part_of("resolution", "data.resolution"),
     "aspect_bucket_alignment": same("data.bucket_step", whole),
-    "checkpoint_step_interval": unless_off("checkpoint.every_steps", whole),
-    "checkpoint_epoch_interval": unless_off("checkpoint.every_epochs", whole),
-    "checkpointing_steps": unless_off("checkpoint.every_steps", whole),
+    "checkpoint_step_interval": unless_off("checkpoint.every_n_steps", whole),
+    "checkpoint_epoch_interval": unless_off("checkpoint.every_n_epochs", whole),
+    "checkpointing_steps": unless_off("checkpoint.every_n_steps", whole),
     "checkpoints_total_limit": unless_off("checkpoint.keep_last", whole),
-    "vae_batch_size": unless_off("cache.batch", whole),
-    "validation_step_interval": same("sample.every_steps", whole),
-    "validation_steps": same("sample.every_steps", whole),
+    "vae_batch_size": unless_off("cache.batch_size", whole),
+    "validation_step_interval": same("sample.every_n_steps", whole),
+    "validation_steps": same("sample.every_n_steps", whole),
     "validation_prompt": by(_prompt, "sample.prompts"),
-    "validation_guidance": same("sample.guidance", number),
-    "validation_num_inference_steps": same("sample.steps", whole),
+    "validation_guidance": same("sample.guidance_scale", number),
+    "validation_num_inference_steps": same("sample.num_inference_steps", whole),
     "num_validation_images": same("sample.count", whole),
     "train_text_encoder": by(_texts, TEXT_RATES),
     "text_encoder_lr": part_of("train_text_encoder", TEXT_RATES.split()[0]),
-    "tokenizer_max_length": nothing("the family's own length (text.t5_tokens)"),
+    "tokenizer_max_length": nothing("the family's own length (text_encoder.max_sequence_length)"),
     "lycoris_config": lacking(NOT_LORA),
     "use_dora": lacking(NOT_LORA),
     "init_lora": lacking("training does not start from a LoRA"),
     "lora_init_type": lacking("the LoRA starts as peft has it", off=("default",)),
     "peft_lora_mode": lacking(NOT_LORA, off=("standard",)),
-    "peft_lora_target_modules": lacking("lora.targets says which layers learn"),
+    "peft_lora_target_modules": lacking("lora.target_modules says which layers learn"),
     "prediction_type": lacking("the model's own prediction is trained"),
     "pretrained_vae_model_name_or_path": VAE,
     "vae_path": VAE,
@@ -261,12 +262,12 @@ RULES: Mapping[str, Rule] = {
     "refiner_training": lacking("refiners are not trained"),
     "controlnet": lacking("only a LoRA is trained"),
     "distillation_method": lacking("only a LoRA is trained"),
-    "instance_prompt": lacking("a data set's own instance_prompt is read"),
+    "instance_prompt": lacking("a dataset's own instance_prompt is read"),
     "aspect_bucket_rounding": lacking("buckets stand data.bucket_step pixels apart, whatever their aspect"),
-    "minimum_image_size": lacking("no picture is left out for its size"),
-    "maximum_image_size": lacking("pictures are resized once, to their bucket"),
-    "target_downsample_size": lacking("pictures are resized once, to their bucket"),
-    **_all("caption_strategy metadata_update_interval", nothing("each data set says it")),
+    "minimum_image_size": lacking("no image is left out for its size"),
+    "maximum_image_size": lacking("images are resized once, to their bucket"),
+    "target_downsample_size": lacking("images are resized once, to their bucket"),
+    **_all("caption_strategy metadata_update_interval", nothing("each dataset says it")),
     **SIMPLETUNER,
     "t5_padding": nothing("T5's padding is seen, as the model was trained"),
     **_all(
@@ -279,7 +280,7 @@ RULES: Mapping[str, Rule] = {
     ),
     **_all(
         "report_to tracker_project_name logging_dir disable_benchmark webhook_config print_filenames "
-        "print_sampler_statistics model_card_note model_card_private model_card_safe_for_work seed_for_each_device",
+        "print_sampler_statistics model_gpu_note model_gpu_private model_gpu_safe_for_work seed_for_each_device",
         nothing(LOGS),
     ),
     **_all("push_to_hub push_checkpoints_to_hub hub_model_id push_to_hub_background", nothing(UPLOADS)),
@@ -295,7 +296,7 @@ RULES: Mapping[str, Rule] = {
     ),
     **_all(
         "cache_dir cache_dir_vae cache_dir_text skip_file_discovery preserve_data_backend_cache "
-        "vae_cache_scan_behaviour vae_cache_ondemand vae_cache_disable text_encoder_batch_size override_dataset_config "
+        "vae_cache_scan_behavior vae_cache_ondemand vae_cache_disable text_encoder_batch_size override_dataset_config "
         "compress_disk_cache aspect_bucket_disable_rebuild delete_unwanted_images delete_problematic_images",
         nothing(CACHED),
     ),
@@ -323,7 +324,7 @@ DEFAULTS: Mapping[str, Any] = {
 BACKEND_RULES: Mapping[str, Rule] = {
     "id": nothing("a name"),
     "type": nothing("a local folder"),
-    "dataset_type": nothing("pictures"),
+    "dataset_type": nothing("images"),
     "instance_data_dir": path_to("source.path"),
     "repeats": by(_repeats, "source.repeats"),
     "resolution": by(_resolution, "source.resolutions"),
@@ -331,16 +332,16 @@ BACKEND_RULES: Mapping[str, Rule] = {
     "crop": by(_shape, "data.max_aspect source.crop"),
     "crop_aspect": part_of("crop", "data.max_aspect"),
     "crop_style": part_of("crop", "source.crop"),
-    "instance_prompt": same("source.caption", text),
+    "instance_prompt": same("source.default_caption", text),
     "caption_strategy": by(_strategy, "captions.extension", "captions come from text files or from one file"),
-    "is_regularisation_data": same("source.regularisation", truth),
-    "is_regularization_data": same("source.regularisation", truth),
+    "is_regularisation_data": same("source.is_reg", truth),
+    "is_regularization_data": same("source.is_reg", truth),
     "conditioning_data": by(_mask, "source.masks"),
     "parquet.path": path_to("source.captions_file"),
     "parquet.caption_column": nothing("the column is found by its name"),
     "parquet.filename_column": nothing("the column is found by its name"),
-    "parquet.width_column": nothing("sizes are read from the pictures"),
-    "parquet.height_column": nothing("sizes are read from the pictures"),
+    "parquet.width_column": nothing("sizes are read from the images"),
+    "parquet.height_column": nothing("sizes are read from the images"),
     "parquet.identifier_includes_extension": nothing("names are found with and without an ending"),
     "caption_shuffle.enable": same("captions.shuffle", truth),
     "caption_shuffle.count": by(_shuffle_count, "captions.variants"),
@@ -348,18 +349,18 @@ BACKEND_RULES: Mapping[str, Rule] = {
     "caption_shuffle.split_on": by(_split_on, "captions.separator"),
     "caption_shuffle.seed": nothing("train.seed rules"),
     "caption_shuffle.include_original": nothing("the written order is one of the variants"),
-    "probability": lacking("data sets are not drawn at random: source.repeats weighs them", off=(1, 1.0)),
+    "probability": lacking("datasets are not drawn at random: source.repeats weighs them", off=(1, 1.0)),
     "prepend_instance_prompt": lacking("instance_prompt stands only for captions that are missing"),
     "only_instance_prompt": lacking("instance_prompt stands only for captions that are missing"),
     "disable_multiline_split": lacking("a caption is one text unless captions.wildcards is set", off=(True,)),
     "caption_filter_list": lacking("captions are not rewritten"),
     **_all(
         "minimum_image_size maximum_image_size target_downsample_size",
-        lacking("pictures are resized once, to their bucket"),
+        lacking("images are resized once, to their bucket"),
     ),
     **_all(
         "minimum_aspect_ratio maximum_aspect_ratio max_upscale_threshold max_num_samples",
-        lacking("no picture is left out"),
+        lacking("no image is left out"),
     ),
     **_all("start_epoch start_step", lacking("all sources are trained from the start", off=(1,))),
     **_all("end_epoch end_step", lacking("all sources are trained to the end")),
@@ -372,8 +373,8 @@ BACKEND_RULES: Mapping[str, Rule] = {
         nothing(CACHED),
     ),
     **_all("skip_file_discovery metadata_backend metadata_update_interval", nothing("files are looked for each time")),
-    **_all("disabled disable", nothing("the data set is trained")),
-    "default": nothing("of data sets of caches"),
-    "ignore_epochs": nothing("an epoch is once through all pictures"),
+    **_all("disabled disable", nothing("the dataset is trained")),
+    "default": nothing("of datasets of caches"),
+    "ignore_epochs": nothing("an epoch is once through all images"),
 }
 BACKEND_DEFAULTS: Mapping[str, Any] = {"repeats": 0, "crop": True, "caption_strategy": "filename"}

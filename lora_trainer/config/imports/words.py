@@ -29,38 +29,38 @@ OPTIMIZERS: Mapping[str, tuple[str, str]] = {
     "prodigy": ("prodigy", ""),
     "prodigyopt": ("prodigy", ""),
     "prodigy8bit": ("prodigy", "states in fp32 here, not 8 bits"),
-    "adamwschedulefree": ("schedule_free", ""),
-    "adamwschedulefreekahan": ("schedule_free", ""),
-    "schedulefreeadamw": ("schedule_free", ""),
+    "adamwschedulefree": ("adamw_schedulefree", ""),
+    "adamwschedulefreekahan": ("adamw_schedulefree", ""),
+    "schedulefreeadamw": ("adamw_schedulefree", ""),
     "prodigyplusschedulefree": ("prodigy", "without its schedule-free averaging"),
     "prodigyschedulefree": ("prodigy", "without its schedule-free averaging"),
 }
 FINDS_ITS_OWN_RATE = ("dadapt", "dowg", "prodigy")
 # What these optimizers start from where nothing is said, and ours does not.
 OWN_DEFAULTS: Mapping[str, Mapping[str, float]] = {
-    "lion": {"optim.beta2": 0.99, "optim.weight_decay": 0.0},
-    "prodigy": {"optim.weight_decay": 0.0},
-    "adafactor": {"optim.weight_decay": 0.0},
-    "schedule_free": {"optim.weight_decay": 0.0},
+    "lion": {"optimizer.beta2": 0.99, "optimizer.weight_decay": 0.0},
+    "prodigy": {"optimizer.weight_decay": 0.0},
+    "adafactor": {"optimizer.weight_decay": 0.0},
+    "adamw_schedulefree": {"optimizer.weight_decay": 0.0},
 }
 SCHEDULES: Mapping[str, tuple[str, str]] = {
-    "constant": ("constant", ""),
-    "constant_with_warmup": ("constant", ""),
+    "constant": ("constant_with_warmup", ""),
+    "constant_with_warmup": ("constant_with_warmup", ""),
     "linear": ("linear", ""),
     "cosine": ("cosine", ""),
-    "cosine_with_restarts": ("restarts", ""),
-    "cosine_with_hard_restarts": ("restarts", ""),
+    "cosine_with_restarts": ("cosine_with_restarts", ""),
+    "cosine_with_hard_restarts": ("cosine_with_restarts", ""),
     "polynomial": ("polynomial", ""),
     "onecycle": ("one_cycle", ""),
     "one_cycle": ("one_cycle", ""),
-    "adafactor": ("constant", "Adafactor's own rate is not followed"),
+    "adafactor": ("constant_with_warmup", "Adafactor's own rate is not followed"),
     "cosine_with_min_lr": ("cosine", "it ends at 0 here"),
     "sine": ("cosine", "a wave there, one descent here"),
     "rex": ("cosine", "the nearest shape"),
     "inverse_sqrt": ("cosine", "the nearest shape"),
-    "warmup_stable_decay": ("constant", "without its descent at the end"),
-    "piecewise_constant": ("constant", "without its steps"),
-    "step": ("constant", "without its steps"),
+    "warmup_stable_decay": ("constant_with_warmup", "without its descent at the end"),
+    "piecewise_constant": ("constant_with_warmup", "without its steps"),
+    "step": ("constant_with_warmup", "without its steps"),
 }
 PRECISIONS = {
     "no": "fp32",
@@ -77,7 +77,7 @@ PRECISIONS = {
     "bfloat_16": "bf16",
 }
 NOT_LORA = "a plain LoRA is trained in its place"
-TEXT_RATES = "text.learning_rates text.lora_alpha"
+TEXT_RATES = "text_encoder.learning_rates text_encoder.lora_alpha"
 PICKLES = (".ckpt", ".pt", ".bin", ".pth")
 PICKLED = "it is a pickle, which can run code: convert it to .safetensors"
 ALL_OF_ATTENTION = ("*.attentions.*",)  # every linear layer and 1x1 convolution of the transformer blocks
@@ -93,17 +93,17 @@ def optimizer(value: Any, around: Around) -> Took:
     if not ours:
         ours = "prodigy" if name.startswith(FINDS_ITS_OWN_RATE) else "adamw"
         why = f"there is no such optimizer here; {ours} takes its place, and the rate may have to change"
-    return Took({"optim.name": ours, **OWN_DEFAULTS.get(ours, {})}, why, "changed" if why else "mapped")
+    return Took({"optimizer.name": ours, **OWN_DEFAULTS.get(ours, {})}, why, "changed" if why else "mapped")
 
 
 def schedule(value: Any, around: Around) -> Took:
     name = text(value).strip().lower()
-    ours, why = SCHEDULES.get(name, ("constant", "there is no such schedule here; the rate stays"))
-    return Took({"schedule.name": ours}, why, "changed" if why else "mapped")
+    ours, why = SCHEDULES.get(name, ("constant_with_warmup", "there is no such schedule here; the rate stays"))
+    return Took({"lr_scheduler.name": ours}, why, "changed" if why else "mapped")
 
 
 def precision(value: Any, around: Around) -> Took:
-    return Took({"memory.base_precision": lookup(PRECISIONS, value, "a precision")})
+    return Took({"memory.weight_dtype": lookup(PRECISIONS, value, "a precision")})
 
 
 def export_dtype(value: Any, around: Around) -> Took:
@@ -137,35 +137,39 @@ def autoencoder(value: Any, around: Around) -> Took:
     if Path(written).suffix.lower() in PICKLES:
         return Took({}, f"left out: {PICKLED}, and set model.vae to it", "changed")
     if not Path(found).exists() and Path(written).suffix.lower() != ".safetensors" and is_hub_id(written):
-        return Took({"model.vae": written}, "an autoencoder of a hub: it is downloaded unless it is there already")
+        return Took({"model.vae": written}, "a VAE of a hub: it is downloaded unless it is there already")
     return Took({"model.vae": found})
 
 
 def clip_skip(value: Any, around: Around) -> Took:
     """Layers from the end, 1 the last, which these programs take for the model's own."""
     layers = whole(value)
-    return Took({"text.clip_skip": layers}) if layers > 1 else Took({}, "the model's own layer, as here", "ignored")
+    return (
+        Took({"text_encoder.clip_skip": layers})
+        if layers > 1
+        else Took({}, "the model's own layer, as here", "ignored")
+    )
 
 
 def text_rates(rates: Sequence[float], alpha: Any = None) -> dict[str, Any]:
     """Text encoders that learn along, each with its rate, and the LoRA's alpha where the denoiser's has one."""
-    alphas = {"text.lora_alpha": number(alpha)} if alpha is not None and is_on(alpha) else {}
-    return {"text.learning_rates": [float(rate) for rate in rates], **alphas}
+    alphas = {"text_encoder.lora_alpha": number(alpha)} if alpha is not None and is_on(alpha) else {}
+    return {"text_encoder.learning_rates": [float(rate) for rate in rates], **alphas}
 
 
 def checkpointing(value: Any, around: Around) -> Took:
     if not truth(value):
-        return Took({}, "as few blocks as fit the card (memory.checkpointing=auto)", "ignored")
-    return Took({"memory.checkpointing": "all"})
+        return Took({}, "as few blocks as fit the GPU (memory.gradient_checkpointing=auto)", "ignored")
+    return Took({"memory.gradient_checkpointing": True})
 
 
 def batch_of(*factors: str) -> Rule:
     """Samples of one optimizer step: the value times the numbers of other keys."""
 
     def read(value: Any, around: Around) -> Took:
-        return Took({"batch.effective": whole(value) * math.prod(count(around, key) for key in factors)})
+        return Took({"train.effective_batch_size": whole(value) * math.prod(count(around, key) for key in factors)})
 
-    return by(read, "batch.effective")
+    return by(read, "train.effective_batch_size")
 
 
 def average_with(key: str, otherwise: float, on: Callable[[Any], bool] = truth) -> Rule:
@@ -180,13 +184,13 @@ def average_with(key: str, otherwise: float, on: Callable[[Any], bool] = truth) 
     return by(read, "train.ema_decay")
 
 
-CHECKPOINTING = by(checkpointing, "memory.checkpointing")
-OPTIMIZER = by(optimizer, "optim.name optim.weight_decay optim.beta2", "others than ours are replaced")
-SCHEDULE = by(schedule, "schedule.name", "others than ours are replaced")
-PRECISION: Rule = by(precision, "memory.base_precision")
+CHECKPOINTING = by(checkpointing, "memory.gradient_checkpointing")
+OPTIMIZER = by(optimizer, "optimizer.name optimizer.weight_decay optimizer.beta2", "others than ours are replaced")
+SCHEDULE = by(schedule, "lr_scheduler.name", "others than ours are replaced")
+PRECISION: Rule = by(precision, "memory.weight_dtype")
 EXPORT_DTYPE = by(
     export_dtype, "checkpoint.export_dtype", "others than fp16, bf16 and fp32 are fp16 here", changes=True
 )
 MODEL = by(model_path, "model.path", f"where {PICKLED}")
 VAE = by(autoencoder, "model.vae", f"where {PICKLED}")
-CLIP_SKIP = by(clip_skip, "text.clip_skip")
+CLIP_SKIP = by(clip_skip, "text_encoder.clip_skip")

@@ -6,8 +6,6 @@ documentation show.
 
 from __future__ import annotations
 
-from pydantic import Field
-
 from lora_trainer.config.schema.inputs import (
     CacheSection,
     CaptionsSection,
@@ -15,63 +13,66 @@ from lora_trainer.config.schema.inputs import (
     ModelSection,
     Source,
     SourceSection,
-    TextSection,
+    TextEncoderSection,
+    TextualInversionSection,
 )
 from lora_trainer.config.schema.learning import (
-    BatchSection,
-    ControlSection,
     FlowSection,
     LoraSection,
     LossSection,
+    LrSchedulerSection,
     NoiseSection,
-    OptimSection,
-    ScheduleSection,
+    OptimizerSection,
+    SafeguardsSection,
     TrainSection,
 )
-from lora_trainer.config.schema.machine import HardwareSection, MemorySection
+from lora_trainer.config.schema.machine import CompileSection, HardwareSection, MemorySection
 from lora_trainer.config.schema.results import (
     CheckpointSection,
     GatesSection,
     RunSection,
     SampleSection,
-    ValidateSection,
+    ValidationSection,
 )
 from lora_trainer.config.schema.types import (
     AttentionName,
+    Blocks,
+    CheckpointingMode,
     CompileMode,
     Count,
     CountOrZero,
     CropName,
+    ExportWeightsName,
     FamilyName,
     LoraCheckName,
     LossName,
-    NotFiniteName,
     NotNegative,
+    OnNonfiniteName,
     OptimizerName,
     Positive,
     Precision,
-    Recompute,
-    ReleaseName,
-    ScheduleName,
+    SchedulerName,
     Section,
     Share,
     Side,
-    TimestepsName,
+    TimestepSamplingName,
 )
 
 __all__ = [
     "AttentionName",
-    "BatchSection",
+    "Blocks",
     "CacheSection",
     "CaptionsSection",
     "CheckpointSection",
+    "CheckpointingMode",
     "CompileMode",
+    "CompileSection",
     "Config",
-    "ControlSection",
     "Count",
     "CountOrZero",
     "CropName",
     "DataSection",
+    "ExportWeightsName",
     "FamilyName",
     "FlowSection",
     "GatesSection",
@@ -80,58 +81,60 @@ __all__ = [
     "LoraSection",
     "LossName",
     "LossSection",
+    "LrSchedulerSection",
     "MemorySection",
     "ModelSection",
     "NoiseSection",
-    "NotFiniteName",
     "NotNegative",
-    "OptimSection",
+    "OnNonfiniteName",
     "OptimizerName",
+    "OptimizerSection",
     "Positive",
     "Precision",
-    "Recompute",
-    "ReleaseName",
     "RunSection",
+    "SafeguardsSection",
     "SampleSection",
-    "ScheduleName",
-    "ScheduleSection",
+    "SchedulerName",
     "Section",
     "Share",
     "Side",
     "Source",
     "SourceSection",
-    "TextSection",
-    "TimestepsName",
+    "TextEncoderSection",
+    "TextualInversionSection",
+    "TimestepSamplingName",
     "TrainSection",
-    "ValidateSection",
+    "ValidationSection",
 ]
 
 
 class Config(Section):
-    """All settings of a run. Field names are the config's key names: `optim.learning_rate`.
-
-    Dump with `by_alias=True`.
-    """
+    """All settings of a run. Field names are the config's key names: `optimizer.learning_rate`."""
 
     model: ModelSection = ModelSection()
     data: DataSection = DataSection()
     captions: CaptionsSection = CaptionsSection()
-    text: TextSection = TextSection()
+    text_encoder: TextEncoderSection = TextEncoderSection()
+    textual_inversion: TextualInversionSection = TextualInversionSection()
     cache: CacheSection = CacheSection()
     lora: LoraSection = LoraSection()
-    batch: BatchSection = BatchSection()
-    memory: MemorySection = MemorySection()
-    hardware: HardwareSection = HardwareSection()
-    optim: OptimSection = OptimSection()
-    schedule: ScheduleSection = ScheduleSection()
+    train: TrainSection = TrainSection()
+    optimizer: OptimizerSection = OptimizerSection()
+    lr_scheduler: LrSchedulerSection = LrSchedulerSection()
     noise: NoiseSection = NoiseSection()
     flow: FlowSection = FlowSection()
     loss: LossSection = LossSection()
-    train: TrainSection = TrainSection()
-    control: ControlSection = ControlSection()
+    safeguards: SafeguardsSection = SafeguardsSection()
+    memory: MemorySection = MemorySection()
+    compile: CompileSection = CompileSection()
+    hardware: HardwareSection = HardwareSection()
     checkpoint: CheckpointSection = CheckpointSection()
-    # `validate` is a method of pydantic's base class, so only the key has that name.
-    validation: ValidateSection = Field(ValidateSection(), alias="validate")
+    validation: ValidationSection = ValidationSection()
     sample: SampleSection = SampleSection()
     gates: GatesSection = GatesSection()
     run: RunSection = RunSection()
+
+    @property
+    def trains_text(self) -> bool:
+        """Whether text encoders or learned tokens are trained: captions are then encoded in each step."""
+        return any(self.text_encoder.learning_rates) or bool(self.textual_inversion.placeholder_tokens)

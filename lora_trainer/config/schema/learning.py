@@ -1,4 +1,4 @@
-"""What is learned and how: the LoRA, optimizer, noise, loss, length of the run."""
+"""What is trained and how: the LoRA, optimizer, noise, loss, length of the run, safeguards."""
 
 from __future__ import annotations
 
@@ -10,75 +10,73 @@ from lora_trainer.config.schema.types import (
     Count,
     CountOrZero,
     LossName,
-    NotFiniteName,
     NotNegative,
+    OnNonfiniteName,
     OptimizerName,
     Positive,
-    ScheduleName,
+    SchedulerName,
     Section,
     Share,
-    TimestepsName,
+    TimestepSamplingName,
 )
 
 
 class LoraSection(Section):
-    rank: Annotated[int, Field(ge=1, le=4096)] = Field(16, description="rank of each update")
+    """The size of the LoRA and the layers that get it."""
+
+    rank: Annotated[int, Field(ge=1, le=4096)] = Field(16, description="rank of each layer's update")
     alpha: Positive | None = Field(None, description="scale is alpha / rank; empty means alpha = rank")
-    rank_stabilised: bool = Field(
+    use_rslora: bool = Field(
         False, description="scale by alpha / sqrt(rank), so that larger ranks learn as fast (arXiv:2312.03732)"
     )
     dropout: Annotated[float, Field(ge=0.0, lt=1.0)] = Field(0.0, description="dropout inside the LoRA")
-    targets: str | tuple[str, ...] = Field(
+    target_modules: str | tuple[str, ...] = Field(
         "attention", description="`attention`, `attention+ff`, or patterns of module names such as `*.attn2.to_k`"
     )
 
 
-class BatchSection(Section):
-    effective: Count = Field(1, description="samples in one optimizer step, over all processes")
-    max_micro: Count | None = Field(
-        None,
-        description="most samples in one forward pass; empty means as many as fit the card, on a processor at most 4",
-    )
-    find_micro: bool = Field(
-        False, description="before training, try how many samples fit in one forward pass, in place of predicting it"
-    )
+class OptimizerSection(Section):
+    """The optimizer and gradient clipping."""
 
-
-class OptimSection(Section):
     name: OptimizerName = Field(
-        "adamw", description="optimizer; `lion` wants a third to a tenth of AdamW's rate, `prodigy` finds its own"
+        "adamw",
+        description="optimizer; `lion` needs a third to a tenth of AdamW's learning rate, `prodigy` finds its own",
     )
     learning_rate: Annotated[float, Field(gt=0.0, le=10.0)] = Field(
-        1e-4, description="peak learning rate; for `prodigy` a factor on the rate that it finds, 1.0 unless set"
+        1e-4, description="peak learning rate; for `prodigy` a factor on the one that it finds, 1.0 unless set"
     )
     beta1: Annotated[float, Field(ge=0.0, lt=1.0)] = Field(0.9, description="decay of the mean of the gradients")
     beta2: Annotated[float, Field(ge=0.0, lt=1.0)] = Field(0.999, description="decay of the mean of their squares")
     weight_decay: NotNegative = Field(
-        0.01, description="decoupled weight decay; none on biases, norms and trained tokens"
+        0.01, description="decoupled weight decay; none on biases, norms and learned tokens"
     )
-    clip_norm: NotNegative = Field(1.0, description="largest norm of the gradient; 0 means no clipping")
+    max_grad_norm: NotNegative = Field(1.0, description="largest norm of the gradient; 0 means no clipping")
     clip_value: Positive | None = Field(
-        None, description="largest value of a gradient's entry, in place of `clip_norm`; 0.5 is usual"
+        None, description="largest value of a gradient's entry, instead of `max_grad_norm`; 0.5 is usual"
     )
 
 
-class ScheduleSection(Section):
-    name: ScheduleName = Field("constant", description="learning rate over the steps")
+class LrSchedulerSection(Section):
+    """The learning rate over the steps."""
+
+    name: SchedulerName = Field("constant_with_warmup", description="LR scheduler")
     warmup_steps: CountOrZero | None = Field(
-        None, description="steps of warm-up; empty means 3 % of the steps, 10 % for `one_cycle`"
+        None, description="warm-up steps; empty means 3 % of the steps, 10 % for `one_cycle`"
     )
-    cycles: Count = Field(3, description="waves of `restarts`")
+    cycles: Count = Field(3, description="cycles of `cosine_with_restarts`")
     power: Positive = Field(2.0, description="exponent of `polynomial`; 1 is `linear`")
 
 
 class NoiseSection(Section):
+    """Noise that differs from the usual Gaussian."""
+
     offset: Share = Field(0.0, description="noise offset: strength of a constant added per channel")
     multires_iterations: Annotated[int, Field(ge=0, le=16)] = Field(
-        0, description="multi-resolution noise: coarser levels added"
+        0, description="multi-resolution noise: number of coarser levels added"
     )
     multires_discount: Share = Field(0.3, description="weight of each coarser level")
     input_perturbation: Share = Field(
-        0.0, description="strength of more noise in the input that the target lacks (arXiv:2301.11706); 0.1 is usual"
+        0.0, description="strength of extra noise in the input, not in the target (arXiv:2301.11706); 0.1 is usual"
     )
     zero_terminal_snr: bool = Field(
         False, description="last timestep without any signal (arXiv:2305.08891); for models that predict velocity"
@@ -86,73 +84,93 @@ class NoiseSection(Section):
 
 
 class FlowSection(Section):
-    """At which times models of flow matching are trained (arXiv:2403.03206, section 3.1)."""
+    """How timesteps of flow-matching models are sampled (arXiv:2403.03206, section 3.1)."""
 
-    timesteps: TimestepsName = Field(
+    timestep_sampling: TimestepSamplingName = Field(
         "logit_normal",
-        description="how times are drawn: `uniform`, `logit_normal` (more in the middle) or `mode` (so too, but never few at the ends)",
+        description="`uniform`, `logit_normal` (more in the middle) or `mode` (also more in the middle, but never few at the ends)",
     )
     logit_mean: Annotated[float, Field(allow_inf_nan=False)] = Field(
         0.0, description="mean of `logit_normal`; above 0 more noise"
     )
-    logit_spread: Positive = Field(1.0, description="standard deviation of `logit_normal`")
+    logit_std: Positive = Field(1.0, description="standard deviation of `logit_normal`")
     mode_scale: Annotated[float, Field(ge=-1.0, le=1.75)] = Field(
-        1.29, description="how much `mode` prefers the middle; below 0 the ends, 0 is `uniform`"
+        1.29, description="how strongly `mode` prefers the middle; below 0 the ends, 0 is `uniform`"
     )
     shift: Annotated[float, Field(gt=0.0, le=100.0)] | Literal["model", "resolution"] = Field(
         "model",
-        description="factor towards more noise: a number, 1 for none; `resolution`, more for larger pictures; `model`, as the model's scheduler says",
+        description="shift towards more noise: a number, 1 for none; `resolution`, more for larger images; `model`, as in the model's scheduler config",
     )
 
 
 class LossSection(Section):
-    kind: LossName = Field("squared", description="error of a sample; `huber` is ruled less by large errors")
-    huber_delta: Positive = Field(0.1, description="error from which `huber` grows by its size, not its square")
+    """The loss of a sample and its weight."""
+
+    type: LossName = Field("mse", description="`mse`, or `huber`, which is less sensitive to large errors")
+    huber_delta: Positive = Field(0.1, description="error above which `huber` grows linearly")
     min_snr_gamma: Positive | None = Field(None, description="min-SNR weighting (arXiv:2303.09556); 5 is usual")
-    prior_weight: NotNegative = Field(1.0, description="factor on the loss of regularisation pictures")
-    unmasked_weight: Share = Field(0.0, description="what a masked picture's loss counts where its mask is black")
+    prior_loss_weight: NotNegative = Field(1.0, description="factor on the loss of regularization images")
+    unmasked_weight: Share = Field(0.0, description="weight of a masked image's loss where its mask is black")
 
 
 class TrainSection(Section):
+    """Batch size, length of the run, seed, EMA."""
+
+    effective_batch_size: Count = Field(
+        1, description="samples in one optimizer step: micro-batch x gradient accumulation x processes"
+    )
+    max_micro_batch_size: Count | None = Field(
+        None,
+        description="most samples in one forward pass; empty means as many as fit on the GPU, on a CPU at most 4",
+    )
+    auto_find_micro_batch_size: bool = Field(
+        False, description="before training, try how many samples fit in one forward pass instead of predicting it"
+    )
     max_steps: Count | None = Field(None, description="optimizer steps")
-    max_epochs: Count | None = Field(None, description="passes over the data")
-    exposures: Count = Field(100, description="times each picture is seen when neither steps nor epochs are given")
+    max_epochs: Count | None = Field(None, description="epochs")
+    total_repeats: Count = Field(
+        100, description="times each image is trained (repeats x epochs) when neither steps nor epochs are set"
+    )
     ema_decay: Annotated[float, Field(gt=0.0, lt=1.0)] | None = Field(
-        None, description="average of the trained weights, which is what is validated and exported; 0.999 is usual"
+        None, description="EMA of the trained weights, which is then validated and exported; 0.999 is usual"
     )
     max_hours: Positive | None = Field(None, description="stop after this time, with everything saved")
     deterministic: bool = Field(
         False,
-        description="the same bits each time on a card, too: slower, and a run ends where an operation cannot (a processor gives them anyway)",
+        description="the same bits each time on a GPU too: slower, and the run ends where an operation has no deterministic form (a CPU is always deterministic)",
     )
     grace_seconds: Positive = Field(
         30.0,
-        description="time from a signal to the end of saving; a step that takes more than half of it is given up",
+        description="time from a signal until everything is saved; a step that takes more than half of it is aborted",
     )
     process_timeout_minutes: Positive = Field(
-        30.0, description="time after the last word of another process of the run when that one counts as lost"
+        30.0, description="time without a sign of life after which another process of the run counts as lost"
     )
-    seed: Annotated[int, Field(ge=0, lt=2**63)] = Field(42, description="the run's seed")
+    seed: Annotated[int, Field(ge=0, lt=2**63)] = Field(42, description="seed of the run")
 
 
-class ControlSection(Section):
-    """What a run may change by itself. All of it is off unless asked for, but `not_finite`."""
+class SafeguardsSection(Section):
+    """What a run may change by itself. All of it is off unless set, except `on_nonfinite`."""
 
-    not_finite: NotFiniteName = Field(
+    on_nonfinite: OnNonfiniteName = Field(
         "skip",
-        description="for a loss or gradient that is NaN or infinite: `skip` the step, `restore` the last checkpoint and lower the rate, or `stop`",
+        description="for a loss or gradient that is NaN or infinite: `skip` the step, `rollback` to the last checkpoint and halve the learning rate, or `stop`",
     )
-    most_not_finite: Count = Field(10, description="such steps in a row, or returns to a checkpoint, that end the run")
-    spike: Positive | None = Field(
-        None, description="say when a gradient is so many times its usual size, and of which pictures; 10 is a start"
+    max_nonfinite_steps: Count = Field(10, description="such steps in a row, or rollbacks, after which the run stops")
+    grad_spike_factor: Positive | None = Field(
+        None, description="warn when a gradient norm is this many times its usual size, and name the images; try 10"
     )
-    plateau: bool = Field(False, description="lower the rate where the held-out loss stands still")
-    plateau_window: Annotated[int, Field(ge=2)] = Field(10, description="validations that are looked at for that")
-    plateau_spread: Positive = Field(0.001, description="difference between them under which they stand still")
-    plateau_factor: Annotated[float, Field(gt=0.0, lt=1.0)] = Field(0.5, description="factor on the rate then")
-    jump: bool = Field(False, description="clip gradients harder after the smoothed loss has jumped")
-    jump_ratio: Annotated[float, Field(gt=1.0)] = Field(1.5, description="growth that counts as a jump")
-    jump_clip: Annotated[float, Field(gt=0.0, lt=1.0)] = Field(0.5, description="factor on the clipping then")
-    early_stopping: bool = Field(False, description="stop where the held-out loss gets no lower; the best is released")
+    reduce_lr_on_plateau: bool = Field(
+        False, description="lower the learning rate when the validation loss stops falling"
+    )
+    plateau_window: Annotated[int, Field(ge=2)] = Field(10, description="validations that a plateau must last")
+    plateau_spread: Positive = Field(0.001, description="largest difference between them that counts as a plateau")
+    plateau_factor: Annotated[float, Field(gt=0.0, lt=1.0)] = Field(0.5, description="factor on the learning rate")
+    clip_on_loss_spike: bool = Field(False, description="clip gradients harder after a spike of the smoothed loss")
+    loss_spike_ratio: Annotated[float, Field(gt=1.0)] = Field(1.5, description="growth that counts as a spike")
+    loss_spike_clip: Annotated[float, Field(gt=0.0, lt=1.0)] = Field(0.5, description="factor on the clipping norm")
+    early_stopping: bool = Field(
+        False, description="stop when the validation loss stops falling, and export the best weights"
+    )
     patience: Count = Field(10, description="validations in a row without a lower loss that end the run")
-    min_change: NotNegative = Field(0.0, description="how much lower counts as lower")
+    min_delta: NotNegative = Field(0.0, description="smallest decrease that counts as lower")

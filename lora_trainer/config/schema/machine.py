@@ -1,4 +1,4 @@
-"""How the card and the processor hold and compute the model."""
+"""How the GPU and the CPU hold and compute the model."""
 
 from __future__ import annotations
 
@@ -8,75 +8,83 @@ from pydantic import Field
 
 from lora_trainer.config.schema.types import (
     AttentionName,
+    Blocks,
+    CheckpointingMode,
     CompileMode,
     Count,
     CountOrZero,
     Positive,
     Precision,
-    Recompute,
     Section,
 )
 
 
 class MemorySection(Section):
-    limit_gib: Positive | None = Field(None, description="memory of the card, GPU memory that the run must fit")
-    checkpointing: Literal["none", "all", "auto"] | CountOrZero = Field(
+    """How the model fits into the GPU's memory."""
+
+    limit_gib: Positive | None = Field(None, description="GPU memory that the run must fit into")
+    gradient_checkpointing: Blocks = Field(
         "auto",
-        description="gradient checkpointing: `none`, `all`, a number of blocks, or `auto`, as few as fit the card",
+        description="`true` for all blocks, `false` for none, a number of blocks, or `auto`, as few as fit on the GPU",
     )
-    base_precision: Precision = Field(
+    checkpointing_mode: CheckpointingMode = Field(
+        "full",
+        description="what a checkpointed block recomputes: `full` all of it, `selective` everything but attention and matmuls",
+    )
+    weight_dtype: Precision = Field(
         "bf16",
-        description="precision of the frozen base and of the forward pass; `fp8` and `int8` store in 8 bits and `nf4` in 4, and compute in bf16 or fp16",
+        description="precision of the frozen base model and of the forward pass; `fp8` and `int8` store weights in 8 bits and `nf4` in 4, and compute in bf16 or fp16",
     )
-    int8_products: bool = Field(
-        False, description="multiply in int8 as well where the base is stored so: quicker on GeForce cards"
+    int8_matmul: bool = Field(
+        False, description="also multiply in int8 where the base model is stored so: faster on GeForce GPUs"
     )
-    recompute: Recompute = Field(
-        "all",
-        description="what a checkpointed block computes again: `all`, or `cheap`, all but attention and matrix products",
-    )
-    streaming: Literal["none", "auto"] | Count = Field(
+    blocks_to_swap: Literal["auto"] | CountOrZero = Field(
         "auto",
-        description="frozen blocks that visit the card one after the other: `none`, a number, or `auto`, as few as must",
+        description="frozen blocks swapped between CPU and GPU: a number, 0 for none, or `auto`, as few as needed",
     )
     offload_activations: bool = Field(
-        False, description="what the backward pass needs waits in system memory meanwhile"
+        False, description="keep what the backward pass needs in system memory until then"
     )
     expandable_segments: bool = Field(
-        True, description="let the card's memory pool grow in place, against fragmentation"
+        True, description="let PyTorch's GPU memory pool grow in place, against fragmentation"
     )
-    compile: bool | Literal["auto"] = Field(
-        False, description="compile the blocks of the denoiser; `auto` on a card, in runs of 1,500 steps or more"
+    oom_recovery_steps: CountOrZero = Field(
+        1000,
+        description="steps after an out-of-memory error before larger micro-batches are tried again; 0 never does",
     )
-    compile_mode: CompileMode = Field("default", description="torch.compile's own modes")
-    compile_dynamic: bool | Literal["auto"] = Field(
+
+
+class CompileSection(Section):
+    """torch.compile."""
+
+    enabled: bool | Literal["auto"] = Field(
+        False, description="compile the denoiser's blocks; `auto` on a GPU, in runs of 1,500 steps or more"
+    )
+    mode: CompileMode = Field("default", description="mode of torch.compile")
+    dynamic: bool | Literal["auto"] = Field(
         "auto", description="one compilation for all sizes; `auto` compiles each size while they are few"
     )
-    compile_fullgraph: bool = Field(False, description="an error in place of a graph break")
-    attention: AttentionName = Field(
-        "auto",
-        description="attention implementation; `auto` probes and explains, `fastest` times all that work on this run's sizes",
-    )
-    grow_after_steps: CountOrZero = Field(
-        1000,
-        description="good steps after which a run that was out of memory tries larger micro batches again; 0 never does",
-    )
+    fullgraph: bool = Field(False, description="treat a graph break as an error")
 
 
 class HardwareSection(Section):
-    """How the card and the processor compute."""
+    """How the GPU and the CPU compute."""
 
-    tf32: bool = Field(True, description="fp32 products in TF32 on cards that have it; bf16 and fp16 are not concerned")
+    attention_backend: AttentionName = Field(
+        "auto",
+        description="attention backend; `auto` tests what works and explains its choice, `fastest` times all that work at this run's sizes",
+    )
+    tf32: bool = Field(True, description="fp32 matmuls in TF32 on GPUs that have it; does not affect bf16 and fp16")
     cudnn_benchmark: bool | Literal["auto"] = Field(
         "auto", description="let cuDNN time its convolutions for each size; `auto` where sizes are few"
     )
     channels_last: bool | Literal["auto"] = Field(
-        "auto", description="memory order of pictures that convolutions like; `auto` for a U-Net on a card"
+        "auto", description="channels-last memory format for convolutions; `auto` for a U-Net on a GPU"
     )
     onednn: bool = Field(
-        True, description="let oneDNN do a CPU's convolutions and products; without it torch's own code does them"
+        True, description="let oneDNN compute a CPU's convolutions and matmuls; without it PyTorch's own code does"
     )
     threads: Count | None = Field(
         None,
-        description="threads that compute on a CPU; empty means as OMP_NUM_THREADS says, else what the run began with, else the available CPUs that others leave, at most 8",
+        description="CPU threads for computing; empty means OMP_NUM_THREADS if set, else what the run began with, else the CPUs that other programs leave free, at most 8",
     )

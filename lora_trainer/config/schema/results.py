@@ -1,4 +1,4 @@
-"""What a run keeps, measures, draws and refuses."""
+"""What a run saves, measures, generates and refuses."""
 
 from __future__ import annotations
 
@@ -10,66 +10,79 @@ from lora_trainer.config.schema.types import (
     Count,
     CountOrZero,
     ExportDtype,
+    ExportWeightsName,
     LoraCheckName,
     NotNegative,
-    ReleaseName,
     Section,
     Share,
 )
 
 
 class CheckpointSection(Section):
-    every_steps: Count = Field(500, description="steps between checkpoints")
-    every_epochs: Count | None = Field(None, description="epochs between checkpoints, beside `every_steps`; 5 is usual")
-    weights_every_steps: CountOrZero = Field(
-        0, description="steps between LoRA files that are kept for good, in the folder `weights`; 0 means none"
+    """Checkpoints to resume from, and the LoRA files."""
+
+    every_n_steps: Count = Field(500, description="steps between checkpoints")
+    every_n_epochs: Count | None = Field(
+        None, description="epochs between checkpoints, in addition to `every_n_steps`; 5 is usual"
+    )
+    export_every_n_steps: CountOrZero = Field(
+        0, description="steps between LoRA files kept in the folder `weights`; 0 means none"
     )
     wait_minutes: NotNegative = Field(
-        60.0, description="how long a run waits, paused, for room on a full disk before it ends"
+        60.0, description="how long a run waits, paused, for space on a full disk before it stops"
     )
-    keep_last: Count = Field(2, description="newest checkpoints kept")
-    release: ReleaseName = Field(
-        "best", description="weights that are exported: of the lowest held-out loss, or the last"
+    keep_last: Count = Field(2, description="newest checkpoints to keep")
+    export_weights: ExportWeightsName = Field(
+        "best", description="weights to export: `best` has the lowest validation loss, `last` is the last step"
     )
     export_dtype: ExportDtype = Field(
-        "fp16", description="precision of the tensors in LoRA files; `fp32` keeps all bits and takes twice the room"
+        "fp16", description="precision of LoRA files; `fp32` keeps all bits and doubles their size"
     )
 
 
-class ValidateSection(Section):
-    every_steps: CountOrZero = Field(100, description="steps between held-out losses; 0 means only at the end")
+class ValidationSection(Section):
+    """The validation loss: on images that are not trained, at fixed noise."""
+
+    every_n_steps: CountOrZero = Field(100, description="steps between validations; 0 validates only at the end")
+    split: Annotated[float, Field(ge=0.0, le=0.5)] = Field(0.1, description="share of images kept for validation")
+    split_seed: CountOrZero = Field(0, description="another number keeps other images")
 
 
 class SampleSection(Section):
-    every_steps: CountOrZero = Field(500, description="steps between pictures; 0 means none while training")
-    prompts: tuple[str, ...] = Field((), description="prompts; empty means captions of the data")
-    count: Count = Field(2, description="pictures when prompts come from the data")
-    steps: Count | None = Field(None, description="sampler steps; empty means what is usual for the model")
-    guidance: NotNegative = Field(
-        7.5, description="guidance scale: classifier-free, or what a distilled model is told, where it knows any"
+    """Images generated during training and at its end."""
+
+    every_n_steps: CountOrZero = Field(500, description="steps between sample images; 0 means none while training")
+    prompts: tuple[str, ...] = Field((), description="prompts; empty means captions of the dataset")
+    count: Count = Field(2, description="number of prompts taken from the dataset")
+    num_inference_steps: Count | None = Field(None, description="sampler steps; empty means the model's usual number")
+    guidance_scale: NotNegative = Field(
+        7.5, description="guidance scale: classifier-free, or the value given to a distilled model that takes one"
     )
-    negative: str = Field("", description="what pictures shall not show, where guidance is classifier-free")
+    negative_prompt: str = Field("", description="negative prompt, where guidance is classifier-free")
     strengths: tuple[Annotated[float, Field(ge=-4.0, le=4.0)], ...] = Field(
-        (1.0,), description="strengths of the LoRA that are drawn beside the untouched base"
+        (1.0,), description="LoRA strengths to generate beside the base model without it"
     )
-    seeds: Annotated[int, Field(ge=1, le=64)] = Field(
-        1, description="pictures of each prompt, with seeds that count up from `train.seed`"
+    num_images_per_prompt: Annotated[int, Field(ge=1, le=64)] = Field(
+        1, description="images of each prompt, with seeds that count up from `train.seed`"
     )
 
 
 class GatesSection(Section):
-    dataset: Share = Field(0.8, description="score below which a data set is refused by `produce`")
-    lora: Share = Field(0.9, description="score below which a LoRA is refused by `produce`; 0 refuses none")
+    """When a dataset or a LoRA is refused."""
+
+    dataset: Share = Field(0.8, description="score below which `produce` refuses a dataset")
+    lora: Share = Field(0.9, description="score below which `produce` refuses a LoRA; 0 refuses none")
     lora_check: LoraCheckName = Field(
         "full",
-        description="how much of the LoRA is measured at the end: `lite` takes a quarter of the forward passes and one "
-        "image with and without the LoRA, `off` neither scores it nor makes images",
+        description="how much of the LoRA is measured at the end: `lite` takes a quarter of the forward passes and one image with and without the LoRA, `off` neither scores it nor generates images",
     )
 
 
 class RunSection(Section):
-    output: Annotated[str, Field(min_length=1)] = Field("runs", description="folder that holds runs")
+    """Name and place of the run."""
+
+    output: Annotated[str, Field(min_length=1)] = Field("runs", description="folder of runs")
     name: Annotated[str, Field(min_length=1)] | None = Field(
-        None, description="name of the run and of its files; made from the data when empty"
+        None, description="name of the run and its files; derived from the dataset when empty"
     )
-    offline: bool = Field(False, description="make no network request at all")
+    offline: bool = Field(False, description="make no network request")

@@ -1,28 +1,31 @@
-"""Words and limits that several sections share."""
+"""Names and limits that several sections share."""
 
 from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, StrictBool
 
 FamilyName = Literal["sd15", "sd2", "sdxl", "sd3", "flux", "z_image"]
-Variant = Literal["base", "turbo"]  # of models of one form
+Blocks = Annotated[
+    StrictBool | Literal["auto"] | Annotated[int, Field(ge=0)], Field(union_mode="left_to_right")
+]  # all, none, as few as needed, a number: 1 is one block and not `true`
+Flavor = Literal["base", "turbo"]  # of models with the same architecture
 Precision = Literal["bf16", "fp16", "fp32", "fp8", "int8", "nf4"]
-OptimizerName = Literal["adamw", "adamw8bit", "paged_adamw8bit", "adafactor", "lion", "prodigy", "schedule_free"]
-ScheduleName = Literal["constant", "linear", "cosine", "restarts", "polynomial", "one_cycle"]
-LossName = Literal["squared", "huber"]
+OptimizerName = Literal["adamw", "adamw8bit", "paged_adamw8bit", "adafactor", "lion", "prodigy", "adamw_schedulefree"]
+SchedulerName = Literal["constant_with_warmup", "linear", "cosine", "cosine_with_restarts", "polynomial", "one_cycle"]
+LossName = Literal["mse", "huber"]
 ExportDtype = Literal["fp16", "bf16", "fp32"]
-ReleaseName = Literal["best", "last"]
+ExportWeightsName = Literal["best", "last"]
 LoraCheckName = Literal["full", "lite", "off"]
 AttentionName = Literal[
     "auto", "fastest", "sdpa", "flash", "efficient", "cudnn", "math", "xformers", "flash2", "flash3"
 ]
 CompileMode = Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"]
-Recompute = Literal["all", "cheap"]
-CropName = Literal["centre", "random"]
-TimestepsName = Literal["uniform", "logit_normal", "mode"]
-NotFiniteName = Literal["skip", "restore", "stop"]
+CheckpointingMode = Literal["full", "selective"]
+CropName = Literal["center", "random"]
+TimestepSamplingName = Literal["uniform", "logit_normal", "mode"]
+OnNonfiniteName = Literal["skip", "rollback", "stop"]
 
 Share = Annotated[float, Field(ge=0.0, le=1.0)]
 Count = Annotated[int, Field(ge=1)]

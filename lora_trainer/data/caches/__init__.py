@@ -1,1 +1,1 @@
-"""Encoded pictures and captions on disk: planned, filled by many at once, read, kept under a limit."""
+"""Encoded images and captions on disk: planned, filled by many at once, read, kept under a limit."""

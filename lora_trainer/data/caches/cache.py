@@ -2,7 +2,7 @@
 
 `plan_latents` and `plan_texts` say what is there, what must be built and why;
 `fill_latents` and `fill_texts` build it. So encoders are loaded only when something is
-missing. Keys depend on the picture's content, its fit, the encoder and the precision,
+missing. Keys depend on the image's content, its fit, the encoder and the precision,
 never on names or places.
 """
 
@@ -26,18 +26,18 @@ from lora_trainer.data.buckets import Bucket
 from lora_trainer.data.caches.explained import changed, recall, remember
 from lora_trainer.data.caches.filling import Progress, Work, build_missing, usual_workers
 from lora_trainer.data.caches.store import Shelf
-from lora_trainer.data.pictures.pixels import Shown, encode_shown, read_shown
+from lora_trainer.data.images.pixels import Shown, encode_shown, read_shown
 from lora_trainer.data.sample import Sample
 from lora_trainer.data.views import View
 from lora_trainer.data.weighted_words import Pieces, spoken
 
-# Part of every key: raise it when pictures are brought to their bucket in another way.
+# Part of every key: raise it when images are brought to their bucket in another way.
 TRANSFORM = "lanczos-cover-centre-1"
-RECOLOURED, MASKED = "recoloured-1", "area-1"  # likewise, of recoloured views and of masks
+RECOLORED, MASKED = "recoloured-1", "area-1"  # likewise, of recolored views and of masks
 
 # In the order in which they are looked for: the first that differs is the reason.
 REASONS = {
-    "content": ("picture changed", "pictures changed"),
+    "content": ("image changed", "images changed"),
     "written": ("caption changed", "captions changed"),
     "caption": ("caption options changed", "caption options changed"),
     "weights": ("weighted words changed", "weighted words changed"),
@@ -49,13 +49,13 @@ REASONS = {
 PLURALS = dict(REASONS.values())
 
 # Entries of fewer bytes than this are read and checked when they are planned, which takes a quarter of a second.
-# Of more, damage shows when a row is first read; `cache clean --verify` looks for it.
+# Of more, damage shows when a row is first read; `cache prune --verify` looks for it.
 CHECKED_AT_START = 2**28
 
 Item = TypeVar("Item")
 Caption = str | Pieces  # pieces where words weigh more or less than others
 Record = dict[str, str]  # what an entry depends on, by the names of REASONS; all but these are in its key
-ONLY_EXPLAINS = ("written",)  # the caption as it stands in the data set, which its texts are made of
+ONLY_EXPLAINS = ("written",)  # the caption as it stands in the dataset, which its texts are made of
 LOST = "not in the cache any more"
 
 
@@ -96,7 +96,7 @@ class Filled:
 
     @property
     def line(self) -> str:
-        """`31 latents: 24 reused, 7 rebuilt (5 new, 2 pictures changed)`."""
+        """`31 latents: 24 reused, 7 rebuilt (5 new, 2 images changed)`."""
         text = f"{counted(self.reused + self.rebuilt, self.kind.removesuffix('s'))}: {self.reused} reused, {self.rebuilt} rebuilt"
         if not self.reasons:
             return text
@@ -114,12 +114,12 @@ def _key(record: Record) -> str:
 
 
 def _view_text(view: View) -> str:
-    """What a view does to a picture; what it leaves alone is not named, so that such keys stay when ways are added."""
+    """What a view does to an image; what it leaves alone is not named, so that such keys stay when ways are added."""
     fit = view.fit
     text = f"{fit.resized_width}x{fit.resized_height}+{fit.left}+{fit.top} {fit.bucket} {TRANSFORM}"
     if view.flip:
         text += " mirrored"
-    return f"{text} {RECOLOURED} {view.colour}" if view.colour else text
+    return f"{text} {RECOLORED} {view.color}" if view.color else text
 
 
 def plan_latents(
@@ -143,7 +143,7 @@ def plan_latents(
 
 
 def _named(items: Sequence[tuple[Sample, View]]) -> list[str]:
-    """The path of each, with a number from a picture's second view on: what is remembered goes by it."""
+    """The path of each, with a number from an image's second view on: what is remembered goes by it."""
     seen: Counter[str] = Counter()
     names = []
     for sample, _ in items:
@@ -254,12 +254,12 @@ def fill_latents(
     workers: int | None = None,
     start: float = 0.0,
 ) -> Filled:
-    """Build the missing latents, `batch` pictures of one bucket at a time, decoded ahead by `workers` threads.
+    """Build the missing latents, `batch` images of one bucket at a time, decoded ahead by `workers` threads.
 
     Others may fill the same cache meanwhile: nothing is built twice, and this returns when
     all is there. `start` is the share of the way at which this process begins.
     `encode_image` takes pixels [B, 3, H, W] in [-1, 1] (float32, CPU) and gives mean and
-    spread, each [B, C, h, w]. Raises DatasetRefused for a picture that cannot be read or
+    spread, each [B, C, h, w]. Raises DatasetRefused for an image that cannot be read or
     has changed since it was listed, TrainingFailed for latents that are not finite and for
     a disk that refuses.
     """

@@ -22,7 +22,7 @@ from typing import Generic, TypeVar
 import torch
 from torch import Tensor
 
-from lora_trainer.core.disk import until_written
+from lora_trainer.core.disk import write_with_retry
 from lora_trainer.core.errors import Problem, TrainingFailed
 from lora_trainer.core.hardware import available_cpus
 from lora_trainer.data.caches.claims import Claims, in_use, upkeep
@@ -58,7 +58,7 @@ class Work(Generic[Prepared]):
 
 
 def usual_workers() -> int:
-    """One for each processor that this process may use, at most eight."""
+    """One for each CPU that this process may use, at most eight."""
     return min(MOST_WORKERS, available_cpus())
 
 
@@ -107,7 +107,7 @@ def _claims(folder: Path) -> Claims:
 def refused(folder: Path, error: OSError) -> TrainingFailed:
     """The disk's no."""
     message = f"The cache {folder} cannot be written ({(error.strerror or str(error)).lower()})."
-    return TrainingFailed(Problem(message, "Free space there, or set cache.folder to another disk."))
+    return TrainingFailed(Problem(message, "Free space there, or set cache.dir to another disk."))
 
 
 class _Filling(Generic[Prepared]):
@@ -177,13 +177,13 @@ class _Filling(Generic[Prepared]):
         for row, place in enumerate(places):
             if not all(bool(torch.isfinite(tensor[row]).all()) for tensor in tensors.values()):
                 message = f"The encoder gave values that are not finite for {work.name(place)}."
-                raise TrainingFailed(Problem(message, "Set memory.base_precision=fp32, or bf16 in place of fp16."))
+                raise TrainingFailed(Problem(message, "Set memory.weight_dtype=fp32, or bf16 in place of fp16."))
         layout, keys = layout_of(tensors), [work.keys[place] for place in places]
         try:
             size = sum(tensor.nbytes for tensor in tensors.values())
             what = f"{len(keys)} {'entry' if len(keys) == 1 else 'entries'} of the cache"
             write = partial(write_entries, work.folder, work.kind, keys, tensors)
-            path = until_written(what, work.folder, write, size)
+            path = write_with_retry(what, work.folder, write, size)
         except OSError as error:
             raise refused(work.folder, error) from error
         for key in keys:

@@ -12,7 +12,7 @@ SIGNED = "# This folder is a cache of lora-trainer."
 TEXT = f"Signature: 8a477f597d28d172789f06886806bc55\n{SIGNED}\n"
 KEY_BYTES = 32
 ROW_HEAD = KEY_BYTES + 8  # what an entry takes beside its tensors: its key and a checksum
-OLDER = ("index.sqlite", "claims", "pictures.sqlite")  # what caches from before the mark hold
+OLDER = ("index.sqlite", "claims", "images.sqlite")  # what caches from before the mark hold
 
 NOTE = re.compile(r"[0-9a-f]{32}")  # of a run at work
 SHARD = re.compile(r"[0-9a-f]{32}\.safetensors")
@@ -20,9 +20,9 @@ DAMAGE = re.compile(r"[0-9a-f]{32}\.damaged-[0-9]+")
 FORMER_FOLDER = re.compile(r"[0-9a-f]{2}")
 FORMER = re.compile(r"[0-9a-f]{64}\.safetensors")
 FORMER_INDEX = re.compile(r"(latents|texts)-[0-9a-f]{24}\.json")
-PICTURES = re.compile(r"[0-9a-f]{32}\.pictures")
-PICTURES_INDEX = re.compile(r"[0-9a-f]{32}\.json")
-PART = re.compile(r"\.([0-9a-f]{32}|[0-9a-f]{64})\.(safetensors|pictures|json)\.[^.]+\.part")
+IMAGES = re.compile(r"[0-9a-f]{32}\.images")
+IMAGES_INDEX = re.compile(r"[0-9a-f]{32}\.json")
+PART = re.compile(r"\.([0-9a-f]{32}|[0-9a-f]{64})\.(safetensors|images|json)\.[^.]+\.part")
 
 
 def mark(folder: Path) -> None:

@@ -18,9 +18,9 @@ from lora_trainer.data.caches.ours import (
     FORMER,
     FORMER_FOLDER,
     FORMER_INDEX,
+    IMAGES,
+    IMAGES_INDEX,
     PART,
-    PICTURES,
-    PICTURES_INDEX,
     SHARD,
     is_cache,
     named,
@@ -28,7 +28,7 @@ from lora_trainer.data.caches.ours import (
 from lora_trainer.data.caches.packing import pack, remove, rewrite
 from lora_trainer.data.caches.shards import is_foreign
 from lora_trainer.data.caches.store import KINDS, MARK, Shelf
-from lora_trainer.data.pictures.remembered import remembered, remembered_bytes
+from lora_trainer.data.images.remembered import remembered, remembered_bytes
 from lora_trainer.data.sources.parquet import UNPACKED, last_used, remove_unpacked
 
 DEFAULT_LIMIT = 50 * 10**9  # bytes on disk
@@ -54,8 +54,8 @@ class CacheStatus:
     kinds: dict[str, KindStatus]
     former: int
     in_use: bool
-    unpacked: int = 0  # bytes of pictures out of Parquet files
-    remembered: int = 0  # bytes of what is known of pictures that were read before
+    unpacked: int = 0  # bytes of images out of Parquet files
+    remembered: int = 0  # bytes of what is known of images that were read before
 
     @property
     def bytes(self) -> int:
@@ -74,15 +74,15 @@ class CacheStatus:
                 used = time.strftime("%Y-%m-%d %H:%M", time.localtime(kind.last_used))
                 lines.append(f"  {name}: {size_words(kind.bytes)} in {_files(kind.shards)}, last used {used}")
             if kind.damaged:
-                lines.append(f"  {name}: {_files(kind.damaged)} cannot be read; `cache clean` removes them")
+                lines.append(f"  {name}: {_files(kind.damaged)} cannot be read; `cache prune` removes them")
         if self.former:
             lines.append(
-                f"  {_files(self.former)} of a former version, which nothing reads; `cache clean` removes them"
+                f"  {_files(self.former)} of a former version, which nothing reads; `cache prune` removes them"
             )
         if self.unpacked:
-            lines.append(f"  {size_words(self.unpacked)} of pictures out of Parquet files; `cache clean` removes them")
+            lines.append(f"  {size_words(self.unpacked)} of images out of Parquet files; `cache prune` removes them")
         if self.remembered:
-            lines.append(f"  {size_words(self.remembered)} about pictures that were read before")
+            lines.append(f"  {size_words(self.remembered)} about images that were read before")
         if self.in_use:
             lines.append("  in use by a run now")
         return lines
@@ -167,7 +167,7 @@ def cache_clean(folder: Path, limit: int = DEFAULT_LIMIT, *, verify: bool = Fals
             if since is None or last < since - CLOCK_STEP:
                 removed += remove_unpacked(blob) > 0
         places = folder / UNPACKED
-        leavings += [path for path in named(places, PICTURES_INDEX) if not path.with_suffix(".pictures").exists()]
+        leavings += [path for path in named(places, IMAGES_INDEX) if not path.with_suffix(".images").exists()]
         for kind in KINDS:
             leavings += [folder / kind / name for name in Shelf(folder, kind).damaged]
             leavings += _stray_marks(folder / kind)
@@ -188,7 +188,7 @@ def cache_clean(folder: Path, limit: int = DEFAULT_LIMIT, *, verify: bool = Fals
 
 
 def keep_limit(folder: Path, limit: int) -> Cleaned:
-    """Remove the least recently used shards and unpacked pictures above `limit` bytes, but none that a living run uses."""
+    """Remove the least recently used shards and unpacked images above `limit` bytes, but none that a living run uses."""
     removed = removed_bytes = 0
     with upkeep(folder):
         forget_dead(folder)
@@ -199,7 +199,7 @@ def keep_limit(folder: Path, limit: int) -> Cleaned:
         for path, _, last in shards:
             if left <= limit or (since is not None and last >= since - CLOCK_STEP):
                 break
-            if size := remove_unpacked(path) if PICTURES.fullmatch(path.name) else remove(path):
+            if size := remove_unpacked(path) if IMAGES.fullmatch(path.name) else remove(path):
                 removed, removed_bytes, left = removed + 1, removed_bytes + size, left - size
     return Cleaned(removed, removed_bytes, left, limit, needed=used if used > limit else None)
 
@@ -253,8 +253,8 @@ def _former_folders(folder: Path) -> list[Path]:
 
 
 def _unpacked(folder: Path) -> Iterator[tuple[Path, int, float]]:
-    """(path, bytes, time of last use) of pictures out of Parquet files, which a run that needs them lays out again."""
-    for path in named(folder / UNPACKED, PICTURES):
+    """(path, bytes, time of last use) of images out of Parquet files, which a run that needs them lays out again."""
+    for path in named(folder / UNPACKED, IMAGES):
         with contextlib.suppress(OSError):
             yield path, path.stat().st_size, last_used(path)
 

@@ -14,7 +14,7 @@ from lora_trainer.data.sample import Sample
 CAPTION_CODES = frozenset(
     {
         "missing_caption", "empty_caption", "unreadable_caption", "two_captions", "orphan_caption",
-        "bad_metadata", "bad_weight", "absent_picture",
+        "bad_metadata", "bad_weight", "absent_image",
     }
 )  # fmt: skip
 NOT_ASCII = re.compile(r"\S*[\x80-\uffff]\S*")
@@ -45,7 +45,7 @@ def check_captions(looked: Looked) -> list[Finding]:
     found = [finding for finding in looked.read_findings if finding.code in CAPTION_CODES]
     for sample in looked.samples:
         found += _of_one(sample, looked)
-    return found + _of_all([sample for sample in looked.samples if not sample.regularisation], looked)
+    return found + _of_all([sample for sample in looked.samples if not sample.regularization], looked)
 
 
 def _of_one(sample: Sample, looked: Looked) -> list[Finding]:
@@ -61,7 +61,7 @@ def _of_one(sample: Sample, looked: Looked) -> list[Finding]:
             found.append(Finding("long_caption", "note", message, "Shorten it; what matters first.", path=sample.path))
     if says_nothing(sample, looked):
         message = f"has a caption without a word ({_cut(sample.caption)})."
-        fix = "Write what it shows. If this is the word to learn, name it: captions.trigger."
+        fix = "Write what it shows. If this is the word to learn, name it: captions.trigger_word."
         found.append(Finding("meaningless_caption", "warning", message, fix, path=sample.path))
     if not sample.caption.isascii() and (shown := garbled(sample.caption)):
         message = f"has a caption with letters that were read in a wrong encoding ({shown})."
@@ -79,14 +79,17 @@ def _without_words(text: str, looked: Looked) -> tuple[int, str]:
 
 
 def says_nothing(sample: Sample, looked: Looked) -> bool:
-    """Whether a caption that was written for its picture is only signs, or only keys that lie beside each other.
+    """Whether a caption that was written for its image is only signs, or only keys that lie beside each other.
 
     A trigger or a new word says something, whatever its letters. So do a number and rare words such as `sks`.
     """
     caption = sample.caption
     if not sample.own_caption or not caption.isascii() or not caption:
         return False
-    known = [*looked.words, *([rules_of(sample, looked.rules).trigger] if sample.source < len(looked.rules) else [])]
+    known = [
+        *looked.words,
+        *([rules_of(sample, looked.rules).trigger_word] if sample.source < len(looked.rules) else []),
+    ]
     if any(word and has_trigger(caption, word) for word in (*known, TRIGGER)):
         return False
     words = LETTERS.findall(caption.lower())
@@ -121,21 +124,21 @@ def _of_all(samples: Sequence[Sample], looked: Looked) -> list[Finding]:
     captions = Counter(sample.caption for sample in samples)
     found = _triggers(samples, looked) + _words(samples, looked)
     if len(samples) > 1 and len(captions) == 1 and "" not in captions:
-        message = f"All {len(samples)} pictures have the same caption."
+        message = f"All {len(samples)} images have the same caption."
         fix = "Fine for one subject; varied captions keep surroundings apart from it."
         return [*found, Finding("same_caption", "note", message, fix)]
     if len(samples) < FEWEST_CAPTIONS:
         return found
     caption, times = captions.most_common(1)[0]
     if times > OFTEN * len(samples) and caption:
-        message = f"{times} of {len(samples)} pictures have the same caption ({_cut(caption)})."
+        message = f"{times} of {len(samples)} images have the same caption ({_cut(caption)})."
         fix = "Write what each shows; what is not said is learned as part of the subject."
         found.append(Finding("repeated_caption", "note", message, fix))
     words = [len(sample.caption.split()) for sample in samples if sample.caption]
     short, long = (sum(count <= SHORT for count in words), sum(count >= LONG for count in words))
     if min(short, long) > 0.1 * len(samples):
         message = f"{short} captions have {SHORT} words at most, and {long} have {LONG} or more."
-        fix = "Describe all pictures in about the same detail."
+        fix = "Describe all images in about the same detail."
         found.append(Finding("uneven_captions", "note", message, fix))
     return found
 
@@ -149,7 +152,7 @@ def _words(samples: Sequence[Sample], looked: Looked) -> list[Finding]:
             "word_in_some",
             "note",
             f"{times} of {len(texts)} captions hold the new word {word!r}; the others teach nothing of it.",
-            f"Write it into all captions of what it names, or set captions.trigger={word}.",
+            f"Write it into all captions of what it names, or set captions.trigger_word={word}.",
         )
         for word, times in holding.items()
         if 0 < times < len(texts)
@@ -159,7 +162,7 @@ def _words(samples: Sequence[Sample], looked: Looked) -> list[Finding]:
             "unused_word",
             "warning",
             f"No caption holds the new word {word!r}: nothing can be learned of it.",
-            f"Write it into the captions, or set captions.trigger={word} to put it in front of each.",
+            f"Write it into the captions, or set captions.trigger_word={word} to put it in front of each.",
         )
         for word, times in holding.items()
         if not times
@@ -171,7 +174,7 @@ def _triggers(samples: Sequence[Sample], looked: Looked) -> list[Finding]:
     lacking = [sample for sample in samples if lacks_trigger(sample, looked.rules)]
     if not lacking:
         return []
-    trigger, first = looked.rules[lacking[0].source].trigger, _cut(lacking[0].caption)
+    trigger, first = looked.rules[lacking[0].source].trigger_word, _cut(lacking[0].caption)
     message = (
         f"{len(lacking)} of {len(samples)} captions lack the trigger {trigger!r} (first: {first}); it is put in front."
     )

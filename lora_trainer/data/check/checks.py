@@ -11,8 +11,7 @@ from lora_trainer.core.findings import Finding
 from lora_trainer.data.alike import Alike, find_alike
 from lora_trainer.data.buckets import Bucket
 from lora_trainer.data.check.captions import check_captions
-from lora_trainer.data.check.looked import Check, Looked
-from lora_trainer.data.check.pictures import (
+from lora_trainer.data.check.images import (
     check_borders,
     check_compression,
     check_contents,
@@ -22,16 +21,17 @@ from lora_trainer.data.check.pictures import (
     check_sharpness,
     check_sizes,
 )
+from lora_trainer.data.check.looked import Check, Looked
 from lora_trainer.data.check.report import BucketRow, DataReport
 from lora_trainer.data.check.score import by_file, has_error, score_of
 from lora_trainer.data.check.whole_set import check_count, check_variety, likeness_of
-from lora_trainer.data.pictures.look import look_at
-from lora_trainer.data.pictures.measures import Seen
-from lora_trainer.data.pictures.workers import Progress
+from lora_trainer.data.images.look import look_at
+from lora_trainer.data.images.measures import Seen
+from lora_trainer.data.images.workers import Progress
 from lora_trainer.data.sample import Manifest, Sample
 from lora_trainer.data.views import BucketPlan, Framing, plan_views
 
-HEADERS_ONLY = "only headers and captions were judged; check without --headers decodes the pictures, too."
+HEADERS_ONLY = "only headers and captions were judged; check without --quick decodes the images, too."
 
 CHECKS: dict[str, Check] = {
     "readable": check_readable,
@@ -62,7 +62,7 @@ def check_dataset(
     decode: bool = True,
     progress: Progress | None = None,
 ) -> DataReport:
-    """Decode every picture and judge the set. `framings` says of each source how it is
+    """Decode every image and judge the set. `framings` says of each source how it is
     trained and `rules` how its captions are changed; `caption_limit` is in tokens with start and end;
     `words` are new ones that captions must hold, of `word_vectors` tokens each.
     Without `decode` only what headers and captions say is judged, and a note says so.

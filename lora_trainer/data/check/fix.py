@@ -1,4 +1,4 @@
-"""`check --fix`: a cleaned copy of a data set. The original is only read.
+"""`check --clean-copy`: a cleaned copy of a dataset. The original is only read.
 
 Only what a finding says is changed: what cannot be trained on and what is there twice is
 left out, endings are put right, animations become their first frame, bars and narrow frames are cut off,
@@ -26,13 +26,13 @@ from lora_trainer.data.check.mending import (
     beside,
     caption_file,
     in_old_letters,
-    mended_picture,
+    mended_image,
     right_ending,
 )
 from lora_trainer.data.check.report import SEVERITIES, DataReport
-from lora_trainer.data.check.score import ENOUGH_PICTURES
+from lora_trainer.data.check.score import ENOUGH_IMAGES
+from lora_trainer.data.images.spans import open_bytes
 from lora_trainer.data.manifest import asked_for
-from lora_trainer.data.pictures.spans import open_bytes
 from lora_trainer.data.sample import Manifest, Sample
 from lora_trainer.data.sources.folder import KOHYA_FOLDER
 from lora_trainer.data.sources.found import Asked, Reading
@@ -63,7 +63,7 @@ class FixedCopy:
 
 @dataclass(frozen=True)
 class _Lot:
-    """One source: names are kept below `base`, and it lies at `root` of the copy. A table names pictures elsewhere."""
+    """One source: names are kept below `base`, and it lies at `root` of the copy. A table names images elsewhere."""
 
     asked: Asked
     base: Path
@@ -92,12 +92,12 @@ def write_fixed(
     target = Path(os.path.abspath(target))
     asked = [asked_for(number, source, captions or CaptionsSection()) for number, source in enumerate(sources)]
     places = [places_of(each, Reading()) for each in asked]
-    pictures = {sample.path for sample in manifest.samples if sample.span is None}
-    if problems := place_problems(target, [place for several in places for place in several], pictures):
+    images = {sample.path for sample in manifest.samples if sample.span is None}
+    if problems := place_problems(target, [place for several in places for place in several], images):
         raise UsageError(problems)
     left_out = what_to_leave_out(report, manifest, asked)
     if all(sample.path in left_out for sample in manifest.samples):
-        raise UsageError(Problem("No picture of the data would be left.", "Mend or replace the pictures."))
+        raise UsageError(Problem("No image of the data would be left.", "Mend or replace the images."))
     lots = _lots(asked, places, manifest)
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -111,29 +111,31 @@ def write_fixed(
             os.replace(whole, target)
     except OSError as error:
         message = f"The copy cannot be written to {target} ({(error.strerror or str(error)).lower()})."
-        raise UsageError(Problem(message, "Free some space or name another folder with --fix.")) from error
+        raise UsageError(Problem(message, "Free some space or name another folder with --clean-copy.")) from error
     return FixedCopy(target, tuple(target / lot.copy for lot in lots), tuple(files))
 
 
-def place_problems(target: Path, places: Sequence[Path], pictures: Iterable[Path] = ()) -> list[Problem]:
+def place_problems(target: Path, places: Sequence[Path], images: Iterable[Path] = ()) -> list[Problem]:
     """Why a copy should not be written there: in the data, around it, or over something else."""
     real = target.resolve()
-    elsewhere = "Name a folder elsewhere with --fix."
+    elsewhere = "Name a folder elsewhere with --clean-copy."
     for place in places:
         there = place.resolve()
         if real.is_relative_to(there) or there.is_relative_to(real):
             return [Problem(f"{target} lies in the data or around it ({place}).", elsewhere)]
-    if any(picture.is_relative_to(real) for picture in pictures):  # those of a table lie anywhere
-        return [Problem(f"{target} holds pictures of the data.", elsewhere)]
+    if any(image.is_relative_to(real) for image in images):  # those of a table lie anywhere
+        return [Problem(f"{target} holds images of the data.", elsewhere)]
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
-        return [Problem(f"{target} is not an empty folder.", "Name a new one with --fix.")]
+        return [Problem(f"{target} is not an empty folder.", "Name a new one with --clean-copy.")]
     return []
 
 
 def _lots(asked: Sequence[Asked], places: Sequence[Sequence[Path]], manifest: Manifest) -> list[_Lot]:
     """Where each source lies in the copy. One folder is the copy itself, unless its name says its repeats; sources of
-    the same pictures with other captions lie apart."""
-    keys = [(each.section.path, each.section.captions_file, each.section.caption, each.captions) for each in asked]
+    the same images with other captions lie apart."""
+    keys = [
+        (each.section.path, each.section.captions_file, each.section.default_caption, each.captions) for each in asked
+    ]
     first = [keys.index(key) for key in keys]
     elsewhere = _tables(places, manifest)
     lots: list[_Lot] = []
@@ -154,7 +156,7 @@ def _lots(asked: Sequence[Asked], places: Sequence[Sequence[Path]], manifest: Ma
 
 
 def _tables(places: Sequence[Sequence[Path]], manifest: Manifest) -> set[int]:
-    """The sources that are files and whose pictures lie outside of them."""
+    """The sources that are files and whose images lie outside of them."""
     files = {number: several[0] for number, several in enumerate(places) if len(several) == 1 and several[0].is_file()}
     return {
         sample.source
@@ -175,13 +177,13 @@ def what_to_leave_out(report: DataReport, manifest: Manifest, asked: Sequence[As
             place = beside(path, asked[samples[path].source]) if path in samples else None
             if place is None or not in_old_letters(place).strip():
                 reasons[path] = "its caption cannot be read."
-    left = {sample.content for sample in manifest.samples if sample.path not in reasons and not sample.regularisation}
+    left = {sample.content for sample in manifest.samples if sample.path not in reasons and not sample.regularization}
     for group in report.groups:
         usable = [samples[path] for path in group if path in samples and path not in reasons]
         usable.sort(key=lambda sample: _worth(sample, report.files.get(sample.path, ())), reverse=True)
         kept: dict[str, Path] = {}
         for sample in usable:
-            spare = sample.content in kept or len(left) > ENOUGH_PICTURES or sample.regularisation
+            spare = sample.content in kept or len(left) > ENOUGH_IMAGES or sample.regularization
             if kept and spare:
                 same = kept.get(sample.content)
                 told = "looks the same as" if same is None else "is a copy of"
@@ -195,7 +197,7 @@ def what_to_leave_out(report: DataReport, manifest: Manifest, asked: Sequence[As
 def _worth(sample: Sample, found: Sequence[Finding]) -> tuple[bool, bool, int, int]:
     """Which of several that look the same is kept: what is learned, what has a caption, the fewest warnings, the largest."""
     warnings = sum(each.severity == "warning" and "duplicate" not in each.code for each in found)
-    return (not sample.regularisation, bool(sample.caption), -warnings, sample.width * sample.height)
+    return (not sample.regularization, bool(sample.caption), -warnings, sample.width * sample.height)
 
 
 def _others(report: DataReport, manifest: Manifest) -> list[Fixed]:
@@ -222,7 +224,7 @@ class _Writer:
                 files[key] = Fixed(sample.path, None, (f"left out: {left_out[sample.path]}",))
             elif key not in files:
                 files[key] = self._sample(sample)
-            elif self.lots[sample.source].table:  # another caption of the same picture
+            elif self.lots[sample.source].table:  # another caption of the same image
                 done = self._caption(sample, files[key].copy or "", self._codes(sample))
                 files[key] = replace(files[key], done=tuple(dict.fromkeys((*files[key].done, *done))))
         for root, rows in self.rows.items():
@@ -237,7 +239,7 @@ class _Writer:
 
     def _sample(self, sample: Sample) -> Fixed:
         codes = self._codes(sample)
-        data, done = mended_picture(sample, codes, self.report.borders.get(sample.path), self.framings[sample.source])
+        data, done = mended_image(sample, codes, self.report.borders.get(sample.path), self.framings[sample.source])
         name = self._name(sample, ".png" if data is not None else right_ending(sample, codes))
         if data is None and Path(name).suffix != sample.path.suffix:
             done.append(f"renamed to {Path(name).name}")
@@ -269,7 +271,7 @@ class _Writer:
         return name
 
     def _caption(self, sample: Sample, name: str, codes: set[str]) -> list[str]:
-        """In a file beside the picture where it came from one, else in metadata.jsonl; nowhere where the folder's name
+        """In a file beside the image where it came from one, else in metadata.jsonl; nowhere where the folder's name
         says it. The rows of a table stay rows."""
         lot = self.lots[sample.source]
         text, done = sample.caption, []
@@ -293,7 +295,7 @@ class _Writer:
         return done
 
     def _mask(self, sample: Sample, name: str) -> list[str]:
-        """A mask that lies beside its picture goes with it; a folder of masks stays where it is."""
+        """A mask that lies beside its image goes with it; a folder of masks stays where it is."""
         mask = sample.mask
         if mask is None or mask.path is None or mask.path.parent != sample.path.parent:
             return []
@@ -312,7 +314,7 @@ def _kohya_caption(name: str) -> str | None:
 
 def own_weight(sample: Sample, asked: Asked) -> float:
     """What a table says of it: without its source's weight, which is not written into the copy."""
-    shared = asked.section.weight
+    shared = asked.section.loss_weight
     return float(f"{sample.weight / shared:.12g}") if shared else 1.0
 
 

@@ -10,8 +10,8 @@ from pathlib import Path
 from lora_trainer.config.schema import CaptionsSection
 from lora_trainer.core.findings import Finding, printable
 from lora_trainer.data.alike import Alike
-from lora_trainer.data.buckets import Fit
-from lora_trainer.data.pictures.measures import Seen
+from lora_trainer.data.buckets import ResizeCrop
+from lora_trainer.data.images.measures import Seen
 from lora_trainer.data.sample import Sample
 from lora_trainer.data.views import Framing
 
@@ -24,7 +24,7 @@ class Looked:
     """
 
     samples: tuple[Sample, ...]
-    fits: tuple[Fit, ...]
+    fits: tuple[ResizeCrop, ...]
     framings: tuple[Framing, ...]  # of each source
     seen: tuple[Seen, ...]
     read_findings: tuple[Finding, ...]

@@ -1,4 +1,4 @@
-"""How one picture or one caption is mended for the cleaned copy."""
+"""How one image or one caption is mended for the cleaned copy."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from pathlib import Path
 
 from lora_trainer.core.bounded import TextError, decode, read_bounded
 from lora_trainer.data.check.captions import mended
-from lora_trainer.data.pictures.images import (
+from lora_trainer.data.images.images import (
     ENDINGS_OF_FORMAT,
     TURNS,
-    BrokenPictureError,
+    BrokenImageError,
     header_of,
     opened,
     orientation_of,
     to_rgb,
 )
-from lora_trainer.data.pictures.measures import SMALL_SIDE, Borders
+from lora_trainer.data.images.measures import SMALL_SIDE, Borders
 from lora_trainer.data.sample import Sample
 from lora_trainer.data.sources.beside import caption_endings, names_beside
 from lora_trainer.data.sources.found import Asked
@@ -27,20 +27,20 @@ from lora_trainer.data.sources.texts import MOST_CAPTION_BYTES, tidy
 from lora_trainer.data.views import Framing, plain_fits
 
 
-def mended_picture(
+def mended_image(
     sample: Sample, codes: set[str], borders: Borders | None, framing: Framing
 ) -> tuple[bytes | None, list[str]]:
-    """(the picture as PNG, what was done to it), None where its bytes are good as they are."""
+    """(the image as PNG, what was done to it), None where its bytes are good as they are."""
     animated = "animated" in codes
     cut = "border" in codes and borders is not None and sample.mask is None
     if not animated and not cut:
         return None, []
     try:
-        with opened(sample.path, sample.span) as picture:
-            turn = None if picture.format == "TIFF" else TURNS.get(orientation_of(picture))
-            picture.load()
-            flat = picture.convert("RGBA") if picture.has_transparency_data else to_rgb(picture)
-    except BrokenPictureError as error:
+        with opened(sample.path, sample.span) as image:
+            turn = None if image.format == "TIFF" else TURNS.get(orientation_of(image))
+            image.load()
+            flat = image.convert("RGBA") if image.has_transparency_data else to_rgb(image)
+    except BrokenImageError as error:
         raise OSError(None, f"{sample.path} {error.message}") from error
     flat = flat.transpose(turn) if turn is not None else flat
     done = ["first frame taken"] if animated else []
@@ -80,13 +80,13 @@ def right_ending(sample: Sample, codes: set[str]) -> str:
         return sample.path.suffix
     try:
         return ENDINGS_OF_FORMAT[header_of(sample.path, sample.span).format][0]
-    except (BrokenPictureError, KeyError):
+    except (BrokenImageError, KeyError):
         return sample.path.suffix
 
 
 @dataclass(frozen=True)
 class CaptionFile:
-    """What the copy has beside a picture: `data` are the file's bytes, its own unless `done` says what was mended."""
+    """What the copy has beside an image: `data` are the file's bytes, its own unless `done` says what was mended."""
 
     ending: str
     data: bytes
@@ -114,10 +114,10 @@ def caption_file(sample: Sample, asked: Asked, codes: set[str]) -> CaptionFile |
     return CaptionFile(ending, data, ())
 
 
-def beside(picture: Path, asked: Asked) -> Path | None:
-    """The caption file beside a picture that its source reads, where there is one."""
-    names = names_beside(picture.name, FolderNames(picture.parent), caption_endings(asked))
-    return picture.with_name(names[0]) if names else None
+def beside(image: Path, asked: Asked) -> Path | None:
+    """The caption file beside an image that its source reads, where there is one."""
+    names = names_beside(image.name, FolderNames(image.parent), caption_endings(asked))
+    return image.with_name(names[0]) if names else None
 
 
 def in_old_letters(place: Path) -> str:

@@ -1,4 +1,4 @@
-"""The gate's verdict on a data set."""
+"""The gate's verdict on a dataset."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 from lora_trainer.core.errors import Problem
 from lora_trainer.core.findings import Finding, counted, printable
 from lora_trainer.data.buckets import Bucket
-from lora_trainer.data.pictures.measures import Borders
+from lora_trainer.data.images.measures import Borders
 from lora_trainer.data.sample import Sample
 from lora_trainer.data.views import BucketPlan
 
@@ -44,11 +44,11 @@ class DataReport:
     files: dict[Path, tuple[Finding, ...]]
     general: tuple[Finding, ...]  # findings about the set as a whole
     notes: tuple[str, ...]
-    groups: tuple[tuple[Path, ...], ...] = ()  # pictures that look the same
-    kin: dict[str, str] = field(default_factory=dict)  # content -> that of the first picture that looks the same
-    likeness: float = 0.0  # mean correlation of two of its pictures, -1 to 1
+    groups: tuple[tuple[Path, ...], ...] = ()  # images that look the same
+    kin: dict[str, str] = field(default_factory=dict)  # content -> that of the first image that looks the same
+    likeness: float = 0.0  # mean correlation of two of its images, -1 to 1
     rows: tuple[BucketRow, ...] = ()
-    borders: dict[Path, Borders] = field(default_factory=dict)  # of pictures that have any
+    borders: dict[Path, Borders] = field(default_factory=dict)  # of images that have any
 
     @property
     def findings(self) -> tuple[Finding, ...]:
@@ -75,7 +75,7 @@ class DataReport:
                 grouped.setdefault(finding.code, []).append(finding)
         problems = [self.refusal(code, group) for code, group in grouped.items()]
         if not self.samples and not problems:
-            problems.append(Problem("No picture of the data can be used.", "Mend or replace the pictures."))
+            problems.append(Problem("No image of the data can be used.", "Mend or replace the images."))
         return tuple(problems)
 
     @property
@@ -87,7 +87,7 @@ class DataReport:
         """In a few words: `2 errors, under the gate`."""
         errors = sum(finding.severity == "error" for finding in self.findings)
         reasons = [counted(errors, "error")] if errors else []
-        reasons += ["no picture that can be used"] if not self.samples else []
+        reasons += ["no image that can be used"] if not self.samples else []
         reasons += ["under the gate"] if self.score < self.gate else []
         return ", ".join(reasons)
 
@@ -177,8 +177,8 @@ MANY = {
     "missing_mask": "have no mask",
     "black_mask": "have a mask that is black everywhere",
     "two_captions": "have two captions",
-    "orphan_caption": "are captions without a picture",
-    "absent_picture": "name pictures that are not there",
+    "orphan_caption": "are captions without an image",
+    "absent_image": "name images that are not there",
     "garbled_caption": "have a caption with garbled letters",
     "meaningless_caption": "have a caption without a word",
     "long_caption": "have a caption longer than the model reads",
@@ -186,11 +186,11 @@ MANY = {
     "cropped": "are cut down to less than half",
     "duplicate": "are exact copies of others",
     "mirrored": "are mirror images of others",
-    "uniform": "are nearly one colour",
+    "uniform": "are nearly one color",
     "transparent": "are transparent in part",
     "blurred": "are blurred",
     "over_compressed": "are compressed too far",
-    "border": "have a border of one colour",
+    "border": "have a border of one color",
     "animated": "have several frames",
     "wrong_ending": "have the ending of another format",
 }

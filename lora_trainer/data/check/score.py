@@ -10,7 +10,7 @@ from lora_trainer.core.findings import Finding
 from lora_trainer.data.sample import Sample
 
 FACTORS = {"error": 0.0, "warning": 0.85, "note": 1.0}
-ENOUGH_PICTURES = 5
+ENOUGH_IMAGES = 5
 PAIR_COST = 0.2  # of one file's share
 COMMON_COST = 0.25  # of the whole score, for a fault that every file has
 CUT_SHORT = frozenset({"damaged_tar"})  # files that hold samples, of which some are lost
@@ -100,7 +100,7 @@ def _factors(found: Sequence[Finding], paths: Sequence[Path]) -> dict[Path, floa
 
 
 def _enough(samples: Sequence[Sample], files: dict[Path, tuple[Finding, ...]]) -> float:
-    """Regularisation pictures teach nothing new and do not count."""
-    learned = [sample for sample in samples if not sample.regularisation]
+    """Regularization images teach nothing new and do not count."""
+    learned = [sample for sample in samples if not sample.regularization]
     usable = len({sample.content for sample in learned if not has_error(files[sample.path])})
     return 0.0 if usable == 0 else min(1.0, 0.5 + 0.1 * usable)

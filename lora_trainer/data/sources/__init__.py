@@ -1,1 +1,1 @@
-"""What people keep pictures in, one file a format. The door is `data/manifest.py:read_manifest`."""
+"""What people keep images in, one file a format. The door is `data/manifest.py:read_manifest`."""

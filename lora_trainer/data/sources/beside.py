@@ -1,4 +1,4 @@
-"""Captions in text files beside their pictures."""
+"""Captions in text files beside their images."""
 
 from __future__ import annotations
 
@@ -17,25 +17,25 @@ def caption_endings(asked: Asked) -> tuple[str, ...]:
     return CAPTION_ENDINGS if asked.ending is None else (asked.ending,)
 
 
-def caption_beside(picture: Path, names: Container[str], asked: Asked, reading: Reading) -> tuple[str | None, str]:
-    """(caption, what stands there in place of it). `names` are the files of the picture's folder.
+def caption_beside(image: Path, names: Container[str], asked: Asked, reading: Reading) -> tuple[str | None, str]:
+    """(caption, what stands there in place of it). `names` are the files of the image's folder.
 
     The caption of `cat.png` is `cat.txt`, `cat.TXT` or `cat.png.txt`.
     """
-    beside = names_beside(picture.name, names, caption_endings(asked))
+    beside = names_beside(image.name, names, caption_endings(asked))
     if len(beside) > 1:
         message = f"has two captions; {beside[0]} is used and {beside[1]} is not."
-        reading.find("two_captions", "note", message, "Remove one of them.", picture)
+        reading.find("two_captions", "note", message, "Remove one of them.", image)
     if not beside:
-        others = () if asked.ending is None else names_beside(picture.name, names, CAPTION_ENDINGS)
+        others = () if asked.ending is None else names_beside(image.name, names, CAPTION_ENDINGS)
         return None, others[0] if others else ""
     try:
         # Not by joining paths, which takes as long as reading the caption.
-        return read_text(str(picture)[: -len(picture.name)] + beside[0], MOST_CAPTION_BYTES), ""
+        return read_text(str(image)[: -len(image.name)] + beside[0], MOST_CAPTION_BYTES), ""
     except TextError as error:
         message = f"has a caption file that {error} ({beside[0]})."
-        reading.find("unreadable_caption", "error", message, "Save it as a short UTF-8 text.", picture)
-        reading.told.add(picture)
+        reading.find("unreadable_caption", "error", message, "Save it as a short UTF-8 text.", image)
+        reading.told.add(image)
         return None, ""
 
 

@@ -1,4 +1,4 @@
-"""Plain folders, kohya's `10_name` folders and Hugging Face image folders: pictures below one folder."""
+"""Plain folders, kohya's `10_name` folders and Hugging Face image folders: images below one folder."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 
-from lora_trainer.data.pictures.images import PICTURE_ENDINGS
+from lora_trainer.data.images.images import IMAGE_ENDINGS
 from lora_trainer.data.sources.beside import caption_beside, caption_endings
 from lora_trainer.data.sources.found import Asked, Found, Reading
 from lora_trainer.data.sources.listing import Listing
 from lora_trainer.data.sources.metadata import METADATA_NAMES, key_of, read_metadata
 from lora_trainer.data.sources.rows import Row
 
-FOREIGN_PICTURES = (".heic", ".heif", ".jxl", ".psd", ".svg", ".raw", ".cr2", ".nef", ".dng")
+FOREIGN_IMAGES = (".heic", ".heif", ".jxl", ".psd", ".svg", ".raw", ".cr2", ".nef", ".dng")
 KOHYA_FOLDER = re.compile(r"(\d+)_(.*)")
 MOST_REPEATS = 1000  # a larger number is a year or an id: `2024_holiday`
-MASK_LABEL = "-masklabel"  # what OneTrainer puts behind a picture's name for its mask
+MASK_LABEL = "-masklabel"  # what OneTrainer puts behind an image's name for its mask
 
 
 def stem_of(name: str) -> str:
@@ -32,23 +32,23 @@ def ending_of(name: str) -> str:
     return name[dot:].lower() if dot > 0 else ""
 
 
-def is_picture(name: str) -> bool:
-    return ending_of(name) in PICTURE_ENDINGS
+def is_image(name: str) -> bool:
+    return ending_of(name) in IMAGE_ENDINGS
 
 
 def read_folder(listing: Listing, asked: Asked, reading: Reading) -> list[Found]:
-    """All pictures of a listing in the order of their paths, with captions, repeats and weights."""
+    """All images of a listing in the order of their paths, with captions, repeats and weights."""
     root = listing.root
-    pictures = _pictures_of(listing, asked, reading)
-    rows = _rows_of(listing, pictures, reading)
-    folders = {folder: _kohya_of(root, folder, reading) for folder in sorted({folder for folder, _ in pictures})}
+    images = _images_of(listing, asked, reading)
+    rows = _rows_of(listing, images, reading)
+    folders = {folder: _kohya_of(root, folder, reading) for folder in sorted({folder for folder, _ in images})}
     plain = [folder or "." for folder, named in folders.items() if named is None]
     if len(plain) not in (0, len(folders)) and asked.section.repeats is None:
         reading.note(f"{root}: folders without a repeat count are taken once ({', '.join(plain[:3])}).")
     names = {folder: frozenset(listed) for folder, listed in listing.names.items()}
     bases = {folder: root / folder for folder in names}
     found = []
-    for folder, name in pictures:
+    for folder, name in images:
         kohya = folders[folder]
         repeats = asked.repeats(kohya[0] if kohya else 1)
         if repeats == 0:
@@ -65,28 +65,28 @@ def read_folder(listing: Listing, asked: Asked, reading: Reading) -> list[Found]
     return found
 
 
-def _pictures_of(listing: Listing, asked: Asked, reading: Reading) -> list[tuple[str, str]]:
-    """(folder, name) of each picture by its whole path; masks beside pictures are none."""
+def _images_of(listing: Listing, asked: Asked, reading: Reading) -> list[tuple[str, str]]:
+    """(folder, name) of each image by its whole path; masks beside images are none."""
     found: list[tuple[str, str, str]] = []
     labels: list[str] = []
     for folder, names in listing.names.items():
-        pictures = [name for name in names if is_picture(name)]
-        masks = {name for name in pictures if MASK_LABEL in name and stem_of(name).endswith(MASK_LABEL)}
+        images = [name for name in names if is_image(name)]
+        masks = {name for name in images if MASK_LABEL in name and stem_of(name).endswith(MASK_LABEL)}
         if masks:
-            stems = set(map(stem_of, pictures))
+            stems = set(map(stem_of, images))
             masks = {name for name in masks if stem_of(name).removesuffix(MASK_LABEL) in stems}
         labels.extend(sorted(masks))
-        found.extend((f"{folder}/{name}" if folder else name, folder, name) for name in pictures if name not in masks)
+        found.extend((f"{folder}/{name}" if folder else name, folder, name) for name in images if name not in masks)
     if labels and asked.section.masks is None:
         reading.note(
-            f"{listing.root}: {len(labels)} masks beside pictures are left out (first: {labels[0]});"
+            f"{listing.root}: {len(labels)} masks beside images are left out (first: {labels[0]});"
             f" masks = the folder's own path uses them."
         )
     return [(folder, name) for _, folder, name in sorted(found)]
 
 
-def _rows_of(listing: Listing, pictures: list[tuple[str, str]], reading: Reading) -> Mapping[str, Row]:
-    """What the image folders' tables say, by the picture's key."""
+def _rows_of(listing: Listing, images: list[tuple[str, str]], reading: Reading) -> Mapping[str, Row]:
+    """What the image folders' tables say, by the image's key."""
     tables = [
         listing.path(folder, name)
         for folder, names in sorted(listing.names.items())
@@ -95,7 +95,7 @@ def _rows_of(listing: Listing, pictures: list[tuple[str, str]], reading: Reading
     ]
     if not tables:
         return {}
-    keys = {key_of(str(listing.path(folder, name))) for folder, name in pictures}
+    keys = {key_of(str(listing.path(folder, name))) for folder, name in images}
     rows: dict[str, Row] = {}
     for table in tables:
         rows.update(read_metadata(table, keys, reading))
@@ -116,13 +116,13 @@ def _kohya_of(root: Path, folder: str, reading: Reading) -> tuple[int, str] | No
     return None
 
 
-def no_pictures(listing: Listing, reading: Reading) -> None:
-    """A problem that says what was found in place of pictures."""
+def no_images(listing: Listing, reading: Reading) -> None:
+    """A problem that says what was found in place of images."""
     endings = Counter(ending_of(name) or "no ending" for names in listing.names.values() for name in names)
     listed = ", ".join(f"{count} {ending}" for ending, count in endings.most_common(5))
-    looked = f"{' '.join(PICTURE_ENDINGS)} .tar .parquet"
-    message = f"{listing.root} holds no picture; looked for {looked} and found {listed or 'no file'}."
-    reading.problem(message, "Name the folder that holds the pictures.")
+    looked = f"{' '.join(IMAGE_ENDINGS)} .tar .parquet"
+    message = f"{listing.root} holds no image; looked for {looked} and found {listed or 'no file'}."
+    reading.problem(message, "Name the folder that holds the images.")
 
 
 def _find_unused(listing: Listing, asked: Asked, reading: Reading) -> None:
@@ -131,17 +131,17 @@ def _find_unused(listing: Listing, asked: Asked, reading: Reading) -> None:
         stems: set[str] | None = None
         for name in names:
             ending = ending_of(name)
-            if ending in FOREIGN_PICTURES:
-                message = f"is not read: {ending} is not among {' '.join(PICTURE_ENDINGS)}."
+            if ending in FOREIGN_IMAGES:
+                message = f"is not read: {ending} is not among {' '.join(IMAGE_ENDINGS)}."
                 reading.find(
                     "foreign_format", "warning", message, "Convert it to PNG or JPEG.", listing.path(folder, name)
                 )
             elif ending in endings:
                 if stems is None:
-                    pictures = [each for each in names if is_picture(each)]
-                    stems = set(map(stem_of, pictures)) | set(pictures)
+                    images = [each for each in names if is_image(each)]
+                    stems = set(map(stem_of, images)) | set(images)
                 if stem_of(name) not in stems:
-                    message = "is a caption without a picture."
+                    message = "is a caption without an image."
                     reading.find(
-                        "orphan_caption", "note", message, "Add the picture or remove it.", listing.path(folder, name)
+                        "orphan_caption", "note", message, "Add the image or remove it.", listing.path(folder, name)
                     )

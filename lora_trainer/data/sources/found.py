@@ -1,4 +1,4 @@
-"""What is known of a picture before it is opened, and what gathers while sources are read."""
+"""What is known of an image before it is opened, and what gathers while sources are read."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from lora_trainer.data.sample import Mask, Span
 
 @dataclass(frozen=True)
 class Found:
-    """One picture that a source holds. `caption` is None where nobody wrote one for it, `folder_caption` what the name
+    """One image that a source holds. `caption` is None where nobody wrote one for it, `folder_caption` what the name
     of its folder says of all in it.
 
     `instead` says what stood there in place of a caption that was looked for, `table` which
@@ -58,7 +58,7 @@ class Reading:
     problems: list[Problem] = field(default_factory=list)
     findings: list[Finding] = field(default_factory=list)
     notes: dict[str, None] = field(default_factory=dict)  # in the order in which they were first said
-    told: set[Path] = field(default_factory=set)  # pictures whose caption has an error already
+    told: set[Path] = field(default_factory=set)  # images whose caption has an error already
 
     def find(self, code: str, severity: Severity, message: str, fix: str, path: Path) -> None:
         self.findings.append(Finding(code, severity, message, fix, path=path))

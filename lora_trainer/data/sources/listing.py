@@ -6,7 +6,7 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from lora_trainer.data.pictures.images import PICTURE_ENDINGS
+from lora_trainer.data.images.images import IMAGE_ENDINGS
 from lora_trainer.data.sources.found import Reading
 
 
@@ -14,7 +14,7 @@ from lora_trainer.data.sources.found import Reading
 class Listing:
     """The files below a folder, by the path of their folder from the root (with `/`, empty for the root).
 
-    Hidden ones are left out, and so are pipes, sockets and devices, unless they are named like pictures: then reading
+    Hidden ones are left out, and so are pipes, sockets and devices, unless they are named like images: then reading
     them says what they are. Names are in order, whatever the file system's is.
     """
 
@@ -79,7 +79,7 @@ def _kind(entry: os.DirEntry[str]) -> str:
             return "file"
         if entry.is_dir():
             return "folder"
-        named = os.path.splitext(entry.name)[1].lower() in PICTURE_ENDINGS
+        named = os.path.splitext(entry.name)[1].lower() in IMAGE_ENDINGS
         lost = entry.is_symlink() and not os.path.exists(entry.path)
         return "file" if named or lost else ""
     except OSError:  # a link in a circle

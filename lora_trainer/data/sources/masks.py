@@ -1,4 +1,4 @@
-"""Where a picture's loss counts: its own transparency, or a grey picture of the same name."""
+"""Where an image's loss counts: its own transparency, or a gray image of the same name."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from lora_trainer.data.pictures.images import BrokenPictureError, opened
+from lora_trainer.data.images.images import BrokenImageError, opened
 from lora_trainer.data.sample import Mask, Sample, Span
-from lora_trainer.data.sources.folder import MASK_LABEL, is_picture
+from lora_trainer.data.sources.folder import MASK_LABEL, is_image
 from lora_trainer.data.sources.found import Asked, Found, Reading
 from lora_trainer.data.sources.listing import list_folder
 
@@ -19,13 +19,13 @@ ASPECT_TOLERANCE = 0.02  # beyond what rounding a smaller mask's sides explains
 
 
 def masks_folder(asked: Asked) -> Path | None:
-    """The folder of grey pictures, where one is asked for."""
+    """The folder of gray images, where one is asked for."""
     masks = asked.section.masks
     return None if masks is None or masks == ALPHA else Path(os.path.abspath(Path(masks).expanduser()))
 
 
 def with_masks(found: Sequence[Found], root: Path, asked: Asked, reading: Reading) -> list[Found]:
-    """Each picture with where its mask lies; its content is read with the headers."""
+    """Each image with where its mask lies; its content is read with the headers."""
     if asked.section.masks is None:
         return list(found)
     if asked.section.masks == ALPHA:
@@ -33,12 +33,12 @@ def with_masks(found: Sequence[Found], root: Path, asked: Asked, reading: Readin
     folder = masks_folder(asked)
     if folder is None or not folder.is_dir():
         message = f"There is no folder of masks {folder}."
-        reading.problem(message, "Check data.sources.masks: a folder of grey pictures, or `alpha`.")
+        reading.problem(message, "Check data.sources.masks: a folder of gray images, or `alpha`.")
         return list(found)
     listing = list_folder(folder, Reading())
     masks: dict[str, Path] = {}
     for inner, names in listing.names.items():
-        for name in filter(is_picture, names):
+        for name in filter(is_image, names):
             masks[f"{inner}/{os.path.splitext(name)[0]}" if inner else os.path.splitext(name)[0]] = listing.path(
                 inner, name
             )
@@ -47,8 +47,8 @@ def with_masks(found: Sequence[Found], root: Path, asked: Asked, reading: Readin
     paired = [_paired(each, place, alone, masks) for each, place in zip(found, below, strict=True)]
     if found and not any(each.mask for each in paired):
         reading.problem(
-            f"{folder} holds no mask of any of {len(found)} pictures.",
-            f"A mask has its picture's name: {found[0].path.stem}.png or {found[0].path.stem}{MASK_LABEL}.png. Or remove masks.",
+            f"{folder} holds no mask of any of {len(found)} images.",
+            f"A mask has its image's name: {found[0].path.stem}.png or {found[0].path.stem}{MASK_LABEL}.png. Or remove masks.",
         )
     for each in paired:
         if each.mask is None:
@@ -57,7 +57,7 @@ def with_masks(found: Sequence[Found], root: Path, asked: Asked, reading: Readin
 
 
 def _inner(found: Found, root: Path) -> str:
-    """A picture's path below the source or from where its file lies, its whole path elsewhere, without its ending."""
+    """An image's path below the source or from where its file lies, its whole path elsewhere, without its ending."""
     path = found.path
     for base in (root, root.parent):
         if path != base and path.is_relative_to(base):
@@ -67,7 +67,7 @@ def _inner(found: Found, root: Path) -> str:
 
 
 def _paired(found: Found, inner: str, alone: Mapping[str, int], masks: Mapping[str, Path]) -> Found:
-    """By its path below the source, else by its name alone where `alone` counts one picture of it; never itself."""
+    """By its path below the source, else by its name alone where `alone` counts one image of it; never itself."""
     stem = inner.rpartition("/")[2]
     names = (inner, stem) if alone[stem] == 1 else (inner,)
     for name in (each + label for each in names for label in (MASK_LABEL, "")):
@@ -79,24 +79,24 @@ def _paired(found: Found, inner: str, alone: Mapping[str, int], masks: Mapping[s
 
 def _missing(path: Path, what: str, reading: Reading) -> None:
     message = f"{what}; all of it is trained on."
-    reading.find("missing_mask", "warning", message, "Add one, or move the picture to a source without masks.", path)
+    reading.find("missing_mask", "warning", message, "Add one, or move the image to a source without masks.", path)
 
 
 def has_transparency(path: Path, span: Span | None) -> bool:
-    """Whether a picture says that it has transparency. Raises BrokenPictureError."""
-    with opened(path, span) as picture:
-        return bool(picture.has_transparency_data)
+    """Whether an image says that it has transparency. Raises BrokenPictureError."""
+    with opened(path, span) as image:
+        return bool(image.has_transparency_data)
 
 
 def judged_mask(sample: Sample, size: tuple[int, int], reading: Reading) -> Sample:
-    """The sample with its mask file, whose `size` (width, height) must be of the picture's shape."""
+    """The sample with its mask file, whose `size` (width, height) must be of the image's shape."""
     width, height = size
     stretch = width * sample.height / (height * sample.width)
     if abs(stretch - 1.0) > ASPECT_TOLERANCE + 1.0 / min(width, height) and sample.mask is not None:
         name = sample.mask.path.name if sample.mask.path else "its mask"
         message = f"is {sample.width}×{sample.height}, its mask {name} {width}×{height}: another shape."
         reading.find(
-            "mask_differs", "error", message, "Make the mask of the picture's shape; any size will do.", sample.path
+            "mask_differs", "error", message, "Make the mask of the image's shape; any size will do.", sample.path
         )
         return replace(sample, mask=None)
     return sample
@@ -107,7 +107,7 @@ def judged_alpha(sample: Sample, reading: Reading) -> Sample:
     try:
         if has_transparency(sample.path, sample.span):
             return sample
-    except BrokenPictureError:
+    except BrokenImageError:
         return sample  # the header was read: the full decode says what is wrong
     _missing(sample.path, "has no transparency to be its mask", reading)
     return replace(sample, mask=None)

@@ -1,4 +1,4 @@
-"""Which picture a row of a table means."""
+"""Which image a row of a table means."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ def key_of(path: str) -> str:
     return path if path.isascii() else unicodedata.normalize("NFC", path)
 
 
-def read_metadata(path: Path, pictures: Iterable[str], reading: Reading) -> dict[str, Row]:
-    """The rows of an image folder's table by the picture's key; `pictures` are the keys of those that are there."""
+def read_metadata(path: Path, images: Iterable[str], reading: Reading) -> dict[str, Row]:
+    """The rows of an image folder's table by the image's key; `images` are the keys of those that are there."""
     table = table_or_finding(path, reading)
     if table is None:
         return {}
-    known = set(pictures)
+    known = set(images)
     named = [(key_of(os.path.join(path.parent, row.name.replace("\\", "/"))), row) for row in table.rows]
     rows = dict(named)
     _find_overruled([(row, rows[key]) for key, row in named if key in known], path, reading)
     absent = [row.name for key, row in rows.items() if key not in known]
     if absent:
-        message = f"names {len(absent)} pictures that are not there (first: {absent[0]})."
-        reading.find("absent_picture", "warning", message, "Add them or remove the lines.", path)
+        message = f"names {len(absent)} images that are not there (first: {absent[0]})."
+        reading.find("absent_image", "warning", message, "Add them or remove the lines.", path)
     return {key: row for key, row in rows.items() if key in known}
 
 
@@ -52,7 +52,7 @@ def table_or_finding(path: Path, reading: Reading) -> Table | None:
 
 def with_captions_file(found: Sequence[Found], root: Path, asked: Asked, reading: Reading) -> list[Found]:
     """The captions of `captions_file` over all others. Names are looked for below the source and beside the table,
-    with and without their ending, then by the name alone where only one picture has it."""
+    with and without their ending, then by the name alone where only one image has it."""
     path = Path(os.path.abspath(Path(asked.section.captions_file or "").expanduser()))
     if not path.is_file() or path.suffix.lower() not in READERS:
         message = f"There is no table of captions {path}."
@@ -75,26 +75,26 @@ def with_captions_file(found: Sequence[Found], root: Path, asked: Asked, reading
             rows[place] = row
     _find_overruled(overruled, path, reading)
     if absent and not rows:
-        message = f"{path} has no caption of any of {len(found)} pictures"
+        message = f"{path} has no caption of any of {len(found)} images"
         names = f"it names {absent[0]}, the data has {found[0].path.name}"
         reading.problem(f"{message}: {names}.", "Check data.sources.captions_file.")
         return list(found)
     if absent:
-        message = f"names {len(absent)} pictures that are not among the data (first: {absent[0]})."
-        reading.find("absent_picture", "warning", message, "Add them or remove the lines.", path)
+        message = f"names {len(absent)} images that are not among the data (first: {absent[0]})."
+        reading.find("absent_image", "warning", message, "Add them or remove the lines.", path)
     if len(rows) < len(found):
-        reading.note(f"{path}: has captions of {len(rows)} of {len(found)} pictures; the others keep their own.")
+        reading.note(f"{path}: has captions of {len(rows)} of {len(found)} images; the others keep their own.")
     return [_told(each, rows.get(place)) for place, each in enumerate(found)]
 
 
 def _find_overruled(pairs: Sequence[tuple[Row, Row]], path: Path, reading: Reading) -> None:
-    """A finding for rows whose picture is described otherwise by another, which is used. `pairs` are (row, used)."""
+    """A finding for rows whose image is described otherwise by another, which is used. `pairs` are (row, used)."""
     others = [row.name for row, used in pairs if (row.text, row.weight) != (used.text, used.weight)]
     if others:
         message = (
-            f"{len(others)} lines are not used, for a later one says otherwise of their picture (first: {others[0]})."
+            f"{len(others)} lines are not used, for a later one says otherwise of their image (first: {others[0]})."
         )
-        reading.find("two_captions", "note", message, "Keep one line for each picture.", path)
+        reading.find("two_captions", "note", message, "Keep one line for each image.", path)
 
 
 def _told(found: Found, row: Row | None) -> Found:
@@ -108,7 +108,7 @@ def _told(found: Found, row: Row | None) -> Found:
 
 
 def _places(found: Sequence[Found]) -> Mapping[str, int]:
-    """Where each picture stands, by its path, its path without ending, and its name where that is the only one."""
+    """Where each image stands, by its path, its path without ending, and its name where that is the only one."""
     places: dict[str, int] = {}
     names: dict[str, int] = {}
     for place, each in enumerate(found):

@@ -1,6 +1,6 @@
-"""Parquet files that hold the pictures themselves, as Hugging Face data sets do.
+"""Parquet files that hold the images themselves, as Hugging Face datasets do.
 
-Their pages are compressed, so a picture cannot be read in place: the pictures of one file
+Their pages are compressed, so an image cannot be read in place: the images of one file
 are laid side by side, once, in the user's cache folder, and read in place there.
 """
 
@@ -25,41 +25,41 @@ from lora_trainer.data.sources.rows import TEXT_COLUMNS, rows_of_parquet, text_o
 if TYPE_CHECKING:
     from pyarrow.parquet import ParquetFile
 
-PICTURE_COLUMNS = ("image", "jpg", "jpeg", "png", "webp", "image_bytes", "bytes", "content")
+IMAGE_COLUMNS = ("image", "jpg", "jpeg", "png", "webp", "image_bytes", "bytes", "content")
 # What a page may take unpacked cannot be known before, but a column's part of a group of rows says what all its pages do.
-MOST_OF_GROUP = 2**31  # bytes of pictures
-UNSUSPECTED, MOST_TIMES = 2**26, 16  # bytes from which on pictures that shrink more than so many times are none
-MOST_CELL = 2**28  # bytes of one picture
+MOST_OF_GROUP = 2**31  # bytes of images
+UNSUSPECTED, MOST_TIMES = 2**26, 16  # bytes from which on images that shrink more than so many times are none
+MOST_CELL = 2**28  # bytes of one image
 BUFFER = 2**20  # bytes read at once
 LAYOUT = "2"  # part of the name of what is unpacked
-UNPACKED = "unpacked"  # the folder for it in the user's cache folder; `cache clean` empties it
+UNPACKED = "unpacked"  # the folder for it in the user's cache folder; `cache prune` empties it
 
 
 @dataclass(frozen=True)
-class _Picture:
+class _Image:
     name: str
     offset: int
     size: int
 
 
-def picture_column(path: Path) -> str | None:
-    """The column that holds pictures; None when there is none. Raises what pyarrow raises."""
+def image_column(path: Path) -> str | None:
+    """The column that holds images; None when there is none. Raises what pyarrow raises."""
     from pyarrow.parquet import ParquetFile
 
     with ParquetFile(path) as file:
         kinds = {field.name: str(field.type) for field in file.schema_arrow}
-    return next((name for name in PICTURE_COLUMNS if "binary" in kinds.get(name, "")), None)
+    return next((name for name in IMAGE_COLUMNS if "binary" in kinds.get(name, "")), None)
 
 
 def read_parquet(path: Path, column: str, asked: Asked, reading: Reading) -> list[Found]:
-    """The pictures of one file in the order of its rows. Raises what pyarrow raises."""
+    """The images of one file in the order of its rows. Raises what pyarrow raises."""
     folder = user_cache_folder() / UNPACKED
     stat = path.stat()
     # The first half of the name stays when the file changes: so what it was before is found, and removed.
     name = _digest(f"{path.resolve()}") + _digest(f"{LAYOUT} {stat.st_size} {stat.st_mtime_ns} {column}")
-    blob = folder / f"{name}.pictures"
+    blob = folder / f"{name}.images"
     try:
-        pictures = _shared(path, column, blob)
+        images = _shared(path, column, blob)
         rows = _texts(path)
     except _RefusedError as refused:
         reading.problem(f"{path} {refused}", refused.fix)
@@ -68,16 +68,16 @@ def read_parquet(path: Path, column: str, asked: Asked, reading: Reading) -> lis
         reading.problem(f"{path} {error}.", "Make it again with captions as text.")
         return []
     found = []
-    for number, (picture, row) in enumerate(zip(pictures, rows, strict=True)):
-        if picture is None:
-            message = f"has no picture in row {number + 1}."
-            reading.find("absent_picture", "warning", message, "Remove the row.", path / f"{number:06}")
+    for number, (image, row) in enumerate(zip(images, rows, strict=True)):
+        if image is None:
+            message = f"has no image in row {number + 1}."
+            reading.find("absent_image", "warning", message, "Remove the row.", path / f"{number:06}")
             continue
         text = text_of(row)
-        span = Span(blob, picture.offset, picture.size)
+        span = Span(blob, image.offset, image.size)
         caption = text if isinstance(text, str) else None
-        found.append(Found(path / picture.name, caption, asked.repeats(), row.get("weight"), span))
-    reading.note(f"{path}: {len(found)} pictures, {blob.stat().st_size / 1e6:.0f} MB, are laid out in {folder}.")
+        found.append(Found(path / image.name, caption, asked.repeats(), row.get("weight"), span))
+    reading.note(f"{path}: {len(found)} images, {blob.stat().st_size / 1e6:.0f} MB, are laid out in {folder}.")
     return found
 
 
@@ -93,8 +93,8 @@ def _digest(text: str) -> str:
     return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:16]
 
 
-def _shared(path: Path, column: str, blob: Path) -> list[_Picture | None]:
-    """Where each row's picture lies in `blob`, unpacked by one of the processes that want it while the others wait."""
+def _shared(path: Path, column: str, blob: Path) -> list[_Image | None]:
+    """Where each row's image lies in `blob`, unpacked by one of the processes that want it while the others wait."""
     cache = blob.parent.parent
     if (found := _unpacked(cache, blob)) is not None:
         return found
@@ -104,18 +104,18 @@ def _shared(path: Path, column: str, blob: Path) -> list[_Picture | None]:
             if (found := _unpacked(cache, blob)) is not None:
                 return found
             if mine:
-                pictures = _unpack(path, column, blob)
-                places = [None if each is None else [each.name, each.offset, each.size] for each in pictures]
-                write_json(blob.with_suffix(".json"), {"bytes": blob.stat().st_size, "pictures": places})
+                images = _unpack(path, column, blob)
+                places = [None if each is None else [each.name, each.offset, each.size] for each in images]
+                write_json(blob.with_suffix(".json"), {"bytes": blob.stat().st_size, "images": places})
                 _remove_former(cache, blob)
-                return pictures
+                return images
             time.sleep(POLL)
 
 
-def _unpacked(cache: Path, blob: Path) -> list[_Picture | None] | None:
+def _unpacked(cache: Path, blob: Path) -> list[_Image | None] | None:
     """What stands in `blob`, noted as used now, or None where it does not stand there whole.
 
-    Its use is the time of its index: headers are remembered by the time of the pictures.
+    Its use is the time of its index: headers are remembered by the time of the images.
     """
     if not blob.exists():
         return None
@@ -129,7 +129,7 @@ def _unpacked(cache: Path, blob: Path) -> list[_Picture | None] | None:
                 return None
             with contextlib.suppress(OSError):
                 os.utime(index)
-        return [None if place is None else _Picture(*place) for place in places["pictures"]]
+        return [None if place is None else _Image(*place) for place in places["images"]]
     except (OSError, ValueError, KeyError, TypeError):
         return None
 
@@ -138,7 +138,7 @@ def _remove_former(cache: Path, blob: Path) -> None:
     """What was unpacked of the same file before it changed goes, unless a living run may read it."""
     with upkeep(cache):
         since = oldest_user(cache)
-        for path in blob.parent.glob(f"{blob.stem[:16]}*.pictures"):
+        for path in blob.parent.glob(f"{blob.stem[:16]}*.images"):
             if path != blob and (since is None or last_used(path) < since - CLOCK_STEP):
                 remove_unpacked(path)
 
@@ -163,14 +163,14 @@ def remove_unpacked(blob: Path) -> int:
 
 
 def _most_bytes(path: Path, file: ParquetFile, column: str, folder: Path) -> int:
-    """How many bytes of pictures may come out of a file. Raises _RefusedError for one that unpacks to too much."""
+    """How many bytes of images may come out of a file. Raises _RefusedError for one that unpacks to too much."""
     said = 0
     for group in map(file.metadata.row_group, range(file.num_row_groups)):
         chunks = [group.column(number) for number in range(group.num_columns)]
         of_column = [chunk for chunk in chunks if chunk.path_in_schema.split(".")[0] == column]
         size = sum(chunk.total_uncompressed_size for chunk in of_column)
         if size > MOST_OF_GROUP:
-            message = f"has {_mb(size)} of pictures in one group of rows; the most is {_mb(MOST_OF_GROUP)}."
+            message = f"has {_mb(size)} of images in one group of rows; the most is {_mb(MOST_OF_GROUP)}."
             raise _RefusedError(message, "Write it again with fewer rows in a group (row_group_size=100).")
         said += size
     packed = path.stat().st_size
@@ -178,24 +178,24 @@ def _most_bytes(path: Path, file: ParquetFile, column: str, folder: Path) -> int
         raise _too_much(packed, said)
     free = shutil.disk_usage(folder).free
     if said >= free:
-        message = f"holds {said / 1e9:.1f} GB of pictures; {folder} has {free / 1e9:.1f} GB free."
+        message = f"holds {said / 1e9:.1f} GB of images; {folder} has {free / 1e9:.1f} GB free."
         raise _RefusedError(message, "Free some, or name a folder on another disk with LORA_TRAINER_CACHE.")
     return min(free, UNSUSPECTED + MOST_TIMES * packed)
 
 
 def _too_much(packed: int, found: int) -> _RefusedError:
-    message = f"is a file of {_mb(packed)} and unpacks to {_mb(found)} or more, as no pictures do."
-    return _RefusedError(message, "If they are pictures without compression, store them as PNG or JPEG.")
+    message = f"is a file of {_mb(packed)} and unpacks to {_mb(found)} or more, as no images do."
+    return _RefusedError(message, "If they are images without compression, store them as PNG or JPEG.")
 
 
 def _mb(size: int) -> str:
     return f"{size / 1e6:,.1f} MB"
 
 
-def _unpack(path: Path, column: str, blob: Path) -> list[_Picture | None]:
+def _unpack(path: Path, column: str, blob: Path) -> list[_Image | None]:
     from pyarrow.parquet import ParquetFile
 
-    pictures: list[_Picture | None] = []
+    images: list[_Image | None] = []
     blob.parent.mkdir(parents=True, exist_ok=True)
     with ParquetFile(path, buffer_size=BUFFER) as file:
         most = _most_bytes(path, file, column, blob.parent)
@@ -204,17 +204,17 @@ def _unpack(path: Path, column: str, blob: Path) -> list[_Picture | None]:
             for batch in file.iter_batches(batch_size=1, columns=[column]):
                 cells = batch.column(0)
                 if cells.nbytes > MOST_CELL:
-                    message = f"has {_mb(cells.nbytes)} in row {len(pictures) + 1}; the most is {_mb(MOST_CELL)}."
+                    message = f"has {_mb(cells.nbytes)} in row {len(images) + 1}; the most is {_mb(MOST_CELL)}."
                     raise _RefusedError(message, "Remove the row.")
                 data, name = _bytes_of(cells[0].as_py())
                 if not data:
-                    pictures.append(None)
+                    images.append(None)
                     continue
                 if out.tell() + len(data) > most:
                     raise _too_much(path.stat().st_size, out.tell() + len(data))
-                pictures.append(_Picture(_named(len(pictures), name, data), out.tell(), len(data)))
+                images.append(_Image(_named(len(images), name, data), out.tell(), len(data)))
                 out.write(data)
-    return pictures
+    return images
 
 
 def _bytes_of(value: Any) -> tuple[bytes | None, str]:
@@ -226,7 +226,7 @@ def _bytes_of(value: Any) -> tuple[bytes | None, str]:
 
 
 def _named(number: int, name: str, data: bytes) -> str:
-    """The row's number, and the picture's own name where it has one, else the ending of its kind."""
+    """The row's number, and the image's own name where it has one, else the ending of its kind."""
     own = name.replace("\\", "/").rpartition("/")[2]
     if own:
         return f"{number:06}_{own}"

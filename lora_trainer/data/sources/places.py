@@ -30,7 +30,7 @@ def places_of(asked: Asked, reading: Reading) -> tuple[Path, ...]:
 
 
 def named_places(section: SourceSection) -> list[Path]:
-    """The places that a source names, whether they are there or not: its pictures, its table, its masks."""
+    """The places that a source names, whether they are there or not: its images, its table, its masks."""
     named = [*_expanded(section.path, Reading()), section.captions_file, section.masks]
     return [place_from(each) for each in named if each is not None and each != "alpha"]
 
@@ -72,13 +72,13 @@ def _choices(inner: str) -> Sequence[str]:
     return [str(number).zfill(len(match[1])) for number in numbers]
 
 
-# Sources that differ in one of these make other samples of the same pictures.
-DIFFERING = ("resolutions", "flip", "colour_variants", "crop", "caption", "captions_file", "masks", "captions")
+# Sources that differ in one of these make other samples of the same images.
+DIFFERING = ("resolutions", "flip", "color_variants", "crop", "default_caption", "captions_file", "masks", "captions")
 
 
 def find_overlaps(given: Sequence[tuple[Asked, Sequence[Path]]], reading: Reading) -> None:
-    """Pictures must not come in twice unseen: repeats say that openly."""
-    fix = "Name it once; to weigh pictures use repeats, or folders such as 10_name."
+    """Images must not come in twice unseen: repeats say that openly."""
+    fix = "Name it once; to weigh images use repeats, or folders such as 10_name."
     seen: dict[Path, list[tuple[Asked, Path]]] = {}
     for asked, places in given:
         for place in places:
@@ -88,7 +88,7 @@ def find_overlaps(given: Sequence[tuple[Asked, Sequence[Path]]], reading: Readin
             before.append((asked, place))
     for real, those in seen.items():
         if len(those) > 1:
-            reading.note(f"{those[0][1]}: {len(those)} sources with settings of their own train each of its pictures.")
+            reading.note(f"{those[0][1]}: {len(those)} sources with settings of their own train each of its images.")
         for outer in real.parents:
             if outer in seen:
                 message = f"Of the data {seen[outer][0][1]} and {those[0][1]} one contains the other."

@@ -1,4 +1,4 @@
-"""One source of any format: its places, and what pictures they hold."""
+"""One source of any format: its places, and what images they hold."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from lora_trainer.data.pictures.images import PICTURE_ENDINGS
+from lora_trainer.data.images.images import IMAGE_ENDINGS
 from lora_trainer.data.sources.beside import caption_beside
-from lora_trainer.data.sources.folder import ending_of, is_picture, no_pictures, read_folder
+from lora_trainer.data.sources.folder import ending_of, is_image, no_images, read_folder
 from lora_trainer.data.sources.found import Asked, Found, Reading
 from lora_trainer.data.sources.listing import FolderNames, Listing, list_folder
 from lora_trainer.data.sources.masks import masks_folder, with_masks
@@ -22,12 +22,12 @@ SHARDS = (".tar", ".parquet")
 
 
 def read_source(places: Sequence[Path], asked: Asked, reading: Reading) -> list[Found]:
-    """The pictures of one source, with captions of its `captions_file` and its masks."""
+    """The images of one source, with captions of its `captions_file` and its masks."""
     before = len(reading.problems)
     found = [each for place in places for each in _read_place(place, asked, reading)]
     if not found:
         if places and len(reading.problems) == before:
-            reading.problem(f"{asked.section.path} holds no picture that can be used.", _last_reason(reading))
+            reading.problem(f"{asked.section.path} holds no image that can be used.", _last_reason(reading))
         return []
     root = places[0] if len(places) == 1 else Path(os.path.commonpath([place.parent for place in places]))
     if asked.section.captions_file is not None:
@@ -50,38 +50,38 @@ def _read_place(place: Path, asked: Asked, reading: Reading) -> list[Found]:
         reading.problem(f"{place} is a pipe or a device.", "Give a folder or a file.")
         return []
     if place.name.lower().endswith(COMPRESSED_ENDINGS):
-        fix = "Unpack it, and name the plain tar or the folder: pictures are read in place."
+        fix = "Unpack it, and name the plain tar or the folder: images are read in place."
         reading.problem(f"{place} is a compressed tar.", fix)
         return []
-    if is_picture(place.name):
+    if is_image(place.name):
         caption, instead = caption_beside(place, FolderNames(place.parent), asked, reading)
         return [Found(place, caption, asked.repeats(), instead=instead)]
     reader = FILES.get(ending_of(place.name))
     if reader is not None:
         return reader(place, asked, reading)
-    endings = " ".join((*PICTURE_ENDINGS, *FILES))
+    endings = " ".join((*IMAGE_ENDINGS, *FILES))
     reading.problem(
-        f"{place} is neither a folder nor a file of pictures.", f"Give a folder, or a file that ends in {endings}."
+        f"{place} is neither a folder nor a file of images.", f"Give a folder, or a file that ends in {endings}."
     )
     return []
 
 
 def _read_folder(place: Path, asked: Asked, reading: Reading) -> list[Found]:
-    """The pictures of a folder, then those in the tars and Parquet files below it."""
+    """The images of a folder, then those in the tars and Parquet files below it."""
     masks = masks_folder(asked)
     listing = list_folder(place, reading, without=masks if masks != place else None)
     found = _with_table(read_folder(listing, asked, reading), listing)
     for path in _shards_of(listing):
-        if path.suffix.lower() == ".tar" or _holds_pictures(path):
+        if path.suffix.lower() == ".tar" or _holds_images(path):
             found.extend(FILES[path.suffix.lower()](path, asked, reading))
-    held = any(is_picture(name) or ending_of(name) == ".tar" for names in listing.names.values() for name in names)
+    held = any(is_image(name) or ending_of(name) == ".tar" for names in listing.names.values() for name in names)
     if not found and not held:
-        no_pictures(listing, reading)
+        no_images(listing, reading)
     return found
 
 
 def _with_table(found: list[Found], listing: Listing) -> list[Found]:
-    """Pictures without a caption, told of a table that lies there under a name that is not read unasked."""
+    """Images without a caption, told of a table that lies there under a name that is not read unasked."""
     if all(each.caption is not None for each in found):
         return found
     stems = {each.path.stem for each in found}
@@ -91,7 +91,7 @@ def _with_table(found: list[Found], listing: Listing) -> list[Found]:
         for name in names
         if ending_of(name) in TABLES and name not in METADATA_NAMES and Path(name).stem not in stems
     ]
-    if len(tables) != 1 or (tables[0].suffix.lower() == ".parquet" and _holds_pictures(tables[0])):
+    if len(tables) != 1 or (tables[0].suffix.lower() == ".parquet" and _holds_images(tables[0])):
         return found
     return [each if each.caption is not None else replace(each, table=tables[0]) for each in found]
 
@@ -106,26 +106,26 @@ def _shards_of(listing: Listing) -> list[Path]:
     return [listing.path(folder, name) for _, folder, name in sorted(names)]
 
 
-def _holds_pictures(path: Path) -> bool:
-    """Whether a Parquet file has pictures; one that cannot be read may have had."""
+def _holds_images(path: Path) -> bool:
+    """Whether a Parquet file has images; one that cannot be read may have had."""
     from pyarrow import ArrowException
 
-    from lora_trainer.data.sources.parquet import picture_column
+    from lora_trainer.data.sources.parquet import image_column
 
     try:
-        return picture_column(path) is not None
+        return image_column(path) is not None
     except (OSError, ValueError, ArrowException):
         return True
 
 
 def _read_parquet(path: Path, asked: Asked, reading: Reading) -> list[Found]:
-    """Pictures in the file itself, or a table that names them."""
+    """Images in the file itself, or a table that names them."""
     from pyarrow import ArrowException
 
-    from lora_trainer.data.sources.parquet import picture_column, read_parquet
+    from lora_trainer.data.sources.parquet import image_column, read_parquet
 
     try:
-        column = picture_column(path)
+        column = image_column(path)
         if column is None:
             return read_table_source(path, asked, reading)
         return read_parquet(path, column, asked, reading)

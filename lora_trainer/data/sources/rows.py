@@ -25,7 +25,7 @@ TEXT_COLUMNS = ("text", "caption", "prompt", "tags")
 
 @dataclass(frozen=True)
 class Row:
-    """What a table says of one picture. `weight` is as it was written, of whatever type; None where it says none."""
+    """What a table says of one image. `weight` is as it was written, of whatever type; None where it says none."""
 
     name: str
     text: str | None = None
@@ -95,7 +95,7 @@ def read_jsonl(path: Path) -> Table:
 
 
 def read_json(path: Path) -> Table:
-    """A list of rows, or an object that gives each picture's name its caption, or kohya's `caption` and `tags`."""
+    """A list of rows, or an object that gives each image's name its caption, or kohya's `caption` and `tags`."""
     try:
         document = json.loads(read_text(path, MOST_TABLE_BYTES))
     except (ValueError, RecursionError) as error:
@@ -181,12 +181,12 @@ def rows_of_parquet(file: ParquetFile, columns: list[str]) -> Iterator[dict[str,
 
 
 def _is_wanted(name: str, kind: str) -> bool:
-    """Whether a Parquet column is one of ours; embedded pictures are read elsewhere."""
+    """Whether a Parquet column is one of ours; embedded images are read elsewhere."""
     return name == "weight" or (name in (*NAME_COLUMNS, *TEXT_COLUMNS) and "string" in kind and "struct" not in kind)
 
 
 def read_lines(path: Path) -> Table:
-    """One picture a line: its name, a tab or `|`, its caption."""
+    """One image a line: its name, a tab or `|`, its caption."""
     rows, bad, total = [], [], 0
     for total, line in enumerate(_lines(path), start=1):
         if not line.strip():

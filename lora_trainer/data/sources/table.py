@@ -1,4 +1,4 @@
-"""A table given as data: the pictures that its rows name, from where it lies."""
+"""A table given as data: the images that its rows name, from where it lies."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ SHARES = ("//", "\\\\", "\\/", "/\\")  # of other machines: on Windows, looking 
 
 
 def read_table_source(path: Path, asked: Asked, reading: Reading) -> list[Found]:
-    """Its rows in order. A row without a caption may have one beside its picture."""
+    """Its rows in order. A row without a caption may have one beside its image."""
     table = table_or_finding(path, reading)
     if table is None:
-        reading.problem(f"{path} cannot be read as a table of pictures.", "Columns: file_name and text, as UTF-8.")
+        reading.problem(f"{path} cannot be read as a table of images.", "Columns: file_name and text, as UTF-8.")
         return []
     names: dict[str, frozenset[str]] = {}
     found, elsewhere = [], []
@@ -25,28 +25,28 @@ def read_table_source(path: Path, asked: Asked, reading: Reading) -> list[Found]
         if "://" in row.name or row.name.startswith(SHARES):
             elsewhere.append(row.name)
             continue
-        picture = Path(os.path.normpath(os.path.join(path.parent, row.name.replace("\\", "/"))))
+        image = Path(os.path.normpath(os.path.join(path.parent, row.name.replace("\\", "/"))))
         if not _possible(row.name):
             impossible.append(row.name)
             continue
-        outside += not picture.is_relative_to(path.parent)
-        folder = str(picture.parent)
+        outside += not image.is_relative_to(path.parent)
+        folder = str(image.parent)
         if folder not in names:
             names[folder] = _names_of(folder)
         caption, instead = row.text, ""
         if caption is None:
-            caption, instead = caption_beside(picture, names[folder], asked, reading)
-        found.append(Found(picture, caption, asked.repeats(), row.weight, instead=instead))
+            caption, instead = caption_beside(image, names[folder], asked, reading)
+        found.append(Found(image, caption, asked.repeats(), row.weight, instead=instead))
     if elsewhere:
-        message = f"{path} names {len(elsewhere)} pictures by their address (first: {elsewhere[0]})."
+        message = f"{path} names {len(elsewhere)} images by their address (first: {elsewhere[0]})."
         reading.problem(message, "Fetch them first: nothing is downloaded here.")
     elif not found:
-        reading.problem(f"{path} names no picture.", "Columns: file_name and text.")
+        reading.problem(f"{path} names no image.", "Columns: file_name and text.")
     if impossible:
-        message = f"names {len(impossible)} pictures as no file can be named (first: {impossible[0]!r:.80})."
-        reading.find("absent_picture", "warning", message, "Mend or remove the lines.", path)
+        message = f"names {len(impossible)} images as no file can be named (first: {impossible[0]!r:.80})."
+        reading.find("absent_image", "warning", message, "Mend or remove the lines.", path)
     if outside:
-        reading.note(f"{path.name}: {outside} of its {len(found)} pictures lie outside of its folder.")
+        reading.note(f"{path.name}: {outside} of its {len(found)} images lie outside of its folder.")
     return found
 
 

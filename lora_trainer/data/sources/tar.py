@@ -1,4 +1,4 @@
-"""WebDataset tars: pictures and captions as members of one key, read in place and never unpacked."""
+"""WebDataset tars: images and captions as members of one key, read in place and never unpacked."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from lora_trainer.core.bounded import TextError, decode
-from lora_trainer.data.pictures.spans import open_bytes
+from lora_trainer.data.images.spans import open_bytes
 from lora_trainer.data.sample import Span
 from lora_trainer.data.sources.beside import CAPTION_ENDINGS, caption_endings
-from lora_trainer.data.sources.folder import is_picture
+from lora_trainer.data.sources.folder import is_image
 from lora_trainer.data.sources.found import Asked, Found, Reading
 from lora_trainer.data.sources.rows import text_of
 from lora_trainer.data.sources.texts import MOST_CAPTION_BYTES
@@ -29,13 +29,13 @@ MOST_HEADER_BYTES = 1 << 24
 class _Group:
     """The members whose names differ in their ending only."""
 
-    pictures: list[tuple[str, Span]] = field(default_factory=list)
+    images: list[tuple[str, Span]] = field(default_factory=list)
     texts: dict[str, Span] = field(default_factory=dict)  # by ending
 
 
 def read_tar(path: Path, asked: Asked, reading: Reading) -> list[Found]:
-    """The pictures of one tar in the order of its members. What stands before damage is used."""
-    fix = "Unpack it (gunzip, or tar -xf) and name the plain tar or the folder: pictures are read in place."
+    """The images of one tar in the order of its members. What stands before damage is used."""
+    fix = "Unpack it (gunzip, or tar -xf) and name the plain tar or the folder: images are read in place."
     try:
         with open_bytes(path, None) as file:
             start = file.read(8)
@@ -47,13 +47,11 @@ def read_tar(path: Path, asked: Asked, reading: Reading) -> list[Found]:
             groups: dict[str, _Group] = {}
             for name, span in _members(path, _Heads(file), reading):
                 _sort_in(groups, name, span)
-            mains = {stem: _key_of(stem, groups) for stem, group in groups.items() if group.pictures}
+            mains = {stem: _key_of(stem, groups) for stem, group in groups.items() if group.images}
             others = [stem for stem, key in mains.items() if key is None]
             if others:
-                first = groups[others[0]].pictures[0][0]
-                reading.note(
-                    f"{path}: {len(others)} pictures beside another of their key are left out (first: {first})."
-                )
+                first = groups[others[0]].images[0][0]
+                reading.note(f"{path}: {len(others)} images beside another of their key are left out (first: {first}).")
             found = [
                 _found_of(path, groups[stem], key, file, asked, reading)
                 for stem, key in mains.items()
@@ -133,65 +131,65 @@ def _clean(name: str) -> str:
 def _sort_in(groups: dict[str, _Group], name: str, span: Span) -> None:
     stem, ending = posixpath.splitext(name)
     group = groups.setdefault(stem, _Group())
-    if is_picture(name):
-        group.pictures.append((name, span))
+    if is_image(name):
+        group.images.append((name, span))
     elif ending:
         group.texts.setdefault(ending.lower(), span)
 
 
 def _key_of(stem: str, groups: dict[str, _Group]) -> _Group | None:
-    """The group of a picture's key, which in WebDataset ends at the first dot; None for a picture that only stands
+    """The group of an image's key, which in WebDataset ends at the first dot; None for an image that only stands
     beside another of its key, as `1.mask.png` beside `1.jpg` does unless it has a text of its own."""
     folder, last = posixpath.split(stem)
     key = groups.get(posixpath.join(folder, last.partition(".")[0]), groups[stem])
-    return None if key is not groups[stem] and key.pictures and not groups[stem].texts else key
+    return None if key is not groups[stem] and key.images and not groups[stem].texts else key
 
 
 def _found_of(path: Path, group: _Group, key: _Group, file: BinaryIO, asked: Asked, reading: Reading) -> Found:
     """The sample of a group, with the texts of its key where it has none of its own."""
-    name, span = group.pictures[0]
-    picture = path / name
-    if len(group.pictures) > 1:
-        message = f"shares its key with {len(group.pictures) - 1} more pictures of {path.name}; only it is used."
-        reading.find("two_pictures", "warning", message, "Give each picture a key of its own.", picture)
+    name, span = group.images[0]
+    image = path / name
+    if len(group.images) > 1:
+        message = f"shares its key with {len(group.images) - 1} more images of {path.name}; only it is used."
+        reading.find("two_images", "warning", message, "Give each image a key of its own.", image)
     texts = key.texts | group.texts
-    caption, instead = _text_beside(picture, texts, file, asked, reading)
+    caption, instead = _text_beside(image, texts, file, asked, reading)
     weight: object = None
     if ".json" in texts:
-        described = _described(picture, texts[".json"], file, reading)
+        described = _described(image, texts[".json"], file, reading)
         text, weight = text_of(described), described.get("weight")
         if caption is None and isinstance(text, str):
             caption = text
-    return Found(picture, caption, asked.repeats(), weight, span, instead=instead)
+    return Found(image, caption, asked.repeats(), weight, span, instead=instead)
 
 
 def _text_beside(
-    picture: Path, texts: dict[str, Span], file: BinaryIO, asked: Asked, reading: Reading
+    image: Path, texts: dict[str, Span], file: BinaryIO, asked: Asked, reading: Reading
 ) -> tuple[str | None, str]:
     """(caption, what stands there in place of it)."""
     ending = next((ending for ending in caption_endings(asked) if ending in texts), None)
     if ending is None:
         other = next((ending for ending in CAPTION_ENDINGS if ending in texts), "")
-        return None, f"{picture.stem}{other}" if other else ""
+        return None, f"{image.stem}{other}" if other else ""
     try:
         return decode(_read(file, texts[ending])), ""
     except TextError as error:
-        message = f"has a caption that {error} ({picture.stem}{ending})."
-        reading.find("unreadable_caption", "error", message, "Save it as a short UTF-8 text.", picture)
-        reading.told.add(picture)
+        message = f"has a caption that {error} ({image.stem}{ending})."
+        reading.find("unreadable_caption", "error", message, "Save it as a short UTF-8 text.", image)
+        reading.told.add(image)
         return None, ""
 
 
-def _described(picture: Path, span: Span, file: BinaryIO, reading: Reading) -> dict[str, Any]:
-    """The JSON beside a picture; a finding and nothing when it is none."""
+def _described(image: Path, span: Span, file: BinaryIO, reading: Reading) -> dict[str, Any]:
+    """The JSON beside an image; a finding and nothing when it is none."""
     try:
         value = json.loads(_read(file, span))
     except (TextError, ValueError, RecursionError):
         value = None
     if isinstance(value, dict):
         return value
-    message = f"has a {picture.stem}.json that is no JSON object of at most {MOST_CAPTION_BYTES >> 20} MiB."
-    reading.find("bad_metadata", "error", message, "Mend or remove it.", picture)
+    message = f"has a {image.stem}.json that is no JSON object of at most {MOST_CAPTION_BYTES >> 20} MiB."
+    reading.find("bad_metadata", "error", message, "Mend or remove it.", image)
     return {}
 
 

@@ -1,4 +1,4 @@
-"""How long the texts of a data set may be, and how they are tidied."""
+"""How long the texts of a dataset may be, and how they are tidied."""
 
 from __future__ import annotations
 

@@ -65,10 +65,10 @@ def measure(asked: Asked) -> Report:
     config, device = asked.resolved.config, join_processes().device
     family, architecture = model_of(asked.resolved, tiny=asked.tiny)
     precision = choose_precision(
-        config.memory.base_precision, device, asked=asked_by_user(asked.resolved, "memory.base_precision")
+        config.memory.weight_dtype, device, asked=asked_by_user(asked.resolved, "memory.weight_dtype")
     )
     dtype = computed_in(precision.value, device)
-    side, micro = trained_resolution(config, architecture.facts), config.batch.max_micro or 1
+    side, micro = trained_resolution(config, architecture.facts), config.train.max_micro_batch_size or 1
     shapes = attention_shapes(family, architecture, side, micro, dtype)
     found = time_attention(shapes, dtype, device, asked.steps or STEPS)
     model = f"{architecture.facts.name} {side} px, {micro} at once, {str(dtype).removeprefix('torch.')}"
@@ -178,6 +178,6 @@ def notes_on(
     whole = [row for row in rows if row.shape == ALL]
     if whole:
         best = min(whole, key=lambda row: row.seconds_median)
-        notes.append(f"The fastest in all layers: {best.name} (memory.attention={best.name}).")
+        notes.append(f"The fastest in all layers: {best.name} (hardware.attention_backend={best.name}).")
     first = {row["name"]: f"{row['failure']}." for row in reversed(found) if row["failure"]}
     return [*notes, *first.values()]

@@ -12,21 +12,21 @@ from lora_trainer.evaluation.loading import free_memory
 from lora_trainer.jobs.measures import TIMES, Asked, Column, Report
 from lora_trainer.jobs.subject import Subject, subject_of
 from lora_trainer.jobs.trials.expected import Expected, expected_of, overhead_of
-from lora_trainer.jobs.trials.memory import on_processor
+from lora_trainer.jobs.trials.memory import on_cpu
 from lora_trainer.jobs.trials.steps import Steps, changed, own_way, take_steps
-from lora_trainer.production.choices import card_gib
+from lora_trainer.production.choices import gpu_gib
 from lora_trainer.production.find_micro import largest_that_fits, repeated
 from lora_trainer.production.memory import GIB, LARGEST_SHARE
-from lora_trainer.training.micro import Micro
-from lora_trainer.training.step import give_up_step
+from lora_trainer.training.micro_batch import MicroBatch
+from lora_trainer.training.step import abort_step
 
 WARM_UP, STEPS = 3, 10
 MOST, MOST_ON_A_PROCESSOR = 256, 8
-ONE = {"batch.effective": 1, "batch.max_micro": 1, "batch.find_micro": False}
+ONE = {"train.effective_batch_size": 1, "train.max_micro_batch_size": 1, "train.auto_find_micro_batch_size": False}
 ABOUT = {
     "samples/s": "samples trained in a second",
     "ratio": "time for each sample over that of one sample at a time",
-    "GiB": "the most that stood at once: the allocator's number on a card, counted storages on a processor",
+    "GiB": "the most that stood at once: the allocator's number on a GPU, counted storages on a CPU",
     "predicted": "the same by the plan",
 }
 COLUMNS: tuple[Column, ...] = (
@@ -40,7 +40,7 @@ COLUMNS: tuple[Column, ...] = (
 
 @dataclass(frozen=True)
 class BatchRow:
-    """A micro batch of so many samples. `ratio` is time for each sample over that of one at a time."""
+    """A micro-batch of so many samples. `ratio` is time for each sample over that of one at a time."""
 
     name: str
     model: str
@@ -55,17 +55,17 @@ class BatchRow:
 
 @dataclass(frozen=True)
 class Tried:
-    """Micro batches by size: what was measured, and what the plan said; None where memory ran out."""
+    """Micro-batches by size: what was measured, and what the plan said; None where memory ran out."""
 
     steps: dict[int, Steps | None]
     expected: dict[int, Expected]
 
 
 def measure(asked: Asked) -> Report:
-    """Measure micro batches until one does not fit. Raises UserError."""
+    """Measure micro-batches until one does not fit. Raises UserError."""
     resolved = changed(asked.resolved, ONE)
     config = resolved.config
-    limit = card_gib(config) or config.memory.limit_gib
+    limit = gpu_gib(config) or config.memory.limit_gib
     with tempfile.TemporaryDirectory() as folder:
         subject = subject_of(resolved, Path(folder), tiny=asked.tiny)
         sample = max(
@@ -89,14 +89,14 @@ def measure(asked: Asked) -> Report:
     return Report(rows, ABOUT, notes_on(rows, found, planned, most, limit), COLUMNS, first="samples at once")
 
 
-def steps_of(subject: Subject, micro: Micro, steps: int) -> Steps | None:
-    """Time steps of one micro batch; None where memory ran out."""
+def steps_of(subject: Subject, micro: MicroBatch, steps: int) -> Steps | None:
+    """Time steps of one micro-batch; None where memory ran out."""
     learner, found = subject.learner, None
     with memory_may_run_out():
         found = take_steps(own_way(learner, [[micro]]), learner.device, WARM_UP, steps)
         if learner.device.type == "cpu":
-            found = replace(found, held=on_processor(learner, [micro])[1])
-    give_up_step(learner)
+            found = replace(found, held=on_cpu(learner, [micro])[1])
+    abort_step(learner)
     free_memory(learner.device)
     return found
 
@@ -110,7 +110,7 @@ def under(steps: Steps, expected: Expected, limit: float | None) -> bool:
 
 
 def planned_largest(expected: Callable[[int], Expected], limit: float | None, most: int) -> int | None:
-    """The largest micro batch that fits by the plan, at this checkpointing; None where nothing limits it."""
+    """The largest micro-batch that fits by the plan, at this checkpointing; None where nothing limits it."""
     if limit is None:
         return None
     return largest_that_fits(lambda count: expected(count).parts.peak <= LARGEST_SHARE * limit, most)

@@ -1,4 +1,4 @@
-"""Whether a process that is held to a share of a card is stopped where it would pass it."""
+"""Whether a process that is held to a share of a GPU is stopped where it would pass it."""
 
 from __future__ import annotations
 

@@ -10,11 +10,11 @@ from lora_trainer.config.layers import Resolved
 from lora_trainer.jobs.subject import Subject, thinned
 from lora_trainer.models import FAMILIES
 from lora_trainer.models.family import Architecture, Family
+from lora_trainer.models.memory.block_swap import swapped_count
 from lora_trainer.models.memory.checkpointing import checkpointed_blocks
-from lora_trainer.models.memory.streaming import streamed_count
 from lora_trainer.production.memory import CONTEXT_GIB, FRAGMENTATION, GIB, Demand, Parts, parts_of
 from lora_trainer.production.plans.plan import architecture_of, make_demand
-from lora_trainer.training.micro import Micro
+from lora_trainer.training.micro_batch import MicroBatch
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,8 +49,8 @@ def model_of(resolved: Resolved, *, tiny: bool) -> tuple[Family, Architecture]:
     return family, thinned(architecture) if tiny else architecture
 
 
-def expected_of(resolved: Resolved, subject: Subject, micros: Sequence[Micro]) -> Expected:
-    """The plan of the step that these micro batches make."""
+def expected_of(resolved: Resolved, subject: Subject, micros: Sequence[MicroBatch]) -> Expected:
+    """The plan of the step that these micro-batches make."""
     largest = max(micros, key=lambda micro: math.prod(micro.latents.shape))
     demand = make_demand(resolved, subject.family, subject.architecture, None, precision=subject.precision)
     height, width = largest.latents.shape[-2:]
@@ -59,7 +59,7 @@ def expected_of(resolved: Resolved, subject: Subject, micros: Sequence[Micro]) -
     if subject.learner.device.type != "cuda":
         demand = replace(demand, offloaded=False)  # nothing moves there
     denoiser = subject.learner.denoiser
-    held = checkpointed_blocks(denoiser), subject.precision, streamed_count(denoiser)
+    held = checkpointed_blocks(denoiser), subject.precision, swapped_count(denoiser)
     parts = parts_of(demand, len(largest.t), *held)
     shapes = demand.shapes
     numbers = sum(map(math.prod, shapes))

@@ -1,7 +1,7 @@
 """`bench memory`: what a step holds, part by part, beside what the planner said it would.
 
-On a card the numbers are the allocator's own. On a processor the storages of the real step are counted as the planner
-counts those of its trace, so that the prediction can be checked without a card; what lies outside of tensors cannot.
+On a GPU the numbers are the allocator's own. On a CPU the storages of the real step are counted as the planner
+counts those of its trace, so that the prediction can be checked without a GPU; what lies outside of tensors cannot.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ from lora_trainer.jobs.trials.steps import (
     take_steps,
 )
 from lora_trainer.optim.state_size import ROUNDING
-from lora_trainer.production.choices import card_gib
+from lora_trainer.production.choices import gpu_gib
 from lora_trainer.production.memory import CONTEXT_GIB, FRAGMENTATION, GIB
-from lora_trainer.training.micro import Micro
-from lora_trainer.training.step import Learner
+from lora_trainer.training.micro_batch import MicroBatch
+from lora_trainer.training.step import StepContext
 
 WARM_UP, STEPS = 3, 10
 ABOUT = {
@@ -42,7 +42,7 @@ ABOUT = {
     "activations": "activations and gradients, at the moment when most stands at once",
     "peak": "all of it at that moment",
     "predicted": "what the plan says, GiB",
-    "measured": "on a card the allocator's own number; on a processor every storage of the real step, counted",
+    "measured": "on a GPU the allocator's own number; on a CPU every storage of the real step, counted",
     "error": "measured over predicted, less one",
 }
 
@@ -82,16 +82,16 @@ def measure(asked: Asked) -> Report:
         expected = expected_of(asked.resolved, subject, largest)
         measured, held = measured_parts(learner, largest)
         steps = take_steps(own_way(learner, inputs), learner.device, WARM_UP, asked.steps or STEPS)
-    rows = part_rows(subject, expected, measured, held, steps, card_gib(asked.resolved.config))
+    rows = part_rows(subject, expected, measured, held, steps, gpu_gib(asked.resolved.config))
     return Report(rows, ABOUT, notes_on(learner.device, expected, measured, held), COLUMNS, first="part")
 
 
-def measured_parts(learner: Learner, micros: list[Micro]) -> tuple[AtPeak, Held]:
+def measured_parts(learner: StepContext, micros: list[MicroBatch]) -> tuple[AtPeak, Held]:
     """Take two steps: the first makes the optimizer's state, the second shows the peak."""
-    return on_card(learner, micros) if learner.device.type == "cuda" else on_processor(learner, micros)
+    return on_gpu(learner, micros) if learner.device.type == "cuda" else on_cpu(learner, micros)
 
 
-def own_tensors(learner: Learner) -> tuple[list[Tensor], list[Tensor]]:
+def own_tensors(learner: StepContext) -> tuple[list[Tensor], list[Tensor]]:
     """What stands before the first step: the frozen tensors, and the adapter's."""
     adapter: list[Tensor] = [*learner.adapter.copies.values(), *learner.adapter.masters.values()]
     mine = {id(tensor) for tensor in adapter}
@@ -99,7 +99,7 @@ def own_tensors(learner: Learner) -> tuple[list[Tensor], list[Tensor]]:
     return frozen, adapter
 
 
-def state_of(learner: Learner) -> list[Tensor]:
+def state_of(learner: StepContext) -> list[Tensor]:
     """What the optimizer keeps by now."""
     return [each for kept in learner.optimizer.state.values() for each in kept.values() if isinstance(each, Tensor)]
 
@@ -112,7 +112,7 @@ def bytes_of(tensors: Iterable[Tensor], device: torch.device) -> int:
     return sum(-(-size // ROUNDING) * ROUNDING for size in storages.values())
 
 
-def on_processor(learner: Learner, micros: list[Micro]) -> tuple[AtPeak, Held]:
+def on_cpu(learner: StepContext, micros: list[MicroBatch]) -> tuple[AtPeak, Held]:
     """Count storages while two steps are taken."""
     frozen, adapter = own_tensors(learner)
     account = Counted()
@@ -135,7 +135,7 @@ def on_processor(learner: Learner, micros: list[Micro]) -> tuple[AtPeak, Held]:
     return AtPeak(weights=weights, adapter=own, optimizer=optimizer, passing=passing), Held(most)
 
 
-def on_card(learner: Learner, micros: list[Micro]) -> tuple[AtPeak, Held]:
+def on_gpu(learner: StepContext, micros: list[MicroBatch]) -> tuple[AtPeak, Held]:
     """Ask the allocator while two steps are taken."""
     device, way = learner.device, own_way(learner, [micros])
     frozen, adapter = own_tensors(learner)
@@ -194,8 +194,8 @@ def notes_on(device: torch.device, expected: Expected, measured: AtPeak, held: H
     if device.type != "cuda" or held.reserved is None:
         unseen = f"context and workspaces ({CONTEXT_GIB:g} GiB) and fragmentation ({FRAGMENTATION:.0%})"
         return [
-            "No card: storages are counted as the plan counts them.",
-            f"What the plan adds on a card for {unseen} cannot be measured here.",
+            "No GPU: storages are counted as the plan counts them.",
+            f"What the plan adds on a GPU for {unseen} cannot be measured here.",
         ]
     passing = measured.adapter + measured.optimizer + measured.passing
     fragmentation = max(0.0, (held.reserved - measured.live) / passing)
@@ -213,9 +213,9 @@ def notes_on(device: torch.device, expected: Expected, measured: AtPeak, held: H
 
 
 def context_gib(device: torch.device) -> float | None:
-    """GiB of the card that are taken and not torch's; other programs' are among it. None where nobody says."""
+    """GiB of the GPU that are taken and not torch's; other programs' are among it. None where nobody says."""
     try:
         free, total = torch.cuda.mem_get_info(device)
-    except RuntimeError:  # some virtual cards do not say
+    except RuntimeError:  # some virtual GPUs do not say
         return None
     return max(0.0, (total - free - torch.cuda.memory_reserved(device)) / GIB)

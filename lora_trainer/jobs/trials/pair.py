@@ -13,7 +13,7 @@ from torch import Tensor
 from lora_trainer.config.layers import Resolved
 from lora_trainer.evaluation.loading import free_memory
 from lora_trainer.jobs.subject import Subject, subject_as_asked
-from lora_trainer.jobs.trials.memory import on_processor
+from lora_trainer.jobs.trials.memory import on_cpu
 from lora_trainer.jobs.trials.steps import FIRST, Held, Steps, inputs_of, loss_difference, own_way, take_steps
 
 
@@ -44,7 +44,7 @@ class Pair:
 
 
 def measured_pair(without: Resolved, with_it: Resolved, folder: Path, *, tiny: bool, warm_up: int, steps: int) -> Pair:
-    """On a processor in turn, step by step; on a card one after the other, each with the card for itself.
+    """On a CPU in turn, step by step; on a GPU one after the other, each with the GPU for itself.
 
     Raises UserError.
     """
@@ -60,7 +60,7 @@ def measured_pair(without: Resolved, with_it: Resolved, folder: Path, *, tiny: b
 
 
 def in_turn(first: Subject, second: Subject, warm_up: int, steps: int) -> tuple[Steps, Steps]:
-    """Steps of both on a processor, first the one and then the other, every other time the other way round."""
+    """Steps of both on a CPU, first the one and then the other, every other time the other way round."""
     inputs = [inputs_of(each) for each in (first, second)]
     ways = [own_way(each.learner, given) for each, given in zip((first, second), inputs, strict=True)]
     seconds: list[list[float]] = [[], []]
@@ -70,9 +70,7 @@ def in_turn(first: Subject, second: Subject, warm_up: int, steps: int) -> tuple[
             taken, loss = timed(ways[which], number)
             seconds[which].append(taken)
             losses[which].append(loss)
-    held: list[Held] = [
-        on_processor(each.learner, given[0])[1] for each, given in zip((first, second), inputs, strict=True)
-    ]
+    held: list[Held] = [on_cpu(each.learner, given[0])[1] for each, given in zip((first, second), inputs, strict=True)]
     made = [
         Steps(
             tuple(seconds[which][warm_up:]),

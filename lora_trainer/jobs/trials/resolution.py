@@ -1,6 +1,6 @@
-"""`bench resolution`: what larger pictures cost, and what they bring.
+"""`bench resolution`: what larger images cost, and what they bring.
 
-Time and memory are of one sample at a time. What they bring is the held-out loss at fixed noise, before and after the
+Time and memory are of one sample at a time. What they bring is the validation loss at fixed noise, before and after the
 same number of trained samples; each resolution is asked at its own, so only the share by which it falls compares.
 """
 
@@ -16,19 +16,19 @@ from lora_trainer.evaluation.loading import free_memory
 from lora_trainer.jobs.measures import TIMES, Asked, Column, Report
 from lora_trainer.jobs.subject import TINY, Subject, subject_of
 from lora_trainer.jobs.trials.expected import expected_of, model_of
-from lora_trainer.jobs.trials.memory import on_processor
+from lora_trainer.jobs.trials.memory import on_cpu
 from lora_trainer.jobs.trials.steps import changed, inputs_of, own_way, take_steps
 from lora_trainer.production.memory import GIB
 
 WARM_UP, STEPS, TRAINED = 3, 10, 40
 SIDES = (512, 768, 1024)
 SMALL = 256  # models of less take half, three quarters and all of their own
-TOGETHER = 2  # held-out questions
+TOGETHER = 2  # validation samples
 ABOUT = {
     "ratio": "time over the smallest resolution's",
     "GiB": "the most that stood at once; predicted: by the plan",
     "held out": "loss at fixed noise before training, and after the same number of samples",
-    "falls": "by what share of itself the held-out loss falls",
+    "falls": "by what share of itself the validation loss falls",
 }
 
 
@@ -76,17 +76,17 @@ def measure(asked: Asked) -> Report:
     rows: list[ResolutionRow] = []
     notes: list[str] = []
     for side in sides_of(asked.resolved, tiny=asked.tiny):
-        settings = {"data.resolution": side, "batch.effective": 1, "batch.max_micro": 1}
+        settings = {"data.resolution": side, "train.effective_batch_size": 1, "train.max_micro_batch_size": 1}
         try:
             row = row_of(changed(asked.resolved, settings), asked, side, rows)
-        except UsageError as error:  # it does not fit this card, and larger ones do not either
+        except UsageError as error:  # it does not fit this GPU, and larger ones do not either
             notes.extend(f"{side} px: {problem.message}" for problem in error.problems)
             break
         rows.append(row)
     if not rows:
         raise UsageError([Problem(note) for note in notes])
     if rows[0].held_out_before is None:
-        notes.append("Random weights or no held-out pictures: what a resolution brings cannot be measured.")
+        notes.append("Random weights or no validation images: what a resolution brings cannot be measured.")
     else:
         notes.append(f"Each was trained on {rows[0].trained} samples, and is asked at its own resolution.")
     return Report(rows, ABOUT, notes, COLUMNS, first="pixels")
@@ -111,7 +111,7 @@ def row_of(resolved: Resolved, asked: Asked, side: int, rows: list[ResolutionRow
         expected = expected_of(resolved, subject, largest)
         before, after = what_it_brings(subject)
         steps = take_steps(own_way(learner, inputs), learner.device, WARM_UP, asked.steps or STEPS)
-        held = on_processor(learner, largest)[1] if learner.device.type == "cpu" else steps.held
+        held = on_cpu(learner, largest)[1] if learner.device.type == "cpu" else steps.held
     free_memory(learner.device)
     low, high = steps.tenths
     return ResolutionRow(
@@ -130,12 +130,12 @@ def row_of(resolved: Resolved, asked: Asked, side: int, rows: list[ResolutionRow
 
 
 def what_it_brings(subject: Subject) -> tuple[float | None, float | None]:
-    """The held-out loss before and after training on so many samples of the run's own data."""
+    """The validation loss before and after training on so many samples of the run's own data."""
     job = subject.job
     if job.validate is None:
         return None, None
     before = job.validate(TOGETHER)
-    way = own_way(subject.learner, [job.micros(step) for step in range(TRAINED)], job.config.optim.learning_rate)
+    way = own_way(subject.learner, [job.micros(step) for step in range(TRAINED)], job.config.optimizer.learning_rate)
     for step in range(TRAINED):
         way(step)
     return before, job.validate(TOGETHER)

@@ -18,15 +18,15 @@ from lora_trainer.core.io import write_json
 from lora_trainer.core.quiet import quieten_libraries
 from lora_trainer.jobs.subject import TINY, Subject, subject_as_asked
 from lora_trainer.jobs.trials.expected import Expected, expected_of, model_of
-from lora_trainer.jobs.trials.memory import on_processor
+from lora_trainer.jobs.trials.memory import on_cpu
 from lora_trainer.jobs.trials.steps import Steps, inputs_of, own_way, take_steps
 from lora_trainer.jobs.usual import USUAL, add_usual_adapter, use_adapter, usual_step
+from lora_trainer.models.memory.block_swap import swappable_blocks
 from lora_trainer.models.memory.checkpointing import checkpointable_blocks, checkpointed_blocks
-from lora_trainer.models.memory.streaming import streamable_blocks
 from lora_trainer.production.memory import GIB, choose_fit, refuse_what_does_not_fit, usable_gib
 from lora_trainer.production.plans.plan import make_demand
 from lora_trainer.production.settings import settle
-from lora_trainer.training.micro import Micro
+from lora_trainer.training.micro_batch import MicroBatch
 
 SIDES = ((64, 64), (56, 72), (72, 56), (48, 80), (80, 48), (40, 96), (96, 40), (52, 76))  # of 64: about one area each
 
@@ -35,7 +35,7 @@ SIDES = ((64, 64), (56, 72), (72, 56), (48, 80), (80, 48), (40, 96), (96, 40), (
 class Spec:
     """What a row trains and how. `like` names the row of the same model whose losses and time it is held against.
 
-    `cap_gib` emulates a card; `shapes` is how many sizes of pictures come in turn; `seconds` is what the row may take.
+    `cap_gib` emulates a GPU; `shapes` is how many sizes of images come in turn; `seconds` is what the row may take.
     """
 
     name: str
@@ -50,7 +50,7 @@ class Spec:
 
 @dataclass(frozen=True)
 class Asking:
-    """How all rows are measured. `tiny`: thin models and small pictures, for machines without a card."""
+    """How all rows are measured. `tiny`: thin models and small images, for machines without a GPU."""
 
     warm_up: int = 10
     steps: int = 30
@@ -86,19 +86,19 @@ class TableRow:
     failed: str | None = None
 
 
-def settings_of(spec: Spec, asking: Asking, card: torch.device) -> Resolved:
-    """The row's settings. Without a card, what the planner would choose for the full model on a card of that size."""
+def settings_of(spec: Spec, asking: Asking, gpu: torch.device) -> Resolved:
+    """The row's settings. Without a GPU, what the planner would choose for the full model on a GPU of that size."""
     values: dict[str, Any] = {"model.family": spec.family, **spec.settings}
     if spec.cap_gib is not None:
         values["memory.limit_gib"] = spec.cap_gib
     resolved = laid(values)
-    if card.type == "cuda":
+    if gpu.type == "cuda":
         return resolved
     if spec.cap_gib is not None:
         values |= planned_settings(resolved, spec.cap_gib, tiny=asking.tiny)
         del values["memory.limit_gib"]
-    if values.get("memory.base_precision", "bf16") == "bf16":
-        values["memory.base_precision"] = "fp32"  # at such sizes a processor is slower with less
+    if values.get("memory.weight_dtype", "bf16") == "bf16":
+        values["memory.weight_dtype"] = "fp32"  # at such sizes a CPU is slower with less
     if asking.tiny:
         values["data.resolution"] = values["data.resolution"] // TINY
     return laid(values)
@@ -120,18 +120,18 @@ def planned_settings(resolved: Resolved, cap_gib: float, *, tiny: bool) -> dict[
     demand = make_demand(resolved, *model_of(resolved, tiny=False), cap_gib)
     fit = choose_fit(demand)
     refuse_what_does_not_fit(demand, fit)
-    checkpointed, streamed = fit.checkpointed or 0, fit.streamed or 0
+    checkpointed, swapped = fit.checkpointed or 0, fit.swapped or 0
     if tiny:
         family, thin = model_of(resolved, tiny=True)
         with torch.device("meta"):
             denoiser = family.make_denoiser(thin.denoiser)
-        checkpointed = share_of(checkpointed, demand.gauge.blocks, len(checkpointable_blocks(denoiser)))
-        streamed = share_of(streamed, demand.gauge.streamable, len(streamable_blocks(denoiser)))
+        checkpointed = share_of(checkpointed, demand.memory_model.blocks, len(checkpointable_blocks(denoiser)))
+        swapped = share_of(swapped, demand.memory_model.swappable, len(swappable_blocks(denoiser)))
     return {
-        "memory.base_precision": fit.precision,
-        "memory.checkpointing": checkpointed or "none",
-        "memory.streaming": streamed or "none",
-        "batch.max_micro": fit.micro,
+        "memory.weight_dtype": fit.precision,
+        "memory.gradient_checkpointing": checkpointed,
+        "memory.blocks_to_swap": swapped,
+        "train.max_micro_batch_size": fit.micro,
     }
 
 
@@ -142,8 +142,8 @@ def share_of(count: int, whole: int, own: int) -> int:
 
 def measured_row(spec: Spec, asking: Asking) -> TableRow:
     """Build, warm up, time. Raises UserError, and whatever the libraries do where memory runs out."""
-    card = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    resolved = settings_of(spec, asking, card)
+    gpu = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    resolved = settings_of(spec, asking, gpu)
     with tempfile.TemporaryDirectory() as folder:
         subject = subject_as_asked(resolved, Path(folder), tiny=asking.tiny, shapes=spec.shapes)
     learner = subject.learner
@@ -155,12 +155,12 @@ def measured_row(spec: Spec, asking: Asking) -> TableRow:
     steps = take_steps(way_of(spec, subject, inputs), learner.device, asking.warm_up, asking.steps)
     made = compilations() - before
     if learner.device.type == "cpu" and spec.way == "ours":
-        _, held = on_processor(learner, inputs[0])
+        _, held = on_cpu(learner, inputs[0])
         steps = replace(steps, held=held)
     return row_from(spec, subject, inputs, steps, expected, made)
 
 
-def way_of(spec: Spec, subject: Subject, inputs: list[list[Micro]]) -> Callable[[int], Tensor]:
+def way_of(spec: Spec, subject: Subject, inputs: list[list[MicroBatch]]) -> Callable[[int], Tensor]:
     """The trainer's own step, or the step as diffusers' example does it: autocast, LoRA in fp32, cached inputs."""
     if spec.way == "ours":
         return own_way(subject.learner, inputs)
@@ -175,7 +175,7 @@ def way_of(spec: Spec, subject: Subject, inputs: list[list[Micro]]) -> Callable[
     return step
 
 
-def shaped(micro: Micro, number: int) -> Micro:
+def shaped(micro: MicroBatch, number: int) -> MicroBatch:
     """The same samples with latents of another form and about as many places."""
     height, width = (side * micro.latents.shape[-1] // 64 // 8 * 8 for side in SIDES[number % len(SIDES)])
     shape = (*micro.latents.shape[:2], max(8, height), max(8, width))
@@ -191,7 +191,7 @@ def compilations() -> int:
 
 
 def row_from(
-    spec: Spec, subject: Subject, inputs: list[list[Micro]], steps: Steps, expected: Expected | None, compiled: int
+    spec: Spec, subject: Subject, inputs: list[list[MicroBatch]], steps: Steps, expected: Expected | None, compiled: int
 ) -> TableRow:
     low, high = steps.tenths
     held, samples = steps.held, sum(len(micro.t) for micro in inputs[0])

@@ -14,7 +14,7 @@ from lora_trainer.jobs.trials.steps import Held, Steps, inputs_of, own_way, wait
 from lora_trainer.jobs.turns import in_turn
 from lora_trainer.training.checkpoints.save import arrived, save, take, write
 from lora_trainer.training.checkpoints.writer import Buffers
-from lora_trainer.training.job import Job
+from lora_trainer.training.job import LoopContext
 from lora_trainer.training.state import TrainState
 
 EVERY = 5  # steps: far more often than any run saves, so that it can be seen
@@ -26,7 +26,7 @@ def saving_pair(asked: Asked, folder: Path, steps: int) -> Pair:
     folder.mkdir(parents=True, exist_ok=True)
     job = replace(subject.job, folder=folder)
     way = own_way(subject.learner, inputs_of(subject))
-    rounds: dict[Callable[[Job, TrainState], None], list[float]] = {in_the_loop: [], save: []}
+    rounds: dict[Callable[[LoopContext, TrainState], None], list[float]] = {in_the_loop: [], save: []}
     with job.writer:
         for number in range(1 + max(2, steps // EVERY)):
             for how in in_turn(list(rounds), number):
@@ -42,7 +42,7 @@ def saving_pair(asked: Asked, folder: Path, steps: int) -> Pair:
     return Pair(subject.name, one, other)
 
 
-def in_the_loop(job: Job, state: TrainState) -> None:
+def in_the_loop(job: LoopContext, state: TrainState) -> None:
     """Copy, write and flush while the loop waits."""
     buffers: Buffers = {}
     checkpoint, ready = take(job, state, buffers), arrived(job)

@@ -66,16 +66,16 @@ COLUMNS: tuple[Column, ...] = (
 
 
 def measure(asked: Asked) -> Report:
-    """Launch one process, two, … up to the cards, or two without cards. Raises UserError."""
+    """Launch one process, two, … up to the GPUs, or two without GPUs. Raises UserError."""
     config = asked.resolved.config
     if config.model.family is None or config.model.path is not None:
         problem = "bench scaling measures a family's published architecture."
-        raise UsageError(Problem(problem, "Name one: --set model.family=sdxl, with --tiny on a processor."))
-    cards = torch.cuda.device_count()
+        raise UsageError(Problem(problem, "Name one: --set model.family=sdxl, with --tiny on a CPU."))
+    gpus = torch.cuda.device_count()
     order = {"layers": layers_of(asked.resolved), "steps": asked.steps or STEPS, "tiny": asked.tiny, "named": OWN}
     rows: list[ScalingRow] = []
-    for count in counts(cards or 2):
-        found = launched(CHILD, order, count, on_cards=bool(cards))
+    for count in counts(gpus or 2):
+        found = launched(CHILD, order, count, on_gpus=bool(gpus))
         alone = rows[0].samples_per_second if rows else found["samples_per_second"]
         efficiency = found["samples_per_second"] / count / alone
         rows.append(
@@ -92,12 +92,12 @@ def measure(asked: Asked) -> Report:
                 met=efficiency >= TARGET if rows else None,
             )
         )
-    if cards == 1:
-        notes = ["One card: there is nothing to compare."]
-    elif cards:
-        notes = [f"{cards} cards of this machine, NCCL."]
+    if gpus == 1:
+        notes = ["One GPU: there is nothing to compare."]
+    elif gpus:
+        notes = [f"{gpus} GPUs of this machine, NCCL."]
     else:
-        notes = [f"No cards: two processes with gloo share {os.cpu_count()} cores and their memory, one thread each."]
+        notes = [f"No GPUs: two processes with gloo share {os.cpu_count()} cores and their memory, one thread each."]
     return Report(rows, ABOUT, notes, COLUMNS, first="processes")
 
 
@@ -106,9 +106,9 @@ def counts(most: int) -> list[int]:
     return sorted({most, *(2**power for power in range(most.bit_length()) if 2**power <= most)})
 
 
-def launch_file(count: int, *, on_cards: bool) -> dict[str, Any]:
+def launch_file(count: int, *, on_gpus: bool) -> dict[str, Any]:
     """What accelerate's launcher is told, as in `accelerate_configs`."""
-    where = {"gpu_ids": "all"} if on_cards else {"gpu_ids": ",".join(["-1"] * count)}
+    where = {"gpu_ids": "all"} if on_gpus else {"gpu_ids": ",".join(["-1"] * count)}
     return {
         **where,
         "compute_environment": "LOCAL_MACHINE",
@@ -123,17 +123,17 @@ def launch_file(count: int, *, on_cards: bool) -> dict[str, Any]:
         "num_processes": count,
         "rdzv_backend": "static",
         "same_network": True,
-        "use_cpu": not on_cards,
+        "use_cpu": not on_gpus,
     }
 
 
-def launched(child: str, order: Mapping[str, Any], count: int, *, on_cards: bool) -> dict[str, Any]:
+def launched(child: str, order: Mapping[str, Any], count: int, *, on_gpus: bool) -> dict[str, Any]:
     """What the first of so many processes of the module `child` wrote. Raises TrainingFailed where they do not end well."""
     with tempfile.TemporaryDirectory() as name:
         asked, answer = Path(name) / "order.json", Path(name) / "answer.json"
         write_json(asked, order)
         launch = Path(name) / "launch.json"
-        write_json(launch, launch_file(count, on_cards=on_cards))
+        write_json(launch, launch_file(count, on_gpus=on_gpus))
         command = [sys.executable, "-m", "accelerate.commands.launch", "--quiet", "--config_file", str(launch)]
         command += ["--main_process_port", "0", "--module", child, str(asked), str(answer)]
         local = {"GLOO_SOCKET_IFNAME": "lo"} if sys.platform == "linux" else {}

@@ -1,6 +1,6 @@
 """The trainer's step taken many times: seconds, losses, and what it held.
 
-On a card each step is timed by two events and nothing waits until the last is done. On a processor memory is counted
+On a GPU each step is timed by two events and nothing waits until the last is done. On a CPU memory is counted
 as `training/memory/trace.py` counts it, on the real step: each storage from the operator that makes it until it is freed.
 """
 
@@ -23,8 +23,8 @@ from lora_trainer.jobs.measures import tenths
 from lora_trainer.jobs.subject import Subject
 from lora_trainer.production.memory import GIB
 from lora_trainer.training.memory.trace import Account
-from lora_trainer.training.micro import Micro
-from lora_trainer.training.step import Learner, train_step
+from lora_trainer.training.micro_batch import MicroBatch
+from lora_trainer.training.step import StepContext, train_step
 
 FIRST = 20  # steps whose losses are held against those of another way
 RATE = 1e-4  # large enough that the losses follow the weights
@@ -87,18 +87,18 @@ def changed(resolved: Resolved, settings: Mapping[str, Any]) -> Resolved:
     return resolve([*(Layer(name, values) for name, values in layers_of(resolved).items()), Layer(BENCH, own)])
 
 
-def inputs_of(subject: Subject, count: int = INPUTS) -> list[list[Micro]]:
-    """The micro batches of some steps, made before anything is timed."""
+def inputs_of(subject: Subject, count: int = INPUTS) -> list[list[MicroBatch]]:
+    """The micro-batches of some steps, made before anything is timed."""
     return [subject.micros(number) for number in range(count)]
 
 
 def own_way(
-    learner: Learner,
-    inputs: Sequence[list[Micro]],
+    learner: StepContext,
+    inputs: Sequence[list[MicroBatch]],
     rate: float = RATE,
-    feed: Callable[[list[Micro]], Iterable[Micro]] = iter,
+    feed: Callable[[list[MicroBatch]], Iterable[MicroBatch]] = iter,
 ) -> Callable[[int], Tensor]:
-    """The trainer's step by its number: the loss [], left on the device. `feed` hands a step its micro batches."""
+    """The trainer's step by its number: the loss [], left on the device. `feed` hands a step its micro-batches."""
 
     def step(number: int) -> Tensor:
         micros = inputs[number % len(inputs)]
@@ -162,7 +162,7 @@ def retries_of(device: torch.device) -> int:
 
 
 def held_on(device: torch.device, retries: int) -> Held:
-    """What a card held at most since its counters were set back."""
+    """What a GPU held at most since its counters were set back."""
     if device.type != "cuda":
         return Held()
     most, reserved = torch.cuda.max_memory_allocated(device), torch.cuda.max_memory_reserved(device)

@@ -1,4 +1,4 @@
-"""Gradients summed over processes once a step, as the trainer does, and after each of its micro batches.
+"""Gradients summed over processes once a step, as the trainer does, and after each of its micro-batches.
 
 The second is what DDP does without `no_sync`. `accelerate launch --module` runs this file as one of the processes.
 """
@@ -22,20 +22,23 @@ from lora_trainer.jobs.trials.scaling import launched
 from lora_trainer.jobs.trials.steps import Held, Steps, changed, layers_of, own_way
 from lora_trainer.jobs.trials.together import join
 from lora_trainer.jobs.turns import timed_in_turn
-from lora_trainer.training.micro import Micro
-from lora_trainer.training.step import Learner, all_gradients, spread
+from lora_trainer.training.micro_batch import MicroBatch
+from lora_trainer.training.step import StepContext, all_gradients, spread
 
 CHILD = "lora_trainer.jobs.trials.sums"
-ACCUMULATED = {"batch.effective": 4, "batch.max_micro": 1}  # of each process: four micro batches a step
+ACCUMULATED = {
+    "train.effective_batch_size": 4,
+    "train.max_micro_batch_size": 1,
+}  # of each process: four micro-batches a step
 
 
 def sums_pair(asked: Asked, folder: Path, steps: int) -> Pair:
-    """A process on each card, or two on a processor; a family's published model, else the U-Net of 30 M weights.
+    """A process on each GPU, or two on a CPU; a family's published model, else the U-Net of 30 M weights.
 
     Raises UserError.
     """
-    cards, model = torch.cuda.device_count(), asked.resolved.config.model
-    if cards == 1:
+    gpus, model = torch.cuda.device_count(), asked.resolved.config.model
+    if gpus == 1:
         message = "One GPU is visible, and gradients are summed over at least 2 processes."
         raise UsageError(Problem(message, "Measure it on a machine with 2, or without GPUs (CUDA_VISIBLE_DEVICES=)."))
     order = {
@@ -44,7 +47,7 @@ def sums_pair(asked: Asked, folder: Path, steps: int) -> Pair:
         "tiny": asked.tiny,
         "named": SMALL if model.family is None or model.path is not None else OWN,
     }
-    found = launched(CHILD, order, cards or 2, on_cards=bool(cards))
+    found = launched(CHILD, order, gpus or 2, on_gpus=bool(gpus))
     each, once = (Steps(tuple(found[way]), (), Held(), 0.0) for way in ("each", "once"))
     return Pair(found["model"], each, once)
 
@@ -63,8 +66,8 @@ def work(order: Mapping[str, Any], answer: Path) -> None:
     joined.processes.wait()
 
 
-def averaged_between(learner: Learner, micros: list[Micro]) -> Iterator[Micro]:
-    """A step's micro batches; between two of them the gradients so far become the mean over all processes.
+def averaged_between(learner: StepContext, micros: list[MicroBatch]) -> Iterator[MicroBatch]:
+    """A step's micro-batches; between two of them the gradients so far become the mean over all processes.
 
     So the sum at the step's end is what it is without: each process brings its share of what all have averaged.
     """

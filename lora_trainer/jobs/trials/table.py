@@ -1,7 +1,7 @@
-"""`bench table`: the table of a card, filled by one command within its time.
+"""`bench table`: the table of a GPU, filled by one command within its time.
 
 Rows stand in the order of their worth. Each is measured in a process of its own and written as soon as it is there, so
-that a crash costs one row and the next call goes on where this one ended. Without a card `--tiny` takes the same rows
+that a crash costs one row and the next call goes on where this one ended. Without a GPU `--tiny` takes the same rows
 of thin models at an eighth of the side: that shows that each row runs, and nothing of its speed.
 """
 
@@ -46,7 +46,11 @@ def read_rows() -> tuple[Spec, ...]:
 def spec_of(row: Mapping[str, Any], document: Mapping[str, Any]) -> Spec:
     own = dict(row)
     batch = own.pop("batch", 1)
-    settings = {"data.resolution": own.pop("side"), "batch.effective": batch, "batch.max_micro": batch}
+    settings = {
+        "data.resolution": own.pop("side"),
+        "train.effective_batch_size": batch,
+        "train.max_micro_batch_size": batch,
+    }
     for each in (document["always"], *(document["settings"][name] for name in own.pop("settings", ()))):
         settings |= each
     return Spec(settings=settings, **own)
@@ -58,12 +62,12 @@ SPECS = read_rows()
 def measure(asked: Asked) -> Report:
     """Fill the table, or what is missing of it. Raises UsageError for a file of another device."""
     path = asked.rows or Path(FILE)
-    on_card = torch.cuda.is_available()
-    if not on_card and not asked.tiny:
-        raise UsageError(Problem("There is no CUDA card here.", "bench table --tiny shows that every row runs."))
+    on_gpu = torch.cuda.is_available()
+    if not on_gpu and not asked.tiny:
+        raise UsageError(Problem("There is no CUDA GPU here.", "bench table --tiny shows that every row runs."))
     asking = Asking(1, asked.steps or 2, tiny=True) if asked.tiny else Asking(steps=asked.steps or Asking.steps)
     wanted = [spec for spec in SPECS if asked.only is None or asked.only in spec.name]
-    late = [spec for spec in wanted if spec.settings.get("memory.compile") and not on_card and asked.only is None]
+    late = [spec for spec in wanted if spec.settings.get("compile.enabled") and not on_gpu and asked.only is None]
     wanted = [spec for spec in wanted if spec not in late]
     if not wanted:
         raise UsageError(
@@ -72,9 +76,9 @@ def measure(asked: Asked) -> Report:
     device = device_name()
     rows = fill(wanted, rows_in(path, device), asking, path, device, 60.0 * (asked.minutes or MINUTES))
     ordered = [rows[spec.name] for spec in wanted if spec.name in rows]
-    notes = notes_on(wanted, rows, path, on_card=on_card)
+    notes = notes_on(wanted, rows, path, on_gpu=on_gpu)
     if late:
-        notes.append(f"Left out, since nothing is compiled on a processor: {', '.join(spec.name for spec in late)}.")
+        notes.append(f"Left out, since nothing is compiled on a CPU: {', '.join(spec.name for spec in late)}.")
     return Report(ordered, ABOUT, notes, COLUMNS, first="row", text=markdown(ordered, device))
 
 
@@ -107,7 +111,7 @@ def fill(
 def in_child(work: Any, arguments: tuple[Any, ...], path: Path, seconds: float) -> dict[str, Any]:
     """What the work wrote in a process of its own; where it wrote nothing, how it ended, as `failed`."""
     path.unlink(missing_ok=True)
-    # With a card every process starts from nothing; else from one that has loaded the libraries.
+    # With a GPU every process starts from nothing; else from one that has loaded the libraries.
     quick = not torch.cuda.is_available() and "forkserver" in multiprocessing.get_all_start_methods()
     context: Any = multiprocessing.get_context("forkserver" if quick else "spawn")
     if quick:
@@ -116,7 +120,7 @@ def in_child(work: Any, arguments: tuple[Any, ...], path: Path, seconds: float) 
     process.start()
     try:
         process.join(seconds)
-    finally:  # also where this process is told to leave: nothing stays behind on the card
+    finally:  # also where this process is told to leave: nothing stays behind on the GPU
         late = process.is_alive()
         if late:
             process.kill()
@@ -163,19 +167,19 @@ def write(path: Path, rows: Mapping[str, TableRow], device: str) -> None:
     write_json(path, document)
 
 
-def notes_on(wanted: Sequence[Spec], rows: Mapping[str, TableRow], path: Path, *, on_card: bool) -> list[str]:
+def notes_on(wanted: Sequence[Spec], rows: Mapping[str, TableRow], path: Path, *, on_gpu: bool) -> list[str]:
     """What was not measured, and why."""
     notes = [f"{row.name}: {row.failed}" for spec in wanted if (row := rows.get(spec.name)) and row.failed]
     late = [spec.name for spec in wanted if spec.name not in rows]
     if late:
         notes.append(f"No time was left for {', '.join(late)}; the same command goes on there.")
-    if on_card:
-        notes.append("A capped card shows that a row fits, not how fast a card of that size is.")
+    if on_gpu:
+        notes.append("A capped GPU shows that a row fits, not how fast a GPU of that size is.")
     else:
         notes.append(
-            "No card: rows show that they run. Memory and caps are not measured; capped rows take what the plan"
+            "No GPU: rows show that they run. Memory and caps are not measured; capped rows take what the plan"
         )
-        notes[-1] += " of the full model chose for such a card. Speed of a processor says nothing of a card's."
+        notes[-1] += " of the full model chose for such a GPU. Speed of a CPU says nothing of a GPU's."
     notes.append(f"Rows are kept in {path}.")
     return notes
 

@@ -16,21 +16,21 @@ from lora_trainer.core.io import read_json, write_json
 from lora_trainer.core.quiet import quieten_libraries
 from lora_trainer.jobs.subject import subject_of
 from lora_trainer.jobs.trials.steps import INPUTS, inputs_of, own_way, take_steps
-from lora_trainer.training.micro import Micro
+from lora_trainer.training.micro_batch import MicroBatch
 from lora_trainer.training.processes import Processes, join_processes
-from lora_trainer.training.step import Learner
+from lora_trainer.training.step import StepContext
 
 WARM_UP = 3
 
 
 @dataclass(frozen=True)
 class Joined:
-    """One of several processes that train together: its learner and the micro batches of its steps."""
+    """One of several processes that train together: its learner and the micro-batches of its steps."""
 
     name: str
     processes: Processes
-    learner: Learner
-    inputs: list[list[Micro]]
+    learner: StepContext
+    inputs: list[list[MicroBatch]]
 
 
 def join(order: Mapping[str, Any], summed: list[int]) -> Joined:
@@ -42,7 +42,7 @@ def join(order: Mapping[str, Any], summed: list[int]) -> Joined:
     learner = replace(subject.learner, rank=processes.rank, world=processes.world)
     if processes.reduce is not None:
         reduce = noting(processes.reduce, summed)
-        learner = replace(learner, reduce=reduce, await_card=processes.await_card)
+        learner = replace(learner, reduce=reduce, await_gpu=processes.await_gpu)
     inputs = inputs_of(subject, INPUTS * processes.world)[processes.rank :: processes.world]
     processes.wait()
     return Joined(subject.name, processes, learner, inputs)

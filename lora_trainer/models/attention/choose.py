@@ -41,7 +41,11 @@ def choose_attention(
             return AttentionChoice(wanted, works)
         if not order:
             install = "Install it, or set" if "not installed" in failure else "Set"
-            raise UsageError(Problem(f"memory.attention={wanted}: {failure}.", f"{install} memory.attention=auto."))
+            raise UsageError(
+                Problem(
+                    f"hardware.attention_backend={wanted}: {failure}.", f"{install} hardware.attention_backend=auto."
+                )
+            )
         failures.append(failure)
     for name in order:
         if name == wanted:

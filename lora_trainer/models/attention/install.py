@@ -28,7 +28,7 @@ def install_attention(denoiser: nn.Module, name: str) -> None:
         make = PROCESSORS.get(type(usual).__name__)
         if make is None or not _plain(module):
             problem = f"{type(usual).__name__} of this model is not known: attention {name} cannot take its place."
-            raise UsageError(Problem(problem, "Set memory.attention=sdpa."))
+            raise UsageError(Problem(problem, "Set hardware.attention_backend=sdpa."))
         module.set_processor(make(usual, KINDS[name]))
         remember_signature(make)
 
@@ -61,7 +61,7 @@ class _Processor:
 
 
 class CrossProcessor(_Processor):
-    """A U-Net's: the picture looks at itself, or at the text."""
+    """A U-Net's: the image looks at itself, or at the text."""
 
     def __call__(
         self,
@@ -77,7 +77,7 @@ class CrossProcessor(_Processor):
 
 
 class JointProcessor(_Processor):
-    """A transformer's, where picture and text look at both, the picture first; without text as in a U-Net."""
+    """A transformer's, where image and text look at both, the image first; without text as in a U-Net."""
 
     def __call__(
         self,
@@ -92,8 +92,8 @@ class JointProcessor(_Processor):
             return cast("Tensor", _out(attn, self.mixed(*parts)))
         text = _added(attn, encoder_hidden_states)
         query, key, value = (torch.cat(pair, dim=2) for pair in zip(parts, text, strict=True))
-        pictures, words = self.mixed(query, key, value).split((hidden_states.shape[1], text[0].shape[2]), dim=1)
-        return _out(attn, pictures), words if attn.context_pre_only else attn.to_add_out(words)
+        images, words = self.mixed(query, key, value).split((hidden_states.shape[1], text[0].shape[2]), dim=1)
+        return _out(attn, images), words if attn.context_pre_only else attn.to_add_out(words)
 
 
 class RotaryProcessor(_Processor):
@@ -120,12 +120,12 @@ class RotaryProcessor(_Processor):
         mixed = self.mixed(query, key, value)
         if encoder_hidden_states is None:
             return mixed
-        words, pictures = mixed.split((encoder_hidden_states.shape[1], hidden_states.shape[1]), dim=1)
-        return _out(attn, pictures), attn.to_add_out(words.contiguous())
+        words, images = mixed.split((encoder_hidden_states.shape[1], hidden_states.shape[1]), dim=1)
+        return _out(attn, images), attn.to_add_out(words.contiguous())
 
 
 class StreamProcessor(_Processor):
-    """A transformer's with rotary positions as complex numbers, where text and picture are one sequence.
+    """A transformer's with rotary positions as complex numbers, where text and image are one sequence.
 
     Sequences of other lengths in one batch come with a mask [B, L], which torch's own choice alone can take.
     """

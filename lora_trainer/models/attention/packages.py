@@ -26,5 +26,6 @@ def lacking(name: str) -> Problem | None:
         if find_spec(module) is not None:
             return None
     return Problem(
-        f"memory.attention={name}: {name} is not installed ({FROM[name]}).", "Install it, or set memory.attention=auto."
+        f"hardware.attention_backend={name}: {name} is not installed ({FROM[name]}).",
+        "Install it, or set hardware.attention_backend=auto.",
     )

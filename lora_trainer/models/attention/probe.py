@@ -18,7 +18,7 @@ from lora_trainer.models.attention.kinds import KINDS, math
 from lora_trainer.models.attention.packages import DISTRIBUTIONS, FROM
 from lora_trainer.models.attention.shapes import AttentionShape
 
-TF32_STEP = 2.0**-10  # to the next number after 1, in what fp32 products may be computed in on a card
+TF32_STEP = 2.0**-10  # to the next number after 1, in what fp32 products may be computed in on a GPU
 STEPS_OFF = 8  # of the right values' norm, in steps of the precision
 SMALLEST = 1e-3  # of what comes from above: gradients that are less are judged as if they were so large
 ROW_OFF = 4  # times what the whole may be off: a single token's rounding does not average out
@@ -104,7 +104,7 @@ def time_attention(
 ) -> list[dict[str, object]]:
     """Each implementation at each shape: a row with `name`, `shape`, seconds forward and backward, or why not.
 
-    Of seconds there are `seconds_median`, `seconds_p10` and `seconds_p90`, taken by the card's own clock on a card;
+    Of seconds there are `seconds_median`, `seconds_p10` and `seconds_p90`, taken by the GPU's own clock on a GPU;
     `failure` is None or a sentence. `names` are all of KINDS where none are given.
     """
     rows: list[dict[str, object]] = []
@@ -147,7 +147,7 @@ def race(
 
 
 def _clock(device: torch.device) -> tuple[Callable[[], Any], Callable[[list[Any]], list[float]]]:
-    """What marks a moment, and what makes seconds of the moments' distances; on a card in its own time."""
+    """What marks a moment, and what makes seconds of the moments' distances; on a GPU in its own time."""
     if device.type != "cuda":
         return time.perf_counter, lambda marks: [after - before for before, after in pairwise(marks)]
 

@@ -1,1 +1,1 @@
-"""What of the denoiser stands on the card and when: checkpointing, streaming, ledgers."""
+"""What of the denoiser stands on the GPU and when: checkpointing, streaming, ledgers."""

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import nn
 
-from lora_trainer.config.schema import Recompute
+from lora_trainer.config.schema import CheckpointingMode
 from lora_trainer.models.memory.recompute import recomputing
 
 FLAG = "gradient_checkpointing"
@@ -60,7 +60,7 @@ def checkpointed_blocks(denoiser: nn.Module) -> int:
     return sum(bool(getattr(block, FLAG, False)) for block in checkpointable_blocks(denoiser))
 
 
-def checkpoint_blocks(denoiser: Any, count: int, recompute: Recompute = "all") -> None:
+def checkpoint_blocks(denoiser: Any, count: int, recompute: CheckpointingMode = "full") -> None:
     """Recompute the activations of the first `count` blocks in the backward pass: all, or what is cheap to compute."""
     blocks = checkpointable_blocks(denoiser)
     if is_transformer(denoiser):
@@ -72,7 +72,7 @@ def checkpoint_blocks(denoiser: Any, count: int, recompute: Recompute = "all") -
         setattr(block, FLAG, index < count)
 
 
-def _where_flagged(recompute: Recompute) -> Callable[..., Any]:
+def _where_flagged(recompute: CheckpointingMode) -> Callable[..., Any]:
     """What runs a transformer's block, checkpointed if it has the flag."""
     checkpointed = recomputing(recompute)
     return lambda block, *given: checkpointed(block, *given) if getattr(block, FLAG) else block(*given)

@@ -17,10 +17,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 
-from lora_trainer.models.memory.streaming import visiting_storages
+from lora_trainer.models.memory.block_swap import swapped_storages
 
 LEAST_BYTES = 2**20  # smaller ones gain little, and each costs a copy
-LEAVING = 4  # that may still stand on the card while they are copied: more hold memory, fewer make the card wait
+LEAVING = 4  # that may still stand on the GPU while they are copied: more hold memory, fewer make the GPU wait
 AHEAD = 2  # that come back before they are asked for
 
 Given = ParamSpec("Given")
@@ -48,11 +48,11 @@ def offload_note(asked: bool, device: torch.device) -> list[str]:
 
 
 class Away:
-    """One storage's bytes in host memory; on the card again from `bring` on. `place` is its number in the pass."""
+    """One storage's bytes in host memory; on the GPU again from `bring` on. `place` is its number in the pass."""
 
     def __init__(self, flat: Tensor, stream: torch.cuda.Stream | None, place: int) -> None:
         self.device, self.stream, self.place = flat.device, stream, place
-        self.flat: Tensor | None = flat  # what stands on the card: the first, then that which came back
+        self.flat: Tensor | None = flat  # what stands on the GPU: the first, then that which came back
         host = flat.device if flat.is_meta else torch.device("cpu")  # what is only traced has no bytes anywhere
         self.host = torch.empty(flat.shape, dtype=flat.dtype, device=host, pin_memory=stream is not None)
         self.copied = self._copy(self.host, flat)
@@ -69,13 +69,13 @@ class Away:
         return copied
 
     def wait(self) -> None:
-        """What is computed from here on, and memory that is freed, wait for the copy, on the card."""
+        """What is computed from here on, and memory that is freed, wait for the copy, on the GPU."""
         if self.copied is not None:
             torch.cuda.current_stream(self.device).wait_event(self.copied)
             self.copied = None
 
     def go(self) -> None:
-        """Let go of the card's memory."""
+        """Let go of the GPU's memory."""
         self.wait()
         self.flat = None
 
@@ -118,7 +118,7 @@ class Offload:
         self.order.clear()
         if torch.is_grad_enabled():
             tensors = (*self.model.parameters(), *self.model.buffers())
-            self.own = {tensor.untyped_storage()._cdata for tensor in tensors} | visiting_storages(self.model)
+            self.own = {tensor.untyped_storage()._cdata for tensor in tensors} | swapped_storages(self.model)
 
     def pack(self, tensor: Tensor) -> Any:
         """The tensor itself, or what it becomes again from."""
@@ -143,7 +143,7 @@ class Offload:
         return away
 
     def unpack(self, kept: Any) -> Tensor:
-        """What was kept, on the card; and what was kept before it, since that is asked for next, on its way there."""
+        """What was kept, on the GPU; and what was kept before it, since that is asked for next, on its way there."""
         if isinstance(kept, Tensor):
             return kept
         away, dtype, offset, shape, stride = kept
@@ -159,7 +159,7 @@ class Offload:
             return torch.empty(0, dtype=dtype, device=self.device).set_(storage, offset, shape, stride)
 
     def _moves(self, tensor: Tensor) -> bool:
-        """Whether it is worth it: large, on the card, and not the model's own."""
+        """Whether it is worth it: large, on the GPU, and not the model's own."""
         if tensor.device != self.device or type(tensor) is not Tensor or tensor.layout != torch.strided:
             return False
         storage = tensor.untyped_storage()

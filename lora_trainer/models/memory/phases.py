@@ -1,8 +1,8 @@
-"""What the phases of a run besides its training steps take on a card: encoding, the LoRA gate, drawing. No torch.
+"""What the phases of a run besides its training steps take on a GPU: encoding, the LoRA gate, drawing. No torch.
 
 All of them run without gradients, so their memory is weights and a number of values for each pixel, place of the
 latents or caption. These numbers were traced on the published models (`architectures/NAME.json`, `phases`), and are
-taken for every model of the family. Where a phase does not fit as it is, parts take turns on the card and layers of
+taken for every model of the family. Where a phase does not fit as it is, parts take turns on the GPU and layers of
 the denoiser visit it one by one: the numbers that come out stay the same, and only time is lost.
 """
 
@@ -24,16 +24,16 @@ from lora_trainer.models.places import stored_weights
 FRAGMENTATION = 1.05  # of what comes and goes
 PREDICTED_AT_ONCE = 2  # rows of a prediction: with and without the prompt, or two of the gate's questions
 CAPTIONS_AT_ONCE = 32
-DRAWN_AT_ONCE = 8  # on a processor; on a card one, since the decoder's memory grows with each
-DECODED_ON_A_PROCESSOR = 8 << 30  # bytes, of pictures that are drawn at once there
-LARGE_TEXTS = 4 << 30  # bytes of text encoders, above which a processor holds them as they are stored, mapped
+DRAWN_AT_ONCE = 8  # on a CPU; on a GPU one, since the decoder's memory grows with each
+DECODED_ON_A_PROCESSOR = 8 << 30  # bytes, of images that are drawn at once there
+LARGE_TEXTS = 4 << 30  # bytes of text encoders, above which a CPU holds them as they are stored, mapped
 CAPTIONS_ON_A_PROCESSOR = 2 << 30  # bytes, of captions that are read at once then
-TILE = 512  # pixels, side of a picture's part that is decoded by itself
+TILE = 512  # pixels, side of an image's part that is decoded by itself
 
 
 @dataclass(frozen=True)
 class PhaseCosts:
-    """Counts of values. The first three are parameters: of each text encoder, the autoencoder, the largest layer.
+    """Counts of values. The first three are parameters: of each text encoder, the VAE, the largest layer.
 
     `encode` and `decode` are held for each pixel at the peak, `predict` for each place of one sample's latents,
     `caption` for each caption.
@@ -101,10 +101,10 @@ def _sizes(component: Path) -> list[int]:
 
 @dataclass(frozen=True)
 class Placement:
-    """How a phase uses the card.
+    """How a phase uses the GPU.
 
     `resident` bytes of the denoiser stay there and the rest visits layer by layer; None means all of it.
-    `in_turn`: text encoders and autoencoder visit too. `tiled`: pictures are decoded in parts. `peak` in bytes.
+    `in_turn`: text encoders and VAE visit too. `tiled`: images are decoded in parts. `peak` in bytes.
     """
 
     resident: int | None
@@ -117,10 +117,10 @@ class Placement:
         """`encoders layer by layer, 3.9 GiB of the denoiser on the card and the rest layer by layer`."""
         said = ["encoders layer by layer"] if self.in_turn else []
         if self.resident is not None:
-            said.append(f"{self.resident / 2**30:.1f} GiB of the denoiser on the card and the rest layer by layer")
+            said.append(f"{self.resident / 2**30:.1f} GiB of the denoiser on the GPU and the rest layer by layer")
         if self.tiled:
-            said.append(f"pictures decoded in parts of {TILE} px")
-        return ", ".join(said) or "everything on the card"
+            said.append(f"images decoded in parts of {TILE} px")
+        return ", ".join(said) or "everything on the GPU"
 
 
 def place_gate(denoiser: int, places: int, itemsize: int, costs: PhaseCosts, usable: int | None) -> Placement:
@@ -142,7 +142,7 @@ def place_drawing(
     costs: PhaseCosts,
     usable: int | None,
 ) -> Placement:
-    """For one picture at a time of so many `pixels`. `encoders` are the bytes of text encoders and autoencoder."""
+    """For one image at a time of so many `pixels`. `encoders` are the bytes of text encoders and VAE."""
     predicting, layer = prediction_bytes(places, itemsize, costs), costs.layer * itemsize
     decoding = decoding_bytes(pixels, decoder_itemsize, costs)
     whole = denoiser + encoders + max(predicting, decoding)
@@ -155,18 +155,18 @@ def place_drawing(
     return Placement(resident, True, tiled, peak)
 
 
-def drawn_on_a_processor(pixels: int, itemsize: int, costs: PhaseCosts) -> int:
-    """How many pictures of so many `pixels` are drawn at once there."""
+def drawn_on_a_cpu(pixels: int, itemsize: int, costs: PhaseCosts) -> int:
+    """How many images of so many `pixels` are drawn at once there."""
     return max(1, min(DRAWN_AT_ONCE, DECODED_ON_A_PROCESSOR // decoding_bytes(pixels, itemsize, costs)))
 
 
 def decoding_bytes(pixels: int, itemsize: int, costs: PhaseCosts) -> int:
-    """Held while a picture is decoded, beside the weights."""
+    """Held while an image is decoded, beside the weights."""
     return int(FRAGMENTATION * costs.decode * pixels * itemsize)
 
 
 def _kept(denoiser: int, active: int, usable: int) -> tuple[int | None, int]:
-    """How much of the denoiser stays on the card beside what is active, None for all of it; and the peak."""
+    """How much of the denoiser stays on the GPU beside what is active, None for all of it; and the peak."""
     if denoiser + active <= usable:
         return None, denoiser + active
     resident = max(0, usable - active)
@@ -178,8 +178,8 @@ def prediction_bytes(places: int, itemsize: int, costs: PhaseCosts) -> int:
     return int(FRAGMENTATION * PREDICTED_AT_ONCE * costs.predict * places * itemsize)
 
 
-def pictures_at_once(wanted: int, pixels: int, itemsize: int, costs: PhaseCosts, usable: int | None) -> int:
-    """How many pictures of so many `pixels` are encoded together: as many as were asked for and fit, at least one."""
+def images_at_once(wanted: int, pixels: int, itemsize: int, costs: PhaseCosts, usable: int | None) -> int:
+    """How many images of so many `pixels` are encoded together: as many as were asked for and fit, at least one."""
     if usable is None:
         return wanted
     each = int(FRAGMENTATION * costs.encode * pixels * itemsize)
@@ -187,35 +187,35 @@ def pictures_at_once(wanted: int, pixels: int, itemsize: int, costs: PhaseCosts,
 
 
 def encoding_bytes(costs: PhaseCosts, itemsize: int = 4) -> tuple[int, int]:
-    """(of the autoencoder, held for each pixel of a picture while it encodes); in fp32."""
+    """(of the VAE, held for each pixel of an image while it encodes); in fp32."""
     return costs.autoencoder * itemsize, math.ceil(FRAGMENTATION * costs.encode * itemsize)
 
 
-def caching_bytes(pictures: int, pixels: int, itemsize: int, costs: PhaseCosts, usable: int | None) -> tuple[int, str]:
-    """The peak of filling the caches, pictures first, then captions, each with their own encoders alone; and how.
+def caching_bytes(images: int, pixels: int, itemsize: int, costs: PhaseCosts, usable: int | None) -> tuple[int, str]:
+    """The peak of filling the caches, images first, then captions, each with their own encoders alone; and how.
 
     Text encoders that do not fit visit layer by layer, with as many captions at once as fit beside them.
     """
-    images = itemsize * (costs.autoencoder + int(FRAGMENTATION * pictures * costs.encode * pixels))
+    encoding = itemsize * (costs.autoencoder + int(FRAGMENTATION * images * costs.encode * pixels))
     each = _caption_bytes(itemsize, costs)
-    told = counted(pictures, "picture") + " at once"
+    told = counted(images, "image") + " at once"
     in_turn, together = captions_at_once(itemsize, costs, usable)
     if not in_turn:
-        return max(images, itemsize * sum(costs.text_encoders) + together * each), told
+        return max(encoding, itemsize * sum(costs.text_encoders) + together * each), told
     said = f"{told}, text encoders layer by layer, {counted(together, 'caption')} at once"
-    return max(images, itemsize * costs.layer + together * each), said
+    return max(encoding, itemsize * costs.layer + together * each), said
 
 
 def captions_at_once(itemsize: int, costs: PhaseCosts, usable: int | None) -> tuple[bool, int]:
-    """Whether text encoders visit the card layer by layer, and how many captions they read together."""
+    """Whether text encoders visit the GPU layer by layer, and how many captions they read together."""
     each = _caption_bytes(itemsize, costs)
     if usable is None or itemsize * sum(costs.text_encoders) + CAPTIONS_AT_ONCE * each <= usable:
         return False, CAPTIONS_AT_ONCE
     return True, max(1, min(CAPTIONS_AT_ONCE, (usable - itemsize * costs.layer) // each))
 
 
-def captions_on_a_processor(itemsize: int, costs: PhaseCosts) -> tuple[bool, int]:
-    """The same on a processor, for host memory: whether each layer is widened only while it is used.
+def captions_on_a_cpu(itemsize: int, costs: PhaseCosts) -> tuple[bool, int]:
+    """The same on a CPU, for host memory: whether each layer is widened only while it is used.
 
     That takes a few percent of the time of reading so many captions at once as there are then.
     """
@@ -225,7 +225,7 @@ def captions_on_a_processor(itemsize: int, costs: PhaseCosts) -> tuple[bool, int
 
 
 def widened_in_turn(size: int) -> bool:
-    """Whether text encoders of so many bytes are not held whole on a processor."""
+    """Whether text encoders of so many bytes are not held whole on a CPU."""
     return size > LARGE_TEXTS
 
 

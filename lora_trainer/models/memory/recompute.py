@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from lora_trainer.config.schema import Recompute
+from lora_trainer.config.schema import CheckpointingMode
 
 # A product is kept where each of its numbers took so many multiplications: the base's are, the adapter's, as wide as
 # the rank, are not, and neither are scores of attention where it comes apart into products. Nor are products in int8,
@@ -23,9 +23,9 @@ DEAR = 256
 KEEP, AGAIN = CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_RECOMPUTE
 
 
-def recomputing(recompute: Recompute) -> Callable[..., Any]:
+def recomputing(recompute: CheckpointingMode) -> Callable[..., Any]:
     """The function that runs a block so that its backward pass computes it again."""
-    if recompute == "all":
+    if recompute == "full":
         return partial(checkpoint, use_reentrant=False)
     return partial(checkpoint, use_reentrant=False, context_fn=_contexts)
 

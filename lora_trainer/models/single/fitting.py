@@ -1,4 +1,4 @@
-"""What parts a base lacks, and whether an autoencoder fits in the place of its own. No torch."""
+"""What parts a base lacks, and whether a VAE fits in the place of its own. No torch."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 from lora_trainer.core.errors import Problem, UsageError
 from lora_trainer.core.tensorfile import read_tensor_header
-from lora_trainer.models.folder import read_config, refuse_quantised
+from lora_trainer.models.folder import read_config, refuse_quantized
 from lora_trainer.models.single.stored import Stored
 from lora_trainer.models.single.texts import TEXTS, kind_of_file
 
@@ -17,7 +17,7 @@ USUAL_SCALE = 0.18215  # diffusers' own, where a config names none
 
 
 def check_vae(own: Mapping[str, Any], other: Mapping[str, Any], named: Path) -> None:
-    """Raise UsageError, all problems at once, where latents of the autoencoder `other` are not what the model was trained on.
+    """Raise UsageError, all problems at once, where latents of the VAE `other` are not what the model was trained on.
 
     Both are configs. What cannot be told from configs, such as other latents of the same form, is not noticed.
     """
@@ -32,31 +32,31 @@ def check_vae(own: Mapping[str, Any], other: Mapping[str, Any], named: Path) -> 
         if (ours or 0) != (theirs or 0):
             told = f"{theirs} {words}" if key == "latent_channels" else f"{words} {theirs}"
             message = f"model.vae: {named} has {told}, and the model's own has {ours}."
-            problems.append(Problem(message, "Name an autoencoder of the same family, or remove model.vae."))
+            problems.append(Problem(message, "Name a VAE of the same family, or remove model.vae."))
     levels, theirs = (len(config.get("block_out_channels", ())) for config in (own, other))
     if levels and theirs and levels != theirs:  # a published one leaves them to the file
-        message = f"model.vae: {named} makes pictures {2 ** (theirs - 1)} times smaller, and the model's own {2 ** (levels - 1)} times."
-        problems.append(Problem(message, "Name an autoencoder of the same family, or remove model.vae."))
+        message = f"model.vae: {named} makes images {2 ** (theirs - 1)} times smaller, and the model's own {2 ** (levels - 1)} times."
+        problems.append(Problem(message, "Name a VAE of the same family, or remove model.vae."))
     if problems:
         raise UsageError(problems)
 
 
 def vae_folder(named: Path) -> Path:
-    """An autoencoder's own folder: the one that is named, or `vae/` in it; a file stays one. Raises UsageError."""
+    """A VAE's own folder: the one that is named, or `vae/` in it; a file stays one. Raises UsageError."""
     if not named.exists():
-        raise UsageError(Problem(f"There is no autoencoder at {named}.", "Check model.vae: its folder, or its file."))
+        raise UsageError(Problem(f"There is no VAE at {named}.", "Check model.vae: its folder, or its file."))
     if named.is_file():
         return named
     folder = named / "vae" if (named / "vae" / "config.json").exists() else named
     if not (folder / "config.json").exists():
-        message = f"{named} holds no autoencoder: neither config.json nor vae/config.json."
-        raise UsageError(Problem(message, "Name a diffusers folder of an autoencoder, or its .safetensors file."))
+        message = f"{named} holds no VAE: neither config.json nor vae/config.json."
+        raise UsageError(Problem(message, "Name a diffusers folder of a VAE, or its .safetensors file."))
     config = read_config(folder, "config.json")
     usual = "AutoencoderKL" if "block_out_channels" in config else config.get("model_type", "part of another kind")
     kind = config.get("_class_name", usual)
     if kind != "AutoencoderKL":
         raise UsageError(
-            Problem(f"{folder} is a {str(kind)[:80]}, not an AutoencoderKL.", "Name an autoencoder with model.vae.")
+            Problem(f"{folder} is a {str(kind)[:80]}, not an AutoencoderKL.", "Name a VAE with model.vae.")
         )
     return folder
 
@@ -93,7 +93,7 @@ def given_texts(named: Path, wanted: set[str], family: str) -> dict[str, Path]:
 def _single_files(files: Sequence[Path], sought: Mapping[str, str]) -> dict[str, Path]:
     """Of files of text encoders the one of each kind that is sought: the largest, which was narrowed least.
 
-    Files that cannot be read or are quantised are passed over, and are the reasons where a kind is found in no other.
+    Files that cannot be read or are quantized are passed over, and are the reasons where a kind is found in no other.
     """
     found: dict[str, list[Path]] = {name: [] for name in sought}
     problems: list[Problem] = []
@@ -106,7 +106,7 @@ def _single_files(files: Sequence[Path], sought: Mapping[str, str]) -> dict[str,
                 if kind_of_file(stored) == kind.removeprefix("open_").removesuffix("_projected")
             ]
             if names:
-                refuse_quantised(file, stored.types)
+                refuse_quantized(file, stored.types)
         except UsageError as error:
             problems.extend(error.problems)
             continue

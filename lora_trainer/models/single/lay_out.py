@@ -19,16 +19,16 @@ from lora_trainer.core.tensorfile import read_tensor_header
 from lora_trainer.models.folder import (
     check_part,
     detect_family,
-    how_quantised,
+    how_quantized,
     places_of_weights,
     read_config,
-    refuse_quantised,
+    refuse_quantized,
     tokenizer_of,
     weights_are_here,
 )
 from lora_trainer.models.places import laid_out_models, prune_laid_out, write_places
 from lora_trainer.models.single.fitting import check_vae
-from lora_trainer.models.single.recognise import Checkpoint, recognise
+from lora_trainer.models.single.recognize import Checkpoint, recognize
 from lora_trainer.models.single.stored import Part, Stored
 from lora_trainer.models.single.texts import MAY_LACK, TEXTS, text_part
 from lora_trainer.models.single.tokenizers import LACK_WORDS, copy_small, copy_tokenizer
@@ -54,7 +54,7 @@ def lay_out(base: Path | Checkpoint, parts: Parts | None = None, *, kept: bool =
     """
     given = dict(parts or {})
     if isinstance(base, Path) and base.is_file():
-        base = recognise(base)
+        base = recognize(base)
     place, variant = (base.file, base.variant) if isinstance(base, Checkpoint) else (base, "")
     name = f"{place.stem[:SHOWN_OF_NAME]}-{_key(place, variant, given)[:16]}"
     target = laid_out_models() / (name if kept else f"{name}.{os.getpid()}.part")
@@ -95,7 +95,7 @@ def lacking_parts(base: Path | Checkpoint) -> set[str]:
 
 def _is_usable(stored: Stored) -> bool:
     """Whether there is such a part, whose tensors are the weights themselves."""
-    return bool(stored.shapes) and not how_quantised(stored.types)
+    return bool(stored.shapes) and not how_quantized(stored.types)
 
 
 def _key(base: Path, variant: str, parts: Parts) -> str:
@@ -186,46 +186,46 @@ def _text_part(checkpoint: Checkpoint, name: str, kind: str, prefix: str, given:
         may = ", or set model.without_t5" if MAY_LACK.get(checkpoint.family) == name else ""
         message = f"{checkpoint.file} holds no {name} ({prefix}…)."
         if stored.shapes:
-            message = f"{checkpoint.file} holds {name} quantised ({how_quantised(stored.types)})."
+            message = f"{checkpoint.file} holds {name} quantized ({how_quantized(stored.types)})."
         fix = f"Name a folder that holds {name}/, or its .safetensors file, with model.text_encoders{may}."
         raise UsageError(Problem(message, fix))
     return text_part(kind, stored)
 
 
 def _vae(checkpoint: Checkpoint, published: Mapping[str, Any], given: Path | None) -> Part | Path:
-    """The autoencoder that is given, where it fits, else the checkpoint's own. Raises UsageError."""
+    """The VAE that is given, where it fits, else the checkpoint's own. Raises UsageError."""
     stored = next((part for prefix in VAE_PREFIXES if (part := checkpoint.part(prefix)).shapes), None)
     own = None if stored is None else vae_part(stored, published)
     if given is not None:
         return _replaced_vae(given, published if own is None else own.config)
     if stored is None or own is None:
-        message = f"{checkpoint.file} holds no autoencoder."
+        message = f"{checkpoint.file} holds no VAE."
         raise UsageError(Problem(message, "Name one with model.vae: its folder, or its .safetensors file."))
-    refuse_quantised(stored.file, stored.types)
+    refuse_quantized(stored.file, stored.types)
     return own
 
 
 def _replaced_vae(given: Path, own: Mapping[str, Any]) -> Part | Path:
-    """An autoencoder in the place of one with the config `own`. Raises UsageError where it does not fit."""
+    """A VAE in the place of one with the config `own`. Raises UsageError where it does not fit."""
     part = given if given.is_dir() else vae_of_file(given, own)
     check_vae(own, read_config(part, "config.json") if isinstance(part, Path) else part.config, given)
     return part
 
 
 def vae_of_file(file: Path, published: Mapping[str, Any]) -> Part:
-    """An autoencoder in a file of its own, by either's names, or in a checkpoint, whose family tells its scale.
+    """A VAE in a file of its own, by either's names, or in a checkpoint, whose family tells its scale.
 
     Raises UsageError for what is none.
     """
     header = read_tensor_header(file)
     with contextlib.suppress(UsageError):
-        published = _published(recognise(file).family)["vae"]
+        published = _published(recognize(file).family)["vae"]
     for prefix in (*VAE_PREFIXES, ""):
         stored = Stored.of(file, header, prefix)
         if "encoder.conv_in.weight" in stored.shapes:
-            refuse_quantised(file, stored.types)
+            refuse_quantized(file, stored.types)
             return vae_part(stored, published)
-    raise UsageError(Problem(f"{file} is no autoencoder.", "Name one with model.vae."))
+    raise UsageError(Problem(f"{file} is no VAE.", "Name one with model.vae."))
 
 
 def _write_part(part: Part | Path, target: Path) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 
 from lora_trainer.core.io import atomic_path
 from lora_trainer.export.layout import Layout, Rule, fused
-from lora_trainer.models.folder import refuse_quantised
+from lora_trainer.models.folder import refuse_quantized
 from lora_trainer.models.places import Place, laid_out_models
 from lora_trainer.models.single.stored import Part, Stored, by_layout, refuse_sides, renamed
 
@@ -69,13 +69,13 @@ OPEN_CLIP: Layout = (
 LAYERS_OF_H = 24  # the CLIP of 2.x, between the two others
 QWEN_NORM = "layers.0.self_attn.q_norm.weight"
 NOT_WEIGHTS = ("logit_scale", "attn_mask", "position_ids")
-TEXT_MODEL = ("embeddings.", "encoder.", "final_layer_norm.")  # of CLIP, whose other half reads pictures
+TEXT_MODEL = ("embeddings.", "encoder.", "final_layer_norm.")  # of CLIP, whose other half reads images
 WIDEST = 8192  # channels of a CLIP; published ones have up to 1280
 
 
 def text_part(kind: str, stored: Stored) -> Part:
-    """Config and places of a text encoder of a kind. Raises UsageError for one that is quantised, or damaged."""
-    refuse_quantised(stored.file, stored.types)
+    """Config and places of a text encoder of a kind. Raises UsageError for one that is quantized, or damaged."""
+    refuse_quantized(stored.file, stored.types)
     if kind == "t5":
         return t5_part(stored)
     if kind == "qwen3":

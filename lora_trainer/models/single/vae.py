@@ -20,7 +20,7 @@ def is_diffusers_vae(stored: Stored) -> bool:
 
 
 def vae_part(stored: Stored, published: Mapping[str, Any]) -> Part:
-    """Config and places of an autoencoder: a `published` one's config, with its form as the file has it."""
+    """Config and places of a VAE: a `published` one's config, with its form as the file has it."""
     own = is_diffusers_vae(stored)
     levels = stored.count("encoder.down_blocks." if own else "encoder.down.")
 
@@ -35,7 +35,7 @@ def vae_part(stored: Stored, published: Mapping[str, Any]) -> Part:
             return f"{side}.mid_block.attentions.0.{ATTENTION.get(module, module)}.{kind}"
         if matched := LEVEL.fullmatch(name):
             side, way, number, block, leaf = matched.groups()
-            level = int(number) if way == "down" else levels - 1 - int(number)  # ways up are counted from the picture
+            level = int(number) if way == "down" else levels - 1 - int(number)  # ways up are counted from the image
             if block:
                 return f"{side}.{way}_blocks.{level}.resnets.{block}.{_resnet(leaf)}"
             return f"{side}.{way}_blocks.{level}.{way}samplers.0.{leaf}"

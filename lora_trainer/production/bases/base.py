@@ -1,7 +1,7 @@
 """What a user names as the base becomes a folder in diffusers' layout. No torch.
 
 A folder is taken as it is. A model of a hub is found in the user's Hugging Face cache, else fetched into it. A single
-checkpoint, or a base whose autoencoder or text encoders are others, is laid out in the user's cache, again wherever that
+checkpoint, or a base whose VAE or text encoders are others, is laid out in the user's cache, again wherever that
 was deleted. Nothing below this file knows of anything but folders.
 """
 
@@ -78,16 +78,16 @@ def find_base(
     Raises UsageError for what is no model here or on the hub; `origin` is what it was named by.
     """
     base = _named(model, offline=offline, weights=weights, origin=origin, say=say)
-    if model.variant is not None and not base.folder.is_file():
-        message = f"model.variant = {model.variant}: {base.named} is a folder, whose scheduler tells."
-        raise UsageError(Problem(message, "Remove model.variant."))
+    if model.flavor is not None and not base.folder.is_file():
+        message = f"model.flavor = {model.flavor}: {base.named} is a folder, whose scheduler tells."
+        raise UsageError(Problem(message, "Remove model.flavor."))
     places = dict(base.places)
     checkpoint = None
     with known_as(places):
         if base.folder.is_file():
-            from lora_trainer.models.single.recognise import recognise
+            from lora_trainer.models.single.recognize import recognize
 
-            checkpoint = recognise(base.folder, model.variant)
+            checkpoint = recognize(base.folder, model.flavor)
         replaced = find_parts(model, checkpoint or base.folder, places, offline=offline, weights=weights, say=say)
         if base.commit is None and checkpoint is None:  # of a hub's it was seen to
             refuse_missing(base.folder, replaced.parts)

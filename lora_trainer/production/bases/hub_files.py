@@ -50,7 +50,7 @@ def choose_files(names: Collection[str], index: Mapping[str, Any], *, weights: b
 def choose_parts(
     names: Collection[str], parts: Collection[str], *, weights: bool, left_out: Collection[str] = ()
 ) -> Chosen:
-    """The files of some parts, of which those that are left out may lack anything. An autoencoder may be all of a repository."""
+    """The files of some parts, of which those that are left out may lack anything. A VAE may be all of a repository."""
     small: list[str] = []
     heavy: list[str] = []
     lacking: list[str] = []
@@ -78,7 +78,7 @@ def choose_parts(
 
 
 def is_autoencoder(names: Collection[str]) -> bool:
-    """Whether a repository, or a folder, is one part itself: it has a config, and no autoencoder in a folder of its own."""
+    """Whether a repository, or a folder, is one part itself: it has a config, and no VAE in a folder of its own."""
     return "config.json" in names and "vae/config.json" not in names
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from lora_trainer.core.errors import Problem, UsageError, known_as
 from lora_trainer.core.tensorfile import LARGEST_HEADER, read_tensor_header
-from lora_trainer.models.single.recognise import values_read
+from lora_trainer.models.single.recognize import values_read
 
 MOST_SKIPPED = 1 << 27  # bytes, of a server that begins each answer at the beginning of the file
 MOST_VALUES = 1 << 16  # bytes of a tensor that is read to tell variants apart

@@ -37,7 +37,7 @@ def no_pipeline(model: HubModel, sizes: Collection[str]) -> Problem:
         return Problem(f"{model} holds a LoRA, not a model to train on.", "Name the base that it was trained on.")
     if "config.json" in sizes and any(name.startswith("diffusion_pytorch_model") for name in sizes):
         message = f"{model} is one part of a model: it has config.json and no {INDEX}."
-        return Problem(message, "Name a whole model; an autoencoder is named with model.vae beside it.")
+        return Problem(message, "Name a whole model; a VAE is named with model.vae beside it.")
     if single:
         named = ", ".join(f"{model.name}/{name}" for name in single[:5])
         return Problem(f"{model} holds single checkpoints and no {INDEX}.", f"Name one of its files: {named}.")

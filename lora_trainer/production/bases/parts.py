@@ -15,7 +15,7 @@ from lora_trainer.production.bases.hub_files import INDEX, choose_parts, files_i
 from lora_trainer.production.bases.names import as_hub_part, local_path, page_of_the_web
 
 if TYPE_CHECKING:  # read when a checkpoint is named: every command begins with this file
-    from lora_trainer.models.single.recognise import Checkpoint
+    from lora_trainer.models.single.recognize import Checkpoint
 
 
 @dataclass(frozen=True)

@@ -12,10 +12,10 @@ from lora_trainer.models.family import Family, ModelFacts
 from lora_trainer.models.memory.phases import (
     FRAGMENTATION,
     PhaseCosts,
-    captions_on_a_processor,
+    captions_on_a_cpu,
     costs_of,
     decoding_bytes,
-    drawn_on_a_processor,
+    drawn_on_a_cpu,
     encoding_bytes,
     held_bytes,
     phase_costs,
@@ -23,7 +23,7 @@ from lora_trainer.models.memory.phases import (
     widened_in_turn,
 )
 from lora_trainer.production.host import host_of
-from lora_trainer.production.memory import GIB, Demand, Fit
+from lora_trainer.production.memory import GIB, Demand, MemoryPlan
 
 FP32 = 4  # bytes of a value: what encoders compute in
 NAMES = {"fp32": "F32", "fp16": "F16"}  # of precisions in files; all others compute in BF16
@@ -48,9 +48,9 @@ class Base:
 
 
 def host_phases(
-    demand: Demand, fit: Fit, family: Family, facts: ModelFacts, pictures: int, own: str
+    demand: Demand, fit: MemoryPlan, family: Family, facts: ModelFacts, images: int, own: str
 ) -> dict[str, float]:
-    """GiB by phase: on the card that the demand is on, else on a processor, which computes in the precision `own`.
+    """GiB by phase: on the GPU that the demand is on, else on a CPU, which computes in the precision `own`.
 
     Raises UsageError for weights that cannot be read.
     """
@@ -63,27 +63,27 @@ def host_phases(
     step = parts.activations * width / (FP32 if fit.precision == "fp32" else 2)
     places = max(demand.area, (facts.resolution // facts.downscale) ** 2)
     pixels = demand.area * demand.downscale**2
-    drawing = drawn_on_a_processor(pixels, FP32, costs) * max(
+    drawing = drawn_on_a_cpu(pixels, FP32, costs) * max(
         prediction_bytes(demand.area, width, costs), decoding_bytes(pixels, width, costs)
     )
     whole = width * sum(values for _, values in base.others)
     visiting = width * costs.layer if widened_in_turn(whole) else whole
     held = base.held(dtype, base.denoiser, *demand.texts.held.items())
     return {
-        "cache": _caching(demand, base, costs, pictures) / GIB,
+        "cache": _caching(demand, base, costs, images) / GIB,
         "train": held / GIB + parts.adapter + parts.optimizer + step,
         "validate": (base.pipeline(dtype) + prediction_bytes(places, width, costs)) / GIB,
         "draw": (base.pipeline(dtype) + visiting + drawing) / GIB,
     }
 
 
-def _caching(demand: Demand, base: Base, costs: PhaseCosts, pictures: int) -> float:
-    """Pictures first, then captions, each with their own encoders alone."""
+def _caching(demand: Demand, base: Base, costs: PhaseCosts, images: int) -> float:
+    """Images first, then captions, each with their own encoders alone."""
     pixels = demand.area * demand.downscale**2
-    images = base.held("F32", ("vae", base.autoencoder)) + pictures * pixels * encoding_bytes(costs, FP32)[1]
-    in_turn, together = captions_on_a_processor(FP32, costs)
+    encoding = base.held("F32", ("vae", base.autoencoder)) + images * pixels * encoding_bytes(costs, FP32)[1]
+    in_turn, together = captions_on_a_cpu(FP32, costs)
     texts = FP32 * costs.layer if in_turn else base.held("F32", *base.trainable, *base.others)
-    return max(images, texts + together * FP32 * FRAGMENTATION * costs.caption)
+    return max(encoding, texts + together * FP32 * FRAGMENTATION * costs.caption)
 
 
 def _base(demand: Demand, family: Family, facts: ModelFacts, costs: PhaseCosts) -> Base:
@@ -92,7 +92,7 @@ def _base(demand: Demand, family: Family, facts: ModelFacts, costs: PhaseCosts) 
     texts = tuple(zip((name for name in names if name not in family.text.without), costs.text_encoders, strict=False))
     return Base(
         facts=facts,
-        denoiser=(family.denoiser_prefix, demand.gauge.weights("bf16") // 2),
+        denoiser=(family.denoiser_prefix, demand.memory_model.weights("bf16") // 2),
         trainable=tuple(part for part in texts if part[0] in family.word_texts),
         others=tuple(part for part in texts if part[0] not in family.word_texts),
         autoencoder=costs.autoencoder,

@@ -1,4 +1,4 @@
-"""What a run takes on a card in each of its phases, and how each is fitted to it. No torch."""
+"""What a run takes on a GPU in each of its phases, and how each is fitted to it. No torch."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from lora_trainer.models.family import ModelFacts
 from lora_trainer.models.memory.phases import (
     caching_bytes,
     costs_of,
-    pictures_at_once,
+    images_at_once,
     place_drawing,
     place_gate,
 )
-from lora_trainer.production.memory import CONTEXT_GIB, GIB, Demand, Fit, usable_gib
+from lora_trainer.production.memory import CONTEXT_GIB, GIB, Demand, MemoryPlan, usable_gib
 
 WIDE = ("bf16", "fp16", "fp32")
 ENCODED_IN = 4  # bytes of a value: fp32
@@ -23,7 +23,7 @@ ENCODED_IN = 4  # bytes of a value: fp32
 
 @dataclass(frozen=True)
 class PhasePlan:
-    """The most that stands on the card in a phase, in GiB, and how that came to be."""
+    """The most that stands on the GPU in a phase, in GiB, and how that came to be."""
 
     peak_gib: float
     placement: str
@@ -34,26 +34,26 @@ class PhasePlan:
 
 
 def plan_phases(
-    demand: Demand, fit: Fit, facts: ModelFacts, pictures: int, without: Collection[str] = ()
+    demand: Demand, fit: MemoryPlan, facts: ModelFacts, images: int, without: Collection[str] = ()
 ) -> dict[str, PhasePlan]:
-    """`cache`, `train`, `validate` and `draw`; `pictures` are to be encoded at once where that fits.
+    """`cache`, `train`, `validate` and `draw`; `images` are to be encoded at once where that fits.
 
     Text encoders of `without` are left out.
     """
     costs = costs_of(facts, without)
     usable = None if demand.limit_gib is None else int(usable_gib(demand.limit_gib) * GIB)
     pixels = demand.area * demand.downscale**2
-    together = pictures_at_once(pictures, pixels, ENCODED_IN, costs, usable)
+    together = images_at_once(images, pixels, ENCODED_IN, costs, usable)
     itemsize, denoiser = 4 if fit.precision == "fp32" else 2, denoiser_bytes(demand, fit)
     places = max(demand.area, (facts.resolution // facts.downscale) ** 2)
     gate = place_gate(denoiser, places, itemsize, costs, usable)
     encoders = itemsize * (sum(costs.text_encoders) + costs.autoencoder)
     drawing = place_drawing(denoiser, encoders, demand.area, pixels, itemsize, itemsize, costs, usable)
-    trained = f"micro batch {fit.micro}, {fit.checkpointed} of {fit.blocks} blocks checkpointed, {fit.precision}"
-    if fit.streamed:
-        trained += f", {fit.streamed} of {fit.streamable} blocks streamed"
+    trained = f"micro-batch {fit.micro}, {fit.checkpointed} of {fit.blocks} blocks checkpointed, {fit.precision}"
+    if fit.swapped:
+        trained += f", {fit.swapped} of {fit.swappable} blocks swapped"
     if any(demand.encoder):
-        trained += ", with the autoencoder beside"
+        trained += ", with the VAE beside"
     return {
         "cache": _phase(*caching_bytes(together, pixels, ENCODED_IN, costs, usable)),
         "train": PhasePlan(fit.parts.peak, trained),
@@ -63,18 +63,18 @@ def plan_phases(
 
 
 def other_peaks(
-    demand: Demand, fit: Fit, facts: ModelFacts, pictures: int, without: Collection[str] = ()
+    demand: Demand, fit: MemoryPlan, facts: ModelFacts, images: int, without: Collection[str] = ()
 ) -> dict[str, float]:
     """The peaks of the phases besides training, in GiB."""
-    found = plan_phases(demand, fit, facts, pictures, without)
+    found = plan_phases(demand, fit, facts, images, without)
     return {name: phase.peak_gib for name, phase in found.items() if name != "train"}
 
 
-def denoiser_bytes(demand: Demand, fit: Fit) -> int:
+def denoiser_bytes(demand: Demand, fit: MemoryPlan) -> int:
     """Of the denoiser that judges and draws, with its LoRA: the base is never in fewer bits there."""
     precision = fit.precision if fit.precision in WIDE else "bf16"
-    adapter = sum(map(math.prod, demand.gauge.shapes(demand.rank)))
-    return demand.gauge.weights(precision) + (4 if precision == "fp32" else 2) * adapter
+    adapter = sum(map(math.prod, demand.memory_model.shapes(demand.rank)))
+    return demand.memory_model.weights(precision) + (4 if precision == "fp32" else 2) * adapter
 
 
 def _phase(live: int, placement: str) -> PhasePlan:

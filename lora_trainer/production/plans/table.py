@@ -13,10 +13,10 @@ from lora_trainer.production.settings import settle
 INTRODUCTION = """# What every preset fits
 
 Written by `lora-trainer plan --all`; a test holds it current. Each row is a tier with a goal on a family's published
-model, predicted without a GPU as `docs/memory.md` says. Sizes are in GiB; at most 90 % of a card are used.
+model, predicted without a GPU as `docs/memory.md` says. Sizes are in GiB; at most 90 % of a GPU are used.
 """
 HEADER = (
-    "| preset | px | rank | micro batch | blocks checkpointed | streamed | weights | weights GiB | adapter | optimizer "
+    "| preset | px | rank | micro-batch | blocks checkpointed | blocks swapped | weights | weights GiB | adapter | optimizer "
     "| activations | overhead | peak | margin | TFLOP a step |\n" + "|---" * 15 + "|\n"
 )
 
@@ -52,7 +52,7 @@ def _row(name: str, plan: Plan) -> str:
         str(demand.rank),
         f"{fit.micro} x {fit.accumulation}",
         f"{fit.checkpointed} of {fit.blocks}",
-        str(fit.streamed),
+        str(fit.swapped),
         fit.precision if plan.fits is not False else f"{fit.precision}, does not fit: {' '.join(plan.advice)}",
         *(f"{size:.2f}" for size in (*sizes, (demand.limit_gib or 0.0) - parts.peak)),
         f"{parts.tflop:.1f}",

@@ -18,16 +18,16 @@ T5_HEAD = 64  # width of a head of the published T5
 
 def text_sizes(config: Config, family: Family, facts: ModelFacts) -> TextSizes:
     """What of the text encoders is in memory while training, and trained. Raises UsageError as `text_rates`."""
-    rates = family.text_rates(config.text.learning_rates)
-    if not config.text.trained:
+    rates = family.text_rates(config.text_encoder.learning_rates)
+    if not config.trains_text:
         return NO_TEXTS
     held = {
         name: size
         for name, size in zip(family.text_targets, costs_of(facts).text_encoders, strict=False)
         if name not in family.left_in_cache(rates)
     }
-    words = family.word_texts if config.text.tokens else ()
-    rank, sizes = config.text.lora_rank or config.lora.rank, text_layers(family, facts)
+    words = family.word_texts if config.textual_inversion.placeholder_tokens else ()
+    rank, sizes = config.text_encoder.lora_rank or config.lora.rank, text_layers(family, facts)
     trained = [name for name in held if name in rates or name in words]
     return TextSizes(
         held=held,

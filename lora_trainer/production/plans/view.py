@@ -1,4 +1,4 @@
-"""A plan for people: memory part by part against the card, what was chosen and why, steps, disk, least time."""
+"""A plan for people: memory part by part against the GPU, what was chosen and why, steps, disk, least time."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from lora_trainer.production.plans.plan import Plan
 from lora_trainer.production.printed import show
 
 LEAST_HOST_GIB = 0.5
-WIDTH = 40  # characters of a bar that fills the card
-COLOURS = {"weights": "blue", "adapter": "cyan", "optimizer": "magenta", "activations": "green", "overhead": "yellow"}
-NO_DATA = "not known without pictures: name them with --data"
+WIDTH = 40  # characters of a bar that fills the GPU
+COLORS = {"weights": "blue", "adapter": "cyan", "optimizer": "magenta", "activations": "green", "overhead": "yellow"}
+NO_DATA = "not known without images: name them with --data"
 PUBLISHED = "cache, validate, draw: this model's weights, with what published models of its family hold beside them"
 FULL, EIGHTHS = "█", ("", "▏", "▎", "▍", "▌", "▋", "▊", "▉")
 
@@ -30,7 +30,7 @@ def show_plan(plan: Plan, console: Console) -> None:
     if plan.settings:
         show(console, settings(plan))
     else:
-        show(console, Text("What each single setting would buy must be traced for this model: plan --settings"))
+        show(console, Text("What each single setting would buy must be traced for this model: plan --what-if"))
     for sentence in plan.advice:
         show(console, Text(f"- {sentence}"))
     for sentence in plan.shortages:
@@ -38,7 +38,7 @@ def show_plan(plan: Plan, console: Console) -> None:
 
 
 def bars(plan: Plan) -> Table:
-    """A bar for each part, drawn to the card's size, each beginning where the one above ends."""
+    """A bar for each part, drawn to the GPU's size, each beginning where the one above ends."""
     parts, limit = plan.fit.parts, plan.demand.limit_gib
     scale = WIDTH / max(parts.peak, limit or 0.0)
     table = Table(box=None, pad_edge=False, show_header=False)
@@ -46,9 +46,9 @@ def bars(plan: Plan) -> Table:
     table.add_column(justify="right", no_wrap=True)
     table.add_column(no_wrap=True)
     start = 0.0
-    for name, colour in COLOURS.items():
+    for name, color in COLORS.items():
         size = getattr(parts, name)
-        table.add_row(name, f"{size:.2f} GiB", _bar(start, size, scale, colour))
+        table.add_row(name, f"{size:.2f} GiB", _bar(start, size, scale, color))
         start += size
     table.add_row("a step", f"{parts.peak:.2f} GiB", "")
     if limit is not None:
@@ -74,17 +74,17 @@ def settings(plan: Plan) -> Table:
     return table
 
 
-def _bar(start: float, size: float, scale: float, colour: str, block: str = FULL) -> Text:
+def _bar(start: float, size: float, scale: float, color: str, block: str = FULL) -> Text:
     """As long as the part is large, in eighths of a character; at least one of a part that is there at all."""
     first = int(start * scale)
     whole, eighths = divmod(max(round(size * scale * 8), 1), 8) if size > 0 else (0, 0)
-    return Text(" " * first + block * whole + (EIGHTHS[eighths] if block == FULL else ""), style=colour)
+    return Text(" " * first + block * whole + (EIGHTHS[eighths] if block == FULL else ""), style=color)
 
 
 def lines(plan: Plan) -> list[str]:
     """What was chosen with its reasons, steps, least time, disk."""
     demand, fit = plan.demand, plan.fit
-    card = "no limit" if demand.limit_gib is None else f"{demand.limit_gib:g} GiB, {LARGEST_SHARE:.0%} of it to use"
+    gpu = "no limit" if demand.limit_gib is None else f"{demand.limit_gib:g} GiB, {LARGEST_SHARE:.0%} of it to use"
     steps = NO_DATA if plan.steps is None else f"{plan.steps:,}"
     flop = fit.parts.tflop
     least = [
@@ -94,16 +94,16 @@ def lines(plan: Plan) -> list[str]:
         least.append(f"the whole run takes at least {_times(plan, flop * plan.steps)}")
     hosted = f"; up to {plan.host.most:.1f} GiB of host memory" if plan.host.most else ""
     return [
-        f"card: {card}; predicted from: {demand.gauge.source}",
-        f"micro batch {fit.micro} x {fit.accumulation}: {fit.reasons[0]}",
+        f"GPU: {gpu}; predicted from: {demand.memory_model.source}",
+        f"micro-batch {fit.micro} x {fit.accumulation}: {fit.reasons[0]}",
         f"gradient checkpointing {fit.checkpointed} of {fit.blocks} blocks: {fit.reasons[1]}",
         f"weights {fit.precision}: {fit.reasons[2]}",
-        f"streamed {fit.streamed} of {fit.streamable} blocks: {fit.reasons[3]}{hosted}",
+        f"swapped {fit.swapped} of {fit.swappable} blocks: {fit.reasons[3]}{hosted}",
         *least,
         *(f"{name}: {phase.peak_gib:.2f} GiB, {phase.placement}" for name, phase in plan.phases.items()),
         most_line(plan),
         *host_lines(plan, system_memory()[0] / GIB),
-        *([PUBLISHED] if demand.gauge.traced else []),
+        *([PUBLISHED] if demand.memory_model.traced else []),
         f"disk: {plan.disk_gib:.2f} GiB for caches, checkpoints and the LoRA",
     ]
 
@@ -119,14 +119,14 @@ def host_lines(plan: Plan, total: float) -> list[str]:
     name, most = max(((name, phase.host_gib) for name, phase in plan.phases.items()), key=lambda pair: pair[1])
     if most < LEAST_HOST_GIB:
         return []
-    where = "" if plan.demand.limit_gib is not None else ", without a card"
+    where = "" if plan.demand.limit_gib is not None else ", without a GPU"
     said = f"host memory{where}: up to {most:.1f} GiB ({name}) beside the program's own; this machine has {total:.1f}"
     return [said if most < total else f"{said}, which is too little for it"]
 
 
 def _times(plan: Plan, tflop: float) -> str:
-    """How long each card needs for so many operations, at the least."""
-    return ", ".join(f"{duration(time)} ({card})" for card, time in plan.least(tflop).items())
+    """How long each GPU needs for so many operations, at the least."""
+    return ", ".join(f"{duration(time)} ({gpu})" for gpu, time in plan.least(tflop).items())
 
 
 def operations(tflop: float) -> str:

@@ -27,7 +27,7 @@ class Line:
 
 @dataclass(frozen=True)
 class Mark:
-    """A point with a name, such as the best held-out loss."""
+    """A point with a name, such as the best validation loss."""
 
     name: str
     point: Point

@@ -1,4 +1,4 @@
-"""The page of a data set: what `check --html` writes. Thumbnails of what is wrong, worst first."""
+"""The page of a dataset: what `check --html` writes. Thumbnails of what is wrong, worst first."""
 
 from __future__ import annotations
 
@@ -11,26 +11,26 @@ from lora_trainer.core.errors import Problem
 from lora_trainer.core.findings import Finding, counted, printable
 from lora_trainer.core.io import write_text
 from lora_trainer.data.check import DataReport
-from lora_trainer.data.pictures.images import BrokenPictureError, load_rgb
+from lora_trainer.data.images.images import BrokenImageError, load_rgb
 from lora_trainer.data.sample import Sample, Span
 from lora_trainer.data.steps import StepArithmetic
 from lora_trainer.production.report.figures import Figure
-from lora_trainer.production.report.pictures import webp
+from lora_trainer.production.report.images import webp
 from lora_trainer.production.report.read import Score
 from lora_trainer.production.report.write import render
 
-TITLE = "Data set report"
-MOST_EACH = 24  # pictures shown of one kind of finding
-MOST_GROUPS = 12  # of pictures that look the same
+TITLE = "Dataset report"
+MOST_EACH = 24  # images shown of one kind of finding
+MOST_GROUPS = 12  # of images that look the same
 MOST_IN_GROUP = 6
-MOST_PICTURES = 240  # on the page
+MOST_IMAGES = 240  # on the page
 SAME = ("near_duplicate", "duplicate")
 THUMB = (224, 70)  # longest side in pixels, WebP quality: about 6 kB
 
 
 @dataclass(frozen=True)
 class Shown:
-    """One file below a finding; `path` where a picture of it may be shown."""
+    """One file below a finding; `path` where an image of it may be shown."""
 
     name: str
     message: str
@@ -39,7 +39,7 @@ class Shown:
 
 @dataclass(frozen=True)
 class Section:
-    """One kind of finding. Pictures that look the same stand in `rows`, others are one row."""
+    """One kind of finding. Images that look the same stand in `rows`, others are one row."""
 
     severity: str
     title: str
@@ -128,7 +128,7 @@ def figures_of(report: DataReport, steps: StepArithmetic, held_out: int) -> list
     """The numbers under the verdict."""
     same = sum(len(group) - 1 for group in report.groups)
     return [
-        Figure("Pictures", str(len(report.samples)), f"of {report.counted} files"),
+        Figure("Images", str(len(report.samples)), f"of {report.counted} files"),
         Figure("Held out", str(held_out), "for validation"),
         Figure("Steps", f"{steps.total:,}", counted(steps.epochs, "epoch")),
         Figure("Look the same", str(same), f"as others, in {counted(len(report.groups), 'group')}" if same else ""),
@@ -169,7 +169,7 @@ def groups_with(report: DataReport, found: Sequence[Finding]) -> list[tuple[Path
 
 
 def same_rows(report: DataReport, found: Sequence[Finding]) -> list[tuple[Shown, ...]]:
-    """A row for each group, its pictures side by side."""
+    """A row for each group, its images side by side."""
     rows = []
     told = {finding.path: finding.message for finding in found}
     for group in groups_with(report, found)[:MOST_GROUPS]:
@@ -182,14 +182,14 @@ def same_rows(report: DataReport, found: Sequence[Finding]) -> list[tuple[Shown,
 
 
 def thumbs(wanted: Iterable[Path], spans: Mapping[Path, Span | None]) -> dict[Path, str]:
-    """Data URIs of the first MOST_PICTURES that can be read; one is decoded at a time."""
+    """Data URIs of the first MOST_IMAGES that can be read; one is decoded at a time."""
     found: dict[Path, str] = {}
-    for path in list(dict.fromkeys(wanted))[:MOST_PICTURES]:
+    for path in list(dict.fromkeys(wanted))[:MOST_IMAGES]:
         if path not in spans:
             continue
         try:
             data = webp(load_rgb(path, spans[path]), *THUMB)
-        except (BrokenPictureError, OSError, MemoryError):
+        except (BrokenImageError, OSError, MemoryError):
             continue
         found[path] = "data:image/webp;base64," + base64.b64encode(data).decode("ascii")
     return found

@@ -12,7 +12,7 @@ from lora_trainer.production.report.chart import Chart, Line, Mark, Point, make_
 from lora_trainer.production.report.read import RunReport, mapping, number
 from lora_trainer.production.report.verdict import released_step
 
-STYLES = "abcdef"  # looks of the lines of a comparison: colour and dashes
+STYLES = "abcdef"  # looks of the lines of a comparison: color and dashes
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ def figures_of(run: RunReport) -> list[Figure]:
     if loss := finite(smoothed(run.series["loss"])):
         figures.append(Figure("training loss", short(loss[-1][1]), "smoothed, at the end"))
     if best := run.best_held_out:
-        figures.append(Figure("best held-out loss", short(best[1]), fallen(run.held_out, best)))
+        figures.append(Figure("best validation loss", short(best[1]), fallen(run.held_out, best)))
     if speed := finite(run.series["samples_per_second"]):
         figures.append(Figure("speed", short(median(value for _, value in speed)), "samples a second, median"))
     if (share := waiting_share(run)) is not None:
@@ -86,7 +86,7 @@ def peak_memory(run: RunReport) -> float | None:
 
 
 def memory_kind(run: RunReport) -> str:
-    return "on the card" if str(run.part("hardware").get("device", "")).startswith("cuda") else "of the process"
+    return "on the GPU" if str(run.part("hardware").get("device", "")).startswith("cuda") else "of the process"
 
 
 def finite(points: Sequence[Point]) -> list[Point]:
@@ -105,7 +105,7 @@ def charts_of(run: RunReport) -> Charts:
         loss=make_chart("loss", "Training loss", loss, from_zero=True),
         loss_log=make_chart("loss-log", "Training loss, logarithmic", loss, log=True),
         held_out=make_chart(
-            "held-out", "Held-out loss", [Line("held-out loss", run.held_out, "other")], marks=held_out_marks(run)
+            "held-out", "Validation loss", [Line("validation loss", run.held_out, "other")], marks=held_out_marks(run)
         ),
         rate=make_chart("rate", "Learning rate", [Line("learning rate", run.series["lr"])], from_zero=True),
         norm=make_chart("norm", "Gradient norm", norm, from_zero=True),
@@ -121,7 +121,7 @@ def charts_of(run: RunReport) -> Charts:
 
 
 def held_out_marks(run: RunReport) -> list[Mark]:
-    """The best held-out loss, and the step whose weights became the LoRA."""
+    """The best validation loss, and the step whose weights became the LoRA."""
     best, released = run.best_held_out, released_step(run)
     if best is None:
         return []
@@ -139,13 +139,13 @@ def lora_numbers(run: RunReport) -> list[str]:
     told = []
     base, lora, low, high = (number(learning.get(name)) for name in ("base", "lora", "low", "high"))
     if base is not None and lora is not None:
-        pictures = "held-out pictures" if numbers.get("held_out") else "pictures"
+        images = "validation images" if numbers.get("held_out") else "images"
         interval = (
             f" (change {percent(-high)} to {percent(-low)}, 95 % interval)"
             if low is not None and high is not None
             else ""
         )
-        told.append(f"Loss on {pictures}: {short(base)} without, {short(lora)} with{interval}.")
+        told.append(f"Loss on {images}: {short(base)} without, {short(lora)} with{interval}.")
     if (drift := number(numbers.get("drift"))) is not None:
         told.append(f"Predictions for unrelated prompts change by {percent(drift)}.")
     if (largest := number(health.get("largest"))) is not None:
@@ -174,5 +174,5 @@ def comparison_charts(runs: Sequence[RunReport]) -> list[Chart]:
     ]
     held_out = [Line(name, run.held_out, style) for name, run, style in named]
     loss = [Line(name, smoothed(run.series["loss"]), style) for name, run, style in named]
-    made = (make_chart("held-out", "Held-out loss", held_out), make_chart("loss", "Training loss, smoothed", loss))
+    made = (make_chart("held-out", "Validation loss", held_out), make_chart("loss", "Training loss, smoothed", loss))
     return [chart for chart in made if chart is not None]

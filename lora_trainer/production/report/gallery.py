@@ -1,11 +1,11 @@
-"""Which pictures the page shows: before and after, and each prompt through time."""
+"""Which images the page shows: before and after, and each prompt through time."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
 
-from lora_trainer.production.report.read import Picture, RunReport
+from lora_trainer.production.report.read import Image, RunReport
 from lora_trainer.production.report.verdict import released_step
 
 MOST_PAIRS = 12
@@ -24,7 +24,7 @@ class Pair:
 
 @dataclass(frozen=True)
 class Frame:
-    """A picture of a strip and when it was drawn."""
+    """An image of a strip and when it was drawn."""
 
     label: str
     path: Path
@@ -41,7 +41,7 @@ class Strip:
 
 @dataclass(frozen=True)
 class Gallery:
-    """All pictures of the page. `at_end`: the pairs are the finished LoRA's. `left_out` counts what a page has no room for."""
+    """All images of the page. `at_end`: the pairs are the finished LoRA's. `left_out` counts what a page has no room for."""
 
     pairs: tuple[Pair, ...]
     strips: tuple[Strip, ...]
@@ -55,19 +55,19 @@ class Gallery:
 
 
 def gallery_of(run: RunReport) -> Gallery:
-    """Pairs from the end, or from the last pictures drawn while training; strips where there are two moments."""
-    moments = {picture.step for picture in run.pictures}
+    """Pairs from the end, or from the last images drawn while training; strips where there are two moments."""
+    moments = {image.step for image in run.images}
     last = None if None in moments else max((step for step in moments if step is not None), default=None)
-    pairs = pairs_of([picture for picture in run.pictures if picture.step == last])
+    pairs = pairs_of([image for image in run.images if image.step == last])
     strips = strips_of(run) if len(moments) > 1 else []
     left_out = max(0, len(pairs) - MOST_PAIRS) + max(0, len(strips) - MOST_STRIPS)
     return Gallery(tuple(pairs[:MOST_PAIRS]), tuple(strips[:MOST_STRIPS]), last is None, left_out)
 
 
-def pairs_of(pictures: list[Picture]) -> list[Pair]:
+def pairs_of(images: list[Image]) -> list[Pair]:
     drawn: dict[tuple[str, int], dict[float | None, Path]] = {}
-    for picture in pictures:
-        drawn.setdefault((picture.prompt, picture.seed), {})[picture.strength] = picture.path
+    for image in images:
+        drawn.setdefault((image.prompt, image.seed), {})[image.strength] = image.path
     strengths = list(dict.fromkeys(each for found in drawn.values() for each in found if each is not None)) or [1.0]
     return [
         Pair(prompt, seed, tuple((side_name(each, strengths), found.get(each)) for each in (None, *strengths)))
@@ -81,29 +81,29 @@ def side_name(strength: float | None, strengths: list[float]) -> str:
     return "with the LoRA" if strengths == [1.0] else f"with the LoRA at {strength:g}"
 
 
-def shown_strength(pictures: tuple[Picture, ...]) -> float | None:
+def shown_strength(images: tuple[Image, ...]) -> float | None:
     """The one that a strip shows: full strength, else the strongest."""
-    strengths = {picture.strength for picture in pictures if picture.strength is not None}
+    strengths = {image.strength for image in images if image.strength is not None}
     return 1.0 if 1.0 in strengths else max(strengths, default=None)
 
 
 def strips_of(run: RunReport) -> list[Strip]:
     """For each prompt and seed the base, then every step in order, then the end."""
-    groups: dict[tuple[str, int], list[Picture]] = {}
-    strength = shown_strength(run.pictures)
-    for picture in run.pictures:
-        groups.setdefault((picture.prompt, picture.seed), []).append(picture)
+    groups: dict[tuple[str, int], list[Image]] = {}
+    strength = shown_strength(run.images)
+    for image in run.images:
+        groups.setdefault((image.prompt, image.seed), []).append(image)
     strips = []
     for (prompt, seed), found in groups.items():
-        base = [Frame("base", picture.path) for picture in found if picture.strength is None][:1]
-        drawn = [Frame(when(run, picture), picture.path) for picture in found if picture.strength == strength]
+        base = [Frame("base", image.path) for image in found if image.strength is None][:1]
+        drawn = [Frame(when(run, image), image.path) for image in found if image.strength == strength]
         if len(drawn) > 1:
             strips.append(Strip(prompt, seed, tuple(chosen([*base, *drawn]))))
     return strips
 
 
-def when(run: RunReport, picture: Picture) -> str:
-    return f"step {picture.step:,}" if picture.step is not None else f"end, step {released_step(run) or run.steps:,}"
+def when(run: RunReport, image: Image) -> str:
+    return f"step {image.step:,}" if image.step is not None else f"end, step {released_step(run) or run.steps:,}"
 
 
 def chosen(frames: list[Frame]) -> list[Frame]:

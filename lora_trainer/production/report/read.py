@@ -12,7 +12,7 @@ from typing import Any
 
 from lora_trainer.config.toml import section_types
 from lora_trainer.core.errors import Problem, UsageError
-from lora_trainer.core.grid import picture_name
+from lora_trainer.core.grid import image_name
 from lora_trainer.core.io import read_json
 from lora_trainer.monitor.trackers import read_lines
 from lora_trainer.production.drawing import BEFORE_AFTER
@@ -49,7 +49,7 @@ class Group:
 
 
 @dataclass(frozen=True)
-class Picture:
+class Image:
     """A file of a recipe: what was asked for, and the strength of the LoRA that drew it."""
 
     prompt: str
@@ -85,7 +85,7 @@ class RunReport:
     lora_findings: tuple[Group, ...]
     series: Mapping[str, tuple[Point, ...]]
     held_out: tuple[Point, ...]
-    pictures: tuple[Picture, ...]
+    images: tuple[Image, ...]
     settings: tuple[Setting, ...]
     checkpoints: tuple[str, ...]  # names, newest first
 
@@ -146,7 +146,7 @@ def read_run(folder: Path) -> RunReport:
         lora_findings=grouped(lora.get("findings")),
         series={name: column(rows, name) for name in SERIES},
         held_out=column(validation, "loss"),
-        pictures=tuple(pictures_in(folder / "samples", ended=bool(mapping(record.get("files")).get(BEFORE_AFTER)))),
+        images=tuple(images_in(folder / "samples", ended=bool(mapping(record.get("files")).get(BEFORE_AFTER)))),
         settings=settings_of(record),
         checkpoints=checkpoints_in(folder / "checkpoints"),
     )
@@ -211,8 +211,8 @@ def grouped(findings: Any) -> tuple[Group, ...]:
     )
 
 
-def pictures_in(folder: Path, *, ended: bool) -> Iterable[Picture]:
-    """All pictures of the run's own recipes: those drawn while training by step, then those of the end.
+def images_in(folder: Path, *, ended: bool) -> Iterable[Image]:
+    """All images of the run's own recipes: those drawn while training by step, then those of the end.
 
     Without `ended` the latter are left out: they are of an earlier end, before the run went on.
     """
@@ -226,11 +226,11 @@ def pictures_in(folder: Path, *, ended: bool) -> Iterable[Picture]:
         except (OSError, ValueError):
             continue
         strengths = [each for value in sequence(recipe.get("strengths", [1.0])) if (each := number(value)) is not None]
-        for index, asked in enumerate(map(mapping, sequence(recipe.get("pictures")))):
+        for index, asked in enumerate(map(mapping, sequence(recipe.get("images")))):
             for strength in (None, *strengths):
-                drawn = folder / picture_name(path.stem, index, strength)
+                drawn = folder / image_name(path.stem, index, strength)
                 if drawn.is_file():
-                    yield Picture(text(asked.get("prompt")), whole(asked.get("seed")) or 0, step, strength, drawn)
+                    yield Image(text(asked.get("prompt")), whole(asked.get("seed")) or 0, step, strength, drawn)
 
 
 def settings_of(record: Mapping[str, Any]) -> tuple[Setting, ...]:

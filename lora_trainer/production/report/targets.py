@@ -22,16 +22,16 @@ class Target:
 
 
 def targets_of(run: RunReport) -> list[Target]:
-    """Those that were seen; on a processor neither a card's, nor that the processor has time to spare."""
+    """Those that were seen; on a CPU neither a GPU's, nor that the CPU has time to spare."""
     seen, found = run.part("seen"), list[Target]()
-    on_card = str(run.part("hardware").get("device", "")).startswith("cuda")
+    on_gpu = str(run.part("hardware").get("device", "")).startswith("cuda")
     cached = mapping(mapping(run.record.get("config")).get("cache")).get("latents") is not False
-    if on_card:
-        found.append(share("card computes", number(seen.get("utilisation")), over=0.85))
-        found.append(share("card's memory, of what is allowed", number(seen.get("memory")), over=0.7))
+    if on_gpu:
+        found.append(share("GPU computes", number(seen.get("utilisation")), over=0.85))
+        found.append(share("GPU's memory, of what is allowed", number(seen.get("memory")), over=0.7))
         found.append(share("processor", number(seen.get("processor")), under=0.8))
     found.append(share("system memory", number(seen.get("system_memory")), under=0.85))
-    found.append(share("processor waits for disks", number(seen.get("io_wait")), under=0.1))
+    found.append(share("CPU waits for disks", number(seen.get("io_wait")), under=0.1))
     found.append(share("steps wait for data", waiting_share(run), under=0.01 if cached else 0.05))
     stall = number(mapping(run.part("checkpoints").get("stall_seconds")).get("median"))
     told = "" if stall is None else f"{short(1000 * stall)} ms"

@@ -58,7 +58,7 @@ def done(run: RunReport) -> Verdict:
     if run.lora.value is None:
         return Verdict("fair", "done", "Trained, not judged", early)
     if run.lora.passed and run.dataset.passed:
-        return Verdict("good", "done", "Ready to use", ("Data set and LoRA pass their gates.", *early))
+        return Verdict("good", "done", "Ready to use", ("Dataset and LoRA pass their gates.", *early))
     return Verdict("fair", "done", "Done, but not past its gates", (*not_passed(run), *early))
 
 
@@ -66,7 +66,7 @@ def not_passed(run: RunReport) -> tuple[str, ...]:
     """A sentence for each score that is under its gate, and for each error that refuses a LoRA."""
     under = tuple(
         f"The {what} scores {score.value:.2f}, under the gate of {score.gate:.2f}."
-        for what, score in (("data set", run.dataset), ("LoRA", run.lora))
+        for what, score in (("dataset", run.dataset), ("LoRA", run.lora))
         if score.value is not None and score.gate is not None and score.value < score.gate
     )
     errors = (group for group in run.lora_findings if group.severity == "error" and not run.lora.passed)
@@ -74,7 +74,7 @@ def not_passed(run: RunReport) -> tuple[str, ...]:
 
 
 def little_said(run: RunReport) -> tuple[str, ...]:
-    """That the LoRA's learning was measured on too few pictures, or on those that were trained on."""
+    """That the LoRA's learning was measured on too few images, or on those that were trained on."""
     told = caveat(mapping(run.part("lora").get("numbers")))
     return (f"The LoRA's learning was {told}.",) if told else ()
 

@@ -19,7 +19,7 @@ from lora_trainer.monitor.trackers import EVENTS, read_lines
 from lora_trainer.production.report.chart import short
 from lora_trainer.production.report.figures import charts_of, comparison_charts, figures_of, lora_numbers, names_of
 from lora_trainer.production.report.gallery import gallery_of
-from lora_trainer.production.report.pictures import embedded
+from lora_trainer.production.report.images import embedded
 from lora_trainer.production.report.read import RunReport, mapping, number, read_run, sequence, text, whole
 from lora_trainer.production.report.targets import targets_of
 from lora_trainer.production.report.verdict import verdict_of
@@ -131,12 +131,12 @@ def meta_of(run: RunReport) -> list[str]:
 
 
 def dataset_line(run: RunReport) -> str:
-    """How many pictures there were, and what became of them."""
+    """How many images there were, and what became of them."""
     data = run.part("dataset")
     samples, held_out = whole(data.get("samples")), whole(data.get("held_out"))
     if samples is None:
-        return "run.json says nothing of the data set."
-    line = f"{samples} pictures can be trained on"
+        return "run.json says nothing of the dataset."
+    line = f"{samples} images can be trained on"
     return f"{line}; {held_out} of them are held out." if held_out is not None else f"{line}."
 
 
@@ -151,7 +151,7 @@ def happened_in(run: RunReport) -> list[tuple[str, str]]:
 
 
 def buckets_of(run: RunReport) -> list[tuple[str, int]]:
-    """Size and number of pictures, most first."""
+    """Size and number of images, most first."""
     found = [
         (size, count) for size, each in mapping(run.part("dataset").get("buckets")).items() if (count := whole(each))
     ]

@@ -1,4 +1,4 @@
-"""The weights of the lowest held-out loss: one file beside the checkpoints, named after its step.
+"""The weights of the lowest validation loss: one file beside the checkpoints, named after its step.
 
 A checkpoint's state says which step was best until then. So every file that a kept
 checkpoint names stays, and a run that goes on from an older one finds its best again.

@@ -9,7 +9,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from lora_trainer.core.disk import until_written
+from lora_trainer.core.disk import write_with_retry
 from lora_trainer.core.io import flush_folder
 from lora_trainer.training.checkpoints.best import drop_best_after, prune_best, save_best
 from lora_trainer.training.checkpoints.checkpoint import (
@@ -22,7 +22,7 @@ from lora_trainer.training.checkpoints.checkpoint import (
     unflatten,
 )
 from lora_trainer.training.checkpoints.writer import Buffers
-from lora_trainer.training.job import Job, is_regular
+from lora_trainer.training.job import LoopContext, is_regular
 from lora_trainer.training.state import TrainState
 
 
@@ -30,10 +30,10 @@ def nothing() -> None:
     pass
 
 
-def take(job: Job, state: TrainState, buffers: Buffers | None = None) -> Checkpoint:
-    """What resuming from here needs: copies on the processor, in `buffers` where they fit.
+def take(job: LoopContext, state: TrainState, buffers: Buffers | None = None) -> Checkpoint:
+    """What resuming from here needs: copies on the CPU, in `buffers` where they fit.
 
-    Of weights on a card the copies are under way: `arrived` says when they are there.
+    Of weights on a GPU the copies are under way: `arrived` says when they are there.
     """
     learner, into = job.learner, {} if buffers is None else buffers
     tensors, rest = flatten(learner.optimizer.state_dict(), "optimizer")
@@ -49,7 +49,7 @@ def take(job: Job, state: TrainState, buffers: Buffers | None = None) -> Checkpo
 
 
 def copied(values: Mapping[str, Tensor], buffers: Buffers, prefix: str = "") -> dict[str, Tensor]:
-    """Copies of tensors on the processor. Those of a card go to pinned memory, and nobody waits for them."""
+    """Copies of tensors on the CPU. Those of a GPU go to pinned memory, and nobody waits for them."""
     copies = {}
     for name, value in values.items():
         place, pinned = f"{prefix}/{name}", value.is_cuda
@@ -60,7 +60,7 @@ def copied(values: Mapping[str, Tensor], buffers: Buffers, prefix: str = "") -> 
     return copies
 
 
-def arrived(job: Job) -> Callable[[], None]:
+def arrived(job: LoopContext) -> Callable[[], None]:
     """A function that returns when the copies made until now are there."""
     if job.learner.device.type != "cuda":
         return nothing
@@ -70,7 +70,12 @@ def arrived(job: Job) -> Callable[[], None]:
 
 
 def save(
-    job: Job, state: TrainState, before: Callable[[], None] = nothing, *, last: bool = False, held_up: float = 0.0
+    job: LoopContext,
+    state: TrainState,
+    before: Callable[[], None] = nothing,
+    *,
+    last: bool = False,
+    held_up: float = 0.0,
 ) -> None:
     """Hand a checkpoint over to be written (main process only; all hold the same weights), and the oldest dropped.
 
@@ -96,16 +101,16 @@ def save(
         job.writer.settle()
 
 
-def write(job: Job, checkpoint: Checkpoint, size: int) -> None:
+def write(job: LoopContext, checkpoint: Checkpoint, size: int) -> None:
     """Bring a checkpoint of `size` bytes to the disk, and delete those that it makes superfluous."""
     state, keep = checkpoint.state, job.config.checkpoint.keep_last
     bring = partial(save_checkpoint, job.checkpoints, checkpoint)
-    until_written(f"the checkpoint of step {state.step}", job.folder, bring, size)
+    write_with_retry(f"the checkpoint of step {state.step}", job.folder, bring, size)
     prune(job.checkpoints, keep, state.step, partial(is_regular, job))
     prune_best(job.checkpoints, state.step, state.best_step)
 
 
-def keep_best(job: Job, step: int) -> None:
+def keep_best(job: LoopContext, step: int) -> None:
     """Hand over the weights that are the best until now: they are written before any checkpoint that names them."""
     if not job.processes.is_main:
         return
@@ -115,12 +120,12 @@ def keep_best(job: Job, step: int) -> None:
     def bring() -> None:
         ready()
         file = partial(save_best, job.checkpoints, step, weights)
-        until_written(f"the file of the best weights, of step {step},", job.folder, file, bytes_of(buffers))
+        write_with_retry(f"the file of the best weights, of step {step},", job.folder, file, bytes_of(buffers))
 
     job.writer.put("best", bring, buffers)
 
 
-def keep_weights(job: Job, step: int) -> None:
+def keep_weights(job: LoopContext, step: int) -> None:
     """Hand over the weights of a step as a LoRA file that is kept for good."""
     if not job.processes.is_main or job.export is None:
         return
@@ -131,24 +136,24 @@ def keep_weights(job: Job, step: int) -> None:
 
     def bring() -> None:
         ready()
-        until_written(f"the LoRA of step {step}", job.folder, partial(export, step, weights), bytes_of(buffers))
+        write_with_retry(f"the LoRA of step {step}", job.folder, partial(export, step, weights), bytes_of(buffers))
 
     job.writer.put("weights", bring, buffers)
 
 
-def save_alone(job: Job, state: TrainState) -> None:
+def save_alone(job: LoopContext, state: TrainState) -> None:
     """Save what was trained, where no other process is waited for."""
     if state.step > 0:
         save(job, state, last=True)
 
 
-def settle(job: Job) -> None:
+def settle(job: LoopContext) -> None:
     """Return when all that was handed over is on the disk, for every process."""
     job.writer.settle()
     job.processes.wait()
 
 
-def restore(job: Job, start: Checkpoint) -> TrainState:
+def restore(job: LoopContext, start: Checkpoint) -> TrainState:
     """Put weights, their average, optimizer and scaler back to where a checkpoint was taken."""
     learner = job.learner
     learner.adapter.load(start.adapter)
@@ -161,7 +166,7 @@ def restore(job: Job, start: Checkpoint) -> TrainState:
     return start.state
 
 
-def returning_point(job: Job, before: int | None = None) -> Checkpoint | None:
+def returning_point(job: LoopContext, before: int | None = None) -> Checkpoint | None:
     """The newest checkpoint, of a step `before` that one, that the run's own rhythm wrote, which no stop by a signal moves.
 
     Where none of them can be read, as after a change of the rhythm, the newest of all.
@@ -176,15 +181,15 @@ def returning_point(job: Job, before: int | None = None) -> Checkpoint | None:
     return found[1] if found else None
 
 
-def forget_after(job: Job, step: int) -> None:
+def forget_after(job: LoopContext, step: int) -> None:
     """Delete what was saved of later steps than `step`, to which all processes went back: it would be resumed from."""
     job.processes.wait()  # all have read theirs
     if job.processes.is_main:
-        until_written("the folder of checkpoints", job.folder, partial(forget_files, job, step))
+        write_with_retry("the folder of checkpoints", job.folder, partial(forget_files, job, step))
     job.processes.wait()
 
 
-def forget_files(job: Job, step: int) -> None:
+def forget_files(job: LoopContext, step: int) -> None:
     """The same, as the disk says it: raises OSError."""
     job.withdraw(step)
     drop_after(job.checkpoints, step)

@@ -2,7 +2,7 @@
 
 The trainer's own backward pass runs on the meta device. Each tensor's storage is counted from the operator that makes
 it until Python frees it, rounded up to 512 bytes as CUDA's allocator does; attention goes to the flash operator, as on
-a card. Nothing is loaded, and no GPU is needed.
+a GPU. Nothing is loaded, and no GPU is needed.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 from torch.utils.flop_counter import flop_registry
 
-from lora_trainer.config.schema import LossSection, OptimSection, Precision, Recompute
+from lora_trainer.config.schema import CheckpointingMode, LossSection, OptimizerSection, Precision
 from lora_trainer.diffusion.loss import make_loss
 from lora_trainer.diffusion.process import Prediction, Process
 from lora_trainer.models.family import Architecture, Family
 from lora_trainer.models.lora import inject_lora, target_modules
+from lora_trainer.models.memory.block_swap import freed_by_swapping
 from lora_trainer.models.memory.checkpointing import checkpoint_blocks, checkpointable_blocks
 from lora_trainer.models.memory.offload import AHEAD, Offload
-from lora_trainer.models.memory.streaming import freed_by_streaming
-from lora_trainer.models.storage.store import narrower, store_layers
+from lora_trainer.models.quantization.store import make_quantizer, store_layers
 from lora_trainer.optim.clipping import make_clip
 from lora_trainer.optim.state_size import ROUNDING
 from lora_trainer.training.adapter import Adapter, make_adapter
-from lora_trainer.training.micro import Micro
-from lora_trainer.training.step import Learner, backward
+from lora_trainer.training.micro_batch import MicroBatch
+from lora_trainer.training.step import StepContext, backward
 
 META = torch.device("meta")
 TIMESTEPS = 1000
@@ -44,7 +44,7 @@ ATTENTION = torch.ops.aten._scaled_dot_product_flash_attention
 
 @dataclass(frozen=True)
 class Trace:
-    """Bytes and operations of one micro batch's forward and backward pass.
+    """Bytes and operations of one micro-batch's forward and backward pass.
 
     `live` is what stands beside weights and copies after each operator. Bytes and operations are kept apart by the
     kind of their size, as `split` names it.
@@ -85,12 +85,12 @@ class Subject:
 
     @property
     def freed(self) -> list[int]:
-        """Bytes that are not on the card when none, one, two, … blocks visit it."""
-        return freed_by_streaming(self.denoiser)
+        """Bytes that are not on the GPU when none, one, two, … blocks visit it."""
+        return freed_by_swapping(self.denoiser)
 
     @property
     def weights(self) -> int:
-        """Bytes of all that is frozen, as a card's allocator holds it."""
+        """Bytes of all that is frozen, as a GPU's allocator holds it."""
         copies = {id(copy) for copy in self.adapter.copies.values()}
         every = (*self.denoiser.parameters(), *self.denoiser.buffers())
         frozen = [tensor.untyped_storage() for tensor in every if id(tensor) not in copies]
@@ -117,7 +117,7 @@ def make_subject(
         nn.Module.to(denoiser, dtype)  # not diffusers' own, which warns
         names = target_modules(denoiser, family, targets)
         parameters = inject_lora(denoiser, names, rank=rank, alpha=float(rank), dropout=0.0, seed=0)
-        if narrow := narrower(stored, products=products):
+        if narrow := make_quantizer(stored, products=products):
             store_layers(denoiser, narrow)
         adapter = make_adapter(parameters, dtype)
     return Subject(denoiser.train(), family, architecture, adapter, dtype)
@@ -130,12 +130,12 @@ def trace(
     height: int,
     width: int,
     checkpointed: int,
-    recompute: Recompute = "all",
+    recompute: CheckpointingMode = "full",
     offloaded: bool = False,
     split: Split = lambda size: ((0, 1.0),),
     kinds: int = 1,
 ) -> Trace:
-    """Trace one micro batch of latents [micro, C, height, width] with so many blocks checkpointed.
+    """Trace one micro-batch of latents [micro, C, height, width] with so many blocks checkpointed.
 
     `offloaded`: what autograd keeps waits in host memory. `split` says for a number of bytes or operations of which of
     `kinds` it consists.
@@ -252,7 +252,7 @@ class _Made:
 
 
 def _held(size: int) -> int:
-    """What a card's allocator holds for so many bytes."""
+    """What a GPU's allocator holds for so many bytes."""
     return -(-size // ROUNDING) * ROUNDING
 
 
@@ -274,11 +274,11 @@ def _described(value: Any) -> Any:
     return (type(value), value)
 
 
-def _learner(subject: Subject) -> Learner:
+def _learner(subject: Subject) -> StepContext:
     """What the backward pass asks of a learner; gradients stay where autograd leaves them."""
     process = Process(torch.empty(TIMESTEPS), cast("Prediction", subject.architecture.facts.prediction))
     masters = subject.adapter.masters
-    return Learner(
+    return StepContext(
         denoiser=subject.denoiser,
         predict=subject.family.predict,
         process=process,
@@ -291,15 +291,15 @@ def _learner(subject: Subject) -> Learner:
         reduce=None,
         device=META,
         dtype=subject.dtype,
-        clip=make_clip(OptimSection()),
+        clip=make_clip(OptimizerSection()),
     )
 
 
-def _micro_batch(subject: Subject, micro: int, height: int, width: int) -> Micro:
+def _micro_batch(subject: Subject, micro: int, height: int, width: int) -> MicroBatch:
     latents = torch.empty(micro, subject.architecture.facts.latent_channels, height, width)
     noise = torch.empty_like(latents)
     shapes = subject.family.cond_shapes(subject.architecture.denoiser)
-    return Micro(
+    return MicroBatch(
         latents=latents,
         noise=noise,
         added=noise,

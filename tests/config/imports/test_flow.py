@@ -31,8 +31,8 @@ def kohya(folder: Path, **keys: object) -> Imported:
 def drawn(config: Config) -> tuple[Any, ...]:
     """Distribution, the numbers that it asks for, and the shift."""
     flow = config.flow
-    numbers = {"uniform": (), "logit_normal": (flow.logit_mean, flow.logit_spread), "mode": (flow.mode_scale,)}
-    return (flow.timesteps, *numbers[flow.timesteps], flow.shift)
+    numbers = {"uniform": (), "logit_normal": (flow.logit_mean, flow.logit_std), "mode": (flow.mode_scale,)}
+    return (flow.timestep_sampling, *numbers[flow.timestep_sampling], flow.shift)
 
 
 @pytest.mark.parametrize(
@@ -57,7 +57,7 @@ def drawn(config: Config) -> tuple[Any, ...]:
 def test_times_of_kohya(keys: dict[str, object], expected: tuple[Any, ...], tmp_path: Path) -> None:
     imported = kohya(tmp_path, **keys)
     assert drawn(imported.config) == expected
-    assert imported.config.lora.targets == "attention+ff"
+    assert imported.config.lora.target_modules == "attention+ff"
 
 
 def test_a_diffusion_config_of_kohya_says_nothing_of_times(tmp_path: Path) -> None:
@@ -221,13 +221,13 @@ def test_a_loss_of_clean_latents_is_told_unless_its_weighting_undoes_it(tmp_path
 def test_other_defaults_of_diffusers_scripts_for_flows(tmp_path: Path) -> None:
     found = {family: imported_text(tmp_path, "d.sh", script(family)) for family in ("sd3", "flux", "z_image")}
     for imported in found.values():
-        assert imported.config.optim.learning_rate == imported.config.optim.weight_decay == 1e-4
-    assert found["sd3"].config.text.t5_tokens == 77
+        assert imported.config.optimizer.learning_rate == imported.config.optimizer.weight_decay == 1e-4
+    assert found["sd3"].config.text_encoder.max_sequence_length == 77
     assert line_of(found["flux"], "guidance_scale")[0] == "changed", "3.5 there"
     assert "guidance_scale" not in {line.key for line in found["z_image"].lines}
-    assert found["z_image"].config.lora.targets == "attention"
+    assert found["z_image"].config.lora.target_modules == "attention"
     transformer = tiny_transformer("flux")
-    learned = target_modules(transformer, FAMILIES["flux"], found["flux"].config.lora.targets)
+    learned = target_modules(transformer, FAMILIES["flux"], found["flux"].config.lora.target_modules)
     suffixes = "attn.to_k attn.to_q attn.to_v attn.to_out.0 attn.add_k_proj attn.add_q_proj attn.add_v_proj".split()
     suffixes += "attn.to_add_out ff.net.0.proj ff.net.2 ff_context.net.0.proj ff_context.net.2".split()
     assert set(learned) == {name for name, _ in transformer.named_modules() if name.endswith(tuple(suffixes))}
@@ -256,8 +256,8 @@ def test_other_defaults_of_diffusers_scripts_for_flows(tmp_path: Path) -> None:
 )
 def test_rates_of_kohyas_text_encoders(keys: dict[str, object], rates: tuple[float, ...], tmp_path: Path) -> None:
     config = kohya(tmp_path, network_alpha=4, **keys).config
-    assert config.text.learning_rates == rates
-    assert config.text.lora_alpha == (4.0 if rates else None)
+    assert config.text_encoder.learning_rates == rates
+    assert config.text_encoder.lora_alpha == (4.0 if rates else None)
 
 
 @pytest.mark.parametrize(
@@ -273,7 +273,7 @@ def test_rates_of_kohyas_text_encoders(keys: dict[str, object], rates: tuple[flo
 def test_rates_of_t5_of_the_gui(keys: dict[str, object], rates: tuple[float, ...], tmp_path: Path) -> None:
     start = {"LoRA_type": "Flux1", "max_resolution": "512,512", "noise_offset_type": "Original", "lr_warmup": 0}
     start |= {"pretrained_model_name_or_path": "m", "train_data_dir": "p", "text_encoder_lr": 5e-5}
-    assert imported_text(tmp_path, "g.json", json.dumps({**start, **keys})).config.text.learning_rates == rates
+    assert imported_text(tmp_path, "g.json", json.dumps({**start, **keys})).config.text_encoder.learning_rates == rates
 
 
 @pytest.mark.parametrize(
@@ -290,20 +290,20 @@ def test_rates_of_one_trainers_text_encoders(model: str, rates: tuple[float, ...
     start: dict[str, object] = {"training_method": "LORA", "base_model_name": "m", "concepts": [], "model_type": model}
     names = ("text_encoder", "text_encoder_2", "text_encoder_3", "text_encoder_4")
     parts = {name: {"train": True, "learning_rate": float(f"{number}e-5")} for number, name in enumerate(names, 1)}
-    assert imported_text(tmp_path, "o.json", json.dumps({**start, **parts})).config.text.learning_rates == rates
+    assert imported_text(tmp_path, "o.json", json.dumps({**start, **parts})).config.text_encoder.learning_rates == rates
     parts["text_encoder_3"]["include"] = False
-    left = imported_text(tmp_path, "o.json", json.dumps({**start, **parts})).config.text.learning_rates
+    left = imported_text(tmp_path, "o.json", json.dumps({**start, **parts})).config.text_encoder.learning_rates
     assert left == rates[:2]
 
 
 def test_what_text_encoders_read(tmp_path: Path) -> None:
-    text = kohya(tmp_path, clip_skip=2, max_token_length=225).config.text
+    text = kohya(tmp_path, clip_skip=2, max_token_length=225).config.text_encoder
     assert (text.clip_skip, text.max_tokens) == (2, 225)
-    assert kohya(tmp_path, clip_skip=1, max_token_length=75).config.text.clip_skip is None
+    assert kohya(tmp_path, clip_skip=1, max_token_length=75).config.text_encoder.clip_skip is None
     start = {"training_method": "LORA", "base_model_name": "m", "concepts": [], "text_encoder_layer_skip": 1}
     for kind, layers in (("STABLE_DIFFUSION_15", 2), ("STABLE_DIFFUSION_XL_10_BASE", 3)):
         imported = imported_text(tmp_path, "o.json", json.dumps({**start, "model_type": kind}))
-        assert imported.config.text.clip_skip == layers
+        assert imported.config.text_encoder.clip_skip == layers
 
 
 @pytest.mark.parametrize(

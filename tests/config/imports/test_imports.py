@@ -116,13 +116,13 @@ def test_what_another_key_overrides_is_said_to_be(tmp_path: Path) -> None:
     assert lines["resolution"].verdict == "ignored"
     assert "overridden: data.resolution = 128" in lines["resolution"].why
     assert "checkpoint_step_interval" not in lines  # a default that nobody wrote and nothing follows
-    assert lines["checkpointing_steps"].settings == {"checkpoint.every_steps": 200}
+    assert lines["checkpointing_steps"].settings == {"checkpoint.every_n_steps": 200}
     assert "overridden: data.max_aspect = 1.0" in lines["backends[1].crop"].why
     assert lines["backends[1]"].verdict == "changed"
-    assert "one value for all data sets here: 1.0" in lines["backends[1]"].why
+    assert "one value for all datasets here: 1.0" in lines["backends[1]"].why
 
 
-def test_changes_of_pictures_that_are_not_done_here_are_no_small_print(tmp_path: Path) -> None:
+def test_changes_of_images_that_are_not_done_here_are_no_small_print(tmp_path: Path) -> None:
     image = {"enable_random_rotate": True, "random_rotate_max_angle": 10.0, "enable_fixed_hue": True}
     off = {"random_hue_max_strength": 0.2, "random_contrast_max_strength": 0.3, "enable_fixed_flip": False}
     imported = imported_text(tmp_path, "c.json", json.dumps([{"path": "p", "image": {**image, **off}, "text": {}}]))
@@ -144,7 +144,7 @@ def test_masked_training_needs_masks_and_says_it(tmp_path: Path) -> None:
     assert [source.masks for source in imported.config.data.sources] == [None, str(tmp_path / "later")]
     whys = {line.key: line.why for line in imported.lines if line.verdict == "changed"}
     assert "so masks are left out" in whys["concepts[0].path"]
-    assert "needs masks beside the pictures" in whys["concepts[1].path"]
+    assert "needs masks beside the images" in whys["concepts[1].path"]
     (tmp_path / "p" / "a-masklabel.png").write_bytes(b"")
     imported = imported_text(tmp_path, "o.json", json.dumps(document))
     assert imported.config.data.sources[0].masks == str(tmp_path / "p")
@@ -195,24 +195,24 @@ def test_kohya_trains_as_its_own_defaults_say(tmp_path: Path) -> None:
     text = 'pretrained_model_name_or_path = "m"\ntrain_data_dir = "p"\nresolution = 512\n'
     config = imported_text(tmp_path, "k.toml", text).config
     assert config.train.max_steps == 1600
-    assert config.optim.learning_rate == 2e-6
+    assert config.optimizer.learning_rate == 2e-6
     assert (config.lora.rank, config.lora.alpha) == (4, 1.0)
-    assert (config.schedule.name, config.schedule.warmup_steps) == ("constant", 0)
-    assert config.memory.base_precision == "fp32"
+    assert (config.lr_scheduler.name, config.lr_scheduler.warmup_steps) == ("constant_with_warmup", 0)
+    assert config.memory.weight_dtype == "fp32"
     assert config.captions.extension == ".caption"
-    assert config.data.max_aspect == 1.0  # no buckets: all pictures are cropped to one shape
-    assert (config.data.held_out, config.checkpoint.release) == (0.0, "last")
+    assert config.data.max_aspect == 1.0  # no buckets: all images are cropped to one shape
+    assert (config.validation.split, config.checkpoint.export_weights) == (0.0, "last")
 
 
 def test_the_gui_counts_warmup_in_percent_and_epochs_where_no_steps_are(tmp_path: Path) -> None:
     marks = {"LoRA_type": "Standard", "noise_offset_type": "Original", "lr_scheduler": "cosine", "lr_warmup": 10}
     steps = imported_text(tmp_path, "a.json", json.dumps({**marks, "max_train_steps": 800, "epoch": 3})).config
-    assert (steps.train.max_steps, steps.train.max_epochs, steps.schedule.warmup_steps) == (800, None, 80)
+    assert (steps.train.max_steps, steps.train.max_epochs, steps.lr_scheduler.warmup_steps) == (800, None, 80)
     epochs = imported_text(tmp_path, "b.json", json.dumps({**marks, "max_train_steps": 0, "epoch": 3})).config
-    assert (epochs.train.max_steps, epochs.train.max_epochs, epochs.schedule.warmup_steps) == (None, 3, None)
+    assert (epochs.train.max_steps, epochs.train.max_epochs, epochs.lr_scheduler.warmup_steps) == (None, 3, None)
 
 
-def test_times_that_a_picture_is_seen(tmp_path: Path) -> None:
+def test_times_that_a_image_is_seen(tmp_path: Path) -> None:
     backends = [
         {"id": "a", "instance_data_dir": "a", "repeats": 0},
         {"id": "b", "instance_data_dir": "b", "repeats": 9},
@@ -225,7 +225,7 @@ def test_times_that_a_picture_is_seen(tmp_path: Path) -> None:
 
 def test_captions_of_one_source_keep_what_is_said_of_all() -> None:
     config = import_file(FILES / "aitoolkit.yaml").config
-    assert [source.captions and source.captions.trigger for source in config.data.sources] == ["sks", "sks"]
+    assert [source.captions and source.captions.trigger_word for source in config.data.sources] == ["sks", "sks"]
 
 
 def test_a_value_that_is_out_of_range_here_is_left_out_and_said(tmp_path: Path) -> None:
@@ -240,7 +240,10 @@ def test_a_value_that_is_out_of_range_here_is_left_out_and_said(tmp_path: Path) 
 def test_a_contradiction_gives_way_and_is_said(tmp_path: Path) -> None:
     text = 'train_data_dir = "p"\noptimizer_type = "AdamWScheduleFree"\nlr_scheduler = "cosine"\nnetwork_dim = 8\n'
     imported = imported_text(tmp_path, "k.toml", text)
-    assert (imported.config.optim.name, imported.config.schedule.name) == ("schedule_free", "constant")
+    assert (imported.config.optimizer.name, imported.config.lr_scheduler.name) == (
+        "adamw_schedulefree",
+        "constant_with_warmup",
+    )
     assert any(line.key == "lr_scheduler" and "averages weights" in line.why for line in imported.lines)
 
 

@@ -80,7 +80,7 @@ def test_a_subset_without_repeats_is_left_out_as_kohya_does(tmp_path: Path) -> N
     assert [line.key for line in imported.lines if line.verdict == "ignored"] == ["datasets[0].subsets[0]"]
     with pytest.raises(UsageError) as caught:
         data_file_settings(written(tmp_path, f"[[datasets]]\n{none}"), [])
-    assert [problem.message for problem in caught.value.problems] == [f"{path} names no pictures."]
+    assert [problem.message for problem in caught.value.problems] == [f"{path} names no images."]
 
 
 def test_every_key_of_a_whole_file() -> None:
@@ -99,7 +99,7 @@ def test_every_key_of_a_whole_file() -> None:
         f"{subset}.random_crop",
         f"{subset}.conditioning_data_dir",
         f"{subset}.secondary_separator",
-        # One for all data sets here:
+        # One for all datasets here:
         "datasets[1].batch_size",
         "datasets[1].min_bucket_reso",
         "datasets[1].max_bucket_reso",
@@ -112,12 +112,18 @@ def test_every_key_of_a_whole_file() -> None:
     assert reading.settings["data.resolution"] == 1024
     assert reading.settings["data.max_aspect"] == 4.0
     cat, reg, small = resolve([Layer("d", nested(reading.settings))]).config.data.sources
-    assert (cat.repeats, cat.caption, cat.masks, cat.flip, cat.resolutions) == (10, "sks cat", "alpha", True, (1024,))
+    assert (cat.repeats, cat.default_caption, cat.masks, cat.flip, cat.resolutions) == (
+        10,
+        "sks cat",
+        "alpha",
+        True,
+        (1024,),
+    )
     assert cat.captions is not None
-    assert (cat.captions.prefix, cat.captions.tag_dropout, cat.captions.dropout_every_epochs) == ("photo of", 0.05, 4)
-    assert reg.regularisation
+    assert (cat.captions.prefix, cat.captions.tag_dropout, cat.captions.dropout_every_n_epochs) == ("photo of", 0.05, 4)
+    assert reg.is_reg
     assert reg.captions_file == str(FILE.parent / "pictures" / "cats.json")
-    assert (small.resolutions, small.colour_variants, small.crop) == ((512,), 4, "random")
+    assert (small.resolutions, small.color_variants, small.crop) == ((512,), 4, "random")
     assert small.masks == str(FILE.parent / "masks")
 
 
@@ -126,22 +132,22 @@ def test_data_named_by_a_dataset_toml_is_settled_like_any_other(tmp_path: Path) 
         tmp_path,
         '[[datasets]]\nbatch_size = 3\ncolor_aug = true\n[[datasets.subsets]]\nimage_dir = "a"\nnum_repeats = 5\n',
     )
-    more = {"path": str(path), "weight": 0.5}
+    more = {"path": str(path), "loss_weight": 0.5}
     resolved = settle([], [Layer("--data", {"data": {"sources": ["x", more]}}), Layer("--set", {"train": {"seed": 1}})])
     plain, cats = resolved.config.data.sources
     assert plain.path == "x"
-    assert (cats.path, cats.repeats, cats.weight) == (str(tmp_path / "a"), 5, 0.5)
-    assert resolved.config.batch.effective == 3
-    assert resolved.origin["batch.effective"] == str(path)
+    assert (cats.path, cats.repeats, cats.loss_weight) == (str(tmp_path / "a"), 5, 0.5)
+    assert resolved.config.train.effective_batch_size == 3
+    assert resolved.origin["train.effective_batch_size"] == str(path)
     assert any("color_aug = true: drawn anew each time there" in note for note in resolved.notes)
-    own = Layer("--set", {"batch": {"effective": 2}})
-    assert settle([], [Layer("--data", {"data": {"sources": [str(path)]}}), own]).config.batch.effective == 2
+    own = Layer("--set", {"train": {"effective_batch_size": 2}})
+    assert settle([], [Layer("--data", {"data": {"sources": [str(path)]}}), own]).config.train.effective_batch_size == 2
 
 
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("[[datasets]]\nresolution = 512\n", "names no pictures"),
+        ("[[datasets]]\nresolution = 512\n", "names no images"),
         ("[[datasets]]\n[[datasets.subsets]]\nnum_repeats = 2\n", "datasets[0].subsets[0] has no image_dir"),
         ('[[datasets]]\n[[datasets.subsets]]\nimage_dir = "a"\nnum_repeat = 2\n', "Did you mean num_repeats"),
         ('[[datasets]]\n[[datasets.subsets]]\nimage_dir = "a"\nnum_repeats = "x"\n', "is not a number"),

@@ -123,7 +123,7 @@ def test_diffusers_crops_anywhere_unless_told(script: str, tmp_path: Path) -> No
     usual = imported_text(tmp_path, "a.sh", f"{command}\n")
     assert usual.config.data.crop == "random"
     assert "drawn anew each time there" in verdict_of(usual, "center_crop")[1]
-    assert imported_text(tmp_path, "b.sh", f"{command} --center_crop\n").config.data.crop == "centre"
+    assert imported_text(tmp_path, "b.sh", f"{command} --center_crop\n").config.data.crop == "center"
 
 
 @pytest.mark.parametrize(
@@ -139,7 +139,7 @@ def test_diffusers_crops_anywhere_unless_told(script: str, tmp_path: Path) -> No
 )
 def test_epochs_between_checkpoints_of_kohya(text: str, every: int | None, verdict: str, tmp_path: Path) -> None:
     imported = kohya_with(tmp_path, f"{text}\nsave_last_n_epochs = 3")
-    assert (imported.config.checkpoint.every_epochs, imported.config.checkpoint.keep_last) == (every, 3)
+    assert (imported.config.checkpoint.every_n_epochs, imported.config.checkpoint.keep_last) == (every, 3)
     assert verdict_of(imported, text.split(maxsplit=1)[0])[0] == verdict
 
 
@@ -149,13 +149,13 @@ def test_epochs_between_checkpoints_of_kohya(text: str, every: int | None, verdi
 def test_what_onetrainer_saves_is_counted_as_its_unit_says(unit: str, steps: int, epochs: int, tmp_path: Path) -> None:
     for key in ("save_every", "backup_after"):
         kept = one_trainer(tmp_path, **{key: 3, f"{key}_unit": unit}).config.checkpoint
-        assert (kept.every_steps, kept.every_epochs) == (steps, epochs)
+        assert (kept.every_n_steps, kept.every_n_epochs) == (steps, epochs)
 
 
 def test_simpletuner_saves_by_steps_and_by_epochs(tmp_path: Path) -> None:
     keys = {"model_family": "sdxl", "model_type": "lora", "checkpoint_epoch_interval": 2}
     kept = imported_text(tmp_path, "s.json", json.dumps(keys)).config.checkpoint
-    assert (kept.every_steps, kept.every_epochs) == (500, 2)
+    assert (kept.every_n_steps, kept.every_n_epochs) == (500, 2)
 
 
 @pytest.mark.parametrize(
@@ -206,7 +206,7 @@ def test_a_config_whose_data_sets_are_nowhere_is_imported_without(
     assert document["settings"]["lora.rank"] == 7
     (line,) = [each for each in document["keys"] if each["key"] == "data_backend_config"]
     assert line["verdict"] == "changed"
-    assert "name the pictures with --data" in line["why"]
+    assert "name the images with --data" in line["why"]
 
 
 def test_data_sets_of_a_hub_are_left_out_by_name(tmp_path: Path) -> None:

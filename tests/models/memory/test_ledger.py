@@ -10,7 +10,7 @@ import torch
 
 from lora_trainer.models import FAMILIES
 from lora_trainer.models.family import public_architecture
-from lora_trainer.models.memory.ledger import Footprint, Sizes, is_published, stored_gauge, stored_ledger
+from lora_trainer.models.memory.profiles import Footprint, Sizes, is_published, stored_memory_model, stored_profile
 from lora_trainer.training.memory.trace import make_subject, trace
 
 GIB = 2**30
@@ -31,11 +31,11 @@ def live(found: Footprint) -> float:
 
 
 @pytest.mark.parametrize(("family", "side", "micro", "gib", "tflop"), REFERENCE)
-def test_stored_ledgers_meet_the_reference(family, side, micro, gib, tflop):
-    gauge = stored_gauge(public_architecture(family), "attention")
-    assert gauge is not None
-    for checkpointed, expected, operations in zip((0, gauge.blocks), gib, tflop, strict=True):
-        found = gauge.footprint(Sizes(16, micro, (side // 8) ** 2, checkpointed), "bf16")
+def test_stored_profiles_meet_the_reference(family, side, micro, gib, tflop):
+    memory_model = stored_memory_model(public_architecture(family), "attention")
+    assert memory_model is not None
+    for checkpointed, expected, operations in zip((0, memory_model.blocks), gib, tflop, strict=True):
+        found = memory_model.footprint(Sizes(16, micro, (side // 8) ** 2, checkpointed), "bf16")
         assert live(found) == pytest.approx(expected, rel=0.015)
         assert found.flops / 1e12 == pytest.approx(operations, rel=0.05)
 
@@ -64,9 +64,9 @@ def agrees(
     family: str, targets: str, rank: int, micro: int, side: tuple[int, int], blocks: int, precision: str
 ) -> None:
     sizes = Sizes(rank, micro, side[0] * side[1], blocks)
-    gauge = stored_gauge(public_architecture(family), targets)
-    assert gauge is not None
-    predicted = gauge.footprint(sizes, precision)
+    memory_model = stored_memory_model(public_architecture(family), targets)
+    assert memory_model is not None
+    predicted = memory_model.footprint(sizes, precision)
     found = traced(family, targets, sizes, side, precision=precision)
     assert predicted.weights == pytest.approx(found.weights, rel=0.002)
     assert predicted.copies == pytest.approx(found.copies, rel=0.005)
@@ -83,7 +83,7 @@ def agrees(
         ("attention", 128, 2, (64, 64), 12, "fp32"),
     ],
 )
-def test_a_stored_ledger_is_what_a_trace_finds(targets, rank, micro, side, blocks, precision):
+def test_a_stored_profile_is_what_a_trace_finds(targets, rank, micro, side, blocks, precision):
     agrees("sd15", targets, rank, micro, side, blocks, precision)
 
 
@@ -114,9 +114,12 @@ def test_sd35_meets_the_reference_where_it_is_told_the_same(monkeypatch):
 )
 def test_between_stored_counts_memory_lies_on_a_line_or_under_it(family, targets, blocks, precision):
     sizes = Sizes(24, 2, 96 * 112, blocks)
-    gauge = stored_gauge(public_architecture(family), targets)
-    assert gauge is not None
-    predicted, found = gauge.footprint(sizes, precision), traced(family, targets, sizes, (96, 112), precision=precision)
+    memory_model = stored_memory_model(public_architecture(family), targets)
+    assert memory_model is not None
+    predicted, found = (
+        memory_model.footprint(sizes, precision),
+        traced(family, targets, sizes, (96, 112), precision=precision),
+    )
     assert predicted.weights == pytest.approx(found.weights, rel=0.002)
     held = found.activations
     assert held * 0.995 <= predicted.gradients + predicted.activations <= held * 1.03
@@ -127,30 +130,33 @@ def test_between_stored_counts_memory_lies_on_a_line_or_under_it(family, targets
 @pytest.mark.parametrize(
     ("family", "blocks"), [("sd3", (0, 7, 19, 24)), ("flux", (0, 13, 45, 57)), ("z_image", (0, 7, 20, 34))]
 )
-@pytest.mark.parametrize("recompute", ["all", "cheap"])
+@pytest.mark.parametrize("recompute", ["full", "selective"])
 @pytest.mark.parametrize("precision", ["bf16", "fp8", "nf4"])
 def test_the_ledgers_of_transformers_are_what_traces_find(family, blocks, recompute, precision):
     for count in blocks:
         sizes = Sizes(16, 1, 128 * 128, count, recompute)
-        gauge = stored_gauge(public_architecture(family), "attention")
-        assert gauge is not None
-        predicted = gauge.footprint(sizes, precision)
+        memory_model = stored_memory_model(public_architecture(family), "attention")
+        assert memory_model is not None
+        predicted = memory_model.footprint(sizes, precision)
         found = traced(family, "attention", sizes, (128, 128), precision=precision)
         assert live(predicted) == pytest.approx(live(found), rel=0.03)
         assert predicted.flops == pytest.approx(found.flops, rel=0.01)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_each_narrower_storage_and_each_visiting_block_frees_the_card(family):
-    gauge = stored_gauge(public_architecture(family), "attention")
-    assert gauge is not None
-    held = {name: gauge.footprint(Sizes(16, 1, 64**2, 0), name) for name in ("fp32", "bf16", "fp8", "int8", "nf4")}
+def test_each_narrower_storage_and_each_visiting_block_frees_the_gpu(family):
+    memory_model = stored_memory_model(public_architecture(family), "attention")
+    assert memory_model is not None
+    held = {
+        name: memory_model.footprint(Sizes(16, 1, 64**2, 0), name) for name in ("fp32", "bf16", "fp8", "int8", "nf4")
+    }
     weights = [each.weights for each in held.values()]
     assert weights == sorted(weights, reverse=True)
     assert weights[3] == pytest.approx(weights[2], rel=0.01)
     for name in held:
         visiting = [
-            gauge.footprint(Sizes(16, 1, 64**2, 0, streamed=k), name).weights for k in range(gauge.streamable + 1)
+            memory_model.footprint(Sizes(16, 1, 64**2, 0, swapped=k), name).weights
+            for k in range(memory_model.swappable + 1)
         ]
         assert all(later <= earlier * 1.01 for earlier, later in pairwise(visiting)), "a larger block's place, at most"
         assert 0 < visiting[-1] < 0.7 * visiting[0]
@@ -159,7 +165,7 @@ def test_each_narrower_storage_and_each_visiting_block_frees_the_card(family):
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("precision", ["bf16", "fp8"])
 def test_more_blocks_never_need_more_memory(family, precision):
-    ledger = stored_ledger(family, "attention", precision)
+    ledger = stored_profile(family, "attention", precision)
     assert ledger is not None
     for micro, side in ((1, 64), (1, 128), (4, 96)):
         peaks = [ledger.footprint(Sizes(32, micro, side**2, count)).activations for count in range(ledger.blocks + 1)]
@@ -175,4 +181,4 @@ def test_only_the_published_architecture_has_a_ledger():
     assert not is_published(replace(published, denoiser={**config, "class_embed_type": "timestep"}))
     without = {key: value for key, value in config.items() if key != "transformer_layers_per_block"}
     assert not is_published(replace(published, denoiser=without))
-    assert stored_gauge(published, ("*.attn2.to_k",)) is None
+    assert stored_memory_model(published, ("*.attn2.to_k",)) is None

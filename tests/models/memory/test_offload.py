@@ -1,4 +1,4 @@
-"""Activations in host memory: the same gradients to the bit, and little left on the card between the passes."""
+"""Activations in host memory: the same gradients to the bit, and little left on the GPU between the passes."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from torch import Tensor, nn
 
 from lora_trainer.config.schema import Precision
 from lora_trainer.models.memory import offload
+from lora_trainer.models.memory.block_swap import swap_blocks
 from lora_trainer.models.memory.checkpointing import checkpoint_blocks
 from lora_trainer.models.memory.offload import LEAVING, Offload, offloaded
-from lora_trainer.models.memory.streaming import stream_blocks
-from tests.models.memory.test_streaming import CPU, Tried, same
+from tests.models.memory.test_block_swap import CPU, Tried, same
 
 
 @pytest.fixture(autouse=True)
@@ -27,16 +27,16 @@ def test_offloading_changes_no_bit(kind: str) -> None:
     tried = Tried(kind)
     expected = tried.step()
     tried.ask = offloaded(tried.ask, CPU, tried.denoiser)
-    for checkpointed, streamed in ((0, 0), (99, 0), (1, 3)):
+    for checkpointed, swapped in ((0, 0), (99, 0), (1, 3)):
         checkpoint_blocks(tried.denoiser, checkpointed)
-        stream_blocks(tried.denoiser, streamed, CPU)
+        swap_blocks(tried.denoiser, swapped, CPU)
         assert same(tried.step(), expected)
         assert same(tried.step(), expected)
         assert same(tried.looked_at(), expected[:1])
 
 
-def on_card(of: Offload) -> list[bool]:
-    """Which of what was sent stands on the card."""
+def on_gpu(of: Offload) -> list[bool]:
+    """Which of what was sent stands on the GPU."""
     return [(away := ref()) is not None and away.flat is not None for ref in of.order]
 
 
@@ -47,13 +47,13 @@ def test_little_stays_between_the_passes_and_nothing_after_them() -> None:
         for _ in range(20):
             y = torch.tanh(y * 1.1)
     assert len(of.order) >= 20
-    assert sum(on_card(of)) == LEAVING
+    assert sum(on_gpu(of)) == LEAVING
     seen: list[int] = []
-    y.register_hook(lambda _: seen.append(sum(on_card(of))))
-    x.register_hook(lambda _: seen.append(sum(on_card(of))))
+    y.register_hook(lambda _: seen.append(sum(on_gpu(of))))
+    x.register_hook(lambda _: seen.append(sum(on_gpu(of))))
     y.sum().backward()
     assert max(seen) <= LEAVING + offload.AHEAD
-    assert not any(on_card(of))
+    assert not any(on_gpu(of))
 
 
 def test_a_storage_moves_once_and_views_come_back_as_they_were() -> None:
@@ -105,8 +105,8 @@ def test_of_blocks_that_visit_and_narrow_layers_nothing_moves_but_activations(st
     tried = Tried("flux", stored=stored)
     expected = tried.step()
     moved: list[tuple[int, int]] = []
-    for streamed in (0, 5):
-        stream_blocks(tried.denoiser, streamed, CPU)
+    for swapped in (0, 5):
+        swap_blocks(tried.denoiser, swapped, CPU)
         of = Offload(CPU, tried.denoiser)
         with of.keeping():
             predicted = tried.ask(tried.denoiser)

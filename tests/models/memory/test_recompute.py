@@ -7,16 +7,16 @@ import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from lora_trainer.config.schema import Precision, Recompute
+from lora_trainer.config.schema import CheckpointingMode, Precision
 from lora_trainer.models import FAMILIES
 from lora_trainer.models.family import Architecture, public_architecture
 from lora_trainer.models.memory import recompute
+from lora_trainer.models.memory.block_swap import swap_blocks, swappable_blocks
 from lora_trainer.models.memory.checkpointing import checkpoint_blocks
 from lora_trainer.models.memory.recompute import recomputing
-from lora_trainer.models.memory.streaming import stream_blocks, streamable_blocks
-from lora_trainer.models.storage.store import narrower, store_layers
+from lora_trainer.models.quantization.store import make_quantizer, store_layers
 from lora_trainer.training.memory.trace import make_subject, trace
-from tests.models.memory.test_streaming import CPU, Tried, same
+from tests.models.memory.test_block_swap import CPU, Tried, same
 
 
 @pytest.mark.parametrize(("kind", "stored"), [("flux", "bf16"), ("sd3", "int8"), ("sdxl", "fp8")])
@@ -25,14 +25,14 @@ def test_what_is_kept_changes_no_bit(kind: str, stored: Precision, monkeypatch: 
     monkeypatch.setattr(recompute, "DEAR", 16)  # for layers as small as these
     tried = Tried(kind, stored=stored)
     expected, work = tried.step(), []
-    for chosen in ("all", "cheap"):
+    for chosen in ("full", "selective"):
         checkpoint_blocks(tried.denoiser, 99, chosen)
         assert same(tried.step(), expected)
         with FlopCounterMode(display=False) as counted:  # this itself has some layers computed otherwise
             tried.step()
         work.append(counted.get_total_flops())
     assert work[1] < work[0]
-    stream_blocks(tried.denoiser, len(streamable_blocks(tried.denoiser)), CPU)
+    swap_blocks(tried.denoiser, len(swappable_blocks(tried.denoiser)), CPU)
     assert same(tried.step(), expected)
     assert same(tried.step(), expected)
 
@@ -46,7 +46,7 @@ def kept_by(block: nn.Module, *given: torch.Tensor) -> list[str]:
             ran.append(str(operator))
             return operator(*args, **(kwargs or {}))
 
-    result = recomputing("cheap")(block, *given)
+    result = recomputing("selective")(block, *given)
     with Watched():
         result.sum().backward()
     return ran
@@ -63,7 +63,7 @@ def test_dear_results_are_kept_and_cheap_ones_computed_again() -> None:
 def test_products_in_int8_are_computed_again() -> None:
     """Their numbers take twice the bytes of what comes of them. The second is the backward pass's own."""
     layer = nn.Linear(512, 512).requires_grad_(False)
-    store_layers(layer, narrower("int8", products=True))
+    store_layers(layer, make_quantizer("int8", products=True))
     ran = kept_by(lambda x: layer(x).sin(), torch.randn(1, 32, 512, requires_grad=True))
     assert sum("_int_mm" in name for name in ran) == 2
 
@@ -77,9 +77,9 @@ def test_attention_is_kept() -> None:
     assert any("exp" in name for name in ran)
 
 
-@pytest.mark.parametrize("chosen", ["all", "cheap"])
-def test_memory_lies_between_none_and_all(chosen: Recompute) -> None:
-    """Of the published model, by the trace: and with `cheap` there is next to no work more than without."""
+@pytest.mark.parametrize("chosen", ["full", "selective"])
+def test_memory_lies_between_none_and_all(chosen: CheckpointingMode) -> None:
+    """Of the published model, by the trace: and with `selective` there is next to no work more than without."""
     architecture: Architecture = public_architecture("sd15")
     subject = make_subject(FAMILIES["sd15"], architecture, rank=16, targets="attention", dtype=torch.bfloat16)
     none, some = (
@@ -87,6 +87,6 @@ def test_memory_lies_between_none_and_all(chosen: Recompute) -> None:
         for count in (0, subject.blocks)
     )
     work = sum(some.flops) / sum(none.flops)
-    assert (1.3 < work < 1.4) if chosen == "all" else (1.0 < work < 1.01)
-    assert some.peak < (0.4 if chosen == "all" else 0.85) * none.peak
-    assert some.peak > (0.2 if chosen == "all" else 0.6) * none.peak
+    assert (1.3 < work < 1.4) if chosen == "full" else (1.0 < work < 1.01)
+    assert some.peak < (0.4 if chosen == "full" else 0.85) * none.peak
+    assert some.peak > (0.2 if chosen == "full" else 0.6) * none.peak

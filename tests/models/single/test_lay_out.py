@@ -24,7 +24,7 @@ from lora_trainer.models.folder import detect_family
 from lora_trainer.models.places import laid_out_models
 from lora_trainer.models.single import tokenizers
 from lora_trainer.models.single.lay_out import lacking_parts, lay_out
-from lora_trainer.models.single.recognise import recognise
+from lora_trainer.models.single.recognize import recognize
 from lora_trainer.models.single.stored import Stored
 from lora_trainer.models.single.texts import BIAS
 from lora_trainer.models.single.transformers import flux_part
@@ -75,7 +75,7 @@ def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
 
 def test_a_checkpoint_is_its_folder(model: tuple[str, Path, Path]) -> None:
     name, folder, file = model
-    assert recognise(file).family == name
+    assert recognize(file).family == name
     family, laid_out = FAMILIES[name], lay_out(file)
     assert detect_family(laid_out) == name
     theirs, ours = family.describe(folder), family.describe(laid_out)
@@ -132,7 +132,7 @@ def test_a_flow_s_checkpoint_is_its_folder(flow: tuple[str, Any, Path], tmp_path
         encoders = [path.name for path in folder.glob("text_encoder*")]
         parts |= {part: folder / part for part in (*encoders, "vae")}
     file = write(flow_checkpoint(pipeline, bare=bare), tmp_path / "model.safetensors")
-    assert recognise(file).family == name
+    assert recognize(file).family == name
     laid_out, family = lay_out(file, parts), FAMILIES[name]
     theirs, ours = family.describe(folder), family.describe(laid_out)
     assert (ours.resolution, ours.latent_channels, ours.caption_tokens, ours.pixel_step) == (
@@ -229,7 +229,7 @@ def test_a_weight_that_is_lacking_is_named_with_its_file(tmp_path: Path, monkeyp
 
 
 @pytest.mark.exact
-def test_a_quantised_text_encoder_is_lacking_and_comes_from_elsewhere(
+def test_a_quantized_text_encoder_is_lacking_and_comes_from_elsewhere(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As in files of SD3.5 whose T5 is in float8 with scales: as it is stored it would be another encoder."""
@@ -243,9 +243,9 @@ def test_a_quantised_text_encoder_is_lacking_and_comes_from_elsewhere(
     for name in [name for name in tensors if name.startswith("text_encoders.t5xxl.") and tensors[name].ndim == 2]:
         tensors[f"{name.removesuffix('.weight')}.scale_weight"] = torch.tensor(0.5)
         tensors[name] = (tensors[name] * 2).to(torch.float8_e4m3fn)
-    scaled = recognise(write(tensors, tmp_path / "scaled.safetensors"))
+    scaled = recognize(write(tensors, tmp_path / "scaled.safetensors"))
     assert lacking_parts(scaled) == {"text_encoder_3", "tokenizer_3"}
-    with pytest.raises(UsageError, match=r"holds text_encoder_3 quantised \(fp8 with scales.*model.without_t5"):
+    with pytest.raises(UsageError, match=r"holds text_encoder_3 quantized \(fp8 with scales.*model.without_t5"):
         lay_out(scaled, {"tokenizer_3": tmp_path / "folder" / "tokenizer_3"})
     given = {part: tmp_path / "folder" / part for part in ("text_encoder_3", "tokenizer_3")}
     read, told = both(FAMILIES["sd3"].load_encoders, plain, lay_out(scaled, given))

@@ -22,7 +22,7 @@ from lora_trainer.models.family import public_architecture
 from lora_trainer.models.folder import shapes_of_weights
 from lora_trainer.models.places import numbers_of, stored_weights
 from lora_trainer.models.single.lay_out import lay_out
-from lora_trainer.models.single.recognise import recognise
+from lora_trainer.models.single.recognize import recognize
 from lora_trainer.models.single.stored import Stored
 from lora_trainer.models.single.texts import t5_part
 from lora_trainer.models.single.transformers import TRANSFORMERS
@@ -113,7 +113,7 @@ def test_published_flows_have_the_published_number_of_weights(kind: str, tmp_pat
     }[family]
     with torch.device("meta"):
         file = empty_file(tmp_path / "model.safetensors", original(made.from_config(config)))
-    found = recognise(file)
+    found = recognize(file)
     part = TRANSFORMERS[family](found.denoiser)
     with torch.device("meta"):
         model = made.from_config(dict(part.config))

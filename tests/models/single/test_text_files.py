@@ -1,4 +1,4 @@
-"""Text encoders as single files, as ComfyUI keeps them: recognised by their keys, and the same as those of a folder."""
+"""Text encoders as single files, as ComfyUI keeps them: recognized by their keys, and the same as those of a folder."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from lora_trainer.config.schema.inputs import ModelSection
 from lora_trainer.core.errors import UsageError
 from lora_trainer.core.tensorfile import read_tensor_header
 from lora_trainer.models import FAMILIES, places
-from lora_trainer.models.single import recognise as recognise_file
+from lora_trainer.models.single import recognize as recognize_file
 from lora_trainer.models.single import tokenizers
 from lora_trainer.production.bases.base import find_base
 from tests.models.single.originals import Tensors, flow_checkpoint, write
@@ -65,7 +65,7 @@ def scaled(tensors: Tensors) -> Tensors:
 
 
 def test_files_are_the_encoders_of_a_folder(made: Path, files: Path) -> None:
-    """Of several of one kind the one that was narrowed least; what is quantised or no text encoder is passed over."""
+    """Of several of one kind the one that was narrowed least; what is quantized or no text encoder is passed over."""
     t5 = load_file(files / "t5xxl.safetensors")
     write({name: each.to(torch.float8_e4m3fn) for name, each in t5.items()}, files / "t5xxl_fp8.safetensors")
     write(scaled(t5), files / "t5xxl_fp8_scaled.safetensors")
@@ -76,10 +76,10 @@ def test_files_are_the_encoders_of_a_folder(made: Path, files: Path) -> None:
     assert all(torch.equal(one[name], two[name]) for name in one)
 
 
-def test_a_quantised_or_damaged_file_is_the_reason_where_no_other_serves(made: Path, files: Path) -> None:
+def test_a_quantized_or_damaged_file_is_the_reason_where_no_other_serves(made: Path, files: Path) -> None:
     path = files / "t5xxl.safetensors"
     write(scaled(load_file(path)), path)
-    with pytest.raises(UsageError, match=r"t5xxl\.safetensors is quantised \(fp8 with scales"):
+    with pytest.raises(UsageError, match=r"t5xxl\.safetensors is quantized \(fp8 with scales"):
         laid_out(made, files)
     path.write_bytes(path.read_bytes()[:-1])
     with pytest.raises(UsageError, match=r"t5xxl\.safetensors is cut off"):
@@ -120,7 +120,7 @@ def test_a_checkpoint_s_header_is_read_once(made: Path, files: Path, monkeypatch
         read.append(path)
         return read_tensor_header(path)
 
-    for module in (recognise_file, places):
+    for module in (recognize_file, places):
         monkeypatch.setattr(module, "read_tensor_header", counted)
     places._read_once.cache_clear()
     found = laid_out(made, files)

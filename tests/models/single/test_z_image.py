@@ -1,4 +1,4 @@
-"""A checkpoint of Z-Image is the same model as its folder; alone or with its text encoder and autoencoder."""
+"""A checkpoint of Z-Image is the same model as its folder; alone or with its text encoder and VAE."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from lora_trainer.core.errors import UsageError
 from lora_trainer.models import FAMILIES
 from lora_trainer.models.family import public_architecture
 from lora_trainer.models.single.lay_out import lacking_parts, lay_out
-from lora_trainer.models.single.recognise import recognise
+from lora_trainer.models.single.recognize import recognize
 from lora_trainer.models.single.transformers import z_image_part
 from lora_trainer.production.bases.base import find_base
 from lora_trainer.production.settings import settle
@@ -46,8 +46,8 @@ def test_a_checkpoint_is_its_folder(pipeline: Any, bare: bool, tmp_path: Path) -
     if bare:
         parts |= {"text_encoder": folder / "text_encoder", "vae": folder / "vae"}
     file = write(tensors, tmp_path / "model.safetensors")
-    assert recognise(file).family == "z_image"
-    assert lacking_parts(recognise(file)) == ({"text_encoder", "tokenizer"} if bare else {"tokenizer"})
+    assert recognize(file).family == "z_image"
+    assert lacking_parts(recognize(file)) == ({"text_encoder", "tokenizer"} if bare else {"tokenizer"})
     section = ModelSection(path=str(file), text_encoders=str(folder), vae=str(folder / "vae"))
     said: list[str] = []
     settle([], [Layer("--model", {"model": section.model_dump(exclude_none=True)})], say=said.append)
@@ -73,7 +73,7 @@ def test_without_the_language_model_what_lacks_is_said_at_once(pipeline: Any, tm
     with pytest.raises(UsageError) as refused:
         lay_out(file)
     said = " ".join(problem.message for problem in refused.value.problems)
-    assert all(part in said for part in ("text_encoder", "autoencoder", "Qwen3 without its tokenizer"))
+    assert all(part in said for part in ("text_encoder", "VAE", "Qwen3 without its tokenizer"))
 
 
 def test_base_and_turbo_are_told_by_the_setting_or_the_name(pipeline: Any, tmp_path: Path) -> None:
@@ -86,14 +86,14 @@ def test_base_and_turbo_are_told_by_the_setting_or_the_name(pipeline: Any, tmp_p
         ("z_turbo.safetensors", "base", 6.0, False),
     ):
         path = write(tensors, tmp_path / name)
-        model = ModelSection.model_validate({"path": str(path), "text_encoders": str(folder), "variant": variant})
+        model = ModelSection.model_validate({"path": str(path), "text_encoders": str(folder), "flavor": variant})
         found = find_base(model)
         assert bool(found.note) == noted
         assert FAMILY.make_process(found.folder).times.shift.factor == shift
         assert FAMILY.describe(found.folder).variant == ("base" if shift == 6 else "turbo")
     for path, words in ((folder, "whose scheduler tells"), (flux_file(tmp_path), "tells by its keys")):
         with pytest.raises(UsageError, match=words):
-            find_base(ModelSection(path=str(path), variant="base"))
+            find_base(ModelSection(path=str(path), flavor="base"))
 
 
 def flux_file(folder: Path) -> Path:
@@ -104,7 +104,7 @@ def flux_file(folder: Path) -> Path:
 def test_the_published_transformer_is_told_by_its_form(tmp_path: Path) -> None:
     with torch.device("meta"):
         tensors = z_image_original(FAMILY.make_denoiser(public_architecture("z_image").denoiser))
-    part = z_image_part(recognise(empty_file(tmp_path / "model.safetensors", tensors, "BF16")).denoiser)
+    part = z_image_part(recognize(empty_file(tmp_path / "model.safetensors", tensors, "BF16")).denoiser)
     published = public_architecture("z_image").denoiser
     assert {name: part.config[name] for name in published} == dict(published)
     assert sum(tensor.numel() for name, tensor in tensors.items() if name != "norm_final.weight") == 6_154_908_736

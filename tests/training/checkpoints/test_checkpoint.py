@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
-from lora_trainer.config.schema import OptimSection
+from lora_trainer.config.schema import OptimizerSection
 from lora_trainer.core.errors import TrainingFailed, UsageError
 from lora_trainer.core.io import remove_unfinished
 from lora_trainer.optim.optimizers import OPTIMIZERS, make_optimizer
@@ -38,7 +38,7 @@ def trained_optimizer(name: str, steps: int = 3) -> tuple[torch.optim.Optimizer,
     torch.manual_seed(0)
     parameters = [nn.Parameter(torch.randn(128, 64)), nn.Parameter(torch.randn(8, 8)), nn.Parameter(torch.randn(8))]
     named = {str(index): parameter for index, parameter in enumerate(parameters)}
-    optimizer = make_optimizer(named, OptimSection(name=name, learning_rate=1e-2))
+    optimizer = make_optimizer(named, OptimizerSection(name=name, learning_rate=1e-2))
     for _ in range(steps):
         for parameter in parameters:
             parameter.grad = parameter.detach().clone()
@@ -167,7 +167,7 @@ def test_a_newer_version_is_refused_with_the_reason_and_not_passed_over(tmp_path
     document = json.loads((newer / "state.json").read_text())
     del document["sha256"]
     (newer / "state.json").write_bytes(sealed_text(document | {"version": 99}))
-    with pytest.raises(UsageError, match="version 99, and this program reads up to 3"):
+    with pytest.raises(UsageError, match="version 99, and this program reads up to 4"):
         newest_valid(tmp_path)
 
 

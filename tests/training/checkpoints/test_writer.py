@@ -24,7 +24,7 @@ from lora_trainer.training.checkpoints.checkpoint import (
 )
 from lora_trainer.training.checkpoints.save import save, settle, take
 from lora_trainer.training.checkpoints.writer import Item, Kind, Writer, still_wanted
-from lora_trainer.training.job import Job
+from lora_trainer.training.job import LoopContext
 from lora_trainer.training.state import TrainState
 from tests.recipes.recipe import patched
 from tests.training.tiny_job import TinyPlace, outcome
@@ -131,11 +131,11 @@ def test_what_goes_wrong_is_raised_in_the_loop_once() -> None:
 
 
 def test_a_snapshot_does_not_change_with_the_weights(place: TinyPlace) -> None:
-    job = place.job("run", steps=3, train__ema_decay=0.5, checkpoint__every_steps=1)
+    job = place.job("run", steps=3, train__ema_decay=0.5, checkpoint__every_n_steps=1)
     taken: list[Checkpoint] = []
     copies: list[dict[str, torch.Tensor]] = []
 
-    def remembered(job: Job, state: TrainState, *buffers: Any) -> Checkpoint:
+    def remembered(job: LoopContext, state: TrainState, *buffers: Any) -> Checkpoint:
         taken.append(take(job, state))
         copies.append({name: value.detach().clone() for name, value in job.learner.adapter.masters.items()})
         return take(job, state, *buffers)
@@ -152,9 +152,9 @@ def test_a_snapshot_does_not_change_with_the_weights(place: TinyPlace) -> None:
 
 def test_a_slow_disk_skips_some_and_loses_nothing(place: TinyPlace) -> None:
     settings: dict[str, object] = {
-        "checkpoint__every_steps": 1,
-        "validate__every_steps": 1,
-        "optim__learning_rate": 0.3,
+        "checkpoint__every_n_steps": 1,
+        "validation__every_n_steps": 1,
+        "optimizer__learning_rate": 0.3,
     }
     quick, slow = (place.job(name, steps=6, **settings) for name in ("quick", "slow"))
     place.train(quick)
@@ -180,7 +180,7 @@ def test_a_slow_disk_skips_some_and_loses_nothing(place: TinyPlace) -> None:
 
 
 def test_a_disk_that_refuses_ends_the_run_at_the_next_step_at_the_latest(place: TinyPlace) -> None:
-    job = place.job("run", steps=40, checkpoint__every_steps=2)
+    job = place.job("run", steps=40, checkpoint__every_n_steps=2)
     asked: list[int] = []
 
     def samples_in(step: int) -> int:
@@ -199,7 +199,7 @@ def test_a_disk_that_refuses_ends_the_run_at_the_next_step_at_the_latest(place: 
 
 
 def test_a_stop_never_takes_the_place_of_a_regular_checkpoint(place: TinyPlace) -> None:
-    job = place.job("run", steps=6, checkpoint__every_steps=4, checkpoint__keep_last=1)
+    job = place.job("run", steps=6, checkpoint__every_n_steps=4, checkpoint__keep_last=1)
     with job.writer:
         for step in (4, 5, 6):
             save(job, TrainState(step=step), last=step == 6)
@@ -207,8 +207,8 @@ def test_a_stop_never_takes_the_place_of_a_regular_checkpoint(place: TinyPlace) 
     settle(job)
 
 
-def test_pictures_come_after_the_checkpoint_of_their_step(place: TinyPlace) -> None:
-    job = place.job("run", steps=4, checkpoint__every_steps=4, sample__every_steps=2)
+def test_images_come_after_the_checkpoint_of_their_step(place: TinyPlace) -> None:
+    job = place.job("run", steps=4, checkpoint__every_n_steps=4, sample__every_n_steps=2)
     there: list[list[int]] = []
     drawn = replace(
         job, sample=lambda state: there.append([step_of(path) for path in list_checkpoints(job.checkpoints)])
@@ -218,7 +218,7 @@ def test_pictures_come_after_the_checkpoint_of_their_step(place: TinyPlace) -> N
 
 
 def test_epochs_between_checkpoints(place: TinyPlace) -> None:
-    job = place.job("run", steps=12, checkpoint__every_steps=4, checkpoint__every_epochs=1, checkpoint__keep_last=9)
+    job = place.job("run", steps=12, checkpoint__every_n_steps=4, checkpoint__every_n_epochs=1, checkpoint__keep_last=9)
     place.train(job)
     epochs = set(range(job.steps_per_epoch, 13, job.steps_per_epoch))
     assert len(epochs) > 1
@@ -227,7 +227,7 @@ def test_epochs_between_checkpoints(place: TinyPlace) -> None:
 
 def test_what_a_checkpoint_holds_the_loop_up_counts_from_its_beginning(place: TinyPlace) -> None:
     """With the look at the weights, and with the wait for those that are written first."""
-    job, clock = place.job("a", checkpoint__every_steps=2), [100.0]
+    job, clock = place.job("a", checkpoint__every_n_steps=2), [100.0]
 
     def settle() -> None:
         clock[0] += 5.0

@@ -12,23 +12,23 @@ import torch
 from torch import Tensor
 
 from lora_trainer.core.errors import TrainingFailed
-from lora_trainer.models.memory import streaming
+from lora_trainer.models.memory import block_swap
+from lora_trainer.models.memory.block_swap import swappable_blocks, swapped_count
 from lora_trainer.models.memory.checkpointing import checkpointed_blocks
-from lora_trainer.models.memory.streaming import streamable_blocks, streamed_count
 from lora_trainer.monitor.progress import unwatched
 from lora_trainer.monitor.trackers import EVENTS, METRICS, VALIDATION, read_lines
 from lora_trainer.training.checkpoints.checkpoint import list_checkpoints, newest_valid, read_checkpoint
-from lora_trainer.training.job import Job
-from lora_trainer.training.memory.fit import agreed
+from lora_trainer.training.job import LoopContext
+from lora_trainer.training.memory.oom_fallback import agreed
 from lora_trainer.training.reporter import Reporter
-from lora_trainer.training.state import Fit, TrainState
+from lora_trainer.training.state import OomFallback, TrainState
 from lora_trainer.training.validation import MOST_ASKED_AT_ONCE
 from tests.training.tiny_job import TinyPlace, outcome, together, told_in
 
 pytestmark = pytest.mark.exact
 
 SHORT = "CUDA out of memory. Tried to allocate 2.00 GiB."
-FOUR = {"batch__effective": 4, "checkpoint__every_steps": 3, "validate__every_steps": 0}
+FOUR = {"train__effective_batch_size": 4, "checkpoint__every_n_steps": 3, "validation__every_n_steps": 0}
 
 
 class ShortBackward(torch.autograd.Function):
@@ -56,11 +56,11 @@ def counted(fails: Callable[[int], bool], work: Callable[..., Any], error: Excep
     return work_or_fail
 
 
-def in_forward(job: Job, fails: Callable[[int], bool], error: Exception | None = None) -> Job:
+def in_forward(job: LoopContext, fails: Callable[[int], bool], error: Exception | None = None) -> LoopContext:
     return replace(job, learner=replace(job.learner, predict=counted(fails, job.learner.predict, error)))
 
 
-def in_backward(job: Job, fails: Callable[[int], bool]) -> Job:
+def in_backward(job: LoopContext, fails: Callable[[int], bool]) -> LoopContext:
     calls, true = iter(range(10**9)), job.learner.predict
 
     def predict(*given: Any) -> Tensor:
@@ -71,18 +71,18 @@ def in_backward(job: Job, fails: Callable[[int], bool]) -> Job:
     return replace(job, learner=replace(job.learner, predict=predict))
 
 
-def in_clipping(job: Job, fails: Callable[[int], bool]) -> Job:
+def in_clipping(job: LoopContext, fails: Callable[[int], bool]) -> LoopContext:
     return replace(job, learner=replace(job.learner, clip=counted(fails, job.learner.clip)))
 
 
-def in_update(job: Job, fails: Callable[[int], bool]) -> Job:
+def in_update(job: LoopContext, fails: Callable[[int], bool]) -> LoopContext:
     """After the weights were changed, so that a step simply done again would be wrong."""
     job.learner.optimizer.step = counted(fails, job.learner.optimizer.step)  # type: ignore[method-assign]
     return job
 
 
-def on_card(job: Job, room: int) -> Job:
-    """A card on which a step of so many samples fits."""
+def on_gpu(job: LoopContext, room: int) -> LoopContext:
+    """A GPU on which a step of so many samples fits."""
     true = job.learner.predict
 
     def predict(*given: Any) -> Tensor:
@@ -93,12 +93,12 @@ def on_card(job: Job, room: int) -> Job:
     return replace(job, learner=replace(job.learner, predict=predict))
 
 
-def events(job: Job) -> list[tuple[int, str]]:
+def events(job: LoopContext) -> list[tuple[int, str]]:
     found = [row for row in read_lines(job.folder / EVENTS) if row["kind"] == "memory"]
     return [(row["step"], row["message"]) for row in found]
 
 
-def trained(job: Job) -> dict[str, Any]:
+def trained(job: LoopContext) -> dict[str, Any]:
     """What the steps left, whatever was said of them."""
     found = outcome(job)
     return {name: found[name] for name in ("step", "tensors", "optimizer", METRICS)}
@@ -108,19 +108,19 @@ FIRST = [in_forward, in_backward, in_clipping, in_update]
 
 
 @pytest.mark.parametrize("place_of", FIRST)
-def test_a_first_step_without_memory_is_done_in_halves(place: TinyPlace, place_of: Callable[..., Job]):
+def test_a_first_step_without_memory_is_done_in_halves(place: TinyPlace, place_of: Callable[..., LoopContext]):
     """Bit for bit the run that was split so from its start, wherever in the step memory ran out."""
-    asked = place.job("asked", steps=4, batch__max_micro=2, **FOUR)
+    asked = place.job("asked", steps=4, train__max_micro_batch_size=2, **FOUR)
     place.train(asked)
     short = place_of(place.job("short", steps=4, **FOUR), lambda call: call == 0)
     state, _ = place.train(short)
     assert trained(short) == trained(asked)
-    assert state.fit == Fit(micro=2)
+    assert state.fit == OomFallback(micro=2)
     ((step, message),) = events(short)
     assert step in (0, 1)
     assert SHORT.rstrip(".") in message
-    assert "micro batches of 2 " in message
-    assert "in place of micro batches of 4 " in message or "in place of micro batches of 3 " in message
+    assert "micro-batches of 2 " in message
+    assert "in place of micro-batches of 4 " in message or "in place of micro-batches of 3 " in message
 
 
 @pytest.mark.parametrize(
@@ -145,8 +145,8 @@ def test_another_error_is_not_taken_for_it(place: TinyPlace):
 
 @pytest.mark.slow
 def test_fp16_takes_a_step_again_that_was_unscaled_already(place: TinyPlace):
-    settings = FOUR | {"memory__base_precision": "fp16", "steps": 2}
-    asked = place.job("asked", batch__max_micro=2, **settings)
+    settings = FOUR | {"memory__weight_dtype": "fp16", "steps": 2}
+    asked = place.job("asked", train__max_micro_batch_size=2, **settings)
     place.train(asked)
     short = in_clipping(place.job("short", **settings), lambda call: call == 0)
     place.train(short)
@@ -172,7 +172,7 @@ def test_an_update_that_ran_out_is_done_again_from_the_last_checkpoint(place: Ti
 
 def test_blocks_are_checkpointed_when_one_sample_does_not_fit(place: TinyPlace):
     """And that changes not one bit."""
-    settings = FOUR | {"batch__effective": 1, "steps": 4}
+    settings = FOUR | {"train__effective_batch_size": 1, "steps": 4}
     calm = place.job("calm", **settings)
     place.train(calm)
     short = in_forward(place.job("short", **settings), lambda call: call in (2, 3))
@@ -185,7 +185,7 @@ def test_blocks_are_checkpointed_when_one_sample_does_not_fit(place: TinyPlace):
 
 
 def test_nothing_left_to_reduce_saves_what_was_trained(place: TinyPlace):
-    short = in_forward(place.job("short", **FOUR | {"checkpoint__every_steps": 100}), lambda call: call >= 9)
+    short = in_forward(place.job("short", **FOUR | {"checkpoint__every_n_steps": 100}), lambda call: call >= 9)
     with pytest.raises(TrainingFailed, match="nothing left to reduce") as failed:
         place.train(short)
     problem = failed.value.problems[0]
@@ -202,8 +202,8 @@ def test_nothing_left_to_reduce_saves_what_was_trained(place: TinyPlace):
 
 
 def test_a_run_grows_back_and_waits_twice_as_long_after_a_failed_try(place: TinyPlace):
-    settings = FOUR | {"memory__grow_after_steps": 2, "steps": 9}
-    short = on_card(place.job("short", **settings), room=2)
+    settings = FOUR | {"memory__oom_recovery_steps": 2, "steps": 9}
+    short = on_gpu(place.job("short", **settings), room=2)
     place.train(short)
     told = [(step, "trying" in message) for step, message in events(short)]
     assert told == [(1, False), (3, True), (4, False), (8, True), (8, False)]
@@ -211,7 +211,7 @@ def test_a_run_grows_back_and_waits_twice_as_long_after_a_failed_try(place: Tiny
 
 @pytest.mark.slow
 def test_a_run_that_fits_again_trains_as_planned(place: TinyPlace):
-    settings = FOUR | {"memory__grow_after_steps": 2, "batch__effective": 1, "steps": 9}
+    settings = FOUR | {"memory__oom_recovery_steps": 2, "train__effective_batch_size": 1, "steps": 9}
     short = in_forward(place.job("short", **settings), lambda call: call in (0, 1))
     state, _ = place.train(short)
     assert (state.fit.micro, state.fit.checkpointed, state.fit.failed) == (None, None, 0)
@@ -220,20 +220,20 @@ def test_a_run_that_fits_again_trains_as_planned(place: TinyPlace):
 
 
 def test_a_run_that_was_short_of_memory_is_resumed_to_the_bit(place: TinyPlace):
-    """Stopped after any step, on the same card: the same steps in the same parts, and the same tries to grow."""
-    settings = FOUR | {"memory__grow_after_steps": 2, "steps": 8, "checkpoint__every_steps": 100}
-    whole = on_card(place.job("whole", **settings), room=2)
+    """Stopped after any step, on the same GPU: the same steps in the same parts, and the same tries to grow."""
+    settings = FOUR | {"memory__oom_recovery_steps": 2, "steps": 8, "checkpoint__every_n_steps": 100}
+    whole = on_gpu(place.job("whole", **settings), room=2)
     place.train(whole)
     for stop in (2, 4, 7):
         name = f"stopped_{stop}"
-        place.train(told_in(on_card(place.job(name, **settings), room=2), stop - 1))
-        again = on_card(place.job(name, **settings), room=2)
+        place.train(told_in(on_gpu(place.job(name, **settings), room=2), stop - 1))
+        again = on_gpu(place.job(name, **settings), room=2)
         place.resume(again)
         assert outcome(again) == outcome(whole), stop
 
 
-def asked_on_card(job: Job, room: int) -> Job:
-    """A card on which no more than so many held-out questions fit."""
+def asked_on_gpu(job: LoopContext, room: int) -> LoopContext:
+    """A GPU on which no more than so many validation samples fit."""
     true = job.validate
     assert true is not None
 
@@ -247,10 +247,10 @@ def asked_on_card(job: Job, room: int) -> Job:
 
 def test_a_validation_without_memory_is_asked_in_smaller_parts(place: TinyPlace):
     """The same losses, to rounding; the size of the parts is kept, also by a resumed run, bit for bit."""
-    settings = FOUR | {"validate__every_steps": 2}
+    settings = FOUR | {"validation__every_n_steps": 2}
     calm = place.job("calm", **settings)
     place.train(calm)
-    whole = asked_on_card(place.job("whole", **settings), room=1)
+    whole = asked_on_gpu(place.job("whole", **settings), room=1)
     state, _ = place.train(whole)
     assert [step for step, _ in events(whole)] == [0, 0]
     assert "2 questions at once in place of 4" in events(whole)[0][1]
@@ -259,15 +259,15 @@ def test_a_validation_without_memory_is_asked_in_smaller_parts(place: TinyPlace)
     assert len(measured) == 4
     assert measured == pytest.approx(expected, rel=1e-5)
     assert trained(whole) == trained(calm)
-    place.train(told_in(asked_on_card(place.job("stopped", **settings), room=1), 3))
-    again = asked_on_card(place.job("stopped", **settings), room=1)
+    place.train(told_in(asked_on_gpu(place.job("stopped", **settings), room=1), 3))
+    again = asked_on_gpu(place.job("stopped", **settings), room=1)
     place.resume(again)
     assert outcome(again) == outcome(whole)
 
 
 def test_a_validation_that_fits_in_no_way_saves_what_was_trained(place: TinyPlace):
     asked = iter(range(100))
-    job = place.job("short", **FOUR | {"validate__every_steps": 2, "checkpoint__every_steps": 100})
+    job = place.job("short", **FOUR | {"validation__every_n_steps": 2, "checkpoint__every_n_steps": 100})
     true = job.validate
     assert true is not None
 
@@ -308,7 +308,7 @@ def test_of_two_processes_one_whose_update_fails_does_not_try_alone(place: TinyP
     assert not list_checkpoints(first.checkpoints), "these weights are of no step"
 
 
-def in_the_sum(job: Job, fails: Callable[[int], bool]) -> Job:
+def in_the_sum(job: LoopContext, fails: Callable[[int], bool]) -> LoopContext:
     return replace(job, learner=replace(job.learner, reduce=counted(fails, job.learner.reduce)))
 
 
@@ -325,56 +325,73 @@ def test_of_two_processes_one_without_memory_for_the_sum_saves_and_leaves(place:
 
 def test_blocks_visit_when_all_are_checkpointed_already(place: TinyPlace):
     """More and more of them, as the last that can be done, and back again; and that changes not one bit."""
-    settings = FOUR | {"batch__effective": 1, "steps": 8, "memory__streaming": 1, "memory__checkpointing": "all"}
+    settings = FOUR | {
+        "train__effective_batch_size": 1,
+        "steps": 8,
+        "memory__blocks_to_swap": 1,
+        "memory__gradient_checkpointing": "true",
+    }
     calm = place.job("calm", **settings)
     place.train(calm)
-    assert calm.planned.streamed == streamed_count(calm.learner.denoiser) == 1
-    short = in_forward(place.job("short", memory__grow_after_steps=3, **settings), lambda call: call in (2, 3, 4))
+    assert calm.planned.swapped == swapped_count(calm.learner.denoiser) == 1
+    short = in_forward(place.job("short", memory__oom_recovery_steps=3, **settings), lambda call: call in (2, 3, 4))
     state, _ = place.train(short)
-    blocks = len(streamable_blocks(short.learner.denoiser))
+    blocks = len(swappable_blocks(short.learner.denoiser))
     told = [message.split(" in place of ")[0].split(" and ")[-1] for _, message in events(short)]
     assert [step for step, _ in events(short)] == [3, 3, 3, 6]
     assert told == [f"{count} streamed" for count in (-(-blocks // 4), -(-blocks // 2), blocks, -(-blocks // 2))]
-    assert (state.fit.streamed, state.fit.checkpointed) == (-(-blocks // 2), None)
-    assert streamed_count(short.learner.denoiser) == state.fit.streamed
+    assert (state.fit.swapped, state.fit.checkpointed) == (-(-blocks // 2), None)
+    assert swapped_count(short.learner.denoiser) == state.fit.swapped
     assert trained(short) == trained(calm)
 
 
 def test_a_run_whose_blocks_visit_is_resumed_to_the_bit(place: TinyPlace):
-    settings = FOUR | {"batch__effective": 1, "steps": 6, "memory__streaming": 2, "memory__checkpointing": "all"}
+    settings = FOUR | {
+        "train__effective_batch_size": 1,
+        "steps": 6,
+        "memory__blocks_to_swap": 2,
+        "memory__gradient_checkpointing": "true",
+    }
     whole = in_forward(place.job("whole", **settings), lambda call: call == 1)
     place.train(whole)
     place.train(told_in(in_forward(place.job("stopped", **settings), lambda call: call == 1), 3))
     again = place.job("stopped", **settings)
     state, _ = place.resume(again)
-    assert streamed_count(again.learner.denoiser) == state.fit.streamed
-    assert state.fit.streamed is not None
+    assert swapped_count(again.learner.denoiser) == state.fit.swapped
+    assert state.fit.swapped is not None
     assert outcome(again) == outcome(whole)
 
 
-def test_a_card_without_room_to_grow_goes_on_as_before(place: TinyPlace, monkeypatch: pytest.MonkeyPatch):
-    """Blocks that were to stay again may not find room on the card: the step is done with them visiting."""
-    settings = FOUR | {"batch__effective": 1, "steps": 6, "memory__streaming": 1, "memory__checkpointing": "all"}
-    short = in_forward(place.job("short", memory__grow_after_steps=2, **settings), lambda call: call == 0)
-    monkeypatch.setattr(streaming.Guest, "settle", counted(lambda call: call == 0, streaming.Guest.settle))
+def test_a_gpu_without_room_to_grow_goes_on_as_before(place: TinyPlace, monkeypatch: pytest.MonkeyPatch):
+    """Blocks that were to stay again may not find room on the GPU: the step is done with them visiting."""
+    settings = FOUR | {
+        "train__effective_batch_size": 1,
+        "steps": 6,
+        "memory__blocks_to_swap": 1,
+        "memory__gradient_checkpointing": "true",
+    }
+    short = in_forward(place.job("short", memory__oom_recovery_steps=2, **settings), lambda call: call == 0)
+    monkeypatch.setattr(
+        block_swap.SwappedBlock, "settle", counted(lambda call: call == 0, block_swap.SwappedBlock.settle)
+    )
     state, _ = place.train(short)
     assert state.step == 6
     assert [("trying" in message) for _, message in events(short)][:3] == [False, True, False]
 
 
 def test_a_checkpoint_without_streaming_is_read():
-    fit = TrainState(fit=Fit(micro=2)).to_json()
-    del fit["fit"]["streamed"]
-    assert TrainState.from_json(fit).fit == Fit(micro=2)
+    fit = TrainState(fit=OomFallback(micro=2)).to_json()
+    del fit["fit"]["swapped"]
+    assert TrainState.from_json(fit).fit == OomFallback(micro=2)
 
 
 def test_of_two_processes_both_take_the_fewest_that_stay(place: TinyPlace):
-    """Of processes whose micro batches and checkpointed blocks are alike, the one that streams most says how many."""
-    settings = FOUR | {"memory__streaming": 1, "memory__checkpointing": "all"}
+    """Of processes whose micro-batches and checkpointed blocks are alike, the one that streams most says how many."""
+    settings = FOUR | {"memory__blocks_to_swap": 1, "memory__gradient_checkpointing": "true"}
     jobs = [place.job("short", processes=each, **settings) for each in together(2)]
-    given = [Fit(), Fit(streamed=3, since=7, failed=1)]
+    given = [OomFallback(), OomFallback(swapped=3, since=7, failed=1)]
     reporters = [Reporter(None, unwatched, lambda line: None) for _ in jobs]
     with ThreadPoolExecutor(2) as pool:
         found = list(pool.map(lambda job, fit, reporter: agreed(job, fit, 10, reporter), jobs, given, reporters))
     assert found == [given[1]] * 2
-    assert streamed_count(jobs[0].learner.denoiser) == 3
+    assert swapped_count(jobs[0].learner.denoiser) == 3

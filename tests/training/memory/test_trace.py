@@ -1,4 +1,4 @@
-"""What offloading leaves on a card, by a trace: against a step that is really taken."""
+"""What offloading leaves on a GPU, by a trace: against a step that is really taken."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from lora_trainer.models.family import Architecture
 from lora_trainer.models.folder import read_config
 from lora_trainer.models.memory import offload
 from lora_trainer.models.memory.checkpointing import checkpoint_blocks
-from lora_trainer.models.storage.store import narrower, store_layers
+from lora_trainer.models.quantization.store import make_quantizer, store_layers
 from lora_trainer.training.memory.trace import Subject, Watched, _micro_batch, make_subject, trace
-from lora_trainer.training.step import Learner, backward
+from lora_trainer.training.step import StepContext, backward
 from tests.training.tiny_job import TinyPlace
 
 CPU = torch.device("cpu")
@@ -37,8 +37,8 @@ def subject_of(place: TinyPlace, *, products: bool = False) -> Subject:
     )
 
 
-def really_held(learner: Learner, subject: Subject, *, offloaded: bool) -> int:
-    """Bytes at the peak of a step on the processor, beside the weights; what is away is not counted."""
+def really_held(learner: StepContext, subject: Subject, *, offloaded: bool) -> int:
+    """Bytes at the peak of a step on the CPU, beside the weights; what is away is not counted."""
     account = Counted()
     frozen, adapter = own_tensors(learner)
     for tensor in (*frozen, *adapter):
@@ -55,7 +55,7 @@ def really_held(learner: Learner, subject: Subject, *, offloaded: bool) -> int:
 
 
 @pytest.mark.parametrize("checkpointed", [0, 2])
-def test_a_trace_says_what_offloading_leaves_on_a_card(place: TinyPlace, monkeypatch, checkpointed):
+def test_a_trace_says_what_offloading_leaves_on_a_gpu(place: TinyPlace, monkeypatch, checkpointed):
     """Nothing moves that is smaller than the least; of the rest only what is on its way stands."""
     subject, learner = subject_of(place), place.job("traced").learner
     checkpoint_blocks(learner.denoiser, checkpointed)
@@ -75,10 +75,10 @@ def test_a_trace_says_what_offloading_leaves_on_a_card(place: TinyPlace, monkeyp
     assert most < 0.5 * whole
 
 
-@pytest.mark.parametrize(("checkpointed", "chosen"), [(0, "all"), (99, "all"), (99, "cheap")])
+@pytest.mark.parametrize(("checkpointed", "chosen"), [(0, "full"), (99, "full"), (99, "selective")])
 def test_a_trace_counts_what_products_in_int8_hold(place: TinyPlace, checkpointed, chosen):
     subject, learner = subject_of(place, products=True), place.job("products").learner
-    store_layers(learner.denoiser, narrower("int8", products=True))
+    store_layers(learner.denoiser, make_quantizer("int8", products=True))
     checkpoint_blocks(learner.denoiser, checkpointed, chosen)
     found = trace(subject, micro=MICRO, height=SIDE, width=SIDE, checkpointed=checkpointed, recompute=chosen).peak
     assert found == pytest.approx(really_held(learner, subject, offloaded=False), rel=0.05)

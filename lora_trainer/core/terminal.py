@@ -1,0 +1,44 @@
+"""Writing to a terminal that may be closed while a run goes on in it."""
+
+from __future__ import annotations
+
+import errno
+import io
+import os
+import sys
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from _typeshed import ReadableBuffer
+
+
+class _Terminal(io.FileIO):
+    """A terminal's file; once the terminal is closed, what is written to it is dropped."""
+
+    def write(self, data: ReadableBuffer, /) -> int:
+        try:
+            return super().write(data)
+        except OSError as error:
+            if error.errno != errno.EIO:
+                raise
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, self.fileno())
+            os.close(nowhere)
+            return memoryview(data).nbytes
+
+
+def survive_closed_terminal() -> None:
+    """Let nothing that is printed to stdout or stderr raise because their terminal was closed.
+
+    Closing sends SIGHUP too, which saves and stops; under `nohup` or in another session it does not arrive, and the
+    run continues.
+    """
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if not isinstance(stream, io.TextIOWrapper) or not stream.isatty():
+            continue
+        if isinstance(getattr(stream.buffer, "raw", None), _Terminal):  # done before
+            continue
+        stream.flush()
+        raw = io.BufferedWriter(_Terminal(stream.fileno(), "w", closefd=False))
+        setattr(sys, name, io.TextIOWrapper(raw, stream.encoding, stream.errors, line_buffering=True))

@@ -1,0 +1,1 @@
+"""Image files: opened safely, read in parallel, measured, turned into pixels."""

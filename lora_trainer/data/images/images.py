@@ -1,0 +1,208 @@
+"""Images of every kind, turned into 8-bit RGB pixels as they are seen.
+
+EXIF rotation is applied, transparency is laid on white, 16-bit values are scaled (not
+clipped), animations give their first frame, ICC profiles are ignored.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, BinaryIO
+
+import numpy as np
+from numpy.typing import NDArray
+from PIL import Image, UnidentifiedImageError, features
+
+from lora_trainer.data.images.spans import open_bytes
+from lora_trainer.data.sample import Span
+
+if TYPE_CHECKING:
+    from lora_trainer.data.buckets import ResizeCrop
+
+ENDINGS_OF_FORMAT: dict[str, tuple[str, ...]] = {
+    "PNG": (".png",),
+    "JPEG": (".jpg", ".jpeg"),
+    "MPO": (".jpg", ".jpeg"),  # what many phones write: a JPEG with a second image behind it
+    "WEBP": (".webp",),
+    "BMP": (".bmp",),
+    "TIFF": (".tif", ".tiff"),
+    "GIF": (".gif",),
+}
+if features.check("avif"):
+    ENDINGS_OF_FORMAT["AVIF"] = (".avif",)
+
+READERS = tuple(name for name in ENDINGS_OF_FORMAT if name != "MPO")  # opened as a JPEG first
+IMAGE_ENDINGS = tuple(sorted({ending for endings in ENDINGS_OF_FORMAT.values() for ending in endings}))
+
+ORIENTATION_TAG = 0x0112
+TURNS: dict[int, Image.Transpose] = {
+    2: Image.Transpose.FLIP_LEFT_RIGHT,
+    3: Image.Transpose.ROTATE_180,
+    4: Image.Transpose.FLIP_TOP_BOTTOM,
+    5: Image.Transpose.TRANSPOSE,
+    6: Image.Transpose.ROTATE_270,
+    7: Image.Transpose.TRANSVERSE,
+    8: Image.Transpose.ROTATE_90,
+}
+SIDEWAYS = (5, 6, 7, 8)
+QUARTERS = tuple(TURNS[orientation] for orientation in SIDEWAYS)
+
+# Pillow refuses from twice its own warning limit on; the same number, named.
+MOST_PIXELS = 178_956_970
+
+
+class BrokenImageError(Exception):
+    """An image that cannot be read. `code` is the finding's code."""
+
+    def __init__(self, code: str, message: str, fix: str) -> None:
+        super().__init__(message)
+        self.code = code
+        self.message = message
+        self.fix = fix
+
+
+@dataclass(frozen=True)
+class Header:
+    """What an image's file says before its pixels are decoded. Sizes as seen, in pixels."""
+
+    width: int
+    height: int
+    format: str  # Pillow's name: "PNG", "JPEG", …
+    frames: int  # more than 1 means animated or several pages
+
+
+@contextlib.contextmanager
+def quiet_pillow() -> Iterator[None]:
+    """Pillow warns of odd metadata and of large images; both are judged here instead."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
+@contextlib.contextmanager
+def opened(place: Path | BinaryIO, span: Span | None = None) -> Iterator[Image.Image]:
+    """An open image, from its file, inside of a larger file where `span` says, or from bytes at hand;
+    whatever a damaged one makes Pillow raise becomes `BrokenImageError`."""
+    try:
+        with quiet_pillow(), contextlib.ExitStack() as stack:
+            file = stack.enter_context(open_bytes(place, span)) if isinstance(place, Path) else place
+            empty = not file.read(1)
+            file.seek(0)
+            image = stack.enter_context(Image.open(file, formats=READERS))
+            if image.width * image.height > MOST_PIXELS:
+                raise Image.DecompressionBombError
+            yield image
+    except BrokenImageError:
+        raise
+    except Image.DecompressionBombError as error:
+        message = f"is larger than {MOST_PIXELS:,} pixels, which no training needs and which can exhaust memory."
+        raise BrokenImageError("too_large", message, "Scale it down or remove it.") from error
+    except UnidentifiedImageError as error:
+        message = "is empty (0 bytes)." if empty else "is not an image in a known format."
+        raise BrokenImageError("unreadable", message, "Replace or remove it.") from error
+    # Damaged files reach Pillow's parsers in every state: no narrower list is complete.
+    except Exception as error:
+        raise unreadable(error) from error
+
+
+def unreadable(error: Exception) -> BrokenImageError:
+    """What a damaged or locked file made a reader raise, as a finding."""
+    return BrokenImageError("unreadable", f"cannot be read ({_reason(error)}).", "Replace or remove it.")
+
+
+def _reason(error: Exception) -> str:
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror.lower()
+    return str(error).split("\n")[0] or type(error).__name__
+
+
+def header_of(place: Path | BinaryIO, span: Span | None = None) -> Header:
+    """Size after EXIF rotation, format and frames, without decoding the pixels.
+
+    Raises BrokenPictureError.
+    """
+    with opened(place, span) as image:
+        width, height = image.size
+        # Pillow turns TIFF files itself while loading, and says so in their size already.
+        if image.format != "TIFF" and orientation_of(image) in SIDEWAYS:
+            width, height = height, width
+        frames = 1 if image.format == "MPO" else int(getattr(image, "n_frames", 1))
+        return Header(width, height, image.format or "", frames)
+
+
+def read_header(path: Path, span: Span | None = None) -> tuple[int, int]:
+    """(width, height) as the image is seen. Raises BrokenPictureError."""
+    header = header_of(path, span)
+    return header.width, header.height
+
+
+def orientation_of(image: Image.Image) -> int:
+    """The EXIF orientation, 1 when there is none or it cannot be read."""
+    try:
+        return int(image.getexif().get(ORIENTATION_TAG, 1))
+    except Exception:  # noqa: BLE001 - damaged metadata must not cost a good image
+        return 1
+
+
+def load_rgb(path: Path, span: Span | None = None) -> Image.Image:
+    """The whole image as 8-bit RGB, as it is seen. Raises BrokenPictureError."""
+    with opened(path, span) as image:
+        turn = None if image.format == "TIFF" else TURNS.get(orientation_of(image))
+        image.load()
+        flat = to_rgb(image)
+        return flat.transpose(turn) if turn is not None else flat
+
+
+def load_alpha(path: Path, span: Span | None = None) -> Image.Image:
+    """The image's opacity as gray, as it is seen: white where it covers. Raises BrokenPictureError."""
+    with opened(path, span) as image:
+        turn = None if image.format == "TIFF" else TURNS.get(orientation_of(image))
+        image.load()
+        if not image.has_transparency_data:
+            return Image.new("L", image.size if turn not in QUARTERS else image.size[::-1], 255)
+        alpha = image.convert("RGBA").getchannel("A")
+        return alpha.transpose(turn) if turn is not None else alpha
+
+
+def to_rgb(image: Image.Image) -> Image.Image:
+    """Any Pillow mode as RGB, transparency laid on white."""
+    if image.mode.startswith("I") or image.mode == "F":
+        return Image.fromarray(scale_deep(np.asarray(image))).convert("RGB")
+    if image.has_transparency_data:
+        seen = image.convert("RGBA")
+        white = Image.new("RGBA", seen.size, (255, 255, 255, 255))
+        return Image.alpha_composite(white, seen).convert("RGB")
+    return image.convert("RGB")
+
+
+def scale_deep(values: NDArray[np.generic]) -> NDArray[np.uint8]:
+    """Gray values [H, W] of 16 or 32 bits or floats, scaled to 8 bits.
+
+    Files do not say which range their 32-bit values use; the smallest usual range that
+    holds the largest value is taken.
+    """
+    deep = np.nan_to_num(values.astype(np.float64), nan=0.0, posinf=0.0, neginf=0.0)
+    peak = float(deep.max(initial=0.0))
+    ranges = (1.0, 255.0, 65535.0, 2.0**32 - 1) if values.dtype.kind == "f" else (65535.0, 2.0**32 - 1)
+    top = next((limit for limit in ranges if peak <= limit), max(peak, 1.0))
+    return np.rint(np.clip(deep / top, 0.0, 1.0) * 255.0).astype(np.uint8)
+
+
+def cut_out(
+    image: Image.Image, fit: ResizeCrop, resampling: Image.Resampling = Image.Resampling.LANCZOS
+) -> Image.Image:
+    """The image resized to cover its bucket, cropped as the fit says; of any size with the fit's aspect."""
+    # Only what the crop keeps is resized: a sliver of an image would fill the memory otherwise.
+    across, down = image.width / fit.resized_width, image.height / fit.resized_height
+    box = (
+        fit.left * across,
+        fit.top * down,
+        min((fit.left + fit.bucket.width) * across, image.width),
+        min((fit.top + fit.bucket.height) * down, image.height),
+    )
+    size = (fit.bucket.width, fit.bucket.height)
+    return image.resize(size, resampling, box=box)

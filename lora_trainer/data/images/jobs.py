@@ -1,0 +1,112 @@
+"""What worker processes do with one image: read its facts, or decode and measure it."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from lora_trainer.data.images.images import BrokenImageError, header_of, opened, unreadable
+from lora_trainer.data.images.measures import Seen, measure, seen_broken
+from lora_trainer.data.images.remembered import Stamp, stamp_of
+from lora_trainer.data.images.spans import content_of, open_bytes, open_regular
+from lora_trainer.data.sample import Span
+
+READ_WHOLE = 2**24  # bytes; a larger file is read twice, for its header and for its hash
+MOST_BYTES = 2**32  # more than any image that can be trained on has
+STILL_WARM = 2.0  # seconds; a file written so lately may change again within its clock's step
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What one reading of an image's bytes says. Sizes as seen, in pixels; `content` is the bytes' hex sha256."""
+
+    width: int
+    height: int
+    format: str  # Pillow's name: "PNG", "JPEG", …
+    frames: int
+    content: str
+    bytes: int
+
+
+def read_facts(what: tuple[str, int, int]) -> dict[str, Any]:
+    """The worker's job: the facts of one place, with the stamp under which they may be kept."""
+    name, start, length = what
+    path = Path(name)
+    span = None if length < 0 else Span(path, start, length)
+    try:
+        facts, stamp = _facts_of(path, span)
+    except BrokenImageError as broken:
+        return {"broken": [broken.code, broken.message, broken.fix]}
+    # Whoever writes within the clock's step leaves no trace in the times.
+    warm = time.time() - stamp.mtime / 1e9 < STILL_WARM
+    values = [facts.width, facts.height, facts.format, facts.frames, facts.content, facts.bytes]
+    return {"facts": values, "stamp": None if warm else list(stamp)}
+
+
+def _facts_of(path: Path, span: Span | None) -> tuple[Facts, Stamp]:
+    """Raises BrokenPictureError."""
+    for _ in range(3):
+        try:
+            with open_regular(path) as file:
+                before = stamp_of(os.fstat(file.fileno()))
+                facts = facts_in(file, path, span)
+                if before == stamp_of(os.fstat(file.fileno())):
+                    return facts, before
+        except OSError as error:
+            raise unreadable(error) from error
+    raise BrokenImageError("unreadable", "changes while it is read.", "Wait until it is written, and run again.")
+
+
+def facts_in(file: io.FileIO, path: Path, span: Span | None) -> Facts:
+    """The facts of one image in an open file. Raises BrokenPictureError and OSError."""
+    size = os.fstat(file.fileno()).st_size if span is None else span.size
+    if size > MOST_BYTES:
+        message = f"is a file of {size:,} bytes; the most is {MOST_BYTES:,}."
+        raise BrokenImageError("too_large", message, "Scale it down or remove it.")
+    if size <= READ_WHOLE:
+        file.seek(0 if span is None else span.offset)
+        data = file.read(size)
+        if span is not None and len(data) < size:
+            message = f"ends after {len(data):,} of {size:,} bytes."
+            raise BrokenImageError("unreadable", message, f"Replace {span.file.name}.")
+        header = header_of(io.BytesIO(data))
+        content = hashlib.sha256(data).hexdigest()
+    else:
+        header = header_of(path, span)
+        content = content_of(path, span)
+    return Facts(header.width, header.height, header.format, header.frames, content, size)
+
+
+def read_seen(what: tuple[str, int, int, str]) -> str:
+    """The worker's job: one image measured, as JSON."""
+    name, start, length, content = what
+    path = Path(name)
+    try:
+        return _measured(path, None if length < 0 else Span(path, start, length), content).to_json()
+    except BrokenImageError as broken:
+        return seen_broken(broken).to_json()
+
+
+def _measured(path: Path, span: Span | None, content: str) -> Seen:
+    """Raises BrokenPictureError, also when the bytes are not those that were listed."""
+    try:
+        with open_bytes(path, span) as file:
+            size = os.fstat(file.fileno()).st_size if span is None else span.size
+            data = file.read(size) if size <= READ_WHOLE else b""
+        found = hashlib.sha256(data).hexdigest() if size <= READ_WHOLE else content_of(path, span)
+    except OSError as error:
+        raise unreadable(error) from error
+    if found != content:
+        # Measures are kept by content: those of other bytes must not stand under it.
+        raise BrokenImageError("unreadable", "changed while it was read.", "Run again.")
+    with opened(io.BytesIO(data)) if size <= READ_WHOLE else opened(path, span) as image:
+        return measure(image)
+
+
+JOBS: dict[str, Callable[[Any], Any]] = {"facts": read_facts, "seen": read_seen}

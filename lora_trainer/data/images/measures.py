@@ -1,0 +1,307 @@
+"""What a full decode of one image shows. Pure functions of its pixels and of its file's header.
+
+Nothing here knows the resolution that is trained, so that results can be kept by content
+for ever: lengths are in the image's own pixels, and the gate relates them to the bucket.
+Change MEASURES with whatever changes a value here.
+"""
+
+from __future__ import annotations
+
+import base64
+import functools
+import json
+from dataclasses import asdict, dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+from PIL import Image
+
+from lora_trainer.data.images.images import TURNS, BrokenImageError, orientation_of, to_rgb
+
+MEASURES = 3  # kept results of another number are measured again
+
+Gray = NDArray[np.int16]
+LINES = 48  # rows and columns that edges are measured along
+FEWEST_EDGES = 24  # fewer say nothing about the whole image
+EDGE_SHARE = 0.1  # the sharpest tenth: a portrait's background may be soft
+PATCH = 256  # side in pixels of the part that blocks are looked for in
+BLOCK_STEP = 40  # levels: larger steps are the image's own edges
+SLIGHT_BLOCKS = 1.0  # levels: less is no matter, and not asked whether it comes of tiles
+ROUGH = 0.4  # of the steps inside of blocks: JPEG leaves none so rough, dithering does
+ALONE, EVEN, EVEN_SHARE, NOT_LEVEL = 0.5, 0.45, 0.4, 0.45  # what JPEG's blocks have and tiles have not
+SMALL_SIDE = 384  # longest side in pixels of the copy that borders are looked for in
+BORDER_TOLERANCE = 14  # of 255, between pixels of one band
+THUMB_SIDE = 8
+STANDARD_LUMA = 3688  # sum of the JPEG standard's luminance table (Annex K)
+
+
+@dataclass(frozen=True)
+class Borders:
+    """Bands of one color on opposite sides, as shares of the image's width and height as seen."""
+
+    left: float = 0.0
+    top: float = 0.0
+    right: float = 0.0
+    bottom: float = 0.0
+
+    def __bool__(self) -> bool:
+        return any((self.left, self.top, self.right, self.bottom))
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What a full decode of one image showed; `broken` is (code, message, fix) where it failed."""
+
+    broken: tuple[str, str, str] | None = None
+    format: str = ""
+    frames: int = 1
+    transparent: float = 0.0  # share of the pixels that are not opaque
+    spread: float = 255.0  # largest standard deviation of a channel, 0 to 255
+    edge: float = 0.0  # width in pixels of its sharpest edges; 0 when it has too few to tell
+    quality: int = 100  # JPEG quality that its tables stand for, 1 to 100; 100 for other formats
+    blocks: float = 0.0  # gray levels that the mean step on a grid of 8 pixels exceeds that beside it
+    borders: Borders = Borders()
+    hash: int = 0  # 64 bits of its low frequencies (pHash)
+    mirror_hash: int = 0  # the same of its mirror image
+    thumb: bytes = b""  # 8×8 RGB
+
+    def to_json(self) -> str:
+        """One line to be kept; `seen_from_json` reads it again."""
+        return json.dumps(asdict(self) | {"thumb": base64.b64encode(self.thumb).decode("ascii")})
+
+
+def seen_from_json(text: str) -> Seen:
+    """Raises ValueError, KeyError or TypeError for anything that `Seen.to_json` did not write."""
+    row = json.loads(text)
+    broken = tuple(row.pop("broken") or ())
+    borders, thumb = Borders(**row.pop("borders")), base64.b64decode(row.pop("thumb"))
+    return Seen(broken=(broken[0], broken[1], broken[2]) if broken else None, borders=borders, thumb=thumb, **row)
+
+
+def seen_broken(error: BrokenImageError) -> Seen:
+    """What is kept of an image that could not be decoded."""
+    return Seen(broken=(error.code, error.message, error.fix))
+
+
+def measure(image: Image.Image) -> Seen:
+    """Decode an opened image in full and measure it; values are of the image as it is seen (EXIF).
+
+    Raises whatever Pillow raises for a damaged file: call it inside of `images.opened`.
+    """
+    kind = image.format or ""
+    turn = None if kind == "TIFF" else TURNS.get(orientation_of(image))
+    frames = 1 if kind == "MPO" else int(getattr(image, "n_frames", 1))
+    quality = jpeg_quality(image)
+    image.load()
+    transparent = transparent_share(image)
+    flat = image if image.mode == "RGB" and not image.has_transparency_data else to_rgb(image)
+    shrink = max(1, -(-max(flat.size) // SMALL_SIDE))
+    small = flat.reduce(shrink)
+    small = small.transpose(turn) if turn is not None else small
+    plain = small.convert("L").resize((32, 32), Image.Resampling.BOX)
+    hashes = perceptual_hashes(np.asarray(plain, dtype=np.float64))
+    samples = np.asarray(small.resize((64, 64), Image.Resampling.BOX)).reshape(-1, 3).astype(np.float64)
+    spreads = (samples * samples).mean(axis=0) - samples.mean(axis=0) ** 2
+    return Seen(
+        format=kind,
+        frames=frames,
+        transparent=round(transparent, 4),
+        spread=round(float(np.sqrt(max(0.0, spreads.max()))), 3),
+        edge=round(edge_width(some_lines(flat)), 3),
+        quality=quality,
+        blocks=round(block_steps(middle(flat)), 3),
+        borders=find_borders(np.asarray(small, dtype=np.int16)),
+        hash=hashes[0],
+        mirror_hash=hashes[1],
+        thumb=small.resize((THUMB_SIDE, THUMB_SIDE), Image.Resampling.BOX).tobytes(),
+    )
+
+
+def transparent_share(image: Image.Image) -> float:
+    """Share of the pixels that are not fully opaque."""
+    if not image.has_transparency_data:
+        return 0.0
+    alpha = image if image.mode.endswith("A") else image.convert("RGBA")
+    counts = alpha.getchannel("A").histogram()
+    return 1.0 - counts[255] / max(1, sum(counts))
+
+
+def jpeg_quality(image: Image.Image) -> int:
+    """The IJG quality whose luminance table has the same sum, 1 to 100; 100 for what is no JPEG."""
+    tables = getattr(image, "quantization", None)
+    if not tables or 0 not in tables:
+        return 100
+    scale = 100.0 * sum(tables[0]) / STANDARD_LUMA
+    return int(np.clip(round(5000.0 / scale if scale > 100.0 else (200.0 - scale) / 2.0), 1, 100))
+
+
+def some_lines(flat: Image.Image) -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
+    """About LINES evenly spread rows [N, W] and columns [M, H] of an image in gray."""
+    width, height = flat.size
+    rows = flat.resize((width, min(LINES, height)), Image.Resampling.NEAREST).convert("L")
+    columns = flat.resize((min(LINES, width), height), Image.Resampling.NEAREST).convert("L")
+    return np.asarray(rows), np.ascontiguousarray(np.asarray(columns).T)
+
+
+def middle(flat: Image.Image) -> NDArray[np.uint8]:
+    """The part of an image [H, W] in gray that blocks are looked for in."""
+    left, top = max(0, (flat.width - PATCH) // 2), max(0, (flat.height - PATCH) // 2)
+    box = (left, top, min(flat.width, left + PATCH), min(flat.height, top + PATCH))
+    return np.asarray(flat.crop(box).convert("L"))
+
+
+def edge_width(lines: tuple[NDArray[np.uint8], NDArray[np.uint8]]) -> float:
+    """Width in pixels of the sharpest tenth of the strong edges along `some_lines` of an image.
+
+    Each monotone run of values is an edge: its width is its rise over its steepest step, so
+    a clean step has 1 and one blurred by a Gaussian 2.5 σ. Flat areas hold no edge and do
+    not count, and slow gradients do not hide sharp lines. 0 when there are fewer than
+    FEWEST_EDGES.
+    """
+    levels = np.sort(lines[0][:, :: max(1, lines[0].shape[1] // LINES)], axis=None)
+    low, high = levels[len(levels) // 50], levels[-1 - len(levels) // 50]
+    least = max(24.0, 0.3 * (float(high) - float(low)))
+    widths = np.concatenate([_edges(each, least) for each in lines])
+    return float(np.sort(widths)[int(EDGE_SHARE * len(widths))]) if len(widths) >= FEWEST_EDGES else 0.0
+
+
+def _edges(lines: NDArray[np.uint8], least: float) -> NDArray[np.float64]:
+    """Widths of the monotone runs of each line [N, L] that rise or fall by `least` at least."""
+    if lines.shape[1] < 2:
+        return np.zeros(0)
+    values = lines.astype(np.int16)
+    steps = np.diff(values, axis=1, append=values[:, -1:])  # a step of 0 between two lines
+    flat, heights = steps.ravel(), values.ravel()
+    first = np.zeros(steps.shape, dtype=bool)
+    first[:, 0] = True
+    moving = np.flatnonzero((flat != 0) | first.ravel())
+    signs = np.sign(flat[moving])
+    turned = np.flatnonzero((signs[1:] != signs[:-1]) | first.ravel()[moving][1:]) + 1
+    starts = moving[np.concatenate(([0], turned))]
+    ends = np.append(starts[1:], len(flat) - 1)
+    # The value after a line's last step of 0 is the line's own last one.
+    ends = np.where(first.ravel()[ends], ends - 1, ends)
+    rises = np.abs(heights[ends] - heights[starts])
+    strong = np.flatnonzero(rises >= least)
+    if not len(strong):
+        return np.zeros(0)
+    bounds = np.stack([starts[strong], ends[strong]], axis=1).ravel()
+    steepest = np.maximum.reduceat(np.abs(flat), bounds)[::2]
+    return np.asarray(rises[strong] / np.maximum(steepest, 1), dtype=np.float64)
+
+
+def block_steps(part: NDArray[np.uint8]) -> float:
+    """How many gray levels the mean step on one grid of 8 pixels exceeds that beside it, in the weaker direction.
+
+    About 0 without JPEG's blocks, wherever the grid begins; 1 and more looks bad. Tiled images have steps on a grid,
+    too, and count 0: see `_grid_steps`.
+    """
+    if min(part.shape) < 64:
+        return 0.0
+    patch = part.astype(np.int16)
+    across = _grid_steps(patch)
+    return min(across, _grid_steps(patch.T)) if across else 0.0
+
+
+def _grid_steps(patch: Gray) -> float:
+    """Across the columns. JPEG's blocks are told from drawn tiles by three things that tiles lack.
+
+    One of the 8 phases stands out alone (tiles of 4, 10, 12 or 20 pixels raise several), most lines of the grid have
+    steps (of tiles of 16 pixels or more at most half do), and the blocks are not level: what happens inside of them,
+    from side to side, is of the size of the steps between them (tiles of 8 pixels are flat, whatever noise is on them).
+    """
+    steps = patch[:, 1:] - patch[:, :-1]
+    lines = steps.shape[1] // 8
+    steps = np.minimum(np.abs(steps[:, : 8 * lines]), BLOCK_STEP)
+    columns = steps.sum(axis=0, dtype=np.int32).reshape(lines, 8) / len(steps)  # by line of the grid and phase
+    means = columns.mean(axis=0)
+    order = means.argsort()
+    grid, beside = int(order[7]), float(means[order[3]])
+    excess = float(means[grid]) - beside
+    if excess < SLIGHT_BLOCKS:
+        return max(0.0, excess)
+    if excess < ROUGH * beside:
+        return 0.0
+    alone = means[grid] - means[order[6]] > ALONE * excess
+    low = np.sort(columns[:, grid])[int(EVEN_SHARE * (lines - 1))] - beside
+    return excess if alone and low > EVEN * excess and _inside_blocks(patch, grid) > NOT_LEVEL else 0.0
+
+
+def _inside_blocks(patch: Gray, grid: int) -> float:
+    """Mean change from side to side of a block over the mean step to the next one; both of 8 rows, so that noise is little."""
+    rows = patch.shape[0] // 8 * 8
+    firsts, lasts = patch[:rows, grid + 1 :: 8], patch[:rows, grid::8]
+    count = min(firsts.shape[1], lasts.shape[1] - 1)
+    between = np.abs((firsts[:, :count] - lasts[:, :count]).reshape(-1, 8, count).mean(axis=1))
+    inside = np.abs((lasts[:, 1 : count + 1] - firsts[:, :count]).reshape(-1, 8, count).mean(axis=1))
+    own = between < BLOCK_STEP  # larger ones are the image's own edges
+    return float(np.minimum(inside[own], BLOCK_STEP).sum() / max(1e-6, between[own].sum()))
+
+
+def find_borders(small: Gray) -> Borders:
+    """Letterboxes and frames of a small image [H, W, 3]: bands of one color, straight, on opposite sides.
+
+    A plain background is none: the image must begin along the whole band at once.
+    """
+    turned = (small, small[::-1], small.transpose(1, 0, 2), small[:, ::-1].transpose(1, 0, 2))
+    top, bottom, left, right = (_band(each) for each in turned)
+    height, width = small.shape[:2]
+    if top + bottom >= height or left + right >= width:
+        return Borders()
+    rows = _begins(small[:, left : width - right], top, bottom)
+    columns = _begins(small.transpose(1, 0, 2)[:, top : height - bottom], left, right)
+    shares = (left / width, top / height, right / width, bottom / height)
+    kept = [share if there else 0.0 for share, there in zip(shares, (columns, rows, columns, rows), strict=True)]
+    return Borders(*(round(share, 4) for share in kept))
+
+
+def _band(small: Gray) -> int:
+    """How many rows from the top have one color, the first row's."""
+    color = _middle(small[0])
+    for number, row in enumerate(small):  # mostly the first row ends it
+        if (np.abs(row - color) > BORDER_TOLERANCE).any(axis=1).mean() > 0.015:
+            return number
+    return len(small)
+
+
+def _middle(row: Gray) -> Gray:
+    """The middle value of each channel of a row [W, 3]; one sort costs a quarter of `numpy.median`."""
+    return np.asarray(np.sort(row, axis=0)[len(row) // 2])
+
+
+def _begins(small: Gray, first: int, last: int) -> bool:
+    """Whether both bands of rows are there, of one color, and end in a straight line."""
+    height = small.shape[0]
+    if min(first, last) < max(2, 0.012 * height) or first + last + 8 > height:
+        return False
+    colors = _middle(small[0]), _middle(small[-1])
+    if np.abs(colors[0] - colors[1]).max() > 2 * BORDER_TOLERANCE:
+        return False
+    inner = small[first + 1], small[height - last - 2]  # the first row may be half of each
+    return all(
+        float((np.abs(row - color).max(axis=1) > BORDER_TOLERANCE).mean()) >= 0.7
+        for row, color in zip(inner, colors, strict=True)
+    )
+
+
+@functools.cache
+def _cosines() -> NDArray[np.float64]:
+    places = (np.arange(32) + 0.5) * np.pi / 32
+    return np.cos(np.arange(8)[:, None] * places[None, :])
+
+
+def perceptual_hashes(gray: NDArray[np.float64]) -> tuple[int, int]:
+    """64-bit pHash of a gray image [32, 32], and that of its mirror image.
+
+    The signs of the 8×8 lowest frequencies of the cosine transform against their median
+    without the mean; mirroring turns the odd ones along the width.
+    """
+    cosines = _cosines()
+    waves = cosines @ gray @ cosines.T
+    waves[0, 0] = 0.0
+    mirrored = waves * np.where(np.arange(8) % 2, -1.0, 1.0)[None, :]
+    return _bits(waves), _bits(mirrored)
+
+
+def _bits(waves: NDArray[np.float64]) -> int:
+    return int.from_bytes(np.packbits(waves.ravel() > np.sort(waves, axis=None)[31:33].mean()).tobytes(), "big")

@@ -1,0 +1,81 @@
+"""Images and masks as the encoder wants them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+from torch.nn.functional import adaptive_avg_pool2d
+
+from lora_trainer.core.errors import DatasetRefused, Problem
+from lora_trainer.data.images.images import BrokenImageError, load_alpha, load_rgb
+from lora_trainer.data.images.render import render, render_mask
+from lora_trainer.data.images.spans import content_of
+from lora_trainer.data.sample import Sample, Span
+from lora_trainer.data.views import View
+
+Read = TypeVar("Read")
+Shown = tuple[Tensor, Tensor | None]  # pixels [3, H, W] and mask [1, H, W] of a view
+EncodeImage = Callable[[Tensor], tuple[Tensor, Tensor]]
+
+
+def read_pixels(sample: Sample, view: View) -> Tensor:
+    """Pixels [3, H, W] of a view, float32 in [-1, 1].
+
+    Raises DatasetRefused, naming the file, when it cannot be read or has changed since it was listed.
+    """
+    pixels = _unchanged(
+        lambda: render(load_rgb(sample.path, sample.span), view, sample.content),
+        sample.path,
+        sample.span,
+        sample.content,
+    )
+    return torch.from_numpy(pixels).permute(2, 0, 1).float() / 127.5 - 1.0
+
+
+def read_mask(sample: Sample, view: View) -> Tensor | None:
+    """A sample's mask [1, H, W] in a view, float32 in [0, 1]; None for one without. Raises as `read_pixels`."""
+    if sample.mask is None:
+        return None
+    path, span, content = sample.mask.path, sample.mask.span, sample.mask.content
+    if path is None:
+        path, span, content = sample.path, sample.span, sample.content
+        pixels = _unchanged(lambda: render_mask(load_alpha(path, span), view), path, span, content)
+    else:
+        pixels = _unchanged(lambda: render_mask(load_rgb(path, span).convert("L"), view), path, span, content)
+    return torch.from_numpy(pixels).float()[None] / 255.0
+
+
+def read_shown(sample: Sample, view: View) -> Shown:
+    """Both of a view. Raises as `read_pixels`."""
+    return read_pixels(sample, view), read_mask(sample, view)
+
+
+def encode_shown(shown: Sequence[Shown], encode_image: EncodeImage, dtype: torch.dtype) -> dict[str, Tensor]:
+    """Views of one bucket, all with a mask or all without, as entries of a cache: each tensor [B, …].
+
+    `encode_image` takes pixels [B, 3, H, W] and gives mean and spread, each [B, C, h, w].
+    """
+    mean, spread = encode_image(torch.stack([pixels for pixels, _ in shown]))
+    found = {"mean": mean.to(dtype), "spread": spread.to(dtype)}
+    if masks := [mask for _, mask in shown if mask is not None]:
+        # Each place of the latents takes the mean of what it covers.
+        found["mask"] = adaptive_avg_pool2d(torch.stack(masks), (mean.shape[-2], mean.shape[-1])).to(dtype)
+    return found
+
+
+def _unchanged(read: Callable[[], Read], path: Path, span: Span | None, content: str) -> Read:
+    """What is read of a file that must still be what was listed."""
+    try:
+        found = read()
+        # Otherwise the new image's latents would stand under the old one's key.
+        if content_of(path, span) != content:
+            raise DatasetRefused(Problem(f"{path} changed while it was read.", "Run again."))
+    except BrokenImageError as broken:
+        raise DatasetRefused(Problem(f"{path} {broken.message}", broken.fix)) from broken
+    except OSError as error:
+        raise DatasetRefused(Problem(f"{path} cannot be read any more ({error}).", "Run again.")) from error
+    return found

@@ -1,0 +1,95 @@
+"""The headers of many images, read side by side and remembered: 100,000 in seconds.
+
+For each image its size as it is seen, its format, its frames and the hash of its bytes,
+all from one reading of the file. What was read stands in the user's cache folder and is
+taken from there while the file's entry says the same.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from lora_trainer.data.images.images import BrokenImageError
+from lora_trainer.data.images.jobs import Facts
+from lora_trainer.data.images.remembered import Kept, Place, Remembered, Stamp, remembered, stamp_of
+from lora_trainer.data.images.workers import Progress, Task, Ticker, answers
+from lora_trainer.data.sample import Span
+
+KEEP_AT_ONCE = 4000  # headers written together
+HEADER_SECONDS = 30.0
+
+
+def read_headers(
+    places: Sequence[tuple[Path, Span | None]], progress: Progress | None = None
+) -> list[Facts | BrokenImageError]:
+    """The facts of every image in order, or why there are none. A span names a part of a larger file."""
+    found: list[Facts | BrokenImageError | None] = [None] * len(places)
+    ticker = Ticker(progress, len(places))
+    keys = [_key(path, span) for path, span in places]
+    with remembered() as store:
+        known = store.headers(keys)
+        stamps: dict[bytes, Stamp | None] = {}
+        for number, key in enumerate(keys):
+            if (kept := known.get(key)) is not None and kept.stamp == _stamp(key.path, stamps):
+                size = kept.stamp.size if key.length < 0 else key.length
+                found[number] = Facts(kept.width, kept.height, kept.format, kept.frames, kept.content, size)
+        left = [number for number, facts in enumerate(found) if facts is None]
+        ticker.step(len(places) - len(left))
+        _read(left, keys, found, store, ticker)
+    return [facts if facts is not None else lost("crashed") for facts in found]
+
+
+def _read(
+    left: Sequence[int],
+    keys: Sequence[Place],
+    found: list[Facts | BrokenImageError | None],
+    store: Remembered,
+    ticker: Ticker,
+) -> None:
+    """Read what is not remembered into `found`, and remember it."""
+    fresh: dict[Place, Kept] = {}
+    tasks = [Task([os.fsdecode(keys[number].path), *keys[number][1:]], seconds=HEADER_SECONDS) for number in left]
+    for number, answer in answers("facts", tasks):
+        place = left[number]
+        found[place] = facts = facts_from(answer)
+        if isinstance(facts, Facts) and answer["stamp"] is not None:
+            values = (facts.content, facts.width, facts.height, facts.format, facts.frames)
+            fresh[keys[place]] = Kept(Stamp(*answer["stamp"]), *values)
+        if len(fresh) >= KEEP_AT_ONCE:
+            store.keep_headers(fresh)
+            fresh.clear()
+        ticker.step()
+    store.keep_headers(fresh)
+
+
+def _key(path: Path, span: Span | None) -> Place:
+    if span is None:
+        return Place(os.fsencode(os.path.abspath(path)), 0, -1)
+    return Place(os.fsencode(os.path.abspath(span.file)), span.offset, span.size)
+
+
+def _stamp(path: bytes, stamps: dict[bytes, Stamp | None]) -> Stamp | None:
+    if path not in stamps:
+        try:
+            stamps[path] = stamp_of(os.stat(path))
+        except OSError:
+            stamps[path] = None
+    return stamps[path]
+
+
+def facts_from(answer: Any) -> Facts | BrokenImageError:
+    """A worker's answer."""
+    if isinstance(answer, str):
+        return lost(answer)
+    if "broken" in answer:
+        return BrokenImageError(*answer["broken"])
+    return Facts(*answer["facts"])
+
+
+def lost(how: str) -> BrokenImageError:
+    """An image that ended its worker process, or kept it busy for too long."""
+    what = "takes too long to be read" if how == "hung" else "crashes its decoder"
+    return BrokenImageError("unreadable", f"{what}.", "Replace or remove it.")

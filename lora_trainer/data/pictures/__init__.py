@@ -1,1 +1,0 @@
-"""Picture files: opened safely, read in parallel, measured, turned into pixels."""

@@ -1,0 +1,233 @@
+"""What a single `.safetensors` file is, told from its header: a model's family and variant, or why it is no base. No torch."""
+
+from __future__ import annotations
+
+import math
+import statistics
+import struct
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from lora_trainer.core.errors import Problem, UsageError
+from lora_trainer.core.tensorfile import METADATA, data_begins, read_tensor_header
+from lora_trainer.models.folder import refuse_quantized
+from lora_trainer.models.single.stored import Stored
+
+PREFIXES = ("model.diffusion_model.", "diffusion_model.", "")
+USE_BASE = "Name a base model with --model: a checkpoint, a folder in diffusers' layout or a hub id."
+SD2_TEXT_WIDTH, REFINER_TEXT_WIDTH = 1024, 1280
+UNUSUAL_CHANNELS = {5: "a depth model", 7: "an upscaler", 8: "a model of instructions", 9: "an inpainting model"}
+# The norm that tells 2.x models of velocity from those of noise: theirs spreads more (as ComfyUI tells them apart).
+SD2_NORM, SD2_SPREAD = "output_blocks.11.1.transformer_blocks.0.norm1.bias", 0.09
+OF_ONE_FORM = {"z_image": ("base", "turbo")}  # models of a family that no key tells apart
+FIRST_OF_FLUX = 64  # input channels of the plain model: 16 of latents, of four places
+# Ends of names, and what they say a file is. The first that is found counts.
+OTHER_KINDS: tuple[tuple[tuple[str, ...], str], ...] = (
+    (("lora_down.weight", "lora_A.weight", "lora_up.weight", "lora_A.default.weight", "hada_w1_a"), "a LoRA"),
+    (
+        ("lokr_w1", "lokr_w1_a", "oft_blocks", "oft_diag", "dora_scale", ".diff", "oft_R.weight"),
+        "a LoRA of another kind",
+    ),
+    (
+        ("input_hint_block.0.weight", "controlnet_cond_embedding.conv_in.weight", "controlnet_blocks.0.weight"),
+        "a ControlNet",
+    ),
+    (("image_proj.proj.weight", "image_proj.latents"), "an IP-Adapter"),
+    (("emb_params", "string_to_param"), "an embedding of words"),
+)
+DIFFUSERS = (
+    "down_blocks.0.resnets.0.norm1.weight",
+    "transformer_blocks.0.attn.to_q.weight",
+    "all_x_embedder.2-1.weight",
+)
+LATER_KINDS = (
+    (("encoder.conv_in.weight", "decoder.conv_in.weight"), "a VAE", "Name it as model.vae, beside a base model."),
+    (
+        ("token_embedding.weight", "text_model.final_layer_norm.weight", "layer.0.SelfAttention.q.weight", "embed_tokens.weight"),
+        "a text encoder",
+        "Put it into the folder that model.text_encoders names, beside a base model.",
+    ),
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A base model in one file. `denoiser` holds its tensors; `header` is that of the file."""
+
+    file: Path
+    family: str
+    denoiser: Stored
+    header: Mapping[str, Any]
+    prediction: str | None = None  # of models with a noise schedule
+    zero_terminal: bool = False  # the last step of the schedule holds no signal
+    variant: str = ""  # which of the models of one form, where that is another schedule
+    note: str = ""  # what was assumed where the file does not say it, and what to do if it is otherwise
+
+    def part(self, prefix: str) -> Stored:
+        """The tensors of one part."""
+        return Stored.of(self.file, self.header, prefix)
+
+
+def recognize(file: Path, variant: str | None = None) -> Checkpoint:
+    """Family and variant of a checkpoint, from its header alone; `variant` is which one it is where no key tells.
+
+    Raises UsageError for a file that is damaged or a pickle, for models that cannot be trained, and for files that
+    hold something else, naming what.
+    """
+    header = read_tensor_header(file)
+    names = [name for name in header if name != METADATA]
+    for endings, kind in OTHER_KINDS:
+        if any(name.endswith(endings) for name in names):
+            raise UsageError(Problem(f"{file} is {kind}, no base model.", USE_BASE))
+    for prefix in PREFIXES:
+        for first, known in KNOWN.items():
+            if prefix + first in header:
+                denoiser = Stored.of(file, header, prefix) if prefix else _own(Stored.of(file, header, prefix))
+                refuse_quantized(file, denoiser.types)
+                return _of_variant(known(Checkpoint(file, "", denoiser, header)), variant)
+    refuse_quantized(file, {name: header[name]["dtype"] for name in names})
+    raise UsageError(_unknown(file, names))
+
+
+def _of_variant(found: Checkpoint, variant: str | None) -> Checkpoint:
+    """The checkpoint as the user says it is. Raises UsageError where its keys tell, or its family has no such model."""
+    if variant is None:
+        return found
+    variants = OF_ONE_FORM.get(found.family, ())
+    if variant not in variants:
+        message = f"model.flavor = {variant}: {found.file} tells by its keys what it is."
+        if variants:
+            message = f"model.flavor = {variant}: {found.file} may be {' or '.join(variants)}."
+        raise UsageError(Problem(message, "Remove model.flavor." if not variants else f"Set {variants[0]}."))
+    return replace(found, variant=variant, note="")
+
+
+def values_read(header: Mapping[str, Any]) -> list[tuple[int, int]]:
+    """Where in a file's data the few numbers lie that `recognize` reads besides the header: first byte, byte after the last."""
+    return [tuple(entry["data_offsets"]) for name, entry in header.items() if name.endswith(SD2_NORM)]
+
+
+def _own(denoiser: Stored) -> Stored:
+    """Of a bare transformer's file only what is no other part's."""
+    others = ("vae.", "first_stage_model.", "text_encoders.", "cond_stage_model.", "conditioner.", "model_ema.")
+    shapes = {name: shape for name, shape in denoiser.shapes.items() if not name.startswith(others)}
+    return Stored(denoiser.file, "", shapes, {name: denoiser.types[name] for name in shapes})
+
+
+def _unknown(file: Path, names: list[str]) -> Problem:
+    """What else a file is, as far as that can be said."""
+    if any(name.endswith(DIFFUSERS) for name in names):
+        message = f"{file} holds one part of a model, by diffusers' names."
+        return Problem(message, "Name the folder that holds all parts, with model_index.json.")
+    for endings, kind, fix in LATER_KINDS:
+        if any(name.endswith(endings) for name in names):
+            return Problem(f"{file} is {kind}, no base model.", fix)
+    seen = ", ".join(sorted(names)[:3])[:200] or "nothing"
+    families = "Stable Diffusion 1.x, 2.x, XL, 3 and 3.5, FLUX.1 and Z-Image"
+    return Problem(f"{file} is of no known architecture: it holds {seen}.", f"What can be read: {families}.")
+
+
+def _unet(found: Checkpoint) -> Checkpoint:
+    """A U-Net: 1.x, 2.x or XL by the width of the text that it reads."""
+    stored, file = found.denoiser, found.file
+    if any(".time_stack." in name or "motion_modules" in name for name in stored.shapes):
+        raise UsageError(Problem(f"{file} makes videos.", USE_BASE))
+    channels = stored.side("input_blocks.0.0.weight", 1)
+    if channels in UNUSUAL_CHANNELS:
+        message = f"{file} is {UNUSUAL_CHANNELS[channels]}: {channels} input channels in place of 4."
+        raise UsageError(Problem(message, "Use the base that it was made from."))
+    reads = next((name for name in stored.shapes if name.endswith("attn2.to_k.weight")), "attn2.to_k.weight")
+    width = stored.side(reads, 1)
+    if "label_emb.0.0.weight" not in stored.shapes:
+        family = "sd2" if width == SD2_TEXT_WIDTH else "sd15"
+    elif width == SD2_TEXT_WIDTH:
+        raise UsageError(Problem(f"{file} is an unCLIP model, which reads images, too.", USE_BASE))
+    elif width == REFINER_TEXT_WIDTH or "conditioner.embedders.0.model.text_projection" in found.header:
+        raise UsageError(Problem(f"{file} is the refiner of SDXL.", "Use the base model of SDXL."))
+    else:
+        family = "sdxl"
+    for key in ("edm_mean", "edm_vpred.sigma_max"):
+        if key in found.header:
+            raise UsageError(Problem(f"{file} noises in a way that cannot be followed ({key}).", USE_BASE))
+    told = str((found.header.get(METADATA) or {}).get("modelspec.prediction_type", ""))
+    velocity = "v_pred" in found.header or told.lower() in ("v", "v_prediction", "v-prediction")
+    velocity = velocity or (family == "sd2" and told == "" and _spreads(found))
+    return Checkpoint(
+        file,
+        family,
+        stored,
+        found.header,
+        prediction="v_prediction" if velocity else "epsilon",
+        zero_terminal=velocity and "ztsnr" in found.header,
+    )
+
+
+def _spreads(found: Checkpoint) -> bool:
+    """Whether a 2.x model predicts velocity, by a norm of its last block."""
+    if SD2_NORM not in found.denoiser.shapes:
+        return False
+    entry = found.header[found.denoiser.prefix + SD2_NORM]
+    with open(found.file, "rb") as file:
+        file.seek(data_begins(found.file) + entry["data_offsets"][0])
+        data = file.read(entry["data_offsets"][1] - entry["data_offsets"][0])
+    return statistics.pstdev(_numbers(data, entry["dtype"])) > SD2_SPREAD
+
+
+def _numbers(data: bytes, dtype: str) -> tuple[float, ...]:
+    if dtype == "BF16":  # the first half of fp32
+        data = b"".join(b"\0\0" + data[place : place + 2] for place in range(0, len(data), 2))
+    if dtype == "F8_E5M2":  # the first half of fp16
+        dtype, data = "F16", b"".join(bytes((0, each)) for each in data)
+    if dtype == "F8_E4M3":
+        return tuple(_e4m3(each) for each in data)
+    form, size = {"F64": ("d", 8), "F16": ("e", 2)}.get(dtype, ("f", 4))
+    return struct.unpack(f"<{len(data) // size}{form}", data)
+
+
+def _e4m3(stored: int) -> float:
+    """One number of a sign, 4 bits of exponent and 3 of fraction (finite ones only)."""
+    exponent, fraction = stored >> 3 & 15, stored & 7
+    size = math.ldexp(8 + fraction if exponent else fraction, max(exponent, 1) - 10)
+    return -size if stored & 128 else size
+
+
+def _sd3(found: Checkpoint) -> Checkpoint:
+    return Checkpoint(found.file, "sd3", found.denoiser, found.header)
+
+
+def _flux(found: Checkpoint) -> Checkpoint:
+    stored = found.denoiser
+    for name, kind in (
+        ("distilled_guidance_layer.in_proj.bias", "Chroma"),
+        ("single_stream_modulation.lin.weight", "FLUX.2"),
+    ):
+        if name in stored.shapes:
+            raise UsageError(Problem(f"{found.file} is a {kind} model, which cannot be trained yet.", USE_BASE))
+    if "txt_in.weight" not in stored.shapes or "vector_in.in_layer.weight" not in stored.shapes:
+        message = f"{found.file} has FLUX.1's blocks and reads text in another way."
+        raise UsageError(Problem(message, USE_BASE))
+    channels = stored.side("img_in.weight", 1)
+    if channels > FIRST_OF_FLUX and channels % FIRST_OF_FLUX == 0:
+        message = f"{found.file} is a Fill or Control model: {channels} input channels in place of {FIRST_OF_FLUX}."
+        raise UsageError(Problem(message, "Use FLUX.1 dev or schnell."))
+    variant = "dev" if "guidance_in.in_layer.weight" in stored.shapes else "schnell"
+    return Checkpoint(found.file, "flux", stored, found.header, variant=variant)
+
+
+def _z_image(found: Checkpoint) -> Checkpoint:
+    told = "turbo" in found.file.name.lower()  # as in the published file's name
+    note = f"{found.file.name} is taken for Z-Image Turbo (drawn in 9 steps, without guidance): base and Turbo have one form."
+    fix = "If it is the base, set model.flavor=base."
+    return Checkpoint(
+        found.file, "z_image", found.denoiser, found.header, variant="turbo", note="" if told else f"{note} {fix}"
+    )
+
+
+KNOWN: dict[str, Callable[[Checkpoint], Checkpoint]] = {
+    "input_blocks.0.0.weight": _unet,
+    "joint_blocks.0.x_block.attn.qkv.weight": _sd3,
+    "double_blocks.0.img_attn.qkv.weight": _flux,
+    "cap_pad_token": _z_image,
+}

@@ -1,0 +1,189 @@
+"""Write `lora_trainer/models/ledgers/FAMILY.json`: the memory of a published model's training step, by traces.
+
+    python scripts/write_sample_countss.py sd15 sd2 sdxl sd3 flux z_image
+
+It takes minutes for each family and needs neither weights nor a GPU. Run it again when the trainer's step, the way of
+checkpointing, diffusers or peft change what is kept in memory: tests that trace say so.
+
+For some numbers of checkpointed blocks the step is traced once, at sizes that share no factor with any width of a
+model. So a tensor's bytes say by their factors what they are a product of, and those where text and image stand side
+by side say it by a factor of the sum. Of all moments those are kept that are the largest somewhere in the range of
+`RANGE`.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from functools import cache
+from itertools import product
+from pathlib import Path
+from typing import Any, get_args
+
+import numpy as np
+import torch
+
+from lora_trainer.config.schema import CheckpointingMode, Precision
+from lora_trainer.core.io import write_text
+from lora_trainer.core.quiet import quieten_libraries
+from lora_trainer.models import FAMILIES
+from lora_trainer.models.family import public_architecture
+from lora_trainer.models.memory.checkpointing import checkpointable_blocks
+from lora_trainer.models.memory.profiles import Sizes
+from lora_trainer.training.memory.trace import Split, Subject, make_subject, trace
+
+FOLDER = Path(__file__).resolve().parents[1] / "lora_trainer" / "models" / "memory_profiles"
+TARGETS = ("attention", "attention+ff")
+STORED: dict[str, Precision] = {"half": "bf16", "fp8": "fp8", "int8": "int8", "nf4": "nf4"}
+STRIDE = 8  # between numbers of blocks that are alike
+RANK, MICRO, SIDES = 29, 19, (13, 17)
+# Sides of latents are halved several times, so they are multiples of 8, and some transformers fill up their tokens to
+# multiples of 32, so one is of 16; the area's factors are those of SIDES.
+HEIGHT, WIDTH = 16 * SIDES[0], 8 * SIDES[1]
+AREA = SIDES[0] * SIDES[1]
+# (rank, micro, area) by the power in which each stands in a size, as `Sizes.terms` orders them.
+KINDS = {(0, 0, 0): 0, (1, 0, 0): 1, (0, 1, 0): 2, (1, 1, 0): 3, (0, 1, 1): 4, (1, 1, 1): 5, (0, 1, 2): 6}
+RANGE = tuple(product((1, 4, 16, 64, 128, 256), (1, 2, 4, 8, 16), (32**2, 64**2, 96**2, 128**2, 192**2)))
+
+
+def split_of(family: str) -> Split:
+    """What a number of bytes or operations is a multiple of, as the kinds of `Sizes.terms` and their shares."""
+    texts = FAMILIES[family].cond_shapes(public_architecture(family).denoiser)["embeds"][0]
+    tokens = HEIGHT * WIDTH // 4  # of a transformer, whose patches are two places wide
+    together, share = largest_prime(tokens + texts), tokens / (tokens + texts)
+
+    @cache
+    def split(size: int) -> tuple[tuple[int, float], ...]:
+        if not size:
+            return ()
+        rank, micro = int(size % RANK == 0), int(size % MICRO == 0)
+        area = 2 if size % AREA**2 == 0 else int(size % AREA == 0)
+        both = (2 if size % together**2 == 0 else int(size % together == 0)) if transformer else 0
+        # A table of positions stands once for all samples, which no kind says: taken for one of each sample.
+        factor = 1 if micro else MICRO
+        if both == 2:
+            parts = {(rank, 1, 2): share**2, (rank, 1, 1): 2 * share * (1 - share), (rank, 1, 0): (1 - share) ** 2}
+        elif both:
+            parts = {(rank, 1, 1): share * factor, (rank, 1, 0): (1 - share) * factor}
+        else:
+            parts = {(rank, 1, area): 1.0 * factor} if area else {(rank, micro, 0): 1.0}
+        return tuple((KINDS[powers], part) for powers, part in parts.items())
+
+    transformer = FAMILIES[family].denoiser_prefix == "transformer"
+    return split
+
+
+def largest_prime(number: int) -> int:
+    """The largest prime factor."""
+    factor = 2
+    while number > 1:
+        if number % factor:
+            factor += 1
+        else:
+            number //= factor
+    return factor
+
+
+def step(
+    subject: Subject, checkpointed: int, recompute: CheckpointingMode, split: Split
+) -> tuple[list[list[int]], list[int]]:
+    """The moments that can be the peak and the operations, with so many blocks checkpointed."""
+    traced = trace(
+        subject,
+        micro=MICRO,
+        height=HEIGHT,
+        width=WIDTH,
+        checkpointed=checkpointed,
+        recompute=recompute,
+        split=split,
+        kinds=len(KINDS),
+    )
+    terms = np.array(Sizes(RANK, MICRO, HEIGHT * WIDTH, 0).terms)
+    moments = np.array(traced.live) / terms
+    flops = [round(count / term) for count, term in zip(traced.flops, terms.tolist(), strict=True)]
+    return largest_somewhere(moments), flops
+
+
+def largest_somewhere(moments: np.ndarray) -> list[list[int]]:
+    """The moments that hold most at one point of RANGE at least, in bytes."""
+    points = np.array([Sizes(*point, 0).terms for point in RANGE], dtype=float)
+    kept = sorted(set((moments @ points.T).argmax(axis=0).tolist()))
+    return [[math.ceil(value) for value in moments[index].tolist()] for index in kept]
+
+
+def counts_of(subject: Subject, *, few: bool) -> list[int]:
+    """For which numbers of checkpointed blocks to trace: all of a U-Net's, and where the kind of block changes."""
+    blocks = checkpointable_blocks(subject.denoiser)
+    if subject.family.denoiser_prefix == "unet" and not few:
+        return list(range(len(blocks) + 1))
+    kinds = [(type(block), sum(weight.numel() for weight in block.parameters())) for block in blocks]
+    ends = [place for place in range(1, len(blocks)) if kinds[place] != kinds[place - 1]]
+    places = {0, 1, len(blocks) - 1, len(blocks), *range(0, len(blocks), STRIDE)}
+    if subject.family.denoiser_prefix == "transformer":
+        places |= {near for end in ends for near in (end - 1, end, end + 1)}
+    return sorted(places)
+
+
+def steps_of(family: str, targets: str, stored: Precision) -> tuple[dict[str, Any], list[list[int]]]:
+    """What is held, as JSON values, for both ways to recompute; and the adapted layers."""
+    subject = subject_of(family, targets, stored)
+    split, found = split_of(family), {}
+    for recompute in get_args(CheckpointingMode):
+        counts = counts_of(subject, few=recompute == "selective")
+        print(f"{family} {targets} {stored} {recompute}: {counts}", flush=True)
+        steps = [step(subject, count, recompute, split) for count in counts]
+        found[recompute] = {
+            "counts": counts,
+            "moments": [moments for moments, _ in steps],
+            "flops": [flops for _, flops in steps],
+        }
+    return found, layers_of(subject.shapes)
+
+
+def subject_of(family: str, targets: str, stored: Precision) -> Subject:
+    return make_subject(
+        FAMILIES[family],
+        public_architecture(family),
+        rank=RANK,
+        targets=targets,
+        dtype=torch.bfloat16,
+        stored=stored,
+    )
+
+
+def stored_as(family: str, stored: Precision) -> dict[str, Any]:
+    """The bytes of all weights, and those that are not on the GPU while blocks visit it."""
+    subject = subject_of(family, "attention", stored)
+    return {"weights": subject.weights, "freed": subject.freed}
+
+
+def layers_of(shapes: list[tuple[int, ...]]) -> list[list[int]]:
+    """(in, out, count) of the adapted linear layers, from pairs of [rank, in] and [out, rank]."""
+    pairs = [(down[1], up[0]) for down, up in zip(shapes[::2], shapes[1::2], strict=True)]
+    return [[*pair, pairs.count(pair)] for pair in sorted(set(pairs))]
+
+
+def write_sample_counts(family: str) -> None:
+    """Trace everything and write the family's file."""
+    architecture = public_architecture(family)
+    with torch.device("meta"):
+        config = dict(FAMILIES[family].make_denoiser(architecture.denoiser).config)  # type: ignore[arg-type]
+    config |= architecture.denoiser  # a table of positions is built smaller than it is stored
+    document: dict[str, Any] = {
+        "config": {key: value for key, value in sorted(config.items()) if not key.startswith("_")},
+        "told": sorted(key for key in architecture.denoiser if key != "sample_size"),
+        "stored": {name: stored_as(family, stored) for name, stored in STORED.items()},
+        "targets": {},
+    }
+    for targets in TARGETS:
+        half, layers = steps_of(family, targets, "bf16")
+        narrow, _ = steps_of(family, targets, "int8")
+        document["targets"][targets] = {"layers": layers, "half": half, "narrow": narrow}
+    write_text(FOLDER / f"{family}.json", json.dumps(document, separators=(",", ":")) + "\n")
+
+
+if __name__ == "__main__":
+    quieten_libraries()
+    for name in sys.argv[1:]:
+        write_sample_counts(name)

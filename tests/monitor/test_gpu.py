@@ -1,0 +1,145 @@
+"""The GPU as NVML tells of it: what is made of its readings.
+
+The readings alone are made up, at the border of the machine, where the driver would give them; on a GPU the last test
+reads real ones.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from lora_trainer.monitor import memory
+from lora_trainer.monitor.gpu import GPU, GPUWatch, open_gpu
+from lora_trainer.monitor.memory import ALLOCATOR, grows_in_place, held_on, set_allocator
+
+CUDA = torch.device("cuda", 0)
+
+
+def refuse(*_: object) -> float:
+    raise RuntimeError("not supported")
+
+
+@pytest.fixture
+def nvml(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    fake = SimpleNamespace(
+        NVML_TEMPERATURE_GPU=0,
+        NVML_CLOCK_SM=1,
+        nvmlInit=lambda: None,
+        nvmlDeviceGetHandleByUUID=lambda uuid: uuid,
+        nvmlDeviceGetUtilizationRates=lambda gpu: SimpleNamespace(gpu=93),
+        nvmlDeviceGetMemoryInfo=lambda gpu: SimpleNamespace(used=6, total=8),
+        nvmlDeviceGetTemperature=lambda gpu, sensor: 84,
+        nvmlDeviceGetPowerUsage=lambda gpu: 210_000,
+        nvmlDeviceGetEnforcedPowerLimit=lambda gpu: 220_000,
+        nvmlDeviceGetClockInfo=lambda gpu, clock: 1000,
+        nvmlDeviceGetMaxClockInfo=lambda gpu, clock: 1900,
+        nvmlDeviceGetCurrentClocksThrottleReasons=lambda gpu: 0x4,
+    )
+    monkeypatch.setitem(sys.modules, "pynvml", fake)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid="abc"))
+    return fake
+
+
+def test_a_look_has_what_the_gpu_says(nvml):
+    look = open_gpu(CUDA)
+    assert look is not None
+    gpu = look()
+    assert gpu == GPU(0.93, 0.75, 84.0, 210.0, 220.0, 1000.0, 1900.0, 0x4)
+    assert str(gpu.throttled).startswith("power holds the GPU at 1000 of 1900 MHz (210 of 220 W)")
+    nvml.nvmlDeviceGetPowerUsage = nvml.nvmlDeviceGetMaxClockInfo = refuse
+    assert look() == GPU(0.93, 0.75, 84.0, None, 220.0, 1000.0, None, 0x4)
+    assert look().throttled is None
+
+
+@pytest.mark.parametrize(
+    ("gpu", "said"),
+    [
+        (GPU(1.0, 0.5, 92.0, clock=800.0, clock_most=1900.0, reasons=0x20), "heat holds the GPU at 800"),
+        (GPU(1.0, 0.5, 92.0, clock=1850.0, clock_most=1900.0, reasons=0x20), None),
+        (GPU(1.0, 0.5, 70.0, 450.0, 450.0, clock=2400.0, clock_most=3100.0, reasons=0x4), None),  # as healthy GPUs do
+        (GPU(0.0, 0.5, 40.0, clock=300.0, clock_most=1900.0, reasons=0x1), None),  # idle
+    ],
+)
+def test_only_lower_clocks_with_a_reason_are_throttling(gpu, said):
+    assert gpu.throttled is None if said is None else str(gpu.throttled).startswith(said)
+
+
+def test_without_a_gpu_or_nvml_nothing_is_looked_at(nvml, monkeypatch):
+    assert open_gpu(torch.device("cpu")) is None
+    nvml.nvmlInit = refuse
+    assert open_gpu(CUDA) is None
+    monkeypatch.setitem(sys.modules, "pynvml", None)
+    assert open_gpu(CUDA) is None
+    GPUWatch().start(None)
+
+
+def test_the_watch_looks_in_a_thread_until_the_gpu_stops_answering():
+    looks = iter([GPU(0.5, 0.5, 50.0)] * 3)
+    watch = GPUWatch(every=0.001)
+    watch.start(lambda: next(looks))
+    for _ in range(60_000):
+        if len(watch.seen) == 3:
+            break
+        time.sleep(0.005)
+    watch.stop()
+    assert len(watch.seen) == 3
+
+
+def test_what_the_allocator_holds(monkeypatch):
+    stats = {"allocated_bytes.all.current": 3, "reserved_bytes.all.current": 7, "reserved_bytes.all.peak": 9}
+    monkeypatch.setattr(torch.cuda, "memory_stats", lambda device: stats | {"num_alloc_retries": 2})
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=20))
+    monkeypatch.setattr(torch.cuda, "get_per_process_memory_fraction", lambda device: 0.5)
+    held = held_on(CUDA)
+    assert held is not None
+    assert (held.unused, held.most_reserved, held.limit, held.retries) == (4, 9, 10, 2)
+    assert held_on(torch.device("cpu")) is None
+
+
+@pytest.mark.parametrize(
+    ("platform", "expandable", "grows"), [("linux", True, True), ("linux", False, False), ("win32", True, False)]
+)
+def test_the_allocator_is_told_before_the_gpu_is_woken(monkeypatch, platform, expandable, grows):
+    for name in ALLOCATOR:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
+    monkeypatch.setattr(memory.sys, "platform", platform)
+    set_allocator(expandable=expandable)
+    found = memory.os.environ["PYTORCH_ALLOC_CONF"]
+    assert ("expandable_segments:True" in found) == grows == grows_in_place()
+    assert ("garbage_collection_threshold" in found) == (not grows), "torch heeds one of them alone"
+    set_allocator(expandable=not expandable)  # the next job of the same process
+    assert grows_in_place() == (not expandable and platform == "linux")
+    monkeypatch.delenv("PYTORCH_ALLOC_CONF")
+
+
+@pytest.mark.parametrize("name", ALLOCATOR)
+def test_what_the_user_told_the_allocator_stays(monkeypatch, name):
+    for each in ALLOCATOR:
+        monkeypatch.delenv(each, raising=False)
+    monkeypatch.setenv(name, "max_split_size_mb:64")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    set_allocator(expandable=True)
+    assert {each: memory.os.environ[each] for each in ALLOCATOR if each in memory.os.environ} == {
+        name: "max_split_size_mb:64"
+    }
+
+
+@pytest.mark.gpu
+def test_a_gpu_that_is_there_is_read() -> None:
+    pytest.importorskip("pynvml", reason="nvidia-ml-py is not installed: pip install nvidia-ml-py")
+    device = torch.device("cuda", torch.cuda.current_device())
+    kept = torch.zeros(2**24, device=device)
+    look, held = open_gpu(device), held_on(device)
+    assert look is not None
+    assert held is not None
+    assert 0.0 <= look().utilisation <= 1.0
+    assert 0.0 < look().memory <= 1.0
+    assert 0.0 < look().celsius < 120.0
+    assert kept.nbytes <= held.allocated <= held.reserved <= held.most_reserved <= held.limit

@@ -1,0 +1,45 @@
+"""Which numbers of blocks a step that is short of memory may take, and what of them is set by the user."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+from lora_trainer.models.compiled import Compiled
+from lora_trainer.models.memory.block_swap import swappable_blocks, swapped_count
+from lora_trainer.models.memory.checkpointing import checkpointed_blocks
+from lora_trainer.training.memory.oom_fallback import swap_fallbacks, swapped
+from lora_trainer.training.state import OomFallback
+from tests.training.memory.test_fit import FOUR, in_forward
+from tests.training.tiny_job import TinyPlace, told_in
+
+
+def test_a_resumed_run_that_is_to_spare_more_does(place: TinyPlace):
+    """Than it found for itself when memory ran out: what is set now, where that is more."""
+    settings = FOUR | {"train__effective_batch_size": 1, "steps": 6}
+    short = in_forward(place.job("more", **settings), lambda call: call == 1)
+    stopped, _ = place.train(told_in(short, 3))
+    assert stopped.fit.checkpointed is not None
+    again = place.job("more", memory__blocks_to_swap=3, memory__gradient_checkpointing="true", **settings)
+    state, _ = place.resume(again)
+    assert state.fit.checkpointed == stopped.fit.checkpointed < checkpointed_blocks(again.learner.denoiser)
+    assert checkpointed_blocks(again.learner.denoiser) == again.planned.checkpointed
+    assert swapped_count(again.learner.denoiser) == 3
+    fewer = place.job("more", memory__blocks_to_swap=1, **settings)
+    assert (swapped(fewer, OomFallback(swapped=3)), swapped(again, OomFallback(swapped=2))) == (3, 3)
+
+
+def test_a_cpu_streams_only_where_it_is_asked_to(place: TinyPlace):
+    job = place.job("plain", **FOUR)
+    assert swap_fallbacks(job) == [0]
+    gpu = replace(job, learner=replace(job.learner, device=torch.device("cuda")))
+    blocks = len(swappable_blocks(job.learner.denoiser))
+    assert swap_fallbacks(gpu) == [0, -(-blocks // 4), -(-blocks // 2), blocks]
+    recorded = {"enabled": "auto", "mode": "reduce-overhead"}
+    wanted = gpu.config.model_copy(update={"compile": gpu.config.compile.model_copy(update=recorded)})
+    assert len(swap_fallbacks(replace(gpu, config=wanted))) == 4, "nothing is compiled"
+    with_graphs = replace(gpu.learner, compiled=Compiled("reduce-overhead", dynamic=False, fullgraph=False))
+    assert swap_fallbacks(replace(gpu, config=wanted, learner=with_graphs)) == [0]
+    settled = gpu.config.model_copy(update={"memory": gpu.config.memory.model_copy(update={"blocks_to_swap": 0})})
+    assert swap_fallbacks(replace(gpu, config=settled)) == [0]

@@ -1,0 +1,199 @@
+"""What a GPU would refuse, without a GPU: numbers that lie beside the CPU mixed with numbers that do not.
+
+Tensors on the meta device stand for those on a GPU, tensors beside the CPU are what they are. So whoever asks the
+GPU for a number, or forgets to bring a tensor there, is found, through autograd too. What cannot be looked at so: streams, events and
+page-locked memory; the probe of attention and the agreement of compiled blocks, which compare numbers; torch's fused
+AdamW and fp16's scaler, which know real devices alone; 4 and 8 bits by kernels of a GPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from lora_trainer.config.schema import Config, Precision
+from lora_trainer.data.loader import Batch
+from lora_trainer.data.steps import Ref
+from lora_trainer.evaluation.drift import base_visits, drift
+from lora_trainer.evaluation.held_out import EncodedSample, held_out_losses
+from lora_trainer.evaluation.placing import bring_pipeline
+from lora_trainer.models import FAMILIES
+from lora_trainer.models.attention.choose import AttentionChoice
+from lora_trainer.models.attention.install import install_attention
+from lora_trainer.models.attention.shapes import shapes_of
+from lora_trainer.models.drawing import prompted, read_prompts
+from lora_trainer.models.quantization.layers import place_layers
+from lora_trainer.models.quantization.store import Narrow
+from lora_trainer.training import build
+from lora_trainer.training.layout import Layout
+from lora_trainer.training.micro_batch import make_micro_batch
+from lora_trainer.training.step import train_step
+from tests.recipes.recipe import save_tiny_model
+
+GPU, CPU, BF16 = torch.device("meta"), torch.device("cpu"), torch.bfloat16
+Kind = tuple[Any, Path, Precision, tuple[float, ...]]
+# The family, what its weights are stored in, and the rates of its text encoders: of SD3 T5 is read from the cache, of
+# FLUX.1 it is trained.
+KINDS: dict[str, tuple[str, Precision, tuple[float, ...]]] = {
+    "sd15": ("sd15", "bf16", (1e-4,)),
+    "sdxl": ("sdxl", "int8", ()),
+    "sd3": ("sd3", "bf16", (1e-4, 1e-4)),
+    "sd3.5": ("sd3", "int8", ()),
+    "flux": ("flux", "bf16", (1e-4, 1e-4)),
+    "flux-schnell": ("flux", "fp8", ()),
+    "z_image": ("z_image", "fp8", ()),
+}
+ALIKE = ("sdxl", "sd3.5", "flux-schnell")  # drawn with as another kind is
+CAPTIONS = ("a ring", (("a red", 1.0), (" ring", 1.3)))
+CROSSING = ("copy_", "_to_copy", "_foreach_copy_")
+INDEXED = ("index", "index_put", "index_put_", "_unsafe_index", "_index_put_impl_")  # by numbers of either place
+SAME_TYPE = ("mm", "addmm", "bmm", "baddbmm", "convolution", "linear", "_scaled_dot_product", "embedding_renorm")
+
+SUMS_BESIDE = ("attention_backward", "attention_for_cpu_backward")  # fused: they are given their sums in fp32
+
+
+class FakeGpu(TorchDispatchMode):
+    """Refuses what a GPU refuses: tensors of both places in one operation, and products of two precisions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.asked: list[str] = []  # what would wait for a GPU
+
+    def __torch_dispatch__(self, function: Any, types: Any, given: Any = (), named: Any = None) -> Any:
+        named = named or {}
+        name = function.overloadpacket.__name__
+        met = [leaf for leaf in tree_leaves((given, named)) if isinstance(leaf, Tensor)]
+        here = given[:1] if name in INDEXED else met
+        places = {leaf.device for leaf in tree_leaves(here) if isinstance(leaf, Tensor) and leaf.ndim}
+        if name not in CROSSING and (len(places) > 1 or (GPU in {leaf.device for leaf in met} and places - {GPU})):
+            raise RuntimeError(f"{function}: tensors on the GPU and beside the CPU")
+        kinds = {leaf.dtype for leaf in met if leaf.is_floating_point() and leaf.ndim > 1}
+        if name.startswith(SAME_TYPE) and not name.endswith(SUMS_BESIDE) and len(kinds) > 1:
+            raise RuntimeError(f"{function}: {kinds}")
+        if name == "_local_scalar_dense" and given[0].device == GPU:
+            self.asked.append(name)
+            return 1.0 if given[0].is_floating_point() else int(given[0].dtype == torch.bool)
+        if name == "nonzero" and given[0].device == GPU:
+            self.asked.append(name)
+            return torch.zeros(1, given[0].ndim, dtype=torch.long, device=GPU)
+        if name == "_to_copy" and given[0].device == GPU and named.get("device") == CPU:
+            self.asked.append(name)
+            return torch.ones(given[0].shape, dtype=named.get("dtype") or given[0].dtype)
+        return function(*given, **named)
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def kind(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    name, *rest = KINDS[request.param]
+    family = FAMILIES[name]
+
+    def load(folder: Path, dtype: torch.dtype, device: torch.device, narrow: Narrow | None = None) -> nn.Module:
+        return place_layers(family.load_denoiser(folder, dtype, CPU), device, narrow)  # scales need numbers
+
+    return replace(family, load_denoiser=load), save_tiny_model(tmp_path_factory.mktemp("model"), request.param), *rest
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeGpu]:
+    def put(denoiser: nn.Module, config: Config, family: Any, latents: Any, **more: Any) -> AttentionChoice:
+        shapes_of(denoiser, family.predict, latents, family.cond_shapes(dict(denoiser.config)), more["dtype"])  # type: ignore[arg-type]
+        install_attention(denoiser, "sdpa")
+        return AttentionChoice("sdpa", "its probe compares numbers")
+
+    monkeypatch.setattr(build, "put_attention_on", put)
+    with FakeGpu() as mode:
+        yield mode
+
+
+def settings(**sections: Any) -> Config:
+    return Config.model_validate({"optimizer": {"name": "lion"}, "lora": {"rank": 2}, **sections})
+
+
+def told_of(family: Any, model: Path) -> dict[str, Tensor]:
+    """What the encoders say on the GPU, as the caches give it: beside the CPU."""
+    told = family.load_encoders(model, BF16, GPU).encode_text(CAPTIONS)
+    assert {value.device for value in told.values()} == {GPU}
+    return {name: torch.zeros(value.shape, dtype=value.dtype) for name, value in told.items()}
+
+
+def a_batch(family: Any, facts: Any, cond: dict[str, Tensor]) -> Batch:
+    """Two samples as the caches give them."""
+    latents = torch.randn(2, facts.latent_channels, 8, 8)
+    refs = tuple(Ref(index, name, 0, 0) for index, name in enumerate("ab"))
+    mask = torch.rand(2, 1, 8, 8)
+    return Batch(refs, latents, latents.abs(), cond, torch.full((2, 6), 64.0), torch.ones(2), mask, CAPTIONS)
+
+
+def test_a_step_mixes_no_places(gpu: FakeGpu, kind: Kind) -> None:
+    """Loading, LoRA, noise of every kind, masks, loss, backward pass with blocks computed again, clipping and update."""
+    family, model, stored, rates = kind
+    facts = family.describe(model)
+    flow = facts.prediction == "flow"
+    noise = {"multires_iterations": 3, "offset": 0.1, "input_perturbation": 0.1}
+    loss = {"type": "huber"} if flow else {"min_snr_gamma": 5.0}
+    config = settings(noise=noise, loss=loss, text_encoder={"learning_rates": rates})
+    built = build.build_step_context(
+        config,
+        family,
+        facts,
+        Layout(BF16, stored, checkpointing=1),
+        device=GPU,
+        reduce=None,
+        attention_asked=False,
+        latents=(2, facts.latent_channels, 8, 8),
+    )
+    batch = a_batch(family, facts, told_of(family, model))
+    micro = make_micro_batch(batch, 0, 0, config.noise, built.learner.process)
+    gpu.asked.clear()
+    result = train_step(built.learner, [micro], 2, 1e-4)
+    assert gpu.asked == []
+    assert result.loss.device == result.grad_norm.device == GPU
+    assert len(built.learner.optimizer.state) == len(built.learner.masters)
+
+
+@pytest.mark.parametrize(
+    "kind", [pytest.param(k, marks=pytest.mark.slow) if k in ALIKE else k for k in KINDS], indirect=True
+)
+@pytest.mark.usefixtures("gpu")
+def test_images_and_judgement_mix_no_places(kind: Kind) -> None:
+    """The VAE with its scale and shift, validation loss, drift on the base's own way, and drawing's loop."""
+    family, model, *_ = kind
+    mean, spread = family.load_encoders(model, BF16, GPU).encode_image(torch.zeros(2, 3, 64, 64))
+    assert mean.device == spread.device == GPU
+    pipeline = family.make_pipeline(model, BF16, CPU)
+    bring_pipeline(pipeline, family, GPU, None, (64, 64))
+    denoiser, process = getattr(pipeline, family.denoiser_prefix), family.make_process(model)
+
+    def predict(*given: Any) -> Tensor:
+        return family.predict(denoiser, *given)
+
+    cond = told_of(family, model)
+    own = {name: value[0] for name, value in cond.items()}
+    one = EncodedSample("a", torch.zeros(mean.shape[1:]), own, torch.ones(6))
+    held_out_losses(predict, [one], process, seed=0, timesteps=1, device=GPU, dtype=BF16)
+    there, sizes = {name: value.to(GPU, BF16) for name, value in cond.items()}, torch.ones(2, 6, device=GPU)
+    visits = base_visits(predict, process, there, sizes, tuple(mean.shape[1:]), steps=2)
+    assert drift(predict, visits[:1], there, sizes) >= 0.0
+    with torch.no_grad():
+        read = read_prompts(pipeline, family, ["a ring", "blue"])
+        told = prompted(
+            pipeline, family, read, ["a ring"], "blue" if family.sampling_defaults(model).negative else None
+        )
+        drawn = pipeline(
+            **told,
+            generator=[torch.Generator("cpu").manual_seed(1)],
+            num_inference_steps=2,
+            guidance_scale=4.0,
+            width=64,
+            height=64,
+            output_type="pt",
+        ).images
+    assert drawn.device == GPU
