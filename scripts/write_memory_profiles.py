@@ -1,6 +1,6 @@
 """Write `lora_trainer/models/ledgers/FAMILY.json`: the memory of a published model's training step, by traces.
 
-    python scripts/write_sample_countss.py sd15 sd2 sdxl sd3 flux z_image
+    python scripts/write_memory_profiles.py sd15 sd2 sdxl sd3 flux z_image
 
 It takes minutes for each family and needs neither weights nor a GPU. Run it again when the trainer's step, the way of
 checkpointing, diffusers or peft change what is kept in memory: tests that trace say so.

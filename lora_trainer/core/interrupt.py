@@ -5,7 +5,7 @@ on what is under way:
 
 - what can be done again (reading, checking, caching, building, export, the gate) is left at once: `Stopped` is raised;
 - inside `remembering()` nothing is raised: whoever opened it asks `told()` when it suits (an update, a checkpoint);
-- inside `can_be_given_up()` `StepAborted` is raised where what is under way would not end in time.
+- inside `abortable()` `StepAborted` is raised where what is under way would not end in time.
 
 A second signal leaves at once, by the system's own way: all files are whole or absent at every moment. SIGHUP is no
 second one: a terminal that closes sends it by several ways, and a system that ends sends it after SIGTERM.
@@ -33,7 +33,7 @@ FOR_SAVING = 0.5  # share of the grace time that is kept for saving
 # A launcher passes on what the terminal has told its processes already: until then the same signal counts once.
 ECHO_SECONDS = 5.0
 
-SamplingDefaults = Literal["leave", "remember", "give up"]
+OnSignal = Literal["leave", "remember", "abort"]
 
 
 class Stopped(SystemExit):
@@ -55,8 +55,8 @@ class Interrupt:
         self.signal: int | None = None
         self.at = 0.0
         self.grace = GRACE_SECONDS
-        self.sampling_defaults: SamplingDefaults = "leave"
-        self.ends = math.inf  # when what can be given up should end by itself
+        self.on_signal: OnSignal = "leave"
+        self.ends = math.inf  # when an abortable block should end by itself
         self.silent = silent
         # Known while they live: a closed one is none any more.
         self.terminals = [number for number in (0, 1, 2) if os.isatty(number)]
@@ -90,7 +90,7 @@ class Interrupt:
                 signal.signal(each, signal.SIG_IGN if each == HANG_UP else signal.SIG_DFL)
 
     def caught(self, number: int, frame: FrameType | None) -> None:
-        """The handler of all signals. Raises Stopped or GivenUp where what is under way allows it."""
+        """The handler of all signals. Raises Stopped or StepAborted where what is under way allows it."""
         if self:
             if self.seconds > ECHO_SECONDS and number != HANG_UP:
                 signal.signal(number, signal.SIG_DFL)
@@ -100,9 +100,9 @@ class Interrupt:
         self._say()
         if number == HANG_UP:
             self._without_terminals()
-        if self.sampling_defaults == "leave":
+        if self.on_signal == "leave":
             raise Stopped(self.exit_code)
-        if self.sampling_defaults == "give up" and not self.in_time(self.ends):
+        if self.on_signal == "abort" and not self.in_time(self.ends):
             raise StepAborted
 
     def _without_terminals(self) -> None:
@@ -117,7 +117,7 @@ class Interrupt:
             return
         what = (
             "leaving at once; what was saved before stays"
-            if self.sampling_defaults == "leave"
+            if self.on_signal == "leave"
             else f"saving and leaving within {self.grace:g} s; a second signal leaves at once"
         )
         # Not by print: the signal may have come in the middle of another one.
@@ -130,7 +130,7 @@ _now: Interrupt | None = None
 
 @contextmanager
 def listening(*, silent: bool = False, to_the_end: bool = False) -> Iterator[Interrupt]:
-    """Catch signals inside the block; inside of another such block it is that one that goes on.
+    """Catch signals inside the block; inside of another such block that one continues to listen.
 
     Elsewhere than in the main thread nothing is caught. `silent` says nothing when a signal comes. With `to_the_end`
     signals do nothing after the block: all is written, and the interpreter that ends would show a traceback.
@@ -178,7 +178,7 @@ def leave_if_told() -> None:
 @contextmanager
 def remembering(grace: float | None = None) -> Iterator[None]:
     """Inside the block a signal is only remembered; `grace` seconds are left from it to the end of the process."""
-    with _manner("remember"):
+    with _on_signal("remember"):
         if _now is not None and grace is not None:
             _now.grace = grace
         yield
@@ -187,18 +187,18 @@ def remembering(grace: float | None = None) -> Iterator[None]:
 @contextmanager
 def leaving_when_told() -> Iterator[None]:
     """Inside the block, within `remembering()`, a signal raises Stopped again; one that came before does it at once."""
-    with _manner("leave"):
+    with _on_signal("leave"):
         leave_if_told()
         yield
 
 
 @contextmanager
-def can_be_given_up(seconds: float = math.inf) -> Iterator[None]:
-    """Inside the block a signal raises GivenUp, unless the block should end in time: in `seconds` from now.
+def abortable(seconds: float = math.inf) -> Iterator[None]:
+    """Inside the block a signal raises StepAborted, unless the block should end in time: in `seconds` from now.
 
     One that came before raises it too. Without `listening` nothing is raised.
     """
-    with _manner("give up"):
+    with _on_signal("abort"):
         if _now is not None:
             _now.ends = time.monotonic() + seconds
             if not _now.in_time(_now.ends):
@@ -207,8 +207,8 @@ def can_be_given_up(seconds: float = math.inf) -> Iterator[None]:
 
 
 def abort_if_late() -> None:
-    """Raise GivenUp where a signal came and the time that is not kept for saving is over."""
-    if _now is not None and _now.sampling_defaults == "give up" and not _now.in_time(time.monotonic()):
+    """Raise StepAborted where a signal came and the time that is not kept for saving is over."""
+    if _now is not None and _now.on_signal == "abort" and not _now.in_time(time.monotonic()):
         raise StepAborted
 
 
@@ -218,19 +218,19 @@ def end_quickly() -> None:
 
 
 @contextmanager
-def _manner(sampling_defaults: SamplingDefaults) -> Iterator[None]:
+def _on_signal(on_signal: OnSignal) -> Iterator[None]:
     if _now is None or threading.current_thread() is not threading.main_thread():
         yield
         return
-    interrupt, before = _now, _now.sampling_defaults
-    interrupt.sampling_defaults = sampling_defaults
+    interrupt, before = _now, _now.on_signal
+    interrupt.on_signal = on_signal
     try:
         yield
     finally:
-        interrupt.sampling_defaults = before
+        interrupt.on_signal = before
 
 
 def no_more_aborting() -> None:
-    """What `can_be_given_up` is around has come so far that it is finished now: it would be half done otherwise."""
-    if _now is not None and _now.sampling_defaults == "give up":
-        _now.sampling_defaults = "remember"
+    """The `abortable` block has come so far that it must finish: it would be half done otherwise."""
+    if _now is not None and _now.on_signal == "abort":
+        _now.on_signal = "remember"

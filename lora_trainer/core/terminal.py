@@ -1,4 +1,4 @@
-"""Writing to a terminal that may be closed while a run goes on in it."""
+"""Writing to a terminal that may be closed while a run continues."""
 
 from __future__ import annotations
 

@@ -145,7 +145,7 @@ class SamplingDefaults:
     negative: bool = True
 
 
-def usual_manner(folder: Path) -> SamplingDefaults:
+def usual_sampling(folder: Path) -> SamplingDefaults:
     """Of models with classifier-free guidance (arXiv:2207.12598)."""
     return SamplingDefaults()
 
@@ -271,7 +271,7 @@ class Family:
     also: Layout = ()
     check_text: Callable[[Path, TextOptions], None] = refuse_options
     spare_texts: tuple[str, ...] = ()
-    sampling_defaults: Callable[[Path], SamplingDefaults] = usual_manner
+    sampling_defaults: Callable[[Path], SamplingDefaults] = usual_sampling
     prompted: Callable[[Mapping[str, Tensor], Mapping[str, Tensor] | None], dict[str, Any]] = prompt_embeds
     text: TextOptions = PLAIN
     joined_text: JoinText | None = None

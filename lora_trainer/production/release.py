@@ -19,7 +19,7 @@ from lora_trainer import __version__
 from lora_trainer.config.schema import Config
 from lora_trainer.core.errors import Problem, TrainingFailed
 from lora_trainer.core.findings import Finding, counted
-from lora_trainer.core.interrupt import can_be_given_up
+from lora_trainer.core.interrupt import abortable
 from lora_trainer.data.sample import Sample
 from lora_trainer.data.steps import StepArithmetic
 from lora_trainer.diffusion.process import Process
@@ -305,7 +305,7 @@ def draw_while_training(
     dtype = DTYPES[config.checkpoint.export_dtype]
     kohya, diffusers = export_lora(samples, name, weights, facts, built.shapes, inputs.family, dtype)
     diffusers.unlink()
-    with making_room(built, config, choices), can_be_given_up():
+    with making_room(built, config, choices), abortable():
         draw_comparison(kohya, samples, config, inputs, choices.device, choices.dtype, say, name=name)
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from lora_trainer.config.schema import AttentionName, Config
 from lora_trainer.core.errors import UserError, first_line
-from lora_trainer.core.interrupt import StepAborted, can_be_given_up
+from lora_trainer.core.interrupt import StepAborted, abortable
 from lora_trainer.data.caches.upkeep import keep_limit
 from lora_trainer.data.loader import CachedData
 from lora_trainer.data.steps import StepArithmetic, micro_shapes
@@ -258,7 +258,7 @@ def make_job(
     config, learner = session.config, built.learner
 
     def predict(*arguments: Any) -> Tensor:
-        with can_be_given_up():
+        with abortable():
             return learner.predict(learner.denoiser, *arguments)
 
     def validate(asked: int) -> float:

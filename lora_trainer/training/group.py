@@ -68,7 +68,7 @@ class Group:
 
     def __init__(self, rank: int, world: int, device: torch.device, timeout: float) -> None:
         self.rank, self.world, self.timeout = rank, world, timeout
-        self._mine = Word()
+        self._mine = self._written = Word()
         self._heard = {other: (time.monotonic(), Word()) for other in range(world) if other != rank}
         self._gone: str | None = None  # why the store with the main process cannot be reached any more,
         self._gone_at = 0.0  # and since when
@@ -86,17 +86,20 @@ class Group:
             self._mine = replace(self._mine, waits=self._mine.waits + 1)
         self._news.set()
         waits = self._mine.waits
-        self.patiently(lambda: all(word.waits >= waits for _, word in self._heard.values()))
+        # Whoever leaves before its own arrival is written may die unseen, and the others would wait for it here.
+        self.patiently(
+            lambda: self._written.waits >= waits and all(word.waits >= waits for _, word in self._heard.values())
+        )
 
     def patiently(self, ready: Callable[[], bool]) -> None:
         """Wait until something is ready, awake for signals. Raises ProcessLost where it never will be."""
         pause = 0.0
         while not ready():
-            self.flush_metrics()
+            self.raise_if_lost()
             time.sleep(pause)
             pause = min(pause + 0.0001, 0.005)
 
-    def flush_metrics(self) -> None:
+    def raise_if_lost(self) -> None:
         """Raise ProcessLost where another process is dead, silent for too long, or has left before its time."""
         now = time.monotonic()
         for other, (heard, word) in self._heard.items():
@@ -123,8 +126,9 @@ class Group:
             while True:
                 over = self._over.is_set()
                 with self._lock:
-                    self._mine = replace(self._mine, beat=self._mine.beat + 1, signal=signal_that_came())
-                self._store.set(str(self.rank), json.dumps(asdict(self._mine)))
+                    mine = self._mine = replace(self._mine, beat=self._mine.beat + 1, signal=signal_that_came())
+                self._store.set(str(self.rank), json.dumps(asdict(mine)))
+                self._written = mine
                 for other, line in zip(self._heard, self._store.multi_get(others), strict=True):
                     self._hear(other, Word(**json.loads(line)))
                 if over:

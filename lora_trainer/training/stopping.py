@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from lora_trainer.config.schema import Config
-from lora_trainer.core.interrupt import SIGNALS, Interrupt, StepAborted, can_be_given_up, no_more_aborting
+from lora_trainer.core.interrupt import SIGNALS, Interrupt, StepAborted, abortable, no_more_aborting
 from lora_trainer.training.job import LoopContext
 from lora_trainer.training.state import TrainState
 
@@ -41,14 +41,14 @@ class Stopping:
         if not self._alone:
             yield
             return
-        with can_be_given_up(0.0):
+        with abortable(0.0):
             yield
 
     def attempt(self, state: TrainState, make: Callable[[Callable[[], None]], T]) -> T:
-        """Make a step; `make` calls what it is given when its gradients are there. Raises GivenUp, with no trace left."""
+        """Make a step; `make` calls what it is given when its gradients are there. Raises StepAborted, with no trace left."""
         self._late, began = out_of_time(self._job.config, state), time.monotonic()
         if self._alone:
-            with can_be_given_up(self._seconds):
+            with abortable(self._seconds):
                 result = make(no_more_aborting)
         elif self._job.learner.device.type != "cpu":
             result = make(self._vote_on_gpu)
@@ -79,7 +79,7 @@ class Stopping:
                 raise StepAborted
 
         try:
-            with can_be_given_up(self._seconds):
+            with abortable(self._seconds):
                 return make(settle)
         except StepAborted:
             if not voted:

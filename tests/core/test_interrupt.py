@@ -16,7 +16,7 @@ from lora_trainer.core.interrupt import (
     StepAborted,
     Stopped,
     abort_if_late,
-    can_be_given_up,
+    abortable,
     listening,
     remembering,
     told,
@@ -73,16 +73,16 @@ def test_what_a_signal_raises_hangs_on_what_is_under_way() -> None:
     with listening(), remembering():
         os.kill(os.getpid(), signal.SIGTERM)
         assert told()
-        with pytest.raises(StepAborted), can_be_given_up():
+        with pytest.raises(StepAborted), abortable():
             raise AssertionError("it is given up before it begins")
-        with can_be_given_up(seconds=0.0):
+        with abortable(seconds=0.0):
             abort_if_late()  # there is time enough to end it
     assert not told()
 
 
 def test_what_takes_longer_than_the_grace_time_is_given_up() -> None:
     with listening(), remembering(0.5):
-        with pytest.raises(StepAborted), can_be_given_up(seconds=60.0):
+        with pytest.raises(StepAborted), abortable(seconds=60.0):
             os.kill(os.getpid(), signal.SIGTERM)
         assert told()
 

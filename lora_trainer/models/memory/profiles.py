@@ -4,7 +4,7 @@ Every tensor of a step has a size that is a product of some of rank, samples and
 text and image stand in one tensor. So at each moment of a step the memory held is a sum of a few such products, and
 the peak is the largest over the moments. A ledger keeps, for some numbers of checkpointed blocks, the moments that can
 be the largest; between two such numbers, whose blocks are alike, what is held lies on a line or under it.
-`scripts/write_sample_countss.py` reads them off traces (`training/memory/trace.py`); tests hold what they predict against
+`scripts/write_memory_profiles.py` reads them off traces (`training/memory/trace.py`); tests hold what they predict against
 traces at other sizes.
 """
 
