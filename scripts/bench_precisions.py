@@ -38,7 +38,7 @@ WAYS: dict[str, dict[str, object]] = {
 }
 
 
-def held_out_losses(folder: Path, way: str, seed: int, steps: int, every: int) -> dict[int, float]:
+def validation_losses(folder: Path, way: str, seed: int, steps: int, every: int) -> dict[int, float]:
     """Validation loss by step of one run: the loop alone, without gate and images."""
     name = f"{way.replace(', ', '-')}-{seed}"
     given: dict[str, object] = {"memory.weight_dtype": "fp32", **WAYS[way], "validation.every_n_steps": every}
@@ -104,7 +104,7 @@ if __name__ == "__main__":
     parser.add_argument("--seeds", type=int, nargs="+", default=[42])
     asked = parser.parse_args()
     results = {
-        way: {seed: held_out_losses(asked.folder, way, seed, asked.steps, asked.every) for seed in asked.seeds}
+        way: {seed: validation_losses(asked.folder, way, seed, asked.steps, asked.every) for seed in asked.seeds}
         for way in WAYS
     }
     printed(results, prediction_errors())

@@ -25,9 +25,9 @@ from lora_trainer.production.inputs import (
     arithmetic,
     data_in_use,
     data_sources,
-    held_out_split,
     read_data,
     trained_framings,
+    validation_split,
 )
 from lora_trainer.production.printed import show
 
@@ -51,19 +51,19 @@ def check_command(
     if problems := target_problems(config, page, fix, decode=decode):
         raise UsageError(problems)
     manifest, report = read_data(config, facts, decode=decode)
-    train, held_out = held_out_split(config, report)
+    train, validation = validation_split(config, report)
     steps = arithmetic(
         config, train, config.train.max_micro_batch_size or config.train.effective_batch_size, processes=1
     )
     document: dict[str, Any] = {}
     if as_json:
-        document = report.to_json(steps.to_json() | {"held_out": len(held_out)}) | {"decoded": decode}
+        document = report.to_json(steps.to_json() | {"validation": len(validation)}) | {"decoded": decode}
     else:
-        show_report(report, steps, len(held_out), Console(highlight=False))
+        show_report(report, steps, len(validation), Console(highlight=False))
     if fix is not None:
         document["fixed"] = _fix(config, facts, manifest, report, fix, quiet=as_json)
     if page is not None:
-        _write_page(report, manifest.samples, steps, len(held_out), page)
+        _write_page(report, manifest.samples, steps, len(validation), page)
     if as_json:
         sys.stdout.write(json_document(document))
     return DONE if report.passed else DATASET_REFUSED
@@ -114,20 +114,20 @@ def _fix(
 
 
 def _write_page(
-    report: DataReport, samples: Sequence[Sample], steps: StepArithmetic, held_out: int, page: Path
+    report: DataReport, samples: Sequence[Sample], steps: StepArithmetic, validation: int, page: Path
 ) -> None:
     """Raises UsageError when it cannot be written."""
     from lora_trainer.production.report.dataset import write_dataset
 
     try:
-        write_dataset(report, samples, steps, held_out, page)
+        write_dataset(report, samples, steps, validation, page)
     except OSError as error:
         message = f"{page} cannot be written ({(error.strerror or str(error)).lower()})."
         raise UsageError(Problem(message, "Name another file with --html.")) from error
     print(printable_lines(f"page: {page}"), file=sys.stderr)
 
 
-def show_report(report: DataReport, steps: StepArithmetic, held_out: int, console: Console) -> None:
+def show_report(report: DataReport, steps: StepArithmetic, validation: int, console: Console) -> None:
     """Findings grouped by code, the score with its parts, and what would be trained."""
     show_findings(report, console)
     for note in report.notes:
@@ -139,7 +139,7 @@ def show_report(report: DataReport, steps: StepArithmetic, held_out: int, consol
         words = [f"reduced to {least:.2f} at most"] if least < 1.0 else []
         words += [f"enlarged {most:.2f} times at most"] if most > 1.0 else []
         show(console, Text(f"resized to buckets: {', '.join(words) or 'none'}"))
-    show(console, Text(f"{steps.line}; {held_out} held out"))
+    show(console, Text(f"{steps.line}; {validation} held out"))
     lower = [f"{name} {value:.3f}" for name, value in report.parts.items() if value < 1.0]
     parts = f"{', '.join(lower)}; all others 1" if lower else "all 1"
     verdict = "passes" if report.passed else f"refused: {report.why_refused}"
@@ -150,7 +150,7 @@ def show_report(report: DataReport, steps: StepArithmetic, held_out: int, consol
 def show_findings(report: DataReport, console: Console) -> None:
     """Each kind of finding with its files, worst first; a narrow terminal wraps the lines and cuts none off."""
     for code, group in report.grouped:
-        first, message = group[0], report.told(code, group)
+        first, message = group[0], report.message(code, group)
         told = Table.grid(padding=(0, 2, 0, 0))
         told.add_column(min_width=7)
         told.add_column()

@@ -226,7 +226,7 @@ def _add_validate_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="MODEL",
         help="the base model, as for train; without it that of the run beside the file, else the built-in one",
     )
-    parser.add_argument("--data", dest="held_out", metavar="DIR", help="images that the LoRA was not trained on")
+    parser.add_argument("--data", dest="validation", metavar="DIR", help="images that the LoRA was not trained on")
     parser.add_argument("--json", action="store_true", help="one JSON document on stdout")
     add_offline_argument(parser)
     add_settings_arguments(parser)
@@ -236,7 +236,7 @@ def _validate(arguments: argparse.Namespace, unknown: list[Problem]) -> int:
     resolved = resolved_from(arguments, unknown, lora=Path(arguments.lora))
     from lora_trainer.cli.validate import validate_command
 
-    return validate_command(arguments.lora, arguments.held_out, arguments.json, resolved.config)
+    return validate_command(arguments.lora, arguments.validation, arguments.json, resolved.config)
 
 
 def _add_report_arguments(parser: argparse.ArgumentParser) -> None:

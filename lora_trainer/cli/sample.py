@@ -14,7 +14,7 @@ from lora_trainer.config.schema import Config
 from lora_trainer.core.errors import DONE, Problem, UsageError
 from lora_trainer.core.findings import printable_lines
 from lora_trainer.data.captions import TRIGGER
-from lora_trainer.production.bases.base import told
+from lora_trainer.production.bases.base import describe_model
 from lora_trainer.production.counting import DRAWN, counting
 from lora_trainer.production.drawing import BUILT_IN, drawing_of, filled, parts_of, rows_for, triggers
 from lora_trainer.production.inputs import read_model, with_absolute_paths
@@ -124,7 +124,7 @@ def _draw(path: Path, config: Config, wish: Wish, folder: Path, name: str, *, te
     from lora_trainer.production.choices import usable_bytes
 
     family, facts = read_model(config)
-    print(printable_lines(f"base model: {told(config.model)}"), file=sys.stderr)
+    print(printable_lines(f"base model: {describe_model(config.model)}"), file=sys.stderr)
     config = with_absolute_paths(config)  # the recipe is followed from any folder
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     where = Where(folder, free_name(folder, name))

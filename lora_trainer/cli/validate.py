@@ -20,7 +20,7 @@ from lora_trainer.data.sample import Sample
 from lora_trainer.data.views import BucketPlan, plan_plain
 from lora_trainer.evaluation.report import LoraReport, caveat
 from lora_trainer.monitor.console import Console
-from lora_trainer.production.bases.base import is_builtin, told
+from lora_trainer.production.bases.base import describe_model, is_builtin
 from lora_trainer.production.counting import JUDGED, counting
 from lora_trainer.production.inputs import data_in_use, read_inputs, read_model, trained_framings
 from lora_trainer.production.reading import Run, read_as_trained, run_beside
@@ -39,7 +39,7 @@ class Questions:
 
     samples: tuple[Sample, ...]
     plan: BucketPlan
-    held_out: bool
+    unseen: bool
     origin: str
 
 
@@ -64,7 +64,7 @@ def validate_command(lora: str | Path, data: str | Path | None, as_json: bool, c
     header = read_tensor_header(path).get(METADATA, {})  # what is no LoRA is refused before a model is looked for
     run = run_beside(path)
     config = read_as_trained(config, None if run is None else run.config, header)
-    _say(f"base model: {told(config.model)}")
+    _say(f"base model: {describe_model(config.model)}")
     questions = _given_questions(config, Path(data), run) if data is not None else _run_questions(config, run)
     _say(questions.origin)
     report = _judge(path, config, questions)
@@ -110,7 +110,7 @@ def _judge(path: Path, config: Config, questions: Questions) -> LoraReport:
                 facts.path,
                 family,
                 samples,
-                held_out=questions.held_out,
+                unseen=questions.unseen,
                 dtype=computed_in(choose_precision(config.memory.weight_dtype, device, asked=False).value, device),
                 device=device,
                 usable=usable,
@@ -160,14 +160,14 @@ def _run_questions(config: Config, run: Run | None) -> Questions:
         return Questions((), NO_QUESTIONS, True, f"learning cannot be measured: {error}")
     origin = "the built-in dataset" if run is None else "the run's data"
     if run is not None and inputs.manifest.data_hash != run.data_hash:
-        samples, plan = inputs.held_out, inputs.held_out_plan
+        samples, plan = inputs.validation, inputs.validation_plan
         if not samples:
             samples, plan = inputs.train, inputs.train_plan
         told = f"the run's data has changed since: its {counted(len(samples), 'image')} may have been trained on"
         return Questions(samples, plan, False, f"{told}; name others with --data")
-    if inputs.held_out:
-        told = f"learning is measured on {counted(len(inputs.held_out), 'validation image')} of {origin}"
-        return Questions(inputs.held_out, inputs.held_out_plan, True, told)
+    if inputs.validation:
+        told = f"learning is measured on {counted(len(inputs.validation), 'validation image')} of {origin}"
+        return Questions(inputs.validation, inputs.validation_plan, True, told)
     return Questions(
         inputs.train, inputs.train_plan, False, f"nothing was held out: learning is measured on {origin} itself"
     )

@@ -42,7 +42,7 @@ class Settings:
             values[section][key] = clash.value
         return values
 
-    def told(self, name: str) -> str:
+    def shown(self, name: str) -> str:
         """`lr_scheduler.name = "cosine" (from preset quality)`."""
         return f"{name} = {shown(self[name])} (from {self.origin[name]})"
 
@@ -70,13 +70,13 @@ def contradictions(settings: Settings) -> list[Yields]:
 def give_way(settings: Settings, clashes: Sequence[Yields]) -> tuple[list[Yields], list[Problem]]:
     """What gives way, and a problem for each clash that the user asked for."""
     asked = [clash for clash in clashes if from_user(settings.origin[clash.name])]
-    problems = [Problem(f"{settings.told(clash.name)}: {clash.reason}.", clash.fix) for clash in asked]
+    problems = [Problem(f"{settings.shown(clash.name)}: {clash.reason}.", clash.fix) for clash in asked]
     return [clash for clash in clashes if clash not in asked], problems
 
 
 def note_on(settings: Settings, clash: Yields) -> str:
     """What is said of a setting that gave way."""
-    return f"{settings.told(clash.name)} gives way to {shown(clash.value)}: {clash.reason}"
+    return f"{settings.shown(clash.name)} gives way to {shown(clash.value)}: {clash.reason}"
 
 
 def prodigy_rate(settings: Settings) -> list[Yields]:
@@ -312,7 +312,7 @@ def unfit_words(settings: Settings) -> list[Problem]:
     twice = sorted({word for word in named if named.count(word) > 1})
     found = [
         Problem(
-            f"{settings.told('textual_inversion.placeholder_tokens')}: {word!r} would be found inside other words, too.",
+            f"{settings.shown('textual_inversion.placeholder_tokens')}: {word!r} would be found inside other words, too.",
             f"Write <{word.strip('<>')}>, in captions as well.",
         )
         for word in dict.fromkeys(given)
@@ -321,7 +321,7 @@ def unfit_words(settings: Settings) -> list[Problem]:
     if twice:
         found.append(
             Problem(
-                f"{settings.told('textual_inversion.placeholder_tokens')} names {twice[0]!r} twice.",
+                f"{settings.shown('textual_inversion.placeholder_tokens')} names {twice[0]!r} twice.",
                 "Name each word once.",
             )
         )
@@ -363,6 +363,6 @@ def steps_and_epochs(settings: Settings) -> list[Problem]:
     """Two lengths: whoever set them, nobody can say which was meant."""
     if settings["train.max_steps"] is None or settings["train.max_epochs"] is None:
         return []
-    message = f"{settings.told('train.max_steps')} and {settings.told('train.max_epochs')} contradict each other."
+    message = f"{settings.shown('train.max_steps')} and {settings.shown('train.max_epochs')} contradict each other."
     fix = "Remove one of them, or empty it: --set train.max_epochs=none (or --set train.max_steps=none)."
     return [Problem(message, fix)]

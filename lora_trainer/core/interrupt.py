@@ -4,7 +4,7 @@ Signals belong to the process, so what is known of them is one value of this mod
 on what is under way:
 
 - what can be done again (reading, checking, caching, building, export, the gate) is left at once: `Stopped` is raised;
-- inside `remembering()` nothing is raised: whoever opened it asks `told()` when it suits (an update, a checkpoint);
+- inside `remembering()` nothing is raised: whoever opened it asks `signalled()` when it suits (an update, a checkpoint);
 - inside `abortable()` `StepAborted` is raised where what is under way would not end in time.
 
 A second signal leaves at once, by the system's own way: all files are whole or absent at every moment. SIGHUP is no
@@ -154,7 +154,7 @@ def listening(*, silent: bool = False, to_the_end: bool = False) -> Iterator[Int
         _now = None
 
 
-def told() -> bool:
+def signalled() -> bool:
     """Whether a signal came."""
     return bool(_now)
 
@@ -169,7 +169,7 @@ def signal_that_came() -> int | None:
     return _now.signal if _now else None
 
 
-def leave_if_told() -> None:
+def stop_if_signalled() -> None:
     """Raise Stopped where a signal came."""
     if _now:
         raise Stopped(_now.exit_code)
@@ -185,10 +185,10 @@ def remembering(grace: float | None = None) -> Iterator[None]:
 
 
 @contextmanager
-def leaving_when_told() -> Iterator[None]:
+def stopping_on_signal() -> Iterator[None]:
     """Inside the block, within `remembering()`, a signal raises Stopped again; one that came before does it at once."""
     with _on_signal("leave"):
-        leave_if_told()
+        stop_if_signalled()
         yield
 
 

@@ -164,7 +164,7 @@ def _caption_of(found: Found, asked: Asked, reading: Reading) -> str:
     given = (found.caption, asked.section.default_caption, found.folder_caption)
     text = next((each for each in given if each is not None), None)
     caption = tidy(text or "", keep_lines=asked.captions.wildcards)
-    if caption or found.path in reading.told:
+    if caption or found.path in reading.reported:
         return caption
     message, code = (
         ("has an empty caption.", "empty_caption") if text is not None else ("has no caption.", "missing_caption")

@@ -8,13 +8,13 @@ from collections.abc import Mapping, Sequence
 from lora_trainer.data.sample import Sample
 
 FEWEST_IMAGES = 8  # below this, none can be spared
-MOST_HELD_OUT = 16  # more would cost time at every validation and tell little
+MOST_VALIDATION_IMAGES = 16  # more would cost time at every validation and tell little
 
 
-def split_held_out(
+def split_validation(
     samples: Sequence[Sample], share: float, seed: int = 0, kin: Mapping[str, str] | None = None
 ) -> tuple[tuple[Sample, ...], tuple[Sample, ...]]:
-    """(train, held_out), each in the order given.
+    """(train, validation), each in the order given.
 
     Chosen by a hash of the content and the seed: the split of a dataset does not depend on names or
     order, a new image moves at most as many as the count changes and one more, and
@@ -31,7 +31,7 @@ def split_held_out(
     contents = sum(map(len, groups.values()))
     if contents < FEWEST_IMAGES or share <= 0.0:
         return tuple(samples), ()
-    left = min(MOST_HELD_OUT, max(1, round(share * contents)))
+    left = min(MOST_VALIDATION_IMAGES, max(1, round(share * contents)))
     chosen: set[str] = set()
     apart = [group for leader, group in groups.items() if leader not in kept]
     for group in sorted(apart, key=lambda group: _rank(min(group), seed)):
@@ -42,8 +42,8 @@ def split_held_out(
             break
     held = [not sample.regularization and sample.content in chosen for sample in samples]
     train = tuple(sample for sample, out in zip(samples, held, strict=True) if not out)
-    held_out = tuple(sample for sample, out in zip(samples, held, strict=True) if out)
-    return train, held_out
+    validation = tuple(sample for sample, out in zip(samples, held, strict=True) if out)
+    return train, validation
 
 
 def _rank(content: str, seed: int) -> str:

@@ -62,7 +62,7 @@ class Times:
         """The time [0, 1] that a share `draw` [0, 1) of all times lies below, for latents of this height and width."""
         return shifted(self._unshifted(draw), self.shift.of(size))
 
-    def told(self, size: tuple[int, int]) -> str:
+    def describe(self, size: tuple[int, int]) -> str:
         """For people: the distribution, and the shift for latents of this height and width."""
         numbers = {
             "logit_normal": f" (mean {self.logit_mean:g}, spread {self.logit_spread:g})",

@@ -11,7 +11,7 @@ from torch import Tensor
 from lora_trainer.diffusion.noise import position_noise
 from lora_trainer.diffusion.process import Process
 from lora_trainer.diffusion.timesteps import stratified_timesteps
-from lora_trainer.evaluation.held_out import Predict
+from lora_trainer.evaluation.validation_loss import Predict
 
 VISITS = 10  # places on the way to an image
 NEUTRAL_PROMPTS = (

@@ -11,8 +11,8 @@ from lora_trainer.data.images.pixels import read_pixels
 from lora_trainer.data.loader import size_row
 from lora_trainer.data.sample import Sample
 from lora_trainer.data.views import BucketPlan
-from lora_trainer.evaluation.held_out import EncodedSample
 from lora_trainer.evaluation.loading import free_memory
+from lora_trainer.evaluation.validation_loss import EncodedSample
 from lora_trainer.models.encoders import visiting_text
 from lora_trainer.models.family import Caption, Encoders, Family, ModelFacts
 from lora_trainer.models.memory.phases import captions_at_once, captions_on_a_cpu, costs_of

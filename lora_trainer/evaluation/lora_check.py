@@ -34,7 +34,6 @@ from lora_trainer.core.findings import Finding, counted
 from lora_trainer.evaluation.drift import NEUTRAL_PROMPTS, VISITS, base_visits, drift
 from lora_trainer.evaluation.encode import text_reader
 from lora_trainer.evaluation.health import Health, examine
-from lora_trainer.evaluation.held_out import MICRO, EncodedSample, Improvement, Predict, held_out_losses, improvement
 from lora_trainer.evaluation.loading import (
     adapted_modules,
     components_of,
@@ -48,7 +47,15 @@ from lora_trainer.evaluation.loading import (
 )
 from lora_trainer.evaluation.placing import bring_denoiser
 from lora_trainer.evaluation.report import LoraReport
-from lora_trainer.evaluation.texts import Told, reads_again, told_by
+from lora_trainer.evaluation.texts import EncodedTexts, encode_with, reads_again
+from lora_trainer.evaluation.validation_loss import (
+    MICRO,
+    EncodedSample,
+    Improvement,
+    Predict,
+    improvement,
+    validation_losses,
+)
 from lora_trainer.export.weights import LoraWeights, adaptable_modules
 from lora_trainer.models.family import Family, ModelFacts
 from lora_trainer.models.lora_files import read_lora_with_words
@@ -76,7 +83,7 @@ def check_lora(
     family: Family,
     samples: Sequence[EncodedSample],
     *,
-    held_out: bool = True,
+    unseen: bool = True,
     prompts: Sequence[str] = NEUTRAL_PROMPTS,
     dtype: torch.dtype = torch.float32,
     device: torch.device | None = None,
@@ -88,7 +95,7 @@ def check_lora(
 ) -> LoraReport:
     """Judge a LoRA file on a base model's folder.
 
-    `samples` were not trained on, unless `held_out` is False, which is said in a finding.
+    `samples` were not trained on, unless `unseen` is False, which is said in a finding.
     `usable` is what of the device's memory may be filled, in bytes; None means no limit. `share`, one of `LORA_CHECKS`,
     says how much is measured. `watch` gets how many forward passes are done, after each, and how many there are.
     Raises UsageError when the file is no LoRA that can be read at all.
@@ -112,9 +119,9 @@ def check_lora(
     problems = _key_findings(misfits(weights, shapes, family, base))
     if findings := problems or _loading_findings(pipeline, family, lora, weights):
         return _report({"integrity": 0.0}, findings, {}, gate)
-    told = changed = Told(neutral, samples)
+    told = changed = EncodedTexts(neutral, samples)
     if reads_again(weights, samples, family):
-        told, changed = told_by(pipeline, family, prompts, told, encoding, dtype, weights)
+        told, changed = encode_with(pipeline, family, prompts, told, encoding, dtype, weights)
     places = max([(facts.resolution // facts.downscale) ** 2, *(sample.latents[0].numel() for sample in samples)])
     placed = bring_denoiser(denoiser, family, device, usable, places)
     if placed.resident is not None:
@@ -128,7 +135,7 @@ def check_lora(
     health = examine(weights.modules, norms)
     del pipeline, denoiser, modules, predict
     free_memory(device)
-    report = judge(drifted, learned, health, held_out=held_out, gate=gate, samples=len(samples))
+    report = judge(drifted, learned, health, unseen=unseen, gate=gate, samples=len(samples))
     return replace(report, findings=(*report.findings, *_share_findings(share, in_all)))
 
 
@@ -145,10 +152,10 @@ def refused_unloaded(weights: LoraWeights, base: Path, family: Family, gate: flo
 
 
 def judge(
-    drifted: float, learned: Improvement | None, health: Health, *, held_out: bool, gate: float, samples: int
+    drifted: float, learned: Improvement | None, health: Health, *, unseen: bool, gate: float, samples: int
 ) -> LoraReport:
     """The report from what was measured. `learned` is None when there was no sample to ask about."""
-    numbers: dict[str, Any] = {"drift": drifted, "health": asdict(health), "samples": samples, "held_out": held_out}
+    numbers: dict[str, Any] = {"drift": drifted, "health": asdict(health), "samples": samples, "unseen": unseen}
     findings: list[Finding] = []
     if learned is not None:
         numbers["learning"] = asdict(learned)
@@ -169,7 +176,7 @@ def judge(
         "preservation": falling(drifted, DRIFT_FREE, DRIFT_RUINED),
         "health": health_score(health),
     }
-    findings += _learning_findings(learned, held_out, samples)
+    findings += _learning_findings(learned, unseen, samples)
     findings += _preservation_findings(drifted) + _health_findings(health)
     return _report(parts, findings, numbers, gate)
 
@@ -284,8 +291,8 @@ def _measure_learning(
     predict: Any,
     base: Path,
     family: Family,
-    told: Told,
-    changed: Told,
+    told: EncodedTexts,
+    changed: EncodedTexts,
     timesteps: int,
     dtype: torch.dtype,
     device: torch.device,
@@ -294,7 +301,7 @@ def _measure_learning(
     if not told.samples:
         return None
     losses = partial(
-        held_out_losses,
+        validation_losses,
         predict,
         process=family.make_process(base),
         seed=SEED,
@@ -336,7 +343,7 @@ def _share_findings(share: float, passes: int) -> list[Finding]:
     return [Finding("lite_check", "note", message, fix)]
 
 
-def _learning_findings(found: Improvement | None, held_out: bool, samples: int) -> list[Finding]:
+def _learning_findings(found: Improvement | None, unseen: bool, samples: int) -> list[Finding]:
     if found is None:
         fix = "Give images with captions of the subject: --data."
         return [Finding("no_samples", "warning", "Learning could not be measured: no images were given.", fix)]
@@ -351,13 +358,13 @@ def _learning_findings(found: Improvement | None, held_out: bool, samples: int) 
     elif found.mean < ENOUGH_IMPROVEMENT:
         message = f"Validation loss improved by little ({interval}; enough is {ENOUGH_IMPROVEMENT:.2%})."
         findings.append(Finding("learned_little", "warning", message, "Train longer, or at a higher learning rate."))
-    if not held_out:
+    if not unseen:
         message = f"No image was held out: learning was measured on {counted(samples, 'image')} that may have been trained on."
-        findings.append(Finding("not_held_out", "note", message, "Give at least 8 images, or --data with others."))
+        findings.append(Finding("trained_images", "note", message, "Give at least 8 images, or --data with others."))
     elif not found.over_samples:
         images = "image was" if samples == 1 else "images were"
         message = f"Only {samples} {images} held out: the interval covers noise, not the choice of images."
-        findings.append(Finding("few_held_out", "note", message, "Hold out at least 4 images."))
+        findings.append(Finding("few_validation_images", "note", message, "Hold out at least 4 images."))
     return findings
 
 

@@ -54,7 +54,7 @@ def caveat(numbers: Mapping[str, Any]) -> str:
     learning, samples = numbers.get("learning"), numbers.get("samples")
     if not isinstance(learning, Mapping) or not isinstance(samples, int):
         return ""
-    few, trained = not learning.get("over_samples", True), not numbers.get("held_out", True)
+    few, trained = not learning.get("over_samples", True), not numbers.get("unseen", True)
     if not few and not trained:
         return ""
     told = f"measured on {samples} image{'' if samples == 1 else 's'}"

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lora_trainer.evaluation.held_out import EncodedSample
 from lora_trainer.evaluation.loading import free_memory, without_lora
+from lora_trainer.evaluation.validation_loss import EncodedSample
 from lora_trainer.export.weights import LoraWeights
 from lora_trainer.models.drawing import texts_of
 from lora_trainer.models.encoders import visit
@@ -19,7 +19,7 @@ from lora_trainer.models.words import add_words, from_embeddings
 
 
 @dataclass(frozen=True)
-class Told:
+class EncodedTexts:
     """What a denoiser is asked under: conditioning of prompts, each with B first, and samples with theirs."""
 
     prompts: Mapping[str, Tensor]
@@ -38,15 +38,15 @@ def changed_texts(weights: LoraWeights, family: Family) -> list[str]:
     return [name for name in family.text_targets if name in components]
 
 
-def told_by(
+def encode_with(
     pipeline: Any,
     family: Family,
     prompts: Sequence[str],
-    known: Told,
+    known: EncodedTexts,
     device: torch.device,
     dtype: torch.dtype,
     weights: LoraWeights,
-) -> tuple[Told, Told]:
+) -> tuple[EncodedTexts, EncodedTexts]:
     """The same prompts and samples as the pipeline's encoders read them (without the LoRA, with it and its new words).
 
     They visit `device` for it. `known` holds what all of them said of the captions; what is not in it, or is of a large
@@ -62,9 +62,9 @@ def told_by(
         else:  # it is as it was stored
             visit(encoder, dtype, device)
     with without_lora(pipeline):
-        without = _told(family, parts, prompts, known, dtype)
+        without = _encode(family, parts, prompts, known, dtype)
     add_words(parts, from_embeddings(weights.embeddings, family.word_texts))
-    with_lora = _told(family, parts, prompts, known, dtype)
+    with_lora = _encode(family, parts, prompts, known, dtype)
     for name in family.word_texts:
         parts.encoders[name].to("cpu")
     free_memory(device)
@@ -72,13 +72,15 @@ def told_by(
 
 
 @torch.no_grad()
-def _told(family: Family, parts: TextParts, prompts: Sequence[str], known: Told, dtype: torch.dtype) -> Told:
+def _encode(
+    family: Family, parts: TextParts, prompts: Sequence[str], known: EncodedTexts, dtype: torch.dtype
+) -> EncodedTexts:
     def read(captions: Sequence[Caption], before: Mapping[str, Tensor]) -> dict[str, Tensor]:
         there = {name: value.to(parts.device, dtype) for name, value in before.items()}
-        return {name: value.to(dtype) for name, value in family.told(parts, captions, there).items()}
+        return {name: value.to(dtype) for name, value in family.encode_captions(parts, captions, there).items()}
 
     samples = []
     for sample in known.samples:
         said = read((sample.caption,), {name: value[None] for name, value in sample.cond.items()})
         samples.append(replace(sample, cond={name: value[0] for name, value in said.items()}))
-    return Told(read(prompts, known.prompts), samples)
+    return EncodedTexts(read(prompts, known.prompts), samples)

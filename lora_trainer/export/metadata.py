@@ -85,7 +85,7 @@ class TrainingFacts:
     dropout: float = 0.0
     rank_stabilized: bool = False
     ema_decay: float | None = None
-    held_out: int = 0
+    validation_images: int = 0
     clip_skip: int | None = None
     max_tokens: int = PLAIN_TOKENS  # of a caption, that CLIP read
     t5_tokens: int | None = None
@@ -146,7 +146,7 @@ def header(facts: TrainingFacts, weights: LoraWeights) -> dict[str, str]:
         "lora_trainer.alpha": facts.alpha,
         "lora_trainer.text_encoder_alpha": facts.text_alpha if texts else None,
         "lora_trainer.ema_decay": facts.ema_decay,
-        "lora_trainer.held_out": facts.held_out,
+        "lora_trainer.validation_images": facts.validation_images,
     }
     if facts.t5_tokens is not None:
         values[T5_TOKENS] = facts.t5_tokens

@@ -13,7 +13,7 @@ from rich.console import Console
 
 from lora_trainer.config.schema import Config
 from lora_trainer.core.errors import Problem, TrainingFailed
-from lora_trainer.core.interrupt import Interrupt, leave_if_told
+from lora_trainer.core.interrupt import Interrupt, stop_if_signalled
 from lora_trainer.data.loader import prefetch
 from lora_trainer.jobs.split import Split
 from lora_trainer.monitor.progress import step_line
@@ -64,7 +64,7 @@ def own_loop(job: LoopContext, folder: Path, split: Split, rate: float | None = 
             except Rollback as back:
                 message = f"The loop would have gone back from step {back.state.step} ({back.reason})."
                 raise TrainingFailed(Problem(message, "Measure with settings that train.")) from back
-            leave_if_told()
+            stop_if_signalled()
 
         yield step
 

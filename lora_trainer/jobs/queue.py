@@ -58,11 +58,11 @@ CREATE TABLE IF NOT EXISTS jobs (
     step INTEGER,
     total INTEGER,
     loss REAL,
-    held_out REAL
+    val_loss REAL
 );
 """
 _COLUMNS = (
-    "name, data, status, attempts, exit_code, reason, scores, seconds, claimed, phase, step, total, loss, held_out"
+    "name, data, status, attempts, exit_code, reason, scores, seconds, claimed, phase, step, total, loss, val_loss"
 )
 
 
@@ -83,7 +83,7 @@ class QueuedJob:
     step: int | None = None
     total: int | None = None
     loss: float | None = None
-    held_out: float | None = None
+    val_loss: float | None = None
 
 
 def patiently(act: Callable[Concatenate[Path, P], T]) -> Callable[Concatenate[Path, P], T]:
@@ -181,7 +181,7 @@ def claim(path: Path, holder: str | None = None) -> QueuedJob | None:
         now = time.time()
         connection.execute(
             "UPDATE jobs SET status = 'running', attempts = attempts + 1, holder = ?, claimed = ?, alive = ?, "
-            "exit_code = NULL, reason = NULL, phase = NULL, loss = NULL, held_out = NULL WHERE name = ?",
+            "exit_code = NULL, reason = NULL, phase = NULL, loss = NULL, val_loss = NULL WHERE name = ?",
             (holder, now, now, found[0]),
         )
         return _job(connection.execute(f"SELECT {_COLUMNS} FROM jobs WHERE name = ?", found).fetchone())
@@ -208,13 +208,13 @@ def finish(
 
 
 def report_progress(
-    path: Path, name: str, *, phase: str, step: int, total: int, loss: float | None, held_out: float | None
+    path: Path, name: str, *, phase: str, step: int, total: int, loss: float | None, val_loss: float | None
 ) -> None:
     """Say how far a running job is."""
     with unless_refused(), _writing(path) as connection:
         connection.execute(
-            "UPDATE jobs SET phase = ?, step = ?, total = ?, loss = ?, held_out = ?, alive = ? WHERE name = ?",
-            (phase, step, total, loss, held_out, time.time(), name),
+            "UPDATE jobs SET phase = ?, step = ?, total = ?, loss = ?, val_loss = ?, alive = ? WHERE name = ?",
+            (phase, step, total, loss, val_loss, time.time(), name),
         )
 
 

@@ -107,7 +107,7 @@ def table(shown: Sequence[QueuedJob], jobs: Sequence[QueuedJob], *, one_line: bo
             status,
             f"{job.step}/{job.total}" if job.total else "",
             _number(job.loss, 4),
-            _number(job.held_out, 4),
+            _number(job.val_loss, 4),
             _number(job.scores.get("dataset"), 2),
             _number(job.scores.get("lora"), 2),
             duration(spent(job)) if spent(job) else "",

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import IO, cast
 
 from lora_trainer.core.errors import DATASET_REFUSED, DONE, LORA_REFUSED, DatasetRefused, UserError
-from lora_trainer.core.interrupt import leave_if_told
+from lora_trainer.core.interrupt import stop_if_signalled
 from lora_trainer.core.io import append_text
 from lora_trainer.jobs import queue
 from lora_trainer.jobs.folders import Shared, job_settings, shared_from_json
@@ -65,7 +65,7 @@ def work(path: Path, families: Mapping[str, Family]) -> int | None:
         write_summary(path)
         if ending.status == "stopped":
             return ending.exit_code
-        leave_if_told()  # a signal that came when a job was as good as done
+        stop_if_signalled()  # a signal that came when a job was as good as done
     return None
 
 
@@ -120,7 +120,7 @@ def telling(path: Path, name: str) -> Watch:
                 step=progress.step,
                 total=progress.total,
                 loss=progress.loss,
-                held_out=progress.held_out,
+                val_loss=progress.val_loss,
             )
 
     return watch

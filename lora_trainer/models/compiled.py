@@ -40,7 +40,7 @@ class Compiled:
     forms: int = 0
     on: bool = True
     held: bool = False  # against eager's gradients, and found to agree
-    told: Count | None = None
+    last_count: Count | None = None
     compiled_before: bool = False  # a graph of these blocks, for one size
 
     @property
@@ -67,8 +67,8 @@ class Compiled:
 
     def news(self) -> str | None:
         """What was compiled since this was last asked; None where nothing was."""
-        now, before = count(), self.told or Count()
-        self.told = now
+        now, before = count(), self.last_count or Count()
+        self.last_count = now
         if now.graphs == before.graphs:
             return None
         reused = f", {now.reused - before.reused} of them read from the cache" if now.reused > before.reused else ""
@@ -148,7 +148,7 @@ def compile_blocks(denoiser: nn.Module, *, mode: str, dynamic: bool, fullgraph: 
     limits.accumulated_recompile_limit = max(limits.accumulated_recompile_limit, MOST_OF_A_CLASS)
     if "isolate_recompiles" in inspect.signature(torch.compile).parameters:
         options["isolate_recompiles"] = True  # a block looks among compilations of its own form alone
-    compiled = Compiled(mode, dynamic, fullgraph, told=count())
+    compiled = Compiled(mode, dynamic, fullgraph, last_count=count())
     regions: dict[Hashable, Callable[..., Any]] = {}
     for block in repeated_blocks(denoiser):
         kind, form = type(block), form_of(block)

@@ -309,7 +309,9 @@ class Family:
         """Of `cached_texts` those that nobody needs once captions are read, where `changed` encoders are trained."""
         return tuple(name for name in self.cached_texts if name not in changed)
 
-    def told(self, parts: TextParts, captions: Sequence[Caption], known: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def encode_captions(
+        self, parts: TextParts, captions: Sequence[Caption], known: Mapping[str, Tensor]
+    ) -> dict[str, Tensor]:
         """The conditioning of B captions, with gradients, by the encoders of `parts` as they are now.
 
         `known` is what `encode_text` gave for these captions with all encoders, where some are not among the parts.

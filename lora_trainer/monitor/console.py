@@ -11,7 +11,7 @@ from rich.console import Console as RichConsole
 from rich.text import Text
 
 from lora_trainer.core.findings import NARROWEST, printable_lines
-from lora_trainer.core.interrupt import told
+from lora_trainer.core.interrupt import signalled
 
 
 class Console(RichConsole):
@@ -35,7 +35,7 @@ class Console(RichConsole):
 
     def on_broken_pipe(self) -> None:
         """Of `… | tee log`, a closed terminal takes the reader too: what a signal has begun is still finished."""
-        if not told():
+        if not signalled():
             super().on_broken_pipe()
         self.quiet = True
         nowhere = os.open(os.devnull, os.O_WRONLY)

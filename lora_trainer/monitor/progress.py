@@ -19,15 +19,15 @@ Phase = Literal["checking", "caching", "training", "validating", "drawing"]
 
 @dataclass(frozen=True)
 class Progress:
-    """How far a run is. `loss` is smoothed, `held_out` the newest and `best` the lowest validation loss."""
+    """How far a run is. `loss` is smoothed, `val_loss` the newest and `best` the lowest validation loss."""
 
     phase: Phase
     step: int = 0
     total: int = 0
     loss: float | None = None
     left_out: int = 0  # newest steps in a row that were: `loss` knows nothing of them
-    held_out: float | None = None
-    held_out_step: int | None = None  # where that was measured
+    val_loss: float | None = None
+    val_loss_step: int | None = None  # where that was measured
     best: float | None = None
     rate: float = 0.0  # learning rate of the newest step
     seconds: float = 0.0  # a step
@@ -103,19 +103,19 @@ def log_line(console: Console, total: int, done: int) -> Iterator[Watch]:
 
 def figures(progress: Progress) -> str:
     """The step's numbers as one line; the validation loss where there is one."""
-    loss, speed, *held_out, rate, memory = ranked(progress)
-    return "  ".join([loss, *held_out, rate, speed, memory])
+    loss, speed, *val_loss, rate, memory = ranked(progress)
+    return "  ".join([loss, *val_loss, rate, speed, memory])
 
 
 def ranked(progress: Progress) -> list[str]:
     """The step's numbers, what matters most first: loss, speed, the validation loss if there is one, rate, memory."""
     seconds = progress.seconds
     speed = f"{seconds:.2f} s/step" if seconds >= 1.0 else f"{1.0 / max(seconds, 1e-9):.1f} steps/s"
-    of_base = " (step 0)" if progress.held_out_step == 0 and progress.step else ""  # not of what is trained since
-    held_out = [] if progress.held_out is None else [f"held-out {progress.held_out:.4f}{of_base}"]
+    of_base = " (step 0)" if progress.val_loss_step == 0 and progress.step else ""  # not of what is trained since
+    val_loss = [] if progress.val_loss is None else [f"held-out {progress.val_loss:.4f}{of_base}"]
     rate, memory = f"rate {progress.rate:.2e}", f"{progress.memory_gib:.1f} GiB"
     left_out = f" (left out {progress.left_out})" if progress.left_out else ""
-    return [f"loss {progress.loss or 0.0:.4f}{left_out}", speed, *held_out, rate, memory]
+    return [f"loss {progress.loss or 0.0:.4f}{left_out}", speed, *val_loss, rate, memory]
 
 
 def duration(seconds: float) -> str:

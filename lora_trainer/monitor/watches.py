@@ -121,7 +121,7 @@ class Watches:
                 say("memory", fragmented(held))
             self._retries = held.retries
 
-    def told(self) -> dict[str, float]:
+    def summary(self) -> dict[str, float]:
         """For the record, what is known of: shares from 0 to 1, degrees, watts."""
         now = psutil.cpu_times()
         spent = {name: getattr(now, name) - getattr(self._began, name) for name in now._fields}

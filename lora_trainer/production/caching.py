@@ -32,8 +32,8 @@ from lora_trainer.data.captions import canonical
 from lora_trainer.data.loader import CachedData, size_row
 from lora_trainer.data.sample import Sample
 from lora_trainer.data.views import View
-from lora_trainer.evaluation.held_out import EncodedSample
 from lora_trainer.evaluation.loading import free_memory
+from lora_trainer.evaluation.validation_loss import EncodedSample
 from lora_trainer.models.encoders import visiting_text
 from lora_trainer.models.family import Encoders
 from lora_trainer.models.memory.phases import (
@@ -90,13 +90,13 @@ def plan_caches(config: Config, inputs: Inputs, choices: Choices) -> CachePlans:
     """What must be built, found without loading an encoder."""
     folder, dtype = cache_folder(config), choices.encoder_dtype
     image_key, text_key = inputs.family.encoder_keys(inputs.facts.path, dtype)
-    samples = (*inputs.train, *inputs.held_out)
-    views = (*inputs.train_plan.views, *inputs.held_out_plan.views)
+    samples = (*inputs.train, *inputs.validation)
+    views = (*inputs.train_plan.views, *inputs.validation_plan.views)
     if config.cache.latents:
         shown = [(sample, view) for sample, ways in zip(samples, views, strict=True) for view in ways]
     else:
         shown = [(samples[index], views[index][0]) for index in measured(inputs)]
-    texts = plan_texts(told_samples(inputs), (), folder, text_key, dtype)
+    texts = plan_texts(captioned_samples(inputs), (), folder, text_key, dtype)
     if not caches_texts(config, inputs.family):
         texts = replace(texts, items=(), keys=(), missing=(), reasons=())
     return CachePlans(plan_latents(shown, folder, image_key, LATENT_DTYPE), texts)
@@ -104,12 +104,12 @@ def plan_caches(config: Config, inputs: Inputs, choices: Choices) -> CachePlans:
 
 def measured(inputs: Inputs) -> list[int]:
     """Which of the trained and held-out samples losses are measured on: the held-out ones, else some trained ones."""
-    return measured_among(inputs.train, inputs.held_out)
+    return measured_among(inputs.train, inputs.validation)
 
 
-def told_samples(inputs: Inputs) -> tuple[Sample, ...]:
+def captioned_samples(inputs: Inputs) -> tuple[Sample, ...]:
     """The trained samples with all that they are trained on, then the measured ones with their canonical captions."""
-    samples = (*inputs.train, *inputs.held_out)
+    samples = (*inputs.train, *inputs.validation)
     return (*inputs.train, *(canonical(samples[index]) for index in measured(inputs)))
 
 
@@ -204,7 +204,7 @@ def images_together(config: Config, inputs: Inputs, choices: Choices, *, missing
 
     Raises UsageError for a GPU that is too small for one image which is yet to be encoded.
     """
-    buckets = (*inputs.train_plan.counts, *inputs.held_out_plan.counts)
+    buckets = (*inputs.train_plan.counts, *inputs.validation_plan.counts)
     pixels = max(bucket.width * bucket.height for bucket in buckets)
     usable, itemsize = usable_bytes(config, choices.device), choices.encoder_dtype.itemsize
     costs = costs_of(inputs.facts)  # the model's own VAE, as the plan counts it
@@ -289,20 +289,24 @@ def cached_data(config: Config, inputs: Inputs, plans: CachePlans) -> CachedData
 def latent_keys(inputs: Inputs, plans: CachePlans) -> list[tuple[str, ...]]:
     """The keys of every sample's views: trained samples first, then held-out ones."""
     keys = iter(plans.latents.keys)
-    return [tuple(islice(keys, len(views))) for views in (*inputs.train_plan.views, *inputs.held_out_plan.views)]
+    return [tuple(islice(keys, len(views))) for views in (*inputs.train_plan.views, *inputs.validation_plan.views)]
 
 
 def validation_samples(config: Config, inputs: Inputs, plans: CachePlans) -> list[EncodedSample]:
     """The measured samples as the denoiser is asked about them: in their plain views, with their canonical captions."""
     data, asked = cached_data(config, inputs, plans), measured(inputs)
-    samples = (*inputs.train, *inputs.held_out)
-    views = (*inputs.train_plan.views, *inputs.held_out_plan.views)
+    samples = (*inputs.train, *inputs.validation)
+    views = (*inputs.train_plan.views, *inputs.validation_plan.views)
     if config.cache.latents:
         every = latent_keys(inputs, plans)
         keys = [every[index][0] for index in asked]
     else:
         keys = list(plans.latents.keys)
-    keyed = text_keys(plans.texts, told_samples(inputs))[len(inputs.train) :] if plans.texts.keys else [()] * len(asked)
+    keyed = (
+        text_keys(plans.texts, captioned_samples(inputs))[len(inputs.train) :]
+        if plans.texts.keys
+        else [()] * len(asked)
+    )
     return [
         EncodedSample(
             id=samples[index].id,

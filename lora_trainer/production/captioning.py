@@ -93,7 +93,7 @@ def _images(folder: Path, number: int) -> tuple[list[Found], dict[Path, str]]:
     found = read_source([folder], Asked(number, section, CaptionsSection()), reading)
     if reading.problems:
         raise UsageError(reading.problems)
-    unreadable = {each.path: each.message for each in reading.findings if each.path in reading.told}
+    unreadable = {each.path: each.message for each in reading.findings if each.path in reading.reported}
     return [each for each in found if each.span is None], unreadable
 
 

@@ -32,7 +32,7 @@ def differences(
     )
 
 
-def told_differences(order: Order, earlier: Mapping[str, Any], now: Record) -> tuple[str, ...]:
+def find_differences(order: Order, earlier: Mapping[str, Any], now: Record) -> tuple[str, ...]:
     """For people: what differs, all settings among it, and of a repeated run whether its data is what it was."""
     lines = [f"changed: {name} {change}" for name, change in changes(earlier, now.config).items()]
     repeated = {} if earlier else repeated_record(order.resolved)

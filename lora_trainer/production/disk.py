@@ -30,14 +30,14 @@ def cache_bytes(
     family: Family,
     architecture: Architecture,
     train: tuple[Sample, ...],
-    held_out: tuple[Sample, ...],
+    validation: tuple[Sample, ...],
 ) -> int:
     """Both caches: each view of an image and each text once, those too that losses are measured on."""
-    samples, facts = (*train, *held_out), architecture.facts
+    samples, facts = (*train, *validation), architecture.facts
     if not samples:
         return 0
-    framings, asked = trained_framings(config, facts), measured_among(train, held_out)
-    views = (*plan_views(train, framings).views, *plan_plain(held_out, framings).views)
+    framings, asked = trained_framings(config, facts), measured_among(train, validation)
+    views = (*plan_views(train, framings).views, *plan_plain(validation, framings).views)
     ways = views if config.cache.latents else {index: views[index][:1] for index in asked}
     pairs = (
         (samples[index], view)

@@ -85,7 +85,7 @@ def sample_prompts(config: Config, inputs: Inputs) -> list[str]:
     """The prompts asked for, `[trigger]` filled in; else different captions of the data, held-out ones first."""
     if config.sample.prompts:
         return [filled(prompt, triggers(config)) for prompt in config.sample.prompts]
-    samples = (*inputs.held_out, *inputs.train)
+    samples = (*inputs.validation, *inputs.train)
     learned = [sample for sample in samples if not sample.regularization] or samples
     return list(dict.fromkeys(sample.caption for sample in learned))[: config.sample.count]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from lora_trainer.config.layers import DEFAULT, flattened
 from lora_trainer.config.toml import shown
-from lora_trainer.production.bases.base import told
+from lora_trainer.production.bases.base import describe_model
 from lora_trainer.production.caching import cache_folder, plan_caches
 from lora_trainer.production.choices import choose, gpu_gib
 from lora_trainer.production.inputs import Inputs, arithmetic, own_architecture
@@ -23,11 +23,11 @@ def show_plan(order: Order, inputs: Inputs) -> None:
     processes = join_processes()
     choices = choose(resolved, inputs.family, own_architecture(inputs), processes.device, processes.world)
     steps = arithmetic(config, inputs.train, choices.micro, processes.world)
-    held_out = f", {len(inputs.held_out)} held out for validation" if inputs.held_out else ", none held out"
-    console.print(f"model: {told(config.model)} ({inputs.family.name}, {inputs.resolution} px)")
+    validation = f", {len(inputs.validation)} held out for validation" if inputs.validation else ", none held out"
+    console.print(f"model: {describe_model(config.model)} ({inputs.family.name}, {inputs.resolution} px)")
     for line in model_lines(config, inputs):
         console.print(line)
-    console.print(f"samples: {len(inputs.train)} trained{held_out}")
+    console.print(f"samples: {len(inputs.train)} trained{validation}")
     show_views(config, inputs, steps, console)
     console.print(f"steps: {steps.line}")
     show_captions(config, inputs, console, choices.encoder_dtype.itemsize)
@@ -37,7 +37,7 @@ def show_plan(order: Order, inputs: Inputs) -> None:
             console.print(f"  {line.replace('rebuilt', 'to build')}")
     else:  # entries go by what the weights hold
         console.print("  all to build, unless the same weights were used before: they are not here yet")
-    data = (inputs.train, inputs.held_out)
+    data = (inputs.train, inputs.validation)
     plan = make_plan(resolved, order.families, gpu_gib(config), data, here=choices.device.type == "cuda")
     if choices.device.type == "cuda":  # the plan names the micro-batch too
         console.print("memory, on a GPU:")

@@ -67,7 +67,7 @@ def find_micro(config: Config, inputs: Inputs, learner: StepContext, data: Cache
     found = largest_that_fits(fits, most)
     return max(
         1, found
-    ), f"found by trying up to {most} (train.auto_find_micro_batch_size): {told(trials, found, usable, where)}"
+    ), f"found by trying up to {most} (train.auto_find_micro_batch_size): {explain(trials, found, usable, where)}"
 
 
 def largest_that_fits(fits: Callable[[int], bool], most: int) -> int:
@@ -208,7 +208,7 @@ def earlier_find(folder: Path) -> int | None:
         return None
 
 
-def told(trials: Sequence[Trial], found: int, usable: int, where: str) -> str:
+def explain(trials: Sequence[Trial], found: int, usable: int, where: str) -> str:
     """The numbers of the largest that fitted and of the smallest that did not."""
     limit = f"{usable / GIB:.2f} GiB to use of {where}"
     good = next((trial for trial in trials if trial.count == found and trial.held is not None), None)

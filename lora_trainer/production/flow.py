@@ -17,7 +17,7 @@ from lora_trainer.config.toml import to_toml
 from lora_trainer.core.disk import current, write_with_retry
 from lora_trainer.core.errors import UserError, first_line
 from lora_trainer.core.hardware import describe_machine
-from lora_trainer.core.interrupt import leave_if_told, remembering
+from lora_trainer.core.interrupt import remembering, stop_if_signalled
 from lora_trainer.core.io import write_text
 from lora_trainer.data.sample_counts import FILE as LEDGER
 from lora_trainer.data.sample_counts import never_trained, write_sample_counts
@@ -39,7 +39,7 @@ from lora_trainer.production.messages import model_lines
 from lora_trainer.production.order import Order
 from lora_trainer.production.record import Record, write_record
 from lora_trainer.production.release import (
-    cause_told,
+    cause_shown,
     choose_released,
     export_lora,
     judge_lora,
@@ -109,16 +109,16 @@ def run_session(order: Order, inputs: Inputs, record: Record) -> Outcome:
             steps=state.step,
             training=asdict(state) | {"stopped_early": early},
             reason=f"the validation loss got no lower in {state.control.without_gain} validations" if early else None,
-            checkpoints=prepared.job.writer.told(),
+            checkpoints=prepared.job.writer.summary(),
             memory=memory_told(session.choices.device),
-            seen=prepared.job.watches.told(),
+            seen=prepared.job.watches.summary(),
         )
         if session.processes.is_main:
             record = with_ledger(record, prepared, state)
             write_record(order.folder, record)
     if signal_exit is not None or not session.processes.is_main:
         return Outcome(record, None, None, signal_exit)
-    leave_if_told()
+    stop_if_signalled()
     return release(prepared, record, state)
 
 
@@ -251,7 +251,7 @@ def release(prepared: Prepared, record: Record, state: TrainState) -> Outcome:
     console.print(f"exported {kohya.name} and {diffusers.name}; every key fits the model")
     if words:
         console.print(f"new words, also in {kohya.name}: {', '.join(path.name for path in words)}", markup=False)
-    leave_if_told()
+    stop_if_signalled()
     outcome = measure(prepared, record, state, kohya, untrained)
     return replace(outcome, record=outcome.record.with_seconds(validate=time.monotonic() - began))
 
@@ -268,7 +268,7 @@ def measure(prepared: Prepared, record: Record, state: TrainState, kohya: Path, 
             kohya,
             config,
             session.inputs,
-            prepared.held_out,
+            prepared.validation,
             session.choices.device,
             session.choices.dtype,
             console,
@@ -277,7 +277,7 @@ def measure(prepared: Prepared, record: Record, state: TrainState, kohya: Path, 
         console.print("gates.lora_check=off: the LoRA is not scored, and no images are made with it")
         report = LoraReport(None, config.gates.lora, {})
     unseen = never_trained(prepared.feed.plan, step, state.step)
-    judged = (cause_told(each, config, step) for each in report.findings)
+    judged = (cause_shown(each, config, step) for each in report.findings)
     falling = still_falling(read_lines(session.folder / VALIDATION), state.step)
     findings = (unseen, *judged, falling, *map(untrained_word, untrained))
     report = replace(report, findings=tuple(filter(None, findings)))
@@ -319,8 +319,8 @@ def reached(session: Session, state: TrainState, phase: Phase) -> None:
             state.step,
             session.steps.total,
             loss=state.loss_average,
-            held_out=state.validation,
-            best=state.best_validation,
+            val_loss=state.val_loss,
+            best=state.best_val_loss,
         )
     )
 

@@ -20,13 +20,13 @@ from lora_trainer.data.captions import canonical, settled
 from lora_trainer.data.check import DataReport, check_buckets, check_dataset, check_plan
 from lora_trainer.data.manifest import read_manifest
 from lora_trainer.data.sample import Manifest, Sample
-from lora_trainer.data.split import MOST_HELD_OUT, split_held_out
+from lora_trainer.data.split import MOST_VALIDATION_IMAGES, split_validation
 from lora_trainer.data.steps import Lengths, StepArithmetic, step_arithmetic
 from lora_trainer.data.views import BucketPlan, Framing, View, framings_of, notes_on, plan_plain, plan_views
 from lora_trainer.models import FAMILIES
 from lora_trainer.models.family import USUAL_FAMILY, Architecture, Family, ModelFacts
 from lora_trainer.models.folder import detect_family, read_config, without_weights
-from lora_trainer.production.bases.base import find_base, on_stderr, told
+from lora_trainer.production.bases.base import describe_model, find_base, on_stderr
 from lora_trainer.production.bases.names import absolute
 from lora_trainer.production.counting import counting
 from lora_trainer.production.reading import reading, refuse_lacking
@@ -36,10 +36,10 @@ LATENT_BYTES = 4  # of each number of the cached latents: that of `caching.LATEN
 
 @dataclass(frozen=True)
 class Inputs:
-    """What a run is made of. `train_plan` and `held_out_plan` stand in the order of their samples.
+    """What a run is made of. `train_plan` and `validation_plan` stand in the order of their samples.
 
     `resolution` is the largest that is trained. Captions of `manifest` and `report` are as they were
-    written, those of `train` and `held_out` canonical, with what is trained beside them in `train`.
+    written, those of `train` and `validation` canonical, with what is trained beside them in `train`.
     """
 
     family: Family
@@ -48,9 +48,9 @@ class Inputs:
     manifest: Manifest
     report: DataReport
     train: tuple[Sample, ...]
-    held_out: tuple[Sample, ...]
+    validation: tuple[Sample, ...]
     train_plan: BucketPlan
-    held_out_plan: BucketPlan
+    validation_plan: BucketPlan
 
 
 def data_sources(config: Config) -> list[SourceSection]:
@@ -142,7 +142,7 @@ def read_model(
     with gathering(problems):
         suits(facts.prediction)
     if config.sample.negative_prompt and not family.sampling_defaults(base.folder).negative:
-        message = f"sample.negative_prompt is {config.sample.negative_prompt!r}, and {told(config.model)} is drawn without classifier-free guidance."
+        message = f"sample.negative_prompt is {config.sample.negative_prompt!r}, and {describe_model(config.model)} is drawn without classifier-free guidance."
         problems.append(Problem(message, "Leave the negative prompt empty with this model."))
     if problems:
         raise UsageError(problems)
@@ -212,14 +212,14 @@ def read_data(config: Config, facts: ModelFacts, *, decode: bool = True) -> tupl
     return manifest, replace(report, general=(*report.general, *_plan_findings(config, report)))
 
 
-def held_out_split(config: Config, report: DataReport) -> tuple[tuple[Sample, ...], tuple[Sample, ...]]:
-    """(train, held_out); images that look the same stay on one side."""
-    return split_held_out(report.samples, config.validation.split, config.validation.split_seed, report.kin)
+def validation_split(config: Config, report: DataReport) -> tuple[tuple[Sample, ...], tuple[Sample, ...]]:
+    """(train, validation); images that look the same stay on one side."""
+    return split_validation(report.samples, config.validation.split, config.validation.split_seed, report.kin)
 
 
 def _plan_findings(config: Config, report: DataReport) -> list[Finding]:
     """Whether the steps, the rank and the buckets suit so many images."""
-    train = held_out_split(config, report)[0]
+    train = validation_split(config, report)[0]
     learned = {sample.content for sample in train if not sample.regularization}
     if not learned:
         return []
@@ -240,9 +240,9 @@ def read_inputs(config: Config, families: Mapping[str, Family] = FAMILIES, *, we
     family, facts = read_model(config, families, weights=weights)
     manifest, report = read_data(config, facts)
     framings, rules = trained_framings(config, facts), caption_rules(config)
-    train, held_out = held_out_split(config, report)
-    train_plan, held_out_plan = plan_views(train, framings), plan_plain(held_out, framings)
-    refuse_large(facts, (*train_plan.counts, *held_out_plan.counts))
+    train, validation = validation_split(config, report)
+    train_plan, validation_plan = plan_views(train, framings), plan_plain(validation, framings)
+    refuse_large(facts, (*train_plan.counts, *validation_plan.counts))
     return Inputs(
         family=family,
         facts=facts,
@@ -250,9 +250,9 @@ def read_inputs(config: Config, families: Mapping[str, Family] = FAMILIES, *, we
         manifest=manifest,
         report=report,
         train=settled(train, rules),
-        held_out=tuple(map(canonical, settled(held_out, rules))),
+        validation=tuple(map(canonical, settled(validation, rules))),
         train_plan=train_plan,
-        held_out_plan=held_out_plan,
+        validation_plan=validation_plan,
     )
 
 
@@ -266,11 +266,11 @@ def refuse_large(facts: ModelFacts, buckets: Sequence[Bucket]) -> None:
 
 def dataset_facts(inputs: Inputs) -> dict[str, Any]:
     """What a run's record keeps of its data: score's parts, counts, buckets, and every finding with its file."""
-    buckets = Counter(inputs.train_plan.counts) + Counter(inputs.held_out_plan.counts)
+    buckets = Counter(inputs.train_plan.counts) + Counter(inputs.validation_plan.counts)
     return {
         "parts": inputs.report.parts,
         "samples": len(inputs.report.samples),
-        "held_out": len(inputs.held_out),
+        "validation": len(inputs.validation),
         "resolution": inputs.resolution,
         "buckets": {str(bucket): count for bucket, count in sorted(buckets.items())},
         "findings": [
@@ -281,11 +281,11 @@ def dataset_facts(inputs: Inputs) -> dict[str, Any]:
     }
 
 
-def measured_among(train: Sequence[Sample], held_out: Sequence[Sample]) -> list[int]:
+def measured_among(train: Sequence[Sample], validation: Sequence[Sample]) -> list[int]:
     """Places in both of what losses are measured on: the held-out samples, else some trained ones."""
     count = len(train)
-    first = sorted(range(count), key=lambda index: train[index].content)[:MOST_HELD_OUT]
-    return list(range(count, count + len(held_out))) or first
+    first = sorted(range(count), key=lambda index: train[index].content)[:MOST_VALIDATION_IMAGES]
+    return list(range(count, count + len(validation))) or first
 
 
 def latent_bytes(samples: Sequence[Sample], plan: BucketPlan, facts: ModelFacts) -> int:

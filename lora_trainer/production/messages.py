@@ -49,7 +49,7 @@ def model_lines(config: Config, inputs: Inputs) -> tuple[str, ...]:
         from lora_trainer.diffusion.timesteps import flow_times
 
         times = flow_times(config.flow, own.times.shift)
-        lines.append(f"times: {times.told((side, side))}{size if times.shift.by_size else ''} ({whence})")
+        lines.append(f"times: {times.describe((side, side))}{size if times.shift.by_size else ''} ({whence})")
     trained = inputs.family.text_rates(config.text_encoder.learning_rates)
     lines += [
         f"{name}, T5, is trained: ComfyUI and sd-scripts read its LoRA, diffusers' load_lora_weights passes over it"
@@ -62,7 +62,7 @@ def model_lines(config: Config, inputs: Inputs) -> tuple[str, ...]:
 def show_unheld(config: Config, inputs: Inputs, console: Console) -> None:
     """What was asked to look at validation losses and has none to look at."""
     for name in ("reduce_lr_on_plateau", "early_stopping"):
-        if getattr(config.safeguards, name) and not inputs.held_out:
+        if getattr(config.safeguards, name) and not inputs.validation:
             console.print(f"safeguards.{name} does nothing here: the data is too small for any image to be held out")
 
 
@@ -85,7 +85,7 @@ def show_report(inputs: Inputs, console: Console) -> None:
     # Errors end the run: they are told there, each kind once.
     found = [(code, group) for code, group in report.grouped if group[0].severity != "error"]
     for code, group in found[:MOST_FINDINGS]:
-        console.print(f"  {group[0].severity}: {report.told(code, group)} {group[0].fix}".rstrip())
+        console.print(f"  {group[0].severity}: {report.message(code, group)} {group[0].fix}".rstrip())
     if len(found) > MOST_FINDINGS:
         console.print(f"  … and {len(found) - MOST_FINDINGS} more kinds: lora-trainer check shows all")
     for note in report.notes[:MOST_FINDINGS]:

@@ -42,7 +42,7 @@ class Record:
     choices: tuple[str, ...] = ()
     dataset: dict[str, Any] = field(default_factory=dict)
     lora: dict[str, Any] = field(default_factory=dict)
-    released: dict[str, Any] = field(default_factory=dict)  # step, held_out, reason
+    released: dict[str, Any] = field(default_factory=dict)  # step, val_loss, reason
     training: dict[str, Any] = field(default_factory=dict)
     ledger: dict[str, Any] = field(default_factory=dict)  # what was trained how often, in short
     memory: dict[str, float] = field(default_factory=dict)

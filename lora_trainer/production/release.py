@@ -23,11 +23,11 @@ from lora_trainer.core.interrupt import abortable
 from lora_trainer.data.sample import Sample
 from lora_trainer.data.steps import StepArithmetic
 from lora_trainer.diffusion.process import Process
-from lora_trainer.evaluation.held_out import EncodedSample
 from lora_trainer.evaluation.loading import free_memory
 from lora_trainer.evaluation.lora_check import LORA_CHECKS, check_lora
 from lora_trainer.evaluation.placing import with_less
 from lora_trainer.evaluation.report import LoraReport
+from lora_trainer.evaluation.validation_loss import EncodedSample
 from lora_trainer.export.lora_file import write_lora
 from lora_trainer.export.metadata import FlowFacts, TrainingFacts
 from lora_trainer.export.weights import LoraWeights, weights_from_peft
@@ -56,23 +56,23 @@ class Released:
     """The weights that are exported: of which step, its validation loss, and why that step."""
 
     step: int
-    held_out: float | None
+    val_loss: float | None
     weights: Mapping[str, Tensor]
     reason: str
 
     def to_json(self) -> dict[str, Any]:
-        return {"step": self.step, "held_out": self.held_out, "reason": self.reason}
+        return {"step": self.step, "val_loss": self.val_loss, "reason": self.reason}
 
 
 def choose_released(config: Config, checkpoints: Path, state: TrainState, learner: StepContext) -> Released:
     """The weights of the best step where something was held out and they are asked for; else the last."""
     step = RELEASED_STEP[config.checkpoint.export_weights](state)
     last = f"the last, step {state.step}"
-    if state.validation is not None:
-        last += f", has validation loss {state.validation:.4f}"
+    if state.val_loss is not None:
+        last += f", has validation loss {state.val_loss:.4f}"
     if step != state.step and (weights := read_best(checkpoints, step)) is not None:
-        reason = f"validation loss was lowest at step {step}: {state.best_validation:.4f}; {last}"
-        return Released(step, state.best_validation, weights, reason)
+        reason = f"validation loss was lowest at step {step}: {state.best_val_loss:.4f}; {last}"
+        return Released(step, state.best_val_loss, weights, reason)
     if step != state.step:
         reason = f"the weights of step {step}, the best, cannot be read; {last}"
     elif config.checkpoint.export_weights == "last":
@@ -80,8 +80,8 @@ def choose_released(config: Config, checkpoints: Path, state: TrainState, learne
     elif state.best_step is None:
         reason = "the last, as nothing was held out"
     else:
-        reason = f"validation loss was lowest at the end: {state.validation:.4f}"
-    return Released(state.step, state.validation, learner.shown(), reason)
+        reason = f"validation loss was lowest at the end: {state.val_loss:.4f}"
+    return Released(state.step, state.val_loss, learner.shown(), reason)
 
 
 RELEASED_STEP: dict[str, Callable[[TrainState], int]] = {
@@ -123,7 +123,7 @@ def untrained_word(word: str) -> Finding:
     return Finding("untrained_word", "warning", message, fix)
 
 
-def cause_told(finding: Finding, config: Config, step: int) -> Finding:
+def cause_shown(finding: Finding, config: Config, step: int) -> Finding:
     """The finding that a LoRA changes nothing with what its training was; others as they are."""
     if finding.code != "changes_nothing":
         return finding
@@ -222,7 +222,7 @@ def images_shown(config: Config, inputs: Inputs) -> dict[str, Any]:
     return {
         "samples": len(inputs.train) - kept,
         "regularization": kept,
-        "held_out": len(inputs.held_out),
+        "validation": len(inputs.validation),
         "buckets": {(bucket.width, bucket.height): count for bucket, count in inputs.train_plan.counts.items()},
         "bucket_sides": (config.data.bucket_min, config.data.bucket_max),
         "no_upscale": config.data.bucket_no_upscale,
@@ -269,7 +269,7 @@ def judge_lora(
                 inputs.facts.path,
                 inputs.family,
                 samples,
-                held_out=bool(inputs.held_out),
+                unseen=bool(inputs.validation),
                 dtype=dtype,
                 device=device,
                 usable=usable,

@@ -31,14 +31,14 @@ from lora_trainer.core.errors import (
 )
 from lora_trainer.core.hardware import package_versions
 from lora_trainer.core.imports import importing
-from lora_trainer.core.interrupt import leaving_when_told, listening, remembering, signal_that_came
+from lora_trainer.core.interrupt import listening, remembering, signal_that_came, stopping_on_signal
 from lora_trainer.core.io import append_text, remove_unfinished, write_text
 from lora_trainer.core.launch import is_main_process
 from lora_trainer.models import FAMILIES
 from lora_trainer.models.family import Family
 from lora_trainer.monitor.progress import Progress, Watch, unwatched
 from lora_trainer.production.bases.base import named_absolutely, on_stderr, silent
-from lora_trainer.production.differences import differences, told_differences
+from lora_trainer.production.differences import differences, find_differences
 from lora_trainer.production.folder import (
     LOCK,
     asks_for_more,
@@ -246,11 +246,11 @@ def run_recorded(order: Order, inputs: Inputs) -> RunResult:
         patience.keep(LOCK, hold_again)
         previous, before = read_record(folder), list_checkpoints(folder / "checkpoints")
         record = first_record(order, inputs, previous or {})
-        order = replace(order, differences=told_differences(order, previous or {}, record))
+        order = replace(order, differences=find_differences(order, previous or {}, record))
         keep(folder, record)
         try:
             exactly = only_deterministic(order.config.train.deterministic, folder / "checkpoints")
-            with leaving_when_told(), in_use(cache_folder(order.config)), exactly:
+            with stopping_on_signal(), in_use(cache_folder(order.config)), exactly:
                 outcome = run_session(order, inputs, record)
         except BaseException as error:
             trained = list_checkpoints(folder / "checkpoints")

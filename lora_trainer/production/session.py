@@ -19,8 +19,8 @@ from lora_trainer.core.interrupt import StepAborted, abortable
 from lora_trainer.data.caches.upkeep import keep_limit
 from lora_trainer.data.loader import CachedData
 from lora_trainer.data.steps import StepArithmetic, micro_shapes
-from lora_trainer.evaluation.held_out import EncodedSample, held_out_losses
 from lora_trainer.evaluation.loading import free_memory
+from lora_trainer.evaluation.validation_loss import EncodedSample, validation_losses
 from lora_trainer.models.memory.block_swap import move_to_device
 from lora_trainer.monitor.progress import Progress
 from lora_trainer.production.caching import CachePlans, cached_data, fill_caches, plan_caches, validation_samples
@@ -40,7 +40,7 @@ from lora_trainer.training.layout import Layout
 from lora_trainer.training.processes import Processes, join_processes
 from lora_trainer.training.state import OomFallback, TrainState
 from lora_trainer.training.step import StepContext
-from lora_trainer.training.texts import told_now
+from lora_trainer.training.texts import encoded_now
 
 VALIDATION_TIMESTEPS = 8
 TIMED_ATTENTION = "timed_attention"  # in the record's hardware
@@ -81,7 +81,7 @@ class Prepared:
     built: Built
     feed: Feed
     job: LoopContext
-    held_out: list[EncodedSample]
+    validation: list[EncodedSample]
     cache_seconds: float
 
 
@@ -112,7 +112,7 @@ def prepare(session: Session, settings: dict[str, Any]) -> Prepared:
     session.order.watch(Progress("caching", total=session.steps.total))
     plans = fill(session)
     cache_seconds = time.monotonic() - began
-    held_out = validation_samples(session.config, inputs, plans)
+    validation = validation_samples(session.config, inputs, plans)
     built = build(session)
     for note in (*built.notes, *(built.details if session.order.verbose else ())):
         console.print(note)
@@ -123,8 +123,8 @@ def prepare(session: Session, settings: dict[str, Any]) -> Prepared:
         data = replace(data, fresh=fresh)
     session = with_found_micro(session, built.learner, data)
     feed = make_feed(session.config, data, built.learner, session.processes, session.choices.micro, session.steps.total)
-    job = make_job(session, built, feed, held_out, settings)
-    return Prepared(session, built, feed, job, held_out, cache_seconds)
+    job = make_job(session, built, feed, validation, settings)
+    return Prepared(session, built, feed, job, validation, cache_seconds)
 
 
 def with_found_micro(session: Session, learner: StepContext, data: CachedData) -> Session:
@@ -252,7 +252,7 @@ def largest_latents(session: Session) -> tuple[int, int, int, int]:
 
 
 def make_job(
-    session: Session, built: Built, feed: Feed, held_out: list[EncodedSample], settings: dict[str, Any]
+    session: Session, built: Built, feed: Feed, validation: list[EncodedSample], settings: dict[str, Any]
 ) -> LoopContext:
     """The loop's job: how to get the micro-batches of a step, validate and sample."""
     config, learner = session.config, built.learner
@@ -266,9 +266,9 @@ def make_job(
             module.eval()
         try:
             with learner.adapter.holding(learner.shown()):
-                losses = held_out_losses(
+                losses = validation_losses(
                     predict,
-                    told_now(learner.texts, held_out, learner.device),
+                    encoded_now(learner.texts, validation, learner.device),
                     learner.process,
                     seed=config.train.seed,
                     timesteps=VALIDATION_TIMESTEPS,
@@ -300,7 +300,7 @@ def make_job(
         samples_in=feed.plan.size,
         names_in=feed.names,
         micros=feed.micros,
-        validate=validate if session.inputs.held_out else None,
+        validate=validate if session.inputs.validation else None,
         sample=sample,
         settings=settings,
         say=session.console.print,

@@ -68,12 +68,12 @@ def after_validation(
     config: SafeguardsSection, control: Control, loss: float, rate_factor: float
 ) -> tuple[Control, list[Decision]]:
     """After a validation loss of the run's rhythm: patience and plateau. One that is not finite is no gain, and no plateau."""
-    lowest = control.lowest_held_out
+    lowest = control.lowest_val_loss
     gained = math.isfinite(loss) and (lowest is None or loss < lowest - config.min_delta)
     control = replace(
         control,
         without_gain=0 if gained else control.without_gain + 1,
-        lowest_held_out=loss if gained else lowest,
+        lowest_val_loss=loss if gained else lowest,
     )
     found = []
     if stopped_early(config, control):
@@ -81,16 +81,16 @@ def after_validation(
         found.append(Decision("early_stop", message))
     if not config.reduce_lr_on_plateau or not math.isfinite(loss):
         return control, found
-    window = (*control.held_out, loss)[-config.plateau_window :]
+    window = (*control.val_losses, loss)[-config.plateau_window :]
     spread = max(window) - min(window)
     if len(window) < config.plateau_window or spread >= config.plateau_spread:
-        return replace(control, held_out=window), found
+        return replace(control, val_losses=window), found
     rate = rate_factor * config.plateau_factor
     message = (
         f"the validation loss moved by {spread:.2g} in {len(window)} validations:"
         f" the rate falls to {rate:.4g} of the schedule's"
     )
-    return replace(control, held_out=()), [*found, Decision("plateau", message, config.plateau_factor)]
+    return replace(control, val_losses=()), [*found, Decision("plateau", message, config.plateau_factor)]
 
 
 def after_worse(control: Control, loss: float, base: float | None) -> tuple[Control, list[Decision]]:

@@ -55,7 +55,7 @@ def rolled_back(job: LoopContext, first: Checkpoint, back: Rollback, reporter: R
         "restored": now.restored,
         "failed_at": now.failed_at if failed_at is None else failed_at,
         "returned_to": now.returned_to if failed_at is None else restored.step,
-        "base_validation": now.base_validation,
+        "base_val_loss": now.base_val_loss,
         "asked_rate": now.asked_rate,
         "asked": now.asked,
     }

@@ -116,7 +116,7 @@ def steps(
         pending.append(Pending(state.step, rate, samples, result, started, waited))
         try:
             state = replace(state, fit=agreed(job, fit, state.step, reporter))
-            last = state.step == job.total_steps or stopping.told(state)
+            last = state.step == job.total_steps or stopping.requested(state)
             sampling = due(config.sample.every_n_steps, state.step) and not last and job.sample is not None
             saving = last or sampling or is_regular(job, state.step)
             keeping = due(config.checkpoint.export_every_n_steps, state.step)

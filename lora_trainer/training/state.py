@@ -26,8 +26,8 @@ class OomFallback:
 class Control:
     """What the run has made of itself so far (`[safeguards]`)."""
 
-    held_out: tuple[float, ...] = ()  # the newest of them, for the plateau's window
-    lowest_held_out: float | None = None
+    val_losses: tuple[float, ...] = ()  # the newest of them, for the plateau's window
+    lowest_val_loss: float | None = None
     without_gain: int = 0  # validations in a row that were no lower than that: patience
     loss_sum: float = 0.0  # moving sum of steps' losses, for jumps
     losses: int = 0  # how many there were
@@ -46,10 +46,10 @@ class TrainState:
 
     step: int = 0
     loss_average: float | None = None  # exponential, weight 0.02 for the newest step
-    validation: float | None = None  # newest validation loss
+    val_loss: float | None = None  # newest validation loss
     validated_step: int | None = None  # the step that it was measured at
-    base_validation: float | None = None  # validation loss of the base alone: the one of step 0
-    best_validation: float | None = None
+    base_val_loss: float | None = None  # validation loss of the base alone: the one of step 0
+    best_val_loss: float | None = None
     best_step: int | None = None
     skipped: int = 0  # steps that were left out: an overflow of fp16, or a gradient that was not finite
     skipped_in_a_row: int = 0
@@ -86,5 +86,5 @@ class TrainState:
         known = dict(value)
         known["fit"] = OomFallback(**known.get("fit", {}))
         control = dict(known.get("control", {}))
-        known["control"] = Control(**control | {"held_out": tuple(control.get("held_out", ()))})
+        known["control"] = Control(**control | {"val_losses": tuple(control.get("val_losses", ()))})
         return TrainState(**known)

@@ -57,7 +57,7 @@ class Stopping:
         self._seconds = time.monotonic() - began
         return result
 
-    def told(self, state: TrainState) -> bool:
+    def requested(self, state: TrainState) -> bool:
         """Whether the loop ends after the step that was just made."""
         if self._alone:
             return bool(self._interrupt) or out_of_time(self._job.config, state)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from lora_trainer.config.schema import Config
 from lora_trainer.core.randomness import position_key
-from lora_trainer.evaluation.held_out import EncodedSample
+from lora_trainer.evaluation.validation_loss import EncodedSample
 from lora_trainer.export.weights import shapes_of
 from lora_trainer.models.family import Caption, Family, ModelFacts, TextParts
 from lora_trainer.models.lora import inject_lora, matching_modules, sum_updates
@@ -59,7 +59,7 @@ def build_texts(
     shapes = shapes_of(parts.encoders)
 
     def encode(captions: Sequence[Caption], known: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        return {name: value.to(dtype) for name, value in family.told(parts, captions, known).items()}
+        return {name: value.to(dtype) for name, value in family.encode_captions(parts, captions, known).items()}
 
     def encode_alone() -> dict[str, Tensor]:
         return family.encode_text(parts, ("",), family.text)
@@ -160,7 +160,9 @@ def checkpoint_layers(encoder: Any) -> None:
 
 
 @torch.no_grad()
-def told_now(texts: TrainedTexts | None, samples: Sequence[EncodedSample], device: torch.device) -> list[EncodedSample]:
+def encoded_now(
+    texts: TrainedTexts | None, samples: Sequence[EncodedSample], device: torch.device
+) -> list[EncodedSample]:
     """The samples with their captions as trained text encoders read them now; as they are where none is trained."""
     if texts is None:
         return list(samples)

@@ -42,14 +42,14 @@ def validate(job: LoopContext, state: TrainState, reporter: Reporter) -> TrainSt
     if any_given_up(job, given_up):
         return state
     loss = of_all(job, loss)
-    before, state = state, replace(state, validation=loss, validated_step=state.step, fit=fit)
+    before, state = state, replace(state, val_loss=loss, validated_step=state.step, fit=fit)
     if state.step == 0:
-        state = replace(state, base_validation=loss if math.isfinite(loss) else None)
+        state = replace(state, base_val_loss=loss if math.isfinite(loss) else None)
     # The untrained LoRA is what the others are held against, and no candidate; nothing is lower than NaN.
-    lower = before.best_validation is None or loss < before.best_validation
+    lower = before.best_val_loss is None or loss < before.best_val_loss
     best = state.step > 0 and math.isfinite(loss) and lower
     if best:
-        state = replace(state, best_validation=loss, best_step=state.step)
+        state = replace(state, best_val_loss=loss, best_step=state.step)
     reporter.validation({"step": state.step, "loss": loss}, validation_line(before, state))
     if not math.isfinite(loss):
         reporter.event(state.step, "not_finite", "the validation loss is not finite: no weights are chosen by it")
@@ -61,11 +61,11 @@ def validate(job: LoopContext, state: TrainState, reporter: Reporter) -> TrainSt
 def judged(job: LoopContext, state: TrainState, reporter: Reporter) -> TrainState:
     """What the run makes of a validation loss that it measured in its rhythm; others, at an end, change nothing."""
     every = job.config.validation.every_n_steps
-    if state.step == 0 or state.validation is None or not every or state.step % every:
+    if state.step == 0 or state.val_loss is None or not every or state.step % every:
         return state
-    control, decisions = after_validation(job.config.safeguards, state.control, state.validation, state.rate_factor)
+    control, decisions = after_validation(job.config.safeguards, state.control, state.val_loss, state.rate_factor)
     if state.step > warmup_length(job.config.lr_scheduler, job.total_steps):
-        control, worse = after_worse(control, state.validation, state.base_validation)
+        control, worse = after_worse(control, state.val_loss, state.base_val_loss)
         decisions = [*decisions, *worse]
     for decision in decisions:
         reporter.event(state.step, decision.kind, decision.message)
@@ -108,21 +108,21 @@ def loss_that_fits(
 
 def validation_line(before: TrainState, now: TrainState) -> str:
     """What a measurement showed, beside the lowest until then and the base alone."""
-    loss, base = now.validation or 0.0, now.base_validation
+    loss, base = now.val_loss or 0.0, now.base_val_loss
     line = f"step {now.step}: validation loss {loss:.4f}"
     if now.step == 0:
         return f"{line}, of the base alone"
     worse = "" if base is None or not loss > base else f"; worse than the base alone ({base:.4f})"
     if now.best_step == now.step:
         return f"{line}, the lowest so far{since(before, loss)}{worse}"
-    if now.best_validation is None:
+    if now.best_val_loss is None:
         return f"{line}{worse}"
-    return f"{line} (lowest {now.best_validation:.4f} at step {now.best_step}){worse}"
+    return f"{line} (lowest {now.best_val_loss:.4f} at step {now.best_step}){worse}"
 
 
 def since(before: TrainState, loss: float) -> str:
     """What the lowest was before; by how much it fell where four digits do not show it."""
-    was = before.best_validation
+    was = before.best_val_loss
     if was is None:
         return ""
     if f"{was:.4f}" == f"{loss:.4f}":

@@ -19,7 +19,7 @@ from lora_trainer.core.interrupt import (
     abortable,
     listening,
     remembering,
-    told,
+    signalled,
 )
 
 pytestmark = pytest.mark.skipif(os.name != "posix", reason="POSIX signals")
@@ -55,7 +55,7 @@ def test_the_first_is_said_and_the_second_leaves_at_once(checkout: Path) -> None
 
 
 def test_a_launcher_may_repeat_the_first(checkout: Path) -> None:
-    """Ctrl-C reaches its processes from the terminal, and then from the launcher that is told to end as well."""
+    """Ctrl-C reaches its processes from the terminal, and then from the launcher that is asked to end as well."""
     both = run(checkout, signal.SIGINT, signal.SIGTERM, ACCELERATE_MIXED_PRECISION="no")
     assert (both.returncode, both.stdout) == (0, "here\n")
     assert both.stderr.count("SIG") == 1
@@ -72,19 +72,19 @@ def test_what_a_signal_raises_hangs_on_what_is_under_way() -> None:
         assert left.value.code == 138
     with listening(), remembering():
         os.kill(os.getpid(), signal.SIGTERM)
-        assert told()
+        assert signalled()
         with pytest.raises(StepAborted), abortable():
             raise AssertionError("it is given up before it begins")
         with abortable(seconds=0.0):
             abort_if_late()  # there is time enough to end it
-    assert not told()
+    assert not signalled()
 
 
 def test_what_takes_longer_than_the_grace_time_is_given_up() -> None:
     with listening(), remembering(0.5):
         with pytest.raises(StepAborted), abortable(seconds=60.0):
             os.kill(os.getpid(), signal.SIGTERM)
-        assert told()
+        assert signalled()
 
 
 def test_a_closed_terminal_is_a_signal_that_may_come_twice(checkout: Path) -> None:
@@ -106,12 +106,12 @@ def test_nohup_is_left_alone(checkout: Path) -> None:
 IN_A_TERMINAL = """
 import os, signal, sys, time
 from pathlib import Path
-from lora_trainer.core.interrupt import listening, remembering, told
+from lora_trainer.core.interrupt import listening, remembering, signalled
 from lora_trainer.monitor.console import Console
 with listening(), remembering():
     console = Console()
     console.print("ready")
-    while not told():
+    while not signalled():
         time.sleep(0.01)
     time.sleep(0.1)
     console.print("saved")

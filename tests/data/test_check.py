@@ -228,7 +228,7 @@ def test_the_command_prints_one_json_document(good_folder: Path, capsys: pytest.
     assert [Path(row["path"]).name for row in broken] == ["03.png"]
     assert broken[0]["findings"][0].keys() == {"code", "severity", "message", "fix"}
     steps = document["steps"]
-    assert steps["images"] + steps["held_out"] == 19
+    assert steps["images"] + steps["validation"] == 19
     assert steps["total"] == 3 * -(-steps["images"] * steps["repeats"] // 4)
     assert set(document["parts"]) >= {"readable", "captions", "sizes", "distinct", "count"}
 

@@ -19,7 +19,7 @@ from lora_trainer.data.check.captions import garbled, mended
 from lora_trainer.data.check.score import by_file, score_of
 from lora_trainer.data.manifest import read_manifest
 from lora_trainer.data.sample import Sample
-from lora_trainer.data.split import split_held_out
+from lora_trainer.data.split import split_validation
 from lora_trainer.data.views import Framing
 from tests.data.drawings import drawing, photo, saved
 
@@ -197,11 +197,11 @@ def test_images_that_look_the_same_stay_on_one_side_of_the_split(good: Path) -> 
 
     def torn(kin: dict[str, str]) -> int:
         """In how many of the splits twins stand on both sides."""
-        splits = [split_held_out(report.samples, 0.3, seed, kin) for seed in range(12)]
+        splits = [split_validation(report.samples, 0.3, seed, kin) for seed in range(12)]
         twins = {f"again{number}": f"{number * 2}" for number in range(4)}
         families = [[{twins.get(each.path.stem, each.path.stem) for each in side} for side in pair] for pair in splits]
-        assert all(len(held_out) == 4 for _, held_out in splits)
-        return sum(bool(train & held_out) for train, held_out in families)
+        assert all(len(validation) == 4 for _, validation in splits)
+        return sum(bool(train & validation) for train, validation in families)
 
     assert torn(report.kin) == 0
     assert torn({}) > 6

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lora_trainer.data.sample import Sample
-from lora_trainer.data.split import split_held_out
+from lora_trainer.data.split import split_validation
 
 contents = st.lists(st.text("0123456789abcdef", min_size=8, max_size=8), max_size=200)
 
@@ -19,10 +19,10 @@ def samples_of(names: list[str]) -> list[Sample]:
 @given(contents, st.floats(0.0, 0.5))
 def test_every_sample_is_on_one_side(names: list[str], share: float) -> None:
     samples = samples_of(names)
-    train, held_out = split_held_out(samples, share)
-    assert sorted([*train, *held_out], key=str) == sorted(samples, key=str)
-    assert not {s.content for s in train} & {s.content for s in held_out}
-    images = len({s.content for s in held_out})
+    train, validation = split_validation(samples, share)
+    assert sorted([*train, *validation], key=str) == sorted(samples, key=str)
+    assert not {s.content for s in train} & {s.content for s in validation}
+    images = len({s.content for s in validation})
     assert images == 0 if len(set(names)) < 8 or share == 0 else 1 <= images <= 16
 
 
@@ -30,41 +30,41 @@ def test_every_sample_is_on_one_side(names: list[str], share: float) -> None:
 def test_order_and_names_do_not_matter(names: list[str], random: object) -> None:
     shuffled = list(names)
     random.shuffle(shuffled)  # type: ignore[attr-defined]
-    first = {s.content for s in split_held_out(samples_of(names), 0.1)[1]}
-    assert first == {s.content for s in split_held_out(samples_of(shuffled), 0.1)[1]}
+    first = {s.content for s in split_validation(samples_of(names), 0.1)[1]}
+    assert first == {s.content for s in split_validation(samples_of(shuffled), 0.1)[1]}
 
 
 @given(st.integers(8, 300))
 def test_one_more_image_moves_at_most_one_and_itself(count: int) -> None:
     names = [f"{n:064x}" for n in range(count)]
-    before = {s.content for s in split_held_out(samples_of(names), 0.1)[1]}
-    after = {s.content for s in split_held_out(samples_of([*names, "f" * 64]), 0.1)[1]}
+    before = {s.content for s in split_validation(samples_of(names), 0.1)[1]}
+    after = {s.content for s in split_validation(samples_of([*names, "f" * 64]), 0.1)[1]}
     assert len(before - after) <= 1
     assert len(after - before) <= 1
 
 
 def test_usual_sizes() -> None:
-    held = {n: len(split_held_out(samples_of([str(k) for k in range(n)]), 0.1)[1]) for n in (7, 8, 20, 40, 1000)}
+    held = {n: len(split_validation(samples_of([str(k) for k in range(n)]), 0.1)[1]) for n in (7, 8, 20, 40, 1000)}
     assert held == {7: 0, 8: 1, 20: 2, 40: 4, 1000: 16}
 
 
 def test_another_seed_keeps_other_images_and_regularization_none() -> None:
     samples = samples_of([str(k) for k in range(100)])
-    first, second = ({s.content for s in split_held_out(samples, 0.1, seed)[1]} for seed in (0, 1))
+    first, second = ({s.content for s in split_validation(samples, 0.1, seed)[1]} for seed in (0, 1))
     assert first != second
     kept = [replace(sample, regularization=sample.content in first) for sample in samples]
-    train, held_out = split_held_out(kept, 0.1)
-    assert not any(sample.regularization for sample in held_out)
+    train, validation = split_validation(kept, 0.1)
+    assert not any(sample.regularization for sample in validation)
     assert {s.content for s in train if s.regularization} == first
 
 
-def test_what_looks_like_a_regularization_image_is_never_held_out() -> None:
+def test_what_looks_like_a_regularization_image_is_never_validation() -> None:
     samples = samples_of([str(k) for k in range(100)])
-    first = split_held_out(samples, 0.1)[1]
+    first = split_validation(samples, 0.1)[1]
     copies = [replace(sample, path=Path(f"class/{sample.path}"), regularization=True) for sample in first[:5]]
     twins = [replace(sample, content=f"near {sample.content}", regularization=True) for sample in first[5:]]
     kin = {twin.content: sample.content for twin, sample in zip(twins, first[5:], strict=True)}
-    train, held_out = split_held_out([*samples, *copies, *twins], 0.1, kin=kin)
-    assert len(held_out) == 10
-    assert not {s.content for s in held_out} & {s.content for s in first}
+    train, validation = split_validation([*samples, *copies, *twins], 0.1, kin=kin)
+    assert len(validation) == 10
+    assert not {s.content for s in validation} & {s.content for s in first}
     assert {s.content for s in train} >= {s.content for s in first}

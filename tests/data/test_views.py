@@ -62,7 +62,7 @@ def test_every_view_lies_in_a_bucket_of_multiples_inside_of_the_image(sample: Sa
 
 
 @given(samples, framings)
-def test_the_first_view_is_the_plain_one_and_held_out_images_have_no_other(sample: Sample, framing: Framing) -> None:
+def test_the_first_view_is_the_plain_one_and_validation_images_have_no_other(sample: Sample, framing: Framing) -> None:
     first = views_of(sample, framing)[0]
     assert (first.flip, first.color) == (False, 0)
     assert first.fit.left == (first.fit.resized_width - first.fit.bucket.width) // 2

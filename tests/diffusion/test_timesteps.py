@@ -118,6 +118,6 @@ def test_only_flows_draw_their_times_by_the_settings():
 
 
 def test_times_are_told() -> None:
-    assert Times("mode", mode_scale=1.29, shift=Shift(0.5)).told((8, 8)) == "mode 1.29, shift 0.5"
+    assert Times("mode", mode_scale=1.29, shift=Shift(0.5)).describe((8, 8)) == "mode 1.29, shift 0.5"
     grown = Times("logit_normal", shift=Shift(by_size=True, tokens=(16, 64), mus=(0.0, 1.0)))
-    assert grown.told((8, 8)) == "logit_normal (mean 0, spread 1), shift 1"
+    assert grown.describe((8, 8)) == "logit_normal (mean 0, spread 1), shift 1"

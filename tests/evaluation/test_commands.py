@@ -87,7 +87,7 @@ def test_json_is_one_document_on_stdout(
     assert "9 images" in said.err
 
 
-def test_the_runs_own_held_out_images_are_found(
+def test_the_runs_own_validation_images_are_found(
     lora: Path, base: Path, images: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = Config.model_validate({"model": {"path": str(base)}, "data": {"sources": [str(images)]}})
@@ -102,7 +102,7 @@ def test_the_runs_own_held_out_images_are_found(
     assert "validation loss" in said.out
 
 
-def test_images_of_changed_data_do_not_count_as_held_out(
+def test_images_of_changed_data_do_not_count_as_validation(
     lora: Path, base: Path, images: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = Config.model_validate({"model": {"path": str(base)}, "data": {"sources": [str(images)]}})
@@ -113,14 +113,14 @@ def test_images_of_changed_data_do_not_count_as_held_out(
     main(["validate", str(lora), "--json"])
     said = capsys.readouterr()
     assert "the run's data has changed" in said.err
-    assert json.loads(said.out)["numbers"]["held_out"] is False
+    assert json.loads(said.out)["numbers"]["unseen"] is False
     main(["validate", str(lora), "--data", str(images), "--json"])
     said = capsys.readouterr()
-    assert json.loads(said.out)["numbers"]["held_out"] is False
+    assert json.loads(said.out)["numbers"]["unseen"] is False
     assert re.search(r"on (\d+) images of .*, of which the run that the file lies in trained on \d+", said.err)
     (lora.parent / "run.json").unlink()
     validate_command(lora, images, True, on(base))
-    assert json.loads(capsys.readouterr().out)["numbers"]["held_out"] is True
+    assert json.loads(capsys.readouterr().out)["numbers"]["unseen"] is True
 
 
 def test_a_image_that_cannot_be_read_is_named(lora: Path, base: Path, images: Path) -> None:

@@ -17,11 +17,11 @@ from lora_trainer.core.errors import UsageError
 from lora_trainer.core.io import read_json
 from lora_trainer.evaluation import sample
 from lora_trainer.evaluation.health import Health
-from lora_trainer.evaluation.held_out import EncodedSample, Improvement, held_out_losses
 from lora_trainer.evaluation.lora_check import check_lora, falling, in_parts, judge
 from lora_trainer.evaluation.recipe import Asked, Drawing
 from lora_trainer.evaluation.report import LoraReport, caveat
 from lora_trainer.evaluation.sample import Where, compare
+from lora_trainer.evaluation.validation_loss import EncodedSample, Improvement, validation_losses
 from lora_trainer.export.lora_file import read_lora, write_lora
 from lora_trainer.export.weights import LoraPair, LoraWeights, weights_from_peft
 from lora_trainer.models import FAMILIES
@@ -90,7 +90,7 @@ def test_a_trained_lora_has_learned(trained: Path, base: Path, samples: list[Enc
     assert report.parts["integrity"] == 1.0
     assert report.parts["learning"] == 1.0
     assert report.score > 0.3
-    assert "few_held_out" in codes(report)
+    assert "few_validation_images" in codes(report)
     assert caveat(report.numbers) == f"measured on {len(samples[4:])} images: says little"
     assert json.loads(json.dumps(report.to_json(), allow_nan=False))["parts"]["learning"] == 1.0
     again = check(trained.with_name("trained.diffusers.safetensors"), base, samples[4:])
@@ -104,7 +104,7 @@ def test_the_gate_measures_what_the_file_does(trained: Path, base: Path, samples
     process = FAMILY.make_process(base)
 
     def loss() -> float:
-        losses = held_out_losses(
+        losses = validation_losses(
             lambda *given: FAMILY.predict(unet, *given), samples, process, seed=20_240_229, timesteps=21
         )
         return float(losses.mean())
@@ -116,9 +116,9 @@ def test_the_gate_measures_what_the_file_does(trained: Path, base: Path, samples
     assert learning["lora"] == pytest.approx(loss(), rel=1e-4)
 
 
-def test_without_held_out_images_the_report_says_so(trained: Path, base: Path, samples: list[EncodedSample]) -> None:
-    itself = check(trained, base, samples, held_out=False)
-    assert "not_held_out" in codes(itself)
+def test_without_validation_images_the_report_says_so(trained: Path, base: Path, samples: list[EncodedSample]) -> None:
+    itself = check(trained, base, samples, unseen=False)
+    assert "trained_images" in codes(itself)
     assert caveat(itself.numbers) == f"measured on {len(samples)} images that may have been trained on: says little"
     assert caveat(check(trained, base, samples).numbers) == ""
     report = check(trained, base, [])
@@ -197,7 +197,7 @@ LEARNED = Improvement(base=0.2, lora=0.19, mean=0.05, low=0.03, high=0.07, certa
 
 
 def score(drifted: float, learned: Improvement, health: Health = HEALTHY) -> float:
-    return judge(drifted, learned, health, held_out=True, gate=0.9, samples=8).score
+    return judge(drifted, learned, health, unseen=True, gate=0.9, samples=8).score
 
 
 def test_each_part_counts() -> None:

@@ -15,11 +15,11 @@ from torch import nn
 
 from lora_trainer.diffusion.timesteps import stratified_timesteps
 from lora_trainer.evaluation import drift, lora_check, placing
-from lora_trainer.evaluation.held_out import EncodedSample
 from lora_trainer.evaluation.lora_check import check_lora
 from lora_trainer.evaluation.placing import bytes_of, keep, with_less
 from lora_trainer.evaluation.recipe import Asked, Drawing
 from lora_trainer.evaluation.sample import Where, compare
+from lora_trainer.evaluation.validation_loss import EncodedSample
 from lora_trainer.export.lora_file import write_lora
 from lora_trainer.models import FAMILIES
 from lora_trainer.models.family import Encoders

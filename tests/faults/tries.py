@@ -36,7 +36,7 @@ class Expected:
     operations: tuple[str, ...]
     tensors: dict[str, dict[str, bytes]]
     losses: list[float]
-    held_out: list[tuple[int, float]]
+    validation_loss: list[tuple[int, float]]
 
 
 @dataclass
@@ -78,14 +78,14 @@ def undisturbed(ground: Ground, *, cached: bool = True) -> Expected:
     assert ended.steps == STEPS
     folder = run_folder(place)
     tensors = {name: tensor_bytes(folder / name) for name in FILES}
-    return Expected(ended.operations, tensors, losses(folder), held_out(folder))
+    return Expected(ended.operations, tensors, losses(folder), validation_loss(folder))
 
 
 def run_folder(place: Path) -> Path:
     return place / "runs" / NAME
 
 
-def held_out(folder: Path) -> list[tuple[int, float]]:
+def validation_loss(folder: Path) -> list[tuple[int, float]]:
     return [(row["step"], row["loss"]) for row in rows(folder, "validation.jsonl")]
 
 
@@ -198,8 +198,8 @@ def differences(folder: Path, expected: Expected) -> list[str]:
         if losses(folder) != expected.losses:
             steps = [row["step"] for row in rows(folder)]
             problems.append(f"metrics.jsonl differs (steps {steps})")
-        if held_out(folder) != expected.held_out:
-            problems.append(f"validation.jsonl differs {held_out(folder)}")
+        if validation_loss(folder) != expected.validation_loss:
+            problems.append(f"validation.jsonl differs {validation_loss(folder)}")
         if read_document(folder / "run.json")["status"] != "done":
             problems.append("run.json is not done")
     except (OSError, ValueError) as error:

@@ -12,7 +12,7 @@ from lora_trainer.jobs.table import fitting, line, short, table
 
 JOBS = [
     QueuedJob("ash", Path("ash"), "done", 1, 0, None, {"dataset": 0.98, "lora": 0.93}, 61.0, step=6, total=6, loss=0.1),
-    QueuedJob("b[red]irch[/]", Path("b"), "running", 2, phase="training", step=3, total=8, loss=0.25, held_out=0.5),
+    QueuedJob("b[red]irch[/]", Path("b"), "running", 2, phase="training", step=3, total=8, loss=0.25, val_loss=0.5),
     QueuedJob("dull", Path("dull"), "refused", 1, 3, "5 of 10 files\nand more", {"dataset": 0.5, "lora": None}),
     QueuedJob("elm", Path("elm")),
 ]

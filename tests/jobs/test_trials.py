@@ -103,7 +103,7 @@ def test_a_resolution_shows_what_it_brings(place, tmp_path, capsys):
     rows = json.loads(capsys.readouterr().out)["rows"]
     assert len(rows) > 1
     assert rows[0]["ratio"] == 1.0
-    assert all(row["held_out_before"] > 0 and row["held_out_after"] > 0 for row in rows)
+    assert all(row["val_loss_before"] > 0 and row["val_loss_after"] > 0 for row in rows)
     assert all(row["peak_gib"] == pytest.approx(row["predicted_gib"], rel=0.1) for row in rows)
 
 

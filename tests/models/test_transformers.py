@@ -63,7 +63,7 @@ class Echo(torch.nn.Module):
     """Gives back its tokens, and keeps what else it was told."""
 
     def forward(self, packed, embeds, pooled, t, places, text_places, guidance, return_dict):
-        self.told = (t, places, guidance)
+        self.received = (t, places, guidance)
         return (packed,)
 
 
@@ -75,7 +75,7 @@ def test_flux_packs_neighbors_as_diffusers_does():
     noisy = torch.randn(2, 16, 8, 12)
     cond = {"embeds": torch.zeros(2, 5, 12), "pooled": torch.zeros(2, 20)}
     assert torch.equal(flux_predict(echo, noisy, torch.tensor([0, 999]), cond, torch.zeros(2, 6)), noisy)
-    t, places, guidance = echo.told
+    t, places, guidance = echo.received
     assert t.tolist() == pytest.approx([0.001, 1.0])
     assert torch.equal(places, FluxPipeline._prepare_latent_image_ids(2, 4, 6, torch.device("cpu"), torch.float32))
     assert guidance.tolist() == [1.0, 1.0]

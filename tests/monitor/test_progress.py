@@ -10,7 +10,7 @@ from rich.console import Console
 
 from lora_trainer.monitor.progress import Progress, figures, live_line
 
-NEWEST = Progress("training", 1234, 30000, loss=0.1673, held_out=0.3045, rate=1.49e-3, seconds=0.32, memory_gib=0.5)
+NEWEST = Progress("training", 1234, 30000, loss=0.1673, val_loss=0.3045, rate=1.49e-3, seconds=0.32, memory_gib=0.5)
 
 
 @pytest.mark.parametrize(
@@ -33,6 +33,6 @@ def test_the_live_line_fits(width: int, shown: str) -> None:
 
 
 def test_the_log_has_all_figures() -> None:
-    assert "held-out 0.3045 (step 0)  rate" in figures(replace(NEWEST, held_out_step=0))
-    assert figures(replace(NEWEST, held_out_step=1200)) == figures(NEWEST)
+    assert "held-out 0.3045 (step 0)  rate" in figures(replace(NEWEST, val_loss_step=0))
+    assert figures(replace(NEWEST, val_loss_step=1200)) == figures(NEWEST)
     assert figures(NEWEST) == "loss 0.1673  held-out 0.3045  rate 1.49e-03  3.1 steps/s  0.5 GiB"

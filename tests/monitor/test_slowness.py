@@ -181,7 +181,7 @@ def test_fragmented_memory_is_said_when_it_costs_something(monkeypatch, platform
 def test_a_cpu_is_known_without_a_gpu():
     with Watches(torch.device("cpu")) as watch:
         assert heard(watch, [0.5] * 20) == []
-    told = watch.told()
+    told = watch.summary()
     assert 0.0 < told["system_memory"] <= 1.0
     assert all(0.0 <= told[name] <= 1.0 for name in ("io_wait", "processor") if name in told)
     assert "utilisation" not in told

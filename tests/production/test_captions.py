@@ -57,7 +57,7 @@ def test_each_source_has_its_own_rules(inputs: Inputs) -> None:
     assert all(text.startswith(("(ring:1.4), red", "(ring:1.4), blue")) for sample in own for text in sample.texts)
     assert kept
     assert all(sample.caption.startswith("a ring") and "zobo" not in "".join(sample.texts) for sample in kept)
-    assert all(sample.texts == (sample.caption,) for sample in inputs.held_out)
+    assert all(sample.texts == (sample.caption,) for sample in inputs.validation)
     assert {sample.caption for sample in inputs.manifest.samples} >= {"ring, red, big, number 0"}  # as written
 
 
@@ -124,5 +124,5 @@ def test_prompts_have_the_trigger_filled_in(config: Config, inputs: Inputs) -> N
     assert sample_prompts(config, inputs) == ["zobo at sea"]
     unasked = config.model_copy(update={"sample": config.sample.model_copy(update={"prompts": (), "count": 99})})
     assert set(sample_prompts(unasked, inputs)) == {
-        sample.caption for sample in (*inputs.train, *inputs.held_out) if not sample.regularization
+        sample.caption for sample in (*inputs.train, *inputs.validation) if not sample.regularization
     }

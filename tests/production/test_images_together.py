@@ -22,7 +22,7 @@ def test_the_models_own_autoencoder_is_counted(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(caching, "usable_bytes", lambda *_: encoder + int(3.5 * each * pixels))
     plans: Any = SimpleNamespace(counts={Bucket(512, 512): 1})
     inputs: Any = SimpleNamespace(
-        train_plan=plans, held_out_plan=plans, family=SimpleNamespace(name="sdxl"), facts=SimpleNamespace()
+        train_plan=plans, validation_plan=plans, family=SimpleNamespace(name="sdxl"), facts=SimpleNamespace()
     )
     config: Any = SimpleNamespace(cache=SimpleNamespace(batch_size=8))
     choices: Any = SimpleNamespace(device=torch.device("cpu"), encoder_dtype=torch.float32)

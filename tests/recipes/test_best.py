@@ -45,7 +45,7 @@ def test_the_best_step_is_released_and_recorded(hasty: Bench) -> None:
     best = min(range(1, 7), key=losses.__getitem__)
     assert best not in (0, 6), "else this shows nothing"
     released = record(folder)["released"]
-    assert (released["step"], released["held_out"]) == (best, losses[best])
+    assert (released["step"], released["val_loss"]) == (best, losses[best])
     assert f"{losses[best]:.4f}" in released["reason"]
     assert f"{losses[6]:.4f}" in released["reason"]
     assert best_files(folder) == [f"best-{best:06d}.safetensors"]
@@ -99,10 +99,10 @@ def test_best_weights_that_are_damaged_are_named_and_the_last_are_released(bench
     assert "cannot be read" in released["reason"]
 
 
-def test_nothing_held_out_releases_the_last(bench: Bench) -> None:
+def test_no_validation_releases_the_last(bench: Bench) -> None:
     assert bench.run("run", **HASTY | {"validation__split": 0.0}, steps=2) == 0
     released = record(bench.folder("run"))["released"]
-    assert (released["step"], released["held_out"]) == (2, None)
+    assert (released["step"], released["val_loss"]) == (2, None)
     assert "nothing was held out" in released["reason"]
     assert best_files(bench.folder("run")) == []
 
@@ -132,11 +132,13 @@ def test_a_signal_in_the_last_step_leaves_nothing_unmeasured(bench: Bench) -> No
     assert bench.run("run", "--resume", **settings) == 0
     assert rows(folder, "validation.jsonl") == measured
     assert record(folder)["released"]["step"] == 6
-    assert record(folder)["released"]["held_out"] == measured[2]["loss"]
+    assert record(folder)["released"]["val_loss"] == measured[2]["loss"]
 
 
-def test_a_held_out_loss_that_is_no_number_is_never_the_best(bench: Bench, capsys: pytest.CaptureFixture[str]) -> None:
-    measured: Callable[..., torch.Tensor] = session.held_out_losses
+def test_a_validation_loss_that_is_no_number_is_never_the_best(
+    bench: Bench, capsys: pytest.CaptureFixture[str]
+) -> None:
+    measured: Callable[..., torch.Tensor] = session.validation_losses
     calls: list[int] = []
 
     def spoilt(*arguments: object, **named: object) -> torch.Tensor:
@@ -144,7 +146,7 @@ def test_a_held_out_loss_that_is_no_number_is_never_the_best(bench: Bench, capsy
         losses = measured(*arguments, **named)
         return losses * float("nan") if calls[-1] == 1 else losses
 
-    with patched(session, "held_out_losses", spoilt):
+    with patched(session, "validation_losses", spoilt):
         assert bench.run("run", **HASTY, steps=3) == 0
     measured_at = {row["step"]: row["loss"] for row in rows(bench.folder("run"), "validation.jsonl")}
     assert measured_at[1] is None

@@ -61,7 +61,7 @@ def test_metrics_have_one_object_for_each_step(finished):
     assert [row["samples"] for row in metrics] == [2, 2, 2, 2, 1, 2]
 
 
-def test_held_out_loss_is_measured_before_between_and_at_the_end(finished):
+def test_validation_loss_is_measured_before_between_and_at_the_end(finished):
     measured = rows(finished.folder("first"), "validation.jsonl")
     assert [row["step"] for row in measured] == [0, 3, 6]
     assert all(row["loss"] > 0.0 for row in measured)

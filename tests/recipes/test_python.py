@@ -63,7 +63,7 @@ def test_it_trains_what_the_command_trains(finished, bench):
     phases = list(dict.fromkeys(each.phase for each in seen))
     assert phases == ["checking", "caching", "validating", "training", "drawing"]
     assert [each.step for each in seen if each.phase == "training"] == [1, 2, 3, 4, 5, 6]
-    assert seen[-1].held_out is not None
+    assert seen[-1].val_loss is not None
     assert trainer.train(resume=True).exit_code == 0, "finished: nothing to do"
 
 

@@ -142,7 +142,7 @@ def test_a_damaged_record_still_makes_a_page_or_is_refused(content: str, tmp_pat
 def test_the_released_step_is_marked_beside_the_best(finished: Bench, tmp_path: Path) -> None:
     folder = tmp_path / "first"
     shutil.copytree(finished.folder("first"), folder)
-    released = {"step": 3, "held_out": 0.4, "reason": "validation loss was lowest at step 3: 0.4000"}
+    released = {"step": 3, "val_loss": 0.4, "reason": "validation loss was lowest at step 3: 0.4000"}
     (folder / "run.json").write_text(json.dumps(record(folder) | {"released": released}), encoding="utf-8")
     losses = [{"step": 0, "loss": 0.9}, {"step": 3, "loss": 0.4}, {"step": 6, "loss": 0.5}]
     (folder / "validation.jsonl").write_text("\n".join(map(json.dumps, losses)), encoding="utf-8")

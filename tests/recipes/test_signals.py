@@ -32,9 +32,9 @@ PHASES: dict[str, tuple[Any, str, int, int]] = {
     "checking": (outside, "read_inputs", 1, 0),
     "caching": (session, "fill_caches", 1, 0),
     "building": (session, "build_step_context", 1, 0),
-    "first validation": (session, "held_out_losses", 1, 0),
+    "first validation": (session, "validation_losses", 1, 0),
     "a slow step": (step, "backward", 5, 2),
-    "validation": (session, "held_out_losses", 2, 3),
+    "validation": (session, "validation_losses", 2, 3),
     "a checkpoint": (saving, "save_checkpoint", 1, 4),  # it is finished, and one more step as well
     "images": (release, "draw_comparison", 1, 4),
     "the release": (flow, "choose_released", 1, 6),

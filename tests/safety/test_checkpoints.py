@@ -82,7 +82,7 @@ def test_states_that_are_none(saved: Path, text: bytes) -> None:
         {"state": {"step": 3, "evil": 1}},
         {"state": {"step": "3"}},
         {"state": {"step": 3, "fit": 5}},
-        {"state": {"step": 3, "control": {"held_out": 5}}},
+        {"state": {"step": 3, "control": {"val_losses": 5}}},
     ],
 )
 def test_states_of_other_kinds(saved: Path, sealed: bool, entries: dict[str, Any]) -> None:

@@ -22,10 +22,10 @@ PATIENT = SafeguardsSection(early_stopping=True)
 losses = st.floats(0.001, 2.0)
 
 
-def validated(config: SafeguardsSection, held_out: list[float]) -> tuple[Control, list[tuple[int, str]], float]:
+def validated(config: SafeguardsSection, val_losses: list[float]) -> tuple[Control, list[tuple[int, str]], float]:
     """The state, what was decided at which validation, and the factor on the rate."""
     control, told, rate = Control(), list[tuple[int, str]](), 1.0
-    for number, loss in enumerate(held_out):
+    for number, loss in enumerate(val_losses):
         control, decisions = after_validation(config, control, loss, rate)
         told += [(number, decision.kind) for decision in decisions]
         for decision in decisions:
@@ -47,31 +47,31 @@ def test_a_plateau_halves_the_rate_once_in_its_window():
     control, told, rate = validated(PLATEAU, [0.5] * 25)
     assert told == [(9, "plateau"), (19, "plateau")]
     assert rate == 0.25
-    assert control.held_out == (0.5,) * 5
+    assert control.val_losses == (0.5,) * 5
 
 
 @given(st.lists(losses, min_size=1, max_size=40))
-def test_no_plateau_where_the_loss_moves(held_out):
+def test_no_plateau_where_the_loss_moves(val_losses):
     """The rate falls exactly where the last ten lie closer than a thousandth, since the last fall."""
     window: list[float] = []
     expected = 0
-    for loss in held_out:
+    for loss in val_losses:
         window = [*window, loss][-10:]
         if len(window) == 10 and max(window) - min(window) < 0.001:
             expected, window = expected + 1, []
-    assert validated(PLATEAU, held_out)[2] == 0.5**expected
+    assert validated(PLATEAU, val_losses)[2] == 0.5**expected
 
 
 @given(st.lists(losses, min_size=1, max_size=40), st.integers(1, 6), st.sampled_from([0.0, 0.05]))
-def test_patience_ends_at_the_first_run_without_gain(held_out, patience, change):
+def test_patience_ends_at_the_first_run_without_gain(val_losses, patience, change):
     config = SafeguardsSection(early_stopping=True, patience=patience, min_delta=change)
     lowest, without, ends = float("inf"), 0, None
-    for number, loss in enumerate(held_out):
+    for number, loss in enumerate(val_losses):
         gained = loss < lowest - change
         lowest, without = (loss, 0) if gained else (lowest, without + 1)
         if without == patience and ends is None:
             ends = number
-    _, told, _ = validated(config, held_out)
+    _, told, _ = validated(config, val_losses)
     assert (told[0] if told else None) == (None if ends is None else (ends, "early_stop"))
 
 
@@ -92,7 +92,7 @@ def test_a_run_worse_than_its_base_says_so(place: TinyPlace):
     job = place.job("a", steps=4, validation__every_n_steps=1, lr_scheduler__warmup_steps=1)
     asked = iter(measured.values())
     state, _ = place.train(replace(job, validate=lambda at_once: next(asked), say=lines.append))
-    assert (state.step, state.base_validation) == (4, 0.3)
+    assert (state.step, state.base_val_loss) == (4, 0.3)
     (event,) = [each for each in read_lines(job.folder / EVENTS) if each["kind"] == "diverging"]
     assert event["step"] == 3
     assert "1, and that of the base alone was 0.3" in event["message"]
@@ -100,18 +100,18 @@ def test_a_run_worse_than_its_base_says_so(place: TinyPlace):
 
 
 def test_a_line_shows_what_four_digits_hide():
-    before = TrainState(step=48, best_validation=1.01733, best_step=48)
-    now = TrainState(step=50, validation=1.01731, best_validation=1.01731, best_step=50)
+    before = TrainState(step=48, best_val_loss=1.01733, best_step=48)
+    now = TrainState(step=50, val_loss=1.01731, best_val_loss=1.01731, best_step=50)
     assert (
         validation_line(before, now) == "step 50: validation loss 1.0173, the lowest so far (by 2e-05, since step 48)"
     )
-    lower = replace(now, validation=1.0, best_validation=1.0)
+    lower = replace(now, val_loss=1.0, best_val_loss=1.0)
     assert (
         validation_line(before, lower) == "step 50: validation loss 1.0000, the lowest so far (was 1.0173 at step 48)"
     )
 
 
-def test_a_held_out_loss_that_is_not_finite_is_no_gain_and_no_plateau():
+def test_a_validation_loss_that_is_not_finite_is_no_gain_and_no_plateau():
     control, told, rate = validated(PLATEAU, [0.5] * 9 + [float("nan")] * 3)
     assert (told, rate, control.without_gain) == ([], 1.0, 11)
     assert stopped_early(PATIENT, control)
@@ -163,7 +163,7 @@ def test_a_spike_is_told_and_does_not_become_the_usual():
     assert control.norm_sum < 0.2
 
 
-def scripted(job: LoopContext, held_out: list[float]) -> LoopContext:
+def scripted(job: LoopContext, val_losses: list[float]) -> LoopContext:
     """The job with these validation losses in place of measured ones, by the step; the first is of step 0."""
     place = [0]
     true = job.samples_in
@@ -172,10 +172,10 @@ def scripted(job: LoopContext, held_out: list[float]) -> LoopContext:
         place[0] = step + 1
         return true(step)
 
-    return replace(job, samples_in=samples_in, validate=lambda asked: held_out[place[0]])
+    return replace(job, samples_in=samples_in, validate=lambda asked: val_losses[place[0]])
 
 
-def test_a_held_out_loss_that_is_not_finite_is_told_and_chooses_nothing(place: TinyPlace):
+def test_a_validation_loss_that_is_not_finite_is_told_and_chooses_nothing(place: TinyPlace):
     job = scripted(place.job("a", steps=2, validation__every_n_steps=1), [float("nan"), 0.9, float("inf")])
     state, _ = place.train(job)
     assert state.best_step == 1

@@ -23,8 +23,8 @@ from lora_trainer.config.schema import Config, Precision
 from lora_trainer.data.loader import Batch
 from lora_trainer.data.steps import Ref
 from lora_trainer.evaluation.drift import base_visits, drift
-from lora_trainer.evaluation.held_out import EncodedSample, held_out_losses
 from lora_trainer.evaluation.placing import bring_pipeline
+from lora_trainer.evaluation.validation_loss import EncodedSample, validation_losses
 from lora_trainer.models import FAMILIES
 from lora_trainer.models.attention.choose import AttentionChoice
 from lora_trainer.models.attention.install import install_attention
@@ -178,7 +178,7 @@ def test_images_and_judgement_mix_no_places(kind: Kind) -> None:
     cond = told_of(family, model)
     own = {name: value[0] for name, value in cond.items()}
     one = EncodedSample("a", torch.zeros(mean.shape[1:]), own, torch.ones(6))
-    held_out_losses(predict, [one], process, seed=0, timesteps=1, device=GPU, dtype=BF16)
+    validation_losses(predict, [one], process, seed=0, timesteps=1, device=GPU, dtype=BF16)
     there, sizes = {name: value.to(GPU, BF16) for name, value in cond.items()}, torch.ones(2, 6, device=GPU)
     visits = base_visits(predict, process, there, sizes, tuple(mean.shape[1:]), steps=2)
     assert drift(predict, visits[:1], there, sizes) >= 0.0

@@ -134,7 +134,7 @@ def test_three_guards_leave_out_the_same(place: TinyPlace, kind, wound):
         job = WOUNDS[wound](place.job(guard, **SETTINGS, **KINDS[kind]), guard)
         state, _ = place.train(job)
         assert (state.step, state.skipped) == (6, 1)
-        ended[guard] = (weights(job), numbers(job), optimizer_numbers(job), state.best_validation)
+        ended[guard] = (weights(job), numbers(job), optimizer_numbers(job), state.best_val_loss)
     assert ended["ahead"] == ended["on_device"] == ended["late"]
     row = ended["ahead"][1][BAD]
     assert (row["step"], row["loss"], row["grad_norm"], row["skipped"]) == (BAD + 1, None, None, True)

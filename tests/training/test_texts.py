@@ -161,7 +161,7 @@ def test_captions_are_those_that_a_cached_run_is_trained_on(place):
     assert weighted
 
 
-def test_held_out_captions_are_read_by_the_encoders_as_they_are(place):
+def test_validation_captions_are_read_by_the_encoders_as_they_are(place):
     job = place.job("a", text_encoder__learning_rates=(1e-2,), validation__every_n_steps=2)
     before = job.validate(2)
     masters = job.learner.adapter.masters

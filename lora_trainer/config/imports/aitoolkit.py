@@ -9,7 +9,7 @@ from typing import Any
 
 from lora_trainer.config.imports.aitoolkit_keys import DATASET_DEFAULTS, DATASET_RULES, DEFAULTS, RULES
 from lora_trainer.config.imports.flow_words import AITOOLKIT_DEFAULTS, NOT_OF_FLOWS, is_aitoolkit_flow, of_flows
-from lora_trainer.config.imports.merge import add_together, flattened, nothing_held_out, read_tables
+from lora_trainer.config.imports.merge import add_together, flattened, no_validation, read_tables
 from lora_trainer.config.imports.reading import Line, Reading
 from lora_trainer.core.errors import Problem
 
@@ -43,7 +43,7 @@ def read(path: Path, document: Mapping[str, Any]) -> Reading:
     rules = of_flows(RULES, NOT_OF_FLOWS, "changed") if flow else RULES
     defaults = {**DEFAULTS, **(AITOOLKIT_DEFAULTS if flow else {})}
     reading.take_all(_named(keys, str(config.get("name", ""))), rules, defaults)
-    nothing_held_out(reading)
+    no_validation(reading)
     tables = [each for each in datasets if isinstance(each, Mapping)] if isinstance(datasets, list) else []
     if not tables:
         return reading

@@ -15,7 +15,7 @@ from lora_trainer.config.imports.flow_words import (
 )
 from lora_trainer.config.imports.kohya_dataset import NEW_EACH_TIME
 from lora_trainer.config.imports.kohya_keys import CACHED, LOGS, READ_FROM_MODEL, SPEED, UPLOADS
-from lora_trainer.config.imports.merge import nothing_held_out
+from lora_trainer.config.imports.merge import no_validation
 from lora_trainer.config.imports.reading import SOURCES, Around, Reading, Rule, Took, located
 from lora_trainer.config.imports.rules import (
     by,
@@ -227,7 +227,7 @@ def read(path: Path, document: Mapping[str, Any]) -> Reading:
     of_script = next(more for words, more in OF_SCRIPTS if all(word in script for word in words))
     family = diffusers_family(script)
     reading.take_all(document, RULES, {**OF_ALL, **of_script, **DIFFUSERS_DEFAULTS.get(family, {})})
-    nothing_held_out(reading)
+    no_validation(reading)
     reading.settings.setdefault("data.max_aspect", 1.0)
     reading.origin.setdefault("data.max_aspect", "diffusers' scripts crop to one square")
     reading.settings.setdefault("lora.target_modules", DIFFUSERS_TARGETS.get(family, "attention"))

@@ -104,7 +104,7 @@ def add_together(reading: Reading, place: str, found: Sequence[Mapping[str, Any]
         reading.origin.setdefault(name, place)
 
 
-def nothing_held_out(reading: Reading) -> None:
+def no_validation(reading: Reading) -> None:
     """Most programs keep no images for validation and export the last weights."""
     why = "no images are kept for validation there, and the last weights are the result"
     reading.put(Line("(nothing held out)", None, "default", HELD_OUT, why))

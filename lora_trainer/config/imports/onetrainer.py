@@ -8,7 +8,7 @@ from typing import Any
 
 from lora_trainer.config.imports.documents import read_document
 from lora_trainer.config.imports.flow_words import NOT_OF_FLOWS, is_onetrainer_flow, of_flows
-from lora_trainer.config.imports.merge import add_together, flattened, nothing_held_out, read_tables
+from lora_trainer.config.imports.merge import add_together, flattened, no_validation, read_tables
 from lora_trainer.config.imports.onetrainer_concepts import CONCEPT_DEFAULTS, CONCEPT_RULES
 from lora_trainer.config.imports.onetrainer_keys import DEFAULTS, RULES, UNREAD_TABLES
 from lora_trainer.config.imports.reading import Line, Reading, located
@@ -40,7 +40,7 @@ def read(path: Path, document: Mapping[str, Any]) -> Reading:
         keys["samples"] = document["samples"]
     rules = of_flows(RULES, NOT_OF_FLOWS, "changed") if is_onetrainer_flow(keys) else RULES
     reading.take_all(keys, rules, DEFAULTS)
-    nothing_held_out(reading)
+    no_validation(reading)
     concepts = document.get("concepts")
     if not isinstance(concepts, list) and not reading.problems:
         concepts = _concepts_of_file(reading, keys)

@@ -9,7 +9,7 @@ from typing import Any
 
 from lora_trainer.config.imports.documents import read_document
 from lora_trainer.config.imports.flow_words import NOT_READ, SIMPLETUNER_DEFAULTS, is_simpletuner_flow, of_flows
-from lora_trainer.config.imports.merge import add_together, flattened, nothing_held_out, read_tables
+from lora_trainer.config.imports.merge import add_together, flattened, no_validation, read_tables
 from lora_trainer.config.imports.reading import Line, Reading, found_upwards, is_empty
 from lora_trainer.config.imports.simpletuner_keys import BACKEND_DEFAULTS, BACKEND_RULES, DEFAULTS, RULES
 from lora_trainer.core.errors import Problem, UsageError
@@ -46,7 +46,7 @@ def read(path: Path, document: Mapping[str, Any]) -> Reading:
     flow = is_simpletuner_flow(keys)
     rules = of_flows(RULES, NOT_READ, "ignored") if flow else RULES
     reading.take_all(keys, rules, {**defaults, **(SIMPLETUNER_DEFAULTS if flow else {})})
-    nothing_held_out(reading)
+    no_validation(reading)
     named = keys.get("data_backend_config")
     if isinstance(named, str) and named and not reading.problems:
         add_backends_of_file(reading, named, keys)

@@ -93,7 +93,7 @@ class DataReport:
 
     def refusal(self, code: str, group: Sequence[Finding]) -> Problem:
         """One kind of error as a problem: how many files have it, and the first."""
-        return Problem(self.told(code, group), group[0].fix)
+        return Problem(self.message(code, group), group[0].fix)
 
     def heading(self, code: str, group: Sequence[Finding]) -> str:
         """How many files have one kind of finding: `3 of 20 files are blurred`."""
@@ -120,7 +120,7 @@ class DataReport:
             text = text.replace("mirror images of others", "the mirror image of another")
         return f"{len(group)} of {max(self.counted, len(group))} files {text}"
 
-    def told(self, code: str, group: Sequence[Finding]) -> str:
+    def message(self, code: str, group: Sequence[Finding]) -> str:
         """One kind of finding as a sentence: the finding itself where there is one, else how many files and the first."""
         first = group[0]
         if first.path is None:

@@ -35,7 +35,7 @@ def caption_beside(image: Path, names: Container[str], asked: Asked, reading: Re
     except TextError as error:
         message = f"has a caption file that {error} ({beside[0]})."
         reading.find("unreadable_caption", "error", message, "Save it as a short UTF-8 text.", image)
-        reading.told.add(image)
+        reading.reported.add(image)
         return None, ""
 
 

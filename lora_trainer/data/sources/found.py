@@ -58,7 +58,7 @@ class Reading:
     problems: list[Problem] = field(default_factory=list)
     findings: list[Finding] = field(default_factory=list)
     notes: dict[str, None] = field(default_factory=dict)  # in the order in which they were first said
-    told: set[Path] = field(default_factory=set)  # images whose caption has an error already
+    reported: set[Path] = field(default_factory=set)  # images whose caption has an error already
 
     def find(self, code: str, severity: Severity, message: str, fix: str, path: Path) -> None:
         self.findings.append(Finding(code, severity, message, fix, path=path))

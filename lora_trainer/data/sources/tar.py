@@ -176,7 +176,7 @@ def _text_beside(
     except TextError as error:
         message = f"has a caption that {error} ({image.stem}{ending})."
         reading.find("unreadable_caption", "error", message, "Save it as a short UTF-8 text.", image)
-        reading.told.add(image)
+        reading.reported.add(image)
         return None, ""
 
 

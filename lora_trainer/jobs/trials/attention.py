@@ -117,10 +117,10 @@ def rows_of(
     each_size = [
         AttentionRow(
             name=name,
-            model=f"{shape.told} of {model}",
+            model=f"{shape.label} of {model}",
             **{each: rows[place][each] for each in SECONDS},
             ratio=rows[place]["seconds_median"] / base[place]["seconds_median"],
-            shape=shape.told,
+            shape=shape.label,
             layers=shape.layers,
             peak_gib=seen[name][place][0] / GIB,
             error=seen[name][place][1],

@@ -44,21 +44,21 @@ class ResolutionRow:
     ratio: float
     peak_gib: float | None
     predicted_gib: float
-    held_out_before: float | None
-    held_out_after: float | None
+    val_loss_before: float | None
+    val_loss_after: float | None
     trained: int
 
     @property
     def falls(self) -> str:
-        if self.held_out_before is None or self.held_out_after is None:
+        if self.val_loss_before is None or self.val_loss_after is None:
             return ""
-        return f"{1 - self.held_out_after / self.held_out_before:.1%}"
+        return f"{1 - self.val_loss_after / self.val_loss_before:.1%}"
 
     @property
-    def held_out(self) -> str:
-        if self.held_out_before is None or self.held_out_after is None:
+    def val_loss(self) -> str:
+        if self.val_loss_before is None or self.val_loss_after is None:
             return ""
-        return f"{self.held_out_before:.4f}, {self.held_out_after:.4f}"
+        return f"{self.val_loss_before:.4f}, {self.val_loss_after:.4f}"
 
 
 COLUMNS: tuple[Column, ...] = (
@@ -66,7 +66,7 @@ COLUMNS: tuple[Column, ...] = (
     ("ratio", lambda row: f"{row.ratio:.2f}"),
     ("GiB", lambda row: "" if row.peak_gib is None else f"{row.peak_gib:.3f}"),
     ("predicted", lambda row: f"{row.predicted_gib:.3f}"),
-    ("held out", lambda row: row.held_out),
+    ("held out", lambda row: row.val_loss),
     ("falls", lambda row: row.falls),
 )
 
@@ -85,7 +85,7 @@ def measure(asked: Asked) -> Report:
         rows.append(row)
     if not rows:
         raise UsageError([Problem(note) for note in notes])
-    if rows[0].held_out_before is None:
+    if rows[0].val_loss_before is None:
         notes.append("Random weights or no validation images: what a resolution brings cannot be measured.")
     else:
         notes.append(f"Each was trained on {rows[0].trained} samples, and is asked at its own resolution.")
@@ -123,8 +123,8 @@ def row_of(resolved: Resolved, asked: Asked, side: int, rows: list[ResolutionRow
         ratio=steps.median / rows[0].seconds_median if rows else 1.0,
         peak_gib=held.gib,
         predicted_gib=expected.live / GIB,
-        held_out_before=before,
-        held_out_after=after,
+        val_loss_before=before,
+        val_loss_after=after,
         trained=TRAINED,
     )
 

@@ -44,7 +44,7 @@ def _probe_one(name: str, dtype: torch.dtype, device: torch.device, shape: Atten
         return f"{name} cannot be used on {device.type} here" if here else f"{name} is not installed ({FROM[name]})"
     except (NotImplementedError, RuntimeError, ValueError, OSError, AttributeError, AssertionError, TypeError) as error:
         if is_out_of_memory(error):
-            return f"{name} runs out of memory at {shape.told}"
+            return f"{name} runs out of memory at {shape.label}"
         return f"{name} does not run on {device.type} in {_word(dtype)} at head size {shape.size}"
     found = [mixed, *(part.grad for part in parts)]
     allowed = STEPS_OFF * max(torch.finfo(dtype).eps, TF32_STEP)
@@ -112,7 +112,7 @@ def time_attention(
         failures = {name: probe(name, dtype, device, [shape]) for name in names or KINDS}
         taken = race([name for name, failure in failures.items() if not failure], dtype, device, shape, steps)
         for name, failure in failures.items():
-            row: dict[str, object] = {"name": name, "shape": shape.told, "layers": shape.layers, "failure": failure}
+            row: dict[str, object] = {"name": name, "shape": shape.label, "layers": shape.layers, "failure": failure}
             if times := sorted(taken.get(name, ())):
                 low, high = times[len(times) // 10], times[-1 - len(times) // 10]
                 row |= {"seconds_median": median(times), "seconds_p10": low, "seconds_p90": high}

@@ -30,7 +30,7 @@ class AttentionShape:
     layers: int = 1
 
     @property
-    def told(self) -> str:
+    def label(self) -> str:
         return f"{self.batch} x {self.heads} heads of {self.size}, {self.queries} tokens to {self.keys}"
 
 

@@ -130,7 +130,7 @@ def _named(model: ModelSection, *, offline: bool, weights: bool, origin: str, sa
     return Base(path, path.name)
 
 
-def told(model: ModelSection) -> str:
+def describe_model(model: ModelSection) -> str:
     """The base as the user named it, for a line that people read."""
     if model.path is None:
         return str(BASE_FOLDER)

@@ -31,12 +31,12 @@ from lora_trainer.production.bases.hub_files import (
     parts_in,
 )
 from lora_trainer.production.bases.hub_refusals import (
+    explaining_refusals,
     incomplete,
     no_parts,
     no_pipeline,
     no_such_file,
     not_here,
-    told,
 )
 from lora_trainer.production.bases.names import HubModel
 
@@ -82,7 +82,7 @@ def find_snapshot(model: HubModel, *, weights: bool, without_t5: bool, offline: 
         raise UsageError(not_here(model, _storage(model).parent, lacks))
     if not weights and (known := _HEADERS.get((_storage(model), model))) is not None:
         return known
-    with told(model):
+    with explaining_refusals(model):
         return _fetched(model, weights=weights, without_t5=without_t5, say=say)
 
 

@@ -61,7 +61,7 @@ def incomplete(model: HubModel, chosen: Chosen) -> list[Problem]:
 
 
 @contextmanager
-def told(model: HubModel) -> Iterator[None]:
+def explaining_refusals(model: HubModel) -> Iterator[None]:
     """Errors of the hub and of the network as UsageError: what happened, and what to do."""
     import httpx2
     from huggingface_hub import constants, errors

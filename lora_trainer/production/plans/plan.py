@@ -17,7 +17,7 @@ from lora_trainer.core.io import user_cache_folder
 from lora_trainer.data.captions import canonical, settled
 from lora_trainer.data.check.images import UPSCALE_LIMIT
 from lora_trainer.data.sample import Sample
-from lora_trainer.data.split import split_held_out
+from lora_trainer.data.split import split_validation
 from lora_trainer.data.views import plan_views
 from lora_trainer.models import FAMILIES
 from lora_trainer.models.family import PLAIN, Architecture, Family, ModelFacts, public_architecture
@@ -168,9 +168,9 @@ def make_plan(
     if here:
         demand = storable_here(demand)
     fit = choose_fit(demand)
-    train, held_out = planned_data(config) if data is None else data
+    train, validation = planned_data(config) if data is None else data
     steps = planned_steps(config, train, fit)
-    cached = cache_bytes(config, family, architecture, train, held_out)
+    cached = cache_bytes(config, family, architecture, train, validation)
     return Plan(
         family=family.name,
         model=architecture.facts.name,
@@ -180,7 +180,7 @@ def make_plan(
         disk_gib=(cached + run_bytes(config, demand.shapes, steps)) / GIB,
         phases=phases_of(resolved, demand, fit, family, architecture.facts),
         advice=(
-            *too_small(config, architecture.facts, (*train, *held_out)),
+            *too_small(config, architecture.facts, (*train, *validation)),
             *uncounted(config),
             *advice(demand, fit, architecture),
         ),
@@ -291,9 +291,9 @@ def planned_data(config: Config) -> Data:
     if not config.data.sources:
         return (), ()
     manifest, _ = list_data(config, allow_missing_captions=True)
-    train, held_out = split_held_out(manifest.samples, config.validation.split, config.validation.split_seed)
+    train, validation = split_validation(manifest.samples, config.validation.split, config.validation.split_seed)
     rules = caption_rules(config)
-    return settled(train, rules), tuple(map(canonical, settled(held_out, rules)))
+    return settled(train, rules), tuple(map(canonical, settled(validation, rules)))
 
 
 def too_small(config: Config, facts: ModelFacts, samples: tuple[Sample, ...]) -> list[str]:

@@ -77,14 +77,14 @@ def _is_ours(page: Path) -> bool:
 
 
 def write_dataset(
-    report: DataReport, samples: Sequence[Sample], steps: StepArithmetic, held_out: int, page: Path
+    report: DataReport, samples: Sequence[Sample], steps: StepArithmetic, validation: int, page: Path
 ) -> Path:
     """Write the page and return its path; `samples` are all that were judged. Raises OSError."""
-    write_text(page, render_dataset(report, samples, steps, held_out))
+    write_text(page, render_dataset(report, samples, steps, validation))
     return page
 
 
-def render_dataset(report: DataReport, samples: Sequence[Sample], steps: StepArithmetic, held_out: int) -> str:
+def render_dataset(report: DataReport, samples: Sequence[Sample], steps: StepArithmetic, validation: int) -> str:
     """The whole page."""
     sections = sections_of(report)
     wanted = (shown.path for section in sections for row in section.rows for shown in row)
@@ -100,10 +100,10 @@ def render_dataset(report: DataReport, samples: Sequence[Sample], steps: StepAri
         score=Score(report.score, report.gate, tuple(report.parts.items())),
         sections=sections,
         images=thumbs(wanted, spans),
-        figures=figures_of(report, steps, held_out),
+        figures=figures_of(report, steps, validation),
         rows=report.rows,
         most=max((row.samples for row in report.rows), default=1),
-        steps=f"{steps.line}; {held_out} held out",
+        steps=f"{steps.line}; {validation} held out",
         notes=report.notes,
     )
 
@@ -124,12 +124,12 @@ def headline(report: DataReport) -> str:
     return f"{', '.join(named)}." if named else "Nothing was found."
 
 
-def figures_of(report: DataReport, steps: StepArithmetic, held_out: int) -> list[Figure]:
+def figures_of(report: DataReport, steps: StepArithmetic, validation: int) -> list[Figure]:
     """The numbers under the verdict."""
     same = sum(len(group) - 1 for group in report.groups)
     return [
         Figure("Images", str(len(report.samples)), f"of {report.counted} files"),
-        Figure("Held out", str(held_out), "for validation"),
+        Figure("Held out", str(validation), "for validation"),
         Figure("Steps", f"{steps.total:,}", counted(steps.epochs, "epoch")),
         Figure("Look the same", str(same), f"as others, in {counted(len(report.groups), 'group')}" if same else ""),
     ]

@@ -30,7 +30,7 @@ class Charts:
 
     loss: Chart | None
     loss_log: Chart | None
-    held_out: Chart | None
+    validation: Chart | None
     rate: Chart | None
     norm: Chart | None
     speed: Chart | None
@@ -46,8 +46,8 @@ def figures_of(run: RunReport) -> list[Figure]:
         figures.append(Figure("time", duration(total), f"{duration(trained)} training" if trained else ""))
     if loss := finite(smoothed(run.series["loss"])):
         figures.append(Figure("training loss", short(loss[-1][1]), "smoothed, at the end"))
-    if best := run.best_held_out:
-        figures.append(Figure("best validation loss", short(best[1]), fallen(run.held_out, best)))
+    if best := run.best_val_loss:
+        figures.append(Figure("best validation loss", short(best[1]), fallen(run.validation, best)))
     if speed := finite(run.series["samples_per_second"]):
         figures.append(Figure("speed", short(median(value for _, value in speed)), "samples a second, median"))
     if (share := waiting_share(run)) is not None:
@@ -59,10 +59,10 @@ def figures_of(run: RunReport) -> list[Figure]:
     return figures
 
 
-def fallen(held_out: Sequence[Point], best: Point) -> str:
+def fallen(validation: Sequence[Point], best: Point) -> str:
     """`−77 % since step 0, at step 120`."""
-    first = finite(held_out)[0]
-    if best[0] == 0 and len(held_out) > 1:
+    first = finite(validation)[0]
+    if best[0] == 0 and len(validation) > 1:
         return "before training: it never got lower"
     if first[0] == best[0] or first[1] <= 0:
         return f"at step {best[0]:,.0f}"
@@ -104,8 +104,11 @@ def charts_of(run: RunReport) -> Charts:
     return Charts(
         loss=make_chart("loss", "Training loss", loss, from_zero=True),
         loss_log=make_chart("loss-log", "Training loss, logarithmic", loss, log=True),
-        held_out=make_chart(
-            "held-out", "Validation loss", [Line("validation loss", run.held_out, "other")], marks=held_out_marks(run)
+        validation=make_chart(
+            "held-out",
+            "Validation loss",
+            [Line("validation loss", run.validation, "other")],
+            marks=validation_marks(run),
         ),
         rate=make_chart("rate", "Learning rate", [Line("learning rate", run.series["lr"])], from_zero=True),
         norm=make_chart("norm", "Gradient norm", norm, from_zero=True),
@@ -120,12 +123,12 @@ def charts_of(run: RunReport) -> Charts:
     )
 
 
-def held_out_marks(run: RunReport) -> list[Mark]:
+def validation_marks(run: RunReport) -> list[Mark]:
     """The best validation loss, and the step whose weights became the LoRA."""
-    best, released = run.best_held_out, released_step(run)
+    best, released = run.best_val_loss, released_step(run)
     if best is None:
         return []
-    at_release = [point for point in finite(run.held_out) if point[0] == released]
+    at_release = [point for point in finite(run.validation) if point[0] == released]
     if at_release and at_release[0][0] == best[0]:
         return [Mark(f"best, and the LoRA: step {best[0]:,.0f}", best)]
     marks = [Mark(f"best: step {best[0]:,.0f}", best)]
@@ -139,7 +142,7 @@ def lora_numbers(run: RunReport) -> list[str]:
     told = []
     base, lora, low, high = (number(learning.get(name)) for name in ("base", "lora", "low", "high"))
     if base is not None and lora is not None:
-        images = "validation images" if numbers.get("held_out") else "images"
+        images = "validation images" if numbers.get("unseen") else "images"
         interval = (
             f" (change {percent(-high)} to {percent(-low)}, 95 % interval)"
             if low is not None and high is not None
@@ -172,7 +175,7 @@ def comparison_charts(runs: Sequence[RunReport]) -> list[Chart]:
         (name, run, STYLES[index % len(STYLES)])
         for index, (name, run) in enumerate(zip(names_of(runs), runs, strict=True))
     ]
-    held_out = [Line(name, run.held_out, style) for name, run, style in named]
+    validation = [Line(name, run.validation, style) for name, run, style in named]
     loss = [Line(name, smoothed(run.series["loss"]), style) for name, run, style in named]
-    made = (make_chart("held-out", "Validation loss", held_out), make_chart("loss", "Training loss, smoothed", loss))
+    made = (make_chart("held-out", "Validation loss", validation), make_chart("loss", "Training loss, smoothed", loss))
     return [chart for chart in made if chart is not None]

@@ -84,7 +84,7 @@ class RunReport:
     data_findings: tuple[Group, ...]
     lora_findings: tuple[Group, ...]
     series: Mapping[str, tuple[Point, ...]]
-    held_out: tuple[Point, ...]
+    validation: tuple[Point, ...]
     images: tuple[Image, ...]
     settings: tuple[Setting, ...]
     checkpoints: tuple[str, ...]  # names, newest first
@@ -113,8 +113,8 @@ class RunReport:
         return whole(self.part("arithmetic").get("total"))
 
     @property
-    def best_held_out(self) -> Point | None:
-        measured = [point for point in self.held_out if math.isfinite(point[1])]
+    def best_val_loss(self) -> Point | None:
+        measured = [point for point in self.validation if math.isfinite(point[1])]
         return min(measured, key=lambda point: point[1]) if measured else None
 
     def part(self, name: str) -> Mapping[str, Any]:
@@ -145,7 +145,7 @@ def read_run(folder: Path) -> RunReport:
         data_findings=grouped(data.get("findings")),
         lora_findings=grouped(lora.get("findings")),
         series={name: column(rows, name) for name in SERIES},
-        held_out=column(validation, "loss"),
+        validation=column(validation, "loss"),
         images=tuple(images_in(folder / "samples", ended=bool(mapping(record.get("files")).get(BEFORE_AFTER)))),
         settings=settings_of(record),
         checkpoints=checkpoints_in(folder / "checkpoints"),

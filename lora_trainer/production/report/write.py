@@ -65,7 +65,7 @@ def render_run(run: RunReport) -> str:
         images=embedded(gallery.paths),
         dataset=dataset_line(run),
         trained=text(run.part("ledger").get("line")),
-        held_out=whole(run.part("dataset").get("held_out")),
+        validation=whole(run.part("dataset").get("validation")),
         happened=happened_in(run),
         buckets=buckets,
         most=max((count for _, count in buckets), default=1),
@@ -133,11 +133,11 @@ def meta_of(run: RunReport) -> list[str]:
 def dataset_line(run: RunReport) -> str:
     """How many images there were, and what became of them."""
     data = run.part("dataset")
-    samples, held_out = whole(data.get("samples")), whole(data.get("held_out"))
+    samples, validation = whole(data.get("samples")), whole(data.get("validation"))
     if samples is None:
         return "run.json says nothing of the dataset."
     line = f"{samples} images can be trained on"
-    return f"{line}; {held_out} of them are held out." if held_out is not None else f"{line}."
+    return f"{line}; {validation} of them are held out." if validation is not None else f"{line}."
 
 
 def happened_in(run: RunReport) -> list[tuple[str, str]]:

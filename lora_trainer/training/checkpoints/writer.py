@@ -121,7 +121,7 @@ class Writer:
             self._changed.wait_for(lambda: not self._waiting and not self._busy)
         self.check()
 
-    def told(self) -> dict[str, Any]:
+    def summary(self) -> dict[str, Any]:
         """How checkpoints went, for the run's record; empty where none was written."""
         if not self.writes:
             return {}

@@ -333,16 +333,16 @@ class Line:
     """A stream that only notes what it is told: `done` is what of the other one's work is known to be over."""
 
     def __init__(self) -> None:
-        self.told: list[str] = []
+        self.calls: list[str] = []
         self.events = 0
         self.waited = set[int]()
 
     def wait_stream(self, other: Line) -> None:
-        self.told.append("wait")
+        self.calls.append("wait")
 
     def record_event(self) -> int:
-        assert self.told[-1] == "wait", "a copy began into memory that earlier work may still use"
-        self.told.append("copy")
+        assert self.calls[-1] == "wait", "a copy began into memory that earlier work may still use"
+        self.calls.append("copy")
         self.events += 1
         return self.events
 

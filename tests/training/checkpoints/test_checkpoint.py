@@ -179,7 +179,7 @@ def test_earlier_versions_are_read(version, tmp_path):
     tensors, rest = flatten(written.optimizer)
     save_file(tensors, folder / "optimizer.safetensors")
     save_file(written.adapter, folder / "adapter.safetensors")
-    names = ("step", "loss_average", "validation", "best_validation", "best_step", "skipped", "seconds")
+    names = ("step", "loss_average", "val_loss", "best_val_loss", "best_step", "skipped", "seconds")
     document = {
         "version": version,
         "state": {name: getattr(written.state, name) for name in names},

@@ -80,7 +80,7 @@ def test_one_waits_a_newer_one_replaces_it_and_the_last_is_written() -> None:
         gate.open.set()
         writer.settle()
         assert gate.written == ["1", "4"]
-        assert writer.told()["written"] == 2
+        assert writer.summary()["written"] == 2
         assert writer.replaced == 2
     with writer:  # and again
         writer.put("best", gate.write("5"), {})

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lora_trainer.diffusion.process import Process, scaled_linear_alphas, usual_process
 from lora_trainer.evaluation.drift import base_visits, drift
-from lora_trainer.evaluation.held_out import EncodedSample, held_out_losses, improvement
+from lora_trainer.evaluation.validation_loss import EncodedSample, improvement, validation_losses
 
 PROCESS = Process(scaled_linear_alphas(1000, 0.00085, 0.012), "epsilon")
 
@@ -30,16 +30,16 @@ def zero(noisy: Tensor, t: Tensor, cond: Mapping[str, Tensor], sizes: Tensor) ->
 
 
 def test_predicting_nothing_costs_the_noise_and_micro_batches_change_nothing() -> None:
-    losses = held_out_losses(zero, samples(3), PROCESS, seed=1, timesteps=8, micro=8)
+    losses = validation_losses(zero, samples(3), PROCESS, seed=1, timesteps=8, micro=8)
     assert losses.shape == (3, 8)
     assert losses.mean() == pytest.approx(1.0, abs=0.1)
-    assert torch.equal(losses, held_out_losses(zero, samples(3), PROCESS, seed=1, timesteps=8, micro=3))
-    assert not torch.equal(losses, held_out_losses(zero, samples(3), PROCESS, seed=2, timesteps=8))
+    assert torch.equal(losses, validation_losses(zero, samples(3), PROCESS, seed=1, timesteps=8, micro=3))
+    assert not torch.equal(losses, validation_losses(zero, samples(3), PROCESS, seed=2, timesteps=8))
 
 
 def test_a_samples_loss_does_not_depend_on_its_company() -> None:
-    together = held_out_losses(zero, samples(3), PROCESS, seed=1)
-    assert torch.equal(held_out_losses(zero, samples(3)[2:], PROCESS, seed=1)[0], together[2])
+    together = validation_losses(zero, samples(3), PROCESS, seed=1)
+    assert torch.equal(validation_losses(zero, samples(3)[2:], PROCESS, seed=1)[0], together[2])
 
 
 def test_knowing_the_sample_gives_zero_loss() -> None:
@@ -48,7 +48,7 @@ def test_knowing_the_sample_gives_zero_loss() -> None:
         clean = cond["embeds"][:, 0, 0].view(-1, 1, 1, 1)
         return (noisy - alpha.sqrt() * clean) / (1 - alpha).sqrt()
 
-    assert held_out_losses(oracle, samples(3), PROCESS, seed=1).max() < 1e-5
+    assert validation_losses(oracle, samples(3), PROCESS, seed=1).max() < 1e-5
 
 
 def test_improvement_is_a_paired_comparison() -> None:

@@ -39,7 +39,7 @@ class EncodedSample:
 
 
 @torch.no_grad()
-def held_out_losses(
+def validation_losses(
     predict: Predict,
     samples: Sequence[EncodedSample],
     process: Process,
@@ -90,7 +90,7 @@ class Improvement:
 
 
 def improvement(base: Tensor, lora: Tensor, *, seed: int = 0) -> Improvement:
-    """Paired comparison of two `held_out_losses` [N, T] by bootstrap (Efron 1979), deterministic.
+    """Paired comparison of two `validation_losses` [N, T] by bootstrap (Efron 1979), deterministic.
 
     Resamples samples; with fewer than four of them, the N x T cells.
     """
