@@ -222,7 +222,7 @@ def images_shown(config: Config, inputs: Inputs) -> dict[str, Any]:
     return {
         "samples": len(inputs.train) - kept,
         "regularization": kept,
-        "validation": len(inputs.validation),
+        "validation_images": len(inputs.validation),
         "buckets": {(bucket.width, bucket.height): count for bucket, count in inputs.train_plan.counts.items()},
         "bucket_sides": (config.data.bucket_min, config.data.bucket_max),
         "no_upscale": config.data.bucket_no_upscale,

@@ -67,7 +67,7 @@ def test_what_differs_is_said_once_the_run_goes_on(bench: Bench, capsys: pytest.
     assert "changed: train.max_steps 3 → 4" in went_on
     seconds = record(bench.folder("first"))["training"]["seconds"]
     assert f"4 steps in {seconds:.0f} s" in went_on
-    assert not bool(interrupt)
+    assert not interrupt.signalled()
 
 
 def test_a_moved_run_goes_on_where_it_lies(bench: Bench, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
