@@ -26,7 +26,7 @@ from lora_trainer.production.order import Order, plain_console, run_folder
 from lora_trainer.production.resuming import fixed_settings
 from lora_trainer.production.session import open_session, prepare
 from lora_trainer.production.settings import settle
-from lora_trainer.training.run import train
+from lora_trainer.training.loop import train
 
 WAYS: dict[str, dict[str, object]] = {
     "fp32": {},

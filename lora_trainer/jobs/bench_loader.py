@@ -42,9 +42,9 @@ from lora_trainer.production.inputs import read_inputs, trained_resolution
 from lora_trainer.production.order import Order
 from lora_trainer.production.reading import reading
 from lora_trainer.production.session import open_session, prepare
+from lora_trainer.training.loop import READ_AHEAD
 from lora_trainer.training.micro_batch import MicroBatch
 from lora_trainer.training.processes import join_processes
-from lora_trainer.training.run import READ_AHEAD
 from lora_trainer.training.step import StepContext, train_step
 
 ABOUT = {

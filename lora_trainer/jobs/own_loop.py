@@ -19,10 +19,10 @@ from lora_trainer.jobs.split import Split
 from lora_trainer.monitor.progress import step_line
 from lora_trainer.monitor.trackers import Trackers
 from lora_trainer.training.job import LoopContext
+from lora_trainer.training.loop import READ_AHEAD, read_steps, training_loop
 from lora_trainer.training.micro_batch import MicroBatch
 from lora_trainer.training.recovery import Rollback
 from lora_trainer.training.reporter import Reporter
-from lora_trainer.training.run import READ_AHEAD, read_steps, steps
 from lora_trainer.training.state import TrainState
 
 Way = Callable[[int], object]  # does the step of that number
@@ -56,7 +56,7 @@ def own_loop(job: LoopContext, folder: Path, split: Split, rate: float | None = 
         console = Console(file=io.StringIO())
         show = stack.enter_context(step_line(console, job.total_steps, 0))
         reporter = Reporter(trackers, show, job.say)
-        loop = steps(job, TrainState(), given(source, split), reporter, Interrupt(silent=True))
+        loop = training_loop(job, TrainState(), given(source, split), reporter, Interrupt(silent=True))
 
         def step(number: int) -> None:
             try:

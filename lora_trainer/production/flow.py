@@ -54,7 +54,7 @@ from lora_trainer.production.session import TIMED_ATTENTION, Prepared, Session, 
 from lora_trainer.training.checkpoints.checkpoint import Checkpoint, newest_valid
 from lora_trainer.training.control import stopped_early
 from lora_trainer.training.job import LoopContext
-from lora_trainer.training.run import train
+from lora_trainer.training.loop import train
 from lora_trainer.training.state import TrainState
 from lora_trainer.training.step import StepContext
 

@@ -1,12 +1,6 @@
-"""The step with compiled blocks: what was compiled is told, and where it fails the step is done again without.
-
-Before the first step of a process its gradients are held against those of blocks that are not compiled.
-"""
+"""Compiled blocks: made as the settings say, and checked against eager ones before the first step of a process."""
 
 from __future__ import annotations
-
-from collections.abc import Callable
-from dataclasses import replace
 
 import torch
 from torch import nn
@@ -22,7 +16,6 @@ from lora_trainer.models.compiled import (
     Compiled,
     compile_blocks,
     of_the_compiler,
-    said_by_the_compiler,
     why_not,
 )
 from lora_trainer.training.agreement import agreement
@@ -30,8 +23,7 @@ from lora_trainer.training.job import LoopContext
 from lora_trainer.training.layout import Layout
 from lora_trainer.training.micro_batch import MicroBatch
 from lora_trainer.training.reporter import Reporter
-from lora_trainer.training.state import OomFallback, TrainState
-from lora_trainer.training.step import OomDuringAllReduce, OomDuringUpdate, StepResult, abort_step
+from lora_trainer.training.step import OomDuringAllReduce, OomDuringUpdate
 
 WITHOUT = "training goes on without compiling (compile.enabled=false says so from the start)"
 
@@ -65,48 +57,6 @@ def compiled_as_wanted(
     return compiled, (compiled.line, *notes)
 
 
-def done_compiled(
-    job: LoopContext, state: TrainState, attempt: Callable[[list[MicroBatch]], StepResult], reporter: Reporter
-) -> Callable[[list[MicroBatch]], StepResult]:
-    """`attempt`, done again without the compiled blocks where these fail: same samples, same noise, nothing lost.
-
-    Gradients that are too far from eager's, in the first step of this process, are such a failure too.
-    What it gives raises TrainingFailed for a graph break where none is wanted.
-    """
-    compiled = job.learner.compiled
-    if compiled is None:
-        return attempt
-
-    def made(micros: list[MicroBatch]) -> StepResult:
-        compiled.begin_step()
-        reason = None
-        try:
-            if compiled.on and not compiled.held:
-                reason = disagreement(job, compiled, micros, state.step, reporter)
-            if reason is None:
-                result = attempt(micros)
-        except Exception as error:
-            if not compiled.on or not failed_by_it(error):
-                raise
-            if compiled.fullgraph and type(error).__name__ in ("Unsupported", "FailOnRecompileLimitHit"):
-                message = f"compile.fullgraph: a block cannot be compiled whole ({first_line(error)})."
-                raise TrainingFailed(Problem(message, "Set compile.fullgraph=false.")) from error
-            reason = said_by_the_compiler(error)
-        if reason is None:
-            if compiled.on and (news := compiled.news()) is not None:
-                reporter.event(state.step + 1, "compile", news)
-            return result
-        # Out here nothing refers to the frames of the attempt.
-        abort_step(job.learner)
-        compiled.on = False
-        reporter.event(
-            state.step + 1, "compile", f"compiled blocks failed ({reason}): {WITHOUT}; this step is done so too"
-        )
-        return attempt(micros)
-
-    return made
-
-
 def disagreement(
     job: LoopContext, compiled: Compiled, micros: list[MicroBatch], step: int, reporter: Reporter
 ) -> str | None:
@@ -129,7 +79,8 @@ def failed_by_it(error: Exception) -> bool:
     return of_the_compiler(error)
 
 
-def with_compiling(job: LoopContext, fit: OomFallback) -> OomFallback:
-    """The fit, which also says that compiled blocks failed: so a resumed run goes on as this one does."""
-    compiled = job.learner.compiled
-    return fit if compiled is None or compiled.on == (not fit.eager) else replace(fit, eager=not compiled.on)
+def refuse_graph_break(error: Exception, compiled: Compiled) -> None:
+    """Raise TrainingFailed for a graph break where `compile.fullgraph` wants none."""
+    if compiled.fullgraph and type(error).__name__ in ("Unsupported", "FailOnRecompileLimitHit"):
+        message = f"compile.fullgraph: a block cannot be compiled whole ({first_line(error)})."
+        raise TrainingFailed(Problem(message, "Set compile.fullgraph=false.")) from error

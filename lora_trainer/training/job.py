@@ -76,3 +76,14 @@ def due_to_save(section: CheckpointSection, steps_per_epoch: int, step: int) -> 
     return step > 0 and (
         step % section.every_n_steps == 0 or (epochs is not None and step % (epochs * steps_per_epoch) == 0)
     )
+
+
+def is_due(every: int, step: int) -> bool:
+    """Whether something that happens every so many steps does after this one; `every` is 0 for never."""
+    return every > 0 and step % every == 0
+
+
+def is_unvalidated(job: LoopContext, state: TrainState) -> bool:
+    """Whether the weights of this step were to be validated and were not, since a signal aborted it."""
+    wanted = is_due(job.config.validation.every_n_steps, state.step) or state.step in (0, job.total_steps)
+    return job.validate is not None and wanted and state.validated_step != state.step

@@ -36,43 +36,56 @@ class Pending:
     waited: float
 
 
-def metrics_due(job: LoopContext, state: TrainState, pending: list[Pending]) -> bool:
-    """Whether somebody should look: on a GPU now and then, at steps that no stop moves, and where something is wrong."""
-    wrong = pending[-1].result.skipped or state.step <= state.watched_until
-    return wrong or state.step % look_every(job.learner.device) == 0
+class Metrics:
+    """The metrics of finished steps that are not read yet, and what is done with them once they are."""
+
+    def __init__(self, run: LoopContext, reporter: Reporter) -> None:
+        self._run, self._reporter = run, reporter
+        self._pending: list[Pending] = []
+
+    def add(self, state: TrainState, result: StepResult, lr: float, started: float, waited: float) -> None:
+        """Keep those of the step that led to `state`."""
+        samples = self._run.samples_in(state.step - 1)
+        self._pending.append(Pending(state.step, lr, samples, result, started, waited))
+
+    def are_due(self, state: TrainState) -> bool:
+        """On a GPU at every tenth step of the run, wherever it was stopped, and where something is wrong."""
+        wrong = self._pending[-1].result.skipped or state.step <= state.watched_until
+        return wrong or state.step % look_every(self._run.learner.device) == 0
+
+    def flush(self, state: TrainState) -> TrainState:
+        """Read the metrics, write them, show the newest, and react to them. Raises Rollback, TrainingFailed."""
+        run, reporter, pending = self._run, self._reporter, self._pending
+        rows, why = list[dict[str, Any]](), None
+        run.processes.await_gpu()
+        numbers = [(float(each.result.loss), float(each.result.grad_norm)) for each in pending]  # waits for the device
+        seconds = (time.perf_counter() - pending[0].started) / len(pending) if pending else 0.0
+        try:
+            for each, (loss, norm) in zip(pending, numbers, strict=True):
+                row = row_of(run, each, loss, norm, seconds)
+                if math.isfinite(loss) and math.isfinite(norm):
+                    state = after_good(run, state, each, loss, norm, reporter)
+                else:
+                    state = not_finite(run, state, each.step, each.result, reporter)
+                    row |= {"loss": loss if overflowed(run, each.result) else None, "grad_norm": None, "skipped": True}
+                rows.append(row)
+                if why := hopeless(run, state, each.step, each.result):
+                    break
+        finally:
+            reporter.steps(rows)
+        if why:
+            refuse(run, state, each.step, why, reporter)
+        if pending:
+            reporter.progress(progress_of(run, state, pending[-1].rate, seconds))
+            waited = sum(each.waited for each in pending) / len(pending)
+            reporter.pace(pending[-1].step, seconds, waited, state.fit)
+        pending.clear()
+        return state
 
 
 def look_every(device: torch.device) -> int:
-    """Steps from one look to the next: on a CPU nothing is waited for."""
+    """Steps between two reads of metrics: on a CPU nothing is waited for."""
     return LOOK_EVERY if device.type == "cuda" else 1
-
-
-def flush_metrics(job: LoopContext, state: TrainState, pending: list[Pending], reporter: Reporter) -> TrainState:
-    """Look at the numbers of finished steps: write them, show the newest, judge them. Raises GoBack, TrainingFailed."""
-    rows, why = list[dict[str, Any]](), None
-    job.processes.await_gpu()
-    numbers = [(float(each.result.loss), float(each.result.grad_norm)) for each in pending]  # waits for the device
-    seconds = (time.perf_counter() - pending[0].started) / len(pending) if pending else 0.0
-    try:
-        for each, (loss, norm) in zip(pending, numbers, strict=True):
-            row = row_of(job, each, loss, norm, seconds)
-            if math.isfinite(loss) and math.isfinite(norm):
-                state = after_good(job, state, each, loss, norm, reporter)
-            else:
-                state = not_finite(job, state, each.step, each.result, reporter)
-                row |= {"loss": loss if overflowed(job, each.result) else None, "grad_norm": None, "skipped": True}
-            rows.append(row)
-            if why := hopeless(job, state, each.step, each.result):
-                break
-    finally:
-        reporter.steps(rows)
-    if why:
-        refuse(job, state, each.step, why, reporter)
-    if pending:
-        reporter.progress(progress_of(job, state, pending[-1].rate, seconds))
-        reporter.pace(pending[-1].step, seconds, sum(each.waited for each in pending) / len(pending), state.fit)
-    pending.clear()
-    return state
 
 
 def after_good(

@@ -5,17 +5,15 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 from lora_trainer.config.schema import Config
 from lora_trainer.core.interrupt import SIGNALS, Interrupt, StepAborted, abortable, no_more_aborting
-from lora_trainer.training.job import LoopContext
+from lora_trainer.training.control import stopped_early
+from lora_trainer.training.job import LoopContext, is_unvalidated
 from lora_trainer.training.state import TrainState
-
-T = TypeVar("T")
 
 
 class Stopping:
@@ -36,7 +34,7 @@ class Stopping:
         self._signalled = False  # and for a signal
 
     @contextmanager
-    def waiting(self) -> Iterator[None]:
+    def waiting_for_data(self) -> Iterator[None]:
         """While the data of a step is waited for."""
         if not self._alone:
             yield
@@ -44,34 +42,45 @@ class Stopping:
         with abortable(0.0):
             yield
 
-    def attempt(self, state: TrainState, make: Callable[[Callable[[], None]], T]) -> T:
-        """Make a step; `make` calls what it is given when its gradients are there. Raises StepAborted, with no trace left."""
+    @contextmanager
+    def step(self, state: TrainState) -> Iterator[Callable[[], None]]:
+        """Around the step after `state`; gives what the step calls when its gradients are there.
+
+        Raises StepAborted, before any weight is changed.
+        """
         self._late, began = out_of_time(self._job.config, state), time.monotonic()
         if self._alone:
             with abortable(self._seconds):
-                result = make(no_more_aborting)
+                yield no_more_aborting
         elif self._job.learner.device.type != "cpu":
-            result = make(self._vote_on_gpu)
+            yield self._vote_on_gpu
         else:
-            result = self._attempt_together(make)
+            with self._step_together() as vote:
+                yield vote
         self._seconds = time.monotonic() - began
-        return result
 
-    def requested(self, state: TrainState) -> bool:
-        """Whether the loop ends after the step that was just made."""
+    def decide(self, state: TrainState) -> None:
+        """Decide, once for each step, whether the loop ends after it: `state` is the one after it."""
         if self._alone:
-            return bool(self._interrupt) or out_of_time(self._job.config, state)
-        return self._agreed
+            self._signalled = bool(self._interrupt)
+            self._agreed = self._signalled or out_of_time(self._job.config, state)
+
+    def is_last(self, state: TrainState) -> bool:
+        """Whether the loop ends after the step that led to `state`."""
+        job = self._job
+        over = state.step >= job.total_steps or stopped_early(job.config.safeguards, state.control)
+        return over or self._agreed or is_unvalidated(job, state)  # what a signal aborted is done after resuming
 
     @property
-    def signalled(self) -> bool:
-        """Whether that is for a signal."""
-        return bool(self._interrupt) if self._alone else self._signalled
+    def is_signalled(self) -> bool:
+        """Whether a signal ends it."""
+        return self._signalled
 
-    def _attempt_together(self, make: Callable[[Callable[[], None]], T]) -> T:
+    @contextmanager
+    def _step_together(self) -> Iterator[Callable[[], None]]:
         voted = False
 
-        def settle() -> None:
+        def vote() -> None:
             nonlocal voted
             no_more_aborting()
             voted = True
@@ -80,7 +89,7 @@ class Stopping:
 
         try:
             with abortable(self._seconds):
-                return make(settle)
+                yield vote
         except StepAborted:
             if not voted:
                 self._count(self._vote(given_up=True))

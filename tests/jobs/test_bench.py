@@ -23,7 +23,7 @@ from lora_trainer.models.family import public_architecture
 from lora_trainer.production import feed
 from lora_trainer.production.gpu_rates import rate_of_gpu
 from lora_trainer.production.settings import settle
-from lora_trainer.training import run
+from lora_trainer.training import fallbacks
 from tests.recipes.recipe import Bench, draw_images, patched, save_tiny_model
 
 TINY_SD15 = {"model": {"family": "sd15"}, "data": {"resolution": 64}, "memory": {"weight_dtype": "fp32"}}
@@ -130,7 +130,7 @@ def test_random_samples_are_the_same_however_they_are_split(tmp_path):
 @pytest.mark.parametrize(("number", "code", "at"), [(signal.SIGINT, 130, 1), (signal.SIGTERM, 143, 4)])
 def test_a_signal_in_a_measured_step_ends_the_command(place, number, code, at, monkeypatch, capsys):
     """In the first step, and in one of those that are timed."""
-    train_step, taken = run.train_step, []
+    train_step, taken = fallbacks.train_step, []
 
     def told(*given: object) -> object:
         taken.append(None)
@@ -138,7 +138,7 @@ def test_a_signal_in_a_measured_step_ends_the_command(place, number, code, at, m
             os.kill(os.getpid(), number)
         return train_step(*given)
 
-    monkeypatch.setattr(run, "train_step", told)
+    monkeypatch.setattr(fallbacks, "train_step", told)
     arguments = place.arguments("x", command="bench", memory__weight_dtype="fp32", data__resolution=64)
     assert main([arguments[0], "step", *arguments[1:], "--steps", "4"]) == code
     assert "bug" not in capsys.readouterr().err

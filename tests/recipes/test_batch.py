@@ -18,7 +18,7 @@ from lora_trainer.config.schema import Config
 from lora_trainer.jobs import queue
 from lora_trainer.models import FAMILIES, kept
 from lora_trainer.monitor.trackers import Trackers
-from lora_trainer.training import run as run_module
+from lora_trainer.training import fallbacks
 from tests.recipes.recipe import QUICK, contents, draw_images, exported, patched, record, rows, save_tiny_model
 
 STEPS = 3
@@ -229,13 +229,13 @@ def in_run(name: str, step: int, act: Callable[[], None]) -> Callable[[Trackers,
 def steps_trained(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Grows by one with every step that is trained."""
     trained: list[int] = []
-    true = run_module.train_step
+    true = fallbacks.train_step
 
     def train_step(*arguments: Any) -> Any:
         trained.append(1)
         return true(*arguments)
 
-    monkeypatch.setattr(run_module, "train_step", train_step)
+    monkeypatch.setattr(fallbacks, "train_step", train_step)
     return trained
 
 

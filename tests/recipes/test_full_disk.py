@@ -19,7 +19,7 @@ import pytest
 from lora_trainer.core import disk
 from lora_trainer.monitor.trackers import EVENTS
 from lora_trainer.production import flow
-from lora_trainer.training import run as loop
+from lora_trainer.training import loop
 from tests.recipes.recipe import Bench, delete_under_a_run, exported, losses, patched, record, rows
 
 SETTINGS = {"checkpoint__every_n_steps": 2, "validation__every_n_steps": 2, "validation__split": 0.2}

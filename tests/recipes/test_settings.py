@@ -11,7 +11,7 @@ from lora_trainer.cli.main import main
 from lora_trainer.config.schema import Config
 from lora_trainer.production import room
 from lora_trainer.production import session as session_module
-from lora_trainer.training import run as run_module
+from lora_trainer.training import fallbacks
 from lora_trainer.training.micro_batch import MicroBatch
 from tests.recipes.recipe import Bench, exported, losses, patched, record
 
@@ -20,7 +20,7 @@ from tests.recipes.recipe import Bench, exported, losses, patched, record
 def test_micro_batches_change_neither_samples_nor_noise(micro, calls, bench):
     """Four samples of two buckets make one or two micro-batches of four, two or three of two, four of one."""
     seen: list[list[MicroBatch]] = []
-    true = run_module.train_step
+    true = fallbacks.train_step
 
     def train_step(learner, micros, *others):
         seen.append(list(micros))
@@ -29,7 +29,7 @@ def test_micro_batches_change_neither_samples_nor_noise(micro, calls, bench):
     def asked(size: int) -> dict[float, bytes]:
         """What each sample of the first step was asked, by its first value of noise."""
         seen.clear()
-        with patched(run_module, "train_step", train_step):
+        with patched(fallbacks, "train_step", train_step):
             assert (
                 bench.run(f"micro-{size}", steps=1, train__effective_batch_size=4, train__max_micro_batch_size=size)
                 == 0

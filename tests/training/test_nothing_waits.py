@@ -15,9 +15,9 @@ from lora_trainer.core.interrupt import Interrupt
 from lora_trainer.data.loader import prefetch
 from lora_trainer.monitor.progress import unwatched
 from lora_trainer.optim import clipping
+from lora_trainer.training.loop import read_steps, training_loop
 from lora_trainer.training.micro_batch import MicroBatch
 from lora_trainer.training.reporter import Reporter
-from lora_trainer.training.run import read_steps, steps
 from lora_trainer.training.state import TrainState
 from tests.training.tiny_job import TinyPlace, looked_at_every
 
@@ -71,7 +71,7 @@ def asked_in_steps(place: TinyPlace, patch: pytest.MonkeyPatch, guard: str, **se
     reporter = Reporter(None, unwatched, print)
     with job.writer, closing(prefetch(read_steps(job, 0), 8)) as source:
         ready: list[list[MicroBatch]] = list(source)  # the thread that reads ahead works on the CPU
-        states = steps(job, TrainState(), iter(ready), reporter, Interrupt())
+        states = training_loop(job, TrainState(), iter(ready), reporter, Interrupt())
         next(states)  # the optimizer makes its state
         with Questions() as questions:
             for _ in range(STEPS):
@@ -113,7 +113,7 @@ def test_the_gpu_is_not_waited_for(place, monkeypatch):
     assert job.learner.guard == "on_device"
     try:
         with job.writer, closing(prefetch(read_steps(job, 0), 4)) as source:
-            states = steps(job, TrainState(), source, Reporter(None, unwatched, print), Interrupt())
+            states = training_loop(job, TrainState(), source, Reporter(None, unwatched, print), Interrupt())
             next(states)
             torch.cuda.set_sync_debug_mode("error")
             for _ in range(STEPS):

@@ -16,7 +16,7 @@ from lora_trainer.production.find_micro import smallest
 from lora_trainer.training import processes as rooms
 from lora_trainer.training.job import LoopContext
 from lora_trainer.training.memory.oom_fallback import agreed
-from lora_trainer.training.metrics import flush_metrics
+from lora_trainer.training.metrics import Metrics
 from lora_trainer.training.processes import Processes
 from lora_trainer.training.reporter import Reporter
 from lora_trainer.training.state import OomFallback, TrainState
@@ -52,7 +52,7 @@ def test_a_gpu_is_called_as_its_tensors_call_it(monkeypatch):
 
 
 READS: dict[str, Callable[[LoopContext, Reporter], object]] = {
-    "numbers of steps": lambda job, reporter: flush_metrics(job, TrainState(), [], reporter),
+    "numbers of steps": lambda job, reporter: Metrics(job, reporter).flush(TrainState()),
     "what fits": lambda job, reporter: agreed(job, OomFallback(), 10, reporter),
     "given up": lambda job, reporter: any_given_up(job, mine=False),
     "the validation loss": lambda job, reporter: of_all(job, 1.0),

@@ -41,8 +41,8 @@ from lora_trainer.training import metrics
 from lora_trainer.training.checkpoints.best import best_path
 from lora_trainer.training.checkpoints.checkpoint import Checkpoint, newest_valid
 from lora_trainer.training.job import LoopContext
+from lora_trainer.training.loop import train
 from lora_trainer.training.processes import Processes
-from lora_trainer.training.run import train
 from lora_trainer.training.state import TrainState
 from tests.recipes.recipe import QUICK, tensor_bytes
 

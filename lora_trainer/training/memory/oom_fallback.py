@@ -1,92 +1,21 @@
-"""A step brought onto the GPU where memory runs out.
-
-It is done in smaller micro-batches, then with more checkpointed blocks, then with blocks that visit the GPU. The step is done again with the same samples and the same noise, so nothing but rounding changes.
-"""
+"""Fallbacks after memory ran out: smaller micro-batches, then more gradient checkpointing, then more block swap."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from itertools import pairwise
 
 import torch
 
-from lora_trainer.core.errors import Problem, TrainingFailed, first_line, is_out_of_memory
-from lora_trainer.evaluation.loading import free_memory
 from lora_trainer.models.compiled import WITH_GRAPHS
 from lora_trainer.models.memory.block_swap import swap_blocks, swappable_blocks
 from lora_trainer.models.memory.checkpointing import checkpoint_blocks, checkpointable_blocks
 from lora_trainer.training.job import LoopContext
 from lora_trainer.training.micro_batch import MicroBatch
-from lora_trainer.training.recovery import SMALLER_RUN, SMALLER_STATE, Rollback, WeightsLost, nothing_left
 from lora_trainer.training.reporter import Reporter
 from lora_trainer.training.state import OomFallback, TrainState
-from lora_trainer.training.step import OomDuringAllReduce, OomDuringUpdate, StepResult, abort_step
 
 AGREE_EVERY = 10  # steps between asking all processes what fits each of them
-
-
-def step_with_oom_fallback(
-    job: LoopContext,
-    state: TrainState,
-    micros: list[MicroBatch],
-    attempt: Callable[[list[MicroBatch]], StepResult],
-    reporter: Reporter,
-) -> tuple[StepResult, OomFallback]:
-    """`attempt` with the micro-batches as they fit, less and less for as long as memory runs out; and what did fit.
-
-    Raises GoBack when it ran out while weights were changed, and TrainingFailed with nothing left to reduce.
-    """
-    fit = grown(job, state)
-    changed = fit != state.fit
-    if changed:
-        waited = state.step - state.fit.since
-        message = (
-            f"memory has sufficed for {waited} steps: trying {words(job, fit)} in place of {words(job, state.fit)}"
-        )
-        reporter.event(state.step + 1, "memory", message)
-    while True:
-        given = refit(micros, fit.micro)
-        half_changed = unsummed = False
-        try:
-            if changed:
-                install(job, fit)
-            return attempt(given), fit
-        except Exception as error:
-            half_changed, unsummed = isinstance(error, OomDuringUpdate), isinstance(error, OomDuringAllReduce)
-            if not half_changed and not unsummed and not is_out_of_memory(error):
-                raise
-            reason = first_line(error)
-        # Out here nothing refers to the frames of the attempt, which hold what must be freed.
-        abort_step(job.learner)
-        free_memory(job.learner.device)
-        if unsummed:
-            message = f"Out of memory while gradients were summed or clipped, at step {state.step + 1} ({reason})."
-            raise TrainingFailed(Problem(message, SMALLER_RUN))
-        less = reduced(job, fit, max((len(micro.t) for micro in given), default=1), state.step)
-        if half_changed and (job.processes.reduce is not None or less is None):
-            message = f"Out of memory while the weights were changed, at step {state.step + 1} ({reason})."
-            raise WeightsLost(Problem(message, SMALLER_STATE))
-        if less is None:
-            raise nothing_left(f"at step {state.step + 1}", reason)
-        message = f"out of memory ({reason}): {words(job, less)} in place of {words(job, fit, given)}"
-        if half_changed:
-            raise Rollback(state, "memory", message, fit=less)
-        reporter.event(state.step + 1, "memory", f"{message}; the step is done again")
-        fit, changed = less, True
-
-
-def refit(micros: list[MicroBatch], most: int | None) -> list[MicroBatch]:
-    """The same samples in the same order, in micro-batches of at most `most`; None leaves them as they are."""
-    if most is None or all(len(micro.t) <= most for micro in micros):
-        return micros
-    found = []
-    for micro in micros:
-        count = len(micro.t)
-        parts = -(-count // most)
-        bounds = [part * count // parts for part in range(parts + 1)]
-        found += [micro.part(start, end) for start, end in pairwise(bounds)]
-    return found
 
 
 def reduced(job: LoopContext, fit: OomFallback, largest: int, step: int) -> OomFallback | None:
@@ -104,22 +33,27 @@ def reduced(job: LoopContext, fit: OomFallback, largest: int, step: int) -> OomF
     return replace(fit, swapped=visiting[0], since=step, grown=False, failed=failed) if visiting else None
 
 
-def grown(job: LoopContext, state: TrainState) -> OomFallback:
-    """One fallback up, after enough steps in which memory sufficed; else the same."""
+def grown(job: LoopContext, state: TrainState, reporter: Reporter) -> OomFallback:
+    """One fallback up, which is logged, after enough steps in which memory sufficed; else the same."""
     fit = state.fit
+    steps = state.step - fit.since
     waiting = job.config.memory.oom_recovery_steps * 2**fit.failed
     as_planned = (fit.micro, fit.checkpointed, fit.swapped) == (None, None, None)
-    if not waiting or as_planned or state.step - fit.since < waiting:
+    if not waiting or as_planned or steps < waiting:
         return fit
+    up = replace(fit, since=state.step, grown=True)
     if fit.swapped is not None:
         fewer = [count for count in swap_fallbacks(job) if count < fit.swapped]
-        return replace(fit, swapped=fewer[-1] if len(fewer) > 1 else None, since=state.step, grown=True)
-    if fit.checkpointed is not None:
+        up = replace(up, swapped=fewer[-1] if len(fewer) > 1 else None)
+    elif fit.checkpointed is not None:
         fewer = [count for count in checkpointing_fallbacks(job) if count < fit.checkpointed]
-        return replace(fit, checkpointed=fewer[-1] if len(fewer) > 1 else None, since=state.step, grown=True)
-    assert fit.micro is not None
-    micro = fit.micro * 2
-    return replace(fit, micro=None if micro >= (job.planned.micro or 1) else micro, since=state.step, grown=True)
+        up = replace(up, checkpointed=fewer[-1] if len(fewer) > 1 else None)
+    elif fit.micro is not None:
+        micro = fit.micro * 2
+        up = replace(up, micro=None if micro >= (job.planned.micro or 1) else micro)
+    message = f"memory has sufficed for {steps} steps: trying {describe(job, up)} in place of {describe(job, fit)}"
+    reporter.event(state.step + 1, "memory", message)
+    return up
 
 
 def checkpointing_fallbacks(job: LoopContext) -> list[int]:
@@ -161,7 +95,7 @@ def install(job: LoopContext, fit: OomFallback) -> None:
     swap_blocks(job.learner.denoiser, swapped(job, fit), job.learner.device)
 
 
-def words(job: LoopContext, fit: OomFallback, given: Sequence[MicroBatch] = ()) -> str:
+def describe(job: LoopContext, fit: OomFallback, given: Sequence[MicroBatch] = ()) -> str:
     """A fit as people read it; `given` are the micro-batches as they were, where that is known better."""
     largest = max((len(micro.t) for micro in given), default=fit.micro or job.planned.micro)
     visiting = f" and {count} streamed" if (count := swapped(job, fit)) else ""
@@ -191,7 +125,7 @@ def agreed(job: LoopContext, fit: OomFallback, step: int, reporter: Reporter) ->
         failed=failed,
     )
     if (together.micro, together.checkpointed, together.swapped) != (fit.micro, fit.checkpointed, fit.swapped):
-        message = f"another process ran out of memory: all go on with {words(job, together)}"
-        reporter.event(step, "memory", f"{message} in place of {words(job, fit)}")
+        message = f"another process ran out of memory: all go on with {describe(job, together)}"
+        reporter.event(step, "memory", f"{message} in place of {describe(job, fit)}")
         install(job, together)
     return together

@@ -1,0 +1,153 @@
+"""A step that fails is made again with less memory, or without compiled blocks; composed here, once.
+
+The step is made again with the same samples and the same noise, so that nothing but rounding changes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+
+import torch
+
+from lora_trainer.core.errors import Problem, TrainingFailed, first_line, is_out_of_memory
+from lora_trainer.core.randomness import position_key
+from lora_trainer.evaluation.loading import free_memory
+from lora_trainer.models.compiled import Compiled, said_by_the_compiler
+from lora_trainer.training.compiling import WITHOUT, disagreement, failed_by_it, refuse_graph_break
+from lora_trainer.training.guard import watchful
+from lora_trainer.training.job import LoopContext
+from lora_trainer.training.memory.oom_fallback import describe, grown, install, reduced
+from lora_trainer.training.micro_batch import MicroBatch
+from lora_trainer.training.recovery import SMALLER_RUN, SMALLER_STATE, Rollback, WeightsLost, nothing_left
+from lora_trainer.training.reporter import Reporter
+from lora_trainer.training.state import OomFallback, TrainState
+from lora_trainer.training.step import (
+    OomDuringAllReduce,
+    OomDuringUpdate,
+    StepResult,
+    abort_step,
+    changing_weights,
+    train_step,
+)
+from lora_trainer.training.stopping import Stopping
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Why a step failed: without its exception, whose frames hold the memory that must be freed."""
+
+    kind: type[Exception]
+    reason: str
+    of_compiler: bool = False
+
+
+def step_with_fallbacks(
+    run: LoopContext,
+    state: TrainState,
+    batches: Sequence[MicroBatch],
+    lr: float,
+    stopping: Stopping,
+    reporter: Reporter,
+) -> tuple[StepResult, OomFallback]:
+    """The step after `state`, and the fallback that it fits with.
+
+    Raises StepAborted for a signal, with no trace left; Rollback when memory ran out while weights were changed;
+    TrainingFailed with nothing left to reduce.
+    """
+    context, samples = run.learner, run.samples_in(state.step)
+    compiled, fit = context.compiled, grown(run, state, reporter)
+    is_changed = fit != state.fit
+    with stopping.step(state) as gradients_are_there:
+        while True:
+            parts = split_batches(batches, fit.micro)
+            try:
+                if is_changed:
+                    install(run, fit)
+                failure = compiled_failure(run, compiled, parts, state, reporter)
+                if failure is None:
+                    if run.config.lora.dropout:
+                        # From the step's position, as every other draw: no generator state to keep, and each process
+                        # has masks of its own.
+                        key = position_key(run.config.train.seed, "dropout", state.step, run.processes.rank)
+                        torch.manual_seed(key % 2**32)
+                    clip_scale = state.control.clip_scale
+                    result = train_step(watchful(context, state), parts, samples, lr, clip_scale, gradients_are_there)
+                    if context.average is not None:
+                        with changing_weights():
+                            context.average.follow(context.adapter.masters, state.step)
+            except Exception as error:  # noqa: BLE001  raised again where nothing can be done about it
+                failure = failure_of(error, compiled)
+            # Out here nothing refers to the frames of the attempt.
+            if failure is None:
+                if compiled is not None and compiled.on and (news := compiled.news()) is not None:
+                    reporter.event(state.step + 1, "compile", news)
+                return result, fit
+            abort_step(context)
+            if compiled is not None and failure.of_compiler:
+                compiled.on = False
+                fit = replace(fit, eager=True)
+                message = f"compiled blocks failed ({failure.reason}): {WITHOUT}; this step is done so too"
+                reporter.event(state.step + 1, "compile", message)
+            else:
+                free_memory(context.device)
+                fit, is_changed = with_less_memory(run, state, fit, parts, failure, reporter), True
+
+
+def split_batches(batches: Sequence[MicroBatch], most: int | None) -> list[MicroBatch]:
+    """The same samples in the same order, in micro-batches of at most `most`; None leaves them as they are."""
+    parts = []
+    for batch in batches:
+        count = len(batch.t)
+        pieces = -(-count // most) if most else 1
+        bounds = [piece * count // pieces for piece in range(pieces + 1)]
+        parts += [batch] if pieces <= 1 else [batch.part(start, end) for start, end in pairwise(bounds)]
+    return parts
+
+
+def compiled_failure(
+    run: LoopContext, compiled: Compiled | None, parts: list[MicroBatch], state: TrainState, reporter: Reporter
+) -> Failure | None:
+    """What is wrong with compiled blocks before the step; in the first step of a process their gradients are checked."""
+    if compiled is None:
+        return None
+    compiled.begin_step()
+    reason = disagreement(run, compiled, parts, state.step, reporter) if compiled.on and not compiled.held else None
+    return None if reason is None else Failure(Exception, reason, of_compiler=True)
+
+
+def failure_of(error: Exception, compiled: Compiled | None) -> Failure:
+    """What can be done about an error of a step is known by this. Raises the error where nothing can."""
+    if compiled is not None and compiled.on and failed_by_it(error):
+        refuse_graph_break(error, compiled)
+        return Failure(type(error), said_by_the_compiler(error), of_compiler=True)
+    if isinstance(error, OomDuringUpdate | OomDuringAllReduce) or is_out_of_memory(error):
+        return Failure(type(error), first_line(error))
+    raise error
+
+
+def with_less_memory(
+    run: LoopContext,
+    state: TrainState,
+    fit: OomFallback,
+    parts: Sequence[MicroBatch],
+    failure: Failure,
+    reporter: Reporter,
+) -> OomFallback:
+    """The next fallback after memory ran out. Raises Rollback where weights are half changed, else TrainingFailed."""
+    step, reason = state.step + 1, failure.reason
+    if failure.kind is OomDuringAllReduce:
+        message = f"Out of memory while gradients were summed or clipped, at step {step} ({reason})."
+        raise TrainingFailed(Problem(message, SMALLER_RUN))
+    less = reduced(run, fit, max((len(part.t) for part in parts), default=1), state.step)
+    if failure.kind is OomDuringUpdate and (run.processes.reduce is not None or less is None):
+        message = f"Out of memory while the weights were changed, at step {step} ({reason})."
+        raise WeightsLost(Problem(message, SMALLER_STATE))
+    if less is None:
+        raise nothing_left(f"at step {step}", reason)
+    message = f"out of memory ({reason}): {describe(run, less)} in place of {describe(run, fit, parts)}"
+    if failure.kind is OomDuringUpdate:
+        raise Rollback(state, "memory", message, fit=less)
+    reporter.event(step, "memory", f"{message}; the step is done again")
+    return less

@@ -1,0 +1,152 @@
+"""The training loop: make a step, run its hooks, until the planned steps are done."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, closing
+from dataclasses import replace
+
+from lora_trainer.core.disk import stand_by
+from lora_trainer.core.errors import Problem, TrainingFailed, UserError, first_line, is_out_of_memory
+from lora_trainer.core.interrupt import Interrupt, StepAborted, listening, remembering
+from lora_trainer.data.loader import prefetch
+from lora_trainer.monitor.progress import Watch
+from lora_trainer.monitor.trackers import Trackers
+from lora_trainer.training.checkpoints.checkpoint import Checkpoint
+from lora_trainer.training.checkpoints.save import restore, save, take
+from lora_trainer.training.control import stopped_early
+from lora_trainer.training.fallbacks import step_with_fallbacks
+from lora_trainer.training.group import ProcessLost
+from lora_trainer.training.guard import with_settings
+from lora_trainer.training.hooks import make_hooks
+from lora_trainer.training.job import LoopContext, is_unvalidated, lr_at
+from lora_trainer.training.memory.oom_fallback import install
+from lora_trainer.training.metrics import Metrics
+from lora_trainer.training.micro_batch import MicroBatch
+from lora_trainer.training.recovery import Rollback, out_of_reach, rolled_back, saved_and_failed
+from lora_trainer.training.reporter import Reporter
+from lora_trainer.training.state import TrainState
+from lora_trainer.training.step import abort_step
+from lora_trainer.training.stopping import Stopping
+from lora_trainer.training.validation import validate
+
+READ_AHEAD = 4  # steps
+READING_FAILED = "Check the disk, and that other programs leave memory free; --resume continues."
+
+
+def train(
+    run: LoopContext, start: Checkpoint | None, trackers: Trackers | None, line: AbstractContextManager[Watch]
+) -> tuple[TrainState, Interrupt]:
+    """Train until the planned steps are done, a signal comes, or `train.max_hours` is over.
+
+    Returns the last state, which is saved, and the signal if one came. `trackers` is None in all processes but the
+    main one. Raises TrainingFailed when the loss is not finite, memory runs out or a checkpoint cannot be written.
+    """
+    first = take(run, TrainState())  # a run without any checkpoint rolls back to here
+    state = with_settings(restore(run, start) if start else TrainState(), run.config)
+    with (
+        line as show,
+        run.writer,
+        run.watches,
+        listening() as interrupt,
+        remembering(run.config.train.grace_seconds),
+    ):
+        reporter = Reporter(trackers, show, run.say, run.watches)
+        if is_unvalidated(run, state):
+            state = validate(run, state, reporter)
+            if is_unvalidated(run, state):  # aborted by a signal
+                report_end(run, state, reporter, interrupt)
+                return state, interrupt
+            if state.step > 0:
+                save(run, state, last=True)
+        if is_finished(run, state):
+            return state, interrupt
+        while True:
+            try:
+                with closing(prefetch(read_steps(run, state.step), READ_AHEAD)) as loader:
+                    for newer in training_loop(run, state, loader, reporter, interrupt):
+                        state = newer
+                break
+            except Rollback as rollback:
+                state = rolled_back(run, first, rollback, reporter)
+        report_end(run, state, reporter, interrupt)
+        return state, interrupt
+
+
+def training_loop(
+    run: LoopContext, state: TrainState, loader: Iterator[list[MicroBatch]], reporter: Reporter, interrupt: Interrupt
+) -> Iterator[TrainState]:
+    """Train on what `loader` gives, a list of micro-batches a step. Yields the state after each; the last is saved.
+
+    Raises TrainingFailed, and Rollback.
+    """
+    stopping, metrics = Stopping(run, interrupt), Metrics(run, reporter)
+    hooks = make_hooks(run, stopping, metrics, reporter)
+    began, earlier = time.monotonic(), state.seconds
+    install(run, state.fit)
+    while True:
+        stand_by()  # nothing is trained while what was trained cannot be written
+        run.writer.check()
+        started, lr = time.perf_counter(), lr_at(run, state, state.step)
+        try:
+            with stopping.waiting_for_data():
+                batches = next_batches(loader, state.step)
+            waited = time.perf_counter() - started
+            result, fit = step_with_fallbacks(run, state, batches, lr, stopping, reporter)
+        except StepAborted:
+            abort_step(run.learner)
+            state = metrics.flush(state)
+            if state.step > 0:
+                save(run, state, reporter.flush, last=True)
+            yield state
+            return
+        except UserError as error:
+            raise failed(run, state, metrics, error) from error
+        state = replace(state, step=state.step + 1, fit=fit, seconds=earlier + time.monotonic() - began)
+        metrics.add(state, result, lr, started, waited)
+        try:
+            for hook in hooks:
+                state = hook(state)
+        except ProcessLost as error:
+            raise failed(run, state, metrics, error) from error
+        yield state
+        if stopping.is_last(state):
+            return
+
+
+def read_steps(run: LoopContext, first: int) -> Iterator[list[MicroBatch]]:
+    """The micro-batches of each step from `first` on; read ahead in another thread."""
+    for step in range(first, run.total_steps):
+        yield run.micros(step)
+
+
+def next_batches(loader: Iterator[list[MicroBatch]], step: int) -> list[MicroBatch]:
+    """The micro-batches of the step after `step`. Raises TrainingFailed where memory or the disk fails in reading them."""
+    try:
+        return next(loader)
+    except Exception as error:
+        if not isinstance(error, OSError) and not is_out_of_memory(error):
+            raise
+        what = "Memory ran out" if is_out_of_memory(error) else "The system failed"
+        message = f"{what} in reading the data of step {step + 1} ({first_line(error)})."
+        raise TrainingFailed(Problem(message, READING_FAILED)) from error
+
+
+def is_finished(run: LoopContext, state: TrainState) -> bool:
+    return state.step >= run.total_steps or stopped_early(run.config.safeguards, state.control)
+
+
+def failed(run: LoopContext, state: TrainState, metrics: Metrics, error: UserError) -> TrainingFailed:
+    """The error that a run ends with, once all that can be saved is saved."""
+    return saved_and_failed(run, state if out_of_reach(run, error) else metrics.flush(state), error)
+
+
+def report_end(run: LoopContext, state: TrainState, reporter: Reporter, interrupt: Interrupt) -> None:
+    """Report why training ends before its last step."""
+    if interrupt:
+        message = f"{interrupt.name}: everything was saved {interrupt.seconds:.2f} s after it"
+        reporter.event(state.step, "signal", message)
+    elif not is_finished(run, state):
+        message = f"train.max_hours={run.config.train.max_hours:g} is over: the training ends here"
+        reporter.event(state.step, "early_stop", message)
