@@ -9,12 +9,10 @@ from typing import get_args
 import pytest
 
 from lora_trainer.config import schema
-from lora_trainer.diffusion.loss import ERRORS
 from lora_trainer.evaluation.lora_check import LORA_CHECKS
 from lora_trainer.models import FAMILIES
 from lora_trainer.models.attention.kinds import KINDS
 from lora_trainer.models.folder import FAMILY_OF_PIPELINE
-from lora_trainer.optim.optimizers import OPTIMIZERS
 from lora_trainer.optim.schedules import SHAPES
 from lora_trainer.production.choices import DTYPES
 from lora_trainer.production.release import RELEASED_STEP
@@ -24,9 +22,7 @@ from lora_trainer.production.release import RELEASED_STEP
     ("names", "functions"),
     [
         (schema.FamilyName, FAMILIES),
-        (schema.OptimizerName, OPTIMIZERS),
         (schema.SchedulerName, SHAPES),
-        (schema.LossName, ERRORS),
         (schema.Precision, DTYPES),
         (schema.ExportWeightsName, RELEASED_STEP),
         (schema.LoraCheckName, LORA_CHECKS),

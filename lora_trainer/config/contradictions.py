@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from lora_trainer.config.tables import traits_of_optimizer
 from lora_trainer.config.toml import section_types, shown
 from lora_trainer.core.errors import Problem
 
@@ -83,9 +84,13 @@ def prodigy_rate(settings: Settings) -> list[Yields]:
     rate, name = settings["optimizer.learning_rate"], "optimizer.learning_rate"
     # A preset's rate is meant for AdamW whatever its size.
     meant_for_adamw = rate < SMALLEST_FACTOR or not from_user(settings.origin[name])
-    if settings["optimizer.name"] != "prodigy" or not meant_for_adamw or rate == SUGGESTED_FACTOR:
+    if (
+        not traits_of_optimizer(settings["optimizer.name"]).finds_learning_rate
+        or not meant_for_adamw
+        or rate == SUGGESTED_FACTOR
+    ):
         return []
-    reason = "Prodigy finds the rate itself, and this is a factor on it"
+    reason = f"{settings['optimizer.name']} finds the learning rate itself, and this is a factor on it"
     return [Yields(name, SUGGESTED_FACTOR, reason, "Set optimizer.learning_rate=1.0, or remove it.")]
 
 
@@ -98,21 +103,19 @@ def text_rates(settings: Settings) -> list[Yields]:
         return [Yields(name, None, reason, f"Set text_encoder.learning_rates, or remove {name}.") for name in named]
     (factor,) = {clash.value for clash in prodigy_rate(settings)} or {settings["optimizer.learning_rate"]}
     same = [factor if rate else 0.0 for rate in rates]
-    if settings["optimizer.name"] != "prodigy" or list(rates) == same:
+    if not traits_of_optimizer(settings["optimizer.name"]).finds_learning_rate or list(rates) == same:
         return []
-    reason = (
-        f"Prodigy finds one rate for all that is trained, and optimizer.learning_rate={factor:g} is the factor on it"
-    )
+    reason = f"{settings['optimizer.name']} finds one learning rate for all that is trained, and optimizer.learning_rate={factor:g} is the factor on it"
     fix = f"Set text_encoder.learning_rates={shown(same)}, or another optimizer.name."
     return [Yields("text_encoder.learning_rates", same, reason, fix)]
 
 
 def schedule_free(settings: Settings) -> list[Yields]:
-    if settings["optimizer.name"] != "adamw_schedulefree":
+    if not traits_of_optimizer(settings["optimizer.name"]).averages_weights:
         return []
     found = []
     if settings["lr_scheduler.name"] != "constant_with_warmup":
-        reason = "optimizer.name=adamw_schedulefree averages weights in place of a schedule"
+        reason = f"optimizer.name={settings['optimizer.name']} averages weights in place of a schedule"
         found.append(
             Yields(
                 "lr_scheduler.name",
@@ -122,10 +125,10 @@ def schedule_free(settings: Settings) -> list[Yields]:
             )
         )
     if settings["train.ema_decay"] is not None:
-        reason = "optimizer.name=adamw_schedulefree keeps an average of the weights already"
+        reason = f"optimizer.name={settings['optimizer.name']} keeps an average of the weights already"
         found.append(Yields("train.ema_decay", None, reason, "Set train.ema_decay=none, or another optimizer.name."))
     if settings["optimizer.beta1"] == 0.0:
-        reason = "optimizer.name=adamw_schedulefree divides by beta1"
+        reason = f"optimizer.name={settings['optimizer.name']} divides by beta1"
         found.append(Yields("optimizer.beta1", 0.9, reason, "Set optimizer.beta1 above 0."))
     return found
 
@@ -230,8 +233,8 @@ def control(settings: Settings) -> list[Yields]:
         elif settings["validation.split"] == 0.0:
             reason = "it looks at validation losses, and validation.split=0 holds no image out"
             found.append(Yields(name, False, reason, "Set validation.split to 0.1 or so."))
-    if settings["safeguards.reduce_lr_on_plateau"] and settings["optimizer.name"] == "adamw_schedulefree":
-        reason = "optimizer.name=adamw_schedulefree averages weights in place of lowering its rate"
+    if settings["safeguards.reduce_lr_on_plateau"] and traits_of_optimizer(settings["optimizer.name"]).averages_weights:
+        reason = f"optimizer.name={settings['optimizer.name']} averages weights in place of lowering its rate"
         found.append(
             Yields(
                 "safeguards.reduce_lr_on_plateau",
@@ -294,11 +297,9 @@ def words(settings: Settings) -> list[Yields]:
             if settings[each] != default
         ]
     (factor,) = {clash.value for clash in prodigy_rate(settings)} or {settings["optimizer.learning_rate"]}
-    if settings["optimizer.name"] != "prodigy" or settings[name] == factor:
+    if not traits_of_optimizer(settings["optimizer.name"]).finds_learning_rate or settings[name] == factor:
         return []
-    reason = (
-        f"Prodigy finds one rate for all that is trained, and optimizer.learning_rate={factor:g} is the factor on it"
-    )
+    reason = f"{settings['optimizer.name']} finds one learning rate for all that is trained, and optimizer.learning_rate={factor:g} is the factor on it"
     return [Yields(name, factor, reason, f"Set {name}={factor:g}, or another optimizer.name.")]
 
 

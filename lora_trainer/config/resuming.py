@@ -86,6 +86,7 @@ CHANGES_THE_REST = (
     "flow.shift",
     "loss.type",
     "loss.huber_delta",
+    "loss.weighting",
     "loss.min_snr_gamma",
     "loss.prior_loss_weight",
     "loss.unmasked_weight",

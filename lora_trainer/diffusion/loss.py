@@ -1,16 +1,16 @@
-"""The loss of each sample: an error, and what a timestep counts."""
+"""The loss of each sample: an error, times what its timestep counts."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
-import torch
-from torch import Tensor
+if TYPE_CHECKING:
+    from torch import Tensor
 
-from lora_trainer.config.schema import LossSection
-from lora_trainer.diffusion.process import Process
+    from lora_trainer.config.schema import LossSection
+    from lora_trainer.diffusion.process import Process
 
 SMALLEST_MEAN = 1e-12  # of a mask: one that is black everywhere must give 0, not 0 / 0
 
@@ -22,18 +22,17 @@ class Loss(Protocol):
 
 
 # The same without t; a third tensor [B, 1, h, w] weighs the places.
-Error = Callable[..., Tensor]
+Error = Callable[..., "Tensor"]
 
 
 def make_loss(config: LossSection, process: Process) -> Loss:
     """The training loss that the settings ask for. A mask in [0, 1] says where it counts, 0 as `unmasked_weight`."""
-    error = ERRORS[config.type](config)
-    gamma = config.min_snr_gamma
+    error, weight = ERRORS[config.type](config), WEIGHTINGS[config.weighting](config, process)
 
     def loss(predicted: Tensor, target: Tensor, t: Tensor, mask: Tensor | None = None) -> Tensor:
         places = () if mask is None else (mask.clamp(min=config.unmasked_weight),)
         found = error(predicted, target, *places)
-        return found if gamma is None else found * min_snr_weight(process, t, gamma)
+        return found if weight is None else found * weight(t)
 
     return loss
 
@@ -66,6 +65,8 @@ def huber_error(predicted: Tensor, target: Tensor, weights: Tensor | None = None
 
 
 def difference(predicted: Tensor, target: Tensor) -> Tensor:
+    import torch  # here, so that the names of losses are known without it
+
     precise = torch.promote_types(predicted.dtype, torch.float32)
     return predicted.to(precise) - target.to(precise)
 
@@ -74,6 +75,16 @@ ERRORS: dict[str, Callable[[LossSection], Error]] = {
     "mse": lambda config: squared_error,
     "huber": lambda config: partial(huber_error, delta=config.huber_delta),
 }
+
+
+# t [B] -> what each timestep counts [B].
+Weight = Callable[["Tensor"], "Tensor"]
+
+
+def min_snr(config: LossSection, process: Process) -> Weight | None:
+    """min-SNR weighting where `loss.min_snr_gamma` is set."""
+    gamma = config.min_snr_gamma
+    return None if gamma is None else partial(min_snr_weight, process, gamma=gamma)
 
 
 def min_snr_weight(process: Process, t: Tensor, gamma: float) -> Tensor:
@@ -85,3 +96,7 @@ def min_snr_weight(process: Process, t: Tensor, gamma: float) -> Tensor:
     snr = process.snr(t)
     divisor = snr if process.prediction == "epsilon" else snr + 1.0
     return snr.clamp(max=gamma) / divisor
+
+
+# A weighting takes the settings and the model's process; it gives None where all timesteps count alike.
+WEIGHTINGS: dict[str, Callable[[LossSection, Process], Weight | None]] = {"min_snr": min_snr}

@@ -1,25 +1,50 @@
-"""Optimizers by name, over fp32 parameters in groups: with weight decay and without, at each rate.
+"""Optimizers: one `OptimizerSpec` each holds all that the program knows of it. No torch until one is built.
 
-The rate comes from outside, set before each step; groups with a rate of their own have a share of it.
+Parameters are in groups: with weight decay and without, at each learning rate. The learning rate is set from outside
+before each step; a group with a learning rate of its own has a share of it.
 """
 
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
-import torch
-from torch import Tensor, nn
-
-from lora_trainer.config.schema import OptimizerSection
 from lora_trainer.core.errors import Problem, UsageError
+from lora_trainer.optim.state_size import ROUNDING, Shape, factored, full_tensors, two_in_8_bits
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+    from torch.optim import Optimizer
+
+    from lora_trainer.config.schema import OptimizerSection
 
 Groups = list[dict[str, Any]]
 Rates = Sequence[
     tuple[float, Collection[str]]
-]  # rates that are not `optimizer.learning_rate`, and whose they are by name
-Build = Callable[[Groups, OptimizerSection], torch.optim.Optimizer]
+]  # learning rates that are not `optimizer.learning_rate`, and whose they are by name
+
+
+@dataclass(frozen=True)
+class OptimizerSpec:
+    """An optimizer: how it is built, the memory of its state, and what settings and the training loop depend on.
+
+    `build` takes parameter groups and the settings. `state` gives the bytes of each tensor that is kept for a parameter
+    of a shape. `eval_weight` gives the value that a parameter is validated, sampled and exported with, where that is
+    not the trained one; the parameter stays as it is.
+    """
+
+    build: Callable[[Groups, OptimizerSection], Optimizer]
+    state: Callable[[Shape], list[int]]
+    library: str | None = None  # imported beside torch
+    has_8_bit_state: bool = False
+    waits_for_gpu: bool = False  # inside its step
+    skips_nonfinite: bool = False  # by itself, on the device: it reads `found_inf`, as torch's fused ones do
+    finds_learning_rate: bool = False  # `optimizer.learning_rate` is a factor on one that it finds
+    averages_weights: bool = False  # in place of an LR scheduler and of EMA
+    eval_weight: Callable[[Optimizer, nn.Parameter], Tensor] | None = None
+
 
 # As peft names them: DoRA's magnitudes (a convolution's have four dimensions) and trained tokens.
 UNDECAYED = ("lora_magnitude_vector", "trainable_tokens", "token_embedding")
@@ -30,11 +55,9 @@ def decays(name: str, parameter: Tensor) -> bool:
     return parameter.ndim > 1 and not any(word in name for word in UNDECAYED)
 
 
-def make_optimizer(
-    parameters: Mapping[str, nn.Parameter], config: OptimizerSection, rates: Rates = ()
-) -> torch.optim.Optimizer:
+def make_optimizer(parameters: Mapping[str, nn.Parameter], config: OptimizerSection, rates: Rates = ()) -> Optimizer:
     """The optimizer that `optimizer.name` means. Raises UsageError when its library does not load."""
-    return OPTIMIZERS[config.name](
+    return OPTIMIZERS[config.name].build(
         [
             {"params": params, "weight_decay": decay, "lr": share * config.learning_rate}
             for share, decay, params in grouped(parameters, config, rates)
@@ -67,23 +90,25 @@ def shares_of(parameters: Mapping[str, nn.Parameter], config: OptimizerSection, 
     return tuple(share for share, _, _ in grouped(parameters, config, rates))
 
 
-def adamw(groups: Groups, config: OptimizerSection) -> torch.optim.Optimizer:
+def adamw(groups: Groups, config: OptimizerSection) -> Optimizer:
     """torch's AdamW (arXiv:1711.05101), in its fused form: one kernel for all parameters."""
+    import torch
+
     return torch.optim.AdamW(groups, lr=config.learning_rate, betas=(config.beta1, config.beta2), fused=True)
 
 
-def adamw8bit(groups: Groups, config: OptimizerSection, *, paged: bool = False) -> torch.optim.Optimizer:
+def adamw8bit(groups: Groups, config: OptimizerSection, *, paged: bool = False) -> Optimizer:
     """bitsandbytes' AdamW with 8-bit state (arXiv:2110.02861); tensors below 4,096 elements keep fp32 state."""
     kind = from_library("bitsandbytes.optim", "AdamW8bit", config.name)
     return kind(groups, lr=config.learning_rate, betas=(config.beta1, config.beta2), is_paged=paged)
 
 
-def paged_adamw8bit(groups: Groups, config: OptimizerSection) -> torch.optim.Optimizer:
+def paged_adamw8bit(groups: Groups, config: OptimizerSection) -> Optimizer:
     """The same with state that moves to system memory when the GPU is full; on a CPU there is nothing to page."""
     return adamw8bit(groups, config, paged=all(each.is_cuda for group in groups for each in group["params"]))
 
 
-def adafactor(groups: Groups, config: OptimizerSection) -> torch.optim.Optimizer:
+def adafactor(groups: Groups, config: OptimizerSection) -> Optimizer:
     """Adafactor (arXiv:1804.04235) without momentum: squares of gradients kept as rows and columns.
 
     The rate is used as it is. transformers' form is taken because torch's always scales it by
@@ -93,44 +118,30 @@ def adafactor(groups: Groups, config: OptimizerSection) -> torch.optim.Optimizer
     return kind(groups, lr=config.learning_rate, scale_parameter=False, relative_step=False)
 
 
-def lion(groups: Groups, config: OptimizerSection) -> torch.optim.Optimizer:
+def lion(groups: Groups, config: OptimizerSection) -> Optimizer:
     """Lion (arXiv:2302.06675): the sign of a momentum. Wants a third to a tenth of AdamW's rate."""
     kind = from_library("pytorch_optimizer", "Lion", config.name)
     return kind(groups, lr=config.learning_rate, betas=(config.beta1, config.beta2))
 
 
-def prodigy(groups: Groups, config: OptimizerSection) -> torch.optim.Optimizer:
+def prodigy(groups: Groups, config: OptimizerSection) -> Optimizer:
     """Prodigy (arXiv:2306.06101): finds the rate itself; ours is a factor on it, 1.0 as a rule."""
     kind = from_library("pytorch_optimizer", "Prodigy", config.name)
     betas = (config.beta1, config.beta2)
     return kind(groups, lr=config.learning_rate, betas=betas, bias_correction=True, safeguard_warmup=True)
 
 
-def schedule_free(groups: Groups, config: OptimizerSection) -> torch.optim.Optimizer:
+def schedule_free(groups: Groups, config: OptimizerSection) -> Optimizer:
     """Schedule-free AdamW (arXiv:2405.15682): trains at one point, and is used at an average of all (`averaged`)."""
     kind = from_library("pytorch_optimizer", "ScheduleFreeAdamW", config.name)
     return kind(groups, lr=config.learning_rate, betas=(config.beta1, config.beta2))
 
 
-OPTIMIZERS: dict[str, Build] = {
-    "adamw": adamw,
-    "adamw8bit": adamw8bit,
-    "paged_adamw8bit": paged_adamw8bit,
-    "adafactor": adafactor,
-    "lion": lion,
-    "prodigy": prodigy,
-    "adamw_schedulefree": schedule_free,
-}
-
-# They wait for a GPU in each step: bitsandbytes' after each parameter, Prodigy for the distance that it finds.
-WAITING = ("adamw8bit", "paged_adamw8bit", "prodigy")
-
-
-def from_library(module: str, name: str, wanted: str) -> Callable[..., torch.optim.Optimizer]:
+def from_library(module: str, name: str, wanted: str) -> Callable[..., Optimizer]:
     """A class of a library that only some optimizers need. Raises UsageError when it does not load."""
     library = module.partition(".")[0]
     try:
-        kind: Callable[..., torch.optim.Optimizer] = getattr(importlib.import_module(module), name)
+        kind: Callable[..., Optimizer] = getattr(importlib.import_module(module), name)
     except (ImportError, RuntimeError, OSError, AttributeError) as error:
         raise UsageError(
             Problem(
@@ -141,21 +152,56 @@ def from_library(module: str, name: str, wanted: str) -> Callable[..., torch.opt
     return kind
 
 
-def set_lr(optimizer: torch.optim.Optimizer, rate: float, shares: Sequence[float] = ()) -> None:
+def set_lr(optimizer: Optimizer, rate: float, shares: Sequence[float] = ()) -> None:
     """Set the rate of every group, or its share of it."""
     for group, share in zip(optimizer.param_groups, shares or (1.0,) * len(optimizer.param_groups), strict=True):
         group["lr"] = rate * share
 
 
-@torch.no_grad()
-def averaged(optimizer: torch.optim.Optimizer, parameter: nn.Parameter) -> Tensor:
+def schedule_free_weight(optimizer: Optimizer, parameter: nn.Parameter) -> Tensor:
     """What a schedule-free optimizer's parameter is used at, outside of training; the parameter stays as it is.
 
     x = (y - (1 - beta1) z) / beta1 (arXiv:2405.15682, eq. 8). The library's own `eval()` and `train()` do
-    this in place and back, and rounding would then hang on how often a run is looked at.
+    this in place and back, and rounding would then depend on how often a run is validated.
     """
     state = optimizer.state.get(parameter, {})
     if "z" not in state:
         return parameter.detach()
     (beta1,) = {group["betas"][0] for group in optimizer.param_groups}
     return parameter.detach().lerp(state["z"], 1.0 - 1.0 / beta1)
+
+
+OPTIMIZERS: dict[str, OptimizerSpec] = {
+    # torch's fused AdamW counts its steps in a tensor for each parameter.
+    "adamw": OptimizerSpec(adamw, full_tensors(2, numbers=1), skips_nonfinite=True),
+    # bitsandbytes waits for the GPU after each parameter.
+    "adamw8bit": OptimizerSpec(
+        adamw8bit, two_in_8_bits, library="bitsandbytes", has_8_bit_state=True, waits_for_gpu=True
+    ),
+    "paged_adamw8bit": OptimizerSpec(
+        paged_adamw8bit, two_in_8_bits, library="bitsandbytes", has_8_bit_state=True, waits_for_gpu=True
+    ),
+    "adafactor": OptimizerSpec(adafactor, factored, library="transformers"),
+    "lion": OptimizerSpec(lion, full_tensors(1), library="pytorch_optimizer"),
+    # Prodigy waits for the distance that it finds.
+    "prodigy": OptimizerSpec(
+        prodigy, full_tensors(4), library="pytorch_optimizer", waits_for_gpu=True, finds_learning_rate=True
+    ),
+    "adamw_schedulefree": OptimizerSpec(
+        schedule_free,
+        full_tensors(2),
+        library="pytorch_optimizer",
+        averages_weights=True,
+        eval_weight=schedule_free_weight,
+    ),
+}
+
+
+def optimizer_state_bytes(name: str, shapes: Iterable[Shape]) -> int:
+    """Bytes that the optimizer `name` keeps for parameters of these shapes, as a file holds them."""
+    return sum(sum(OPTIMIZERS[name].state(shape)) for shape in shapes)
+
+
+def optimizer_state_on_gpu(name: str, shapes: Iterable[Shape]) -> int:
+    """The same as a GPU's allocator holds it: each tensor takes whole pieces of ROUNDING bytes."""
+    return sum(-(-size // ROUNDING) * ROUNDING for shape in shapes for size in OPTIMIZERS[name].state(shape))

@@ -1,9 +1,9 @@
-"""Bytes of optimizer state by arithmetic, so that memory is known before anything is built. No torch."""
+"""Formulas for the bytes of optimizer state, so that memory is known before anything is built. No torch."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 
 Shape = tuple[int, ...]
 
@@ -29,25 +29,3 @@ def factored(shape: Shape) -> list[int]:
     size = math.prod(shape)
     squares = [4 * size] if len(shape) < 2 else [4 * (size // shape[-1]), 4 * (size // shape[-2])]
     return [*squares, NUMBER]
-
-
-# The bytes of each tensor that is kept for a parameter. torch's fused AdamW counts its steps in one for each.
-STATE_TENSORS: dict[str, Callable[[Shape], list[int]]] = {
-    "adamw": full_tensors(2, numbers=1),
-    "adamw8bit": two_in_8_bits,
-    "paged_adamw8bit": two_in_8_bits,
-    "adafactor": factored,
-    "lion": full_tensors(1),
-    "prodigy": full_tensors(4),
-    "adamw_schedulefree": full_tensors(2),
-}
-
-
-def optimizer_state_bytes(name: str, shapes: Iterable[Shape]) -> int:
-    """Bytes that the optimizer `name` keeps for parameters of these shapes, as a file holds them."""
-    return sum(sum(STATE_TENSORS[name](shape)) for shape in shapes)
-
-
-def optimizer_state_on_gpu(name: str, shapes: Iterable[Shape]) -> int:
-    """The same as a GPU's allocator holds it: each tensor takes whole pieces of ROUNDING bytes."""
-    return sum(-(-size // ROUNDING) * ROUNDING for shape in shapes for size in STATE_TENSORS[name](shape))

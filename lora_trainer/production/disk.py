@@ -11,7 +11,7 @@ from lora_trainer.data.captions import canonical
 from lora_trainer.data.sample import Sample
 from lora_trainer.data.views import plan_plain, plan_views
 from lora_trainer.models.family import Architecture, Family
-from lora_trainer.optim.state_size import optimizer_state_bytes
+from lora_trainer.optim.optimizers import optimizer_state_bytes
 from lora_trainer.production.inputs import measured_among, trained_framings, view_bytes
 from lora_trainer.production.reading import caches_texts
 

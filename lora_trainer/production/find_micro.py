@@ -24,7 +24,7 @@ from lora_trainer.data.loader import CachedData
 from lora_trainer.evaluation.loading import free_memory
 from lora_trainer.monitor.memory import LARGEST_SYSTEM_SHARE
 from lora_trainer.monitor.system import system_memory
-from lora_trainer.optim.state_size import optimizer_state_on_gpu
+from lora_trainer.optim.optimizers import optimizer_state_on_gpu
 from lora_trainer.production.choices import gpu_gib
 from lora_trainer.production.inputs import Inputs
 from lora_trainer.production.memory import GIB, usable_gib

@@ -6,12 +6,13 @@ import torch
 
 from lora_trainer.config.schema import Config
 from lora_trainer.core.imports import OPTIONAL, hide
+from lora_trainer.optim.optimizers import OPTIMIZERS
 
 
 def import_libraries(config: Config) -> None:
     """Import diffusers and peft, which do not find what these settings do not use. xformers runs on a GPU alone."""
     needed = {"bitsandbytes"} if config.memory.weight_dtype == "nf4" else set()
-    if "8bit" in config.optimizer.name:
+    if OPTIMIZERS[config.optimizer.name].library == "bitsandbytes":
         needed.add("bitsandbytes")
     if torch.cuda.is_available() and config.hardware.attention_backend != "sdpa":
         needed.add("xformers")

@@ -18,7 +18,7 @@ from lora_trainer.config.schema import Blocks
 from lora_trainer.core.errors import Problem, UsageError
 from lora_trainer.models.memory.profiles import MemoryModel, Sizes, count_of
 from lora_trainer.models.memory.texts import NO_TEXTS, TextSizes
-from lora_trainer.optim.state_size import optimizer_state_on_gpu
+from lora_trainer.optim.optimizers import OPTIMIZERS, optimizer_state_on_gpu
 
 GIB = 2**30
 # Nothing of this was measured on a GPU yet: docs/memory.md.
@@ -367,7 +367,7 @@ def milder(demand: Demand) -> Iterator[tuple[str, Demand]]:
         yield "memory.blocks_to_swap=auto", replace(demand, streaming="auto")
     if (demand.max_micro or 0) > 1:
         yield "train.max_micro_batch_size=1", replace(demand, max_micro=1)
-    if demand.optimizer not in ("adamw8bit", "paged_adamw8bit", "adafactor"):
+    if not OPTIMIZERS[demand.optimizer].has_8_bit_state:
         yield "optimizer.name=adamw8bit", replace(demand, optimizer="adamw8bit")
     for rank in SMALLER_RANKS:
         if rank < demand.rank:

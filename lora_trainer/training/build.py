@@ -22,7 +22,7 @@ from lora_trainer.models.memory.offload import offload_note, offloaded
 from lora_trainer.models.memory.profiles import count_of, no_more
 from lora_trainer.models.quantization.store import counted_products, int8_products, make_quantizer
 from lora_trainer.optim.clipping import make_clip
-from lora_trainer.optim.optimizers import WAITING, make_optimizer, shares_of
+from lora_trainer.optim.optimizers import OPTIMIZERS, make_optimizer, shares_of
 from lora_trainer.training.adapter import make_adapter
 from lora_trainer.training.attention import put_attention_on
 from lora_trainer.training.compiling import compiled_as_wanted
@@ -146,7 +146,7 @@ def make_step_context(
         dtype=dtype,
         clip=make_clip(config.optimizer),
         guard=choose_guard(config, device, scaled=scaler is not None),
-        optimizer_waits=config.optimizer.name in WAITING,
+        optimizer_waits=OPTIMIZERS[config.optimizer.name].waits_for_gpu,
         texts=texts,
         shares=shares_of(adapter.masters, config.optimizer, rates),
     )
@@ -160,7 +160,7 @@ def choose_guard(config: Config, device: torch.device, *, scaled: bool) -> Guard
     """
     if device.type == "cpu":
         return "ahead"
-    if config.optimizer.name == "adamw" and config.safeguards.on_nonfinite == "skip":
+    if OPTIMIZERS[config.optimizer.name].skips_nonfinite and config.safeguards.on_nonfinite == "skip":
         return "on_device"
     return "ahead" if scaled else "late"
 

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import partial
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from lora_trainer.config.schema import Config
-from lora_trainer.optim.optimizers import averaged
+from lora_trainer.optim.optimizers import OPTIMIZERS
 from lora_trainer.training.adapter import Adapter
 
 Shown = Callable[[], Mapping[str, Tensor]]
@@ -53,12 +52,7 @@ def shown_weights(optimizer: torch.optim.Optimizer, adapter: Adapter, average: E
     """
     if average is not None:
         return lambda: average.values
-    if name == "adamw_schedulefree":
-        return partial(schedule_free_weights, optimizer, adapter.masters)
-    return lambda: adapter.masters
-
-
-def schedule_free_weights(
-    optimizer: torch.optim.Optimizer, masters: Mapping[str, nn.Parameter]
-) -> Mapping[str, Tensor]:
-    return {name: averaged(optimizer, master) for name, master in masters.items()}
+    eval_weight = OPTIMIZERS[name].eval_weight
+    if eval_weight is None:
+        return lambda: adapter.masters
+    return lambda: {name: eval_weight(optimizer, master) for name, master in adapter.masters.items()}

@@ -11,7 +11,7 @@ from torch import nn
 
 from lora_trainer.config.schema import OptimizerSection
 from lora_trainer.core.errors import UsageError
-from lora_trainer.optim.optimizers import OPTIMIZERS, averaged, make_optimizer, set_lr, shares_of
+from lora_trainer.optim.optimizers import OPTIMIZERS, make_optimizer, schedule_free_weight, set_lr, shares_of
 
 # A rate under which each gets near the minimum below in a few hundred steps.
 RATES = dict.fromkeys(OPTIMIZERS, 0.01) | {"prodigy": 1.0, "adamw_schedulefree": 3e-2}
@@ -41,7 +41,8 @@ def test_each_optimizer_fits_a_low_rank_change(name):
         optimizer.step()
         optimizer.zero_grad()
     used = [
-        averaged(optimizer, each) if name == "adamw_schedulefree" else each.detach() for each in parameters.values()
+        schedule_free_weight(optimizer, each) if name == "adamw_schedulefree" else each.detach()
+        for each in parameters.values()
     ]
     assert float(error(used[1], used[0])) < 0.1 * first
 
@@ -128,7 +129,7 @@ def test_the_schedule_free_average_is_the_librarys_own():
             parameter.grad = torch.full_like(parameter, float(step - 1))
         optimizer.step()
     before = {name: parameter.detach().clone() for name, parameter in parameters.items()}
-    ours = {name: averaged(optimizer, parameter) for name, parameter in parameters.items()}
+    ours = {name: schedule_free_weight(optimizer, parameter) for name, parameter in parameters.items()}
     assert all(torch.equal(parameters[name], before[name]) for name in before)
     optimizer.eval()
     assert all(torch.equal(parameters[name], ours[name]) for name in before)

@@ -7,8 +7,13 @@ import torch
 from torch import nn
 
 from lora_trainer.config.schema import OptimizerSection
-from lora_trainer.optim.optimizers import OPTIMIZERS, make_optimizer
-from lora_trainer.optim.state_size import ROUNDING, STATE_TENSORS, optimizer_state_bytes, optimizer_state_on_gpu
+from lora_trainer.optim.optimizers import (
+    OPTIMIZERS,
+    make_optimizer,
+    optimizer_state_bytes,
+    optimizer_state_on_gpu,
+)
+from lora_trainer.optim.state_size import ROUNDING
 
 SHAPES = [(16, 640), (640, 16), (4, 320), (8, 16, 3, 3), (640,)]
 OF_ALL_8_BIT_TENSORS = 2 * 256 * 4  # two tables of code values, which all tensors share
@@ -37,7 +42,3 @@ def gather(state: object, held: dict[int, int]) -> None:
     elif isinstance(state, dict):
         for value in state.values():
             gather(value, held)
-
-
-def test_every_optimizer_has_its_arithmetic() -> None:
-    assert set(STATE_TENSORS) == set(OPTIMIZERS)

@@ -14,6 +14,7 @@ import torch
 from PIL import Image
 
 from lora_trainer.config import schema
+from lora_trainer.config.tables import names_for
 from lora_trainer.config.toml import setting_names
 from lora_trainer.models import FAMILIES
 from lora_trainer.training import control
@@ -310,18 +311,20 @@ def test_gone_on_with_in_another_rhythm_of_checkpoints_and_to_more_steps(place, 
 
 
 WORDS = {
-    "optimizer__name": schema.OptimizerName,
-    "lr_scheduler__name": schema.SchedulerName,
-    "memory__weight_dtype": schema.Precision,
-    "loss__type": schema.LossName,
-    "data__crop": schema.CropName,
+    "optimizer__name": names_for("optimizer.name"),
+    "lr_scheduler__name": get_args(schema.SchedulerName),
+    "memory__weight_dtype": get_args(schema.Precision),
+    "loss__type": names_for("loss.type"),
+    "loss__weighting": names_for("loss.weighting"),
+    "data__crop": get_args(schema.CropName),
 }
 USUAL = {"optimizer__name": "adamw", "memory__weight_dtype": "fp32", "loss__type": "mse", "data__crop": "center"}
+USUAL |= {"loss__weighting": "min_snr"}
 
 
 @pytest.mark.parametrize("setting", WORDS)
 def test_every_word_of_a_setting_has_a_case(setting):
-    assert {case.get(setting, USUAL.get(setting)) for case in CASES.values()} - {None} == set(get_args(WORDS[setting]))
+    assert {case.get(setting, USUAL.get(setting)) for case in CASES.values()} - {None} == set(WORDS[setting])
 
 
 # Sections whose settings change what a step does, and those of them that do it before any step, or in the data's choice.
@@ -336,7 +339,7 @@ BEFORE_ANY_STEP = {
 
 def test_every_setting_that_changes_a_step_has_a_case():
     wanted = {name for name in setting_names() if name.partition(".")[0] in OF_A_STEP} - BEFORE_ANY_STEP
-    given = {"lora.rank", "data.sources"}  # of all of them
+    given = {"lora.rank", "data.sources", "loss.weighting"}  # of all of them
     assert wanted - given == {key.replace("__", ".") for case in CASES.values() for key in case} & wanted - given
 
 

@@ -56,6 +56,7 @@ from lora_trainer.config.schema.types import (
     Share,
     Side,
     TimestepSamplingName,
+    WeightingName,
 )
 
 __all__ = [
@@ -105,6 +106,7 @@ __all__ = [
     "TimestepSamplingName",
     "TrainSection",
     "ValidationSection",
+    "WeightingName",
 ]
 
 

@@ -18,6 +18,7 @@ from lora_trainer.config.schema.types import (
     Section,
     Share,
     TimestepSamplingName,
+    WeightingName,
 )
 
 
@@ -108,6 +109,9 @@ class LossSection(Section):
 
     type: LossName = Field("mse", description="`mse`, or `huber`, which is less sensitive to large errors")
     huber_delta: Positive = Field(0.1, description="error above which `huber` grows linearly")
+    weighting: WeightingName = Field(
+        "min_snr", description="how much a timestep counts; `min_snr` counts all alike until `min_snr_gamma` is set"
+    )
     min_snr_gamma: Positive | None = Field(None, description="min-SNR weighting (arXiv:2303.09556); 5 is usual")
     prior_loss_weight: NotNegative = Field(1.0, description="factor on the loss of regularization images")
     unmasked_weight: Share = Field(0.0, description="weight of a masked image's loss where its mask is black")

@@ -6,15 +6,18 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, StrictBool
 
+from lora_trainer.config.tables import one_of
+
 FamilyName = Literal["sd15", "sd2", "sdxl", "sd3", "flux", "z_image"]
 Blocks = Annotated[
     StrictBool | Literal["auto"] | Annotated[int, Field(ge=0)], Field(union_mode="left_to_right")
 ]  # all, none, as few as needed, a number: 1 is one block and not `true`
 Flavor = Literal["base", "turbo"]  # of models with the same architecture
 Precision = Literal["bf16", "fp16", "fp32", "fp8", "int8", "nf4"]
-OptimizerName = Literal["adamw", "adamw8bit", "paged_adamw8bit", "adafactor", "lion", "prodigy", "adamw_schedulefree"]
+OptimizerName = Annotated[str, one_of("optimizer.name")]
 SchedulerName = Literal["constant_with_warmup", "linear", "cosine", "cosine_with_restarts", "polynomial", "one_cycle"]
-LossName = Literal["mse", "huber"]
+LossName = Annotated[str, one_of("loss.type")]
+WeightingName = Annotated[str, one_of("loss.weighting")]
 ExportDtype = Literal["fp16", "bf16", "fp32"]
 ExportWeightsName = Literal["best", "last"]
 LoraCheckName = Literal["full", "lite", "off"]

@@ -1,0 +1,51 @@
+"""Tables of names that some settings are checked against: optimizers, losses, weightings.
+
+Their owners stand above the config, which must not import them: `lora_trainer/__init__.py` hands the tables over. They
+are the owners' own dicts, so that an entry added to one is a valid name at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+from pydantic import AfterValidator
+from pydantic_core import PydanticCustomError
+
+
+class OptimizerTraits(Protocol):
+    """What settings depend on of an optimizer."""
+
+    finds_learning_rate: bool  # `optimizer.learning_rate` is a factor on one that it finds
+    averages_weights: bool  # in place of an LR scheduler and of EMA
+
+
+_tables: dict[str, Mapping[str, Any]] = {}
+
+
+def hand_over(setting: str, table: Mapping[str, Any]) -> None:
+    """Let `setting` take the names of a table."""
+    _tables[setting] = table
+
+
+def names_for(setting: str) -> tuple[str, ...]:
+    """The names that a setting takes, in their table's order."""
+    return tuple(_tables[setting])
+
+
+def traits_of_optimizer(name: str) -> OptimizerTraits:
+    traits: OptimizerTraits = _tables["optimizer.name"][name]
+    return traits
+
+
+def one_of(setting: str) -> AfterValidator:
+    """A validator of a name. Its error is the one that pydantic has for a literal."""
+
+    def check(name: str) -> str:
+        if name not in _tables[setting]:
+            quoted = [repr(known) for known in _tables[setting]]
+            expected = " or ".join([", ".join(quoted[:-1]), quoted[-1]] if quoted[:-1] else quoted)
+            raise PydanticCustomError("literal_error", "Input should be {expected}", {"expected": expected})
+        return name
+
+    return AfterValidator(check)
