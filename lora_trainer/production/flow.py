@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -53,7 +53,6 @@ from lora_trainer.production.room import refuse_without_room, room_for
 from lora_trainer.production.session import TIMED_ATTENTION, Prepared, Session, open_session, prepare
 from lora_trainer.training.checkpoints.checkpoint import Checkpoint, newest_valid
 from lora_trainer.training.control import stopped_early
-from lora_trainer.training.job import LoopContext
 from lora_trainer.training.loop import train
 from lora_trainer.training.state import TrainState
 from lora_trainer.training.step import StepContext
@@ -94,7 +93,11 @@ def run_session(order: Order, inputs: Inputs, record: Record) -> Outcome:
             refuse_without_room(room)
             if room.scarce:
                 order.console.print(f"{room.line}: that is just enough")
-            state, signal_exit = run_training(session, prepared.job, start, record.changed)
+            if done >= total:
+                order.console.print(f"all {total} steps are trained already")
+            with open_trackers(session, start, record.changed) as trackers:
+                progress = step_line(order.console, total, done, order.watch)
+                state, interrupt = train(prepared.job, start, trackers, progress)
         except UserError:
             if session.processes.is_main and (saved := newest_valid(prepared.job.checkpoints)[0]) is not None:
                 with contextlib.suppress(OSError):  # a disk that refused what was trained
@@ -116,8 +119,8 @@ def run_session(order: Order, inputs: Inputs, record: Record) -> Outcome:
         if session.processes.is_main:
             record = with_ledger(record, prepared, state)
             write_record(order.folder, record)
-    if signal_exit is not None or not session.processes.is_main:
-        return Outcome(record, None, None, signal_exit)
+    if interrupt or not session.processes.is_main:
+        return Outcome(record, None, None, interrupt.exit_code if interrupt else None)
     stop_if_signalled()
     return release(prepared, record, state)
 
@@ -205,24 +208,22 @@ def memory_told(device: torch.device) -> dict[str, float]:
     return told
 
 
-def run_training(
-    session: Session, job: LoopContext, start: Checkpoint | None, changed: Sequence[str]
-) -> tuple[TrainState, int | None]:
-    """Run the loop with its trackers and progress line. `changed` is what a resumed run does otherwise than before."""
-    console, total = session.console, session.steps.total
-    done = start.state.step if start else 0
-    if done >= total:
-        console.print(f"all {total} steps are trained already")
-    step, say = done if start else -1, console.print
-    trackers = Trackers(session.folder, resume_step=step, say=say) if session.processes.is_main else None
-    if trackers and start:
-        trackers.event(Event(done, "resumed", "; ".join([f"went on from step {done}", *changed])))
-    try:
-        state, interrupt = train(job, start, trackers, step_line(console, total, done, session.order.watch))
-    finally:
-        if trackers:
-            trackers.close()
-    return state, interrupt.exit_code if interrupt else None
+@contextlib.contextmanager
+def open_trackers(session: Session, start: Checkpoint | None, changed: Sequence[str]) -> Iterator[Trackers | None]:
+    """The run's files of metrics and events; None in all processes but the main one.
+
+    `changed` is what a resumed run does otherwise than before.
+    """
+    if not session.processes.is_main:
+        yield None
+        return
+    with contextlib.closing(
+        Trackers(session.folder, resume_step=start.state.step if start else -1, say=session.console.print)
+    ) as trackers:
+        if start:
+            message = "; ".join([f"resumed at step {start.state.step}", *changed])
+            trackers.event(Event(start.state.step, "resumed", message))
+        yield trackers
 
 
 def release(prepared: Prepared, record: Record, state: TrainState) -> Outcome:

@@ -69,7 +69,7 @@ def test_a_resumed_run_says_what_differs(bench, capsys):
     told = ["optimizer.learning_rate 0.01 → 0.02", f"torch 2.0.0 → {versions['torch']}", f"threads 64 → {threads}"]
     assert record(bench.folder("moved"))["changed"] == told
     (event,) = [event for event in record(bench.folder("moved"))["events"] if event["kind"] == "resumed"]
-    assert event == {"step": 3, "kind": "resumed", "message": "; ".join(["went on from step 3", *told])}
+    assert event == {"step": 3, "kind": "resumed", "message": "; ".join(["resumed at step 3", *told])}
 
 
 def test_a_repeated_run_says_what_differs(finished, tmp_path, capsys):
