@@ -27,7 +27,7 @@ def told_after(target: Any, name: str) -> Any:
     return patched(target, name, called)
 
 
-@pytest.mark.parametrize(("after", "files"), [("run_training", False), ("export_lora", True)])
+@pytest.mark.parametrize(("after", "files"), [("train", False), ("export_lora", True)])
 def test_a_signal_after_training_finds_it_recorded(after: str, files: bool, bench: Bench) -> None:
     with told_after(flow, after):
         assert bench.run("first") == 143
@@ -54,7 +54,7 @@ def test_stopped_in_caching(bench: Bench, tmp_path: Path, capsys: pytest.Capture
 
 
 def test_what_differs_is_said_once_the_run_goes_on(bench: Bench, capsys: pytest.CaptureFixture[str]) -> None:
-    with told_after(flow, "run_training"):
+    with told_after(flow, "train"):
         assert bench.run("first", steps=3) == 143
     said = capsys.readouterr().out
     assert f"Go on with: lora-trainer train --config {bench.folder('first') / 'config.toml'} --resume" in said
@@ -71,7 +71,7 @@ def test_what_differs_is_said_once_the_run_goes_on(bench: Bench, capsys: pytest.
 
 
 def test_a_moved_run_goes_on_where_it_lies(bench: Bench, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with told_after(flow, "run_training"):
+    with told_after(flow, "train"):
         assert bench.run("first", steps=3) == 143
     moved = bench.folder("first").rename(tmp_path / "moved")
     command = ["train", "--config", str(moved / "config.toml"), "--resume", "--max-steps", "4"]
