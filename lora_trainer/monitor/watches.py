@@ -130,7 +130,7 @@ class Watches:
         seen = {"system_memory": self.memory.highest}
         if total > 0:
             seen["io_wait"] = spent.get("iowait", 0.0) / total
-            seen["processor"] = 1.0 - (spent["idle"] + spent.get("iowait", 0.0)) / total
+            seen["cpu"] = 1.0 - (spent["idle"] + spent.get("iowait", 0.0)) / total
         if held := held_on(self._device):
             seen["memory"] = held.most_reserved / held.limit
         if looks := self.gpu.seen:

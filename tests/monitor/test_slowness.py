@@ -183,5 +183,5 @@ def test_a_cpu_is_known_without_a_gpu():
         assert heard(watch, [0.5] * 20) == []
     told = watch.summary()
     assert 0.0 < told["system_memory"] <= 1.0
-    assert all(0.0 <= told[name] <= 1.0 for name in ("io_wait", "processor") if name in told)
+    assert all(0.0 <= told[name] <= 1.0 for name in ("io_wait", "cpu") if name in told)
     assert "utilisation" not in told
