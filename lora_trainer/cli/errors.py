@@ -22,7 +22,7 @@ def report_error(error: Exception, *, debug: bool) -> int:
     if debug:
         traceback.print_exception(error)
     if isinstance(error, UserError):
-        if is_main_process() or error.said_by_all:
+        if is_main_process() or error.every_process_reports:
             _print_problems(error.problems)
         return error.exit_code
     if is_out_of_memory(error):
