@@ -141,7 +141,7 @@ def test_all_problems_are_told_at_once(capsys: pytest.CaptureFixture[str], tmp_p
         (["presets", "12gb"], "Use: presets show 12gb"),
         (["presets", "show"], "presets show needs a name."),
         (["presets", "show", "sd16"], "Did you mean sd15?"),
-        (["presets", "show", "6gb", "8gb"], "names 2 tiers"),
+        (["presets", "show", "6gb", "8gb"], "names 2 VRAM presets"),
     ],
 )
 def test_wrong_usage(capsys: pytest.CaptureFixture[str], argv: list[str], expected: str) -> None:

@@ -63,7 +63,7 @@ def test_what_is_compared_must_be_a_setting_of_that_value(capsys):
 
 def test_compared_settings_that_contradict_others(capsys):
     told = refused(["step", "--set", "train.deterministic=true", "--compare", "hardware.cudnn_benchmark=true"], capsys)
-    assert "cuDNN's trials choose by the clock" in told
+    assert "cuDNN's benchmark chooses by speed" in told
 
 
 @pytest.mark.parametrize("command", ["train", "bench step"])

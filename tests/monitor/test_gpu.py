@@ -15,7 +15,7 @@ import torch
 
 from lora_trainer.monitor import memory
 from lora_trainer.monitor.gpu import GPU, GPUWatch, open_gpu
-from lora_trainer.monitor.memory import ALLOCATOR, grows_in_place, gpu_pool, set_allocator
+from lora_trainer.monitor.memory import ALLOCATOR, gpu_pool, grows_in_place, set_allocator
 
 CUDA = torch.device("cuda", 0)
 
