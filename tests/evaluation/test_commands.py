@@ -117,7 +117,7 @@ def test_images_of_changed_data_do_not_count_as_validation(
     main(["validate", str(lora), "--data", str(images), "--json"])
     said = capsys.readouterr()
     assert json.loads(said.out)["numbers"]["unseen"] is False
-    assert re.search(r"on (\d+) images of .*, of which the run that the file lies in trained on \d+", said.err)
+    assert re.search(r"on (\d+) images of .*, of which the run of this file trained on \d+", said.err)
     (lora.parent / "run.json").unlink()
     validate_command(lora, images, True, on(base))
     assert json.loads(capsys.readouterr().out)["numbers"]["unseen"] is True

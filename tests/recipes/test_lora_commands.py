@@ -210,7 +210,7 @@ def test_inspect_tells_what_a_file_holds(tmp_path, capsys):
     block = document["components"]["unet"]["blocks"]["down_blocks.1"]
     assert block == pytest.approx(float(pair.delta().norm()), rel=1e-2)
     assert {each["name"]: each["reads"] for each in document["clients"]}["ComfyUI"] == "whole"
-    assert document["hashes"]["sshs_model_hash"]["told"] == document["hashes"]["sshs_model_hash"]["found"]
+    assert document["hashes"]["sshs_model_hash"]["recorded"] == document["hashes"]["sshs_model_hash"]["found"]
     assert main(["inspect", str(path)]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert any("####" in line for line in lines)
