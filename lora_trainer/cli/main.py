@@ -311,7 +311,7 @@ COMMANDS = {
         "score a LoRA file: is it valid, did it learn, what did it damage",
         _add_validate_arguments,
         _validate,
-        "example:\n  lora-trainer validate runs/cat/cat.safetensors --model ./my-sd15 --data ./held-out\n",
+        "example:\n  lora-trainer validate runs/cat/cat.safetensors --model ./my-sd15 --data ./validation-images\n",
     ),
     "sample": Command(
         "generate images with and without a LoRA, same seeds, as one labeled grid",

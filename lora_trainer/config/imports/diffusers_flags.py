@@ -78,7 +78,7 @@ def _warmup(value: Any, around: Around) -> Took:
 
 
 def _texts(value: Any, around: Around) -> Took:
-    """Scripts for several text encoders have a rate for them; the others one for all."""
+    """Scripts for several text encoders have a learning rate for them; the others have one for all."""
     if not truth(value):
         return Took({}, "as here", "ignored")
     script = str(around[SCRIPT])
@@ -163,7 +163,7 @@ RULES: Mapping[str, Rule] = {
     "checkpoints_total_limit": unless_off("checkpoint.keep_last", whole),
     "validation_prompt": by(lambda value, around: Took({"sample.prompts": [text(value)]}), "sample.prompts"),
     "num_validation_images": same("sample.count", whole),
-    "resume_from_checkpoint": nothing("--resume goes on with a run of this program"),
+    "resume_from_checkpoint": nothing("--resume continues a run of lora-trainer"),
     "train_text_encoder": by(_texts, TEXT_RATES),
     "text_encoder_lr": part_of("train_text_encoder", "text_encoder.learning_rates"),
     "train_text_encoder_ti": lacking("set textual_inversion.placeholder_tokens to the words that are learned along"),
@@ -221,7 +221,7 @@ def is_flags(document: Any) -> bool:
 
 
 def read(path: Path, document: Mapping[str, Any]) -> Reading:
-    """What a command's flags say. Images are cropped to one square, and nothing is held out."""
+    """Read a command's flags. Images are cropped to one square, and none is kept for validation."""
     reading = Reading(TOOL, path)
     script = str(document.get(SCRIPT, ""))
     of_script = next(more for words, more in OF_SCRIPTS if all(word in script for word in words))

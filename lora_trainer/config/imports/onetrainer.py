@@ -31,7 +31,7 @@ def is_concepts(document: Any) -> bool:
 
 
 def read(path: Path, document: Mapping[str, Any]) -> Reading:
-    """What a config says, with its concepts."""
+    """Read a config, with its concepts."""
     reading = Reading(TOOL, path)
     tables = [key for key, value in document.items() if key in UNREAD_TABLES and isinstance(value, Mapping)]
     keys = flattened({key: value for key, value in document.items() if key not in ("concepts", "samples", *tables)})
@@ -49,7 +49,7 @@ def read(path: Path, document: Mapping[str, Any]) -> Reading:
 
 
 def read_concepts(path: Path, document: Sequence[Any]) -> Reading:
-    """What a list of concepts says by itself."""
+    """Read a list of concepts by itself."""
     reading = Reading(TOOL, path)
     add_concepts(reading, document, {})
     return reading

@@ -1,4 +1,4 @@
-"""What all these programs share: optimizers, schedules, precisions, model paths, batches, averages."""
+"""Rules shared by all these programs: optimizers, LR schedulers, precisions, model paths, batch sizes, EMA."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ OPTIMIZERS: Mapping[str, tuple[str, str]] = {
     "prodigyschedulefree": ("prodigy", "without its schedule-free averaging"),
 }
 FINDS_ITS_OWN_RATE = ("dadapt", "dowg", "prodigy")
-# What these optimizers start from where nothing is said, and ours does not.
+# Defaults of these optimizers that differ from ours.
 OWN_DEFAULTS: Mapping[str, Mapping[str, float]] = {
     "lion": {"optimizer.beta2": 0.99, "optimizer.weight_decay": 0.0},
     "prodigy": {"optimizer.weight_decay": 0.0},
@@ -87,7 +87,7 @@ ALL_WITH_CONVOLUTIONS = ("*.attentions.*", "*.resnets.*", "*samplers.*")
 
 
 def optimizer(value: Any, around: Around) -> Took:
-    """Ours, with the settings that the original's name stands for."""
+    """Our optimizer, with the settings that the original's name implies."""
     name = re.sub(r"[^a-z0-9]", "", text(value).rpartition(".")[2].lower())
     ours, why = OPTIMIZERS.get(name, ("", ""))
     if not ours:
@@ -112,7 +112,7 @@ def export_dtype(value: Any, around: Around) -> Took:
 
 
 def model_path(value: Any, around: Around) -> Took:
-    """The base model: a folder here, or what must be made one."""
+    """The base model: a folder, one file or a hub id."""
     written = text(value)
     found = located(around.folder, written)
     if Path(found).is_dir():
@@ -131,7 +131,7 @@ def is_hub_id(written: str) -> bool:
 
 
 def autoencoder(value: Any, around: Around) -> Took:
-    """A folder, or one file, in place of the model's own."""
+    """A VAE folder or file that replaces the model's own."""
     written = text(value)
     found = located(around.folder, written)
     if Path(written).suffix.lower() in PICKLES:
@@ -152,7 +152,7 @@ def clip_skip(value: Any, around: Around) -> Took:
 
 
 def text_rates(rates: Sequence[float], alpha: Any = None) -> dict[str, Any]:
-    """Text encoders that learn along, each with its rate, and the LoRA's alpha where the denoiser's has one."""
+    """Learning rates of trained text encoders, and their LoRA's alpha if the denoiser's has one."""
     alphas = {"text_encoder.lora_alpha": number(alpha)} if alpha is not None and is_on(alpha) else {}
     return {"text_encoder.learning_rates": [float(rate) for rate in rates], **alphas}
 
@@ -173,7 +173,7 @@ def batch_of(*factors: str) -> Rule:
 
 
 def average_with(key: str, otherwise: float, on: Callable[[Any], bool] = truth) -> Rule:
-    """A switch of averaged weights, whose decay another key says."""
+    """A switch of the EMA, whose decay another key sets."""
 
     def read(value: Any, around: Around) -> Took:
         if not on(value):
