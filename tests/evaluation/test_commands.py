@@ -156,7 +156,7 @@ def test_wrong_paths_are_wrong_usage(lora: Path, base: Path, tmp_path: Path) -> 
     other = write_lora(tmp_path, "other", foreign, facts())[0]
     with pytest.raises(UsageError, match="no module of the model"):
         sample_command(other, ["a red circle"], on(base))
-    with pytest.raises(UsageError, match="No prompt"):
+    with pytest.raises(UsageError, match="no prompt"):
         sample_command(lora, [], on(base))
 
 

@@ -265,7 +265,7 @@ def test_wrong_arguments_are_told_before_anything_is_read(tmp_path: Path, capsys
     draw(tmp_path / "data" / "a.png")
     data = str(tmp_path / "data")
     assert main(["caption", data, "--model", "none"]) == 2
-    assert "Say where captions go" in capsys.readouterr().err
+    assert "Choose where to write captions" in capsys.readouterr().err
     assert main(["caption", data, "--model", "none", "--output", f"{data}/captions"]) == 2
     assert "lies inside of the data" in capsys.readouterr().err
     assert (

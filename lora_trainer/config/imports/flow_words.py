@@ -231,9 +231,9 @@ def _onetrainer(value: Any, around: Around) -> Took:
 
 def _onetrainer_number(value: Any, around: Around) -> Took:
     number(value)
-    is_flow = is_onetrainer_flow(around)
-    why, verdict = ("read together with timestep_distribution", "mapped") if is_flow else (NO_FLOW, "ignored")
-    return Took({}, why, verdict)
+    if not is_onetrainer_flow(around):
+        return Took({}, NO_FLOW, "ignored")
+    return Took({}, "read together with timestep_distribution", "mapped")
 
 
 def _onetrainer_switch(value: Any, around: Around) -> Took:
