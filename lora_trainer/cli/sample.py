@@ -133,7 +133,7 @@ def _draw(path: Path, config: Config, grid: GridPlan, folder: Path, name: str, *
     with counting() as count:
         progress = count(DRAWN)
 
-        def drawn(usable: int | None) -> dict[str, Any]:
+        def generate(usable: int | None) -> dict[str, Any]:
             return compare(
                 family if text is None else family.reading(text),
                 facts.path,
@@ -151,7 +151,7 @@ def _draw(path: Path, config: Config, grid: GridPlan, folder: Path, name: str, *
                 progress=progress,
             )
 
-        used = with_less(drawn, usable_bytes(config, device), device, say)
+        used = with_less(generate, usable_bytes(config, device), device, say)
     print(where.sheet)
     return used
 

@@ -51,7 +51,7 @@ def read_tensor_header(path: Path) -> dict[str, Any]:
     """
     try:
         found = path.stat()
-        if not stat.S_ISREG(found.st_mode):  # opening a pipe would wait for ever
+        if not stat.S_ISREG(found.st_mode):  # opening a pipe would wait forever
             raise refusal(path, "is not a regular file", "Name a .safetensors file.")
         with open(path, "rb") as file:
             beginning = file.read(8)

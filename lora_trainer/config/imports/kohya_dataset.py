@@ -34,7 +34,7 @@ TOOL = "kohya"
 MOST_ASPECT = 8.0
 COLORS = 4
 AREA_OF_MASK = "here the loss is divided by the mask's area, there not: images with small masks count for more"
-LEFT_OUT = "num_repeats is less than 1: left out, as kohya does"
+LEFT_OUT = "num_repeats is less than 1: skipped, as in kohya"
 NEW_EACH_TIME = "drawn anew each time there; so many versions of each image are cached here"
 
 

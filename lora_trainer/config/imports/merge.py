@@ -15,7 +15,7 @@ from lora_trainer.config.toml import shown
 
 VIEWS = ("flip", "color_variants", "crop")  # set once in [data] if all sources agree
 RESOLUTIONS = "source.resolutions"
-HELD_OUT: Mapping[str, Any] = {"validation.split": 0.0, "checkpoint.export_weights": "last"}
+NO_VALIDATION: Mapping[str, Any] = {"validation.split": 0.0, "checkpoint.export_weights": "last"}
 
 
 def read_tables(
@@ -107,7 +107,7 @@ def add_together(reading: Reading, place: str, found: Sequence[Mapping[str, Any]
 def no_validation(reading: Reading) -> None:
     """Most programs keep no images for validation and export the last weights."""
     why = "no images are kept for validation there, and the last weights are the result"
-    reading.put(Line("(no validation images)", None, "default", HELD_OUT, why))
+    reading.put(Line("(no validation images)", None, "default", NO_VALIDATION, why))
 
 
 def _part(settings: Mapping[str, Any], start: str) -> dict[str, Any]:

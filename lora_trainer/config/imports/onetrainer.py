@@ -78,7 +78,7 @@ def add_concepts(reading: Reading, concepts: Sequence[Any], keys: Mapping[str, A
         if table.get("enabled") is False:
             reading.lines.append(Line(f"concepts[{index}]", name, "ignored", {}, "not enabled"))
         elif str(table.get("type", "STANDARD")).upper() == "VALIDATION":
-            why = "left out: set validation.split, which keeps images for validation"
+            why = "skipped: set validation.split, which keeps images for validation"
             reading.lines.append(Line(f"concepts[{index}]", name, "changed", {}, why))
         else:
             tables.append(table)

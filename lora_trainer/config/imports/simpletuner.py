@@ -88,7 +88,7 @@ def add_backends(reading: Reading, listed: Sequence[Any], keys: Mapping[str, Any
         elif kind.endswith("_embeds"):
             reading.lines.append(Line(name, table.get("id"), "ignored", {}, "caches are this program's own"))
         elif kind not in KINDS_OF_IMAGES or store not in ("local", "parquet", "csv"):
-            why = f"left out: {kind} from {store} is not read; name a local folder of images with --data"
+            why = f"skipped: {kind} from {store} is not read; name a local folder of images with --data"
             reading.lines.append(Line(name, table.get("id"), "changed", {}, why))
         elif kind == "conditioning":
             masks[str(table.get("id"))] = table

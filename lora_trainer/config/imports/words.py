@@ -53,7 +53,7 @@ SCHEDULES: Mapping[str, tuple[str, str]] = {
     "polynomial": ("polynomial", ""),
     "onecycle": ("one_cycle", ""),
     "one_cycle": ("one_cycle", ""),
-    "adafactor": ("constant_with_warmup", "Adafactor's own rate is not followed"),
+    "adafactor": ("constant_with_warmup", "Adafactor's own learning rate is not used"),
     "cosine_with_min_lr": ("cosine", "it ends at 0 here"),
     "sine": ("cosine", "a wave there, one descent here"),
     "rex": ("cosine", "the nearest shape"),
@@ -92,13 +92,15 @@ def optimizer(value: Any, around: Around) -> Took:
     ours, why = OPTIMIZERS.get(name, ("", ""))
     if not ours:
         ours = "prodigy" if name.startswith(FINDS_ITS_OWN_RATE) else "adamw"
-        why = f"there is no such optimizer here; {ours} takes its place, and the rate may have to change"
+        why = f"there is no such optimizer here; {ours} replaces it, and the learning rate may need to change"
     return Took({"optimizer.name": ours, **OWN_DEFAULTS.get(ours, {})}, why, "changed" if why else "mapped")
 
 
 def schedule(value: Any, around: Around) -> Took:
     name = text(value).strip().lower()
-    ours, why = SCHEDULES.get(name, ("constant_with_warmup", "there is no such schedule here; the rate stays"))
+    ours, why = SCHEDULES.get(
+        name, ("constant_with_warmup", "there is no such LR scheduler here; the learning rate stays constant")
+    )
     return Took({"lr_scheduler.name": ours}, why, "changed" if why else "mapped")
 
 
@@ -135,7 +137,7 @@ def autoencoder(value: Any, around: Around) -> Took:
     written = text(value)
     found = located(around.folder, written)
     if Path(written).suffix.lower() in PICKLES:
-        return Took({}, f"left out: {PICKLED}, and set model.vae to it", "changed")
+        return Took({}, f"skipped: {PICKLED}, and set model.vae to it", "changed")
     if not Path(found).exists() and Path(written).suffix.lower() != ".safetensors" and is_hub_id(written):
         return Took({"model.vae": written}, "a VAE of a hub: it is downloaded unless it is there already")
     return Took({"model.vae": found})

@@ -143,7 +143,7 @@ def test_masked_training_needs_masks_and_says_it(tmp_path: Path) -> None:
     imported = imported_text(tmp_path, "o.json", json.dumps(document))
     assert [source.masks for source in imported.config.data.sources] == [None, str(tmp_path / "later")]
     whys = {line.key: line.why for line in imported.lines if line.verdict == "changed"}
-    assert "so masks are left out" in whys["concepts[0].path"]
+    assert "so masks are skipped" in whys["concepts[0].path"]
     assert "needs masks beside the images" in whys["concepts[1].path"]
     (tmp_path / "p" / "a-masklabel.png").write_bytes(b"")
     imported = imported_text(tmp_path, "o.json", json.dumps(document))

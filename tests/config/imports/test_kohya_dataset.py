@@ -74,7 +74,7 @@ def test_a_subset_without_repeats_is_left_out_as_kohya_does(tmp_path: Path) -> N
     resolved = settle([], [Layer("--data", {"data": {"sources": [str(path)]}})])
     assert [source.path for source in resolved.config.data.sources] == [str(tmp_path / "a")]
     (said,) = [note for note in resolved.notes if "num_repeats" in note]
-    assert 'datasets[0].subsets[0] = "none": num_repeats is less than 1: left out' in said
+    assert 'datasets[0].subsets[0] = "none": num_repeats is less than 1: skipped' in said
     imported = import_file(path)
     assert [source.path for source in imported.config.data.sources] == [str(tmp_path / "a")]
     assert [line.key for line in imported.lines if line.verdict == "ignored"] == ["datasets[0].subsets[0]"]
