@@ -1,4 +1,4 @@
-"""The arguments that every run takes, and the way from them to a resolved config."""
+"""The arguments shared by all runs, and the config resolved from them."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from lora_trainer.core.launch import is_main_process
 from lora_trainer.production.reading import model_of_run
 from lora_trainer.production.settings import go_offline, settle
 
-# Flag, the setting that it sets, the word for its value, help. Text is kept as it is.
+# Flag, the setting that it sets, the name of its value, help.
 SETTING_FLAGS = (
     (
         "--model",
         "model.path",
         "MODEL",
-        "base: diffusers folder, .safetensors checkpoint or hub id; the built-in one without it",
+        "base model: diffusers folder, .safetensors checkpoint or hub id (default: the built-in one)",
     ),
-    ("--output", "run.output", "DIR", "folder that holds runs (default: runs)"),
-    ("--name", "run.name", "NAME", "name of the run and of its files; made from the data without it"),
+    ("--output", "run.output", "DIR", "folder of runs (default: runs)"),
+    ("--name", "run.name", "NAME", "name of the run and its files (default: derived from the dataset)"),
     ("--seed", "train.seed", "N", "the run's seed (default: 42)"),
     ("--max-steps", "train.max_steps", "N", "optimizer steps"),
     ("--max-hours", "train.max_hours", "H", "stop after this time, with everything saved"),
@@ -48,18 +48,18 @@ NO_NUMBER = re.compile(r"argument (?P<flag>\S+): invalid (?P<kind>int|float) val
 
 
 class Parser(argparse.ArgumentParser):
-    """argparse that reports a mistake as UsageError, so that it is shown like every other."""
+    """argparse that raises UsageError, so that mistakes are shown like all others."""
 
     def error(self, message: str) -> NoReturn:
         usage = " ".join(self.prog.split()[1:])
         if number := NO_NUMBER.fullmatch(message):
-            message = f"{number['flag']} {number['value']} is no {'whole ' * (number['kind'] == 'int')}number"
+            message = f"{number['flag']} {number['value']} is not a {'whole ' * (number['kind'] == 'int')}number"
         raise UsageError(Problem(message[0].upper() + message[1:] + ".", f"See: lora-trainer {usage} --help".strip()))
 
 
 def add_offline_argument(parser: argparse._ActionsContainer) -> None:
-    """Of every command that names a model."""
-    parser.add_argument("--offline", action="store_true", help="make no network request at all")
+    """For every command that names a model."""
+    parser.add_argument("--offline", action="store_true", help="make no network request")
 
 
 def add_settings_arguments(parser: argparse.ArgumentParser) -> None:
@@ -70,7 +70,7 @@ def add_settings_arguments(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="NAME",
-        help=f"repeatable or with commas: {', '.join(selectable())}, or {AUTO} (the tier of the GPU found)",
+        help=f"repeatable or with commas: {', '.join(selectable())}, or {AUTO} (the VRAM preset for this GPU)",
     )
     group.add_argument("--config", metavar="FILE", help="TOML file of settings, such as a run's config.toml")
     group.add_argument(
@@ -79,23 +79,23 @@ def add_settings_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def add_run_arguments(parser: argparse.ArgumentParser, hidden: Sequence[str] = ()) -> None:
-    """Everything that train, produce, demo and cache share; `hidden` flags are of no use here and not in the help."""
+    """The flags shared by train, produce, demo and cache; `hidden` ones do not appear in the help."""
 
-    def meant(flag: str, text: str) -> str:
+    def unless_hidden(flag: str, text: str) -> str:
         return argparse.SUPPRESS if flag in hidden else text
 
     group = parser.add_argument_group("the run")
     for flag, setting, metavar, text in SETTING_FLAGS:
-        group.add_argument(flag, dest=setting, metavar=metavar, help=meant(flag, text))
+        group.add_argument(flag, dest=setting, metavar=metavar, help=unless_hidden(flag, text))
     group.add_argument(
         "--data",
         action="append",
         dest="data.sources",
         metavar="PATH",
-        help=meant(
+        help=unless_hidden(
             "--data",
             "images with captions (repeatable): a folder, an image, .tar, .parquet, a table .jsonl .json .csv .tsv, "
-            "or a kohya dataset .toml; the built-in dataset without it",
+            "or a kohya dataset .toml (default: the built-in dataset)",
         ),
     )
     add_offline_argument(group)
@@ -103,10 +103,12 @@ def add_run_arguments(parser: argparse.ArgumentParser, hidden: Sequence[str] = (
     other = parser.add_argument_group("other")
     for flag, text in (
         ("--resume", "continue from the newest valid checkpoint of the run"),
-        ("--dry-run", "show samples, buckets, steps and captions; train nothing"),
+        ("--dry-run", "show samples, buckets, steps and captions without training"),
     ):
-        other.add_argument(flag, action="store_true", help=meant(flag, text))
-    other.add_argument("--explain", action="store_true", help="show each setting and where it came from; train nothing")
+        other.add_argument(flag, action="store_true", help=unless_hidden(flag, text))
+    other.add_argument(
+        "--explain", action="store_true", help="show each setting and where it came from, without training"
+    )
 
 
 def add_debug_argument(parser: argparse.ArgumentParser) -> None:
@@ -114,7 +116,7 @@ def add_debug_argument(parser: argparse.ArgumentParser) -> None:
 
 
 def unknown_arguments(parser: argparse.ArgumentParser, unknown: Sequence[str]) -> list[Problem]:
-    """A problem for each argument that the parser did not take; an unknown flag's value is not one more."""
+    """A problem for each argument that the parser does not know; an unknown flag's value is not another one."""
     flags = [flag for action in parser._actions for flag in action.option_strings if flag.startswith("--")]
     problems: list[Problem] = []
     previous_is_flag = False
@@ -122,14 +124,14 @@ def unknown_arguments(parser: argparse.ArgumentParser, unknown: Sequence[str]) -
         is_flag = word.startswith("--") or (word.startswith("-") and not word[1:2].isdigit())
         if is_flag:
             flag = word.partition("=")[0]
-            problems.append(Problem(f"Unknown flag {flag}.", _instead_of(flag, flags)))
+            problems.append(Problem(f"Unknown flag {flag}.", _suggestion(flag, flags)))
         elif not previous_is_flag:
             problems.append(Problem(f"Unexpected argument {word}.", "A path with spaces needs quotes."))
         previous_is_flag = is_flag and "=" not in word
     return problems
 
 
-def _instead_of(flag: str, flags: Sequence[str]) -> str:
+def _suggestion(flag: str, flags: Sequence[str]) -> str:
     """The setting that the flag is named after (`--rank` is `--set lora.rank=…`), or the near flags."""
     word = flag.lstrip("-").replace("-", "_").lower()
     settings = [name for name in setting_names() if "--set" in flags and name.partition(".")[2] == word]
@@ -147,12 +149,12 @@ def resolved_from(
     extra: Sequence[Layer] = (),
     lora: Path | None = None,
 ) -> Resolved:
-    """Family preset, presets, --config and flags as one config; notes go to stderr. `extra` are a command's own flags.
+    """Family preset, presets, --config and flags as one config; notes are printed to stderr.
 
-    Without a model that of the run is taken which `lora` lies in. Without that the built-in base's preset applies,
-    unless `builtin_if_none` is false.
+    `extra` are a command's own flags. Without a model, that of the run with the file `lora` is used, else the built-in
+    base model, unless `builtin_if_none` is false.
 
-    Raises UsageError with all problems of all of them, and `unknown` first.
+    Raises UsageError with all problems, `unknown` first.
     """
     problems = list(unknown)
     presets, user = layers_from(arguments, problems, presets_if_none=presets_if_none)
@@ -163,7 +165,7 @@ def resolved_from(
 def settled(
     presets: Sequence[Layer], user: Sequence[Layer], problems: Sequence[Problem], *, builtin_if_none: bool = True
 ) -> Resolved:
-    """One config of all layers. From here on no library asks the network when that was the wish. Raises UsageError."""
+    """One config of all layers. With `run.offline` no library makes network requests from here on. Raises UsageError."""
     resolved = settle(presets, user, problems, builtin_if_none=builtin_if_none)
     for note in resolved.notes:
         say(note)
@@ -172,7 +174,7 @@ def settled(
 
 
 def explained(arguments: argparse.Namespace, resolved: Resolved) -> bool:
-    """Show what `--explain` asks for; whether that was all that was asked for."""
+    """Show the settings for `--explain`; true if the command is then done."""
     if arguments.explain and is_main_process():
         from lora_trainer.cli.presets import explain
 
@@ -183,9 +185,9 @@ def explained(arguments: argparse.Namespace, resolved: Resolved) -> bool:
 def layers_from(
     arguments: argparse.Namespace, problems: list[Problem], *, presets_if_none: Sequence[str] = ()
 ) -> tuple[list[Layer], list[Layer]]:
-    """Layers of the presets asked for, and of --config and the flags; what is wrong is added to `problems`."""
-    asked = arguments.preset or presets_if_none
-    chosen = preset_layers(asked, _gpu_memory_gib() if _asks_auto(asked) else None)
+    """Layers of the selected presets, and of --config and the flags; mistakes are added to `problems`."""
+    requested = arguments.preset or presets_if_none
+    chosen = preset_layers(requested, _gpu_memory_gib() if _has_auto(requested) else None)
     problems.extend(chosen.problems)
     for note in chosen.notes:
         say(note)
@@ -196,7 +198,7 @@ def layers_from(
 
 
 def _moved_run(path: str | None, file: Sequence[Layer], flags: Sequence[Layer]) -> list[Layer]:
-    """A run's own config.toml names the place where it began; the run is gone on with where it lies now, which is said."""
+    """A run's config.toml names the folder where it began; if the run was moved, it continues in its new folder."""
     if path is None or not file or any({"output", "name"} & set(layer.values.get("run", {})) for layer in flags):
         return []
     folder, run = Path(path).resolve().parent, file[0].values.get("run", {})
@@ -205,17 +207,17 @@ def _moved_run(path: str | None, file: Sequence[Layer], flags: Sequence[Layer]) 
     named = Path(str(run.get("output", ""))) / str(run.get("name", ""))
     if named.resolve() == folder:
         return []
-    say(f"the run of {path} began as {named}: it goes on where it lies, in {folder}")
+    say(f"the run of {path} began in {named}; it continues in {folder}")
     return [Layer(file[0].name, {"run": {"output": str(folder.parent), "name": folder.name}})]
 
 
-def _asks_auto(asked: Sequence[str]) -> bool:
-    return any(name.strip() == AUTO for part in asked for name in part.split(","))
+def _has_auto(requested: Sequence[str]) -> bool:
+    return any(name.strip() == AUTO for part in requested for name in part.split(","))
 
 
 def gpu_if_auto(arguments: argparse.Namespace) -> float | None:
-    """The GPU's memory, when `--preset auto` asks for the GPU that is there."""
-    return _gpu_memory_gib() if _asks_auto(arguments.preset) else None
+    """This GPU's memory for `--preset auto`, else None."""
+    return _gpu_memory_gib() if _has_auto(arguments.preset) else None
 
 
 def _gpu_memory_gib() -> float | None:
@@ -237,16 +239,16 @@ def _file_layer(path: str | None, problems: list[Problem]) -> list[Layer]:
 def _flag_layers(arguments: argparse.Namespace, problems: list[Problem]) -> list[Layer]:
     """A layer for each flag, so that each value's origin names its flag; --set last."""
     layers: list[Layer] = []
-    given = vars(arguments)
+    values = vars(arguments)
     for flag, setting, _, _ in SETTING_FLAGS:
-        text = given.get(setting)
+        text = values.get(setting)
         if text is not None:
             section, key = setting.split(".")
             value: Any = text if setting in _TEXT_SETTINGS else parse_value(text)
             layers.append(Layer(flag, {section: {key: value}}))
-    if given.get("data.sources"):
-        layers.append(Layer("--data", {"data": {"sources": given["data.sources"]}}))
-    if given.get("offline"):
+    if values.get("data.sources"):
+        layers.append(Layer("--data", {"data": {"sources": values["data.sources"]}}))
+    if values.get("offline"):
         layers.append(Layer("--offline", {"run": {"offline": True}}))
     for text in arguments.set:
         parsed = parse_assignment(text)
@@ -259,6 +261,6 @@ def _flag_layers(arguments: argparse.Namespace, problems: list[Problem]) -> list
 
 
 def say(text: str) -> None:
-    """One line for the user on stderr, from the main process only."""
+    """Print a line on stderr, in the main process only."""
     if is_main_process():
         print(folded(printable_lines(text), sys.stderr), file=sys.stderr)

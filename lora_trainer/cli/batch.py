@@ -12,7 +12,7 @@ EXAMPLES = """examples:
   lora-trainer batch ./customers --preset 12gb --model ./my-sd15 --output night
   lora-trainer batch ./customers --preset 12gb --model ./my-sd15 --output night --resume
 
-A folder's own lora.toml has the last word for that folder, over the flags too.
+A folder's own lora.toml overrides everything for that folder, flags too.
 """
 NOT_HERE = {
     "data.sources": Problem("--data is not for a batch.", "The folders under ROOT are the datasets."),
@@ -23,20 +23,20 @@ NOT_HERE = {
 
 
 def add_batch_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("root", nargs="?", metavar="ROOT", help="folder that holds one folder of images for each LoRA")
+    parser.add_argument("root", nargs="?", metavar="ROOT", help="folder with one folder of images for each LoRA")
     group = parser.add_argument_group("the batch")
     group.add_argument(
-        "--jobs", type=int, default=1, metavar="N", help="jobs at once, each with a copy of the base (1)"
+        "--jobs", type=int, default=1, metavar="N", help="jobs at once, each with its own copy of the base model (1)"
     )
     group.add_argument("--executor", default="local", metavar="local", help="where the jobs run (local)")
     add_run_arguments(parser, hidden=("--data", "--name"))  # they are refused below
 
 
 def batch_command(arguments: argparse.Namespace, unknown: list[Problem]) -> int:
-    """Run the batch; the largest exit code of its jobs. Raises UsageError for what concerns all of them."""
+    """Run the batch; returns the largest exit code of its jobs. Raises UsageError for mistakes that affect all jobs."""
     problems = list(unknown)
-    given = vars(arguments)
-    problems.extend(problem for name, problem in NOT_HERE.items() if given[name])
+    values = vars(arguments)
+    problems.extend(problem for name, problem in NOT_HERE.items() if values[name])
     if arguments.root is None:
         problems.append(Problem("batch needs ROOT.", "For example: lora-trainer batch ./customers --preset 12gb"))
     presets, user = layers_from(arguments, problems)

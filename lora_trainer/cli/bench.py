@@ -1,4 +1,4 @@
-"""`lora-trainer bench`: what the trainer's step, its data and its memory cost over the least that they could."""
+"""`lora-trainer bench`: measure the cost of the step, data and memory over the possible minimum."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def add_bench_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--tiny",
         action="store_true",
-        help="a family alone (--set model.family=sdxl), thin and an eighth of its side unless data.resolution says another",
+        help="only with a family (--set model.family=sdxl): a thin model, at an eighth of its resolution unless data.resolution is set",
     )
     parser.add_argument(
         "--subject",
@@ -59,35 +59,35 @@ def add_bench_arguments(parser: argparse.ArgumentParser) -> None:
         default=[],
         dest="versus",
         metavar="SECTION.KEY=VALUE",
-        help="repeatable: the step without and with this setting, and what it does to the losses",
+        help="repeatable: compare the step and its losses without and with this setting",
     )
     parser.add_argument(
         "--export-preset",
         type=Path,
         dest="best",
         metavar="FILE",
-        help="write the settings that are quicker and learn the same, of --compare or of the usual ones, as TOML for --config",
+        help="write the settings that are faster and learn the same (of --compare, else the usual ones) as TOML for --config",
     )
     parser.add_argument(
         "--baseline",
         type=Path,
         metavar="FILE",
-        help="an earlier --save or --json of this device: exit code 5 where a ratio, peak or a GPU's time is 5 %% worse",
+        help="an earlier --save or --json of this device: exit code 5 if a ratio, peak or GPU time is 5 %% worse",
     )
     parser.add_argument("--save", type=Path, metavar="FILE", help="write the JSON document to a file")
-    parser.add_argument("--minutes", type=float, metavar="M", help="table: what all rows may take (25)")
+    parser.add_argument("--minutes", type=float, metavar="M", help="table: time limit for all rows (25)")
     parser.add_argument(
-        "--rows", type=Path, metavar="FILE", help="table: kept here, and gone on with (bench-table.json)"
+        "--rows", type=Path, metavar="FILE", help="table: save rows here, and continue from them (bench-table.json)"
     )
     parser.add_argument(
-        "--filter", dest="only", metavar="TEXT", help="table, ablation: rows with these words in their names"
+        "--filter", dest="only", metavar="TEXT", help="table, ablation: only rows with this text in their names"
     )
     parser.add_argument("--json", action="store_true", help="one JSON document on stdout")
     add_run_arguments(parser)
 
 
 def bench_command(arguments: argparse.Namespace, unknown: list[Problem]) -> int:
-    """Measure what was asked for. Raises UserError."""
+    """Run the measurement. Raises UserError."""
     unknown += wrong_arguments(arguments)
     versus = settings_of(arguments.versus, unknown)
     resolved = resolved_from(arguments, unknown)
@@ -104,8 +104,8 @@ def bench_command(arguments: argparse.Namespace, unknown: list[Problem]) -> int:
         own = {name: vars(arguments)[name] for name in FLAGS} | {"versus": versus}
         report = MEASURES[arguments.what](Asked(resolved, arguments.steps, **own))
     document = {"bench": arguments.what} | report.to_json(device, package_versions())
-    said, worse = ([], []) if baseline is None else held_against(baseline, document)
-    report = replace(report, notes=[*report.notes, *said])
+    notes, worse = ([], []) if baseline is None else held_against(baseline, document)
+    report = replace(report, notes=[*report.notes, *notes])
     document |= {"notes": report.notes} | ({} if baseline is None else {"worse": [each.message for each in worse]})
     if arguments.save is not None:
         write_json(arguments.save, document)
@@ -116,7 +116,7 @@ def bench_command(arguments: argparse.Namespace, unknown: list[Problem]) -> int:
 
 
 def refuse_what_clashes(resolved: Resolved, versus: Mapping[str, Mapping[str, Any]]) -> None:
-    """Raise UsageError for settings of `--compare` that do not go together with the others, all of them."""
+    """Raise UsageError for all settings of `--compare` that contradict the others."""
     from lora_trainer.jobs.trials.steps import changed
 
     problems: list[Problem] = []
@@ -146,19 +146,19 @@ def show(report: Report, device: str, document: Mapping[str, Any] | None) -> Non
         rows = list(found)
         cells = [[title, *map(cell, rows)] for title, cell in columns]
         names = [report.first, *(row.name for row in rows)]
-        for number, piece in enumerate(pieces(names, cells, console.width)):
+        for number, part in enumerate(tables_that_fit(names, cells, console.width)):
             table = Table(title=None if number else f"{model} on {device}")
-            for title, *_ in [names, *piece]:
+            for title, *_ in [names, *part]:
                 table.add_column(title, no_wrap=True)
-            for cells_of in list(zip(names, *piece, strict=True))[1:]:
+            for cells_of in list(zip(names, *part, strict=True))[1:]:
                 table.add_row(*cells_of)
             console.print(table)
     for line in (*legend(report.about, [row.name for row in report.rows], columns), *report.notes):
         print(line)
 
 
-def pieces(names: Sequence[str], columns: Sequence[list[str]], width: int) -> list[list[list[str]]]:
-    """The columns, each with its title first, in tables that are no wider, so that no word is cut."""
+def tables_that_fit(names: Sequence[str], columns: Sequence[list[str]], width: int) -> list[list[list[str]]]:
+    """The columns, each with its title first, split into tables of at most `width`, so that no word is cut."""
     room = width - max(map(len, names)) - 4  # a column has its border and a space on either side
     found: list[list[list[str]]] = [[]]
     for column in columns:
@@ -169,11 +169,11 @@ def pieces(names: Sequence[str], columns: Sequence[list[str]], width: int) -> li
 
 
 def legend(about: Mapping[str, str], rows: Sequence[str], columns: Sequence[tuple[str, object]]) -> Iterator[str]:
-    """A line for each row that was measured, then what the columns are."""
+    """A line for each measured row, then for each column."""
     titles = [title for title, _ in columns]
-    told = {name: about[name] for name in (*rows, *titles) if name in about}
+    meanings = {name: about[name] for name in (*rows, *titles) if name in about}
     if "p10" in titles:
-        told["p10, p90"] = NOISE
-    width = max(map(len, told), default=0)
-    for name, text in told.items():
+        meanings["p10, p90"] = NOISE
+    width = max(map(len, meanings), default=0)
+    for name, text in meanings.items():
         yield f"  {name:<{width}}  {text}"

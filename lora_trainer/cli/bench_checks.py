@@ -1,4 +1,4 @@
-"""What is wrong with the arguments of `bench`, all of it, before anything is loaded. No torch."""
+"""Check the arguments of `bench` and report all mistakes before anything is loaded. No torch."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from lora_trainer.jobs.baseline import read_measurement
 from lora_trainer.jobs.measures import MEASURES
 from lora_trainer.models.attention.packages import lacking
 
-FLAGS = {  # that not every measurement takes
+FLAGS = {  # of some measurements only
     "tiny": "--tiny",
     "subjects": "--subject",
     "versus": "--compare",
@@ -25,14 +25,14 @@ FLAGS = {  # that not every measurement takes
     "rows": "--rows",
     "only": "--filter",
 }
-# Of another weight, sample or step. A base in another precision trains the same, less exactly.
+# They change weights, samples or steps. A base model in another precision trains the same, less exactly.
 INCOMPARABLE = frozenset((*FIXED, *FIXED_IN_EFFECT)) - {"memory.weight_dtype"}
 WRITTEN = {"save": "--save", "best": "--export-preset", "rows": "--rows"}
 
 
 def wrong_arguments(arguments: argparse.Namespace) -> list[Problem]:
-    """Of the measurement's name, its flags, and the files that it reads and writes."""
-    what, given = arguments.what, vars(arguments)
+    """Mistakes in the measurement's name, its flags, and the files that it reads and writes."""
+    what, values = arguments.what, vars(arguments)
     if what not in MEASURES:
         known = "; ".join(f"{name}: {measure.summary}" for name, measure in MEASURES.items())
         near = "" if what is None else nearest(what, MEASURES)
@@ -42,14 +42,14 @@ def wrong_arguments(arguments: argparse.Namespace) -> list[Problem]:
     if arguments.steps is not None and arguments.steps < 2:
         found.append(Problem(f"--steps {arguments.steps} is too few.", "At least 2 are needed for a median."))
     for name, flag in FLAGS.items():
-        if given[name] not in (None, [], False) and name not in MEASURES[what].takes:
+        if values[name] not in (None, [], False) and name not in MEASURES[what].takes:
             fitting = [each for each, measure in MEASURES.items() if name in measure.takes]
             found.append(Problem(f"bench {what} has no {flag}.", f"It is for bench {', '.join(fitting)}."))
     if arguments.minutes is not None and not 0 < arguments.minutes < float("inf"):
-        found.append(Problem(f"--minutes {arguments.minutes:g} is no time.", "Give more than 0, such as 25."))
+        found.append(Problem(f"--minutes {arguments.minutes:g} is not a time.", "Use more than 0, such as 25."))
     for name, flag in WRITTEN.items():
-        if given[name] is not None:
-            found += cannot_be_written(given[name], flag)
+        if values[name] is not None:
+            found += cannot_be_written(values[name], flag)
     for path in (arguments.rows, arguments.baseline):
         if path is not None and (path.exists() or path is arguments.baseline):
             try:
@@ -60,9 +60,9 @@ def wrong_arguments(arguments: argparse.Namespace) -> list[Problem]:
 
 
 def cannot_be_written(path: Path, flag: str) -> list[Problem]:
-    """What stands in the way of a file, before the time is spent that fills it."""
+    """Why a file cannot be written, checked before the measurement."""
     if not path.parent.is_dir():
-        return [Problem(f"{flag} {path}: there is no folder {path.parent}.", "Make it, or name another file.")]
+        return [Problem(f"{flag} {path}: there is no folder {path.parent}.", "Create it, or name another file.")]
     if path.is_dir():
         return [Problem(f"{flag} {path} is a folder.", "Name a file in it.")]
     if not os.access(path.parent, os.W_OK):
@@ -71,7 +71,7 @@ def cannot_be_written(path: Path, flag: str) -> list[Problem]:
 
 
 def settings_of(texts: Sequence[str], problems: list[Problem]) -> dict[str, Mapping[str, Any]]:
-    """What `--compare` sets, by how it was written; what is wrong is added to `problems`."""
+    """The settings of `--compare`, by their text; mistakes are added to `problems`."""
     found: dict[str, Mapping[str, Any]] = {}
     for text in texts:
         parsed = parse_assignment(text, "--compare")
@@ -81,7 +81,7 @@ def settings_of(texts: Sequence[str], problems: list[Problem]) -> dict[str, Mapp
         section, key, value = parsed
         if f"{section}.{key}" in INCOMPARABLE:
             message = f"--compare {text}: {section}.{key} changes what is trained, so that times and losses cannot be compared."
-            problems.append(Problem(message, "Measure twice, each with its own --set, for its time alone."))
+            problems.append(Problem(message, "To compare only the time, measure twice, each with its own --set."))
         valid_settings(Layer(f"--compare {text}", {section: {key: value}}), problems)
         if (section, key) == ("hardware", "attention_backend") and (missing := lacking(str(value))) is not None:
             problems.append(Problem(f"--compare {missing.message}", missing.fix))

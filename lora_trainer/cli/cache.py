@@ -1,4 +1,4 @@
-"""`lora-trainer cache status` and `cache prune`: what the caches hold, and pruning them."""
+"""`lora-trainer cache status` and `cache prune`: describe the caches, and remove what is not used."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from lora_trainer.models.places import laid_out_kept, prune_laid_out
 
 
 def status_command(folder: Path | None, as_json: bool = False) -> int:
-    """Say how many entries and bytes a cache folder holds; the user's own when none is named."""
+    """Print the entries and bytes of a cache folder, by default the user's."""
     from lora_trainer.data.caches.upkeep import cache_status
 
     status = cache_status(named(folder))
@@ -25,23 +25,23 @@ def status_command(folder: Path | None, as_json: bool = False) -> int:
         document["compiled"] = {"folder": str(place), "bytes": size}
         if size:
             lines.append(f"{place}: {size_words(size)} of compiled blocks")
-        models, count, held = laid_out_kept()
-        document["laid_out"] = {"folder": str(models), "models": count, "bytes": held}
+        models, count, in_bytes = laid_out_kept()
+        document["laid_out"] = {"folder": str(models), "models": count, "bytes": in_bytes}
         if count:
-            lines.append(f"{models}: {counted(count, 'laid-out model')}, {size_words(held)}")
+            lines.append(f"{models}: {counted(count, 'laid-out model')}, {size_words(in_bytes)}")
     sys.stdout.write((json.dumps(document, indent=2, ensure_ascii=False) if as_json else "\n".join(lines)) + "\n")
     return DONE
 
 
 def named(folder: Path | None) -> Path:
-    """The folder, or the user's own, which may not be there yet. Raises UsageError for one that is not there."""
+    """The folder, else the user's, which need not exist yet. Raises UsageError if `folder` does not exist."""
     if folder is not None and not folder.is_dir():
-        raise UsageError(Problem(f"There is no folder {folder}.", "Leave it out for the user's own cache."))
+        raise UsageError(Problem(f"There is no folder {folder}.", "Without it, your own cache is used."))
     return folder or user_cache_folder()
 
 
-def clean_command(folder: Path | None, limit_gb: float | None = None, *, verify: bool = False) -> int:
-    """Put a cache in order, and remove the least recently used above the limit, 50 GB when none is named."""
+def prune_command(folder: Path | None, limit_gb: float | None = None, *, verify: bool = False) -> int:
+    """Tidy a cache, and remove the least recently used entries above the limit (default: 50 GB)."""
     from lora_trainer.data.caches.upkeep import DEFAULT_LIMIT, cache_clean
 
     if limit_gb is not None and limit_gb < 0:
@@ -49,10 +49,10 @@ def clean_command(folder: Path | None, limit_gb: float | None = None, *, verify:
     limit = DEFAULT_LIMIT if limit_gb is None else int(limit_gb * 10**9)
     lines = cache_clean(named(folder), limit, verify=verify).lines
     if folder is None and (pruned := prune_compilations())[0]:
-        lines.append(f"compiled blocks that nothing used for {KEPT_DAYS} days: {size_words(pruned[1])} removed")
+        lines.append(f"compiled blocks unused for {KEPT_DAYS} days: {size_words(pruned[1])} removed")
     if folder is None and (gone := prune_laid_out())[0]:
         lines.append(
-            f"{counted(gone[0], 'laid-out model')} whose files are gone or changed, or that nothing used for long: {size_words(gone[1])} removed"
+            f"{counted(gone[0], 'laid-out model')} whose files are gone or changed, or unused for long: {size_words(gone[1])} removed"
         )
     sys.stdout.write("\n".join(lines) + "\n")
     return DONE

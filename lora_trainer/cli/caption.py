@@ -14,14 +14,14 @@ EXAMPLES = """examples:
   lora-trainer caption ./images --model ./blip-large --output ./captions
   lora-trainer caption ./images --model ./tagger --threshold 0.5 --in-place
 
-Images with a caption in .txt, .caption or metadata.jsonl, .csv or .parquet are left out; captions with other
-endings are not seen. No file is written over. A run that was stopped goes on where it was.
+Images with a caption in .txt, .caption or metadata.jsonl, .csv or .parquet are skipped; captions with other
+endings are ignored. No file is overwritten. A stopped run continues where it stopped.
 """
 SHOWN = 10  # files of one kind that are named
 
 
 def add_caption_arguments(parser: argparse.ArgumentParser) -> None:
-    """The images, the model, and where its texts go."""
+    """The images, the model, and where to write the captions."""
     parser.add_argument("data", nargs="+", metavar="DATA", help="folders of images")
     parser.add_argument(
         "--model",
@@ -29,7 +29,7 @@ def add_caption_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="DIR",
         help="a local folder: a captioner such as BLIP or GIT, or an image classifier with many labels",
     )
-    parser.add_argument("--output", metavar="DIR", help="write the captions here, in folders as the images are")
+    parser.add_argument("--output", metavar="DIR", help="write the captions here, in the same subfolders as the images")
     parser.add_argument("--in-place", action="store_true", help="write each caption beside its image")
     parser.add_argument("--batch-size", type=int, default=8, metavar="N", help="images at once (8)")
     parser.add_argument(
@@ -40,11 +40,11 @@ def add_caption_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def caption_command(arguments: argparse.Namespace, unknown: list[Problem]) -> int:
-    """Caption what has no caption. Raises UsageError for wrong arguments, data or model."""
+    """Caption the images without a caption. Raises UsageError for wrong arguments, data or model."""
     problems = list(unknown)
     if bool(arguments.output) == arguments.in_place:
-        fix = "--output DIR writes into a folder of its own, --in-place into the data."
-        problems.append(Problem("Say where captions go: --output or --in-place, one of them.", fix))
+        fix = "--output DIR writes into another folder, --in-place beside the images."
+        problems.append(Problem("Choose where to write captions: --output or --in-place.", fix))
     for flag, count in (("--batch-size", arguments.batch_size), ("--max-tokens", arguments.max_tokens)):
         if count < 1:
             problems.append(Problem(f"{flag} {count} is out of range.", "It is at least 1."))
@@ -66,8 +66,8 @@ def caption_command(arguments: argparse.Namespace, unknown: list[Problem]) -> in
     wanted, existing, unusable = find_wanted(folders, Path(arguments.output) if arguments.output else None)
     say(f"{len(wanted) + existing} images: {existing} have a caption, {len(wanted)} have none")
     if unusable:
-        _name("left as it is", [f"{path} {why}" for path, why in unusable])
-        say("  training refuses these: mend the caption, or remove it to have one written")
+        _print_some("unchanged", [f"{path} {why}" for path, why in unusable])
+        say("  training refuses these: fix the caption, or remove it to get a new one")
     if not wanted:
         return DONE
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -84,16 +84,16 @@ def caption_command(arguments: argparse.Namespace, unknown: list[Problem]) -> in
             existing=existing,
             watch=lambda part, whole: bar.update(task, completed=part, total=whole),
         )
-    _name("nothing to say", [str(path) for path in done.silent])
-    _name("cannot be used", [f"{path} {why}" for path, why in done.broken])
+    _print_some("no caption", [str(path) for path in done.silent])
+    _print_some("unusable", [f"{path} {why}" for path, why in done.broken])
     print(
-        f"{done.written} captions written, {done.existing} were there, {len(done.silent)} without words, "
-        f"{len(done.broken)} images that cannot be used"
+        f"{done.written} captions written, {done.existing} existed, {len(done.silent)} images without a caption, "
+        f"{len(done.broken)} unusable images"
     )
     return DONE
 
 
-def _name(title: str, lines: Sequence[str]) -> None:
+def _print_some(title: str, lines: Sequence[str]) -> None:
     for line in lines[:SHOWN]:
         say(f"{title}: {line}")
     if len(lines) > SHOWN:

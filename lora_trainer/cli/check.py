@@ -46,8 +46,8 @@ def check_command(
     *,
     decode: bool = True,
 ) -> int:
-    """Print the report, and write its page and a cleaned copy where they are asked for; 0 when the data passes
-    the gate, 3 when it does not."""
+    """Print the report, and write its page and a cleaned copy if requested. Returns 0 if the data passes the gate, else
+    3."""
     if problems := target_problems(config, page, fix, decode=decode):
         raise UsageError(problems)
     manifest, report = read_data(config, facts, decode=decode)
@@ -70,16 +70,14 @@ def check_command(
 
 
 def target_problems(config: Config, page: Path | None, fix: Path | None, *, decode: bool) -> list[Problem]:
-    """What is wrong with the places that are to be written, told before the data is read."""
+    """Problems with the files to be written, found before the data is read."""
     from lora_trainer.data.check.fix import place_problems
     from lora_trainer.production.report.dataset import page_problems
 
     sources = [place for source in data_sources(config) for place in named_places(source)]
     problems = []
     if fix is not None and not decode:
-        problems.append(
-            Problem("--clean-copy needs to see the images, and --quick opens none.", "Leave one of them out.")
-        )
+        problems.append(Problem("--clean-copy needs the images, and --quick opens none.", "Remove one of them."))
     if fix is not None:
         problems += place_problems(fix, sources)
     if page is not None:
@@ -90,7 +88,7 @@ def target_problems(config: Config, page: Path | None, fix: Path | None, *, deco
 def _fix(
     config: Config, facts: ModelFacts, manifest: Manifest, report: DataReport, target: Path, *, quiet: bool
 ) -> dict[str, Any]:
-    """Write the cleaned copy, judge it, and say what was done to each file."""
+    """Write the cleaned copy, score it, and print what was done to each file."""
     from lora_trainer.data.check.fix import write_fixed
 
     sources = data_sources(config)
@@ -108,7 +106,7 @@ def _fix(
                 show(console, Text(printable(f"{report.name_of(each.path)}: {'; '.join(each.done)}")))
         kept = sum(each.copy is not None for each in copy.files)
         show(console, Text(f"copy: {kept} of {len(copy.files)} files in {copy.folder}; fixed.json lists them"))
-        show(console, Text(f"score {report.score:.3f}, of the copy {after.score:.3f}"))
+        show(console, Text(f"score {report.score:.3f}, score of the copy {after.score:.3f}"))
     files = [{"path": str(each.path), "copy": each.copy, "done": list(each.done)} for each in copy.files]
     return {"folder": str(copy.folder), "score": round(after.score, 6), "passed": after.passed, "files": files}
 
@@ -116,7 +114,7 @@ def _fix(
 def _write_page(
     report: DataReport, samples: Sequence[Sample], steps: StepArithmetic, validation: int, page: Path
 ) -> None:
-    """Raises UsageError when it cannot be written."""
+    """Raises UsageError if the page cannot be written."""
     from lora_trainer.production.report.dataset import write_dataset
 
     try:
@@ -136,10 +134,10 @@ def show_report(report: DataReport, steps: StepArithmetic, validation: int, cons
         show(console, Text(line))
     if report.rows:
         least, most = min(row.least for row in report.rows), max(row.most for row in report.rows)
-        words = [f"reduced to {least:.2f} at most"] if least < 1.0 else []
-        words += [f"enlarged {most:.2f} times at most"] if most > 1.0 else []
-        show(console, Text(f"resized to buckets: {', '.join(words) or 'none'}"))
-    show(console, Text(f"{steps.line}; {validation} held out"))
+        changes = [f"reduced to {least:.2f} at most"] if least < 1.0 else []
+        changes += [f"enlarged {most:.2f} times at most"] if most > 1.0 else []
+        show(console, Text(f"resized to buckets: {', '.join(changes) or 'none'}"))
+    show(console, Text(f"{steps.line}; {validation} for validation"))
     lower = [f"{name} {value:.3f}" for name, value in report.parts.items() if value < 1.0]
     parts = f"{', '.join(lower)}; all others 1" if lower else "all 1"
     verdict = "passes" if report.passed else f"refused: {report.why_refused}"
@@ -148,14 +146,14 @@ def show_report(report: DataReport, steps: StepArithmetic, validation: int, cons
 
 
 def show_findings(report: DataReport, console: Console) -> None:
-    """Each kind of finding with its files, worst first; a narrow terminal wraps the lines and cuts none off."""
+    """Each kind of finding with its files, worst first; a narrow terminal wraps the lines."""
     for code, group in report.grouped:
         first, message = group[0], report.message(code, group)
-        told = Table.grid(padding=(0, 2, 0, 0))
-        told.add_column(min_width=7)
-        told.add_column()
-        told.add_row(Text(first.severity, style=COLORS[first.severity]), Text(message))
-        show(console, told)
+        line_of_finding = Table.grid(padding=(0, 2, 0, 0))
+        line_of_finding.add_column(min_width=7)
+        line_of_finding.add_column()
+        line_of_finding.add_row(Text(first.severity, style=COLORS[first.severity]), Text(message))
+        show(console, line_of_finding)
         names = [report.name_of(finding.path) for finding in group if finding.path]
         reasons = reasons_of(report, group)
         listed = len(names) > 1 + len(reasons)
@@ -167,7 +165,7 @@ def show_findings(report: DataReport, console: Console) -> None:
 
 
 def reasons_of(report: DataReport, group: Sequence[Finding]) -> list[str]:
-    """What is said of others than the first, where it differs: the first file of each message."""
+    """The other messages of the group, each with its first file."""
     first = {finding.message: finding for finding in reversed(group) if finding.path is not None}
     others = [each for each in group[1:] if first.get(each.message) is each]
     return [f"{report.name_of(each.path)} {each.message}" for each in others[:MOST_REASONS] if each.path is not None]

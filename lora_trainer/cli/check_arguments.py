@@ -1,4 +1,4 @@
-"""Arguments of `lora-trainer check`, and which model the data is judged for."""
+"""Arguments of `lora-trainer check`, and the model that the data is checked for."""
 
 from __future__ import annotations
 
@@ -16,25 +16,27 @@ EXAMPLES = (
 
 
 def add_check_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("data", nargs="*", metavar="DATA", help="folders or files; the built-in dataset without any")
+    parser.add_argument("data", nargs="*", metavar="DATA", help="folders or files (default: the built-in dataset)")
     parser.add_argument(
         "--model",
         dest="model.path",
         metavar="MODEL",
-        help="judge for this model; for SD1.5, not the built-in base, without it",
+        help="check for this model (default: SD1.5, not the built-in base model)",
     )
     parser.add_argument("--json", action="store_true", help="one JSON document on stdout")
-    parser.add_argument("--html", metavar="FILE", type=Path, help="write one page with images of what is wrong")
-    parser.add_argument("--quick", action="store_true", help="a quick look: headers and captions, nothing is decoded")
     parser.add_argument(
-        "--clean-copy", metavar="DIR", type=Path, help="write a cleaned copy; the data itself stays as it is"
+        "--html", metavar="FILE", type=Path, help="write an HTML page with the images that have problems"
+    )
+    parser.add_argument("--quick", action="store_true", help="only headers and captions: decode no image")
+    parser.add_argument(
+        "--clean-copy", metavar="DIR", type=Path, help="write a cleaned copy; the data itself is not changed"
     )
     add_offline_argument(parser)
     add_settings_arguments(parser)
 
 
 def check(arguments: argparse.Namespace, unknown: list[Problem]) -> int:
-    """Judge the data for the model that is named, else for a usual one."""
+    """Check the data for the model that is named, else for a usual one."""
     vars(arguments)["data.sources"] = arguments.data
     from lora_trainer.builtin import DATA_FOLDER
     from lora_trainer.cli.check import check_command
@@ -43,10 +45,10 @@ def check(arguments: argparse.Namespace, unknown: list[Problem]) -> int:
     from lora_trainer.production.inputs import read_model, trained_framings
     from lora_trainer.production.reading import text_options
 
-    # The built-in images are made for the built-in base; people's own are judged for a usual model, or the one named.
+    # The built-in images fit the built-in base model; your own are checked for a usual model, or the one named.
     builtin = all(Path(source).resolve() == DATA_FOLDER for source in arguments.data)
     config = resolved_from(arguments, unknown, builtin_if_none=builtin).config
-    if builtin and not arguments.data and config.data.sources:  # people's own, named in the file of settings
+    if builtin and not arguments.data and config.data.sources:  # your own, named in --config
         builtin, config = False, resolved_from(arguments, builtin_if_none=False).config
     if config.model.path or (builtin and config.model.family is None):
         facts = read_model(config, weights=False)[1]
@@ -59,8 +61,8 @@ def check(arguments: argparse.Namespace, unknown: list[Problem]) -> int:
     if config.model.path:
         named = f"{facts.family} ({config.model.path})"
     elif builtin and config.model.family is None:
-        named = "the built-in base"
-    more = "" if config.model.path else "; name the model that you train with --model"
-    say(f"judged for {named} at {', '.join(map(str, sides))} px{more}")
+        named = "the built-in base model"
+    more = "" if config.model.path else "; name your model with --model"
+    say(f"checked for {named} at {', '.join(map(str, sides))} px{more}")
     decode = not arguments.quick
     return check_command(config, arguments.json, facts, arguments.html, arguments.clean_copy, decode=decode)

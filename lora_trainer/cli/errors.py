@@ -1,4 +1,4 @@
-"""What errors look like: what happened and what to do, without a traceback for anything a user caused."""
+"""Print errors: what happened and what to do, without a traceback for user errors."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ BUG = 1
 
 
 def report_error(error: Exception, *, debug: bool) -> int:
-    """Print what went wrong and what to do; the exit code."""
-    with contextlib.suppress(OSError, ValueError):  # a reader that is gone must not hide the error
-        sys.stdout.flush()  # of one pipe for both, the error stands last
+    """Print what went wrong and what to do. Returns the exit code."""
+    with contextlib.suppress(OSError, ValueError):  # a closed pipe must not hide the error
+        sys.stdout.flush()  # in a pipe shared with stderr, the error comes last
     if debug:
         traceback.print_exception(error)
     if isinstance(error, UserError):
-        if is_main_process() or error.said_by_all:
+        if is_main_process() or error.every_process_reports:
             _print_problems(error.problems)
         return error.exit_code
     if is_out_of_memory(error):
@@ -30,14 +30,14 @@ def report_error(error: Exception, *, debug: bool) -> int:
         _print_problems([Problem(f"Out of memory: {first_line(error)}.", fix)])
         return TRAINING_FAILED
     if isinstance(error, OSError) and refusal(error) in FULL:
-        _print_problems([Problem("The disk is full.", "Free some space, then go on with --resume.")])
+        _print_problems([Problem("The disk is full.", "Free some space, then continue with --resume.")])
         return TRAINING_FAILED
     if isinstance(error, OSError) and error.filename is not None:
         _print_problems([Problem(f"{error.filename}: {error.strerror}.", "Check the path and its permissions.")])
         return WRONG_USAGE
-    again = "" if debug else " Run it again with --debug to see where, and report that."
-    told = printable_lines(f"{type(error).__name__}: {error}")
-    print(f"error: this is a bug, not your doing: {told}.{again}", file=sys.stderr)
+    again = "" if debug else " Run it again with --debug and report the traceback."
+    text = printable_lines(f"{type(error).__name__}: {error}")
+    print(f"error: this is a bug in lora-trainer: {text}.{again}", file=sys.stderr)
     return BUG
 
 

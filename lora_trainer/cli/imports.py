@@ -1,4 +1,4 @@
-"""`lora-trainer import`: another trainer's config becomes one of ours, with every key accounted for."""
+"""`lora-trainer import`: convert another trainer's config, and account for every key."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ EXAMPLES = """examples:
   lora-trainer import kohya.toml --output cat.toml
   lora-trainer import config.json > cat.toml
 
-Every key is listed: what changes in meaning first, then what is ignored, then what is the same.
+Every key is listed: first those that change in meaning, then ignored ones, then those that are the same.
 docs/import.md has the tables of all keys.
 """
 TITLES = {
-    "unknown": "not known: nothing is made of these",
+    "unknown": "unknown: not imported",
     "changed": "changed in meaning",
-    "default": "not set there: its own defaults, written out",
+    "default": "not set there: its defaults, written out",
     "ignored": "ignored",
     "mapped": "the same here",
 }
@@ -35,17 +35,17 @@ LONGEST = 60  # characters of a value in the table
 
 
 def add_import_arguments(parser: argparse.ArgumentParser) -> None:
-    """The file and where its config goes."""
+    """The file to read and the file to write."""
     from lora_trainer.config.imports.imported import FORMATS
 
     kinds = ", ".join(kind.name for kind in FORMATS)
-    parser.add_argument("file", metavar="FILE", help=f"a config of another trainer, told by its content: {kinds}")
-    parser.add_argument("--output", metavar="FILE", help="the TOML file to write, a new one; stdout without it")
+    parser.add_argument("file", metavar="FILE", help=f"a config of another trainer, recognized by its content: {kinds}")
+    parser.add_argument("--output", metavar="FILE", help="the TOML file to write, a new one (default: stdout)")
     parser.add_argument("--json", action="store_true", help="one JSON document on stdout: keys, settings, TOML")
 
 
 def import_command(arguments: argparse.Namespace, unknown: list[Problem]) -> int:
-    """Write the config and say what became of each key. Raises UsageError; an existing file is never overwritten."""
+    """Write the config and list what became of each key. Raises UsageError; an existing file is never overwritten."""
     if unknown:
         raise UsageError(unknown)
     from rich.text import Text
@@ -132,5 +132,5 @@ def _what_next(imported: Imported, output: Path | None) -> list[str]:
     if not imported.config.data.sources:
         lines.append("It names no data: add --data DIR, or the built-in dataset is trained.")
     if imported.config.model.path is None:
-        lines.append("It names no model: add --model DIR, or the built-in base is trained.")
+        lines.append("It names no model: add --model DIR, or the built-in base model is trained.")
     return lines

@@ -1,4 +1,4 @@
-"""`inspect FILE`: what a LoRA file holds, where it learned, and which program reads it whole."""
+"""`inspect FILE`: what a LoRA file contains, which layers learned, and which programs read all of it."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ if TYPE_CHECKING:
     from lora_trainer.export.inspection import Component, Inspected
 
 EXAMPLES = "examples:\n  lora-trainer inspect cat.safetensors\n  lora-trainer inspect cat.safetensors --json\n"
-PAIR = re.compile(r"\((\d+), (\d+)\)")  # width and height, as kohya's headers have them
+PAIR = re.compile(r"\((\d+), (\d+)\)")  # width and height in kohya's headers
 WIDTH, NAME, MOST_BARS = 80, 34, 40
-HEADER = {  # what is told of a header, in words
+HEADER = {  # keys of a header that are shown, and their names
     "ss_output_name": "name",
-    "ss_base_model_version": "base",
+    "ss_base_model_version": "base model version",
     "ss_sd_model_name": "base model",
     "modelspec.architecture": "architecture",
     "modelspec.prediction_type": "prediction",
-    "modelspec.trigger_phrase": "trigger",
+    "modelspec.trigger_phrase": "trigger word",
     "ss_network_dim": "rank",
     "ss_network_alpha": "alpha",
     "lora_trainer.alpha": "alpha as trained",
@@ -36,22 +36,22 @@ HEADER = {  # what is told of a header, in words
     "ss_num_train_images": "images",
     "ss_resolution": "resolution",
     "ss_learning_rate": "learning rate",
-    "ss_text_encoder_lr": "text encoders' rate",
+    "ss_text_encoder_lr": "text encoder lr",
     "ss_optimizer": "optimizer",
     "ss_clip_skip": "clip skip",
-    "ss_max_token_length": "tokens of captions",
+    "ss_max_token_length": "caption tokens",
     "modelspec.date": "date",
     "ss_training_comment": "comment",
 }
 
 
 def add_inspect_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("lora", metavar="FILE", help="a LoRA file that any program wrote")
+    parser.add_argument("lora", metavar="FILE", help="a LoRA file of any program")
     parser.add_argument("--json", action="store_true", help="one JSON document on stdout")
 
 
 def inspect_command(arguments: argparse.Namespace, unknown: list[Problem]) -> int:
-    """Print what the file holds. 0 for a sound LoRA, 2 where programs would load it wrongly or not at all."""
+    """Describe the file. Returns 0 for a valid LoRA, 2 if programs would load it wrongly or not at all."""
     if unknown:
         raise UsageError(unknown)
     from lora_trainer.models.lora_files import inspect_lora
@@ -81,13 +81,13 @@ def document(found: Inspected) -> dict[str, Any]:
         "scales": {f"{scale:g}": count for scale, count in sorted(found.scales.items())},
         "alphas": sorted({pair.alpha for pair in found.weights.modules.values()}),
         "dtypes": dict(found.dtypes),
-        "words": list(found.words),
+        "learned_tokens": list(found.words),
         "components": {
             name: {"modules": part.modules, "norm": part.norm, "blocks": dict(part.blocks)}
             for name, part in found.components.items()
         },
         "header": dict(found.weights.metadata),
-        "hashes": {name: {"told": told, "found": real} for name, (told, real) in found.hashes.items()},
+        "hashes": {name: {"recorded": recorded, "found": real} for name, (recorded, real) in found.hashes.items()},
         "clients": [{"name": each.name, "reads": each.reads, "why": each.why} for each in clients(found)],
         "findings": [
             {"severity": severity, "message": problem.message, "fix": problem.fix}
@@ -98,30 +98,30 @@ def document(found: Inspected) -> dict[str, Any]:
 
 
 def lines(found: Inspected) -> Iterator[str]:
-    """The same for people, in 80 columns but for messages."""
+    """The same as text, in 80 columns except for messages."""
     from lora_trainer.models.lora_clients import clients
 
     yield f"{found.path.name}: {found.kind}"
-    yield f"  family     {found.weights.family or 'not told by names, header or shapes'}"
-    yield f"  form       {found.style}, {len(found.weights.modules)} modules in {found.tensors} tensors"
+    yield f"  family     {found.weights.family or 'not recognized by names, header or shapes'}"
+    yield f"  format     {found.style}, {len(found.weights.modules)} modules in {found.tensors} tensors"
     yield f"  rank       {_counted(found.ranks)}"
     yield f"  scale      {_counted(found.scales)} (alpha / rank)"
     yield f"  stored as  {_counted(found.dtypes)}"
     if found.words:
-        yield f"  words      {', '.join(found.words)}"
-    for told, real in found.hashes.values():
-        yield f"  checksum   {'is right' if told == real else 'is wrong: the file was changed after it was written'}"
+        yield f"  tokens     {', '.join(found.words)}"
+    for recorded, real in found.hashes.values():
+        yield f"  checksum   {'is right' if recorded == real else 'is wrong: the file was changed after it was written'}"
     for name, part in found.components.items():
         yield ""
         yield f"{name}: {part.modules} modules, size of the update {part.norm:.3g}, by block:"
         yield from _bars(part)
     header = [
-        (words, value) for key, words in HEADER.items() if (value := found.weights.metadata.get(key, "None")) != "None"
+        (label, value) for key, label in HEADER.items() if (value := found.weights.metadata.get(key, "None")) != "None"
     ]
     if header:
         yield ""
         yield "header:"
-        yield from (_cut(f"  {words:<20} {_plain(value)}") for words, value in header)
+        yield from (_cut(f"  {label:<20} {_plain(value)}") for label, value in header)
     yield ""
     yield "read by:"
     for client in clients(found):
@@ -149,8 +149,8 @@ def _counted(values: Mapping[Any, int]) -> str:
     if len(values) == 1:
         return _short(next(iter(values)))
     ordered = sorted(values.items(), key=lambda item: -item[1])
-    told = ", ".join(f"{_short(value)} ({count})" for value, count in ordered[:5])
-    return told + (f" and {len(ordered) - 5} others" if len(ordered) > 5 else "") if told else "none"
+    counts = ", ".join(f"{_short(value)} ({count})" for value, count in ordered[:5])
+    return counts + (f" and {len(ordered) - 5} others" if len(ordered) > 5 else "") if counts else "none"
 
 
 def _short(value: Any) -> str:

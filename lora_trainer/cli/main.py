@@ -53,12 +53,12 @@ from lora_trainer.core.quiet import quieten_libraries
 from lora_trainer.core.terminal import survive_closed_terminal
 
 INTERRUPTED = 130
-BROKEN_PIPE = 1  # as rich has it
+BROKEN_PIPE = 1  # the same as rich
 
 
 @dataclass(frozen=True)
 class Command:
-    """`run` gets the parsed arguments and the problems of those that are unknown; it returns the exit code."""
+    """`run` takes the parsed arguments and a problem for each unknown one, and returns the exit code."""
 
     summary: str
     add_arguments: Callable[[argparse.ArgumentParser], None]
@@ -67,21 +67,21 @@ class Command:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command and return its exit code; errors of the user are printed without a traceback."""
+    """Run one command and return its exit code; user errors are printed without a traceback."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     survive_closed_terminal()
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
-            # A name that the console cannot show must not end a run; inside of JSON the escape is JSON's own.
+            # A name that the console cannot show must not end a run; JSON has the same escapes.
             stream.reconfigure(errors="backslashreplace")
     quieten_libraries()
     try:
         with listening():
             try:
                 code = _dispatch(arguments)
-                sys.stdout.flush()  # here, where a reader that is gone is no error
+                sys.stdout.flush()  # here, where a closed pipe is not an error
             except BrokenPipeError:
-                # The reader is gone (`… | head`): nothing may be written at exit either.
+                # The pipe is closed (`… | head`): write nothing at exit either.
                 os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
                 return code_of_signal() or BROKEN_PIPE
         return code
@@ -90,7 +90,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         say("stopped")
         return INTERRUPTED
-    except Exception as error:  # noqa: BLE001  the last place where an error can be put into words
+    except Exception as error:  # noqa: BLE001  the last place to report an error
         return report_error(error, debug="--debug" in arguments)
 
 
@@ -122,7 +122,7 @@ def _dispatch(arguments: list[str]) -> int:
 
 
 def _parse_to_exit(parser: argparse.ArgumentParser, arguments: list[str]) -> int:
-    """Let argparse print its help or version, and return in place of leaving the process."""
+    """Let argparse print its help or version, and return instead of leaving the process."""
     try:
         parser.parse_args(arguments)
     except SystemExit as leaving:
@@ -150,7 +150,7 @@ def _overview() -> Parser:
 
 def _add_train_arguments(parser: argparse.ArgumentParser) -> None:
     add_run_arguments(parser)
-    text = "print also what is only recorded otherwise, such as attentions that do not work here"
+    text = "print more details, such as attention backends that do not work here"
     parser.add_argument("-v", "--verbose", action="store_true", help=text)
 
 
@@ -187,12 +187,15 @@ def _run(arguments: argparse.Namespace, resolved: Resolved, *, enforce_gates: bo
 
 
 def _add_cache_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("action", nargs="?", metavar="status|clean", help="describe or prune; without it, fill")
     parser.add_argument(
-        "folder", nargs="?", metavar="DIR", type=Path, help="the cache folder; the user's own without it"
+        "action",
+        nargs="?",
+        metavar="status|prune",
+        help="describe or prune the caches (default: cache latents and text embeddings)",
     )
-    parser.add_argument("--limit-gb", type=float, metavar="GB", help="clean: keep at most this much (50)")
-    parser.add_argument("--verify", action="store_true", help="clean: read everything and check every checksum")
+    parser.add_argument("folder", nargs="?", metavar="DIR", type=Path, help="the cache folder (default: your own)")
+    parser.add_argument("--limit-gb", type=float, metavar="GB", help="prune: keep at most this much (50)")
+    parser.add_argument("--verify", action="store_true", help="prune: read everything and verify every checksum")
     parser.add_argument("--json", action="store_true", help="status: one JSON document on stdout")
     add_run_arguments(parser)
 
@@ -209,12 +212,12 @@ def _cache(arguments: argparse.Namespace, unknown: list[Problem]) -> int:
             return train(resolved, dry_run=True).exit_code
         cache(resolved)
         return DONE
-    from lora_trainer.cli.cache import clean_command, status_command
+    from lora_trainer.cli.cache import prune_command, status_command
 
     if arguments.action == "status":
         return status_command(folder, arguments.json)
     if arguments.action == "prune":
-        return clean_command(folder, arguments.limit_gb, verify=arguments.verify)
+        return prune_command(folder, arguments.limit_gb, verify=arguments.verify)
     raise UsageError(Problem(f"Unknown action {arguments.action}.", nearest(arguments.action, ["status", "prune"])))
 
 
@@ -224,7 +227,7 @@ def _add_validate_arguments(parser: argparse.ArgumentParser) -> None:
         "--model",
         dest="model.path",
         metavar="MODEL",
-        help="the base model, as for train; without it that of the run beside the file, else the built-in one",
+        help="the base model, as for train (default: that of the run beside the file, else the built-in one)",
     )
     parser.add_argument("--data", dest="validation", metavar="DIR", help="images that the LoRA was not trained on")
     parser.add_argument("--json", action="store_true", help="one JSON document on stdout")
@@ -271,7 +274,7 @@ def _presets(arguments: argparse.Namespace, unknown: list[Problem]) -> int:
 COMMANDS = {
     "train": Command("train one LoRA and score it", _add_train_arguments, _train, EXAMPLES),
     "produce": Command(
-        "check, train and validate, and refuse what scores too low",
+        "check, train and validate, and refuse a dataset or LoRA that scores too low",
         _add_train_arguments,
         _produce,
         EXAMPLES.replace(" train ", " produce "),
@@ -286,44 +289,44 @@ COMMANDS = {
         "example:\n  lora-trainer demo\n",
     ),
     "check": Command(
-        "score a dataset and name what is wrong with its files",
+        "score a dataset and list the problems of its files",
         add_check_arguments,
         check,
         CHECK_EXAMPLES,
     ),
     "cache": Command(
-        "fill the caches of a run, describe them, or prune them",
+        "cache latents and text embeddings, or describe or prune the caches",
         _add_cache_arguments,
         _cache,
         "examples:\n  lora-trainer cache --data ./images --model ./my-sd15\n"
         "  lora-trainer cache status\n  lora-trainer cache prune --limit-gb 20\n",
     ),
     "plan": Command(
-        "predict memory, disk, steps and least time, without a GPU and without weights",
+        "predict memory, disk space, steps and minimum time, without a GPU or weights",
         add_plan_arguments,
         plan_command,
         PLAN_EXAMPLES,
     ),
     "validate": Command(
-        "score a LoRA file: is it whole, has it learned, what did it break",
+        "score a LoRA file: is it valid, did it learn, what did it damage",
         _add_validate_arguments,
         _validate,
-        "example:\n  lora-trainer validate runs/cat/cat.safetensors --model ./my-sd15 --data ./held-out\n",
+        "example:\n  lora-trainer validate runs/cat/cat.safetensors --model ./my-sd15 --data ./validation-images\n",
     ),
     "sample": Command(
-        "draw with and without a LoRA, same seeds, as one labeled image",
+        "generate images with and without a LoRA, same seeds, as one labeled grid",
         add_sample_arguments,
         sample,
         SAMPLE_EXAMPLES,
     ),
     "inspect": Command(
-        "tell what a LoRA file holds, where it learned and which program reads it",
+        "show what a LoRA file contains, which layers learned and which programs read it",
         add_inspect_arguments,
         inspect_command,
         INSPECT_EXAMPLES,
     ),
     "convert": Command(
-        "write a LoRA file in another program's form, exactly",
+        "convert a LoRA file to another program's format, exactly",
         add_convert_arguments,
         convert_command,
         CONVERT_EXAMPLES,
@@ -335,25 +338,25 @@ COMMANDS = {
         "examples:\n  lora-trainer report runs/cat\n  lora-trainer report runs/cat runs/cat-2 --output cats.html\n",
     ),
     "bench": Command(
-        "measure the trainer's step, its data, or reading caches, beside the least that they could be",
+        "measure training steps, data loading or cache reading, compared with the possible minimum",
         add_bench_arguments,
         bench_command,
         BENCH_EXAMPLES,
     ),
     "caption": Command(
-        "write captions or tags of images that have none, by a local model",
+        "write captions or tags for images that have none, with a local model",
         add_caption_arguments,
         caption_command,
         CAPTION_EXAMPLES,
     ),
     "import": Command(
-        "turn another trainer's config into one of this program, key by key",
+        "convert another trainer's config, key by key",
         add_import_arguments,
         import_command,
         IMPORT_EXAMPLES,
     ),
     "presets": Command(
-        "list the presets, or show what some of them set",
+        "list the presets, or show their settings",
         _add_presets_arguments,
         _presets,
         "examples:\n  lora-trainer presets\n  lora-trainer presets show 12gb quality\n",

@@ -1,4 +1,4 @@
-"""`lora-trainer plan`: what a run will take, before anything is loaded."""
+"""`lora-trainer plan`: predict what a run needs before anything is loaded."""
 
 from __future__ import annotations
 
@@ -14,24 +14,28 @@ EXAMPLES = """examples:
   lora-trainer plan --preset 12gb,quality --set model.family=sdxl
   lora-trainer plan --preset 8gb --model ./my-sd15 --data ./images --json
 """
-UNHEEDED = ("all", "offline", "debug")  # of no concern to the page of --all
-SETTINGS = "what each single change buys, also where it must be traced for that: half a minute or more"
+ALLOWED_WITH_ALL = ("all", "offline", "debug")
+WHAT_IF = "show what each single change would gain; takes half a minute or more"
 
 
 def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
-    """What a run takes, and how to show it."""
+    """The settings of the run, and how to show the plan."""
     parser.add_argument("--json", action="store_true", help="one JSON document on stdout")
-    parser.add_argument("--all", action="store_true", help="every tier, goal and family as a Markdown page")
-    parser.add_argument("--what-if", action="store_true", help=SETTINGS)
+    parser.add_argument(
+        "--all", action="store_true", help="every VRAM preset, training preset and family as a Markdown page"
+    )
+    parser.add_argument("--what-if", action="store_true", help=WHAT_IF)
     add_run_arguments(parser, hidden=("--resume", "--dry-run"))
 
 
 def plan_command(arguments: argparse.Namespace, unknown: list[Problem]) -> int:
-    """Print the plan; exit code 2 when nothing fits, with what would fit among the advice."""
+    """Print the plan. Returns 2 if the run does not fit; the advice then names what would fit."""
     problems = list(unknown)
-    if arguments.all and any(given for name, given in vars(arguments).items() if name not in UNHEEDED):
-        message = "--all writes one page of Markdown of every tier, goal and family, whatever else is set."
-        problems.append(Problem(message, "Leave out the other flags, or leave out --all for the plan of one run."))
+    if arguments.all and any(value for name, value in vars(arguments).items() if name not in ALLOWED_WITH_ALL):
+        message = (
+            "--all writes a Markdown page of every VRAM preset, training preset and family, and uses no other flag."
+        )
+        problems.append(Problem(message, "Remove the other flags, or remove --all to plan one run."))
     presets, user = layers_from(arguments, problems)
     model = settle(presets, user, problems).config.model
     if arguments.all:
@@ -40,15 +44,17 @@ def plan_command(arguments: argparse.Namespace, unknown: list[Problem]) -> int:
         sys.stdout.write(plans_page())
         return DONE
     if model.path is None and model.family is None:
-        say("No --model: planning for the built-in base. --set model.family=NAME plans for a family's published model.")
-    # A published model has none of the built-in base's settings.
+        say(
+            "No --model: planning for the built-in base model. --set model.family=NAME plans for a family's published model."
+        )
+    # The settings of the built-in base model do not apply to a published model.
     resolved = settled(presets, user, [], builtin_if_none=model.family is None)
     if explained(arguments, resolved):
         return DONE
     from lora_trainer.core.imports import OPTIONAL, hide
     from lora_trainer.production.plans.plan import make_plan
 
-    hide(OPTIONAL)  # a trace has no use for them
+    hide(OPTIONAL)  # a trace does not need them
     gpu = gpu_if_auto(arguments)
     plan = make_plan(resolved, gpu_gib=gpu, every_setting=arguments.what_if, here=gpu is not None)
     if arguments.json:

@@ -19,9 +19,9 @@ from lora_trainer.monitor.console import Console
 from lora_trainer.production.printed import show
 
 _KINDS = {
-    TIERS: "tiers: what the GPU can hold (pick one)",
-    GOALS: "goals: what the run should be good at (pick one, with or without a tier)",
-    FAMILIES: "families: applied by themselves, below the others",
+    TIERS: "VRAM presets: fit a run to the GPU's memory (choose one)",
+    GOALS: "training presets: quality and speed (choose one, with or without a VRAM preset)",
+    FAMILIES: "family presets: applied automatically, below the others",
 }
 
 
@@ -37,7 +37,7 @@ def presets_command(arguments: argparse.Namespace, unknown: list[Problem]) -> in
 
 
 def list_presets() -> int:
-    """Every preset with its one line."""
+    """Print every preset with its description."""
     console = Console(highlight=False)
     for kind, title in _KINDS.items():
         console.print(Text(title, style="bold"))
@@ -45,21 +45,21 @@ def list_presets() -> int:
             if preset.kind == kind:
                 show(console, Text(f"  {preset.name:<10}{preset.description}"))
         if kind == TIERS:
-            show(console, Text(f"  {AUTO:<10}The tier of the GPU that is found."))
+            show(console, Text(f"  {AUTO:<10}The VRAM preset for this GPU."))
     console.print("Use: lora-trainer train --preset 12gb --preset quality", soft_wrap=True)
     return 0
 
 
 def show_presets(names: Sequence[str], memory_gib: float | None = None) -> int:
-    """The merged settings of the presets named, each with the preset that set it.
+    """Print the merged settings of the presets, each with the preset that set it.
 
-    Raises UsageError for unknown names, two tiers or two goals.
+    Raises UsageError for unknown names, two VRAM presets or two training presets.
     """
-    asked = [name for part in names for name in part.split(",") if name.strip()]
-    families = [name for name in asked if name in presets() and presets()[name].kind == FAMILIES]
-    chosen = preset_layers([name for name in asked if name not in families], memory_gib)
+    requested = [name for part in names for name in part.split(",") if name.strip()]
+    families = [name for name in requested if name in presets() and presets()[name].kind == FAMILIES]
+    chosen = preset_layers([name for name in requested if name not in families], memory_gib)
     if chosen.problems:
-        raise UsageError([_with_families(problem, asked) for problem in chosen.problems])
+        raise UsageError([_with_families(problem, requested) for problem in chosen.problems])
     layers = [Layer(f"family preset {name}", presets()[name].values) for name in families]
     resolved = resolve([*layers, *chosen.layers])
     for note in chosen.notes:
@@ -68,16 +68,16 @@ def show_presets(names: Sequence[str], memory_gib: float | None = None) -> int:
     return 0
 
 
-def _with_families(problem: Problem, asked: Sequence[str]) -> Problem:
-    """An unknown name may be a misspelt family, which can be shown though not chosen."""
-    for name in asked:
+def _with_families(problem: Problem, requested: Sequence[str]) -> Problem:
+    """An unknown name may be a misspelt family, which can be shown but not chosen."""
+    for name in requested:
         if problem.message == f"There is no preset named {name.strip()}.":
             return Problem(problem.message, nearest(name.strip(), [*presets(), AUTO]))
     return problem
 
 
 def explain(resolved: Resolved, *, as_json: bool = False) -> None:
-    """Every setting, its value and where it came from; what differs from the default stands out. Or as one document."""
+    """Print every setting, its value and where it came from, as a table that marks changes, or as JSON."""
     if as_json:
         values = resolved.config.model_dump(mode="json")
         settings = {
@@ -106,7 +106,7 @@ def _print_table(resolved: Resolved, *, only_set: bool) -> None:
         mark = "* " if changed else "  "
         style = "bold green" if changed else ("" if origin != DEFAULT else "dim")
         lines = shown(value)
-        if name == "data.sources" and "{" in lines:  # tables: one on a line
+        if name == "data.sources" and "{" in lines:  # tables: one per line
             lines = "\n".join(map(shown, value))
         table.add_row(Text(mark + name, style=style), Text(lines, style=style), Text(origin, style=style))
     console = Console(highlight=False)

@@ -1,4 +1,4 @@
-"""`report RUN…`: the page of one run again, or several runs side by side."""
+"""`report RUN…`: write the page of one run again, or compare several runs."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ COMPARISON = "comparison.html"
 
 
 def report_command(runs: Sequence[str], output: str | None = None) -> int:
-    """Write the page and print where it is: `report.html` in the run's folder, `comparison.html` here for several.
+    """Write the page and print its path: `report.html` in the run's folder, `comparison.html` here for several runs.
 
-    Raises UsageError when a folder holds no run; all such folders are named.
+    Raises UsageError naming all folders that contain no run.
     """
     folders = [folder_of(Path(run)) for run in runs]
-    strangers = [folder for folder in folders if not (folder / "run.json").is_file()]
-    if strangers:
-        fix = "Give the folders of runs, such as runs/cat."
-        raise UsageError([Problem(f"{folder} holds no run: there is no run.json.", fix) for folder in strangers])
+    without_run = [folder for folder in folders if not (folder / "run.json").is_file()]
+    if without_run:
+        fix = "Name folders of runs, such as runs/cat."
+        raise UsageError([Problem(f"{folder} is not a run: it has no run.json.", fix) for folder in without_run])
     if len(folders) == 1:
         print(write_report(folders[0], Path(output) if output else folders[0] / FILE))
     else:
@@ -29,5 +29,5 @@ def report_command(runs: Sequence[str], output: str | None = None) -> int:
 
 
 def folder_of(path: Path) -> Path:
-    """A run's folder, also when one of its files was named."""
+    """A run's folder, also if the path is one of its files."""
     return path.parent if path.is_file() else path

@@ -1,4 +1,4 @@
-"""`sample LORA`: a grid of images without a LoRA file and with it, same seeds; or those of a recipe once more."""
+"""`sample LORA`: generate a grid of images without and with a LoRA, same seeds; or repeat a recipe."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ TRIGGER_PHRASE = "modelspec.trigger_phrase"  # in a LoRA file's header
 
 
 @dataclass(frozen=True)
-class Wish:
-    """What is drawn, and with which precision where that is not chosen here."""
+class GridPlan:
+    """The images to generate, and the precision and batch size of a recipe."""
 
     rows: Sequence[Asked]
     drawing: Drawing
@@ -48,75 +48,77 @@ def sample_command(
     seeds: Sequence[int] = (0,),
     size: tuple[int, int] | None = None,
 ) -> int:
-    """Draw each prompt with each seed, without the LoRA and at each strength; write images, sheet and recipe.
+    """Generate each prompt with each seed, without the LoRA and at each strength; write images, grid and recipe.
 
-    Images go to `output`, by default the folder `samples` beside the file, and never over earlier ones; prompts are
-    the config's where none are given. Raises UsageError for a file or model that cannot be read or do not go together.
+    They are written to `output` (default: the folder `samples` beside the file), never over earlier ones. Without
+    `prompts` the config's are used. Raises UsageError if the file or model cannot be read or do not match.
     """
     path = Path(lora)
     prompts = list(prompts) or list(config.sample.prompts)
     if not prompts:
-        raise UsageError(Problem("No prompt was given.", 'For example: --prompt "a photo of my cat".'))
+        raise UsageError(Problem("There is no prompt.", 'For example: --prompt "a photo of my cat".'))
     metadata = _readable(path)
     run = run_beside(path)
     config = read_as_trained(config, None if run is None else run.config, metadata)
-    words = triggers(config) or tuple(filter(None, [metadata.get(TRIGGER_PHRASE, "").partition(",")[0].strip()]))
-    if not words and any(TRIGGER in prompt for prompt in prompts):
-        message = (
-            f"A prompt holds {TRIGGER}, and neither captions.trigger_word nor the header of {path.name} names a word."
-        )
-        raise UsageError(Problem(message, "Write the word itself, or add --set captions.trigger_word=WORD."))
+    trigger_words = triggers(config) or tuple(
+        filter(None, [metadata.get(TRIGGER_PHRASE, "").partition(",")[0].strip()])
+    )
+    if not trigger_words and any(TRIGGER in prompt for prompt in prompts):
+        message = f"A prompt has {TRIGGER}, but neither captions.trigger_word nor the header of {path.name} names a trigger word."
+        raise UsageError(Problem(message, "Write the trigger word itself, or add --set captions.trigger_word=WORD."))
     family, facts = read_model(config)
     chosen = size or (facts.resolution, facts.resolution)
 
     from lora_trainer.evaluation.sample import refuse_size
 
     refuse_size(chosen, facts.pixel_step)
-    rows = rows_for([filled(prompt, words) for prompt in prompts], list(seeds))
+    rows = rows_for([filled(prompt, trigger_words) for prompt in prompts], list(seeds))
     drawing = drawing_of(config, family, facts, chosen)
     _refuse_many(rows, drawing)
-    _draw(path, config, Wish(rows, drawing), output or path.parent / "samples", f"{path.stem}_before_after")
+    _draw(path, config, GridPlan(rows, drawing), output or path.parent / "samples", f"{path.stem}_before_after")
     return DONE
 
 
 def _refuse_many(rows: Sequence[Asked], drawing: Drawing) -> None:
     count = len(rows) * (1 + len(drawing.strengths))
     if count > MOST_IMAGES:
-        raise UsageError(Problem(f"{count} images were asked for.", f"At most {MOST_IMAGES} are drawn at once."))
+        raise UsageError(Problem(f"These are {count} images.", f"At most {MOST_IMAGES} are generated at once."))
 
 
 def draw_again(lora: Path, config: Config, found: dict[str, Any], output: Path) -> int:
-    """Draw the images of a recipe once more. Raises UsageError for another LoRA than the recipe's."""
+    """Generate the images of a recipe again. Raises UsageError for another LoRA than the recipe's."""
     from lora_trainer.core.io import sha256_file
     from lora_trainer.evaluation.recipe import changed_since, drawing_of_recipe, rows_of, text_of_recipe
     from lora_trainer.evaluation.sample import refuse_size
 
     _readable(lora)
     if sha256_file(lora) != found["lora_sha256"]:
-        message = f"{lora.name} is not the recipe's {found.get('lora', 'LoRA')}: its SHA-256 is another."
+        message = f"{lora.name} is not the recipe's {found.get('lora', 'LoRA')}: its SHA-256 differs."
         raise UsageError(Problem(message, f"Name the file whose SHA-256 begins with {found['lora_sha256'][:12]}."))
     text, rows, drawing = text_of_recipe(found), rows_of(found), drawing_of_recipe(found)
     _refuse_many(rows, drawing)
     refuse_size(drawing.size, read_model(config)[1].pixel_step)
-    wish = Wish(rows, drawing, found["dtype"], found.get("at_once"))
-    used = _draw(lora, config, wish, output, f"{lora.stem}_again", text=text)
+    grid = GridPlan(rows, drawing, found["dtype"], found.get("at_once"))
+    used = _draw(lora, config, grid, output, f"{lora.stem}_again", text=text)
     if changed := changed_since(found, used):
-        say(f"not as it was when the recipe was written: {', '.join(changed)}; the images may differ from it")
+        say(f"changed since the recipe was written: {', '.join(changed)}; the images may differ")
     return DONE
 
 
 def _readable(path: Path) -> dict[str, str]:
-    """The file's header, when it is a LoRA of finite numbers. Raises UsageError."""
+    """The header of a LoRA file. Raises UsageError if it cannot be read or has weights that are not finite."""
     from lora_trainer.models.lora_files import read_lora
 
     weights = read_lora(path)
     if weights.not_finite():
-        raise UsageError(Problem(f"{path.name} holds NaN or infinity.", "Train it again with a lower learning rate."))
+        raise UsageError(
+            Problem(f"{path.name} contains NaN or infinity.", "Train it again with a lower learning rate.")
+        )
     return dict(weights.metadata)
 
 
-def _draw(path: Path, config: Config, wish: Wish, folder: Path, name: str, *, text: Any = None) -> dict[str, Any]:
-    """Draw, print the sheet's path, and return the recipe."""
+def _draw(path: Path, config: Config, grid: GridPlan, folder: Path, name: str, *, text: Any = None) -> dict[str, Any]:
+    """Generate the images, print the grid's path, and return the recipe."""
     import torch
 
     from lora_trainer.evaluation.placing import with_less
@@ -125,46 +127,46 @@ def _draw(path: Path, config: Config, wish: Wish, folder: Path, name: str, *, te
 
     family, facts = read_model(config)
     print(printable_lines(f"base model: {describe_model(config.model)}"), file=sys.stderr)
-    config = with_absolute_paths(config)  # the recipe is followed from any folder
+    config = with_absolute_paths(config)  # the recipe must work from any folder
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     where = Where(folder, free_name(folder, name))
     with counting() as count:
         progress = count(DRAWN)
 
-        def drawn(usable: int | None) -> dict[str, Any]:
+        def generate(usable: int | None) -> dict[str, Any]:
             return compare(
                 family if text is None else family.reading(text),
                 facts.path,
                 path,
-                wish.rows,
-                wish.drawing,
+                grid.rows,
+                grid.drawing,
                 where,
                 named=config.model.path or BUILT_IN,
                 parts=parts_of(config),
-                dtype=_dtype(config, wish, device),
+                dtype=_dtype(config, grid, device),
                 device=device,
                 usable=usable,
-                at_once=wish.at_once,
+                at_once=grid.at_once,
                 say=say,
                 progress=progress,
             )
 
-        used = with_less(drawn, usable_bytes(config, device), device, say)
+        used = with_less(generate, usable_bytes(config, device), device, say)
     print(where.sheet)
     return used
 
 
-def _dtype(config: Config, wish: Wish, device: torch.device) -> torch.dtype:
+def _dtype(config: Config, grid: GridPlan, device: torch.device) -> torch.dtype:
     import torch
 
     from lora_trainer.production.choices import choose_precision, computed_in
 
-    named = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}.get(wish.dtype or "")
+    named = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}.get(grid.dtype or "")
     return named or computed_in(choose_precision(config.memory.weight_dtype, device, asked=False).value, device)
 
 
 def free_name(folder: Path, name: str) -> str:
-    """The name, numbered (`name-2`) where earlier images have it, those of a grid that was never finished among them."""
+    """The name, numbered (`name-2`) if earlier images have it, even those of an unfinished grid."""
     names = (name, *(f"{name}-{number}" for number in range(2, 10_000)))
     return next(each for each in names if not _taken(folder, each))
 

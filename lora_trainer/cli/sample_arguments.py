@@ -1,4 +1,4 @@
-"""The arguments of `sample`, and what they ask for."""
+"""The arguments of `sample`, and the settings that they make."""
 
 from __future__ import annotations
 
@@ -37,20 +37,20 @@ def add_sample_arguments(parser: argparse.ArgumentParser) -> None:
         "--model",
         dest="model.path",
         metavar="MODEL",
-        help="the base model: folder, .safetensors file or hub id; without it that of the run beside the file, "
-        "else the built-in one",
+        help="the base model: folder, .safetensors file or hub id (default: that of the run beside the file, "
+        "else the built-in one)",
     )
     parser.add_argument(
         "--prompt",
         action="append",
         default=[],
         metavar="TEXT",
-        help="what to draw (repeatable); [trigger] is the LoRA's own word",
+        help="the prompt (repeatable); [trigger] is replaced by the LoRA's trigger word",
     )
     parser.add_argument(
         "--strength", action="append", type=float, metavar="X", help="strength of the LoRA (repeatable; default: 1)"
     )
-    parser.add_argument("--negative-prompt", metavar="TEXT", help="what the images must not show")
+    parser.add_argument("--negative-prompt", metavar="TEXT", help="the negative prompt")
     parser.add_argument(
         "--num-images-per-prompt", type=int, metavar="N", help="images of each prompt, with seeds that count up"
     )
@@ -59,14 +59,16 @@ def add_sample_arguments(parser: argparse.ArgumentParser) -> None:
         action="append",
         type=int,
         metavar="S",
-        help="the first seed, or each of them (repeatable; default: 0)",
+        help="the first seed, or all of them (repeatable; default: 0)",
     )
     parser.add_argument(
         "--num-inference-steps", type=int, metavar="N", help="sampler steps (default: usual for the model)"
     )
     parser.add_argument("--guidance-scale", type=float, metavar="G", help="guidance scale (default: the family's)")
     parser.add_argument("--size", metavar="WxH", help="width and height in pixels (default: the model's own)")
-    parser.add_argument("--recipe", metavar="FILE", help="draw the images of this .json again, beside earlier images")
+    parser.add_argument(
+        "--recipe", metavar="FILE", help="generate the images of this .json again, beside earlier images"
+    )
     parser.add_argument(
         "--output", dest="folder", metavar="DIR", help="folder for the images (default: samples, beside the file)"
     )
@@ -75,7 +77,7 @@ def add_sample_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def sample(arguments: argparse.Namespace, unknown: Sequence[Problem]) -> int:
-    """The command. Raises UsageError for a file, model or recipe that cannot be read, and for flags that contradict."""
+    """Run the command. Raises UsageError for an unreadable file, model or recipe, and for contradicting flags."""
     from lora_trainer.cli.sample import draw_again, sample_command
     from lora_trainer.production.drawing import BUILT_IN, with_parts
 
@@ -87,9 +89,9 @@ def sample(arguments: argparse.Namespace, unknown: Sequence[Problem]) -> int:
         from lora_trainer.evaluation.recipe import read_recipe
 
         found = read_recipe(Path(arguments.recipe))
-        given = vars(arguments)
-        if given["model.path"] is None and found["model"] != BUILT_IN:
-            given["model.path"] = found["model"]
+        values = vars(arguments)
+        if values["model.path"] is None and found["model"] != BUILT_IN:
+            values["model.path"] = found["model"]
     lora = None if found is not None else Path(arguments.lora)
     config = resolved_from(arguments, problems, extra=_layers(arguments), lora=lora).config
     output = Path(arguments.folder) if arguments.folder is not None else Path(arguments.lora).parent / "samples"
@@ -105,17 +107,19 @@ def sample(arguments: argparse.Namespace, unknown: Sequence[Problem]) -> int:
 
 
 def _flag_problems(arguments: argparse.Namespace) -> list[Problem]:
-    """All that is wrong with the flags by themselves."""
-    given = vars(arguments)
+    """All mistakes in the flags by themselves."""
+    values = vars(arguments)
     problems: list[Problem] = []
     if arguments.recipe is not None:
-        both = [f"--{name.replace('_', '-')}" for name in BY_RECIPE if given[name] not in (None, [])]
+        both = [f"--{name.replace('_', '-')}" for name in BY_RECIPE if values[name] not in (None, [])]
         if both:
             problems.append(
-                Problem(f"--recipe and {', '.join(both)} were given.", "The recipe says it: leave them out.")
+                Problem(
+                    f"--recipe and {', '.join(both)} contradict each other.", "The recipe sets them: remove the flags."
+                )
             )
     elif not arguments.prompt and not arguments.config:
-        problems.append(Problem("No prompt was given.", 'For example: --prompt "a photo of my cat".'))
+        problems.append(Problem("There is no prompt.", 'For example: --prompt "a photo of my cat".'))
     if arguments.num_images_per_prompt is not None and not 1 <= arguments.num_images_per_prompt <= MOST_SEEDS:
         problems.append(
             Problem(
@@ -125,7 +129,7 @@ def _flag_problems(arguments: argparse.Namespace) -> list[Problem]:
         )
     if arguments.num_images_per_prompt is not None and len(arguments.seed or []) > 1:
         problems.append(
-            Problem("--num-images-per-prompt and several --seed were given.", "Give a number, or each seed.")
+            Problem("--num-images-per-prompt and several --seed contradict each other.", "Use one of them.")
         )
     if (wrong := _wrong_seeds(arguments.seed or [])) is not None:
         problems.append(Problem(f"--seed is {wrong}.", "Seeds are whole numbers from 0 to 2^63 - 1."))
@@ -152,11 +156,11 @@ def _seeds(first: Sequence[int], count: int) -> list[int]:
 
 
 def _size(text: str | None) -> tuple[int, int] | None:
-    """`832x1216` in numbers. Raises UsageError."""
+    """`832x1216` as (832, 1216). Raises UsageError."""
     if text is None:
         return None
     match = re.fullmatch(r"(\d{1,5})\s*[xX×]\s*(\d{1,5})", text.strip())
     if match is None or not all(1 <= int(side) <= LARGEST_SIDE for side in match.groups()):
         fix = f"Width x height in pixels, up to {LARGEST_SIDE}: --size 832x1216."
-        raise UsageError(Problem(f"--size {text} is no size.", fix))
+        raise UsageError(Problem(f"--size {text} is not a size.", fix))
     return int(match[1]), int(match[2])

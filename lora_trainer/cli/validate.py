@@ -1,4 +1,4 @@
-"""`validate LORA`: the LoRA gate on a file."""
+"""`validate LORA`: score a LoRA file with the LoRA gate."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ from lora_trainer.production.inputs import data_in_use, read_inputs, read_model,
 from lora_trainer.production.reading import Run, read_as_trained, run_beside
 
 MEANINGS = {
-    "integrity": "whole, finite, loads, changes images",
-    "learning": "validation loss against the base, same noise",
+    "integrity": "complete, finite, loads, changes images",
+    "learning": "validation loss compared with the base model, same noise",
     "preservation": "little drift on unrelated prompts",
     "health": "sizes of the updates, modules that learned",
 }
 
 
 @dataclass(frozen=True)
-class Questions:
-    """The images that learning is measured on, where each goes, and where they come from."""
+class Samples:
+    """The images that learning is measured on, their buckets, and where they come from."""
 
     samples: tuple[Sample, ...]
     plan: BucketPlan
@@ -43,17 +43,16 @@ class Questions:
     origin: str
 
 
-NO_QUESTIONS = BucketPlan(())
+NO_PLAN = BucketPlan(())
 
 
 @data_in_use()
 def validate_command(lora: str | Path, data: str | Path | None, as_json: bool, config: Config) -> int:
-    """Judge a LoRA file; print the report. 0 when it passes `gates.lora`, 4 when it does not.
+    """Score a LoRA file and print the report. Returns 0 if it passes `gates.lora`, else 4.
 
-    Without `data`, the images that its run held out are taken from the `run.json` beside the
-    file, and count as held out while the data is what it was; without that, and on the built-in
-    base, those of the built-in dataset.
-    Raises UsageError for a file, model or folder that cannot be read.
+    Without `data`, the validation images of the run whose `run.json` is beside the file are used. They count as
+    not trained on while the data is unchanged. Without a run, and with the built-in base model, those of the built-in
+    dataset are used. Raises UsageError for a file, model or folder that cannot be read.
     """
     path = Path(lora)
     if path.is_dir():
@@ -61,13 +60,13 @@ def validate_command(lora: str | Path, data: str | Path | None, as_json: bool, c
         raise UsageError(Problem(f"{path} is a folder, not a LoRA file.", f"LoRA files in it: {inside}."))
     if not path.is_file():
         raise UsageError(Problem(f"There is no LoRA file {path}.", "Check the path."))
-    header = read_tensor_header(path).get(METADATA, {})  # what is no LoRA is refused before a model is looked for
+    header = read_tensor_header(path).get(METADATA, {})  # refuse what is not a LoRA before a model is needed
     run = run_beside(path)
     config = read_as_trained(config, None if run is None else run.config, header)
     _say(f"base model: {describe_model(config.model)}")
-    questions = _given_questions(config, Path(data), run) if data is not None else _run_questions(config, run)
-    _say(questions.origin)
-    report = _judge(path, config, questions)
+    samples = _samples_of_folder(config, Path(data), run) if data is not None else _samples_of_run(config, run)
+    _say(samples.origin)
+    report = _evaluate(path, config, samples)
     if run is not None and run.unseen is not None:
         report = replace(report, findings=(*report.findings, run.unseen))
     if as_json:
@@ -77,7 +76,7 @@ def validate_command(lora: str | Path, data: str | Path | None, as_json: bool, c
     return DONE if report.passed else LORA_REFUSED
 
 
-def _judge(path: Path, config: Config, questions: Questions) -> LoraReport:
+def _evaluate(path: Path, config: Config, measured: Samples) -> LoraReport:
     import torch
 
     from lora_trainer.evaluation.encode import EncodeTexts, encode_samples, text_reader
@@ -92,53 +91,54 @@ def _judge(path: Path, config: Config, questions: Questions) -> LoraReport:
         return report
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
-    def encoders() -> Encoders:  # each is loaded when it is first asked, as the run's caches were filled
+    def encoders() -> Encoders:  # each is loaded when it is first used
         return family.load_encoders(facts.path, ENCODER_DTYPE, device)
 
     def texts() -> EncodeTexts:
         return text_reader(family, facts, ENCODER_DTYPE, device, usable_bytes(config, device))
 
     try:
-        samples = encode_samples(questions.samples, questions.plan, encoders, texts, device)
+        samples = encode_samples(measured.samples, measured.plan, encoders, texts, device)
     except DatasetRefused as refused:
         raise UsageError(refused.problems) from refused
 
-    def judged(usable: int | None) -> LoraReport:
+    def evaluate(usable: int | None) -> LoraReport:
         with counting() as count:
             return check_lora(
                 path,
                 facts.path,
                 family,
                 samples,
-                unseen=questions.unseen,
+                unseen=measured.unseen,
                 dtype=computed_in(choose_precision(config.memory.weight_dtype, device, asked=False).value, device),
                 device=device,
                 usable=usable,
                 gate=config.gates.lora,
-                share=LORA_CHECKS[config.gates.lora_check] or LORA_CHECKS["full"],  # what is asked for is measured
+                share=LORA_CHECKS[config.gates.lora_check]
+                or LORA_CHECKS["full"],  # the command was requested, so "off" measures too
                 progress=_say,
                 watch=count(JUDGED),
             )
 
-    return with_less(judged, usable_bytes(config, device), device, _say)
+    return with_less(evaluate, usable_bytes(config, device), device, _say)
 
 
-def _given_questions(config: Config, data: Path, run: Run | None) -> Questions:
-    """The images of a folder. Those that the file's run trained on, by their contents, do not count as held out."""
+def _samples_of_folder(config: Config, data: Path, run: Run | None) -> Samples:
+    """The images of a folder. If the file's run trained on one of them (by content), they do not count as unseen."""
     _, facts = read_model(config)
     manifest, findings = read_manifest([data], allow_missing_captions=True)
-    _say(*(f"left out: {finding.path} {finding.message}" for finding in findings if finding.severity == "error"))
+    _say(*(f"skipped: {finding.path} {finding.message}" for finding in findings if finding.severity == "error"))
     plan = plan_plain(manifest.samples, trained_framings(config, facts)[:1])
     trained = _trained_contents(run)
     known = sum(sample.content in trained for sample in manifest.samples)
     origin = f"learning is measured on {counted(len(manifest.samples), 'image')} of {data}"
     if known:
-        origin += f", of which the run that the file lies in trained on {known}"
-    return Questions(manifest.samples, plan, known == 0, origin)
+        origin += f", of which the run of this file trained on {known}"
+    return Samples(manifest.samples, plan, known == 0, origin)
 
 
 def _trained_contents(run: Run | None) -> set[str]:
-    """Contents of the images that a run trained on, by its data as it lies there now; none where that cannot be read."""
+    """Contents of the images that a run trained on, from its data as it is now; none if that cannot be read."""
     if run is None:
         return set()
     try:
@@ -147,39 +147,38 @@ def _trained_contents(run: Run | None) -> set[str]:
         return set()
 
 
-def _run_questions(config: Config, run: Run | None) -> Questions:
-    """What the run held out; on the built-in base without a run, what the built-in set holds out."""
+def _samples_of_run(config: Config, run: Run | None) -> Samples:
+    """The run's validation images; without a run those of the built-in dataset, for the built-in base model."""
     if run is None and not is_builtin(config.model):
         origin = "no --data and no run.json beside the file: learning cannot be measured"
-        return Questions((), NO_QUESTIONS, True, origin)
-    asked = {name: getattr(config, name) for name in ("model", "text_encoder", "textual_inversion")}
-    trained_with = config if run is None else run.config.model_copy(update=asked)
+        return Samples((), NO_PLAN, True, origin)
+    sections = {name: getattr(config, name) for name in ("model", "text_encoder", "textual_inversion")}
+    trained_with = config if run is None else run.config.model_copy(update=sections)
     try:
         inputs = read_inputs(trained_with)
     except UsageError as error:
-        return Questions((), NO_QUESTIONS, True, f"learning cannot be measured: {error}")
+        return Samples((), NO_PLAN, True, f"learning cannot be measured: {error}")
     origin = "the built-in dataset" if run is None else "the run's data"
     if run is not None and inputs.manifest.data_hash != run.data_hash:
         samples, plan = inputs.validation, inputs.validation_plan
         if not samples:
             samples, plan = inputs.train, inputs.train_plan
-        told = f"the run's data has changed since: its {counted(len(samples), 'image')} may have been trained on"
-        return Questions(samples, plan, False, f"{told}; name others with --data")
+        message = f"the run's data has changed since: its {counted(len(samples), 'image')} may have been trained on"
+        return Samples(samples, plan, False, f"{message}; name others with --data")
     if inputs.validation:
-        told = f"learning is measured on {counted(len(inputs.validation), 'validation image')} of {origin}"
-        return Questions(inputs.validation, inputs.validation_plan, True, told)
-    return Questions(
-        inputs.train, inputs.train_plan, False, f"nothing was held out: learning is measured on {origin} itself"
-    )
+        message = f"learning is measured on {counted(len(inputs.validation), 'validation image')} of {origin}"
+        return Samples(inputs.validation, inputs.validation_plan, True, message)
+    message = f"no validation images: learning is measured on {origin} itself"
+    return Samples(inputs.train, inputs.train_plan, False, message)
 
 
 def print_report(path: Path, report: LoraReport) -> None:
-    """The report for people, on stdout."""
+    """Print the report as text on stdout."""
     console = Console(highlight=False)
     table = Table(box=None, show_header=False, pad_edge=False)
     for name, value in report.parts.items():
-        told = "says little" if name == "learning" and caveat(report.numbers) else ""  # why is among the findings
-        meaning = "; ".join(filter(None, (MEANINGS.get(name, ""), told)))
+        note = "says little" if name == "learning" and caveat(report.numbers) else ""  # the findings say why
+        meaning = "; ".join(filter(None, (MEANINGS.get(name, ""), note)))
         table.add_row(Text(f"  {name}"), f"{value:.2f}", Text(meaning, style="dim"))
     verdict = "passed" if report.passed else "refused"
     console.print(Text(f"{path.name}: score {report.score:.2f}, {verdict} (gate {report.gate:.2f})", style="bold"))

@@ -1,4 +1,4 @@
-"""What is wrong with values, in plain words: the setting, its value, what it must be, the nearest name."""
+"""Messages for wrong values: the setting, its value, what it must be, the nearest name."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from lora_trainer.config.schema import CaptionsSection, Section, SourceSection
 from lora_trainer.config.toml import homes_of, section_types, shown
 from lora_trainer.core.errors import Problem, nearest
 
-_WORDS = {
+_WISHES = {
     "int_type": "a whole number",
     "int_from_float": "a whole number",
     "float_type": "a number",
@@ -94,23 +94,23 @@ def _wrong_value(
 ) -> Problem:
     """`optimizer.learning_rate = 20 (from --set): must be at most 10.`"""
     wanted: list[str] = []
-    items: list[str] = []  # what is said of items of a list
+    items: list[str] = []  # about items of a list
     for detail in details:
         context = {name: _limit(item) for name, item in detail.get("ctx", {}).items()}
-        words = _WORDS[detail["type"]].format(**context) if detail["type"] in _WORDS else detail["msg"]
+        wish = _WISHES[detail["type"]].format(**context) if detail["type"] in _WISHES else detail["msg"]
         if detail["loc"][-1] in _TABLES and detail["type"].startswith("model_"):
-            words = "a table, such as {shuffle = true}"
+            wish = "a table, such as {shuffle = true}"
         if detail["type"] == "tuple_type":
-            words = f"a list such as {_list_of(kind.model_fields[key].annotation, value)}"
+            wish = f"a list such as {_list_of(kind.model_fields[key].annotation, value)}"
         if len(detail["loc"]) > 1 and isinstance(at := detail["loc"][-1], int):
             if not detail["type"].startswith("model_"):
-                items.append(f"{shown(value[at])} must be {words}")
+                items.append(f"{shown(value[at])} must be {wish}")
                 continue
-            words = f"a list of {words}"
-        if words not in wanted:
-            wanted.append(words)
-    told = [*([f"must be {' or '.join(wanted)}"] if wanted else []), *dict.fromkeys(items)]
-    message = f"{name} = {shown(value)} (from {layer}): {'; '.join(told)}."
+            wish = f"a list of {wish}"
+        if wish not in wanted:
+            wanted.append(wish)
+    reasons = [*([f"must be {' or '.join(wanted)}"] if wanted else []), *dict.fromkeys(items)]
+    message = f"{name} = {shown(value)} (from {layer}): {'; '.join(reasons)}."
     field = kind.model_fields[key]
     choices = [word for detail in details if detail["type"] == "literal_error" for word in _choices(detail)]
     if isinstance(value, str) and choices and (near := nearest(value, choices)).startswith("Did"):
@@ -121,7 +121,7 @@ def _wrong_value(
 
 
 def _list_of(annotation: Any, value: Any) -> str:
-    """A list of the right kind: of what was given without brackets, where that may be an item."""
+    """An example list of the right kind: of the value itself if it may be an item."""
     inside = str(annotation)
     kind, example = (
         (float, (0.5, 1.0)) if "float" in inside else (int, (512, 768)) if "int" in inside else (str, ("a", "b"))

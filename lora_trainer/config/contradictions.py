@@ -1,7 +1,7 @@
-"""Settings that do not go together.
+"""Settings that contradict each other.
 
-What the user asked for stands: two such settings are a problem. What comes from a preset or a
-default gives way, and that is said.
+Two contradicting settings of the user are a problem. A setting from a preset or a default
+gives way instead, and this is reported.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from lora_trainer.config.tables import traits_of_optimizer
 from lora_trainer.config.toml import section_types, shown
 from lora_trainer.core.errors import Problem
 
-SMALLEST_FACTOR = 0.01  # under this a rate is meant for AdamW, not as a factor on Prodigy's own
+SMALLEST_FACTOR = 0.01  # a learning rate below this is meant for AdamW, not as Prodigy's factor
 SUGGESTED_FACTOR = 1.0
-MOVES_NOTHING = (0, "auto", False)  # with `auto` the run looks to it by itself
+MOVES_NOTHING = (0, "auto", False)  # with `auto` the run decides
 WITH_GRAPHS = ("reduce-overhead", "max-autotune")  # compile modes that record CUDA graphs
 
 
@@ -64,25 +64,25 @@ def from_user(origin: str) -> bool:
 
 
 def contradictions(settings: Settings) -> list[Yields]:
-    """All that does not go together, whoever set it."""
+    """All contradictions, whoever set them."""
     return [clash for rule in RULES for clash in rule(settings)]
 
 
 def give_way(settings: Settings, clashes: Sequence[Yields]) -> tuple[list[Yields], list[Problem]]:
-    """What gives way, and a problem for each clash that the user asked for."""
-    asked = [clash for clash in clashes if from_user(settings.origin[clash.name])]
-    problems = [Problem(f"{settings.shown(clash.name)}: {clash.reason}.", clash.fix) for clash in asked]
-    return [clash for clash in clashes if clash not in asked], problems
+    """The settings that give way, and a problem for each that the user set."""
+    of_user = [clash for clash in clashes if from_user(settings.origin[clash.name])]
+    problems = [Problem(f"{settings.shown(clash.name)}: {clash.reason}.", clash.fix) for clash in of_user]
+    return [clash for clash in clashes if clash not in of_user], problems
 
 
 def note_on(settings: Settings, clash: Yields) -> str:
-    """What is said of a setting that gave way."""
-    return f"{settings.shown(clash.name)} gives way to {shown(clash.value)}: {clash.reason}"
+    """The note on a setting that gave way."""
+    return f"{settings.shown(clash.name)} becomes {shown(clash.value)}: {clash.reason}"
 
 
 def prodigy_rate(settings: Settings) -> list[Yields]:
     rate, name = settings["optimizer.learning_rate"], "optimizer.learning_rate"
-    # A preset's rate is meant for AdamW whatever its size.
+    # A preset's learning rate is meant for AdamW, whatever its size.
     meant_for_adamw = rate < SMALLEST_FACTOR or not from_user(settings.origin[name])
     if (
         not traits_of_optimizer(settings["optimizer.name"]).finds_learning_rate
@@ -95,7 +95,7 @@ def prodigy_rate(settings: Settings) -> list[Yields]:
 
 
 def text_rates(settings: Settings) -> list[Yields]:
-    """Rates of text encoders where the optimizer knows one only; a LoRA on them where none is trained."""
+    """Learning rates of text encoders with an optimizer that has only one; LoRA settings where none is trained."""
     rates = settings["text_encoder.learning_rates"]
     if not any(rates):
         reason = "no text encoder is trained (text_encoder.learning_rates is empty)"
@@ -115,7 +115,7 @@ def schedule_free(settings: Settings) -> list[Yields]:
         return []
     found = []
     if settings["lr_scheduler.name"] != "constant_with_warmup":
-        reason = f"optimizer.name={settings['optimizer.name']} averages weights in place of a schedule"
+        reason = f"optimizer.name={settings['optimizer.name']} averages weights instead of using an LR scheduler"
         found.append(
             Yields(
                 "lr_scheduler.name",
@@ -125,7 +125,7 @@ def schedule_free(settings: Settings) -> list[Yields]:
             )
         )
     if settings["train.ema_decay"] is not None:
-        reason = f"optimizer.name={settings['optimizer.name']} keeps an average of the weights already"
+        reason = f"optimizer.name={settings['optimizer.name']} already averages the weights"
         found.append(Yields("train.ema_decay", None, reason, "Set train.ema_decay=none, or another optimizer.name."))
     if settings["optimizer.beta1"] == 0.0:
         reason = f"optimizer.name={settings['optimizer.name']} divides by beta1"
@@ -145,7 +145,7 @@ def clipping(settings: Settings) -> list[Yields]:
 def sizes(settings: Settings) -> list[Yields]:
     found = []
     if settings["data.resolutions"] and settings["data.resolution"] is not None:
-        reason = "data.resolutions says what is trained"
+        reason = "data.resolutions sets the training resolutions"
         found.append(Yields("data.resolution", None, reason, "Remove one of them."))
     if settings["data.bucket_no_upscale"] and settings["data.allow_small_images"]:
         reason = "with data.bucket_no_upscale nothing is enlarged"
@@ -156,19 +156,19 @@ def sizes(settings: Settings) -> list[Yields]:
 def captions(settings: Settings) -> list[Yields]:
     found = []
     if settings["captions.dropout"] == 1.0:
-        reason = "every caption would be empty, and nothing of them learned"
+        reason = "every caption would be empty, so none is learned"
         found.append(Yields("captions.dropout", 0.0, reason, "Set captions.dropout to 0.1 or so."))
     if settings["captions.dropout_every_n_epochs"] == 1:
-        reason = "every caption of every epoch would be empty, and nothing of them learned"
+        reason = "every caption of every epoch would be empty, so none is learned"
         found.append(
             Yields("captions.dropout_every_n_epochs", 0, reason, "Set captions.dropout_every_n_epochs to 2 or more.")
         )
     kept = settings["captions.keep_tokens"] or settings["captions.keep_tokens_separator"]
     if settings["captions.tag_dropout"] == 1.0 and not kept:
-        reason = "every tag would be left out of every caption"
+        reason = "every tag of every caption would be dropped"
         found.append(Yields("captions.tag_dropout", 0.0, reason, "Set it lower, or captions.keep_tokens to 1 or more."))
     if settings["captions.keep_tokens_separator"] == settings["captions.separator"]:
-        reason = "the end of the kept tags cannot be told from the end of a tag (captions.separator)"
+        reason = "it is the same as captions.separator, so the end of the kept tags is unknown"
         found.append(
             Yields(
                 "captions.keep_tokens_separator",
@@ -179,7 +179,7 @@ def captions(settings: Settings) -> list[Yields]:
         )
     varying = [name for name in ("shuffle", "wildcards", "tag_dropout") if settings[f"captions.{name}"]]
     if varying and settings["captions.variants"] == 1:
-        reason = f"captions.{varying[0]} makes several texts of a caption, and one would be trained for ever"
+        reason = f"captions.{varying[0]} makes several texts of a caption, and only one would be trained"
         found.append(Yields("captions.variants", 8, reason, "Set captions.variants to 8 or so."))
     return found
 
@@ -188,18 +188,18 @@ def determinism(settings: Settings) -> list[Yields]:
     if not settings["train.deterministic"]:
         return []
     attention, mode = settings["hardware.attention_backend"], settings["compile.mode"]
-    same, found = "train.deterministic asks for the same bits each time", []
+    same, found = "train.deterministic needs the same bits each time", []
     if attention not in ("auto", "fastest", "sdpa", "flash", "math"):
         fix = "Set hardware.attention_backend=sdpa, or train.deterministic=false."
         found.append(
-            Yields("hardware.attention_backend", "sdpa", f"{same}, and {attention} does not promise them", fix)
+            Yields("hardware.attention_backend", "sdpa", f"{same}, and {attention} does not guarantee them", fix)
         )
     if settings["compile.enabled"] and mode.startswith("max-autotune"):
         fix = "Set compile.mode=default, or train.deterministic=false."
-        found.append(Yields("compile.mode", "default", f"{same}, and {mode} chooses by the clock", fix))
+        found.append(Yields("compile.mode", "default", f"{same}, and {mode} chooses by speed", fix))
     if settings["hardware.cudnn_benchmark"] is True:
         fix = "Set hardware.cudnn_benchmark=auto, or train.deterministic=false."
-        found.append(Yields("hardware.cudnn_benchmark", False, f"{same}, and cuDNN's trials choose by the clock", fix))
+        found.append(Yields("hardware.cudnn_benchmark", False, f"{same}, and cuDNN's benchmark chooses by speed", fix))
     return found
 
 
@@ -208,10 +208,10 @@ def memory(settings: Settings) -> list[Yields]:
     if settings["memory.checkpointing_mode"] == "selective":
         name, fix = "memory.checkpointing_mode", "Set memory.checkpointing_mode=full"
         if settings["memory.gradient_checkpointing"] in (False, 0):
-            reason = "memory.gradient_checkpointing=false computes nothing again"
+            reason = "memory.gradient_checkpointing=false recomputes nothing"
             found.append(Yields(name, "full", reason, f"{fix}, or memory.gradient_checkpointing=true."))
         elif settings["compile.enabled"] is True:
-            reason = "a compiled block is one piece, of which no single results are kept"
+            reason = "single results inside a compiled block cannot be kept"
             found.append(Yields(name, "full", reason, f"{fix}, or compile.enabled=false."))
     moves = [
         name for name in ("blocks_to_swap", "offload_activations") if settings[f"memory.{name}"] not in MOVES_NOTHING
@@ -228,13 +228,13 @@ def control(settings: Settings) -> list[Yields]:
         if not settings[name]:
             continue
         if settings["validation.every_n_steps"] == 0:
-            reason = "it looks at validation losses while training, and validation.every_n_steps=0 measures none"
+            reason = "it needs validation losses while training, and validation.every_n_steps=0 measures none"
             found.append(Yields(name, False, reason, "Set validation.every_n_steps to 100 or so."))
         elif settings["validation.split"] == 0.0:
-            reason = "it looks at validation losses, and validation.split=0 holds no image out"
+            reason = "it needs validation losses, and validation.split=0 keeps no validation images"
             found.append(Yields(name, False, reason, "Set validation.split to 0.1 or so."))
     if settings["safeguards.reduce_lr_on_plateau"] and traits_of_optimizer(settings["optimizer.name"]).averages_weights:
-        reason = f"optimizer.name={settings['optimizer.name']} averages weights in place of lowering its rate"
+        reason = f"optimizer.name={settings['optimizer.name']} averages weights instead of lowering the learning rate"
         found.append(
             Yields(
                 "safeguards.reduce_lr_on_plateau",
@@ -244,7 +244,7 @@ def control(settings: Settings) -> list[Yields]:
             )
         )
     if settings["safeguards.early_stopping"] and settings["checkpoint.export_weights"] == "last":
-        reason = "safeguards.early_stopping trains past the best weights to know them, and releases these"
+        reason = "safeguards.early_stopping trains past the best weights and exports the best ones"
         fix = "Set checkpoint.export_weights=best, or remove safeguards.early_stopping."
         found.append(Yields("checkpoint.export_weights", "best", reason, fix))
     if (
@@ -262,13 +262,13 @@ def control(settings: Settings) -> list[Yields]:
 def narrow_weights(settings: Settings) -> list[Yields]:
     if not settings["memory.int8_matmul"] or settings["memory.weight_dtype"] == "int8":
         return []
-    reason = "only weights that are stored in int8 are multiplied so"
+    reason = "only weights that are stored in int8 are multiplied in int8"
     fix = "Set memory.weight_dtype=int8, or remove memory.int8_matmul."
     return [Yields("memory.int8_matmul", False, reason, fix)]
 
 
 def flow_times(settings: Settings) -> list[Yields]:
-    """Settings of a distribution of times that is not the one drawn from."""
+    """Settings of a timestep distribution that is not used."""
     name = settings["flow.timestep_sampling"]
     of_others = [
         each
@@ -277,23 +277,23 @@ def flow_times(settings: Settings) -> list[Yields]:
         for each in names
     ]
     return [
-        Yields(f"flow.{each}", default, f"flow.timestep_sampling={name} does not ask for it", f"Remove flow.{each}.")
+        Yields(f"flow.{each}", default, f"flow.timestep_sampling={name} does not use it", f"Remove flow.{each}.")
         for each in of_others
         if settings[f"flow.{each}"] != (default := settings.default(f"flow.{each}"))
     ]
 
 
-def words(settings: Settings) -> list[Yields]:
+def learned_tokens(settings: Settings) -> list[Yields]:
     name = "textual_inversion.learning_rate"
     if not settings["textual_inversion.placeholder_tokens"]:
-        of_words = {
+        of_tokens = {
             each: settings.default(each)
             for each in ("textual_inversion.initializer_token", "textual_inversion.num_vectors", name)
         }
-        reason = "it is of new words, and textual_inversion.placeholder_tokens names none"
+        reason = "it is for learned tokens, and textual_inversion.placeholder_tokens names none"
         return [
             Yields(each, default, reason, f"Set textual_inversion.placeholder_tokens, or remove {each}.")
-            for each, default in of_words.items()
+            for each, default in of_tokens.items()
             if settings[each] != default
         ]
     (factor,) = {clash.value for clash in prodigy_rate(settings)} or {settings["optimizer.learning_rate"]}
@@ -303,27 +303,27 @@ def words(settings: Settings) -> list[Yields]:
     return [Yields(name, factor, reason, f"Set {name}={factor:g}, or another optimizer.name.")]
 
 
-def unfit_words(settings: Settings) -> list[Problem]:
-    """New words that cannot be told from others, which only a user can have named.
+def wrong_placeholder_tokens(settings: Settings) -> list[Problem]:
+    """Learned tokens that cannot be told apart from other words; only a user can have named them.
 
-    Tokenizers find them inside other words, too, and do not tell large letters from small ones.
+    Tokenizers also find them inside other words, and ignore case.
     """
-    given = [str(word) for word in settings["textual_inversion.placeholder_tokens"]]
-    named = [word.lower() for word in given]
-    twice = sorted({word for word in named if named.count(word) > 1})
+    tokens = [str(token) for token in settings["textual_inversion.placeholder_tokens"]]
+    lowered = [token.lower() for token in tokens]
+    twice = sorted({token for token in lowered if lowered.count(token) > 1})
     found = [
         Problem(
-            f"{settings.shown('textual_inversion.placeholder_tokens')}: {word!r} would be found inside other words, too.",
-            f"Write <{word.strip('<>')}>, in captions as well.",
+            f"{settings.shown('textual_inversion.placeholder_tokens')}: {token!r} would also be found inside other words.",
+            f"Write <{token.strip('<>')}>, in captions as well.",
         )
-        for word in dict.fromkeys(given)
-        if word[:1].isalnum() or word[-1:].isalnum()
+        for token in dict.fromkeys(tokens)
+        if token[:1].isalnum() or token[-1:].isalnum()
     ]
     if twice:
         found.append(
             Problem(
                 f"{settings.shown('textual_inversion.placeholder_tokens')} names {twice[0]!r} twice.",
-                "Name each word once.",
+                "Name each token once.",
             )
         )
     return found
@@ -341,12 +341,12 @@ RULES: tuple[Callable[[Settings], list[Yields]], ...] = (
     control,
     narrow_weights,
     flow_times,
-    words,
+    learned_tokens,
 )
 
 
 def captions_of_sources(settings: Settings) -> list[Problem]:
-    """What does not go together in the captions of single sources, which only a user can have set."""
+    """Contradictions in the captions of single sources, which only a user can have set."""
     found = []
     for number, source in enumerate(settings["data.sources"]):
         own = source.get("captions") if isinstance(source, Mapping) else getattr(source, "captions", None)
@@ -355,13 +355,13 @@ def captions_of_sources(settings: Settings) -> list[Problem]:
         values = dict(own) if isinstance(own, Mapping) else own.model_dump()
         named = {f"captions.{key}": f"data.sources[{number}]" for key in section_types()["captions"].model_fields}
         for clash in captions(Settings({"captions": values}, named)):
-            told = f"data.sources[{number}].{clash.name} = {shown(values.get(clash.name.partition('.')[2]))}"
-            found.append(Problem(f"{told}: {clash.reason}.", clash.fix))
+            setting = f"data.sources[{number}].{clash.name} = {shown(values.get(clash.name.partition('.')[2]))}"
+            found.append(Problem(f"{setting}: {clash.reason}.", clash.fix))
     return found
 
 
 def steps_and_epochs(settings: Settings) -> list[Problem]:
-    """Two lengths: whoever set them, nobody can say which was meant."""
+    """Two lengths of the run: a problem whoever set them, since it is unclear which one is meant."""
     if settings["train.max_steps"] is None or settings["train.max_epochs"] is None:
         return []
     message = f"{settings.shown('train.max_steps')} and {settings.shown('train.max_epochs')} contradict each other."

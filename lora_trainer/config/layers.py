@@ -18,7 +18,7 @@ from lora_trainer.config.contradictions import (
     give_way,
     note_on,
     steps_and_epochs,
-    unfit_words,
+    wrong_placeholder_tokens,
 )
 from lora_trainer.config.schema import Config, Section
 from lora_trainer.config.toml import EMPTY, can_be_emptied, homes_of, is_a_list, section_types, setting_names
@@ -41,14 +41,14 @@ class Resolved:
 
     config: Config
     origin: Mapping[str, str]
-    notes: tuple[str, ...] = ()  # what gave way to something that the user asked for
+    notes: tuple[str, ...] = ()  # presets' values that gave way to the user's
 
 
 def resolve(layers: Sequence[Layer], problems: Iterable[Problem] = ()) -> Resolved:
-    """Lay the layers over the schema's defaults; later wins.
+    """Merge the layers over the schema's defaults; later wins.
 
     Raises UsageError with `problems` (found before, such as unknown flags) and everything
-    that is wrong in any layer, overridden values included.
+    wrong in any layer, overridden values included.
     """
     found = list(problems)
     merged: dict[str, dict[str, Any]] = {section: {} for section in section_types()}
@@ -59,7 +59,9 @@ def resolve(layers: Sequence[Layer], problems: Iterable[Problem] = ()) -> Resolv
             origin[f"{section}.{key}"] = layer.name
     settings = Settings(merged, origin)
     yielding, clashing = give_way(settings, contradictions(settings))
-    found.extend([*steps_and_epochs(settings), *captions_of_sources(settings), *unfit_words(settings), *clashing])
+    found.extend(
+        [*steps_and_epochs(settings), *captions_of_sources(settings), *wrong_placeholder_tokens(settings), *clashing]
+    )
     if found:
         raise UsageError(found)
     notes = tuple(note_on(settings, each) for each in yielding)
@@ -74,31 +76,31 @@ def flattened(config: Config) -> dict[str, Any]:
 
 
 def valid_settings(layer: Layer, found: list[Problem]) -> list[tuple[str, str, Any]]:
-    """The layer's valid settings; what is wrong is added to `found`."""
+    """The layer's valid settings; problems are added to `found`."""
     types = section_types()
     valid: list[tuple[str, str, Any]] = []
-    for section, given in layer.values.items():
+    for section, raw in layer.values.items():
         kind = types.get(section)
         if kind is None:
-            found.append(Problem(f"{section} (from {layer.name}) is not a section.", _nearest_section(section, given)))
+            found.append(Problem(f"{section} (from {layer.name}) is not a section.", _nearest_section(section, raw)))
             continue
-        if not isinstance(given, Mapping):
+        if not isinstance(raw, Mapping):
             fix = f"Write [{section}] on a line of its own and its settings below it."
             found.append(Problem(f"{section} (from {layer.name}) is a section, not a setting.", fix))
             continue
-        values = plain_values(kind, given)
+        values = plain_values(kind, raw)
         wrong = wrong_keys(layer.name, section, kind, values)
         found.extend(problem for problems in wrong.values() for problem in problems)
         valid.extend((section, key, value) for key, value in values.items() if key not in wrong)
     return valid
 
 
-def plain_values(kind: type[Section], given: Mapping[str, Any]) -> dict[str, Any]:
+def plain_values(kind: type[Section], raw: Mapping[str, Any]) -> dict[str, Any]:
     """A section's values with TOML's lists as tuples, and its "none" as None where the setting can be empty.
 
-    A lone value of a setting that is a list is a list of one: `text_encoder.learning_rates=5e-5`.
+    A single value of a list setting becomes a list of one: `text_encoder.learning_rates=5e-5`.
     """
-    values = {key: _tuples(value) for key, value in given.items()}
+    values = {key: _tuples(value) for key, value in raw.items()}
     alone = {key for key, value in values.items() if value != EMPTY and not isinstance(value, tuple)}
     values |= {key: (values[key],) for key in alone if is_a_list(kind, key)}
     return {key: None if value == EMPTY and can_be_emptied(kind, key) else value for key, value in values.items()}
@@ -111,9 +113,9 @@ def _tuples(value: Any) -> Any:
     return tuple(map(_tuples, value)) if isinstance(value, list | tuple) else value
 
 
-def _nearest_section(section: str, given: Any) -> str:
+def _nearest_section(section: str, value: Any) -> str:
     """Also for a setting written without its section: `learning_rate = 1e-4` at the top of a file."""
     homes = homes_of(section)
-    if homes and not isinstance(given, Mapping):
+    if homes and not isinstance(value, Mapping):
         return f"Did you mean {' or '.join(homes)}?"
     return nearest(section, section_types())

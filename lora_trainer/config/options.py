@@ -1,4 +1,4 @@
-"""Options that only some models can be trained with, by what the model predicts."""
+"""Options that only some models support, depending on what the model predicts."""
 
 from __future__ import annotations
 
@@ -10,37 +10,37 @@ from lora_trainer.config.schema import Config
 from lora_trainer.config.toml import section_types
 from lora_trainer.core.errors import UsageError
 
-# setting -> (what the model must predict, why); a setting at its default asks for nothing.
+# setting -> (what the model must predict, why); a setting at its default needs nothing.
 NEEDS = {
     "loss.min_snr_gamma": (
         ("epsilon", "v_prediction"),
-        "a flow has no signal-to-noise ratio to weigh by",
+        "a flow-matching model has no signal-to-noise ratio to weight by",
     ),
     **{
-        f"flow.{name}": (("flow",), "only models of flow matching are trained at times that can be chosen")
+        f"flow.{name}": (("flow",), "timesteps can be chosen only for flow-matching models")
         for name in section_types()["flow"].model_fields
     },
-    # The flow ends in noise without any signal, so nothing leaks there that an offset would have to mend; drawing starts
-    # from plain noise, which a model trained on other noise has never met.
+    # A flow ends in pure noise, so no signal leaks that an offset would have to fix; sampling starts from plain noise,
+    # which a model trained on other noise has never seen.
     **dict.fromkeys(
         ("noise.offset", "noise.multires_iterations"),
         (
             ("epsilon", "v_prediction"),
-            "a flow starts drawing from plain noise",
+            "a flow-matching model samples from plain noise",
         ),
     ),
     "noise.zero_terminal_snr": (
         ("v_prediction",),
-        "where no signal is left, only a model that predicts velocity (v_prediction) has anything to learn",
+        "without any signal, only a model that predicts velocity (v_prediction) can learn",
     ),
 }
 
 
 def suited(resolved: Resolved, prediction: str) -> Resolved:
-    """The settings for a model that predicts `epsilon`, `v_prediction` or another thing.
+    """The settings for a model with the prediction type `epsilon`, `v_prediction` or `flow`.
 
-    What a preset wants and the model lacks is dropped and noted. Raises UsageError where the
-    user wants it.
+    A preset's option that the model does not support is dropped and noted. Raises UsageError if
+    the user set it.
     """
     settings = Settings(resolved.config.model_dump(), resolved.origin)
     lacking = [

@@ -1,8 +1,8 @@
 """Presets: plain TOML files of settings, in three kinds.
 
-Tiers are limits (what the GPU can hold), goals are wishes (what the run should be good
-at), families are what a model family needs. A setting is never in both tiers and goals,
-so the order of the names changes nothing.
+VRAM presets ("tiers") fit a run to the GPU's memory, training presets ("goals") set quality and
+speed, family presets set what a model family needs. No setting is in both a VRAM preset and a
+training preset, so their order does not matter.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Preset:
 
 @dataclass(frozen=True)
 class Chosen:
-    """The layers of the presets asked for, what to tell the user, and what was wrong."""
+    """The layers of the selected presets, notes for the user, and problems."""
 
     layers: tuple[Layer, ...] = ()
     notes: tuple[str, ...] = ()
@@ -53,7 +53,7 @@ def preset_folder() -> Path:
 
 @cache
 def presets() -> dict[str, Preset]:
-    """Every preset, families included, by name: tiers by size, then goals, then families."""
+    """Every preset by name: VRAM presets by size, then training presets, then family presets."""
     found = [_read(path) for path in sorted(preset_folder().rglob("*.toml"))]
     kinds = [TIERS, GOALS, FAMILIES]
     found.sort(key=lambda preset: (kinds.index(preset.kind), tier_gb(preset.name) or 0))
@@ -77,22 +77,21 @@ def tier_gb(name: str) -> int | None:
 
 
 def family_layers(family: str, *, builtin: bool) -> list[Layer]:
-    """What the family needs, and over it what the built-in miniature needs.
+    """The layer of the family, and over it that of the built-in miniature.
 
-    A later family without one of the presets' options (min-SNR on flow matching) drops
-    that option from preset layers here, and names it; from the user it is an error.
+    An option of a preset that the family does not support is dropped later (config/options.py).
     """
     names = [family, "builtin"] if builtin else [family]
     known = presets()
     return [Layer(f"family preset {name}", known[name].values) for name in names if name in known]
 
 
-def preset_layers(asked: Sequence[str], memory_gib: float | None = None) -> Chosen:
-    """Layers for names as given to --preset, each of which may hold several with commas.
+def preset_layers(requested: Sequence[str], memory_gib: float | None = None) -> Chosen:
+    """Layers for the values of --preset, each of which may name several presets with commas.
 
-    `memory_gib` is what the largest CUDA GPU reports, None without one; only `auto` asks.
+    `memory_gib` is what the CUDA GPU reports, None without one; only `auto` uses it.
     """
-    names = [name.strip() for part in asked for name in part.split(",") if name.strip()]
+    names = [name.strip() for part in requested for name in part.split(",") if name.strip()]
     names = list(dict.fromkeys(names))
     problems = [
         Problem(f"There is no preset named {name}.", nearest(name, [*selectable(), AUTO]))
@@ -100,7 +99,7 @@ def preset_layers(asked: Sequence[str], memory_gib: float | None = None) -> Chos
         if name != AUTO and name not in selectable()
     ]
     known = [name for name in names if name == AUTO or name in selectable()]
-    for kind, word in ((TIERS, "tier"), (GOALS, "goal")):
+    for kind, word in ((TIERS, "VRAM preset"), (GOALS, "training preset")):
         same = [name for name in known if (TIERS if name == AUTO else presets()[name].kind) == kind]
         if len(same) > 1:
             message = f"--preset names {len(same)} {word}s: {' and '.join(same)}."
@@ -116,14 +115,14 @@ def preset_layers(asked: Sequence[str], memory_gib: float | None = None) -> Chos
     return Chosen(tuple(layers), tuple(notes), tuple(problems))
 
 
-_OTHER = {"tier": "goal", "goal": "tier"}
+_OTHER = {"VRAM preset": "training preset", "training preset": "VRAM preset"}
 
 
 def auto_layer(memory_gib: float | None) -> tuple[Layer, str]:
-    """The tier of the GPU found, and one sentence about the choice."""
+    """The VRAM preset for the GPU, and a sentence about the choice."""
     tiers = sorted(size for name in selectable() if (size := tier_gb(name)) is not None)
     if memory_gib is None:
-        note = "preset auto: no GPU found, so no tier's limit applies; using 12gb without its memory limit"
+        note = "preset auto: no GPU found; using 12gb without its memory limit"
         return Layer("preset auto (12gb)", _without_limit("12gb")), note
     found = f"preset auto: the GPU reports {memory_gib:.1f} GiB"
     if memory_gib > tiers[-1]:
@@ -131,7 +130,7 @@ def auto_layer(memory_gib: float | None) -> tuple[Layer, str]:
         return Layer(f"preset auto ({name})", _without_limit(name)), f"{found}; using {name} without its memory limit"
     fitting = [size for size in tiers if memory_gib >= _REPORTED_SHARE * size]
     name = f"{fitting[-1] if fitting else tiers[0]}gb"
-    smaller = "" if fitting else ", the smallest tier, though the GPU is smaller still"
+    smaller = "" if fitting else ", the smallest VRAM preset, though the GPU has less"
     return Layer(f"preset auto ({name})", presets()[name].values), f"{found}; using {name}{smaller}"
 
 

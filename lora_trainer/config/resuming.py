@@ -1,10 +1,10 @@
-"""What each setting means to a run that is resumed. Every setting stands in exactly one of these (tested)."""
+"""What may change in a resumed run. Every setting is in exactly one of these groups (tested)."""
 
 from __future__ import annotations
 
 from lora_trainer.config.schema import CaptionsSection
 
-# What says which part of an image is trained, at which size and how changed.
+# Which part of an image is trained, at which size and with which changes.
 SHOWN_BY = (
     "resolution",
     "resolutions",
@@ -19,10 +19,10 @@ SHOWN_BY = (
     "flip",
     "color_variants",
 )
-# What says which texts become of a caption.
+# Which texts a caption turns into.
 CHANGE_TEXTS = tuple(name for name in CaptionsSection.model_fields if name != "extension")
 
-# What a checkpoint's weights, optimizer state, samples and noise hang on: these must not change in a resumed run.
+# You cannot change these when you resume: a checkpoint's weights, optimizer state, samples and noise depend on them.
 FIXED = (
     "lora.rank",
     "lora.alpha",
@@ -49,7 +49,7 @@ FIXED = (
     "validation.split_seed",
     *(f"captions.{name}" for name in CHANGE_TEXTS),
 )
-# Held by what they come to: the hashes of weights and data, the resolution that is trained, the precision.
+# Compared by their effect: the hashes of weights and data, the training resolution, the precision.
 FIXED_IN_EFFECT = (
     "model.path",
     "model.family",
@@ -64,7 +64,7 @@ FIXED_IN_EFFECT = (
     "captions.extension",
     "memory.weight_dtype",
 )
-# May change; what is trained from there on is another than it would have been, and the record says so.
+# May change; training from there on differs from what it would have been, and the record notes it.
 CHANGES_THE_REST = (
     "optimizer.learning_rate",
     "text_encoder.learning_rates",
@@ -106,12 +106,12 @@ CHANGES_THE_REST = (
     "safeguards.early_stopping",
     "safeguards.patience",
     "safeguards.min_delta",
-    "checkpoint.every_n_steps",  # where a run goes back to by itself
+    "checkpoint.every_n_steps",  # where a run rolls back to
     "checkpoint.every_n_epochs",
     "checkpoint.export_weights",
-    "validation.every_n_steps",  # which step is the best, and all that control makes of it
+    "validation.every_n_steps",  # which step is the best, and what the safeguards do
 )
-# May change; what follows is the same but for rounding.
+# May change; training differs only by rounding.
 CHANGES_ROUNDING = (
     "train.max_micro_batch_size",
     "train.auto_find_micro_batch_size",

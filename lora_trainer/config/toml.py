@@ -19,7 +19,7 @@ from lora_trainer.core.errors import Problem, UsageError
 MOST_BYTES = 4_000_000
 EXPONENT = re.compile(r"e\+?(-?)0*(\d+)$")
 EMPTY = "none"
-"""How a setting is emptied in TOML, which has no word for it: `loss.min_snr_gamma = "none"`."""
+"""How TOML, which has no null, empties a setting: `loss.min_snr_gamma = "none"`."""
 
 
 def read_toml(path: Path) -> dict[str, Any]:
@@ -40,16 +40,16 @@ def read_toml(path: Path) -> dict[str, Any]:
     except UnicodeDecodeError as error:
         raise UsageError(Problem(f"{path} is not UTF-8 text (byte {error.start}).", "Save it as UTF-8.")) from None
     except RecursionError:
-        raise UsageError(Problem(f"{path} is nested too deeply.", "Name a config of this program.")) from None
+        raise UsageError(Problem(f"{path} is nested too deeply.", "Name a config of lora-trainer.")) from None
     except tomllib.TOMLDecodeError as error:
-        hint = 'Text stands in double quotes, lists in brackets: sources = ["./images"]. A Windows path needs single '
+        hint = 'Text needs double quotes, lists need brackets: sources = ["./images"]. A Windows path needs single '
         raise UsageError(
             Problem(f"{path} is not valid TOML: {error}.", hint + "quotes: path = 'C:\\models'.")
         ) from None
 
 
 def refuse_large(path: Path, size: int) -> None:
-    """Raise UsageError for a file of more bytes than any config has."""
+    """Raise UsageError for a file larger than any config."""
     if size > MOST_BYTES:
         message = f"{path} has {size:,} bytes; a config has at most {MOST_BYTES:,}."
         raise UsageError(Problem(message, "Name the config, not the data or the weights."))
@@ -58,7 +58,7 @@ def refuse_large(path: Path, size: int) -> None:
 def parse_assignment(text: str, flag: str = "--set") -> tuple[str, str, Any] | Problem:
     """`optimizer.learning_rate=1e-3` as (section, key, value).
 
-    The value is read as TOML and a bare word as text, so neither `lora.target_modules=attention`
+    The value is read as TOML, and a bare word as text, so neither `lora.target_modules=attention`
     nor a path needs quotes. An empty value means "none".
     """
     name, equals, raw = text.partition("=")
@@ -77,7 +77,7 @@ def parse_assignment(text: str, flag: str = "--set") -> tuple[str, str, Any] | P
 
 
 def parse_value(raw: str) -> Any:
-    """One value as TOML; what is no TOML is text, unless it opens a list or a quote that it does not close."""
+    """One value as TOML, else as text, unless it opens a list or a quote that it does not close."""
     raw = raw.strip()
     if not raw:
         return EMPTY
@@ -93,9 +93,9 @@ def parse_value(raw: str) -> Any:
 
 
 def to_toml(config: Config) -> str:
-    """Every setting as TOML; a run with `--config` of it alone has the same settings.
+    """Every setting as TOML; a run with only this file as `--config` has the same settings.
 
-    An empty setting is written as "none", so that nothing below the file fills it.
+    An empty setting is written as "none", so that no lower layer fills it.
     """
     document: dict[str, dict[str, Any]] = {}
     for section, values in config.model_dump(mode="json").items():
@@ -110,7 +110,7 @@ def to_toml(config: Config) -> str:
 
 
 def without_empty(value: Any) -> Any:
-    """Nested tables without the keys that nothing was said of."""
+    """Nested tables without empty keys."""
     if isinstance(value, dict):
         return {key: without_empty(item) for key, item in value.items() if item is not None}
     return [without_empty(item) for item in value] if isinstance(value, list) else value
@@ -132,7 +132,7 @@ def setting_names() -> list[str]:
 
 
 def homes_of(key: str) -> list[str]:
-    """Every `section.key` of a key; what is rarely meant, such as the rate of new tokens, comes last."""
+    """Every `section.key` of a key; rarely meant ones, such as the learning rate of learned tokens, come last."""
     homes = [name for name in setting_names() if name.partition(".")[2] == key]
     return sorted(homes, key=lambda name: name.startswith("textual_inversion."))
 
@@ -172,13 +172,13 @@ def shown(value: Any) -> str:
         return str(value).lower()
     if isinstance(value, list | tuple):
         return f"[{', '.join(shown(item) for item in value)}]"
-    if isinstance(value, Mapping):  # a source, or its captions; one of which only the path is said is its path
+    if isinstance(value, Mapping):  # a source, or its captions; a source with only a path is shown as the path
         kind = SourceSection if "path" in value else CaptionsSection
         usual = {key: field.default for key, field in kind.model_fields.items()}
-        said = {key: item for key, item in value.items() if key not in usual or item != usual[key]}
-        if set(said) == {"path"}:
-            return shown(said["path"])
-        return f"{{{', '.join(f'{key} = {shown(item)}' for key, item in said.items())}}}"
+        changed = {key: item for key, item in value.items() if key not in usual or item != usual[key]}
+        if set(changed) == {"path"}:
+            return shown(changed["path"])
+        return f"{{{', '.join(f'{key} = {shown(item)}' for key, item in changed.items())}}}"
     if isinstance(value, float):
         return EXPONENT.sub(r"e\1\2", str(value))  # 5e-5, not 5e-05
     return f'"{value}"' if isinstance(value, str) else str(value)

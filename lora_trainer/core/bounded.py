@@ -1,4 +1,4 @@
-"""Small files of strangers, read safely: bounded, from regular files only, and of JSON never deeper than Python goes."""
+"""Read small untrusted files safely: limited size, regular files only, JSON no deeper than Python allows."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _FLAGS = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
 
 
 class TextError(Exception):
-    """A text that cannot be used, in words that follow a file's name."""
+    """A text that cannot be used. The message continues a sentence that starts with the file's name."""
 
 
 def read_bounded(path: str | Path, most: int) -> bytes:
@@ -38,7 +38,7 @@ def read_bounded(path: str | Path, most: int) -> bytes:
 
 
 def decode(data: bytes) -> str:
-    """UTF-8 with or without a mark, or UTF-16 with one, as Windows editors write. Raises TextError."""
+    """Decode UTF-8 with or without a byte order mark, or UTF-16 with one (Windows editors). Raises TextError."""
     try:
         return data.decode("utf-16" if data[:2] in (b"\xff\xfe", b"\xfe\xff") else "utf-8-sig")
     except UnicodeDecodeError as error:
@@ -51,7 +51,7 @@ def read_text(path: str | Path, most: int) -> str:
 
 
 def read_json_object(path: str | Path, most: int) -> dict[str, Any]:
-    """A file that holds one JSON object. Raises TextError for one that is too large, too deep, damaged or another thing."""
+    """Read a file with one JSON object. Raises TextError if it is too large, too deep, damaged or something else."""
     try:
         value = json.loads(read_text(path, most))
     except RecursionError:

@@ -1,4 +1,4 @@
-"""Where what torch compiles is kept between runs: code that this user's own processes made, for nobody else to write."""
+"""The folder that keeps what torch compiles between runs. Its code is executed, so only this user may write to it."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from lora_trainer.core.io import user_cache_folder
 
 FOLDER = "compiled"
 KEPT_IN = "TORCHINDUCTOR_CACHE_DIR"  # read by torch; Triton's own lies inside
-KEPT_DAYS = 30  # since a file was last read or written; what lacks is compiled again
+KEPT_DAYS = 30  # since a file was last read or written; what was removed is compiled again
 
 
 def keep_compilations() -> str | None:
-    """Name the folder to torch, before it compiles; a folder that the user named stays. A sentence where it is not kept.
+    """Set torch's cache folder before it compiles; a folder that the user set stays.
 
-    What lies there is run: so a folder that others own or may write to is not used, and a new one, for this process
-    alone, takes its place.
+    Returns None, or a sentence that says why nothing is kept: the folder's code is executed, so one that others own
+    or may write to is replaced by a temporary one.
     """
     if os.environ.get(KEPT_IN):
         return None
@@ -37,7 +37,7 @@ def keep_compilations() -> str | None:
         return None
     own = os.environ[KEPT_IN] = tempfile.mkdtemp(prefix="lora-trainer-compiled-")
     atexit.register(shutil.rmtree, own, ignore_errors=True)
-    return f"what is compiled is not kept in {folder}: {reason}"
+    return f"compiled code is not kept in {folder}: {reason}"
 
 
 def is_private(folder: Path) -> bool:
@@ -49,13 +49,13 @@ def is_private(folder: Path) -> bool:
 
 
 def compilations_kept() -> tuple[Path, int]:
-    """The folder in the user's cache, and its bytes."""
+    """The folder in the user's cache, and its size in bytes."""
     folder = user_cache_folder() / FOLDER
     return folder, sum(facts.st_size for _, facts in _files(folder))
 
 
 def prune_compilations() -> tuple[int, int]:
-    """Remove what nothing has used for `KEPT_DAYS`: how many files, and their bytes. A folder that is not ours stays."""
+    """Remove files unused for `KEPT_DAYS`; their number and bytes. A folder that is not private stays."""
     folder, oldest = user_cache_folder() / FOLDER, time.time() - KEPT_DAYS * 86400
     files = size = 0
     if not folder.exists() or not is_private(folder):
@@ -73,7 +73,7 @@ def prune_compilations() -> tuple[int, int]:
 
 
 def _files(folder: Path) -> list[tuple[Path, os.stat_result]]:
-    """Every file below, links unfollowed; those that vanish meanwhile are passed over."""
+    """Every file below; links are not followed, and files that vanish meanwhile are skipped."""
     found = []
     for place, _, names in os.walk(folder):
         for name in names:

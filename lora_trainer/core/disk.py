@@ -1,8 +1,8 @@
-"""Writing to a disk that may refuse: full, read-only, unplugged. The run waits, paused, and goes on by itself.
+"""Write to a disk that may be full, read-only or unplugged: the run pauses, retries and continues by itself.
 
-What a refused write does hangs on the command, not on who writes. So a run opens `patient` once, and everything
-that it writes goes through `write_with_retry`; outside of `patient` the disk's error is raised as it came. A thread that
-writes for a run is started in a copy of its context.
+The command decides what a refused write does. A run opens `patient` once, and all its writes use `write_with_retry`.
+Outside of `patient` the disk's error is raised unchanged. A thread that writes for a run starts in a copy of its
+context.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from typing import TypeVar
 from lora_trainer.core.errors import Problem, TrainingFailed
 from lora_trainer.core.interrupt import Stopped, code_of_signal
 
-LOOK_EVERY = 5.0  # seconds between looking whether there is room again
-HEED_EVERY = 0.2  # seconds between looking whether somebody asks to leave
+RETRY_EVERY = 5.0  # seconds between retries
+POLL_EVERY = 0.2  # seconds between checks for a signal
 FULL = {errno.ENOSPC, errno.EDQUOT}
 GONE = {errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EIO, errno.ENODEV, errno.ENXIO, errno.ENOTCONN, errno.ESTALE}
 CLOSED = {errno.EROFS, errno.EACCES, errno.EPERM}
@@ -34,7 +34,7 @@ SQLITE = {
     "SQLITE_CANTOPEN": errno.ENOENT,
     "SQLITE_READONLY": errno.EROFS,
 }
-SCARCE = 2**16  # bytes: with fewer left, SQLite tells a full disk as an error of it
+SCARCE = 2**16  # bytes: with fewer left, SQLite reports a full disk as an I/O error
 WINDOWS = {112: errno.ENOSPC, 39: errno.ENOSPC, 3: errno.ENOENT, 5: errno.EACCES, 19: errno.EROFS, 21: errno.ENODEV}
 
 T = TypeVar("T")
@@ -42,45 +42,45 @@ T = TypeVar("T")
 
 @dataclass
 class Patience:
-    """How a command meets a disk that refuses.
+    """How a command handles a disk that refuses writes.
 
-    It waits for `minutes`, says so through `say`, and names what is `safe`. `asked_to_leave` gives the exit code
-    where a signal asks to leave. `home` is the run's folder, made again where it is deleted, with what `again` names:
-    its lock and its documents, the record with the run's `step`.
+    It waits for `minutes`, reports it through `say` and names what is `safe`. `stop_code` returns the exit code of a
+    signal that came. `home` is the run's folder; if it is deleted, it is created again with what `again` writes:
+    lock, documents, and the record with the run's `step`.
     """
 
     minutes: float = 0.0
     say: Callable[[str], None] = lambda line: None
     safe: Callable[[], str] = lambda: ""
     home: Path | None = None
-    asked_to_leave: Callable[[], int | None] = code_of_signal
-    disk: int | None = None  # the number of the disk that `home` lies on
+    stop_code: Callable[[], int | None] = code_of_signal
+    disk: int | None = None  # the number of the disk of `home`
     waiting: set[int] = field(default_factory=set)  # threads
-    given_up: bool = False
-    first: str = ""  # what began the pause that is under way, in words
+    is_over: bool = False  # no more retries
+    first: str = ""  # the message that began the current pause
     step: int = 0
     again: dict[str, Callable[[], None]] = field(default_factory=dict)
     ended: list[str] = field(default_factory=list)
 
     def keep(self, name: str, write: Callable[[], None]) -> None:
-        """Have this done again where the run's folder is made again."""
+        """Repeat this write when the run's folder is created again."""
         if self.home is not None:
             self.again[name] = write
 
     def take_ended(self) -> list[str]:
-        """The pauses that ended well since this was last asked, for the run's events."""
+        """The pauses that ended well since the last call, for the run's events."""
         taken, self.ended = self.ended, []
         return taken
 
 
-NONE = Patience(given_up=True)
+NONE = Patience(is_over=True)
 _patience: ContextVar[Patience] = ContextVar("patience", default=NONE)
 current = _patience.get
 
 
 @contextmanager
 def patient(patience: Patience) -> Iterator[Patience]:
-    """Inside the block every `write_with_retry` waits as `patience` says."""
+    """Inside the block every `write_with_retry` follows `patience`."""
     if patience.home is not None:
         patience.disk = _disk_of(patience.home)
     token = _patience.set(patience)
@@ -91,18 +91,17 @@ def patient(patience: Patience) -> Iterator[Patience]:
 
 
 def write_with_retry(what: str, place: Path, write: Callable[[], T], size: int | None = None) -> T:
-    """What `write` returns, called again until the disk takes it; a call that fails must leave nothing half done.
+    """Call `write` until the disk accepts it, and return its result; a failed call must leave nothing half done.
 
-    `what` and the folder `place` are named in the message, with `size` bytes where they are known. Raises
-    TrainingFailed when the minutes are over, Stopped when a signal asks to leave, and the error itself where it is
-    none of the disk's, or nobody is patient.
+    Messages name `what`, the folder `place`, and `size` in bytes if known. Raises TrainingFailed when the minutes are
+    over, Stopped on a signal, and the error itself if it is not the disk's or outside of `patient`.
     """
     patience = current()
     try:
         _refuse_another_home(patience, place)
         return write()
     except Exception as error:
-        if refusal(error) is None or patience.given_up:
+        if refusal(error) is None or patience.is_over:
             raise
         me = threading.get_ident()
         patience.waiting.add(me)
@@ -113,18 +112,18 @@ def write_with_retry(what: str, place: Path, write: Callable[[], T], size: int |
 
 
 def _wait(patience: Patience, what: str, place: Path, write: Callable[[], T], size: int | None, error: Exception) -> T:
-    began, told = time.monotonic(), ""
+    began, message = time.monotonic(), ""
     while True:
-        if not _made_again(patience, place):
-            if not told:
-                told = _words(what, place, error, size)
+        if not _restore_home(patience, place):
+            if not message:
+                message = _describe(what, place, error, size)
                 if len(patience.waiting) == 1:
-                    patience.first = told
+                    patience.first = message
                 if patience.minutes > 0 and len(patience.waiting) == 1:
                     patience.say(
-                        f"{told} The run waits, paused, for at most {patience.minutes:g} minutes. {patience.safe()}"
+                        f"{message} The run is paused, for at most {patience.minutes:g} minutes. {patience.safe()}"
                     )
-            _sleep(patience, what, told, error, began)
+            _sleep(patience, what, message, error, began)
             if refusal(error) in FULL and size is not None and free_bytes(place) < size:
                 continue
         try:
@@ -135,52 +134,52 @@ def _wait(patience: Patience, what: str, place: Path, write: Callable[[], T], si
                 raise
             error = again
             continue
-        if told:
-            patience.first = "" if patience.first == told else patience.first
-            patience.say(f"there is room again: {what} is written, the run goes on")
-            patience.ended.append(f"{told} The run went on after {time.monotonic() - began:.0f} seconds.")
+        if message:
+            patience.first = "" if patience.first == message else patience.first
+            patience.say(f"the disk accepts writes again: {what} is written, the run continues")
+            patience.ended.append(f"{message} The run continued after {time.monotonic() - began:.0f} seconds.")
         return result
 
 
-def _sleep(patience: Patience, what: str, told: str, error: Exception, began: float) -> None:
-    """Until it is time to look again. Raises when the minutes are over, with what waited first, or a signal came."""
-    until = time.monotonic() + LOOK_EVERY
+def _sleep(patience: Patience, what: str, message: str, error: Exception, began: float) -> None:
+    """Wait until the next retry. Raises when the minutes are over, with the first message, or on a signal."""
+    until = time.monotonic() + RETRY_EVERY
     while (now := time.monotonic()) < until:
-        if now - began >= patience.minutes * 60.0 or patience.given_up:
-            patience.given_up = True
-            fix = f"{patience.safe()} Make room there, then go on with --resume.".strip()
-            raise TrainingFailed(Problem(patience.first or told, fix)) from error
+        if now - began >= patience.minutes * 60.0 or patience.is_over:
+            patience.is_over = True
+            fix = f"{patience.safe()} Free space there, then continue with --resume.".strip()
+            raise TrainingFailed(Problem(patience.first or message, fix)) from error
         try:
-            if (code := patience.asked_to_leave()) is not None:
+            if (code := patience.stop_code()) is not None:
                 raise Stopped(code)
-            time.sleep(min(HEED_EVERY, until - now))
+            time.sleep(min(POLL_EVERY, until - now))
         except (KeyboardInterrupt, SystemExit):
-            patience.given_up = True
-            patience.say(f"{what} is not written: stopped while there was no room. {patience.safe()}")
+            patience.is_over = True
+            patience.say(f"{what} is not written: stopped while the disk refused writes. {patience.safe()}")
             raise
 
 
 def stand_by() -> None:
-    """Return when nothing waits: for a loop whose writing another thread does."""
+    """Return when no write waits: for a loop whose files another thread writes."""
     patience = current()
-    while patience.waiting and patience.asked_to_leave() is None:
-        time.sleep(HEED_EVERY)
+    while patience.waiting and patience.stop_code() is None:
+        time.sleep(POLL_EVERY)
 
 
 def _refuse_another_home(patience: Patience, place: Path) -> None:
-    """Raise OSError where the run's folder is gone: what stands in its place may be a disk's mount point."""
+    """Raise OSError if the run's folder is gone: its path may be an empty mount point."""
     home = patience.home
-    if home is None or patience.given_up or not place.is_relative_to(home):
+    if home is None or patience.is_over or not place.is_relative_to(home):
         return
-    there = os.stat(home).st_dev  # raises where it is gone
+    there = os.stat(home).st_dev  # raises if it is gone
     if there != patience.disk:
         if not any(home.iterdir()):
             raise OSError(errno.ENODEV, os.strerror(errno.ENODEV), str(home))
         patience.disk = there  # the disk is back, under another number
 
 
-def _made_again(patience: Patience, place: Path) -> bool:
-    """Make the run's folder again where it was deleted; not where its whole disk is gone."""
+def _restore_home(patience: Patience, place: Path) -> bool:
+    """Create the run's folder again if it was deleted; not if its whole disk is gone."""
     home = patience.home
     if home is None or not place.is_relative_to(home) or home.exists() or _disk_of(home) != patience.disk:
         return False
@@ -191,9 +190,9 @@ def _made_again(patience: Patience, place: Path) -> bool:
     for write in patience.again.values():
         with suppress(OSError):
             write()
-    told = f"{home} was deleted under the run: it is made again, and what it held is lost."
-    patience.say(told)
-    patience.ended.append(told)
+    message = f"{home} was deleted during the run: it is created again, and its content is lost."
+    patience.say(message)
+    patience.ended.append(message)
     return True
 
 
@@ -204,17 +203,17 @@ def _disk_of(folder: Path) -> int | None:
 
 
 def refusal(error: BaseException | None) -> int | None:
-    """The number of the system's error, where it is the disk that refuses; also of what an error came from."""
+    """The system's error number if the disk refused, also of the error's causes; else None."""
     while error is not None:
-        number = error.errno if isinstance(error, OSError) else _in_words(error)
+        number = error.errno if isinstance(error, OSError) else _number_in_text(error)
         if number in FULL | GONE | CLOSED:
             return number
         error = error.__cause__
     return None
 
 
-def _in_words(error: BaseException) -> int | None:
-    """SQLite has numbers of its own; libraries such as safetensors tell the system's in their message alone."""
+def _number_in_text(error: BaseException) -> int | None:
+    """SQLite has numbers of its own; libraries such as safetensors give the system's only in their message."""
     if name := getattr(error, "sqlite_errorname", None):
         return next((number for start, number in SQLITE.items() if name.startswith(start)), None)
     found = re.search(r"\(os error (\d+)\)", str(error))
@@ -224,7 +223,7 @@ def _in_words(error: BaseException) -> int | None:
     return WINDOWS.get(number) if os.name == "nt" else number
 
 
-def _words(what: str, place: Path, error: Exception, size: int | None) -> str:
+def _describe(what: str, place: Path, error: Exception, size: int | None) -> str:
     number = refusal(error)
     if number == errno.EIO and hasattr(error, "sqlite_errorname") and free_bytes(place) < SCARCE:
         number = errno.ENOSPC
@@ -236,14 +235,14 @@ def _words(what: str, place: Path, error: Exception, size: int | None) -> str:
 
 
 def free_bytes(folder: Path) -> int:
-    """What the disk of a folder has left; the folder need not be there yet. 0 for a disk that cannot be asked."""
+    """Free bytes on the disk of a folder, which need not exist yet; 0 if they cannot be read."""
     with suppress(OSError):
         return shutil.disk_usage(_nearest(folder)).free
     return 0
 
 
 def _nearest(folder: Path) -> Path:
-    """The folder, or the nearest of those around it that is there."""
+    """The folder, or its nearest parent that exists."""
     place = folder.absolute()
     while not place.exists() and place != place.parent:
         place = place.parent

@@ -1,4 +1,4 @@
-"""What can go wrong for a user, and the exit code that each kind carries."""
+"""Errors that users see, and their exit codes."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ class Problem:
 
 
 class UserError(Exception):
-    """Something the user can mend. Shown without a traceback, all problems at once."""
+    """Something the user can fix. Shown without a traceback, all problems at once."""
 
     exit_code = WRONG_USAGE
-    said_by_all = False  # of several processes, not by the main one alone
+    every_process_reports = False  # not only the main one
 
     def __init__(self, problems: Problem | str | Iterable[Problem]) -> None:
         if isinstance(problems, str):
@@ -46,9 +46,9 @@ class UsageError(UserError):
 
 @contextmanager
 def known_as(names: Mapping[str, str]) -> Iterator[None]:
-    """Inside the block, problems that name a place say what people know it by instead; `names` may grow meanwhile."""
+    """Inside the block, replace paths in problems by the names that users know; `names` may grow meanwhile."""
 
-    def told(text: str) -> str:
+    def with_names(text: str) -> str:
         for place in sorted(names, key=len, reverse=True):
             text = text.replace(place, names[place])
         return text
@@ -56,7 +56,7 @@ def known_as(names: Mapping[str, str]) -> Iterator[None]:
     try:
         yield
     except UsageError as error:
-        found = [Problem(told(problem.message), told(problem.fix)) for problem in error.problems]
+        found = [Problem(with_names(problem.message), with_names(problem.fix)) for problem in error.problems]
         if found == list(error.problems):
             raise
         raise UsageError(found) from error
@@ -64,7 +64,7 @@ def known_as(names: Mapping[str, str]) -> Iterator[None]:
 
 @contextmanager
 def gathering(problems: list[Problem]) -> Iterator[None]:
-    """Add what a UsageError in the block says to `problems` and leave the block, so that what else is wrong is told with it."""
+    """Add the problems of a UsageError in the block to `problems` and leave the block, to report all of them at once."""
     try:
         yield
     except UsageError as error:
@@ -72,7 +72,7 @@ def gathering(problems: list[Problem]) -> Iterator[None]:
 
 
 class Refused(UserError):
-    """A gate's no. `report` is what the gate found: a DataReport or a LoraReport, or None."""
+    """A gate refused. `report` is its DataReport or LoraReport, or None."""
 
     def __init__(self, problems: Problem | str | Iterable[Problem], report: Any = None) -> None:
         super().__init__(problems)
@@ -86,18 +86,18 @@ class DatasetRefused(Refused):
 
 
 class LoraRefused(Refused):
-    """The LoRA scores below the gate or has not seen every image; it stays on disk, marked."""
+    """The LoRA scores below the gate or was not trained on every image; it stays on disk, marked."""
 
     exit_code = LORA_REFUSED
 
 
 class TrainingFailed(UserError):
-    """Training could not go on; the message names what was saved."""
+    """Training could not continue; the message names what was saved."""
 
     exit_code = TRAINING_FAILED
 
 
-# How torch, CUDA, its libraries and the system say it where they raise no error of its own.
+# Texts of torch, CUDA, its libraries and the system where no class of error says it.
 OUT_OF_MEMORY = (
     "out of memory",
     "alloc_failed",  # CUBLAS_STATUS_ALLOC_FAILED, CUDNN_STATUS_ALLOC_FAILED
@@ -110,16 +110,16 @@ OUT_OF_MEMORY = (
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether memory ran out, of a GPU or of the system, in whatever words a library says it. Loads nothing."""
+    """Whether memory ran out, of a GPU or of the system, whichever library reports it. Loads nothing."""
     if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
         return True
     if isinstance(error, OSError):
         return error.errno == errno.ENOMEM
-    return isinstance(error, RuntimeError) and any(words in str(error).lower() for words in OUT_OF_MEMORY)
+    return isinstance(error, RuntimeError) and any(text in str(error).lower() for text in OUT_OF_MEMORY)
 
 
 class memory_may_run_out:  # noqa: N801  used as a statement, as contextlib.suppress is
-    """Leave the block quietly where memory runs out in it, with nothing that holds what must be freed."""
+    """Leave the block quietly if memory runs out, without a reference to anything that must be freed."""
 
     def __enter__(self) -> None:
         return None
@@ -129,7 +129,7 @@ class memory_may_run_out:  # noqa: N801  used as a statement, as contextlib.supp
 
 
 def first_line(error: BaseException) -> str:
-    """What an error says, as far as it fits a sentence."""
+    """The first line of an error's text, to put into a sentence."""
     return (str(error).splitlines() or [type(error).__name__])[0].rstrip(".")
 
 

@@ -1,4 +1,4 @@
-"""One thing that a gate noticed, about data or about a LoRA."""
+"""Findings of the gates about a dataset or a LoRA, and text that is safe to print."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Severity = Literal["error", "warning", "note"]
 
 
 def printable(name: str) -> str:
-    """A file's name on one line: line ends and what would command a terminal are escaped, and so are bytes of no letter."""
+    """A file's name on one line: line ends, terminal control codes and undecodable bytes are escaped."""
     if name.isprintable():
         return name
     kept = (each if each.isprintable() else each.encode("unicode_escape").decode("ascii") for each in name)
@@ -21,14 +21,14 @@ def printable(name: str) -> str:
 
 
 def printable_lines(text: str) -> str:
-    """A text as it is, line by line, but for what would command a terminal."""
+    """A text with terminal control codes escaped; line ends stay."""
     return text if text.isprintable() else "\n".join(map(printable, text.split("\n")))
 
 
 def folded(text: str, stream: TextIO, indent: int = 0) -> str:
-    """A text for a terminal, folded at words; elsewhere each line whole, so that it can be searched.
+    """A text wrapped at words for a terminal; elsewhere each line stays whole, so that it can be searched.
 
-    Lines after the first are indented by so many columns, where the first stands behind as many.
+    Lines after the first are indented by `indent` columns, which the first already has.
     """
     if not stream.isatty():
         return text
@@ -38,7 +38,7 @@ def folded(text: str, stream: TextIO, indent: int = 0) -> str:
 
 
 def counted(count: float, one: str, many: str = "") -> str:
-    """`1 step`, `2 steps`; `many` where an s does not make the plural."""
+    """`1 step`, `2 steps`; `many` is an irregular plural."""
     return f"{count} {one if count == 1 else many or one + 's'}"
 
 
@@ -46,8 +46,8 @@ def counted(count: float, one: str, many: str = "") -> str:
 class Finding:
     """A stable code for scripts, a message for people, and what to do.
 
-    An error makes the thing unfit, a warning costs score, a note costs nothing. `path` is
-    the file that the finding is about, None when it is about the whole.
+    An error refuses the dataset or LoRA, a warning costs score, a note costs nothing. `path` is
+    the file that the finding is about, None if it is about all of it.
     """
 
     code: str
@@ -57,7 +57,7 @@ class Finding:
     path: Path | None = None
 
     def __post_init__(self) -> None:
-        """Names of files stand in both texts, and may hold what would command a terminal."""
+        """Both texts contain file names, which may have terminal control codes."""
         object.__setattr__(self, "message", printable(self.message))
         object.__setattr__(self, "fix", printable(self.fix))
 

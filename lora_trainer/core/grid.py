@@ -1,10 +1,10 @@
-"""How the files of a grid of images are called."""
+"""File names of the images of a grid."""
 
 from __future__ import annotations
 
 
 def strength_name(strength: float | None) -> str:
-    """How files of a grid end: `without`, `with` at full strength, else `with_0.5`."""
+    """The end of a file's name: `without`, `with` at full strength, else `with_0.5`."""
     if strength is None:
         return "without"
     return "with" if strength == 1.0 else f"with_{strength:.12g}"

@@ -1,4 +1,4 @@
-"""What this machine has, asked of the system; torch only when it is loaded already or asked for."""
+"""GPU, CPUs and package versions of this machine. Torch is imported only where a docstring says so."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def cpu_supports_bf16() -> bool:
 
 
 def available_cpus() -> int:
-    """How many CPUs this process may keep busy: those it is bound to, at most what its container allows."""
+    """CPUs that this process may use: those it is bound to, at most what its container allows."""
     bound = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     quota = cpu_quota()
     return bound if quota is None else max(1, min(bound, math.ceil(quota)))
@@ -81,7 +81,7 @@ def cpu_quota(groups: Path = Path("/proc/self/cgroup"), mount: Path = Path("/sys
 
 
 def package_versions() -> dict[str, str]:
-    """Versions of what a result depends on."""
+    """Versions of the packages that results depend on."""
     found = {"python": platform.python_version()}
     for name in ("lora-trainer", *PACKAGES):
         try:
@@ -92,7 +92,7 @@ def package_versions() -> dict[str, str]:
 
 
 def describe_machine() -> dict[str, str | int | float | None]:
-    """System, CPUs, what computes on them, and the GPU, for the run's record. Imports torch."""
+    """System, CPUs, their libraries and the GPU, for the run's record. Imports torch."""
     import torch
 
     onednn = re.search(r"MKL-DNN v([\d.]+)", torch.__config__.show())

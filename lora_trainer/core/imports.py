@@ -1,10 +1,9 @@
-"""Imports that take no longer than they must.
+"""Faster imports: hide optional libraries that a run does not use, and pause garbage collection.
 
-Others import libraries merely because they are installed: diffusers and peft ask whether bitsandbytes, torchao and
-xformers are there, and import them whole if so, a second and 50 MB for what most runs have no use for. A command hides
-those from them as Python's import system has it: a name that is None in `sys.modules` is not found.
+diffusers and peft import bitsandbytes, torchao and xformers if they are installed, which takes a second and 50 MB.
+A command hides them: a name that is None in `sys.modules` is not found.
 
-Python looks for garbage again and again while a million objects are made that all stay: a sixth of the time.
+Garbage collection takes a sixth of the time while imports create a million objects that all stay.
 """
 
 from __future__ import annotations
@@ -15,24 +14,24 @@ from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 
 OPTIONAL = ("bitsandbytes", "torchao", "xformers")
-LOOK_FOR_OPTIONAL = ("accelerate", "diffusers", "peft", "transformers")
+PROBE_FOR_OPTIONAL = ("accelerate", "diffusers", "peft", "transformers")
 _ours: list[bool] = []
 _hidden: set[str] = set()
 
 
 def own_process() -> None:
-    """Say that this process does nothing but one command: what libraries find in it concerns nobody else.
+    """Declare that this process runs only one command, so that libraries may be hidden in it.
 
-    A process that imported one of these libraries before (a notebook, `runpy`) is not ours alone: the library may know
-    already what is installed, and would fail when it imports that.
+    Not if one of the probing libraries is imported already (a notebook, `runpy`): it may know what is installed, and
+    would fail when it imports that.
     """
-    _ours[:] = [True] if sys.modules.keys().isdisjoint(LOOK_FOR_OPTIONAL) else []
+    _ours[:] = [True] if sys.modules.keys().isdisjoint(PROBE_FOR_OPTIONAL) else []
 
 
 def hide(names: Collection[str]) -> None:
-    """Let libraries that are not imported yet seem not to be installed; in a command's own process only.
+    """Make libraries that are not imported yet seem not installed; in a command's own process only.
 
-    What was hidden before and is not among them is found again: a batch's next run may have a use for it.
+    Libraries hidden before that are not in `names` are found again: a batch's next run may need them.
     """
     if not _ours:
         return
@@ -41,12 +40,12 @@ def hide(names: Collection[str]) -> None:
             del sys.modules[name]
     _hidden.clear()
     _hidden.update(name for name in names if sys.modules.get(name) is None)
-    sys.modules.update(dict.fromkeys(_hidden))  # type: ignore[arg-type]  # None is what the import system asks for
+    sys.modules.update(dict.fromkeys(_hidden))  # type: ignore[arg-type]  # the import system wants None
 
 
 @contextmanager
 def shown(name: str) -> Iterator[None]:
-    """Inside the block a hidden library is found; it is hidden again where nobody imported it meanwhile."""
+    """Inside the block a hidden library is found; afterwards it is hidden again unless it was imported."""
     hidden = name in _hidden and sys.modules.get(name, name) is None
     if hidden:
         del sys.modules[name]
@@ -59,7 +58,7 @@ def shown(name: str) -> Iterator[None]:
 
 @contextmanager
 def importing() -> Iterator[None]:
-    """While open nobody looks for garbage; what was made until then is never looked through again."""
+    """Pause garbage collection inside the block; it never scans the objects that exist at its end."""
     was = gc.isenabled()
     gc.disable()
     try:

@@ -1,14 +1,14 @@
-"""Being told to stop, by SIGINT, SIGTERM, SIGUSR1 or SIGHUP, in whatever a command is doing.
+"""Stop on SIGINT, SIGTERM, SIGUSR1 or SIGHUP, whatever a command is doing.
 
-Signals belong to the process, so what is known of them is one value of this module. What the first one does depends
-on what is under way:
+Signals belong to the process, so their state is one value of this module. The effect of the first signal depends on
+what the command is doing:
 
-- what can be done again (reading, checking, caching, building, export, the gate) is left at once: `Stopped` is raised;
-- inside `remembering()` nothing is raised: whoever opened it asks `signalled()` when it suits (an update, a checkpoint);
-- inside `abortable()` `StepAborted` is raised where what is under way would not end in time.
+- work that can be repeated (reading, checking, caching, building, export, the gate) stops at once: `Stopped` is raised;
+- inside `remembering()` nothing is raised: the caller checks `signalled()` later (an update, a checkpoint);
+- inside `abortable()` `StepAborted` is raised if the work would not end in time.
 
-A second signal leaves at once, by the system's own way: all files are whole or absent at every moment. SIGHUP is no
-second one: a terminal that closes sends it by several ways, and a system that ends sends it after SIGTERM.
+A second signal ends the process at once: files are whole or absent at every moment. SIGHUP never counts as the
+second: a closing terminal sends it several times, and a shutdown sends it after SIGTERM.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ SIGNALS = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGUSR1
 HANG_UP = getattr(signal, "SIGHUP", None)  # the terminal is closed
 GRACE_SECONDS = 30.0
 FOR_SAVING = 0.5  # share of the grace time that is kept for saving
-# A launcher passes on what the terminal has told its processes already: until then the same signal counts once.
+# A launcher repeats the terminal's signal to its processes: within this time the same signal counts once.
 ECHO_SECONDS = 5.0
 
 OnSignal = Literal["leave", "remember", "abort"]
 
 
 class Stopped(SystemExit):
-    """Leaves what is under way for a signal, with the exit code of a process that it ends: 128 plus its number."""
+    """Stops the work for a signal. The exit code is 128 plus the signal's number."""
 
     def __init__(self, exit_code: int) -> None:
         super().__init__(exit_code)
@@ -45,7 +45,7 @@ class Stopped(SystemExit):
 
 
 class StepAborted(BaseException):
-    """Leaves a step, a validation or a drawing for a signal; nothing of it counts, and it can be done again."""
+    """Aborts a step, a validation or sample images for a signal; nothing of it counts, and it can be repeated."""
 
 
 class Interrupt:
@@ -58,7 +58,7 @@ class Interrupt:
         self.on_signal: OnSignal = "leave"
         self.ends = math.inf  # when an abortable block should end by itself
         self.silent = silent
-        # Known while they live: a closed one is none any more.
+        # Found now: a terminal that is closed is not recognized later.
         self.terminals = [number for number in (0, 1, 2) if os.isatty(number)]
 
     def __bool__(self) -> bool:
@@ -83,44 +83,44 @@ class Interrupt:
         return not self or ends <= self.at + self.grace * (1 - FOR_SAVING)
 
     def remember(self, number: int) -> None:
-        """Note the first signal. Another one is not caught any more, but where a launcher may repeat the first."""
+        """Note the first signal. Later ones are not caught, unless a launcher may repeat the first."""
         self.signal, self.at = number, time.monotonic()
         if not launched() and threading.current_thread() is threading.main_thread():
             for each in SIGNALS:
                 signal.signal(each, signal.SIG_IGN if each == HANG_UP else signal.SIG_DFL)
 
     def caught(self, number: int, frame: FrameType | None) -> None:
-        """The handler of all signals. Raises Stopped or StepAborted where what is under way allows it."""
+        """The handler of all signals. Raises Stopped or StepAborted where the work allows it."""
         if self:
             if self.seconds > ECHO_SECONDS and number != HANG_UP:
                 signal.signal(number, signal.SIG_DFL)
                 signal.raise_signal(number)
             return
         self.remember(number)
-        self._say()
+        self._report()
         if number == HANG_UP:
-            self._without_terminals()
+            self._detach_terminals()
         if self.on_signal == "leave":
             raise Stopped(self.exit_code)
         if self.on_signal == "abort" and not self.in_time(self.ends):
             raise StepAborted
 
-    def _without_terminals(self) -> None:
-        """What is written to them goes nowhere from here on: a closed one refuses every write."""
+    def _detach_terminals(self) -> None:
+        """Discard further output to terminals: a closed one refuses every write."""
         nowhere = os.open(os.devnull, os.O_RDWR)
         for number in self.terminals:
             os.dup2(nowhere, number)
         os.close(nowhere)
 
-    def _say(self) -> None:
+    def _report(self) -> None:
         if self.silent or not is_main_process():
             return
         what = (
-            "leaving at once; what was saved before stays"
+            "stopping at once; what was saved before stays"
             if self.on_signal == "leave"
-            else f"saving and leaving within {self.grace:g} s; a second signal leaves at once"
+            else f"saving and stopping within {self.grace:g} s; a second signal stops at once"
         )
-        # Not by print: the signal may have come in the middle of another one.
+        # Not by print: the signal may have interrupted one.
         with suppress(OSError):
             os.write(2, f"\n{self.name}: {what}\n".encode())
 
@@ -130,10 +130,10 @@ _now: Interrupt | None = None
 
 @contextmanager
 def listening(*, silent: bool = False, to_the_end: bool = False) -> Iterator[Interrupt]:
-    """Catch signals inside the block; inside of another such block that one continues to listen.
+    """Catch signals inside the block; a nested block uses the outer one.
 
-    Elsewhere than in the main thread nothing is caught. `silent` says nothing when a signal comes. With `to_the_end`
-    signals do nothing after the block: all is written, and the interpreter that ends would show a traceback.
+    Only the main thread catches signals. `silent` prints nothing when one comes. With `to_the_end` signals do nothing
+    after the block: everything is written, and the ending interpreter would show a traceback.
     """
     global _now
     if threading.current_thread() is not threading.main_thread():
@@ -143,7 +143,7 @@ def listening(*, silent: bool = False, to_the_end: bool = False) -> Iterator[Int
         yield _now
         return
     _now = Interrupt(silent=silent)
-    # `nohup` ignores SIGHUP, and means it.
+    # Under `nohup` SIGHUP stays ignored.
     heard = [each for each in SIGNALS if each != HANG_UP or signal.getsignal(each) != signal.SIG_IGN]
     before = {each: signal.signal(each, _now.caught) for each in heard}
     try:
@@ -170,14 +170,14 @@ def signal_that_came() -> int | None:
 
 
 def stop_if_signalled() -> None:
-    """Raise Stopped where a signal came."""
+    """Raise Stopped if a signal came."""
     if _now:
         raise Stopped(_now.exit_code)
 
 
 @contextmanager
 def remembering(grace: float | None = None) -> Iterator[None]:
-    """Inside the block a signal is only remembered; `grace` seconds are left from it to the end of the process."""
+    """Inside the block a signal is only remembered; the process then has `grace` seconds left."""
     with _on_signal("remember"):
         if _now is not None and grace is not None:
             _now.grace = grace
@@ -186,7 +186,7 @@ def remembering(grace: float | None = None) -> Iterator[None]:
 
 @contextmanager
 def stopping_on_signal() -> Iterator[None]:
-    """Inside the block, within `remembering()`, a signal raises Stopped again; one that came before does it at once."""
+    """Inside `remembering()`, let a signal raise Stopped again; one that came before does so at once."""
     with _on_signal("leave"):
         stop_if_signalled()
         yield
@@ -194,9 +194,9 @@ def stopping_on_signal() -> Iterator[None]:
 
 @contextmanager
 def abortable(seconds: float = math.inf) -> Iterator[None]:
-    """Inside the block a signal raises StepAborted, unless the block should end in time: in `seconds` from now.
+    """Inside the block a signal raises StepAborted, unless the block should end in time (in `seconds` from now).
 
-    One that came before raises it too. Without `listening` nothing is raised.
+    A signal that came before raises it too. Without `listening` nothing is raised.
     """
     with _on_signal("abort"):
         if _now is not None:
@@ -207,13 +207,13 @@ def abortable(seconds: float = math.inf) -> Iterator[None]:
 
 
 def abort_if_late() -> None:
-    """Raise StepAborted where a signal came and the time that is not kept for saving is over."""
+    """Raise StepAborted if a signal came and only the time for saving is left."""
     if _now is not None and _now.on_signal == "abort" and not _now.in_time(time.monotonic()):
         raise StepAborted
 
 
 def end_quickly() -> None:
-    """For a process that is over: not to look through all that its libraries brought for garbage, which takes seconds."""
+    """Skip the garbage collection of an ending process, which takes seconds."""
     gc.freeze()
 
 
@@ -231,6 +231,6 @@ def _on_signal(on_signal: OnSignal) -> Iterator[None]:
 
 
 def no_more_aborting() -> None:
-    """The `abortable` block has come so far that it must finish: it would be half done otherwise."""
+    """From here on the `abortable` block must finish: it would be half done otherwise."""
     if _now is not None and _now.on_signal == "abort":
         _now.on_signal = "remember"

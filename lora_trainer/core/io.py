@@ -1,4 +1,4 @@
-"""Files that are whole or absent: temporary file, flush, rename."""
+"""Write files that are always whole or absent: temporary file, flush, rename."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-TAIL = 2**16  # bytes looked through at once for a file's last line break
+TAIL = 2**16  # bytes read at once to find a file's last line break
 HALF_WRITTEN = re.compile(
     r"\..+\.part|\.tmp\w{6}"
 )  # names of half-written files and folders; the latter are safetensors'
-SHOWN_OF_NAME = 32  # characters of a target's name in its temporary one, which no file system may find too long
+SHOWN_OF_NAME = 32  # characters of a target's name in its temporary one, which must not be too long
 
 
 @contextlib.contextmanager
@@ -39,7 +39,7 @@ def atomic_path(target: Path) -> Iterator[Path]:
 
 
 def remove_unfinished(folder: Path) -> None:
-    """Take away what killed processes left half-written below a folder that nobody else writes to now."""
+    """Remove half-written files that killed processes left below a folder that nobody else writes to now."""
     for path in [path for path in folder.rglob(".*") if HALF_WRITTEN.fullmatch(path.name)]:
         with contextlib.suppress(OSError):
             if path.is_dir():
@@ -72,7 +72,7 @@ def flush_folder(path: Path) -> None:
 
 
 def write_text(target: Path, text: str) -> None:
-    """Write UTF-8 text atomically; what a name that is not UTF-8 holds is escaped as `\\udce9`, as in JSON."""
+    """Write UTF-8 text atomically; bytes of names that are not UTF-8 are escaped as `\\udce9`, as in JSON."""
     with atomic_path(target) as temporary:
         temporary.write_text(text, encoding="utf-8", errors="backslashreplace")
 
@@ -83,7 +83,7 @@ def write_json(target: Path, value: Any) -> None:
 
 
 def append_text(target: Path, text: str) -> None:
-    """Add whole lines of UTF-8 text to a file, all or none; what a kill left of a line there is cut off first."""
+    """Append whole lines of UTF-8 text, all or none; an unfinished last line is cut off first."""
     data = text.encode("utf-8")
     with open(target, "ab+", buffering=0) as file:
         size = _whole_lines(file)
@@ -98,7 +98,7 @@ def append_text(target: Path, text: str) -> None:
 
 
 def _whole_lines(file: io.FileIO) -> int:
-    """Cut off what follows the last line break; the file's size then."""
+    """Cut off what follows the last line break, and return the file's size."""
     size = end = file.seek(0, os.SEEK_END)
     while end > 0:
         start = max(0, end - TAIL)
@@ -116,7 +116,7 @@ def _whole_lines(file: io.FileIO) -> int:
 def json_document(document: Mapping[str, Any]) -> str:
     """A JSON object as text, each item of its lists on a line of its own; NaN and infinity become null.
 
-    A document of 100,000 files is written five times as fast as with an indent throughout.
+    For a document of 100,000 files this is five times as fast as `indent=2`.
     """
     entries = []
     for key, value in document.items():
@@ -147,7 +147,7 @@ def finite(value: Any) -> Any:
 
 
 def read_json(path: Path) -> Any:
-    """A JSON document. Raises OSError, and ValueError for what is no JSON or nested too deeply."""
+    """Read a JSON document. Raises OSError, and ValueError if it is not JSON or nested too deeply."""
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except RecursionError:
@@ -161,7 +161,7 @@ def sha256_file(path: Path) -> str:
 
 
 def user_cache_folder() -> Path:
-    """Where caches live unless set: the platform's cache folder."""
+    """The default folder of caches: the platform's cache folder."""
     if override := os.environ.get("LORA_TRAINER_CACHE"):
         return Path(override)
     if os.name == "nt":

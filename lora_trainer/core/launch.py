@@ -1,4 +1,4 @@
-"""Which of several processes this is, known before torch is loaded."""
+"""Which process of a distributed run this is, without loading torch."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import os
 
 
 def is_main_process() -> bool:
-    """Whether this process speaks and writes for all of them."""
+    """Whether this process prints and writes files for all of them."""
     return int(os.environ.get("RANK", "0") or 0) == 0
 
 
@@ -16,6 +16,6 @@ def launched() -> bool:
 
 
 def processes_here() -> int:
-    """How many processes of this run share this machine."""
+    """Number of processes of this run on this machine."""
     local = os.environ.get("LOCAL_WORLD_SIZE", "")
     return int(local) if local.isdigit() and int(local) else 1

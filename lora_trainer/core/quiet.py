@@ -1,4 +1,4 @@
-"""Libraries that talk at import and while loading, asked to be quiet: the run says what matters.
+"""Silence libraries that log at import and while loading.
 
 Standard library only; call it before torch, diffusers or transformers are imported.
 """
@@ -17,12 +17,12 @@ SETTINGS = {
     "TOKENIZERS_PARALLELISM": "false",
     "TF_CPP_MIN_LOG_LEVEL": "2",
 }
-# xformers reports how it was built, bitsandbytes which kernels it lacks; both are probed for here.
+# xformers reports how it was built, bitsandbytes which kernels are missing; this program checks both itself.
 LOGGERS = ("xformers", "bitsandbytes", "torch.distributed.elastic.multiprocessing.redirects")
 
 
 def quieten_libraries() -> None:
-    """Lower the libraries' own chatter; what a user set in the environment stays."""
+    """Lower the libraries' log levels; what the user set in the environment stays."""
     for name, value in SETTINGS.items():
         os.environ.setdefault(name, value)
     for name in LOGGERS:

@@ -1,8 +1,8 @@
 """Randomness as a function of position, not of history.
 
-Every random decision about a sample is drawn from a key made of what it is for and
-where it stands: no generator state is kept, so a resumed run, a split batch and a
-second process draw the same numbers.
+Every random decision about a sample comes from a key of its purpose and position. There is
+no generator state, so a resumed run, a split batch and a second process draw the same
+numbers.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def position_uniform(seed: int, purpose: str, *position: int | str) -> float:
 def position_keys(count: int, seed: int, purpose: str, *position: int | str) -> bytes:
     """The first 8 bytes of `position_key(seed, purpose, *position, index)` of each index below `count`.
 
-    Sorted by them, items are in an order that depends on the position only; a million in less than a second.
+    Sorting items by them gives an order that depends on the position only; a million keys take less than a second.
     """
     start = hashlib.blake2b(_text(seed, purpose, *position, "").encode("utf-8"), digest_size=16)
     keys = bytearray()
@@ -39,9 +39,9 @@ def position_keys(count: int, seed: int, purpose: str, *position: int | str) -> 
     return bytes(keys)
 
 
-def position_turn(count: int, visit: int, seed: int, purpose: str, *position: int | str) -> int:
-    """Which of `count` versions is taken on a visit: each in turn, from a start that the position draws.
+def position_turn(count: int, occurrence: int, seed: int, purpose: str, *position: int | str) -> int:
+    """Which of `count` versions is used at an occurrence: each in turn, from a random start.
 
-    So all of them are used equally often, but for one.
+    So the numbers of uses differ by at most one.
     """
-    return (position_key(seed, purpose, *position) + visit) % count
+    return (position_key(seed, purpose, *position) + occurrence) % count

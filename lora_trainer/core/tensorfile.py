@@ -1,4 +1,4 @@
-"""The header of a safetensors file, read and checked without loading a tensor.
+"""Read and check the header of a safetensors file without loading a tensor.
 
 Standard library only, so that a damaged, disguised or hostile file is refused in milliseconds.
 """
@@ -20,24 +20,24 @@ MOST_TENSORS = 200_000  # the largest models have a few thousand
 MOST_SIDES = 16
 SHOWN_OF_NAME = 80  # characters in a message
 PICKLE_BEGINNINGS = (b"PK\x03\x04", b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05")
-BEGINNING = 64  # bytes after the first eight that tell a page of the web
+BEGINNING = 64  # bytes after the first eight, enough to recognize a web page
 METADATA = "__metadata__"
 NO_TENSORS = "is not a safetensors file"
 AGAIN = "Copy or download it again."
-# How other files begin that get the name of a model's: bytes, what they are, what helps.
+# Other files that are often named like a model: their first bytes, what they are, the fix.
 OTHERS = (
     (b"\x89PNG", "is an image (PNG)", "Name a .safetensors file."),
     (b"\xff\xd8\xff", "is an image (JPEG)", "Name a .safetensors file."),
     (b"RIFF", "is an image or sound (RIFF)", "Name a .safetensors file."),
     (b"GIF8", "is an image (GIF)", "Name a .safetensors file."),
     (b"GGUF", "is a GGUF file", "Name the model as .safetensors: GGUF is not read."),
-    (b"version ", "is a pointer of Git LFS, not the file itself", "Fetch the file: git lfs pull."),
+    (b"version ", "is a Git LFS pointer, not the file itself", "Fetch the file: git lfs pull."),
     (b"%PDF", "is a PDF", "Name a .safetensors file."),
     (b"\x1f\x8b", "is packed (gzip)", "Unpack it first."),
     (b"7z\xbc\xaf", "is packed (7z)", "Unpack it first."),
 )
-PAGE = "is a page of the web (HTML), not a model: the site may want a login, or its terms accepted"
-JSON_TEXT = "is a text (JSON), not a model: what a site answers in place of the file may say why"
+PAGE = "is a web page (HTML), not a model: the site may require a login, or that you accept its terms"
+JSON_TEXT = "is JSON text, not a model: it may be a site's error message"
 _BITS = {64: "F64 I64 U64 C64", 32: "F32 I32 U32", 16: "F16 BF16 I16 U16", 6: "F6_E2M3 F6_E3M2", 4: "F4"}
 _BITS[8] = "F8_E4M3 F8_E5M2 F8_E4M3FNUZ F8_E5M2FNUZ F8_E8M0 I8 U8 BOOL"
 BITS = {name: bits for bits, names in _BITS.items() for name in names.split()}  # of one number of each type
@@ -46,12 +46,12 @@ BITS = {name: bits for bits, names in _BITS.items() for name in names.split()}  
 def read_tensor_header(path: Path) -> dict[str, Any]:
     """The header: tensor names -> dtype, shape and data_offsets, and `__metadata__`.
 
-    Raises UsageError when the file is absent, no regular file, empty, a pickle, truncated or not
-    safetensors, and when its tensors do not fill the rest of the file one after the other.
+    Raises UsageError if the file is missing, not a regular file, empty, a pickle, truncated or not
+    safetensors, and if its tensors do not fill the rest of the file one after the other.
     """
     try:
         found = path.stat()
-        if not stat.S_ISREG(found.st_mode):  # opening a pipe would wait for ever
+        if not stat.S_ISREG(found.st_mode):  # opening a pipe would wait forever
             raise refusal(path, "is not a regular file", "Name a .safetensors file.")
         with open(path, "rb") as file:
             beginning = file.read(8)
@@ -60,23 +60,25 @@ def read_tensor_header(path: Path) -> dict[str, Any]:
             file.seek(len(beginning))
             header, length = _read_header(path, beginning, found.st_size, file.read)
     except OSError as error:
-        raise refusal(path, f"cannot be read ({error.strerror or error})", "Check the path and its rights.") from error
+        raise refusal(
+            path, f"cannot be read ({error.strerror or error})", "Check the path and its permissions."
+        ) from error
     check_places(path, header, found.st_size - 8 - length, before=8 + length)
     return header
 
 
 def data_begins(path: Path) -> int:
-    """The byte of a sound file at which its tensors' data begins."""
+    """The byte at which the tensors' data of a valid file begins."""
     with open(path, "rb") as file:
         (length,) = struct.unpack("<Q", file.read(8))
     return 8 + int(length)
 
 
 def _other_file(beginning: bytes, more: bytes) -> tuple[str, str] | None:
-    """What a file is that is no safetensors, and what helps; None where that is not known.
+    """What another kind of file is, and the fix; None if unknown.
 
-    Asked before the header is: eight letters of a text as a length would be a header of more than 2^56 bytes, so no
-    sound file begins like one of these.
+    Checked before the header: eight letters read as a length would be a header of more than 2^56 bytes, so no valid
+    file begins like these.
     """
     if len(beginning) == 8 and struct.unpack("<Q", beginning)[0] <= LARGEST_HEADER:
         return None
@@ -85,7 +87,7 @@ def _other_file(beginning: bytes, more: bytes) -> tuple[str, str] | None:
         return PAGE, "Log in there in a browser, or download it with the site's own program, and name that file."
     if text.startswith((b"{", b"[")):
         return JSON_TEXT, AGAIN
-    return next((told[1:] for told in OTHERS if beginning.startswith(told[0])), None)
+    return next((other[1:] for other in OTHERS if beginning.startswith(other[0])), None)
 
 
 def _read_header(path: Path, beginning: bytes, size: int, read: Any) -> tuple[dict[str, Any], int]:
@@ -104,18 +106,18 @@ def _read_header(path: Path, beginning: bytes, size: int, read: Any) -> tuple[di
     except RecursionError:
         raise refusal(path, f"{NO_TENSORS}: its header is nested too deeply", AGAIN) from None
     except ValueError as error:
-        raise refusal(path, f"{NO_TENSORS}: its header is no JSON", AGAIN) from error
+        raise refusal(path, f"{NO_TENSORS}: its header is not JSON", AGAIN) from error
     if not isinstance(header, dict):
-        raise refusal(path, f"{NO_TENSORS}: its header is no table", AGAIN)
+        raise refusal(path, f"{NO_TENSORS}: its header is not a JSON object", AGAIN)
     return header, length
 
 
 def _without_doubles(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
-    """An object of JSON. Raises ValueError for a name that stands twice: readers differ on which one counts."""
+    """A JSON object. Raises ValueError for a duplicate name: readers differ on which one counts."""
     found: dict[str, Any] = {}
     for name, value in pairs:
         if name in found:
-            raise ValueError(f"{name!r} stands twice")
+            raise ValueError(f"{name!r} is a duplicate")
         found[name] = value
     return found
 
@@ -123,11 +125,11 @@ def _without_doubles(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
 def check_places(path: Path, header: dict[str, Any], data: int, *, before: int = 0) -> None:
     """Raise UsageError unless the tensors fill exactly the `data` bytes after the header, each where its shape says.
 
-    `before` is the size of what stands before them, so that sizes of whole files are told, which people can compare.
+    `before` is the size of what precedes them, so that messages name sizes of whole files, which users can compare.
     """
     metadata = header.get(METADATA, {})
     if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
-        raise refusal(path, f"{NO_TENSORS}: its {METADATA} is no table of texts", AGAIN)
+        raise refusal(path, f"{NO_TENSORS}: its {METADATA} is not an object of texts", AGAIN)
     tensors = {name: entry for name, entry in header.items() if name != METADATA}
     if len(tensors) > MOST_TENSORS:
         raise refusal(path, f"names {len(tensors)} tensors, more than {MOST_TENSORS}", AGAIN)
@@ -147,23 +149,23 @@ def check_places(path: Path, header: dict[str, Any], data: int, *, before: int =
 
 
 def _place(path: Path, name: str, entry: Any) -> tuple[int, int, str]:
-    """First byte, byte after the last, name. Raises UsageError unless type and shape ask for exactly so many."""
+    """First byte, byte after the last, name. Raises UsageError unless they match the type and shape."""
     try:
         begin, until = entry["data_offsets"]
         shape, bits = entry["shape"], BITS[entry["dtype"]]
         numbers = (begin, until, *shape)
         whole = len(shape) <= MOST_SIDES and all(type(each) is int and 0 <= each < 2**63 for each in numbers)
     except (TypeError, KeyError, ValueError) as error:
-        told = f"{NO_TENSORS}: {name[:SHOWN_OF_NAME]!r} has no place, shape or known type"
-        raise refusal(path, told, AGAIN) from error
+        reason = f"{NO_TENSORS}: {name[:SHOWN_OF_NAME]!r} has no offsets, shape or known type"
+        raise refusal(path, reason, AGAIN) from error
     if not whole or math.prod(shape) * bits != (until - begin) * 8:
-        told = f"{entry['dtype']} {shape[:MOST_SIDES]} has bytes {begin} to {until}"
-        raise refusal(path, f"is damaged: {name[:SHOWN_OF_NAME]!r} of {told}", AGAIN)
+        facts = f"{entry['dtype']} {shape[:MOST_SIDES]} has bytes {begin} to {until}"
+        raise refusal(path, f"is damaged: {name[:SHOWN_OF_NAME]!r} of {facts}", AGAIN)
     return begin, until, name
 
 
 def elements(header: dict[str, Any]) -> int:
-    """How many numbers the tensors of a checked header hold."""
+    """Number of values in the tensors of a checked header."""
     return sum(math.prod(entry["shape"]) for name, entry in header.items() if name != METADATA)
 
 

@@ -1,4 +1,4 @@
-"""Writing to a terminal that may be closed while a run continues."""
+"""Write to a terminal that may be closed during a run."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class _Terminal(io.FileIO):
-    """A terminal's file; once the terminal is closed, what is written to it is dropped."""
+    """A terminal's file; output is discarded once the terminal is closed."""
 
     def write(self, data: ReadableBuffer, /) -> int:
         try:
@@ -28,10 +28,9 @@ class _Terminal(io.FileIO):
 
 
 def survive_closed_terminal() -> None:
-    """Let nothing that is printed to stdout or stderr raise because their terminal was closed.
+    """Make printing to stdout or stderr never fail because their terminal was closed.
 
-    Closing sends SIGHUP too, which saves and stops; under `nohup` or in another session it does not arrive, and the
-    run continues.
+    Closing also sends SIGHUP, which saves and stops; under `nohup` or in another session the run continues.
     """
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)

@@ -1,4 +1,4 @@
-"""TensorBoard's event file, written by the thread that calls: tensorboard's own writer fails in a thread of its own."""
+"""TensorBoard's event file, written by the caller's thread: tensorboard's own writer fails unseen in another one."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ GENERATION = "brain.Event:2"
 
 
 class Board:
-    """One session's event file in `folder`, that begins at `first_step`.
+    """One session's event file in `folder`, from `first_step` on.
 
-    All raise OSError when the disk refuses.
+    All methods raise OSError when the disk refuses.
     """
 
     def __init__(self, folder: Path, first_step: int) -> None:
@@ -31,11 +31,11 @@ class Board:
         self.begin(first_step)
 
     def begin(self, first_step: int) -> None:
-        """What was written until now from `first_step` on, by this session or earlier ones, is no longer shown."""
+        """Hide what this or an earlier session wrote from `first_step` on."""
         self._write(step=first_step, session_log=SessionLog(status=SessionLog.START))
 
     def add(self, group: str, row: Mapping[str, Any]) -> None:
-        """The numbers of a row, at its step."""
+        """Write the numbers of a row, at its step."""
         values = [
             Summary.Value(tag=f"{group}/{name}", simple_value=float(value))
             for name, value in row.items()

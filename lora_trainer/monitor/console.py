@@ -1,4 +1,4 @@
-"""rich's console, for texts in which names and captions of strangers stand."""
+"""rich's console, safe for texts with untrusted file names and captions."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from lora_trainer.core.interrupt import signalled
 
 
 class Console(RichConsole):
-    """What would command a terminal is escaped in every text that is printed; rich's own colors are not.
+    """Escapes terminal control codes in every text that is printed, but not rich's own colors.
 
-    One that leaves lines whole folds them at words on a terminal, never within a path, unless `soft_wrap` is asked for.
+    With `soft_wrap` lines are wrapped at words on a terminal, never within a path, unless `print` sets `soft_wrap`.
     """
 
     def print(self, *objects: Any, **options: Any) -> None:
@@ -27,14 +27,14 @@ class Console(RichConsole):
         super().print(*shown, **options)
 
     def _folded(self, text: str) -> str:
-        """Each line by itself, what follows as far in as the line began."""
+        """Each line wrapped by itself, with its own indent."""
         return "\n".join(
             line if len(line) <= self.width else folded_from(line, len(line) - len(line.lstrip()), self.width)
             for line in text.split("\n")
         )
 
     def on_broken_pipe(self) -> None:
-        """Of `… | tee log`, a closed terminal takes the reader too: what a signal has begun is still finished."""
+        """Stay silent from here on: a closed terminal also ends the reader of `… | tee log`, but the run must still save."""
         if not signalled():
             super().on_broken_pipe()
         self.quiet = True
@@ -47,14 +47,14 @@ class Console(RichConsole):
 
 
 def folded_from(line: str, indent: int, width: int) -> str:
-    """A line folded at words, after the first one indented."""
+    """A line wrapped at words; lines after the first are indented."""
     return textwrap.fill(
         line, max(width, NARROWEST), subsequent_indent=" " * indent, break_long_words=False, break_on_hyphens=False
     )
 
 
 def harmless(shown: Any) -> Any:
-    """The same with what would command a terminal escaped; rich's tables and bars are taken as they are."""
+    """Escape terminal control codes in text; rich's tables and bars stay as they are."""
     if isinstance(shown, str):
         return printable_lines(shown)
     if isinstance(shown, Text) and (plain := printable_lines(shown.plain)) != shown.plain:

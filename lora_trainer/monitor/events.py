@@ -1,4 +1,4 @@
-"""What happened to a run beyond its steps: memory ran out, a loss was not finite, the disk was full."""
+"""Events of a run beyond its steps: memory ran out, a loss was not finite, the disk was full."""
 
 from __future__ import annotations
 

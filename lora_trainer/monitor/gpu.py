@@ -1,4 +1,4 @@
-"""What a GPU says of itself through NVML: load, memory, temperature, power, clocks. Nothing where it cannot be asked."""
+"""A GPU's load, memory, temperature, power and clocks, from NVML where it is available."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from typing import Any
 
 import torch
 
-LOOKED_EVERY = 30.0  # seconds
-# Of its highest clock, under which a GPU that says why is called throttled. Healthy GPUs meet their power limit under
-# load, and then run at 0.7 to 0.9 of a clock that they never hold.
+SAMPLE_EVERY = 30.0  # seconds
+# Shares of the highest clock below which a GPU counts as throttled, if it reports a reason. Healthy GPUs reach their
+# power limit under load and then run at 0.7 to 0.9 of it.
 SLOWED_BY_HEAT, SLOWED_BY_POWER = 0.9, 0.6
-# Bits of NVML's reasons for lower clocks. The power limit alone is usual under load, and no fault.
+# Bits of NVML's reasons for lower clocks. The power limit alone is normal under load.
 HEAT = 0x20 | 0x40
 POWER = 0x04 | 0x80
 
 
 @dataclass(frozen=True)
 class GPU:
-    """One look. Shares are from 0 to 1; watts and clocks (MHz) are None where the GPU does not say."""
+    """One sample. Shares are 0 to 1; watts and clocks (MHz) are None if the GPU does not report them."""
 
     utilisation: float
     memory: float
@@ -35,26 +35,28 @@ class GPU:
 
     @property
     def throttled(self) -> str | None:
-        """Why the GPU computes slower than it can, with its figures; None where it does not."""
+        """Why the GPU is throttled, with its figures; None if it is not."""
         if self.clock is None or not self.clock_most:
             return None
         share = self.clock / self.clock_most
         clocks = f"{self.clock:.0f} of {self.clock_most:.0f} MHz"
         if self.reasons & HEAT and share < SLOWED_BY_HEAT:
-            return f"heat holds the GPU at {clocks} ({self.celsius:.0f} degrees). Cool it, or clean its fans."
+            return f"heat limits the GPU to {clocks} ({self.celsius:.0f} degrees). Cool it, or clean its fans."
         if self.reasons & POWER and share < SLOWED_BY_POWER and self.watts is not None:
             limit = f" of {self.watts_limit:.0f}" if self.watts_limit else ""
-            return f"power holds the GPU at {clocks} ({self.watts:.0f}{limit} W). See its power limit and its cables."
+            return (
+                f"power limits the GPU to {clocks} ({self.watts:.0f}{limit} W). Check its power limit and its cables."
+            )
         return None
 
 
 def spills() -> bool:
-    """Whether the driver puts into system memory what the GPU has no room for: on Windows, and in Linux inside it."""
+    """Whether the driver moves what does not fit on the GPU to system memory: on Windows and in WSL."""
     return sys.platform == "win32" or "microsoft" in platform.release().lower()
 
 
 def open_gpu(device: torch.device) -> Callable[[], GPU] | None:
-    """A function that looks at the GPU of `device`; None without a GPU, NVML or the package nvidia-ml-py."""
+    """A function that samples the GPU of `device`; None without a GPU, NVML or the package nvidia-ml-py."""
     if device.type != "cuda":
         return None
     try:
@@ -63,60 +65,60 @@ def open_gpu(device: torch.device) -> Callable[[], GPU] | None:
         pynvml.nvmlInit()
         uuid = str(torch.cuda.get_device_properties(device).uuid)
         handle = pynvml.nvmlDeviceGetHandleByUUID(uuid if uuid.startswith(("GPU-", "MIG-")) else f"GPU-{uuid}")
-        _look(pynvml, handle)
-    except Exception:  # noqa: BLE001  a driver's library may fail in any way, and nothing hangs on it
+        _sample(pynvml, handle)
+    except Exception:  # noqa: BLE001  a driver's library may fail in any way, and nothing depends on it
         return None
-    return lambda: _look(pynvml, handle)
+    return lambda: _sample(pynvml, handle)
 
 
-def _look(nvml: Any, handle: Any) -> GPU:
-    """Raises whatever NVML raises where load, memory or temperature cannot be read."""
+def _sample(nvml: Any, handle: Any) -> GPU:
+    """Raises whatever NVML raises if load, memory or temperature cannot be read."""
 
-    def asked(name: str, *arguments: Any) -> float | None:
+    def query(name: str, *arguments: Any) -> float | None:
         try:
             return float(getattr(nvml, name)(handle, *arguments))
-        except Exception:  # noqa: BLE001  each GPU says what it can
+        except Exception:  # noqa: BLE001  GPUs differ in what they report
             return None
 
     memory = nvml.nvmlDeviceGetMemoryInfo(handle)
-    watts, limit = asked("nvmlDeviceGetPowerUsage"), asked("nvmlDeviceGetEnforcedPowerLimit")
+    watts, limit = query("nvmlDeviceGetPowerUsage"), query("nvmlDeviceGetEnforcedPowerLimit")
     return GPU(
         utilisation=nvml.nvmlDeviceGetUtilizationRates(handle).gpu / 100.0,
         memory=memory.used / memory.total,
         celsius=float(nvml.nvmlDeviceGetTemperature(handle, nvml.NVML_TEMPERATURE_GPU)),
         watts=None if watts is None else watts / 1000.0,
         watts_limit=None if limit is None else limit / 1000.0,
-        clock=asked("nvmlDeviceGetClockInfo", nvml.NVML_CLOCK_SM),
-        clock_most=asked("nvmlDeviceGetMaxClockInfo", nvml.NVML_CLOCK_SM),
-        reasons=int(asked("nvmlDeviceGetCurrentClocksThrottleReasons") or 0),
+        clock=query("nvmlDeviceGetClockInfo", nvml.NVML_CLOCK_SM),
+        clock_most=query("nvmlDeviceGetMaxClockInfo", nvml.NVML_CLOCK_SM),
+        reasons=int(query("nvmlDeviceGetCurrentClocksThrottleReasons") or 0),
     )
 
 
 class GPUWatch:
-    """Looks at a GPU every 30 s in a thread of its own, between `start` and `stop`; keeps what it saw."""
+    """Samples a GPU every 30 s in its own thread, between `start` and `stop`."""
 
-    def __init__(self, every: float = LOOKED_EVERY) -> None:
-        self._every, self._over = every, threading.Event()
+    def __init__(self, every: float = SAMPLE_EVERY) -> None:
+        self._every, self._stopped = every, threading.Event()
         self._thread: threading.Thread | None = None
-        self.seen: list[GPU] = []
+        self.samples: list[GPU] = []
 
-    def start(self, look: Callable[[], GPU] | None) -> None:
-        """Nothing is looked at where there is no `look`."""
-        if look is None:
+    def start(self, sample: Callable[[], GPU] | None) -> None:
+        """Does nothing without `sample`."""
+        if sample is None:
             return
-        self._over.clear()
-        self._thread = threading.Thread(target=self._run, args=(look,), daemon=True)
+        self._stopped.clear()
+        self._thread = threading.Thread(target=self._run, args=(sample,), daemon=True)
         self._thread.start()
 
     def stop(self) -> None:
-        self._over.set()
+        self._stopped.set()
         if self._thread is not None:
             self._thread.join(timeout=1.0)
             self._thread = None
 
-    def _run(self, look: Callable[[], GPU]) -> None:
-        while not self._over.wait(self._every):
+    def _run(self, sample: Callable[[], GPU]) -> None:
+        while not self._stopped.wait(self._every):
             try:
-                self.seen.append(look())
-            except Exception:  # noqa: BLE001  a GPU that stops answering ends the looking, never the run
+                self.samples.append(sample())
+            except Exception:  # noqa: BLE001  a GPU that stops answering ends this thread, never the run
                 return

@@ -1,4 +1,4 @@
-"""Memory in use now and at its peak."""
+"""Memory of the GPU and the system: in use now, at the peak, and torch's pool of it."""
 
 from __future__ import annotations
 
@@ -14,25 +14,25 @@ import torch
 
 from lora_trainer.monitor.system import system_memory
 
-LARGEST_SYSTEM_SHARE = 0.85  # of the system's memory, above which it is called full
+LARGEST_SYSTEM_SHARE = 0.85  # of the system's memory, above which it counts as full
 COLLECTED_SHARE = 0.7  # above which garbage is collected
-LOOKED_EVERY = 30.0  # seconds
+CHECK_EVERY = 30.0  # seconds
 ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
 GROWING = "expandable_segments:True"
-# Pieces of fixed size in no use are given back above this share of what the process may hold, before more is asked for.
-# Torch skips pieces of a pool that grows when it collects them (pull request 134338), so the two are never set together.
+# Unused blocks of fixed size are freed above this share of the process's limit, before more memory is requested.
+# Torch does not collect blocks of expandable segments (pull request 134338), so the two are never set together.
 OURS = ("expandable_segments:False,garbage_collection_threshold:0.8", GROWING)
 
 
 def peak_memory_gib(device: torch.device) -> float:
-    """Peak of the allocator on a GPU; on a CPU what the process holds now."""
+    """Peak of the allocator on a GPU; on a CPU what the process uses now."""
     if device.type == "cuda":
         return float(torch.cuda.max_memory_allocated(device)) / 2**30
     return float(psutil.Process().memory_info().rss) / 2**30
 
 
 def highest_memory_gib(device: torch.device) -> float:
-    """The most that was held since the start: of the allocator on a GPU, on a CPU of the process."""
+    """The highest use since the start: of the allocator on a GPU, of the process on a CPU."""
     if device.type == "cuda":
         return peak_memory_gib(device)
     if sys.platform == "win32":
@@ -44,10 +44,10 @@ def highest_memory_gib(device: torch.device) -> float:
 
 
 @dataclass(frozen=True)
-class Held:
-    """Bytes of a GPU that torch's allocator holds for this process: in use, held, held at most, and what it may hold.
+class GpuPool:
+    """Bytes of torch's memory pool on a GPU: in use, reserved, most reserved, and the process's limit.
 
-    `retries` counts how often it gave back what it held for want of a whole piece.
+    `retries` counts how often the pool was freed because no free block was large enough.
     """
 
     allocated: int
@@ -58,17 +58,17 @@ class Held:
 
     @property
     def unused(self) -> int:
-        """Held but in no use: what fragmentation, and what is kept for later, costs."""
+        """Reserved but not in use: because of fragmentation, or kept for later."""
         return self.reserved - self.allocated
 
 
-def held_on(device: torch.device) -> Held | None:
-    """What the allocator holds of a GPU; None on a CPU."""
+def gpu_pool(device: torch.device) -> GpuPool | None:
+    """Torch's memory pool on a GPU; None on a CPU."""
     if device.type != "cuda":
         return None
     found = torch.cuda.memory_stats(device)
     total = torch.cuda.get_device_properties(device).total_memory
-    return Held(
+    return GpuPool(
         allocated=int(found.get("allocated_bytes.all.current", 0)),
         reserved=int(found.get("reserved_bytes.all.current", 0)),
         most_reserved=int(found.get("reserved_bytes.all.peak", 0)),
@@ -78,9 +78,9 @@ def held_on(device: torch.device) -> Held | None:
 
 
 def set_allocator(*, expandable: bool) -> None:
-    """Torch's pool of a GPU's memory, before it holds any: how it grows, and when it gives back what nobody uses.
+    """Configure torch's pool of a GPU's memory while it is empty: how it grows, and when it frees unused blocks.
 
-    What the user set in the environment stays. Segments that grow in place are known on Linux alone.
+    What the user set in the environment stays. Expandable segments exist on Linux only.
     """
     if not torch.cuda.is_available() or any(os.environ.get(name, OURS[0]) not in OURS for name in ALLOCATOR):
         return
@@ -91,23 +91,23 @@ def set_allocator(*, expandable: bool) -> None:
 
 
 def grows_in_place() -> bool:
-    """Whether torch's pool of a GPU's memory was set to grow in place, by the run or by the user's environment."""
+    """Whether the run or the user's environment set torch's pool to grow in place."""
     return any(GROWING in os.environ.get(name, "") for name in ALLOCATOR)
 
 
 class MemoryWatch:
-    """Looks at the system's memory now and then, and speaks once each time that it has become full."""
+    """Checks the system's memory every 30 s, and reports once each time that it has become full."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock, self._next, self._full = clock, 0.0, False
         self.highest = 0.0  # share of the system's memory
 
-    def look(self) -> str | None:
-        """A sentence where the memory has become full since the last look; costs nothing between looks."""
+    def check(self) -> str | None:
+        """A sentence if the memory has become full since the last check; costs nothing between checks."""
         now = self._clock()
         if now < self._next:
             return None
-        self._next = now + LOOKED_EVERY
+        self._next = now + CHECK_EVERY
         total, available = system_memory()
         share, was_full = 1.0 - available / total, self._full
         self.highest = max(self.highest, share)

@@ -1,4 +1,4 @@
-"""What a person watches while training: one line in a terminal, a summary now and then in a log."""
+"""The progress of a training run: one live line in a terminal, a line every ten steps in a log."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from rich.text import Text
 
 SUMMARY_EVERY = 10
 BAR_WIDTH = 12
+LEAST_IMPORTANT_FIRST = ("memory", "lr", "val_loss", "speed", "skipped", "loss", "eta")
 Phase = Literal["checking", "caching", "training", "validating", "drawing"]
 
 
@@ -25,12 +26,12 @@ class Progress:
     step: int = 0
     total: int = 0
     loss: float | None = None
-    left_out: int = 0  # newest steps in a row that were: `loss` knows nothing of them
+    skipped: int = 0  # newest steps in a row that were skipped: `loss` does not include them
     val_loss: float | None = None
-    val_loss_step: int | None = None  # where that was measured
+    val_loss_step: int | None = None  # the step at which it was measured
     best: float | None = None
-    rate: float = 0.0  # learning rate of the newest step
-    seconds: float = 0.0  # a step
+    lr: float = 0.0  # of the newest step
+    seconds: float = 0.0  # per step
     memory_gib: float = 0.0
 
 
@@ -38,26 +39,26 @@ Watch = Callable[[Progress], None]
 
 
 def unwatched(progress: Progress) -> None:
-    """The watcher of a run that nobody watches but in its console."""
+    """Do nothing: for a run that only its console shows."""
 
 
 @contextmanager
 def step_line(console: Console, total: int, done: int, watch: Watch = unwatched) -> Iterator[Watch]:
-    """What is told of each step: a live line in a terminal, plain lines elsewhere, and the watcher."""
+    """Show each step and call `watch` with it: a live line in a terminal, plain lines elsewhere."""
     with (live_line if console.is_terminal else log_line)(console, total, done) as show:
 
-        def tell(progress: Progress) -> None:
+        def show_and_watch(progress: Progress) -> None:
             show(progress)
             watch(progress)
 
-        yield tell
+        yield show_and_watch
 
 
 @contextmanager
 def live_line(console: Console, total: int, done: int) -> Iterator[Watch]:
-    """Phase, bar, and of step, time left, loss, speed, validation loss, rate and memory what fits on one line."""
+    """Phase, bar, step and, of the step's numbers, what fits on one line."""
     with Bar(TextColumn("{task.description}"), BarColumn(BAR_WIDTH), Fitting(), console=console) as bar:
-        task = bar.add_task("training", total=total, completed=done, parts=[f"{done}/{total}"], room=lambda: 0)
+        task = bar.add_task("training", total=total, completed=done, text=f"{done}/{total}", numbers={}, room=lambda: 0)
 
         def room() -> int:
             return console.width - len(bar.tasks[0].description) - BAR_WIDTH - 2
@@ -67,59 +68,64 @@ def live_line(console: Console, total: int, done: int) -> Iterator[Watch]:
         def show(progress: Progress) -> None:
             bar.update(task, completed=progress.step, description=progress.phase)
             if progress.phase == "training":
-                left = f"left {duration((total - progress.step) * progress.seconds)}"
-                bar.update(task, parts=[f"{progress.step}/{total}", left, *ranked(progress)])
+                bar.update(task, text=f"{progress.step}/{total}", numbers=step_numbers(progress, total))
 
         yield show
 
 
 class Fitting(ProgressColumn):
-    """Of a task's `parts`, the most important first, as many as its `room` holds."""
+    """A task's `text`, then its `numbers` in their order; the least important are dropped where `room` is short."""
 
     def render(self, task: Task) -> Text:
-        shown, *others = task.fields["parts"]
-        for part in others:
-            if len(shown) + 2 + len(part) > task.fields["room"]():
+        numbers, room = dict(task.fields["numbers"]), task.fields["room"]()
+        for name in LEAST_IMPORTANT_FIRST:
+            if len("  ".join([task.fields["text"], *numbers.values()])) <= room:
                 break
-            shown += f"  {part}"
-        return Text(shown, no_wrap=True)
+            numbers.pop(name, None)
+        return Text("  ".join([task.fields["text"], *numbers.values()]), no_wrap=True)
 
 
 @contextmanager
 def log_line(console: Console, total: int, done: int) -> Iterator[Watch]:
     """A summary every ten steps, for logs that are files."""
-    said = done
+    shown = done
 
     def show(progress: Progress) -> None:
-        nonlocal said
+        nonlocal shown
         step = progress.step
-        if progress.phase == "training" and (step // SUMMARY_EVERY > said // SUMMARY_EVERY or step == total):
-            said = step
-            left = duration((total - step) * progress.seconds)
-            console.print(f"step {step}/{total}  {figures(progress)}  left {left}", highlight=False)
+        if progress.phase == "training" and (step // SUMMARY_EVERY > shown // SUMMARY_EVERY or step == total):
+            shown = step
+            numbers = step_numbers(progress, total)
+            console.print("  ".join([f"step {step}/{total}", *numbers.values()]), highlight=False)
 
     yield show
 
 
-def figures(progress: Progress) -> str:
-    """The step's numbers as one line; the validation loss where there is one."""
-    loss, speed, *val_loss, rate, memory = ranked(progress)
-    return "  ".join([loss, *val_loss, rate, speed, memory])
-
-
-def ranked(progress: Progress) -> list[str]:
-    """The step's numbers, what matters most first: loss, speed, the validation loss if there is one, rate, memory."""
+def step_numbers(progress: Progress, total: int) -> dict[str, str]:
+    """The step's numbers as text, in the order in which they are shown."""
     seconds = progress.seconds
-    speed = f"{seconds:.2f} s/step" if seconds >= 1.0 else f"{1.0 / max(seconds, 1e-9):.1f} steps/s"
-    of_base = " (step 0)" if progress.val_loss_step == 0 and progress.step else ""  # not of what is trained since
-    val_loss = [] if progress.val_loss is None else [f"held-out {progress.val_loss:.4f}{of_base}"]
-    rate, memory = f"rate {progress.rate:.2e}", f"{progress.memory_gib:.1f} GiB"
-    left_out = f" (left out {progress.left_out})" if progress.left_out else ""
-    return [f"loss {progress.loss or 0.0:.4f}{left_out}", speed, *val_loss, rate, memory]
+    numbers = {"loss": f"loss={progress.loss or 0.0:.4f}"}
+    if progress.skipped:
+        numbers["skipped"] = f"skipped={progress.skipped}"
+    if progress.val_loss is not None:
+        of_base_model = " (step 0)" if progress.val_loss_step == 0 and progress.step else ""
+        numbers["val_loss"] = f"val_loss={progress.val_loss:.4f}{of_base_model}"
+    numbers["lr"] = f"lr={progress.lr:.2e}"
+    numbers["speed"] = f"{seconds:.2f}s/it" if seconds >= 1.0 else f"{1.0 / max(seconds, 1e-9):.1f}it/s"
+    numbers["eta"] = f"ETA {clock_time((total - progress.step) * seconds)}"
+    numbers["memory"] = f"{progress.memory_gib:.1f} GiB"
+    return numbers
+
+
+def clock_time(seconds: float) -> str:
+    """`02:31`, `1:02:31`: mm:ss or h:mm:ss, as tqdm writes it."""
+    minutes, second = divmod(round(seconds), 60)
+    hour, minute = divmod(minutes, 60)
+    return f"{hour}:{minute:02d}:{second:02d}" if hour else f"{minute:02d}:{second:02d}"
 
 
 def duration(seconds: float) -> str:
-    """Seconds as people say them: `41 s`, `3 min 05 s`, `2 h 10 min`."""
+    """Seconds as text: `41 s`, `3 min 05 s`, `2 h 10 min`."""
     whole = round(seconds)
     if whole < 60:
         return f"{whole} s"

@@ -1,6 +1,6 @@
-"""Training that has become slow: steps that take longer than they did, and steps that wait for their data.
+"""Detect slow training: steps that take longer than before, and steps that wait for their data.
 
-Pure functions over numbers that the loop has anyway.
+Pure functions of numbers that the loop already has.
 """
 
 from __future__ import annotations
@@ -9,29 +9,29 @@ from dataclasses import dataclass, replace
 from statistics import median
 from typing import Literal
 
-WINDOW = 50  # looks that say what is usual
-KNOWN = 10  # looks before anything is usual
-JUMP = 2.0  # times what is usual
-OVER = 1.5  # times what is usual, under which a jump is over
-EARLY_JUMP = 3.0  # the same among the first looks, which say less of what is usual
-LASTING = 5  # looks in a row: noise never lasts
+WINDOW = 50  # checks that define the usual time
+KNOWN = 10  # checks before a time is usual
+JUMP = 2.0  # times the usual time
+OVER = 1.5  # times the usual time, below which a jump is over
+EARLY_JUMP = 3.0  # the same among the first checks, where the usual time is less certain
+LASTING = 5  # checks in a row: noise never lasts
 STARVED, STARVED_WITH_CACHES = 0.05, 0.01  # of a step's time, waited for data
-UNDER_WAY = 60.0  # seconds of training before waits are judged: short runs have nothing to gain
-LEAST_WAIT = 0.001  # seconds a step; less is no matter, whatever its share
+UNDER_WAY = 60.0  # seconds of training before waits are reported: short runs gain nothing from it
+LEAST_WAIT = 0.001  # seconds per step; less never matters, whatever its share
 
 Change = Literal["slow", "not_slow", "starved", "not_starved"]
 
 
 @dataclass(frozen=True)
 class Pace:
-    """What is known of the steps' speed.
+    """The measured speed of the steps.
 
-    `usual` are seconds of a step at the latest looks while nothing was slow, `waits` seconds waited and taken.
+    `usual` has the seconds of a step at the latest checks while nothing was slow, `waits` the seconds (waited, taken).
     """
 
     usual: tuple[float, ...] = ()
     waits: tuple[tuple[float, float], ...] = ()
-    in_a_row: int = 0  # looks that speak against what is held now: slow or not
+    in_a_row: int = 0  # checks that contradict `slow`
     slow: bool = False
     starved: bool = False
 
@@ -41,7 +41,7 @@ class Pace:
 
     @property
     def waited_share(self) -> float:
-        """Of the steps' time at the latest looks."""
+        """The share of the steps' time spent waiting, at the latest checks."""
         taken = sum(seconds for _, seconds in self.waits)
         return sum(waited for waited, _ in self.waits) / taken if taken > 0 else 0.0
 
@@ -49,9 +49,9 @@ class Pace:
 def paced(
     pace: Pace, seconds: float, waited: float, *, cached: bool, under_way: float
 ) -> tuple[Pace, tuple[Change, ...]]:
-    """The pace after a look at steps that took `seconds` each, `waited` of them for data; what began or ended with it.
+    """The pace after a check of steps that took `seconds` each, `waited` of them for data; and what began or ended.
 
-    `under_way` are the seconds since training began.
+    `under_way` is the number of seconds since training began.
     """
     pace, changes = _with_wait(pace, seconds, waited, cached=cached, under_way=under_way)
     first = (*pace.usual, seconds)
@@ -67,15 +67,15 @@ def paced(
     if in_a_row >= LASTING:
         slow = not pace.slow
         return replace(pace, slow=slow, in_a_row=0), (*changes, "slow" if slow else "not_slow")
-    # What may be a jump is no part of what is usual.
+    # A time that may be a jump is not added to the usual ones.
     usual = pace.usual if pace.slow or against else (*pace.usual, seconds)[-WINDOW:]
     return replace(pace, usual=usual, in_a_row=in_a_row), changes
 
 
 def _before_the_jump(first: tuple[float, ...]) -> tuple[float, ...]:
-    """The quick ones of the first looks, where those since a jump are all slow; none where there is no jump.
+    """The quick ones of the first checks, if all those since a jump are slow; none without a jump.
 
-    Memory fills in the first steps, so the jump may come before anything is usual. One quick look is no measure.
+    Memory fills in the first steps, so a jump may come before a time is usual. One quick check does not count.
     """
     quick = sorted(first)[1]
     if min(first[-LASTING:]) <= EARLY_JUMP * quick:

@@ -1,4 +1,4 @@
-"""Where a run's numbers go: JSON lines that are always whole, and TensorBoard."""
+"""Write a run's numbers: JSON lines that are always whole, and TensorBoard."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ def append_lines(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
-    """The objects of a JSON lines file; a last line cut off by a crash is left out, and so is what cannot be read."""
+    """The objects of a JSON lines file, up to the first line that a crash cut off or that cannot be read."""
     rows: list[dict[str, Any]] = []
     try:
         lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
-    except OSError:  # not there, or no file
+    except OSError:  # missing, or not a file
         return rows
     for line in lines:
         try:
@@ -45,17 +45,17 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
 
 
 def forget_after(path: Path, step: int) -> None:
-    """Drop the rows of steps later than `step`: a resumed run writes them again."""
+    """Delete the rows of steps after `step`: a resumed run writes them again."""
     rows = [row for row in read_lines(path) if row["step"] <= step]
     text = "".join(json.dumps(row) + "\n" for row in rows)
     with contextlib.suppress(FileNotFoundError):
-        if path.stat().st_size == len(text):  # all of it stays: ASCII, as this file writes it
+        if path.stat().st_size == len(text):  # nothing to delete: the rows are ASCII
             return
         write_with_retry(path.name, path.parent, lambda: write_text(path, text), len(text))
 
 
 def record_pauses(folder: Path, step: int) -> None:
-    """Write pauses of the disk that have ended as events of `step`."""
+    """Write the disk's pauses that have ended as events of `step`."""
     for message in current().take_ended():
         append_lines(folder / EVENTS, [Event(step, "disk", message).to_json()])
 
@@ -63,9 +63,9 @@ def record_pauses(folder: Path, step: int) -> None:
 class Trackers:
     """The open files of one run: `metrics.jsonl`, `validation.jsonl`, `events.jsonl` and TensorBoard's folder.
 
-    What an earlier session wrote of steps after `resume_step` is forgotten: it is written again.
-    -1 forgets all of it. The JSON lines wait for a disk that refuses; TensorBoard's images of
-    them are not worth that: `say` is told once, and the run goes on without.
+    Rows of steps after `resume_step` are deleted, since they are written again; -1 deletes all rows.
+    JSON lines wait for a disk that refuses. TensorBoard does not: it is reported once through
+    `say`, and the run continues without it.
     """
 
     def __init__(self, folder: Path, *, resume_step: int, say: Callable[[str], None] = lambda line: None) -> None:
@@ -77,7 +77,7 @@ class Trackers:
         self.forget_after(resume_step)
         with self._optional():
             self._board = Board(folder / "logs", resume_step + 1)
-        self._lost = False  # with the folder, which was made again
+        self._lost = False  # with the folder, which was created again
         current().keep("logs", self._lose_board)
 
     def steps(self, rows: list[dict[str, Any]]) -> None:
@@ -94,11 +94,11 @@ class Trackers:
         self._to_board("validation", [row])
 
     def event(self, event: Event) -> None:
-        """Write what happened."""
+        """Write an event."""
         append_lines(self._events, [event.to_json()])
 
     def forget_after(self, step: int) -> None:
-        """Drop what was written of steps later than `step`. What happened to the run stays: it did happen."""
+        """Delete the rows of steps after `step`. Events stay: they did happen."""
         for path in (self._metrics, self._validation):
             forget_after(path, step)
         with self._optional():
@@ -120,7 +120,7 @@ class Trackers:
                 self._board.close()
 
     def _lose_board(self) -> None:
-        """By whichever thread finds the folder gone."""
+        """Called by the thread that finds the folder gone."""
         self._lost = True
 
     def _begin_board(self) -> None:
@@ -149,4 +149,4 @@ class Trackers:
             with contextlib.suppress(OSError):
                 if board is not None:
                     board.close()
-            self._say(f"TensorBoard's file cannot be written ({error.strerror or error}); the run goes on without it")
+            self._say(f"TensorBoard's file cannot be written ({error.strerror or error}); the run continues without it")

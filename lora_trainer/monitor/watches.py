@@ -1,4 +1,4 @@
-"""What watches a run beside its loop, and what it saw: memory, speed, the GPU, the CPU."""
+"""Watch a run's memory, speed, GPU and CPU beside its loop."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ import torch
 
 from lora_trainer.monitor.events import Kind
 from lora_trainer.monitor.gpu import GPUWatch, open_gpu, spills
-from lora_trainer.monitor.memory import LOOKED_EVERY, Held, MemoryWatch, grows_in_place, held_on
+from lora_trainer.monitor.memory import CHECK_EVERY, GpuPool, MemoryWatch, gpu_pool, grows_in_place
 from lora_trainer.monitor.slowness import KNOWN, STARVED, STARVED_WITH_CACHES, Pace, paced
 
-FULL = 0.95  # of what may be used of a GPU, above which it is called full
-FRAGMENTED = 0.2  # of what may be used of a GPU, held but in no use
+FULL = 0.95  # of the GPU memory that may be used, above which it counts as full
+FRAGMENTED = 0.2  # of the GPU memory that may be used, reserved but not in use
 CROWDED = "Close other programs on the GPU, or set train.max_micro_batch_size=1 or memory.gradient_checkpointing=true."
-SMALLER = "Smaller pieces find room: set train.max_micro_batch_size=1 or memory.gradient_checkpointing=true."
+SMALLER = "Use less memory per step: set train.max_micro_batch_size=1 or memory.gradient_checkpointing=true."
 GROW = (
     "Set memory.expandable_segments=true; if you set PYTORCH_ALLOC_CONF yourself, add expandable_segments:True to it."
 )
@@ -28,22 +28,22 @@ Say = Callable[[Kind, str], None]
 
 
 class Watches:
-    """All watches of one run; `with` it the GPU is looked at. Costs nothing that can be measured in a step."""
+    """All watches of one run; the GPU is sampled inside of `with`. The cost per step is not measurable."""
 
     def __init__(
         self, device: torch.device, *, cached: bool = True, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self.memory, self.gpu, self.pace = MemoryWatch(), GPUWatch(), Pace()
         self._device, self._cached = device, cached
-        self._way: object = None
+        self._split: object = None
         self._clock, self._start, self._next = clock, clock(), 0.0
-        self._retries, self._looks, self._throttled = 0, 0, False
+        self._retries, self._samples_checked, self._throttled = 0, 0, False
         self._crowded = False
         self._began = psutil.cpu_times()
 
     def __enter__(self) -> Self:
-        if held := held_on(self._device):
-            self._retries = held.retries  # of an earlier run of this process
+        if pool := gpu_pool(self._device):
+            self._retries = pool.retries  # of an earlier run of this process
         self.gpu.start(open_gpu(self._device))
         return self
 
@@ -52,100 +52,103 @@ class Watches:
     ) -> None:
         self.gpu.stop()
 
-    def look(self, seconds: float, waited: float, say: Say, way: object = None) -> None:
-        """After finished steps, which took `seconds` each and `waited` for their data: say what began or ended.
+    def check(self, seconds: float, waited: float, say: Say, split: object = None) -> None:
+        """After finished steps, which took `seconds` each and `waited` for their data: report what began or ended.
 
-        `way` is how steps are split: another one takes another time, and that is no slowness.
+        `split` is how steps are divided into micro-batches: another one takes another time, which is not slowness.
         """
-        if way != self._way:
-            self._way, self.pace = way, Pace()
-        if full := self.memory.look():
+        if split != self._split:
+            self._split, self.pace = split, Pace()
+        if full := self.memory.check():
             say("system_memory", full)
         under_way = self._clock() - self._start
         self.pace, changes = paced(self.pace, seconds, waited, cached=self._cached, under_way=under_way)
         for change in changes:
-            say(*self._words(change, seconds))
-        if len(self.gpu.seen) > self._looks:
-            self._looks = len(self.gpu.seen)
-            self._judge_gpu(say)
-        self._judge_memory(say)
-        self._judge_start(say)
+            say(*self._describe(change, seconds))
+        if len(self.gpu.samples) > self._samples_checked:
+            self._samples_checked = len(self.gpu.samples)
+            self._check_gpu(say)
+        self._check_memory(say)
+        self._check_start(say)
 
-    def _words(self, change: str, seconds: float) -> tuple[Kind, str]:
+    def _describe(self, change: str, seconds: float) -> tuple[Kind, str]:
         if change == "not_slow":
             return "slow", f"steps take {seconds:.2f} s again"
         if change == "not_starved":
-            return "starved", "steps wait for their data no more"
+            return "starved", "steps no longer wait for their data"
         if change == "starved":
             limit = STARVED_WITH_CACHES if self._cached else STARVED
             fix = "Put cache.dir on a faster disk" if self._cached else "Set cache.latents=true"
-            told = f"steps wait {self.pace.waited_share:.1%} of their time for data, more than {limit:.0%}"
-            return "starved", f"{told}. {fix}, and see what else the CPU does."
+            message = f"steps wait {self.pace.waited_share:.1%} of their time for data, more than {limit:.0%}"
+            return "starved", f"{message}. {fix}, and check what else uses the CPU."
         usual = self.pace.usual_seconds
-        return "slow", f"a step takes {seconds:.2f} s where it took {usual:.2f}: {self._cause()}"
+        return "slow", f"a step takes {seconds:.2f} s (usual {usual:.2f} s): {self._cause()}"
 
     def _cause(self) -> str:
-        held = held_on(self._device)
-        if held is not None and held.reserved > FULL * held.limit:
-            figures = f"{held.reserved / 2**30:.1f} of {held.limit / 2**30:.1f} GiB"
+        pool = gpu_pool(self._device)
+        if pool is not None and pool.reserved > FULL * pool.limit:
+            figures = f"{pool.reserved / 2**30:.1f} of {pool.limit / 2**30:.1f} GiB"
             return f"the GPU's memory is full ({figures}) and may spill to system memory. {CROWDED}"
-        if self.gpu.seen and self.gpu.seen[-1].memory > FULL:
-            share = self.gpu.seen[-1].memory
-            return f"the GPU's memory is {share:.0%} full with what other programs hold, and may spill. Close them."
-        return "see what else runs on this machine."
+        if self.gpu.samples and self.gpu.samples[-1].memory > FULL:
+            share = self.gpu.samples[-1].memory
+            return f"other programs fill the GPU's memory ({share:.0%}), and it may spill to system memory. Close them."
+        return "check what else runs on this machine."
 
-    def _judge_gpu(self, say: Say) -> None:
-        """At the edge it comes and goes with every look: it is over after two without."""
-        throttled = self.gpu.seen[-1].throttled
+    def _check_gpu(self, say: Say) -> None:
+        """At the limit samples alternate: throttling is over after two samples without it."""
+        throttled = self.gpu.samples[-1].throttled
         if throttled and not self._throttled:
             say("throttled", throttled)
             self._throttled = True
-        elif self._throttled and not any(gpu.throttled for gpu in self.gpu.seen[-2:]):
+        elif self._throttled and not any(gpu.throttled for gpu in self.gpu.samples[-2:]):
             self._throttled = False
 
-    def _judge_start(self, say: Say) -> None:
-        """Steps that spill from the first on have no quicker ones to be held against."""
-        if self._crowded or len(self.pace.usual) != KNOWN or not self.gpu.seen or not spills():
+    def _check_start(self, say: Say) -> None:
+        """Steps that spill from the first on cannot be compared with quicker ones."""
+        if self._crowded or len(self.pace.usual) != KNOWN or not self.gpu.samples or not spills():
             return
-        if not self.pace.slow and (share := self.gpu.seen[-1].memory) > FULL:
+        if not self.pace.slow and (share := self.gpu.samples[-1].memory) > FULL:
             self._crowded = True
-            say("memory", f"the GPU's memory is {share:.0%} full since the start, and may spill. {CROWDED}")
+            say(
+                "memory",
+                f"the GPU's memory is {share:.0%} full since the start, and may spill to system memory. {CROWDED}",
+            )
 
-    def _judge_memory(self, say: Say) -> None:
-        """Now and then: whether the allocator runs short of whole pieces while much is in no use."""
+    def _check_memory(self, say: Say) -> None:
+        """Every 30 s: whether the allocator lacks large blocks while much memory is unused."""
         if (now := self._clock()) < self._next:
             return
-        self._next, held = now + LOOKED_EVERY, held_on(self._device)
-        if held is not None and held.retries > self._retries:
-            if held.unused > FRAGMENTED * held.limit:
-                say("memory", fragmented(held))
-            self._retries = held.retries
+        self._next, pool = now + CHECK_EVERY, gpu_pool(self._device)
+        if pool is not None and pool.retries > self._retries:
+            if pool.unused > FRAGMENTED * pool.limit:
+                say("memory", describe_fragmentation(pool))
+            self._retries = pool.retries
 
     def summary(self) -> dict[str, float]:
-        """For the record, what is known of: shares from 0 to 1, degrees, watts."""
+        """The measured shares (0 to 1), degrees and watts, for the run's record."""
         now = psutil.cpu_times()
         spent = {name: getattr(now, name) - getattr(self._began, name) for name in now._fields}
-        # Guests' time stands in the user's too.
+        # The user's time includes that of guests.
         total = sum(value for name, value in spent.items() if name not in ("guest", "guest_nice"))
         seen = {"system_memory": self.memory.highest}
         if total > 0:
             seen["io_wait"] = spent.get("iowait", 0.0) / total
-            seen["processor"] = 1.0 - (spent["idle"] + spent.get("iowait", 0.0)) / total
-        if held := held_on(self._device):
-            seen["memory"] = held.most_reserved / held.limit
-        if looks := self.gpu.seen:
-            seen |= {"utilisation": mean(look.utilisation for look in looks)}
-            seen |= {"celsius_most": max(look.celsius for look in looks)}
-            if watts := [look.watts for look in looks if look.watts is not None]:
+            seen["cpu"] = 1.0 - (spent["idle"] + spent.get("iowait", 0.0)) / total
+        if pool := gpu_pool(self._device):
+            seen["memory"] = pool.most_reserved / pool.limit
+        if samples := self.gpu.samples:
+            seen |= {"utilisation": mean(sample.utilisation for sample in samples)}
+            seen |= {"celsius_most": max(sample.celsius for sample in samples)}
+            if watts := [sample.watts for sample in samples if sample.watts is not None]:
                 seen["watts"] = mean(watts)
         return {name: round(value, 4) for name, value in seen.items()}
 
 
-def fragmented(held: Held) -> str:
-    """The figures, and what helps that is not set already. Only on Linux can the pool grow in place."""
-    unused, limit = held.unused / 2**30, held.limit / 2**30
+def describe_fragmentation(pool: GpuPool) -> str:
+    """The figures, and the fix that is not set yet. Only on Linux can the pool grow in place."""
+    unused, limit = pool.unused / 2**30, pool.limit / 2**30
     advice = SMALLER if grows_in_place() or sys.platform != "linux" else GROW
     return (
-        f"the GPU's memory is fragmented: {unused:.1f} of {limit:.1f} GiB are held but in no use, and "
-        f"{held.retries} times it was given back for want of a whole piece. {advice}"
+        f"the GPU's memory is fragmented: {unused:.1f} of {limit:.1f} GiB are reserved but not in use, and "
+        f"{pool.retries} times no free block was large enough. {advice}"
     )

@@ -25,7 +25,7 @@ from lora_trainer.evaluation.report import LoraReport
 from lora_trainer.export.lora_file import write_words
 from lora_trainer.models.memory.block_swap import move_to_device
 from lora_trainer.monitor.events import Event
-from lora_trainer.monitor.memory import held_on, highest_memory_gib
+from lora_trainer.monitor.memory import gpu_pool, highest_memory_gib
 from lora_trainer.monitor.progress import Phase, Progress, step_line
 from lora_trainer.monitor.trackers import VALIDATION, Trackers, read_lines
 from lora_trainer.production.choices import DTYPES
@@ -202,7 +202,7 @@ def decided(session: Session, attention: str) -> dict[str, dict[str, Any]]:
 def memory_told(device: torch.device) -> dict[str, float]:
     """For the record: the peak, and on a GPU what was held for it, what is held but in no use, how often it was tight."""
     told = {"peak_gib": round(highest_memory_gib(device), 3)}
-    if held := held_on(device):
+    if held := gpu_pool(device):
         told |= {"held_gib": round(held.most_reserved / 2**30, 3), "unused_gib": round(held.unused / 2**30, 3)}
         told |= {"retries": held.retries, "limit_gib": round(held.limit / 2**30, 3)}
     return told

@@ -35,7 +35,7 @@ FIX = "See what the other process said last."
 class ProcessLost(TrainingFailed):
     """Another process of this run is dead, or has not been heard of for too long. Whoever is left says so."""
 
-    said_by_all = True
+    every_process_reports = True
 
     def __init__(self, what: str) -> None:
         super().__init__(Problem(f"{what}.", FIX))

@@ -109,11 +109,11 @@ def progress_of(
         step=state.step,
         total=job.total_steps,
         loss=state.loss_average,
-        left_out=state.control.not_finite + state.skipped_in_a_row,
+        skipped=state.control.not_finite + state.skipped_in_a_row,
         val_loss=state.val_loss,
         val_loss_step=state.validated_step,
         best=state.best_val_loss,
-        rate=rate,
+        lr=rate,
         seconds=seconds,
         memory_gib=peak_memory_gib(job.learner.device),
     )

@@ -68,9 +68,9 @@ def saved_and_failed(job: LoopContext, state: TrainState, error: UserError) -> T
         save_alone(job, state)
     first, *others = error.problems
     several = job.processes.world > 1
-    who = f"Process {job.processes.rank}: " if several and not error.said_by_all else ""
+    who = f"Process {job.processes.rank}: " if several and not error.every_process_reports else ""
     failed = TrainingFailed([Problem(who + first.message, f"{kept(job.checkpoints)} {first.fix}"), *others])
-    failed.said_by_all = several
+    failed.every_process_reports = several
     return failed
 
 

@@ -46,7 +46,7 @@ class Reporter:
     def pace(self, step: int, seconds: float, waited: float, way: object) -> None:
         """How long the steps up to `step` took, and waited for their data; `way` is how they were split."""
         if self.trackers and self.watches:
-            self.watches.look(seconds, waited, partial(self.event, step), way)
+            self.watches.check(seconds, waited, partial(self.event, step), way)
 
     def flush(self) -> None:
         """Before a checkpoint: the disk holds what was written of the steps that it covers."""

@@ -135,13 +135,13 @@ def test_all_problems_are_told_at_once(capsys: pytest.CaptureFixture[str], tmp_p
         (["train", "--max_steps", "3"], "Did you mean --max-steps"),
         (["check", "--sett", "lora.rank=3"], "Did you mean --set"),
         (["validate"], "The following arguments are required: LORA."),
-        (["sample", "a.safetensors", "--seed", "x"], "error: --seed x is no whole number.\n"),
-        (["sample", "a.safetensors", "--strength", "a b"], "error: --strength a b is no number.\n"),
+        (["sample", "a.safetensors", "--seed", "x"], "error: --seed x is not a whole number.\n"),
+        (["sample", "a.safetensors", "--strength", "a b"], "error: --strength a b is not a number.\n"),
         (["sample", "a.safetensors", "--recipe", __file__], "as a recipe: it is no JSON."),
         (["presets", "12gb"], "Use: presets show 12gb"),
         (["presets", "show"], "presets show needs a name."),
         (["presets", "show", "sd16"], "Did you mean sd15?"),
-        (["presets", "show", "6gb", "8gb"], "names 2 tiers"),
+        (["presets", "show", "6gb", "8gb"], "names 2 VRAM presets"),
     ],
 )
 def test_wrong_usage(capsys: pytest.CaptureFixture[str], argv: list[str], expected: str) -> None:

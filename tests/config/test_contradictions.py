@@ -95,7 +95,7 @@ def test_what_a_preset_set_gives_way_and_is_named(asked, other, value):
     assert resolved.origin[name_of(other)].startswith("default")
     (note,) = resolved.notes
     assert note.startswith(f"{name_of(other)} = ")
-    assert "(from preset some) gives way to " in note
+    assert "(from preset some) becomes " in note
 
 
 @pytest.mark.parametrize(
@@ -150,7 +150,7 @@ def test_a_presets_option_that_the_model_lacks_is_dropped_and_named():
     resolved = suited(with_min_snr("preset balanced"), "flow")
     assert resolved.config.loss.min_snr_gamma is None
     assert resolved.origin["loss.min_snr_gamma"].startswith("default")
-    assert "loss.min_snr_gamma = 5.0 (from preset balanced) gives way" in resolved.notes[0]
+    assert "loss.min_snr_gamma = 5.0 (from preset balanced) becomes none" in resolved.notes[0]
     assert suited(with_min_snr("preset balanced"), "epsilon") == with_min_snr("preset balanced")
 
 
@@ -166,8 +166,8 @@ def test_a_users_option_that_the_model_lacks_is_refused():
 @pytest.mark.parametrize(
     ("settings", "reason"),
     [
-        ({"noise__offset": 0.05}, "a flow starts drawing from plain noise"),
-        ({"noise__multires_iterations": 4}, "a flow starts drawing from plain noise"),
+        ({"noise__offset": 0.05}, "a flow-matching model samples from plain noise"),
+        ({"noise__multires_iterations": 4}, "a flow-matching model samples from plain noise"),
         ({"noise__zero_terminal_snr": True}, "only a model that predicts velocity"),
         ({"loss__min_snr_gamma": 5.0}, "signal-to-noise ratio"),
     ],
@@ -184,5 +184,5 @@ def test_times_of_a_flow_are_refused_on_a_diffusion_model(settings):
     asked = resolve([user(**settings)])
     assert suited(asked, "flow") == asked
     for prediction in ("epsilon", "v_prediction"):
-        with pytest.raises(UsageError, match="only models of flow matching"):
+        with pytest.raises(UsageError, match="timesteps can be chosen only for flow-matching"):
             suited(asked, prediction)

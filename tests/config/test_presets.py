@@ -122,9 +122,9 @@ def test_the_builtin_base_learns_faster_than_its_family() -> None:
     [
         (["12bg"], "There is no preset named 12bg.", "Did you mean 12gb"),
         (["qualty,12gb"], "There is no preset named qualty.", "Did you mean quality?"),
-        (["6gb", "8gb"], "--preset names 2 tiers: 6gb and 8gb.", "Keep one"),
-        (["auto", "8gb"], "--preset names 2 tiers: auto and 8gb.", "Keep one"),
-        (["speed,quality"], "--preset names 2 goals: speed and quality.", "Keep one"),
+        (["6gb", "8gb"], "--preset names 2 VRAM presets: 6gb and 8gb.", "Keep one"),
+        (["auto", "8gb"], "--preset names 2 VRAM presets: auto and 8gb.", "Keep one"),
+        (["speed,quality"], "--preset names 2 training presets: speed and quality.", "Keep one"),
         (["sd15"], "There is no preset named sd15.", "Known: "),
     ],
 )

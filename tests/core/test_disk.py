@@ -21,8 +21,8 @@ from lora_trainer.core.errors import Problem, TrainingFailed
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(disk, "LOOK_EVERY", 0.01)
-    monkeypatch.setattr(disk, "HEED_EVERY", 0.005)
+    monkeypatch.setattr(disk, "RETRY_EVERY", 0.01)
+    monkeypatch.setattr(disk, "POLL_EVERY", 0.005)
 
 
 def failing(times: int, number: int = errno.ENOSPC) -> Callable[[], str]:
@@ -51,9 +51,9 @@ def test_a_pause_is_said_once_and_ends_by_itself(number, tmp_path):
     assert str(tmp_path) in first
     assert "Step 4 is safe." in first
     assert "1 minutes" in first
-    assert second.startswith("there is room again")
+    assert second.startswith("the disk accepts writes again")
     (told,) = patience.take_ended()
-    assert "went on after" in told
+    assert "continued after" in told
     assert not patience.take_ended()
     assert not patience.waiting
 
@@ -86,12 +86,12 @@ def test_the_minutes_are_over(tmp_path):
             write_with_retry("the record", tmp_path, failing(10**6))
         with pytest.raises(OSError, match="No space"):  # what comes afterwards is not waited for again
             write_with_retry("the record", tmp_path, failing(1))
-    assert patience.given_up
+    assert patience.is_over
 
 
 def test_a_signal_ends_a_pause_and_what_is_not_saved_is_said(tmp_path):
     lines = list[str]()
-    patience = replace(waiting(lines), asked_to_leave=lambda: 143)
+    patience = replace(waiting(lines), stop_code=lambda: 143)
     with patient(patience), pytest.raises(SystemExit) as left:
         write_with_retry("the checkpoint of step 6", tmp_path, failing(10**6))
     assert left.value.code == 143
@@ -188,7 +188,7 @@ def test_the_error_at_the_end_names_what_waited_first(tmp_path):
             write_with_retry("metrics.jsonl", tmp_path, failing(10**6), size=412)
         writer.join()
     assert len(lines) == 1
-    assert patience.given_up
+    assert patience.is_over
     for said in (str(ended.value), *raised):
         assert said.startswith("The checkpoint of step 6 needs 1000000.00 GB")
 

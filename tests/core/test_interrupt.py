@@ -49,7 +49,7 @@ def run(checkout: Path, *numbers: int, **environment: str) -> subprocess.Complet
 def test_the_first_is_said_and_the_second_leaves_at_once(checkout: Path) -> None:
     once = run(checkout, signal.SIGTERM)
     assert (once.returncode, once.stdout) == (0, "here\n")
-    assert once.stderr == "\nSIGTERM: saving and leaving within 7 s; a second signal leaves at once\n"
+    assert once.stderr == "\nSIGTERM: saving and stopping within 7 s; a second signal stops at once\n"
     twice = run(checkout, signal.SIGTERM, signal.SIGINT)
     assert (twice.returncode, twice.stdout) == (-signal.SIGINT, "")
 

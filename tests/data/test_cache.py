@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lora_trainer.cli.cache import clean_command, status_command
+from lora_trainer.cli.cache import prune_command, status_command
 from lora_trainer.config.schema import CaptionsSection
 from lora_trainer.core.errors import DatasetRefused, TrainingFailed
 from lora_trainer.data.caches.cache import (
@@ -359,7 +359,7 @@ def test_the_commands(data: Path, cache: Path, capsys: pytest.CaptureFixture[str
     assert "5 latents, 0 texts" in capsys.readouterr().out
     assert status_command(cache, as_json=True) == 0
     assert json.loads(capsys.readouterr().out)["counts"] == {"latents": 5, "texts": 0}
-    assert clean_command(cache, 0.0) == 0
+    assert prune_command(cache, 0.0) == 0
     assert "3 files removed" in capsys.readouterr().out
 
 

@@ -117,7 +117,7 @@ def test_images_of_changed_data_do_not_count_as_validation(
     main(["validate", str(lora), "--data", str(images), "--json"])
     said = capsys.readouterr()
     assert json.loads(said.out)["numbers"]["unseen"] is False
-    assert re.search(r"on (\d+) images of .*, of which the run that the file lies in trained on \d+", said.err)
+    assert re.search(r"on (\d+) images of .*, of which the run of this file trained on \d+", said.err)
     (lora.parent / "run.json").unlink()
     validate_command(lora, images, True, on(base))
     assert json.loads(capsys.readouterr().out)["numbers"]["unseen"] is True
@@ -156,7 +156,7 @@ def test_wrong_paths_are_wrong_usage(lora: Path, base: Path, tmp_path: Path) -> 
     other = write_lora(tmp_path, "other", foreign, facts())[0]
     with pytest.raises(UsageError, match="no module of the model"):
         sample_command(other, ["a red circle"], on(base))
-    with pytest.raises(UsageError, match="No prompt"):
+    with pytest.raises(UsageError, match="no prompt"):
         sample_command(lora, [], on(base))
 
 

@@ -93,22 +93,22 @@ def test_a_recipe_draws_the_same_bits_again(
 ) -> None:
     recipe = grid / "cat_before_after.json"
     assert main(["sample", str(lora), "--recipe", str(recipe), "--output", str(tmp_path)]) == 0
-    assert "not as it was" not in capsys.readouterr().err
+    assert "changed since the recipe" not in capsys.readouterr().err
     endings = [f"{row:02d}_{side}" for row in range(4) for side in ("without", "with_0.5", "with", "with_-1")]
     first = drawn(grid, *(f"before_after_{each}" for each in endings))
     assert drawn(tmp_path, *(f"again_{each}" for each in endings)) == first
     other = lora.with_name("cat.diffusers.safetensors")
     assert main(["sample", str(other), "--recipe", str(recipe), "--output", str(tmp_path / "b")]) == 2
-    assert "its SHA-256 is another" in capsys.readouterr().err
+    assert "its SHA-256 differs" in capsys.readouterr().err
     assert main(["sample", str(lora), "--recipe", str(recipe), "--num-inference-steps", "3"]) == 2
-    assert "--recipe and --num-inference-steps were given" in capsys.readouterr().err
+    assert "--recipe and --num-inference-steps contradict each other" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
         (("--prompt", "a", "--size", "70x64"), "The nearest: 64x64"),
-        (("--prompt", "a", "--size", "big"), "--size big is no size"),
+        (("--prompt", "a", "--size", "big"), "--size big is not a size"),
         (("--prompt", "a", "--num-images-per-prompt", "0"), "--num-images-per-prompt is 0"),
         (("--prompt", "a", "--seed", "-1"), "--seed is -1"),
         (
@@ -116,7 +116,7 @@ def test_a_recipe_draws_the_same_bits_again(
             "--num-images-per-prompt and several --seed",
         ),
         (("--prompt", "a", "--strength", "9"), "sample.strengths"),
-        ((), "No prompt was given"),
+        ((), "There is no prompt"),
         (("--recipe", "absent.json"), "cannot be read as a recipe"),
     ],
 )
@@ -249,7 +249,7 @@ def test_a_recipe_keeps_the_autoencoder_and_unfinished_images_stay(
     assert main(["sample", str(lora), *asked, "--output", str(tmp_path / "out")]) == 0
     recipe = tmp_path / "out" / "cat_before_after-2.json"
     assert main(["sample", str(lora), "--recipe", str(recipe), "--output", str(tmp_path / "again")]) == 0
-    assert "not as it was" not in capsys.readouterr().err
+    assert "changed since the recipe" not in capsys.readouterr().err
     assert drawn(tmp_path / "again", "again_00_with") == drawn(tmp_path / "out", "before_after-2_00_with")
     assert kept.read_bytes() == b"of a grid that was killed"
     with Image.open(tmp_path / "out" / "cat_before_after-2_00_with.png") as image:

@@ -98,7 +98,7 @@ def test_room_is_made_while_a_run_waits(ground: Ground, expected: Expected, tell
         place = ground.new_place()
         ended = ground.run(place, at=at, mode=Mode.FULL, number=3, checkpoint__wait_minutes=1)
         problems = [] if ended.exit == 0 else [f"ended with {ended.exit}: {last_line(ended)}"]
-        waited += "waits, paused" in ended.said
+        waited += "is paused" in ended.said
         if ended.exit == 0:
             problems += differences(run_folder(place), expected)
         row.add(Tried(f"operation {at}", max(0, ended.steps - STEPS), problems))
@@ -115,7 +115,7 @@ def test_a_folder_that_vanishes(step: int, ground: Ground, expected: Expected, t
     place = ground.new_place()
     ended = ground.run(place, trouble=["vanish", str(run_folder(place)), step])
     problems = wrong_words(ended.exit, ended.said)
-    if "was deleted under the run" not in ended.said and ended.exit == 0:
+    if "was deleted during the run" not in ended.said and ended.exit == 0:
         problems.append("nothing was said")
     found = differences(run_folder(place), expected) if ended.exit == 0 else went_on(ground, place, expected)[1]
     problems += [each for each in found if "jsonl" not in each]  # rows from before it are gone with the folder

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from lora_trainer.cli.bench import legend, pieces
+from lora_trainer.cli.bench import legend, tables_that_fit
 from lora_trainer.cli.main import main
 from lora_trainer.config.layers import Layer
 from lora_trainer.config.schema import Config
@@ -305,10 +305,10 @@ def test_blocks_that_were_not_compiled_are_not_measured(tmp_path):
 
 def test_a_table_that_is_too_wide_is_broken_and_nothing_cut():
     columns = [[f"column {number}", "1.234"] for number in range(9)]
-    found = pieces(["step", "usual_cached"], columns, 80)
+    found = tables_that_fit(["step", "usual_cached"], columns, 80)
     assert [column for piece in found for column in piece] == columns
     assert [len(piece) for piece in found] == [5, 4]
-    assert pieces(["step"], [], 80) == [[]]
+    assert tables_that_fit(["step"], [], 80) == [[]]
 
 
 def test_what_noise_may_have_made_is_said():

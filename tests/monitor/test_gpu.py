@@ -15,7 +15,7 @@ import torch
 
 from lora_trainer.monitor import memory
 from lora_trainer.monitor.gpu import GPU, GPUWatch, open_gpu
-from lora_trainer.monitor.memory import ALLOCATOR, grows_in_place, held_on, set_allocator
+from lora_trainer.monitor.memory import ALLOCATOR, gpu_pool, grows_in_place, set_allocator
 
 CUDA = torch.device("cuda", 0)
 
@@ -50,7 +50,7 @@ def test_a_look_has_what_the_gpu_says(nvml):
     assert look is not None
     gpu = look()
     assert gpu == GPU(0.93, 0.75, 84.0, 210.0, 220.0, 1000.0, 1900.0, 0x4)
-    assert str(gpu.throttled).startswith("power holds the GPU at 1000 of 1900 MHz (210 of 220 W)")
+    assert str(gpu.throttled).startswith("power limits the GPU to 1000 of 1900 MHz (210 of 220 W)")
     nvml.nvmlDeviceGetPowerUsage = nvml.nvmlDeviceGetMaxClockInfo = refuse
     assert look() == GPU(0.93, 0.75, 84.0, None, 220.0, 1000.0, None, 0x4)
     assert look().throttled is None
@@ -59,7 +59,7 @@ def test_a_look_has_what_the_gpu_says(nvml):
 @pytest.mark.parametrize(
     ("gpu", "said"),
     [
-        (GPU(1.0, 0.5, 92.0, clock=800.0, clock_most=1900.0, reasons=0x20), "heat holds the GPU at 800"),
+        (GPU(1.0, 0.5, 92.0, clock=800.0, clock_most=1900.0, reasons=0x20), "heat limits the GPU to 800"),
         (GPU(1.0, 0.5, 92.0, clock=1850.0, clock_most=1900.0, reasons=0x20), None),
         (GPU(1.0, 0.5, 70.0, 450.0, 450.0, clock=2400.0, clock_most=3100.0, reasons=0x4), None),  # as healthy GPUs do
         (GPU(0.0, 0.5, 40.0, clock=300.0, clock_most=1900.0, reasons=0x1), None),  # idle
@@ -83,11 +83,11 @@ def test_the_watch_looks_in_a_thread_until_the_gpu_stops_answering():
     watch = GPUWatch(every=0.001)
     watch.start(lambda: next(looks))
     for _ in range(60_000):
-        if len(watch.seen) == 3:
+        if len(watch.samples) == 3:
             break
         time.sleep(0.005)
     watch.stop()
-    assert len(watch.seen) == 3
+    assert len(watch.samples) == 3
 
 
 def test_what_the_allocator_holds(monkeypatch):
@@ -95,10 +95,10 @@ def test_what_the_allocator_holds(monkeypatch):
     monkeypatch.setattr(torch.cuda, "memory_stats", lambda device: stats | {"num_alloc_retries": 2})
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=20))
     monkeypatch.setattr(torch.cuda, "get_per_process_memory_fraction", lambda device: 0.5)
-    held = held_on(CUDA)
+    held = gpu_pool(CUDA)
     assert held is not None
     assert (held.unused, held.most_reserved, held.limit, held.retries) == (4, 9, 10, 2)
-    assert held_on(torch.device("cpu")) is None
+    assert gpu_pool(torch.device("cpu")) is None
 
 
 @pytest.mark.parametrize(
@@ -136,7 +136,7 @@ def test_a_gpu_that_is_there_is_read() -> None:
     pytest.importorskip("pynvml", reason="nvidia-ml-py is not installed: pip install nvidia-ml-py")
     device = torch.device("cuda", torch.cuda.current_device())
     kept = torch.zeros(2**24, device=device)
-    look, held = open_gpu(device), held_on(device)
+    look, held = open_gpu(device), gpu_pool(device)
     assert look is not None
     assert held is not None
     assert 0.0 <= look().utilisation <= 1.0

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from lora_trainer.monitor import memory
-from lora_trainer.monitor.memory import LOOKED_EVERY, MemoryWatch
+from lora_trainer.monitor.memory import CHECK_EVERY, MemoryWatch
 from lora_trainer.monitor.system import system_memory
 
 
@@ -13,9 +13,9 @@ def test_a_full_system_is_said_once_each_time(monkeypatch):
     watch = MemoryWatch(lambda: now[0])
     said = []
     for _ in range(5):
-        said.append(watch.look())
-        assert watch.look() is None, "not between looks"
-        now[0] += LOOKED_EVERY
+        said.append(watch.check())
+        assert watch.check() is None, "not between checks"
+        now[0] += CHECK_EVERY
     assert [line is not None for line in said] == [False, True, False, False, True]
     assert "90% full" in str(said[1])
 

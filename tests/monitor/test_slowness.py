@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from lora_trainer.monitor import memory, watches
 from lora_trainer.monitor.gpu import GPU
-from lora_trainer.monitor.memory import LOOKED_EVERY, Held
+from lora_trainer.monitor.memory import CHECK_EVERY, GpuPool
 from lora_trainer.monitor.slowness import KNOWN, LASTING, UNDER_WAY, WINDOW, Change, Pace, paced
 from lora_trainer.monitor.watches import Watches
 
@@ -75,10 +75,10 @@ def test_spilling_from_the_fifth_step_on_is_said_as_soon_as_anything_is_usual():
 
 @pytest.mark.parametrize(("used", "spilling", "said"), [(0.97, True, 1), (0.97, False, 0), (0.9, True, 0)])
 def test_a_gpu_that_is_full_from_the_first_step_is_said_once_where_it_may_spill(monkeypatch, used, spilling, said):
-    monkeypatch.setattr(watches, "held_on", lambda device: None)
+    monkeypatch.setattr(watches, "gpu_pool", lambda device: None)
     monkeypatch.setattr(watches, "spills", lambda: spilling)
     watch = Watches(CUDA)
-    watch.gpu.seen.append(GPU(0.9, used, 60.0))
+    watch.gpu.samples.append(GPU(0.9, used, 60.0))
     found = heard(watch, [30.0] * 30)
     assert [kind for kind, _ in found] == ["memory"] * said
     assert all("97% full since the start" in message for _, message in found)
@@ -102,7 +102,7 @@ def test_waits_of_a_short_run_are_not_said():
     watch = Watches(torch.device("cpu"), clock=lambda: now[0])
     for _ in range(4 * WINDOW):
         now[0] += 0.5
-        watch.look(0.5, 0.1, lambda kind, message: said.append((now[0], kind)))
+        watch.check(0.5, 0.1, lambda kind, message: said.append((now[0], kind)))
     assert said == [(UNDER_WAY, "starved")]
 
 
@@ -112,7 +112,7 @@ CUDA = torch.device("cuda")
 def heard(watch: Watches, steps: list[float]) -> list[tuple[str, str]]:
     said = list[tuple[str, str]]()
     for seconds in steps:
-        watch.look(seconds, 0.0, lambda kind, message: said.append((kind, message)))
+        watch.check(seconds, 0.0, lambda kind, message: said.append((kind, message)))
     return said
 
 
@@ -122,13 +122,13 @@ def heard(watch: Watches, steps: list[float]) -> list[tuple[str, str]]:
 )
 def test_what_makes_steps_slow_is_said(monkeypatch, reserved, used, told):
     gib = 2**30
-    held = Held(gib, int(reserved * gib), int(reserved * gib), int(7.4 * gib), 0)
-    monkeypatch.setattr(watches, "held_on", lambda device: held)
+    held = GpuPool(gib, int(reserved * gib), int(reserved * gib), int(7.4 * gib), 0)
+    monkeypatch.setattr(watches, "gpu_pool", lambda device: held)
     watch = Watches(CUDA)
-    watch.gpu.seen.append(GPU(0.9, used, 60.0))
+    watch.gpu.samples.append(GPU(0.9, used, 60.0))
     ((kind, message), end) = heard(watch, [0.5] * 20 + [30.0] * 20 + [0.5] * 20)
     assert kind == "slow"
-    assert "a step takes 30.00 s where it took 0.50" in message
+    assert "a step takes 30.00 s (usual 0.50 s)" in message
     assert told in message
     assert end == ("slow", "steps take 0.50 s again")
 
@@ -137,18 +137,18 @@ def test_steps_that_are_split_otherwise_are_not_slow():
     watch, said = Watches(torch.device("cpu")), list[str]()
     for way, seconds in (("whole", 0.5), ("halves", 30.0), ("whole", 0.5)):
         for _ in range(30):
-            watch.look(seconds, 0.0, lambda kind, message: said.append(kind), way)
+            watch.check(seconds, 0.0, lambda kind, message: said.append(kind), way)
     assert said == []
 
 
 def test_heat_is_said_once_until_it_is_over(monkeypatch):
-    monkeypatch.setattr(watches, "held_on", lambda device: None)
+    monkeypatch.setattr(watches, "gpu_pool", lambda device: None)
     watch = Watches(CUDA)
     hot = GPU(0.99, 0.9, 91.0, clock=900.0, clock_most=1800.0, reasons=0x40)
     said = []
     cool = GPU(0.9, 0.9, 70.0, clock=1790.0, clock_most=1800.0)
     for gpu in (hot, hot, cool, hot, cool, hot, cool, cool, hot):  # at the edge it comes and goes
-        watch.gpu.seen.append(gpu)
+        watch.gpu.samples.append(gpu)
         said += heard(watch, [0.5, 0.5])
     assert [kind for kind, _ in said] == ["throttled", "throttled"]
     assert "900 of 1800 MHz (91 degrees)" in said[0][1]
@@ -163,17 +163,17 @@ def test_heat_is_said_once_until_it_is_over(monkeypatch):
     ],
 )
 def test_fragmented_memory_is_said_when_it_costs_something(monkeypatch, platform, allocator, advice):
-    gib, now, held = 2**30, [0.0], list[Held]()
+    gib, now, held = 2**30, [0.0], list[GpuPool]()
     monkeypatch.setenv("PYTORCH_ALLOC_CONF", allocator)
     monkeypatch.setattr(watches.sys, "platform", platform)
-    monkeypatch.setattr(watches, "held_on", lambda device: held[-1])
+    monkeypatch.setattr(watches, "gpu_pool", lambda device: held[-1])
     watch, said = Watches(CUDA, clock=lambda: now[0]), list[str]()
     for allocated, retries in ((4, 0), (4, 3), (4, 3), (7, 5)):
-        held.append(Held(allocated * gib, 7 * gib, 7 * gib, 8 * gib, retries))
+        held.append(GpuPool(allocated * gib, 7 * gib, 7 * gib, 8 * gib, retries))
         said += [message for _, message in heard(watch, [0.5, 0.5])]
-        now[0] += LOOKED_EVERY
+        now[0] += CHECK_EVERY
     (message,) = said
-    assert "3.0 of 8.0 GiB are held but in no use" in message
+    assert "3.0 of 8.0 GiB are reserved but not in use" in message
     assert "3 times" in message
     assert advice in message
 
@@ -183,5 +183,5 @@ def test_a_cpu_is_known_without_a_gpu():
         assert heard(watch, [0.5] * 20) == []
     told = watch.summary()
     assert 0.0 < told["system_memory"] <= 1.0
-    assert all(0.0 <= told[name] <= 1.0 for name in ("io_wait", "processor") if name in told)
+    assert all(0.0 <= told[name] <= 1.0 for name in ("io_wait", "cpu") if name in told)
     assert "utilisation" not in told

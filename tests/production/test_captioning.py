@@ -109,7 +109,7 @@ def test_written_where_asked_and_never_over_a_caption(
     (data / "e.png").write_bytes(b"no image")
     before = {path: path.read_bytes() for path in data.rglob("*") if path.is_file()}
     assert main(["caption", str(data), "--model", str(tagger), "--output", str(output)]) == 0
-    assert "3 captions written, 2 were there, 0 without words, 1 images that cannot be used" in capsys.readouterr().out
+    assert "3 captions written, 2 existed, 0 images without a caption, 1 unusable images" in capsys.readouterr().out
     written = sorted(path.relative_to(output).as_posix() for path in output.rglob("*") if path.is_file())
     assert written == ["10_cat/c.txt", "deep/b.jpg.txt", "deep/b.png.txt"]
     assert (output / "10_cat" / "c.txt").read_text("utf-8") == "safe, blue sky, red hair\n"
@@ -117,7 +117,7 @@ def test_written_where_asked_and_never_over_a_caption(
     # Again: all is there, and a text that was corrected stays.
     (output / "10_cat" / "c.txt").write_text("corrected", encoding="utf-8")
     assert main(["caption", str(data), "--model", str(tagger), "--output", str(output)]) == 0
-    assert "0 captions written, 5 were there" in capsys.readouterr().out
+    assert "0 captions written, 5 existed" in capsys.readouterr().out
     assert (output / "10_cat" / "c.txt").read_text("utf-8") == "corrected"
     # Beside, only when asked.
     assert main(["caption", str(data), "--model", str(tagger), "--in-place"]) == 0
@@ -136,7 +136,7 @@ def test_a_caption_that_check_refuses_is_left_as_it_is_and_named(
     for place in (["--output", str(output)], ["--in-place"]):
         assert main(["caption", str(data), "--model", str(tagger), *place]) == 0
         out, said = capsys.readouterr()
-        assert "1 captions written, 2 were there" in out
+        assert "1 captions written, 2 existed" in out
         assert "a.png has a caption file that" in said
         assert "b.png has an empty caption" in said
     assert (data / "a.txt").read_bytes() == b"caf\xe9"
@@ -265,7 +265,7 @@ def test_wrong_arguments_are_told_before_anything_is_read(tmp_path: Path, capsys
     draw(tmp_path / "data" / "a.png")
     data = str(tmp_path / "data")
     assert main(["caption", data, "--model", "none"]) == 2
-    assert "Say where captions go" in capsys.readouterr().err
+    assert "Choose where to write captions" in capsys.readouterr().err
     assert main(["caption", data, "--model", "none", "--output", f"{data}/captions"]) == 2
     assert "lies inside of the data" in capsys.readouterr().err
     assert (

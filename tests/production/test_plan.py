@@ -280,7 +280,7 @@ def test_more_samples_at_once_are_no_setting() -> None:
 def test_the_page_of_all_plans_is_asked_for_alone(other: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "--all", *other]) == 2
     shown = capsys.readouterr()
-    assert "--all writes one page" in shown.err
+    assert "--all writes a Markdown page" in shown.err
     assert not shown.out
 
 

@@ -10,7 +10,7 @@ from lora_trainer.production.report.read import read_run
 from lora_trainer.production.report.targets import Target, targets_of
 from lora_trainer.production.report.write import render_run
 
-SEEN = {"utilisation": 0.91, "memory": 0.62, "processor": 0.3, "system_memory": 0.5, "io_wait": 0.2}
+SEEN = {"utilisation": 0.91, "memory": 0.62, "cpu": 0.3, "system_memory": 0.5, "io_wait": 0.2}
 
 
 def targets(folder: Path, **record: Any) -> dict[str, Target]:
@@ -28,7 +28,7 @@ def test_a_gpu_is_judged_by_its_targets(tmp_path):
     assert {name: (target.seen, target.met) for name, target in found.items()} == {
         "GPU computes": ("91.0 %", True),
         "GPU's memory, of what is allowed": ("62.0 %", False),
-        "processor": ("30.0 %", True),
+        "CPU computes": ("30.0 %", True),
         "system memory": ("50.0 %", True),
         "CPU waits for disks": ("20.0 %", False),
         "steps wait for data": ("2.0 %", False),  # with caches 1 % is allowed

@@ -33,9 +33,9 @@ def died(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """What ended threads; everything looks often."""
     found = list[str]()
     monkeypatch.setattr(threading, "excepthook", lambda seen: found.append(repr(seen.exc_value)))
-    for module, name in ((disk, "LOOK_EVERY"), (table, "LOOK_EVERY_SECONDS"), (worker, "BEAT_SECONDS")):
+    for module, name in ((disk, "RETRY_EVERY"), (table, "LOOK_EVERY_SECONDS"), (worker, "BEAT_SECONDS")):
         monkeypatch.setattr(module, name, 0.05)
-    monkeypatch.setattr(disk, "HEED_EVERY", 0.01)
+    monkeypatch.setattr(disk, "POLL_EVERY", 0.01)
     return found
 
 
@@ -82,7 +82,7 @@ def test_a_batch_that_found_no_room_ends_with_5_and_goes_on(night, capsys, monke
             assert night.run(checkpoint__wait_minutes=0) == 5
         told = capsys.readouterr()
         assert "batch.sqlite needs room, and the disk of" in told.err
-        assert "What each run saved is safe. Make room there, then go on with --resume." in told.err
+        assert "What each run saved is safe. Free space there, then continue with --resume." in told.err
         assert "a bug" not in told.err
         (place / BALLAST).unlink()
         monkeypatch.setattr(worker, "train", quick_job(lambda name: None))

@@ -47,8 +47,8 @@ def no_images() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(disk, "LOOK_EVERY", 0.05)
-    monkeypatch.setattr(disk, "HEED_EVERY", 0.01)
+    monkeypatch.setattr(disk, "RETRY_EVERY", 0.05)
+    monkeypatch.setattr(disk, "POLL_EVERY", 0.01)
 
 
 @contextmanager
@@ -120,7 +120,7 @@ def test_a_full_file_system_pauses_the_run_and_changes_no_byte(bench, undisturbe
         assert "paused" in said.out
         assert "free" in said.out
         assert "step-000002 is safe" in said.out
-        assert "there is room again" in said.out
+        assert "the disk accepts writes again" in said.out
         assert pauses
         assert_the_same(bench, undisturbed)
         events = [event for event in record(bench.folder("run"))["events"] if event["kind"] == "disk"]
@@ -244,7 +244,7 @@ def test_a_folder_deleted_under_a_run_is_made_again(bench, undisturbed, capsys):
     assert {"run.json", "config.toml", "logs", ".lock"} <= names
     assert second == 2, "another run was let in"
     said = capsys.readouterr()
-    assert "was deleted under the run" in said.out
+    assert "was deleted during the run" in said.out
     assert "by another process" in said.err
     assert exported(folder) == exported(undisturbed.folder("run"))
     assert record(folder)["status"] == "done"
@@ -391,4 +391,4 @@ def test_a_disk_taken_away_under_a_run_is_waited_for(bench, undisturbed, tmp_pat
         finally:
             take_away()
         assert not list(bench.output.iterdir())
-    assert "there is room again" in capsys.readouterr().out
+    assert "the disk accepts writes again" in capsys.readouterr().out

@@ -118,7 +118,7 @@ def test_convert_there_and_back_keeps_every_bit_and_never_overwrites(tmp_path, c
     assert read_lora(back).metadata == read_lora(kohya).metadata
     before = back.read_bytes()
     assert main(["convert", str(there), str(back), "--to", "kohya"]) == 2
-    assert "there already" in capsys.readouterr().err
+    assert "exists already" in capsys.readouterr().err
     assert back.read_bytes() == before
     assert main(["convert", str(there), str(back), "--to", "kohya", "--dtype", "fp32", "--overwrite"]) == 0
     assert load_file(back)[f"{NAME}.lora_up.weight"].dtype == torch.float32
@@ -183,7 +183,7 @@ def test_words_beside_a_name_with_brackets_are_not_written_over(tmp_path, capsys
     kept = tmp_path / "cat[1].embedding-zobo.safetensors"
     kept.write_bytes(b"precious")
     assert main(["convert", str(source), str(target), "--to", "diffusers"]) == 2
-    assert "there already" in capsys.readouterr().err
+    assert "exists already" in capsys.readouterr().err
     assert kept.read_bytes() == b"precious"
 
 
@@ -210,7 +210,7 @@ def test_inspect_tells_what_a_file_holds(tmp_path, capsys):
     block = document["components"]["unet"]["blocks"]["down_blocks.1"]
     assert block == pytest.approx(float(pair.delta().norm()), rel=1e-2)
     assert {each["name"]: each["reads"] for each in document["clients"]}["ComfyUI"] == "whole"
-    assert document["hashes"]["sshs_model_hash"]["told"] == document["hashes"]["sshs_model_hash"]["found"]
+    assert document["hashes"]["sshs_model_hash"]["recorded"] == document["hashes"]["sshs_model_hash"]["found"]
     assert main(["inspect", str(path)]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert any("####" in line for line in lines)

@@ -113,9 +113,9 @@ def test_prodigy_takes_a_factor_and_refuses_a_rate(bench, capsys):
     assert bench.run("rate", optimizer__name="prodigy", optimizer__learning_rate=1e-4) == 2
     assert "prodigy finds the learning rate itself" in capsys.readouterr().err
     assert bench.run("factor", steps=2, optimizer__name="prodigy", optimizer__learning_rate=None) == 0
-    assert "optimizer.learning_rate = 0.0001 (from default) gives way to 1.0" in capsys.readouterr().err
+    assert "optimizer.learning_rate = 0.0001 (from default) becomes 1.0" in capsys.readouterr().err
     assert [row["lr"] for row in rows(bench.folder("factor"))] == [1.0, 1.0]
-    assert any("gives way" in line for line in record(bench.folder("factor"))["choices"])
+    assert any("becomes 1.0" in line for line in record(bench.folder("factor"))["choices"])
 
 
 def test_clipping_by_value_replaces_clipping_by_norm(bench, capsys):

@@ -58,7 +58,7 @@ def test_a_signal_to_one_of_two_stops_both(told: int, bench: Bench, checkout: Pa
             process.communicate()
     stopped = record(bench.folder("two"))
     assert (stopped["status"], stopped["exit_code"]) == ("stopped", 138), errors[-3000:]
-    assert errors.count("SIGUSR1: saving and leaving") == 1, "the main process says it, and it alone"
+    assert errors.count("SIGUSR1: saving and stopping") == 1, "the main process says it, and it alone"
     assert stopped["steps"] == len(rows(bench.folder("two")))
     assert [path.name for path in (bench.folder("two") / "checkpoints").glob("step-*")] == [
         f"step-{stopped['steps']:06d}"

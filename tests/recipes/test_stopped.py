@@ -78,6 +78,6 @@ def test_a_moved_run_goes_on_where_it_lies(bench: Bench, tmp_path: Path, capsys:
     assert main(command) == 0
     assert not bench.folder("first").exists()
     assert (record(moved)["steps"], record(moved)["sessions"]) == (4, 2)
-    assert "it goes on where it lies" in capsys.readouterr().err
+    assert "it continues in" in capsys.readouterr().err
     assert main([*command, "--output", str(tmp_path / "other"), "--dry-run"]) == 0
-    assert "it goes on where it lies" not in capsys.readouterr().err
+    assert "it continues in" not in capsys.readouterr().err

@@ -19,7 +19,7 @@ from lora_trainer.models.attention.kinds import KINDS
 from lora_trainer.models.attention.probe import time_attention
 from lora_trainer.models.attention.shapes import AttentionShape
 from lora_trainer.monitor.gpu import open_gpu
-from lora_trainer.monitor.memory import held_on
+from lora_trainer.monitor.memory import gpu_pool
 from lora_trainer.production.choices import cap_memory
 from lora_trainer.training.micro_batch import MicroBatch, copied_ahead
 from tests.recipes.recipe import Bench, draw_images, losses, patched, save_tiny_model
@@ -97,7 +97,7 @@ def test_more_than_the_cap_raises_and_nothing_spills():
         assert torch.cuda.get_per_process_memory_fraction(device) == pytest.approx(2.0 * 2**30 / total)
         with pytest.raises(torch.OutOfMemoryError):
             torch.empty(int(2.5 * 2**30), dtype=torch.uint8, device=device)
-        held = held_on(device)
+        held = gpu_pool(device)
         assert held is not None
         assert held.reserved <= held.limit
         assert free - torch.cuda.mem_get_info(device)[0] < 2**30

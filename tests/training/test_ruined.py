@@ -11,7 +11,7 @@ import torch
 
 from lora_trainer.config.schema import Config, OptimizerSection, SafeguardsSection
 from lora_trainer.core.errors import TrainingFailed
-from lora_trainer.monitor.progress import Progress, figures
+from lora_trainer.monitor.progress import Progress, step_numbers
 from lora_trainer.training.guard import remedy, with_settings
 from lora_trainer.training.job import LoopContext
 from lora_trainer.training.state import TrainState
@@ -93,6 +93,6 @@ def test_a_damaged_base_is_said(place: TinyPlace):
     assert "learning_rate" not in str(ended.value)
 
 
-def test_the_line_says_that_the_newest_steps_were_left_out():
-    assert figures(Progress("training", 9, 20, loss=0.2, left_out=3)).startswith("loss 0.2000 (left out 3)  rate")
-    assert "left out" not in figures(Progress("training", 9, 20, loss=0.2))
+def test_the_line_shows_that_the_newest_steps_were_skipped():
+    assert step_numbers(Progress("training", 9, 20, loss=0.2, skipped=3), 20)["skipped"] == "skipped=3"
+    assert "skipped" not in step_numbers(Progress("training", 9, 20, loss=0.2), 20)

@@ -27,4 +27,4 @@ def test_steps_that_take_longer_than_before_are_said_with_both_times(place: Tiny
     events = [event for event in read_lines(job.folder / EVENTS) if event["kind"] == "slow"]
     assert events[-1]["step"] == QUICK + LASTING
     assert "a step takes 0." in events[-1]["message"]
-    assert "see what else runs on this machine" in events[-1]["message"]
+    assert "check what else runs on this machine" in events[-1]["message"]

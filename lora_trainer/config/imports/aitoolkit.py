@@ -23,12 +23,12 @@ def is_aitoolkit(document: Any) -> bool:
 
 
 def read(path: Path, document: Mapping[str, Any]) -> Reading:
-    """What a job says. Keys are named by their place below the process: `train.lr`, `datasets[0].folder_path`."""
+    """Read a job. Keys are named by their place below the process: `train.lr`, `datasets[0].folder_path`."""
     reading = Reading(TOOL, path)
     config = document["config"]
     processes = [each for each in config["process"] if isinstance(each, Mapping)]
     if not processes:
-        reading.problems.append(Problem(f"{path}: config.process holds no process.", "Give it one."))
+        reading.problems.append(Problem(f"{path}: config.process has no process.", "Add one."))
         return reading
     process = dict(processes[0])
     for each in processes[1:]:
@@ -54,7 +54,7 @@ def read(path: Path, document: Mapping[str, Any]) -> Reading:
 
 
 def _named(keys: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """`[name]` stands for the job's name."""
+    """Replace `[name]` by the job's name."""
     return {
         key: re.sub(r"\[name\]", lambda match: name, value) if isinstance(value, str) else value
         for key, value in keys.items()

@@ -1,4 +1,4 @@
-"""`--data FILE.toml`: a kohya dataset TOML in place of folders, wherever sources are named."""
+"""`--data FILE.toml`: read a kohya dataset TOML wherever sources may be named."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ ENDING = ".toml"
 
 
 def with_data_files(layers: Sequence[Layer], problems: list[Problem], notes: list[str]) -> list[Layer]:
-    """The layers with every dataset TOML among their sources replaced by what stands in it.
+    """The layers with each dataset TOML among their sources replaced by its content.
 
-    What such a file says beside its sources (resolution, batch size, captions …) becomes a layer just
-    below the one that names it. What is wrong is added to `problems`, what means something else here to `notes`.
+    The file's other settings (resolution, batch size, captions …) become a layer just below the one that names it.
+    Mistakes are added to `problems`, differences in meaning to `notes`.
     """
     found: list[Layer] = []
     for layer in layers:
         data = layer.values.get("data")
-        given = data.get("sources") if isinstance(data, Mapping) else None
-        if not isinstance(given, list | tuple) or not any(_file_of(source) for source in given):
+        named = data.get("sources") if isinstance(data, Mapping) else None
+        if not isinstance(named, list | tuple) or not any(_file_of(source) for source in named):
             found.append(layer)
             continue
         sources: list[Any] = []
-        for source in given:
+        for source in named:
             path = _file_of(source)
             if path is None:
                 sources.append(source)
@@ -52,13 +52,13 @@ def data_file_settings(path: Path, notes: list[str]) -> dict[str, Any]:
     """Settings by `section.key` of a kohya dataset TOML, `data.sources` among them. Raises UsageError."""
     document = read_document(path)
     if not is_kohya_dataset(document):
-        message = f"{path} is no kohya dataset TOML: it has no [[datasets]]."
-        raise UsageError(Problem(message, f"Settings of this program are given with --config {path}."))
+        message = f"{path} is not a kohya dataset TOML: it has no [[datasets]]."
+        raise UsageError(Problem(message, f"Settings of lora-trainer need --config {path}."))
     reading = dataset_reading(path, document, defaults=False)
     for line in reading.lines:
         if line.verdict == "unknown":
             fix = nearest(line.key.rpartition(".")[2], RULES)
-            reading.problems.append(Problem(f"{path}: {line.key} is no key of a dataset TOML.", fix))
+            reading.problems.append(Problem(f"{path}: {line.key} is not a key of a dataset TOML.", fix))
         elif line.verdict == "changed" or line.why == LEFT_OUT:
             value = "" if line.value is None else f" = {shown(line.value)}"
             notes.append(f"{path}: {line.key}{value}: {line.why}")

@@ -78,7 +78,7 @@ def _warmup(value: Any, around: Around) -> Took:
 
 
 def _texts(value: Any, around: Around) -> Took:
-    """Scripts for several text encoders have a rate for them; the others one for all."""
+    """Scripts for several text encoders have a learning rate for them; the others have one for all."""
     if not truth(value):
         return Took({}, "as here", "ignored")
     script = str(around[SCRIPT])
@@ -121,9 +121,9 @@ RULES: Mapping[str, Rule] = {
     "class_data_dir": by(_class_images, SOURCES),
     "class_prompt": ONLY_MISSING,
     "with_prior_preservation": part_of("class_data_dir", SOURCES),
-    "num_class_images": lacking("class images are not drawn: those that are there are used"),
+    "num_class_images": lacking("class images are not generated: existing ones are used"),
     "prior_loss_weight": same("loss.prior_loss_weight", number),
-    "prior_generation_precision": nothing("class images are not drawn"),
+    "prior_generation_precision": nothing("class images are not generated"),
     "dataset_name": lacking("datasets of a hub are not read: name a local folder with --data"),
     "dataset_config_name": lacking("datasets of a hub are not read"),
     "image_column": nothing("the column is found by its name"),
@@ -153,7 +153,7 @@ RULES: Mapping[str, Rule] = {
     "lr_warmup_steps": by(_warmup, "lr_scheduler.warmup_steps"),
     "lr_num_cycles": _only_with("lr_scheduler", "cosine_with_restarts", "lr_scheduler.cycles", whole),
     "lr_power": _only_with("lr_scheduler", "polynomial", "lr_scheduler.power", number),
-    "scale_lr": lacking("the rate is not scaled by the batch"),
+    "scale_lr": lacking("the learning rate is not scaled by the batch size"),
     "mixed_precision": PRECISION,
     "gradient_checkpointing": CHECKPOINTING,
     "snr_gamma": unless_off("loss.min_snr_gamma", number),
@@ -163,7 +163,7 @@ RULES: Mapping[str, Rule] = {
     "checkpoints_total_limit": unless_off("checkpoint.keep_last", whole),
     "validation_prompt": by(lambda value, around: Took({"sample.prompts": [text(value)]}), "sample.prompts"),
     "num_validation_images": same("sample.count", whole),
-    "resume_from_checkpoint": nothing("--resume goes on with a run of this program"),
+    "resume_from_checkpoint": nothing("--resume continues a run of lora-trainer"),
     "train_text_encoder": by(_texts, TEXT_RATES),
     "text_encoder_lr": part_of("train_text_encoder", "text_encoder.learning_rates"),
     "train_text_encoder_ti": lacking("set textual_inversion.placeholder_tokens to the words that are learned along"),
@@ -221,7 +221,7 @@ def is_flags(document: Any) -> bool:
 
 
 def read(path: Path, document: Mapping[str, Any]) -> Reading:
-    """What a command's flags say. Images are cropped to one square, and nothing is held out."""
+    """Read a command's flags. Images are cropped to one square, and none is kept for validation."""
     reading = Reading(TOOL, path)
     script = str(document.get(SCRIPT, ""))
     of_script = next(more for words, more in OF_SCRIPTS if all(word in script for word in words))

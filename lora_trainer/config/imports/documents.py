@@ -1,7 +1,7 @@
-"""Other programs' files, parsed by what stands in them and never trusted.
+"""Parse other programs' files by their content, without trusting them.
 
-Only plain values come out: no tags of YAML, no objects, no pickles. A file of more than a few
-megabytes, or one that grows beyond reason when its aliases are followed, is refused unread.
+The result has plain values only: no YAML tags, objects or pickles. A file of more than a few
+megabytes, or one whose aliases expand too far, is refused.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ import yaml
 from lora_trainer.config.toml import refuse_large
 from lora_trainer.core.errors import Problem, UsageError
 
-SCRIPT = "(script)"  # the key under which a command's script stands
+SCRIPT = "(script)"  # the key of a command's script
 MOST_VALUES = 100_000  # after following aliases; a config has hundreds
 
 
 def read_document(path: Path) -> Any:
     """A TOML, JSON or YAML file, or the flags of a shell command, as plain values.
 
-    Raises UsageError with one problem for a file that is missing, no file, too large, no text, damaged or
-    hostile. The file's ending decides only whose complaint is shown.
+    Raises UsageError with one problem for a file that is missing, not a file, too large, not text, damaged or
+    hostile. The file's ending decides only which parser's error is shown.
     """
     text = _text(path)
     if not text.strip():
@@ -47,7 +47,7 @@ def read_document(path: Path) -> Any:
             if isinstance(value, dict | list) and value:
                 return value
     kind = _ENDINGS.get(path.suffix.lower(), "JSON" if text.lstrip()[0] == "{" else "TOML" if "=" in text else "YAML")
-    message = f"{path} is not valid {kind}: {complaints.get(kind, 'it holds no settings')}."
+    message = f"{path} is not valid {kind}: {complaints.get(kind, 'it has no settings')}."
     raise UsageError(Problem(message, "Correct or copy the file again; TOML, JSON, YAML and shell commands are read."))
 
 
@@ -77,16 +77,18 @@ def _flags(text: str) -> dict[str, Any]:
     commands = [line for line in lines if re.search(r"\s--[a-z]", line) and not line.lstrip().startswith("#")]
     if not commands:
         raise ValueError("there is no command with flags in it")
-    given = _variables(lines)
+    variables = _variables(lines)
     words = shlex.split(max(commands, key=lambda line: line.count(" --")), comments=True)
     script = next((place for place, word in enumerate(words) if word.endswith(".py")), 0)
-    # Before the script stand the launcher's own flags; of these only the precision says something of the run.
-    launcher = {key: value for key, value in _given(words[:script], given).items() if key == "mixed_precision"}
-    found = {**launcher, **_given(words[script:], given)}
+    # The launcher's own flags precede the script; only the precision matters to the run.
+    launcher = {
+        key: value for key, value in _values_of_flags(words[:script], variables).items() if key == "mixed_precision"
+    }
+    found = {**launcher, **_values_of_flags(words[script:], variables)}
     return {SCRIPT: words[script], **found} if words[script].endswith(".py") else found
 
 
-def _given(words: list[str], variables: Mapping[str, str]) -> dict[str, Any]:
+def _values_of_flags(words: list[str], variables: Mapping[str, str]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     flag = ""
     for word in words:
@@ -107,8 +109,8 @@ def _variables(lines: list[str]) -> dict[str, str]:
     return {name: " ".join(shlex.split(value)) for name, value in found if "`" not in value and "$(" not in value}
 
 
-def _filled(word: str, given: Mapping[str, str]) -> str:
-    return re.sub(r"\$\{?(\w+)\}?", lambda match: given.get(match[1], match[0]), word)
+def _filled(word: str, variables: Mapping[str, str]) -> str:
+    return re.sub(r"\$\{?(\w+)\}?", lambda match: variables.get(match[1], match[0]), word)
 
 
 def _as_list(value: Any) -> list[Any]:
@@ -134,7 +136,7 @@ def _yaml(text: str) -> Any:
 
 
 def _values(node: Any, known: dict[int, int], above: set[int]) -> int:
-    """How many values a node stands for with all its aliases followed; one that holds itself has no end."""
+    """Number of values of a node with all aliases expanded; a node that contains itself has no end."""
     if id(node) in above:
         return MOST_VALUES + 1
     if id(node) not in known:
@@ -147,7 +149,7 @@ def _values(node: Any, known: dict[int, int], above: set[int]) -> int:
 _PARSERS: Mapping[str, Callable[[str], Any]] = {
     "JSON": json.loads,
     "TOML": tomllib.loads,
-    "YAML": _yaml,  # before flags, which may stand in a prompt
+    "YAML": _yaml,  # before flags, which a prompt may contain
     "a shell command": _flags,
 }
 _ENDINGS = {".json": "JSON", ".toml": "TOML", ".yaml": "YAML", ".yml": "YAML", ".sh": "a shell command"}

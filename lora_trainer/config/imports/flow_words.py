@@ -1,7 +1,7 @@
-"""How other programs draw the times of models with flow matching, and what of it is the same here.
+"""How other programs sample timesteps of flow-matching models, and what is the same here.
 
-Time is 1 where there is only noise. Programs that take the n-th of their scheduler's timesteps count from there: their
-logits have the other sign.
+Time 1 is pure noise. Programs that take the n-th of their scheduler's timesteps count from there, so their logits have
+the opposite sign.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from lora_trainer.config.options import NEEDS
 
 ALL = "flow.timestep_sampling flow.logit_mean flow.logit_std flow.mode_scale flow.shift"
 NO_FLOW = "of models with flow matching, which this is not"
-TOLD_NO_GUIDANCE = "distilled models are told a guidance of 1 while they learn"
+NO_GUIDANCE = "distilled models are trained with guidance 1"
 WEIGHED = "without its weighting of the loss"
 SQUARED = "its loss counts a time by its square there; all times count alike here"
 OF_DIFFUSION = frozenset(name for name, (predictions, _) in NEEDS.items() if "flow" not in predictions)
@@ -36,17 +36,17 @@ KOHYA_DEFAULTS: Mapping[str, Mapping[str, Any]] = {
 def times(
     kind: str, *, mean: float = 0.0, spread: float = 1.0, scale: float = 1.29, shift: float | str = "model"
 ) -> dict[str, Any]:
-    """The settings of a distribution and a shift; only those that it asks for."""
-    asked = {
+    """The settings that a distribution uses, and the shift."""
+    used = {
         "uniform": {},
         "logit_normal": {"flow.logit_mean": mean, "flow.logit_std": spread},
         "mode": {"flow.mode_scale": scale},
     }
-    return {"flow.timestep_sampling": kind, **asked[kind], "flow.shift": shift}
+    return {"flow.timestep_sampling": kind, **used[kind], "flow.shift": shift}
 
 
 def number_of(around: Around, key: str, otherwise: float) -> float:
-    """The number of another key; what is no number is that key's own problem."""
+    """The number of another key; a wrong value is reported for that key."""
     try:
         return number(around[key]) if around[key] is not None else otherwise
     except ValueError:
@@ -64,20 +64,20 @@ def number_with(key: str) -> Rule:
 
 
 def of_flows(rules: Mapping[str, Rule], why: str, verdict: Verdict) -> dict[str, Rule]:
-    """The rules of a program for models with flow matching: what only diffusion has is left out."""
-    return {key: replace(rule, read=partial(_left_out, rule, why, verdict)) for key, rule in rules.items()}
+    """A program's rules for flow-matching models, without the settings that only diffusion models have."""
+    return {key: replace(rule, read=partial(_without_diffusion, rule, why, verdict)) for key, rule in rules.items()}
 
 
-def _left_out(rule: Rule, why: str, verdict: Verdict, value: Any, around: Around) -> Took:
+def _without_diffusion(rule: Rule, why: str, verdict: Verdict, value: Any, around: Around) -> Took:
     took = rule.read(value, around)
     kept = {name: each for name, each in took.settings.items() if name not in OF_DIFFUSION}
     return took if len(kept) == len(took.settings) else Took(kept, why, verdict)
 
 
 def by_weighting(scheme: str, around: Around, shift: float | str, *, backwards: bool, squared: bool = False) -> Took:
-    """The distributions of diffusers' scripts for SD3, which others took over. `backwards`: timesteps count from noise.
+    """The distributions of diffusers' SD3 scripts, also used by others. `backwards`: timesteps count from noise.
 
-    `squared`: the loss is of clean latents, by which a time counts as its square, unless `sigma_sqrt` divides by that.
+    `squared`: the loss is of clean latents, which weights a time by its square, unless `sigma_sqrt` divides by that.
     """
     if squared and scheme == "sigma_sqrt":
         return Took(times("uniform", shift=shift))
@@ -97,19 +97,17 @@ def _distribution(scheme: str, around: Around, shift: float | str, backwards: bo
 
 def kohya_family(around: Around | Mapping[str, Any]) -> str:
     """`flux`, `sd3`, or nothing where the config is of a diffusion model."""
-    given = around.keys if isinstance(around, Around) else around
-    seen = {key for key, value in given.items() if value is not None and value != ""}
-    if "LoRA_type" in seen:  # the GUI keeps keys of all families and says by a box which counts
-        return next(
-            (name for name, box in (("flux", "flux1_checkbox"), ("sd3", "sd3_checkbox")) if _on(given, box)), ""
-        )
+    keys = around.keys if isinstance(around, Around) else around
+    seen = {key for key, value in keys.items() if value is not None and value != ""}
+    if "LoRA_type" in seen:  # the GUI keeps keys of all families; a checkbox selects one
+        return next((name for name, box in (("flux", "flux1_checkbox"), ("sd3", "sd3_checkbox")) if _on(keys, box)), "")
     if seen & {*OF_SD3}:
         return "sd3"
     return "flux" if seen & {*OF_FLUX} else "sd3" if "t5xxl" in seen else ""
 
 
-def _on(given: Mapping[str, Any], key: str) -> bool:
-    return bool(is_on(given.get(key) or False))
+def _on(keys: Mapping[str, Any], key: str) -> bool:
+    return bool(is_on(keys.get(key) or False))
 
 
 def _kohya_sampling(value: Any, around: Around) -> Took:
@@ -139,7 +137,7 @@ def _kohya_weighting(value: Any, around: Around) -> Took:
 
 
 def of_flow(rule: Rule) -> Rule:
-    """A rule of kohya's that means something only for models with flow matching."""
+    """A rule of kohya's that applies only to flow-matching models."""
 
     def read(value: Any, around: Around) -> Took:
         return rule.read(value, around) if kohya_family(around) else Took({}, NO_FLOW, "ignored")
@@ -156,7 +154,7 @@ KOHYA: Mapping[str, Rule] = {
         for key in ("logit_mean", "logit_std", "mode_scale", "training_shift")
     },
     "model_prediction_type": of_flow(lacking("the flow's own velocity is learned", off=("raw",))),
-    "guidance_scale": of_flow(lacking(TOLD_NO_GUIDANCE, off=(1, 1.0))),
+    "guidance_scale": of_flow(lacking(NO_GUIDANCE, off=(1, 1.0))),
 }
 
 
@@ -201,16 +199,16 @@ SIMPLETUNER: Mapping[str, Rule] = {
         key: lacking("there is no such drawing of times here")
         for key in ("flux_fast_schedule", "flow_custom_timesteps", "flow_cubic_schedule_weights")
     },
-    "flux_guidance_mode": lacking(TOLD_NO_GUIDANCE, off=("constant",)),
-    "flux_guidance_value": lacking(TOLD_NO_GUIDANCE, off=(1, 1.0)),
+    "flux_guidance_mode": lacking(NO_GUIDANCE, off=("constant",)),
+    "flux_guidance_value": lacking(NO_GUIDANCE, off=(1, 1.0)),
     **{key: nothing("of flux_guidance_mode") for key in ("flux_guidance_min", "flux_guidance_max")},
 }
 ONETRAINER_FLOWS = ("STABLE_DIFFUSION_3", "STABLE_DIFFUSION_35", "FLUX_DEV_1", "Z_IMAGE")
 
 
 def is_onetrainer_flow(around: Around | Mapping[str, Any]) -> bool:
-    given = around.keys if isinstance(around, Around) else around
-    return str(given.get("model_type")).upper() in ONETRAINER_FLOWS
+    keys = around.keys if isinstance(around, Around) else around
+    return str(keys.get("model_type")).upper() in ONETRAINER_FLOWS
 
 
 def _onetrainer(value: Any, around: Around) -> Took:
@@ -233,8 +231,9 @@ def _onetrainer(value: Any, around: Around) -> Took:
 
 def _onetrainer_number(value: Any, around: Around) -> Took:
     number(value)
-    told = is_onetrainer_flow(around)
-    return Took({}, "read together with timestep_distribution" if told else NO_FLOW, "mapped" if told else "ignored")
+    if not is_onetrainer_flow(around):
+        return Took({}, NO_FLOW, "ignored")
+    return Took({}, "read together with timestep_distribution", "mapped")
 
 
 def _onetrainer_switch(value: Any, around: Around) -> Took:
@@ -314,6 +313,6 @@ def _guidance(value: Any, around: Around) -> Took:
 DIFFUSERS: Mapping[str, Rule] = {
     "weighting_scheme": by(_diffusers, ALL),
     **{key: number_with("weighting_scheme") for key in ("logit_mean", "logit_std", "mode_scale")},
-    "guidance_scale": by(_guidance, "", TOLD_NO_GUIDANCE, changes=True),
+    "guidance_scale": by(_guidance, "", NO_GUIDANCE, changes=True),
     "precondition_outputs": part_of("weighting_scheme"),
 }

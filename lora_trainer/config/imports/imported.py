@@ -1,4 +1,4 @@
-"""The way in: a file of another trainer becomes a config of this one that passes its own schema."""
+"""Import another trainer's file as a config that passes our schema."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ from lora_trainer.core.errors import Problem, UsageError
 
 @dataclass(frozen=True)
 class Format:
-    """A kind of file: how it is told by what stands in it, and how it is read."""
+    """A kind of file: how to recognize it by its content, and how to read it."""
 
     name: str
     is_it: Callable[[Any], bool]
     read: Callable[[Path, Any], Reading]
 
 
-# In the order in which they are asked: the surest marks first.
+# In the order of recognition: the surest marks first.
 FORMATS = (
     Format("kohya dataset TOML", kohya_dataset.is_kohya_dataset, kohya_dataset.dataset_reading),
     Format("ai-toolkit", aitoolkit.is_aitoolkit, aitoolkit.read),
@@ -55,7 +55,7 @@ FORMATS = (
 
 @dataclass(frozen=True)
 class Imported:
-    """A config made of another trainer's file, and what became of each of its keys."""
+    """A config imported from another trainer's file, and what became of each key."""
 
     format: str
     path: Path
@@ -66,23 +66,23 @@ class Imported:
 
 
 def import_file(path: Path) -> Imported:
-    """Read a config of another trainer, told by what stands in it.
+    """Read a config of another trainer, recognized by its content.
 
-    Raises UsageError for a file that is damaged or of no known kind, and for values that cannot be read.
+    Raises UsageError for a file that is damaged or unknown, and for values that cannot be read.
     """
     document = read_document(path)
     for kind in FORMATS:
         if kind.is_it(document):
             return finished(kind.name, path, kind.read(path, document))
     if isinstance(document, Mapping) and sum(key in section_types() for key in document) > len(document) / 2:
-        message = f"{path} is a config of this program already."
+        message = f"{path} is already a config of lora-trainer."
         raise UsageError(Problem(message, f"Use it as it is: lora-trainer train --config {path}"))
     known = ", ".join(kind.name for kind in FORMATS)
-    raise UsageError(Problem(f"{path} is no config that can be imported.", f"Known: {known}."))
+    raise UsageError(Problem(f"{path} is not a config that can be imported.", f"Known: {known}."))
 
 
 def finished(name: str, path: Path, reading: Reading) -> Imported:
-    """A reading as a config that passes our schema. Raises UsageError with all of its problems."""
+    """The imported settings as a config that passes our schema. Raises UsageError with all problems."""
     if reading.problems:
         raise UsageError(reading.problems)
     config = _fitted(reading)
@@ -91,10 +91,10 @@ def finished(name: str, path: Path, reading: Reading) -> Imported:
 
 
 def _fitted(reading: Reading) -> Config:
-    """Leave out what our schema refuses and settle what contradicts itself; each is a line of its own."""
+    """Skip values that our schema refuses and resolve contradictions; each gets its own line."""
     of_all = nested(reading.settings).get("captions", {})
     for source in reading.settings.get(SOURCES, ()):
-        if "captions" in source:  # they stand in place of all of [captions]
+        if "captions" in source:  # they replace all of [captions]
             source["captions"] = {**of_all, **source["captions"]}
     _no_bucket_above_the_square(reading)
     for section, values in nested(reading.settings).items():
@@ -105,7 +105,7 @@ def _fitted(reading: Reading) -> Config:
                 raise UsageError(problems)
             value = reading.settings.pop(name)
             why = "; ".join(problem.message for problem in problems)
-            reading.lines.append(Line(reading.origin.pop(name), value, "changed", {}, f"left out: {why}"))
+            reading.lines.append(Line(reading.origin.pop(name), value, "changed", {}, f"skipped: {why}"))
     for _ in range(len(reading.settings)):
         values = {
             section: plain_values(kind, nested(reading.settings).get(section, {}))
@@ -125,19 +125,19 @@ def _fitted(reading: Reading) -> Config:
 
 
 def _no_bucket_above_the_square(reading: Reading) -> None:
-    """A shortest side above the trained one, as defaults give it to small sizes, would leave no bucket."""
+    """Lower `bucket_min` to the smallest trained side; other programs' defaults would leave no bucket."""
     least = reading.settings.get("data.bucket_min")
     sides = [reading.settings.get("data.resolution"), *reading.settings.get("data.resolutions", [])]
     sides.extend(side for source in reading.settings.get(SOURCES, []) for side in source.get("resolutions", []))
     smallest = min((side for side in sides if isinstance(side, int)), default=None)
     if isinstance(least, int) and smallest is not None and least > smallest:
         reading.settings["data.bucket_min"] = smallest
-        why = f"no more than the {smallest} px that are trained"
+        why = f"not more than the training resolution, {smallest} px"
         reading.lines.append(Line("data.bucket_min", least, "changed", {"data.bucket_min": smallest}, why))
 
 
 def as_toml(imported: Imported) -> str:
-    """The config as TOML, each setting with the key that it comes from."""
+    """The config as TOML; a comment names the original key of each setting."""
     lines = [f"# Imported from {imported.path.name} ({imported.format}).", ""]
     ordered = {name: imported.settings[name] for name in setting_names() if name in imported.settings}
     for section, values in nested(ordered).items():
@@ -160,5 +160,5 @@ def as_toml(imported: Imported) -> str:
 
 
 def settings_shown(line: Line) -> str:
-    """`lora.rank = 16`, or several of these."""
+    """`lora.rank = 16`, or several settings."""
     return ", ".join(f"{name} = {shown(value)}" for name, value in line.settings.items())

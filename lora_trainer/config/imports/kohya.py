@@ -77,7 +77,7 @@ def _masked_loss(value: Any, around: Around) -> Took:
 
 
 def of_all_data(rule: Rule) -> Rule:
-    """A rule of one source, said of all data."""
+    """A rule of one source, applied to all data."""
 
     def read(value: Any, around: Around) -> Took:
         took = rule.read(value, around)
@@ -90,7 +90,7 @@ def _of_all(name: str) -> str:
     return name.replace("source.", "data.")
 
 
-def _held_out(value: Any, around: Around) -> Took:
+def _validation_split(value: Any, around: Around) -> Took:
     took = DATASET_RULES["validation_split"].read(value, around)
     return replace(took, settings={**took.settings, "checkpoint.export_weights": "last"})
 
@@ -122,7 +122,7 @@ DATA_RULES: Mapping[str, Rule] = {
     "masked_loss": by(_masked_loss, SOURCES, AREA_OF_MASK, changes=True),
     "train_batch_size": by(_batch, "train.effective_batch_size"),
     "gradient_accumulation_steps": part_of("train_batch_size", "train.effective_batch_size"),
-    "validation_split": by(_held_out, "validation.split checkpoint.export_weights"),
+    "validation_split": by(_validation_split, "validation.split checkpoint.export_weights"),
     **_SHARED,
     "caption_extention": _SHARED["caption_extension"],
 }
@@ -173,7 +173,7 @@ def flat(document: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def read(path: Path, document: Mapping[str, Any]) -> Reading:
-    """What a script's config says, with the dataset TOML that it may name."""
+    """Read a script's config, with the dataset TOML that it may name."""
     keys = flat(document)
     reading = Reading(TOOL, path)
     defaults = dict(DEFAULTS)
@@ -189,7 +189,7 @@ def read(path: Path, document: Mapping[str, Any]) -> Reading:
 
 
 def add_dataset(reading: Reading, keys: Mapping[str, Any]) -> None:
-    """What the dataset TOML says that the config names; the config's own options lie beneath."""
+    """Add the dataset TOML that the config names; the config's own options apply where the TOML sets none."""
     named = keys.get("dataset_config")
     if is_empty(named) or not isinstance(named, str) or reading.problems:
         return
@@ -203,7 +203,7 @@ def add_dataset(reading: Reading, keys: Mapping[str, Any]) -> None:
         return
     beneath = {NAMES.get(key, key): value for key, value in keys.items() if not is_empty(value)}
     known = {key: value for key, value in beneath.items() if key in {**DATASET_RULES, **SUBSET_RULES}}
-    known.pop("conditioning_data_dir", None)  # each subset says it
+    known.pop("conditioning_data_dir", None)  # each subset sets it
     known["masked_loss"] = is_on(keys.get("masked_loss") or False)
     data = dataset_reading(path, document, known)
     reading.problems.extend(data.problems)

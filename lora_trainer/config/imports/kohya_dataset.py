@@ -34,7 +34,7 @@ TOOL = "kohya"
 MOST_ASPECT = 8.0
 COLORS = 4
 AREA_OF_MASK = "here the loss is divided by the mask's area, there not: images with small masks count for more"
-LEFT_OUT = "num_repeats is less than 1: left out, as kohya does"
+LEFT_OUT = "num_repeats is less than 1: skipped, as in kohya"
 NEW_EACH_TIME = "drawn anew each time there; so many versions of each image are cached here"
 
 
@@ -43,7 +43,7 @@ def _alpha(value: Any, around: Around) -> Took:
 
 
 def _conditioning(value: Any, around: Around) -> Took:
-    """A dataset TOML by itself does not say whether its images are masks; the config that names it does."""
+    """Only the config that names a dataset TOML says whether its images are masks."""
     if not is_on(around.keys.get("masked_loss", True)):
         return Took({}, "means nothing without masked_loss", "ignored")
     return Took({"source.masks": located(around.folder, text(value))})
@@ -135,7 +135,7 @@ DATASET_RULES: Mapping[str, Rule] = {
     "network_multiplier": lacking("the LoRA's strength is 1 in training", off=(1, 1.0)),
 }
 RULES: Mapping[str, Rule] = {**DATASET_RULES, **SUBSET_RULES}
-# What kohya's scripts take for keys that are set nowhere, and ours would not.
+# Defaults of kohya's scripts that differ from ours.
 DEFAULTS: Mapping[str, Any] = {
     "num_repeats": 1,
     "caption_extension": ".caption",
@@ -150,7 +150,7 @@ DEFAULTS: Mapping[str, Any] = {
 
 @dataclass(frozen=True)
 class Subset:
-    """One subset with all that holds for it, and the number of its dataset."""
+    """One subset with all keys that apply to it, and the number of its dataset."""
 
     dataset: int
     keys: Mapping[str, Any]
@@ -164,10 +164,10 @@ def is_kohya_dataset(document: Any) -> bool:
 def dataset_reading(
     path: Path, document: Mapping[str, Any], beneath: Mapping[str, Any] | None = None, *, defaults: bool = True
 ) -> Reading:
-    """What a parsed dataset TOML says. `beneath` are options of the config that names it, by the names used here.
+    """Read a parsed dataset TOML. `beneath` are options of the config that names it, by the names used here.
 
-    Without `defaults`, keys that are set nowhere are left to this program, except that repeats are 1: the
-    folder's name means nothing there. What is wrong stands in the reading's `problems`.
+    Without `defaults`, unset keys get our defaults, except that repeats are 1: kohya ignores the folder's name
+    there. Mistakes are in the reading's `problems`.
     """
     reading = Reading(TOOL, path)
     general, datasets = _levels(reading, document)
@@ -176,7 +176,9 @@ def dataset_reading(
     if not subsets:
         if not reading.problems:
             reading.problems.append(
-                Problem(f"{path} names no images.", "Give [[datasets.subsets]] an image_dir, seen once or more.")
+                Problem(
+                    f"{path} names no images.", "Set image_dir in [[datasets.subsets]], with num_repeats of at least 1."
+                )
             )
         return reading
     written = {line.key.rpartition(".")[2] for line in reading.lines}
@@ -201,8 +203,8 @@ def _levels(reading: Reading, document: Mapping[str, Any]) -> tuple[dict[str, An
     """[general] and the datasets, each with its subsets as a list of tables."""
     path, general, datasets = reading.path, document.get("general", {}), document.get("datasets", [])
     if wrong := [key for key in document if key not in ("general", "datasets")]:
-        message = f"{path}: {', '.join(wrong)} is no part of a dataset TOML."
-        reading.problems.append(Problem(message, "Keys stand in [general], [[datasets]] or [[datasets.subsets]]."))
+        message = f"{path}: {', '.join(wrong)} is not part of a dataset TOML."
+        reading.problems.append(Problem(message, "Keys belong in [general], [[datasets]] or [[datasets.subsets]]."))
     if not isinstance(general, dict) or not all(isinstance(data, dict) for data in datasets):
         reading.problems.append(Problem(f"{path}: [general] and [[datasets]] are tables.", "Write them as tables."))
         return {}, []
@@ -210,7 +212,7 @@ def _levels(reading: Reading, document: Mapping[str, Any]) -> tuple[dict[str, An
     for index, data in enumerate(datasets):
         subsets = data.get("subsets", [])
         if not isinstance(subsets, list) or not all(isinstance(each, dict) for each in subsets):
-            message = f"{path}: datasets[{index}].subsets is no list of tables."
+            message = f"{path}: datasets[{index}].subsets is not a list of tables."
             reading.problems.append(Problem(message, "Write [[datasets.subsets]] above each of them."))
             subsets = []
         kept.append({**data, "subsets": subsets})
@@ -220,7 +222,7 @@ def _levels(reading: Reading, document: Mapping[str, Any]) -> tuple[dict[str, An
 def _subsets(
     reading: Reading, general: Mapping[str, Any], datasets: list[dict[str, Any]], filled: Mapping[str, Any]
 ) -> list[Subset]:
-    """Every subset with its keys; a line for each key that is written, where it is written."""
+    """Every subset with its keys, and a line for each key where it is written."""
     found: list[Subset] = []
     _lines(
         reading,
@@ -234,7 +236,7 @@ def _subsets(
         _lines(reading, f"datasets[{index}]", own, {**filled, **general, **own}, data["subsets"])
         for place, subset in enumerate(data["subsets"]):
             where, keys = f"datasets[{index}].subsets[{place}]", {**filled, **general, **own, **subset}
-            if _left_out(keys):
+            if _is_skipped(keys):
                 reading.lines.append(Line(where, keys.get("image_dir"), "ignored", {}, LEFT_OUT))
                 continue
             _lines(reading, where, subset, keys, [])
@@ -246,8 +248,8 @@ def _subsets(
     return found
 
 
-def _left_out(keys: Mapping[str, Any]) -> bool:
-    """Whether kohya passes over a subset; what is no number is that key's own problem."""
+def _is_skipped(keys: Mapping[str, Any]) -> bool:
+    """Whether kohya skips a subset; a wrong value is reported for its key."""
     with contextlib.suppress(ValueError):
         return not is_empty(keys.get("num_repeats")) and whole(keys["num_repeats"]) < 1
     return False
@@ -256,7 +258,7 @@ def _left_out(keys: Mapping[str, Any]) -> bool:
 def _lines(
     reading: Reading, place: str, level: Mapping[str, Any], keys: Mapping[str, Any], below: list[dict[str, Any]]
 ) -> None:
-    """A line for each key of one level; what everything below says again counts for nothing."""
+    """A line for each key of one level; a key that everything below sets again has no effect."""
     around = Around(keys, reading.path.parent)
     for key, value in level.items():
         name = f"{place}.{key}"
@@ -269,7 +271,7 @@ def _lines(
 
 
 def _settings(reading: Reading, subset: Subset) -> dict[str, Any]:
-    """What all keys of a subset set; what cannot be read was said where it is written."""
+    """The settings of all keys of a subset; unreadable ones were reported where they are written."""
     around = Around(subset.keys, reading.path.parent)
     found: dict[str, Any] = {}
     for key, rule in RULES.items():
@@ -277,7 +279,7 @@ def _settings(reading: Reading, subset: Subset) -> dict[str, Any]:
         if not is_empty(value):
             with contextlib.suppress(ValueError):
                 found.update(rule.read(value, around).settings)
-    if "source.path" not in found:  # metadata that names its images itself, or what is a problem already
+    if "source.path" not in found:  # metadata that names its images itself, or a problem reported already
         found["source.path"] = str(Path(found.get("source.captions_file", "")).parent)
     if "data.resolution" in found:
         found[RESOLUTIONS] = [found.pop("data.resolution")]

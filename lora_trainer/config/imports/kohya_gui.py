@@ -1,4 +1,4 @@
-"""The JSON of kohya's GUI (bmaltais): other words for the script's options, 0 for what is not set."""
+"""The JSON of kohya's GUI (bmaltais): other names for the script's options, and 0 for unset numbers."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from lora_trainer.config.imports.words import (
 )
 
 TOOL = "kohya GUI"
-# The GUI's word -> the script's.
+# The GUI's name -> the script's.
 NAMES: Mapping[str, str] = {
     "optimizer": "optimizer_type",
     "max_resolution": "resolution",
@@ -95,7 +95,7 @@ def _with_convolutions(rule: Rule) -> Rule:
 
 
 def _epochs(value: Any, around: Around) -> Took:
-    """Epochs rule where no number of steps is given."""
+    """Epochs count only without a number of steps."""
     if is_on(around["max_train_epochs"] or 0):
         return Took({}, "max_train_epochs rules", "ignored")
     if is_on(around["max_train_steps"] or 0):
@@ -171,7 +171,7 @@ MORE_RULES: Mapping[str, Rule] = {
     **RULES_OF_GUI,
     **{key: rule for key, rule in kohya.RULES.items() if key.startswith(("optimizer_args.", "network_args."))},
 }
-# What the GUI's form holds where a file says nothing.
+# Defaults of the GUI's form.
 DEFAULTS: Mapping[str, Any] = {
     "train_batch_size": 1,
     "validation_split": 0.0,
@@ -207,7 +207,7 @@ def is_kohya_gui(document: Any) -> bool:
 
 
 def read(path: Path, document: Mapping[str, Any]) -> Reading:
-    """What a file of the GUI says, with the dataset TOML that it may name."""
+    """Read a file of the GUI, with the dataset TOML that it may name."""
     keys = dict(document)
     if not is_empty(keys.get("optimizer_args")):
         inside = pairs(keys.pop("optimizer_args"))

@@ -68,7 +68,7 @@ def _unet_rate(value: Any, around: Around) -> Took:
 
 
 def warmup(value: Any, around: Around) -> Took:
-    """Steps, or a share of them; kohya's `constant` has no warm-up whatever is asked."""
+    """Steps, or a share of them; kohya's `constant` never has a warm-up."""
     if str(around["lr_scheduler"]).lower() == "constant":
         return Took({"lr_scheduler.warmup_steps": 0}, "its constant schedule has no warm-up" if is_on(value) else "")
     steps = number(value)
@@ -86,7 +86,7 @@ def share_of_steps(share: float, around: Around) -> Took:
 
 
 def _only_with(key: str, word: str, ours: str, kind: Any) -> Rule:
-    """A key that means something only where another key says a word."""
+    """A key that counts only if another key has a certain value."""
 
     def read(value: Any, around: Around) -> Took:
         if word not in str(around[key]).lower():
@@ -112,7 +112,7 @@ def _alpha(value: Any, around: Around) -> Took:
 
 
 def _as(key: str, ours: str, why: str) -> Rule:
-    """A value of the convolutions, for which the one of all layers stands."""
+    """A value of the convolutions; that of all layers is used instead."""
 
     def read(value: Any, around: Around) -> Took:
         if str(around[key]) == str(value) or not is_on(value):

@@ -1,4 +1,4 @@
-"""kohya's options about text encoders: which layer is read, how much of a caption, and what of them learns."""
+"""kohya's text encoder options: the layer that is read, the length of captions, the learning rates."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ def trains_texts(around: Around) -> bool:
 
 
 def rates_of_texts(rate: Any, around: Around) -> Took:
-    """A rate for all text encoders, or one for each: of CLIP, and of T5 where `train_t5xxl` asks for it.
+    """One learning rate for all text encoders, or one for each: of CLIP, and of T5 if `train_t5xxl` is set.
 
-    Of a list that is too short for a flow's encoders the last rate is that of the rest.
+    In a list that is too short for a flow-matching model, the last one applies to the rest.
     """
     listed = (
         re.split(r"[\s,]+", rate.strip("[] ")) if isinstance(rate, str) else rate if isinstance(rate, list) else [rate]
@@ -35,7 +35,7 @@ def rates_of_texts(rate: Any, around: Around) -> Took:
     if not any(rates):
         return Took({}, STAY, "ignored")
     family, t5, of_t5 = kohya_family(around), str(around["network_args.train_t5xxl"]) == "True", around["t5xxl_lr"]
-    if family and around["LoRA_type"] is not None:  # the GUI, which has a list made of its two fields
+    if family and around["LoRA_type"] is not None:  # the GUI, whose list comes from its two fields
         t5 = t5 or (family == "flux" and is_on(around["train_t5xxl"] or False))
         rates = [*rates, number(of_t5)] if is_on(of_t5 or 0) else rates
     encoders = (2 if family == "sd3" or is_on(around["sdxl"] or False) else 1) + (bool(family) and t5)
@@ -49,7 +49,7 @@ def _text_rate(value: Any, around: Around) -> Took:
 
 
 def _unet_only(value: Any, around: Around) -> Took:
-    """Without it they learn at their own rate, or at that of all."""
+    """Without it they use their own learning rate, or that of everything."""
     truth(value)
     if not trains_texts(around):
         return Took({}, STAY, "ignored")
@@ -58,7 +58,7 @@ def _unet_only(value: Any, around: Around) -> Took:
     return rates_of_texts(around["learning_rate"], around)
 
 
-def _pieces(value: Any, around: Around) -> Took:
+def _max_tokens(value: Any, around: Around) -> Took:
     tokens = whole(value) if is_on(value) else 75
     return Took({"text_encoder.max_tokens": tokens}) if tokens not in (75, 77) else Took({}, "as here", "ignored")
 
@@ -67,7 +67,7 @@ RULES: Mapping[str, Rule] = {
     "text_encoder_lr": by(_text_rate, TEXT_RATES),
     "network_train_unet_only": by(_unet_only, TEXT_RATES),
     "clip_skip": CLIP_SKIP,
-    "max_token_length": by(_pieces, "text_encoder.max_tokens"),
+    "max_token_length": by(_max_tokens, "text_encoder.max_tokens"),
     "vae": VAE,
     "ae": of_flow(VAE),
     **{key: of_flow(lacking(OF_FILES)) for key in ("clip_l", "clip_g", "t5xxl")},

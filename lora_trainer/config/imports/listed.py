@@ -1,4 +1,4 @@
-"""The listing of an import says what the written config holds: each `key -> setting = value` as it stands there."""
+"""List an import: each original key with the setting that the written config has."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from lora_trainer.config.toml import shown
 
 
 def as_written(lines: Sequence[Line], settings: Mapping[str, Any], origin: Mapping[str, str]) -> tuple[Line, ...]:
-    """The lines with the names that settings have in the TOML; what another key overrode is no setting of its line.
+    """The lines with the settings' names in the TOML, without settings that another key overrode.
 
-    A default that is overridden is no line at all: nobody wrote it, and nothing came of it.
+    An overridden default gets no line: nobody wrote it, and it has no effect.
     """
     found: list[Line] = []
     for line in lines:
@@ -33,7 +33,7 @@ def as_written(lines: Sequence[Line], settings: Mapping[str, Any], origin: Mappi
         if not lost:
             found.append(replace(line, settings=kept))
         elif kept or line.verdict != "default":
-            own = [line.why] if line.why and line.verdict != "mapped" else []  # it was said of what is lost, too
+            own = [line.why] if line.why and line.verdict != "mapped" else []  # it also explains the lost settings
             why = "; ".join([*own, *lost])
             verdict = line.verdict if kept or line.verdict == "changed" else "ignored"
             found.append(replace(line, settings=kept, why=why, verdict=verdict))
@@ -41,12 +41,12 @@ def as_written(lines: Sequence[Line], settings: Mapping[str, Any], origin: Mappi
 
 
 def _place_of(name: str, value: Any, settings: Mapping[str, Any]) -> str | None:
-    """Where the TOML holds this value: `data.flip`, `data.sources[1].flip`, `data.sources[0].captions.prefix`."""
+    """Where the TOML has this value: `data.flip`, `data.sources[1].flip`, `data.sources[0].captions.prefix`."""
     sources: Sequence[Mapping[str, Any]] = settings.get(SOURCES, ())
     section, _, key = name.partition(".")
     if name == SOURCES:
-        held = all(any(table.items() <= source.items() for source in sources) for table in value)
-        return name if held else None
+        has_all = all(any(table.items() <= source.items() for source in sources) for table in value)
+        return name if has_all else None
     if section == "source":
         own = _numbered([same(source.get(key), value) for source in sources], key)
         if own is None and same(settings.get(f"data.{key}"), value):
@@ -64,18 +64,18 @@ def _place_of(name: str, value: Any, settings: Mapping[str, Any]) -> str | None:
     return None
 
 
-def _numbered(holds: Sequence[bool], key: str) -> str | None:
-    """`data.sources[1].flip`, with all numbers where several sources hold it."""
-    numbers = [str(number) for number, each in enumerate(holds) if each]
+def _numbered(has_value: Sequence[bool], key: str) -> str | None:
+    """`data.sources[1].flip`, with all numbers if several sources have it."""
+    numbers = [str(number) for number, each in enumerate(has_value) if each]
     return f"{SOURCES}[{', '.join(numbers)}].{key}" if numbers else None
 
 
 def _overridden(name: str, settings: Mapping[str, Any], origin: Mapping[str, str]) -> str:
     if name not in settings:
-        return f"{name} is left out"
+        return f"{name} is skipped"
     return f"overridden: {name} = {shown(settings[name])} (from {origin.get(name, 'another key')})"
 
 
-def same(held: Any, value: Any) -> bool:
-    """1 and 1.0 are the same, a tuple and a list too; true and 1 are not."""
-    return (held == value and isinstance(held, bool) == isinstance(value, bool)) or shown(held) == shown(value)
+def same(one: Any, other: Any) -> bool:
+    """1 and 1.0 are the same, and so are a tuple and a list; true and 1 are not."""
+    return (one == other and isinstance(one, bool) == isinstance(other, bool)) or shown(one) == shown(other)

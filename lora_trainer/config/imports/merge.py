@@ -1,7 +1,7 @@
-"""One config of several datasets: what they share is said once, the rest stands in their sources.
+"""Merge several datasets into one config: shared settings once, the others in their sources.
 
 While they are read, settings of one source are named `source.repeats`; `captions.shuffle` and `data.flip`
-are meant for that source alone until all are seen.
+belong to that source alone until all are merged.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from typing import Any
 from lora_trainer.config.imports.reading import SOURCES, Around, Line, Reading, Rule, is_empty
 from lora_trainer.config.toml import shown
 
-VIEWS = ("flip", "color_variants", "crop")  # said once in [data] where all sources agree
+VIEWS = ("flip", "color_variants", "crop")  # set once in [data] if all sources agree
 RESOLUTIONS = "source.resolutions"
-HELD_OUT: Mapping[str, Any] = {"validation.split": 0.0, "checkpoint.export_weights": "last"}
+NO_VALIDATION: Mapping[str, Any] = {"validation.split": 0.0, "checkpoint.export_weights": "last"}
 
 
 def read_tables(
@@ -26,12 +26,12 @@ def read_tables(
     defaults: Mapping[str, Any],
     also: Mapping[str, Any] | None = None,
 ) -> list[dict[str, Any]]:
-    """The settings of each table of a list, with a line for each of its keys; defaults are told once.
+    """The settings of each table of a list, with a line for each of its keys; a default gets one line.
 
-    `also` are keys of the whole config that the rules look at.
+    `also` are keys of the whole config that the rules read.
     """
     found: list[dict[str, Any]] = []
-    told: set[str] = set()
+    listed: set[str] = set()
     for index, table in enumerate(tables):
         keys = flattened(table)
         own = Reading(reading.tool, reading.path)
@@ -39,9 +39,9 @@ def read_tables(
         own.take_all(keys, rules, defaults, around=Around(filled, reading.path.parent))
         for line in own.lines:
             if line.verdict == "default" or (line.key not in keys and line.key in defaults):
-                if line.key not in told:
+                if line.key not in listed:
                     reading.lines.append(replace(line, key=f"{place}[].{line.key}"))
-                told.add(line.key)
+                listed.add(line.key)
             else:
                 reading.lines.append(replace(line, key=f"{place}[{index}].{line.key}"))
         reading.problems.extend(own.problems)
@@ -61,7 +61,7 @@ def flattened(table: Mapping[str, Any], before: str = "") -> dict[str, Any]:
 
 
 def together(found: Sequence[Mapping[str, Any]]) -> tuple[dict[str, Any], list[tuple[int, str]]]:
-    """One config of all datasets, and where a setting that only the whole can have differs: (number, setting)."""
+    """One config of all datasets, and (number, setting) of each dataset whose value for a global setting differs."""
     shared: dict[str, Any] = {}
     differs: list[tuple[int, str]] = []
     whole = {f"data.{key}" for key in VIEWS}
@@ -92,7 +92,7 @@ def together(found: Sequence[Mapping[str, Any]]) -> tuple[dict[str, Any], list[t
 
 
 def add_together(reading: Reading, place: str, found: Sequence[Mapping[str, Any]]) -> None:
-    """Put the settings of all datasets into the reading; a line where one for all must do."""
+    """Add the settings of all datasets to the reading, with a line where datasets differ in a global setting."""
     settings, differs = together(found)
     for number, name in differs:
         own = f"; this one would have {shown(found[number][name])}" if name in found[number] else ""
@@ -107,7 +107,7 @@ def add_together(reading: Reading, place: str, found: Sequence[Mapping[str, Any]
 def no_validation(reading: Reading) -> None:
     """Most programs keep no images for validation and export the last weights."""
     why = "no images are kept for validation there, and the last weights are the result"
-    reading.put(Line("(nothing held out)", None, "default", HELD_OUT, why))
+    reading.put(Line("(no validation images)", None, "default", NO_VALIDATION, why))
 
 
 def _part(settings: Mapping[str, Any], start: str) -> dict[str, Any]:

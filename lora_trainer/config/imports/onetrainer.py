@@ -31,7 +31,7 @@ def is_concepts(document: Any) -> bool:
 
 
 def read(path: Path, document: Mapping[str, Any]) -> Reading:
-    """What a config says, with its concepts."""
+    """Read a config, with its concepts."""
     reading = Reading(TOOL, path)
     tables = [key for key, value in document.items() if key in UNREAD_TABLES and isinstance(value, Mapping)]
     keys = flattened({key: value for key, value in document.items() if key not in ("concepts", "samples", *tables)})
@@ -49,7 +49,7 @@ def read(path: Path, document: Mapping[str, Any]) -> Reading:
 
 
 def read_concepts(path: Path, document: Sequence[Any]) -> Reading:
-    """What a list of concepts says by itself."""
+    """Read a list of concepts by itself."""
     reading = Reading(TOOL, path)
     add_concepts(reading, document, {})
     return reading
@@ -78,7 +78,7 @@ def add_concepts(reading: Reading, concepts: Sequence[Any], keys: Mapping[str, A
         if table.get("enabled") is False:
             reading.lines.append(Line(f"concepts[{index}]", name, "ignored", {}, "not enabled"))
         elif str(table.get("type", "STANDARD")).upper() == "VALIDATION":
-            why = "left out: set validation.split, which keeps images for validation"
+            why = "skipped: set validation.split, which keeps images for validation"
             reading.lines.append(Line(f"concepts[{index}]", name, "changed", {}, why))
         else:
             tables.append(table)

@@ -44,7 +44,7 @@ def _path(value: Any, around: Around) -> Took:
         return Took(masked, f"needs masks beside the images: name{MASK_LABEL}", "changed")
     if next(Path(found).rglob(f"*{MASK_LABEL}"), None) is not None:
         return Took(masked, "with masks beside the images")
-    why = f"there is no name{MASK_LABEL} beside the images, so masks are left out: all of each image is trained"
+    why = f"there is no name{MASK_LABEL} beside the images, so masks are skipped: all of each image is trained"
     return Took({"source.path": found}, why, "changed")
 
 

@@ -1,8 +1,8 @@
-"""What an importer collects: each key of the original with what became of it, and our settings.
+"""The result of an import: each key of the original with what became of it, and our settings.
 
-`mapped` keys mean the same here. `changed` keys change what is trained, or how, in some way that
-is said. `ignored` keys change nothing about what is learned. `unknown` keys are in none of our tables.
-`default` lines are keys that the original leaves out and its program fills in otherwise than ours.
+`mapped` keys mean the same here. `changed` keys train something else, or differently, which is
+explained. `ignored` keys do not affect what is learned. `unknown` keys are in none of our tables.
+`default` lines are keys that the original does not set and whose default differs from ours.
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ class Line:
 
 @dataclass(frozen=True)
 class Took:
-    """What one value means to us: settings by `section.key`, and how the meaning differs.
+    """What a value means here: settings by `section.key`, and how the meaning differs.
 
-    `verdict` is None where it is what the rule says.
+    `verdict` None means the rule's own.
     """
 
     settings: Mapping[str, Any] = field(default_factory=dict)
@@ -56,7 +56,7 @@ class Took:
 
 @dataclass(frozen=True)
 class Around:
-    """What a rule sees beside its value: all keys with the defaults filled in, and the original's folder."""
+    """What a rule may read besides its value: all keys with defaults filled in, and the original's folder."""
 
     keys: Mapping[str, Any]
     folder: Path
@@ -68,9 +68,9 @@ class Around:
 
 @dataclass(frozen=True)
 class Rule:
-    """How a key is read. `verdict`, `ours` and `why` are what the documentation says of it.
+    """How to read a key. The documentation shows `verdict`, `ours` and `why`.
 
-    `read` raises ValueError with the kind of value that it wants ("a whole number").
+    `read` raises ValueError with the kind of value that it expects ("a whole number").
     """
 
     verdict: Verdict
@@ -81,7 +81,7 @@ class Rule:
 
 @dataclass
 class Reading:
-    """An import in the making. `origin` says for each setting what it was set by."""
+    """An import in progress. `origin` names for each setting what set it."""
 
     tool: str
     path: Path
@@ -112,11 +112,11 @@ class Reading:
             if not took.settings and verdict == "ignored":
                 return
             why = f"{self.owner} default{f': {why}' if why else ''}"
-            verdict = "default" if took.settings else verdict  # one that is not followed is a change
+            verdict = "default" if took.settings else verdict  # a default that is not used here is a change
         self.put(Line(key, value, verdict, took.settings, why))
 
     def put(self, line: Line) -> None:
-        """Keep a line and its settings; sources add up, any other setting set again is set anew."""
+        """Add a line and its settings; sources are appended, any other setting is overwritten."""
         if SECRET.search(line.key) and not is_empty(line.value):
             line = replace(line, value="(hidden)")
         self.lines.append(line)
@@ -134,9 +134,9 @@ class Reading:
         names: Mapping[str, str] | None = None,
         around: Around | None = None,
     ) -> None:
-        """Every key in the order of the rules, the defaults of those that are not set, then the unknown.
+        """Read every key in the order of the rules, then defaults of unset keys, then unknown keys.
 
-        `names` gives keys a second name, by which rules may look at them; `around` is what they see, if given.
+        `names` maps keys to a second name for rules; `around` replaces what rules may read.
         """
         filled = {**defaults, **{key: value for key, value in keys.items() if not is_empty(value)}}
         filled.update({name: filled[key] for key, name in (names or {}).items() if key in filled})
@@ -160,35 +160,35 @@ def pairs(written: Any) -> dict[str, str]:
 
 
 def is_empty(value: Any) -> bool:
-    """What these files write for a key that is not set."""
+    """Whether the value means that the key is not set."""
     return value is None or (isinstance(value, str) and value.strip() in ("", "None"))
 
 
 def found_upwards(folder: Path, written: str) -> Path | None:
-    """A file of the original: in its folder or one above it, or where the command runs; None where it is in none."""
+    """A file that the original names: in its folder, one above it, or the current folder; else None."""
     own = folder.resolve()
     for base in (own, *own.parents, Path.cwd()):
-        with contextlib.suppress(OSError, RuntimeError, ValueError):  # no name of a file, or a home that is not known
+        with contextlib.suppress(OSError, RuntimeError, ValueError):  # not a file name, or an unknown home folder
             if (found := base / Path(written).expanduser()).is_file():
                 return found
     return None
 
 
 def located(folder: Path, written: str) -> str:
-    """A path of the original from the root of the disk.
+    """A path of the original as an absolute path.
 
-    Relative ones are looked for from the file's folder and the two above it, since programs are
-    started from the root of their checkout; what is nowhere is taken to be meant from the file's folder.
+    Relative ones are searched in the file's folder and the two above it, since programs are
+    started from the root of their checkout; if not found, they are relative to the file's folder.
     """
     if "\0" in written:
         raise ValueError("a path")
     path = Path(written)
-    with contextlib.suppress(RuntimeError):  # a home folder that is not known
+    with contextlib.suppress(RuntimeError):  # an unknown home folder
         path = path.expanduser()
     if path.is_absolute() or PureWindowsPath(written).is_absolute():
         return str(path)
     for base in (folder, *folder.resolve().parents[:2]):
-        with contextlib.suppress(OSError):  # a name that is too long for the disk is nowhere
+        with contextlib.suppress(OSError):  # a name that is too long for the disk
             if (base / path).exists():
                 return str((base / path).resolve())
     return str((folder / path).resolve())

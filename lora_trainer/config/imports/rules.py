@@ -1,4 +1,4 @@
-"""The ways in which a key is read, and the kinds of values. Each kind raises ValueError naming what it wants."""
+"""Rules that read a key, and kinds of values. Each kind raises ValueError naming what it expects."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def whole(value: Any) -> int:
 
 
 def number(value: Any) -> float:
-    """Also from text, which some of these files write for numbers."""
+    """Also from text, since some of these files quote numbers."""
     try:
         found = float(value) if not isinstance(value, bool) else math.nan
     except (TypeError, ValueError):
@@ -63,17 +63,17 @@ def side(value: Any) -> int:
 
 
 def same(ours: str, kind: Kind) -> Rule:
-    """The same thing under another name."""
+    """The same setting under another name."""
     return Rule("mapped", (ours,), "", lambda value, around: Took({ours: kind(value)}))
 
 
 def changed(ours: str, kind: Kind, why: str) -> Rule:
-    """Almost the same thing; `why` says how it differs."""
+    """Almost the same setting; `why` says how it differs."""
     return Rule("changed", (ours,), why, lambda value, around: Took({ours: kind(value)}))
 
 
 def unless_off(ours: str, kind: Kind, why: str = "") -> Rule:
-    """Where 0 or false means that nothing of the kind is done; `why` says how it differs where it is done."""
+    """A setting that 0 or false turns off; `why` says how it differs when it is on."""
 
     def read(value: Any, around: Around) -> Took:
         return Took({ours: kind(value)}) if is_on(value) else Took({}, "off", "ignored")
@@ -82,7 +82,7 @@ def unless_off(ours: str, kind: Kind, why: str = "") -> Rule:
 
 
 def lacking(why: str, off: tuple[Any, ...] = ()) -> Rule:
-    """Something that changes what is learned and that we do not have; switched off it is no loss."""
+    """A key that affects training and does not exist here; nothing is lost if it is off."""
 
     def read(value: Any, around: Around) -> Took:
         known = any(value == each and isinstance(value, bool) == isinstance(each, bool) for each in off)
@@ -94,18 +94,18 @@ def lacking(why: str, off: tuple[Any, ...] = ()) -> Rule:
 
 
 def nothing(why: str) -> Rule:
-    """Something that changes nothing about what is learned."""
+    """A key that does not affect what is learned."""
     return Rule("ignored", (), why, lambda value, around: Took({}))
 
 
 def part_of(key: str, ours: str = "") -> Rule:
-    """A key that is read together with another one."""
+    """A key that is read together with another."""
     why = f"read together with {key}"
     return Rule("mapped", (ours,) if ours else (), why, lambda value, around: Took({}, why))
 
 
 def by(read: Callable[[Any, Around], Took], ours: str, why: str = "", *, changes: bool = False) -> Rule:
-    """A key with a reading of its own."""
+    """A key with its own function."""
     return Rule("changed" if changes else "mapped", tuple(ours.split()), why, read)
 
 
@@ -115,7 +115,7 @@ def path_to(ours: str) -> Rule:
 
 
 def other_file(ours: str) -> Rule:
-    """A key that names a file of its own, which is read with this one."""
+    """A key that names another file, which is read with this one."""
     return Rule(
         "mapped",
         (ours,),
@@ -129,7 +129,7 @@ def is_on(value: Any) -> bool:
 
 
 def count(around: Around, key: str, otherwise: int = 1) -> int:
-    """A whole number of another key, or what it is without it; what is no number is that key's own problem."""
+    """A whole number of another key, else `otherwise`; a wrong value is reported for that key."""
     try:
         return max(1, whole(around[key]))
     except ValueError:
@@ -137,7 +137,7 @@ def count(around: Around, key: str, otherwise: int = 1) -> int:
 
 
 def lookup(words: Mapping[str, Any], value: Any, what: str) -> Any:
-    """The entry of a word, in any case."""
+    """The entry of a word, ignoring case."""
     found = {word.lower(): entry for word, entry in words.items()}.get(str(value).strip().lower())
     if found is None:
         raise ValueError(f"{what} among {', '.join(words)}")

@@ -37,7 +37,7 @@ def without_dashes(document: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def read(path: Path, document: Mapping[str, Any]) -> Reading:
-    """What a config says, with the datasets of the file that it names."""
+    """Read a config, with the datasets of the file that it names."""
     reading = Reading(TOOL, path)
     keys = without_dashes(document)
     defaults = dict(DEFAULTS)
@@ -54,7 +54,7 @@ def read(path: Path, document: Mapping[str, Any]) -> Reading:
 
 
 def add_backends_of_file(reading: Reading, named: str, keys: Mapping[str, Any]) -> None:
-    """The datasets of the file that `data_backend_config` names; none where it is nowhere, which its rule says."""
+    """The datasets of the file that `data_backend_config` names; none if it is missing, which its rule reports."""
     backends = found_upwards(reading.path.parent, named)
     if backends is None:
         return
@@ -69,7 +69,7 @@ def add_backends_of_file(reading: Reading, named: str, keys: Mapping[str, Any]) 
 
 
 def read_backends(path: Path, document: Sequence[Mapping[str, Any]]) -> Reading:
-    """What a list of datasets says by itself."""
+    """Read a list of datasets by itself."""
     reading = Reading(TOOL, path)
     add_backends(reading, document, {}, path.parent)
     return reading
@@ -88,7 +88,7 @@ def add_backends(reading: Reading, listed: Sequence[Any], keys: Mapping[str, Any
         elif kind.endswith("_embeds"):
             reading.lines.append(Line(name, table.get("id"), "ignored", {}, "caches are this program's own"))
         elif kind not in KINDS_OF_IMAGES or store not in ("local", "parquet", "csv"):
-            why = f"left out: {kind} from {store} is not read; name a local folder of images with --data"
+            why = f"skipped: {kind} from {store} is not read; name a local folder of images with --data"
             reading.lines.append(Line(name, table.get("id"), "changed", {}, why))
         elif kind == "conditioning":
             masks[str(table.get("id"))] = table

@@ -161,7 +161,7 @@ def _strategy(value: Any, around: Around) -> Took:
     if word in ("parquet", "csv"):
         return Took({}, "the captions' file", "mapped")
     if word == "instanceprompt":
-        return Took({}, "instance_prompt stands for captions that are missing; remove other captions", "changed")
+        return Took({}, "instance_prompt replaces only missing captions; remove the others", "changed")
     return Took({}, "captions are read from text files beside the images", "changed")
 
 
@@ -252,7 +252,7 @@ RULES: Mapping[str, Rule] = {
     "prediction_type": lacking("the model's own prediction is trained"),
     "pretrained_vae_model_name_or_path": VAE,
     "vae_path": VAE,
-    "resume_from_checkpoint": nothing("--resume goes on with a run of this program"),
+    "resume_from_checkpoint": nothing("--resume continues a run of lora-trainer"),
     "lr_end": lacking("schedules end at 0", off=("4e-7", 4e-7)),
     "lr_scale": lacking("the rate is not scaled by the batch"),
     "use_soft_min_snr": lacking("there is no such weighting here"),
@@ -263,7 +263,7 @@ RULES: Mapping[str, Rule] = {
     "controlnet": lacking("only a LoRA is trained"),
     "distillation_method": lacking("only a LoRA is trained"),
     "instance_prompt": lacking("a dataset's own instance_prompt is read"),
-    "aspect_bucket_rounding": lacking("buckets stand data.bucket_step pixels apart, whatever their aspect"),
+    "aspect_bucket_rounding": lacking("bucket sides differ by data.bucket_step pixels, whatever their aspect"),
     "minimum_image_size": lacking("no image is left out for its size"),
     "maximum_image_size": lacking("images are resized once, to their bucket"),
     "target_downsample_size": lacking("images are resized once, to their bucket"),

@@ -1,4 +1,4 @@
-"""What all these programs share: optimizers, schedules, precisions, model paths, batches, averages."""
+"""Rules shared by all these programs: optimizers, LR schedulers, precisions, model paths, batch sizes, EMA."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ OPTIMIZERS: Mapping[str, tuple[str, str]] = {
     "prodigyschedulefree": ("prodigy", "without its schedule-free averaging"),
 }
 FINDS_ITS_OWN_RATE = ("dadapt", "dowg", "prodigy")
-# What these optimizers start from where nothing is said, and ours does not.
+# Defaults of these optimizers that differ from ours.
 OWN_DEFAULTS: Mapping[str, Mapping[str, float]] = {
     "lion": {"optimizer.beta2": 0.99, "optimizer.weight_decay": 0.0},
     "prodigy": {"optimizer.weight_decay": 0.0},
@@ -53,7 +53,7 @@ SCHEDULES: Mapping[str, tuple[str, str]] = {
     "polynomial": ("polynomial", ""),
     "onecycle": ("one_cycle", ""),
     "one_cycle": ("one_cycle", ""),
-    "adafactor": ("constant_with_warmup", "Adafactor's own rate is not followed"),
+    "adafactor": ("constant_with_warmup", "Adafactor's own learning rate is not used"),
     "cosine_with_min_lr": ("cosine", "it ends at 0 here"),
     "sine": ("cosine", "a wave there, one descent here"),
     "rex": ("cosine", "the nearest shape"),
@@ -87,18 +87,20 @@ ALL_WITH_CONVOLUTIONS = ("*.attentions.*", "*.resnets.*", "*samplers.*")
 
 
 def optimizer(value: Any, around: Around) -> Took:
-    """Ours, with the settings that the original's name stands for."""
+    """Our optimizer, with the settings that the original's name implies."""
     name = re.sub(r"[^a-z0-9]", "", text(value).rpartition(".")[2].lower())
     ours, why = OPTIMIZERS.get(name, ("", ""))
     if not ours:
         ours = "prodigy" if name.startswith(FINDS_ITS_OWN_RATE) else "adamw"
-        why = f"there is no such optimizer here; {ours} takes its place, and the rate may have to change"
+        why = f"there is no such optimizer here; {ours} replaces it, and the learning rate may need to change"
     return Took({"optimizer.name": ours, **OWN_DEFAULTS.get(ours, {})}, why, "changed" if why else "mapped")
 
 
 def schedule(value: Any, around: Around) -> Took:
     name = text(value).strip().lower()
-    ours, why = SCHEDULES.get(name, ("constant_with_warmup", "there is no such schedule here; the rate stays"))
+    ours, why = SCHEDULES.get(
+        name, ("constant_with_warmup", "there is no such LR scheduler here; the learning rate stays constant")
+    )
     return Took({"lr_scheduler.name": ours}, why, "changed" if why else "mapped")
 
 
@@ -112,7 +114,7 @@ def export_dtype(value: Any, around: Around) -> Took:
 
 
 def model_path(value: Any, around: Around) -> Took:
-    """The base model: a folder here, or what must be made one."""
+    """The base model: a folder, one file or a hub id."""
     written = text(value)
     found = located(around.folder, written)
     if Path(found).is_dir():
@@ -131,11 +133,11 @@ def is_hub_id(written: str) -> bool:
 
 
 def autoencoder(value: Any, around: Around) -> Took:
-    """A folder, or one file, in place of the model's own."""
+    """A VAE folder or file that replaces the model's own."""
     written = text(value)
     found = located(around.folder, written)
     if Path(written).suffix.lower() in PICKLES:
-        return Took({}, f"left out: {PICKLED}, and set model.vae to it", "changed")
+        return Took({}, f"skipped: {PICKLED}, and set model.vae to it", "changed")
     if not Path(found).exists() and Path(written).suffix.lower() != ".safetensors" and is_hub_id(written):
         return Took({"model.vae": written}, "a VAE of a hub: it is downloaded unless it is there already")
     return Took({"model.vae": found})
@@ -152,7 +154,7 @@ def clip_skip(value: Any, around: Around) -> Took:
 
 
 def text_rates(rates: Sequence[float], alpha: Any = None) -> dict[str, Any]:
-    """Text encoders that learn along, each with its rate, and the LoRA's alpha where the denoiser's has one."""
+    """Learning rates of trained text encoders, and their LoRA's alpha if the denoiser's has one."""
     alphas = {"text_encoder.lora_alpha": number(alpha)} if alpha is not None and is_on(alpha) else {}
     return {"text_encoder.learning_rates": [float(rate) for rate in rates], **alphas}
 
@@ -173,7 +175,7 @@ def batch_of(*factors: str) -> Rule:
 
 
 def average_with(key: str, otherwise: float, on: Callable[[Any], bool] = truth) -> Rule:
-    """A switch of averaged weights, whose decay another key says."""
+    """A switch of the EMA, whose decay another key sets."""
 
     def read(value: Any, around: Around) -> Took:
         if not on(value):

@@ -1,7 +1,7 @@
 """Every setting: its name, type, limits, default and meaning.
 
-The config is frozen and refuses unknown keys. Descriptions are what `--help` and the
-documentation show.
+The config is frozen and refuses unknown keys. `--help` and the documentation show
+the descriptions.
 """
 
 from __future__ import annotations

@@ -36,7 +36,7 @@ class MemorySection(Section):
         description="precision of the frozen base model and of the forward pass; `fp8` and `int8` store weights in 8 bits and `nf4` in 4, and compute in bf16 or fp16",
     )
     int8_matmul: bool = Field(
-        False, description="also multiply in int8 where the base model is stored so: faster on GeForce GPUs"
+        False, description="also multiply in int8 if the base model is stored in int8: faster on GeForce GPUs"
     )
     blocks_to_swap: Literal["auto"] | CountOrZero = Field(
         "auto",

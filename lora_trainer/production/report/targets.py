@@ -29,7 +29,7 @@ def targets_of(run: RunReport) -> list[Target]:
     if on_gpu:
         found.append(share("GPU computes", number(seen.get("utilisation")), over=0.85))
         found.append(share("GPU's memory, of what is allowed", number(seen.get("memory")), over=0.7))
-        found.append(share("processor", number(seen.get("processor")), under=0.8))
+        found.append(share("CPU computes", number(seen.get("cpu")), under=0.8))
     found.append(share("system memory", number(seen.get("system_memory")), under=0.85))
     found.append(share("CPU waits for disks", number(seen.get("io_wait")), under=0.1))
     found.append(share("steps wait for data", waiting_share(run), under=0.01 if cached else 0.05))

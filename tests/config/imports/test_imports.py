@@ -143,7 +143,7 @@ def test_masked_training_needs_masks_and_says_it(tmp_path: Path) -> None:
     imported = imported_text(tmp_path, "o.json", json.dumps(document))
     assert [source.masks for source in imported.config.data.sources] == [None, str(tmp_path / "later")]
     whys = {line.key: line.why for line in imported.lines if line.verdict == "changed"}
-    assert "so masks are left out" in whys["concepts[0].path"]
+    assert "so masks are skipped" in whys["concepts[0].path"]
     assert "needs masks beside the images" in whys["concepts[1].path"]
     (tmp_path / "p" / "a-masklabel.png").write_bytes(b"")
     imported = imported_text(tmp_path, "o.json", json.dumps(document))
@@ -232,7 +232,7 @@ def test_a_value_that_is_out_of_range_here_is_left_out_and_said(tmp_path: Path) 
     text = 'pretrained_model_name_or_path = "m"\ntrain_data_dir = "p"\nnetwork_dim = 99999\ncaption_dropout_rate = 3\n'
     imported = imported_text(tmp_path, "k.toml", text)
     assert imported.config.lora.rank == 16
-    said = [line.why for line in imported.lines if line.why.startswith("left out")]
+    said = [line.why for line in imported.lines if line.why.startswith("skipped")]
     assert any("lora.rank = 99999" in why and "at most 4096" in why for why in said)
     assert any("captions.dropout" in why for why in said)
 
@@ -251,7 +251,7 @@ def test_no_bucket_is_shorter_than_what_is_trained(tmp_path: Path) -> None:
     text = 'train_data_dir = "p"\nnetwork_dim = 8\nresolution = 128\nenable_bucket = true\n'
     imported = imported_text(tmp_path, "k.toml", text)
     assert imported.config.data.bucket_min == 128  # kohya's default of 256 would leave no bucket
-    assert any("no more than the 128 px" in line.why for line in imported.lines)
+    assert any("not more than the training resolution, 128 px" in line.why for line in imported.lines)
 
 
 def test_wrong_kinds_of_values_are_told_together(tmp_path: Path) -> None:
@@ -267,8 +267,8 @@ def test_wrong_kinds_of_values_are_told_together(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("[lora]\nrank = 8\n", "a config of this program already"),
-        ('title = "x"\n', "no config that can be imported"),
+        ("[lora]\nrank = 8\n", "already a config of lora-trainer"),
+        ('title = "x"\n', "not a config that can be imported"),
         ('{"a": [', "is not valid JSON"),
         ("a: !!python/name:os.system x", "Only plain values"),
         ('dataset_config = "gone.toml"\nnetwork_dim = 8\noutput_dir = "o"\n', "gone.toml does not exist"),
@@ -298,7 +298,7 @@ def test_the_command_writes_a_new_file_and_never_over_one(tmp_path: Path, capsys
     output = tmp_path / "cat.toml"
     assert main(["import", str(FILES / "kohya_config.toml"), "--output", str(output)]) == 0
     table = capsys.readouterr().out
-    places = [table.index(title) for title in ("not known", "changed in meaning", "ignored (", "the same here")]
+    places = [table.index(title) for title in ("unknown: ", "changed in meaning", "ignored (", "the same here")]
     assert places == sorted(places)
     assert f"lora-trainer train --config {output}" in table
     written = output.read_bytes()

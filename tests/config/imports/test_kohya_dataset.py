@@ -74,7 +74,7 @@ def test_a_subset_without_repeats_is_left_out_as_kohya_does(tmp_path: Path) -> N
     resolved = settle([], [Layer("--data", {"data": {"sources": [str(path)]}})])
     assert [source.path for source in resolved.config.data.sources] == [str(tmp_path / "a")]
     (said,) = [note for note in resolved.notes if "num_repeats" in note]
-    assert 'datasets[0].subsets[0] = "none": num_repeats is less than 1: left out' in said
+    assert 'datasets[0].subsets[0] = "none": num_repeats is less than 1: skipped' in said
     imported = import_file(path)
     assert [source.path for source in imported.config.data.sources] == [str(tmp_path / "a")]
     assert [line.key for line in imported.lines if line.verdict == "ignored"] == ["datasets[0].subsets[0]"]
@@ -151,11 +151,14 @@ def test_data_named_by_a_dataset_toml_is_settled_like_any_other(tmp_path: Path) 
         ("[[datasets]]\n[[datasets.subsets]]\nnum_repeats = 2\n", "datasets[0].subsets[0] has no image_dir"),
         ('[[datasets]]\n[[datasets.subsets]]\nimage_dir = "a"\nnum_repeat = 2\n', "Did you mean num_repeats"),
         ('[[datasets]]\n[[datasets.subsets]]\nimage_dir = "a"\nnum_repeats = "x"\n', "is not a number"),
-        ('[[datasets]]\nsubsets = "a"\n', "datasets[0].subsets is no list of tables"),
-        ("[lora]\nrank = 3\n", "is no kohya dataset TOML"),
+        ('[[datasets]]\nsubsets = "a"\n', "datasets[0].subsets is not a list of tables"),
+        ("[lora]\nrank = 3\n", "is not a kohya dataset TOML"),
         ("[[datasets]\n", "is not valid TOML"),
         ("datasets = [3]\n", "are tables"),
-        ('[other]\na = 1\n[[datasets]]\n[[datasets.subsets]]\nimage_dir = "a"\n', "other is no part of a dataset TOML"),
+        (
+            '[other]\na = 1\n[[datasets]]\n[[datasets.subsets]]\nimage_dir = "a"\n',
+            "other is not part of a dataset TOML",
+        ),
     ],
 )
 def test_what_is_wrong_is_said(tmp_path: Path, text: str, said: str) -> None:
@@ -174,7 +177,7 @@ def test_a_damaged_or_hostile_file_is_one_message(tmp_path: Path) -> None:
         "e.json": ("[" * 100_000, "nested too deeply"),
         "f.toml": ("", "is empty"),
         "g.bin": ("\0\0", "is not text"),
-        "h.txt": ("hello", "holds no settings"),
+        "h.txt": ("hello", "has no settings"),
         "i.json": (" " * 4_000_001, "at most 4,000,000"),
     }
     for name, (text, said) in files.items():
