@@ -12,6 +12,7 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from lora_trainer import __version__
@@ -78,7 +79,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         with listening():
             try:
-                code = _dispatch(arguments)
+                code = _parse(arguments)()
                 sys.stdout.flush()  # here, where a closed pipe is not an error
             except BrokenPipeError:
                 # The pipe is closed (`… | head`): write nothing at exit either.
@@ -94,16 +95,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         return report_error(error, debug="--debug" in arguments)
 
 
-def _dispatch(arguments: list[str]) -> int:
+def _parse(arguments: list[str]) -> Callable[[], int]:
+    """What the arguments ask for, to be called: a command, or its help. Raises UsageError."""
     overview = _overview()
     if not arguments:
         overview.print_help(sys.stderr)
-        return WRONG_USAGE
+        return lambda: WRONG_USAGE
     name, rest = arguments[0], arguments[1:]
     command = COMMANDS.get(name)
     if command is None:
         if name in ("-h", "--help", "--version"):
-            return _parse_to_exit(overview, arguments)
+            return partial(_parse_to_exit, overview, arguments)
         kind = "flag" if name.startswith("-") else "command"
         raise UsageError(Problem(f"Unknown {kind} {name}.", nearest(name, COMMANDS)))
     parser = Parser(
@@ -116,9 +118,9 @@ def _dispatch(arguments: list[str]) -> int:
     command.add_arguments(parser)
     add_debug_argument(parser)
     if "-h" in rest or "--help" in rest:
-        return _parse_to_exit(parser, ["--help"])
+        return partial(_parse_to_exit, parser, ["--help"])
     parsed, unknown = parser.parse_known_intermixed_args(rest)
-    return command.run(parsed, unknown_arguments(parser, unknown))
+    return partial(command.run, parsed, unknown_arguments(parser, unknown))
 
 
 def _parse_to_exit(parser: argparse.ArgumentParser, arguments: list[str]) -> int:
